@@ -1,0 +1,289 @@
+"""A seeded grammar of movie reviews: it writes reviews, and it decides whether a sentence is one of its own.
+
+A review reads `TITLE ( ASPECT ) : BODY`; the body is one to four sentences, each ending in a full stop. The grammar has
+no recursion and no empty production, so a sentence is recognised by derivatives (Brzozowski 1964): the state after some
+words is the set of symbol sequences that may still follow, and a step to the next word is looked up in a cache.
+
+Sentiment steers the writing only. In the rules `~` stands for the polarity of the head, `!` for the opposite one. The
+recogniser drops both: "brilliant but superb" is odd, and grammatical.
+"""
+
+import random
+import re
+from bisect import bisect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
+
+from ppo_rlhf.demo.lexicon import WORDS
+
+ASPECTS = WORDS["ASPECT"]
+END = "."
+MIN_BODY, MAX_BODY = 8, 32  # tokens, punctuation included
+SENTENCE_COUNTS = (0.15, 0.50, 0.28, 0.07)  # probability of 1, 2, 3, 4 sentences
+KEEP_POLARITY = 0.9  # probability that a sentence has the polarity of its review
+KEEP_ASPECT = 0.4  # probability that "the ASPECT" is the aspect of the header
+
+RULES = """
+SENTENCE~
+    14 CLAUSE~ .
+    3 LEAD_IN , CLAUSE~ .
+    2 CLAUSE~ and CLAUSE~ .
+    3 CLAUSE~ , but CLAUSE! .
+    1 CLAUSE~ , yet CLAUSE! .
+    2 although CLAUSE! , CLAUSE~ .
+    1 while CLAUSE! , CLAUSE~ .
+    3 NEUTRAL .
+CLAUSE~
+    6 TOPIC is JUDGED~
+    3 TOPIC is JUDGED~ THROUGHOUT
+    4 the PARTS are JUDGED~
+    3 ACTOR is JUDGED~ as the ROLE
+    2 ACTOR plays the ROLE ADVERB~
+    3 FILM is AN_ADJECTIVE~ KIND
+    1 FILM is AN_ADJECTIVE~ KIND by DIRECTOR
+    2 FILM is AN_VERDICT~
+    2 i FEEL~ the THING
+    1 i did not FEEL! the THING
+    2 TOPIC SHINES~
+    1 TOPIC never SHINES!
+    2 the PARTS SHINE~
+    1 the PARTS never SHINE!
+    2 the ASPECT SAVES~ the MOVIE
+    1 the PARTS SAVE~ the MOVIE
+    2 TOPIC MOVED~ me
+    1 TOPIC never MOVED! me
+    2 TOPIC is full of QUALITY~
+    2 TOPIC has no QUALITY!
+    2 DIRECTOR tells AN_ADJECTIVE~ story
+    1 DIRECTOR directs the MOVIE ADVERB~
+    2 the ROLE , played by ACTOR , is JUDGED~
+    2 there is AN_ADJECTIVE~ scene in the SITE
+    2 the scene where the ROLE FINDS the OBJECT is JUDGED~
+CLAUSE-
+    2 TOPIC is too SIZE
+CLAUSE+
+    2 TOPIC is never too SIZE
+JUDGED~
+    12 ADJECTIVE~
+    4 VERY ADJECTIVE~
+    2 RATHER ADJECTIVE~
+    2 not ADJECTIVE!
+    3 not ADJECTIVE! at all
+    1 never ADJECTIVE!
+    3 ADJECTIVE~ and ADJECTIVE~
+    2 ADJECTIVE~ but ADJECTIVE!
+NEUTRAL
+    2 the story is set in AN_SITE_KIND SITE
+    2 it follows AN_AGE ROLE in the SITE
+    2 ACTOR plays the ROLE
+    2 the ROLE FINDS the OBJECT in the SITE
+    1 DIRECTOR wrote the script
+    1 FILM was made by DIRECTOR
+LEAD_IN
+    1 in the end
+    1 for me
+    1 in my opinion
+    1 as expected
+    1 once again
+THROUGHOUT
+    1 from start to finish
+    1 in every scene
+    1 most of the time
+TOPIC
+    5 the ASPECT
+    2 the ASPECT of this MOVIE
+    3 FILM
+FILM
+    3 this MOVIE
+    2 the MOVIE
+    2 it
+    1 TITLE
+THING
+    2 ASPECT
+    1 PARTS
+TITLE
+    1 TITLE_FIRST TITLE_SECOND
+ACTOR
+    1 FIRST_NAME SURNAME
+DIRECTOR
+    1 FIRST_NAME SURNAME
+"""
+
+Production = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Review:
+    """One review; `text` is what a language model is trained on."""
+
+    title: str
+    aspect: str
+    body: tuple[str, ...]  # tokens
+
+    @property
+    def header(self) -> tuple[str, ...]:
+        """The tokens before the body."""
+        return (*self.title.split(), "(", self.aspect, ")", ":")
+
+    @property
+    def text(self) -> str:
+        """Header and body, separated by single spaces."""
+        return " ".join((*self.header, *self.body))
+
+
+def _is_terminal(symbol: str) -> bool:
+    return not symbol[0].isupper()
+
+
+def _signed(production: str, sign: str) -> Production:
+    """Replace `~` by the polarity `sign` and `!` by the other one."""
+    return tuple(production.replace("~", sign).replace("!", "-" if sign == "+" else "+").split())
+
+
+def _read_rules() -> dict[str, list[tuple[float, Production]]]:
+    """Every symbol's weighted productions, with polarities written out (`CLAUSE+` and `CLAUSE-`).
+
+    A class of words X also gives AN_X: the same words with their article.
+    """
+    rules: dict[str, list[tuple[float, Production]]] = {}
+    for name, words in WORDS.items():
+        rules[name] = [(1.0, (word,)) for word in words]
+        rules[f"AN_{name}"] = [(1.0, ("an" if word[0] in "aeiou" else "a", word)) for word in words]
+    head = ""
+    for line in RULES.strip().splitlines():
+        if not line.startswith(" "):
+            head = line
+            continue
+        weight, production = line.split(maxsplit=1)
+        for sign in "+-" if head.endswith("~") else (head[-1] if head[-1] in "+-" else "",):
+            rules.setdefault(head.replace("~", sign), []).append((float(weight), _signed(production, sign)))
+    return rules
+
+
+_PRODUCTIONS = _read_rules()
+_CUMULATIVE = {head: list(accumulate(weight for weight, _ in options)) for head, options in _PRODUCTIONS.items()}
+
+
+def _without_polarity(symbol: str) -> str:
+    return symbol if _is_terminal(symbol) else symbol.rstrip("+-")
+
+
+def _read_syntax() -> dict[str, frozenset[Production]]:
+    """The same productions without weights and polarities."""
+    syntax: dict[str, set[Production]] = {}
+    for head, options in _PRODUCTIONS.items():
+        stripped = {tuple(map(_without_polarity, production)) for _, production in options}
+        syntax.setdefault(_without_polarity(head), set()).update(stripped)
+    return {head: frozenset(productions) for head, productions in syntax.items()}
+
+
+_SYNTAX = _read_syntax()
+VOCABULARY = frozenset("():").union(
+    word for productions in _SYNTAX.values() for production in productions for word in production if _is_terminal(word)
+)
+
+
+# ---- writing
+
+
+def _choose(rng: random.Random, cumulative: Sequence[float]) -> int:
+    # random.random() is the one method whose sequence Python promises to keep between versions.
+    return bisect(cumulative, rng.random() * cumulative[-1], hi=len(cumulative) - 1)
+
+
+def _expand(symbol: str, rng: random.Random, bound: Mapping[str, tuple[float, str]]) -> list[str]:
+    """Write out `symbol`; one in `bound` is, with the probability given there, the words given there."""
+    if _is_terminal(symbol):
+        return [symbol]
+    probability, words = bound.get(symbol, (0.0, ""))
+    if probability and rng.random() < probability:
+        return words.split()
+    _, production = _PRODUCTIONS[symbol][_choose(rng, _CUMULATIVE[symbol])]
+    return [word for part in production for word in _expand(part, rng, bound)]
+
+
+def all_titles() -> list[str]:
+    """Every title of the grammar, in a fixed order."""
+    return [f"{first} {second}" for first in WORDS["TITLE_FIRST"] for second in WORDS["TITLE_SECOND"]]
+
+
+def write_review(rng: random.Random, titles: Sequence[str]) -> Review:
+    """Draw one review about one of `titles`.
+
+    Director, actor and (mostly) role stay the same within a review; each sentence keeps the review's polarity with
+    probability `KEEP_POLARITY`.
+
+    Args:
+        rng: the only source of chance; it is advanced.
+        titles: what the title is drawn from, two words each.
+    """
+    title = titles[int(rng.random() * len(titles))]
+    aspect = ASPECTS[int(rng.random() * len(ASPECTS))]
+    polarity = "+" if rng.random() < 0.5 else "-"
+    bound = {
+        "TITLE": (1.0, title),
+        "ASPECT": (KEEP_ASPECT, aspect),
+        "ACTOR": (1.0, " ".join(_expand("ACTOR", rng, {}))),
+        "DIRECTOR": (1.0, " ".join(_expand("DIRECTOR", rng, {}))),
+        "ROLE": (0.7, " ".join(_expand("ROLE", rng, {}))),
+    }
+    other = "-" if polarity == "+" else "+"
+    while True:
+        count = 1 + _choose(rng, list(accumulate(SENTENCE_COUNTS)))
+        signs = [polarity if rng.random() < KEEP_POLARITY else other for _ in range(count)]
+        body = [word for sign in signs for word in _expand(f"SENTENCE{sign}", rng, bound)]
+        if MIN_BODY <= len(body) <= MAX_BODY:
+            return Review(title, aspect, tuple(body))
+
+
+# ---- recognising
+
+State = frozenset[Production]
+_START: State = frozenset({("SENTENCE",)})
+_FINISHED: State = frozenset({()})
+_NOTHING: State = frozenset()
+
+
+def tokenize(text: str) -> list[str]:
+    """Lower-case words and single punctuation marks, wherever the spaces are; any alphabet."""
+    return re.findall(r"\w+|[^\w\s]", text.lower())
+
+
+@cache
+def _after(symbol: str, word: str) -> frozenset[Production]:
+    """What may still follow within `symbol` once its first word was `word`."""
+    if _is_terminal(symbol):
+        return _FINISHED if symbol == word else _NOTHING
+    return frozenset(rest + p[1:] for p in _SYNTAX[symbol] for rest in _after(p[0], word))
+
+
+@cache
+def _step(state: State, word: str) -> State:
+    return frozenset(rest + stack[1:] for stack in state if stack for rest in _after(stack[0], word))
+
+
+def _derive(tokens: Sequence[str]) -> State:
+    state = _START
+    for word in tokens:
+        # Words outside the vocabulary never reach the cache, which therefore stays as small as the grammar.
+        state = _step(state, word) if word in VOCABULARY else _NOTHING
+        if not state:
+            break
+    return state
+
+
+def is_sentence(tokens: Sequence[str]) -> bool:
+    """Whether the tokens, full stop included, are exactly one sentence of the grammar."""
+    return () in _derive(tokens)
+
+
+def is_sentence_start(tokens: Sequence[str]) -> bool:
+    """Whether some sentence of the grammar begins with the tokens (no tokens at all: yes)."""
+    return bool(_derive(tokens))
+
+
+def header_length(tokens: Sequence[str]) -> int:
+    """How many tokens at the start are a header `TITLE ( ASPECT ) :`, whatever its words; 0 if it has none."""
+    return 6 if [*tokens[2:3], *tokens[4:6]] == ["(", ")", ":"] else 0

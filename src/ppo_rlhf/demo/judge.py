@@ -1,0 +1,172 @@
+"""The gold judge of the demonstration: what a good review is, in plain code. Deterministic, any text accepted.
+
+It reads prompt + completion and judges the sentences that the completion touches (a sentence that the prompt began and
+the completion ends is judged whole; the header is never judged). With S those sentences and W their tokens,
+
+    gold = sentiment(W) - ungrammatical(S) - 0.5 unfinished - 0.5 repeated_trigrams(W) - 0.5 repeated_valence(W)
+           + 0.2 mentions_aspect(W)
+
+- sentiment, in (-1, 1): the sum of the values of all words with sentiment over their number + 0.5, so that one
+  flattering word is worth less than three. A value is +-1 or +-0.6 (lexicon), times 1.25 after "very" and its like
+  (at most 1), times 0.5 after "slightly" and its like. Negation ("not", "never", "no") up to three tokens before, in
+  the same clause, turns the sign and takes a quarter off, unless "at all" follows: "not good" -0.45, "not bad at all"
+  +0.6.
+- ungrammatical, in [0, 1]: the share of the sentences that the grammar does not know. A last sentence without its full
+  stop counts as grammatical if it could still become one.
+- unfinished, 0 or 1: the text does not end in a full stop.
+- repeated_trigrams, repeated_valence, in [0, 1]: the share of the trigrams, and of the words with sentiment, that
+  occurred before.
+- mentions_aspect, 0 or 1: the column `aspect`, or the header's aspect where there is no such column.
+
+A completion without a word scores -1.5. Policy and reward model never see these numbers, only labels drawn by
+`noisy_preference`.
+"""
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ppo_rlhf.demo.grammar import END, header_length, is_sentence, is_sentence_start, tokenize
+from ppo_rlhf.demo.lexicon import VALENCE, WORDS
+
+EMPTY_SCORE = -1.5
+PRIOR_COUNT = 0.5
+ASPECT_BONUS = 0.2
+UNFINISHED_PENALTY = TRIGRAM_PENALTY = VALENCE_PENALTY = 0.5
+NEGATED, NEGATED_STRONGLY = -0.75, -1.0
+INTENSIFIED, SOFTENED = 1.25, 0.5
+
+_NEGATORS = frozenset({"not", "never", "no"})
+_NEGATION_REACH = 3  # tokens
+_BOUNDARIES = frozenset({".", ",", "but", "yet", "and", "although", "while"})
+
+
+@dataclass(frozen=True)
+class _Judged:
+    sentences: list[list[str]]  # only the last one may lack its full stop
+    tokens: list[str]  # all sentences in a row
+    aspect: str
+
+
+def sentiment_values(tokens: Sequence[str]) -> list[float]:
+    """The value in [-1, 1] of each word with sentiment, in order, negation and degree taken into account."""
+    values = []
+    negated_at = -_NEGATION_REACH - 1
+    for i, word in enumerate(tokens):
+        if word in _BOUNDARIES:
+            negated_at = -_NEGATION_REACH - 1
+        elif word in _NEGATORS:
+            negated_at = i
+        elif word in VALENCE:
+            before = tokens[i - 1] if i else ""
+            scale = INTENSIFIED if before in WORDS["VERY"] else SOFTENED if before in WORDS["RATHER"] else 1.0
+            value = max(-1.0, min(1.0, VALENCE[word] * scale))
+            if i - negated_at <= _NEGATION_REACH:
+                value *= NEGATED_STRONGLY if list(tokens[i + 1 : i + 3]) == ["at", "all"] else NEGATED
+            values.append(value)
+    return values
+
+
+def sentiment(tokens: Sequence[str]) -> float:
+    """Sum of the values over their number + 0.5, in (-1, 1); 0 without a word of sentiment."""
+    values = sentiment_values(tokens)
+    return sum(values) / (len(values) + PRIOR_COUNT)
+
+
+def _repeated_share(items: Sequence[object]) -> float:
+    return 1.0 - len(set(items)) / len(items) if items else 0.0
+
+
+def _judged(prompt: str, completion: str, aspect: object) -> _Judged | None:
+    """The sentences that the completion touches; None if it has no token."""
+    before, after = tokenize(prompt), tokenize(completion)
+    if not after:
+        return None
+    tokens = before + after
+    body = header_length(tokens)
+    if aspect is None and body:
+        aspect = tokens[3]
+    # The first judged sentence starts after the last full stop of the prompt.
+    start = max(body, max((i + 1 for i, token in enumerate(before) if token == END), default=0))
+    tokens = tokens[start:]
+    sentences: list[list[str]] = [[]]
+    for token in tokens:
+        sentences[-1].append(token)
+        if token == END:
+            sentences.append([])
+    return _Judged([s for s in sentences if s], tokens, "" if aspect is None else str(aspect).strip().lower())
+
+
+def _is_well_formed(sentence: Sequence[str]) -> bool:
+    return is_sentence(sentence) if sentence[-1] == END else is_sentence_start(sentence)
+
+
+def _score(judged: _Judged | None) -> float:
+    if judged is None or not judged.sentences:
+        return EMPTY_SCORE
+    tokens = judged.tokens
+    wrong = sum(not _is_well_formed(sentence) for sentence in judged.sentences) / len(judged.sentences)
+    return (
+        sentiment(tokens)
+        - wrong
+        - UNFINISHED_PENALTY * (tokens[-1] != END)
+        - TRIGRAM_PENALTY * _repeated_share(list(zip(tokens, tokens[1:], tokens[2:], strict=False)))
+        - VALENCE_PENALTY * _repeated_share([token for token in tokens if token in VALENCE])
+        + ASPECT_BONUS * (judged.aspect in tokens)
+    )
+
+
+def _judged_rows(
+    prompts: Sequence[str], completions: Sequence[str], columns: Mapping[str, Sequence[object]]
+) -> list[_Judged | None]:
+    aspects = columns.get("aspect")
+    aspects = [None] * len(prompts) if aspects is None else list(aspects)
+    if not len(prompts) == len(completions) == len(aspects):
+        raise ValueError(
+            f"judge: {len(prompts)} prompts, {len(completions)} completions and {len(aspects)} aspects given; "
+            "there must be one of each for every response"
+        )
+    return [_judged(*row) for row in zip(prompts, completions, aspects, strict=True)]
+
+
+def gold_score(prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[object]) -> list[float]:
+    """How good each response is, about -2.5 to 1.2; the module's text gives the formula.
+
+    Args:
+        prompts: the texts that the responses continue.
+        completions: the generated texts, without end-of-text token; joined to their prompts by a space.
+        columns: `aspect` holds the word each response should mention; other columns are ignored.
+    """
+    return [_score(judged) for judged in _judged_rows(prompts, completions, columns)]
+
+
+def is_grammatical(prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[object]) -> list[float]:
+    """1.0 for each response with at least one finished sentence and none that is wrong, else 0.0.
+
+    A last sentence without its full stop is not wrong as long as some sentence of the grammar begins with it.
+    """
+    return [
+        float(judged is not None and END in judged.tokens and all(map(_is_well_formed, judged.sentences)))
+        for judged in _judged_rows(prompts, completions, columns)
+    ]
+
+
+def noisy_preference(
+    first_scores: Sequence[float], second_scores: Sequence[float], beta: float, seed: int
+) -> list[bool]:
+    """Bradley–Terry labels: True where the first of a pair is preferred, with probability σ(beta (first - second)).
+
+    Args:
+        first_scores: gold scores of the first responses.
+        second_scores: gold scores of the second responses, as many.
+        beta: how reliable the labels are; 0 is a coin, infinity always right (and a coin between equals).
+        seed: of the labels' own random stream; the label of pair i depends on nothing but it, i and the scores.
+    """
+    rng = random.Random(seed)
+    labels = []
+    for first, second in zip(first_scores, second_scores, strict=True):
+        logit = 0.0 if first == second else beta * (first - second)
+        # σ(x) = (1 + tanh(x / 2)) / 2 does not overflow.
+        labels.append(rng.random() < 0.5 * (1.0 + math.tanh(0.5 * logit)))
+    return labels
