@@ -1,0 +1,78 @@
+"""Generalised advantage estimation over right-padded responses."""
+
+import torch
+from torch import Tensor
+
+from ppo_rlhf.core.checks import (
+    as_bool,
+    check_dimensions,
+    check_one_per_row,
+    check_prefix_mask,
+    check_range,
+    check_same_shape,
+    compute_dtype,
+    select,
+)
+from ppo_rlhf.core.rewards import last_token_mask
+
+
+def generalized_advantage_estimate(
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    gamma: float,
+    lam: float,
+    *,
+    bootstrap_values: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Advantages and returns of each response token.
+
+    With L the last real token of a row and V_{L+1} its bootstrap value:
+        δ_t = r_t + gamma · V_{t+1} − V_t,   A_t = δ_t + gamma · lam · A_{t+1},   A_{L+1} = 0,   R_t = A_t + V_t.
+
+    Args:
+        rewards: r_t [B, T], received for emitting token t.
+        values: V_t [B, T], the critic's value before token t is emitted.
+        mask: [B, T], True on the response's real tokens, a prefix of each row.
+        gamma: Discount per token, 0..1.
+        lam: λ, 0 (one-step) .. 1 (Monte Carlo).
+        bootstrap_values: V_{L+1} [B], the value after the last real token: for cut-off responses, 0 for those that
+            ended by themselves. None: 0 for all, the last token is terminal.
+
+    Returns:
+        `advantages` and `returns`, each [B, T], 0 in padding. Advantages are not whitened.
+
+    Raises:
+        ShapeError: shapes do not fit, or the mask has holes.
+        ConfigError: `gamma` or `lam` lies outside 0..1.
+
+    Source: Schulman et al. (2016), "High-Dimensional Continuous Control Using Generalized Advantage Estimation",
+    eq. 16, summed to the end of the response.
+    """
+    where = "generalized_advantage_estimate"
+    check_dimensions(where, "BT", rewards=rewards)
+    check_same_shape(where, rewards=rewards, values=values, mask=mask)
+    check_range(where, at_least=0.0, at_most=1.0, gamma=gamma, lam=lam)
+    is_response_BT = as_bool(mask)
+    check_prefix_mask(where, is_response_BT)
+    dtype = compute_dtype(rewards, values)
+
+    rewards_BT = select(rewards, is_response_BT, dtype)
+    values_BT = select(values, is_response_BT, dtype)
+    next_values_BT = torch.cat([values_BT[:, 1:], values_BT.new_zeros(values_BT.shape[0], 1)], dim=1)[
+        :, : mask.shape[1]
+    ]
+    if bootstrap_values is not None:
+        check_one_per_row(where, rewards.shape[0], bootstrap_values=bootstrap_values)
+        after_end_BT = bootstrap_values.to(dtype)[:, None].expand_as(values_BT)
+        next_values_BT = torch.where(last_token_mask(is_response_BT), after_end_BT, next_values_BT)
+
+    # Padding has r = V = 0 and so δ = 0: what comes in from the right of a row's last real token is 0.
+    deltas_BT = rewards_BT + gamma * next_values_BT - values_BT
+    running_B = deltas_BT.new_zeros(deltas_BT.shape[0])
+    reversed_columns = []
+    for delta_B in reversed(deltas_BT.unbind(dim=1)):
+        running_B = delta_B + gamma * lam * running_B
+        reversed_columns.append(running_B)
+    advantages_BT = torch.stack(reversed_columns[::-1], dim=1) if reversed_columns else deltas_BT
+    return advantages_BT, advantages_BT + values_BT

@@ -1,0 +1,101 @@
+"""From a matrix of token losses to one number, so that cutting a minibatch into micro-batches changes nothing."""
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from ppo_rlhf.core.checks import (
+    as_bool,
+    check_choice,
+    check_dimensions,
+    check_range,
+    check_same_shape,
+    compute_dtype,
+    select,
+)
+
+LossAggregation = Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "token_sum_fixed_length"]
+LOSS_AGGREGATIONS: tuple[str, ...] = get_args(LossAggregation)
+
+
+def aggregate_loss(
+    token_loss: Tensor,
+    mask: Tensor,
+    loss_aggregation: str = "token_mean",
+    denominator: Tensor | float | None = None,
+) -> Tensor:
+    """One scalar from a token loss: numerator / denominator.
+
+    | loss_aggregation | numerator | denominator |
+    | --- | --- | --- |
+    | token_mean | sum over real tokens | real tokens |
+    | seq_mean_token_sum | sum over real tokens | sequences |
+    | seq_mean_token_mean | sum over sequences of their token mean | sequences |
+    | token_sum_fixed_length | sum over real tokens | sequences × fixed length |
+
+    A sequence is a row with at least one real token. With the same `denominator` given to each, the losses of the
+    micro-batches of a minibatch add up to the loss of the whole minibatch, and so do their gradients.
+
+    Args:
+        token_loss: [B, T]; anything in padding.
+        mask: [B, T], True on the tokens that count; holes and empty rows are fine.
+        loss_aggregation: One of LOSS_AGGREGATIONS.
+        denominator: The optimiser step's global count: `aggregation_count` of the whole minibatch, summed over ranks.
+            None: the count of this call alone, with this call's width T as the fixed length.
+
+    Returns:
+        A scalar tensor. 0, with gradient 0, if no token counts.
+
+    Raises:
+        ShapeError: shapes do not fit.
+        ConfigError: unknown aggregation, or a negative or non-finite `denominator` (a tensor is not looked into).
+    """
+    where = "aggregate_loss"
+    check_dimensions(where, "BT", token_loss=token_loss)
+    check_same_shape(where, token_loss=token_loss, mask=mask)
+    check_choice(where, LOSS_AGGREGATIONS, loss_aggregation=loss_aggregation)
+    counts_BT = as_bool(mask)
+    dtype = compute_dtype(token_loss)
+    losses_BT = select(token_loss, counts_BT, dtype)
+    if loss_aggregation == "seq_mean_token_mean":
+        numerator = (losses_BT.sum(dim=1) / counts_BT.sum(dim=1).clamp(min=1)).sum()
+    else:
+        numerator = losses_BT.sum()
+
+    if denominator is None:
+        denominator = aggregation_count(counts_BT, loss_aggregation)
+    elif not isinstance(denominator, Tensor):
+        check_range(where, at_least=0.0, denominator=denominator)
+    divisor = torch.as_tensor(denominator, dtype=dtype, device=token_loss.device)
+    # Without a single token the numerator is 0, and so may be the denominator: 0, not NaN.
+    return numerator / torch.where(counts_BT.any(), divisor, 1.0)
+
+
+def aggregation_count(mask: Tensor, loss_aggregation: str, *, fixed_length: int | None = None) -> Tensor:
+    """The denominator that `aggregate_loss` wants for this mode, counted over `mask`: add it up over ranks.
+
+    Args:
+        mask: [B, T] of the whole minibatch, True on the tokens that count.
+        loss_aggregation: One of LOSS_AGGREGATIONS.
+        fixed_length: For token_sum_fixed_length, the constant number of token slots of a response (response_length);
+            None: T. The other modes do not use it.
+
+    Returns:
+        An int64 scalar tensor.
+
+    Raises:
+        ShapeError: `mask` is not [B, T].
+        ConfigError: unknown aggregation, or `fixed_length` below 1.
+    """
+    check_dimensions("aggregation_count", "BT", mask=mask)
+    check_choice("aggregation_count", LOSS_AGGREGATIONS, loss_aggregation=loss_aggregation)
+    counts_BT = as_bool(mask)
+    if loss_aggregation == "token_mean":
+        return counts_BT.sum()
+    sequences = counts_BT.any(dim=1).sum()
+    if loss_aggregation != "token_sum_fixed_length":
+        return sequences
+    if fixed_length is not None:
+        check_range("aggregation_count", at_least=1, fixed_length=fixed_length)
+    return sequences * (mask.shape[1] if fixed_length is None else fixed_length)

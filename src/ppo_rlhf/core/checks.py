@@ -1,0 +1,89 @@
+"""Checks at the door of every numeric function: shapes, ranges, and the float type to compute in."""
+
+import math
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+
+from ppo_rlhf.core.errors import ConfigError, ShapeError
+
+
+def check_same_shape(where: str, **tensors: Tensor) -> None:
+    """Raise ShapeError unless all `tensors` have one shape; `where` opens the message."""
+    shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
+    if any(shape != next(iter(shapes.values())) for shape in shapes.values()):
+        listed = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        raise ShapeError(f"{where}: got {listed}; all must have the same shape. Cut or pad them to one shape first.")
+
+
+def check_dimensions(where: str, dimensions: str, **tensors: Tensor) -> None:
+    """Raise ShapeError unless each tensor has as many dimensions as `dimensions` has letters, such as "BT"."""
+    for name, tensor in tensors.items():
+        if tensor.dim() != len(dimensions):
+            raise ShapeError(
+                f"{where}: {name} has shape {list(tensor.shape)}; it must be [{', '.join(dimensions)}]. "
+                "Add or drop the missing or extra axis."
+            )
+
+
+def check_one_per_row(where: str, rows: int, **tensors: Tensor) -> None:
+    """Raise ShapeError unless each tensor has the shape [`rows`]."""
+    for name, tensor in tensors.items():
+        if list(tensor.shape) != [rows]:
+            raise ShapeError(
+                f"{where}: {name} has shape {list(tensor.shape)}; it must be [{rows}]. Give one number per row."
+            )
+
+
+def check_prefix_mask(where: str, mask: Tensor) -> None:
+    """Raise ShapeError unless every row of the bool `mask` [B, T] is True on a (possibly empty) prefix only."""
+    rises_B = (mask[:, 1:] & ~mask[:, :-1]).any(dim=1)
+    if bool(rises_B.any()):
+        row = int(rises_B.nonzero()[0])
+        raise ShapeError(
+            f"{where}: row {row} of mask is True after a False; responses must be right-padded without holes. "
+            "Build the mask with length_mask(lengths, width)."
+        )
+
+
+def check_range(
+    where: str,
+    *,
+    at_least: float = -math.inf,
+    above: float = -math.inf,
+    at_most: float = math.inf,
+    **values: float,
+) -> None:
+    """Raise ConfigError unless each value is finite, >= `at_least`, > `above` and <= `at_most`."""
+    for name, value in values.items():
+        if not (math.isfinite(value) and value >= at_least and value > above and value <= at_most):
+            bounds = [
+                f"{sign} {bound:g}"
+                for sign, bound in ((">=", at_least), (">", above), ("<=", at_most))
+                if math.isfinite(bound)
+            ]
+            rule = " and ".join(["finite", *bounds])
+            raise ConfigError(f"{where}: {name}={value!r}; it must be {rule}. Change {name}.")
+
+
+def check_choice(where: str, choices: Collection[str], **values: str) -> None:
+    """Raise ConfigError unless each value is one of `choices`."""
+    for name, value in values.items():
+        if value not in choices:
+            raise ConfigError(f"{where}: {name}={value!r} is unknown. Choose one of: {', '.join(choices)}.")
+
+
+def as_bool(mask: Tensor) -> Tensor:
+    """A 0/1 mask of any type as bool; a bool mask as it is."""
+    return mask if mask.dtype == torch.bool else mask != 0
+
+
+def compute_dtype(*tensors: Tensor) -> torch.dtype:
+    """The widest float type among `tensors`, float32 at least: half precision and integers become float32."""
+    return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+
+
+def select(x: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x` in `dtype` where the bool `mask` is True, 0 elsewhere, even over NaN; no gradient reaches masked entries."""
+    return torch.where(mask, x.to(dtype), 0.0)

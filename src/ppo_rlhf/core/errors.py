@@ -1,0 +1,37 @@
+"""Every error that a person can cause or must see: one tree, each leaf also a standard-library type.
+
+A message says where, what was given, the rule, and the fix, in one line: the command line prints it alone.
+A new class is added only where a caller would handle it differently from its siblings.
+"""
+
+
+class PPORLHFError(Exception):
+    """Base of all errors raised on purpose by this project; the command line shows its text without a traceback."""
+
+
+class ConfigError(PPORLHFError, ValueError):
+    """A parameter, or a combination of parameters, is not acceptable."""
+
+
+class DataError(PPORLHFError, ValueError):
+    """A data file, column or row that a person gave is not acceptable."""
+
+
+class ModelError(PPORLHFError, ValueError):
+    """A model directory, its weights or its tokenizer is not acceptable."""
+
+
+class RewardError(PPORLHFError, ValueError):
+    """A reward or judge cannot be found, or returned something that is not one finite number per response."""
+
+
+class ShapeError(PPORLHFError, ValueError):
+    """Tensors handed to a numeric function do not fit together."""
+
+
+class CheckpointError(PPORLHFError, RuntimeError):
+    """A checkpoint cannot be written, or is damaged, incomplete or of another run."""
+
+
+class TrainingError(PPORLHFError, RuntimeError):
+    """Training cannot go on: losses or gradients stayed non-finite."""

@@ -1,0 +1,158 @@
+"""KL between policy and reference from sampled tokens, and the coefficient that weighs it.
+
+Direction: policy minus reference. A positive k1 means that the policy gives its own tokens more probability than the
+reference does: drift.
+"""
+
+from typing import Literal, Protocol, get_args
+
+import torch
+from torch import Tensor
+
+from ppo_rlhf.core.checks import check_choice, check_range, check_same_shape, compute_dtype
+from ppo_rlhf.core.errors import CheckpointError, TrainingError
+
+KLEstimator = Literal["k1", "k2", "k3"]
+KL_ESTIMATORS: tuple[str, ...] = get_args(KLEstimator)
+
+LOG_RATIO_LIMIT = 20.0  # nats; log-ratios are clamped to ± this before exp, here and in the policy loss
+ADAPTIVE_ERROR_LIMIT = 0.2  # Ziegler et al. (2019) clip the proportional error to ± this
+ADAPTIVE_SMALLEST_FACTOR = 0.1  # the published factor reaches 0 when one update spans five horizons
+
+
+def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: str = "k1") -> Tensor:
+    """KL(policy || reference) per sampled token, from d = logprobs − reference_logprobs.
+
+    k1 = d (unbiased, may be negative); k2 = d²/2 (biased, >= 0); k3 = exp(−d) − 1 + d (unbiased, >= 0).
+    In k3 d is floored at −20, so that exp stays finite; below the floor the gradient is 0.
+
+    Args:
+        logprobs: Log-probabilities of the sampled tokens under the policy, any shape, usually [B, T].
+        reference_logprobs: The same tokens under the reference, same shape.
+        estimator: "k1", "k2" or "k3".
+
+    Returns:
+        nats per token, same shape. There is no mask: NaN in padding stays NaN (`shape_rewards` and `aggregate_loss`
+        select it away), and no gradient flows from a position where d is not finite.
+
+    Raises:
+        ShapeError: the shapes differ.
+        ConfigError: the estimator is unknown.
+
+    Source: Schulman (2020), "Approximating KL Divergence", with q = policy and p = reference.
+    """
+    check_same_shape("kl_estimate", logprobs=logprobs, reference_logprobs=reference_logprobs)
+    check_choice("kl_estimate", KL_ESTIMATORS, estimator=estimator)
+    dtype = compute_dtype(logprobs, reference_logprobs)
+    difference = logprobs.to(dtype) - reference_logprobs.to(dtype)
+    if estimator == "k1":
+        return difference
+    # Padding may be NaN here and its incoming gradient is 0, but 0 · NaN is NaN: cut those positions off the graph.
+    difference = torch.where(difference.isfinite(), difference, difference.detach())
+    if estimator == "k2":
+        return 0.5 * difference.square()
+    floored = difference.clamp(min=-LOG_RATIO_LIMIT)
+    return torch.expm1(-floored.clamp(max=LOG_RATIO_LIMIT)) + floored
+
+
+class KLController(Protocol):
+    """What both controllers offer: the present coefficient, and an update after each iteration."""
+
+    kl_coef: float
+
+    def update(self, observed_kl: float, num_episodes: int) -> None:
+        """Take in the mean over responses of the KL summed over a response (nats), seen on `num_episodes` responses."""
+
+    def state_dict(self) -> dict[str, float]:
+        """What a checkpoint must hold."""
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Go on from `state_dict()`'s result."""
+
+
+class FixedKLController:
+    """A coefficient that never changes by itself.
+
+    Args:
+        kl_coef: Reward units per nat; >= 0.
+
+    Raises:
+        ConfigError: `kl_coef` is negative or not finite.
+    """
+
+    def __init__(self, kl_coef: float) -> None:
+        check_range("FixedKLController", at_least=0.0, kl_coef=kl_coef)
+        self.kl_coef = float(kl_coef)
+
+    def update(self, observed_kl: float, num_episodes: int) -> None:
+        """Do nothing."""
+
+    def state_dict(self) -> dict[str, float]:
+        """`{"kl_coef": …}`."""
+        return {"kl_coef": self.kl_coef}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Take the coefficient of `state`; raise CheckpointError if it holds anything else."""
+        self.kl_coef = _coefficient_of(state, type(self).__name__)
+
+
+class AdaptiveKLController:
+    """A coefficient that follows a KL target: coef ← coef · max(0.1, 1 + e · num_episodes / horizon).
+
+    e = clip(observed_kl / target − 1, −0.2, 0.2). The published rule has no floor: with five or more horizons in one
+    update its factor becomes 0 or negative, and the coefficient never recovers.
+
+    Args:
+        kl_coef: The first coefficient, reward units per nat; > 0 (0 would stay 0 for ever).
+        target: Wanted KL, nats summed over a response; > 0.
+        horizon: Episodes over which a full correction works; > 0.
+
+    Raises:
+        ConfigError: an argument is not positive.
+
+    Source: Ziegler et al. (2019), "Fine-Tuning Language Models from Human Preferences", section 2.2.
+    """
+
+    def __init__(self, kl_coef: float, target: float, horizon: float) -> None:
+        check_range("AdaptiveKLController", above=0.0, kl_coef=kl_coef, target=target, horizon=horizon)
+        self.kl_coef = float(kl_coef)
+        self.target = float(target)
+        self.horizon = float(horizon)
+
+    def update(self, observed_kl: float, num_episodes: int) -> None:
+        """Move the coefficient after one iteration.
+
+        Args:
+            observed_kl: Mean over responses of the KL summed over a response (nats, k1), not the mean per token.
+            num_episodes: Responses it was measured on, over all ranks; >= 0.
+
+        Raises:
+            TrainingError: `observed_kl` is NaN.
+            ConfigError: `num_episodes` is negative.
+        """
+        check_range("AdaptiveKLController.update", at_least=0, num_episodes=num_episodes)
+        observed = float(observed_kl)
+        if observed != observed:
+            raise TrainingError(
+                "AdaptiveKLController.update: observed_kl is NaN; it must be a number of nats. The log-probabilities "
+                "of policy or reference were not finite: lower ppo.learning_rate, or go back to a checkpoint."
+            )
+        error = min(max(observed / self.target - 1.0, -ADAPTIVE_ERROR_LIMIT), ADAPTIVE_ERROR_LIMIT)
+        self.kl_coef *= max(ADAPTIVE_SMALLEST_FACTOR, 1.0 + error * num_episodes / self.horizon)
+
+    def state_dict(self) -> dict[str, float]:
+        """`{"kl_coef": …}`; target and horizon are configuration, not state."""
+        return {"kl_coef": self.kl_coef}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Take the coefficient of `state`; raise CheckpointError if it holds anything else."""
+        self.kl_coef = _coefficient_of(state, type(self).__name__)
+
+
+def _coefficient_of(state: dict[str, float], where: str) -> float:
+    if set(state) != {"kl_coef"}:
+        raise CheckpointError(
+            f"{where}.load_state_dict: got the keys {sorted(state)}; exactly 'kl_coef' is expected. "
+            "The state belongs to something else: give the checkpoint's KL controller."
+        )
+    return float(state["kl_coef"])

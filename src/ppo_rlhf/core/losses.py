@@ -1,0 +1,148 @@
+"""The clipped PPO losses. Only real tokens count, whatever stands in padding; half precision is widened to float32."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ppo_rlhf.core.aggregation import aggregate_loss
+from ppo_rlhf.core.checks import as_bool, check_dimensions, check_range, check_same_shape, compute_dtype, select
+from ppo_rlhf.core.kl import LOG_RATIO_LIMIT
+from ppo_rlhf.core.statistics import masked_mean
+
+
+class PolicyLoss(NamedTuple):
+    """Scalars of one call. `loss` carries the gradient; the rest are detached means over this call's real tokens.
+
+    To average the means over micro-batches, weigh each by its number of real tokens.
+    """
+
+    loss: Tensor
+    clipfrac: Tensor  # share of tokens where the clipped surrogate is strictly the worse one
+    approxkl: Tensor  # ½ · mean((logp − old logp)²), nats per token
+    ratio: Tensor  # mean of the (clamped) probability ratio
+
+
+class ValueLoss(NamedTuple):
+    """Scalars of one call. `loss` carries the gradient; `clipfrac` is a detached mean over this call's real tokens."""
+
+    loss: Tensor
+    clipfrac: Tensor  # share of tokens where the clipped error is strictly the larger one
+
+
+def clipped_policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    cliprange: float = 0.2,
+    cliprange_high: float | None = None,
+    dual_clip: float | None = None,
+    loss_aggregation: str = "token_mean",
+    denominator: Tensor | float | None = None,
+) -> PolicyLoss:
+    """The clipped surrogate, to be minimised.
+
+    With ρ = exp(clamp(logp − old logp, ±20)): per token max(−A ρ, −A clip(ρ, 1 − cliprange, 1 + cliprange_high)),
+    and where A < 0, if `dual_clip` is given, at most −A · dual_clip.
+
+    Args:
+        logprobs: [B, T] of the policy being trained, under the same temperature as the old ones.
+        old_logprobs: [B, T] before the update, from the same forward.
+        advantages: [B, T].
+        mask: [B, T], True on the tokens that count; holes and empty rows are fine.
+        cliprange: Lower clip of the ratio, and the upper one if `cliprange_high` is None; > 0.
+        cliprange_high: Upper clip of the ratio ("clip higher"); > 0.
+        dual_clip: Cap c > 1 on the ratio's effect for negative advantages; None: off.
+        loss_aggregation: See `aggregate_loss`.
+        denominator: The optimiser step's global count, see `aggregate_loss`; None: this call's own.
+
+    Returns:
+        PolicyLoss(loss, clipfrac, approxkl, ratio), scalar tensors; all 0 if no token counts.
+
+    Raises:
+        ShapeError: shapes do not fit.
+        ConfigError: an option is out of range.
+
+    Source: Schulman et al. (2017), "Proximal Policy Optimization Algorithms", eq. 7 with the sign turned; dual clip: Ye
+    et al. (2020), "Mastering Complex Control in MOBA Games with Deep Reinforcement Learning", eq. 5.
+    """
+    where = "clipped_policy_loss"
+    check_dimensions(where, "BT", logprobs=logprobs)
+    check_same_shape(where, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
+    high = cliprange if cliprange_high is None else cliprange_high
+    check_range(where, above=0.0, cliprange=cliprange, cliprange_high=high)
+    counts_BT = as_bool(mask)
+    dtype = compute_dtype(logprobs, old_logprobs, advantages)
+
+    log_ratio_BT = select(logprobs.to(dtype) - old_logprobs.to(dtype), counts_BT, dtype)
+    ratio_BT = log_ratio_BT.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    advantages_BT = select(advantages, counts_BT, dtype)
+    unclipped_BT = -advantages_BT * ratio_BT
+    clipped_BT = -advantages_BT * ratio_BT.clamp(1.0 - cliprange, 1.0 + high)
+    token_loss_BT = torch.maximum(unclipped_BT, clipped_BT)
+    if dual_clip is not None:
+        check_range(where, above=1.0, dual_clip=dual_clip)
+        bounded_BT = torch.minimum(token_loss_BT, -advantages_BT * dual_clip)
+        token_loss_BT = torch.where(advantages_BT < 0, bounded_BT, token_loss_BT)
+
+    loss = aggregate_loss(token_loss_BT, counts_BT, loss_aggregation, denominator)
+    with torch.no_grad():
+        return PolicyLoss(
+            loss=loss,
+            clipfrac=masked_mean((clipped_BT > unclipped_BT).to(dtype), counts_BT),
+            approxkl=0.5 * masked_mean(log_ratio_BT.square(), counts_BT),
+            ratio=masked_mean(ratio_BT, counts_BT),
+        )
+
+
+def clipped_value_loss(
+    values: Tensor,
+    old_values: Tensor,
+    returns: Tensor,
+    mask: Tensor,
+    *,
+    cliprange_value: float | None = 0.2,
+    loss_aggregation: str = "token_mean",
+    denominator: Tensor | float | None = None,
+) -> ValueLoss:
+    """The critic's clipped squared error: per token ½ max((V − R)², (clip(V, V_old ± cliprange_value) − R)²).
+
+    Args:
+        values: [B, T] of the critic being trained.
+        old_values: [B, T] before the update.
+        returns: [B, T], the regression targets.
+        mask: [B, T], True on the tokens that count; holes and empty rows are fine.
+        cliprange_value: In value units, > 0; None: no clipping, the plain squared error.
+        loss_aggregation: See `aggregate_loss`.
+        denominator: The optimiser step's global count, see `aggregate_loss`; None: this call's own.
+
+    Returns:
+        ValueLoss(loss, clipfrac), scalar tensors. `vf_coef` is not applied.
+
+    Raises:
+        ShapeError: shapes do not fit.
+        ConfigError: an option is out of range.
+
+    Source: value clipping as in OpenAI baselines' ppo2; the ½ inside the loss as in TRL, OpenRLHF and verl.
+    """
+    where = "clipped_value_loss"
+    check_dimensions(where, "BT", values=values)
+    check_same_shape(where, values=values, old_values=old_values, returns=returns, mask=mask)
+    counts_BT = as_bool(mask)
+    dtype = compute_dtype(values, old_values, returns)
+
+    values_BT = select(values, counts_BT, dtype)
+    returns_BT = select(returns, counts_BT, dtype)
+    error_BT = (values_BT - returns_BT).square()
+    if cliprange_value is None:
+        clipped_error_BT = error_BT
+    else:
+        check_range(where, above=0.0, cliprange_value=cliprange_value)
+        old_values_BT = select(old_values, counts_BT, dtype)
+        clipped_values_BT = values_BT.clamp(old_values_BT - cliprange_value, old_values_BT + cliprange_value)
+        clipped_error_BT = (clipped_values_BT - returns_BT).square()
+    loss = 0.5 * aggregate_loss(torch.maximum(error_BT, clipped_error_BT), counts_BT, loss_aggregation, denominator)
+    with torch.no_grad():
+        return ValueLoss(loss=loss, clipfrac=masked_mean((clipped_error_BT > error_BT).to(dtype), counts_BT))

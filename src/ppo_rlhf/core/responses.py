@@ -1,0 +1,58 @@
+"""Where a sampled response ends. Masks come from lengths, never from comparing ids with a pad id."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ppo_rlhf.core.checks import check_dimensions
+from ppo_rlhf.core.errors import ShapeError
+
+
+def response_lengths(response_ids: Tensor, stop_token_ids: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Length of each response up to and including its first stop token.
+
+    Args:
+        response_ids: Token ids [B, T]. What follows a row's first stop token is not looked at.
+        stop_token_ids: Ids that end a response; empty means that none does.
+
+    Returns:
+        `lengths` [B] int64, in tokens, the stop token counted; T where there is none.
+        `terminated` [B] bool, True where a stop token was found, False where the response was cut off at T.
+
+    Raises:
+        ShapeError: `response_ids` is not [B, T].
+    """
+    check_dimensions("response_lengths", "BT", response_ids=response_ids)
+    width = response_ids.shape[1]
+    stop_ids = torch.tensor(list(stop_token_ids), dtype=response_ids.dtype, device=response_ids.device)
+    is_stop_BT = torch.isin(response_ids, stop_ids)
+    # a column index where a stop token stands, T elsewhere: the row's minimum is the first stop token
+    columns_T = torch.arange(width, device=response_ids.device)
+    first_stop_B = (
+        torch.where(is_stop_BT, columns_T, width).amin(dim=1) if width else columns_T.new_zeros(len(is_stop_BT))
+    )
+    terminated_B = is_stop_BT.any(dim=1)
+    return (first_stop_B + terminated_B.long()), terminated_B
+
+
+def length_mask(lengths: Tensor, width: int) -> Tensor:
+    """Mask of the first `lengths[b]` columns of each row.
+
+    Args:
+        lengths: Integers [B], each in 0..width.
+        width: Number of columns, T.
+
+    Returns:
+        bool [B, width], True on real tokens.
+
+    Raises:
+        ShapeError: `lengths` is not [B], or a length lies outside 0..width.
+    """
+    check_dimensions("length_mask", "B", lengths=lengths)
+    if len(lengths) and not bool(((lengths >= 0) & (lengths <= width)).all()):
+        raise ShapeError(
+            f"length_mask: lengths span {int(lengths.min())}..{int(lengths.max())}; they must lie in 0..width={width}. "
+            "Give the width of the tensor that the mask is for."
+        )
+    return torch.arange(width, device=lengths.device) < lengths[:, None]

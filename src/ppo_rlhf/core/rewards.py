@@ -1,0 +1,66 @@
+"""The token reward that PPO maximises: the response's score on its last token, minus the KL penalty on each."""
+
+import torch
+from torch import Tensor
+
+from ppo_rlhf.core.checks import (
+    as_bool,
+    check_dimensions,
+    check_one_per_row,
+    check_prefix_mask,
+    check_range,
+    check_same_shape,
+    compute_dtype,
+    select,
+)
+
+
+def shape_rewards(
+    scores: Tensor,
+    kl: Tensor,
+    mask: Tensor,
+    kl_coef: float,
+    *,
+    reward_clip: float | None = None,
+) -> Tensor:
+    """Token rewards r_t = −kl_coef · kl_t + 1[t is the last real token] · clip(score, ±reward_clip).
+
+    Args:
+        scores: One score per response, [B], reward units.
+        kl: KL estimate per token, [B, T], nats; anything in padding.
+        mask: [B, T], True on the response's real tokens (its stop token included), a prefix of each row.
+        kl_coef: Reward units per nat, >= 0.
+        reward_clip: Scores are clipped to ± this, before the KL joins; None: not clipped.
+
+    Returns:
+        [B, T], 0 in padding. A row without any real token is 0 throughout: its score has no place to go.
+
+    Raises:
+        ShapeError: shapes do not fit, or the mask has holes.
+        ConfigError: `kl_coef` is negative, or `reward_clip` not positive.
+
+    Source: Ouyang et al. (2022), eq. 2, per token as in Stiennon et al. (2020); the score sits on the last real token
+    (legacy TRL, OpenRLHF, verl), not one slot after it (TRL 0.14).
+    """
+    where = "shape_rewards"
+    check_dimensions(where, "BT", kl=kl)
+    check_same_shape(where, kl=kl, mask=mask)
+    check_one_per_row(where, kl.shape[0], scores=scores)
+    check_range(where, at_least=0.0, kl_coef=kl_coef)
+    is_response_BT = as_bool(mask)
+    check_prefix_mask(where, is_response_BT)
+    if reward_clip is not None:
+        check_range(where, above=0.0, reward_clip=reward_clip)
+        scores = scores.clamp(-reward_clip, reward_clip)
+
+    dtype = compute_dtype(scores, kl)
+    penalty_BT = kl_coef * select(kl, is_response_BT, dtype)
+    score_BT = select(scores[:, None].expand_as(kl), last_token_mask(is_response_BT), dtype)
+    return score_BT - penalty_BT
+
+
+def last_token_mask(mask: Tensor) -> Tensor:
+    """True on the last real token of each row only; `mask` [B, T] bool must be a prefix of each row."""
+    next_is_padding_BT = torch.ones_like(mask)
+    next_is_padding_BT[:, :-1] = ~mask[:, 1:]
+    return mask & next_is_padding_BT

@@ -1,0 +1,158 @@
+"""Means, variances and whitening over real tokens only. Masks select, they do not multiply: NaN in padding is no harm.
+
+Any shape, any mask (holes are fine). An empty mask gives 0.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from ppo_rlhf.core.checks import as_bool, check_same_shape, compute_dtype, select
+from ppo_rlhf.core.errors import CheckpointError
+
+WHITENING_EPSILON = 1e-8  # added to the variance under the root
+
+
+def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
+    """Mean of `x` where `mask` is True, a scalar tensor; 0 if it is True nowhere.
+
+    Raises ShapeError if the shapes differ.
+    """
+    check_same_shape("masked_mean", x=x, mask=mask)
+    selected = as_bool(mask)
+    dtype = compute_dtype(x)
+    return select(x, selected, dtype).sum() / selected.sum().clamp(min=1).to(dtype)
+
+
+def masked_variance(x: Tensor, mask: Tensor, *, unbiased: bool) -> Tensor:
+    """Variance of `x` where `mask` is True, a scalar tensor.
+
+    `unbiased` divides by n − 1 (Bessel) instead of n. One selected number, or none, gives 0, never NaN.
+    Raises ShapeError if the shapes differ.
+    """
+    check_same_shape("masked_variance", x=x, mask=mask)
+    return _moments(x, as_bool(mask), unbiased=unbiased)[1]
+
+
+def masked_whiten(
+    x: Tensor,
+    mask: Tensor,
+    *,
+    shift_mean: bool = True,
+    moments: tuple[Tensor | float, Tensor | float] | None = None,
+) -> Tensor:
+    """(x − mean) · rsqrt(variance + 1e-8), with the Bessel-corrected variance.
+
+    Args:
+        x: Any shape.
+        mask: Same shape, True on the entries that count and are returned.
+        shift_mean: False scales about the mean but keeps it: the mean is added back.
+        moments: Global (mean, Bessel-corrected variance) to use instead of those of this call, so that shards of one
+            batch are whitened alike.
+
+    Returns:
+        The shape of `x`, 0 where `mask` is False. One selected entry, or entries without spread, give exactly 0 (the
+        mean itself if `shift_mean` is False).
+
+    Raises:
+        ShapeError: the shapes differ.
+    """
+    check_same_shape("masked_whiten", x=x, mask=mask)
+    selected = as_bool(mask)
+    dtype = compute_dtype(x)
+    mean: Tensor | float
+    variance: Tensor | float
+    mean, variance = _moments(x, selected, unbiased=True) if moments is None else moments
+    scale = torch.rsqrt(torch.as_tensor(variance, dtype=dtype, device=x.device) + WHITENING_EPSILON)
+    whitened = (select(x, selected, dtype) - mean) * scale
+    if not shift_mean:
+        whitened = whitened + mean
+    return select(whitened, selected, dtype)
+
+
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
+    """Share of the returns' variance that the critic explains: 1 − Var(returns − values) / Var(returns), a scalar.
+
+    1 is perfect, 0 as good as the mean return, negative worse. Where the returns do not vary (or fewer than two are
+    selected) there is nothing to explain, and the result is 0. Raises ShapeError if the shapes differ.
+    """
+    check_same_shape("explained_variance", values=values, returns=returns, mask=mask)
+    selected = as_bool(mask)
+    dtype = compute_dtype(values, returns)
+    targets = select(returns, selected, dtype)
+    residual_variance = _moments(targets - select(values, selected, dtype), selected, unbiased=False)[1]
+    variance = _moments(targets, selected, unbiased=False)[1]
+    varies = variance > 0
+    return torch.where(varies, 1.0 - residual_variance / torch.where(varies, variance, 1.0), 0.0)
+
+
+class RunningMoments:
+    """Mean and variance of all numbers seen so far, in float64 (Chan et al. 1983 parallel update).
+
+    Attributes:
+        count: Numbers seen.
+        mean: Their mean; 0 before the first.
+        m2: Their summed squared distance from the mean.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.mean = 0.0
+        self.m2 = 0.0
+
+    @property
+    def variance(self) -> float:
+        """Bessel-corrected variance; 0 before the second number."""
+        return self.m2 / (self.count - 1) if self.count > 1 else 0.0
+
+    @property
+    def std(self) -> float:
+        """Square root of `variance`."""
+        return math.sqrt(self.variance)
+
+    def update(self, x: Tensor, mask: Tensor | None = None) -> None:
+        """Take in `x` (any shape), where `mask` is True if one is given; ShapeError if the shapes differ."""
+        if mask is not None:
+            check_same_shape("RunningMoments.update", x=x, mask=mask)
+            x = x[as_bool(mask)]
+        x = x.detach().to("cpu", torch.float64).flatten()
+        new = x.numel()
+        if not new:
+            return
+        new_mean, new_variance = (float(m) for m in _moments(x, torch.ones_like(x, dtype=torch.bool), unbiased=False))
+        total = self.count + new
+        difference = new_mean - self.mean
+        self.m2 += new_variance * new + difference * difference * self.count * new / total
+        self.mean += difference * new / total
+        self.count = total
+
+    def state_dict(self) -> dict[str, float]:
+        """`{"count", "mean", "m2"}`, plain numbers."""
+        return {"count": self.count, "mean": self.mean, "m2": self.m2}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Go on from `state_dict()`'s result; raise CheckpointError if it holds other keys."""
+        if set(state) != {"count", "mean", "m2"}:
+            raise CheckpointError(
+                f"RunningMoments.load_state_dict: got the keys {sorted(state)}; count, m2 and mean are expected. "
+                "The state belongs to something else: give the checkpoint's reward moments."
+            )
+        self.count, self.mean, self.m2 = int(state["count"]), float(state["mean"]), float(state["m2"])
+
+
+def _moments(x: Tensor, selected: Tensor, *, unbiased: bool) -> tuple[Tensor, Tensor]:
+    """Mean and variance of the selected entries, measured from one of them.
+
+    Without that pivot the mean of equal numbers is off by a rounding error, which whitening multiplies by 1e4.
+    """
+    dtype = compute_dtype(x)
+    count = selected.sum()
+    numbers = x.detach().to(dtype)
+    lowest = torch.where(selected, numbers, math.inf).amin() if x.numel() else numbers.new_zeros(())
+    pivot = torch.where(count > 0, lowest, 0.0)
+    offsets = select(x.to(dtype) - pivot, selected, dtype)
+    mean_offset = offsets.sum() / count.clamp(min=1)
+    squares = select((offsets - mean_offset).square(), selected, dtype)
+    variance = squares.sum() / (count - int(unbiased)).clamp(min=1)
+    return pivot + mean_offset, variance

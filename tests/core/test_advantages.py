@@ -1,0 +1,164 @@
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from ppo_rlhf.core.advantages import generalized_advantage_estimate
+from ppo_rlhf.core.errors import ConfigError, ShapeError
+
+from .support import NAN, poison, prefix_mask
+
+LENGTHS = [6, 1, 4, 3, 0]
+
+
+def random_inputs(seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    rewards, values = (torch.randn(len(LENGTHS), 6, generator=generator, dtype=torch.float64) for _ in range(2))
+    return rewards, values, prefix_mask(LENGTHS, 6)
+
+
+def gae_by_definition(rewards, values, lengths, gamma, lam, bootstrap=None):
+    """A_t = Σ_{k=t}^{L} (γλ)^{k−t} (r_k + γ V_{k+1} − V_k) in plain Python: a double sum, no recursion, no mask."""
+    advantages = torch.zeros_like(rewards)
+    for b, length in enumerate(lengths):
+        v = [*values[b, :length].tolist(), 0.0 if bootstrap is None else float(bootstrap[b])]
+        for t in range(length):
+            advantages[b, t] = sum(
+                (gamma * lam) ** (k - t) * (float(rewards[b, k]) + gamma * v[k + 1] - v[k]) for k in range(t, length)
+            )
+    return advantages
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.8), (0.99, 0.0), (1.0, 1.0), (0.0, 0.5)])
+@pytest.mark.parametrize("bootstrapped", [False, True])
+def test_gae_equals_the_double_sum_of_its_definition(gamma: float, lam: float, bootstrapped: bool):
+    rewards, values, mask = random_inputs(0)
+    bootstrap = torch.tensor([0.7, 0.0, -1.2, 2.0, NAN], dtype=torch.float64) if bootstrapped else None
+    advantages, returns = generalized_advantage_estimate(
+        poison(rewards, mask), poison(values, mask), mask, gamma, lam, bootstrap_values=bootstrap
+    )
+    expected = gae_by_definition(rewards, values, LENGTHS, gamma, lam, bootstrap)
+    assert_close(advantages, expected, rtol=0.0, atol=1e-12)
+    assert_close(returns, (expected + values).masked_fill(~mask, 0.0), rtol=0.0, atol=1e-12)
+
+
+def test_gae_with_gamma_and_lambda_one_is_return_to_go_minus_value():
+    """Telescopes to Σ_{k>=t} r_k − V_t; worked by hand."""
+    rewards, values = torch.tensor([[0.0, 0.0, 2.0, NAN]]), torch.tensor([[0.5, 1.0, 1.5, NAN]])
+    advantages, returns = generalized_advantage_estimate(rewards, values, prefix_mask([3], 4), 1.0, 1.0)
+    assert_close(advantages, torch.tensor([[1.5, 1.0, 0.5, 0.0]]), rtol=0.0, atol=1e-6)
+    assert_close(returns, torch.tensor([[2.0, 2.0, 2.0, 0.0]]), rtol=0.0, atol=1e-6)
+
+
+def test_gae_with_lambda_zero_is_the_one_step_error():
+    rewards, values = torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[0.5, 0.25, -1.0]])
+    advantages, _ = generalized_advantage_estimate(rewards, values, prefix_mask([3], 3), 0.5, 0.0)
+    by_hand = [1.0 + 0.5 * 0.25 - 0.5, 2.0 + 0.5 * -1.0 - 0.25, 3.0 + 1.0]
+    assert_close(advantages, torch.tensor([by_hand]), rtol=0.0, atol=1e-6)
+
+
+def test_a_perfect_critic_has_no_advantage():
+    """V_t = γ^(L−t) · final reward satisfies Bellman's equation: every δ is 0 and every return is the value."""
+    values = torch.tensor([[0.9**3 * 2, 0.9**2 * 2, 0.9 * 2, 2.0]], dtype=torch.float64)
+    rewards = torch.tensor([[0.0, 0.0, 0.0, 2.0]], dtype=torch.float64)
+    advantages, returns = generalized_advantage_estimate(rewards, values, prefix_mask([4], 4), 0.9, 0.95)
+    assert_close(advantages, torch.zeros_like(values), rtol=0.0, atol=1e-12)
+    assert_close(returns, values, rtol=0.0, atol=1e-12)
+
+
+def test_bootstrapping_is_the_same_as_paying_the_discounted_value_with_the_last_reward():
+    rewards, values, mask = random_inputs(1)
+    bootstrap = torch.tensor([1.0, -2.0, 0.0, 0.5, NAN], dtype=torch.float64)
+    paid = rewards.clone()
+    for b, length in enumerate(LENGTHS[:4]):
+        paid[b, length - 1] += 0.9 * bootstrap[b]
+    wanted = generalized_advantage_estimate(paid, values, mask, 0.9, 0.7)
+    got = generalized_advantage_estimate(rewards, values, mask, 0.9, 0.7, bootstrap_values=bootstrap)
+    for a, b in zip(got, wanted, strict=True):
+        assert_close(a, b, rtol=0.0, atol=1e-12)
+
+
+def test_zero_bootstrap_values_are_the_same_as_none():
+    rewards, values, mask = random_inputs(2)
+    zeros = torch.zeros(len(LENGTHS), dtype=torch.float64)
+    with_zeros = generalized_advantage_estimate(rewards, values, mask, 0.9, 0.7, bootstrap_values=zeros)
+    without = generalized_advantage_estimate(rewards, values, mask, 0.9, 0.7)
+    assert all(torch.equal(a, b) for a, b in zip(with_zeros, without, strict=True))
+
+
+def test_nothing_after_the_last_real_token_matters():
+    """Not the values in padding either: the last token is terminal, not bootstrapped from the pad slot."""
+    rewards, values, mask = random_inputs(3)
+    reference = generalized_advantage_estimate(rewards, values, mask, 1.0, 0.95)
+    for fill in (0.0, 1e30, NAN, float("inf")):
+        padded = generalized_advantage_estimate(
+            rewards.masked_fill(~mask, fill), values.masked_fill(~mask, fill), mask, 1.0, 0.95
+        )
+        assert all(torch.equal(a, b) for a, b in zip(padded, reference, strict=True))
+        assert all((x[~mask] == 0).all() for x in padded)
+
+
+def test_batch_order_and_extra_padding_change_nothing():
+    rewards, values, mask = random_inputs(4)
+    order = torch.tensor([3, 1, 4, 0, 2])
+    reference = generalized_advantage_estimate(rewards, values, mask, 0.99, 0.95)
+    shuffled = generalized_advantage_estimate(rewards[order], values[order], mask[order], 0.99, 0.95)
+    wide = [torch.nn.functional.pad(x, (0, 3), value=NAN) for x in (rewards, values)]
+    wider = generalized_advantage_estimate(*wide, torch.nn.functional.pad(mask, (0, 3)), 0.99, 0.95)
+    for a, b, c in zip(reference, shuffled, wider, strict=True):
+        assert torch.equal(a[order], b)
+        assert torch.equal(a, c[:, :6])
+
+
+def test_gradients_are_finite_and_zero_in_padding():
+    """∂ΣA / ∂r_k = Σ_{t<=k} (γλ)^(k−t); nothing flows into padding or into an empty row."""
+    rewards, values, mask = random_inputs(5)
+    rewards, values = poison(rewards, mask).requires_grad_(), poison(values, mask).requires_grad_()
+    bootstrap = torch.tensor([0.0, 1.0, 1.0, 1.0, NAN], dtype=torch.float64, requires_grad=True)
+    advantages, _ = generalized_advantage_estimate(rewards, values, mask, 0.9, 0.5, bootstrap_values=bootstrap)
+    advantages.sum().backward()
+    expected = torch.zeros(len(LENGTHS), 6, dtype=torch.float64)
+    for b, length in enumerate(LENGTHS):
+        for k in range(length):
+            expected[b, k] = sum(0.45 ** (k - t) for t in range(k + 1))
+    assert_close(rewards.grad, expected, rtol=0.0, atol=1e-12)
+    assert values.grad.isfinite().all()
+    assert (values.grad[~mask] == 0).all()
+    assert bootstrap.grad.isfinite().all()
+    assert bootstrap.grad[4] == 0
+
+
+def test_dtypes_half_is_widened_and_float64_kept():
+    for dtype, wanted in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
+        x = torch.ones(1, 2, dtype=dtype)
+        results = generalized_advantage_estimate(x, x, prefix_mask([2], 2), 1.0, 0.95)
+        assert all(r.dtype == wanted for r in results)
+
+
+def test_empty_tensors_are_fine():
+    for shape in ((0, 3), (2, 0)):
+        x = torch.zeros(shape)
+        bootstrap = torch.zeros(shape[0])
+        for r in generalized_advantage_estimate(x, x, x.bool(), 1.0, 0.95, bootstrap_values=bootstrap):
+            assert r.shape == shape
+
+
+@pytest.mark.parametrize("mask", [[[True, False, True]], [[False, True, True]]], ids=["hole", "left-padded"])
+def test_masks_that_are_no_prefix_are_refused(mask: list[list[bool]]):
+    x = torch.ones(1, 3)
+    with pytest.raises(ShapeError, match="generalized_advantage_estimate: row 0 of mask is True after a False"):
+        generalized_advantage_estimate(x, x, torch.tensor(mask), 1.0, 0.95)
+
+
+def test_wrong_shapes_and_options_are_refused():
+    x, mask = torch.ones(2, 3), prefix_mask([3, 3], 3)
+    with pytest.raises(ShapeError, match=r"got rewards \[2, 3\], values \[2, 4\], mask \[2, 3\]"):
+        generalized_advantage_estimate(x, torch.ones(2, 4), mask, 1.0, 0.95)
+    with pytest.raises(ShapeError, match=r"bootstrap_values has shape \[2, 1\]; it must be \[2\]"):
+        generalized_advantage_estimate(x, x, mask, 1.0, 0.95, bootstrap_values=torch.ones(2, 1))
+    with pytest.raises(ShapeError, match=r"rewards has shape \[3\]; it must be \[B, T\]"):
+        generalized_advantage_estimate(x[0], x[0], mask[0], 1.0, 0.95)
+    with pytest.raises(ConfigError, match=r"gamma=1\.1; it must be finite and >= 0 and <= 1"):
+        generalized_advantage_estimate(x, x, mask, 1.1, 0.95)
+    with pytest.raises(ConfigError, match=r"lam=-0\.1"):
+        generalized_advantage_estimate(x, x, mask, 1.0, -0.1)

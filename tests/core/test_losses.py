@@ -1,0 +1,257 @@
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from ppo_rlhf.core.aggregation import LOSS_AGGREGATIONS, aggregation_count
+from ppo_rlhf.core.errors import ConfigError, ShapeError
+from ppo_rlhf.core.losses import clipped_policy_loss, clipped_value_loss
+
+from .support import NAN, poison, prefix_mask
+
+ONE = torch.ones(1, 1, dtype=torch.bool)
+
+
+def one(x: float) -> Tensor:
+    return torch.tensor([[x]], dtype=torch.float64)
+
+
+def policy_token(ratio: float, advantage: float, **options: float) -> tuple[float, float, float]:
+    """Loss, gradient with respect to logp, and clipfrac of a single token with the given ratio."""
+    logp = one(math.log(ratio) - 1.0).requires_grad_()
+    result = clipped_policy_loss(logp, one(-1.0), one(advantage), ONE, **options)
+    result.loss.backward()
+    return result.loss.item(), logp.grad.item(), result.clipfrac.item()
+
+
+# ratio, advantage, options, loss, gradient; where the gradient is not 0 it is −A · ratio
+POLICY_REGIMES = {
+    "inside, A > 0": (1.1, 2.0, {}, -2.2, -2.2),
+    "inside, A < 0": (0.9, -2.0, {}, 1.8, 1.8),
+    "above, A > 0: clipped": (1.5, 2.0, {}, -2.4, 0.0),
+    "above, A < 0: not clipped": (1.5, -2.0, {}, 3.0, 3.0),
+    "below, A > 0: not clipped": (0.5, 2.0, {}, -1.0, -1.0),
+    "below, A < 0: clipped": (0.5, -2.0, {}, 1.6, 0.0),
+    "clip higher lets more through": (1.25, 2.0, {"cliprange_high": 0.28}, -2.5, -2.5),
+    "clip higher clips above": (1.5, 2.0, {"cliprange_high": 0.28}, -2.56, 0.0),
+    "clip higher leaves the lower side": (0.75, -2.0, {"cliprange_high": 0.28}, 1.6, 0.0),
+    "wide clip": (1.5, 2.0, {"cliprange": 0.6}, -3.0, -3.0),
+    "dual clip caps A < 0": (5.0, -2.0, {"dual_clip": 3.0}, 6.0, 0.0),
+    "dual clip below its cap": (2.5, -2.0, {"dual_clip": 3.0}, 5.0, 5.0),
+    "dual clip leaves A > 0": (5.0, 2.0, {"dual_clip": 3.0}, -2.4, 0.0),
+    "dual clip leaves the lower clip": (0.5, -2.0, {"dual_clip": 3.0}, 1.6, 0.0),
+    "no advantage": (1.5, 0.0, {"dual_clip": 3.0}, 0.0, 0.0),
+}
+
+
+@pytest.mark.parametrize("regime", POLICY_REGIMES)
+def test_policy_loss_and_gradient_in_closed_form(regime: str):
+    ratio, advantage, options, loss, gradient = POLICY_REGIMES[regime]
+    actual_loss, actual_gradient, _ = policy_token(ratio, advantage, **options)
+    assert actual_loss == pytest.approx(loss, abs=1e-12)
+    assert actual_gradient == pytest.approx(gradient, abs=1e-12)
+
+
+def test_clipfrac_counts_tokens_whose_clipped_surrogate_is_strictly_worse():
+    for ratio, advantage, clipped in ((1.5, 2.0, 1), (1.5, -2.0, 0), (0.5, 2.0, 0), (0.5, -2.0, 1), (1.1, 2.0, 0)):
+        assert policy_token(ratio, advantage)[2] == clipped
+
+
+def test_policy_statistics_by_hand():
+    """Log-ratios 0.3, −0.1 and 0.2 on real tokens: approxkl is half the mean square, ratio the mean exponential."""
+    mask = prefix_mask([2, 1], 2)
+    old = torch.tensor([[-1.0, -2.0], [-3.0, NAN]], dtype=torch.float64)
+    log_ratio = torch.tensor([[0.3, -0.1], [0.2, NAN]], dtype=torch.float64)
+    result = clipped_policy_loss(old + log_ratio, old, torch.ones(2, 2, dtype=torch.float64), mask)
+    assert result.approxkl.item() == pytest.approx(0.5 * (0.09 + 0.01 + 0.04) / 3, abs=1e-12)
+    assert result.ratio.item() == pytest.approx((math.exp(0.3) + math.exp(-0.1) + math.exp(0.2)) / 3, abs=1e-12)
+    assert result.clipfrac.item() == pytest.approx(2 / 3, abs=1e-12)
+    assert result.loss.item() == pytest.approx(-(1.2 + math.exp(-0.1) + 1.2) / 3, abs=1e-12)
+    assert not any(x.requires_grad for x in result[1:])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_before_any_update_the_ratio_is_exactly_one_in_every_dtype(dtype: torch.dtype):
+    """Rule 1; 997 tokens, so that a mean by a rounded reciprocal would be off. The loss is minus the mean advantage."""
+    generator = torch.Generator().manual_seed(0)
+    logp = torch.randn(1, 997, generator=generator).to(dtype).requires_grad_()
+    advantages = torch.randn(1, 997, generator=generator).to(dtype)
+    result = clipped_policy_loss(logp, logp.detach().clone(), advantages, torch.ones(1, 997, dtype=torch.bool))
+    assert result.ratio.item() == 1.0
+    assert result.approxkl.item() == result.clipfrac.item() == 0.0
+    assert result.loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert result.loss.item() == pytest.approx(-advantages.double().mean().item(), abs=1e-6)
+    result.loss.backward()
+    assert_close(logp.grad.double(), -advantages.double() / 997, rtol=1e-2 if dtype.itemsize == 2 else 1e-6, atol=1e-7)
+
+
+def test_a_huge_log_ratio_is_clamped_before_exp_and_stays_finite():
+    logp = torch.tensor([[400.0, -400.0]], requires_grad=True)
+    result = clipped_policy_loss(logp, torch.zeros(1, 2), torch.tensor([[-1.0, 1.0]]), torch.ones(1, 2).bool())
+    result.loss.backward()
+    assert result.loss.item() == pytest.approx(math.exp(20) / 2, rel=1e-6)
+    assert result.approxkl.item() == pytest.approx(0.5 * 400.0**2)
+    assert logp.grad.tolist() == [[0.0, 0.0]]
+
+
+def value_token(value: float, old: float, target: float, cliprange_value: float | None) -> tuple[float, float, float]:
+    values = one(value).requires_grad_()
+    result = clipped_value_loss(values, one(old), one(target), ONE, cliprange_value=cliprange_value)
+    result.loss.backward()
+    return result.loss.item(), values.grad.item(), result.clipfrac.item()
+
+
+# value, old value, return, cliprange_value -> loss, gradient, clipfrac
+VALUE_REGIMES = {
+    "inside the clip": (1.1, 1.0, 2.0, 0.2, 0.405, -0.9, 0.0),
+    "moved past the clip towards the return": (1.5, 1.0, 2.0, 0.2, 0.32, 0.0, 1.0),
+    "moved past the clip away from the return": (0.5, 1.0, 2.0, 0.2, 1.125, -1.5, 0.0),
+    "moved down past the clip towards the return": (0.0, 1.0, -2.0, 0.2, 3.92, 0.0, 1.0),
+    "no clipping": (1.5, 1.0, 2.0, None, 0.125, -0.5, 0.0),
+    "at the return": (2.0, 2.0, 2.0, 0.2, 0.0, 0.0, 0.0),
+}
+
+
+@pytest.mark.parametrize("regime", VALUE_REGIMES)
+def test_value_loss_and_gradient_in_closed_form(regime: str):
+    """½ (V − R)² with gradient V − R, or ½ (V_old ± c − R)² with gradient 0 where that is larger."""
+    *arguments, loss, gradient, clipfrac = VALUE_REGIMES[regime]
+    actual = value_token(*arguments)
+    assert actual == pytest.approx((loss, gradient, clipfrac), abs=1e-12)
+
+
+def batch(seed: int, rows: int = 5, width: int = 6) -> tuple[list[Tensor], Tensor]:
+    """Three float64 tensors with NaN in padding, and their mask; the spread reaches all clip regimes."""
+    generator = torch.Generator().manual_seed(seed)
+    mask = prefix_mask([6, 1, 3, 0, 4][:rows], width)
+    base = torch.randn(rows, width, generator=generator, dtype=torch.float64)
+    moved = base + 0.5 * torch.randn(rows, width, generator=generator, dtype=torch.float64)
+    third = torch.randn(rows, width, generator=generator, dtype=torch.float64)
+    return [poison(x, mask) for x in (moved, base, third)], mask
+
+
+LOSSES = {
+    "policy": lambda x, y, z, mask, **options: clipped_policy_loss(x, y, z, mask, dual_clip=1.5, **options),
+    "value": clipped_value_loss,
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("mode", LOSS_AGGREGATIONS)
+def test_micro_batches_with_the_global_count_add_up_to_the_minibatch(name: str, mode: str):
+    """The sum of micro-batch losses and gradients equals the minibatch's, however it is cut (rule 4)."""
+    (x, y, z), mask = batch(0)
+    whole = x.clone().requires_grad_()
+    expected = LOSSES[name](whole, y, z, mask, loss_aggregation=mode).loss
+    expected.backward()
+    for cut in (1, 3, 4):
+        parts = x.clone().requires_grad_()
+        total = 0.0
+        for rows in (slice(0, cut), slice(cut, None)):
+            part = LOSSES[name](
+                parts[rows],
+                y[rows],
+                z[rows],
+                mask[rows],
+                loss_aggregation=mode,
+                denominator=aggregation_count(mask, mode),
+            )
+            part.loss.backward()
+            total += part.loss.item()
+        assert total == pytest.approx(expected.item(), abs=1e-12)
+        assert_close(parts.grad, whole.grad, rtol=0.0, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_padding_never_leaks_into_values_or_gradients(name: str):
+    (x, y, z), mask = batch(1)
+    results = []
+    for fill in (0.0, NAN, float("inf"), -1e30):
+        inputs = [t.masked_fill(~mask, fill).requires_grad_() for t in (x, y, z)]
+        result = LOSSES[name](*inputs, mask)
+        result.loss.backward()
+        for t in inputs:
+            assert t.grad.isfinite().all()
+            assert (t.grad[~mask] == 0).all()
+        results.append((*[r.item() for r in result], inputs[0].grad.tolist()))
+    assert all(r == results[0] for r in results)
+    assert inputs[0].grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("mode", LOSS_AGGREGATIONS)
+def test_batch_order_changes_nothing(name: str, mode: str):
+    (x, y, z), mask = batch(2)
+    order = torch.tensor([4, 2, 0, 1, 3])
+    straight = LOSSES[name](x, y, z, mask, loss_aggregation=mode)
+    shuffled = LOSSES[name](x[order], y[order], z[order], mask[order], loss_aggregation=mode)
+    for a, b in zip(straight, shuffled, strict=True):
+        assert_close(a, b, rtol=0.0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("mode", LOSS_AGGREGATIONS[:3])
+def test_extra_padding_changes_nothing(name: str, mode: str):
+    """Not for token_sum_fixed_length, whose default fixed length is the width: it needs a `denominator`."""
+    (x, y, z), mask = batch(3)
+    wide = [torch.nn.functional.pad(t, (0, 5), value=NAN) for t in (x, y, z)]
+    wide_mask = torch.nn.functional.pad(mask, (0, 5))
+    straight = LOSSES[name](x, y, z, mask, loss_aggregation=mode)
+    padded = LOSSES[name](*wide, wide_mask, loss_aggregation=mode)
+    for a, b in zip(straight, padded, strict=True):
+        assert_close(a, b, rtol=0.0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_an_empty_mask_gives_zero_with_zero_gradients(name: str):
+    x = torch.full((2, 3), NAN, requires_grad=True)
+    result = LOSSES[name](x, x.detach(), x.detach(), torch.zeros(2, 3, dtype=torch.bool))
+    result.loss.backward()
+    assert [r.item() for r in result] == [0.0] * len(result)
+    assert (x.grad == 0).all()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_masks_with_holes_are_fine_and_their_holes_do_not_count(name: str):
+    (x, y, z), mask = batch(4)
+    holed = mask.clone()
+    holed[:, 2] = False
+    kept = [i for i in range(6) if i != 2]
+    with_hole = LOSSES[name](x, y, z, holed)
+    without = LOSSES[name](x[:, kept], y[:, kept], z[:, kept], holed[:, kept])
+    for a, b in zip(with_hole, without, strict=True):
+        assert_close(a, b, rtol=0.0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_nan_on_a_real_token_is_not_hidden(name: str):
+    (x, y, z), mask = batch(5)
+    x[0, 0] = NAN
+    assert LOSSES[name](x, y, z, mask).loss.isnan()
+
+
+def test_gradients_agree_with_finite_differences():
+    (x, y, z), mask = batch(6)
+    x = x.masked_fill(~mask, 0.0).requires_grad_()
+    assert torch.autograd.gradcheck(
+        lambda t: clipped_policy_loss(t, y, z, mask, cliprange_high=0.3, dual_clip=2.0)[0], x
+    )
+    assert torch.autograd.gradcheck(lambda t: clipped_value_loss(t, y, z, mask)[0], x)
+
+
+def test_wrong_options_and_shapes_are_refused():
+    x, mask = torch.zeros(2, 3), prefix_mask([3, 1], 3)
+    for option in ({"cliprange": 0.0}, {"cliprange_high": -0.1}, {"dual_clip": 1.0}):
+        with pytest.raises(ConfigError, match=r"clipped_policy_loss: \w+=.*; it must be finite and > "):
+            clipped_policy_loss(x, x, x, mask, **option)
+    with pytest.raises(ConfigError, match=r"clipped_value_loss: cliprange_value=0\.0"):
+        clipped_value_loss(x, x, x, mask, cliprange_value=0.0)
+    for loss in (clipped_policy_loss, clipped_value_loss):
+        with pytest.raises(ConfigError, match="loss_aggregation='sum' is unknown"):
+            loss(x, x, x, mask, loss_aggregation="sum")
+        with pytest.raises(ShapeError, match=r"\[2, 3\].*\[2, 2\].*; all must have the same shape"):
+            loss(x, x, x[:, :2], mask)
+        with pytest.raises(ShapeError, match=r"it must be \[B, T\]"):
+            loss(x[0], x[0], x[0], mask[0])

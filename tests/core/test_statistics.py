@@ -1,0 +1,263 @@
+import math
+import statistics
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from ppo_rlhf.core.errors import CheckpointError, ShapeError
+from ppo_rlhf.core.statistics import (
+    RunningMoments,
+    explained_variance,
+    masked_mean,
+    masked_variance,
+    masked_whiten,
+)
+
+from .support import NAN, poison
+
+HOLED = torch.tensor([[True, False, True], [False, True, False]])
+X = torch.tensor([[1.0, NAN, 2.0], [NAN, 4.0, NAN]], dtype=torch.float64)  # selected: 1, 2, 4
+
+
+def scalar(x: float) -> Tensor:
+    return torch.tensor(x, dtype=torch.float64)
+
+
+def test_mean_and_variances_of_one_two_four_by_hand():
+    """Mean 7/3; squared distances 16/9, 1/9, 25/9 add up to 14/3: 14/9 over n, 7/3 over n − 1."""
+    assert_close(masked_mean(X, HOLED), scalar(7 / 3), rtol=0.0, atol=1e-12)
+    assert_close(masked_variance(X, HOLED, unbiased=False), scalar(14 / 9), rtol=0.0, atol=1e-12)
+    assert_close(masked_variance(X, HOLED, unbiased=True), scalar(7 / 3), rtol=0.0, atol=1e-12)
+
+
+def test_statistics_agree_with_the_standard_library():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(6, 5, generator=generator, dtype=torch.float64) * 3 + 100
+    mask = torch.rand(6, 5, generator=generator) < 0.6
+    chosen = x[mask].tolist()
+    x = poison(x, mask)
+    assert masked_mean(x, mask).item() == pytest.approx(statistics.fmean(chosen), rel=1e-13)
+    assert masked_variance(x, mask, unbiased=True).item() == pytest.approx(statistics.variance(chosen), rel=1e-12)
+    assert masked_variance(x, mask, unbiased=False).item() == pytest.approx(statistics.pvariance(chosen), rel=1e-12)
+
+
+def test_an_empty_mask_gives_zero_with_zero_gradients():
+    x = torch.full((2, 2), NAN, requires_grad=True)
+    nothing = torch.zeros(2, 2, dtype=torch.bool)
+    results = [
+        masked_mean(x, nothing),
+        masked_variance(x, nothing, unbiased=True),
+        masked_variance(x, nothing, unbiased=False),
+        masked_whiten(x, nothing).sum(),
+        explained_variance(x, x, nothing),
+    ]
+    for result in results:
+        assert result.item() == 0.0
+    sum(results).backward()
+    assert (x.grad == 0).all()
+    empty = torch.zeros(0)
+    assert masked_mean(empty, empty.bool()).item() == masked_variance(empty, empty.bool(), unbiased=True).item() == 0.0
+    assert masked_whiten(empty, empty.bool()).shape == (0,)
+
+
+def test_variance_of_one_number_is_zero():
+    mask = torch.tensor([False, True])
+    for unbiased in (True, False):
+        assert masked_variance(torch.tensor([NAN, 3.0]), mask, unbiased=unbiased).item() == 0.0
+
+
+def test_gradients_of_mean_and_variance_are_finite_and_zero_in_padding():
+    """∂mean/∂x = 1/n and ∂var/∂x = 2 (x − mean)/(n − 1) on selected entries."""
+    x = X.clone().requires_grad_()
+    (masked_mean(x, HOLED) + masked_variance(x, HOLED, unbiased=True)).backward()
+    expected = torch.where(HOLED, 1 / 3 + (X - 7 / 3), 0.0)
+    assert_close(x.grad, expected, rtol=0.0, atol=1e-12)
+
+
+def test_whitening_by_hand():
+    """1, 2, 4 with the Bessel variance 7/3: −4/3, −1/3, 5/3 over its root."""
+    root = math.sqrt(7 / 3 + 1e-8)
+    expected = torch.tensor([[-4 / 3, 0.0, -1 / 3], [0.0, 5 / 3, 0.0]], dtype=torch.float64) / root
+    assert_close(masked_whiten(X, HOLED), expected, rtol=0.0, atol=1e-12)
+
+
+def test_whitening_without_shift_keeps_the_mean_and_scales_about_it():
+    """`shift_mean=False` adds the mean back (torchtune has it the other way round, DISAGREEMENTS aside)."""
+    whitened = masked_whiten(X, HOLED, shift_mean=False)
+    chosen = whitened[HOLED].tolist()
+    assert statistics.fmean(chosen) == pytest.approx(7 / 3, abs=1e-12)
+    assert statistics.variance(chosen) == pytest.approx(1.0, abs=1e-7)
+    assert (whitened[~HOLED] == 0).all()
+
+
+def test_whitened_numbers_have_mean_zero_and_variance_one():
+    generator = torch.Generator().manual_seed(1)
+    mask = torch.rand(50, 7, generator=generator) < 0.7
+    x = poison(torch.randn(50, 7, generator=generator, dtype=torch.float64) * 5 - 40, mask)
+    chosen = masked_whiten(x, mask)[mask].tolist()
+    assert statistics.fmean(chosen) == pytest.approx(0.0, abs=1e-12)
+    assert statistics.variance(chosen) == pytest.approx(1.0, abs=1e-8)
+
+
+def test_whitening_is_blind_to_shift_and_scale():
+    whitened = masked_whiten(X, HOLED)
+    assert_close(masked_whiten(1e3 * X - 7, HOLED), whitened, rtol=1e-7, atol=0.0)
+
+
+@pytest.mark.parametrize("value", [0.1, 100.1, -3e4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_whitening_equal_numbers_gives_exactly_zero(value: float, dtype: torch.dtype):
+    """The rounding error of their mean, times 1e4 = rsqrt(1e-8), is 0.08 for seven times 100.1 in float32."""
+    x = torch.full((7,), value, dtype=dtype)
+    mask = torch.ones(7, dtype=torch.bool)
+    assert (masked_whiten(x, mask) == 0).all()
+    assert (masked_whiten(x, mask, shift_mean=False) == x).all()
+
+
+def test_whitening_one_number_gives_zero():
+    mask = torch.tensor([[False, True, False]])
+    assert masked_whiten(torch.tensor([[NAN, 5.0, NAN]]), mask).tolist() == [[0.0, 0.0, 0.0]]
+    kept = masked_whiten(torch.tensor([[NAN, 5.0, NAN]]), mask, shift_mean=False)
+    assert kept.tolist() == [[0.0, 5.0, 0.0]]
+
+
+def test_shards_whitened_with_global_moments_equal_the_whole():
+    generator = torch.Generator().manual_seed(2)
+    mask = torch.rand(8, 5, generator=generator) < 0.6
+    x = poison(torch.randn(8, 5, generator=generator, dtype=torch.float64), mask)
+    moments = (masked_mean(x, mask), masked_variance(x, mask, unbiased=True))
+    for shift_mean in (True, False):
+        whole = masked_whiten(x, mask, shift_mean=shift_mean)
+        for given in (moments, tuple(float(m) for m in moments)):
+            shards = [
+                masked_whiten(x[rows], mask[rows], shift_mean=shift_mean, moments=given)
+                for rows in (slice(0, 1), slice(1, 5), slice(5, 8))
+            ]
+            assert_close(torch.cat(shards), whole, rtol=0.0, atol=1e-12)
+
+
+def test_whitening_gradients_are_finite_and_zero_in_padding():
+    assert torch.autograd.gradcheck(
+        lambda chosen: masked_whiten(torch.zeros(2, 3, dtype=torch.float64).masked_scatter(HOLED, chosen), HOLED),
+        torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64, requires_grad=True),
+    )
+    x = X.clone().requires_grad_()
+    (masked_whiten(x, HOLED) ** 3).sum().backward()
+    assert x.grad.isfinite().all()
+    assert (x.grad[~HOLED] == 0).all()
+    assert (x.grad[HOLED] != 0).all()
+
+
+def test_order_and_padding_change_nothing():
+    order = torch.tensor([1, 0])
+    wide_x, wide_mask = torch.nn.functional.pad(X, (0, 4), value=NAN), torch.nn.functional.pad(HOLED, (0, 4))
+    whitened = masked_whiten(X, HOLED)
+    assert_close(masked_whiten(X[order], HOLED[order]), whitened[order], rtol=0.0, atol=1e-15)
+    assert_close(masked_whiten(wide_x, wide_mask)[:, :3], whitened, rtol=0.0, atol=1e-15)
+
+
+def test_explained_variance_by_hand():
+    """Returns 1, 2, 4 (Var 14/9); residuals 0, 0, 1 (Var 2/9): 1 − 1/7."""
+    values = torch.tensor([[1.0, NAN, 2.0], [NAN, 3.0, NAN]], dtype=torch.float64)
+    assert_close(explained_variance(values, X, HOLED), scalar(6 / 7), rtol=0.0, atol=1e-12)
+
+
+def test_explained_variance_of_perfect_constant_and_inverted_critics():
+    constant = torch.full_like(X, 9.0)
+    assert_close(explained_variance(X, X, HOLED), scalar(1.0), rtol=0.0, atol=1e-12)
+    assert_close(explained_variance(X + 5.0, X, HOLED), scalar(1.0), rtol=0.0, atol=1e-12)
+    assert_close(explained_variance(constant, X, HOLED), scalar(0.0), rtol=0.0, atol=1e-12)
+    assert_close(explained_variance(-X, X, HOLED), scalar(-3.0), rtol=0.0, atol=1e-12)
+
+
+def test_explained_variance_of_returns_that_do_not_vary_is_zero():
+    returns = torch.full((3, 3), 0.1)
+    everything = torch.ones(3, 3, dtype=torch.bool)
+    assert explained_variance(torch.randn(3, 3), returns, everything).item() == 0.0
+    one = torch.zeros(3, 3, dtype=torch.bool)
+    one[1, 1] = True
+    assert explained_variance(torch.randn(3, 3), torch.randn(3, 3), one).item() == 0.0
+
+
+def test_explained_variance_has_finite_gradients_even_where_returns_do_not_vary():
+    values = torch.tensor([[1.0, NAN, 2.0], [NAN, 3.0, NAN]], requires_grad=True)
+    returns = torch.full((2, 3), 0.5).masked_fill(~HOLED, NAN).requires_grad_()
+    explained_variance(values, returns, HOLED).backward()
+    assert values.grad.isfinite().all()
+    assert returns.grad.isfinite().all()
+
+
+def test_dtypes_half_is_widened_and_float64_kept():
+    for dtype, wanted in (
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ):
+        x, mask = torch.arange(4.0).to(dtype), torch.ones(4, dtype=torch.bool)
+        assert masked_mean(x, mask).dtype == wanted
+        assert masked_variance(x, mask, unbiased=True).dtype == wanted
+        assert masked_whiten(x, mask, moments=(0.0, scalar(1.0))).dtype == wanted
+        assert explained_variance(x, x, mask).dtype == wanted
+
+
+def test_integer_masks_mean_the_same():
+    assert torch.equal(masked_whiten(X, HOLED.long()), masked_whiten(X, HOLED))
+    assert torch.equal(masked_mean(X, HOLED.double()), masked_mean(X, HOLED))
+
+
+def test_unequal_shapes_are_refused():
+    x, mask = torch.ones(2, 3), torch.ones(2, 1, dtype=torch.bool)
+    for call in (
+        lambda: masked_mean(x, mask),
+        lambda: masked_variance(x, mask, unbiased=True),
+        lambda: masked_whiten(x, mask),
+        lambda: explained_variance(x, x, mask),
+        lambda: RunningMoments().update(x, mask),
+    ):
+        with pytest.raises(ShapeError, match=r"\[2, 3\].*\[2, 1\]; all must have the same shape"):
+            call()
+
+
+def test_running_moments_over_uneven_chunks_equal_those_of_all_numbers():
+    generator = torch.Generator().manual_seed(3)
+    numbers = torch.randn(101, generator=generator) * 2 + 1e4
+    moments = RunningMoments()
+    for chunk in (numbers[:1], numbers[1:1], numbers[1:50].reshape(7, 7), numbers[50:]):
+        moments.update(chunk)
+    exact = numbers.double().tolist()
+    assert moments.count == 101
+    assert moments.mean == pytest.approx(statistics.fmean(exact), rel=1e-13)
+    assert moments.variance == pytest.approx(statistics.variance(exact), rel=1e-9)
+    assert moments.std == pytest.approx(statistics.stdev(exact), rel=1e-9)
+
+
+def test_running_moments_take_in_selected_numbers_only():
+    moments = RunningMoments()
+    moments.update(X, HOLED)
+    assert (moments.count, moments.mean) == (3, pytest.approx(7 / 3))
+    assert moments.variance == pytest.approx(7 / 3)
+
+
+def test_running_moments_start_with_no_spread():
+    moments = RunningMoments()
+    assert (moments.count, moments.mean, moments.variance, moments.std) == (0, 0.0, 0.0, 0.0)
+    moments.update(torch.tensor([3.0]))
+    assert (moments.count, moments.mean, moments.variance) == (1, 3.0, 0.0)
+
+
+def test_running_moments_go_on_from_their_state_bit_for_bit():
+    import json
+
+    numbers = torch.linspace(-1, 7, 40)
+    straight, first, second = RunningMoments(), RunningMoments(), RunningMoments()
+    straight.update(numbers[:13])
+    straight.update(numbers[13:])
+    first.update(numbers[:13])
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    second.update(numbers[13:])
+    assert second.state_dict() == straight.state_dict()
+    assert isinstance(second.count, int)
+    with pytest.raises(CheckpointError, match=r"got the keys \['kl_coef'\]; count, m2 and mean are expected"):
+        second.load_state_dict({"kl_coef": 0.1})
