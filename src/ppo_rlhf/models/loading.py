@@ -1,0 +1,286 @@
+"""Reading models and tokenizers, from a local directory or the hub: safetensors only, checked, without dropout.
+
+A `PretrainedHandle` is lazy: weights are read only when something asks for them, so a run whose rewards are Python
+functions needs no reward model on disk. A person's model directory is only ever read.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
+
+from ppo_rlhf.core.errors import ModelError
+from ppo_rlhf.models.reward_model import MODEL_TYPE as REWARD_MODEL_TYPE
+from ppo_rlhf.models.tokenizers import ensure_pad_token
+
+T = TypeVar("T")
+
+WEIGHTS = "model.safetensors"
+WEIGHTS_INDEX = "model.safetensors.index.json"
+HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
+MEBIBYTE = 2**20
+PICKLED_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+@dataclass(frozen=True)
+class PretrainedHandle:
+    """A model directory or hub id, read only when asked.
+
+    Attributes:
+        source: A directory with config.json, weights and tokenizer, or a hub id.
+        trust_remote_code: Whether Python code that lies with the model may run; off unless a person asks for it.
+    """
+
+    source: str
+    trust_remote_code: bool = False
+
+    def config(self) -> PretrainedConfig:
+        """Return the model's configuration."""
+        return self._read("configuration", AutoConfig.from_pretrained)
+
+    def generation_config(self) -> GenerationConfig:
+        """Return the model's generation configuration, or one made from its configuration where it has none."""
+        if is_local(self.source) and not (Path(self._place) / "generation_config.json").is_file():
+            return GenerationConfig.from_model_config(self.config())
+        try:
+            return GenerationConfig.from_pretrained(self._place)
+        except OSError:  # a hub model may have none either
+            return GenerationConfig.from_model_config(self.config())
+
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Return the tokenizer: padding on the left, a pad token guaranteed, its vocabulary unchanged."""
+        config = self.config()
+        tokenizer = self._read("tokenizer", AutoTokenizer.from_pretrained, padding_side="left")
+        ensure_pad_token(tokenizer, config)
+        check_vocabulary(tokenizer, config, self.source)
+        return tokenizer
+
+    def causal_lm(self, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+        """Return the language model in eval mode, every dropout probability 0.
+
+        Raises:
+            ModelError: The directory or its weights cannot be used, or some weights of the model are not in it.
+        """
+        if self.config().model_type == REWARD_MODEL_TYPE:
+            raise ModelError(
+                f"{self.source}: this is a reward model, it cannot generate. Give a causal language model."
+            )
+        return self._model("language model", AutoModelForCausalLM.from_pretrained, dtype)
+
+    def reward_model(self, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+        """Return the reward model in eval mode: `.logits [B, 1]`, ours or a transformers sequence classifier.
+
+        Raises:
+            ModelError: As `causal_lm`, and if the model does not have exactly one label.
+        """
+        labels = self.config().num_labels
+        if labels != 1:
+            raise ModelError(
+                f"{self.source}: a reward model has one output (num_labels 1), this one has {labels}. "
+                "Give a sequence-classification model trained with num_labels=1, or train one (reward_modelling)."
+            )
+        model = self._model("reward model", AutoModelForSequenceClassification.from_pretrained, dtype)
+        if model.config.get_text_config().pad_token_id is None:
+            # transformers' classifiers look for the last id that is not pad; set after the weights are in,
+            # because a pad id in the configuration switches that embedding's gradient off (padding_idx).
+            model.config.get_text_config().pad_token_id = self.tokenizer().pad_token_id
+        return model
+
+    def fingerprint(self) -> str:
+        """Return 16 hexadecimal digits that tell models apart, for tags; cheap, whatever the model's size.
+
+        Of a directory: its config.json, and each weights file's name, size, first and last mebibyte. Of a hub id: the
+        id and the configuration.
+        """
+        digest = hashlib.sha256()
+        if is_local(self.source):
+            check_model_directory(self.source)
+            folder = Path(self._place)
+            digest.update((folder / "config.json").read_bytes())
+            for path in sorted(folder.glob("*.safetensors")):
+                size = path.stat().st_size
+                digest.update(f"{path.name}:{size}".encode())
+                with path.open("rb") as file:
+                    digest.update(file.read(MEBIBYTE))
+                    file.seek(max(0, size - MEBIBYTE))
+                    digest.update(file.read(MEBIBYTE))
+        else:
+            digest.update(f"{self.source}:{self.config().to_json_string()}".encode())
+        return digest.hexdigest()[:16]
+
+    @property
+    def _place(self) -> str:
+        return str(Path(self.source).expanduser()) if is_local(self.source) else self.source
+
+    def _model(self, what: str, load: Callable[..., Any], dtype: torch.dtype) -> PreTrainedModel:
+        model, report = self._read(what, load, dtype=dtype, use_safetensors=True, output_loading_info=True)
+        if report["missing_keys"]:
+            missing = sorted(report["missing_keys"])
+            raise ModelError(
+                f"{self.source}: as a {what} it lacks {len(missing)} of its weights ({', '.join(missing[:3])}"
+                f"{', …' if len(missing) > 3 else ''}). They would be random: give a directory saved as a {what}."
+            )
+        disable_dropout(model)
+        align_parameters(model)
+        return model.eval()
+
+    def _read(self, what: str, load: Callable[..., T], **options: Any) -> T:
+        local = is_local(self.source)
+        if local:
+            check_model_directory(self.source)
+        try:
+            with quiet_transformers():
+                return load(self._place, trust_remote_code=self.trust_remote_code, local_files_only=local, **options)
+        except Exception as error:  # the libraries below raise OSError, ValueError, KeyError, SafetensorError, …
+            raise ModelError(f"{self.source}: its {what} cannot be loaded: {_first_line(error)}") from error
+
+
+@dataclass
+class TrainedModel:
+    """A model and its tokenizer, as the model dataset saves them."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+
+
+def is_local(source: str) -> bool:
+    """Return whether `source` is, or looks like, a path rather than a hub id (`name` or `organisation/name`)."""
+    if Path(source).expanduser().exists() or not HUB_ID.fullmatch(source):
+        return True
+    first, _, rest = source.partition("/")
+    return bool(rest) and Path(first).is_dir()
+
+
+def check_model_directory(source: str | Path) -> None:
+    """Raise `ModelError`, one line, unless `source` holds a loadable model; of a hub id only the form is checked."""
+    if not is_local(str(source)):
+        return
+    path = Path(source).expanduser()
+    if not path.is_dir():
+        raise ModelError(f"{source}: there is no such model directory. Give a directory with config.json, or a hub id.")
+    if not (path / "config.json").is_file():
+        hint = " It holds a LoRA adapter alone: merge it into its base." if _is_adapter(path) else ""
+        raise ModelError(f"{source}: no config.json in this directory, so it is not a Hugging Face model.{hint}")
+    try:
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ModelError(f"{source}/config.json is not valid JSON: {error}") from error
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise ModelError(f"{source}/config.json names no model_type, so no architecture can be chosen.")
+    _check_weights(path)
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig, where: str) -> None:
+    """Raise `ModelError` if the tokenizer can produce an id that has no row in the model's embedding."""
+    rows = config.get_text_config().vocab_size
+    largest = max(tokenizer.get_vocab().values(), default=-1)
+    if largest >= rows:
+        raise ModelError(
+            f"{where}: the tokenizer has ids up to {largest}, the model's embedding has {rows} rows (ids 0 to "
+            f"{rows - 1}). They do not belong together: use the tokenizer that the model was trained with."
+        )
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Set every dropout probability to 0, in modules and configurations, so that train() and eval() compute the same.
+
+    Gradient checkpointing works only in train(), so eval() alone would not do.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for name in _dropout_names(vars(module)):
+            setattr(module, name, 0.0)
+        if isinstance(getattr(module, "config", None), PretrainedConfig):
+            for config in _nested_configs(module.config):
+                for name in _dropout_names(vars(config)):
+                    setattr(config, name, 0.0)
+
+
+def align_parameters(model: nn.Module) -> None:
+    """Copy every parameter into memory of torch's own allocator.
+
+    Weights mapped from a safetensors file start wherever its header ends (seen: 40 bytes past a 64-byte boundary), and
+    matrix kernels round differently there: a reloaded model would not repeat the bits of the one that was saved.
+    """
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Switch transformers' progress bars off for a while: a run has one bar of its own."""
+    was_enabled = is_progress_bar_enabled()
+    disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            enable_progress_bar()
+
+
+def context_length(config: PretrainedConfig) -> int | None:
+    """Return the number of positions that the model can read, or None where its architecture sets no limit."""
+    text_config = config.get_text_config()
+    for name in ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length"):
+        length = getattr(text_config, name, None)
+        if isinstance(length, int) and length > 0:
+            return length
+    return None
+
+
+def _check_weights(path: Path) -> None:
+    if (path / WEIGHTS_INDEX).is_file():
+        index = json.loads((path / WEIGHTS_INDEX).read_text(encoding="utf-8"))
+        shards = sorted(set(index["weight_map"].values()))
+    elif (path / WEIGHTS).is_file():
+        shards = [WEIGHTS]
+    else:
+        pickled = sorted(file.name for pattern in PICKLED_WEIGHTS for file in path.glob(pattern))
+        if pickled:
+            raise ModelError(
+                f"{path}: only pickled weights ({pickled[0]}), which can run code when loaded; safetensors are "
+                "required. Convert once: load it where you trust it and call save_pretrained."
+            )
+        hint = " It holds a LoRA adapter alone: merge it into its base." if _is_adapter(path) else ""
+        raise ModelError(f"{path}: no weights in this model directory ({WEIGHTS} is missing).{hint}")
+    for shard in shards:
+        if not (path / shard).is_file() or (path / shard).stat().st_size == 0:
+            raise ModelError(f"{path}: the weights file {shard} is missing or empty. Copy the model again.")
+
+
+def _is_adapter(path: Path) -> bool:
+    return (path / "adapter_config.json").is_file()
+
+
+def _dropout_names(attributes: dict[str, Any]) -> list[str]:
+    return [name for name, value in attributes.items() if "drop" in name and isinstance(value, float) and value]
+
+
+def _nested_configs(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
+    yield config
+    for value in vars(config).values():
+        if isinstance(value, PretrainedConfig):
+            yield from _nested_configs(value)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__

@@ -1,0 +1,140 @@
+"""Tokenizers as they come in practice: no pad token, several ends of text, chat templates; one trained from scratch."""
+
+from collections.abc import Iterable
+
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers.trainers import WordLevelTrainer
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from ppo_rlhf.core.errors import ConfigError, ModelError
+
+PAD, UNKNOWN, END = "<pad>", "<unk>", "</s>"
+_WORD_MARKS = "Ġ▁ "  # how byte-level BPE and SentencePiece write a leading space
+
+
+def ensure_pad_token(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig | None = None) -> None:
+    """Give the tokenizer a pad token if it has none, without changing its vocabulary.
+
+    Chosen in this order: the tokenizer's own, the one the model's configuration names, the unknown token if it is not
+    an end of text, the end-of-text token. Which one is only a filler: masks are made from lengths and never read it.
+
+    Raises:
+        ModelError: The tokenizer has none of them.
+    """
+    if tokenizer.pad_token is not None:
+        return
+    configured = getattr(config.get_text_config(), "pad_token_id", None) if config is not None else None
+    if isinstance(configured, int) and 0 <= configured < len(tokenizer):
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(configured)
+    elif tokenizer.unk_token is not None and tokenizer.unk_token != tokenizer.eos_token:
+        tokenizer.pad_token = tokenizer.unk_token
+    elif tokenizer.eos_token is not None:
+        tokenizer.pad_token = tokenizer.eos_token
+    else:
+        raise ModelError(
+            f"{tokenizer.name_or_path}: the tokenizer has no pad, unknown or end-of-text token to pad with. "
+            "Name one of its tokens as pad_token in its tokenizer_config.json."
+        )
+
+
+def stop_token_ids(
+    tokenizer: PreTrainedTokenizerBase,
+    generation_config: GenerationConfig | None,
+    *,
+    stop_token: str = "eos",
+    stop_token_id: int | None = None,
+) -> tuple[int, ...]:
+    """Return the ids that end a response, ascending.
+
+    Args:
+        tokenizer: The policy's tokenizer.
+        generation_config: Its `eos_token_id` may be one id or a list; all of them stop.
+        stop_token: "eos" is the union of the generation configuration's ids, the tokenizer's end of text and the chat
+            template's end of turn; "period" the ids of "."; "none" nothing.
+        stop_token_id: An explicit id, which wins over `stop_token`.
+
+    Raises:
+        ConfigError: `stop_token_id` is not an id of the tokenizer, or `stop_token` is none of the three.
+        ModelError: The tokenizer has no such token.
+    """
+    if stop_token_id is not None:
+        if not 0 <= stop_token_id < len(tokenizer):
+            raise ConfigError(
+                f"stop_token_id={stop_token_id} is not an id of the tokenizer (0 to {len(tokenizer) - 1})."
+            )
+        return (stop_token_id,)
+    if stop_token == "none":
+        return ()
+    if stop_token == "period":
+        ids = {index for token, index in tokenizer.get_vocab().items() if token.strip(_WORD_MARKS) == "."}
+    elif stop_token == "eos":
+        ids = _end_of_text_ids(tokenizer, generation_config)
+    else:
+        raise ConfigError(f"stop_token={stop_token!r} is not one of eos, period, none.")
+    if not ids:
+        raise ModelError(
+            f"{tokenizer.name_or_path}: the tokenizer has no token for stop_token={stop_token}. "
+            "Give stop_token_id, or stop_token: none to let every response run to its full length."
+        )
+    return tuple(sorted(ids))
+
+
+def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Return the special token with which the chat template closes an assistant's turn, None without a template."""
+    if not getattr(tokenizer, "chat_template", None):
+        return None
+    marker = "answer"
+    messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": marker}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    tail = text.rpartition(marker)[2]
+    special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    ids = tokenizer.encode(tail, add_special_tokens=False)
+    return next((index for index in ids if index in special), None)
+
+
+def same_vocabulary(first: PreTrainedTokenizerBase, second: PreTrainedTokenizerBase) -> bool:
+    """Return whether both tokenizers give every token the same id, so that ids of one can be read by the other."""
+    return first is second or first.get_vocab() == second.get_vocab()
+
+
+def append_end(ids: list[int], eos: int | None) -> list[int]:
+    """Return the ids with the end of text behind them, once."""
+    return ids if eos is None or (ids and ids[-1] == eos) else [*ids, eos]
+
+
+def drop_end(ids: list[int], eos: int | None) -> list[int]:
+    """Return the ids without the end of text that some tokenizers append to every text."""
+    return ids[:-1] if len(ids) > 1 and ids[-1] == eos else ids
+
+
+def train_word_tokenizer(texts: Iterable[str], context_length: int) -> PreTrainedTokenizerFast:
+    """Train a word-level tokenizer: one id a space-separated word.
+
+    Args:
+        texts: The training corpus.
+        context_length: Recorded as the tokenizer's `model_max_length`, tokens.
+
+    Returns:
+        A tokenizer with <pad>, <unk> and </s>, where decode(encode(text)) == text for single-spaced known words.
+    """
+    backend = Tokenizer(WordLevel(unk_token=UNKNOWN))
+    backend.pre_tokenizer = WhitespaceSplit()
+    backend.train_from_iterator(texts, WordLevelTrainer(special_tokens=[PAD, UNKNOWN, END], show_progress=False))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token=PAD,
+        unk_token=UNKNOWN,
+        eos_token=END,
+        model_max_length=context_length,
+        clean_up_tokenization_spaces=False,
+        padding_side="left",
+    )
+
+
+def _end_of_text_ids(tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None) -> set[int]:
+    configured = generation_config.eos_token_id if generation_config is not None else None
+    ids = set(configured) if isinstance(configured, list | tuple) else {configured}
+    ids |= {tokenizer.eos_token_id, end_of_turn_id(tokenizer)}
+    return {index for index in ids if index is not None}

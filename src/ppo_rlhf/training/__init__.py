@@ -1,0 +1,18 @@
+"""Owns everything that has state: configuration, rollouts, rewards, the update, checkpoints.
+
+Knows neither Kedro nor MLflow. `PPOConfig` and `TrainingState` can be imported from here; they are looked up when
+asked for, since the command line imports small parts of this package and should not wait for transformers.
+"""
+
+from importlib import import_module
+from typing import Any
+
+_HOMES = {"PPOConfig": "ppo_rlhf.training.config", "TrainingState": "ppo_rlhf.training.state"}
+
+__all__ = ["PPOConfig", "TrainingState"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,175 @@
+"""Sampling responses from a causal language model with given noise.
+
+Two engines make the same tokens from the same uniforms: `static`, one cached decoding loop over `model.forward`, and
+`hf`, transformers' `generate` with the tokens forced through a logits processor. The second is the first's oracle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+
+from ppo_rlhf.core.responses import length_mask, response_lengths
+from ppo_rlhf.core.sampling import sample_tokens
+from ppo_rlhf.training.packing import LeftPadded, left_pad
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """How tokens are drawn. `response_length` counts the stop token; `top_k` 0 and `top_p` 1 are off."""
+
+    response_length: int
+    temperature: float
+    top_k: int
+    top_p: float
+    stop_token_ids: tuple[int, ...]
+    pad_token_id: int
+
+
+@dataclass(frozen=True)
+class GeneratedResponses:
+    """Responses of N prompts, right-padded to `T = response_length`.
+
+    `terminated` is True where a stop token ended the response; it is the response's last token then. Log-probabilities
+    are the sampler's own (tempered, before top-k and top-p), 0 in padding.
+    """
+
+    response_ids: Tensor  # [N, T] long
+    lengths: Tensor  # [N] long
+    terminated: Tensor  # [N] bool
+    sampler_logprobs: Tensor  # [N, T]
+
+    def token_lists(self) -> list[list[int]]:
+        """Return each response's tokens without padding."""
+        rows = self.response_ids.tolist()
+        return [row[:length] for row, length in zip(rows, self.lengths.tolist(), strict=True)]
+
+
+def generate_responses(
+    model: PreTrainedModel,
+    prompt_ids: list[list[int]],
+    uniforms: Tensor,
+    settings: SamplingSettings,
+    *,
+    engine: str = "static",
+    batch_size: int = 64,
+) -> GeneratedResponses:
+    """Sample one response to each prompt by inverse-CDF sampling with the given uniforms.
+
+    Args:
+        model: A causal language model with dropout off.
+        prompt_ids: N prompts as token ids, at least one token each.
+        uniforms: `[N, T]` float64 in [0, 1), one for each (episode, step).
+        settings: Length, temperature, filters, stop tokens.
+        engine: `static` or `hf`.
+        batch_size: Prompts decoded at a time; the tokens do not depend on it but for rounding.
+    """
+    engines = {"static": _decode_cached, "hf": _decode_with_generate}
+    decode = engines[engine]
+    tokens, logprobs = [], []
+    with torch.no_grad():
+        for start in range(0, len(prompt_ids), batch_size):
+            prompts = left_pad(prompt_ids[start : start + batch_size], settings.pad_token_id, model.device)
+            noise = uniforms[start : start + batch_size].to(model.device)
+            rows, row_logprobs = decode(model, prompts, noise, settings)
+            tokens.append(_widen(rows, settings.response_length, settings.pad_token_id).cpu())
+            logprobs.append(_widen(row_logprobs, settings.response_length, 0.0).cpu())
+    response_ids = torch.cat(tokens)
+    lengths, terminated = response_lengths(response_ids, settings.stop_token_ids)
+    is_response = length_mask(lengths, settings.response_length)
+    return GeneratedResponses(
+        torch.where(is_response, response_ids, settings.pad_token_id),
+        lengths,
+        terminated,
+        torch.where(is_response, torch.cat(logprobs), 0.0),
+    )
+
+
+def _decode_cached(
+    model: PreTrainedModel, prompts: LeftPadded, uniforms: Tensor, settings: SamplingSettings
+) -> tuple[Tensor, Tensor]:
+    """Prefill the prompts, then one forward a token over transformers' cache, until every row has stopped."""
+    stops = torch.tensor(settings.stop_token_ids, dtype=torch.long, device=model.device)
+    attention_mask, position_ids = prompts.attention_mask, prompts.position_ids
+    step_ids, cache = prompts.input_ids, None
+    finished = torch.zeros(len(step_ids), dtype=torch.bool, device=model.device)
+    tokens: list[Tensor] = []
+    logprobs: list[Tensor] = []
+    for step in range(settings.response_length):
+        output = model(
+            input_ids=step_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        cache = output.past_key_values
+        token, logprob = _sample(output.logits[:, -1], uniforms[:, step], settings)
+        tokens.append(torch.where(finished, settings.pad_token_id, token))
+        logprobs.append(logprob)
+        finished = finished | torch.isin(token, stops)
+        if bool(finished.all()):
+            break
+        step_ids = tokens[-1][:, None]
+        attention_mask = torch.cat([attention_mask, attention_mask.new_ones(len(token), 1)], dim=1)
+        position_ids = position_ids[:, -1:] + 1
+    return torch.stack(tokens, dim=1), torch.stack(logprobs, dim=1)
+
+
+class _ForcedSampling(LogitsProcessor):
+    """Draws each token itself and leaves it as the only one that `generate`'s greedy search can take."""
+
+    def __init__(self, uniforms: Tensor, settings: SamplingSettings) -> None:
+        self.uniforms = uniforms
+        self.settings = settings
+        self.logprobs: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        token, logprob = _sample(scores, self.uniforms[:, len(self.logprobs)], self.settings)
+        self.logprobs.append(logprob)
+        return torch.full_like(scores, -torch.inf).scatter(1, token[:, None], 0.0)
+
+
+def _decode_with_generate(
+    model: PreTrainedModel, prompts: LeftPadded, uniforms: Tensor, settings: SamplingSettings
+) -> tuple[Tensor, Tensor]:
+    sampler = _ForcedSampling(uniforms, settings)
+    plain = GenerationConfig(
+        do_sample=False,
+        max_new_tokens=settings.response_length,
+        pad_token_id=settings.pad_token_id,
+        eos_token_id=list(settings.stop_token_ids) or None,
+    )
+    with _generation_config(model, plain):
+        sequences: Tensor = model.generate(  # type: ignore[operator]
+            input_ids=prompts.input_ids,
+            attention_mask=prompts.attention_mask,
+            logits_processor=LogitsProcessorList([sampler]),
+        )
+    return sequences[:, prompts.input_ids.shape[1] :], torch.stack(sampler.logprobs, dim=1)
+
+
+@contextmanager
+def _generation_config(model: PreTrainedModel, config: GenerationConfig) -> Iterator[None]:
+    """Keep the model's own generation config (penalties, top_p …) out of what the sampler sees."""
+    saved = model.generation_config
+    model.generation_config = config
+    try:
+        yield
+    finally:
+        model.generation_config = saved
+
+
+def _sample(logits: Tensor, uniforms: Tensor, settings: SamplingSettings) -> tuple[Tensor, Tensor]:
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    return sample_tokens(wide, uniforms, temperature=settings.temperature, top_k=settings.top_k, top_p=settings.top_p)
+
+
+def _widen(rows: Tensor, width: int, value: float) -> Tensor:
+    return torch.nn.functional.pad(rows, (0, width - rows.shape[1]), value=value)

@@ -1,0 +1,59 @@
+"""The settings that both supervised trainings share."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+TINY_MODEL, TINY_MODELS_RATE = 1_000_000, 1e-3
+
+History = list[dict[str, float]]
+"""Metrics of a training: one dictionary a logged step, with `step` (optimiser steps done) and the metrics' keys."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimisationConfig:
+    """What both supervised trainings are set by; names and defaults are TRL's."""
+
+    num_train_epochs: Annotated[float, Field(gt=0.0)] = 3.0
+    """Passes over the training data."""
+    max_steps: Annotated[int, Field(ge=1)] | None = None
+    """Optimiser steps; wins over the epochs."""
+    learning_rate: Annotated[float, Field(gt=0.0)] = 2e-5
+    """Peak learning rate of AdamW."""
+    lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup"] = "linear"
+    """Shape of the learning rate over the steps."""
+    warmup_ratio: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Share of the steps over which the learning rate rises from 0 to its peak."""
+    weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
+    """AdamW's decoupled weight decay."""
+    max_grad_norm: Annotated[float, Field(gt=0.0)] = 1.0
+    """Gradients are clipped to this 2-norm."""
+    per_device_train_batch_size: Annotated[int, Field(ge=1)] = 8
+    """Rows (texts or pairs) in one forward and backward pass on one device."""
+    gradient_accumulation_steps: Annotated[int, Field(ge=1)] = 1
+    """Passes that make one optimiser step."""
+    max_length: Annotated[int, Field(ge=2)] | None = None
+    """Longest sequence in tokens; None takes the model's context."""
+    group_by_length: bool = True
+    """Put rows of similar length into one batch: less padding."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a fifth slower."""
+    bf16: bool = False
+    """Autocast to bfloat16 (weights stay float32); for GPUs."""
+    logging_steps: Annotated[int, Field(ge=1)] = 10
+    """Optimiser steps between logged losses; each is the mean over them."""
+    device: str = "auto"
+    """auto takes CUDA if there is one; cpu never does."""
+    seed: Annotated[int, Field(ge=0)] = 42
+    """Of weights that start at random and of the order of the data."""
+
+
+def advice(group: str, config: OptimisationConfig, parameters: int) -> list[str]:
+    """Return a line for a learning rate that suits the demo's tiny model and meets a larger one."""
+    if parameters <= TINY_MODEL or config.learning_rate < TINY_MODELS_RATE:
+        return []
+    return [
+        f"{group}.learning_rate={config.learning_rate:g} suits models of less than {TINY_MODEL / 1e6:g} M parameters, "
+        f"this one has {parameters / 1e6:.3g} M: 1e-5 to 5e-4 is usual"
+    ]

@@ -1,0 +1,204 @@
+"""Prompts: checked, tokenised, split into those trained on and those held out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import pandas as pd
+from pydantic import Field
+from transformers import PreTrainedTokenizerBase
+
+from ppo_rlhf.core.errors import DataError
+from ppo_rlhf.training.randomness import permutation
+from ppo_rlhf.training.settings_group import settings_group
+
+_JSON_MARK = " (json)"
+
+
+@settings_group("prompts")
+class PromptsConfig:
+    """How prompts are read from their table and which are held out for evaluation."""
+
+    column: str = "prompt"
+    """Column with the prompt: text, or a list of chat messages (`[{"role": …, "content": …}, …]`)."""
+    held_out_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
+    """Share of the prompts held out for evaluation when no evaluation prompts are given; never trained on."""
+    max_held_out: Annotated[int, Field(ge=1)] = 512
+    """Most prompts held out, and most evaluation prompts used."""
+    seed: Annotated[int, Field(ge=0)] = 42
+    """Chooses which prompts are held out."""
+
+
+@dataclass(frozen=True)
+class PromptDataset:
+    """Tokenised prompts with the columns that reward functions are called with. Row i of every list is one prompt."""
+
+    prompt_ids: list[list[int]]
+    texts: list[str]
+    columns: dict[str, list[Any]]
+
+    def __len__(self) -> int:
+        return len(self.prompt_ids)
+
+    def select(self, indices: Sequence[int]) -> PromptDataset:
+        """Return the rows at `indices`, in that order; an index may come more than once."""
+        return PromptDataset(
+            [self.prompt_ids[i] for i in indices],
+            [self.texts[i] for i in indices],
+            {name: [values[i] for i in indices] for name, values in self.columns.items()},
+        )
+
+    def to_frame(self) -> pd.DataFrame:
+        """Return a table with `prompt`, `prompt_ids` and the other columns.
+
+        A column of nested values, or of values of several types, is JSON, and its name says so: Parquet has no type
+        for it.
+        """
+        table: dict[str, list[Any]] = {"prompt": self.texts, "prompt_ids": self.prompt_ids}
+        for name, values in self.columns.items():
+            if name in table:
+                continue
+            if _has_one_plain_type(values):
+                table[name] = values
+            else:
+                table[name + _JSON_MARK] = [json.dumps(value, default=str) for value in values]
+        return pd.DataFrame(table)
+
+    @classmethod
+    def from_frame(cls, frame: pd.DataFrame) -> PromptDataset:
+        """Read back what `to_frame` made."""
+        columns = {}
+        for name in map(str, frame.columns.drop(["prompt", "prompt_ids"])):
+            values = frame[name].tolist()
+            if name.endswith(_JSON_MARK):
+                values = [json.loads(value) for value in values]
+            columns[name.removesuffix(_JSON_MARK)] = values
+        return cls([[int(i) for i in ids] for ids in frame["prompt_ids"]], frame["prompt"].tolist(), columns)
+
+
+def split_held_out(
+    frame: pd.DataFrame,
+    evaluation: pd.DataFrame | None,
+    share: float,
+    maximum: int,
+    seed: int,
+    column: str = "prompt",
+) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Return (prompts to train on, prompts held out).
+
+    Held-out prompts are a seeded share of the distinct prompts, at most `maximum`; copies of one prompt go to one
+    side. With an evaluation table of its own every training prompt stays, and its first `maximum` rows are held out.
+
+    Raises:
+        DataError: The column is missing, or there are fewer than two distinct prompts to split.
+    """
+    _check_column(frame, column, "prompts")
+    if evaluation is not None:
+        return frame.reset_index(drop=True), evaluation.head(maximum).reset_index(drop=True)
+    keys = frame[column].map(_key)
+    distinct = keys.drop_duplicates().tolist()
+    if len(distinct) < 2:
+        raise DataError(
+            f"prompts: {len(distinct)} distinct prompt(s) cannot be split into training and evaluation; "
+            "give more prompts, or evaluation_prompts_path"
+        )
+    count = min(maximum, max(1, round(share * len(distinct))), len(distinct) - 1)
+    chosen = {distinct[i] for i in permutation(len(distinct), seed, "held_out")[:count].tolist()}
+    held = keys.isin(chosen)
+    held_out = frame[held & ~keys.duplicated()]
+    return frame[~held].reset_index(drop=True), held_out.reset_index(drop=True)
+
+
+def tokenise_prompts(
+    frame: pd.DataFrame,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    column: str,
+    response_length: int,
+    context: int | None,
+    overlong: Literal["error", "drop", "truncate_left"],
+    name: str = "prompts",
+) -> PromptDataset:
+    """Return the tokenised prompts of a table.
+
+    Text is tokenised as the tokenizer does by default (with a BOS if that is its way); chat messages go through its
+    chat template with the generation prompt.
+
+    Args:
+        frame: Table with `column`; its other columns are kept for reward functions.
+        tokenizer: The policy's.
+        column: Column of texts or message lists.
+        response_length: Tokens that must fit behind each prompt.
+        context: The model's context in tokens, or None if it has no limit.
+        overlong: What to do with prompts longer than `context - response_length`.
+        name: Where the table comes from, for errors.
+
+    Raises:
+        DataError: The column is missing, a row is not text or messages, nothing is left, or a prompt is too long and
+            `overlong` is `error`.
+    """
+    _check_column(frame, column, name)
+    texts, ids = [], []
+    for row, value in enumerate(frame[column].tolist()):
+        text, tokens = _encode(value, tokenizer, f"{name}: row {row}, column `{column}`")
+        texts.append(text)
+        ids.append(tokens)
+    keep = list(range(len(ids)))
+    if context is not None:
+        room = context - response_length
+        if room < 1:
+            raise DataError(
+                f"ppo.response_length={response_length} leaves no room for a prompt in the model's context of "
+                f"{context} tokens; set it to at most {context - 1}"
+            )
+        too_long = [i for i in keep if len(ids[i]) > room]
+        if too_long and overlong == "error":
+            longest = max(len(ids[i]) for i in too_long)
+            raise DataError(
+                f"{name}: {len(too_long)} of {len(ids)} prompts (the first in row {too_long[0]}) are longer than "
+                f"{room} tokens, the model's context of {context} less ppo.response_length={response_length}; the "
+                f"longest has {longest}. Set ppo.overlong_prompts to drop or truncate_left, or shorten the responses"
+            )
+        if overlong == "drop":
+            keep = [i for i in keep if len(ids[i]) <= room]
+        elif overlong == "truncate_left":
+            ids = [tokens[-room:] for tokens in ids]
+    if not keep:
+        raise DataError(f"{name}: no prompt is left of {len(ids)}")
+    columns = {str(n): frame[n].tolist() for n in frame.columns if n != "prompt"}
+    return PromptDataset(ids, texts, columns).select(keep)
+
+
+def _check_column(frame: pd.DataFrame, column: str, name: str) -> None:
+    if column not in frame.columns:
+        raise DataError(f"{name}: no column `{column}`; the columns are {', '.join(map(str, frame.columns))}")
+
+
+def _encode(value: Any, tokenizer: PreTrainedTokenizerBase, where: str) -> tuple[str, list[int]]:
+    if isinstance(value, str) and value:
+        text, tokens = value, list(tokenizer(value)["input_ids"])
+        eos = tokenizer.eos_token_id
+        if tokens and tokens[-1] == eos and not value.endswith(str(tokenizer.eos_token)):
+            tokens = tokens[:-1]  # a tokenizer that closes every text would end the response before it begins
+    elif isinstance(value, list) and value and all(isinstance(m, dict) and "content" in m for m in value):
+        if getattr(tokenizer, "chat_template", None) is None:
+            raise DataError(f"{where}: chat messages need a tokenizer with a chat template; this one has none")
+        text = str(tokenizer.apply_chat_template(value, tokenize=False, add_generation_prompt=True))
+        tokens = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    else:
+        raise DataError(f"{where}: expected text or a list of chat messages, got {str(value)[:60]!r}")
+    if not tokens:
+        raise DataError(f"{where}: the prompt has no tokens")
+    return text, tokens
+
+
+def _has_one_plain_type(values: list[Any]) -> bool:
+    types = {type(value) for value in values}
+    return len(types) <= 1 and not types & {list, dict}
+
+
+def _key(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)

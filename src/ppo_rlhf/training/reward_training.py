@@ -1,0 +1,194 @@
+"""Training a reward model on preferences: Bradley–Terry on the SFT policy's backbone, with TRL's RewardTrainer."""
+
+import logging
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Annotated
+
+import pandas as pd
+import torch
+from pydantic import Field
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ppo_rlhf.core.errors import ConfigError, DataError, TrainingError
+from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel, check_vocabulary, context_length
+from ppo_rlhf.models.reward_model import CausalLMRewardModel
+from ppo_rlhf.training.optimisation import History, OptimisationConfig, advice
+from ppo_rlhf.training.randomness import permutation
+from ppo_rlhf.training.rewards import score_sequences
+from ppo_rlhf.training.settings_group import settings_group
+
+logger = logging.getLogger(__name__)
+
+RELIABLE_ACCURACY = 0.65
+"""Below this, PPO was seen to spend its KL on the reward model's errors; a run warns."""
+DEMO_LABELLER = "ppo_rlhf.demo.judge:gold_score"
+DEMO_PROMPTS = ("data", "01_raw", "prompts.jsonl")
+
+
+@settings_group("reward_modelling")
+@dataclass(frozen=True, kw_only=True)
+class RewardModellingConfig(OptimisationConfig):
+    """Where preferences come from and how the reward model is trained."""
+
+    num_train_epochs: Annotated[float, Field(gt=0.0)] = 1.0
+    """Passes over the pairs (TRL's default for reward models)."""
+    learning_rate: Annotated[float, Field(gt=0.0)] = 1e-4
+    """Peak learning rate of AdamW (TRL's default for reward models)."""
+    prompt_column: str = "prompt"
+    """Column of prompts in given preferences; a table without it has whole texts."""
+    chosen_column: str = "chosen"
+    """Column of the preferred responses."""
+    rejected_column: str = "rejected"
+    """Column of the others."""
+    held_out_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
+    """Share of the prompts (of the pairs, without prompts) whose pairs measure the accuracy; never trained on."""
+    max_held_out: Annotated[int, Field(ge=1)] = 1000
+    """Most prompts held out."""
+    minimum_accuracy: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5
+    """The run stops if the accuracy on held-out pairs is below: such a model would teach PPO nothing."""
+    normalise: bool = True
+    """Shift and scale the scores to mean 0 and standard deviation 1 over all training responses, chosen and rejected;
+    folded into the saved weights. In the demo those are samples of the SFT policy, so PPO starts at score 0."""
+
+    labeller: str | None = None
+    """`module:name` of a function `score(prompts, completions, **columns)` that labels pairs sampled from the SFT
+    policy; used only without preferences of one's own."""
+    pairs: Annotated[int, Field(ge=2)] = 7000
+    """Pairs to sample."""
+    label_beta: Annotated[float, Field(ge=0.0)] = 6.0
+    """Reliability of the sampled labels: P(first is chosen) = sigmoid(beta x difference of scores)."""
+    sampling_batch_size: Annotated[int, Field(ge=1)] = 256
+    """Responses sampled at a time."""
+    preferences_path: str | None = None
+    """Where given preferences lie; here only whether there are any matters."""
+    prompts_path: str | None = None
+    """Where the prompts lie; here only whether they are the demo's matters."""
+
+    def __post_init__(self) -> None:
+        if self.preferences_path is not None:
+            return
+        if self.labeller is None:
+            raise ConfigError(
+                "there are no preferences to train a reward model on: set preferences_path, or "
+                "reward_modelling.labeller, or run --pipelines align with a reward of your own"
+            )
+        if self.labeller == DEMO_LABELLER and PurePath(self.prompts_path or "").parts[-3:] != DEMO_PROMPTS:
+            raise ConfigError(
+                f"the demo's judge cannot label responses to {self.prompts_path}: set preferences_path, or "
+                "reward_modelling.labeller, or run --pipelines align with a reward of your own"
+            )
+
+
+def train_reward_model(
+    sft_policy: PretrainedHandle, preferences: pd.DataFrame, config: RewardModellingConfig
+) -> tuple[TrainedModel, History]:
+    """Train a score head and the SFT policy's backbone so that chosen responses score above rejected ones.
+
+    Minimises -log sigmoid(score of the chosen - score of the rejected) (Bradley–Terry; Ouyang et al. 2022, eq. 1).
+
+    Args:
+        sft_policy: Gives the backbone and the tokenizer.
+        preferences: Table with `prompt`, `chosen_ids` and `rejected_ids`.
+        config: Settings.
+
+    Returns:
+        The reward model with its tokenizer, and its metrics by optimiser step: `reward_model/loss` (mean over the
+        steps since the last) and `reward_model/eval_accuracy` (share of all held-out pairs in the right order, ties
+        half, once an epoch).
+
+    Raises:
+        TrainingError: The final accuracy is below `minimum_accuracy`.
+    """
+    tokenizer = sft_policy.tokenizer()
+    with torch.random.fork_rng():
+        torch.manual_seed(config.seed)
+        model = CausalLMRewardModel.from_causal_lm(sft_policy.causal_lm())
+    check_vocabulary(tokenizer, model.config, sft_policy.source)
+    pairs = _short_enough(preferences, config.max_length, context_length(model.config))
+    trained, held_out = split_pairs(pairs, config)
+    pad_id, batch_size = int(tokenizer.pad_token_id), config.per_device_train_batch_size
+
+    def evaluate(model: PreTrainedModel) -> dict[str, float]:
+        return {"eval_accuracy": pair_accuracy(*_score_pairs(model, held_out, pad_id, 2 * batch_size))}
+
+    for line in advice("reward_modelling", config, model.num_parameters()):
+        logger.warning("%s", line)
+    from ppo_rlhf.training import trl_support
+
+    chosen, rejected = _token_lists(trained, "chosen_ids"), _token_lists(trained, "rejected_ids")
+    history = trl_support.run_reward_trainer(model, tokenizer, chosen, rejected, config, evaluate)
+    accuracy = [entry["reward_model/eval_accuracy"] for entry in history if "reward_model/eval_accuracy" in entry][-1]
+    _check_accuracy(accuracy, len(held_out), config.minimum_accuracy)
+    if config.normalise:
+        normalise_scores(model, torch.cat(_score_pairs(model, trained, pad_id, 2 * batch_size)))
+    return TrainedModel(model, tokenizer), history
+
+
+def split_pairs(pairs: pd.DataFrame, config: RewardModellingConfig) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Return (pairs to train on, pairs held out); all pairs of one prompt go to one side.
+
+    Raises:
+        DataError: There are fewer than two prompts (pairs, without prompts).
+    """
+    keys = pairs["prompt"] if pairs["prompt"].astype(bool).any() else pd.Series(range(len(pairs)), index=pairs.index)
+    distinct = keys.drop_duplicates().tolist()
+    if len(distinct) < 2:
+        raise DataError(f"preferences: {len(pairs)} usable pair(s) cannot be split into training and evaluation.")
+    count = min(config.max_held_out, max(1, round(config.held_out_share * len(distinct))), len(distinct) - 1)
+    chosen = {distinct[row] for row in permutation(len(distinct), config.seed, "held_out_pairs")[:count].tolist()}
+    is_held_out = keys.isin(chosen)
+    return pairs[~is_held_out].reset_index(drop=True), pairs[is_held_out].reset_index(drop=True)
+
+
+def pair_accuracy(chosen: Tensor, rejected: Tensor) -> float:
+    """Return the share of pairs [N] whose chosen response scores higher; ties count half."""
+    return float(((chosen > rejected).double() + 0.5 * (chosen == rejected).double()).mean())
+
+
+def normalise_scores(model: CausalLMRewardModel, scores: Tensor) -> None:
+    """Rescale the head so that responses with these scores [N] get mean 0 and standard deviation 1.
+
+    Raises:
+        TrainingError: All scores are equal, or not finite.
+    """
+    mean, deviation = float(scores.double().mean()), float(scores.double().std())
+    if not deviation > 0.0:  # NaN included
+        raise TrainingError(f"reward_modelling: the scores of all responses have mean {mean}, deviation {deviation}.")
+    model.rescale(mean, deviation)
+
+
+def _score_pairs(model: PreTrainedModel, pairs: pd.DataFrame, pad_id: int, batch_size: int) -> tuple[Tensor, Tensor]:
+    chosen, rejected = (
+        score_sequences(model, _token_lists(pairs, name), pad_id, batch_size) for name in ("chosen_ids", "rejected_ids")
+    )
+    return chosen, rejected
+
+
+def _token_lists(pairs: pd.DataFrame, column: str) -> list[list[int]]:
+    return [[int(i) for i in ids] for ids in pairs[column]]  # arrays, where the table was read from Parquet
+
+
+def _short_enough(preferences: pd.DataFrame, max_length: int | None, context: int | None) -> pd.DataFrame:
+    limit = min((length for length in (max_length, context) if length is not None), default=None)
+    if limit is None:
+        return preferences
+    longest = [max(len(row.chosen_ids), len(row.rejected_ids)) for row in preferences.itertuples()]
+    fits = pd.Series(longest, index=preferences.index) <= limit
+    if not fits.all():
+        logger.warning("%d of %d pairs are longer than %d tokens and left out", (~fits).sum(), len(fits), limit)
+    return preferences[fits]
+
+
+def _check_accuracy(accuracy: float, pairs: int, minimum: float) -> None:
+    text = f"the reward model puts {accuracy:.1%} of {pairs} held-out pairs in the right order"
+    if accuracy < minimum:
+        raise TrainingError(
+            f"reward_modelling: {text}, below minimum_accuracy={minimum}. Give more pairs, another learning_rate or "
+            "more epochs."
+        )
+    if accuracy < RELIABLE_ACCURACY:
+        logger.warning(
+            "%s. Below %.0f %% PPO tends to learn its errors: give more pairs or epochs.", text, 100 * RELIABLE_ACCURACY
+        )

@@ -1,0 +1,87 @@
+"""One way to declare a group of parameters: a validated dataclass whose errors name group, value and rule."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, TypeVar, dataclass_transform, get_args, get_type_hints
+
+from pydantic import ConfigDict, ValidationError
+from pydantic.dataclasses import dataclass as pydantic_dataclass
+
+from ppo_rlhf.core.errors import ConfigError
+
+T = TypeVar("T")
+
+
+@dataclass_transform(frozen_default=True)
+def settings_group(group: str, *, lives_elsewhere: Mapping[str, str] | None = None) -> Callable[[type[T]], type[T]]:
+    """Make a class a frozen, validated parameter group.
+
+    Args:
+        group: The group's name in the parameters files, named in every error (`ppo.kl_coef=-1: …`).
+        lives_elsewhere: Names that a person may try here, each with where the setting really is.
+
+    Returns:
+        A decorator; the decorated class raises `ConfigError` with one line a problem, all problems at once.
+    """
+    elsewhere = dict(lives_elsewhere or {})
+
+    def decorate(cls: type[T]) -> type[T]:
+        rules = ConfigDict(extra="forbid", allow_inf_nan=False)
+        checked: Any = pydantic_dataclass(frozen=True, config=rules)(cls)
+        validate = checked.__init__
+
+        @functools.wraps(validate)
+        def check_and_init(self: Any, *args: Any, **values: Any) -> None:
+            known = [field.name for field in fields(checked)]
+            problems = [_unknown(group, name, known, elsewhere) for name in values if name not in known]
+            try:
+                validate(self, *args, **{name: value for name, value in values.items() if name in known})
+            except ValidationError as error:
+                problems += [_describe(group, detail, checked) for detail in error.errors()]
+            if problems:
+                raise ConfigError("\n".join(problems))
+
+        checked.__init__ = check_and_init
+        return checked
+
+    return decorate
+
+
+def closest(name: str, known: list[str]) -> str:
+    """Return ' Did you mean `x`?' for the nearest known name, or an empty string."""
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f" Did you mean `{near[0]}`?" if near else ""
+
+
+def _group_at(checked: Any, location: Iterable[int | str]) -> Any:
+    """Return the group that a path such as ("components", 0) leads to; an index stays in the type of its list."""
+    for part in location:
+        if isinstance(part, str):
+            hint = get_type_hints(checked)[part]
+            checked = next(kind for kind in (hint, *get_args(hint)) if is_dataclass(kind))
+    return checked
+
+
+def _unknown(group: str, name: str, known: list[str], elsewhere: Mapping[str, str]) -> str:
+    if name in elsewhere:
+        return f"{group}.{name} is not a parameter of this group: {elsewhere[name]}"
+    return f"{group}.{name} is not a parameter of this group.{closest(name, known)}"
+
+
+def _describe(group: str, detail: Any, checked: Any) -> str:
+    raised = detail.get("ctx", {}).get("error")
+    where = ".".join(str(part) for part in detail["loc"])
+    if raised is not None and not where:
+        return str(raised)  # from __post_init__: the message already names its fields
+    message = str(raised) if raised is not None else detail["msg"]
+    if detail["type"] == "missing":
+        return f"{group}.{where} is missing"
+    if detail["type"] == "unexpected_keyword_argument":  # in a group inside this one
+        *outer, name = detail["loc"]
+        known = [field.name for field in fields(_group_at(checked, outer))]
+        return _unknown(".".join([group, *map(str, outer)]), str(name), known, {})
+    return f"{group}.{where}={detail['input']!r}: {message[:1].lower()}{message[1:]}"

@@ -1,0 +1,138 @@
+"""Supervised fine-tuning of a language model on demonstrations, or its training from scratch."""
+
+import logging
+from dataclasses import dataclass
+from typing import Annotated
+
+import pandas as pd
+import torch
+from pydantic import Field
+from torch import nn
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel, context_length
+from ppo_rlhf.models.tokenizers import train_word_tokenizer
+from ppo_rlhf.training.demonstrations import (
+    IGNORED,
+    TokenisedDemonstrations,
+    corpus_texts,
+    tokenise_demonstrations,
+)
+from ppo_rlhf.training.optimisation import History, OptimisationConfig, advice
+from ppo_rlhf.training.settings_group import settings_group
+
+logger = logging.getLogger(__name__)
+
+Size = Annotated[int, Field(ge=1)]
+
+
+@settings_group("supervised_finetuning")
+@dataclass(frozen=True, kw_only=True)
+class SupervisedFinetuningConfig(OptimisationConfig):
+    """How the SFT policy is trained. The shape is used only from scratch (no base model): a small Llama."""
+
+    hidden_size: Size = 64
+    """Width of the states; a multiple of the attention heads."""
+    intermediate_size: Size = 176
+    """Width inside the feed-forward layers."""
+    num_hidden_layers: Size = 3
+    """Transformer layers."""
+    num_attention_heads: Size = 4
+    """Attention heads of a layer."""
+    max_position_embeddings: Size = 64
+    """Context in tokens, prompt and response together."""
+
+
+def train_sft_policy(
+    base_model: PretrainedHandle | None,
+    demonstrations: pd.DataFrame,
+    evaluation_demonstrations: pd.DataFrame,
+    config: SupervisedFinetuningConfig,
+) -> tuple[TrainedModel, History]:
+    """Fine-tune the base model, or train a small one from scratch, with TRL's SFTTrainer.
+
+    Args:
+        base_model: Where to start; None starts from random weights and a word-level tokenizer of the corpus.
+        demonstrations: Table that `split_demonstrations` made.
+        evaluation_demonstrations: Its held-out part.
+        config: Settings.
+
+    Returns:
+        The SFT policy with its tokenizer, and its metrics by optimiser step: `sft/loss` (mean over the steps since the
+        last) and `sft/eval_loss` (nats per learnt token over all held-out demonstrations, once an epoch).
+    """
+    start = _from_scratch(demonstrations, config) if base_model is None else _from_base(base_model)
+    model, tokenizer = start.model, start.tokenizer
+    limits = [limit for limit in (config.max_length, context_length(model.config)) if limit is not None]
+    max_length = min(limits, default=None)
+    trained = tokenise_demonstrations(demonstrations, tokenizer, max_length)
+    held_out = tokenise_demonstrations(evaluation_demonstrations, tokenizer, max_length)
+    batch_size = config.per_device_train_batch_size
+
+    for line in advice("supervised_finetuning", config, model.num_parameters()):
+        logger.warning("%s", line)
+    from ppo_rlhf.training import trl_support
+
+    history = trl_support.run_sft_trainer(
+        model,
+        tokenizer,
+        trained,
+        config,
+        evaluate=lambda model: {"eval_loss": mean_token_loss(model, held_out, batch_size)},
+    )
+    return TrainedModel(model, tokenizer), history
+
+
+@torch.no_grad()
+def mean_token_loss(model: PreTrainedModel, rows: TokenisedDemonstrations, batch_size: int) -> float:
+    """Return the cross entropy in nats per learnt token: the mean over all tokens, not over batches."""
+    total, count = 0.0, 0
+    order = sorted(range(len(rows.input_ids)), key=lambda row: len(rows.input_ids[row]))
+    for start in range(0, len(order), batch_size):
+        batch = order[start : start + batch_size]
+        ids = _right_pad([rows.input_ids[row] for row in batch], 0)
+        labels = _right_pad([rows.labels[row] for row in batch], IGNORED)
+        is_real = _right_pad([[1] * len(rows.input_ids[row]) for row in batch], 0)
+        logits = model(input_ids=ids.to(model.device), attention_mask=is_real.to(model.device)).logits
+        losses = nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1).float(),
+            labels[:, 1:].flatten().to(model.device),
+            ignore_index=IGNORED,
+            reduction="sum",
+        )
+        total += float(losses)
+        count += int((labels[:, 1:] != IGNORED).sum())
+    return total / count
+
+
+def _from_base(base_model: PretrainedHandle) -> TrainedModel:
+    return TrainedModel(base_model.causal_lm(), base_model.tokenizer())
+
+
+def _from_scratch(demonstrations: pd.DataFrame, config: SupervisedFinetuningConfig) -> TrainedModel:
+    tokenizer = train_word_tokenizer(corpus_texts(demonstrations), config.max_position_embeddings)
+    shape = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_hidden_layers,
+        num_attention_heads=config.num_attention_heads,
+        max_position_embeddings=config.max_position_embeddings,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        dtype="float32",
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(config.seed)
+        model = LlamaForCausalLM(shape)
+    model.generation_config = GenerationConfig(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=True
+    )
+    return TrainedModel(model.eval(), tokenizer)
+
+
+def _right_pad(rows: list[list[int]], filler: int) -> torch.Tensor:
+    width = max(map(len, rows))
+    return torch.tensor([row + [filler] * (width - len(row)) for row in rows])
