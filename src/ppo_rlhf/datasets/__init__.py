@@ -1,0 +1,7 @@
+"""The Kedro datasets that kedro-datasets does not have."""
+
+from ppo_rlhf.datasets.checkpoints import CheckpointDataset, EvaluationLogDataset
+from ppo_rlhf.datasets.pretrained_model import PretrainedModelDataset
+from ppo_rlhf.datasets.records import RecordsDataset
+
+__all__ = ["CheckpointDataset", "EvaluationLogDataset", "PretrainedModelDataset", "RecordsDataset"]

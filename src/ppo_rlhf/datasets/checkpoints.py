@@ -1,0 +1,118 @@
+"""Catalog entries for what one run saves while it trains: its checkpoints and its evaluations, by MLflow run."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import mlflow
+from kedro.io import AbstractDataset, DatasetError
+
+from ppo_rlhf.training.checkpoints import (
+    CheckpointRequest,
+    best_iteration,
+    checkpoint_iterations,
+    checkpoint_name,
+    prune_checkpoints,
+    write_checkpoint,
+)
+
+EVALUATIONS = "evaluations.json"
+
+
+class CheckpointDataset(AbstractDataset[CheckpointRequest, Path]):
+    """`<filepath>/<MLflow run id>/iteration_NNNNNN/`: written when due, the newest and the best kept.
+
+    Loading gives the directory of this run's newest checkpoint. Example:
+
+    ```yaml
+    checkpoint:
+      type: ppo_rlhf.datasets.CheckpointDataset
+      filepath: data/06_models/ppo_checkpoints
+    ```
+    """
+
+    def __init__(self, filepath: str, metadata: dict[str, Any] | None = None) -> None:
+        """Name the directory that holds the checkpoints of all runs; `metadata` is read by Kedro-Viz."""
+        self._root = Path(filepath)
+        self.metadata = metadata
+
+    def save(self, data: CheckpointRequest) -> None:
+        """Write a checkpoint if one is due, then delete those that are neither new nor the best."""
+        if not data.due:
+            return
+        directory = run_directory(self._root)
+        write_checkpoint(directory, data.state)
+        config = data.state.config
+        saved = checkpoint_iterations(directory)
+        evaluated = [row for row in read_evaluations(directory) if row["iteration"] in saved]
+        prune_checkpoints(directory, config.save_total_limit, best_iteration(evaluated, config.kl_alarm))
+
+    def load(self) -> Path:
+        """Return the newest checkpoint's directory.
+
+        Raises:
+            DatasetError: This run has none.
+        """
+        directory = run_directory(self._root)
+        saved = checkpoint_iterations(directory)
+        if not saved:
+            raise DatasetError(f"{directory}: this run has no checkpoint")
+        return directory / checkpoint_name(saved[-1])
+
+    def _exists(self) -> bool:
+        return bool(checkpoint_iterations(run_directory(self._root)))
+
+    def _describe(self) -> dict[str, Any]:
+        return {"filepath": str(self._root)}
+
+
+class EvaluationLogDataset(AbstractDataset[dict[str, float], list[dict[str, float]]]):
+    """The evaluations of this run, one row each, beside its checkpoints: they decide which checkpoint is the best.
+
+    Saving appends one row; an empty dict (no evaluation was due) changes nothing. Example:
+
+    ```yaml
+    evaluation_metrics:
+      type: ppo_rlhf.datasets.EvaluationLogDataset
+      filepath: data/06_models/ppo_checkpoints
+    ```
+    """
+
+    def __init__(self, filepath: str, metadata: dict[str, Any] | None = None) -> None:
+        """Name the directory that holds the checkpoints of all runs; `metadata` is read by Kedro-Viz."""
+        self._root = Path(filepath)
+        self.metadata = metadata
+
+    def save(self, data: dict[str, float]) -> None:
+        """Append one evaluation; one of the same iteration is replaced."""
+        if not data:
+            return
+        directory = run_directory(self._root)
+        directory.mkdir(parents=True, exist_ok=True)
+        rows = [row for row in read_evaluations(directory) if row["iteration"] != data["iteration"]] + [data]
+        temporary = directory / f".{EVALUATIONS}.{os.getpid()}.tmp"
+        temporary.write_text(json.dumps(rows, indent=1))
+        temporary.replace(directory / EVALUATIONS)
+
+    def load(self) -> list[dict[str, float]]:
+        """Return this run's evaluations, oldest first."""
+        return read_evaluations(run_directory(self._root))
+
+    def _exists(self) -> bool:
+        return (run_directory(self._root) / EVALUATIONS).is_file()
+
+    def _describe(self) -> dict[str, Any]:
+        return {"filepath": str(self._root)}
+
+
+def run_directory(root: Path) -> Path:
+    """Return the directory of the MLflow run that is active; without one, a directory of this process."""
+    run = mlflow.active_run()
+    return root / (run.info.run_id if run else f"untracked-{os.getpid()}")
+
+
+def read_evaluations(directory: Path) -> list[dict[str, float]]:
+    """Return the evaluations logged in a run's directory, oldest first; none if there is no log."""
+    path = directory / EVALUATIONS
+    return json.loads(path.read_text()) if path.is_file() else []

@@ -1,0 +1,117 @@
+"""A catalog entry for a Hugging Face model: lazy to load, versioned and whole when saved."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from kedro.io import AbstractDataset, DatasetError
+from kedro.io.core import generate_timestamp
+from kedro_datasets._typing import JSONPreview
+
+from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel, quiet_transformers
+
+_PREVIEWED = ("architectures", "model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+
+
+class PretrainedModelDataset(AbstractDataset[TrainedModel, PretrainedHandle | None]):
+    """A model directory (configuration, safetensors, tokenizer) or a hub id.
+
+    Loading gives a handle; weights are read only when a node asks for them. The path itself is loaded if a config.json
+    lies there, else the newest version below it. Saving writes a new version folder below the path: under a temporary
+    name first, so that a half-written model is never loaded. Example:
+
+    ```yaml
+    sft_policy:
+      type: ppo_rlhf.datasets.PretrainedModelDataset
+      filepath: data/06_models/sft_policy
+    ```
+    """
+
+    def __init__(
+        self,
+        filepath: str | None,
+        trust_remote_code: bool = False,
+        metadata: dict[str, Any] | None = None,
+    ) -> None:
+        """Describe where the model is; nothing is read.
+
+        Args:
+            filepath: A directory or a hub id; None loads as None (an optional input that was not given).
+            trust_remote_code: Whether Python code that lies with the model may run.
+            metadata: Read by Kedro-Viz.
+        """
+        self._source = None if filepath is None else _restore_hub_id(str(filepath))
+        self._trust_remote_code = trust_remote_code
+        self._saved: Path | None = None  # another run may write a newer version: a session reads what it wrote
+        self.metadata = metadata
+
+    def load(self) -> PretrainedHandle | None:
+        """Return a handle on the model. It is checked when it is used: a run may never need it."""
+        if self._source is None:
+            return None
+        return PretrainedHandle(str(self._saved or newest_version(self._source)), self._trust_remote_code)
+
+    def save(self, data: TrainedModel) -> None:
+        """Write the model and its tokenizer as a new version.
+
+        Raises:
+            DatasetError: The path is missing, or is itself a model directory: a person's, never written.
+        """
+        if self._source is None:
+            raise DatasetError("A model cannot be saved: the catalog entry has no filepath.")
+        folder = Path(self._source)
+        if (folder / "config.json").exists():
+            raise DatasetError(f"{folder} is a model directory of its own, which is never overwritten. Save elsewhere.")
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary = folder / f".unfinished-{uuid4().hex}"
+        try:
+            with quiet_transformers():
+                data.model.save_pretrained(temporary)
+                data.tokenizer.save_pretrained(temporary)
+            self._saved = folder / generate_timestamp()
+            os.replace(temporary, self._saved)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+    def preview(self) -> JSONPreview:
+        """Show Kedro-Viz the model's shape."""
+        path = None if self._source is None else Path(newest_version(self._source)) / "config.json"
+        if path is None or not path.is_file():
+            return JSONPreview(json.dumps({"model": self._source}))
+        config = json.loads(path.read_text(encoding="utf-8"))
+        shape = config | config.get("text_config", {}) | {"architectures": config.get("architectures")}
+        return JSONPreview(json.dumps({name: shape[name] for name in _PREVIEWED if name in shape}))
+
+    def _exists(self) -> bool:
+        return self._source is not None and (Path(newest_version(self._source)) / "config.json").is_file()
+
+    def _describe(self) -> dict[str, Any]:
+        return {"filepath": self._source, "trust_remote_code": self._trust_remote_code}
+
+
+def newest_version(source: str) -> str:
+    """Return `source` if a config.json lies there, else its newest version folder, else `source` again."""
+    folder = Path(source)
+    if not folder.is_dir() or (folder / "config.json").is_file():
+        return source
+    versions = [path.parent for path in folder.glob("*/config.json") if not path.parent.name.startswith(".")]
+    return str(max(versions, key=lambda path: path.name, default=folder))
+
+
+def _restore_hub_id(filepath: str) -> str:
+    """Undo what Kedro does to a hub id: it makes every relative `filepath` absolute below the project.
+
+    `name` and `organisation/name` are taken as hub ids where neither they nor their first part exist in the project.
+    """
+    path = Path(filepath)
+    if not path.is_absolute() or path.exists():
+        return filepath
+    for depth, parent in enumerate(list(path.parents)[:2], start=1):
+        if (parent / "pyproject.toml").is_file():
+            return "/".join(path.parts[-depth:])
+        if parent.exists():
+            break
+    return filepath

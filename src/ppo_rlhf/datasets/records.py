@@ -1,0 +1,145 @@
+"""A catalog entry for a table that a person gives: JSON Lines, JSON, CSV, Parquet or text, checked line by line."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from kedro.io import AbstractDataset, DatasetError
+from kedro_datasets._typing import TablePreview
+
+from ppo_rlhf.core.errors import DataError
+
+_PREVIEW_ROWS = 5
+_KINDS = (".jsonl", ".json", ".csv", ".parquet", ".txt")
+
+
+class RecordsDataset(AbstractDataset[pd.DataFrame, pd.DataFrame | None]):
+    """A table read by its file's ending; None where no file was named (an optional input).
+
+    JSON Lines has one object a line, JSON a list of objects, plain text one row a line. Example:
+
+    ```yaml
+    raw_prompts:
+      type: ppo_rlhf.datasets.RecordsDataset
+      filepath: data/01_raw/prompts.jsonl
+      text_column: prompt
+    ```
+    """
+
+    def __init__(self, filepath: str | None, text_column: str = "text", metadata: dict[str, Any] | None = None) -> None:
+        """Describe where the table is; nothing is read.
+
+        Args:
+            filepath: The file, or None.
+            text_column: The column's name where the file is plain text (.txt).
+            metadata: Read by Kedro-Viz.
+        """
+        self._path = None if filepath is None else Path(filepath)
+        self._text_column = text_column
+        self.metadata = metadata
+
+    def load(self) -> pd.DataFrame | None:
+        """Return the table, None without a file.
+
+        Raises:
+            DataError: No such file, an unknown ending, a damaged line (its number is named), or no rows (seen by
+                Kedro's callers as the cause of a `DatasetError`).
+        """
+        return None if self._path is None else read_records(self._path, self._text_column)
+
+    def save(self, data: pd.DataFrame) -> None:
+        """Refuse: what a person gives is never written."""
+        raise DatasetError(f"{self._path} is an input of a person's own, which is never written.")
+
+    def preview(self) -> TablePreview:
+        """Show Kedro-Viz the first rows."""
+        if self._path is None or not self._path.is_file():
+            return TablePreview({"index": [], "columns": [], "data": []})
+        rows = read_records(self._path, self._text_column).head(_PREVIEW_ROWS)
+        return TablePreview(json.loads(rows.to_json(orient="split")))
+
+    def _exists(self) -> bool:
+        return self._path is not None and self._path.is_file()
+
+    def _describe(self) -> dict[str, Any]:
+        return {"filepath": None if self._path is None else str(self._path)}
+
+
+def read_records(path: Path, text_column: str = "text") -> pd.DataFrame:
+    """Return the table in `path`; raise `DataError`, one line, where it cannot be read or has no rows."""
+    if not path.is_file():
+        what = "is a directory, not a file" if path.is_dir() else "does not exist"
+        raise DataError(f"{path}: this data file {what}. Give one of {', '.join(_KINDS)}.")
+    kind = path.suffix.lower()
+    if kind not in _KINDS:
+        raise DataError(f"{path}: files ending in {kind or 'nothing'} cannot be read. Give one of {', '.join(_KINDS)}.")
+    if path.stat().st_size == 0:
+        raise DataError(f"{path}: this data file is empty. It needs at least one row.")
+    frame = _READERS[kind](path, text_column)
+    if frame.empty:
+        raise DataError(f"{path}: this data file has no rows. It needs at least one.")
+    return frame
+
+
+def _read_json_lines(path: Path, _: str) -> pd.DataFrame:
+    records = []
+    for number, line in enumerate(_text_lines(path), start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{path}: line {number} is damaged, it is not valid JSON ({error.msg}).") from error
+        if not isinstance(record, dict):
+            raise DataError(f"{path}: line {number} is not an object with named columns: {line.strip()[:40]}")
+        records.append(record)
+    return pd.DataFrame.from_records(records)
+
+
+def _read_json(path: Path, _: str) -> pd.DataFrame:
+    try:
+        records = json.loads("\n".join(_text_lines(path)))
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path}: line {error.lineno} is damaged, it is not valid JSON ({error.msg}).") from error
+    if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
+        raise DataError(f"{path}: a .json file must hold a list of objects with named columns.")
+    return pd.DataFrame.from_records(records)
+
+
+def _read_csv(path: Path, _: str) -> pd.DataFrame:
+    try:
+        return pd.read_csv(path, encoding="utf-8-sig")
+    except (ValueError, UnicodeDecodeError) as error:  # pandas' parser errors are ValueErrors and name the line
+        raise DataError(f"{path}: this CSV file is damaged: {' '.join(str(error).split())}") from error
+
+
+def _read_parquet(path: Path, _: str) -> pd.DataFrame:
+    try:
+        return pd.read_parquet(path)
+    except (OSError, ValueError) as error:  # pyarrow's ArrowInvalid is a ValueError
+        raise DataError(f"{path}: this Parquet file is damaged: {' '.join(str(error).split())}") from error
+
+
+def _read_text(path: Path, text_column: str) -> pd.DataFrame:
+    return pd.DataFrame({text_column: [line for line in _text_lines(path) if line.strip()]})
+
+
+def _text_lines(path: Path) -> list[str]:
+    """Return the file's lines without their ends; the byte-order mark that Windows editors write is dropped."""
+    content = path.read_bytes()
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        number = content[: error.start].count(b"\n") + 1
+        raise DataError(f"{path}: line {number} is damaged, it is not UTF-8 text.") from error
+    return text.replace("\r\n", "\n").split("\n")
+
+
+_READERS = {
+    ".jsonl": _read_json_lines,
+    ".json": _read_json,
+    ".csv": _read_csv,
+    ".parquet": _read_parquet,
+    ".txt": _read_text,
+}

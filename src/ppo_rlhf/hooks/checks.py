@@ -1,0 +1,75 @@
+"""What must be right before a run does anything; errors here leave nothing behind."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from kedro.framework.context import KedroContext
+from kedro.framework.hooks import hook_impl
+from kedro.io import CatalogProtocol
+from kedro.pipeline import Pipeline
+
+from ppo_rlhf.core.errors import ConfigError
+from ppo_rlhf.hooks.run_parameters import unknown_names
+from ppo_rlhf.runner import LoopRunner, plan_loop
+
+logger = logging.getLogger(__name__)
+
+NO_RUNNER = "None"  # how Kedro's session records that it was given none; see make_session_default
+
+
+class ChecksHook:
+    """Runs before every other hook, so that what it refuses has not been started."""
+
+    def __init__(self) -> None:
+        """Start without a context."""
+        self._context: KedroContext | None = None
+
+    @hook_impl(tryfirst=True)
+    def after_context_created(self, context: KedroContext) -> None:
+        """Refuse unknown names in --params; say if conf/local is not read."""
+        self._context = context
+        problems = unknown_names(context.config_loader)
+        if problems:
+            raise ConfigError("\n".join(problems))
+        unread = unread_local_files(Path(context.config_loader.conf_source), context.env)
+        if unread:
+            logger.warning("Environment %s is used instead of conf/local: %s not read.", context.env, _listed(unread))
+
+    @hook_impl(tryfirst=True)
+    def before_pipeline_run(self, run_params: dict[str, Any], pipeline: Pipeline, catalog: CatalogProtocol) -> None:
+        """Refuse another runner for the loop, and whatever the preflight finds."""
+        from ppo_rlhf.preflight import find_problems  # heavy: only a run pays for it
+
+        check_runner(run_params["runner"], pipeline)
+        assert self._context is not None
+        data_root = self._context.config_loader["globals"].get("data_root", "data")
+        problems = find_problems(pipeline, catalog, Path(run_params["project_path"]), data_root)
+        if problems:
+            raise ConfigError("\n".join(problems))
+
+
+def check_runner(runner: str, pipeline: Pipeline) -> None:
+    """Raise ConfigError if the runner, given as Kedro's session records it, would run the closed loop only once."""
+    if runner in (NO_RUNNER, str(LoopRunner())) or plan_loop(pipeline) is None:
+        return
+    name = runner.removeprefix("<").split(" ")[0].rpartition(".")[2]
+    raise ConfigError(
+        f"{name} would run PPO's loop once instead of until training is finished: drop --runner (in Python: the "
+        "`runner` argument), then LoopRunner is used."
+    )
+
+
+def unread_local_files(conf_source: Path, env: str | None) -> list[str]:
+    """Return the files of conf/local, a person's own settings, that a run in another environment does not read."""
+    local = conf_source / "local"
+    if env in (None, "local") or not local.is_dir():
+        return []
+    return sorted(str(path.relative_to(local)) for path in local.rglob("*") if path.is_file() and path.name[0] != ".")
+
+
+def _listed(names: list[str], most: int = 3) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{', '.join(names[:most])}{more} {'is' if len(names) == 1 else 'are'}"

@@ -1,0 +1,75 @@
+"""A policy on disk as an MLflow model, so that `mlflow.transformers.load_model` gives a working generator."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import mlflow
+from mlflow.models import ModelSignature
+from mlflow.types import ColSpec, DataType, Schema
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ppo_rlhf.datasets.checkpoints import CheckpointDataset, read_evaluations, run_directory
+from ppo_rlhf.models.loading import quiet_transformers
+from ppo_rlhf.training.checkpoints import best_iteration, checkpoint_iterations, checkpoint_name
+
+REQUIRED = ("torch", "transformers", "accelerate")
+SIGNATURE = ModelSignature(Schema([ColSpec(DataType.string)]), Schema([ColSpec(DataType.string)]))
+
+
+def log_policy(directory: Path, name: str, step: int) -> str:
+    """Log a Hugging Face model directory to the active run and return the logged model's id.
+
+    Args:
+        directory: With config.json, weights and tokenizer: an export, or a checkpoint's policy.
+        name: The model's name in MLflow.
+        step: The PPO iteration that it is from.
+
+    Returns:
+        The id by which metrics are linked to it.
+    """
+    with _quiet_mlflow(), quiet_transformers():
+        # loaded, because MLflow 3.17 cannot log a path under transformers 5 (its lookup of the task fails)
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        logged = mlflow.transformers.log_model(
+            transformers_model={"model": model, "tokenizer": tokenizer},
+            name=name,
+            task="text-generation",
+            signature=SIGNATURE,
+            # given, because MLflow would load the model to find them, and asks for torchvision then
+            pip_requirements=[f"{package}=={importlib.metadata.version(package)}" for package in REQUIRED],
+            step=step,
+        )
+    return str(logged.model_id)
+
+
+def best_checkpoint(checkpoints: object, kl_alarm: float) -> tuple[Path, int] | None:
+    """Return the policy's directory in the active run's best checkpoint, and its iteration; None if none was evaluated.
+
+    Args:
+        checkpoints: The catalog's entry.
+        kl_alarm: Evaluations with a larger KL (nats per response) do not count.
+    """
+    if not isinstance(checkpoints, CheckpointDataset):
+        return None
+    directory = run_directory(Path(checkpoints._describe()["filepath"]))
+    saved = checkpoint_iterations(directory)
+    best = best_iteration([row for row in read_evaluations(directory) if row["iteration"] in saved], kl_alarm)
+    return None if best is None else (directory / checkpoint_name(best) / "policy", best)
+
+
+@contextmanager
+def _quiet_mlflow() -> Iterator[None]:
+    """Hold back MLflow's advice on input examples and model cards; errors come through."""
+    log = logging.getLogger("mlflow")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)

@@ -1,0 +1,72 @@
+"""Where a run came from, as MLflow tags: code, data, versions, environment."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from kedro.io import CatalogProtocol
+from kedro.pipeline import Pipeline
+
+PACKAGES = ("ppo_rlhf", "kedro", "mlflow", "torch", "transformers", "trl")
+
+
+def git_tags(project_path: Path) -> dict[str, str]:
+    """Return the commit that the project's folder is at and whether files differ from it; nothing outside a repository.
+
+    MLflow's own tag for the commit needs GitPython, and means the folder of the command that was typed.
+    """
+    commit = _git(project_path, "rev-parse", "HEAD")
+    if commit is None:
+        return {}
+    changes = _git(project_path, "status", "--porcelain", "--untracked-files=no")
+    return {"git.commit": commit, "git.dirty": str(bool(changes)).lower()}
+
+
+def version_tags() -> dict[str, str]:
+    """Return the versions of Python and of the packages that decide the numbers."""
+    versions = {f"version.{name}": importlib.metadata.version(name) for name in PACKAGES}
+    return {"version.python": platform.python_version(), **versions}
+
+
+def input_tags(pipeline: Pipeline, catalog: CatalogProtocol) -> dict[str, str]:
+    """Return path and fingerprint of everything that the pipeline reads and does not make itself.
+
+    The fingerprint is the SHA-256 of a file's bytes; of a model, what its handle gives (configuration and weights).
+    """
+    tags: dict[str, str] = {}
+    for name in sorted(pipeline.inputs()):
+        if name == "parameters" or name.startswith("params:"):
+            continue
+        source, fingerprint = _origin(catalog.get(name))
+        if source is not None:
+            tags[f"data.{name}.path"] = source
+        if fingerprint is not None:
+            tags[f"data.{name}.fingerprint"] = fingerprint
+    return tags
+
+
+def _origin(dataset: Any) -> tuple[str | None, str | None]:
+    """Return (path or hub id, fingerprint) of a dataset, None for what it does not have."""
+    described = dataset._describe() if dataset is not None else {}
+    source = described.get("filepath")
+    if source is None:
+        return None, None
+    if Path(source).is_file():
+        with Path(source).open("rb") as file:
+            return str(source), hashlib.file_digest(file, "sha256").hexdigest()
+    loaded = dataset.load() if dataset._exists() else None
+    fingerprint = getattr(loaded, "fingerprint", None)
+    return str(source), fingerprint() if callable(fingerprint) else None
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        answer = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return answer.stdout.strip()

@@ -1,0 +1,25 @@
+"""The pipelines that `kedro run --pipelines` knows."""
+
+from kedro.pipeline import Pipeline
+
+from ppo_rlhf.pipelines import (
+    data_preparation,
+    evaluation,
+    ppo,
+    reporting,
+    reward_modelling,
+    supervised_finetuning,
+)
+
+STAGES = (data_preparation, supervised_finetuning, reward_modelling, ppo, evaluation, reporting)
+ALIGN = ("ppo", "evaluation", "reporting")
+
+
+def register_pipelines() -> dict[str, Pipeline]:
+    """Return each stage, `align` (for models of one's own) and `__default__`, the whole chain.
+
+    Kedro's `find_pipelines` is not used: with `--pipelines align` it looks for a folder of that name, and fails.
+    """
+    stages = {stage.__name__.rpartition(".")[2]: stage.create_pipeline() for stage in STAGES}
+    align = sum((stages[name] for name in ALIGN), start=Pipeline([]))
+    return {**stages, "align": align, "__default__": sum(stages.values(), start=Pipeline([]))}

@@ -1,0 +1,81 @@
+"""Prompts: read, split and tokenised as the run will do it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pandas as pd
+from transformers import PreTrainedTokenizerBase
+
+from ppo_rlhf.core.errors import DataError
+from ppo_rlhf.models.loading import PretrainedHandle, context_length
+from ppo_rlhf.models.tokenizers import train_word_tokenizer
+from ppo_rlhf.preflight.request import RunRequest
+from ppo_rlhf.training.config import PPOConfig
+from ppo_rlhf.training.demonstrations import corpus_texts
+from ppo_rlhf.training.prompts import PromptsConfig, split_held_out, tokenise_prompts
+from ppo_rlhf.training.sft import SupervisedFinetuningConfig
+
+
+@dataclass(frozen=True)
+class FuturePolicy:
+    """What is known of the SFT policy before the run: how it cuts text into tokens, and how many it can read."""
+
+    tokenizer: PreTrainedTokenizerBase
+    context: int | None
+
+
+def future_policy(
+    run: RunRequest, models: dict[str, PretrainedHandle], demonstrations: pd.DataFrame | None
+) -> FuturePolicy | None:
+    """Return the SFT policy's tokenizer and context: its own, the base model's, or those of a model from scratch."""
+    handle = models.get("base_model" if run.writes("sft_policy") else "sft_policy")
+    if handle is not None:
+        return FuturePolicy(handle.tokenizer(), context_length(handle.config()))
+    settings = run.group("supervised_finetuning")
+    if demonstrations is None or not isinstance(settings, SupervisedFinetuningConfig):
+        return None
+    if "messages" in demonstrations.columns or run.source("base_model") is not None:
+        return None  # already refused
+    context = settings.max_position_embeddings
+    return FuturePolicy(train_word_tokenizer(corpus_texts(demonstrations), context), context)
+
+
+def check_prompts(run: RunRequest, tables: dict[str, pd.DataFrame], policy: FuturePolicy | None) -> None:
+    """Note prompts that cannot be used: a missing column, rows that are no prompts, none left, too long ones."""
+    settings, ppo = run.group("prompts"), run.group("ppo")
+    if not isinstance(settings, PromptsConfig) or "raw_prompts" not in tables:
+        return
+    given = {name: tables[name] for name in ("raw_prompts", "raw_evaluation_prompts") if name in tables}
+    with run.noting():
+        for name, frame in given.items():
+            where = str(run.source(name))
+            check_column(frame, settings.column, where, "prompts.column")
+            if policy is not None and isinstance(ppo, PPOConfig):
+                # the whole file, not its parts as the run will split it: a row's number is the person's own
+                tokenise_prompts(
+                    frame,
+                    policy.tokenizer,
+                    column=settings.column,
+                    response_length=ppo.response_length,
+                    context=policy.context,
+                    overlong=ppo.overlong_prompts,
+                    name=where,
+                )
+        split_held_out(
+            given["raw_prompts"],
+            given.get("raw_evaluation_prompts"),
+            settings.held_out_share,
+            settings.max_held_out,
+            settings.seed,
+            settings.column,
+        )
+
+
+def check_column(frame: pd.DataFrame, column: str, where: str, parameter: str) -> None:
+    """Raise DataError unless the table has the column that a parameter names."""
+    if column not in frame.columns:
+        raise DataError(
+            f"{where}: there is no column `{column}` ({parameter}); it has {', '.join(map(str, frame.columns))}. "
+            f"Name the right one in {parameter}."
+        )

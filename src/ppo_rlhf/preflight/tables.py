@@ -1,0 +1,68 @@
+"""Demonstrations and preferences: read as the run will read them."""
+
+from __future__ import annotations
+
+from pathlib import PurePath
+
+import pandas as pd
+
+from ppo_rlhf.core.errors import ConfigError
+from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.preflight.request import RunRequest
+from ppo_rlhf.training.demonstrations import (
+    DataPreparationConfig,
+    corpus_texts,
+    split_demonstrations,
+    tokenise_demonstrations,
+)
+from ppo_rlhf.training.preferences import check_preferences, tokenise_preferences
+from ppo_rlhf.training.reward_training import DEMO_LABELLER, DEMO_PROMPTS, RewardModellingConfig
+
+PROBED_ROWS = 2  # enough to see whether a tokenizer can do with the kind of rows that a table has
+
+
+def check_demonstrations(
+    run: RunRequest, tables: dict[str, pd.DataFrame], models: dict[str, PretrainedHandle]
+) -> pd.DataFrame | None:
+    """Note demonstrations that cannot be learnt from; return the part that will be trained on."""
+    settings = run.group("data_preparation")
+    if not isinstance(settings, DataPreparationConfig) or "raw_demonstrations" not in tables:
+        return None
+    with run.noting():
+        trained, _ = split_demonstrations(tables["raw_demonstrations"], settings)
+        if not run.writes("sft_policy"):
+            return trained
+        if "base_model" in models:
+            tokenise_demonstrations(trained.head(PROBED_ROWS), models["base_model"].tokenizer(), max_length=None)
+        elif run.source("base_model") is None:
+            next(corpus_texts(trained))  # refuses chats: a model from scratch has no chat template
+        return trained
+    return None
+
+
+def check_given_preferences(
+    run: RunRequest, tables: dict[str, pd.DataFrame], models: dict[str, PretrainedHandle]
+) -> None:
+    """Note preferences that cannot be used, and missing ones that nobody but the demo's judge could make up for."""
+    settings = run.group("reward_modelling")
+    if not isinstance(settings, RewardModellingConfig):
+        return
+    with run.noting():
+        if run.reads("raw_preferences") and run.source("raw_preferences") is None:
+            _check_labeller(settings.labeller, run.source("raw_prompts"))
+        if "raw_preferences" not in tables:
+            return
+        checked = check_preferences(
+            tables["raw_preferences"], settings.prompt_column, settings.chosen_column, settings.rejected_column
+        )
+        start = models.get("base_model") if run.writes("sft_policy") else models.get("sft_policy")
+        if start is not None:
+            tokenise_preferences(checked.head(PROBED_ROWS), start.tokenizer())
+
+
+def _check_labeller(labeller: str | None, prompts: str | None) -> None:
+    remedy = "Set preferences_path, or reward_modelling.labeller, or run --pipelines align with a reward of your own."
+    if labeller is None:
+        raise ConfigError(f"There are no preferences, and nobody to label any. {remedy}")
+    if labeller == DEMO_LABELLER and PurePath(prompts or "").parts[-len(DEMO_PROMPTS) :] != DEMO_PROMPTS:
+        raise ConfigError(f"There are no preferences, and the demo's judge cannot label answers to {prompts}. {remedy}")
