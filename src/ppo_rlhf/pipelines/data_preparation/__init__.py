@@ -1,0 +1,5 @@
+"""Checks what a person gives and holds a part of the demonstrations out."""
+
+from ppo_rlhf.pipelines.data_preparation.pipeline import create_pipeline
+
+__all__ = ["create_pipeline"]

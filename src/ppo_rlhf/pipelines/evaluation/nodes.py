@@ -1,0 +1,118 @@
+"""Nodes of the pipeline `evaluation`: both policies answer the held-out prompts, then the answers are compared."""
+
+import logging
+
+import pandas as pd
+from transformers import PreTrainedModel
+
+from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.training.comparison import before_after, compare_evaluations, sample_pairs
+from ppo_rlhf.training.config import PPOConfig
+from ppo_rlhf.training.evaluation import EvaluationConfig, PolicyEvaluation, evaluate_policy, resolve_judge
+from ppo_rlhf.training.prompts import PromptDataset
+from ppo_rlhf.training.rewards import RewardConfig, build_reward_scorer
+from ppo_rlhf.training.state import resolve_device, sampling_settings, torch_dtype
+
+logger = logging.getLogger(__name__)
+
+
+def evaluate_sft_policy(
+    sft_policy: PretrainedHandle,
+    reward_model: PretrainedHandle | None,
+    evaluation_prompts: pd.DataFrame,
+    ppo: PPOConfig,
+    reward: RewardConfig,
+    evaluation: EvaluationConfig,
+) -> pd.DataFrame:
+    """Let the SFT policy answer the held-out prompts, score and judge the answers: the level that PPO has to beat.
+
+    Returns:
+        One row a response: prompt, response, reward, judge_score (if there is a judge), rates, kl (0: the policy is
+        its own reference), length (tokens), terminated.
+    """
+    logger.info("The win rate is decided by %s.", resolve_judge(evaluation).description)
+    reference = _load(sft_policy, ppo)
+    return _evaluate(reference, None, sft_policy, reward_model, evaluation_prompts, ppo, reward, evaluation)
+
+
+def evaluate_ppo_policy(
+    ppo_policy: PretrainedHandle,
+    sft_policy: PretrainedHandle,
+    reward_model: PretrainedHandle | None,
+    evaluation_prompts: pd.DataFrame,
+    ppo: PPOConfig,
+    reward: RewardConfig,
+    evaluation: EvaluationConfig,
+) -> pd.DataFrame:
+    """Let the exported PPO policy answer the same prompts with the same noise, and measure its KL from SFT.
+
+    Returns:
+        One row a response, as for SFT; kl is k1 summed over the response, in nats.
+    """
+    policy, reference = _load(ppo_policy, ppo), _load(sft_policy, ppo)
+    return _evaluate(policy, reference, sft_policy, reward_model, evaluation_prompts, ppo, reward, evaluation)
+
+
+def compare_policies(
+    sft_evaluation: pd.DataFrame, ppo_evaluation: pd.DataFrame, evaluation: EvaluationConfig
+) -> dict[str, object]:
+    """Compare the two policies: win rate with its bootstrap interval, means, diversity.
+
+    Returns:
+        `evaluation_summary`: the eval/* metrics, and the plain keys `prompts` (their number) and `decided_by` (who
+        decided the win rate). `before_after`: one row a measure, for SFT and for PPO.
+    """
+    sft, policy = PolicyEvaluation.from_frame(sft_evaluation), PolicyEvaluation.from_frame(ppo_evaluation)
+    metrics = compare_evaluations(policy, sft, seed=evaluation.seed, bootstrap_samples=evaluation.bootstrap_samples)
+    context = {"prompts": len(policy.prompts), "decided_by": resolve_judge(evaluation).description}
+    return {"evaluation_summary": {**metrics, **context}, "before_after": before_after(policy, sft)}
+
+
+def pair_samples(
+    sft_evaluation: pd.DataFrame, ppo_evaluation: pd.DataFrame, evaluation: EvaluationConfig
+) -> pd.DataFrame:
+    """Put both policies' responses side by side: some prompts drawn at random, then the widest wins and losses."""
+    return sample_pairs(
+        PolicyEvaluation.from_frame(ppo_evaluation),
+        PolicyEvaluation.from_frame(sft_evaluation),
+        count=evaluation.sample_pairs,
+        seed=evaluation.seed,
+    )
+
+
+def _evaluate(
+    policy: PreTrainedModel,
+    reference: PreTrainedModel | None,
+    sft_policy: PretrainedHandle,
+    reward_model: PretrainedHandle | None,
+    evaluation_prompts: pd.DataFrame,
+    ppo: PPOConfig,
+    reward: RewardConfig,
+    evaluation: EvaluationConfig,
+) -> pd.DataFrame:
+    tokenizer = sft_policy.tokenizer()
+    scorer = build_reward_scorer(
+        reward,
+        reward_model,
+        tokenizer,
+        batch_size=evaluation.batch_size,
+        device=policy.device,
+        dtype=policy.dtype,
+    )
+    return evaluate_policy(
+        policy,
+        reference,
+        tokenizer,
+        PromptDataset.from_frame(evaluation_prompts),
+        scorer,
+        resolve_judge(evaluation),
+        ppo,
+        # SFT's stop tokens for both: what ends a response is the same rule before and after
+        sampling_settings(ppo, tokenizer, policy if reference is None else reference),
+        seed=evaluation.seed,
+        batch_size=evaluation.batch_size,
+    ).to_frame()
+
+
+def _load(handle: PretrainedHandle, ppo: PPOConfig) -> PreTrainedModel:
+    return handle.causal_lm(torch_dtype(ppo)).to(resolve_device(ppo.device))

@@ -1,0 +1,47 @@
+"""Wiring of the pipeline `evaluation`."""
+
+from kedro.pipeline import Node, Pipeline
+
+from ppo_rlhf.pipelines.evaluation.nodes import (
+    compare_policies,
+    evaluate_ppo_policy,
+    evaluate_sft_policy,
+    pair_samples,
+)
+
+
+def create_pipeline(**kwargs: object) -> Pipeline:
+    """Return held-out prompts and both policies → their evaluations, the metrics eval/*, samples side by side."""
+    shared = {
+        "sft_policy": "sft_policy",
+        "reward_model": "reward_model",
+        "evaluation_prompts": "evaluation_prompts",
+        "ppo": "params:ppo",
+        "reward": "params:reward",
+        "evaluation": "params:evaluation",
+    }
+    evaluations = {
+        "sft_evaluation": "sft_evaluation",
+        "ppo_evaluation": "ppo_evaluation",
+        "evaluation": "params:evaluation",
+    }
+    return Pipeline(
+        [
+            Node(evaluate_sft_policy, inputs=shared, outputs="sft_evaluation", name="evaluate_sft_policy"),
+            Node(
+                evaluate_ppo_policy,
+                inputs={"ppo_policy": "ppo_policy", **shared},
+                outputs="ppo_evaluation",
+                name="evaluate_ppo_policy",
+            ),
+            Node(
+                compare_policies,
+                inputs=evaluations,
+                outputs={"evaluation_summary": "evaluation_summary", "before_after": "before_after"},
+                name="compare_policies",
+            ),
+            Node(pair_samples, inputs=evaluations, outputs="sample_pairs", name="pair_samples"),
+        ],
+        namespace="evaluation",
+        prefix_datasets_with_namespace=False,
+    )

@@ -1,0 +1,205 @@
+"""Nodes of the PPO pipeline: each unpacks its inputs and calls one function of `training`."""
+
+import logging
+
+import pandas as pd
+from transformers import PreTrainedModel
+
+from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel, context_length
+from ppo_rlhf.training import experience as experience_steps
+from ppo_rlhf.training import rollout, update
+from ppo_rlhf.training.checkpoints import CheckpointRequest
+from ppo_rlhf.training.comparison import compare_evaluations
+from ppo_rlhf.training.config import PPOConfig
+from ppo_rlhf.training.evaluation import EvaluationConfig, PolicyEvaluation, evaluate_policy, resolve_judge
+from ppo_rlhf.training.experience import Experience, Scores, ShapedRewards
+from ppo_rlhf.training.prompts import PromptDataset, PromptsConfig, split_held_out, tokenise_prompts
+from ppo_rlhf.training.rewards import RewardConfig, RewardScorer, build_reward_scorer
+from ppo_rlhf.training.rollout import Rollouts
+from ppo_rlhf.training.state import TrainingState, build_critic, resolve_device, sampling_settings, torch_dtype
+
+log = logging.getLogger(__name__)
+
+
+def configure_ppo(ppo: PPOConfig) -> PPOConfig:
+    """Parse and validate every hyperparameter before anything is loaded; say what differs from the defaults."""
+    changed = ", ".join(f"{name}={value}" for name, value in ppo.not_default().items())
+    log.info("PPO settings that differ from the defaults: %s", changed or "none")
+    for line in ppo.advice():
+        log.info("%s", line)
+    return ppo
+
+
+def prepare_prompts(
+    raw_prompts: pd.DataFrame,
+    raw_evaluation_prompts: pd.DataFrame | None,
+    sft_policy: PretrainedHandle,
+    ppo_config: PPOConfig,
+    prompts: PromptsConfig,
+) -> dict[str, object]:
+    """Check and tokenise the prompts, and hold a share of them out for evaluation."""
+    training, held_out = split_held_out(
+        raw_prompts,
+        raw_evaluation_prompts,
+        prompts.held_out_share,
+        prompts.max_held_out,
+        prompts.seed,
+        prompts.column,
+    )
+    tokenizer, context = sft_policy.tokenizer(), context_length(sft_policy.config())
+    prepared = {
+        name: tokenise_prompts(
+            frame,
+            tokenizer,
+            column=prompts.column,
+            response_length=ppo_config.response_length,
+            context=context,
+            overlong=ppo_config.overlong_prompts,
+            name=name.replace("_", " "),
+        )
+        for name, frame in {"training_prompts": training, "evaluation_prompts": held_out}.items()
+    }
+    log.info("%d prompts to train on, %d held out.", *(len(dataset) for dataset in prepared.values()))
+    return {
+        "prompt_dataset": prepared["training_prompts"],
+        "evaluation_prompt_dataset": prepared["evaluation_prompts"],
+        "evaluation_prompts": prepared["evaluation_prompts"].to_frame(),
+    }
+
+
+def load_sft_policy(sft_policy: PretrainedHandle, ppo_config: PPOConfig) -> dict[str, object]:
+    """Load the SFT model twice: the policy, which trains, and the frozen reference policy."""
+    device, dtype = resolve_device(ppo_config.device), torch_dtype(ppo_config)
+    policy = TrainedModel(sft_policy.causal_lm(dtype).to(device), sft_policy.tokenizer())
+    reference = sft_policy.causal_lm(dtype).to(device).requires_grad_(False)
+    log.info("Policy: %s, %.3g M parameters, on %s.", sft_policy.source, policy.model.num_parameters() / 1e6, device)
+    return {"policy": policy, "reference_policy": reference}
+
+
+def load_reward_model(
+    reward_model: PretrainedHandle | None, sft_policy: PretrainedHandle, reward: RewardConfig, ppo_config: PPOConfig
+) -> RewardScorer:
+    """Load the reward: the reward model, Python functions, or their weighted sum."""
+    return build_reward_scorer(
+        reward,
+        reward_model,
+        sft_policy.tokenizer(),
+        batch_size=ppo_config.local_rollout_forward_batch_size,
+        device=resolve_device(ppo_config.device),
+        dtype=torch_dtype(ppo_config),
+    )
+
+
+def initialise_training_state(
+    policy: TrainedModel, reward_scorer: RewardScorer, ppo_config: PPOConfig
+) -> TrainingState:
+    """Build the critic, the optimisers, the KL controller and the counters of a new run."""
+    critic = build_critic(ppo_config, policy.model, reward_scorer.model)
+    return TrainingState.create(policy.model, critic, policy.tokenizer, ppo_config)
+
+
+def evaluate_reference_policy(
+    policy: TrainedModel,
+    reference_policy: PreTrainedModel,
+    evaluation_prompt_dataset: PromptDataset,
+    reward_scorer: RewardScorer,
+    ppo_config: PPOConfig,
+    evaluation: EvaluationConfig,
+) -> PolicyEvaluation:
+    """Let the SFT policy answer the held-out prompts once: what PPO is compared with while it trains."""
+    return evaluate_policy(
+        reference_policy,
+        None,
+        policy.tokenizer,
+        _first_prompts(evaluation_prompt_dataset, evaluation),
+        reward_scorer,
+        resolve_judge(evaluation),
+        ppo_config,
+        sampling_settings(ppo_config, policy.tokenizer, reference_policy),
+        seed=evaluation.seed,
+        batch_size=evaluation.batch_size,
+    )
+
+
+def generate_rollouts(
+    training_state: TrainingState,
+    reference_policy: PreTrainedModel,
+    prompt_dataset: PromptDataset,
+    ppo_config: PPOConfig,
+) -> Rollouts:
+    """Sample responses; compute their log-probabilities under policy and reference policy."""
+    return rollout.generate_rollouts(training_state, reference_policy, prompt_dataset, ppo_config)
+
+
+def score_responses(rollouts: Rollouts, reward_scorer: RewardScorer, training_state: TrainingState) -> Scores:
+    """Score each response and let the critic value each of its states."""
+    return experience_steps.score_responses(rollouts, reward_scorer, training_state)
+
+
+def shape_rewards(rollouts: Rollouts, scores: Scores, training_state: TrainingState) -> ShapedRewards:
+    """Turn scores into token rewards: clip, missing-EOS penalty, per-token KL penalty, optional whitening."""
+    return experience_steps.shape_rewards(rollouts, scores, training_state)
+
+
+def estimate_advantages(
+    rollouts: Rollouts, scores: Scores, shaped_rewards: ShapedRewards, ppo_config: PPOConfig
+) -> Experience:
+    """Estimate advantages and returns by GAE and whiten the advantages."""
+    return experience_steps.estimate_advantages(rollouts, scores, shaped_rewards, ppo_config)
+
+
+def optimise_policy(training_state: TrainingState, experience: Experience, ppo_config: PPOConfig) -> dict[str, object]:
+    """Run PPO's epochs of clipped policy and value updates; ask for a checkpoint when one is due."""
+    metrics = update.optimise(training_state, experience, ppo_config)
+    return {
+        "next_training_state": training_state,
+        "ppo_metrics": metrics,
+        "checkpoint": CheckpointRequest(training_state),
+    }
+
+
+def evaluate_iteration(
+    next_training_state: TrainingState,
+    reference_policy: PreTrainedModel,
+    reference_evaluation: PolicyEvaluation,
+    evaluation_prompt_dataset: PromptDataset,
+    reward_scorer: RewardScorer,
+    ppo_config: PPOConfig,
+    evaluation: EvaluationConfig,
+) -> dict[str, float]:
+    """Compare the policy with SFT on held-out prompts under fixed noise, when an evaluation is due."""
+    state = next_training_state
+    if state.iteration % ppo_config.eval_interval and not state.finished:
+        return {}
+    evaluated = evaluate_policy(
+        state.policy,
+        reference_policy,
+        state.tokenizer,
+        _first_prompts(evaluation_prompt_dataset, evaluation),
+        reward_scorer,
+        resolve_judge(evaluation),
+        ppo_config,
+        state.sampling,
+        seed=evaluation.seed,
+        batch_size=evaluation.batch_size,
+    )
+    metrics = compare_evaluations(
+        evaluated, reference_evaluation, seed=evaluation.seed, bootstrap_samples=evaluation.bootstrap_samples
+    )
+    return {"iteration": float(state.iteration), **metrics}
+
+
+def export_policy(next_training_state: TrainingState) -> TrainedModel:
+    """Export the trained policy as a plain Hugging Face model directory."""
+    return TrainedModel(next_training_state.policy, next_training_state.tokenizer)
+
+
+def summarise_training(next_training_state: TrainingState, evaluation_metrics: list[dict[str, float]]) -> pd.DataFrame:
+    """Collect the metrics of every iteration, and of its evaluation if there was one, in one table."""
+    history = pd.DataFrame(next_training_state.history)
+    evaluations = pd.DataFrame(evaluation_metrics, columns=None if evaluation_metrics else ["iteration"])
+    return history.merge(evaluations, on="iteration", how="left").astype({"iteration": int})
+
+
+def _first_prompts(prompts: PromptDataset, evaluation: EvaluationConfig) -> PromptDataset:
+    return prompts.select(range(min(len(prompts), evaluation.iteration_prompts)))

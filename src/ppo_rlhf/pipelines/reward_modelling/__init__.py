@@ -1,0 +1,5 @@
+"""Collects preferences and trains a reward model on them."""
+
+from ppo_rlhf.pipelines.reward_modelling.pipeline import create_pipeline
+
+__all__ = ["create_pipeline"]

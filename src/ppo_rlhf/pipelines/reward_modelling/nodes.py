@@ -1,0 +1,82 @@
+"""Nodes of the reward modelling pipeline."""
+
+import logging
+
+import pandas as pd
+
+from ppo_rlhf.core.errors import DataError
+from ppo_rlhf.models.loading import PretrainedHandle, context_length
+from ppo_rlhf.training import preferences as pairs
+from ppo_rlhf.training import reward_training
+from ppo_rlhf.training.config import PPOConfig
+from ppo_rlhf.training.prompts import PromptsConfig, split_held_out, tokenise_prompts
+from ppo_rlhf.training.reward_functions import load_function
+from ppo_rlhf.training.reward_training import RewardModellingConfig
+from ppo_rlhf.training.state import resolve_device, sampling_settings
+
+log = logging.getLogger(__name__)
+
+
+def check_preferences(raw_preferences: pd.DataFrame | None, reward_modelling: RewardModellingConfig) -> pd.DataFrame:
+    """Check given preferences before anything is trained; without any, hand on an empty table."""
+    if raw_preferences is None:
+        return pd.DataFrame()
+    return pairs.check_preferences(
+        raw_preferences,
+        reward_modelling.prompt_column,
+        reward_modelling.chosen_column,
+        reward_modelling.rejected_column,
+    )
+
+
+def collect_preferences(
+    checked_preferences: pd.DataFrame,
+    sft_policy: PretrainedHandle,
+    raw_prompts: pd.DataFrame | None,
+    raw_evaluation_prompts: pd.DataFrame | None,
+    reward_modelling: RewardModellingConfig,
+    ppo: PPOConfig,
+    prompts: PromptsConfig,
+) -> pd.DataFrame:
+    """Tokenise given preferences; without any, sample two responses a training prompt and let the labeller choose."""
+    tokenizer = sft_policy.tokenizer()
+    if len(checked_preferences):
+        return pairs.tokenise_preferences(checked_preferences, tokenizer)
+    if raw_prompts is None:
+        raise DataError("preferences: neither preferences nor prompts to sample them for. Set prompts_path.")
+    training, _ = split_held_out(
+        raw_prompts, raw_evaluation_prompts, prompts.held_out_share, prompts.max_held_out, prompts.seed, prompts.column
+    )
+    dataset = tokenise_prompts(
+        training,
+        tokenizer,
+        column=prompts.column,
+        response_length=ppo.response_length,
+        context=context_length(sft_policy.config()),
+        overlong=ppo.overlong_prompts,
+    )
+    policy = sft_policy.causal_lm().to(resolve_device(reward_modelling.device))
+    labeller = str(reward_modelling.labeller)
+    log.info("Sampling %d pairs from the SFT policy, labelled by %s …", reward_modelling.pairs, labeller)
+    return pairs.sample_preferences(
+        policy,
+        tokenizer,
+        dataset,
+        sampling_settings(ppo, tokenizer, policy),
+        (labeller, load_function(labeller)),
+        pairs=reward_modelling.pairs,
+        beta=reward_modelling.label_beta,
+        seed=reward_modelling.seed,
+        batch_size=reward_modelling.sampling_batch_size,
+    )
+
+
+def train_reward_model(
+    sft_policy: PretrainedHandle, preferences: pd.DataFrame, reward_modelling: RewardModellingConfig
+) -> dict[str, object]:
+    """Train a reward model on the preferences, starting from the SFT policy; stop if it learns nothing."""
+    log.info("Training the reward model on %d pairs …", len(preferences))
+    reward_model, history = reward_training.train_reward_model(sft_policy, preferences, reward_modelling)
+    accuracies = [entry["reward_model/eval_accuracy"] for entry in history if "reward_model/eval_accuracy" in entry]
+    log.info("Reward model: %.1f %% of the held-out pairs are in the right order.", 100 * accuracies[-1])
+    return {"reward_model": reward_model, "reward_model_metrics": history}

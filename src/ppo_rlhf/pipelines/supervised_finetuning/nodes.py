@@ -1,0 +1,30 @@
+"""Nodes of the supervised fine-tuning pipeline."""
+
+import logging
+
+import pandas as pd
+
+from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.training import sft
+from ppo_rlhf.training.sft import SupervisedFinetuningConfig
+
+log = logging.getLogger(__name__)
+
+
+def train_sft_policy(
+    base_model: PretrainedHandle | None,
+    demonstrations: pd.DataFrame,
+    evaluation_demonstrations: pd.DataFrame,
+    supervised_finetuning: SupervisedFinetuningConfig,
+) -> dict[str, object]:
+    """Fine-tune the base model on the demonstrations; without one, train a small model from scratch."""
+    start = base_model.source if base_model is not None else "random weights"
+    log.info("Supervised fine-tuning of %s on %d demonstrations …", start, len(demonstrations))
+    policy, history = sft.train_sft_policy(base_model, demonstrations, evaluation_demonstrations, supervised_finetuning)
+    losses = [entry["sft/eval_loss"] for entry in history if "sft/eval_loss" in entry]
+    log.info(
+        "SFT policy: %.3g M parameters, loss on held-out demonstrations %.3f nats per token.",
+        policy.model.num_parameters() / 1e6,
+        losses[-1],
+    )
+    return {"sft_policy": policy, "sft_metrics": history}

@@ -1,0 +1,105 @@
+"""Fixtures that tests of all kinds share: copies of the project to run in, and MLflow kept out of the real one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+REPOSITORY = Path(__file__).parents[1]
+TOY_PROJECT = Path(__file__).parent / "toy_project"
+
+for name in ("KEDRO_ENV", "KEDRO_LOGGING_CONFIG", "MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_NAME"):
+    os.environ.pop(name, None)
+os.environ.update(DO_NOT_TRACK="true", HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+
+
+@pytest.fixture(scope="session")
+def migrated_database(request: pytest.FixtureRequest) -> Path:
+    """An MLflow database with its tables made and nothing in it; making one takes seconds, so it is kept in the cache.
+
+    It knows no experiment of the project: an experiment holds the absolute path of its artifacts.
+    """
+    import mlflow
+    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+
+    folder = Path(request.config.cache.mkdir(f"mlflow-{mlflow.__version__}"))
+    database = folder / "mlflow.db"
+    if not database.exists():
+        temporary = folder / f"mlflow-{os.getpid()}.db"
+        SqlAlchemyStore(f"sqlite:///{temporary}", str(folder / "artifacts")).engine.dispose()
+        temporary.replace(database)
+    return database
+
+
+@pytest.fixture(scope="session")
+def kedro_logging() -> None:
+    """Kedro sets logging up anew when it first meets a package, which would throw out caplog's handler in a test."""
+    from kedro.framework.project import LOGGING
+
+    for package in ("ppo_rlhf", "toy_ppo"):
+        LOGGING.set_project_logging(package)
+
+
+@pytest.fixture
+def no_mlflow_left_over() -> Iterator[None]:
+    """Whatever a test does with MLflow's global state, the next one starts without."""
+    yield
+    import mlflow
+
+    while mlflow.active_run() is not None:
+        mlflow.end_run("FAILED")
+    mlflow.set_tracking_uri(None)
+    mlflow.tracking.fluent._active_experiment_id = None
+
+
+@pytest.fixture
+def project(tmp_path: Path, migrated_database: Path, kedro_logging: None, no_mlflow_left_over: None) -> Path:
+    """A copy of this project without results or personal settings; its code is the installed package."""
+    copied = tmp_path / "project"
+    shutil.copytree(REPOSITORY / "conf", copied / "conf", ignore=shutil.ignore_patterns("local"))
+    shutil.copytree(REPOSITORY / "data" / "01_raw", copied / "data" / "01_raw")
+    for name in ("pyproject.toml", ".telemetry"):
+        shutil.copy(REPOSITORY / name, copied / name)
+    for folder in ("src", "conf/local"):
+        (copied / folder).mkdir()
+    shutil.copy(migrated_database, copied / "mlflow.db")
+    return copied
+
+
+@pytest.fixture(scope="session")
+def new_toy_project(migrated_database: Path, kedro_logging: None) -> Callable[[Path], Path]:
+    """Copy the toy project to a folder: the real command, hooks, runner and MLflow settings around toy nodes."""
+
+    def copy(folder: Path) -> Path:
+        shutil.copytree(TOY_PROJECT, folder, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(REPOSITORY / "conf" / "base" / "mlflow.yml", folder / "conf" / "base" / "mlflow.yml")
+        shutil.copy(REPOSITORY / ".telemetry", folder / ".telemetry")
+        shutil.copy(migrated_database, folder / "mlflow.db")
+        return folder
+
+    return copy
+
+
+@pytest.fixture
+def toy_project(tmp_path: Path, new_toy_project: Callable[[Path], Path], no_mlflow_left_over: None) -> Path:
+    """A copy of the toy project for one test."""
+    return new_toy_project(tmp_path / "toy")
+
+
+@pytest.fixture(scope="session")
+def kedro() -> Callable[..., Result]:
+    """`kedro(project, "run", …)`: the command in this process, which spares each test the seconds of importing."""
+
+    def invoke(project: Path, *arguments: str) -> Result:
+        from kedro.framework.cli.cli import KedroCLI
+
+        with contextlib.chdir(project):
+            return CliRunner().invoke(KedroCLI(project), list(arguments))
+
+    return invoke

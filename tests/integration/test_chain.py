@@ -1,0 +1,224 @@
+"""The whole DAG through the command line, as a person runs it: `kedro run --env test` in a copy of the project."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import pandas as pd
+import pytest
+from mlflow import MlflowClient
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.contracts import checkers
+
+ROOT = Path(__file__).parents[2]
+OF_THE_CLOCK = re.compile(r"time/.*|throughput/.*|memory/.*")
+CHAIN = ("sft_policy", "reward_model", "ppo_policy")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One finished `kedro run` and where it lies."""
+
+    project: Path
+    output: str
+
+    @property
+    def client(self) -> MlflowClient:
+        return MlflowClient(f"sqlite:///{self.project}/mlflow.db")
+
+    @property
+    def tracked(self) -> Any:
+        [experiment] = self.client.search_experiments(filter_string="name = 'ppo_rlhf'")
+        return self.client.search_runs([experiment.experiment_id], max_results=1)[0]
+
+    def metrics(self) -> dict[str, list[tuple[int, float]]]:
+        run_id = self.tracked.info.run_id
+        return {
+            key: [(point.step, point.value) for point in self.client.get_metric_history(run_id, key)]
+            for key in self.tracked.data.metrics
+        }
+
+    def model(self, name: str) -> Path:
+        return max((self.project / "data/test/06_models" / name).glob("*/config.json")).parent
+
+
+def kedro_run(project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "kedro", "run", *arguments], cwd=project, capture_output=True, text=True, timeout=300
+    )
+
+
+def digest(folder: Path) -> dict[str, str]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+@pytest.fixture(scope="module")
+def make_run(make_project: Callable[[], Path]) -> Callable[..., Run]:
+    def run(*arguments: str) -> Run:
+        project = make_project()
+        finished = kedro_run(project, *arguments)
+        assert finished.returncode == 0, finished.stdout + finished.stderr
+        return Run(project, finished.stdout)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def chain(make_run: Callable[..., Run]) -> Run:
+    return make_run("--env", "test")
+
+
+def test_the_chain_ends_with_the_table_and_where_to_look_next(chain: Run) -> None:
+    for words in ("held-out prompts", "SFT", "PPO", "report.html", "kedro mlflow ui", "kedro viz run"):
+        assert words in chain.output
+
+
+def test_every_persisted_dataset_is_written_below_data_test_and_the_raw_data_stay_as_they_are(chain: Run) -> None:
+    assert digest(chain.project / "data/01_raw") == digest(ROOT / "data/01_raw")
+    assert {path.name for path in (chain.project / "data").iterdir()} == {"01_raw", "test"}
+    for name in ("report.html", "before_after.csv", "sample_pairs.csv", "evaluation_summary.json"):
+        assert (chain.project / "data/test/08_reporting" / name).stat().st_size > 0
+
+
+def test_the_mlflow_run_is_finished_with_every_hyperparameter_as_a_param_of_its_own(chain: Run) -> None:
+    assert chain.tracked.info.status == "FINISHED"
+    params = chain.tracked.data.params
+    assert params["ppo.kl_coef"] == "0.08"
+    assert params["ppo.gamma"] == "1.0", "defaults are logged too"
+    assert {"seed", "pipeline", "environment", "ppo.not_default"} <= set(chain.tracked.data.tags)
+
+
+def test_the_metrics_logged_are_those_documented(chain: Run) -> None:
+    documented = checkers.documented_metrics((ROOT / "docs/metrics.md").read_text())
+    assert checkers.metric_problems(chain.metrics(), documented) == []
+
+
+def test_each_iteration_is_logged_once_and_the_final_evaluation_at_the_last_step(chain: Run) -> None:
+    metrics = chain.metrics()
+    assert [step for step, _ in metrics["objective/kl"]] == [1, 2, 3]
+    assert [step for step, _ in metrics["eval/win_rate"]] == [2, 3]
+
+
+def test_optimiser_steps_are_batches_times_epochs_times_minibatches(chain: Run) -> None:
+    """conf/test: 48 episodes in batches of 8 x 2, two epochs of two minibatches: 3 x 2 x 2."""
+    assert chain.metrics()["optimiser/steps"][-1] == (3, 12.0)
+
+
+def test_artifacts_hold_the_report_the_plots_and_the_samples(chain: Run) -> None:
+    run_id = chain.tracked.info.run_id
+    names = {artifact.path for artifact in chain.client.list_artifacts(run_id)}
+    names |= {artifact.path for artifact in chain.client.list_artifacts(run_id, "report")}
+    assert {"samples.json", "report/report.html", "report/training_curves_plot.json"} <= names
+
+
+def test_the_logged_model_generates_text(chain: Run) -> None:
+    mlflow.set_tracking_uri(f"sqlite:///{chain.project}/mlflow.db")
+    try:
+        [model] = mlflow.search_logged_models(
+            experiment_ids=[chain.tracked.info.experiment_id], filter_string="name = 'ppo_policy'", output_format="list"
+        )
+        generator = mlflow.transformers.load_model(model.model_uri)
+        [[answer]] = [generator("burning station ( cast ) : the", max_new_tokens=4)]
+        assert len(answer["generated_text"].split()) > 6
+        assert {metric.key for metric in model.metrics or []} >= {"eval/win_rate", "eval/kl"}
+    finally:
+        mlflow.set_tracking_uri(None)
+
+
+def test_the_exported_policy_is_a_plain_model_directory(chain: Run) -> None:
+    folder = chain.model("ppo_policy")
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    assert model.config.vocab_size >= len(tokenizer)
+    assert not list(folder.glob("*.bin"))
+
+
+def test_checkpoints_lie_below_the_run_id_pruned_to_the_newest_and_the_best(chain: Run) -> None:
+    run = chain.project / "data/test/06_models/ppo_checkpoints" / chain.tracked.info.run_id
+    kept = sorted(path.name for path in run.iterdir())
+    assert (
+        {"iteration_000002", "iteration_000003"}
+        <= set(kept)
+        <= {
+            "evaluations.json",
+            "iteration_000001",
+            "iteration_000002",
+            "iteration_000003",
+        }
+    )
+    assert [row["iteration"] for row in json.loads((run / "evaluations.json").read_text())] == [2, 3]
+
+
+def test_the_history_has_a_row_for_each_iteration(chain: Run) -> None:
+    history = pd.read_csv(chain.project / "data/test/08_reporting/training_history/training_history.csv")
+    assert history["iteration"].tolist() == [1, 2, 3]
+    assert history["eval/win_rate"].notna().tolist() == [False, True, True]
+
+
+def test_a_second_run_with_the_same_seed_is_the_same_to_the_last_bit(chain: Run, make_run: Callable[..., Run]) -> None:
+    again = make_run("--env", "test")
+    first, second = chain.metrics(), again.metrics()
+    assert set(first) == set(second)
+    assert {k: v for k, v in first.items() if not OF_THE_CLOCK.fullmatch(k)} == {
+        k: v for k, v in second.items() if not OF_THE_CLOCK.fullmatch(k)
+    }
+    for name in CHAIN:
+        weights = [(run.model(name) / "model.safetensors").read_bytes() for run in (chain, again)]
+        assert weights[0] == weights[1], name
+
+
+def test_a_persons_own_models_are_never_written(chain: Run, make_project: Callable[[], Path], tmp_path: Path) -> None:
+    """`align` with a model, a reward function and prompts of one's own, named in --params and conf/local only."""
+    own = tmp_path / "own"
+    shutil.copytree(chain.model("sft_policy"), own / "sft")
+    before = digest(own)
+    project = make_project()
+    (project / "my_reward.py").write_text(
+        "def length(prompts, completions, **columns):\n    return [float(len(text.split())) for text in completions]\n"
+    )
+    (project / "conf/local/parameters.yml").write_text(
+        "reward: {components: [{type: function, function: 'my_reward:length'}]}\n"
+        "ppo: {total_episodes: 16, per_device_train_batch_size: 8, response_length: 8, value_model: separate}\n"
+        "evaluation: {iteration_prompts: 8}\nprompts: {max_held_out: 8}\n"
+    )
+    prompts = project / "my_prompts.jsonl"
+    prompts.write_text(
+        "".join(json.dumps({"prompt": f"burning station ( plot ) : the {w}"}) + "\n" for w in "abcdefgh")
+    )
+    finished = kedro_run(
+        project, "--pipelines", "align", "--params", f"sft_model_path={own}/sft,prompts_path={prompts}"
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert digest(own) == before
+    assert "ppo.value_model" not in finished.stderr
+
+
+def test_fine_tuning_leaves_the_base_model_as_it_is(
+    chain: Run, make_project: Callable[[], Path], tmp_path: Path
+) -> None:
+    own = tmp_path / "base"
+    shutil.copytree(chain.model("sft_policy"), own)
+    before = digest(own)
+    project = make_project()
+    finished = kedro_run(
+        project,
+        "--env",
+        "test",
+        "--pipelines",
+        "data_preparation,supervised_finetuning",
+        "--params",
+        f"base_model_path={own}",
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert digest(own) == before

@@ -1,0 +1,23 @@
+"""The notebooks run from top to bottom."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_the_notebook_runs_without_an_error(path: Path, make_project: Callable[[], Path]) -> None:
+    project = make_project()
+    (project / "notebooks").mkdir()
+    shutil.copy(path, project / "notebooks")
+    notebook = nbformat.read(path, as_version=4)
+    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(project / "notebooks")}}).execute()
+    assert all(cell.get("execution_count") for cell in notebook.cells if cell.cell_type == "code")
