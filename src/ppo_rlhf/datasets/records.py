@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import pyarrow.parquet
 from kedro.io import AbstractDataset, DatasetError
 from kedro_datasets._typing import TablePreview
 
@@ -116,9 +117,10 @@ def _read_csv(path: Path, _: str) -> pd.DataFrame:
 
 def _read_parquet(path: Path, _: str) -> pd.DataFrame:
     try:
-        return pd.read_parquet(path)
+        rows = pyarrow.parquet.read_table(path).to_pylist()  # pandas would give nested lists as arrays
     except (OSError, ValueError) as error:  # pyarrow's ArrowInvalid is a ValueError
         raise DataError(f"{path}: this Parquet file is damaged: {' '.join(str(error).split())}") from error
+    return pd.DataFrame.from_records(rows)
 
 
 def _read_text(path: Path, text_column: str) -> pd.DataFrame:

@@ -12,6 +12,7 @@ from kedro.io import CatalogProtocol
 from kedro.pipeline import Pipeline
 
 from ppo_rlhf.core.errors import ConfigError
+from ppo_rlhf.hooks.demo_settings import demo_settings_in_use
 from ppo_rlhf.hooks.run_parameters import unknown_names
 from ppo_rlhf.runner import LoopRunner, plan_loop
 
@@ -40,7 +41,7 @@ class ChecksHook:
 
     @hook_impl(tryfirst=True)
     def before_pipeline_run(self, run_params: dict[str, Any], pipeline: Pipeline, catalog: CatalogProtocol) -> None:
-        """Refuse another runner for the loop, and whatever the preflight finds."""
+        """Refuse another runner for the loop, and whatever the preflight finds; warn of settings of the demo."""
         from ppo_rlhf.preflight import find_problems  # heavy: only a run pays for it
 
         check_runner(run_params["runner"], pipeline)
@@ -49,6 +50,9 @@ class ChecksHook:
         problems = find_problems(pipeline, catalog, Path(run_params["project_path"]), data_root)
         if problems:
             raise ConfigError("\n".join(problems))
+        advice = demo_settings_in_use(self._context.config_loader, pipeline, catalog)
+        if advice:
+            logger.warning("%s", advice)
 
 
 def check_runner(runner: str, pipeline: Pipeline) -> None:

@@ -9,7 +9,7 @@ from kedro.io import CatalogProtocol, MemoryDataset
 from kedro.pipeline import Pipeline
 
 from ppo_rlhf.preflight.functions import check_functions
-from ppo_rlhf.preflight.models import check_critic, check_models, check_protection
+from ppo_rlhf.preflight.models import check_critic, check_devices, check_models, check_protection
 from ppo_rlhf.preflight.prompts import check_prompts, future_policy
 from ppo_rlhf.preflight.request import RunRequest
 from ppo_rlhf.preflight.tables import check_demonstrations, check_given_preferences
@@ -35,6 +35,7 @@ def find_problems(
     check_protection(run)
     tables = _tables(run)
     models = check_models(run)
+    check_devices(run)
     check_critic(run, models)
     demonstrations = check_demonstrations(run, tables, models)
     check_given_preferences(run, tables, models)

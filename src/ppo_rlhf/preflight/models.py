@@ -9,6 +9,7 @@ from ppo_rlhf.models.tokenizers import same_vocabulary
 from ppo_rlhf.preflight.request import RunRequest
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.rewards import RewardConfig
+from ppo_rlhf.training.state import resolve_device
 
 LAYER = "06_models"
 WRITTEN_BY = {  # dataset: the stage that writes it, the global that says where it is
@@ -49,6 +50,15 @@ def check_models(run: RunRequest) -> dict[str, PretrainedHandle]:
         if len(run.problems) == before:
             usable[name] = handle
     return usable
+
+
+def check_devices(run: RunRequest) -> None:
+    """Note devices that this machine does not have."""
+    for name in ("supervised_finetuning", "reward_modelling", "ppo"):
+        device = getattr(run.group(name), "device", None)
+        if device is not None:
+            with run.noting():
+                resolve_device(device)
 
 
 def check_critic(run: RunRequest, models: dict[str, PretrainedHandle]) -> None:

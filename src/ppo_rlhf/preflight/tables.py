@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import PurePath
+from pathlib import Path
 
 import pandas as pd
 
@@ -15,8 +15,9 @@ from ppo_rlhf.training.demonstrations import (
     split_demonstrations,
     tokenise_demonstrations,
 )
+from ppo_rlhf.training.evaluation import DEMO_JUDGE, is_demo_prompts
 from ppo_rlhf.training.preferences import check_preferences, tokenise_preferences
-from ppo_rlhf.training.reward_training import DEMO_LABELLER, DEMO_PROMPTS, RewardModellingConfig
+from ppo_rlhf.training.reward_training import RewardModellingConfig
 
 PROBED_ROWS = 2  # enough to see whether a tokenizer can do with the kind of rows that a table has
 
@@ -49,7 +50,7 @@ def check_given_preferences(
         return
     with run.noting():
         if run.reads("raw_preferences") and run.source("raw_preferences") is None:
-            _check_labeller(settings.labeller, run.source("raw_prompts"))
+            _check_labeller(settings.labeller, run.source("raw_prompts"), run.project_path)
         if "raw_preferences" not in tables:
             return
         checked = check_preferences(
@@ -60,9 +61,9 @@ def check_given_preferences(
             tokenise_preferences(checked.head(PROBED_ROWS), start.tokenizer())
 
 
-def _check_labeller(labeller: str | None, prompts: str | None) -> None:
+def _check_labeller(labeller: str | None, prompts: str | None, project_path: Path) -> None:
     remedy = "Set preferences_path, or reward_modelling.labeller, or run --pipelines align with a reward of your own."
     if labeller is None:
         raise ConfigError(f"There are no preferences, and nobody to label any. {remedy}")
-    if labeller == DEMO_LABELLER and PurePath(prompts or "").parts[-len(DEMO_PROMPTS) :] != DEMO_PROMPTS:
+    if labeller == DEMO_JUDGE and not is_demo_prompts(prompts, project_path):
         raise ConfigError(f"There are no preferences, and the demo's judge cannot label answers to {prompts}. {remedy}")

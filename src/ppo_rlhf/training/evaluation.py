@@ -93,7 +93,7 @@ def resolve_judge(config: EvaluationConfig, project_path: Path | None = None) ->
         RewardError: If a named function cannot be imported.
     """
     judge, rates, description = config.judge, dict(config.rates), f"the judge {config.judge}"
-    if judge is None and _is_demo_prompts(config.prompts_path, project_path):
+    if judge is None and is_demo_prompts(config.prompts_path, project_path):
         judge, rates, description = DEMO_JUDGE, DEMO_RATES | rates, "the demo's gold judge"
     elif judge is None:
         description = "the reward, as evaluation.judge is not set"
@@ -245,6 +245,7 @@ def _summed_kl(
     return (logprobs_NT - reference_NT).sum(dim=1).numpy()
 
 
-def _is_demo_prompts(prompts_path: str | None, project_path: Path | None) -> bool:
+def is_demo_prompts(prompts_path: str | None, project_path: Path | None) -> bool:
+    """Return whether a path, relative to the project, is that of the shipped prompts."""
     root = project_path or Path.cwd()
     return prompts_path is not None and (root / prompts_path).resolve() == (root / DEMO_PROMPTS_PATH).resolve()

@@ -2,7 +2,6 @@
 
 import logging
 from dataclasses import dataclass
-from pathlib import PurePath
 from typing import Annotated
 
 import pandas as pd
@@ -11,7 +10,7 @@ from pydantic import Field
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ppo_rlhf.core.errors import ConfigError, DataError, TrainingError
+from ppo_rlhf.core.errors import DataError, TrainingError
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel, check_vocabulary, context_length
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.training.optimisation import History, OptimisationConfig, advice
@@ -23,8 +22,6 @@ logger = logging.getLogger(__name__)
 
 RELIABLE_ACCURACY = 0.65
 """Below this, PPO was seen to spend its KL on the reward model's errors; a run warns."""
-DEMO_LABELLER = "ppo_rlhf.demo.judge:gold_score"
-DEMO_PROMPTS = ("data", "01_raw", "prompts.jsonl")
 
 
 @settings_group("reward_modelling")
@@ -61,24 +58,6 @@ class RewardModellingConfig(OptimisationConfig):
     """Reliability of the sampled labels: P(first is chosen) = sigmoid(beta x difference of scores)."""
     sampling_batch_size: Annotated[int, Field(ge=1)] = 256
     """Responses sampled at a time."""
-    preferences_path: str | None = None
-    """Where given preferences lie; here only whether there are any matters."""
-    prompts_path: str | None = None
-    """Where the prompts lie; here only whether they are the demo's matters."""
-
-    def __post_init__(self) -> None:
-        if self.preferences_path is not None:
-            return
-        if self.labeller is None:
-            raise ConfigError(
-                "there are no preferences to train a reward model on: set preferences_path, or "
-                "reward_modelling.labeller, or run --pipelines align with a reward of your own"
-            )
-        if self.labeller == DEMO_LABELLER and PurePath(self.prompts_path or "").parts[-3:] != DEMO_PROMPTS:
-            raise ConfigError(
-                f"the demo's judge cannot label responses to {self.prompts_path}: set preferences_path, or "
-                "reward_modelling.labeller, or run --pipelines align with a reward of your own"
-            )
 
 
 def train_reward_model(
@@ -121,6 +100,7 @@ def train_reward_model(
     history = trl_support.run_reward_trainer(model, tokenizer, chosen, rejected, config, evaluate)
     accuracy = [entry["reward_model/eval_accuracy"] for entry in history if "reward_model/eval_accuracy" in entry][-1]
     _check_accuracy(accuracy, len(held_out), config.minimum_accuracy)
+    model.config.held_out_accuracy = accuracy  # lies with the model, so a report never shows another model's
     if config.normalise:
         normalise_scores(model, torch.cat(_score_pairs(model, trained, pad_id, 2 * batch_size)))
     return TrainedModel(model, tokenizer), history

@@ -156,7 +156,7 @@ def set_learning_rates(state: TrainingState, iteration: int) -> tuple[float, flo
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the device that `ppo.device` names: `auto` is CUDA where there is one.
+    """Return the device that a setting names: `auto` is CUDA where there is one.
 
     Raises:
         ConfigError: torch knows no such device, or this machine has none.
@@ -166,13 +166,9 @@ def resolve_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ConfigError(
-            f"ppo.device={name} is not a device; use auto, cpu, cuda, or a number such as cuda:1"
-        ) from None
+        raise ConfigError(f"device={name} is not a device; use auto, cpu, cuda, or a number such as cuda:1") from None
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(
-            f"ppo.device={name}: this machine has {torch.cuda.device_count()} CUDA devices; use auto or cpu"
-        )
+        raise ConfigError(f"device={name}: this machine has {torch.cuda.device_count()} CUDA devices; use auto or cpu")
     return device
 
 

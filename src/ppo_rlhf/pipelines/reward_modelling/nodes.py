@@ -42,8 +42,9 @@ def collect_preferences(
     tokenizer = sft_policy.tokenizer()
     if len(checked_preferences):
         return pairs.tokenise_preferences(checked_preferences, tokenizer)
-    if raw_prompts is None:
-        raise DataError("preferences: neither preferences nor prompts to sample them for. Set prompts_path.")
+    labeller = reward_modelling.labeller
+    if raw_prompts is None or labeller is None:
+        raise DataError("preferences: none are given, and without prompts and a labeller none can be made.")
     training, _ = split_held_out(
         raw_prompts, raw_evaluation_prompts, prompts.held_out_share, prompts.max_held_out, prompts.seed, prompts.column
     )
@@ -56,7 +57,6 @@ def collect_preferences(
         overlong=ppo.overlong_prompts,
     )
     policy = sft_policy.causal_lm().to(resolve_device(reward_modelling.device))
-    labeller = str(reward_modelling.labeller)
     log.info("Sampling %d pairs from the SFT policy, labelled by %s …", reward_modelling.pairs, labeller)
     return pairs.sample_preferences(
         policy,

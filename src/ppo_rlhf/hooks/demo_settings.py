@@ -1,0 +1,56 @@
+"""A warning where settings that were tuned for the shipped demo meet a person's own model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from kedro.config import OmegaConfigLoader
+from kedro.io import CatalogProtocol
+from kedro.pipeline import Pipeline
+from omegaconf import OmegaConf
+
+TUNED = {
+    "supervised_finetuning": ("learning_rate", "per_device_train_batch_size"),
+    "reward_modelling": ("learning_rate", "per_device_train_batch_size"),
+    "ppo": ("learning_rate", "value_learning_rate", "response_length", "per_device_train_batch_size"),
+}
+
+
+def demo_settings_in_use(loader: OmegaConfigLoader, pipeline: Pipeline, catalog: CatalogProtocol) -> str | None:
+    """Return one line if a run trains a person's own model with learning rates, lengths or batch sizes of the demo.
+
+    The demo's values are those of `conf/base`; a value that a person set to the same number is not told apart.
+    """
+    model = _own_model(loader)
+    if model is None:
+        return None
+    found = [
+        f"{group}.{name}={value:g}"
+        for group, names in TUNED.items()
+        if f"params:{group}" in pipeline.inputs()
+        for name, value in _base_values(loader, group).items()
+        if name in names and value == getattr(catalog[f"params:{group}"].load(), name, None)
+    ]
+    if not found:
+        return None
+    return f"{', '.join(found)} suit the demo's tiny model, not {model}: set your own in conf/local/parameters.yml"
+
+
+def _own_model(loader: OmegaConfigLoader) -> str | None:
+    settings = {**loader["globals"], **(loader.runtime_params or {})}
+    base, sft = settings.get("base_model_path"), str(settings.get("sft_model_path"))
+    if base:
+        return str(base)
+    ours = Path(settings.get("data_root", "data"), "06_models")
+    return None if ours in Path(sft).parents else sft
+
+
+def _base_values(loader: OmegaConfigLoader, group: str) -> dict[str, Any]:
+    """Return what conf/base gives a group, whatever conf/local or --params make of it."""
+    path = Path(loader.conf_source, str(loader.base_env), f"parameters_{group}.yml")
+    if not path.is_file():
+        return {}
+    values = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    assert isinstance(values, dict), "a parameters file is a mapping, or Kedro had refused it"
+    return dict(values.get(group, {}))

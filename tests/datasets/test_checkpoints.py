@@ -1,0 +1,158 @@
+"""The catalog entries of a run's checkpoints and evaluations: per MLflow run, pruned, and never half-written."""
+
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import mlflow
+import pytest
+from kedro.io import DataCatalog, DatasetError
+
+from ppo_rlhf.datasets import checkpoints
+from ppo_rlhf.datasets.checkpoints import CheckpointDataset, EvaluationLogDataset, run_directory
+from ppo_rlhf.training.checkpoints import CheckpointRequest, checkpoint_iterations
+from ppo_rlhf.training.config import PPOConfig
+
+
+@pytest.fixture(autouse=True)
+def active_run(monkeypatch):
+    """An active MLflow run named `run`, without a tracking server."""
+    monkeypatch.setattr(mlflow, "active_run", lambda: SimpleNamespace(info=SimpleNamespace(run_id="run")))
+
+
+@pytest.fixture(autouse=True)
+def written(monkeypatch):
+    """Write an empty directory in place of a checkpoint: what is in one is tested with `training`."""
+    iterations = []
+
+    def write(directory: Path, state) -> Path:
+        target = directory / f"iteration_{state.iteration:06d}"
+        target.mkdir(parents=True)
+        iterations.append(state.iteration)
+        return target
+
+    monkeypatch.setattr(checkpoints, "write_checkpoint", write)
+    return iterations
+
+
+def request(iteration: int, **settings) -> CheckpointRequest:
+    config = PPOConfig(**{"save_interval": 10, "save_total_limit": 2, **settings})
+    state = SimpleNamespace(iteration=iteration, config=config, finished=iteration == 60)
+    return CheckpointRequest(state)
+
+
+def evaluation(iteration: int, score: float, kl: float = 1.0) -> dict[str, float]:
+    return {"iteration": float(iteration), "eval/kl": kl, "eval/reward": -score, "eval/judge_score": score}
+
+
+def saved_through(tmp_path, evaluations: dict[int, dict[str, float]], **settings) -> list[int]:
+    """Run 60 iterations as the pipeline does: the checkpoint of an iteration is saved before its evaluation."""
+    checkpoint, log = CheckpointDataset(str(tmp_path)), EvaluationLogDataset(str(tmp_path))
+    for iteration in range(1, 61):
+        checkpoint.save(request(iteration, **settings))
+        log.save(evaluations.get(iteration, {}))
+    return checkpoint_iterations(tmp_path / "run")
+
+
+def test_checkpoints_are_written_only_when_due(tmp_path, written):
+    saved_through(tmp_path, {}, save_interval=25, save_total_limit=9)
+    assert written == [25, 50, 60]
+
+
+def test_the_newest_are_kept(tmp_path):
+    assert saved_through(tmp_path, {}) == [50, 60]
+
+
+def test_the_best_evaluated_checkpoint_is_kept_beside_the_newest(tmp_path):
+    scores = {10: 0.1, 20: 0.9, 30: 0.3, 40: 0.2, 50: 0.4}
+    assert saved_through(tmp_path, {i: evaluation(i, s) for i, s in scores.items()}) == [20, 50, 60]
+
+
+def test_a_drifted_checkpoint_is_not_the_best(tmp_path):
+    rows = {10: evaluation(10, 0.2), 20: evaluation(20, 0.9, kl=31.0), 30: evaluation(30, 0.1)}
+    assert saved_through(tmp_path, rows, kl_alarm=30.0) == [10, 50, 60]
+
+
+def test_the_best_is_found_among_iterations_that_have_a_checkpoint(tmp_path):
+    rows = {15: evaluation(15, 0.9), 20: evaluation(20, 0.2), 30: evaluation(30, 0.1)}
+    assert saved_through(tmp_path, rows, save_total_limit=1) == [20, 60]
+
+
+def test_loading_gives_the_newest_checkpoint_of_this_run(tmp_path):
+    dataset = CheckpointDataset(str(tmp_path))
+    assert not dataset.exists()
+    dataset.save(request(10))
+    dataset.save(request(20))
+    assert dataset.exists()
+    assert dataset.load() == tmp_path / "run" / "iteration_000020"
+
+
+def test_loading_without_a_checkpoint_says_where_it_looked(tmp_path):
+    with pytest.raises(DatasetError, match=r"run: this run has no checkpoint$"):
+        CheckpointDataset(str(tmp_path)).load()
+
+
+def test_each_mlflow_run_has_a_directory_of_its_own(tmp_path, monkeypatch):
+    CheckpointDataset(str(tmp_path)).save(request(10))
+    monkeypatch.setattr(mlflow, "active_run", lambda: SimpleNamespace(info=SimpleNamespace(run_id="other")))
+    dataset = CheckpointDataset(str(tmp_path))
+    assert not dataset.exists()
+    for iteration in (20, 30, 40):
+        dataset.save(request(iteration))
+    assert checkpoint_iterations(tmp_path / "other") == [30, 40]
+    assert checkpoint_iterations(tmp_path / "run") == [10]  # another run's are never pruned
+
+
+def test_without_a_run_the_directory_is_the_processes(tmp_path, monkeypatch):
+    monkeypatch.setattr(mlflow, "active_run", lambda: None)
+    assert run_directory(tmp_path) == tmp_path / f"untracked-{os.getpid()}"
+
+
+def test_evaluations_are_appended_and_read_back_oldest_first(tmp_path):
+    log = EvaluationLogDataset(str(tmp_path))
+    assert log.load() == []
+    assert not log.exists()
+    rows = [evaluation(10, 0.1), evaluation(20, float("nan"))]
+    for row in rows:
+        log.save(row)
+    assert log.exists()
+    found = EvaluationLogDataset(str(tmp_path)).load()
+    assert found[0] == rows[0]
+    assert found[1]["eval/judge_score"] != found[1]["eval/judge_score"]
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["evaluations.json"]
+
+
+def test_an_iteration_without_evaluation_changes_nothing(tmp_path):
+    log = EvaluationLogDataset(str(tmp_path))
+    log.save({})
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_second_evaluation_of_an_iteration_replaces_the_first(tmp_path):
+    log = EvaluationLogDataset(str(tmp_path))
+    for row in (evaluation(10, 0.1), evaluation(10, 0.5)):
+        log.save(row)
+    assert log.load() == [evaluation(10, 0.5)]
+
+
+def test_a_failure_while_logging_an_evaluation_leaves_the_earlier_ones(tmp_path, monkeypatch):
+    log = EvaluationLogDataset(str(tmp_path))
+    log.save(evaluation(10, 0.1))
+
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", fail)
+    with pytest.raises(DatasetError):
+        log.save(evaluation(20, 0.2))
+    assert json.loads((tmp_path / "run" / "evaluations.json").read_text()) == [evaluation(10, 0.1)]
+
+
+@pytest.mark.parametrize("name", ["CheckpointDataset", "EvaluationLogDataset"])
+def test_both_are_made_from_a_catalog_entry_with_metadata(tmp_path, name):
+    entry = {"type": f"ppo_rlhf.datasets.{name}", "filepath": str(tmp_path), "metadata": {"kedro-viz": {"layer": "x"}}}
+    dataset = DataCatalog.from_config({"entry": entry})["entry"]
+    assert type(dataset).__name__ == name
+    assert dataset.metadata == {"kedro-viz": {"layer": "x"}}
+    assert str(tmp_path) in repr(dataset)

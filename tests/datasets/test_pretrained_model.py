@@ -1,0 +1,132 @@
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from kedro.io import DataCatalog, DatasetError
+
+from ppo_rlhf.core.errors import ModelError
+from ppo_rlhf.datasets import PretrainedModelDataset
+from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
+from ppo_rlhf.models.reward_model import CausalLMRewardModel
+from tests.tiny_models import save, tiny_model, word_tokenizer
+
+IDS = torch.tensor([[4, 5, 6]])
+
+
+def trained(seed: int = 0) -> TrainedModel:
+    return TrainedModel(tiny_model(seed=seed), word_tokenizer())
+
+
+def digest(folder: Path) -> dict[str, str]:
+    return {str(p): hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def test_what_was_saved_is_loaded(tmp_path):
+    dataset = PretrainedModelDataset(str(tmp_path / "policy"))
+    assert not dataset.exists()
+    dataset.save(trained())
+    assert dataset.exists()
+    model = dataset.load().causal_lm()
+    assert torch.equal(model(IDS).logits, tiny_model()(IDS).logits)
+    assert dataset.load().tokenizer().get_vocab() == word_tokenizer().get_vocab()
+
+
+def test_the_newest_version_is_loaded_and_older_ones_stay(tmp_path):
+    for seed in (0, 1):
+        PretrainedModelDataset(str(tmp_path / "policy")).save(trained(seed))
+    handle = PretrainedModelDataset(str(tmp_path / "policy")).load()
+    assert torch.equal(handle.causal_lm()(IDS).logits, tiny_model(seed=1)(IDS).logits)
+    assert len(list((tmp_path / "policy").iterdir())) == 2
+
+
+def test_a_session_reads_what_it_wrote_though_another_wrote_later(tmp_path):
+    mine = PretrainedModelDataset(str(tmp_path / "policy"))
+    mine.save(trained(0))
+    PretrainedModelDataset(str(tmp_path / "policy")).save(trained(1))
+    assert torch.equal(mine.load().causal_lm()(IDS).logits, tiny_model(seed=0)(IDS).logits)
+
+
+def test_a_half_written_version_is_never_loaded(tmp_path, monkeypatch):
+    dataset = PretrainedModelDataset(str(tmp_path / "policy"))
+    dataset.save(trained(0))
+    broken = trained(1)
+    monkeypatch.setattr(broken.tokenizer, "save_pretrained", lambda folder: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(DatasetError, match="disk full"):
+        PretrainedModelDataset(str(tmp_path / "policy")).save(broken)
+    assert len(list((tmp_path / "policy").iterdir())) == 1
+    (tmp_path / "policy" / ".unfinished-1").mkdir()  # what a killed process leaves
+    save(tmp_path / "policy" / ".unfinished-1", tiny_model(seed=1))
+    handle = PretrainedModelDataset(str(tmp_path / "policy")).load()
+    assert torch.equal(handle.causal_lm()(IDS).logits, tiny_model(seed=0)(IDS).logits)
+
+
+def test_a_model_directory_is_loaded_itself_and_never_written(tmp_path):
+    source = Path(save(tmp_path / "own", tiny_model()))
+    before = digest(source)
+    dataset = PretrainedModelDataset(str(source))
+    assert dataset.load().source == str(source)
+    with pytest.raises(DatasetError, match="is a model directory of its own, which is never overwritten"):
+        dataset.save(trained(1))
+    dataset.preview()
+    assert digest(source) == before
+
+
+def test_a_person_who_gave_no_model_gets_none():
+    dataset = PretrainedModelDataset(None)
+    assert dataset.load() is None
+    assert not dataset.exists()
+    with pytest.raises(DatasetError, match="has no filepath"):
+        dataset.save(trained())
+
+
+def test_a_missing_model_is_refused_in_one_line_when_it_is_used_and_not_before(tmp_path):
+    """A run whose rewards are functions names a reward model that need not be there."""
+    handle = PretrainedModelDataset(str(tmp_path / "nothing" / "here")).load()
+    with pytest.raises(ModelError, match="there is no such model directory") as caught:
+        handle.config()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_hub_id_survives_kedro_making_paths_absolute(tmp_path):
+    """Kedro joins every relative `filepath` to the project's directory before the dataset sees it."""
+    (tmp_path / "pyproject.toml").touch()
+    (tmp_path / "data").mkdir()
+    sources = {
+        name: PretrainedModelDataset((tmp_path / name).as_posix())._describe()["filepath"]
+        for name in ("gpt2", "org/name", "data/model", "data/06_models/model")
+    }
+    assert sources == {
+        "gpt2": "gpt2",
+        "org/name": "org/name",
+        "data/model": str(tmp_path / "data/model"),
+        "data/06_models/model": str(tmp_path / "data/06_models/model"),
+    }
+
+
+def test_a_hub_id_gives_a_lazy_handle():
+    assert PretrainedModelDataset("organisation/model", trust_remote_code=True).load() == PretrainedHandle(
+        "organisation/model", trust_remote_code=True
+    )
+
+
+@pytest.mark.parametrize("model", [tiny_model(), CausalLMRewardModel.from_causal_lm(tiny_model())])
+def test_the_preview_shows_the_models_shape(tmp_path, model):
+    dataset = PretrainedModelDataset(str(tmp_path / "model"))
+    assert json.loads(dataset.preview()) == {"model": str(tmp_path / "model")}
+    dataset.save(TrainedModel(model, word_tokenizer()))
+    shape = json.loads(dataset.preview())
+    assert (shape["architectures"], shape["hidden_size"], shape["vocab_size"]) == ([type(model).__name__], 16, 25)
+
+
+def test_the_catalog_makes_it_from_its_entry(tmp_path):
+    entry = {
+        "type": "ppo_rlhf.datasets.PretrainedModelDataset",
+        "filepath": str(tmp_path / "m"),
+        "metadata": {"description": "x", "kedro-viz": {"layer": "06_models"}},
+    }
+    catalog = DataCatalog.from_config({"policy": entry})
+    catalog["policy"].save(trained())
+    assert catalog["policy"].load().config().model_type == "llama"
+    assert catalog["policy"].metadata == entry["metadata"]

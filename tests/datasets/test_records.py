@@ -1,0 +1,109 @@
+import json
+
+import pandas as pd
+import pytest
+from kedro.io import DatasetError
+
+from ppo_rlhf.core.errors import DataError
+from ppo_rlhf.datasets import RecordsDataset
+
+ROWS = [{"prompt": "once upon", "label": 1}, {"prompt": "ünïcode ✓", "label": 0}]
+
+
+def write(path, rows=ROWS):
+    frame = pd.DataFrame(rows)
+    if path.suffix == ".jsonl":
+        path.write_text("\n".join(json.dumps(row) for row in rows) + "\n\n", encoding="utf-8")
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows), encoding="utf-8")
+    elif path.suffix == ".csv":
+        frame.to_csv(path, index=False)
+    else:
+        frame.to_parquet(path)
+    return path
+
+
+def message_of(path, **options) -> str:
+    """The reason that Kedro's error carries: the command line shows it alone."""
+    with pytest.raises(DatasetError) as caught:
+        RecordsDataset(str(path), **options).load()
+    assert isinstance(caught.value.__cause__, DataError)
+    message = str(caught.value.__cause__)
+    assert str(path) in message
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "json", "parquet"])
+def test_chats_are_lists_of_messages_whatever_the_format(tmp_path, ending):
+    rows = [{"prompt": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]}]
+    frame = RecordsDataset(str(write(tmp_path / f"chats.{ending}", rows))).load()
+    assert frame.to_dict("records") == rows
+    assert type(frame["prompt"][0]) is list
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "json", "csv", "parquet"])
+def test_every_format_gives_the_same_rows(tmp_path, ending):
+    frame = RecordsDataset(str(write(tmp_path / f"rows.{ending}"))).load()
+    assert frame.to_dict("records") == ROWS
+
+
+def test_plain_text_has_one_row_a_line_under_the_column_asked_for(tmp_path):
+    (tmp_path / "prompts.txt").write_bytes("﻿once upon\r\n\r\n  twice\n".encode())
+    frame = RecordsDataset(str(tmp_path / "prompts.txt"), text_column="prompt").load()
+    assert frame.to_dict("list") == {"prompt": ["once upon", "  twice"]}
+
+
+def test_nested_values_come_through(tmp_path):
+    rows = [{"messages": [{"role": "user", "content": "hi"}]}]
+    assert RecordsDataset(str(write(tmp_path / "chats.jsonl", rows))).load().to_dict("records") == rows
+
+
+def test_an_input_that_was_not_given_is_none():
+    dataset = RecordsDataset(None)
+    assert dataset.load() is None
+    assert not dataset.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b'{"a": 1}\n{"a": 2\n{"a": 3}\n', "line 2 is damaged, it is not valid JSON"),
+        ("a.jsonl", b'{"a": 1}\n[1, 2]\n', r"line 2 is not an object with named columns: [1, 2]"),
+        ("a.jsonl", b'{"a": 1}\n{"a": "\xff"}\n', "line 2 is damaged, it is not UTF-8 text"),
+        ("a.jsonl", b"", "this data file is empty"),
+        ("a.jsonl", b"\n\n", "this data file has no rows"),
+        ("a.json", b'[{"a": 1},\n{"a": }]', "line 2 is damaged, it is not valid JSON"),
+        ("a.json", b'{"a": 1}', "a .json file must hold a list of objects"),
+        ("a.json", b"[]", "this data file has no rows"),
+        ("a.csv", b'a,b\n1,2\n1,2,3\n"', "this CSV file is damaged"),
+        ("a.csv", b"a,b\n", "this data file has no rows"),
+        ("a.parquet", b"PAR1 not really", "this Parquet file is damaged"),
+        ("a.txt", b"\n \n", "this data file has no rows"),
+        ("a.xlsx", b"x", "files ending in .xlsx cannot be read"),
+    ],
+)
+def test_a_damaged_file_is_refused_in_one_line_that_names_the_place(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    assert message in message_of(tmp_path / name)
+
+
+def test_a_missing_file_and_a_directory_are_refused(tmp_path):
+    assert "this data file does not exist" in message_of(tmp_path / "nothing.jsonl")
+    assert "this data file is a directory" in message_of(tmp_path)
+
+
+def test_a_persons_file_is_never_written(tmp_path):
+    path = write(tmp_path / "rows.jsonl")
+    before = path.read_bytes()
+    with pytest.raises(DatasetError, match="never written"):
+        RecordsDataset(str(path)).save(pd.DataFrame(ROWS))
+    assert path.read_bytes() == before
+
+
+def test_the_preview_is_a_table_of_the_first_rows_that_json_can_hold(tmp_path):
+    rows = [{"text": f"t{i}", "values": [i, i]} for i in range(9)]
+    preview = RecordsDataset(str(write(tmp_path / "rows.jsonl", rows))).preview()
+    assert json.loads(json.dumps(preview))["data"] == [[f"t{i}", [i, i]] for i in range(5)]
+    assert preview["columns"] == ["text", "values"]
+    assert RecordsDataset(None).preview()["data"] == []

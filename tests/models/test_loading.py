@@ -1,0 +1,219 @@
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config, GPT2ForSequenceClassification, LlamaConfig
+from transformers.utils.logging import is_progress_bar_enabled
+
+from ppo_rlhf.core.errors import ModelError
+from ppo_rlhf.models.loading import (
+    PretrainedHandle,
+    check_model_directory,
+    check_vocabulary,
+    context_length,
+    disable_dropout,
+    is_local,
+    quiet_transformers,
+)
+from ppo_rlhf.models.reward_model import CausalLMRewardModel
+from tests.tiny_models import KINDS, VOCABULARY, save, tiny_model, word_tokenizer
+
+IDS = torch.tensor([[4, 5, 6, 7, 8, 9]])
+
+
+def digest(folder: str) -> dict[str, str]:
+    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(Path(folder).iterdir())}
+
+
+def test_a_handle_reads_nothing_until_it_is_asked():
+    handle = PretrainedHandle("no/such/folder")
+    with pytest.raises(ModelError, match="no/such/folder: there is no such model directory"):
+        handle.config()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loaded_model_gives_the_saved_ones_logits_to_the_last_bit(tmp_path, kind):
+    model = tiny_model(kind)
+    assert torch.equal(PretrainedHandle(save(tmp_path / "m", model)).causal_lm()(IDS).logits, model(IDS).logits)
+
+
+@pytest.mark.parametrize("padding", range(0, 64, 8))
+def test_loaded_weights_begin_at_a_cache_line_wherever_they_stood_in_the_file(tmp_path, padding):
+    """Matrix kernels round differently elsewhere: seen 5e-7 between a model and its reload, 40 bytes off."""
+    source = save(tmp_path / "model", tiny_model())
+    weights = load_file(Path(source) / "model.safetensors")
+    save_file(weights, Path(source) / "model.safetensors", metadata={"format": "pt", "x": "y" * padding})
+    assert {p.data_ptr() % 64 for p in PretrainedHandle(source).causal_lm().parameters()} == {0}
+
+
+def test_a_loaded_model_computes_the_same_in_train_and_eval_mode(tmp_path):
+    source = save(tmp_path / "model", tiny_model("gpt2", resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5))
+    model = PretrainedHandle(source).causal_lm()
+    assert not model.training
+    assert torch.equal(model.train()(IDS).logits, model.eval()(IDS).logits)
+
+
+def test_disabling_dropout_reaches_probabilities_that_are_plain_numbers():
+    model = tiny_model("llama", attention_dropout=0.5)
+    disable_dropout(model)
+    assert model.config.attention_dropout == 0.0
+    assert torch.equal(model.train()(IDS).logits, model.eval()(IDS).logits)
+
+
+def test_nothing_in_the_models_directory_changes_by_loading_from_it(tmp_path):
+    source = save(tmp_path / "model", tiny_model("gpt2", reward=True, num_labels=1), word_tokenizer(pad_token=None))
+    before = digest(source)
+    handle = PretrainedHandle(source)
+    handle.config(), handle.generation_config(), handle.tokenizer(), handle.reward_model(), handle.fingerprint()
+    assert digest(source) == before
+
+
+def test_the_tokenizer_has_a_pad_token_and_pads_on_the_left(tmp_path):
+    handle = PretrainedHandle(save(tmp_path / "model", tiny_model(), word_tokenizer(pad_token=None)))
+    assert handle.tokenizer().pad_token == "<unk>"
+    assert handle.tokenizer().padding_side == "left"
+
+
+def test_a_tokenizer_with_more_ids_than_the_embedding_has_rows_is_refused(tmp_path):
+    handle = PretrainedHandle(save(tmp_path / "model", tiny_model(vocab_size=len(VOCABULARY) - 2)))
+    with pytest.raises(ModelError, match=r"ids up to 24, the model's embedding has 23 rows \(ids 0 to 22\)"):
+        handle.tokenizer()
+
+
+def test_an_embedding_may_have_spare_rows():
+    check_vocabulary(word_tokenizer(), LlamaConfig(vocab_size=len(VOCABULARY) + 40), "here")
+
+
+def test_the_generation_config_comes_from_the_configuration_where_there_is_none(tmp_path):
+    source = save(tmp_path / "model", tiny_model(eos_token_id=7))
+    Path(source, "generation_config.json").unlink()
+    assert PretrainedHandle(source).generation_config().eos_token_id == 7
+
+
+def broken(tmp_path: Path, how: str) -> str:
+    folder = Path(save(tmp_path / "model", tiny_model()))
+    weights = folder / "model.safetensors"
+    if how == "no configuration":
+        (folder / "config.json").unlink()
+    elif how == "adapter":
+        (folder / "config.json").unlink()
+        (folder / "adapter_config.json").write_text("{}")
+    elif how == "damaged configuration":
+        (folder / "config.json").write_text("{")
+    elif how == "no model type":
+        (folder / "config.json").write_text("{}")
+    elif how == "no weights":
+        weights.unlink()
+    elif how == "pickled weights":
+        weights.rename(folder / "pytorch_model.bin")
+    elif how == "empty weights":
+        weights.write_bytes(b"")
+    elif how == "cut weights":
+        weights.write_bytes(weights.read_bytes()[:-100])
+    elif how == "missing shard":
+        index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    elif how == "missing tensors":
+        tensors = {name: t for name, t in load_file(weights).items() if "layers.1" not in name}
+        save_file(tensors, weights, metadata={"format": "pt"})
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("no configuration", "no config.json in this directory, so it is not a Hugging Face model"),
+        ("adapter", "It holds a LoRA adapter alone: merge it into its base"),
+        ("damaged configuration", "config.json is not valid JSON"),
+        ("no model type", "names no model_type"),
+        ("no weights", r"no weights in this model directory \(model.safetensors is missing\)"),
+        ("pickled weights", r"only pickled weights \(pytorch_model.bin\)"),
+        ("empty weights", "model.safetensors is missing or empty"),
+        ("cut weights", "its language model cannot be loaded"),
+        ("missing shard", "model-00001-of-00002.safetensors is missing or empty"),
+        ("missing tensors", r"lacks \d+ of its weights"),
+    ],
+)
+def test_a_broken_directory_is_refused_in_one_line(tmp_path, how, message):
+    source = broken(tmp_path, how)
+    with pytest.raises(ModelError, match=message) as caught:
+        PretrainedHandle(source).causal_lm()
+    assert source in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_in_place_of_a_directory_is_refused(tmp_path):
+    (tmp_path / "model").write_text("")
+    with pytest.raises(ModelError, match="there is no such model directory"):
+        check_model_directory(tmp_path / "model")
+
+
+def test_a_transformers_classifier_is_loaded_as_a_reward_model_with_a_pad_id(tmp_path):
+    source = save(tmp_path / "model", tiny_model("gpt2", reward=True, num_labels=1), word_tokenizer(pad_token=None))
+    model = PretrainedHandle(source).reward_model()
+    assert isinstance(model, GPT2ForSequenceClassification)
+    assert model(IDS.repeat(2, 1)).logits.shape == (2, 1)
+
+
+def test_our_reward_model_is_loaded_from_its_directory(tmp_path):
+    source = save(tmp_path / "model", CausalLMRewardModel.from_causal_lm(tiny_model()))
+    assert isinstance(PretrainedHandle(source).reward_model(), CausalLMRewardModel)
+
+
+def test_a_model_with_two_labels_is_no_reward_model(tmp_path):
+    handle = PretrainedHandle(save(tmp_path / "model", tiny_model("gpt2", reward=True, num_labels=2)))
+    with pytest.raises(ModelError, match=r"has one output \(num_labels 1\), this one has 2"):
+        handle.reward_model()
+
+
+def test_a_language_model_that_says_it_has_one_label_lacks_the_head(tmp_path):
+    handle = PretrainedHandle(save(tmp_path / "model", tiny_model("gpt2", num_labels=1)))
+    with pytest.raises(ModelError, match=r"lacks 1 of its weights \(score.weight\)"):
+        handle.reward_model()
+
+
+def test_a_reward_model_cannot_be_a_policy(tmp_path):
+    handle = PretrainedHandle(save(tmp_path / "model", CausalLMRewardModel.from_causal_lm(tiny_model())))
+    with pytest.raises(ModelError, match="this is a reward model, it cannot generate"):
+        handle.causal_lm()
+
+
+def test_the_fingerprint_follows_configuration_and_weights_and_not_the_place(tmp_path):
+    first, copy, reshaped, retrained = (
+        PretrainedHandle(save(tmp_path / name, tiny_model(**options))).fingerprint()
+        for name, options in (("a", {}), ("b", {}), ("c", {"num_hidden_layers": 1}), ("d", {"seed": 1}))
+    )
+    assert first == copy
+    assert len({first, reshaped, retrained}) == 3
+
+
+@pytest.mark.parametrize(
+    ("config", "length"),
+    [(GPT2Config(n_positions=77), 77), (LlamaConfig(max_position_embeddings=99), 99), (BloomConfig(), None)],
+)
+def test_the_context_is_found_under_each_architectures_name(config, length):
+    assert context_length(config) == length
+
+
+def test_hub_ids_and_paths_are_told_apart(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    assert [is_local(s) for s in ("gpt2", "org/name", "org/name-1.5B_x")] == [False, False, False]
+    assert [is_local(s) for s in ("data/model", "./gpt2", "/a/b", "a/b/c", "~/m", "data")] == [True] * 6
+
+
+def test_progress_bars_are_off_inside_and_as_before_outside():
+    before = is_progress_bar_enabled()
+    with quiet_transformers():
+        assert not is_progress_bar_enabled()
+    assert is_progress_bar_enabled() == before
+
+
+def test_float64_weights_are_loaded_as_such(tmp_path):
+    source = save(tmp_path / "model", tiny_model())
+    assert PretrainedHandle(source).causal_lm(torch.float64).dtype == torch.float64
+    plain = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float64)
+    assert torch.equal(PretrainedHandle(source).causal_lm(torch.float64)(IDS).logits, plain(IDS).logits)

@@ -1,0 +1,105 @@
+import pytest
+from transformers import GenerationConfig, LlamaConfig
+
+from ppo_rlhf.core.errors import ConfigError, ModelError
+from ppo_rlhf.models.tokenizers import (
+    append_end,
+    drop_end,
+    end_of_turn_id,
+    ensure_pad_token,
+    same_vocabulary,
+    stop_token_ids,
+    train_word_tokenizer,
+)
+from tests.tiny_models import BEGIN, CHAT_TEMPLATE, END, PAD, UNKNOWN, VOCABULARY, word_tokenizer
+
+PERIOD = VOCABULARY.index(".")
+
+
+@pytest.mark.parametrize(
+    ("options", "configured", "chosen"),
+    [
+        ({}, BEGIN, PAD),
+        ({"pad_token": None}, BEGIN, BEGIN),
+        ({"pad_token": None}, None, UNKNOWN),
+        ({"pad_token": None}, 10_000, UNKNOWN),
+        ({"pad_token": None, "unk_token": "</s>"}, None, END),
+        ({"pad_token": None, "unk_token": None}, None, END),
+    ],
+)
+def test_the_pad_token_is_the_first_there_is_of_own_configured_unknown_end(options, configured, chosen):
+    tokenizer = word_tokenizer(**options)
+    ensure_pad_token(tokenizer, LlamaConfig(vocab_size=30, pad_token_id=configured))
+    assert tokenizer.pad_token_id == chosen
+    assert len(tokenizer) == len(VOCABULARY)
+
+
+def test_a_tokenizer_without_any_token_to_pad_with_is_refused():
+    with pytest.raises(ModelError, match="no pad, unknown or end-of-text token"):
+        ensure_pad_token(word_tokenizer(pad_token=None, unk_token=None, eos_token=None))
+
+
+@pytest.mark.parametrize(
+    ("configured", "ids"), [(None, (END,)), (END, (END,)), (BEGIN, (BEGIN, END)), ([BEGIN, 7], (BEGIN, END, 7))]
+)
+def test_every_end_of_text_of_generation_config_and_tokenizer_stops(configured, ids):
+    assert stop_token_ids(word_tokenizer(), GenerationConfig(eos_token_id=configured)) == ids
+
+
+def test_the_chat_templates_end_of_turn_stops_too():
+    tokenizer = word_tokenizer(chat_template=CHAT_TEMPLATE)
+    assert end_of_turn_id(tokenizer) == BEGIN
+    assert stop_token_ids(tokenizer, None) == (BEGIN, END)
+
+
+def test_without_a_chat_template_there_is_no_end_of_turn():
+    assert end_of_turn_id(word_tokenizer()) is None
+
+
+def test_an_explicit_id_stops_alone():
+    assert stop_token_ids(word_tokenizer(), GenerationConfig(eos_token_id=END), stop_token_id=9) == (9,)
+
+
+def test_period_and_none_are_what_they_say():
+    assert stop_token_ids(word_tokenizer(), None, stop_token="period") == (PERIOD,)
+    assert stop_token_ids(word_tokenizer(), None, stop_token="none") == ()
+
+
+def test_a_stop_token_that_does_not_exist_is_refused():
+    with pytest.raises(ModelError, match="no token for stop_token=eos"):
+        stop_token_ids(word_tokenizer(eos_token=None), None)
+    with pytest.raises(ConfigError, match=r"stop_token_id=99 is not an id of the tokenizer \(0 to 24\)"):
+        stop_token_ids(word_tokenizer(), None, stop_token_id=99)
+    with pytest.raises(ConfigError, match="stop_token='full' is not one of"):
+        stop_token_ids(word_tokenizer(), None, stop_token="full")
+
+
+def test_a_trained_word_tokenizer_gives_every_text_back():
+    texts = ["the plot ( again ) is n't bad .", "a , b : the c"]
+    tokenizer = train_word_tokenizer(texts, context_length=12)
+    for text in texts:
+        ids = tokenizer(text)["input_ids"]
+        assert len(ids) == len(text.split())
+        assert tokenizer.decode(ids) == text
+    assert tokenizer.tokenize("unseen") == ["<unk>"]
+    assert tokenizer.convert_tokens_to_ids(["<pad>", "<unk>", "</s>"]) == [0, 1, 2]
+    assert tokenizer.model_max_length == 12
+
+
+def test_training_a_word_tokenizer_again_gives_the_same_ids():
+    texts = [" ".join(f"w{i * j % 97}" for j in range(30)) for i in range(50)]
+    vocabularies = [train_word_tokenizer(texts, 8).get_vocab() for _ in range(3)]
+    assert vocabularies[0] == vocabularies[1] == vocabularies[2]
+
+
+def test_vocabularies_are_the_same_only_if_every_id_is():
+    assert same_vocabulary(word_tokenizer(), word_tokenizer(pad_token=None))
+    assert not same_vocabulary(word_tokenizer(), train_word_tokenizer(["a b c"], 8))
+
+
+def test_the_end_of_text_is_put_and_taken_once():
+    assert append_end([5, 6], END) == [5, 6, END]
+    assert append_end([5, END], END) == [5, END]
+    assert append_end([5], None) == [5]
+    assert drop_end([5, END], END) == [5]
+    assert drop_end([5, 6], END) == [5, 6]

@@ -1,0 +1,33 @@
+import pandas as pd
+import pytest
+from kedro.io import DataCatalog, MemoryDataset
+from kedro.runner import SequentialRunner
+
+from ppo_rlhf.core.errors import DataError
+from ppo_rlhf.pipelines.data_preparation import create_pipeline
+from ppo_rlhf.training.demonstrations import DataPreparationConfig
+
+
+def run(frame: pd.DataFrame, **settings) -> dict[str, pd.DataFrame]:
+    catalog = DataCatalog(
+        {
+            "raw_demonstrations": MemoryDataset(frame),
+            "params:data_preparation": MemoryDataset(DataPreparationConfig(**settings)),
+        }
+    )
+    return {name: data.load() for name, data in SequentialRunner().run(create_pipeline(), catalog).items()}
+
+
+def test_a_persons_table_becomes_two_tables_of_standard_columns():
+    frame = pd.DataFrame({"review": ["good", "bad", "fine", "dull"], "stars": [5, 1, 4, 2]})
+    tables = run(frame, text_column="review", held_out_share=0.25)
+    assert {name: table.shape for name, table in tables.items()} == {
+        "demonstrations": (3, 1),
+        "evaluation_demonstrations": (1, 1),
+    }
+    assert sorted(pd.concat(tables.values())["text"]) == sorted(frame["review"])
+
+
+def test_a_table_without_the_columns_is_refused():
+    with pytest.raises(DataError, match="the columns are review; needed is `text`"):
+        run(pd.DataFrame({"review": ["good", "bad"]}))

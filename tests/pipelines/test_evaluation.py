@@ -1,0 +1,217 @@
+"""The pipeline `evaluation` on tiny models from disk, its parameters, and tables that survive their files."""
+
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+from kedro.config import OmegaConfigLoader
+from kedro.io import AbstractDataset, DataCatalog, MemoryDataset
+from kedro.runner import SequentialRunner
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.pipelines.evaluation import create_pipeline
+from ppo_rlhf.training.config import PPOConfig
+from ppo_rlhf.training.evaluation import EvaluationConfig
+from ppo_rlhf.training.prompts import PromptDataset
+from ppo_rlhf.training.rewards import RewardComponentConfig, RewardConfig
+
+PROJECT = Path(__file__).parents[2]
+WORDS = ["<eos>", *"abcdefghijk"]
+PROMPTS = ["a", "b c", "d e f", "g h", "i", "j k"]
+COLUMNS = {
+    "evaluation_summary": {
+        *("eval/win_rate", "eval/win_rate_low", "eval/win_rate_high", "eval/judge_score", "eval/judge_score_sft"),
+        *(
+            "eval/reward",
+            "eval/reward_sft",
+            "eval/kl",
+            "eval/response_length",
+            "eval/distinct_2",
+            "eval/distinct_2_sft",
+        ),
+        *("eval/wordy_rate", "eval/wordy_rate_sft", "prompts", "decided_by"),
+    },
+    "sample_pairs": {
+        *("chosen", "outcome", "prompt", "sft_response", "ppo_response", "sft_score", "ppo_score", "ppo_kl"),
+    },
+}
+
+
+def letter_a(prompts, completions, **columns):
+    return [float(completion.count("a")) for completion in completions]
+
+
+def word_count(prompts, completions, **columns):
+    return [float(len(completion.split())) for completion in completions]
+
+
+def is_wordy(prompts, completions, **columns):
+    return [float(len(completion.split()) > 2) for completion in completions]
+
+
+def save_policy(folder, seed):
+    words = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="a"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<eos>", eos_token="<eos>")
+    torch.manual_seed(seed)
+    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    special = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+    config = LlamaConfig(vocab_size=len(WORDS), max_position_embeddings=32, initializer_range=0.5, **shape, **special)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return PretrainedHandle(str(folder))
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    sft_policy = save_policy(folder / "sft", 0)
+    tokenizer = sft_policy.tokenizer()
+    prompts = PromptDataset([tokenizer(text)["input_ids"] for text in PROMPTS], PROMPTS, {})
+    reward = RewardComponentConfig(type="function", function=f"{__name__}:letter_a")
+    return {
+        "sft_policy": sft_policy,
+        "ppo_policy": save_policy(folder / "ppo", 1),
+        "reward_model": None,
+        "evaluation_prompts": prompts.to_frame(),
+        "params:ppo": PPOConfig(response_length=5, temperature=1.0),
+        "params:reward": RewardConfig(components=[reward]),
+        "params:evaluation": EvaluationConfig(
+            judge=f"{__name__}:word_count",
+            rates={"wordy_rate": f"{__name__}:is_wordy"},
+            bootstrap_samples=200,
+            sample_pairs=2,
+            prompts_path="own.jsonl",
+        ),
+    }
+
+
+def run_evaluation(inputs):
+    # entries that load as None cannot be MemoryDatasets with data: Kedro takes None for "nothing saved"
+    given = {name: MemoryDataset(value, copy_mode="assign") for name, value in inputs.items() if value is not None}
+    absent = {name: _LoadsNone() for name, value in inputs.items() if value is None}
+    outputs = {name: _Kept() for name in create_pipeline().all_outputs()}
+    SequentialRunner().run(create_pipeline(), DataCatalog({**given, **absent, **outputs}))
+    return {name: dataset.load() for name, dataset in outputs.items()}
+
+
+class _Kept(MemoryDataset):
+    def _release(self):
+        """Keep what the runner would free once no node needs it."""
+
+
+class _LoadsNone(AbstractDataset):
+    def load(self):
+        return None
+
+    def save(self, data):
+        raise AssertionError("an optional input is never written")
+
+    def _describe(self):
+        return {}
+
+
+@pytest.fixture(scope="module")
+def outputs(inputs):
+    return run_evaluation(inputs)
+
+
+def test_pipeline_is_one_namespace_and_leaves_dataset_names_alone():
+    pipeline = create_pipeline()
+    assert {node.name for node in pipeline.nodes} == {
+        "evaluation.evaluate_sft_policy",
+        "evaluation.evaluate_ppo_policy",
+        "evaluation.compare_policies",
+        "evaluation.pair_samples",
+    }
+    assert pipeline.inputs() == {
+        *("sft_policy", "ppo_policy", "reward_model", "evaluation_prompts"),
+        *("params:ppo", "params:reward", "params:evaluation"),
+    }
+
+
+def test_every_node_has_a_docstring_for_kedro_viz():
+    assert all((node.func.__doc__ or "").strip() for node in create_pipeline().nodes)
+
+
+def test_both_policies_answer_every_prompt_and_sft_has_no_kl_from_itself(outputs):
+    for name in ("sft_evaluation", "ppo_evaluation"):
+        assert outputs[name]["prompt"].tolist() == PROMPTS
+        words = [float(len(text.split())) for text in outputs[name]["response"]]
+        assert outputs[name]["judge_score"].tolist() == words
+        assert outputs[name]["reward"].tolist() == [text.count("a") for text in outputs[name]["response"]]
+    assert (outputs["sft_evaluation"]["kl"] == 0.0).all()
+    assert (outputs["ppo_evaluation"]["kl"] != 0.0).any()
+
+
+def test_summary_holds_the_metrics_and_who_decided(outputs):
+    summary = outputs["evaluation_summary"]
+    assert set(summary) == COLUMNS["evaluation_summary"]
+    assert summary["prompts"] == len(PROMPTS)
+    assert summary["decided_by"] == f"the judge {__name__}:word_count"
+    sft, ppo = (outputs[name]["judge_score"] for name in ("sft_evaluation", "ppo_evaluation"))
+    assert summary["eval/win_rate"] == pytest.approx((ppo > sft).mean() + 0.5 * (ppo == sft).mean(), abs=1e-12)
+    assert set(outputs["sample_pairs"].columns) == COLUMNS["sample_pairs"]
+
+
+def test_policy_compared_with_itself_ties_everywhere(inputs):
+    outputs = run_evaluation({**inputs, "ppo_policy": inputs["sft_policy"]})
+    summary = outputs["evaluation_summary"]
+    assert [summary[f"eval/win_rate{end}"] for end in ("", "_low", "_high")] == [0.5, 0.5, 0.5]
+    assert summary["eval/kl"] == pytest.approx(0.0, abs=1e-6)
+    assert outputs["before_after"]["sft"].tolist() == pytest.approx(outputs["before_after"]["ppo"].tolist(), abs=1e-6)
+    assert set(outputs["sample_pairs"]["chosen"]) == {"drawn at random"}
+
+
+def test_same_inputs_give_the_same_numbers(inputs, outputs):
+    again = run_evaluation(inputs)
+    pd.testing.assert_frame_equal(again["ppo_evaluation"], outputs["ppo_evaluation"], check_exact=True)
+    assert again["evaluation_summary"] == outputs["evaluation_summary"]
+
+
+def test_reward_decides_when_there_is_no_judge(inputs):
+    settings = EvaluationConfig(bootstrap_samples=200, prompts_path="own.jsonl")
+    summary = run_evaluation({**inputs, "params:evaluation": settings})["evaluation_summary"]
+    assert not {"eval/judge_score", "eval/judge_score_sft"} & set(summary)
+    assert summary["decided_by"].startswith("the reward")
+
+
+def load_config(environment):
+    return OmegaConfigLoader(
+        conf_source=str(PROJECT / "conf"),
+        base_env="base",
+        default_run_env=environment,
+        merge_strategy={"parameters": "soft"},
+    )
+
+
+@pytest.mark.parametrize("environment", ["base", "test"])
+def test_parameters_are_the_settings_and_follow_the_globals(environment):
+    group = load_config(environment)["parameters"]["evaluation"]
+    settings = EvaluationConfig(**group)
+    assert settings.prompts_path == "data/01_raw/prompts.jsonl"
+    assert settings.seed == 42
+    assert set(group) == set(EvaluationConfig.__dataclass_fields__)
+
+
+def test_sample_pairs_survive_their_file_whatever_the_models_wrote(tmp_path):
+    entry = load_config("base")["catalog"]["sample_pairs"]["dataset"]
+    dataset = AbstractDataset.from_config("sample_pairs", {**entry, "filepath": str(tmp_path / "sample_pairs.csv")})
+    texts = ["", "NA", "7", "null", 'say "hi", twice', "line\nbreak", "carriage\rreturn", "tab\t<b>&", "ünï ✓"]
+    table = pd.DataFrame(
+        {
+            "chosen": "drawn at random",
+            "outcome": "tie",
+            "prompt": texts,
+            "sft_response": texts,
+            "ppo_response": texts[::-1],
+            "sft_score": 0.1 + 0.2,
+            "ppo_score": -1.5,
+            "ppo_kl": 3.0,
+        }
+    )
+    dataset.save(table)
+    pd.testing.assert_frame_equal(dataset.load(), table, check_exact=True)

@@ -1,0 +1,64 @@
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+from kedro.io import DataCatalog
+from kedro.runner import SequentialRunner
+from kedro_datasets.pandas import ParquetDataset
+
+from ppo_rlhf.datasets import PretrainedModelDataset
+from ppo_rlhf.pipelines.supervised_finetuning import create_pipeline
+from ppo_rlhf.training.sft import SupervisedFinetuningConfig
+from tests.tiny_models import CHAT_TEMPLATE, save, tiny_model, word_tokenizer
+
+CHAT = [{"role": "user", "content": "b"}, {"role": "assistant", "content": "c"}]
+
+
+def run(tmp_path: Path, frame: pd.DataFrame, base_model: str | None = None) -> tuple[DataCatalog, list[dict]]:
+    """Run the pipeline over files, as the project's catalog does."""
+    catalog = DataCatalog(
+        {
+            "base_model": PretrainedModelDataset(base_model),
+            "demonstrations": ParquetDataset(filepath=str(tmp_path / "demonstrations.parquet")),
+            "evaluation_demonstrations": ParquetDataset(filepath=str(tmp_path / "evaluation.parquet")),
+            "sft_policy": PretrainedModelDataset(str(tmp_path / "sft_policy")),
+        }
+    )
+    catalog["params:supervised_finetuning"] = SupervisedFinetuningConfig(
+        max_steps=2,
+        logging_steps=1,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        device="cpu",
+    )
+    catalog["demonstrations"].save(frame)
+    catalog["evaluation_demonstrations"].save(frame.head(2))
+    outputs = SequentialRunner().run(create_pipeline(), catalog)
+    return catalog, outputs["sft_metrics"].load()
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        pd.DataFrame({"text": ["a b c", "b c", "c a"] * 4}),
+        pd.DataFrame({"prompt": ["a b", "b"] * 6, "completion": [" c", " a c"] * 6}),
+    ],
+)
+def test_a_policy_from_scratch_lands_in_the_catalog_as_a_directory(tmp_path, frame):
+    catalog, metrics = run(tmp_path, frame)
+    handle = catalog["sft_policy"].load()
+    assert handle.config().model_type == "llama"
+    assert len(handle.tokenizer()) == handle.config().vocab_size == 6  # a, b, c and three special tokens
+    assert handle.causal_lm()(torch.tensor([[3, 4]])).logits.isfinite().all()
+    assert [entry["step"] for entry in metrics] == [1, 2]
+    assert metrics[-1].keys() == {"step", "sft/loss", "sft/eval_loss"}
+
+
+def test_chats_from_a_file_are_learnt_by_a_base_model_with_a_template(tmp_path):
+    base = save(tmp_path / "base", tiny_model(), word_tokenizer(chat_template=CHAT_TEMPLATE))
+    catalog, metrics = run(tmp_path, pd.DataFrame({"messages": [CHAT] * 8}), base)
+    assert len(metrics) == 2
+    assert catalog["sft_policy"].load().tokenizer().chat_template == CHAT_TEMPLATE

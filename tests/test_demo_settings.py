@@ -1,0 +1,51 @@
+"""Settings of the demo that meet another model are named in one line; the demo itself, and one's own, are not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from kedro.config import OmegaConfigLoader
+from kedro.io import DataCatalog, MemoryDataset
+from kedro.pipeline import Node, Pipeline
+
+from ppo_rlhf.hooks.demo_settings import demo_settings_in_use
+from ppo_rlhf.training.config import PPOConfig
+
+GLOBALS = "{base_model_path: null, sft_model_path: data/06_models/sft_policy, data_root: data}"
+PIPELINE = Pipeline([Node(lambda ppo: ppo, {"ppo": "params:ppo"}, "out", name="n")])
+
+
+@pytest.fixture
+def conf(tmp_path: Path) -> Path:
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base/globals.yml").write_text(GLOBALS)
+    (tmp_path / "base/parameters_ppo.yml").write_text(
+        "ppo: {seed: '${runtime_params:seed, 1}', learning_rate: 4.0e-4, response_length: 36, kl_coef: 0.08}"
+    )
+    return tmp_path
+
+
+def advice(conf: Path, given: dict[str, str], config: PPOConfig) -> str | None:
+    loader = OmegaConfigLoader(str(conf), base_env="base", default_run_env="base", runtime_params=given)
+    return demo_settings_in_use(loader, PIPELINE, DataCatalog({"params:ppo": MemoryDataset(config)}))
+
+
+DEMO = PPOConfig(learning_rate=4e-4, response_length=36, kl_coef=0.08)
+
+
+def test_the_demo_on_its_own_model_is_not_warned_of(conf: Path) -> None:
+    assert advice(conf, {}, DEMO) is None
+
+
+@pytest.mark.parametrize("name", ["sft_model_path", "base_model_path"])
+def test_the_demos_settings_on_another_model_are_named(conf: Path, name: str) -> None:
+    assert advice(conf, {name: "models/mine"}, DEMO) == (
+        "ppo.learning_rate=0.0004, ppo.response_length=36 suit the demo's tiny model, not models/mine: "
+        "set your own in conf/local/parameters.yml"
+    )
+
+
+def test_settings_of_ones_own_on_another_model_are_not_warned_of(conf: Path) -> None:
+    own = PPOConfig(learning_rate=1e-5, response_length=64)
+    assert advice(conf, {"sft_model_path": "models/mine"}, own) is None

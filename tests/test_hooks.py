@@ -1,0 +1,392 @@
+"""What a run leaves in MLflow, and that nothing is left where tracking is off."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import SimpleNamespace
+
+import mlflow
+import pytest
+from click.testing import Result
+from kedro.config import OmegaConfigLoader
+from mlflow.entities import Run
+
+from ppo_rlhf.core.errors import ConfigError
+from ppo_rlhf.hooks import TrackingHook
+from ppo_rlhf.hooks.checks import check_runner, unread_local_files
+from ppo_rlhf.hooks.hyperparameters import changed_settings, hyperparameters
+from ppo_rlhf.hooks.metric_log import MOST_PENDING, MetricLog
+from ppo_rlhf.hooks.provenance import git_tags
+from ppo_rlhf.hooks.run_parameters import unknown_names
+from ppo_rlhf.hooks.tracking import settled_in_project
+from ppo_rlhf.training.config import PPOConfig
+from ppo_rlhf.training.rewards import RewardConfig
+
+Kedro = Callable[..., Result]
+
+
+@dataclass
+class TrackedRun:
+    """A run of the whole toy chain, with its project in a git repository."""
+
+    project: Path
+    run: Run
+    client: mlflow.MlflowClient
+    commit: str
+
+    def history(self, key: str) -> list[tuple[int, float]]:
+        return [(m.step, m.value) for m in self.client.get_metric_history(self.run.info.run_id, key)]
+
+
+def git(folder: Path, *arguments: str) -> str:
+    identity = ("-c", "user.name=test", "-c", "user.email=test@example.org")
+    return subprocess.run(["git", *identity, *arguments], cwd=folder, capture_output=True, text=True, check=True).stdout
+
+
+def last_run(project: Path) -> Run:
+    mlflow.set_tracking_uri(f"sqlite:///{project / 'mlflow.db'}")
+    return mlflow.search_runs(experiment_names=["ppo_rlhf"], output_format="list")[0]
+
+
+@pytest.fixture(scope="module")
+def tracked(
+    tmp_path_factory: pytest.TempPathFactory, new_toy_project: Callable[[Path], Path], kedro: Kedro
+) -> Iterator[TrackedRun]:
+    project = new_toy_project(tmp_path_factory.mktemp("tracked") / "toy")
+    git(project, "init", "--quiet")
+    git(project, "add", "conf", "src")
+    git(project, "commit", "--quiet", "--message", "toy")
+    result = kedro(project, "run", "--params", "ppo.kl_coef=0.25,seed=11")
+    assert result.exit_code == 0, result.output
+    yield TrackedRun(project, last_run(project), mlflow.MlflowClient(), git(project, "rev-parse", "HEAD").strip())
+    mlflow.set_tracking_uri(None)
+
+
+def test_the_run_is_finished_and_named_after_its_pipelines(tracked: TrackedRun):
+    assert tracked.run.info.status == "FINISHED"
+    assert tracked.run.info.run_name == "__default__"
+    assert mlflow.active_run() is None
+
+
+def test_each_hyperparameter_is_a_param_of_its_own_named_by_group_and_key(tracked: TrackedRun):
+    params = tracked.run.data.params
+    for field in fields(PPOConfig):
+        assert f"ppo.{field.name}" in params
+    assert params["ppo.kl_coef"] == "0.25"
+    assert params["ppo.seed"] == "11"
+    assert params["ppo.num_ppo_epochs"] == "4"  # a default that no file names
+    assert params["prompts.column"] == "prompt"
+    assert json.loads(params["reward.components"]) == [
+        {"type": "function", "weight": 0.5, "function": "toy_ppo.rewards:brevity", "name": None}
+    ]
+    assert "ppo" not in params  # kedro-mlflow's one string for the whole group
+
+
+def test_tags_say_where_the_run_came_from(tracked: TrackedRun):
+    tags = tracked.run.data.tags
+    prompts = tracked.project / "data" / "01_raw" / "prompts.jsonl"
+    assert tags["git.commit"] == tracked.commit
+    assert tags["git.dirty"] == "false"
+    assert tags["pipeline"] == "__default__"
+    assert tags["environment"] == "local"
+    assert tags["seed"] == "11"
+    assert tags["data.raw_prompts.fingerprint"] == hashlib.sha256(prompts.read_bytes()).hexdigest()
+    assert tags["data.raw_prompts.path"] == str(prompts)
+    assert tags["ppo.not_default"] == "kl_coef=0.25, total_episodes=24, seed=11, sample_interval=2"
+    assert {"version.ppo_rlhf", "version.torch", "version.transformers", "version.python"} <= set(tags)
+
+
+def test_metrics_lie_at_the_iteration_that_they_measured(tracked: TrackedRun):
+    assert tracked.history("objective/scores") == [(1, 0.25), (2, 0.5), (3, 0.75)]
+    assert tracked.history("episode") == [(1, 8.0), (2, 16.0), (3, 24.0)]
+
+
+def test_the_final_evaluation_is_logged_once_at_the_last_iteration(tracked: TrackedRun):
+    # Due at iteration 2 and at the end; at the end the evaluation over all prompts (0.75) stands in its place.
+    assert tracked.history("eval/win_rate") == [(2, 0.5), (3, 0.75)]
+    assert set(tracked.run.data.metrics) == {
+        "objective/scores",
+        "episode",
+        "eval/win_rate",
+        "sft/loss",
+        "sft/eval_loss",
+    }
+
+
+def test_histories_of_other_stages_lie_at_their_optimiser_steps(tracked: TrackedRun):
+    assert tracked.history("sft/loss") == [(1, 3.0), (2, 2.5)]
+    assert tracked.history("sft/eval_loss") == [(2, 2.75)]
+
+
+def test_samples_are_a_table_of_the_first_and_every_second_iteration(tracked: TrackedRun):
+    table = mlflow.load_table("samples.json", run_ids=[tracked.run.info.run_id])
+    assert table["iteration"].tolist() == [1, 1, 1, 2, 2, 2]
+    assert table["prompt"].tolist()[:3] == ["the film was", "a story of", "i have seen"]
+    assert table["response"].tolist()[:3] == ["answer 0", "answer 1", "answer 2"]
+    assert table["score"].tolist()[:3] == [0.0, 1.0, 2.0]
+    assert table["kl"].tolist()[:3] == [4.0, 4.0, 4.0]
+
+
+def test_the_exported_policy_is_a_model_that_generates_with_its_metrics_linked(tracked: TrackedRun):
+    (model,) = mlflow.search_logged_models(experiment_ids=[tracked.run.info.experiment_id], output_format="list")
+    assert model.source_run_id == tracked.run.info.run_id
+    assert {m.key: m.value for m in model.metrics if m.key.startswith("eval/")} == {"eval/win_rate": 0.75}
+    generator = mlflow.transformers.load_model(f"models:/{model.model_id}")
+    (answer,) = generator("the film", max_new_tokens=2, do_sample=False)
+    assert answer["generated_text"].startswith("the film")
+
+
+def test_database_and_artifacts_lie_in_the_projects_root(tracked: TrackedRun):
+    root = tracked.project
+    assert {p.name for p in root.iterdir() if p.name.startswith("ml")} == {"mlflow.db", "mlartifacts"}
+    assert tracked.run.info.artifact_uri.startswith(f"file://{root}/mlartifacts")
+
+
+def test_kedro_viz_finds_the_status_of_the_run(tracked: TrackedRun):
+    events = json.loads((tracked.project / ".viz" / "kedro_pipeline_events.json").read_text())
+    ran = {event["node"] for event in events if event["event"] == "after_node_run"}
+    assert {"ppo.generate_rollouts", "ppo.optimise_policy", "evaluation.compare_policies"} <= ran
+
+
+def test_telemetry_leaves_the_projects_file_alone(tracked: TrackedRun):
+    assert "kedro_telemetry" not in (tracked.project / "pyproject.toml").read_text()
+    assert mlflow.telemetry.get_telemetry_client() is None
+
+
+def test_kedro_mlflow_ui_opens_the_projects_database(kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch):
+    commands: list[list[str]] = []
+    monkeypatch.setattr(
+        "kedro_mlflow.framework.cli.cli.subprocess", SimpleNamespace(call=lambda command: commands.append(command))
+    )
+    (toy_project / "mlflow.db").unlink()
+    result = kedro(toy_project, "mlflow", "ui")
+    assert result.exit_code == 0, result.output
+    (command,) = commands
+    assert command[:3] == ["mlflow", "ui", "--backend-store-uri"]
+    assert command[3] == f"sqlite:///{toy_project / 'mlflow.db'}"
+    assert not (toy_project / "mlflow.db").exists()  # looking at the settings opens nothing
+
+
+def test_a_run_whose_pipeline_is_not_tracked_leaves_nothing(kedro: Kedro, toy_project: Path):
+    (toy_project / "mlflow.db").unlink()
+    settings = "tracking:\n  disable_tracking:\n    pipelines: [align]\n"
+    (toy_project / "conf" / "local" / "mlflow.yml").write_text(settings)
+    result = kedro(toy_project, "run", "--pipelines", "align")
+    assert result.exit_code == 0, result.output
+    assert not (toy_project / "mlflow.db").exists()
+    assert not (toy_project / "mlartifacts").exists()
+
+
+def test_a_store_that_cannot_be_opened_is_one_line(kedro: Kedro, toy_project: Path):
+    uri = f"sqlite:///{toy_project}/pyproject.toml/mlflow.db"  # below a file
+    settings = f"server:\n  mlflow_tracking_uri: {uri}\n"
+    (toy_project / "conf" / "local" / "mlflow.yml").write_text(settings)
+    result = kedro(toy_project, "run", "--pipelines", "align")
+    assert result.exit_code == 1
+    assert f"Error: mlflow.yml: the tracking store {uri} cannot be used" in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_a_failed_run_says_why(kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TOY_FAIL_AT", "2")
+    kedro(toy_project, "run", "--pipelines", "align")
+    run = last_run(toy_project)
+    assert run.info.status == "FAILED"
+    assert run.data.tags["error"] == "ZeroDivisionError: the update went wrong"
+    assert run.data.metrics["objective/scores"] == 0.25
+
+
+def test_a_run_that_was_open_before_is_used_and_left_open(kedro: Kedro, toy_project: Path):
+    mlflow.set_tracking_uri(f"sqlite:///{toy_project / 'mlflow.db'}")
+    mlflow.set_experiment("ppo_rlhf")
+    with mlflow.start_run() as outer:
+        result = kedro(toy_project, "run", "--pipelines", "align")
+        assert result.exit_code == 0, result.output
+        assert mlflow.active_run().info.run_id == outer.info.run_id
+    assert mlflow.get_run(outer.info.run_id).data.params["ppo.kl_coef"] == "0.05"
+
+
+def test_relative_sqlite_files_and_their_artifacts_are_placed_in_the_project():
+    settings = {"server": {"mlflow_tracking_uri": "sqlite:///mlflow.db"}, "tracking": {"experiment": {"name": "x"}}}
+    assert settled_in_project(settings, Path("/project")) == {
+        "server": {"mlflow_tracking_uri": "sqlite:////project/mlflow.db"},
+        "tracking": {
+            "experiment": {"name": "x", "create_experiment_kwargs": {"artifact_location": "/project/mlartifacts"}}
+        },
+    }
+
+
+@pytest.mark.parametrize("uri", ["http://server:5000", "databricks", "mlruns"])
+def test_other_stores_are_left_as_they_are(uri: str):
+    settings = {"server": {"mlflow_tracking_uri": uri}}
+    assert settled_in_project(settings, Path("/project")) == settings
+
+
+def test_lists_and_groups_become_json_and_single_values_keep_their_name():
+    groups = {
+        "plain": {"a": 1, "b": [1, 2], "c": {"d": None}},
+        "number": 3,
+        "reward": RewardConfig(components=[{"type": "model"}]),
+    }
+    assert hyperparameters(groups) == {
+        "plain.a": "1",
+        "plain.b": "[1, 2]",
+        "plain.c": '{"d": null}',
+        "number": "3",
+        "reward.components": '[{"type": "model", "weight": 1.0, "function": null, "name": null}]',
+    }
+
+
+def test_settings_at_their_default_are_not_named_as_changed():
+    assert changed_settings({"ppo": PPOConfig(kl_coef=0.2)}) == {"kl_coef": 0.2}
+    assert changed_settings({"ppo": PPOConfig()}) == {}
+    assert changed_settings({"prompts": {"column": "text"}}) == {}
+
+
+def test_outside_a_git_repository_there_are_no_git_tags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert git_tags(tmp_path) == {}
+
+
+def test_a_changed_file_makes_the_commit_dirty(tmp_path: Path):
+    git(tmp_path, "init", "--quiet")
+    (tmp_path / "file").write_text("one")
+    git(tmp_path, "add", "--all")
+    git(tmp_path, "commit", "--quiet", "--message", "first")
+    assert git_tags(tmp_path)["git.dirty"] == "false"
+    (tmp_path / "file").write_text("two")
+    assert git_tags(tmp_path)["git.dirty"] == "true"
+
+
+def test_a_refused_metric_is_said_and_does_not_end_the_run(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    waited: list[int] = []
+
+    class Operation:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def wait(self) -> None:
+            waited.append(self.number)
+            if self.number == 1:
+                raise mlflow.exceptions.MlflowException("the disk is full")
+
+    class Client:
+        sent = 0
+
+        def log_batch(self, run_id: str, metrics: list[object], synchronous: bool) -> Operation:
+            self.sent += 1
+            return Operation(self.sent)
+
+    monkeypatch.setattr("ppo_rlhf.hooks.metric_log.MlflowClient", Client)
+    log = MetricLog("run")
+    for step in range(MOST_PENDING + 2):
+        log.log({"a": 1.0}, step)
+    assert waited == [1, 2]  # no more than MOST_PENDING are kept
+    log.flush()
+    assert waited == list(range(1, MOST_PENDING + 3))
+    assert caplog.text.count("the disk is full") == 1
+
+
+def test_the_best_checkpoint_is_the_best_evaluated_one_that_is_still_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from ppo_rlhf.datasets import checkpoints
+    from ppo_rlhf.hooks.model_log import best_checkpoint
+
+    monkeypatch.setattr(checkpoints.mlflow, "active_run", lambda: SimpleNamespace(info=SimpleNamespace(run_id="run")))
+    dataset = checkpoints.CheckpointDataset(str(tmp_path))
+    assert best_checkpoint(dataset, kl_alarm=20.0) is None
+    assert best_checkpoint(None, kl_alarm=20.0) is None
+    rows = [  # the first was pruned, the third drifted too far
+        {"iteration": 10.0, "eval/judge_score": 0.9, "eval/reward": 0.0, "eval/kl": 1.0},
+        {"iteration": 20.0, "eval/judge_score": 0.6, "eval/reward": 0.0, "eval/kl": 2.0},
+        {"iteration": 30.0, "eval/judge_score": 0.8, "eval/reward": 0.0, "eval/kl": 30.0},
+        {"iteration": 40.0, "eval/judge_score": 0.5, "eval/reward": 0.0, "eval/kl": 3.0},
+    ]
+    for iteration in (20, 30, 40):
+        (tmp_path / "run" / f"iteration_{iteration:06d}").mkdir(parents=True)
+    (tmp_path / "run" / "evaluations.json").write_text(json.dumps(rows))
+    assert best_checkpoint(dataset, kl_alarm=20.0) == (tmp_path / "run" / "iteration_000020" / "policy", 20)
+
+
+def loader(project: Path, **runtime_params: object) -> OmegaConfigLoader:
+    return OmegaConfigLoader(
+        str(project / "conf"), base_env="base", default_run_env="local", runtime_params=dict(runtime_params)
+    )
+
+
+def test_names_that_only_a_catalog_reads_are_known(toy_project: Path):
+    (toy_project / "conf" / "local" / "catalog.yml").write_text(
+        "mine:\n  type: pandas.CSVDataset\n  filepath: ${runtime_params:my_file, data/mine.csv}\n"
+    )
+    assert unknown_names(loader(toy_project, my_file="x", ppo={"gamma": 1.0}, seed=1)) == []
+
+
+def test_without_run_parameters_nothing_is_unknown(toy_project: Path):
+    assert unknown_names(loader(toy_project)) == []
+
+
+def test_files_of_conf_local_count_as_unread_only_in_another_environment(tmp_path: Path):
+    local = tmp_path / "local"
+    local.mkdir()
+    (local / ".gitkeep").touch()
+    assert unread_local_files(tmp_path, "test") == []
+    (local / "globals.yml").touch()
+    assert unread_local_files(tmp_path, "test") == ["globals.yml"]
+    assert unread_local_files(tmp_path, "local") == []
+    assert unread_local_files(tmp_path, None) == []
+
+
+def test_every_runner_is_welcome_where_there_is_no_loop():
+    from kedro.pipeline import Node, Pipeline
+
+    pipeline = Pipeline([Node(lambda: 1, None, "x", name="one")])
+    check_runner("<kedro.runner.thread_runner.ThreadRunner object at 0x7f>", pipeline)
+
+
+def test_the_tracking_hook_takes_the_place_of_kedro_mlflows():
+    from ppo_rlhf import settings
+
+    assert any(isinstance(hook, TrackingHook) for hook in settings.HOOKS)
+    assert "kedro_mlflow" in settings.DISABLE_HOOKS_FOR_PLUGINS
+
+
+def test_ranks_but_the_first_are_not_tracked(monkeypatch: pytest.MonkeyPatch):
+    import importlib
+
+    from ppo_rlhf import settings
+
+    monkeypatch.setenv("RANK", "1")
+    other = importlib.reload(settings)
+    try:
+        assert not any(isinstance(hook, TrackingHook) for hook in other.HOOKS)
+        assert {"kedro_mlflow", "kedro-viz", "kedro-telemetry"} <= set(other.DISABLE_HOOKS_FOR_PLUGINS)
+    finally:
+        monkeypatch.delenv("RANK")
+        importlib.reload(settings)
+
+
+def test_another_runner_is_refused_for_the_loop():
+    from kedro.pipeline import Node, Pipeline
+
+    def step(state: int) -> int:
+        return state
+
+    first = Node(lambda: 1, None, "training_state", name="first")
+    loop = Pipeline([first, Node(step, "training_state", "next_training_state", name="step", tags="iteration")])
+    with pytest.raises(ConfigError, match=r"^ParallelRunner would run PPO's loop once .* drop --runner"):
+        check_runner("<kedro.runner.parallel_runner.ParallelRunner object at 0x7f>", loop)
+
+
+def test_lines_of_the_log_say_which_run_it_is(kedro: Kedro, toy_project: Path, caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.INFO):
+        kedro(toy_project, "run", "--to-nodes", "configure_ppo")
+    assert f"MLflow run {last_run(toy_project).info.run_id} (kedro mlflow ui)" in caplog.messages

@@ -1,0 +1,377 @@
+"""The preflight: what it finds wrong in a person's input, before anything is written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kedro.io import DataCatalog, MemoryDataset
+from kedro.pipeline import Node, Pipeline
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+from ppo_rlhf.datasets import PretrainedModelDataset, RecordsDataset
+from ppo_rlhf.preflight import find_problems
+from ppo_rlhf.training.config import PPOConfig
+from ppo_rlhf.training.demonstrations import DataPreparationConfig
+from ppo_rlhf.training.evaluation import DEMO_JUDGE, EvaluationConfig
+from ppo_rlhf.training.prompts import PromptsConfig
+from ppo_rlhf.training.reward_training import RewardModellingConfig
+from ppo_rlhf.training.rewards import RewardConfig
+from ppo_rlhf.training.sft import SupervisedFinetuningConfig
+
+WORDS = ["<unk>", "</s>", "the", "film", "was", "a", "story", "of", "i", "have", "seen"]
+FUNCTION = {"type": "function", "function": "my_rewards:count"}
+MODEL = {"type": "model"}
+
+
+def save_model(folder: Path, *, words: list[str] = WORDS, rows: int | None = None, reward: bool = False) -> Path:
+    vocabulary = {word: index for index, word in enumerate(words)}
+    words_apart = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
+    words_apart.pre_tokenizer = WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words_apart, unk_token="<unk>", eos_token="</s>")
+    config = GPT2Config(
+        vocab_size=rows or len(words), n_embd=8, n_layer=1, n_head=1, n_positions=16, bos_token_id=1, eos_token_id=1
+    )
+    if reward:
+        config.num_labels = 1
+    (GPT2ForSequenceClassification if reward else GPT2LMHeadModel)(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    save_model(folder / "policy")
+    save_model(folder / "reward", reward=True)
+    save_model(folder / "other_words", words=[*WORDS, "more"], reward=True)
+    return folder
+
+
+class Desk:
+    """A person's folder with everything right, and the run that they ask for."""
+
+    def __init__(self, folder: Path, models: Path) -> None:
+        self.folder = folder
+        self.paths: dict[str, str | None] = {
+            "sft_policy": str(shutil.copytree(models / "policy", folder / "policy")),
+            "reward_model": str(shutil.copytree(models / "reward", folder / "reward")),
+            "raw_prompts": str(folder / "prompts.jsonl"),
+            "raw_evaluation_prompts": None,
+        }
+        self.groups: dict[str, Any] = {
+            "ppo": PPOConfig(response_length=4),
+            "prompts": PromptsConfig(),
+            "reward": RewardConfig(components=[FUNCTION]),
+            "evaluation": EvaluationConfig(prompts_path="prompts.jsonl"),
+        }
+        self.write_prompts(["the film was", "a story of", "i have seen"])
+        self.write_rewards("    return [float(len(text)) for text in completions]")
+        self.made: list[str] = []
+
+    def write_prompts(self, prompts: list[str], column: str = "prompt") -> None:
+        rows = [json.dumps({column: prompt, "genre": "drama"}) for prompt in prompts]
+        (self.folder / "prompts.jsonl").write_text("\n".join(rows) + "\n")
+
+    def write_rewards(self, body: str) -> None:
+        # a module of its own name for each test: Python imports a name once
+        name = f"rewards_{abs(hash((self.folder, body)))}"
+        (self.folder / f"{name}.py").write_text(f"def count(prompts, completions, genre=None):\n{body}\n")
+        self.groups["reward"] = RewardConfig(components=[FUNCTION | {"function": f"{name}:count"}])
+
+    def problems(self) -> list[str]:
+        """Ask for a run whose nodes read everything but what other nodes of it make."""
+        datasets: dict[str, Any] = {f"params:{name}": MemoryDataset(group) for name, group in self.groups.items()}
+        for name, path in self.paths.items():
+            kind = RecordsDataset if name.startswith("raw_") else PretrainedModelDataset
+            datasets[name] = kind(path)
+        inputs = [*self.paths, *(f"params:{group}" for group in self.groups)]
+        nodes = [Node(lambda *_: 0, inputs, "aligned", name="align")]
+        nodes += [Node(lambda _: 0, "params:ppo", name, name=f"make_{name}") for name in self.made]
+        return find_problems(Pipeline(nodes), DataCatalog(datasets), self.folder)
+
+
+@pytest.fixture
+def desk(tmp_path: Path, models: Path) -> Desk:
+    return Desk(tmp_path, models)
+
+
+def test_a_desk_with_everything_right_has_no_problems(desk: Desk):
+    before = sorted(desk.folder.rglob("*"))
+    assert desk.problems() == []
+    assert sorted(desk.folder.rglob("*")) == before  # importing the reward left no __pycache__
+
+
+def _remove(name: str) -> Callable[[Desk], None]:
+    return lambda desk: (desk.folder / name).unlink()
+
+
+def _rename_column(desk: Desk) -> None:
+    desk.write_prompts(["the film was", "a story of"], column="text")
+
+
+def _damage_line(desk: Desk) -> None:
+    (desk.folder / "prompts.jsonl").write_text('{"prompt": "the film"}\n{"prompt": "a sto\n')
+
+
+def _empty(desk: Desk) -> None:
+    (desk.folder / "prompts.jsonl").write_text("")
+
+
+def _long_prompt(desk: Desk) -> None:
+    desk.write_prompts(["the film was", "a story of", " ".join(["the"] * 13)])
+
+
+def _few_rows(desk: Desk) -> None:
+    config = json.loads((desk.folder / "policy" / "config.json").read_text())
+    (desk.folder / "policy" / "config.json").write_text(json.dumps(config | {"vocab_size": len(WORDS) - 3}))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "expected"),
+    [
+        (lambda d: d.paths.update(raw_prompts="/nowhere/p.jsonl"), "/nowhere/p.jsonl: this data file does not exist."),
+        (lambda d: d.paths.update(raw_evaluation_prompts="/nowhere/e.csv"), "/nowhere/e.csv: this data file does not"),
+        (lambda d: d.paths.update(sft_policy="/nowhere/model"), "/nowhere/model: there is no such model directory."),
+        (_remove("policy/model.safetensors"), "{folder}/policy: no weights in this model directory"),
+        (_remove("policy/config.json"), "{folder}/policy: no config.json in this directory"),
+        (_few_rows, "{folder}/policy: the tokenizer has ids up to 10, the model's embedding has 8 rows"),
+        (_empty, "{folder}/prompts.jsonl: this data file is empty."),
+        (_damage_line, "{folder}/prompts.jsonl: line 2 is damaged, it is not valid JSON"),
+        (
+            _rename_column,
+            "{folder}/prompts.jsonl: there is no column `prompt` (prompts.column); it has text, genre. Name the right "
+            "one in prompts.column.",
+        ),
+        (
+            _long_prompt,
+            "{folder}/prompts.jsonl: 1 of 3 prompts (the first in row 2) are longer than 12 tokens, the model's "
+            "context of 16 less ppo.response_length=4",
+        ),
+        (lambda d: d.write_prompts(["the film", "the film"]), "1 distinct prompt(s) cannot be split"),
+        (lambda d: d.groups.update(ppo=PPOConfig(response_length=16)), "leaves no room for a prompt"),
+        (
+            lambda d: d.groups.update(reward=RewardConfig(components=[FUNCTION | {"function": "no_module:f"}])),
+            "no_module:f: there is no module no_module in {folder}",
+        ),
+        (lambda d: d.write_rewards("    return [0.0]"), "returned 1 scores for 2 responses. Return one each."),
+        (lambda d: d.write_rewards("    return [float('nan')] * len(completions)"), "returned nan for response 0"),
+        (lambda d: d.write_rewards("    return 1 / 0"), "raised ZeroDivisionError: division by zero"),
+        (
+            lambda d: d.groups.update(evaluation=EvaluationConfig(judge="no_judge:f", prompts_path="prompts.jsonl")),
+            "no_judge:f: there is no module no_judge in {folder}",
+        ),
+        (
+            lambda d: d.groups.update(ppo=PPOConfig(response_length=4, value_model="reward_init")),
+            "ppo.value_model=reward_init starts the critic as the reward model, but no entry of reward.components is "
+            "of type model. Set ppo.value_model=separate.",
+        ),
+    ],
+    ids=[
+        "no prompts file",
+        "no evaluation prompts file",
+        "no model",
+        "no weights",
+        "no config",
+        "tokenizer of another model",
+        "empty file",
+        "damaged line",
+        "missing column",
+        "overlong prompt",
+        "one prompt",
+        "no room for prompts",
+        "no reward module",
+        "wrong count",
+        "NaN",
+        "reward fails",
+        "no judge module",
+        "critic from a reward model that is not used",
+    ],
+)
+def test_each_mistake_is_one_line_that_names_it(desk: Desk, spoil: Callable[[Desk], object], expected: str):
+    spoil(desk)
+    (problem,) = desk.problems()
+    assert "\n" not in problem
+    assert expected.format(folder=desk.folder) in problem
+
+
+def test_several_mistakes_are_all_found(desk: Desk):
+    desk.paths.update(raw_prompts="/nowhere/p.jsonl", sft_policy="/nowhere/model")
+    desk.groups["reward"] = RewardConfig(components=[FUNCTION | {"function": "no_module:f"}])
+    assert [problem.split(":")[0] for problem in desk.problems()] == ["/nowhere/p.jsonl", "/nowhere/model", "no_module"]
+
+
+def test_a_reward_model_is_looked_at_only_if_the_reward_is_made_of_it(desk: Desk):
+    desk.paths["reward_model"] = "/nowhere/reward"
+    assert desk.problems() == []
+    desk.groups["reward"] = RewardConfig(components=[MODEL])
+    (problem,) = desk.problems()
+    assert problem.startswith("/nowhere/reward: there is no such model directory.")
+
+
+def test_a_critic_from_a_reward_model_with_other_words_is_refused(desk: Desk, models: Path):
+    desk.groups |= {
+        "ppo": PPOConfig(response_length=4, value_model="reward_init"),
+        "reward": RewardConfig(components=[MODEL]),
+    }
+    assert desk.problems() == []
+    desk.paths["reward_model"] = str(models / "other_words")
+    (problem,) = desk.problems()
+    assert "reads another vocabulary" in problem
+    assert problem.endswith("Set ppo.value_model=separate.")
+
+
+def test_what_the_run_makes_itself_need_not_be_there(desk: Desk):
+    desk.paths |= {"sft_policy": "data/06_models/sft_policy", "reward_model": "data/06_models/reward_model"}
+    desk.made = ["sft_policy", "reward_model"]
+    desk.groups["reward"] = RewardConfig(components=[MODEL])
+    assert desk.problems() == []
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "stage", "advice"),
+    [
+        ("sft_policy", "sft_model_path", "supervised_finetuning", ", or set base_model_path to fine-tune from it."),
+        ("reward_model", "reward_model_path", "reward_modelling", "to use it as it is."),
+    ],
+)
+def test_a_model_of_ones_own_is_never_written(desk: Desk, name: str, setting: str, stage: str, advice: str):
+    desk.made = [name]
+    (problem,) = desk.problems()
+    assert problem.startswith(f"{setting}={desk.paths[name]} is outside data/06_models, and {stage}")
+    assert "Run `--pipelines align`" in problem
+    assert problem.endswith(advice)
+
+
+def test_a_link_out_of_the_projects_models_is_outside(desk: Desk):
+    (desk.folder / "data" / "06_models").mkdir(parents=True)
+    (desk.folder / "data" / "06_models" / "sft_policy").symlink_to(desk.folder / "policy")
+    desk.paths["sft_policy"] = "data/06_models/sft_policy"
+    desk.made = ["sft_policy"]
+    assert "is outside data/06_models" in desk.problems()[0]
+
+
+def test_a_model_that_the_project_has_not_trained_yet_is_named_with_the_stage_that_does(desk: Desk):
+    desk.paths["sft_policy"] = str(desk.folder / "data" / "06_models" / "sft_policy")
+    (problem,) = desk.problems()
+    assert problem == (
+        f"{desk.paths['sft_policy']}: nothing is there yet. Run supervised_finetuning first, or set sft_model_path."
+    )
+
+
+def test_prompts_that_are_dropped_or_cut_when_too_long_are_no_problem(desk: Desk):
+    _long_prompt(desk)
+    for overlong in ("drop", "truncate_left"):
+        desk.groups["ppo"] = PPOConfig(response_length=4, overlong_prompts=overlong)
+        assert desk.problems() == []
+
+
+@pytest.fixture
+def chain(desk: Desk) -> Desk:
+    """The whole chain on a person's own data, fine-tuning their model."""
+    (desk.folder / "texts.jsonl").write_text('{"text": "the film was a story"}\n' * 3)
+    pair = {"prompt": "the film", "chosen": " was a story", "rejected": " was"}
+    (desk.folder / "pairs.jsonl").write_text(f"{json.dumps(pair)}\n" * 3)
+    desk.made = ["sft_policy", "reward_model"]
+    desk.paths |= {
+        "base_model": desk.paths["sft_policy"],
+        "sft_policy": "data/06_models/sft_policy",
+        "reward_model": "data/06_models/reward_model",
+        "raw_demonstrations": str(desk.folder / "texts.jsonl"),
+        "raw_preferences": str(desk.folder / "pairs.jsonl"),
+    }
+    desk.groups |= {
+        "data_preparation": DataPreparationConfig(),
+        "supervised_finetuning": SupervisedFinetuningConfig(max_position_embeddings=16),
+        "reward_modelling": RewardModellingConfig(),
+    }
+    return desk
+
+
+def test_a_chain_with_everything_right_has_no_problems(chain: Desk):
+    assert chain.problems() == []
+    chain.paths["base_model"] = None  # a model from scratch
+    assert chain.problems() == []
+
+
+def _chats(desk: Desk) -> None:
+    chat = {"messages": [{"role": "user", "content": "the film"}, {"role": "assistant", "content": "was"}]}
+    (desk.folder / "texts.jsonl").write_text(f"{json.dumps(chat)}\n" * 3)
+
+
+def _chats_from_scratch(desk: Desk) -> None:
+    _chats(desk)
+    desk.paths["base_model"] = None
+
+
+def _long_prompt_from_scratch(desk: Desk) -> None:
+    _long_prompt(desk)
+    desk.paths["base_model"] = None
+
+
+@pytest.mark.parametrize(
+    ("spoil", "expected"),
+    [
+        (lambda d: d.groups.update(data_preparation=DataPreparationConfig(text_column="body")), "needed is `body`, or"),
+        (
+            lambda d: d.groups.update(reward_modelling=RewardModellingConfig(chosen_column="better")),
+            "preferences: no column `better`",
+        ),
+        (_chats, "need a tokenizer with a chat template"),
+        (_chats_from_scratch, "chats need a model with a chat template. Set base_model_path."),
+        (_long_prompt, "1 of 3 prompts (the first in row 2) are longer than 12 tokens"),
+        (_long_prompt_from_scratch, "1 of 3 prompts (the first in row 2) are longer than 12 tokens"),
+        (lambda d: d.paths.update(base_model="/nowhere/base"), "/nowhere/base: there is no such model directory."),
+    ],
+    ids=[
+        "demonstrations without the column",
+        "preferences without the column",
+        "chats for a model without template",
+        "chats from scratch",
+        "prompts too long for the base model",
+        "prompts too long for the model from scratch",
+        "no base model",
+    ],
+)
+def test_each_mistake_in_a_chain_is_one_line_that_names_it(chain: Desk, spoil: Callable[[Desk], object], expected: str):
+    spoil(chain)
+    (problem,) = chain.problems()
+    assert expected in problem
+
+
+def test_preferences_that_nobody_makes_are_missed(chain: Desk):
+    chain.paths["raw_preferences"] = None
+    (problem,) = chain.problems()
+    assert problem.startswith("There are no preferences, and nobody to label any. Set preferences_path, or")
+
+
+def test_the_demos_judge_labels_nothing_but_answers_to_the_demos_prompts(chain: Desk):
+    chain.paths["raw_preferences"] = None
+    demo = "data/01_raw/prompts.jsonl"
+    chain.groups["reward_modelling"] = RewardModellingConfig(labeller=DEMO_JUDGE)
+    (problem,) = chain.problems()
+    assert f"the demo's judge cannot label answers to {chain.paths['raw_prompts']}" in problem
+    (chain.folder / "data" / "01_raw").mkdir(parents=True)
+    chain.paths["raw_prompts"] = shutil.move(chain.folder / "prompts.jsonl", chain.folder / demo)
+    assert chain.problems() == []
+
+
+def test_a_labeller_is_called_like_a_reward(chain: Desk):
+    chain.paths["raw_preferences"] = None
+    chain.groups["reward_modelling"] = RewardModellingConfig(labeller="no_labeller:f")
+    (problem,) = chain.problems()
+    assert problem.startswith("no_labeller:f: there is no module no_labeller")
+
+
+def test_a_slice_that_starts_from_what_only_memory_holds_is_refused():
+    catalog = DataCatalog({"rollouts": MemoryDataset(), "given": MemoryDataset(3)})
+    pipeline = Pipeline([Node(lambda *_: 0, ["rollouts", "scores", "given"], "x", name="late")])
+    (problem,) = find_problems(pipeline, catalog, Path("/project"))
+    assert problem.startswith("This run starts from rollouts, scores, which no file holds: start from the nodes")

@@ -1,0 +1,73 @@
+"""Tiny models and tokenizers on disk, made on the fly: random weights of full size, so that outputs differ clearly."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers.processors import TemplateProcessing
+from transformers import (
+    BitNetConfig,
+    BitNetForCausalLM,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+WORDS = [*"abcdefghijklmnopqrst", "."]
+VOCABULARY = ["<pad>", "<unk>", "<s>", "</s>", *WORDS]
+PAD, UNKNOWN, BEGIN, END = range(4)
+SPECIAL = {"pad_token": "<pad>", "unk_token": "<unk>", "eos_token": "</s>"}
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ m['role'][0] + ' ' + m['content'] + ' <s> ' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'a ' }}{% endif %}"
+)
+KINDS = ("llama", "gpt2", "bitnet")
+
+
+def word_tokenizer(*, prepend_begin: bool = False, **options: Any) -> PreTrainedTokenizerFast:
+    """One id a word; `prepend_begin` puts <s> before every text, as many real tokenizers do."""
+    backend = Tokenizer(WordLevel({word: i for i, word in enumerate(VOCABULARY)}, unk_token="<unk>"))
+    backend.pre_tokenizer = WhitespaceSplit()
+    if prepend_begin:
+        backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BEGIN)])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **{**SPECIAL, "bos_token": "<s>", **options})
+
+
+def tiny_model(kind: str = "llama", *, seed: int = 0, reward: bool = False, **overrides: Any) -> PreTrainedModel:
+    """A causal LM of two layers, 16 wide; with `reward` GPT-2's sequence classifier."""
+    ids = {"vocab_size": len(VOCABULARY), "bos_token_id": BEGIN, "eos_token_id": END, "pad_token_id": None}
+    llama_shape = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 32,
+    }
+    gpt2_shape = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}
+    config_class, model_class, shape = {
+        "llama": (LlamaConfig, LlamaForCausalLM, llama_shape),
+        "gpt2": (GPT2Config, GPT2ForSequenceClassification if reward else GPT2LMHeadModel, gpt2_shape),
+        "bitnet": (BitNetConfig, BitNetForCausalLM, llama_shape),
+    }[kind]
+    model = model_class(config_class(**{**ids, **shape, **overrides}))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.3, generator=generator)
+    return model.eval()
+
+
+def save(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast | None = None) -> str:
+    """Save both as a plain Hugging Face directory and return its path."""
+    model.save_pretrained(folder)
+    (tokenizer or word_tokenizer()).save_pretrained(folder)
+    return str(folder)

@@ -1,0 +1,1 @@
+"""A toy of the project."""

@@ -1,0 +1,99 @@
+"""Toy nodes with the dataset names and the state protocol of the real ones."""
+
+import os
+import signal
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pandas as pd
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+from ppo_rlhf.models.loading import TrainedModel
+from ppo_rlhf.training.config import PPOConfig
+from ppo_rlhf.training.prompts import PromptsConfig
+from ppo_rlhf.training.rewards import RewardConfig
+
+VOCABULARY = {"<unk>": 0, "</s>": 1, "the": 2, "film": 3, "was": 4}
+
+
+@dataclass
+class ToyState:
+    total_iterations: int
+    iteration: int = 0
+
+    @property
+    def finished(self) -> bool:
+        return self.iteration >= self.total_iterations
+
+
+def train_sft(prompts: PromptsConfig) -> tuple[TrainedModel, list[dict[str, float]]]:
+    return tiny_model(), [{"step": 1, "sft/loss": 3.0}, {"step": 2, "sft/loss": 2.5, "sft/eval_loss": 2.75}]
+
+
+def configure_ppo(ppo: PPOConfig) -> PPOConfig:
+    return ppo
+
+
+def read_prompts(raw_prompts: pd.DataFrame, prompts: PromptsConfig, reward: RewardConfig) -> list[str]:
+    return raw_prompts[prompts.column].tolist()
+
+
+def initialise_training_state(ppo_config: PPOConfig, prompt_texts: list[str]) -> ToyState:
+    return ToyState(ppo_config.num_total_batches)
+
+
+def generate_rollouts(training_state: ToyState, prompt_texts: list[str]) -> SimpleNamespace:
+    completions = [f"answer {i}" for i in range(len(prompt_texts))]
+    return SimpleNamespace(
+        prompts=SimpleNamespace(texts=prompt_texts),
+        completions=completions,
+        terminated=torch.ones(len(completions), dtype=torch.bool),
+        iteration=training_state.iteration + 1,
+    )
+
+
+def score_responses(rollouts: SimpleNamespace, training_state: ToyState) -> dict[str, SimpleNamespace]:
+    rows = len(rollouts.completions)
+    return {"scores": SimpleNamespace(total=torch.arange(float(rows))), "kl": SimpleNamespace(kl=torch.ones(rows, 4))}
+
+
+def estimate_advantages(
+    rollouts: SimpleNamespace, scores: SimpleNamespace, shaped_rewards: SimpleNamespace, ppo_config: PPOConfig
+) -> float:
+    return 0.0
+
+
+def optimise_policy(training_state: ToyState, experience: float) -> dict[str, object]:
+    training_state.iteration += 1
+    stop_at = os.environ.get("TOY_SIGNAL_AT")  # "2:SIGTERM"
+    if stop_at and stop_at.startswith(f"{training_state.iteration}:"):
+        os.kill(os.getpid(), signal.Signals[stop_at.split(":")[1]])
+    if os.environ.get("TOY_FAIL_AT") == str(training_state.iteration):
+        raise ZeroDivisionError("the update went wrong")
+    metrics = {"objective/scores": training_state.iteration / 4, "episode": 8.0 * training_state.iteration}
+    return {"state": training_state, "metrics": metrics}
+
+
+def evaluate_iteration(next_training_state: ToyState) -> dict[str, float]:
+    if next_training_state.iteration % 2 and not next_training_state.finished:
+        return {}
+    return {"iteration": float(next_training_state.iteration), "eval/win_rate": 0.5}
+
+
+def export_policy(next_training_state: ToyState) -> TrainedModel:
+    return tiny_model()
+
+
+def compare_policies(ppo_policy: object) -> dict[str, object]:
+    return {"eval/win_rate": 0.75, "prompts": 3, "decided_by": "the toy"}
+
+
+def tiny_model() -> TrainedModel:
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(VOCABULARY, unk_token="<unk>")), unk_token="<unk>", eos_token="</s>"
+    )
+    size = {"vocab_size": len(VOCABULARY), "n_embd": 8, "n_layer": 1, "n_head": 1, "n_positions": 16}
+    return TrainedModel(GPT2LMHeadModel(GPT2Config(**size, bos_token_id=1, eos_token_id=1)), tokenizer)

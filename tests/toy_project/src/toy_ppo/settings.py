@@ -1,0 +1,1 @@
+from ppo_rlhf.settings import *  # noqa: F403

@@ -1,0 +1,79 @@
+"""Log-probabilities of responses against one unpadded row at a time, in plain torch."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from ppo_rlhf.training.packing import pack
+from ppo_rlhf.training.scoring import response_logits, response_logprobs, scatter_rows
+
+PROMPTS = [[3], [4, 5, 6, 7, 8], [9, 10], [11, 12, 13], [14, 15, 16, 17]]
+LENGTHS = [6, 1, 4, 6, 2]
+KINDS = ["gpt2", "llama", "bitnet"]
+
+
+def responses(garbage: int) -> torch.Tensor:
+    rows = [[3 + (7 * row + 2 * t) % 20 for t in range(length)] for row, length in enumerate(LENGTHS)]
+    return torch.tensor([row + [garbage] * (6 - len(row)) for row in rows])
+
+
+def one_row_at_a_time(model, temperature: float) -> torch.Tensor:
+    """log softmax of the tempered logits at the position before each response token; no padding, no mask, no cache."""
+    expected = torch.zeros(len(PROMPTS), 6, dtype=torch.float64)
+    for row, (prompt, length) in enumerate(zip(PROMPTS, LENGTHS, strict=True)):
+        tokens = prompt + responses(0)[row, :length].tolist()
+        with torch.no_grad():
+            logits = model(torch.tensor([tokens]), use_cache=False).logits[0].double()
+        table = torch.log_softmax(logits / temperature, dim=-1)
+        for t in range(length):
+            position = len(prompt) + t
+            expected[row, t] = table[position - 1, tokens[position]]
+    return expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("batch_size", [1, 2, 5, 64])
+def test_logprobs_equal_those_of_single_unpadded_rows_whatever_the_batch_size(make_model, kind, batch_size):
+    model = make_model(kind)
+    found = response_logprobs(model, PROMPTS, responses(0), torch.tensor(LENGTHS), 0.7, batch_size)
+    assert found.dtype == torch.float64
+    assert_close(found, one_row_at_a_time(model, 0.7), rtol=0.0, atol=1e-10)
+
+
+def test_temperature_divides_the_logits(make_model):
+    model = make_model("llama")
+    for temperature in (0.5, 1.0, 2.0):
+        found = response_logprobs(model, PROMPTS, responses(0), torch.tensor(LENGTHS), temperature, 3)
+        assert_close(found, one_row_at_a_time(model, temperature), rtol=0.0, atol=1e-10)
+
+
+def test_padding_is_zero_and_neither_its_id_nor_what_stood_there_matters(make_model):
+    model = make_model("gpt2")
+    with torch.no_grad():
+        model.transformer.wte.weight[1] = 1e4  # token 1 occurs in padding only: were it read, all would change
+    lengths = torch.tensor(LENGTHS)
+    plain = response_logprobs(model, PROMPTS, responses(0), lengths, 1.0, 5, pad_token_id=0)
+    poisoned = response_logprobs(model, PROMPTS, responses(22), lengths, 1.0, 5, pad_token_id=1)
+    is_padding = torch.arange(6) >= lengths[:, None]
+    assert torch.equal(plain[is_padding], torch.zeros(int(is_padding.sum()), dtype=torch.float64))
+    # the tied output layer sees token 1 as well, the same in both
+    assert torch.equal(plain, poisoned)
+
+
+def test_a_float32_model_gives_float32_without_gradient(make_model):
+    found = response_logprobs(make_model(dtype=torch.float32), PROMPTS, responses(0), torch.tensor(LENGTHS), 1.0, 5)
+    assert found.dtype == torch.float32
+    assert not found.requires_grad
+
+
+def test_half_precision_logits_are_widened(make_model):
+    model = make_model(dtype=torch.bfloat16)
+    packed = pack(PROMPTS[:2], responses(0)[:2], torch.tensor(LENGTHS[:2]), 0)
+    assert response_logits(model, packed).dtype == torch.float32
+    assert response_logprobs(model, PROMPTS, responses(0), torch.tensor(LENGTHS), 1.0, 5).dtype == torch.float32
+
+
+def test_scattered_rows_land_in_their_rows_and_first_columns():
+    target = torch.full((3, 4), -1.0)
+    scatter_rows(target, [2, 0], torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.float64))
+    assert target.tolist() == [[3.0, 4.0, -1.0, -1.0], [-1.0] * 4, [1.0, 2.0, -1.0, -1.0]]

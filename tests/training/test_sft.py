@@ -1,0 +1,210 @@
+"""Supervised fine-tuning through TRL: what is learnt, what comes back, and what is left as it was."""
+
+import copy
+import math
+import random
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+
+from ppo_rlhf.core.errors import ConfigError, TrainingError
+from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.training.demonstrations import IGNORED, TokenisedDemonstrations
+from ppo_rlhf.training.optimisation import advice
+from ppo_rlhf.training.sft import SupervisedFinetuningConfig, mean_token_loss, train_sft_policy
+from tests.tiny_models import END, VOCABULARY, save, tiny_model, word_tokenizer
+
+SHAPE = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 16,
+}
+TEXTS = pd.DataFrame({"text": ["a b c d", "b c d a", "c d", "d a b", "a b", "c d a b c"] * 4})
+HELD_OUT = pd.DataFrame({"text": ["d a b c", "b c"]})
+
+
+def config(**settings) -> SupervisedFinetuningConfig:
+    defaults = {"num_train_epochs": 2, "learning_rate": 0.01, "per_device_train_batch_size": 4, "logging_steps": 1}
+    return SupervisedFinetuningConfig(**{**defaults, **SHAPE, "device": "cpu", **settings})
+
+
+def weights(model) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+@pytest.fixture(scope="module")
+def from_scratch():
+    return train_sft_policy(None, TEXTS, HELD_OUT, config(num_train_epochs=8))
+
+
+def test_a_model_from_scratch_learns_the_order_of_the_words(from_scratch):
+    trained, history = from_scratch
+    losses = [entry["sft/loss"] for entry in history]
+    evaluated = [entry["sft/eval_loss"] for entry in history if "sft/eval_loss" in entry]
+    assert losses[0] == pytest.approx(math.log(len(trained.tokenizer)), abs=0.3)  # uniform over the vocabulary
+    assert evaluated[-1] < 0.7 * losses[0]
+    logits = trained.model(torch.tensor([trained.tokenizer("a b c")["input_ids"]])).logits
+    assert trained.tokenizer.decode(logits[0, -1].argmax()) == "d"
+
+
+def test_metrics_come_by_optimiser_step_and_once_an_epoch(from_scratch):
+    _, history = from_scratch
+    assert [entry["step"] for entry in history] == list(range(1, 49))
+    assert [entry["step"] for entry in history if "sft/eval_loss" in entry] == list(range(6, 49, 6))
+    assert {key for entry in history for key in entry} == {"step", "sft/loss", "sft/eval_loss"}
+
+
+def test_a_model_from_scratch_is_saved_as_a_plain_directory(from_scratch, tmp_path):
+    trained, _ = from_scratch
+    save(tmp_path / "policy", trained.model, trained.tokenizer)
+    handle = PretrainedHandle(str(tmp_path / "policy"))
+    ids = torch.tensor([[3, 4, 5]])
+    assert torch.equal(handle.causal_lm()(ids).logits, trained.model(ids).logits)
+    assert handle.generation_config().eos_token_id == handle.tokenizer().eos_token_id == END - 1
+    assert handle.config().use_cache is True
+    assert handle.config().tie_word_embeddings is True
+
+
+def test_a_copy_of_the_trained_model_runs_its_own_weights(from_scratch):
+    """TRL patches `forward` on the object: left there, a copy would run the original's weights."""
+    trained, _ = from_scratch
+    duplicate = copy.deepcopy(trained.model)
+    with torch.no_grad():
+        for parameter in duplicate.parameters():
+            parameter.zero_()
+    ids = torch.tensor([[3, 4, 5]])
+    assert not duplicate(ids).logits.any()
+    assert trained.model(ids).logits.any()
+    assert not trained.model.training
+
+
+def test_training_again_with_the_same_seed_gives_the_same_bits_and_another_seed_does_not():
+    runs = [train_sft_policy(None, TEXTS, HELD_OUT, config(seed=seed)) for seed in (1, 1, 2)]
+    first, again, other = (weights(trained.model) for trained, _ in runs)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not all(torch.equal(first[name], other[name]) for name in first)
+    assert runs[0][1] == runs[1][1]
+
+
+def test_a_base_model_is_fine_tuned_and_its_directory_left_alone(tmp_path):
+    base = save(tmp_path / "base", tiny_model("gpt2"), word_tokenizer(pad_token=None))
+    before = {p.name: p.read_bytes() for p in Path(base).iterdir()}
+    trained, history = train_sft_policy(PretrainedHandle(base), TEXTS, HELD_OUT, config(num_train_epochs=4))
+    assert history[-1]["sft/eval_loss"] < 0.8 * history[0]["sft/loss"]
+    assert {p.name: p.read_bytes() for p in Path(base).iterdir()} == before
+    assert trained.tokenizer.get_vocab() == word_tokenizer().get_vocab()
+    assert trained.tokenizer.pad_token == "<unk>"
+
+
+def test_the_base_models_configurations_come_back_as_they_were(tmp_path):
+    """Trainers align them with the tokenizer, which would drop this model's second end of text."""
+    base = tiny_model(eos_token_id=[END, 2])
+    base.generation_config.eos_token_id = [END, 2]
+    base.generation_config.top_p = 0.9
+    base.generation_config.do_sample = True
+    source = save(tmp_path / "base", base, word_tokenizer(eos_token="<s>"))
+    settings = config(max_steps=2, gradient_checkpointing=True)
+    trained, _ = train_sft_policy(PretrainedHandle(source), TEXTS, HELD_OUT, settings)
+    assert trained.model.generation_config.eos_token_id == [END, 2]
+    assert trained.model.generation_config.top_p == 0.9
+    assert trained.model.config.eos_token_id == [END, 2]
+    assert trained.model.config.pad_token_id is None
+    assert trained.model.config.use_cache is True
+    assert not trained.model.is_activation_checkpointing
+    assert trained.tokenizer.eos_token == "<s>"
+
+
+def test_only_completions_are_learnt_where_there_are_prompts(tmp_path):
+    """The prompts' next words are drawn at random: learnt too, they would hold the loss up."""
+    source = save(tmp_path / "base", tiny_model())
+    generator = random.Random(0)
+    rows = [{"prompt": " ".join(generator.choices("abcdefgh", k=5)), "completion": " k l"} for _ in range(64)]
+    frame = pd.DataFrame(rows)
+    _, history = train_sft_policy(PretrainedHandle(source), frame, frame.head(8), config(num_train_epochs=3))
+    assert history[-1]["sft/eval_loss"] < 0.1
+
+
+def test_the_process_is_left_as_it_was(tmp_path, capfd):
+    random.seed(5), np.random.seed(5), torch.manual_seed(5)
+    expected = random.random(), np.random.rand(), torch.rand(1).item()
+    random.seed(5), np.random.seed(5), torch.manual_seed(5)
+    train_sft_policy(None, TEXTS, HELD_OUT, config(max_steps=1))
+    assert (random.random(), np.random.rand(), torch.rand(1).item()) == expected
+    assert capfd.readouterr() == ("", "")
+
+
+def test_an_accelerator_of_another_precision_neither_stops_training_nor_is_lost():
+    """accelerate keeps one state a process and refuses a second precision."""
+    AcceleratorState._reset_state(True)
+    mine = Accelerator(cpu=True, mixed_precision="bf16")
+    train_sft_policy(None, TEXTS, HELD_OUT, config(max_steps=1))
+    assert mine.mixed_precision == "bf16"
+    assert AcceleratorState().mixed_precision == "bf16"
+    AcceleratorState._reset_state(True)
+
+
+def test_nothing_is_told_to_the_hub(monkeypatch):
+    def told(*args, **kwargs):
+        raise AssertionError("telemetry was sent")
+
+    monkeypatch.delenv("CI", raising=False)
+    monkeypatch.setattr("trl.trainer.base_trainer.send_telemetry", told)
+    train_sft_policy(None, TEXTS, HELD_OUT, config(max_steps=1))
+
+
+def test_a_loss_that_is_not_finite_stops_the_training():
+    base = tiny_model()
+    with torch.no_grad():
+        base.lm_head.weight.fill_(math.nan)
+
+    class Broken(PretrainedHandle):
+        def causal_lm(self, dtype=torch.float32):
+            return base
+
+        def tokenizer(self):
+            return word_tokenizer()
+
+    with pytest.raises(TrainingError, match=r"sft: the loss is nan at step 1\. Lower learning_rate"):
+        train_sft_policy(Broken("x"), TEXTS, HELD_OUT, config())
+
+
+def test_the_loss_is_the_mean_over_all_learnt_tokens():
+    """A model of zeros is uniform: log V a token, whatever the lengths; batches weigh by their tokens."""
+    model = tiny_model()
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+    rows = TokenisedDemonstrations([[4, 5, 6, 7, END], [8, END]], [[IGNORED] * 3 + [7, END], [8, END]])
+    for batch_size in (1, 2):
+        assert mean_token_loss(model, rows, batch_size) == pytest.approx(math.log(len(VOCABULARY)), rel=1e-6)
+
+
+def test_the_loss_does_not_depend_on_the_batches():
+    model = tiny_model("gpt2").double()
+    ids = [[4, 5, 6, 7, END], [8, END], [9, 10, 11, END]]
+    rows = TokenisedDemonstrations(ids, ids)
+    total, count = 0.0, 0
+    for row in ids:
+        logprobs = model(torch.tensor([row])).logits[0].log_softmax(-1)
+        total -= sum(float(logprobs[i, token].detach()) for i, token in enumerate(row[1:]))
+        count += len(row) - 1
+    for batch_size in (1, 2, 3):
+        assert mean_token_loss(model, rows, batch_size) == pytest.approx(total / count, rel=1e-6)
+
+
+def test_a_learning_rate_for_tiny_models_meeting_a_large_one_is_remarked():
+    assert advice("supervised_finetuning", config(learning_rate=6e-3), 170_000) == []
+    assert advice("supervised_finetuning", config(learning_rate=1e-4), 3_000_000) == []
+    (line,) = advice("supervised_finetuning", config(learning_rate=6e-3), 3_285_248)
+    assert line.startswith("supervised_finetuning.learning_rate=0.006 suits models of less than 1 M parameters")
+
+
+def test_an_unknown_setting_is_named_with_the_nearest():
+    with pytest.raises(ConfigError, match=r"supervised_finetuning.learning_rat .* Did you mean `learning_rate`\?"):
+        config(learning_rat=1.0)
