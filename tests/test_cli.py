@@ -179,7 +179,7 @@ def test_a_bare_node_name_will_do_where_it_is_unique(kedro: Kedro, toy_project: 
     with caplog.at_level(logging.INFO):
         result = kedro(toy_project, "run", "--pipelines", "ppo", "--to-nodes", "generate_rollouts")
     assert result.exit_code == 0, result.output
-    completed = {m.removeprefix("Completed node: ") for m in caplog.messages if m.startswith("Completed node")}
+    completed = {m.split(": ")[1].split(" (")[0] for m in caplog.messages if m.startswith("Completed node")}
     assert completed == {
         "ppo.configure_ppo",
         "ppo.read_prompts",

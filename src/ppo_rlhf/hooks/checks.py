@@ -12,7 +12,7 @@ from kedro.io import CatalogProtocol
 from kedro.pipeline import Pipeline
 
 from ppo_rlhf.core.errors import ConfigError
-from ppo_rlhf.hooks.demo_settings import demo_settings_in_use
+from ppo_rlhf.hooks.caution import advice_on_own_settings, demo_settings_in_use
 from ppo_rlhf.hooks.run_parameters import unknown_names
 from ppo_rlhf.runner import LoopRunner, plan_loop
 
@@ -50,9 +50,10 @@ class ChecksHook:
         problems = find_problems(pipeline, catalog, Path(run_params["project_path"]), data_root)
         if problems:
             raise ConfigError("\n".join(problems))
-        advice = demo_settings_in_use(self._context.config_loader, pipeline, catalog)
-        if advice:
-            logger.warning("%s", advice)
+        loader = self._context.config_loader
+        caution = demo_settings_in_use(loader, pipeline, catalog)
+        for line in [*([caution] if caution else []), *advice_on_own_settings(loader, pipeline, catalog)]:
+            logger.warning("%s", line)
 
 
 def check_runner(runner: str, pipeline: Pipeline) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -127,10 +128,11 @@ class _Fold:
     def _run_once(self, nodes: Iterable[Node], hooks: Any) -> None:
         total = len(self._plan.upstream) + len(self._plan.iteration) + len(self._plan.downstream)
         for node in nodes:
+            started = time.perf_counter()
             self._run_node(node, hooks)
             self.done.add(node)
-            self._logger.info("Completed node: %s", node.name)
-            self._logger.info("Completed %d out of %d tasks", len(self.done), total)
+            seconds = time.perf_counter() - started
+            self._logger.info("Completed node %d of %d: %s (%.1f s)", len(self.done), total, node.name, seconds)
 
     def _iterate(self, hooks: Any) -> None:
         state: LoopState = self._catalog.load(CARRY_IN)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Container
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -219,14 +220,15 @@ class PPOConfig:
             if getattr(self, field.name) != field.default
         }
 
-    def advice(self) -> list[str]:
-        """Return one line for each changed setting that lies outside its typical range."""
+    def advice(self, names: Container[str] | None = None) -> list[str]:
+        """Return one line for each changed setting, among `names` if given, that lies outside its typical range."""
         ranges = _typical_ranges()
         return [
             f"ppo.{name}={value} is outside its typical range {typical.low:g} to {typical.high:g} ({typical.source})"
             for name, value in self.not_default().items()
             if (typical := ranges.get(name)) is not None
             and value is not None
+            and (names is None or name in names)
             and not typical.low <= value <= typical.high
         ]
 

@@ -25,8 +25,6 @@ def configure_ppo(ppo: PPOConfig) -> PPOConfig:
     """Parse and validate every hyperparameter before anything is loaded; say what differs from the defaults."""
     changed = ", ".join(f"{name}={value}" for name, value in ppo.not_default().items())
     log.info("PPO settings that differ from the defaults: %s", changed or "none")
-    for line in ppo.advice():
-        log.info("%s", line)
     return ppo
 
 

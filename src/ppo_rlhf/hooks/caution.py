@@ -1,4 +1,4 @@
-"""A warning where settings that were tuned for the shipped demo meet a person's own model."""
+"""Words of caution on settings: those of the shipped demo on a person's own model, and a person's unusual ones."""
 
 from __future__ import annotations
 
@@ -35,6 +35,14 @@ def demo_settings_in_use(loader: OmegaConfigLoader, pipeline: Pipeline, catalog:
     if not found:
         return None
     return f"{', '.join(found)} suit the demo's tiny model, not {model}: set your own in conf/local/parameters.yml"
+
+
+def advice_on_own_settings(loader: OmegaConfigLoader, pipeline: Pipeline, catalog: CatalogProtocol) -> list[str]:
+    """Return one line for each of PPO's settings that a person moved outside its typical range."""
+    if "params:ppo" not in pipeline.inputs():
+        return []
+    ppo, shipped = catalog["params:ppo"].load(), _base_values(loader, "ppo")
+    return ppo.advice([name for name in ppo.not_default() if shipped.get(name) != getattr(ppo, name)])
 
 
 def _own_model(loader: OmegaConfigLoader) -> str | None:

@@ -9,7 +9,7 @@ from kedro.config import OmegaConfigLoader
 from kedro.io import DataCatalog, MemoryDataset
 from kedro.pipeline import Node, Pipeline
 
-from ppo_rlhf.hooks.demo_settings import demo_settings_in_use
+from ppo_rlhf.hooks.caution import advice_on_own_settings, demo_settings_in_use
 from ppo_rlhf.training.config import PPOConfig
 
 GLOBALS = "{base_model_path: null, sft_model_path: data/06_models/sft_policy, data_root: data}"
@@ -49,3 +49,10 @@ def test_the_demos_settings_on_another_model_are_named(conf: Path, name: str) ->
 def test_settings_of_ones_own_on_another_model_are_not_warned_of(conf: Path) -> None:
     own = PPOConfig(learning_rate=1e-5, response_length=64)
     assert advice(conf, {"sft_model_path": "models/mine"}, own) is None
+
+
+def test_advice_is_given_on_what_a_person_set_and_not_on_what_ships(conf: Path) -> None:
+    loader = OmegaConfigLoader(str(conf), base_env="base", default_run_env="base")
+    own = PPOConfig(learning_rate=4e-4, response_length=36, kl_coef=3.0)
+    [line] = advice_on_own_settings(loader, PIPELINE, DataCatalog({"params:ppo": MemoryDataset(own)}))
+    assert line.startswith("ppo.kl_coef=3.0 is outside its typical range 0.01 to 0.2")
