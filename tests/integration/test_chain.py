@@ -178,47 +178,43 @@ def test_a_second_run_with_the_same_seed_is_the_same_to_the_last_bit(chain: Run,
         assert weights[0] == weights[1], name
 
 
-def test_a_persons_own_models_are_never_written(chain: Run, make_project: Callable[[], Path], tmp_path: Path) -> None:
-    """`align` with a model, a reward function and prompts of one's own, named in --params and conf/local only."""
+def test_aligning_leaves_a_persons_own_models_as_they_are(
+    chain: Run, make_project: Callable[[], Path], tmp_path: Path
+) -> None:
+    """`align` with models, a reward function and prompts of one's own, named in --params and conf/local only."""
     own = tmp_path / "own"
     shutil.copytree(chain.model("sft_policy"), own / "sft")
+    shutil.copytree(chain.model("reward_model"), own / "reward")
     before = digest(own)
     project = make_project()
     (project / "my_reward.py").write_text(
         "def length(prompts, completions, **columns):\n    return [float(len(text.split())) for text in completions]\n"
     )
     (project / "conf/local/parameters.yml").write_text(
-        "reward: {components: [{type: function, function: 'my_reward:length'}]}\n"
-        "ppo: {total_episodes: 16, per_device_train_batch_size: 8, response_length: 8, value_model: separate}\n"
+        "reward: {components: [{type: model}, {type: function, function: 'my_reward:length', weight: 0.1}]}\n"
+        "ppo: {total_episodes: 16, per_device_train_batch_size: 8, response_length: 8}\n"
         "evaluation: {iteration_prompts: 8}\nprompts: {max_held_out: 8}\n"
     )
     prompts = project / "my_prompts.jsonl"
-    prompts.write_text(
-        "".join(json.dumps({"prompt": f"burning station ( plot ) : the {w}"}) + "\n" for w in "abcdefgh")
-    )
-    finished = kedro_run(
-        project, "--pipelines", "align", "--params", f"sft_model_path={own}/sft,prompts_path={prompts}"
-    )
+    prompts.write_text("".join(json.dumps({"prompt": f"burning station ( plot ) : {w}"}) + "\n" for w in "abcdefgh"))
+    paths = f"sft_model_path={own}/sft,reward_model_path={own}/reward,prompts_path={prompts}"
+    finished = kedro_run(project, "--pipelines", "align", "--params", paths)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert digest(own) == before
-    assert "ppo.value_model" not in finished.stderr
+    history = pd.read_csv(project / "data/08_reporting/training_history/training_history.csv")
+    total = history["reward/model"] + 0.1 * history["reward/length"]
+    assert history["objective/scores"].tolist() == pytest.approx(total.tolist(), abs=1e-5)
 
 
-def test_fine_tuning_leaves_the_base_model_as_it_is(
-    chain: Run, make_project: Callable[[], Path], tmp_path: Path
+@pytest.mark.parametrize(
+    ("pipelines", "name"), [("__default__", "base_model_path"), ("reward_modelling", "sft_model_path")]
+)
+def test_training_leaves_the_model_that_it_starts_from_as_it_is(
+    pipelines: str, name: str, chain: Run, make_project: Callable[[], Path], tmp_path: Path
 ) -> None:
-    own = tmp_path / "base"
+    own = tmp_path / "own"
     shutil.copytree(chain.model("sft_policy"), own)
     before = digest(own)
-    project = make_project()
-    finished = kedro_run(
-        project,
-        "--env",
-        "test",
-        "--pipelines",
-        "data_preparation,supervised_finetuning",
-        "--params",
-        f"base_model_path={own}",
-    )
+    finished = kedro_run(make_project(), "--env", "test", "--pipelines", pipelines, "--params", f"{name}={own}")
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert digest(own) == before
