@@ -69,11 +69,16 @@ def test_an_input_that_was_not_given_is_none():
     ("name", "content", "message"),
     [
         ("a.jsonl", b'{"a": 1}\n{"a": 2\n{"a": 3}\n', "line 2 is damaged, it is not valid JSON"),
-        ("a.jsonl", b'{"a": 1}\n[1, 2]\n', r"line 2 is not an object with named columns: [1, 2]"),
+        (
+            "a.jsonl",
+            b'{"a": 1}\n[1, 2]\n',
+            r"line 2 is not an object with named columns: [1, 2] A list of objects is a .json",
+        ),
         ("a.jsonl", b'{"a": 1}\n{"a": "\xff"}\n', "line 2 is damaged, it is not UTF-8 text"),
         ("a.jsonl", b"", "this data file is empty"),
         ("a.jsonl", b"\n\n", "this data file has no rows"),
         ("a.json", b'[{"a": 1},\n{"a": }]', "line 2 is damaged, it is not valid JSON"),
+        ("a.json", b'{"a": 1}\n{"a": 2}\n', "(Extra data). One object a line is a .jsonl file: rename it."),
         ("a.json", b'{"a": 1}', "a .json file must hold a list of objects"),
         ("a.json", b"[]", "this data file has no rows"),
         ("a.csv", b'a,b\n1,2\n1,2,3\n"', "this CSV file is damaged"),

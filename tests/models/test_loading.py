@@ -113,6 +113,10 @@ def broken(tmp_path: Path, how: str) -> str:
         weights.write_bytes(b"")
     elif how == "cut weights":
         weights.write_bytes(weights.read_bytes()[:-100])
+    elif how == "weights that are no safetensors":
+        weights.write_bytes(b"x" * 1000)
+    elif how == "pointer":
+        weights.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 1234\n")
     elif how == "missing shard":
         index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -132,7 +136,9 @@ def broken(tmp_path: Path, how: str) -> str:
         ("no weights", r"no weights in this model directory \(model.safetensors is missing\)"),
         ("pickled weights", r"only pickled weights \(pytorch_model.bin\)"),
         ("empty weights", "model.safetensors is missing or empty"),
-        ("cut weights", "its language model cannot be loaded"),
+        ("cut weights", r"the weights file model.safetensors is damaged or incomplete \(.+\). Copy the model again."),
+        ("weights that are no safetensors", "model.safetensors is damaged or incomplete"),
+        ("pointer", "It is a Git LFS pointer: run git lfs pull."),
         ("missing shard", "model-00001-of-00002.safetensors is missing or empty"),
         ("missing tensors", r"lacks \d+ of its weights"),
     ],
@@ -143,6 +149,22 @@ def test_a_broken_directory_is_refused_in_one_line(tmp_path, how, message):
         PretrainedHandle(source).causal_lm()
     assert source in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_directory_without_a_tokenizer_is_refused_in_one_line(tmp_path):
+    tiny_model().save_pretrained(tmp_path / "model")
+    with pytest.raises(ModelError, match="no tokenizer in this model directory") as caught:
+        PretrainedHandle(str(tmp_path / "model")).tokenizer()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_mistyped_path_that_could_be_a_hub_id_is_said_to_be_neither(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelError) as caught:
+        PretrainedHandle("modles/mine").config()
+    assert str(caught.value).startswith(
+        "modles/mine: there is no such directory, and as a hub id its configuration cannot be loaded: "
+    )
 
 
 def test_a_file_in_place_of_a_directory_is_refused(tmp_path):

@@ -123,27 +123,37 @@ def test_a_missing_column_is_named_with_those_there_are(make_tokenizer):
     assert message(tokenise_prompts, frame, make_tokenizer(), **options) == expected
 
 
+FORM = 'expected text or a list of {"role": …, "content": …}, got '
+
+
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        (["a", ""], "prompts: row 1, column `prompt`: expected text or a list of chat messages, got ''"),
-        ([float("nan")], "prompts: row 0, column `prompt`: expected text or a list of chat messages, got 'nan'"),
-        ([7], "prompts: row 0, column `prompt`: expected text or a list of chat messages, got '7'"),
-        ([[]], "prompts: row 0, column `prompt`: expected text or a list of chat messages, got '[]'"),
-        (
-            [[{"role": "user"}]],
-            "prompts: row 0, column `prompt`: expected text or a list of chat messages, got \"[{'role': 'user'}]\"",
-        ),
+        (["a", ""], f"prompts: row 1, column `prompt`: {FORM}''"),
+        ([float("nan")], f"prompts: row 0, column `prompt`: {FORM}'nan'"),
+        ([7], f"prompts: row 0, column `prompt`: {FORM}'7'"),
+        ([[]], f"prompts: row 0, column `prompt`: {FORM}'[]'"),
+        ([[{"role": "user"}]], f"prompts: row 0, column `prompt`: {FORM}" + "\"[{'role': 'user'}]\""),
+        ([[{"content": "a"}]], f"prompts: row 0, column `prompt`: {FORM}" + "\"[{'content': 'a'}]\""),
         (
             [[{"role": "user", "content": "a"}]],
             "prompts: row 0, column `prompt`: chat messages need a tokenizer with a chat template; this one has none",
         ),
         (["a", "   "], "prompts: row 1, column `prompt`: the prompt has no tokens"),
     ],
-    ids=["empty", "missing", "number", "no messages", "no content", "no template", "blank"],
+    ids=["empty", "missing", "number", "no messages", "no content", "no role", "no template", "blank"],
 )
 def test_a_row_that_is_no_prompt_is_refused_with_its_number(make_tokenizer, values, expected):
     assert message(tokenise, values, make_tokenizer()) == expected
+
+
+def test_messages_that_the_template_refuses_are_one_line(make_tokenizer):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate,\\n user first') }}"
+    expected = (
+        "prompts: row 0, column `prompt`: the chat template refuses these messages: roles must alternate, user first"
+    )
+    assert message(tokenise, [[{"role": "assistant", "content": "a"}]], tokenizer) == expected
 
 
 def test_an_empty_table_is_refused(make_tokenizer):

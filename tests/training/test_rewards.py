@@ -219,10 +219,17 @@ def test_the_project_is_the_folder_above_that_has_a_pyproject(tmp_path, monkeypa
         ("", "broken_a:score", "score does not exist there"),
         ("score = 1", "broken_b:score", "score is not a function"),
         ("import no_such_library", "broken_c:score", "importing broken_c fails: No module named 'no_such_library'"),
-        ("1 / 0", "broken_d:score", "importing broken_d fails: ZeroDivisionError: division by zero"),
+        ("\n1 / 0", "broken_d:score", "broken_d fails: ZeroDivisionError: division by zero (broken_d.py, line 2)"),
         ("def (", "broken_e:score", "importing broken_e fails: SyntaxError"),
         ("", "broken_f", "does not name a function: write module:name"),
-        ("", "dir/broken_g.py:score", "does not name a function: write module:name"),
+        ("", "dir/broken_g.py:score", "does not name a function: write module:name, here dir.broken_g:score."),
+        ("", "broken_h.py:score", "does not name a function: write module:name, here broken_h:score."),
+        ("import sys\nsys.exit(2)", "broken_i:score", "broken_i fails: SystemExit: 2 (broken_i.py, line 2)"),
+        (
+            "raise ValueError('a\\nb')",
+            "broken_j:score",
+            "importing broken_j fails: ValueError: a b (broken_j.py, line 1)",
+        ),
     ],
 )
 def test_a_function_that_cannot_be_found_is_refused_in_one_line(tmp_path, source, reference, message):
@@ -254,6 +261,30 @@ def test_a_function_gets_prompts_completions_and_the_columns_that_it_takes():
     assert call(plain, label=[3, 4]) == [0.0, 1.0]
 
 
+def test_prompts_and_completions_go_in_by_name_in_whichever_order_a_function_has_them():
+    def turned(completions, prompts):
+        return [float(prompts == ["p", "p"]), float(completions == ["x", "y"])]
+
+    def of_trl(completions, **columns):
+        return [
+            float(columns["prompts"] == ["p", "p"]),
+            float(completions == ["x", "y"] and columns["label"] == [3, 4]),
+        ]
+
+    def alone(completions):
+        return [float(completion == "x") for completion in completions]
+
+    def otherwise(texts, completions):
+        return [float(texts == ["p", "p"]), float(completions == ["x", "y"])]
+
+    def unnamed(prompts, completions, /):
+        return [float(prompts == ["p", "p"]), float(completions == ["x", "y"])]
+
+    for function in (turned, of_trl, otherwise, unnamed):
+        assert call(function, label=[3, 4]) == [1.0, 1.0]
+    assert call(alone, label=[3, 4]) == [1.0, 0.0]
+
+
 @pytest.mark.parametrize("result", [[1, 0], (True, False), torch.tensor([1.0, 0.0])])
 def test_numbers_of_any_kind_are_taken(result):
     assert call(lambda prompts, completions: result) == [1.0, 0.0]
@@ -280,5 +311,18 @@ def test_an_exception_inside_a_function_is_told_in_one_line():
     def broken(prompts, completions, **columns):
         return [columns["label"]]
 
-    with pytest.raises(RewardError, match="reward function mine raised KeyError: 'label'"):
+    line = broken.__code__.co_firstlineno + 1
+    with pytest.raises(RewardError) as caught:
+        call(broken)
+    assert str(caught.value) == f"reward function mine raised KeyError: 'label' (test_rewards.py, line {line})"
+
+
+@pytest.mark.parametrize(
+    ("error", "told"), [(ValueError("one\n two"), "ValueError: one two"), (SystemExit(3), "SystemExit: 3")]
+)
+def test_what_a_function_raises_is_one_line_even_if_it_ends_the_process(error, told):
+    def broken(prompts, completions):
+        raise error
+
+    with pytest.raises(RewardError, match=rf"^reward function mine raised {told} \(test_rewards.py, line \d+\)$"):
         call(broken)

@@ -93,7 +93,8 @@ def _read_json_lines(path: Path, _: str) -> pd.DataFrame:
         except json.JSONDecodeError as error:
             raise DataError(f"{path}: line {number} is damaged, it is not valid JSON ({error.msg}).") from error
         if not isinstance(record, dict):
-            raise DataError(f"{path}: line {number} is not an object with named columns: {line.strip()[:40]}")
+            hint = " A list of objects is a .json file." if isinstance(record, list) else ""
+            raise DataError(f"{path}: line {number} is not an object with named columns: {line.strip()[:40]}{hint}")
         records.append(record)
     return pd.DataFrame.from_records(records)
 
@@ -102,7 +103,8 @@ def _read_json(path: Path, _: str) -> pd.DataFrame:
     try:
         records = json.loads("\n".join(_text_lines(path)))
     except json.JSONDecodeError as error:
-        raise DataError(f"{path}: line {error.lineno} is damaged, it is not valid JSON ({error.msg}).") from error
+        hint = " One object a line is a .jsonl file: rename it." if error.msg == "Extra data" else ""
+        raise DataError(f"{path}: line {error.lineno} is damaged, it is not valid JSON ({error.msg}).{hint}") from error
     if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
         raise DataError(f"{path}: a .json file must hold a list of objects with named columns.")
     return pd.DataFrame.from_records(records)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -38,6 +39,8 @@ WEIGHTS_INDEX = "model.safetensors.index.json"
 HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 MEBIBYTE = 2**20
 PICKLED_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+TOKENIZER_FILES = ("tokeniz*", "vocab*", "merges*", "*.model", "*.tiktoken")
+LFS_POINTER = b"version https://git-lfs"
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,10 @@ class PretrainedHandle:
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the tokenizer: padding on the left, a pad token guaranteed, its vocabulary unchanged."""
         config = self.config()
+        if is_local(self.source) and not any(any(Path(self._place).glob(names)) for names in TOKENIZER_FILES):
+            raise ModelError(
+                f"{self.source}: no tokenizer in this model directory (tokenizer.json is missing). Copy or save it there."
+            )
         tokenizer = self._read("tokenizer", AutoTokenizer.from_pretrained, padding_side="left")
         ensure_pad_token(tokenizer, config)
         check_vocabulary(tokenizer, config, self.source)
@@ -150,7 +157,8 @@ class PretrainedHandle:
             with quiet_transformers():
                 return load(self._place, trust_remote_code=self.trust_remote_code, local_files_only=local, **options)
         except Exception as error:  # the libraries below raise OSError, ValueError, KeyError, SafetensorError, …
-            raise ModelError(f"{self.source}: its {what} cannot be loaded: {_first_line(error)}") from error
+            where = "its" if local else "there is no such directory, and as a hub id its"
+            raise ModelError(f"{self.source}: {where} {what} cannot be loaded: {_first_line(error)}") from error
 
 
 @dataclass
@@ -265,6 +273,20 @@ def _check_weights(path: Path) -> None:
     for shard in shards:
         if not (path / shard).is_file() or (path / shard).stat().st_size == 0:
             raise ModelError(f"{path}: the weights file {shard} is missing or empty. Copy the model again.")
+        _check_header(path / shard)
+
+
+def _check_header(weights: Path) -> None:
+    """Raise `ModelError` if a weights file's header is unreadable, or names more than the file holds (cut short)."""
+    try:
+        with safe_open(weights, framework="pt"):
+            return
+    except (SafetensorError, OSError) as error:
+        with weights.open("rb") as file:
+            is_pointer = file.read(len(LFS_POINTER)) == LFS_POINTER
+        remedy = "It is a Git LFS pointer: run git lfs pull" if is_pointer else "Copy the model again"
+        what = f"the weights file {weights.name} is damaged or incomplete ({_first_line(error)})"
+        raise ModelError(f"{weights.parent}: {what}. {remedy}.") from error
 
 
 def _is_adapter(path: Path) -> bool:

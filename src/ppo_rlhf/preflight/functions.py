@@ -11,7 +11,7 @@ import pandas as pd
 
 from ppo_rlhf.preflight.request import RunRequest
 from ppo_rlhf.training.evaluation import EvaluationConfig, resolve_judge
-from ppo_rlhf.training.prompts import PromptsConfig
+from ppo_rlhf.training.prompts import PromptsConfig, is_prompt
 from ppo_rlhf.training.reward_training import RewardModellingConfig
 from ppo_rlhf.training.rewards import RewardConfig, RewardFunction, call_reward_function, load_function
 
@@ -54,12 +54,14 @@ def _probe(run: RunRequest, tables: dict[str, pd.DataFrame]) -> tuple[list[str],
     if not isinstance(settings, PromptsConfig) or frame is None or settings.column not in frame.columns:
         return [], {}
     rows = frame.head(PROBED_PROMPTS)
+    if not all(is_prompt(value) for value in rows[settings.column]):
+        return [], {}  # check_prompts says so
     columns = {str(name): rows[name].tolist() for name in rows.columns if name != "prompt"}
     return [_text(value) for value in rows[settings.column]], columns
 
 
 def _text(prompt: Any) -> str:
-    return prompt if isinstance(prompt, str) else "\n".join(str(message.get("content", "")) for message in prompt)
+    return prompt if isinstance(prompt, str) else "\n".join(str(message["content"]) for message in prompt)
 
 
 @contextmanager

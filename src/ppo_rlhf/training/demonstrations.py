@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.models.tokenizers import append_end
+from ppo_rlhf.training.chats import CHAT, is_chat, render_chat
 from ppo_rlhf.training.randomness import permutation
 from ppo_rlhf.training.settings_group import settings_group
 
@@ -124,7 +125,7 @@ def _standard_columns(frame: pd.DataFrame, config: DataPreparationConfig) -> pd.
         )
     table = frame[list(chosen)].rename(columns=chosen).reset_index(drop=True)
     for given, standard in chosen.items():
-        fits, wanted = (_is_chat, _CHAT) if standard == "messages" else (_is_text, _TEXT)
+        fits, wanted = (is_chat, CHAT) if standard == "messages" else (_is_text, _TEXT)
         for row, value in enumerate(table[standard].tolist()):
             if not fits(value):
                 raise DataError(f"demonstrations: row {row}, column `{given}`: expected {wanted}, got {value!r:.60}")
@@ -132,17 +133,10 @@ def _standard_columns(frame: pd.DataFrame, config: DataPreparationConfig) -> pd.
 
 
 _TEXT = "text that is not empty"
-_CHAT = 'a list of {"role": …, "content": …}'
 
 
 def _is_text(value: Any) -> bool:
     return isinstance(value, str) and bool(value.strip())
-
-
-def _is_chat(value: Any) -> bool:
-    if not isinstance(value, list) or not value:
-        return False
-    return all(isinstance(message, dict) and {"role", "content"} <= set(message) for message in value)
 
 
 Encoded = Iterator[tuple[list[int], list[int]]]
@@ -166,10 +160,8 @@ def _encode_completions(frame: pd.DataFrame, tokenizer: PreTrainedTokenizerBase)
 
 
 def _encode_chats(frame: pd.DataFrame, tokenizer: PreTrainedTokenizerBase) -> Encoded:
-    if not getattr(tokenizer, "chat_template", None):
-        raise DataError("demonstrations: chats (`messages`) need a tokenizer with a chat template; this one has none.")
     for messages in frame["messages"]:
-        text = tokenizer.apply_chat_template([dict(message) for message in messages], tokenize=False)
+        text = render_chat(messages, tokenizer, "demonstrations")
         ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
         yield ids, list(ids)
 

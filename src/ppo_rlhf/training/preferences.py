@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.demo.judge import noisy_preference
 from ppo_rlhf.models.tokenizers import append_end
+from ppo_rlhf.training.chats import is_chat, render_chat
 from ppo_rlhf.training.generation import GeneratedResponses, SamplingSettings, generate_responses
 from ppo_rlhf.training.prompts import PromptDataset
 from ppo_rlhf.training.randomness import episode_prompts, episode_uniforms
@@ -44,7 +45,7 @@ def check_preferences(
     table = frame[list(wanted)].rename(columns=wanted).reset_index(drop=True)
     for given, standard in wanted.items():
         for row, value in enumerate(table[standard].tolist()):
-            if not _is_text(value) and not _is_chat(value):
+            if not _is_text(value) and not is_chat(value):
                 raise DataError(f"preferences: row {row}, column `{given}`: expected text or chat, got {value!r:.60}")
     return table
 
@@ -146,10 +147,7 @@ def _sample(
 def _encode(prompt: Any, response: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     if _is_text(response):
         return append_end(list(tokenizer((prompt or "") + response)["input_ids"]), tokenizer.eos_token_id)
-    if not getattr(tokenizer, "chat_template", None):
-        raise DataError("preferences: chat messages need a tokenizer with a chat template; this one has none.")
-    messages = [dict(message) for message in [*(prompt or []), *response]]
-    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    text = render_chat([*(prompt or []), *response], tokenizer, "preferences")
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
@@ -161,9 +159,3 @@ def _readable(value: Any) -> str:
 
 def _is_text(value: Any) -> bool:
     return isinstance(value, str) and bool(value.strip())
-
-
-def _is_chat(value: Any) -> bool:
-    if not isinstance(value, list) or not value:
-        return False
-    return all(isinstance(message, dict) and {"role", "content"} <= set(message) for message in value)

@@ -12,6 +12,7 @@ from pydantic import Field
 from transformers import PreTrainedTokenizerBase
 
 from ppo_rlhf.core.errors import DataError
+from ppo_rlhf.training.chats import CHAT, is_chat, render_chat
 from ppo_rlhf.training.randomness import permutation
 from ppo_rlhf.training.settings_group import settings_group
 
@@ -183,16 +184,19 @@ def _encode(value: Any, tokenizer: PreTrainedTokenizerBase, where: str) -> tuple
         eos = tokenizer.eos_token_id
         if tokens and tokens[-1] == eos and not value.endswith(str(tokenizer.eos_token)):
             tokens = tokens[:-1]  # a tokenizer that closes every text would end the response before it begins
-    elif isinstance(value, list) and value and all(isinstance(m, dict) and "content" in m for m in value):
-        if getattr(tokenizer, "chat_template", None) is None:
-            raise DataError(f"{where}: chat messages need a tokenizer with a chat template; this one has none")
-        text = str(tokenizer.apply_chat_template(value, tokenize=False, add_generation_prompt=True))
+    elif is_chat(value):
+        text = render_chat(value, tokenizer, where, add_generation_prompt=True)
         tokens = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     else:
-        raise DataError(f"{where}: expected text or a list of chat messages, got {str(value)[:60]!r}")
+        raise DataError(f"{where}: expected text or {CHAT}, got {str(value)[:60]!r}")
     if not tokens:
         raise DataError(f"{where}: the prompt has no tokens")
     return text, tokens
+
+
+def is_prompt(value: Any) -> bool:
+    """Return whether a value of the prompts' column is text, or a list of chat messages."""
+    return (isinstance(value, str) and bool(value)) or is_chat(value)
 
 
 def _has_one_plain_type(values: list[Any]) -> bool:

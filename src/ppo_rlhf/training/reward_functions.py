@@ -4,6 +4,7 @@ import importlib
 import inspect
 import math
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,8 +39,9 @@ def load_function(reference: str, project_path: Path | None = None) -> RewardFun
                 f"Put {module_name.replace('.', '/')}.py into the project's directory."
             ) from error
         raise RewardError(f"{reference}: importing {module_name} fails: {error}.") from error
-    except Exception as error:  # a person's file can raise anything
-        raise RewardError(f"{reference}: importing {module_name} fails: {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:  # a person's file can raise anything, and a script may end itself
+        place = _place(error, lambda file: Path(file).is_relative_to(project))
+        raise RewardError(f"{reference}: importing {module_name} fails: {_told(error)}{place}") from error
     finally:
         for path in added:
             sys.path.remove(path)
@@ -59,15 +61,20 @@ def call_reward_function(
 ) -> list[float]:
     """Call a person's function and check what it returns: one finite number a response.
 
-    Columns go in as keyword arguments; a function without `**columns` gets those it names.
+    Prompts and completions go in by name where the function calls them so (in whichever order; one that only reads
+    completions may leave prompts out), else as its first two arguments. Columns are keyword arguments; a function
+    without `**columns` gets those it names.
 
     Raises:
         RewardError: It raised, or returned another count, or something that is not a finite number.
     """
     try:
-        result = function(list(prompts), list(completions), **_accepted(function, columns))
-    except Exception as error:
-        raise RewardError(f"reward function {name} raised {type(error).__name__}: {error}") from error
+        positional, named = _arguments(function, list(prompts), list(completions), columns)
+        result = function(*positional, **named)
+    except (Exception, SystemExit) as error:
+        source = getattr(inspect.unwrap(function), "__code__", None)
+        place = "" if source is None else _place(error, lambda file: file == source.co_filename)
+        raise RewardError(f"reward function {name} raised {_told(error)}{place}") from error
     values = _as_list(result, name)
     if len(values) != len(completions):
         raise RewardError(
@@ -88,15 +95,35 @@ def call_reward_function(
     return scores
 
 
-def _accepted(function: RewardFunction, columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    reserved = {name: values for name, values in columns.items() if name not in ("prompts", "completions")}
+def _arguments(
+    function: RewardFunction, prompts: list[str], completions: list[str], columns: dict[str, list[Any]]
+) -> tuple[list[list[str]], dict[str, list[Any]]]:
+    """Return what a function is called with: positional and keyword arguments."""
+    texts = {"prompts": prompts, "completions": completions}
+    others = {name: values for name, values in columns.items() if name not in texts}
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # some built-ins have no signature
-        return reserved
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return reserved
-    return {name: values for name, values in reserved.items() if name in parameters}
+        return [prompts, completions], others
+    takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    by_name = [name for name, parameter in parameters.items() if parameter.kind in _BY_NAME]
+    wanted = others if takes_all else {name: values for name, values in others.items() if name in by_name}
+    if "completions" not in by_name or not ("prompts" in by_name or by_name[0] == "completions"):
+        return [prompts, completions], wanted
+    return [], {name: values for name, values in texts.items() if takes_all or name in by_name} | wanted
+
+
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+def _told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def _place(error: BaseException, is_theirs: Callable[[str], bool]) -> str:
+    """Return ' (file, line n)' of the innermost call in a file of the person's, empty if there is none."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_theirs(frame.filename)]
+    return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
 
 
 def _as_list(result: Any, name: str) -> list[Any]:
@@ -110,6 +137,9 @@ def _as_list(result: Any, name: str) -> list[Any]:
 def split_reference(reference: str) -> tuple[str, str]:
     """Return the module and the name of `module:name`; raise `RewardError` if it is not of that form."""
     module_name, _, name = reference.partition(":")
+    if module_name.endswith(".py"):
+        module = Path(module_name).stem if Path(module_name).is_absolute() else module_name[:-3].replace("/", ".")
+        raise RewardError(f"{reference!r} does not name a function: write module:name, here {module}:{name or 'name'}.")
     if not name.isidentifier() or not all(part.isidentifier() for part in module_name.split(".")):
         raise RewardError(f"{reference!r} does not name a function: write module:name, for example my_rewards:score.")
     return module_name, name
