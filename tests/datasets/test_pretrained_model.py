@@ -48,6 +48,13 @@ def test_a_session_reads_what_it_wrote_though_another_wrote_later(tmp_path):
     assert torch.equal(mine.load().causal_lm()(IDS).logits, tiny_model(seed=0)(IDS).logits)
 
 
+def test_a_path_may_begin_at_the_home_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    save(tmp_path / "mine", tiny_model())
+    handle = PretrainedModelDataset("/project/~/mine").load()  # as Kedro hands it on
+    assert handle.source == str(tmp_path / "mine")
+
+
 def test_a_half_written_version_is_never_loaded(tmp_path, monkeypatch):
     dataset = PretrainedModelDataset(str(tmp_path / "policy"))
     dataset.save(trained(0))

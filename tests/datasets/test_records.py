@@ -54,6 +54,12 @@ def test_plain_text_has_one_row_a_line_under_the_column_asked_for(tmp_path):
     assert frame.to_dict("list") == {"prompt": ["once upon", "  twice"]}
 
 
+def test_a_path_may_begin_at_the_home_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write(tmp_path / "rows.jsonl")
+    assert RecordsDataset("/project/~/rows.jsonl").load().to_dict("records") == ROWS  # as Kedro hands it on
+
+
 def test_nested_values_come_through(tmp_path):
     rows = [{"messages": [{"role": "user", "content": "hi"}]}]
     assert RecordsDataset(str(write(tmp_path / "chats.jsonl", rows))).load().to_dict("records") == rows
@@ -109,6 +115,6 @@ def test_a_persons_file_is_never_written(tmp_path):
 def test_the_preview_is_a_table_of_the_first_rows_that_json_can_hold(tmp_path):
     rows = [{"text": f"t{i}", "values": [i, i]} for i in range(9)]
     preview = RecordsDataset(str(write(tmp_path / "rows.jsonl", rows))).preview()
-    assert json.loads(json.dumps(preview))["data"] == [[f"t{i}", [i, i]] for i in range(5)]
+    assert json.loads(json.dumps(preview))["data"] == [[f"t{i}", f"[{i}, {i}]"] for i in range(5)]
     assert preview["columns"] == ["text", "values"]
     assert RecordsDataset(None).preview()["data"] == []

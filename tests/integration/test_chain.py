@@ -16,9 +16,12 @@ from typing import Any
 import mlflow
 import pandas as pd
 import pytest
+from kedro.config import OmegaConfigLoader
+from kedro.io import DataCatalog
 from mlflow import MlflowClient
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ppo_rlhf.settings import CONFIG_LOADER_ARGS
 from tests.contracts import checkers
 
 ROOT = Path(__file__).parents[2]
@@ -90,6 +93,16 @@ def test_every_persisted_dataset_is_written_below_data_test_and_the_raw_data_sta
     assert {path.name for path in (chain.project / "data").iterdir()} == {"01_raw", "test"}
     for name in ("report.html", "before_after.csv", "sample_pairs.csv", "evaluation_summary.json"):
         assert (chain.project / "data/test/08_reporting" / name).stat().st_size > 0
+
+
+def test_every_table_and_plot_has_a_preview_that_kedro_viz_can_send(
+    chain: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(chain.project)
+    entries = OmegaConfigLoader(str(chain.project / "conf"), env="test", **CONFIG_LOADER_ARGS)["catalog"]
+    catalog = DataCatalog.from_config({name: entry for name, entry in entries.items() if not name.startswith("_")})
+    shown = {name: json.dumps(catalog[name].preview()) for name in catalog if hasattr(catalog[name], "preview")}
+    assert {"preferences", "evaluation_prompts", "sample_pairs", "training_curves_plot"} <= set(shown)
 
 
 def test_the_mlflow_run_is_finished_with_every_hyperparameter_as_a_param_of_its_own(chain: Run) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
+from collections.abc import Iterator
 
 from kedro.config import BadConfigException, MissingConfigException
 from kedro.io import DatasetError
 from kedro.validation import ParameterValidationError
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
-from yaml import YAMLError
+from yaml import MarkedYAMLError, YAMLError
 
 from ppo_rlhf.runner.wrapped import own_error
 
@@ -21,6 +24,9 @@ REQUEST = {  # what Kedro raises, as plain ValueErrors, where a command names th
     "kedro.config.omegaconf_config",
 }
 CATALOG_ENTRY = "An exception occurred when parsing config for dataset"
+STORAGE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
+_NO_MAPPING = re.compile(r"^- Parameter '([^']*)': Expected dict for dataclass \w+, got (\w+)$")
+_A_MAPPING_IS_EXPECTED = r"\1: a mapping of settings (name: value) is expected, not \2"
 _KEDRO_PREFIX = re.compile(r"^- Parameter '[^']*': (Failed to instantiate \w+ for parameter '[^']*': )?")
 
 
@@ -28,17 +34,41 @@ def one_line_each(error: Exception) -> list[str] | None:
     """Return the lines to show for an error, None if it is unexpected and its traceback is wanted."""
     ours = own_error(error)
     if isinstance(error, ParameterValidationError):
-        lines = str(error).splitlines()
-        return [_KEDRO_PREFIX.sub("", line) for line in lines if line and line != "Parameter validation failed:"]
+        lines = [line for line in str(error).splitlines() if line and line != "Parameter validation failed:"]
+        named = [
+            _NO_MAPPING.sub(r"\1: a mapping of settings (name: value) is expected, not \2", line) for line in lines
+        ]
+        return [_KEDRO_PREFIX.sub("", line) for line in named]
     if ours is not None:
         return str(ours).splitlines()
     if isinstance(error, ValidationError):
         return [f"{'.'.join(map(str, e['loc']))}={e['input']!r}: {e['msg']}" for e in error.errors()]
+    full_or_forbidden = [cause for cause in _chain(error) if isinstance(cause, OSError) and cause.errno in STORAGE]
+    if full_or_forbidden and isinstance(error, DatasetError | OSError):
+        where, number = full_or_forbidden[-1].filename, full_or_forbidden[-1].errno
+        return [f"{where or str(error).partition(': ')[0]}: {os.strerror(int(number or 0))}."]
+    if isinstance(error, YAMLError) and isinstance(error.__cause__, MarkedYAMLError):
+        return [_where_yaml_breaks(str(error), error.__cause__)]
     is_configuration = isinstance(error, CONFIGURATION) or (
         isinstance(error, DatasetError) and str(error).startswith(CATALOG_ENTRY)
     )
     is_request = isinstance(error, ValueError | KeyError) and _raised_in(error) in REQUEST
     return [" ".join(str(error).split())] if is_configuration or is_request else None
+
+
+def _where_yaml_breaks(message: str, cause: MarkedYAMLError) -> str:
+    """Return Kedro's message with the right place, which it counts from 0, and with the reason."""
+    mark = cause.problem_mark
+    if mark is None:
+        return " ".join(message.split())
+    file = message.partition(", unable to read")[0]
+    return f"{file}, line {mark.line + 1}, column {mark.column + 1}: {cause.problem}"
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__
 
 
 def _raised_in(error: Exception) -> str:

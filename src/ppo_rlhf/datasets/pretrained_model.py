@@ -11,6 +11,7 @@ from kedro.io import AbstractDataset, DatasetError
 from kedro.io.core import generate_timestamp
 from kedro_datasets._typing import JSONPreview
 
+from ppo_rlhf.datasets.paths import expand_home
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel, quiet_transformers
 
 _PREVIEWED = ("architectures", "model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -43,7 +44,7 @@ class PretrainedModelDataset(AbstractDataset[TrainedModel, PretrainedHandle | No
             trust_remote_code: Whether Python code that lies with the model may run.
             metadata: Read by Kedro-Viz.
         """
-        self._source = None if filepath is None else _restore_hub_id(str(filepath))
+        self._source = None if filepath is None else _restore_hub_id(expand_home(str(filepath)))
         self._trust_remote_code = trust_remote_code
         self._saved: Path | None = None  # another run may write a newer version: a session reads what it wrote
         self.metadata = metadata

@@ -10,6 +10,8 @@ from kedro.io import AbstractDataset, DatasetError
 from kedro_datasets._typing import TablePreview
 
 from ppo_rlhf.core.errors import DataError
+from ppo_rlhf.datasets.paths import expand_home
+from ppo_rlhf.datasets.tables import table_preview
 
 _PREVIEW_ROWS = 5
 _KINDS = (".jsonl", ".json", ".csv", ".parquet", ".txt")
@@ -36,7 +38,7 @@ class RecordsDataset(AbstractDataset[pd.DataFrame, pd.DataFrame | None]):
             text_column: The column's name where the file is plain text (.txt).
             metadata: Read by Kedro-Viz.
         """
-        self._path = None if filepath is None else Path(filepath)
+        self._path = None if filepath is None else Path(expand_home(filepath))
         self._text_column = text_column
         self.metadata = metadata
 
@@ -57,8 +59,7 @@ class RecordsDataset(AbstractDataset[pd.DataFrame, pd.DataFrame | None]):
         """Show Kedro-Viz the first rows."""
         if self._path is None or not self._path.is_file():
             return TablePreview({"index": [], "columns": [], "data": []})
-        rows = read_records(self._path, self._text_column).head(_PREVIEW_ROWS)
-        return TablePreview(json.loads(rows.to_json(orient="split")))
+        return table_preview(read_records(self._path, self._text_column).head(_PREVIEW_ROWS))
 
     def _exists(self) -> bool:
         return self._path is not None and self._path.is_file()

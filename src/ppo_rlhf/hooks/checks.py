@@ -8,11 +8,13 @@ from typing import Any
 
 from kedro.framework.context import KedroContext
 from kedro.framework.hooks import hook_impl
+from kedro.framework.project import pipelines
 from kedro.io import CatalogProtocol
 from kedro.pipeline import Pipeline
 
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.hooks.caution import advice_on_own_settings, demo_settings_in_use
+from ppo_rlhf.hooks.own_settings import misshapen_settings, unread_settings
 from ppo_rlhf.hooks.run_parameters import unknown_names
 from ppo_rlhf.runner import LoopRunner, plan_loop
 
@@ -30,9 +32,9 @@ class ChecksHook:
 
     @hook_impl(tryfirst=True)
     def after_context_created(self, context: KedroContext) -> None:
-        """Refuse unknown names in --params; say if conf/local is not read."""
+        """Refuse unknown names in --params and settings that cannot be merged; say if conf/local is not read."""
         self._context = context
-        problems = unknown_names(context.config_loader)
+        problems = unknown_names(context.config_loader) + misshapen_settings(context.config_loader)
         if problems:
             raise ConfigError("\n".join(problems))
         unread = unread_local_files(Path(context.config_loader.conf_source), context.env)
@@ -47,7 +49,8 @@ class ChecksHook:
         check_runner(run_params["runner"], pipeline)
         assert self._context is not None
         data_root = self._context.config_loader["globals"].get("data_root", "data")
-        problems = find_problems(pipeline, catalog, Path(run_params["project_path"]), data_root)
+        problems = unread_settings(self._context.config_loader, pipelines.values())
+        problems += find_problems(pipeline, catalog, Path(run_params["project_path"]), data_root)
         if problems:
             raise ConfigError("\n".join(problems))
         loader = self._context.config_loader

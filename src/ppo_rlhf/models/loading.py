@@ -73,7 +73,7 @@ class PretrainedHandle:
         config = self.config()
         if is_local(self.source) and not any(any(Path(self._place).glob(names)) for names in TOKENIZER_FILES):
             raise ModelError(
-                f"{self.source}: no tokenizer in this model directory (tokenizer.json is missing). Copy or save it there."
+                f"{self.source}: no tokenizer in this model directory (tokenizer.json is missing). Save it there."
             )
         tokenizer = self._read("tokenizer", AutoTokenizer.from_pretrained, padding_side="left")
         ensure_pad_token(tokenizer, config)

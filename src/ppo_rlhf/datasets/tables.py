@@ -1,0 +1,34 @@
+"""Tables that the pipelines write, and how any table is shown in Kedro-Viz."""
+
+import json
+
+import pandas as pd
+import pyarrow.parquet
+from kedro_datasets._typing import TablePreview
+from kedro_datasets.pandas import ParquetDataset
+
+
+class TableDataset(ParquetDataset):
+    """Parquet as kedro-datasets has it, but a preview of chats and token ids too: its own gives arrays, not JSON.
+
+    ```yaml
+    demonstrations:
+      type: ppo_rlhf.datasets.TableDataset
+      filepath: data/03_primary/demonstrations.parquet
+    ```
+    """
+
+    def preview(self, nrows: int = 5) -> TablePreview:
+        """Show Kedro-Viz the first rows."""
+        return table_preview(pyarrow.parquet.read_table(str(self._get_load_path()))[:nrows].to_pandas())
+
+
+def table_preview(rows: pd.DataFrame) -> TablePreview:
+    """Return rows as Kedro-Viz takes them; nested values become text, as which it would show `[object Object]`."""
+    table = json.loads(rows.to_json(orient="split"))
+    table["data"] = [[_readable(value) for value in row] for row in table["data"]]
+    return TablePreview(table)
+
+
+def _readable(value: object) -> object:
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, list | dict) else value
