@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import subprocess
@@ -12,8 +13,10 @@ from pathlib import Path
 import mlflow
 import pytest
 from click.testing import Result
+from kedro.io import DatasetError
 
 from ppo_rlhf.cli import cli, run
+from ppo_rlhf.cli.errors import one_line_each
 from ppo_rlhf.core.errors import ConfigError
 
 Kedro = Callable[..., Result]
@@ -151,9 +154,73 @@ def test_an_unknown_runner_is_named(kedro: Kedro, toy_project: Path):
         ("parameters.yml", "ppo:\n  kl_coef: [1\n", "Invalid YAML or JSON file"),
         ("parameters.yml", "ppo:\n  kl_coef: ${globals:nothing}\n", "Globals key 'nothing' not found"),
         ("catalog.yml", "raw_prompts:\n  type: no.such.Dataset\n  filepath: x\n", "no.such.Dataset"),
-        ("mlflow.yml", "server:\n  tracking: x\n", "Extra inputs are not permitted"),
+        ("mlflow.yml", "server:\n  tracking: x\n", "mlflow.yml: server.tracking='x': Extra inputs are not permitted"),
+        (
+            "parameters.yml",
+            "ppo:\n\tkl_coef: 0.1\n",
+            "parameters.yml, line 2, column 1: found character that cannot start any token (indent by spaces",
+        ),
+        (
+            "parameters.yml",
+            "ppo: [1, 2]\n",
+            "Error: conf/local/parameters.yml: ppo is a list, but a mapping in conf/base. Write `name: value`, without "
+            "`- `.",
+        ),
+        (
+            "parameters.yml",
+            "reward: {components: {type: function, function: a:b}}\n",
+            "Error: conf/local/parameters.yml: reward.components is a mapping, but a list in conf/base. Write `- ` "
+            "before each entry.",
+        ),
+        ("parameters.yml", "ppo: much\n", "Error: ppo: a mapping of settings (name: value) is expected, not str"),
+        (
+            "parameters.yml",
+            "pppo: {kl_coef: 1}\n",
+            "Error: conf/local/parameters.yml: nothing reads pppo here. Did you mean `ppo`?",
+        ),
+        (
+            "parameters.yml",
+            "kl_coef: 1\n",
+            "Error: conf/local/parameters.yml: nothing reads kl_coef here. Did you mean `ppo.kl_coef`?",
+        ),
+        (
+            "parameters.yml",
+            "ppo.kl_coef: 1\n",
+            "Error: conf/local/parameters.yml: nothing reads ppo.kl_coef here. Write `ppo:`, and below it, indented, "
+            "`kl_coef: …`.",
+        ),
+        (
+            "parameters.yml",
+            "sft_model_path: x\n",
+            "Error: conf/local/parameters.yml: nothing reads sft_model_path here. Move it to conf/local/globals.yml.",
+        ),
+        (
+            "globals.yml",
+            "sft_model: x\n",
+            "Error: conf/local/globals.yml: nothing reads sft_model here. Did you mean `sft_model_path`?",
+        ),
+        (
+            "globals.yml",
+            "sft_model_path:x\n",  # no space: YAML takes it as one word
+            "Error: conf/local/globals.yml: nothing reads sft_model_path:x here. Did you mean `sft_model_path`?",
+        ),
     ],
-    ids=["broken YAML", "missing global", "unknown dataset class", "unknown key in mlflow.yml"],
+    ids=[
+        "broken YAML",
+        "missing global",
+        "unknown dataset class",
+        "unknown key in mlflow.yml",
+        "tab",
+        "list for a group",
+        "mapping for a list",
+        "word for a group",
+        "misspelt group",
+        "setting outside its group",
+        "dotted setting",
+        "global among the parameters",
+        "misspelt global",
+        "no space behind the colon",
+    ],
 )
 def test_a_mistake_in_a_configuration_file_is_one_line(
     kedro: Kedro, toy_project: Path, file: str, text: str, expected: str
@@ -161,6 +228,31 @@ def test_a_mistake_in_a_configuration_file_is_one_line(
     (toy_project / "conf" / "local" / file).write_text(text)
     (line,) = refused(kedro, toy_project)
     assert expected in line
+
+
+def test_names_of_ones_own_that_configuration_refers_to_are_no_mistake(kedro: Kedro, toy_project: Path):
+    local = toy_project / "conf" / "local"
+    (local / "parameters.yml").write_text('_half: 0.5\nmine: 0.25\nppo: {kl_coef: "${mine}"}\n')
+    (local / "globals.yml").write_text("my_data: data/01_raw\nprompts_path: ${my_data}/prompts.jsonl\n")
+    result = kedro(toy_project, "run", "--pipelines", "ppo", "--to-nodes", "configure_ppo")
+    assert result.exit_code == 0, result.output
+    assert runs(toy_project)[0].data.params["ppo.kl_coef"] == "0.25"
+
+
+@pytest.mark.parametrize(
+    ("cause", "expected"),
+    [
+        (PermissionError(errno.EACCES, "Permission denied", "/p/data"), "/p/data: Permission denied."),
+        (OSError(errno.ENOSPC, "No space left on device"), "pairs: No space left on device."),
+    ],
+)
+def test_a_disk_that_is_full_or_forbidden_is_one_line(cause: OSError, expected: str):
+    error = DatasetError("pairs: Failed while saving data to dataset ParquetDataset(…).")
+    error.__cause__ = DatasetError("Failed while saving data to dataset ParquetDataset(…).")
+    error.__cause__.__cause__ = cause
+    assert one_line_each(error) == [expected]
+    error.__cause__.__cause__ = OSError(errno.EIO, "Input/output error")
+    assert one_line_each(error) is None
 
 
 def test_params_that_cannot_be_parsed_are_one_line(kedro: Kedro, toy_project: Path):

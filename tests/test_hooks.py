@@ -16,6 +16,8 @@ import pytest
 from click.testing import Result
 from kedro.config import OmegaConfigLoader
 from mlflow.entities import Run
+from mlflow.exceptions import MlflowException
+from sqlalchemy.exc import SQLAlchemyError
 
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.hooks import TrackingHook
@@ -191,6 +193,22 @@ def test_a_store_that_cannot_be_opened_is_one_line(kedro: Kedro, toy_project: Pa
     assert result.exit_code == 1
     assert f"Error: mlflow.yml: the tracking store {uri} cannot be used" in result.stderr
     assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("error", [MlflowException, SQLAlchemyError])
+def test_a_store_that_cannot_be_written_is_one_line(
+    kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+):
+    def refuse(**options: object) -> None:
+        raise MlflowException(
+            "(sqlite3.OperationalError) attempt to write\n a readonly database\n[SQL: INSERT INTO runs"
+        )
+
+    monkeypatch.setattr(mlflow, "start_run", refuse)
+    result = kedro(toy_project, "run", "--pipelines", "align")
+    assert result.exit_code == 1
+    (line,) = result.stderr.splitlines()
+    assert line.endswith("mlflow.db cannot be used: (sqlite3.OperationalError) attempt to write a readonly database")
 
 
 def test_a_failed_run_says_why(kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch):

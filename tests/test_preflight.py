@@ -16,7 +16,9 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-from ppo_rlhf.datasets import PretrainedModelDataset, RecordsDataset
+from ppo_rlhf.datasets import PretrainedModelDataset, RecordsDataset, TableDataset
+from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.preflight import find_problems
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.demonstrations import DataPreparationConfig
@@ -93,7 +95,7 @@ class Desk:
             kind = RecordsDataset if name.startswith("raw_") else PretrainedModelDataset
             datasets[name] = kind(path)
         inputs = [*self.paths, *(f"params:{group}" for group in self.groups)]
-        nodes = [Node(lambda *_: 0, inputs, "aligned", name="align")]
+        nodes = [Node(lambda *_: 0, inputs, "prompt_dataset", name="align")]
         nodes += [Node(lambda _: 0, "params:ppo", name, name=f"make_{name}") for name in self.made]
         return find_problems(Pipeline(nodes), DataCatalog(datasets), self.folder)
 
@@ -125,6 +127,15 @@ def _empty(desk: Desk) -> None:
     (desk.folder / "prompts.jsonl").write_text("")
 
 
+def _rows_without_prompt(desk: Desk) -> None:
+    (desk.folder / "prompts.jsonl").write_text('{"prompt": "the film was"}\n{"text": "a story of"}\n')
+
+
+def _tokens_alone(desk: Desk) -> None:
+    for path in (desk.folder / "policy").glob("tokenizer*"):
+        path.unlink()
+
+
 def _long_prompt(desk: Desk) -> None:
     desk.write_prompts(["the film was", "a story of", " ".join(["the"] * 13)])
 
@@ -142,6 +153,20 @@ def _few_rows(desk: Desk) -> None:
         (lambda d: d.paths.update(sft_policy="/nowhere/model"), "/nowhere/model: there is no such model directory."),
         (_remove("policy/model.safetensors"), "{folder}/policy: no weights in this model directory"),
         (_remove("policy/config.json"), "{folder}/policy: no config.json in this directory"),
+        (
+            _tokens_alone,
+            "{folder}/policy: no tokenizer in this model directory (tokenizer.json is missing). Save it there.",
+        ),
+        (
+            lambda d: d.paths.update(sft_policy=None),
+            "sft_model_path names nothing. Set it in conf/local/globals.yml",
+        ),
+        (lambda d: d.paths.update(raw_prompts=None), "prompts_path names nothing. Set it in conf/local/globals.yml"),
+        (_rows_without_prompt, "{folder}/prompts.jsonl: row 1, column `prompt`: expected text or a list of"),
+        (
+            lambda d: d.groups.update(ppo=PPOConfig(response_length=4, stop_token_id=99)),
+            "stop_token_id=99 is not an id of the tokenizer (0 to 10).",
+        ),
         (_few_rows, "{folder}/policy: the tokenizer has ids up to 10, the model's embedding has 8 rows"),
         (_empty, "{folder}/prompts.jsonl: this data file is empty."),
         (_damage_line, "{folder}/prompts.jsonl: line 2 is damaged, it is not valid JSON"),
@@ -180,6 +205,11 @@ def _few_rows(desk: Desk) -> None:
         "no model",
         "no weights",
         "no config",
+        "no tokenizer",
+        "model path is null",
+        "prompts path is null",
+        "a row without a prompt",
+        "no such stop token",
         "tokenizer of another model",
         "empty file",
         "damaged line",
@@ -214,6 +244,19 @@ def test_a_reward_model_is_looked_at_only_if_the_reward_is_made_of_it(desk: Desk
     desk.groups["reward"] = RewardConfig(components=[MODEL])
     (problem,) = desk.problems()
     assert problem.startswith("/nowhere/reward: there is no such model directory.")
+
+
+def test_a_model_of_the_other_kind_is_refused(desk: Desk, models: Path):
+    desk.groups["reward"] = RewardConfig(components=[MODEL])
+    desk.paths["reward_model"] = str(models / "policy")
+    (problem,) = desk.problems()
+    assert problem.startswith(f"{models}/policy: a reward model has one output (num_labels 1), this one has 2.")
+    ours = CausalLMRewardModel.from_causal_lm(PretrainedHandle(str(models / "policy")).causal_lm())
+    ours.save_pretrained(desk.folder / "ours")
+    PretrainedHandle(str(models / "policy")).tokenizer().save_pretrained(desk.folder / "ours")
+    desk.paths |= {"reward_model": str(desk.folder / "ours"), "sft_policy": str(desk.folder / "ours")}
+    (problem,) = desk.problems()
+    assert problem == f"{desk.folder}/ours: this is a reward model, it cannot generate. Give a causal language model."
 
 
 def test_a_critic_from_a_reward_model_with_other_words_is_refused(desk: Desk, models: Path):
@@ -277,8 +320,8 @@ def test_prompts_that_are_dropped_or_cut_when_too_long_are_no_problem(desk: Desk
 def chain(desk: Desk) -> Desk:
     """The whole chain on a person's own data, fine-tuning their model."""
     (desk.folder / "texts.jsonl").write_text('{"text": "the film was a story"}\n' * 3)
-    pair = {"prompt": "the film", "chosen": " was a story", "rejected": " was"}
-    (desk.folder / "pairs.jsonl").write_text(f"{json.dumps(pair)}\n" * 3)
+    pairs = [{"prompt": prompt, "chosen": " was a story", "rejected": " was"} for prompt in ("the film", "a story")]
+    (desk.folder / "pairs.jsonl").write_text("".join(f"{json.dumps(pair)}\n" for pair in pairs))
     desk.made = ["sft_policy", "reward_model"]
     desk.paths |= {
         "base_model": desk.paths["sft_policy"],
@@ -299,6 +342,11 @@ def test_a_chain_with_everything_right_has_no_problems(chain: Desk):
     assert chain.problems() == []
     chain.paths["base_model"] = None  # a model from scratch
     assert chain.problems() == []
+
+
+def _pairs_of_one_prompt(desk: Desk) -> None:
+    pair = {"prompt": "the film", "chosen": " was a story", "rejected": " was"}
+    (desk.folder / "pairs.jsonl").write_text(f"{json.dumps(pair)}\n" * 3)
 
 
 def _chats(desk: Desk) -> None:
@@ -324,6 +372,7 @@ def _long_prompt_from_scratch(desk: Desk) -> None:
             lambda d: d.groups.update(reward_modelling=RewardModellingConfig(chosen_column="better")),
             "preferences: no column `better`",
         ),
+        (_pairs_of_one_prompt, "preferences: pairs of one prompt cannot be split into training and evaluation."),
         (_chats, "need a tokenizer with a chat template"),
         (_chats_from_scratch, "chats need a model with a chat template. Set base_model_path."),
         (_long_prompt, "1 of 3 prompts (the first in row 2) are longer than 12 tokens"),
@@ -333,6 +382,7 @@ def _long_prompt_from_scratch(desk: Desk) -> None:
     ids=[
         "demonstrations without the column",
         "preferences without the column",
+        "preferences of one prompt",
         "chats for a model without template",
         "chats from scratch",
         "prompts too long for the base model",
@@ -375,3 +425,17 @@ def test_a_slice_that_starts_from_what_only_memory_holds_is_refused():
     pipeline = Pipeline([Node(lambda *_: 0, ["rollouts", "scores", "given"], "x", name="late")])
     (problem,) = find_problems(pipeline, catalog, Path("/project"))
     assert problem.startswith("This run starts from rollouts, scores, which no file holds: start from the nodes")
+
+
+def test_a_slice_that_starts_from_a_file_that_nobody_wrote_yet_is_refused(tmp_path: Path):
+    catalog = DataCatalog(
+        {
+            "pairs": TableDataset(filepath=str(tmp_path / "pairs.parquet")),
+            "ppo_policy": PretrainedModelDataset(str(tmp_path / "ppo_policy")),
+        }
+    )
+    pipeline = Pipeline([Node(lambda *_: 0, ["pairs", "ppo_policy"], "x", name="late")])
+    assert find_problems(pipeline, catalog, tmp_path) == [
+        f"{tmp_path}/pairs.parquet: nothing is there yet. Run the node that makes pairs first.",
+        f"{tmp_path}/ppo_policy: nothing is there yet. Run ppo first.",
+    ]

@@ -52,6 +52,10 @@ def test_the_chat_templates_end_of_turn_stops_too():
     assert stop_token_ids(tokenizer, None) == (BEGIN, END)
 
 
+def test_a_template_that_refuses_a_plain_exchange_has_no_end_of_turn():
+    assert end_of_turn_id(word_tokenizer(chat_template="{{ raise_exception('a system message comes first') }}")) is None
+
+
 def test_without_a_chat_template_there_is_no_end_of_turn():
     assert end_of_turn_id(word_tokenizer()) is None
 

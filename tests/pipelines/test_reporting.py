@@ -13,6 +13,7 @@ from kedro.config import OmegaConfigLoader
 from kedro.io import AbstractDataset, DataCatalog, MemoryDataset
 from kedro.runner import SequentialRunner
 from rich.console import Console
+from safetensors.torch import save_file
 from transformers import LlamaConfig
 
 from ppo_rlhf.models.loading import PretrainedHandle
@@ -438,7 +439,7 @@ def test_accuracy_of_the_reward_model_is_read_from_the_model_itself(tmp_path):
     config = LlamaConfig()
     config.held_out_accuracy = 0.61
     config.save_pretrained(tmp_path)
-    (tmp_path / "model.safetensors").write_bytes(b"not read")
+    save_file({}, tmp_path / "model.safetensors")
     reward = RewardConfig(components=[RewardComponentConfig(type="model")])
     page = run_reporting(**{"reward_model": PretrainedHandle(str(tmp_path)), "params:reward": reward})["report"]
     assert "right on only 61.0% of its held-out pairs" in page

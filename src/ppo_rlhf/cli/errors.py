@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import errno
-import os
 import re
-from collections.abc import Iterator
 
 from kedro.config import BadConfigException, MissingConfigException
 from kedro.io import DatasetError
@@ -35,18 +33,14 @@ def one_line_each(error: Exception) -> list[str] | None:
     ours = own_error(error)
     if isinstance(error, ParameterValidationError):
         lines = [line for line in str(error).splitlines() if line and line != "Parameter validation failed:"]
-        named = [
-            _NO_MAPPING.sub(r"\1: a mapping of settings (name: value) is expected, not \2", line) for line in lines
-        ]
-        return [_KEDRO_PREFIX.sub("", line) for line in named]
+        return [_KEDRO_PREFIX.sub("", _NO_MAPPING.sub(_A_MAPPING_IS_EXPECTED, line)) for line in lines]
     if ours is not None:
         return str(ours).splitlines()
     if isinstance(error, ValidationError):
         return [f"{'.'.join(map(str, e['loc']))}={e['input']!r}: {e['msg']}" for e in error.errors()]
-    full_or_forbidden = [cause for cause in _chain(error) if isinstance(cause, OSError) and cause.errno in STORAGE]
-    if full_or_forbidden and isinstance(error, DatasetError | OSError):
-        where, number = full_or_forbidden[-1].filename, full_or_forbidden[-1].errno
-        return [f"{where or str(error).partition(': ')[0]}: {os.strerror(int(number or 0))}."]
+    refused = _storage_error(error)
+    if refused is not None:
+        return [f"{refused.filename or str(error).partition(': ')[0]}: {refused.strerror}."]
     if isinstance(error, YAMLError) and isinstance(error.__cause__, MarkedYAMLError):
         return [_where_yaml_breaks(str(error), error.__cause__)]
     is_configuration = isinstance(error, CONFIGURATION) or (
@@ -62,13 +56,16 @@ def _where_yaml_breaks(message: str, cause: MarkedYAMLError) -> str:
     if mark is None:
         return " ".join(message.split())
     file = message.partition(", unable to read")[0]
-    return f"{file}, line {mark.line + 1}, column {mark.column + 1}: {cause.problem}"
+    hint = " (indent by spaces, not by tabs)" if "cannot start any token" in str(cause.problem) else ""
+    return f"{file}, line {mark.line + 1}, column {mark.column + 1}: {cause.problem}{hint}"
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__
+def _storage_error(error: Exception) -> OSError | None:
+    """Return why a dataset cannot be written or read, if the disk is full or a person lacks the right to it."""
+    cause: BaseException | None = error if isinstance(error, DatasetError | OSError) else None
+    while cause is not None and not (isinstance(cause, OSError) and cause.errno in STORAGE):
+        cause = cause.__cause__
+    return cause
 
 
 def _raised_in(error: Exception) -> str:

@@ -10,31 +10,54 @@ from typing import Any
 from kedro.config import MissingConfigException, OmegaConfigLoader
 from omegaconf import DictConfig, OmegaConf
 
-
-def base_files(loader: OmegaConfigLoader, kind: str) -> list[DictConfig]:
-    """Return what each file of conf/base holds; kinds are the loader's: parameters, globals, catalog, …"""
-    return [config for config in _read(loader, kind)[0].values() if isinstance(config, DictConfig)]
+Files = dict[Path, DictConfig]
 
 
-def environment_files(loader: OmegaConfigLoader, kind: str) -> dict[Path, DictConfig]:
-    """Return what each file of the run's environment (conf/local by default) holds, by its path in the project."""
-    project = Path(loader.conf_source).parent
-    files = {Path(path): config for path, config in _read(loader, kind)[1].items() if isinstance(config, DictConfig)}
-    return {
-        path.relative_to(project) if path.is_relative_to(project) else path: config for path, config in files.items()
-    }
+class ConfigurationFiles:
+    """The files of conf/base and of the run's environment (conf/local by default), each kind read once.
 
+    Kinds are those of Kedro's loader: parameters, globals, catalog, …
+    """
 
-def all_files(loader: OmegaConfigLoader, kind: str) -> list[DictConfig]:
-    """Return what each file of conf/base and of the environment holds."""
-    return [*base_files(loader, kind), *environment_files(loader, kind).values()]
+    def __init__(self, loader: OmegaConfigLoader) -> None:
+        """Take the loader that knows where the files are."""
+        self._loader = loader
+        self._project = Path(loader.conf_source).parent
+        self._read: dict[str, tuple[Files, Files]] = {}
 
+    def base(self, kind: str) -> list[DictConfig]:
+        """Return what each file of conf/base holds."""
+        return list(self._both(kind)[0].values())
 
-def texts(loader: OmegaConfigLoader) -> Iterator[str]:
-    """Yield every file but credentials as text, references to other values as they were written."""
-    for kind in loader.config_patterns:
-        if kind != "credentials":
-            yield from (OmegaConf.to_yaml(config, resolve=False) for config in all_files(loader, kind))
+    def environment(self, kind: str) -> Files:
+        """Return what each file of the environment holds, by its path in the project."""
+        return self._both(kind)[1]
+
+    def all(self, kind: str) -> list[DictConfig]:
+        """Return what each file of both holds."""
+        return [*self.base(kind), *self.environment(kind).values()]
+
+    def texts(self) -> Iterator[str]:
+        """Yield every file but credentials as text, references to other values as they were written."""
+        for kind in self._loader.config_patterns:
+            if kind != "credentials":
+                yield from (OmegaConf.to_yaml(config, resolve=False) for config in self.all(kind))
+
+    def _both(self, kind: str) -> tuple[Files, Files]:
+        if kind not in self._read:
+            try:
+                base, environment, *_ = self._loader._read_raw_config(kind)
+            except MissingConfigException:
+                base, environment = {}, {}
+            self._read[kind] = self._tidy(base), self._tidy(environment)
+        return self._read[kind]
+
+    def _tidy(self, files: dict[Path, Any]) -> Files:
+        mappings = {Path(path): config for path, config in files.items() if isinstance(config, DictConfig)}
+        return {
+            path.relative_to(self._project) if path.is_relative_to(self._project) else path: config
+            for path, config in mappings.items()
+        }
 
 
 def settings_of_groups(files: Iterable[DictConfig]) -> list[str]:
@@ -56,16 +79,8 @@ def closest(name: str, known: Iterable[str], nested: Iterable[str]) -> str:
     return f" Did you mean `{near[0]}`?" if near else f" Known are {', '.join(sorted(known))}."
 
 
-def _read(loader: OmegaConfigLoader, kind: str) -> tuple[dict[Path, DictConfig], dict[Path, DictConfig]]:
-    try:
-        base, environment, *_ = loader._read_raw_config(kind)
-    except MissingConfigException:
-        return {}, {}
-    return base, environment
-
-
 def _ppo_settings() -> list[str]:
     """Return the names of PPO's settings: those that no file lists have their defaults."""
-    from ppo_rlhf.training.config import PPOConfig  # heavy: only a run with --params pays for it
+    from ppo_rlhf.training.config import PPOConfig  # heavy: only a run that needs a hint pays for it
 
     return list(PPOConfig.__dataclass_fields__)

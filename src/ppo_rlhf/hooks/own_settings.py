@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 from kedro.config import OmegaConfigLoader
 from kedro.pipeline import Pipeline
 from omegaconf import DictConfig, OmegaConf
+from yaml import YAMLError
 
-from ppo_rlhf.hooks.configuration_files import base_files, closest, environment_files, settings_of_groups, texts
+from ppo_rlhf.hooks.configuration_files import ConfigurationFiles, closest, settings_of_groups
 
-REFERENCE = re.compile(r"\$\{(?:globals:|runtime_params:)?\s*(\w+)")
+REFERENCE = {  # to a name of the same files, or to a global from anywhere
+    "parameters": re.compile(r"\$\{\s*(\w+)\s*[}.\[]"),
+    "globals": re.compile(r"\$\{(?:globals:)?\s*(\w+)\s*[},.\[]"),
+}
 OTHER_KIND = {"parameters": "globals", "globals": "parameters"}
 REMEDY = {"mapping": "Write `- ` before each entry.", "list": "Write `name: value`, without `- `."}
 
@@ -25,26 +30,34 @@ def unread_settings(loader: OmegaConfigLoader, pipelines: Iterable[Pipeline]) ->
     inputs = {name for pipeline in pipelines for name in pipeline.inputs()}
     if "parameters" in inputs:
         return []  # a node that takes them all may read any
-    groups = base_files(loader, "parameters")
-    known = {kind: {str(name) for config in base_files(loader, kind) for name in config} for kind in OTHER_KIND}
+    files = ConfigurationFiles(loader)
+    known = {kind: {str(name) for config in files.base(kind) for name in config} for kind in OTHER_KIND}
     known["parameters"].update(re.split(r"[:.]", name)[1] for name in inputs if name.startswith("params:"))
-    referred_to = {name for text in texts(loader) for name in REFERENCE.findall(text)}
-    problems = []
-    for kind, other in OTHER_KIND.items():
-        nested = settings_of_groups(groups) if kind == "parameters" else []
-        for path, config in environment_files(loader, kind).items():
-            for name in map(str, config):
-                if name in known[kind] | referred_to or name.startswith("_"):
-                    continue
-                group, _, setting = name.partition(".")
-                if name in known[other]:
-                    hint = f" Move it to {path.with_name(other)}.yml."
-                elif setting and group in known[kind]:
-                    hint = f" Write `{group}:`, and below it, indented, `{setting}: …`."
-                else:
-                    hint = closest(name, known[kind], nested)
-                problems.append(f"{path}: nothing reads {name} here.{hint}")
-    return problems
+    given = [
+        (kind, path, str(name))
+        for kind in OTHER_KIND
+        for path, config in files.environment(kind).items()
+        for name in config
+        if name not in known[kind] and not str(name).startswith("_")
+    ]
+    if not given:
+        return []
+    texts = list(files.texts())
+    return [
+        f"{path}: nothing reads {name} here.{_hint(kind, path, name, known, files)}"
+        for kind, path, name in given
+        if not any(name in REFERENCE[kind].findall(text) for text in texts)
+    ]
+
+
+def _hint(kind: str, path: Path, name: str, known: dict[str, set[str]], files: ConfigurationFiles) -> str:
+    other = OTHER_KIND[kind]
+    group, _, setting = name.partition(".")
+    if name in known[other]:
+        return f" Move it to {path.with_name(other)}.yml."
+    if setting and group in known[kind]:
+        return f" Write `{group}:`, and below it, indented, `{setting}: …`."
+    return closest(name, known[kind], settings_of_groups(files.base("parameters")) if kind == "parameters" else [])
 
 
 def misshapen_settings(loader: OmegaConfigLoader) -> list[str]:
@@ -52,10 +65,15 @@ def misshapen_settings(loader: OmegaConfigLoader) -> list[str]:
 
     Kedro merges the two, and fails without saying which.
     """
-    shapes = {name: shape for config in base_files(loader, "parameters") for name, shape in _shapes(config)}
+    try:
+        files = ConfigurationFiles(loader)
+        base, environment = files.base("parameters"), files.environment("parameters")
+    except YAMLError:
+        return []  # Kedro says so where it reads the parameters, which not every command does
+    shapes = {name: shape for config in base for name, shape in _shapes(config)}
     return [
         f"{path}: {name} is a {shape}, but a {shapes[name]} in conf/base. {REMEDY[shape]}"
-        for path, config in environment_files(loader, "parameters").items()
+        for path, config in environment.items()
         for name, shape in _shapes(config)
         if shapes.get(name, shape) != shape
     ]

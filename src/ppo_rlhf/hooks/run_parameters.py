@@ -6,7 +6,7 @@ import re
 
 from kedro.config import OmegaConfigLoader
 
-from ppo_rlhf.hooks.configuration_files import all_files, closest, settings_of_groups, texts
+from ppo_rlhf.hooks.configuration_files import ConfigurationFiles, closest, settings_of_groups
 
 READ_BY_NAME = re.compile(r"\$\{runtime_params:\s*([\w.]+)")
 
@@ -20,9 +20,10 @@ def unknown_names(loader: OmegaConfigLoader) -> list[str]:
     given = list(loader.runtime_params or {})
     if not given:
         return []
-    groups = all_files(loader, "parameters")
-    known = {str(name) for config in (*groups, *all_files(loader, "globals")) for name in config}
-    known.update(name.split(".")[0] for text in texts(loader) for name in READ_BY_NAME.findall(text))
+    files = ConfigurationFiles(loader)
+    groups = files.all("parameters")
+    known = {str(name) for config in (*groups, *files.all("globals")) for name in config}
+    known.update(name.split(".")[0] for text in files.texts() for name in READ_BY_NAME.findall(text))
     known = {name for name in known if not name.startswith("_")}
     nested = settings_of_groups(groups)
     return [

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from contextlib import ExitStack
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from kedro_mlflow.framework.hooks.utils import _assert_mlflow_enabled
 from mlflow.entities import RunStatus
 from mlflow.exceptions import MlflowException
 from omegaconf import OmegaConf
+from pydantic import ValidationError
+from sqlalchemy.exc import SQLAlchemyError
 
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.hooks.hyperparameters import changed_settings, hyperparameters, parameter, parameter_groups
@@ -77,7 +80,10 @@ class TrackingHook(MlflowHook):
         if command is not None and command.info_name == "modelify":  # kedro-mlflow's own, needs the open store
             super().after_context_created(context)
             return
-        self.mlflow_config = KedroMlflowConfig.model_validate(settings)
+        try:
+            self.mlflow_config = KedroMlflowConfig.model_validate(settings)
+        except ValidationError as error:
+            raise ConfigError("\n".join(map(_as_line, error.errors()))) from error
         context.mlflow = self.mlflow_config  # type: ignore[attr-defined]
 
     @hook_impl
@@ -88,8 +94,9 @@ class TrackingHook(MlflowHook):
             super().before_pipeline_run(run_params, pipeline, catalog)
             return
         with deferring_signals():
-            self._open_store()
-            super().before_pipeline_run(run_params, pipeline, catalog)
+            with self._store_in_plain_words():
+                super().after_context_created(self._context)  # opens the store
+                super().before_pipeline_run(run_params, pipeline, catalog)
             self._start(run_params, names, pipeline, catalog)
 
     def _start(
@@ -184,10 +191,11 @@ class TrackingHook(MlflowHook):
                     return
             super().on_pipeline_error(error, run_params, pipeline, catalog)
 
-    def _open_store(self) -> None:
+    @contextmanager
+    def _store_in_plain_words(self) -> Iterator[None]:
         try:
-            super().after_context_created(self._context)
-        except (MlflowException, OSError) as error:
+            yield
+        except (MlflowException, SQLAlchemyError, OSError) as error:
             uri = self.mlflow_config.server.mlflow_tracking_uri
             raise ConfigError(f"mlflow.yml: the tracking store {uri} cannot be used: {_one_line(error)}") from error
 
@@ -260,4 +268,9 @@ def settled_in_project(settings: Mapping[str, Any], project_path: Path) -> dict[
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+    text = re.split(r"\n[\[(](?:SQL|Background)", str(error))[0]  # SQLAlchemy goes on with the statement and a link
+    return " ".join(text.split())
+
+
+def _as_line(detail: Mapping[str, Any]) -> str:
+    return f"mlflow.yml: {'.'.join(map(str, detail['loc']))}={detail['input']!r}: {detail['msg']}"

@@ -86,10 +86,7 @@ class PretrainedHandle:
         Raises:
             ModelError: The directory or its weights cannot be used, or some weights of the model are not in it.
         """
-        if self.config().model_type == REWARD_MODEL_TYPE:
-            raise ModelError(
-                f"{self.source}: this is a reward model, it cannot generate. Give a causal language model."
-            )
+        self.check_causal_lm()
         return self._model("language model", AutoModelForCausalLM.from_pretrained, dtype)
 
     def reward_model(self, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -98,18 +95,29 @@ class PretrainedHandle:
         Raises:
             ModelError: As `causal_lm`, and if the model does not have exactly one label.
         """
-        labels = self.config().num_labels
-        if labels != 1:
-            raise ModelError(
-                f"{self.source}: a reward model has one output (num_labels 1), this one has {labels}. "
-                "Give a sequence-classification model trained with num_labels=1, or train one (reward_modelling)."
-            )
+        self.check_reward_model()
         model = self._model("reward model", AutoModelForSequenceClassification.from_pretrained, dtype)
         if model.config.get_text_config().pad_token_id is None:
             # transformers' classifiers look for the last id that is not pad; set after the weights are in,
             # because a pad id in the configuration switches that embedding's gradient off (padding_idx).
             model.config.get_text_config().pad_token_id = self.tokenizer().pad_token_id
         return model
+
+    def check_reward_model(self) -> None:
+        """Raise `ModelError` if the configuration says that the model does not have exactly one label."""
+        labels = self.config().num_labels
+        if labels != 1:
+            raise ModelError(
+                f"{self.source}: a reward model has one output (num_labels 1), this one has {labels}. "
+                "Give a sequence-classification model trained with num_labels=1, or train one (reward_modelling)."
+            )
+
+    def check_causal_lm(self) -> None:
+        """Raise `ModelError` if the configuration says that the model is a reward model of ours."""
+        if self.config().model_type == REWARD_MODEL_TYPE:
+            raise ModelError(
+                f"{self.source}: this is a reward model, it cannot generate. Give a causal language model."
+            )
 
     def fingerprint(self) -> str:
         """Return 16 hexadecimal digits that tell models apart, for tags; cheap, whatever the model's size.

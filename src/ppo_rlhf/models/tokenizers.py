@@ -82,12 +82,18 @@ def stop_token_ids(
 
 
 def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return the special token with which the chat template closes an assistant's turn, None without a template."""
+    """Return the special token with which the chat template closes an assistant's turn.
+
+    None without a template, or with one that refuses a plain question and answer: it says nothing of a turn's end.
+    """
     if not getattr(tokenizer, "chat_template", None):
         return None
     marker = "answer"
     messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": marker}]
-    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
+    except Exception:  # a template is a program of its own; a chat that it refuses is told of where chats are read
+        return None
     tail = text.rpartition(marker)[2]
     special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     ids = tokenizer.encode(tail, add_special_tokens=False)

@@ -8,9 +8,16 @@ import pandas as pd
 from kedro.io import CatalogProtocol, MemoryDataset
 from kedro.pipeline import Pipeline
 
+from ppo_rlhf.datasets import PretrainedModelDataset, RecordsDataset
 from ppo_rlhf.preflight.functions import check_functions
-from ppo_rlhf.preflight.models import check_critic, check_devices, check_models, check_protection
-from ppo_rlhf.preflight.prompts import check_prompts, future_policy
+from ppo_rlhf.preflight.models import (
+    check_critic,
+    check_devices,
+    check_models,
+    check_protection,
+    reward_model_is_needed,
+)
+from ppo_rlhf.preflight.prompts import check_prompts, check_stop_tokens, future_policy
 from ppo_rlhf.preflight.request import RunRequest
 from ppo_rlhf.preflight.tables import check_demonstrations, check_given_preferences
 
@@ -32,6 +39,7 @@ def find_problems(
     """
     run = RunRequest(pipeline, catalog, project_path, data_root)
     check_slice(run)
+    check_given(run)
     check_protection(run)
     tables = _tables(run)
     models = check_models(run)
@@ -39,7 +47,9 @@ def find_problems(
     check_critic(run, models)
     demonstrations = check_demonstrations(run, tables, models)
     check_given_preferences(run, tables, models)
-    check_prompts(run, tables, future_policy(run, models, demonstrations))
+    policy = future_policy(run, models, demonstrations)
+    check_stop_tokens(run, policy)
+    check_prompts(run, tables, policy)
     check_functions(run, tables)
     return run.problems
 
@@ -53,6 +63,27 @@ def check_slice(run: RunRequest) -> None:
             f"{'it' if len(missing) == 1 else 'them'} (--from-nodes), or give {'it' if len(missing) == 1 else 'each'} "
             "an entry with a file in conf/local/catalog.yml."
         )
+    for name in sorted(run.pipeline.inputs() - set(missing)):
+        dataset = run.catalog[name]
+        if not isinstance(dataset, MemoryDataset | RecordsDataset | PretrainedModelDataset) and not dataset.exists():
+            run.problems.append(f"{run.source(name)}: nothing is there yet. Run the node that makes {name} first.")
+
+
+def check_given(run: RunRequest) -> None:
+    """Note inputs that a person set to null though the run cannot do without."""
+    needed = {
+        "demonstrations_path": run.reads("raw_demonstrations") and run.source("raw_demonstrations") is None,
+        "prompts_path": run.writes("prompt_dataset") and run.source("raw_prompts") is None,
+        "sft_model_path": _is_null(run, "sft_policy"),
+        "reward_model_path": _is_null(run, "reward_model") and reward_model_is_needed(run),
+    }
+    for setting in (name for name, is_null in needed.items() if is_null):
+        run.problems.append(f"{setting} names nothing. Set it in conf/local/globals.yml or with --params {setting}=…")
+
+
+def _is_null(run: RunRequest, name: str) -> bool:
+    is_used = run.reads(name) or run.writes(name)
+    return is_used and isinstance(run.catalog.get(name), PretrainedModelDataset) and run.source(name) is None
 
 
 def _is_nowhere(run: RunRequest, name: str) -> bool:

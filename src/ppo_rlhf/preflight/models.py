@@ -41,12 +41,19 @@ def check_models(run: RunRequest) -> dict[str, PretrainedHandle]:
             stage, setting = WRITTEN_BY[name]
             run.problems.append(f"{source}: nothing is there yet. Run {stage} first, or set {setting}.")
             continue
+        if name == "ppo_policy" and not run.catalog[name].exists():
+            run.problems.append(f"{source}: nothing is there yet. Run ppo first.")
+            continue
         handle = run.load(name)
         if handle is None:
             continue
         before = len(run.problems)
         with run.noting():
             handle.tokenizer()
+            if name == "reward_model":
+                handle.check_reward_model()
+            else:
+                handle.check_causal_lm()
         if len(run.problems) == before:
             usable[name] = handle
     return usable

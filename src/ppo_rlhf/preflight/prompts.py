@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pandas as pd
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.models.loading import PretrainedHandle, context_length
-from ppo_rlhf.models.tokenizers import train_word_tokenizer
+from ppo_rlhf.models.tokenizers import stop_token_ids, train_word_tokenizer
 from ppo_rlhf.preflight.request import RunRequest
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.demonstrations import corpus_texts
@@ -19,10 +19,11 @@ from ppo_rlhf.training.sft import SupervisedFinetuningConfig
 
 @dataclass(frozen=True)
 class FuturePolicy:
-    """What is known of the SFT policy before the run: how it cuts text into tokens, and how many it can read."""
+    """What is known of the SFT policy before the run: how it cuts text into tokens, how many it can read, its ends."""
 
     tokenizer: PreTrainedTokenizerBase
     context: int | None
+    generation_config: GenerationConfig | None = None
 
 
 def future_policy(
@@ -31,7 +32,7 @@ def future_policy(
     """Return the SFT policy's tokenizer and context: its own, the base model's, or those of a model from scratch."""
     handle = models.get("base_model" if run.writes("sft_policy") else "sft_policy")
     if handle is not None:
-        return FuturePolicy(handle.tokenizer(), context_length(handle.config()))
+        return FuturePolicy(handle.tokenizer(), context_length(handle.config()), handle.generation_config())
     settings = run.group("supervised_finetuning")
     if demonstrations is None or not isinstance(settings, SupervisedFinetuningConfig):
         return None
@@ -39,6 +40,16 @@ def future_policy(
         return None  # already refused
     context = settings.max_position_embeddings
     return FuturePolicy(train_word_tokenizer(corpus_texts(demonstrations), context), context)
+
+
+def check_stop_tokens(run: RunRequest, policy: FuturePolicy | None) -> None:
+    """Note a token that is to end responses and that the policy does not have."""
+    ppo = run.group("ppo")
+    if policy is not None and isinstance(ppo, PPOConfig):
+        with run.noting():
+            stop_token_ids(
+                policy.tokenizer, policy.generation_config, stop_token=ppo.stop_token, stop_token_id=ppo.stop_token_id
+            )
 
 
 def check_prompts(run: RunRequest, tables: dict[str, pd.DataFrame], policy: FuturePolicy | None) -> None:

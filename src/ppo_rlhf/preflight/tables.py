@@ -17,7 +17,7 @@ from ppo_rlhf.training.demonstrations import (
 )
 from ppo_rlhf.training.evaluation import DEMO_JUDGE, is_demo_prompts
 from ppo_rlhf.training.preferences import check_preferences, tokenise_preferences
-from ppo_rlhf.training.reward_training import RewardModellingConfig
+from ppo_rlhf.training.reward_training import RewardModellingConfig, split_pairs
 
 PROBED_ROWS = 2  # enough to see whether a tokenizer can do with the kind of rows that a table has
 
@@ -56,6 +56,8 @@ def check_given_preferences(
         checked = check_preferences(
             tables["raw_preferences"], settings.prompt_column, settings.chosen_column, settings.rejected_column
         )
+        prompts = checked["prompt"].map(str) if "prompt" in checked.columns else ""
+        split_pairs(checked.assign(prompt=prompts), settings)
         start = models.get("base_model") if run.writes("sft_policy") else models.get("sft_policy")
         if start is not None:
             tokenise_preferences(checked.head(PROBED_ROWS), start.tokenizer())

@@ -112,10 +112,12 @@ def split_pairs(pairs: pd.DataFrame, config: RewardModellingConfig) -> tuple[pd.
     Raises:
         DataError: There are fewer than two prompts (pairs, without prompts).
     """
-    keys = pairs["prompt"] if pairs["prompt"].astype(bool).any() else pd.Series(range(len(pairs)), index=pairs.index)
+    has_prompts = pairs["prompt"].astype(bool).any()
+    keys = pairs["prompt"] if has_prompts else pd.Series(range(len(pairs)), index=pairs.index)
     distinct = keys.drop_duplicates().tolist()
     if len(distinct) < 2:
-        raise DataError(f"preferences: {len(pairs)} usable pair(s) cannot be split into training and evaluation.")
+        what = "pairs of one prompt" if has_prompts else f"{len(pairs)} usable pair(s)"
+        raise DataError(f"preferences: {what} cannot be split into training and evaluation. Give more.")
     count = min(config.max_held_out, max(1, round(config.held_out_share * len(distinct))), len(distinct) - 1)
     chosen = {distinct[row] for row in permutation(len(distinct), config.seed, "held_out_pairs")[:count].tolist()}
     is_held_out = keys.isin(chosen)
