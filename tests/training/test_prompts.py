@@ -189,6 +189,13 @@ def test_overlong_prompts_are_truncated_on_the_left(make_tokenizer):
     assert prompts.prompt_ids == [[3, 4], [6, 7, 8, 9, 10, 11]]
 
 
+def test_a_truncated_prompt_keeps_its_bos(make_tokenizer):
+    tokenizer = with_specials(make_tokenizer(bos_token="<unk>"), "<unk> $A")
+    begin = tokenizer.bos_token_id
+    prompts = tokenise([SHORT, LONGER], tokenizer, overlong="truncate_left")
+    assert prompts.prompt_ids == [[begin, 3, 4], [begin, 7, 8, 9, 10, 11]]
+
+
 def test_dropping_every_prompt_is_an_error(make_tokenizer):
     assert message(tokenise, [LONG, LONGER], make_tokenizer(), overlong="drop") == "prompts: no prompt is left of 2"
 

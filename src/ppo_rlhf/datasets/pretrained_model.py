@@ -12,7 +12,8 @@ from kedro.io.core import generate_timestamp
 from kedro_datasets._typing import JSONPreview
 
 from ppo_rlhf.datasets.paths import expand_home
-from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel, quiet_transformers
+from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
+from ppo_rlhf.models.quiet import quiet_transformers
 
 _PREVIEWED = ("architectures", "model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import mlflow
@@ -14,7 +11,7 @@ from mlflow.types import ColSpec, DataType, Schema
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ppo_rlhf.datasets.checkpoints import CheckpointDataset, read_evaluations, run_directory
-from ppo_rlhf.models.loading import quiet_transformers
+from ppo_rlhf.models.quiet import errors_only, quiet_transformers
 from ppo_rlhf.training.checkpoints import best_iteration, checkpoint_iterations, checkpoint_name
 
 REQUIRED = ("torch", "transformers", "accelerate")
@@ -32,7 +29,7 @@ def log_policy(directory: Path, name: str, step: int) -> str:
     Returns:
         The id by which metrics are linked to it.
     """
-    with _quiet_mlflow(), quiet_transformers():
+    with errors_only("mlflow"), quiet_transformers():  # not its advice on input examples and model cards
         # loaded, because MLflow 3.17 cannot log a path under transformers 5 (its lookup of the task fails)
         model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", local_files_only=True)
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
@@ -61,15 +58,3 @@ def best_checkpoint(checkpoints: object, kl_alarm: float) -> tuple[Path, int] | 
     saved = checkpoint_iterations(directory)
     best = best_iteration([row for row in read_evaluations(directory) if row["iteration"] in saved], kl_alarm)
     return None if best is None else (directory / checkpoint_name(best) / "policy", best)
-
-
-@contextmanager
-def _quiet_mlflow() -> Iterator[None]:
-    """Hold back MLflow's advice on input examples and model cards; errors come through."""
-    log = logging.getLogger("mlflow")
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        log.setLevel(level)

@@ -8,7 +8,6 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,9 +25,9 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from ppo_rlhf.core.errors import ModelError
+from ppo_rlhf.models.quiet import quiet_transformers
 from ppo_rlhf.models.reward_model import MODEL_TYPE as REWARD_MODEL_TYPE
 from ppo_rlhf.models.tokenizers import ensure_pad_token
 
@@ -239,18 +238,6 @@ def align_parameters(model: nn.Module) -> None:
     """
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
-
-
-@contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Switch transformers' progress bars off for a while: a run has one bar of its own."""
-    was_enabled = is_progress_bar_enabled()
-    disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            enable_progress_bar()
 
 
 def context_length(config: PretrainedConfig) -> int | None:

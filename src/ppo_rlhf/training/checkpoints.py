@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from ppo_rlhf.core.errors import CheckpointError
-from ppo_rlhf.models.loading import quiet_transformers
+from ppo_rlhf.models.quiet import quiet_transformers
 from ppo_rlhf.training.state import TrainingState
 
 FORMAT = 1

@@ -166,7 +166,7 @@ def tokenise_prompts(
         if overlong == "drop":
             keep = [i for i in keep if len(ids[i]) <= room]
         elif overlong == "truncate_left":
-            ids = [tokens[-room:] for tokens in ids]
+            ids = [_truncate_left(tokens, room, tokenizer.bos_token_id) for tokens in ids]
     if not keep:
         raise DataError(f"{name}: no prompt is left of {len(ids)}")
     columns = {str(n): frame[n].tolist() for n in frame.columns if n != "prompt"}
@@ -202,6 +202,13 @@ def is_prompt(value: Any) -> bool:
 def _has_one_plain_type(values: list[Any]) -> bool:
     types = {type(value) for value in values}
     return len(types) <= 1 and not types & {list, dict}
+
+
+def _truncate_left(tokens: list[int], room: int, bos: int | None) -> list[int]:
+    """Cut a prompt's beginning off, but for a BOS that it starts with: models know no text without theirs."""
+    if len(tokens) <= room or tokens[0] != bos or room < 2:
+        return tokens[-room:]
+    return [tokens[0], *tokens[len(tokens) - room + 1 :]]
 
 
 def _key(value: Any) -> str:

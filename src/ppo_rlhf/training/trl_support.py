@@ -8,7 +8,6 @@ Imported only when something is trained: TRL, accelerate and the Trainer take mo
 """
 
 import copy
-import logging
 import random
 import tempfile
 from collections.abc import Callable, Iterator
@@ -33,6 +32,7 @@ from transformers import (
 from trl import RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 from ppo_rlhf.core.errors import TrainingError
+from ppo_rlhf.models.quiet import errors_only
 from ppo_rlhf.training.demonstrations import TokenisedDemonstrations
 from ppo_rlhf.training.optimisation import History, OptimisationConfig
 
@@ -195,7 +195,7 @@ def _train(
     with (
         accelerate_state_of_its_own(),
         global_randomness_restored(),
-        alignment_unmentioned(),
+        errors_only("transformers.trainer_utils"),  # it warns of aligning special tokens, which is undone anyway
         tempfile.TemporaryDirectory() as output_dir,
     ):
         trainer = build(output_dir, callback)
@@ -227,18 +227,6 @@ def accelerate_state_of_its_own() -> Iterator[None]:
         for state, values in zip(states, kept, strict=True):
             state.clear()
             state.update(values)
-
-
-@contextmanager
-def alignment_unmentioned() -> Iterator[None]:
-    """Keep the Trainer from warning that it aligned special tokens in configurations that are put back anyway."""
-    log = logging.getLogger("transformers.trainer_utils")
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        log.setLevel(level)
 
 
 @contextmanager
