@@ -97,7 +97,7 @@ def _about_the_text(sft: Mapping[str, float], ppo: Mapping[str, float]) -> list[
     if ppo["truncated_fraction"] > max(0.5, sft["truncated_fraction"]):
         found.append(
             f"{write_share(ppo['truncated_fraction'])} of the responses are cut off. Allow longer ones "
-            "(ppo.response_length) or set ppo.missing_eos_penalty."
+            "(ppo.response_length), or set or raise ppo.missing_eos_penalty."
         )
     return found
 
