@@ -60,7 +60,8 @@ class EvaluationConfig:
     bootstrap_samples: Annotated[int, Field(ge=100)] = 10_000
     """Resamples of the prompts behind the win rate's 95 % interval."""
     iteration_prompts: Annotated[int, Field(ge=1)] = 64
-    """Held-out prompts of an evaluation during training, at most; the final one uses all of them."""
+    """Held-out prompts of an evaluation during training, at most; the final one uses all of them. With fewer, the last
+    point of each curve is of another sample, and distinct-n, which falls as responses are added, jumps there."""
     batch_size: Annotated[int, Field(ge=1)] = 64
     """Responses generated, and scored, at a time."""
     sample_pairs: Annotated[int, Field(ge=1)] = 8
