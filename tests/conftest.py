@@ -58,18 +58,29 @@ def no_mlflow_left_over() -> Iterator[None]:
     mlflow.tracking.fluent._active_experiment_id = None
 
 
+@pytest.fixture(scope="session")
+def new_project(migrated_database: Path) -> Callable[[Path], Path]:
+    """Copy this project to a folder, without results or personal settings; its code is the installed package."""
+
+    def copy(folder: Path) -> Path:
+        shutil.copytree(REPOSITORY / "conf", folder / "conf", ignore=shutil.ignore_patterns("local"))
+        shutil.copytree(REPOSITORY / "data" / "01_raw", folder / "data" / "01_raw")
+        for name in ("pyproject.toml", ".telemetry"):
+            shutil.copy(REPOSITORY / name, folder / name)
+        for name in ("src", "conf/local"):
+            (folder / name).mkdir()
+        shutil.copy(migrated_database, folder / "mlflow.db")
+        return folder
+
+    return copy
+
+
 @pytest.fixture
-def project(tmp_path: Path, migrated_database: Path, kedro_logging: None, no_mlflow_left_over: None) -> Path:
-    """A copy of this project without results or personal settings; its code is the installed package."""
-    copied = tmp_path / "project"
-    shutil.copytree(REPOSITORY / "conf", copied / "conf", ignore=shutil.ignore_patterns("local"))
-    shutil.copytree(REPOSITORY / "data" / "01_raw", copied / "data" / "01_raw")
-    for name in ("pyproject.toml", ".telemetry"):
-        shutil.copy(REPOSITORY / name, copied / name)
-    for folder in ("src", "conf/local"):
-        (copied / folder).mkdir()
-    shutil.copy(migrated_database, copied / "mlflow.db")
-    return copied
+def project(
+    tmp_path: Path, new_project: Callable[[Path], Path], kedro_logging: None, no_mlflow_left_over: None
+) -> Path:
+    """A copy of this project for one test."""
+    return new_project(tmp_path / "project")
 
 
 @pytest.fixture(scope="session")

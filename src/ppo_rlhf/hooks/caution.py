@@ -8,7 +8,9 @@ from typing import Any
 from kedro.config import OmegaConfigLoader
 from kedro.io import CatalogProtocol
 from kedro.pipeline import Pipeline
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
+
+from ppo_rlhf.hooks.configuration_files import ConfigurationFiles
 
 TUNED = {
     "supervised_finetuning": ("learning_rate", "per_device_train_batch_size"),
@@ -25,11 +27,12 @@ def demo_settings_in_use(loader: OmegaConfigLoader, pipeline: Pipeline, catalog:
     model = _own_model(loader)
     if model is None:
         return None
+    files = ConfigurationFiles(loader)
     found = [
         f"{group}.{name}={value:g}"
         for group, names in TUNED.items()
         if f"params:{group}" in pipeline.inputs()
-        for name, value in _base_values(loader, group).items()
+        for name, value in _base_values(files, group).items()
         if name in names and value == getattr(catalog[f"params:{group}"].load(), name, None)
     ]
     if not found:
@@ -41,7 +44,7 @@ def advice_on_own_settings(loader: OmegaConfigLoader, pipeline: Pipeline, catalo
     """Return one line for each of PPO's settings that a person moved outside its typical range."""
     if "params:ppo" not in pipeline.inputs():
         return []
-    ppo, shipped = catalog["params:ppo"].load(), _base_values(loader, "ppo")
+    ppo, shipped = catalog["params:ppo"].load(), _base_values(ConfigurationFiles(loader), "ppo")
     return ppo.advice([name for name in ppo.not_default() if shipped.get(name) != getattr(ppo, name)])
 
 
@@ -54,11 +57,10 @@ def _own_model(loader: OmegaConfigLoader) -> str | None:
     return None if ours in Path(sft).parents else sft
 
 
-def _base_values(loader: OmegaConfigLoader, group: str) -> dict[str, Any]:
+def _base_values(files: ConfigurationFiles, group: str) -> dict[str, Any]:
     """Return what conf/base gives a group, whatever conf/local or --params make of it."""
-    path = Path(loader.conf_source, str(loader.base_env), f"parameters_{group}.yml")
-    if not path.is_file():
-        return {}
-    values = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-    assert isinstance(values, dict), "a parameters file is a mapping, or Kedro had refused it"
-    return dict(values.get(group, {}))
+    values: dict[str, Any] = {}
+    for config in files.base("parameters"):
+        if isinstance(config.get(group), DictConfig):
+            values.update(OmegaConf.to_container(config[group], resolve=False))
+    return values

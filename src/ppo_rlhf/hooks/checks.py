@@ -48,12 +48,12 @@ class ChecksHook:
 
         check_runner(run_params["runner"], pipeline)
         assert self._context is not None
-        data_root = self._context.config_loader["globals"].get("data_root", "data")
-        problems = unread_settings(self._context.config_loader, pipelines.values())
+        loader = self._context.config_loader
+        data_root = loader["globals"].get("data_root", "data")
+        problems = unread_settings(loader, pipelines.values())
         problems += find_problems(pipeline, catalog, Path(run_params["project_path"]), data_root)
         if problems:
             raise ConfigError("\n".join(problems))
-        loader = self._context.config_loader
         caution = demo_settings_in_use(loader, pipeline, catalog)
         for line in [*([caution] if caution else []), *advice_on_own_settings(loader, pipeline, catalog)]:
             logger.warning("%s", line)

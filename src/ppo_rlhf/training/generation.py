@@ -16,7 +16,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 
 from ppo_rlhf.core.responses import length_mask, response_lengths
 from ppo_rlhf.core.sampling import sample_tokens
-from ppo_rlhf.training.packing import LeftPadded, left_pad
+from ppo_rlhf.training.packing import LeftPadded, left_pad, without_padding
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,7 @@ class GeneratedResponses:
 
     def token_lists(self) -> list[list[int]]:
         """Return each response's tokens without padding."""
-        rows = self.response_ids.tolist()
-        return [row[:length] for row, length in zip(rows, self.lengths.tolist(), strict=True)]
+        return without_padding(self.response_ids, self.lengths)
 
 
 def generate_responses(

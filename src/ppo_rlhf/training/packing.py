@@ -45,6 +45,11 @@ def positions(attention_mask: Tensor) -> Tensor:
     return (attention_mask.cumsum(-1) - 1).clamp(min=0)
 
 
+def without_padding(response_ids: Tensor, lengths: Tensor) -> list[list[int]]:
+    """Return the tokens of right-padded responses `[B, T]` as B lists of their lengths `[B]`."""
+    return [row[:length] for row, length in zip(response_ids.tolist(), lengths.tolist(), strict=True)]
+
+
 def pack(
     prompt_ids: Sequence[Sequence[int]],
     response_ids: Tensor,

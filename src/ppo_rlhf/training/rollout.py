@@ -13,7 +13,7 @@ from ppo_rlhf.core.logprobs import token_entropy, token_logprobs
 from ppo_rlhf.core.responses import length_mask
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.generation import GeneratedResponses, generate_responses
-from ppo_rlhf.training.packing import PackedSequences, pack
+from ppo_rlhf.training.packing import PackedSequences, pack, without_padding
 from ppo_rlhf.training.prompts import PromptDataset
 from ppo_rlhf.training.randomness import episode_prompts, episode_uniforms, micro_batches, minibatch_partition
 from ppo_rlhf.training.rewards import ResponseBatch
@@ -46,8 +46,7 @@ class Rollouts:
 
     def token_lists(self) -> list[list[int]]:
         """Return each response's tokens without padding."""
-        pairs = zip(self.response_ids.tolist(), self.lengths.tolist(), strict=True)
-        return [row[:length] for row, length in pairs]
+        return without_padding(self.response_ids, self.lengths)
 
     def response_batch(self) -> ResponseBatch:
         """Return the responses as rewards take them."""
