@@ -18,6 +18,7 @@ from kedro.io import DatasetError
 from ppo_rlhf.cli import cli, run
 from ppo_rlhf.cli.errors import one_line_each
 from ppo_rlhf.core.errors import ConfigError
+from tests.conftest import REPOSITORY
 
 Kedro = Callable[..., Result]
 
@@ -309,23 +310,42 @@ def test_another_environment_says_which_personal_settings_it_leaves_unused(
     assert runs(toy_project)[0].data.params["ppo.kl_coef"] == "0.3"
 
 
-def test_a_signal_in_the_loop_ends_the_run_as_killed(toy_project: Path):
+@pytest.mark.parametrize(
+    ("grace", "steps", "line"),
+    [
+        ("25", [1, 2], "SIGTERM: finishing iteration 2 (about 1 s) and saving it, then stopping"),
+        ("0", [1], "SIGTERM: stopping now; until iteration 2 is saved it would take about 1 s"),
+    ],
+    ids=["time to finish", "no time"],
+)
+def test_a_signal_in_the_loop_ends_the_run_as_killed(toy_project: Path, grace: str, steps: list[int], line: str):
     done = subprocess.run(
-        [Path(sys.executable).with_name("ppo_rlhf"), "run", "--pipelines", "ppo"],
+        [
+            Path(sys.executable).with_name("ppo_rlhf"),
+            *("run", "--pipelines", "ppo", "--params", f"ppo.shutdown_grace_s={grace}"),
+        ],
         cwd=toy_project / "data",  # the console script works in every folder of the project
-        env=os.environ | {"TOY_SIGNAL_AT": "2:SIGTERM"},
+        env=os.environ
+        | {
+            "TOY_SIGNAL_AT": "2:SIGTERM",
+            "KEDRO_LOGGING_CONFIG": str(REPOSITORY / "conf" / "logging.yml"),
+            "COLUMNS": "300",
+        },
         capture_output=True,
         text=True,
         timeout=120,
     )
     assert done.returncode == 143, done.stderr
     assert "The run was stopped by SIGTERM." in done.stderr
+    assert line in done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     assert not (toy_project / "data" / "mlflow.db").exists()
     (killed,) = runs(toy_project)
     assert killed.info.status == "KILLED"
-    steps = [m.step for m in mlflow.MlflowClient().get_metric_history(killed.info.run_id, "objective/scores")]
-    assert steps == [1]  # what the first iteration measured is not lost
+    logged = mlflow.MlflowClient().get_metric_history(killed.info.run_id, "objective/scores")
+    assert [metric.step for metric in logged] == steps  # what the iterations measured is not lost
+    saved = toy_project / "data" / "06_models" / "saved_iterations.txt"
+    assert (saved.read_text().split() if saved.exists() else []) == [str(step) for step in steps if step == 2]
 
 
 def test_a_notebooks_session_gets_the_loop_runner(

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
+import os
+import signal
+import sqlite3
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import mlflow
 import pytest
@@ -23,10 +28,9 @@ from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.hooks import TrackingHook
 from ppo_rlhf.hooks.checks import check_runner, unread_local_files
 from ppo_rlhf.hooks.hyperparameters import changed_settings, hyperparameters
-from ppo_rlhf.hooks.metric_log import MOST_PENDING, MetricLog
 from ppo_rlhf.hooks.provenance import git_tags
 from ppo_rlhf.hooks.run_parameters import unknown_names
-from ppo_rlhf.hooks.tracking import settled_in_project
+from ppo_rlhf.hooks.tracking_store import settled_in_project
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.rewards import RewardConfig
 
@@ -220,6 +224,127 @@ def test_a_failed_run_says_why(kedro: Kedro, toy_project: Path, monkeypatch: pyt
     assert run.data.metrics["objective/scores"] == 0.25
 
 
+def refuse_to_record(project: Path, *what: str) -> None:
+    """Make the store refuse some changes, as a full disk would."""
+    with contextlib.closing(sqlite3.connect(project / "mlflow.db")) as database:
+        for number, change in enumerate(what):
+            refusal = "SELECT RAISE(ABORT, 'database or disk is full')"
+            database.execute(f"CREATE TRIGGER full_{number} BEFORE {change} BEGIN {refusal}; END")
+        database.commit()
+
+
+def test_a_run_whose_end_cannot_be_recorded_is_done_and_says_so_in_one_line(kedro: Kedro, toy_project: Path):
+    refuse_to_record(toy_project, "UPDATE OF status ON runs")
+    result = kedro(toy_project, "run", "--pipelines", "align")
+    assert result.exit_code == 1
+    (line,) = result.stderr.splitlines()
+    assert line == (
+        f"Error: Everything is done and saved, but mlflow.yml: the tracking store sqlite:///{toy_project}/mlflow.db "
+        "could not record the end: (sqlite3.IntegrityError) database or disk is full"
+    )
+    assert mlflow.active_run() is None
+
+
+def test_a_full_disk_while_a_run_fails_does_not_hide_why_it_failed(
+    kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    refuse_to_record(toy_project, "UPDATE OF status ON runs", "INSERT ON metrics")
+    monkeypatch.setenv("TOY_FAIL_AT", "2")
+    result = kedro(toy_project, "run", "--pipelines", "align")
+    assert isinstance(result.exception, ZeroDivisionError)
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert "MLflow could not record how the run ended: (sqlite3.IntegrityError) database or disk is full" in said
+    (lost,) = [line for line in said if line.startswith("MLflow lacks 2 metrics of run")]
+    assert lost.endswith("for: (sqlite3.IntegrityError) database or disk is full")
+    assert not any(record.exc_info for record in caplog.records if record.name.startswith("mlflow"))
+
+
+def test_a_full_disk_while_a_signal_stops_a_run_leaves_its_exit_code(
+    kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch
+):
+    refuse_to_record(toy_project, "UPDATE OF status ON runs")
+    monkeypatch.setenv("TOY_SIGNAL_AT", "2:SIGTERM")
+    result = kedro(toy_project, "run", "--pipelines", "align")
+    assert result.exit_code == 143
+    assert "Traceback" not in result.output
+
+
+def test_a_disk_that_checkpoints_do_not_fit_on_ends_the_run_as_soon_as_there_is_a_state():
+    from ppo_rlhf.core.errors import CheckpointError
+    from ppo_rlhf.hooks import checks
+
+    asked: list[object] = []
+
+    class Checkpoints:
+        def check_space(self, state: object) -> None:
+            asked.append(state)
+            raise CheckpointError("data/06_models: 3 checkpoints do not fit")
+
+    hook = checks.ChecksHook()
+    catalog = {"checkpoint": Checkpoints()}
+    hook.after_node_run(catalog=catalog, outputs={"policy": 1})
+    assert asked == []
+    with pytest.raises(CheckpointError, match="do not fit"):
+        hook.after_node_run(catalog=catalog, outputs={"training_state": "the state"})
+    assert asked == ["the state"]
+    hook.after_node_run(catalog={}, outputs={"training_state": "the state"})  # nothing is saved, so nothing must fit
+
+
+def test_a_signal_before_the_first_node_ends_the_run_as_killed(
+    kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from ppo_rlhf.hooks import tracking
+
+    def described(*arguments: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return describe(*arguments)
+
+    describe = tracking.describe_run
+    monkeypatch.setattr(tracking, "describe_run", described)
+    result = kedro(toy_project, "run", "--pipelines", "align")
+    assert result.exit_code == 143
+    run = last_run(toy_project)
+    assert run.info.status == "KILLED"
+    assert run.data.tags["error"].startswith("RunInterruptedError")
+    assert run.data.params["ppo.kl_coef"] == "0.05"
+    assert mlflow.active_run() is None
+
+
+def test_of_a_stage_that_was_left_out_a_run_that_goes_on_logs_what_is_on_the_disk(toy_project: Path):
+    from kedro.io import DataCatalog
+    from kedro.pipeline import Node, Pipeline
+    from kedro_datasets.json import JSONDataset
+
+    from ppo_rlhf.hooks.run_log import RunLog
+
+    mlflow.set_tracking_uri(f"sqlite:///{toy_project / 'mlflow.db'}")
+    client = mlflow.MlflowClient()
+    run_id = client.create_run(client.create_experiment("test")).info.run_id
+    client.log_metric(run_id, "sft/loss", 3.0, step=1)
+    history = JSONDataset(filepath=str(toy_project / "sft_metrics.json"))
+    history.save([{"step": 1, "sft/loss": 3.0}, {"step": 2, "sft/loss": 2.5}])
+    pipeline = Pipeline([Node(lambda: [], None, "sft_metrics", name="train")])
+    catalog = DataCatalog({"sft_metrics": history})
+    resumption: Any = SimpleNamespace(checkpoint=None)
+    RunLog(run_id, pipeline, catalog, resumption).close(is_finished=False)
+    assert [point.step for point in client.get_metric_history(run_id, "sft/loss")] == [1]
+    RunLog(run_id, pipeline, catalog, resumption).close(is_finished=True)
+    assert [(p.step, p.value) for p in client.get_metric_history(run_id, "sft/loss")] == [(1, 3.0), (2, 2.5)]
+
+
+def test_metrics_are_in_mlflow_before_a_checkpoint_that_is_due_is_saved():
+    from ppo_rlhf.hooks.run_log import RunLog
+
+    flushed: list[bool] = []
+    log = object.__new__(RunLog)
+    log._metrics = SimpleNamespace(flush=lambda: flushed.append(True))  # type: ignore[assignment]
+    log.before_saved("checkpoint", SimpleNamespace(due=False))
+    log.before_saved("ppo_policy", SimpleNamespace(due=True))
+    assert flushed == []
+    log.before_saved("checkpoint", SimpleNamespace(due=True))
+    assert flushed == [True]
+
+
 def test_a_run_that_was_open_before_is_used_and_left_open(kedro: Kedro, toy_project: Path):
     mlflow.set_tracking_uri(f"sqlite:///{toy_project / 'mlflow.db'}")
     mlflow.set_experiment("ppo_rlhf")
@@ -280,37 +405,6 @@ def test_a_changed_file_makes_the_commit_dirty(tmp_path: Path):
     assert git_tags(tmp_path)["git.dirty"] == "false"
     (tmp_path / "file").write_text("two")
     assert git_tags(tmp_path)["git.dirty"] == "true"
-
-
-def test_a_refused_metric_is_said_and_does_not_end_the_run(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-):
-    waited: list[int] = []
-
-    class Operation:
-        def __init__(self, number: int) -> None:
-            self.number = number
-
-        def wait(self) -> None:
-            waited.append(self.number)
-            if self.number == 1:
-                raise mlflow.exceptions.MlflowException("the disk is full")
-
-    class Client:
-        sent = 0
-
-        def log_batch(self, run_id: str, metrics: list[object], synchronous: bool) -> Operation:
-            self.sent += 1
-            return Operation(self.sent)
-
-    monkeypatch.setattr("ppo_rlhf.hooks.metric_log.MlflowClient", Client)
-    log = MetricLog("run")
-    for step in range(MOST_PENDING + 2):
-        log.log({"a": 1.0}, step)
-    assert waited == [1, 2]  # no more than MOST_PENDING are kept
-    log.flush()
-    assert waited == list(range(1, MOST_PENDING + 3))
-    assert caplog.text.count("the disk is full") == 1
 
 
 def test_the_best_checkpoint_is_the_best_evaluated_one_that_is_still_there(

@@ -29,6 +29,8 @@ class CountingState:
 
     total_iterations: int
     iteration: int = 0
+    stopping: bool = False
+    shutdown_grace_s: float = 25.0
 
     @property
     def finished(self) -> bool:
@@ -171,14 +173,74 @@ def test_a_state_that_is_finished_before_the_first_iteration_is_handed_on_as_it_
 
 def test_a_state_that_starts_in_the_middle_does_only_the_iterations_that_are_left(journal):
     pipeline = loop_pipeline(journal)
-
-    def resume(config: int, reference: Payload) -> CountingState:
-        return CountingState(config, iteration=2)
-
-    initialise = next(node for node in pipeline.nodes if node.name == "toy.initialise")
-    resumed = Pipeline([node for node in pipeline.nodes if node is not initialise] + [initialise._copy(func=resume)])
+    resumed = resumed_at(pipeline, 2)
     LoopRunner().run(resumed, catalog_for(resumed, iterations=5))
     assert journal.calls.count("optimise") == 3
+
+
+def resumed_at(pipeline: Pipeline, iteration: int) -> Pipeline:
+    """The pipeline with a first state that has done so many iterations already."""
+
+    def resume(config: int, reference: Payload) -> CountingState:
+        return CountingState(config, iteration)
+
+    initialise = next(node for node in pipeline.nodes if node.name == "toy.initialise")
+    return Pipeline([node for node in pipeline.nodes if node is not initialise] + [initialise._copy(func=resume)])
+
+
+@pytest.mark.parametrize(
+    ("done", "calls"),
+    [
+        (0, ["generate", "score", "optimise", "evaluate"] * 3),
+        (2, ["evaluate", "generate", "score", "optimise", "evaluate"]),
+        (3, ["evaluate"]),
+    ],
+    ids=["fresh", "resumed", "resumed when finished"],
+)
+def test_a_resumed_run_first_makes_up_for_what_lay_behind_the_state_that_was_saved(journal, caplog, done, calls):
+    pipeline = resumed_at(loop_pipeline(journal), done)
+    with caplog.at_level(logging.INFO):
+        outputs = LoopRunner().run(pipeline, catalog_for(pipeline, iterations=3))
+    in_the_loop = {"generate", "score", "optimise", "evaluate"}
+    assert [name for name in journal.calls if name in in_the_loop] == calls
+    assert outputs["evaluation"].load() == 0.3
+    assert outputs["page"].load() == "report: exported after 3"
+    lines = [message.split(",")[0] for message in caplog.messages if message.startswith("Iteration")]
+    assert lines == [f"Iteration {i}/3" for i in range(done + 1, 4)]  # making up is no iteration
+
+
+def test_made_up_for_is_what_needs_the_next_state_but_nothing_else_of_its_iteration():
+    def node(name: str, inputs: list[str]) -> Node:
+        return Node(lambda *_: 0, inputs, f"{name}_out", name=name, tags=ITERATION_TAG)
+
+    pipeline = Pipeline(
+        [
+            Node(lambda: 0, None, "training_state", name="initialise"),
+            Node(lambda: 0, None, "prompts", name="read_prompts"),
+            Node(lambda s: 0, "training_state", "rollouts", name="generate", tags=ITERATION_TAG),
+            Node(
+                lambda s, r: (0, 0),
+                ["training_state", "rollouts"],
+                ["next_training_state", "ppo_metrics"],
+                name="optimise",
+                tags=ITERATION_TAG,
+            ),
+            node("evaluate", ["next_training_state", "prompts", "params:evaluation"]),
+            node("judge", ["evaluate_out"]),
+            node("show_rollouts", ["rollouts"]),
+            node("show_metrics", ["ppo_metrics"]),
+            node("compare_with_rollouts", ["next_training_state", "rollouts"]),
+            node("compare_states", ["next_training_state", "training_state"]),
+            node("judge_comparison", ["evaluate_out", "compare_states_out"]),
+        ]
+    )
+    plan = plan_loop(pipeline)
+    assert plan is not None
+    assert [made_up.name for made_up in plan.tail] == ["evaluate", "judge"]
+    # what does not need the next state comes before it, wherever Kedro sorts it
+    assert {before.name for before in plan.to_next_state[:-1]} == {"generate", "show_rollouts"}
+    assert plan.to_next_state[-1].name == "optimise"
+    assert len(plan.behind_it) == 6
 
 
 def test_the_carried_state_is_the_same_object_in_every_iteration(journal):

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from ppo_rlhf.runner import RunInterruptedError, TerminationSignal, deferring_signals, raising_on_signals
+from ppo_rlhf.runner import RunInterruptedError, TerminationSignal, deferring_signals, raising_on_signals, signals
+from ppo_rlhf.runner.signals import asking_before_stop, logging_from_handlers
 
 INTERRUPTED_RUN = """
     import os, signal, sys
@@ -79,6 +80,98 @@ def test_a_signal_that_is_ignored_from_outside_stays_ignored():
             os.kill(os.getpid(), signal.SIGINT)
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+SECOND_SIGNAL = """
+    import os, signal, sys, time
+    from ppo_rlhf.runner import TerminationSignal, deferring_signals, raising_on_signals, signals
+
+    now = [0.0]
+    signals.monotonic = lambda: now[0]
+    try:
+        with raising_on_signals(), deferring_signals():
+            signal.raise_signal(signal.SIGINT)
+            now[0] = float(sys.argv[1])
+            signal.raise_signal(signal.SIGINT)
+            print("went on")
+    except TerminationSignal as stop:
+        print("raised", stop)
+"""
+
+
+def second_signal_after(seconds: float, folder: Path) -> subprocess.CompletedProcess[str]:
+    script = folder / "twice.py"
+    script.write_text(textwrap.dedent(SECOND_SIGNAL))
+    return subprocess.run([sys.executable, "-u", script, str(seconds)], capture_output=True, text=True, timeout=60)
+
+
+def test_work_that_must_not_be_cut_is_left_on_the_spot_at_a_second_signal_two_seconds_after_the_first(tmp_path: Path):
+    done = second_signal_after(2.0, tmp_path)
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr == "Stopped on the spot by a second signal, SIGINT.\n"
+
+
+def test_work_that_must_not_be_cut_has_two_seconds_to_end(tmp_path: Path):
+    done = second_signal_after(1.9, tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "went on\nraised SIGINT\n", "")
+
+
+def test_the_first_signal_may_wait_and_the_second_may_not(monkeypatch: pytest.MonkeyPatch):
+    now = [0.0]
+    monkeypatch.setattr(signals, "monotonic", lambda: now[0])
+    asked: list[int] = []
+    with pytest.raises(TerminationSignal, match="SIGINT"), raising_on_signals():  # noqa: PT012
+        with asking_before_stop(lambda signum: not asked.append(signum)):
+            signal.raise_signal(signal.SIGTERM)
+            now[0] = 0.09
+            signal.raise_signal(signal.SIGTERM)  # the same request: `timeout` sends each signal twice
+            now[0] = 0.11
+            assert asked == [signal.SIGTERM]
+            signal.raise_signal(signal.SIGINT)
+        pytest.fail("went on")
+    assert asked == [signal.SIGTERM]
+
+
+def test_a_signal_that_may_not_wait_stops_at_once():
+    with pytest.raises(TerminationSignal), raising_on_signals(), asking_before_stop(lambda signum: False):  # noqa: PT012
+        signal.raise_signal(signal.SIGTERM)
+        pytest.fail("went on")
+
+
+def test_which_signal_is_the_first_is_counted_anew_in_each_run():
+    for _ in range(2):
+        with raising_on_signals(), asking_before_stop(lambda signum: True):
+            signal.raise_signal(signal.SIGTERM)
+
+
+def test_a_forked_worker_never_waits_so_that_a_pool_of_them_can_be_ended():
+    with raising_on_signals(), asking_before_stop(lambda signum: True):
+        child = os.fork()
+        if child == 0:
+            try:
+                signal.raise_signal(signal.SIGTERM)
+            except TerminationSignal:
+                os._exit(7)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+def test_a_line_from_a_signal_handler_is_logged_while_this_thread_holds_the_lock_of_the_log():
+    logged: list[str] = []
+    lock = threading.Lock()  # not re-entrant, as a queue's is
+
+    def log(line: str) -> None:
+        with lock:
+            logged.append(line)
+
+    former = signal.signal(signal.SIGUSR1, lambda *_: say("from the handler"))
+    try:
+        with logging_from_handlers(log) as say, lock:
+            signal.raise_signal(signal.SIGUSR1)
+            assert logged == []
+    finally:
+        signal.signal(signal.SIGUSR1, former)
+    assert logged == ["from the handler"]
 
 
 def test_an_interruption_is_an_exception_so_that_kedro_tells_its_hooks():

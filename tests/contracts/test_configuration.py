@@ -21,7 +21,7 @@ ENVIRONMENTS = [
     *sorted(p.name for p in (ROOT / "conf").iterdir() if p.is_dir() and p.name not in ("base", "local")),
 ]
 # one folder on purpose: evaluations lie beside the checkpoints that they choose among
-SHARED_ON_PURPOSE = [frozenset({"checkpoint", "evaluation_metrics"})]
+SHARED_ON_PURPOSE = [frozenset({"checkpoint", "evaluation_metrics", "resume_checkpoint"})]
 
 
 def config(environment: str) -> OmegaConfigLoader:

@@ -11,7 +11,8 @@ from kedro.io import DataCatalog, DatasetError
 
 from ppo_rlhf.datasets import checkpoints
 from ppo_rlhf.datasets.checkpoints import CheckpointDataset, EvaluationLogDataset, run_directory
-from ppo_rlhf.training.checkpoints import CheckpointRequest, checkpoint_iterations
+from ppo_rlhf.training.checkpoint_files import checkpoint_iterations
+from ppo_rlhf.training.checkpoints import CheckpointRequest
 from ppo_rlhf.training.config import PPOConfig
 
 
@@ -38,7 +39,7 @@ def written(monkeypatch):
 
 def request(iteration: int, **settings) -> CheckpointRequest:
     config = PPOConfig(**{"save_interval": 10, "save_total_limit": 2, **settings})
-    state = SimpleNamespace(iteration=iteration, config=config, finished=iteration == 60)
+    state = SimpleNamespace(iteration=iteration, config=config, finished=iteration == 60, stopping=False)
     return CheckpointRequest(state)
 
 
@@ -53,6 +54,41 @@ def saved_through(tmp_path, evaluations: dict[int, dict[str, float]], **settings
         checkpoint.save(request(iteration, **settings))
         log.save(evaluations.get(iteration, {}))
     return checkpoint_iterations(tmp_path / "run")
+
+
+def test_a_run_that_is_asked_to_stop_is_saved_whatever_the_interval(tmp_path, written):
+    asked = request(7)
+    asked.state.stopping = True
+    CheckpointDataset(str(tmp_path)).save(asked)
+    assert written == [7]
+
+
+def test_a_run_that_went_back_replaces_later_checkpoints_only_when_it_gets_there(tmp_path):
+    for iteration in (10, 30, 40):
+        (tmp_path / "run" / f"iteration_{iteration:06d}").mkdir(parents=True)
+    CheckpointDataset(str(tmp_path)).save(request(20))
+    assert checkpoint_iterations(tmp_path / "run") == [10, 20, 30, 40]
+    CheckpointDataset(str(tmp_path)).save(request(60))
+    assert checkpoint_iterations(tmp_path / "run") == [40, 60]
+
+
+def test_space_is_asked_for_as_many_checkpoints_as_will_lie_there_at_once(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(checkpoints, "check_free_space", lambda directory, state, copies: asked.append(copies))
+    dataset = CheckpointDataset(str(tmp_path))
+
+    def check(total: int, **settings) -> int:
+        state = request(0, **settings).state
+        state.total_iterations = total
+        dataset.check_space(state)
+        return asked[-1]
+
+    assert check(60, save_total_limit=2) == 4  # two, the best, and one being written
+    assert check(60, save_total_limit=5) == 7
+    assert check(10, save_total_limit=5) == 2  # one in all, which is first a temporary
+    for iteration in (10, 20):
+        (tmp_path / "run" / f"iteration_{iteration:06d}").mkdir(parents=True)
+    assert check(60, save_total_limit=2) == 2  # of a resumed run two lie there already
 
 
 def test_checkpoints_are_written_only_when_due(tmp_path, written):

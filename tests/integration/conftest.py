@@ -2,13 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.integration.interruptions import ARGUMENTS, Reference
+from tests.integration.outcomes import Outcome, kedro_run
 
 
 @pytest.fixture(scope="session")
 def make_project(tmp_path_factory: pytest.TempPathFactory, new_project: Callable[[Path], Path]) -> Callable[[], Path]:
     """Return a function that makes a fresh copy of this project each time, in a folder of its own."""
     return lambda: new_project(tmp_path_factory.mktemp("copy") / "project")
+
+
+@pytest.fixture(scope="session")
+def one_thread() -> Iterator[None]:
+    """Two processes at a time on two cores, and the same number of threads in all of them: sums round alike."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield
+
+
+@pytest.fixture(scope="session")
+def reference(make_project: Callable[[], Path], one_thread: None) -> Reference:
+    """The run that nobody interrupted, with how long everything in it took."""
+    project = make_project()
+    finished = kedro_run(project, *ARGUMENTS, watched=json.dumps({"note": str(project / "durations.json")}))
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    return Reference(Outcome.of(project), json.loads((project / "durations.json").read_text()))

@@ -1,22 +1,34 @@
 """Checkpoints: all of the state bit for bit, whole or not there at all, and damage is found and named."""
 
 import json
+import os
 import shutil
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors import SafetensorError
 
 from ppo_rlhf.core.errors import CheckpointError
-from ppo_rlhf.training import checkpoints
+from ppo_rlhf.training import checkpoint_files, checkpoints
+from ppo_rlhf.training.checkpoint_files import (
+    checkpoint_iterations,
+    checkpoint_name,
+    newest_whole_checkpoint,
+    prune_checkpoints,
+    sweep_leftovers,
+    verify_checkpoint,
+)
 from ppo_rlhf.training.checkpoints import (
     CheckpointRequest,
     best_iteration,
-    checkpoint_iterations,
-    checkpoint_name,
-    prune_checkpoints,
+    check_free_space,
+    checkpoint_bytes,
     read_checkpoint,
-    verify_checkpoint,
+    saved_config,
+    saved_history,
     write_checkpoint,
 )
 
@@ -122,8 +134,13 @@ def test_the_directory_holds_safetensors_and_json_only_and_the_policy_is_a_plain
     assert saved.name == "iteration_000001"
 
 
+def test_the_metrics_of_every_iteration_are_kept_in_the_checkpoint(saved, trained):
+    assert saved_history(saved) == trained.state.history
+    assert len(trained.state.history) == 1
+
+
 def test_hyperparameters_are_kept_in_the_checkpoint(saved, trained):
-    kept = json.loads((saved / "state.json").read_text())["config"]
+    kept = saved_config(saved)
     assert kept["learning_rate"] == trained.config.learning_rate
     assert kept["seed"] == trained.config.seed
 
@@ -190,20 +207,95 @@ def test_a_missing_file_is_refused_with_its_name(saved):
         path.write_bytes(whole)
 
 
-@pytest.mark.parametrize("step", [1, 7])
-def test_no_changed_byte_of_the_manifest_gives_anything_but_a_refusal_or_the_same_files(saved, step):
+@pytest.mark.parametrize("flipped", [1, 7, 32])
+def test_a_manifest_with_any_byte_changed_is_refused(saved, flipped):
     path = saved / "manifest.json"
     whole = path.read_bytes()
-    files = json.loads(whole)["files"]
-    for position in range(0, len(whole), 5 * step):
-        path.write_bytes(whole[:position] + bytes([whole[position] ^ step]) + whole[position + 1 :])
-        try:
-            assert verify_checkpoint(saved)["files"] == files
-        except CheckpointError:
-            continue
+    for position in range(0, len(whole), 3):
+        path.write_bytes(whole[:position] + bytes([whole[position] ^ flipped]) + whole[position + 1 :])
+        assert refusal(saved).startswith(f"{path}: ")
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"files": 3}', '{"format": 1, "files": {"state.json": 3}}'])
+def test_a_manifest_that_fits_other_files_but_not_its_own_hash_is_refused(saved):
+    path = saved / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["iteration"] = 7
+    path.write_text(json.dumps(manifest, indent=1))
+    assert refusal(saved) == f"{path}: damaged; its content differs from its own SHA-256"
+
+
+def test_a_file_that_was_added_is_refused_unless_it_is_hidden(saved):
+    (saved / "policy" / ".DS_Store").write_text("a desktop's")
+    verify_checkpoint(saved)
+    added = saved / "policy" / "adapter_config.json"
+    added.write_text("{}")
+    assert refusal(saved) == f"{added}: is not in the manifest; take it out of the checkpoint"
+
+
+def test_a_checkpoint_under_the_name_of_another_iteration_is_refused(saved):
+    other = saved.rename(saved.with_name("iteration_000009"))
+    assert refusal(other) == f"{other / 'manifest.json'}: is of iteration 1, not of this directory"
+    verify_checkpoint(other.rename(saved.with_name("kept_for_later")))  # a name of one's own says nothing
+
+
+def mutated(kind: str, path: Path, other: Path, random: Random) -> None:
+    """Do one kind of damage to a file; `other` is the same file of another checkpoint of the same run."""
+    whole = path.read_bytes()
+    position = random.randrange(len(whole))
+    if kind == "flipped":
+        changed = whole[position] ^ (1 << random.randrange(8))
+        path.write_bytes(whole[:position] + bytes([changed]) + whole[position + 1 :])
+    elif kind == "truncated":
+        path.write_bytes(whole[:position])
+    elif kind == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(other.read_bytes())
+
+
+def test_of_200_mutated_checkpoints_none_is_accepted(trained, saved, tmp_path):
+    trained.iteration()
+    second = write_checkpoint(saved.parent, trained.state)
+    random = Random(0)
+    kinds = ("flipped", "truncated", "missing", "swapped")
+    differing = [name for name in files_of(saved) if (saved / name).read_bytes() != (second / name).read_bytes()]
+    assert len(differing) >= 6  # the manifest, the state, the history and three or more files of tensors
+    accepted = []
+    for number in range(200):
+        kind = kinds[number % len(kinds)]
+        name = random.choice(differing if kind == "swapped" else files_of(saved))
+        run_directory = tmp_path / f"mutated_{number}" / saved.parent.name
+        copy = shutil.copytree(second, run_directory / second.name)
+        mutated(kind, copy / name, saved / name, random)
+        assert str(copy / name) in refusal(copy) or kind == "swapped"
+        if newest_whole_checkpoint(run_directory) is not None:
+            accepted.append((kind, name))
+        shutil.rmtree(run_directory)
+    assert accepted == []
+    assert newest_whole_checkpoint(saved.parent) == second  # what was copied is still whole
+
+
+def test_the_newest_whole_checkpoint_is_the_one_before_a_damaged_one_which_is_named(trained, saved, caplog):
+    trained.iteration()
+    second = write_checkpoint(saved.parent, trained.state)
+    (second / "critic.safetensors").write_bytes(b"")
+    assert newest_whole_checkpoint(saved.parent) == saved
+    assert caplog.messages == [
+        f"A damaged checkpoint is left out: {second / 'critic.safetensors'}: damaged; size or SHA-256 differs from the "
+        "manifest"
+    ]
+    (saved / "state.json").unlink()
+    assert newest_whole_checkpoint(saved.parent) is None
+    assert newest_whole_checkpoint(saved.parent / "nothing") is None
+
+
+def test_a_checkpoint_of_another_run_is_no_whole_checkpoint_of_this_one(saved, tmp_path, caplog):
+    shutil.copytree(saved, tmp_path / "another" / saved.name)
+    assert newest_whole_checkpoint(tmp_path / "another") is None
+    assert caplog.messages[0].endswith("manifest.json: is of run run, not of this directory")
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"files": 3}', '{"format": 2, "files": {"state.json": 3}}'])
 def test_a_manifest_that_is_none_is_refused(saved, content):
     (saved / "manifest.json").write_text(content)
     assert str(saved) in refusal(saved)
@@ -211,8 +303,8 @@ def test_a_manifest_that_is_none_is_refused(saved, content):
 
 def test_a_manifest_of_another_format_is_refused(saved):
     path = saved / "manifest.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 2}))
-    assert refusal(saved) == f"{path}: format 2, this version reads format 1"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 1}))
+    assert refusal(saved) == f"{path}: format 1, this version reads format 2"
 
 
 def test_a_damaged_checkpoint_is_not_read_into_the_state(saved, make_run, snapshot):
@@ -232,7 +324,7 @@ def break_at(monkeypatch, name: str, error: BaseException):
     def fail(*_, **__):
         raise error
 
-    monkeypatch.setattr(checkpoints, name, fail)
+    monkeypatch.setattr(checkpoints if hasattr(checkpoints, name) else checkpoint_files, name, fail)
 
 
 @pytest.mark.parametrize(
@@ -299,6 +391,101 @@ def test_a_place_that_cannot_be_written_is_one_error(trained, tmp_path):
         write_checkpoint(tmp_path / "file" / "run", trained.state)
 
 
+def test_a_checkpoint_larger_than_the_free_space_is_refused_before_a_byte_is_written(trained, saved, monkeypatch):
+    trained.iteration()
+    free = checkpoint_bytes(trained.state) - 1
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=free))
+    with pytest.raises(CheckpointError) as caught:
+        write_checkpoint(saved.parent, trained.state)
+    assert str(caught.value) == (
+        f"{saved.parent}: about 17 MB do not fit, 17 MB are free. Free space, lower ppo.save_total_limit, or set "
+        "data_root to a place on a larger disk"
+    )
+    assert [path.name for path in saved.parent.iterdir()] == ["iteration_000001"]
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=free + 1))
+    write_checkpoint(saved.parent, trained.state)
+
+
+def test_space_is_looked_for_where_the_run_directory_will_be_made(trained, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: asked.append(place) or SimpleNamespace(free=10**7))
+    with pytest.raises(CheckpointError, match=r"run: 3 checkpoints of about 17 MB each do not fit, 10 MB are free"):
+        check_free_space(tmp_path / "not" / "there" / "run", trained.state, copies=3)
+    assert asked == [tmp_path]
+
+
+def test_the_expected_size_holds_weights_and_two_moments_of_both_models(trained, saved):
+    tensors = [p.stat().st_size for p in saved.rglob("*.safetensors") if p.name != "history.safetensors"]
+    expected = checkpoint_bytes(trained.state)
+    assert sum(tensors) * 0.9 < expected - 16 * 2**20 <= sum(tensors)  # files have headers; the state has some slack
+    assert sum(p.stat().st_size for p in saved.rglob("*") if p.is_file()) < expected
+
+
+# --- after a kill ----------------------------------------------------------------------------------------------------
+
+
+def test_leftovers_of_a_killed_writer_are_swept_and_nothing_else(saved):
+    run = saved.parent
+    for name in (".iteration_000002.17.tmp", ".iteration_000001.17.replaced", ".iteration_000000.17.deleted"):
+        (run / name / "policy").mkdir(parents=True)
+    (run / ".nfs0001").write_text("of a file system")
+    (run / "evaluations.json").write_text("[]")
+    sweep_leftovers(run)
+    assert sorted(path.name for path in run.iterdir()) == [".nfs0001", "evaluations.json", "iteration_000001"]
+    verify_checkpoint(saved)
+
+
+def test_a_checkpoint_whose_replacement_was_killed_between_two_renames_is_given_its_name_back(saved):
+    saved.rename(saved.with_name(f".{saved.name}.17.replaced"))
+    sweep_leftovers(saved.parent)
+    assert [path.name for path in saved.parent.iterdir()] == ["iteration_000001"]
+    verify_checkpoint(saved)
+
+
+STEPS_OF_WRITING = 40
+
+
+def test_a_kill_at_any_step_of_writing_leaves_the_earlier_checkpoint_or_the_new_one(trained, saved, tmp_path):
+    """Every change that the process makes to the disk is counted; a forked child dies right before the n-th one."""
+    earlier = {name: (saved / name).read_bytes() for name in files_of(saved)}
+    trained.iteration()
+    finished = 0
+    for step in range(1, STEPS_OF_WRITING + 1):
+        child = os.fork()
+        if child == 0:
+            die_before_step(step)
+            write_checkpoint(saved.parent, trained.state)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        assert status in (0, 9)  # whole, or killed
+        finished += status == 0
+        whole = newest_whole_checkpoint(saved.parent)
+        assert whole in (saved, saved.with_name("iteration_000002"))
+        assert {name: (saved / name).read_bytes() for name in files_of(saved)} == earlier
+        sweep_leftovers(saved.parent)
+        assert checkpoint_iterations(saved.parent) == [1] if whole == saved else [1, 2]
+        shutil.rmtree(saved.with_name("iteration_000002"), ignore_errors=True)
+    assert 0 < finished < STEPS_OF_WRITING  # the steps reach from the first change to beyond the last
+
+
+def die_before_step(step: int) -> None:
+    """Let this process kill itself before its `step`-th fsync, rename or mkdir."""
+    count = 0
+
+    def counted(call):
+        def wrapper(*arguments, **options):
+            nonlocal count
+            count += 1
+            if count == step:
+                os.kill(os.getpid(), 9)
+            return call(*arguments, **options)
+
+        return wrapper
+
+    for module, name in ((os, "fsync"), (os, "rename"), (os, "mkdir"), (os, "open")):
+        setattr(module, name, counted(getattr(module, name)))
+
+
 # --- what is kept ----------------------------------------------------------------------------------------------------
 
 
@@ -319,7 +506,7 @@ def test_names_sort_in_time():
 
 def test_iterations_are_listed_in_order_without_temporaries_and_strangers(tmp_path):
     run_with(tmp_path, 30, 4, 1000000)
-    for name in (".iteration_000040.17.tmp", ".iteration_000004.17.old", "evaluations.json"):
+    for name in (".iteration_000040.17.tmp", ".iteration_000004.17.replaced", "evaluations.json"):
         (tmp_path / name).mkdir()
     assert checkpoint_iterations(tmp_path) == [4, 30, 1000000]
     assert checkpoint_iterations(tmp_path / "nothing") == []

@@ -24,6 +24,7 @@ DEFAULTS = {
     "kl_coef": 0.05,
     "kl_estimator": "k1",
     "kl_alarm": 20,
+    "kl_stop": None,
     "reward_clip": None,
     "missing_eos_penalty": None,
     "learning_rate": 3e-6,
@@ -52,6 +53,7 @@ DEFAULTS = {
     "save_interval": 10,
     "save_total_limit": 2,
     "sample_interval": 5,
+    "shutdown_grace_s": 25.0,
     "max_skipped_steps": 5,
 }
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from ppo_rlhf.core.errors import TrainingError
+from ppo_rlhf.core.errors import DivergenceError, TrainingError
 from ppo_rlhf.models.loading import disable_dropout
 from ppo_rlhf.training import update
 from ppo_rlhf.training.config import PPOConfig
@@ -434,6 +434,44 @@ def test_too_many_skipped_steps_in_a_row_stop_the_run_and_say_where(make_run, sn
     after = [snapshot(module) for module in (run.state.policy, run.state.critic)]
     assert all(same_tensors(*pair) for pair in zip(before, after, strict=True))
     assert (run.state.iteration, len(run.state.history)) == (1, 1)
+    assert isinstance(caught.value, DivergenceError)
+    assert caught.value.last_good_iteration == 1
+
+
+@pytest.mark.parametrize("drift", [3.0, NAN], ids=["too far", "not a number"])
+def test_rollouts_too_far_from_the_reference_stop_the_run_before_anything_changes(
+    make_run, snapshot, same_tensors, drift
+):
+    run = make_run(kl_stop=2.5, total_episodes=60)
+    run.iteration()
+    run.iteration()
+    experience = run.before_update()[-1]
+    kl = torch.zeros_like(experience.shaped_rewards.kl)
+    kl[:, 0] = drift
+    shaped = dataclasses.replace(experience.shaped_rewards, kl=kl)
+    before = [snapshot(module) for module in (run.state.policy, run.state.critic)]
+    with pytest.raises(DivergenceError) as caught:
+        optimise(run.state, dataclasses.replace(experience, shaped_rewards=shaped), run.config)
+    assert str(caught.value) == (
+        f"iteration 3: the policy's KL from the reference policy is {drift:.1f} nats per response, above "
+        "ppo.kl_stop=2.5. Raise ppo.kl_coef (now 0.05) or lower ppo.learning_rate (now 0.001) and train anew, or raise "
+        "ppo.kl_stop and go on"
+    )
+    assert caught.value.last_good_iteration == 1  # iteration 2's own rollouts were near; what it led to is not
+    after = [snapshot(module) for module in (run.state.policy, run.state.critic)]
+    assert all(same_tensors(*pair) for pair in zip(before, after, strict=True))
+    assert (run.state.iteration, len(run.state.history)) == (2, 2)
+
+
+def test_a_kl_at_the_limit_or_without_one_does_not_stop_the_run(make_run):
+    for limit in (2.5, None):
+        run = make_run(kl_stop=limit)
+        experience = run.before_update()[-1]
+        kl = torch.zeros_like(experience.shaped_rewards.kl)
+        kl[:, 0] = 2.5
+        shaped = dataclasses.replace(experience.shaped_rewards, kl=kl)
+        optimise(run.state, dataclasses.replace(experience, shaped_rewards=shaped), run.config)
+        assert run.state.iteration == 1
 
 
 def test_a_step_taken_ends_the_row_of_skipped_ones(make_run):

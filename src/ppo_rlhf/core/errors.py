@@ -34,4 +34,16 @@ class CheckpointError(PPORLHFError, RuntimeError):
 
 
 class TrainingError(PPORLHFError, RuntimeError):
-    """Training cannot go on: losses or gradients stayed non-finite."""
+    """Training cannot go on, or cannot be trusted."""
+
+
+class DivergenceError(TrainingError):
+    """Training left the region where it can be trusted; what was saved before is still good.
+
+    Attributes:
+        last_good_iteration: The newest iteration whose state is known to be good; 0 is the state before the first.
+    """
+
+    def __init__(self, message: str, last_good_iteration: int = 0) -> None:
+        super().__init__(message)
+        self.last_good_iteration = last_good_iteration

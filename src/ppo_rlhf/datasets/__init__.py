@@ -3,6 +3,14 @@
 from ppo_rlhf.datasets.checkpoints import CheckpointDataset, EvaluationLogDataset
 from ppo_rlhf.datasets.pretrained_model import PretrainedModelDataset
 from ppo_rlhf.datasets.records import RecordsDataset
+from ppo_rlhf.datasets.resume_checkpoint import ResumeCheckpointDataset
 from ppo_rlhf.datasets.tables import TableDataset
 
-__all__ = ["CheckpointDataset", "EvaluationLogDataset", "PretrainedModelDataset", "RecordsDataset", "TableDataset"]
+__all__ = [
+    "CheckpointDataset",
+    "EvaluationLogDataset",
+    "PretrainedModelDataset",
+    "RecordsDataset",
+    "ResumeCheckpointDataset",
+    "TableDataset",
+]

@@ -1,6 +1,7 @@
 """Catalog entries for what one run saves while it trains: its checkpoints and its evaluations, by MLflow run."""
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -8,14 +9,9 @@ from typing import Any
 import mlflow
 from kedro.io import AbstractDataset, DatasetError
 
-from ppo_rlhf.training.checkpoints import (
-    CheckpointRequest,
-    best_iteration,
-    checkpoint_iterations,
-    checkpoint_name,
-    prune_checkpoints,
-    write_checkpoint,
-)
+from ppo_rlhf.training.checkpoint_files import checkpoint_iterations, checkpoint_name, prune_checkpoints
+from ppo_rlhf.training.checkpoints import CheckpointRequest, best_iteration, check_free_space, write_checkpoint
+from ppo_rlhf.training.state import TrainingState
 
 EVALUATIONS = "evaluations.json"
 
@@ -34,19 +30,31 @@ class CheckpointDataset(AbstractDataset[CheckpointRequest, Path]):
 
     def __init__(self, filepath: str, metadata: dict[str, Any] | None = None) -> None:
         """Name the directory that holds the checkpoints of all runs; `metadata` is read by Kedro-Viz."""
-        self._root = Path(filepath)
+        self.root = Path(filepath)
         self.metadata = metadata
+
+    def check_space(self, state: TrainingState) -> None:
+        """Check, before training, that as many checkpoints as this run will keep fit on the disk.
+
+        Raises:
+            CheckpointError: They do not.
+        """
+        directory = run_directory(self.root)
+        kept = state.config.save_total_limit + 1  # the best
+        most = min(kept, math.ceil(state.total_iterations / state.config.save_interval)) + 1  # and one being written
+        check_free_space(directory, state, copies=max(1, most - len(checkpoint_iterations(directory))))
 
     def save(self, data: CheckpointRequest) -> None:
         """Write a checkpoint if one is due, then delete those that are neither new nor the best."""
         if not data.due:
             return
-        directory = run_directory(self._root)
+        directory = run_directory(self.root)
         write_checkpoint(directory, data.state)
-        config = data.state.config
-        saved = checkpoint_iterations(directory)
+        config, newest = data.state.config, data.state.iteration
+        saved = [iteration for iteration in checkpoint_iterations(directory) if iteration <= newest]
         evaluated = [row for row in read_evaluations(directory) if row["iteration"] in saved]
-        prune_checkpoints(directory, config.save_total_limit, best_iteration(evaluated, config.kl_alarm))
+        best = best_iteration(evaluated, config.kl_alarm)
+        prune_checkpoints(directory, config.save_total_limit, best, newest)
 
     def load(self) -> Path:
         """Return the newest checkpoint's directory.
@@ -54,17 +62,17 @@ class CheckpointDataset(AbstractDataset[CheckpointRequest, Path]):
         Raises:
             DatasetError: This run has none.
         """
-        directory = run_directory(self._root)
+        directory = run_directory(self.root)
         saved = checkpoint_iterations(directory)
         if not saved:
             raise DatasetError(f"{directory}: this run has no checkpoint")
         return directory / checkpoint_name(saved[-1])
 
     def _exists(self) -> bool:
-        return bool(checkpoint_iterations(run_directory(self._root)))
+        return bool(checkpoint_iterations(run_directory(self.root)))
 
     def _describe(self) -> dict[str, Any]:
-        return {"filepath": str(self._root)}
+        return {"filepath": str(self.root)}
 
 
 class EvaluationLogDataset(AbstractDataset[dict[str, float], list[dict[str, float]]]):
@@ -81,29 +89,32 @@ class EvaluationLogDataset(AbstractDataset[dict[str, float], list[dict[str, floa
 
     def __init__(self, filepath: str, metadata: dict[str, Any] | None = None) -> None:
         """Name the directory that holds the checkpoints of all runs; `metadata` is read by Kedro-Viz."""
-        self._root = Path(filepath)
+        self.root = Path(filepath)
         self.metadata = metadata
 
     def save(self, data: dict[str, float]) -> None:
         """Append one evaluation; one of the same iteration is replaced."""
         if not data:
             return
-        directory = run_directory(self._root)
+        directory = run_directory(self.root)
         directory.mkdir(parents=True, exist_ok=True)
         rows = [row for row in read_evaluations(directory) if row["iteration"] != data["iteration"]] + [data]
         temporary = directory / f".{EVALUATIONS}.{os.getpid()}.tmp"
-        temporary.write_text(json.dumps(rows, indent=1))
+        with temporary.open("w") as file:
+            json.dump(rows, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
         temporary.replace(directory / EVALUATIONS)
 
     def load(self) -> list[dict[str, float]]:
         """Return this run's evaluations, oldest first."""
-        return read_evaluations(run_directory(self._root))
+        return read_evaluations(run_directory(self.root))
 
     def _exists(self) -> bool:
-        return (run_directory(self._root) / EVALUATIONS).is_file()
+        return (run_directory(self.root) / EVALUATIONS).is_file()
 
     def _describe(self) -> dict[str, Any]:
-        return {"filepath": str(self._root)}
+        return {"filepath": str(self.root)}
 
 
 def run_directory(root: Path) -> Path:

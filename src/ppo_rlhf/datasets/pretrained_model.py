@@ -1,17 +1,16 @@
 """A catalog entry for a Hugging Face model: lazy to load, versioned and whole when saved."""
 
 import json
-import os
-import shutil
+import time
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 from kedro.io import AbstractDataset, DatasetError
 from kedro.io.core import generate_timestamp
 from kedro_datasets._typing import JSONPreview
 
 from ppo_rlhf.datasets.paths import expand_home
+from ppo_rlhf.datasets.private_folders import private_folder, put
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.models.quiet import quiet_transformers
 
@@ -67,16 +66,21 @@ class PretrainedModelDataset(AbstractDataset[TrainedModel, PretrainedHandle | No
         folder = Path(self._source)
         if (folder / "config.json").exists():
             raise DatasetError(f"{folder} is a model directory of its own, which is never overwritten. Save elsewhere.")
-        folder.mkdir(parents=True, exist_ok=True)
-        temporary = folder / f".unfinished-{uuid4().hex}"
-        try:
+        with private_folder(folder) as private:
+            whole = private / "model"
             with quiet_transformers():
-                data.model.save_pretrained(temporary)
-                data.tokenizer.save_pretrained(temporary)
-            self._saved = folder / generate_timestamp()
-            os.replace(temporary, self._saved)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+                data.model.save_pretrained(whole)
+                data.tokenizer.save_pretrained(whole)
+            self._saved = _put_as_newest(whole, folder)
+
+    @property
+    def saved(self) -> Path | None:
+        """The version that this session wrote, or was told to read; None as long as it reads the newest."""
+        return self._saved
+
+    def pin(self, version: Path) -> None:
+        """Load this version from now on, though newer ones may come."""
+        self._saved = version
 
     def preview(self) -> JSONPreview:
         """Show Kedro-Viz the model's shape."""
@@ -92,6 +96,20 @@ class PretrainedModelDataset(AbstractDataset[TrainedModel, PretrainedHandle | No
 
     def _describe(self) -> dict[str, Any]:
         return {"filepath": self._source, "trust_remote_code": self._trust_remote_code}
+
+
+def _put_as_newest(whole: Path, folder: Path) -> Path:
+    """Rename a whole model to a new version of `folder`; versions are named by their time, in milliseconds."""
+    while True:
+        version = folder / generate_timestamp()
+        try:
+            put(whole, version)
+        except OSError:
+            if not (whole.exists() and version.exists()):
+                raise
+            time.sleep(0.001)  # another run took that name
+        else:
+            return version
 
 
 def newest_version(source: str) -> str:

@@ -16,10 +16,11 @@ from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.hooks.caution import advice_on_own_settings, demo_settings_in_use
 from ppo_rlhf.hooks.own_settings import misshapen_settings, unread_settings
 from ppo_rlhf.hooks.run_parameters import unknown_names
-from ppo_rlhf.runner import LoopRunner, plan_loop
+from ppo_rlhf.runner import CARRY_IN, LoopRunner, plan_loop
 
 logger = logging.getLogger(__name__)
 
+CHECKPOINT = "checkpoint"
 NO_RUNNER = "None"  # how Kedro's session records that it was given none; see make_session_default
 
 
@@ -40,6 +41,14 @@ class ChecksHook:
         unread = unread_local_files(Path(context.config_loader.conf_source), context.env)
         if unread:
             logger.warning("Environment %s is used instead of conf/local: %s not read.", context.env, _listed(unread))
+
+    @hook_impl
+    def after_node_run(self, catalog: CatalogProtocol, outputs: dict[str, Any]) -> None:
+        """Refuse to train if the disk has no room for the checkpoints: known as soon as there is a state to save."""
+        if CARRY_IN in outputs:
+            check_space = getattr(catalog.get(CHECKPOINT), "check_space", None)
+            if check_space is not None:
+                check_space(outputs[CARRY_IN])
 
     @hook_impl(tryfirst=True)
     def before_pipeline_run(self, run_params: dict[str, Any], pipeline: Pipeline, catalog: CatalogProtocol) -> None:

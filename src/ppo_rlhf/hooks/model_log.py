@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 from pathlib import Path
 
 import mlflow
+from mlflow.entities import LoggedModelStatus
 from mlflow.models import ModelSignature
 from mlflow.types import ColSpec, DataType, Schema
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ppo_rlhf.datasets.checkpoints import CheckpointDataset, read_evaluations, run_directory
 from ppo_rlhf.models.quiet import errors_only, quiet_transformers
-from ppo_rlhf.training.checkpoints import best_iteration, checkpoint_iterations, checkpoint_name
+from ppo_rlhf.training.checkpoint_files import checkpoint_iterations, checkpoint_name
+from ppo_rlhf.training.checkpoints import best_iteration
+
+logger = logging.getLogger(__name__)
 
 REQUIRED = ("torch", "transformers", "accelerate")
 SIGNATURE = ModelSignature(Schema([ColSpec(DataType.string)]), Schema([ColSpec(DataType.string)]))
 
 
 def log_policy(directory: Path, name: str, step: int) -> str:
-    """Log a Hugging Face model directory to the active run and return the logged model's id.
+    """Log a Hugging Face model directory to the active run, if it is not logged yet, and return the logged model's id.
 
     Args:
         directory: With config.json, weights and tokenizer: an export, or a checkpoint's policy.
@@ -29,6 +34,10 @@ def log_policy(directory: Path, name: str, step: int) -> str:
     Returns:
         The id by which metrics are linked to it.
     """
+    logged_before = _logged_model(name, step)
+    if logged_before is not None:
+        logger.info("The MLflow model %s of iteration %d is there already.", name, step)
+        return logged_before
     with errors_only("mlflow"), quiet_transformers():  # not its advice on input examples and model cards
         # loaded, because MLflow 3.17 cannot log a path under transformers 5 (its lookup of the task fails)
         model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", local_files_only=True)
@@ -45,6 +54,20 @@ def log_policy(directory: Path, name: str, step: int) -> str:
     return str(logged.model_id)
 
 
+def _logged_model(name: str, step: int) -> str | None:
+    """Return the id of the active run's whole model of this name and iteration: a run that goes on may have it."""
+    active = mlflow.active_run()
+    if active is None:
+        return None
+    outputs = mlflow.get_run(active.info.run_id).outputs
+    for output in outputs.model_outputs if outputs else ():
+        if output.step == step:
+            model = mlflow.get_logged_model(output.model_id)
+            if model.name == name and model.status == LoggedModelStatus.READY:
+                return str(model.model_id)
+    return None
+
+
 def best_checkpoint(checkpoints: object, kl_alarm: float) -> tuple[Path, int] | None:
     """Return the policy's directory in the active run's best checkpoint, and its iteration; None if none was evaluated.
 
@@ -54,7 +77,7 @@ def best_checkpoint(checkpoints: object, kl_alarm: float) -> tuple[Path, int] | 
     """
     if not isinstance(checkpoints, CheckpointDataset):
         return None
-    directory = run_directory(Path(checkpoints._describe()["filepath"]))
+    directory = run_directory(checkpoints.root)
     saved = checkpoint_iterations(directory)
     best = best_iteration([row for row in read_evaluations(directory) if row["iteration"] in saved], kl_alarm)
     return None if best is None else (directory / checkpoint_name(best) / "policy", best)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import platform
 import subprocess
 from pathlib import Path
-from typing import Any
 
 from kedro.io import CatalogProtocol
 from kedro.pipeline import Pipeline
@@ -34,34 +32,19 @@ def version_tags() -> dict[str, str]:
 
 
 def input_tags(pipeline: Pipeline, catalog: CatalogProtocol) -> dict[str, str]:
-    """Return path and fingerprint of everything that the pipeline reads and does not make itself.
+    """Return path and fingerprint of everything that the pipeline reads and does not make itself."""
+    from ppo_rlhf.datasets.fingerprints import origin  # heavy: only a run pays for it
 
-    The fingerprint is the SHA-256 of a file's bytes; of a model, what its handle gives (configuration and weights).
-    """
     tags: dict[str, str] = {}
     for name in sorted(pipeline.inputs()):
         if name == "parameters" or name.startswith("params:"):
             continue
-        source, fingerprint = _origin(catalog.get(name))
+        source, fingerprint = origin(catalog.get(name))
         if source is not None:
             tags[f"data.{name}.path"] = source
         if fingerprint is not None:
             tags[f"data.{name}.fingerprint"] = fingerprint
     return tags
-
-
-def _origin(dataset: Any) -> tuple[str | None, str | None]:
-    """Return (path or hub id, fingerprint) of a dataset, None for what it does not have."""
-    described = dataset._describe() if dataset is not None else {}
-    source = described.get("filepath")
-    if source is None:
-        return None, None
-    if Path(source).is_file():
-        with Path(source).open("rb") as file:
-            return str(source), hashlib.file_digest(file, "sha256").hexdigest()
-    loaded = dataset.load() if dataset._exists() else None
-    fingerprint = getattr(loaded, "fingerprint", None)
-    return str(source), fingerprint() if callable(fingerprint) else None
 
 
 def _git(folder: Path, *arguments: str) -> str | None:

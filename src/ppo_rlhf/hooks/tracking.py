@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-import re
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import mlflow
@@ -20,40 +19,42 @@ from kedro_mlflow.config.kedro_mlflow_config import KedroMlflowConfig
 from kedro_mlflow.config.resolvers import resolve_random_name
 from kedro_mlflow.framework.hooks.mlflow_hook import MlflowHook
 from kedro_mlflow.framework.hooks.utils import _assert_mlflow_enabled
-from mlflow.entities import RunStatus
-from mlflow.exceptions import MlflowException
+from mlflow.entities import RunStatus, RunTag
 from omegaconf import OmegaConf
 from pydantic import ValidationError
-from sqlalchemy.exc import SQLAlchemyError
 
 from ppo_rlhf.core.errors import ConfigError
-from ppo_rlhf.hooks.hyperparameters import changed_settings, hyperparameters, parameter, parameter_groups
-from ppo_rlhf.hooks.metric_log import MetricLog
-from ppo_rlhf.hooks.provenance import git_tags, input_tags, version_tags
-from ppo_rlhf.runner import CARRY_IN, CARRY_OUT, RunInterruptedError, deferring_signals
+from ppo_rlhf.hooks.run_description import RunDescription, describe_run, pipeline_names
+from ppo_rlhf.hooks.run_end import END_TAGS, end_tags, way_to_go_on
+from ppo_rlhf.hooks.run_lock import RunLock, one_at_a_time
+from ppo_rlhf.hooks.tracking_store import (
+    SQLITE,
+    end_active_run,
+    noting_refusals,
+    settled_in_project,
+    store_errors_said_once,
+    store_in_plain_words,
+)
+from ppo_rlhf.runner import RunInterruptedError, TerminationSignal, deferring_signals, plan_loop
+
+if TYPE_CHECKING:  # heavy: only a run pays for them
+    from ppo_rlhf.datasets import ResumeCheckpointDataset
+    from ppo_rlhf.hooks.resumption import Resumption
+    from ppo_rlhf.hooks.run_log import RunLog
 
 logger = logging.getLogger(__name__)
 
-ITERATION_METRICS = "ppo_metrics"
-EVALUATION_METRICS = "evaluation_metrics"
-FINAL_METRICS = "evaluation_summary"
-HISTORIES = ("sft_metrics", "reward_model_metrics")
-SAMPLED_NODE = "estimate_advantages"
-SAMPLE_TABLE = "samples.json"
-POLICY = "ppo_policy"
-CHECKPOINT = "checkpoint"
-BEST = "best_checkpoint"
-SQLITE = "sqlite:///"
-ARTIFACTS = "mlartifacts"
+RESUME_CHECKPOINT = "resume_checkpoint"
 MOST_PARAMS_PER_BATCH = 100  # MLflow's limit
 
 
 class TrackingHook(MlflowHook):
-    """kedro-mlflow's hook with three differences.
+    """kedro-mlflow's hook with four differences.
 
     The store is opened when a run starts, not when a context is made: a run that is refused leaves no database behind.
-    Hyperparameters are logged one by one (kedro-mlflow logs a validated group as one string). A run that a signal
-    stopped ends KILLED. With tracking disabled for the pipelines (`disable_tracking` in mlflow.yml) nothing happens.
+    `resume` continues a run. Hyperparameters are logged one by one (kedro-mlflow logs a validated group as one string).
+    A run that a signal stopped ends KILLED. With tracking disabled for the pipelines (`disable_tracking` in mlflow.yml)
+    nothing happens.
     """
 
     def __init__(self) -> None:
@@ -61,11 +62,11 @@ class TrackingHook(MlflowHook):
         super().__init__()
         self._context: KedroContext | None = None
         self._catalog: CatalogProtocol | None = None
-        self._metrics: MetricLog | None = None
+        self._log: RunLog | None = None
+        self._lock: RunLock | None = None
+        self._checkpoints: Path | None = None
         self._saving = ExitStack()
-        self._iteration = 0
-        self._model_id: str | None = None
-        self._evaluated_at_end = False
+        self._quiet = ExitStack()
 
     @hook_impl
     def after_context_created(self, context: KedroContext) -> None:
@@ -88,29 +89,110 @@ class TrackingHook(MlflowHook):
 
     @hook_impl
     def before_pipeline_run(self, run_params: dict[str, Any], pipeline: Pipeline, catalog: CatalogProtocol) -> None:
-        """Start the run and log what is known of it."""
-        names = run_params["pipeline_names"] or ["__default__"]
+        """Start the run, or go on with the one that `resume` asks for, and log what is known of it."""
+        self._let_go()
+        self.run_id = None  # of an earlier run in this process
+        names = pipeline_names(run_params)
+        entry = _resume_entry(pipeline, catalog)
         if not _assert_mlflow_enabled(names, self.mlflow_config):
             super().before_pipeline_run(run_params, pipeline, catalog)
+            _check_untracked(entry, names)
             return
-        with deferring_signals():
-            with self._store_in_plain_words():
-                super().after_context_created(self._context)  # opens the store
-                super().before_pipeline_run(run_params, pipeline, catalog)
-            self._start(run_params, names, pipeline, catalog)
+        is_ours = mlflow.active_run() is None
+        try:
+            with deferring_signals():
+                self._quiet.enter_context(store_errors_said_once())
+                try:
+                    self._start(run_params, pipeline, catalog, entry)
+                except BaseException:  # Kedro tells no hook of an error that comes before the first node
+                    if is_ours:
+                        end_active_run(RunStatus.FAILED)
+                    self._let_go()
+                    raise
+        except TerminationSignal as stop:  # nor of a signal
+            self.on_pipeline_error(RunInterruptedError(stop.signum), run_params, pipeline, catalog)
+            raise
+
+    def _open_store(self, run_params: Mapping[str, Any]) -> None:
+        """Open it alone: of two processes that make a database at once, one fails."""
+        uri = str(self.mlflow_config.server.mlflow_tracking_uri)
+        with store_in_plain_words(self._complaint("cannot be used")), ExitStack() as alone:
+            if uri.startswith(SQLITE):
+                alone.enter_context(one_at_a_time(Path(run_params["project_path"])))
+            super().after_context_created(self._context)
 
     def _start(
-        self, run_params: dict[str, Any], names: list[str], pipeline: Pipeline, catalog: CatalogProtocol
+        self,
+        run_params: dict[str, Any],
+        pipeline: Pipeline,
+        catalog: CatalogProtocol,
+        entry: ResumeCheckpointDataset | None,
     ) -> None:
-        self._catalog, self._metrics = catalog, MetricLog(str(self.run_id))
-        self._iteration, self._model_id = 0, None
-        self._evaluated_at_end = FINAL_METRICS in pipeline.all_outputs()  # then not twice at the last iteration's step
-        logger.info("MLflow run %s (kedro mlflow ui)", self.run_id)
-        try:
-            self._describe(run_params, names, pipeline, catalog)
-        except BaseException:  # Kedro tells no hook of an error that comes before the first node
-            end_active_run(RunStatus.FAILED)
-            raise
+        from ppo_rlhf.hooks.run_log import RunLog
+
+        project_path = Path(run_params["project_path"])
+        this = describe_run(run_params, pipeline, catalog)
+        self._open_store(run_params)
+        with store_in_plain_words(self._complaint("cannot be used")):
+            resumption = self._resumption(this, entry, project_path)
+            if resumption is None:
+                super().before_pipeline_run(run_params, pipeline, catalog)
+                logger.info("MLflow run %s (kedro mlflow ui)", self.run_id)
+            else:
+                self._lock = resumption.lock
+                resumption.say(project_path)
+                self._reopen(resumption, run_params, pipeline, catalog)
+            if entry is not None:
+                self._checkpoints = entry.root / str(self.run_id)
+                self._lock = self._lock or RunLock.take(self._checkpoints)
+            self._describe(this, resumption, project_path)
+            self._log = RunLog(str(self.run_id), pipeline, catalog, resumption)
+        self._catalog = catalog
+
+    def _resumption(
+        self, this: RunDescription, entry: ResumeCheckpointDataset | None, project_path: Path
+    ) -> Resumption | None:
+        if entry is None or entry.requested is None:
+            return None
+        from ppo_rlhf.hooks.resumption import ResumeRequest, find_resumption
+
+        active = mlflow.active_run()
+        request = ResumeRequest(
+            requested=entry.requested,
+            this=this,
+            root=entry.root,
+            project_path=project_path,
+            experiment_id=(active.info if active else self.mlflow_config.tracking.experiment._experiment).experiment_id,
+            active_run=active.info.run_id if active else None,
+        )
+        resumption = find_resumption(request, mlflow.MlflowClient())
+        entry.resolve(None if resumption is None else resumption.checkpoint)
+        return resumption
+
+    def _reopen(
+        self, resumption: Resumption, run_params: dict[str, Any], pipeline: Pipeline, catalog: CatalogProtocol
+    ) -> None:
+        """Let kedro-mlflow start the run that goes on; name and tags stay those of its first start."""
+        from ppo_rlhf.training.checkpoint_files import sweep_leftovers
+
+        run = resumption.run
+        sweep_leftovers(resumption.directory)
+        self.mlflow_config.tracking.run.id = run.info.run_id
+        self.mlflow_config.tracking.run.name = run.info.run_name
+        super().before_pipeline_run(run_params, pipeline, catalog)
+        client = mlflow.MlflowClient()
+        for name in END_TAGS & run.data.tags.keys():
+            client.delete_tag(run.info.run_id, name)
+        kept = {*run_params, "kedro_command"} & run.data.tags.keys()
+        mlflow.set_tags({name: run.data.tags[name] for name in kept})
+
+    def _describe(self, this: RunDescription, resumption: Resumption | None, project_path: Path) -> None:
+        known = None if resumption is None else resumption.run.data
+        params = [(name, value) for name, value in this.params.items() if known is None or name not in known.params]
+        for start in range(0, len(params), MOST_PARAMS_PER_BATCH):
+            mlflow.log_params(dict(params[start : start + MOST_PARAMS_PER_BATCH]))
+        tags = {name: value for name, value in this.tags.items() if known is None or name not in known.tags}
+        mlflow.set_tags({**tags, **({} if resumption is None else resumption.tags(project_path))})
 
     @hook_impl
     def before_node_run(self, node: Node, catalog: CatalogProtocol, inputs: dict[str, Any], is_async: bool) -> None:
@@ -124,152 +206,99 @@ class TrackingHook(MlflowHook):
     @hook_impl
     def after_node_run(self, node: Node, inputs: dict[str, Any], outputs: dict[str, Any]) -> None:
         """Log what the node measured."""
-        if self._metrics is not None:
+        if self._log is not None:
             with deferring_signals():
-                self._log_outputs(self._metrics, node, inputs, outputs)
-
-    def _log_outputs(self, log: MetricLog, node: Node, inputs: dict[str, Any], outputs: dict[str, Any]) -> None:
-        if CARRY_IN in inputs and CARRY_OUT not in outputs:
-            self._iteration = inputs[CARRY_IN].iteration + 1
-        elif CARRY_OUT in outputs:
-            self._iteration = outputs[CARRY_OUT].iteration
-        elif CARRY_OUT in inputs:
-            self._iteration = inputs[CARRY_OUT].iteration
-        if outputs.get(ITERATION_METRICS):
-            log.log(outputs[ITERATION_METRICS], self._iteration)
-        if outputs.get(EVALUATION_METRICS) and not (self._evaluated_at_end and inputs[CARRY_OUT].finished):
-            log.log(_evaluations(outputs[EVALUATION_METRICS]), self._iteration)
-        if outputs.get(FINAL_METRICS):
-            log.log(_evaluations(outputs[FINAL_METRICS]), self._iteration, model_id=self._model_id)
-        for name in HISTORIES:
-            if outputs.get(name):
-                log.log_history(outputs[name])
-        if node.name.rpartition(".")[2] == SAMPLED_NODE:
-            self._log_samples(inputs)
+                self._log.node_ran(node, inputs, outputs)
 
     @hook_impl
-    def before_dataset_saved(self, dataset_name: str) -> None:
-        """Let no signal cut through a dataset that kedro-mlflow logs as an artifact while it saves it."""
-        if self._catalog is not None and type(self._catalog.get(dataset_name)).__name__.startswith("Mlflow"):
+    def before_dataset_saved(self, dataset_name: str, data: Any) -> None:
+        """Flush before a checkpoint; let no signal cut through a dataset that kedro-mlflow logs while it saves it."""
+        if self._log is None or self._catalog is None:
+            return
+        with deferring_signals():
+            self._log.before_saved(dataset_name, data)
+        dataset = self._catalog.get(dataset_name)
+        if type(getattr(dataset, "wrapped", dataset)).__name__.startswith("Mlflow"):
             self._saving.enter_context(deferring_signals())
 
     @hook_impl
     def after_dataset_saved(self, dataset_name: str) -> None:
-        """Log the exported policy as a model, and the best checkpoint's if that is another one."""
+        """Log the exported policy as a model."""
         self._saving.close()
-        if self._metrics is not None and self._catalog is not None and dataset_name == POLICY:
-            with deferring_signals():
-                self._log_models(self._metrics, self._catalog)
-
-    def _log_models(self, log: MetricLog, catalog: CatalogProtocol) -> None:
-        from ppo_rlhf.hooks.model_log import best_checkpoint, log_policy  # heavy: only runs that export pay for it
-
-        log.flush()  # MLflow links a model with the metrics that the run has at the model's step
-        self._model_id = log_policy(Path(catalog[POLICY].load().source), POLICY, self._iteration)
-        best = best_checkpoint(catalog.get(CHECKPOINT), parameter(catalog, "ppo").kl_alarm)
-        if best is not None and best[1] != self._iteration:
-            log_policy(best[0], BEST, best[1])
+        if self._log is not None:
+            with deferring_signals(), store_in_plain_words(self._complaint("did not take the model")):
+                self._log.saved(dataset_name)
 
     @hook_impl
     def after_pipeline_run(self, run_params: dict[str, Any], pipeline: Pipeline, catalog: CatalogProtocol) -> None:
         """End the run as FINISHED."""
         with deferring_signals():
-            self._finish()
-            super().after_pipeline_run(run_params, pipeline, catalog)
+            try:
+                with store_in_plain_words(
+                    f"Everything is done and saved, but {self._complaint('could not record the end')}"
+                ):
+                    self._close_log(is_finished=True)
+                    super().after_pipeline_run(run_params, pipeline, catalog)
+            finally:
+                self._let_go()
 
     @hook_impl
     def on_pipeline_error(
         self, error: Exception, run_params: dict[str, Any], pipeline: Pipeline, catalog: CatalogProtocol
     ) -> None:
-        """End the run: KILLED if a signal stopped it, else FAILED."""
+        """End the run: KILLED if a signal stopped it, else FAILED. Say how it can go on."""
         with deferring_signals():
-            self._finish()
-            if self._is_mlflow_enabled and mlflow.active_run() is not None:
-                mlflow.set_tag("error", f"{type(error).__name__}: {error}"[:500])
-                if isinstance(error, RunInterruptedError) and not self._already_active_mlflow:
-                    end_active_run(RunStatus.KILLED)
-                    return
-            super().on_pipeline_error(error, run_params, pipeline, catalog)
+            self._saving.close()
+            if self._is_mlflow_enabled and self.run_id is not None:
+                project_path = Path(run_params["project_path"])
+                with noting_refusals("the last metrics"):
+                    self._close_log(is_finished=False)
+                with noting_refusals("why the run ended"):
+                    tags = end_tags(error, self._checkpoints, project_path)
+                    mlflow.MlflowClient().log_batch(self.run_id, tags=[RunTag(*tag) for tag in tags.items()])
+                if not self._already_active_mlflow:
+                    is_stopped = isinstance(error, RunInterruptedError)
+                    end_active_run(RunStatus.KILLED if is_stopped else RunStatus.FAILED)
+                if self._checkpoints is not None:
+                    logger.info("%s", way_to_go_on(error, self._checkpoints, run_params))
+            else:
+                super().on_pipeline_error(error, run_params, pipeline, catalog)
+            self._let_go()
 
-    @contextmanager
-    def _store_in_plain_words(self) -> Iterator[None]:
-        try:
-            yield
-        except (MlflowException, SQLAlchemyError, OSError) as error:
-            uri = self.mlflow_config.server.mlflow_tracking_uri
-            raise ConfigError(f"mlflow.yml: the tracking store {uri} cannot be used: {_one_line(error)}") from error
+    def _close_log(self, *, is_finished: bool) -> None:
+        log, self._log, self._catalog = self._log, None, None
+        if log is not None:
+            log.close(is_finished=is_finished)
 
-    def _describe(
-        self, run_params: dict[str, Any], names: list[str], pipeline: Pipeline, catalog: CatalogProtocol
-    ) -> None:
-        groups = parameter_groups(pipeline, catalog)
-        params = list(hyperparameters(groups).items())
-        for start in range(0, len(params), MOST_PARAMS_PER_BATCH):
-            mlflow.log_params(dict(params[start : start + MOST_PARAMS_PER_BATCH]))
-        project_path = Path(run_params["project_path"])
-        seed = next((group.seed for group in groups.values() if hasattr(group, "seed")), None)
-        changed = ", ".join(f"{name}={value}" for name, value in changed_settings(groups).items())
-        mlflow.set_tags(
-            {
-                "pipeline": ",".join(names),
-                "environment": run_params["env"] or "local",
-                **({} if seed is None else {"seed": str(seed)}),
-                **({"ppo.not_default": changed} if changed else {}),
-                **git_tags(project_path),
-                **version_tags(),
-                **input_tags(pipeline, catalog),
-            }
-        )
-
-    def _log_samples(self, inputs: Mapping[str, Any]) -> None:
-        interval = inputs["ppo_config"].sample_interval
-        if self._iteration != 1 and self._iteration % interval:
-            return
-        from ppo_rlhf.training.experience import sample_table  # heavy: only runs that train pay for it
-
-        table = sample_table(inputs["rollouts"], inputs["scores"], inputs["shaped_rewards"])
-        rows = len(next(iter(table.values()), []))
-        mlflow.log_table({"iteration": [self._iteration] * rows, **table}, SAMPLE_TABLE)
-
-    def _finish(self) -> None:
+    def _let_go(self) -> None:
+        """Forget the run, and let others have it."""
         self._saving.close()
-        if self._metrics is not None:
-            self._metrics.flush()
-        self._metrics = self._catalog = None
+        self._quiet.close()
+        self._log = self._catalog = self._checkpoints = None
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def _complaint(self, what: str) -> str:
+        return f"mlflow.yml: the tracking store {self.mlflow_config.server.mlflow_tracking_uri} {what}"
 
 
-def _evaluations(measured: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metrics among what an evaluation gives, which also says of which iteration, prompts and judge."""
-    return {key: value for key, value in measured.items() if key.startswith("eval/")}
+def _resume_entry(pipeline: Pipeline, catalog: CatalogProtocol) -> ResumeCheckpointDataset | None:
+    """Return the catalog's entry for what `resume` asks for, None for a run without the loop."""
+    if plan_loop(pipeline) is None:
+        return None
+    from ppo_rlhf.datasets import ResumeCheckpointDataset
+
+    entry = catalog.get(RESUME_CHECKPOINT)
+    return entry if isinstance(entry, ResumeCheckpointDataset) else None
 
 
-def end_active_run(status: int = RunStatus.FAILED) -> None:
-    """End the active MLflow run, if there is one, with a status of MLflow's RunStatus."""
-    mlflow.end_run(RunStatus.to_string(status))
-
-
-def settled_in_project(settings: Mapping[str, Any], project_path: Path) -> dict[str, Any]:
-    """Return mlflow.yml's settings with a relative sqlite file, and its artifacts, placed in the project's root.
-
-    MLflow takes both from the working directory: a run started in a subfolder or a notebook would get a second store.
-    """
-    settings = {**settings}
-    server = {**(settings.get("server") or {})}
-    uri = server.get("mlflow_tracking_uri") or ""
-    if uri.startswith(SQLITE):
-        server["mlflow_tracking_uri"] = f"{SQLITE}{project_path / uri.removeprefix(SQLITE)}"
-        settings["server"] = server
-        tracking = {**(settings.get("tracking") or {})}
-        experiment = {**(tracking.get("experiment") or {})}
-        created = {**(experiment.get("create_experiment_kwargs") or {})}
-        created["artifact_location"] = created.get("artifact_location") or str(project_path / ARTIFACTS)
-        settings["tracking"] = {**tracking, "experiment": {**experiment, "create_experiment_kwargs": created}}
-    return settings
-
-
-def _one_line(error: Exception) -> str:
-    text = re.split(r"\n[\[(](?:SQL|Background)", str(error))[0]  # SQLAlchemy goes on with the statement and a link
-    return " ".join(text.split())
+def _check_untracked(entry: ResumeCheckpointDataset | None, names: list[str]) -> None:
+    if entry is not None and entry.requested is not None and entry.requested_path is None:
+        raise ConfigError(
+            f"resume={entry.requested}: mlflow.yml disables tracking for {', '.join(names)}, so no run can be looked "
+            "up; give the directory of a checkpoint."
+        )
 
 
 def _as_line(detail: Mapping[str, Any]) -> str:

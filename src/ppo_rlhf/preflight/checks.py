@@ -8,7 +8,7 @@ import pandas as pd
 from kedro.io import CatalogProtocol, MemoryDataset
 from kedro.pipeline import Pipeline
 
-from ppo_rlhf.datasets import PretrainedModelDataset, RecordsDataset
+from ppo_rlhf.datasets import PretrainedModelDataset, RecordsDataset, ResumeCheckpointDataset
 from ppo_rlhf.preflight.functions import check_functions
 from ppo_rlhf.preflight.models import (
     check_critic,
@@ -19,8 +19,10 @@ from ppo_rlhf.preflight.models import (
 )
 from ppo_rlhf.preflight.prompts import check_prompts, check_stop_tokens, future_policy
 from ppo_rlhf.preflight.request import RunRequest
+from ppo_rlhf.preflight.resume import check_resume
 from ppo_rlhf.preflight.tables import check_demonstrations, check_given_preferences
 
+SEEN_TO_ELSEWHERE = (MemoryDataset, RecordsDataset, PretrainedModelDataset, ResumeCheckpointDataset)
 TABLES = ("raw_demonstrations", "raw_preferences", "raw_prompts", "raw_evaluation_prompts")
 
 
@@ -39,6 +41,7 @@ def find_problems(
     """
     run = RunRequest(pipeline, catalog, project_path, data_root)
     check_slice(run)
+    check_resume(run)
     check_given(run)
     check_protection(run)
     tables = _tables(run)
@@ -65,7 +68,7 @@ def check_slice(run: RunRequest) -> None:
         )
     for name in sorted(run.pipeline.inputs() - set(missing)):
         dataset = run.catalog[name]
-        if not isinstance(dataset, MemoryDataset | RecordsDataset | PretrainedModelDataset) and not dataset.exists():
+        if not isinstance(dataset, SEEN_TO_ELSEWHERE) and not dataset.exists():
             run.problems.append(f"{run.source(name)}: nothing is there yet. Run the node that makes {name} first.")
 
 

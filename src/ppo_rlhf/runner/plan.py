@@ -26,17 +26,27 @@ class LoopPlan:
 
     Attributes:
         upstream: Nodes that run once before the loop, including those that have nothing to do with it.
-        iteration: The tagged nodes.
+        to_next_state: The tagged nodes up to the one that makes the next state.
+        behind_it: The tagged nodes that depend on that one.
+        tail: Those of them that can be run again for a state from a checkpoint: they need it and what was made before
+            the loop, and nothing else of the iteration.
         downstream: Untagged nodes that depend on an iteration.
         release_after_node: Datasets to release whenever the node of that name has run.
         release_after_loop: Datasets that outlive single iterations and that nothing downstream loads.
     """
 
     upstream: tuple[Node, ...]
-    iteration: tuple[Node, ...]
-    downstream: tuple[Node, ...]
+    to_next_state: tuple[Node, ...] = ()
+    behind_it: tuple[Node, ...] = ()
+    tail: tuple[Node, ...] = ()
+    downstream: tuple[Node, ...] = ()
     release_after_node: dict[str, list[str]] = field(default_factory=dict)
     release_after_loop: list[str] = field(default_factory=list)
+
+    @property
+    def iteration(self) -> tuple[Node, ...]:
+        """The tagged nodes; none if the pipeline does not hold the closed loop."""
+        return self.to_next_state + self.behind_it
 
 
 def plan_loop(pipeline: Pipeline) -> LoopPlan | None:
@@ -72,11 +82,51 @@ def plan_loop(pipeline: Pipeline) -> LoopPlan | None:
             dependent.add(node)
         else:
             upstream.append(node)
-    return _with_releases(upstream, tagged, downstream, pipeline)
+    carry = next(node for node in tagged if CARRY_OUT in node.outputs)
+    behind = _behind(carry, tagged, pipeline)
+    to_next_state = [*(node for node in tagged if node is not carry and node not in behind), carry]
+    after_node, after_loop = _releases(upstream, [*to_next_state, *behind], downstream, pipeline)
+    return LoopPlan(
+        upstream=tuple(upstream),
+        to_next_state=tuple(to_next_state),
+        behind_it=tuple(behind),
+        tail=_tail(behind, tagged),
+        downstream=tuple(downstream),
+        release_after_node=after_node,
+        release_after_loop=after_loop,
+    )
 
 
-def _with_releases(upstream: list[Node], iteration: list[Node], downstream: list[Node], pipeline: Pipeline) -> LoopPlan:
-    """Add the releases: a dataset lives until the last node that touches it, in whichever phase that is.
+def plan_once(pipeline: Pipeline) -> LoopPlan:
+    """Return how to run a pipeline that does not hold the closed loop: each node once."""
+    after_node, _ = _releases(pipeline.nodes, [], [], pipeline)
+    return LoopPlan(upstream=tuple(pipeline.nodes), release_after_node=after_node)
+
+
+def _behind(carry: Node, iteration: list[Node], pipeline: Pipeline) -> list[Node]:
+    """Return the iteration's nodes that depend on `carry`."""
+    behind: list[Node] = []
+    for node in iteration:
+        if not pipeline.node_dependencies[node].isdisjoint({carry, *behind}):
+            behind.append(node)
+    return behind
+
+
+def _tail(behind: list[Node], iteration: list[Node]) -> tuple[Node, ...]:
+    """Return those that need the next state but nothing else of an iteration that has not been made anew."""
+    gone = {name for node in iteration for name in node.outputs} - {CARRY_OUT} | {CARRY_IN}
+    tail: list[Node] = []
+    for node in behind:
+        if gone.isdisjoint(node.inputs):
+            tail.append(node)
+            gone.difference_update(node.outputs)
+    return tuple(tail)
+
+
+def _releases(
+    upstream: list[Node], iteration: list[Node], downstream: list[Node], pipeline: Pipeline
+) -> tuple[dict[str, list[str]], list[str]]:
+    """Return what to release after which node, and after the loop: a dataset lives until its last use in any phase.
 
     Kedro's own counts would not do: they would drop a dataset after the first iteration that loads it. As with Kedro,
     the pipeline's own inputs and outputs are never released.
@@ -96,7 +146,7 @@ def _with_releases(upstream: list[Node], iteration: list[Node], downstream: list
             after_loop.append(name)
         else:
             after_node.setdefault(node.name, []).append(name)
-    return LoopPlan(tuple(upstream), tuple(iteration), tuple(downstream), after_node, after_loop)
+    return after_node, after_loop
 
 
 def _loads(nodes: Iterable[Node], name: str) -> bool:

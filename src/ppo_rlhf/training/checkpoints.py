@@ -1,8 +1,9 @@
 """Checkpoints: all of a run's state in one directory of safetensors and JSON, whole or not there at all.
 
     <run directory>/iteration_000010/
-        manifest.json                   format, iteration, size and SHA-256 of every other file
-        state.json                      counters, KL controller, hyperparameters, history, optimiser groups
+        manifest.json                   run, iteration, size and SHA-256 of every other file, sealed by its own hash
+        state.json                      counters, KL controller, hyperparameters, optimiser groups
+        history.safetensors             every metric of every iteration so far
         policy/                         a Hugging Face model directory with its tokenizer
         critic.safetensors
         policy_optimizer.safetensors    moments, named <parameter index>.<moment>
@@ -14,9 +15,7 @@ Randomness needs no state: it is a function of seed, iteration and episode.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -24,15 +23,19 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from ppo_rlhf.core.errors import CheckpointError
 from ppo_rlhf.models.quiet import quiet_transformers
+from ppo_rlhf.training.checkpoint_files import checkpoint_name, verify_checkpoint, write_directory
+from ppo_rlhf.training.history import MetricHistory
 from ppo_rlhf.training.state import TrainingState
 
-FORMAT = 1
-MANIFEST = "manifest.json"
+MODELS = ("policy", "critic")
+OPTIMIZERS = ("policy_optimizer", "critic_optimizer")
 _COUNTERS = ("iteration", "episode", "optimiser_steps", "skipped_steps", "skipped_in_a_row")
+_MOMENTS_OF_ADAM = 2
+_SMALL_FILES = 16 * 2**20
+"""Bytes, generously, of tokenizer, configurations and history."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,20 +46,16 @@ class CheckpointRequest:
 
     @property
     def due(self) -> bool:
-        """True every save_interval iterations and at the last one."""
-        return self.state.finished or self.state.iteration % self.state.config.save_interval == 0
-
-
-def checkpoint_name(iteration: int) -> str:
-    """Return the directory name of an iteration's checkpoint; names sort in time."""
-    return f"iteration_{iteration:06d}"
+        """True every save_interval iterations, at the last one, and when the run was asked to stop."""
+        state = self.state
+        return state.finished or state.stopping or state.iteration % state.config.save_interval == 0
 
 
 def write_checkpoint(run_directory: Path, state: TrainingState) -> Path:
     """Write the state to a temporary directory beside its final place, then rename it there.
 
     Args:
-        run_directory: Holds the checkpoints of one run; made if it is not there.
+        run_directory: Holds the checkpoints of one run and has its name; made if it is not there.
         state: What is saved.
 
     Returns:
@@ -66,86 +65,76 @@ def write_checkpoint(run_directory: Path, state: TrainingState) -> Path:
         CheckpointError: It cannot be written; earlier checkpoints are untouched.
     """
     target = run_directory / checkpoint_name(state.iteration)
-    temporary = run_directory / f".{target.name}.{os.getpid()}.tmp"
+    check_free_space(run_directory, state, copies=1)
     try:
-        temporary.mkdir(parents=True)
-        _write_state(temporary, state)
-        _write_manifest(temporary, state.iteration)
-        _replace(target, temporary)
-        _sync(run_directory)
+        write_directory(target, state.iteration, lambda directory: _write_state(directory, state))
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{target}: cannot write the checkpoint: {error}") from error
-    finally:  # whatever ended the writing, a signal too
-        shutil.rmtree(temporary, ignore_errors=True)
     return target
-
-
-def verify_checkpoint(directory: Path) -> dict[str, Any]:
-    """Check every file of a checkpoint against its manifest and return the manifest.
-
-    Raises:
-        CheckpointError: A file is missing, was cut off or changed, or the format is unknown; the file is named.
-    """
-    path = directory / MANIFEST
-    try:
-        manifest: dict[str, Any] = json.loads(path.read_text())
-        files = dict(manifest["files"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path}: not a checkpoint's manifest ({error})") from None
-    if manifest.get("format") != FORMAT:
-        raise CheckpointError(f"{path}: format {manifest.get('format')}, this version reads format {FORMAT}")
-    for name, expected in files.items():
-        file = directory / name
-        if not file.is_file():
-            raise CheckpointError(f"{file}: missing, though the manifest lists it")
-        if expected != {"bytes": file.stat().st_size, "sha256": _sha256(file)}:
-            raise CheckpointError(f"{file}: damaged; size or SHA-256 differs from the manifest")
-    return manifest
 
 
 def read_checkpoint(directory: Path, state: TrainingState) -> None:
     """Load a checkpoint into a freshly created state of the same models and configuration.
 
+    The weights are copied into the state's own parameters; nothing of it lives on in the checkpoint's files.
+
     Raises:
         CheckpointError: The checkpoint is damaged, or was made for other models.
     """
     verify_checkpoint(directory)
-    values = json.loads((directory / "state.json").read_text())
-    with quiet_transformers():
-        policy = AutoModelForCausalLM.from_pretrained(
-            directory / "policy", dtype=state.policy.dtype, use_safetensors=True
+    values = _state_values(directory)
+    with quiet_transformers():  # the class of the model at hand, so that code of its own need not be trusted again
+        policy = type(state.policy).from_pretrained(
+            directory / "policy", dtype=state.policy.dtype, use_safetensors=True, local_files_only=True
         )
     try:
         state.policy.load_state_dict(policy.state_dict())
         state.critic.load_state_dict(load_file(directory / "critic.safetensors", device=str(state.device)))
-        for name in ("policy_optimizer", "critic_optimizer"):
+        for name in OPTIMIZERS:
             _load_optimizer(getattr(state, name), directory / f"{name}.safetensors", values[name])
     except (RuntimeError, ValueError) as error:
         raise CheckpointError(f"{directory}: made for other models: {error}") from error
     state.kl_controller.load_state_dict(values["kl_controller"])
-    state.history[:] = values["history"]
+    state.history = saved_history(directory)
     for name in _COUNTERS:
         setattr(state, name, values[name])
 
 
-def checkpoint_iterations(run_directory: Path) -> list[int]:
-    """Return the iterations that a run has checkpoints of, ascending."""
-    return sorted(int(path.name.removeprefix("iteration_")) for path in run_directory.glob("iteration_[0-9]*"))
+def saved_config(directory: Path) -> dict[str, Any]:
+    """Return the hyperparameters that a checkpoint was made with."""
+    return dict(_state_values(directory)["config"])
 
 
-def prune_checkpoints(run_directory: Path, keep_newest: int, best: int | None) -> list[Path]:
-    """Delete all but the newest checkpoints and the best one of a run; return what was deleted.
+def saved_history(directory: Path) -> MetricHistory:
+    """Return the metrics of every iteration up to a checkpoint."""
+    names = _state_values(directory)["history_names"]
+    return MetricHistory.from_tensors(names, load_file(directory / "history.safetensors"))
 
-    Args:
-        run_directory: Holds the checkpoints of one run.
-        keep_newest: How many of the newest stay.
-        best: Iteration of the best checkpoint, or None if none was evaluated.
+
+def checkpoint_bytes(state: TrainingState) -> int:
+    """Return about how many bytes a checkpoint of this state takes: weights, Adam's two moments, small files."""
+    total = _SMALL_FILES
+    for name in MODELS:
+        for parameter in getattr(state, name).parameters():
+            copies = 1 + _MOMENTS_OF_ADAM * parameter.requires_grad
+            total += copies * parameter.numel() * parameter.element_size()
+    return total
+
+
+def check_free_space(run_directory: Path, state: TrainingState, copies: int) -> None:
+    """Check that a number of checkpoints fits on the disk that holds the run's directory.
+
+    Raises:
+        CheckpointError: It does not.
     """
-    found = checkpoint_iterations(run_directory)
-    surplus = [run_directory / checkpoint_name(i) for i in found[:-keep_newest] if i != best]
-    for path in surplus:
-        _delete(path)
-    return surplus
+    place = next(path for path in (run_directory, *run_directory.absolute().parents) if path.exists())
+    size, free = checkpoint_bytes(state), shutil.disk_usage(place).free
+    if copies * size > free:
+        needed = f"{copies} checkpoints of about {_readable(size)} each" if copies > 1 else f"about {_readable(size)}"
+        raise CheckpointError(
+            f"{run_directory}: {needed} do not fit, {_readable(free)} are free. Free space, lower "
+            "ppo.save_total_limit, or set data_root to a place on a larger disk"
+        )
 
 
 def best_iteration(evaluations: list[dict[str, float]], kl_alarm: float) -> int | None:
@@ -162,45 +151,31 @@ def best_iteration(evaluations: list[dict[str, float]], kl_alarm: float) -> int 
     return int(best["iteration"])
 
 
-def _replace(target: Path, new: Path) -> None:
-    """Rename `new` to `target`; what stood there is deleted only after that."""
-    if not target.exists():
-        new.rename(target)
-        return
-    old = target.rename(target.with_name(f".{target.name}.{os.getpid()}.old"))
-    try:
-        new.rename(target)
-    except OSError:
-        old.rename(target)
-        raise
-    shutil.rmtree(old)
-
-
-def _delete(checkpoint: Path) -> None:
-    """Take a checkpoint's name away before its files, so that no half of one is ever found."""
-    doomed = checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}.{os.getpid()}.old"))
-    shutil.rmtree(doomed)
-
-
 def _write_state(directory: Path, state: TrainingState) -> None:
     with quiet_transformers():
         state.policy.save_pretrained(directory / "policy")
     state.tokenizer.save_pretrained(directory / "policy")
     save_file(_contiguous(state.critic.state_dict()), directory / "critic.safetensors")
     groups = {}
-    for name in ("policy_optimizer", "critic_optimizer"):
+    for name in OPTIMIZERS:
         saved = getattr(state, name).state_dict()
         moments = {f"{index}.{key}": value for index, row in saved["state"].items() for key, value in row.items()}
         save_file(_contiguous(moments), directory / f"{name}.safetensors")
         groups[name] = saved["param_groups"]
+    save_file(state.history.tensors(), directory / "history.safetensors")
     values = {
         **{name: getattr(state, name) for name in _COUNTERS},
         "kl_controller": state.kl_controller.state_dict(),
         "config": dataclasses.asdict(state.config),
-        "history": state.history,
+        "history_names": state.history.names,
         **groups,
     }
     (directory / "state.json").write_text(json.dumps(values, indent=1))
+
+
+def _state_values(directory: Path) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads((directory / "state.json").read_text())
+    return values
 
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, path: Path, groups: list[dict[str, Any]]) -> None:
@@ -215,28 +190,10 @@ def _contiguous(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
 
 
-def _write_manifest(directory: Path, iteration: int) -> None:
-    files = sorted(path for path in directory.rglob("*") if path.is_file())
-    entries = {
-        path.relative_to(directory).as_posix(): {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-        for path in files
-    }
-    for path in [*files, *(p for p in directory.rglob("*") if p.is_dir())]:
-        _sync(path)
-    manifest = directory / MANIFEST
-    manifest.write_text(json.dumps({"format": FORMAT, "iteration": iteration, "files": entries}, indent=1))
-    _sync(manifest)
-    _sync(directory)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _readable(size: int) -> str:
+    value, unit = float(size), "bytes"
+    for larger in ("KB", "MB", "GB", "TB"):
+        if value < 1000:
+            break
+        value, unit = value / 1000, larger
+    return f"{value:.3g} {unit}"

@@ -82,6 +82,8 @@ class PPOConfig:
     """Per-token estimator of KL(policy || reference) (Schulman 2020, "Approximating KL Divergence")."""
     kl_alarm: Annotated[float, Field(gt=0.0), Typical(5, 50, _TUNING_GUIDE)] = 20.0
     """Nats per response. Checkpoints evaluated above it are never kept as the best."""
+    kl_stop: Annotated[float, Field(gt=0.0), Typical(10, 200, _TUNING_GUIDE)] | None = None
+    """Nats per response. Training stops where the rollouts' KL exceeds it; None never stops for it."""
 
     reward_clip: Annotated[float, Field(gt=0.0)] | None = None
     """Clip each response's score to [-reward_clip, reward_clip] before the KL penalty (DeepSpeed-Chat: 5)."""
@@ -144,6 +146,9 @@ class PPOConfig:
     """Newest checkpoints kept of one run; the best is kept beside them."""
     sample_interval: Count = 5
     """Iterations between tables of samples in MLflow."""
+    shutdown_grace_s: Annotated[float, Field(ge=0.0)] = 25.0
+    """Seconds. Asked to stop by SIGTERM or SIGINT, a run finishes and saves its iteration if that is expected to take
+    no longer (Kubernetes kills after 30); 0 stops at once, and the last checkpoint stands."""
     max_skipped_steps: Count = 5
     """Optimiser steps in a row that may be skipped for a non-finite gradient before the run stops."""
 

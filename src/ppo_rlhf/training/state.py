@@ -14,6 +14,7 @@ from ppo_rlhf.models.critic import Critic
 from ppo_rlhf.models.tokenizers import stop_token_ids
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.generation import SamplingSettings
+from ppo_rlhf.training.history import MetricHistory
 
 
 @dataclass
@@ -35,6 +36,7 @@ class TrainingState:
         skipped_steps: Optimiser steps that neither took, for a non-finite loss or gradient of either.
         skipped_in_a_row: Of these, the ones since the last step taken.
         history: One row of metrics for each iteration done.
+        stopping: True once the run was asked to stop: this iteration is saved, and is the last one in this process.
     """
 
     policy: PreTrainedModel
@@ -50,7 +52,8 @@ class TrainingState:
     optimiser_steps: int = 0
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
-    history: list[dict[str, float]] = field(default_factory=list)
+    history: MetricHistory = field(default_factory=MetricHistory)
+    stopping: bool = False
 
     @property
     def total_iterations(self) -> int:
@@ -61,6 +64,11 @@ class TrainingState:
     def finished(self) -> bool:
         """True when no iteration is left to do."""
         return self.iteration >= self.total_iterations
+
+    @property
+    def shutdown_grace_s(self) -> float:
+        """Seconds that the run may go on for after it was asked to stop, to finish and save an iteration."""
+        return self.config.shutdown_grace_s
 
     @property
     def device(self) -> torch.device:

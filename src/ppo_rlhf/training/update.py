@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from ppo_rlhf.core.errors import TrainingError
+from ppo_rlhf.core.errors import DivergenceError
 from ppo_rlhf.core.logprobs import token_logprobs
 from ppo_rlhf.core.losses import ValueLoss, clipped_policy_loss, clipped_value_loss
 from ppo_rlhf.training.config import PPOConfig
@@ -27,10 +27,12 @@ def optimise(state: TrainingState, experience: Experience, config: PPOConfig) ->
     """Run all epochs of one iteration, advance the state's counters, and return the iteration's metrics.
 
     Raises:
-        TrainingError: `max_skipped_steps` optimiser steps in a row had a non-finite loss or gradient.
+        DivergenceError: The rollouts' KL exceeds `kl_stop` (nothing was changed), or `max_skipped_steps` optimiser
+            steps in a row had a non-finite loss or gradient.
     """
     started = time.perf_counter()
     iteration = experience.rollouts.iteration
+    _check_kl(float(experience.shaped_rewards.kl.sum(-1).mean()), iteration, config)
     rates = set_learning_rates(state, iteration)
     steps = [_optimiser_step(state, experience, minibatch, config) for minibatch in _all_minibatches(config, iteration)]
     state.iteration = iteration
@@ -40,6 +42,18 @@ def optimise(state: TrainingState, experience: Experience, config: PPOConfig) ->
     state.kl_controller.update(observed_kl, config.batch_size)
     state.history.append({"iteration": float(iteration), **metrics})
     return metrics
+
+
+def _check_kl(kl: float, iteration: int, config: PPOConfig) -> None:
+    """Stop before an update on rollouts that have left the reference policy too far behind."""
+    if config.kl_stop is None or kl <= config.kl_stop:
+        return
+    raise DivergenceError(
+        f"iteration {iteration}: the policy's KL from the reference policy is {kl:.1f} nats per response, above "
+        f"ppo.kl_stop={config.kl_stop:g}. Raise ppo.kl_coef (now {config.kl_coef:g}) or lower ppo.learning_rate (now "
+        f"{config.learning_rate:g}) and train anew, or raise ppo.kl_stop and go on",
+        last_good_iteration=max(0, iteration - 2),  # these rollouts measure the policy of the iteration before
+    )
 
 
 def _all_minibatches(config: PPOConfig, iteration: int) -> Iterator[list[int]]:
@@ -132,8 +146,9 @@ def _step_if_finite(state: TrainingState, policy_norm: Tensor, value_norm: Tenso
     where = f"iteration {state.iteration + 1}, optimiser step {state.optimiser_steps + state.skipped_steps}"
     log.warning("Non-finite gradient of the %s in %s: step skipped.", culprits, where)
     if state.skipped_in_a_row >= config.max_skipped_steps:
-        raise TrainingError(
+        raise DivergenceError(
             f"{state.skipped_in_a_row} optimiser steps in a row had a non-finite gradient, the last of the {culprits} "
             f"in {where} (ppo.max_skipped_steps={config.max_skipped_steps}). The weights are those of the last good "
-            "step; lower ppo.learning_rate, or look for non-finite rewards"
+            "step; lower ppo.learning_rate, or look for non-finite rewards",
+            last_good_iteration=state.iteration,
         )

@@ -1,6 +1,7 @@
 """Nodes of the PPO pipeline: each unpacks its inputs and calls one function of `training`."""
 
 import logging
+from pathlib import Path
 
 import pandas as pd
 from transformers import PreTrainedModel
@@ -14,6 +15,7 @@ from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.evaluation import EvaluationConfig, PolicyEvaluation, evaluate_policy, resolve_judge
 from ppo_rlhf.training.experience import Experience, Scores, ShapedRewards
 from ppo_rlhf.training.prompts import PromptDataset, PromptsConfig, split_held_out, tokenise_prompts
+from ppo_rlhf.training.resume import restore
 from ppo_rlhf.training.rewards import RewardConfig, RewardScorer, build_reward_scorer
 from ppo_rlhf.training.rollout import Rollouts
 from ppo_rlhf.training.state import TrainingState, build_critic, resolve_device, sampling_settings, torch_dtype
@@ -89,11 +91,14 @@ def load_reward_model(
 
 
 def initialise_training_state(
-    policy: TrainedModel, reward_scorer: RewardScorer, ppo_config: PPOConfig
+    policy: TrainedModel, reward_scorer: RewardScorer, ppo_config: PPOConfig, resume_checkpoint: Path | None
 ) -> TrainingState:
-    """Build the critic, the optimisers, the KL controller and the counters of a new run."""
+    """Build critic, optimisers, KL controller and counters of a new run; or all of it from the checkpoint."""
     critic = build_critic(ppo_config, policy.model, reward_scorer.model)
-    return TrainingState.create(policy.model, critic, policy.tokenizer, ppo_config)
+    state = TrainingState.create(policy.model, critic, policy.tokenizer, ppo_config)
+    if resume_checkpoint is not None:
+        restore(state, resume_checkpoint)
+    return state
 
 
 def evaluate_reference_policy(

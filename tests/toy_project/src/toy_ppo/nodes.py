@@ -15,6 +15,7 @@ from ppo_rlhf.models.loading import TrainedModel
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.prompts import PromptsConfig
 from ppo_rlhf.training.rewards import RewardConfig
+from toy_ppo.saves import SaveRequest
 
 VOCABULARY = {"<unk>": 0, "</s>": 1, "the": 2, "film": 3, "was": 4}
 
@@ -22,7 +23,9 @@ VOCABULARY = {"<unk>": 0, "</s>": 1, "the": 2, "film": 3, "was": 4}
 @dataclass
 class ToyState:
     total_iterations: int
+    shutdown_grace_s: float = 25.0
     iteration: int = 0
+    stopping: bool = False
 
     @property
     def finished(self) -> bool:
@@ -42,7 +45,7 @@ def read_prompts(raw_prompts: pd.DataFrame, prompts: PromptsConfig, reward: Rewa
 
 
 def initialise_training_state(ppo_config: PPOConfig, prompt_texts: list[str]) -> ToyState:
-    return ToyState(ppo_config.num_total_batches)
+    return ToyState(ppo_config.num_total_batches, ppo_config.shutdown_grace_s)
 
 
 def generate_rollouts(training_state: ToyState, prompt_texts: list[str]) -> SimpleNamespace:
@@ -74,7 +77,7 @@ def optimise_policy(training_state: ToyState, experience: float) -> dict[str, ob
     if os.environ.get("TOY_FAIL_AT") == str(training_state.iteration):
         raise ZeroDivisionError("the update went wrong")
     metrics = {"objective/scores": training_state.iteration / 4, "episode": 8.0 * training_state.iteration}
-    return {"state": training_state, "metrics": metrics}
+    return {"state": training_state, "metrics": metrics, "checkpoint": SaveRequest(training_state)}
 
 
 def evaluate_iteration(next_training_state: ToyState) -> dict[str, float]:

@@ -38,7 +38,7 @@ def register_pipelines() -> dict[str, Pipeline]:
         Node(
             nodes.optimise_policy,
             ["training_state", "experience"],
-            {"state": "next_training_state", "metrics": "ppo_metrics"},
+            {"state": "next_training_state", "metrics": "ppo_metrics", "checkpoint": "checkpoint"},
             name="optimise_policy",
         ),
         Node(nodes.evaluate_iteration, "next_training_state", "evaluation_metrics", name="evaluate_iteration"),

@@ -1,0 +1,73 @@
+"""The catalog entry for the checkpoint that a run goes on from."""
+
+from pathlib import Path
+from typing import Any, NoReturn
+
+from kedro.io import AbstractDataset, DatasetError
+
+from ppo_rlhf.training.checkpoint_files import MANIFEST
+
+LATEST = "latest"
+
+
+class ResumeCheckpointDataset(AbstractDataset[NoReturn, Path | None]):
+    """The checkpoint that `resume` asks for, None for a run from the beginning.
+
+    Which one that is depends on the runs in MLflow, so a hook resolves it before the first node and sets `checkpoint`.
+    Without MLflow a checkpoint's own path still works. Example:
+
+    ```yaml
+    resume_checkpoint:
+      type: ppo_rlhf.datasets.ResumeCheckpointDataset
+      filepath: data/06_models/ppo_checkpoints
+      resume: ${runtime_params:resume, ${globals:resume}}
+    ```
+
+    Attributes:
+        root: Holds the checkpoints of all runs.
+        requested: What a person asked for: None, `latest`, a checkpoint's directory, or an MLflow run id.
+        checkpoint: What that is, once it is known.
+    """
+
+    def __init__(self, filepath: str, resume: str | None = None, metadata: dict[str, Any] | None = None) -> None:
+        """Describe what is asked for; nothing is read. `metadata` is read by Kedro-Viz."""
+        self.root = Path(filepath)
+        self.requested = None if resume is None else str(resume)
+        self.checkpoint: Path | None = None
+        self.metadata = metadata
+        self._is_resolved = False
+
+    @property
+    def requested_path(self) -> Path | None:
+        """The checkpoint's directory if that is what was asked for, whether it is whole or not."""
+        if self.requested in (None, LATEST):
+            return None
+        path = Path(self.requested).expanduser()
+        return path if path.is_dir() or len(path.parts) > 1 else None
+
+    def resolve(self, checkpoint: Path | None) -> None:
+        """Set what the run goes on from; None starts at the beginning."""
+        self.checkpoint, self._is_resolved = checkpoint, True
+
+    def load(self) -> Path | None:
+        """Return the checkpoint's directory.
+
+        Raises:
+            DatasetError: Only MLflow would know which one, and the run is not tracked.
+        """
+        if self._is_resolved or self.requested is None:
+            return self.checkpoint
+        path = self.requested_path
+        if path is None or not (path / MANIFEST).is_file():
+            raise DatasetError(f"resume={self.requested}: without MLflow, give the directory of a checkpoint.")
+        return path
+
+    def save(self, data: NoReturn) -> None:
+        """Refuse: checkpoints are written as `checkpoint`."""
+        raise DatasetError("resume_checkpoint is only read; checkpoints are written by the entry `checkpoint`.")
+
+    def _exists(self) -> bool:
+        return self.requested is not None
+
+    def _describe(self) -> dict[str, Any]:
+        return {"root": str(self.root), "resume": self.requested}

@@ -1,0 +1,60 @@
+"""What is said of a run that did not end well: why, its last checkpoint, and how to go on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ppo_rlhf.core.errors import DivergenceError
+from ppo_rlhf.hooks.run_description import resume_command
+from ppo_rlhf.runner.wrapped import own_error
+
+ERROR = "error"
+LAST_CHECKPOINT = "last_checkpoint"
+END_TAGS = frozenset({ERROR, LAST_CHECKPOINT})
+"""Tags of a run that was interrupted; one that goes on loses them."""
+MOST_TEXT = 500
+
+
+def end_tags(error: Exception, checkpoints: Path | None, project_path: Path) -> dict[str, str]:
+    """Return the tags that say why the run ended and which checkpoint is its last, or its last good one.
+
+    Args:
+        error: What ended it.
+        checkpoints: The directory of its checkpoints; None if it has none.
+        project_path: Paths are relative to it.
+    """
+    last = None if checkpoints is None else last_checkpoint(error, checkpoints)
+    why = f"{type(error).__name__}: {error}"[:MOST_TEXT]
+    return {ERROR: why, **({} if last is None else {LAST_CHECKPOINT: relative_to(last, project_path)})}
+
+
+def way_to_go_on(error: Exception, checkpoints: Path, run_params: Mapping[str, Any]) -> str:
+    """Return the line that says where the last checkpoint is, and the command that goes on from it."""
+    last, project_path = last_checkpoint(error, checkpoints), Path(run_params["project_path"])
+    if last is None:
+        return f"There is no checkpoint yet. To go on: {resume_command(run_params)}"
+    where = relative_to(last, project_path)
+    if isinstance(own_error(error), DivergenceError):
+        return (
+            f"Last good checkpoint: {where}. With the same settings training would diverge again; a new run can start "
+            f"from its policy, sft_model_path={where}/policy with --pipelines align."
+        )
+    return f"Last checkpoint: {where}. To go on: {resume_command(run_params)}"
+
+
+def last_checkpoint(error: Exception, checkpoints: Path) -> Path | None:
+    """Return the newest checkpoint; after training diverged, the newest whose state is known to be good."""
+    from ppo_rlhf.training.checkpoint_files import checkpoint_iterations, checkpoint_name  # heavy: needs torch
+
+    ours = own_error(error)
+    iterations = checkpoint_iterations(checkpoints)
+    if isinstance(ours, DivergenceError):
+        iterations = [iteration for iteration in iterations if iteration <= ours.last_good_iteration]
+    return checkpoints / checkpoint_name(iterations[-1]) if iterations else None
+
+
+def relative_to(path: Path, project_path: Path) -> str:
+    """Return a path as it is written in the project."""
+    return str(path.relative_to(project_path) if path.is_relative_to(project_path) else path)

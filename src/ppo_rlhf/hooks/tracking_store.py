@@ -1,0 +1,92 @@
+"""MLflow's store: where mlflow.yml puts it, and its failures in plain words."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import mlflow
+from mlflow.entities import RunStatus
+from mlflow.exceptions import MlflowException
+from sqlalchemy.exc import SQLAlchemyError
+
+from ppo_rlhf.core.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+SQLITE = "sqlite:///"
+ARTIFACTS = "mlartifacts"
+STORE_ERRORS = (MlflowException, SQLAlchemyError, OSError)
+"""What a store that cannot be read or written raises."""
+LOUD = ("mlflow.store.db.utils", "mlflow.utils.async_logging.async_logging_queue")
+"""Loggers that print a traceback, or a statement of SQL, for an error that is also raised."""
+
+
+def settled_in_project(settings: Mapping[str, Any], project_path: Path) -> dict[str, Any]:
+    """Return mlflow.yml's settings with a relative sqlite file, and its artifacts, placed in the project's root.
+
+    MLflow takes both from the working directory: a run started in a subfolder or a notebook would get a second store.
+    """
+    settings = {**settings}
+    server = {**(settings.get("server") or {})}
+    uri = server.get("mlflow_tracking_uri") or ""
+    if uri.startswith(SQLITE):
+        server["mlflow_tracking_uri"] = f"{SQLITE}{project_path / uri.removeprefix(SQLITE)}"
+        settings["server"] = server
+        tracking = {**(settings.get("tracking") or {})}
+        experiment = {**(tracking.get("experiment") or {})}
+        created = {**(experiment.get("create_experiment_kwargs") or {})}
+        created["artifact_location"] = created.get("artifact_location") or str(project_path / ARTIFACTS)
+        settings["tracking"] = {**tracking, "experiment": {**experiment, "create_experiment_kwargs": created}}
+    return settings
+
+
+def end_active_run(status: int = RunStatus.FAILED) -> None:
+    """End the active MLflow run, if there is one, with a status of MLflow's RunStatus; say if the store refuses."""
+    with noting_refusals("how the run ended"):
+        mlflow.end_run(RunStatus.to_string(status))
+
+
+@contextmanager
+def noting_refusals(what: str) -> Iterator[None]:
+    """Turn a failure of the store into a warning that `what` is not recorded: a run is worth more than its record."""
+    try:
+        yield
+    except STORE_ERRORS as error:
+        logger.warning("MLflow could not record %s: %s", what, one_line(error))
+
+
+@contextmanager
+def store_in_plain_words(complaint: str) -> Iterator[None]:
+    """Raise a failure of the store as a ConfigError that begins with `complaint`."""
+    try:
+        yield
+    except STORE_ERRORS as error:
+        raise ConfigError(f"{complaint}: {one_line(error)}") from error
+
+
+@contextmanager
+def store_errors_said_once() -> Iterator[None]:
+    """Keep MLflow from printing the errors that it also raises."""
+    loggers = [logging.getLogger(name) for name in LOUD]
+    levels = [log.level for log in loggers]
+    for log in loggers:
+        log.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        for log, level in zip(loggers, levels, strict=True):
+            log.setLevel(level)
+
+
+def one_line(error: Exception) -> str:
+    """Return an error's text in one line, without what SQLAlchemy (statement, link, hint) and MLflow's queue add."""
+    text = str(error).replace("\\n", "\n")
+    text = re.split(r"\n\s*[\[(](?:SQL|Background)", text)[0]
+    text = re.sub(r"^The following failures .*? operations: \[\w+\(['\"]", "", text)
+    text = re.sub(r"^\(raised as a result of Query-invoked autoflush;[^)]*\)", "", text)
+    return " ".join(text.split())

@@ -1,0 +1,122 @@
+"""Samples in MLflow: tables of bounded size, none twice, and a torn one is no end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import mlflow
+import pytest
+from mlflow import MlflowClient
+
+from ppo_rlhf.hooks import sample_log
+from ppo_rlhf.hooks.sample_log import ITERATIONS_PER_TABLE, SampleLog
+
+
+@pytest.fixture
+def run_id(tmp_path: Path, migrated_database: Path, no_mlflow_left_over: None) -> str:
+    database = tmp_path / "mlflow.db"
+    database.write_bytes(migrated_database.read_bytes())
+    mlflow.set_tracking_uri(f"sqlite:///{database}")
+    experiment = MlflowClient().create_experiment("test", artifact_location=str(tmp_path / "artifacts"))
+    return MlflowClient().create_run(experiment).info.run_id
+
+
+def sample(iteration: int) -> dict[str, list[object]]:
+    return {"prompt": ["a/b", "ü"], "score": [iteration / 4, float("nan")], "stopped": [True, False]}
+
+
+def folder(run_id: str) -> Path:
+    return Path(MlflowClient().get_run(run_id).info.artifact_uri)
+
+
+def iterations(run_id: str, name: str) -> list[int]:
+    experiment = MlflowClient().get_run(run_id).info.experiment_id
+    table = MlflowClient().load_table(experiment, name, run_ids=[run_id])
+    return sorted(set(table["iteration"].tolist()))
+
+
+def test_a_table_reads_back_as_it_was_logged(run_id: str):
+    SampleLog(run_id).log(1, sample(1))
+    experiment = MlflowClient().get_run(run_id).info.experiment_id
+    table = MlflowClient().load_table(experiment, "samples.json", run_ids=[run_id])
+    assert table.columns.tolist() == ["iteration", "prompt", "score", "stopped"]
+    assert table["prompt"].tolist() == ["a/b", "ü"]
+    assert table["score"].isna().tolist() == [False, True]
+    assert table["stopped"].tolist() == [True, False]
+
+
+def test_after_fifty_iterations_another_table_begins_and_older_ones_are_left_alone(run_id: str):
+    log = SampleLog(run_id)
+    for iteration in range(5, 5 * (2 * ITERATIONS_PER_TABLE + 3), 5):
+        log.log(iteration, sample(iteration))
+    names = ["samples.json", "samples_from_255.json", "samples_from_505.json"]
+    assert sorted(path.name for path in folder(run_id).iterdir()) == names
+    assert iterations(run_id, names[0]) == list(range(5, 255, 5))
+    assert iterations(run_id, names[1]) == list(range(255, 505, 5))
+    assert iterations(run_id, names[2]) == [505, 510]
+    assert len(log._rows["prompt"]) == 4  # what is kept in memory, and written with the next one
+
+
+def test_a_run_that_goes_on_logs_no_iteration_twice(run_id: str):
+    log = SampleLog(run_id)
+    for iteration in range(1, 56):
+        log.log(iteration, sample(iteration))
+    log = SampleLog(run_id, is_continued=True)
+    for iteration in range(40, 58):
+        log.log(iteration, sample(iteration))
+    assert iterations(run_id, "samples.json") == list(range(1, 51))
+    assert iterations(run_id, "samples_from_51.json") == list(range(51, 58))
+    rows = json.loads((folder(run_id) / "samples_from_51.json").read_text())["data"]
+    assert len(rows) == 2 * 7
+
+
+def test_a_torn_table_is_named_and_left_and_the_run_goes_on_in_another(run_id: str, caplog: pytest.LogCaptureFixture):
+    SampleLog(run_id).log(1, sample(1))
+    torn = folder(run_id) / "samples.json"
+    torn.write_text(torn.read_text()[:40])
+    log = SampleLog(run_id, is_continued=True)
+    assert "samples.json of MLflow run" in caplog.text
+    log.log(2, sample(2))
+    log.log(3, sample(3))
+    assert torn.read_text()[-1] != "}"
+    assert iterations(run_id, "samples_from_2.json") == [2, 3]
+
+
+def test_a_process_killed_while_it_writes_leaves_the_table_as_it_was(run_id: str, monkeypatch: pytest.MonkeyPatch):
+    log = SampleLog(run_id)
+    log.log(1, sample(1))
+    monkeypatch.setattr(sample_log.os, "replace", lambda *paths: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        log.log(2, sample(2))
+    assert iterations(run_id, "samples.json") == [1]
+
+
+def test_samples_that_the_store_refuses_are_said_once_and_written_with_the_next(
+    run_id: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    def full(*paths: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    log = SampleLog(run_id)
+    with monkeypatch.context() as patched:
+        patched.setattr(sample_log.os, "replace", full)
+        log.log(1, sample(1))
+        log.log(2, sample(2))
+    assert len(caplog.messages) == 1
+    assert "samples of iteration 1: [Errno 28] No space left on device" in caplog.messages[0]
+    log.log(3, sample(3))
+    assert iterations(run_id, "samples.json") == [1, 2, 3]
+
+
+def test_the_tag_that_names_the_tables_never_grows_beyond_what_mlflow_keeps(
+    run_id: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sample_log, "ITERATIONS_PER_TABLE", 1)
+    monkeypatch.setattr(sample_log, "MAX_TAG_VAL_LENGTH", 120)
+    log = SampleLog(run_id)
+    for iteration in range(1, 6):
+        log.log(iteration, sample(iteration))
+    tag = MlflowClient().get_run(run_id).data.tags["mlflow.loggedArtifacts"]
+    assert [table["path"] for table in json.loads(tag)] == ["samples.json", "samples_from_2.json"]
+    assert len(list(folder(run_id).iterdir())) == 5
