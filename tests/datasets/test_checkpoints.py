@@ -192,3 +192,17 @@ def test_both_are_made_from_a_catalog_entry_with_metadata(tmp_path, name):
     assert type(dataset).__name__ == name
     assert dataset.metadata == {"kedro-viz": {"layer": "x"}}
     assert str(tmp_path) in repr(dataset)
+
+
+def test_an_evaluation_that_cannot_be_written_leaves_the_log_as_it_was_and_nothing_beside_it(tmp_path, monkeypatch):
+    log = EvaluationLogDataset(str(tmp_path))
+    log.save(evaluation(10, 1.0))
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(DatasetError, match="No space left on device"):
+        log.save(evaluation(20, 2.0))
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["evaluations.json"]
+    assert log.load() == [evaluation(10, 1.0)]

@@ -100,11 +100,14 @@ class EvaluationLogDataset(AbstractDataset[dict[str, float], list[dict[str, floa
         directory.mkdir(parents=True, exist_ok=True)
         rows = [row for row in read_evaluations(directory) if row["iteration"] != data["iteration"]] + [data]
         temporary = directory / f".{EVALUATIONS}.{os.getpid()}.tmp"
-        with temporary.open("w") as file:
-            json.dump(rows, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(directory / EVALUATIONS)
+        try:
+            with temporary.open("w") as file:
+                json.dump(rows, file, indent=1)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(directory / EVALUATIONS)
+        finally:
+            temporary.unlink(missing_ok=True)
 
     def load(self) -> list[dict[str, float]]:
         """Return this run's evaluations, oldest first."""

@@ -89,7 +89,10 @@ class LoopRunner(SequentialRunner):
         """Name the nodes to go on from, if that spares any work: if something that was done is on disk.
 
         An iteration is never such a node: its state lives in memory, so Kedro's search goes back to what makes it.
+        Where a run can be resumed nothing is named: `resume=latest` spares more, and is what the hooks advise.
         """
+        if catalog.get(RESUME) is not None:
+            return
         kept = (name for node in done_nodes for name in node.outputs)
         if any(not getattr(catalog.get(name), "_EPHEMERAL", False) for name in kept):
             super()._suggest_resume_scenario(pipeline, done_nodes, catalog)

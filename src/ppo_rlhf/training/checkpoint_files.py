@@ -116,6 +116,8 @@ def sweep_leftovers(run_directory: Path) -> None:
 
     A checkpoint that was just being replaced gets its name back if its successor did not take it.
     """
+    for path in run_directory.glob(".evaluations.json.*.tmp"):
+        path.unlink()
     for path in run_directory.glob(".iteration_*"):
         match = _LEFTOVER.fullmatch(path.name)
         if match is None:
