@@ -14,7 +14,7 @@ from mlflow.entities import LoggedModel, Run
 
 from tests.integration.outcomes import Outcome, kedro_run, tracked
 
-KILLED = json.dumps({"kill": "ppo.evaluate_iteration", "occurrence": 2, "after_s": 0.0})
+KILLED = json.dumps({"signal": "SIGKILL", "moment": "ppo.evaluate_iteration", "occurrence": 2, "after_s": 0.0})
 
 
 @dataclass
