@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from kedro.io import DataCatalog, MemoryDataset
 from kedro.pipeline import Node, Pipeline
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -232,6 +234,14 @@ def test_each_mistake_is_one_line_that_names_it(desk: Desk, spoil: Callable[[Des
     assert expected.format(folder=desk.folder) in problem
 
 
+@pytest.mark.parametrize("name", ["sft_model_path", "reward_model_path"])
+def test_a_model_path_among_the_settings_of_ppo_is_refused_with_where_it_belongs(desk: Desk, name: str):
+    desk.groups["ppo"] = PPOConfig(response_length=4, **{name: "models/mine"})
+    assert desk.problems() == [
+        f"ppo.{name} is not a parameter of this group: set it in conf/local/globals.yml or with --params {name}=…"
+    ]
+
+
 def test_several_mistakes_are_all_found(desk: Desk):
     desk.paths.update(raw_prompts="/nowhere/p.jsonl", sft_policy="/nowhere/model")
     desk.groups["reward"] = RewardConfig(components=[FUNCTION | {"function": "no_module:f"}])
@@ -439,3 +449,55 @@ def test_a_slice_that_starts_from_a_file_that_nobody_wrote_yet_is_refused(tmp_pa
         f"{tmp_path}/pairs.parquet: nothing is there yet. Run the node that makes pairs first.",
         f"{tmp_path}/ppo_policy: nothing is there yet. Run ppo first.",
     ]
+
+
+# --- settings that ask something of the model ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"use_peft": True},
+        {"use_peft": True, "lora_target_modules": "c_attn, c_fc"},
+        {"gradient_checkpointing": True, "value_model": "shared"},
+    ],
+    ids=str,
+)
+def test_settings_that_the_model_can_serve_are_no_problem(desk: Desk, settings: dict[str, Any]):
+    desk.groups["ppo"] = PPOConfig(response_length=4, **settings)
+    assert desk.problems() == []
+
+
+def test_an_adapter_on_layers_that_the_model_does_not_have_is_refused_before_the_run(desk: Desk):
+    desk.groups["ppo"] = PPOConfig(response_length=4, use_peft=True, lora_target_modules="q_proj")
+    assert desk.problems() == [
+        "ppo.lora_target_modules=q_proj does not fit GPT2LMHeadModel, which has the linear layers c_attn, c_fc, "
+        "c_proj, lm_head. Name some of these"
+    ]
+
+
+def test_checkpointed_gradients_that_the_architecture_lacks_are_refused_before_the_run(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(GPT2LMHeadModel, "supports_gradient_checkpointing", False)
+    desk.groups["ppo"] = PPOConfig(response_length=4, gradient_checkpointing=True)
+    assert desk.problems() == ["ppo.gradient_checkpointing=true: GPT2LMHeadModel does not support it; set it to false"]
+
+
+@pytest.mark.parametrize(
+    ("width", "value_model", "is_refused"), [(8, "shared", 0), (6, "shared", 1), (6, "reward_init", 0)]
+)
+def test_a_value_head_of_another_width_is_refused_before_the_run_where_it_would_be_used(
+    desk: Desk, width: int, value_model: str, is_refused: int
+):
+    file = Path(str(desk.paths["sft_policy"])) / "model.safetensors"
+    head = {"v_head.summary.weight": torch.zeros(1, width), "v_head.summary.bias": torch.zeros(1)}
+    save_file({**load_file(file), **head}, file, metadata={"format": "pt"})
+    desk.groups["reward"] = RewardConfig(components=[MODEL])
+    desk.groups["ppo"] = PPOConfig(response_length=4, value_model=value_model)
+    assert (
+        desk.problems()
+        == [
+            "The value head (v_head.summary) reads states of width 6, the policy's have 8: they do not belong together"
+        ][:is_refused]
+    )

@@ -7,6 +7,7 @@ import warnings
 import mlflow.telemetry
 
 from ppo_rlhf.hooks import ChecksHook, TrackingHook
+from ppo_rlhf.hooks.advice import AdviceHook
 from ppo_rlhf.runner import make_session_default
 
 # Kedro's own, four times a command; conf/logging.yml holds back what comes before this line.
@@ -24,7 +25,7 @@ make_session_default()
 _IS_MAIN_RANK = os.environ.get("RANK", "0") == "0"  # of the processes that torchrun or accelerate started
 
 # kedro-mlflow's hook is replaced by one that inherits from it; plugins are named as their distributions are.
-HOOKS = (ChecksHook(), TrackingHook()) if _IS_MAIN_RANK else (ChecksHook(),)
+HOOKS = (ChecksHook(), TrackingHook(), AdviceHook()) if _IS_MAIN_RANK else (ChecksHook(),)
 DISABLE_HOOKS_FOR_PLUGINS = ("kedro_mlflow", "kedro-telemetry", *(() if _IS_MAIN_RANK else ("kedro-viz",)))
 
 CONFIG_LOADER_ARGS = {

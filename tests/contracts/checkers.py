@@ -1,10 +1,11 @@
-"""The rules that the project's configuration keeps, as functions that return what breaks them."""
+"""The rules that the project's configuration and documents keep, as functions that return what breaks them."""
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Iterable, Mapping
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 LAYER = re.compile(r"0[1-8]_[a-z_]+")
@@ -96,3 +97,54 @@ def metric_problems(emitted: Iterable[str], documented: set[str]) -> list[str]:
     undocumented = [key for key in emitted if not any(pattern.fullmatch(key) for pattern in patterns.values())]
     never = [key for key, pattern in patterns.items() if not any(pattern.fullmatch(name) for name in emitted)]
     return sorted(f"not documented: {key}" for key in undocumented) + sorted(f"never logged: {key}" for key in never)
+
+
+CODE = re.compile(r"`((?:core|models|training|compat|datasets|preflight|runner|hooks|cli|demo|ppo_rlhf)(?:\.\w+)+)")
+TEST = re.compile(r"`(?:tests/)?((?:\w+/)*test_\w+\.py)(?:::(test_\w+))?`")
+SETTING = re.compile(r"`ppo\.([a-z]\w*)(?![\w*])")
+# conf/local and data are a person's own: a file there may be absent
+FILE = re.compile(r"`((?!conf/local/|data/)(?:\w+/)+(?!test_)\w+\.(?:py|yml|ipynb|json))`")
+LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")
+
+
+def missing_code(markdown: str, package: str) -> list[str]:
+    """Names such as `core.kl.kl_estimate` in a document that the package does not have."""
+    names = {name.removeprefix(f"{package}.") for name in CODE.findall(markdown)}
+    return sorted(name for name in names if not _exists(f"{package}.{name}"))
+
+
+def _exists(name: str) -> bool:
+    parts = name.split(".")
+    for cut in range(len(parts), 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(parts[:cut]))
+        except ModuleNotFoundError:
+            continue
+        for attribute in parts[cut:]:
+            declared = getattr(found, "__annotations__", {})  # a field without a default is no attribute of its class
+            if not hasattr(found, attribute) and attribute not in declared:
+                return False
+            found = getattr(found, attribute, None)
+        return True
+    return False
+
+
+def missing_tests(markdown: str, tests: Path) -> list[str]:
+    """Tests such as `core/test_kl.py::test_…` in a document that do not exist below `tests`."""
+    missing = set()
+    for path, name in TEST.findall(markdown):
+        file = tests / path
+        if not file.is_file() or (name and f"\ndef {name}(" not in file.read_text(encoding="utf-8")):
+            missing.add(f"{path}::{name}" if name else path)
+    return sorted(missing)
+
+
+def unknown_settings(markdown: str, known: Iterable[str]) -> list[str]:
+    """Settings such as `ppo.kl_coef` in a document that are not known."""
+    return sorted(set(SETTING.findall(markdown)) - set(known))
+
+
+def missing_files(markdown: str, page: Path, roots: Iterable[Path]) -> list[str]:
+    """Files that a page links to, or names by a path below one of the roots, and that are not there."""
+    links = {link for link in LINK.findall(markdown) if not (page.parent / link).exists()}
+    return sorted(links | {f for f in FILE.findall(markdown) if not any((root / f).exists() for root in roots)})

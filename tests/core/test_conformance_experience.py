@@ -13,7 +13,7 @@ from ppo_rlhf.core.errors import ShapeError
 from ppo_rlhf.core.kl import AdaptiveKLController, kl_estimate
 from ppo_rlhf.core.logprobs import token_entropy, token_logprobs
 from ppo_rlhf.core.responses import length_mask, response_lengths
-from ppo_rlhf.core.rewards import shape_rewards
+from ppo_rlhf.core.rewards import overlong_penalty, shape_rewards
 from ppo_rlhf.core.statistics import masked_mean, masked_variance, masked_whiten
 
 from .support import OUR_AGGREGATION, OUR_ESTIMATOR, Case, cases, poison
@@ -52,6 +52,13 @@ def test_response_lengths_agree_with_trl(case: Case):
     assert torch.equal(lengths - 1, case.o["last_index"])
     assert torch.equal(terminated.long(), case.o["contains_eos"])
     assert torch.equal(length_mask(lengths, case.i["responses"].shape[1]), case.o["mask"])
+
+
+@cases("first_true", "trl_0.14.0")
+def test_the_first_stop_token_is_where_trl_finds_it(case: Case):
+    """TRL gives the row's length where there is none; ours says so with `terminated`."""
+    lengths, terminated = response_lengths(case.i["flags"], (1,))
+    assert torch.equal(torch.where(terminated, lengths - 1, lengths), case.o["index"])
 
 
 @cases("truncate", "verl")
@@ -131,6 +138,28 @@ def test_whitening_without_padding_agrees_with_legacy_trl(case: Case):
     values = case.i["values"]
     whitened = masked_whiten(values, torch.ones_like(values, dtype=torch.bool), shift_mean=case.i["shift_mean"])
     case.check(whitened, "whitened")
+
+
+@cases("whiten", "openrlhf")
+def test_given_the_population_variance_whitening_agrees_with_openrlhf_on_real_tokens(case: Case):
+    """OpenRLHF divides the variance by n and floors it at 1e-8; ours takes moments, and adds 1e-8 to the variance."""
+    mask, values = case.i["mask"], case.poisoned("values", case.i["mask"])
+    mean = masked_mean(values, mask)
+    if case.i["no_std_norm"]:
+        case.check(values - mean, "whitened", where=mask)
+    else:
+        moments = (mean, masked_variance(values, mask, unbiased=False))
+        case.check(masked_whiten(values, mask, moments=moments), "whitened", where=mask)
+
+
+@cases("whiten_rows", "openrlhf")
+def test_given_each_rows_population_variance_whitening_agrees_with_openrlhf_everywhere(case: Case):
+    mask, values = case.i["mask"], case.poisoned("values", case.i["mask"])
+    rows = [
+        masked_whiten(row, counts, moments=(masked_mean(row, counts), masked_variance(row, counts, unbiased=False)))
+        for row, counts in zip(values, mask, strict=True)
+    ]
+    case.check(torch.stack(rows), "normalized")
 
 
 @cases("rewards", "openrlhf", skip=("mask_hole",))
@@ -317,3 +346,11 @@ def test_shaped_rewards_agree_with_deepspeed_chat_given_its_extra_slot(case: Cas
     clip = float(case.i["clip_reward"])
     rewards = shape_rewards(case.i["scores"], poison(kl, mask), mask, case.i["kl_coef"], reward_clip=clip)
     case.check(rewards, case.o["rewards"][:, start:], where=mask)
+
+
+@cases("length_penalty", "openrlhf", skip=("stop_scale", "stop_override"))
+def test_overlong_responses_pay_what_they_pay_in_openrlhf(case: Case):
+    """The two `stop` cases are about cut-off responses, which `core` does not know."""
+    penalty = overlong_penalty(case.i["lengths"], case.i["max_new_tokens"], int(case.i["buffer_len"]))
+    case.check(case.i["scores"] - case.i["factor"] * penalty.float(), "scores")
+    assert int((penalty > 0).sum()) == case.o["count"]

@@ -7,7 +7,7 @@ from torch.testing import assert_close
 
 from ppo_rlhf.core.aggregation import LOSS_AGGREGATIONS, aggregation_count
 from ppo_rlhf.core.errors import ConfigError, ShapeError
-from ppo_rlhf.core.losses import clipped_policy_loss, clipped_value_loss
+from ppo_rlhf.core.losses import clipped_policy_loss, clipped_value_loss, importance_weights
 
 from .support import NAN, poison, prefix_mask
 
@@ -255,3 +255,42 @@ def test_wrong_options_and_shapes_are_refused():
             loss(x, x, x[:, :2], mask)
         with pytest.raises(ShapeError, match=r"it must be \[B, T\]"):
             loss(x[0], x[0], x[0], mask[0])
+
+
+# --- importance weights ----------------------------------------------------------------------------------------------
+
+
+def test_importance_weights_are_probability_ratios_up_to_the_cap():
+    """pi_old / pi_sampler = 1/2, 1, 1.5 and 4 (capped at 2); 0 in padding, whatever stands there."""
+    ratios, mask = [0.5, 1.0, 1.5, 4.0], prefix_mask([4], 5)
+    old = torch.tensor([[*(math.log(0.1 * ratio) for ratio in ratios), NAN]], dtype=torch.float64)
+    sampler = torch.tensor([[*[math.log(0.1)] * 4, NAN]], dtype=torch.float64)
+    weights = importance_weights(old, sampler, mask, 2.0)
+    assert_close(weights, torch.tensor([[0.5, 1.0, 1.5, 2.0, 0.0]], dtype=torch.float64), rtol=1e-12, atol=0.0)
+
+
+def test_importance_weights_of_equal_log_probabilities_are_exactly_one_and_carry_no_gradient():
+    logp = torch.tensor([[-0.1, -7.3, NAN]]).requires_grad_()
+    weights = importance_weights(logp, logp.detach(), prefix_mask([2], 3), 3.0)
+    assert weights.tolist() == [[1.0, 1.0, 0.0]]
+    assert not weights.requires_grad
+    assert importance_weights(logp, logp.detach(), prefix_mask([2], 3), 0.5).tolist() == [[0.5, 0.5, 0.0]]
+
+
+def test_importance_weights_times_the_advantage_are_that_factor_on_the_loss():
+    """Bayes by hand: tokens drawn from q, weighed by p / q, have the mean advantage under p."""
+    p, q = torch.tensor([0.7, 0.2, 0.1]).double(), torch.tensor([0.2, 0.5, 0.3]).double()
+    advantage = torch.tensor([[1.0, -2.0, 5.0]]).double()
+    mask = prefix_mask([3], 3)
+    weights = importance_weights(p.log()[None], q.log()[None], mask, 100.0)
+    assert float((q * weights[0] * advantage[0]).sum()) == pytest.approx(float((p * advantage[0]).sum()), rel=1e-12)
+    plain = clipped_policy_loss(p.log()[None], p.log()[None], advantage * weights, mask).loss
+    assert float(plain) == pytest.approx(-float((weights * advantage).mean()), rel=1e-12)
+
+
+def test_importance_weights_refuse_other_shapes_and_caps():
+    x, mask = torch.zeros(1, 2), prefix_mask([2], 2)
+    with pytest.raises(ShapeError, match=r"importance_weights: got old_logprobs \[1, 2\], sampler_logprobs \[1, 3\]"):
+        importance_weights(x, torch.zeros(1, 3), mask, 2.0)
+    with pytest.raises(ConfigError, match="importance_weights: cap=0; it must be finite and > 0"):
+        importance_weights(x, x, mask, 0)

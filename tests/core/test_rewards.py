@@ -3,7 +3,7 @@ import torch
 from torch.testing import assert_close
 
 from ppo_rlhf.core.errors import ConfigError, ShapeError
-from ppo_rlhf.core.rewards import last_token_mask, shape_rewards
+from ppo_rlhf.core.rewards import last_token_mask, overlong_penalty, shape_rewards
 
 from .support import NAN, poison, prefix_mask
 
@@ -111,3 +111,19 @@ def test_wrong_shapes_and_options_are_refused():
         shape_rewards(scores, kl, mask, -0.1)
     with pytest.raises(ConfigError, match=r"reward_clip=0\.0; it must be finite and > 0"):
         shape_rewards(scores, kl, mask, 0.1, reward_clip=0.0)
+
+
+def test_the_overlong_penalty_rises_in_a_line_over_the_buffer():
+    """At most 10 tokens, the last 4 of them cost a quarter each."""
+    penalty = overlong_penalty(torch.tensor([0, 1, 6, 7, 8, 9, 10]), 10, 4)
+    assert penalty.tolist() == [0.0, 0.0, 0.0, 0.25, 0.5, 0.75, 1.0]
+    assert penalty.dtype == torch.float64
+    assert overlong_penalty(torch.tensor([1, 5, 10]), 10, 10).tolist() == [0.1, 0.5, 1.0]
+
+
+def test_the_overlong_penalty_refuses_a_buffer_that_does_not_fit():
+    for buffer in (0, 11):
+        with pytest.raises(ConfigError, match=rf"overlong_penalty: buffer={buffer}; it must be .* >= 1 and <= 10"):
+            overlong_penalty(torch.tensor([3]), 10, buffer)
+    with pytest.raises(ShapeError, match=r"lengths has shape \[1, 2\]; it must be \[B\]"):
+        overlong_penalty(torch.ones(1, 2), 10, 4)

@@ -6,9 +6,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from random import Random
+
+import pytest
 
 from tests.integration.interruptions import ARGUMENTS, PHASES, RESUMING, Interruption, Reference, two_at_a_time
 from tests.integration.outcomes import Outcome, kedro_run, tracked
@@ -23,6 +25,7 @@ BEFORE_A_CHECKPOINT = (
     "rollouts",
     "update",
 )
+SMALL = ("fine-tuning", "saving")  # in the default suite; the other phases take minutes
 
 
 def complaint(make_project: Callable[[], Path], reference: Reference, interruption: Interruption) -> str | None:
@@ -47,11 +50,21 @@ def complaint(make_project: Callable[[], Path], reference: Reference, interrupti
     return f"{where}{differing}\n{resumed.stdout}" if differing else None
 
 
-def test_sigterm_in_each_phase_ends_the_run_as_killed_and_it_goes_on_as_if_nothing_had_happened(
+def complaints(make_project: Callable[[], Path], reference: Reference, phases: Iterable[str]) -> list[str]:
+    drawn = [moment for phase in phases for moment in reference.interruptions(phase, 1, Random(f"SIGTERM {phase}"))]
+    return two_at_a_time(lambda moment: complaint(make_project, reference, moment), drawn)
+
+
+def test_sigterm_while_training_and_before_ends_the_run_as_killed_and_it_goes_on_as_if_nothing_had_happened(
     make_project: Callable[[], Path], reference: Reference
 ) -> None:
-    drawn = [moment for phase in PHASES for moment in reference.interruptions(phase, 1, Random(f"SIGTERM {phase}"))]
-    assert two_at_a_time(lambda moment: complaint(make_project, reference, moment), drawn) == []
+    assert complaints(make_project, reference, SMALL) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_sigterm_in_every_other_phase_does_too(make_project: Callable[[], Path], reference: Reference) -> None:
+    assert complaints(make_project, reference, [phase for phase in PHASES if phase not in SMALL]) == []
 
 
 def test_a_second_ctrl_c_stops_at_once_where_the_first_lets_the_iteration_be_finished(project: Path) -> None:

@@ -246,31 +246,37 @@ def test_headline_gives_rate_interval_number_of_prompts_and_judge():
 
 
 def test_good_numbers_draw_no_remark():
-    assert remarks(GOOD, before_after(), history(), 0.74) == []
+    assert remarks(GOOD, before_after(), 0.74) == []
 
 
 @pytest.mark.parametrize(
-    ("summary", "table", "metrics", "accuracy", "text"),
+    ("summary", "table", "accuracy", "text"),
     [
-        ({"eval/win_rate_low": 0.45}, {}, {}, None, "contains 50%"),
-        ({"eval/win_rate_low": 0.3, "eval/win_rate_high": 0.45}, {}, {}, None, "PPO lost to SFT"),
-        ({"eval/kl": 15.1}, {}, {}, None, "KL is 15.1 nats per response, above 15"),
-        ({"eval/kl": 0.1}, {}, {}, None, "hardly moved"),
-        ({}, {"judge_score": (0.5, 0.1)}, {}, None, "exploits its reward"),
-        ({}, {"distinct_2": (0.22, 0.1)}, {}, None, "stock phrases"),
-        ({}, {"grammatical_rate": (0.9, 0.8)}, {}, None, "95% of SFT's rate"),
-        ({}, {"response_length": (20.0, 36.0)}, {}, None, "from 20.0 to 36.0 tokens"),
-        ({}, {"truncated_fraction": (0.1, 0.8)}, {}, None, "80.0% of the responses are cut off"),
-        ({}, {}, {"optimiser/skipped_steps": 3.0}, None, "3 optimiser steps were skipped"),
-        ({}, {}, {"policy/clipfrac_avg": 0.5}, None, "lower ppo.learning_rate"),
-        ({}, {}, {"val/explained_variance": -0.5}, None, "critic still explains less"),
-        ({}, {}, {}, 0.55, "right on only 55.0%"),
+        ({"eval/win_rate_low": 0.45}, {}, None, "contains 50%"),
+        ({"eval/win_rate_low": 0.3, "eval/win_rate_high": 0.45}, {}, None, "PPO lost to SFT"),
+        ({}, {"judge_score": (0.5, 0.1)}, None, "exploits its reward"),
+        (
+            {"eval/win_rate_low": 0.3, "eval/win_rate_high": 0.45},
+            {"judge_score": (0.5, 0.1)},
+            None,
+            "exploits its reward",
+        ),
+        ({}, {"grammatical_rate": (0.9, 0.8)}, None, "95% of SFT's rate"),
+        ({}, {}, 0.55, "right on only 55.0%"),
     ],
 )
-def test_each_thing_that_looks_off_draws_one_remark(summary, table, metrics, accuracy, text):
-    found = remarks(GOOD | summary, before_after(**table), history().assign(**metrics), accuracy)
+def test_each_thing_that_looks_off_draws_one_remark(summary, table, accuracy, text):
+    found = remarks(GOOD | summary, before_after(**table), accuracy)
     assert len(found) == 1
     assert text in found[0]
+
+
+def test_a_remark_names_no_setting_that_the_advice_moves():
+    """The advice has the curves: a second opinion beside it, from the result alone, could only contradict it."""
+    worst = GOOD | {"eval/win_rate_low": 0.1, "eval/win_rate_high": 0.2, "eval/kl": 90.0}
+    for summary in (worst, GOOD | {"eval/kl": 0.01}, GOOD | {"eval/win_rate_low": 0.4}):
+        bad = before_after(distinct_2=(0.2, 0.02), truncated_fraction=(0.0, 0.9), response_length=(20.0, 90.0))
+        assert "ppo." not in " ".join(remarks(summary, bad, 0.5))
 
 
 def test_what_a_model_wrote_cannot_become_markup():
@@ -433,6 +439,24 @@ def test_pipeline_writes_page_and_plots_and_prints_the_result_last(capsys):
         assert expected in " ".join(printed.split())
     assert "data/06_models/ppo_policy/1" in printed
     assert str(Path.cwd()) not in printed
+
+
+def test_page_says_what_to_change_first_from_settings_and_curves():
+    far = history().assign(**{"objective/kl": 30.0})
+    page = "".join(read_page(run_reporting(training_history=far)["report"]).text)
+    assert "What to change first" in page
+    assert "1. [KL: kl_alarm] KL is 30 nats per response, above 20" in page
+    assert "Raise ppo.kl_coef from 0.15 to 0.45." in page
+    patient = PPOConfig(kl_coef=0.15, kl_alarm=40.0, kl_warning=35.0)
+    page = "".join(read_page(run_reporting(**{"training_history": far, "params:ppo": patient})["report"]).text)
+    assert "kl_alarm]" not in page
+
+
+def test_advice_cannot_become_markup_and_without_any_there_is_no_section():
+    found = read_page(render_page(report(advice=[SCRIPT, "second"])))
+    assert SCRIPT in "".join(found.text)
+    assert "script" not in found.tags
+    assert "What to change first" not in render_page(report())
 
 
 def test_accuracy_of_the_reward_model_is_read_from_the_model_itself(tmp_path):

@@ -24,10 +24,12 @@ from transformers import (
 from ppo_rlhf.training import experience as steps
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.experience import Experience, Scores, ShapedRewards
+from ppo_rlhf.training.precision import frozen_dtype, torch_dtype
 from ppo_rlhf.training.prompts import PromptDataset
 from ppo_rlhf.training.rewards import ResponseBatch, RewardScorer
 from ppo_rlhf.training.rollout import Rollouts, generate_rollouts
-from ppo_rlhf.training.state import TrainingState, build_critic, torch_dtype
+from ppo_rlhf.training.run_models import build_critic, policy_to_train
+from ppo_rlhf.training.state import TrainingState
 from ppo_rlhf.training.update import optimise
 
 PAD, UNKNOWN, END = 0, 1, 2
@@ -77,8 +79,8 @@ def build_model(
 def build_tokenizer(**options: Any) -> PreTrainedTokenizerFast:
     backend = Tokenizer(WordLevel({word: i for i, word in enumerate(VOCABULARY)}, unk_token="<unk>"))
     backend.pre_tokenizer = WhitespaceSplit()
-    special = {"pad_token": "<pad>", "unk_token": "<unk>", "eos_token": "</s>"}
-    return PreTrainedTokenizerFast(tokenizer_object=backend, padding_side="left", **{**special, **options})
+    usual = {"pad_token": "<pad>", "unk_token": "<unk>", "eos_token": "</s>", "padding_side": "left"}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **{**usual, **options})
 
 
 def build_prompts(lengths: tuple[int, ...] = PROMPT_LENGTHS) -> PromptDataset:
@@ -124,6 +126,7 @@ def build_run(
     scorer: RewardScorer | None = None,
     tokenizer: PreTrainedTokenizerFast | None = None,
     model: dict[str, Any] | None = None,
+    reward_model: PreTrainedModel | None = None,
     **settings: Any,
 ) -> Run:
     """A run of 12 episodes an iteration, 3 iterations, unless `settings` say otherwise; the critic's head is not 0."""
@@ -143,8 +146,9 @@ def build_run(
     }
     config = PPOConfig(**{**defaults, **settings})
     build = {"dtype": torch_dtype(config), **(model or {})}
-    policy, reference = build_model(kind, **build), build_model(kind, **build).requires_grad_(False)
-    critic = build_critic(config, policy, None)
+    reference = build_model(kind, **{**build, "dtype": frozen_dtype(config)}).requires_grad_(False)
+    policy = policy_to_train(reference if config.use_peft else build_model(kind, **build), config)
+    critic = build_critic(config, policy, reward_model)
     with torch.no_grad():
         critic.value_head.weight.normal_(0.0, 0.3, generator=torch.Generator().manual_seed(1))
     state = TrainingState.create(policy, critic, tokenizer or build_tokenizer(), config)

@@ -90,16 +90,33 @@ def test_a_checkpoint_gives_back_every_bit_of_the_state(make_run, snapshot, tmp_
     assert fresh.state.history == run.state.history
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_going_on_from_a_checkpoint_equals_never_having_stopped(make_run, snapshot, tmp_path, dtype):
-    whole = make_run("gpt2", dtype=dtype)
+EVERY_STATE = {
+    "kl_controller": "adaptive",
+    "kl_horizon": 30.0,
+    "kl_hold_iterations": 1,
+    "reward_normalisation": "running",
+    "target_kl": 0.05,
+    "weight_decay": 0.01,
+    "kl_warning": 1e-4,
+}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [("float32", {}), ("float64", {}), ("float32", EVERY_STATE), ("bfloat16", EVERY_STATE), ("float16", EVERY_STATE)],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value) or "defaults",
+)
+def test_going_on_from_a_checkpoint_equals_never_having_stopped(make_run, snapshot, tmp_path, caplog, dtype, options):
+    whole = make_run("gpt2", dtype=dtype, **options)
     directory = None
     while not whole.state.finished:
         whole.iteration()
         if whole.state.iteration == 1:
             directory = write_checkpoint(tmp_path, whole.state)
 
-    resumed = make_run("gpt2", dtype=dtype)
+    said = caplog.messages.copy()
+    caplog.clear()
+    resumed = make_run("gpt2", dtype=dtype, **options)
     read_checkpoint(directory, resumed.state)
     shutil.rmtree(directory)  # nothing of the state may go on living in its files
     while not resumed.state.finished:
@@ -110,6 +127,8 @@ def test_going_on_from_a_checkpoint_equals_never_having_stopped(make_run, snapsh
         for run in (whole, resumed)
     ]
     assert histories[0] == histories[1]
+    assert resumed.state.extra_state() == whole.state.extra_state()
+    assert caplog.messages == said[len(said) - len(caplog.messages) :]  # no alarm twice
 
 
 def test_a_state_without_a_single_step_can_be_saved_and_read(make_run, snapshot, tmp_path):

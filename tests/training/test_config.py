@@ -1,43 +1,76 @@
 """PPOConfig: TRL's defaults and formulas, errors in plain words, advice for changed values only."""
 
+import ast
 import dataclasses
+import inspect
 import math
+from itertools import pairwise
 
 import pytest
 from transformers import HfArgumentParser
 
 from ppo_rlhf import training
 from ppo_rlhf.core.errors import ConfigError
+from ppo_rlhf.training import config as config_module
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.state import TrainingState
+from ppo_rlhf.training.trainer import PPOTrainer
 
 # A contract, written out by hand: TRL's names and defaults where TRL has the setting.
 DEFAULTS = {
     "num_ppo_epochs": 4,
     "cliprange": 0.2,
+    "cliprange_high": None,
     "cliprange_value": 0.2,
     "vf_coef": 0.1,
     "gamma": 1.0,
     "lam": 0.95,
+    "lam_critic": None,
     "whiten_rewards": False,
     "whiten_advantages": True,
+    "entropy_coef": 0.0,
+    "dual_clip": None,
+    "target_kl": None,
+    "loss_aggregation": "token_mean",
+    "importance_cap": None,
     "kl_coef": 0.05,
     "kl_estimator": "k1",
+    "kl_in": "reward",
+    "kl_controller": "fixed",
+    "kl_target": 6.0,
+    "kl_horizon": 10000,
+    "kl_hold_iterations": 0,
+    "kl_warning": 15,
     "kl_alarm": 20,
     "kl_stop": None,
+    "reward_scale": 1.0,
     "reward_clip": None,
+    "reward_normalisation": "none",
     "missing_eos_penalty": None,
+    "truncated_responses": "keep",
+    "overlong_buffer": None,
     "learning_rate": 3e-6,
     "value_learning_rate": None,
     "lr_scheduler_type": "linear",
     "warmup_ratio": 0,
+    "critic_warmup_iterations": 0,
+    "optim": "adamw_torch_fused",
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.999,
+    "adam_epsilon": 1e-08,
+    "weight_decay": 0.0,
     "max_grad_norm": 1.0,
+    "align_overflow": False,
+    "ema_decay": None,
     "total_episodes": 10000,
     "per_device_train_batch_size": 8,
     "gradient_accumulation_steps": 1,
     "num_mini_batches": 1,
     "local_rollout_forward_batch_size": 64,
+    "responses_per_prompt": 1,
+    "max_tokens_per_micro_batch": None,
     "response_length": 53,
+    "min_response_length": 0,
     "temperature": 0.7,
     "top_k": 0,
     "top_p": 1.0,
@@ -45,10 +78,20 @@ DEFAULTS = {
     "stop_token_id": None,
     "overlong_prompts": "error",
     "value_model": "separate",
+    "use_peft": False,
+    "lora_r": 16,
+    "lora_alpha": 32,
+    "lora_dropout": 0.0,
+    "lora_target_modules": "all-linear",
+    "gradient_checkpointing": False,
+    "export_value_head": False,
     "dtype": "float32",
     "rollout_engine": "static",
     "device": "auto",
+    "deterministic": False,
     "seed": 42,
+    "sft_model_path": None,
+    "reward_model_path": None,
     "eval_interval": 10,
     "save_interval": 10,
     "save_total_limit": 2,
@@ -66,6 +109,7 @@ def message(**values: object) -> str:
 
 def test_the_configuration_and_the_state_can_be_imported_from_the_package():
     assert training.PPOConfig is PPOConfig
+    assert training.PPOTrainer is PPOTrainer
     assert training.TrainingState is TrainingState
 
 
@@ -146,7 +190,7 @@ def test_the_rollout_forward_batch_need_not_divide_the_batch():
         ({"lam": -0.1}, "ppo.lam=-0.1: input should be greater than or equal to 0"),
         ({"kl_coef": -0.1}, "ppo.kl_coef=-0.1: input should be greater than or equal to 0"),
         ({"kl_coef": math.inf}, "ppo.kl_coef=inf: input should be a finite number"),
-        ({"kl_estimator": "k4"}, "ppo.kl_estimator='k4': input should be 'k1' or 'k3'"),
+        ({"kl_estimator": "k4"}, "ppo.kl_estimator='k4': input should be 'k1', 'k2' or 'k3'"),
         ({"kl_alarm": 0}, "ppo.kl_alarm=0: input should be greater than 0"),
         ({"reward_clip": 0}, "ppo.reward_clip=0: input should be greater than 0"),
         ({"missing_eos_penalty": -1}, "ppo.missing_eos_penalty=-1: input should be greater than or equal to 0"),
@@ -154,8 +198,39 @@ def test_the_rollout_forward_batch_need_not_divide_the_batch():
         ({"learning_rate": math.nan}, "ppo.learning_rate=nan: input should be a finite number"),
         ({"value_learning_rate": 0}, "ppo.value_learning_rate=0: input should be greater than 0"),
         (
-            {"lr_scheduler_type": "polynomial"},
-            "ppo.lr_scheduler_type='polynomial': input should be 'linear', 'cosine' or 'constant'",
+            {"lr_scheduler_type": "plateau"},
+            "ppo.lr_scheduler_type='plateau': input should be 'linear', 'cosine', 'cosine_with_restarts', "
+            "'polynomial', 'constant', 'constant_with_warmup' or 'inverse_sqrt'",
+        ),
+        ({"cliprange_high": 0}, "ppo.cliprange_high=0: input should be greater than 0"),
+        ({"lam_critic": 1.1}, "ppo.lam_critic=1.1: input should be less than or equal to 1"),
+        ({"entropy_coef": -0.1}, "ppo.entropy_coef=-0.1: input should be greater than or equal to 0"),
+        ({"dual_clip": 1.0}, "ppo.dual_clip=1.0: input should be greater than 1"),
+        ({"target_kl": 0}, "ppo.target_kl=0: input should be greater than 0"),
+        ({"importance_cap": 0}, "ppo.importance_cap=0: input should be greater than 0"),
+        ({"kl_in": "advantage"}, "ppo.kl_in='advantage': input should be 'reward' or 'loss'"),
+        ({"kl_controller": "pid"}, "ppo.kl_controller='pid': input should be 'fixed' or 'adaptive'"),
+        ({"kl_target": 0}, "ppo.kl_target=0: input should be greater than 0"),
+        ({"kl_horizon": 0}, "ppo.kl_horizon=0: input should be greater than 0"),
+        ({"reward_scale": 0}, "ppo.reward_scale=0: input should be greater than 0"),
+        ({"overlong_buffer": 0}, "ppo.overlong_buffer=0: input should be greater than or equal to 1"),
+        ({"adam_beta1": 1}, "ppo.adam_beta1=1: input should be less than 1"),
+        ({"adam_epsilon": 0}, "ppo.adam_epsilon=0: input should be greater than 0"),
+        ({"weight_decay": -1}, "ppo.weight_decay=-1: input should be greater than or equal to 0"),
+        ({"optim": "sgd"}, "ppo.optim='sgd': input should be 'adamw_torch_fused' or 'adamw_torch'"),
+        ({"responses_per_prompt": 0}, "ppo.responses_per_prompt=0: input should be greater than or equal to 1"),
+        (
+            {"loss_aggregation": "mean"},
+            "ppo.loss_aggregation='mean': input should be 'token_mean', 'seq_mean_token_sum', 'seq_mean_token_mean' or "
+            "'token_sum_fixed_length'",
+        ),
+        (
+            {"truncated_responses": "drop"},
+            "ppo.truncated_responses='drop': input should be 'keep', 'penalise', 'replace', 'mask' or 'bootstrap'",
+        ),
+        (
+            {"reward_normalisation": "yes"},
+            "ppo.reward_normalisation='yes': input should be 'none', 'running' or 'batch'",
         ),
         ({"warmup_ratio": 1}, "ppo.warmup_ratio=1: input should be less than 1"),
         ({"max_grad_norm": 0}, "ppo.max_grad_norm=0: input should be greater than 0"),
@@ -174,8 +249,11 @@ def test_the_rollout_forward_batch_need_not_divide_the_batch():
             {"overlong_prompts": "truncate"},
             "ppo.overlong_prompts='truncate': input should be 'error', 'drop' or 'truncate_left'",
         ),
-        ({"value_model": "shared"}, "ppo.value_model='shared': input should be 'separate' or 'reward_init'"),
-        ({"dtype": "bfloat16"}, "ppo.dtype='bfloat16': input should be 'float32' or 'float64'"),
+        ({"value_model": "both"}, "ppo.value_model='both': input should be 'separate', 'shared' or 'reward_init'"),
+        (
+            {"dtype": "half"},
+            "ppo.dtype='half': input should be 'float32', 'bfloat16', 'float16' or 'float64'",
+        ),
         ({"rollout_engine": "vllm"}, "ppo.rollout_engine='vllm': input should be 'static' or 'hf'"),
         ({"seed": None}, "ppo.seed=None: input should be a valid integer"),
         ({"save_total_limit": 0}, "ppo.save_total_limit=0: input should be greater than or equal to 1"),
@@ -196,8 +274,6 @@ def test_a_wrong_value_is_refused_in_one_line_that_says_the_rule(values, expecte
 @pytest.mark.parametrize(
     ("name", "where"),
     [
-        ("sft_model_path", "set it in conf/local/globals.yml or with --params sft_model_path=…"),
-        ("reward_model_path", "set it in conf/local/globals.yml or with --params reward_model_path=…"),
         ("model_name", "set it in conf/local/globals.yml or with --params sft_model_path=…"),
         ("model_name_or_path", "set it in conf/local/globals.yml or with --params sft_model_path=…"),
         ("output_dir", "outputs are catalog entries, conf/base/catalog_ppo.yml"),
@@ -214,6 +290,16 @@ def test_a_wrong_value_is_refused_in_one_line_that_says_the_rule(values, expecte
         ("mini_batch_size", "it is batch_size / ppo.num_mini_batches"),
         ("ppo_epochs", "it is ppo.num_ppo_epochs"),
         ("init_kl_coef", "it is ppo.kl_coef"),
+        ("adap_kl_ctrl", "it is ppo.kl_controller=adaptive"),
+        ("target", "it is ppo.kl_target"),
+        ("horizon", "it is ppo.kl_horizon"),
+        ("kl_penalty", "it is ppo.kl_estimator"),
+        ("kl_ctl", "it is ppo.kl_coef"),
+        ("score_clip", "it is ppo.reward_clip"),
+        ("clip_reward_value", "it is ppo.reward_clip"),
+        ("use_score_norm", "it is ppo.reward_normalisation=running"),
+        ("lr_scheduler_kwargs", "ppo.lr_scheduler_type has the schedules that need no arguments"),
+        ("full_determinism", "it is ppo.deterministic"),
     ],
 )
 def test_a_name_of_other_libraries_is_refused_with_where_the_setting_lives(name, where):
@@ -244,19 +330,18 @@ def test_the_hugging_face_argument_parser_reads_back_a_whole_config_from_a_dicti
     assert HfArgumentParser(PPOConfig).parse_dict(dataclasses.asdict(config)) == (config,)
 
 
+def test_every_field_has_a_docstring():
+    tree = ast.parse(inspect.getsource(config_module))
+    (body,) = [node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "PPOConfig"]
+    documented = {
+        field.target.id
+        for field, after in pairwise(body)
+        if isinstance(field, ast.AnnAssign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+    }
+    assert documented == set(DEFAULTS)
+
+
 def test_only_values_that_differ_from_the_default_are_listed_in_order_of_declaration():
     config = PPOConfig(seed=7, kl_coef=0.05, gamma=0.9, top_p=1.0, num_ppo_epochs=1)
     assert list(config.not_default().items()) == [("num_ppo_epochs", 1), ("gamma", 0.9), ("seed", 7)]
     assert PPOConfig().not_default() == {}
-
-
-def test_changed_values_outside_the_typical_range_give_advice_and_defaults_never_do():
-    assert PPOConfig().advice() == []
-    assert PPOConfig(learning_rate=1e-5, kl_coef=0.1, num_ppo_epochs=2, cliprange=0.3).advice() == []
-    config = PPOConfig(learning_rate=4e-4, value_learning_rate=5e-4, cliprange=0.5, top_k=10_000, seed=10**6)
-    assert config.advice() == [
-        "ppo.cliprange=0.5 is outside its typical range 0.1 to 0.3 (arXiv:1707.06347, table 3)",
-        "ppo.learning_rate=0.0004 is outside its typical range 1e-06 to 5e-05 (common practice in RLHF tuning guides)",
-        "ppo.value_learning_rate=0.0005 is outside its typical range 1e-06 to 0.0001 "
-        "(common practice in RLHF tuning guides)",
-    ]

@@ -8,10 +8,10 @@ import torch
 from torch.testing import assert_close
 
 from ppo_rlhf.core.kl import FixedKLController
+from ppo_rlhf.core.statistics import RunningMoments
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.experience import (
     Scores,
-    adjusted_scores,
     estimate_advantages,
     sample_table,
     score_responses,
@@ -28,7 +28,8 @@ KL = torch.tensor([[0.5, -1.0, 0.0, 0.0], [0.0, 0.5, -0.25, 2.0], [-1.0, 0.0, 0.
 
 def state_of(**settings) -> SimpleNamespace:
     config = PPOConfig(**settings)
-    return SimpleNamespace(config=config, kl_controller=FixedKLController(config.kl_coef))
+    controller = FixedKLController(config.kl_coef)
+    return SimpleNamespace(config=config, kl_controller=controller, reward_moments=RunningMoments())
 
 
 def scores_of(*totals: float, values: torch.Tensor | None = None) -> Scores:
@@ -70,16 +71,6 @@ def test_k3_is_never_negative_and_always_costs_reward(rollouts):
     assert_close(shaped.rewards, -0.1 * expected, rtol=0.0, atol=1e-12)
     assert bool((shaped.kl_penalty >= 0.0).all())
     assert_close(shaped.kl, KL, rtol=0.0, atol=0.0)  # the metric stays k1
-
-
-def test_the_missing_eos_penalty_comes_after_the_clip_and_only_for_cut_off_responses():
-    scores, terminated = torch.tensor([9.0, 9.0, -9.0, -9.0, 1.0]), torch.tensor([True, False, True, False, False])
-    config = PPOConfig(reward_clip=5.0, missing_eos_penalty=2.0)
-    assert adjusted_scores(scores, terminated, config).tolist() == [5.0, 3.0, -5.0, -7.0, -1.0]
-    assert adjusted_scores(scores, terminated, PPOConfig(reward_clip=5.0)).tolist() == [5.0, 5.0, -5.0, -5.0, 1.0]
-    assert adjusted_scores(scores, terminated, PPOConfig()).tolist() == scores.tolist()
-    penalised = adjusted_scores(scores, terminated, PPOConfig(missing_eos_penalty=2.0))
-    assert penalised.tolist() == [9.0, 7.0, -9.0, -11.0, -1.0]
 
 
 def test_clip_and_penalty_enter_the_reward_but_not_the_reported_score(rollouts):
@@ -152,6 +143,61 @@ def test_whitened_advantages_have_mean_zero_and_unit_variance_and_returns_are_no
     assert white.rollouts is rollouts
     assert white.scores is scores
     assert white.shaped_rewards is shaped
+
+
+def test_the_critics_targets_can_have_a_lambda_of_their_own(rollouts):
+    """lam 0 for the advantages, 1 for the returns: returns are then the sums of rewards to the end, by hand."""
+    scores = scores_of(3.0, -7.0, 1.0, values=VALUES)
+    shaped = shape_rewards(rollouts, scores, state_of(kl_coef=0.1))
+    config = PPOConfig(lam=0.0, lam_critic=1.0, whiten_advantages=False)
+    experience = estimate_advantages(rollouts, scores, shaped, config)
+    to_go = shaped.rewards.flip(1).cumsum(1).flip(1)
+    assert_close(experience.returns, torch.where(rollouts.mask, to_go, 0.0), rtol=0.0, atol=1e-12)
+    one_step = advantages_by_brute_force(shaped.rewards, VALUES, LENGTHS, 1.0, 0.0)
+    assert_close(experience.advantages, one_step, rtol=0.0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.5)])
+def test_a_bootstrapped_response_goes_on_with_the_value_behind_its_last_token(make_rollouts, gamma, lam):
+    """Rows of length 2 (stopped), 4 and 3 (cut off): V behind the end is column 4 and column 3, and 0 for the first."""
+    values = VALUES.clone()
+    values[1, 4], values[2, 3] = 7.0, -3.0
+    rollouts = make_rollouts(LENGTHS, [True, False, False], 4, old_logprobs=OLD, reference_logprobs=REFERENCE)
+    scores = scores_of(3.0, -7.0, 1.0, values=values)
+    state = state_of(kl_coef=0.1, truncated_responses="bootstrap")
+    shaped = shape_rewards(rollouts, scores, state)
+    expected = torch.where(rollouts.mask, -0.1 * KL, 0.0)
+    expected[0, 1] += 3.0  # the one that stopped is paid its score
+    assert_close(shaped.rewards, expected, rtol=0.0, atol=1e-12)
+    config = PPOConfig(gamma=gamma, lam=lam, whiten_advantages=False, truncated_responses="bootstrap")
+    experience = estimate_advantages(rollouts, scores, shaped, config)
+    paid = shaped.rewards.clone()
+    paid[1, 3] += gamma * 7.0
+    paid[2, 2] += gamma * -3.0
+    expected = advantages_by_brute_force(paid, values, LENGTHS, gamma, lam)
+    assert_close(experience.advantages, expected, rtol=0.0, atol=1e-12)
+
+
+def test_masked_responses_count_in_no_whitening(rollouts):
+    """Row 1 is cut off: mean and variance are those of rows 0 and 2, and its own advantages are 0."""
+    scores = scores_of(3.0, -7.0, 1.0, values=VALUES)
+    shaped = shape_rewards(rollouts, scores, state_of())
+    settings = {"truncated_responses": "mask"}
+    raw = estimate_advantages(rollouts, scores, shaped, PPOConfig(whiten_advantages=False, **settings)).advantages
+    white = estimate_advantages(rollouts, scores, shaped, PPOConfig(**settings)).advantages
+    numbers = torch.cat([raw[0, :2], raw[2, :3]])
+    expected = (raw - numbers.mean()) / (numbers.var() + 1e-8).sqrt()
+    assert_close(white[0, :2], expected[0, :2], rtol=0.0, atol=1e-12)
+    assert_close(white[2, :3], expected[2, :3], rtol=0.0, atol=1e-12)
+    assert white[1].tolist() == [0.0] * 4
+
+
+def test_kl_that_is_in_the_loss_is_not_in_the_reward(rollouts):
+    state = state_of(kl_coef=0.1, kl_in="loss", kl_estimator="k2")
+    shaped = shape_rewards(rollouts, scores_of(3.0, -7.0, 1.0), state)
+    assert shaped.rewards.tolist() == [[0.0, 3.0, 0.0, 0.0], [0.0, 0.0, 0.0, -7.0], [0.0, 0.0, 1.0, 0.0]]
+    assert_close(shaped.kl_penalty, 0.5 * KL.square(), rtol=0.0, atol=1e-12)
+    assert shaped.kl_coef == 0.1  # what the loss will weigh it by
 
 
 # --- scoring ---------------------------------------------------------------------------------------------------------

@@ -32,11 +32,13 @@ def settings(**changes) -> SamplingSettings:
     return SamplingSettings(**{**plain, **changes})
 
 
-def next_token(logits: np.ndarray, uniform: float, how: SamplingSettings) -> tuple[int, float]:
-    """Inverse CDF over exact probabilities: keep the top k, then the top p of what is left, look the uniform up."""
+def next_token(logits: np.ndarray, uniform: float, how: SamplingSettings, step: int) -> tuple[int, float]:
+    """Inverse CDF over exact probabilities: no stop token yet? the top k, then the top p of the rest; look it up."""
     probabilities = np.exp(logits / how.temperature - np.max(logits / how.temperature))
     probabilities /= probabilities.sum()
     kept = probabilities.copy()
+    if step + 1 < how.min_response_length:
+        kept[list(how.stop_token_ids)] = 0.0
     order = np.argsort(-kept)
     if how.top_k:
         kept[order[how.top_k :]] = 0.0
@@ -52,10 +54,10 @@ def decode_slowly(model, prompts, uniforms, how: SamplingSettings) -> tuple[list
     tokens, logprobs = [], []
     for prompt, row in zip(prompts, uniforms.numpy(), strict=True):
         ids, row_logprobs = list(prompt), []
-        for uniform in row[: how.response_length]:
+        for step, uniform in enumerate(row[: how.response_length]):
             with torch.no_grad():
                 logits = model(torch.tensor([ids]), use_cache=False).logits[0, -1].double().numpy()
-            token, logprob = next_token(logits, uniform, how)
+            token, logprob = next_token(logits, uniform, how, step)
             ids.append(token)
             row_logprobs.append(logprob)
             if token in how.stop_token_ids:
@@ -108,6 +110,8 @@ def test_the_size_of_the_sub_batches_does_not_change_a_token(make_model, kind, e
     [
         {"temperature": 0.3},
         {"temperature": 1.7},
+        {"min_response_length": 4, "top_k": 2, "temperature": 0.7},
+        {"min_response_length": 3, "top_p": 0.5},
         {"top_k": 1},
         {"top_k": 3},
         {"top_k": 1000},
@@ -123,6 +127,18 @@ def test_the_size_of_the_sub_batches_does_not_change_a_token(make_model, kind, e
 @pytest.mark.parametrize("engine", ENGINES)
 def test_every_sampling_setting_agrees_with_the_oracle(make_model, engine, changes):
     check_against_the_oracle(make_model("llama"), UNEVEN, settings(**changes), engine=engine, batch_size=4)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("least", [2, 5, STEPS])
+def test_no_response_is_shorter_than_the_least_length_and_its_log_probabilities_are_those_of_all_tokens(
+    make_model, engine, least
+):
+    free = check_against_the_oracle(make_model("llama"), UNEVEN, settings(), engine=engine)
+    how = settings(min_response_length=least)
+    found = check_against_the_oracle(make_model("llama"), UNEVEN, how, engine=engine)
+    assert int(found.lengths.min()) >= least
+    assert int(free.lengths.min()) < 5
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -22,7 +22,8 @@ KEYS = {
     *("loss/policy_avg", "loss/value_avg", "loss/total", "val/clipfrac_avg", "val/ratio", "val/ratio_var"),
     *("val/num_eos_tokens", "val/explained_variance", "value/grad_norm"),
     *("response/length", "response/truncated_fraction", "lr/policy", "lr/value", "episode"),
-    *("optimiser/steps", "optimiser/skipped_steps"),
+    *("loss/kl_avg", "loss/entropy_avg"),
+    *("optimiser/steps", "optimiser/skipped_steps", "optimiser/early_stops", "optimiser/loss_scale"),
     *("time/rollout_s", "time/score_s", "time/optimise_s", "time/iteration_s"),
     *("throughput/episodes_per_s", "throughput/generated_tokens_per_s", "memory/peak_bytes"),
 }
@@ -73,17 +74,26 @@ def step(*values: float) -> StepStatistics:
 
 
 STEPS = [
-    # policy loss, value loss, approxkl, policy clipfrac, value clipfrac, ratio, policy norm, value norm
-    step(0.5, 2.0, 0.01, 0.1, 0.4, 1.0, 3.0, 10.0),
-    step(-0.1, 1.0, 0.03, 0.3, 0.2, 1.2, 5.0, 20.0),
-    step(-0.1, 0.0, 0.02, 0.2, 0.0, 0.8, 1.0, 30.0),
+    # policy loss, value loss, KL, entropy, approxkl, policy clipfrac, value clipfrac, ratio, policy norm, value norm
+    step(0.5, 2.0, 0.5, 1.0, 0.01, 0.1, 0.4, 1.0, 3.0, 10.0),
+    step(-0.1, 1.0, 1.0, 2.0, 0.03, 0.3, 0.2, 1.2, 5.0, 20.0),
+    step(-0.1, 0.0, 1.5, 6.0, 0.02, 0.2, 0.0, 0.8, 1.0, 30.0),
 ]
+
+
+def state_after(episode: int, steps: int, skipped: int, scales: tuple[float, float] = (1.0, 1.0), **config: object):
+    scalers = {
+        name: SimpleNamespace(get_scale=lambda scale=scale: scale)
+        for name, scale in zip(("policy_scaler", "critic_scaler"), scales, strict=True)
+    }
+    settings = {"vf_coef": 0.25, "entropy_coef": 0.0, "kl_in": "reward", **config}
+    counters = {"episode": episode, "optimiser_steps": steps, "skipped_steps": skipped, "early_stops": 2}
+    return SimpleNamespace(config=SimpleNamespace(**settings), **counters, **scalers)
 
 
 @pytest.fixture
 def metrics(experience):
-    state = SimpleNamespace(config=SimpleNamespace(vf_coef=0.25), episode=96, optimiser_steps=11, skipped_steps=1)
-    return iteration_metrics(experience, STEPS, state, (1e-5, 3e-5), optimise_seconds=4.0)
+    return iteration_metrics(experience, STEPS, state_after(96, 11, 1), (1e-5, 3e-5), optimise_seconds=4.0)
 
 
 def test_the_keys_are_those_of_the_design_and_one_for_each_component_of_the_reward(metrics):
@@ -128,7 +138,8 @@ def test_scores_have_mean_sample_deviation_and_interpolated_quantiles(metrics):
 def test_statistics_of_the_update_are_means_over_its_optimiser_steps(metrics):
     assert metrics["loss/policy_avg"] == close(0.1)
     assert metrics["loss/value_avg"] == close(1.0)
-    assert metrics["loss/total"] == close(0.1 + 0.25 * 1.0)
+    assert metrics["loss/kl_avg"] == close(1.0)
+    assert metrics["loss/entropy_avg"] == close(3.0)
     assert metrics["policy/approxkl_avg"] == close(0.02)
     assert metrics["policy/clipfrac_avg"] == close(0.2)
     assert metrics["val/clipfrac_avg"] == close(0.2)
@@ -136,6 +147,24 @@ def test_statistics_of_the_update_are_means_over_its_optimiser_steps(metrics):
     assert metrics["val/ratio_var"] == close(0.04)  # of 1.0, 1.2, 0.8 with Bessel's correction
     assert metrics["policy/grad_norm"] == close(3.0)
     assert metrics["value/grad_norm"] == close(20.0)
+
+
+def test_the_total_loss_has_every_term_with_its_coefficient(experience):
+    """Policy 0.1, value 1, KL 1 (price 0.1), entropy 3. KL in the reward leaves steps with KL 0."""
+    state = state_after(96, 11, 1, vf_coef=0.25, entropy_coef=0.02, kl_in="loss")
+    metrics = iteration_metrics(experience, STEPS, state, (1.0, 1.0), 1.0)
+    assert metrics["loss/total"] == close(0.1 + 0.25 * 1.0 + 0.1 * 1.0 - 0.02 * 3.0)
+
+
+def test_a_reward_without_the_kl_has_no_part_but_the_score(experience):
+    metrics = iteration_metrics(experience, STEPS, state_after(96, 11, 1, kl_in="loss"), (1.0, 1.0), 1.0)
+    assert metrics["objective/non_score_reward"] == 0.0
+    assert metrics["objective/kl_estimate"] == close(sum(flat(PENALTY)) / 4)
+
+
+def test_the_loss_scale_is_the_smaller_one(experience):
+    state = state_after(96, 11, 1, scales=(1024.0, 512.0))
+    assert iteration_metrics(experience, STEPS, state, (1.0, 1.0), 1.0)["optimiser/loss_scale"] == 512.0
 
 
 def test_explained_variance_compares_values_before_each_token_with_returns(metrics):
@@ -157,13 +186,13 @@ def test_responses_are_counted_by_length_and_by_how_they_ended(metrics):
 def test_counters_rates_and_times_are_passed_on(metrics):
     assert (metrics["lr/policy"], metrics["lr/value"]) == (1e-5, 3e-5)
     assert (metrics["episode"], metrics["optimiser/steps"], metrics["optimiser/skipped_steps"]) == (96.0, 11.0, 1.0)
+    assert metrics["optimiser/early_stops"] == 2.0
     assert (metrics["time/rollout_s"], metrics["time/score_s"], metrics["time/optimise_s"]) == (5.0, 7.0, 4.0)
 
 
 def test_throughput_is_per_second_of_the_iteration_and_of_generation(experience, monkeypatch):
     monkeypatch.setattr("ppo_rlhf.training.metrics.time.perf_counter", lambda: 8.0)  # the rollouts started at 0
-    state = SimpleNamespace(config=SimpleNamespace(vf_coef=1.0), episode=4, optimiser_steps=3, skipped_steps=0)
-    metrics = iteration_metrics(experience, STEPS, state, (1.0, 1.0), 1.0)
+    metrics = iteration_metrics(experience, STEPS, state_after(4, 3, 0), (1.0, 1.0), 1.0)
     assert metrics["time/iteration_s"] == 8.0
     assert metrics["throughput/episodes_per_s"] == 4 / 8.0
     assert metrics["throughput/generated_tokens_per_s"] == TOKENS / 2.0
@@ -174,8 +203,7 @@ def test_one_response_and_one_step_have_deviation_zero_not_nan(make_rollouts):
     scores = Scores(torch.tensor([3.0]), {}, torch.zeros(1, 3), 1.0)
     zeros = torch.zeros(1, 2)
     experience = Experience(rollouts, scores, ShapedRewards(zeros, zeros, zeros, 0.1, scores.total), zeros, zeros)
-    state = SimpleNamespace(config=SimpleNamespace(vf_coef=1.0), episode=1, optimiser_steps=1, skipped_steps=0)
-    metrics = iteration_metrics(experience, STEPS[:1], state, (1.0, 1.0), 1.0)
+    metrics = iteration_metrics(experience, STEPS[:1], state_after(1, 1, 0), (1.0, 1.0), 1.0)
     assert metrics["objective/scores_std"] == 0.0
     assert metrics["val/ratio_var"] == 0.0
     assert metrics["val/explained_variance"] == 0.0

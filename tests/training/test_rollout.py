@@ -5,7 +5,6 @@ import torch
 from torch.testing import assert_close
 
 from ppo_rlhf.training.randomness import episode_prompts
-from ppo_rlhf.training.rollout import first_epoch_micro_batches
 
 KINDS = ["gpt2", "llama", "bitnet"]
 
@@ -80,6 +79,26 @@ def test_prompts_come_in_the_order_of_the_seed_and_columns_stay_with_them(make_r
     assert rollouts.prompts == run.prompts.select(rows)
 
 
+def test_several_responses_to_one_prompt_stand_side_by_side_each_with_noise_of_its_own(make_run):
+    one = make_run(per_device_train_batch_size=4, gradient_accumulation_steps=1, num_mini_batches=1)
+    three = make_run(responses_per_prompt=3, num_mini_batches=1)
+    assert (one.config.batch_size, three.config.batch_size, three.config.prompts_per_batch) == (4, 12, 4)
+    chosen, found = one.rollouts().prompts, three.rollouts()
+    assert found.prompts.prompt_ids == [ids for ids in chosen.prompt_ids for _ in range(3)]
+    assert found.prompts.columns["wanted"] == [word for word in chosen.columns["wanted"] for _ in range(3)]
+    responses = [tuple(ids) for ids in found.token_lists()]
+    assert all(len(set(responses[start : start + 3])) > 1 for start in range(0, 12, 3))
+
+
+def test_the_next_iteration_goes_on_behind_the_prompts_of_the_last_one(make_run):
+    run = make_run(responses_per_prompt=4, num_mini_batches=1, total_episodes=24)
+    seen = []
+    for iteration in range(2):
+        run.state.iteration = iteration
+        seen += run.rollouts().prompts.prompt_ids[::4]
+    assert sorted(seen) == sorted(run.prompts.prompt_ids)  # 2 x 3 prompts: a whole pass over the six
+
+
 def test_every_iteration_and_every_seed_draws_other_noise(make_run):
     drawn = []
     for seed, iteration in ((1, 0), (1, 1), (2, 0)):
@@ -126,8 +145,8 @@ def test_a_rollout_is_repeated_bit_for_bit(make_run):
 
 
 def test_the_micro_batches_of_the_first_epoch_cover_each_row_once(make_run):
-    config = make_run(num_mini_batches=3, per_device_train_batch_size=3, gradient_accumulation_steps=4).config
-    groups = first_epoch_micro_batches(config, 1)
+    run = make_run(num_mini_batches=3, per_device_train_batch_size=3, gradient_accumulation_steps=4)
+    groups = run.rollouts().first_epoch_micro_batches(run.config)
     assert [len(group) for group in groups] == [3, 1, 3, 1, 3, 1]  # minibatches of 4 in micro-batches of 3
     assert sorted(row for group in groups for row in group) == list(range(12))
 

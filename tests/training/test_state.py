@@ -1,78 +1,17 @@
-"""TrainingState: fresh optimisers, the learning-rate schedules, and what the critic and the sampler are made from."""
+"""TrainingState: fresh counters and controllers, and what the critic and the sampler are made from."""
 
-import math
+import json
 
 import pytest
 import torch
-from torch.optim import AdamW
 from transformers import GenerationConfig
 
-from ppo_rlhf.core.errors import ConfigError
+from ppo_rlhf.core.errors import CheckpointError, ConfigError
+from ppo_rlhf.core.kl import AdaptiveKLController, FixedKLController
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.training.config import PPOConfig
-from ppo_rlhf.training.state import (
-    build_critic,
-    learning_rate_factor,
-    resolve_device,
-    sampling_settings,
-    set_learning_rates,
-    torch_dtype,
-)
-
-
-def factors(iterations: int, **settings) -> list[float]:
-    config = PPOConfig(per_device_train_batch_size=1, total_episodes=iterations, **settings)
-    return [learning_rate_factor(config, iteration) for iteration in range(1, iterations + 1)]
-
-
-# --- schedules -------------------------------------------------------------------------------------------------------
-
-
-def test_a_linear_schedule_starts_at_the_peak_and_its_last_step_is_not_zero():
-    assert factors(4) == pytest.approx([1.0, 0.75, 0.5, 0.25], rel=0.0, abs=1e-12)
-
-
-def test_a_cosine_schedule_has_its_closed_form():
-    expected = [0.5 * (1.0 + math.cos(math.pi * step / 7)) for step in range(7)]
-    assert factors(7, lr_scheduler_type="cosine") == pytest.approx(expected, rel=0.0, abs=1e-12)
-
-
-def test_a_constant_schedule_stays_at_the_peak():
-    assert factors(5, lr_scheduler_type="constant") == [1.0] * 5
-
-
-def test_a_warm_up_rises_to_the_peak_in_equal_steps_and_the_decay_follows():
-    linear = factors(10, warmup_ratio=0.4)
-    assert linear == pytest.approx([1 / 4, 2 / 4, 3 / 4, 1, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6], rel=0.0, abs=1e-12)
-    cosine = factors(10, warmup_ratio=0.4, lr_scheduler_type="cosine")
-    decay = [0.5 * (1.0 + math.cos(math.pi * step / 6)) for step in range(6)]
-    assert cosine == pytest.approx([1 / 4, 2 / 4, 3 / 4, 1, *decay], rel=0.0, abs=1e-12)
-    constant = factors(10, warmup_ratio=0.4, lr_scheduler_type="constant")
-    assert constant == pytest.approx([1 / 4, 2 / 4, 3 / 4, *[1.0] * 7], rel=0.0, abs=1e-12)
-
-
-@pytest.mark.parametrize("name", ["linear", "cosine", "constant"])
-@pytest.mark.parametrize("ratio", [0.0, 0.01, 0.1, 0.5, 0.9, 0.99])
-@pytest.mark.parametrize("iterations", [1, 2, 3, 7, 40])
-def test_no_rate_of_any_schedule_is_zero_or_above_the_peak(name, ratio, iterations):
-    found = factors(iterations, warmup_ratio=ratio, lr_scheduler_type=name)
-    assert min(found) > 0.0
-    assert max(found) == pytest.approx(1.0, rel=0.0, abs=1e-12)
-
-
-def test_both_optimisers_follow_one_schedule_with_their_own_peaks(make_run):
-    run = make_run(learning_rate=1e-3, value_learning_rate=4e-3, total_episodes=36)  # 3 iterations
-    for iteration, factor in [(1, 1.0), (2, 2 / 3), (3, 1 / 3)]:
-        rates = set_learning_rates(run.state, iteration)
-        assert rates == pytest.approx((1e-3 * factor, 4e-3 * factor), rel=1e-12)
-        assert run.state.policy_optimizer.param_groups[0]["lr"] == rates[0]
-        assert run.state.critic_optimizer.param_groups[0]["lr"] == rates[1]
-
-
-def test_without_a_rate_of_its_own_the_critic_takes_the_policys(make_run):
-    run = make_run(learning_rate=1e-3, value_learning_rate=None)
-    assert set_learning_rates(run.state, 1) == (1e-3, 1e-3)
-
+from ppo_rlhf.training.run_models import build_critic
+from ppo_rlhf.training.state import resolve_device, sampling_settings
 
 # --- a fresh state ---------------------------------------------------------------------------------------------------
 
@@ -96,28 +35,47 @@ def test_a_run_is_finished_after_its_last_iteration_and_not_before(make_run):
     assert finished == [False, False, False, True, True]
 
 
-def test_each_optimiser_is_adamw_without_decay_on_exactly_its_own_parameters(make_run):
-    state = make_run("gpt2").state
-    for optimizer, module in ((state.policy_optimizer, state.policy), (state.critic_optimizer, state.critic)):
-        (group,) = optimizer.param_groups
-        assert isinstance(optimizer, AdamW)
-        assert (group["betas"], group["eps"], group["weight_decay"]) == ((0.9, 0.999), 1e-8, 0.0)
-        assert {id(p) for p in group["params"]} == {id(p) for p in module.parameters()}
-        assert len(group["params"]) == len(set(map(id, group["params"])))  # tied embeddings are stepped once
+@pytest.mark.parametrize("dtype", ["float64", "float16"])
+def test_all_that_a_resume_needs_beside_weights_and_counters_goes_through_json(make_run, dtype):
+    run = make_run(
+        dtype=dtype, kl_controller="adaptive", kl_horizon=50.0, reward_normalisation="running", target_kl=1e-4
+    )
+    run.iteration()
+    run.state.early_stops += 1
+    extra = json.loads(json.dumps(run.state.extra_state()))
+    fresh = make_run(
+        dtype=dtype, kl_controller="adaptive", kl_horizon=50.0, reward_normalisation="running", target_kl=1e-4
+    )
+    assert fresh.state.extra_state() != run.state.extra_state()
+    fresh.state.load_extra_state(extra)
+    assert fresh.state.extra_state() == run.state.extra_state()
+    assert fresh.state.kl_controller.kl_coef != 0.05
+    assert fresh.state.reward_moments.count == 12
+    assert fresh.state.kl_alarms.recent == [run.state.history[0]["objective/kl"]]
+    assert fresh.state.early_stops >= 2
+    if dtype == "float16":
+        assert fresh.state.policy_scaler.get_scale() == run.state.policy_scaler.get_scale()
+
+
+def test_extra_state_of_another_version_is_refused(make_run):
+    with pytest.raises(CheckpointError, match=r"^TrainingState\.load_extra_state: got the keys \['kl_controller'\]; "):
+        make_run().state.load_extra_state({"kl_controller": {"kl_coef": 0.1}})
+
+
+def test_the_controller_is_the_one_that_is_asked_for(make_run):
+    fixed, adaptive = (
+        make_run().state.kl_controller,
+        make_run(kl_controller="adaptive", kl_target=4.0).state.kl_controller,
+    )
+    assert isinstance(fixed, FixedKLController)
+    assert isinstance(adaptive, AdaptiveKLController)
+    assert (adaptive.kl_coef, adaptive.target, adaptive.horizon) == (0.05, 4.0, 10_000.0)
 
 
 def test_policy_and_critic_share_no_memory(make_run):
     state = make_run().state
     pointers = [{p.data_ptr() for p in module.parameters()} for module in (state.policy, state.critic)]
     assert pointers[0].isdisjoint(pointers[1])
-
-
-def test_frozen_parameters_are_not_given_to_the_optimiser(make_run, make_model, make_tokenizer):
-    run = make_run()
-    run.state.policy.lm_head.requires_grad_(False)
-    state = type(run.state).create(run.state.policy, run.state.critic, make_tokenizer(), run.config)
-    given = {id(p) for p in state.policy_optimizer.param_groups[0]["params"]}
-    assert id(run.state.policy.lm_head.weight) not in given
 
 
 # --- critic and sampling ---------------------------------------------------------------------------------------------
@@ -187,8 +145,3 @@ def test_a_device_that_this_machine_does_not_have_is_refused(monkeypatch):
     with pytest.raises(ConfigError) as caught:
         resolve_device("cuda:2")
     assert str(caught.value) == "device=cuda:2: this machine has 2 CUDA devices; use auto or cpu"
-
-
-def test_precision_is_a_torch_type():
-    assert torch_dtype(PPOConfig()) == torch.float32
-    assert torch_dtype(PPOConfig(dtype="float64")) == torch.float64

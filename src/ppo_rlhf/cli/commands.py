@@ -18,6 +18,8 @@ from kedro.framework.project import pipelines
 from kedro.utils import find_kedro_project, load_obj
 from mlflow.entities import RunStatus
 
+from ppo_rlhf.cli.advise import advise
+from ppo_rlhf.cli.convert_config import convert_config
 from ppo_rlhf.cli.errors import one_line_each
 from ppo_rlhf.hooks import end_active_run
 from ppo_rlhf.runner import RunInterruptedError, TerminationSignal, raising_on_signals
@@ -72,6 +74,8 @@ def _run_options() -> list[click.Parameter]:
 
 run = RunCommand("run", callback=_run, params=_run_options(), help="Run pipelines, by default the whole chain.")
 cli.add_command(run)
+cli.add_command(advise)
+cli.add_command(convert_config)
 
 
 def _in_plain_words(action: Callable[[], T]) -> T:

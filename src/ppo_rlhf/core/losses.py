@@ -97,6 +97,39 @@ def clipped_policy_loss(
         )
 
 
+def importance_weights(old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, cap: float) -> Tensor:
+    """Truncated importance weights min(exp(clamp(old logp − sampler logp, ±20)), cap), to multiply advantages by.
+
+    They correct for a sampler whose log-probabilities are not quite those of the forward that is trained. A positive
+    factor on the advantage is the same factor on the clipped surrogate.
+
+    Args:
+        old_logprobs: [B, T] of the forward that is trained, before the update.
+        sampler_logprobs: [B, T] under which the tokens were drawn.
+        mask: [B, T], True on the tokens that count.
+        cap: Largest weight; > 0.
+
+    Returns:
+        [B, T] without gradient, 0 where `mask` is False; exactly 1 (or `cap`, if that is less) where both are equal.
+
+    Raises:
+        ShapeError: shapes do not fit.
+        ConfigError: `cap` is not positive.
+
+    Source: Ionides (2008), "Truncated Importance Sampling".
+    """
+    where = "importance_weights"
+    check_dimensions(where, "BT", old_logprobs=old_logprobs)
+    check_same_shape(where, old_logprobs=old_logprobs, sampler_logprobs=sampler_logprobs, mask=mask)
+    check_range(where, above=0.0, cap=cap)
+    counts_BT = as_bool(mask)
+    dtype = compute_dtype(old_logprobs, sampler_logprobs)
+    with torch.no_grad():
+        log_ratio_BT = select(old_logprobs.to(dtype) - sampler_logprobs.to(dtype), counts_BT, dtype)
+        weights_BT = log_ratio_BT.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().clamp(max=cap)
+        return select(weights_BT, counts_BT, dtype)
+
+
 def clipped_value_loss(
     values: Tensor,
     old_values: Tensor,

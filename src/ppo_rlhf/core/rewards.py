@@ -59,6 +59,28 @@ def shape_rewards(
     return score_BT - penalty_BT
 
 
+def overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
+    """Penalty that rises linearly over the last tokens: min(max(length − (max_length − buffer), 0), buffer) / buffer.
+
+    Args:
+        lengths: Tokens of each response, [B], 0..max_length.
+        max_length: Most tokens that a response can have.
+        buffer: Tokens over which the penalty rises, 1..max_length.
+
+    Returns:
+        [B] float64 in 0..1, to be subtracted from the scores: 0 up to max_length − buffer tokens, 1 at max_length.
+
+    Raises:
+        ShapeError: `lengths` is not [B].
+        ConfigError: `buffer` lies outside 1..max_length.
+
+    Source: Yu et al. (2025), "DAPO", arXiv:2503.14476, eq. 13, with the sign turned.
+    """
+    check_dimensions("overlong_penalty", "B", lengths=lengths)
+    check_range("overlong_penalty", at_least=1, at_most=max_length, buffer=buffer)
+    return (lengths.to(torch.float64) - (max_length - buffer)).clamp(0, buffer) / buffer
+
+
 def last_token_mask(mask: Tensor) -> Tensor:
     """True on the last real token of each row only; `mask` [B, T] bool must be a prefix of each row."""
     next_is_padding_BT = torch.ones_like(mask)

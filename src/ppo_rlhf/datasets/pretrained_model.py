@@ -12,7 +12,6 @@ from kedro_datasets._typing import JSONPreview
 from ppo_rlhf.datasets.paths import expand_home
 from ppo_rlhf.datasets.private_folders import private_folder, put
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
-from ppo_rlhf.models.quiet import quiet_transformers
 
 _PREVIEWED = ("architectures", "model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
@@ -68,9 +67,7 @@ class PretrainedModelDataset(AbstractDataset[TrainedModel, PretrainedHandle | No
             raise DatasetError(f"{folder} is a model directory of its own, which is never overwritten. Save elsewhere.")
         with private_folder(folder) as private:
             whole = private / "model"
-            with quiet_transformers():
-                data.model.save_pretrained(whole)
-                data.tokenizer.save_pretrained(whole)
+            data.save(whole)
             self._saved = _put_as_newest(whole, folder)
 
     @property

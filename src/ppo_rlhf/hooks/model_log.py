@@ -13,6 +13,7 @@ from mlflow.types import ColSpec, DataType, Schema
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ppo_rlhf.datasets.checkpoints import CheckpointDataset, read_evaluations, run_directory
+from ppo_rlhf.models.adapters import is_adapter, load_merged
 from ppo_rlhf.models.quiet import errors_only, quiet_transformers
 from ppo_rlhf.training.checkpoint_files import checkpoint_iterations, checkpoint_name
 from ppo_rlhf.training.checkpoints import best_iteration
@@ -40,7 +41,10 @@ def log_policy(directory: Path, name: str, step: int) -> str:
         return logged_before
     with errors_only("mlflow"), quiet_transformers():  # not its advice on input examples and model cards
         # loaded, because MLflow 3.17 cannot log a path under transformers 5 (its lookup of the task fails)
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", local_files_only=True)
+        if is_adapter(directory):  # a LoRA run's checkpoint: MLflow gets a model that needs no other one
+            model = load_merged(directory)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", local_files_only=True)
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
         logged = mlflow.transformers.log_model(
             transformers_model={"model": model, "tokenizer": tokenizer},

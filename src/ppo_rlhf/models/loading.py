@@ -6,6 +6,7 @@ functions needs no reward model on disk. A person's model directory is only ever
 
 import hashlib
 import json
+import logging
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,16 +26,19 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import cached_file
 
 from ppo_rlhf.core.errors import ModelError
-from ppo_rlhf.models.quiet import quiet_transformers
+from ppo_rlhf.models.quiet import errors_only, quiet_transformers
 from ppo_rlhf.models.reward_model import MODEL_TYPE as REWARD_MODEL_TYPE
 from ppo_rlhf.models.tokenizers import ensure_pad_token
+from ppo_rlhf.models.value_heads import VALUE_HEAD, WEIGHTS, WEIGHTS_INDEX, read_value_head, value_head_tensors
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-WEIGHTS = "model.safetensors"
-WEIGHTS_INDEX = "model.safetensors.index.json"
+AVERAGE = "ema"
 HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 MEBIBYTE = 2**20
 PICKLED_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -87,6 +91,30 @@ class PretrainedHandle:
         """
         self.check_causal_lm()
         return self._model("language model", AutoModelForCausalLM.from_pretrained, dtype)
+
+    def value_head(self) -> nn.Linear | None:
+        """Return the value head among the model's weights (TRL's `v_head.*`), None if there is none.
+
+        Of a hub id that is what the cache has: load the model first.
+
+        Raises:
+            ModelError: The directory cannot be used, or its value head is not a linear one.
+        """
+        if is_local(self.source):
+            check_model_directory(self.source)
+            return read_value_head(Path(self._place))
+        files = (
+            cached_file(self.source, name, local_files_only=True, _raise_exceptions_for_missing_entries=False)
+            for name in (WEIGHTS_INDEX, WEIGHTS)
+        )
+        found = next((Path(file) for file in files if file is not None), None)
+        return None if found is None else read_value_head(found.parent)
+
+    def empty_causal_lm(self) -> PreTrainedModel:
+        """Return the language model without weights, on the device `meta`: its modules, for checks."""
+        config = self.config()
+        with torch.device("meta"), quiet_transformers():
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=self.trust_remote_code)
 
     def reward_model(self, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
         """Return the reward model in eval mode: `.logits [B, 1]`, ours or a transformers sequence classifier.
@@ -145,13 +173,17 @@ class PretrainedHandle:
         return str(Path(self.source).expanduser()) if is_local(self.source) else self.source
 
     def _model(self, what: str, load: Callable[..., Any], dtype: torch.dtype) -> PreTrainedModel:
-        model, report = self._read(what, load, dtype=dtype, use_safetensors=True, output_loading_info=True)
+        with errors_only("transformers"):  # not its table of weights that the model has no place for
+            model, report = self._read(what, load, dtype=dtype, use_safetensors=True, output_loading_info=True)
         if report["missing_keys"]:
             missing = sorted(report["missing_keys"])
             raise ModelError(
-                f"{self.source}: as a {what} it lacks {len(missing)} of its weights ({', '.join(missing[:3])}"
-                f"{', …' if len(missing) > 3 else ''}). They would be random: give a directory saved as a {what}."
+                f"{self.source}: as a {what} it lacks {len(missing)} of its weights ({_some(missing)}). They would be "
+                f"random: give a directory saved as a {what}."
             )
+        unknown = sorted(name for name in report["unexpected_keys"] if name not in VALUE_HEAD)
+        if unknown:
+            log.warning("%s: not part of a %s, left out: %s.", self.source, what, _some(unknown))
         disable_dropout(model)
         align_parameters(model)
         return model.eval()
@@ -170,10 +202,30 @@ class PretrainedHandle:
 
 @dataclass
 class TrainedModel:
-    """A model and its tokenizer, as the model dataset saves them."""
+    """A model and what belongs to it, as the model dataset saves them.
+
+    Attributes:
+        model: A plain transformers model.
+        tokenizer: Its tokenizer.
+        value_head: A value head on the model's last hidden states; saved among its weights as TRL does (`v_head.*`).
+        average: The model with the moving average of its weights; saved in the folder `ema`.
+    """
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
+    value_head: nn.Linear | None = None
+    average: PreTrainedModel | None = None
+
+    def save(self, folder: Path) -> None:
+        """Write a model directory: configuration, safetensors and tokenizer; the average is one of its own below."""
+        weights = None
+        if self.value_head is not None:
+            weights = self.model.state_dict() | value_head_tensors(self.value_head)
+        with quiet_transformers():
+            self.model.save_pretrained(folder, state_dict=weights)
+            self.tokenizer.save_pretrained(folder)
+        if self.average is not None:
+            TrainedModel(self.average, self.tokenizer).save(folder / AVERAGE)
 
 
 def is_local(source: str) -> bool:
@@ -297,6 +349,10 @@ def _nested_configs(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
     for value in vars(config).values():
         if isinstance(value, PretrainedConfig):
             yield from _nested_configs(value)
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
 
 
 def _first_line(error: Exception) -> str:

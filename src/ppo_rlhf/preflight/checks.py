@@ -10,6 +10,7 @@ from kedro.pipeline import Pipeline
 
 from ppo_rlhf.datasets import PretrainedModelDataset, RecordsDataset, ResumeCheckpointDataset
 from ppo_rlhf.preflight.functions import check_functions
+from ppo_rlhf.preflight.model_options import check_model_options
 from ppo_rlhf.preflight.models import (
     check_critic,
     check_devices,
@@ -21,6 +22,7 @@ from ppo_rlhf.preflight.prompts import check_prompts, check_stop_tokens, future_
 from ppo_rlhf.preflight.request import RunRequest
 from ppo_rlhf.preflight.resume import check_resume
 from ppo_rlhf.preflight.tables import check_demonstrations, check_given_preferences
+from ppo_rlhf.training.config import PPOConfig
 
 SEEN_TO_ELSEWHERE = (MemoryDataset, RecordsDataset, PretrainedModelDataset, ResumeCheckpointDataset)
 TABLES = ("raw_demonstrations", "raw_preferences", "raw_prompts", "raw_evaluation_prompts")
@@ -48,6 +50,7 @@ def find_problems(
     models = check_models(run)
     check_devices(run)
     check_critic(run, models)
+    check_model_options(run, models)
     demonstrations = check_demonstrations(run, tables, models)
     check_given_preferences(run, tables, models)
     policy = future_policy(run, models, demonstrations)
@@ -73,7 +76,7 @@ def check_slice(run: RunRequest) -> None:
 
 
 def check_given(run: RunRequest) -> None:
-    """Note inputs that a person set to null though the run cannot do without."""
+    """Note inputs that a person set to null though the run cannot do without, and paths in a place that is not read."""
     needed = {
         "demonstrations_path": run.reads("raw_demonstrations") and run.source("raw_demonstrations") is None,
         "prompts_path": run.writes("prompt_dataset") and run.source("raw_prompts") is None,
@@ -82,6 +85,9 @@ def check_given(run: RunRequest) -> None:
     }
     for setting in (name for name, is_null in needed.items() if is_null):
         run.problems.append(f"{setting} names nothing. Set it in conf/local/globals.yml or with --params {setting}=…")
+    ppo = run.group("ppo")
+    if isinstance(ppo, PPOConfig):
+        run.problems += ppo.misplaced_paths()
 
 
 def _is_null(run: RunRequest, name: str) -> bool:

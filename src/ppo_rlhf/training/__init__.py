@@ -1,15 +1,20 @@
 """Owns everything that has state: configuration, rollouts, rewards, the update, checkpoints.
 
-Knows neither Kedro nor MLflow. `PPOConfig` and `TrainingState` can be imported from here; they are looked up when
-asked for, since the command line imports small parts of this package and should not wait for transformers.
+Knows neither Kedro nor MLflow. `PPOConfig`, `PPOTrainer` and `TrainingState` can be imported from here; they are
+looked up when asked for, since the command line imports small parts of this package and should not wait for
+transformers.
 """
 
 from importlib import import_module
 from typing import Any
 
-_HOMES = {"PPOConfig": "ppo_rlhf.training.config", "TrainingState": "ppo_rlhf.training.state"}
+_HOMES = {
+    "PPOConfig": "ppo_rlhf.training.config",
+    "PPOTrainer": "ppo_rlhf.training.trainer",
+    "TrainingState": "ppo_rlhf.training.state",
+}
 
-__all__ = ["PPOConfig", "TrainingState"]
+__all__ = ["PPOConfig", "PPOTrainer", "TrainingState"]
 
 
 def __getattr__(name: str) -> Any:

@@ -2,12 +2,11 @@
 
     <run directory>/iteration_000010/
         manifest.json                   run, iteration, size and SHA-256 of every other file, sealed by its own hash
-        state.json                      counters, KL controller, hyperparameters, optimiser groups
+        state.json                      counters, controllers, moments, hyperparameters, optimiser groups
         history.safetensors             every metric of every iteration so far
-        policy/                         a Hugging Face model directory with its tokenizer
-        critic.safetensors
+        policy/, critic.safetensors, …  the models, see `model_files`
         policy_optimizer.safetensors    moments, named <parameter index>.<moment>
-        critic_optimizer.safetensors
+        critic_optimizer.safetensors    not with a shared trunk, which has one optimiser
 
 Randomness needs no state: it is a function of seed, iteration and episode.
 """
@@ -25,13 +24,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from ppo_rlhf.core.errors import CheckpointError
-from ppo_rlhf.models.quiet import quiet_transformers
+from ppo_rlhf.models.adapters import has_adapter
 from ppo_rlhf.training.checkpoint_files import checkpoint_name, verify_checkpoint, write_directory
 from ppo_rlhf.training.history import MetricHistory
+from ppo_rlhf.training.model_files import optimizers, read_models, write_models
 from ppo_rlhf.training.state import TrainingState
 
-MODELS = ("policy", "critic")
-OPTIMIZERS = ("policy_optimizer", "critic_optimizer")
 _COUNTERS = ("iteration", "episode", "optimiser_steps", "skipped_steps", "skipped_in_a_row")
 _MOMENTS_OF_ADAM = 2
 _SMALL_FILES = 16 * 2**20
@@ -83,18 +81,15 @@ def read_checkpoint(directory: Path, state: TrainingState) -> None:
     """
     verify_checkpoint(directory)
     values = _state_values(directory)
-    with quiet_transformers():  # the class of the model at hand, so that code of its own need not be trusted again
-        policy = type(state.policy).from_pretrained(
-            directory / "policy", dtype=state.policy.dtype, use_safetensors=True, local_files_only=True
-        )
     try:
-        state.policy.load_state_dict(policy.state_dict())
-        state.critic.load_state_dict(load_file(directory / "critic.safetensors", device=str(state.device)))
-        for name in OPTIMIZERS:
-            _load_optimizer(getattr(state, name), directory / f"{name}.safetensors", values[name])
-    except (RuntimeError, ValueError) as error:
+        read_models(directory, state)
+        for name, optimizer in optimizers(state).items():
+            _load_optimizer(optimizer, directory / f"{name}.safetensors", values[name])
+    except CheckpointError:
+        raise
+    except (OSError, KeyError, RuntimeError, ValueError) as error:
         raise CheckpointError(f"{directory}: made for other models: {error}") from error
-    state.kl_controller.load_state_dict(values["kl_controller"])
+    state.load_extra_state(values["extra"])
     state.history = saved_history(directory)
     for name in _COUNTERS:
         setattr(state, name, values[name])
@@ -112,12 +107,18 @@ def saved_history(directory: Path) -> MetricHistory:
 
 
 def checkpoint_bytes(state: TrainingState) -> int:
-    """Return about how many bytes a checkpoint of this state takes: weights, Adam's two moments, small files."""
+    """Return about how many bytes a checkpoint of this state takes: weights, Adam's two moments, small files.
+
+    With LoRA the frozen weights are not in it.
+    """
     total = _SMALL_FILES
-    for name in MODELS:
-        for parameter in getattr(state, name).parameters():
+    for model in (state.policy, state.critic):
+        saved = [p for p in model.parameters() if p.requires_grad or not has_adapter(model)]
+        for parameter in saved:
             copies = 1 + _MOMENTS_OF_ADAM * parameter.requires_grad
             total += copies * parameter.numel() * parameter.element_size()
+    if state.policy_average is not None:
+        total += sum(tensor.numel() * tensor.element_size() for tensor in state.policy_average.weights.values())
     return total
 
 
@@ -152,20 +153,17 @@ def best_iteration(evaluations: list[dict[str, float]], kl_alarm: float) -> int 
 
 
 def _write_state(directory: Path, state: TrainingState) -> None:
-    with quiet_transformers():
-        state.policy.save_pretrained(directory / "policy")
-    state.tokenizer.save_pretrained(directory / "policy")
-    save_file(_contiguous(state.critic.state_dict()), directory / "critic.safetensors")
+    write_models(directory, state)
     groups = {}
-    for name in OPTIMIZERS:
-        saved = getattr(state, name).state_dict()
+    for name, optimizer in optimizers(state).items():
+        saved = optimizer.state_dict()
         moments = {f"{index}.{key}": value for index, row in saved["state"].items() for key, value in row.items()}
         save_file(_contiguous(moments), directory / f"{name}.safetensors")
         groups[name] = saved["param_groups"]
     save_file(state.history.tensors(), directory / "history.safetensors")
     values = {
         **{name: getattr(state, name) for name in _COUNTERS},
-        "kl_controller": state.kl_controller.state_dict(),
+        "extra": state.extra_state(),
         "config": dataclasses.asdict(state.config),
         "history_names": state.history.names,
         **groups,

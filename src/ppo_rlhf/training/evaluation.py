@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.generation import GeneratedResponses, SamplingSettings, generate_responses
+from ppo_rlhf.training.precision import autocast
 from ppo_rlhf.training.prompts import PromptDataset
 from ppo_rlhf.training.randomness import episode_uniforms
 from ppo_rlhf.training.rewards import ResponseBatch, RewardFunction, RewardScorer, call_reward_function, load_function
@@ -177,7 +178,7 @@ def evaluate_policy(
         prompts: Held-out prompts, tokenised.
         reward_scorer: The reward that PPO maximises.
         judge: Who else judges.
-        config: The rollout engine is taken from it.
+        config: The rollout engine and the precision are taken from it.
         sampling: Length, temperature, truncation and stop tokens of the responses.
         seed: Fixes the noise; two policies evaluated with one seed get the same.
         batch_size: Responses handled at a time.
@@ -189,9 +190,11 @@ def evaluate_policy(
     if len(prompts) == 0:
         raise DataError("evaluation: there are no held-out prompts; raise prompts.held_out_share or name a file")
     uniforms_NT = episode_uniforms(seed, NOISE_STREAM, 0, len(prompts), sampling.response_length)
-    responses = generate_responses(
-        policy, prompts.prompt_ids, uniforms_NT, sampling, engine=config.rollout_engine, batch_size=batch_size
-    )
+    with autocast(config, policy.device):
+        responses = generate_responses(
+            policy, prompts.prompt_ids, uniforms_NT, sampling, engine=config.rollout_engine, batch_size=batch_size
+        )
+        kl = _summed_kl(policy, reference_policy, prompts.prompt_ids, responses, sampling, batch_size)
     completions = tokenizer.batch_decode(responses.token_lists(), skip_special_tokens=True)
     scored = reward_scorer.score(
         ResponseBatch(
@@ -214,7 +217,7 @@ def evaluate_policy(
         rewards=scored.total.double().numpy(),
         judge_scores=None if judge.judge is None else judged("evaluation.judge", judge.judge),
         rates={name: judged(f"evaluation.rates.{name}", function) for name, function in judge.rates.items()},
-        kl=_summed_kl(policy, reference_policy, prompts.prompt_ids, responses, sampling, batch_size),
+        kl=kl,
         lengths=responses.lengths.numpy(),
         terminated=responses.terminated.numpy(),
     )

@@ -13,11 +13,13 @@ from ppo_rlhf.core import rewards as core_rewards
 from ppo_rlhf.core.kl import kl_estimate
 from ppo_rlhf.core.statistics import masked_whiten
 from ppo_rlhf.training.config import PPOConfig
-from ppo_rlhf.training.packing import PackedSequences
+from ppo_rlhf.training.precision import deterministic
 from ppo_rlhf.training.rewards import RewardScorer
-from ppo_rlhf.training.rollout import Rollouts, first_epoch_micro_batches
+from ppo_rlhf.training.rollout import Rollouts
+from ppo_rlhf.training.score_shaping import final_scores
 from ppo_rlhf.training.scoring import scatter_rows
 from ppo_rlhf.training.state import TrainingState
+from ppo_rlhf.training.values import response_values
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class ShapedRewards:
     kl: Tensor  # [B, T], k1 = log pi - log pi_ref, nats
     kl_penalty: Tensor  # [B, T], the chosen estimator, nats
     kl_coef: float
-    scores: Tensor  # [B], as given by the rewards, before clip and penalties
+    scores: Tensor  # [B], as given by the rewards, before normalisation, clip and penalties
 
 
 @dataclass(frozen=True)
@@ -52,23 +54,11 @@ class Experience:
     returns: Tensor  # [B, T], 0 in padding
 
 
-def response_values(state: TrainingState, packed: PackedSequences) -> Tensor:
-    """Return the critic's values of the states s_0 … s_T, `[B, T + 1]`; column t comes before response token t."""
-    values: Tensor = state.critic(packed.input_ids, packed.attention_mask, packed.position_ids)
-    return values[:, -packed.response_ids.shape[1] - 1 :]
-
-
 def score_responses(rollouts: Rollouts, scorer: RewardScorer, state: TrainingState) -> Scores:
     """Score the responses and value every state of them."""
     started = time.perf_counter()
-    config = state.config
     scored = scorer.score(rollouts.response_batch())
-    rows, width = rollouts.response_ids.shape
-    values = torch.zeros(rows, width + 1, dtype=rollouts.old_logprobs.dtype)
-    with torch.no_grad():
-        for group in first_epoch_micro_batches(config, rollouts.iteration):
-            packed = rollouts.pack(group, state.sampling.pad_token_id, state.device)
-            scatter_rows(values, group, response_values(state, packed))
+    values = _state_values(rollouts, state) if rollouts.values is None else rollouts.values
     return Scores(
         total=scored.total.to("cpu", values.dtype),
         components={name: component.to("cpu", values.dtype) for name, component in scored.components.items()},
@@ -77,39 +67,71 @@ def score_responses(rollouts: Rollouts, scorer: RewardScorer, state: TrainingSta
     )
 
 
+def _state_values(rollouts: Rollouts, state: TrainingState) -> Tensor:
+    """Return the critic's values `[B, T + 1]`, of the same forward passes as the update's first epoch."""
+    rows, width = rollouts.response_ids.shape
+    values = torch.zeros(rows, width + 1, dtype=rollouts.old_logprobs.dtype)
+    with torch.no_grad(), deterministic(state.config):
+        for group in rollouts.first_epoch_micro_batches(state.config):
+            packed = rollouts.pack(group, state.sampling.pad_token_id, state.device)
+            scatter_rows(values, group, response_values(state, packed))
+    return values
+
+
 def shape_rewards(rollouts: Rollouts, scores: Scores, state: TrainingState) -> ShapedRewards:
-    """Turn scores into token rewards: clip, missing-EOS penalty, per-token KL, optional whitening, in that order."""
+    """Turn scores into token rewards: normalisation, scale, clip, penalties, per-token KL, optional whitening."""
     config, mask = state.config, rollouts.mask
     kl = torch.where(mask, rollouts.old_logprobs - rollouts.reference_logprobs, 0.0)
     penalty = torch.where(
         mask, kl_estimate(rollouts.old_logprobs, rollouts.reference_logprobs, config.kl_estimator), 0.0
     )
+    kl_coef = state.kl_controller.kl_coef
     rewards = core_rewards.shape_rewards(
-        adjusted_scores(scores.total, rollouts.terminated, config), penalty, mask, state.kl_controller.kl_coef
+        final_scores(scores.total, rollouts.terminated, rollouts.lengths, state.reward_moments, config),
+        penalty,
+        mask,
+        kl_coef if config.kl_in == "reward" else 0.0,
     )
     if config.whiten_rewards:
         rewards = masked_whiten(rewards, mask, shift_mean=False)
-    return ShapedRewards(rewards, kl, penalty, state.kl_controller.kl_coef, scores.total)
+    return ShapedRewards(rewards, kl, penalty, kl_coef, scores.total)
 
 
-def adjusted_scores(scores: Tensor, terminated: Tensor, config: PPOConfig) -> Tensor:
-    """Return `[B]` scores after the clip and the missing-EOS penalty (which the clip does not touch)."""
-    if config.reward_clip is not None:
-        scores = scores.clamp(-config.reward_clip, config.reward_clip)
-    if config.missing_eos_penalty is not None:
-        scores = torch.where(terminated, scores, scores - config.missing_eos_penalty)
-    return scores
+def learning_mask(rollouts: Rollouts, config: PPOConfig) -> Tensor:
+    """Return `[B, T]` bool, True on the tokens that both losses count: without cut-off responses if they are masked."""
+    if config.truncated_responses != "mask":
+        return rollouts.mask
+    return rollouts.mask & rollouts.terminated[:, None]
 
 
 def estimate_advantages(
     rollouts: Rollouts, scores: Scores, shaped_rewards: ShapedRewards, config: PPOConfig
 ) -> Experience:
-    """Estimate advantages and returns by GAE; nothing is bootstrapped past a response's last token."""
-    advantages, returns = core_advantages.generalized_advantage_estimate(
-        shaped_rewards.rewards, scores.values[:, :-1], rollouts.mask, config.gamma, config.lam
-    )
+    """Estimate advantages and returns by GAE.
+
+    Nothing is bootstrapped past a response's last token, unless `truncated_responses` is bootstrap: then V(s_T) of a
+    cut-off response stands for all that would have followed. `lam_critic` gives the returns a lambda of their own.
+    """
+    bootstrap_values = None
+    if config.truncated_responses == "bootstrap":
+        after_end = scores.values.gather(1, rollouts.lengths[:, None])[:, 0]
+        bootstrap_values = torch.where(rollouts.terminated, 0.0, after_end)
+
+    def estimate(lam: float) -> tuple[Tensor, Tensor]:
+        return core_advantages.generalized_advantage_estimate(
+            shaped_rewards.rewards,
+            scores.values[:, :-1],
+            rollouts.mask,
+            config.gamma,
+            lam,
+            bootstrap_values=bootstrap_values,
+        )
+
+    advantages, returns = estimate(config.lam)
+    if config.lam_critic is not None:
+        _, returns = estimate(config.lam_critic)
     if config.whiten_advantages:
-        advantages = masked_whiten(advantages, rollouts.mask)
+        advantages = masked_whiten(advantages, learning_mask(rollouts, config))
     return Experience(rollouts, scores, shaped_rewards, advantages, returns)
 
 

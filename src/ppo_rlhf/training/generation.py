@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
+from ppo_rlhf.core.logprobs import token_logprobs
 from ppo_rlhf.core.responses import length_mask, response_lengths
 from ppo_rlhf.core.sampling import sample_tokens
 from ppo_rlhf.training.packing import LeftPadded, left_pad, without_padding
@@ -21,7 +22,10 @@ from ppo_rlhf.training.packing import LeftPadded, left_pad, without_padding
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How tokens are drawn. `response_length` counts the stop token; `top_k` 0 and `top_p` 1 are off."""
+    """How tokens are drawn. Both lengths count the stop token; `top_k` 0 and `top_p` 1 are off.
+
+    Before the token `min_response_length` no stop token is drawn.
+    """
 
     response_length: int
     temperature: float
@@ -29,24 +33,34 @@ class SamplingSettings:
     top_p: float
     stop_token_ids: tuple[int, ...]
     pad_token_id: int
+    min_response_length: int = 0
 
 
 @dataclass(frozen=True)
-class GeneratedResponses:
-    """Responses of N prompts, right-padded to `T = response_length`.
+class Responses:
+    """Responses to N prompts, right-padded to `T = response_length`, wherever they come from.
 
-    `terminated` is True where a stop token ended the response; it is the response's last token then. Log-probabilities
-    are the sampler's own (tempered, before top-k and top-p), 0 in padding.
+    `terminated` is True where a stop token ended the response; it is the response's last token then.
     """
 
     response_ids: Tensor  # [N, T] long
     lengths: Tensor  # [N] long
     terminated: Tensor  # [N] bool
-    sampler_logprobs: Tensor  # [N, T]
 
     def token_lists(self) -> list[list[int]]:
         """Return each response's tokens without padding."""
         return without_padding(self.response_ids, self.lengths)
+
+
+@dataclass(frozen=True)
+class GeneratedResponses(Responses):
+    """Responses that were sampled here.
+
+    Log-probabilities are the sampler's own (tempered, before top-k, top-p and the exclusion of stop tokens), 0 in
+    padding.
+    """
+
+    sampler_logprobs: Tensor  # [N, T]
 
 
 def generate_responses(
@@ -109,7 +123,7 @@ def _decode_cached(
             logits_to_keep=1,
         )
         cache = output.past_key_values
-        token, logprob = _sample(output.logits[:, -1], uniforms[:, step], settings)
+        token, logprob = _sample(output.logits[:, -1], uniforms, step, settings)
         tokens.append(torch.where(finished, settings.pad_token_id, token))
         logprobs.append(logprob)
         finished = finished | torch.isin(token, stops)
@@ -130,7 +144,7 @@ class _ForcedSampling(LogitsProcessor):
         self.logprobs: list[Tensor] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        token, logprob = _sample(scores, self.uniforms[:, len(self.logprobs)], self.settings)
+        token, logprob = _sample(scores, self.uniforms, len(self.logprobs), self.settings)
         self.logprobs.append(logprob)
         return torch.full_like(scores, -torch.inf).scatter(1, token[:, None], 0.0)
 
@@ -165,9 +179,16 @@ def _generation_config(model: PreTrainedModel, config: GenerationConfig) -> Iter
         model.generation_config = saved
 
 
-def _sample(logits: Tensor, uniforms: Tensor, settings: SamplingSettings) -> tuple[Tensor, Tensor]:
+def _sample(logits: Tensor, uniforms: Tensor, step: int, settings: SamplingSettings) -> tuple[Tensor, Tensor]:
+    """Draw the token of a step, counted from 0, and return it with its log-probability under the whole distribution."""
     wide = logits if logits.dtype == torch.float64 else logits.float()
-    return sample_tokens(wide, uniforms, temperature=settings.temperature, top_k=settings.top_k, top_p=settings.top_p)
+    noise, temperature = uniforms[:, step], settings.temperature
+    if step >= settings.min_response_length - 1 or not settings.stop_token_ids:
+        return sample_tokens(wide, noise, temperature=temperature, top_k=settings.top_k, top_p=settings.top_p)
+    going_on = wide.clone()
+    going_on[:, list(settings.stop_token_ids)] = -torch.inf
+    tokens, _ = sample_tokens(going_on, noise, temperature=temperature, top_k=settings.top_k, top_p=settings.top_p)
+    return tokens, token_logprobs(wide[:, None], tokens[:, None], temperature)[:, 0]
 
 
 def _widen(rows: Tensor, width: int, value: float) -> Tensor:

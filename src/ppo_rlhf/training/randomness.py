@@ -6,6 +6,7 @@ Streams keep uses apart: the uniforms of `rollout` 3 have nothing to do with the
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -60,6 +61,32 @@ def minibatch_partition(seed: int, iteration: int, epoch: int, size: int, num_mi
     return [rows[start : start + length] for start in range(0, size, length)]
 
 
-def micro_batches(minibatch: list[int], micro_batch_size: int) -> list[list[int]]:
-    """Cut one minibatch into the pieces that go through the model at a time; the last may be shorter."""
-    return [minibatch[start : start + micro_batch_size] for start in range(0, len(minibatch), micro_batch_size)]
+def micro_batches(
+    minibatch: list[int],
+    micro_batch_size: int,
+    prompt_lengths: Sequence[int] = (),
+    response_lengths: Sequence[int] = (),
+    token_budget: int | None = None,
+) -> list[list[int]]:
+    """Cut one minibatch into the pieces that go through the model at a time, in its order.
+
+    Args:
+        minibatch: Row indices.
+        micro_batch_size: Rows in a piece, at most.
+        prompt_lengths: Prompt tokens of every row of the batch; read only with a budget.
+        response_lengths: Response tokens likewise.
+        token_budget: rows x (longest prompt + longest response) of a piece, at most; a single row that has more goes
+            alone. None: no such limit.
+    """
+    if token_budget is None:
+        return [minibatch[start : start + micro_batch_size] for start in range(0, len(minibatch), micro_batch_size)]
+    pieces: list[list[int]] = []
+    prompt = response = 0
+    for row in minibatch:
+        prompt, response = max(prompt, prompt_lengths[row]), max(response, response_lengths[row])
+        rows = len(pieces[-1]) + 1 if pieces else micro_batch_size + 1
+        if rows > micro_batch_size or rows * (prompt + response) > token_budget:
+            pieces.append([])
+            prompt, response = prompt_lengths[row], response_lengths[row]
+        pieces[-1].append(row)
+    return pieces

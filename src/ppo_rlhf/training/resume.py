@@ -24,6 +24,7 @@ MAY_CHANGE = frozenset(
         "sample_interval",
         "shutdown_grace_s",
         "max_skipped_steps",
+        "kl_warning",
         "kl_alarm",
         "kl_stop",
         "device",

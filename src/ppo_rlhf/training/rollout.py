@@ -12,13 +12,15 @@ from transformers import PreTrainedModel
 from ppo_rlhf.core.logprobs import token_entropy, token_logprobs
 from ppo_rlhf.core.responses import length_mask
 from ppo_rlhf.training.config import PPOConfig
-from ppo_rlhf.training.generation import GeneratedResponses, generate_responses
+from ppo_rlhf.training.generation import Responses, generate_responses
 from ppo_rlhf.training.packing import PackedSequences, pack, without_padding
+from ppo_rlhf.training.precision import autocast, deterministic
 from ppo_rlhf.training.prompts import PromptDataset
 from ppo_rlhf.training.randomness import episode_prompts, episode_uniforms, micro_batches, minibatch_partition
 from ppo_rlhf.training.rewards import ResponseBatch
 from ppo_rlhf.training.scoring import response_logits, response_logprobs, scatter_rows
 from ppo_rlhf.training.state import TrainingState
+from ppo_rlhf.training.values import response_values, trunk_states
 
 
 @dataclass(frozen=True)
@@ -31,13 +33,14 @@ class Rollouts:
     response_ids: Tensor  # [B, T] long
     lengths: Tensor  # [B] long
     terminated: Tensor  # [B] bool, True where a stop token ended the response
-    sampler_logprobs: Tensor  # [B, T], the decoding loop's own
+    sampler_logprobs: Tensor | None  # [B, T], the decoding loop's own; None of responses that were sampled elsewhere
     old_logprobs: Tensor  # [B, T], of the forward that is trained
     reference_logprobs: Tensor  # [B, T]
     entropy: Tensor  # [B, T], of the tempered policy
     started: float  # time.perf_counter() when the iteration began
-    generation_seconds: float
+    generation_seconds: float | None  # None if they were sampled elsewhere
     seconds: float
+    values: Tensor | None = None  # [B, T + 1] of the same forward passes, if policy and critic share their trunk
 
     @property
     def mask(self) -> Tensor:
@@ -59,20 +62,40 @@ class Rollouts:
             terminated=self.terminated.tolist(),
         )
 
+    def micro_batches(self, minibatch: list[int], config: PPOConfig) -> list[list[int]]:
+        """Cut a minibatch of row indices into the pieces that go through the model at a time."""
+        return _cut(minibatch, self.prompts.prompt_ids, self.lengths, config)
+
+    def first_epoch_micro_batches(self, config: PPOConfig) -> list[list[int]]:
+        """Return the micro-batches that the update's first epoch will use."""
+        return _first_epoch_micro_batches(config, self.iteration, self.prompts.prompt_ids, self.lengths)
+
     def pack(self, rows: list[int], pad_token_id: int, device: torch.device) -> PackedSequences:
         """Return the given rows as model inputs, trimmed to their longest prompt and response."""
         prompt_ids = [self.prompts.prompt_ids[i] for i in rows]
         return pack(prompt_ids, self.response_ids[rows], self.lengths[rows], pad_token_id, device)
 
 
-def first_epoch_micro_batches(config: PPOConfig, iteration: int) -> list[list[int]]:
-    """Return the micro-batches that the update's first epoch will use.
+def _cut(minibatch: list[int], prompt_ids: list[list[int]], lengths: Tensor, config: PPOConfig) -> list[list[int]]:
+    return micro_batches(
+        minibatch,
+        config.local_micro_batch_size,
+        [len(ids) for ids in prompt_ids],
+        lengths.tolist(),
+        config.max_tokens_per_micro_batch,
+    )
+
+
+def _first_epoch_micro_batches(
+    config: PPOConfig, iteration: int, prompt_ids: list[list[int]], lengths: Tensor
+) -> list[list[int]]:
+    """Return the micro-batches of the first epoch, drawn before it.
 
     Old log-probabilities and values are computed on them, so that the first ratio is 1 to the last bit: a matrix
     product rounds differently in another shape.
     """
     partition = minibatch_partition(config.seed, iteration, 0, config.local_batch_size, config.num_mini_batches)
-    return [rows for minibatch in partition for rows in micro_batches(minibatch, config.local_micro_batch_size)]
+    return [rows for minibatch in partition for rows in _cut(minibatch, prompt_ids, lengths, config)]
 
 
 def generate_rollouts(
@@ -88,67 +111,114 @@ def generate_rollouts(
     """
     started = time.perf_counter()
     iteration = state.iteration + 1
-    batch = prompts.select(episode_prompts(config.seed, iteration, config.batch_size, len(prompts)))
+    chosen = episode_prompts(config.seed, iteration, config.prompts_per_batch, len(prompts))
+    batch = prompts.select([index for index in chosen for _ in range(config.responses_per_prompt)])
     uniforms = episode_uniforms(config.seed, "rollout", iteration, config.batch_size, config.response_length)
-    generated = generate_responses(
-        state.policy,
-        batch.prompt_ids,
-        uniforms,
-        state.sampling,
-        engine=config.rollout_engine,
-        batch_size=config.local_rollout_forward_batch_size,
-    )
-    generation_seconds = time.perf_counter() - started
-    reference_logprobs = response_logprobs(
+    with autocast(config, state.device):
+        generated = generate_responses(
+            state.policy,
+            batch.prompt_ids,
+            uniforms,
+            state.sampling,
+            engine=config.rollout_engine,
+            batch_size=config.local_rollout_forward_batch_size,
+        )
+    return complete_rollouts(
+        state,
         reference_policy,
-        batch.prompt_ids,
-        generated.response_ids,
-        generated.lengths,
-        config.temperature,
-        config.local_rollout_forward_batch_size,
-        pad_token_id=state.sampling.pad_token_id,
+        batch,
+        generated,
+        config,
+        sampler_logprobs=generated.sampler_logprobs,
+        started=started,
+        generation_seconds=time.perf_counter() - started,
     )
-    old_logprobs, entropy = _trained_forward(state, batch.prompt_ids, generated, config, iteration)
+
+
+def complete_rollouts(
+    state: TrainingState,
+    reference_policy: PreTrainedModel,
+    prompts: PromptDataset,
+    responses: Responses,
+    config: PPOConfig,
+    *,
+    sampler_logprobs: Tensor | None,
+    started: float,
+    generation_seconds: float | None,
+) -> Rollouts:
+    """Compute what PPO compares of the next iteration's responses, under the policy that trains and the reference.
+
+    Args:
+        state: Training state.
+        reference_policy: The frozen SFT policy.
+        prompts: What the responses, row by row, answer.
+        responses: `batch_size` responses, in as many columns as `response_length`.
+        config: Hyperparameters.
+        sampler_logprobs: `[B, T]` of the sampler, if it is known.
+        started: `time.perf_counter()` when the iteration began.
+        generation_seconds: How long the sampling took, if that is known.
+    """
+    sampled, iteration = time.perf_counter(), state.iteration + 1
+    with deterministic(config):
+        with autocast(config, state.device):
+            reference_logprobs = response_logprobs(
+                reference_policy,
+                prompts.prompt_ids,
+                responses.response_ids,
+                responses.lengths,
+                config.temperature,
+                config.local_rollout_forward_batch_size,
+                pad_token_id=state.sampling.pad_token_id,
+            )
+        old_logprobs, entropy, values = _trained_forward(state, prompts.prompt_ids, responses, config, iteration)
     return Rollouts(
         iteration=iteration,
-        prompts=batch,
-        completions=state.tokenizer.batch_decode(generated.token_lists(), skip_special_tokens=True),
-        response_ids=generated.response_ids,
-        lengths=generated.lengths,
-        terminated=generated.terminated,
-        sampler_logprobs=generated.sampler_logprobs,
+        prompts=prompts,
+        completions=state.tokenizer.batch_decode(responses.token_lists(), skip_special_tokens=True),
+        response_ids=responses.response_ids,
+        lengths=responses.lengths,
+        terminated=responses.terminated,
+        sampler_logprobs=sampler_logprobs,
         old_logprobs=old_logprobs,
         reference_logprobs=reference_logprobs,
         entropy=entropy,
         started=started,
         generation_seconds=generation_seconds,
-        seconds=time.perf_counter() - started,
+        seconds=(generation_seconds or 0.0) + time.perf_counter() - sampled,
+        values=values,
     )
 
 
 def _trained_forward(
     state: TrainingState,
     prompt_ids: list[list[int]],
-    generated: GeneratedResponses,
+    responses: Responses,
     config: PPOConfig,
     iteration: int,
-) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities and entropies `[B, T]` of the same forward passes as the update's first epoch."""
-    shape = generated.response_ids.shape
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return log-probabilities and entropies `[B, T]` of the same forward passes as the update's first epoch.
+
+    Of a shared trunk the values `[B, T + 1]` too, else None.
+    """
+    shape = responses.response_ids.shape
     dtype = torch.float64 if state.policy.dtype == torch.float64 else torch.float32
     old_logprobs, entropy = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
+    values = torch.zeros(shape[0], shape[1] + 1, dtype=dtype) if state.shares_trunk else None
     with torch.no_grad():
-        for rows in first_epoch_micro_batches(config, iteration):
+        for rows in _first_epoch_micro_batches(config, iteration, prompt_ids, responses.lengths):
             packed = pack(
                 [prompt_ids[i] for i in rows],
-                generated.response_ids[rows],
-                generated.lengths[rows],
+                responses.response_ids[rows],
+                responses.lengths[rows],
                 state.sampling.pad_token_id,
                 state.device,
             )
-            logits = response_logits(state.policy, packed)
+            with autocast(config, state.device), trunk_states(state) as states:
+                logits = response_logits(state.policy, packed)
             logprobs = token_logprobs(logits, packed.response_ids, config.temperature)
             entropies = token_entropy(logits, config.temperature)
             scatter_rows(old_logprobs, rows, torch.where(packed.is_response, logprobs, 0.0))
             scatter_rows(entropy, rows, torch.where(packed.is_response, entropies, 0.0))
-    return old_logprobs, entropy
+            if values is not None:
+                scatter_rows(values, rows, response_values(state, packed, states))
+    return old_logprobs, entropy, values

@@ -6,6 +6,7 @@ import difflib
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
+from types import MappingProxyType
 from typing import Any, TypeVar, dataclass_transform, get_args, get_type_hints
 
 from pydantic import ConfigDict, ValidationError
@@ -30,8 +31,9 @@ def settings_group(group: str, *, lives_elsewhere: Mapping[str, str] | None = No
     elsewhere = dict(lives_elsewhere or {})
 
     def decorate(cls: type[T]) -> type[T]:
-        rules = ConfigDict(extra="forbid", allow_inf_nan=False)
+        rules = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
         checked: Any = pydantic_dataclass(frozen=True, config=rules)(cls)
+        _document(checked)
         validate = checked.__init__
 
         @functools.wraps(validate)
@@ -55,6 +57,14 @@ def closest(name: str, known: list[str]) -> str:
     """Return ' Did you mean `x`?' for the nearest known name, or an empty string."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f" Did you mean `{near[0]}`?" if near else ""
+
+
+def _document(checked: Any) -> None:
+    """Put each field's docstring where HfArgumentParser looks for the text of `--help`."""
+    for each in fields(checked):
+        text = checked.__pydantic_fields__[each.name].description
+        if text:  # argparse reads % as the start of a placeholder
+            each.metadata = MappingProxyType({**each.metadata, "help": " ".join(text.split()).replace("%", "%%")})
 
 
 def _group_at(checked: Any, location: Iterable[int | str]) -> Any:

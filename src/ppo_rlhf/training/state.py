@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch.optim import AdamW
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ppo_rlhf.core.errors import ConfigError
-from ppo_rlhf.core.kl import FixedKLController
-from ppo_rlhf.models.critic import Critic
+from ppo_rlhf.core.errors import CheckpointError, ConfigError
+from ppo_rlhf.core.kl import AdaptiveKLController, FixedKLController, KLController
+from ppo_rlhf.core.statistics import RunningMoments
+from ppo_rlhf.models.averages import WeightAverage
+from ppo_rlhf.models.critic import SharedCritic
 from ppo_rlhf.models.tokenizers import stop_token_ids
+from ppo_rlhf.training.alarms import KLAlarms
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.generation import SamplingSettings
 from ppo_rlhf.training.history import MetricHistory
+from ppo_rlhf.training.optimisers import build_optimizer, peak_learning_rates
+from ppo_rlhf.training.precision import loss_scaler
+from ppo_rlhf.training.run_models import AnyCritic, prepare_to_train
 
 
 @dataclass
@@ -23,35 +30,47 @@ class TrainingState:
 
     Attributes:
         policy: The actor.
-        critic: Its value function.
+        critic: Its value function; a head alone if it shares the policy's trunk.
         tokenizer: The policy's.
         config: Hyperparameters; they do not change within a run.
         sampling: How responses are drawn, with the stop tokens resolved.
-        policy_optimizer: AdamW of the actor.
-        critic_optimizer: AdamW of the critic.
+        policy_optimizer: AdamW of the actor, and of the value head on a shared trunk.
+        critic_optimizer: AdamW of the critic; with a shared trunk the same object as the policy's.
+        policy_scaler: Scales the policy's loss in float16; does nothing otherwise.
+        critic_scaler: The same for the critic's; with a shared trunk the same object.
         kl_controller: Holds the current KL coefficient.
+        kl_alarms: Remembers which limits the KL has crossed.
+        reward_moments: Mean and variance of all scores so far, as the rewards gave them.
         iteration: Iterations done.
         episode: Responses trained on.
-        optimiser_steps: Optimiser steps taken, by policy and critic together; a skipped one does not count.
-        skipped_steps: Optimiser steps that neither took, for a non-finite loss or gradient of either.
-        skipped_in_a_row: Of these, the ones since the last step taken.
+        optimiser_steps: Optimiser steps taken; one moves policy and critic. A skipped one does not count.
+        skipped_steps: Optimiser steps that the policy, the critic or both did not take, for a non-finite gradient.
+        skipped_in_a_row: Of these, the ones since the last step taken, without those that loss scaling is to blame for.
+        early_stops: Iterations whose update ended early because of `target_kl`.
+        policy_average: Moving average of the actor's weights, if `ema_decay` asks for one.
         history: One row of metrics for each iteration done.
         stopping: True once the run was asked to stop: this iteration is saved, and is the last one in this process.
     """
 
     policy: PreTrainedModel
-    critic: Critic
+    critic: AnyCritic
     tokenizer: PreTrainedTokenizerBase
     config: PPOConfig
     sampling: SamplingSettings
     policy_optimizer: torch.optim.Optimizer
     critic_optimizer: torch.optim.Optimizer
-    kl_controller: FixedKLController
+    policy_scaler: torch.amp.GradScaler
+    critic_scaler: torch.amp.GradScaler
+    kl_controller: KLController
+    kl_alarms: KLAlarms
+    reward_moments: RunningMoments
     iteration: int = 0
     episode: int = 0
     optimiser_steps: int = 0
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
+    early_stops: int = 0
+    policy_average: WeightAverage | None = None
     history: MetricHistory = field(default_factory=MetricHistory)
     stopping: bool = False
 
@@ -71,6 +90,11 @@ class TrainingState:
         return self.config.shutdown_grace_s
 
     @property
+    def shares_trunk(self) -> bool:
+        """Whether policy and critic are one model: one forward pass, one loss, one optimiser."""
+        return isinstance(self.critic, SharedCritic)
+
+    @property
     def device(self) -> torch.device:
         """Where the models lie."""
         return self.policy.device
@@ -79,7 +103,7 @@ class TrainingState:
     def create(
         cls,
         policy: PreTrainedModel,
-        critic: Critic,
+        critic: AnyCritic,
         tokenizer: PreTrainedTokenizerBase,
         config: PPOConfig,
     ) -> TrainingState:
@@ -88,33 +112,62 @@ class TrainingState:
         Raises:
             ConfigError: The stop token cannot be resolved with this tokenizer.
         """
+        prepare_to_train(policy, critic, config)
+        policy_rate, critic_rate = peak_learning_rates(config)
+        policy_scaler = loss_scaler(config, policy.device)
+        if isinstance(critic, SharedCritic):
+            both = build_optimizer(nn.ModuleList([policy, critic]), policy_rate, config)
+            policy_optimizer, critic_optimizer, critic_scaler = both, both, policy_scaler
+        else:
+            policy_optimizer = build_optimizer(policy, policy_rate, config)
+            critic_optimizer = build_optimizer(critic, critic_rate, config)
+            critic_scaler = loss_scaler(config, policy.device)
         return cls(
             policy=policy,
             critic=critic,
             tokenizer=tokenizer,
             config=config,
             sampling=sampling_settings(config, tokenizer, policy),
-            policy_optimizer=_adamw(policy, config.learning_rate),
-            critic_optimizer=_adamw(critic, config.value_learning_rate or config.learning_rate),
-            kl_controller=FixedKLController(config.kl_coef),
+            policy_optimizer=policy_optimizer,
+            critic_optimizer=critic_optimizer,
+            policy_scaler=policy_scaler,
+            critic_scaler=critic_scaler,
+            kl_controller=build_kl_controller(config),
+            kl_alarms=KLAlarms(config),
+            reward_moments=RunningMoments(),
+            policy_average=None if config.ema_decay is None else WeightAverage(policy, config.ema_decay),
         )
 
+    def extra_state(self) -> dict[str, Any]:
+        """Return what a checkpoint must hold beside weights, moments of the optimisers and counters; JSON-able."""
+        return {**{name: part.state_dict() for name, part in self._parts()}, "early_stops": self.early_stops}
 
-def build_critic(config: PPOConfig, policy: PreTrainedModel, reward_model: PreTrainedModel | None) -> Critic:
-    """Return the critic that `ppo.value_model` asks for.
+    def load_extra_state(self, extra: dict[str, Any]) -> None:
+        """Go on from `extra_state()`'s result.
 
-    Raises:
-        ConfigError: `reward_init` without a reward model.
-        ModelError: `reward_init` from a reward model of another vocabulary, or without a linear score head.
-    """
-    if config.value_model == "separate":
-        return Critic.from_policy(policy)
-    if reward_model is None:
-        raise ConfigError(
-            "ppo.value_model=reward_init copies the critic from the reward model, but no reward component is of type "
-            "model; set ppo.value_model=separate"
-        )
-    return Critic.from_reward_model(reward_model, policy)
+        Raises:
+            CheckpointError: It holds other keys, or parts of another kind.
+        """
+        expected = sorted([*(name for name, _ in self._parts()), "early_stops"])
+        if sorted(extra) != expected:
+            raise CheckpointError(
+                f"TrainingState.load_extra_state: got the keys {sorted(extra)}; {', '.join(expected)} are expected. "
+                "The checkpoint was written by another version: go on with that one, or start afresh."
+            )
+        for name, part in self._parts():
+            part.load_state_dict(extra[name])
+        self.early_stops = int(extra["early_stops"])
+
+    def _parts(self) -> list[tuple[str, Any]]:
+        names = ("kl_controller", "kl_alarms", "reward_moments", "policy_scaler", "critic_scaler")
+        return [(name, getattr(self, name)) for name in names]
+
+
+def build_kl_controller(config: PPOConfig) -> KLController:
+    """Return the controller that `ppo.kl_controller` asks for."""
+    if config.kl_controller == "fixed":
+        return FixedKLController(config.kl_coef)
+    return AdaptiveKLController(config.kl_coef, config.kl_target, config.kl_horizon)
 
 
 def sampling_settings(
@@ -133,34 +186,8 @@ def sampling_settings(
             stop_token_id=config.stop_token_id,
         ),
         pad_token_id=int(tokenizer.pad_token_id),
+        min_response_length=config.min_response_length,
     )
-
-
-def learning_rate_factor(config: PPOConfig, iteration: int) -> float:
-    """Return the factor on both peak learning rates in an iteration, counted from 1.
-
-    transformers' schedules start a warm-up at 0 and end a decay at 0; here iteration i of a warm-up over w has the
-    factor i / w, and after it step `iteration - 1` of `num_total_batches` is taken: no rate is ever 0.
-    """
-    warmup, total = config.warmup_iterations, config.num_total_batches
-    step = iteration - 1
-    if step < warmup:
-        return iteration / warmup
-    name = "constant_with_warmup" if config.lr_scheduler_type == "constant" else config.lr_scheduler_type
-    placeholder = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    schedule = get_scheduler(name, placeholder, num_warmup_steps=warmup, num_training_steps=total)
-    return float(schedule.lr_lambdas[0](step))
-
-
-def set_learning_rates(state: TrainingState, iteration: int) -> tuple[float, float]:
-    """Set both optimisers' rates for an iteration, counted from 1, and return (policy's, critic's)."""
-    factor = learning_rate_factor(state.config, iteration)
-    peaks = (state.config.learning_rate, state.config.value_learning_rate or state.config.learning_rate)
-    rates = (peaks[0] * factor, peaks[1] * factor)
-    for optimizer, rate in zip((state.policy_optimizer, state.critic_optimizer), rates, strict=True):
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-    return rates
 
 
 def resolve_device(name: str) -> torch.device:
@@ -178,13 +205,3 @@ def resolve_device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"device={name}: this machine has {torch.cuda.device_count()} CUDA devices; use auto or cpu")
     return device
-
-
-def torch_dtype(config: PPOConfig) -> torch.dtype:
-    """Return the torch type that `ppo.dtype` names."""
-    return {"float32": torch.float32, "float64": torch.float64}[config.dtype]
-
-
-def _adamw(module: torch.nn.Module, learning_rate: float) -> AdamW:
-    parameters = [p for p in module.parameters() if p.requires_grad]
-    return AdamW(parameters, lr=learning_rate, weight_decay=0.0, fused=True)

@@ -4,23 +4,32 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ppo_rlhf.core.errors import DivergenceError
-from ppo_rlhf.core.logprobs import token_logprobs
-from ppo_rlhf.core.losses import ValueLoss, clipped_policy_loss, clipped_value_loss
+from ppo_rlhf.core.aggregation import aggregate_loss, aggregation_count
+from ppo_rlhf.core.errors import ConfigError, DivergenceError
+from ppo_rlhf.core.kl import kl_estimate
+from ppo_rlhf.core.logprobs import token_entropy, token_logprobs
+from ppo_rlhf.core.losses import PolicyLoss, clipped_policy_loss, clipped_value_loss, importance_weights
 from ppo_rlhf.training.config import PPOConfig
-from ppo_rlhf.training.experience import Experience, response_values
+from ppo_rlhf.training.experience import Experience, learning_mask
 from ppo_rlhf.training.metrics import StepStatistics, iteration_metrics
+from ppo_rlhf.training.optimisers import set_learning_rates
 from ppo_rlhf.training.packing import PackedSequences
-from ppo_rlhf.training.randomness import micro_batches, minibatch_partition
+from ppo_rlhf.training.precision import autocast, deterministic
+from ppo_rlhf.training.randomness import minibatch_partition
+from ppo_rlhf.training.run_models import checkpointing_gradients
 from ppo_rlhf.training.scoring import response_logits
-from ppo_rlhf.training.state import TrainingState, set_learning_rates
+from ppo_rlhf.training.state import TrainingState
+from ppo_rlhf.training.stepping import clip_gradients, learners, leave_out, step_where_finite
+from ppo_rlhf.training.values import response_values, trunk_states
 
 log = logging.getLogger(__name__)
+
+EARLY_STOP_FACTOR = 1.5  # on target_kl, as in TRL's first PPO, Spinning Up and stable-baselines3
 
 
 def optimise(state: TrainingState, experience: Experience, config: PPOConfig) -> dict[str, float]:
@@ -34,12 +43,18 @@ def optimise(state: TrainingState, experience: Experience, config: PPOConfig) ->
     iteration = experience.rollouts.iteration
     _check_kl(float(experience.shaped_rewards.kl.sum(-1).mean()), iteration, config)
     rates = set_learning_rates(state, iteration)
-    steps = [_optimiser_step(state, experience, minibatch, config) for minibatch in _all_minibatches(config, iteration)]
+    with deterministic(config), checkpointing_gradients(state.policy, state.critic, config):
+        steps = _run_epochs(_Update.prepare(state, experience, config))
     state.iteration = iteration
     state.episode += config.batch_size
+    scores = experience.scores.total
+    state.reward_moments.update(scores, scores.isfinite())  # one score that is not a number would stay for ever
     metrics = iteration_metrics(experience, steps, state, rates, time.perf_counter() - started)
     observed_kl = metrics["objective/kl"]
-    state.kl_controller.update(observed_kl, config.batch_size)
+    if iteration > config.held_iterations:
+        state.kl_controller.update(observed_kl, config.batch_size)
+    for line in state.kl_alarms.check(observed_kl):
+        log.warning(line)
     state.history.append({"iteration": float(iteration), **metrics})
     return metrics
 
@@ -56,99 +71,147 @@ def _check_kl(kl: float, iteration: int, config: PPOConfig) -> None:
     )
 
 
-def _all_minibatches(config: PPOConfig, iteration: int) -> Iterator[list[int]]:
+def _run_epochs(update: _Update) -> list[StepStatistics]:
+    config, steps = update.config, []
     for epoch in range(config.num_ppo_epochs):
-        yield from minibatch_partition(config.seed, iteration, epoch, config.local_batch_size, config.num_mini_batches)
+        for minibatch in minibatch_partition(
+            config.seed, update.experience.rollouts.iteration, epoch, config.local_batch_size, config.num_mini_batches
+        ):
+            statistics, went_too_far = update.step(minibatch)
+            steps.append(statistics)
+            if went_too_far:
+                update.state.early_stops += 1
+                return steps
+    return steps
 
 
-def _optimiser_step(
-    state: TrainingState, experience: Experience, minibatch: list[int], config: PPOConfig
-) -> StepStatistics:
-    """Accumulate one minibatch's gradient over its micro-batches, clip it, and step both optimisers once."""
-    tokens = experience.rollouts.lengths[minibatch].sum()
-    state.policy_optimizer.zero_grad(set_to_none=True)
-    state.critic_optimizer.zero_grad(set_to_none=True)
-    parts = [
-        _accumulate_gradients(state, experience, rows, tokens, config)
-        for rows in micro_batches(minibatch, config.local_micro_batch_size)
-    ]
-    policy_norm = torch.nn.utils.clip_grad_norm_(state.policy.parameters(), config.max_grad_norm)
-    value_norm = torch.nn.utils.clip_grad_norm_(state.critic.parameters(), config.max_grad_norm)
-    _step_if_finite(state, policy_norm, value_norm, config)
-    losses, token_sums = torch.stack(parts).sum(0).tensor_split([2])
-    norms = torch.stack([policy_norm, value_norm])
-    return StepStatistics(*torch.cat([losses, token_sums / tokens.to(state.device), norms]))
+@dataclass(frozen=True)
+class _Update:
+    """What stays the same over the optimiser steps of one iteration; tensors lie on the CPU."""
 
+    state: TrainingState
+    experience: Experience
+    config: PPOConfig
+    mask: Tensor  # [B, T] bool, True on the tokens that the losses count
+    advantages: Tensor  # [B, T], times the importance weights
+    policy_learns: bool
 
-def _accumulate_gradients(
-    state: TrainingState, experience: Experience, rows: list[int], tokens: Tensor, config: PPOConfig
-) -> Tensor:
-    """Backpropagate one micro-batch; return its part of both losses and its sums over tokens of the rest, `[6]`.
+    @classmethod
+    def prepare(cls, state: TrainingState, experience: Experience, config: PPOConfig) -> _Update:
+        rollouts, advantages = experience.rollouts, experience.advantages
+        mask = learning_mask(rollouts, config)
+        if config.importance_cap is not None:
+            if rollouts.sampler_logprobs is None:
+                raise ConfigError(
+                    f"ppo.importance_cap={config.importance_cap:g} compares with the log-probabilities of the sampler, "
+                    "which responses from elsewhere come without: leave it out, or let PPOTrainer.train() sample"
+                )
+            advantages = advantages * importance_weights(
+                rollouts.old_logprobs, rollouts.sampler_logprobs, rollouts.mask, config.importance_cap
+            )
+        if not bool(mask.any()):
+            log.warning(
+                "Every response of iteration %d was cut off, so ppo.truncated_responses=mask leaves nothing to learn "
+                "from: raise ppo.response_length.",
+                rollouts.iteration,
+            )
+        return cls(state, experience, config, mask, advantages, rollouts.iteration > config.critic_warmup_iterations)
 
-    Every loss is divided by the whole minibatch's token count, so the gradient does not depend on the cut.
-    """
-    packed = experience.rollouts.pack(rows, state.sampling.pad_token_id, state.device)
-    width = packed.response_ids.shape[1]
+    def step(self, minibatch: list[int]) -> tuple[StepStatistics, bool]:
+        """Accumulate one minibatch's gradient over its micro-batches, clip it, and step policy and critic once.
 
-    def of_rows(values: Tensor) -> Tensor:
-        return values[rows, :width].to(state.device)
-
-    logits = response_logits(state.policy, packed)
-    policy = clipped_policy_loss(
-        token_logprobs(logits, packed.response_ids, config.temperature),
-        of_rows(experience.rollouts.old_logprobs),
-        of_rows(experience.advantages),
-        packed.is_response,
-        cliprange=config.cliprange,
-        denominator=tokens,
-    )
-    policy.loss.backward()
-    value = _value_loss(state, experience, packed, of_rows, tokens, config)
-    (config.vf_coef * value.loss).backward()
-    count = packed.is_response.sum()  # sums, not shares: the mean of ratios that are all 1 is then exactly 1
-    means = [policy.approxkl, policy.clipfrac, value.clipfrac, policy.ratio]
-    return torch.stack([policy.loss.detach(), value.loss.detach(), *(mean * count for mean in means)])
-
-
-def _value_loss(
-    state: TrainingState,
-    experience: Experience,
-    packed: PackedSequences,
-    of_rows: Callable[[Tensor], Tensor],
-    tokens: Tensor,
-    config: PPOConfig,
-) -> ValueLoss:
-    return clipped_value_loss(
-        response_values(state, packed)[:, :-1],
-        of_rows(experience.scores.values),
-        of_rows(experience.returns),
-        packed.is_response,
-        cliprange_value=config.cliprange_value,
-        denominator=tokens,
-    )
-
-
-def _step_if_finite(state: TrainingState, policy_norm: Tensor, value_norm: Tensor, config: PPOConfig) -> None:
-    """Step both optimisers if both gradients are finite; else count a skipped step, and stop after too many in a row.
-
-    A non-finite loss has a non-finite gradient, so the norm covers both.
-    """
-    finite = {"policy": bool(torch.isfinite(policy_norm)), "critic": bool(torch.isfinite(value_norm))}
-    if all(finite.values()):
-        state.policy_optimizer.step()
-        state.critic_optimizer.step()
-        state.optimiser_steps += 1
-        state.skipped_in_a_row = 0
-        return
-    state.skipped_steps += 1
-    state.skipped_in_a_row += 1
-    culprits = " and ".join(name for name, good in finite.items() if not good)
-    where = f"iteration {state.iteration + 1}, optimiser step {state.optimiser_steps + state.skipped_steps}"
-    log.warning("Non-finite gradient of the %s in %s: step skipped.", culprits, where)
-    if state.skipped_in_a_row >= config.max_skipped_steps:
-        raise DivergenceError(
-            f"{state.skipped_in_a_row} optimiser steps in a row had a non-finite gradient, the last of the {culprits} "
-            f"in {where} (ppo.max_skipped_steps={config.max_skipped_steps}). The weights are those of the last good "
-            "step; lower ppo.learning_rate, or look for non-finite rewards",
-            last_good_iteration=state.iteration,
+        Returns:
+            The statistics, and whether the policy had moved too far for another step, which was then not taken.
+        """
+        state, config, mask = self.state, self.config, self.mask[minibatch]
+        tokens = mask.sum()
+        denominator = aggregation_count(mask, config.loss_aggregation, fixed_length=config.response_length)
+        learning = learners(state, policy_learns=self.policy_learns)
+        state.policy_optimizer.zero_grad(set_to_none=True)
+        state.critic_optimizer.zero_grad(set_to_none=True)
+        parts = [
+            self._accumulate_gradients(rows, denominator)
+            for rows in self.experience.rollouts.micro_batches(minibatch, config)
+        ]
+        losses, token_sums = torch.stack(parts).sum(0).tensor_split([4])
+        means = token_sums / tokens.clamp(min=1).to(state.device)
+        norms = {"policy": means.new_zeros(()), "critic": means.new_zeros(())} | clip_gradients(
+            learning, config.max_grad_norm
         )
+        if state.shares_trunk and self.policy_learns:  # one gradient: its norm is both's
+            norms["critic"] = norms["policy"]
+        statistics = StepStatistics(*torch.cat([losses, means, torch.stack([norms["policy"], norms["critic"]])]))
+        too_far = config.target_kl is not None and bool(statistics.approxkl > EARLY_STOP_FACTOR * config.target_kl)
+        if too_far or not bool(tokens):
+            leave_out(learning)
+        else:
+            total = {"policy": statistics.policy_loss, "critic": statistics.value_loss}
+            if state.shares_trunk:
+                total["policy"] = total["policy"] + total["critic"]
+            step_where_finite(state, learning, norms, total)
+        return statistics, too_far
+
+    def _accumulate_gradients(self, rows: list[int], denominator: Tensor) -> Tensor:
+        """Backpropagate one micro-batch; return its part of four losses and its sums over tokens of the rest, `[8]`.
+
+        Every loss is divided by the whole minibatch's count, so the gradient does not depend on the cut.
+        """
+        state, config = self.state, self.config
+        packed = self.experience.rollouts.pack(rows, state.sampling.pad_token_id, state.device)
+        counts = self._of_rows(self.mask, rows, packed)
+        with trunk_states(state) as states:
+            policy, kl, entropy = self._policy_losses(packed, rows, counts, denominator)
+        policy_total = policy.loss + self.experience.shaped_rewards.kl_coef * kl - config.entropy_coef * entropy
+        if self.policy_learns and not state.shares_trunk:  # its activations are freed before the critic's are made
+            state.policy_scaler.scale(policy_total).backward()
+        value = clipped_value_loss(
+            response_values(state, packed, states)[:, :-1],
+            self._of_rows(self.experience.scores.values, rows, packed),
+            self._of_rows(self.experience.returns, rows, packed),
+            counts,
+            cliprange_value=config.cliprange_value,
+            loss_aggregation=config.loss_aggregation,
+            denominator=denominator,
+        )
+        value_total = config.vf_coef * value.loss
+        if self.policy_learns and state.shares_trunk:
+            value_total = policy_total + value_total  # one backward pass through the trunk
+        state.critic_scaler.scale(value_total).backward()
+        tokens = counts.sum()  # sums, not shares: the mean of ratios that are all 1 is then exactly 1
+        losses = [policy.loss, value.loss, kl, entropy]
+        means = [policy.approxkl, policy.clipfrac, value.clipfrac, policy.ratio]
+        return torch.stack([*(loss.detach() for loss in losses), *(mean * tokens for mean in means)])
+
+    def _policy_losses(
+        self, packed: PackedSequences, rows: list[int], counts: Tensor, denominator: Tensor
+    ) -> tuple[PolicyLoss, Tensor, Tensor]:
+        """Return the clipped surrogate, and the aggregated KL and entropy; 0 for those that the loss does not have."""
+        config, rollouts = self.config, self.experience.rollouts
+        with torch.set_grad_enabled(self.policy_learns):
+            with autocast(config, self.state.device):
+                logits = response_logits(self.state.policy, packed)
+            logprobs = token_logprobs(logits, packed.response_ids, config.temperature)
+            policy = clipped_policy_loss(
+                logprobs,
+                self._of_rows(rollouts.old_logprobs, rows, packed),
+                self._of_rows(self.advantages, rows, packed),
+                counts,
+                cliprange=config.cliprange,
+                cliprange_high=config.cliprange_high,
+                dual_clip=config.dual_clip,
+                loss_aggregation=config.loss_aggregation,
+                denominator=denominator,
+            )
+            kl = entropy = torch.zeros_like(policy.loss)
+            if config.kl_in == "loss":
+                reference = self._of_rows(rollouts.reference_logprobs, rows, packed)
+                kl = self._aggregate(kl_estimate(logprobs, reference, config.kl_estimator), counts, denominator)
+            if config.entropy_coef:
+                entropy = self._aggregate(token_entropy(logits, config.temperature), counts, denominator)
+        return policy, kl, entropy
+
+    def _aggregate(self, values: Tensor, counts: Tensor, denominator: Tensor) -> Tensor:
+        return aggregate_loss(values, counts, self.config.loss_aggregation, denominator)
+
+    def _of_rows(self, values: Tensor, rows: list[int], packed: PackedSequences) -> Tensor:
+        return values[rows, : packed.response_ids.shape[1]].to(self.state.device)

@@ -3,15 +3,17 @@
 import logging
 
 import pandas as pd
+import torch
 from transformers import PreTrainedModel
 
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.training.comparison import before_after, compare_evaluations, sample_pairs
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.evaluation import EvaluationConfig, PolicyEvaluation, evaluate_policy, resolve_judge
+from ppo_rlhf.training.precision import frozen_dtype, torch_dtype
 from ppo_rlhf.training.prompts import PromptDataset
 from ppo_rlhf.training.rewards import RewardConfig, build_reward_scorer
-from ppo_rlhf.training.state import resolve_device, sampling_settings, torch_dtype
+from ppo_rlhf.training.state import resolve_device, sampling_settings
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +33,7 @@ def evaluate_sft_policy(
         its own reference), length (tokens), terminated.
     """
     logger.info("The win rate is decided by %s.", resolve_judge(evaluation).description)
-    reference = _load(sft_policy, ppo)
+    reference = _load(sft_policy, frozen_dtype(ppo), ppo)
     return _evaluate(reference, None, sft_policy, reward_model, evaluation_prompts, ppo, reward, evaluation)
 
 
@@ -49,7 +51,7 @@ def evaluate_ppo_policy(
     Returns:
         One row a response, as for SFT; kl is k1 summed over the response, in nats.
     """
-    policy, reference = _load(ppo_policy, ppo), _load(sft_policy, ppo)
+    policy, reference = _load(ppo_policy, torch_dtype(ppo), ppo), _load(sft_policy, frozen_dtype(ppo), ppo)
     return _evaluate(policy, reference, sft_policy, reward_model, evaluation_prompts, ppo, reward, evaluation)
 
 
@@ -97,7 +99,7 @@ def _evaluate(
         tokenizer,
         batch_size=evaluation.batch_size,
         device=policy.device,
-        dtype=policy.dtype,
+        dtype=frozen_dtype(ppo),
     )
     return evaluate_policy(
         policy,
@@ -114,5 +116,5 @@ def _evaluate(
     ).to_frame()
 
 
-def _load(handle: PretrainedHandle, ppo: PPOConfig) -> PreTrainedModel:
-    return handle.causal_lm(torch_dtype(ppo)).to(resolve_device(ppo.device))
+def _load(handle: PretrainedHandle, dtype: torch.dtype, ppo: PPOConfig) -> PreTrainedModel:
+    return handle.causal_lm(dtype).to(resolve_device(ppo.device))

@@ -14,11 +14,14 @@ from ppo_rlhf.training.comparison import compare_evaluations
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.evaluation import EvaluationConfig, PolicyEvaluation, evaluate_policy, resolve_judge
 from ppo_rlhf.training.experience import Experience, Scores, ShapedRewards
+from ppo_rlhf.training.model_files import exported_policy
+from ppo_rlhf.training.precision import frozen_dtype
 from ppo_rlhf.training.prompts import PromptDataset, PromptsConfig, split_held_out, tokenise_prompts
 from ppo_rlhf.training.resume import restore
 from ppo_rlhf.training.rewards import RewardConfig, RewardScorer, build_reward_scorer
 from ppo_rlhf.training.rollout import Rollouts
-from ppo_rlhf.training.state import TrainingState, build_critic, resolve_device, sampling_settings, torch_dtype
+from ppo_rlhf.training.run_models import build_critic, load_policies
+from ppo_rlhf.training.state import TrainingState, resolve_device, sampling_settings
 
 log = logging.getLogger(__name__)
 
@@ -68,11 +71,13 @@ def prepare_prompts(
 
 
 def load_sft_policy(sft_policy: PretrainedHandle, ppo_config: PPOConfig) -> dict[str, object]:
-    """Load the SFT model twice: the policy, which trains, and the frozen reference policy."""
-    device, dtype = resolve_device(ppo_config.device), torch_dtype(ppo_config)
-    policy = TrainedModel(sft_policy.causal_lm(dtype).to(device), sft_policy.tokenizer())
-    reference = sft_policy.causal_lm(dtype).to(device).requires_grad_(False)
-    log.info("Policy: %s, %.3g M parameters, on %s.", sft_policy.source, policy.model.num_parameters() / 1e6, device)
+    """Load the SFT model as the policy, which trains, and the frozen reference policy; with LoRA they share weights."""
+    device = resolve_device(ppo_config.device)
+    policy, reference = load_policies(sft_policy, ppo_config, device)
+    total, trained = (policy.model.num_parameters(only_trainable=only) / 1e6 for only in (False, True))
+    log.info("Policy: %s, %.3g M parameters, %.3g M train, on %s.", sft_policy.source, total, trained, device)
+    if policy.value_head is not None and ppo_config.value_model != "reward_init":
+        log.info("The value head starts as the one that lies with %s (v_head).", sft_policy.source)
     return {"policy": policy, "reference_policy": reference}
 
 
@@ -86,7 +91,7 @@ def load_reward_model(
         sft_policy.tokenizer(),
         batch_size=ppo_config.local_rollout_forward_batch_size,
         device=resolve_device(ppo_config.device),
-        dtype=torch_dtype(ppo_config),
+        dtype=frozen_dtype(ppo_config),
     )
 
 
@@ -94,7 +99,7 @@ def initialise_training_state(
     policy: TrainedModel, reward_scorer: RewardScorer, ppo_config: PPOConfig, resume_checkpoint: Path | None
 ) -> TrainingState:
     """Build critic, optimisers, KL controller and counters of a new run; or all of it from the checkpoint."""
-    critic = build_critic(ppo_config, policy.model, reward_scorer.model)
+    critic = build_critic(ppo_config, policy.model, reward_scorer.model, policy.value_head)
     state = TrainingState.create(policy.model, critic, policy.tokenizer, ppo_config)
     if resume_checkpoint is not None:
         restore(state, resume_checkpoint)
@@ -193,8 +198,8 @@ def evaluate_iteration(
 
 
 def export_policy(next_training_state: TrainingState) -> TrainedModel:
-    """Export the trained policy as a plain Hugging Face model directory."""
-    return TrainedModel(next_training_state.policy, next_training_state.tokenizer)
+    """Export the trained policy as a plain Hugging Face model directory; a LoRA adapter is merged into it."""
+    return exported_policy(next_training_state)
 
 
 def summarise_training(next_training_state: TrainingState, evaluation_metrics: list[dict[str, float]]) -> pd.DataFrame:

@@ -20,6 +20,7 @@ from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.evaluation import EvaluationConfig, PolicyEvaluation
 from ppo_rlhf.training.rewards import RewardConfig
 from ppo_rlhf.training.settings_group import settings_group
+from ppo_rlhf.training.tuning import advise, in_words
 
 _DECIDED_ELSEWHERE = ("seed", "prompts_path")  # of the evaluation group: filled from globals
 
@@ -60,12 +61,13 @@ def write_report(
     evaluation: EvaluationConfig,
     reporting: ReportingConfig,
 ) -> str:
-    """Write the report: result, table before and after, curves, samples side by side, settings, where to look next.
+    """Write the report: result, table before and after, curves, advice, samples, settings, where to look next.
 
     Returns:
         One HTML page that needs nothing else: no script, no network.
     """
     sft, policy = PolicyEvaluation.from_frame(sft_evaluation), PolicyEvaluation.from_frame(ppo_evaluation)
+    curves = training_history.to_dict("records")
     models = [("SFT policy", _shortened(sft_policy.source))]
     if reward.needs_model and reward_model is not None:
         models.append(("Reward model", _shortened(reward_model.source)))
@@ -84,13 +86,13 @@ def write_report(
             settings=_settings(ppo, reward, evaluation),
             next_steps=[("This page", reporting.report_path), *_next_steps(ppo_policy, reporting), *models],
             reward_model_accuracy=_reward_model_accuracy(reward_model, reward),
+            advice=in_words(ppo, advise(ppo, curves), curves),
         )
     )
 
 
 def print_summary(
     report: str,
-    training_history: pd.DataFrame,
     evaluation_summary: dict[str, Any],
     before_after: pd.DataFrame,
     ppo_policy: PretrainedHandle,
@@ -106,7 +108,7 @@ def print_summary(
         Console(),
         headline(evaluation_summary, evaluation_summary["prompts"], evaluation_summary["decided_by"]),
         before_after,
-        remarks(evaluation_summary, before_after, training_history, _reward_model_accuracy(reward_model, reward)),
+        remarks(evaluation_summary, before_after, _reward_model_accuracy(reward_model, reward)),
         [("Report", reporting.report_path), *_next_steps(ppo_policy, reporting)],
     )
 

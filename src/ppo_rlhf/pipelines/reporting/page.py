@@ -45,6 +45,8 @@ class Report:
     next_steps: Sequence[tuple[str, str]]
     """What to look at, and the path or command."""
     reward_model_accuracy: float | None = None
+    advice: Sequence[str] = ()
+    """What to change first, one line each."""
 
 
 def render_page(report: Report) -> str:
@@ -60,6 +62,7 @@ def render_page(report: Report) -> str:
         distribution=_distribution(report),
         training_note=_training_note(report.history),
         charts="".join(_panel(panel, report.history) for panel in panels_of(report.history)),
+        advice=_advice(report.advice),
         samples_note=(
             "The first ones were drawn at random. The last ones are the widest wins and the widest losses: "
             "they show the extremes, not the rule."
@@ -71,9 +74,9 @@ def render_page(report: Report) -> str:
 
 
 def _remarks(report: Report) -> str:
-    found = remarks(report.summary, report.before_after, report.history, report.reward_model_accuracy)
+    found = remarks(report.summary, report.before_after, report.reward_model_accuracy)
     if not found:
-        return '<p class="soft">Nothing looks off in the numbers. The samples below are the better judge.</p>'
+        return '<p class="soft">Nothing looks off in the result. The samples below are the better judge.</p>'
     return f'<ul class="remarks">{"".join(f"<li>{escape(remark)}</li>" for remark in found)}</ul>'
 
 
@@ -129,6 +132,13 @@ def _duration(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.0f} seconds"
     return f"{seconds / 60:.0f} minutes" if seconds < 7200 else f"{seconds / 3600:.1f} hours"
+
+
+def _advice(lines: Sequence[str]) -> str:
+    if not lines:
+        return ""
+    shown = "".join(f"<p>{escape(line)}</p>" for line in lines)
+    return f'<h2>What to change first</h2><div class="card">{shown}</div>'
 
 
 def _panel(panel: Panel, history: pd.DataFrame) -> str:

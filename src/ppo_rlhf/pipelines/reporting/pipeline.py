@@ -5,7 +5,6 @@ from kedro.pipeline import Node, Pipeline
 from ppo_rlhf.pipelines.reporting.nodes import plot_scores, plot_training, print_summary, write_report
 
 _REPORTED = {
-    "training_history": "training_history",
     "evaluation_summary": "evaluation_summary",
     "before_after": "before_after",
     "ppo_policy": "ppo_policy",
@@ -30,6 +29,7 @@ def create_pipeline(**kwargs: object) -> Pipeline:
                 write_report,
                 inputs={
                     **_REPORTED,
+                    "training_history": "training_history",
                     "sample_pairs": "sample_pairs",
                     "sft_evaluation": "sft_evaluation",
                     "ppo_evaluation": "ppo_evaluation",

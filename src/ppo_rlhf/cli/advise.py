@@ -1,0 +1,65 @@
+"""`kedro advise`: what to change first, from the settings and curves of a run in MLflow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+from kedro.framework.session import KedroSession
+from kedro.utils import find_kedro_project
+from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
+from sqlalchemy.exc import SQLAlchemyError
+
+from ppo_rlhf.cli.errors import one_line_each
+from ppo_rlhf.core.errors import PPORLHFError
+
+SQLITE = "sqlite:///"
+
+
+@click.command()
+@click.option("--run", "run_id", metavar="ID", help="The MLflow run; without it the project's newest that trained.")
+@click.option("--all", "everything", is_flag=True, help="Show all advice, not only what comes first.")
+@click.option("--env", "-e", help="Kedro's environment, if its mlflow.yml names another tracking store.")
+def advise(run_id: str | None, everything: bool, env: str | None) -> None:
+    """Say what to change first after a run of PPO, in the order of the tuning guide: KL, then learning rates and
+    batch sizes, then epochs and clipping. docs/tuning.md has every rule.
+    """
+    project_path = find_kedro_project(Path.cwd())
+    if project_path is None:
+        raise click.ClickException(
+            f"{Path.cwd()} is not in a Kedro project: change to the folder with pyproject.toml and conf/."
+        )
+    try:
+        for line in _lines(project_path, run_id, everything, env):
+            click.echo(line)
+    except Exception as error:
+        lines = one_line_each(error)
+        if lines is None:
+            raise
+        raise click.ClickException("\nError: ".join(lines)) from None
+
+
+def _lines(project_path: Path, run_id: str | None, everything: bool, env: str | None) -> list[str]:
+    from ppo_rlhf.cli.recorded_run import newest_run, recorded_run  # heavy: other commands do not wait for them
+    from ppo_rlhf.training.tuning import SHOWN, in_words
+    from ppo_rlhf.training.tuning import advise as judge
+
+    settings = _mlflow_settings(project_path, env)
+    uri = settings.server.mlflow_tracking_uri
+    if uri.startswith(SQLITE) and not Path(uri.removeprefix(SQLITE)).is_file():  # MLflow would make an empty one
+        raise PPORLHFError(f"There is no run yet: {uri.removeprefix(SQLITE)} does not exist. `kedro run` makes it.")
+    try:
+        client = MlflowClient(uri)
+        run = recorded_run(client, run_id or newest_run(client, settings.tracking.experiment.name))
+    except (MlflowException, SQLAlchemyError) as error:
+        raise PPORLHFError(f"The tracking store {uri} cannot be read: {' '.join(str(error).split())}") from error
+    advice = judge(run.config, run.history)
+    return [*run.heading, *in_words(run.config, advice, run.history, most=None if everything else SHOWN)]
+
+
+def _mlflow_settings(project_path: Path, env: str | None) -> Any:
+    session: Any = KedroSession.create(project_path, env=env)
+    with session:
+        return session.load_context().mlflow

@@ -1,0 +1,120 @@
+"""A run of PPO as MLflow recorded it: settings and curves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from mlflow import MlflowClient
+from mlflow.entities import Run
+from mlflow.exceptions import MlflowException
+from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE, RESOURCE_DOES_NOT_EXIST, ErrorCode
+
+from ppo_rlhf.core.errors import ConfigError, DataError
+from ppo_rlhf.training.config import PPOConfig
+
+GROUP = "ppo."
+CURVES = ("objective/", "policy/", "loss/", "val/", "value/", "response/", "optimiser/", "eval/")
+TRAINED = "objective/kl"
+"""The metric by which a run that trained is known."""
+NEWEST = 100
+UNKNOWN_RUN = (ErrorCode.Name(RESOURCE_DOES_NOT_EXIST), ErrorCode.Name(INVALID_PARAMETER_VALUE))
+
+_KNOWN = {f"{GROUP}{field.name}" for field in fields(PPOConfig)}
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """Settings and curves of a run."""
+
+    config: PPOConfig
+    history: list[dict[str, float]]
+    """One mapping an iteration, as `ppo_rlhf.training.tuning.advise` takes it."""
+    heading: list[str]
+    """Which run it is, how far it came, and what of it this version does not know."""
+
+
+def newest_run(client: MlflowClient, experiment: str) -> str:
+    """Return the id of the newest run of an experiment that trained.
+
+    Raises:
+        DataError: There is none.
+    """
+    found = client.get_experiment_by_name(experiment)
+    runs = [] if found is None else client.search_runs([found.experiment_id], max_results=NEWEST)
+    trained = next((run for run in runs if TRAINED in run.data.metrics), None)
+    if trained is None:
+        raise DataError(
+            f"No run of the MLflow experiment {experiment} has trained a policy yet: `kedro run` does, or name a run "
+            "of another experiment with --run."
+        )
+    return str(trained.info.run_id)
+
+
+def recorded_run(client: MlflowClient, run_id: str) -> RecordedRun:
+    """Read a run.
+
+    Raises:
+        DataError: There is no such run, or it did not train.
+        ConfigError: Its settings are none of this version.
+    """
+    run = _run(client, run_id)
+    if TRAINED not in run.data.metrics:
+        what = run.data.tags.get("pipeline", run.info.run_name)
+        raise DataError(
+            f"MLflow run {run_id} ({what}) has no curves of PPO ({TRAINED} is missing): name one that trained, or "
+            "leave --run out to take the newest."
+        )
+    config = _config(run)
+    history = _history(client, run)
+    heading = [
+        f"MLflow run {run_id} ({run.info.run_name}, {run.info.status}): iteration {history[-1]['iteration']:g} of "
+        f"{config.num_total_batches}"
+    ]
+    unknown = sorted(_given(run).keys() - _KNOWN)
+    if unknown:
+        heading.append(f"Settings that this version does not know are left out: {', '.join(unknown)}")
+    return RecordedRun(config, history, heading)
+
+
+def _run(client: MlflowClient, run_id: str) -> Run:
+    try:
+        return client.get_run(run_id)
+    except MlflowException as error:
+        if error.error_code not in UNKNOWN_RUN:
+            raise
+        raise DataError(
+            f"--run {run_id}: MLflow has no such run. `kedro mlflow ui` lists them; leave --run out to take the newest."
+        ) from error
+
+
+def _config(run: Run) -> PPOConfig:
+    """Return the settings of a run, of which MLflow keeps the texts."""
+    values: dict[str, Any] = {
+        name.removeprefix(GROUP): None if text == "None" else text
+        for name, text in _given(run).items()
+        if name in _KNOWN
+    }
+    try:
+        return PPOConfig(**values)
+    except ConfigError as error:
+        where = f"MLflow run {run.info.run_id} has settings that this version refuses"
+        raise ConfigError("\n".join(f"{where}: {line}" for line in str(error).splitlines())) from None
+
+
+def _given(run: Run) -> dict[str, str]:
+    return {name: text for name, text in run.data.params.items() if name.startswith(GROUP)}
+
+
+def _history(client: MlflowClient, run: Run) -> list[dict[str, float]]:
+    """Return the curves by iteration. Of an iteration that was done again after a resume, the later values count.
+
+    Step 0 is an evaluation without training.
+    """
+    rows: dict[int, dict[str, float]] = {}
+    for key in run.data.metrics:
+        if key.startswith(CURVES):
+            points = client.get_metric_history(run.info.run_id, key)
+            for point in sorted(points, key=lambda point: point.timestamp):
+                rows.setdefault(point.step, {})[key] = point.value
+    return [{"iteration": float(step), **row} for step, row in sorted(rows.items()) if TRAINED in row]

@@ -1,0 +1,224 @@
+"""LoRA adapters by peft (Hu et al. 2021, arXiv:2106.09685): h = W x + (alpha / r) B A x, W frozen, B = 0 at first.
+
+One set of frozen weights serves any number of models: policy, critic and reference are trees of modules of their own
+over the same parameters, each with its adapter or with none. No adapter is ever switched on or off, so nothing
+depends on which model ran last, and gradient checkpointing recomputes with the adapter that it first computed with.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import AutoPeftModelForCausalLM, LoraConfig, TaskType, inject_adapter_in_model
+from peft.tuners.tuners_utils import BaseTunerLayer
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from ppo_rlhf.core.errors import ModelError
+
+ALL_LINEAR = "all-linear"
+ADAPTER = "default"
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+_PEFT_PREFIX = "base_model.model."  # peft writes the names that its own wrapper gives
+_FINGERPRINTED = 1024
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """Shape of an adapter.
+
+    Attributes:
+        rank: r, columns of B and rows of A.
+        alpha: The adapter's output is scaled by alpha / rank.
+        target_modules: Names of linear layers, comma-separated (the last parts of their paths); `all-linear` takes
+            every linear layer but the language-model head.
+    """
+
+    rank: int
+    alpha: int
+    target_modules: str
+
+    def to_peft(self, model: nn.Module) -> LoraConfig:
+        """Return peft's configuration for a model, which it names as the one that the adapter belongs to."""
+        names = [name.strip() for name in self.target_modules.split(",")]
+        base = getattr(model, "name_or_path", None)
+        return LoraConfig(
+            r=self.rank,
+            lora_alpha=self.alpha,
+            lora_dropout=0.0,
+            bias="none",
+            target_modules=ALL_LINEAR if self.target_modules == ALL_LINEAR else names,
+            fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),  # GPT-2 stores W transposed
+            base_model_name_or_path=base or None,
+        )
+
+
+def with_adapter(model: PreTrainedModel, settings: LoraSettings, generator: torch.Generator) -> PreTrainedModel:
+    """Return a model over the same weights, all frozen, with an adapter that trains and changes nothing yet.
+
+    Args:
+        model: Any transformers model without adapters; its parameters are frozen by this, and shared.
+        settings: The adapter's shape.
+        generator: Draws A, on the CPU, so that it is the same on every device: uniform as in peft, He et al. 2015.
+
+    Raises:
+        ModelError: The model has none of the target layers.
+    """
+    adapted = _inject(share_weights(model.requires_grad_(False)), settings)
+    for name, parameter in trained_parameters(adapted).items():
+        parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
+        if ".lora_A." in name:
+            drawn = nn.init.kaiming_uniform_(torch.empty(parameter.shape), a=math.sqrt(5), generator=generator)
+            parameter.data.copy_(drawn)
+    return adapted
+
+
+def check_targets(model: PreTrainedModel, settings: LoraSettings) -> None:
+    """Raise `ModelError` if no such adapter fits the model; one on the device `meta`, without weights, will do."""
+    _inject(share_weights(model), settings)
+
+
+def share_weights(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a copy of a model's modules over the very same parameters and buffers."""
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]})
+
+
+def without_adapter(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a model over the same weights as if its adapter was switched off: the reference of a LoRA policy."""
+    plain = share_weights(model)
+    _replace_adapted_layers(plain)
+    return plain
+
+
+def merged(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a plain copy of a model, W + (alpha / r) B A in place of each W, float32 or wider; the model stays as is.
+
+    Not in a 16-bit type of the frozen weights: most of a small adapter would be lost to rounding.
+    """
+    plain = copy.deepcopy(model)
+    plain = plain.to(torch.promote_types(plain.dtype, torch.float32))
+    for layer in _adapted_layers(plain).values():
+        layer.merge()
+    _replace_adapted_layers(plain)
+    return plain
+
+
+def has_adapter(model: nn.Module) -> bool:
+    """Whether a model has an adapter."""
+    return any(isinstance(module, BaseTunerLayer) for module in model.modules())
+
+
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that train, by name."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def frozen_fingerprint(model: nn.Module) -> str:
+    """Return the SHA-256 of names, shapes and first values of all frozen weights: what an adapter belongs to."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            first = parameter.detach().flatten()[:_FINGERPRINTED].double().cpu()
+            digest.update(f"{name}:{tuple(parameter.shape)}".encode() + first.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def save_adapter(model: PreTrainedModel, directory: Path, settings: LoraSettings) -> None:
+    """Write a language model's adapter alone, in peft's format: adapter_config.json and adapter_model.safetensors.
+
+    `peft.PeftModel.from_pretrained` and transformers load it onto the model that it was trained on.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    config = settings.to_peft(without_adapter(model))
+    config.task_type = TaskType.CAUSAL_LM  # by it peft knows the class of the model that the adapter is for
+    config.save_pretrained(directory)
+    tensors = {_peft_name(name): p.detach().contiguous() for name, p in trained_parameters(model).items()}
+    save_file(tensors, directory / WEIGHTS_FILE)
+
+
+def load_adapter(model: PreTrainedModel, directory: Path) -> None:
+    """Copy an adapter that `save_adapter` wrote into a model's own.
+
+    Raises:
+        ValueError: It has other names or shapes.
+    """
+    own = {_peft_name(name): parameter for name, parameter in trained_parameters(model).items()}
+    copy_tensors(load_file(directory / WEIGHTS_FILE), own)
+
+
+def is_adapter(directory: Path) -> bool:
+    """Whether a directory holds an adapter alone."""
+    return (directory / CONFIG_FILE).is_file()
+
+
+def load_merged(directory: Path) -> PreTrainedModel:
+    """Load an adapter that `save_adapter` wrote onto the causal language model that it names, and merge it, float32."""
+    # by peft: transformers, which can load it too, would go on saving the model as an adapter's
+    adapted = AutoPeftModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
+    return adapted.merge_and_unload()
+
+
+def copy_tensors(source: dict[str, Tensor], target: dict[str, Any]) -> None:
+    """Copy tensors into those of the same names.
+
+    Raises:
+        ValueError: Names or shapes differ.
+    """
+    if source.keys() != target.keys():
+        odd = sorted(source.keys() ^ target.keys())
+        raise ValueError(f"weights of other names, such as {odd[0]}")
+    for name, tensor in source.items():
+        if tensor.shape != target[name].shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, not {tuple(target[name].shape)}")
+        target[name].data.copy_(tensor)
+
+
+def _inject(model: PreTrainedModel, settings: LoraSettings) -> PreTrainedModel:
+    linear = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if _is_linear(module)})
+    try:
+        adapted = inject_adapter_in_model(settings.to_peft(model), model, adapter_name=ADAPTER)
+    except ValueError as error:  # peft finds no such layers, or layers that no adapter fits
+        what = f"the linear layers {', '.join(linear)}" if linear else "no linear layers"
+        remedy = "Name some of these" if linear else "Set ppo.use_peft=false"
+        raise ModelError(
+            f"ppo.lora_target_modules={settings.target_modules} does not fit {type(model).__name__}, which has {what}. "
+            f"{remedy}"
+        ) from error
+    for name, layer in _adapted_layers(adapted).items():
+        kind = type(layer.get_base_layer()).__name__
+        if not _is_linear(layer.get_base_layer()):
+            raise ModelError(
+                f"ppo.lora_target_modules={settings.target_modules} takes {name}, a layer of type {kind}: no adapter "
+                "could be merged into it exactly. Name plain linear layers, or set ppo.use_peft=false"
+            )
+    return adapted
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Whether y = W x + b is all that a layer computes; subclasses may quantise W, and W + B A is not what they add."""
+    return type(module) in (nn.Linear, Conv1D)
+
+
+def _adapted_layers(model: nn.Module) -> dict[str, Any]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
+
+
+def _replace_adapted_layers(model: PreTrainedModel) -> None:
+    for name, layer in _adapted_layers(model).items():
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, layer.get_base_layer())
+    vars(model).pop("peft_config", None)
+    model._hf_peft_config_loaded = False  # else save_pretrained would look for an adapter to save
+
+
+def _peft_name(name: str) -> str:
+    return _PEFT_PREFIX + name.replace(f".{ADAPTER}.", ".")

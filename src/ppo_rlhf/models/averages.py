@@ -1,0 +1,49 @@
+"""The moving average of a model's weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ppo_rlhf.models.adapters import copy_tensors, trained_parameters
+
+
+class WeightAverage:
+    """Exponential moving average of the weights that train: w̄ ← decay · w̄ + (1 − decay) · w, from the first weights on.
+
+    As DeepSpeed-Chat's `moving_average`: no correction for the start, since the first weights are the model's own.
+
+    Attributes:
+        decay: In (0, 1); the average reaches back over about 1 / (1 − decay) updates.
+        weights: By the parameter's name.
+    """
+
+    def __init__(self, model: PreTrainedModel, decay: float) -> None:
+        """Start from the model's weights."""
+        self.decay = decay
+        self.weights = {name: parameter.detach().clone() for name, parameter in trained_parameters(model).items()}
+
+    @torch.no_grad()
+    def update(self, model: PreTrainedModel) -> None:
+        """Move towards the model's weights; to be called after each of its optimiser steps."""
+        current = trained_parameters(model)
+        torch._foreach_lerp_(list(self.weights.values()), [current[name] for name in self.weights], 1.0 - self.decay)
+
+    def applied_to(self, model: PreTrainedModel) -> PreTrainedModel:
+        """Return a model with the averaged weights in place of the trained ones; it shares those that are frozen."""
+        shared = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+        averaged = copy.deepcopy(model, {id(tensor): tensor for tensor in [*shared, *model.buffers()]})
+        copy_tensors(self.weights, trained_parameters(averaged))
+        return averaged
+
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        """Go on from saved weights.
+
+        Raises:
+            ValueError: Names or shapes differ.
+        """
+        copy_tensors(dict(weights), self.weights)

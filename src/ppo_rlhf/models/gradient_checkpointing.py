@@ -1,0 +1,46 @@
+"""Gradient checkpointing: layers keep their inputs alone and compute the rest again in the backward pass.
+
+Chen et al. 2016, arXiv:1604.06174. transformers does so only in training mode; every dropout probability is 0 here, so
+that training mode computes what evaluation mode computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from ppo_rlhf.core.errors import ModelError
+
+
+def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
+    """Let a model checkpoint its gradients whenever it is in training mode.
+
+    Raises:
+        ModelError: Its architecture cannot.
+    """
+    check_gradient_checkpointing(model)
+    # nothing random is computed, so there is no state of random numbers to keep
+    model.activation_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+
+
+def check_gradient_checkpointing(model: PreTrainedModel) -> None:
+    """Raise `ModelError` if the model's architecture has no gradient checkpointing."""
+    if not model.supports_gradient_checkpointing:
+        raise ModelError(
+            f"ppo.gradient_checkpointing=true: {type(model).__name__} does not support it; set it to false"
+        )
+
+
+@contextmanager
+def training_mode(*models: nn.Module) -> Iterator[None]:
+    """Put models into training mode for a while; outside of it they decode with a cache, which that mode forbids."""
+    for model in models:
+        model.train()
+    try:
+        yield
+    finally:
+        for model in models:
+            model.eval()

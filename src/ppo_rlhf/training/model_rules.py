@@ -1,0 +1,57 @@
+"""Rules between the fields of PPOConfig that are about models: what excludes or needs what, one line a problem."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ppo_rlhf.training.config import PPOConfig
+
+LORA_FIELDS = ("lora_r", "lora_alpha", "lora_target_modules")
+
+
+def model_problems(c: PPOConfig) -> Iterator[str]:
+    """Yield every broken rule."""
+    if c.value_model == "shared":
+        yield from _shared(c)
+    elif c.export_value_head:
+        yield (
+            f"ppo.export_value_head=true and ppo.value_model={c.value_model} exclude each other: only the head of a "
+            "shared trunk reads the policy's hidden states; set ppo.value_model=shared, or leave the first out"
+        )
+    yield from _lora(c)
+
+
+def _shared(c: PPOConfig) -> Iterator[str]:
+    one = "policy and value head are one model with one optimiser"
+    if c.value_learning_rate is not None:
+        yield (
+            f"ppo.value_model=shared and ppo.value_learning_rate={c.value_learning_rate:g} exclude each other: {one}; "
+            "set the second to null; ppo.vf_coef weighs the value loss"
+        )
+    if c.align_overflow:
+        yield (
+            f"ppo.value_model=shared and ppo.align_overflow=true exclude each other: {one}, which always skip a step "
+            "together; leave the second out"
+        )
+
+
+def _lora(c: PPOConfig) -> Iterator[str]:
+    if c.lora_dropout:
+        yield (
+            f"ppo.lora_dropout={c.lora_dropout:g} must be 0: with dropout the policy that is trained is not the one "
+            "that sampled, and the first ratio is not 1; leave it out"
+        )
+    if not c.use_peft:
+        for name in LORA_FIELDS:
+            if name in c.not_default():
+                yield (
+                    f"ppo.{name}={getattr(c, name)} and ppo.use_peft=false exclude each other: there is no adapter "
+                    "that it could shape; set ppo.use_peft=true, or leave it out"
+                )
+    if not all(name.strip() for name in c.lora_target_modules.split(",")):
+        yield (
+            f"ppo.lora_target_modules={c.lora_target_modules!r} has an empty name: give the names of linear layers, "
+            "comma-separated, or all-linear"
+        )

@@ -1,0 +1,112 @@
+"""The models of a run as its configuration asks for them: which weights are loaded, copied, shared or adapted."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ppo_rlhf.core.errors import ConfigError
+from ppo_rlhf.models.adapters import LoraSettings, has_adapter, with_adapter, without_adapter
+from ppo_rlhf.models.critic import Critic, OwnBackbone, SharedCritic
+from ppo_rlhf.models.gradient_checkpointing import enable_gradient_checkpointing, training_mode
+from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
+from ppo_rlhf.training.config import PPOConfig
+from ppo_rlhf.training.precision import frozen_dtype, torch_dtype
+from ppo_rlhf.training.randomness import generator
+
+AnyCritic = Critic | SharedCritic
+
+
+def lora_settings(config: PPOConfig) -> LoraSettings:
+    """Return the shape of the adapters."""
+    return LoraSettings(config.lora_r, config.lora_alpha, config.lora_target_modules)
+
+
+def load_policies(
+    sft_policy: PretrainedHandle, config: PPOConfig, device: torch.device
+) -> tuple[TrainedModel, PreTrainedModel]:
+    """Return the policy, which trains, with its tokenizer and value head if it has one, and the frozen reference.
+
+    With `use_peft` the weights are loaded once: the reference is the model, the policy the same with an adapter.
+    """
+
+    def load(dtype: torch.dtype) -> PreTrainedModel:
+        return nn.Module.to(sft_policy.causal_lm(dtype), device)
+
+    reference = load(frozen_dtype(config)).requires_grad_(False)
+    policy = policy_to_train(reference if config.use_peft else load(torch_dtype(config)), config)
+    return TrainedModel(policy, sft_policy.tokenizer(), value_head=sft_policy.value_head()), reference
+
+
+def policy_to_train(model: PreTrainedModel, config: PPOConfig) -> PreTrainedModel:
+    """Return the policy that trains: the model itself, or with `use_peft` its frozen weights with a fresh adapter.
+
+    Raises:
+        ModelError: The model has no layers that the adapter is for.
+    """
+    if not config.use_peft:
+        return model
+    return with_adapter(model, lora_settings(config), generator(config.seed, "policy adapter"))
+
+
+def critic_backbone(config: PPOConfig) -> OwnBackbone | None:
+    """Return what makes a critic's backbone from another model's: with `use_peft` an adapter, else None for a copy."""
+    if not config.use_peft:
+        return None
+    return partial(with_adapter, settings=lora_settings(config), generator=generator(config.seed, "critic adapter"))
+
+
+def build_critic(
+    config: PPOConfig,
+    policy: PreTrainedModel,
+    reward_model: PreTrainedModel | None,
+    value_head: nn.Linear | None = None,
+) -> AnyCritic:
+    """Return the critic that `ppo.value_model` asks for; with `use_peft` its backbone is an adapter on shared weights.
+
+    Args:
+        config: Hyperparameters.
+        policy: The policy that trains.
+        reward_model: The reward model, if there is one.
+        value_head: Where a head on the policy's states starts; None starts it at zero.
+
+    Raises:
+        ConfigError: `reward_init` without a reward model.
+        ModelError: `reward_init` from a reward model of another vocabulary, or without a linear score head; or the
+            value head, or the adapter, does not fit.
+    """
+    if config.value_model == "shared":
+        return SharedCritic.from_policy(policy, value_head)
+    own_backbone = critic_backbone(config)
+    if config.value_model == "separate":
+        start = without_adapter(policy) if has_adapter(policy) else policy
+        return Critic.from_policy(start, value_head=value_head, own_backbone=own_backbone)
+    if reward_model is None:
+        raise ConfigError(
+            "ppo.value_model=reward_init copies the critic from the reward model, but no reward component is of type "
+            "model; set ppo.value_model=separate"
+        )
+    return Critic.from_reward_model(reward_model, policy, own_backbone=own_backbone)
+
+
+def prepare_to_train(policy: PreTrainedModel, critic: AnyCritic, config: PPOConfig) -> None:
+    """Switch gradient checkpointing on in both if `ppo.gradient_checkpointing` says so.
+
+    Raises:
+        ModelError: An architecture does not support it.
+    """
+    if config.gradient_checkpointing:
+        enable_gradient_checkpointing(policy)
+        if isinstance(critic, Critic):
+            enable_gradient_checkpointing(critic.backbone)
+
+
+def checkpointing_gradients(
+    policy: PreTrainedModel, critic: AnyCritic, config: PPOConfig
+) -> AbstractContextManager[None]:
+    """Return the context of the update: training mode where gradients are checkpointed, else nothing at all."""
+    return training_mode(policy, critic) if config.gradient_checkpointing else nullcontext()

@@ -1,0 +1,292 @@
+"""PPOTrainer: PPO without Kedro and MLflow, over the functions that the pipeline's nodes call.
+
+`train()` runs the whole loop. `generate`, `step` and `log_stats` are one iteration in three calls, with scores from
+anywhere, as TRL's first PPOTrainer had it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ppo_rlhf.core.errors import CheckpointError, ConfigError, DataError
+from ppo_rlhf.models.critic import Critic
+from ppo_rlhf.training import experience, rollout, trainer_inputs, update
+from ppo_rlhf.training.checkpoint_files import newest_whole_checkpoint, prune_checkpoints, verify_checkpoint
+from ppo_rlhf.training.checkpoints import CheckpointRequest, write_checkpoint
+from ppo_rlhf.training.config import PPOConfig
+from ppo_rlhf.training.history import MetricHistory
+from ppo_rlhf.training.model_files import exported_policy
+from ppo_rlhf.training.prompts import PromptDataset
+from ppo_rlhf.training.query_sampler import QuerySampler
+from ppo_rlhf.training.resume import restore
+from ppo_rlhf.training.rewards import RewardScorer
+from ppo_rlhf.training.rollout import Rollouts
+from ppo_rlhf.training.state import TrainingState, resolve_device
+from ppo_rlhf.training.trainer_models import ModelSource, take_critic, take_policies
+from ppo_rlhf.training.tuning import advise, in_words
+
+log = logging.getLogger(__name__)
+
+_OF_THE_PIPELINE = ("eval_interval", "sample_interval", "shutdown_grace_s")
+_SHOWN = {
+    "objective/scores": "score {:.3f}",
+    "objective/kl": "KL {:.2f} nats a response",
+    "objective/entropy": "entropy {:.2f} nats a token",
+    "response/length": "length {:.1f} tokens",
+    "throughput/episodes_per_s": "{:.1f} episodes/s",
+}
+
+
+class PPOTrainer:
+    """Trains a policy by PPO.
+
+    Attributes:
+        config: Hyperparameters.
+        state: All that changes while PPO trains.
+        reference_policy: The frozen policy that the KL is measured from.
+        tokenizer: The policy's.
+    """
+
+    def __init__(
+        self,
+        config: PPOConfig,
+        policy: ModelSource | None = None,
+        reference_policy: ModelSource | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        *,
+        reward: Any = None,
+        prompts: Any = None,
+        value_model: PreTrainedModel | Critic | None = None,
+    ) -> None:
+        """Take the models over and check all that can be checked before training.
+
+        Args:
+            config: Hyperparameters.
+            policy: A causal language model, or where one lies; None takes `config.sft_model_path`. A model object is
+                trained in place, but with `use_peft`, which leaves its weights as they are.
+            reference_policy: The same, frozen; None takes the policy as it is now.
+            tokenizer: The policy's; it may be left out where the policy is a path.
+            reward: For `train()`: see `trainer_inputs.take_reward`; None takes `config.reward_model_path`.
+            prompts: For `train()`: see `trainer_inputs.take_prompts`.
+            value_model: Where the critic starts: a language model or a sequence classifier with one label, which is
+                copied, or a Critic. None does as `config.value_model` says.
+
+        Raises:
+            ConfigError, DataError, ModelError, RewardError: Something that was given cannot be used.
+        """
+        if not isinstance(config, PPOConfig):
+            raise ConfigError(
+                f"PPOTrainer: config is a {type(config).__module__}.{type(config).__name__}, not a PPOConfig of this "
+                "project; ppo_rlhf.compat.from_trl(…).ppo_config() makes one of TRL's"
+            )
+        self.config = config
+        start, self.reference_policy = take_policies(
+            config, policy, reference_policy, tokenizer, resolve_device(config.device)
+        )
+        self._scorer = trainer_inputs.take_reward(reward, start, config)
+        self._prompts = None if prompts is None else trainer_inputs.take_prompts(prompts, start, config)
+        critic = take_critic(config, start, None if self._scorer is None else self._scorer.model, value_model)
+        self.state = TrainingState.create(start.model, critic, start.tokenizer, config)
+        self._sampler = QuerySampler(self.state)
+        for line in config.advice():
+            log.warning("%s", line)
+        idle = [f"ppo.{name}" for name in config.not_default() if name in _OF_THE_PIPELINE]
+        if idle:
+            log.warning("%s: without effect in PPOTrainer, which neither evaluates nor logs samples", ", ".join(idle))
+
+    @property
+    def policy(self) -> PreTrainedModel:
+        """The policy that trains; with `use_peft` it has the adapter."""
+        return self.state.policy
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The policy's tokenizer."""
+        return self.state.tokenizer
+
+    @property
+    def history(self) -> MetricHistory:
+        """The metrics of every iteration so far, one mapping each (docs/metrics.md), with `iteration`."""
+        return self.state.history
+
+    def generate(
+        self,
+        queries: Tensor | Sequence[Tensor],
+        return_prompt: bool = True,
+        *,
+        batch_size: int | None = None,
+        length_sampler: Callable[[], int] | None = None,
+        **generation: Any,
+    ) -> list[Tensor] | Tensor:
+        """Sample a response to each query from the policy as it is now.
+
+        The noise is a function of seed, iteration and row; rows are counted over all calls since the last `step`. Row i
+        gets what row i of the pipeline's rollouts gets.
+
+        Args:
+            queries: 1-D tensors of token ids without padding; or a tensor, `[N, P]` for N queries, `[P]` for one.
+            return_prompt: Whether each response has its query in front.
+            batch_size: Queries decoded at a time; None takes `local_rollout_forward_batch_size`.
+            length_sampler: Called once, gives `max_new_tokens`.
+            **generation: max_new_tokens, min_new_tokens, min_length (0 or less), temperature, top_k, top_p, do_sample,
+                pad_token_id, eos_token_id as in transformers; what is left out is as the PPOConfig says.
+
+        Returns:
+            1-D tensors without padding; of a single query `[P]` one tensor `[1, n]`, as in TRL.
+
+        Raises:
+            ConfigError: An argument is unknown or cannot be used.
+            DataError: A query is not token ids, or leaves no room for a response.
+        """
+        if length_sampler is not None:
+            generation = {"max_new_tokens": length_sampler(), **generation}
+        return self._sampler.generate(queries, return_prompt, batch_size, generation)
+
+    def step(self, queries: Sequence[Tensor], responses: Sequence[Tensor], scores: Any) -> dict[str, float]:
+        """Train on one batch of scored responses: one iteration of PPO.
+
+        Responses end behind their first stop token; what follows is left out. Their old log-probabilities are those of
+        the policy as it is now, whoever sampled them.
+
+        Args:
+            queries: `batch_size` queries as token ids without padding.
+            responses: The response to each, without the query.
+            scores: One finite number each: floats, 0-d tensors, or a tensor `[batch_size]`.
+
+        Returns:
+            The iteration's metrics (docs/metrics.md).
+
+        Raises:
+            ConfigError: `total_episodes` have been trained on.
+            DataError, RewardError: Rows, tokens, lengths or scores are not as they have to be.
+        """
+        config, sampler = self.config, self._sampler
+        if self.state.finished:
+            raise ConfigError(
+                f"step: ppo.total_episodes={config.total_episodes} are trained on ({config.num_total_batches} "
+                "iterations, over which the learning rate has fallen); raise it for a longer run"
+            )
+        sizes = {"queries": len(queries), "responses": len(responses)}
+        if set(sizes.values()) != {config.batch_size}:
+            raise DataError(
+                f"step: {sizes['queries']} queries and {sizes['responses']} responses; batch_size is "
+                f"{config.batch_size} (ppo.per_device_train_batch_size {config.per_device_train_batch_size} x "
+                f"ppo.gradient_accumulation_steps {config.gradient_accumulation_steps})"
+            )
+        prompt_ids = trainer_inputs.token_lists(queries, "query", sampler.vocabulary)
+        response_ids = trainer_inputs.token_lists(responses, "response", sampler.vocabulary)
+        scorer = trainer_inputs.given_scores(scores, config.batch_size)
+        taken = trainer_inputs.take_responses(response_ids, self.state.sampling)
+        trainer_inputs.check_room(prompt_ids, int(taken.lengths.max()), sampler.context)
+        rollouts = rollout.complete_rollouts(
+            self.state,
+            self.reference_policy,
+            PromptDataset(prompt_ids, self.tokenizer.batch_decode(prompt_ids), {}),
+            taken,
+            config,
+            sampler_logprobs=None,
+            started=sampler.started or time.perf_counter(),
+            generation_seconds=sampler.seconds or None,
+        )
+        metrics = self._learn(rollouts, scorer)
+        self._sampler.start_iteration()
+        return metrics
+
+    def log_stats(self, stats: Mapping[str, float], batch: Mapping[str, Sequence[Any]], rewards: Any) -> None:
+        """Log one line about an iteration, and the first query with its response.
+
+        Nothing is kept: `history` has all metrics already.
+
+        Args:
+            stats: What `step` returned.
+            batch: The texts, under `query` and `response`; other entries are left alone.
+            rewards: The scores.
+        """
+        pair = ""
+        if "query" in batch and "response" in batch:
+            pair = f"; {batch['query'][0]!r} -> {batch['response'][0]!r}"
+        log.info("%s, mean reward %.4g%s", self._line(stats), trainer_inputs.mean_of(rewards), pair)
+
+    def train(
+        self, resume_from_checkpoint: str | Path | bool | None = None, output_dir: str | Path | None = None
+    ) -> MetricHistory:
+        """Run every iteration that is left, with `reward` and `prompts`.
+
+        Args:
+            resume_from_checkpoint: A checkpoint's directory to go on from; True takes the
+                newest whole one in `output_dir`.
+            output_dir: Where a checkpoint is saved every `save_interval` iterations and at the end, the newest
+                `save_total_limit` kept. None saves none.
+
+        Returns:
+            The metrics of every iteration.
+
+        Raises:
+            ConfigError: There is no reward or no prompts, or the checkpoint's run had other settings.
+            CheckpointError: There is no whole checkpoint there.
+        """
+        missing = [name for name, given in {"reward": self._scorer, "prompts": self._prompts}.items() if given is None]
+        if self._scorer is None or self._prompts is None:
+            raise ConfigError(f"train: PPOTrainer was given no {' and no '.join(missing)}")
+        directory = None if output_dir is None else Path(output_dir)
+        if resume_from_checkpoint:
+            self.load_checkpoint(_checkpoint(resume_from_checkpoint, directory))
+        while not self.state.finished:
+            rollouts = rollout.generate_rollouts(self.state, self.reference_policy, self._prompts, self.config)
+            log.info("%s", self._line(self._learn(rollouts, self._scorer)))
+            if directory is not None and CheckpointRequest(self.state).due:
+                self.save_checkpoint(directory)
+                prune_checkpoints(directory, self.config.save_total_limit, None, self.state.iteration)
+        for line in in_words(self.config, advise(self.config, self.history), list(self.history)):
+            log.info("%s", line)
+        return self.history
+
+    def save_pretrained(self, save_directory: str | Path) -> None:
+        """Write the policy as a plain model directory with its tokenizer, as the pipeline exports it.
+
+        An adapter is merged; the moving average of the weights, if there is one, lies in the folder `ema`.
+        """
+        exported_policy(self.state).save(Path(save_directory))
+
+    def save_checkpoint(self, output_dir: str | Path) -> Path:
+        """Write all of the state to `<output_dir>/iteration_NNNNNN` and return that directory."""
+        return write_checkpoint(Path(output_dir), self.state)
+
+    def load_checkpoint(self, directory: str | Path) -> None:
+        """Go on from a checkpoint: what this trainer did so far is forgotten.
+
+        Raises:
+            CheckpointError: It is damaged, or was made for other models.
+            ConfigError: Its run had other settings.
+        """
+        verify_checkpoint(Path(directory))
+        restore(self.state, Path(directory))
+        self._sampler.start_iteration()
+
+    def _learn(self, rollouts: Rollouts, scorer: RewardScorer) -> dict[str, float]:
+        state, config = self.state, self.config
+        scores = experience.score_responses(rollouts, scorer, state)
+        shaped = experience.shape_rewards(rollouts, scores, state)
+        return update.optimise(state, experience.estimate_advantages(rollouts, scores, shaped, config), config)
+
+    def _line(self, metrics: Mapping[str, float]) -> str:
+        shown = [text.format(metrics[key]) for key, text in _SHOWN.items() if key in metrics]
+        return ", ".join([f"Iteration {self.state.iteration}/{self.state.total_iterations}", *shown])
+
+
+def _checkpoint(asked: str | Path | bool, output_dir: Path | None) -> Path:
+    if not isinstance(asked, bool):
+        return Path(asked)
+    if output_dir is None:
+        raise ConfigError("train: resume_from_checkpoint=True looks in output_dir; give that, or the checkpoint itself")
+    newest = newest_whole_checkpoint(output_dir)
+    if newest is None:
+        raise CheckpointError(f"{output_dir}: there is no whole checkpoint in this directory to go on from")
+    return newest

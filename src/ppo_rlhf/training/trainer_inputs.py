@@ -1,0 +1,207 @@
+"""What a person hands to PPOTrainer beside models: prompts, rewards, queries, responses and scores."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ppo_rlhf.core.errors import ConfigError, DataError, RewardError
+from ppo_rlhf.core.responses import response_lengths
+from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel, context_length
+from ppo_rlhf.training.config import PPOConfig
+from ppo_rlhf.training.generation import Responses, SamplingSettings
+from ppo_rlhf.training.precision import frozen_dtype
+from ppo_rlhf.training.prompts import PromptDataset, tokenise_prompts
+from ppo_rlhf.training.rewards import (
+    ModelScorer,
+    ResponseBatch,
+    RewardComponentConfig,
+    RewardConfig,
+    RewardScorer,
+    build_reward_scorer,
+    call_reward_function,
+)
+from ppo_rlhf.training.trainer_models import check_same_vocabulary, take_over
+
+_MODEL_ALONE = RewardConfig(components=[RewardComponentConfig(type="model")])
+
+
+def take_prompts(prompts: Any, policy: TrainedModel, config: PPOConfig) -> PromptDataset:
+    """Return prompts as a tokenised dataset.
+
+    Args:
+        prompts: Texts or chats in a list; a table (pandas, `datasets`, a mapping of columns) with a column `prompt`,
+            whose other columns go to reward functions; or a dataset that is tokenised already.
+        policy: Its tokenizer reads them.
+        config: Hyperparameters.
+
+    Raises:
+        DataError: There is no prompt, or one cannot be read, or is too long.
+    """
+    if isinstance(prompts, PromptDataset):
+        return prompts
+    if isinstance(prompts, list | tuple) and not (prompts and isinstance(prompts[0], Mapping)):
+        frame = pd.DataFrame({"prompt": pd.Series(list(prompts), dtype=object)})
+    elif isinstance(prompts, pd.DataFrame):
+        frame = prompts
+    else:  # Hugging Face's tables give columns of Python values for a slice
+        frame = pd.DataFrame(prompts[:] if hasattr(prompts, "column_names") else prompts)
+    return tokenise_prompts(
+        frame,
+        policy.tokenizer,
+        column="prompt",
+        response_length=config.response_length,
+        context=context_length(policy.model.config),
+        overlong=config.overlong_prompts,
+    )
+
+
+def take_reward(reward: Any, policy: TrainedModel, config: PPOConfig) -> RewardScorer | None:
+    """Return what scores responses; None if there is nothing that does.
+
+    Args:
+        reward: A function `reward(prompts, completions, **columns)`; a reward model as an object, with its tokenizer
+            behind it in a tuple if that is not the policy's, or where one lies; a RewardConfig; or a RewardScorer.
+            None takes `reward_model_path`.
+        policy: Its tokenizer made the responses.
+        config: Hyperparameters.
+
+    Raises:
+        ConfigError: It is none of these.
+        ModelError: The reward model cannot be used.
+    """
+    if (reward is None and config.reward_model_path is None) or isinstance(reward, RewardScorer):
+        return reward
+    device, batch_size = policy.model.device, config.local_rollout_forward_batch_size
+    if reward is None or isinstance(reward, str | Path | RewardConfig):
+        path = str(reward) if isinstance(reward, str | Path) else config.reward_model_path
+        return build_reward_scorer(
+            reward if isinstance(reward, RewardConfig) else _MODEL_ALONE,
+            None if path is None else PretrainedHandle(path),
+            policy.tokenizer,
+            batch_size=batch_size,
+            device=device,
+            dtype=frozen_dtype(config),
+        )
+    model, tokenizer = reward if isinstance(reward, tuple) and len(reward) == 2 else (reward, None)
+    if isinstance(model, nn.Module):
+        model = _reward_model(model, config, device)
+        if tokenizer is None:
+            remedy = "; give reward=(model, tokenizer)"
+            check_same_vocabulary(model, policy.model, "reward model", remedy)
+        own = tokenizer or policy.tokenizer
+        return RewardScorer([("model", 1.0, ModelScorer(model, own, policy.tokenizer, batch_size))], model)
+    if not callable(reward):
+        raise ConfigError(
+            f"PPOTrainer: a reward of type {type(reward).__name__} is not known; give a function, a reward model or "
+            "its directory, (reward model, tokenizer), a RewardConfig or a RewardScorer"
+        )
+    return _function_scorer(reward)
+
+
+def given_scores(scores: Any, rows: int) -> RewardScorer:
+    """Return a scorer that gives these scores, whatever the responses.
+
+    Raises:
+        RewardError: There is not one finite number for each of the rows.
+    """
+    values = [float(score) for score in scores]
+    if len(values) != rows:
+        raise RewardError(f"step: {len(values)} scores for {rows} responses; give one each")
+    for row, value in enumerate(values):
+        if not math.isfinite(value):
+            raise RewardError(f"step: the score of response {row} is {value}; give finite numbers")
+    return RewardScorer([("given", 1.0, lambda _: torch.tensor(values, dtype=torch.float64))])
+
+
+def token_lists(rows: Any, what: str, vocabulary: int) -> list[list[int]]:
+    """Return token ids as lists.
+
+    Args:
+        rows: Sequences of ids: 1-D tensors, tensors `[1, n]`, or lists; a tensor `[N, n]` has N rows without padding.
+        what: What they are, for errors.
+        vocabulary: Ids must be below it.
+
+    Raises:
+        DataError: There are no rows, or one is empty, or is not token ids of this vocabulary.
+    """
+    result = []
+    for row, ids in enumerate(rows):
+        tensor = torch.as_tensor(ids)
+        tensor = tensor[0] if tensor.dim() == 2 and len(tensor) == 1 else tensor
+        if tensor.dim() != 1 or tensor.is_floating_point() or not len(tensor):
+            raise DataError(
+                f"{what} {row}: expected a 1-D tensor of token ids with at least one token, got {tensor.dtype} "
+                f"{list(tensor.shape)}"
+            )
+        if int(tensor.min()) < 0 or int(tensor.max()) >= vocabulary:
+            raise DataError(f"{what} {row}: token ids must lie in 0 to {vocabulary - 1}, the model's vocabulary")
+        result.append(tensor.tolist())
+    if not result:
+        raise DataError(f"there is no {what}")
+    return result
+
+
+def check_room(queries: Sequence[Sequence[int]], length: int, context: int | None) -> None:
+    """Raise `DataError` if a query leaves no room for `length` tokens in the model's context."""
+    longest = max(map(len, queries), default=0)
+    if context is not None and longest + length > context:
+        raise DataError(
+            f"a query of {longest} tokens leaves no room for a response of {length} in the model's context of "
+            f"{context}; shorten the one or the other"
+        )
+
+
+def take_responses(rows: list[list[int]], sampling: SamplingSettings) -> Responses:
+    """Return given responses, cut behind their first stop token.
+
+    Raises:
+        DataError: One is longer than `response_length`.
+    """
+    longest, width = max(map(len, rows)), sampling.response_length
+    if longest > width:
+        raise DataError(
+            f"step: a response has {longest} tokens, ppo.response_length is {width}; raise that, or give responses "
+            "without their query (generate with return_prompt=False)"
+        )
+    given = torch.tensor([len(row) for row in rows])
+    response_ids = torch.full((len(rows), width), sampling.pad_token_id)
+    for row, ids in enumerate(rows):
+        response_ids[row, : len(ids)] = torch.tensor(ids)
+    lengths, terminated = response_lengths(response_ids, sampling.stop_token_ids)
+    terminated &= lengths <= given  # a pad token that is a stop token ends no response
+    lengths = lengths.minimum(given)
+    is_response = torch.arange(width) < lengths[:, None]
+    return Responses(torch.where(is_response, response_ids, sampling.pad_token_id), lengths, terminated)
+
+
+def mean_of(scores: Iterable[Any]) -> float:
+    """Return the mean of numbers or 0-d tensors; NaN of none."""
+    return float(torch.tensor([float(score) for score in scores], dtype=torch.float64).mean())
+
+
+def _reward_model(model: nn.Module, config: PPOConfig, device: torch.device) -> PreTrainedModel:
+    taken = take_over(model, "reward model", frozen_dtype(config), device).requires_grad_(False)
+    if taken.config.num_labels != 1:
+        raise ConfigError(
+            f"PPOTrainer: a reward model has one output (num_labels 1), this one has {taken.config.num_labels}"
+        )
+    return taken
+
+
+def _function_scorer(function: Any) -> RewardScorer:
+    name = getattr(function, "__name__", "reward")
+    name = name if name.isidentifier() else "reward"
+
+    def score(batch: ResponseBatch) -> Tensor:
+        values = call_reward_function(function, name, batch.prompts, batch.completions, batch.columns)
+        return torch.tensor(values, dtype=torch.float64)
+
+    return RewardScorer([(name, 1.0, score)])

@@ -1,0 +1,156 @@
+"""The models that a person hands to PPOTrainer, as objects or paths, made what a run of the pipeline would load."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ppo_rlhf.core.errors import ConfigError, ModelError
+from ppo_rlhf.models.adapters import has_adapter
+from ppo_rlhf.models.critic import Critic
+from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel, check_vocabulary, disable_dropout
+from ppo_rlhf.models.tokenizers import ensure_pad_token
+from ppo_rlhf.training.config import PPOConfig
+from ppo_rlhf.training.precision import frozen_dtype, torch_dtype
+from ppo_rlhf.training.run_models import AnyCritic, build_critic, critic_backbone, policy_to_train
+
+ModelSource = PreTrainedModel | str | Path
+"""A model, or the directory or hub id of one."""
+
+
+def take_policies(
+    config: PPOConfig,
+    policy: ModelSource | None,
+    reference: ModelSource | None,
+    tokenizer: PreTrainedTokenizerBase | None,
+    device: torch.device,
+) -> tuple[TrainedModel, PreTrainedModel]:
+    """Return the policy, which trains, with tokenizer and value head, and the frozen reference.
+
+    Args:
+        config: Hyperparameters; its `sft_model_path` stands in for a policy that is not given.
+        policy: A causal language model. An object is changed in place: device, precision, dropout off, and it trains
+            itself, but with LoRA.
+        reference: The same, frozen. None: the policy as it is now; with LoRA its weights without the adapter.
+        tokenizer: The policy's; None takes the one that lies with it.
+        device: Where the models go.
+
+    Raises:
+        ConfigError: The policy or its tokenizer is missing, or one model is to be both policy and reference.
+        ModelError: A model cannot be used.
+    """
+    source = config.sft_model_path if policy is None else policy
+    if source is None:
+        raise ConfigError("PPOTrainer has no policy: give one, or set sft_model_path in the PPOConfig")
+    head = None
+    if isinstance(source, str | Path):
+        handle = PretrainedHandle(str(source))
+        head, tokenizer = handle.value_head(), tokenizer or handle.tokenizer()
+    if tokenizer is None:
+        raise ConfigError("PPOTrainer: a policy that is given as an object comes without its tokenizer; give that too")
+    base = _causal_lm(source, "policy", frozen_dtype(config) if config.use_peft else torch_dtype(config), device)
+    ensure_pad_token(tokenizer, base.config)
+    check_vocabulary(tokenizer, base.config, "PPOTrainer")
+    if reference is not None:
+        frozen = _causal_lm(reference, "reference policy", frozen_dtype(config), device)
+        _check_apart(base, frozen, config)
+    elif config.use_peft:
+        frozen = base
+    else:
+        again = source if isinstance(source, str | Path) else copy.deepcopy(base)
+        frozen = _causal_lm(again, "reference policy", frozen_dtype(config), device)
+    frozen.requires_grad_(False)
+    return TrainedModel(policy_to_train(base, config), tokenizer, value_head=head), frozen
+
+
+def take_critic(
+    config: PPOConfig,
+    policy: TrainedModel,
+    reward_model: PreTrainedModel | None,
+    value_model: PreTrainedModel | Critic | None,
+) -> AnyCritic:
+    """Return the critic: the one given, a copy of the model given, or the one that `ppo.value_model` asks for.
+
+    Raises:
+        ConfigError: A model is given, and `ppo.value_model` asks for another one.
+        ModelError: The model given cannot be used with this policy.
+    """
+    if value_model is None:
+        return build_critic(config, policy.model, reward_model, policy.value_head)
+    if config.value_model != "separate":
+        raise ConfigError(
+            f"PPOTrainer's value_model and ppo.value_model={config.value_model} exclude each other: both say where the "
+            "critic starts; leave one out"
+        )
+    if isinstance(value_model, Critic):
+        return value_model.to(policy.model.device)
+    dtype = frozen_dtype(config) if config.use_peft else torch_dtype(config)
+    start = take_over(value_model, "value model", dtype, policy.model.device)
+    check_same_vocabulary(start, policy.model, "value model")
+    score = getattr(start, "score", None)
+    if score is None:
+        return Critic.from_policy(start, own_backbone=critic_backbone(config))
+    if not isinstance(score, nn.Linear) or score.out_features != 1:
+        raise ModelError(
+            "PPOTrainer: the value model's `score` is not a linear head with one output; give a sequence classifier "
+            "with num_labels=1, or a causal language model"
+        )
+    return Critic.from_reward_model(start, policy.model, own_backbone=critic_backbone(config))
+
+
+def take_over(model: Any, what: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """Make a model, in place, what loading it from its directory would give: precision, device, no dropout.
+
+    Parameters alone get the type: buffers such as rotary frequencies stay as they are, as when weights are loaded. They
+    get memory of their own, aligned as torch has it (see `models.loading.align_parameters`).
+
+    Raises:
+        ModelError: It is no transformers model, has an adapter, or was wrapped by a trainer.
+    """
+    _check_model(model, what)
+    disable_dropout(model)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(device, dtype).clone()
+    return nn.Module.to(model, device).eval()
+
+
+def check_same_vocabulary(model: PreTrainedModel, policy: PreTrainedModel, what: str, remedy: str = "") -> None:
+    """Raise `ModelError` if a model reads another number of tokens than the policy."""
+    theirs, ours = (each.config.get_text_config().vocab_size for each in (model, policy))
+    if theirs != ours:
+        raise ModelError(f"PPOTrainer: the {what}'s vocabulary has {theirs} tokens, the policy's {ours}{remedy}")
+
+
+def _causal_lm(source: ModelSource, what: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    if isinstance(source, str | Path):
+        return nn.Module.to(PretrainedHandle(str(source)).causal_lm(dtype), device)
+    return take_over(source, what, dtype, device)
+
+
+def _check_model(model: Any, what: str) -> None:
+    saved = "save it, and give the directory"
+    if not isinstance(model, PreTrainedModel):
+        raise ModelError(f"PPOTrainer: the {what} is a {type(model).__name__}, not a transformers model; {saved}")
+    if has_adapter(model):
+        raise ModelError(
+            f"PPOTrainer: the {what} has an adapter; merge it (merge_and_unload). ppo.use_peft trains a new one"
+        )
+    if any("forward" in vars(module) for module in model.modules()):
+        raise ModelError(
+            f"PPOTrainer: the {what} was wrapped by a trainer or by accelerate: its copies would run the original's "
+            f"weights; {saved}"
+        )
+
+
+def _check_apart(policy: PreTrainedModel, reference: PreTrainedModel, config: PPOConfig) -> None:
+    own = {id(parameter) for parameter in policy.parameters()}
+    if not config.use_peft and any(id(parameter) in own for parameter in reference.parameters()):
+        raise ConfigError(
+            "PPOTrainer: policy and reference_policy share weights, so the reference would train too and the KL would "
+            "stay 0; give reference_policy=None for a frozen copy"
+        )

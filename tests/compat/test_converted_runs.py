@@ -1,0 +1,84 @@
+"""A converted configuration runs: by the real command, on tiny models, with the batch sizes of the source."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import Result
+
+from ppo_rlhf.models.reward_model import CausalLMRewardModel
+from tests.compat.deepspeed_source import DEEPSPEED_SCRIPT
+from tests.compat.trl_source import LEGACY_SCRIPT
+from tests.tiny_models import save, tiny_model
+
+Kedro = Callable[..., Result]
+
+PROMPTS = [f"{a} {b} c" for a in "abcdefghij" for b in "klmnopqrst"]
+
+
+@pytest.fixture
+def desk(project: Path) -> Path:
+    """A project with a tiny policy, a tiny reward model, prompts and a reward function."""
+    save(project / "models" / "policy", tiny_model())
+    save(project / "models" / "reward", CausalLMRewardModel.from_causal_lm(tiny_model(seed=1)))
+    (project / "data" / "prompts.jsonl").write_text("".join(f"{json.dumps({'prompt': p})}\n" for p in PROMPTS))
+    (project / "own_reward.py").write_text(
+        "def score(prompts, completions, **columns):\n    return [float(text.count('a')) for text in completions]\n"
+    )
+    return project
+
+
+def logged_params(project: Path) -> dict[str, str]:
+    with sqlite3.connect(project / "mlflow.db") as database:
+        return dict(database.execute("select key, value from params"))
+
+
+def run(kedro: Kedro, project: Path, **parameters: object) -> dict[str, str]:
+    own = {
+        "sft_model_path": "models/policy",
+        "reward_model_path": "models/reward",
+        "prompts_path": "data/prompts.jsonl",
+    }
+    words = ",".join(f"{name}={value}" for name, value in {**own, **parameters}.items())
+    result = kedro(project, "run", "--pipelines", "ppo", "--params", words)
+    assert result.exit_code == 0, result.output
+    return logged_params(project)
+
+
+def test_the_script_of_trls_legacy_api_runs(kedro: Kedro, desk: Path, tmp_path: Path):
+    (tmp_path / "legacy.yaml").write_text(yaml.safe_dump(LEGACY_SCRIPT))
+    assert kedro(desk, "convert-config", "--from", "trl", str(tmp_path / "legacy.yaml")).exit_code == 0
+    (desk / "conf" / "local" / "parameters_reward.yml").write_text(
+        yaml.safe_dump({"reward": {"components": [{"type": "function", "function": "own_reward:score"}]}})
+    )
+    params = run(kedro, desk, **{"ppo.total_episodes": 256, "ppo.response_length": 6})
+    assert {name: params[f"ppo.{name}"] for name in ("kl_coef", "kl_controller", "value_model", "target_kl")} == {
+        "kl_coef": "0.2",
+        "kl_controller": "adaptive",
+        "value_model": "shared",
+        "target_kl": "None",
+    }
+    history = (desk / "data" / "08_reporting" / "training_history" / "training_history.csv").read_text().splitlines()
+    row = dict(zip(history[0].split(","), history[-1].split(","), strict=True))
+    assert float(row["optimiser/steps"]) == 32  # 4 epochs of 256 / 32 minibatches
+    assert float(row["episode"]) == 256
+
+
+def test_a_script_of_deepspeed_chat_runs(kedro: Kedro, desk: Path, tmp_path: Path):
+    (tmp_path / "run.sh").write_text(DEEPSPEED_SCRIPT)
+    source = ["--from", "deepspeed-chat", "--prompts", "30000", str(tmp_path / "run.sh")]
+    assert kedro(desk, "convert-config", *source).exit_code == 0
+    params = run(kedro, desk, **{"ppo.total_episodes": 8, "ppo.response_length": 6})
+    assert {name: params[f"ppo.{name}"] for name in ("kl_coef", "reward_clip", "value_model", "ema_decay")} == {
+        "kl_coef": "0.1",
+        "reward_clip": "5.0",
+        "value_model": "reward_init",
+        "ema_decay": "0.992",
+    }
+    history = (desk / "data" / "08_reporting" / "training_history" / "training_history.csv").read_text().splitlines()
+    assert len(history) == 3  # two iterations below the names

@@ -1,0 +1,143 @@
+"""`transformers.HfArgumentParser((PPOConfig,))` takes every field from flags, a dictionary, JSON and YAML."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import Field, fields
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import pytest
+import yaml
+from transformers import HfArgumentParser
+
+from ppo_rlhf.core.errors import ConfigError
+from ppo_rlhf.training.config import PPOConfig
+
+HINTS = get_type_hints(PPOConfig)
+# Fields for which a value cannot be guessed from the type, or that need others: a value, and the others.
+SPECIAL: dict[str, tuple[Any, dict[str, Any]]] = {
+    "dual_clip": (2.5, {}),
+    "max_tokens_per_micro_batch": (64, {}),
+    "kl_target": (3.0, {"kl_controller": "adaptive"}),
+    "kl_horizon": (200.0, {"kl_controller": "adaptive"}),
+    "kl_hold_iterations": (2, {"kl_controller": "adaptive"}),
+    "kl_in": ("loss", {"kl_estimator": "k2"}),
+    "truncated_responses": ("replace", {"missing_eos_penalty": 1.0}),
+    "lora_r": (4, {"use_peft": True}),
+    "lora_alpha": (4, {"use_peft": True}),
+    "lora_dropout": (0.0, {}),  # its only value
+    "lora_target_modules": ("q_proj,v_proj", {"use_peft": True}),
+    "export_value_head": (True, {"value_model": "shared"}),
+    "device": ("cpu", {}),
+    "sft_model_path": ("models/policy", {}),
+    "reward_model_path": ("models/reward", {}),
+}
+
+
+def settings_of(field: Field[Any]) -> dict[str, Any]:
+    """A value of the field that is not its default, with what else it needs."""
+    if field.name in SPECIAL:
+        value, others = SPECIAL[field.name]
+        return {field.name: value, **others}
+    hint = HINTS[field.name]
+    if get_origin(hint) in (UnionType, Union):
+        hint = next(option for option in get_args(hint) if option is not type(None))
+    if get_origin(hint) is Literal:
+        return {field.name: next(choice for choice in get_args(hint) if choice != field.default)}
+    if hint is bool:
+        return {field.name: not field.default}
+    if hint is int:
+        return {field.name: (field.default or 0) + 1}
+    assert hint is float, f"{field.name}: give it a value in SPECIAL"
+    return {field.name: field.default / 2 if field.default else 0.25}
+
+
+each_field = pytest.mark.parametrize("field", fields(PPOConfig), ids=lambda field: field.name)
+
+
+def parser() -> HfArgumentParser:
+    return HfArgumentParser((PPOConfig,))
+
+
+def flags(settings: dict[str, Any]) -> list[str]:
+    return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+
+
+@each_field
+def test_every_field_comes_from_a_flag(field: Field[Any]):
+    settings = settings_of(field)
+    (config,) = parser().parse_args_into_dataclasses(flags(settings))
+    assert config == PPOConfig(**settings)
+    assert getattr(config, field.name) == settings[field.name]
+
+
+@each_field
+def test_every_field_comes_from_a_dictionary_json_and_yaml(field: Field[Any], tmp_path: Path):
+    settings = settings_of(field)
+    (tmp_path / "settings.json").write_text(json.dumps(settings))
+    (tmp_path / "settings.yaml").write_text(yaml.safe_dump(settings))
+    configs = [
+        *parser().parse_dict(settings),
+        *parser().parse_json_file(str(tmp_path / "settings.json")),
+        *parser().parse_yaml_file(str(tmp_path / "settings.yaml")),
+    ]
+    assert configs == [PPOConfig(**settings)] * 3
+    assert getattr(configs[2], field.name) == settings[field.name]
+
+
+def test_almost_every_tested_value_is_not_the_default():
+    same = [field.name for field in fields(PPOConfig) if settings_of(field)[field.name] == field.default]
+    assert set(same) <= {"lora_dropout"}
+
+
+def test_without_arguments_all_is_default():
+    assert parser().parse_args_into_dataclasses([]) == (PPOConfig(),)
+    assert parser().parse_dict({}) == (PPOConfig(),)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--whiten_rewards"], {"whiten_rewards": True}),
+        (["--whiten-rewards", "yes"], {"whiten_rewards": True}),
+        (["--whiten_advantages", "false"], {"whiten_advantages": False}),
+        (["--no_whiten_advantages"], {"whiten_advantages": False}),
+        (["--kl-coef=1e-1"], {"kl_coef": 0.1}),
+    ],
+)
+def test_flags_are_written_as_transformers_has_them(words: list[str], expected: dict[str, Any]):
+    assert parser().parse_args_into_dataclasses(words) == (PPOConfig(**expected),)
+
+
+def test_yaml_that_reads_numbers_as_text_and_none_as_null_is_understood(tmp_path: Path):
+    file = tmp_path / "settings.yaml"
+    file.write_text("learning_rate: 1e-5\nreward_clip: null\n")  # YAML 1.1 has no number without a point
+    assert parser().parse_yaml_file(str(file)) == (PPOConfig(learning_rate=1e-5),)
+
+
+def test_errors_are_those_of_the_configuration():
+    with pytest.raises(ConfigError, match=r"^ppo\.kl_coef=-1\.0: input should be greater than or equal to 0$"):
+        parser().parse_args_into_dataclasses(["--kl_coef", "-1"])
+    with pytest.raises(ConfigError, match=r"exclude each other"):
+        parser().parse_dict({"kl_in": "loss", "kl_estimator": "k1"})
+
+
+def test_other_dataclasses_can_be_parsed_beside_it():
+    from dataclasses import dataclass
+
+    @dataclass
+    class Own:
+        folder: str = "here"
+
+    own, config = HfArgumentParser((Own, PPOConfig)).parse_args_into_dataclasses(["--folder", "there", "--seed", "3"])
+    assert (own.folder, config.seed) == ("there", 3)
+
+
+def test_help_has_the_docstring_of_every_field(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "10000")  # no line breaks inside a docstring
+    text = parser().format_help()
+    documented = {field.name: field.metadata.get("help", "").replace("%%", "%") for field in fields(PPOConfig)}
+    assert [name for name, docstring in documented.items() if len(docstring) < 10 or docstring not in text] == []
+    assert "changes beta by 20 % at most" in text  # argparse would take a single % for a placeholder

@@ -1,0 +1,222 @@
+"""TRL's legacy PPOConfig: every setting is accounted for, and a converted run does what TRL's would do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ppo_rlhf.compat import from_trl
+from ppo_rlhf.core.errors import ConfigError
+from tests.compat.bookkeeping import check_claims, check_each_setting_is_entered_once
+from tests.compat.trl_source import LEGACY_SCRIPT, TRL_LEGACY
+
+
+def ppo(**settings: Any) -> dict[str, Any]:
+    """The ppo parameters of legacy settings; `steps` marks them as legacy."""
+    return from_trl({"steps": 1000, **settings}).parameters["ppo"]
+
+
+def reasons(**settings: Any) -> dict[str, str]:
+    return dict(from_trl({"steps": 1000, **settings}).not_carried)
+
+
+def test_every_field_of_the_legacy_configuration_is_carried_or_left_once():
+    conversion = from_trl(TRL_LEGACY)
+    check_each_setting_is_entered_once(conversion, TRL_LEGACY)
+    assert not any("not a setting" in reason for _, reason in conversion.not_carried)
+
+
+def test_what_is_called_carried_has_an_effect_and_nothing_else_has_one():
+    other_values = {
+        "kl_penalty": "mse",
+        "gamma": 0.9,
+        "lam": 0.9,
+        "batch_size": 512,
+        "mini_batch_size": 64,
+        "forward_batch_size": 16,
+    }
+    settings = {**TRL_LEGACY, "batch_size": 256, "mini_batch_size": 32}
+    check_claims(from_trl, settings, other_values)
+    with_more_read = {"early_stopping": True, "use_score_scaling": True, "use_score_norm": True, "score_clip": 3.0}
+    check_claims(from_trl, {**settings, **with_more_read, "max_grad_norm": 0.5}, other_values)
+
+
+def test_the_script_of_the_legacy_api_is_converted_as_worked_by_hand():
+    conversion = from_trl(LEGACY_SCRIPT)
+    assert conversion.parameters == {
+        "seed": 0,
+        "sft_model_path": "gpt2",
+        "ppo": {
+            "num_ppo_epochs": 4,
+            "cliprange": 0.2,
+            "cliprange_value": 0.2,
+            "vf_coef": 0.1,
+            "gamma": 1.0,
+            "lam": 0.95,
+            "whiten_rewards": False,
+            "whiten_advantages": True,
+            "target_kl": None,
+            "kl_coef": 0.2,
+            "kl_estimator": "k1",
+            "kl_in": "reward",
+            "kl_controller": "adaptive",
+            "kl_target": 6.0,
+            "kl_horizon": 10_000.0,
+            "reward_clip": None,
+            "reward_normalisation": "none",
+            "missing_eos_penalty": None,
+            "learning_rate": 1.41e-5,
+            "value_learning_rate": None,
+            "lr_scheduler_type": "constant",
+            "total_episodes": 20_000,
+            "per_device_train_batch_size": 32,
+            "gradient_accumulation_steps": 8,  # 8 x 32 = 256 responses an iteration
+            "num_mini_batches": 8,  # 256 / 32
+            "response_length": 53,
+            "temperature": 1.0,
+            "stop_token": "eos",
+            "value_model": "shared",
+            "gradient_checkpointing": False,
+        },
+    }
+    assert [setting for setting, _ in conversion.not_carried] == ["log_with", "optimize_cuda_cache", "target_kl"]
+    assert dict(conversion.not_carried)["target_kl"] == "early_stopping=False: TRL does not read it"
+
+
+@pytest.mark.parametrize(
+    ("batch", "mini", "accumulation", "expected"),
+    [
+        # per device, accumulation, minibatches: per device x accumulation = batch; batch / minibatches = mini x theirs
+        (256, 32, 1, (32, 8, 8)),
+        (256, 32, 4, (32, 8, 2)),
+        (128, 128, 1, (128, 1, 1)),
+        (256, 1, 16, (1, 256, 16)),
+        (48, 8, 3, (8, 6, 2)),
+    ],
+)
+def test_batch_sizes_give_the_same_rollout_step_and_micro_batch(
+    batch: int, mini: int, accumulation: int, expected: tuple[int, int, int]
+):
+    config = from_trl(
+        {"batch_size": batch, "mini_batch_size": mini, "gradient_accumulation_steps": accumulation}
+    ).ppo_config()
+    sizes = (config.per_device_train_batch_size, config.gradient_accumulation_steps, config.num_mini_batches)
+    assert sizes == expected
+    # what TRL does with them: rollout of `batch`, steps on mini x accumulation, backward passes of mini
+    assert (config.batch_size, config.mini_batch_size) == (batch, mini * accumulation)
+    assert config.local_micro_batch_size == mini
+
+
+def test_forward_batch_size_replaces_the_mini_batch_size_as_in_trl():
+    conversion = from_trl({"batch_size": 64, "mini_batch_size": 16, "forward_batch_size": 8})
+    assert conversion.parameters["ppo"]["per_device_train_batch_size"] == 8
+    assert dict(conversion.not_carried) == {"mini_batch_size": "forward_batch_size replaces it"}
+
+
+def test_a_batch_that_trl_would_refuse_is_refused_with_the_nearest_sizes():
+    with pytest.raises(ConfigError) as caught:
+        from_trl({"batch_size": 100, "mini_batch_size": 16, "gradient_accumulation_steps": 2})
+    assert str(caught.value) == (
+        "TRL's legacy PPOConfig: batch_size=100 is not a multiple of mini_batch_size=16 x "
+        "gradient_accumulation_steps=2, which TRL refuses too; nearest sizes that are: 96, 128"
+    )
+
+
+def test_a_size_that_is_no_number_is_refused_by_name():
+    with pytest.raises(ConfigError) as caught:
+        from_trl({"batch_size": "many", "mini_batch_size": 16})
+    assert str(caught.value).startswith("TRL's legacy PPOConfig: batch_size='many': ")
+
+
+def test_a_fixed_controller_takes_neither_target_nor_horizon():
+    values = ppo(adap_kl_ctrl=False, target=3.0, horizon=500)
+    assert values["kl_controller"] == "fixed"
+    assert not {"kl_target", "kl_horizon"} & set(values)
+    assert set(reasons(adap_kl_ctrl=False, target=3.0, horizon=500)) == {"target", "horizon"}
+
+
+@pytest.mark.parametrize(("penalty", "estimator"), [("kl", "k1"), ("mse", "k2")])
+def test_penalties_that_are_offered_become_their_estimators(penalty: str, estimator: str):
+    assert ppo(kl_penalty=penalty)["kl_estimator"] == estimator
+    assert "kl_penalty" not in reasons(kl_penalty=penalty)
+
+
+@pytest.mark.parametrize("penalty", ["abs", "full"])
+def test_other_penalties_are_left_and_k1_is_written(penalty: str):
+    assert ppo(kl_penalty=penalty)["kl_estimator"] == "k1"
+    assert "ppo.kl_estimator=k1 is written instead" in reasons(kl_penalty=penalty)["kl_penalty"]
+
+
+def test_early_stopping_carries_the_target():
+    assert ppo(early_stopping=True, target_kl=0.1)["target_kl"] == 0.1
+    assert ppo(early_stopping=True)["target_kl"] == 1.0  # TRL's default
+    assert reasons(early_stopping=True, target_kl=0.1) == {}
+
+
+@pytest.mark.parametrize(
+    ("scaling", "norm", "normalisation", "left"),
+    [
+        (False, False, "none", {"use_score_norm"}),
+        (False, True, "none", {"use_score_norm"}),
+        (True, True, "running", set()),
+        (True, False, None, {"use_score_scaling", "use_score_norm"}),
+    ],
+)
+def test_scores_are_normalised_only_where_trl_shifts_and_scales_them(
+    scaling: bool, norm: bool, normalisation: str | None, left: set[str]
+):
+    settings = {"use_score_scaling": scaling, "use_score_norm": norm}
+    assert ppo(**settings).get("reward_normalisation") == normalisation
+    assert set(reasons(**settings)) == left
+
+
+def test_a_gradient_norm_is_carried_and_none_is_left():
+    assert ppo(max_grad_norm=0.5)["max_grad_norm"] == 0.5
+    assert "always clipped" in reasons(max_grad_norm=None)["max_grad_norm"]
+
+
+def test_arguments_of_generate_are_read_if_they_are_given():
+    conversion = from_trl(
+        {
+            "steps": 10,
+            "generation_kwargs": {
+                "max_new_tokens": 32,
+                "temperature": 0.9,
+                "top_k": 0.0,
+                "top_p": 1.0,
+                "do_sample": True,
+                "min_length": -1,
+                "pad_token_id": 50256,
+                "eos_token_id": -1,
+            },
+        }
+    )
+    values = conversion.parameters["ppo"]
+    assert (values["response_length"], values["temperature"], values["top_k"], values["top_p"]) == (32, 0.9, 0, 1.0)
+    assert values["stop_token"] == "none"
+    left = {setting for setting, _ in conversion.not_carried}
+    assert left == {f"generation_kwargs.{name}" for name in ("do_sample", "min_length", "pad_token_id")}
+    assert not any("max_new_tokens" in remark for remark in conversion.remarks)
+    assert any("tempered" in remark for remark in conversion.remarks)
+
+
+def test_a_file_of_prompts_is_carried_and_the_name_of_a_data_set_is_not():
+    assert from_trl({"steps": 1, "query_dataset": "my/prompts.jsonl"}).parameters["prompts_path"] == "my/prompts.jsonl"
+    assert "prompts_path" not in from_trl({"steps": 1, "query_dataset": "stanfordnlp/imdb"}).parameters
+    assert "set prompts_path" in reasons(query_dataset="stanfordnlp/imdb")["query_dataset"]
+
+
+def test_a_misspelt_setting_is_left_with_the_closest_name():
+    assert reasons(init_kl_coeff=0.1) == {
+        "init_kl_coeff": "not a setting of TRL's legacy PPOConfig; the closest is init_kl_coef"
+    }
+
+
+def test_a_value_that_is_not_accepted_here_is_left_with_the_rule():
+    assert reasons(gamma=1.5) == {"gamma": "ppo.gamma does not take 1.5: input should be less than or equal to 1"}
+
+
+def test_texts_that_are_numbers_are_read_as_yaml_and_the_command_line_give_them():
+    values = ppo(learning_rate="1e-5", adap_kl_ctrl="False", batch_size="64", mini_batch_size="32")
+    assert (values["learning_rate"], values["kl_controller"], values["num_mini_batches"]) == (1e-5, "fixed", 2)

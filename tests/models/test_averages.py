@@ -1,0 +1,63 @@
+"""The moving average of weights, against its closed form."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from ppo_rlhf.models.adapters import LoraSettings, trained_parameters, with_adapter
+from ppo_rlhf.models.averages import WeightAverage
+from tests.tiny_models import KINDS, tiny_model
+
+IDS = torch.tensor([[4, 7, 9, 12]])
+
+
+def shift(model, amount: float) -> None:
+    with torch.no_grad():
+        for parameter in trained_parameters(model).values():
+            parameter.add_(amount)
+
+
+def test_the_average_weighs_each_step_by_the_decay_to_its_age():
+    """After w0, w1, w2: d² w0 + d (1 − d) w1 + (1 − d) w2."""
+    model = tiny_model().double()
+    start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    average = WeightAverage(model, 0.8)
+    for amount in (1.0, 2.0):  # w1 = w0 + 1, w2 = w0 + 3
+        shift(model, amount)
+        average.update(model)
+    for name, weight in average.weights.items():
+        assert_close(weight, start[name] + 0.8 * 0.2 * 1.0 + 0.2 * 3.0, rtol=0.0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)  # GPT-2's head is its embedding: tied weights stay tied
+def test_the_averaged_model_has_the_averaged_weights_and_the_model_keeps_its_own(kind):
+    model = tiny_model(kind)
+    before = model(IDS).logits
+    average = WeightAverage(model, 0.5)
+    shift(model, 0.2)
+    average.update(model)
+    after = model(IDS).logits
+    averaged = average.applied_to(model)
+    shift(model, -0.1)  # half-way back is the average
+    assert_close(averaged(IDS).logits, model(IDS).logits, rtol=0.0, atol=1e-4)
+    shift(model, 0.1)
+    assert not torch.equal(before, after)
+    assert_close(model(IDS).logits, after, rtol=0.0, atol=1e-4)
+
+
+def test_of_an_adapted_model_the_adapter_is_averaged_and_the_rest_shared():
+    model = with_adapter(tiny_model(), LoraSettings(2, 4, "q_proj"), torch.Generator())
+    average = WeightAverage(model, 0.9)
+    assert average.weights.keys() == trained_parameters(model).keys()
+    averaged = average.applied_to(model)
+    frozen = {p.data_ptr() for p in model.parameters() if not p.requires_grad}
+    assert {p.data_ptr() for p in averaged.parameters() if not p.requires_grad} == frozen
+
+
+def test_weights_of_another_model_are_refused():
+    average = WeightAverage(tiny_model(), 0.9)
+    with pytest.raises(ValueError, match="other names"):
+        average.load({"weight": torch.zeros(1)})
+    wrong = {name: weight[:1] for name, weight in average.weights.items()}
+    with pytest.raises(ValueError, match="has shape"):
+        average.load(wrong)

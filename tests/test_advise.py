@@ -1,0 +1,282 @@
+"""`kedro advise`, and the end of a run: the right run is read whole, and what cannot be judged is said in one line."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+
+import mlflow
+import pandas as pd
+import pytest
+from click.testing import Result
+from kedro.io import DataCatalog, MemoryDataset
+from mlflow import MlflowClient
+from mlflow.entities import Metric, Param
+from mlflow.exceptions import MlflowException
+from sqlalchemy.exc import OperationalError
+
+from ppo_rlhf.cli import cli
+from ppo_rlhf.cli.recorded_run import recorded_run
+from ppo_rlhf.hooks.advice import AdviceHook
+from ppo_rlhf.runner import RunInterruptedError
+from ppo_rlhf.training.config import PPOConfig
+from tests.training.tuning.support import config, curve, history
+
+Kedro = Callable[..., Result]
+FAR = {"objective/kl": curve(30)}
+EXPECTED = "1. [KL: kl_alarm] KL is 30 nats per response"
+HEADLINE = "What to change first (`kedro advise` says it again):"
+
+
+def client_of(project: Path) -> MlflowClient:
+    return MlflowClient(f"sqlite:///{project / 'mlflow.db'}")
+
+
+def record(
+    project: Path,
+    rows: list[dict[str, float]],
+    settings: PPOConfig | None = None,
+    started: int = 1000,
+    experiment: str = "ppo_rlhf",
+    **params: str,
+) -> str:
+    """A finished run as the tracking hook leaves it: each setting a param, each number a metric at its iteration."""
+    client = client_of(project)
+    found = client.get_experiment_by_name(experiment)
+    place = found.experiment_id if found else client.create_experiment(experiment)
+    run = client.create_run(place, start_time=started, run_name="align", tags={"pipeline": "align"})
+    given = {f"ppo.{entry.name}": str(getattr(settings or config(), entry.name)) for entry in fields(PPOConfig)}
+    client.log_batch(run.info.run_id, params=[Param(key, value) for key, value in (given | params).items()])
+    metrics = [
+        Metric(key, value, started, int(row["iteration"]))
+        for row in rows
+        for key, value in row.items()
+        if key != "iteration" and value == value
+    ]
+    for start in range(0, len(metrics), 1000):
+        client.log_batch(run.info.run_id, metrics=metrics[start : start + 1000])
+    client.set_terminated(run.info.run_id)
+    return str(run.info.run_id)
+
+
+def advised(kedro: Kedro, project: Path, *arguments: str) -> list[str]:
+    result = kedro(project, "advise", *arguments)
+    assert result.exit_code == 0, result.output
+    return result.stdout.splitlines()
+
+
+def refused(kedro: Kedro, project: Path, *arguments: str) -> str:
+    result = kedro(project, "advise", *arguments)
+    assert result.exit_code == 1, result.output
+    assert "Traceback" not in result.output
+    [line] = [line for line in result.stderr.splitlines() if line.startswith("Error:")]
+    return line
+
+
+def test_the_newest_run_that_trained_is_judged(kedro: Kedro, toy_project: Path):
+    record(toy_project, history(), started=1000)
+    newest = record(toy_project, history(FAR), started=3000)
+    record(toy_project, history(), started=2000)
+    record(toy_project, [{"iteration": 1.0, "sft/loss": 2.0}], started=4000)  # did not train a policy
+    record(toy_project, history(), started=5000, experiment="another")
+    lines = advised(kedro, toy_project)
+    assert lines[0] == f"MLflow run {newest} (align, FINISHED): iteration 40 of 40"
+    assert lines[1].startswith(EXPECTED)
+    assert lines[1].endswith("Raise ppo.kl_coef from 0.08 to 0.24.")
+    assert len(lines) == 2
+
+
+def test_a_run_is_judged_by_its_id_with_its_own_settings(kedro: Kedro, toy_project: Path):
+    run_id = record(toy_project, history(FAR), config(kl_alarm=40.0, kl_warning=35.0), experiment="another")
+    record(toy_project, history(FAR), started=3000)
+    lines = advised(kedro, toy_project, "--run", run_id)
+    assert lines[0].startswith(f"MLflow run {run_id} ")
+    assert lines[1:] == ["Nothing to change: over 40 iterations no rule of the tuning guide objects."]
+
+
+def test_an_unfinished_run_is_judged_by_what_it_has(kedro: Kedro, toy_project: Path):
+    record(toy_project, history(iterations=4))
+    first, second = advised(kedro, toy_project)
+    assert first.endswith("iteration 4 of 40")
+    assert "too early" in second
+
+
+def test_all_advice_is_shown_on_request(kedro: Kedro, toy_project: Path):
+    spoilt = FAR | {
+        "policy/approxkl_avg": curve(0.2),
+        "policy/clipfrac_avg": curve(0.5),
+        "response/truncated_fraction": curve(0.9),
+    }
+    record(toy_project, history(spoilt))
+    few, many = advised(kedro, toy_project), advised(kedro, toy_project, "--all")
+    assert few[-1] == "1 more after that: kedro advise --all"
+    assert [line[:2] for line in many[1:]] == ["1.", "2.", "3.", "4."]
+
+
+def test_settings_and_curves_come_back_as_they_were_logged(toy_project: Path):
+    settings = config(kl_coef=0.1, missing_eos_penalty=1.5, whiten_rewards=True, stop_token_id=7, num_ppo_epochs=2)
+    run_id = record(toy_project, history(FAR), settings)
+    run = recorded_run(client_of(toy_project), run_id)
+    assert run.config == settings
+    expected = [{key: value for key, value in row.items() if value == value} for row in history(FAR)]
+    assert run.history == expected
+
+
+def test_of_an_iteration_that_was_done_again_the_later_values_count(toy_project: Path):
+    run_id = record(toy_project, history(iterations=3))
+    client = client_of(toy_project)
+    for stamp, value in ((3000, 7.0), (2000, 5.0)):
+        client.log_batch(run_id, metrics=[Metric("objective/kl", value, stamp, 2)])
+    kl = [row["objective/kl"] for row in recorded_run(client, run_id).history]
+    assert kl[1] == 7.0
+    assert len(kl) == 3
+
+
+def test_an_evaluation_without_an_iteration_is_no_row(toy_project: Path):
+    run_id = record(toy_project, history(iterations=3))
+    client_of(toy_project).log_batch(run_id, metrics=[Metric("eval/kl", 1.0, 5000, 0)])
+    assert [row["iteration"] for row in recorded_run(client_of(toy_project), run_id).history] == [1.0, 2.0, 3.0]
+
+
+def test_settings_of_another_version_are_left_out_and_named(kedro: Kedro, toy_project: Path):
+    record(toy_project, history(), **{"ppo.of_tomorrow": "3"})
+    assert "Settings that this version does not know are left out: ppo.of_tomorrow" in advised(kedro, toy_project)
+
+
+def test_without_any_run_the_command_says_so_and_makes_no_store(kedro: Kedro, toy_project: Path):
+    (toy_project / "mlflow.db").unlink()
+    line = refused(kedro, toy_project)
+    assert line == f"Error: There is no run yet: {toy_project / 'mlflow.db'} does not exist. `kedro run` makes it."
+    assert not (toy_project / "mlflow.db").exists()
+
+
+def test_without_a_run_that_trained_the_command_says_what_to_do(kedro: Kedro, toy_project: Path):
+    assert refused(kedro, toy_project).startswith("Error: No run of the MLflow experiment ppo_rlhf has trained")
+    record(toy_project, [{"iteration": 1.0, "sft/loss": 2.0}])
+    assert refused(kedro, toy_project).startswith("Error: No run of the MLflow experiment ppo_rlhf has trained")
+
+
+@pytest.mark.parametrize("run_id", ["nothing", "0" * 32, "../../etc"])
+def test_a_run_that_does_not_exist_is_named(kedro: Kedro, toy_project: Path, run_id: str):
+    assert refused(kedro, toy_project, "--run", run_id) == (
+        f"Error: --run {run_id}: MLflow has no such run. `kedro mlflow ui` lists them; leave --run out to take the "
+        "newest."
+    )
+
+
+def test_a_run_that_did_not_train_is_named_with_its_pipeline(kedro: Kedro, toy_project: Path):
+    run_id = record(toy_project, [{"iteration": 1.0, "sft/loss": 2.0}])
+    assert refused(kedro, toy_project, "--run", run_id) == (
+        f"Error: MLflow run {run_id} (align) has no curves of PPO (objective/kl is missing): name one that trained, or "
+        "leave --run out to take the newest."
+    )
+
+
+def test_settings_that_are_refused_today_are_named_with_the_run(kedro: Kedro, toy_project: Path):
+    run_id = record(toy_project, history(), **{"ppo.gamma": "2.0"})
+    assert refused(kedro, toy_project) == (
+        f"Error: MLflow run {run_id} has settings that this version refuses: ppo.gamma='2.0': input should be less "
+        "than or equal to 1"
+    )
+
+
+@pytest.mark.parametrize("error", [MlflowException("no\nroute"), OperationalError("SELECT", {}, Exception("locked"))])
+def test_a_store_that_cannot_be_read_is_one_line(
+    kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+):
+    def fail(uri: str) -> None:
+        raise error
+
+    monkeypatch.setattr("ppo_rlhf.cli.advise.MlflowClient", fail)
+    line = refused(kedro, toy_project)
+    assert line.startswith(f"Error: The tracking store sqlite:///{toy_project / 'mlflow.db'} cannot be read: ")
+
+
+def test_outside_a_project_the_command_says_where_to_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from click.testing import CliRunner
+
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(cli, ["advise"])
+    assert result.exit_code == 1
+    assert f"Error: {tmp_path} is not in a Kedro project" in result.output
+
+
+def test_a_run_that_trains_ends_with_the_advice(
+    kedro: Kedro, toy_project: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    with caplog.at_level(logging.INFO):
+        result = kedro(toy_project, "run", "--pipelines", "align", "--params", "ppo.vf_coef=0.5")
+    assert result.exit_code == 0, result.output
+    said = [record.getMessage() for record in caplog.records if record.name == "ppo_rlhf.hooks.advice"]
+    assert said[0] == HEADLINE
+    assert said[1].startswith("3 iterations of the policy: too early")
+    assert said[2].startswith("1. [learning rates and batch sizes: vf_coef_without_effect] ppo.vf_coef=0.5")
+    caplog.clear()
+    assert kedro(toy_project, "run", "--pipelines", "supervised_finetuning").exit_code == 0
+    assert not [record for record in caplog.records if record.name == "ppo_rlhf.hooks.advice"]
+
+
+def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == "ppo_rlhf.hooks.advice"]
+
+
+def trained(hook: AdviceHook, spoilt: dict | None = None, iterations: int = 40) -> DataCatalog:
+    """Let the hook see a run: the nodes that measure, in turn."""
+    catalog = DataCatalog({"params:ppo": MemoryDataset(config(), copy_mode="assign")})
+    hook.before_pipeline_run({}, SimpleNamespace(), catalog)
+    for row in history(spoilt, iterations):
+        metrics = {key: value for key, value in row.items() if not key.startswith("eval/")}
+        evaluated = {key: value for key, value in row.items() if key.startswith("eval/") and value == value}
+        state = SimpleNamespace(iteration=int(row["iteration"]))
+        hook.after_node_run(SimpleNamespace(), {"next_training_state": state, "ppo_metrics": metrics})
+        hook.after_node_run(SimpleNamespace(), {"evaluation_metrics": evaluated})
+    return catalog
+
+
+def test_the_hook_judges_training_metrics_and_evaluations_together(caplog: pytest.LogCaptureFixture):
+    hook = AdviceHook()
+    with caplog.at_level(logging.INFO):
+        catalog = trained(hook, {"eval/distinct_2": [0.23, 0.2, 0.15, 0.1]})
+        hook.after_pipeline_run({}, SimpleNamespace(), catalog)
+    assert logged(caplog)[0] == HEADLINE
+    assert logged(caplog)[1].startswith("1. [KL: diversity_lost] eval/distinct_2 is 0.1, SFT's 0.23")
+    assert len(logged(caplog)) == 2
+
+
+def test_the_whole_history_of_a_run_that_went_on_from_a_checkpoint_is_judged(caplog: pytest.LogCaptureFixture):
+    hook = AdviceHook()
+    with caplog.at_level(logging.INFO):
+        catalog = trained(hook, iterations=3)
+        hook.after_node_run(SimpleNamespace(), {"training_history": pd.DataFrame(history(FAR))})
+        hook.after_pipeline_run({}, SimpleNamespace(), catalog)
+    assert logged(caplog)[1].startswith(EXPECTED)
+
+
+def test_a_run_that_failed_is_judged_by_what_it_measured_and_one_that_was_interrupted_is_not(
+    caplog: pytest.LogCaptureFixture,
+):
+    hook = AdviceHook()
+    with caplog.at_level(logging.INFO):
+        hook.on_pipeline_error(RunInterruptedError(2), {}, SimpleNamespace(), trained(hook, FAR))
+        assert logged(caplog) == []
+        hook.on_pipeline_error(ValueError(), {}, SimpleNamespace(), trained(hook, FAR))
+    assert logged(caplog)[1].startswith(EXPECTED)
+
+
+def test_the_hook_forgets_a_run_when_the_next_one_starts(caplog: pytest.LogCaptureFixture):
+    hook = AdviceHook()
+    trained(hook, FAR)
+    with caplog.at_level(logging.INFO):
+        hook.before_pipeline_run({}, SimpleNamespace(), DataCatalog({}))
+        hook.after_pipeline_run({}, SimpleNamespace(), DataCatalog({}))
+    assert logged(caplog) == []
+
+
+def test_the_command_makes_no_run_active(kedro: Kedro, toy_project: Path):
+    record(toy_project, history())
+    advised(kedro, toy_project)
+    assert mlflow.active_run() is None
+    assert len(client_of(toy_project).search_runs(["1"])) == 1

@@ -1,0 +1,53 @@
+"""What the tests of the update share: gradients without a step, and an experience on which every clip is at work."""
+
+import dataclasses
+
+import torch
+from torch.testing import assert_close
+
+from ppo_rlhf.training.experience import Experience
+from ppo_rlhf.training.update import optimise
+
+ONE_STEP = {"num_ppo_epochs": 1, "num_mini_batches": 1, "max_grad_norm": 1e9}
+
+
+def freeze(run) -> list[dict[str, torch.Tensor]]:
+    """Keep both optimisers from moving; return what each step would have seen as gradients."""
+    seen: list[dict[str, torch.Tensor]] = []
+
+    def policy_step():
+        seen.append({f"policy.{n}": p.grad.clone() for n, p in run.state.policy.named_parameters()})
+
+    def critic_step():
+        seen[-1].update({f"critic.{n}": p.grad.clone() for n, p in run.state.critic.named_parameters()})
+
+    run.state.policy_optimizer.step = policy_step
+    run.state.critic_optimizer.step = critic_step
+    return seen
+
+
+def moved_on(experience: Experience) -> Experience:
+    """The same experience as if some updates had passed: ratios, clipping and value clipping are all at work."""
+    generator = torch.Generator().manual_seed(2)
+    rollouts, scores = experience.rollouts, experience.scores
+
+    def shifted(values: torch.Tensor, size: float) -> torch.Tensor:
+        return values + size * torch.randn(values.shape, generator=generator, dtype=values.dtype)
+
+    rollouts = dataclasses.replace(rollouts, old_logprobs=shifted(rollouts.old_logprobs, 0.3))
+    scores = dataclasses.replace(scores, values=shifted(scores.values, 0.5))
+    return dataclasses.replace(experience, rollouts=rollouts, scores=scores)
+
+
+def gradients(make_run, experience, kind="llama", **settings) -> dict[str, torch.Tensor]:
+    run = make_run(kind, **{**ONE_STEP, **settings})
+    seen = freeze(run)
+    optimise(run.state, experience, run.config)
+    (found,) = seen
+    return found
+
+
+def assert_same_gradients(found, expected):
+    assert found.keys() == expected.keys()
+    for name in expected:
+        assert_close(found[name], expected[name], rtol=0.0, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}")

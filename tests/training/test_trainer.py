@@ -1,0 +1,625 @@
+"""PPOTrainer does what the pipeline does, bit for bit, and what TRL's first PPOTrainer was called like."""
+
+from __future__ import annotations
+
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pandas as pd
+import pytest
+import torch
+from kedro.io import DataCatalog, MemoryDataset
+from torch import Tensor
+
+from ppo_rlhf.core.errors import CheckpointError, ConfigError, DataError, ModelError, RewardError
+from ppo_rlhf.models.critic import Critic
+from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.models.reward_model import CausalLMRewardModel
+from ppo_rlhf.pipelines.ppo.pipeline import create_pipeline
+from ppo_rlhf.runner import LoopRunner
+from ppo_rlhf.training import PPOConfig, PPOTrainer
+from ppo_rlhf.training.prompts import PromptDataset, PromptsConfig
+from ppo_rlhf.training.randomness import episode_prompts
+from ppo_rlhf.training.rewards import RewardConfig, RewardScorer
+from tests.tiny_models import END, PAD, VOCABULARY, save, tiny_model, word_tokenizer
+
+PROMPTS = ["a b c", "d", "e f", "g h i j", "k l", "m", "n o p"]
+SETTINGS = {
+    "total_episodes": 12,
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "num_mini_batches": 2,
+    "num_ppo_epochs": 2,
+    "local_rollout_forward_batch_size": 3,
+    "response_length": 6,
+    "learning_rate": 1e-3,
+    "temperature": 0.8,
+    "missing_eos_penalty": 0.5,
+    "device": "cpu",
+}
+MEASURED = ("time/", "throughput/", "memory/")
+
+
+def early_letters(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+    """Share of letters before k, and a little for length."""
+    return [sum(c < "k" for c in text.split()) / (1 + len(text.split())) + 0.01 * len(text) for text in completions]
+
+
+def config(**settings: Any) -> PPOConfig:
+    return PPOConfig(**{**SETTINGS, **settings})
+
+
+@pytest.fixture
+def sft(tmp_path: Path) -> str:
+    return save(tmp_path / "sft", tiny_model())
+
+
+def trainer_of(sft: str, settings: PPOConfig | None = None, **given: Any) -> PPOTrainer:
+    return PPOTrainer(settings or config(), sft, **{"reward": early_letters, "prompts": PROMPTS, **given})
+
+
+def weights(model: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+def repeatable(history: Any, *without: str) -> list[dict[str, float]]:
+    return [{key: row[key] for key in row if not key.startswith((*MEASURED, *without))} for row in history]
+
+
+def pipeline_run(sft: str, ppo: PPOConfig, reward: dict[str, Any], reward_model: str | None = None) -> Any:
+    """The pipeline's own nodes under its runner, up to the exported policy; evaluation trains nothing."""
+    given = {
+        "params:ppo": ppo,
+        "params:prompts": PromptsConfig(),
+        "params:reward": RewardConfig(components=[reward]),
+        "raw_prompts": pd.DataFrame({"prompt": PROMPTS}),
+        "raw_evaluation_prompts": pd.DataFrame({"prompt": ["q"]}),  # so that none of the others is held out
+        "sft_policy": PretrainedHandle(sft),
+        "reward_model": reward_model and PretrainedHandle(reward_model),
+        "resume_checkpoint": None,
+    }
+    pipeline = create_pipeline().to_nodes("ppo.export_policy")
+    names = pipeline.datasets() | given.keys()
+    catalog = DataCatalog({name: MemoryDataset(given.get(name), copy_mode="assign") for name in names - given.keys()})
+    for name, value in given.items():
+        catalog[name] = MemoryDataset(value, copy_mode="assign")
+    return LoopRunner().run(pipeline, catalog)
+
+
+FUNCTION = {"type": "function", "function": "tests.training.test_trainer:early_letters"}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"value_model": "shared", "kl_controller": "adaptive", "kl_target": 1.0, "kl_horizon": 8.0, "ema_decay": 0.9},
+        {"use_peft": True, "lora_r": 2},
+        {"dtype": "bfloat16", "responses_per_prompt": 2},
+    ],
+    ids=lambda settings: "-".join(settings) or "default",
+)
+@pytest.mark.parametrize("as_objects", [False, True], ids=["paths", "objects"])
+def test_training_is_the_pipelines_bit_for_bit(sft: str, tmp_path: Path, settings: dict[str, Any], as_objects: bool):
+    outputs = pipeline_run(sft, config(**settings), FUNCTION)
+    exported = outputs["ppo_policy"].load()
+    exported.save(tmp_path / "of_the_pipeline")
+    policy = PretrainedHandle(sft).causal_lm() if as_objects else sft
+    trainer = PPOTrainer(
+        config(**settings),
+        policy,
+        None,
+        PretrainedHandle(sft).tokenizer() if as_objects else None,
+        reward=early_letters,
+        prompts=PROMPTS,
+    )
+    history = trainer.train()
+    expected = outputs["checkpoint"].load().state.history
+    assert len(history) == 3
+    assert repeatable(history) == repeatable(expected)
+    trainer.save_pretrained(tmp_path / "of_the_trainer")
+    for folder in ("", "ema") if "ema_decay" in settings else ("",):
+        found, wanted = (
+            weights(PretrainedHandle(str(tmp_path / name / folder)).causal_lm())
+            for name in ("of_the_trainer", "of_the_pipeline")
+        )
+        assert_same_bits(found, wanted)
+    untrained = weights(PretrainedHandle(sft).causal_lm())
+    assert any(not torch.equal(found[name], untrained[name]) for name in untrained)
+
+
+@pytest.fixture
+def reward_model(tmp_path: Path) -> str:
+    model = CausalLMRewardModel.from_causal_lm(tiny_model(seed=5))
+    with torch.no_grad():
+        model.score.weight.normal_(0.0, 1.0, generator=torch.Generator().manual_seed(6))
+    return save(tmp_path / "reward", model)
+
+
+@pytest.mark.parametrize("as_objects", [False, True], ids=["paths", "objects"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_with_a_reward_model_training_is_the_pipelines_bit_for_bit(
+    sft: str, reward_model: str, dtype: str, as_objects: bool
+):
+    settings = {"value_model": "reward_init", "dtype": dtype}
+    outputs = pipeline_run(sft, config(**settings), {"type": "model"}, reward_model)
+    handle = PretrainedHandle(reward_model)
+    reward = (CausalLMRewardModel.from_pretrained(reward_model), handle.tokenizer()) if as_objects else reward_model
+    trainer = trainer_of(sft, config(**settings), reward=reward)
+    assert repeatable(trainer.train()) == repeatable(outputs["checkpoint"].load().state.history)
+    assert_same_bits(weights(trainer.policy), weights(outputs["ppo_policy"].load().model))
+
+
+def test_paths_may_come_from_the_configuration(sft: str, reward_model: str):
+    by_configuration = PPOTrainer(config(sft_model_path=sft, reward_model_path=reward_model), prompts=PROMPTS)
+    by_argument = trainer_of(sft, reward=reward_model)
+    assert repeatable(by_configuration.train()) == repeatable(by_argument.train())
+
+
+def test_a_reward_model_without_a_tokenizer_reads_the_policys_ids(sft: str, reward_model: str):
+    alone = trainer_of(sft, reward=CausalLMRewardModel.from_pretrained(reward_model))
+    assert repeatable(alone.train()) == repeatable(trainer_of(sft, reward=reward_model).train())
+    with pytest.raises(ModelError, match="reward model's vocabulary has 30 tokens, the policy's 25; give reward=\\(mo"):
+        trainer_of(sft, reward=CausalLMRewardModel.from_causal_lm(tiny_model(vocab_size=30)))
+
+
+def test_dropout_of_a_model_object_is_switched_off(tmp_path: Path):
+    model = tiny_model("gpt2")
+    assert model.config.resid_pdrop == 0.1
+    path = save(tmp_path / "gpt2", model)
+    checkpointed = config(gradient_checkpointing=True)  # which puts the models into training mode
+    as_object = PPOTrainer(checkpointed, model, None, word_tokenizer(), reward=early_letters, prompts=PROMPTS)
+    assert repeatable(as_object.train()) == repeatable(trainer_of(path).train())
+
+
+def in_order(trainer: PPOTrainer, iteration: int, prompts: list[str]) -> list[Tensor]:
+    chosen = episode_prompts(trainer.config.seed, iteration, trainer.config.batch_size, len(prompts))
+    return [trainer.tokenizer(prompts[index], return_tensors="pt")["input_ids"] for index in chosen]
+
+
+@pytest.mark.parametrize("one_at_a_time", [False, True])
+def test_generate_and_step_over_the_same_prompts_are_the_loop(sft: str, one_at_a_time: bool):
+    settings = config(dtype="float64")
+    loop, legacy = trainer_of(sft, settings), PPOTrainer(settings, sft)
+    loop.train()
+    for iteration in (1, 2, 3):
+        queries = in_order(legacy, iteration, PROMPTS)
+        if one_at_a_time:
+            answers = [legacy.generate(query[0], return_prompt=False) for query in queries]
+            assert all(answer.shape[0] == 1 and answer.dim() == 2 for answer in answers)
+        else:
+            answers = legacy.generate(queries, return_prompt=False)
+        texts = legacy.tokenizer.batch_decode([answer.squeeze(0) for answer in answers], skip_special_tokens=True)
+        legacy.step(queries, answers, [torch.tensor(score) for score in early_letters([], texts)])
+    without = ("reward/", "policy/rollout_logprob_gap")
+    for found, expected in zip(repeatable(legacy.history, *without), repeatable(loop.history, *without), strict=True):
+        assert found == pytest.approx(expected, rel=1e-6, abs=1e-9)
+    for name, tensor in weights(loop.policy).items():
+        torch.testing.assert_close(weights(legacy.policy)[name], tensor, rtol=0.0, atol=1e-7)
+    if not one_at_a_time:
+        assert_same_bits(weights(legacy.policy), weights(loop.policy))
+
+
+QUERIES = [torch.tensor([4, 5, 6]), torch.tensor([7]), torch.tensor([8, 9]), torch.tensor([10])]
+
+
+def test_responses_come_with_their_queries_in_front_unless_asked_otherwise(sft: str):
+    with_queries = PPOTrainer(config(), sft).generate(QUERIES)
+    alone = PPOTrainer(config(), sft).generate(QUERIES, return_prompt=False)
+    assert all(row.dim() == 1 and row.dtype == torch.long for row in with_queries)
+    for query, whole, response in zip(QUERIES, with_queries, alone, strict=True):
+        assert whole.tolist() == [*query.tolist(), *response.tolist()]
+        assert 1 <= len(response) <= 6
+
+
+def test_the_noise_is_a_function_of_iteration_and_row_not_of_the_calls(sft: str):
+    whole = PPOTrainer(config(), sft).generate([QUERIES[0]] * 6)
+    pieces = PPOTrainer(config(), sft)
+    cut = [*pieces.generate([QUERIES[0]] * 3), *pieces.generate([QUERIES[0]] * 3, batch_size=1)]
+    assert [row.tolist() for row in cut] == [row.tolist() for row in whole]
+    assert len({tuple(row.tolist()) for row in whole}) > 3
+    pieces.step(QUERIES, QUERIES, [0.0, 1.0, 0.0, 1.0])
+    assert [row.tolist() for row in pieces.generate([QUERIES[0]] * 6)] != [row.tolist() for row in whole]
+
+
+def test_fewer_tokens_are_the_beginning_of_more_tokens(sft: str):
+    more = PPOTrainer(config(), sft).generate(QUERIES, return_prompt=False)
+    fewer = PPOTrainer(config(), sft).generate(QUERIES, return_prompt=False, max_new_tokens=2)
+    assert [row.tolist() for row in fewer] == [row[:2].tolist() for row in more]
+    sampled = PPOTrainer(config(), sft).generate(QUERIES, return_prompt=False, length_sampler=lambda: 2)
+    assert [row.tolist() for row in sampled] == [row.tolist() for row in fewer]
+
+
+def test_the_arguments_of_the_legacy_example_work(sft: str):
+    legacy = {"min_length": -1, "top_k": 0.0, "top_p": 1.0, "do_sample": True, "pad_token_id": END}
+    found = PPOTrainer(config(), sft).generate(QUERIES, **legacy)
+    assert [row.tolist() for row in found] == [row.tolist() for row in PPOTrainer(config(), sft).generate(QUERIES)]
+
+
+def test_without_sampling_the_tokens_are_those_of_transformers_greedy_search(sft: str):
+    found = PPOTrainer(config(), sft).generate(QUERIES, do_sample=False)
+    model = PretrainedHandle(sft).causal_lm()
+    for query, row in zip(QUERIES, found, strict=True):
+        greedy = model.generate(query[None], do_sample=False, max_new_tokens=6, eos_token_id=END, pad_token_id=PAD)
+        assert row.tolist() == greedy[0].tolist()
+
+
+def test_stop_tokens_and_least_lengths_can_be_given(sft: str):
+    trainer = PPOTrainer(config(), sft)
+    queries = [QUERIES[0]] * 40
+    anything = list(range(len(VOCABULARY)))
+    assert {len(row) for row in trainer.generate(queries, return_prompt=False, eos_token_id=anything)} == {1}
+    assert {len(row) for row in trainer.generate(queries, return_prompt=False, eos_token_id=100_000)} == {6}
+    assert min(len(row) for row in trainer.generate(queries, return_prompt=False, min_new_tokens=4)) >= 4
+    assert min(len(row) for row in trainer.generate(queries, return_prompt=False)) < 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"max_new_token": 3}, "max_new_token=3 is not an argument of this sampler. Did you mean `max_new_tokens`?"),
+        ({"repetition_penalty": 1.2}, "repetition_penalty=1.2 is not an argument of this sampler."),
+        ({"max_new_tokens": 7}, "max_new_tokens=7 is not in 1 to ppo.response_length=6"),
+        ({"max_new_tokens": None}, "max_new_tokens=None is not a number"),
+        ({"min_length": 5}, "min_length=5 counts the query's tokens too; give min_new_tokens"),
+        ({"min_new_tokens": 5, "max_new_tokens": 4}, "min_new_tokens=5 is above the 4 tokens of a response"),
+        ({"temperature": 0.0}, "temperature=0 is not above 0; do_sample=False takes the most probable token"),
+        ({"top_p": 0.0}, "top_p=0 is not above 0 and at most 1"),
+        ({"top_k": -1}, "top_k=-1 is below 0"),
+        ({"pad_token_id": 25}, "pad_token_id=25 is not an id of the model (0 to 24)"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_arguments_that_cannot_be_used_are_refused(sft: str, arguments: dict[str, Any], expected: str):
+    with pytest.raises(ConfigError) as caught:
+        PPOTrainer(config(), sft).generate(QUERIES, **arguments)
+    assert str(caught.value).startswith(f"generate: {expected}")
+
+
+def test_another_temperature_than_the_one_that_is_trained_is_warned_of_once(sft: str, caplog):
+    trainer = PPOTrainer(config(), sft)
+    caplog.clear()
+    for temperature in (0.8, 1.0, 1.1):
+        trainer.generate(QUERIES, temperature=temperature)
+    assert [record.message for record in caplog.records] == [
+        "generate(temperature=1): step() takes log-probabilities at ppo.temperature=0.8; train at the temperature that "
+        "you sample at"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("queries", "expected"),
+    [
+        ([], "there is no query"),
+        ([torch.tensor([], dtype=torch.long)], "query 0: expected a 1-D tensor of token ids with at least one token"),
+        ([torch.tensor([1.0])], "query 0: expected a 1-D tensor of token ids"),
+        ([torch.tensor([[4], [5]])], "query 0: expected a 1-D tensor of token ids with at least one token, got"),
+        ([torch.tensor([4]), torch.tensor([25])], "query 1: token ids must lie in 0 to 24"),
+        (
+            [torch.full((27,), 4)],
+            "a query of 27 tokens leaves no room for a response of 6 in the model's context of 32",
+        ),
+    ],
+    ids=["none", "empty", "floats", "a batch", "out of range", "too long"],
+)
+def test_queries_that_cannot_be_used_are_refused(sft: str, queries: list[Tensor], expected: str):
+    with pytest.raises(DataError) as caught:
+        PPOTrainer(config(), sft).generate(queries)
+    assert str(caught.value).startswith(expected)
+
+
+def test_a_step_trains_towards_the_scores_that_it_is_given(sft: str):
+    """Of two responses to one query the one that is paid becomes more probable, the other less."""
+    trainer = PPOTrainer(config(kl_coef=0.0, missing_eos_penalty=None, total_episodes=4), sft)
+    query, good, bad = torch.tensor([4, 5]), torch.tensor([6, END]), torch.tensor([9, END])
+
+    def first_token_logprobs() -> Tensor:
+        with torch.no_grad():
+            return trainer.policy(query[None]).logits[0, -1].log_softmax(-1)
+
+    before = first_token_logprobs()
+    trainer.step([query] * 4, [good, good, bad, bad], torch.tensor([1.0, 1.0, -1.0, -1.0]))
+    moved = first_token_logprobs() - before
+    assert moved[6] > 0.01
+    assert moved[9] < -0.01
+
+
+def test_a_response_ends_at_its_first_stop_token_and_a_pad_that_stops_ends_none(sft: str):
+    trainer = PPOTrainer(config(missing_eos_penalty=None), sft, tokenizer=word_tokenizer(pad_token="</s>"))
+    answers = [torch.tensor(row) for row in ([6, END, 7, 8], [6, 7], [6, 7, END], [END])]
+    stats = trainer.step(QUERIES, answers, [1.0, 2.0, 3.0, 6.0])
+    assert stats["response/length"] == (2 + 2 + 3 + 1) / 4
+    assert stats["val/num_eos_tokens"] == 3.0
+    assert stats["objective/scores"] == stats["reward/given"] == 3.0
+
+
+def test_metrics_that_only_the_sampler_could_tell_are_left_out(sft: str):
+    trainer = PPOTrainer(config(), sft)
+    stats = trainer.step(QUERIES, QUERIES, [0.0] * 4)
+    assert not {"policy/rollout_logprob_gap", "throughput/generated_tokens_per_s"} & stats.keys()
+    trainer.generate(QUERIES)
+    assert trainer.step(QUERIES, QUERIES, [0.0] * 4)["throughput/generated_tokens_per_s"] > 0.0
+    assert all(math.isfinite(value) for value in stats.values())
+
+
+def good_step() -> dict[str, Any]:
+    return {"queries": QUERIES, "responses": QUERIES, "scores": [0.0] * 4}
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "expected"),
+    [
+        (
+            {"queries": QUERIES[:3]},
+            DataError,
+            "step: 3 queries and 4 responses; batch_size is 4 (ppo.per_device_train_batch_size 2 x "
+            "ppo.gradient_accumulation_steps 2)",
+        ),
+        ({"responses": [*QUERIES, *QUERIES]}, DataError, "step: 4 queries and 8 responses; batch_size is 4"),
+        ({"scores": [0.0] * 3}, RewardError, "step: 3 scores for 4 responses; give one each"),
+        ({"scores": [0.0, 0.0, math.nan, 0.0]}, RewardError, "step: the score of response 2 is nan"),
+        (
+            {"responses": [*QUERIES[:3], torch.full((7,), 4)]},
+            DataError,
+            "step: a response has 7 tokens, ppo.response_length is 6; raise that, or give responses without",
+        ),
+        ({"responses": [*QUERIES[:3], torch.tensor([-100])]}, DataError, "response 3: token ids must lie in 0 to 24"),
+        (
+            {"queries": [torch.full((30,), 4), *QUERIES[1:]]},
+            DataError,
+            "a query of 30 tokens leaves no room for a response of 3",
+        ),
+    ],
+    ids=["queries", "responses", "scores", "nan", "too long", "out of range", "no room"],
+)
+def test_a_batch_that_cannot_be_trained_on_is_refused(sft: str, change: dict[str, Any], kind: type, expected: str):
+    trainer = PPOTrainer(config(), sft)
+    with pytest.raises(kind) as caught:
+        trainer.step(**{**good_step(), **change})
+    assert str(caught.value).startswith(expected)
+    assert trainer.state.iteration == 0
+
+
+def test_a_step_after_the_last_iteration_is_refused(sft: str):
+    trainer = PPOTrainer(config(total_episodes=4), sft)
+    trainer.step(**good_step())
+    with pytest.raises(ConfigError, match=r"^step: ppo\.total_episodes=4 are trained on \(1 iterations"):
+        trainer.step(**good_step())
+
+
+def test_weights_against_the_sampler_need_the_sampler(sft: str):
+    trainer = PPOTrainer(config(importance_cap=2.0), sft)
+    with pytest.raises(ConfigError, match=r"^ppo\.importance_cap=2 compares with the log-probabilities of the sampler"):
+        trainer.step(**good_step())
+
+
+def test_log_stats_says_one_line_with_the_first_pair(sft: str, caplog):
+    trainer = PPOTrainer(config(), sft)
+    stats = trainer.step(**good_step())
+    with caplog.at_level(logging.INFO, "ppo_rlhf"):
+        caplog.clear()
+        trainer.log_stats(
+            stats, {"query": ["a", "b"], "response": ["c d", "e"]}, [torch.tensor(0.5), torch.tensor(1.5)]
+        )
+    (line,) = [record.message for record in caplog.records]
+    assert line.startswith("Iteration 1/3, score 0.000, KL ")
+    assert line.endswith("mean reward 1; 'a' -> 'c d'")
+    assert trainer.history[0] == {"iteration": 1.0, **stats}
+
+
+def test_the_reference_stays_as_the_policy_was(sft: str):
+    for settings in ({}, {"use_peft": True}):
+        model = PretrainedHandle(sft).causal_lm()
+        before = weights(model)
+        trainer = PPOTrainer(config(**settings), model, None, word_tokenizer(), reward=early_letters, prompts=PROMPTS)
+        trainer.train()
+        assert_same_bits(weights(trainer.reference_policy), before)
+        assert (trainer.policy is model) == (not settings)
+        assert not any(parameter.requires_grad for parameter in trainer.reference_policy.parameters())
+        assert abs(trainer.history[2]["objective/kl"]) > 1e-4
+
+
+def test_the_kl_is_measured_from_the_reference_that_is_given(sft: str):
+    trainer = trainer_of(sft, reference_policy=tiny_model(seed=3))
+    trainer.train()
+    assert abs(trainer.history[0]["objective/kl"]) > 0.1
+    assert_same_bits(weights(trainer.reference_policy), weights(tiny_model(seed=3)))
+
+
+def test_a_model_cannot_be_its_own_reference_unless_adapters_train(sft: str):
+    model = tiny_model()
+    with pytest.raises(ConfigError, match="policy and reference_policy share weights"):
+        PPOTrainer(config(), model, model, word_tokenizer())
+    assert PPOTrainer(config(use_peft=True), model, model, word_tokenizer()).reference_policy is model
+
+
+def wrapped(model: Any) -> Any:
+    model.forward = model.forward  # as accelerate and Trainers leave it
+    return model
+
+
+def adapted(model: Any) -> Any:
+    from peft import LoraConfig
+
+    model.add_adapter(LoraConfig(target_modules="all-linear"))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("spoil", "expected"),
+    [
+        (wrapped, "the policy was wrapped by a trainer or by accelerate: its copies would run the original's weights"),
+        (adapted, "the policy has an adapter; merge it"),
+        (lambda _: torch.nn.Linear(1, 1), "the policy is a Linear, not a transformers model; save it, and give the"),
+    ],
+    ids=["wrapped", "adapter", "no model"],
+)
+def test_models_that_cannot_be_trained_on_are_refused(spoil: Any, expected: str):
+    with pytest.raises(ModelError) as caught:
+        PPOTrainer(config(), spoil(tiny_model()), None, word_tokenizer())
+    assert str(caught.value).startswith(f"PPOTrainer: {expected}")
+
+
+@pytest.mark.parametrize(
+    ("settings", "given", "expected"),
+    [
+        ({}, (None, None, word_tokenizer()), "PPOTrainer has no policy: give one, or set sft_model_path"),
+        ({}, (tiny_model(),), "PPOTrainer: a policy that is given as an object comes without its tokenizer"),
+    ],
+    ids=["policy", "tokenizer"],
+)
+def test_what_is_missing_is_named(settings: dict[str, Any], given: tuple[Any, ...], expected: str):
+    with pytest.raises(ConfigError) as caught:
+        PPOTrainer(config(**settings), *given)
+    assert str(caught.value).startswith(expected)
+
+
+def test_training_without_reward_or_prompts_is_refused(sft: str):
+    with pytest.raises(ConfigError, match=r"^train: PPOTrainer was given no reward and no prompts$"):
+        PPOTrainer(config(), sft).train()
+    with pytest.raises(ConfigError, match=r"^train: PPOTrainer was given no prompts$"):
+        PPOTrainer(config(), sft, reward=early_letters).train()
+
+
+def test_a_configuration_of_another_library_and_a_reward_of_an_unknown_kind_are_refused(sft: str):
+    with pytest.raises(ConfigError, match=r"config is a builtins\.dict, not a PPOConfig of this project"):
+        PPOTrainer({"kl_coef": 0.1}, sft)
+    with pytest.raises(ConfigError, match=r"a reward of type float is not known; give a function"):
+        trainer_of(sft, reward=1.0)
+
+
+def values(critic: Any, policy: Any) -> Tensor:
+    ids = torch.tensor([[4, 7, 9, 12]])
+    with torch.no_grad():
+        return critic(ids, torch.ones_like(ids), torch.arange(4)[None])
+
+
+@pytest.mark.parametrize("settings", [{}, {"use_peft": True}], ids=str)
+def test_the_critic_starts_from_the_model_that_is_given(sft: str, settings: dict[str, Any]):
+    model = CausalLMRewardModel.from_causal_lm(tiny_model(seed=7))
+    ids = torch.tensor([[4, 7, 9, 12]])
+    expected = model(ids).logits[0, 0].detach()
+    trainer = trainer_of(sft, config(**settings), value_model=model)
+    torch.testing.assert_close(values(trainer.state.critic, trainer.policy)[0, -1], expected, rtol=0.0, atol=1e-5)
+    before = weights(model)
+    trainer.train()
+    assert_same_bits(weights(model), before)
+    assert abs(values(trainer.state.critic, trainer.policy)[0, -1] - expected) > 1e-4
+
+
+def test_the_critic_may_be_a_language_model_or_a_critic(sft: str):
+    other = tiny_model(seed=7)
+    trainer = PPOTrainer(config(), sft, value_model=other)
+    assert_same_bits(weights(trainer.state.critic.backbone), weights(other.base_model))
+    critic = Critic.from_policy(other)
+    assert PPOTrainer(config(), sft, value_model=critic).state.critic is critic
+
+
+def test_a_critic_that_cannot_be_is_refused(sft: str):
+    with pytest.raises(ConfigError, match=r"value_model and ppo\.value_model=shared exclude each other"):
+        PPOTrainer(config(value_model="shared"), sft, value_model=tiny_model())
+    with pytest.raises(ModelError, match="value model's vocabulary has 30 tokens, the policy's 25"):
+        PPOTrainer(config(), sft, value_model=tiny_model(vocab_size=30))
+
+
+def test_prompts_may_come_in_any_table(sft: str):
+    rows = [{"prompt": text, "genre": f"g{i}"} for i, text in enumerate(PROMPTS)]
+    frame = pd.DataFrame(rows)
+    trainers = [
+        PPOTrainer(config(), sft, prompts=prompts)
+        for prompts in (rows, frame, datasets.Dataset.from_list(rows), dict(frame.items()), PROMPTS)
+    ]
+    tokens = [PretrainedHandle(sft).tokenizer()(text)["input_ids"] for text in PROMPTS]
+    assert [trainer._prompts.prompt_ids for trainer in trainers] == [tokens] * 5
+    assert [trainer._prompts.columns for trainer in trainers[:4]] == [{"genre": [f"g{i}" for i in range(7)]}] * 4
+    ready = PromptDataset(tokens, PROMPTS, {})
+    assert PPOTrainer(config(), sft, prompts=ready)._prompts is ready
+    with pytest.raises(DataError, match="no column `prompt`; the columns are input_ids"):
+        PPOTrainer(config(), sft, prompts=datasets.Dataset.from_dict({"input_ids": [[4]]}))
+
+
+def test_chats_in_a_list_are_prompts(sft: str):
+    from tests.tiny_models import CHAT_TEMPLATE
+
+    tokenizer = word_tokenizer(chat_template=CHAT_TEMPLATE)
+    chat = [{"role": "user", "content": "a b"}]
+    (ids,) = PPOTrainer(config(), sft, tokenizer=tokenizer, prompts=[chat])._prompts.prompt_ids
+    assert tokenizer.decode(ids) == "<unk> a b <s> a"
+
+
+def test_columns_go_to_the_reward_function(sft: str):
+    seen = []
+
+    def wanted(completions: list[str], genre: list[str]) -> list[float]:
+        seen.extend(genre)
+        return [float(g == "good") for g in genre]
+
+    frame = pd.DataFrame({"prompt": PROMPTS, "genre": ["good"] * 7})
+    assert trainer_of(sft, reward=wanted, prompts=frame).train()[0]["reward/wanted"] == 1.0
+    assert seen == ["good"] * 12
+
+
+def test_a_reward_scorer_is_taken_as_it_is(sft: str):
+    scorer = RewardScorer([("half", 2.0, lambda batch: torch.full((len(batch),), 0.5))])
+    history = trainer_of(sft, reward=scorer).train()
+    assert [(row["objective/scores"], row["reward/half"]) for row in history] == [(1.0, 0.5)] * 3
+
+
+@pytest.mark.parametrize("newest", [False, True])
+def test_training_goes_on_from_a_checkpoint_bit_for_bit(sft: str, tmp_path: Path, newest: bool):
+    settings = config(save_interval=1, save_total_limit=2, kl_controller="adaptive", kl_target=1.0, kl_horizon=8.0)
+    whole = trainer_of(sft, settings)
+    whole.train(output_dir=tmp_path / "run")
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["iteration_000002", "iteration_000003"]
+    interrupted = trainer_of(sft, settings)
+    if newest:
+        (tmp_path / "run" / "iteration_000003" / "state.json").unlink()
+        interrupted.train(resume_from_checkpoint=True, output_dir=tmp_path / "run")
+    else:
+        interrupted.train(resume_from_checkpoint=tmp_path / "run" / "iteration_000002")
+    assert repeatable(interrupted.history) == repeatable(whole.history)
+    assert_same_bits(weights(interrupted.policy), weights(whole.policy))
+    assert_same_bits(weights(interrupted.state.critic), weights(whole.state.critic))
+
+
+def test_a_loop_of_steps_can_be_saved_and_loaded(sft: str, tmp_path: Path):
+    whole, first, second = (PPOTrainer(config(), sft) for _ in range(3))
+    for trainer in (whole, whole, first):
+        answers = trainer.generate(QUERIES, return_prompt=False)
+        trainer.step(QUERIES, answers, [0.0, 1.0, 2.0, 3.0])
+    second.generate(QUERIES)
+    second.load_checkpoint(first.save_checkpoint(tmp_path / "run"))
+    second.step(QUERIES, second.generate(QUERIES, return_prompt=False), [0.0, 1.0, 2.0, 3.0])
+    assert_same_bits(weights(second.policy), weights(whole.policy))
+
+
+def test_what_is_no_checkpoint_is_refused(sft: str, tmp_path: Path):
+    trainer = trainer_of(sft)
+    with pytest.raises(CheckpointError, match="not a checkpoint's manifest"):
+        trainer.train(resume_from_checkpoint=tmp_path)
+    with pytest.raises(CheckpointError, match="there is no whole checkpoint in this directory"):
+        trainer.train(resume_from_checkpoint=True, output_dir=tmp_path)
+    with pytest.raises(ConfigError, match="resume_from_checkpoint=True looks in output_dir"):
+        trainer.train(resume_from_checkpoint=True)
+
+
+def test_settings_that_only_the_pipeline_reads_are_said_to_have_no_effect(sft: str, caplog):
+    PPOTrainer(config(eval_interval=5, sample_interval=1), sft)
+    assert any(
+        record.message.startswith("ppo.eval_interval, ppo.sample_interval: without effect in PPOTrainer")
+        for record in caplog.records
+    )
+
+
+def test_the_models_directory_is_only_read(sft: str):
+    before = {path.name: path.read_bytes() for path in Path(sft).iterdir()}
+    trainer_of(sft).train()
+    assert {path.name: path.read_bytes() for path in Path(sft).iterdir()} == before
