@@ -131,6 +131,24 @@ def test_a_merged_model_is_saved_as_a_plain_one(tmp_path):
     assert torch.equal(PretrainedHandle(folder).causal_lm()(IDS).logits, plain(IDS).logits)
 
 
+def test_an_adapter_of_a_head_tied_to_the_embeddings_is_merged_into_the_head_alone(tmp_path):
+    """Merged into the tied weights it would change the embeddings too, and with them every hidden state."""
+    base = tiny_model("llama", tie_word_embeddings=True)
+    assert base.lm_head.weight is base.model.embed_tokens.weight
+    settings = LoraSettings(3, 6, "q_proj,lm_head")
+    policy = adapted(base, settings=settings)
+    before = policy(IDS).logits
+    plain = merged(policy)
+    assert torch.equal(plain.model.embed_tokens.weight, base.model.embed_tokens.weight)
+    assert_close(plain(IDS).logits, before, rtol=0.0, atol=1e-5)
+    plain.save_pretrained(tmp_path / "plain")
+    assert_close(AutoModelForCausalLM.from_pretrained(tmp_path / "plain")(IDS).logits, before, rtol=0.0, atol=1e-5)
+    save(tmp_path / "base", base)
+    policy = adapted(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), settings=settings)
+    save_adapter(policy, tmp_path / "adapter", settings)
+    assert_close(load_merged(tmp_path / "adapter")(IDS).logits, policy(IDS).logits, rtol=0.0, atol=1e-5)
+
+
 def test_weights_frozen_in_sixteen_bits_have_adapters_in_float32_and_are_merged_in_float32():
     policy = adapted(tiny_model().bfloat16())
     assert {p.dtype for p in trained_parameters(policy).values()} == {torch.float32}

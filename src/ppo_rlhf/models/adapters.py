@@ -106,6 +106,7 @@ def merged(model: PreTrainedModel) -> PreTrainedModel:
     """
     plain = copy.deepcopy(model)
     plain = plain.to(torch.promote_types(plain.dtype, torch.float32))
+    _untie_adapted_head(plain)
     for layer in _adapted_layers(plain).values():
         layer.merge()
     _replace_adapted_layers(plain)
@@ -164,6 +165,7 @@ def load_merged(directory: Path) -> PreTrainedModel:
     """Load an adapter that `save_adapter` wrote onto the causal language model that it names, and merge it, float32."""
     # by peft: transformers, which can load it too, would go on saving the model as an adapter's
     adapted = AutoPeftModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
+    _untie_adapted_head(adapted.get_base_model())
     return adapted.merge_and_unload()
 
 
@@ -218,6 +220,17 @@ def _replace_adapted_layers(model: PreTrainedModel) -> None:
         setattr(model.get_submodule(parent), child, layer.get_base_layer())
     vars(model).pop("peft_config", None)
     model._hf_peft_config_loaded = False  # else save_pretrained would look for an adapter to save
+
+
+def _untie_adapted_head(model: PreTrainedModel) -> None:
+    """Give a language-model head that has an adapter weights of its own: merged into tied ones, it changes both."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if not isinstance(head, BaseTunerLayer):
+        return
+    base = head.get_base_layer()
+    if base.weight is embedding.weight:
+        base.weight = nn.Parameter(base.weight.detach().clone(), requires_grad=False)
+        model.config.tie_word_embeddings = False
 
 
 def _peft_name(name: str) -> str:
