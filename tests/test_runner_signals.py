@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,35 @@ def test_a_signal_during_work_that_must_not_be_cut_waits_for_its_end():
     assert done == ["inner", "outer"]
     with raising_on_signals(), deferring_signals():
         pass  # nothing is left over
+
+
+def test_a_signal_in_a_finaliser_which_drops_exceptions_is_delivered_again():
+    class Finalised:
+        def __del__(self) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            sum(range(1000))
+
+    ends: list[str] = []
+    with pytest.raises(TerminationSignal, match="SIGTERM"), raising_on_signals():  # noqa: PT012
+        Finalised()
+        ends.append("finalised")
+        time.sleep(10)
+        ends.append("slept")
+    assert ends == ["finalised"]
+
+
+def test_what_else_a_finaliser_drops_is_reported_as_ever(monkeypatch: pytest.MonkeyPatch):
+    class Finalised:
+        def __del__(self) -> None:
+            raise ValueError("dropped")
+
+    reported: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda dropped: reported.append(dropped.exc_value))
+    former = sys.unraisablehook
+    with raising_on_signals():
+        Finalised()
+    assert [str(error) for error in reported] == ["dropped"]
+    assert sys.unraisablehook is former
 
 
 def test_a_signal_that_is_ignored_from_outside_stays_ignored():

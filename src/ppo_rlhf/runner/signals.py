@@ -4,12 +4,16 @@ Node code may hold `except Exception` clauses, so what interrupts it is a BaseEx
 only of Exceptions, so at the runner's edge it becomes one.
 
 The first signal may wait (`asking_before_stop`) or has to (`deferring_signals`); a second one stops at once.
+
+Python drops an exception that is raised in a finaliser (`__del__`, a weak reference's callback): a signal that comes
+there is delivered again.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +27,8 @@ from ppo_rlhf.core.errors import PPORLHFError
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SAME_REQUEST_S = 0.1
 """What follows the first signal this soon is the same request: `timeout` signals the process, then its whole group."""
+AGAIN_S = 0.01
+"""So long after a finaliser dropped what a signal raised, the signal comes again."""
 PATIENCE_S = 2.0
 """So long after the first signal a second one does not wait for work that must not be cut: it may hang."""
 
@@ -59,15 +65,17 @@ def raising_on_signals() -> Iterator[None]:
         yield
         return
     if _state.blocks == 0:
-        _state.first_at, _state.process = None, os.getpid()
+        _state.first_at, _state.dropped, _state.process = None, False, os.getpid()
     _state.blocks += 1
     former = {signum: signal.getsignal(signum) for signum in SIGNALS}
     for signum, handler in former.items():
         if handler is not signal.SIG_IGN:
             signal.signal(signum, _stop)
+    former_hook, sys.unraisablehook = sys.unraisablehook, _delivering_again(sys.unraisablehook)
     try:
         yield
     finally:
+        sys.unraisablehook = former_hook
         for signum, handler in former.items():
             if handler is not None:  # None: it was set from outside Python and cannot be put back
                 signal.signal(signum, handler)
@@ -143,6 +151,8 @@ class _State:
     held: int | None = None
     """The signal held back by them."""
     first_at: float | None = None
+    dropped: bool = False
+    """A finaliser dropped what a signal raised: the next one is that signal again."""
     may_finish: Callable[[int], bool] | None = None
 
 
@@ -153,11 +163,30 @@ def _in_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
+def _delivering_again(former: Callable[[sys.UnraisableHookArgs], object]) -> Callable[[sys.UnraisableHookArgs], object]:
+    """Return a `sys.unraisablehook` that delivers the signal again if it is a `TerminationSignal` that was dropped."""
+
+    def hook(dropped: sys.UnraisableHookArgs) -> object:
+        if not isinstance(dropped.exc_value, TerminationSignal):
+            return former(dropped)
+        _state.dropped = True
+        main = threading.main_thread().ident
+        if main is not None:
+            again = threading.Timer(AGAIN_S, signal.pthread_kill, (main, dropped.exc_value.signum))
+            again.daemon = True
+            again.start()
+        return None
+
+    return hook
+
+
 def _stop(signum: int, frame: FrameType | None) -> None:
     if os.getpid() != _state.process:  # a forked worker: nothing here is its own to finish
         raise TerminationSignal(signum)
     now = monotonic()
-    if _state.first_at is None:
+    if _state.dropped:
+        _state.dropped = False
+    elif _state.first_at is None:
         _state.first_at = now
         if _state.may_finish is not None and _state.may_finish(signum):
             return
