@@ -459,6 +459,8 @@ def test_a_slice_that_starts_from_a_file_that_nobody_wrote_yet_is_refused(tmp_pa
     [
         {"use_peft": True},
         {"use_peft": True, "lora_target_modules": "c_attn, c_fc"},
+        {"use_peft": True, "lora_target_modules": "all-linear+head"},
+        {"use_peft": True, "lora_target_modules": "lm_head", "value_model": "shared"},
         {"gradient_checkpointing": True, "value_model": "shared"},
     ],
     ids=str,
@@ -473,6 +475,14 @@ def test_an_adapter_on_layers_that_the_model_does_not_have_is_refused_before_the
     assert desk.problems() == [
         "ppo.lora_target_modules=q_proj does not fit GPT2LMHeadModel, which has the linear layers c_attn, c_fc, "
         "c_proj, lm_head. Name some of these"
+    ]
+
+
+def test_an_adapter_on_the_head_alone_is_refused_before_the_run_where_the_critic_has_no_head(desk: Desk):
+    desk.groups["ppo"] = PPOConfig(response_length=4, use_peft=True, lora_target_modules="lm_head")
+    assert desk.problems() == [
+        "ppo.lora_target_modules=lm_head does not fit GPT2Model, which has the linear layers c_attn, c_fc, c_proj. "
+        "Name some of these"
     ]
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import logging
+import shutil
 import subprocess
 import sys
 import time
@@ -385,6 +386,17 @@ def test_a_checkpoint_outside_the_project_is_refused(toy: Toy, tmp_path: Path):
     assert errors(toy.kedro(f"resume={target}")) == [
         f"resume={target}: is not a checkpoint below {toy.root}. Name its folder there, {place}."
     ]
+
+
+def test_a_checkpoint_that_no_run_of_the_project_wrote_is_refused_with_what_goes_on_from_it(toy: Toy, tmp_path: Path):
+    run_id = toy.interrupted()
+    target = tmp_path / "trainers" / "iteration_000001"
+    shutil.copytree(toy.checkpoint(run_id, 1), target)
+    untouched = toy.state_of_everything()
+    (line,) = errors(toy.kedro(f"resume={target}"))
+    assert line.startswith(f"resume={target}: is not a checkpoint below {toy.root}. Name its folder there, ")
+    assert line.endswith(". One that PPOTrainer wrote goes on in PPOTrainer: train(resume_from_checkpoint=…).")
+    assert toy.state_of_everything() == untouched
 
 
 def test_a_damaged_checkpoint_that_is_named_is_refused_with_the_file(toy: Toy):

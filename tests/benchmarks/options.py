@@ -24,14 +24,13 @@ from matplotlib import pyplot as plt
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEFAULT = "default"
 Settings = dict[str, object]
-_ALL_LINEAR = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
 _LORA: Settings = {"use_peft": True, "learning_rate": 1e-3, "value_learning_rate": 2e-3}
 OPTIONS: dict[str, Settings] = {
     DEFAULT: {},
     "separate": {"value_model": "separate"},
     "shared": {"value_model": "shared", "value_learning_rate": None},
-    "lora": {**_LORA, "lora_target_modules": f"{_ALL_LINEAR},lm_head"},
-    "lora_without_head": {**_LORA, "learning_rate": 2e-3},
+    "lora": {**_LORA, "lora_target_modules": "all-linear+head"},
+    "lora_without_head": _LORA,
     "ema": {"ema_decay": 0.98},  # measured is the average
 }
 TARGET, LAST = 6.0, 10  # nats a response; iterations whose mean counts as where a run ends

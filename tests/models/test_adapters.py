@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models.adapters import (
     LoraSettings,
+    check_critic_targets,
     check_targets,
     frozen_fingerprint,
     is_adapter,
@@ -28,6 +29,8 @@ from tests.tiny_models import KINDS, save, tiny_model
 
 IDS = torch.tensor([[4, 7, 9, 12], [5, 6, 4, 8]])
 SETTINGS = LoraSettings(rank=3, alpha=6, target_modules="all-linear")
+WITH_HEAD = LoraSettings(rank=3, alpha=6, target_modules="all-linear+head")
+TIED = {"tie_word_embeddings": True}
 
 
 def adapted(model, seed: int = 0, settings: LoraSettings = SETTINGS):
@@ -149,6 +152,52 @@ def test_an_adapter_of_a_head_tied_to_the_embeddings_is_merged_into_the_head_alo
     assert_close(load_merged(tmp_path / "adapter")(IDS).logits, policy(IDS).logits, rtol=0.0, atol=1e-5)
 
 
+@pytest.mark.parametrize(("kind", "overrides"), [("gpt2", {}), ("llama", {}), ("llama", TIED), ("bitnet", TIED)])
+def test_all_linear_and_head_adds_the_head_and_nothing_else(kind, overrides):
+    def layers(settings):
+        trained = trained_parameters(with_adapter(tiny_model(kind, **overrides), settings, torch.Generator()))
+        return {name.partition(".lora_")[0] for name in trained}
+
+    assert layers(WITH_HEAD) - layers(SETTINGS) == {"lm_head"}
+    assert layers(SETTINGS) < layers(WITH_HEAD)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_critics_backbone_which_has_no_head_gets_the_other_layers_of_all_linear_and_head(kind):
+    def adapters(settings):
+        return trained_parameters(with_adapter(tiny_model(kind).base_model, settings, torch.Generator())).keys()
+
+    assert adapters(WITH_HEAD) == adapters(SETTINGS) != set()
+
+
+def test_all_linear_and_head_takes_no_layer_that_only_shares_a_name_with_a_linear_one():
+    model = tiny_model()
+    model.model.rotary_emb.up_proj = nn.Embedding(3, 2)  # peft would put an adapter on it, were `up_proj` given
+    names = trained_parameters(with_adapter(model, WITH_HEAD, torch.Generator()))
+    assert not any("rotary_emb" in name for name in names)
+
+
+@pytest.mark.filterwarnings("error::UserWarning")  # peft's on tied heads and on GPT-2's two ways to store W
+@pytest.mark.parametrize(("kind", "overrides"), [("gpt2", {}), ("llama", {}), ("llama", TIED), ("bitnet", TIED)])
+def test_an_adapter_on_all_linear_and_head_is_merged_and_saved_with_the_embeddings_as_they_were(
+    tmp_path, kind, overrides
+):
+    save(tmp_path / "base", tiny_model(kind, **overrides))
+    base = PretrainedHandle(str(tmp_path / "base")).causal_lm()
+    policy = adapted(base, settings=WITH_HEAD)
+    before, embeddings = policy(IDS).logits, base.get_input_embeddings().weight
+    save(tmp_path / "plain", merged(policy))
+    save_adapter(policy, tmp_path / "adapter", WITH_HEAD)
+    for plain in (PretrainedHandle(str(tmp_path / "plain")).causal_lm(), load_merged(tmp_path / "adapter")):
+        assert not any("lora" in name for name in plain.state_dict())
+        assert torch.equal(plain.get_input_embeddings().weight, embeddings)
+        assert not torch.equal(plain.get_output_embeddings().weight, base.get_output_embeddings().weight)
+        assert_close(plain.eval()(IDS).logits, before, rtol=0.0, atol=5e-5)
+    again = with_adapter(base, WITH_HEAD, torch.Generator().manual_seed(9))
+    load_adapter(again, tmp_path / "adapter")
+    assert torch.equal(again(IDS).logits, before)
+
+
 def test_weights_frozen_in_sixteen_bits_have_adapters_in_float32_and_are_merged_in_float32():
     policy = adapted(tiny_model().bfloat16())
     assert {p.dtype for p in trained_parameters(policy).values()} == {torch.float32}
@@ -212,6 +261,26 @@ def test_layers_that_the_model_does_not_have_are_named_with_those_that_it_has():
         "ppo.lora_target_modules=c_attn does not fit LlamaForCausalLM, which has the linear layers down_proj, "
         "gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj. Name some of these"
     )
+
+
+def test_a_name_among_others_that_the_model_does_not_have_is_refused():
+    """peft takes the layers that it finds and says nothing of the rest."""
+    with pytest.raises(ModelError) as caught:
+        check_targets(tiny_model(), LoraSettings(3, 6, "q_proj, lm_haed, proj"))
+    assert str(caught.value) == (
+        "ppo.lora_target_modules=q_proj, lm_haed, proj does not fit LlamaForCausalLM, which has the linear layers "
+        "down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj, but no lm_haed or proj. Name some of "
+        "these"
+    )
+    for settings in (SETTINGS, WITH_HEAD, LoraSettings(3, 6, "layers.0.self_attn.q_proj, lm_head")):
+        check_targets(tiny_model(), settings)
+
+
+def test_a_critics_backbone_is_asked_for_some_of_the_layers_and_not_for_the_head():
+    backbone = tiny_model().base_model
+    check_critic_targets(backbone, LoraSettings(3, 6, "q_proj, lm_head"))
+    with pytest.raises(ModelError, match=r"^ppo\.lora_target_modules=lm_head does not fit LlamaModel, which has"):
+        check_critic_targets(backbone, LoraSettings(3, 6, "lm_head"))
 
 
 def test_checking_a_model_leaves_it_without_an_adapter():

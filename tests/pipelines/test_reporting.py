@@ -447,6 +447,7 @@ def test_page_says_what_to_change_first_from_settings_and_curves():
     assert "What to change first" in page
     assert "1. [KL: kl_alarm] KL is 30 nats per response, above 20" in page
     assert "Raise ppo.kl_coef from 0.15 to 0.45." in page
+    assert "kl_alarm]" not in page.partition("What to change first")[0]
     patient = PPOConfig(kl_coef=0.15, kl_alarm=40.0, kl_warning=35.0)
     page = "".join(read_page(run_reporting(**{"training_history": far, "params:ppo": patient})["report"]).text)
     assert "kl_alarm]" not in page
@@ -457,6 +458,11 @@ def test_advice_cannot_become_markup_and_without_any_there_is_no_section():
     assert SCRIPT in "".join(found.text)
     assert "script" not in found.tags
     assert "What to change first" not in render_page(report())
+
+
+def test_what_else_speaks_for_a_change_stands_below_it():
+    page = render_page(report(advice=["1. first.", "   [also other] more.", "2. second."]))
+    assert '<p>1. first.</p><p class="also">[also other] more.</p><p>2. second.</p>' in page
 
 
 def test_accuracy_of_the_reward_model_is_read_from_the_model_itself(tmp_path):

@@ -141,6 +141,20 @@ def test_the_exported_policy_is_a_plain_model_that_computes_what_was_trained(mak
     assert_close(exported.model(IDS).logits, logits, rtol=0.0, atol=2e-5 * float(logits.detach().abs().max()))
 
 
+@pytest.mark.parametrize("value_model", ["separate", "shared"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_with_all_linear_and_head_the_policys_head_learns_and_what_it_is_tied_to_does_not(make_run, kind, value_model):
+    run = make_run(kind, value_model=value_model, lora_target_modules="all-linear+head", **LORA)
+    head, embeddings = run.state.policy.get_output_embeddings(), run.state.policy.get_input_embeddings()
+    before = embeddings.weight.clone()
+    run.iteration()
+    assert float(head.lora_B["default"].weight.detach().abs().max()) > 0.0
+    assert torch.equal(embeddings.weight, before)
+    exported = exported_policy(run.state).model
+    assert torch.equal(exported.get_input_embeddings().weight.to(before), before)
+    assert not torch.equal(exported.get_output_embeddings().weight.to(before), head.base_layer.weight)
+
+
 def test_adapters_start_from_the_seed(make_run):
     def start(**settings):
         state = make_run(**LORA, **settings).state

@@ -44,7 +44,17 @@ ONE = "policy and value head are one model with one optimiser"
         (
             {"use_peft": True, "lora_target_modules": "q_proj,,v_proj"},
             "ppo.lora_target_modules='q_proj,,v_proj' has an empty name: give the names of linear layers, "
-            "comma-separated, or all-linear",
+            "comma-separated, or all-linear, or all-linear+head",
+        ),
+        (
+            {"use_peft": True, "lora_target_modules": "all-linear,lm_head"},
+            "ppo.lora_target_modules='all-linear,lm_head' has 'all-linear' among its names: give the names of linear "
+            "layers, comma-separated, or all-linear, or all-linear+head",
+        ),
+        (
+            {"use_peft": True, "lora_target_modules": "all-linear+haed"},
+            "ppo.lora_target_modules='all-linear+haed' has 'all-linear+haed' among its names: give the names of linear "
+            "layers, comma-separated, or all-linear, or all-linear+head",
         ),
     ],
 )

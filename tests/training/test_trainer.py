@@ -15,6 +15,7 @@ from kedro.io import DataCatalog, MemoryDataset
 from torch import Tensor
 
 from ppo_rlhf.core.errors import CheckpointError, ConfigError, DataError, ModelError, RewardError
+from ppo_rlhf.datasets import CheckpointDataset
 from ppo_rlhf.models.critic import Critic
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
@@ -74,7 +75,15 @@ def repeatable(history: Any, *without: str) -> list[dict[str, float]]:
     return [{key: row[key] for key in row if not key.startswith((*MEASURED, *without))} for row in history]
 
 
-def pipeline_run(sft: str, ppo: PPOConfig, reward: dict[str, Any], reward_model: str | None = None) -> Any:
+def pipeline_run(
+    sft: str,
+    ppo: PPOConfig,
+    reward: dict[str, Any],
+    reward_model: str | None = None,
+    *,
+    resume: Path | None = None,
+    checkpoints: Path | None = None,
+) -> Any:
     """The pipeline's own nodes under its runner, up to the exported policy; evaluation trains nothing."""
     given = {
         "params:ppo": ppo,
@@ -84,29 +93,28 @@ def pipeline_run(sft: str, ppo: PPOConfig, reward: dict[str, Any], reward_model:
         "raw_evaluation_prompts": pd.DataFrame({"prompt": ["q"]}),  # so that none of the others is held out
         "sft_policy": PretrainedHandle(sft),
         "reward_model": reward_model and PretrainedHandle(reward_model),
-        "resume_checkpoint": None,
+        "resume_checkpoint": resume,
     }
     pipeline = create_pipeline().to_nodes("ppo.export_policy")
     names = pipeline.datasets() | given.keys()
     catalog = DataCatalog({name: MemoryDataset(given.get(name), copy_mode="assign") for name in names - given.keys()})
     for name, value in given.items():
         catalog[name] = MemoryDataset(value, copy_mode="assign")
+    if checkpoints is not None:
+        catalog["checkpoint"] = CheckpointDataset(str(checkpoints))
     return LoopRunner().run(pipeline, catalog)
 
 
+OPTIONS = [
+    {},
+    {"value_model": "shared", "kl_controller": "adaptive", "kl_target": 1.0, "kl_horizon": 8.0, "ema_decay": 0.9},
+    {"use_peft": True, "lora_r": 2},
+    {"dtype": "bfloat16", "responses_per_prompt": 2},
+]
 FUNCTION = {"type": "function", "function": "tests.training.test_trainer:early_letters"}
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"value_model": "shared", "kl_controller": "adaptive", "kl_target": 1.0, "kl_horizon": 8.0, "ema_decay": 0.9},
-        {"use_peft": True, "lora_r": 2},
-        {"dtype": "bfloat16", "responses_per_prompt": 2},
-    ],
-    ids=lambda settings: "-".join(settings) or "default",
-)
+@pytest.mark.parametrize("settings", OPTIONS, ids=lambda settings: "-".join(settings) or "default")
 @pytest.mark.parametrize("as_objects", [False, True], ids=["paths", "objects"])
 def test_training_is_the_pipelines_bit_for_bit(sft: str, tmp_path: Path, settings: dict[str, Any], as_objects: bool):
     outputs = pipeline_run(sft, config(**settings), FUNCTION)
@@ -573,6 +581,15 @@ def test_a_reward_scorer_is_taken_as_it_is(sft: str):
     assert [(row["objective/scores"], row["reward/half"]) for row in history] == [(1.0, 0.5)] * 3
 
 
+def test_advice_on_a_setting_is_given_when_the_trainer_is_made_and_not_again_at_the_end(sft: str, caplog):
+    with caplog.at_level(logging.INFO, logger="ppo_rlhf"):
+        trainer = trainer_of(sft, config(vf_coef=0.5))
+        trainer.train()
+    said = [record.getMessage() for record in caplog.records]
+    assert [line[:40] for line in said if "vf_coef" in line] == ["ppo.vf_coef=0.5 has next to no effect wi"]
+    assert said[-1].startswith("3 iterations of the policy: too early to judge")
+
+
 @pytest.mark.parametrize("newest", [False, True])
 def test_training_goes_on_from_a_checkpoint_bit_for_bit(sft: str, tmp_path: Path, newest: bool):
     settings = config(save_interval=1, save_total_limit=2, kl_controller="adaptive", kl_target=1.0, kl_horizon=8.0)
@@ -588,6 +605,56 @@ def test_training_goes_on_from_a_checkpoint_bit_for_bit(sft: str, tmp_path: Path
     assert repeatable(interrupted.history) == repeatable(whole.history)
     assert_same_bits(weights(interrupted.policy), weights(whole.policy))
     assert_same_bits(weights(interrupted.state.critic), weights(whole.state.critic))
+
+
+@pytest.mark.parametrize("settings", OPTIONS, ids=lambda settings: "-".join(settings) or "default")
+def test_trainer_and_pipeline_go_on_from_each_others_checkpoints_bit_for_bit(
+    sft: str, tmp_path: Path, settings: dict[str, Any]
+):
+    saved = config(**settings, save_interval=1, save_total_limit=3)
+    pipelines = pipeline_run(sft, saved, FUNCTION, checkpoints=tmp_path / "checkpoints")["ppo_policy"].load()
+    [run] = (tmp_path / "checkpoints").iterdir()
+    trainer = trainer_of(sft, saved)
+    trainer.train(resume_from_checkpoint=run / "iteration_000001", output_dir=tmp_path / "run")
+    resumed = pipeline_run(sft, saved, FUNCTION, resume=tmp_path / "run" / "iteration_000002")
+    state, whole = resumed["checkpoint"].load().state, read_back(sft, saved, run / "iteration_000003")
+    assert repeatable(trainer.history) == repeatable(state.history) == repeatable(whole.history)
+    assert len(whole.history) == 3
+    for found in (trainer.state, state):
+        assert_same_bits(weights(found.policy), weights(whole.policy))
+        assert_same_bits(weights(found.critic), weights(whole.critic))
+    trainer.save_pretrained(tmp_path / "of_the_trainer")
+    for name, exported in {"pipelines": pipelines, "resumed": resumed["ppo_policy"].load()}.items():
+        exported.save(tmp_path / name)
+    first, *others = (
+        weights(PretrainedHandle(str(tmp_path / name)).causal_lm())
+        for name in ("of_the_trainer", "pipelines", "resumed")
+    )
+    for other in others:
+        assert_same_bits(other, first)
+
+
+def read_back(sft: str, settings: PPOConfig, checkpoint: Path) -> Any:
+    """The state in a checkpoint, put into models of its own."""
+    trainer = PPOTrainer(settings, sft)
+    trainer.load_checkpoint(checkpoint)
+    return trainer.state
+
+
+def test_a_path_that_the_pipeline_has_among_its_globals_does_not_count_as_changed(sft: str, tmp_path: Path):
+    pipeline_run(sft, config(), FUNCTION, checkpoints=tmp_path / "checkpoints")
+    [run] = (tmp_path / "checkpoints").iterdir()
+    trainer = PPOTrainer(config(sft_model_path=sft))
+    trainer.load_checkpoint(run / "iteration_000003")
+    pipeline_run(sft, config(), FUNCTION, resume=trainer.save_checkpoint(tmp_path / "run"))
+
+
+def test_a_checkpoint_is_not_gone_on_from_with_another_model_path(sft: str, reward_model: str, tmp_path: Path):
+    other = save(tmp_path / "other", tiny_model(seed=3))
+    PPOTrainer(config(sft_model_path=sft), reward=early_letters, prompts=PROMPTS).train(output_dir=tmp_path / "run")
+    trainer = PPOTrainer(config(sft_model_path=other), reward=early_letters, prompts=PROMPTS)
+    with pytest.raises(ConfigError, match=r"^ppo\.sft_model_path: \S+/sft in \S+_000003, \S+/other now; a res"):
+        trainer.load_checkpoint(tmp_path / "run" / "iteration_000003")
 
 
 def test_a_loop_of_steps_can_be_saved_and_loaded(sft: str, tmp_path: Path):

@@ -71,7 +71,8 @@ class AdviceHook:
 
 
 def _lines(config: Any, rows: Iterable[Mapping[str, float]]) -> list[str]:
-    from ppo_rlhf.training.tuning import advise, in_words  # heavy: only a run that trained pays for it
+    from ppo_rlhf.training.tuning import CURVE_RULES, advise, in_words  # heavy: only a run that trained pays for it
 
     history = list(rows)
-    return ["What to change first (`kedro advise` says it again):", *in_words(config, advise(config, history), history)]
+    advice = advise(config, history, CURVE_RULES)  # what settings alone say was said when the run began
+    return ["What to change first (`kedro advise` says it again):", *in_words(config, advice, history)]

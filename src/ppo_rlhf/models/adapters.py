@@ -10,6 +10,9 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,7 @@ from transformers.pytorch_utils import Conv1D
 from ppo_rlhf.core.errors import ModelError
 
 ALL_LINEAR = "all-linear"
+ALL_LINEAR_AND_HEAD = "all-linear+head"
 ADAPTER = "default"
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -40,7 +44,7 @@ class LoraSettings:
         rank: r, columns of B and rows of A.
         alpha: The adapter's output is scaled by alpha / rank.
         target_modules: Names of linear layers, comma-separated (the last parts of their paths); `all-linear` takes
-            every linear layer but the language-model head.
+            every linear layer but the language-model head, `all-linear+head` that too.
     """
 
     rank: int
@@ -49,17 +53,32 @@ class LoraSettings:
 
     def to_peft(self, model: nn.Module) -> LoraConfig:
         """Return peft's configuration for a model, which it names as the one that the adapter belongs to."""
-        names = [name.strip() for name in self.target_modules.split(",")]
         base = getattr(model, "name_or_path", None)
         return LoraConfig(
             r=self.rank,
             lora_alpha=self.alpha,
             lora_dropout=0.0,
             bias="none",
-            target_modules=ALL_LINEAR if self.target_modules == ALL_LINEAR else names,
+            target_modules=self._peft_targets(model),
             fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),  # GPT-2 stores W transposed
             base_model_name_or_path=base or None,
         )
+
+    @property
+    def names(self) -> list[str]:
+        """The names of layers; empty for a shorthand."""
+        shorthand = self.target_modules in (ALL_LINEAR, ALL_LINEAR_AND_HEAD)
+        return [] if shorthand else [name.strip() for name in self.target_modules.split(",")]
+
+    def _peft_targets(self, model: nn.Module) -> str | list[str]:
+        if self.target_modules != ALL_LINEAR_AND_HEAD:
+            return self.names or ALL_LINEAR
+        # peft knows no word for this. Whole paths: the last part of one may be the name of another kind of layer too
+        kinds = (nn.Linear, Conv1D)  # subclasses too, as in peft: what no adapter fits is refused, not left out
+        linear = [name for name, module in model.named_modules() if isinstance(module, kinds)]
+        output = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+        head = [name for name, module in model.named_modules() if module is output]
+        return sorted({*linear, *head})
 
 
 def with_adapter(model: PreTrainedModel, settings: LoraSettings, generator: torch.Generator) -> PreTrainedModel:
@@ -83,8 +102,24 @@ def with_adapter(model: PreTrainedModel, settings: LoraSettings, generator: torc
 
 
 def check_targets(model: PreTrainedModel, settings: LoraSettings) -> None:
-    """Raise `ModelError` if no such adapter fits the model; one on the device `meta`, without weights, will do."""
-    _inject(share_weights(model), settings)
+    """Check that an adapter fits a language model; one on the device `meta`, without weights, will do.
+
+    Raises:
+        ModelError: It does not, or one of the names is none of the model's; peft would leave that one out silently.
+    """
+    adapted = _adapted_layers(_inject(share_weights(model), settings))
+    unknown = [name for name in settings.names if not any(f".{path}".endswith(f".{name}") for path in adapted)]
+    if unknown:
+        raise _does_not_fit(type(model), settings, _linear_layers(model), unknown)
+
+
+def check_critic_targets(backbone: PreTrainedModel, settings: LoraSettings) -> None:
+    """Check that an adapter fits a critic's backbone, which has no language-model head: names of that are none of it.
+
+    Raises:
+        ModelError: The backbone has none of the target layers.
+    """
+    _inject(share_weights(backbone), settings)
 
 
 def share_weights(model: PreTrainedModel) -> PreTrainedModel:
@@ -164,7 +199,8 @@ def is_adapter(directory: Path) -> bool:
 def load_merged(directory: Path) -> PreTrainedModel:
     """Load an adapter that `save_adapter` wrote onto the causal language model that it names, and merge it, float32."""
     # by peft: transformers, which can load it too, would go on saving the model as an adapter's
-    adapted = AutoPeftModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
+    with _without_warnings_on_the_head():
+        adapted = AutoPeftModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
     _untie_adapted_head(adapted.get_base_model())
     return adapted.merge_and_unload()
 
@@ -185,16 +221,12 @@ def copy_tensors(source: dict[str, Tensor], target: dict[str, Any]) -> None:
 
 
 def _inject(model: PreTrainedModel, settings: LoraSettings) -> PreTrainedModel:
-    linear = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if _is_linear(module)})
+    linear = _linear_layers(model)  # before some of them are replaced
     try:
-        adapted = inject_adapter_in_model(settings.to_peft(model), model, adapter_name=ADAPTER)
+        with _without_warnings_on_the_head():
+            adapted = inject_adapter_in_model(settings.to_peft(model), model, adapter_name=ADAPTER)
     except ValueError as error:  # peft finds no such layers, or layers that no adapter fits
-        what = f"the linear layers {', '.join(linear)}" if linear else "no linear layers"
-        remedy = "Name some of these" if linear else "Set ppo.use_peft=false"
-        raise ModelError(
-            f"ppo.lora_target_modules={settings.target_modules} does not fit {type(model).__name__}, which has {what}. "
-            f"{remedy}"
-        ) from error
+        raise _does_not_fit(type(model), settings, linear) from error
     for name, layer in _adapted_layers(adapted).items():
         kind = type(layer.get_base_layer()).__name__
         if not _is_linear(layer.get_base_layer()):
@@ -203,6 +235,31 @@ def _inject(model: PreTrainedModel, settings: LoraSettings) -> PreTrainedModel:
                 "could be merged into it exactly. Name plain linear layers, or set ppo.use_peft=false"
             )
     return adapted
+
+
+def _does_not_fit(
+    model_class: type, settings: LoraSettings, linear: list[str], unknown: Sequence[str] = ()
+) -> ModelError:
+    what = f"the linear layers {', '.join(linear)}" if linear else "no linear layers"
+    but = f", but no {' or '.join(unknown)}" if unknown else ""
+    remedy = "Name some of these" if linear else "Set ppo.use_peft=false"
+    return ModelError(
+        f"ppo.lora_target_modules={settings.target_modules} does not fit {model_class.__name__}, which has "
+        f"{what}{but}. {remedy}"
+    )
+
+
+@contextmanager
+def _without_warnings_on_the_head() -> Iterator[None]:
+    """Leave out what peft says of heads: `_untie_adapted_head` sees to tied ones, peft itself to how each stores W."""
+    with warnings.catch_warnings():
+        for message in ("Model (has|with) `tie_word_embeddings=True`", "fan_in_fan_out is set to True but the target"):
+            warnings.filterwarnings("ignore", message=message, category=UserWarning)
+        yield
+
+
+def _linear_layers(model: nn.Module) -> list[str]:
+    return sorted({name.rpartition(".")[2] for name, module in model.named_modules() if _is_linear(module)})
 
 
 def _is_linear(module: nn.Module) -> bool:

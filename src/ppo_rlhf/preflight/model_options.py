@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ppo_rlhf.models.adapters import check_targets
+from ppo_rlhf.models.adapters import check_critic_targets, check_targets
 from ppo_rlhf.models.critic import make_value_head
 from ppo_rlhf.models.gradient_checkpointing import check_gradient_checkpointing
 from ppo_rlhf.models.loading import PretrainedHandle
@@ -28,5 +28,7 @@ def check_model_options(run: RunRequest, models: dict[str, PretrainedHandle]) ->
             check_gradient_checkpointing(empty)
         if ppo.use_peft:
             check_targets(empty, lora_settings(ppo))
+            if ppo.value_model == "separate":
+                check_critic_targets(empty.base_model, lora_settings(ppo))
         if head is not None:
             make_value_head(empty, head.to("meta"))

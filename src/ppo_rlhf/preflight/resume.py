@@ -10,7 +10,7 @@ from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.datasets.resume_checkpoint import LATEST, ResumeCheckpointDataset
 from ppo_rlhf.preflight.request import RunRequest
 from ppo_rlhf.runner import plan_loop
-from ppo_rlhf.training.checkpoint_files import checkpoint_iterations, verify_checkpoint
+from ppo_rlhf.training.checkpoint_files import MANIFEST, checkpoint_iterations, verify_checkpoint
 
 RESUME_CHECKPOINT = "resume_checkpoint"
 MOST_NAMED = 3
@@ -70,9 +70,10 @@ def find_named(requested: str, root: Path, project_path: Path) -> NamedRun:
     if path.parent == home:
         return NamedRun(path.name)
     if path.parent.parent != home:
+        elsewhere = " One that PPOTrainer wrote goes on in PPOTrainer: train(resume_from_checkpoint=…)."
         raise ConfigError(
             f"resume={requested}: is not a checkpoint below {root}. Name its folder there, "
-            f"{root / '<MLflow run id>' / 'iteration_NNNNNN'}."
+            f"{root / '<MLflow run id>' / 'iteration_NNNNNN'}.{elsewhere if (path / MANIFEST).is_file() else ''}"
         )
     return NamedRun(path.parent.name, root / path.parent.name / path.name)
 

@@ -215,7 +215,9 @@ class PPOConfig:
     lora_dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """Must be 0: with dropout the policy that trains would not be the one that sampled. Here for TRL's sake."""
     lora_target_modules: str = "all-linear"
-    """Names of the linear layers that get an adapter, comma-separated; all-linear: all but the language-model head."""
+    """Names of the linear layers that get an adapter, comma-separated; all-linear: all but the language-model head;
+    all-linear+head: all. A small model whose head is tied to its embeddings learns little without it
+    (docs/results.md)."""
     gradient_checkpointing: bool = False
     """Recompute each layer in the backward pass of policy and critic (arXiv:1604.06174): about a third more time for
     the update, activations of one layer instead of all. The numbers are the same."""

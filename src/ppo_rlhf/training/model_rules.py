@@ -50,8 +50,10 @@ def _lora(c: PPOConfig) -> Iterator[str]:
                     f"ppo.{name}={getattr(c, name)} and ppo.use_peft=false exclude each other: there is no adapter "
                     "that it could shape; set ppo.use_peft=true, or leave it out"
                 )
-    if not all(name.strip() for name in c.lora_target_modules.split(",")):
-        yield (
-            f"ppo.lora_target_modules={c.lora_target_modules!r} has an empty name: give the names of linear layers, "
-            "comma-separated, or all-linear"
-        )
+    names = [name.strip() for name in c.lora_target_modules.split(",")]
+    given = "give the names of linear layers, comma-separated, or all-linear, or all-linear+head"
+    if not all(names):
+        yield f"ppo.lora_target_modules={c.lora_target_modules!r} has an empty name: {given}"
+    shorthands = [name for name in names if name.startswith("all-linear")]
+    if shorthands and c.lora_target_modules not in ("all-linear", "all-linear+head"):
+        yield f"ppo.lora_target_modules={c.lora_target_modules!r} has {shorthands[0]!r} among its names: {given}"

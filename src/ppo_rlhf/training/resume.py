@@ -34,6 +34,9 @@ MAY_CHANGE = frozenset(
 
 Of these only `total_episodes` changes what is learnt, by the learning-rate schedule; another `device` rounds otherwise.
 """
+MODEL_PATHS = frozenset({"sft_model_path", "reward_model_path"})
+"""Settings of PPOTrainer that may also be given otherwise: as an argument, in the pipeline as globals. Where one is
+None, it says nothing of the models, and does not differ from anything."""
 CHANGES_NUMBERS = frozenset({"total_episodes", "device"})
 """Of these, the ones after which the run is no longer bit for bit what it would have been."""
 
@@ -59,7 +62,7 @@ def restore(state: TrainingState, directory: Path) -> None:
     refused = [
         f"ppo.{name}: {before} in {directory}, {now} now; a resumed run goes on with the settings that it began with"
         for name, (before, now) in changes.items()
-        if name not in MAY_CHANGE
+        if name not in MAY_CHANGE and not (name in MODEL_PATHS and None in (before, now))
     ]
     if refused:
         raise ConfigError("\n".join(refused))

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ppo_rlhf.core.errors import ConfigError
-from ppo_rlhf.models.adapters import LoraSettings, has_adapter, with_adapter, without_adapter
+from ppo_rlhf.models.adapters import LoraSettings, check_targets, has_adapter, with_adapter, without_adapter
 from ppo_rlhf.models.critic import Critic, OwnBackbone, SharedCritic
 from ppo_rlhf.models.gradient_checkpointing import enable_gradient_checkpointing, training_mode
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
@@ -46,10 +46,11 @@ def policy_to_train(model: PreTrainedModel, config: PPOConfig) -> PreTrainedMode
     """Return the policy that trains: the model itself, or with `use_peft` its frozen weights with a fresh adapter.
 
     Raises:
-        ModelError: The model has no layers that the adapter is for.
+        ModelError: The adapter does not fit the model, or one of the layers named is none of the model's.
     """
     if not config.use_peft:
         return model
+    check_targets(model, lora_settings(config))
     return with_adapter(model, lora_settings(config), generator(config.seed, "policy adapter"))
 
 

@@ -30,7 +30,7 @@ from ppo_rlhf.training.rewards import RewardScorer
 from ppo_rlhf.training.rollout import Rollouts
 from ppo_rlhf.training.state import TrainingState, resolve_device
 from ppo_rlhf.training.trainer_models import ModelSource, take_critic, take_policies
-from ppo_rlhf.training.tuning import advise, in_words
+from ppo_rlhf.training.tuning import CURVE_RULES, advise, in_words
 
 log = logging.getLogger(__name__)
 
@@ -244,7 +244,7 @@ class PPOTrainer:
             if directory is not None and CheckpointRequest(self.state).due:
                 self.save_checkpoint(directory)
                 prune_checkpoints(directory, self.config.save_total_limit, None, self.state.iteration)
-        for line in in_words(self.config, advise(self.config, self.history), list(self.history)):
+        for line in in_words(self.config, advise(self.config, self.history, CURVE_RULES), list(self.history)):
             log.info("%s", line)
         return self.history
 

@@ -79,9 +79,11 @@ def test_a_run_under_sixty_times_the_penalty_is_told_to_lower_it():
 
 
 def test_nothing_to_change_is_said_with_the_number_of_iterations_that_says_so():
-    assert words({}, history()) == ["Nothing to change: over 40 iterations no rule of the tuning guide objects."]
+    assert words({}, history()) == [
+        "Nothing to change: over 40 iterations no rule of the tuning guide objects to the curves."
+    ]
     assert words({}, history(iterations=20)) == [
-        "Nothing to change so far: over 20 iterations no rule of the tuning guide objects."
+        "Nothing to change so far: over 20 iterations no rule of the tuning guide objects to the curves."
     ]
 
 

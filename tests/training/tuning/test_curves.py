@@ -26,6 +26,11 @@ def test_the_last_level_is_the_mean_of_the_last_window():
     assert curves(9.0, 9.0, 9.0, 9.0, 9.0, 9.0, 1.0, 4.0).last(KEY) == 2.5
 
 
+def test_the_median_is_that_of_the_last_window_without_what_is_not_finite():
+    assert curves(*[9.0] * 30, 1.0, 1e6, NAN, 2.0, 3.0, math.inf, 1e6, 1.0, 2.0, 2.5).median(KEY) == 2.25
+    assert math.isnan(curves(*[9.0] * 8, NAN, NAN).median(KEY))
+
+
 def test_the_start_is_the_mean_of_as_few_iterations_as_hold_64_responses():
     values = [1.0, 3.0, 5.0, 7.0, *[100.0] * 36]
     assert curves(*values, batch_size=64).start(KEY) == 1.0

@@ -131,8 +131,10 @@ CASES = {
         {"val/explained_variance": curve(0.0, 0.06)},
         ("value_learning_rate", 5e-4, 1e-3),
     ),
-    "gradient_always_clipped": Case(
-        {"policy/grad_norm": curve(5)}, {"policy/grad_norm": curve(1.9)}, ("max_grad_norm", 1.0, 5.0)
+    "gradient_mostly_clipped": Case(
+        {"policy/grad_norm": [0.3] * 30 + [5.0] * 6 + [0.3] * 4},  # six of the last ten iterations
+        {"policy/grad_norm": [0.3] * 30 + [500.0] * 4 + [1.9] * 6},  # four of them, and far
+        ("max_grad_norm", 1.0, 5.0),
     ),
     "vf_coef_without_effect": Case({}, {}, ("vf_coef", 0.5, 0.1), {"vf_coef": 0.5}, {"vf_coef": 0.1}),
     "much_clipped": Case(
@@ -302,9 +304,13 @@ def test_a_controller_that_cannot_lower_the_coefficient_further_needs_larger_upd
     assert spoken(ADAPTIVE, low)["kl_coef_saturated"].change == Change("learning_rate", 4e-4, 8e-4)
 
 
-def test_of_a_controller_that_is_too_slow_or_at_its_end_nothing_else_is_said():
-    off = {"objective/kl": curve(9), "objective/kl_coef": curve(0.05)}
-    assert set(spoken(ADAPTIVE | {"kl_horizon": 1000.0}, off)) == {"kl_horizon_too_long"}
+def test_a_controller_that_is_too_slow_is_told_so_once_and_one_at_its_end_nothing_else():
+    off = {"objective/kl": curve(9), "objective/kl_coef": (0.05, 0.2)}  # where it got to would be the better start
+    slow = spoken(ADAPTIVE | {"kl_horizon": 1000.0}, off)
+    assert {name: advice.change for name, advice in slow.items()} == dict.fromkeys(
+        ("kl_horizon_too_long", "kl_off_target"), Change("kl_horizon", 1000.0, 130.0)
+    )
+    assert spoken(ADAPTIVE, off)["kl_off_target"].change == Change("kl_coef", 0.05, 0.18)
     off["objective/kl_coef"] = curve(0.05, 0.6)
     assert set(spoken(ADAPTIVE, off)) == {"kl_coef_saturated"}
 
@@ -312,6 +318,28 @@ def test_of_a_controller_that_is_too_slow_or_at_its_end_nothing_else_is_said():
 def test_a_kl_that_was_never_worth_watching_does_not_collapse():
     assert "kl_collapsed" not in spoken({}, {"objective/kl": curve(0.49, 0.01)})
     assert "kl_collapsed" in spoken({}, {"objective/kl": curve(0.51, 0.01)})
+
+
+def test_a_kl_that_collapsed_without_a_penalty_is_not_blamed_on_one():
+    fell = {"objective/kl": curve(4, 0.3)}
+    with_penalty, without = (str(spoken({"kl_coef": kl_coef}, fell)["kl_collapsed"]) for kl_coef in (0.08, 0.0))
+    assert with_penalty == (
+        "KL fell from 4 to 0.3 nats per response: the penalty outweighs the score and has pulled the policy back to "
+        "where it started. Lower ppo.kl_coef from 0.08 to 0.04."
+    )
+    assert without == (
+        "KL fell from 4 to 0.3 nats per response: no penalty holds the policy, so its updates have undone each other. "
+        "Lower ppo.learning_rate from 0.0004 to 0.0002."
+    )
+
+
+def test_steps_that_are_mostly_clipped_are_told_by_how_much_and_iterations_that_were_not_finite_are_left_out():
+    norms = [0.3] * 30 + [4.0, math.nan, math.inf] + [4.0] * 3 + [0.3] * 2 + [math.nan] * 2
+    assert str(spoken({"max_grad_norm": 0.5}, {"policy/grad_norm": norms})["gradient_mostly_clipped"]) == (
+        "In at least half of the last 10 iterations policy/grad_norm, the mean over their steps, is 4 or more, 8 times "
+        "ppo.max_grad_norm: most steps are cut to one length, not only the outliers. Raise ppo.max_grad_norm from 0.5 "
+        "to 4."
+    )
 
 
 def test_with_a_fixed_coefficient_no_rule_on_the_controller_speaks():

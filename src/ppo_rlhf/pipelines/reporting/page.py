@@ -137,8 +137,9 @@ def _duration(seconds: float) -> str:
 def _advice(lines: Sequence[str]) -> str:
     if not lines:
         return ""
-    shown = "".join(f"<p>{escape(line)}</p>" for line in lines)
-    return f'<h2>What to change first</h2><div class="card">{shown}</div>'
+    kinds = ((' class="also"' if line.startswith(" ") else "", line.strip()) for line in lines)
+    shown = "".join(f"<p{kind}>{escape(line)}</p>" for kind, line in kinds)
+    return f'<h2>What to change first</h2><div class="card advice">{shown}</div>'
 
 
 def _panel(panel: Panel, history: pd.DataFrame) -> str:

@@ -4,7 +4,7 @@ The rules are a table (`RULES`): stage, metrics, threshold with its source, mean
 functions of a `PPOConfig` and a list of metrics; docs/tuning.md has the table for readers.
 """
 
-from ppo_rlhf.training.tuning.advice import RULES, SHOWN, Advice, advise, in_words
+from ppo_rlhf.training.tuning.advice import CURVE_RULES, RULES, SHOWN, Advice, advise, in_words
 from ppo_rlhf.training.tuning.rule import Change, Rule, Stage
 
-__all__ = ["RULES", "SHOWN", "Advice", "Change", "Rule", "Stage", "advise", "in_words"]
+__all__ = ["CURVE_RULES", "RULES", "SHOWN", "Advice", "Change", "Rule", "Stage", "advise", "in_words"]

@@ -23,6 +23,9 @@ RULES: tuple[Rule, ...] = (
     *REWARD_RULES,
 )
 """All rules, in the order in which their advice is given."""
+CURVE_RULES = tuple(rule for rule in RULES if rule.iterations)
+"""Those that look at what a run measured: for the end of a run, which said at its start what settings alone say
+(`PPOConfig.advice`)."""
 ENOUGH_ITERATIONS = 10
 """Iterations below which most curves are not judged."""
 SHOWN = 3
@@ -38,6 +41,7 @@ class Advice:
     rule: Rule
     seen: str
     change: Change | None
+    meaning: str
 
     @property
     def stage(self) -> Stage:
@@ -46,7 +50,7 @@ class Advice:
 
     def __str__(self) -> str:
         """Write it as one or two sentences."""
-        return f"{self.seen}: {self.rule.meaning}.{f' {self.change}' if self.change else ''}"
+        return f"{self.seen}: {self.meaning}.{f' {self.change}' if self.change else ''}"
 
 
 def advise(config: PPOConfig, history: History, rules: Iterable[Rule] = RULES) -> list[Advice]:
@@ -63,7 +67,11 @@ def advise(config: PPOConfig, history: History, rules: Iterable[Rule] = RULES) -
     """
     run = Run(config, _curves(config, history))
     found = ((rule, rule.apply(run)) for rule in rules)
-    return [Advice(rule, finding.seen, finding.change) for rule, finding in found if finding is not None]
+    return [
+        Advice(rule, finding.seen, finding.change, finding.meaning or rule.meaning)
+        for rule, finding in found
+        if finding is not None
+    ]
 
 
 def in_words(
@@ -86,11 +94,14 @@ def in_words(
         )
     elif not advice:
         so_far = " so far" if iterations < max(rule.iterations for rule in RULES) else ""
-        lines.append(f"Nothing to change{so_far}: over {iterations} iterations no rule of the tuning guide objects.")
+        lines.append(
+            f"Nothing to change{so_far}: over {iterations} iterations no rule of the tuning guide objects to the "
+            "curves."
+        )
     groups = _by_setting(advice)
     for place, (first, *others) in enumerate(groups[:most], start=1):
         lines.append(f"{place}. [{first.stage.value}: {first.rule.name}] {first}")
-        lines.extend(f"   [also {other.rule.name}] {other.seen}: {other.rule.meaning}." for other in others)
+        lines.extend(f"   [also {other.rule.name}] {other.seen}: {other.meaning}." for other in others)
     if most is not None and len(groups) > most:
         lines.append(f"{len(groups) - most} more after that: kedro advise --all")
     return lines

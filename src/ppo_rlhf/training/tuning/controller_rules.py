@@ -52,10 +52,11 @@ def _off_target(run: Run, threshold: float) -> Finding | None:
     c, kl = run.config, run.curves.last("objective/kl")
     if c.kl_controller != "adaptive" or not abs(kl / c.kl_target - 1.0) > threshold or kl > c.kl_warning:
         return None
-    if _horizon_too_long(run, HORIZONS_NEEDED) or _coefficient_saturated(run, SATURATED):
+    if _coefficient_saturated(run, SATURATED):
         return None
     seen = f"KL is {number(kl)} nats per response, more than {threshold:.0%} off the target of {c.kl_target:g}"
-    return Finding(seen, help_controller(run))
+    slow = _horizon_too_long(run, HORIZONS_NEEDED)  # mended first: a better start would be left at once
+    return Finding(seen, slow.change if slow else help_controller(run))
 
 
 CONTROLLER_RULES = (

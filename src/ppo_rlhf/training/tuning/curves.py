@@ -50,6 +50,12 @@ class Curves:
         """Return the mean of the last window."""
         return _mean(self.values(key)[-self.window :])
 
+    def median(self, key: str) -> float:
+        """Return the median of the last window: half of its iterations are at least there, whatever the others are."""
+        values = self.values(key)[-self.window :]
+        values = values[np.isfinite(values)]
+        return float(np.median(values)) if len(values) else math.nan
+
     def start(self, key: str) -> float:
         """Return the mean of the first iterations, as few as hold `FIRST_RESPONSES` responses."""
         return _mean(self.values(key)[: self._start])

@@ -74,7 +74,10 @@ def _kl_collapsed(run: Run, threshold: float) -> Finding | None:
     seen = f"KL fell from {number(peak)} to {number(kl)} nats per response"
     if run.config.kl_controller == "adaptive":
         return Finding(seen, help_controller(run))
-    return Finding(seen, run.scaled("kl_coef", 0.5) if run.config.kl_coef else run.scaled("learning_rate", 0.5))
+    if run.config.kl_coef:
+        return Finding(seen, run.scaled("kl_coef", 0.5))
+    undone = "no penalty holds the policy, so its updates have undone each other"
+    return Finding(seen, run.scaled("learning_rate", 0.5), undone)
 
 
 def _penalty_too_strong(run: Run, threshold: float) -> Finding | None:

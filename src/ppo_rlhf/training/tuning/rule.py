@@ -45,6 +45,8 @@ class Finding:
 
     seen: str
     change: Change | None = None
+    meaning: str | None = None
+    """What it means in this run, where that is not what the rule's finding usually means."""
 
 
 @dataclass(frozen=True)
