@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from ppo_rlhf.core.aggregation import LOSS_AGGREGATIONS, aggregate_loss, aggregation_count
+from ppo_rlhf.core.aggregation import aggregate_loss, aggregation_count
+from ppo_rlhf.core.choices import LOSS_AGGREGATIONS
 from ppo_rlhf.core.errors import ConfigError, ShapeError
 
 from .support import NAN, poison, prefix_mask

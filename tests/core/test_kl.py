@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from ppo_rlhf.core.choices import KL_ESTIMATORS
 from ppo_rlhf.core.errors import CheckpointError, ConfigError, ShapeError, TrainingError
-from ppo_rlhf.core.kl import KL_ESTIMATORS, AdaptiveKLController, FixedKLController, kl_estimate
+from ppo_rlhf.core.kl import AdaptiveKLController, FixedKLController, kl_estimate
 
 from .support import NAN, prefix_mask
 

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from ppo_rlhf.core.aggregation import LOSS_AGGREGATIONS, aggregation_count
+from ppo_rlhf.core.aggregation import aggregation_count
+from ppo_rlhf.core.choices import LOSS_AGGREGATIONS
 from ppo_rlhf.core.errors import ConfigError, ShapeError
 from ppo_rlhf.core.losses import clipped_policy_loss, clipped_value_loss, importance_weights
 

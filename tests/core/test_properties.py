@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from ppo_rlhf.core.advantages import generalized_advantage_estimate
-from ppo_rlhf.core.aggregation import LOSS_AGGREGATIONS, aggregate_loss, aggregation_count
-from ppo_rlhf.core.kl import KL_ESTIMATORS, AdaptiveKLController, kl_estimate
+from ppo_rlhf.core.aggregation import aggregate_loss, aggregation_count
+from ppo_rlhf.core.choices import KL_ESTIMATORS, LOSS_AGGREGATIONS
+from ppo_rlhf.core.kl import AdaptiveKLController, kl_estimate
 from ppo_rlhf.core.logprobs import token_entropy, token_logprobs
 from ppo_rlhf.core.losses import clipped_policy_loss, clipped_value_loss, importance_weights
 from ppo_rlhf.core.responses import length_mask, response_lengths

@@ -13,7 +13,7 @@ from kedro.utils import find_kedro_project
 
 from ppo_rlhf.core.errors import ConfigError, PPORLHFError
 
-if TYPE_CHECKING:  # at run time imported where it is used: with it comes torch, which other commands do without
+if TYPE_CHECKING:  # at run time imported where it is used: other commands do without PPOConfig
     from ppo_rlhf.compat import Conversion
 
 STDOUT = "-"

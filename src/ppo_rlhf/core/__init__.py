@@ -13,6 +13,7 @@ Imports torch and the standard library only; knows no model, tokenizer, file, or
 | `statistics` | masked mean, variance, whitening, explained variance, running moments |
 | `aggregation` | from a `[B, T]` matrix of token losses to one number, and its denominator |
 | `losses` | clipped policy and value losses |
+| `choices` | the names by which a setting chooses a formula; imports no torch |
 | `checks` | shape and range checks that the others share |
 | `errors` | every error a person can see |
 

@@ -1,7 +1,5 @@
 """From a matrix of token losses to one number, so that cutting a minibatch into micro-batches changes nothing."""
 
-from typing import Literal, get_args
-
 import torch
 from torch import Tensor
 
@@ -14,9 +12,7 @@ from ppo_rlhf.core.checks import (
     compute_dtype,
     select,
 )
-
-LossAggregation = Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "token_sum_fixed_length"]
-LOSS_AGGREGATIONS: tuple[str, ...] = get_args(LossAggregation)
+from ppo_rlhf.core.choices import LOSS_AGGREGATIONS
 
 
 def aggregate_loss(

@@ -4,16 +4,14 @@ Direction: policy minus reference. A positive k1 means that the policy gives its
 reference does: drift.
 """
 
-from typing import Literal, Protocol, get_args
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ppo_rlhf.core.checks import check_choice, check_range, check_same_shape, compute_dtype
+from ppo_rlhf.core.choices import KL_ESTIMATORS
 from ppo_rlhf.core.errors import CheckpointError, TrainingError
-
-KLEstimator = Literal["k1", "k2", "k3"]
-KL_ESTIMATORS: tuple[str, ...] = get_args(KLEstimator)
 
 LOG_RATIO_LIMIT = 20.0  # nats; log-ratios are clamped to ± this before exp, here and in the policy loss
 ADAPTIVE_ERROR_LIMIT = 0.2  # Ziegler et al. (2019) clip the proportional error to ± this

@@ -15,17 +15,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from peft import AutoPeftModelForCausalLM, LoraConfig, TaskType, inject_adapter_in_model
-from peft.tuners.tuners_utils import BaseTunerLayer
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ppo_rlhf.core.errors import ModelError
+from ppo_rlhf.models.annotations import PreTrainedModel
+
+if TYPE_CHECKING:  # heavy: with peft come all of transformers' models; functions import it
+    from peft import LoraConfig
 
 ALL_LINEAR = "all-linear"
 ALL_LINEAR_AND_HEAD = "all-linear+head"
@@ -53,6 +55,8 @@ class LoraSettings:
 
     def to_peft(self, model: nn.Module) -> LoraConfig:
         """Return peft's configuration for a model, which it names as the one that the adapter belongs to."""
+        from peft import LoraConfig
+
         base = getattr(model, "name_or_path", None)
         return LoraConfig(
             r=self.rank,
@@ -76,7 +80,7 @@ class LoraSettings:
         # peft knows no word for this. Whole paths: the last part of one may be the name of another kind of layer too
         kinds = (nn.Linear, Conv1D)  # subclasses too, as in peft: what no adapter fits is refused, not left out
         linear = [name for name, module in model.named_modules() if isinstance(module, kinds)]
-        output = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+        output = model.get_output_embeddings() if isinstance(model, transformers.PreTrainedModel) else None
         head = [name for name, module in model.named_modules() if module is output]
         return sorted({*linear, *head})
 
@@ -150,7 +154,7 @@ def merged(model: PreTrainedModel) -> PreTrainedModel:
 
 def has_adapter(model: nn.Module) -> bool:
     """Whether a model has an adapter."""
-    return any(isinstance(module, BaseTunerLayer) for module in model.modules())
+    return bool(_adapted_layers(model))
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -173,6 +177,8 @@ def save_adapter(model: PreTrainedModel, directory: Path, settings: LoraSettings
 
     `peft.PeftModel.from_pretrained` and transformers load it onto the model that it was trained on.
     """
+    from peft import TaskType
+
     directory.mkdir(parents=True, exist_ok=True)
     config = settings.to_peft(without_adapter(model))
     config.task_type = TaskType.CAUSAL_LM  # by it peft knows the class of the model that the adapter is for
@@ -198,6 +204,8 @@ def is_adapter(directory: Path) -> bool:
 
 def load_merged(directory: Path) -> PreTrainedModel:
     """Load an adapter that `save_adapter` wrote onto the causal language model that it names, and merge it, float32."""
+    from peft import AutoPeftModelForCausalLM
+
     # by peft: transformers, which can load it too, would go on saving the model as an adapter's
     with _without_warnings_on_the_head():
         adapted = AutoPeftModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
@@ -221,6 +229,8 @@ def copy_tensors(source: dict[str, Tensor], target: dict[str, Any]) -> None:
 
 
 def _inject(model: PreTrainedModel, settings: LoraSettings) -> PreTrainedModel:
+    from peft import inject_adapter_in_model
+
     linear = _linear_layers(model)  # before some of them are replaced
     try:
         with _without_warnings_on_the_head():
@@ -268,6 +278,8 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _adapted_layers(model: nn.Module) -> dict[str, Any]:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
     return {name: module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
 
 
@@ -282,7 +294,7 @@ def _replace_adapted_layers(model: PreTrainedModel) -> None:
 def _untie_adapted_head(model: PreTrainedModel) -> None:
     """Give a language-model head that has an adapter weights of its own: merged into tied ones, it changes both."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    if not isinstance(head, BaseTunerLayer):
+    if head not in _adapted_layers(model).values():
         return
     base = head.get_base_layer()
     if base.weight is embedding.weight:

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from ppo_rlhf.models.adapters import copy_tensors, trained_parameters
+from ppo_rlhf.models.annotations import PreTrainedModel
 
 
 class WeightAverage:

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from ppo_rlhf.core.errors import ModelError
+from ppo_rlhf.models.annotations import PreTrainedModel
 
 OwnBackbone = Callable[[PreTrainedModel], PreTrainedModel]
 """Makes, from a backbone, one whose values can be trained without changing those of the first."""

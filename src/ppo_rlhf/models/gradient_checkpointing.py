@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import nn
-from transformers import PreTrainedModel
 
 from ppo_rlhf.core.errors import ModelError
+from ppo_rlhf.models.annotations import PreTrainedModel
 
 
 def enable_gradient_checkpointing(model: PreTrainedModel) -> None:

@@ -14,23 +14,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import transformers
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    GenerationConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
 from transformers.utils import cached_file
 
 from ppo_rlhf.core.errors import ModelError
+from ppo_rlhf.models.annotations import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from ppo_rlhf.models.quiet import errors_only, quiet_transformers
-from ppo_rlhf.models.reward_model import MODEL_TYPE as REWARD_MODEL_TYPE
 from ppo_rlhf.models.tokenizers import ensure_pad_token
 from ppo_rlhf.models.value_heads import VALUE_HEAD, WEIGHTS, WEIGHTS_INDEX, read_value_head, value_head_tensors
 
@@ -60,16 +51,16 @@ class PretrainedHandle:
 
     def config(self) -> PretrainedConfig:
         """Return the model's configuration."""
-        return self._read("configuration", AutoConfig.from_pretrained)
+        return self._read("configuration", transformers.AutoConfig.from_pretrained)
 
     def generation_config(self) -> GenerationConfig:
         """Return the model's generation configuration, or one made from its configuration where it has none."""
         if is_local(self.source) and not (Path(self._place) / "generation_config.json").is_file():
-            return GenerationConfig.from_model_config(self.config())
+            return transformers.GenerationConfig.from_model_config(self.config())
         try:
-            return GenerationConfig.from_pretrained(self._place)
+            return transformers.GenerationConfig.from_pretrained(self._place)
         except OSError:  # a hub model may have none either
-            return GenerationConfig.from_model_config(self.config())
+            return transformers.GenerationConfig.from_model_config(self.config())
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the tokenizer: padding on the left, a pad token guaranteed, its vocabulary unchanged."""
@@ -78,7 +69,7 @@ class PretrainedHandle:
             raise ModelError(
                 f"{self.source}: no tokenizer in this model directory (tokenizer.json is missing). Save it there."
             )
-        tokenizer = self._read("tokenizer", AutoTokenizer.from_pretrained, padding_side="left")
+        tokenizer = self._read("tokenizer", transformers.AutoTokenizer.from_pretrained, padding_side="left")
         ensure_pad_token(tokenizer, config)
         check_vocabulary(tokenizer, config, self.source)
         return tokenizer
@@ -90,7 +81,7 @@ class PretrainedHandle:
             ModelError: The directory or its weights cannot be used, or some weights of the model are not in it.
         """
         self.check_causal_lm()
-        return self._model("language model", AutoModelForCausalLM.from_pretrained, dtype)
+        return self._model("language model", transformers.AutoModelForCausalLM.from_pretrained, dtype)
 
     def value_head(self) -> nn.Linear | None:
         """Return the value head among the model's weights (TRL's `v_head.*`), None if there is none.
@@ -114,7 +105,7 @@ class PretrainedHandle:
         """Return the language model without weights, on the device `meta`: its modules, for checks."""
         config = self.config()
         with torch.device("meta"), quiet_transformers():
-            return AutoModelForCausalLM.from_config(config, trust_remote_code=self.trust_remote_code)
+            return transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=self.trust_remote_code)
 
     def reward_model(self, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
         """Return the reward model in eval mode: `.logits [B, 1]`, ours or a transformers sequence classifier.
@@ -123,7 +114,7 @@ class PretrainedHandle:
             ModelError: As `causal_lm`, and if the model does not have exactly one label.
         """
         self.check_reward_model()
-        model = self._model("reward model", AutoModelForSequenceClassification.from_pretrained, dtype)
+        model = self._model("reward model", transformers.AutoModelForSequenceClassification.from_pretrained, dtype)
         if model.config.get_text_config().pad_token_id is None:
             # transformers' classifiers look for the last id that is not pad; set after the weights are in,
             # because a pad id in the configuration switches that embedding's gradient off (padding_idx).
@@ -141,7 +132,9 @@ class PretrainedHandle:
 
     def check_causal_lm(self) -> None:
         """Raise `ModelError` if the configuration says that the model is a reward model of ours."""
-        if self.config().model_type == REWARD_MODEL_TYPE:
+        from ppo_rlhf.models.reward_config import MODEL_TYPE
+
+        if self.config().model_type == MODEL_TYPE:
             raise ModelError(
                 f"{self.source}: this is a reward model, it cannot generate. Give a causal language model."
             )
@@ -173,6 +166,8 @@ class PretrainedHandle:
         return str(Path(self.source).expanduser()) if is_local(self.source) else self.source
 
     def _model(self, what: str, load: Callable[..., Any], dtype: torch.dtype) -> PreTrainedModel:
+        from ppo_rlhf.models import reward_model  # noqa: F401  likewise; heavy: all of transformers' models
+
         with errors_only("transformers"):  # not its table of weights that the model has no place for
             model, report = self._read(what, load, dtype=dtype, use_safetensors=True, output_loading_info=True)
         if report["missing_keys"]:
@@ -189,6 +184,8 @@ class PretrainedHandle:
         return model.eval()
 
     def _read(self, what: str, load: Callable[..., T], **options: Any) -> T:
+        from ppo_rlhf.models import reward_config  # noqa: F401  it tells transformers of its class
+
         local = is_local(self.source)
         if local:
             check_model_directory(self.source)
@@ -276,7 +273,7 @@ def disable_dropout(model: nn.Module) -> None:
             module.p = 0.0
         for name in _dropout_names(vars(module)):
             setattr(module, name, 0.0)
-        if isinstance(getattr(module, "config", None), PretrainedConfig):
+        if isinstance(getattr(module, "config", None), transformers.PretrainedConfig):
             for config in _nested_configs(module.config):
                 for name in _dropout_names(vars(config)):
                     setattr(config, name, 0.0)
@@ -347,7 +344,7 @@ def _dropout_names(attributes: dict[str, Any]) -> list[str]:
 def _nested_configs(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
     yield config
     for value in vars(config).values():
-        if isinstance(value, PretrainedConfig):
+        if isinstance(value, transformers.PretrainedConfig):
             yield from _nested_configs(value)
 
 

@@ -8,46 +8,19 @@ of the scores can be folded into the weights.
 
 import copy
 import inspect
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
-    PretrainedConfig,
     PreTrainedModel,
 )
 from transformers import initialization as init
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-MODEL_TYPE = "causal_lm_reward"
-
-
-class CausalLMRewardConfig(PretrainedConfig):
-    """Configuration of `CausalLMRewardModel`: the language model's own configuration under `text_config`."""
-
-    model_type = MODEL_TYPE
-    sub_configs: ClassVar[dict[str, Any]] = {"text_config": AutoConfig}
-
-    def __init__(self, text_config: PretrainedConfig | dict[str, Any] | None = None, **kwargs: Any) -> None:
-        if isinstance(text_config, dict):
-            text_config = AutoConfig.for_model(**text_config)
-        self.text_config = text_config if text_config is not None else AutoConfig.for_model("gpt2")
-        self.text_config.name_or_path = ""  # else the saved configuration names a folder of this machine
-        kwargs.setdefault("num_labels", 1)
-        super().__init__(**kwargs)
-
-    @property
-    def vocab_size(self) -> int:
-        """Rows of the backbone's embedding."""
-        return self.text_config.vocab_size
-
-    @property
-    def hidden_size(self) -> int:
-        """Width of the backbone's states, which the head reads."""
-        return self.text_config.hidden_size
+from ppo_rlhf.models.reward_config import CausalLMRewardConfig
 
 
 class CausalLMRewardModel(PreTrainedModel):
@@ -129,5 +102,4 @@ class CausalLMRewardModel(PreTrainedModel):
             init.zeros_(module.bias)
 
 
-AutoConfig.register(MODEL_TYPE, CausalLMRewardConfig, exist_ok=True)
 AutoModelForSequenceClassification.register(CausalLMRewardConfig, CausalLMRewardModel, exist_ok=True)

@@ -2,13 +2,14 @@
 
 from collections.abc import Iterable
 
+import transformers
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.trainers import WordLevelTrainer
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from ppo_rlhf.core.errors import ConfigError, ModelError
+from ppo_rlhf.models.annotations import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 PAD, UNKNOWN, END = "<pad>", "<unk>", "</s>"
 _WORD_MARKS = "Ġ▁ "  # how byte-level BPE and SentencePiece write a leading space
@@ -115,7 +116,7 @@ def drop_end(ids: list[int], eos: int | None) -> list[int]:
     return ids[:-1] if len(ids) > 1 and ids[-1] == eos else ids
 
 
-def train_word_tokenizer(texts: Iterable[str], context_length: int) -> PreTrainedTokenizerFast:
+def train_word_tokenizer(texts: Iterable[str], context_length: int) -> PreTrainedTokenizerBase:
     """Train a word-level tokenizer: one id a space-separated word.
 
     Args:
@@ -128,7 +129,7 @@ def train_word_tokenizer(texts: Iterable[str], context_length: int) -> PreTraine
     backend = Tokenizer(WordLevel(unk_token=UNKNOWN))
     backend.pre_tokenizer = WhitespaceSplit()
     backend.train_from_iterator(texts, WordLevelTrainer(special_tokens=[PAD, UNKNOWN, END], show_progress=False))
-    return PreTrainedTokenizerFast(
+    return transformers.PreTrainedTokenizerFast(
         tokenizer_object=backend,
         pad_token=PAD,
         unk_token=UNKNOWN,

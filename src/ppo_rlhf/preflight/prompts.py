@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pandas as pd
-from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from ppo_rlhf.core.errors import DataError
+from ppo_rlhf.models.annotations import GenerationConfig, PreTrainedTokenizerBase
 from ppo_rlhf.models.loading import PretrainedHandle, context_length
 from ppo_rlhf.models.tokenizers import stop_token_ids, train_word_tokenizer
 from ppo_rlhf.preflight.request import RunRequest

@@ -9,9 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from ppo_rlhf.core.aggregation import LossAggregation
+from ppo_rlhf.core.choices import KLEstimator, LossAggregation
 from ppo_rlhf.core.errors import ConfigError
-from ppo_rlhf.core.kl import KLEstimator
 from ppo_rlhf.training import config_advice, config_rules
 from ppo_rlhf.training.config_advice import INSTRUCT_GPT, TUNING_GUIDE, Typical
 from ppo_rlhf.training.settings_group import settings_group

@@ -10,9 +10,9 @@ from typing import Annotated, Any
 
 import pandas as pd
 from pydantic import Field
-from transformers import PreTrainedTokenizerBase
 
 from ppo_rlhf.core.errors import DataError
+from ppo_rlhf.models.annotations import PreTrainedTokenizerBase
 from ppo_rlhf.models.tokenizers import append_end
 from ppo_rlhf.training.chats import CHAT, is_chat, render_chat
 from ppo_rlhf.training.randomness import permutation

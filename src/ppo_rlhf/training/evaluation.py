@@ -12,9 +12,9 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 from pydantic import AfterValidator, Field
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf.core.errors import DataError
+from ppo_rlhf.models.annotations import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.generation import GeneratedResponses, SamplingSettings, generate_responses
 from ppo_rlhf.training.precision import autocast

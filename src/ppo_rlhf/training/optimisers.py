@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+import transformers
 from torch import nn
 from torch.optim import AdamW
-from transformers import get_scheduler
 
 from ppo_rlhf.training.config import PPOConfig
 
@@ -58,7 +58,7 @@ def learning_rate_factor(config: PPOConfig, iteration: int, peak: float | None =
         return iteration / warmup
     name = "constant_with_warmup" if config.lr_scheduler_type == "constant" else config.lr_scheduler_type
     placeholder = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=peak or config.learning_rate)
-    schedule = get_scheduler(name, placeholder, num_warmup_steps=warmup, num_training_steps=total)
+    schedule = transformers.get_scheduler(name, placeholder, num_warmup_steps=warmup, num_training_steps=total)
     return float(schedule.lr_lambdas[0](step))
 
 

@@ -7,10 +7,10 @@ end of text if and only if the response stopped by itself, exactly as rewards ar
 from typing import Any
 
 import pandas as pd
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.demo.judge import noisy_preference
+from ppo_rlhf.models.annotations import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_rlhf.models.tokenizers import append_end
 from ppo_rlhf.training.chats import is_chat, render_chat
 from ppo_rlhf.training.generation import GeneratedResponses, SamplingSettings, generate_responses

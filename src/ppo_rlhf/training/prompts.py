@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 
 import pandas as pd
 from pydantic import Field
-from transformers import PreTrainedTokenizerBase
 
 from ppo_rlhf.core.errors import DataError
+from ppo_rlhf.models.annotations import PreTrainedTokenizerBase
 from ppo_rlhf.training.chats import CHAT, is_chat, render_chat
 from ppo_rlhf.training.randomness import permutation
 from ppo_rlhf.training.settings_group import settings_group

@@ -1,22 +1,26 @@
 """Training a reward model on preferences: Bradley–Terry on the SFT policy's backbone, with TRL's RewardTrainer."""
 
+from __future__ import annotations
+
 import logging
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import pandas as pd
 import torch
 from pydantic import Field
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from ppo_rlhf.core.errors import DataError, TrainingError
+from ppo_rlhf.models.annotations import PreTrainedModel
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel, check_vocabulary, context_length
-from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.training.optimisation import History, OptimisationConfig, advice
 from ppo_rlhf.training.randomness import permutation
 from ppo_rlhf.training.rewards import score_sequences
 from ppo_rlhf.training.settings_group import settings_group
+
+if TYPE_CHECKING:
+    from ppo_rlhf.models.reward_model import CausalLMRewardModel
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +84,8 @@ def train_reward_model(
     Raises:
         TrainingError: The final accuracy is below `minimum_accuracy`.
     """
+    from ppo_rlhf.models.reward_model import CausalLMRewardModel  # heavy: all of transformers' models
+
     tokenizer = sft_policy.tokenizer()
     with torch.random.fork_rng():
         torch.manual_seed(config.seed)

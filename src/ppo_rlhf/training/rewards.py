@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf.core.errors import ConfigError, ModelError
+from ppo_rlhf.models.annotations import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_rlhf.models.loading import PretrainedHandle, context_length
 from ppo_rlhf.models.tokenizers import append_end, drop_end, same_vocabulary
 from ppo_rlhf.training.reward_functions import (

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from ppo_rlhf.core.logprobs import token_entropy, token_logprobs
 from ppo_rlhf.core.responses import length_mask
+from ppo_rlhf.models.annotations import PreTrainedModel
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.generation import Responses, generate_responses
 from ppo_rlhf.training.packing import PackedSequences, pack, without_padding

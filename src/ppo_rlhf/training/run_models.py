@@ -7,10 +7,10 @@ from functools import partial
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.models.adapters import LoraSettings, check_targets, has_adapter, with_adapter, without_adapter
+from ppo_rlhf.models.annotations import PreTrainedModel
 from ppo_rlhf.models.critic import Critic, OwnBackbone, SharedCritic
 from ppo_rlhf.models.gradient_checkpointing import enable_gradient_checkpointing, training_mode
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from ppo_rlhf.core.logprobs import token_logprobs
+from ppo_rlhf.models.annotations import PreTrainedModel
 from ppo_rlhf.training.packing import PackedSequences, pack
 
 

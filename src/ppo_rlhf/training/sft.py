@@ -6,10 +6,11 @@ from typing import Annotated
 
 import pandas as pd
 import torch
+import transformers
 from pydantic import Field
 from torch import nn
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from ppo_rlhf.models.annotations import PreTrainedModel
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel, context_length
 from ppo_rlhf.models.tokenizers import train_word_tokenizer
 from ppo_rlhf.training.demonstrations import (
@@ -111,7 +112,7 @@ def _from_base(base_model: PretrainedHandle) -> TrainedModel:
 
 def _from_scratch(demonstrations: pd.DataFrame, config: SupervisedFinetuningConfig) -> TrainedModel:
     tokenizer = train_word_tokenizer(corpus_texts(demonstrations), config.max_position_embeddings)
-    shape = LlamaConfig(
+    shape = transformers.LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
@@ -126,8 +127,8 @@ def _from_scratch(demonstrations: pd.DataFrame, config: SupervisedFinetuningConf
     )
     with torch.random.fork_rng():
         torch.manual_seed(config.seed)
-        model = LlamaForCausalLM(shape)
-    model.generation_config = GenerationConfig(
+        model = transformers.LlamaForCausalLM(shape)
+    model.generation_config = transformers.GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=True
     )
     return TrainedModel(model.eval(), tokenizer)

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf.core.errors import CheckpointError, ConfigError
 from ppo_rlhf.core.kl import AdaptiveKLController, FixedKLController, KLController
 from ppo_rlhf.core.statistics import RunningMoments
+from ppo_rlhf.models.annotations import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_rlhf.models.averages import WeightAverage
 from ppo_rlhf.models.critic import SharedCritic
 from ppo_rlhf.models.tokenizers import stop_token_ids

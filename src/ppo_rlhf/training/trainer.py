@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf.core.errors import CheckpointError, ConfigError, DataError
+from ppo_rlhf.models.annotations import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_rlhf.models.critic import Critic
 from ppo_rlhf.training import experience, rollout, trainer_inputs, update
 from ppo_rlhf.training.checkpoint_files import newest_whole_checkpoint, prune_checkpoints, verify_checkpoint

@@ -10,10 +10,10 @@ from typing import Any
 import pandas as pd
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from ppo_rlhf.core.errors import ConfigError, DataError, RewardError
 from ppo_rlhf.core.responses import response_lengths
+from ppo_rlhf.models.annotations import PreTrainedModel
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel, context_length
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.generation import Responses, SamplingSettings

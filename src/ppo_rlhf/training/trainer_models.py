@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf.core.errors import ConfigError, ModelError
 from ppo_rlhf.models.adapters import has_adapter
+from ppo_rlhf.models.annotations import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_rlhf.models.critic import Critic
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel, check_vocabulary, disable_dropout
 from ppo_rlhf.models.tokenizers import ensure_pad_token
@@ -134,7 +135,7 @@ def _causal_lm(source: ModelSource, what: str, dtype: torch.dtype, device: torch
 
 def _check_model(model: Any, what: str) -> None:
     saved = "save it, and give the directory"
-    if not isinstance(model, PreTrainedModel):
+    if not isinstance(model, transformers.PreTrainedModel):
         raise ModelError(f"PPOTrainer: the {what} is a {type(model).__name__}, not a transformers model; {saved}")
     if has_adapter(model):
         raise ModelError(

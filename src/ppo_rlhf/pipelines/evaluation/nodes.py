@@ -4,8 +4,8 @@ import logging
 
 import pandas as pd
 import torch
-from transformers import PreTrainedModel
 
+from ppo_rlhf.models.annotations import PreTrainedModel
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.training.comparison import before_after, compare_evaluations, sample_pairs
 from ppo_rlhf.training.config import PPOConfig

@@ -4,8 +4,8 @@ import logging
 from pathlib import Path
 
 import pandas as pd
-from transformers import PreTrainedModel
 
+from ppo_rlhf.models.annotations import PreTrainedModel
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel, context_length
 from ppo_rlhf.training import experience as experience_steps
 from ppo_rlhf.training import rollout, update
