@@ -27,7 +27,7 @@ from ppo_rlhf.training.demonstrations import DataPreparationConfig
 from ppo_rlhf.training.evaluation import DEMO_JUDGE, EvaluationConfig
 from ppo_rlhf.training.prompts import PromptsConfig
 from ppo_rlhf.training.reward_training import RewardModellingConfig
-from ppo_rlhf.training.rewards import RewardConfig
+from ppo_rlhf.training.rewards import NOTHING_TO_OFFLOAD, RewardConfig
 from ppo_rlhf.training.sft import SupervisedFinetuningConfig
 
 WORDS = ["<unk>", "</s>", "the", "film", "was", "a", "story", "of", "i", "have", "seen"]
@@ -492,6 +492,20 @@ def test_checkpointed_gradients_that_the_architecture_lacks_are_refused_before_t
     monkeypatch.setattr(GPT2LMHeadModel, "supports_gradient_checkpointing", False)
     desk.groups["ppo"] = PPOConfig(response_length=4, gradient_checkpointing=True)
     assert desk.problems() == ["ppo.gradient_checkpointing=true: GPT2LMHeadModel does not support it; set it to false"]
+
+
+@pytest.mark.parametrize("name", ["offload_reference_policy", "offload_reward_model"])
+def test_models_that_are_to_wait_where_there_is_no_gpu_are_refused_before_the_run(
+    desk: Desk, name: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    desk.groups["ppo"] = PPOConfig(response_length=4, **{name: True})
+    first, *others = desk.problems()
+    assert first == (
+        f"ppo.{name}=true has no meaning on the CPU (ppo.device=auto): all models lie in the host's memory anyway; "
+        "leave it out, or run on a GPU"
+    )
+    assert others == ([NOTHING_TO_OFFLOAD] if name == "offload_reward_model" else [])  # its reward is a function
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from ppo_rlhf.models.adapters import (
     with_adapter,
     without_adapter,
 )
-from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.models.loading import PretrainedHandle, fuse_activations
 from tests.tiny_models import KINDS, save, tiny_model
 
 IDS = torch.tensor([[4, 7, 9, 12], [5, 6, 4, 8]])
@@ -220,10 +220,12 @@ def test_peft_loads_what_is_saved_and_its_switched_off_adapter_is_our_reference(
         "adapter_model.safetensors",
     }
     theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter")
+    fuse_activations(theirs)
     assert torch.equal(theirs.eval()(IDS).logits, policy(IDS).logits)
     with theirs.disable_adapter():
         assert torch.equal(theirs(IDS).logits, without_adapter(policy)(IDS).logits)
     by_name = AutoModelForCausalLM.from_pretrained(tmp_path / "adapter")  # the adapter knows its base's directory
+    fuse_activations(by_name)
     assert torch.equal(by_name.eval()(IDS).logits, policy(IDS).logits)
     whole = load_merged(tmp_path / "adapter")
     assert not any("lora" in name for name in whole.state_dict())

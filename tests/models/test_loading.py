@@ -5,7 +5,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config, GPT2ForSequenceClassification, LlamaConfig
+from torch.testing import assert_close
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BloomConfig,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    LlamaConfig,
+)
 from transformers.utils.logging import is_progress_bar_enabled
 
 from ppo_rlhf.core.errors import ModelError
@@ -15,6 +23,7 @@ from ppo_rlhf.models.loading import (
     check_vocabulary,
     context_length,
     disable_dropout,
+    fuse_activations,
     is_local,
     quiet_transformers,
 )
@@ -37,7 +46,18 @@ def test_a_handle_reads_nothing_until_it_is_asked():
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_loaded_model_gives_the_saved_ones_logits_to_the_last_bit(tmp_path, kind):
     model = tiny_model(kind)
-    assert torch.equal(PretrainedHandle(save(tmp_path / "m", model)).causal_lm()(IDS).logits, model(IDS).logits)
+    loaded = PretrainedHandle(save(tmp_path / "m", model)).causal_lm()
+    fuse_activations(model)
+    assert torch.equal(loaded(IDS).logits, model(IDS).logits)
+
+
+def test_gelus_tanh_approximation_is_the_same_in_one_kernel(tmp_path):
+    model = tiny_model("gpt2").double()
+    plain = model(IDS).logits
+    fuse_activations(model)
+    assert_close(model(IDS).logits, plain, rtol=0.0, atol=1e-12)
+    model.save_pretrained(tmp_path)
+    assert model.config.activation_function == AutoConfig.from_pretrained(tmp_path).activation_function == "gelu_new"
 
 
 @pytest.mark.parametrize("padding", range(0, 64, 8))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.models.loading import PretrainedHandle, fuse_activations
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from tests.tiny_models import KINDS, save, tiny_model, word_tokenizer
 
@@ -80,6 +80,7 @@ def test_a_saved_model_comes_back_with_its_bits_and_without_this_machines_paths(
     saved = save(tmp_path / "reward", model, word_tokenizer())
     again = PretrainedHandle(saved).reward_model()
     ids, mask = padded("right", pad=0)
+    fuse_activations(model)
     assert torch.equal(again(ids, mask).logits, model(ids, mask).logits)
     text = Path(saved, "config.json").read_text()
     assert str(tmp_path) not in text

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from ppo_rlhf.core.errors import ModelError
-from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
+from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel, fuse_activations
 from ppo_rlhf.models.value_heads import read_value_head
 from tests.tiny_models import KINDS, save, tiny_model, word_tokenizer
 
@@ -37,6 +37,7 @@ def test_a_directory_that_trl_wrote_gives_its_model_and_its_value_head(tmp_path,
     add_value_head(folder, head)
     handle = PretrainedHandle(folder)
     ids = torch.tensor([[4, 7, 9]])
+    fuse_activations(model)
     assert torch.equal(handle.causal_lm()(ids).logits, model(ids).logits)
     found = handle.value_head()
     assert torch.equal(found.weight, head["v_head.summary.weight"])

@@ -12,12 +12,12 @@ VARIANTS = [{}, {"value_model": "shared"}, {"use_peft": True, "lora_r": 2}, {"va
 def count_calls(run) -> list[int]:
     """Count how often the first layer's MLP of the policy, and of a critic of its own, computes."""
     calls = [0]
-    backbones = [run.state.policy.base_model, getattr(run.state.critic, "backbone", None)]
+    backbones = {run.state.policy.base_model, run.state.critic.backbone}
 
     def count(*_):
         calls[0] += 1
 
-    for backbone in filter(None, backbones):
+    for backbone in backbones:
         layer = (backbone.h if hasattr(backbone, "h") else backbone.layers)[0]
         layer.mlp.register_forward_pre_hook(count)  # recomputing stops within the last layer that is needed
     return calls

@@ -20,9 +20,15 @@ IDS = torch.tensor([[3, 9, 14, 6], [5, 7, 4, 12]])
 def gradient(make_run, experience, kind: str, **settings) -> dict[str, torch.Tensor]:
     run = make_run(kind, **{**LORA, **ONE_STEP, **settings})
     stir(run.state.policy, run.state.critic)
+    seen: dict[str, torch.Tensor] = {}
+
+    def look() -> None:  # at the step: behind the update gradients are gone
+        for name, model in (("policy", run.state.policy), ("critic", run.state.critic)):
+            seen.update({f"{name}.{n}": p.grad.clone() for n, p in trained_parameters(model).items()})
+
+    run.state.policy_optimizer.step = look
     optimise(run.state, experience, run.config)
-    models = {"policy": run.state.policy, "critic": run.state.critic}
-    return {f"{m}.{n}": p.grad for m, model in models.items() for n, p in trained_parameters(model).items()}
+    return seen
 
 
 def stir(*models) -> None:
@@ -64,6 +70,20 @@ def test_frozen_weights_are_in_memory_once(make_run):
     assert trained.isdisjoint(weights)
     held = {id(p) for o in (state.policy_optimizer, state.critic_optimizer) for p in o.param_groups[0]["params"]}
     assert len(held) == len(trained)
+
+
+@pytest.mark.parametrize("value_model", ["separate", "shared"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_policy_critic_and_reference_take_the_memory_of_one_base_and_of_what_trains(make_run, kind, value_model):
+    state, reference = (run := make_run(kind, value_model=value_model, **LORA)).state, run.reference
+
+    def storages(*models):
+        tensors = [t for model in models for t in (*model.parameters(), *model.buffers())]
+        return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+
+    trained = {id(p): p.nbytes for m in (state.policy, state.critic) for p in trained_parameters(m).values()}
+    together = storages(state.policy, state.critic, reference)
+    assert sum(together.values()) == sum(storages(reference).values()) + sum(trained.values())
 
 
 def test_the_critic_has_an_adapter_of_its_own(make_run):

@@ -12,7 +12,7 @@ from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.precision import autocast, deterministic, frozen_dtype, torch_dtype
 from ppo_rlhf.training.update import optimise
 
-from .support import ONE_STEP
+from .support import ONE_STEP, freeze
 
 CPU = torch.device("cpu")
 REDUCED = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -55,6 +55,7 @@ def test_matrix_products_run_in_the_type_that_is_asked_for_and_only_inside_the_c
 def test_an_iteration_in_a_narrow_type_keeps_weights_moments_and_statistics_wide(make_run, name):
     run = make_run(dtype=name)
     assert run.reference.dtype == REDUCED[name]
+    run.before_update()  # the first time the model is asked, in float32, what it can
     seen = []
     hook = run.state.policy.lm_head.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
     rollouts, scores, _, experience = run.before_update()
@@ -78,11 +79,12 @@ def test_narrow_gradients_are_those_of_float32_but_for_rounding(make_run, name, 
     found = {}
     for dtype in ("float32", name):
         run = scaled(make_run(dtype=dtype, **ONE_STEP), 64.0, 64.0)
+        seen = freeze(run)
         metrics = optimise(run.state, experience, run.config)
         assert run.state.skipped_steps == 0
         gradients = [
-            torch.cat([p.grad.flatten() for p in module.parameters()])
-            for module in (run.state.policy, run.state.critic)
+            torch.cat([gradient.flatten() for name, gradient in seen[0].items() if name.startswith(model)])
+            for model in ("policy.", "critic.")
         ]
         found[dtype] = (gradients, (metrics["policy/grad_norm"], metrics["value/grad_norm"]))
     for exact, narrow in zip(found["float32"][0], found[name][0], strict=True):

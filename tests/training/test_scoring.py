@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from ppo_rlhf.training import scoring
 from ppo_rlhf.training.packing import pack
-from ppo_rlhf.training.scoring import response_logits, response_logprobs, scatter_rows
+from ppo_rlhf.training.scoring import response_logprobs, response_statistics, scatter_rows
 
 PROMPTS = [[3], [4, 5, 6, 7, 8], [9, 10], [11, 12, 13], [14, 15, 16, 17]]
 LENGTHS = [6, 1, 4, 6, 2]
@@ -69,7 +70,7 @@ def test_a_float32_model_gives_float32_without_gradient(make_model):
 def test_half_precision_logits_are_widened(make_model):
     model = make_model(dtype=torch.bfloat16)
     packed = pack(PROMPTS[:2], responses(0)[:2], torch.tensor(LENGTHS[:2]), 0)
-    assert response_logits(model, packed).dtype == torch.float32
+    assert response_statistics(model, packed, 1.0).logprobs.dtype == torch.float32
     assert response_logprobs(model, PROMPTS, responses(0), torch.tensor(LENGTHS), 1.0, 5).dtype == torch.float32
 
 
@@ -77,3 +78,39 @@ def test_scattered_rows_land_in_their_rows_and_first_columns():
     target = torch.full((3, 4), -1.0)
     scatter_rows(target, [2, 0], torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.float64))
     assert target.tolist() == [[3.0, 4.0, -1.0, -1.0], [-1.0] * 4, [1.0, 2.0, -1.0, -1.0]]
+
+
+@pytest.mark.parametrize("options", [{}, {"with_entropy": True}], ids=["log-probabilities", "with entropy"])
+def test_logits_in_chunks_give_the_same_values_and_gradients_as_all_at_once(make_model, monkeypatch, options):
+    found = []
+    for held in (2**24, 3 * 23, 23):  # all 19 tokens at once, 3 at a time, 1 at a time
+        monkeypatch.setattr(scoring, "LOGITS_HELD", held)
+        model = make_model("gpt2")
+        packed = pack(PROMPTS, responses(0), torch.tensor(LENGTHS), 0)
+        statistics = response_statistics(model, packed, 0.7, **options)
+        entropy = 0.0 if statistics.entropy is None else statistics.entropy.square().sum()
+        (statistics.logprobs.square().sum() + entropy).backward()
+        found.append((statistics, [p.grad for p in model.parameters()]))
+    for statistics, gradients in found[1:]:
+        assert_close(statistics.logprobs, found[0][0].logprobs, rtol=0.0, atol=1e-12)
+        for chunked, whole in zip(gradients, found[0][1], strict=True):
+            assert_close(chunked, whole, rtol=0.0, atol=1e-10)
+
+
+def test_of_many_tokens_no_more_logits_are_held_than_the_limit(make_model, monkeypatch):
+    monkeypatch.setattr(scoring, "LOGITS_HELD", 4 * 23)
+    model, sizes = make_model("gpt2"), []
+    packed = pack(PROMPTS, responses(0), torch.tensor(LENGTHS), 0)
+    response_statistics(model, packed, 1.0)  # the first time it asks the model what it can
+    model.get_output_embeddings().register_forward_hook(lambda _, __, logits: sizes.append(logits.shape))
+    response_statistics(model, packed, 1.0).logprobs.sum().backward()
+    assert sizes == [(16, 23)] * 10  # 5 chunks of 4 tokens at most, filled up; the backward pass computes them again
+
+
+def test_logits_are_computed_for_response_positions_alone(make_model):
+    model, rows = make_model("llama"), []
+    packed = pack(PROMPTS, responses(0), torch.tensor(LENGTHS), 0)
+    response_statistics(model, packed, 1.0)
+    model.get_output_embeddings().register_forward_hook(lambda _, inputs, __: rows.append(len(inputs[0])))
+    response_statistics(model, packed, 1.0)
+    assert rows == [32]  # 19, rounded up

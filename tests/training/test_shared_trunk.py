@@ -124,9 +124,9 @@ def test_a_non_finite_gradient_moves_neither_trunk_nor_head_and_is_counted(make_
 
 def count_passes(run) -> tuple[int, int]:
     """Forward passes of policy and critic before the update, and in it."""
+    run.before_update()  # the first time the models are asked what they can
     passes = []
-    backbones = [run.state.policy.base_model, getattr(run.state.critic, "backbone", None)]
-    for backbone in filter(None, backbones):
+    for backbone in {run.state.policy.base_model, run.state.critic.backbone}:
         backbone.register_forward_hook(lambda *_: passes.append(1))
     experience = run.before_update()[-1]
     before = len(passes)

@@ -519,3 +519,10 @@ def test_dropout_that_was_switched_off_has_no_effect_even_in_training_mode(
         run.iteration()
         weights.append(snapshot(run.state.policy))
     assert same_tensors(*weights)
+
+
+def test_no_gradient_is_held_behind_an_update(make_run):
+    run = make_run()
+    run.iteration()
+    models = (run.state.policy, run.state.critic)
+    assert all(parameter.grad is None for model in models for parameter in model.parameters())

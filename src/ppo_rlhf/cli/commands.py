@@ -21,6 +21,7 @@ from mlflow.entities import RunStatus
 from ppo_rlhf.cli.advise import advise
 from ppo_rlhf.cli.convert_config import convert_config
 from ppo_rlhf.cli.errors import one_line_each
+from ppo_rlhf.cli.plan_memory import plan_memory
 from ppo_rlhf.hooks import end_active_run
 from ppo_rlhf.runner import RunInterruptedError, TerminationSignal, raising_on_signals
 
@@ -76,6 +77,7 @@ run = RunCommand("run", callback=_run, params=_run_options(), help="Run pipeline
 cli.add_command(run)
 cli.add_command(advise)
 cli.add_command(convert_config)
+cli.add_command(plan_memory)
 
 
 def _in_plain_words(action: Callable[[], T]) -> T:

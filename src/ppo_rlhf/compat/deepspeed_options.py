@@ -80,8 +80,11 @@ REASONS = by_setting(
         "positions come from lengths, and no model needs it": "num_padding_at_beginning",
         "outputs are catalog entries, conf/base/catalog_ppo.yml": "output_dir",
         "prompts are tokenised once, in one process": "preprocessing_num_workers",
+        "it is for a GPU: set ppo.offload_reference_policy or ppo.offload_reward_model there": (
+            "offload_reference_model offload_reward_model"
+        ),
         "how devices share the work is not part of these parameters": (
-            "local_rank offload offload_reference_model offload_reward_model actor_zero_stage critic_zero_stage "
+            "local_rank offload actor_zero_stage critic_zero_stage "
             "deepspeed deepspeed_config deepscale deepscale_config enable_mixed_precision_lora"
         ),
         "there is no hybrid engine: ppo.rollout_engine generates": (

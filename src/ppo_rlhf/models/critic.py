@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +36,11 @@ class Critic(nn.Module):
         hidden = self.backbone(
             input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
         ).last_hidden_state
-        return _values(self.value_head, hidden)
+        return self.values(hidden)
+
+    def values(self, states: Tensor) -> Tensor:
+        """Return the values `[…]` of the backbone's last hidden states `[…, H]`, float32 or wider."""
+        return _values(self.value_head, states)
 
     @classmethod
     def from_policy(
@@ -110,33 +112,21 @@ class SharedCritic(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Tensor:
         """Return the value of the state that ends at each position, `[B, S]`, by a forward pass of the trunk alone."""
-        hidden = (
-            self._trunk_of[0]
-            .base_model(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False)
-            .last_hidden_state
+        return self.values(
+            self.backbone(
+                input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
+            ).last_hidden_state
         )
-        return self.values(hidden)
 
-    def values(self, hidden_BSH: Tensor) -> Tensor:
-        """Return the values `[B, S]` of hidden states that a forward pass of the policy has left in `listen`."""
-        return _values(self.value_head, hidden_BSH)
+    @property
+    def backbone(self) -> PreTrainedModel:
+        """The policy's."""
+        backbone: PreTrainedModel = self._trunk_of[0].base_model
+        return backbone
 
-    @contextmanager
-    def listen(self) -> Iterator[list[Tensor]]:
-        """Collect the last hidden states `[B, S, H]` of every forward pass of the policy within the block.
-
-        They are the very tensors that the language-model head reads, so one backward pass goes through both heads.
-        """
-        heard: list[Tensor] = []
-
-        def remember(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            heard.append(output.last_hidden_state)
-
-        handle = self._trunk_of[0].base_model.register_forward_hook(remember)
-        try:
-            yield heard
-        finally:
-            handle.remove()
+    def values(self, states: Tensor) -> Tensor:
+        """Return the values `[…]` of the policy's last hidden states `[…, H]`, float32 or wider."""
+        return _values(self.value_head, states)
 
 
 def copy_to_train(backbone: PreTrainedModel) -> PreTrainedModel:
@@ -168,7 +158,8 @@ def make_value_head(policy: PreTrainedModel, start: nn.Linear | None) -> nn.Line
 
 
 def _values(head: nn.Linear, hidden: Tensor) -> Tensor:
-    values: Tensor = head(hidden.to(head.weight.dtype)).squeeze(-1)
+    with torch.autocast(hidden.device.type, enabled=False):  # one number a token: 16 bits would save nothing
+        values: Tensor = head(hidden.to(head.weight.dtype)).squeeze(-1)
     return values if values.dtype == torch.float64 else values.float()
 
 

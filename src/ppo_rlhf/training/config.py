@@ -178,8 +178,8 @@ class PPOConfig:
     responses_per_prompt: Annotated[int, Field(ge=1), Typical(1, 16, "RLOO, arXiv:2402.14740: 4")] = 1
     """Responses sampled to each prompt of a batch, each with noise of its own; it divides the batch."""
     max_tokens_per_micro_batch: Annotated[int, Field(ge=2)] | None = None
-    """Prompt and response tokens in one forward and backward pass, padding included, at most; a single response that
-    has more goes alone. None: per_device_train_batch_size alone sets the limit."""
+    """Prompt and response tokens in one forward and backward pass, at most, with their padding where the architecture
+    needs it; a single response that has more goes alone. None: per_device_train_batch_size alone sets the limit."""
 
     response_length: Annotated[int, Field(ge=1), Typical(8, 2048, TUNING_GUIDE)] = 53
     """Most tokens in a response, its stop token included."""
@@ -225,8 +225,14 @@ class PPOConfig:
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
     """Precision. bfloat16 and float16: forward passes under autocast, frozen models in that type, trainable weights,
     their moments, log-probabilities and losses in float32; float16 with loss scaling."""
-    rollout_engine: Literal["static", "hf"] = "static"
-    """static: one cached decoding loop; hf: transformers' generate, slower, the oracle of the first."""
+    offload_reference_policy: bool = False
+    """Keep the reference policy's weights in the host's memory, and on the GPU only while it scores: the same numbers,
+    less memory of the GPU by one copy of the policy in `dtype`, and a copy to the GPU each iteration."""
+    offload_reward_model: bool = False
+    """The same for the reward model."""
+    rollout_engine: Literal["static", "plain", "hf"] = "static"
+    """static: decodes without padding and drops the sequences that have ended. plain: one forward pass a token over
+    transformers' cache. hf: transformers' generate. The last two are slower: the oracles of the first."""
     device: str = "auto"
     """auto takes CUDA if there is one, else the CPU; or a torch device such as cuda:1."""
     deterministic: bool = False

@@ -12,9 +12,11 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 from pydantic import AfterValidator, Field
+from torch import Tensor
 
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.models.annotations import PreTrainedModel, PreTrainedTokenizerBase
+from ppo_rlhf.models.offloading import on_device
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.generation import GeneratedResponses, SamplingSettings, generate_responses
 from ppo_rlhf.training.precision import autocast
@@ -234,8 +236,9 @@ def _summed_kl(
     """Return k1 [N], nats, summed over each response; both log-probabilities are 0 in the padding."""
     if reference_policy is None:
         return np.zeros(len(prompt_ids))
-    logprobs_NT, reference_NT = (
-        response_logprobs(
+
+    def logprobs(model: PreTrainedModel) -> Tensor:
+        return response_logprobs(
             model,
             prompt_ids,
             responses.response_ids,
@@ -244,8 +247,10 @@ def _summed_kl(
             batch_size,
             pad_token_id=sampling.pad_token_id,
         ).double()
-        for model in (policy, reference_policy)
-    )
+
+    logprobs_NT = logprobs(policy)
+    with on_device(reference_policy, policy.device):
+        reference_NT = logprobs(reference_policy)
     return (logprobs_NT - reference_NT).sum(dim=1).numpy()
 
 

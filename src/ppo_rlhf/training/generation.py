@@ -1,7 +1,8 @@
 """Sampling responses from a causal language model with given noise.
 
-Two engines make the same tokens from the same uniforms: `static`, one cached decoding loop over `model.forward`, and
-`hf`, transformers' `generate` with the tokens forced through a logits processor. The second is the first's oracle.
+Three engines make the same tokens from the same uniforms. `static` decodes without padding and leaves out what
+has ended. `plain` is one forward pass a token over transformers' cache, and `hf` is transformers' `generate` with the
+tokens forced through a logits processor: the oracles of the first.
 """
 
 from __future__ import annotations
@@ -18,7 +19,12 @@ from ppo_rlhf.core.logprobs import token_logprobs
 from ppo_rlhf.core.responses import length_mask, response_lengths
 from ppo_rlhf.core.sampling import sample_tokens
 from ppo_rlhf.models.annotations import PreTrainedModel
-from ppo_rlhf.training.packing import LeftPadded, left_pad, without_padding
+from ppo_rlhf.models.decoding import Decoder
+from ppo_rlhf.models.trunks import backbone_of, packs
+from ppo_rlhf.training.packing import left_pad, without_padding
+
+STEPS_BETWEEN_LOOKS = 16
+"""Steps on an accelerator after which it is asked which sequences have ended."""
 
 
 @dataclass(frozen=True)
@@ -80,17 +86,16 @@ def generate_responses(
         prompt_ids: N prompts as token ids, at least one token each.
         uniforms: `[N, T]` float64 in [0, 1), one for each (episode, step).
         settings: Length, temperature, filters, stop tokens.
-        engine: `static` or `hf`.
+        engine: `static`, `plain` or `hf`. For `static`, an architecture that needs padding is decoded plainly.
         batch_size: Prompts decoded at a time; the tokens do not depend on it but for rounding.
     """
-    engines = {"static": _decode_cached, "hf": _decode_with_generate}
-    decode = engines[engine]
+    engines = {"static": _decode_packed, "plain": _decode_plainly, "hf": _decode_with_generate}
+    decode = engines["plain" if engine == "static" and not packs(backbone_of(model)) else engine]
     tokens, logprobs = [], []
     with torch.no_grad():
         for start in range(0, len(prompt_ids), batch_size):
-            prompts = left_pad(prompt_ids[start : start + batch_size], settings.pad_token_id, model.device)
             noise = uniforms[start : start + batch_size].to(model.device)
-            rows, row_logprobs = decode(model, prompts, noise, settings)
+            rows, row_logprobs = decode(model, prompt_ids[start : start + batch_size], noise, settings)
             tokens.append(_widen(rows, settings.response_length, settings.pad_token_id).cpu())
             logprobs.append(_widen(row_logprobs, settings.response_length, 0.0).cpu())
     response_ids = torch.cat(tokens)
@@ -104,11 +109,48 @@ def generate_responses(
     )
 
 
-def _decode_cached(
-    model: PreTrainedModel, prompts: LeftPadded, uniforms: Tensor, settings: SamplingSettings
+def _decode_packed(
+    model: PreTrainedModel, prompt_ids: list[list[int]], uniforms: Tensor, settings: SamplingSettings
+) -> tuple[Tensor, Tensor]:
+    """Prefill the prompts, then a token of each live sequence a step; rows of sequences that have ended go."""
+    device, rows, width = model.device, len(prompt_ids), settings.response_length
+    stops = torch.tensor(settings.stop_token_ids, dtype=torch.long, device=device)
+    dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
+    tokens = torch.full((rows, width), settings.pad_token_id, device=device)
+    logprobs = torch.zeros(rows, width, dtype=dtype, device=device)
+    decoder = Decoder(model, prompt_ids, max(len(ids) for ids in prompt_ids) + width)
+    live = torch.arange(rows, device=device)  # which row each sequence that goes on belongs to
+    has_ended = torch.zeros(rows, dtype=torch.bool, device=device)
+    logits = decoder.prefill()
+    for step in range(width):
+        token, logprob = _sample(logits, uniforms[live], step, settings)
+        tokens[live, step] = torch.where(has_ended, settings.pad_token_id, token)
+        logprobs[live, step] = logprob
+        if step + 1 == width:
+            break
+        has_ended = has_ended | torch.isin(token, stops)
+        if _is_time_to_look(step, device):
+            ended = has_ended.tolist()
+            if all(ended):
+                break
+            if any(ended):
+                order = torch.tensor(decoder.drop(ended), device=device)
+                live, token, has_ended = live[order], token[order], has_ended[order]
+        logits = decoder.step(token)
+    return tokens, logprobs
+
+
+def _is_time_to_look(step: int, device: torch.device) -> bool:
+    """Whether to ask which sequences have ended: an accelerator has to be waited for."""
+    return device.type == "cpu" or step % STEPS_BETWEEN_LOOKS == STEPS_BETWEEN_LOOKS - 1
+
+
+def _decode_plainly(
+    model: PreTrainedModel, prompt_ids: list[list[int]], uniforms: Tensor, settings: SamplingSettings
 ) -> tuple[Tensor, Tensor]:
     """Prefill the prompts, then one forward a token over transformers' cache, until every row has stopped."""
     stops = torch.tensor(settings.stop_token_ids, dtype=torch.long, device=model.device)
+    prompts = left_pad(prompt_ids, settings.pad_token_id, model.device)
     attention_mask, position_ids = prompts.attention_mask, prompts.position_ids
     step_ids, cache = prompts.input_ids, None
     finished = torch.zeros(len(step_ids), dtype=torch.bool, device=model.device)
@@ -151,8 +193,9 @@ class _ForcedSampling(LogitsProcessor):
 
 
 def _decode_with_generate(
-    model: PreTrainedModel, prompts: LeftPadded, uniforms: Tensor, settings: SamplingSettings
+    model: PreTrainedModel, prompt_ids: list[list[int]], uniforms: Tensor, settings: SamplingSettings
 ) -> tuple[Tensor, Tensor]:
+    prompts = left_pad(prompt_ids, settings.pad_token_id, model.device)
     sampler = _ForcedSampling(uniforms, settings)
     plain = GenerationConfig(
         do_sample=False,

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from ppo_rlhf.training.config import PPOConfig
 
 LORA_FIELDS = ("lora_r", "lora_alpha", "lora_target_modules")
+OFFLOADING_FIELDS = ("offload_reference_policy", "offload_reward_model")
 
 
 def model_problems(c: PPOConfig) -> Iterator[str]:
@@ -21,6 +22,7 @@ def model_problems(c: PPOConfig) -> Iterator[str]:
             "shared trunk reads the policy's hidden states; set ppo.value_model=shared, or leave the first out"
         )
     yield from _lora(c)
+    yield from _offloading(c)
 
 
 def _shared(c: PPOConfig) -> Iterator[str]:
@@ -57,3 +59,28 @@ def _lora(c: PPOConfig) -> Iterator[str]:
     shorthands = [name for name in names if name.startswith("all-linear")]
     if shorthands and c.lora_target_modules not in ("all-linear", "all-linear+head"):
         yield f"ppo.lora_target_modules={c.lora_target_modules!r} has {shorthands[0]!r} among its names: {given}"
+
+
+def _offloading(c: PPOConfig) -> Iterator[str]:
+    if c.offload_reference_policy and c.use_peft:
+        yield (
+            "ppo.offload_reference_policy=true and ppo.use_peft=true exclude each other: the reference policy is the "
+            "policy's own frozen weights without the adapter, and takes no memory; leave the first out"
+        )
+    if c.offload_reward_model and c.use_peft and c.value_model == "reward_init":
+        yield (
+            "ppo.offload_reward_model=true, ppo.use_peft=true and ppo.value_model=reward_init exclude each other: the "
+            "critic is an adapter on the reward model's own weights, which stay on the GPU with it; leave the first out"
+        )
+    if c.device == "cpu":
+        yield from offloading_problems(c, "cpu")
+
+
+def offloading_problems(c: PPOConfig, device_type: str) -> Iterator[str]:
+    """Yield one line for each model that is to wait in the host's memory though the run computes there anyway."""
+    for name in OFFLOADING_FIELDS:
+        if getattr(c, name) and device_type == "cpu":
+            yield (
+                f"ppo.{name}=true has no meaning on the CPU (ppo.device={c.device}): all models lie in the host's "
+                "memory anyway; leave it out, or run on a GPU"
+            )

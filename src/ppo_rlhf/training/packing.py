@@ -1,12 +1,16 @@
-"""Prompts and responses as the padded tensors that a model takes. Masks come from lengths, never from token ids."""
+"""Prompts and responses as the tensors that a model takes. Masks come from lengths, never from token ids."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
+
+from ppo_rlhf.models.packed_attention import place_rows
+from ppo_rlhf.models.token_rows import TokenRows
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,61 @@ class PackedSequences:
     position_ids: Tensor
     response_ids: Tensor  # [B, T]
     is_response: Tensor  # [B, T] bool, True on real response tokens
+
+    @cached_property
+    def rows(self) -> TokenRows:
+        """The same as a model takes it, with or without padding."""
+        return TokenRows.of(self.input_ids, self.attention_mask, self.position_ids)
+
+    @cached_property
+    def is_state(self) -> Tensor:
+        """`[B, T + 1]` bool, True on the states s_0 (the prompt) to s_T (behind the last response token)."""
+        return torch.cat([torch.ones_like(self.is_response[:, :1]), self.is_response], dim=1)
+
+    @cached_property
+    def states(self) -> Tensor:
+        """`[M]` long, which of the N real tokens are such states, row by row: the last of each prompt and responses."""
+        columns = torch.zeros_like(self.attention_mask, dtype=torch.bool)
+        columns[:, -self.is_state.shape[1] :] = self.is_state
+        return columns.flatten()[self.attention_mask.flatten().bool()].nonzero()[:, 0]
+
+    @cached_property
+    def predicting(self) -> Tensor:
+        """`[R]` long, which of the M states have a next response token: all but each row's last."""
+        has_next = torch.cat([self.is_response, torch.zeros_like(self.is_response[:, :1])], dim=1)
+        return has_next[self.is_state].nonzero()[:, 0]
+
+    @cached_property
+    def targets(self) -> Tensor:
+        """`[R]` long, those next tokens."""
+        return self.response_ids[self.is_response]
+
+    @cached_property
+    def _response_slots(self) -> Tensor:
+        return self.is_response.flatten().nonzero()[:, 0]
+
+    @cached_property
+    def _state_slots(self) -> Tensor:
+        return self.is_state.flatten().nonzero()[:, 0]
+
+    def of_responses(self, values_R: Tensor) -> Tensor:
+        """Return values of the response tokens, row by row, as `[B, T]` with 0 in the padding."""
+        return place_rows(values_R, self._response_slots, self.is_response.numel()).view(self.is_response.shape)
+
+    def of_states(self, values_M: Tensor) -> Tensor:
+        """Return values of the states, row by row, as `[B, T + 1]` with 0 in the padding."""
+        return place_rows(values_M, self._state_slots, self.is_state.numel()).view(self.is_state.shape)
+
+    def to(self, device: torch.device | str) -> PackedSequences:
+        """Return the same on another device; what comes of masks is worked out before: no device is waited for."""
+        device = torch.device(device)
+        if device == self.input_ids.device:
+            return self
+        plain = (self.input_ids, self.attention_mask, self.position_ids, self.response_ids, self.is_response)
+        moved = PackedSequences(*(tensor.to(device) for tensor in plain))
+        for name in ("rows", "is_state", "states", "predicting", "targets", "_response_slots", "_state_slots"):
+            moved.__dict__[name] = getattr(self, name).to(device)
+        return moved
 
 
 def left_pad(prompt_ids: Sequence[Sequence[int]], pad_token_id: int, device: torch.device | str = "cpu") -> LeftPadded:
@@ -72,9 +131,9 @@ def pack(
     responses = torch.where(is_response, response_ids.cpu()[:, :width], pad_token_id)
     attention_mask = torch.cat([prompts.attention_mask, is_response.long()], dim=1)
     return PackedSequences(
-        torch.cat([prompts.input_ids, responses], dim=1).to(device),
-        attention_mask.to(device),
-        positions(attention_mask).to(device),
-        responses.to(device),
-        is_response.to(device),
-    )
+        torch.cat([prompts.input_ids, responses], dim=1),
+        attention_mask,
+        positions(attention_mask),
+        responses,
+        is_response,
+    ).to(device)

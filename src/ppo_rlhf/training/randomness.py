@@ -67,26 +67,31 @@ def micro_batches(
     prompt_lengths: Sequence[int] = (),
     response_lengths: Sequence[int] = (),
     token_budget: int | None = None,
+    *,
+    padded: bool = True,
 ) -> list[list[int]]:
-    """Cut one minibatch into the pieces that go through the model at a time, in its order.
+    """Cut one minibatch into the pieces that go through the model at a time: in its order, with a budget by length.
+
+    The longest come first, so that memory that does not suffice shows at once.
 
     Args:
         minibatch: Row indices.
         micro_batch_size: Rows in a piece, at most.
         prompt_lengths: Prompt tokens of every row of the batch; read only with a budget.
         response_lengths: Response tokens likewise.
-        token_budget: rows x (longest prompt + longest response) of a piece, at most; a single row that has more goes
-            alone. None: no such limit.
+        token_budget: Tokens of a piece, at most; a single row that has more goes alone. None: no such limit.
+        padded: Padding counts: a piece has rows x (longest prompt + longest response) tokens. False: it is none.
     """
     if token_budget is None:
         return [minibatch[start : start + micro_batch_size] for start in range(0, len(minibatch), micro_batch_size)]
+
+    def tokens(rows: list[int]) -> int:
+        prompts, responses = [prompt_lengths[row] for row in rows], [response_lengths[row] for row in rows]
+        return len(rows) * (max(prompts) + max(responses)) if padded else sum(prompts) + sum(responses)
+
     pieces: list[list[int]] = []
-    prompt = response = 0
-    for row in minibatch:
-        prompt, response = max(prompt, prompt_lengths[row]), max(response, response_lengths[row])
-        rows = len(pieces[-1]) + 1 if pieces else micro_batch_size + 1
-        if rows > micro_batch_size or rows * (prompt + response) > token_budget:
+    for row in sorted(minibatch, key=lambda row: -prompt_lengths[row] - response_lengths[row]):
+        if not pieces or len(pieces[-1]) == micro_batch_size or tokens([*pieces[-1], row]) > token_budget:
             pieces.append([])
-            prompt, response = prompt_lengths[row], response_lengths[row]
         pieces[-1].append(row)
     return pieces

@@ -28,6 +28,8 @@ MAY_CHANGE = frozenset(
         "kl_alarm",
         "kl_stop",
         "device",
+        "offload_reference_policy",
+        "offload_reward_model",
     }
 )
 """Settings that a resumed run may have changed: how long it trains, what it records, when it stops, and where it is.

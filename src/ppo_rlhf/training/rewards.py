@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from ppo_rlhf.core.errors import ConfigError, ModelError
 from ppo_rlhf.models.annotations import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_rlhf.models.loading import PretrainedHandle, context_length
+from ppo_rlhf.models.offloading import on_device, to_host
+from ppo_rlhf.models.sequence_scores import sequence_scores
 from ppo_rlhf.models.tokenizers import append_end, drop_end, same_vocabulary
 from ppo_rlhf.training.reward_functions import (
     RewardFunction,
@@ -33,6 +35,11 @@ __all__ = [
     "load_function",
     "score_sequences",
 ]
+
+NOTHING_TO_OFFLOAD = (
+    "ppo.offload_reward_model=true, and there is no reward model of this run's own loading: leave it out, or give a "
+    "component of type model (in PPOTrainer: the model, or its directory)"
+)
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
@@ -144,6 +151,7 @@ def build_reward_scorer(
     batch_size: int = 64,
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float32,
+    offload: bool = False,
 ) -> RewardScorer:
     """Import every function, and load the reward model if a component asks for it.
 
@@ -154,12 +162,16 @@ def build_reward_scorer(
         batch_size: Sequences in one forward of the reward model.
         device: Of the reward model.
         dtype: Of the reward model.
+        offload: Whether the reward model waits in the host's memory and lies on the device only while it scores.
 
     Raises:
+        ConfigError: No component is the reward model, and it is to be offloaded; or one is, and there is none.
         RewardError: A function cannot be found.
         ModelError: The reward model cannot be loaded.
     """
     functions = {c.title: load_function(c.function) for c in config.components if c.function is not None}
+    if offload and not config.needs_model:
+        raise ConfigError(NOTHING_TO_OFFLOAD)
     model: PreTrainedModel | None = None
     components: list[tuple[str, float, Scoring]] = []
     for component in config.components:
@@ -170,8 +182,11 @@ def build_reward_scorer(
             raise ConfigError("reward.components asks for a reward model, but there is none: set reward_model_path.")
         if model is None:
             model = reward_model.reward_model(dtype)
-            nn.Module.to(model, device)
-        scorer = ModelScorer(model, reward_model.tokenizer(), policy_tokenizer, batch_size)
+            if offload:
+                to_host(model)
+            else:
+                nn.Module.to(model, device)
+        scorer = ModelScorer(model, reward_model.tokenizer(), policy_tokenizer, batch_size, torch.device(device))
         components.append((component.title, component.weight, scorer))
     return RewardScorer(components, model)
 
@@ -185,14 +200,19 @@ class ModelScorer:
         tokenizer: PreTrainedTokenizerBase,
         policy_tokenizer: PreTrainedTokenizerBase,
         batch_size: int = 64,
+        device: torch.device | None = None,
     ) -> None:
-        """Take the reward model with its tokenizer, and the tokenizer of the responses."""
+        """Take the reward model with its tokenizer, and the tokenizer of the responses.
+
+        It scores on `device`, wherever it lies between its calls; None: where it lies.
+        """
         self.model = model
         self._tokenizer = tokenizer
         self._policy_tokenizer = policy_tokenizer
         self._reads_policy_ids = same_vocabulary(tokenizer, policy_tokenizer)
         self._special_ids = frozenset(policy_tokenizer.all_special_ids)
         self._batch_size = batch_size
+        self._device = device or model.device
         self._context = context_length(model.config)
 
     def __call__(self, batch: ResponseBatch) -> Tensor:
@@ -204,7 +224,8 @@ class ModelScorer:
                 f"a prompt with its response has {longest} tokens, the reward model reads {self._context}. "
                 "Shorten the prompts or ppo.response_length, or use a reward model with a longer context."
             )
-        return score_sequences(self.model, sequences, self._tokenizer.pad_token_id, self._batch_size)
+        with on_device(self.model, self._device):
+            return score_sequences(self.model, sequences, self._tokenizer.pad_token_id, self._batch_size)
 
     def _token_sequences(self, batch: ResponseBatch) -> list[list[int]]:
         rows = zip(batch.prompt_ids, batch.response_ids, batch.terminated, strict=True)
@@ -239,23 +260,14 @@ def close_response(response: list[int], stopped: bool, eos: int | None, special_
 def score_sequences(model: PreTrainedModel, sequences: list[list[int]], pad_id: int, batch_size: int) -> Tensor:
     """Return the reward model's scores [N] of token sequences, float32 or wider.
 
-    Sequences are padded on the right in batches of similar length; `position_ids` are always given.
+    In batches of similar length, without padding where the architecture can do without; else padded on the right, with
+    `position_ids`.
     """
     scores = torch.zeros(len(sequences), dtype=torch.promote_types(model.dtype, torch.float32))
     by_length = sorted(range(len(sequences)), key=lambda row: len(sequences[row]))
     for start in range(0, len(by_length), batch_size):
         rows = by_length[start : start + batch_size]
-        width = max(len(sequences[row]) for row in rows)
-        lengths = torch.tensor([len(sequences[row]) for row in rows])
-        ids = torch.tensor([sequences[row] + [pad_id] * (width - len(sequences[row])) for row in rows])
-        is_real = torch.arange(width) < lengths[:, None]
-        positions = torch.arange(width).expand(len(rows), width)
-        logits = model(
-            input_ids=ids.to(model.device),
-            attention_mask=is_real.long().to(model.device),
-            position_ids=positions.to(model.device),
-        ).logits
-        scores[rows] = logits[:, 0].to(scores)
+        scores[rows] = sequence_scores(model, [sequences[row] for row in rows], pad_id).to(scores)
     return scores
 
 

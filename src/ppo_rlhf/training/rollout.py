@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from ppo_rlhf.core.logprobs import token_entropy, token_logprobs
 from ppo_rlhf.core.responses import length_mask
 from ppo_rlhf.models.annotations import PreTrainedModel
+from ppo_rlhf.models.offloading import on_device
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.generation import Responses, generate_responses
 from ppo_rlhf.training.packing import PackedSequences, pack, without_padding
@@ -18,9 +19,9 @@ from ppo_rlhf.training.precision import autocast, deterministic
 from ppo_rlhf.training.prompts import PromptDataset
 from ppo_rlhf.training.randomness import episode_prompts, episode_uniforms, micro_batches, minibatch_partition
 from ppo_rlhf.training.rewards import ResponseBatch
-from ppo_rlhf.training.scoring import response_logits, response_logprobs, scatter_rows
+from ppo_rlhf.training.scoring import response_logprobs, response_statistics, scatter_rows
 from ppo_rlhf.training.state import TrainingState
-from ppo_rlhf.training.values import response_values, trunk_states
+from ppo_rlhf.training.values import response_values
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Rollouts:
     generation_seconds: float | None  # None if they were sampled elsewhere
     seconds: float
     values: Tensor | None = None  # [B, T + 1] of the same forward passes, if policy and critic share their trunk
+    padded: bool = True  # whether policy or critic compute padding, which then counts in the token budget
 
     @property
     def mask(self) -> Tensor:
@@ -64,11 +66,13 @@ class Rollouts:
 
     def micro_batches(self, minibatch: list[int], config: PPOConfig) -> list[list[int]]:
         """Cut a minibatch of row indices into the pieces that go through the model at a time."""
-        return _cut(minibatch, self.prompts.prompt_ids, self.lengths, config)
+        return _cut(minibatch, self.prompts.prompt_ids, self.lengths, config, padded=self.padded)
 
     def first_epoch_micro_batches(self, config: PPOConfig) -> list[list[int]]:
         """Return the micro-batches that the update's first epoch will use."""
-        return _first_epoch_micro_batches(config, self.iteration, self.prompts.prompt_ids, self.lengths)
+        return _first_epoch_micro_batches(
+            config, self.iteration, self.prompts.prompt_ids, self.lengths, padded=self.padded
+        )
 
     def pack(self, rows: list[int], pad_token_id: int, device: torch.device) -> PackedSequences:
         """Return the given rows as model inputs, trimmed to their longest prompt and response."""
@@ -76,18 +80,21 @@ class Rollouts:
         return pack(prompt_ids, self.response_ids[rows], self.lengths[rows], pad_token_id, device)
 
 
-def _cut(minibatch: list[int], prompt_ids: list[list[int]], lengths: Tensor, config: PPOConfig) -> list[list[int]]:
+def _cut(
+    minibatch: list[int], prompt_ids: list[list[int]], lengths: Tensor, config: PPOConfig, *, padded: bool
+) -> list[list[int]]:
     return micro_batches(
         minibatch,
         config.local_micro_batch_size,
         [len(ids) for ids in prompt_ids],
         lengths.tolist(),
         config.max_tokens_per_micro_batch,
+        padded=padded,
     )
 
 
 def _first_epoch_micro_batches(
-    config: PPOConfig, iteration: int, prompt_ids: list[list[int]], lengths: Tensor
+    config: PPOConfig, iteration: int, prompt_ids: list[list[int]], lengths: Tensor, *, padded: bool
 ) -> list[list[int]]:
     """Return the micro-batches of the first epoch, drawn before it.
 
@@ -95,7 +102,7 @@ def _first_epoch_micro_batches(
     product rounds differently in another shape.
     """
     partition = minibatch_partition(config.seed, iteration, 0, config.local_batch_size, config.num_mini_batches)
-    return [rows for minibatch in partition for rows in _cut(minibatch, prompt_ids, lengths, config)]
+    return [rows for minibatch in partition for rows in _cut(minibatch, prompt_ids, lengths, config, padded=padded)]
 
 
 def generate_rollouts(
@@ -160,7 +167,7 @@ def complete_rollouts(
     """
     sampled, iteration = time.perf_counter(), state.iteration + 1
     with deterministic(config):
-        with autocast(config, state.device):
+        with on_device(reference_policy, state.device), autocast(config, state.device):
             reference_logprobs = response_logprobs(
                 reference_policy,
                 prompts.prompt_ids,
@@ -186,6 +193,7 @@ def complete_rollouts(
         generation_seconds=generation_seconds,
         seconds=(generation_seconds or 0.0) + time.perf_counter() - sampled,
         values=values,
+        padded=state.computes_padding,
     )
 
 
@@ -205,7 +213,9 @@ def _trained_forward(
     old_logprobs, entropy = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
     values = torch.zeros(shape[0], shape[1] + 1, dtype=dtype) if state.shares_trunk else None
     with torch.no_grad():
-        for rows in _first_epoch_micro_batches(config, iteration, prompt_ids, responses.lengths):
+        for rows in _first_epoch_micro_batches(
+            config, iteration, prompt_ids, responses.lengths, padded=state.computes_padding
+        ):
             packed = pack(
                 [prompt_ids[i] for i in rows],
                 responses.response_ids[rows],
@@ -213,12 +223,10 @@ def _trained_forward(
                 state.sampling.pad_token_id,
                 state.device,
             )
-            with autocast(config, state.device), trunk_states(state) as states:
-                logits = response_logits(state.policy, packed)
-            logprobs = token_logprobs(logits, packed.response_ids, config.temperature)
-            entropies = token_entropy(logits, config.temperature)
-            scatter_rows(old_logprobs, rows, torch.where(packed.is_response, logprobs, 0.0))
-            scatter_rows(entropy, rows, torch.where(packed.is_response, entropies, 0.0))
+            with autocast(config, state.device):
+                found = response_statistics(state.policy, packed, config.temperature, with_entropy=True)
+            scatter_rows(old_logprobs, rows, found.logprobs)
+            scatter_rows(entropy, rows, cast(Tensor, found.entropy))
             if values is not None:
-                scatter_rows(values, rows, response_values(state, packed, states))
+                scatter_rows(values, rows, response_values(state, packed, found.states))
     return old_logprobs, entropy, values

@@ -14,7 +14,9 @@ from ppo_rlhf.models.annotations import PreTrainedModel
 from ppo_rlhf.models.critic import Critic, OwnBackbone, SharedCritic
 from ppo_rlhf.models.gradient_checkpointing import enable_gradient_checkpointing, training_mode
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
+from ppo_rlhf.models.offloading import to_host
 from ppo_rlhf.training.config import PPOConfig
+from ppo_rlhf.training.model_rules import offloading_problems
 from ppo_rlhf.training.precision import frozen_dtype, torch_dtype
 from ppo_rlhf.training.randomness import generator
 
@@ -31,15 +33,32 @@ def load_policies(
 ) -> tuple[TrainedModel, PreTrainedModel]:
     """Return the policy, which trains, with its tokenizer and value head if it has one, and the frozen reference.
 
-    With `use_peft` the weights are loaded once: the reference is the model, the policy the same with an adapter.
+    With `use_peft` the weights are loaded once: the reference is the model, the policy the same with an adapter. With
+    `offload_reference_policy` the reference waits in the host's memory.
+
+    Raises:
+        ConfigError: A model is to be offloaded, and the device is the CPU.
+        ModelError: The model cannot be loaded, or no adapter fits it.
     """
 
     def load(dtype: torch.dtype) -> PreTrainedModel:
         return nn.Module.to(sft_policy.causal_lm(dtype), device)
 
-    reference = load(frozen_dtype(config)).requires_grad_(False)
+    check_offloading(config, device)
+    if config.offload_reference_policy:
+        reference = sft_policy.causal_lm(frozen_dtype(config)).requires_grad_(False)
+        to_host(reference)
+    else:
+        reference = load(frozen_dtype(config)).requires_grad_(False)
     policy = policy_to_train(reference if config.use_peft else load(torch_dtype(config)), config)
     return TrainedModel(policy, sft_policy.tokenizer(), value_head=sft_policy.value_head()), reference
+
+
+def check_offloading(config: PPOConfig, device: torch.device) -> None:
+    """Raise `ConfigError` if a model is to be offloaded to the memory that the run computes in."""
+    problems = list(offloading_problems(config, device.type))
+    if problems:
+        raise ConfigError("\n".join(problems))
 
 
 def policy_to_train(model: PreTrainedModel, config: PPOConfig) -> PreTrainedModel:

@@ -1,28 +1,112 @@
-"""Log-probabilities of responses under a model, one micro-batch at a time."""
+"""Log-probabilities of responses under a model, one micro-batch at a time, from hidden states."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from ppo_rlhf.core.logprobs import token_logprobs
+from ppo_rlhf.core.logprobs import token_entropy, token_logprobs
 from ppo_rlhf.models.annotations import PreTrainedModel
+from ppo_rlhf.models.packed_attention import rounded_up, take_rows
+from ppo_rlhf.models.trunks import backbone_of, logits_of, token_states, vocabulary_size
 from ppo_rlhf.training.packing import PackedSequences, pack
 
+LOGITS_HELD = 2**24
+"""Logits that may be in memory at a time (64 MiB of float32); on an accelerator, whose memory is larger, 16 times as
+many. Of more, the backward pass recomputes each chunk's (about 2 % of an update)."""
 
-def response_logits(model: PreTrainedModel, packed: PackedSequences) -> Tensor:
-    """Return the logits that each response token was drawn from, `[B, T, V]`, float32 or wider."""
-    width = packed.response_ids.shape[1]
-    logits = model(
-        input_ids=packed.input_ids,
-        attention_mask=packed.attention_mask,
-        position_ids=packed.position_ids,
-        use_cache=False,
-        logits_to_keep=width + 1,
-    ).logits[:, -width - 1 : -1]
-    return logits if logits.dtype == torch.float64 else logits.float()
+
+@dataclass(frozen=True)
+class ResponseStatistics:
+    """What a policy says of the response tokens of B packed sequences, in nats, 0 in padding."""
+
+    logprobs: Tensor  # [B, T] of the tempered policy, float32 or wider
+    entropy: Tensor | None  # [B, T]; None if it was not asked for
+    states: Tensor  # [M, H], last hidden states of s_0 to s_T of each row, for a value head
+
+
+def response_states(backbone: PreTrainedModel, packed: PackedSequences) -> Tensor:
+    """Return a backbone's last hidden states of s_0 to s_T of each row, `[M, H]`, row by row."""
+    return take_rows(token_states(backbone, packed.rows), packed.states)
+
+
+def response_statistics(
+    model: PreTrainedModel, packed: PackedSequences, temperature: float, *, with_entropy: bool = False
+) -> ResponseStatistics:
+    """Return log-probabilities, and entropies if asked for, of the response tokens; differentiable.
+
+    Logits are computed for response positions alone, and never of more than `LOGITS_HELD` numbers at a time.
+    """
+    states = response_states(backbone_of(model), packed)
+    logprobs, entropies = token_statistics(
+        logits_of(model),
+        take_rows(states, packed.predicting),
+        packed.targets,
+        temperature,
+        vocabulary_size(model),
+        with_entropy=with_entropy,
+    )
+    return ResponseStatistics(
+        packed.of_responses(logprobs), packed.of_responses(entropies) if with_entropy else None, states
+    )
+
+
+def token_statistics(
+    head: Callable[[Tensor], Tensor],
+    states_RH: Tensor,
+    targets_R: Tensor,
+    temperature: float,
+    vocabulary: int,
+    *,
+    with_entropy: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Return the log-probabilities `[R]` of the tokens behind R states, and entropies `[R]` (else nothing, `[0]`).
+
+    Args:
+        head: Gives logits `[n, V]` of states `[n, H]`.
+        states_RH: Last hidden states.
+        targets_R: The next tokens.
+        temperature: Divides the logits.
+        vocabulary: V.
+        with_entropy: Whether to compute entropies.
+    """
+    held = LOGITS_HELD * (1 if states_RH.device.type == "cpu" else 16)
+    size = max(1, held // vocabulary)
+    chunks = [slice(start, start + size) for start in range(0, len(targets_R), size)]
+    recompute = len(chunks) > 1 and torch.is_grad_enabled()
+    parts = [
+        _chunk_statistics(head, states_RH[chunk], targets_R[chunk], temperature, with_entropy, recompute=recompute)
+        for chunk in chunks
+    ]
+    logprobs, entropies = (torch.cat(column) for column in zip(*parts, strict=True))
+    return logprobs, entropies
+
+
+def _chunk_statistics(
+    head: Callable[[Tensor], Tensor],
+    states: Tensor,
+    targets: Tensor,
+    temperature: float,
+    with_entropy: bool,
+    *,
+    recompute: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return log-probabilities and entropies `[n]` (or nothing, `[0]`) of the tokens behind n states."""
+
+    def statistics(states: Tensor) -> tuple[Tensor, Tensor]:
+        more = rounded_up(len(states)) - len(states)
+        logits = head(nn.functional.pad(states, (0, 0, 0, more)))[None, : len(states)]
+        logprobs = token_logprobs(logits, targets[None], temperature)[0]
+        return logprobs, token_entropy(logits, temperature)[0] if with_entropy else logprobs.new_empty(0)
+
+    if not recompute:
+        return statistics(states)
+    found: tuple[Tensor, Tensor] = checkpoint(statistics, states, use_reentrant=False, preserve_rng_state=False)
+    return found
 
 
 def response_logprobs(
@@ -46,17 +130,14 @@ def response_logprobs(
         batch_size: Rows in one forward pass.
         pad_token_id: Any id inside the vocabulary; its value has no effect.
     """
-    rows = list(range(len(prompt_ids)))
-    groups = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
+    by_length = sorted(range(len(prompt_ids)), key=lambda row: len(prompt_ids[row]) + int(lengths[row]))
     dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
     result = torch.zeros(response_ids.shape, dtype=dtype)
     with torch.no_grad():
-        for group in groups:
-            packed = pack(
-                [prompt_ids[i] for i in group], response_ids[group], lengths[group], pad_token_id, model.device
-            )
-            logprobs = token_logprobs(response_logits(model, packed), packed.response_ids, temperature)
-            scatter_rows(result, group, torch.where(packed.is_response, logprobs, 0.0))
+        for start in range(0, len(by_length), batch_size):
+            rows = by_length[start : start + batch_size]
+            packed = pack([prompt_ids[i] for i in rows], response_ids[rows], lengths[rows], pad_token_id, model.device)
+            scatter_rows(result, rows, response_statistics(model, packed, temperature).logprobs)
     return result
 
 

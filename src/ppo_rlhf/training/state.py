@@ -15,6 +15,7 @@ from ppo_rlhf.models.annotations import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_rlhf.models.averages import WeightAverage
 from ppo_rlhf.models.critic import SharedCritic
 from ppo_rlhf.models.tokenizers import stop_token_ids
+from ppo_rlhf.models.trunks import backbone_of, packs
 from ppo_rlhf.training.alarms import KLAlarms
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.generation import SamplingSettings
@@ -93,6 +94,11 @@ class TrainingState:
     def shares_trunk(self) -> bool:
         """Whether policy and critic are one model: one forward pass, one loss, one optimiser."""
         return isinstance(self.critic, SharedCritic)
+
+    @property
+    def computes_padding(self) -> bool:
+        """Whether the architecture of policy or critic cannot do without padding."""
+        return not (packs(backbone_of(self.policy)) and packs(self.critic.backbone))
 
     @property
     def device(self) -> torch.device:

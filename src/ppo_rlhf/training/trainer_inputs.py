@@ -15,11 +15,13 @@ from ppo_rlhf.core.errors import ConfigError, DataError, RewardError
 from ppo_rlhf.core.responses import response_lengths
 from ppo_rlhf.models.annotations import PreTrainedModel
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel, context_length
+from ppo_rlhf.models.offloading import to_host
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.generation import Responses, SamplingSettings
 from ppo_rlhf.training.precision import frozen_dtype
 from ppo_rlhf.training.prompts import PromptDataset, tokenise_prompts
 from ppo_rlhf.training.rewards import (
+    NOTHING_TO_OFFLOAD,
     ModelScorer,
     ResponseBatch,
     RewardComponentConfig,
@@ -28,7 +30,7 @@ from ppo_rlhf.training.rewards import (
     build_reward_scorer,
     call_reward_function,
 )
-from ppo_rlhf.training.trainer_models import check_same_vocabulary, take_over
+from ppo_rlhf.training.trainer_models import HOST, check_same_vocabulary, take_over
 
 _MODEL_ALONE = RewardConfig(components=[RewardComponentConfig(type="model")])
 
@@ -78,6 +80,7 @@ def take_reward(reward: Any, policy: TrainedModel, config: PPOConfig) -> RewardS
         ModelError: The reward model cannot be used.
     """
     if (reward is None and config.reward_model_path is None) or isinstance(reward, RewardScorer):
+        _check_nothing_to_offload(config)
         return reward
     device, batch_size = policy.model.device, config.local_rollout_forward_batch_size
     if reward is None or isinstance(reward, str | Path | RewardConfig):
@@ -89,20 +92,25 @@ def take_reward(reward: Any, policy: TrainedModel, config: PPOConfig) -> RewardS
             batch_size=batch_size,
             device=device,
             dtype=frozen_dtype(config),
+            offload=config.offload_reward_model,
         )
     model, tokenizer = reward if isinstance(reward, tuple) and len(reward) == 2 else (reward, None)
     if isinstance(model, nn.Module):
-        model = _reward_model(model, config, device)
+        model = _reward_model(model, config, HOST if config.offload_reward_model else device)
+        if config.offload_reward_model:
+            to_host(model)
         if tokenizer is None:
             remedy = "; give reward=(model, tokenizer)"
             check_same_vocabulary(model, policy.model, "reward model", remedy)
         own = tokenizer or policy.tokenizer
-        return RewardScorer([("model", 1.0, ModelScorer(model, own, policy.tokenizer, batch_size))], model)
+        scorer = ModelScorer(model, own, policy.tokenizer, batch_size, device)
+        return RewardScorer([("model", 1.0, scorer)], model)
     if not callable(reward):
         raise ConfigError(
             f"PPOTrainer: a reward of type {type(reward).__name__} is not known; give a function, a reward model or "
             "its directory, (reward model, tokenizer), a RewardConfig or a RewardScorer"
         )
+    _check_nothing_to_offload(config)
     return _function_scorer(reward)
 
 
@@ -185,6 +193,11 @@ def take_responses(rows: list[list[int]], sampling: SamplingSettings) -> Respons
 def mean_of(scores: Iterable[Any]) -> float:
     """Return the mean of numbers or 0-d tensors; NaN of none."""
     return float(torch.tensor([float(score) for score in scores], dtype=torch.float64).mean())
+
+
+def _check_nothing_to_offload(config: PPOConfig) -> None:
+    if config.offload_reward_model:
+        raise ConfigError(NOTHING_TO_OFFLOAD)
 
 
 def _reward_model(model: nn.Module, config: PPOConfig, device: torch.device) -> PreTrainedModel:

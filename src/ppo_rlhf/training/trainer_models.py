@@ -14,12 +14,20 @@ from ppo_rlhf.core.errors import ConfigError, ModelError
 from ppo_rlhf.models.adapters import has_adapter
 from ppo_rlhf.models.annotations import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_rlhf.models.critic import Critic
-from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel, check_vocabulary, disable_dropout
+from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel, check_vocabulary, disable_dropout, fuse_activations
+from ppo_rlhf.models.offloading import to_host
 from ppo_rlhf.models.tokenizers import ensure_pad_token
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.precision import frozen_dtype, torch_dtype
-from ppo_rlhf.training.run_models import AnyCritic, build_critic, critic_backbone, policy_to_train
+from ppo_rlhf.training.run_models import (
+    AnyCritic,
+    build_critic,
+    check_offloading,
+    critic_backbone,
+    policy_to_train,
+)
 
+HOST = torch.device("cpu")
 ModelSource = PreTrainedModel | str | Path
 """A model, or the directory or hub id of one."""
 
@@ -57,15 +65,19 @@ def take_policies(
     base = _causal_lm(source, "policy", frozen_dtype(config) if config.use_peft else torch_dtype(config), device)
     ensure_pad_token(tokenizer, base.config)
     check_vocabulary(tokenizer, base.config, "PPOTrainer")
+    check_offloading(config, device)
+    waits = HOST if config.offload_reference_policy else device
     if reference is not None:
-        frozen = _causal_lm(reference, "reference policy", frozen_dtype(config), device)
+        frozen = _causal_lm(reference, "reference policy", frozen_dtype(config), waits)
         _check_apart(base, frozen, config)
     elif config.use_peft:
         frozen = base
     else:
         again = source if isinstance(source, str | Path) else copy.deepcopy(base)
-        frozen = _causal_lm(again, "reference policy", frozen_dtype(config), device)
+        frozen = _causal_lm(again, "reference policy", frozen_dtype(config), waits)
     frozen.requires_grad_(False)
+    if config.offload_reference_policy:
+        to_host(frozen)
     return TrainedModel(policy_to_train(base, config), tokenizer, value_head=head), frozen
 
 
@@ -115,6 +127,7 @@ def take_over(model: Any, what: str, dtype: torch.dtype, device: torch.device) -
     """
     _check_model(model, what)
     disable_dropout(model)
+    fuse_activations(model)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(device, dtype).clone()
     return nn.Module.to(model, device).eval()

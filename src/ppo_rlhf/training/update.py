@@ -12,20 +12,21 @@ from torch import Tensor
 from ppo_rlhf.core.aggregation import aggregate_loss, aggregation_count
 from ppo_rlhf.core.errors import ConfigError, DivergenceError
 from ppo_rlhf.core.kl import kl_estimate
-from ppo_rlhf.core.logprobs import token_entropy, token_logprobs
 from ppo_rlhf.core.losses import PolicyLoss, clipped_policy_loss, clipped_value_loss, importance_weights
+from ppo_rlhf.models.trunks import packing
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.experience import Experience, learning_mask
+from ppo_rlhf.training.host_memory import return_freed_memory
 from ppo_rlhf.training.metrics import StepStatistics, iteration_metrics
 from ppo_rlhf.training.optimisers import set_learning_rates
 from ppo_rlhf.training.packing import PackedSequences
 from ppo_rlhf.training.precision import autocast, deterministic
 from ppo_rlhf.training.randomness import minibatch_partition
 from ppo_rlhf.training.run_models import checkpointing_gradients
-from ppo_rlhf.training.scoring import response_logits
+from ppo_rlhf.training.scoring import response_statistics
 from ppo_rlhf.training.state import TrainingState
 from ppo_rlhf.training.stepping import clip_gradients, learners, leave_out, step_where_finite
-from ppo_rlhf.training.values import response_values, trunk_states
+from ppo_rlhf.training.values import response_values
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +44,11 @@ def optimise(state: TrainingState, experience: Experience, config: PPOConfig) ->
     iteration = experience.rollouts.iteration
     _check_kl(float(experience.shaped_rewards.kl.sum(-1).mean()), iteration, config)
     rates = set_learning_rates(state, iteration)
-    with deterministic(config), checkpointing_gradients(state.policy, state.critic, config):
+    return_freed_memory()
+    recomputing = checkpointing_gradients(state.policy, state.critic, config)
+    with deterministic(config), recomputing, packing(state.policy, state.critic.backbone):
         steps = _run_epochs(_Update.prepare(state, experience, config))
+    _drop_gradients(state)  # as much memory as the models take, until the next update
     state.iteration = iteration
     state.episode += config.batch_size
     scores = experience.scores.total
@@ -83,6 +87,11 @@ def _run_epochs(update: _Update) -> list[StepStatistics]:
                 update.state.early_stops += 1
                 return steps
     return steps
+
+
+def _drop_gradients(state: TrainingState) -> None:
+    state.policy_optimizer.zero_grad(set_to_none=True)
+    state.critic_optimizer.zero_grad(set_to_none=True)
 
 
 @dataclass(frozen=True)
@@ -127,8 +136,7 @@ class _Update:
         tokens = mask.sum()
         denominator = aggregation_count(mask, config.loss_aggregation, fixed_length=config.response_length)
         learning = learners(state, policy_learns=self.policy_learns)
-        state.policy_optimizer.zero_grad(set_to_none=True)
-        state.critic_optimizer.zero_grad(set_to_none=True)
+        _drop_gradients(state)
         parts = [
             self._accumulate_gradients(rows, denominator)
             for rows in self.experience.rollouts.micro_batches(minibatch, config)
@@ -159,8 +167,7 @@ class _Update:
         state, config = self.state, self.config
         packed = self.experience.rollouts.pack(rows, state.sampling.pad_token_id, state.device)
         counts = self._of_rows(self.mask, rows, packed)
-        with trunk_states(state) as states:
-            policy, kl, entropy = self._policy_losses(packed, rows, counts, denominator)
+        policy, kl, entropy, states = self._policy_losses(packed, rows, counts, denominator)
         policy_total = policy.loss + self.experience.shaped_rewards.kl_coef * kl - config.entropy_coef * entropy
         if self.policy_learns and not state.shares_trunk:  # its activations are freed before the critic's are made
             state.policy_scaler.scale(policy_total).backward()
@@ -184,13 +191,18 @@ class _Update:
 
     def _policy_losses(
         self, packed: PackedSequences, rows: list[int], counts: Tensor, denominator: Tensor
-    ) -> tuple[PolicyLoss, Tensor, Tensor]:
-        """Return the clipped surrogate, and the aggregated KL and entropy; 0 for those that the loss does not have."""
+    ) -> tuple[PolicyLoss, Tensor, Tensor, Tensor | None]:
+        """Return the clipped surrogate, the aggregated KL and entropy, and the states that a shared critic reads.
+
+        KL and entropy are 0 where the loss does not have them.
+        """
         config, rollouts = self.config, self.experience.rollouts
         with torch.set_grad_enabled(self.policy_learns):
             with autocast(config, self.state.device):
-                logits = response_logits(self.state.policy, packed)
-            logprobs = token_logprobs(logits, packed.response_ids, config.temperature)
+                found = response_statistics(
+                    self.state.policy, packed, config.temperature, with_entropy=bool(config.entropy_coef)
+                )
+            logprobs = found.logprobs
             policy = clipped_policy_loss(
                 logprobs,
                 self._of_rows(rollouts.old_logprobs, rows, packed),
@@ -206,9 +218,9 @@ class _Update:
             if config.kl_in == "loss":
                 reference = self._of_rows(rollouts.reference_logprobs, rows, packed)
                 kl = self._aggregate(kl_estimate(logprobs, reference, config.kl_estimator), counts, denominator)
-            if config.entropy_coef:
-                entropy = self._aggregate(token_entropy(logits, config.temperature), counts, denominator)
-        return policy, kl, entropy
+            if found.entropy is not None:
+                entropy = self._aggregate(found.entropy, counts, denominator)
+        return policy, kl, entropy, found.states if self.state.shares_trunk else None
 
     def _aggregate(self, values: Tensor, counts: Tensor, denominator: Tensor) -> Tensor:
         return aggregate_loss(values, counts, self.config.loss_aggregation, denominator)

@@ -2,36 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-
 from torch import Tensor
 
-from ppo_rlhf.models.critic import SharedCritic
 from ppo_rlhf.training.packing import PackedSequences
 from ppo_rlhf.training.precision import autocast
+from ppo_rlhf.training.scoring import response_states
 from ppo_rlhf.training.state import TrainingState
 
 
-def trunk_states(state: TrainingState) -> AbstractContextManager[Sequence[Tensor]]:
-    """Within the block, collect the hidden states that the policy's forward passes leave for the value head.
+def response_values(state: TrainingState, packed: PackedSequences, policy_states: Tensor | None = None) -> Tensor:
+    """Return the critic's values of the states s_0 … s_T, `[B, T + 1]`, 0 in padding.
 
-    Nothing is collected where the critic has a backbone of its own.
-    """
-    return state.critic.listen() if isinstance(state.critic, SharedCritic) else nullcontext(())
-
-
-def response_values(state: TrainingState, packed: PackedSequences, states: Sequence[Tensor] = ()) -> Tensor:
-    """Return the critic's values of the states s_0 … s_T, `[B, T + 1]`; column t comes before response token t.
+    Column t comes before response token t; the last one of a row is behind its response.
 
     Args:
         state: Its critic is asked.
         packed: B sequences with T response columns.
-        states: What `trunk_states` collected in a forward pass over the same sequences; without it there is a new one.
+        policy_states: The policy's states of these sequences, for a critic on the same trunk; without them there is a
+            forward pass.
     """
     with autocast(state.config, state.device):
-        if isinstance(state.critic, SharedCritic) and states:
-            values = state.critic.values(states[-1])
-        else:
-            values = state.critic(packed.input_ids, packed.attention_mask, packed.position_ids)
-    return values[:, -packed.response_ids.shape[1] - 1 :]
+        if not state.shares_trunk or policy_states is None:
+            policy_states = response_states(state.critic.backbone, packed)
+        values = state.critic.values(policy_states)
+    return packed.of_states(values)

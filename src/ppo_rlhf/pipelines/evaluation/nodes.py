@@ -7,6 +7,7 @@ import torch
 
 from ppo_rlhf.models.annotations import PreTrainedModel
 from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.models.offloading import to_host
 from ppo_rlhf.training.comparison import before_after, compare_evaluations, sample_pairs
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.evaluation import EvaluationConfig, PolicyEvaluation, evaluate_policy, resolve_judge
@@ -51,7 +52,8 @@ def evaluate_ppo_policy(
     Returns:
         One row a response, as for SFT; kl is k1 summed over the response, in nats.
     """
-    policy, reference = _load(ppo_policy, torch_dtype(ppo), ppo), _load(sft_policy, frozen_dtype(ppo), ppo)
+    policy = _load(ppo_policy, torch_dtype(ppo), ppo)
+    reference = _load(sft_policy, frozen_dtype(ppo), ppo, waits=ppo.offload_reference_policy)
     return _evaluate(policy, reference, sft_policy, reward_model, evaluation_prompts, ppo, reward, evaluation)
 
 
@@ -100,6 +102,7 @@ def _evaluate(
         batch_size=evaluation.batch_size,
         device=policy.device,
         dtype=frozen_dtype(ppo),
+        offload=ppo.offload_reward_model,
     )
     return evaluate_policy(
         policy,
@@ -116,5 +119,9 @@ def _evaluate(
     ).to_frame()
 
 
-def _load(handle: PretrainedHandle, dtype: torch.dtype, ppo: PPOConfig) -> PreTrainedModel:
-    return handle.causal_lm(dtype).to(resolve_device(ppo.device))
+def _load(handle: PretrainedHandle, dtype: torch.dtype, ppo: PPOConfig, *, waits: bool = False) -> PreTrainedModel:
+    model = handle.causal_lm(dtype)
+    if waits:
+        to_host(model)
+        return model
+    return model.to(resolve_device(ppo.device))

@@ -7,6 +7,7 @@ import pandas as pd
 
 from ppo_rlhf.models.annotations import PreTrainedModel
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel, context_length
+from ppo_rlhf.models.offloading import on_device
 from ppo_rlhf.training import experience as experience_steps
 from ppo_rlhf.training import rollout, update
 from ppo_rlhf.training.checkpoints import CheckpointRequest
@@ -92,6 +93,7 @@ def load_reward_model(
         batch_size=ppo_config.local_rollout_forward_batch_size,
         device=resolve_device(ppo_config.device),
         dtype=frozen_dtype(ppo_config),
+        offload=ppo_config.offload_reward_model,
     )
 
 
@@ -115,18 +117,19 @@ def evaluate_reference_policy(
     evaluation: EvaluationConfig,
 ) -> PolicyEvaluation:
     """Let the SFT policy answer the held-out prompts once: what PPO is compared with while it trains."""
-    return evaluate_policy(
-        reference_policy,
-        None,
-        policy.tokenizer,
-        _first_prompts(evaluation_prompt_dataset, evaluation),
-        reward_scorer,
-        resolve_judge(evaluation),
-        ppo_config,
-        sampling_settings(ppo_config, policy.tokenizer, reference_policy),
-        seed=evaluation.seed,
-        batch_size=evaluation.batch_size,
-    )
+    with on_device(reference_policy, policy.model.device):
+        return evaluate_policy(
+            reference_policy,
+            None,
+            policy.tokenizer,
+            _first_prompts(evaluation_prompt_dataset, evaluation),
+            reward_scorer,
+            resolve_judge(evaluation),
+            ppo_config,
+            sampling_settings(ppo_config, policy.tokenizer, reference_policy),
+            seed=evaluation.seed,
+            batch_size=evaluation.batch_size,
+        )
 
 
 def generate_rollouts(

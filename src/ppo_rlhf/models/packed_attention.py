@@ -1,0 +1,214 @@
+"""Sequences of different lengths in one row, `[1, N]`, without padding: all layers but attention see real tokens only.
+
+In attention each sequence looks at itself alone. The tokens are spread into `[B, L]`, padded on the right, where a
+causal mask is all that is needed: no token looks to its right. What lies in the padding is never read again.
+
+Works for every transformers model whose layers ask `ALL_ATTENTION_FUNCTIONS` and hand keyword arguments on to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ppo_rlhf.models.annotations import PreTrainedModel
+
+NAME = "ppo_rlhf_packed"
+ROUND = 16
+"""Tokens come in multiples of this, or of its double, fourfold …, up to a twelfth of them: 3 % too many on average."""
+LONGEST_PLAIN_ATTENTION = 512
+"""Tokens. On a CPU, 16-bit attention of up to this length is computed plainly: torch's fused kernel takes 2.8 times
+as long (8 x 8 heads, 96 tokens, bfloat16, with its backward pass); longer, it would hold too many scores."""
+
+
+def rounded_up(tokens: int) -> int:
+    """Return a number of tokens that is not much larger, so that there are few different ones.
+
+    On a CPU every new number of them costs a 16-bit product as much again as it takes, and 0.6 MiB: oneDNN compiles
+    code for each shape.
+    """
+    step = ROUND
+    while 2 * step <= tokens / 12:
+        step *= 2
+    return -(-tokens // step) * step
+
+
+@dataclass(frozen=True)
+class PackedLayout:
+    """Where each of B sequences lies in a row of N tokens: one behind the other.
+
+    Attributes:
+        lengths: Tokens of each sequence, at least 1.
+        width: L, at least the longest length; rounded up by `ROUND` unless all are of one length.
+        slots: `[N]` long, place of each token in `[B, L]`, flattened.
+    """
+
+    lengths: tuple[int, ...]
+    width: int
+    slots: Tensor
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], device: torch.device | str = "cpu") -> PackedLayout:
+        """Return the layout of sequences of these lengths."""
+        width = max(lengths) if min(lengths) == max(lengths) else rounded_up(max(lengths))
+        slots = [torch.arange(row * width, row * width + length) for row, length in enumerate(lengths)]
+        return cls(tuple(lengths), width, torch.cat(slots).to(device))
+
+    def to(self, device: torch.device) -> PackedLayout:
+        """Return the same on another device."""
+        return PackedLayout(self.lengths, self.width, self.slots.to(device))
+
+    @cached_property
+    def is_even(self) -> bool:
+        """Whether all sequences are of one length, so that spreading them moves nothing."""
+        return min(self.lengths) == self.width
+
+    def spread(self, tokens_N: Tensor) -> Tensor:
+        """Return `[B, L, …]` of `[N, …]`, with 0 in the padding."""
+        shape = (len(self.lengths), self.width, *tokens_N.shape[1:])
+        if self.is_even:
+            return tokens_N.reshape(shape)
+        spread: Tensor = place_rows(tokens_N, self.slots, len(self.lengths) * self.width)
+        return spread.view(shape)
+
+    def attend(
+        self, layer: int, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scaling: float | None
+    ) -> Tensor:
+        """Attend within each sequence; see `Attention`."""
+        query, key, value = (self.spread(x).transpose(1, 2) for x in (query_NHD, key_NKD, value_NKD))
+        return self.collect(causal_attention(query, key, value, scaling).transpose(1, 2))
+
+    def collect(self, tokens_BL: Tensor) -> Tensor:
+        """Return `[N, …]` of `[B, L, …]`: what `spread` undoes."""
+        flat = tokens_BL.reshape(-1, *tokens_BL.shape[2:])
+        collected: Tensor = flat if self.is_even else take_rows(flat, self.slots)
+        return collected
+
+
+def place_rows(rows: Tensor, slots: Tensor, size: int) -> Tensor:
+    """Return `[size, …]` that holds `rows` `[N, …]` at the given slots `[N]`, none twice, and 0 elsewhere."""
+    placed: Tensor = _PlaceRows.apply(rows, slots, size)
+    return placed
+
+
+def take_rows(rows: Tensor, slots: Tensor) -> Tensor:
+    """Return the rows at the given slots, none of them twice: `place_rows` undone.
+
+    The backward pass of torch's own `index_select` adds rows up one by one, since its index may repeat.
+    """
+    taken: Tensor = _TakeRows.apply(rows, slots)
+    return taken
+
+
+class _PlaceRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, slots: Tensor, size: int) -> Tensor:
+        ctx.save_for_backward(slots)
+        return rows.new_zeros(size, *rows.shape[1:]).index_copy_(0, slots, rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
+        return grad_outputs[0].index_select(0, ctx.saved_tensors[0]), None, None
+
+
+class _TakeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, slots: Tensor) -> Tensor:
+        ctx.save_for_backward(slots)
+        ctx.size = len(rows)
+        return rows.index_select(0, slots)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        grad = grad_outputs[0]
+        return grad.new_zeros(ctx.size, *grad.shape[1:]).index_copy_(0, ctx.saved_tensors[0], grad), None
+
+
+@contextmanager
+def packed_attention(*models: PreTrainedModel) -> Iterator[None]:
+    """Within the block the models' forward passes take `packed_layout` and rows without padding, and nothing else."""
+    _register()
+    configs = {id(model.config): model.config for model in models}.values()
+    before = [config._attn_implementation for config in configs]
+    for config in configs:
+        config._attn_implementation = NAME
+    try:
+        yield
+    finally:
+        for config, implementation in zip(configs, before, strict=True):
+            config._attn_implementation = implementation
+
+
+class Attention(Protocol):
+    """What attends in a forward pass within `packed_attention`: its keyword argument `packed_layout`."""
+
+    def attend(
+        self, layer: int, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scaling: float | None
+    ) -> Tensor:
+        """Return what the N tokens take from the ones before them, `[N, heads, d]`.
+
+        Args:
+            layer: Which of the model's layers asks, from 0.
+            query_NHD: Of N tokens, in H heads.
+            key_NKD: Likewise, in K heads; K divides H.
+            value_NKD: Likewise.
+            scaling: Of the scores; None: 1 / sqrt(d).
+        """
+
+
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+    """Attend to oneself and what came before: query and result `[B, H, L, d]`, key and value `[B, K, L, d]`."""
+    groups = query.shape[1] // key.shape[1]
+    if query.device.type != "cpu":
+        attend = nn.functional.scaled_dot_product_attention
+        return attend(query, key, value, is_causal=True, scale=scaling, enable_gqa=groups > 1)
+    if groups > 1:
+        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    if query.dtype in (torch.bfloat16, torch.float16) and query.shape[2] <= LONGEST_PLAIN_ATTENTION:
+        return _plain_attention(query, key, value, scaling)
+    return nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
+
+
+def _plain_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+    """Return softmax(q k^T scaling) v, with the softmax in float32."""
+    length = query.shape[2]
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    hidden = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
+    scores = torch.matmul(query * scale, key.transpose(2, 3)).float().masked_fill(hidden, -torch.inf)
+    return torch.matmul(scores.softmax(-1).to(value.dtype), value)
+
+
+@cache
+def _register() -> None:
+    """Make the attention known to transformers; not on import, which would import all of its models' basis."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, _attend)
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    packed_layout: Attention,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attend as transformers asks for it: query, key and value `[1, heads, N, d]`, result `[1, N, heads, d]`."""
+    strange = [name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None]
+    if attention_mask is not None or dropout or is_causal is False or strange:
+        raise NotImplementedError(f"packed attention is plain causal attention; asked for: {strange or 'a mask'}")
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    attended = packed_layout.attend(layer, *(x[0].transpose(0, 1) for x in (query, key, value)), scaling)
+    return attended[None], None

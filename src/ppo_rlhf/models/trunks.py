@@ -1,0 +1,186 @@
+"""A language model as what PPO needs of it: the states of chosen tokens, and logits from chosen states.
+
+How an architecture is best asked is found out once a model, by asking it: nothing here knows names of architectures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from ppo_rlhf.core.errors import ModelError
+from ppo_rlhf.models.annotations import PreTrainedModel
+from ppo_rlhf.models.packed_attention import packed_attention
+from ppo_rlhf.models.token_rows import TokenRows, right_padded
+
+CLOSE = {2: 0.2, 4: 1e-2, 8: 1e-2}
+"""By the bytes of a number: how far packed states may be from padded ones, by the norm of their difference over that
+of the states. Ten times what rounding does, so that the answer is the same with other weights: a run that goes on from
+a checkpoint must not find another one. A token at another position is off by more."""
+
+
+def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the transformer below a model's head."""
+    return cast("PreTrainedModel", model.base_model)
+
+
+def vocabulary_size(model: PreTrainedModel) -> int:
+    """Return the number of ids that a model embeds."""
+    return int(cast(nn.Embedding, model.get_input_embeddings()).num_embeddings)
+
+
+def token_states(backbone: PreTrainedModel, rows: TokenRows) -> Tensor:
+    """Return the last hidden states of all real tokens, `[N, H]`, sequence by sequence.
+
+    Without padding where the architecture can do without (`packs`); it must then run within `packed_attention`, which
+    this enters; with gradient checkpointing the backward pass must run in it, too.
+    """
+    if packs(backbone):
+        with packed_attention(backbone):
+            return _packed_states(backbone, rows)
+    return _padded_states(backbone, rows)
+
+
+def packing(model: PreTrainedModel, *backbones: PreTrainedModel) -> AbstractContextManager[None]:
+    """Return the context of forward and backward passes of a language model and other backbones.
+
+    A model that checkpoints gradients computes again in its backward pass, which must attend as the forward pass did.
+    """
+    logits_of(model)  # asked now: within the context it could not be asked plainly
+    can = [backbone for backbone in (backbone_of(model), *backbones) if packs(backbone)]
+    return packed_attention(*can) if can else nullcontext()
+
+
+def packs(backbone: PreTrainedModel) -> bool:
+    """Whether a model's states of packed sequences are those of each sequence alone; found out at the first call."""
+    if backbone not in _packs:
+        _packs[backbone] = _has_plain_attention(backbone) and _keeps_sequences_apart(backbone)
+    return _packs[backbone]
+
+
+def logits_of(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
+    """Return the function that gives the logits `[n, V]` of last hidden states `[n, H]`.
+
+    It is the output layer alone, or, where the model does more behind its trunk (it scales or caps its logits), the
+    model's own forward with the states in the place of the trunk's.
+
+    Raises:
+        ModelError: Neither gives the model's logits.
+    """
+    if model not in _heads:
+        _heads[model] = _find_head(model)
+    direct = _heads[model]
+    if direct:
+        head: nn.Module = model.get_output_embeddings()
+        return head
+    return lambda states: _behind_the_trunk(model, states)
+
+
+_packs: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+_heads: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+
+
+def _packed_states(backbone: PreTrainedModel, rows: TokenRows) -> Tensor:
+    states: Tensor = backbone(
+        input_ids=rows.packed_ids, position_ids=rows.packed_positions, use_cache=False, packed_layout=rows.layout
+    ).last_hidden_state[0]
+    return states[: len(rows.slots)]
+
+
+def _padded_states(backbone: PreTrainedModel, rows: TokenRows) -> Tensor:
+    states = backbone(
+        input_ids=rows.input_ids,
+        attention_mask=rows.attention_mask,
+        position_ids=rows.position_ids,
+        use_cache=False,
+    ).last_hidden_state
+    taken: Tensor = states.flatten(0, 1).index_select(0, rows.slots)
+    return taken
+
+
+def _has_plain_attention(backbone: PreTrainedModel) -> bool:
+    """Whether every layer attends to all that came before: no windows, no chunks, no other kinds of layers."""
+    config = backbone.config
+    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
+    windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
+    is_windowed = getattr(config, "layer_types", None) is None and any(window is not None for window in windows)
+    return layer_types == {"full_attention"} and not is_windowed
+
+
+def _keeps_sequences_apart(backbone: PreTrainedModel) -> bool:
+    """Ask the model: packed states are close to padded ones, and not a bit of one sequence depends on another."""
+    first, second, changed = some_ids(backbone, 5), some_ids(backbone, 3), some_ids(backbone, 5).flip(0)
+    device = backbone.device
+    try:
+        with asking(backbone):
+            with packed_attention(backbone):
+                found = _packed_states(backbone, _side_by_side(first, second).to(device))
+                other = _packed_states(backbone, _side_by_side(changed, second).to(device))
+            expected = _padded_states(backbone, _side_by_side(first, second).to(device))
+    except (TypeError, ValueError, RuntimeError, NotImplementedError, AttributeError, IndexError, KeyError):
+        return False  # whatever an architecture says to what it does not know
+    if not torch.equal(found[len(first) :].nan_to_num(), other[len(first) :].nan_to_num()):
+        return False
+    return are_close(found, expected)
+
+
+def are_close(found: Tensor, expected: Tensor) -> bool:
+    """Whether what a model gives of packed sequences is what it gives of padded ones, but for rounding (`CLOSE`)."""
+    close = CLOSE[expected.dtype.itemsize]
+    found, expected = found.nan_to_num().double(), expected.nan_to_num().double()
+    return bool((found - expected).norm() <= close * expected.norm())
+
+
+@contextmanager
+def asking(model: PreTrainedModel) -> Iterator[None]:
+    """Compute in the precision of the model's weights and without gradients."""
+    with torch.no_grad(), torch.autocast(model.device.type, enabled=False):
+        yield
+
+
+def _find_head(model: PreTrainedModel) -> bool:
+    ids = some_ids(model, 4)[None].to(model.device)
+    with asking(model):
+        states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        expected = model(input_ids=ids, use_cache=False).logits
+        head = model.get_output_embeddings()
+        if head is not None and _same(head(states), expected):
+            return True
+        if _same(_behind_the_trunk(model, states[0])[None], expected):
+            return False
+    raise ModelError(f"{type(model).__name__}: its logits cannot be computed from its last hidden states")
+
+
+def _same(found: Tensor, expected: Tensor) -> bool:
+    """Whether logits are equal to the last bit: the same products, and no cap or scale behind them."""
+    return torch.equal(found.nan_to_num(), expected.nan_to_num())
+
+
+def _behind_the_trunk(model: PreTrainedModel, states: Tensor) -> Tensor:
+    """Run the model's forward with these states `[n, H]` in the place of what its trunk returns."""
+    from transformers.modeling_outputs import BaseModelOutputWithPast  # heavy
+
+    trunk, output = backbone_of(model), BaseModelOutputWithPast(last_hidden_state=states[None])
+    before = vars(trunk).get("forward")
+    trunk.forward = lambda *_, **__: output
+    try:
+        logits: Tensor = model(inputs_embeds=states[None], use_cache=False).logits[0]
+    finally:
+        del trunk.forward
+        if before is not None:
+            trunk.forward = before
+    return logits
+
+
+def _side_by_side(first: Tensor, second: Tensor) -> TokenRows:
+    return right_padded([first.tolist(), second.tolist()], 0)
+
+
+def some_ids(model: PreTrainedModel, length: int) -> Tensor:
+    """Return different ids of the vocabulary, as far as it has so many, `[length]`."""
+    return torch.arange(1, length + 1) * 7 % vocabulary_size(model)

@@ -1,0 +1,188 @@
+"""What a run needs: what it holds all the time, and what each phase of an iteration takes on top of that."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from transformers import PretrainedConfig
+
+from ppo_rlhf.core.errors import ModelError, PPORLHFError
+from ppo_rlhf.training.config import PPOConfig
+from ppo_rlhf.training.memory.live_bytes import counting
+from ppo_rlhf.training.memory.simulation import Passes, SimulatedModels, larger
+
+MEBIBYTE = 2**20
+UPDATE = "update"
+
+# What no shape tells, measured on a CPU. `python tests/benchmarks/memory.py --fit` measures the first four anew: they
+# are fitted to the peaks of its settings (docs/memory.md has the table). They hold for glibc's heap with its defaults,
+# which keeps the blocks that a pass freed; those of one kind of pass do not fit what another kind asks for.
+LIBRARY_BYTES = 16 * MEBIBYTE  # code and workspaces that libraries load with the first passes
+UPDATE_IN_HEAP = 1.44  # bytes of the heap for each byte that the update has there in blocks that it frees
+CRITIC_IN_HEAP = 0.34  # as many more where the critic has passes of its own
+SCORING_IN_HEAP = 0.13  # the same for the phase that has the most of them among the others
+PROCESS_BYTES = 534 * MEBIBYTE  # resident once `kedro run` has imported everything, measured apart
+
+
+IN_HEAP = {
+    "UPDATE_IN_HEAP": UPDATE_IN_HEAP,
+    "CRITIC_IN_HEAP": CRITIC_IN_HEAP,
+    "SCORING_IN_HEAP": SCORING_IN_HEAP,
+}
+
+
+@dataclass(frozen=True)
+class RunShape:
+    """What a plan is made for, beside the settings of PPO.
+
+    Attributes:
+        policy: Configuration of the SFT model.
+        prompt_length: Tokens of the longest prompt; batches are planned with prompts of that length alone.
+        reward_model: Configuration of the reward model, None if no component of the reward is one.
+        on_cpu: Whether the run computes on the CPU, in the memory of its process.
+        evaluation_rows: Responses handled at a time by the evaluations while training; 0 without any.
+    """
+
+    policy: PretrainedConfig
+    prompt_length: int
+    reward_model: PretrainedConfig | None = None
+    on_cpu: bool = True
+    evaluation_rows: int = 0
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One phase of an iteration.
+
+    Attributes:
+        name: Of the phase.
+        held: Bytes held through all of it.
+        passing: Bytes at its peak on top of them.
+        in_heap: How many of the latter are in blocks of the heap that are freed behind it.
+    """
+
+    name: str
+    held: int
+    passing: int
+    in_heap: int
+
+    @property
+    def total(self) -> int:
+        """Bytes of tensors at the phase's peak."""
+        return self.held + self.passing
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes that a run needs.
+
+    Attributes:
+        held: What is held all the time, by name: weights, and moments of the optimisers.
+        phases: In the order of an iteration.
+        on_host: Bytes of models that wait in the host's memory, beside what the device needs.
+        on_cpu: Whether all this is memory of the process.
+        critic_passes: Whether the critic has passes of its own, beside the policy's.
+    """
+
+    held: dict[str, int]
+    phases: tuple[Phase, ...]
+    on_host: int
+    on_cpu: bool
+    critic_passes: bool
+
+    @property
+    def peak(self) -> Phase:
+        """The phase that needs the most."""
+        return max(self.phases, key=lambda phase: phase.total)
+
+    @property
+    def needed(self) -> int:
+        """Bytes needed at the peak where the run computes, beyond what the process holds before it loads a model.
+
+        On the CPU with what libraries load while they work, and with the blocks that the heap keeps behind each kind of
+        phase. Blocks that are not of the heap are given back: of those the phase with the most counts alone.
+        """
+        if not self.on_cpu:
+            return self.peak.total
+        return self.given_back + round(sum(each * self.kept[name] for name, each in IN_HEAP.items())) + LIBRARY_BYTES
+
+    @property
+    def given_back(self) -> int:
+        """Bytes of the phase with the most, without those in blocks of the heap that are freed behind it."""
+        return max(sum(self.held.values()), *(phase.total - phase.in_heap for phase in self.phases))
+
+    @property
+    def kept(self) -> dict[str, int]:
+        """Bytes in blocks of the heap that the phases free, by the name of the constant that says what they cost."""
+        *others, update = self.phases
+        return {
+            "UPDATE_IN_HEAP": update.in_heap,
+            "CRITIC_IN_HEAP": update.in_heap if self.critic_passes else 0,
+            "SCORING_IN_HEAP": max(phase.in_heap for phase in others),
+        }
+
+
+def plan_memory(config: PPOConfig, shape: RunShape) -> MemoryPlan:
+    """Plan a run from configurations alone: no weights are read, and nothing is computed.
+
+    Args:
+        config: Hyperparameters.
+        shape: Models, length of the prompts, device.
+
+    Raises:
+        ConfigError: Settings and models do not fit together.
+        ModelError: An option does not fit the architecture, or torch cannot simulate it.
+    """
+    models = SimulatedModels.build(config, shape.policy, shape.reward_model)
+    try:
+        return _planned(models, config, shape)
+    except PPORLHFError:
+        raise
+    except Exception as error:  # whatever code of transformers or torch finds wrong with tensors that have no data
+        what = str(error).strip().partition("\n")[0]
+        raise ModelError(
+            f"plan-memory cannot simulate {type(models.policy).__name__}: {type(error).__name__}: {what}"
+        ) from error
+
+
+def _planned(models: SimulatedModels, config: PPOConfig, shape: RunShape) -> MemoryPlan:
+    rows = min(config.local_rollout_forward_batch_size, config.local_batch_size)
+    micro = micro_batch_rows(config, shape.prompt_length)
+    micro_batches = math.ceil(config.local_mini_batch_size / micro)
+    with counting() as live:
+        passes = Passes(models.to_fake(), config, live, shape.prompt_length)
+        weights, (actor, critic) = models.weight_bytes(), models.trained()
+        waiting = {
+            "reference policy": config.offload_reference_policy,
+            "reward model": config.offload_reward_model,
+        }
+        on_host = {name: weights.pop(name) for name, waits in waiting.items() if waits and name in weights}
+        reference, scorer = (on_host.get(name, 0) for name in waiting)  # on the device only while they score
+        passing = {
+            "rollout": passes.rollout(rows),
+            "scoring by the reference policy": passes.reference_scoring(rows) + reference,
+            "scoring by the policy": passes.policy_scoring(micro),
+            "scoring by the reward model": passes.reward_scoring(rows) + scorer,
+            "scoring by the critic": passes.critic_scoring(micro),
+        }
+        if shape.evaluation_rows:
+            passing["evaluation"] = larger(
+                passes.rollout(shape.evaluation_rows), passes.reference_scoring(shape.evaluation_rows) + reference
+            )
+        update = passes.update(micro, micro_batches)
+    held = {f"{name}: weights": size for name, size in weights.items()}
+    if config.ema_decay is not None:
+        held["policy: moving average"] = actor.total
+    held["optimisers: two moments of each weight that trains"] = 2 * (actor.total + critic.total)
+    passing[UPDATE] = update  # gradients included: behind the update none is held
+    phases = [Phase(name, sum(held.values()), p.total, p.in_heap) for name, p in passing.items() if p.total]
+    return MemoryPlan(held, tuple(phases), sum(on_host.values()), shape.on_cpu, config.value_model != "shared")
+
+
+def micro_batch_rows(config: PPOConfig, prompt_length: int) -> int:
+    """Return the responses of one forward and backward pass if all have full length."""
+    rows = config.local_micro_batch_size
+    if config.max_tokens_per_micro_batch is None:
+        return rows
+    return max(1, min(rows, config.max_tokens_per_micro_batch // (prompt_length + config.response_length)))

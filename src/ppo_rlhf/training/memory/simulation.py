@@ -1,0 +1,294 @@
+"""The models and the passes of one PPO iteration on fake tensors: what each allocates beyond what is held anyway.
+
+`SimulatedModels` are made by the functions that a run makes its own with. The passes below call the engine's functions
+as one iteration does; where the engine changes, these few lines follow it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+
+from ppo_rlhf.core.sampling import sample_tokens
+from ppo_rlhf.models.adapters import trained_parameters
+from ppo_rlhf.models.critic import SharedCritic
+from ppo_rlhf.models.decoding import Decoder
+from ppo_rlhf.models.loading import disable_dropout, fuse_activations
+from ppo_rlhf.models.packed_attention import PackedLayout, packed_attention
+from ppo_rlhf.models.quiet import quiet_transformers
+from ppo_rlhf.models.trunks import backbone_of, vocabulary_size
+from ppo_rlhf.training.config import PPOConfig
+from ppo_rlhf.training.memory.live_bytes import LiveBytes, Peak, in_blocks, storage_sizes
+from ppo_rlhf.training.precision import autocast, frozen_dtype, torch_dtype
+from ppo_rlhf.training.run_models import (
+    AnyCritic,
+    build_critic,
+    checkpointing_gradients,
+    policy_to_train,
+    prepare_to_train,
+)
+from ppo_rlhf.training.scoring import token_statistics
+
+DEVICE = torch.device("cpu")
+"""Of the fake tensors, wherever the run will be: it chooses attention kernels, and torch without CUDA has the CPU's."""
+
+
+@dataclass
+class SimulatedModels:
+    """A run's models without data: policy, critic, reference policy, and reward model if there is one."""
+
+    policy: PreTrainedModel
+    critic: AnyCritic
+    reference: PreTrainedModel
+    reward_model: PreTrainedModel | None
+
+    @classmethod
+    def build(
+        cls, config: PPOConfig, policy: PretrainedConfig, reward_model: PretrainedConfig | None
+    ) -> SimulatedModels:
+        """Make the models as a run does, in its precision, on the device `meta`, where nothing is allocated.
+
+        Raises:
+            ConfigError: The critic is to start as a reward model, and there is none.
+            ModelError: An option does not fit the architecture.
+        """
+        reference = _empty(AutoModelForCausalLM, policy, frozen_dtype(config)).requires_grad_(False)
+        base = reference if config.use_peft else _empty(AutoModelForCausalLM, policy, torch_dtype(config))
+        actor = policy_to_train(base, config)
+        scorer = None
+        if reward_model is not None:
+            scorer = _empty(AutoModelForSequenceClassification, reward_model, frozen_dtype(config))
+        critic = build_critic(config, actor, scorer)
+        prepare_to_train(actor, critic, config)
+        return cls(actor, critic, reference, scorer)
+
+    def to_fake(self) -> SimulatedModels:
+        """Put fake tensors of `DEVICE` in the place of all weights; to be called where tensors are fake."""
+        made: dict[int, Tensor] = {}
+        for model in (self.policy, self.critic, self.reference, self.reward_model):
+            for module in () if model is None else model.modules():
+                tables: list[dict[str, Any]] = [module._parameters, module._buffers]
+                for table in tables:
+                    for name, tensor in table.items():
+                        if tensor is not None:
+                            table[name] = made.setdefault(id(tensor), _fake_like(tensor))
+        return self
+
+    def weight_bytes(self) -> dict[str, int]:
+        """Return the bytes of weights and buffers, by name; what models share counts once, for the first of them."""
+        known: set[int] = set()
+        models = {
+            "policy": self.policy,
+            "reference policy": self.reference,
+            "reward model": self.reward_model,
+            "critic": self.critic,
+        }
+        return {name: sum(storage_sizes(_tensors(m), known)) for name, m in models.items() if m is not None}
+
+    def trained(self) -> tuple[Peak, Peak]:
+        """Return all weights of the policy that train, and those of the critic."""
+        known: set[int] = set()
+        policy, critic = (
+            in_blocks(storage_sizes(trained_parameters(model).values(), known)) for model in (self.policy, self.critic)
+        )
+        return policy, critic
+
+
+@dataclass(frozen=True)
+class Passes:
+    """The passes of one iteration over `rows` prompts of P tokens with responses of T.
+
+    Attributes:
+        models: On fake tensors.
+        config: Hyperparameters.
+        live: Counts.
+        prompt_length: P.
+    """
+
+    models: SimulatedModels
+    config: PPOConfig
+    live: LiveBytes
+    prompt_length: int
+
+    def rollout(self, rows: int) -> Peak:
+        """Return the peak of sampling: of the prefill, or of the last step with its whole cache."""
+        return larger(self.live.peak_of(partial(self._prefill, rows)), self._last_step(rows))
+
+    def _prefill(self, rows: int) -> None:
+        with torch.no_grad(), self._autocast():
+            self._sample(self._decoder(rows, self.prompt_length).prefill())
+
+    def _last_step(self, rows: int) -> Peak:
+        before = self.live.now
+        with torch.no_grad(), self._autocast():
+            decoder = self._decoder(rows, self.prompt_length + self.config.response_length - 1)
+            decoder.prefill()
+            return self.live.peak_since(before, lambda: self._sample(decoder.step(_ids(1, rows)[0])))
+
+    def _decoder(self, rows: int, width: int) -> Decoder:
+        prompts = [[row % 2] * width for row in range(rows)]  # no two neighbours alike: those are computed once
+        longest = self.prompt_length + self.config.response_length
+        return Decoder(self.models.policy, prompts, longest, head=_head(self.models.policy))
+
+    def _sample(self, logits: Tensor) -> None:
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        noise = torch.zeros(len(wide), dtype=torch.float64, device=DEVICE)
+        sample_tokens(
+            wide, noise, temperature=self.config.temperature, top_k=self.config.top_k, top_p=self.config.top_p
+        )
+
+    def reference_scoring(self, rows: int) -> Peak:
+        """Return the peak of the reference policy's log-probabilities."""
+
+        def score() -> None:
+            with torch.no_grad(), self._autocast():
+                self._statistics(self.models.reference, self._states(backbone_of(self.models.reference), rows), rows)
+
+        return self.live.peak_of(score)
+
+    def policy_scoring(self, rows: int) -> Peak:
+        """Return the peak of the old log-probabilities and entropies."""
+
+        def score() -> None:
+            policy = self.models.policy
+            with torch.no_grad(), self._autocast():
+                self._statistics(policy, self._states(backbone_of(policy), rows), rows, with_entropy=True)
+
+        return self.live.peak_of(score)
+
+    def reward_scoring(self, rows: int) -> Peak:
+        """Return the peak of the reward model's scores; 0 without one."""
+        model = self.models.reward_model
+        if model is None:
+            return Peak()
+
+        def score() -> None:
+            with torch.no_grad():
+                self._states(backbone_of(model), rows)
+
+        return self.live.peak_of(score)
+
+    def critic_scoring(self, rows: int) -> Peak:
+        """Return the peak of the values; 0 on a shared trunk, whose values come with the log-probabilities."""
+        if isinstance(self.models.critic, SharedCritic):
+            return Peak()
+
+        def score() -> None:
+            with torch.no_grad():
+                self._values(rows)
+
+        return self.live.peak_of(score)
+
+    def update(self, rows: int, micro_batches: int) -> Peak:
+        """Return the peak of one optimiser step's forward and backward passes, gradients included.
+
+        Two micro-batches stand for any number above one: from the second on, gradients are there to be added to.
+        """
+
+        def accumulate() -> None:
+            backbones = backbone_of(self.models.policy), self.models.critic.backbone
+            recomputing = checkpointing_gradients(self.models.policy, self.models.critic, self.config)
+            with recomputing, packed_attention(*backbones):
+                for _ in range(min(2, micro_batches)):
+                    self._micro_batch(rows)
+            for model in (self.models.policy, self.models.critic):
+                model.zero_grad(set_to_none=True)
+
+        return self.live.peak_of(accumulate)
+
+    def _micro_batch(self, rows: int) -> None:
+        policy, with_entropy = self.models.policy, bool(self.config.entropy_coef)
+        with self._autocast():
+            states = self._states(backbone_of(policy), rows)
+            logprobs, entropies = self._statistics(policy, states, rows, with_entropy=with_entropy)
+        loss = logprobs.sum() + entropies.sum()
+        if self._is_shared:
+            with self._autocast():
+                loss = loss + self.models.critic.values(states).sum()
+        del states  # the graph alone holds them now, as in the update
+        loss.backward()
+        if not self._is_shared:
+            self._values(rows).sum().backward()
+
+    def _states(self, backbone: PreTrainedModel, rows: int) -> Tensor:
+        """Return the states `[N, H]` of rows of full length, packed."""
+        width = self.prompt_length + self.config.response_length
+        with packed_attention(backbone):
+            states: Tensor = backbone(
+                input_ids=_ids(1, rows * width),
+                position_ids=_ids(1, rows * width),
+                use_cache=False,
+                packed_layout=PackedLayout.of([width] * rows, DEVICE),
+            ).last_hidden_state[0]
+        return states
+
+    def _statistics(
+        self, model: PreTrainedModel, states: Tensor, rows: int, *, with_entropy: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        targets = _ids(1, rows * self.config.response_length)[0]
+        predicting = states.index_select(0, targets)
+        return token_statistics(
+            _head(model),
+            predicting,
+            targets,
+            self.config.temperature,
+            vocabulary_size(model),
+            with_entropy=with_entropy,
+        )
+
+    def _values(self, rows: int) -> Tensor:
+        with self._autocast():
+            return self.models.critic.values(self._states(self.models.critic.backbone, rows))
+
+    @property
+    def _is_shared(self) -> bool:
+        return isinstance(self.models.critic, SharedCritic)
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        return autocast(self.config, DEVICE)
+
+
+def larger(*peaks: Peak) -> Peak:
+    """Return the peak with the most bytes."""
+    return max(peaks, key=lambda peak: peak.total)
+
+
+def _head(model: PreTrainedModel) -> nn.Module:
+    """Return the output layer: fake tensors cannot be asked whether the model does more behind its trunk."""
+    return cast(nn.Module, model.get_output_embeddings())
+
+
+def _empty(
+    auto: type[AutoModelForCausalLM | AutoModelForSequenceClassification], config: PretrainedConfig, dtype: torch.dtype
+) -> PreTrainedModel:
+    with torch.device("meta"), quiet_transformers():
+        model: PreTrainedModel = auto.from_config(config, dtype=dtype)
+    disable_dropout(model)
+    fuse_activations(model)
+    return model.eval()
+
+
+def _fake_like(tensor: Tensor) -> Tensor:
+    fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=DEVICE)
+    return nn.Parameter(fake, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+
+
+def _ids(rows: int, width: int) -> Tensor:
+    return torch.zeros(rows, width, dtype=torch.long, device=DEVICE)
+
+
+def _tensors(model: nn.Module) -> Iterator[Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()

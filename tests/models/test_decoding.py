@@ -1,0 +1,94 @@
+"""Decoding without padding, against whole forward passes of single sequences."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from ppo_rlhf.models import decoding
+from ppo_rlhf.models.decoding import Decoder
+from tests.tiny_models import KINDS, tiny_model
+
+PROMPTS = [[4, 7, 9, 12, 5], [6], [8, 10, 11]]
+TOKENS = [[3, 5, 7, 9], [4, 6, 8, 10], [14, 15, 16, 17]]
+
+
+def alone(model, ids: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.tensor([ids]), use_cache=False).logits[0, -1]
+
+
+def check(model, logits: torch.Tensor, sequences: list[list[int]]) -> None:
+    expected = torch.stack([alone(model, ids) for ids in sequences])
+    assert_close(logits, expected, rtol=0.0, atol=1e-5)  # a Llama's norm is float32
+
+
+@pytest.mark.parametrize("bucket", [2, 64])
+@pytest.mark.parametrize("prompts", [PROMPTS, [[4, 5], [6, 7], [8, 9]]], ids=["uneven", "even"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_step_gives_the_logits_of_each_sequence_alone(monkeypatch, kind, prompts, bucket):
+    monkeypatch.setattr(decoding, "BUCKET", bucket)
+    model = tiny_model(kind).double()
+    decoder, sequences = Decoder(model, prompts, 9), [list(ids) for ids in prompts]
+    with torch.no_grad():
+        check(model, decoder.prefill(), sequences)
+        for step in range(4):
+            sequences = [[*ids, new[step]] for ids, new in zip(sequences, TOKENS, strict=True)]
+            check(model, decoder.step(torch.tensor([new[step] for new in TOKENS])), sequences)
+
+
+@pytest.mark.parametrize(
+    ("ended", "order"),
+    [
+        ([True, False, False], [2, 1]),
+        ([False, True, False], [0, 2]),
+        ([False, False, True], [0, 1]),
+        ([True, True, False], [2]),
+        ([False, False, False], [0, 1, 2]),
+    ],
+)
+def test_sequences_that_end_leave_and_the_others_go_on(ended, order):
+    model = tiny_model().double()
+    decoder = Decoder(model, PROMPTS, 9)
+    with torch.no_grad():
+        decoder.prefill()
+        decoder.step(torch.tensor([new[0] for new in TOKENS]))
+        assert decoder.drop(ended) == order
+        for step in (1, 2):
+            logits = decoder.step(torch.tensor([TOKENS[row][step] for row in order]))
+            check(model, logits, [PROMPTS[row] + TOKENS[row][: step + 1] for row in order])
+    assert decoder.lengths.tolist() == [len(PROMPTS[row]) + 3 for row in order]
+
+
+def test_prompts_that_stand_together_are_computed_once():
+    model, seen = tiny_model().double(), []
+    prompts = [[4, 7, 9], [4, 7, 9], [6], [4, 7, 9], [4, 7, 9]]
+    Decoder(model, prompts[:1], 6).prefill()
+    model.base_model.register_forward_pre_hook(lambda _, __, kwargs: seen.append(kwargs["input_ids"]), with_kwargs=True)
+    decoder = Decoder(model, prompts, 6)
+    with torch.no_grad():
+        logits = decoder.prefill()
+        assert [ids.tolist() for ids in seen] == [[[4, 7, 9, 6, 4, 7, 9]]]
+        after = decoder.step(torch.tensor([3, 5, 7, 9, 11]))
+    check(model, logits, prompts)
+    check(model, after, [[*ids, new] for ids, new in zip(prompts, [3, 5, 7, 9, 11], strict=True)])
+
+
+def test_keys_and_values_take_memory_by_buckets_and_no_more_than_a_sequence_can_need(monkeypatch):
+    monkeypatch.setattr(decoding, "BUCKET", 4)
+    model = tiny_model()
+    decoder = Decoder(model, PROMPTS, 10)
+    with torch.no_grad():
+        decoder.prefill()
+        capacities = [decoder._keys[0].shape[2]]
+        for step in range(4):
+            decoder.step(torch.tensor([new[step] for new in TOKENS]))
+            capacities.append(decoder._keys[0].shape[2])
+    assert capacities == [8, 8, 8, 8, 10]
+
+
+def test_sixteen_bits_are_held_in_float32_on_a_cpu():
+    model = tiny_model("gpt2").to(torch.bfloat16)
+    decoder = Decoder(model, PROMPTS, 10)
+    with torch.no_grad():
+        assert decoder.prefill().dtype == torch.bfloat16
+    assert decoder._keys[0].dtype == torch.float32

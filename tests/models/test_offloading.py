@@ -1,0 +1,108 @@
+"""Models that wait on the host: what is copied, once, for how long, and what stays.
+
+The device `meta` stands for the host: a model there has no values, so a forward pass outside the block gives none.
+"""
+
+import pytest
+import torch
+from torch import nn
+
+from ppo_rlhf.models import offloading
+from ppo_rlhf.models.offloading import on_device, to_host
+from tests.tiny_models import tiny_model
+
+CPU = torch.device("cpu")
+IDS = torch.tensor([[4, 7, 9, 12]])
+
+
+class Waiting:
+    """A model on `meta`, whose values come from a store when they are copied; counts the copies."""
+
+    def __init__(self, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.model, self.copied = model, []
+        self._values = {}
+        shared = {}
+        for table, name, tensor in offloading._entries(model):
+            if id(tensor) not in shared:
+                empty = tensor.detach().to("meta")
+                shared[id(tensor)] = nn.Parameter(empty, False) if isinstance(tensor, nn.Parameter) else empty
+                self._values[id(shared[id(tensor)])] = tensor.detach()
+            table[name] = shared[id(tensor)]
+        monkeypatch.setattr(offloading, "copied_to", self._copy)
+
+    def _copy(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        self.copied.append(tensor)
+        return self._values[id(tensor)].to(device)
+
+    @property
+    def devices(self) -> set[str]:
+        return {tensor.device.type for _, _, tensor in offloading._entries(self.model)}
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_weights_that_wait_are_copied_for_the_block_and_dropped_behind_it(kind, monkeypatch):
+    expected = tiny_model(kind)(IDS).logits
+    waiting = Waiting(tiny_model(kind).requires_grad_(False), monkeypatch)
+    before = [tensor for _, _, tensor in offloading._entries(waiting.model)]
+    with on_device(waiting.model, CPU):
+        assert waiting.devices == {"cpu"}
+        assert waiting.model.device == CPU
+        assert torch.equal(waiting.model(IDS).logits, expected)
+    assert waiting.devices == {"meta"}
+    after = [tensor for _, _, tensor in offloading._entries(waiting.model)]
+    assert all(first is second for first, second in zip(before, after, strict=True))
+
+
+def test_what_several_modules_share_is_copied_once_and_still_shared(monkeypatch):
+    waiting = Waiting(tiny_model("gpt2"), monkeypatch)  # its output matrix is its embedding
+    with on_device(waiting.model, CPU):
+        assert waiting.model.lm_head.weight is waiting.model.transformer.wte.weight
+    tensors = [*waiting.model.parameters(), *waiting.model.buffers()]
+    assert sorted(map(id, waiting.copied)) == sorted(map(id, tensors))
+
+
+def test_a_model_that_is_there_already_is_left_alone(monkeypatch):
+    monkeypatch.setattr(offloading, "copied_to", lambda *_: pytest.fail("copied"))
+    model = tiny_model()
+    weights = list(model.parameters())
+    with on_device(model, CPU):
+        assert all(first is second for first, second in zip(weights, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("failing", ["in the block", "while copying"])
+def test_after_a_failure_the_model_waits_again(failing, monkeypatch):
+    waiting = Waiting(tiny_model(), monkeypatch)
+    if failing == "while copying":
+        copy = offloading.copied_to
+
+        def fail(tensor, device):
+            if len(waiting.copied) == 3:
+                raise RuntimeError("no memory")
+            return copy(tensor, device)
+
+        monkeypatch.setattr(offloading, "copied_to", fail)
+    with pytest.raises(RuntimeError, match="no memory"), on_device(waiting.model, CPU):
+        raise RuntimeError("no memory")
+    assert waiting.devices == {"meta"}
+
+
+def test_a_model_on_the_host_keeps_its_values_and_what_it_shares():
+    model = tiny_model("gpt2").requires_grad_(False)
+    expected = model(IDS).logits
+    to_host(model)
+    assert model.lm_head.weight is model.transformer.wte.weight
+    assert torch.equal(model(IDS).logits, expected)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_host_has_pinned_copies_and_the_device_gets_its_memory_back():
+    model = tiny_model("gpt2").requires_grad_(False)
+    expected = model(IDS).logits
+    to_host(model)
+    assert all(parameter.is_pinned() for parameter in model.parameters())
+    before = torch.cuda.memory_allocated()
+    with on_device(model, torch.device("cuda")):
+        assert torch.cuda.memory_allocated() > before
+        found = model(IDS.cuda()).logits.cpu()
+    assert torch.cuda.memory_allocated() == before
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,203 @@
+"""States, logits and scores without padding, against the model's own forward pass on one sequence at a time."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    Gemma2Config,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    GraniteConfig,
+    MistralConfig,
+    OPTConfig,
+    Qwen2Config,
+)
+
+from ppo_rlhf.core.errors import ModelError
+from ppo_rlhf.models.packed_attention import (
+    NAME,
+    ROUND,
+    PackedLayout,
+    packed_attention,
+    place_rows,
+    rounded_up,
+    take_rows,
+)
+from ppo_rlhf.models.reward_model import CausalLMRewardModel
+from ppo_rlhf.models.sequence_scores import sequence_scores
+from ppo_rlhf.models.token_rows import right_padded
+from ppo_rlhf.models.trunks import logits_of, packing, packs, token_states
+from tests.tiny_models import KINDS, tiny_model
+
+SEQUENCES = [[4, 7, 9, 12, 5], [6], [8, 10, 11], [3, 13, 14, 15, 16, 17, 18]]
+LAYERS = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 25}
+WIDER = {**LAYERS, "intermediate_size": 24, "num_key_value_heads": 2, "max_position_embeddings": 32}
+ENDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+OTHERS = {
+    "qwen2": (Qwen2Config(**WIDER, **ENDS), True),
+    "opt": (OPTConfig(**LAYERS, ffn_dim=24, word_embed_proj_dim=16, dropout=0.0, max_position_embeddings=32), True),
+    "granite": (GraniteConfig(**WIDER, **ENDS, logits_scaling=3.0), True),
+    "mistral with a window": (MistralConfig(**WIDER, **ENDS, sliding_window=3), False),
+    "gemma2, which caps and has windows": (Gemma2Config(**WIDER, **ENDS, head_dim=4), False),
+    "bloom, which has no positions": (BloomConfig(hidden_size=16, n_layer=2, n_head=2, vocab_size=25), False),
+}
+
+
+def other(name: str) -> tuple[torch.nn.Module, bool]:
+    config, can = OTHERS[name]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, 0.0, 0.3)
+    return model.double(), can
+
+
+def states_one_by_one(backbone) -> torch.Tensor:
+    with torch.no_grad():
+        return torch.cat([backbone(torch.tensor([ids]), use_cache=False).last_hidden_state[0] for ids in SEQUENCES])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_states_are_those_of_each_sequence_alone(kind):
+    backbone = tiny_model(kind).base_model.double()
+    assert packs(backbone)
+    with torch.no_grad():
+        found = token_states(backbone, right_padded(SEQUENCES, 0))
+    assert_close(found, states_one_by_one(backbone), rtol=0.0, atol=1e-6)  # a Llama's norm is float32
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_architectures_are_asked_and_give_the_same_states_and_logits_whether_they_pack_or_not(name):
+    model, can = other(name)
+    assert packs(model.base_model) is can
+    with torch.no_grad():
+        states = token_states(model.base_model, right_padded(SEQUENCES, 0))
+        logits = logits_of(model)(states)
+        expected = torch.cat([model(torch.tensor([ids]), use_cache=False).logits[0] for ids in SEQUENCES])
+    assert_close(states, states_one_by_one(model.base_model), rtol=0.0, atol=1e-5)
+    assert_close(logits, expected, rtol=0.0, atol=1e-5)
+
+
+def test_logits_behind_a_scale_have_the_gradient_of_the_models_own():
+    model, _ = other("granite")
+    states = torch.randn(3, 16, dtype=torch.float64, requires_grad=True)
+    logits_of(model)(states)[:, 4].sum().backward()
+    assert_close(states.grad, (model.lm_head.weight[4] / 3.0).expand(3, 16).detach(), rtol=0.0, atol=1e-12)
+
+
+def test_a_model_whose_logits_do_not_come_from_its_states_is_refused():
+    model = tiny_model()
+    model.forward = lambda *_, **__: type("Output", (), {"logits": torch.randn(1, 4, 25)})
+    with pytest.raises(ModelError, match="LlamaForCausalLM: its logits cannot be computed from its last hidden states"):
+        logits_of(model)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_packed_states_are_those_of_each_sequence_alone(kind):
+    found, expected = tiny_model(kind).double(), tiny_model(kind).double()
+    with packing(found):
+        token_states(found.base_model, right_padded(SEQUENCES, 0)).square().sum().backward()
+    for ids in SEQUENCES:
+        expected.base_model(torch.tensor([ids]), use_cache=False).last_hidden_state.square().sum().backward()
+    for (name, ours), theirs in zip(found.base_model.named_parameters(), expected.base_model.parameters(), strict=True):
+        assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bit_attention_on_a_cpu_is_that_of_float32_up_to_rounding(dtype):
+    backbone = tiny_model("gpt2").base_model
+    with torch.no_grad():
+        expected = token_states(backbone, right_padded(SEQUENCES, 0))
+        with torch.autocast("cpu", dtype):
+            found = token_states(backbone, right_padded(SEQUENCES, 0))
+    assert_close(found.float(), expected, rtol=0.0, atol=0.1)
+    assert not torch.equal(found.float(), expected)
+
+
+def test_a_row_is_rounded_up_unless_all_sequences_are_of_one_length():
+    rows = right_padded(SEQUENCES, 0)
+    assert rows.packed_ids.shape == (1, ROUND)
+    assert rows.packed_ids[0].tolist() == [token for ids in SEQUENCES for token in ids]  # 16 already
+    longer = right_padded([*SEQUENCES, [19]], 0)
+    assert longer.packed_ids.shape == (1, 2 * ROUND)
+    assert longer.packed_positions[0, len(longer.slots) :].tolist() == [0] * 15  # the last token's, again and again
+    even = right_padded([[4, 5, 6], [7, 8, 9]], 0)
+    assert even.packed_ids.tolist() == [[4, 5, 6, 7, 8, 9]]
+    assert even.layout.is_even
+
+
+def test_numbers_of_tokens_are_rounded_up_to_few_different_ones():
+    expected = {1: 16, 16: 16, 17: 32, 383: 384, 384: 384, 385: 416, 416: 416, 768: 768, 769: 832}
+    assert {n: rounded_up(n) for n in expected} == expected
+    assert all(rounded_up(n) - n < max(ROUND, n / 12) for n in range(1, 5000))
+    assert len({rounded_up(n) for n in range(200, 6400)}) < 70
+
+
+def test_what_fills_up_a_row_changes_nothing():
+    backbone = tiny_model("gpt2").base_model.double()
+    whole = [*SEQUENCES, [19]]
+    with torch.no_grad():
+        found = token_states(backbone, right_padded(whole, 0))
+        alone = backbone(torch.tensor([[19]]), use_cache=False).last_hidden_state[0]
+    assert len(found) == sum(map(len, whole))
+    assert_close(found[-1:], alone, rtol=0.0, atol=1e-12)
+
+
+def test_the_attention_of_a_model_is_its_own_again_after_the_block_and_after_an_error():
+    backbone = tiny_model().base_model
+    before = backbone.config._attn_implementation
+    with pytest.raises(KeyError), packed_attention(backbone):  # noqa: PT012
+        assert backbone.config._attn_implementation == NAME
+        raise KeyError
+    assert backbone.config._attn_implementation == before
+
+
+def test_rows_are_placed_and_taken_with_their_gradients():
+    rows = torch.arange(6.0).view(3, 2).requires_grad_()
+    slots = torch.tensor([3, 0, 4])
+    placed = place_rows(rows, slots, 5)
+    assert placed.tolist() == [[2.0, 3.0], [0.0, 0.0], [0.0, 0.0], [0.0, 1.0], [4.0, 5.0]]
+    (placed * torch.arange(10.0).view(5, 2)).sum().backward()
+    assert rows.grad.tolist() == [[6.0, 7.0], [0.0, 1.0], [8.0, 9.0]]
+    table = torch.arange(8.0).view(4, 2).requires_grad_()
+    taken = take_rows(table, torch.tensor([2, 0]))
+    assert taken.tolist() == [[4.0, 5.0], [0.0, 1.0]]
+    (taken * torch.tensor([[1.0, 2.0], [3.0, 4.0]])).sum().backward()
+    assert table.grad.tolist() == [[3.0, 4.0], [0.0, 0.0], [1.0, 2.0], [0.0, 0.0]]
+
+
+def test_a_layout_spreads_with_zeros_and_collects_again():
+    layout = PackedLayout.of([1, 3, 2])
+    tokens = torch.arange(1.0, 7.0)[:, None]
+    spread = layout.spread(tokens)
+    assert spread.shape == (3, ROUND, 1)
+    assert spread[:, :3, 0].tolist() == [[1, 0, 0], [2, 3, 4], [5, 6, 0]]
+    assert not spread[:, 3:].any()
+    assert torch.equal(layout.collect(spread), tokens)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_reward_model_scores_packed_sequences_as_each_alone(kind):
+    torch.manual_seed(0)
+    model = CausalLMRewardModel.from_causal_lm(tiny_model(kind)).double()
+    with torch.no_grad():
+        alone = torch.cat([model(torch.tensor([ids])).logits[0] for ids in SEQUENCES])
+        assert_close(sequence_scores(model, SEQUENCES, 3), alone, rtol=0.0, atol=1e-6)
+
+
+@pytest.mark.parametrize("pad", [0, 3, 18])
+def test_a_classifier_of_transformers_scores_as_its_own_forward_does_wherever_its_pad_token_stands(pad):
+    config = GPT2Config(n_embd=16, n_layer=2, n_head=2, n_positions=32, vocab_size=25, num_labels=1, pad_token_id=pad)
+    torch.manual_seed(0)
+    model = GPT2ForSequenceClassification(config).eval().double()
+    sequences = [[3, 4, 18], [18, 18], [7, 0, 9, 0, 0], [5]]
+    asked, forward = [], model.forward
+    with torch.no_grad():
+        expected = torch.cat([model(torch.tensor([ids])).logits[0] for ids in sequences])
+        model.forward = lambda **inputs: pytest.fail("computes padding") if asked else forward(**inputs)
+        sequence_scores(model, [[4, 5]], pad)  # the first time it asks the model what it can
+        asked.append(True)
+        assert_close(sequence_scores(model, sequences, pad), expected, rtol=0.0, atol=1e-10)
