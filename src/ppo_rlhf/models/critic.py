@@ -15,18 +15,16 @@ OwnBackbone = Callable[[PreTrainedModel], PreTrainedModel]
 """Makes, from a backbone, one whose values can be trained without changing those of the first."""
 
 
-class Critic(nn.Module):
-    """A causal backbone with a linear value head.
+class ValueModel(nn.Module):
+    """A linear value head on the last hidden states of a backbone.
 
     Attributes:
         backbone: Transformer without a language-model head.
         value_head: `Linear(hidden_size, 1)`.
     """
 
-    def __init__(self, backbone: PreTrainedModel, value_head: nn.Linear) -> None:
-        super().__init__()
-        self.backbone = backbone
-        self.value_head = value_head
+    backbone: PreTrainedModel
+    value_head: nn.Linear
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Tensor:
         """Return the value of the state that ends at each position, `[B, S]`, float32 or wider.
@@ -40,7 +38,24 @@ class Critic(nn.Module):
 
     def values(self, states: Tensor) -> Tensor:
         """Return the values `[…]` of the backbone's last hidden states `[…, H]`, float32 or wider."""
-        return _values(self.value_head, states)
+        head = self.value_head
+        with torch.autocast(states.device.type, enabled=False):  # one number a token: 16 bits would save nothing
+            values: Tensor = head(states.to(head.weight.dtype)).squeeze(-1)
+        return values if values.dtype == torch.float64 else values.float()
+
+
+class Critic(ValueModel):
+    """A causal backbone with a linear value head.
+
+    Attributes:
+        backbone: Transformer without a language-model head.
+        value_head: `Linear(hidden_size, 1)`.
+    """
+
+    def __init__(self, backbone: PreTrainedModel, value_head: nn.Linear) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.value_head = value_head
 
     @classmethod
     def from_policy(
@@ -91,7 +106,7 @@ class Critic(nn.Module):
         return cls(backbone.to(policy.device), head)
 
 
-class SharedCritic(nn.Module):
+class SharedCritic(ValueModel):
     """A linear value head on the policy's own last hidden states: a shared trunk, as TRL's value-head models have it.
 
     The policy is no submodule: the critic's parameters, and what is saved of it, are the head alone.
@@ -110,23 +125,11 @@ class SharedCritic(nn.Module):
         """Put a head on the policy: a copy of the one given, or one that starts at zero."""
         return cls(policy, make_value_head(policy, value_head))
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Tensor:
-        """Return the value of the state that ends at each position, `[B, S]`, by a forward pass of the trunk alone."""
-        return self.values(
-            self.backbone(
-                input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
-            ).last_hidden_state
-        )
-
     @property
     def backbone(self) -> PreTrainedModel:
         """The policy's."""
         backbone: PreTrainedModel = self._trunk_of[0].base_model
         return backbone
-
-    def values(self, states: Tensor) -> Tensor:
-        """Return the values `[…]` of the policy's last hidden states `[…, H]`, float32 or wider."""
-        return _values(self.value_head, states)
 
 
 def copy_to_train(backbone: PreTrainedModel) -> PreTrainedModel:
@@ -155,12 +158,6 @@ def make_value_head(policy: PreTrainedModel, start: nn.Linear | None) -> nn.Line
             head.weight.copy_(start.weight)
             head.bias.copy_(start.bias)
     return head
-
-
-def _values(head: nn.Linear, hidden: Tensor) -> Tensor:
-    with torch.autocast(hidden.device.type, enabled=False):  # one number a token: 16 bits would save nothing
-        values: Tensor = head(hidden.to(head.weight.dtype)).squeeze(-1)
-    return values if values.dtype == torch.float64 else values.float()
 
 
 def _new_head(width: int, policy: PreTrainedModel) -> nn.Linear:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ppo_rlhf.models.annotations import PreTrainedModel
-from ppo_rlhf.models.packed_attention import PackedLayout, packed_attention
+from ppo_rlhf.models.packed_attention import PackedLayout, packed_states
 from ppo_rlhf.models.trunks import backbone_of, logits_of
 
 BUCKET = 64
@@ -41,6 +41,8 @@ class Decoder:
         self._values: dict[int, Tensor] = {}
         self._longest = longest
         self._prefilling: PackedLayout | None = None
+        self._width = 0  # columns that a step attends to
+        self._rows: Tensor | None = None  # of the live sequences, counted
         self._mask: Tensor | None = None
         self._prompt_ids = prompt_ids
         self._columns = [len(ids) for ids in prompt_ids]
@@ -55,7 +57,7 @@ class Decoder:
         ids = torch.tensor([[token for ids in distinct for token in ids]], device=device)
         positions = torch.cat([torch.arange(length) for length in lengths])[None].to(device)
         self._prefilling = layout
-        states = self._states(ids, positions)
+        states = packed_states(self._backbone, ids, positions, self)
         self._prefilling = None
         last = torch.tensor(lengths, device=device).cumsum(0) - 1
         logits = self._head(states[last])
@@ -69,11 +71,13 @@ class Decoder:
 
     def step(self, token_ids: Tensor) -> Tensor:
         """Take one token of each sequence, `[B]`, and return the logits `[B, V]` that follow it."""
+        self._width = max(self._columns) + 1
+        self._rows = torch.arange(len(self._columns), device=self.lengths.device)
+        is_even = min(self._columns) == self._width - 1
+        columns = torch.arange(self._width, device=self.lengths.device)
+        self._mask = None if is_even else columns <= self.lengths[:, None]
         self._make_room()
-        width = max(self._columns) + 1
-        is_even = min(self._columns) == width - 1
-        self._mask = None if is_even else torch.arange(width, device=self.lengths.device) <= self.lengths[:, None]
-        logits = self._head(self._states(token_ids[None], self.lengths[None]))
+        logits = self._head(packed_states(self._backbone, token_ids[None], self.lengths[None], self))
         self.lengths = self.lengths + 1
         self._columns = [length + 1 for length in self._columns]
         return logits
@@ -107,19 +111,11 @@ class Decoder:
             self._keys[layer] = self._store(self._prefilling.spread(key_NKD))
             self._values[layer] = self._store(self._prefilling.spread(value_NKD))
             return self._prefilling.attend(layer, query_NHD, key_NKD, value_NKD, scaling)
-        rows = torch.arange(len(query_NHD), device=query_NHD.device)
-        keys, values = self._keys[layer][: len(rows)], self._values[layer][: len(rows)]
-        keys[rows, :, self.lengths] = key_NKD.to(keys.dtype)
-        values[rows, :, self.lengths] = value_NKD.to(keys.dtype)
-        width = max(self._columns) + 1
-        return _attend_to_held(query_NHD, keys[:, :, :width], values[:, :, :width], self._mask, scaling)
-
-    def _states(self, ids: Tensor, positions: Tensor) -> Tensor:
-        with packed_attention(self._backbone):
-            states: Tensor = self._backbone(
-                input_ids=ids, position_ids=positions, use_cache=False, packed_layout=self
-            ).last_hidden_state[0]
-        return states
+        keys, values = self._keys[layer][: len(query_NHD)], self._values[layer][: len(query_NHD)]
+        keys[self._rows, :, self.lengths] = key_NKD.to(keys.dtype)
+        values[self._rows, :, self.lengths] = value_NKD.to(keys.dtype)
+        held = keys[:, :, : self._width], values[:, :, : self._width]
+        return _attend_to_held(query_NHD, *held, self._mask, scaling)
 
     def _store(self, spread_BLKD: Tensor) -> Tensor:
         """Return memory `[B, K, capacity, d]` that begins with these columns."""
@@ -135,11 +131,10 @@ class Decoder:
 
     def _make_room(self) -> None:
         """Let every sequence grow by a token."""
-        needed = max(self._columns) + 1
         for held in (self._keys, self._values):
             for layer, tensor in held.items():
-                if tensor.shape[2] < needed:
-                    more = self._capacity(needed) - tensor.shape[2]
+                if tensor.shape[2] < self._width:
+                    more = self._capacity(self._width) - tensor.shape[2]
                     held[layer] = nn.functional.pad(tensor[: len(self._columns)], (0, 0, 0, more))
 
 

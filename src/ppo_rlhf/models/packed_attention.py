@@ -145,6 +145,15 @@ def packed_attention(*models: PreTrainedModel) -> Iterator[None]:
             config._attn_implementation = implementation
 
 
+def packed_states(backbone: PreTrainedModel, ids: Tensor, positions: Tensor, layout: Attention) -> Tensor:
+    """Return the last hidden states `[N, H]` of a row of tokens `[1, N]`, without a cache of transformers' own."""
+    with packed_attention(backbone):
+        states: Tensor = backbone(
+            input_ids=ids, position_ids=positions, use_cache=False, packed_layout=layout
+        ).last_hidden_state[0]
+    return states
+
+
 class Attention(Protocol):
     """What attends in a forward pass within `packed_attention`: its keyword argument `packed_layout`."""
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models.annotations import PreTrainedModel
-from ppo_rlhf.models.packed_attention import packed_attention
+from ppo_rlhf.models.packed_attention import packed_attention, packed_states
 from ppo_rlhf.models.token_rows import TokenRows, right_padded
 
 CLOSE = {2: 0.2, 4: 1e-2, 8: 1e-2}
@@ -37,12 +37,11 @@ def vocabulary_size(model: PreTrainedModel) -> int:
 def token_states(backbone: PreTrainedModel, rows: TokenRows) -> Tensor:
     """Return the last hidden states of all real tokens, `[N, H]`, sequence by sequence.
 
-    Without padding where the architecture can do without (`packs`); it must then run within `packed_attention`, which
-    this enters; with gradient checkpointing the backward pass must run in it, too.
+    Without padding where the architecture can do without (`packs`). With gradient checkpointing the backward pass must
+    then run within `packing`.
     """
     if packs(backbone):
-        with packed_attention(backbone):
-            return _packed_states(backbone, rows)
+        return _packed_states(backbone, rows)
     return _padded_states(backbone, rows)
 
 
@@ -86,10 +85,7 @@ _heads: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
 def _packed_states(backbone: PreTrainedModel, rows: TokenRows) -> Tensor:
-    states: Tensor = backbone(
-        input_ids=rows.packed_ids, position_ids=rows.packed_positions, use_cache=False, packed_layout=rows.layout
-    ).last_hidden_state[0]
-    return states[: len(rows.slots)]
+    return packed_states(backbone, rows.packed_ids, rows.packed_positions, rows.layout)[: len(rows.slots)]
 
 
 def _padded_states(backbone: PreTrainedModel, rows: TokenRows) -> Tensor:
@@ -118,9 +114,8 @@ def _keeps_sequences_apart(backbone: PreTrainedModel) -> bool:
     device = backbone.device
     try:
         with asking(backbone):
-            with packed_attention(backbone):
-                found = _packed_states(backbone, _side_by_side(first, second).to(device))
-                other = _packed_states(backbone, _side_by_side(changed, second).to(device))
+            found = _packed_states(backbone, _side_by_side(first, second).to(device))
+            other = _packed_states(backbone, _side_by_side(changed, second).to(device))
             expected = _padded_states(backbone, _side_by_side(first, second).to(device))
     except (TypeError, ValueError, RuntimeError, NotImplementedError, AttributeError, IndexError, KeyError):
         return False  # whatever an architecture says to what it does not know

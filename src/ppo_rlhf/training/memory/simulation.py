@@ -26,7 +26,7 @@ from ppo_rlhf.models.adapters import trained_parameters
 from ppo_rlhf.models.critic import SharedCritic
 from ppo_rlhf.models.decoding import Decoder
 from ppo_rlhf.models.loading import disable_dropout, fuse_activations
-from ppo_rlhf.models.packed_attention import PackedLayout, packed_attention
+from ppo_rlhf.models.packed_attention import PackedLayout, packed_attention, packed_states
 from ppo_rlhf.models.quiet import quiet_transformers
 from ppo_rlhf.models.trunks import backbone_of, vocabulary_size
 from ppo_rlhf.training.config import PPOConfig
@@ -225,14 +225,8 @@ class Passes:
     def _states(self, backbone: PreTrainedModel, rows: int) -> Tensor:
         """Return the states `[N, H]` of rows of full length, packed."""
         width = self.prompt_length + self.config.response_length
-        with packed_attention(backbone):
-            states: Tensor = backbone(
-                input_ids=_ids(1, rows * width),
-                position_ids=_ids(1, rows * width),
-                use_cache=False,
-                packed_layout=PackedLayout.of([width] * rows, DEVICE),
-            ).last_hidden_state[0]
-        return states
+        ids = _ids(1, rows * width)
+        return packed_states(backbone, ids, ids, PackedLayout.of([width] * rows, DEVICE))
 
     def _statistics(
         self, model: PreTrainedModel, states: Tensor, rows: int, *, with_entropy: bool = False
