@@ -12,14 +12,18 @@ ONE_STEP = {"num_ppo_epochs": 1, "num_mini_batches": 1, "max_grad_norm": 1e9}
 
 
 def freeze(run) -> list[dict[str, torch.Tensor]]:
-    """Keep both optimisers from moving; return what each step would have seen as gradients."""
+    """Keep both optimisers from moving; return what each step would have moved by: gradients after clipping."""
     seen: list[dict[str, torch.Tensor]] = []
 
+    def gradients_of(name: str) -> dict[str, torch.Tensor]:
+        divisor = getattr(getattr(run.state, f"{name}_optimizer"), "grad_scale", 1.0)  # the fused kernel's
+        return {f"{name}.{n}": p.grad / divisor for n, p in getattr(run.state, name).named_parameters()}
+
     def policy_step():
-        seen.append({f"policy.{n}": p.grad.clone() for n, p in run.state.policy.named_parameters()})
+        seen.append(gradients_of("policy"))
 
     def critic_step():
-        seen[-1].update({f"critic.{n}": p.grad.clone() for n, p in run.state.critic.named_parameters()})
+        seen[-1].update(gradients_of("critic"))
 
     run.state.policy_optimizer.step = policy_step
     run.state.critic_optimizer.step = critic_step

@@ -6,7 +6,8 @@ import torch
 from torch.testing import assert_close
 from transformers import GenerationConfig
 
-from ppo_rlhf.training.generation import SamplingSettings, generate_responses
+from ppo_rlhf.models.decoding import Decoder
+from ppo_rlhf.training.generation import SamplingSettings, _leaving, generate_responses
 
 KINDS = ["gpt2", "llama", "bitnet"]
 ENGINES = ["static", "plain", "hf"]
@@ -247,6 +248,26 @@ def test_decoding_ends_with_the_last_response_to_stop(make_model, engine):
     assert max(found.lengths.tolist()) < STEPS
     assert len(set(found.lengths.tolist())) > 1
     assert len(passes) == max(found.lengths.tolist())
+
+
+def test_ended_sequences_leave_so_that_a_multiple_of_four_rows_stays(make_model, monkeypatch):
+    """A tenth of the vocabulary stops: of 11 prompts, some end at almost every step."""
+    rows, step = [], Decoder.step
+
+    def counted(self, token_ids):
+        rows.append(len(token_ids))
+        return step(self, token_ids)
+
+    monkeypatch.setattr(Decoder, "step", counted)
+    prompts = [*UNEVEN, *EVEN[1:]]
+    found = generate_responses(make_model("llama"), prompts, noise(11), settings())
+    live = [int(((found.lengths > taken) | ~found.terminated).sum()) for taken in range(1, STEPS)]
+    assert len(set(rows)) > 1
+    assert all(
+        count == min(11, -(-alive // 4) * 4) for count, alive in zip(rows, live, strict=False)
+    )  # no step once all have ended
+    assert _leaving([True, False, True, True, False, True, True]) == [False, False, False, True, False, True, True]
+    assert _leaving([False] * 5 + [True]) == [False] * 6
 
 
 def test_a_row_does_not_depend_on_the_rows_beside_it(make_model):

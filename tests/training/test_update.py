@@ -9,11 +9,14 @@ from torch.testing import assert_close
 
 from ppo_rlhf.core.errors import DivergenceError, TrainingError
 from ppo_rlhf.models.loading import disable_dropout
-from ppo_rlhf.training import update
+from ppo_rlhf.models.reward_model import CausalLMRewardModel
+from ppo_rlhf.training import PPOTrainer, update
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.experience import Experience
 from ppo_rlhf.training.rewards import RewardScorer
+from ppo_rlhf.training.stepping import learners
 from ppo_rlhf.training.update import optimise
+from tests.tiny_models import tiny_model, word_tokenizer
 
 from .support import ONE_STEP, assert_same_gradients, freeze, gradients, moved_on
 
@@ -369,6 +372,55 @@ def test_a_non_finite_gradient_skips_its_own_step_or_if_aligned_that_of_both(
     assert caplog.messages == [f"Non-finite gradient of the {culprits} in iteration 1, optimiser step 1: step skipped."]
 
 
+@pytest.mark.parametrize("align", [False, True], ids=["own", "aligned"])
+def test_in_float32_the_optimisers_kernel_leaves_out_the_step(make_run, snapshot, same_tensors, align):
+    run = make_run(dtype="float32", align_overflow=align, **ONE_STEP)
+    run.iteration()  # the optimisers have moments now
+    assert all(learner.decides_itself for learner in learners(run.state))
+    modules = {"policy": run.state.policy, "critic": run.state.critic}
+    before = {name: snapshot(module) for name, module in modules.items()}
+    optimise(run.state, with_nan(run.before_update()[-1], 3, ("advantages",)), run.config)
+    assert (run.state.optimiser_steps, run.state.skipped_steps, run.state.skipped_in_a_row) == (1, 1, 1)
+    for name, taken in (("policy", 1), ("critic", 1 if align else 2)):
+        assert same_tensors(before[name], snapshot(modules[name])) == (taken == 1)
+        for row in getattr(run.state, f"{name}_optimizer").state.values():
+            assert float(row["step"]) == taken
+            assert all(bool(row[moment].isfinite().all()) for moment in ("exp_avg", "exp_avg_sq"))
+
+
+@pytest.mark.parametrize("limit", [1e-3, 1e3], ids=["clipped", "not clipped"])
+def test_the_kernel_that_clips_averages_the_same_gradients_as_one_behind_clipping(make_run, limit):
+    """AdamW's first mean gradient is a tenth of the gradient that it was given."""
+    found = []
+    for optim in ("adamw_torch_fused", "adamw_torch"):
+        run = make_run(**{**ONE_STEP, "dtype": "float32", "max_grad_norm": limit, "optim": optim})
+        assert [learner.decides_itself for learner in learners(run.state)] == [optim == "adamw_torch_fused"] * 2
+        metrics = run.iteration()
+        assert metrics["policy/grad_norm"] > 1e-3
+        state = run.state.policy_optimizer.state
+        found.append({name: state[p]["exp_avg"] for name, p in run.state.policy.named_parameters()})
+    norm = float(torch.stack([mean.norm() for mean in found[1].values()]).norm())
+    assert norm == pytest.approx(0.1 * min(limit, metrics["policy/grad_norm"]), rel=1e-2)
+    for name, mean in found[1].items():
+        assert_close(found[0][name], mean, rtol=1e-5, atol=1e-5 * norm)
+
+
+def test_only_one_models_gradients_are_in_memory_at_a_time(make_run):
+    run = make_run(**ONE_STEP)
+    held: list[tuple[bool, bool]] = []
+
+    def look(*_):
+        held.append(
+            tuple(any(p.grad is not None for p in model.parameters()) for model in (run.state.policy, run.state.critic))
+        )
+
+    run.state.policy_optimizer.register_step_pre_hook(look)
+    run.state.critic_optimizer.register_step_pre_hook(look)
+    run.iteration()
+    look()
+    assert held == [(True, False), (False, True), (False, False)]
+
+
 def test_only_the_minibatch_with_the_bad_row_is_skipped_and_training_goes_on(make_run, snapshot, same_tensors):
     run = make_run(**{**ONE_STEP, "num_mini_batches": 3, "num_ppo_epochs": 2, "max_skipped_steps": 2})
     before = snapshot(run.state.policy)
@@ -390,8 +442,7 @@ def test_too_many_skipped_steps_in_a_row_stop_the_run_and_say_where(make_run, sn
         optimise(run.state, experience, run.config)
     assert str(caught.value) == (
         "3 optimiser steps in a row had a non-finite gradient, the last of the policy in iteration 2, optimiser step "
-        "11 (ppo.max_skipped_steps=3). The weights are those of the last good step; lower ppo.learning_rate, or look "
-        "for non-finite rewards"
+        "11 (ppo.max_skipped_steps=3). No such step was taken; lower ppo.learning_rate, or look for non-finite rewards"
     )
     after = [snapshot(module) for module in (run.state.policy, run.state.critic)]
     assert all(same_tensors(*pair) for pair in zip(before, after, strict=True))
@@ -451,6 +502,25 @@ def test_skipped_steps_in_a_row_are_counted_across_iterations(make_run):
     optimise(run.state, with_nan(run.before_update()[-1], 0), run.config)
     with pytest.raises(TrainingError, match=r"^2 optimiser steps in a row .* iteration 2, optimiser step 2 "):
         optimise(run.state, with_nan(run.before_update()[-1], 0), run.config)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_steps_of_an_update_wait_for_nothing(monkeypatch):
+    step, taken = update._Update.step, []
+
+    def watched(self, minibatch):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            taken.append(step(self, minibatch))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        return taken[-1]
+
+    monkeypatch.setattr(update._Update, "step", watched)
+    config = PPOConfig(device="cuda", dtype="bfloat16", total_episodes=32, response_length=8)
+    reward = CausalLMRewardModel.from_causal_lm(tiny_model(seed=2))
+    list(PPOTrainer(config, tiny_model(), tokenizer=word_tokenizer(), reward=reward, prompts=["a b c", "d e"]).train())
+    assert len(taken) > 2
 
 
 def test_a_score_that_is_not_a_number_never_reaches_the_weights(make_run, snapshot, same_tensors):

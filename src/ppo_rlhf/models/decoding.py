@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ppo_rlhf.models.annotations import PreTrainedModel
-from ppo_rlhf.models.packed_attention import PackedLayout, packed_states
+from ppo_rlhf.models.packed_attention import PackedLayout, filling, packed_states
 from ppo_rlhf.models.trunks import backbone_of, logits_of
 
 BUCKET = 64
@@ -53,11 +53,12 @@ class Decoder:
         device = self._model.device
         distinct, of_row = _distinct(self._prompt_ids)
         lengths = [len(ids) for ids in distinct]
-        layout = PackedLayout.of(lengths, device)
-        ids = torch.tensor([[token for ids in distinct for token in ids]], device=device)
-        positions = torch.cat([torch.arange(length) for length in lengths])[None].to(device)
-        self._prefilling = layout
-        states = packed_states(self._backbone, ids, positions, self)
+        more = filling(lengths)
+        tokens = [token for ids in distinct for token in ids] + [distinct[-1][-1]] * more
+        positions = torch.cat([*(torch.arange(length) for length in lengths), torch.zeros(more, dtype=torch.long)])
+        self._prefilling = PackedLayout.of(lengths, device, more=more)
+        ids = torch.tensor([tokens], device=device)
+        states = packed_states(self._backbone, ids, positions[None].to(device), self)
         self._prefilling = None
         last = torch.tensor(lengths, device=device).cumsum(0) - 1
         logits = self._head(states[last])

@@ -39,6 +39,12 @@ def rounded_up(tokens: int) -> int:
     return -(-tokens // step) * step
 
 
+def filling(lengths: Sequence[int]) -> int:
+    """Return how many tokens fill up a row of sequences of these lengths: none if all are of one length."""
+    tokens = sum(lengths)
+    return 0 if min(lengths) == max(lengths) else rounded_up(tokens) - tokens
+
+
 @dataclass(frozen=True)
 class PackedLayout:
     """Where each of B sequences lies in a row of N tokens: one behind the other.
@@ -63,8 +69,8 @@ class PackedLayout:
         return cls(tuple(lengths), width, torch.cat(slots).to(device), more)
 
     def to(self, device: torch.device) -> PackedLayout:
-        """Return the same on another device."""
-        return PackedLayout(self.lengths, self.width, self.slots.to(device), self.more)
+        """Return the same, that lies on the CPU, elsewhere, without waiting."""
+        return PackedLayout(self.lengths, self.width, self.slots.to(device, non_blocking=True), self.more)
 
     @cached_property
     def is_even(self) -> bool:
@@ -190,9 +196,7 @@ class Attention(Protocol):
         """
 
 
-def causal_attention(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, layout: PackedLayout
-) -> Tensor:
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, layout: PackedLayout) -> Tensor:
     """Attend to oneself and what came before: query and result `[B, H, L, d]`, key and value `[B, K, L, d]`."""
     groups = query.shape[1] // key.shape[1]
     if query.device.type != "cpu":

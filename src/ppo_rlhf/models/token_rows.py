@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ppo_rlhf.models.packed_attention import PackedLayout, rounded_up
+from ppo_rlhf.models.packed_attention import PackedLayout, filling
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class TokenRows:
 
     Padded: `[B, S]`, padding on either side. Packed: `[1, N + n]`, one sequence behind the other. Behind the last one
     there are n tokens of no sequence, unless all sequences are of one length: so that N + n is one of few numbers
-    (`rounded_up`).
+    (`filling`).
     """
 
     input_ids: Tensor  # [B, S]
@@ -33,16 +33,17 @@ class TokenRows:
         """Take the padded form; on the CPU, or this waits for the device."""
         slots = attention_mask.flatten().nonzero()[:, 0]
         lengths: list[int] = attention_mask.sum(-1).tolist()
-        more = 0 if min(lengths) == max(lengths) else rounded_up(len(slots)) - len(slots)
+        more = filling(lengths)
         longer = torch.cat([slots, slots[-1:].expand(more)])  # the last token over and over: a valid id and position
         ids, positions = (values.flatten()[longer][None] for values in (input_ids, position_ids))
         layout = PackedLayout.of(lengths, input_ids.device, more=more)
         return cls(input_ids, attention_mask, position_ids, ids, positions, layout, slots)
 
     def to(self, device: torch.device) -> TokenRows:
-        """Return the same on another device."""
+        """Return the same, that lies on the CPU, elsewhere, without waiting."""
         tensors = (self.input_ids, self.attention_mask, self.position_ids, self.packed_ids, self.packed_positions)
-        return TokenRows(*(tensor.to(device) for tensor in tensors), self.layout.to(device), self.slots.to(device))
+        moved = (tensor.to(device, non_blocking=True) for tensor in tensors)
+        return TokenRows(*moved, self.layout.to(device), self.slots.to(device, non_blocking=True))
 
 
 def right_padded(sequences: Sequence[Sequence[int]], pad_id: int) -> TokenRows:

@@ -25,6 +25,9 @@ from ppo_rlhf.training.packing import left_pad, without_padding
 
 STEPS_BETWEEN_LOOKS = 16
 """Steps on an accelerator after which it is asked which sequences have ended."""
+ROWS = 4
+"""Rows of a decoding step come in multiples of this: each number of them costs memory (`packed_attention.rounded_up`),
+and a row more in products with so few costs next to nothing."""
 
 
 @dataclass(frozen=True)
@@ -133,11 +136,23 @@ def _decode_packed(
             ended = has_ended.tolist()
             if all(ended):
                 break
-            if any(ended):
-                order = torch.tensor(decoder.drop(ended), device=device)
+            leaving = _leaving(ended)
+            if any(leaving):
+                order = torch.tensor(decoder.drop(leaving), device=device)
                 live, token, has_ended = live[order], token[order], has_ended[order]
         logits = decoder.step(token)
     return tokens, logprobs
+
+
+def _leaving(ended: list[bool]) -> list[bool]:
+    """Return which of the sequences that have ended leave: so many that a multiple of `ROWS` stays."""
+    stay = -ended.count(False) % ROWS
+    leaving = []
+    for has_ended in ended:
+        stays = has_ended and stay > 0
+        stay -= stays
+        leaving.append(has_ended and not stays)
+    return leaving
 
 
 def _is_time_to_look(step: int, device: torch.device) -> bool:

@@ -77,14 +77,17 @@ class PackedSequences:
         return place_rows(values_M, self._state_slots, self.is_state.numel()).view(self.is_state.shape)
 
     def to(self, device: torch.device | str) -> PackedSequences:
-        """Return the same on another device; what comes of masks is worked out before: no device is waited for."""
+        """Return the same, that lies on the CPU, elsewhere; what comes of masks is worked out before: nothing waits."""
         device = torch.device(device)
         if device == self.input_ids.device:
             return self
         plain = (self.input_ids, self.attention_mask, self.position_ids, self.response_ids, self.is_response)
-        moved = PackedSequences(*(tensor.to(device) for tensor in plain))
+        moved = PackedSequences(*(tensor.to(device, non_blocking=True) for tensor in plain))
         for name in ("rows", "is_state", "states", "predicting", "targets", "_response_slots", "_state_slots"):
-            moved.__dict__[name] = getattr(self, name).to(device)
+            part = getattr(self, name)
+            moved.__dict__[name] = (
+                part.to(device) if isinstance(part, TokenRows) else part.to(device, non_blocking=True)
+            )
         return moved
 
 

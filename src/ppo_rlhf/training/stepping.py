@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,8 @@ from ppo_rlhf.core.errors import DivergenceError
 from ppo_rlhf.training.state import TrainingState
 
 log = logging.getLogger(__name__)
+
+NO_DIVISION_BY_ZERO = 1e-6  # added to the norm, as torch's clip_grad_norm_ does
 
 
 @dataclass(frozen=True)
@@ -23,81 +25,143 @@ class Learner:
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
 
+    def gradients(self) -> list[Tensor]:
+        """Return those that a backward pass has left."""
+        return [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
 
-def learners(state: TrainingState, *, policy_learns: bool = True) -> list[Learner]:
-    """Return the models that learn: the critic, and the policy unless the critic is being warmed up.
+    @property
+    def decides_itself(self) -> bool:
+        """Whether the optimiser's kernel divides gradients and leaves out a step itself, so that nobody has to look.
 
-    Policy and critic on a shared trunk are one; while the critic is warmed up, that is its head alone.
+        Those two numbers are float32 for the kernel, too few digits for float64.
+        """
+        fused = all(group["fused"] for group in self.optimizer.param_groups)
+        wide = any(p.dtype == torch.float64 for group in self.optimizer.param_groups for p in group["params"])
+        return fused and not wide and not self.scaler.is_enabled()
+
+
+def learners(state: TrainingState) -> tuple[Learner, Learner]:
+    """Return policy and critic; on a shared trunk the policy is both, and the critic the head alone."""
+    policy: nn.Module = nn.ModuleList([state.policy, state.critic]) if state.shares_trunk else state.policy
+    return (
+        Learner("policy", policy, state.policy_optimizer, state.policy_scaler),
+        Learner("critic", state.critic, state.critic_optimizer, state.critic_scaler),
+    )
+
+
+@dataclass(frozen=True)
+class StepFaults:
+    """What was wrong in one optimiser step, if anything; 0-d tensors, which nobody reads before the update is over."""
+
+    not_finite: dict[str, Tensor]  # bool, by the learner's name: whether its gradient was not finite
+    overflowed: dict[str, Tensor]  # bool: whether that was the loss scale's fault, which is lower now
+    scales: dict[str, float]  # the loss scales after the step, where there are any
+
+
+@dataclass
+class OptimiserStep:
+    """One step of all learners. Each takes its own as soon as its gradient is there, which is then dropped.
+
+    With `align_overflow` all wait for the last one: if a gradient is not finite, none moves.
     """
-    if state.shares_trunk and policy_learns:
-        both = nn.ModuleList([state.policy, state.critic])
-        return [Learner("policy", both, state.policy_optimizer, state.policy_scaler)]
-    policy = Learner("policy", state.policy, state.policy_optimizer, state.policy_scaler)
-    critic = Learner("critic", state.critic, state.critic_optimizer, state.critic_scaler)
-    return [policy, critic] if policy_learns else [critic]
 
+    state: TrainingState
+    moves: bool = True
+    """False takes no step with the gradients; the loss scales take note of them all the same."""
+    _norms: dict[str, tuple[Learner, Tensor]] = field(default_factory=dict)
+    _not_finite: dict[str, Tensor] = field(default_factory=dict)
+    _overflowed: dict[str, Tensor] = field(default_factory=dict)
 
-def clip_gradients(learning: list[Learner], max_grad_norm: float) -> dict[str, Tensor]:
-    """Undo the loss scaling, clip each model's gradient to the 2-norm, and return the norms before clipping."""
-    norms = {}
-    for learner in learning:
+    def take(self, learner: Learner, loss: Tensor) -> Tensor:
+        """Take a learner's step, or remember it; return the 2-norm of its gradient before clipping.
+
+        Args:
+            learner: Its gradient is whole.
+            loss: Of the whole minibatch, to tell a float16 overflow from a fault.
+        """
         learner.scaler.unscale_(learner.optimizer)
-        norms[learner.name] = nn.utils.clip_grad_norm_(learner.model.parameters(), max_grad_norm)
-    return norms
+        norm = nn.utils.get_total_norm(learner.gradients())
+        not_finite = ~norm.isfinite()  # a loss that is not finite has such a gradient: this covers both
+        self._norms[learner.name] = learner, norm
+        if self.moves:
+            self._not_finite[learner.name] = not_finite
+            self._overflowed[learner.name] = not_finite & loss.isfinite() & _scale_can_fall(learner)
+            if not self.state.config.align_overflow:
+                self._move(learner, norm, not_finite)
+        if not (self.moves and self.state.config.align_overflow):
+            learner.optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def close(self) -> StepFaults:
+        """Take the steps that waited, and let the loss scales take note of all of them."""
+        waited = self.moves and self.state.config.align_overflow
+        if waited:
+            any_is_faulty = torch.stack(list(self._not_finite.values())).any()
+            for learner, norm in self._norms.values():
+                self._move(learner, norm, any_is_faulty)
+                learner.optimizer.zero_grad(set_to_none=True)
+        for learner, _ in self._norms.values():
+            learner.scaler.update()
+        scalers = {name: learner.scaler for name, (learner, _) in self._norms.items()}
+        scales = {name: scaler.get_scale() for name, scaler in scalers.items() if scaler.is_enabled()}
+        return StepFaults(self._not_finite, self._overflowed, scales)
+
+    def _move(self, learner: Learner, norm: Tensor, skip: Tensor) -> None:
+        """Step with the gradient divided by what brings its norm down to the limit, unless `skip` is True."""
+        state = self.state
+        divisor = ((norm + NO_DIVISION_BY_ZERO) / state.config.max_grad_norm).clamp(min=1.0)
+        averages = learner.name == "policy" and state.policy_average is not None
+        optimizer = learner.optimizer
+        if learner.decides_itself and not averages:
+            optimizer.grad_scale, optimizer.found_inf = divisor, skip.float()  # type: ignore[attr-defined]
+            optimizer.step()
+        elif not bool(skip):
+            torch._foreach_div_(learner.gradients(), divisor)
+            optimizer.step()
+            if averages:
+                state.policy_average.update(state.policy)  # type: ignore[union-attr]
 
 
-def leave_out(learning: list[Learner]) -> None:
-    """Take no step with these gradients; the loss scales take note of them all the same."""
-    for learner in learning:
-        learner.scaler.update()
-
-
-def step_where_finite(
-    state: TrainingState, learning: list[Learner], norms: dict[str, Tensor], losses: dict[str, Tensor]
-) -> None:
-    """Step each model whose gradient is finite (all or none, with `align_overflow`), and count.
-
-    Args:
-        state: Its counters advance.
-        learning: The models.
-        norms: Of their gradients, before clipping. A loss that is not finite has such a gradient, so they cover both.
-        losses: Of the whole minibatch, to tell a float16 overflow from a fault.
+def account_for(steps: list[StepFaults], state: TrainingState) -> None:
+    """Count the steps of an update and those skipped, and say which; the first look at what the device found.
 
     Raises:
         DivergenceError: `max_skipped_steps` steps in a row were skipped.
     """
-    config = state.config
-    faulty = [learner for learner in learning if not bool(torch.isfinite(norms[learner.name]))]
-    for learner in learning:
-        if learner not in faulty and not (faulty and config.align_overflow):
-            learner.optimizer.step()
-            if learner.name == "policy" and state.policy_average is not None:
-                state.policy_average.update(state.policy)
-    overflow = all(_is_overflow(learner, losses[learner.name]) for learner in faulty)
-    for learner in learning:
-        learner.scaler.update()
-    if not faulty:
-        state.optimiser_steps += 1
-        state.skipped_in_a_row = 0
-        return
-    state.skipped_steps += 1
-    where = f"iteration {state.iteration + 1}, optimiser step {state.optimiser_steps + state.skipped_steps}"
-    culprits = " and ".join(learner.name for learner in faulty)
-    if overflow:
-        scales = ", ".join(f"{learner.scaler.get_scale():g}" for learner in faulty)
-        log.info("float16 overflow of the %s in %s: step skipped, loss scale now %s.", culprits, where, scales)
-        return
-    state.skipped_in_a_row += 1
-    log.warning("Non-finite gradient of the %s in %s: step skipped.", culprits, where)
-    if state.skipped_in_a_row >= config.max_skipped_steps:
-        raise DivergenceError(
-            f"{state.skipped_in_a_row} optimiser steps in a row had a non-finite gradient, the last of the {culprits} "
-            f"in {where} (ppo.max_skipped_steps={config.max_skipped_steps}). The weights are those of the last good "
-            "step; lower ppo.learning_rate, or look for non-finite rewards",
-            last_good_iteration=state.iteration,
-        )
+    found = _read([step.not_finite for step in steps]), _read([step.overflowed for step in steps])
+    for step, not_finite, overflowed in zip(steps, *found, strict=True):
+        if not not_finite:  # nobody was to move
+            continue
+        faulty = [name for name, is_faulty in not_finite.items() if is_faulty]
+        if not faulty:
+            state.optimiser_steps += 1
+            state.skipped_in_a_row = 0
+            continue
+        state.skipped_steps += 1
+        where = f"iteration {state.iteration + 1}, optimiser step {state.optimiser_steps + state.skipped_steps}"
+        culprits = " and ".join(faulty)
+        if all(overflowed[name] for name in faulty):
+            scales = ", ".join(f"{step.scales[name]:g}" for name in faulty)
+            log.info("float16 overflow of the %s in %s: step skipped, loss scale now %s.", culprits, where, scales)
+            continue
+        state.skipped_in_a_row += 1
+        log.warning("Non-finite gradient of the %s in %s: step skipped.", culprits, where)
+        if state.skipped_in_a_row >= state.config.max_skipped_steps:
+            raise DivergenceError(
+                f"{state.skipped_in_a_row} optimiser steps in a row had a non-finite gradient, the last of the "
+                f"{culprits} in {where} (ppo.max_skipped_steps={state.config.max_skipped_steps}). No such step was "
+                "taken; lower ppo.learning_rate, or look for non-finite rewards",
+                last_good_iteration=state.iteration,
+            )
 
 
-def _is_overflow(learner: Learner, loss: Tensor) -> bool:
-    """Whether a smaller loss scale may mend it: the loss is finite, and its scale can still fall."""
-    return learner.scaler.is_enabled() and learner.scaler.get_scale() > 1.0 and bool(torch.isfinite(loss))
+def _read(flags: list[dict[str, Tensor]]) -> list[dict[str, bool]]:
+    """Return them as Python's own, with one transfer from the device."""
+    tensors = [tensor for step in flags for tensor in step.values()]
+    values = iter(torch.stack(tensors).tolist() if tensors else [])
+    return [{name: next(values) for name in step} for step in flags]
+
+
+def _scale_can_fall(learner: Learner) -> bool:
+    """Whether a smaller loss scale may mend a gradient that is not finite."""
+    return learner.scaler.is_enabled() and learner.scaler.get_scale() > 1.0

@@ -12,7 +12,7 @@ from torch import Tensor
 from ppo_rlhf.core.aggregation import aggregate_loss, aggregation_count
 from ppo_rlhf.core.errors import ConfigError, DivergenceError
 from ppo_rlhf.core.kl import kl_estimate
-from ppo_rlhf.core.losses import PolicyLoss, clipped_policy_loss, clipped_value_loss, importance_weights
+from ppo_rlhf.core.losses import clipped_policy_loss, clipped_value_loss, importance_weights
 from ppo_rlhf.models.trunks import packing
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.experience import Experience, learning_mask
@@ -25,7 +25,7 @@ from ppo_rlhf.training.randomness import minibatch_partition
 from ppo_rlhf.training.run_models import checkpointing_gradients
 from ppo_rlhf.training.scoring import response_statistics
 from ppo_rlhf.training.state import TrainingState
-from ppo_rlhf.training.stepping import clip_gradients, learners, leave_out, step_where_finite
+from ppo_rlhf.training.stepping import Learner, OptimiserStep, StepFaults, account_for, learners
 from ppo_rlhf.training.values import response_values
 
 log = logging.getLogger(__name__)
@@ -45,10 +45,10 @@ def optimise(state: TrainingState, experience: Experience, config: PPOConfig) ->
     _check_kl(float(experience.shaped_rewards.kl.sum(-1).mean()), iteration, config)
     rates = set_learning_rates(state, iteration)
     return_freed_memory()
+    _drop_gradients(state)  # of an update that was interrupted
     recomputing = checkpointing_gradients(state.policy, state.critic, config)
     with deterministic(config), recomputing, packing(state.policy, state.critic.backbone):
         steps = _run_epochs(_Update.prepare(state, experience, config))
-    _drop_gradients(state)  # as much memory as the models take, until the next update
     state.iteration = iteration
     state.episode += config.batch_size
     scores = experience.scores.total
@@ -76,22 +76,50 @@ def _check_kl(kl: float, iteration: int, config: PPOConfig) -> None:
 
 
 def _run_epochs(update: _Update) -> list[StepStatistics]:
-    config, steps = update.config, []
-    for epoch in range(config.num_ppo_epochs):
+    """Take the steps of all epochs; what the device found is read when they are over."""
+    state, config = update.state, update.config
+    steps: list[StepStatistics] = []
+    faults: list[StepFaults] = []
+    iteration = update.experience.rollouts.iteration
+    minibatches = (
+        minibatch
+        for epoch in range(config.num_ppo_epochs)
         for minibatch in minibatch_partition(
-            config.seed, update.experience.rollouts.iteration, epoch, config.local_batch_size, config.num_mini_batches
-        ):
-            statistics, went_too_far = update.step(minibatch)
-            steps.append(statistics)
-            if went_too_far:
-                update.state.early_stops += 1
-                return steps
+            config.seed, iteration, epoch, config.local_batch_size, config.num_mini_batches
+        )
+    )
+    for minibatch in minibatches:
+        statistics, found, went_too_far = update.step(minibatch)
+        steps.append(statistics)
+        faults.append(found)
+        if went_too_far:
+            state.early_stops += 1
+            break
+    account_for(faults, state)
     return steps
 
 
 def _drop_gradients(state: TrainingState) -> None:
     state.policy_optimizer.zero_grad(set_to_none=True)
     state.critic_optimizer.zero_grad(set_to_none=True)
+
+
+@dataclass(frozen=True)
+class _MicroBatch:
+    """Rows of a minibatch that go through the models together, on their device."""
+
+    rows: list[int]
+    packed: PackedSequences
+    counts: Tensor  # [B, T] bool, True on the tokens that the losses count
+
+    def of(self, values: Tensor) -> Tensor:
+        """Return these rows of values `[batch, T]` that lie on the CPU."""
+        return values[self.rows, : self.packed.response_ids.shape[1]].to(self.counts.device, non_blocking=True)
+
+    def sums(self, *means: Tensor) -> list[Tensor]:
+        """Return means over the tokens as sums: the mean of ratios that are all 1 is then exactly 1."""
+        tokens = self.counts.sum()
+        return [mean * tokens for mean in means]
 
 
 @dataclass(frozen=True)
@@ -104,6 +132,8 @@ class _Update:
     mask: Tensor  # [B, T] bool, True on the tokens that the losses count
     advantages: Tensor  # [B, T], times the importance weights
     policy_learns: bool
+    policy: Learner  # with a shared trunk the critic, too
+    critic: Learner
 
     @classmethod
     def prepare(cls, state: TrainingState, experience: Experience, config: PPOConfig) -> _Update:
@@ -124,90 +154,100 @@ class _Update:
                 "from: raise ppo.response_length.",
                 rollouts.iteration,
             )
-        return cls(state, experience, config, mask, advantages, rollouts.iteration > config.critic_warmup_iterations)
+        policy_learns = rollouts.iteration > config.critic_warmup_iterations
+        return cls(state, experience, config, mask, advantages, policy_learns, *learners(state))
 
-    def step(self, minibatch: list[int]) -> tuple[StepStatistics, bool]:
-        """Accumulate one minibatch's gradient over its micro-batches, clip it, and step policy and critic once.
+    def step(self, minibatch: list[int]) -> tuple[StepStatistics, StepFaults, bool]:
+        """Accumulate one minibatch's gradients over its micro-batches, clip them, and step policy and critic once.
+
+        Every loss is divided by the whole minibatch's count, so the gradient does not depend on the cut. The policy's
+        step is taken before the critic's passes begin, so that only one model's gradient is in memory.
 
         Returns:
-            The statistics, and whether the policy had moved too far for another step, which was then not taken.
+            The statistics, what was not finite, and whether the policy had moved too far for another step, which was
+            then not taken.
         """
         state, config, mask = self.state, self.config, self.mask[minibatch]
-        tokens = mask.sum()
-        denominator = aggregation_count(mask, config.loss_aggregation, fixed_length=config.response_length)
-        learning = learners(state, policy_learns=self.policy_learns)
-        _drop_gradients(state)
-        parts = [
-            self._accumulate_gradients(rows, denominator)
-            for rows in self.experience.rollouts.micro_batches(minibatch, config)
-        ]
-        losses, token_sums = torch.stack(parts).sum(0).tensor_split([4])
-        means = token_sums / tokens.clamp(min=1).to(state.device)
-        norms = {"policy": means.new_zeros(()), "critic": means.new_zeros(())} | clip_gradients(
-            learning, config.max_grad_norm
-        )
-        if state.shares_trunk and self.policy_learns:  # one gradient: its norm is both's
-            norms["critic"] = norms["policy"]
-        statistics = StepStatistics(*torch.cat([losses, means, torch.stack([norms["policy"], norms["critic"]])]))
-        too_far = config.target_kl is not None and bool(statistics.approxkl > EARLY_STOP_FACTOR * config.target_kl)
-        if too_far or not bool(tokens):
-            leave_out(learning)
+        tokens = int(mask.sum())
+        count = aggregation_count(mask, config.loss_aggregation, fixed_length=config.response_length)
+        denominator = count.to(state.device, non_blocking=True)
+        step = OptimiserStep(state, moves=tokens > 0)
+        micro_batches = [self._micro_batch(rows) for rows in self.experience.rollouts.micro_batches(minibatch, config)]
+        if state.shares_trunk:
+            parts = [self._pass_of_both(part, denominator) for part in micro_batches]
+            policy_sums, value_sums = (torch.stack(sums).sum(0) for sums in zip(*parts, strict=True))
         else:
-            total = {"policy": statistics.policy_loss, "critic": statistics.value_loss}
-            if state.shares_trunk:
-                total["policy"] = total["policy"] + total["critic"]
-            step_where_finite(state, learning, norms, total)
-        return statistics, too_far
-
-    def _accumulate_gradients(self, rows: list[int], denominator: Tensor) -> Tensor:
-        """Backpropagate one micro-batch; return its part of four losses and its sums over tokens of the rest, `[8]`.
-
-        Every loss is divided by the whole minibatch's count, so the gradient does not depend on the cut.
-        """
-        state, config = self.state, self.config
-        packed = self.experience.rollouts.pack(rows, state.sampling.pad_token_id, state.device)
-        counts = self._of_rows(self.mask, rows, packed)
-        policy, kl, entropy, states = self._policy_losses(packed, rows, counts, denominator)
-        policy_total = policy.loss + self.experience.shaped_rewards.kl_coef * kl - config.entropy_coef * entropy
-        if self.policy_learns and not state.shares_trunk:  # its activations are freed before the critic's are made
-            state.policy_scaler.scale(policy_total).backward()
-        value = clipped_value_loss(
-            response_values(state, packed, states)[:, :-1],
-            self._of_rows(self.experience.scores.values, rows, packed),
-            self._of_rows(self.experience.returns, rows, packed),
-            counts,
-            cliprange_value=config.cliprange_value,
-            loss_aggregation=config.loss_aggregation,
-            denominator=denominator,
+            policy_sums = torch.stack([self._policy_pass(part, denominator) for part in micro_batches]).sum(0)
+        policy_loss, kl, entropy = policy_sums[:3]
+        approxkl, policy_clipfrac, ratio = policy_sums[3:] / max(1, tokens)
+        too_far = config.target_kl is not None and bool(approxkl > EARLY_STOP_FACTOR * config.target_kl)
+        step.moves = step.moves and not too_far
+        policy_norm = policy_loss.new_zeros(())
+        if state.shares_trunk and self.policy_learns:
+            policy_norm = value_norm = step.take(self.policy, policy_loss + value_sums[0])  # one gradient is both's
+        else:
+            if self.policy_learns:
+                policy_norm = step.take(self.policy, policy_loss)
+            if not state.shares_trunk:
+                value_sums = torch.stack([self._critic_pass(part, denominator) for part in micro_batches]).sum(0)
+            value_norm = step.take(self.critic, value_sums[0])
+        statistics = StepStatistics(
+            policy_loss=policy_loss,
+            value_loss=value_sums[0],
+            kl=kl,
+            entropy=entropy,
+            approxkl=approxkl,
+            policy_clipfrac=policy_clipfrac,
+            value_clipfrac=value_sums[1] / max(1, tokens),
+            ratio=ratio,
+            policy_grad_norm=policy_norm,
+            value_grad_norm=value_norm,
         )
-        value_total = config.vf_coef * value.loss
-        if self.policy_learns and state.shares_trunk:
-            value_total = policy_total + value_total  # one backward pass through the trunk
-        state.critic_scaler.scale(value_total).backward()
-        tokens = counts.sum()  # sums, not shares: the mean of ratios that are all 1 is then exactly 1
-        losses = [policy.loss, value.loss, kl, entropy]
-        means = [policy.approxkl, policy.clipfrac, value.clipfrac, policy.ratio]
-        return torch.stack([*(loss.detach() for loss in losses), *(mean * tokens for mean in means)])
+        return statistics, step.close(), too_far
 
-    def _policy_losses(
-        self, packed: PackedSequences, rows: list[int], counts: Tensor, denominator: Tensor
-    ) -> tuple[PolicyLoss, Tensor, Tensor, Tensor | None]:
-        """Return the clipped surrogate, the aggregated KL and entropy, and the states that a shared critic reads.
+    def _micro_batch(self, rows: list[int]) -> _MicroBatch:
+        packed = self.experience.rollouts.pack(rows, self.state.sampling.pad_token_id, self.state.device)
+        counts = self.mask[rows, : packed.response_ids.shape[1]].to(self.state.device, non_blocking=True)
+        return _MicroBatch(rows, packed, counts)
 
-        KL and entropy are 0 where the loss does not have them.
+    def _policy_pass(self, part: _MicroBatch, denominator: Tensor) -> Tensor:
+        """Backpropagate the policy's loss, if it learns; return what `_policy_losses` says."""
+        loss, sums, _ = self._policy_losses(part, denominator)
+        if self.policy_learns:
+            self.policy.scaler.scale(loss).backward()
+        return sums
+
+    def _critic_pass(self, part: _MicroBatch, denominator: Tensor) -> Tensor:
+        """Backpropagate the value loss; return what `_value_losses` says."""
+        loss, sums = self._value_losses(part, None, denominator)
+        self.critic.scaler.scale(loss).backward()
+        return sums
+
+    def _pass_of_both(self, part: _MicroBatch, denominator: Tensor) -> tuple[Tensor, Tensor]:
+        """Backpropagate once through the trunk that policy and critic share."""
+        policy_loss, policy_sums, states = self._policy_losses(part, denominator)
+        value_loss, value_sums = self._value_losses(part, states, denominator)
+        loss = policy_loss + value_loss if self.policy_learns else value_loss
+        self.critic.scaler.scale(loss).backward()
+        return policy_sums, value_sums
+
+    def _policy_losses(self, part: _MicroBatch, denominator: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the policy's loss, what it is made of, and the states that a critic on its trunk reads.
+
+        What it is made of, `[6]`: parts of three losses (clipped surrogate, KL and entropy, 0 where the loss does not
+        have them), sums over tokens of approximate KL, of the clipped ones and of the ratios.
         """
         config, rollouts = self.config, self.experience.rollouts
         with torch.set_grad_enabled(self.policy_learns):
             with autocast(config, self.state.device):
                 found = response_statistics(
-                    self.state.policy, packed, config.temperature, with_entropy=bool(config.entropy_coef)
+                    self.state.policy, part.packed, config.temperature, with_entropy=bool(config.entropy_coef)
                 )
-            logprobs = found.logprobs
             policy = clipped_policy_loss(
-                logprobs,
-                self._of_rows(rollouts.old_logprobs, rows, packed),
-                self._of_rows(self.advantages, rows, packed),
-                counts,
+                found.logprobs,
+                part.of(rollouts.old_logprobs),
+                part.of(self.advantages),
+                part.counts,
                 cliprange=config.cliprange,
                 cliprange_high=config.cliprange_high,
                 dual_clip=config.dual_clip,
@@ -216,14 +256,29 @@ class _Update:
             )
             kl = entropy = torch.zeros_like(policy.loss)
             if config.kl_in == "loss":
-                reference = self._of_rows(rollouts.reference_logprobs, rows, packed)
-                kl = self._aggregate(kl_estimate(logprobs, reference, config.kl_estimator), counts, denominator)
+                reference = part.of(rollouts.reference_logprobs)
+                estimate = kl_estimate(found.logprobs, reference, config.kl_estimator)
+                kl = self._aggregate(estimate, part.counts, denominator)
             if found.entropy is not None:
-                entropy = self._aggregate(found.entropy, counts, denominator)
-        return policy, kl, entropy, found.states if self.state.shares_trunk else None
+                entropy = self._aggregate(found.entropy, part.counts, denominator)
+            loss = policy.loss + self.experience.shaped_rewards.kl_coef * kl - config.entropy_coef * entropy
+        sums = part.sums(policy.approxkl, policy.clipfrac, policy.ratio)
+        losses = [policy.loss.detach(), kl.detach(), entropy.detach()]
+        return loss, torch.stack([*losses, *sums]), found.states if self.state.shares_trunk else None
+
+    def _value_losses(self, part: _MicroBatch, states: Tensor | None, denominator: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the value loss times its coefficient, and without it beside the number of clipped tokens, `[2]`."""
+        config = self.config
+        value = clipped_value_loss(
+            response_values(self.state, part.packed, states)[:, :-1],
+            part.of(self.experience.scores.values),
+            part.of(self.experience.returns),
+            part.counts,
+            cliprange_value=config.cliprange_value,
+            loss_aggregation=config.loss_aggregation,
+            denominator=denominator,
+        )
+        return config.vf_coef * value.loss, torch.stack([value.loss.detach(), *part.sums(value.clipfrac)])
 
     def _aggregate(self, values: Tensor, counts: Tensor, denominator: Tensor) -> Tensor:
         return aggregate_loss(values, counts, self.config.loss_aggregation, denominator)
-
-    def _of_rows(self, values: Tensor, rows: list[int], packed: PackedSequences) -> Tensor:
-        return values[rows, : packed.response_ids.shape[1]].to(self.state.device)

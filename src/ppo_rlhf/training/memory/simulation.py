@@ -197,18 +197,23 @@ class Passes:
         Two micro-batches stand for any number above one: from the second on, gradients are there to be added to.
         """
 
+        policy, critic = self.models.policy, self.models.critic
+
         def accumulate() -> None:
-            backbones = backbone_of(self.models.policy), self.models.critic.backbone
-            recomputing = checkpointing_gradients(self.models.policy, self.models.critic, self.config)
-            with recomputing, packed_attention(*backbones):
+            recomputing = checkpointing_gradients(policy, critic, self.config)
+            with recomputing, packed_attention(backbone_of(policy), critic.backbone):
                 for _ in range(min(2, micro_batches)):
-                    self._micro_batch(rows)
-            for model in (self.models.policy, self.models.critic):
+                    self._policy_pass(rows)
+                if not (self.config.align_overflow or self._is_shared):
+                    policy.zero_grad(set_to_none=True)  # its step is taken by now
+                for _ in range(0 if self._is_shared else min(2, micro_batches)):
+                    self._values(rows).sum().backward()
+            for model in (policy, critic):
                 model.zero_grad(set_to_none=True)
 
         return self.live.peak_of(accumulate)
 
-    def _micro_batch(self, rows: int) -> None:
+    def _policy_pass(self, rows: int) -> None:
         policy, with_entropy = self.models.policy, bool(self.config.entropy_coef)
         with self._autocast():
             states = self._states(backbone_of(policy), rows)
@@ -219,8 +224,6 @@ class Passes:
                 loss = loss + self.models.critic.values(states).sum()
         del states  # the graph alone holds them now, as in the update
         loss.backward()
-        if not self._is_shared:
-            self._values(rows).sum().backward()
 
     def _states(self, backbone: PreTrainedModel, rows: int) -> Tensor:
         """Return the states `[N, H]` of rows of full length, packed."""
