@@ -15,9 +15,9 @@ from ppo_rlhf.models.packed_attention import PackedLayout, rounded_up
 class TokenRows:
     """B sequences as a model takes them, in both forms.
 
-    Padded: `[B, S]`, padding on either side. Packed: `[1, N + n]`, one sequence behind the other. Behind the last token
-    the last sequence goes on for n tokens that mean nothing, unless all sequences are of one length: so that N + n is
-    one of few numbers (`rounded_up`).
+    Padded: `[B, S]`, padding on either side. Packed: `[1, N + n]`, one sequence behind the other. Behind the last one
+    there are n tokens of no sequence, unless all sequences are of one length: so that N + n is one of few numbers
+    (`rounded_up`).
     """
 
     input_ids: Tensor  # [B, S]
@@ -34,10 +34,9 @@ class TokenRows:
         slots = attention_mask.flatten().nonzero()[:, 0]
         lengths: list[int] = attention_mask.sum(-1).tolist()
         more = 0 if min(lengths) == max(lengths) else rounded_up(len(slots)) - len(slots)
-        lengths[-1] += more
         longer = torch.cat([slots, slots[-1:].expand(more)])  # the last token over and over: a valid id and position
         ids, positions = (values.flatten()[longer][None] for values in (input_ids, position_ids))
-        layout = PackedLayout.of(lengths, input_ids.device)
+        layout = PackedLayout.of(lengths, input_ids.device, more=more)
         return cls(input_ids, attention_mask, position_ids, ids, positions, layout, slots)
 
     def to(self, device: torch.device) -> TokenRows:
