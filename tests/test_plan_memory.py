@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 from click.testing import Result
 
-from ppo_rlhf.training.memory import Machine
+from ppo_rlhf.cli.plan_memory import _report
+from ppo_rlhf.training.config import PPOConfig
+from ppo_rlhf.training.memory import Machine, RunShape
+from ppo_rlhf.training.memory.plan import MemoryPlan, Phase
 from tests.tiny_models import save, tiny_model
 
 Kedro = Callable[..., Result]
@@ -103,6 +106,13 @@ def test_a_reward_of_functions_has_no_reward_model(kedro: Kedro, own: Path):
         'reward:\n  components:\n    - {type: function, function: "builtins:len"}\nppo: {value_model: separate}\n'
     )
     assert not any("reward model" in line for line in said(kedro, own, *SHORT))
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_what_is_not_counted_of_captured_steps_is_said(captured: bool):
+    plan = MemoryPlan({}, (Phase("update", 0, 1, 0),), on_host=0, on_cpu=False, critic_passes=True)
+    lines = list(_report(plan, PPOConfig(cuda_graphs=captured), RunShape(tiny_model().config, 4)))
+    assert any(line.startswith("Not counted: ") and "ppo.cuda_graphs" in line for line in lines) == captured
 
 
 def test_without_a_model_there_is_nothing_to_plan(kedro: Kedro, project: Path):

@@ -508,6 +508,14 @@ def test_models_that_are_to_wait_where_there_is_no_gpu_are_refused_before_the_ru
     assert others == ([NOTHING_TO_OFFLOAD] if name == "offload_reward_model" else [])  # its reward is a function
 
 
+def test_captured_graphs_where_there_is_no_gpu_are_refused_before_the_run(desk: Desk, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    desk.groups["ppo"] = PPOConfig(response_length=4, cuda_graphs=True)
+    assert desk.problems() == [
+        "ppo.cuda_graphs=true needs CUDA, and the run computes on cpu (ppo.device=auto): leave it out, or run on a GPU"
+    ]
+
+
 @pytest.mark.parametrize(
     ("width", "value_model", "is_refused"), [(8, "shared", 0), (6, "shared", 1), (6, "reward_init", 0)]
 )

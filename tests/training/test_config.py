@@ -89,6 +89,7 @@ DEFAULTS = {
     "offload_reference_policy": False,
     "offload_reward_model": False,
     "rollout_engine": "static",
+    "cuda_graphs": False,
     "device": "auto",
     "deterministic": False,
     "seed": 42,

@@ -22,6 +22,16 @@ ONE = "policy and value head are one model with one optimiser"
             "together; leave the second out",
         ),
         (
+            {"cuda_graphs": True, "rollout_engine": "hf"},
+            "ppo.cuda_graphs=true and ppo.rollout_engine=hf exclude each other: only static decodes in steps that can "
+            "be captured; set ppo.rollout_engine=static, or leave the first out",
+        ),
+        (
+            {"cuda_graphs": True, "device": "cpu"},
+            "ppo.cuda_graphs=true needs CUDA, and the run computes on cpu (ppo.device=cpu): leave it out, or run on a "
+            "GPU",
+        ),
+        (
             {"export_value_head": True},
             "ppo.export_value_head=true and ppo.value_model=separate exclude each other: only the head of a shared "
             "trunk reads the policy's hidden states; set ppo.value_model=shared, or leave the first out",

@@ -77,7 +77,7 @@ def _lines(project_path: Path, options: _Options) -> Iterator[str]:
     from ppo_rlhf.training.config import PPOConfig
     from ppo_rlhf.training.memory import RunShape, available_memory
     from ppo_rlhf.training.memory import plan_memory as plan
-    from ppo_rlhf.training.run_models import check_offloading
+    from ppo_rlhf.training.run_models import check_device
     from ppo_rlhf.training.state import resolve_device
 
     session: Any = KedroSession.create(project_path, env=options.env, runtime_params=options.params)
@@ -86,7 +86,7 @@ def _lines(project_path: Path, options: _Options) -> Iterator[str]:
         parameters = context.config_loader["parameters"]
         config = PPOConfig(**{**parameters.get("ppo", {}), **options.settings()})
         device = resolve_device(config.device)
-        check_offloading(config, device)
+        check_device(config, device)
         source = options.model or _source_of(context, "sft_policy")
         policy = _model_config(source)
         shape = RunShape(
@@ -120,6 +120,8 @@ def _report(plan: MemoryPlan, config: PPOConfig, shape: RunShape) -> Iterator[st
         yield _row(f"  {phase.name}", phase.total) + ("  <- the most" if phase is plan.peak else "")
     if plan.on_host:
         yield _row("Waiting in the host's memory", plan.on_host)
+    if config.cuda_graphs:
+        yield "Not counted: keys and values of a rollout and 16-bit weights, which ppo.cuda_graphs holds all the time"
     yield ""
 
 

@@ -6,6 +6,8 @@ Transformers' caches give all rows one length, so prompts of different lengths n
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +15,9 @@ from torch import Tensor, nn
 from ppo_rlhf.models.annotations import PreTrainedModel
 from ppo_rlhf.models.packed_attention import PackedLayout, filling, packed_states
 from ppo_rlhf.models.trunks import backbone_of, logits_of
+
+if TYPE_CHECKING:
+    from ppo_rlhf.models.recorded_steps import RecordedSteps
 
 BUCKET = 64
 """Tokens by which the memory for keys and values grows."""
@@ -31,19 +36,18 @@ class Decoder:
         prompt_ids: Sequence[Sequence[int]],
         longest: int,
         head: Callable[[Tensor], Tensor] | None = None,
+        recorded: RecordedSteps | None = None,
     ) -> None:
         """Take a model that packs (`trunks.packs`), the prompts, and how long a sequence can get.
 
-        `head` gives the logits of states; None finds out which does.
+        `head` gives the logits of states; None finds out which does. `recorded` are the model's steps, to be replayed;
+        None computes each one anew. They serve one decoder at a time.
         """
         self._model, self._backbone, self._head = model, backbone_of(model), head or logits_of(model)
         self._keys: dict[int, Tensor] = {}  # layer -> [slots, heads, capacity, d]
         self._values: dict[int, Tensor] = {}
         self._longest = longest
-        self._prefilling: PackedLayout | None = None
-        self._width = 0  # columns that a step attends to
-        self._rows: Tensor | None = None  # of the live sequences, counted
-        self._mask: Tensor | None = None
+        self._recorded = recorded
         self._prompt_ids = prompt_ids
         self._columns = [len(ids) for ids in prompt_ids]
         self.lengths = torch.tensor(self._columns, device=model.device)
@@ -56,30 +60,34 @@ class Decoder:
         more = filling(lengths)
         tokens = [token for ids in distinct for token in ids] + [distinct[-1][-1]] * more
         positions = torch.cat([*(torch.arange(length) for length in lengths), torch.zeros(more, dtype=torch.long)])
-        self._prefilling = PackedLayout.of(lengths, device, more=more)
+        layout = PackedLayout.of(lengths, device, more=more)
+        prefill = Prefill(layout, self._keys, self._values, max(lengths), self._capacity(max(lengths) + 1))
         ids = torch.tensor([tokens], device=device)
-        states = packed_states(self._backbone, ids, positions[None].to(device), self)
-        self._prefilling = None
+        states = packed_states(self._backbone, ids, positions[None].to(device), prefill)
         last = torch.tensor(lengths, device=device).cumsum(0) - 1
         logits = self._head(states[last])
-        if len(distinct) == len(self._prompt_ids):
-            return logits
-        index = torch.tensor(of_row, device=device)
-        for held in (self._keys, self._values):
-            for layer in held:
-                held[layer] = held[layer].index_select(0, index)
-        return logits.index_select(0, index)
+        if len(distinct) < len(self._prompt_ids):
+            index = torch.tensor(of_row, device=device)
+            logits = logits.index_select(0, index)
+            for held in (self._keys, self._values):
+                for layer in held:
+                    held[layer] = held[layer].index_select(0, index)
+        if self._recorded is not None:
+            taken = self._recorded.take_over(self._keys, self._values, self.lengths, self._longest)
+            self._keys, self._values, self.lengths = taken
+        return logits
 
     def step(self, token_ids: Tensor) -> Tensor:
         """Take one token of each sequence, `[B]`, and return the logits `[B, V]` that follow it."""
-        self._width = max(self._columns) + 1
-        self._rows = torch.arange(len(self._columns), device=self.lengths.device)
-        is_even = min(self._columns) == self._width - 1
-        columns = torch.arange(self._width, device=self.lengths.device)
-        self._mask = None if is_even else columns <= self.lengths[:, None]
-        self._make_room()
-        logits = self._head(packed_states(self._backbone, token_ids[None], self.lengths[None], self))
-        self.lengths = self.lengths + 1
+        width = max(self._columns) + 1
+        if self._recorded is not None:
+            logits = self._recorded.step(token_ids, width)
+        else:
+            self._make_room(width)
+            is_even = min(self._columns) == width - 1
+            attention = HeldColumns.of(self._keys, self._values, self.lengths, width, is_even=is_even)
+            logits = self._head(packed_states(self._backbone, token_ids[None], self.lengths[None], attention))
+        self.lengths += 1
         self._columns = [length + 1 for length in self._columns]
         return logits
 
@@ -104,39 +112,89 @@ class Decoder:
         self._columns = [self._columns[row] for row in order]
         return order
 
+    def _capacity(self, columns: int) -> int:
+        return min(self._longest, -(-columns // BUCKET) * BUCKET)
+
+    def _make_room(self, width: int) -> None:
+        """Let every sequence have so many columns."""
+        for held in (self._keys, self._values):
+            for layer, tensor in held.items():
+                if tensor.shape[2] < width:
+                    more = self._capacity(width) - tensor.shape[2]
+                    held[layer] = nn.functional.pad(tensor[: len(self._columns)], (0, 0, 0, more))
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """Attention among prompts, which remembers their keys and values; see `packed_attention.Attention`.
+
+    Attributes:
+        layout: Of B prompts.
+        keys: Layer -> `[B, K, capacity, d]`, filled here.
+        values: Likewise.
+        length: Tokens of the longest prompt.
+        capacity: Columns to make room for.
+    """
+
+    layout: PackedLayout
+    keys: dict[int, Tensor]
+    values: dict[int, Tensor]
+    length: int
+    capacity: int
+
     def attend(
         self, layer: int, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scaling: float | None
     ) -> Tensor:
-        """Remember keys and values and attend to all that came before; see `packed_attention.Attention`."""
-        if self._prefilling is not None:
-            self._keys[layer] = self._store(self._prefilling.spread(key_NKD))
-            self._values[layer] = self._store(self._prefilling.spread(value_NKD))
-            return self._prefilling.attend(layer, query_NHD, key_NKD, value_NKD, scaling)
-        keys, values = self._keys[layer][: len(query_NHD)], self._values[layer][: len(query_NHD)]
-        keys[self._rows, :, self.lengths] = key_NKD.to(keys.dtype)
-        values[self._rows, :, self.lengths] = value_NKD.to(keys.dtype)
-        held = keys[:, :, : self._width], values[:, :, : self._width]
-        return _attend_to_held(query_NHD, *held, self._mask, scaling)
+        """Attend within each prompt."""
+        self.keys[layer] = self._store(self.layout.spread(key_NKD))
+        self.values[layer] = self._store(self.layout.spread(value_NKD))
+        return self.layout.attend(layer, query_NHD, key_NKD, value_NKD, scaling)
 
     def _store(self, spread_BLKD: Tensor) -> Tensor:
         """Return memory `[B, K, capacity, d]` that begins with these columns."""
         rows, _, heads, width = spread_BLKD.shape
-        length = max(self._columns)
-        dtype = _held_dtype(spread_BLKD)
-        memory = spread_BLKD.new_zeros(rows, heads, self._capacity(length + 1), width, dtype=dtype)
-        memory[:, :, :length] = spread_BLKD[:, :length].transpose(1, 2)
+        memory = spread_BLKD.new_zeros(rows, heads, self.capacity, width, dtype=_held_dtype(spread_BLKD))
+        memory[:, :, : self.length] = spread_BLKD[:, : self.length].transpose(1, 2)
         return memory
 
-    def _capacity(self, columns: int) -> int:
-        return min(self._longest, -(-columns // BUCKET) * BUCKET)
 
-    def _make_room(self) -> None:
-        """Let every sequence grow by a token."""
-        for held in (self._keys, self._values):
-            for layer, tensor in held.items():
-                if tensor.shape[2] < self._width:
-                    more = self._capacity(self._width) - tensor.shape[2]
-                    held[layer] = nn.functional.pad(tensor[: len(self._columns)], (0, 0, 0, more))
+@dataclass(frozen=True)
+class HeldColumns:
+    """Attention of one token of each of B sequences to what is held of it; see `packed_attention.Attention`.
+
+    Attributes:
+        keys: Layer -> `[slots, K, capacity, d]`; the first B slots are those of the sequences.
+        values: Likewise.
+        rows: 0 … B - 1, `[B]` long.
+        lengths: Columns of each sequence so far, `[B]` long: its token's keys and values go behind them.
+        width: Columns that are looked at.
+        mask: `[B, width]`, True where to attend; None: everywhere.
+    """
+
+    keys: dict[int, Tensor]
+    values: dict[int, Tensor]
+    rows: Tensor
+    lengths: Tensor
+    width: int
+    mask: Tensor | None
+
+    @classmethod
+    def of(
+        cls, keys: dict[int, Tensor], values: dict[int, Tensor], lengths: Tensor, width: int, *, is_even: bool
+    ) -> HeldColumns:
+        """Return the attention to at most `width` columns, the new ones included; `is_even`: of all that many."""
+        rows, columns = (torch.arange(size, device=lengths.device) for size in (len(lengths), width))
+        return cls(keys, values, rows, lengths, width, None if is_even else columns <= lengths[:, None])
+
+    def attend(
+        self, layer: int, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scaling: float | None
+    ) -> Tensor:
+        """Remember keys and values and attend to all that came before."""
+        keys, values = self.keys[layer][: len(query_NHD)], self.values[layer][: len(query_NHD)]
+        keys[self.rows, :, self.lengths] = key_NKD.to(keys.dtype)
+        values[self.rows, :, self.lengths] = value_NKD.to(keys.dtype)
+        held = keys[:, :, : self.width], values[:, :, : self.width]
+        return _attend_to_held(query_NHD, *held, self.mask, scaling)
 
 
 def _attend_to_held(

@@ -233,6 +233,9 @@ class PPOConfig:
     rollout_engine: Literal["static", "plain", "hf"] = "static"
     """static: decodes without padding and drops the sequences that have ended. plain: one forward pass a token over
     transformers' cache. hf: transformers' generate. The last two are slower: the oracles of the first."""
+    cuda_graphs: bool = False
+    """Replay each decoding step of the rollouts as a captured CUDA graph; needs CUDA and rollout_engine static. Takes
+    memory for keys and values, and for 16-bit weights, during the whole run. Not measured yet: never run on a GPU."""
     device: str = "auto"
     """auto takes CUDA if there is one, else the CPU; or a torch device such as cuda:1."""
     deterministic: bool = False

@@ -7,9 +7,10 @@ tokens forced through a logits processor: the oracles of the first.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from ppo_rlhf.core.responses import length_mask, response_lengths
 from ppo_rlhf.core.sampling import sample_tokens
 from ppo_rlhf.models.annotations import PreTrainedModel
 from ppo_rlhf.models.decoding import Decoder
+from ppo_rlhf.models.recorded_steps import RecordedSteps
 from ppo_rlhf.models.trunks import backbone_of, packs
 from ppo_rlhf.training.packing import left_pad, without_padding
 
@@ -81,6 +83,7 @@ def generate_responses(
     *,
     engine: str = "static",
     batch_size: int = 64,
+    recorded: RecordedSteps | None = None,
 ) -> GeneratedResponses:
     """Sample one response to each prompt by inverse-CDF sampling with the given uniforms.
 
@@ -91,11 +94,16 @@ def generate_responses(
         settings: Length, temperature, filters, stop tokens.
         engine: `static`, `plain` or `hf`. For `static`, an architecture that needs padding is decoded plainly.
         batch_size: Prompts decoded at a time; the tokens do not depend on it but for rounding.
+        recorded: For `static`, this model's decoding steps, to be replayed; None computes each one anew.
     """
-    engines = {"static": _decode_packed, "plain": _decode_plainly, "hf": _decode_with_generate}
+    engines: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+        "static": partial(_decode_packed, recorded=recorded),
+        "plain": _decode_plainly,
+        "hf": _decode_with_generate,
+    }
     decode = engines["plain" if engine == "static" and not packs(backbone_of(model)) else engine]
     tokens, logprobs = [], []
-    with torch.no_grad():
+    with torch.no_grad(), nullcontext() if recorded is None else recorded.decoding():
         for start in range(0, len(prompt_ids), batch_size):
             noise = uniforms[start : start + batch_size].to(model.device)
             rows, row_logprobs = decode(model, prompt_ids[start : start + batch_size], noise, settings)
@@ -113,7 +121,12 @@ def generate_responses(
 
 
 def _decode_packed(
-    model: PreTrainedModel, prompt_ids: list[list[int]], uniforms: Tensor, settings: SamplingSettings
+    model: PreTrainedModel,
+    prompt_ids: list[list[int]],
+    uniforms: Tensor,
+    settings: SamplingSettings,
+    *,
+    recorded: RecordedSteps | None,
 ) -> tuple[Tensor, Tensor]:
     """Prefill the prompts, then a token of each live sequence a step; rows of sequences that have ended go."""
     device, rows, width = model.device, len(prompt_ids), settings.response_length
@@ -121,7 +134,7 @@ def _decode_packed(
     dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
     tokens = torch.full((rows, width), settings.pad_token_id, device=device)
     logprobs = torch.zeros(rows, width, dtype=dtype, device=device)
-    decoder = Decoder(model, prompt_ids, max(len(ids) for ids in prompt_ids) + width)
+    decoder = Decoder(model, prompt_ids, max(len(ids) for ids in prompt_ids) + width, recorded=recorded)
     live = torch.arange(rows, device=device)  # which row each sequence that goes on belongs to
     has_ended = torch.zeros(rows, dtype=torch.bool, device=device)
     logits = decoder.prefill()
@@ -245,7 +258,8 @@ def _sample(logits: Tensor, uniforms: Tensor, step: int, settings: SamplingSetti
     if step >= settings.min_response_length - 1 or not settings.stop_token_ids:
         return sample_tokens(wide, noise, temperature=temperature, top_k=settings.top_k, top_p=settings.top_p)
     going_on = wide.clone()
-    going_on[:, list(settings.stop_token_ids)] = -torch.inf
+    for stop_token_id in settings.stop_token_ids:  # one by one: a list of them would be copied to the device first
+        going_on[:, stop_token_id] = -torch.inf
     tokens, _ = sample_tokens(going_on, noise, temperature=temperature, top_k=settings.top_k, top_p=settings.top_p)
     return tokens, token_logprobs(wide[:, None], tokens[:, None], temperature)[:, 0]
 

@@ -23,6 +23,9 @@ def model_problems(c: PPOConfig) -> Iterator[str]:
         )
     yield from _lora(c)
     yield from _offloading(c)
+    yield from _cuda_graphs(c)
+    if c.device == "cpu":
+        yield from device_problems(c, "cpu")
 
 
 def _shared(c: PPOConfig) -> Iterator[str]:
@@ -72,15 +75,29 @@ def _offloading(c: PPOConfig) -> Iterator[str]:
             "ppo.offload_reward_model=true, ppo.use_peft=true and ppo.value_model=reward_init exclude each other: the "
             "critic is an adapter on the reward model's own weights, which stay on the GPU with it; leave the first out"
         )
-    if c.device == "cpu":
-        yield from offloading_problems(c, "cpu")
 
 
-def offloading_problems(c: PPOConfig, device_type: str) -> Iterator[str]:
-    """Yield one line for each model that is to wait in the host's memory though the run computes there anyway."""
+def _cuda_graphs(c: PPOConfig) -> Iterator[str]:
+    if c.cuda_graphs and c.rollout_engine != "static":
+        yield (
+            f"ppo.cuda_graphs=true and ppo.rollout_engine={c.rollout_engine} exclude each other: only static decodes "
+            "in steps that can be captured; set ppo.rollout_engine=static, or leave the first out"
+        )
+
+
+def device_problems(c: PPOConfig, device_type: str) -> Iterator[str]:
+    """Yield one line for each setting that needs another type of device.
+
+    A model would wait in the host's memory though the run computes there anyway, or there are no graphs to capture.
+    """
     for name in OFFLOADING_FIELDS:
         if getattr(c, name) and device_type == "cpu":
             yield (
                 f"ppo.{name}=true has no meaning on the CPU (ppo.device={c.device}): all models lie in the host's "
                 "memory anyway; leave it out, or run on a GPU"
             )
+    if c.cuda_graphs and device_type != "cuda":
+        yield (
+            f"ppo.cuda_graphs=true needs CUDA, and the run computes on {device_type} (ppo.device={c.device}): leave it "
+            "out, or run on a GPU"
+        )

@@ -70,6 +70,7 @@ class QuerySampler:
                 settings,
                 engine=config.rollout_engine,
                 batch_size=batch_size or config.local_rollout_forward_batch_size,
+                recorded=state.recorded_steps,
             )
         self.started = self.started or started
         self.seconds += time.perf_counter() - started

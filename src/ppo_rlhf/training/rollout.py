@@ -129,6 +129,7 @@ def generate_rollouts(
             state.sampling,
             engine=config.rollout_engine,
             batch_size=config.local_rollout_forward_batch_size,
+            recorded=state.recorded_steps,
         )
     return complete_rollouts(
         state,

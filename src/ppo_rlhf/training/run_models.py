@@ -8,15 +8,16 @@ from functools import partial
 import torch
 from torch import nn
 
-from ppo_rlhf.core.errors import ConfigError
+from ppo_rlhf.core.errors import ConfigError, ModelError
 from ppo_rlhf.models.adapters import LoraSettings, check_targets, has_adapter, with_adapter, without_adapter
 from ppo_rlhf.models.annotations import PreTrainedModel
 from ppo_rlhf.models.critic import Critic, OwnBackbone, SharedCritic
 from ppo_rlhf.models.gradient_checkpointing import enable_gradient_checkpointing, training_mode
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.models.offloading import to_host
+from ppo_rlhf.models.recorded_steps import CudaGraphs, RecordedSteps
 from ppo_rlhf.training.config import PPOConfig
-from ppo_rlhf.training.model_rules import offloading_problems
+from ppo_rlhf.training.model_rules import device_problems
 from ppo_rlhf.training.precision import frozen_dtype, torch_dtype
 from ppo_rlhf.training.randomness import generator
 
@@ -37,14 +38,14 @@ def load_policies(
     `offload_reference_policy` the reference waits in the host's memory.
 
     Raises:
-        ConfigError: A model is to be offloaded, and the device is the CPU.
+        ConfigError: The device is not one that a setting needs.
         ModelError: The model cannot be loaded, or no adapter fits it.
     """
 
     def load(dtype: torch.dtype) -> PreTrainedModel:
         return nn.Module.to(sft_policy.causal_lm(dtype), device)
 
-    check_offloading(config, device)
+    check_device(config, device)
     if config.offload_reference_policy:
         reference = sft_policy.causal_lm(frozen_dtype(config)).requires_grad_(False)
         to_host(reference)
@@ -54,9 +55,9 @@ def load_policies(
     return TrainedModel(policy, sft_policy.tokenizer(), value_head=sft_policy.value_head()), reference
 
 
-def check_offloading(config: PPOConfig, device: torch.device) -> None:
-    """Raise `ConfigError` if a model is to be offloaded to the memory that the run computes in."""
-    problems = list(offloading_problems(config, device.type))
+def check_device(config: PPOConfig, device: torch.device) -> None:
+    """Raise `ConfigError` if a setting needs another device: offloading a GPU, captured graphs CUDA."""
+    problems = list(device_problems(config, device.type))
     if problems:
         raise ConfigError("\n".join(problems))
 
@@ -123,6 +124,21 @@ def prepare_to_train(policy: PreTrainedModel, critic: AnyCritic, config: PPOConf
         enable_gradient_checkpointing(policy)
         if isinstance(critic, Critic):
             enable_gradient_checkpointing(critic.backbone)
+
+
+def recorded_steps(policy: PreTrainedModel, config: PPOConfig) -> RecordedSteps | None:
+    """Return what keeps the policy's decoding steps as CUDA graphs, if `ppo.cuda_graphs` says so.
+
+    Raises:
+        ConfigError: The policy does not lie on a CUDA device, or the architecture cannot be decoded so.
+    """
+    if not config.cuda_graphs:
+        return None
+    check_device(config, policy.device)
+    try:
+        return RecordedSteps(policy, CudaGraphs(policy.device))
+    except ModelError as error:
+        raise ConfigError(f"ppo.cuda_graphs=true: {error}; set it to false") from error
 
 
 def checkpointing_gradients(

@@ -14,6 +14,7 @@ from ppo_rlhf.core.statistics import RunningMoments
 from ppo_rlhf.models.annotations import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_rlhf.models.averages import WeightAverage
 from ppo_rlhf.models.critic import SharedCritic
+from ppo_rlhf.models.recorded_steps import RecordedSteps
 from ppo_rlhf.models.tokenizers import stop_token_ids
 from ppo_rlhf.models.trunks import backbone_of, packs
 from ppo_rlhf.training.alarms import KLAlarms
@@ -22,7 +23,7 @@ from ppo_rlhf.training.generation import SamplingSettings
 from ppo_rlhf.training.history import MetricHistory
 from ppo_rlhf.training.optimisers import build_optimizer, peak_learning_rates
 from ppo_rlhf.training.precision import loss_scaler
-from ppo_rlhf.training.run_models import AnyCritic, prepare_to_train
+from ppo_rlhf.training.run_models import AnyCritic, prepare_to_train, recorded_steps
 
 
 @dataclass
@@ -49,6 +50,7 @@ class TrainingState:
         skipped_in_a_row: Of these, the ones since the last step taken, without those that loss scaling is to blame for.
         early_stops: Iterations whose update ended early because of `target_kl`.
         policy_average: Moving average of the actor's weights, if `ema_decay` asks for one.
+        recorded_steps: The policy's decoding steps as CUDA graphs, with `cuda_graphs`.
         history: One row of metrics for each iteration done.
         stopping: True once the run was asked to stop: this iteration is saved, and is the last one in this process.
     """
@@ -72,6 +74,7 @@ class TrainingState:
     skipped_in_a_row: int = 0
     early_stops: int = 0
     policy_average: WeightAverage | None = None
+    recorded_steps: RecordedSteps | None = None
     history: MetricHistory = field(default_factory=MetricHistory)
     stopping: bool = False
 
@@ -116,7 +119,9 @@ class TrainingState:
         """Start a run: fresh optimisers, counters at zero.
 
         Raises:
-            ConfigError: The stop token cannot be resolved with this tokenizer.
+            ConfigError: The stop token cannot be resolved with this tokenizer, or the policy cannot be decoded with
+                `cuda_graphs`.
+            ModelError: Gradient checkpointing does not fit an architecture.
         """
         prepare_to_train(policy, critic, config)
         policy_rate, critic_rate = peak_learning_rates(config)
@@ -141,6 +146,7 @@ class TrainingState:
             kl_controller=build_kl_controller(config),
             kl_alarms=KLAlarms(config),
             reward_moments=RunningMoments(),
+            recorded_steps=recorded_steps(policy, config),
             policy_average=None if config.ema_decay is None else WeightAverage(policy, config.ema_decay),
         )
 

@@ -22,7 +22,7 @@ from ppo_rlhf.training.precision import frozen_dtype, torch_dtype
 from ppo_rlhf.training.run_models import (
     AnyCritic,
     build_critic,
-    check_offloading,
+    check_device,
     critic_backbone,
     policy_to_train,
 )
@@ -65,7 +65,7 @@ def take_policies(
     base = _causal_lm(source, "policy", frozen_dtype(config) if config.use_peft else torch_dtype(config), device)
     ensure_pad_token(tokenizer, base.config)
     check_vocabulary(tokenizer, base.config, "PPOTrainer")
-    check_offloading(config, device)
+    check_device(config, device)
     waits = HOST if config.offload_reference_policy else device
     if reference is not None:
         frozen = _causal_lm(reference, "reference policy", frozen_dtype(config), waits)

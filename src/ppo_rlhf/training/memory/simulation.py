@@ -196,7 +196,6 @@ class Passes:
 
         Two micro-batches stand for any number above one: from the second on, gradients are there to be added to.
         """
-
         policy, critic = self.models.policy, self.models.critic
 
         def accumulate() -> None:
