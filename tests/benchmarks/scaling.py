@@ -3,7 +3,8 @@
     python tests/benchmarks/scaling.py --json OUT
 
 The sweeps vary one size of the preset `tiny`. All points of a sweep are measured in turn, several rounds, so that a
-machine that grows slower touches all of them alike; a point is the median of its rounds. Kedro's overhead is measured
+machine that grows slower touches all of them alike; a point is the median of its rounds. `compaction` is the time of
+rollouts of the preset `small` that end early, with and without leaving out what has ended. Kedro's overhead is measured
 on `kedro run --pipelines align` in a copy of the project: the time between the ends of two iterations less what the
 iteration's own functions took (`time/iteration_s`). Iterations in the middle of a run have no evaluation and no
 checkpoint here.
@@ -16,12 +17,14 @@ import json
 import sqlite3
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import correlation, linear_regression, mean, median
 from typing import Any
+from unittest.mock import patch
 
 from compare import names_of, setting
 from options import copy_project, kedro
@@ -31,7 +34,10 @@ from speed.our_side import OurSide, our_config
 from speed.rows import PHASES
 from speed.workload import PRECISIONS, PRESETS, Job, Preset
 
+from ppo_rlhf.training import generation
 from ppo_rlhf.training.config import MODEL_PATHS
+from ppo_rlhf.training.precision import autocast
+from ppo_rlhf.training.randomness import episode_uniforms
 
 BASE = PRESETS["tiny"]
 SWEEPS: dict[str, tuple[list[int], Callable[[int], Preset]]] = {
@@ -39,6 +45,7 @@ SWEEPS: dict[str, tuple[list[int], Callable[[int], Preset]]] = {
     "response_length": ([16, 32, 64, 96, 128], lambda length: replace(BASE, response_length=length)),
     "layers": ([2, 4, 6, 8, 12], lambda layers: replace(BASE, shape=replace(BASE.shape, layers=layers))),
 }
+COMPACTION = "compaction"
 KEDRO = "kedro"
 KEDRO_ITERATIONS = 20
 
@@ -69,21 +76,53 @@ def sweep(name: str, arguments: argparse.Namespace, folder: Path) -> list[dict[s
     return rows
 
 
+def compaction(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Return the seconds of rollouts whose responses are half of the maximum long on average, with it and without."""
+    preset = PRESETS["small"]
+    job = _job(preset, arguments, folder, 1, form="mixed")
+    state = OurSide(job).state
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    lengths: list[float] = []
+    for round_ in range(1 + arguments.rounds):
+        uniforms = episode_uniforms(arguments.rounds, COMPACTION, round_, preset.batch, preset.response_length)
+        for compacts in (True, False) if round_ % 2 else (False, True):
+            stay = patch.object(generation, "_leaving", generation._leaving if compacts else _nobody)
+            started = time.perf_counter()
+            with stay, autocast(state.config, state.device):
+                found = generation.generate_responses(state.policy, job.prompt_ids, uniforms, state.sampling)
+            seconds[compacts].append(time.perf_counter() - started)
+        lengths.append(float(found.lengths.double().mean()))
+    compacted, whole = (median(seconds[compacts][1:]) for compacts in (True, False))
+    return {
+        "sweep": COMPACTION,
+        "precision": arguments.precision,
+        "mean_length": mean(lengths[1:]),
+        "maximum": preset.response_length,
+        "seconds": compacted,
+        "seconds_without": whole,
+        "saved": median(1 - a / b for a, b in zip(seconds[True][1:], seconds[False][1:], strict=True)),
+    }
+
+
+def _nobody(ended: list[bool]) -> list[bool]:
+    return [False] * len(ended)
+
+
 def _side(preset: Preset, arguments: argparse.Namespace, folder: Path) -> OurSide:
     return OurSide(_job(preset, arguments, folder, 1 + arguments.rounds))
 
 
-def _job(preset: Preset, arguments: argparse.Namespace, folder: Path, iterations: int) -> Job:
-    models = make_models(preset, "full", folder)
+def _job(preset: Preset, arguments: argparse.Namespace, folder: Path, iterations: int, form: str = "full") -> Job:
+    models = make_models(preset, form, folder)
     return Job(
         preset=preset,
-        form="full",
+        form=form,
         precision=arguments.precision,
         device=arguments.device,
         iterations=iterations,
         policy=models.policy,
         reward=models.reward,
-        prompt_ids=make_prompts(preset, "full", preset.batch * iterations),
+        prompt_ids=make_prompts(preset, form, preset.batch * iterations),
         overrides=dict(arguments.set),
     )
 
@@ -132,6 +171,12 @@ def lines(rows: list[dict[str, Any]]) -> list[str]:
                 f"{row['overhead_mean_s'] * 1000:.0f}), {row['share']:.1%} of one of {row['iteration_s']:.2f} s"
             )
             continue
+        if row["sweep"] == COMPACTION:
+            text.append(
+                f"{COMPACTION}: rollouts of {row['seconds']:.2f} s instead of {row['seconds_without']:.2f}, "
+                f"{row['saved']:.0%} saved at a mean length of {row['mean_length']:.1f} of {row['maximum']}"
+            )
+            continue
         points = ", ".join(f"{x:g}: {y:.3f}" for x, y in zip(row["x"], row["seconds"], strict=True))
         fitted = f"{row['slope'] * 1000:.2f} ms per {row['unit']}, R² {row['r2']:.4f}"
         text.append(f"{row['sweep']:16}{row['phase']:10} {fitted}   [{points}]")
@@ -141,7 +186,7 @@ def lines(rows: list[dict[str, Any]]) -> list[str]:
 def main() -> None:
     """Measure what is asked for; write and print it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add, everything = parser.add_argument, [*SWEEPS, KEDRO]
+    add, everything = parser.add_argument, [*SWEEPS, COMPACTION, KEDRO]
     add("--parts", type=names_of(everything), default=everything, help="comma-separated: " + ", ".join(everything))
     add("--rounds", type=int, default=5, help="measured iterations of each point")
     add("--precision", choices=PRECISIONS, default="float32")
@@ -152,7 +197,10 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for part in arguments.parts:
         with tempfile.TemporaryDirectory(prefix="scaling-") as place:
-            rows += [kedro_overhead(arguments, Path(place))] if part == KEDRO else sweep(part, arguments, Path(place))
+            if part in SWEEPS:
+                rows += sweep(part, arguments, Path(place))
+            else:
+                rows.append({COMPACTION: compaction, KEDRO: kedro_overhead}[part](arguments, Path(place)))
         arguments.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
     print(*lines(rows), sep="\n")
 
