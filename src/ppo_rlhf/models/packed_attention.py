@@ -23,7 +23,7 @@ NAME = "ppo_rlhf_packed"
 ROUND = 16
 """Tokens come in multiples of this, or of its double, fourfold …, up to a twelfth of them: 3 % too many on average."""
 LONGEST_PLAIN_ATTENTION = 512
-"""Tokens. On a CPU, 16-bit attention of up to this length is computed plainly: torch's fused kernel takes 2.8 times
+"""Tokens. On a CPU, 16-bit attention of up to this length is computed plainly: torch's fused kernel takes 5.7 times
 as long (8 x 8 heads, 96 tokens, bfloat16, with its backward pass); longer, it would hold too many scores."""
 
 
@@ -47,62 +47,68 @@ class PackedLayout:
         lengths: Tokens of each sequence, at least 1.
         width: L, at least the longest length; rounded up by `ROUND` unless all are of one length.
         slots: `[N]` long, place of each token in `[B, L]`, flattened.
+        more: Tokens behind the N that are of no sequence: they fill the row up, and attention gives 0 for them.
     """
 
     lengths: tuple[int, ...]
     width: int
     slots: Tensor
+    more: int = 0
 
     @classmethod
-    def of(cls, lengths: Sequence[int], device: torch.device | str = "cpu") -> PackedLayout:
-        """Return the layout of sequences of these lengths."""
+    def of(cls, lengths: Sequence[int], device: torch.device | str = "cpu", *, more: int = 0) -> PackedLayout:
+        """Return the layout of sequences of these lengths, with so many tokens behind them."""
         width = max(lengths) if min(lengths) == max(lengths) else rounded_up(max(lengths))
         slots = [torch.arange(row * width, row * width + length) for row, length in enumerate(lengths)]
-        return cls(tuple(lengths), width, torch.cat(slots).to(device))
+        return cls(tuple(lengths), width, torch.cat(slots).to(device), more)
 
     def to(self, device: torch.device) -> PackedLayout:
         """Return the same on another device."""
-        return PackedLayout(self.lengths, self.width, self.slots.to(device))
+        return PackedLayout(self.lengths, self.width, self.slots.to(device), self.more)
 
     @cached_property
     def is_even(self) -> bool:
-        """Whether all sequences are of one length, so that spreading them moves nothing."""
-        return min(self.lengths) == self.width
+        """Whether all sequences are of one length and nothing follows, so that spreading them moves nothing."""
+        return min(self.lengths) == self.width and not self.more
+
+    @cached_property
+    def causal_bias(self) -> Tensor:
+        """`[L, L]` bfloat16, added to scores: 0 up to the token itself, minus infinity to its right."""
+        hidden = torch.ones(self.width, self.width, dtype=torch.bool, device=self.slots.device).triu(1)
+        return torch.zeros_like(hidden, dtype=torch.bfloat16).masked_fill(hidden, -torch.inf)
 
     def spread(self, tokens_N: Tensor) -> Tensor:
-        """Return `[B, L, …]` of `[N, …]`, with 0 in the padding."""
+        """Return `[B, L, …]` of `[N + more, …]`, with 0 in the padding."""
         shape = (len(self.lengths), self.width, *tokens_N.shape[1:])
         if self.is_even:
             return tokens_N.reshape(shape)
-        spread: Tensor = place_rows(tokens_N, self.slots, len(self.lengths) * self.width)
-        return spread.view(shape)
+        return place_rows(tokens_N, self.slots, len(self.lengths) * self.width).view(shape)
 
     def attend(
         self, layer: int, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scaling: float | None
     ) -> Tensor:
         """Attend within each sequence; see `Attention`."""
         query, key, value = (self.spread(x).transpose(1, 2) for x in (query_NHD, key_NKD, value_NKD))
-        return self.collect(causal_attention(query, key, value, scaling).transpose(1, 2))
+        return self.collect(causal_attention(query, key, value, scaling, self).transpose(1, 2))
 
     def collect(self, tokens_BL: Tensor) -> Tensor:
-        """Return `[N, …]` of `[B, L, …]`: what `spread` undoes."""
+        """Return `[N + more, …]` of `[B, L, …]`: what `spread` undoes, and 0 behind it."""
         flat = tokens_BL.reshape(-1, *tokens_BL.shape[2:])
-        collected: Tensor = flat if self.is_even else take_rows(flat, self.slots)
-        return collected
+        return flat if self.is_even else take_rows(flat, self.slots, self.more)
 
 
 def place_rows(rows: Tensor, slots: Tensor, size: int) -> Tensor:
-    """Return `[size, …]` that holds `rows` `[N, …]` at the given slots `[N]`, none twice, and 0 elsewhere."""
+    """Return `[size, …]` that holds the first N `rows` at the given slots `[N]`, none twice, and 0 elsewhere."""
     placed: Tensor = _PlaceRows.apply(rows, slots, size)
     return placed
 
 
-def take_rows(rows: Tensor, slots: Tensor) -> Tensor:
-    """Return the rows at the given slots, none of them twice: `place_rows` undone.
+def take_rows(rows: Tensor, slots: Tensor, more: int = 0) -> Tensor:
+    """Return the rows at the given slots, none of them twice, and `more` rows of 0: `place_rows` undone.
 
     The backward pass of torch's own `index_select` adds rows up one by one, since its index may repeat.
     """
-    taken: Tensor = _TakeRows.apply(rows, slots)
+    taken: Tensor = _TakeRows.apply(rows, slots, more)
     return taken
 
 
@@ -110,24 +116,37 @@ class _PlaceRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, slots: Tensor, size: int) -> Tensor:
         ctx.save_for_backward(slots)
-        return rows.new_zeros(size, *rows.shape[1:]).index_copy_(0, slots, rows)
+        ctx.more = len(rows) - len(slots)
+        return _placed(rows, slots, size)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
-        return grad_outputs[0].index_select(0, ctx.saved_tensors[0]), None, None
+        return _taken(grad_outputs[0], ctx.saved_tensors[0], ctx.more), None, None
 
 
 class _TakeRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, slots: Tensor) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, slots: Tensor, more: int) -> Tensor:
         ctx.save_for_backward(slots)
         ctx.size = len(rows)
-        return rows.index_select(0, slots)
+        return _taken(rows, slots, more)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
-        grad = grad_outputs[0]
-        return grad.new_zeros(ctx.size, *grad.shape[1:]).index_copy_(0, ctx.saved_tensors[0], grad), None
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
+        return _placed(grad_outputs[0], ctx.saved_tensors[0], ctx.size), None, None
+
+
+def _placed(rows: Tensor, slots: Tensor, size: int) -> Tensor:
+    return rows.new_zeros(size, *rows.shape[1:]).index_copy_(0, slots, rows[: len(slots)])
+
+
+def _taken(rows: Tensor, slots: Tensor, more: int) -> Tensor:
+    if not more:
+        return rows.index_select(0, slots)
+    taken = rows.new_empty(len(slots) + more, *rows.shape[1:])
+    torch.index_select(rows, 0, slots, out=taken[: len(slots)])
+    taken[len(slots) :] = 0.0
+    return taken
 
 
 @contextmanager
@@ -171,7 +190,7 @@ class Attention(Protocol):
         """
 
 
-def causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, layout: PackedLayout) -> Tensor:
     """Attend to oneself and what came before: query and result `[B, H, L, d]`, key and value `[B, K, L, d]`."""
     groups = query.shape[1] // key.shape[1]
     if query.device.type != "cpu":
@@ -180,17 +199,17 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float |
     if groups > 1:
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     if query.dtype in (torch.bfloat16, torch.float16) and query.shape[2] <= LONGEST_PLAIN_ATTENTION:
-        return _plain_attention(query, key, value, scaling)
+        return _plain_attention(query, key, value, scaling, layout.causal_bias.to(query.dtype))
     return nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
 
 
-def _plain_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
-    """Return softmax(q k^T scaling) v, with the softmax in float32."""
-    length = query.shape[2]
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    hidden = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
-    scores = torch.matmul(query * scale, key.transpose(2, 3)).float().masked_fill(hidden, -torch.inf)
-    return torch.matmul(scores.softmax(-1).to(value.dtype), value)
+def _plain_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, bias: Tensor) -> Tensor:
+    """Return softmax(q k^T scaling + bias) v in 16 bits; torch's softmax adds up in float32 within a row."""
+    rows, heads, _, width = query.shape
+    with torch.autocast(query.device.type, enabled=False):  # it would hold scores and probabilities in float32
+        query, key, value = (x.reshape(rows * heads, -1, width) for x in (query, key, value))
+        scores = torch.bmm(query * (width**-0.5 if scaling is None else scaling), key.transpose(1, 2)).add_(bias)
+        return torch.bmm(scores.softmax(-1), value).view(rows, heads, -1, width)
 
 
 @cache
@@ -199,6 +218,15 @@ def _register() -> None:
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, _attend)
+
+
+@cache
+def keep_attention_out_of_graphs() -> None:
+    """Have `torch.compile` leave this attention as it is; not from the start, since it imports torch's compiler."""
+    from transformers import AttentionInterface
+
+    _register()  # first: it would put back what is replaced here
+    AttentionInterface.register(NAME, torch.compiler.disable(_attend))
 
 
 def _attend(

@@ -9,7 +9,7 @@ from ppo_rlhf.models.tokenizers import same_vocabulary
 from ppo_rlhf.preflight.request import RunRequest
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.rewards import NOTHING_TO_OFFLOAD, RewardConfig
-from ppo_rlhf.training.run_models import check_offloading
+from ppo_rlhf.training.run_models import check_compilation, check_offloading
 from ppo_rlhf.training.state import resolve_device
 
 LAYER = "06_models"
@@ -61,7 +61,7 @@ def check_models(run: RunRequest) -> dict[str, PretrainedHandle]:
 
 
 def check_devices(run: RunRequest) -> None:
-    """Note devices that this machine does not have, and models that are to be offloaded where there is no device."""
+    """Note devices that this machine does not have, and what the configuration asks of one that it cannot do."""
     for name in ("supervised_finetuning", "reward_modelling", "ppo"):
         group = run.group(name)
         device = getattr(group, "device", None)
@@ -70,6 +70,7 @@ def check_devices(run: RunRequest) -> None:
                 resolved = resolve_device(device)
                 if isinstance(group, PPOConfig):
                     check_offloading(group, resolved)
+                    check_compilation(group, resolved)
     ppo, reward = run.group("ppo"), run.group("reward")
     is_offloaded = isinstance(ppo, PPOConfig) and ppo.offload_reward_model
     if is_offloaded and isinstance(reward, RewardConfig) and not reward.needs_model:

@@ -22,9 +22,11 @@ from ppo_rlhf.training.precision import frozen_dtype, torch_dtype
 from ppo_rlhf.training.run_models import (
     AnyCritic,
     build_critic,
+    check_compilation,
     check_offloading,
     critic_backbone,
     policy_to_train,
+    prepare_to_score,
 )
 
 HOST = torch.device("cpu")
@@ -66,6 +68,7 @@ def take_policies(
     ensure_pad_token(tokenizer, base.config)
     check_vocabulary(tokenizer, base.config, "PPOTrainer")
     check_offloading(config, device)
+    check_compilation(config, device)
     waits = HOST if config.offload_reference_policy else device
     if reference is not None:
         frozen = _causal_lm(reference, "reference policy", frozen_dtype(config), waits)
@@ -78,6 +81,7 @@ def take_policies(
     frozen.requires_grad_(False)
     if config.offload_reference_policy:
         to_host(frozen)
+    prepare_to_score(frozen, config)
     return TrainedModel(policy_to_train(base, config), tokenizer, value_head=head), frozen
 
 
