@@ -16,8 +16,9 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel, GPT2Model, PreTrainedTokenizerFast
 
+from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.datasets import PretrainedModelDataset, RecordsDataset, TableDataset
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
@@ -484,6 +485,33 @@ def test_an_adapter_on_the_head_alone_is_refused_before_the_run_where_the_critic
         "ppo.lora_target_modules=lm_head does not fit GPT2Model, which has the linear layers c_attn, c_fc, c_proj. "
         "Name some of these"
     ]
+
+
+def test_layers_that_the_model_does_not_name_cannot_be_compiled_and_are_refused_before_the_run(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("ppo_rlhf.training.run_models.check_compiler", lambda _: None)
+    desk.groups["ppo"] = PPOConfig(response_length=4, compile=True)
+    assert desk.problems() == []
+    monkeypatch.setattr(GPT2Model, "_no_split_modules", None)
+    assert desk.problems() == [
+        "ppo.compile=true: GPT2Model does not say which of its modules are layers (_no_split_modules); set it to false"
+    ]
+
+
+def test_a_machine_on_which_torch_cannot_compile_is_refused_before_the_run(desk: Desk, monkeypatch: pytest.MonkeyPatch):
+    asked = []
+
+    def refuse(device: torch.device) -> None:
+        asked.append(device.type)
+        raise ConfigError("ppo.compile=true: no compiler")
+
+    monkeypatch.setattr("ppo_rlhf.training.run_models.check_compiler", refuse)
+    desk.groups["ppo"] = PPOConfig(response_length=4, device="cpu")
+    assert desk.problems() == []
+    desk.groups["ppo"] = PPOConfig(response_length=4, device="cpu", compile=True)
+    assert desk.problems() == ["ppo.compile=true: no compiler"]
+    assert asked == ["cpu"]
 
 
 def test_checkpointed_gradients_that_the_architecture_lacks_are_refused_before_the_run(

@@ -18,7 +18,7 @@ PAGES = [
     *sorted(ROOT.glob("*.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
-NOT_SETTINGS = {"not_default", "compile"}  # a tag of the MLflow run; a setting of TRL's that has a name here for later
+NOT_SETTINGS = {"not_default"}  # a tag of the MLflow run
 THEIRS = "training/step3_rlhf_finetuning/main.py"
 
 

@@ -84,6 +84,7 @@ DEFAULTS = {
     "lora_dropout": 0.0,
     "lora_target_modules": "all-linear",
     "gradient_checkpointing": False,
+    "compile": False,
     "export_value_head": False,
     "dtype": "float32",
     "offload_reference_policy": False,

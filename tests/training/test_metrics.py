@@ -86,9 +86,10 @@ def state_after(episode: int, steps: int, skipped: int, scales: tuple[float, flo
         name: SimpleNamespace(get_scale=lambda scale=scale: scale)
         for name, scale in zip(("policy_scaler", "critic_scaler"), scales, strict=True)
     }
-    settings = {"vf_coef": 0.25, "entropy_coef": 0.0, "kl_in": "reward", **config}
+    settings = {"vf_coef": 0.25, "entropy_coef": 0.0, "kl_in": "reward", "dtype": "float32", **config}
     counters = {"episode": episode, "optimiser_steps": steps, "skipped_steps": skipped, "early_stops": 2}
-    return SimpleNamespace(config=SimpleNamespace(**settings), **counters, **scalers)
+    device = torch.device("cpu")
+    return SimpleNamespace(config=SimpleNamespace(**settings), device=device, **counters, **scalers)
 
 
 @pytest.fixture

@@ -226,6 +226,15 @@ def _register() -> None:
     AttentionInterface.register(NAME, _attend)
 
 
+@cache
+def keep_attention_out_of_graphs() -> None:
+    """Have `torch.compile` leave this attention as it is; not from the start, since it imports torch's compiler."""
+    from transformers import AttentionInterface
+
+    _register()  # first: it would put back what is replaced here
+    AttentionInterface.register(NAME, torch.compiler.disable(_attend))
+
+
 def _attend(
     module: nn.Module,
     query: Tensor,

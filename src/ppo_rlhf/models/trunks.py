@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models.annotations import PreTrainedModel
+from ppo_rlhf.models.compilation import compiled_layers
 from ppo_rlhf.models.packed_attention import packed_attention, packed_states
 from ppo_rlhf.models.token_rows import TokenRows, right_padded
 
@@ -40,9 +41,9 @@ def token_states(backbone: PreTrainedModel, rows: TokenRows) -> Tensor:
     Without padding where the architecture can do without (`packs`). With gradient checkpointing the backward pass must
     then run within `packing`.
     """
-    if packs(backbone):
-        return _packed_states(backbone, rows)
-    return _padded_states(backbone, rows)
+    states = _packed_states if packs(backbone) else _padded_states  # asked first: of the layers as they are
+    with compiled_layers(backbone):
+        return states(backbone, rows)
 
 
 def packing(model: PreTrainedModel, *backbones: PreTrainedModel) -> AbstractContextManager[None]:

@@ -1,8 +1,9 @@
-"""Settings of PPO that ask something of the model: adapters, checkpointed gradients, a value head that fits."""
+"""Settings of PPO that ask something of the model: adapters, checkpointed gradients, layers, a value head that fits."""
 
 from __future__ import annotations
 
 from ppo_rlhf.models.adapters import check_critic_targets, check_targets
+from ppo_rlhf.models.compilation import check_layers
 from ppo_rlhf.models.critic import make_value_head
 from ppo_rlhf.models.gradient_checkpointing import check_gradient_checkpointing
 from ppo_rlhf.models.loading import PretrainedHandle
@@ -21,11 +22,13 @@ def check_model_options(run: RunRequest, models: dict[str, PretrainedHandle]) ->
         return
     with run.noting():
         head = handle.value_head() if ppo.value_model != "reward_init" and "sft_policy" in models else None
-        if not (ppo.use_peft or ppo.gradient_checkpointing or head is not None):
+        if not (ppo.use_peft or ppo.gradient_checkpointing or ppo.compile or head is not None):
             return
         empty = handle.empty_causal_lm()
         if ppo.gradient_checkpointing:
             check_gradient_checkpointing(empty)
+        if ppo.compile:
+            check_layers(empty.base_model)
         if ppo.use_peft:
             check_targets(empty, lora_settings(ppo))
             if ppo.value_model == "separate":

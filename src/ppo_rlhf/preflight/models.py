@@ -61,7 +61,7 @@ def check_models(run: RunRequest) -> dict[str, PretrainedHandle]:
 
 
 def check_devices(run: RunRequest) -> None:
-    """Note devices that this machine does not have, and settings that need another one."""
+    """Note devices that this machine does not have, and what the configuration asks of one that it cannot do."""
     for name in ("supervised_finetuning", "reward_modelling", "ppo"):
         group = run.group(name)
         device = getattr(group, "device", None)

@@ -14,6 +14,7 @@ from ppo_rlhf.core.statistics import explained_variance, masked_mean
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.experience import Experience
 from ppo_rlhf.training.state import TrainingState
+from ppo_rlhf.training.utilisation import device_name, update_utilisation
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ def iteration_metrics(
         "optimiser/early_stops": state.early_stops,
         "optimiser/loss_scale": min(state.policy_scaler.get_scale(), state.critic_scaler.get_scale()),
         **_speed(experience, optimise_seconds),
+        **_utilisation(experience, len(steps), state, optimise_seconds),
         "memory/peak_bytes": peak_memory_bytes(),
     }
     return {name: float(value) for name, value in metrics.items()}
@@ -138,6 +140,11 @@ def _speed(experience: Experience, optimise_seconds: float) -> dict[str, float]:
         "throughput/episodes_per_s": len(rollouts.lengths) / iteration_seconds,
         **rate,
     }
+
+
+def _utilisation(experience: Experience, steps: int, state: TrainingState, optimise_seconds: float) -> dict[str, float]:
+    share = update_utilisation(state, experience, steps, optimise_seconds, device_name(state.device))
+    return {} if share is None else {"throughput/mfu": share}
 
 
 def peak_memory_bytes() -> int:

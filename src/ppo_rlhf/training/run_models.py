@@ -11,11 +11,17 @@ from torch import nn
 from ppo_rlhf.core.errors import ConfigError, ModelError
 from ppo_rlhf.models.adapters import LoraSettings, check_targets, has_adapter, with_adapter, without_adapter
 from ppo_rlhf.models.annotations import PreTrainedModel
+from ppo_rlhf.models.compilation import check_compiler, compile_layers
 from ppo_rlhf.models.critic import Critic, OwnBackbone, SharedCritic
-from ppo_rlhf.models.gradient_checkpointing import enable_gradient_checkpointing, training_mode
+from ppo_rlhf.models.gradient_checkpointing import (
+    check_gradient_checkpointing,
+    enable_gradient_checkpointing,
+    training_mode,
+)
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.models.offloading import to_host
 from ppo_rlhf.models.recorded_steps import CudaGraphs, RecordedSteps
+from ppo_rlhf.models.trunks import backbone_of
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.model_rules import device_problems
 from ppo_rlhf.training.precision import frozen_dtype, torch_dtype
@@ -38,7 +44,7 @@ def load_policies(
     `offload_reference_policy` the reference waits in the host's memory.
 
     Raises:
-        ConfigError: The device is not one that a setting needs.
+        ConfigError: The device is not one that a setting needs, or nothing can be compiled for it.
         ModelError: The model cannot be loaded, or no adapter fits it.
     """
 
@@ -51,15 +57,18 @@ def load_policies(
         to_host(reference)
     else:
         reference = load(frozen_dtype(config)).requires_grad_(False)
+    prepare_to_score(reference, config)
     policy = policy_to_train(reference if config.use_peft else load(torch_dtype(config)), config)
     return TrainedModel(policy, sft_policy.tokenizer(), value_head=sft_policy.value_head()), reference
 
 
 def check_device(config: PPOConfig, device: torch.device) -> None:
-    """Raise `ConfigError` if a setting needs another device: offloading a GPU, captured graphs CUDA."""
+    """Raise `ConfigError` if a setting needs another device, or layers are to be compiled and torch cannot for it."""
     problems = list(device_problems(config, device.type))
     if problems:
         raise ConfigError("\n".join(problems))
+    if config.compile:
+        check_compiler(device)
 
 
 def policy_to_train(model: PreTrainedModel, config: PPOConfig) -> PreTrainedModel:
@@ -115,15 +124,28 @@ def build_critic(
 
 
 def prepare_to_train(policy: PreTrainedModel, critic: AnyCritic, config: PPOConfig) -> None:
-    """Switch gradient checkpointing on in both if `ppo.gradient_checkpointing` says so.
+    """Switch gradient checkpointing and compilation on in both if the configuration says so.
 
     Raises:
         ModelError: An architecture does not support it.
     """
-    if config.gradient_checkpointing:
-        enable_gradient_checkpointing(policy)
-        if isinstance(critic, Critic):
-            enable_gradient_checkpointing(critic.backbone)
+    for model in (policy, critic.backbone) if isinstance(critic, Critic) else (policy,):
+        if config.compile:
+            if config.gradient_checkpointing:
+                check_gradient_checkpointing(model)
+            compile_layers(backbone_of(model), checkpointing=config.gradient_checkpointing)
+        elif config.gradient_checkpointing:
+            enable_gradient_checkpointing(model)
+
+
+def prepare_to_score(reference: PreTrainedModel, config: PPOConfig) -> None:
+    """Switch compilation on in a frozen policy if `ppo.compile` says so.
+
+    Raises:
+        ModelError: Its architecture does not support it.
+    """
+    if config.compile:
+        compile_layers(backbone_of(reference))
 
 
 def recorded_steps(policy: PreTrainedModel, config: PPOConfig) -> RecordedSteps | None:
@@ -144,5 +166,6 @@ def recorded_steps(policy: PreTrainedModel, config: PPOConfig) -> RecordedSteps 
 def checkpointing_gradients(
     policy: PreTrainedModel, critic: AnyCritic, config: PPOConfig
 ) -> AbstractContextManager[None]:
-    """Return the context of the update: training mode where gradients are checkpointed, else nothing at all."""
-    return training_mode(policy, critic) if config.gradient_checkpointing else nullcontext()
+    """Return the context of the update: training mode where transformers checkpoints gradients, else nothing at all."""
+    by_transformers = config.gradient_checkpointing and not config.compile
+    return training_mode(policy, critic) if by_transformers else nullcontext()

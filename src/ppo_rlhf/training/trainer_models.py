@@ -25,6 +25,7 @@ from ppo_rlhf.training.run_models import (
     check_device,
     critic_backbone,
     policy_to_train,
+    prepare_to_score,
 )
 
 HOST = torch.device("cpu")
@@ -78,6 +79,7 @@ def take_policies(
     frozen.requires_grad_(False)
     if config.offload_reference_policy:
         to_host(frozen)
+    prepare_to_score(frozen, config)
     return TrainedModel(policy_to_train(base, config), tokenizer, value_head=head), frozen
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -71,7 +71,7 @@ class SimulatedModels:
         if reward_model is not None:
             scorer = _empty(AutoModelForSequenceClassification, reward_model, frozen_dtype(config))
         critic = build_critic(config, actor, scorer)
-        prepare_to_train(actor, critic, config)
+        prepare_to_train(actor, critic, replace(config, compile=False))  # planned as they are
         return cls(actor, critic, reference, scorer)
 
     def to_fake(self) -> SimulatedModels:
