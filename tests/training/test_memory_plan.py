@@ -214,7 +214,7 @@ def test_nothing_is_to_be_changed_where_it_fits():
 
 
 def test_the_cheapest_change_that_helps_comes_first_and_they_end_where_it_fits():
-    deep = LlamaConfig(**{**LLAMA.to_dict(), "hidden_size": 128, "intermediate_size": 256})
+    deep = LlamaConfig(**{**LLAMA.to_dict(), "hidden_size": 256, "intermediate_size": 512})
     config, shape = PPOConfig(**{**SETTINGS, "per_device_train_batch_size": 16}), RunShape(deep, 6, on_cpu=False)
     planned = plan_memory(config, shape)
     everything = remedies(config, shape, planned, 0)
