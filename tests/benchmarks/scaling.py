@@ -46,6 +46,7 @@ SWEEPS: dict[str, tuple[list[int], Callable[[int], Preset]]] = {
     "layers": ([2, 4, 6, 8, 12], lambda layers: replace(BASE, shape=replace(BASE.shape, layers=layers))),
 }
 COMPACTION = "compaction"
+COMPACTED = (32, 128)  # prompts
 KEDRO = "kedro"
 KEDRO_ITERATIONS = 20
 
@@ -76,25 +77,28 @@ def sweep(name: str, arguments: argparse.Namespace, folder: Path) -> list[dict[s
     return rows
 
 
-def compaction(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def compaction(batch: int, arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Return the seconds of rollouts whose responses are half of the maximum long on average, with it and without."""
-    preset = PRESETS["small"]
+    preset = replace(PRESETS["small"], batch=batch)
     job = _job(preset, arguments, folder, 1, form="mixed")
     state = OurSide(job).state
     seconds: dict[bool, list[float]] = {True: [], False: []}
     lengths: list[float] = []
     for round_ in range(1 + arguments.rounds):
-        uniforms = episode_uniforms(arguments.rounds, COMPACTION, round_, preset.batch, preset.response_length)
+        uniforms = episode_uniforms(0, COMPACTION, round_, preset.batch, preset.response_length)
         for compacts in (True, False) if round_ % 2 else (False, True):
             stay = patch.object(generation, "_leaving", generation._leaving if compacts else _nobody)
             started = time.perf_counter()
             with stay, autocast(state.config, state.device):
-                found = generation.generate_responses(state.policy, job.prompt_ids, uniforms, state.sampling)
+                found = generation.generate_responses(
+                    state.policy, job.prompt_ids, uniforms, state.sampling, batch_size=batch
+                )
             seconds[compacts].append(time.perf_counter() - started)
         lengths.append(float(found.lengths.double().mean()))
     compacted, whole = (median(seconds[compacts][1:]) for compacts in (True, False))
     return {
         "sweep": COMPACTION,
+        "batch": batch,
         "precision": arguments.precision,
         "mean_length": mean(lengths[1:]),
         "maximum": preset.response_length,
@@ -104,7 +108,7 @@ def compaction(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     }
 
 
-def _nobody(ended: list[bool]) -> list[bool]:
+def _nobody(ended: list[bool], _: int) -> list[bool]:
     return [False] * len(ended)
 
 
@@ -172,10 +176,9 @@ def lines(rows: list[dict[str, Any]]) -> list[str]:
             )
             continue
         if row["sweep"] == COMPACTION:
-            text.append(
-                f"{COMPACTION}: rollouts of {row['seconds']:.2f} s instead of {row['seconds_without']:.2f}, "
-                f"{row['saved']:.0%} saved at a mean length of {row['mean_length']:.1f} of {row['maximum']}"
-            )
+            times = f"{row['seconds']:.2f} s instead of {row['seconds_without']:.2f}, {row['saved']:.0%} saved"
+            lengths = f"mean length {row['mean_length']:.1f} of {row['maximum']}"
+            text.append(f"{COMPACTION}: {row['batch']} responses, {lengths}: {times}")
             continue
         points = ", ".join(f"{x:g}: {y:.3f}" for x, y in zip(row["x"], row["seconds"], strict=True))
         fitted = f"{row['slope'] * 1000:.2f} ms per {row['unit']}, R² {row['r2']:.4f}"
@@ -199,8 +202,10 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="scaling-") as place:
             if part in SWEEPS:
                 rows += sweep(part, arguments, Path(place))
+            elif part == COMPACTION:
+                rows += [compaction(batch, arguments, Path(place) / str(batch)) for batch in COMPACTED]
             else:
-                rows.append({COMPACTION: compaction, KEDRO: kedro_overhead}[part](arguments, Path(place)))
+                rows.append(kedro_overhead(arguments, Path(place)))
         arguments.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
     print(*lines(rows), sep="\n")
 

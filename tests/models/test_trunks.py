@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from ppo_rlhf.core.errors import ModelError
+from ppo_rlhf.models import trunks
 from ppo_rlhf.models.packed_attention import (
     NAME,
     ROUND,
@@ -119,15 +120,31 @@ def test_sixteen_bit_attention_on_a_cpu_is_that_of_float32_up_to_rounding(dtype)
 
 
 def test_a_row_is_rounded_up_unless_all_sequences_are_of_one_length():
-    rows = right_padded(SEQUENCES, 0)
+    rows = right_padded(SEQUENCES, 0).filled
     assert rows.packed_ids.shape == (1, ROUND)
     assert rows.packed_ids[0].tolist() == [token for ids in SEQUENCES for token in ids]  # 16 already
+    assert rows.layout.width == ROUND
     longer = right_padded([*SEQUENCES, [19]], 0)
-    assert longer.packed_ids.shape == (1, 2 * ROUND)
-    assert longer.packed_positions[0, len(longer.slots) :].tolist() == [0] * 15  # the last token's, again and again
-    even = right_padded([[4, 5, 6], [7, 8, 9]], 0)
+    assert longer.packed_ids.shape == (1, ROUND + 1)
+    assert longer.filled.packed_ids.shape == (1, 2 * ROUND)
+    assert longer.filled.packed_ids[0, ROUND:].tolist() == [19] * 16  # the last token, again and again
+    assert longer.filled.packed_positions[0, ROUND:].tolist() == [0] * 16
+    even = right_padded([[4, 5, 6], [7, 8, 9]], 0).filled
     assert even.packed_ids.tolist() == [[4, 5, 6, 7, 8, 9]]
     assert even.layout.is_even
+
+
+def test_a_row_is_filled_up_only_where_each_number_of_tokens_costs_memory():
+    backbone, seen, rows = tiny_model().base_model, [], right_padded([*SEQUENCES, [19]], 0)
+    assert packs(backbone)
+    backbone.register_forward_pre_hook(lambda _, __, given: seen.append(given["input_ids"].numel()), with_kwargs=True)
+    with torch.no_grad():
+        assert len(token_states(backbone, rows)) == ROUND + 1
+        with torch.autocast("cpu", torch.bfloat16):
+            assert len(token_states(backbone, rows)) == ROUND + 1
+        backbone.bfloat16()
+        assert len(token_states(backbone, rows)) == ROUND + 1
+    assert seen == [ROUND + 1, 2 * ROUND, 2 * ROUND]
 
 
 def test_numbers_of_tokens_are_rounded_up_to_few_different_ones():
@@ -137,7 +154,8 @@ def test_numbers_of_tokens_are_rounded_up_to_few_different_ones():
     assert len({rounded_up(n) for n in range(200, 6400)}) < 70
 
 
-def test_what_fills_up_a_row_changes_nothing():
+def test_what_fills_up_a_row_changes_nothing(monkeypatch):
+    monkeypatch.setattr(trunks, "costs_memory_by_shape", lambda *_: True)
     backbone = tiny_model("gpt2").base_model.double()
     whole = [*SEQUENCES, [19]]
     with torch.no_grad():
@@ -156,6 +174,23 @@ def test_the_attention_of_a_model_is_its_own_again_after_the_block_and_after_an_
     assert backbone.config._attn_implementation == before
 
 
+def test_nobody_looks_for_padding_where_there_is_none_and_afterwards_as_before(monkeypatch):
+    """GPT-2 does, in every pass without a mask: a GPU would be waited for, and the warning would be wrong."""
+    backbone, looked = tiny_model("gpt2").base_model, []
+    backbone.config.pad_token_id = SEQUENCES[0][0]
+    monkeypatch.setattr(
+        type(backbone), "warn_if_padding_and_no_attention_mask", lambda self, ids, mask: looked.append(ids)
+    )
+    assert packs(backbone)
+    looked.clear()  # to find that out it was asked plainly, too
+    with torch.no_grad(), packed_attention(backbone, backbone):  # as policy and critic on one trunk
+        token_states(backbone, right_padded(SEQUENCES, 0))
+        assert not looked
+    with torch.no_grad():
+        backbone(torch.tensor([SEQUENCES[0]]), use_cache=False)
+    assert len(looked) == 1
+
+
 def test_rows_are_placed_and_taken_with_their_gradients():
     rows = torch.arange(6.0).view(3, 2).requires_grad_()
     slots = torch.tensor([3, 0, 4])
@@ -171,27 +206,27 @@ def test_rows_are_placed_and_taken_with_their_gradients():
 
 
 def test_a_layout_spreads_with_zeros_and_collects_again():
-    layout = PackedLayout.of([1, 3, 2])
-    tokens = torch.arange(1.0, 7.0)[:, None]
-    spread = layout.spread(tokens)
-    assert spread.shape == (3, ROUND, 1)
-    assert spread[:, :3, 0].tolist() == [[1, 0, 0], [2, 3, 4], [5, 6, 0]]
-    assert not spread[:, 3:].any()
-    assert torch.equal(layout.collect(spread), tokens)
+    for layout, width in ((PackedLayout.of([1, 3, 2]), 3), (PackedLayout.of([1, 3, 2], fill=True), ROUND)):
+        tokens = torch.arange(1.0, 7.0 + layout.more)[:, None]
+        spread = layout.spread(tokens)
+        assert spread.shape == (3, width, 1)
+        assert spread[:, :3, 0].tolist() == [[1, 0, 0], [2, 3, 4], [5, 6, 0]]
+        assert not spread[:, 3:].any()
+        assert torch.equal(layout.collect(spread)[:6], tokens[:6])
 
 
 def test_what_fills_up_a_row_is_no_part_of_attention_and_has_no_gradient():
-    layout = PackedLayout.of([1, 3], more=2)
+    layout = PackedLayout((1, 3), 3, torch.tensor([0, 3, 4, 5]), more=2)
     tokens = torch.tensor([[1.0], [2.0], [3.0], [4.0], [torch.nan], [torch.nan]], requires_grad=True)
     spread = layout.spread(tokens)
-    assert spread.shape == (2, ROUND, 1)
+    assert spread.shape == (2, 3, 1)
     assert spread.sum() == 10.0
     collected = layout.collect(spread * 2)
     assert collected.flatten().tolist() == [2.0, 4.0, 6.0, 8.0, 0.0, 0.0]
     (collected * torch.arange(1.0, 7.0)[:, None]).sum().backward()
     assert tokens.grad.flatten().tolist() == [2.0, 4.0, 6.0, 8.0, 0.0, 0.0]
-    rows = right_padded([[1] * ROUND] * 20 + [[2]], 0)  # 15 tokens more than there are
-    assert rows.packed_ids.numel() > len(rows.slots)
+    rows = right_padded([[1] * ROUND] * 20 + [[2]], 0).filled  # 15 tokens more than there are
+    assert rows.packed_ids.numel() == len(rows.slots) + 15
     assert rows.layout.width == ROUND  # not as wide as a last sequence that went on
 
 

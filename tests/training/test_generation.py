@@ -7,6 +7,7 @@ from torch.testing import assert_close
 from transformers import GenerationConfig
 
 from ppo_rlhf.models.decoding import Decoder
+from ppo_rlhf.training import generation
 from ppo_rlhf.training.generation import SamplingSettings, _leaving, generate_responses
 
 KINDS = ["gpt2", "llama", "bitnet"]
@@ -250,8 +251,9 @@ def test_decoding_ends_with_the_last_response_to_stop(make_model, engine):
     assert len(passes) == max(found.lengths.tolist())
 
 
-def test_ended_sequences_leave_so_that_a_multiple_of_four_rows_stays(make_model, monkeypatch):
-    """A tenth of the vocabulary stops: of 11 prompts, some end at almost every step."""
+@pytest.mark.parametrize("multiple", [1, 4])
+def test_ended_sequences_leave_at_once_or_where_shapes_cost_memory_by_fours(make_model, monkeypatch, multiple):
+    """An eighth of the vocabulary stops: of 11 prompts, some end at almost every step."""
     rows, step = [], Decoder.step
 
     def counted(self, token_ids):
@@ -259,15 +261,20 @@ def test_ended_sequences_leave_so_that_a_multiple_of_four_rows_stays(make_model,
         return step(self, token_ids)
 
     monkeypatch.setattr(Decoder, "step", counted)
-    prompts = [*UNEVEN, *EVEN[1:]]
-    found = generate_responses(make_model("llama"), prompts, noise(11), settings())
+    monkeypatch.setattr(generation, "costs_memory_by_shape", lambda *_: multiple > 1)
+    found = generate_responses(make_model("llama"), [*UNEVEN, *EVEN[1:]], noise(11), settings())
     live = [int(((found.lengths > taken) | ~found.terminated).sum()) for taken in range(1, STEPS)]
     assert len(set(rows)) > 1
-    assert all(
-        count == min(11, -(-alive // 4) * 4) for count, alive in zip(rows, live, strict=False)
-    )  # no step once all have ended
-    assert _leaving([True, False, True, True, False, True, True]) == [False, False, False, True, False, True, True]
-    assert _leaving([False] * 5 + [True]) == [False] * 6
+    expected = [min(11, -(-alive // multiple) * multiple) for alive in live]
+    assert rows == expected[: len(rows)]
+    assert not any(live[len(rows) :])  # no step once all have ended
+
+
+def test_of_those_that_have_ended_the_last_ones_leave_and_a_multiple_stays():
+    ended = [True, False, True, True, False, True, True]
+    assert _leaving(ended, 4) == [False, False, False, True, False, True, True]
+    assert _leaving(ended, 1) == ended
+    assert _leaving([False] * 5 + [True], 4) == [False] * 6
 
 
 def test_a_row_does_not_depend_on_the_rows_beside_it(make_model):

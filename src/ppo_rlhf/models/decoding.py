@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ppo_rlhf.models.annotations import PreTrainedModel
-from ppo_rlhf.models.packed_attention import PackedLayout, filling, packed_states
+from ppo_rlhf.models.packed_attention import PackedLayout, costs_memory_by_shape, packed_states
 from ppo_rlhf.models.trunks import backbone_of, logits_of
 
 if TYPE_CHECKING:
@@ -57,10 +57,10 @@ class Decoder:
         device = self._model.device
         distinct, of_row = _distinct(self._prompt_ids)
         lengths = [len(ids) for ids in distinct]
-        more = filling(lengths)
-        tokens = [token for ids in distinct for token in ids] + [distinct[-1][-1]] * more
-        positions = torch.cat([*(torch.arange(length) for length in lengths), torch.zeros(more, dtype=torch.long)])
-        layout = PackedLayout.of(lengths, device, more=more)
+        layout = PackedLayout.of(lengths, device, fill=costs_memory_by_shape(device, self._model.dtype))
+        tokens = [token for ids in distinct for token in ids] + [distinct[-1][-1]] * layout.more
+        after = torch.zeros(layout.more, dtype=torch.long)
+        positions = torch.cat([*(torch.arange(length) for length in lengths), after])
         prefill = Prefill(layout, self._keys, self._values, max(lengths), self._capacity(max(lengths) + 1))
         ids = torch.tensor([tokens], device=device)
         states = packed_states(self._backbone, ids, positions[None].to(device), prefill)

@@ -20,8 +20,10 @@ from torch import Tensor, nn
 from ppo_rlhf.models.annotations import PreTrainedModel
 
 NAME = "ppo_rlhf_packed"
+_LOOK_FOR_PADDING = "warn_if_padding_and_no_attention_mask"  # a method of transformers' models
 ROUND = 16
 """Tokens come in multiples of this, or of its double, fourfold …, up to a twelfth of them: 3 % too many on average."""
+SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 LONGEST_PLAIN_ATTENTION = 512
 """Tokens. On a CPU, 16-bit attention of up to this length is computed plainly: torch's fused kernel takes 5.7 times
 as long (8 x 8 heads, 96 tokens, bfloat16, with its backward pass); longer, it would hold too many scores."""
@@ -30,8 +32,7 @@ as long (8 x 8 heads, 96 tokens, bfloat16, with its backward pass); longer, it w
 def rounded_up(tokens: int) -> int:
     """Return a number of tokens that is not much larger, so that there are few different ones.
 
-    On a CPU every new number of them costs a 16-bit product as much again as it takes, and 0.6 MiB: oneDNN compiles
-    code for each shape.
+    On a CPU every new number of them costs a 16-bit product 0.6 MiB for good: oneDNN compiles code for each shape.
     """
     step = ROUND
     while 2 * step <= tokens / 12:
@@ -39,10 +40,9 @@ def rounded_up(tokens: int) -> int:
     return -(-tokens // step) * step
 
 
-def filling(lengths: Sequence[int]) -> int:
-    """Return how many tokens fill up a row of sequences of these lengths: none if all are of one length."""
-    tokens = sum(lengths)
-    return 0 if min(lengths) == max(lengths) else rounded_up(tokens) - tokens
+def costs_memory_by_shape(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether each new number of tokens takes memory for good (`rounded_up`): 16-bit products on a CPU."""
+    return device.type == "cpu" and (dtype in SIXTEEN_BITS or torch.is_autocast_enabled("cpu"))
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class PackedLayout:
 
     Attributes:
         lengths: Tokens of each sequence, at least 1.
-        width: L, at least the longest length; rounded up by `ROUND` unless all are of one length.
+        width: L, the longest length, or a little more.
         slots: `[N]` long, place of each token in `[B, L]`, flattened.
         more: Tokens behind the N that are of no sequence: they fill the row up, and attention gives 0 for them.
     """
@@ -62,9 +62,14 @@ class PackedLayout:
     more: int = 0
 
     @classmethod
-    def of(cls, lengths: Sequence[int], device: torch.device | str = "cpu", *, more: int = 0) -> PackedLayout:
-        """Return the layout of sequences of these lengths, with so many tokens behind them."""
-        width = max(lengths) if min(lengths) == max(lengths) else rounded_up(max(lengths))
+    def of(cls, lengths: Sequence[int], device: torch.device | str = "cpu", *, fill: bool = False) -> PackedLayout:
+        """Return the layout of sequences of these lengths.
+
+        With `fill` N + more and L are rounded up, unless all sequences are of one length: few different numbers.
+        """
+        width, more = max(lengths), 0
+        if fill and min(lengths) < width:
+            width, more = rounded_up(width), rounded_up(sum(lengths)) - sum(lengths)
         slots = [torch.arange(row * width, row * width + length) for row, length in enumerate(lengths)]
         return cls(tuple(lengths), width, torch.cat(slots).to(device), more)
 
@@ -161,13 +166,21 @@ def packed_attention(*models: PreTrainedModel) -> Iterator[None]:
     _register()
     configs = {id(model.config): model.config for model in models}.values()
     before = [config._attn_implementation for config in configs]
+    looks = [vars(model).get(_LOOK_FOR_PADDING) for model in models]
     for config in configs:
         config._attn_implementation = NAME
+    for model in models:  # there is none, and a device would have to be waited for
+        vars(model)[_LOOK_FOR_PADDING] = lambda *_: None
     try:
         yield
     finally:
         for config, implementation in zip(configs, before, strict=True):
             config._attn_implementation = implementation
+        for model, look in zip(models, looks, strict=True):
+            if look is None:
+                vars(model).pop(_LOOK_FOR_PADDING, None)  # a trunk that two models share comes twice
+            else:
+                vars(model)[_LOOK_FOR_PADDING] = look
 
 
 def packed_states(backbone: PreTrainedModel, ids: Tensor, positions: Tensor, layout: Attention) -> Tensor:
@@ -204,7 +217,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float |
         return attend(query, key, value, is_causal=True, scale=scaling, enable_gqa=groups > 1)
     if groups > 1:
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    if query.dtype in (torch.bfloat16, torch.float16) and query.shape[2] <= LONGEST_PLAIN_ATTENTION:
+    if query.dtype in SIXTEEN_BITS and query.shape[2] <= LONGEST_PLAIN_ATTENTION:
         return _plain_attention(query, key, value, scaling, layout.causal_bias.to(query.dtype))
     return nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
 

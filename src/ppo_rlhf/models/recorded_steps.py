@@ -20,7 +20,7 @@ from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models import decoding
 from ppo_rlhf.models.annotations import PreTrainedModel
 from ppo_rlhf.models.decoding import HeldColumns
-from ppo_rlhf.models.packed_attention import PackedLayout, packed_attention, packed_states
+from ppo_rlhf.models.packed_attention import PackedLayout, packed_states
 from ppo_rlhf.models.sixteen_bit_weights import SixteenBitWeights
 from ppo_rlhf.models.trunks import asking, backbone_of, logits_of, packs, some_ids
 
@@ -173,11 +173,8 @@ def check_recordable(model: PreTrainedModel) -> None:
         raise ModelError(f"{type(model).__name__} cannot be decoded without padding")
     head, ids = logits_of(model), some_ids(model, 2)[None].to(model.device)
     positions, layout = torch.arange(2, device=model.device)[None], PackedLayout.of([2], model.device)
-    with asking(model), packed_attention(backbone), _NoReading(type(model).__name__):
-        # not the ids: unless it is being captured, transformers looks for padding among them
-        embedded = backbone.get_input_embeddings()(ids)
-        output = backbone(inputs_embeds=embedded, position_ids=positions, use_cache=False, packed_layout=layout)
-        head(output.last_hidden_state[0])
+    with asking(model), _NoReading(type(model).__name__):
+        head(packed_states(backbone, ids, positions, layout))
 
 
 class _NoReading(TorchDispatchMode):

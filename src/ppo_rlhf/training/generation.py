@@ -21,6 +21,7 @@ from ppo_rlhf.core.responses import length_mask, response_lengths
 from ppo_rlhf.core.sampling import sample_tokens
 from ppo_rlhf.models.annotations import PreTrainedModel
 from ppo_rlhf.models.decoding import Decoder
+from ppo_rlhf.models.packed_attention import costs_memory_by_shape
 from ppo_rlhf.models.recorded_steps import RecordedSteps
 from ppo_rlhf.models.trunks import backbone_of, packs
 from ppo_rlhf.training.packing import left_pad, without_padding
@@ -28,8 +29,8 @@ from ppo_rlhf.training.packing import left_pad, without_padding
 STEPS_BETWEEN_LOOKS = 16
 """Steps on an accelerator after which it is asked which sequences have ended."""
 ROWS = 4
-"""Rows of a decoding step come in multiples of this: each number of them costs memory (`packed_attention.rounded_up`),
-and a row more in products with so few costs next to nothing."""
+"""Where each number of rows of a decoding step costs memory for good, they come in multiples of this; a row more in
+products with so few costs next to nothing."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,7 @@ def _decode_packed(
     decoder = Decoder(model, prompt_ids, max(len(ids) for ids in prompt_ids) + width, recorded=recorded)
     live = torch.arange(rows, device=device)  # which row each sequence that goes on belongs to
     has_ended = torch.zeros(rows, dtype=torch.bool, device=device)
+    multiple = ROWS if costs_memory_by_shape(device, model.dtype) else 1
     logits = decoder.prefill()
     for step in range(width):
         token, logprob = _sample(logits, uniforms[live], step, settings)
@@ -149,7 +151,7 @@ def _decode_packed(
             ended = has_ended.tolist()
             if all(ended):
                 break
-            leaving = _leaving(ended)
+            leaving = _leaving(ended, multiple)
             if any(leaving):
                 order = torch.tensor(decoder.drop(leaving), device=device)
                 live, token, has_ended = live[order], token[order], has_ended[order]
@@ -157,9 +159,9 @@ def _decode_packed(
     return tokens, logprobs
 
 
-def _leaving(ended: list[bool]) -> list[bool]:
-    """Return which of the sequences that have ended leave: so many that a multiple of `ROWS` stays."""
-    stay = -ended.count(False) % ROWS
+def _leaving(ended: list[bool], multiple: int) -> list[bool]:
+    """Return which of the sequences that have ended leave: so many that such a multiple stays."""
+    stay = -ended.count(False) % multiple
     leaving = []
     for has_ended in ended:
         stays = has_ended and stay > 0

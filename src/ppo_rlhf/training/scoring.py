@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ppo_rlhf.core.logprobs import token_entropy, token_logprobs
 from ppo_rlhf.models.annotations import PreTrainedModel
-from ppo_rlhf.models.packed_attention import rounded_up, take_rows
+from ppo_rlhf.models.packed_attention import costs_memory_by_shape, rounded_up, take_rows
 from ppo_rlhf.models.trunks import backbone_of, logits_of, token_states, vocabulary_size
 from ppo_rlhf.training.packing import PackedSequences, pack
 
@@ -98,8 +98,9 @@ def _chunk_statistics(
     """Return log-probabilities and entropies `[n]` (or nothing, `[0]`) of the tokens behind n states."""
 
     def statistics(states: Tensor) -> tuple[Tensor, Tensor]:
-        more = rounded_up(len(states)) - len(states)
-        logits = head(nn.functional.pad(states, (0, 0, 0, more)))[None, : len(states)]
+        fills = costs_memory_by_shape(states.device, states.dtype)
+        more = rounded_up(len(states)) - len(states) if fills else 0
+        logits = head(nn.functional.pad(states, (0, 0, 0, more)) if more else states)[None, : len(states)]
         logprobs = token_logprobs(logits, targets[None], temperature)[0]
         return logprobs, token_entropy(logits, temperature)[0] if with_entropy else logprobs.new_empty(0)
 
