@@ -117,4 +117,4 @@ def test_logits_are_computed_for_response_positions_alone(make_model):
     response_statistics(model, packed, 1.0)
     model.get_output_embeddings().register_forward_hook(lambda _, inputs, __: rows.append(len(inputs[0])))
     response_statistics(model, packed, 1.0)
-    assert rows == [32]  # 19, rounded up
+    assert rows == [19]

@@ -15,20 +15,18 @@ from ppo_rlhf.training.memory.simulation import Passes, SimulatedModels, larger
 MEBIBYTE = 2**20
 UPDATE = "update"
 
-# What no shape tells, measured on a CPU. `python tests/benchmarks/memory.py --fit` measures the first four anew: they
-# are fitted to the peaks of its settings (docs/memory.md has the table). They hold for glibc's heap with its defaults,
-# which keeps the blocks that a pass freed; those of one kind of pass do not fit what another kind asks for.
-LIBRARY_BYTES = 16 * MEBIBYTE  # code and workspaces that libraries load with the first passes
-UPDATE_IN_HEAP = 1.44  # bytes of the heap for each byte that the update has there in blocks that it frees
-CRITIC_IN_HEAP = 0.34  # as many more where the critic has passes of its own
-SCORING_IN_HEAP = 0.13  # the same for the phase that has the most of them among the others
+# What no shape tells, measured on a CPU. `python tests/benchmarks/memory.py --fit` measures the first three anew: they
+# are fitted to the peaks of its settings (docs/memory.md has the table). They hold for glibc's heap, which keeps
+# the blocks that a pass freed (`training.host_memory`); those of one kind of pass do not fit what another asks for.
+LIBRARY_BYTES = 20 * MEBIBYTE  # code and workspaces that libraries load with the first passes
+UPDATE_IN_HEAP = 1.42  # bytes of the heap for each byte that the update has there in blocks that it frees
+CRITIC_IN_HEAP = 0.19  # as many more where the critic has passes of its own
 PROCESS_BYTES = 534 * MEBIBYTE  # resident once `kedro run` has imported everything, measured apart
 
 
 IN_HEAP = {
     "UPDATE_IN_HEAP": UPDATE_IN_HEAP,
     "CRITIC_IN_HEAP": CRITIC_IN_HEAP,
-    "SCORING_IN_HEAP": SCORING_IN_HEAP,
 }
 
 
@@ -100,8 +98,8 @@ class MemoryPlan:
     def needed(self) -> int:
         """Bytes needed at the peak where the run computes, beyond what the process holds before it loads a model.
 
-        On the CPU with what libraries load while they work, and with the blocks that the heap keeps behind each kind of
-        phase. Blocks that are not of the heap are given back: of those the phase with the most counts alone.
+        On the CPU with what libraries load while they work, and with the blocks that the heap keeps of what the update
+        frees. Blocks that are not of the heap are given back: of those the phase with the most counts alone.
         """
         if not self.on_cpu:
             return self.peak.total
@@ -114,12 +112,11 @@ class MemoryPlan:
 
     @property
     def kept(self) -> dict[str, int]:
-        """Bytes in blocks of the heap that the phases free, by the name of the constant that says what they cost."""
-        *others, update = self.phases
+        """Bytes in blocks of the heap that the update frees, by the name of the constant that says what they cost."""
+        update = self.phases[-1]
         return {
             "UPDATE_IN_HEAP": update.in_heap,
             "CRITIC_IN_HEAP": update.in_heap if self.critic_passes else 0,
-            "SCORING_IN_HEAP": max(phase.in_heap for phase in others),
         }
 
 
