@@ -24,10 +24,12 @@ def gradient(make_run, experience, kind: str, **settings) -> dict[str, torch.Ten
 
     def look() -> None:  # at the step: behind the update gradients are gone
         for name, model in (("policy", run.state.policy), ("critic", run.state.critic)):
-            seen.update({f"{name}.{n}": p.grad.clone() for n, p in trained_parameters(model).items()})
+            found = trained_parameters(model).items()  # one model's at a time, unless they share a trunk
+            seen.update({f"{name}.{n}": p.grad.clone() for n, p in found if p.grad is not None})
 
-    run.state.policy_optimizer.step = look
+    run.state.policy_optimizer.step = run.state.critic_optimizer.step = look
     optimise(run.state, experience, run.config)
+    assert {name.partition(".")[0] for name in seen} == {"policy", "critic"}
     return seen
 
 
