@@ -114,3 +114,18 @@ def kedro() -> Callable[..., Result]:
             return CliRunner().invoke(KedroCLI(project), list(arguments))
 
     return invoke
+
+
+@pytest.fixture
+def quick_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Trace and differentiate as inductor does, and run the graphs without making kernels of them."""
+    import torch  # heavy, as are the two below
+    from torch._dynamo.utils import counters
+
+    from ppo_rlhf.models import compilation
+
+    monkeypatch.setattr(compilation, "BACKEND", "aot_eager")
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()

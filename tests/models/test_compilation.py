@@ -1,7 +1,6 @@
 """Compiled layers: the same numbers, in a form that fits all lengths and all layers, and gone outside their block."""
 
 import copy
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -17,20 +16,12 @@ from ppo_rlhf.models.token_rows import right_padded
 from ppo_rlhf.models.trunks import packing, token_states
 from tests.tiny_models import tiny_model
 
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
 CPU = torch.device("cpu")
 FIRST = ((5, 3), (11, 4, 7), (8, 8), (20, 2))
 OTHERS = ((9, 4, 2), (16, 7), (13, 13, 13), (30, 2, 11), (29, 31), (6, 5, 4, 3, 2), (3, 2), (12, 25, 19, 7), (10, 10))
 """Both: of different lengths, and all of one."""
-
-
-@pytest.fixture(autouse=True)
-def quick_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Trace and differentiate as inductor does, and run the graphs without making kernels of them."""
-    monkeypatch.setattr(compilation, "BACKEND", "aot_eager")
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 def states(model: PreTrainedModel, lengths: tuple[int, ...]) -> Tensor:

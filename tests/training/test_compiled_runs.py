@@ -1,7 +1,5 @@
 """`ppo.compile`: an iteration with compiled layers against one with the layers as they are."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch._dynamo.utils import counters
@@ -21,6 +19,8 @@ from ppo_rlhf.training.update import optimise
 from tests import tiny_models
 from tests.training.support import ONE_STEP, gradients, moved_on
 
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
 TIMED = ("time/", "throughput/", "memory/")
 VARIANTS = [
     ("gpt2", {"dtype": "float32", "gradient_checkpointing": True}),
@@ -38,16 +38,6 @@ VARIANTS = [
     pytest.param("bitnet", {"dtype": "bfloat16"}, marks=pytest.mark.slow),
     pytest.param("gpt2", {"dtype": "float16", "ema_decay": 0.9}, marks=pytest.mark.slow),
 ]
-
-
-@pytest.fixture(autouse=True)
-def quick_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Trace and differentiate as inductor does, and run the graphs without making kernels of them."""
-    monkeypatch.setattr(compilation, "BACKEND", "aot_eager")
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize(("kind", "settings"), VARIANTS, ids=str)

@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from ppo_rlhf.core.errors import DivergenceError, TrainingError
 from ppo_rlhf.models.loading import disable_dropout
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
-from ppo_rlhf.training import PPOTrainer, update
+from ppo_rlhf.training import PPOTrainer, randomness, update
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.experience import Experience
 from ppo_rlhf.training.rewards import RewardScorer
@@ -284,7 +284,7 @@ def test_the_gradient_of_a_minibatch_does_not_depend_on_the_other_minibatches(ma
     experience = moved_on(run.before_update()[-1])
     seen = freeze(run)
     optimise(run.state, experience, run.config)
-    halves = update.minibatch_partition(run.config.seed, 1, 0, 12, 2)
+    halves = randomness.minibatch_partition(run.config.seed, 1, 0, 12, 2)
     tokens = [int(experience.rollouts.lengths[rows].sum()) for rows in halves]
     assert tokens[0] != tokens[1]
     whole = gradients(make_run, experience, "gpt2")

@@ -113,7 +113,7 @@ class Decoder:
         return order
 
     def _capacity(self, columns: int) -> int:
-        return min(self._longest, -(-columns // BUCKET) * BUCKET)
+        return min(self._longest, in_buckets(columns))
 
     def _make_room(self, width: int) -> None:
         """Let every sequence have so many columns."""
@@ -213,6 +213,11 @@ def _held_dtype(states: Tensor) -> torch.dtype:
     """Return the type to hold keys and values in: float32 for 16 bits on a CPU, whose attention is 4 times slower."""
     is_reduced = states.dtype in (torch.bfloat16, torch.float16)
     return torch.float32 if is_reduced and states.device.type == "cpu" else states.dtype
+
+
+def in_buckets(columns: int) -> int:
+    """Return a number of columns rounded up to whole buckets."""
+    return -(-columns // BUCKET) * BUCKET
 
 
 def _distinct(prompt_ids: Sequence[Sequence[int]]) -> tuple[list[Sequence[int]], list[int]]:

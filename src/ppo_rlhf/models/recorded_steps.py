@@ -131,7 +131,7 @@ class RecordedSteps:
         """
         live = len(token_ids)
         rows = min(1 << (live - 1).bit_length(), len(self._lengths))
-        width = min(_in_buckets(columns), self._capacity)
+        width = min(decoding.in_buckets(columns), self._capacity)
         self._token_ids[:live] = token_ids
         if (rows, width) not in self._steps:
             self._steps[rows, width] = self._record(partial(self._compute, rows, width))
@@ -157,7 +157,7 @@ class RecordedSteps:
             return
         for table in (self._steps, self._keys, self._values):
             table.clear()
-        self._capacity = max(self._capacity, _in_buckets(longest))
+        self._capacity = max(self._capacity, decoding.in_buckets(longest))
         self._token_ids = torch.zeros(max(rows, len(self._lengths)), dtype=torch.long, device=held.device)
         self._lengths = torch.zeros_like(self._token_ids)
 
@@ -191,7 +191,3 @@ class _NoReading(TorchDispatchMode):
         if name in self._READING:
             raise ModelError(f"the forward pass of {self._who} reads from the device ({name})")
         return func(*args, **(kwargs or {}))
-
-
-def _in_buckets(columns: int) -> int:
-    return -(-columns // decoding.BUCKET) * decoding.BUCKET

@@ -6,7 +6,7 @@ Streams keep uses apart: the uniforms of `rollout` 3 have nothing to do with the
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -59,6 +59,12 @@ def minibatch_partition(seed: int, iteration: int, epoch: int, size: int, num_mi
     rows = permutation(size, seed, "minibatches", iteration, epoch).tolist()
     length = size // num_mini_batches
     return [rows[start : start + length] for start in range(0, size, length)]
+
+
+def update_minibatches(seed: int, iteration: int, epochs: int, size: int, num_mini_batches: int) -> Iterator[list[int]]:
+    """Yield the minibatches of one iteration's update, epoch by epoch."""
+    for epoch in range(epochs):
+        yield from minibatch_partition(seed, iteration, epoch, size, num_mini_batches)
 
 
 def micro_batches(

@@ -86,25 +86,31 @@ class OptimiserStep:
         if self.moves:
             self._not_finite[learner.name] = not_finite
             self._overflowed[learner.name] = not_finite & loss.isfinite() & _scale_can_fall(learner)
-            if not self.state.config.align_overflow:
-                self._move(learner, norm, not_finite)
-        if not (self.moves and self.state.config.align_overflow):
-            learner.optimizer.zero_grad(set_to_none=True)
+        if not self._waits:
+            self._finish(learner, norm, not_finite)
         return norm
 
     def close(self) -> StepFaults:
         """Take the steps that waited, and let the loss scales take note of all of them."""
-        waited = self.moves and self.state.config.align_overflow
-        if waited:
+        if self._waits:
             any_is_faulty = torch.stack(list(self._not_finite.values())).any()
             for learner, norm in self._norms.values():
-                self._move(learner, norm, any_is_faulty)
-                learner.optimizer.zero_grad(set_to_none=True)
+                self._finish(learner, norm, any_is_faulty)
         for learner, _ in self._norms.values():
             learner.scaler.update()
         scalers = {name: learner.scaler for name, (learner, _) in self._norms.items()}
         scales = {name: scaler.get_scale() for name, scaler in scalers.items() if scaler.is_enabled()}
         return StepFaults(self._not_finite, self._overflowed, scales)
+
+    @property
+    def _waits(self) -> bool:
+        """Whether nobody moves before all gradients are there."""
+        return self.moves and self.state.config.align_overflow
+
+    def _finish(self, learner: Learner, norm: Tensor, skip: Tensor) -> None:
+        if self.moves:
+            self._move(learner, norm, skip)
+        learner.optimizer.zero_grad(set_to_none=True)
 
     def _move(self, learner: Learner, norm: Tensor, skip: Tensor) -> None:
         """Step with the gradient divided by what brings its norm down to the limit, unless `skip` is True."""

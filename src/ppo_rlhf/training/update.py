@@ -21,7 +21,7 @@ from ppo_rlhf.training.metrics import StepStatistics, iteration_metrics
 from ppo_rlhf.training.optimisers import set_learning_rates
 from ppo_rlhf.training.packing import PackedSequences
 from ppo_rlhf.training.precision import autocast, deterministic
-from ppo_rlhf.training.randomness import minibatch_partition
+from ppo_rlhf.training.randomness import update_minibatches
 from ppo_rlhf.training.run_models import checkpointing_gradients
 from ppo_rlhf.training.scoring import response_statistics
 from ppo_rlhf.training.state import TrainingState
@@ -80,13 +80,12 @@ def _run_epochs(update: _Update) -> list[StepStatistics]:
     state, config = update.state, update.config
     steps: list[StepStatistics] = []
     faults: list[StepFaults] = []
-    iteration = update.experience.rollouts.iteration
-    minibatches = (
-        minibatch
-        for epoch in range(config.num_ppo_epochs)
-        for minibatch in minibatch_partition(
-            config.seed, iteration, epoch, config.local_batch_size, config.num_mini_batches
-        )
+    minibatches = update_minibatches(
+        config.seed,
+        update.experience.rollouts.iteration,
+        config.num_ppo_epochs,
+        config.local_batch_size,
+        config.num_mini_batches,
     )
     for minibatch in minibatches:
         statistics, found, went_too_far = update.step(minibatch)

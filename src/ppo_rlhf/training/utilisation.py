@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 
 from ppo_rlhf.training.experience import Experience
 from ppo_rlhf.training.operations import UpdateOperations
-from ppo_rlhf.training.randomness import minibatch_partition
+from ppo_rlhf.training.randomness import update_minibatches
 from ppo_rlhf.training.state import TrainingState
 
 
@@ -78,11 +79,10 @@ def update_utilisation(
         return None
     responses = rollouts.lengths.tolist()
     lengths = [len(ids) + n for ids, n in zip(rollouts.prompts.prompt_ids, responses, strict=True)]
-    partitions = (
-        minibatch_partition(config.seed, rollouts.iteration, epoch, config.local_batch_size, config.num_mini_batches)
-        for epoch in range(config.num_ppo_epochs)
+    minibatches = update_minibatches(
+        config.seed, rollouts.iteration, config.num_ppo_epochs, config.local_batch_size, config.num_mini_batches
     )
-    rows = [row for minibatch in [part for partition in partitions for part in partition][:steps] for row in minibatch]
+    rows = [row for minibatch in islice(minibatches, steps) for row in minibatch]
     learns = rollouts.iteration > config.critic_warmup_iterations
     total = operations.count([lengths[i] for i in rows], [responses[i] for i in rows], policy_learns=learns)
     return total / (seconds * peak)
