@@ -7,12 +7,11 @@ from typing import Any
 
 import click
 from kedro.framework.session import KedroSession
-from kedro.utils import find_kedro_project
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 from sqlalchemy.exc import SQLAlchemyError
 
-from ppo_rlhf.cli.errors import one_line_each
+from ppo_rlhf.cli.errors import one_line_each, project_here
 from ppo_rlhf.core.errors import PPORLHFError
 
 SQLITE = "sqlite:///"
@@ -26,11 +25,7 @@ def advise(run_id: str | None, everything: bool, env: str | None) -> None:
     """Say what to change first after a run of PPO, in the order of the tuning guide: KL, then learning rates and
     batch sizes, then epochs and clipping. docs/tuning.md has every rule.
     """
-    project_path = find_kedro_project(Path.cwd())
-    if project_path is None:
-        raise click.ClickException(
-            f"{Path.cwd()} is not in a Kedro project: change to the folder with pyproject.toml and conf/."
-        )
+    project_path = project_here()
     try:
         for line in _lines(project_path, run_id, everything, env):
             click.echo(line)

@@ -7,7 +7,6 @@ import difflib
 import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import click
@@ -15,12 +14,12 @@ import rich
 from kedro.framework.cli.project import run as kedro_run
 from kedro.framework.cli.utils import CONTEXT_SETTINGS
 from kedro.framework.project import pipelines
-from kedro.utils import find_kedro_project, load_obj
+from kedro.utils import load_obj
 from mlflow.entities import RunStatus
 
 from ppo_rlhf.cli.advise import advise
 from ppo_rlhf.cli.convert_config import convert_config
-from ppo_rlhf.cli.errors import one_line_each
+from ppo_rlhf.cli.errors import one_line_each, project_here
 from ppo_rlhf.cli.plan_memory import plan_memory
 from ppo_rlhf.hooks import end_active_run
 from ppo_rlhf.runner import RunInterruptedError, TerminationSignal, raising_on_signals
@@ -50,10 +49,8 @@ class RunCommand(click.Command):
 
 
 def _run(**options: Any) -> Any:
-    if find_kedro_project(Path.cwd()) is None and not options["conf_source"]:
-        raise click.ClickException(
-            f"{Path.cwd()} is not in a Kedro project: change to the folder with pyproject.toml and conf/."
-        )
+    if not options["conf_source"]:
+        project_here()
     _check_runner(options["runner"])
     for option in NODE_OPTIONS:
         if options[option]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import errno
 import re
+from pathlib import Path
 
+import click
 from kedro.config import BadConfigException, MissingConfigException
 from kedro.io import DatasetError
+from kedro.utils import find_kedro_project
 from kedro.validation import ParameterValidationError
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
@@ -73,3 +76,17 @@ def _raised_in(error: Exception) -> str:
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next
     return "" if traceback is None else str(traceback.tb_frame.f_globals.get("__name__", ""))
+
+
+def project_here() -> Path:
+    """Return the folder of the Kedro project that the working directory is in.
+
+    Raises:
+        click.ClickException: It is in none.
+    """
+    project_path: Path | None = find_kedro_project(Path.cwd())
+    if project_path is None:
+        raise click.ClickException(
+            f"{Path.cwd()} is not in a Kedro project: change to the folder with pyproject.toml and conf/."
+        )
+    return project_path

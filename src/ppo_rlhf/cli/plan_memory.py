@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 from kedro.framework.cli.utils import _split_params
 from kedro.framework.session import KedroSession
-from kedro.utils import find_kedro_project
 
-from ppo_rlhf.cli.errors import one_line_each
+from ppo_rlhf.cli.errors import one_line_each, project_here
 from ppo_rlhf.core.errors import ConfigError
 
 if TYPE_CHECKING:  # at run time imported where they are used: with them comes torch, which other commands do without
@@ -39,11 +38,7 @@ def plan_memory(**options: Any) -> None:
     """Say how much memory PPO will need with the project's settings, phase by phase, and what to change first if there
     is less. No weights are read. docs/memory.md says what is counted and how well it was met.
     """
-    project_path = find_kedro_project(Path.cwd())
-    if project_path is None:
-        raise click.ClickException(
-            f"{Path.cwd()} is not in a Kedro project: change to the folder with pyproject.toml and conf/."
-        )
+    project_path = project_here()
     try:
         for line in _lines(project_path, _Options(**options)):
             click.echo(line)
