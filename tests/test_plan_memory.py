@@ -110,7 +110,7 @@ def test_a_reward_of_functions_has_no_reward_model(kedro: Kedro, own: Path):
 
 @pytest.mark.parametrize("captured", [False, True])
 def test_what_is_not_counted_of_captured_steps_is_said(captured: bool):
-    plan = MemoryPlan({}, (Phase("update", 0, 1, 0),), on_host=0, on_cpu=False, critic_passes=True)
+    plan = MemoryPlan({}, (Phase("update", 0, 1, 0),), on_host=0, on_cpu=False, critic_after_policy=True)
     lines = list(_report(plan, PPOConfig(cuda_graphs=captured), RunShape(tiny_model().config, 4)))
     assert any(line.startswith("Not counted: ") and "ppo.cuda_graphs" in line for line in lines) == captured
 

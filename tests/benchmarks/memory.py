@@ -54,6 +54,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "tiny, one minibatch": {"model": TINY, "prompt": 16, "ppo": {**FOUR, "response_length": 32, "num_mini_batches": 1}},
     "small": {"model": SMALL, "prompt": 32, "ppo": {**FOUR, "response_length": 64}},
     "small, bfloat16": {"model": SMALL, "prompt": 32, "ppo": {**TWO, "response_length": 64, "dtype": "bfloat16"}},
+    "small, bfloat16, one after the other": {
+        "model": SMALL,
+        "prompt": 32,
+        "ppo": {**TWO, "response_length": 64, "dtype": "bfloat16", "side_by_side": False},
+    },
     "small, in pieces": {"model": SMALL, "prompt": 32, "ppo": {**PIECES, "response_length": 64}},
     "small, LoRA": {"model": SMALL, "prompt": 32, "ppo": {**TWO, "response_length": 64, "use_peft": True}},
     "small, checkpointed": {
@@ -65,6 +70,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "small, reward model": {"model": SMALL, "prompt": 32, "ppo": {**TWO, "response_length": 64}, "reward": True},
     "wide vocabulary": {"model": WIDE, "prompt": 32, "ppo": {**TWO, "response_length": 64}},
     "Llama": {"model": LLAMA, "prompt": 32, "ppo": {**TWO, "response_length": 64}},
+    "Llama, side by side": {"model": LLAMA, "prompt": 32, "ppo": {**TWO, "response_length": 64, "side_by_side": True}},
     "Llama, LoRA, bfloat16": {
         "model": LLAMA,
         "prompt": 64,
@@ -204,10 +210,13 @@ def fitted(plans: list[Any], peaks: list[int]) -> dict[str, float]:
     """Return the constants whose plans have the least squared relative error; each plan is linear in them."""
     import numpy as np
 
-    rows = np.array([[1.0, *(size / MEBIBYTE for size in plan.kept.values())] for plan in plans])
+    rows = np.array(
+        [[1.0, float(plan.sixteen_bits), *(size / MEBIBYTE for size in plan.kept.values())] for plan in plans]
+    )
     given_back, measured_MiB = (np.array(v) / MEBIBYTE for v in ([plan.given_back for plan in plans], peaks))
     constants = np.linalg.lstsq(rows / measured_MiB[:, None], 1.0 - given_back / measured_MiB, rcond=None)[0]
-    return dict(zip(["LIBRARY_BYTES, MiB", *plans[0].kept], constants.round(2).tolist(), strict=True))
+    names = ["LIBRARY_BYTES, MiB", "SIXTEEN_BIT_BYTES, MiB", *plans[0].kept]
+    return dict(zip(names, constants.round(2).tolist(), strict=True))
 
 
 def main() -> None:

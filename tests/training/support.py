@@ -1,6 +1,8 @@
 """What the tests of the update share: gradients without a step, and an experience on which every clip is at work."""
 
 import dataclasses
+import threading
+from functools import partial
 
 import torch
 from torch.testing import assert_close
@@ -19,14 +21,17 @@ def freeze(run) -> list[dict[str, torch.Tensor]]:
         divisor = getattr(getattr(run.state, f"{name}_optimizer"), "grad_scale", 1.0)  # the fused kernel's
         return {f"{name}.{n}": p.grad / divisor for n, p in getattr(run.state, name).named_parameters()}
 
-    def policy_step():
-        seen.append(gradients_of("policy"))
+    taken, one_at_a_time = {"policy": 0, "critic": 0}, threading.Lock()
 
-    def critic_step():
-        seen[-1].update(gradients_of("critic"))
+    def step(name: str):
+        with one_at_a_time:  # either may be the first, from a thread of its own
+            if taken[name] == len(seen):
+                seen.append({})
+            seen[taken[name]].update(gradients_of(name))
+            taken[name] += 1
 
-    run.state.policy_optimizer.step = policy_step
-    run.state.critic_optimizer.step = critic_step
+    run.state.policy_optimizer.step = partial(step, "policy")
+    run.state.critic_optimizer.step = partial(step, "critic")
     return seen
 
 

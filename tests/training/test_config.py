@@ -91,6 +91,7 @@ DEFAULTS = {
     "offload_reward_model": False,
     "rollout_engine": "static",
     "cuda_graphs": False,
+    "side_by_side": None,
     "device": "auto",
     "deterministic": False,
     "seed": 42,

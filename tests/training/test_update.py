@@ -406,7 +406,7 @@ def test_the_kernel_that_clips_averages_the_same_gradients_as_one_behind_clippin
 
 
 def test_only_one_models_gradients_are_in_memory_at_a_time(make_run):
-    run = make_run(**ONE_STEP)
+    run = make_run(side_by_side=False, **ONE_STEP)
     held: list[tuple[bool, bool]] = []
 
     def look(*_):

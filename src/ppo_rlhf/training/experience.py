@@ -12,7 +12,9 @@ from ppo_rlhf.core import advantages as core_advantages
 from ppo_rlhf.core import rewards as core_rewards
 from ppo_rlhf.core.kl import kl_estimate
 from ppo_rlhf.core.statistics import masked_whiten
+from ppo_rlhf.models.own_configurations import keep_apart
 from ppo_rlhf.training.config import PPOConfig
+from ppo_rlhf.training.lanes import side_by_side
 from ppo_rlhf.training.precision import deterministic
 from ppo_rlhf.training.rewards import RewardScorer
 from ppo_rlhf.training.rollout import Rollouts
@@ -57,8 +59,13 @@ class Experience:
 def score_responses(rollouts: Rollouts, scorer: RewardScorer, state: TrainingState) -> Scores:
     """Score the responses and value every state of them."""
     started = time.perf_counter()
-    scored = scorer.score(rollouts.response_batch())
-    values = _state_values(rollouts, state) if rollouts.values is None else rollouts.values
+    if state.side_by_side and scorer.model is not None:
+        keep_apart(state.critic, scorer.model)
+    scored, values = side_by_side(
+        lambda: scorer.score(rollouts.response_batch()),
+        lambda: _state_values(rollouts, state) if rollouts.values is None else rollouts.values,
+        at_once=state.side_by_side,
+    )
     return Scores(
         total=scored.total.to("cpu", values.dtype),
         components={name: component.to("cpu", values.dtype) for name, component in scored.components.items()},

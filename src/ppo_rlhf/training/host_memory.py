@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of malloc.h
 _NEVER, _LARGE = 2**31 - 1, 32 * 2**20  # the largest that mallopt takes for each
 
 
@@ -17,11 +17,26 @@ def return_freed_memory() -> None:
     every step, and taking it again, page by page, was 4 % of an iteration's processor time.
     Does nothing where the C library is not GNU's.
     """
+    library = _gnu_library()
+    if library is not None:
+        library.malloc_trim(0)
+        library.mallopt(_M_TRIM_THRESHOLD, _NEVER)
+        library.mallopt(_M_MMAP_THRESHOLD, _LARGE)
+
+
+def use_one_heap() -> None:
+    """Let threads that are started from now on share the heaps that there are.
+
+    A thread's own is made of pieces of 64 MiB: it wastes what a large block leaves of one, and gives up whole pieces.
+    """
+    library = _gnu_library()
+    if library is not None:
+        library.mallopt(_M_ARENA_MAX, 1)
+
+
+def _gnu_library() -> ctypes.CDLL | None:
+    """Return the C library if it is GNU's."""
     if sys.platform != "linux":
-        return
+        return None
     library = ctypes.CDLL(None)
-    if not hasattr(library, "malloc_trim"):
-        return
-    library.malloc_trim(0)
-    library.mallopt(_M_TRIM_THRESHOLD, _NEVER)
-    library.mallopt(_M_MMAP_THRESHOLD, _LARGE)
+    return library if hasattr(library, "malloc_trim") else None

@@ -24,8 +24,10 @@ def model_problems(c: PPOConfig) -> Iterator[str]:
     yield from _lora(c)
     yield from _offloading(c)
     yield from _cuda_graphs(c)
-    if c.device == "cpu":
-        yield from device_problems(c, "cpu")
+    if c.side_by_side:
+        yield from excludes_lanes(c)
+    if c.device in ("cpu", "cuda"):
+        yield from device_problems(c, c.device)
 
 
 def _shared(c: PPOConfig) -> Iterator[str]:
@@ -85,10 +87,35 @@ def _cuda_graphs(c: PPOConfig) -> Iterator[str]:
         )
 
 
+def excludes_lanes(c: PPOConfig) -> Iterator[str]:
+    """Yield one line for each setting with which policy and critic cannot compute side by side."""
+    if c.value_model == "shared":
+        yield (
+            "ppo.side_by_side=true and ppo.value_model=shared exclude each other: policy and critic are one model, "
+            "whose passes are the same; leave the first out"
+        )
+    if c.target_kl is not None:
+        yield (
+            f"ppo.side_by_side=true and ppo.target_kl={c.target_kl:g} exclude each other: whether the critic takes its "
+            "step depends on what the policy's passes find; leave one out"
+        )
+    if c.compile:
+        yield (
+            "ppo.side_by_side=true and ppo.compile=true exclude each other: layers are compiled within their first "
+            "passes, one at a time; leave one out"
+        )
+    if c.gradient_checkpointing:
+        yield (
+            "ppo.side_by_side=true and ppo.gradient_checkpointing=true exclude each other: the one takes the memory "
+            "that the other saves; leave one out"
+        )
+
+
 def device_problems(c: PPOConfig, device_type: str) -> Iterator[str]:
     """Yield one line for each setting that needs another type of device.
 
-    A model would wait in the host's memory though the run computes there anyway, or there are no graphs to capture.
+    A model would wait in the host's memory though the run computes there anyway, or there are no graphs to capture, or
+    no threads to divide.
     """
     for name in OFFLOADING_FIELDS:
         if getattr(c, name) and device_type == "cpu":
@@ -96,6 +123,11 @@ def device_problems(c: PPOConfig, device_type: str) -> Iterator[str]:
                 f"ppo.{name}=true has no meaning on the CPU (ppo.device={c.device}): all models lie in the host's "
                 "memory anyway; leave it out, or run on a GPU"
             )
+    if c.side_by_side and device_type != "cpu":
+        yield (
+            f"ppo.side_by_side=true divides a CPU's threads, and the run computes on {device_type} (ppo.device="
+            f"{c.device}): leave it out, or set ppo.device=cpu"
+        )
     if c.cuda_graphs and device_type != "cuda":
         yield (
             f"ppo.cuda_graphs=true needs CUDA, and the run computes on {device_type} (ppo.device={c.device}): leave it "

@@ -12,8 +12,10 @@ from torch import Tensor
 from ppo_rlhf.core.responses import length_mask
 from ppo_rlhf.models.annotations import PreTrainedModel
 from ppo_rlhf.models.offloading import on_device
+from ppo_rlhf.models.own_configurations import keep_apart
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.generation import Responses, generate_responses
+from ppo_rlhf.training.lanes import side_by_side
 from ppo_rlhf.training.packing import PackedSequences, pack, without_padding
 from ppo_rlhf.training.precision import autocast, deterministic
 from ppo_rlhf.training.prompts import PromptDataset
@@ -167,9 +169,10 @@ def complete_rollouts(
         generation_seconds: How long the sampling took, if that is known.
     """
     sampled, iteration = time.perf_counter(), state.iteration + 1
-    with deterministic(config):
+
+    def reference() -> Tensor:
         with on_device(reference_policy, state.device), autocast(config, state.device):
-            reference_logprobs = response_logprobs(
+            return response_logprobs(
                 reference_policy,
                 prompts.prompt_ids,
                 responses.response_ids,
@@ -178,7 +181,15 @@ def complete_rollouts(
                 config.local_rollout_forward_batch_size,
                 pad_token_id=state.sampling.pad_token_id,
             )
-        old_logprobs, entropy, values = _trained_forward(state, prompts.prompt_ids, responses, config, iteration)
+
+    if state.side_by_side:
+        keep_apart(state.policy, reference_policy)
+    with deterministic(config):
+        reference_logprobs, (old_logprobs, entropy, values) = side_by_side(
+            reference,
+            lambda: _trained_forward(state, prompts.prompt_ids, responses, config, iteration),
+            at_once=state.side_by_side,
+        )
     return Rollouts(
         iteration=iteration,
         prompts=prompts,

@@ -68,9 +68,15 @@ class OptimiserStep:
     state: TrainingState
     moves: bool = True
     """False takes no step with the gradients; the loss scales take note of them all the same."""
+    called_off: bool = False
+    """True once nobody is to move any more."""
     _norms: dict[str, tuple[Learner, Tensor]] = field(default_factory=dict)
     _not_finite: dict[str, Tensor] = field(default_factory=dict)
     _overflowed: dict[str, Tensor] = field(default_factory=dict)
+
+    def call_off(self) -> None:
+        """Take no step with the gradients that come from now on."""
+        self.moves, self.called_off = False, True
 
     def take(self, learner: Learner, loss: Tensor) -> Tensor:
         """Take a learner's step, or remember it; return the 2-norm of its gradient before clipping.
@@ -138,7 +144,7 @@ def account_for(steps: list[StepFaults], state: TrainingState) -> None:
     for step, not_finite, overflowed in zip(steps, *found, strict=True):
         if not not_finite:  # nobody was to move
             continue
-        faulty = [name for name, is_faulty in not_finite.items() if is_faulty]
+        faulty = [name for name in ("policy", "critic") if not_finite.get(name)]  # the critic may have been the first
         if not faulty:
             state.optimiser_steps += 1
             state.skipped_in_a_row = 0

@@ -17,6 +17,7 @@ from ppo_rlhf.models.trunks import packing
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.experience import Experience, learning_mask
 from ppo_rlhf.training.host_memory import return_freed_memory
+from ppo_rlhf.training.lanes import side_by_side
 from ppo_rlhf.training.metrics import StepStatistics, iteration_metrics
 from ppo_rlhf.training.optimisers import set_learning_rates
 from ppo_rlhf.training.packing import PackedSequences
@@ -159,8 +160,9 @@ class _Update:
     def step(self, minibatch: list[int]) -> tuple[StepStatistics, StepFaults, bool]:
         """Accumulate one minibatch's gradients over its micro-batches, clip them, and step policy and critic once.
 
-        Every loss is divided by the whole minibatch's count, so the gradient does not depend on the cut. The policy's
-        step is taken before the critic's passes begin, so that only one model's gradient is in memory.
+        Every loss is divided by the whole minibatch's count, so the gradient does not depend on the cut. Unless they
+        compute side by side, the policy's step is taken before the critic's passes begin, so that only one model's
+        gradient is in memory.
 
         Returns:
             The statistics, what was not finite, and whether the policy had moved too far for another step, which was
@@ -171,25 +173,18 @@ class _Update:
         count = aggregation_count(mask, config.loss_aggregation, fixed_length=config.response_length)
         denominator = count.to(state.device, non_blocking=True)
         step = OptimiserStep(state, moves=tokens > 0)
-        micro_batches = [self._micro_batch(rows) for rows in self.experience.rollouts.micro_batches(minibatch, config)]
+        parts = [self._micro_batch(rows) for rows in self.experience.rollouts.micro_batches(minibatch, config)]
         if state.shares_trunk:
-            parts = [self._pass_of_both(part, denominator) for part in micro_batches]
-            policy_sums, value_sums = (torch.stack(sums).sum(0) for sums in zip(*parts, strict=True))
+            policy, value = self._step_of_both(step, parts, denominator, tokens)
         else:
-            policy_sums = torch.stack([self._policy_pass(part, denominator) for part in micro_batches]).sum(0)
+            policy, value = side_by_side(
+                lambda: self._policy_step(step, parts, denominator, tokens),
+                lambda: self._critic_step(step, parts, denominator),
+                at_once=state.side_by_side,
+            )
+        (policy_sums, policy_norm), (value_sums, value_norm) = policy, value
         policy_loss, kl, entropy = policy_sums[:3]
         approxkl, policy_clipfrac, ratio = policy_sums[3:] / max(1, tokens)
-        too_far = config.target_kl is not None and bool(approxkl > EARLY_STOP_FACTOR * config.target_kl)
-        step.moves = step.moves and not too_far
-        policy_norm = policy_loss.new_zeros(())
-        if state.shares_trunk and self.policy_learns:
-            policy_norm = value_norm = step.take(self.policy, policy_loss + value_sums[0])  # one gradient is both's
-        else:
-            if self.policy_learns:
-                policy_norm = step.take(self.policy, policy_loss)
-            if not state.shares_trunk:
-                value_sums = torch.stack([self._critic_pass(part, denominator) for part in micro_batches]).sum(0)
-            value_norm = step.take(self.critic, value_sums[0])
         statistics = StepStatistics(
             policy_loss=policy_loss,
             value_loss=value_sums[0],
@@ -202,33 +197,72 @@ class _Update:
             policy_grad_norm=policy_norm,
             value_grad_norm=value_norm,
         )
-        return statistics, step.close(), too_far
+        return statistics, step.close(), step.called_off
+
+    def _policy_step(
+        self, step: OptimiserStep, parts: list[_MicroBatch], denominator: Tensor, tokens: int
+    ) -> tuple[Tensor, Tensor]:
+        """Take the policy's step, if it learns; return what `_policy_losses` says, and the gradient's norm."""
+        sums = self._policy_passes(parts, denominator)
+        self._call_off_if_too_far(step, sums, tokens)
+        return sums, step.take(self.policy, sums[0]) if self.policy_learns else sums.new_zeros(())
+
+    def _critic_step(self, step: OptimiserStep, parts: list[_MicroBatch], denominator: Tensor) -> tuple[Tensor, Tensor]:
+        """Take the critic's step; return what `_value_losses` says, and the gradient's norm."""
+        sums = self._critic_passes(parts, denominator)
+        return sums, step.take(self.critic, sums[0])
+
+    def _step_of_both(
+        self, step: OptimiserStep, parts: list[_MicroBatch], denominator: Tensor, tokens: int
+    ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """Do the same for policy and critic on a shared trunk, whose gradient is one."""
+        policy_sums, value_sums = self._passes_of_both(parts, denominator)
+        self._call_off_if_too_far(step, policy_sums, tokens)
+        if self.policy_learns:
+            norm = step.take(self.policy, policy_sums[0] + value_sums[0])
+            return (policy_sums, norm), (value_sums, norm)
+        return (policy_sums, policy_sums.new_zeros(())), (value_sums, step.take(self.critic, value_sums[0]))
+
+    def _call_off_if_too_far(self, step: OptimiserStep, policy_sums: Tensor, tokens: int) -> None:
+        limit = self.config.target_kl
+        if limit is not None and bool(policy_sums[3] / max(1, tokens) > EARLY_STOP_FACTOR * limit):
+            step.call_off()
 
     def _micro_batch(self, rows: list[int]) -> _MicroBatch:
         packed = self.experience.rollouts.pack(rows, self.state.sampling.pad_token_id, self.state.device)
         counts = self.mask[rows, : packed.response_ids.shape[1]].to(self.state.device, non_blocking=True)
         return _MicroBatch(rows, packed, counts)
 
-    def _policy_pass(self, part: _MicroBatch, denominator: Tensor) -> Tensor:
-        """Backpropagate the policy's loss, if it learns; return what `_policy_losses` says."""
-        loss, sums, _ = self._policy_losses(part, denominator)
-        if self.policy_learns:
-            self.policy.scaler.scale(loss).backward()
-        return sums
+    def _policy_passes(self, parts: list[_MicroBatch], denominator: Tensor) -> Tensor:
+        """Backpropagate the policy's loss, if it learns; return what `_policy_losses` says, of all micro-batches."""
+        found = []
+        for part in parts:
+            loss, sums, _ = self._policy_losses(part, denominator)
+            if self.policy_learns:
+                self.policy.scaler.scale(loss).backward()
+            found.append(sums)
+        return torch.stack(found).sum(0)
 
-    def _critic_pass(self, part: _MicroBatch, denominator: Tensor) -> Tensor:
-        """Backpropagate the value loss; return what `_value_losses` says."""
-        loss, sums = self._value_losses(part, None, denominator)
-        self.critic.scaler.scale(loss).backward()
-        return sums
+    def _critic_passes(self, parts: list[_MicroBatch], denominator: Tensor) -> Tensor:
+        """Backpropagate the value loss; return what `_value_losses` says, of all micro-batches."""
+        found = []
+        for part in parts:
+            loss, sums = self._value_losses(part, None, denominator)
+            self.critic.scaler.scale(loss).backward()
+            found.append(sums)
+        return torch.stack(found).sum(0)
 
-    def _pass_of_both(self, part: _MicroBatch, denominator: Tensor) -> tuple[Tensor, Tensor]:
-        """Backpropagate once through the trunk that policy and critic share."""
-        policy_loss, policy_sums, states = self._policy_losses(part, denominator)
-        value_loss, value_sums = self._value_losses(part, states, denominator)
-        loss = policy_loss + value_loss if self.policy_learns else value_loss
-        self.critic.scaler.scale(loss).backward()
-        return policy_sums, value_sums
+    def _passes_of_both(self, parts: list[_MicroBatch], denominator: Tensor) -> tuple[Tensor, Tensor]:
+        """Backpropagate once through the trunk that policy and critic share, for each micro-batch."""
+        found = []
+        for part in parts:
+            policy_loss, policy_sums, states = self._policy_losses(part, denominator)
+            value_loss, value_sums = self._value_losses(part, states, denominator)
+            loss = policy_loss + value_loss if self.policy_learns else value_loss
+            self.critic.scaler.scale(loss).backward()
+            found.append((policy_sums, value_sums))
+        policy, value = zip(*found, strict=True)
+        return torch.stack(policy).sum(0), torch.stack(value).sum(0)
 
     def _policy_losses(self, part: _MicroBatch, denominator: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the policy's loss, what it is made of, and the states that a critic on its trunk reads.

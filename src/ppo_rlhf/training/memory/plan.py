@@ -9,18 +9,21 @@ from transformers import PretrainedConfig
 
 from ppo_rlhf.core.errors import ModelError, PPORLHFError
 from ppo_rlhf.training.config import PPOConfig
+from ppo_rlhf.training.lanes import takes_two_lanes
 from ppo_rlhf.training.memory.live_bytes import counting
 from ppo_rlhf.training.memory.simulation import Passes, SimulatedModels, larger
+from ppo_rlhf.training.precision import frozen_dtype
 
 MEBIBYTE = 2**20
 UPDATE = "update"
 
-# What no shape tells, measured on a CPU. `python tests/benchmarks/memory.py --fit` measures the first three anew: they
+# What no shape tells, measured on a CPU. `python tests/benchmarks/memory.py --fit` measures the first four anew: they
 # are fitted to the peaks of its settings (docs/memory.md has the table). They hold for glibc's heap, which keeps
 # the blocks that a pass freed (`training.host_memory`); those of one kind of pass do not fit what another asks for.
-LIBRARY_BYTES = 20 * MEBIBYTE  # code and workspaces that libraries load with the first passes
-UPDATE_IN_HEAP = 1.42  # bytes of the heap for each byte that the update has there in blocks that it frees
-CRITIC_IN_HEAP = 0.19  # as many more where the critic has passes of its own
+LIBRARY_BYTES = 35 * MEBIBYTE  # code and workspaces that libraries load with the first passes
+SIXTEEN_BIT_BYTES = 104 * MEBIBYTE  # as many more in 16 bits: oneDNN compiles code for each shape of a product
+UPDATE_IN_HEAP = 1.28  # bytes of the heap for each byte that the update has there in blocks that it frees
+CRITIC_IN_HEAP = 0.24  # as many more where the critic has passes of its own behind them
 PROCESS_BYTES = 534 * MEBIBYTE  # resident once `kedro run` has imported everything, measured apart
 
 
@@ -80,14 +83,16 @@ class MemoryPlan:
         phases: In the order of an iteration.
         on_host: Bytes of models that wait in the host's memory, beside what the device needs.
         on_cpu: Whether all this is memory of the process.
-        critic_passes: Whether the critic has passes of its own, beside the policy's.
+        critic_after_policy: Whether the critic has passes of its own, behind the policy's.
+        sixteen_bits: Whether matrix products are computed in 16 bits.
     """
 
     held: dict[str, int]
     phases: tuple[Phase, ...]
     on_host: int
     on_cpu: bool
-    critic_passes: bool
+    critic_after_policy: bool
+    sixteen_bits: bool = False
 
     @property
     def peak(self) -> Phase:
@@ -103,7 +108,8 @@ class MemoryPlan:
         """
         if not self.on_cpu:
             return self.peak.total
-        return self.given_back + round(sum(each * self.kept[name] for name, each in IN_HEAP.items())) + LIBRARY_BYTES
+        libraries = LIBRARY_BYTES + (SIXTEEN_BIT_BYTES if self.sixteen_bits else 0)
+        return self.given_back + round(sum(each * self.kept[name] for name, each in IN_HEAP.items())) + libraries
 
     @property
     def given_back(self) -> int:
@@ -116,7 +122,7 @@ class MemoryPlan:
         update = self.phases[-1]
         return {
             "UPDATE_IN_HEAP": update.in_heap,
-            "CRITIC_IN_HEAP": update.in_heap if self.critic_passes else 0,
+            "CRITIC_IN_HEAP": update.in_heap if self.critic_after_policy else 0,
         }
 
 
@@ -148,7 +154,8 @@ def _planned(models: SimulatedModels, config: PPOConfig, shape: RunShape) -> Mem
     micro = micro_batch_rows(config, shape.prompt_length)
     micro_batches = math.ceil(config.local_mini_batch_size / micro)
     with counting() as live:
-        passes = Passes(models.to_fake(), config, live, shape.prompt_length)
+        two_lanes = takes_two_lanes(config, models.policy, on_cpu=shape.on_cpu)
+        passes = Passes(models.to_fake(), config, live, shape.prompt_length, two_lanes)
         weights, (actor, critic) = models.weight_bytes(), models.trained()
         waiting = {
             "reference policy": config.offload_reference_policy,
@@ -174,7 +181,9 @@ def _planned(models: SimulatedModels, config: PPOConfig, shape: RunShape) -> Mem
     held["optimisers: two moments of each weight that trains"] = 2 * (actor.total + critic.total)
     passing[UPDATE] = update  # gradients included: behind the update none is held
     phases = [Phase(name, sum(held.values()), p.total, p.in_heap) for name, p in passing.items() if p.total]
-    return MemoryPlan(held, tuple(phases), sum(on_host.values()), shape.on_cpu, config.value_model != "shared")
+    critic_after_policy = config.value_model != "shared" and not two_lanes
+    sixteen_bits = frozen_dtype(config).itemsize == 2
+    return MemoryPlan(held, tuple(phases), sum(on_host.values()), shape.on_cpu, critic_after_policy, sixteen_bits)
 
 
 def micro_batch_rows(config: PPOConfig, prompt_length: int) -> int:

@@ -76,6 +76,10 @@ def _smaller_rollouts(c: PPOConfig, _: RunShape, in_update: bool) -> Changes | N
     return {"local_rollout_forward_batch_size": rows // 2} if rows > 1 else None
 
 
+def _one_at_a_time(c: PPOConfig, shape: RunShape, in_update: bool) -> Changes | None:
+    return {"side_by_side": False} if in_update and shape.on_cpu and c.side_by_side is not False else None
+
+
 def _smaller_micro_batches(c: PPOConfig, _: RunShape, __: bool) -> Changes | None:
     """The same batch and minibatches in smaller pieces."""
     rows = c.per_device_train_batch_size
@@ -118,6 +122,7 @@ def _adapters(c: PPOConfig, _: RunShape, __: bool) -> Changes | None:
 
 _STEPS: tuple[tuple[str, Callable[[PPOConfig, RunShape, bool], Changes | None]], ...] = (
     ("the same numbers but for rounding, slower rollouts", _smaller_rollouts),
+    ("the same numbers but for rounding, policy and critic one after the other", _one_at_a_time),
     ("the same batch in smaller pieces: the same numbers but for rounding", _smaller_micro_batches),
     ("the same numbers, an update that takes about a third longer", _checkpointing),
     ("the same numbers, a copy to the GPU each iteration", _offloaded_reference),

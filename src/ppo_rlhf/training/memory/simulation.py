@@ -6,7 +6,7 @@ as one iteration does; where the engine changes, these few lines follow it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -115,12 +115,14 @@ class Passes:
         config: Hyperparameters.
         live: Counts.
         prompt_length: P.
+        side_by_side: Whether policy and critic compute at the same time.
     """
 
     models: SimulatedModels
     config: PPOConfig
     live: LiveBytes
     prompt_length: int
+    side_by_side: bool = False
 
     def rollout(self, rows: int) -> Peak:
         """Return the peak of sampling: of the prefill, or of the last step with its whole cache."""
@@ -197,20 +199,40 @@ class Passes:
         Two micro-batches stand for any number above one: from the second on, gradients are there to be added to.
         """
         policy, critic = self.models.policy, self.models.critic
+        passes = range(min(2, micro_batches))
 
-        def accumulate() -> None:
-            recomputing = checkpointing_gradients(policy, critic, self.config)
-            with recomputing, packed_attention(backbone_of(policy), critic.backbone):
-                for _ in range(min(2, micro_batches)):
-                    self._policy_pass(rows)
-                if not (self.config.align_overflow or self._is_shared):
-                    policy.zero_grad(set_to_none=True)  # its step is taken by now
-                for _ in range(0 if self._is_shared else min(2, micro_batches)):
-                    self._values(rows).sum().backward()
-            for model in (policy, critic):
-                model.zero_grad(set_to_none=True)
+        def policy_passes() -> None:
+            for _ in passes:
+                self._policy_pass(rows)
 
-        return self.live.peak_of(accumulate)
+        def critic_passes() -> None:
+            for _ in passes:
+                self._values(rows).sum().backward()
+
+        def one_after_the_other() -> None:
+            policy_passes()
+            if not self.config.align_overflow:
+                policy.zero_grad(set_to_none=True)  # its step is taken by now
+            critic_passes()
+
+        recomputing = checkpointing_gradients(policy, critic, self.config)
+        with recomputing, packed_attention(backbone_of(policy), critic.backbone):
+            if self._is_shared:
+                peak = self.live.peak_of(policy_passes)
+            elif self.side_by_side:
+                peak = self._at_once(policy_passes, critic_passes)
+            else:
+                peak = self.live.peak_of(one_after_the_other)
+        for model in (policy, critic):
+            model.zero_grad(set_to_none=True)
+        return peak
+
+    def _at_once(self, first: Callable[[], None], second: Callable[[], None]) -> Peak:
+        """Return the peak of two passes at the same time: they may both be at their own."""
+        alone = self.live.peak_of(first)
+        self.models.policy.zero_grad(set_to_none=True)
+        other = self.live.peak_of(second)
+        return Peak(alone.total + other.total, alone.in_heap + other.in_heap)
 
     def _policy_pass(self, rows: int) -> None:
         policy, with_entropy = self.models.policy, bool(self.config.entropy_coef)

@@ -1,0 +1,74 @@
+"""Passes of two models at the same time on a CPU, each on half of its threads.
+
+A pass alone leaves cores idle: in Python, between layers, in whatever works on too little to be cut in two, and at the
+end of each product, where one core waits for the other. Two passes that know nothing of each other fill these gaps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import cache
+from typing import TypeVar
+
+import torch
+
+from ppo_rlhf.models.annotations import PreTrainedModel
+from ppo_rlhf.training.config import PPOConfig
+from ppo_rlhf.training.host_memory import use_one_heap
+from ppo_rlhf.training.model_rules import excludes_lanes
+
+First = TypeVar("First")
+Second = TypeVar("Second")
+
+LARGEST = {"float64": 2**23, "float32": 2**23, "bfloat16": 2**25, "float16": 2**25}
+"""Weights of a policy, by `ppo.dtype`, up to which two lanes are taken unasked. Larger products leave fewer gaps, and
+the second gradient takes more memory: with 24 million weights an update gains a tenth in bfloat16, nothing in float32
+(docs/speed.md)."""
+
+
+def takes_two_lanes(config: PPOConfig, policy: PreTrainedModel, *, on_cpu: bool) -> bool:
+    """Return whether policy and critic compute side by side: as `ppo.side_by_side` says; if it is null, where it pays.
+
+    That is on a CPU, for small models, on threads that can be halved, and where no other setting excludes it.
+    """
+    if config.side_by_side is not None:
+        return config.side_by_side
+    if any(excludes_lanes(config)) or not on_cpu or torch.get_num_threads() % 2:
+        return False
+    return policy.num_parameters() <= LARGEST[config.dtype]
+
+
+def side_by_side(
+    first: Callable[[], First], second: Callable[[], Second], *, at_once: bool = True
+) -> tuple[First, Second]:
+    """Call both and return what they return: at the same time, or without `at_once` one after the other.
+
+    `first` is called in this thread. Both compute on half of torch's threads; with gradients if there are gradients
+    here. When this returns or raises, neither is running any more.
+    """
+    if not at_once:
+        return first(), second()
+    threads = torch.get_num_threads()
+    half = max(1, threads // 2)
+    other = _other_thread().submit(_call, second, half, torch.is_grad_enabled())
+    torch.set_num_threads(max(half, threads - half))
+    try:
+        result = first()
+    finally:
+        wait([other])
+        torch.set_num_threads(threads)
+    return result, other.result()
+
+
+def _call(function: Callable[[], Second], threads: int, grad_enabled: bool) -> Second:
+    torch.set_num_threads(threads)  # of this thread alone
+    with torch.set_grad_enabled(grad_enabled):
+        return function()
+
+
+@cache
+def _other_thread() -> ThreadPoolExecutor:
+    """Return the thread for the second pass; one for good, since what libraries keep for each thread is kept once."""
+    use_one_heap()
+    return ThreadPoolExecutor(1, thread_name_prefix="second-lane")

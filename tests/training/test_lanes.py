@@ -1,0 +1,228 @@
+"""Two passes at the same time: what is called where, on how many threads, and that a run's numbers stay."""
+
+import threading
+import time
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from ppo_rlhf.core.errors import ConfigError
+from ppo_rlhf.models.own_configurations import keep_apart
+from ppo_rlhf.training.config import PPOConfig
+from ppo_rlhf.training.experience import score_responses
+from ppo_rlhf.training.lanes import LARGEST, side_by_side, takes_two_lanes
+from ppo_rlhf.training.model_rules import device_problems
+from ppo_rlhf.training.state import TrainingState
+
+TIMED = ("time/", "throughput/", "memory/")
+
+
+@pytest.fixture
+def threads():
+    """Set torch's number of threads; it is as before when the test is over."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def test_both_are_called_each_on_half_of_the_threads(threads):
+    threads(4)
+    meeting = threading.Barrier(2, timeout=20)  # passed only if both are running
+
+    def call() -> tuple[int, int]:
+        meeting.wait()
+        return threading.get_ident(), torch.get_num_threads()
+
+    (first_thread, first_threads), (second_thread, second_threads) = side_by_side(call, call)
+    assert first_thread == threading.get_ident() != second_thread
+    assert (first_threads, second_threads) == (2, 2)
+    assert torch.get_num_threads() == 4
+
+
+@pytest.mark.parametrize(("all_of_them", "here", "there"), [(5, 3, 2), (1, 1, 1)])
+def test_what_cannot_be_halved_is_computed_all_the_same(threads, all_of_them, here, there):
+    threads(all_of_them)
+    assert side_by_side(torch.get_num_threads, torch.get_num_threads) == (here, there)
+    assert torch.get_num_threads() == all_of_them
+
+
+def test_without_two_lanes_one_is_called_after_the_other_in_this_thread():
+    called = []
+    found = side_by_side(
+        lambda: called.append(("first", threading.get_ident(), torch.get_num_threads())),
+        lambda: called.append(("second", threading.get_ident(), torch.get_num_threads())),
+        at_once=False,
+    )
+    here = threading.get_ident(), torch.get_num_threads()
+    assert called == [("first", *here), ("second", *here)]
+    assert found == (None, None)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_gradients_are_computed_in_both_or_in_none(enabled):
+    with torch.set_grad_enabled(enabled):
+        assert side_by_side(torch.is_grad_enabled, torch.is_grad_enabled) == (enabled, enabled)
+
+
+@pytest.mark.parametrize("error", [ValueError("first"), KeyboardInterrupt()])
+def test_what_the_first_raises_is_raised_when_the_second_has_ended(error):
+    threads_before, ended = torch.get_num_threads(), []
+
+    def second() -> None:
+        time.sleep(0.2)
+        ended.append(True)
+
+    def first() -> None:
+        raise error
+
+    with pytest.raises(type(error)):
+        side_by_side(first, second)
+    assert ended == [True]
+    assert torch.get_num_threads() == threads_before
+    assert side_by_side(lambda: 1, lambda: 2) == (1, 2)  # and the next ones run as ever
+
+
+def test_what_the_second_raises_is_raised():
+    def second() -> None:
+        raise ValueError("of the second")
+
+    with pytest.raises(ValueError, match="of the second"):
+        side_by_side(lambda: 1, second)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "options", [{}, {"use_peft": True}, {"critic_warmup_iterations": 1}, {"align_overflow": True}], ids=str
+)
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "bitnet"])
+def test_a_run_is_the_one_in_one_lane_but_for_rounding(make_run, snapshot, kind, options, dtype):
+    settings = {"dtype": dtype, "total_episodes": 24, "local_rollout_forward_batch_size": 2, **options}
+    runs = [make_run(kind, side_by_side=lanes_taken, **settings) for lanes_taken in (True, False)]
+    assert [run.state.side_by_side for run in runs] == [True, False]
+    two, one = ([run.iteration() for _ in range(2)] for run in runs)
+    tolerance = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 0.1}[dtype]
+    for found, expected in zip(two, one, strict=True):
+        compared = [name for name in expected if not name.startswith(TIMED)]
+        assert compared == [name for name in found if not name.startswith(TIMED)]
+        for name in compared:
+            assert found[name] == pytest.approx(expected[name], rel=tolerance, abs=tolerance), name
+    if dtype == "float64":
+        for name in ("policy", "critic"):
+            found, expected = (snapshot(getattr(run.state, name)) for run in runs)
+            assert_close(found, expected, rtol=0.0, atol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_the_first_ratio_is_exactly_1(make_run, kind, dtype):
+    run = make_run(kind, dtype=dtype, side_by_side=True, num_ppo_epochs=1, num_mini_batches=1)
+    assert run.iteration()["val/ratio"] == 1.0
+
+
+def test_two_lanes_twice_are_the_same_bit_for_bit(make_run, snapshot, same_tensors):
+    runs = [make_run("gpt2", dtype="float32", side_by_side=True, total_episodes=24) for _ in range(2)]
+    for run in runs:
+        run.iteration()
+        run.iteration()
+    for name in ("policy", "critic"):
+        assert same_tensors(*(snapshot(getattr(run.state, name)) for run in runs))
+
+
+def test_rewards_are_asked_for_in_the_main_thread(make_run, monkeypatch):
+    run = make_run("gpt2", side_by_side=True)
+    asked, score = [], run.scorer.score
+    monkeypatch.setattr(run.scorer, "score", lambda batch: asked.append(threading.current_thread()) or score(batch))
+    rollouts, *_ = run.before_update()
+    score_responses(rollouts, run.scorer, run.state)
+    assert set(asked) == {threading.main_thread()}
+
+
+class Sized:
+    def __init__(self, weights: int) -> None:
+        self.weights = weights
+
+    def num_parameters(self) -> int:
+        return self.weights
+
+
+@pytest.mark.parametrize("dtype", list(LARGEST))
+def test_unasked_small_models_take_two_lanes_on_a_cpu_with_an_even_number_of_threads(threads, dtype):
+    threads(2)
+    config, largest = PPOConfig(dtype=dtype), LARGEST[dtype]
+    assert takes_two_lanes(config, Sized(largest), on_cpu=True)
+    assert not takes_two_lanes(config, Sized(largest + 1), on_cpu=True)
+    assert not takes_two_lanes(config, Sized(1), on_cpu=False)
+    threads(3)
+    assert not takes_two_lanes(config, Sized(1), on_cpu=True)
+    threads(1)
+    assert not takes_two_lanes(config, Sized(1), on_cpu=True)
+
+
+EXCLUDING = [{"value_model": "shared"}, {"target_kl": 0.1}, {"compile": True}, {"gradient_checkpointing": True}]
+
+
+@pytest.mark.parametrize("settings", EXCLUDING, ids=str)
+def test_settings_that_exclude_two_lanes_are_respected_or_refused(settings):
+    assert not takes_two_lanes(PPOConfig(**settings), Sized(1), on_cpu=True)
+    (name,) = settings
+    with pytest.raises(ConfigError, match=f"^ppo.side_by_side=true and ppo.{name}=.* exclude each other: .*leave"):
+        PPOConfig(side_by_side=True, **settings)
+
+
+def test_what_is_asked_for_is_taken(threads):
+    threads(3)
+    assert takes_two_lanes(PPOConfig(side_by_side=True), Sized(10**12), on_cpu=True)
+    assert not takes_two_lanes(PPOConfig(side_by_side=False), Sized(1), on_cpu=True)
+
+
+def test_on_a_gpu_two_lanes_are_refused():
+    lines = list(device_problems(PPOConfig(side_by_side=True), "cuda"))
+    assert lines == [
+        "ppo.side_by_side=true divides a CPU's threads, and the run computes on cuda (ppo.device=auto): leave it out, "
+        "or set ppo.device=cpu"
+    ]
+    with pytest.raises(ConfigError, match=r"^ppo.side_by_side=true divides a CPU's threads"):
+        PPOConfig(side_by_side=True, device="cuda")
+
+
+def configurations(model: torch.nn.Module) -> set[int]:
+    return {id(module.config) for module in model.modules() if "config" in vars(module)}
+
+
+@pytest.mark.parametrize("options", [{}, {"use_peft": True}, {"side_by_side": False}], ids=str)
+def test_models_made_of_one_configuration_get_their_own_before_they_compute_at_the_same_time(make_run, options):
+    """Each pass sets how its model attends, in the model's configuration."""
+    run = make_run("gpt2", **{"side_by_side": True, **options})
+    models = (run.state.policy, run.state.critic, run.reference)
+    for model in models:  # as transformers' from_config makes them
+        for module in model.modules():
+            if "config" in vars(module):
+                module.config = run.reference.config
+    run.state = TrainingState.create(*models[:2], run.state.tokenizer, run.config)
+    run.iteration()
+    apart = run.config.side_by_side
+    assert [len(configurations(model)) for model in models] == [1, 1, 1]
+    assert len(set.union(*map(configurations, models))) == (3 if apart else 1)
+
+
+def test_the_reward_model_gets_a_configuration_of_its_own(make_run, make_model):
+    run = make_run("gpt2", side_by_side=True)
+    run.scorer.model = make_model("gpt2")
+    for module in run.scorer.model.modules():
+        if "config" in vars(module):
+            module.config = run.state.critic.backbone.config
+    run.before_update()
+    assert not configurations(run.scorer.model) & configurations(run.state.critic)
+
+
+def test_what_one_model_holds_twice_is_copied_once(make_model):
+    first, second = make_model("gpt2"), make_model("gpt2")
+    for module in (*first.modules(), *second.modules()):
+        if "config" in vars(module):
+            module.config = first.config
+    before = first.config.to_dict()
+    keep_apart(first, second)
+    assert len(configurations(second)) == 1
+    assert second.config.to_dict() == before
+    assert second.config is not first.config
