@@ -63,6 +63,7 @@ def test_it_is_what_torch_counts_but_for_what_the_page_leaves_out(make_run, make
         "gpt2",
         model={"n_embd": 128, "n_layer": 6},
         prompts=make_prompts((8,) * 12),
+        side_by_side=False,  # torch counts in one thread
         **{"dtype": "float32", "num_ppo_epochs": 1, "stop_token": "none", "missing_eos_penalty": None, **options},
     )
     *_, experience = run.before_update()

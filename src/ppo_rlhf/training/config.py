@@ -219,7 +219,7 @@ class PPOConfig:
     (docs/results.md)."""
     gradient_checkpointing: bool = False
     """Recompute each layer in the backward pass of policy and critic (arXiv:1604.06174): about a third more time for
-    the update, activations of one layer instead of all. The numbers are the same."""
+    the update, activations of one layer instead of all. The numbers are those of side_by_side=false."""
     compile: bool = False
     """Compile the layers of policy, critic and reference policy (torch.compile) in the passes that score and train,
     which needs a compiler on the machine and takes time in the first iterations; sampling runs as without. The numbers
