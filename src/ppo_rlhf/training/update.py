@@ -235,22 +235,22 @@ class _Update:
 
     def _policy_passes(self, parts: list[_MicroBatch], denominator: Tensor) -> Tensor:
         """Backpropagate the policy's loss, if it learns; return what `_policy_losses` says, of all micro-batches."""
-        found = []
-        for part in parts:
-            loss, sums, _ = self._policy_losses(part, denominator)
-            if self.policy_learns:
-                self.policy.scaler.scale(loss).backward()
-            found.append(sums)
-        return torch.stack(found).sum(0)
+        return torch.stack([self._policy_pass(part, denominator) for part in parts]).sum(0)
+
+    def _policy_pass(self, part: _MicroBatch, denominator: Tensor) -> Tensor:
+        loss, sums, _ = self._policy_losses(part, denominator)
+        if self.policy_learns:
+            self.policy.scaler.scale(loss).backward()
+        return sums.detach()
 
     def _critic_passes(self, parts: list[_MicroBatch], denominator: Tensor) -> Tensor:
         """Backpropagate the value loss; return what `_value_losses` says, of all micro-batches."""
-        found = []
-        for part in parts:
-            loss, sums = self._value_losses(part, None, denominator)
-            self.critic.scaler.scale(loss).backward()
-            found.append(sums)
-        return torch.stack(found).sum(0)
+        return torch.stack([self._critic_pass(part, denominator) for part in parts]).sum(0)
+
+    def _critic_pass(self, part: _MicroBatch, denominator: Tensor) -> Tensor:
+        loss, sums = self._value_losses(part, None, denominator)
+        self.critic.scaler.scale(loss).backward()
+        return sums.detach()
 
     def _passes_of_both(self, parts: list[_MicroBatch], denominator: Tensor) -> tuple[Tensor, Tensor]:
         """Backpropagate once through the trunk that policy and critic share, for each micro-batch."""
