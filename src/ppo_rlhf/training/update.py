@@ -241,7 +241,7 @@ class _Update:
         loss, sums, _ = self._policy_losses(part, denominator)
         if self.policy_learns:
             self.policy.scaler.scale(loss).backward()
-        return sums.detach()
+        return sums
 
     def _critic_passes(self, parts: list[_MicroBatch], denominator: Tensor) -> Tensor:
         """Backpropagate the value loss; return what `_value_losses` says, of all micro-batches."""
@@ -250,7 +250,7 @@ class _Update:
     def _critic_pass(self, part: _MicroBatch, denominator: Tensor) -> Tensor:
         loss, sums = self._value_losses(part, None, denominator)
         self.critic.scaler.scale(loss).backward()
-        return sums.detach()
+        return sums
 
     def _passes_of_both(self, parts: list[_MicroBatch], denominator: Tensor) -> tuple[Tensor, Tensor]:
         """Backpropagate once through the trunk that policy and critic share, for each micro-batch."""
@@ -268,7 +268,8 @@ class _Update:
         """Return the policy's loss, what it is made of, and the states that a critic on its trunk reads.
 
         What it is made of, `[6]`: parts of three losses (clipped surrogate, KL and entropy, 0 where the loss does not
-        have them), sums over tokens of approximate KL, of the clipped ones and of the ratios.
+        have them), sums over tokens of approximate KL, of the clipped ones and of the ratios. They are kept to the
+        end of the update, so no graph hangs on them.
         """
         config, rollouts = self.config, self.experience.rollouts
         with torch.set_grad_enabled(self.policy_learns):
@@ -296,8 +297,8 @@ class _Update:
                 entropy = self._aggregate(found.entropy, part.counts, denominator)
             loss = policy.loss + self.experience.shaped_rewards.kl_coef * kl - config.entropy_coef * entropy
         sums = part.sums(policy.approxkl, policy.clipfrac, policy.ratio)
-        losses = [policy.loss.detach(), kl.detach(), entropy.detach()]
-        return loss, torch.stack([*losses, *sums]), found.states if self.state.shares_trunk else None
+        losses = [policy.loss, kl, entropy]
+        return loss, torch.stack([*losses, *sums]).detach(), found.states if self.state.shares_trunk else None
 
     def _value_losses(self, part: _MicroBatch, states: Tensor | None, denominator: Tensor) -> tuple[Tensor, Tensor]:
         """Return the value loss times its coefficient, and without it beside the number of clipped tokens, `[2]`."""
@@ -311,7 +312,7 @@ class _Update:
             loss_aggregation=config.loss_aggregation,
             denominator=denominator,
         )
-        return config.vf_coef * value.loss, torch.stack([value.loss.detach(), *part.sums(value.clipfrac)])
+        return config.vf_coef * value.loss, torch.stack([value.loss, *part.sums(value.clipfrac)]).detach()
 
     def _aggregate(self, values: Tensor, counts: Tensor, denominator: Tensor) -> Tensor:
         return aggregate_loss(values, counts, self.config.loss_aggregation, denominator)
