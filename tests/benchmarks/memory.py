@@ -53,11 +53,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "tiny, longer": {"model": TINY, "prompt": 64, "ppo": {**FOUR, "response_length": 128}},
     "tiny, one minibatch": {"model": TINY, "prompt": 16, "ppo": {**FOUR, "response_length": 32, "num_mini_batches": 1}},
     "small": {"model": SMALL, "prompt": 32, "ppo": {**FOUR, "response_length": 64}},
-    "small, bfloat16": {"model": SMALL, "prompt": 32, "ppo": {**TWO, "response_length": 64, "dtype": "bfloat16"}},
-    "small, bfloat16, one after the other": {
+    "small, bfloat16": {
         "model": SMALL,
         "prompt": 32,
         "ppo": {**TWO, "response_length": 64, "dtype": "bfloat16", "side_by_side": False},
+    },
+    "small, bfloat16, side by side": {
+        "model": SMALL,
+        "prompt": 32,
+        "ppo": {**TWO, "response_length": 32, "dtype": "bfloat16"},
     },
     "small, in pieces": {"model": SMALL, "prompt": 32, "ppo": {**PIECES, "response_length": 64}},
     "small, LoRA": {"model": SMALL, "prompt": 32, "ppo": {**TWO, "response_length": 64, "use_peft": True}},

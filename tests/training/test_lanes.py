@@ -1,5 +1,6 @@
 """Two passes at the same time: what is called where, on how many threads, and that a run's numbers stay."""
 
+import math
 import threading
 import time
 
@@ -11,9 +12,16 @@ from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.models.own_configurations import keep_apart
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.experience import score_responses
-from ppo_rlhf.training.lanes import LARGEST, side_by_side, takes_two_lanes
+from ppo_rlhf.training.lanes import (
+    FEW_TOKENS,
+    SMALL,
+    SMALL_IN_SIXTEEN_BITS,
+    most_tokens_side_by_side,
+    side_by_side,
+)
 from ppo_rlhf.training.model_rules import device_problems
 from ppo_rlhf.training.state import TrainingState
+from ppo_rlhf.training.update import optimise
 
 TIMED = ("time/", "throughput/", "memory/")
 
@@ -99,7 +107,7 @@ def test_what_the_second_raises_is_raised():
 def test_a_run_is_the_one_in_one_lane_but_for_rounding(make_run, snapshot, kind, options, dtype):
     settings = {"dtype": dtype, "total_episodes": 24, "local_rollout_forward_batch_size": 2, **options}
     runs = [make_run(kind, side_by_side=lanes_taken, **settings) for lanes_taken in (True, False)]
-    assert [run.state.side_by_side for run in runs] == [True, False]
+    assert [run.state.most_tokens_side_by_side for run in runs] == [math.inf, 0.0]
     two, one = ([run.iteration() for _ in range(2)] for run in runs)
     tolerance = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 0.1}[dtype]
     for found, expected in zip(two, one, strict=True):
@@ -146,17 +154,62 @@ class Sized:
         return self.weights
 
 
-@pytest.mark.parametrize("dtype", list(LARGEST))
+NUMBERS = ["float64", "float32", "bfloat16", "float16"]
+
+
+@pytest.mark.parametrize("dtype", NUMBERS)
 def test_unasked_small_models_take_two_lanes_on_a_cpu_with_an_even_number_of_threads(threads, dtype):
     threads(2)
-    config, largest = PPOConfig(dtype=dtype), LARGEST[dtype]
-    assert takes_two_lanes(config, Sized(largest), on_cpu=True)
-    assert not takes_two_lanes(config, Sized(largest + 1), on_cpu=True)
-    assert not takes_two_lanes(config, Sized(1), on_cpu=False)
-    threads(3)
-    assert not takes_two_lanes(config, Sized(1), on_cpu=True)
-    threads(1)
-    assert not takes_two_lanes(config, Sized(1), on_cpu=True)
+    config, few = PPOConfig(dtype=dtype), FEW_TOKENS if dtype in ("bfloat16", "float16") else 0
+    assert most_tokens_side_by_side(config, Sized(SMALL), on_cpu=True) == math.inf
+    assert most_tokens_side_by_side(config, Sized(SMALL + 1), on_cpu=True) == few
+    assert most_tokens_side_by_side(config, Sized(SMALL_IN_SIXTEEN_BITS), on_cpu=True) == few
+    assert most_tokens_side_by_side(config, Sized(SMALL_IN_SIXTEEN_BITS + 1), on_cpu=True) == 0
+    assert most_tokens_side_by_side(config, Sized(1), on_cpu=False) == 0
+    for odd in (1, 3):
+        threads(odd)
+        assert most_tokens_side_by_side(config, Sized(1), on_cpu=True) == 0
+
+
+@pytest.mark.parametrize(("most_tokens", "expected"), [(0.0, False), (1.0, False), (1e6, True), (math.inf, True)])
+def test_an_iteration_takes_two_lanes_if_its_steps_have_few_tokens(make_run, threads, most_tokens, expected):
+    threads(2)
+    run = make_run("gpt2")
+    run.state.most_tokens_side_by_side = most_tokens
+    rollouts, *_ = run.before_update()
+    assert rollouts.side_by_side == expected
+
+
+def test_the_tokens_of_an_optimiser_step_are_those_of_prompts_and_responses_on_average(make_run, threads):
+    threads(2)
+    run = make_run("gpt2")
+    rollouts, *_ = run.before_update()
+    tokens = sum(map(len, rollouts.prompts.prompt_ids)) + int(rollouts.lengths.sum())
+    found = []
+    for most_tokens in (tokens / run.config.num_mini_batches, tokens / run.config.num_mini_batches - 0.01):
+        run.state.most_tokens_side_by_side = most_tokens
+        again, *_ = run.before_update()  # of the same iteration: the same responses
+        found.append(again.side_by_side)
+    assert found == [True, False]
+
+
+def test_all_passes_of_an_iteration_are_in_as_many_lanes(make_run, threads, monkeypatch):
+    """The first ratio is 1 only if the old log-probabilities are computed on as many threads as the update's."""
+    threads(2)
+    run, asked = make_run("gpt2"), []
+    run.state.most_tokens_side_by_side = math.inf
+
+    def watch(first, second, *, at_once):
+        asked.append(at_once)
+        return side_by_side(first, second, at_once=at_once)
+
+    for module in ("rollout", "experience", "update"):
+        monkeypatch.setattr(f"ppo_rlhf.training.{module}.side_by_side", watch)
+    experience = run.before_update()[-1]
+    run.state.most_tokens_side_by_side = 0.0  # of the next iteration
+    optimise(run.state, experience, run.config)
+    assert len(asked) > 2
+    assert set(asked) == {True}
 
 
 EXCLUDING = [{"value_model": "shared"}, {"target_kl": 0.1}, {"compile": True}, {"gradient_checkpointing": True}]
@@ -164,7 +217,7 @@ EXCLUDING = [{"value_model": "shared"}, {"target_kl": 0.1}, {"compile": True}, {
 
 @pytest.mark.parametrize("settings", EXCLUDING, ids=str)
 def test_settings_that_exclude_two_lanes_are_respected_or_refused(settings):
-    assert not takes_two_lanes(PPOConfig(**settings), Sized(1), on_cpu=True)
+    assert most_tokens_side_by_side(PPOConfig(**settings), Sized(1), on_cpu=True) == 0
     (name,) = settings
     with pytest.raises(ConfigError, match=f"^ppo.side_by_side=true and ppo.{name}=.* exclude each other: .*leave"):
         PPOConfig(side_by_side=True, **settings)
@@ -172,8 +225,8 @@ def test_settings_that_exclude_two_lanes_are_respected_or_refused(settings):
 
 def test_what_is_asked_for_is_taken(threads):
     threads(3)
-    assert takes_two_lanes(PPOConfig(side_by_side=True), Sized(10**12), on_cpu=True)
-    assert not takes_two_lanes(PPOConfig(side_by_side=False), Sized(1), on_cpu=True)
+    assert most_tokens_side_by_side(PPOConfig(side_by_side=True), Sized(10**12), on_cpu=True) == math.inf
+    assert most_tokens_side_by_side(PPOConfig(side_by_side=False), Sized(1), on_cpu=True) == 0
 
 
 def test_on_a_gpu_two_lanes_are_refused():

@@ -6,6 +6,7 @@ end of each product, where one core waits for the other. Two passes that know no
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
@@ -21,22 +22,29 @@ from ppo_rlhf.training.model_rules import excludes_lanes
 First = TypeVar("First")
 Second = TypeVar("Second")
 
-LARGEST = {"float64": 2**23, "float32": 2**23, "bfloat16": 2**25, "float16": 2**25}
-"""Weights of a policy, by `ppo.dtype`, up to which two lanes are taken unasked. Larger products leave fewer gaps, and
-the second gradient takes more memory: with 24 million weights an update gains a tenth in bfloat16, nothing in float32
-(docs/speed.md)."""
+SMALL = 2**23
+"""Weights of a policy up to which two lanes are taken unasked. Larger products leave fewer gaps (docs/speed.md)."""
+SMALL_IN_SIXTEEN_BITS = 2**25
+"""Likewise in 16 bits, where an optimiser step has few tokens."""
+FEW_TOKENS = 512
+"""So few. The casts of weights and AdamW, which a second core does not speed up, are then a large part of a step, and
+the activations of two models take little memory."""
 
 
-def takes_two_lanes(config: PPOConfig, policy: PreTrainedModel, *, on_cpu: bool) -> bool:
-    """Return whether policy and critic compute side by side: as `ppo.side_by_side` says; if it is null, where it pays.
+def most_tokens_side_by_side(config: PPOConfig, policy: PreTrainedModel, *, on_cpu: bool) -> float:
+    """Return up to how many tokens in an optimiser step policy and critic compute side by side; 0: never.
 
-    That is on a CPU, for small models, on threads that can be halved, and where no other setting excludes it.
+    It is as `ppo.side_by_side` says; if that is null, where it pays: on a CPU, for small models, on threads that can be
+    halved, and where no other setting excludes it.
     """
     if config.side_by_side is not None:
-        return config.side_by_side
+        return math.inf if config.side_by_side else 0.0
     if any(excludes_lanes(config)) or not on_cpu or torch.get_num_threads() % 2:
-        return False
-    return policy.num_parameters() <= LARGEST[config.dtype]
+        return 0.0
+    weights, in_sixteen_bits = policy.num_parameters(), config.dtype in ("bfloat16", "float16")
+    if weights <= SMALL:
+        return math.inf
+    return float(FEW_TOKENS) if in_sixteen_bits and weights <= SMALL_IN_SIXTEEN_BITS else 0.0
 
 
 def side_by_side(

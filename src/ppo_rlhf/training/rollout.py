@@ -45,6 +45,7 @@ class Rollouts:
     seconds: float
     values: Tensor | None = None  # [B, T + 1] of the same forward passes, if policy and critic share their trunk
     padded: bool = True  # whether policy or critic compute padding, which then counts in the token budget
+    side_by_side: bool = False  # whether two models compute at the same time, from the old log-probabilities on
 
     @property
     def mask(self) -> Tensor:
@@ -182,13 +183,15 @@ def complete_rollouts(
                 pad_token_id=state.sampling.pad_token_id,
             )
 
-    if state.side_by_side:
+    tokens = sum(len(ids) for ids in prompts.prompt_ids) + int(responses.lengths.sum())
+    two_lanes = tokens / config.num_mini_batches <= state.most_tokens_side_by_side
+    if two_lanes:
         keep_apart(state.policy, reference_policy)
     with deterministic(config):
         reference_logprobs, (old_logprobs, entropy, values) = side_by_side(
             reference,
             lambda: _trained_forward(state, prompts.prompt_ids, responses, config, iteration),
-            at_once=state.side_by_side,
+            at_once=two_lanes,
         )
     return Rollouts(
         iteration=iteration,
@@ -206,6 +209,7 @@ def complete_rollouts(
         seconds=(generation_seconds or 0.0) + time.perf_counter() - sampled,
         values=values,
         padded=state.computes_padding,
+        side_by_side=two_lanes,
     )
 
 

@@ -22,7 +22,7 @@ from ppo_rlhf.training.alarms import KLAlarms
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.generation import SamplingSettings
 from ppo_rlhf.training.history import MetricHistory
-from ppo_rlhf.training.lanes import takes_two_lanes
+from ppo_rlhf.training.lanes import most_tokens_side_by_side
 from ppo_rlhf.training.optimisers import build_optimizer, peak_learning_rates
 from ppo_rlhf.training.precision import loss_scaler
 from ppo_rlhf.training.run_models import AnyCritic, prepare_to_train, recorded_steps
@@ -53,7 +53,8 @@ class TrainingState:
         early_stops: Iterations whose update ended early because of `target_kl`.
         policy_average: Moving average of the actor's weights, if `ema_decay` asks for one.
         recorded_steps: The policy's decoding steps as CUDA graphs, with `cuda_graphs`.
-        side_by_side: Whether two models' passes run at the same time (`training.lanes`).
+        most_tokens_side_by_side: Up to how many tokens in an optimiser step, on average over an iteration, two models'
+            passes run at the same time (`training.lanes`); 0: never.
         history: One row of metrics for each iteration done.
         stopping: True once the run was asked to stop: this iteration is saved, and is the last one in this process.
     """
@@ -78,7 +79,7 @@ class TrainingState:
     early_stops: int = 0
     policy_average: WeightAverage | None = None
     recorded_steps: RecordedSteps | None = None
-    side_by_side: bool = False
+    most_tokens_side_by_side: float = 0.0
     history: MetricHistory = field(default_factory=MetricHistory)
     stopping: bool = False
 
@@ -127,8 +128,8 @@ class TrainingState:
                 `cuda_graphs`.
             ModelError: Gradient checkpointing does not fit an architecture.
         """
-        two_lanes = takes_two_lanes(config, policy, on_cpu=policy.device.type == "cpu")
-        if two_lanes:
+        most_tokens = most_tokens_side_by_side(config, policy, on_cpu=policy.device.type == "cpu")
+        if most_tokens:
             keep_apart(policy, critic)
         prepare_to_train(policy, critic, config)
         policy_rate, critic_rate = peak_learning_rates(config)
@@ -154,7 +155,7 @@ class TrainingState:
             kl_alarms=KLAlarms(config),
             reward_moments=RunningMoments(),
             recorded_steps=recorded_steps(policy, config),
-            side_by_side=two_lanes,
+            most_tokens_side_by_side=most_tokens,
             policy_average=None if config.ema_decay is None else WeightAverage(policy, config.ema_decay),
         )
 

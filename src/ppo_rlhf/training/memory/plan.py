@@ -9,8 +9,8 @@ from transformers import PretrainedConfig
 
 from ppo_rlhf.core.errors import ModelError, PPORLHFError
 from ppo_rlhf.training.config import PPOConfig
-from ppo_rlhf.training.lanes import takes_two_lanes
-from ppo_rlhf.training.memory.live_bytes import counting
+from ppo_rlhf.training.lanes import most_tokens_side_by_side
+from ppo_rlhf.training.memory.live_bytes import Peak, counting
 from ppo_rlhf.training.memory.simulation import Passes, SimulatedModels, larger
 from ppo_rlhf.training.precision import frozen_dtype
 
@@ -129,6 +129,9 @@ class MemoryPlan:
 def plan_memory(config: PPOConfig, shape: RunShape) -> MemoryPlan:
     """Plan a run from configurations alone: no weights are read, and nothing is computed.
 
+    Where policy and critic compute side by side in an iteration of few tokens alone (`training.lanes`), the plan is of
+    that kind of update which needs more.
+
     Args:
         config: Hyperparameters.
         shape: Models, length of the prompts, device.
@@ -154,8 +157,8 @@ def _planned(models: SimulatedModels, config: PPOConfig, shape: RunShape) -> Mem
     micro = micro_batch_rows(config, shape.prompt_length)
     micro_batches = math.ceil(config.local_mini_batch_size / micro)
     with counting() as live:
-        two_lanes = takes_two_lanes(config, models.policy, on_cpu=shape.on_cpu)
-        passes = Passes(models.to_fake(), config, live, shape.prompt_length, two_lanes)
+        most_tokens = most_tokens_side_by_side(config, models.policy, on_cpu=shape.on_cpu)
+        passes = Passes(models.to_fake(), config, live, shape.prompt_length)
         weights, (actor, critic) = models.weight_bytes(), models.trained()
         waiting = {
             "reference policy": config.offload_reference_policy,
@@ -174,16 +177,27 @@ def _planned(models: SimulatedModels, config: PPOConfig, shape: RunShape) -> Mem
             passing["evaluation"] = larger(
                 passes.rollout(shape.evaluation_rows), passes.reference_scoring(shape.evaluation_rows) + reference
             )
-        update = passes.update(micro, micro_batches)
+        row = shape.prompt_length + config.response_length  # tokens
+        updates: dict[bool, Peak] = {}  # by whether policy and critic compute side by side
+        if config.local_mini_batch_size * row > most_tokens:
+            updates[False] = passes.update(micro, micro_batches, side_by_side=False)
+        if most_tokens:
+            fewer = max(1, int(min(micro, most_tokens // row)))
+            updates[True] = passes.update(fewer, micro_batches, side_by_side=True)
     held = {f"{name}: weights": size for name, size in weights.items()}
     if config.ema_decay is not None:
         held["policy: moving average"] = actor.total
     held["optimisers: two moments of each weight that trains"] = 2 * (actor.total + critic.total)
-    passing[UPDATE] = update  # gradients included: behind the update none is held
-    phases = [Phase(name, sum(held.values()), p.total, p.in_heap) for name, p in passing.items() if p.total]
-    critic_after_policy = config.value_model != "shared" and not two_lanes
     sixteen_bits = frozen_dtype(config).itemsize == 2
-    return MemoryPlan(held, tuple(phases), sum(on_host.values()), shape.on_cpu, critic_after_policy, sixteen_bits)
+
+    def plan(update: Peak, two_lanes: bool) -> MemoryPlan:
+        peaks = {**passing, UPDATE: update}  # gradients included: behind the update none is held
+        phases = [Phase(name, sum(held.values()), p.total, p.in_heap) for name, p in peaks.items() if p.total]
+        critic_after_policy = config.value_model != "shared" and not two_lanes
+        return MemoryPlan(held, tuple(phases), sum(on_host.values()), shape.on_cpu, critic_after_policy, sixteen_bits)
+
+    plans = [plan(update, two_lanes) for two_lanes, update in updates.items()]
+    return max(plans, key=lambda each: each.needed)
 
 
 def micro_batch_rows(config: PPOConfig, prompt_length: int) -> int:

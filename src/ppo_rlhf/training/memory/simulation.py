@@ -115,14 +115,12 @@ class Passes:
         config: Hyperparameters.
         live: Counts.
         prompt_length: P.
-        side_by_side: Whether policy and critic compute at the same time.
     """
 
     models: SimulatedModels
     config: PPOConfig
     live: LiveBytes
     prompt_length: int
-    side_by_side: bool = False
 
     def rollout(self, rows: int) -> Peak:
         """Return the peak of sampling: of the prefill, or of the last step with its whole cache."""
@@ -193,9 +191,10 @@ class Passes:
 
         return self.live.peak_of(score)
 
-    def update(self, rows: int, micro_batches: int) -> Peak:
+    def update(self, rows: int, micro_batches: int, *, side_by_side: bool) -> Peak:
         """Return the peak of one optimiser step's forward and backward passes, gradients included.
 
+        With `side_by_side` policy and critic compute at the same time.
         Two micro-batches stand for any number above one: from the second on, gradients are there to be added to.
         """
         policy, critic = self.models.policy, self.models.critic
@@ -219,7 +218,7 @@ class Passes:
         with recomputing, packed_attention(backbone_of(policy), critic.backbone):
             if self._is_shared:
                 peak = self.live.peak_of(policy_passes)
-            elif self.side_by_side:
+            elif side_by_side:
                 peak = self._at_once(policy_passes, critic_passes)
             else:
                 peak = self.live.peak_of(one_after_the_other)
