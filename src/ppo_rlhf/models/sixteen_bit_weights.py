@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +29,7 @@ class SixteenBitWeights:
         """Make room for copies in a 16-bit type; a pass of a few tokens shows which layers autocast."""
         copies: dict[int, Tensor] = {}
         self._entries: list[tuple[dict[str, Tensor | None], str, Tensor]] = []  # table, name, copy
-        for module in _layers_that_autocast(model, dtype):
+        for module in layers_that_autocast(model, dtype):
             for name, weight in module._parameters.items():
                 if weight is not None and weight.dtype == torch.float32:
                     if id(weight) not in copies:
@@ -51,8 +52,22 @@ class SixteenBitWeights:
                 table[name] = original
 
 
-def _layers_that_autocast(model: PreTrainedModel, dtype: torch.dtype) -> list[nn.Module]:
-    """Return the linear layers, in the model's order, that were called with autocast on and never with it off."""
+def layers_that_autocast(model: PreTrainedModel, dtype: torch.dtype) -> list[nn.Module]:
+    """Return the linear layers, in the model's order, that autocast computes in 16 bits whenever they are called.
+
+    A pass of a few tokens shows them, the first time that a model is asked about: with autocast on and never with it
+    off. It attends plainly, so not to be called first within `packed_attention`.
+    """
+    known = _layers.setdefault(model, {})
+    if dtype not in known:
+        known[dtype] = _find_layers(model, dtype)
+    return known[dtype]
+
+
+_layers: WeakKeyDictionary[nn.Module, dict[torch.dtype, list[nn.Module]]] = WeakKeyDictionary()
+
+
+def _find_layers(model: PreTrainedModel, dtype: torch.dtype) -> list[nn.Module]:
     device, on, off = model.device.type, set[nn.Module](), set[nn.Module]()
 
     def watch(module: nn.Module, *_: object) -> None:

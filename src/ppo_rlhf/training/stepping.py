@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
 from ppo_rlhf.core.errors import DivergenceError
+from ppo_rlhf.models.trunks import backbone_of
+from ppo_rlhf.training.sixteen_bit_gradients import SixteenBitGradients
 from ppo_rlhf.training.state import TrainingState
 
 log = logging.getLogger(__name__)
@@ -24,10 +27,35 @@ class Learner:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
+    sixteen_bits: SixteenBitGradients | None = None
+
+    def passes(self, count: int) -> AbstractContextManager[None]:
+        """Return the context of all forward and backward passes of one step."""
+        return nullcontext() if self.sixteen_bits is None else self.sixteen_bits.of_passes(count)
 
     def gradients(self) -> list[Tensor]:
-        """Return those that a backward pass has left."""
-        return [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        """Return those that backward passes have left."""
+        own = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        return own if self.sixteen_bits is None else own + self.sixteen_bits.held()
+
+    def gradient_norm(self) -> Tensor:
+        """Return the 2-norm of all gradients; of those in 16 bits it is added up in float32."""
+        if self.sixteen_bits is None:
+            return nn.utils.get_total_norm(self.gradients())
+        return torch.stack(torch._foreach_norm(self.gradients(), 2.0, torch.float32)).norm()
+
+    def step(self) -> None:
+        """Step with the gradients."""
+        if self.sixteen_bits is None:
+            self.optimizer.step()
+        else:
+            self.sixteen_bits.step(self.optimizer)
+
+    def drop_gradients(self) -> None:
+        """Let go of the gradients."""
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.sixteen_bits is not None:
+            self.sixteen_bits.drop()
 
     @property
     def decides_itself(self) -> bool:
@@ -43,10 +71,14 @@ class Learner:
 def learners(state: TrainingState) -> tuple[Learner, Learner]:
     """Return policy and critic; on a shared trunk the policy is both, and the critic the head alone."""
     policy: nn.Module = nn.ModuleList([state.policy, state.critic]) if state.shares_trunk else state.policy
-    return (
-        Learner("policy", policy, state.policy_optimizer, state.policy_scaler),
-        Learner("critic", state.critic, state.critic_optimizer, state.critic_scaler),
-    )
+    actor = Learner("policy", policy, state.policy_optimizer, state.policy_scaler)
+    critic = Learner("critic", state.critic, state.critic_optimizer, state.critic_scaler)
+    if state.config.dtype != "bfloat16" or state.config.compile or not actor.decides_itself:
+        return actor, critic  # float16 scales gradients, and compiled layers keep to their parameters
+    actor = replace(actor, sixteen_bits=SixteenBitGradients(backbone_of(state.policy), torch.bfloat16))
+    if not state.shares_trunk:
+        critic = replace(critic, sixteen_bits=SixteenBitGradients(state.critic.backbone, torch.bfloat16))
+    return actor, critic
 
 
 @dataclass(frozen=True)
@@ -86,7 +118,7 @@ class OptimiserStep:
             loss: Of the whole minibatch, to tell a float16 overflow from a fault.
         """
         learner.scaler.unscale_(learner.optimizer)
-        norm = nn.utils.get_total_norm(learner.gradients())
+        norm = learner.gradient_norm()
         not_finite = ~norm.isfinite()  # a loss that is not finite has such a gradient: this covers both
         self._norms[learner.name] = learner, norm
         if self.moves:
@@ -116,7 +148,7 @@ class OptimiserStep:
     def _finish(self, learner: Learner, norm: Tensor, skip: Tensor) -> None:
         if self.moves:
             self._move(learner, norm, skip)
-        learner.optimizer.zero_grad(set_to_none=True)
+        learner.drop_gradients()
 
     def _move(self, learner: Learner, norm: Tensor, skip: Tensor) -> None:
         """Step with the gradient divided by what brings its norm down to the limit, unless `skip` is True."""
@@ -124,14 +156,14 @@ class OptimiserStep:
         divisor = ((norm + NO_DIVISION_BY_ZERO) / state.config.max_grad_norm).clamp(min=1.0)
         averages = learner.name == "policy" and state.policy_average is not None
         optimizer = learner.optimizer
-        if learner.decides_itself and not averages:
+        if learner.decides_itself:
             optimizer.grad_scale, optimizer.found_inf = divisor, skip.float()  # type: ignore[attr-defined]
-            optimizer.step()
+            learner.step()
         elif not bool(skip):
             torch._foreach_div_(learner.gradients(), divisor)
             optimizer.step()
-            if averages:
-                state.policy_average.update(state.policy)  # type: ignore[union-attr]
+        if averages and not bool(skip):
+            state.policy_average.update(state.policy)  # type: ignore[union-attr]
 
 
 def account_for(steps: list[StepFaults], state: TrainingState) -> None:

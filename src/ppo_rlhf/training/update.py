@@ -48,8 +48,9 @@ def optimise(state: TrainingState, experience: Experience, config: PPOConfig) ->
     return_freed_memory()
     _drop_gradients(state)  # of an update that was interrupted
     recomputing = checkpointing_gradients(state.policy, state.critic, config)
+    prepared = _Update.prepare(state, experience, config)
     with deterministic(config), recomputing, packing(state.policy, state.critic.backbone):
-        steps = _run_epochs(_Update.prepare(state, experience, config))
+        steps = _run_epochs(prepared)
     state.iteration = iteration
     state.episode += config.batch_size
     scores = experience.scores.total
@@ -235,7 +236,8 @@ class _Update:
 
     def _policy_passes(self, parts: list[_MicroBatch], denominator: Tensor) -> Tensor:
         """Backpropagate the policy's loss, if it learns; return what `_policy_losses` says, of all micro-batches."""
-        return torch.stack([self._policy_pass(part, denominator) for part in parts]).sum(0)
+        with self.policy.passes(len(parts)):
+            return torch.stack([self._policy_pass(part, denominator) for part in parts]).sum(0)
 
     def _policy_pass(self, part: _MicroBatch, denominator: Tensor) -> Tensor:
         loss, sums, _ = self._policy_losses(part, denominator)
@@ -245,7 +247,8 @@ class _Update:
 
     def _critic_passes(self, parts: list[_MicroBatch], denominator: Tensor) -> Tensor:
         """Backpropagate the value loss; return what `_value_losses` says, of all micro-batches."""
-        return torch.stack([self._critic_pass(part, denominator) for part in parts]).sum(0)
+        with self.critic.passes(len(parts)):
+            return torch.stack([self._critic_pass(part, denominator) for part in parts]).sum(0)
 
     def _critic_pass(self, part: _MicroBatch, denominator: Tensor) -> Tensor:
         loss, sums = self._value_losses(part, None, denominator)
@@ -255,12 +258,13 @@ class _Update:
     def _passes_of_both(self, parts: list[_MicroBatch], denominator: Tensor) -> tuple[Tensor, Tensor]:
         """Backpropagate once through the trunk that policy and critic share, for each micro-batch."""
         found = []
-        for part in parts:
-            policy_loss, policy_sums, states = self._policy_losses(part, denominator)
-            value_loss, value_sums = self._value_losses(part, states, denominator)
-            loss = policy_loss + value_loss if self.policy_learns else value_loss
-            self.critic.scaler.scale(loss).backward()
-            found.append((policy_sums, value_sums))
+        with self.policy.passes(len(parts)):
+            for part in parts:
+                policy_loss, policy_sums, states = self._policy_losses(part, denominator)
+                value_loss, value_sums = self._value_losses(part, states, denominator)
+                loss = policy_loss + value_loss if self.policy_learns else value_loss
+                self.critic.scaler.scale(loss).backward()
+                found.append((policy_sums, value_sums))
         policy, value = zip(*found, strict=True)
         return torch.stack(policy).sum(0), torch.stack(value).sum(0)
 

@@ -1,0 +1,97 @@
+"""Gradients in 16 bits of products in 16 bits; the optimiser gets them in float32, piece by piece.
+
+Autocast casts every weight in each pass, and the backward pass writes each gradient twice: as the product gives it, and
+in float32. Here the copies in 16 bits are what the graph ends in, so their gradients stay as the product gave them, in
+half of the memory. The numbers are autocast's to the last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from ppo_rlhf.models.annotations import PreTrainedModel
+from ppo_rlhf.models.sixteen_bit_weights import layers_that_autocast
+
+PIECE = 2**21
+"""Weights whose gradients are in float32 at a time: 4 MiB, in a CPU's cache while AdamW reads them."""
+
+
+class SixteenBitGradients:
+    """Gradients of the linear layers of a backbone, from their backward passes to the optimiser step.
+
+    A weight that other layers than linear ones use, too, has one gradient, in its own type. The output layer is not the
+    backbone's: its product may come in chunks, whose gradients add up in float32.
+    """
+
+    def __init__(self, backbone: PreTrainedModel, dtype: torch.dtype) -> None:
+        """Find the layers; not to be called within `packed_attention`."""
+        self._dtype = dtype
+        self._entries: list[tuple[dict[str, Tensor | None], str, nn.Parameter]] = [
+            (module._parameters, name, weight)
+            for module in layers_that_autocast(backbone, dtype)
+            for name, weight in module._parameters.items()
+            if weight is not None and weight.dtype == torch.float32 and weight.requires_grad
+        ]
+        self._held: dict[nn.Parameter, Tensor] = {}
+
+    @contextmanager
+    def of_passes(self, count: int) -> Iterator[None]:
+        """Within the block, of so many backward passes, the layers hold copies of their weights.
+
+        What one pass leaves is held here in 16 bits; the gradients of several add up in float32, in the weights'
+        `grad`. Weights must not change within the block.
+        """
+        weights = {weight: None for _, _, weight in self._entries}
+        copies = {weight: nn.Parameter(weight.detach().to(self._dtype)) for weight in weights}
+        for weight, copy in copies.items():
+            if count > 1:
+                copy.register_post_accumulate_grad_hook(partial(_add_up, weight))
+        try:
+            for table, name, weight in self._entries:
+                table[name] = copies[weight]
+            yield
+        finally:
+            for table, name, weight in self._entries:
+                table[name] = weight
+        for weight, copy in copies.items():
+            if copy.grad is None:
+                continue
+            if weight.grad is None:
+                self._held[weight] = copy.grad
+            else:
+                _add_up(weight, copy)
+
+    def held(self) -> list[Tensor]:
+        """Return the gradients in 16 bits."""
+        return list(self._held.values())
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Step with all gradients, those that are held in 16 bits and those of the weights themselves; drop them."""
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        size = 0
+        for weight in list(self._held):
+            weight.grad = self._held.pop(weight).to(weight.dtype)
+            size += weight.numel()
+            if size >= PIECE or not self._held:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+                size = 0
+
+    def drop(self) -> None:
+        """Let go of the gradients."""
+        self._held.clear()
+
+
+def _add_up(weight: nn.Parameter, copy: Tensor) -> None:
+    assert copy.grad is not None
+    if weight.grad is None:
+        weight.grad = copy.grad.to(weight.dtype)
+    else:
+        weight.grad.add_(copy.grad)
+    copy.grad = None
