@@ -301,3 +301,31 @@ def test_the_plan_meets_the_measured_peak(name, tmp_path):
 )
 def test_the_plan_meets_the_measured_peak_of_larger_runs(name, tmp_path):
     assert planned_over_measured(name, tmp_path) == pytest.approx(1.0, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize(("most_tokens", "rows"), [(0.0, None), (14.0, 1), (60.0, 4), (111.0, 7), (112.0, 8)])
+def test_where_the_tokens_of_a_step_decide_on_two_lanes_the_plan_is_of_the_update_that_needs_more(
+    monkeypatch, most_tokens, rows
+):
+    """A step has at most 8 x 14 tokens: with fewer than `most_tokens` policy and critic compute side by side."""
+    one = plan(side_by_side=False)
+    candidates = [] if rows == 8 else [one]
+    if rows is not None:
+        candidates.append(plan(side_by_side=True, per_device_train_batch_size=rows))
+    expected = max(candidates, key=lambda each: each.needed)
+    monkeypatch.setattr("ppo_rlhf.training.memory.plan.most_tokens_side_by_side", lambda *_, **__: most_tokens)
+    found = plan()
+    assert phase(found, "update") == phase(expected, "update")
+    assert found.critic_after_policy == expected.critic_after_policy
+    assert found.needed >= one.needed or rows == 8
+
+
+def test_gradients_in_16_bits_take_half(monkeypatch):
+    """One row of one token: activations are small beside weights of a wide model, and copies are there in both."""
+    wide = GPT2Config(**{**GPT2.to_diff_dict(), "n_embd": 256, "n_head": 4})
+    settings = {"dtype": "bfloat16", "per_device_train_batch_size": 1, "response_length": 2, "side_by_side": False}
+    narrow = phase(plan(wide, prompt_length=1, **settings), "update").passing
+    monkeypatch.setattr("ppo_rlhf.training.memory.simulation.kept_in_sixteen_bits", lambda _: False)
+    widened = phase(plan(wide, prompt_length=1, **settings), "update").passing
+    matrices = 2 * 12 * 256**2  # weights of two blocks
+    assert 0.9 * 2 * matrices < widened - narrow < 1.1 * 2 * matrices

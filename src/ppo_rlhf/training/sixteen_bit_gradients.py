@@ -16,9 +16,19 @@ from torch import Tensor, nn
 
 from ppo_rlhf.models.annotations import PreTrainedModel
 from ppo_rlhf.models.sixteen_bit_weights import layers_that_autocast
+from ppo_rlhf.training.config import PPOConfig
 
 PIECE = 2**21
-"""Weights whose gradients are in float32 at a time: 4 MiB, in a CPU's cache while AdamW reads them."""
+"""Weights whose gradients are in float32 at a time: 8 MiB, in a CPU's cache while AdamW reads them."""
+
+
+def kept_in_sixteen_bits(config: PPOConfig) -> bool:
+    """Whether a run's gradients stay in 16 bits until the optimiser takes them.
+
+    Not in float16, which scales them; not with compiled layers, which keep to their parameters; and not without the
+    fused optimiser, which divides and checks each gradient itself.
+    """
+    return config.dtype == "bfloat16" and config.optim == "adamw_torch_fused" and not config.compile
 
 
 class SixteenBitGradients:
@@ -44,27 +54,31 @@ class SixteenBitGradients:
         """Within the block, of so many backward passes, the layers hold copies of their weights.
 
         What one pass leaves is held here in 16 bits; the gradients of several add up in float32, in the weights'
-        `grad`. Weights must not change within the block.
+        `grad`. Weights must not change within the block, and a copy of one pass is gone when its gradient is there.
         """
+        keep = self._hold if count == 1 else _add_up
         weights = {weight: None for _, _, weight in self._entries}
         copies = {weight: nn.Parameter(weight.detach().to(self._dtype)) for weight in weights}
         for weight, copy in copies.items():
-            if count > 1:
-                copy.register_post_accumulate_grad_hook(partial(_add_up, weight))
+            copy.register_post_accumulate_grad_hook(partial(keep, weight))
         try:
             for table, name, weight in self._entries:
                 table[name] = copies[weight]
             yield
+        except BaseException:
+            self.drop()
+            raise
         finally:
             for table, name, weight in self._entries:
                 table[name] = weight
-        for weight, copy in copies.items():
-            if copy.grad is None:
-                continue
-            if weight.grad is None:
-                self._held[weight] = copy.grad
-            else:
-                _add_up(weight, copy)
+        for weight in [weight for weight in self._held if weight.grad is not None]:
+            weight.grad.add_(self._held.pop(weight))
+
+    def _hold(self, weight: nn.Parameter, copy: Tensor) -> None:
+        assert copy.grad is not None
+        self._held[weight] = copy.grad
+        copy.grad = None
+        copy.data = copy.new_empty(0)  # the graph holds the copy itself to the end of the pass
 
     def held(self) -> list[Tensor]:
         """Return the gradients in 16 bits."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ppo_rlhf.core.errors import DivergenceError
 from ppo_rlhf.models.trunks import backbone_of
-from ppo_rlhf.training.sixteen_bit_gradients import SixteenBitGradients
+from ppo_rlhf.training.sixteen_bit_gradients import SixteenBitGradients, kept_in_sixteen_bits
 from ppo_rlhf.training.state import TrainingState
 
 log = logging.getLogger(__name__)
@@ -73,8 +73,8 @@ def learners(state: TrainingState) -> tuple[Learner, Learner]:
     policy: nn.Module = nn.ModuleList([state.policy, state.critic]) if state.shares_trunk else state.policy
     actor = Learner("policy", policy, state.policy_optimizer, state.policy_scaler)
     critic = Learner("critic", state.critic, state.critic_optimizer, state.critic_scaler)
-    if state.config.dtype != "bfloat16" or state.config.compile or not actor.decides_itself:
-        return actor, critic  # float16 scales gradients, and compiled layers keep to their parameters
+    if not kept_in_sixteen_bits(state.config):
+        return actor, critic
     actor = replace(actor, sixteen_bits=SixteenBitGradients(backbone_of(state.policy), torch.bfloat16))
     if not state.shares_trunk:
         critic = replace(critic, sixteen_bits=SixteenBitGradients(state.critic.backbone, torch.bfloat16))

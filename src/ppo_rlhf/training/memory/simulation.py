@@ -6,8 +6,8 @@ as one iteration does; where the engine changes, these few lines follow it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -40,6 +40,7 @@ from ppo_rlhf.training.run_models import (
     prepare_to_train,
 )
 from ppo_rlhf.training.scoring import token_statistics
+from ppo_rlhf.training.sixteen_bit_gradients import SixteenBitGradients, kept_in_sixteen_bits
 
 DEVICE = torch.device("cpu")
 """Of the fake tensors, wherever the run will be: it chooses attention kernels, and torch without CUDA has the CPU's."""
@@ -198,40 +199,51 @@ class Passes:
         Two micro-batches stand for any number above one: from the second on, gradients are there to be added to.
         """
         policy, critic = self.models.policy, self.models.critic
-        passes = range(min(2, micro_batches))
+        passes = min(2, micro_batches)
+        of_policy, of_critic = (self._sixteen_bits(model) for model in (backbone_of(policy), critic.backbone))
 
         def policy_passes() -> None:
-            for _ in passes:
-                self._policy_pass(rows)
+            with of_policy.of_passes(passes) if of_policy else nullcontext():
+                for _ in range(passes):
+                    self._policy_pass(rows)
 
         def critic_passes() -> None:
-            for _ in passes:
-                self._values(rows).sum().backward()
+            with of_critic.of_passes(passes) if of_critic else nullcontext():
+                for _ in range(passes):
+                    self._values(rows).sum().backward()
+
+        def drop_gradients() -> None:
+            for model, gradients in ((policy, of_policy), (critic, of_critic)):
+                model.zero_grad(set_to_none=True)
+                if gradients:
+                    gradients.drop()
 
         def one_after_the_other() -> None:
             policy_passes()
             if not self.config.align_overflow:
-                policy.zero_grad(set_to_none=True)  # its step is taken by now
+                drop_gradients()  # the policy's step is taken by now
             critic_passes()
+
+        def at_once() -> Peak:
+            """Both may be at their own peaks."""
+            alone = self.live.peak_of(policy_passes)
+            drop_gradients()
+            other = self.live.peak_of(critic_passes)
+            return Peak(alone.total + other.total, alone.in_heap + other.in_heap)
 
         recomputing = checkpointing_gradients(policy, critic, self.config)
         with recomputing, packed_attention(backbone_of(policy), critic.backbone):
             if self._is_shared:
                 peak = self.live.peak_of(policy_passes)
             elif side_by_side:
-                peak = self._at_once(policy_passes, critic_passes)
+                peak = at_once()
             else:
                 peak = self.live.peak_of(one_after_the_other)
-        for model in (policy, critic):
-            model.zero_grad(set_to_none=True)
+        drop_gradients()
         return peak
 
-    def _at_once(self, first: Callable[[], None], second: Callable[[], None]) -> Peak:
-        """Return the peak of two passes at the same time: they may both be at their own."""
-        alone = self.live.peak_of(first)
-        self.models.policy.zero_grad(set_to_none=True)
-        other = self.live.peak_of(second)
-        return Peak(alone.total + other.total, alone.in_heap + other.in_heap)
+    def _sixteen_bits(self, backbone: PreTrainedModel) -> SixteenBitGradients | None:
+        return SixteenBitGradients(backbone, torch.bfloat16) if kept_in_sixteen_bits(self.config) else None
 
     def _policy_pass(self, rows: int) -> None:
         policy, with_entropy = self.models.policy, bool(self.config.entropy_coef)
