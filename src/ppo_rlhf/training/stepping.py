@@ -73,10 +73,9 @@ def learners(state: TrainingState) -> tuple[Learner, Learner]:
     policy: nn.Module = nn.ModuleList([state.policy, state.critic]) if state.shares_trunk else state.policy
     actor = Learner("policy", policy, state.policy_optimizer, state.policy_scaler)
     critic = Learner("critic", state.critic, state.critic_optimizer, state.critic_scaler)
-    if not kept_in_sixteen_bits(state.config):
-        return actor, critic
-    actor = replace(actor, sixteen_bits=SixteenBitGradients(backbone_of(state.policy), torch.bfloat16))
-    if not state.shares_trunk:
+    if kept_in_sixteen_bits(state.config, backbone_of(state.policy)):
+        actor = replace(actor, sixteen_bits=SixteenBitGradients(backbone_of(state.policy), torch.bfloat16))
+    if not state.shares_trunk and kept_in_sixteen_bits(state.config, state.critic.backbone):
         critic = replace(critic, sixteen_bits=SixteenBitGradients(state.critic.backbone, torch.bfloat16))
     return actor, critic
 

@@ -243,7 +243,8 @@ class Passes:
         return peak
 
     def _sixteen_bits(self, backbone: PreTrainedModel) -> SixteenBitGradients | None:
-        return SixteenBitGradients(backbone, torch.bfloat16) if kept_in_sixteen_bits(self.config) else None
+        kept = kept_in_sixteen_bits(self.config, backbone)
+        return SixteenBitGradients(backbone, torch.bfloat16) if kept else None
 
     def _policy_pass(self, rows: int) -> None:
         policy, with_entropy = self.models.policy, bool(self.config.entropy_coef)
