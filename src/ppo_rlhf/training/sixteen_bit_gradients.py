@@ -44,7 +44,7 @@ class SixteenBitGradients:
     def __init__(self, backbone: PreTrainedModel, dtype: torch.dtype) -> None:
         """Find the layers; not to be called within `packed_attention`."""
         self._dtype = dtype
-        self._entries: list[tuple[dict[str, Tensor | None], str, nn.Parameter]] = [
+        self._entries: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = [
             (module._parameters, name, weight)
             for module in layers_that_autocast(backbone, dtype)
             for name, weight in module._parameters.items()
@@ -74,8 +74,10 @@ class SixteenBitGradients:
         finally:
             for table, name, weight in self._entries:
                 table[name] = weight
-        for weight in [weight for weight in self._held if weight.grad is not None]:
-            weight.grad.add_(self._held.pop(weight))
+        for weight, gradient in list(self._held.items()):
+            if weight.grad is not None:
+                weight.grad.add_(gradient)
+                del self._held[weight]
 
     def _hold(self, weight: nn.Parameter, copy: Tensor) -> None:
         assert copy.grad is not None
