@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.models.own_configurations import keep_apart
 from ppo_rlhf.training.config import PPOConfig
-from ppo_rlhf.training.experience import score_responses
+from ppo_rlhf.training.experience import estimate_advantages, score_responses, shape_rewards
 from ppo_rlhf.training.lanes import (
     FEW_TOKENS,
     SMALL,
@@ -210,6 +210,29 @@ def test_all_passes_of_an_iteration_are_in_as_many_lanes(make_run, threads, monk
     optimise(run.state, experience, run.config)
     assert len(asked) > 2
     assert set(asked) == {True}
+
+
+@pytest.mark.parametrize("options", [{"target_kl": 1e-6}, {"gradient_checkpointing": True}], ids=str)
+def test_rollouts_of_a_run_in_two_lanes_are_learnt_from_in_one_where_a_setting_excludes_two(
+    make_run, threads, monkeypatch, options
+):
+    """With target_kl the critic's step would race against the decision whether there is one."""
+    threads(2)
+    rollouts, *_ = make_run("gpt2", side_by_side=True).before_update()
+    assert rollouts.side_by_side
+    other = make_run("gpt2", **options)
+    asked = []
+
+    def watch(first, second, *, at_once):
+        asked.append(at_once)
+        return side_by_side(first, second, at_once=at_once)
+
+    for module in ("experience", "update"):
+        monkeypatch.setattr(f"ppo_rlhf.training.{module}.side_by_side", watch)
+    scores = score_responses(rollouts, other.scorer, other.state)
+    shaped = shape_rewards(rollouts, scores, other.state)
+    optimise(other.state, estimate_advantages(rollouts, scores, shaped, other.config), other.config)
+    assert set(asked) == {False}
 
 
 EXCLUDING = [{"value_model": "shared"}, {"target_kl": 0.1}, {"compile": True}, {"gradient_checkpointing": True}]

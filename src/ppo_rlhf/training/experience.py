@@ -59,12 +59,13 @@ class Experience:
 def score_responses(rollouts: Rollouts, scorer: RewardScorer, state: TrainingState) -> Scores:
     """Score the responses and value every state of them."""
     started = time.perf_counter()
-    if rollouts.side_by_side and scorer.model is not None:
+    at_once = rollouts.at_once(state.config)
+    if at_once and scorer.model is not None:
         keep_apart(state.critic, scorer.model)
     scored, values = side_by_side(
         lambda: scorer.score(rollouts.response_batch()),
         lambda: _state_values(rollouts, state) if rollouts.values is None else rollouts.values,
-        at_once=rollouts.side_by_side,
+        at_once=at_once,
     )
     return Scores(
         total=scored.total.to("cpu", values.dtype),

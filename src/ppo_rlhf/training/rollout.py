@@ -16,6 +16,7 @@ from ppo_rlhf.models.own_configurations import keep_apart
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.generation import Responses, generate_responses
 from ppo_rlhf.training.lanes import side_by_side
+from ppo_rlhf.training.model_rules import excludes_lanes
 from ppo_rlhf.training.packing import PackedSequences, pack, without_padding
 from ppo_rlhf.training.precision import autocast, deterministic
 from ppo_rlhf.training.prompts import PromptDataset
@@ -76,6 +77,13 @@ class Rollouts:
         return _first_epoch_micro_batches(
             config, self.iteration, self.prompts.prompt_ids, self.lengths, padded=self.padded
         )
+
+    def at_once(self, config: PPOConfig) -> bool:
+        """Return whether two models may compute at the same time: `side_by_side`, unless a setting excludes it.
+
+        The rollouts may have been made with other settings than those of the run that learns from them.
+        """
+        return self.side_by_side and not any(excludes_lanes(config))
 
     def pack(self, rows: list[int], pad_token_id: int, device: torch.device) -> PackedSequences:
         """Return the given rows as model inputs, trimmed to their longest prompt and response."""

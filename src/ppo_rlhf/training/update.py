@@ -181,7 +181,7 @@ class _Update:
             policy, value = side_by_side(
                 lambda: self._policy_step(step, parts, denominator, tokens),
                 lambda: self._critic_step(step, parts, denominator),
-                at_once=self.experience.rollouts.side_by_side,
+                at_once=self.experience.rollouts.at_once(config),
             )
         (policy_sums, policy_norm), (value_sums, value_norm) = policy, value
         policy_loss, kl, entropy = policy_sums[:3]
