@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ppo_rlhf.models.annotations import PreTrainedModel
+from ppo_rlhf.models.plain_attention import PlainAttention
 
 NAME = "ppo_rlhf_packed"
 _LOOK_FOR_PADDING = "warn_if_padding_and_no_attention_mask"  # a method of transformers' models
@@ -83,10 +84,9 @@ class PackedLayout:
         return min(self.lengths) == self.width and not self.more
 
     @cached_property
-    def causal_bias(self) -> Tensor:
-        """`[L, L]` bfloat16, added to scores: 0 up to the token itself, minus infinity to its right."""
-        hidden = torch.ones(self.width, self.width, dtype=torch.bool, device=self.slots.device).triu(1)
-        return torch.zeros_like(hidden, dtype=torch.bfloat16).masked_fill(hidden, -torch.inf)
+    def plain_attention(self) -> PlainAttention:
+        """Attention within each sequence, computed without torch's fused kernel."""
+        return PlainAttention.of(self.lengths, self.width, self.slots)
 
     def spread(self, tokens_N: Tensor) -> Tensor:
         """Return `[B, L, …]` of `[N + more, …]`, with 0 in the padding."""
@@ -99,8 +99,10 @@ class PackedLayout:
         self, layer: int, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scaling: float | None
     ) -> Tensor:
         """Attend within each sequence; see `Attention`."""
+        if query_NHD.is_cpu and query_NHD.dtype in SIXTEEN_BITS and self.width <= LONGEST_PLAIN_ATTENTION:
+            return self.plain_attention.attend(query_NHD, key_NKD, value_NKD, scaling)
         query, key, value = (self.spread(x).transpose(1, 2) for x in (query_NHD, key_NKD, value_NKD))
-        return self.collect(causal_attention(query, key, value, scaling, self).transpose(1, 2))
+        return self.collect(causal_attention(query, key, value, scaling).transpose(1, 2))
 
     def collect(self, tokens_BL: Tensor) -> Tensor:
         """Return `[N + more, …]` of `[B, L, …]`: what `spread` undoes, and 0 behind it."""
@@ -209,26 +211,15 @@ class Attention(Protocol):
         """
 
 
-def causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, layout: PackedLayout) -> Tensor:
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
     """Attend to oneself and what came before: query and result `[B, H, L, d]`, key and value `[B, K, L, d]`."""
     groups = query.shape[1] // key.shape[1]
+    attend = nn.functional.scaled_dot_product_attention
     if query.device.type != "cpu":
-        attend = nn.functional.scaled_dot_product_attention
         return attend(query, key, value, is_causal=True, scale=scaling, enable_gqa=groups > 1)
     if groups > 1:
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    if query.dtype in SIXTEEN_BITS and query.shape[2] <= LONGEST_PLAIN_ATTENTION:
-        return _plain_attention(query, key, value, scaling, layout.causal_bias.to(query.dtype))
-    return nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
-
-
-def _plain_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, bias: Tensor) -> Tensor:
-    """Return softmax(q k^T scaling + bias) v in 16 bits; torch's softmax adds up in float32 within a row."""
-    rows, heads, _, width = query.shape
-    with torch.autocast(query.device.type, enabled=False):  # it would hold scores and probabilities in float32
-        query, key, value = (x.reshape(rows * heads, -1, width) for x in (query, key, value))
-        scores = torch.bmm(query * (width**-0.5 if scaling is None else scaling), key.transpose(1, 2)).add_(bias)
-        return torch.bmm(scores.softmax(-1), value).view(rows, heads, -1, width)
+    return attend(query, key, value, is_causal=True, scale=scaling)
 
 
 @cache

@@ -1,24 +1,30 @@
-"""The process's own heap: what was freed goes back to the system before an update, and stays for use within it."""
+"""The process's own heap: what was freed stays for use by the next phases, and goes back to the system now and then."""
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import sys
 
+REGULARLY = 10
+"""Updates from one time that freed memory is given back to the next."""
+
+_calls = itertools.count()  # of the process, as its heap is
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of malloc.h
 _NEVER, _LARGE = 2**31 - 1, 32 * 2**20  # the largest that mallopt takes for each
 
 
 def return_freed_memory() -> None:
-    """Give blocks that were freed back to the system, once: the next phase asks for other sizes, which do not fit them.
+    """Before an update, give blocks that were freed back to the system: it asks for other sizes, which do not fit them.
 
-    Before an update of 25 million parameters in bfloat16 that was 250 MiB of 1.4 GiB, in time too short to measure.
-    From then on the C library keeps what is freed, until the next call. It would give up the end of its heap after
-    every step, and taking it again, page by page, was 4 % of an iteration's processor time.
-    Does nothing where the C library is not GNU's.
+    The first time in a process, whose models were loaded and whose rollouts were made before: of 25 million parameters
+    in bfloat16 that was 250 MiB of 1.4 GiB. From then on the C library keeps what is freed, since taking it again,
+    page by page, was 3 to 5 % of a small model's update: the end of its heap it would give up after every step,
+    the rest this call would. Phases that alternate find their own blocks again; lengths drift, so every `REGULARLY`
+    calls it is done anew. Does nothing where the C library is not GNU's.
     """
     library = _gnu_library()
-    if library is not None:
+    if library is not None and next(_calls) % REGULARLY == 0:
         library.malloc_trim(0)
         library.mallopt(_M_TRIM_THRESHOLD, _NEVER)
         library.mallopt(_M_MMAP_THRESHOLD, _LARGE)

@@ -1,0 +1,24 @@
+"""What was freed goes back to the system before a process's first update, and every tenth one after it."""
+
+import itertools
+from types import SimpleNamespace
+
+from ppo_rlhf.training import host_memory
+
+
+def test_freed_memory_is_given_back_at_first_and_regularly(monkeypatch):
+    called: list[int] = []
+    asked: list[int] = []
+    library = SimpleNamespace(malloc_trim=lambda _: asked.append(len(called)), mallopt=lambda *_: None)
+    monkeypatch.setattr(host_memory, "_gnu_library", lambda: library)
+    monkeypatch.setattr(host_memory, "_calls", itertools.count())
+    for call in range(25):
+        host_memory.return_freed_memory()
+        called.append(call)
+    assert asked == [0, 10, 20]
+
+
+def test_nothing_is_done_without_the_library_that_can(monkeypatch):
+    monkeypatch.setattr(host_memory, "_gnu_library", lambda: None)
+    host_memory.return_freed_memory()
+    host_memory.use_one_heap()
