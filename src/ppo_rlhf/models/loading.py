@@ -21,6 +21,7 @@ from transformers.utils import cached_file
 
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models.annotations import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from ppo_rlhf.models.compiled_shapes import keep_shapes_of_small_models
 from ppo_rlhf.models.quiet import errors_only, quiet_transformers
 from ppo_rlhf.models.tokenizers import ensure_pad_token
 from ppo_rlhf.models.value_heads import VALUE_HEAD, WEIGHTS, WEIGHTS_INDEX, read_value_head, value_head_tensors
@@ -81,7 +82,9 @@ class PretrainedHandle:
             ModelError: The directory or its weights cannot be used, or some weights of the model are not in it.
         """
         self.check_causal_lm()
-        return self._model("language model", transformers.AutoModelForCausalLM.from_pretrained, dtype)
+        model = self._model("language model", transformers.AutoModelForCausalLM.from_pretrained, dtype)
+        keep_shapes_of_small_models(model.num_parameters())
+        return model
 
     def value_head(self) -> nn.Linear | None:
         """Return the value head among the model's weights (TRL's `v_head.*`), None if there is none.

@@ -1,4 +1,4 @@
-"""oneDNN keeps many compiled shapes for a small model in 16 bits, few for all others."""
+"""oneDNN keeps many compiled shapes of 16-bit products for a small model, few for all others."""
 
 import os
 import subprocess
@@ -6,26 +6,24 @@ import sys
 
 import pytest
 
-from ppo_rlhf.training.compiled_shapes import FEW, MANY, VARIABLE, keep_shapes_of_small_models
-from ppo_rlhf.training.config import PPOConfig
+from ppo_rlhf.models.compiled_shapes import FEW, MANY, VARIABLE, keep_shapes_of_small_models
+from ppo_rlhf.models.loading import PretrainedHandle
+from tests.tiny_models import save, tiny_model
 
 
-@pytest.mark.parametrize(
-    ("dtype", "weights", "before", "after"),
-    [
-        ("bfloat16", 2**23, FEW, MANY),
-        ("float16", 1, FEW, MANY),
-        ("bfloat16", 2**23 + 1, FEW, FEW),
-        ("float32", 1, FEW, FEW),
-        ("bfloat16", 1, "512", "512"),
-    ],
-)
-def test_many_are_kept_for_a_small_model_in_sixteen_bits_unless_another_number_was_asked_for(
-    monkeypatch, dtype, weights, before, after
-):
+@pytest.mark.parametrize(("weights", "before", "after"), [(2**23, FEW, MANY), (2**23 + 1, FEW, FEW), (1, "512", "512")])
+def test_many_are_kept_for_a_small_model_unless_another_number_was_asked_for(monkeypatch, weights, before, after):
     monkeypatch.setenv(VARIABLE, before)
-    keep_shapes_of_small_models(PPOConfig(dtype=dtype), weights)
+    keep_shapes_of_small_models(weights)
     assert os.environ[VARIABLE] == after
+
+
+def test_loading_a_small_model_is_enough(monkeypatch, tmp_path):
+    """The first products of a pipeline are those of an evaluation, before there is a run."""
+    source = save(tmp_path / "model", tiny_model())
+    monkeypatch.setenv(VARIABLE, FEW)
+    PretrainedHandle(source).causal_lm()
+    assert os.environ[VARIABLE] == MANY
 
 
 def test_the_number_set_behind_the_import_counts_up_to_the_first_product():
@@ -34,9 +32,8 @@ def test_the_number_set_behind_the_import_counts_up_to_the_first_product():
 import os, sys
 import torch
 import ppo_rlhf
-from ppo_rlhf.training.compiled_shapes import keep_shapes_of_small_models
-from ppo_rlhf.training.config import PPOConfig
-keep_shapes_of_small_models(PPOConfig(dtype="bfloat16"), int(sys.argv[1]))
+from ppo_rlhf.models.compiled_shapes import keep_shapes_of_small_models
+keep_shapes_of_small_models(int(sys.argv[1]))
 right = torch.ones(64, 64, dtype=torch.bfloat16)
 for _ in range(2):
     for rows in range(16, 16 * 41, 16):
