@@ -143,7 +143,7 @@ def measure(setting: dict[str, Any]) -> dict[str, Any]:
     from tokenizers.models import WordLevel
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
-    from ppo_rlhf.models.loading import disable_dropout, fuse_activations
+    from ppo_rlhf.models.loading import prepare
     from ppo_rlhf.training.experience import estimate_advantages, score_responses, shape_rewards
     from ppo_rlhf.training.precision import frozen_dtype, torch_dtype
     from ppo_rlhf.training.prompts import PromptDataset
@@ -161,10 +161,7 @@ def measure(setting: dict[str, Any]) -> dict[str, Any]:
     torch.manual_seed(0)
 
     def make(auto: Any, start: Any, dtype: torch.dtype) -> Any:
-        model = auto.from_config(start, dtype=dtype)
-        disable_dropout(model)
-        fuse_activations(model)
-        return model.eval()
+        return prepare(auto.from_config(start, dtype=dtype))
 
     reference = make(AutoModelForCausalLM, shape, frozen_dtype(config)).requires_grad_(False)
     base = reference if config.use_peft else make(AutoModelForCausalLM, shape, torch_dtype(config))

@@ -25,6 +25,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models.annotations import PreTrainedModel
+from ppo_rlhf.models.linear_products import is_plain_linear
 
 if TYPE_CHECKING:  # heavy: with peft come all of transformers' models; functions import it
     from peft import LoraConfig
@@ -239,7 +240,7 @@ def _inject(model: PreTrainedModel, settings: LoraSettings) -> PreTrainedModel:
         raise _does_not_fit(type(model), settings, linear) from error
     for name, layer in _adapted_layers(adapted).items():
         kind = type(layer.get_base_layer()).__name__
-        if not _is_linear(layer.get_base_layer()):
+        if not is_plain_linear(layer.get_base_layer()):  # W + B A is not what others add
             raise ModelError(
                 f"ppo.lora_target_modules={settings.target_modules} takes {name}, a layer of type {kind}: no adapter "
                 "could be merged into it exactly. Name plain linear layers, or set ppo.use_peft=false"
@@ -269,12 +270,7 @@ def _without_warnings_on_the_head() -> Iterator[None]:
 
 
 def _linear_layers(model: nn.Module) -> list[str]:
-    return sorted({name.rpartition(".")[2] for name, module in model.named_modules() if _is_linear(module)})
-
-
-def _is_linear(module: nn.Module) -> bool:
-    """Whether y = W x + b is all that a layer computes; subclasses may quantise W, and W + B A is not what they add."""
-    return type(module) in (nn.Linear, Conv1D)
+    return sorted({name.rpartition(".")[2] for name, module in model.named_modules() if is_plain_linear(module)})
 
 
 def _adapted_layers(model: nn.Module) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from transformers.utils import cached_file
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models.annotations import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from ppo_rlhf.models.compiled_shapes import keep_shapes_of_small_models
+from ppo_rlhf.models.linear_products import use_fast_products
 from ppo_rlhf.models.quiet import errors_only, quiet_transformers
 from ppo_rlhf.models.tokenizers import ensure_pad_token
 from ppo_rlhf.models.value_heads import VALUE_HEAD, WEIGHTS, WEIGHTS_INDEX, read_value_head, value_head_tensors
@@ -182,10 +183,8 @@ class PretrainedHandle:
         unknown = sorted(name for name in report["unexpected_keys"] if name not in VALUE_HEAD)
         if unknown:
             log.warning("%s: not part of a %s, left out: %s.", self.source, what, _some(unknown))
-        disable_dropout(model)
         align_parameters(model)
-        fuse_activations(model)
-        return model.eval()
+        return prepare(model)
 
     def _read(self, what: str, load: Callable[..., T], **options: Any) -> T:
         from ppo_rlhf.models import reward_config  # noqa: F401  it tells transformers of its class
@@ -265,6 +264,14 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfi
             f"{where}: the tokenizer has ids up to {largest}, the model's embedding has {rows} rows (ids 0 to "
             f"{rows - 1}). They do not belong together: use the tokenizer that the model was trained with."
         )
+
+
+def prepare(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the model in eval mode, in place: no dropout, and the faster kernels where there are some."""
+    disable_dropout(model)
+    fuse_activations(model)
+    use_fast_products(model)
+    return model.eval()
 
 
 def disable_dropout(model: nn.Module) -> None:

@@ -12,9 +12,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from ppo_rlhf.models.annotations import PreTrainedModel
+from ppo_rlhf.models.linear_products import is_plain_linear
 from ppo_rlhf.models.trunks import some_ids
 
 
@@ -73,7 +73,7 @@ def _find_layers(model: PreTrainedModel, dtype: torch.dtype) -> list[nn.Module]:
     def watch(module: nn.Module, *_: object) -> None:
         (on if torch.is_autocast_enabled(device) else off).add(module)
 
-    linear = [module for module in model.modules() if type(module) in (nn.Linear, Conv1D)]
+    linear = [module for module in model.modules() if is_plain_linear(module)]
     handles = [module.register_forward_pre_hook(watch) for module in linear]
     try:
         with torch.no_grad(), torch.autocast(device, dtype):

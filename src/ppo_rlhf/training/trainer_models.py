@@ -14,7 +14,7 @@ from ppo_rlhf.core.errors import ConfigError, ModelError
 from ppo_rlhf.models.adapters import has_adapter
 from ppo_rlhf.models.annotations import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_rlhf.models.critic import Critic
-from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel, check_vocabulary, disable_dropout, fuse_activations
+from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel, check_vocabulary, prepare
 from ppo_rlhf.models.offloading import to_host
 from ppo_rlhf.models.tokenizers import ensure_pad_token
 from ppo_rlhf.training.config import PPOConfig
@@ -128,11 +128,10 @@ def take_over(model: Any, what: str, dtype: torch.dtype, device: torch.device) -
         ModelError: It is no transformers model, has an adapter, or was wrapped by a trainer.
     """
     _check_model(model, what)
-    disable_dropout(model)
-    fuse_activations(model)
+    prepare(model)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(device, dtype).clone()
-    return nn.Module.to(model, device).eval()
+    return nn.Module.to(model, device)
 
 
 def check_same_vocabulary(model: PreTrainedModel, policy: PreTrainedModel, what: str, remedy: str = "") -> None:

@@ -25,7 +25,7 @@ from ppo_rlhf.core.sampling import sample_tokens
 from ppo_rlhf.models.adapters import trained_parameters
 from ppo_rlhf.models.critic import SharedCritic
 from ppo_rlhf.models.decoding import Decoder
-from ppo_rlhf.models.loading import disable_dropout, fuse_activations
+from ppo_rlhf.models.loading import prepare
 from ppo_rlhf.models.packed_attention import PackedLayout, packed_attention, packed_states
 from ppo_rlhf.models.quiet import quiet_transformers
 from ppo_rlhf.models.trunks import backbone_of, vocabulary_size
@@ -305,9 +305,7 @@ def _empty(
 ) -> PreTrainedModel:
     with torch.device("meta"), quiet_transformers():
         model: PreTrainedModel = auto.from_config(config, dtype=dtype)
-    disable_dropout(model)
-    fuse_activations(model)
-    return model.eval()
+    return prepare(model)
 
 
 def _fake_like(tensor: Tensor) -> Tensor:

@@ -1,0 +1,129 @@
+"""Linear layers in float32 by oneDNN, against the same layers in float64 and by torch."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+from transformers.pytorch_utils import Conv1D
+
+from ppo_rlhf.models import linear_products
+from ppo_rlhf.models.linear_products import FEWEST_WEIGHTS, FastConv1D, FastLinear, is_plain_linear, use_fast_products
+
+needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
+
+
+@pytest.fixture
+def asked(monkeypatch) -> list[tuple[int, ...]]:
+    """Return the shapes of the products by oneDNN, wherever the tests run."""
+    shapes: list[tuple[int, ...]] = []
+    product = linear_products._product
+
+    def watched(left, right, *others):
+        shapes.append((*left.shape, len(right)))
+        return product(left, right, *others)
+
+    monkeypatch.setattr(linear_products, "_product", watched)
+    monkeypatch.setattr(linear_products, "is_faster", lambda: True)
+    return shapes
+
+
+def layer(kind: str, *, bias: bool = True) -> nn.Module:
+    torch.manual_seed(0)
+    made = Conv1D(320, 256) if kind == "conv1d" else nn.Linear(256, 320, bias=bias)
+    if made.bias is not None:
+        nn.init.normal_(made.bias)
+    return made
+
+
+def with_gradients(module: nn.Module, rows: torch.Tensor) -> list[torch.Tensor]:
+    rows = rows.clone().requires_grad_()
+    found = module(rows)
+    found.square().sum().backward()
+    return [found.detach(), rows.grad, *(p.grad for p in module.parameters())]
+
+
+@needs_onednn
+@pytest.mark.parametrize("shape", [(1, 7, 256), (33, 256)])
+@pytest.mark.parametrize(("kind", "bias"), [("linear", True), ("linear", False), ("conv1d", True)])
+def test_products_and_gradients_are_those_worked_out_in_float64(asked, kind, bias, shape):
+    plain = layer(kind, bias=bias)
+    fast, wide = copy.deepcopy(plain), copy.deepcopy(plain).double()
+    use_fast_products(fast)
+    rows = torch.randn(shape)
+    found, expected = with_gradients(fast, rows), with_gradients(wide, rows.double())
+    assert len(asked) == 3  # forward, for the rows, for the weight
+    for one, other, mine in zip(found, expected, with_gradients(plain, rows), strict=True):
+        assert one.shape == other.shape
+        assert one.stride() == mine.stride()
+        assert (one.double() - other).norm() <= 1e-6 * other.norm()
+
+
+@needs_onednn
+def test_nothing_is_computed_for_what_does_not_train(asked):
+    fast = layer("linear")
+    use_fast_products(fast)
+    fast.requires_grad_(False)
+    rows = torch.randn(5, 256, requires_grad=True)
+    fast(rows).sum().backward()
+    assert asked == [(5, 256, 320), (5, 320, 256)]
+    assert rows.grad is not None
+    with torch.no_grad():
+        fast(rows)
+    assert len(asked) == 3
+
+
+@needs_onednn
+def test_whatever_it_is_not_for_is_left_to_torch(asked, monkeypatch):
+    fast = layer("linear")
+    use_fast_products(fast)
+    rows = torch.randn(5, 256)
+    fast(rows[:1])
+    with torch.autocast("cpu", torch.bfloat16):
+        assert fast(rows).dtype == torch.bfloat16
+    with monkeypatch.context() as switched:
+        switched.setattr(torch._C, "_get_mkldnn_enabled", lambda: False)  # as `torch.backends.mkldnn.enabled = False`
+        fast(rows)
+    small = nn.Linear(256, FEWEST_WEIGHTS // 256 - 1)
+    use_fast_products(small)
+    small(rows)
+    fast.double()(rows.double())
+    assert not asked
+
+
+def test_layers_change_their_class_alone_and_subclasses_are_left_alone(asked):
+    class Other(nn.Linear):
+        pass
+
+    model = nn.Sequential(nn.Linear(4, 4), Conv1D(4, 4), Other(4, 4), nn.LayerNorm(4))
+    before = model.state_dict()
+    use_fast_products(model)
+    assert [type(part) for part in model] == [FastLinear, FastConv1D, Other, nn.LayerNorm]
+    assert [is_plain_linear(part) for part in model] == [True, True, False, False]
+    assert list(model.state_dict()) == list(before)
+    use_fast_products(model)
+    assert type(copy.deepcopy(model)[0]) is FastLinear
+
+
+def test_only_processors_of_amd_with_avx512_take_it(monkeypatch):
+    def found(vendor: str, capability: str) -> bool:
+        monkeypatch.setattr(linear_products, "_vendor", lambda: vendor)
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+        return linear_products.is_faster.__wrapped__()
+
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    assert found("AuthenticAMD", "AVX512")
+    assert not found("AuthenticAMD", "AVX2")
+    assert not found("GenuineIntel", "AVX512")
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert not found("AuthenticAMD", "AVX512")
+
+
+def test_models_that_do_not_gain_keep_their_classes(monkeypatch):
+    monkeypatch.setattr(linear_products, "is_faster", lambda: False)
+    model = layer("linear")
+    use_fast_products(model)
+    assert type(model) is nn.Linear
+    assert_close(model(torch.zeros(2, 256)), model.bias.expand(2, 320))
