@@ -138,10 +138,8 @@ def combination_rows(
     """
     check_steps(job, runs)
     measured, rates = {side: found[warmup:] for side, found in runs.items()}, rates[warmup:]
-    needed = [
-        Work(job.preset, job.precision, run["prompt_tokens"], run["response_tokens"]).seconds(found)
-        for run, found in zip(measured["ours"], rates, strict=True)
-    ]
+    works = [Work(job.preset, job.precision, run["prompt_tokens"], run["response_tokens"]) for run in measured["ours"]]
+    needed = [(work.seconds(found), work.seconds(found.fastest())) for work, found in zip(works, rates, strict=True)]
     labels = {"preset": name, "form": job.form, "precision": job.precision}
     rows = rows_of(labels, measured["ours"], measured["peer"], measured.get("defaults", []), needed)
     check_tokens(job, rows[-1])

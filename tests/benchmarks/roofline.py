@@ -5,6 +5,7 @@ Measured (`measure`), in the precision of the run, best of a few repetitions:
 - every matrix product of the model's linear layers with the tokens of one minibatch as rows: forward (x W), and
   backward (the gradients of x and of W); the head with its response positions alone as rows;
 - the two products of attention, as batched products over the heads of one minibatch;
+- the same products by oneDNN, in float32 on a CPU: on some processors they take half of the time (`Rates.fastest`);
 - memory bandwidth: a buffer as large as the model's matrices, summed up, or copied (which moves it twice), whichever is
   faster.
 
@@ -27,7 +28,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from speed.workload import Preset, Shape
@@ -45,6 +46,18 @@ class Rates:
     backward: dict[str, float]  # FLOP/s of both gradients together
     attention: float  # FLOP/s
     bandwidth: float  # bytes/s
+    onednn_forward: dict[str, float] = field(
+        default_factory=dict
+    )  # likewise, by oneDNN; empty where torch asks it anyway
+    onednn_backward: dict[str, float] = field(default_factory=dict)
+
+    def fastest(self) -> Rates:
+        """Return the same, of each product by whichever library is faster."""
+        forward, backward = (
+            {name: max(rate, other.get(name, 0.0)) for name, rate in rates.items()}
+            for rates, other in ((self.forward, self.onednn_forward), (self.backward, self.onednn_backward))
+        )
+        return replace(self, forward=forward, backward=backward)
 
 
 @dataclass(frozen=True)
@@ -136,6 +149,9 @@ def measure(preset: Preset, precision: str, device: str) -> Rates:
     def random(*size: int) -> torch.Tensor:
         return torch.randn(*size, device=device).to(dtype)
 
+    def onednn(left: torch.Tensor, right: torch.Tensor) -> Any:
+        return torch.ops.mkldnn._linear_pointwise(left, right, None, "none", [], "")
+
     def seconds(work: Callable[[], Any]) -> float:
         work()
         times = []
@@ -146,7 +162,8 @@ def measure(preset: Preset, precision: str, device: str) -> Rates:
         return min(times)
 
     length = preset.prompt_length + preset.response_length
-    forward, backward = {}, {}
+    forward, backward, onednn_forward, onednn_backward = {}, {}, {}, {}
+    asks_another = precision == "float32" and device == "cpu" and torch.backends.mkldnn.is_available()
     head = (shape.width, shape.vocabulary)
     for k, n in {*shape.linears, head}:
         rows = preset.minibatch * (preset.response_length if (k, n) == head else length)
@@ -155,6 +172,11 @@ def measure(preset: Preset, precision: str, device: str) -> Rates:
         forward[_key(k, n)] = operations / seconds(lambda x=x, w=weight: x @ w)
         both = seconds(lambda g=gradient, w=weight: g @ w.T) + seconds(lambda g=gradient, x=x: x.T @ g)
         backward[_key(k, n)] = 2 * operations / both
+        if asks_another:
+            onednn_forward[_key(k, n)] = operations / seconds(lambda x=x, w=weight: onednn(x, w.T))
+            both = seconds(lambda g=gradient, w=weight: onednn(g, w))
+            both += seconds(lambda g=gradient, x=x: onednn(x.T, g.T))
+            onednn_backward[_key(k, n)] = 2 * operations / both
     heads, depth = preset.minibatch * shape.heads, shape.width // shape.heads
     queries, keys, shares = random(heads, length, depth), random(heads, depth, length), random(heads, length, length)
     both = seconds(lambda: queries @ keys) + seconds(lambda: shares @ queries)
@@ -162,7 +184,7 @@ def measure(preset: Preset, precision: str, device: str) -> Rates:
     buffer = random(matrix_elements(shape))
     target, moved = torch.empty_like(buffer), buffer.numel() * buffer.element_size()
     bandwidth = max(moved / seconds(buffer.sum), 2 * moved / seconds(lambda: target.copy_(buffer)))
-    return Rates(forward, backward, attention, bandwidth)
+    return Rates(forward, backward, attention, bandwidth, onednn_forward, onednn_backward)
 
 
 def _now(device: str) -> float:

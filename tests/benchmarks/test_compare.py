@@ -44,18 +44,19 @@ def iteration(seconds: float, tokens: int = 10, memory: float = 1.0) -> dict[str
 def test_a_ratio_is_the_median_of_pairs_and_not_the_ratio_of_medians() -> None:
     """By hand: the ratios 4, 5 and 9/8 have median 4, the medians 8 and 9 have 9/8; with defaults 3, 5, 1.5."""
     ours, peer, defaults = ([iteration(s) for s in times] for times in ((1, 10, 8), (4, 50, 9), (3, 50, 12)))
-    needed = [dict.fromkeys(PHASES, least) for least in (0.5, 2.0, 2.0)]
+    needed = [tuple(dict.fromkeys(PHASES, s) for s in (least, least / 2)) for least in (0.5, 2.0, 2.0)]
     rows = rows_of({"preset": "p", "form": "full", "precision": "float32"}, ours, peer, defaults, needed)
     assert [row["phase"] for row in rows] == ["rollout", "score", "update", "iteration"]
     for row in rows:
         assert (row["ours_s"], row["peer_s"], row["ratio"]) == (8, 9, 4)
         assert (row["peer_defaults_s"], row["ratio_defaults"]) == (12, 3)
         assert (row["roofline"], row["roofline_s"], row["pairs"]) == (0.25, 2.0, 3)
+        assert row["roofline_fastest"] == 0.125
 
 
 def test_memory_is_the_highest_peak_and_tokens_are_the_mean_of_iterations() -> None:
     ours, peer = [iteration(1, 10, 5.0), iteration(1, 20, 6.0)], [iteration(1, 14, 8.0), iteration(1, 15, 8.0)]
-    last = rows_of({}, ours, peer, [], [dict.fromkeys(PHASES, 1.0)] * 2)[-1]
+    last = rows_of({}, ours, peer, [], [(dict.fromkeys(PHASES, 1.0),) * 2] * 2)[-1]
     assert (last["memory_ours_mib"], last["memory_peer_mib"], last["memory_share"]) == (6.0, 8.0, 0.75)
     assert (last["ours_tokens"], last["peer_tokens"]) == (15, 14.5)
     assert "ratio_defaults" not in last
@@ -133,6 +134,13 @@ def test_the_machine_is_measured_on_every_product(precision: str) -> None:
     rates = measure(GPT2, precision, "cpu")
     assert set(rates.forward) == set(rates.backward) == {"16x48", "16x16", "16x64", "64x16"}
     assert all(rate > 0 for rate in [*rates.forward.values(), rates.attention, rates.bandwidth])
+    by_onednn = set(rates.forward) if precision == "float32" else set()
+    assert set(rates.onednn_forward) == set(rates.onednn_backward) == by_onednn
+
+
+def test_of_each_product_the_faster_library_counts() -> None:
+    rates = Rates({"a": 1.0, "b": 4.0}, {"a": 2.0, "b": 2.0}, 7.0, 8.0, {"a": 3.0, "b": 3.0}, {"a": 1.0})
+    assert rates.fastest() == replace(rates, forward={"a": 3.0, "b": 4.0}, backward={"a": 2.0, "b": 2.0})
 
 
 def test_the_stop_probability_halves_the_mean_length() -> None:
@@ -193,7 +201,7 @@ def test_our_worker_and_the_roofline_make_rows(tmp_path: Path) -> None:
     for row in rows:
         assert (row["preset"], row["form"], row["precision"], row["pairs"]) == ("toy", "mixed", "float32", 2)
         assert row["ratio"] == 1.0
-        assert 0.0 < row["roofline"] < 1.0
+        assert 0.0 < row["roofline_fastest"] < 1.0
     assert 0.0 < rows[-1]["memory_ours_mib"] < 2000.0
     printed = table([*rows, {"machine": {}}]).splitlines()
     assert len(printed) == 5
