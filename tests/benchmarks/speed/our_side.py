@@ -7,7 +7,6 @@ import time
 from typing import Any
 
 import torch
-import torch._dynamo  # building AdamW imports it: it counts among the imports
 
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.training.config import PPOConfig
@@ -20,6 +19,7 @@ from ppo_rlhf.training.run_models import build_critic, load_policies
 from ppo_rlhf.training.state import TrainingState, resolve_device
 from ppo_rlhf.training.update import optimise
 from speed.channel import Channel, peak_memory_mib
+from speed.imports import import_late
 from speed.workload import Job
 
 DTYPES = {"float32": "float32", "bf16": "bfloat16"}
@@ -103,6 +103,7 @@ def memory_mib(device: str, at_start: float) -> float:
 
 def main() -> None:
     """Serve compare.py."""
+    import_late()
     imported, channel, job = peak_memory_mib(), Channel(), Job.read(sys.argv[1])
     side = OurSide(job)
     channel.send(threads=torch.get_num_threads())

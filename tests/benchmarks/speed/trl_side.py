@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch._dynamo  # as on our side: it counts among the imports
 import transformers
 import trl.experimental.ppo.ppo_trainer as peer
 from tokenizers import Tokenizer
@@ -40,6 +39,7 @@ from transformers import (
 from trl.experimental.ppo import PPOConfig, PPOTrainer
 
 from speed.channel import Channel, peak_memory_mib
+from speed.imports import import_late
 from speed.workload import Job, response_length_of
 
 
@@ -181,6 +181,7 @@ class Stepper(TrainerCallback):
 
 def main() -> None:
     """Serve compare.py."""
+    import_late()
     imported, channel, job = peak_memory_mib(), Channel(), Job.read(sys.argv[1])
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
