@@ -201,6 +201,7 @@ def test_our_worker_and_the_roofline_make_rows(tmp_path: Path) -> None:
     for row in rows:
         assert (row["preset"], row["form"], row["precision"], row["pairs"]) == ("toy", "mixed", "float32", 2)
         assert row["ratio"] == 1.0
+        assert row["roofline"] > 0.0
         assert 0.0 < row["roofline_fastest"] < 1.0
     assert 0.0 < rows[-1]["memory_ours_mib"] < 2000.0
     printed = table([*rows, {"machine": {}}]).splitlines()

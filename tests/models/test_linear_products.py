@@ -1,6 +1,8 @@
 """Linear layers in float32 by oneDNN, against the same layers in float64 and by torch."""
 
 import copy
+import importlib.util
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,13 +20,13 @@ needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reas
 def asked(monkeypatch) -> list[tuple[int, ...]]:
     """Return the shapes of the products by oneDNN, wherever the tests run."""
     shapes: list[tuple[int, ...]] = []
-    product = linear_products._product
+    product = linear_products._times_transposed
 
     def watched(left, right, *others):
         shapes.append((*left.shape, len(right)))
         return product(left, right, *others)
 
-    monkeypatch.setattr(linear_products, "_product", watched)
+    monkeypatch.setattr(linear_products, "_times_transposed", watched)
     monkeypatch.setattr(linear_products, "is_faster", lambda: True)
     return shapes
 
@@ -119,6 +121,14 @@ def test_only_processors_of_amd_with_avx512_take_it(monkeypatch):
     assert not found("GenuineIntel", "AVX512")
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     assert not found("AuthenticAMD", "AVX512")
+
+
+def test_the_module_is_imported_where_torch_has_no_onednn(monkeypatch):
+    monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace())
+    spec = importlib.util.spec_from_file_location("without_onednn", linear_products.__file__)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.is_plain_linear(nn.Linear(2, 2))
 
 
 def test_models_that_do_not_gain_keep_their_classes(monkeypatch):

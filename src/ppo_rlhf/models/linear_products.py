@@ -7,7 +7,6 @@ exact. Layers of other types, small ones and single rows are left to torch, as i
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -94,12 +93,11 @@ def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return product.view(*rows.shape[:-1], len(weight))
 
 
-_product: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise.default
-
-
 def _times_transposed(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return `[m, n]` = left `[m, k]` right^T `[k, n]` + bias `[n]`, whatever the strides are."""
-    return _product(left, right, bias, "none", [], "")
+    # Looked up with each call: where torch has no oneDNN, it does not have the operator either.
+    product: Tensor = torch.ops.mkldnn._linear_pointwise.default(left, right, bias, "none", [], "")
+    return product
 
 
 class _Linear(torch.autograd.Function):
