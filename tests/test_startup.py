@@ -55,10 +55,16 @@ def imported(project: Path, *command: str) -> tuple[str, set[str]]:
     return node, set(modules)
 
 
-def test_listing_the_pipelines_imports_no_code_of_models(project: Path):
+def test_listing_the_pipelines_imports_neither_torch_nor_transformers(project: Path):
     _, modules = imported(project, "registry", "list")
-    assert "ppo_rlhf.pipelines.ppo.nodes" in modules
-    assert not modules & MODELS
+    assert "ppo_rlhf.pipeline_registry" in modules
+    assert not modules & FRAMEWORKS
+
+
+def test_describing_a_pipeline_imports_its_own_stages_alone(project: Path):
+    _, modules = imported(project, "registry", "describe", "data_preparation")
+    assert "ppo_rlhf.pipelines.data_preparation.nodes" in modules
+    assert not {name for name in modules if name.startswith("ppo_rlhf.pipelines.ppo")}
 
 
 def test_a_run_comes_to_its_first_node_without_code_of_models(project: Path):

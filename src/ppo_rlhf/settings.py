@@ -4,11 +4,14 @@ import logging
 import os
 import warnings
 
-import mlflow.telemetry
+from ppo_rlhf.imports import collector_paused
 
-from ppo_rlhf.hooks import ChecksHook, TrackingHook
-from ppo_rlhf.hooks.advice import AdviceHook
-from ppo_rlhf.runner import make_session_default
+with collector_paused():
+    import mlflow.telemetry
+
+    from ppo_rlhf.hooks import ChecksHook, TrackingHook
+    from ppo_rlhf.hooks.advice import AdviceHook
+    from ppo_rlhf.runner import make_session_default
 
 # Kedro's own, four times a command; conf/logging.yml holds back what comes before this line.
 warnings.filterwarnings("ignore", message=r"register_new_resolver\(\) is deprecated")

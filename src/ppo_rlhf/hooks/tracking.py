@@ -35,6 +35,7 @@ from ppo_rlhf.hooks.tracking_store import (
     store_errors_said_once,
     store_in_plain_words,
 )
+from ppo_rlhf.imports import collector_paused
 from ppo_rlhf.runner import RunInterruptedError, TerminationSignal, deferring_signals, plan_loop
 
 if TYPE_CHECKING:  # heavy: only a run pays for them
@@ -113,6 +114,7 @@ class TrackingHook(MlflowHook):
             self.on_pipeline_error(RunInterruptedError(stop.signum), run_params, pipeline, catalog)
             raise
 
+    @collector_paused()  # the store's classes are imported here
     def _open_store(self, run_params: Mapping[str, Any]) -> None:
         """Open it alone: of two processes that make a database at once, one fails."""
         uri = str(self.mlflow_config.server.mlflow_tracking_uri)

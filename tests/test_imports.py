@@ -1,0 +1,62 @@
+"""The garbage collector is held back while packages are imported, and only then."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from ppo_rlhf.imports import collector_paused
+
+
+@pytest.fixture(autouse=True)
+def collector_on() -> Iterator[None]:
+    gc.enable()
+    yield
+    gc.enable()
+
+
+def test_the_collector_waits_and_goes_on():
+    with collector_paused():
+        assert not gc.isenabled()
+        with collector_paused():
+            pass
+        assert not gc.isenabled()
+    assert gc.isenabled()
+
+
+def test_the_collector_goes_on_after_an_import_that_failed():
+    @collector_paused()
+    def load() -> None:
+        assert not gc.isenabled()
+        raise ModuleNotFoundError
+
+    for _ in range(2):
+        with pytest.raises(ModuleNotFoundError):
+            load()
+        assert gc.isenabled()
+
+
+def test_a_collector_that_somebody_switched_off_stays_off():
+    gc.disable()
+    with collector_paused():
+        pass
+    assert not gc.isenabled()
+
+
+def test_settings_and_stages_are_imported_without_a_full_collection():
+    """Of all objects, that is; without the pause there are six."""
+    code = (
+        "import gc, kedro.framework.cli, kedro.pipeline\n"
+        "before = gc.get_stats()[2]['collections']\n"
+        "import ppo_rlhf.settings\n"
+        "from ppo_rlhf.pipeline_registry import register_pipelines\n"
+        "register_pipelines()['__default__'].nodes\n"
+        "print(gc.get_stats()[2]['collections'] - before, gc.isenabled())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ, check=True)
+    assert done.stdout.split() == ["0", "True"]
