@@ -46,7 +46,7 @@ SWEEPS: dict[str, tuple[list[int], Callable[[int], Preset]]] = {
     "layers": ([2, 4, 6, 8, 12], lambda layers: replace(BASE, shape=replace(BASE.shape, layers=layers))),
 }
 COMPACTION = "compaction"
-COMPACTED = (32, 128)  # prompts
+COMPACTED = (32, 64, 128)  # prompts
 KEDRO = "kedro"
 KEDRO_ITERATIONS = 20
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import GPT2Config, LlamaConfig
 
 from ppo_rlhf.core.errors import ConfigError, ModelError
+from ppo_rlhf.models import packed_weights
 from ppo_rlhf.models.adapters import trained_parameters
 from ppo_rlhf.models.reward_model import CausalLMRewardConfig, CausalLMRewardModel
 from ppo_rlhf.training.config import PPOConfig
@@ -134,6 +135,25 @@ def test_the_rollout_holds_its_cache():
     found = phase(plan(), "rollout").passing
     assert cache < found < 4 * cache
     assert phase(plan(local_rollout_forward_batch_size=4), "rollout").passing < 0.6 * found
+
+
+def test_the_rollout_holds_packed_copies_of_what_trains_in_float32_on_a_cpu(monkeypatch: pytest.MonkeyPatch):
+    """GPT-2's: 12 h² weights a block and the output layer's, which share the embedding's."""
+    found = {}
+    monkeypatch.setattr(packed_weights, "FEWEST_WEIGHTS", 0)
+    for packs in (False, True):
+        monkeypatch.setattr(packed_weights, "is_faster", lambda packs=packs: packs)
+        found[packs] = {
+            name: phase(plan(GPT2, **options), "rollout").passing
+            for name, options in {
+                "cpu": {},
+                "gpu": {"on_cpu": False},
+                "bfloat16": {"dtype": "bfloat16"},
+                "lora": {"use_peft": True, "lora_target_modules": "c_attn"},
+            }.items()
+        }
+    more = {name: found[True][name] - found[False][name] for name in found[True]}
+    assert more == {"cpu": 4 * (2 * 12 * 16**2 + 23 * 16), "gpu": 0, "bfloat16": 0, "lora": 2 * 4 * 16 * (16 + 48)}
 
 
 def test_logits_are_the_least_that_scoring_takes():

@@ -22,6 +22,7 @@ from ppo_rlhf.core.sampling import sample_tokens
 from ppo_rlhf.models.annotations import PreTrainedModel
 from ppo_rlhf.models.decoding import Decoder
 from ppo_rlhf.models.packed_attention import costs_memory_by_shape
+from ppo_rlhf.models.packed_weights import packed_weights
 from ppo_rlhf.models.recorded_steps import RecordedSteps
 from ppo_rlhf.models.trunks import backbone_of, packs
 from ppo_rlhf.training.packing import left_pad, without_padding
@@ -104,7 +105,11 @@ def generate_responses(
     }
     decode = engines["plain" if engine == "static" and not packs(backbone_of(model)) else engine]
     tokens, logprobs = [], []
-    with torch.no_grad(), nullcontext() if recorded is None else recorded.decoding():
+    with (
+        torch.no_grad(),
+        packed_weights(model) if engine == "static" else nullcontext(),
+        nullcontext() if recorded is None else recorded.decoding(),
+    ):
         for start in range(0, len(prompt_ids), batch_size):
             noise = uniforms[start : start + batch_size].to(model.device)
             rows, row_logprobs = decode(model, prompt_ids[start : start + batch_size], noise, settings)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from transformers import PretrainedConfig
 
 from ppo_rlhf.core.errors import ModelError, PPORLHFError
+from ppo_rlhf.models.packed_weights import packed_bytes
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.lanes import most_tokens_side_by_side
 from ppo_rlhf.training.memory.live_bytes import Peak, counting
@@ -166,8 +167,10 @@ def _planned(models: SimulatedModels, config: PPOConfig, shape: RunShape) -> Mem
         }
         on_host = {name: weights.pop(name) for name, waits in waiting.items() if waits and name in weights}
         reference, scorer = (on_host.get(name, 0) for name in waiting)  # on the device only while they score
+        sixteen_bits = frozen_dtype(config).itemsize == 2  # then autocast's copies are packed, and counted already
+        packed = 0 if sixteen_bits or not shape.on_cpu else packed_bytes(models.policy)
         passing = {
-            "rollout": passes.rollout(rows),
+            "rollout": passes.rollout(rows) + packed,
             "scoring by the reference policy": passes.reference_scoring(rows) + reference,
             "scoring by the policy": passes.policy_scoring(micro),
             "scoring by the reward model": passes.reward_scoring(rows) + scorer,
@@ -175,7 +178,8 @@ def _planned(models: SimulatedModels, config: PPOConfig, shape: RunShape) -> Mem
         }
         if shape.evaluation_rows:
             passing["evaluation"] = larger(
-                passes.rollout(shape.evaluation_rows), passes.reference_scoring(shape.evaluation_rows) + reference
+                passes.rollout(shape.evaluation_rows) + packed,
+                passes.reference_scoring(shape.evaluation_rows) + reference,
             )
         row = shape.prompt_length + config.response_length  # tokens
         updates: dict[bool, Peak] = {}  # by whether policy and critic compute side by side
@@ -188,7 +192,6 @@ def _planned(models: SimulatedModels, config: PPOConfig, shape: RunShape) -> Mem
     if config.ema_decay is not None:
         held["policy: moving average"] = actor.total
     held["optimisers: two moments of each weight that trains"] = 2 * (actor.total + critic.total)
-    sixteen_bits = frozen_dtype(config).itemsize == 2
 
     def plan(update: Peak, two_lanes: bool) -> MemoryPlan:
         peaks = {**passing, UPDATE: update}  # gradients included: behind the update none is held

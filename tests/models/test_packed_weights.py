@@ -1,0 +1,168 @@
+"""Packed weights while sampling: the products of float64 and of autocast, and models that are as before behind them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from ppo_rlhf.models import packed_weights
+from ppo_rlhf.models.adapters import LoraSettings, with_adapter
+from ppo_rlhf.models.linear_products import is_plain_linear
+from ppo_rlhf.training.generation import SamplingSettings, generate_responses
+from tests.tiny_models import tiny_model
+
+pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
+needs_bfloat16 = pytest.mark.skipif(
+    not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()),
+    reason="this processor has no bfloat16 for oneDNN",
+)
+
+MODELS = {
+    "gpt2": lambda: tiny_model("gpt2"),  # its output layer shares the embedding
+    "gpt2 untied": lambda: tiny_model("gpt2", tie_word_embeddings=False),
+    "llama": lambda: tiny_model("llama"),
+    "llama tied": lambda: tiny_model("llama", tie_word_embeddings=True),
+}
+
+
+@pytest.fixture(autouse=True)
+def _every_layer_wherever_the_tests_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_weights, "is_faster", lambda: True)
+    monkeypatch.setattr(packed_weights, "FEWEST_WEIGHTS", 0)
+
+
+def logits(model: nn.Module, rows: int) -> torch.Tensor:
+    ids = torch.arange(rows * 3).view(rows, 3) % 10 + 3
+    with torch.no_grad():
+        return model(input_ids=ids, use_cache=False).logits
+
+
+def packed(model: nn.Module) -> set[nn.Module]:
+    return {module for module in model.modules() if "forward" in module.__dict__}
+
+
+def plain_linear(model: nn.Module) -> set[nn.Module]:
+    return {module for module in model.modules() if is_plain_linear(module)}
+
+
+def halved(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_worked_out_in_float64_also_after_the_weights_changed(name: str, rows: int):
+    model, wide = MODELS[name](), MODELS[name]().double()
+    for _ in range(2):
+        with packed_weights.packed_weights(model):
+            assert packed(model) == plain_linear(model)
+            found = logits(model, rows)
+        assert not packed(model)
+        assert_close(found.double(), logits(wide, rows), rtol=1e-5, atol=1e-6)
+        halved(model), halved(wide)
+
+
+@needs_bfloat16
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_under_autocast_are_as_far_from_float64_as_without_packing(name: str):
+    model, expected = MODELS[name](), logits(MODELS[name]().double(), 5)
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = logits(model, 5)
+        with packed_weights.packed_weights(model):
+            assert packed(model) == plain_linear(model)
+            found = logits(model, 5)
+    assert found.dtype == plain.dtype == torch.bfloat16
+    assert (found - expected).abs().max() < 1.5 * (plain - expected).abs().max()
+    assert (plain - expected).abs().max() < 0.05 * expected.abs().max()
+
+
+def test_weights_that_two_layers_share_are_copied_once(monkeypatch: pytest.MonkeyPatch):
+    model, copies = tiny_model("llama"), []
+    model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
+    pack = packed_weights._pack
+    monkeypatch.setattr(packed_weights, "_pack", lambda *of: copies.append(pack(*of)) or copies[-1])
+    with packed_weights.packed_weights(model):
+        pass
+    assert len(copies) == len(plain_linear(model)) - 1
+    assert packed_weights.packed_bytes(model) == sum(4 * copy.numel() for copy in copies)
+
+
+def test_weights_below_adapters_are_not_copied():
+    model = with_adapter(tiny_model(), LoraSettings(2, 4, "all-linear"), torch.Generator().manual_seed(1))
+    with packed_weights.packed_weights(model):
+        assert {layer.weight.requires_grad for layer in packed(model)} == {True}
+        assert len(packed(model)) == 2 * 2 * 7  # A and B of seven layers in each of two blocks
+    assert packed_weights.packed_bytes(model) == sum(4 * p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def test_small_layers_other_types_and_forwards_of_somebody_else_are_left_alone(monkeypatch: pytest.MonkeyPatch):
+    model = tiny_model("llama")
+    attention = model.model.layers[0].self_attn
+    own = attention.q_proj.forward = attention.q_proj.forward  # as accelerate's hooks do
+    monkeypatch.setattr(packed_weights, "FEWEST_WEIGHTS", attention.k_proj.weight.numel() + 1)
+    with packed_weights.packed_weights(model):
+        assert attention.k_proj not in packed(model)
+        assert attention.q_proj.forward is own
+        assert attention.o_proj in packed(model)
+    assert attention.q_proj.forward is own
+    assert packed(model) == {attention.q_proj}
+    with packed_weights.packed_weights(tiny_model("bitnet")) as _, packed_weights.packed_weights(model.double()):
+        assert packed(model) == {attention.q_proj}
+
+
+def test_nothing_is_packed_where_another_library_is_as_fast_or_onednn_is_switched_off(monkeypatch: pytest.MonkeyPatch):
+    model = tiny_model()
+    with torch.backends.mkldnn.flags(enabled=False), packed_weights.packed_weights(model):
+        assert not packed(model)
+    with torch.autocast("cpu", torch.float16), packed_weights.packed_weights(model):
+        assert not packed(model)
+    monkeypatch.setattr(packed_weights, "is_faster", lambda: False)
+    with packed_weights.packed_weights(model):
+        assert not packed(model)
+    assert packed_weights.packed_bytes(model) == 0
+
+
+@pytest.mark.parametrize("where", ["_pack", "within"])
+def test_after_an_error_the_layers_compute_as_before(where: str, monkeypatch: pytest.MonkeyPatch):
+    model = tiny_model()
+    expected = logits(model, 2)
+    if where == "_pack":
+        pack, calls = packed_weights._pack, []
+
+        def third_fails(*of: object) -> torch.Tensor:
+            calls.append(of)
+            if len(calls) == 3:
+                raise RuntimeError("no memory")
+            return pack(*of)
+
+        monkeypatch.setattr(packed_weights, "_pack", third_fails)
+
+    def fail() -> None:
+        assert where == "within"
+        raise RuntimeError("no memory")
+
+    with pytest.raises(RuntimeError, match="no memory"), packed_weights.packed_weights(model):
+        fail()
+    assert not packed(model)
+    assert torch.equal(logits(model, 2), expected)
+
+
+def test_the_static_engine_samples_from_packed_weights_and_its_oracles_do_not(monkeypatch: pytest.MonkeyPatch):
+    products = []
+    product = packed_weights._product
+    monkeypatch.setattr(packed_weights, "_product", lambda *of: products.append(1) or product(*of))
+    settings = SamplingSettings(6, 0.9, 0, 1.0, (2,), 2)
+    uniforms = torch.rand(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    prompts = [[4, 7], [5], [9, 3, 8], [6, 6]]
+    wide = generate_responses(tiny_model("gpt2").double(), prompts, uniforms, settings)
+    assert not products
+    for engine in ("static", "plain", "hf"):
+        found = generate_responses(tiny_model("gpt2"), prompts, uniforms, settings, engine=engine)
+        assert torch.equal(found.response_ids, wide.response_ids)
+        assert_close(found.sampler_logprobs.double(), wide.sampler_logprobs.double(), rtol=1e-5, atol=1e-5)
+        assert bool(products) == (engine == "static")
+        products.clear()
