@@ -43,10 +43,10 @@ def packed_weights(model: PreTrainedModel) -> Iterator[None]:
             layer.__dict__.pop("forward", None)
 
 
-def packed_bytes(model: PreTrainedModel) -> int:
-    """Return what the copies of a model on the CPU take in float32, without autocast; tensors without data will do."""
+def packed_sizes(model: PreTrainedModel) -> list[int]:
+    """Return the bytes of each copy in float32, without autocast, on the CPU; weights without data will do."""
     weights = {id(layer.weight): layer.weight for layer in _worth_packing(_layers_in_float32(model))}
-    return sum(weight.numel() * torch.float32.itemsize for weight in weights.values())
+    return [weight.numel() * torch.float32.itemsize for weight in weights.values()]
 
 
 def _layers(model: PreTrainedModel) -> list[nn.Module]:

@@ -30,9 +30,9 @@ class Peak:
     total: int = 0
     in_heap: int = 0
 
-    def __add__(self, other: int) -> Peak:
-        """Return the peak with bytes beside it that are not in the heap."""
-        return Peak(self.total + other, self.in_heap)
+    def __add__(self, other: Peak) -> Peak:
+        """Return the peak of what is alive together."""
+        return Peak(self.total + other.total, self.in_heap + other.in_heap)
 
 
 class LiveBytes(TorchDispatchMode):

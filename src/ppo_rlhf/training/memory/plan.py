@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from transformers import PretrainedConfig
 
 from ppo_rlhf.core.errors import ModelError, PPORLHFError
-from ppo_rlhf.models.packed_weights import packed_bytes
+from ppo_rlhf.models.packed_weights import packed_sizes
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.lanes import most_tokens_side_by_side
-from ppo_rlhf.training.memory.live_bytes import Peak, counting
+from ppo_rlhf.training.memory.live_bytes import Peak, counting, in_blocks
 from ppo_rlhf.training.memory.simulation import Passes, SimulatedModels, larger
 from ppo_rlhf.training.precision import frozen_dtype
 
@@ -166,9 +166,9 @@ def _planned(models: SimulatedModels, config: PPOConfig, shape: RunShape) -> Mem
             "reward model": config.offload_reward_model,
         }
         on_host = {name: weights.pop(name) for name, waits in waiting.items() if waits and name in weights}
-        reference, scorer = (on_host.get(name, 0) for name in waiting)  # on the device only while they score
+        reference, scorer = (Peak(on_host.get(name, 0)) for name in waiting)  # on the device only while they score
         sixteen_bits = frozen_dtype(config).itemsize == 2  # then autocast's copies are packed, and counted already
-        packed = 0 if sixteen_bits or not shape.on_cpu else packed_bytes(models.policy)
+        packed = Peak() if sixteen_bits or not shape.on_cpu else in_blocks(packed_sizes(models.policy))
         passing = {
             "rollout": passes.rollout(rows) + packed,
             "scoring by the reference policy": passes.reference_scoring(rows) + reference,

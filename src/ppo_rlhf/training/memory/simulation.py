@@ -229,7 +229,7 @@ class Passes:
             alone = self.live.peak_of(policy_passes)
             drop_gradients()
             other = self.live.peak_of(critic_passes)
-            return Peak(alone.total + other.total, alone.in_heap + other.in_heap)
+            return alone + other
 
         recomputing = checkpointing_gradients(policy, critic, self.config)
         with recomputing, packed_attention(backbone_of(policy), critic.backbone):
