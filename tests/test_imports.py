@@ -49,7 +49,7 @@ def test_a_collector_that_somebody_switched_off_stays_off():
 
 
 def test_settings_and_stages_are_imported_without_a_full_collection():
-    """Of all objects, that is; without the pause there are six."""
+    """A full collection goes through all objects; without the pause there are six."""
     code = (
         "import gc, kedro.framework.cli, kedro.pipeline\n"
         "before = gc.get_stats()[2]['collections']\n"

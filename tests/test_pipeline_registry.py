@@ -5,9 +5,11 @@ from __future__ import annotations
 import pickle
 
 import pytest
-from kedro.pipeline import Pipeline
+from kedro.pipeline import Node, Pipeline
+from kedro.pipeline.pipeline import OutputNotUniqueError
 
 from ppo_rlhf.pipeline_registry import ALIGN, STAGES, DeferredPipeline, register_pipelines
+from ppo_rlhf.pipelines import evaluation, reporting
 
 
 def node_names(pipeline: Pipeline) -> set[str]:
@@ -45,7 +47,26 @@ def test_what_no_pipeline_has_is_an_attribute_error():
         assert pipeline.nodes
 
 
-def test_a_stage_that_is_not_there_is_told_when_its_nodes_are_asked_for():
+def test_a_stage_that_is_not_there_is_told_whenever_nodes_are_asked_for():
     pipeline = DeferredPipeline("no_such_stage")
-    with pytest.raises(ModuleNotFoundError, match=r"ppo_rlhf\.pipelines\.no_such_stage"):
-        _ = pipeline.nodes
+    for _ in range(2):
+        with pytest.raises(ModuleNotFoundError, match=r"ppo_rlhf\.pipelines\.no_such_stage"):
+            getattr(pipeline, "nodes", [])
+
+
+def test_stages_that_do_not_fit_together_never_look_like_a_pipeline_without_nodes(monkeypatch: pytest.MonkeyPatch):
+    """Kedro asks so where it looks for the types of parameters."""
+    for stage in (evaluation, reporting):
+        node = Node(len, "rows", "count", name=stage.__name__)
+        monkeypatch.setattr(stage, "create_pipeline", lambda node=node: Pipeline([node]))
+    pipeline = DeferredPipeline("evaluation", "reporting")
+    for _ in range(2):
+        with pytest.raises(OutputNotUniqueError):
+            getattr(pipeline, "nodes", [])
+
+
+def test_a_stage_without_an_attribute_is_told_too(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(evaluation, "create_pipeline", lambda: evaluation.missing)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"The stages ppo, evaluation cannot be put together: .* 'missing'"):
+            getattr(DeferredPipeline("ppo", "evaluation"), "nodes", [])

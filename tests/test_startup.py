@@ -74,6 +74,13 @@ def test_a_run_comes_to_its_first_node_without_code_of_models(project: Path):
     assert not modules & MODELS
 
 
+def test_a_run_imports_the_stages_of_its_own_pipeline_alone(project: Path):
+    node, modules = imported(project, "run", "--pipelines", "data_preparation")
+    assert node == "data_preparation.split_demonstrations"
+    stages = {name.split(".")[2] for name in modules if name.startswith("ppo_rlhf.pipelines.")}
+    assert stages == {"data_preparation"}
+
+
 def test_help_and_conversion_import_neither_torch_nor_transformers(project: Path):
     (project / "trl.yaml").write_text("kl_coef: 0.1\n")
     for command in (["run", "--help"], ["convert-config", "--from", "trl", "--to", "-", "trl.yaml"]):

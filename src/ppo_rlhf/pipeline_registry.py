@@ -27,9 +27,13 @@ class DeferredPipeline(Pipeline):
         """Put the pipeline together: Python asks here for what `Pipeline.__init__` has not set yet."""
         if "_stages" not in self.__dict__ or "_nodes_by_name" in self.__dict__ or attribute.startswith("__"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {attribute!r}")
-        with collector_paused():
-            modules = [import_module(f"ppo_rlhf.pipelines.{stage}") for stage in self._stages]
-        super().__init__([module.create_pipeline() for module in modules])
+        try:
+            with collector_paused():
+                modules = [import_module(f"ppo_rlhf.pipelines.{stage}") for stage in self._stages]
+            whole = Pipeline([module.create_pipeline() for module in modules])
+        except AttributeError as error:  # Kedro would take it for a pipeline without nodes
+            raise RuntimeError(f"The stages {', '.join(self._stages)} cannot be put together: {error}") from error
+        self.__dict__.update(vars(whole))  # at once: what failed stays undone, and other threads see all or nothing
         return getattr(self, attribute)
 
 

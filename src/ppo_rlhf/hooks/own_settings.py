@@ -27,12 +27,8 @@ def unread_settings(loader: OmegaConfigLoader, pipelines: Iterable[Pipeline]) ->
     Read are the names that conf/base has, those that any pipeline takes as `params:name`, and those that some
     configuration file refers to as `${name}` or `${globals:name}`. Kedro ignores all others without a word.
     """
-    inputs = {name for pipeline in pipelines for name in pipeline.inputs()}
-    if "parameters" in inputs:
-        return []  # a node that takes them all may read any
     files = ConfigurationFiles(loader)
     known = {kind: {str(name) for config in files.base(kind) for name in config} for kind in OTHER_KIND}
-    known["parameters"].update(re.split(r"[:.]", name)[1] for name in inputs if name.startswith("params:"))
     given = [
         (kind, path, str(name))
         for kind in OTHER_KIND
@@ -41,12 +37,16 @@ def unread_settings(loader: OmegaConfigLoader, pipelines: Iterable[Pipeline]) ->
         if name not in known[kind] and not str(name).startswith("_")
     ]
     if not given:
-        return []
+        return []  # without a look at pipelines, whose stages would be imported
+    inputs = {name for pipeline in pipelines for name in pipeline.inputs()}
+    if "parameters" in inputs:
+        return []  # a node that takes them all may read any
+    known["parameters"].update(re.split(r"[:.]", name)[1] for name in inputs if name.startswith("params:"))
     texts = list(files.texts())
     return [
         f"{path}: nothing reads {name} here.{_hint(kind, path, name, known, files)}"
         for kind, path, name in given
-        if not any(name in REFERENCE[kind].findall(text) for text in texts)
+        if name not in known[kind] and not any(name in REFERENCE[kind].findall(text) for text in texts)
     ]
 
 
