@@ -33,6 +33,13 @@ def _every_layer_wherever_the_tests_run(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(packed_weights, "FEWEST_WEIGHTS", 0)
 
 
+class Rounded(nn.Linear):
+    """A layer that does more with its weights."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(input, self.weight.round())
+
+
 def logits(model: nn.Module, rows: int) -> torch.Tensor:
     ids = torch.arange(rows * 3).view(rows, 3) % 10 + 3
     with torch.no_grad():
@@ -103,14 +110,15 @@ def test_small_layers_other_types_and_forwards_of_somebody_else_are_left_alone(m
     model = tiny_model("llama")
     attention = model.model.layers[0].self_attn
     own = attention.q_proj.forward = attention.q_proj.forward  # as accelerate's hooks do
-    monkeypatch.setattr(packed_weights, "FEWEST_WEIGHTS", attention.k_proj.weight.numel() + 1)
+    other = model.model.layers[1].self_attn.o_proj = Rounded(16, 16, bias=False)
+    monkeypatch.setattr(packed_weights, "FEWEST_WEIGHTS", attention.q_proj.weight.numel())
     with packed_weights.packed_weights(model):
-        assert attention.k_proj not in packed(model)
+        assert not {attention.k_proj, other} & packed(model)
         assert attention.q_proj.forward is own
         assert attention.o_proj in packed(model)
     assert attention.q_proj.forward is own
     assert packed(model) == {attention.q_proj}
-    with packed_weights.packed_weights(tiny_model("bitnet")) as _, packed_weights.packed_weights(model.double()):
+    with packed_weights.packed_weights(model.double()):
         assert packed(model) == {attention.q_proj}
 
 
@@ -166,3 +174,31 @@ def test_the_static_engine_samples_from_packed_weights_and_its_oracles_do_not(mo
         assert_close(found.sampler_logprobs.double(), wide.sampler_logprobs.double(), rtol=1e-5, atol=1e-5)
         assert bool(products) == (engine == "static")
         products.clear()
+
+
+@needs_bfloat16
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_under_autocast_a_model_that_nobody_asked_before_samples_from_large_layers_packed_and_small_ones_not(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+):
+    """What gives a model's logits is found out without autocast, so before the layers give 16 bits."""
+    settings, uniforms = SamplingSettings(4, 1.0, 0, 1.0, (2,), 2), torch.full((2, 4), 0.5, dtype=torch.float64)
+    monkeypatch.setattr(
+        packed_weights, "FEWEST_WEIGHTS", 16 * 16 + 1
+    )  # below the MLP's, above the attention's output's
+    with torch.autocast("cpu", torch.bfloat16):
+        found = generate_responses(tiny_model(kind), [[4, 7], [5]], uniforms, settings)
+        plain = generate_responses(tiny_model(kind), [[4, 7], [5]], uniforms, settings, engine="plain")
+    assert torch.equal(found.response_ids[:, 0], plain.response_ids[:, 0])
+    assert_close(found.sampler_logprobs[:, 0], plain.sampler_logprobs[:, 0], rtol=0.05, atol=0.05)
+
+
+@needs_bfloat16
+def test_looking_for_the_layers_leaves_nothing_in_the_cache_of_an_autocast_around_it():
+    model = tiny_model()
+    with torch.autocast("cpu", torch.bfloat16):
+        with packed_weights.packed_weights(model):
+            pass
+        with torch.no_grad():
+            model.lm_head.weight.zero_()  # a copy in the cache would not notice
+            assert not nn.functional.linear(torch.ones(1, 16), model.lm_head.weight).any()

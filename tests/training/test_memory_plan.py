@@ -149,11 +149,13 @@ def test_the_rollout_holds_packed_copies_of_what_trains_in_float32_on_a_cpu(monk
                 "cpu": {},
                 "gpu": {"on_cpu": False},
                 "bfloat16": {"dtype": "bfloat16"},
+                "plain": {"rollout_engine": "plain"},
                 "lora": {"use_peft": True, "lora_target_modules": "c_attn"},
             }.items()
         }
     more = {name: found[True][name] - found[False][name] for name in found[True]}
-    assert more == {"cpu": 4 * (2 * 12 * 16**2 + 23 * 16), "gpu": 0, "bfloat16": 0, "lora": 2 * 4 * 16 * (16 + 48)}
+    copies, adapters = 4 * (2 * 12 * 16**2 + 23 * 16), 2 * 4 * 16 * (16 + 48)
+    assert more == {"cpu": copies, "gpu": 0, "bfloat16": 0, "plain": 0, "lora": adapters}
 
 
 def test_logits_are_the_least_that_scoring_takes():

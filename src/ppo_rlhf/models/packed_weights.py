@@ -1,7 +1,7 @@
 """Weights in the order in which oneDNN's kernels read them, while responses are sampled on a CPU.
 
-A decoding step has few rows, so it takes as long as reading the weights does. As parameters lie in memory, MKL and
-oneDNN read them at a third of its speed; in blocks of a kernel's size (`_reorder_linear_weight`), at nearly all of it.
+A decoding step has few rows, so it takes as long as reading the weights does. MKL and oneDNN read parameters as they
+lie at a third of the memory's speed; in blocks of a kernel's size (`_reorder_linear_weight`), at nearly all of it.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ def packed_weights(model: PreTrainedModel) -> Iterator[None]:
     """Within the block a model's linear layers read packed copies of what their weights are now.
 
     In float32, or in bfloat16 where that is what autocast computes in. The copies take as much memory as gradients
-    do, which are not there at that time; so what no gradient is computed of (the weights below LoRA's adapters, say) is
-    left as it is. Nothing flows back through the layers.
+    do, which are not there at that time; so weights without a gradient (those below LoRA's adapters, say) are left as
+    they are. Nothing flows back through the layers.
     """
-    packed: dict[int, Tensor] = {}
+    packed: dict[tuple[int, bool], Tensor] = {}  # by weight and by which of its sides is out
     layers = _layers(model)
     dtype = torch.bfloat16 if torch.is_autocast_enabled("cpu") else torch.float32
     try:
         with torch.no_grad():
             for layer in layers:
-                if id(layer.weight) not in packed:
-                    packed[id(layer.weight)] = _pack(layer, dtype)
+                key = id(layer.weight), isinstance(layer, Conv1D)
+                if key not in packed:
+                    packed[key] = _pack(layer, dtype)
                 bias = None if layer.bias is None else layer.bias.to(dtype)
-                layer.forward = partial(_product, packed[id(layer.weight)], bias)
+                layer.forward = partial(_product, packed[key], bias)
         yield
     finally:
         for layer in layers:
@@ -51,7 +52,7 @@ def packed_sizes(model: PreTrainedModel) -> list[int]:
 
 def _layers(model: PreTrainedModel) -> list[nn.Module]:
     """Return the layers to pack."""
-    if model.device.type != "cpu" or not torch.backends.mkldnn.is_available() or not torch._C._get_mkldnn_enabled():
+    if model.device.type != "cpu" or not _has_onednn():
         return []
     if not torch.is_autocast_enabled("cpu"):
         return _worth_packing(_layers_in_float32(model))
@@ -61,15 +62,20 @@ def _layers(model: PreTrainedModel) -> list[nn.Module]:
     return _worth_packing(layers_that_autocast(model, dtype))
 
 
+def _has_onednn() -> bool:
+    return torch.backends.mkldnn.is_available() and torch._C._get_mkldnn_enabled()
+
+
 def _layers_in_float32(model: PreTrainedModel) -> list[nn.Module]:
-    return [module for module in model.modules() if is_plain_linear(module)] if is_faster() else []
+    return [module for module in model.modules() if is_plain_linear(module)] if is_faster() and _has_onednn() else []
 
 
 def _worth_packing(layers: list[nn.Module]) -> list[nn.Module]:
     return [
         layer
         for layer in layers
-        if layer.weight.dtype == torch.float32
+        if layer.weight.is_cpu
+        and layer.weight.dtype == torch.float32
         and layer.weight.requires_grad
         and layer.weight.numel() >= FEWEST_WEIGHTS
         and "forward" not in layer.__dict__  # somebody's own, an offloading hook's say

@@ -76,7 +76,8 @@ def _find_layers(model: PreTrainedModel, dtype: torch.dtype) -> list[nn.Module]:
     linear = [module for module in model.modules() if is_plain_linear(module)]
     handles = [module.register_forward_pre_hook(watch) for module in linear]
     try:
-        with torch.no_grad(), torch.autocast(device, dtype):
+        # without its cache: around this there may be an autocast that would keep all copies until its end
+        with torch.no_grad(), torch.autocast(device, dtype, cache_enabled=False):
             model(input_ids=some_ids(model, 4)[None].to(model.device), use_cache=False)
     finally:
         for handle in handles:

@@ -24,7 +24,7 @@ from ppo_rlhf.models.decoding import Decoder
 from ppo_rlhf.models.packed_attention import costs_memory_by_shape
 from ppo_rlhf.models.packed_weights import packed_weights
 from ppo_rlhf.models.recorded_steps import RecordedSteps
-from ppo_rlhf.models.trunks import backbone_of, packs
+from ppo_rlhf.models.trunks import backbone_of, logits_of, packs
 from ppo_rlhf.training.packing import left_pad, without_padding
 
 STEPS_BETWEEN_LOOKS = 16
@@ -103,7 +103,10 @@ def generate_responses(
         "plain": _decode_plainly,
         "hf": _decode_with_generate,
     }
-    decode = engines["plain" if engine == "static" and not packs(backbone_of(model)) else engine]
+    engine = "plain" if engine == "static" and not packs(backbone_of(model)) else engine
+    if engine == "static":
+        logits_of(model)  # asked now, as `packs` is: of the layers as they are
+    decode = engines[engine]
     tokens, logprobs = [], []
     with (
         torch.no_grad(),

@@ -168,7 +168,8 @@ def _planned(models: SimulatedModels, config: PPOConfig, shape: RunShape) -> Mem
         on_host = {name: weights.pop(name) for name, waits in waiting.items() if waits and name in weights}
         reference, scorer = (Peak(on_host.get(name, 0)) for name in waiting)  # on the device only while they score
         sixteen_bits = frozen_dtype(config).itemsize == 2  # then autocast's copies are packed, and counted already
-        packed = Peak() if sixteen_bits or not shape.on_cpu else in_blocks(packed_sizes(models.policy))
+        packs = shape.on_cpu and config.rollout_engine == "static" and not sixteen_bits
+        packed = in_blocks(packed_sizes(models.policy)) if packs else Peak()
         passing = {
             "rollout": passes.rollout(rows) + packed,
             "scoring by the reference policy": passes.reference_scoring(rows) + reference,
