@@ -1,6 +1,6 @@
 """What was freed goes back to the system before a process's first update, and every tenth one after it.
 
-Large blocks do so at once while two threads share the heap.
+Large blocks do so at once while two large models compute.
 """
 
 import itertools
@@ -21,20 +21,17 @@ def test_freed_memory_is_given_back_at_first_and_regularly(monkeypatch):
     assert asked == [0, 10, 20]
 
 
-def test_large_blocks_of_threads_that_share_the_heap_go_back_when_they_are_freed(monkeypatch):
+def test_large_blocks_go_back_when_they_are_freed_while_two_large_models_compute_at_once(monkeypatch):
     options: dict[int, int] = {}
     library = SimpleNamespace(malloc_trim=lambda _: None, mallopt=options.__setitem__)
     monkeypatch.setattr(host_memory, "_gnu_library", lambda: library)
     monkeypatch.setattr(host_memory, "_calls", itertools.count())
-    monkeypatch.setattr(host_memory, "_heap_is_shared", False)
-    monkeypatch.setattr(host_memory, "REGULARLY", 1)
     map_from = -3  # M_MMAP_THRESHOLD of malloc.h
-    host_memory.return_freed_memory()
-    assert options[map_from] == 32 * 2**20
     host_memory.share_one_heap()
-    assert options[map_from] == 4 * 2**20
-    host_memory.return_freed_memory()
-    assert options[map_from] == 4 * 2**20
+    assert map_from not in options
+    for two, expected in ((False, 32), (True, 4), (False, 32)):
+        host_memory.return_freed_memory(two_large_models=two)
+        assert options[map_from] == expected * 2**20
 
 
 def test_nothing_is_done_without_the_library_that_can(monkeypatch):

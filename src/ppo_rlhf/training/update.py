@@ -17,7 +17,7 @@ from ppo_rlhf.models.trunks import packing
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.experience import Experience, learning_mask
 from ppo_rlhf.training.host_memory import return_freed_memory
-from ppo_rlhf.training.lanes import side_by_side
+from ppo_rlhf.training.lanes import SMALL, side_by_side
 from ppo_rlhf.training.metrics import StepStatistics, iteration_metrics
 from ppo_rlhf.training.optimisers import set_learning_rates
 from ppo_rlhf.training.packing import PackedSequences
@@ -45,7 +45,8 @@ def optimise(state: TrainingState, experience: Experience, config: PPOConfig) ->
     iteration = experience.rollouts.iteration
     _check_kl(float(experience.shaped_rewards.kl.sum(-1).mean()), iteration, config)
     rates = set_learning_rates(state, iteration)
-    return_freed_memory()
+    two_large_models = experience.rollouts.at_once(config) and state.policy.num_parameters() > SMALL
+    return_freed_memory(two_large_models=two_large_models)
     _drop_gradients(state)  # of an update that was interrupted
     recomputing = checkpointing_gradients(state.policy, state.critic, config)
     prepared = _Update.prepare(state, experience, config)
