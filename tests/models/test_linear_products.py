@@ -20,13 +20,13 @@ needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reas
 def asked(monkeypatch) -> list[tuple[int, ...]]:
     """Return the shapes of the products by oneDNN, wherever the tests run."""
     shapes: list[tuple[int, ...]] = []
-    product = linear_products._times_transposed
+    product = linear_products.times_transposed
 
     def watched(left, right, *others):
         shapes.append((*left.shape, len(right)))
         return product(left, right, *others)
 
-    monkeypatch.setattr(linear_products, "_times_transposed", watched)
+    monkeypatch.setattr(linear_products, "times_transposed", watched)
     monkeypatch.setattr(linear_products, "is_faster", lambda: True)
     return shapes
 

@@ -183,9 +183,7 @@ def test_under_autocast_a_model_that_nobody_asked_before_samples_from_large_laye
 ):
     """What gives a model's logits is found out without autocast, so before the layers give 16 bits."""
     settings, uniforms = SamplingSettings(4, 1.0, 0, 1.0, (2,), 2), torch.full((2, 4), 0.5, dtype=torch.float64)
-    monkeypatch.setattr(
-        packed_weights, "FEWEST_WEIGHTS", 16 * 16 + 1
-    )  # below the MLP's, above the attention's output's
+    monkeypatch.setattr(packed_weights, "FEWEST_WEIGHTS", 16 * 16 + 1)  # the attention's output has one less
     with torch.autocast("cpu", torch.bfloat16):
         found = generate_responses(tiny_model(kind), [[4, 7], [5]], uniforms, settings)
         plain = generate_responses(tiny_model(kind), [[4, 7], [5]], uniforms, settings, engine="plain")

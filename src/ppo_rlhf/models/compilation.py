@@ -7,7 +7,7 @@ for each batch. Module names, parameters and copies of the model know nothing of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -19,14 +19,13 @@ from torch.utils.checkpoint import checkpoint
 
 from ppo_rlhf.core.errors import ConfigError, ModelError
 from ppo_rlhf.models.annotations import PreTrainedModel
+from ppo_rlhf.models.forwards import Forward, forwards_replaced
 from ppo_rlhf.models.packed_attention import keep_attention_out_of_graphs
 
 BACKEND = "inductor"
 MOST_FORMS = 64
 """Compiled forms that a kind of layer may have: with gradients and without, for each precision, for the first layer of
 a model with adapters and the others … Torch warns and stops compiling where there are more."""
-
-Forward = Callable[..., Any]
 
 _forwards: WeakKeyDictionary[nn.Module, list[tuple[nn.Module, Forward]]] = WeakKeyDictionary()
 
@@ -49,14 +48,8 @@ def compile_layers(backbone: PreTrainedModel, *, checkpointing: bool = False) ->
 @contextmanager
 def compiled_layers(backbone: PreTrainedModel) -> Iterator[None]:
     """Within the block the forward passes of a backbone run compiled, if `compile_layers` was called for it."""
-    forwards = _forwards.get(backbone, [])
-    for layer, forward in forwards:
-        layer.forward = forward
-    try:
+    with forwards_replaced(_forwards.get(backbone, [])):
         yield
-    finally:
-        for layer, _ in forwards:
-            del layer.forward
 
 
 def check_layers(backbone: PreTrainedModel) -> None:

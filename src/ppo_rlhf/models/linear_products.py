@@ -93,8 +93,11 @@ def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return product.view(*rows.shape[:-1], len(weight))
 
 
-def _times_transposed(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return `[m, n]` = left `[m, k]` right^T `[k, n]` + bias `[n]`, whatever the strides are."""
+def times_transposed(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return `[m, n]` = left `[m, k]` right^T `[k, n]` + bias `[n]`, whatever the strides are.
+
+    Right may also be in oneDNN's own order (`models.packed_weights`).
+    """
     # Looked up with each call: where torch has no oneDNN, it does not have the operator either.
     product: Tensor = torch.ops.mkldnn._linear_pointwise.default(left, right, bias, "none", [], "")
     return product
@@ -106,14 +109,14 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(rows, weight)
-        return _times_transposed(rows, weight, bias)
+        return times_transposed(rows, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         (gradient,), (rows, weight) = grad_outputs, ctx.saved_tensors
         for_rows, for_weight, for_bias = ctx.needs_input_grad
         return (
-            _times_transposed(gradient, weight.t()) if for_rows else None,
+            times_transposed(gradient, weight.t()) if for_rows else None,
             _weights_gradient(gradient, rows, weight) if for_weight else None,
             gradient.sum(0) if for_bias else None,
         )
@@ -122,5 +125,5 @@ class _Linear(torch.autograd.Function):
 def _weights_gradient(gradient: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
     """Return `[n, k]`, in memory as the weight is: the parameter of a `Conv1D` is its transpose."""
     if weight.is_contiguous():
-        return _times_transposed(gradient.t(), rows.t())
-    return _times_transposed(rows.t(), gradient.t()).t()
+        return times_transposed(gradient.t(), rows.t())
+    return times_transposed(rows.t(), gradient.t()).t()

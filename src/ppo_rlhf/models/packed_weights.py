@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ppo_rlhf.models.annotations import PreTrainedModel
-from ppo_rlhf.models.linear_products import FEWEST_WEIGHTS, is_faster, is_plain_linear
+from ppo_rlhf.models.forwards import Forward, forwards_replaced
+from ppo_rlhf.models.linear_products import FEWEST_WEIGHTS, is_faster, is_plain_linear, times_transposed
 from ppo_rlhf.models.sixteen_bit_weights import layers_that_autocast
 
 
@@ -27,50 +28,33 @@ def packed_weights(model: PreTrainedModel) -> Iterator[None]:
     do, which are not there at that time; so weights without a gradient (those below LoRA's adapters, say) are left as
     they are. Nothing flows back through the layers.
     """
-    packed: dict[tuple[int, bool], Tensor] = {}  # by weight and by which of its sides is out
-    layers = _layers(model)
+    packed: dict[tuple[int, bool], Tensor] = {}
+    forwards: list[tuple[nn.Module, Forward]] = []
     dtype = torch.bfloat16 if torch.is_autocast_enabled("cpu") else torch.float32
-    try:
-        with torch.no_grad():
-            for layer in layers:
-                key = id(layer.weight), isinstance(layer, Conv1D)
-                if key not in packed:
-                    packed[key] = _pack(layer, dtype)
-                bias = None if layer.bias is None else layer.bias.to(dtype)
-                layer.forward = partial(_product, packed[key], bias)
+    with torch.no_grad():
+        for layer in _layers(model):
+            if _key(layer) not in packed:
+                packed[_key(layer)] = _pack(layer, dtype)
+            bias = None if layer.bias is None else layer.bias.to(dtype)
+            forwards.append((layer, partial(_product, packed[_key(layer)], bias)))
+    with forwards_replaced(forwards):
         yield
-    finally:
-        for layer in layers:
-            layer.__dict__.pop("forward", None)
 
 
 def packed_sizes(model: PreTrainedModel) -> list[int]:
-    """Return the bytes of each copy in float32, without autocast, on the CPU; weights without data will do."""
-    weights = {id(layer.weight): layer.weight for layer in _worth_packing(_layers_in_float32(model))}
-    return [weight.numel() * torch.float32.itemsize for weight in weights.values()]
+    """Return the bytes of each copy in float32; to be called without autocast. Weights without data will do."""
+    return [4 * numel for numel in {_key(layer): layer.weight.numel() for layer in _layers(model)}.values()]
 
 
 def _layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the layers to pack."""
-    if model.device.type != "cpu" or not _has_onednn():
+    """Return the layers whose products packed weights make faster."""
+    if not torch.backends.mkldnn.is_available() or not torch._C._get_mkldnn_enabled():
         return []
+    layers: list[nn.Module] = []
     if not torch.is_autocast_enabled("cpu"):
-        return _worth_packing(_layers_in_float32(model))
-    dtype = torch.get_autocast_dtype("cpu")
-    if dtype != torch.bfloat16 or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return []
-    return _worth_packing(layers_that_autocast(model, dtype))
-
-
-def _has_onednn() -> bool:
-    return torch.backends.mkldnn.is_available() and torch._C._get_mkldnn_enabled()
-
-
-def _layers_in_float32(model: PreTrainedModel) -> list[nn.Module]:
-    return [module for module in model.modules() if is_plain_linear(module)] if is_faster() and _has_onednn() else []
-
-
-def _worth_packing(layers: list[nn.Module]) -> list[nn.Module]:
+        layers = [module for module in model.modules() if is_plain_linear(module)] if is_faster() else []
+    elif torch.get_autocast_dtype("cpu") == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        layers = layers_that_autocast(model, torch.bfloat16)
     return [
         layer
         for layer in layers
@@ -82,6 +66,11 @@ def _worth_packing(layers: list[nn.Module]) -> list[nn.Module]:
     ]
 
 
+def _key(layer: nn.Module) -> tuple[int, bool]:
+    """Return what layers have in common that read one copy: the weight, and which of its sides is out."""
+    return id(layer.weight), isinstance(layer, Conv1D)
+
+
 def _pack(layer: nn.Module, dtype: torch.dtype) -> Tensor:
     weight = layer.weight.t() if isinstance(layer, Conv1D) else layer.weight
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.to(dtype))
@@ -91,5 +80,4 @@ def _pack(layer: nn.Module, dtype: torch.dtype) -> Tensor:
 def _product(packed: Tensor, bias: Tensor | None, rows: Tensor) -> Tensor:
     """Return `[…, out]` of `[…, in]`."""
     flat = rows.reshape(-1, rows.shape[-1]).to(packed.dtype)
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(flat, packed, bias, "none", [], "")
-    return product.view(*rows.shape[:-1], len(packed))
+    return times_transposed(flat, packed, bias).view(*rows.shape[:-1], len(packed))
