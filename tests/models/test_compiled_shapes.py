@@ -1,12 +1,22 @@
-"""oneDNN keeps many compiled shapes of 16-bit products for a small model, few for all others."""
+"""Products have few shapes where oneDNN compiles each, and it keeps many of a small model's, few of all others'."""
 
 import os
 import subprocess
 import sys
 
 import pytest
+import torch
 
-from ppo_rlhf.models.compiled_shapes import FEW, MANY, VARIABLE, keep_shapes_of_small_models
+from ppo_rlhf.models import compiled_shapes
+from ppo_rlhf.models.compiled_shapes import (
+    FEW,
+    MANY,
+    ROUND,
+    VARIABLE,
+    compiles_by_shape,
+    keep_shapes_of_small_models,
+    rounded_up,
+)
 from ppo_rlhf.models.loading import PretrainedHandle
 from tests.tiny_models import save, tiny_model
 
@@ -53,3 +63,21 @@ for _ in range(2):
     if not any(compiled):
         pytest.skip("this processor multiplies 16 bits without oneDNN")
     assert compiled == [40, 80]
+
+
+def test_numbers_of_tokens_are_rounded_up_to_few_different_ones():
+    expected = {1: 16, 16: 16, 17: 32, 383: 384, 384: 384, 385: 416, 416: 416, 768: 768, 769: 832}
+    assert {n: rounded_up(n) for n in expected} == expected
+    assert all(rounded_up(n) - n < max(ROUND, n / 12) for n in range(1, 5000))
+    assert len({rounded_up(n) for n in range(200, 6400)}) < 70
+
+
+@pytest.mark.parametrize("is_fast", [False, True])
+def test_products_are_compiled_in_sixteen_bits_and_where_those_in_float32_are_onednns(monkeypatch, is_fast):
+    monkeypatch.setattr(compiled_shapes, "has_fast_products", lambda _: is_fast)
+    model = tiny_model()
+    assert compiles_by_shape(model) is is_fast
+    with torch.autocast("cpu", torch.bfloat16):
+        assert compiles_by_shape(model)
+    assert compiles_by_shape(model.bfloat16())
+    assert not compiles_by_shape(tiny_model().to("meta"))

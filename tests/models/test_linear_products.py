@@ -11,7 +11,14 @@ from torch.testing import assert_close
 from transformers.pytorch_utils import Conv1D
 
 from ppo_rlhf.models import linear_products
-from ppo_rlhf.models.linear_products import FEWEST_WEIGHTS, FastConv1D, FastLinear, is_plain_linear, use_fast_products
+from ppo_rlhf.models.linear_products import (
+    FEWEST_WEIGHTS,
+    FastConv1D,
+    FastLinear,
+    has_fast_products,
+    is_plain_linear,
+    use_fast_products,
+)
 
 needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 
@@ -137,3 +144,16 @@ def test_models_that_do_not_gain_keep_their_classes(monkeypatch):
     use_fast_products(model)
     assert type(model) is nn.Linear
     assert_close(model(torch.zeros(2, 256)), model.bias.expand(2, 320))
+
+
+@needs_onednn
+def test_a_model_has_fast_products_where_a_layer_is_large_enough_and_in_float32(asked, monkeypatch):
+    large, small = nn.Sequential(nn.ReLU(), layer("conv1d")), nn.Sequential(nn.Linear(8, 8))
+    assert not has_fast_products(large)
+    for model in (large, small):
+        use_fast_products(model)
+    assert has_fast_products(large)
+    assert not has_fast_products(small)
+    assert not has_fast_products(copy.deepcopy(large).double())
+    monkeypatch.setattr(torch._C, "_get_mkldnn_enabled", lambda: False)
+    assert not has_fast_products(large)

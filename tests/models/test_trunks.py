@@ -17,15 +17,8 @@ from transformers import (
 
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models import trunks
-from ppo_rlhf.models.packed_attention import (
-    NAME,
-    ROUND,
-    PackedLayout,
-    packed_attention,
-    place_rows,
-    rounded_up,
-    take_rows,
-)
+from ppo_rlhf.models.compiled_shapes import ROUND
+from ppo_rlhf.models.packed_attention import NAME, PackedLayout, packed_attention, place_rows, take_rows
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.models.sequence_scores import sequence_scores
 from ppo_rlhf.models.token_rows import right_padded
@@ -133,7 +126,7 @@ def test_a_row_is_rounded_up_unless_all_sequences_are_of_one_length():
     assert even.layout.is_even
 
 
-def test_a_row_is_filled_up_only_where_each_number_of_tokens_costs_memory():
+def test_a_row_is_filled_up_only_where_each_number_of_tokens_is_compiled(monkeypatch):
     backbone, seen, rows = tiny_model().base_model, [], right_padded([*SEQUENCES, [19]], 0)
     assert packs(backbone)
     backbone.register_forward_pre_hook(lambda _, __, given: seen.append(given["input_ids"].numel()), with_kwargs=True)
@@ -143,18 +136,14 @@ def test_a_row_is_filled_up_only_where_each_number_of_tokens_costs_memory():
             assert len(token_states(backbone, rows)) == ROUND + 1
         backbone.bfloat16()
         assert len(token_states(backbone, rows)) == ROUND + 1
-    assert seen == [ROUND + 1, 2 * ROUND, 2 * ROUND]
-
-
-def test_numbers_of_tokens_are_rounded_up_to_few_different_ones():
-    expected = {1: 16, 16: 16, 17: 32, 383: 384, 384: 384, 385: 416, 416: 416, 768: 768, 769: 832}
-    assert {n: rounded_up(n) for n in expected} == expected
-    assert all(rounded_up(n) - n < max(ROUND, n / 12) for n in range(1, 5000))
-    assert len({rounded_up(n) for n in range(200, 6400)}) < 70
+        monkeypatch.setattr(trunks, "compiles_by_shape", lambda model: model is backbone)
+        backbone.float()
+        assert len(token_states(backbone, rows)) == ROUND + 1
+    assert seen == [ROUND + 1, 2 * ROUND, 2 * ROUND, 2 * ROUND]
 
 
 def test_what_fills_up_a_row_changes_nothing(monkeypatch):
-    monkeypatch.setattr(trunks, "costs_memory_by_shape", lambda *_: True)
+    monkeypatch.setattr(trunks, "compiles_by_shape", lambda *_: True)
     backbone = tiny_model("gpt2").base_model.double()
     whole = [*SEQUENCES, [19]]
     with torch.no_grad():

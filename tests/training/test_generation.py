@@ -252,7 +252,7 @@ def test_decoding_ends_with_the_last_response_to_stop(make_model, engine):
 
 
 @pytest.mark.parametrize("multiple", [1, 4])
-def test_ended_sequences_leave_at_once_or_where_shapes_cost_memory_by_fours(make_model, monkeypatch, multiple):
+def test_ended_sequences_leave_at_once_or_where_shapes_are_compiled_by_fours(make_model, monkeypatch, multiple):
     """An eighth of the vocabulary stops: of 11 prompts, some end at almost every step."""
     rows, step = [], Decoder.step
 
@@ -261,7 +261,7 @@ def test_ended_sequences_leave_at_once_or_where_shapes_cost_memory_by_fours(make
         return step(self, token_ids)
 
     monkeypatch.setattr(Decoder, "step", counted)
-    monkeypatch.setattr(generation, "costs_memory_by_shape", lambda *_: multiple > 1)
+    monkeypatch.setattr(generation, "compiles_by_shape", lambda *_: multiple > 1)
     found = generate_responses(make_model("llama"), [*UNEVEN, *EVEN[1:]], noise(11), settings())
     live = [int(((found.lengths > taken) | ~found.terminated).sum()) for taken in range(1, STEPS)]
     assert len(set(rows)) > 1

@@ -1,13 +1,24 @@
-"""How many compiled shapes of 16-bit products oneDNN keeps on a CPU (docs/decisions/0017-few-compiled-shapes.md)."""
+"""How many shapes of matrix products there are on a CPU, and of how many oneDNN keeps the code that it compiled.
+
+It compiles code for each shape, and responses of many lengths make many: docs/decisions/0017-few-compiled-shapes.md.
+"""
 
 from __future__ import annotations
 
 import os
 
+import torch
+
+from ppo_rlhf.models.annotations import PreTrainedModel
+from ppo_rlhf.models.linear_products import has_fast_products
+
 VARIABLE = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
 FEW, MANY = "32", "256"  # the first as `ppo_rlhf/__init__.py` sets it
 SMALL = 2**23
 """Weights of a model up to which many are kept; measured with 4 and 24 million."""
+ROUND = 16
+"""Tokens come in multiples of this, or of its double, fourfold …, up to a twelfth of them: 3 % too many on average."""
+SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
 def keep_shapes_of_small_models(weights: int) -> None:
@@ -18,3 +29,21 @@ def keep_shapes_of_small_models(weights: int) -> None:
     """
     if weights <= SMALL and os.environ.get(VARIABLE) == FEW:
         os.environ[VARIABLE] = MANY
+
+
+def compiles_by_shape(model: PreTrainedModel) -> bool:
+    """Whether each new number of tokens takes time and memory (`rounded_up`): where oneDNN computes on a CPU."""
+    if model.device.type != "cpu":
+        return False
+    return model.dtype in SIXTEEN_BITS or torch.is_autocast_enabled("cpu") or has_fast_products(model)
+
+
+def rounded_up(tokens: int) -> int:
+    """Return a number of tokens that is not much larger, so that there are few different ones.
+
+    On a CPU every new number of them costs a product 0.6 MiB, as long as oneDNN keeps the code that it compiled.
+    """
+    step = ROUND
+    while 2 * step <= tokens / 12:
+        step *= 2
+    return -(-tokens // step) * step

@@ -37,6 +37,15 @@ def is_plain_linear(module: nn.Module) -> bool:
     return type(module) in (*_KINDS, *_KINDS.values())
 
 
+def has_fast_products(model: nn.Module) -> bool:
+    """Whether oneDNN computes some of a model's products in float32."""
+    kinds = tuple(_KINDS.values())
+    return torch._C._get_mkldnn_enabled() and any(
+        isinstance(module, kinds) and module.weight.dtype == torch.float32 and module.weight.numel() >= FEWEST_WEIGHTS
+        for module in model.modules()
+    )
+
+
 @cache
 def is_faster() -> bool:
     """Whether this processor is one of AMD's with AVX-512, and torch has both libraries."""

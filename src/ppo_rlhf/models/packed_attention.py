@@ -18,32 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from ppo_rlhf.models.annotations import PreTrainedModel
+from ppo_rlhf.models.compiled_shapes import SIXTEEN_BITS, rounded_up
 from ppo_rlhf.models.plain_attention import PlainAttention
 
 NAME = "ppo_rlhf_packed"
 _LOOK_FOR_PADDING = "warn_if_padding_and_no_attention_mask"  # a method of transformers' models
-ROUND = 16
-"""Tokens come in multiples of this, or of its double, fourfold …, up to a twelfth of them: 3 % too many on average."""
-SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 LONGEST_PLAIN_ATTENTION = 512
 """Tokens. On a CPU, 16-bit attention of up to this length is computed plainly: torch's fused kernel takes 5.7 times
 as long (8 x 8 heads, 96 tokens, bfloat16, with its backward pass); longer, it would hold too many scores."""
-
-
-def rounded_up(tokens: int) -> int:
-    """Return a number of tokens that is not much larger, so that there are few different ones.
-
-    On a CPU every new number of them costs a 16-bit product 0.6 MiB for good: oneDNN compiles code for each shape.
-    """
-    step = ROUND
-    while 2 * step <= tokens / 12:
-        step *= 2
-    return -(-tokens // step) * step
-
-
-def costs_memory_by_shape(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether each new number of tokens takes memory for good (`rounded_up`): 16-bit products on a CPU."""
-    return device.type == "cpu" and (dtype in SIXTEEN_BITS or torch.is_autocast_enabled("cpu"))
 
 
 @dataclass(frozen=True)

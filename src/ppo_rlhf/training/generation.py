@@ -20,8 +20,8 @@ from ppo_rlhf.core.logprobs import token_logprobs
 from ppo_rlhf.core.responses import length_mask, response_lengths
 from ppo_rlhf.core.sampling import sample_tokens
 from ppo_rlhf.models.annotations import PreTrainedModel
+from ppo_rlhf.models.compiled_shapes import compiles_by_shape
 from ppo_rlhf.models.decoding import Decoder
-from ppo_rlhf.models.packed_attention import costs_memory_by_shape
 from ppo_rlhf.models.packed_weights import packed_weights
 from ppo_rlhf.models.recorded_steps import RecordedSteps
 from ppo_rlhf.models.trunks import backbone_of, logits_of, packs
@@ -30,7 +30,7 @@ from ppo_rlhf.training.packing import left_pad, without_padding
 STEPS_BETWEEN_LOOKS = 16
 """Steps on an accelerator after which it is asked which sequences have ended."""
 ROWS = 4
-"""Where each number of rows of a decoding step costs memory for good, they come in multiples of this; a row more in
+"""Where each new number of rows of a decoding step has to be compiled, they come in multiples of this; a row more in
 products with so few costs next to nothing."""
 
 
@@ -146,7 +146,7 @@ def _decode_packed(
     decoder = Decoder(model, prompt_ids, max(len(ids) for ids in prompt_ids) + width, recorded=recorded)
     live = torch.arange(rows, device=device)  # which row each sequence that goes on belongs to
     has_ended = torch.zeros(rows, dtype=torch.bool, device=device)
-    multiple = ROWS if costs_memory_by_shape(device, model.dtype) else 1
+    multiple = ROWS if compiles_by_shape(model) else 1
     logits = decoder.prefill()
     for step in range(width):
         token, logprob = _sample(logits, uniforms[live], step, settings)

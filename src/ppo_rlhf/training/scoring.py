@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ppo_rlhf.core.logprobs import token_entropy, token_logprobs
 from ppo_rlhf.models.annotations import PreTrainedModel
-from ppo_rlhf.models.packed_attention import costs_memory_by_shape, rounded_up, take_rows
+from ppo_rlhf.models.compiled_shapes import compiles_by_shape, rounded_up
+from ppo_rlhf.models.packed_attention import take_rows
 from ppo_rlhf.models.trunks import backbone_of, logits_of, token_states, vocabulary_size
 from ppo_rlhf.training.packing import PackedSequences, pack
 
@@ -49,6 +50,7 @@ def response_statistics(
         temperature,
         vocabulary_size(model),
         with_entropy=with_entropy,
+        fill=compiles_by_shape(model),
     )
     return ResponseStatistics(
         packed.of_responses(logprobs), packed.of_responses(entropies) if with_entropy else None, states
@@ -63,6 +65,7 @@ def token_statistics(
     vocabulary: int,
     *,
     with_entropy: bool = False,
+    fill: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return the log-probabilities `[R]` of the tokens behind R states, and entropies `[R]` (else nothing, `[0]`).
 
@@ -73,13 +76,16 @@ def token_statistics(
         temperature: Divides the logits.
         vocabulary: V.
         with_entropy: Whether to compute entropies.
+        fill: Whether the head is given rows of zeros, too, so that its products have few different shapes.
     """
     held = LOGITS_HELD * (1 if states_RH.device.type == "cpu" else 16)
     size = max(1, held // vocabulary)
     chunks = [slice(start, start + size) for start in range(0, len(targets_R), size)]
     recompute = len(chunks) > 1 and torch.is_grad_enabled()
     parts = [
-        _chunk_statistics(head, states_RH[chunk], targets_R[chunk], temperature, with_entropy, recompute=recompute)
+        _chunk_statistics(
+            head, states_RH[chunk], targets_R[chunk], temperature, with_entropy, fill=fill, recompute=recompute
+        )
         for chunk in chunks
     ]
     logprobs, entropies = (torch.cat(column) for column in zip(*parts, strict=True))
@@ -93,13 +99,13 @@ def _chunk_statistics(
     temperature: float,
     with_entropy: bool,
     *,
+    fill: bool,
     recompute: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return log-probabilities and entropies `[n]` (or nothing, `[0]`) of the tokens behind n states."""
 
     def statistics(states: Tensor) -> tuple[Tensor, Tensor]:
-        fills = costs_memory_by_shape(states.device, states.dtype)
-        more = rounded_up(len(states)) - len(states) if fills else 0
+        more = rounded_up(len(states)) - len(states) if fill else 0
         logits = head(nn.functional.pad(states, (0, 0, 0, more)) if more else states)[None, : len(states)]
         logprobs = token_logprobs(logits, targets[None], temperature)[0]
         return logprobs, token_entropy(logits, temperature)[0] if with_entropy else logprobs.new_empty(0)
