@@ -9,7 +9,7 @@ import sys
 import pytest
 
 
-@pytest.mark.parametrize(("given", "expected"), [(None, "1000"), ("7", "7")])
+@pytest.mark.parametrize(("given", "expected"), [(None, "3000"), ("7", "7")])
 def test_waiting_threads_spin_briefly_unless_the_environment_says_otherwise(given: str | None, expected: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
     if given is not None:

@@ -5,7 +5,7 @@ import os
 __version__ = "0.1.0"
 
 # Read by OpenMP as torch is loaded, so it stands here: docs/decisions/0010-openmp-threads-spin-briefly.md
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 # Read by torch and oneDNN with a process's first 16-bit product on a CPU. They keep compiled code for each shape, up to
 # 1024 of them each: with responses of many lengths that was 170 MiB, scattered over the heap. Torch's own are needless,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent.parent
-SPIN = "1000"  # OpenMP's threads sleep soon, so that a waiting worker takes nothing from the working one
+SPIN = "3000"  # as the package: OpenMP's threads sleep soon, and a waiting worker takes nothing from the working one
 
 
 class Channel:
