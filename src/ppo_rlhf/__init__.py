@@ -7,8 +7,8 @@ __version__ = "0.1.0"
 # Read by OpenMP as torch is loaded, so it stands here: docs/decisions/0010-openmp-threads-spin-briefly.md
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
-# Read by torch and oneDNN with a process's first 16-bit product on a CPU. They keep compiled code for each shape, up to
-# 1024 of them each: with responses of many lengths that was 170 MiB, scattered over the heap. Torch's own are needless,
-# and a step of a large model needs few: docs/decisions/0017-few-compiled-shapes.md
+# Read by torch and oneDNN with the first product on a CPU that oneDNN computes. They keep compiled code for each shape,
+# up to 1024 of them each: with responses of many lengths that was 170 MiB, scattered over the heap. Torch's own are
+# needless, and a step of a large model needs few: docs/decisions/0017-few-compiled-shapes.md
 os.environ.setdefault("LRU_CACHE_CAPACITY", "1")
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")

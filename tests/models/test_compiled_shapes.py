@@ -14,6 +14,7 @@ from ppo_rlhf.models.compiled_shapes import (
     ROUND,
     VARIABLE,
     compiles_by_shape,
+    fills_rows,
     keep_shapes_of_small_models,
     rounded_up,
 )
@@ -81,3 +82,13 @@ def test_products_are_compiled_in_sixteen_bits_and_where_those_in_float32_are_on
         assert compiles_by_shape(model)
     assert compiles_by_shape(model.bfloat16())
     assert not compiles_by_shape(tiny_model().to("meta"))
+
+
+def test_rows_of_a_pass_are_filled_up_in_sixteen_bits_alone(monkeypatch):
+    monkeypatch.setattr(compiled_shapes, "has_fast_products", lambda _: True)
+    model = tiny_model()
+    assert not fills_rows(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert fills_rows(model)
+    assert fills_rows(model.bfloat16())
+    assert not fills_rows(tiny_model().to("meta"))

@@ -136,14 +136,14 @@ def test_a_row_is_filled_up_only_where_each_number_of_tokens_is_compiled(monkeyp
             assert len(token_states(backbone, rows)) == ROUND + 1
         backbone.bfloat16()
         assert len(token_states(backbone, rows)) == ROUND + 1
-        monkeypatch.setattr(trunks, "compiles_by_shape", lambda model: model is backbone)
+        monkeypatch.setattr(trunks, "fills_rows", lambda model: model is backbone)
         backbone.float()
         assert len(token_states(backbone, rows)) == ROUND + 1
     assert seen == [ROUND + 1, 2 * ROUND, 2 * ROUND, 2 * ROUND]
 
 
 def test_what_fills_up_a_row_changes_nothing(monkeypatch):
-    monkeypatch.setattr(trunks, "compiles_by_shape", lambda *_: True)
+    monkeypatch.setattr(trunks, "fills_rows", lambda *_: True)
     backbone = tiny_model("gpt2").base_model.double()
     whole = [*SEQUENCES, [19]]
     with torch.no_grad():

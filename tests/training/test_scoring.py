@@ -108,7 +108,12 @@ def test_of_many_tokens_no_more_logits_are_held_than_the_limit(make_model, monke
     sizes.clear()
     with torch.autocast("cpu", torch.bfloat16):
         response_statistics(model.float(), packed, 1.0)
-    assert sizes == [(16, 23)] * 5  # filled up: each number of tokens costs memory here
+    assert sizes == [(4, 23)] * 5  # the last one filled up: each number of tokens is compiled here
+    sizes.clear()
+    monkeypatch.setattr(scoring, "LOGITS_HELD", 18 * 23)
+    with torch.autocast("cpu", torch.bfloat16):
+        response_statistics(model, packed, 1.0)
+    assert sizes == [(18, 23), (16, 23)]
 
 
 def test_logits_are_computed_for_response_positions_alone(make_model):

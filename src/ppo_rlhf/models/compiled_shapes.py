@@ -1,4 +1,4 @@
-"""How many shapes of matrix products there are on a CPU, and of how many oneDNN keeps the code that it compiled.
+"""Which products on a CPU have few shapes, and of how many shapes oneDNN keeps the code that it compiled.
 
 It compiles code for each shape, and responses of many lengths make many: docs/decisions/0017-few-compiled-shapes.md.
 """
@@ -25,17 +25,23 @@ def keep_shapes_of_small_models(weights: int) -> None:
     """Keep more of them for a policy of few `weights`: of responses of many lengths an iteration has some 200.
 
     A small model's products take little longer than compiling them does, and 70 MiB are not much for anybody. It works
-    before the first such product of the process, where the environment did not ask for another number.
+    before the first product of the process that oneDNN computes, where the environment did not ask for another number.
     """
     if weights <= SMALL and os.environ.get(VARIABLE) == FEW:
         os.environ[VARIABLE] = MANY
 
 
 def compiles_by_shape(model: PreTrainedModel) -> bool:
-    """Whether each new number of tokens takes time and memory (`rounded_up`): where oneDNN computes on a CPU."""
-    if model.device.type != "cpu":
-        return False
-    return model.dtype in SIXTEEN_BITS or torch.is_autocast_enabled("cpu") or has_fast_products(model)
+    """Whether each new number of rows of a product takes time and memory: where oneDNN computes on a CPU."""
+    return fills_rows(model) or (model.device.type == "cpu" and has_fast_products(model))
+
+
+def fills_rows(model: PreTrainedModel) -> bool:
+    """Whether a forward pass is given rows of no sequence, so that there are few different numbers (`rounded_up`).
+
+    In 16 bits on a CPU. In float32 these rows take as long as compiling does where oneDNN computes.
+    """
+    return model.device.type == "cpu" and (model.dtype in SIXTEEN_BITS or torch.is_autocast_enabled("cpu"))
 
 
 def rounded_up(tokens: int) -> int:

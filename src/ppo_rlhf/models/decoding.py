@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ppo_rlhf.models.annotations import PreTrainedModel
-from ppo_rlhf.models.compiled_shapes import compiles_by_shape
+from ppo_rlhf.models.compiled_shapes import fills_rows
 from ppo_rlhf.models.packed_attention import PackedLayout, packed_states
 from ppo_rlhf.models.trunks import backbone_of, logits_of
 
@@ -58,7 +58,7 @@ class Decoder:
         device = self._model.device
         distinct, of_row = _distinct(self._prompt_ids)
         lengths = [len(ids) for ids in distinct]
-        layout = PackedLayout.of(lengths, device, fill=compiles_by_shape(self._model))
+        layout = PackedLayout.of(lengths, device, fill=fills_rows(self._backbone))
         tokens = [token for ids in distinct for token in ids] + [distinct[-1][-1]] * layout.more
         after = torch.zeros(layout.more, dtype=torch.long)
         positions = torch.cat([*(torch.arange(length) for length in lengths), after])

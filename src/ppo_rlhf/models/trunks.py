@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models.annotations import PreTrainedModel
 from ppo_rlhf.models.compilation import compiled_layers
-from ppo_rlhf.models.compiled_shapes import compiles_by_shape
+from ppo_rlhf.models.compiled_shapes import fills_rows
 from ppo_rlhf.models.packed_attention import packed_attention, packed_states
 from ppo_rlhf.models.token_rows import TokenRows, right_padded
 
@@ -87,7 +87,7 @@ _heads: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
 def _packed_states(backbone: PreTrainedModel, rows: TokenRows) -> Tensor:
-    rows = rows.filled if compiles_by_shape(backbone) else rows
+    rows = rows.filled if fills_rows(backbone) else rows
     return packed_states(backbone, rows.packed_ids, rows.packed_positions, rows.layout)[: len(rows.slots)]
 
 

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ppo_rlhf.core.logprobs import token_entropy, token_logprobs
 from ppo_rlhf.models.annotations import PreTrainedModel
-from ppo_rlhf.models.compiled_shapes import compiles_by_shape, rounded_up
+from ppo_rlhf.models.compiled_shapes import fills_rows, rounded_up
 from ppo_rlhf.models.packed_attention import take_rows
 from ppo_rlhf.models.trunks import backbone_of, logits_of, token_states, vocabulary_size
 from ppo_rlhf.training.packing import PackedSequences, pack
@@ -50,7 +50,7 @@ def response_statistics(
         temperature,
         vocabulary_size(model),
         with_entropy=with_entropy,
-        fill=compiles_by_shape(model),
+        fill=fills_rows(model),
     )
     return ResponseStatistics(
         packed.of_responses(logprobs), packed.of_responses(entropies) if with_entropy else None, states
@@ -82,9 +82,10 @@ def token_statistics(
     size = max(1, held // vocabulary)
     chunks = [slice(start, start + size) for start in range(0, len(targets_R), size)]
     recompute = len(chunks) > 1 and torch.is_grad_enabled()
+    fill_to = size if fill else 0
     parts = [
         _chunk_statistics(
-            head, states_RH[chunk], targets_R[chunk], temperature, with_entropy, fill=fill, recompute=recompute
+            head, states_RH[chunk], targets_R[chunk], temperature, with_entropy, fill_to=fill_to, recompute=recompute
         )
         for chunk in chunks
     ]
@@ -99,13 +100,16 @@ def _chunk_statistics(
     temperature: float,
     with_entropy: bool,
     *,
-    fill: bool,
+    fill_to: int,
     recompute: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities and entropies `[n]` (or nothing, `[0]`) of the tokens behind n states."""
+    """Return log-probabilities and entropies `[n]` (or nothing, `[0]`) of the tokens behind n states.
+
+    The head is given up to `fill_to` rows; no more than n if that is less.
+    """
 
     def statistics(states: Tensor) -> tuple[Tensor, Tensor]:
-        more = rounded_up(len(states)) - len(states) if fill else 0
+        more = max(0, min(rounded_up(len(states)), fill_to) - len(states))
         logits = head(nn.functional.pad(states, (0, 0, 0, more)) if more else states)[None, : len(states)]
         logprobs = token_logprobs(logits, targets[None], temperature)[0]
         return logprobs, token_entropy(logits, temperature)[0] if with_entropy else logprobs.new_empty(0)

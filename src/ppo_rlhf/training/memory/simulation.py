@@ -23,7 +23,7 @@ from transformers import (
 
 from ppo_rlhf.core.sampling import sample_tokens
 from ppo_rlhf.models.adapters import trained_parameters
-from ppo_rlhf.models.compiled_shapes import compiles_by_shape
+from ppo_rlhf.models.compiled_shapes import fills_rows
 from ppo_rlhf.models.critic import SharedCritic
 from ppo_rlhf.models.decoding import Decoder
 from ppo_rlhf.models.loading import prepare
@@ -277,7 +277,7 @@ class Passes:
             self.config.temperature,
             vocabulary_size(model),
             with_entropy=with_entropy,
-            fill=compiles_by_shape(model),
+            fill=fills_rows(model),
         )
 
     def _values(self, rows: int) -> Tensor:
