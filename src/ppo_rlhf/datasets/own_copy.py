@@ -39,7 +39,7 @@ class OwnCopy(AbstractDataset[Any, Any]):
     @property
     def place(self) -> Path:
         """Where the file lies for everybody."""
-        return Path(self.wrapped._filepath)
+        return Path(self.wrapped._filepath)  # type: ignore[attr-defined]  # datasets of one file have it
 
     def save(self, data: Any) -> None:
         """Write the file, keep it for this run, and put it in its place."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from kedro.config import OmegaConfigLoader
 from kedro.io import CatalogProtocol
@@ -62,5 +62,5 @@ def _base_values(files: ConfigurationFiles, group: str) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for config in files.base("parameters"):
         if isinstance(config.get(group), DictConfig):
-            values.update(OmegaConf.to_container(config[group], resolve=False))
+            values |= cast("dict[str, Any]", OmegaConf.to_container(config[group], resolve=False))
     return values

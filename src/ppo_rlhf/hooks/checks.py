@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from kedro.config import OmegaConfigLoader
 from kedro.framework.context import KedroContext
 from kedro.framework.hooks import hook_impl
 from kedro.framework.project import pipelines
@@ -35,10 +36,11 @@ class ChecksHook:
     def after_context_created(self, context: KedroContext) -> None:
         """Refuse unknown names in --params and settings that cannot be merged; say if conf/local is not read."""
         self._context = context
-        problems = unknown_names(context.config_loader) + misshapen_settings(context.config_loader)
+        loader = _loader_of(context)
+        problems = unknown_names(loader) + misshapen_settings(loader)
         if problems:
             raise ConfigError("\n".join(problems))
-        unread = unread_local_files(Path(context.config_loader.conf_source), context.env)
+        unread = unread_local_files(Path(loader.conf_source), context.env)
         if unread:
             logger.warning("Environment %s is used instead of conf/local: %s not read.", context.env, _listed(unread))
 
@@ -57,7 +59,7 @@ class ChecksHook:
 
         check_runner(run_params["runner"], pipeline)
         assert self._context is not None
-        loader = self._context.config_loader
+        loader = _loader_of(self._context)
         data_root = loader["globals"].get("data_root", "data")
         problems = unread_settings(loader, pipelines.values())
         problems += find_problems(pipeline, catalog, Path(run_params["project_path"]), data_root)
@@ -77,6 +79,10 @@ def check_runner(runner: str, pipeline: Pipeline) -> None:
         f"{name} would run PPO's loop once instead of until training is finished: drop --runner (in Python: the "
         "`runner` argument), then LoopRunner is used."
     )
+
+
+def _loader_of(context: KedroContext) -> OmegaConfigLoader:
+    return cast(OmegaConfigLoader, context.config_loader)  # settings.py keeps to Kedro's own
 
 
 def unread_local_files(conf_source: Path, env: str | None) -> list[str]:

@@ -63,7 +63,8 @@ class ConfigurationFiles:
 def settings_of_groups(files: Iterable[DictConfig]) -> list[str]:
     """Return the dotted names of the settings that parameter files have, and of all of PPO's if it is one of them."""
     groups = {str(group): config[group] for config in files for group in config}
-    names = [f"{group}.{key}" for group, values in groups.items() if isinstance(values, DictConfig) for key in values]
+    nested = {group: [str(key) for key in values] for group, values in groups.items() if isinstance(values, DictConfig)}
+    names = [f"{group}.{key}" for group, keys in nested.items() for key in keys]
     return names + [f"ppo.{name}" for name in _ppo_settings() if "ppo" in groups]
 
 

@@ -39,7 +39,7 @@ def hyperparameters(groups: Mapping[str, Any]) -> dict[str, str]:
 
 def changed_settings(groups: Mapping[str, Any]) -> dict[str, Any]:
     """Return PPO's settings that differ from PPOConfig's defaults; empty if the run has none."""
-    ppo = groups.get("ppo")
+    ppo: Any = groups.get("ppo")
     return ppo.not_default() if hasattr(ppo, "not_default") else {}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from kedro.config import OmegaConfigLoader
 from kedro.pipeline import Pipeline
@@ -81,7 +82,7 @@ def misshapen_settings(loader: OmegaConfigLoader) -> list[str]:
 
 def _shapes(config: DictConfig) -> Iterator[tuple[str, str]]:
     """Yield the dotted name and the shape of each mapping, and of each list, that mappings alone lead to."""
-    waiting = [("", OmegaConf.to_container(config, resolve=False))]
+    waiting: list[tuple[str, Any]] = [("", OmegaConf.to_container(config, resolve=False))]
     while waiting:
         prefix, values = waiting.pop()
         for name, value in values.items() if isinstance(values, dict) else ():

@@ -6,10 +6,11 @@ import logging
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 import mlflow
+from kedro.config import OmegaConfigLoader
 from kedro.framework.context import KedroContext
 from kedro.framework.hooks import hook_impl
 from kedro.io import CatalogProtocol
@@ -74,7 +75,8 @@ class TrackingHook(MlflowHook):
         """Read mlflow.yml and leave it in the context, as `kedro mlflow ui` expects."""
         if not OmegaConf.has_resolver("km.random_name"):
             OmegaConf.register_new_resolver("km.random_name", resolve_random_name, use_cache=True)
-        context.config_loader.config_patterns.setdefault("mlflow", ["mlflow*", "mlflow*/**", "**/mlflow*"])
+        patterns = cast(OmegaConfigLoader, context.config_loader).config_patterns
+        patterns.setdefault("mlflow", ["mlflow*", "mlflow*/**", "**/mlflow*"])
         settings = settled_in_project(context.config_loader["mlflow"], Path(context.project_path))
         context.config_loader["mlflow"] = settings
         self._context = context

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import transformers
@@ -145,7 +145,7 @@ def merged(model: PreTrainedModel) -> PreTrainedModel:
     Not in a 16-bit type of the frozen weights: most of a small adapter would be lost to rounding.
     """
     plain = copy.deepcopy(model)
-    plain = plain.to(torch.promote_types(plain.dtype, torch.float32))
+    plain = plain.to(torch.promote_types(plain.dtype, torch.float32))  # type: ignore[arg-type]
     _untie_adapted_head(plain)
     for layer in _adapted_layers(plain).values():
         layer.merge()
@@ -183,7 +183,7 @@ def save_adapter(model: PreTrainedModel, directory: Path, settings: LoraSettings
     directory.mkdir(parents=True, exist_ok=True)
     config = settings.to_peft(without_adapter(model))
     config.task_type = TaskType.CAUSAL_LM  # by it peft knows the class of the model that the adapter is for
-    config.save_pretrained(directory)
+    config.save_pretrained(str(directory))
     tensors = {_peft_name(name): p.detach().contiguous() for name, p in trained_parameters(model).items()}
     save_file(tensors, directory / WEIGHTS_FILE)
 
@@ -235,7 +235,9 @@ def _inject(model: PreTrainedModel, settings: LoraSettings) -> PreTrainedModel:
     linear = _linear_layers(model)  # before some of them are replaced
     try:
         with _without_warnings_on_the_head():
-            adapted = inject_adapter_in_model(settings.to_peft(model), model, adapter_name=ADAPTER)
+            adapted = cast(
+                "PreTrainedModel", inject_adapter_in_model(settings.to_peft(model), model, adapter_name=ADAPTER)
+            )
     except ValueError as error:  # peft finds no such layers, or layers that no adapter fits
         raise _does_not_fit(type(model), settings, linear) from error
     for name, layer in _adapted_layers(adapted).items():
@@ -289,10 +291,11 @@ def _replace_adapted_layers(model: PreTrainedModel) -> None:
 
 def _untie_adapted_head(model: PreTrainedModel) -> None:
     """Give a language-model head that has an adapter weights of its own: merged into tied ones, it changes both."""
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    if head not in _adapted_layers(model).values():
+    head, embedding = model.get_output_embeddings(), cast(nn.Embedding, model.get_input_embeddings())
+    adapted = next((layer for layer in _adapted_layers(model).values() if layer is head), None)
+    if adapted is None:
         return
-    base = head.get_base_layer()
+    base = adapted.get_base_layer()
     if base.weight is embedding.weight:
         base.weight = nn.Parameter(base.weight.detach().clone(), requires_grad=False)
         model.config.tie_word_embeddings = False

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models.annotations import PreTrainedModel
+from ppo_rlhf.models.trunks import backbone_of
 
 OwnBackbone = Callable[[PreTrainedModel], PreTrainedModel]
 """Makes, from a backbone, one whose values can be trained without changing those of the first."""
@@ -68,7 +69,7 @@ class Critic(ValueModel):
             value_head: Copied if given; else the head starts at zero, so that the first values are 0 everywhere.
             own_backbone: Makes the critic's backbone; None copies all weights, and all of them train.
         """
-        return cls((own_backbone or copy_to_train)(policy.base_model), make_value_head(policy, value_head))
+        return cls((own_backbone or copy_to_train)(backbone_of(policy)), make_value_head(policy, value_head))
 
     @classmethod
     def from_reward_model(
@@ -100,10 +101,10 @@ class Critic(ValueModel):
         with torch.no_grad():
             head.weight.copy_(score.weight)
             nn.init.zeros_(head.bias) if score.bias is None else head.bias.copy_(score.bias)
-        backbone = (own_backbone or copy_to_train)(reward_model.base_model)
+        backbone = (own_backbone or copy_to_train)(backbone_of(reward_model))
         if own_backbone is None:
-            backbone = backbone.to(dtype=head.weight.dtype)
-        return cls(backbone.to(policy.device), head)
+            backbone = backbone.to(dtype=head.weight.dtype)  # type: ignore[call-arg]
+        return cls(backbone.to(policy.device), head)  # type: ignore[arg-type]
 
 
 class SharedCritic(ValueModel):
@@ -126,16 +127,15 @@ class SharedCritic(ValueModel):
         return cls(policy, make_value_head(policy, value_head))
 
     @property
-    def backbone(self) -> PreTrainedModel:
+    def backbone(self) -> PreTrainedModel:  # type: ignore[override]  # only read elsewhere, too
         """The policy's."""
-        backbone: PreTrainedModel = self._trunk_of[0].base_model
-        return backbone
+        return backbone_of(self._trunk_of[0])
 
 
 def copy_to_train(backbone: PreTrainedModel) -> PreTrainedModel:
     """Return a copy of a backbone in which every weight trains, float32 or wider."""
     copied = copy.deepcopy(backbone)
-    return copied.to(_trainable_dtype(copied.dtype)).requires_grad_(True)
+    return copied.to(_trainable_dtype(copied.dtype)).requires_grad_(True)  # type: ignore[arg-type]
 
 
 def make_value_head(policy: PreTrainedModel, start: nn.Linear | None) -> nn.Linear:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -32,16 +32,17 @@ def use_fast_products(model: nn.Module) -> None:
             module.__class__ = kind
 
 
-def is_plain_linear(module: nn.Module) -> bool:
+def is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear | Conv1D]:
     """Whether y = W x + b is all that a layer computes; other subclasses may quantise W, say."""
     return type(module) in (*_KINDS, *_KINDS.values())
 
 
 def has_fast_products(model: nn.Module) -> bool:
     """Whether oneDNN computes some of a model's products in float32."""
-    kinds = tuple(_KINDS.values())
     return torch._C._get_mkldnn_enabled() and any(
-        isinstance(module, kinds) and module.weight.dtype == torch.float32 and module.weight.numel() >= FEWEST_WEIGHTS
+        isinstance(module, FastLinear | FastConv1D)
+        and module.weight.dtype == torch.float32
+        and module.weight.numel() >= FEWEST_WEIGHTS
         for module in model.modules()
     )
 

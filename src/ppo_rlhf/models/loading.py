@@ -284,8 +284,9 @@ def disable_dropout(model: nn.Module) -> None:
             module.p = 0.0
         for name in _dropout_names(vars(module)):
             setattr(module, name, 0.0)
-        if isinstance(getattr(module, "config", None), transformers.PretrainedConfig):
-            for config in _nested_configs(module.config):
+        own_config = getattr(module, "config", None)
+        if isinstance(own_config, transformers.PretrainedConfig):
+            for config in _nested_configs(own_config):
                 for name in _dropout_names(vars(config)):
                     setattr(config, name, 0.0)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +48,7 @@ def copied_to(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.detach().to(device, non_blocking=True)
 
 
-def _entries(model: nn.Module) -> list[tuple[dict[str, Tensor | None], str, Tensor]]:
+def _entries(model: nn.Module) -> list[tuple[dict[str, Any], str, Tensor]]:
     """Return every place in which a module holds a parameter or a buffer."""
     return [
         (table, name, tensor)

@@ -19,7 +19,7 @@ def keep_apart(first: nn.Module, second: nn.Module) -> None:
     for module in second.modules():
         config = vars(module).get("config")
         if isinstance(config, PretrainedConfig) and id(config) in shared:
-            module.config = copy.deepcopy(config, copies)
+            module.config = copy.deepcopy(config, copies)  # type: ignore[assignment]
 
 
 def _configurations(model: nn.Module) -> list[PretrainedConfig]:

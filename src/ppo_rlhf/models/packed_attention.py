@@ -239,5 +239,6 @@ def _attend(
     if attention_mask is not None or dropout or is_causal is False or strange:
         raise NotImplementedError(f"packed attention is plain causal attention; asked for: {strange or 'a mask'}")
     layer: int = module.layer_idx  # type: ignore[assignment]
-    attended = packed_layout.attend(layer, *(x[0].transpose(0, 1) for x in (query, key, value)), scaling)
+    query_NHD, key_NKD, value_NKD = (x[0].transpose(0, 1) for x in (query, key, value))
+    attended = packed_layout.attend(layer, query_NHD, key_NKD, value_NKD, scaling)
     return attended[None], None

@@ -46,11 +46,11 @@ def packed_sizes(model: PreTrainedModel) -> list[int]:
     return [4 * numel for numel in {_key(layer): layer.weight.numel() for layer in _layers(model)}.values()]
 
 
-def _layers(model: PreTrainedModel) -> list[nn.Module]:
+def _layers(model: PreTrainedModel) -> list[nn.Linear | Conv1D]:
     """Return the layers whose products packed weights make faster."""
     if not torch.backends.mkldnn.is_available() or not torch._C._get_mkldnn_enabled():
         return []
-    layers: list[nn.Module] = []
+    layers: list[nn.Linear | Conv1D] = []
     if not torch.is_autocast_enabled("cpu"):
         layers = [module for module in model.modules() if is_plain_linear(module)] if is_faster() else []
     elif torch.get_autocast_dtype("cpu") == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
@@ -66,12 +66,12 @@ def _layers(model: PreTrainedModel) -> list[nn.Module]:
     ]
 
 
-def _key(layer: nn.Module) -> tuple[int, bool]:
+def _key(layer: nn.Linear | Conv1D) -> tuple[int, bool]:
     """Return what layers have in common that read one copy: the weight, and which of its sides is out."""
     return id(layer.weight), isinstance(layer, Conv1D)
 
 
-def _pack(layer: nn.Module, dtype: torch.dtype) -> Tensor:
+def _pack(layer: nn.Linear | Conv1D, dtype: torch.dtype) -> Tensor:
     weight = layer.weight.t() if isinstance(layer, Conv1D) else layer.weight
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.to(dtype))
     return packed

@@ -55,7 +55,7 @@ class CausalLMRewardModel(PreTrainedModel):
         """
         reward_model = cls(CausalLMRewardConfig(text_config=copy.deepcopy(model.config)))
         reward_model.backbone.load_state_dict(model.base_model.state_dict())
-        return reward_model.to(dtype=model.dtype, device=model.device).eval()
+        return reward_model.to(dtype=model.dtype, device=model.device).eval()  # type: ignore[call-arg]
 
     def forward(
         self,

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from ppo_rlhf.models.annotations import PreTrainedModel
 from ppo_rlhf.models.linear_products import is_plain_linear
@@ -28,7 +30,7 @@ class SixteenBitWeights:
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
         """Make room for copies in a 16-bit type; a pass of a few tokens shows which layers autocast."""
         copies: dict[int, Tensor] = {}
-        self._entries: list[tuple[dict[str, Tensor | None], str, Tensor]] = []  # table, name, copy
+        self._entries: list[tuple[dict[str, Any], str, Tensor]] = []  # table, name, copy
         for module in layers_that_autocast(model, dtype):
             for name, weight in module._parameters.items():
                 if weight is not None and weight.dtype == torch.float32:
@@ -52,7 +54,7 @@ class SixteenBitWeights:
                 table[name] = original
 
 
-def layers_that_autocast(model: PreTrainedModel, dtype: torch.dtype) -> list[nn.Module]:
+def layers_that_autocast(model: PreTrainedModel, dtype: torch.dtype) -> list[nn.Linear | Conv1D]:
     """Return the linear layers, in the model's order, that autocast computes in 16 bits whenever they are called.
 
     A pass of a few tokens shows them, the first time that a model is asked about: with autocast on and never with it
@@ -64,10 +66,10 @@ def layers_that_autocast(model: PreTrainedModel, dtype: torch.dtype) -> list[nn.
     return known[dtype]
 
 
-_layers: WeakKeyDictionary[nn.Module, dict[torch.dtype, list[nn.Module]]] = WeakKeyDictionary()
+_layers: WeakKeyDictionary[nn.Module, dict[torch.dtype, list[nn.Linear | Conv1D]]] = WeakKeyDictionary()
 
 
-def _find_layers(model: PreTrainedModel, dtype: torch.dtype) -> list[nn.Module]:
+def _find_layers(model: PreTrainedModel, dtype: torch.dtype) -> list[nn.Linear | Conv1D]:
     device, on, off = model.device.type, set[nn.Module](), set[nn.Module]()
 
     def watch(module: nn.Module, *_: object) -> None:

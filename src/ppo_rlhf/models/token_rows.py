@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import torch
@@ -48,9 +48,9 @@ class TokenRows:
 
     def to(self, device: torch.device) -> TokenRows:
         """Return the same, that lies on the CPU, elsewhere, without waiting."""
-        tensors = (self.input_ids, self.attention_mask, self.position_ids, self.packed_ids, self.packed_positions)
-        moved = (tensor.to(device, non_blocking=True) for tensor in tensors)
-        return TokenRows(*moved, self.layout.to(device), self.slots.to(device, non_blocking=True))
+        tensors = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "layout"}
+        moved = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
+        return TokenRows(layout=self.layout.to(device), **moved)
 
 
 def right_padded(sequences: Sequence[Sequence[int]], pad_id: int) -> TokenRows:

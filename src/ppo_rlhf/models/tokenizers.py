@@ -92,7 +92,7 @@ def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
     marker = "answer"
     messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": marker}]
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False)
+        text = str(tokenizer.apply_chat_template(messages, tokenize=False))
     except Exception:  # a template is a program of its own; a chat that it refuses is told of where chats are read
         return None
     tail = text.rpartition(marker)[2]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -23,9 +24,7 @@ def check_functions(run: RunRequest, tables: dict[str, pd.DataFrame]) -> None:
     prompts, columns = _probe(run, tables)
     for name, function in _functions(run):
         if prompts:
-            run.attempt(
-                lambda name=name, function=function: call_reward_function(function, name, prompts, prompts, columns)
-            )
+            run.attempt(partial(call_reward_function, function, name, prompts, prompts, columns))
 
 
 def _functions(run: RunRequest) -> Iterator[tuple[str, RewardFunction]]:
@@ -33,11 +32,11 @@ def _functions(run: RunRequest) -> Iterator[tuple[str, RewardFunction]]:
     with _no_bytecode():
         if isinstance(reward, RewardConfig):
             for reference in dict.fromkeys(c.function for c in reward.components if c.function is not None):
-                function = run.attempt(lambda reference=reference: load_function(reference, run.project_path))
+                function = run.attempt(partial(load_function, reference, run.project_path))
                 if function is not None:
                     yield reference, function
         if isinstance(rewards, RewardModellingConfig) and run.source("raw_preferences") is None and rewards.labeller:
-            labeller = run.attempt(lambda: load_function(str(rewards.labeller), run.project_path))
+            labeller = run.attempt(partial(load_function, str(rewards.labeller), run.project_path))
             if labeller is not None:
                 yield f"reward_modelling.labeller={rewards.labeller}", labeller
         if isinstance(evaluation, EvaluationConfig):

@@ -7,6 +7,7 @@ from ppo_rlhf.models.compilation import check_layers
 from ppo_rlhf.models.critic import make_value_head
 from ppo_rlhf.models.gradient_checkpointing import check_gradient_checkpointing
 from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.models.trunks import backbone_of
 from ppo_rlhf.preflight.request import RunRequest
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.run_models import lora_settings
@@ -28,10 +29,10 @@ def check_model_options(run: RunRequest, models: dict[str, PretrainedHandle]) ->
         if ppo.gradient_checkpointing:
             check_gradient_checkpointing(empty)
         if ppo.compile:
-            check_layers(empty.base_model)
+            check_layers(backbone_of(empty))
         if ppo.use_peft:
             check_targets(empty, lora_settings(ppo))
             if ppo.value_model == "separate":
-                check_critic_targets(empty.base_model, lora_settings(ppo))
+                check_critic_targets(backbone_of(empty), lora_settings(ppo))
         if head is not None:
             make_value_head(empty, head.to("meta"))

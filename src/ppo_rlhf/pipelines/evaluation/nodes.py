@@ -124,4 +124,4 @@ def _load(handle: PretrainedHandle, dtype: torch.dtype, ppo: PPOConfig, *, waits
     if waits:
         to_host(model)
         return model
-    return model.to(resolve_device(ppo.device))
+    return model.to(resolve_device(ppo.device))  # type: ignore[arg-type]

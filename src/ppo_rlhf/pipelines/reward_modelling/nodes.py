@@ -56,7 +56,7 @@ def collect_preferences(
         context=context_length(sft_policy.config()),
         overlong=ppo.overlong_prompts,
     )
-    policy = sft_policy.causal_lm().to(resolve_device(reward_modelling.device))
+    policy = sft_policy.causal_lm().to(resolve_device(reward_modelling.device))  # type: ignore[arg-type]
     log.info("Sampling %d pairs from the SFT policy, labelled by %s …", reward_modelling.pairs, labeller)
     return pairs.sample_preferences(
         policy,
