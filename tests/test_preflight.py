@@ -292,8 +292,13 @@ def test_what_the_run_makes_itself_need_not_be_there(desk: Desk):
 @pytest.mark.parametrize(
     ("name", "setting", "stage", "advice"),
     [
-        ("sft_policy", "sft_model_path", "supervised_finetuning", ", or set base_model_path to fine-tune from it."),
-        ("reward_model", "reward_model_path", "reward_modelling", "to use it as it is."),
+        (
+            "sft_policy",
+            "sft_model_path",
+            "supervised_finetuning",
+            ", or leave sft_model_path out, with base_model_path as its start, to train one.",
+        ),
+        ("reward_model", "reward_model_path", "reward_modelling", ", or leave reward_model_path out to train one."),
     ],
 )
 def test_a_model_of_ones_own_is_never_written(desk: Desk, name: str, setting: str, stage: str, advice: str):

@@ -87,6 +87,14 @@ def test_precision_follows_trls_rule(bf16: bool | None, fp16: bool, dtype: str):
     assert ppo(bf16=bf16, fp16=fp16)["dtype"] == dtype
 
 
+@pytest.mark.parametrize(("bf16", "fp16", "said"), [(None, False, True), (False, True, True), (False, False, False)])
+def test_sixteen_bits_are_remarked_on_since_trls_ppo_does_not_compute_in_them(
+    bf16: bool | None, fp16: bool, said: bool
+):
+    remarks = from_trl({"kl_coef": 0.05, "bf16": bf16, "fp16": fp16}).remarks
+    assert any("computes in float32" in remark for remark in remarks) is said
+
+
 def test_epochs_become_episodes_if_the_number_of_prompts_is_known():
     conversion = from_trl({"kl_coef": 0.05, "num_train_epochs": 2.5}, num_prompts=1001)
     assert conversion.parameters["ppo"]["total_episodes"] == 2502  # int(2.5 x 1001)

@@ -193,6 +193,11 @@ def _precision(ledger: Ledger) -> None:
     fp16 = ledger.flag("fp16")
     bf16 = not fp16 if ledger.value("bf16") is None else ledger.flag("bf16")
     ledger.derive("ppo.dtype", "bfloat16" if bf16 else "float16" if fp16 else "float32", "bf16", "fp16")
+    if bf16 or fp16:
+        ledger.remark(
+            "TRL's PPO computes in float32 whatever bf16 and fp16 say, unless ACCELERATE_MIXED_PRECISION is set; here "
+            "ppo.dtype counts. ppo.dtype=float32 does what TRL's run did."
+        )
 
 
 def _device(ledger: Ledger) -> None:

@@ -34,7 +34,7 @@ class RewardModellingConfig(OptimisationConfig):
     """Where preferences come from and how the reward model is trained."""
 
     num_train_epochs: Annotated[float, Field(gt=0.0)] = 1.0
-    """Passes over the pairs (TRL's default for reward models)."""
+    """Passes over the pairs (TRL's default is 3; more than one overfits quickly: Ouyang et al. 2022, appendix C.2)."""
     learning_rate: Annotated[float, Field(gt=0.0)] = 1e-4
     """Peak learning rate of AdamW (TRL's default for reward models)."""
     prompt_column: str = "prompt"

@@ -50,6 +50,12 @@ def prepare_prompts(
         prompts.seed,
         prompts.column,
     )
+    if raw_evaluation_prompts is not None and len(held_out) < len(raw_evaluation_prompts):
+        log.info(
+            "Of %d evaluation prompts the first %d are used (prompts.max_held_out).",
+            len(raw_evaluation_prompts),
+            len(held_out),
+        )
     tokenizer, context = sft_policy.tokenizer(), context_length(sft_policy.config())
     prepared = {
         name: tokenise_prompts(
