@@ -3,9 +3,12 @@
 import pytest
 import torch
 from torch.testing import assert_close
+from transformers import AutoModelForCausalLM, DeepseekV3Config, DiffLlamaConfig, PreTrainedModel
 
 from ppo_rlhf.models import decoding
-from ppo_rlhf.models.decoding import Decoder
+from ppo_rlhf.models.decoding import Decoder, decodes
+from ppo_rlhf.models.trunks import packs
+from ppo_rlhf.training.generation import SamplingSettings, generate_responses
 from tests.tiny_models import KINDS, tiny_model
 
 PROMPTS = [[4, 7, 9, 12, 5], [6], [8, 10, 11]]
@@ -17,9 +20,71 @@ def alone(model, ids: list[int]) -> torch.Tensor:
         return model(torch.tensor([ids]), use_cache=False).logits[0, -1]
 
 
+def drawn(config) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, 0.0, 0.3)
+    return model.double()
+
+
 def check(model, logits: torch.Tensor, sequences: list[list[int]]) -> None:
     expected = torch.stack([alone(model, ids) for ids in sequences])
     assert_close(logits, expected, rtol=0.0, atol=1e-5)  # a Llama's norm is float32
+
+
+SHAPE = {"vocab_size": 25, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+LATENT = {  # values narrower than queries and keys
+    "kv_lora_rank": 6,
+    "q_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 6,
+    "v_head_dim": 7,
+    "first_k_dense_replace": 2,
+    "n_routed_experts": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 8,
+}
+OTHERS = {
+    "attention asked twice in a layer": DiffLlamaConfig(**SHAPE, num_key_value_heads=2, max_position_embeddings=32),
+    "values narrower than keys": DeepseekV3Config(
+        **SHAPE, **LATENT, num_key_value_heads=2, max_position_embeddings=32, rope_interleave=False
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_architectures_are_decoded_as_whole_passes_are(name):
+    model = drawn(OTHERS[name])
+    assert decodes(model)
+    decoder, sequences = Decoder(model, PROMPTS, 9), [list(ids) for ids in PROMPTS]
+    with torch.no_grad():
+        check(model, decoder.prefill(), sequences)
+        for step in range(4):
+            sequences = [[*ids, new[step]] for ids, new in zip(sequences, TOKENS, strict=True)]
+            check(model, decoder.step(torch.tensor([new[step] for new in TOKENS])), sequences)
+
+
+@pytest.mark.parametrize("fault", ["wrong", "impossible"])
+def test_a_model_that_is_not_decoded_as_whole_passes_are_is_found_out_and_sampled_plainly(monkeypatch, fault):
+    def attend(self, query_NHD, *others):
+        if fault == "impossible":
+            raise RuntimeError("shapes do not fit")
+        return torch.zeros_like(query_NHD)
+
+    model = tiny_model()
+    assert packs(model.base_model)
+    monkeypatch.setattr(decoding.HeldColumns, "attend", attend)
+    assert not decodes(model)
+    sampling = SamplingSettings(4, 1.0, 0, 1.0, (3,), 0)
+    uniforms = torch.rand(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    found, expected = (
+        generate_responses(model, PROMPTS, uniforms, sampling, engine=engine) for engine in ("static", "plain")
+    )
+    assert_close(found.response_ids, expected.response_ids, rtol=0.0, atol=0.0)
 
 
 @pytest.mark.parametrize("bucket", [2, 64])

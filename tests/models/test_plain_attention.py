@@ -33,25 +33,26 @@ def worked_out(query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ..
     return torch.stack(rows)
 
 
-def inputs(layout: PackedLayout, heads: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
-    """Return rows `[N + more, heads, 8]` for each number of heads; what fills them up is NaN."""
+def inputs(layout: PackedLayout, heads: tuple[int, ...], dtype: torch.dtype, value_width: int = 8) -> list[Tensor]:
+    """Return rows of query, key, value and result, `[N + more, heads, d]`; what fills them up is NaN."""
     generator = torch.Generator().manual_seed(1)
     tokens = len(layout.slots) + layout.more
-    rows = [torch.randn(tokens, n, 8, generator=generator).to(dtype) for n in heads]
+    widths = (8, 8, value_width, value_width)
+    rows = [torch.randn(tokens, n, d, generator=generator).to(dtype) for n, d in zip(heads, widths, strict=False)]
     for x in rows:
         x[len(layout.slots) :] = torch.nan
     return rows
 
 
-@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize(("kv_heads", "value_width"), [(4, 8), (2, 8), (4, 6), (2, 4)])
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_sixteen_bit_attention_and_its_gradient_are_those_worked_out_in_float64(dtype, name, kv_heads):
+def test_sixteen_bit_attention_and_its_gradient_are_those_worked_out_in_float64(dtype, name, kv_heads, value_width):
     layout = LAYOUTS[name]
-    *given, weight = inputs(layout, (4, kv_heads, kv_heads, 4), dtype)
+    *given, weight = inputs(layout, (4, kv_heads, kv_heads, 4), dtype, value_width)
     n = len(layout.slots)
     found_in = [x.clone().requires_grad_() for x in given]
-    found = layout.attend(0, *found_in, 0.5)
+    found = layout.attend(*found_in, 0.5)
     found.backward(weight)
     wide = [x[:n].double().requires_grad_() for x in given]
     expected = worked_out(*wide, layout.lengths, 0.5)
@@ -67,11 +68,11 @@ def test_scores_are_scaled_before_they_could_overflow_and_by_the_heads_width_if_
     layout = PackedLayout.of([2])
     query, key, value = inputs(layout, (1, 1, 1), torch.float16)
     query, key = query * 0 + 120, key * 0 + 120  # 8 x 120 x 120 is more than float16 holds
-    found = layout.attend(0, query, key, value, 0.01)
+    found = layout.attend(query, key, value, 0.01)
     assert_close(found[1], value.mean(0), rtol=1e-2, atol=1e-3)
     query, key = (x / 100 for x in (query, key))
-    by_default = layout.attend(0, query, key, value, None)
-    assert torch.equal(by_default, layout.attend(0, query, key, value, 8**-0.5))
+    by_default = layout.attend(query, key, value, None)
+    assert torch.equal(by_default, layout.attend(query, key, value, 8**-0.5))
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -82,11 +83,11 @@ def test_it_is_chosen_for_sixteen_bits_and_lengths_up_to_its_longest(monkeypatch
     asked = []
     fused = packed_attention.causal_attention
     monkeypatch.setattr(packed_attention, "causal_attention", lambda *given: asked.append(1) or fused(*given))
-    plain = layout.attend(0, query, key, value, None)
+    plain = layout.attend(query, key, value, None)
     assert not asked
     monkeypatch.setattr(packed_attention, "LONGEST_PLAIN_ATTENTION", 0)
-    other = layout.attend(0, query, key, value, None)
+    other = layout.attend(query, key, value, None)
     assert len(asked) == 1
-    layout.attend(0, query.float(), key.float(), value.float(), None)
+    layout.attend(query.float(), key.float(), value.float(), None)
     assert len(asked) == 2
     assert_close(plain, other, rtol=0.02, atol=0.02)

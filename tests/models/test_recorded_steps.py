@@ -85,7 +85,7 @@ def test_a_second_batch_uses_the_same_memory_and_the_weights_as_they_are_then():
     model, again = tiny_model("gpt2").double(), Again()
     recorded = RecordedSteps(model, again)
     first = decode(model, recorded)
-    held = [recorded._token_ids, recorded._lengths, *recorded._keys.values(), *recorded._values.values()]
+    held = [recorded._token_ids, recorded._lengths, *recorded._keys, *recorded._values]
     addresses, recordings = [tensor.data_ptr() for tensor in held], again.recordings
     with torch.no_grad():
         for parameter in model.parameters():
@@ -93,7 +93,7 @@ def test_a_second_batch_uses_the_same_memory_and_the_weights_as_they_are_then():
     second = decode(model, recorded, PROMPTS[::-1])
     check(second, decode(model, None, PROMPTS[::-1]), 1e-10)
     assert not torch.allclose(first[1], second[1])
-    held = [recorded._token_ids, recorded._lengths, *recorded._keys.values(), *recorded._values.values()]
+    held = [recorded._token_ids, recorded._lengths, *recorded._keys, *recorded._values]
     assert [tensor.data_ptr() for tensor in held] == addresses
     assert again.recordings == recordings
 
@@ -103,7 +103,7 @@ def test_what_an_earlier_batch_left_is_not_read_even_if_it_is_not_finite():
     recorded = RecordedSteps(model, Again())
     decode(model, recorded)
     for held in (recorded._keys, recorded._values):
-        for tensor in held.values():
+        for tensor in held:
             tensor.fill_(torch.nan)
     check(decode(model, recorded), decode(model, None), 1e-10)
 

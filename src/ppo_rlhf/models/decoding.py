@@ -5,9 +5,11 @@ Transformers' caches give all rows one length, so prompts of different lengths n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +17,15 @@ from torch import Tensor, nn
 from ppo_rlhf.models.annotations import PreTrainedModel
 from ppo_rlhf.models.compiled_shapes import fills_rows
 from ppo_rlhf.models.packed_attention import PackedLayout, packed_states
-from ppo_rlhf.models.trunks import backbone_of, logits_of
+from ppo_rlhf.models.trunks import (
+    WHATEVER_A_MODEL_RAISES,
+    are_close,
+    asking,
+    backbone_of,
+    logits_of,
+    packs,
+    some_ids,
+)
 
 if TYPE_CHECKING:
     from ppo_rlhf.models.recorded_steps import RecordedSteps
@@ -45,8 +55,8 @@ class Decoder:
         None computes each one anew. They serve one decoder at a time.
         """
         self._model, self._backbone, self._head = model, backbone_of(model), head or logits_of(model)
-        self._keys: dict[int, Tensor] = {}  # layer -> [slots, heads, capacity, d]
-        self._values: dict[int, Tensor] = {}
+        self._keys: list[Tensor] = []  # of each time that a pass attends, [slots, heads, capacity, d]
+        self._values: list[Tensor] = []
         self._longest = longest
         self._recorded = recorded
         self._prompt_ids = prompt_ids
@@ -71,8 +81,8 @@ class Decoder:
             index = torch.tensor(of_row, device=device)
             logits = logits.index_select(0, index)
             for held in (self._keys, self._values):
-                for layer in held:
-                    held[layer] = held[layer].index_select(0, index)
+                for turn, tensor in enumerate(held):
+                    held[turn] = tensor.index_select(0, index)
         if self._recorded is not None:
             taken = self._recorded.take_over(self._keys, self._values, self.lengths, self._longest)
             self._keys, self._values, self.lengths = taken
@@ -106,7 +116,7 @@ class Decoder:
             formers = torch.tensor([order[row] for row in moved], device=self.lengths.device)
             width = max(self._columns)
             for held in (self._keys, self._values):
-                for tensor in held.values():
+                for tensor in held:
                     tensor[slots, :, :width] = tensor[formers, :, :width]
             self.lengths[slots] = self.lengths[formers]
         self.lengths = self.lengths[: len(live)]
@@ -119,10 +129,39 @@ class Decoder:
     def _make_room(self, width: int) -> None:
         """Let every sequence have so many columns."""
         for held in (self._keys, self._values):
-            for layer, tensor in held.items():
+            for turn, tensor in enumerate(held):
                 if tensor.shape[2] < width:
                     more = self._capacity(width) - tensor.shape[2]
-                    held[layer] = nn.functional.pad(tensor[: len(self._columns)], (0, 0, 0, more))
+                    held[turn] = nn.functional.pad(tensor[: len(self._columns)], (0, 0, 0, more))
+
+
+_decodes: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+
+
+def decodes(model: PreTrainedModel) -> bool:
+    """Whether a `Decoder` gives the states that whole passes do; the model is asked at the first call."""
+    if model not in _decodes:
+        _decodes[model] = packs(backbone_of(model)) and _decodes_like_whole_passes(model)
+    return _decodes[model]
+
+
+def _decodes_like_whole_passes(model: PreTrainedModel) -> bool:
+    """Ask the model for two steps behind prompts of two lengths, and for each sequence alone."""
+    backbone, sequences, steps = backbone_of(model), [some_ids(model, 7), some_ids(model, 5).flip(0)], 2
+    decoder = Decoder(model, [ids[:-steps].tolist() for ids in sequences], 7, head=nn.Identity())
+    try:
+        with asking(model):
+            found = [decoder.prefill()]
+            for step in range(-steps, 0):
+                found.append(decoder.step(torch.stack([ids[step] for ids in sequences]).to(model.device)))
+            alone = [
+                backbone(input_ids=ids[None].to(model.device), use_cache=False).last_hidden_state[0]
+                for ids in sequences
+            ]
+    except WHATEVER_A_MODEL_RAISES:
+        return False
+    expected = torch.stack([states[-steps - 1 :] for states in alone], dim=1)
+    return are_close(torch.stack(found), expected)
 
 
 @dataclass(frozen=True)
@@ -131,25 +170,23 @@ class Prefill:
 
     Attributes:
         layout: Of B prompts.
-        keys: Layer -> `[B, K, capacity, d]`, filled here.
+        keys: `[B, K, capacity, d]` of each time that the pass attends, filled here.
         values: Likewise.
         length: Tokens of the longest prompt.
         capacity: Columns to make room for.
     """
 
     layout: PackedLayout
-    keys: dict[int, Tensor]
-    values: dict[int, Tensor]
+    keys: list[Tensor]
+    values: list[Tensor]
     length: int
     capacity: int
 
-    def attend(
-        self, layer: int, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scaling: float | None
-    ) -> Tensor:
+    def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scaling: float | None) -> Tensor:
         """Attend within each prompt."""
-        self.keys[layer] = self._store(self.layout.spread(key_NKD))
-        self.values[layer] = self._store(self.layout.spread(value_NKD))
-        return self.layout.attend(layer, query_NHD, key_NKD, value_NKD, scaling)
+        self.keys.append(self._store(self.layout.spread(key_NKD)))
+        self.values.append(self._store(self.layout.spread(value_NKD)))
+        return self.layout.attend(query_NHD, key_NKD, value_NKD, scaling)
 
     def _store(self, spread_BLKD: Tensor) -> Tensor:
         """Return memory `[B, K, capacity, d]` that begins with these columns."""
@@ -163,35 +200,36 @@ class Prefill:
 class HeldColumns:
     """Attention of one token of each of B sequences to what is held of it; see `packed_attention.Attention`.
 
+    For one pass.
+
     Attributes:
-        keys: Layer -> `[slots, K, capacity, d]`; the first B slots are those of the sequences.
+        keys: `[slots, K, capacity, d]` of each time that a pass attends; the first B slots are those of the sequences.
         values: Likewise.
         rows: 0 … B - 1, `[B]` long.
         lengths: Columns of each sequence so far, `[B]` long: its token's keys and values go behind them.
         width: Columns that are looked at.
         mask: `[B, width]`, True where to attend; None: everywhere.
+        turns: Counts how often the pass has attended. Not the layers: some attend twice, some come again.
     """
 
-    keys: dict[int, Tensor]
-    values: dict[int, Tensor]
+    keys: list[Tensor]
+    values: list[Tensor]
     rows: Tensor
     lengths: Tensor
     width: int
     mask: Tensor | None
+    turns: Iterator[int] = field(default_factory=count)
 
     @classmethod
-    def of(
-        cls, keys: dict[int, Tensor], values: dict[int, Tensor], lengths: Tensor, width: int, *, is_even: bool
-    ) -> HeldColumns:
+    def of(cls, keys: list[Tensor], values: list[Tensor], lengths: Tensor, width: int, *, is_even: bool) -> HeldColumns:
         """Return the attention to at most `width` columns, the new ones included; `is_even`: of all that many."""
         rows, columns = (torch.arange(size, device=lengths.device) for size in (len(lengths), width))
         return cls(keys, values, rows, lengths, width, None if is_even else columns <= lengths[:, None])
 
-    def attend(
-        self, layer: int, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scaling: float | None
-    ) -> Tensor:
+    def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scaling: float | None) -> Tensor:
         """Remember keys and values and attend to all that came before."""
-        keys, values = self.keys[layer][: len(query_NHD)], self.values[layer][: len(query_NHD)]
+        turn = next(self.turns)
+        keys, values = self.keys[turn][: len(query_NHD)], self.values[turn][: len(query_NHD)]
         keys[self.rows, :, self.lengths] = key_NKD.to(keys.dtype)
         values[self.rows, :, self.lengths] = value_NKD.to(keys.dtype)
         held = keys[:, :, : self.width], values[:, :, : self.width]
@@ -207,7 +245,7 @@ def _attend_to_held(
     mask = None if mask_BL is None else mask_BL[:, None, None, :]
     with torch.autocast(query.device.type, enabled=False):  # it would turn all that is held into 16 bits, each step
         attended = nn.functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling)
-    return attended.reshape(rows, heads, width).to(query_BHD.dtype)
+    return attended.reshape(rows, heads, values.shape[-1]).to(query_BHD.dtype)
 
 
 def _held_dtype(states: Tensor) -> torch.dtype:

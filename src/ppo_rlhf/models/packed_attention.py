@@ -77,13 +77,12 @@ class PackedLayout:
             return tokens_N.reshape(shape)
         return place_rows(tokens_N, self.slots, len(self.lengths) * self.width).view(shape)
 
-    def attend(
-        self, layer: int, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scaling: float | None
-    ) -> Tensor:
+    def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scaling: float | None) -> Tensor:
         """Attend within each sequence; see `Attention`."""
-        if query_NHD.is_cpu and query_NHD.dtype in SIXTEEN_BITS and self.width <= LONGEST_PLAIN_ATTENTION:
-            return self.plain_attention.attend(query_NHD, key_NKD, value_NKD, scaling)
-        query, key, value = (self.spread(x).transpose(1, 2) for x in (query_NHD, key_NKD, value_NKD))
+        query, key, value = (_as_autocast(x) for x in (query_NHD, key_NKD, value_NKD))
+        if query.is_cpu and query.dtype in SIXTEEN_BITS and self.width <= LONGEST_PLAIN_ATTENTION:
+            return self.plain_attention.attend(query, key, value, scaling)
+        query, key, value = (self.spread(x).transpose(1, 2) for x in (query, key, value))
         return self.collect(causal_attention(query, key, value, scaling).transpose(1, 2))
 
     def collect(self, tokens_BL: Tensor) -> Tensor:
@@ -179,16 +178,15 @@ def packed_states(backbone: PreTrainedModel, ids: Tensor, positions: Tensor, lay
 class Attention(Protocol):
     """What attends in a forward pass within `packed_attention`: its keyword argument `packed_layout`."""
 
-    def attend(
-        self, layer: int, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scaling: float | None
-    ) -> Tensor:
-        """Return what the N tokens take from the ones before them, `[N, heads, d]`.
+    def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scaling: float | None) -> Tensor:
+        """Return what the N tokens take from the ones before them, `[N, heads, d of the values]`.
+
+        A pass asks once a layer, or more often; always as often, and in the same order.
 
         Args:
-            layer: Which of the model's layers asks, from 0.
             query_NHD: Of N tokens, in H heads.
             key_NKD: Likewise, in K heads; K divides H.
-            value_NKD: Likewise.
+            value_NKD: Likewise; its d may be another.
             scaling: Of the scores; None: 1 / sqrt(d).
         """
 
@@ -202,6 +200,13 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float |
     if groups > 1:
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     return attend(query, key, value, is_causal=True, scale=scaling)
+
+
+def _as_autocast(states: Tensor) -> Tensor:
+    """Return what autocast makes of an argument of attention; rotary positions, for one, leave it in float32."""
+    device = states.device.type
+    casts = torch.is_autocast_enabled(device) and states.dtype != torch.float64
+    return states.to(torch.get_autocast_dtype(device)) if casts else states
 
 
 @cache
@@ -238,7 +243,6 @@ def _attend(
     strange = [name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None]
     if attention_mask is not None or dropout or is_causal is False or strange:
         raise NotImplementedError(f"packed attention is plain causal attention; asked for: {strange or 'a mask'}")
-    layer: int = module.layer_idx  # type: ignore[assignment]
     query_NHD, key_NKD, value_NKD = (x[0].transpose(0, 1) for x in (query, key, value))
-    attended = packed_layout.attend(layer, query_NHD, key_NKD, value_NKD, scaling)
+    attended = packed_layout.attend(query_NHD, key_NKD, value_NKD, scaling)
     return attended[None], None

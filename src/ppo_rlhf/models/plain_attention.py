@@ -42,7 +42,7 @@ class PlainAttention:
         return cls(tokens, slots, torch.cat(ends), bias)
 
     def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scaling: float | None) -> Tensor:
-        """Return softmax(q k^T scaling + bias) v, `[N, H, d]`; see `packed_attention.Attention`.
+        """Return softmax(q k^T scaling + bias) v, `[N, H, d of v]`; see `packed_attention.Attention`.
 
         Tokens behind the N that have a place are of no sequence and get 0. Torch's softmax of 16 bits adds up in
         float32 within a row.
@@ -57,7 +57,7 @@ class PlainAttention:
         with torch.autocast(query.device.type, enabled=False):  # it would hold scores and probabilities in float32
             bias = self.causal_bias.to(query.dtype)
             probabilities = torch.baddbmm(bias, query, key.transpose(1, 2), alpha=factor).softmax(-1)
-            attended = torch.bmm(probabilities, value).view(heads, -1, width)
+            attended = torch.bmm(probabilities, value).view(heads, -1, value.shape[-1])
         if self.is_even(len(query_NHD)):
             return attended.transpose(0, 1)
         result: Tensor = _TokensFirst.apply(attended, self, len(query_NHD))

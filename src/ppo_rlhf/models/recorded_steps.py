@@ -22,7 +22,7 @@ from ppo_rlhf.models.annotations import PreTrainedModel
 from ppo_rlhf.models.decoding import HeldColumns
 from ppo_rlhf.models.packed_attention import PackedLayout, packed_states
 from ppo_rlhf.models.sixteen_bit_weights import SixteenBitWeights
-from ppo_rlhf.models.trunks import asking, backbone_of, logits_of, packs, some_ids
+from ppo_rlhf.models.trunks import asking, backbone_of, logits_of, some_ids
 
 WARM_UPS = 3
 """Runs of a step before it is captured, as torch's documentation has it: libraries set themselves up in the first."""
@@ -72,8 +72,8 @@ class RecordedSteps:
         check_recordable(model)
         self._model, self._record = model, record
         self._weights: SixteenBitWeights | None = None
-        self._keys: dict[int, Tensor] = {}  # layer -> [slots, K, capacity, d]
-        self._values: dict[int, Tensor] = {}
+        self._keys: list[Tensor] = []  # of each time that a pass attends, [slots, K, capacity, d]
+        self._values: list[Tensor] = []
         self._capacity = 0
         self._token_ids = torch.zeros(0, dtype=torch.long, device=model.device)  # [slots]
         self._lengths = self._token_ids.clone()  # [slots]
@@ -101,25 +101,25 @@ class RecordedSteps:
             yield
 
     def take_over(
-        self, keys: dict[int, Tensor], values: dict[int, Tensor], lengths: Tensor, longest: int
-    ) -> tuple[dict[int, Tensor], dict[int, Tensor], Tensor]:
-        """Go on from what a prefill left, and return what holds it now: keys and values by layer, and lengths.
+        self, keys: list[Tensor], values: list[Tensor], lengths: Tensor, longest: int
+    ) -> tuple[list[Tensor], list[Tensor], Tensor]:
+        """Go on from what a prefill left, and return what holds it now: keys, values and lengths.
 
         Args:
-            keys: Layer -> `[B, K, columns, d]`; emptied.
+            keys: `[B, K, columns, d]` of each time that a pass attends; emptied.
             values: Likewise.
             lengths: Tokens of each sequence, `[B]`.
             longest: How long a sequence can get.
         """
-        self._make_room(next(iter(keys.values())), len(lengths), longest)
+        self._make_room(keys[0], len(lengths), longest)
         for mine, theirs in ((self._keys, keys), (self._values, values)):
-            for layer in list(theirs):
-                found = theirs.pop(layer)
-                if layer not in mine:
+            for turn in range(len(theirs)):
+                found = theirs.pop(0)
+                if turn == len(mine):
                     slots, capacity = len(self._lengths), self._capacity
-                    mine[layer] = found.new_empty(slots, found.shape[1], capacity, found.shape[3])
-                mine[layer].zero_()  # of an earlier batch: 0 x NaN, masked or not, is NaN
-                mine[layer][: len(found), :, : found.shape[2]] = found
+                    mine.append(found.new_empty(slots, found.shape[1], capacity, found.shape[3]))
+                mine[turn].zero_()  # of an earlier batch: 0 x NaN, masked or not, is NaN
+                mine[turn][: len(found), :, : found.shape[2]] = found
         self._lengths.zero_()
         self._lengths[: len(lengths)] = lengths
         return self._keys, self._values, self._lengths[: len(lengths)]
@@ -151,12 +151,13 @@ class RecordedSteps:
 
     def _make_room(self, held: Tensor, rows: int, longest: int) -> None:
         """Hold so many rows and columns of this type, or forget all that was recorded and make room anew."""
-        mine = next(iter(self._keys.values()), None)
+        mine = next(iter(self._keys), None)
         is_alike = mine is not None and (mine.dtype, mine.device) == (held.dtype, held.device)
         if is_alike and rows <= len(self._lengths) and longest <= self._capacity:
             return
-        for table in (self._steps, self._keys, self._values):
-            table.clear()
+        self._steps.clear()
+        self._keys.clear()
+        self._values.clear()
         self._capacity = max(self._capacity, decoding.in_buckets(longest))
         self._token_ids = torch.zeros(max(rows, len(self._lengths)), dtype=torch.long, device=held.device)
         self._lengths = torch.zeros_like(self._token_ids)
@@ -169,7 +170,7 @@ def check_recordable(model: PreTrainedModel) -> None:
         ModelError: It needs padding, or its forward pass reads.
     """
     backbone = backbone_of(model)
-    if not packs(backbone):
+    if not decoding.decodes(model):
         raise ModelError(f"{type(model).__name__} cannot be decoded without padding")
     head, ids = logits_of(model), some_ids(model, 2)[None].to(model.device)
     positions, layout = torch.arange(2, device=model.device)[None], PackedLayout.of([2], model.device)

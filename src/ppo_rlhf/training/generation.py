@@ -21,10 +21,10 @@ from ppo_rlhf.core.responses import length_mask, response_lengths
 from ppo_rlhf.core.sampling import sample_tokens
 from ppo_rlhf.models.annotations import PreTrainedModel
 from ppo_rlhf.models.compiled_shapes import compiles_by_shape
-from ppo_rlhf.models.decoding import Decoder
+from ppo_rlhf.models.decoding import Decoder, decodes
 from ppo_rlhf.models.packed_weights import packed_weights
 from ppo_rlhf.models.recorded_steps import RecordedSteps
-from ppo_rlhf.models.trunks import backbone_of, logits_of, packs
+from ppo_rlhf.models.trunks import logits_of
 from ppo_rlhf.training.packing import left_pad, without_padding
 
 STEPS_BETWEEN_LOOKS = 16
@@ -103,9 +103,9 @@ def generate_responses(
         "plain": _decode_plainly,
         "hf": _decode_with_generate,
     }
-    engine = "plain" if engine == "static" and not packs(backbone_of(model)) else engine
+    engine = "plain" if engine == "static" and not decodes(model) else engine
     if engine == "static":
-        logits_of(model)  # asked now, as `packs` is: of the layers as they are
+        logits_of(model)  # asked now, as `decodes` is: of the layers as they are
     decode = engines[engine]
     tokens, logprobs = [], []
     with (
