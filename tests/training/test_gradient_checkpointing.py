@@ -1,8 +1,11 @@
 """Checkpointed gradients: each layer is computed once more in the update, and only there, and no number changes."""
 
 import pytest
+import torch
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from ppo_rlhf.core.errors import ModelError
+from ppo_rlhf.models.gradient_checkpointing import enable_gradient_checkpointing, recomputing
 from ppo_rlhf.training.update import optimise
 
 KINDS = ["gpt2", "llama", "bitnet"]
@@ -55,6 +58,28 @@ def test_the_numbers_are_the_same_bit_for_bit(make_run, snapshot, same_tensors, 
     }
     for name in ("policy", "critic"):
         assert same_tensors(snapshot(getattr(recomputing.state, name)), snapshot(getattr(plain.state, name)))
+
+
+def test_routers_that_draw_noise_in_training_mode_draw_none():
+    shape = {"vocab_size": 25, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 32}
+    config = MixtralConfig(**shape, **heads, num_local_experts=4, router_jitter_noise=0.5)
+    torch.manual_seed(0)
+    model, ids = MixtralForCausalLM(config).eval(), torch.tensor([[4, 7, 9, 12, 5]])
+    enable_gradient_checkpointing(model)
+
+    def gradients() -> list[torch.Tensor]:
+        model.zero_grad()
+        model(input_ids=ids, use_cache=False).logits.square().sum().backward()
+        return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+    calls, expected = [], gradients()
+    model.model.layers[0].self_attn.register_forward_pre_hook(lambda *_: calls.append(1))
+    with recomputing(model):
+        found = gradients()
+    assert len(calls) == 2
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert not any(module.training for module in model.modules())
 
 
 def test_outside_the_update_the_models_are_in_evaluation_mode(make_run):

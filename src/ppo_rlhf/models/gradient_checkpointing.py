@@ -1,7 +1,7 @@
 """Gradient checkpointing: layers keep their inputs alone and compute the rest again in the backward pass.
 
-Chen et al. 2016, arXiv:1604.06174. transformers does so only in training mode; every dropout probability is 0 here, so
-that training mode computes what evaluation mode computes.
+Chen et al. 2016, arXiv:1604.06174. transformers does so only in the training mode of the modules that checkpoint. What
+they consist of stays in evaluation mode: in the other one some draw noise (the routers of PhiMoE, say).
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ def check_gradient_checkpointing(model: PreTrainedModel) -> None:
 
 
 @contextmanager
-def training_mode(*models: nn.Module) -> Iterator[None]:
-    """Put models into training mode for a while; outside of it they decode with a cache, which that mode forbids."""
-    for model in models:
-        model.train()
+def recomputing(*models: nn.Module) -> Iterator[None]:
+    """Let models checkpoint for a while: outside of it they decode with a cache, which checkpointing forbids."""
+    marked = [m for model in models for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
+    for module in marked:
+        module.training = True
     try:
         yield
     finally:
-        for model in models:
-            model.eval()
+        for module in marked:
+            module.training = False

@@ -114,7 +114,10 @@ def _has_plain_attention(backbone: PreTrainedModel) -> bool:
 
 
 def _keeps_sequences_apart(backbone: PreTrainedModel) -> bool:
-    """Ask the model: packed states are close to padded ones, and not a bit of one sequence depends on another."""
+    """Ask the model: packed states are close to padded ones, and those of one sequence do not depend on another.
+
+    Not to the last bit: what experts get of other sequences changes how many rows their products have.
+    """
     first, second, changed = some_ids(backbone, 5), some_ids(backbone, 3), some_ids(backbone, 5).flip(0)
     device = backbone.device
     try:
@@ -124,9 +127,7 @@ def _keeps_sequences_apart(backbone: PreTrainedModel) -> bool:
             expected = _padded_states(backbone, _side_by_side(first, second).to(device))
     except WHATEVER_A_MODEL_RAISES:
         return False
-    if not torch.equal(found[len(first) :].nan_to_num(), other[len(first) :].nan_to_num()):
-        return False
-    return are_close(found, expected)
+    return are_close(found, expected) and are_close(other[len(first) :], found[len(first) :])
 
 
 def are_close(found: Tensor, expected: Tensor) -> bool:

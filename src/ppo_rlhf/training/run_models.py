@@ -16,7 +16,7 @@ from ppo_rlhf.models.critic import Critic, OwnBackbone, SharedCritic
 from ppo_rlhf.models.gradient_checkpointing import (
     check_gradient_checkpointing,
     enable_gradient_checkpointing,
-    training_mode,
+    recomputing,
 )
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.models.offloading import to_host
@@ -166,6 +166,6 @@ def recorded_steps(policy: PreTrainedModel, config: PPOConfig) -> RecordedSteps 
 def checkpointing_gradients(
     policy: PreTrainedModel, critic: AnyCritic, config: PPOConfig
 ) -> AbstractContextManager[None]:
-    """Return the context of the update: training mode where transformers checkpoints gradients, else nothing at all."""
+    """Return the context of the update: transformers' layers recompute if `ppo.gradient_checkpointing` says so."""
     by_transformers = config.gradient_checkpointing and not config.compile
-    return training_mode(policy, critic) if by_transformers else nullcontext()
+    return recomputing(policy, critic) if by_transformers else nullcontext()
