@@ -10,6 +10,8 @@ from transformers import (
     GPT2Config,
     GPT2ForSequenceClassification,
     GraniteConfig,
+    GraniteMoeConfig,
+    GraniteMoeForCausalLM,
     MistralConfig,
     OPTConfig,
     Qwen2Config,
@@ -82,6 +84,29 @@ def test_logits_behind_a_scale_have_the_gradient_of_the_models_own():
     states = torch.randn(3, 16, dtype=torch.float64, requires_grad=True)
     logits_of(model)(states)[:, 4].sum().backward()
     assert_close(states.grad, (model.lm_head.weight[4] / 3.0).expand(3, 16).detach(), rtol=0.0, atol=1e-12)
+
+
+def test_a_model_that_reads_more_of_its_trunks_output_than_the_states_finds_it():
+    shape = {**WIDER, "num_local_experts": 2, "num_experts_per_tok": 1, "logits_scaling": 3.0}
+    torch.manual_seed(0)
+    model = GraniteMoeForCausalLM(GraniteMoeConfig(**shape, **ENDS)).eval()
+    ids = torch.tensor([SEQUENCES[0]])
+    with torch.no_grad():
+        states = model.base_model(ids, use_cache=False).last_hidden_state[0]
+        found = logits_of(model)(states)
+        assert_close(found, model(ids, use_cache=False).logits[0], rtol=0.0, atol=1e-6)
+
+
+def test_a_model_that_fails_with_given_states_is_refused():
+    model = other("granite")[0]
+    forward = model.forward
+
+    def needs_ids(*_, **given):
+        return forward(input_ids=given["input_ids"], use_cache=False)
+
+    model.forward = needs_ids
+    with pytest.raises(ModelError, match="its logits cannot be computed from its last hidden states: KeyError"):
+        logits_of(model)
 
 
 def test_a_model_whose_logits_do_not_come_from_its_states_is_refused():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import cast
+from typing import TYPE_CHECKING, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,6 +19,9 @@ from ppo_rlhf.models.compilation import compiled_layers
 from ppo_rlhf.models.compiled_shapes import fills_rows
 from ppo_rlhf.models.packed_attention import packed_attention, packed_states
 from ppo_rlhf.models.token_rows import TokenRows, right_padded
+
+if TYPE_CHECKING:
+    from transformers.utils import ModelOutput  # heavy
 
 CLOSE = {2: 0.2, 4: 1e-2, 8: 1e-2}
 """By the bytes of a number: how far packed states may be from padded ones, by the norm of their difference over that
@@ -77,15 +80,15 @@ def logits_of(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
     """
     if model not in _heads:
         _heads[model] = _find_head(model)
-    direct = _heads[model]
-    if direct:
+    output_class = _heads[model]
+    if output_class is None:
         head: nn.Module = model.get_output_embeddings()
         return head
-    return lambda states: _behind_the_trunk(model, states)
+    return lambda states: _behind_the_trunk(model, states, output_class)
 
 
 _packs: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
-_heads: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+_heads: WeakKeyDictionary[nn.Module, type[ModelOutput] | None] = WeakKeyDictionary()
 
 
 def _packed_states(backbone: PreTrainedModel, rows: TokenRows) -> Tensor:
@@ -144,17 +147,23 @@ def asking(model: PreTrainedModel) -> Iterator[None]:
         yield
 
 
-def _find_head(model: PreTrainedModel) -> bool:
+def _find_head(model: PreTrainedModel) -> type[ModelOutput] | None:
+    """Return None where the output layer alone gives the logits, else the class of what the trunk returns."""
     ids = some_ids(model, 4)[None].to(model.device)
+    problem = f"{type(model).__name__}: its logits cannot be computed from its last hidden states"
     with asking(model):
-        states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        output = backbone_of(model)(input_ids=ids, use_cache=False)
         expected = model(input_ids=ids, use_cache=False).logits
         head = model.get_output_embeddings()
-        if head is not None and _same(head(states), expected):
-            return True
-        if _same(_behind_the_trunk(model, states[0])[None], expected):
-            return False
-    raise ModelError(f"{type(model).__name__}: its logits cannot be computed from its last hidden states")
+        if head is not None and _same(head(output.last_hidden_state), expected):
+            return None
+        try:
+            found = _behind_the_trunk(model, output.last_hidden_state[0], type(output))[None]
+        except WHATEVER_A_MODEL_RAISES as error:
+            raise ModelError(f"{problem}: {type(error).__name__}: {error}") from error
+        if _same(found, expected):
+            return type(output)
+    raise ModelError(problem)
 
 
 def _same(found: Tensor, expected: Tensor) -> bool:
@@ -162,11 +171,9 @@ def _same(found: Tensor, expected: Tensor) -> bool:
     return torch.equal(found.nan_to_num(), expected.nan_to_num())
 
 
-def _behind_the_trunk(model: PreTrainedModel, states: Tensor) -> Tensor:
-    """Run the model's forward with these states `[n, H]` in the place of what its trunk returns."""
-    from transformers.modeling_outputs import BaseModelOutputWithPast  # heavy
-
-    trunk, output = backbone_of(model), BaseModelOutputWithPast(last_hidden_state=states[None])
+def _behind_the_trunk(model: PreTrainedModel, states: Tensor, output_class: type[ModelOutput]) -> Tensor:
+    """Run the model's forward with these states `[n, H]`, and nothing else, in the place of what its trunk returns."""
+    trunk, output = backbone_of(model), output_class(last_hidden_state=states[None])
     before = vars(trunk).get("forward")
     trunk.forward = lambda *_, **__: output
     try:
