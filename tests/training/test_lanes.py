@@ -10,6 +10,7 @@ from torch.testing import assert_close
 
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.models.own_configurations import keep_apart
+from ppo_rlhf.training import scoring
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.experience import estimate_advantages, score_responses, shape_rewards
 from ppo_rlhf.training.lanes import (
@@ -128,13 +129,17 @@ def test_the_first_ratio_is_exactly_1(make_run, kind, dtype):
     assert run.iteration()["val/ratio"] == 1.0
 
 
-def test_two_lanes_twice_are_the_same_bit_for_bit(make_run, snapshot, same_tensors):
-    runs = [make_run("gpt2", dtype="float32", side_by_side=True, total_episodes=24) for _ in range(2)]
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_two_lanes_twice_are_the_same_bit_for_bit(make_run, snapshot, same_tensors, monkeypatch, dtype):
+    """In 16 bits, too, and with the head in chunks: one lane must not empty the other's copies of weights."""
+    monkeypatch.setattr(scoring, "LOGITS_HELD", 50)
+    runs = [make_run("gpt2", dtype=dtype, side_by_side=True, total_episodes=24) for _ in range(4)]
     for run in runs:
         run.iteration()
         run.iteration()
     for name in ("policy", "critic"):
-        assert same_tensors(*(snapshot(getattr(run.state, name)) for run in runs))
+        first, *others = (snapshot(getattr(run.state, name)) for run in runs)
+        assert all(same_tensors(first, other) for other in others)
 
 
 def test_rewards_are_asked_for_in_the_main_thread(make_run, monkeypatch):

@@ -5,7 +5,9 @@ import torch
 from torch.testing import assert_close
 
 from ppo_rlhf.training import scoring
+from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.packing import pack
+from ppo_rlhf.training.precision import autocast
 from ppo_rlhf.training.scoring import response_logprobs, response_statistics, scatter_rows
 
 PROMPTS = [[3], [4, 5, 6, 7, 8], [9, 10], [11, 12, 13], [14, 15, 16, 17]]
@@ -114,6 +116,34 @@ def test_of_many_tokens_no_more_logits_are_held_than_the_limit(make_model, monke
     with torch.autocast("cpu", torch.bfloat16):
         response_statistics(model, packed, 1.0)
     assert sizes == [(18, 23), (16, 23)]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_gradients_of_the_heads_chunks_add_up_in_float32_under_autocast(monkeypatch, dtype):
+    """With autocast's cache all chunks would share one copy of the weight, and add up in its type."""
+    generator = torch.Generator().manual_seed(0)
+    states, targets = torch.randn(64, 8, generator=generator), torch.randint(31, (64,), generator=generator)
+    head = torch.nn.Linear(8, 31, bias=False)
+
+    def gradient() -> torch.Tensor:
+        head.weight.grad = None
+        with autocast(PPOConfig(dtype=dtype), torch.device("cpu")):
+            logprobs, _ = scoring.token_statistics(head, states, targets, 1.0, 31)
+        logprobs.sum().backward()
+        return head.weight.grad
+
+    monkeypatch.setattr(scoring, "LOGITS_HELD", 8 * 31)
+    found = gradient()
+    of_chunks = []
+    monkeypatch.setattr(scoring, "LOGITS_HELD", 2**24)
+    for start in range(0, 64, 8):
+        chunk = slice(start, start + 8)
+        head.weight.grad = None
+        with autocast(PPOConfig(dtype=dtype), torch.device("cpu")):
+            logprobs, _ = scoring.token_statistics(head, states[chunk], targets[chunk], 1.0, 31)
+        logprobs.sum().backward()
+        of_chunks.append(head.weight.grad)
+    assert_close(found, torch.stack(of_chunks).sum(0), rtol=0.0, atol=1e-5)
 
 
 def test_logits_are_computed_for_response_positions_alone(make_model):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -31,9 +30,13 @@ def autocast(config: PPOConfig, device: torch.device) -> AbstractContextManager[
     """Return the context of every forward pass: matrix products in `ppo.dtype` where that is a 16-bit type.
 
     All passes of a run go through it, so that old and new log-probabilities are those of one and the same computation.
+
+    Where gradients are recorded it keeps no copies of weights: what uses a weight twice would add its gradients up in
+    16 bits, and passes side by side would empty each other's copies, which belong to the process.
     """
     reduced = _REDUCED.get(config.dtype)
-    return nullcontext() if reduced is None else torch.autocast(device.type, reduced)
+    keeps_copies = not torch.is_grad_enabled()
+    return nullcontext() if reduced is None else torch.autocast(device.type, reduced, cache_enabled=keeps_copies)
 
 
 def loss_scaler(config: PPOConfig, device: torch.device) -> torch.amp.GradScaler:
@@ -51,7 +54,6 @@ def deterministic(config: PPOConfig) -> Iterator[None]:
     if not config.deterministic:
         yield
         return
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats its sums only with a fixed workspace
     before = torch.are_deterministic_algorithms_enabled()
     warned_only = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True)
