@@ -13,6 +13,7 @@ from transformers import (
     GraniteMoeConfig,
     GraniteMoeForCausalLM,
     MistralConfig,
+    MistralForSequenceClassification,
     OPTConfig,
     Qwen2Config,
 )
@@ -262,6 +263,15 @@ def test_a_reward_model_scores_packed_sequences_as_each_alone(kind):
     with torch.no_grad():
         alone = torch.cat([model(torch.tensor([ids])).logits[0] for ids in SEQUENCES])
         assert_close(sequence_scores(model, SEQUENCES, 3), alone, rtol=0.0, atol=1e-6)
+
+
+def test_a_classifier_that_needs_padding_is_padded_with_its_own_pad_id_and_scores_as_alone():
+    config = MistralConfig(**{**WIDER, **ENDS, "pad_token_id": 24}, sliding_window=3, num_labels=1)
+    torch.manual_seed(0)
+    model = MistralForSequenceClassification(config).eval().double()
+    with torch.no_grad():
+        expected = torch.cat([model(torch.tensor([ids])).logits[0] for ids in SEQUENCES])
+        assert_close(sequence_scores(model, SEQUENCES, 0), expected, rtol=0.0, atol=1e-6)
 
 
 @pytest.mark.parametrize("pad", [0, 3, 18])

@@ -31,7 +31,7 @@ class Recorder(nn.Module):
     def __init__(self, context: int = 32, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.sequences: list[list[int]] = []
-        self.config = SimpleNamespace(max_position_embeddings=context)
+        self.config = SimpleNamespace(max_position_embeddings=context, pad_token_id=None)
         self.config.get_text_config = lambda: self.config
         self.dtype, self.device = dtype, torch.device("cpu")
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from kedro.io import DataCatalog, MemoryDataset
 from torch import Tensor
+from transformers import GPT2Config, GPT2ForSequenceClassification
 
 from ppo_rlhf.core.errors import CheckpointError, ConfigError, DataError, ModelError, RewardError
 from ppo_rlhf.datasets import CheckpointDataset
@@ -489,6 +490,17 @@ def test_what_is_missing_is_named(settings: dict[str, Any], given: tuple[Any, ..
     with pytest.raises(ConfigError) as caught:
         PPOTrainer(config(**settings), *given)
     assert str(caught.value).startswith(expected)
+
+
+@pytest.mark.parametrize("with_tokenizer", [False, True])
+def test_a_reward_model_whose_configuration_and_tokenizer_name_no_pad_token_is_scored_with(
+    sft: str, with_tokenizer: bool
+):
+    model = GPT2ForSequenceClassification(GPT2Config(vocab_size=25, n_embd=16, n_layer=1, n_head=2, num_labels=1))
+    assert model.config.pad_token_id is None
+    reward = (model, word_tokenizer(pad_token=None)) if with_tokenizer else model
+    history = trainer_of(sft, reward=reward).train()
+    assert all(math.isfinite(found["objective/scores"]) for found in history)
 
 
 def test_training_without_reward_or_prompts_is_refused(sft: str):

@@ -24,7 +24,7 @@ from ppo_rlhf.models.annotations import GenerationConfig, PretrainedConfig, PreT
 from ppo_rlhf.models.compiled_shapes import keep_shapes_of_small_models
 from ppo_rlhf.models.linear_products import use_fast_products
 from ppo_rlhf.models.quiet import errors_only, quiet_transformers
-from ppo_rlhf.models.tokenizers import ensure_pad_token
+from ppo_rlhf.models.tokenizers import ensure_pad_id, ensure_pad_token
 from ppo_rlhf.models.value_heads import VALUE_HEAD, WEIGHTS, WEIGHTS_INDEX, read_value_head, value_head_tensors
 
 log = logging.getLogger(__name__)
@@ -119,10 +119,7 @@ class PretrainedHandle:
         """
         self.check_reward_model()
         model = self._model("reward model", transformers.AutoModelForSequenceClassification.from_pretrained, dtype)
-        if model.config.get_text_config().pad_token_id is None:
-            # transformers' classifiers look for the last id that is not pad; set after the weights are in,
-            # because a pad id in the configuration switches that embedding's gradient off (padding_idx).
-            model.config.get_text_config().pad_token_id = self.tokenizer().pad_token_id
+        ensure_pad_id(model, self.tokenizer())
         return model
 
     def check_reward_model(self) -> None:

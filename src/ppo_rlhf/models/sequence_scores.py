@@ -21,9 +21,11 @@ def sequence_scores(model: PreTrainedModel, sequences: Sequence[Sequence[int]], 
     Args:
         model: Of class `CausalLMRewardModel`, or any classifier of transformers with one label.
         sequences: B sequences of token ids.
-        pad_id: Fills up the padded form.
+        pad_id: Fills up the padded form, unless the model's configuration names its own: transformers' classifiers
+            take the last id that is not that one.
     """
-    rows = right_padded(sequences, pad_id).to(model.device)
+    own = model.config.get_text_config().pad_token_id
+    rows = right_padded(sequences, pad_id if own is None else own).to(model.device)
     if model not in _without_padding:
         _without_padding[model] = _scores_without_padding(model)
     return _packed_scores(model, rows) if _without_padding[model] else _padded_scores(model, rows)

@@ -9,10 +9,21 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.trainers import WordLevelTrainer
 
 from ppo_rlhf.core.errors import ConfigError, ModelError
-from ppo_rlhf.models.annotations import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+from ppo_rlhf.models.annotations import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 PAD, UNKNOWN, END = "<pad>", "<unk>", "</s>"
 _WORD_MARKS = "Ġ▁ "  # how byte-level BPE and SentencePiece write a leading space
+
+
+def ensure_pad_id(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Give a loaded model's configuration the tokenizer's pad id if it has none.
+
+    Transformers' classifiers look for the last id that is not pad. Not before the weights are in: a pad id in the
+    configuration switches that embedding's gradient off (padding_idx).
+    """
+    config = model.config.get_text_config()
+    if config.pad_token_id is None:
+        config.pad_token_id = tokenizer.pad_token_id
 
 
 def ensure_pad_token(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig | None = None) -> None:

@@ -16,6 +16,7 @@ from ppo_rlhf.core.responses import response_lengths
 from ppo_rlhf.models.annotations import PreTrainedModel
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel, context_length
 from ppo_rlhf.models.offloading import to_host
+from ppo_rlhf.models.tokenizers import ensure_pad_id, ensure_pad_token
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.generation import Responses, SamplingSettings
 from ppo_rlhf.training.precision import frozen_dtype
@@ -103,6 +104,8 @@ def take_reward(reward: Any, policy: TrainedModel, config: PPOConfig) -> RewardS
             remedy = "; give reward=(model, tokenizer)"
             check_same_vocabulary(model, policy.model, "reward model", remedy)
         own = tokenizer or policy.tokenizer
+        ensure_pad_token(own, model.config)
+        ensure_pad_id(model, own)
         scorer = ModelScorer(model, own, policy.tokenizer, batch_size, device)
         return RewardScorer([("model", 1.0, scorer)], model)
     if not callable(reward):
