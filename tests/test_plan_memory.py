@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -108,11 +109,11 @@ def test_a_reward_of_functions_has_no_reward_model(kedro: Kedro, own: Path):
     assert not any("reward model" in line for line in said(kedro, own, *SHORT))
 
 
-@pytest.mark.parametrize("captured", [False, True])
-def test_what_is_not_counted_of_captured_steps_is_said(captured: bool):
+@pytest.mark.parametrize("more", [(), ("padding", "graphs")])
+def test_what_is_not_counted_is_said(more: tuple[str, ...]):
     plan = MemoryPlan({}, (Phase("update", 0, 1, 0),), on_host=0, on_cpu=False, critic_after_policy=True)
-    lines = list(_report(plan, PPOConfig(cuda_graphs=captured), RunShape(tiny_model().config, 4)))
-    assert any(line.startswith("Not counted: ") and "ppo.cuda_graphs" in line for line in lines) == captured
+    lines = list(_report(replace(plan, not_counted=more), PPOConfig(), RunShape(tiny_model().config, 4)))
+    assert [line for line in lines if line.startswith("Not counted")] == [f"Not counted: {each}" for each in more]
 
 
 def test_without_a_model_there_is_nothing_to_plan(kedro: Kedro, project: Path):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from transformers import GPT2Config, LlamaConfig
+from transformers import BloomConfig, GPT2Config, LlamaConfig, MistralConfig
 
 from ppo_rlhf.core.errors import ConfigError, ModelError
 from ppo_rlhf.models import packed_weights
@@ -34,6 +34,7 @@ LLAMA = LlamaConfig(
     bos_token_id=None,
     eos_token_id=2,
 )
+WINDOWED = MistralConfig(**LLAMA.to_diff_dict() | {"model_type": "mistral", "sliding_window": 4})
 SETTINGS = {"per_device_train_batch_size": 8, "response_length": 8}
 TOLERANCE = 0.15
 
@@ -224,6 +225,23 @@ def test_an_architecture_that_cannot_be_simulated_is_named(monkeypatch):
     with pytest.raises(ModelError) as caught:
         plan()
     assert str(caught.value) == "plan-memory cannot simulate LlamaForCausalLM: RuntimeError: data-dependent"
+
+
+@pytest.mark.parametrize(
+    ("policy", "settings", "more"),
+    [
+        (LLAMA, {}, []),
+        (LLAMA, {"cuda_graphs": True}, ["16-bit weights, which ppo.cuda_graphs holds all the time"]),
+        (LLAMA, {"rollout_engine": "hf"}, ["ppo.rollout_engine=hf decodes"]),
+        (WINDOWED, {}, ["MistralForCausalLM cannot do without"]),
+        (BloomConfig(vocab_size=23, hidden_size=16, n_layer=2, n_head=2), {}, ["BloomForCausalLM cannot do without"]),
+    ],
+    ids=["packed", "graphs", "engine", "window", "ALiBi"],
+)
+def test_what_a_run_takes_on_top_of_a_plan_is_said(policy, settings, more):
+    planned = plan(policy, **settings)
+    assert len(planned.not_counted) == len(more)
+    assert all(end in said for said, end in zip(planned.not_counted, more, strict=True))
 
 
 # What to change first.

@@ -115,8 +115,8 @@ def _report(plan: MemoryPlan, config: PPOConfig, shape: RunShape) -> Iterator[st
         yield _row(f"  {phase.name}", phase.total) + ("  <- the most" if phase is plan.peak else "")
     if plan.on_host:
         yield _row("Waiting in the host's memory", plan.on_host)
-    if config.cuda_graphs:
-        yield "Not counted: keys and values of a rollout and 16-bit weights, which ppo.cuda_graphs holds all the time"
+    for more in plan.not_counted:
+        yield f"Not counted: {more}"
     yield ""
 
 

@@ -102,6 +102,11 @@ class Decoder:
         self._columns = [length + 1 for length in self._columns]
         return logits
 
+    @property
+    def turns(self) -> int:
+        """How often a pass attends; known after the prefill, 0 where a model has attention of its own."""
+        return len(self._keys)
+
     def drop(self, ended: Sequence[bool]) -> list[int]:
         """Leave out the sequences that have ended; return the others' former rows in their new order.
 

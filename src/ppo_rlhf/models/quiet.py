@@ -20,11 +20,24 @@ def quiet_transformers() -> Iterator[None]:
 
 
 @contextmanager
+def critical_only(logger: str) -> Iterator[None]:
+    """Let a logger through only from CRITICAL on."""
+    with _only(logger, logging.CRITICAL):
+        yield
+
+
+@contextmanager
 def errors_only(logger: str) -> Iterator[None]:
     """Let a logger through only from ERROR on."""
+    with _only(logger, logging.ERROR):
+        yield
+
+
+@contextmanager
+def _only(logger: str, least: int) -> Iterator[None]:
     log = logging.getLogger(logger)
     level = log.level
-    log.setLevel(logging.ERROR)
+    log.setLevel(least)
     try:
         yield
     finally:

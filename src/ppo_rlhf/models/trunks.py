@@ -65,7 +65,7 @@ def packing(model: PreTrainedModel, *backbones: PreTrainedModel) -> AbstractCont
 def packs(backbone: PreTrainedModel) -> bool:
     """Whether a model's states of packed sequences are those of each sequence alone; found out at the first call."""
     if backbone not in _packs:
-        _packs[backbone] = _has_plain_attention(backbone) and _keeps_sequences_apart(backbone)
+        _packs[backbone] = has_plain_attention(backbone) and _keeps_sequences_apart(backbone)
     return _packs[backbone]
 
 
@@ -107,8 +107,8 @@ def _padded_states(backbone: PreTrainedModel, rows: TokenRows) -> Tensor:
     return taken
 
 
-def _has_plain_attention(backbone: PreTrainedModel) -> bool:
-    """Whether every layer attends to all that came before: no windows, no chunks, no other kinds of layers."""
+def has_plain_attention(backbone: PreTrainedModel) -> bool:
+    """Whether a configuration says that each layer attends to all that came before: no windows, no other kinds."""
     config = backbone.config
     layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
     windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from transformers import PretrainedConfig
 
 from ppo_rlhf.core.errors import ModelError, PPORLHFError
 from ppo_rlhf.models.packed_weights import packed_sizes
+from ppo_rlhf.models.quiet import critical_only
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.lanes import most_tokens_side_by_side
 from ppo_rlhf.training.memory.live_bytes import Peak, counting, in_blocks
@@ -86,6 +88,7 @@ class MemoryPlan:
         on_cpu: Whether all this is memory of the process.
         critic_after_policy: Whether the critic has passes of its own, behind the policy's.
         sixteen_bits: Whether matrix products are computed in 16 bits.
+        not_counted: What a run takes on top of this.
     """
 
     held: dict[str, int]
@@ -94,6 +97,7 @@ class MemoryPlan:
     on_cpu: bool
     critic_after_policy: bool
     sixteen_bits: bool = False
+    not_counted: tuple[str, ...] = ()
 
     @property
     def peak(self) -> Phase:
@@ -143,7 +147,8 @@ def plan_memory(config: PPOConfig, shape: RunShape) -> MemoryPlan:
     """
     models = SimulatedModels.build(config, shape.policy, shape.reward_model)
     try:
-        return _planned(models, config, shape)
+        with critical_only("torch._subclasses.fake_tensor"):  # it logs what is raised, too
+            return _planned(models, config, shape)
     except PPORLHFError:
         raise
     except Exception as error:  # whatever code of transformers or torch finds wrong with tensors that have no data
@@ -160,6 +165,7 @@ def _planned(models: SimulatedModels, config: PPOConfig, shape: RunShape) -> Mem
     with counting() as live:
         most_tokens = most_tokens_side_by_side(config, models.policy, on_cpu=shape.on_cpu)
         passes = Passes(models.to_fake(), config, live, shape.prompt_length)
+        not_counted = tuple(_not_counted(config, models, passes))
         weights, (actor, critic) = models.weight_bytes(), models.trained()
         waiting = {
             "reference policy": config.offload_reference_policy,
@@ -198,10 +204,21 @@ def _planned(models: SimulatedModels, config: PPOConfig, shape: RunShape) -> Mem
         peaks = {**passing, UPDATE: update}  # gradients included: behind the update none is held
         phases = [Phase(name, sum(held.values()), p.total, p.in_heap) for name, p in peaks.items() if p.total]
         critic_after_policy = config.value_model != "shared" and not two_lanes
-        return MemoryPlan(held, tuple(phases), sum(on_host.values()), shape.on_cpu, critic_after_policy, sixteen_bits)
+        return MemoryPlan(
+            held, tuple(phases), sum(on_host.values()), shape.on_cpu, critic_after_policy, sixteen_bits, not_counted
+        )
 
     plans = [plan(update, two_lanes) for two_lanes, update in updates.items()]
     return max(plans, key=lambda each: each.needed)
+
+
+def _not_counted(config: PPOConfig, models: SimulatedModels, passes: Passes) -> Iterator[str]:
+    if config.cuda_graphs:
+        yield "keys and values of a rollout and 16-bit weights, which ppo.cuda_graphs holds all the time"
+    if not passes.are_without_padding():
+        yield f"padding, masks and transformers' cache, which {type(models.policy).__name__} cannot do without"
+    elif config.rollout_engine != "static":
+        yield f"padding and transformers' cache, with which ppo.rollout_engine={config.rollout_engine} decodes"
 
 
 def micro_batch_rows(config: PPOConfig, prompt_length: int) -> int:

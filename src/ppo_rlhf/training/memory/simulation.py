@@ -29,7 +29,7 @@ from ppo_rlhf.models.decoding import Decoder
 from ppo_rlhf.models.loading import prepare
 from ppo_rlhf.models.packed_attention import PackedLayout, packed_attention, packed_states
 from ppo_rlhf.models.quiet import quiet_transformers
-from ppo_rlhf.models.trunks import backbone_of, vocabulary_size
+from ppo_rlhf.models.trunks import backbone_of, has_plain_attention, vocabulary_size
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.memory.live_bytes import LiveBytes, Peak, in_blocks, storage_sizes
 from ppo_rlhf.training.precision import autocast, frozen_dtype, torch_dtype
@@ -127,6 +127,13 @@ class Passes:
     def rollout(self, rows: int) -> Peak:
         """Return the peak of sampling: of the prefill, or of the last step with its whole cache."""
         return larger(self.live.peak_of(partial(self._prefill, rows)), self._last_step(rows))
+
+    def are_without_padding(self) -> bool:
+        """Whether the policy computes packed sequences, as is planned here; whether it does so exactly is not known."""
+        with torch.no_grad(), self._autocast():
+            decoder = self._decoder(1, 1)
+            decoder.prefill()
+        return has_plain_attention(backbone_of(self.models.policy)) and decoder.turns > 0
 
     def _prefill(self, rows: int) -> None:
         with torch.no_grad(), self._autocast():
