@@ -1,5 +1,7 @@
 """Decoding without padding, against whole forward passes of single sequences."""
 
+import logging
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -69,7 +71,7 @@ def test_other_architectures_are_decoded_as_whole_passes_are(name):
 
 
 @pytest.mark.parametrize("fault", ["wrong", "impossible"])
-def test_a_model_that_is_not_decoded_as_whole_passes_are_is_found_out_and_sampled_plainly(monkeypatch, fault):
+def test_a_model_that_is_not_decoded_as_whole_passes_are_is_found_out_and_sampled_plainly(monkeypatch, caplog, fault):
     def attend(self, query_NHD, *others):
         if fault == "impossible":
             raise RuntimeError("shapes do not fit")
@@ -78,7 +80,10 @@ def test_a_model_that_is_not_decoded_as_whole_passes_are_is_found_out_and_sample
     model = tiny_model()
     assert packs(model.base_model)
     monkeypatch.setattr(decoding.HeldColumns, "attend", attend)
-    assert not decodes(model)
+    with caplog.at_level(logging.INFO):
+        assert not decodes(model)
+        assert not decodes(model)
+    assert caplog.messages == ["LlamaForCausalLM is decoded over transformers' cache, which takes longer."]
     sampling = SamplingSettings(4, 1.0, 0, 1.0, (3,), 0)
     uniforms = torch.rand(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     found, expected = (

@@ -5,6 +5,7 @@ Transformers' caches give all rows one length, so prompts of different lengths n
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -29,6 +30,8 @@ from ppo_rlhf.models.trunks import (
 
 if TYPE_CHECKING:
     from ppo_rlhf.models.recorded_steps import RecordedSteps
+
+log = logging.getLogger(__name__)
 
 BUCKET = 64
 """Tokens by which the memory for keys and values grows."""
@@ -147,6 +150,8 @@ def decodes(model: PreTrainedModel) -> bool:
     """Whether a `Decoder` gives the states that whole passes do; the model is asked at the first call."""
     if model not in _decodes:
         _decodes[model] = packs(backbone_of(model)) and _decodes_like_whole_passes(model)
+        if not _decodes[model]:
+            log.info("%s is decoded over transformers' cache, which takes longer.", type(model).__name__)
     return _decodes[model]
 
 

@@ -5,6 +5,7 @@ How an architecture is best asked is found out once a model, by asking it: nothi
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, cast
@@ -22,6 +23,8 @@ from ppo_rlhf.models.token_rows import TokenRows, right_padded
 
 if TYPE_CHECKING:
     from transformers.utils import ModelOutput  # heavy
+
+log = logging.getLogger(__name__)
 
 CLOSE = {2: 0.2, 4: 1e-2, 8: 1e-2}
 """By the bytes of a number: how far packed states may be from padded ones, by the norm of their difference over that
@@ -66,6 +69,8 @@ def packs(backbone: PreTrainedModel) -> bool:
     """Whether a model's states of packed sequences are those of each sequence alone; found out at the first call."""
     if backbone not in _packs:
         _packs[backbone] = has_plain_attention(backbone) and _keeps_sequences_apart(backbone)
+        if not _packs[backbone]:
+            log.info("%s needs padding: its passes compute that, too.", type(backbone).__name__)
     return _packs[backbone]
 
 
