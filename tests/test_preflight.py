@@ -296,7 +296,7 @@ def test_what_the_run_makes_itself_need_not_be_there(desk: Desk):
             "sft_policy",
             "sft_model_path",
             "supervised_finetuning",
-            ", or leave sft_model_path out, with base_model_path as its start, to train one.",
+            ", or leave sft_model_path out and set base_model_path to fine-tune from it.",
         ),
         ("reward_model", "reward_model_path", "reward_modelling", ", or leave reward_model_path out to train one."),
     ],

@@ -27,7 +27,7 @@ def check_protection(run: RunRequest) -> None:
             run.problems.append(
                 f"{setting}={source} is outside {Path(run.data_root, LAYER)}, and {stage}, a part of this run, would "
                 "write it; models of your own are never written. Run `--pipelines align` to use it as it is"
-                f", or leave {setting} out{_where_to_start(name)} to train one."
+                f", or leave {setting} out {_to_train(name)}."
             )
 
 
@@ -107,5 +107,5 @@ def _is_ours(run: RunRequest, source: str) -> bool:
     return models in (run.project_path / source).resolve().parents
 
 
-def _where_to_start(name: str) -> str:
-    return ", with base_model_path as its start," if name == "sft_policy" else ""
+def _to_train(name: str) -> str:
+    return "and set base_model_path to fine-tune from it" if name == "sft_policy" else "to train one"
