@@ -313,8 +313,8 @@ MISTAKES: dict[str, tuple[tuple[str, ...], Spoil, list[str]]] = {
         set_global("sft_model_path", "models/mine"),
         [
             "sft_model_path={P}/models/mine is outside data/06_models, and supervised_finetuning, a part of this run, "
-            "would write it; models of your own are never written. Run `--pipelines align` to use it as it is, or leave "
-            "sft_model_path out and set base_model_path to fine-tune from it."
+            "would write it; models of your own are never written. Run `--pipelines align` to use it as it is, or "
+            "leave sft_model_path out and set base_model_path to fine-tune from it."
         ],
     ),
     # model directories
