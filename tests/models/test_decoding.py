@@ -70,6 +70,26 @@ def test_other_architectures_are_decoded_as_whole_passes_are(name):
             check(model, decoder.step(torch.tensor([new[step] for new in TOKENS])), sequences)
 
 
+@pytest.mark.parametrize("widens", [True, False], ids=["as on a CPU", "as on a GPU"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_under_autocast_keys_and_values_are_held_in_one_type_also_where_rotary_positions_widen_keys(
+    monkeypatch, kind, dtype, widens
+):
+    if not widens:
+        monkeypatch.setattr(decoding, "_held_dtype", lambda states: states.dtype)
+    model, sequences = tiny_model(kind), [list(ids) for ids in PROMPTS]
+    with torch.no_grad(), torch.autocast("cpu", dtype):
+        decoder = Decoder(model, PROMPTS, 9)
+        found = [decoder.prefill()]
+        for step in range(2):
+            found.append(decoder.step(torch.tensor([new[step] for new in TOKENS])))
+            sequences = [[*ids, new[step]] for ids, new in zip(sequences, TOKENS, strict=True)]
+    assert {held.dtype for held in (*decoder._keys, *decoder._values)} == {torch.float32 if widens else dtype}
+    expected = torch.stack([alone(model, ids) for ids in sequences])
+    assert (found[-1].float() - expected).norm() <= 0.05 * expected.norm()
+
+
 @pytest.mark.parametrize("fault", ["wrong", "impossible"])
 def test_a_model_that_is_not_decoded_as_whole_passes_are_is_found_out_and_sampled_plainly(monkeypatch, caplog, fault):
     def attend(self, query_NHD, *others):

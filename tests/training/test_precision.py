@@ -8,6 +8,7 @@ import torch
 
 from ppo_rlhf.core.errors import TrainingError
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
+from ppo_rlhf.training import rollout, update
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.precision import autocast, deterministic, frozen_dtype, torch_dtype
 from ppo_rlhf.training.trainer import PPOTrainer
@@ -135,6 +136,26 @@ def test_without_float16_nothing_is_scaled(make_run):
     run = make_run(dtype="bfloat16")
     assert not run.state.policy_scaler.is_enabled()
     assert run.iteration()["optimiser/loss_scale"] == 1.0
+
+
+def test_copies_of_weights_are_kept_while_responses_are_sampled_and_scored_and_not_where_gradients_are_recorded(
+    make_run, monkeypatch
+):
+    run, seen = make_run(dtype="bfloat16", side_by_side=False), []
+
+    def watched(name: str, function):
+        return lambda *given, **named: (
+            seen.append((name, torch.is_autocast_cache_enabled())) or function(*given, **named)
+        )
+
+    monkeypatch.setattr(rollout, "generate_responses", watched("sampling", rollout.generate_responses))
+    monkeypatch.setattr(rollout, "response_statistics", watched("scoring", rollout.response_statistics))
+    monkeypatch.setattr(update, "response_statistics", watched("policy", update.response_statistics))
+    monkeypatch.setattr(type(run.state.critic), "values", watched("critic", type(run.state.critic).values))
+    run.iteration()
+    assert [name for name, keeps in seen if keeps and name == "policy"] == []
+    assert {name for name, keeps in seen if keeps} == {"sampling", "scoring", "critic"}
+    assert {name for name, keeps in seen if not keeps} == {"policy", "critic"}
 
 
 # --- determinism -----------------------------------------------------------------------------------------------------

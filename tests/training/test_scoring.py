@@ -127,7 +127,7 @@ def test_gradients_of_the_heads_chunks_add_up_in_float32_under_autocast(monkeypa
 
     def gradient() -> torch.Tensor:
         head.weight.grad = None
-        with autocast(PPOConfig(dtype=dtype), torch.device("cpu")):
+        with autocast(PPOConfig(dtype=dtype), torch.device("cpu"), keeps_copies=False):
             logprobs, _ = scoring.token_statistics(head, states, targets, 1.0, 31)
         logprobs.sum().backward()
         return head.weight.grad
@@ -139,7 +139,7 @@ def test_gradients_of_the_heads_chunks_add_up_in_float32_under_autocast(monkeypa
     for start in range(0, 64, 8):
         chunk = slice(start, start + 8)
         head.weight.grad = None
-        with autocast(PPOConfig(dtype=dtype), torch.device("cpu")):
+        with autocast(PPOConfig(dtype=dtype), torch.device("cpu"), keeps_copies=False):
             logprobs, _ = scoring.token_statistics(head, states[chunk], targets[chunk], 1.0, 31)
         logprobs.sum().backward()
         of_chunks.append(head.weight.grad)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ppo_rlhf.models.annotations import PreTrainedModel
 from ppo_rlhf.models.compiled_shapes import fills_rows
-from ppo_rlhf.models.packed_attention import PackedLayout, packed_states
+from ppo_rlhf.models.packed_attention import PackedLayout, as_autocast, packed_states
 from ppo_rlhf.models.trunks import (
     WHATEVER_A_MODEL_RAISES,
     are_close,
@@ -194,8 +194,8 @@ class Prefill:
 
     def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scaling: float | None) -> Tensor:
         """Attend within each prompt."""
-        self.keys.append(self._store(self.layout.spread(key_NKD)))
-        self.values.append(self._store(self.layout.spread(value_NKD)))
+        self.keys.append(self._store(self.layout.spread(as_autocast(key_NKD))))
+        self.values.append(self._store(self.layout.spread(as_autocast(value_NKD))))
         return self.layout.attend(query_NHD, key_NKD, value_NKD, scaling)
 
     def _store(self, spread_BLKD: Tensor) -> Tensor:
@@ -240,10 +240,10 @@ class HeldColumns:
         """Remember keys and values and attend to all that came before."""
         turn = next(self.turns)
         keys, values = self.keys[turn][: len(query_NHD)], self.values[turn][: len(query_NHD)]
-        keys[self.rows, :, self.lengths] = key_NKD.to(keys.dtype)
-        values[self.rows, :, self.lengths] = value_NKD.to(keys.dtype)
+        keys[self.rows, :, self.lengths] = as_autocast(key_NKD).to(keys.dtype)
+        values[self.rows, :, self.lengths] = as_autocast(value_NKD).to(values.dtype)
         held = keys[:, :, : self.width], values[:, :, : self.width]
-        return _attend_to_held(query_NHD, *held, self.mask, scaling)
+        return _attend_to_held(as_autocast(query_NHD), *held, self.mask, scaling)
 
 
 def _attend_to_held(

@@ -79,7 +79,7 @@ class PackedLayout:
 
     def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scaling: float | None) -> Tensor:
         """Attend within each sequence; see `Attention`."""
-        query, key, value = (_as_autocast(x) for x in (query_NHD, key_NKD, value_NKD))
+        query, key, value = (as_autocast(x) for x in (query_NHD, key_NKD, value_NKD))
         if query.is_cpu and query.dtype in SIXTEEN_BITS and self.width <= LONGEST_PLAIN_ATTENTION:
             return self.plain_attention.attend(query, key, value, scaling)
         query, key, value = (self.spread(x).transpose(1, 2) for x in (query, key, value))
@@ -194,15 +194,14 @@ class Attention(Protocol):
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
     """Attend to oneself and what came before: query and result `[B, H, L, d]`, key and value `[B, K, L, d]`."""
     groups = query.shape[1] // key.shape[1]
-    attend = nn.functional.scaled_dot_product_attention
-    if query.device.type != "cpu":
-        return attend(query, key, value, is_causal=True, scale=scaling, enable_gqa=groups > 1)
-    if groups > 1:
+    shares = groups > 1 and query.device.type != "cpu" and query.dtype in SIXTEEN_BITS
+    if groups > 1 and not shares:  # wider numbers have no kernel that shares keys but the one that holds all scores
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    return attend(query, key, value, is_causal=True, scale=scaling)
+    attend = nn.functional.scaled_dot_product_attention
+    return attend(query, key, value, is_causal=True, scale=scaling, enable_gqa=shares)
 
 
-def _as_autocast(states: Tensor) -> Tensor:
+def as_autocast(states: Tensor) -> Tensor:
     """Return what autocast makes of an argument of attention; rotary positions, for one, leave it in float32."""
     device = states.device.type
     casts = torch.is_autocast_enabled(device) and states.dtype != torch.float64

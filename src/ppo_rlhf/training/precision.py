@@ -26,16 +26,16 @@ def frozen_dtype(config: PPOConfig) -> torch.dtype:
     return _REDUCED.get(config.dtype) or _FULL[config.dtype]
 
 
-def autocast(config: PPOConfig, device: torch.device) -> AbstractContextManager[object]:
+def autocast(config: PPOConfig, device: torch.device, *, keeps_copies: bool = True) -> AbstractContextManager[object]:
     """Return the context of every forward pass: matrix products in `ppo.dtype` where that is a 16-bit type.
 
     All passes of a run go through it, so that old and new log-probabilities are those of one and the same computation.
 
-    Where gradients are recorded it keeps no copies of weights: what uses a weight twice would add its gradients up in
-    16 bits, and passes side by side would empty each other's copies, which belong to the process.
+    Passes whose gradients are recorded keep no copies of weights: what uses a weight twice would add its gradients up
+    in 16 bits, and passes side by side would empty each other's copies, which belong to the process. The others do: a
+    decoding step would cast all weights anew.
     """
     reduced = _REDUCED.get(config.dtype)
-    keeps_copies = not torch.is_grad_enabled()
     return nullcontext() if reduced is None else torch.autocast(device.type, reduced, cache_enabled=keeps_copies)
 
 

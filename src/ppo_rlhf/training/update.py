@@ -195,9 +195,10 @@ class _Update:
             approxkl=approxkl,
             policy_clipfrac=policy_clipfrac,
             value_clipfrac=value_sums[1] / max(1, tokens),
-            ratio=ratio,
+            ratio=ratio if tokens else torch.ones_like(ratio),
             policy_grad_norm=policy_norm,
             value_grad_norm=value_norm,
+            tokens=tokens,
         )
         return statistics, step.close(), step.called_off
 
@@ -278,7 +279,7 @@ class _Update:
         """
         config, rollouts = self.config, self.experience.rollouts
         with torch.set_grad_enabled(self.policy_learns):
-            with autocast(config, self.state.device):
+            with autocast(config, self.state.device, keeps_copies=False):
                 found = response_statistics(
                     self.state.policy, part.packed, config.temperature, with_entropy=bool(config.entropy_coef)
                 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ppo_rlhf.training.packing import PackedSequences
@@ -21,7 +22,7 @@ def response_values(state: TrainingState, packed: PackedSequences, policy_states
         policy_states: The policy's states of these sequences, for a critic on the same trunk; without them there is a
             forward pass.
     """
-    with autocast(state.config, state.device):
+    with autocast(state.config, state.device, keeps_copies=not torch.is_grad_enabled()):
         if not state.shares_trunk or policy_states is None:
             policy_states = response_states(state.critic.backbone, packed)
         values = state.critic.values(policy_states)

@@ -296,7 +296,7 @@ class Passes:
         return isinstance(self.models.critic, SharedCritic)
 
     def _autocast(self) -> AbstractContextManager[object]:
-        return autocast(self.config, DEVICE)
+        return autocast(self.config, DEVICE, keeps_copies=not torch.is_grad_enabled())
 
 
 def larger(*peaks: Peak) -> Peak:
