@@ -8,6 +8,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch.testing import assert_close
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models import decoding
@@ -180,6 +181,32 @@ def test_models_that_need_padding_are_refused():
 @pytest.mark.parametrize("kind", KINDS)
 def test_models_whose_forward_pass_reads_nothing_of_the_device_can_be_recorded(kind):
     check_recordable(tiny_model(kind, pad_token_id=0))
+
+
+def test_experts_are_refused_since_their_products_read_the_sizes_of_groups():
+    config = MixtralConfig(
+        vocab_size=25,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=2,
+        sliding_window=None,
+    )
+    torch.manual_seed(0)
+    with pytest.raises(ModelError, match=r"MixtralForCausalLM reads from the device \("):
+        check_recordable(MixtralForCausalLM(config).eval())
+
+
+def test_models_whose_forward_pass_picks_by_a_mask_are_refused(monkeypatch):
+    model = tiny_model()
+    norm = model.model.norm.forward
+    monkeypatch.setattr(
+        model.model.norm, "forward", lambda states: norm(states[torch.ones(states.shape[:2]) > 0][None])
+    )
+    with pytest.raises(ModelError, match=r"LlamaForCausalLM reads from the device \(index\)"):
+        check_recordable(model)
 
 
 def test_models_whose_forward_pass_reads_from_the_device_are_refused():

@@ -38,11 +38,13 @@ class CudaGraphs:
         """Take the device that the model lies on."""
         self._device = device
         self._pool: Any = None
+        self._stream: Any = None  # one for all: each that computes products has a workspace of its own, for good
 
     def __call__(self, step: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
         """Capture a step."""
         with torch.cuda.device(self._device):
-            main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+            self._stream = self._stream or torch.cuda.Stream()
+            main, side = torch.cuda.current_stream(), self._stream
             side.wait_stream(main)
             with torch.cuda.stream(side):
                 for _ in range(WARM_UPS):
@@ -50,7 +52,7 @@ class CudaGraphs:
             main.wait_stream(side)
             self._pool = self._pool or torch.cuda.graph_pool_handle()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
+            with torch.cuda.graph(graph, pool=self._pool, stream=side):
                 result = step()
         return graph.replay, result
 
@@ -179,9 +181,17 @@ def check_recordable(model: PreTrainedModel) -> None:
 
 
 class _NoReading(TorchDispatchMode):
-    """Refuses what waits for a device: values that the host reads, shapes that depend on values, new constants."""
+    """Refuses what waits for a device: values that the host reads, shapes that depend on values, new constants.
 
-    _READING = frozenset({"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal", "lift_fresh"})
+    Of experts' products, too: but for bfloat16 on some devices torch reads the groups' sizes.
+    """
+
+    _READING = frozenset(
+        {
+            *("_local_scalar_dense", "equal", "lift_fresh", "_grouped_mm"),
+            *("nonzero", "masked_select", "_unique2", "unique_consecutive", "repeat_interleave", "bincount"),
+        }
+    )
 
     def __init__(self, who: str) -> None:
         super().__init__()
@@ -189,6 +199,9 @@ class _NoReading(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        if name in self._READING:
+        picks = name in ("index", "index_put", "index_put_") and any(
+            index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
+        )
+        if name in self._READING or picks:
             raise ModelError(f"the forward pass of {self._who} reads from the device ({name})")
         return func(*args, **(kwargs or {}))
