@@ -1,6 +1,8 @@
 import json
 
 import pandas as pd
+import pyarrow
+import pyarrow.parquet
 import pytest
 from kedro.io import DatasetError
 
@@ -46,6 +48,28 @@ def test_chats_are_lists_of_messages_whatever_the_format(tmp_path, ending):
 def test_every_format_gives_the_same_rows(tmp_path, ending):
     frame = RecordsDataset(str(write(tmp_path / f"rows.{ending}"))).load()
     assert frame.to_dict("records") == ROWS
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "json", "csv", "parquet"])
+def test_a_missing_value_is_none_and_leaves_the_others_as_they_are(tmp_path, ending):
+    """Pandas would make floats of the numbers: 3.0, and 9007199254740992 of the other."""
+    rows = [{"prompt": "a", "answer": 3}, {"prompt": "b"}, {"prompt": "c", "answer": 2**53 + 1}]
+    path = tmp_path / f"rows.{ending}"
+    if ending == "csv":
+        path.write_text(f"prompt,answer\na,3\nb,\nc,{2**53 + 1}\n")
+    elif ending == "parquet":
+        numbers = pyarrow.array([row.get("answer") for row in rows], pyarrow.int64())
+        pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a", "b", "c"], "answer": numbers}), path)
+    else:
+        write(path, rows)
+    found = RecordsDataset(str(path)).load()["answer"].tolist()
+    assert found == [3, None, 2**53 + 1]
+    assert [type(value) for value in found] == [int, type(None), int]
+
+
+def test_numbers_of_two_kinds_stay_as_they_are(tmp_path):
+    found = RecordsDataset(str(write(tmp_path / "rows.jsonl", [{"x": 3}, {"x": 2.5}]))).load()["x"].tolist()
+    assert [type(value) for value in found] == [int, float]
 
 
 def test_plain_text_has_one_row_a_line_under_the_column_asked_for(tmp_path):

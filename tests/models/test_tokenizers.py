@@ -1,4 +1,5 @@
 import pytest
+from tokenizers import AddedToken
 from transformers import GenerationConfig, LlamaConfig
 
 from ppo_rlhf.core.errors import ConfigError, ModelError
@@ -8,6 +9,7 @@ from ppo_rlhf.models.tokenizers import (
     end_of_turn_id,
     ensure_pad_token,
     same_vocabulary,
+    special_ids,
     stop_token_ids,
     train_word_tokenizer,
 )
@@ -107,3 +109,11 @@ def test_the_end_of_text_is_put_and_taken_once():
     assert append_end([5], None) == [5]
     assert drop_end([5, END], END) == [5]
     assert drop_end([5, 6], END) == [5, 6]
+
+
+def test_special_ids_are_the_named_ones_and_those_that_are_marked():
+    tokenizer = word_tokenizer()
+    tokenizer.add_tokens([AddedToken("<|im_end|>", special=True), AddedToken("text", special=False)])
+    marked, text = tokenizer.convert_tokens_to_ids(["<|im_end|>", "text"])
+    assert {tokenizer.eos_token_id, tokenizer.pad_token_id, marked} <= special_ids(tokenizer)
+    assert text not in special_ids(tokenizer)

@@ -47,7 +47,7 @@ BROKEN_AND_KEPT = [
     ),
     (
         {"truncated_responses": "bootstrap", "missing_eos_penalty": 1.0},
-        {"truncated_responses": "bootstrap", "stop_token": "none"},
+        {"truncated_responses": "bootstrap"},
         "ppo.truncated_responses=bootstrap and ppo.missing_eos_penalty=1.0 exclude each other: a response that is "
         "valued as if it went on pays nothing for not ending; leave one out",
     ),
@@ -56,6 +56,24 @@ BROKEN_AND_KEPT = [
         {"truncated_responses": "mask", "stop_token": "period"},
         "ppo.truncated_responses=mask and ppo.stop_token=none exclude each other: without a stop token every response "
         "counts as cut off, and nothing would be learnt; leave one out",
+    ),
+    (
+        {"truncated_responses": "bootstrap", "stop_token": "none"},
+        {"truncated_responses": "bootstrap", "stop_token": "period"},
+        "ppo.truncated_responses=bootstrap and ppo.stop_token=none exclude each other: without a stop token every "
+        "response counts as cut off, and no score would ever count; leave one out",
+    ),
+    (
+        {"truncated_responses": "bootstrap", "overlong_buffer": 8},
+        {"truncated_responses": "keep", "overlong_buffer": 8},
+        "ppo.truncated_responses=bootstrap and ppo.overlong_buffer=8 exclude each other: a response that is cut off "
+        "would pay nothing, one that ends just before nearly all; leave one out",
+    ),
+    (
+        {"kl_controller": "adaptive", "kl_hold_iterations": 9, "critic_warmup_iterations": 1, "total_episodes": 80},
+        {"kl_controller": "adaptive", "kl_hold_iterations": 8, "critic_warmup_iterations": 1, "total_episodes": 80},
+        "ppo.kl_hold_iterations=9 leaves the controller no iteration: ppo.total_episodes=80 makes 10, of which the "
+        "critic's warm-up takes 1; lower it, or set ppo.kl_controller=fixed",
     ),
     (
         {"overlong_buffer": 54},

@@ -70,7 +70,7 @@ def experience(make_rollouts):
 
 
 def step(*values: float) -> StepStatistics:
-    return StepStatistics(*(torch.tensor(value, dtype=torch.float64) for value in values))
+    return StepStatistics(*(torch.tensor(value, dtype=torch.float64) for value in values), tokens=5)
 
 
 STEPS = [
@@ -216,7 +216,14 @@ def test_the_keys_of_a_real_iteration_are_the_same(make_run):
 
 
 @pytest.mark.skipif(not STATUS.is_file(), reason="the oracle is Linux's /proc/self/status")
-def test_peak_memory_is_the_processes_high_water_mark_in_bytes(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+def test_peak_memory_on_a_cpu_is_the_processes_high_water_mark_in_bytes(monkeypatch):
+    """Also where another part of the process uses a GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     line = next(line for line in STATUS.read_text().splitlines() if line.startswith("VmHWM"))
-    assert peak_memory_bytes() == pytest.approx(int(line.split()[1]) * 1024, rel=0.02)
+    assert peak_memory_bytes(torch.device("cpu")) == pytest.approx(int(line.split()[1]) * 1024, rel=0.02)
+
+
+def test_peak_memory_on_a_gpu_is_that_devices(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 7 + device.index)
+    assert peak_memory_bytes(torch.device("cuda", 1)) == 8

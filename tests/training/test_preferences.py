@@ -3,6 +3,7 @@ import math
 import pandas as pd
 import pytest
 import torch
+from tokenizers import AddedToken
 
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.training.generation import SamplingSettings
@@ -16,6 +17,9 @@ SAMPLING = SamplingSettings(
     response_length=6, temperature=1.0, top_k=0, top_p=1.0, stop_token_ids=(END,), pad_token_id=PAD
 )
 NAMES = ("prompt", "chosen", "rejected")
+
+
+CHAT = [{"role": "user", "content": "a"}]
 
 
 def prompts(count: int = 8) -> PromptDataset:
@@ -173,11 +177,38 @@ def test_chats_are_written_by_the_tokenizers_template(apart):
     )
     frame = check_preferences(pd.DataFrame([row]), *NAMES)
     pairs = tokenise_preferences(frame, word_tokenizer(chat_template=CHAT_TEMPLATE))
-    assert pairs["chosen_ids"].tolist() == [[UNKNOWN, A, BEGIN, A, B, BEGIN]]
-    assert pairs["rejected_ids"].tolist() == [[UNKNOWN, A, BEGIN, A, C, BEGIN]]
+    assert pairs["chosen_ids"].tolist() == [[UNKNOWN, A, BEGIN, A, B, END]]
+    assert pairs["rejected_ids"].tolist() == [[UNKNOWN, A, BEGIN, A, C, END]]
     assert pairs["chosen"][0].endswith("a: b")
     with pytest.raises(DataError, match="need a tokenizer with a chat template"):
         tokenise_preferences(frame, word_tokenizer())
+
+
+@pytest.mark.parametrize("tail", ["", " d"], ids=["no tail", "a tail"])
+@pytest.mark.parametrize("closes", ["<s>", "</s>", "<|end|>"])
+def test_chats_end_as_responses_do_that_are_scored(closes, tail):
+    """Whatever closes a turn: the end of text, a named special token, or one that is only marked as special."""
+    template = (
+        "{% for m in messages %}{{ m['role'][0] + ' ' + m['content'] + ' CLOSES' }}TAIL{{ ' ' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'a ' }}{% endif %}"
+    )
+    tokenizer = word_tokenizer(chat_template=template.replace("CLOSES", closes).replace("TAIL", tail))
+    tokenizer.add_tokens([AddedToken("<|end|>", special=True)])
+    question, answer = [{"role": "user", "content": "a"}], [{"role": "a", "content": "b"}]
+    frame = check_preferences(pd.DataFrame([{"prompt": question, "chosen": answer, "rejected": answer}]), *NAMES)
+    (trained,) = tokenise_preferences(frame, tokenizer)["chosen_ids"]
+    prompt = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
+    batch = ResponseBatch(
+        prompts=[prompt],
+        completions=["b"],
+        columns={},
+        prompt_ids=[tokenizer(prompt, add_special_tokens=False)["input_ids"]],
+        response_ids=[[B, tokenizer.convert_tokens_to_ids(closes)]],
+        terminated=[True],
+    )
+    (scored,) = ModelScorer(tiny_model(), tokenizer, tokenizer)._token_sequences(batch)
+    assert list(trained) == scored
+    assert scored[-2:] == [B, END]
 
 
 @pytest.mark.parametrize(
@@ -190,6 +221,15 @@ def test_chats_are_written_by_the_tokenizers_template(apart):
         ({"chosen": ["a", ""], "rejected": ["b", "c"]}, "row 1, column `chosen`: expected text or chat, got ''"),
         ({"chosen": ["a"], "rejected": [None]}, "row 0, column `rejected`: expected text or chat, got None"),
         ({"prompt": [3], "chosen": ["a"], "rejected": ["b"]}, "row 0, column `prompt`: expected text or chat, got 3"),
+        (
+            {"prompt": ["a"], "chosen": [CHAT], "rejected": [CHAT]},
+            "row 0 has text in `prompt` and a chat in `chosen` and `rejected`; all must be of one kind. Where the "
+            "chats hold the prompt, too, set reward_modelling.prompt_column to a name that is no column.",
+        ),
+        (
+            {"prompt": [CHAT], "chosen": ["a"], "rejected": [CHAT]},
+            "row 0 has text in `chosen` and a chat in `prompt` and `rejected`; all must be of one kind. Write texts",
+        ),
     ],
 )
 def test_a_table_that_holds_no_preferences_is_refused(frame, message):

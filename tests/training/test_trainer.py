@@ -269,6 +269,8 @@ def test_stop_tokens_and_least_lengths_can_be_given(sft: str):
     assert {len(row) for row in trainer.generate(queries, return_prompt=False, eos_token_id=anything)} == {1}
     assert {len(row) for row in trainer.generate(queries, return_prompt=False, eos_token_id=100_000)} == {6}
     assert min(len(row) for row in trainer.generate(queries, return_prompt=False, min_new_tokens=4)) >= 4
+    both = trainer.generate(queries, return_prompt=False, min_new_tokens=4, min_length=-1)
+    assert min(map(len, both)) >= 4
     assert min(len(row) for row in trainer.generate(queries, return_prompt=False)) < 4
 
 
@@ -362,6 +364,15 @@ def test_metrics_that_only_the_sampler_could_tell_are_left_out(sft: str):
 
 def good_step() -> dict[str, Any]:
     return {"queries": QUERIES, "responses": QUERIES, "scores": [0.0] * 4}
+
+
+def test_each_query_needs_room_for_its_own_response_alone(sft: str):
+    step = good_step()
+    queries = [torch.full((29,), 4), *step["queries"][1:]]
+    responses = [torch.tensor([5, END]), torch.full((6,), 4), *step["responses"][2:]]
+    trainer = PPOTrainer(config(), sft)  # its context has 32 tokens
+    trainer.step(**{**step, "queries": queries, "responses": responses})
+    assert trainer.state.iteration == 1
 
 
 @pytest.mark.parametrize(
@@ -586,6 +597,24 @@ def test_columns_go_to_the_reward_function(sft: str):
     frame = pd.DataFrame({"prompt": PROMPTS, "genre": ["good"] * 7})
     assert trainer_of(sft, reward=wanted, prompts=frame).train()[0]["reward/wanted"] == 1.0
     assert seen == ["good"] * 12
+
+
+@pytest.mark.parametrize("as_table", [False, True])
+def test_a_column_with_a_gap_goes_to_the_reward_function_as_it_was_given(sft: str, as_table: bool):
+    def reward(prompts, completions, answer):
+        seen.extend(answer)
+        return [0.0 for _ in completions]
+
+    seen, rows = [], [{"prompt": "a b c", "answer": 3}, {"prompt": "d e"}, {"prompt": "f", "answer": 4}]
+    table = datasets.Dataset.from_list([{"answer": None, **row} for row in rows])
+    trainer_of(sft, reward=reward, prompts=table if as_table else rows).train()
+    assert set(map(type, seen)) == {int, type(None)}
+
+
+def test_prompts_that_are_tokenised_already_must_leave_room_for_responses(sft: str):
+    prompts = PromptDataset([[4] * 30], ["a"], {})
+    with pytest.raises(DataError, match="a query of 30 tokens leaves no room for a response of"):
+        trainer_of(sft, reward=early_letters, prompts=prompts)
 
 
 def test_a_reward_scorer_is_taken_as_it_is(sft: str):

@@ -285,7 +285,23 @@ def test_a_minibatch_of_cut_off_responses_alone_is_no_step_and_a_batch_of_them_i
     )
     assert (run.state.optimiser_steps, run.state.skipped_steps) == (0, 0)
     assert all(math.isfinite(value) for value in metrics.values())
+    assert metrics["val/ratio"] == 1.0
     assert caplog.messages == [
         "Every response of iteration 1 was cut off, so ppo.truncated_responses=mask leaves nothing to learn from: "
         "raise ppo.response_length."
     ]
+
+
+def test_minibatches_of_cut_off_responses_are_not_in_the_averages_over_steps(make_run):
+    run = make_run(truncated_responses="mask", missing_eos_penalty=None, num_ppo_epochs=1, num_mini_batches=12)
+    experience = run.before_update()[-1]
+    terminated = torch.zeros(12, dtype=torch.bool)
+    terminated[[2, 7]] = True
+    rollouts = dataclasses.replace(experience.rollouts, terminated=terminated)
+    config = dataclasses.replace(run.config, learning_rate=1e-12)
+    for group in run.state.policy_optimizer.param_groups:
+        group["lr"] = 0.0
+    metrics = optimise(run.state, dataclasses.replace(experience, rollouts=rollouts), config)
+    assert run.state.optimiser_steps == 2
+    assert metrics["val/ratio"] == pytest.approx(1.0, abs=1e-6)
+    assert metrics["val/ratio_var"] == pytest.approx(0.0, abs=1e-9)

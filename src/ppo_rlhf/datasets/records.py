@@ -12,6 +12,7 @@ from kedro_datasets._typing import TablePreview
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.datasets.paths import expand_home
 from ppo_rlhf.datasets.tables import table_preview
+from ppo_rlhf.training.tables import table_of_columns, table_of_rows
 
 _PREVIEW_ROWS = 5
 _KINDS = (".jsonl", ".json", ".csv", ".parquet", ".txt")
@@ -97,7 +98,7 @@ def _read_json_lines(path: Path, _: str) -> pd.DataFrame:
             hint = " A list of objects is a .json file." if isinstance(record, list) else ""
             raise DataError(f"{path}: line {number} is not an object with named columns: {line.strip()[:40]}{hint}")
         records.append(record)
-    return pd.DataFrame.from_records(records)
+    return table_of_rows(records)
 
 
 def _read_json(path: Path, _: str) -> pd.DataFrame:
@@ -108,14 +109,19 @@ def _read_json(path: Path, _: str) -> pd.DataFrame:
         raise DataError(f"{path}: line {error.lineno} is damaged, it is not valid JSON ({error.msg}).{hint}") from error
     if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
         raise DataError(f"{path}: a .json file must hold a list of objects with named columns.")
-    return pd.DataFrame.from_records(records)
+    return table_of_rows(records)
 
 
 def _read_csv(path: Path, _: str) -> pd.DataFrame:
     try:
-        return pd.read_csv(path, encoding="utf-8-sig")
+        frame = pd.read_csv(path, encoding="utf-8-sig", dtype_backend="numpy_nullable")
     except (ValueError, UnicodeDecodeError) as error:  # pandas' parser errors are ValueErrors and name the line
         raise DataError(f"{path}: this CSV file is damaged: {' '.join(str(error).split())}") from error
+    return table_of_columns({str(name): _values(frame[name]) for name in frame})
+
+
+def _values(column: pd.Series) -> list[Any]:
+    return [None if value is pd.NA else value for value in column.tolist()]
 
 
 def _read_parquet(path: Path, _: str) -> pd.DataFrame:
@@ -123,7 +129,7 @@ def _read_parquet(path: Path, _: str) -> pd.DataFrame:
         rows = pyarrow.parquet.read_table(path).to_pylist()  # pandas would give nested lists as arrays
     except (OSError, ValueError) as error:  # pyarrow's ArrowInvalid is a ValueError
         raise DataError(f"{path}: this Parquet file is damaged: {' '.join(str(error).split())}") from error
-    return pd.DataFrame.from_records(rows)
+    return table_of_rows(rows)
 
 
 def _read_text(path: Path, text_column: str) -> pd.DataFrame:

@@ -107,9 +107,14 @@ def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
     except Exception:  # a template is a program of its own; a chat that it refuses is told of where chats are read
         return None
     tail = text.rpartition(marker)[2]
-    special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     ids = tokenizer.encode(tail, add_special_tokens=False)
-    return next((index for index in ids if index in special), None)
+    return next((index for index in ids if index in special_ids(tokenizer)), None)
+
+
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Return the ids that are no text: the named ones (end of text, padding …), and added ones that are marked so."""
+    marked = (index for index, token in tokenizer.added_tokens_decoder.items() if token.special)
+    return frozenset([*tokenizer.all_special_ids, *marked])
 
 
 def same_vocabulary(first: PreTrainedTokenizerBase, second: PreTrainedTokenizerBase) -> bool:

@@ -70,10 +70,16 @@ def _truncation(c: PPOConfig) -> Iterator[str]:
             f"ppo.truncated_responses={handling} and ppo.missing_eos_penalty={penalty} exclude each other: {why}; "
             "leave one out"
         )
-    if handling == "mask" and c.stop_token == "none":
+    if handling in ("mask", "bootstrap") and c.stop_token == "none":
+        why = {"mask": "nothing would be learnt", "bootstrap": "no score would ever count"}[handling]
         yield (
-            "ppo.truncated_responses=mask and ppo.stop_token=none exclude each other: without a stop token every "
-            "response counts as cut off, and nothing would be learnt; leave one out"
+            f"ppo.truncated_responses={handling} and ppo.stop_token=none exclude each other: without a stop token "
+            f"every response counts as cut off, and {why}; leave one out"
+        )
+    if handling == "bootstrap" and c.overlong_buffer is not None:
+        yield (
+            f"ppo.truncated_responses=bootstrap and ppo.overlong_buffer={c.overlong_buffer} exclude each other: a "
+            "response that is cut off would pay nothing, one that ends just before nearly all; leave one out"
         )
     if c.overlong_buffer is not None and c.overlong_buffer > c.response_length:
         yield (
@@ -103,6 +109,13 @@ def _kl(c: PPOConfig) -> Iterator[str]:
             yield (
                 "ppo.kl_controller=adaptive and ppo.kl_coef=0 exclude each other: the controller multiplies, so 0 "
                 "would stay 0; give a first coefficient such as 0.05, or set ppo.kl_controller=fixed"
+            )
+        held = c.critic_warmup_iterations + c.kl_hold_iterations
+        if c.kl_hold_iterations and held >= c.num_total_batches:
+            yield (
+                f"ppo.kl_hold_iterations={c.kl_hold_iterations} leaves the controller no iteration: "
+                f"ppo.total_episodes={c.total_episodes} makes {c.num_total_batches}, of which the critic's warm-up "
+                f"takes {c.critic_warmup_iterations}; lower it, or set ppo.kl_controller=fixed"
             )
         return
     for name in ("kl_target", "kl_horizon", "kl_hold_iterations"):

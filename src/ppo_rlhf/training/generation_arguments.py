@@ -39,8 +39,8 @@ def _stop_ids(sampling: SamplingSettings, value: Any) -> dict[str, Any]:
 
 _ARGUMENTS: dict[str, Callable[[SamplingSettings, Any], dict[str, Any]]] = {
     "max_new_tokens": _max_new_tokens,
+    "min_length": _min_length,  # before min_new_tokens, which counts where both are given
     "min_new_tokens": lambda _, value: {"min_response_length": int(value or 0)},
-    "min_length": _min_length,
     "temperature": lambda _, value: {"temperature": float(value)},
     "top_k": lambda _, value: {"top_k": int(value or 0)},
     "top_p": lambda _, value: {"top_p": 1.0 if value is None else float(value)},

@@ -31,6 +31,7 @@ class StepStatistics:
     ratio: Tensor
     policy_grad_norm: Tensor
     value_grad_norm: Tensor
+    tokens: int  # that its losses counted; with none it is no step
 
 
 def iteration_metrics(
@@ -44,7 +45,7 @@ def iteration_metrics(
 
     Args:
         experience: What the update was done on.
-        steps: One record for each optimiser step.
+        steps: One record for each minibatch. Those without a token are left out of the averages, unless all are.
         state: After the update, its counters advanced.
         learning_rates: The policy's and the critic's in this iteration.
         optimise_seconds: Duration of the update.
@@ -62,7 +63,7 @@ def iteration_metrics(
         "optimiser/loss_scale": min(state.policy_scaler.get_scale(), state.critic_scaler.get_scale()),
         **_speed(experience, optimise_seconds),
         **_utilisation(experience, len(steps), state, optimise_seconds),
-        "memory/peak_bytes": peak_memory_bytes(),
+        "memory/peak_bytes": peak_memory_bytes(state.device),
     }
     return {name: float(value) for name, value in metrics.items()}
 
@@ -90,7 +91,9 @@ def _objective(experience: Experience, config: PPOConfig) -> dict[str, Tensor | 
 
 
 def _update(steps: list[StepStatistics], config: PPOConfig, kl_coef: float) -> dict[str, Tensor]:
-    rows = {field.name: torch.stack([getattr(step, field.name) for step in steps]) for field in fields(StepStatistics)}
+    counted = [step for step in steps if step.tokens] or steps
+    names = [field.name for field in fields(StepStatistics) if field.name != "tokens"]
+    rows = {name: torch.stack([getattr(step, name) for step in counted]) for name in names}
     mean = {name: values.mean() for name, values in rows.items()}
     policy_terms = mean["policy_loss"] + kl_coef * mean["kl"] - config.entropy_coef * mean["entropy"]
     return {
@@ -104,7 +107,7 @@ def _update(steps: list[StepStatistics], config: PPOConfig, kl_coef: float) -> d
         "loss/total": policy_terms + config.vf_coef * mean["value_loss"],
         "val/clipfrac_avg": mean["value_clipfrac"],
         "val/ratio": mean["ratio"],
-        "val/ratio_var": rows["ratio"].var(correction=min(1, len(steps) - 1)),
+        "val/ratio_var": rows["ratio"].var(correction=min(1, len(counted) - 1)),
         "value/grad_norm": mean["value_grad_norm"],
     }
 
@@ -147,9 +150,9 @@ def _utilisation(experience: Experience, steps: int, state: TrainingState, optim
     return {} if share is None else {"throughput/mfu": share}
 
 
-def peak_memory_bytes() -> int:
-    """Return the most memory held so far: on the CUDA device if there is one in use, else by this process."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        return int(torch.cuda.max_memory_allocated())
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the most memory held so far: on the device if it is a CUDA device, else by this process."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
     kilobytes = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * kilobytes

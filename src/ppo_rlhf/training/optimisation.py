@@ -43,8 +43,8 @@ class OptimisationConfig:
     """Autocast to bfloat16 (weights stay float32); for GPUs."""
     logging_steps: Annotated[int, Field(ge=1)] = 10
     """Optimiser steps between logged losses; each is the mean over them."""
-    device: str = "auto"
-    """auto takes CUDA if there is one; cpu never does."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto takes CUDA if there is one, all devices that CUDA_VISIBLE_DEVICES shows; cpu never does."""
     seed: Annotated[int, Field(ge=0)] = 42
     """Of weights that start at random and of the order of the data."""
 

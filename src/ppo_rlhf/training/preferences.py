@@ -11,7 +11,7 @@ import pandas as pd
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.demo.judge import noisy_preference
 from ppo_rlhf.models.annotations import PreTrainedModel, PreTrainedTokenizerBase
-from ppo_rlhf.models.tokenizers import append_end
+from ppo_rlhf.models.tokenizers import append_end, end_of_turn_id, special_ids
 from ppo_rlhf.training.chats import is_chat, render_chat
 from ppo_rlhf.training.generation import GeneratedResponses, SamplingSettings, generate_responses
 from ppo_rlhf.training.prompts import PromptDataset
@@ -47,7 +47,25 @@ def check_preferences(
         for row, value in enumerate(table[standard].tolist()):
             if not _is_text(value) and not is_chat(value):
                 raise DataError(f"preferences: row {row}, column `{given}`: expected text or chat, got {value!r:.60}")
+    for row, record in enumerate(table.to_dict("records")):
+        chats = [given for given, standard in wanted.items() if not _is_text(record[standard])]
+        if 0 < len(chats) < len(wanted):
+            texts = [given for given in wanted if given not in chats]
+            raise DataError(
+                f"preferences: row {row} has text in {_named(texts)} and a chat in {_named(chats)}; all must be of one "
+                f"kind. {_remedy(prompt_column, texts)}"
+            )
     return table
+
+
+def _named(columns: list[str]) -> str:
+    return " and ".join(f"`{column}`" for column in columns)
+
+
+def _remedy(prompt_column: str, texts: list[str]) -> str:
+    if texts == [prompt_column]:
+        return "Where the chats hold the prompt, too, set reward_modelling.prompt_column to a name that is no column."
+    return "Write texts as chats, or chats as texts."
 
 
 def tokenise_preferences(frame: pd.DataFrame, tokenizer: PreTrainedTokenizerBase) -> pd.DataFrame:
@@ -106,7 +124,7 @@ def sample_preferences(
     texts = [tokenizer.batch_decode(tokens, skip_special_tokens=True) for tokens in token_lists]
     name, function = labeller
     scores = [call_reward_function(function, name, batch.texts, side, batch.columns) for side in texts]
-    special = frozenset(tokenizer.all_special_ids)
+    special = special_ids(tokenizer)
     rows = []
     for row, first_is_chosen in enumerate(noisy_preference(scores[0], scores[1], beta, seed)):
         if token_lists[0][row] == token_lists[1][row]:
@@ -148,7 +166,11 @@ def _encode(prompt: Any, response: Any, tokenizer: PreTrainedTokenizerBase) -> l
     if _is_text(response):
         return append_end(list(tokenizer((prompt or "") + response)["input_ids"]), tokenizer.eos_token_id)
     text = render_chat([*(prompt or []), *response], tokenizer, "preferences")
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    end = end_of_turn_id(tokenizer)
+    if end in ids:  # what the template puts behind the turn is not there when PPO's responses are scored
+        ids = ids[: len(ids) - ids[::-1].index(end)]
+    return close_response(ids, True, tokenizer.eos_token_id, special_ids(tokenizer))
 
 
 def _readable(value: Any) -> str:

@@ -58,7 +58,7 @@ class QuerySampler:
         rows: Any = [queries] if is_one else queries
         prompt_ids = token_lists(rows, "query", self.vocabulary)
         settings = sampling_from_arguments(state.sampling, arguments, self.vocabulary)
-        check_room(prompt_ids, settings.response_length, self.context)
+        check_room(prompt_ids, [settings.response_length] * len(prompt_ids), self.context)
         if settings.temperature != config.temperature and settings.top_k != 1:
             self._warn_of_temperature(settings.temperature)
         started = time.perf_counter()

@@ -13,7 +13,7 @@ from ppo_rlhf.models.annotations import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_rlhf.models.loading import PretrainedHandle, context_length
 from ppo_rlhf.models.offloading import on_device, to_host
 from ppo_rlhf.models.sequence_scores import sequence_scores
-from ppo_rlhf.models.tokenizers import append_end, drop_end, same_vocabulary
+from ppo_rlhf.models.tokenizers import append_end, drop_end, same_vocabulary, special_ids
 from ppo_rlhf.training.reward_functions import (
     RewardFunction,
     call_reward_function,
@@ -210,7 +210,7 @@ class ModelScorer:
         self._tokenizer = tokenizer
         self._policy_tokenizer = policy_tokenizer
         self._reads_policy_ids = same_vocabulary(tokenizer, policy_tokenizer)
-        self._special_ids = frozenset(policy_tokenizer.all_special_ids)
+        self._special_ids = special_ids(policy_tokenizer)
         self._batch_size = batch_size
         self._device = device or model.device
         self._context = context_length(model.config)

@@ -184,7 +184,7 @@ class PPOTrainer:
         response_ids = trainer_inputs.token_lists(responses, "response", sampler.vocabulary)
         scorer = trainer_inputs.given_scores(scores, config.batch_size)
         taken = trainer_inputs.take_responses(response_ids, self.state.sampling)
-        trainer_inputs.check_room(prompt_ids, int(taken.lengths.max()), sampler.context)
+        trainer_inputs.check_room(prompt_ids, taken.lengths.tolist(), sampler.context)
         rollouts = rollout.complete_rollouts(
             self.state,
             self.reference_policy,

@@ -31,6 +31,7 @@ from ppo_rlhf.training.rewards import (
     build_reward_scorer,
     call_reward_function,
 )
+from ppo_rlhf.training.tables import table_of_columns, table_of_rows
 from ppo_rlhf.training.trainer_models import HOST, check_same_vocabulary, take_over
 
 _MODEL_ALONE = RewardConfig(components=[RewardComponentConfig(type="model")])
@@ -49,13 +50,16 @@ def take_prompts(prompts: Any, policy: TrainedModel, config: PPOConfig) -> Promp
         DataError: There is no prompt, or one cannot be read, or is too long.
     """
     if isinstance(prompts, PromptDataset):
+        check_room(prompts.prompt_ids, [config.response_length] * len(prompts), context_length(policy.model.config))
         return prompts
     if isinstance(prompts, list | tuple) and not (prompts and isinstance(prompts[0], Mapping)):
         frame = pd.DataFrame({"prompt": pd.Series(list(prompts), dtype=object)})
     elif isinstance(prompts, pd.DataFrame):
         frame = prompts
+    elif isinstance(prompts, list | tuple):
+        frame = table_of_rows(prompts)
     else:  # Hugging Face's tables give columns of Python values for a slice
-        frame = pd.DataFrame(prompts[:] if hasattr(prompts, "column_names") else prompts)
+        frame = table_of_columns(prompts[:] if hasattr(prompts, "column_names") else prompts)
     return tokenise_prompts(
         frame,
         policy.tokenizer,
@@ -160,14 +164,14 @@ def token_lists(rows: Any, what: str, vocabulary: int) -> list[list[int]]:
     return result
 
 
-def check_room(queries: Sequence[Sequence[int]], length: int, context: int | None) -> None:
-    """Raise `DataError` if a query leaves no room for `length` tokens in the model's context."""
-    longest = max(map(len, queries), default=0)
-    if context is not None and longest + length > context:
-        raise DataError(
-            f"a query of {longest} tokens leaves no room for a response of {length} in the model's context of "
-            f"{context}; shorten the one or the other"
-        )
+def check_room(queries: Sequence[Sequence[int]], lengths: Sequence[int], context: int | None) -> None:
+    """Raise `DataError` if a query leaves no room for its response, of so many tokens, in the model's context."""
+    for query, length in zip(queries, lengths, strict=True):
+        if context is not None and len(query) + length > context:
+            raise DataError(
+                f"a query of {len(query)} tokens leaves no room for a response of {length} in the model's context of "
+                f"{context}; shorten the one or the other"
+            )
 
 
 def take_responses(rows: list[list[int]], sampling: SamplingSettings) -> Responses:

@@ -48,7 +48,7 @@ def trainer_options(config: OptimisationConfig, output_dir: str) -> dict[str, An
         "num_train_epochs": config.num_train_epochs,
         "max_steps": config.max_steps or -1,
         "learning_rate": config.learning_rate,
-        "lr_scheduler_type": config.lr_scheduler_type,
+        "lr_scheduler_type": _schedule(config),
         "warmup_steps": config.warmup_ratio,  # below 1 it is a share of the steps
         "weight_decay": config.weight_decay,
         "max_grad_norm": config.max_grad_norm,
@@ -69,6 +69,12 @@ def trainer_options(config: OptimisationConfig, output_dir: str) -> dict[str, An
         "save_strategy": "no",
         "disable_tqdm": True,
     }
+
+
+def _schedule(config: OptimisationConfig) -> str:
+    """Return transformers' name of a schedule; its `constant` leaves a warm-up out."""
+    warms_up = config.lr_scheduler_type == "constant" and config.warmup_ratio > 0.0
+    return "constant_with_warmup" if warms_up else config.lr_scheduler_type
 
 
 class QuietSFTTrainer(SFTTrainer):
