@@ -6,7 +6,7 @@ import torch
 from torch.testing import assert_close
 from transformers import GenerationConfig
 
-from ppo_rlhf.models.decoding import Decoder
+from ppo_rlhf.models.decoding import Decoder, decodes
 from ppo_rlhf.training import generation
 from ppo_rlhf.training.generation import SamplingSettings, _leaving, generate_responses
 
@@ -260,9 +260,11 @@ def test_ended_sequences_leave_at_once_or_where_shapes_are_compiled_by_fours(mak
         rows.append(len(token_ids))
         return step(self, token_ids)
 
+    model = make_model("llama")
+    assert decodes(model)  # asked now: it takes steps, too
     monkeypatch.setattr(Decoder, "step", counted)
     monkeypatch.setattr(generation, "compiles_by_shape", lambda *_: multiple > 1)
-    found = generate_responses(make_model("llama"), [*UNEVEN, *EVEN[1:]], noise(11), settings())
+    found = generate_responses(model, [*UNEVEN, *EVEN[1:]], noise(11), settings())
     live = [int(((found.lengths > taken) | ~found.terminated).sum()) for taken in range(1, STEPS)]
     assert len(set(rows)) > 1
     expected = [min(11, -(-alive // multiple) * multiple) for alive in live]

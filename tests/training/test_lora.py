@@ -1,5 +1,7 @@
 """A run with LoRA: what trains, what stays, what is in memory once, and that the update's invariants hold."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -22,12 +24,20 @@ def gradient(make_run, experience, kind: str, **settings) -> dict[str, torch.Ten
     stir(run.state.policy, run.state.critic)
     seen: dict[str, torch.Tensor] = {}
 
-    def look() -> None:  # at the step: behind the update gradients are gone
-        for name, model in (("policy", run.state.policy), ("critic", run.state.critic)):
-            found = trained_parameters(model).items()  # one model's at a time, unless they share a trunk
-            seen.update({f"{name}.{n}": p.grad.clone() for n, p in found if p.grad is not None})
+    def look(name: str, model: torch.nn.Module) -> None:  # at its step: behind the update gradients are gone
+        found = trained_parameters(model).items()
+        seen.update({f"{name}.{n}": p.grad.clone() for n, p in found if p.grad is not None})
 
-    run.state.policy_optimizer.step = run.state.critic_optimizer.step = look
+    def look_at_both() -> None:
+        look("policy", run.state.policy)
+        look("critic", run.state.critic)
+
+    # each at its own model: the other one's backward pass may be under way at the same time
+    if run.state.shares_trunk:
+        run.state.policy_optimizer.step = look_at_both
+    else:
+        run.state.policy_optimizer.step = partial(look, "policy", run.state.policy)
+        run.state.critic_optimizer.step = partial(look, "critic", run.state.critic)
     optimise(run.state, experience, run.config)
     assert {name.partition(".")[0] for name in seen} == {"policy", "critic"}
     return seen
