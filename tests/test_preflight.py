@@ -282,6 +282,16 @@ def test_a_critic_from_a_reward_model_with_other_words_is_refused(desk: Desk, mo
     assert problem.endswith("Set ppo.value_model=separate.")
 
 
+def test_prompts_whose_responses_the_reward_model_could_not_read_are_refused(desk: Desk):
+    desk.groups["reward"] = RewardConfig(components=[MODEL])
+    assert desk.problems() == []
+    config = json.loads((desk.folder / "reward" / "config.json").read_text())
+    config.get("text_config", config)["max_position_embeddings"] = 6
+    (desk.folder / "reward" / "config.json").write_text(json.dumps(config))
+    (problem,) = desk.problems()
+    assert "with a response of 4 it would have 7, the reward model reads 6." in problem
+
+
 def test_what_the_run_makes_itself_need_not_be_there(desk: Desk):
     desk.paths |= {"sft_policy": "data/06_models/sft_policy", "reward_model": "data/06_models/reward_model"}
     desk.made = ["sft_policy", "reward_model"]

@@ -269,9 +269,9 @@ def test_stop_tokens_and_least_lengths_can_be_given(sft: str):
     assert {len(row) for row in trainer.generate(queries, return_prompt=False, eos_token_id=anything)} == {1}
     assert {len(row) for row in trainer.generate(queries, return_prompt=False, eos_token_id=100_000)} == {6}
     assert min(len(row) for row in trainer.generate(queries, return_prompt=False, min_new_tokens=4)) >= 4
+    assert min(len(row) for row in trainer.generate(queries, return_prompt=False)) < 4
     both = trainer.generate(queries, return_prompt=False, min_new_tokens=4, min_length=-1)
     assert min(map(len, both)) >= 4
-    assert min(len(row) for row in trainer.generate(queries, return_prompt=False)) < 4
 
 
 @pytest.mark.parametrize(
@@ -615,6 +615,24 @@ def test_prompts_that_are_tokenised_already_must_leave_room_for_responses(sft: s
     prompts = PromptDataset([[4] * 30], ["a"], {})
     with pytest.raises(DataError, match="a query of 30 tokens leaves no room for a response of"):
         trainer_of(sft, reward=early_letters, prompts=prompts)
+
+
+@pytest.mark.parametrize(("stop_token", "needed"), [("period", 29), ("eos", 28)])
+def test_prompts_whose_responses_the_reward_model_could_not_read_are_refused_before_training(
+    sft: str, stop_token: str, needed: int
+):
+    """Behind a full stop comes the reward model's end of text; a special stop token is replaced by it."""
+    shape = {"vocab_size": len(VOCABULARY), "n_embd": 16, "n_layer": 1, "n_head": 2, "num_labels": 1}
+    length = config().response_length
+
+    def trainer(context: int) -> PPOTrainer:
+        reward = GPT2ForSequenceClassification(GPT2Config(**shape, n_positions=context))
+        prompts = [" ".join("a" for _ in range(28 - length))]
+        return PPOTrainer(config(stop_token=stop_token), sft, reward=reward, prompts=prompts)
+
+    trainer(needed)
+    with pytest.raises(ModelError, match=f"it would have {needed}, the reward model reads {needed - 1}"):
+        trainer(needed - 1)
 
 
 def test_a_reward_scorer_is_taken_as_it_is(sft: str):

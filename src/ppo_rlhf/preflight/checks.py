@@ -55,7 +55,7 @@ def find_problems(
     check_given_preferences(run, tables, models)
     policy = future_policy(run, models, demonstrations)
     check_stop_tokens(run, policy)
-    check_prompts(run, tables, policy)
+    check_prompts(run, tables, policy, models.get("reward_model"))
     check_functions(run, tables)
     return run.problems
 

@@ -9,11 +9,12 @@ import pandas as pd
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.models.annotations import GenerationConfig, PreTrainedTokenizerBase
 from ppo_rlhf.models.loading import PretrainedHandle, context_length
-from ppo_rlhf.models.tokenizers import stop_token_ids, train_word_tokenizer
+from ppo_rlhf.models.tokenizers import same_vocabulary, special_ids, stop_token_ids, train_word_tokenizer
 from ppo_rlhf.preflight.request import RunRequest
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.demonstrations import corpus_texts
-from ppo_rlhf.training.prompts import PromptsConfig, split_held_out, tokenise_prompts
+from ppo_rlhf.training.prompts import PromptDataset, PromptsConfig, split_held_out, tokenise_prompts
+from ppo_rlhf.training.rewards import check_room_to_score
 from ppo_rlhf.training.sft import SupervisedFinetuningConfig
 
 
@@ -52,7 +53,12 @@ def check_stop_tokens(run: RunRequest, policy: FuturePolicy | None) -> None:
             )
 
 
-def check_prompts(run: RunRequest, tables: dict[str, pd.DataFrame], policy: FuturePolicy | None) -> None:
+def check_prompts(
+    run: RunRequest,
+    tables: dict[str, pd.DataFrame],
+    policy: FuturePolicy | None,
+    reward_model: PretrainedHandle | None = None,
+) -> None:
     """Note prompts that cannot be used: a missing column, rows that are no prompts, none left, too long ones."""
     settings, ppo = run.group("prompts"), run.group("ppo")
     if not isinstance(settings, PromptsConfig) or "raw_prompts" not in tables:
@@ -64,7 +70,7 @@ def check_prompts(run: RunRequest, tables: dict[str, pd.DataFrame], policy: Futu
             check_column(frame, settings.column, where, "prompts.column")
             if policy is not None and isinstance(ppo, PPOConfig):
                 # the whole file, not its parts as the run will split it: a row's number is the person's own
-                tokenise_prompts(
+                prompts = tokenise_prompts(
                     frame,
                     policy.tokenizer,
                     column=settings.column,
@@ -73,6 +79,8 @@ def check_prompts(run: RunRequest, tables: dict[str, pd.DataFrame], policy: Futu
                     overlong=ppo.overlong_prompts,
                     name=where,
                 )
+                if reward_model is not None:
+                    _check_room_to_score(prompts, policy, ppo, reward_model)
         split_held_out(
             given["raw_prompts"],
             given.get("raw_evaluation_prompts"),
@@ -81,6 +89,20 @@ def check_prompts(run: RunRequest, tables: dict[str, pd.DataFrame], policy: Futu
             settings.seed,
             settings.column,
         )
+
+
+def _check_room_to_score(
+    prompts: PromptDataset, policy: FuturePolicy, ppo: PPOConfig, reward_model: PretrainedHandle
+) -> None:
+    """Raise ModelError if the reward model reads the policy's ids, and fewer of them than a response can have."""
+    if not same_vocabulary(reward_model.tokenizer(), policy.tokenizer):
+        return
+    stops = stop_token_ids(
+        policy.tokenizer, policy.generation_config, stop_token=ppo.stop_token, stop_token_id=ppo.stop_token_id
+    )
+    closes = not special_ids(policy.tokenizer).issuperset(stops)
+    context = context_length(reward_model.config())
+    check_room_to_score(context, prompts.prompt_ids, ppo.response_length, closes=closes)
 
 
 def check_column(frame: pd.DataFrame, column: str, where: str, parameter: str) -> None:

@@ -133,6 +133,14 @@ class RewardScorer:
         self.model = model
         self._components = list(components)
 
+    def check_room(
+        self, prompt_ids: Sequence[Sequence[int]], response_length: int, stop_token_ids: Sequence[int]
+    ) -> None:
+        """Raise `ModelError` if a response to one of the prompts could be longer than the reward model reads."""
+        for _, _, scoring in self._components:
+            if isinstance(scoring, ModelScorer):
+                scoring.check_room(prompt_ids, response_length, stop_token_ids)
+
     def score(self, batch: ResponseBatch) -> ScoredResponses:
         """Return the scores, on the CPU: float32, or float64 where the reward model is float64."""
         dtype = torch.float64 if self.model is not None and self.model.dtype == torch.float64 else torch.float32
@@ -227,6 +235,17 @@ class ModelScorer:
         with on_device(self.model, self._device):
             return score_sequences(self.model, sequences, self._tokenizer.pad_token_id, self._batch_size)
 
+    def check_room(
+        self, prompt_ids: Sequence[Sequence[int]], response_length: int, stop_token_ids: Sequence[int]
+    ) -> None:
+        """Raise `ModelError` if a response to one of the prompts could be longer than the reward model reads.
+
+        Only for prompts in its own ids; how long others are there is not known before.
+        """
+        if self._reads_policy_ids:
+            closes = not self._special_ids.issuperset(stop_token_ids)
+            check_room_to_score(self._context, prompt_ids, response_length, closes=closes)
+
     def _token_sequences(self, batch: ResponseBatch) -> list[list[int]]:
         rows = zip(batch.prompt_ids, batch.response_ids, batch.terminated, strict=True)
         return [
@@ -243,6 +262,24 @@ class ModelScorer:
             append_end(list(ids), eos) if stopped else drop_end(list(ids), eos)
             for ids, stopped in zip(self._tokenizer(texts)["input_ids"], batch.terminated, strict=True)
         ]
+
+
+def check_room_to_score(
+    context: int | None, prompt_ids: Sequence[Sequence[int]], response_length: int, *, closes: bool
+) -> None:
+    """Raise `ModelError` if a prompt with the longest response has more tokens than a reward model's context.
+
+    `closes`: whether a response can get an end of text on top of its length (`close_response`).
+    """
+    longest = max(map(len, prompt_ids), default=0)
+    needed = longest + response_length + closes
+    if context is not None and needed > context:
+        end = " and an end of text behind its stop token" if closes else ""
+        raise ModelError(
+            f"the longest prompt has {longest} tokens: with a response of {response_length}{end} it would have "
+            f"{needed}, the reward model reads {context}. Shorten the prompts or ppo.response_length, or use a reward "
+            "model with a longer context"
+        )
 
 
 def close_response(response: list[int], stopped: bool, eos: int | None, special_ids: frozenset[int]) -> list[int]:

@@ -95,6 +95,9 @@ class PPOTrainer:
         critic = take_critic(config, start, None if self._scorer is None else self._scorer.model, value_model)
         self.state = TrainingState.create(start.model, critic, start.tokenizer, config)
         self._sampler = QuerySampler(self.state)
+        if self._scorer is not None and self._prompts is not None:
+            stops = self.state.sampling.stop_token_ids
+            self._scorer.check_room(self._prompts.prompt_ids, config.response_length, stops)
         for line in config.advice():
             log.warning("%s", line)
         idle = [f"ppo.{name}" for name in config.not_default() if name in _OF_THE_PIPELINE]
