@@ -98,7 +98,7 @@ def test_outside_a_project_the_command_says_where_to_go(tmp_path: Path):
         (
             ["--params", "qqq=1,promts_path=x"],
             [
-                "Error: --params qqq: nothing is called so. Known are base_model_path, data_root, ppo, prompts, "
+                "Error: --params qqq: nothing is called so. Known are base_model_path, ppo, prompts, "
                 "prompts_path, reward, seed, sft_model_path.",
                 "Error: --params promts_path: nothing is called so. Did you mean `prompts_path`?",
             ],

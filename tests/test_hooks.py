@@ -29,8 +29,10 @@ from ppo_rlhf.hooks import TrackingHook
 from ppo_rlhf.hooks.checks import check_runner, unread_local_files
 from ppo_rlhf.hooks.hyperparameters import changed_settings, hyperparameters
 from ppo_rlhf.hooks.provenance import git_tags
+from ppo_rlhf.hooks.run_description import pipeline_names
 from ppo_rlhf.hooks.run_parameters import unknown_names
 from ppo_rlhf.hooks.tracking_store import settled_in_project
+from ppo_rlhf.runner import LoopRunner
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.rewards import RewardConfig
 
@@ -442,6 +444,12 @@ def test_names_that_only_a_catalog_reads_are_known(toy_project: Path):
     assert unknown_names(loader(toy_project, my_file="x", ppo={"gamma": 1.0}, seed=1)) == []
 
 
+def test_where_data_lie_is_told_by_files_alone(toy_project: Path):
+    """Accepted, it would be ignored: the catalog's paths are made of the globals."""
+    found = unknown_names(loader(toy_project, data_root="elsewhere", seed=1))
+    assert found == ["--params data_root: it is read from files alone; set it in conf/local/globals.yml."]
+
+
 def test_without_run_parameters_nothing_is_unknown(toy_project: Path):
     assert unknown_names(loader(toy_project)) == []
 
@@ -461,7 +469,7 @@ def test_every_runner_is_welcome_where_there_is_no_loop():
     from kedro.pipeline import Node, Pipeline
 
     pipeline = Pipeline([Node(lambda: 1, None, "x", name="one")])
-    check_runner("<kedro.runner.thread_runner.ThreadRunner object at 0x7f>", pipeline)
+    check_runner("<kedro.runner.thread_runner.ThreadRunner object at 0x7f>", pipeline, {"only_missing_outputs": True})
 
 
 def test_the_tracking_hook_takes_the_place_of_kedro_mlflows():
@@ -495,7 +503,21 @@ def test_another_runner_is_refused_for_the_loop():
     first = Node(lambda: 1, None, "training_state", name="first")
     loop = Pipeline([first, Node(step, "training_state", "next_training_state", name="step", tags="iteration")])
     with pytest.raises(ConfigError, match=r"^ParallelRunner would run PPO's loop once .* drop --runner"):
-        check_runner("<kedro.runner.parallel_runner.ParallelRunner object at 0x7f>", loop)
+        check_runner("<kedro.runner.parallel_runner.ParallelRunner object at 0x7f>", loop, {})
+    with pytest.raises(ConfigError, match=r"^--only-missing-outputs would train and leave out what exports the policy"):
+        check_runner("None", loop, {"only_missing_outputs": True})
+    check_runner("None", loop, {"only_missing_outputs": False})
+
+
+def test_saving_in_threads_is_refused():
+    with pytest.raises(ConfigError, match=r"^--async: LoopRunner saves"):
+        LoopRunner(is_async=True)
+
+
+def test_pipelines_are_named_in_one_order_whatever_kedro_makes_of_it():
+    for names in (["ppo", "evaluation", "ppo"], ["evaluation", "ppo"]):
+        assert pipeline_names({"pipeline_names": names}) == ["evaluation", "ppo"]
+    assert pipeline_names({"pipeline_names": None}) == ["__default__"]
 
 
 def test_lines_of_the_log_say_which_run_it_is(kedro: Kedro, toy_project: Path, caplog: pytest.LogCaptureFixture):

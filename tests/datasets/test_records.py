@@ -67,6 +67,16 @@ def test_a_missing_value_is_none_and_leaves_the_others_as_they_are(tmp_path, end
     assert [type(value) for value in found] == [int, type(None), int]
 
 
+@pytest.mark.parametrize("ending", ["jsonl", "json"])
+def test_half_of_a_surrogate_pair_is_damage_and_a_whole_one_is_text(tmp_path, ending):
+    path = tmp_path / f"rows.{ending}"
+    row = '{"prompt": "%s"}'
+    path.write_text(row % r"\uD83D\uDE00" if ending == "jsonl" else "[" + row % r"\uD83D\uDE00" + "]")
+    assert RecordsDataset(str(path)).load()["prompt"].tolist() == ["\U0001f600"]
+    path.write_text(row % r"half \uD83D" if ending == "jsonl" else "[" + row % r"half \uD83D" + "]")
+    assert "is damaged, it has half of a surrogate pair" in message_of(path)
+
+
 def test_numbers_of_two_kinds_stay_as_they_are(tmp_path):
     found = RecordsDataset(str(write(tmp_path / "rows.jsonl", [{"x": 3}, {"x": 2.5}]))).load()["x"].tolist()
     assert [type(value) for value in found] == [int, float]

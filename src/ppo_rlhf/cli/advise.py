@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import mlflow
 from kedro.framework.session import KedroSession
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
@@ -42,7 +43,7 @@ def _lines(project_path: Path, run_id: str | None, everything: bool, env: str | 
     from ppo_rlhf.training.tuning import advise as judge
 
     settings = _mlflow_settings(project_path, env)
-    uri = settings.server.mlflow_tracking_uri
+    uri = settings.server.mlflow_tracking_uri or mlflow.get_tracking_uri()
     if uri.startswith(SQLITE) and not Path(uri.removeprefix(SQLITE)).is_file():  # MLflow would make an empty one
         raise PPORLHFError(f"There is no run yet: {uri.removeprefix(SQLITE)} does not exist. `kedro run` makes it.")
     try:

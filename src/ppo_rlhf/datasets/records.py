@@ -94,11 +94,24 @@ def _read_json_lines(path: Path, _: str) -> pd.DataFrame:
             record = json.loads(line)
         except json.JSONDecodeError as error:
             raise DataError(f"{path}: line {number} is damaged, it is not valid JSON ({error.msg}).") from error
+        if not _is_unicode(line, record):
+            raise DataError(f"{path}: line {number} is damaged, it has half of a surrogate pair (\\ud800 to \\udfff).")
         if not isinstance(record, dict):
             hint = " A list of objects is a .json file." if isinstance(record, list) else ""
             raise DataError(f"{path}: line {number} is not an object with named columns: {line.strip()[:40]}{hint}")
         records.append(record)
     return table_of_rows(records)
+
+
+def _is_unicode(line: str, value: Any) -> bool:
+    """Whether what a line of JSON says can be written as text: an escape may stand for half of a character."""
+    if "\\ud" not in line.lower():
+        return True
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _read_json(path: Path, _: str) -> pd.DataFrame:
@@ -107,6 +120,8 @@ def _read_json(path: Path, _: str) -> pd.DataFrame:
     except json.JSONDecodeError as error:
         hint = " One object a line is a .jsonl file: rename it." if error.msg == "Extra data" else ""
         raise DataError(f"{path}: line {error.lineno} is damaged, it is not valid JSON ({error.msg}).{hint}") from error
+    if not _is_unicode("\\ud", records):
+        raise DataError(f"{path}: this file is damaged, it has half of a surrogate pair (\\ud800 to \\udfff).")
     if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
         raise DataError(f"{path}: a .json file must hold a list of objects with named columns.")
     return table_of_rows(records)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -57,7 +58,7 @@ class ChecksHook:
         """Refuse another runner for the loop, and whatever the preflight finds; warn of settings of the demo."""
         from ppo_rlhf.preflight import find_problems  # heavy: only a run pays for it
 
-        check_runner(run_params["runner"], pipeline)
+        check_runner(run_params["runner"], pipeline, run_params)
         assert self._context is not None
         loader = _loader_of(self._context)
         data_root = loader["globals"].get("data_root", "data")
@@ -70,9 +71,22 @@ class ChecksHook:
             logger.warning("%s", line)
 
 
-def check_runner(runner: str, pipeline: Pipeline) -> None:
-    """Raise ConfigError if the runner, given as Kedro's session records it, would run the closed loop only once."""
-    if runner in (NO_RUNNER, str(LoopRunner())) or plan_loop(pipeline) is None:
+def check_runner(runner: str, pipeline: Pipeline, run_params: Mapping[str, Any]) -> None:
+    """Raise ConfigError if a pipeline with the closed loop would not be run as one, from its start to its end.
+
+    Args:
+        runner: As Kedro's session records it.
+        pipeline: What runs.
+        run_params: Of the session.
+    """
+    if plan_loop(pipeline) is None:
+        return
+    if run_params.get("only_missing_outputs"):
+        raise ConfigError(
+            "--only-missing-outputs would train and leave out what exports the policy, since files of an earlier run "
+            "are there: drop it. `--params resume=latest` goes on with a run, and does no finished stage again."
+        )
+    if runner in (NO_RUNNER, str(LoopRunner())):
         return
     name = runner.removeprefix("<").split(" ")[0].rpartition(".")[2]
     raise ConfigError(

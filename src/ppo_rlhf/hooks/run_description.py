@@ -59,8 +59,8 @@ def describe_run(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: Cat
 
 
 def pipeline_names(run_params: Mapping[str, Any]) -> list[str]:
-    """Return the names of the pipelines that run."""
-    return list(run_params["pipeline_names"] or ["__default__"])
+    """Return the names of the pipelines that run, sorted: Kedro's command line gives them in any order."""
+    return sorted(set(run_params["pipeline_names"] or ["__default__"]))
 
 
 def resume_command(run_params: Mapping[str, Any], resume: str = "latest") -> str:

@@ -13,6 +13,7 @@ from kedro.pipeline.node import Node
 from kedro.runner import SequentialRunner
 from pluggy import PluginManager
 
+from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.runner.fold import Fold
 from ppo_rlhf.runner.plan import ITERATION_TAG, plan_loop, plan_once
 from ppo_rlhf.runner.signals import RunInterruptedError, TerminationSignal, raising_on_signals
@@ -31,6 +32,17 @@ class LoopRunner(SequentialRunner):
     already, it is handed on as it is. A first state that has done iterations comes from a checkpoint: what lies behind
     the saving of it is made up for. A pipeline without the closed loop runs as under Kedro's SequentialRunner.
     """
+
+    def __init__(self, is_async: bool = False) -> None:
+        """Take Kedro's option.
+
+        Raises:
+            ConfigError: Datasets are to be saved in threads, of which MLflow gives each a run of its own: checkpoints
+                would lie where no run looks for them.
+        """
+        if is_async:
+            raise ConfigError("--async: LoopRunner saves what a node made before the next one runs; drop it.")
+        super().__init__()
 
     def __str__(self) -> str:
         """Name both classes: Kedro-Viz records the status of a run only if it finds Kedro's own in here."""
