@@ -274,6 +274,20 @@ def test_settings_and_data_that_changed_are_refused_line_by_line_and_nothing_is_
     assert toy.state_of_everything() == untouched
 
 
+def test_a_reward_function_that_was_edited_is_refused(toy: Toy):
+    rewards = toy.project / "edited_rewards.py"
+    rewards.write_text("def score(prompts, completions, **columns):\n    return [float(len(c)) for c in completions]\n")
+    (toy.project / "conf" / "local" / "parameters.yml").write_text(
+        'reward: {components: [{type: function, function: "edited_rewards:score", weight: 1.0}]}\n'
+    )
+    run_id = toy.interrupted()
+    toy.checkpoint(run_id, 1)
+    rewards.write_text(rewards.read_text().replace("float(len(c))", "-float(len(c))"))
+    first, _ = errors(toy.kedro("resume=latest"))
+    assert first.startswith("edited_rewards: other data than in the run, ")
+    assert first.endswith(f"({rewards})")
+
+
 def test_what_may_change_becomes_a_tag_and_a_longer_run_is_not_bit_identical(
     toy: Toy, caplog: pytest.LogCaptureFixture
 ):

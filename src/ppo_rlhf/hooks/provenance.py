@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import platform
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from kedro.io import CatalogProtocol
 from kedro.pipeline import Pipeline
@@ -44,6 +47,24 @@ def input_tags(pipeline: Pipeline, catalog: CatalogProtocol) -> dict[str, str]:
             tags[f"data.{name}.path"] = source
         if fingerprint is not None:
             tags[f"data.{name}.fingerprint"] = fingerprint
+    return tags
+
+
+def function_tags(groups: Mapping[str, Any], project_path: Path) -> dict[str, str]:
+    """Return path and fingerprint of each file of the project that holds a function which the settings name."""
+    from ppo_rlhf.datasets.fingerprints import Fingerprints, functions_in, source_file
+
+    contents, project = Fingerprints(), project_path.resolve()
+    values = [
+        dataclasses.asdict(group) if dataclasses.is_dataclass(group) and not isinstance(group, type) else group
+        for group in groups.values()
+    ]
+    tags: dict[str, str] = {}
+    for reference in functions_in(values):
+        file = source_file(reference, project)
+        if file is not None and project in file.resolve().parents and "site-packages" not in file.parts:
+            module = reference.partition(":")[0]
+            tags |= {f"data.{module}.path": str(file), f"data.{module}.fingerprint": contents.path(file)}
     return tags
 
 

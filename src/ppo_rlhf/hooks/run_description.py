@@ -12,7 +12,7 @@ from kedro.io import CatalogProtocol
 from kedro.pipeline import Pipeline
 
 from ppo_rlhf.hooks.hyperparameters import changed_settings, hyperparameters, parameter_groups
-from ppo_rlhf.hooks.provenance import git_tags, input_tags, version_tags
+from ppo_rlhf.hooks.provenance import function_tags, git_tags, input_tags, version_tags
 
 COMMAND_OPTIONS = {  # of Kedro's run parameters
     "pipeline_names": "--pipelines",
@@ -54,6 +54,7 @@ def describe_run(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: Cat
         **git_tags(Path(run_params["project_path"])),
         **version_tags(),
         **input_tags(pipeline, catalog),
+        **function_tags(groups, Path(run_params["project_path"])),
     }
     return RunDescription(hyperparameters(groups), tags, groups)
 
