@@ -410,7 +410,7 @@ MISTAKES: dict[str, tuple[tuple[str, ...], Spoil, list[str]]] = {
     "row without prompt": (
         BOTH,
         rows("prompts", {"prompt": "a"}, {"text": "b"}),
-        [f"{{P}}/data/prompts.jsonl: row 1, column `prompt`: {NO_PROMPT} 'nan'"],
+        [f"{{P}}/data/prompts.jsonl: row 1, column `prompt`: {NO_PROMPT} 'None'"],
     ),
     "message without role": (
         BOTH,
