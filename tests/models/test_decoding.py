@@ -36,6 +36,16 @@ def check(model, logits: torch.Tensor, sequences: list[list[int]]) -> None:
     assert_close(logits, expected, rtol=0.0, atol=1e-5)  # a Llama's norm is float32
 
 
+def check_steps(model, prompts: list[list[int]]) -> None:
+    """Decode four tokens behind each prompt, and compare every step with whole passes."""
+    decoder, sequences = Decoder(model, prompts, 9), [list(ids) for ids in prompts]
+    with torch.no_grad():
+        check(model, decoder.prefill(), sequences)
+        for step in range(4):
+            sequences = [[*ids, new[step]] for ids, new in zip(sequences, TOKENS, strict=True)]
+            check(model, decoder.step(torch.tensor([new[step] for new in TOKENS])), sequences)
+
+
 SHAPE = {"vocab_size": 25, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 LATENT = {  # values narrower than queries and keys
     "kv_lora_rank": 6,
@@ -62,12 +72,7 @@ OTHERS = {
 def test_other_architectures_are_decoded_as_whole_passes_are(name):
     model = drawn(OTHERS[name])
     assert decodes(model)
-    decoder, sequences = Decoder(model, PROMPTS, 9), [list(ids) for ids in PROMPTS]
-    with torch.no_grad():
-        check(model, decoder.prefill(), sequences)
-        for step in range(4):
-            sequences = [[*ids, new[step]] for ids, new in zip(sequences, TOKENS, strict=True)]
-            check(model, decoder.step(torch.tensor([new[step] for new in TOKENS])), sequences)
+    check_steps(model, PROMPTS)
 
 
 @pytest.mark.parametrize("widens", [True, False], ids=["as on a CPU", "as on a GPU"])
@@ -118,12 +123,7 @@ def test_a_model_that_is_not_decoded_as_whole_passes_are_is_found_out_and_sample
 def test_every_step_gives_the_logits_of_each_sequence_alone(monkeypatch, kind, prompts, bucket):
     monkeypatch.setattr(decoding, "BUCKET", bucket)
     model = tiny_model(kind).double()
-    decoder, sequences = Decoder(model, prompts, 9), [list(ids) for ids in prompts]
-    with torch.no_grad():
-        check(model, decoder.prefill(), sequences)
-        for step in range(4):
-            sequences = [[*ids, new[step]] for ids, new in zip(sequences, TOKENS, strict=True)]
-            check(model, decoder.step(torch.tensor([new[step] for new in TOKENS])), sequences)
+    check_steps(model, prompts)
 
 
 @pytest.mark.parametrize(

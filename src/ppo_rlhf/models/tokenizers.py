@@ -107,8 +107,8 @@ def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
     except Exception:  # a template is a program of its own; a chat that it refuses is told of where chats are read
         return None
     tail = text.rpartition(marker)[2]
-    ids = tokenizer.encode(tail, add_special_tokens=False)
-    return next((index for index in ids if index in special_ids(tokenizer)), None)
+    ids, special = tokenizer.encode(tail, add_special_tokens=False), special_ids(tokenizer)
+    return next((index for index in ids if index in special), None)
 
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -110,8 +110,7 @@ def _kl(c: PPOConfig) -> Iterator[str]:
                 "ppo.kl_controller=adaptive and ppo.kl_coef=0 exclude each other: the controller multiplies, so 0 "
                 "would stay 0; give a first coefficient such as 0.05, or set ppo.kl_controller=fixed"
             )
-        held = c.critic_warmup_iterations + c.kl_hold_iterations
-        if c.kl_hold_iterations and held >= c.num_total_batches:
+        if c.kl_hold_iterations and c.held_iterations >= c.num_total_batches:
             yield (
                 f"ppo.kl_hold_iterations={c.kl_hold_iterations} leaves the controller no iteration: "
                 f"ppo.total_episodes={c.total_episodes} makes {c.num_total_batches}, of which the critic's warm-up "

@@ -74,14 +74,17 @@ def tokenise_preferences(frame: pd.DataFrame, tokenizer: PreTrainedTokenizerBase
     Given texts are taken to be whole: the end of text closes each of them, as in TRL. A prompt is joined to its
     response without a space between.
     """
-    rows = []
+    rows, end, special = [], end_of_turn_id(tokenizer), special_ids(tokenizer)
     for record in frame.to_dict("records"):
         prompt = record.get("prompt", "")
         rows.append(
             {
                 "prompt": _readable(prompt),
                 **{side: _readable(record[side]) for side in ("chosen", "rejected")},
-                **{f"{side}_ids": _encode(prompt, record[side], tokenizer) for side in ("chosen", "rejected")},
+                **{
+                    f"{side}_ids": _encode(prompt, record[side], tokenizer, end, special)
+                    for side in ("chosen", "rejected")
+                },
             }
         )
     return pd.DataFrame(rows, columns=list(COLUMNS))
@@ -162,15 +165,16 @@ def _sample(
     )
 
 
-def _encode(prompt: Any, response: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def _encode(
+    prompt: Any, response: Any, tokenizer: PreTrainedTokenizerBase, end: int | None, special: frozenset[int]
+) -> list[int]:
     if _is_text(response):
         return append_end(list(tokenizer((prompt or "") + response)["input_ids"]), tokenizer.eos_token_id)
     text = render_chat([*(prompt or []), *response], tokenizer, "preferences")
     ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
-    end = end_of_turn_id(tokenizer)
     if end in ids:  # what the template puts behind the turn is not there when PPO's responses are scored
         ids = ids[: len(ids) - ids[::-1].index(end)]
-    return close_response(ids, True, tokenizer.eos_token_id, special_ids(tokenizer))
+    return close_response(ids, True, tokenizer.eos_token_id, special)
 
 
 def _readable(value: Any) -> str:
