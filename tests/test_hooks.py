@@ -469,7 +469,9 @@ def test_every_runner_is_welcome_where_there_is_no_loop():
     from kedro.pipeline import Node, Pipeline
 
     pipeline = Pipeline([Node(lambda: 1, None, "x", name="one")])
-    check_runner("<kedro.runner.thread_runner.ThreadRunner object at 0x7f>", pipeline, {"only_missing_outputs": True})
+    check_runner(
+        {"runner": "<kedro.runner.thread_runner.ThreadRunner object at 0x7f>", "only_missing_outputs": True}, pipeline
+    )
 
 
 def test_the_tracking_hook_takes_the_place_of_kedro_mlflows():
@@ -503,10 +505,10 @@ def test_another_runner_is_refused_for_the_loop():
     first = Node(lambda: 1, None, "training_state", name="first")
     loop = Pipeline([first, Node(step, "training_state", "next_training_state", name="step", tags="iteration")])
     with pytest.raises(ConfigError, match=r"^ParallelRunner would run PPO's loop once .* drop --runner"):
-        check_runner("<kedro.runner.parallel_runner.ParallelRunner object at 0x7f>", loop, {})
+        check_runner({"runner": "<kedro.runner.parallel_runner.ParallelRunner object at 0x7f>"}, loop)
     with pytest.raises(ConfigError, match=r"^--only-missing-outputs would train and leave out what exports the policy"):
-        check_runner("None", loop, {"only_missing_outputs": True})
-    check_runner("None", loop, {"only_missing_outputs": False})
+        check_runner({"runner": "None", "only_missing_outputs": True}, loop)
+    check_runner({"runner": "None", "only_missing_outputs": False}, loop)
 
 
 def test_saving_in_threads_is_refused():

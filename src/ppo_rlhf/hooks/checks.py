@@ -58,7 +58,7 @@ class ChecksHook:
         """Refuse another runner for the loop, and whatever the preflight finds; warn of settings of the demo."""
         from ppo_rlhf.preflight import find_problems  # heavy: only a run pays for it
 
-        check_runner(run_params["runner"], pipeline, run_params)
+        check_runner(run_params, pipeline)
         assert self._context is not None
         loader = _loader_of(self._context)
         data_root = loader["globals"].get("data_root", "data")
@@ -71,13 +71,12 @@ class ChecksHook:
             logger.warning("%s", line)
 
 
-def check_runner(runner: str, pipeline: Pipeline, run_params: Mapping[str, Any]) -> None:
+def check_runner(run_params: Mapping[str, Any], pipeline: Pipeline) -> None:
     """Raise ConfigError if a pipeline with the closed loop would not be run as one, from its start to its end.
 
     Args:
-        runner: As Kedro's session records it.
+        run_params: As Kedro's session records them.
         pipeline: What runs.
-        run_params: Of the session.
     """
     if plan_loop(pipeline) is None:
         return
@@ -86,6 +85,7 @@ def check_runner(runner: str, pipeline: Pipeline, run_params: Mapping[str, Any])
             "--only-missing-outputs would train and leave out what exports the policy, since files of an earlier run "
             "are there: drop it. `--params resume=latest` goes on with a run, and does no finished stage again."
         )
+    runner = run_params["runner"]
     if runner in (NO_RUNNER, str(LoopRunner())):
         return
     name = runner.removeprefix("<").split(" ")[0].rpartition(".")[2]
