@@ -14,9 +14,11 @@ from transformers import (
     GPT2ForSequenceClassification,
     LlamaConfig,
 )
+from transformers.activations import ACT2FN
 from transformers.utils.logging import is_progress_bar_enabled
 
 from ppo_rlhf.core.errors import ModelError
+from ppo_rlhf.models.activations import TanhGELU
 from ppo_rlhf.models.loading import (
     PretrainedHandle,
     check_model_directory,
@@ -51,13 +53,18 @@ def test_a_loaded_model_gives_the_saved_ones_logits_to_the_last_bit(tmp_path, ki
     assert torch.equal(loaded(IDS).logits, model(IDS).logits)
 
 
-def test_gelus_tanh_approximation_is_the_same_in_one_kernel(tmp_path):
+@pytest.mark.parametrize("name", ["gelu_new", "gelu_pytorch_tanh", "gelu_python_tanh"])
+def test_gelus_tanh_approximation_is_the_same_at_once(tmp_path, name):
     model = tiny_model("gpt2").double()
+    for block in model.transformer.h:
+        block.mlp.act = ACT2FN[name]
+    model.config.activation_function = name
     plain = model(IDS).logits
     fuse_activations(model)
+    assert {type(block.mlp.act) for block in model.transformer.h} == {TanhGELU}
     assert_close(model(IDS).logits, plain, rtol=0.0, atol=1e-12)
     model.save_pretrained(tmp_path)
-    assert model.config.activation_function == AutoConfig.from_pretrained(tmp_path).activation_function == "gelu_new"
+    assert model.config.activation_function == AutoConfig.from_pretrained(tmp_path).activation_function == name
 
 
 @pytest.mark.parametrize("padding", range(0, 64, 8))

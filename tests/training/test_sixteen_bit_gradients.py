@@ -165,14 +165,14 @@ def test_after_an_error_the_parameters_are_back_and_nothing_is_held():
 def test_which_runs_keep_them(settings, expected, monkeypatch):
     model = tiny_model("gpt2")
     trained = sum(p.numel() for p in backbone_of(model).parameters())
-    for piece in (trained - 1, trained):
-        monkeypatch.setattr(sixteen_bit_gradients, "PIECE", piece)
-        assert kept_in_sixteen_bits(PPOConfig(**settings), backbone_of(model)) == (expected and piece < trained)
+    for few in (trained - 1, trained):
+        monkeypatch.setattr(sixteen_bit_gradients, "FEW", few)
+        assert kept_in_sixteen_bits(PPOConfig(**settings), backbone_of(model)) == (expected and few < trained)
 
 
 @pytest.mark.parametrize(("dtype", "expected"), [("bfloat16", True), ("float16", False), ("float32", False)])
 def test_the_learners_of_a_run_have_them(make_run, dtype, expected, monkeypatch):
-    monkeypatch.setattr(sixteen_bit_gradients, "PIECE", 1)
+    monkeypatch.setattr(sixteen_bit_gradients, "FEW", 1)
     run = make_run("gpt2", dtype=dtype)
     assert [learner.sixteen_bits is not None for learner in learners(run.state)] == [expected] * 2
 
@@ -196,6 +196,7 @@ OPTIONS = [
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_a_run_has_the_numbers_of_one_with_float32_gradients(make_run, snapshot, monkeypatch, kind, options):
     """All but the norm, which is added up in another order, are the same to the last bit; so it is close to that."""
+    monkeypatch.setattr(sixteen_bit_gradients, "FEW", 1)
     monkeypatch.setattr(sixteen_bit_gradients, "PIECE", 1)
     runs = [make_run(kind, dtype="bfloat16", total_episodes=24, learning_rate=1e-3, **options) for _ in range(2)]
     metrics = [[run.iteration() for _ in range(2)] for run in runs[:1]]

@@ -20,6 +20,7 @@ from torch import nn
 from transformers.utils import cached_file
 
 from ppo_rlhf.core.errors import ModelError
+from ppo_rlhf.models.activations import TanhGELU
 from ppo_rlhf.models.annotations import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from ppo_rlhf.models.compiled_shapes import keep_shapes_of_small_models
 from ppo_rlhf.models.linear_products import use_fast_products
@@ -299,17 +300,17 @@ def align_parameters(model: nn.Module) -> None:
 
 
 def fuse_activations(model: nn.Module) -> None:
-    """Let torch's one kernel compute GELU's tanh approximation where transformers writes it out in eight steps.
+    """Compute GELU's tanh approximation at once where transformers writes it out in eight steps, or asks torch.
 
     The same formula; GPT-2 has it in every layer. 5 times as fast in decoding (32 x 2048, two cores), and the steps
-    between are not kept for the backward pass. The configuration, and so what is saved, keeps its name, gelu_new.
+    between are not kept for the backward pass. The configuration, and so what is saved, keeps its name, gelu_new, say.
     """
-    from transformers.activations import NewGELUActivation
+    from transformers.activations import GELUTanh, NewGELUActivation
 
     for module in list(model.modules()):
         for name, child in module.named_children():
-            if type(child) is NewGELUActivation:
-                setattr(module, name, nn.GELU(approximate="tanh"))
+            if type(child) in (NewGELUActivation, GELUTanh):
+                setattr(module, name, TanhGELU())
 
 
 def context_length(config: PretrainedConfig) -> int | None:

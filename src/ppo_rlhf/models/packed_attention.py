@@ -171,7 +171,7 @@ def packed_states(backbone: PreTrainedModel, ids: Tensor, positions: Tensor, lay
     with packed_attention(backbone):
         states: Tensor = backbone(
             input_ids=ids, position_ids=positions, use_cache=False, packed_layout=layout
-        ).last_hidden_state[0]
+        ).last_hidden_state.squeeze(0)  # an index's backward pass would fill zeros
     return states
 
 
@@ -242,6 +242,6 @@ def _attend(
     strange = [name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None]
     if attention_mask is not None or dropout or is_causal is False or strange:
         raise NotImplementedError(f"packed attention is plain causal attention; asked for: {strange or 'a mask'}")
-    query_NHD, key_NKD, value_NKD = (x[0].transpose(0, 1) for x in (query, key, value))
+    query_NHD, key_NKD, value_NKD = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     attended = packed_layout.attend(query_NHD, key_NKD, value_NKD, scaling)
     return attended[None], None
