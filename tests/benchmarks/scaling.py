@@ -46,7 +46,7 @@ SWEEPS: dict[str, tuple[list[int], Callable[[int], Preset]]] = {
     "layers": ([2, 4, 6, 8, 12], lambda layers: replace(BASE, shape=replace(BASE.shape, layers=layers))),
 }
 COMPACTION = "compaction"
-COMPACTED = (32, 64, 128)  # prompts
+COMPACTED = ((32, 64), (64, 64), (128, 64), (32, 256))  # prompts, tokens of the longest response
 KEDRO = "kedro"
 KEDRO_ITERATIONS = 20
 
@@ -77,9 +77,9 @@ def sweep(name: str, arguments: argparse.Namespace, folder: Path) -> list[dict[s
     return rows
 
 
-def compaction(batch: int, arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def compaction(batch: int, longest: int, arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Return the seconds of rollouts whose responses are half of the maximum long on average, with it and without."""
-    preset = replace(PRESETS["small"], batch=batch)
+    preset = replace(PRESETS["small"], batch=batch, response_length=longest)
     job = _job(preset, arguments, folder, 1, form="mixed")
     state = OurSide(job).state
     seconds: dict[bool, list[float]] = {True: [], False: []}
@@ -203,7 +203,7 @@ def main() -> None:
             if part in SWEEPS:
                 rows += sweep(part, arguments, Path(place))
             elif part == COMPACTION:
-                rows += [compaction(batch, arguments, Path(place) / str(batch)) for batch in COMPACTED]
+                rows += [compaction(*size, arguments, Path(place) / "x".join(map(str, size))) for size in COMPACTED]
             else:
                 rows.append(kedro_overhead(arguments, Path(place)))
         arguments.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
