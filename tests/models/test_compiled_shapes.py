@@ -7,13 +7,11 @@ import sys
 import pytest
 import torch
 
-from ppo_rlhf.models import compiled_shapes
 from ppo_rlhf.models.compiled_shapes import (
     FEW,
     MANY,
     ROUND,
     VARIABLE,
-    compiles_by_shape,
     fills_rows,
     keep_shapes_of_small_models,
     rounded_up,
@@ -73,19 +71,7 @@ def test_numbers_of_tokens_are_rounded_up_to_few_different_ones():
     assert len({rounded_up(n) for n in range(200, 6400)}) < 70
 
 
-@pytest.mark.parametrize("is_fast", [False, True])
-def test_products_are_compiled_in_sixteen_bits_and_where_those_in_float32_are_onednns(monkeypatch, is_fast):
-    monkeypatch.setattr(compiled_shapes, "has_fast_products", lambda _: is_fast)
-    model = tiny_model()
-    assert compiles_by_shape(model) is is_fast
-    with torch.autocast("cpu", torch.bfloat16):
-        assert compiles_by_shape(model)
-    assert compiles_by_shape(model.bfloat16())
-    assert not compiles_by_shape(tiny_model().to("meta"))
-
-
-def test_rows_of_a_pass_are_filled_up_in_sixteen_bits_alone(monkeypatch):
-    monkeypatch.setattr(compiled_shapes, "has_fast_products", lambda _: True)
+def test_rows_of_a_pass_are_filled_up_in_sixteen_bits_alone():
     model = tiny_model()
     assert not fills_rows(model)
     with torch.autocast("cpu", torch.bfloat16):

@@ -115,19 +115,20 @@ def test_layers_change_their_class_alone_and_subclasses_are_left_alone(asked):
     assert type(copy.deepcopy(model)[0]) is FastLinear
 
 
-def test_only_processors_of_amd_with_avx512_take_it(monkeypatch):
-    def found(vendor: str, capability: str) -> bool:
+def test_only_processors_of_amd_take_it_without_avx512_for_packed_weights_alone(monkeypatch):
+    def found(vendor: str, capability: str) -> list[bool]:
         monkeypatch.setattr(linear_products, "_vendor", lambda: vendor)
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-        return linear_products.is_faster.__wrapped__()
+        return [asked.__wrapped__() for asked in (linear_products.is_faster, linear_products.is_faster_packed)]
 
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
-    assert found("AuthenticAMD", "AVX512")
-    assert not found("AuthenticAMD", "AVX2")
-    assert not found("GenuineIntel", "AVX512")
+    assert found("AuthenticAMD", "AVX512") == [True, True]
+    assert found("AuthenticAMD", "AVX2") == [False, True]
+    assert found("AuthenticAMD", "DEFAULT") == [False, False]
+    assert found("GenuineIntel", "AVX512") == found("GenuineIntel", "AVX2") == [False, False]
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    assert not found("AuthenticAMD", "AVX512")
+    assert found("AuthenticAMD", "AVX512") == [False, False]
 
 
 def test_the_module_is_imported_where_torch_has_no_onednn(monkeypatch):

@@ -29,7 +29,7 @@ MODELS = {
 
 @pytest.fixture(autouse=True)
 def _every_layer_wherever_the_tests_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_weights, "is_faster", lambda: True)
+    monkeypatch.setattr(packed_weights, "is_faster_packed", lambda: True)
     monkeypatch.setattr(packed_weights, "FEWEST_WEIGHTS", 0)
 
 
@@ -128,7 +128,7 @@ def test_nothing_is_packed_where_another_library_is_as_fast_or_onednn_is_switche
         assert not packed(model)
     with torch.autocast("cpu", torch.float16), packed_weights.packed_weights(model):
         assert not packed(model)
-    monkeypatch.setattr(packed_weights, "is_faster", lambda: False)
+    monkeypatch.setattr(packed_weights, "is_faster_packed", lambda: False)
     with packed_weights.packed_weights(model):
         assert not packed(model)
     assert packed_weights.packed_sizes(model) == []
@@ -200,3 +200,17 @@ def test_looking_for_the_layers_leaves_nothing_in_the_cache_of_an_autocast_aroun
         with torch.no_grad():
             model.lm_head.weight.zero_()  # a copy in the cache would not notice
             assert not nn.functional.linear(torch.ones(1, 16), model.lm_head.weight).any()
+
+
+@pytest.mark.parametrize("is_fast", [False, True])
+@pytest.mark.parametrize("packs", [False, True])
+def test_rows_are_compiled_in_sixteen_bits_and_where_products_in_float32_are_onednns(monkeypatch, is_fast, packs):
+    """On AMD's processors: with AVX-512 all products are, with AVX2 those with packed weights."""
+    monkeypatch.setattr(packed_weights, "has_fast_products", lambda _: is_fast)
+    monkeypatch.setattr(packed_weights, "is_faster_packed", lambda: packs)
+    model = tiny_model()
+    assert packed_weights.compiles_by_shape(model) is (is_fast or packs)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert packed_weights.compiles_by_shape(model)
+    assert packed_weights.compiles_by_shape(model.bfloat16())
+    assert not packed_weights.compiles_by_shape(tiny_model().to("meta"))

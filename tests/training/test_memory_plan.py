@@ -143,7 +143,7 @@ def test_the_rollout_holds_packed_copies_of_what_trains_in_float32_on_a_cpu(monk
     found = {}
     monkeypatch.setattr(packed_weights, "FEWEST_WEIGHTS", 0)
     for packs in (False, True):
-        monkeypatch.setattr(packed_weights, "is_faster", lambda packs=packs: packs)
+        monkeypatch.setattr(packed_weights, "is_faster_packed", lambda packs=packs: packs)
         found[packs] = {
             name: phase(plan(GPT2, **options), "rollout").passing
             for name, options in {

@@ -10,7 +10,6 @@ import os
 import torch
 
 from ppo_rlhf.models.annotations import PreTrainedModel
-from ppo_rlhf.models.linear_products import has_fast_products
 
 VARIABLE = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
 FEW, MANY = "32", "256"  # the first as `ppo_rlhf/__init__.py` sets it
@@ -29,11 +28,6 @@ def keep_shapes_of_small_models(weights: int) -> None:
     """
     if weights <= SMALL and os.environ.get(VARIABLE) == FEW:
         os.environ[VARIABLE] = MANY
-
-
-def compiles_by_shape(model: PreTrainedModel) -> bool:
-    """Whether each new number of rows of a product takes time and memory: where oneDNN computes on a CPU."""
-    return fills_rows(model) or (model.device.type == "cpu" and has_fast_products(model))
 
 
 def fills_rows(model: PreTrainedModel) -> bool:

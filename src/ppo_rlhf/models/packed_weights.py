@@ -15,8 +15,15 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ppo_rlhf.models.annotations import PreTrainedModel
+from ppo_rlhf.models.compiled_shapes import fills_rows
 from ppo_rlhf.models.forwards import Forward, forwards_replaced
-from ppo_rlhf.models.linear_products import FEWEST_WEIGHTS, is_faster, is_plain_linear, times_transposed
+from ppo_rlhf.models.linear_products import (
+    FEWEST_WEIGHTS,
+    has_fast_products,
+    is_faster_packed,
+    is_plain_linear,
+    times_transposed,
+)
 from ppo_rlhf.models.sixteen_bit_weights import layers_that_autocast
 
 
@@ -46,13 +53,23 @@ def packed_sizes(model: PreTrainedModel) -> list[int]:
     return [4 * numel for numel in {_key(layer): layer.weight.numel() for layer in _layers(model)}.values()]
 
 
+def compiles_by_shape(model: PreTrainedModel) -> bool:
+    """Whether each new number of rows of a decoding step takes time and memory: where oneDNN computes on a CPU.
+
+    To be asked before weights are packed.
+    """
+    if fills_rows(model):
+        return True
+    return model.device.type == "cpu" and (has_fast_products(model) or bool(_layers(model)))
+
+
 def _layers(model: PreTrainedModel) -> list[nn.Linear | Conv1D]:
     """Return the layers whose products packed weights make faster."""
     if not torch.backends.mkldnn.is_available() or not torch._C._get_mkldnn_enabled():
         return []
     layers: list[nn.Linear | Conv1D] = []
     if not torch.is_autocast_enabled("cpu"):
-        layers = [module for module in model.modules() if is_plain_linear(module)] if is_faster() else []
+        layers = [module for module in model.modules() if is_plain_linear(module)] if is_faster_packed() else []
     elif torch.get_autocast_dtype("cpu") == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
         layers = layers_that_autocast(model, torch.bfloat16)
     return [

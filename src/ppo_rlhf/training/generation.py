@@ -20,9 +20,8 @@ from ppo_rlhf.core.logprobs import token_logprobs
 from ppo_rlhf.core.responses import length_mask, response_lengths
 from ppo_rlhf.core.sampling import sample_tokens
 from ppo_rlhf.models.annotations import PreTrainedModel
-from ppo_rlhf.models.compiled_shapes import compiles_by_shape
 from ppo_rlhf.models.decoding import Decoder, decodes
-from ppo_rlhf.models.packed_weights import packed_weights
+from ppo_rlhf.models.packed_weights import compiles_by_shape, packed_weights
 from ppo_rlhf.models.recorded_steps import RecordedSteps
 from ppo_rlhf.models.trunks import logits_of
 from ppo_rlhf.training.packing import left_pad, without_padding
@@ -99,7 +98,7 @@ def generate_responses(
         recorded: For `static`, this model's decoding steps, to be replayed; None computes each one anew.
     """
     engines: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
-        "static": partial(_decode_packed, recorded=recorded),
+        "static": partial(_decode_packed, recorded=recorded, multiple=ROWS if compiles_by_shape(model) else 1),
         "plain": _decode_plainly,
         "hf": _decode_with_generate,
     }
@@ -136,8 +135,9 @@ def _decode_packed(
     settings: SamplingSettings,
     *,
     recorded: RecordedSteps | None,
+    multiple: int,
 ) -> tuple[Tensor, Tensor]:
-    """Prefill the prompts, then a token of each live sequence a step; rows of sequences that have ended go."""
+    """Prefill the prompts, then a token of each live sequence a step; ended ones leave so that a multiple stays."""
     device, rows, width = model.device, len(prompt_ids), settings.response_length
     stops = torch.tensor(settings.stop_token_ids, dtype=torch.long, device=device)
     dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
@@ -146,7 +146,6 @@ def _decode_packed(
     decoder = Decoder(model, prompt_ids, max(len(ids) for ids in prompt_ids) + width, recorded=recorded)
     live = torch.arange(rows, device=device)  # which row each sequence that goes on belongs to
     has_ended = torch.zeros(rows, dtype=torch.bool, device=device)
-    multiple = ROWS if compiles_by_shape(model) else 1
     logits = decoder.prefill()
     for step in range(width):
         token, logprob = _sample(logits, uniforms[live], step, settings)
