@@ -10,6 +10,7 @@ from kedro.io import DataCatalog, MemoryDataset
 from kedro.pipeline import Node, Pipeline
 
 from ppo_rlhf.hooks.caution import advice_on_own_settings, demo_settings_in_use
+from ppo_rlhf.training import precision
 from ppo_rlhf.training.config import PPOConfig
 
 GLOBALS = "{base_model_path: null, sft_model_path: data/06_models/sft_policy, data_root: data}"
@@ -56,3 +57,12 @@ def test_advice_is_given_on_what_a_person_set_and_not_on_what_ships(conf: Path) 
     own = PPOConfig(learning_rate=4e-4, response_length=36, kl_coef=3.0)
     [line] = advice_on_own_settings(loader, PIPELINE, DataCatalog({"params:ppo": MemoryDataset(own)}))
     assert line.startswith("ppo.kl_coef=3.0 is outside its typical range 0.01 to 0.2")
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_a_type_that_the_processor_has_no_instructions_for_is_warned_of(conf: Path, monkeypatch, is_slow: bool) -> None:
+    monkeypatch.setattr(precision, "is_slow", lambda *_: is_slow)
+    loader = OmegaConfigLoader(str(conf), base_env="base", default_run_env="base")
+    own = PPOConfig(device="cpu", dtype="bfloat16")
+    lines = advice_on_own_settings(loader, PIPELINE, DataCatalog({"params:ppo": MemoryDataset(own)}))
+    assert [line.partition(":")[0] for line in lines] == (["ppo.dtype=bfloat16"] if is_slow else [])

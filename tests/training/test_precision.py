@@ -10,7 +10,7 @@ from ppo_rlhf.core.errors import TrainingError
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.training import rollout, update
 from ppo_rlhf.training.config import PPOConfig
-from ppo_rlhf.training.precision import autocast, deterministic, frozen_dtype, torch_dtype
+from ppo_rlhf.training.precision import autocast, deterministic, frozen_dtype, is_slow, slow_type, torch_dtype
 from ppo_rlhf.training.trainer import PPOTrainer
 from ppo_rlhf.training.update import optimise
 from tests.tiny_models import tiny_model, word_tokenizer
@@ -159,6 +159,35 @@ def test_copies_of_weights_are_kept_while_responses_are_sampled_and_scored_and_n
 
 
 # --- determinism -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=[False, True], ids=["without instructions", "with"])
+def has_instructions(request, monkeypatch):
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("this torch has no oneDNN")
+    for name in ("_is_mkldnn_bf16_supported", "_is_mkldnn_fp16_supported"):
+        monkeypatch.setattr(torch.ops.mkldnn, name, lambda: request.param)
+    return request.param
+
+
+def test_sixteen_bits_are_slow_on_a_cpu_without_instructions_for_them(has_instructions, monkeypatch):
+    types = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    found = {dtype for dtype in types if is_slow(dtype, CPU)}
+    assert found == (set() if has_instructions else {torch.bfloat16, torch.float16})
+    assert not any(is_slow(dtype, torch.device("cuda")) for dtype in types)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert not any(is_slow(dtype, CPU) for dtype in types)  # nothing is known there
+
+
+def test_a_slow_type_is_named_with_what_to_set_instead(has_instructions):
+    lines = {dtype: slow_type(PPOConfig(dtype=dtype), CPU) for dtype in ("float32", *REDUCED)}
+    assert lines["float32"] is None
+    for dtype in REDUCED:
+        if has_instructions:
+            assert lines[dtype] is None
+        else:
+            assert lines[dtype].startswith(f"ppo.dtype={dtype}: this processor has no instructions for it")
+            assert "Set ppo.dtype=float32" in lines[dtype]
 
 
 def test_deterministic_kernels_are_on_inside_the_context_alone():

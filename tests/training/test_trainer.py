@@ -22,7 +22,7 @@ from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.pipelines.ppo.pipeline import create_pipeline
 from ppo_rlhf.runner import LoopRunner
-from ppo_rlhf.training import PPOConfig, PPOTrainer
+from ppo_rlhf.training import PPOConfig, PPOTrainer, precision
 from ppo_rlhf.training.prompts import PromptDataset, PromptsConfig
 from ppo_rlhf.training.randomness import episode_prompts
 from ppo_rlhf.training.rewards import RewardConfig, RewardScorer
@@ -736,6 +736,14 @@ def test_what_is_no_checkpoint_is_refused(sft: str, tmp_path: Path):
         trainer.train(resume_from_checkpoint=True, output_dir=tmp_path)
     with pytest.raises(ConfigError, match="resume_from_checkpoint=True looks in output_dir"):
         trainer.train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_a_type_that_the_processor_has_no_instructions_for_is_warned_of(sft: str, caplog, monkeypatch, is_slow: bool):
+    monkeypatch.setattr(precision, "is_slow", lambda *_: is_slow)
+    PPOTrainer(config(dtype="bfloat16"), sft)
+    found = [record for record in caplog.records if record.message.startswith("ppo.dtype=bfloat16")]
+    assert [record.levelname for record in found] == (["WARNING"] if is_slow else [])
 
 
 def test_settings_that_only_the_pipeline_reads_are_said_to_have_no_effect(sft: str, caplog):

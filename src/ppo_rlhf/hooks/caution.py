@@ -41,11 +41,16 @@ def demo_settings_in_use(loader: OmegaConfigLoader, pipeline: Pipeline, catalog:
 
 
 def advice_on_own_settings(loader: OmegaConfigLoader, pipeline: Pipeline, catalog: CatalogProtocol) -> list[str]:
-    """Return one line for each of PPO's settings that a person moved outside its typical range."""
+    """Return one line for each of PPO's settings that a person moved outside its typical range, or to a slow type."""
     if "params:ppo" not in pipeline.inputs():
         return []
+    from ppo_rlhf.training.precision import slow_type  # heavy, as what it needs: only a run of PPO pays for it
+    from ppo_rlhf.training.state import resolve_device
+
     ppo, shipped = catalog["params:ppo"].load(), _base_values(ConfigurationFiles(loader), "ppo")
-    return ppo.advice([name for name in ppo.not_default() if shipped.get(name) != getattr(ppo, name)])
+    unusual = ppo.advice([name for name in ppo.not_default() if shipped.get(name) != getattr(ppo, name)])
+    slow = slow_type(ppo, resolve_device(ppo.device))
+    return [*unusual, slow] if slow else unusual
 
 
 def _own_model(loader: OmegaConfigLoader) -> str | None:

@@ -26,6 +26,31 @@ def frozen_dtype(config: PPOConfig) -> torch.dtype:
     return _REDUCED.get(config.dtype) or _FULL[config.dtype]
 
 
+def is_slow(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a 16-bit type is one that this CPU has no instructions for (AVX-512 or AMX on x86).
+
+    Torch multiplies such matrices without a library, at a fraction of float32's speed: docs/speed.md.
+    """
+    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    asked = {
+        torch.bfloat16: "_is_mkldnn_bf16_supported",  # looked up with each call: a torch without oneDNN has neither
+        torch.float16: "_is_mkldnn_fp16_supported",
+    }
+    return dtype in asked and not getattr(torch.ops.mkldnn, asked[dtype])()
+
+
+def slow_type(config: PPOConfig, device: torch.device) -> str | None:
+    """Return one line if products in `ppo.dtype` are slow on this device."""
+    if not is_slow(frozen_dtype(config), device):
+        return None
+    return (
+        f"ppo.dtype={config.dtype}: this processor has no instructions for it, and training in it can take many times "
+        "as long as in float32 (bfloat16 on one without AVX-512: 17 times). Set ppo.dtype=float32, unless the run only "
+        "tries out what a GPU is to do"
+    )
+
+
 def autocast(config: PPOConfig, device: torch.device, *, keeps_copies: bool = True) -> AbstractContextManager[object]:
     """Return the context of every forward pass: matrix products in `ppo.dtype` where that is a 16-bit type.
 
