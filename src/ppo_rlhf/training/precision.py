@@ -45,9 +45,9 @@ def slow_type(config: PPOConfig, device: torch.device) -> str | None:
     if not is_slow(frozen_dtype(config), device):
         return None
     return (
-        f"ppo.dtype={config.dtype}: this processor has no instructions for it, and training can take many times as long as "
-        "in float32 (bfloat16 on one without AVX-512: more than ten times). Set ppo.dtype=float32, unless the run only "
-        "tries out what a GPU is to do"
+        f"ppo.dtype={config.dtype}: this processor has no instructions for it, and training can take many times as "
+        "long as in float32 (bfloat16 on one without AVX-512: more than ten times). Set ppo.dtype=float32, unless the "
+        "run only tries out what a GPU is to do"
     )
 
 
