@@ -111,7 +111,8 @@ def test_the_first_kl_is_zero_and_the_reference_stays_the_sft_policy(make_run, k
     run = make_run(kind, dtype="float32", num_mini_batches=1, per_device_train_batch_size=12, **LORA)
     expected = run.reference(IDS).logits
     rollouts, _, shaped, experience = run.before_update()
-    assert float(shaped.kl.abs().max()) < 1e-5  # other micro-batches: rounding alone, some ulps of a logit
+    # other micro-batches: rounding alone, some ulps of a logit; BitNet's norms make 1.1e-5 of it with AVX2 alone
+    assert float(shaped.kl.abs().max()) < 1e-4
     assert rollouts is experience.rollouts
     optimise(run.state, experience, run.config)
     assert torch.equal(run.reference(IDS).logits, expected)
