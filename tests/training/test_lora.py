@@ -108,11 +108,11 @@ def test_the_critic_has_an_adapter_of_its_own(make_run):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_first_kl_is_zero_and_the_reference_stays_the_sft_policy(make_run, kind):
-    run = make_run(kind, dtype="float32", num_mini_batches=1, per_device_train_batch_size=12, **LORA)
+    dtype = "float64" if kind == "bitnet" else "float32"  # its norms make 1.1e-5 of float32's rounding without AVX-512
+    run = make_run(kind, dtype=dtype, num_mini_batches=1, per_device_train_batch_size=12, **LORA)
     expected = run.reference(IDS).logits
     rollouts, _, shaped, experience = run.before_update()
-    # other micro-batches: rounding alone, some ulps of a logit; BitNet's norms make 1.1e-5 of it with AVX2 alone
-    assert float(shaped.kl.abs().max()) < 1e-4
+    assert float(shaped.kl.abs().max()) < 1e-5  # other micro-batches: rounding alone, some ulps of a logit
     assert rollouts is experience.rollouts
     optimise(run.state, experience, run.config)
     assert torch.equal(run.reference(IDS).logits, expected)
