@@ -158,7 +158,7 @@ def test_copies_of_weights_are_kept_while_responses_are_sampled_and_scored_and_n
     assert {name for name, keeps in seen if not keeps} == {"policy", "critic"}
 
 
-# --- determinism -----------------------------------------------------------------------------------------------------
+# --- types that the processor has no instructions for -----------------------------------------------------------------
 
 
 @pytest.fixture(params=[False, True], ids=["without instructions", "with"])
@@ -188,6 +188,9 @@ def test_a_slow_type_is_named_with_what_to_set_instead(has_instructions):
         else:
             assert lines[dtype].startswith(f"ppo.dtype={dtype}: this processor has no instructions for it")
             assert "Set ppo.dtype=float32" in lines[dtype]
+
+
+# --- determinism -----------------------------------------------------------------------------------------------------
 
 
 def test_deterministic_kernels_are_on_inside_the_context_alone():
