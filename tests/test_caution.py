@@ -59,10 +59,10 @@ def test_advice_is_given_on_what_a_person_set_and_not_on_what_ships(conf: Path) 
     assert line.startswith("ppo.kl_coef=3.0 is outside its typical range 0.01 to 0.2")
 
 
-@pytest.mark.parametrize("is_slow", [False, True])
-def test_a_type_that_the_processor_has_no_instructions_for_is_warned_of(conf: Path, monkeypatch, is_slow: bool) -> None:
-    monkeypatch.setattr(precision, "is_slow", lambda *_: is_slow)
+@pytest.mark.parametrize("lacks", [False, True])
+def test_a_type_that_the_processor_has_no_instructions_for_is_warned_of(conf: Path, monkeypatch, lacks: bool) -> None:
+    monkeypatch.setattr(precision, "lacks_instructions", lambda _: lacks)
     loader = OmegaConfigLoader(str(conf), base_env="base", default_run_env="base")
     own = PPOConfig(device="cpu", dtype="bfloat16")
     lines = advice_on_own_settings(loader, PIPELINE, DataCatalog({"params:ppo": MemoryDataset(own)}))
-    assert [line.partition(":")[0] for line in lines] == (["ppo.dtype=bfloat16"] if is_slow else [])
+    assert [line.partition(":")[0] for line in lines] == (["ppo.dtype=bfloat16"] if lacks else [])

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+from ppo_rlhf.models import compiled_shapes
 from ppo_rlhf.models.compiled_shapes import (
     FEW,
     MANY,
@@ -71,10 +72,12 @@ def test_numbers_of_tokens_are_rounded_up_to_few_different_ones():
     assert len({rounded_up(n) for n in range(200, 6400)}) < 70
 
 
-def test_rows_of_a_pass_are_filled_up_in_sixteen_bits_alone():
+@pytest.mark.parametrize("lacks", [False, True])
+def test_rows_of_a_pass_are_filled_up_where_the_processor_has_sixteen_bits(monkeypatch, lacks):
+    monkeypatch.setattr(compiled_shapes, "lacks_instructions", lambda _: lacks)
     model = tiny_model()
     assert not fills_rows(model)
     with torch.autocast("cpu", torch.bfloat16):
-        assert fills_rows(model)
-    assert fills_rows(model.bfloat16())
+        assert fills_rows(model) is not lacks
+    assert fills_rows(model.bfloat16()) is not lacks
     assert not fills_rows(tiny_model().to("meta"))

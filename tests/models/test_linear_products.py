@@ -10,7 +10,7 @@ from torch import nn
 from torch.testing import assert_close
 from transformers.pytorch_utils import Conv1D
 
-from ppo_rlhf.models import linear_products
+from ppo_rlhf.models import linear_products, processors, rounded_products
 from ppo_rlhf.models.linear_products import (
     FEWEST_WEIGHTS,
     FastConv1D,
@@ -35,6 +35,7 @@ def asked(monkeypatch) -> list[tuple[int, ...]]:
 
     monkeypatch.setattr(linear_products, "times_transposed", watched)
     monkeypatch.setattr(linear_products, "is_faster", lambda: True)
+    monkeypatch.setattr(rounded_products, "lacks_instructions", lambda _: False)
     return shapes
 
 
@@ -117,7 +118,7 @@ def test_layers_change_their_class_alone_and_subclasses_are_left_alone(asked):
 
 def test_only_processors_of_amd_take_it_without_avx512_for_packed_weights_alone(monkeypatch):
     def found(vendor: str, capability: str) -> list[bool]:
-        monkeypatch.setattr(linear_products, "_vendor", lambda: vendor)
+        monkeypatch.setattr(processors, "_vendor", lambda: vendor)
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
         return [asked.__wrapped__() for asked in (linear_products.is_faster, linear_products.is_faster_packed)]
 
@@ -141,6 +142,7 @@ def test_the_module_is_imported_where_torch_has_no_onednn(monkeypatch):
 
 def test_models_that_do_not_gain_keep_their_classes(monkeypatch):
     monkeypatch.setattr(linear_products, "is_faster", lambda: False)
+    monkeypatch.setattr(linear_products, "lacks_instructions", lambda _: False)
     model = layer("linear")
     use_fast_products(model)
     assert type(model) is nn.Linear

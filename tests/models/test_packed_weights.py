@@ -7,17 +7,13 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from ppo_rlhf.models import packed_weights
+from ppo_rlhf.models import packed_weights, rounded_products
 from ppo_rlhf.models.adapters import LoraSettings, with_adapter
 from ppo_rlhf.models.linear_products import is_plain_linear
 from ppo_rlhf.training.generation import SamplingSettings, generate_responses
 from tests.tiny_models import tiny_model
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
-needs_bfloat16 = pytest.mark.skipif(
-    not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()),
-    reason="this processor has no bfloat16 for oneDNN",
-)
 
 MODELS = {
     "gpt2": lambda: tiny_model("gpt2"),  # its output layer shares the embedding
@@ -31,6 +27,15 @@ MODELS = {
 def _every_layer_wherever_the_tests_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_weights, "is_faster_packed", lambda: True)
     monkeypatch.setattr(packed_weights, "FEWEST_WEIGHTS", 0)
+
+
+@pytest.fixture(params=[False, True], ids=["by instructions", "rounded"])
+def sixteen_bits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let products in bfloat16 be those of instructions, where there are some, and those without."""
+    if not request.param and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("this processor has no instructions for bfloat16")
+    for module in (packed_weights, rounded_products):
+        monkeypatch.setattr(module, "lacks_instructions", lambda dtype: request.param and dtype.itemsize == 2)
 
 
 class Rounded(nn.Linear):
@@ -73,7 +78,7 @@ def test_logits_are_those_worked_out_in_float64_also_after_the_weights_changed(n
         halved(model), halved(wide)
 
 
-@needs_bfloat16
+@pytest.mark.usefixtures("sixteen_bits")
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_under_autocast_are_as_far_from_float64_as_without_packing(name: str):
     model, expected = MODELS[name](), logits(MODELS[name]().double(), 5)
@@ -95,7 +100,7 @@ def test_weights_that_two_layers_share_are_copied_once(monkeypatch: pytest.Monke
     with packed_weights.packed_weights(model):
         pass
     assert len(copies) == len(plain_linear(model)) - 1
-    assert sorted(packed_weights.packed_sizes(model)) == sorted(4 * copy.numel() for copy in copies)
+    assert sorted(packed_weights.packed_sizes(model, torch.float32)) == sorted(4 * copy.numel() for copy in copies)
 
 
 def test_weights_below_adapters_are_not_copied():
@@ -103,7 +108,7 @@ def test_weights_below_adapters_are_not_copied():
     with packed_weights.packed_weights(model):
         assert {layer.weight.requires_grad for layer in packed(model)} == {True}
         assert len(packed(model)) == 2 * 2 * 7  # A and B of seven layers in each of two blocks
-    assert len(packed_weights.packed_sizes(model)) == 2 * 2 * 7
+    assert len(packed_weights.packed_sizes(model, torch.float32)) == 2 * 2 * 7
 
 
 def test_small_layers_other_types_and_forwards_of_somebody_else_are_left_alone(monkeypatch: pytest.MonkeyPatch):
@@ -124,6 +129,7 @@ def test_small_layers_other_types_and_forwards_of_somebody_else_are_left_alone(m
 
 def test_nothing_is_packed_where_another_library_is_as_fast_or_onednn_is_switched_off(monkeypatch: pytest.MonkeyPatch):
     model = tiny_model()
+    monkeypatch.setattr(packed_weights, "lacks_instructions", lambda _: False)
     with torch.backends.mkldnn.flags(enabled=False), packed_weights.packed_weights(model):
         assert not packed(model)
     with torch.autocast("cpu", torch.float16), packed_weights.packed_weights(model):
@@ -131,7 +137,7 @@ def test_nothing_is_packed_where_another_library_is_as_fast_or_onednn_is_switche
     monkeypatch.setattr(packed_weights, "is_faster_packed", lambda: False)
     with packed_weights.packed_weights(model):
         assert not packed(model)
-    assert packed_weights.packed_sizes(model) == []
+    assert packed_weights.packed_sizes(model, torch.float32) == []
 
 
 @pytest.mark.parametrize("where", ["_pack", "within"])
@@ -176,7 +182,7 @@ def test_the_static_engine_samples_from_packed_weights_and_its_oracles_do_not(mo
         products.clear()
 
 
-@needs_bfloat16
+@pytest.mark.usefixtures("sixteen_bits")
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_under_autocast_a_model_that_nobody_asked_before_samples_from_large_layers_packed_and_small_ones_not(
     kind: str, monkeypatch: pytest.MonkeyPatch
@@ -191,7 +197,7 @@ def test_under_autocast_a_model_that_nobody_asked_before_samples_from_large_laye
     assert_close(found.sampler_logprobs[:, 0], plain.sampler_logprobs[:, 0], rtol=0.05, atol=0.05)
 
 
-@needs_bfloat16
+@pytest.mark.usefixtures("sixteen_bits")
 def test_looking_for_the_layers_leaves_nothing_in_the_cache_of_an_autocast_around_it():
     model = tiny_model()
     with torch.autocast("cpu", torch.bfloat16):
@@ -202,6 +208,18 @@ def test_looking_for_the_layers_leaves_nothing_in_the_cache_of_an_autocast_aroun
             assert not nn.functional.linear(torch.ones(1, 16), model.lm_head.weight).any()
 
 
+def test_where_bfloat16_is_rounded_the_copies_hold_the_rounded_weights(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(packed_weights, "lacks_instructions", lambda dtype: dtype == torch.bfloat16)
+    model, held = tiny_model(), []
+    pack = torch.ops.mkldnn._reorder_linear_weight
+    monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", lambda weight: held.append(weight) or pack(weight))
+    with torch.autocast("cpu", torch.bfloat16), packed_weights.packed_weights(model):
+        pass
+    assert {weight.dtype for weight in held} == {torch.float32}
+    assert all(torch.equal(weight, weight.bfloat16().float()) for weight in held)
+    assert sorted(packed_weights.packed_sizes(model, torch.bfloat16)) == sorted(4 * weight.numel() for weight in held)
+
+
 @pytest.mark.parametrize("is_fast", [False, True])
 @pytest.mark.parametrize("packs", [False, True])
 def test_rows_are_compiled_in_sixteen_bits_and_where_products_in_float32_are_onednns(monkeypatch, is_fast, packs):
@@ -209,8 +227,15 @@ def test_rows_are_compiled_in_sixteen_bits_and_where_products_in_float32_are_one
     monkeypatch.setattr(packed_weights, "has_fast_products", lambda _: is_fast)
     monkeypatch.setattr(packed_weights, "is_faster_packed", lambda: packs)
     model = tiny_model()
-    assert packed_weights.compiles_by_shape(model) is (is_fast or packs)
+
+    def are_compiled(model: nn.Module) -> bool:
+        with packed_weights.packed_weights(model) as compiled:
+            return compiled
+
+    assert are_compiled(model) is (is_fast or packs)
     with torch.autocast("cpu", torch.bfloat16):
-        assert packed_weights.compiles_by_shape(model)
-    assert packed_weights.compiles_by_shape(model.bfloat16())
-    assert not packed_weights.compiles_by_shape(tiny_model().to("meta"))
+        assert are_compiled(model)
+    assert not are_compiled(tiny_model().to("meta"))
+    for filled in (False, True):
+        monkeypatch.setattr(packed_weights, "fills_rows", lambda _, filled=filled: filled)
+        assert are_compiled(model.bfloat16()) is (filled or is_fast)

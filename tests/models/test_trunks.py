@@ -19,8 +19,8 @@ from transformers import (
 )
 
 from ppo_rlhf.core.errors import ModelError
+from ppo_rlhf.models import compiled_shapes, trunks
 from ppo_rlhf.models import packed_attention as packed_attention_module
-from ppo_rlhf.models import trunks
 from ppo_rlhf.models.compiled_shapes import ROUND
 from ppo_rlhf.models.packed_attention import NAME, PackedLayout, packed_attention, place_rows, take_rows
 from ppo_rlhf.models.plain_attention import PlainAttention
@@ -134,6 +134,7 @@ def test_sixteen_bit_attention_on_a_cpu_is_computed_plainly_and_is_that_of_float
     monkeypatch, dtype, kind
 ):
     """Also where rotary positions, which autocast leaves in float32, make queries and keys float32."""
+    monkeypatch.setattr(packed_attention_module, "lacks_instructions", lambda _: False)
     backbone, plain, fused = tiny_model(kind).base_model, [], []
     attend, causal = PlainAttention.attend, packed_attention_module.causal_attention
     monkeypatch.setattr(PlainAttention, "attend", lambda *given: plain.append(given[1].dtype) or attend(*given))
@@ -165,6 +166,7 @@ def test_a_row_is_rounded_up_unless_all_sequences_are_of_one_length():
 
 
 def test_a_row_is_filled_up_only_where_each_number_of_tokens_is_compiled(monkeypatch):
+    monkeypatch.setattr(compiled_shapes, "lacks_instructions", lambda _: False)
     backbone, seen, rows = tiny_model().base_model, [], right_padded([*SEQUENCES, [19]], 0)
     assert packs(backbone)
     backbone.register_forward_pre_hook(lambda _, __, given: seen.append(given["input_ids"].numel()), with_kwargs=True)

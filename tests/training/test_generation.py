@@ -1,5 +1,7 @@
 """All decoding engines against a slow oracle: no cache, no padding, no mask, one row and one token at a time."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
@@ -263,7 +265,7 @@ def test_ended_sequences_leave_at_once_or_where_shapes_are_compiled_by_fours(mak
     model = make_model("llama")
     assert decodes(model)  # asked now: it takes steps, too
     monkeypatch.setattr(Decoder, "step", counted)
-    monkeypatch.setattr(generation, "compiles_by_shape", lambda *_: multiple > 1)
+    monkeypatch.setattr(generation, "packed_weights", lambda _: nullcontext(multiple > 1))
     found = generate_responses(model, [*UNEVEN, *EVEN[1:]], noise(11), settings())
     live = [int(((found.lengths > taken) | ~found.terminated).sum()) for taken in range(1, STEPS)]
     assert len(set(rows)) > 1

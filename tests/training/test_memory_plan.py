@@ -20,7 +20,6 @@ from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.memory import RunShape, machine, plan_memory, remedies
 from ppo_rlhf.training.memory.live_bytes import MAPPED_FROM, counting
 from ppo_rlhf.training.memory.plan import micro_batch_rows
-from ppo_rlhf.training.precision import is_slow
 
 BENCHMARK = Path(__file__).parents[1] / "benchmarks" / "memory.py"
 GPT2 = GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=23, n_positions=64, bos_token_id=0, eos_token_id=0)
@@ -286,19 +285,41 @@ def test_on_the_cpu_nothing_is_offloaded_and_what_is_excluded_is_not_proposed():
     assert "value_model" not in changes
 
 
+def without_instructions(monkeypatch: pytest.MonkeyPatch, lacks: bool) -> None:
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("this torch has no oneDNN")
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: not lacks)
+
+
 @pytest.mark.parametrize("lacks", [False, True])
-def test_sixteen_bits_are_proposed_unless_the_cpu_that_computes_has_no_instructions_for_them(monkeypatch, lacks):
-    monkeypatch.setattr(sys.modules[remedies.__module__], "is_slow", lambda *_: lacks)
+def test_sixteen_bits_are_proposed_where_they_help_more_than_the_room_to_round_in_takes(monkeypatch, lacks):
+    without_instructions(monkeypatch, lacks)
     wide = LlamaConfig(**{**LLAMA.to_dict(), "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 1})
     done = {"per_device_train_batch_size": 7, "gradient_checkpointing": True, "value_model": "shared"}
-    proposed = {}
     for on_cpu in (False, True):
         here = {"side_by_side": False} if on_cpu else {"offload_reference_policy": True}
         config, shape = PPOConfig(**{**SETTINGS, **done, **here}), RunShape(wide, 6, on_cpu=on_cpu)
         planned = plan_memory(config, shape)
-        (first,) = remedies(config, shape, planned, planned.needed - 1)
-        proposed[on_cpu] = first.changes == "ppo.dtype=bfloat16"
-    assert proposed == {False: True, True: not lacks}
+        found = [remedy.changes for remedy in remedies(config, shape, planned, planned.needed - 1)]
+        assert found == (["ppo.use_peft=true"] if lacks and on_cpu else ["ppo.dtype=bfloat16"])
+
+
+def test_what_a_gpu_needs_does_not_depend_on_the_processor_that_plans(monkeypatch):
+    config, shape = PPOConfig(**SETTINGS, dtype="bfloat16"), RunShape(LLAMA, 6, on_cpu=False)
+    found = []
+    for lacks in (False, True):
+        without_instructions(monkeypatch, lacks)
+        found.append(plan_memory(config, shape))
+    assert found[0] == found[1]
+
+
+def test_without_instructions_for_sixteen_bits_the_packed_copies_are_float32(monkeypatch):
+    monkeypatch.setattr(packed_weights, "FEWEST_WEIGHTS", 0)
+    found = {}
+    for lacks in (False, True):
+        without_instructions(monkeypatch, lacks)
+        found[lacks] = plan(dtype="bfloat16")
+    assert phase(found[True], "rollout").passing > phase(found[False], "rollout").passing
 
 
 # What there is.
@@ -356,8 +377,6 @@ def test_the_plan_meets_the_measured_peak(name, tmp_path):
     ],
 )
 def test_the_plan_meets_the_measured_peak_of_larger_runs(name, tmp_path):
-    if "bfloat16" in name and is_slow(torch.bfloat16, torch.device("cpu")):
-        pytest.skip("this processor has no instructions for bfloat16: two iterations would take a quarter of an hour")
     assert planned_over_measured(name, tmp_path) == pytest.approx(1.0, abs=TOLERANCE)
 
 
@@ -380,6 +399,7 @@ def test_where_the_tokens_of_a_step_decide_on_two_lanes_the_plan_is_of_the_updat
 
 def test_gradients_in_16_bits_take_half(monkeypatch):
     """One row of one token: activations are small beside weights of a wide model, and copies are there in both."""
+    without_instructions(monkeypatch, False)
     wide = GPT2Config(**{**GPT2.to_diff_dict(), "n_embd": 256, "n_head": 4})
     monkeypatch.setattr("ppo_rlhf.training.sixteen_bit_gradients.FEW", 0)
     settings = {"dtype": "bfloat16", "per_device_train_batch_size": 1, "response_length": 2, "side_by_side": False}

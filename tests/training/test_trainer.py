@@ -738,12 +738,12 @@ def test_what_is_no_checkpoint_is_refused(sft: str, tmp_path: Path):
         trainer.train(resume_from_checkpoint=True)
 
 
-@pytest.mark.parametrize("is_slow", [False, True])
-def test_a_type_that_the_processor_has_no_instructions_for_is_warned_of(sft: str, caplog, monkeypatch, is_slow: bool):
-    monkeypatch.setattr(precision, "is_slow", lambda *_: is_slow)
+@pytest.mark.parametrize("lacks", [False, True])
+def test_a_type_that_the_processor_has_no_instructions_for_is_warned_of(sft: str, caplog, monkeypatch, lacks: bool):
+    monkeypatch.setattr(precision, "lacks_instructions", lambda _: lacks)
     PPOTrainer(config(dtype="bfloat16"), sft)
     found = [record for record in caplog.records if record.message.startswith("ppo.dtype=bfloat16")]
-    assert [record.levelname for record in found] == (["WARNING"] if is_slow else [])
+    assert [record.levelname for record in found] == (["WARNING"] if lacks else [])
 
 
 def test_settings_that_only_the_pipeline_reads_are_said_to_have_no_effect(sft: str, caplog):

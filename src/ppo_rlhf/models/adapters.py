@@ -25,7 +25,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models.annotations import PreTrainedModel
-from ppo_rlhf.models.linear_products import is_plain_linear
+from ppo_rlhf.models.linear_products import is_plain_linear, use_fast_products
 
 if TYPE_CHECKING:  # heavy: with peft come all of transformers' models; functions import it
     from peft import LoraConfig
@@ -247,6 +247,7 @@ def _inject(model: PreTrainedModel, settings: LoraSettings) -> PreTrainedModel:
                 f"ppo.lora_target_modules={settings.target_modules} takes {name}, a layer of type {kind}: no adapter "
                 "could be merged into it exactly. Name plain linear layers, or set ppo.use_peft=false"
             )
+    use_fast_products(adapted)  # the adapters' own layers are new
     return adapted
 
 

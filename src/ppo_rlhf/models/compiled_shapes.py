@@ -10,6 +10,7 @@ import os
 import torch
 
 from ppo_rlhf.models.annotations import PreTrainedModel
+from ppo_rlhf.models.processors import SIXTEEN_BITS, lacks_instructions
 
 VARIABLE = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
 FEW, MANY = "32", "256"  # the first as `ppo_rlhf/__init__.py` sets it
@@ -17,7 +18,6 @@ SMALL = 2**23
 """Weights of a model up to which many are kept; measured with 4 and 24 million."""
 ROUND = 16
 """Tokens come in multiples of this, or of its double, fourfold …, up to a twelfth of them: 3 % too many on average."""
-SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
 def keep_shapes_of_small_models(weights: int) -> None:
@@ -33,9 +33,11 @@ def keep_shapes_of_small_models(weights: int) -> None:
 def fills_rows(model: PreTrainedModel) -> bool:
     """Whether a forward pass is given rows of no sequence, so that there are few different numbers (`rounded_up`).
 
-    In 16 bits on a CPU. In float32 these rows take as long as compiling does where oneDNN computes.
+    In 16 bits on a CPU that has instructions for them, so that oneDNN computes. In float32 these rows take as long as
+    compiling does.
     """
-    return model.device.type == "cpu" and (model.dtype in SIXTEEN_BITS or torch.is_autocast_enabled("cpu"))
+    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else model.dtype
+    return model.device.type == "cpu" and dtype in SIXTEEN_BITS and not lacks_instructions(dtype)
 
 
 def rounded_up(tokens: int) -> int:

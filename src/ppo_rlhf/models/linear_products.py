@@ -1,30 +1,36 @@
-"""Products of linear layers in float32 by oneDNN, on processors of AMD that have AVX-512.
+"""Products of linear layers on processors that torch has no fast ones for.
 
-Torch asks MKL for them, which keeps to AVX2 on other makers' processors: half of the speed or less where AVX-512 is 512
-bits wide (EPYC of the fifth generation: 220 in place of 97 GFLOP/s on one core). The sums are in another order, and as
-exact. Layers of other types, small ones and single rows are left to torch, as is whatever is not float32.
+In float32 by oneDNN on AMD's that have AVX-512: torch asks MKL, which keeps to AVX2 on other makers' processors, half
+of the speed or less where AVX-512 is 512 bits wide (EPYC of the fifth generation: 220 in place of 97 GFLOP/s on one
+core). The sums are in another order, and as exact.
+
+In 16 bits as `models.rounded_products` does on those without instructions for them.
+
+Layers of other types and single rows are left to torch, and in float32 small layers.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from pathlib import Path
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from ppo_rlhf.models.processors import SIXTEEN_BITS, is_amd_with, lacks_instructions
+from ppo_rlhf.models.rounded_products import rounded_linear, rounded_type
+
 FEWEST_WEIGHTS = 2**16
 """Of a layer. With fewer, the time that a call takes outweighs the product: 14 against 5 microseconds (64 x 256)."""
 
 
 def use_fast_products(model: nn.Module) -> None:
-    """Let a model's linear layers compute their products in float32 by oneDNN, if that is faster here.
+    """Let a model's linear layers compute their products as is fastest here.
 
     A layer only changes its class: names, parameters, copies and what is saved stay as they are.
     """
-    if not is_faster():
+    if not is_faster() and not any(lacks_instructions(dtype) for dtype in SIXTEEN_BITS):
         return
     for module in model.modules():
         kind = _KINDS.get(type(module))
@@ -39,36 +45,32 @@ def is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear | Conv1D]:
 
 def has_fast_products(model: nn.Module) -> bool:
     """Whether oneDNN computes some of a model's products in float32."""
-    return torch._C._get_mkldnn_enabled() and any(
-        isinstance(module, FastLinear | FastConv1D)
-        and module.weight.dtype == torch.float32
-        and module.weight.numel() >= FEWEST_WEIGHTS
-        for module in model.modules()
+    return (
+        is_faster()
+        and torch._C._get_mkldnn_enabled()
+        and any(
+            isinstance(module, FastLinear | FastConv1D)
+            and module.weight.dtype == torch.float32
+            and module.weight.numel() >= FEWEST_WEIGHTS
+            for module in model.modules()
+        )
     )
 
 
 @cache
 def is_faster() -> bool:
-    """Whether this processor is one of AMD's with AVX-512, and torch has both libraries."""
-    return _is_amd_with("AVX512")
+    """Whether oneDNN's products in float32 are: on AMD's processors with AVX-512, where torch has both libraries."""
+    return _has_both() and is_amd_with("AVX512")
 
 
 @cache
 def is_faster_packed() -> bool:
     """Whether products of few rows are faster by oneDNN with weights in its own order: on AMD's with AVX2, too."""
-    return _is_amd_with("AVX512", "AVX2")
+    return _has_both() and is_amd_with("AVX512", "AVX2")
 
 
-def _is_amd_with(*capabilities: str) -> bool:
-    libraries = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
-    return libraries and torch.backends.cpu.get_cpu_capability() in capabilities and _vendor() == "AuthenticAMD"
-
-
-def _vendor() -> str:
-    """Return the maker's name that the processor gives, empty where Linux does not say."""
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("vendor_id")), "")
+def _has_both() -> bool:
+    return torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
 
 
 class FastLinear(nn.Linear):
@@ -76,9 +78,8 @@ class FastLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return `[…, out]` of `[…, in]`."""
-        if not _suits(input, self.weight):
-            return super().forward(input)
-        return _linear(input, self.weight, self.bias)
+        product = _fast_product(input, self.weight, self.bias)
+        return super().forward(input) if product is None else product
 
 
 class FastConv1D(Conv1D):
@@ -86,24 +87,32 @@ class FastConv1D(Conv1D):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `[…, out]` of `[…, in]`."""
-        if not _suits(x, self.weight):
-            plain: Tensor = super().forward(x)
-            return plain
-        return _linear(x, self.weight.t(), self.bias)
+        product: Tensor | None = _fast_product(x, self.weight.t(), self.bias)
+        if product is None:
+            product = super().forward(x)
+        return product
 
 
 _KINDS: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: FastLinear, Conv1D: FastConv1D}
 
 
+def _fast_product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    """Return `[…, out]` of rows `[…, in]` and weight `[out, in]`; None where torch's own product is as fast."""
+    if not rows.is_cpu or rows.numel() <= rows.shape[-1] or torch.compiler.is_compiling():
+        return None  # a single row is no product of matrices
+    rounded = rounded_type(rows, weight)
+    if rounded is not None:
+        return rounded_linear(rows, weight, bias, rounded)
+    return _linear(rows, weight, bias) if _suits(rows, weight) else None
+
+
 def _suits(rows: Tensor, weight: Tensor) -> bool:
     return (
         rows.dtype == weight.dtype == torch.float32
-        and rows.is_cpu
         and weight.numel() >= FEWEST_WEIGHTS
-        and rows.numel() > rows.shape[-1]  # a single row is no product of matrices
         and not torch.is_autocast_enabled("cpu")
-        and not torch.compiler.is_compiling()
         and torch._C._get_mkldnn_enabled()
+        and is_faster()
     )
 
 

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from ppo_rlhf.models.annotations import PreTrainedModel
-from ppo_rlhf.models.compiled_shapes import SIXTEEN_BITS, rounded_up
+from ppo_rlhf.models.compiled_shapes import rounded_up
 from ppo_rlhf.models.plain_attention import PlainAttention
+from ppo_rlhf.models.processors import SIXTEEN_BITS, lacks_instructions
 
 NAME = "ppo_rlhf_packed"
 _LOOK_FOR_PADDING = "warn_if_padding_and_no_attention_mask"  # a method of transformers' models
@@ -80,9 +81,17 @@ class PackedLayout:
     def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scaling: float | None) -> Tensor:
         """Attend within each sequence; see `Attention`."""
         query, key, value = (as_autocast(x) for x in (query_NHD, key_NKD, value_NKD))
-        if query.is_cpu and query.dtype in SIXTEEN_BITS and self.width <= LONGEST_PLAIN_ATTENTION:
-            return self.plain_attention.attend(query, key, value, scaling)
-        query, key, value = (self.spread(x).transpose(1, 2) for x in (query, key, value))
+        if query.is_cpu and query.dtype in SIXTEEN_BITS:
+            if lacks_instructions(query.dtype):
+                with torch.autocast("cpu", enabled=False):  # it would round them again
+                    attended = self._attend(query.float(), key.float(), value.float(), scaling=scaling)
+                return attended.to(query.dtype)
+            if self.width <= LONGEST_PLAIN_ATTENTION:
+                return self.plain_attention.attend(query, key, value, scaling)
+        return self._attend(query, key, value, scaling=scaling)
+
+    def _attend(self, *query_key_value: Tensor, scaling: float | None) -> Tensor:
+        query, key, value = (self.spread(x).transpose(1, 2) for x in query_key_value)
         return self.collect(causal_attention(query, key, value, scaling).transpose(1, 2))
 
     def collect(self, tokens_BL: Tensor) -> Tensor:

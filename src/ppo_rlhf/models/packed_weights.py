@@ -24,54 +24,49 @@ from ppo_rlhf.models.linear_products import (
     is_plain_linear,
     times_transposed,
 )
+from ppo_rlhf.models.processors import lacks_instructions
 from ppo_rlhf.models.sixteen_bit_weights import layers_that_autocast
 
 
 @contextmanager
-def packed_weights(model: PreTrainedModel) -> Iterator[None]:
+def packed_weights(model: PreTrainedModel) -> Iterator[bool]:
     """Within the block a model's linear layers read packed copies of what their weights are now.
 
-    In float32, or in bfloat16 where that is what autocast computes in. The copies take as much memory as gradients
-    do, which are not there at that time; so weights without a gradient (those below LoRA's adapters, say) are left as
-    they are. Nothing flows back through the layers.
+    Yields whether each new number of rows of a decoding step takes time and memory: where oneDNN computes on a CPU.
+
+    In float32, or in the 16 bits that autocast computes in; as float32 where there are no instructions for these
+    (`models.rounded_products`). The copies take as much memory as gradients do, which are not there at that time; so
+    weights without a gradient (those below LoRA's adapters, say) are left as they are. Nothing flows back through the
+    layers.
     """
     packed: dict[tuple[int, bool], Tensor] = {}
     forwards: list[tuple[nn.Module, Forward]] = []
-    dtype = torch.bfloat16 if torch.is_autocast_enabled("cpu") else torch.float32
+    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else torch.float32
+    held = torch.float32 if lacks_instructions(dtype) else dtype
     with torch.no_grad():
-        for layer in _layers(model):
+        for layer in _layers(model, dtype):
             if _key(layer) not in packed:
-                packed[_key(layer)] = _pack(layer, dtype)
-            bias = None if layer.bias is None else layer.bias.to(dtype)
-            forwards.append((layer, partial(_product, packed[_key(layer)], bias)))
+                packed[_key(layer)] = _pack(layer, dtype, held)
+            bias = None if layer.bias is None else layer.bias.to(dtype).to(held)
+            forwards.append((layer, partial(_product, packed[_key(layer)], bias, dtype)))
     with forwards_replaced(forwards):
-        yield
+        yield fills_rows(model) or (model.device.type == "cpu" and (bool(forwards) or has_fast_products(model)))
 
 
-def packed_sizes(model: PreTrainedModel) -> list[int]:
-    """Return the bytes of each copy in float32; to be called without autocast. Weights without data will do."""
-    return [4 * numel for numel in {_key(layer): layer.weight.numel() for layer in _layers(model)}.values()]
+def packed_sizes(model: PreTrainedModel, dtype: torch.dtype) -> list[int]:
+    """Return the bytes of each copy for products in a type, held in float32; weights without data will do."""
+    return [4 * numel for numel in {_key(layer): layer.weight.numel() for layer in _layers(model, dtype)}.values()]
 
 
-def compiles_by_shape(model: PreTrainedModel) -> bool:
-    """Whether each new number of rows of a decoding step takes time and memory: where oneDNN computes on a CPU.
-
-    To be asked before weights are packed.
-    """
-    if fills_rows(model):
-        return True
-    return model.device.type == "cpu" and (has_fast_products(model) or bool(_layers(model)))
-
-
-def _layers(model: PreTrainedModel) -> list[nn.Linear | Conv1D]:
-    """Return the layers whose products packed weights make faster."""
+def _layers(model: PreTrainedModel, dtype: torch.dtype) -> list[nn.Linear | Conv1D]:
+    """Return the layers whose products, in float32 or by autocast in 16 bits, packed weights make faster."""
     if not torch.backends.mkldnn.is_available() or not torch._C._get_mkldnn_enabled():
         return []
     layers: list[nn.Linear | Conv1D] = []
-    if not torch.is_autocast_enabled("cpu"):
+    if dtype == torch.float32:
         layers = [module for module in model.modules() if is_plain_linear(module)] if is_faster_packed() else []
-    elif torch.get_autocast_dtype("cpu") == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        layers = layers_that_autocast(model, torch.bfloat16)
+    elif dtype == torch.bfloat16 or lacks_instructions(dtype):
+        layers = layers_that_autocast(model, dtype)
     return [
         layer
         for layer in layers
@@ -88,13 +83,12 @@ def _key(layer: nn.Linear | Conv1D) -> tuple[int, bool]:
     return id(layer.weight), isinstance(layer, Conv1D)
 
 
-def _pack(layer: nn.Linear | Conv1D, dtype: torch.dtype) -> Tensor:
+def _pack(layer: nn.Linear | Conv1D, dtype: torch.dtype, held: torch.dtype) -> Tensor:
     weight = layer.weight.t() if isinstance(layer, Conv1D) else layer.weight
-    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.to(dtype))
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.to(dtype).to(held))
     return packed
 
 
-def _product(packed: Tensor, bias: Tensor | None, rows: Tensor) -> Tensor:
-    """Return `[…, out]` of `[…, in]`."""
-    flat = rows.reshape(-1, rows.shape[-1]).to(packed.dtype)
-    return times_transposed(flat, packed, bias).view(*rows.shape[:-1], len(packed))
+def _product(packed: Tensor, bias: Tensor | None, dtype: torch.dtype, rows: Tensor) -> Tensor:
+    """Return `[…, out]` of `[…, in]`, both rounded to a type."""
+    return times_transposed(rows.to(dtype).to(packed.dtype), packed, bias).to(dtype)

@@ -21,7 +21,7 @@ from ppo_rlhf.core.responses import length_mask, response_lengths
 from ppo_rlhf.core.sampling import sample_tokens
 from ppo_rlhf.models.annotations import PreTrainedModel
 from ppo_rlhf.models.decoding import Decoder, decodes
-from ppo_rlhf.models.packed_weights import compiles_by_shape, packed_weights
+from ppo_rlhf.models.packed_weights import packed_weights
 from ppo_rlhf.models.recorded_steps import RecordedSteps
 from ppo_rlhf.models.trunks import logits_of
 from ppo_rlhf.training.packing import left_pad, without_padding
@@ -97,21 +97,8 @@ def generate_responses(
         batch_size: Prompts decoded at a time; the tokens do not depend on it but for rounding.
         recorded: For `static`, this model's decoding steps, to be replayed; None computes each one anew.
     """
-    engines: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
-        "static": partial(_decode_packed, recorded=recorded, multiple=ROWS if compiles_by_shape(model) else 1),
-        "plain": _decode_plainly,
-        "hf": _decode_with_generate,
-    }
-    engine = "plain" if engine == "static" and not decodes(model) else engine
-    if engine == "static":
-        logits_of(model)  # asked now, as `decodes` is: of the layers as they are
-    decode = engines[engine]
     tokens, logprobs = [], []
-    with (
-        torch.no_grad(),
-        packed_weights(model) if engine == "static" else nullcontext(),
-        nullcontext() if recorded is None else recorded.decoding(),
-    ):
+    with torch.no_grad(), _engine(engine, model, recorded) as decode:
         for start in range(0, len(prompt_ids), batch_size):
             noise = uniforms[start : start + batch_size].to(model.device)
             rows, row_logprobs = decode(model, prompt_ids[start : start + batch_size], noise, settings)
@@ -126,6 +113,25 @@ def generate_responses(
         terminated,
         torch.where(is_response, torch.cat(logprobs), 0.0),
     )
+
+
+Decode = Callable[[PreTrainedModel, list[list[int]], Tensor, SamplingSettings], tuple[Tensor, Tensor]]
+"""Samples responses to B prompts with uniforms `[B, T]`; returns tokens and their log-probabilities, `[B, up to T]`."""
+
+
+@contextmanager
+def _engine(name: str, model: PreTrainedModel, recorded: RecordedSteps | None) -> Iterator[Decode]:
+    """Within the block, in which weights must not change, the function decodes with this model."""
+    engines: dict[str, Decode] = {"plain": _decode_plainly, "hf": _decode_with_generate}
+    if name != "static" or not decodes(model):
+        yield engines["plain" if name == "static" else name]
+        return
+    logits_of(model)  # asked now, as `decodes` is: of the layers as they are
+    with (
+        packed_weights(model) as compiles_by_shape,
+        nullcontext() if recorded is None else recorded.decoding(),
+    ):
+        yield partial(_decode_packed, recorded=recorded, multiple=ROWS if compiles_by_shape else 1)
 
 
 def _decode_packed(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from transformers import PretrainedConfig
 
 from ppo_rlhf.core.errors import ModelError, PPORLHFError
 from ppo_rlhf.models.packed_weights import packed_sizes
+from ppo_rlhf.models.processors import lacks_instructions, standing_in_for_a_gpu
 from ppo_rlhf.models.quiet import critical_only
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.lanes import most_tokens_side_by_side
@@ -24,7 +26,7 @@ UPDATE = "update"
 # are fitted to the peaks of its settings (docs/memory.md has the table). They hold for glibc's heap, which keeps
 # the blocks that a pass freed (`training.host_memory`); those of one kind of pass do not fit what another asks for.
 LIBRARY_BYTES = 67 * MEBIBYTE  # code and workspaces that libraries load with the first passes
-SIXTEEN_BIT_BYTES = 29 * MEBIBYTE  # as many more in 16 bits: oneDNN compiles code for shapes of products
+SIXTEEN_BIT_BYTES = 29 * MEBIBYTE  # as many more in 16 bits: code for shapes of products, or room to round in
 UPDATE_IN_HEAP = 1.18  # bytes of the heap for each byte that the update has there in blocks that it frees
 CRITIC_IN_HEAP = 0.14  # as many more where the critic has passes of its own behind them
 PROCESS_BYTES = 534 * MEBIBYTE  # resident once `kedro run` has imported everything, measured apart
@@ -87,7 +89,7 @@ class MemoryPlan:
         on_host: Bytes of models that wait in the host's memory, beside what the device needs.
         on_cpu: Whether all this is memory of the process.
         critic_after_policy: Whether the critic has passes of its own, behind the policy's.
-        sixteen_bits: Whether matrix products are computed in 16 bits.
+        sixteen_bits: Whether matrix products are of 16-bit numbers.
         not_counted: What a run takes on top of this.
     """
 
@@ -162,7 +164,7 @@ def _planned(models: SimulatedModels, config: PPOConfig, shape: RunShape) -> Mem
     rows = min(config.local_rollout_forward_batch_size, config.local_batch_size)
     micro = micro_batch_rows(config, shape.prompt_length)
     micro_batches = math.ceil(config.local_mini_batch_size / micro)
-    with counting() as live:
+    with counting() as live, nullcontext() if shape.on_cpu else standing_in_for_a_gpu():
         most_tokens = most_tokens_side_by_side(config, models.policy, on_cpu=shape.on_cpu)
         passes = Passes(models.to_fake(), config, live, shape.prompt_length)
         not_counted = tuple(_not_counted(config, models, passes))
@@ -173,9 +175,11 @@ def _planned(models: SimulatedModels, config: PPOConfig, shape: RunShape) -> Mem
         }
         on_host = {name: weights.pop(name) for name, waits in waiting.items() if waits and name in weights}
         reference, scorer = (Peak(on_host.get(name, 0)) for name in waiting)  # on the device only while they score
-        sixteen_bits = frozen_dtype(config).itemsize == 2  # then autocast's copies are packed, and counted already
-        packs = shape.on_cpu and config.rollout_engine == "static" and not sixteen_bits
-        packed = in_blocks(packed_sizes(models.policy)) if packs else Peak()
+        dtype = frozen_dtype(config)
+        sixteen_bits = dtype.itemsize == 2
+        counted = sixteen_bits and not lacks_instructions(dtype)  # then autocast's copies are packed
+        packs = shape.on_cpu and config.rollout_engine == "static" and not counted
+        packed = in_blocks(packed_sizes(models.policy, dtype)) if packs else Peak()
         passing = {
             "rollout": passes.rollout(rows) + packed,
             "scoring by the reference policy": passes.reference_scoring(rows) + reference,

@@ -6,12 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.memory.plan import UPDATE, MemoryPlan, RunShape, plan_memory
-from ppo_rlhf.training.precision import is_slow
 
 Changes = dict[str, Any]
 WORTH_NAMING = 0.98  # of what was needed before
@@ -107,9 +104,8 @@ def _offloaded_reward_model(c: PPOConfig, shape: RunShape, _: bool) -> Changes |
     return None if absent or c.offload_reward_model else {"offload_reward_model": True}
 
 
-def _sixteen_bits(c: PPOConfig, shape: RunShape, _: bool) -> Changes | None:
-    slow = shape.on_cpu and is_slow(torch.bfloat16, torch.device("cpu"))
-    return {"dtype": "bfloat16"} if c.dtype in ("float32", "float64") and not slow else None
+def _sixteen_bits(c: PPOConfig, _: RunShape, __: bool) -> Changes | None:
+    return {"dtype": "bfloat16"} if c.dtype in ("float32", "float64") else None
 
 
 def _shared_trunk(c: PPOConfig, _: RunShape, __: bool) -> Changes | None:

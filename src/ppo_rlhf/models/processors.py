@@ -1,0 +1,50 @@
+"""What the processor that computes is: who made it, and which types of numbers it multiplies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+import torch
+
+SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+
+
+def lacks_instructions(dtype: torch.dtype) -> bool:
+    """Whether a 16-bit type is one that this CPU has no instructions for (AVX-512 or AMX on x86).
+
+    Torch multiplies such matrices without a library, at a fraction of float32's speed.
+    """
+    if _stands_in or dtype not in SIXTEEN_BITS or not torch.backends.mkldnn.is_available():
+        return False
+    operators = torch.ops.mkldnn  # looked up with each call: a torch without oneDNN has neither
+    asked = operators._is_mkldnn_bf16_supported if dtype == torch.bfloat16 else operators._is_mkldnn_fp16_supported
+    return not asked()
+
+
+_stands_in: list[bool] = []
+
+
+@contextmanager
+def standing_in_for_a_gpu() -> Iterator[None]:
+    """Within the block, in which fake tensors lie on the CPU for want of a GPU, no type lacks instructions."""
+    _stands_in.append(True)
+    try:
+        yield
+    finally:
+        _stands_in.pop()
+
+
+def is_amd_with(*capabilities: str) -> bool:
+    """Whether this is one of AMD's processors with one of these sets of vector instructions, as torch names them."""
+    return torch.backends.cpu.get_cpu_capability() in capabilities and _vendor() == "AuthenticAMD"
+
+
+@cache
+def _vendor() -> str:
+    """Return the maker's name that the processor gives, empty where Linux does not say."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("vendor_id")), "")

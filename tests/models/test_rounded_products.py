@@ -1,0 +1,177 @@
+"""Products of 16 bits without instructions for them, against the products of the rounded numbers in float64."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from ppo_rlhf.models import linear_products, packed_attention, processors, rounded_products
+from ppo_rlhf.models.linear_products import FastConv1D, FastLinear, use_fast_products
+from ppo_rlhf.models.packed_attention import PackedLayout
+from ppo_rlhf.training.memory.live_bytes import counting
+from tests.tiny_models import tiny_model
+
+TYPES = [torch.bfloat16, torch.float16]
+
+
+@pytest.fixture
+def lacks(monkeypatch) -> dict[torch.dtype, bool]:
+    """Let no type of 16 bits have instructions, wherever the tests run; a test may give some back."""
+    lacking = dict.fromkeys(TYPES, True)
+    for module in (rounded_products, linear_products, packed_attention):
+        monkeypatch.setattr(module, "lacks_instructions", lambda dtype: lacking.get(dtype, False))
+    return lacking
+
+
+@pytest.fixture
+def asked(lacks, monkeypatch) -> list[tuple[int, ...]]:
+    """Return the shapes of the rounded products of linear layers."""
+    shapes: list[tuple[int, ...]] = []
+    product = rounded_products.rounded_linear
+
+    def watched(rows, weight, *others):
+        shapes.append((*rows.shape, len(weight)))
+        return product(rows, weight, *others)
+
+    monkeypatch.setattr(linear_products, "rounded_linear", watched)
+    return shapes
+
+
+def layer(kind: str, *, bias: bool = True) -> nn.Module:
+    torch.manual_seed(0)
+    made = Conv1D(24, 40) if kind == "conv1d" else nn.Linear(40, 24, bias=bias)
+    if made.bias is not None:
+        nn.init.normal_(made.bias)
+    return made
+
+
+def rounded_to(dtype: torch.dtype, *tensors: Tensor) -> list[Tensor]:
+    return [tensor.detach().to(dtype).double() for tensor in tensors]
+
+
+def assert_rounded_once(found: Tensor, exact: Tensor) -> None:
+    """The nearest number of 16 bits, but for what a float32 sum is off."""
+    assert found.dtype in TYPES
+    assert found.shape == exact.shape
+    allowed = torch.finfo(found.dtype).eps / 2 * exact.abs() + 1e-5 * exact.abs().max()
+    assert ((found.double() - exact).abs() <= allowed).all()
+
+
+@pytest.mark.parametrize("pieces", ["one piece", "pieces"])
+@pytest.mark.parametrize("held", ["float32", "16 bits"])
+@pytest.mark.parametrize(("kind", "bias"), [("linear", True), ("linear", False), ("conv1d", True)])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_products_and_gradients_are_those_of_the_rounded_numbers(asked, monkeypatch, dtype, kind, bias, held, pieces):
+    """By autocast, with weights in float32, and in weights of 16 bits; sums are not rounded between pieces."""
+    if pieces == "pieces":
+        monkeypatch.setattr(rounded_products, "PIECE", 0)
+        monkeypatch.setattr(rounded_products, "NARROWEST", 3)
+    plain = layer(kind, bias=bias).to(dtype if held == "16 bits" else torch.float32)
+    fast = copy.deepcopy(plain)
+    use_fast_products(fast)
+    assert type(fast) is (FastConv1D if kind == "conv1d" else FastLinear)
+    rows = torch.randn(2, 7, 40).to(plain.weight.dtype).requires_grad_()
+    with torch.autocast("cpu", dtype, enabled=held == "float32"):
+        found = fast(rows)
+    upstream = torch.randn(2, 7, 24).to(dtype)
+    found.backward(upstream)
+    x, w, g = rounded_to(dtype, rows, plain.weight, upstream)
+    w = w if kind == "conv1d" else w.T
+    b = rounded_to(dtype, plain.bias)[0] if plain.bias is not None else 0.0
+    assert asked == [(2, 7, 40, 24)]
+    assert_rounded_once(found.detach(), x @ w + b)
+    assert rows.grad.dtype == rows.dtype
+    assert_rounded_once(rows.grad.to(dtype), g @ w.T)
+    weights = x.flatten(0, 1).T @ g.flatten(0, 1)
+    assert fast.weight.grad.dtype == fast.weight.dtype
+    assert fast.weight.grad.stride() == fast.weight.stride()
+    assert_rounded_once(fast.weight.grad.to(dtype), weights if kind == "conv1d" else weights.T)
+    if bias:
+        assert_rounded_once(fast.bias.grad.to(dtype), g.sum((0, 1)))
+
+
+def test_nothing_is_computed_for_what_does_not_train(asked, monkeypatch):
+    products = []
+    product = rounded_products._product
+    monkeypatch.setattr(rounded_products, "_product", lambda *of: products.append(1) or product(*of))
+    monkeypatch.setattr(rounded_products, "_weights_gradient", pytest.fail)
+    fast = layer("linear").requires_grad_(False)
+    use_fast_products(fast)
+    rows = torch.randn(5, 40, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        fast(rows).sum().backward()
+    assert len(products) == 2
+    assert rows.grad is not None
+
+
+def test_whatever_it_is_not_for_is_left_to_torch(asked, lacks):
+    fast = layer("linear")
+    use_fast_products(fast)
+    rows = torch.randn(5, 40)
+    fast(rows)
+    with torch.autocast("cpu", torch.bfloat16):
+        fast(rows[:1])
+    lacks[torch.bfloat16] = False
+    with torch.autocast("cpu", torch.bfloat16):
+        assert fast(rows).dtype == torch.bfloat16
+    fast.double()(rows.double())
+    with pytest.raises(RuntimeError, match="dtype"):
+        fast.to(torch.float16)(rows)  # as torch's own layer
+    assert not asked
+    fast(rows.half())
+    assert asked
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("lengths", [(5, 2, 3), (4, 4)])
+def test_attention_is_that_of_the_rounded_numbers(lacks, dtype, lengths):
+    torch.manual_seed(1)
+    query, key, value = (torch.randn(sum(lengths), heads, 8, requires_grad=True) for heads in (4, 2, 2))
+    with torch.autocast("cpu", dtype):
+        found = PackedLayout.of(lengths).attend(query, key, value, None)
+    found.sum().backward()
+    assert {x.grad.dtype for x in (query, key, value)} == {torch.float32}
+    q, k, v = rounded_to(dtype, query, key, value)
+    start = 0
+    for length in lengths:
+        part = slice(start, start + length)
+        scores = torch.einsum("qhd,khd->hqk", q[part], k[part].repeat_interleave(2, 1)) / 8**0.5
+        scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
+        exact = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v[part].repeat_interleave(2, 1))
+        assert_rounded_once(found.detach()[part], exact)
+        start += length
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_a_model_computes_as_with_torchs_own_products(lacks, kind):
+    model, ids = tiny_model(kind), torch.arange(12).view(2, 6) + 3
+    use_fast_products(model)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        found = model(input_ids=ids, use_cache=False).logits
+        lacks.clear()
+        plain = model(input_ids=ids, use_cache=False).logits
+    assert found.dtype == plain.dtype
+    assert not torch.equal(plain, model(input_ids=ids, use_cache=False).logits)
+    assert (found - plain).abs().max() <= 0.02 * plain.abs().max()
+
+
+def test_no_more_than_the_weight_and_a_piece_is_held_in_float32(lacks, monkeypatch):
+    monkeypatch.setattr(rounded_products, "PIECE", 2**12)
+    with counting() as live, torch.no_grad():
+        rows, weight = torch.empty(4096, 64, dtype=torch.bfloat16), torch.empty(64, 64, dtype=torch.bfloat16)
+        peak = live.peak_of(lambda: rounded_products.rounded_linear(rows, weight, None, torch.bfloat16))
+    result, wide, piece = 4096 * 64 * 2, 64 * 64 * 4, 128 * 64 * 4
+    assert result < peak.total <= result + wide + 2 * piece
+
+
+def test_a_cpu_that_stands_in_for_a_gpu_lacks_nothing(monkeypatch):
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("this torch has no oneDNN")
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    assert processors.lacks_instructions(torch.bfloat16)
+    with processors.standing_in_for_a_gpu():
+        assert not processors.lacks_instructions(torch.bfloat16)
+    assert processors.lacks_instructions(torch.bfloat16)
+    assert not processors.lacks_instructions(torch.float32)
