@@ -5,7 +5,8 @@ Measured (`measure`), in the precision of the run, best of a few repetitions:
 - every matrix product of the model's linear layers with the tokens of one minibatch as rows: forward (x W), and
   backward (the gradients of x and of W); the head with its response positions alone as rows;
 - the two products of attention, as batched products over the heads of one minibatch;
-- the same products by oneDNN, in float32 on a CPU: on some processors they take half of the time (`Rates.fastest`);
+- the same products another way, on a CPU: in float32 by oneDNN, which on some processors takes half of the time; in
+  bf16, where there are no instructions for it, those of float32 numbers (`Rates.fastest`);
 - memory bandwidth: a buffer as large as the model's matrices, summed up, or copied (which moves it twice), whichever is
   faster.
 
@@ -47,18 +48,17 @@ class Rates:
     backward: dict[str, float]  # FLOP/s of both gradients together
     attention: float  # FLOP/s
     bandwidth: float  # bytes/s
-    onednn_forward: dict[str, float] = field(
-        default_factory=dict
-    )  # likewise, by oneDNN; empty where torch asks it anyway
-    onednn_backward: dict[str, float] = field(default_factory=dict)
+    other_forward: dict[str, float] = field(default_factory=dict)  # the other way; empty where there is none
+    other_backward: dict[str, float] = field(default_factory=dict)
+    other_attention: float = 0.0
 
     def fastest(self) -> Rates:
-        """Return the same, of each product by whichever library is faster."""
+        """Return the same, of each product by whichever way is faster."""
         forward, backward = (
             {name: max(rate, other.get(name, 0.0)) for name, rate in rates.items()}
-            for rates, other in ((self.forward, self.onednn_forward), (self.backward, self.onednn_backward))
+            for rates, other in ((self.forward, self.other_forward), (self.backward, self.other_backward))
         )
-        return replace(self, forward=forward, backward=backward)
+        return replace(self, forward=forward, backward=backward, attention=max(self.attention, self.other_attention))
 
 
 @dataclass(frozen=True)
@@ -145,49 +145,66 @@ def measure(preset: Preset, precision: str, device: str) -> Rates:
     """Measure this machine's rates on the preset's shapes."""
     import torch
 
-    shape, dtype = preset.shape, {"float32": torch.float32, "bf16": torch.bfloat16}[precision]
+    dtype = {"float32": torch.float32, "bf16": torch.bfloat16}[precision]
+    forward, backward, attention = _product_rates(preset, device, dtype, torch.matmul)
+    other: tuple[Any, ...] = ()
+    if device == "cpu" and torch.backends.mkldnn.is_available():
+        if precision == "float32":
+            other = _product_rates(preset, device, dtype, _by_onednn)
+        elif not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            other = _product_rates(preset, device, torch.float32, torch.matmul)
+    buffer = torch.randn(matrix_elements(preset.shape), device=device).to(dtype)
+    target, moved = torch.empty_like(buffer), buffer.numel() * buffer.element_size()
+    bandwidth = max(moved / _seconds(device, buffer.sum), 2 * moved / _seconds(device, lambda: target.copy_(buffer)))
+    return Rates(forward, backward, attention, bandwidth, *other)
+
+
+def _by_onednn(left: Any, right: Any) -> Any:
+    import torch
+
+    if left.dim() > 2:
+        return left @ right  # it has no batched products
+    return torch.ops.mkldnn._linear_pointwise(left, right.T, None, "none", [], "")
+
+
+def _product_rates(
+    preset: Preset, device: str, dtype: Any, product: Callable[[Any, Any], Any]
+) -> tuple[dict[str, float], dict[str, float], float]:
+    """Return the FLOP/s of linear layers forward and backward, and of attention."""
+    import torch
+
+    shape, length = preset.shape, preset.prompt_length + preset.response_length
+    head = (shape.width, shape.vocabulary)
 
     def random(*size: int) -> torch.Tensor:
         return torch.randn(*size, device=device).to(dtype)
 
-    def onednn(left: torch.Tensor, right: torch.Tensor) -> Any:
-        return torch.ops.mkldnn._linear_pointwise(left, right, None, "none", [], "")
+    def seconds(left: torch.Tensor, right: torch.Tensor) -> float:
+        return _seconds(device, lambda: product(left, right))
 
-    def seconds(work: Callable[[], Any]) -> float:
-        work()
-        calls = 1 if device == "cpu" else LAUNCHES
-        times = []
-        for _ in range(REPETITIONS):
-            started = _now(device)
-            for _ in range(calls):
-                work()
-            times.append((_now(device) - started) / calls)
-        return min(times)
-
-    length = preset.prompt_length + preset.response_length
-    forward, backward, onednn_forward, onednn_backward = {}, {}, {}, {}
-    asks_another = precision == "float32" and device == "cpu" and torch.backends.mkldnn.is_available()
-    head = (shape.width, shape.vocabulary)
+    forward, backward = {}, {}
     for k, n in {*shape.linears, head}:
         rows = preset.minibatch * (preset.response_length if (k, n) == head else length)
         x, weight, gradient = random(rows, k), random(k, n), random(rows, n)
         operations = 2 * rows * k * n
-        forward[_key(k, n)] = operations / seconds(lambda x=x, w=weight: x @ w)
-        both = seconds(lambda g=gradient, w=weight: g @ w.T) + seconds(lambda g=gradient, x=x: x.T @ g)
-        backward[_key(k, n)] = 2 * operations / both
-        if asks_another:
-            onednn_forward[_key(k, n)] = operations / seconds(lambda x=x, w=weight: onednn(x, w.T))
-            both = seconds(lambda g=gradient, w=weight: onednn(g, w))
-            both += seconds(lambda g=gradient, x=x: onednn(x.T, g.T))
-            onednn_backward[_key(k, n)] = 2 * operations / both
+        forward[_key(k, n)] = operations / seconds(x, weight)
+        backward[_key(k, n)] = 2 * operations / (seconds(gradient, weight.T) + seconds(x.T, gradient))
     heads, depth = preset.minibatch * shape.heads, shape.width // shape.heads
     queries, keys, shares = random(heads, length, depth), random(heads, depth, length), random(heads, length, length)
-    both = seconds(lambda: queries @ keys) + seconds(lambda: shares @ queries)
-    attention = 4 * heads * length * length * depth / both
-    buffer = random(matrix_elements(shape))
-    target, moved = torch.empty_like(buffer), buffer.numel() * buffer.element_size()
-    bandwidth = max(moved / seconds(buffer.sum), 2 * moved / seconds(lambda: target.copy_(buffer)))
-    return Rates(forward, backward, attention, bandwidth, onednn_forward, onednn_backward)
+    attention = 4 * heads * length * length * depth / (seconds(queries, keys) + seconds(shares, queries))
+    return forward, backward, attention
+
+
+def _seconds(device: str, work: Callable[[], Any]) -> float:
+    work()
+    calls = 1 if device == "cpu" else LAUNCHES
+    times = []
+    for _ in range(REPETITIONS):
+        started = _now(device)
+        for _ in range(calls):
+            work()
+        times.append((_now(device) - started) / calls)
+    return min(times)
 
 
 def _now(device: str) -> float:
