@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import Result
 
 from ppo_rlhf.cli.plan_memory import _report
@@ -96,10 +97,15 @@ def test_a_configuration_is_enough_and_nothing_is_written(kedro: Kedro, own: Pat
 
 def test_what_does_not_fit_is_told_what_to_change_first(kedro: Kedro, own: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("ppo_rlhf.training.memory.available_memory", lambda _: NOTHING)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)  # so that policy and critic go side by side
     lines = said(kedro, own, *SHORT)
     start = lines.index("It does not fit. Change first, each on top of those before it:")
     assert lines[start + 1].startswith("1. ppo.")
     assert lines[-1].startswith("That is all, and 0.")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert said(kedro, own, *SHORT)[start:] == [
+        "It does not fit, and no setting changes that: take a smaller model, shorter texts or more memory."
+    ]
 
 
 def test_a_reward_of_functions_has_no_reward_model(kedro: Kedro, own: Path):

@@ -136,11 +136,14 @@ def _verdict(plan: MemoryPlan, config: PPOConfig, shape: RunShape, machine: Mach
     if needed <= limit:
         yield "It fits."
         return
-    yield "It does not fit. Change first, each on top of those before it:"
     found = remedies(config, shape, plan, limit - process)
+    if not found:
+        yield "It does not fit, and no setting changes that: take a smaller model, shorter texts or more memory."
+        return
+    yield "It does not fit. Change first, each on top of those before it:"
     for place, remedy in enumerate(found, start=1):
         yield f"{place}. {remedy.changes} ({remedy.price}): {_gib(remedy.needed + process)}"
-    least = (found[-1].needed if found else plan.needed) + process
+    least = found[-1].needed + process
     if least > limit:
         yield f"That is all, and {_gib(least)} are still too much: take a smaller model, shorter texts or more memory."
 
