@@ -16,6 +16,9 @@ TOY_PROJECT = Path(__file__).parent / "toy_project"
 
 for name in ("KEDRO_ENV", "KEDRO_LOGGING_CONFIG", "MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_NAME"):
     os.environ.pop(name, None)
+if "PYTEST_XDIST_WORKER_COUNT" in os.environ:  # each takes its share of the cores, and so do the processes it starts
+    share = (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, share)))
 os.environ.update(DO_NOT_TRACK="true", HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 
 
