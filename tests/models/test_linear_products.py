@@ -85,6 +85,21 @@ def test_nothing_is_computed_for_what_does_not_train(asked):
 
 
 @needs_onednn
+@pytest.mark.parametrize("trains", ["rows", "weight", "both"])
+def test_the_graph_keeps_what_a_gradient_needs_and_no_more(asked, trains):
+    """Below adapters weights are frozen: to keep the rows of each layer would take as much memory as training it."""
+    fast, kept = layer("linear", bias=False), []
+    use_fast_products(fast)
+    fast.weight.requires_grad_(trains != "rows")
+    rows = torch.randn(5, 256, requires_grad=trains != "weight")
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(tuple(x.shape)) or x, lambda x: x):
+        product = fast(rows)
+    assert asked
+    assert kept == {"rows": [(320, 256)], "weight": [(5, 256)], "both": [(5, 256), (320, 256)]}[trains]
+    product.sum().backward()
+
+
+@needs_onednn
 def test_whatever_it_is_not_for_is_left_to_torch(asked, monkeypatch):
     fast = layer("linear")
     use_fast_products(fast)

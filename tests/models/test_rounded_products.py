@@ -1,14 +1,16 @@
 """Products of 16 bits without instructions for them, against the products of the rounded numbers in float64."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing import assert_close
 from transformers.pytorch_utils import Conv1D
 
 from ppo_rlhf.models import linear_products, packed_attention, processors, rounded_products
-from ppo_rlhf.models.linear_products import FastConv1D, FastLinear, use_fast_products
+from ppo_rlhf.models.linear_products import FastConv1D, FastLinear, is_plain_linear, use_fast_products
 from ppo_rlhf.models.packed_attention import PackedLayout
 from ppo_rlhf.training.memory.live_bytes import counting
 from tests.tiny_models import tiny_model
@@ -20,6 +22,7 @@ TYPES = [torch.bfloat16, torch.float16]
 def lacks(monkeypatch) -> dict[torch.dtype, bool]:
     """Let no type of 16 bits have instructions, wherever the tests run; a test may give some back."""
     lacking = dict.fromkeys(TYPES, True)
+    monkeypatch.setattr(rounded_products, "FEWEST_ROWS", 3)
     for module in (rounded_products, linear_products, packed_attention):
         monkeypatch.setattr(module, "lacks_instructions", lambda dtype: lacking.get(dtype, False))
     return lacking
@@ -112,7 +115,7 @@ def test_whatever_it_is_not_for_is_left_to_torch(asked, lacks):
     rows = torch.randn(5, 40)
     fast(rows)
     with torch.autocast("cpu", torch.bfloat16):
-        fast(rows[:1])
+        fast(rows[:2])
     lacks[torch.bfloat16] = False
     with torch.autocast("cpu", torch.bfloat16):
         assert fast(rows).dtype == torch.bfloat16
@@ -131,30 +134,73 @@ def test_attention_is_that_of_the_rounded_numbers(lacks, dtype, lengths):
     query, key, value = (torch.randn(sum(lengths), heads, 8, requires_grad=True) for heads in (4, 2, 2))
     with torch.autocast("cpu", dtype):
         found = PackedLayout.of(lengths).attend(query, key, value, None)
-    found.sum().backward()
-    assert {x.grad.dtype for x in (query, key, value)} == {torch.float32}
-    q, k, v = rounded_to(dtype, query, key, value)
+    upstream = torch.randn(found.shape).to(dtype)
+    found.backward(upstream)
+    q, k, v = (x.requires_grad_() for x in rounded_to(dtype, query, key, value))
     start = 0
     for length in lengths:
         part = slice(start, start + length)
         scores = torch.einsum("qhd,khd->hqk", q[part], k[part].repeat_interleave(2, 1)) / 8**0.5
         scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
         exact = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v[part].repeat_interleave(2, 1))
-        assert_rounded_once(found.detach()[part], exact)
+        assert_rounded_once(found.detach()[part], exact.detach())
+        exact.backward(upstream[part].double())
         start += length
+    for mine, wide in ((query, q), (key, k), (value, v)):
+        assert mine.grad.dtype == torch.float32
+        assert_rounded_once(mine.grad.to(dtype), wide.grad)
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_a_model_computes_as_with_torchs_own_products(lacks, kind):
+def test_a_model_computes_as_with_torchs_own_products(asked, lacks, kind):
     model, ids = tiny_model(kind), torch.arange(12).view(2, 6) + 3
     use_fast_products(model)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         found = model(input_ids=ids, use_cache=False).logits
+        rounded = len(asked)
         lacks.clear()
         plain = model(input_ids=ids, use_cache=False).logits
+    assert rounded == len(asked) == sum(is_plain_linear(module) for module in model.modules())
     assert found.dtype == plain.dtype
-    assert not torch.equal(plain, model(input_ids=ids, use_cache=False).logits)
     assert (found - plain).abs().max() <= 0.02 * plain.abs().max()
+
+
+@pytest.mark.parametrize("trains", ["rows", "weight", "both"])
+def test_the_graph_keeps_what_a_gradient_needs_and_no_more(asked, trains):
+    """Below adapters weights are frozen: to keep the rows of each layer would take as much memory as training it."""
+    fast, kept = layer("linear", bias=False).bfloat16(), []
+    use_fast_products(fast)
+    fast.weight.requires_grad_(trains != "rows")
+    rows = torch.randn(5, 40, dtype=torch.bfloat16, requires_grad=trains != "weight")
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(tuple(x.shape)) or x, lambda x: x):
+        product = fast(rows)
+    assert kept == {"rows": [(24, 40)], "weight": [(5, 40)], "both": [(5, 40), (24, 40)]}[trains]
+    product.sum().backward()
+
+
+def test_weights_that_lie_in_no_order_and_layers_without_outputs_compute_too(lacks):
+    spread = torch.randn(6, 8, dtype=torch.bfloat16)[::2, ::2].requires_grad_()
+    rows, nothing = torch.randn(3, 4, dtype=torch.bfloat16), torch.zeros(0, 4, dtype=torch.bfloat16, requires_grad=True)
+    for weight in (spread, nothing):
+        found = rounded_products.rounded_linear(rows, weight, None, torch.bfloat16)
+        found.sum().backward()
+        assert_close(found, (rows.double() @ weight.detach().double().T).bfloat16(), rtol=2**-7, atol=1e-5)
+        assert torch.equal(weight.grad, rows.double().sum(0).bfloat16().expand_as(weight))
+
+
+def test_memory_that_is_kept_is_float32s_on_the_cpu_whatever_the_defaults_are_and_never_large(lacks, monkeypatch):
+    monkeypatch.setattr(rounded_products, "_rooms", rounded_products._Rooms())
+    monkeypatch.setattr(rounded_products, "LARGEST_KEPT", 300)
+    rows, weight = torch.randn(20, 10, dtype=torch.bfloat16), torch.randn(31, 10, dtype=torch.bfloat16)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.inference_mode():
+            rounded_products.rounded_linear(rows, weight, None, torch.bfloat16)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {name: (x.numel(), x.dtype, x.is_inference()) for name, x in rounded_products._rooms.held.items()} == {
+        "rows": (200, torch.float32, False)
+    }
 
 
 def test_no_more_than_the_weight_and_a_piece_is_held_in_float32(lacks, monkeypatch):
@@ -167,11 +213,22 @@ def test_no_more_than_the_weight_and_a_piece_is_held_in_float32(lacks, monkeypat
 
 
 def test_a_cpu_that_stands_in_for_a_gpu_lacks_nothing(monkeypatch):
-    if not torch.backends.mkldnn.is_available():
-        pytest.skip("this torch has no oneDNN")
-    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    monkeypatch.setattr(processors, "_multiplies", lambda _: False)
     assert processors.lacks_instructions(torch.bfloat16)
     with processors.standing_in_for_a_gpu():
         assert not processors.lacks_instructions(torch.bfloat16)
     assert processors.lacks_instructions(torch.bfloat16)
     assert not processors.lacks_instructions(torch.float32)
+
+
+@pytest.mark.parametrize("supported", [False, True])
+def test_onednn_is_asked_about_the_type_and_without_it_nothing_is_known(monkeypatch, supported):
+    asked = processors._multiplies.__wrapped__
+    operators = {"_is_mkldnn_bf16_supported": lambda: supported, "_is_mkldnn_fp16_supported": lambda: not supported}
+    monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace(**operators))
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    assert (asked(torch.bfloat16), asked(torch.float16)) == (supported, not supported)
+    monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace())
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert asked(torch.bfloat16)
+    assert asked(torch.float16)

@@ -3,9 +3,9 @@
 import pytest
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from ppo_rlhf.models.adapters import LoraSettings, with_adapter
-from ppo_rlhf.models.linear_products import is_plain_linear
 from ppo_rlhf.models.sixteen_bit_weights import SixteenBitWeights
 from tests.tiny_models import tiny_model
 
@@ -57,7 +57,7 @@ def test_within_the_block_no_linear_layer_holds_float32_and_behind_it_all_parame
     model = MODELS[name]()
     before, buffers = list(model.named_parameters()), list(model.buffers())
     with SixteenBitWeights(model, BFLOAT16).in_place():
-        linear = [m for m in model.modules() if is_plain_linear(m)]
+        linear = [m for m in model.modules() if isinstance(m, nn.Linear | Conv1D)]
         assert {p.dtype for m in linear for p in m.parameters()} == {BFLOAT16}
         assert model.get_input_embeddings().weight is before[0][1]
     after = list(model.named_parameters())

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from ppo_rlhf.core.errors import TrainingError
+from ppo_rlhf.models import processors
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.training import rollout, update
 from ppo_rlhf.training.config import PPOConfig
-from ppo_rlhf.training.precision import autocast, deterministic, frozen_dtype, slow_type, torch_dtype
+from ppo_rlhf.training.precision import autocast, deterministic, frozen_dtype, torch_dtype, type_without_instructions
 from ppo_rlhf.training.trainer import PPOTrainer
 from ppo_rlhf.training.update import optimise
 from tests.tiny_models import tiny_model, word_tokenizer
@@ -163,23 +164,22 @@ def test_copies_of_weights_are_kept_while_responses_are_sampled_and_scored_and_n
 
 @pytest.fixture(params=[False, True], ids=["without instructions", "with"])
 def has_instructions(request, monkeypatch):
-    if not torch.backends.mkldnn.is_available():
-        pytest.skip("this torch has no oneDNN")
-    for name in ("_is_mkldnn_bf16_supported", "_is_mkldnn_fp16_supported"):
-        monkeypatch.setattr(torch.ops.mkldnn, name, lambda: request.param)
+    monkeypatch.setattr(processors, "_multiplies", lambda _: request.param)
     return request.param
 
 
 def test_a_type_that_the_cpu_has_no_instructions_for_is_named_with_what_it_costs(has_instructions):
-    assert slow_type(PPOConfig(dtype="bfloat16"), torch.device("cuda")) is None
-    lines = {dtype: slow_type(PPOConfig(dtype=dtype), CPU) for dtype in ("float32", *REDUCED)}
+    assert type_without_instructions(PPOConfig(dtype="bfloat16"), torch.device("cuda")) is None
+    lines = {dtype: type_without_instructions(PPOConfig(dtype=dtype), CPU) for dtype in ("float32", *REDUCED)}
     assert lines["float32"] is None
     for dtype in REDUCED:
         if has_instructions:
             assert lines[dtype] is None
         else:
             assert lines[dtype].startswith(f"ppo.dtype={dtype}: this processor has no instructions for it")
-            assert "ppo.dtype=float32 takes about as long" in lines[dtype]
+            assert lines[dtype].endswith("that saves some memory, but no time")
+            compiled = type_without_instructions(PPOConfig(dtype=dtype, compile=True), CPU)
+            assert "with ppo.compile=true training takes many times as long" in compiled
 
 
 # --- determinism -----------------------------------------------------------------------------------------------------

@@ -41,16 +41,18 @@ def demo_settings_in_use(loader: OmegaConfigLoader, pipeline: Pipeline, catalog:
 
 
 def advice_on_own_settings(loader: OmegaConfigLoader, pipeline: Pipeline, catalog: CatalogProtocol) -> list[str]:
-    """Return one line for each of PPO's settings that a person moved outside its typical range, or to a slow type."""
+    """Return one line for each of PPO's settings that a person moved to where it is unusual, or saves nothing here."""
     if "params:ppo" not in pipeline.inputs():
         return []
-    from ppo_rlhf.training.precision import slow_type  # heavy, as what it needs: only a run of PPO pays for it
+    from ppo_rlhf.training.precision import (
+        type_without_instructions,
+    )  # heavy, as what it needs: only a run of PPO pays for it
     from ppo_rlhf.training.state import resolve_device
 
     ppo, shipped = catalog["params:ppo"].load(), _base_values(ConfigurationFiles(loader), "ppo")
     unusual = ppo.advice([name for name in ppo.not_default() if shipped.get(name) != getattr(ppo, name)])
-    slow = slow_type(ppo, resolve_device(ppo.device))
-    return [*unusual, slow] if slow else unusual
+    idle = type_without_instructions(ppo, resolve_device(ppo.device))
+    return [*unusual, idle] if idle else unusual
 
 
 def _own_model(loader: OmegaConfigLoader) -> str | None:

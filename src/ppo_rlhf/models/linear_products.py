@@ -98,7 +98,7 @@ _KINDS: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: FastLinear, Conv1D:
 
 def _fast_product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
     """Return `[…, out]` of rows `[…, in]` and weight `[out, in]`; None where torch's own product is as fast."""
-    if not rows.is_cpu or rows.numel() <= rows.shape[-1] or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not rows.is_cpu or rows.numel() <= rows.shape[-1]:
         return None  # a single row is no product of matrices
     rounded = rounded_type(rows, weight)
     if rounded is not None:
@@ -123,7 +123,7 @@ def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def times_transposed(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return `[m, n]` = left `[m, k]` right^T `[k, n]` + bias `[n]`, whatever the strides are.
+    """Return `[…, n]` = left `[…, k]` right^T `[k, n]` + bias `[n]`, whatever the strides are.
 
     Right may also be in oneDNN's own order (`models.packed_weights`).
     """
@@ -137,7 +137,9 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(rows, weight)
+        for_rows, for_weight, _ = ctx.needs_input_grad
+        ctx.is_contiguous = weight.is_contiguous()
+        ctx.save_for_backward(rows if for_weight else None, weight if for_rows else None)
         return times_transposed(rows, weight, bias)
 
     @staticmethod
@@ -146,13 +148,13 @@ class _Linear(torch.autograd.Function):
         for_rows, for_weight, for_bias = ctx.needs_input_grad
         return (
             times_transposed(gradient, weight.t()) if for_rows else None,
-            _weights_gradient(gradient, rows, weight) if for_weight else None,
+            _weights_gradient(gradient, rows, is_contiguous=ctx.is_contiguous) if for_weight else None,
             gradient.sum(0) if for_bias else None,
         )
 
 
-def _weights_gradient(gradient: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
+def _weights_gradient(gradient: Tensor, rows: Tensor, *, is_contiguous: bool) -> Tensor:
     """Return `[n, k]`, in memory as the weight is: the parameter of a `Conv1D` is its transpose."""
-    if weight.is_contiguous():
+    if is_contiguous:
         return times_transposed(gradient.t(), rows.t())
     return times_transposed(rows.t(), gradient.t()).t()

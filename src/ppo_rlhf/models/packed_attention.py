@@ -25,8 +25,9 @@ from ppo_rlhf.models.processors import SIXTEEN_BITS, lacks_instructions
 NAME = "ppo_rlhf_packed"
 _LOOK_FOR_PADDING = "warn_if_padding_and_no_attention_mask"  # a method of transformers' models
 LONGEST_PLAIN_ATTENTION = 512
-"""Tokens. On a CPU, 16-bit attention of up to this length is computed plainly: torch's fused kernel takes 5.7 times
-as long (8 x 8 heads, 96 tokens, bfloat16, with its backward pass); longer, it would hold too many scores."""
+"""Tokens. On a CPU with instructions for 16 bits attention of up to this length is computed plainly: torch's fused
+kernel takes 5.7 times as long (8 x 8 heads, 96 tokens, bfloat16, with its backward pass); longer, it would hold too
+many scores."""
 
 
 @dataclass(frozen=True)
@@ -84,13 +85,13 @@ class PackedLayout:
         if query.is_cpu and query.dtype in SIXTEEN_BITS:
             if lacks_instructions(query.dtype):
                 with torch.autocast("cpu", enabled=False):  # it would round them again
-                    attended = self._attend(query.float(), key.float(), value.float(), scaling=scaling)
+                    attended = self._attend_padded(query.float(), key.float(), value.float(), scaling=scaling)
                 return attended.to(query.dtype)
             if self.width <= LONGEST_PLAIN_ATTENTION:
                 return self.plain_attention.attend(query, key, value, scaling)
-        return self._attend(query, key, value, scaling=scaling)
+        return self._attend_padded(query, key, value, scaling=scaling)
 
-    def _attend(self, *query_key_value: Tensor, scaling: float | None) -> Tensor:
+    def _attend_padded(self, *query_key_value: Tensor, scaling: float | None) -> Tensor:
         query, key, value = (self.spread(x).transpose(1, 2) for x in query_key_value)
         return self.collect(causal_attention(query, key, value, scaling).transpose(1, 2))
 

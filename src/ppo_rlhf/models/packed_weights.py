@@ -54,7 +54,7 @@ def packed_weights(model: PreTrainedModel) -> Iterator[bool]:
 
 
 def packed_sizes(model: PreTrainedModel, dtype: torch.dtype) -> list[int]:
-    """Return the bytes of each copy for products in a type, held in float32; weights without data will do."""
+    """Return the bytes of each copy that products in this type need, if copies are float32's; data is not needed."""
     return [4 * numel for numel in {_key(layer): layer.weight.numel() for layer in _layers(model, dtype)}.values()]
 
 

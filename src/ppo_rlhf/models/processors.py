@@ -13,15 +13,21 @@ SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
 def lacks_instructions(dtype: torch.dtype) -> bool:
-    """Whether a 16-bit type is one that this CPU has no instructions for (AVX-512 or AMX on x86).
+    """Whether a 16-bit type is one that this CPU has no instructions for (AVX-512 or AMX on x86), as oneDNN says.
 
-    Torch multiplies such matrices without a library, at a fraction of float32's speed.
+    Torch multiplies such matrices without a library, at a fraction of float32's speed. False where torch has no oneDNN:
+    nothing is known then.
     """
-    if _stands_in or dtype not in SIXTEEN_BITS or not torch.backends.mkldnn.is_available():
-        return False
-    operators = torch.ops.mkldnn  # looked up with each call: a torch without oneDNN has neither
+    return dtype in SIXTEEN_BITS and not _stands_in and not _multiplies(dtype)
+
+
+@cache
+def _multiplies(dtype: torch.dtype) -> bool:
+    if not torch.backends.mkldnn.is_available():
+        return True
+    operators = torch.ops.mkldnn  # looked up here: a torch without oneDNN has neither
     asked = operators._is_mkldnn_bf16_supported if dtype == torch.bfloat16 else operators._is_mkldnn_fp16_supported
-    return not asked()
+    return bool(asked())
 
 
 _stands_in: list[bool] = []

@@ -27,14 +27,14 @@ def frozen_dtype(config: PPOConfig) -> torch.dtype:
     return _REDUCED.get(config.dtype) or _FULL[config.dtype]
 
 
-def slow_type(config: PPOConfig, device: torch.device) -> str | None:
+def type_without_instructions(config: PPOConfig, device: torch.device) -> str | None:
     """Return one line if the device has no instructions for `ppo.dtype`, so that it saves no time."""
     if device.type != "cpu" or not lacks_instructions(frozen_dtype(config)):
         return None
-    return (
-        f"ppo.dtype={config.dtype}: this processor has no instructions for it and multiplies in float32 what was "
-        "rounded to 16 bits. It gains little: ppo.dtype=float32 takes about as long, and is more exact"
-    )
+    lacks = f"ppo.dtype={config.dtype}: this processor has no instructions for it"
+    if config.compile:  # compiled layers compute as torch does
+        return f"{lacks}, and with ppo.compile=true training takes many times as long as in float32. Unset one of them"
+    return f"{lacks} and multiplies in float32 what was rounded to 16 bits: that saves some memory, but no time"
 
 
 def autocast(config: PPOConfig, device: torch.device, *, keeps_copies: bool = True) -> AbstractContextManager[object]:
@@ -44,7 +44,7 @@ def autocast(config: PPOConfig, device: torch.device, *, keeps_copies: bool = Tr
 
     Passes whose gradients are recorded keep no copies of weights: what uses a weight twice would add its gradients up
     in 16 bits, and passes side by side would empty each other's copies, which belong to the process. The others do: a
-    decoding step would cast all weights anew.
+    decoding step would cast all weights anew (as it does without instructions for 16 bits, if they are not packed).
     """
     reduced = _REDUCED.get(config.dtype)
     return nullcontext() if reduced is None else torch.autocast(device.type, reduced, cache_enabled=keeps_copies)

@@ -23,7 +23,7 @@ from ppo_rlhf.training.checkpoints import CheckpointRequest, write_checkpoint
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.history import MetricHistory
 from ppo_rlhf.training.model_files import exported_policy
-from ppo_rlhf.training.precision import slow_type
+from ppo_rlhf.training.precision import type_without_instructions
 from ppo_rlhf.training.prompts import PromptDataset
 from ppo_rlhf.training.query_sampler import QuerySampler
 from ppo_rlhf.training.resume import restore
@@ -99,8 +99,8 @@ class PPOTrainer:
         if self._scorer is not None and self._prompts is not None:
             stops = self.state.sampling.stop_token_ids
             self._scorer.check_room(self._prompts.prompt_ids, config.response_length, stops)
-        slow = slow_type(config, self.state.device)
-        for line in [*config.advice(), *([slow] if slow else [])]:
+        saves_nothing = type_without_instructions(config, self.state.device)
+        for line in [*config.advice(), *([saves_nothing] if saves_nothing else [])]:
             log.warning("%s", line)
         idle = [f"ppo.{name}" for name in config.not_default() if name in _OF_THE_PIPELINE]
         if idle:

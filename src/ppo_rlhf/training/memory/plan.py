@@ -177,8 +177,8 @@ def _planned(models: SimulatedModels, config: PPOConfig, shape: RunShape) -> Mem
         reference, scorer = (Peak(on_host.get(name, 0)) for name in waiting)  # on the device only while they score
         dtype = frozen_dtype(config)
         sixteen_bits = dtype.itemsize == 2
-        counted = sixteen_bits and not lacks_instructions(dtype)  # then autocast's copies are packed
-        packs = shape.on_cpu and config.rollout_engine == "static" and not counted
+        packs_casts = sixteen_bits and not lacks_instructions(dtype)  # autocast's copies, which the rollout counts
+        packs = shape.on_cpu and config.rollout_engine == "static" and not packs_casts
         packed = in_blocks(packed_sizes(models.policy, dtype)) if packs else Peak()
         passing = {
             "rollout": passes.rollout(rows) + packed,
