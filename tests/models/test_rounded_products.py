@@ -32,7 +32,7 @@ def lacks(monkeypatch) -> dict[torch.dtype, bool]:
 def asked(lacks, monkeypatch) -> list[tuple[int, ...]]:
     """Return the shapes of the rounded products of linear layers."""
     shapes: list[tuple[int, ...]] = []
-    product = rounded_products.rounded_linear
+    product = linear_products.rounded_linear
 
     def watched(rows, weight, *others):
         shapes.append((*rows.shape, len(weight)))
@@ -97,9 +97,8 @@ def test_products_and_gradients_are_those_of_the_rounded_numbers(asked, monkeypa
 
 def test_nothing_is_computed_for_what_does_not_train(asked, monkeypatch):
     products = []
-    product = rounded_products._product
-    monkeypatch.setattr(rounded_products, "_product", lambda *of: products.append(1) or product(*of))
-    monkeypatch.setattr(rounded_products, "_weights_gradient", pytest.fail)
+    product = linear_products.rounded_times_transposed
+    monkeypatch.setattr(linear_products, "rounded_times_transposed", lambda *of: products.append(1) or product(*of))
     fast = layer("linear").requires_grad_(False)
     use_fast_products(fast)
     rows = torch.randn(5, 40, requires_grad=True)
@@ -182,7 +181,7 @@ def test_weights_that_lie_in_no_order_and_layers_without_outputs_compute_too(lac
     spread = torch.randn(6, 8, dtype=torch.bfloat16)[::2, ::2].requires_grad_()
     rows, nothing = torch.randn(3, 4, dtype=torch.bfloat16), torch.zeros(0, 4, dtype=torch.bfloat16, requires_grad=True)
     for weight in (spread, nothing):
-        found = rounded_products.rounded_linear(rows, weight, None, torch.bfloat16)
+        found = linear_products.rounded_linear(rows, weight, None, torch.bfloat16)
         found.sum().backward()
         assert_close(found, (rows.double() @ weight.detach().double().T).bfloat16(), rtol=2**-7, atol=1e-5)
         assert torch.equal(weight.grad, rows.double().sum(0).bfloat16().expand_as(weight))
@@ -195,11 +194,11 @@ def test_memory_that_is_kept_is_float32s_on_the_cpu_whatever_the_defaults_are_an
     torch.set_default_dtype(torch.float64)
     try:
         with torch.inference_mode():
-            rounded_products.rounded_linear(rows, weight, None, torch.bfloat16)
+            linear_products.rounded_linear(rows, weight, None, torch.bfloat16)
     finally:
         torch.set_default_dtype(torch.float32)
     assert {name: (x.numel(), x.dtype, x.is_inference()) for name, x in rounded_products._rooms.held.items()} == {
-        "rows": (200, torch.float32, False)
+        "left": (200, torch.float32, False)
     }
 
 
@@ -207,7 +206,7 @@ def test_no_more_than_the_weight_and_a_piece_is_held_in_float32(lacks, monkeypat
     monkeypatch.setattr(rounded_products, "PIECE", 2**12)
     with counting() as live, torch.no_grad():
         rows, weight = torch.empty(4096, 64, dtype=torch.bfloat16), torch.empty(64, 64, dtype=torch.bfloat16)
-        peak = live.peak_of(lambda: rounded_products.rounded_linear(rows, weight, None, torch.bfloat16))
+        peak = live.peak_of(lambda: linear_products.rounded_linear(rows, weight, None, torch.bfloat16))
     result, wide, piece = 4096 * 64 * 2, 64 * 64 * 4, 128 * 64 * 4
     assert result < peak.total <= result + wide + 2 * piece
 

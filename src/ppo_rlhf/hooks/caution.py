@@ -44,9 +44,8 @@ def advice_on_own_settings(loader: OmegaConfigLoader, pipeline: Pipeline, catalo
     """Return one line for each of PPO's settings that a person moved to where it is unusual, or saves nothing here."""
     if "params:ppo" not in pipeline.inputs():
         return []
-    from ppo_rlhf.training.precision import (
-        type_without_instructions,
-    )  # heavy, as what it needs: only a run of PPO pays for it
+    # heavy, as what they need: only a run of PPO pays for it
+    from ppo_rlhf.training.precision import type_without_instructions
     from ppo_rlhf.training.state import resolve_device
 
     ppo, shipped = catalog["params:ppo"].load(), _base_values(ConfigurationFiles(loader), "ppo")

@@ -11,15 +11,17 @@ Layers of other types and single rows are left to torch, and in float32 small la
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
 
 from ppo_rlhf.models.processors import SIXTEEN_BITS, is_amd_with, lacks_instructions
-from ppo_rlhf.models.rounded_products import rounded_linear, rounded_type
+from ppo_rlhf.models.rounded_products import rounded_times_transposed, rounded_type
 
 FEWEST_WEIGHTS = 2**16
 """Of a layer. With fewer, the time that a call takes outweighs the product: 14 against 5 microseconds (64 x 256)."""
@@ -103,7 +105,7 @@ def _fast_product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor |
     rounded = rounded_type(rows, weight)
     if rounded is not None:
         return rounded_linear(rows, weight, bias, rounded)
-    return _linear(rows, weight, bias) if _suits(rows, weight) else None
+    return _linear(rows, weight, bias, times_transposed) if _suits(rows, weight) else None
 
 
 def _suits(rows: Tensor, weight: Tensor) -> bool:
@@ -116,9 +118,19 @@ def _suits(rows: Tensor, weight: Tensor) -> bool:
     )
 
 
-def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def rounded_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return `[…, out]` in a 16-bit type of rows `[…, in]`, weight `[out, in]` and bias, all rounded to it."""
+    rounded_bias = None if bias is None else bias.to(dtype)
+    return _linear(rows.to(dtype), weight.to(dtype), rounded_bias, rounded_times_transposed)
+
+
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""Gives left `[m, k]` right^T `[k, n]` + bias `[n]`."""
+
+
+def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None, times: Product) -> Tensor:
     flat = rows.reshape(-1, rows.shape[-1])
-    product: Tensor = _Linear.apply(flat, weight, bias)
+    product: Tensor = _Linear.apply(flat, weight, bias, times)
     return product.view(*rows.shape[:-1], len(weight))
 
 
@@ -133,28 +145,28 @@ def times_transposed(left: Tensor, right: Tensor, bias: Tensor | None = None) ->
 
 
 class _Linear(torch.autograd.Function):
-    """Rows `[m, k]`, weight `[n, k]` and bias `[n]` to `[m, n]`."""
+    """Rows `[m, k]`, weight `[n, k]` and bias `[n]` to `[m, n]`, by a product of one's choice."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        for_rows, for_weight, _ = ctx.needs_input_grad
-        ctx.is_contiguous = weight.is_contiguous()
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, times: Product) -> Tensor:
+        for_rows, for_weight, *_ = ctx.needs_input_grad
+        ctx.times, ctx.is_transposed = times, weight.stride(0) < weight.stride(1)
         ctx.save_for_backward(rows if for_weight else None, weight if for_rows else None)
-        return times_transposed(rows, weight, bias)
+        return times(rows, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,), (rows, weight) = grad_outputs, ctx.saved_tensors
-        for_rows, for_weight, for_bias = ctx.needs_input_grad
+        for_rows, for_weight, for_bias, _ = ctx.needs_input_grad
+        of_weight = None
+        if for_weight:  # in memory as the weight is: the parameter of a `Conv1D` is its transpose
+            left, right = (rows.t(), gradient.t()) if ctx.is_transposed else (gradient.t(), rows.t())
+            of_weight = ctx.times(left, right, None)
+            of_weight = of_weight.t() if ctx.is_transposed else of_weight
         return (
-            times_transposed(gradient, weight.t()) if for_rows else None,
-            _weights_gradient(gradient, rows, is_contiguous=ctx.is_contiguous) if for_weight else None,
+            ctx.times(gradient, weight.t(), None) if for_rows else None,
+            of_weight,
             gradient.sum(0) if for_bias else None,
+            None,
         )
-
-
-def _weights_gradient(gradient: Tensor, rows: Tensor, *, is_contiguous: bool) -> Tensor:
-    """Return `[n, k]`, in memory as the weight is: the parameter of a `Conv1D` is its transpose."""
-    if is_contiguous:
-        return times_transposed(gradient.t(), rows.t())
-    return times_transposed(rows.t(), gradient.t()).t()

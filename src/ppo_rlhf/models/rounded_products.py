@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import math
 import threading
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from ppo_rlhf.models.processors import lacks_instructions
 
@@ -42,76 +40,27 @@ def rounded_type(rows: Tensor, weight: Tensor) -> torch.dtype | None:
     return dtype if lacks_instructions(dtype) else None
 
 
-def rounded_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return `[…, out]` in a 16-bit type of rows `[…, in]`, weight `[out, in]` and bias, all rounded to it."""
-    flat = rows.reshape(-1, rows.shape[-1]).to(dtype)
-    product: Tensor = _RoundedLinear.apply(flat, weight.to(dtype), None if bias is None else bias.to(dtype))
-    return product.view(*rows.shape[:-1], len(weight))
-
-
-class _RoundedLinear(torch.autograd.Function):
-    """Rows `[m, k]`, weight `[n, k]` and bias `[n]` to `[m, n]`, all of one type of 16 bits."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        for_rows, for_weight, _ = ctx.needs_input_grad
-        ctx.is_transposed = _is_transposed(weight)
-        ctx.save_for_backward(rows if for_weight else None, weight if for_rows else None)
-        return _product(rows, weight.t(), bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        (gradient,), (rows, weight) = grad_outputs, ctx.saved_tensors
-        for_rows, for_weight, for_bias = ctx.needs_input_grad
-        return (
-            _product(gradient, weight) if for_rows else None,
-            _weights_gradient(gradient, rows, is_transposed=ctx.is_transposed) if for_weight else None,
-            gradient.sum(0) if for_bias else None,
-        )
-
-
-def _product(rows: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return `[m, n]` of rows `[m, k]`, right `[k, n]` and bias `[n]`, all in 16 bits."""
-    result = rows.new_empty(len(rows), right.shape[1])
-    columns = max(NARROWEST, PIECE // max(1, len(right)))
-    for start in range(0, right.shape[1], columns):
-        block = slice(start, start + columns)
-        factor = _widened("right", right[:, block])
+def rounded_times_transposed(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return `[m, n]` = left `[m, k]` right^T `[k, n]` + bias `[n]`, all in one type of 16 bits, of any strides."""
+    result = left.new_empty(len(left), len(right))
+    width = max(NARROWEST, PIECE // max(1, right.shape[1]))
+    for start in range(0, len(right), width):
+        block = slice(start, start + width)
+        factor = _widened("right", right[block]).t()
         height = max(NARROWEST, PIECE // max(factor.shape))
-        for some, into in zip(rows.split(height), result[:, block].split(height), strict=True):
+        for some, into in zip(left.split(height), result[:, block].split(height), strict=True):
             wide = _room("result", into)  # autocast leaves alone what has its result given
             if bias is None:
-                torch.mm(_widened("rows", some), factor, out=wide)
+                torch.mm(_widened("left", some), factor, out=wide)
             else:
-                torch.addmm(bias[block].float(), _widened("rows", some), factor, out=wide)
+                torch.addmm(bias[block].float(), _widened("left", some), factor, out=wide)
             into.copy_(wide)
     return result
 
 
-def _weights_gradient(gradient: Tensor, rows: Tensor, *, is_transposed: bool) -> Tensor:
-    """Return gradient^T rows `[n, k]`, in memory as the weight is: the parameter of a `Conv1D` is its transpose."""
-    if is_transposed:
-        return _weights_gradient(rows, gradient, is_transposed=False).t()
-    result = rows.new_empty(gradient.shape[1], rows.shape[1])
-    width = max(NARROWEST, PIECE // max(1, rows.shape[1]))
-    for start in range(0, len(result), width):
-        block = slice(start, start + width)
-        total = _room("result", result[block]).zero_()
-        height = max(NARROWEST, PIECE // max(total.shape))
-        for left, right in zip(gradient[:, block].split(height), rows.split(height), strict=True):
-            total.addmm_(_widened("right", left).t(), _widened("rows", right))
-        result[block] = total
-    return result
-
-
-def _is_transposed(matrix: Tensor) -> bool:
-    return matrix.stride(0) < matrix.stride(1)
-
-
 def _widened(name: str, matrix: Tensor) -> Tensor:
     """Return a matrix in float32, as it lies in memory."""
-    if _is_transposed(matrix):
+    if matrix.stride(0) < matrix.stride(1):
         return _widened(name, matrix.t()).t()
     return _room(name, matrix).copy_(matrix)
 
