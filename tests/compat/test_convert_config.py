@@ -93,6 +93,15 @@ def test_another_file_is_written_with_its_globals_beside_it(
     assert sorted(path.name for path in (project / "conf" / "mine").iterdir()) == ["globals.yml", "parameters_ppo.yml"]
 
 
+def test_the_file_of_the_globals_is_not_taken_for_that_of_the_parameters(
+    convert: Callable[..., Result], project: Path, legacy_file: Path
+):
+    refused = convert("--from", "trl", "--to", "conf/mine/globals.yml", str(legacy_file))
+    expected = "name the file for parameters, parameters.yml; globals.yml is written beside it."
+    assert refused.stderr.splitlines() == [f"Error: --to conf/mine/globals.yml: {expected}"]
+    assert not (project / "conf" / "mine").exists()
+
+
 def test_files_that_are_there_are_replaced_only_by_force(
     convert: Callable[..., Result], project: Path, legacy_file: Path
 ):

@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # at run time imported where it is used: other commands do wi
     from ppo_rlhf.compat import Conversion
 
 STDOUT = "-"
+GLOBALS = "globals.yml"
 
 
 @click.command("convert-config", context_settings={"ignore_unknown_options": True})
@@ -86,6 +87,10 @@ def _text(path: Path) -> str:
 
 
 def _parameters_path(target: str | None) -> Path:
+    if target is not None and Path(target).name == GLOBALS:
+        raise ConfigError(
+            f"--to {target}: name the file for parameters, parameters.yml; {GLOBALS} is written beside it."
+        )
     if target is not None:
         return Path(target)
     project = find_kedro_project(Path.cwd())
@@ -97,7 +102,7 @@ def _parameters_path(target: str | None) -> Path:
 def _files(conversion: Conversion, parameters: Path) -> dict[Path, str]:
     from ppo_rlhf.compat.parameters_file import globals_text, parameters_text
 
-    texts = {parameters: parameters_text(conversion), parameters.with_name("globals.yml"): globals_text(conversion)}
+    texts = {parameters: parameters_text(conversion), parameters.with_name(GLOBALS): globals_text(conversion)}
     return {path: text for path, text in texts.items() if text}
 
 
