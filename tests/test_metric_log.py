@@ -8,9 +8,9 @@ import math
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import mlflow
 import pytest
@@ -19,7 +19,7 @@ from mlflow.entities import Metric
 from mlflow.exceptions import MlflowException
 
 from ppo_rlhf.hooks import metric_log
-from ppo_rlhf.hooks.metric_log import MOST_PENDING, MetricLog
+from ppo_rlhf.hooks.metric_log import MetricLog
 
 LOG_MANY = """
 import sys, mlflow
@@ -29,34 +29,29 @@ log = MetricLog(sys.argv[2])
 for step in range(100):
     log.log({f"key_{i}": float(step) for i in range(20)}, step)
     if step % 5 == 0:
-        log.flush()
-log.close()
+        log.flush(30.0)
+log.close(30.0)
 """
+LONG = 30.0  # seconds, never reached
 
 
 class Server:
-    """A client of a server that refuses batches for a while."""
+    """A client of a server that refuses batches for a while, refuses those of one key for ever, or does not answer."""
 
     def __init__(self) -> None:
         self.is_down = False
+        self.never_takes = ""
+        self.answers = threading.Event()
+        self.answers.set()
         self.taken: list[Metric] = []
-        self.waited = 0
         self.tags: dict[str, str] = {}
 
-    def log_batch(self, run_id: str, metrics: list[Metric], synchronous: bool = True) -> Any:
-        server = self
-
-        class Operation:
-            def wait(self) -> None:
-                server.waited += 1
-                if server.is_down:
-                    raise MlflowException("the disk is full\n[SQL: INSERT INTO metrics]")
-                server.taken += metrics
-
-        operation = Operation()
-        if synchronous:
-            operation.wait()
-        return operation
+    def log_batch(self, run_id: str, metrics: list[Metric], *, synchronous: bool) -> None:
+        assert synchronous
+        self.answers.wait()
+        if self.is_down or any(metric.key == self.never_takes for metric in metrics):
+            raise MlflowException("the disk is full\n[SQL: INSERT INTO metrics]")
+        self.taken += metrics
 
     def set_tag(self, run_id: str, name: str, value: str) -> None:
         self.tags[name] = value
@@ -66,10 +61,11 @@ class Server:
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Server:
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     server = Server()
     monkeypatch.setattr(metric_log, "MlflowClient", lambda: server)
-    return server
+    yield server
+    server.answers.set()
 
 
 @pytest.fixture
@@ -86,13 +82,38 @@ def history(run_id: str, key: str) -> list[tuple[int, float]]:
     return [(point.step, point.value) for point in MlflowClient().get_metric_history(run_id, key)]
 
 
-def test_no_more_than_a_few_batches_wait_at_once(server: Server):
+def test_nothing_waits_for_a_server_that_does_not_answer_and_what_it_lacks_is_said(
+    server: Server, caplog: pytest.LogCaptureFixture
+):
     log = MetricLog("run")
-    for step in range(MOST_PENDING + 2):
+    server.answers.clear()
+    for step in range(3):
+        log.log({"a": 1.0, "b": 2.0}, step)
+    log.flush(0.01)
+    assert server.taken == []
+    log.close(0.01)
+    assert caplog.messages == ["MLflow lacks 6 metrics of run run, for: it does not answer"]
+
+
+def test_a_server_that_answers_late_gets_everything_in_order(server: Server, caplog: pytest.LogCaptureFixture):
+    log = MetricLog("run")
+    server.answers.clear()
+    for step in range(5):
         log.log({"a": 1.0}, step)
-    assert server.waited == 2
-    log.flush()
-    assert server.waited == MOST_PENDING + 2
+    server.answers.set()
+    log.close(LONG)
+    assert server.steps() == [0, 1, 2, 3, 4]
+    assert caplog.messages == []
+
+
+def test_what_a_server_never_takes_holds_nothing_up(server: Server, caplog: pytest.LogCaptureFixture):
+    log = MetricLog("run")
+    server.never_takes = "bad"
+    for step in range(4):
+        log.log({"bad" if step == 1 else "a": 1.0}, step)
+    log.close(LONG)
+    assert server.steps() == [0, 2, 3]
+    assert caplog.messages[-1] == "MLflow lacks 1 metrics of run run, for: the disk is full"
 
 
 def test_refused_metrics_are_said_once_kept_and_sent_again(server: Server, caplog: pytest.LogCaptureFixture):
@@ -100,16 +121,16 @@ def test_refused_metrics_are_said_once_kept_and_sent_again(server: Server, caplo
     server.is_down = True
     for step in range(3):
         log.log({"a": 1.0}, step)
-        log.flush()
+        log.flush(LONG)
     assert server.taken == []
     assert caplog.messages == ["MLflow did not take metrics of run run; they are sent again later: the disk is full"]
     server.is_down = False
     log.log({"a": 1.0}, 3)
     with caplog.at_level(logging.INFO):
-        log.flush()
+        log.flush(LONG)
     assert sorted(server.steps()) == [0, 1, 2, 3]
     assert caplog.messages[1:] == ["MLflow has now taken the metrics that it refused before."]
-    log.close()
+    log.close(LONG)
     assert len(caplog.messages) == 2
 
 
@@ -118,10 +139,10 @@ def test_what_was_refused_is_sent_with_the_time_it_was_measured_at(server: Serve
     log = MetricLog("run")
     server.is_down = True
     log.log({"a": 1.0}, 1)
-    log.flush()
+    log.flush(LONG)
     (waiting,) = log._refused[0]
     server.is_down = False
-    log.flush()
+    log.flush(LONG)
     assert server.taken == [waiting]
 
 
@@ -133,10 +154,15 @@ def test_refused_metrics_do_not_pile_up_without_bound_and_their_number_is_said(
     server.is_down = True
     for step in range(25):
         log.log({"a": 1.0, "b": 2.0}, step)
-        log.flush()
+        log.flush(LONG)
     assert sum(map(len, log._refused)) <= 10
-    log.close()
-    assert caplog.messages[-1] == "MLflow lacks 50 metrics of run run, for: the disk is full"
+    server.answers.clear()
+    for step in range(25, 50):
+        log.log({"a": 1.0, "b": 2.0}, step)
+    assert sum(map(len, [*log._refused, *log._waiting])) <= 10
+    server.answers.set()
+    log.close(LONG)
+    assert caplog.messages[-1] == "MLflow lacks 100 metrics of run run, for: the disk is full"
 
 
 def test_a_run_that_goes_on_logs_only_what_is_not_there(store: Callable[[], str]):
@@ -144,12 +170,12 @@ def test_a_run_that_goes_on_logs_only_what_is_not_there(store: Callable[[], str]
     before = MetricLog(run_id)
     before.log({"a": 1.0, "time/rollout_s": 3.0, "nan": math.nan, "inf": math.inf}, 1)
     before.log_history([{"step": 1, "sft/loss": 2.0}, {"step": 2, "sft/loss": 1.5}])
-    before.close()
+    before.close(LONG)
     log = MetricLog(run_id, is_continued=True)
     log.log({"a": 1.0, "b": 5.0, "time/rollout_s": 4.0, "nan": math.nan, "inf": math.inf}, 1)
     log.log({"a": 2.0}, 2)
     log.log_history([{"step": 2, "sft/loss": 1.5}, {"step": 3, "sft/loss": 1.0}])
-    log.close()
+    log.close(LONG)
     assert history(run_id, "a") == [(1, 1.0), (2, 2.0)]
     assert history(run_id, "b") == [(1, 5.0)]
     assert history(run_id, "time/rollout_s") == [(1, 3.0)]
@@ -162,11 +188,11 @@ def test_rows_measured_earlier_fill_gaps_and_are_not_logged_again(store: Callabl
     run_id = store()
     before = MetricLog(run_id)
     before.log({"a": 1.0}, 1)
-    before.close()
+    before.close(LONG)
     log = MetricLog(run_id, is_continued=True)
     log.complete([{"iteration": 1.0, "a": 1.0, "b": 3.0}, {"iteration": 2.0, "a": 2.0, "b": 4.0}])
     log.log({"a": 2.0, "b": 4.0}, 2)
-    log.close()
+    log.close(LONG)
     assert sorted(history(run_id, "a")) == [(1, 1.0), (2, 2.0)]
     assert sorted(history(run_id, "b")) == [(1, 3.0), (2, 4.0)]
     assert history(run_id, "iteration") == []
@@ -179,7 +205,7 @@ def test_only_what_must_repeat_is_compared_and_to_the_last_bit(
     run_id = store()
     before = MetricLog(run_id)
     before.log({"a": 1.0}, 1)
-    before.close()
+    before.close(LONG)
     log = MetricLog(run_id, is_continued=True)
     log.log({"a": now}, 1, is_repeatable=is_repeatable)
     assert caplog.messages == []
@@ -187,7 +213,7 @@ def test_only_what_must_repeat_is_compared_and_to_the_last_bit(
     log.log({"a": 7.0}, 1)
     assert [line.startswith("This run does not repeat") for line in caplog.messages] == [True]
     assert MlflowClient().get_run(run_id).data.tags["bit_identical"] == "false"
-    log.close()
+    log.close(LONG)
     assert history(run_id, "a") == [(1, 1.0)]
 
 
@@ -208,8 +234,8 @@ def test_a_store_that_refuses_for_a_while_has_everything_in_the_end(store: Calla
     with contextlib.closing(sqlite3.connect(path)) as database:
         database.execute("CREATE TRIGGER full BEFORE INSERT ON metrics BEGIN SELECT RAISE(ABORT, 'full'); END")
         log.log({"a": 1.0}, 1)
-        log.flush()
+        log.flush(LONG)
         database.execute("DROP TRIGGER full")
     log.log({"a": 2.0}, 2)
-    log.close()
+    log.close(LONG)
     assert sorted(history(run_id, "a")) == [(1, 1.0), (2, 2.0)]

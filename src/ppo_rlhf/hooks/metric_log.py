@@ -5,33 +5,32 @@ from __future__ import annotations
 import logging
 import math
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
 from mlflow import MlflowClient
 from mlflow.entities import Metric
-from mlflow.exceptions import MlflowException
 
+from ppo_rlhf.hooks.background import Background
 from ppo_rlhf.hooks.tracking_store import STORE_ERRORS, noting_refusals, one_line
 
 logger = logging.getLogger(__name__)
 
 MOST_PER_BATCH = 1000  # MLflow's limit
-MOST_PENDING = 64
 MOST_KEPT = 20_000
-"""Refused metrics that wait to be sent again; some 500 iterations, 10 MB."""
+"""Metrics that wait for a server; some 500 iterations, 10 MB."""
 OF_THE_CLOCK = ("time/", "throughput/", "memory/")
 """Metrics that differ from process to process."""
 BIT_IDENTICAL = "bit_identical"
 
 
 class MetricLog:
-    """Logs metrics of one run in the background; `flush` waits for them.
+    """Logs metrics of one run in the background, however long a server takes; `flush` waits for them.
 
-    What MLflow refuses is kept and sent again at the next flush. A run that goes on logs no step twice: a value that
-    MLflow has already is compared with the new one, and stays.
+    What MLflow refuses is kept and sent again behind what it takes next. A run that goes on logs no step twice: a value
+    that MLflow has already is compared with the new one, and stays.
     """
 
     def __init__(self, run_id: str, *, is_continued: bool = False) -> None:
@@ -42,10 +41,13 @@ class MetricLog:
         """
         self._run_id = run_id
         self._client = MlflowClient()
-        self._pending: deque[tuple[list[Metric], Any]] = deque()
+        self._background = Background(self._deliver, name="metrics to MLflow")
+        self._lock = threading.Lock()  # of the next three
+        self._waiting: deque[list[Metric]] = deque()
         self._refused: deque[list[Metric]] = deque()
-        self._reason = ""
-        self._lost = 0
+        self._lacking = 0  # metrics that MLflow does not have yet
+        self._reason = "it does not answer"
+        self._is_refusing = False
         self._differs = False
         self._known: dict[str, dict[int, float]] = {}
         if is_continued:
@@ -90,20 +92,19 @@ class MetricLog:
             self._known.setdefault(metric.key, {})[metric.step] = metric.value
         self._send(added)
 
-    def flush(self) -> None:
-        """Wait until MLflow has everything that it takes; what it refuses is kept."""
-        while self._pending:
-            self._wait_for_oldest()
-        self._send_refused()
+    def flush(self, patience: float) -> None:
+        """Wait until MLflow was asked for everything, for so many seconds at most; what it refuses is kept."""
+        self._background.wake()
+        self._background.wait(patience)
 
-    def close(self) -> None:
-        """Flush for the last time, and say what MLflow never took."""
-        self.flush()
-        lost = self._lost + sum(map(len, self._refused))
-        if lost:
-            logger.warning("MLflow lacks %d metrics of run %s, for: %s", lost, self._run_id, self._reason)
-        self._refused.clear()
-        self._lost = 0
+    def close(self, patience: float) -> None:
+        """Flush for the last time, and say what MLflow does not have."""
+        self.flush(patience)
+        with self._lock:
+            if self._lacking:
+                logger.warning("MLflow lacks %d metrics of run %s, for: %s", self._lacking, self._run_id, self._reason)
+            self._waiting.clear()
+            self._refused.clear()
 
     def _missing(self, metrics: Mapping[str, float], step: int, is_repeatable: bool) -> Iterator[tuple[str, float]]:
         for key, value in metrics.items():
@@ -130,42 +131,55 @@ class MetricLog:
         return Metric(key, float(value), now, step, model_id=model_id, run_id=self._run_id)
 
     def _send(self, metrics: list[Metric]) -> None:
-        for start in range(0, len(metrics), MOST_PER_BATCH):
-            batch = metrics[start : start + MOST_PER_BATCH]
-            self._pending.append((batch, self._client.log_batch(self._run_id, metrics=batch, synchronous=False)))
-        while len(self._pending) > MOST_PENDING:
-            self._wait_for_oldest()
-
-    def _wait_for_oldest(self) -> None:
-        """Wait for one batch. A run of days does not end because its tracking server did; but it is said."""
-        batch, operation = self._pending.popleft()
-        try:
-            operation.wait()
-        except MlflowException as error:
-            self._keep(batch, error)
-
-    def _keep(self, batch: list[Metric], error: Exception) -> None:
-        if not self._refused:
-            logger.warning(
-                "MLflow did not take metrics of run %s; they are sent again later: %s", self._run_id, one_line(error)
+        with self._lock:
+            self._waiting.extend(
+                metrics[start : start + MOST_PER_BATCH] for start in range(0, len(metrics), MOST_PER_BATCH)
             )
-        self._reason = one_line(error)
-        self._refused.append(batch)
-        while sum(map(len, self._refused)) > MOST_KEPT:
-            self._lost += len(self._refused.popleft())
+            self._lacking += len(metrics)
+            kept = sum(map(len, self._refused)) + sum(map(len, self._waiting))
+            while kept > MOST_KEPT:
+                kept -= len((self._refused or self._waiting).popleft())
+        self._background.wake()
 
-    def _send_refused(self) -> None:
-        """Send what was refused once more. MLflow drops what it has already: key, step, value and time are the same."""
-        if not self._refused:
-            return
-        while self._refused:
-            try:
-                self._client.log_batch(self._run_id, metrics=self._refused[0])
-            except STORE_ERRORS as error:
-                self._reason = one_line(error)
-                return
-            self._refused.popleft()
-        logger.info("MLflow has now taken the metrics that it refused before.")
+    def _deliver(self) -> None:
+        """Send what waits, and once the server answers also what it refused: in the background."""
+        is_answering = True
+        while batch := self._next_of(self._waiting):
+            is_answering = self._is_taken(batch)
+            if not is_answering:
+                with self._lock:
+                    self._refused.append(batch)
+        while is_answering and (batch := self._next_of(self._refused)):
+            is_answering = self._is_taken(batch)
+            if not is_answering:
+                with self._lock:
+                    self._refused.appendleft(batch)
+        if self._is_refusing and not self._refused:
+            self._is_refusing = False
+            logger.info("MLflow has now taken the metrics that it refused before.")
+
+    def _next_of(self, batches: deque[list[Metric]]) -> list[Metric] | None:
+        with self._lock:
+            return batches.popleft() if batches else None
+
+    def _is_taken(self, batch: list[Metric]) -> bool:
+        """Send one batch. A run of days does not end because its tracking server did; but it is said.
+
+        MLflow drops what it has already: key, step, value and time are the same.
+        """
+        try:
+            self._client.log_batch(self._run_id, metrics=batch, synchronous=True)
+        except STORE_ERRORS as error:
+            self._reason = one_line(error)
+            if not self._is_refusing:
+                logger.warning(
+                    "MLflow did not take metrics of run %s; they are sent again later: %s", self._run_id, self._reason
+                )
+            self._is_refusing = True
+            return False
+        with self._lock:
+            self._lacking -= len(batch)
+        return True
 
 
 def _is_same(before: float, now: float) -> bool:

@@ -27,6 +27,9 @@ SAMPLED_NODE = "estimate_advantages"
 POLICY = "ppo_policy"
 CHECKPOINT = "checkpoint"
 BEST = "best_checkpoint"
+PATIENCE, PATIENCE_AT_THE_END = 5.0, 60.0
+"""Seconds to wait for a tracking server that may not answer: its metrics, then its samples. What ends a run that was
+stopped may not take longer; the last checkpoint holds the metrics, too."""
 
 
 class RunLog:
@@ -67,15 +70,11 @@ class RunLog:
         for name in HISTORIES:
             if outputs.get(name):
                 self._metrics.log_history(outputs[name])
-                self._metrics.flush()  # before the stage counts as finished, and is left out by a run that resumes
+                # before the stage counts as finished, and is left out by a run that resumes
+                self._metrics.flush(PATIENCE)
                 self._histories_due.discard(name)
         if node.name.rpartition(".")[2] == SAMPLED_NODE:
             self._log_samples(inputs)
-
-    def before_saved(self, name: str, data: Any) -> None:
-        """Let MLflow have an iteration's metrics before its checkpoint stands: what resumes does not measure them."""
-        if name == CHECKPOINT and getattr(data, "due", False):
-            self._metrics.flush()
 
     def saved(self, name: str) -> None:
         """Log the exported policy as a model, and the best checkpoint's if that is another one."""
@@ -83,7 +82,7 @@ class RunLog:
             return
         from ppo_rlhf.hooks.model_log import best_checkpoint, log_policy  # heavy: only runs that export pay for it
 
-        self._metrics.flush()  # MLflow links a model with the metrics that the run has at the model's step
+        self._metrics.flush(PATIENCE)  # MLflow links a model with the metrics that the run has at the model's step
         self._model_id = log_policy(Path(self._catalog[POLICY].load().source), POLICY, self._iteration)
         best = best_checkpoint(self._catalog.get(CHECKPOINT), parameter(self._catalog, "ppo").kl_alarm)
         if best is not None and best[1] != self._iteration:
@@ -91,11 +90,13 @@ class RunLog:
 
     def close(self, *, is_finished: bool) -> None:
         """Wait until MLflow has everything; of a finished run also the histories of stages that were left out."""
+        patience = PATIENCE_AT_THE_END if is_finished else PATIENCE
         if is_finished:
             for name in sorted(self._histories_due):
                 if self._catalog[name].exists():
                     self._metrics.log_history(self._catalog[name].load())
-        self._metrics.close()
+        self._metrics.close(patience)
+        self._samples.close(patience)
 
     def _complete(self, checkpoint: Path) -> None:
         """Log the metrics up to a checkpoint that MLflow lacks: what it refused when the run was interrupted."""

@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from mlflow.utils.mlflow_tags import MLFLOW_LOGGED_ARTIFACTS
 from mlflow.utils.uri import is_local_uri
 from mlflow.utils.validation import MAX_TAG_VAL_LENGTH
 
+from ppo_rlhf.hooks.background import Background
 from ppo_rlhf.hooks.tracking_store import STORE_ERRORS, one_line
 
 logger = logging.getLogger(__name__)
@@ -31,8 +33,8 @@ Rows = dict[str, list[object]]
 class SampleLog:
     """Tables of samples in one run: `samples.json`, and after 50 sampled iterations `samples_from_<iteration>.json`, ….
 
-    The newest table is kept in memory and written anew with each sample; `mlflow.log_table` would read it back first.
-    Older ones are not touched again. A run that goes on does not log an iteration again.
+    The newest table is kept in memory and written anew with each sample, in the background; `mlflow.log_table` would
+    read it back first. Older ones are not touched again. A run that goes on does not log an iteration again.
     """
 
     def __init__(self, run_id: str, *, is_continued: bool = False) -> None:
@@ -49,13 +51,16 @@ class SampleLog:
         self._iterations: list[int] = []
         self._older: set[int] = set()
         self._is_torn = False
-        self._is_registered = False
+        self._background = Background(self._write_due, name="samples to MLflow")
+        self._lock = threading.Lock()
+        self._due: dict[str, str] = {}  # by name, what tables that MLflow does not have yet are to hold
+        self._registered: set[str] = set()
         self._is_refused = False
         if is_continued:
             self._read_tables()
 
     def log(self, iteration: int, table: Mapping[str, Sequence[object]]) -> None:
-        """Add an iteration's samples, columns of equal length. What the store refuses is written with the next ones."""
+        """Add an iteration's samples, columns of equal length."""
         if iteration in self._older or iteration in self._iterations:
             return
         if not self._name or self._is_torn or len(self._iterations) >= ITERATIONS_PER_TABLE:
@@ -64,39 +69,59 @@ class SampleLog:
         for column, values in {"iteration": [iteration] * length, **table}.items():
             self._rows.setdefault(column, []).extend(values)
         self._iterations.append(iteration)
-        try:
-            self._write()
-        except STORE_ERRORS as error:
-            if not self._is_refused:
-                logger.warning("MLflow did not take the samples of iteration %d: %s", iteration, one_line(error))
-            self._is_refused = True
-        else:
-            self._is_refused = False
+        with self._lock:
+            self._due[self._name] = pd.DataFrame(self._rows).to_json(orient="split", index=False)
+        self._background.wake()
+
+    def close(self, patience: float) -> None:
+        """Wait until everything is written, for so many seconds at most, and say what is not."""
+        self._background.wake()
+        self._background.wait(patience)
+        with self._lock:
+            if self._due:
+                logger.warning("MLflow lacks samples of run %s: %s", self._run_id, ", ".join(self._due))
+            self._due.clear()
 
     def _begin_table(self, iteration: int) -> None:
         self._older.update(self._iterations)
         self._name = f"samples_from_{iteration}.json" if self._name else FIRST_TABLE
         self._rows, self._iterations = {}, []
-        self._is_torn = self._is_registered = False
+        self._is_torn = False
 
-    def _write(self) -> None:
-        text = pd.DataFrame(self._rows).to_json(orient="split", index=False)
+    def _write_due(self) -> None:
+        """Write the tables that wait; what the store refuses waits on, and the first time it is said."""
+        with self._lock:
+            due = dict(self._due)
+        for name, text in due.items():
+            try:
+                self._write(name, text)
+            except STORE_ERRORS as error:
+                if not self._is_refused:
+                    logger.warning("MLflow did not take %s, which is written again later: %s", name, one_line(error))
+                self._is_refused = True
+                return
+            with self._lock:
+                if self._due.get(name) == text:
+                    del self._due[name]
+        self._is_refused = False
+
+    def _write(self, name: str, text: str) -> None:
         if is_local_uri(self._artifacts):
             folder = Path(local_file_uri_to_path(self._artifacts))
             folder.mkdir(parents=True, exist_ok=True)
-            temporary = folder / f".{self._name}.tmp"
+            temporary = folder / f".{name}.tmp"
             temporary.write_text(text)
-            os.replace(temporary, folder / self._name)  # whole, or as it was
+            os.replace(temporary, folder / name)  # whole, or as it was
         else:
-            self._client.log_text(self._run_id, text, self._name)
-        if not self._is_registered:
-            self._register()
-            self._is_registered = True
+            self._client.log_text(self._run_id, text, name)
+        if name not in self._registered:
+            self._register(name)
+            self._registered.add(name)
 
-    def _register(self) -> None:
+    def _register(self, name: str) -> None:
         """Name the table in the tag by which MLflow's pages and `mlflow.load_table` find it."""
         tables = json.loads(self._client.get_run(self._run_id).data.tags.get(MLFLOW_LOGGED_ARTIFACTS, "[]"))
-        entry = {"path": self._name, "type": "table"}
+        entry = {"path": name, "type": "table"}
         value = json.dumps([*tables, entry])
         if entry not in tables and len(value) <= MAX_TAG_VAL_LENGTH:  # a longer one would be cut off, and be no JSON
             self._client.set_tag(self._run_id, MLFLOW_LOGGED_ARTIFACTS, value)

@@ -30,6 +30,7 @@ from ppo_rlhf.hooks.run_end import END_TAGS, end_tags, way_to_go_on
 from ppo_rlhf.hooks.run_lock import RunLock, one_at_a_time
 from ppo_rlhf.hooks.tracking_store import (
     SQLITE,
+    asked_twice,
     end_active_run,
     noting_refusals,
     settled_in_project,
@@ -216,11 +217,9 @@ class TrackingHook(MlflowHook):
 
     @hook_impl
     def before_dataset_saved(self, dataset_name: str, data: Any) -> None:
-        """Flush before a checkpoint; let no signal cut through a dataset that kedro-mlflow logs while it saves it."""
-        if self._log is None or self._catalog is None:
+        """Let no signal cut through a dataset that kedro-mlflow logs while it saves it."""
+        if self._catalog is None:
             return
-        with deferring_signals():
-            self._log.before_saved(dataset_name, data)
         dataset = self._catalog.get(dataset_name)
         if type(getattr(dataset, "wrapped", dataset)).__name__.startswith("Mlflow"):
             self._saving.enter_context(deferring_signals())
@@ -251,12 +250,11 @@ class TrackingHook(MlflowHook):
         self, error: Exception, run_params: dict[str, Any], pipeline: Pipeline, catalog: CatalogProtocol
     ) -> None:
         """End the run: KILLED if a signal stopped it, else FAILED. Say how it can go on."""
-        with deferring_signals():
+        with deferring_signals(), asked_twice():
             self._saving.close()
             if self._is_mlflow_enabled and self.run_id is not None:
                 project_path = Path(run_params["project_path"])
-                with noting_refusals("the last metrics"):
-                    self._close_log(is_finished=False)
+                self._close_log(is_finished=False)
                 with noting_refusals("why the run ended"):
                     tags = end_tags(error, self._checkpoints, project_path)
                     mlflow.MlflowClient().log_batch(self.run_id, tags=[RunTag(*tag) for tag in tags.items()])

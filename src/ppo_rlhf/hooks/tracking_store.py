@@ -11,6 +11,7 @@ from typing import Any
 
 import mlflow
 from mlflow.entities import RunStatus
+from mlflow.environment_variables import MLFLOW_HTTP_REQUEST_MAX_RETRIES, MLFLOW_HTTP_REQUEST_TIMEOUT
 from mlflow.exceptions import MlflowException
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -22,8 +23,8 @@ SQLITE = "sqlite:///"
 ARTIFACTS = "mlartifacts"
 STORE_ERRORS = (MlflowException, SQLAlchemyError, OSError)
 """What a store that cannot be read or written raises."""
-LOUD = ("mlflow.store.db.utils", "mlflow.utils.async_logging.async_logging_queue")
-"""Loggers that print a traceback, or a statement of SQL, for an error that is also raised."""
+LOUD = "mlflow.store.db.utils"
+"""A logger that prints a statement of SQL for an error that is also raised."""
 
 
 def settled_in_project(settings: Mapping[str, Any], project_path: Path) -> dict[str, Any]:
@@ -72,21 +73,34 @@ def store_in_plain_words(complaint: str) -> Iterator[None]:
 @contextmanager
 def store_errors_said_once() -> Iterator[None]:
     """Keep MLflow from printing the errors that it also raises."""
-    loggers = [logging.getLogger(name) for name in LOUD]
-    levels = [log.level for log in loggers]
-    for log in loggers:
-        log.setLevel(logging.CRITICAL + 1)
+    loud = logging.getLogger(LOUD)
+    level = loud.level
+    loud.setLevel(logging.CRITICAL + 1)
     try:
         yield
     finally:
-        for log, level in zip(loggers, levels, strict=True):
-            log.setLevel(level)
+        loud.setLevel(level)
+
+
+@contextmanager
+def asked_twice() -> Iterator[None]:
+    """Let a tracking server that does not answer be asked twice, for 5 seconds each time, by this process.
+
+    MLflow asks eight times, in four minutes: longer than a process that was told to stop has.
+    """
+    limits = {MLFLOW_HTTP_REQUEST_MAX_RETRIES: 1, MLFLOW_HTTP_REQUEST_TIMEOUT: 5}
+    before = {variable: variable.get_raw() for variable in limits}
+    for variable, limit in limits.items():
+        variable.set(min(limit, variable.get()))
+    try:
+        yield
+    finally:
+        for variable, value in before.items():
+            variable.unset() if value is None else variable.set(value)
 
 
 def one_line(error: Exception) -> str:
-    """Return an error's text in one line, without what SQLAlchemy (statement, link, hint) and MLflow's queue add."""
-    text = str(error).replace("\\n", "\n")
-    text = re.split(r"\n\s*[\[(](?:SQL|Background)", text)[0]
-    text = re.sub(r"^The following failures .*? operations: \[\w+\(['\"]", "", text)
+    """Return an error's text in one line, without what SQLAlchemy adds (statement, link, hint)."""
+    text = re.split(r"\n\s*[\[(](?:SQL|Background)", str(error))[0]
     text = re.sub(r"^\(raised as a result of Query-invoked autoflush;[^)]*\)", "", text)
     return " ".join(text.split())

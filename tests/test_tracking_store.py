@@ -1,0 +1,33 @@
+"""How MLflow's store is asked, and what it says in plain words."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from mlflow.exceptions import MlflowException
+
+from ppo_rlhf.hooks.tracking_store import asked_twice, one_line
+
+RETRIES, SECONDS = "MLFLOW_HTTP_REQUEST_MAX_RETRIES", "MLFLOW_HTTP_REQUEST_TIMEOUT"
+
+
+def test_for_a_while_a_server_that_does_not_answer_is_asked_less_often(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv(RETRIES, raising=False)
+    monkeypatch.setenv(SECONDS, "60")
+    with asked_twice():
+        assert (os.environ[RETRIES], os.environ[SECONDS]) == ("1", "5")
+    assert RETRIES not in os.environ
+    assert os.environ[SECONDS] == "60"
+
+
+def test_who_asks_less_often_anyway_goes_on_to(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(RETRIES, "0")
+    monkeypatch.setenv(SECONDS, "2")
+    with asked_twice():
+        assert (os.environ[RETRIES], os.environ[SECONDS]) == ("0", "2")
+
+
+def test_an_error_is_one_line_without_what_sqlalchemy_adds():
+    text = "(sqlite3.OperationalError) database\n is locked\n[SQL: INSERT INTO x]\n(Background on this error at: …)"
+    assert one_line(MlflowException(text)) == "(sqlite3.OperationalError) database is locked"
