@@ -374,6 +374,15 @@ def test_a_run_that_was_open_before_is_used_and_left_open(kedro: Kedro, toy_proj
     assert mlflow.get_run(outer.info.run_id).data.params["ppo.kl_coef"] == "0.05"
 
 
+def test_another_tracking_uri_in_the_environment_is_said_not_to_be_used(
+    kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://name:secret@server:5000")
+    assert kedro(toy_project, "run", "--pipelines", "align").exit_code == 0
+    said = [line for line in caplog.messages if "MLFLOW_TRACKING_URI" in line]
+    assert said == ["MLFLOW_TRACKING_URI is not used: server.mlflow_tracking_uri in mlflow.yml is."]
+
+
 def test_relative_sqlite_files_and_their_artifacts_are_placed_in_the_project():
     settings = {"server": {"mlflow_tracking_uri": "sqlite:///mlflow.db"}, "tracking": {"experiment": {"name": "x"}}}
     assert settled_in_project(settings, Path("/project")) == {

@@ -441,6 +441,38 @@ def test_a_run_that_is_alive_is_not_gone_on_with(toy: Toy):
         assert toy.state_of_everything() == untouched
 
 
+@pytest.mark.parametrize("way", ["mlflow.yml", "MLFLOW_RUN_ID", "an open run"])
+def test_a_new_training_does_not_begin_in_an_mlflow_run_of_another(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch, no_mlflow_left_over: None, way: str
+):
+    run_id = toy.interrupted()
+    toy.checkpoint(run_id, 1)
+    before = toy.get(run_id)
+
+    def name_run() -> None:
+        if way == "mlflow.yml":
+            settings = f"tracking:\n  run:\n    id: {run_id}\n"
+            (toy.project / "conf" / "local" / "mlflow.yml").write_text(settings)
+        elif way == "MLFLOW_RUN_ID":
+            monkeypatch.setenv("MLFLOW_RUN_ID", run_id)
+        elif mlflow.active_run() is None:
+            mlflow.set_tracking_uri(f"sqlite:///{toy.project / 'mlflow.db'}")
+            mlflow.start_run(run_id)
+
+    with held_by_another_process(toy.root / run_id / "run.lock"):
+        name_run()
+        assert errors(toy.kedro()) == [f"MLflow run {run_id} still runs; stop it first, or wait for its end."]
+    name_run()
+    (line,) = errors(toy.kedro())
+    assert line.startswith(
+        f"MLflow run {run_id} has checkpoints. Go on from them by resume={run_id}, or start a new run"
+    )
+    assert toy.get(run_id).data.to_dictionary() == before.data.to_dictionary()
+    if way != "an open run":
+        assert toy.get(run_id).info.status == before.info.status
+        assert toy.run(f"resume={run_id}").info.run_id == run_id
+
+
 def test_a_run_that_the_store_does_not_know_is_refused(toy: Toy):
     run_id = toy.interrupted()
     (toy.root / run_id).rename(toy.root / ("f" * 32))

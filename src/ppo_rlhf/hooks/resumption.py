@@ -113,6 +113,24 @@ def find_resumption(request: ResumeRequest, client: MlflowClient) -> Resumption 
     return _latest(request, client) if request.requested == LATEST else _named(request, client)
 
 
+def lock_given_run(run_id: str, root: Path) -> RunLock:
+    """Return the lock of an MLflow run that a new training is told to use, in which none has begun.
+
+    Raises:
+        ConfigError: It still runs, or has checkpoints: the new ones would lie among them.
+    """
+    lock = RunLock.take(root / run_id)
+    if lock is None:
+        raise ConfigError(f"MLflow run {run_id} still runs; stop it first, or wait for its end.")
+    if newest_whole_checkpoint(root / run_id) is not None:
+        lock.give_back()
+        raise ConfigError(
+            f"MLflow run {run_id} has checkpoints. Go on from them by resume={run_id}, or start a new run: leave out "
+            "what names this one (tracking.run.id in mlflow.yml, MLFLOW_RUN_ID, or an open run)."
+        )
+    return lock
+
+
 def _latest(request: ResumeRequest, client: MlflowClient) -> Resumption | None:
     for run in _unfinished(request, client):
         lock = RunLock.take(request.root / run.info.run_id)

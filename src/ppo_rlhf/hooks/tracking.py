@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -48,6 +49,7 @@ if TYPE_CHECKING:  # heavy: only a run pays for them
 logger = logging.getLogger(__name__)
 
 RESUME_CHECKPOINT = "resume_checkpoint"
+TRACKING_URI = "MLFLOW_TRACKING_URI"
 MOST_PARAMS_PER_BATCH = 100  # MLflow's limit
 
 
@@ -121,6 +123,8 @@ class TrackingHook(MlflowHook):
     def _open_store(self, run_params: Mapping[str, Any]) -> None:
         """Open it alone: of two processes that make a database at once, one fails."""
         uri = str(self.mlflow_config.server.mlflow_tracking_uri)
+        if os.environ.get(TRACKING_URI, uri) != uri:
+            logger.warning("%s is not used: server.mlflow_tracking_uri in mlflow.yml is.", TRACKING_URI)
         with store_in_plain_words(self._complaint("cannot be used")), ExitStack() as alone:
             if uri.startswith(SQLITE):
                 alone.enter_context(one_at_a_time(Path(run_params["project_path"])))
@@ -141,6 +145,7 @@ class TrackingHook(MlflowHook):
         with store_in_plain_words(self._complaint("cannot be used")):
             resumption = self._resumption(this, entry, project_path)
             if resumption is None:
+                self._lock = None if entry is None else self._lock_given_run(entry.root)
                 super().before_pipeline_run(run_params, pipeline, catalog)
                 logger.info("MLflow run %s (kedro mlflow ui)", self.run_id)
             else:
@@ -173,6 +178,15 @@ class TrackingHook(MlflowHook):
         resumption = find_resumption(request, mlflow.MlflowClient())
         entry.resolve(None if resumption is None else resumption.checkpoint)
         return resumption
+
+    def _lock_given_run(self, root: Path) -> RunLock | None:
+        """Lock the MLflow run that this training is told to use; None: it gets one of its own."""
+        from ppo_rlhf.hooks.resumption import lock_given_run
+
+        active = mlflow.active_run()
+        given = self.mlflow_config.tracking.run.id or os.environ.get("MLFLOW_RUN_ID")
+        run_id = active.info.run_id if active else given
+        return lock_given_run(run_id, root) if run_id else None
 
     def _reopen(
         self, resumption: Resumption, run_params: dict[str, Any], pipeline: Pipeline, catalog: CatalogProtocol
