@@ -53,3 +53,19 @@ def test_a_mistake_in_the_work_does_not_keep_it_from_being_called_again():
         background.wake()
         background.wait(LONG)
     assert calls == [1, 1]
+
+
+def test_where_the_system_has_no_thread_left_the_next_call_tries_again(monkeypatch: pytest.MonkeyPatch):
+    calls: list[int] = []
+    background = Background(lambda: calls.append(1), "test")
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        background.wake()
+    assert not background.wait(0.0)
+    background.wake()
+    assert background.wait(LONG)
+    assert calls == [1]

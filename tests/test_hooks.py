@@ -11,6 +11,7 @@ import signal
 import sqlite3
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -335,33 +336,77 @@ def test_of_a_stage_that_was_left_out_a_run_that_goes_on_logs_what_is_on_the_dis
     assert [(p.step, p.value) for p in client.get_metric_history(run_id, "sft/loss")] == [(1, 3.0), (2, 2.5)]
 
 
-def test_a_run_does_not_wait_for_a_tracking_server_that_stops_answering(
-    kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """Checkpoints stand as ever, and the run ends."""
+@dataclass
+class Silence:
+    """A tracking server that answers everything but metrics; how patient MLflow was told to be at a run's end."""
+
+    answers: threading.Event
+    retries: list[str | None]
+
+
+@pytest.fixture
+def silence(monkeypatch: pytest.MonkeyPatch) -> Iterator[Silence]:
     from mlflow import MlflowClient
 
     from ppo_rlhf.hooks import run_log
 
-    answers, log_batch = threading.Event(), MlflowClient.log_batch
+    silence, log_batch, end_run = Silence(threading.Event(), []), MlflowClient.log_batch, mlflow.end_run
 
     def answer_late(client: MlflowClient, *arguments: Any, **others: Any) -> Any:
         if others.get("metrics"):
-            answers.wait(60)
+            silence.answers.wait(100)
         return log_batch(client, *arguments, **others)
 
+    def end(*arguments: Any) -> None:
+        silence.retries.append(os.environ.get("MLFLOW_HTTP_REQUEST_MAX_RETRIES"))
+        end_run(*arguments)
+
     monkeypatch.setattr(MlflowClient, "log_batch", answer_late)
-    monkeypatch.setattr(run_log, "PATIENCE", 0.1)
+    monkeypatch.setattr(mlflow, "end_run", end)
     monkeypatch.setattr(run_log, "PATIENCE_AT_THE_END", 0.1)
-    try:
-        result = kedro(toy_project, "run", "--pipelines", "align")
-        assert result.exit_code == 0, result.output
-        run = last_run(toy_project)
-        assert run.info.status == "FINISHED"
-        assert "objective/scores" not in run.data.metrics
-        assert "metrics of run" in result.output
-    finally:
-        answers.set()
+    yield silence
+    silence.answers.set()
+
+
+def test_a_run_does_not_wait_for_a_tracking_server_that_stops_answering(
+    kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch, silence: Silence
+):
+    """Not before a checkpoint either: `PATIENCE` would show."""
+    from ppo_rlhf.hooks import run_log
+
+    monkeypatch.setattr(run_log, "PATIENCE", 60.0)
+    start = time.monotonic()
+    result = kedro(toy_project, "run", "--pipelines", "align")
+    assert result.exit_code == 0, result.output
+    assert time.monotonic() - start < 45.0
+    run = last_run(toy_project)
+    assert run.info.status == "FINISHED"
+    assert "objective/scores" not in run.data.metrics
+    assert "it does not answer" in result.output
+    assert silence.retries[-1] == "1"
+
+
+def test_a_run_that_fails_does_not_wait_for_it_for_long(
+    kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch, silence: Silence
+):
+    from ppo_rlhf.hooks import run_log
+
+    monkeypatch.setattr(run_log, "PATIENCE", 0.1)
+    monkeypatch.setenv("TOY_FAIL_AT", "3")
+    assert isinstance(kedro(toy_project, "run", "--pipelines", "align").exception, ZeroDivisionError)
+    assert last_run(toy_project).info.status == "FAILED"
+    assert silence.retries[-1] == "1"
+
+
+def test_a_server_that_has_everything_is_asked_as_often_as_ever_in_the_end(
+    kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch, silence: Silence
+):
+    from ppo_rlhf.hooks import run_log
+
+    monkeypatch.setattr(run_log, "PATIENCE_AT_THE_END", 60.0)
+    silence.answers.set()
+    assert kedro(toy_project, "run", "--pipelines", "align").exit_code == 0
+    assert silence.retries[-1] is None
 
 
 def test_a_run_that_was_open_before_is_used_and_left_open(kedro: Kedro, toy_project: Path):
@@ -374,13 +419,23 @@ def test_a_run_that_was_open_before_is_used_and_left_open(kedro: Kedro, toy_proj
     assert mlflow.get_run(outer.info.run_id).data.params["ppo.kl_coef"] == "0.05"
 
 
+@pytest.mark.parametrize(
+    ("given", "is_said"), [("http://name:secret@server:5000", True), ("sqlite:///mlflow.db", False), (None, False)]
+)
 def test_another_tracking_uri_in_the_environment_is_said_not_to_be_used(
-    kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    kedro: Kedro,
+    toy_project: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    given: str | None,
+    is_said: bool,
 ):
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://name:secret@server:5000")
+    from ppo_rlhf.hooks import tracking
+
+    monkeypatch.setattr(tracking, "GIVEN_URI", given)
     assert kedro(toy_project, "run", "--pipelines", "align").exit_code == 0
     said = [line for line in caplog.messages if "MLFLOW_TRACKING_URI" in line]
-    assert said == ["MLFLOW_TRACKING_URI is not used: server.mlflow_tracking_uri in mlflow.yml is."]
+    assert said == ["MLFLOW_TRACKING_URI is not used: server.mlflow_tracking_uri in mlflow.yml is."] * is_said
 
 
 def test_relative_sqlite_files_and_their_artifacts_are_placed_in_the_project():

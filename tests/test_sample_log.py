@@ -130,10 +130,13 @@ def test_samples_wait_for_a_store_that_takes_none_and_are_named_in_the_end(
     log.close(LONG)
     assert [iterations(run_id, f"samples{end}.json") for end in ("", "_from_3", "_from_5")] == [[1, 2], [3, 4], [5]]
     answers.clear()
-    log.log(6, sample(6))
+    for iteration in (6, 7):
+        log.log(iteration, sample(iteration))
     log.close(0.01)
     answers.set()
-    assert caplog.messages == [f"MLflow lacks samples of run {run_id}: samples_from_5.json"]
+    log._background.wait(LONG)
+    assert not (folder(run_id) / "samples_from_7.json").exists()  # what was given up stays away
+    assert caplog.messages == [f"MLflow lacks samples of run {run_id}: samples_from_5.json, samples_from_7.json"]
 
 
 def test_the_tag_that_names_the_tables_never_grows_beyond_what_mlflow_keeps(

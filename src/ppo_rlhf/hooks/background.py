@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 
 
 class Background:
@@ -24,24 +25,27 @@ class Background:
         with self._lock:
             self._is_due = True
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                with suppress(RuntimeError):  # the system has no thread left: the next call tries again
+                    thread.start()
+                    self._thread = thread
 
     def wait(self, seconds: float) -> bool:
         """Wait until it has nothing to do, no longer than this; return whether that is so."""
         with self._lock:
             thread = self._thread
-        if thread is None:
-            return True
-        thread.join(seconds)
-        return not thread.is_alive()
+        if thread is not None:
+            thread.join(seconds)
+        with self._lock:
+            return self._thread is None and not self._is_due
 
     def _run(self) -> None:
         try:
             while self._has_work():
                 self._work()
         except BaseException:  # a mistake of ours, which `threading.excepthook` prints; the next call starts anew
-            self._thread = None
+            with self._lock:
+                self._thread = None
             raise
 
     def _has_work(self) -> bool:

@@ -114,7 +114,7 @@ def find_resumption(request: ResumeRequest, client: MlflowClient) -> Resumption 
 
 
 def lock_given_run(run_id: str, root: Path) -> RunLock:
-    """Return the lock of an MLflow run that a new training is told to use, in which none has begun.
+    """Return the lock of an MLflow run that a new training is told to use, in which none has left a checkpoint.
 
     Raises:
         ConfigError: It still runs, or has checkpoints: the new ones would lie among them.

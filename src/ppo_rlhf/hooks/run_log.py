@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,9 @@ SAMPLED_NODE = "estimate_advantages"
 POLICY = "ppo_policy"
 CHECKPOINT = "checkpoint"
 BEST = "best_checkpoint"
-PATIENCE, PATIENCE_AT_THE_END = 5.0, 60.0
-"""Seconds to wait for a tracking server that may not answer: its metrics, then its samples. What ends a run that was
-stopped may not take longer; the last checkpoint holds the metrics, too."""
+PATIENCE, PATIENCE_AT_THE_END = 5.0, 150.0
+"""Seconds to wait for a tracking server that may not answer. What ends a run that was stopped may not take longer; the
+last checkpoint holds the metrics, too. At the end of training longer than MLflow waits before it asks again (120)."""
 
 
 class RunLog:
@@ -70,7 +71,7 @@ class RunLog:
         for name in HISTORIES:
             if outputs.get(name):
                 self._metrics.log_history(outputs[name])
-                # before the stage counts as finished, and is left out by a run that resumes
+                # Before the stage counts as finished: a run that resumes leaves it out, and logs this when it is done.
                 self._metrics.flush(PATIENCE)
                 self._histories_due.discard(name)
         if node.name.rpartition(".")[2] == SAMPLED_NODE:
@@ -82,21 +83,28 @@ class RunLog:
             return
         from ppo_rlhf.hooks.model_log import best_checkpoint, log_policy  # heavy: only runs that export pay for it
 
-        self._metrics.flush(PATIENCE)  # MLflow links a model with the metrics that the run has at the model's step
+        # MLflow links a model with the metrics that the run has at the model's step
+        self._metrics.flush(PATIENCE_AT_THE_END)
         self._model_id = log_policy(Path(self._catalog[POLICY].load().source), POLICY, self._iteration)
         best = best_checkpoint(self._catalog.get(CHECKPOINT), parameter(self._catalog, "ppo").kl_alarm)
         if best is not None and best[1] != self._iteration:
             log_policy(best[0], BEST, best[1])
 
-    def close(self, *, is_finished: bool) -> None:
-        """Wait until MLflow has everything; of a finished run also the histories of stages that were left out."""
-        patience = PATIENCE_AT_THE_END if is_finished else PATIENCE
+    def close(self, *, is_finished: bool) -> bool:
+        """Wait a while for MLflow to take everything; of a finished run also the histories of stages left out.
+
+        Returns:
+            Whether it has everything. What it lacks is said.
+        """
+        end = time.monotonic() + (PATIENCE_AT_THE_END if is_finished else PATIENCE)
         if is_finished:
             for name in sorted(self._histories_due):
                 if self._catalog[name].exists():
                     self._metrics.log_history(self._catalog[name].load())
-        self._metrics.close(patience)
-        self._samples.close(patience)
+        has_metrics, has_samples = (
+            log.close(max(0.0, end - time.monotonic())) for log in (self._metrics, self._samples)
+        )
+        return has_metrics and has_samples
 
     def _complete(self, checkpoint: Path) -> None:
         """Log the metrics up to a checkpoint that MLflow lacks: what it refused when the run was interrupted."""

@@ -19,7 +19,7 @@ from mlflow.utils.uri import is_local_uri
 from mlflow.utils.validation import MAX_TAG_VAL_LENGTH
 
 from ppo_rlhf.hooks.background import Background
-from ppo_rlhf.hooks.tracking_store import STORE_ERRORS, one_line
+from ppo_rlhf.hooks.tracking_store import one_line
 
 logger = logging.getLogger(__name__)
 
@@ -73,14 +73,16 @@ class SampleLog:
             self._due[self._name] = pd.DataFrame(self._rows).to_json(orient="split", index=False)
         self._background.wake()
 
-    def close(self, patience: float) -> None:
-        """Wait until everything is written, for so many seconds at most, and say what is not."""
+    def close(self, patience: float) -> bool:
+        """Wait until everything is written, for so many seconds at most; return whether it is, and say what is not."""
         self._background.wake()
         self._background.wait(patience)
         with self._lock:
-            if self._due:
-                logger.warning("MLflow lacks samples of run %s: %s", self._run_id, ", ".join(self._due))
+            lacking = list(self._due)
             self._due.clear()
+        if lacking:
+            logger.warning("MLflow lacks samples of run %s: %s", self._run_id, ", ".join(lacking))
+        return not lacking
 
     def _begin_table(self, iteration: int) -> None:
         self._older.update(self._iterations)
@@ -90,12 +92,11 @@ class SampleLog:
 
     def _write_due(self) -> None:
         """Write the tables that wait; what the store refuses waits on, and the first time it is said."""
-        with self._lock:
-            due = dict(self._due)
-        for name, text in due.items():
+        while table := self._next_table():
+            name, text = table
             try:
                 self._write(name, text)
-            except STORE_ERRORS as error:
+            except Exception as error:  # artifact stores raise what their own libraries do
                 if not self._is_refused:
                     logger.warning("MLflow did not take %s, which is written again later: %s", name, one_line(error))
                 self._is_refused = True
@@ -104,6 +105,10 @@ class SampleLog:
                 if self._due.get(name) == text:
                     del self._due[name]
         self._is_refused = False
+
+    def _next_table(self) -> tuple[str, str] | None:
+        with self._lock:
+            return next(iter(self._due.items()), None)
 
     def _write(self, name: str, text: str) -> None:
         if is_local_uri(self._artifacts):

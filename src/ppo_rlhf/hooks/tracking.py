@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -49,7 +49,7 @@ if TYPE_CHECKING:  # heavy: only a run pays for them
 logger = logging.getLogger(__name__)
 
 RESUME_CHECKPOINT = "resume_checkpoint"
-TRACKING_URI = "MLFLOW_TRACKING_URI"
+GIVEN_URI = os.environ.get("MLFLOW_TRACKING_URI")  # of the person: MLflow sets the variable itself once a store is open
 MOST_PARAMS_PER_BATCH = 100  # MLflow's limit
 
 
@@ -123,12 +123,17 @@ class TrackingHook(MlflowHook):
     def _open_store(self, run_params: Mapping[str, Any]) -> None:
         """Open it alone: of two processes that make a database at once, one fails."""
         uri = str(self.mlflow_config.server.mlflow_tracking_uri)
-        if os.environ.get(TRACKING_URI, uri) != uri:
-            logger.warning("%s is not used: server.mlflow_tracking_uri in mlflow.yml is.", TRACKING_URI)
         with store_in_plain_words(self._complaint("cannot be used")), ExitStack() as alone:
             if uri.startswith(SQLITE):
                 alone.enter_context(one_at_a_time(Path(run_params["project_path"])))
             super().after_context_created(self._context)
+        given = settled_in_project({"server": {"mlflow_tracking_uri": GIVEN_URI}}, Path(run_params["project_path"]))
+        if (
+            GIVEN_URI
+            and mlflow.active_run() is None
+            and given["server"]["mlflow_tracking_uri"] != mlflow.get_tracking_uri()
+        ):
+            logger.warning("MLFLOW_TRACKING_URI is not used: server.mlflow_tracking_uri in mlflow.yml is.")
 
     def _start(
         self,
@@ -186,7 +191,10 @@ class TrackingHook(MlflowHook):
         active = mlflow.active_run()
         given = self.mlflow_config.tracking.run.id or os.environ.get("MLFLOW_RUN_ID")
         run_id = active.info.run_id if active else given
-        return lock_given_run(run_id, root) if run_id else None
+        if not run_id:
+            return None
+        mlflow.get_run(run_id)  # raises if there is none: then no directory is made
+        return lock_given_run(run_id, root)
 
     def _reopen(
         self, resumption: Resumption, run_params: dict[str, Any], pipeline: Pipeline, catalog: CatalogProtocol
@@ -254,8 +262,9 @@ class TrackingHook(MlflowHook):
                 with store_in_plain_words(
                     f"Everything is done and saved, but {self._complaint('could not record the end')}"
                 ):
-                    self._close_log(is_finished=True)
-                    super().after_pipeline_run(run_params, pipeline, catalog)
+                    has_everything = self._close_log(is_finished=True)
+                    with nullcontext() if has_everything else asked_twice():
+                        super().after_pipeline_run(run_params, pipeline, catalog)
             finally:
                 self._let_go()
 
@@ -281,10 +290,10 @@ class TrackingHook(MlflowHook):
                 super().on_pipeline_error(error, run_params, pipeline, catalog)
             self._let_go()
 
-    def _close_log(self, *, is_finished: bool) -> None:
+    def _close_log(self, *, is_finished: bool) -> bool:
+        """Return whether MLflow has all that was logged."""
         log, self._log, self._catalog = self._log, None, None
-        if log is not None:
-            log.close(is_finished=is_finished)
+        return log is None or log.close(is_finished=is_finished)
 
     def _let_go(self) -> None:
         """Forget the run, and let others have it."""

@@ -86,7 +86,7 @@ def store_errors_said_once() -> Iterator[None]:
 def asked_twice() -> Iterator[None]:
     """Let a tracking server that does not answer be asked twice, for 5 seconds each time, by this process.
 
-    MLflow asks eight times, in four minutes: longer than a process that was told to stop has.
+    MLflow asks eight times, which takes 4 minutes where connections are refused and 20 where nothing comes back.
     """
     limits = {MLFLOW_HTTP_REQUEST_MAX_RETRIES: 1, MLFLOW_HTTP_REQUEST_TIMEOUT: 5}
     before = {variable: variable.get_raw() for variable in limits}
