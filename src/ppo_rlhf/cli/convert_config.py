@@ -87,11 +87,11 @@ def _text(path: Path) -> str:
 
 
 def _parameters_path(target: str | None) -> Path:
-    if target is not None and Path(target).name == GLOBALS:
-        raise ConfigError(
-            f"--to {target}: name the file for parameters, parameters.yml; {GLOBALS} is written beside it."
-        )
     if target is not None:
+        if Path(target).name == GLOBALS:
+            raise ConfigError(
+                f"--to {target}: name the file for parameters, parameters.yml; {GLOBALS} is written beside it."
+            )
         return Path(target)
     project = find_kedro_project(Path.cwd())
     if project is None:

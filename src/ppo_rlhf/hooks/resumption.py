@@ -119,15 +119,20 @@ def lock_given_run(run_id: str, root: Path) -> RunLock:
     Raises:
         ConfigError: It still runs, or has checkpoints: the new ones would lie among them.
     """
-    lock = RunLock.take(root / run_id)
-    if lock is None:
-        raise ConfigError(f"MLflow run {run_id} still runs; stop it first, or wait for its end.")
+    lock = _take_lock(run_id, root)
     if newest_whole_checkpoint(root / run_id) is not None:
         lock.give_back()
         raise ConfigError(
             f"MLflow run {run_id} has checkpoints. Go on from them by resume={run_id}, or start a new run: leave out "
             "what names this one (tracking.run.id in mlflow.yml, MLFLOW_RUN_ID, or an open run)."
         )
+    return lock
+
+
+def _take_lock(run_id: str, root: Path, asked_by: str = "") -> RunLock:
+    lock = RunLock.take(root / run_id)
+    if lock is None:
+        raise ConfigError(f"{asked_by}MLflow run {run_id} still runs; stop it first, or wait for its end.")
     return lock
 
 
@@ -174,11 +179,7 @@ def _named(request: ResumeRequest, client: MlflowClient) -> Resumption:
     named = find_named(request.requested, request.root, request.project_path)
     run = _run_of(named.run_id, request, client)
     directory = request.root / named.run_id
-    lock = RunLock.take(directory)
-    if lock is None:
-        raise ConfigError(
-            f"{request.source}: MLflow run {named.run_id} still runs; stop it first, or wait for its end."
-        )
+    lock = _take_lock(named.run_id, request.root, f"{request.source}: ")
     try:
         run = client.get_run(named.run_id)
         checkpoint = named.checkpoint or newest_whole_checkpoint(directory)

@@ -37,6 +37,7 @@ from ppo_rlhf.hooks.tracking_store import (
     settled_in_project,
     store_errors_said_once,
     store_in_plain_words,
+    uri_in_project,
 )
 from ppo_rlhf.imports import collector_paused
 from ppo_rlhf.runner import RunInterruptedError, TerminationSignal, deferring_signals, plan_loop
@@ -127,12 +128,8 @@ class TrackingHook(MlflowHook):
             if uri.startswith(SQLITE):
                 alone.enter_context(one_at_a_time(Path(run_params["project_path"])))
             super().after_context_created(self._context)
-        given = settled_in_project({"server": {"mlflow_tracking_uri": GIVEN_URI}}, Path(run_params["project_path"]))
-        if (
-            GIVEN_URI
-            and mlflow.active_run() is None
-            and given["server"]["mlflow_tracking_uri"] != mlflow.get_tracking_uri()
-        ):
+        used = GIVEN_URI and uri_in_project(GIVEN_URI, Path(run_params["project_path"])) == mlflow.get_tracking_uri()
+        if GIVEN_URI and not used and mlflow.active_run() is None:
             logger.warning("MLFLOW_TRACKING_URI is not used: server.mlflow_tracking_uri in mlflow.yml is.")
 
     def _start(

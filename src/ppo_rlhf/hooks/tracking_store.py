@@ -36,7 +36,7 @@ def settled_in_project(settings: Mapping[str, Any], project_path: Path) -> dict[
     server = {**(settings.get("server") or {})}
     uri = server.get("mlflow_tracking_uri") or ""
     if uri.startswith(SQLITE):
-        server["mlflow_tracking_uri"] = f"{SQLITE}{project_path / uri.removeprefix(SQLITE)}"
+        server["mlflow_tracking_uri"] = uri_in_project(uri, project_path)
         settings["server"] = server
         tracking = {**(settings.get("tracking") or {})}
         experiment = {**(tracking.get("experiment") or {})}
@@ -44,6 +44,11 @@ def settled_in_project(settings: Mapping[str, Any], project_path: Path) -> dict[
         created["artifact_location"] = created.get("artifact_location") or str(project_path / ARTIFACTS)
         settings["tracking"] = {**tracking, "experiment": {**experiment, "create_experiment_kwargs": created}}
     return settings
+
+
+def uri_in_project(uri: str, project_path: Path) -> str:
+    """Return a store's URI, with a relative sqlite file placed in the project's root."""
+    return f"{SQLITE}{project_path / uri.removeprefix(SQLITE)}" if uri.startswith(SQLITE) else uri
 
 
 def end_active_run(status: int = RunStatus.FAILED) -> None:
