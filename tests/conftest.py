@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,6 +20,8 @@ for name in ("KEDRO_ENV", "KEDRO_LOGGING_CONFIG", "MLFLOW_TRACKING_URI", "MLFLOW
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ:  # each takes its share of the cores, and so do the processes it starts
     share = (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, share)))
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job; processes started here inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.update(DO_NOT_TRACK="true", HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 
 
