@@ -117,6 +117,25 @@ def test_samples_that_the_store_refuses_are_said_once_and_written_with_the_next(
     assert len(caplog.messages) == 1
 
 
+def test_a_table_that_the_store_never_takes_holds_up_no_newer_one(
+    run_id: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sample_log, "ITERATIONS_PER_TABLE", 1)
+    write = SampleLog._write
+
+    def but_for_the_first(log: SampleLog, name: str, text: str) -> None:
+        if name == "samples.json":
+            raise OSError(27, "File too large")
+        write(log, name, text)
+
+    monkeypatch.setattr(SampleLog, "_write", but_for_the_first)
+    log = SampleLog(run_id)
+    log_samples(log, 1, 2, 3)
+    assert [iterations(run_id, f"samples_from_{start}.json") for start in (2, 3)] == [[2], [3]]
+    log.close(LONG)
+    assert caplog.messages[-1] == f"MLflow lacks samples of run {run_id}: samples.json"
+
+
 def test_samples_wait_for_a_store_that_takes_none_and_are_named_in_the_end(
     run_id: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):

@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 FIRST_TABLE = "samples.json"
 ITERATIONS_PER_TABLE = 50
+MOST_REFUSALS = 2
+"""Of tables, until the store is left alone: one that it never takes holds up no other."""
 _TABLE = re.compile(r"samples(?:_from_(\d+))?\.json")
 
 Rows = dict[str, list[object]]
@@ -92,7 +94,9 @@ class SampleLog:
 
     def _write_due(self) -> None:
         """Write the tables that wait; what the store refuses waits on, and the first time it is said."""
-        while table := self._next_table():
+        untried, refusals = len(self._due), 0
+        while untried and refusals < MOST_REFUSALS and (table := self._next_table()):
+            untried -= 1
             name, text = table
             try:
                 self._write(name, text)
@@ -100,15 +104,23 @@ class SampleLog:
                 if not self._is_refused:
                     logger.warning("MLflow did not take %s, which is written again later: %s", name, one_line(error))
                 self._is_refused = True
-                return
+                self._put_behind(name)
+                refusals += 1
+                continue
             with self._lock:
                 if self._due.get(name) == text:
                     del self._due[name]
-        self._is_refused = False
+        self._is_refused = refusals > 0
 
     def _next_table(self) -> tuple[str, str] | None:
         with self._lock:
             return next(iter(self._due.items()), None)
+
+    def _put_behind(self, name: str) -> None:
+        """Let the tables that wait go first."""
+        with self._lock:
+            if name in self._due:
+                self._due[name] = self._due.pop(name)
 
     def _write(self, name: str, text: str) -> None:
         if is_local_uri(self._artifacts):
