@@ -52,6 +52,11 @@ def compiled_layers(backbone: PreTrainedModel) -> Iterator[None]:
         yield
 
 
+def is_compiled(backbone: PreTrainedModel) -> bool:
+    """Whether `compile_layers` was called for a backbone."""
+    return backbone in _forwards
+
+
 def check_layers(backbone: PreTrainedModel) -> None:
     """Raise `ModelError` if the model's architecture does not say what its layers are."""
     _layers(backbone)

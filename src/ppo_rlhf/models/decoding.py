@@ -24,6 +24,7 @@ from ppo_rlhf.models.trunks import (
     asking,
     backbone_of,
     logits_of,
+    packed_states_at,
     packs,
     some_ids,
 )
@@ -77,9 +78,8 @@ class Decoder:
         positions = torch.cat([*(torch.arange(length) for length in lengths), after])
         prefill = Prefill(layout, self._keys, self._values, max(lengths), self._capacity(max(lengths) + 1))
         ids = torch.tensor([tokens], device=device)
-        states = packed_states(self._backbone, ids, positions[None].to(device), prefill)
         last = torch.tensor(lengths, device=device).cumsum(0) - 1
-        logits = self._head(states[last])
+        logits = self._head(packed_states_at(self._backbone, ids, positions[None].to(device), prefill, last))
         if len(distinct) < len(self._prompt_ids):
             index = torch.tensor(of_row, device=device)
             logits = logits.index_select(0, index)

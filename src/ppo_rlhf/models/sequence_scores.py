@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ppo_rlhf.models.annotations import PreTrainedModel
 from ppo_rlhf.models.token_rows import TokenRows, right_padded
-from ppo_rlhf.models.trunks import are_close, asking, backbone_of, packs, some_ids, token_states
+from ppo_rlhf.models.trunks import are_close, asking, backbone_of, packs, some_ids, states_at
 
 _without_padding: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
@@ -44,17 +44,16 @@ def _scores_without_padding(model: PreTrainedModel) -> bool:
 def _packed_scores(model: PreTrainedModel, rows: TokenRows) -> Tensor:
     from ppo_rlhf.models.reward_config import MODEL_TYPE  # imports transformers' configurations
 
-    states = token_states(backbone_of(model), rows)
     lengths = rows.attention_mask.sum(-1)
     ends = lengths.cumsum(0)
     last = ends - 1
     pad_id = model.config.get_text_config().pad_token_id
     if model.config.model_type != MODEL_TYPE and pad_id is not None:
         # transformers' classifiers read the state of the last id that is not pad
-        columns = torch.arange(rows.input_ids.shape[1], device=states.device)
+        columns = torch.arange(rows.input_ids.shape[1], device=lengths.device)
         counted = torch.where((rows.input_ids != pad_id) & rows.attention_mask.bool(), columns, 0)
         last = ends - lengths + counted.amax(1)  # sequences are padded on the right: columns count from their start
-    scores: Tensor = model.score(states[last])  # type: ignore[operator]
+    scores: Tensor = model.score(states_at(backbone_of(model), rows, last))  # type: ignore[operator]
     return scores[:, 0]
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, cast
 from weakref import WeakKeyDictionary
 
@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models.annotations import PreTrainedModel
-from ppo_rlhf.models.compilation import compiled_layers
-from ppo_rlhf.models.compiled_shapes import fills_rows
-from ppo_rlhf.models.packed_attention import packed_attention, packed_states
+from ppo_rlhf.models.behind_attention import ReadTokens, Tail, modules_behind_attention
+from ppo_rlhf.models.compilation import compiled_layers, is_compiled
+from ppo_rlhf.models.compiled_shapes import fills_rows, rounded_up
+from ppo_rlhf.models.packed_attention import Attention, packed_attention, packed_states, take_rows
 from ppo_rlhf.models.token_rows import TokenRows, right_padded
 
 if TYPE_CHECKING:
@@ -55,21 +56,55 @@ def token_states(backbone: PreTrainedModel, rows: TokenRows) -> Tensor:
         return states(backbone, rows)
 
 
-def packing(model: PreTrainedModel, *backbones: PreTrainedModel) -> AbstractContextManager[None]:
+def states_at(backbone: PreTrainedModel, rows: TokenRows, places: Tensor) -> Tensor:
+    """Return the last hidden states `[M, H]` of those of the N real tokens that are read; places are `[M]` long.
+
+    What follows the last attention is computed for them alone, but not in layers that are compiled. For gradient
+    checkpointing see `token_states`.
+    """
+    if not packs(backbone) or is_compiled(backbone):
+        return take_rows(token_states(backbone, rows), places)
+    fills = fills_rows(backbone)
+    rows = rows.filled if fills else rows
+    more = rounded_up(len(places)) - len(places) if fills and not rows.layout.is_even else 0
+    return packed_states_at(backbone, rows.packed_ids, rows.packed_positions, rows.layout, places, more)
+
+
+def packed_states_at(
+    backbone: PreTrainedModel, ids: Tensor, positions: Tensor, attention: Attention, places: Tensor, more: int = 0
+) -> Tensor:
+    """Return the last hidden states `[M, H]` of some of the tokens of a row `[1, N]`; see `ReadTokens`."""
+    tail = _tails.get(backbone)
+    if tail is None:
+        return take_rows(packed_states(backbone, ids, positions, attention), places)
+    with tail.in_place():
+        attention = tail.attention(attention, ReadTokens(places, ids.shape[1], more))
+        return take_rows(packed_states(backbone, ids, positions, attention), places)
+
+
+@contextmanager
+def packing(model: PreTrainedModel, *backbones: PreTrainedModel) -> Iterator[None]:
     """Return the context of forward and backward passes of a language model and other backbones.
 
-    A model that checkpoints gradients computes again in its backward pass, which must attend as the forward pass did.
+    A model that checkpoints gradients computes again in its backward pass, as the forward pass did: it attends so, and
+    leaves out the same tokens.
     """
     logits_of(model)  # asked now: within the context it could not be asked plainly
     can = [backbone for backbone in (backbone_of(model), *backbones) if packs(backbone)]
-    return packed_attention(*can) if can else nullcontext()
+    with packed_attention(*can), ExitStack() as stack:
+        for backbone in can:
+            if not is_compiled(backbone):
+                stack.enter_context(_tails[backbone].in_place())
+        yield
 
 
 def packs(backbone: PreTrainedModel) -> bool:
     """Whether a model's states of packed sequences are those of each sequence alone; found out at the first call."""
     if backbone not in _packs:
         _packs[backbone] = has_plain_attention(backbone) and _keeps_sequences_apart(backbone)
-        if not _packs[backbone]:
+        if _packs[backbone]:
+            _tails[backbone] = _find_tail(backbone)
+        else:
             log.info("%s needs padding: its passes compute that, too.", type(backbone).__name__)
     return _packs[backbone]
 
@@ -93,11 +128,14 @@ def logits_of(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
 
 
 _packs: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+_tails: WeakKeyDictionary[nn.Module, Tail] = WeakKeyDictionary()
 _heads: WeakKeyDictionary[nn.Module, type[ModelOutput] | None] = WeakKeyDictionary()
 
 
 def _packed_states(backbone: PreTrainedModel, rows: TokenRows) -> Tensor:
     rows = rows.filled if fills_rows(backbone) else rows
+    if backbone in _tails:
+        _tails[backbone].compute(None)  # a pass that was computed again stops where it has what it needs
     return packed_states(backbone, rows.packed_ids, rows.packed_positions, rows.layout)[: len(rows.slots)]
 
 
@@ -136,6 +174,26 @@ def _keeps_sequences_apart(backbone: PreTrainedModel) -> bool:
     except WHATEVER_A_MODEL_RAISES:
         return False
     return are_close(found, expected) and are_close(other[len(first) :], found[len(first) :])
+
+
+def _find_tail(backbone: PreTrainedModel) -> Tail:
+    """Watch a pass of a model that packs for what follows its attention; nothing, if that needs all tokens."""
+    rows = _side_by_side(some_ids(backbone, 5), some_ids(backbone, 3)).to(backbone.device)
+    ids, positions, layout = rows.packed_ids, rows.packed_positions, rows.layout
+    read = ReadTokens(torch.tensor([1, 4, 6], device=backbone.device), len(rows.slots))
+
+    def states(attention: Attention) -> Tensor:
+        return packed_states(backbone, ids, positions, attention)
+
+    with asking(backbone):
+        tail = Tail(modules_behind_attention(backbone, states, layout))
+        expected = states(layout)
+        try:
+            with tail.in_place():
+                found = states(tail.attention(layout, read))
+        except WHATEVER_A_MODEL_RAISES:
+            return Tail([])
+    return tail if are_close(take_rows(found, read.places), take_rows(expected, read.places)) else Tail([])
 
 
 def are_close(found: Tensor, expected: Tensor) -> bool:

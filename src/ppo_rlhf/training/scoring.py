@@ -13,7 +13,7 @@ from ppo_rlhf.core.logprobs import token_entropy, token_logprobs
 from ppo_rlhf.models.annotations import PreTrainedModel
 from ppo_rlhf.models.compiled_shapes import fills_rows, rounded_up
 from ppo_rlhf.models.packed_attention import take_rows
-from ppo_rlhf.models.trunks import backbone_of, logits_of, token_states, vocabulary_size
+from ppo_rlhf.models.trunks import backbone_of, logits_of, states_at, vocabulary_size
 from ppo_rlhf.training.packing import PackedSequences, pack
 
 LOGITS_HELD = 2**24
@@ -32,7 +32,7 @@ class ResponseStatistics:
 
 def response_states(backbone: PreTrainedModel, packed: PackedSequences) -> Tensor:
     """Return a backbone's last hidden states of s_0 to s_T of each row, `[M, H]`, row by row."""
-    return take_rows(token_states(backbone, packed.rows), packed.states)
+    return states_at(backbone, packed.rows, packed.states)
 
 
 def response_statistics(

@@ -267,7 +267,7 @@ class Passes:
         loss.backward()
 
     def _states(self, backbone: PreTrainedModel, rows: int) -> Tensor:
-        """Return the states `[N, H]` of rows of full length, packed."""
+        """Return the states `[N, H]` of rows of full length, packed; of all tokens, also those that nobody reads."""
         width = self.prompt_length + self.config.response_length
         ids = _ids(1, rows * width)
         return packed_states(backbone, ids, ids, PackedLayout.of([width] * rows, DEVICE))
