@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import permutations
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from ppo_rlhf.models.compilation import compile_layers
 from ppo_rlhf.models.compiled_shapes import ROUND
 from ppo_rlhf.models.decoding import Decoder
 from ppo_rlhf.models.gradient_checkpointing import enable_gradient_checkpointing, recomputing
-from ppo_rlhf.models.packed_attention import PackedLayout
+from ppo_rlhf.models.packed_attention import PackedLayout, packed_attention
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.models.sequence_scores import sequence_scores
 from ppo_rlhf.models.token_rows import right_padded
@@ -107,7 +108,7 @@ def test_a_prefill_computes_the_last_token_of_each_prompt_there():
 
 
 def test_states_that_are_not_read_may_be_anything(monkeypatch):
-    """Not a number, say: what the modules give for those tokens is 0, and no gradient flows from there."""
+    """Not a number, say; and no gradient flows from there."""
     backbone = trunk("gpt2")
     assert packs(backbone)
     whole, seen = trunks.packed_states, []
@@ -125,6 +126,18 @@ def test_states_that_are_not_read_may_be_anything(monkeypatch):
     assert seen == [12]
     assert states.isfinite().all()
     assert all(parameter.grad.isfinite().all() for parameter in backbone.parameters())
+
+
+@pytest.mark.parametrize("shape", [(1, 5, 2), (5, 2)])
+def test_tokens_that_are_read_are_taken_in_their_order_and_placed_among_zeros(shape):
+    read = ReadTokens(torch.tensor([3, 0]), 5, more=1)
+    taken = read.take(torch.arange(10.0).view(shape))
+    assert taken.shape == (*shape[:-2], 3, 2)
+    assert taken.flatten().tolist() == [6, 7, 0, 1, 0, 0]
+    taken[..., 2, :] = torch.nan  # what fills up goes nowhere
+    placed = read.place(taken)
+    assert placed.shape == shape
+    assert placed.flatten().tolist() == [0, 1, 0, 0, 0, 0, 6, 7, 0, 0]
 
 
 def test_products_are_given_rounded_numbers_of_rows_where_each_number_is_compiled(monkeypatch):
@@ -146,13 +159,32 @@ def test_a_model_that_checkpoints_gradients_computes_again_what_it_computed_and_
     enable_gradient_checkpointing(found)
     with recomputing(found), packing(found), rows_given(*tail(found.base_model)) as given:
         states_at(found.base_model, right_padded(SEQUENCES, 0), READ).square().sum().backward()
-        whole = token_states(found.base_model, right_padded(SEQUENCES, 0)).detach()
-    assert given == [[4, 4, 16], [4, 4, 16]]
-    assert_close(whole, states_one_by_one(expected.base_model), rtol=0.0, atol=1e-6)
+    assert given == [[4, 4], [4, 4]]
     with packing(expected):
         states_at(expected.base_model, right_padded(SEQUENCES, 0), READ).square().sum().backward()
     for ours, theirs in zip(found.base_model.parameters(), expected.base_model.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("order", list(permutations(range(3))), ids=str)
+def test_passes_of_other_tokens_and_of_all_may_be_computed_again_in_any_order(order):
+    """A recomputation stops as soon as it has what it needs, in the midst of what follows the attention."""
+    found, expected = trunk("gpt2"), trunk("gpt2")
+    enable_gradient_checkpointing(found)
+    rows = [right_padded(SEQUENCES, 0), right_padded(SEQUENCES[:2], 0), right_padded(SEQUENCES[1:], 0)]
+
+    def losses(backbone) -> list[Tensor]:
+        passes = [states_at(backbone, rows[0], READ), states_at(backbone, rows[1], READ[:2])]
+        return [states.square().sum() for states in (*passes, token_states(backbone, rows[2]))]
+
+    sum(losses(expected)).backward()
+    packs(found)
+    with recomputing(found), packed_attention(found), trunks._tails[found].in_place():
+        ours = losses(found)
+        for turn in order:
+            ours[turn].backward()
+    for mine, theirs in zip(found.parameters(), expected.parameters(), strict=True):
+        assert_close(mine.grad, theirs.grad, rtol=1e-9, atol=1e-12)
 
 
 def test_compiled_layers_compute_all_tokens(monkeypatch):
@@ -174,6 +206,10 @@ def test_modules_compute_all_tokens_again_after_the_block_and_after_an_error():
     with pytest.raises(IndexError):
         states_at(backbone, right_padded(SEQUENCES, 0), torch.tensor([16]))
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in backbone.modules())
+    with torch.no_grad():
+        states_at(backbone, right_padded(SEQUENCES, 0), READ)
+        found = token_states(backbone, right_padded(SEQUENCES, 0))
+    assert_close(found, states_one_by_one(backbone), rtol=0.0, atol=1e-6)
 
 
 def test_modules_that_do_not_give_the_same_of_some_tokens_alone_compute_all(monkeypatch):

@@ -13,8 +13,10 @@ from ppo_rlhf.training.utilisation import PEAKS, device_name, peak_flops, update
 BLOCKS = 2 * (16 * 48 + 16 * 16 + 16 * 64 + 64 * 16)  # two layers, 16 wide: c_attn, c_proj, c_fc, c_proj
 HEAD = 23 * 16
 ATTENTION = 2 * 16
+BEHIND = 16 * 16 + 16 * 64 + 64 * 16  # what follows the last attention: c_proj, c_fc, c_proj
 LENGTHS, RESPONSES = [3, 5], [1, 4]
-TOKENS, PAIRS = 8, 6 + 15
+TOKENS, PAIRS, NOT_READ = 8, 6 + 15, 1  # of a prompt of two tokens the first
+BY_TOKENS = BLOCKS * TOKENS - BEHIND * NOT_READ
 
 
 def operations(run) -> UpdateOperations:
@@ -24,29 +26,32 @@ def operations(run) -> UpdateOperations:
 
 
 def test_a_tiny_gpt2_counted_by_hand(make_run):
-    trunk = 6 * BLOCKS * TOKENS + 12 * ATTENTION * PAIRS
+    trunk = 6 * BY_TOKENS + 12 * ATTENTION * PAIRS
     found = operations(make_run("gpt2"))
     assert found.count(LENGTHS, RESPONSES) == 2 * trunk + 6 * HEAD * 5
-    forward = 2 * BLOCKS * TOKENS + 4 * ATTENTION * PAIRS + 2 * HEAD * 5
+    forward = 2 * BY_TOKENS + 4 * ATTENTION * PAIRS + 2 * HEAD * 5
     assert found.count(LENGTHS, RESPONSES, policy_learns=False) == forward + trunk
 
 
 def test_a_shared_trunk_is_passed_once(make_run):
     found = operations(make_run("gpt2", value_model="shared"))
-    assert found.count(LENGTHS, RESPONSES) == 6 * BLOCKS * TOKENS + 12 * ATTENTION * PAIRS + 6 * HEAD * 5
+    assert found.count(LENGTHS, RESPONSES) == 6 * BY_TOKENS + 12 * ATTENTION * PAIRS + 6 * HEAD * 5
 
 
 def test_frozen_matrices_have_no_gradients_of_their_own(make_run):
-    adapters = 2 * 3 * ((16 + 48) + (16 + 16) + (16 + 64) + (64 + 16))  # rank 3, in each of the two layers
+    behind = 3 * ((16 + 16) + (16 + 64) + (64 + 16))  # rank 3
+    adapters = 2 * (3 * (16 + 48) + behind)  # in each of the two layers
     found = operations(make_run("gpt2", use_peft=True, lora_r=3))
-    assert found.policy.matrices == Matrices(trained=adapters, frozen=BLOCKS)
-    trunk = (4 * BLOCKS + 6 * adapters) * TOKENS + 12 * ATTENTION * PAIRS
+    assert found.policy.matrices == Matrices(trained=adapters - behind, frozen=BLOCKS - BEHIND)
+    assert found.policy.behind == Matrices(trained=behind, frozen=BEHIND)
+    trunk = 4 * BY_TOKENS + 6 * (adapters * TOKENS - behind * NOT_READ) + 12 * ATTENTION * PAIRS
     assert found.count(LENGTHS, RESPONSES) == 2 * trunk + 4 * HEAD * 5
 
 
 def test_heads_that_share_keys_have_narrower_matrices_and_attend_as_widely(make_run):
     found = operations(make_run("llama"))  # 2 heads of 8 with one key, 24 wide inside
-    assert found.policy.matrices.trained == 2 * (2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * 24)
+    assert found.policy.matrices.trained == 2 * (2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * 24) - 16 * 16 - 3 * 16 * 24
+    assert found.policy.behind.trained == 16 * 16 + 3 * 16 * 24
     assert found.policy.attention == ATTENTION
 
 

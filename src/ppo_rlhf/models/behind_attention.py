@@ -46,11 +46,10 @@ class Tail:
     """The modules behind a trunk's last attention, which can compute some tokens alone."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        """Take them in the order in which they end."""
-        self._modules = modules
+        self.modules = tuple(modules)
         self._handles: list[RemovableHandle] = []
         self._depth = 0
-        self._read: ReadTokens | None = None  # from an attention to the last module behind it
+        self._read: ReadTokens | None = None  # as the last attention said
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -60,7 +59,7 @@ class Tail:
         """
         self._depth += 1
         if not self._handles:
-            for module in self._modules:
+            for module in self.modules:
                 self._handles.append(module.register_forward_pre_hook(self._take))
                 self._handles.append(module.register_forward_hook(self._place))
         try:
@@ -72,22 +71,19 @@ class Tail:
                 while self._handles:
                     self._handles.pop().remove()
 
-    def attention(self, attention: Attention, read: ReadTokens) -> Attention:
-        """Return the attention of a pass in which only these tokens' last hidden states are read."""
+    def attention(self, attention: Attention, read: ReadTokens | None) -> Attention:
+        """Return the attention of a pass in which only these tokens' last hidden states are read; None: all tokens'."""
         return _AttentionOfRead(self, attention, read)
 
     def compute(self, read: ReadTokens | None) -> None:
-        """Compute what follows of these tokens alone; None: of all."""
+        """Compute what follows of these tokens alone, until an attention says otherwise; None: of all."""
         self._read = read
 
     def _take(self, _: nn.Module, given: tuple[Tensor]) -> Tensor | None:
         return None if self._read is None else self._read.take(given[0])
 
-    def _place(self, module: nn.Module, _: tuple[Tensor], found: Tensor) -> Tensor | None:
-        read = self._read
-        if module is self._modules[-1]:
-            self._read = None
-        return None if read is None else read.place(found)
+    def _place(self, _: nn.Module, __: tuple[Tensor], found: Tensor) -> Tensor | None:
+        return None if self._read is None else self._read.place(found)
 
 
 @dataclass(frozen=True)
@@ -96,7 +92,7 @@ class _AttentionOfRead:
 
     tail: Tail
     attention: Attention
-    read: ReadTokens
+    read: ReadTokens | None
 
     def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scaling: float | None) -> Tensor:
         attended = self.attention.attend(query_NHD, key_NKD, value_NKD, scaling)
@@ -107,7 +103,7 @@ class _AttentionOfRead:
 def modules_behind_attention(
     backbone: nn.Module, run: Callable[[Attention], object], attention: Attention
 ) -> list[nn.Module]:
-    """Return the modules with matrices behind a trunk's last attention, each as large as can be, as they end.
+    """Return the modules with matrices behind a trunk's last attention, each as large as can be.
 
     Left out are those that come more than once in a pass, or get or give more than states `[1, N, …]` or `[N, …]`.
 
@@ -131,7 +127,7 @@ def modules_behind_attention(
         is_inside = any(module in outer.modules() for outer in found)
         if not is_inside and watch.calls[module] == 1 and module in watch.ended and _has_matrix(module):
             found.append(module)
-    return sorted(found, key=list(watch.ended).index)
+    return found
 
 
 @dataclass
@@ -142,7 +138,7 @@ class _Watch:
     length: int = 0  # N
     calls: Counter[nn.Module] = field(default_factory=Counter)
     begun: set[nn.Module] = field(default_factory=set)  # with states of all tokens, and nothing else
-    ended: dict[nn.Module, None] = field(default_factory=dict)  # and ended with such states, in this order
+    ended: set[nn.Module] = field(default_factory=set)  # and ended with such states
 
     def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scaling: float | None) -> Tensor:
         self.begun.clear()
@@ -157,7 +153,7 @@ class _Watch:
 
     def end(self, module: nn.Module, _: object, found: object) -> None:
         if module in self.begun and self._is_of_all(found):
-            self.ended[module] = None
+            self.ended.add(module)
 
     def _is_of_all(self, states: object) -> bool:
         return isinstance(states, Tensor) and states.shape[:-1] in ((1, self.length), (self.length,))

@@ -82,6 +82,11 @@ def packed_states_at(
         return take_rows(packed_states(backbone, ids, positions, attention), places)
 
 
+def computed_of_read_tokens(backbone: PreTrainedModel) -> tuple[nn.Module, ...]:
+    """Return the modules that `states_at` computes for the tokens that are read alone."""
+    return _tails[backbone].modules if packs(backbone) and not is_compiled(backbone) else ()
+
+
 @contextmanager
 def packing(model: PreTrainedModel, *backbones: PreTrainedModel) -> Iterator[None]:
     """Return the context of forward and backward passes of a language model and other backbones.
@@ -101,11 +106,12 @@ def packing(model: PreTrainedModel, *backbones: PreTrainedModel) -> Iterator[Non
 def packs(backbone: PreTrainedModel) -> bool:
     """Whether a model's states of packed sequences are those of each sequence alone; found out at the first call."""
     if backbone not in _packs:
-        _packs[backbone] = has_plain_attention(backbone) and _keeps_sequences_apart(backbone)
-        if _packs[backbone]:
+        can = has_plain_attention(backbone) and _keeps_sequences_apart(backbone)
+        if can:
             _tails[backbone] = _find_tail(backbone)
         else:
             log.info("%s needs padding: its passes compute that, too.", type(backbone).__name__)
+        _packs[backbone] = can
     return _packs[backbone]
 
 
@@ -134,9 +140,10 @@ _heads: WeakKeyDictionary[nn.Module, type[ModelOutput] | None] = WeakKeyDictiona
 
 def _packed_states(backbone: PreTrainedModel, rows: TokenRows) -> Tensor:
     rows = rows.filled if fills_rows(backbone) else rows
-    if backbone in _tails:
-        _tails[backbone].compute(None)  # a pass that was computed again stops where it has what it needs
-    return packed_states(backbone, rows.packed_ids, rows.packed_positions, rows.layout)[: len(rows.slots)]
+    attention: Attention = rows.layout
+    if backbone in _tails:  # not while the model is asked whether it packs
+        attention = _tails[backbone].attention(attention, None)
+    return packed_states(backbone, rows.packed_ids, rows.packed_positions, attention)[: len(rows.slots)]
 
 
 def _padded_states(backbone: PreTrainedModel, rows: TokenRows) -> Tensor:
@@ -186,8 +193,8 @@ def _find_tail(backbone: PreTrainedModel) -> Tail:
         return packed_states(backbone, ids, positions, attention)
 
     with asking(backbone):
-        tail = Tail(modules_behind_attention(backbone, states, layout))
         expected = states(layout)
+        tail = Tail(modules_behind_attention(backbone, states, layout))
         try:
             with tail.in_place():
                 found = states(tail.attention(layout, read))
