@@ -98,7 +98,7 @@ def packing(model: PreTrainedModel, *backbones: PreTrainedModel) -> Iterator[Non
     can = [backbone for backbone in (backbone_of(model), *backbones) if packs(backbone)]
     with packed_attention(*can), ExitStack() as stack:
         for backbone in can:
-            if not is_compiled(backbone):
+            if backbone in _tails and not is_compiled(backbone):
                 stack.enter_context(_tails[backbone].in_place())
         yield
 
