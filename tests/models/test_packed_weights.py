@@ -127,6 +127,7 @@ def test_small_layers_other_types_and_forwards_of_somebody_else_are_left_alone(m
         assert packed(model) == {attention.q_proj}
 
 
+@pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN")  # torch's own, of whoever switches oneDNN off
 def test_nothing_is_packed_where_another_library_is_as_fast_or_onednn_is_switched_off(monkeypatch: pytest.MonkeyPatch):
     model = tiny_model()
     monkeypatch.setattr(packed_weights, "lacks_instructions", lambda _: False)

@@ -62,7 +62,7 @@ def states_at(backbone: PreTrainedModel, rows: TokenRows, places: Tensor) -> Ten
     What follows the last attention is computed for them alone, but not in layers that are compiled. For gradient
     checkpointing see `token_states`.
     """
-    if not packs(backbone) or is_compiled(backbone):
+    if _tail_of(backbone) is None:
         return take_rows(token_states(backbone, rows), places)
     fills = fills_rows(backbone)
     rows = rows.filled if fills else rows
@@ -84,7 +84,8 @@ def packed_states_at(
 
 def computed_of_read_tokens(backbone: PreTrainedModel) -> tuple[nn.Module, ...]:
     """Return the modules that `states_at` computes for the tokens that are read alone."""
-    return _tails[backbone].modules if packs(backbone) and not is_compiled(backbone) else ()
+    tail = _tail_of(backbone)
+    return () if tail is None else tail.modules
 
 
 @contextmanager
@@ -97,9 +98,9 @@ def packing(model: PreTrainedModel, *backbones: PreTrainedModel) -> Iterator[Non
     logits_of(model)  # asked now: within the context it could not be asked plainly
     can = [backbone for backbone in (backbone_of(model), *backbones) if packs(backbone)]
     with packed_attention(*can), ExitStack() as stack:
-        for backbone in can:
-            if backbone in _tails and not is_compiled(backbone):
-                stack.enter_context(_tails[backbone].in_place())
+        for tail in map(_tail_of, can):
+            if tail is not None:
+                stack.enter_context(tail.in_place())
         yield
 
 
@@ -136,6 +137,11 @@ def logits_of(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
 _packs: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 _tails: WeakKeyDictionary[nn.Module, Tail] = WeakKeyDictionary()
 _heads: WeakKeyDictionary[nn.Module, type[ModelOutput] | None] = WeakKeyDictionary()
+
+
+def _tail_of(backbone: PreTrainedModel) -> Tail | None:
+    """Return what can be computed for the tokens that are read alone; None where all tokens are."""
+    return _tails.get(backbone) if packs(backbone) and not is_compiled(backbone) else None
 
 
 def _packed_states(backbone: PreTrainedModel, rows: TokenRows) -> Tensor:
