@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import sqlite3
 import subprocess
 import threading
@@ -27,7 +28,7 @@ from mlflow.exceptions import MlflowException
 from sqlalchemy.exc import SQLAlchemyError
 
 from ppo_rlhf.core.errors import ConfigError
-from ppo_rlhf.hooks import TrackingHook
+from ppo_rlhf.hooks import TrackingHook, tracking_store
 from ppo_rlhf.hooks.checks import check_runner, unread_local_files
 from ppo_rlhf.hooks.hyperparameters import changed_settings, hyperparameters
 from ppo_rlhf.hooks.provenance import git_tags
@@ -201,6 +202,23 @@ def test_a_store_that_cannot_be_opened_is_one_line(kedro: Kedro, toy_project: Pa
     assert result.exit_code == 1
     assert f"Error: mlflow.yml: the tracking store {uri} cannot be used" in result.stderr
     assert "Traceback" not in result.output
+
+
+def test_a_server_that_says_nothing_is_named_while_it_is_waited_for_but_not_its_password(
+    kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(tracking_store, "SLOW_S", 0.1)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "2")
+    with socket.create_server(("127.0.0.1", 0)) as server:  # takes connections, and answers none
+        uri = f"http://{{}}127.0.0.1:{server.getsockname()[1]}"
+        settings = f"server:\n  mlflow_tracking_uri: {uri.format('me:secret@')}\n"
+        (toy_project / "conf" / "local" / "mlflow.yml").write_text(settings)
+        result = kedro(toy_project, "run", "--pipelines", "align")
+    assert result.exit_code == 1
+    assert f"The tracking store {uri.format('me:***@')} has not answered for 0 s." in caplog.text
+    assert f"Error: mlflow.yml: the tracking store {uri.format('me:***@')} cannot be used" in result.stderr
+    assert "secret" not in result.output + caplog.text
 
 
 @pytest.mark.parametrize("error", [MlflowException, SQLAlchemyError])

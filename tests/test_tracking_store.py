@@ -7,7 +7,7 @@ import os
 import pytest
 from mlflow.exceptions import MlflowException
 
-from ppo_rlhf.hooks.tracking_store import asked_twice, one_line
+from ppo_rlhf.hooks.tracking_store import asked_twice, one_line, without_password
 
 RETRIES, SECONDS = "MLFLOW_HTTP_REQUEST_MAX_RETRIES", "MLFLOW_HTTP_REQUEST_TIMEOUT"
 
@@ -31,3 +31,19 @@ def test_who_asks_less_often_anyway_goes_on_to(monkeypatch: pytest.MonkeyPatch):
 def test_an_error_is_one_line_without_what_sqlalchemy_adds():
     text = "(sqlite3.OperationalError) database\n is locked\n[SQL: INSERT INTO x]\n(Background on this error at: …)"
     assert one_line(MlflowException(text)) == "(sqlite3.OperationalError) database is locked"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("postgresql://me:secret@db:5432/x?a=b", "postgresql://me:***@db:5432/x?a=b"),
+        ("no reply of https://me:a:b@c@host, asked twice", "no reply of https://me:***@host, asked twice"),
+        ("http://host:5000", "http://host:5000"),
+        ("http://host:5000/of?mail=me@there", "http://host:5000/of?mail=me@there"),
+        ("http://me@host:5000", "http://me@host:5000"),
+        ("sqlite:////folder:1/me@home.db", "sqlite:////folder:1/me@home.db"),
+    ],
+)
+def test_a_password_is_not_shown(text: str, expected: str):
+    assert without_password(text) == expected
+    assert one_line(MlflowException(text)) == expected

@@ -14,8 +14,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from ppo_rlhf.cli.errors import one_line_each, project_here
 from ppo_rlhf.core.errors import PPORLHFError
-
-SQLITE = "sqlite:///"
+from ppo_rlhf.hooks.tracking_store import SQLITE, one_line, without_password
 
 
 @click.command()
@@ -50,7 +49,7 @@ def _lines(project_path: Path, run_id: str | None, everything: bool, env: str | 
         client = MlflowClient(uri)
         run = recorded_run(client, run_id or newest_run(client, settings.tracking.experiment.name))
     except (MlflowException, SQLAlchemyError) as error:
-        raise PPORLHFError(f"The tracking store {uri} cannot be read: {' '.join(str(error).split())}") from error
+        raise PPORLHFError(f"The tracking store {without_password(uri)} cannot be read: {one_line(error)}") from error
     advice = judge(run.config, run.history)
     return [*run.heading, *in_words(run.config, advice, run.history, most=None if everything else SHOWN)]
 

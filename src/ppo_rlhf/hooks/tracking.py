@@ -33,11 +33,13 @@ from ppo_rlhf.hooks.tracking_store import (
     SQLITE,
     asked_twice,
     end_active_run,
+    named_if_slow,
     noting_refusals,
     settled_in_project,
     store_errors_said_once,
     store_in_plain_words,
     uri_in_project,
+    without_password,
 )
 from ppo_rlhf.imports import collector_paused
 from ppo_rlhf.runner import RunInterruptedError, TerminationSignal, deferring_signals, plan_loop
@@ -107,7 +109,7 @@ class TrackingHook(MlflowHook):
             return
         is_ours = mlflow.active_run() is None
         try:
-            with deferring_signals():
+            with deferring_signals(), named_if_slow(self._uri):
                 self._quiet.enter_context(store_errors_said_once())
                 try:
                     self._start(run_params, pipeline, catalog, entry)
@@ -123,9 +125,8 @@ class TrackingHook(MlflowHook):
     @collector_paused()  # the store's classes are imported here
     def _open_store(self, run_params: Mapping[str, Any]) -> None:
         """Open it alone: of two processes that make a database at once, one fails."""
-        uri = str(self.mlflow_config.server.mlflow_tracking_uri)
         with store_in_plain_words(self._complaint("cannot be used")), ExitStack() as alone:
-            if uri.startswith(SQLITE):
+            if self._uri.startswith(SQLITE):
                 alone.enter_context(one_at_a_time(Path(run_params["project_path"])))
             super().after_context_created(self._context)
         used = GIVEN_URI and uri_in_project(GIVEN_URI, Path(run_params["project_path"])) == mlflow.get_tracking_uri()
@@ -302,7 +303,11 @@ class TrackingHook(MlflowHook):
             self._lock = None
 
     def _complaint(self, what: str) -> str:
-        return f"mlflow.yml: the tracking store {self.mlflow_config.server.mlflow_tracking_uri} {what}"
+        return f"mlflow.yml: the tracking store {without_password(self._uri)} {what}"
+
+    @property
+    def _uri(self) -> str:
+        return str(self.mlflow_config.server.mlflow_tracking_uri or mlflow.get_tracking_uri())
 
 
 def _resume_entry(pipeline: Pipeline, catalog: CatalogProtocol) -> ResumeCheckpointDataset | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +26,8 @@ STORE_ERRORS = (MlflowException, SQLAlchemyError, OSError)
 """What a store that cannot be read or written raises."""
 LOUD = "mlflow.store.db.utils"
 """A logger that prints a statement of SQL for an error that is also raised."""
+SLOW_S = 15.0
+"""After so long the start of a run says what it waits for; making a database takes less."""
 
 
 def settled_in_project(settings: Mapping[str, Any], project_path: Path) -> dict[str, Any]:
@@ -49,6 +52,24 @@ def settled_in_project(settings: Mapping[str, Any], project_path: Path) -> dict[
 def uri_in_project(uri: str, project_path: Path) -> str:
     """Return a store's URI, with a relative sqlite file placed in the project's root."""
     return f"{SQLITE}{project_path / uri.removeprefix(SQLITE)}" if uri.startswith(SQLITE) else uri
+
+
+def without_password(text: str) -> str:
+    """Return a text in which URIs show no password."""
+    return re.sub(r"(://[^\s/:@]*:)[^\s/]*@", r"\1***@", text)
+
+
+@contextmanager
+def named_if_slow(uri: str) -> Iterator[None]:
+    """Say that this store is waited for, if the block takes long: MLflow itself says nothing for minutes."""
+    line = "The tracking store %s has not answered for %d s. MLflow goes on asking; Ctrl-C twice stops at once."
+    timer = threading.Timer(SLOW_S, logger.warning, [line, without_password(uri), SLOW_S])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def end_active_run(status: int = RunStatus.FAILED) -> None:
@@ -105,7 +126,7 @@ def asked_twice() -> Iterator[None]:
 
 
 def one_line(error: Exception) -> str:
-    """Return an error's text in one line, without what SQLAlchemy adds (statement, link, hint)."""
+    """Return an error's text in one line, without passwords and what SQLAlchemy adds (statement, link, hint)."""
     text = re.split(r"\n\s*[\[(](?:SQL|Background)", str(error))[0]
     text = re.sub(r"^\(raised as a result of Query-invoked autoflush;[^)]*\)", "", text)
-    return " ".join(text.split())
+    return without_password(" ".join(text.split()))
