@@ -28,7 +28,7 @@ from mlflow.exceptions import MlflowException
 from sqlalchemy.exc import SQLAlchemyError
 
 from ppo_rlhf.core.errors import ConfigError
-from ppo_rlhf.hooks import TrackingHook, tracking_store
+from ppo_rlhf.hooks import TrackingHook, tracking, tracking_store
 from ppo_rlhf.hooks.checks import check_runner, unread_local_files
 from ppo_rlhf.hooks.hyperparameters import changed_settings, hyperparameters
 from ppo_rlhf.hooks.provenance import git_tags
@@ -219,6 +219,22 @@ def test_a_server_that_says_nothing_is_named_while_it_is_waited_for_but_not_its_
     assert f"The tracking store {uri.format('me:***@')} has not answered for 0 s." in caplog.text
     assert f"Error: mlflow.yml: the tracking store {uri.format('me:***@')} cannot be used" in result.stderr
     assert "secret" not in result.output + caplog.text
+
+
+def test_a_store_is_not_blamed_for_what_comes_before_and_behind_its_opening(
+    kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A checkpoint to go on from is read there, which can take long."""
+    running, seen = [], []
+    monkeypatch.setattr(
+        threading, "Timer", lambda *_: SimpleNamespace(start=lambda: running.append(1), cancel=running.clear)
+    )
+    whole, resumption = tracking.describe_run, TrackingHook._resumption
+    monkeypatch.setattr(tracking, "describe_run", lambda *given: seen.append(list(running)) or whole(*given))
+    monkeypatch.setattr(TrackingHook, "_resumption", lambda *given: seen.append(list(running)) or resumption(*given))
+    result = kedro(toy_project, "run", "--pipelines", "align")
+    assert result.exit_code == 0, result.output
+    assert seen == [[], []]
 
 
 @pytest.mark.parametrize("error", [MlflowException, SQLAlchemyError])

@@ -9,12 +9,10 @@ import click
 import mlflow
 from kedro.framework.session import KedroSession
 from mlflow import MlflowClient
-from mlflow.exceptions import MlflowException
-from sqlalchemy.exc import SQLAlchemyError
 
 from ppo_rlhf.cli.errors import one_line_each, project_here
 from ppo_rlhf.core.errors import PPORLHFError
-from ppo_rlhf.hooks.tracking_store import SQLITE, one_line, without_password
+from ppo_rlhf.hooks.tracking_store import SQLITE, store_in_plain_words, without_password
 
 
 @click.command()
@@ -45,11 +43,9 @@ def _lines(project_path: Path, run_id: str | None, everything: bool, env: str | 
     uri = settings.server.mlflow_tracking_uri or mlflow.get_tracking_uri()
     if uri.startswith(SQLITE) and not Path(uri.removeprefix(SQLITE)).is_file():  # MLflow would make an empty one
         raise PPORLHFError(f"There is no run yet: {uri.removeprefix(SQLITE)} does not exist. `kedro run` makes it.")
-    try:
+    with store_in_plain_words(f"The tracking store {without_password(uri)} cannot be read"):
         client = MlflowClient(uri)
         run = recorded_run(client, run_id or newest_run(client, settings.tracking.experiment.name))
-    except (MlflowException, SQLAlchemyError) as error:
-        raise PPORLHFError(f"The tracking store {without_password(uri)} cannot be read: {one_line(error)}") from error
     advice = judge(run.config, run.history)
     return [*run.heading, *in_words(run.config, advice, run.history, most=None if everything else SHOWN)]
 

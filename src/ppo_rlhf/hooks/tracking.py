@@ -109,7 +109,7 @@ class TrackingHook(MlflowHook):
             return
         is_ours = mlflow.active_run() is None
         try:
-            with deferring_signals(), named_if_slow(self._uri):
+            with deferring_signals():
                 self._quiet.enter_context(store_errors_said_once())
                 try:
                     self._start(run_params, pipeline, catalog, entry)
@@ -125,7 +125,7 @@ class TrackingHook(MlflowHook):
     @collector_paused()  # the store's classes are imported here
     def _open_store(self, run_params: Mapping[str, Any]) -> None:
         """Open it alone: of two processes that make a database at once, one fails."""
-        with store_in_plain_words(self._complaint("cannot be used")), ExitStack() as alone:
+        with named_if_slow(self._uri), store_in_plain_words(self._complaint("cannot be used")), ExitStack() as alone:
             if self._uri.startswith(SQLITE):
                 alone.enter_context(one_at_a_time(Path(run_params["project_path"])))
             super().after_context_created(self._context)

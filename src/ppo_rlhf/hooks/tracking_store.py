@@ -27,7 +27,7 @@ STORE_ERRORS = (MlflowException, SQLAlchemyError, OSError)
 LOUD = "mlflow.store.db.utils"
 """A logger that prints a statement of SQL for an error that is also raised."""
 SLOW_S = 15.0
-"""After so long the start of a run says what it waits for; making a database takes less."""
+"""After so long the opening of a store says what it waits for; making a database takes less."""
 
 
 def settled_in_project(settings: Mapping[str, Any], project_path: Path) -> dict[str, Any]:
