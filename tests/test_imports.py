@@ -1,8 +1,9 @@
-"""The garbage collector is held back while packages are imported, and only then."""
+"""Packages that are imported while the garbage collector is held back, and those that are kept out."""
 
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ppo_rlhf.imports import collector_paused
+from ppo_rlhf.imports import collector_paused, not_installed
 
 
 @pytest.fixture(autouse=True)
@@ -60,3 +61,19 @@ def test_settings_and_stages_are_imported_without_a_full_collection():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ, check=True)
     assert done.stdout.split() == ["0", "True"]
+
+
+def test_a_package_that_nobody_has_imported_cannot_be_imported_within_the_block_alone(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delitem(sys.modules, "this", raising=False)
+    with not_installed("this"), pytest.raises(ImportError):
+        importlib.import_module("this")
+    with pytest.raises(ZeroDivisionError), not_installed("this"):
+        raise ZeroDivisionError
+    assert "this" not in sys.modules
+
+
+def test_a_package_that_was_imported_stays(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "this", os)
+    with not_installed("this"):
+        assert importlib.import_module("this") is os
+    assert sys.modules["this"] is os

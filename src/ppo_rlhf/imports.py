@@ -1,6 +1,7 @@
 """Importing large packages, at start-up and where a function first needs one."""
 
 import gc
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -10,7 +11,7 @@ def collector_paused() -> Iterator[None]:
     """Hold Python's garbage collector back, also as a decorator; it goes on afterwards if it was on before.
 
     torch, transformers and MLflow make half a million objects as they are imported, and they stay. The collector
-    goes through all of them time and again and finds nothing: a fifth of the time up to the first node of a run.
+    goes through all of them time and again and finds nothing.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -19,3 +20,16 @@ def collector_paused() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
+
+
+@contextmanager
+def not_installed(package: str) -> Iterator[None]:
+    """Within the block a package that nobody has imported yet cannot be imported."""
+    if package in sys.modules:
+        yield
+        return
+    sys.modules[package] = None  # type: ignore[assignment]  # Python's own way to say so
+    try:
+        yield
+    finally:
+        del sys.modules[package]

@@ -116,6 +116,17 @@ def test_chat_messages_go_through_the_template_with_the_generation_prompt_and_no
     assert prompts.columns == {"messages": [messages]}
 
 
+def test_texts_and_chats_keep_their_places_however_many_are_tokenised_together(make_tokenizer, monkeypatch):
+    tokenizer = with_specials(make_tokenizer(), "$A </s>")
+    tokenizer.chat_template = CHAT_TEMPLATE
+    rows = ["a", [{"role": "s", "content": "b"}], "c d", "e", [{"role": "i", "content": "f"}], "g"]
+    alone = [tokenise([row], tokenizer).prompt_ids[0] for row in rows]
+    assert alone == [[3], [21, 4, 2, 19], [5, 6], [7], [11, 8, 2, 19], [9]]
+    for together in (1, 2, 1000):
+        monkeypatch.setattr("ppo_rlhf.training.prompts.TOKENISED_TOGETHER", together)
+        assert tokenise(rows, tokenizer).prompt_ids == alone
+
+
 def test_a_missing_column_is_named_with_those_there_are(make_tokenizer):
     frame = pd.DataFrame({"text": ["a"], "label": [1]})
     expected = "my prompts: no column `prompt`; the columns are text, label"

@@ -41,7 +41,7 @@ from ppo_rlhf.hooks.tracking_store import (
     uri_in_project,
     without_password,
 )
-from ppo_rlhf.imports import collector_paused
+from ppo_rlhf.imports import collector_paused, not_installed
 from ppo_rlhf.runner import RunInterruptedError, TerminationSignal, deferring_signals, plan_loop
 
 if TYPE_CHECKING:  # heavy: only a run pays for them
@@ -122,7 +122,6 @@ class TrackingHook(MlflowHook):
             self.on_pipeline_error(RunInterruptedError(stop.signum), run_params, pipeline, catalog)
             raise
 
-    @collector_paused()  # the store's classes are imported here
     def _open_store(self, run_params: Mapping[str, Any]) -> None:
         """Open it alone: of two processes that make a database at once, one fails."""
         with named_if_slow(self._uri), store_in_plain_words(self._complaint("cannot be used")), ExitStack() as alone:
@@ -133,6 +132,7 @@ class TrackingHook(MlflowHook):
         if GIVEN_URI and not used and mlflow.active_run() is None:
             logger.warning("MLFLOW_TRACKING_URI is not used: server.mlflow_tracking_uri in mlflow.yml is.")
 
+    @collector_paused()  # much of MLflow is imported here
     def _start(
         self,
         run_params: dict[str, Any],
@@ -149,7 +149,7 @@ class TrackingHook(MlflowHook):
             resumption = self._resumption(this, entry, project_path)
             if resumption is None:
                 self._lock = None if entry is None else self._lock_given_run(entry.root)
-                super().before_pipeline_run(run_params, pipeline, catalog)
+                self._start_run(run_params, pipeline, catalog)
                 logger.info("MLflow run %s (kedro mlflow ui)", self.run_id)
             else:
                 self._lock = resumption.lock
@@ -161,6 +161,15 @@ class TrackingHook(MlflowHook):
             self._describe(this, resumption, project_path)
             self._log = RunLog(str(self.run_id), pipeline, catalog, resumption)
         self._catalog = catalog
+
+    def _start_run(self, run_params: dict[str, Any], pipeline: Pipeline, catalog: CatalogProtocol) -> None:
+        """Let kedro-mlflow start the run.
+
+        MLflow asks IPython whether it is in a notebook. Where nobody has imported that it is not, and the import would
+        be for nothing: a twentieth of the time up to the first node.
+        """
+        with not_installed("IPython"):
+            super().before_pipeline_run(run_params, pipeline, catalog)
 
     def _resumption(
         self, this: RunDescription, entry: ResumeCheckpointDataset | None, project_path: Path
@@ -204,7 +213,7 @@ class TrackingHook(MlflowHook):
         sweep_leftovers(resumption.directory)
         self.mlflow_config.tracking.run.id = run.info.run_id
         self.mlflow_config.tracking.run.name = run.info.run_name
-        super().before_pipeline_run(run_params, pipeline, catalog)
+        self._start_run(run_params, pipeline, catalog)
         client = mlflow.MlflowClient()
         for name in END_TAGS & run.data.tags.keys():
             client.delete_tag(run.info.run_id, name)
