@@ -18,7 +18,6 @@ from transformers.activations import ACT2FN
 from transformers.utils.logging import is_progress_bar_enabled
 
 from ppo_rlhf.core.errors import ModelError
-from ppo_rlhf.models.activations import TanhGELU
 from ppo_rlhf.models.loading import (
     PretrainedHandle,
     check_model_directory,
@@ -29,6 +28,7 @@ from ppo_rlhf.models.loading import (
     is_local,
     quiet_transformers,
 )
+from ppo_rlhf.models.products.activations import TanhGELU
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from tests.tiny_models import KINDS, VOCABULARY, save, tiny_model, word_tokenizer
 

@@ -6,10 +6,10 @@ from torch._dynamo.utils import counters
 from torch.testing import assert_close
 
 from ppo_rlhf.core.errors import ModelError
-from ppo_rlhf.models import compilation, trunks
-from ppo_rlhf.models.behind_attention import Tail
 from ppo_rlhf.models.loading import PretrainedHandle
-from ppo_rlhf.models.trunks import backbone_of
+from ppo_rlhf.models.passes import compilation, trunks
+from ppo_rlhf.models.passes.behind_attention import Tail
+from ppo_rlhf.models.passes.trunks import backbone_of
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.generation import generate_responses
 from ppo_rlhf.training.precision import autocast

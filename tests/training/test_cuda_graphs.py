@@ -5,14 +5,14 @@ import torch
 from torch.testing import assert_close
 
 from ppo_rlhf.core.errors import ConfigError
-from ppo_rlhf.models import decoding
 from ppo_rlhf.models.loading import PretrainedHandle
-from ppo_rlhf.models.recorded_steps import RecordedSteps
+from ppo_rlhf.models.passes import decoding
+from ppo_rlhf.models.passes.recorded_steps import RecordedSteps
 from ppo_rlhf.training import PPOTrainer, run_models, trainer_models
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.generation import generate_responses
 from ppo_rlhf.training.run_models import load_policies
-from tests.models.test_recorded_steps import Again
+from tests.models.passes.test_recorded_steps import Again
 from tests.tiny_models import save, tiny_model, word_tokenizer
 from tests.training.test_generation import UNEVEN, noise, settings
 

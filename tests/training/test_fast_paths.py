@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from ppo_rlhf.models import trunks
+from ppo_rlhf.models.passes import trunks
 from ppo_rlhf.training import experience as steps
 from ppo_rlhf.training import scoring
 from ppo_rlhf.training.generation import Responses

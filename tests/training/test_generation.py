@@ -8,7 +8,7 @@ import torch
 from torch.testing import assert_close
 from transformers import GenerationConfig
 
-from ppo_rlhf.models.decoding import Decoder, decodes
+from ppo_rlhf.models.passes.decoding import Decoder, decodes
 from ppo_rlhf.training import generation
 from ppo_rlhf.training.generation import SamplingSettings, _leaving, generate_responses
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import BloomConfig, GPT2Config, LlamaConfig, MistralConfig
 
 from ppo_rlhf.core.errors import ConfigError, ModelError
-from ppo_rlhf.models import packed_weights, processors
 from ppo_rlhf.models.adapters import trained_parameters
+from ppo_rlhf.models.products import packed_weights, processors
 from ppo_rlhf.models.reward_model import CausalLMRewardConfig, CausalLMRewardModel
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.memory import RunShape, machine, plan_memory, remedies

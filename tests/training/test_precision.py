@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ppo_rlhf.core.errors import TrainingError
-from ppo_rlhf.models import processors
+from ppo_rlhf.models.products import processors
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.training import rollout, update
 from ppo_rlhf.training.config import PPOConfig

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from ppo_rlhf.models import compiled_shapes
+from ppo_rlhf.models.products import compiled_shapes
 from ppo_rlhf.training import scoring
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.packing import pack

@@ -8,7 +8,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from ppo_rlhf.models.adapters import LoraSettings, with_adapter
-from ppo_rlhf.models.trunks import backbone_of
+from ppo_rlhf.models.passes.trunks import backbone_of
 from ppo_rlhf.training import sixteen_bit_gradients, stepping
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.sixteen_bit_gradients import SixteenBitGradients, kept_in_sixteen_bits

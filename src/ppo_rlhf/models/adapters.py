@@ -25,7 +25,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models.annotations import PreTrainedModel
-from ppo_rlhf.models.linear_products import is_plain_linear, use_fast_products
+from ppo_rlhf.models.products.linear import is_plain_linear, use_fast_products
 
 if TYPE_CHECKING:  # heavy: with peft come all of transformers' models; functions import it
     from peft import LoraConfig

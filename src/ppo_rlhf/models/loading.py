@@ -20,10 +20,10 @@ from torch import nn
 from transformers.utils import cached_file
 
 from ppo_rlhf.core.errors import ModelError
-from ppo_rlhf.models.activations import TanhGELU
 from ppo_rlhf.models.annotations import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-from ppo_rlhf.models.compiled_shapes import keep_shapes_of_small_models
-from ppo_rlhf.models.linear_products import use_fast_products
+from ppo_rlhf.models.products.activations import TanhGELU
+from ppo_rlhf.models.products.compiled_shapes import keep_shapes_of_small_models
+from ppo_rlhf.models.products.linear import use_fast_products
 from ppo_rlhf.models.quiet import errors_only, quiet_transformers
 from ppo_rlhf.models.tokenizers import ensure_pad_id, ensure_pad_token
 from ppo_rlhf.models.value_heads import VALUE_HEAD, WEIGHTS, WEIGHTS_INDEX, read_value_head, value_head_tensors

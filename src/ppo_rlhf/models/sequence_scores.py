@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ppo_rlhf.models.annotations import PreTrainedModel
-from ppo_rlhf.models.token_rows import TokenRows, right_padded
-from ppo_rlhf.models.trunks import are_close, asking, backbone_of, packs, some_ids, states_at
+from ppo_rlhf.models.asking import are_close, asking, some_ids
+from ppo_rlhf.models.passes.token_rows import TokenRows, right_padded
+from ppo_rlhf.models.passes.trunks import backbone_of, packs, states_at
 
 _without_padding: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 

@@ -20,10 +20,10 @@ from ppo_rlhf.core.logprobs import token_logprobs
 from ppo_rlhf.core.responses import length_mask, response_lengths
 from ppo_rlhf.core.sampling import sample_tokens
 from ppo_rlhf.models.annotations import PreTrainedModel
-from ppo_rlhf.models.decoding import Decoder, decodes
-from ppo_rlhf.models.packed_weights import packed_weights
-from ppo_rlhf.models.recorded_steps import RecordedSteps
-from ppo_rlhf.models.trunks import logits_of
+from ppo_rlhf.models.passes.decoding import Decoder, decodes
+from ppo_rlhf.models.passes.recorded_steps import RecordedSteps
+from ppo_rlhf.models.passes.trunks import logits_of
+from ppo_rlhf.models.products.packed_weights import packed_weights
 from ppo_rlhf.training.packing import left_pad, without_padding
 
 STEPS_BETWEEN_LOOKS = 16

@@ -9,8 +9,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ppo_rlhf.models.packed_attention import place_rows
-from ppo_rlhf.models.token_rows import TokenRows
+from ppo_rlhf.models.passes.packed_attention import place_rows
+from ppo_rlhf.models.passes.token_rows import TokenRows
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
-from ppo_rlhf.models.processors import lacks_instructions
+from ppo_rlhf.models.products.processors import lacks_instructions
 from ppo_rlhf.training.config import PPOConfig
 
 _REDUCED = {"bfloat16": torch.bfloat16, "float16": torch.float16}

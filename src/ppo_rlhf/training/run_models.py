@@ -11,7 +11,6 @@ from torch import nn
 from ppo_rlhf.core.errors import ConfigError, ModelError
 from ppo_rlhf.models.adapters import LoraSettings, check_targets, has_adapter, with_adapter, without_adapter
 from ppo_rlhf.models.annotations import PreTrainedModel
-from ppo_rlhf.models.compilation import check_compiler, compile_layers
 from ppo_rlhf.models.critic import Critic, OwnBackbone, SharedCritic
 from ppo_rlhf.models.gradient_checkpointing import (
     check_gradient_checkpointing,
@@ -20,8 +19,9 @@ from ppo_rlhf.models.gradient_checkpointing import (
 )
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.models.offloading import to_host
-from ppo_rlhf.models.recorded_steps import CudaGraphs, RecordedSteps
-from ppo_rlhf.models.trunks import backbone_of
+from ppo_rlhf.models.passes.compilation import check_compiler, compile_layers
+from ppo_rlhf.models.passes.recorded_steps import CudaGraphs, RecordedSteps
+from ppo_rlhf.models.passes.trunks import backbone_of
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.model_rules import device_problems
 from ppo_rlhf.training.precision import frozen_dtype, torch_dtype

@@ -11,9 +11,10 @@ from torch.utils.checkpoint import checkpoint
 
 from ppo_rlhf.core.logprobs import token_entropy, token_logprobs
 from ppo_rlhf.models.annotations import PreTrainedModel
-from ppo_rlhf.models.compiled_shapes import fills_rows, rounded_up
-from ppo_rlhf.models.packed_attention import take_rows
-from ppo_rlhf.models.trunks import backbone_of, logits_of, states_at, vocabulary_size
+from ppo_rlhf.models.asking import vocabulary_size
+from ppo_rlhf.models.passes.packed_attention import take_rows
+from ppo_rlhf.models.passes.trunks import backbone_of, logits_of, states_at
+from ppo_rlhf.models.products.compiled_shapes import fills_rows, rounded_up
 from ppo_rlhf.training.packing import PackedSequences, pack
 
 LOGITS_HELD = 2**24

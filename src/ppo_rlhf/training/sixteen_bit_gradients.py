@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ppo_rlhf.models.annotations import PreTrainedModel
-from ppo_rlhf.models.sixteen_bit_weights import layers_that_autocast
+from ppo_rlhf.models.products.sixteen_bit_weights import layers_that_autocast
 from ppo_rlhf.training.config import PPOConfig
 
 FEW = 2**22

@@ -13,12 +13,12 @@ from ppo_rlhf.core.kl import AdaptiveKLController, FixedKLController, KLControll
 from ppo_rlhf.core.statistics import RunningMoments
 from ppo_rlhf.models.annotations import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_rlhf.models.averages import WeightAverage
-from ppo_rlhf.models.compiled_shapes import keep_shapes_of_small_models
 from ppo_rlhf.models.critic import SharedCritic
 from ppo_rlhf.models.own_configurations import keep_apart
-from ppo_rlhf.models.recorded_steps import RecordedSteps
+from ppo_rlhf.models.passes.recorded_steps import RecordedSteps
+from ppo_rlhf.models.passes.trunks import backbone_of, packs
+from ppo_rlhf.models.products.compiled_shapes import keep_shapes_of_small_models
 from ppo_rlhf.models.tokenizers import stop_token_ids
-from ppo_rlhf.models.trunks import backbone_of, packs
 from ppo_rlhf.training.alarms import KLAlarms
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.generation import SamplingSettings

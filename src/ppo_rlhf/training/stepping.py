@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ppo_rlhf.core.errors import DivergenceError
-from ppo_rlhf.models.trunks import backbone_of
+from ppo_rlhf.models.passes.trunks import backbone_of
 from ppo_rlhf.training.sixteen_bit_gradients import SixteenBitGradients, kept_in_sixteen_bits
 from ppo_rlhf.training.state import TrainingState
 

@@ -13,7 +13,7 @@ from ppo_rlhf.core.aggregation import aggregate_loss, aggregation_count
 from ppo_rlhf.core.errors import ConfigError, DivergenceError
 from ppo_rlhf.core.kl import kl_estimate
 from ppo_rlhf.core.losses import clipped_policy_loss, clipped_value_loss, importance_weights
-from ppo_rlhf.models.trunks import packing
+from ppo_rlhf.models.passes.trunks import packing
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.experience import Experience, learning_mask
 from ppo_rlhf.training.host_memory import return_freed_memory

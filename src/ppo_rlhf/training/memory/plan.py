@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from transformers import PretrainedConfig
 
 from ppo_rlhf.core.errors import ModelError, PPORLHFError
-from ppo_rlhf.models.packed_weights import packed_sizes
-from ppo_rlhf.models.processors import lacks_instructions, standing_in_for_a_gpu
+from ppo_rlhf.models.products.packed_weights import packed_sizes
+from ppo_rlhf.models.products.processors import lacks_instructions, standing_in_for_a_gpu
 from ppo_rlhf.models.quiet import critical_only
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.lanes import most_tokens_side_by_side

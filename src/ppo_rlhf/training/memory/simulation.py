@@ -23,13 +23,14 @@ from transformers import (
 
 from ppo_rlhf.core.sampling import sample_tokens
 from ppo_rlhf.models.adapters import trained_parameters
-from ppo_rlhf.models.compiled_shapes import fills_rows
+from ppo_rlhf.models.asking import vocabulary_size
 from ppo_rlhf.models.critic import SharedCritic
-from ppo_rlhf.models.decoding import Decoder
 from ppo_rlhf.models.loading import prepare
-from ppo_rlhf.models.packed_attention import PackedLayout, packed_attention, packed_states
+from ppo_rlhf.models.passes.decoding import Decoder
+from ppo_rlhf.models.passes.packed_attention import PackedLayout, packed_attention, packed_states
+from ppo_rlhf.models.passes.trunks import backbone_of, has_plain_attention
+from ppo_rlhf.models.products.compiled_shapes import fills_rows
 from ppo_rlhf.models.quiet import quiet_transformers
-from ppo_rlhf.models.trunks import backbone_of, has_plain_attention, vocabulary_size
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.memory.live_bytes import LiveBytes, Peak, in_blocks, storage_sizes
 from ppo_rlhf.training.precision import autocast, frozen_dtype, torch_dtype

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from ppo_rlhf.models import packed_weights, rounded_products
 from ppo_rlhf.models.adapters import LoraSettings, with_adapter
-from ppo_rlhf.models.linear_products import is_plain_linear
+from ppo_rlhf.models.products import packed_weights, rounded
+from ppo_rlhf.models.products.linear import is_plain_linear
 from ppo_rlhf.training.generation import SamplingSettings, generate_responses
 from tests.tiny_models import tiny_model
 
@@ -34,7 +34,7 @@ def sixteen_bits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     """Let products in bfloat16 be those of instructions, where there are some, and those without."""
     if not request.param and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         pytest.skip("this processor has no instructions for bfloat16")
-    for module in (packed_weights, rounded_products):
+    for module in (packed_weights, rounded):
         monkeypatch.setattr(module, "lacks_instructions", lambda dtype: request.param and dtype.itemsize == 2)
 
 

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 from transformers.pytorch_utils import Conv1D
 
-from ppo_rlhf.models import linear_products, packed_attention, processors, rounded_products
-from ppo_rlhf.models.linear_products import FastConv1D, FastLinear, is_plain_linear, use_fast_products
-from ppo_rlhf.models.packed_attention import PackedLayout
+from ppo_rlhf.models.passes import packed_attention
+from ppo_rlhf.models.passes.packed_attention import PackedLayout
+from ppo_rlhf.models.products import linear, processors, rounded
+from ppo_rlhf.models.products.linear import FastConv1D, FastLinear, is_plain_linear, use_fast_products
 from ppo_rlhf.training.memory.live_bytes import counting
 from tests.tiny_models import tiny_model
 
@@ -22,8 +23,8 @@ TYPES = [torch.bfloat16, torch.float16]
 def lacks(monkeypatch) -> dict[torch.dtype, bool]:
     """Let no type of 16 bits have instructions, wherever the tests run; a test may give some back."""
     lacking = dict.fromkeys(TYPES, True)
-    monkeypatch.setattr(rounded_products, "FEWEST_ROWS", 3)
-    for module in (rounded_products, linear_products, packed_attention):
+    monkeypatch.setattr(rounded, "FEWEST_ROWS", 3)
+    for module in (rounded, linear, packed_attention):
         monkeypatch.setattr(module, "lacks_instructions", lambda dtype: lacking.get(dtype, False))
     return lacking
 
@@ -32,13 +33,13 @@ def lacks(monkeypatch) -> dict[torch.dtype, bool]:
 def asked(lacks, monkeypatch) -> list[tuple[int, ...]]:
     """Return the shapes of the rounded products of linear layers."""
     shapes: list[tuple[int, ...]] = []
-    product = linear_products.rounded_linear
+    product = linear.rounded_linear
 
     def watched(rows, weight, *others):
         shapes.append((*rows.shape, len(weight)))
         return product(rows, weight, *others)
 
-    monkeypatch.setattr(linear_products, "rounded_linear", watched)
+    monkeypatch.setattr(linear, "rounded_linear", watched)
     return shapes
 
 
@@ -69,8 +70,8 @@ def assert_rounded_once(found: Tensor, exact: Tensor) -> None:
 def test_products_and_gradients_are_those_of_the_rounded_numbers(asked, monkeypatch, dtype, kind, bias, held, pieces):
     """By autocast, with weights in float32, and in weights of 16 bits; sums are not rounded between pieces."""
     if pieces == "pieces":
-        monkeypatch.setattr(rounded_products, "PIECE", 0)
-        monkeypatch.setattr(rounded_products, "NARROWEST", 3)
+        monkeypatch.setattr(rounded, "PIECE", 0)
+        monkeypatch.setattr(rounded, "NARROWEST", 3)
     plain = layer(kind, bias=bias).to(dtype if held == "16 bits" else torch.float32)
     fast = copy.deepcopy(plain)
     use_fast_products(fast)
@@ -97,8 +98,8 @@ def test_products_and_gradients_are_those_of_the_rounded_numbers(asked, monkeypa
 
 def test_nothing_is_computed_for_what_does_not_train(asked, monkeypatch):
     products = []
-    product = linear_products.rounded_times_transposed
-    monkeypatch.setattr(linear_products, "rounded_times_transposed", lambda *of: products.append(1) or product(*of))
+    product = linear.rounded_times_transposed
+    monkeypatch.setattr(linear, "rounded_times_transposed", lambda *of: products.append(1) or product(*of))
     fast = layer("linear").requires_grad_(False)
     use_fast_products(fast)
     rows = torch.randn(5, 40, requires_grad=True)
@@ -181,32 +182,32 @@ def test_weights_that_lie_in_no_order_and_layers_without_outputs_compute_too(lac
     spread = torch.randn(6, 8, dtype=torch.bfloat16)[::2, ::2].requires_grad_()
     rows, nothing = torch.randn(3, 4, dtype=torch.bfloat16), torch.zeros(0, 4, dtype=torch.bfloat16, requires_grad=True)
     for weight in (spread, nothing):
-        found = linear_products.rounded_linear(rows, weight, None, torch.bfloat16)
+        found = linear.rounded_linear(rows, weight, None, torch.bfloat16)
         found.sum().backward()
         assert_close(found, (rows.double() @ weight.detach().double().T).bfloat16(), rtol=2**-7, atol=1e-5)
         assert torch.equal(weight.grad, rows.double().sum(0).bfloat16().expand_as(weight))
 
 
 def test_memory_that_is_kept_is_float32s_on_the_cpu_whatever_the_defaults_are_and_never_large(lacks, monkeypatch):
-    monkeypatch.setattr(rounded_products, "_rooms", rounded_products._Rooms())
-    monkeypatch.setattr(rounded_products, "LARGEST_KEPT", 300)
+    monkeypatch.setattr(rounded, "_rooms", rounded._Rooms())
+    monkeypatch.setattr(rounded, "LARGEST_KEPT", 300)
     rows, weight = torch.randn(20, 10, dtype=torch.bfloat16), torch.randn(31, 10, dtype=torch.bfloat16)
     torch.set_default_dtype(torch.float64)
     try:
         with torch.inference_mode():
-            linear_products.rounded_linear(rows, weight, None, torch.bfloat16)
+            linear.rounded_linear(rows, weight, None, torch.bfloat16)
     finally:
         torch.set_default_dtype(torch.float32)
-    assert {name: (x.numel(), x.dtype, x.is_inference()) for name, x in rounded_products._rooms.held.items()} == {
+    assert {name: (x.numel(), x.dtype, x.is_inference()) for name, x in rounded._rooms.held.items()} == {
         "left": (200, torch.float32, False)
     }
 
 
 def test_no_more_than_the_weight_and_a_piece_is_held_in_float32(lacks, monkeypatch):
-    monkeypatch.setattr(rounded_products, "PIECE", 2**12)
+    monkeypatch.setattr(rounded, "PIECE", 2**12)
     with counting() as live, torch.no_grad():
         rows, weight = torch.empty(4096, 64, dtype=torch.bfloat16), torch.empty(64, 64, dtype=torch.bfloat16)
-        peak = live.peak_of(lambda: linear_products.rounded_linear(rows, weight, None, torch.bfloat16))
+        peak = live.peak_of(lambda: linear.rounded_linear(rows, weight, None, torch.bfloat16))
     result, wide, piece = 4096 * 64 * 2, 64 * 64 * 4, 128 * 64 * 4
     assert result < peak.total <= result + wide + 2 * piece
 

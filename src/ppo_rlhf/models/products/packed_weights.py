@@ -15,17 +15,17 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ppo_rlhf.models.annotations import PreTrainedModel
-from ppo_rlhf.models.compiled_shapes import fills_rows
 from ppo_rlhf.models.forwards import Forward, forwards_replaced
-from ppo_rlhf.models.linear_products import (
+from ppo_rlhf.models.products.compiled_shapes import fills_rows
+from ppo_rlhf.models.products.linear import (
     FEWEST_WEIGHTS,
     has_fast_products,
     is_faster_packed,
     is_plain_linear,
     times_transposed,
 )
-from ppo_rlhf.models.processors import lacks_instructions
-from ppo_rlhf.models.sixteen_bit_weights import layers_that_autocast
+from ppo_rlhf.models.products.processors import lacks_instructions
+from ppo_rlhf.models.products.sixteen_bit_weights import layers_that_autocast
 
 
 @contextmanager
@@ -35,7 +35,7 @@ def packed_weights(model: PreTrainedModel) -> Iterator[bool]:
     Yields whether each new number of rows of a decoding step takes time and memory: where oneDNN computes on a CPU.
 
     In float32, or in the 16 bits that autocast computes in; as float32 where there are no instructions for these
-    (`models.rounded_products`). The copies take as much memory as gradients do, which are not there at that time; so
+    (`models.products.rounded`). The copies take as much memory as gradients do, which are not there at that time; so
     weights without a gradient (those below LoRA's adapters, say) are left as they are. Nothing flows back through the
     layers.
     """

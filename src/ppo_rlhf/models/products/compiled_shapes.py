@@ -10,7 +10,7 @@ import os
 import torch
 
 from ppo_rlhf.models.annotations import PreTrainedModel
-from ppo_rlhf.models.processors import SIXTEEN_BITS, lacks_instructions
+from ppo_rlhf.models.products.processors import SIXTEEN_BITS, lacks_instructions
 
 VARIABLE = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
 FEW, MANY = "32", "256"  # the first as `ppo_rlhf/__init__.py` sets it

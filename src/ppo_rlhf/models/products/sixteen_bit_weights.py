@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ppo_rlhf.models.annotations import PreTrainedModel
-from ppo_rlhf.models.linear_products import is_plain_linear
-from ppo_rlhf.models.trunks import some_ids
+from ppo_rlhf.models.asking import some_ids
+from ppo_rlhf.models.products.linear import is_plain_linear
 
 
 class SixteenBitWeights:

@@ -7,8 +7,9 @@ import sys
 import pytest
 import torch
 
-from ppo_rlhf.models import compiled_shapes
-from ppo_rlhf.models.compiled_shapes import (
+from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.models.products import compiled_shapes
+from ppo_rlhf.models.products.compiled_shapes import (
     FEW,
     MANY,
     ROUND,
@@ -17,7 +18,6 @@ from ppo_rlhf.models.compiled_shapes import (
     keep_shapes_of_small_models,
     rounded_up,
 )
-from ppo_rlhf.models.loading import PretrainedHandle
 from tests.tiny_models import save, tiny_model
 
 
@@ -42,7 +42,7 @@ def test_the_number_set_behind_the_import_counts_up_to_the_first_product():
 import os, sys
 import torch
 import ppo_rlhf
-from ppo_rlhf.models.compiled_shapes import keep_shapes_of_small_models
+from ppo_rlhf.models.products.compiled_shapes import keep_shapes_of_small_models
 keep_shapes_of_small_models(int(sys.argv[1]))
 right = torch.ones(64, 64, dtype=torch.bfloat16)
 for _ in range(2):

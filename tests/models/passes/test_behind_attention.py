@@ -10,18 +10,18 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from ppo_rlhf.models import trunks
-from ppo_rlhf.models.behind_attention import ReadTokens, modules_behind_attention
-from ppo_rlhf.models.compilation import compile_layers
-from ppo_rlhf.models.compiled_shapes import ROUND
-from ppo_rlhf.models.decoding import Decoder
 from ppo_rlhf.models.gradient_checkpointing import enable_gradient_checkpointing, recomputing
-from ppo_rlhf.models.packed_attention import PackedLayout, packed_attention
+from ppo_rlhf.models.passes import trunks
+from ppo_rlhf.models.passes.behind_attention import ReadTokens, modules_behind_attention
+from ppo_rlhf.models.passes.compilation import compile_layers
+from ppo_rlhf.models.passes.decoding import Decoder
+from ppo_rlhf.models.passes.packed_attention import PackedLayout, packed_attention
+from ppo_rlhf.models.passes.token_rows import right_padded
+from ppo_rlhf.models.passes.trunks import packing, packs, states_at, token_states
+from ppo_rlhf.models.products.compiled_shapes import ROUND
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.models.sequence_scores import sequence_scores
-from ppo_rlhf.models.token_rows import right_padded
-from ppo_rlhf.models.trunks import packing, packs, states_at, token_states
-from tests.models.test_trunks import KINDS, OTHERS, SEQUENCES, other, states_one_by_one
+from tests.models.passes.test_trunks import KINDS, OTHERS, SEQUENCES, other, states_one_by_one
 from tests.tiny_models import tiny_model
 
 READ = torch.tensor([4, 5, 2, 15])  # two sequences' last tokens, another, and the last of all; in any order
@@ -188,7 +188,7 @@ def test_passes_of_other_tokens_and_of_all_may_be_computed_again_in_any_order(or
 
 
 def test_compiled_layers_compute_all_tokens(monkeypatch):
-    monkeypatch.setattr("ppo_rlhf.models.compilation.BACKEND", "eager")
+    monkeypatch.setattr("ppo_rlhf.models.passes.compilation.BACKEND", "eager")
     backbone, seen = trunk("gpt2"), []
     compile_layers(backbone)
     take = ReadTokens.take

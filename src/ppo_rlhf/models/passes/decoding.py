@@ -16,21 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from ppo_rlhf.models.annotations import PreTrainedModel
-from ppo_rlhf.models.compiled_shapes import fills_rows
-from ppo_rlhf.models.packed_attention import PackedLayout, as_autocast, packed_states
-from ppo_rlhf.models.trunks import (
-    WHATEVER_A_MODEL_RAISES,
-    are_close,
-    asking,
-    backbone_of,
-    logits_of,
-    packed_states_at,
-    packs,
-    some_ids,
-)
+from ppo_rlhf.models.asking import WHATEVER_A_MODEL_RAISES, are_close, asking, some_ids
+from ppo_rlhf.models.passes.packed_attention import PackedLayout, as_autocast, packed_states
+from ppo_rlhf.models.passes.trunks import backbone_of, logits_of, packed_states_at, packs
+from ppo_rlhf.models.products.compiled_shapes import fills_rows
 
 if TYPE_CHECKING:
-    from ppo_rlhf.models.recorded_steps import RecordedSteps
+    from ppo_rlhf.models.passes.recorded_steps import RecordedSteps
 
 log = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from ppo_rlhf.models import packed_attention
-from ppo_rlhf.models.packed_attention import PackedLayout
+from ppo_rlhf.models.passes import packed_attention
+from ppo_rlhf.models.passes.packed_attention import PackedLayout
 
 LAYOUTS = {
     "one token each": PackedLayout.of([1, 1]),

@@ -19,15 +19,16 @@ from transformers import (
 )
 
 from ppo_rlhf.core.errors import ModelError
-from ppo_rlhf.models import compiled_shapes, trunks
-from ppo_rlhf.models import packed_attention as packed_attention_module
-from ppo_rlhf.models.compiled_shapes import ROUND
-from ppo_rlhf.models.packed_attention import NAME, PackedLayout, packed_attention, place_rows, take_rows
-from ppo_rlhf.models.plain_attention import PlainAttention
+from ppo_rlhf.models.passes import packed_attention as packed_attention_module
+from ppo_rlhf.models.passes import trunks
+from ppo_rlhf.models.passes.packed_attention import NAME, PackedLayout, packed_attention, place_rows, take_rows
+from ppo_rlhf.models.passes.plain_attention import PlainAttention
+from ppo_rlhf.models.passes.token_rows import right_padded
+from ppo_rlhf.models.passes.trunks import logits_of, packing, packs, token_states
+from ppo_rlhf.models.products import compiled_shapes
+from ppo_rlhf.models.products.compiled_shapes import ROUND
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.models.sequence_scores import sequence_scores
-from ppo_rlhf.models.token_rows import right_padded
-from ppo_rlhf.models.trunks import logits_of, packing, packs, token_states
 from tests.tiny_models import KINDS, tiny_model
 
 SEQUENCES = [[4, 7, 9, 12, 5], [6], [8, 10, 11], [3, 13, 14, 15, 16, 17, 18]]

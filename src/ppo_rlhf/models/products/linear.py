@@ -4,7 +4,7 @@ In float32 by oneDNN on AMD's that have AVX-512: torch asks MKL, which keeps to 
 of the speed or less where AVX-512 is 512 bits wide (EPYC of the fifth generation: 220 in place of 97 GFLOP/s on one
 core). The sums are in another order, and as exact.
 
-In 16 bits as `models.rounded_products` does on those without instructions for them.
+In 16 bits as `models.products.rounded` does on those without instructions for them.
 
 Layers of other types and single rows are left to torch, and in float32 small layers.
 """
@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
 
-from ppo_rlhf.models.processors import SIXTEEN_BITS, is_amd_with, lacks_instructions
-from ppo_rlhf.models.rounded_products import rounded_times_transposed, rounded_type
+from ppo_rlhf.models.products.processors import SIXTEEN_BITS, is_amd_with, lacks_instructions
+from ppo_rlhf.models.products.rounded import rounded_times_transposed, rounded_type
 
 FEWEST_WEIGHTS = 2**16
 """Of a layer. With fewer, the time that a call takes outweighs the product: 14 against 5 microseconds (64 x 256)."""
@@ -137,7 +137,7 @@ def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None, times: Product) -
 def times_transposed(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return `[…, n]` = left `[…, k]` right^T `[k, n]` + bias `[n]`, whatever the strides are.
 
-    Right may also be in oneDNN's own order (`models.packed_weights`).
+    Right may also be in oneDNN's own order (`models.products.packed_weights`).
     """
     # Looked up with each call: where torch has no oneDNN, it does not have the operator either.
     product: Tensor = torch.ops.mkldnn._linear_pointwise.default(left, right, bias, "none", [], "")

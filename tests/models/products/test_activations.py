@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from ppo_rlhf.models import activations
-from ppo_rlhf.models.activations import FEWEST, PIECE, TanhGELU
+from ppo_rlhf.models.products import activations
+from ppo_rlhf.models.products.activations import FEWEST, PIECE, TanhGELU
 from ppo_rlhf.training.memory.live_bytes import LiveBytes
 
 TOLERANCES = {  # half a unit in the last place of numbers around 4, and what float32 adds up

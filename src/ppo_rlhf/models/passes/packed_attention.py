@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from ppo_rlhf.models.annotations import PreTrainedModel
-from ppo_rlhf.models.compiled_shapes import rounded_up
-from ppo_rlhf.models.plain_attention import PlainAttention
-from ppo_rlhf.models.processors import SIXTEEN_BITS, lacks_instructions
+from ppo_rlhf.models.passes.plain_attention import PlainAttention
+from ppo_rlhf.models.products.compiled_shapes import rounded_up
+from ppo_rlhf.models.products.processors import SIXTEEN_BITS, lacks_instructions
 
 NAME = "ppo_rlhf_packed"
 _LOOK_FOR_PADDING = "warn_if_padding_and_no_attention_mask"  # a method of transformers' models

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from ppo_rlhf.core.errors import ConfigError, ModelError
 from ppo_rlhf.models.annotations import PreTrainedModel
 from ppo_rlhf.models.forwards import Forward, forwards_replaced
-from ppo_rlhf.models.packed_attention import keep_attention_out_of_graphs
+from ppo_rlhf.models.passes.packed_attention import keep_attention_out_of_graphs
 
 BACKEND = "inductor"
 MOST_FORMS = 64

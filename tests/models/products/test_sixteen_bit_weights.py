@@ -6,7 +6,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from ppo_rlhf.models.adapters import LoraSettings, with_adapter
-from ppo_rlhf.models.sixteen_bit_weights import SixteenBitWeights
+from ppo_rlhf.models.products.sixteen_bit_weights import SixteenBitWeights
 from tests.tiny_models import tiny_model
 
 IDS = torch.tensor([[4, 7, 9, 12, 5], [6, 8, 10, 11, 3]])

@@ -12,7 +12,7 @@ import threading
 import torch
 from torch import Tensor, nn
 
-from ppo_rlhf.models.processors import lacks_instructions
+from ppo_rlhf.models.products.processors import lacks_instructions
 
 PIECE = 2**20
 """Numbers of a factor or a result that are in float32 at a time, 4 MiB: no more than the caches hold."""

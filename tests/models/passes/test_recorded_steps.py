@@ -11,10 +11,10 @@ from torch.testing import assert_close
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from ppo_rlhf.core.errors import ModelError
-from ppo_rlhf.models import decoding
 from ppo_rlhf.models.adapters import LoraSettings, with_adapter
-from ppo_rlhf.models.decoding import Decoder
-from ppo_rlhf.models.recorded_steps import CudaGraphs, RecordedSteps, _NoReading, check_recordable
+from ppo_rlhf.models.passes import decoding
+from ppo_rlhf.models.passes.decoding import Decoder
+from ppo_rlhf.models.passes.recorded_steps import CudaGraphs, RecordedSteps, _NoReading, check_recordable
 from tests.tiny_models import KINDS, tiny_model
 
 PROMPTS = [[4, 7, 9, 12, 5], [6], [8, 10, 11], [4, 4], [13]]

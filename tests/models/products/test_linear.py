@@ -10,8 +10,8 @@ from torch import nn
 from torch.testing import assert_close
 from transformers.pytorch_utils import Conv1D
 
-from ppo_rlhf.models import linear_products, processors, rounded_products
-from ppo_rlhf.models.linear_products import (
+from ppo_rlhf.models.products import linear, processors, rounded
+from ppo_rlhf.models.products.linear import (
     FEWEST_WEIGHTS,
     FastConv1D,
     FastLinear,
@@ -27,15 +27,15 @@ needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reas
 def asked(monkeypatch) -> list[tuple[int, ...]]:
     """Return the shapes of the products by oneDNN, wherever the tests run."""
     shapes: list[tuple[int, ...]] = []
-    product = linear_products.times_transposed
+    product = linear.times_transposed
 
     def watched(left, right, *others):
         shapes.append((*left.shape, len(right)))
         return product(left, right, *others)
 
-    monkeypatch.setattr(linear_products, "times_transposed", watched)
-    monkeypatch.setattr(linear_products, "is_faster", lambda: True)
-    monkeypatch.setattr(rounded_products, "lacks_instructions", lambda _: False)
+    monkeypatch.setattr(linear, "times_transposed", watched)
+    monkeypatch.setattr(linear, "is_faster", lambda: True)
+    monkeypatch.setattr(rounded, "lacks_instructions", lambda _: False)
     return shapes
 
 
@@ -135,7 +135,7 @@ def test_only_processors_of_amd_take_it_without_avx512_for_packed_weights_alone(
     def found(vendor: str, capability: str) -> list[bool]:
         monkeypatch.setattr(processors, "_vendor", lambda: vendor)
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-        return [asked.__wrapped__() for asked in (linear_products.is_faster, linear_products.is_faster_packed)]
+        return [asked.__wrapped__() for asked in (linear.is_faster, linear.is_faster_packed)]
 
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
@@ -149,15 +149,15 @@ def test_only_processors_of_amd_take_it_without_avx512_for_packed_weights_alone(
 
 def test_the_module_is_imported_where_torch_has_no_onednn(monkeypatch):
     monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace())
-    spec = importlib.util.spec_from_file_location("without_onednn", linear_products.__file__)
+    spec = importlib.util.spec_from_file_location("without_onednn", linear.__file__)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     assert module.is_plain_linear(nn.Linear(2, 2))
 
 
 def test_models_that_do_not_gain_keep_their_classes(monkeypatch):
-    monkeypatch.setattr(linear_products, "is_faster", lambda: False)
-    monkeypatch.setattr(linear_products, "lacks_instructions", lambda _: False)
+    monkeypatch.setattr(linear, "is_faster", lambda: False)
+    monkeypatch.setattr(linear, "lacks_instructions", lambda _: False)
     model = layer("linear")
     use_fast_products(model)
     assert type(model) is nn.Linear

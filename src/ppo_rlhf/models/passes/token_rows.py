@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ppo_rlhf.models.packed_attention import PackedLayout
+from ppo_rlhf.models.passes.packed_attention import PackedLayout
 
 
 @dataclass(frozen=True)

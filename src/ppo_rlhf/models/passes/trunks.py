@@ -16,33 +16,22 @@ from torch import Tensor, nn
 
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models.annotations import PreTrainedModel
-from ppo_rlhf.models.behind_attention import ReadTokens, Tail, modules_behind_attention
-from ppo_rlhf.models.compilation import compiled_layers, is_compiled
-from ppo_rlhf.models.compiled_shapes import fills_rows, rounded_up
-from ppo_rlhf.models.packed_attention import Attention, packed_attention, packed_states, take_rows
-from ppo_rlhf.models.token_rows import TokenRows, right_padded
+from ppo_rlhf.models.asking import WHATEVER_A_MODEL_RAISES, are_close, asking, some_ids
+from ppo_rlhf.models.passes.behind_attention import ReadTokens, Tail, modules_behind_attention
+from ppo_rlhf.models.passes.compilation import compiled_layers, is_compiled
+from ppo_rlhf.models.passes.packed_attention import Attention, packed_attention, packed_states, take_rows
+from ppo_rlhf.models.passes.token_rows import TokenRows, right_padded
+from ppo_rlhf.models.products.compiled_shapes import fills_rows, rounded_up
 
 if TYPE_CHECKING:
     from transformers.utils import ModelOutput  # heavy
 
 log = logging.getLogger(__name__)
 
-CLOSE = {2: 0.2, 4: 1e-2, 8: 1e-2}
-"""By the bytes of a number: how far packed states may be from padded ones, by the norm of their difference over that
-of the states. Ten times what rounding does, so that the answer is the same with other weights: a run that goes on from
-a checkpoint must not find another one. A token at another position is off by more."""
-WHATEVER_A_MODEL_RAISES = (TypeError, ValueError, RuntimeError, NotImplementedError, AttributeError, LookupError)
-"""When it is asked for something that it does not know."""
-
 
 def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
     """Return the transformer below a model's head."""
     return cast("PreTrainedModel", model.base_model)
-
-
-def vocabulary_size(model: PreTrainedModel) -> int:
-    """Return the number of ids that a model embeds."""
-    return int(cast(nn.Embedding, model.get_input_embeddings()).num_embeddings)
 
 
 def token_states(backbone: PreTrainedModel, rows: TokenRows) -> Tensor:
@@ -209,20 +198,6 @@ def _find_tail(backbone: PreTrainedModel) -> Tail:
     return tail if are_close(take_rows(found, read.places), take_rows(expected, read.places)) else Tail([])
 
 
-def are_close(found: Tensor, expected: Tensor) -> bool:
-    """Whether what a model gives of packed sequences is what it gives of padded ones, but for rounding (`CLOSE`)."""
-    close = CLOSE[expected.dtype.itemsize]
-    found, expected = found.nan_to_num().double(), expected.nan_to_num().double()
-    return bool((found - expected).norm() <= close * expected.norm())
-
-
-@contextmanager
-def asking(model: PreTrainedModel) -> Iterator[None]:
-    """Compute in the precision of the model's weights and without gradients."""
-    with torch.no_grad(), torch.autocast(model.device.type, enabled=False):
-        yield
-
-
 def _find_head(model: PreTrainedModel) -> type[ModelOutput] | None:
     """Return None where the output layer alone gives the logits, else the class of what the trunk returns."""
     ids = some_ids(model, 4)[None].to(model.device)
@@ -263,8 +238,3 @@ def _behind_the_trunk(model: PreTrainedModel, states: Tensor, output_class: type
 
 def _side_by_side(first: Tensor, second: Tensor) -> TokenRows:
     return right_padded([first.tolist(), second.tolist()], 0)
-
-
-def some_ids(model: PreTrainedModel, length: int) -> Tensor:
-    """Return different ids of the vocabulary, as far as it has so many, `[length]`."""
-    return torch.arange(1, length + 1) * 7 % vocabulary_size(model)

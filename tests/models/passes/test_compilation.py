@@ -10,10 +10,10 @@ from torch.testing import assert_close
 from transformers import PreTrainedModel
 
 from ppo_rlhf.core.errors import ConfigError, ModelError
-from ppo_rlhf.models import compilation, trunks
-from ppo_rlhf.models.compilation import check_compiler, compile_layers, compiled_layers
-from ppo_rlhf.models.token_rows import right_padded
-from ppo_rlhf.models.trunks import packing, token_states
+from ppo_rlhf.models.passes import compilation, trunks
+from ppo_rlhf.models.passes.compilation import check_compiler, compile_layers, compiled_layers
+from ppo_rlhf.models.passes.token_rows import right_padded
+from ppo_rlhf.models.passes.trunks import packing, token_states
 from tests.tiny_models import tiny_model
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")

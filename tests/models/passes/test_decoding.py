@@ -7,9 +7,9 @@ import torch
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, DeepseekV3Config, DiffLlamaConfig, PreTrainedModel
 
-from ppo_rlhf.models import decoding
-from ppo_rlhf.models.decoding import Decoder, decodes
-from ppo_rlhf.models.trunks import packs
+from ppo_rlhf.models.passes import decoding
+from ppo_rlhf.models.passes.decoding import Decoder, decodes
+from ppo_rlhf.models.passes.trunks import packs
 from ppo_rlhf.training.generation import SamplingSettings, generate_responses
 from tests.tiny_models import KINDS, tiny_model
 
