@@ -24,12 +24,12 @@ from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.preflight import find_problems
 from ppo_rlhf.training.config import PPOConfig
-from ppo_rlhf.training.demonstrations import DataPreparationConfig
+from ppo_rlhf.training.data.demonstrations import DataPreparationConfig
+from ppo_rlhf.training.data.prompts import PromptsConfig
 from ppo_rlhf.training.evaluation import DEMO_JUDGE, EvaluationConfig
-from ppo_rlhf.training.prompts import PromptsConfig
-from ppo_rlhf.training.reward_training import RewardModellingConfig
 from ppo_rlhf.training.rewards import NOTHING_TO_OFFLOAD, RewardConfig
-from ppo_rlhf.training.sft import SupervisedFinetuningConfig
+from ppo_rlhf.training.supervised.reward_training import RewardModellingConfig
+from ppo_rlhf.training.supervised.sft import SupervisedFinetuningConfig
 
 WORDS = ["<unk>", "</s>", "the", "film", "was", "a", "story", "of", "i", "have", "seen"]
 FUNCTION = {"type": "function", "function": "my_rewards:count"}

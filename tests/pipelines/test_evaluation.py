@@ -14,8 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.pipelines.evaluation import create_pipeline
 from ppo_rlhf.training.config import PPOConfig
+from ppo_rlhf.training.data.prompts import PromptDataset
 from ppo_rlhf.training.evaluation import EvaluationConfig
-from ppo_rlhf.training.prompts import PromptDataset
 from ppo_rlhf.training.rewards import RewardComponentConfig, RewardConfig
 
 PROJECT = Path(__file__).parents[2]

@@ -6,7 +6,7 @@ import pytest
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.pipelines.ppo.nodes import prepare_prompts
 from ppo_rlhf.training.config import PPOConfig
-from ppo_rlhf.training.prompts import PromptsConfig
+from ppo_rlhf.training.data.prompts import PromptsConfig
 from tests.tiny_models import save, tiny_model
 
 PROMPTS = pd.DataFrame({"prompt": [f"{a} {b}" for a in "abc" for b in "de"]})

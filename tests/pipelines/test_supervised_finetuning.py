@@ -9,7 +9,7 @@ from kedro_datasets.pandas import ParquetDataset
 
 from ppo_rlhf.datasets import PretrainedModelDataset
 from ppo_rlhf.pipelines.supervised_finetuning import create_pipeline
-from ppo_rlhf.training.sft import SupervisedFinetuningConfig
+from ppo_rlhf.training.supervised.sft import SupervisedFinetuningConfig
 from tests.tiny_models import CHAT_TEMPLATE, save, tiny_model, word_tokenizer
 
 CHAT = [{"role": "user", "content": "b"}, {"role": "assistant", "content": "c"}]

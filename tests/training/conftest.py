@@ -23,9 +23,9 @@ from transformers import (
 
 from ppo_rlhf.training import experience as steps
 from ppo_rlhf.training.config import PPOConfig
+from ppo_rlhf.training.data.prompts import PromptDataset
 from ppo_rlhf.training.experience import Experience, Scores, ShapedRewards
 from ppo_rlhf.training.precision import frozen_dtype, torch_dtype
-from ppo_rlhf.training.prompts import PromptDataset
 from ppo_rlhf.training.rewards import ResponseBatch, RewardScorer
 from ppo_rlhf.training.rollout import Rollouts, generate_rollouts
 from ppo_rlhf.training.run_models import build_critic, policy_to_train

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from ppo_rlhf.training.prompts import PromptDataset
+from ppo_rlhf.training.data.prompts import PromptDataset
 from ppo_rlhf.training.rewards import RewardScorer
 
 BETAS_AND_CRITICS = [

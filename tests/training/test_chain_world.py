@@ -16,8 +16,8 @@ from torch.testing import assert_close
 from ppo_rlhf.core.kl import FixedKLController
 from ppo_rlhf.core.statistics import RunningMoments
 from ppo_rlhf.training.config import PPOConfig
+from ppo_rlhf.training.data.prompts import PromptDataset
 from ppo_rlhf.training.experience import Experience, Scores, estimate_advantages, shape_rewards
-from ppo_rlhf.training.prompts import PromptDataset
 from ppo_rlhf.training.rewards import RewardScorer
 
 P, WIDTH, FAR = 0.8, 5, 400

@@ -13,6 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from ppo_rlhf.core.errors import ConfigError, DataError, RewardError
 from ppo_rlhf.training import evaluation as module
 from ppo_rlhf.training.config import PPOConfig
+from ppo_rlhf.training.data.prompts import PromptDataset
 from ppo_rlhf.training.evaluation import (
     EvaluationConfig,
     PolicyEvaluation,
@@ -20,7 +21,6 @@ from ppo_rlhf.training.evaluation import (
     evaluate_policy,
     resolve_judge,
 )
-from ppo_rlhf.training.prompts import PromptDataset
 from ppo_rlhf.training.rewards import RewardComponentConfig, RewardConfig, build_reward_scorer
 from ppo_rlhf.training.state import sampling_settings
 

@@ -23,7 +23,7 @@ from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.pipelines.ppo.pipeline import create_pipeline
 from ppo_rlhf.runner import LoopRunner
 from ppo_rlhf.training import PPOConfig, PPOTrainer, precision
-from ppo_rlhf.training.prompts import PromptDataset, PromptsConfig
+from ppo_rlhf.training.data.prompts import PromptDataset, PromptsConfig
 from ppo_rlhf.training.randomness import episode_prompts
 from ppo_rlhf.training.rewards import RewardConfig, RewardScorer
 from tests.tiny_models import END, PAD, VOCABULARY, save, tiny_model, word_tokenizer

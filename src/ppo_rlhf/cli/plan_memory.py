@@ -204,7 +204,7 @@ def _reward_model(context: KedroContext, policy: PretrainedConfig) -> Pretrained
 
 def _longest_prompt(context: KedroContext, source: str, config: PPOConfig) -> int:
     from ppo_rlhf.models.loading import PretrainedHandle, context_length
-    from ppo_rlhf.training.prompts import PromptsConfig, tokenise_prompts
+    from ppo_rlhf.training.data.prompts import PromptsConfig, tokenise_prompts
 
     if Path(source).is_file():
         raise ConfigError(f"{source} has no tokenizer that could count the prompts' tokens: give --prompt-length.")

@@ -11,10 +11,10 @@ from typing import Any
 import pandas as pd
 
 from ppo_rlhf.preflight.request import RunRequest
+from ppo_rlhf.training.data.prompts import PromptsConfig, is_prompt
 from ppo_rlhf.training.evaluation import EvaluationConfig, resolve_judge
-from ppo_rlhf.training.prompts import PromptsConfig, is_prompt
-from ppo_rlhf.training.reward_training import RewardModellingConfig
 from ppo_rlhf.training.rewards import RewardConfig, RewardFunction, call_reward_function, load_function
+from ppo_rlhf.training.supervised.reward_training import RewardModellingConfig
 
 PROBED_PROMPTS = 2
 

@@ -12,10 +12,10 @@ from ppo_rlhf.models.loading import PretrainedHandle, context_length
 from ppo_rlhf.models.tokenizers import same_vocabulary, special_ids, stop_token_ids, train_word_tokenizer
 from ppo_rlhf.preflight.request import RunRequest
 from ppo_rlhf.training.config import PPOConfig
-from ppo_rlhf.training.demonstrations import corpus_texts
-from ppo_rlhf.training.prompts import PromptDataset, PromptsConfig, split_held_out, tokenise_prompts
+from ppo_rlhf.training.data.demonstrations import corpus_texts
+from ppo_rlhf.training.data.prompts import PromptDataset, PromptsConfig, split_held_out, tokenise_prompts
 from ppo_rlhf.training.rewards import check_room_to_score
-from ppo_rlhf.training.sft import SupervisedFinetuningConfig
+from ppo_rlhf.training.supervised.sft import SupervisedFinetuningConfig
 
 
 @dataclass(frozen=True)

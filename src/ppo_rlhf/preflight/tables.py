@@ -9,15 +9,15 @@ import pandas as pd
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.preflight.request import RunRequest
-from ppo_rlhf.training.demonstrations import (
+from ppo_rlhf.training.data.demonstrations import (
     DataPreparationConfig,
     corpus_texts,
     split_demonstrations,
     tokenise_demonstrations,
 )
+from ppo_rlhf.training.data.preferences import check_preferences, tokenise_preferences
 from ppo_rlhf.training.evaluation import DEMO_JUDGE, is_demo_prompts
-from ppo_rlhf.training.preferences import check_preferences, tokenise_preferences
-from ppo_rlhf.training.reward_training import RewardModellingConfig, split_pairs
+from ppo_rlhf.training.supervised.reward_training import RewardModellingConfig, split_pairs
 
 PROBED_ROWS = 2  # enough to see whether a tokenizer can do with the kind of rows that a table has
 

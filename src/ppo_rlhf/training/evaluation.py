@@ -18,9 +18,9 @@ from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.models.annotations import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_rlhf.models.offloading import on_device
 from ppo_rlhf.training.config import PPOConfig
+from ppo_rlhf.training.data.prompts import PromptDataset
 from ppo_rlhf.training.generation import GeneratedResponses, SamplingSettings, generate_responses
 from ppo_rlhf.training.precision import autocast
-from ppo_rlhf.training.prompts import PromptDataset
 from ppo_rlhf.training.randomness import episode_uniforms
 from ppo_rlhf.training.rewards import ResponseBatch, RewardFunction, RewardScorer, call_reward_function, load_function
 from ppo_rlhf.training.scoring import response_logprobs

@@ -21,10 +21,10 @@ from ppo_rlhf.training import experience, rollout, trainer_inputs, update
 from ppo_rlhf.training.checkpoint_files import newest_whole_checkpoint, prune_checkpoints, verify_checkpoint
 from ppo_rlhf.training.checkpoints import CheckpointRequest, write_checkpoint
 from ppo_rlhf.training.config import PPOConfig
+from ppo_rlhf.training.data.prompts import PromptDataset
 from ppo_rlhf.training.history import MetricHistory
 from ppo_rlhf.training.model_files import exported_policy
 from ppo_rlhf.training.precision import type_without_instructions
-from ppo_rlhf.training.prompts import PromptDataset
 from ppo_rlhf.training.query_sampler import QuerySampler
 from ppo_rlhf.training.resume import restore
 from ppo_rlhf.training.rewards import RewardScorer

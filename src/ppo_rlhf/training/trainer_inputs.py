@@ -18,9 +18,10 @@ from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel, context_leng
 from ppo_rlhf.models.offloading import to_host
 from ppo_rlhf.models.tokenizers import ensure_pad_id, ensure_pad_token
 from ppo_rlhf.training.config import PPOConfig
+from ppo_rlhf.training.data.prompts import PromptDataset, tokenise_prompts
+from ppo_rlhf.training.data.tables import table_of_columns, table_of_rows
 from ppo_rlhf.training.generation import Responses, SamplingSettings
 from ppo_rlhf.training.precision import frozen_dtype
-from ppo_rlhf.training.prompts import PromptDataset, tokenise_prompts
 from ppo_rlhf.training.rewards import (
     NOTHING_TO_OFFLOAD,
     ModelScorer,
@@ -31,7 +32,6 @@ from ppo_rlhf.training.rewards import (
     build_reward_scorer,
     call_reward_function,
 )
-from ppo_rlhf.training.tables import table_of_columns, table_of_rows
 from ppo_rlhf.training.trainer_models import HOST, check_same_vocabulary, take_over
 
 _MODEL_ALONE = RewardConfig(components=[RewardComponentConfig(type="model")])

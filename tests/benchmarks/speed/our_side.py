@@ -10,9 +10,9 @@ import torch
 
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.training.config import PPOConfig
+from ppo_rlhf.training.data.prompts import PromptDataset
 from ppo_rlhf.training.experience import estimate_advantages, score_responses, shape_rewards
 from ppo_rlhf.training.precision import frozen_dtype
-from ppo_rlhf.training.prompts import PromptDataset
 from ppo_rlhf.training.rewards import RewardComponentConfig, RewardConfig, build_reward_scorer
 from ppo_rlhf.training.rollout import generate_rollouts
 from ppo_rlhf.training.run_models import build_critic, load_policies

@@ -10,9 +10,9 @@ from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.offloading import to_host
 from ppo_rlhf.training.comparison import before_after, compare_evaluations, sample_pairs
 from ppo_rlhf.training.config import PPOConfig
+from ppo_rlhf.training.data.prompts import PromptDataset
 from ppo_rlhf.training.evaluation import EvaluationConfig, PolicyEvaluation, evaluate_policy, resolve_judge
 from ppo_rlhf.training.precision import frozen_dtype, torch_dtype
-from ppo_rlhf.training.prompts import PromptDataset
 from ppo_rlhf.training.rewards import RewardConfig, build_reward_scorer
 from ppo_rlhf.training.state import resolve_device, sampling_settings
 

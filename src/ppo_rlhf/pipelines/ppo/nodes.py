@@ -13,11 +13,11 @@ from ppo_rlhf.training import rollout, update
 from ppo_rlhf.training.checkpoints import CheckpointRequest
 from ppo_rlhf.training.comparison import compare_evaluations
 from ppo_rlhf.training.config import PPOConfig
+from ppo_rlhf.training.data.prompts import PromptDataset, PromptsConfig, split_held_out, tokenise_prompts
 from ppo_rlhf.training.evaluation import EvaluationConfig, PolicyEvaluation, evaluate_policy, resolve_judge
 from ppo_rlhf.training.experience import Experience, Scores, ShapedRewards
 from ppo_rlhf.training.model_files import exported_policy
 from ppo_rlhf.training.precision import frozen_dtype
-from ppo_rlhf.training.prompts import PromptDataset, PromptsConfig, split_held_out, tokenise_prompts
 from ppo_rlhf.training.resume import restore
 from ppo_rlhf.training.rewards import RewardConfig, RewardScorer, build_reward_scorer
 from ppo_rlhf.training.rollout import Rollouts

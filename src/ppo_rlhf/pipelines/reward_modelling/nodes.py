@@ -6,13 +6,13 @@ import pandas as pd
 
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.models.loading import PretrainedHandle, context_length
-from ppo_rlhf.training import preferences as pairs
-from ppo_rlhf.training import reward_training
 from ppo_rlhf.training.config import PPOConfig
-from ppo_rlhf.training.prompts import PromptsConfig, split_held_out, tokenise_prompts
+from ppo_rlhf.training.data import preferences as pairs
+from ppo_rlhf.training.data.prompts import PromptsConfig, split_held_out, tokenise_prompts
 from ppo_rlhf.training.reward_functions import load_function
-from ppo_rlhf.training.reward_training import RewardModellingConfig
 from ppo_rlhf.training.state import resolve_device, sampling_settings
+from ppo_rlhf.training.supervised import reward_training
+from ppo_rlhf.training.supervised.reward_training import RewardModellingConfig
 
 log = logging.getLogger(__name__)
 

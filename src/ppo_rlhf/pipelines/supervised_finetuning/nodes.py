@@ -5,8 +5,8 @@ import logging
 import pandas as pd
 
 from ppo_rlhf.models.loading import PretrainedHandle
-from ppo_rlhf.training import sft
-from ppo_rlhf.training.sft import SupervisedFinetuningConfig
+from ppo_rlhf.training.supervised import sft
+from ppo_rlhf.training.supervised.sft import SupervisedFinetuningConfig
 
 log = logging.getLogger(__name__)
 

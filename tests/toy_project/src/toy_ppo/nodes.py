@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from ppo_rlhf.models.loading import TrainedModel
 from ppo_rlhf.training.config import PPOConfig
-from ppo_rlhf.training.prompts import PromptsConfig
+from ppo_rlhf.training.data.prompts import PromptsConfig
 from ppo_rlhf.training.rewards import RewardConfig
 from toy_ppo.saves import SaveRequest
 

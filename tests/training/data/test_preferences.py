@@ -6,9 +6,9 @@ import torch
 from tokenizers import AddedToken
 
 from ppo_rlhf.core.errors import DataError
+from ppo_rlhf.training.data.preferences import COLUMNS, check_preferences, sample_preferences, tokenise_preferences
+from ppo_rlhf.training.data.prompts import PromptDataset
 from ppo_rlhf.training.generation import SamplingSettings
-from ppo_rlhf.training.preferences import COLUMNS, check_preferences, sample_preferences, tokenise_preferences
-from ppo_rlhf.training.prompts import PromptDataset
 from ppo_rlhf.training.rewards import ModelScorer, ResponseBatch
 from tests.tiny_models import BEGIN, CHAT_TEMPLATE, END, PAD, UNKNOWN, VOCABULARY, tiny_model, word_tokenizer
 

@@ -14,7 +14,7 @@ from pydantic import Field
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.models.annotations import PreTrainedTokenizerBase
 from ppo_rlhf.models.tokenizers import append_end
-from ppo_rlhf.training.chats import CHAT, is_chat, render_chat
+from ppo_rlhf.training.data.chats import CHAT, is_chat, render_chat
 from ppo_rlhf.training.randomness import permutation
 from ppo_rlhf.training.settings_group import settings_group
 

@@ -4,7 +4,7 @@ import pandas as pd
 import pytest
 
 from ppo_rlhf.core.errors import DataError
-from ppo_rlhf.training.demonstrations import (
+from ppo_rlhf.training.data.demonstrations import (
     IGNORED,
     DataPreparationConfig,
     corpus_texts,

@@ -14,10 +14,10 @@ from torch import Tensor
 from ppo_rlhf.core.errors import DataError, TrainingError
 from ppo_rlhf.models.annotations import PreTrainedModel
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel, check_vocabulary, context_length
-from ppo_rlhf.training.optimisation import History, OptimisationConfig, advice
 from ppo_rlhf.training.randomness import permutation
 from ppo_rlhf.training.rewards import score_sequences
 from ppo_rlhf.training.settings_group import settings_group
+from ppo_rlhf.training.supervised.optimisation import History, OptimisationConfig, advice
 
 if TYPE_CHECKING:
     from ppo_rlhf.models.reward_model import CausalLMRewardModel
@@ -100,7 +100,7 @@ def train_reward_model(
 
     for line in advice("reward_modelling", config, model.num_parameters()):
         logger.warning("%s", line)
-    from ppo_rlhf.training import trl_support
+    from ppo_rlhf.training.supervised import trl_support
 
     chosen, rejected = _token_lists(trained, "chosen_ids"), _token_lists(trained, "rejected_ids")
     history = trl_support.run_reward_trainer(model, tokenizer, chosen, rejected, config, evaluate)

@@ -14,9 +14,9 @@ from accelerate.state import AcceleratorState
 
 from ppo_rlhf.core.errors import ConfigError, TrainingError
 from ppo_rlhf.models.loading import PretrainedHandle
-from ppo_rlhf.training.demonstrations import IGNORED, TokenisedDemonstrations
-from ppo_rlhf.training.optimisation import advice
-from ppo_rlhf.training.sft import SupervisedFinetuningConfig, mean_token_loss, train_sft_policy
+from ppo_rlhf.training.data.demonstrations import IGNORED, TokenisedDemonstrations
+from ppo_rlhf.training.supervised.optimisation import advice
+from ppo_rlhf.training.supervised.sft import SupervisedFinetuningConfig, mean_token_loss, train_sft_policy
 from tests.tiny_models import END, VOCABULARY, save, tiny_model, word_tokenizer
 
 SHAPE = {

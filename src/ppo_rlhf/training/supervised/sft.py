@@ -13,14 +13,14 @@ from torch import nn
 from ppo_rlhf.models.annotations import PreTrainedModel
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel, context_length
 from ppo_rlhf.models.tokenizers import train_word_tokenizer
-from ppo_rlhf.training.demonstrations import (
+from ppo_rlhf.training.data.demonstrations import (
     IGNORED,
     TokenisedDemonstrations,
     corpus_texts,
     tokenise_demonstrations,
 )
-from ppo_rlhf.training.optimisation import History, OptimisationConfig, advice
 from ppo_rlhf.training.settings_group import settings_group
+from ppo_rlhf.training.supervised.optimisation import History, OptimisationConfig, advice
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ def train_sft_policy(
 
     for line in advice("supervised_finetuning", config, model.num_parameters()):
         logger.warning("%s", line)
-    from ppo_rlhf.training import trl_support
+    from ppo_rlhf.training.supervised import trl_support
 
     history = trl_support.run_sft_trainer(
         model,

@@ -7,7 +7,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from ppo_rlhf.core.errors import ConfigError, DataError
-from ppo_rlhf.training.prompts import PromptDataset, PromptsConfig, split_held_out, tokenise_prompts
+from ppo_rlhf.training.data.prompts import PromptDataset, PromptsConfig, split_held_out, tokenise_prompts
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ m['role'][0] }} {{ m['content'] }} </s> {% endfor %}"
@@ -123,7 +123,7 @@ def test_texts_and_chats_keep_their_places_however_many_are_tokenised_together(m
     alone = [tokenise([row], tokenizer).prompt_ids[0] for row in rows]
     assert alone == [[3], [21, 4, 2, 19], [5, 6], [7], [11, 8, 2, 19], [9]]
     for together in (1, 2, 1000):
-        monkeypatch.setattr("ppo_rlhf.training.prompts.TOKENISED_TOGETHER", together)
+        monkeypatch.setattr("ppo_rlhf.training.data.prompts.TOKENISED_TOGETHER", together)
         assert tokenise(rows, tokenizer).prompt_ids == alone
 
 

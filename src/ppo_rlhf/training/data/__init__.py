@@ -1,0 +1,1 @@
+"""The three kinds of data, prompts, demonstrations and preferences: checked, split, tokenised."""

@@ -1,0 +1,1 @@
+"""The supervised stages, fine-tuning and reward training, by TRL's trainers."""
