@@ -6,8 +6,7 @@ import pandas as pd
 import pytest
 import torch
 from kedro.config import OmegaConfigLoader
-from kedro.io import AbstractDataset, DataCatalog, MemoryDataset
-from kedro.runner import SequentialRunner
+from kedro.io import AbstractDataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -17,6 +16,7 @@ from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.data.prompts import PromptDataset
 from ppo_rlhf.training.evaluation import EvaluationConfig
 from ppo_rlhf.training.rewards import RewardComponentConfig, RewardConfig
+from tests.pipelines.support import outputs_of
 
 PROJECT = Path(__file__).parents[2]
 WORDS = ["<eos>", *"abcdefghijk"]
@@ -90,28 +90,7 @@ def inputs(tmp_path_factory):
 
 
 def run_evaluation(inputs):
-    # entries that load as None cannot be MemoryDatasets with data: Kedro takes None for "nothing saved"
-    given = {name: MemoryDataset(value, copy_mode="assign") for name, value in inputs.items() if value is not None}
-    absent = {name: _LoadsNone() for name, value in inputs.items() if value is None}
-    outputs = {name: _Kept() for name in create_pipeline().all_outputs()}
-    SequentialRunner().run(create_pipeline(), DataCatalog({**given, **absent, **outputs}))
-    return {name: dataset.load() for name, dataset in outputs.items()}
-
-
-class _Kept(MemoryDataset):
-    def _release(self):
-        """Keep what the runner would free once no node needs it."""
-
-
-class _LoadsNone(AbstractDataset):
-    def load(self):
-        return None
-
-    def save(self, data):
-        raise AssertionError("an optional input is never written")
-
-    def _describe(self):
-        return {}
+    return outputs_of(create_pipeline(), inputs)
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,6 @@ import numpy as np
 import pandas as pd
 import pytest
 from kedro.config import OmegaConfigLoader
-from kedro.io import AbstractDataset, DataCatalog, MemoryDataset
-from kedro.runner import SequentialRunner
 from rich.console import Console
 from safetensors.torch import save_file
 from transformers import LlamaConfig
@@ -28,6 +26,7 @@ from ppo_rlhf.pipelines.reporting.terminal import print_result
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.evaluation import EvaluationConfig
 from ppo_rlhf.training.rewards import RewardComponentConfig, RewardConfig
+from tests.pipelines.support import outputs_of
 
 PROJECT = Path(__file__).parents[2]
 SCRIPT = "<script>alert('x')</script> & \"quoted\" $title"
@@ -367,22 +366,6 @@ def test_terminal_shows_the_table_and_never_cuts_a_path():
     assert path in "".join(re.findall(r"[\w/-]+", text.partition("Aligned policy")[2]))
 
 
-class _Kept(MemoryDataset):
-    def _release(self):
-        """Keep what the runner would free once no node needs it."""
-
-
-class _LoadsNone(AbstractDataset):
-    def load(self):
-        return None
-
-    def save(self, data):
-        raise AssertionError("an optional input is never written")
-
-    def _describe(self):
-        return {}
-
-
 def run_reporting(**changed):
     scores = np.linspace(0.0, 1.0, 6)
     evaluation = pd.DataFrame(
@@ -409,10 +392,7 @@ def run_reporting(**changed):
         "params:evaluation": EvaluationConfig(judge="mine:judge", seed=7),
         "params:reporting": nodes.ReportingConfig(title="My run", report_path="elsewhere/report.html"),
     }
-    given = {name: MemoryDataset(value, copy_mode="assign") for name, value in (inputs | changed).items()}
-    outputs = {name: _Kept() for name in create_pipeline().all_outputs()}
-    SequentialRunner().run(create_pipeline(), DataCatalog({"reward_model": _LoadsNone(), **given, **outputs}))
-    return {name: dataset.load() for name, dataset in outputs.items()}
+    return outputs_of(create_pipeline(), {"reward_model": None} | inputs | changed)
 
 
 def test_pipeline_writes_page_and_plots_and_prints_the_result_last(capsys):
