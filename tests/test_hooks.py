@@ -28,7 +28,7 @@ from mlflow.exceptions import MlflowException
 from sqlalchemy.exc import SQLAlchemyError
 
 from ppo_rlhf.core.errors import ConfigError
-from ppo_rlhf.hooks import TrackingHook, start_up, tracking, tracking_store
+from ppo_rlhf.hooks import TrackingHook, start_up_hook, tracking, tracking_store
 from ppo_rlhf.hooks.checks import check_runner, unread_local_files
 from ppo_rlhf.hooks.hyperparameters import changed_settings, hyperparameters
 from ppo_rlhf.hooks.provenance import git_tags
@@ -593,7 +593,7 @@ def test_the_tracking_hook_takes_the_place_of_kedro_mlflows():
     from ppo_rlhf import settings
 
     assert any(isinstance(hook, TrackingHook) for hook in settings.HOOKS)
-    assert start_up in settings.HOOKS
+    assert start_up_hook in settings.HOOKS
     assert "kedro_mlflow" in settings.DISABLE_HOOKS_FOR_PLUGINS
 
 
@@ -606,7 +606,7 @@ def test_ranks_but_the_first_are_not_tracked(monkeypatch: pytest.MonkeyPatch):
     other = importlib.reload(settings)
     try:
         assert not any(isinstance(hook, TrackingHook) for hook in other.HOOKS)
-        assert start_up in other.HOOKS
+        assert start_up_hook in other.HOOKS
         assert {"kedro_mlflow", "kedro-viz", "kedro-telemetry"} <= set(other.DISABLE_HOOKS_FOR_PLUGINS)
     finally:
         monkeypatch.delenv("RANK")

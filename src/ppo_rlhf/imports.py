@@ -32,4 +32,4 @@ def not_installed(package: str) -> Iterator[None]:
     try:
         yield
     finally:
-        del sys.modules[package]
+        sys.modules.pop(package, None)

@@ -9,7 +9,7 @@ from ppo_rlhf.imports import collector_paused
 with collector_paused():
     import mlflow.telemetry
 
-    from ppo_rlhf.hooks import ChecksHook, TrackingHook, start_up
+    from ppo_rlhf.hooks import ChecksHook, TrackingHook, start_up_hook
     from ppo_rlhf.hooks.advice import AdviceHook
     from ppo_rlhf.runner import make_session_default
 
@@ -28,7 +28,7 @@ make_session_default()
 _IS_MAIN_RANK = os.environ.get("RANK", "0") == "0"  # of the processes that torchrun or accelerate started
 
 # kedro-mlflow's hook is replaced by one that inherits from it; plugins are named as their distributions are.
-HOOKS = (start_up, ChecksHook(), TrackingHook(), AdviceHook()) if _IS_MAIN_RANK else (start_up, ChecksHook())
+HOOKS = (start_up_hook, ChecksHook(), TrackingHook(), AdviceHook()) if _IS_MAIN_RANK else (start_up_hook, ChecksHook())
 DISABLE_HOOKS_FOR_PLUGINS = ("kedro_mlflow", "kedro-telemetry", *(() if _IS_MAIN_RANK else ("kedro-viz",)))
 
 CONFIG_LOADER_ARGS = {

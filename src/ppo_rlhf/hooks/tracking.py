@@ -57,12 +57,12 @@ MOST_PARAMS_PER_BATCH = 100  # MLflow's limit
 
 
 class TrackingHook(MlflowHook):
-    """kedro-mlflow's hook with four differences.
+    """kedro-mlflow's hook with five differences.
 
     The store is opened when a run starts, not when a context is made: a run that is refused leaves no database behind.
     `resume` continues a run. Hyperparameters are logged one by one (kedro-mlflow logs a validated group as one string).
-    A run that a signal stopped ends KILLED. With tracking disabled for the pipelines (`disable_tracking` in mlflow.yml)
-    nothing happens.
+    A run that a signal stopped ends KILLED. IPython is not imported to learn that a run is in no notebook.
+    With tracking disabled for the pipelines (`disable_tracking` in mlflow.yml) nothing happens.
     """
 
     def __init__(self) -> None:
@@ -165,8 +165,8 @@ class TrackingHook(MlflowHook):
     def _start_run(self, run_params: dict[str, Any], pipeline: Pipeline, catalog: CatalogProtocol) -> None:
         """Let kedro-mlflow start the run.
 
-        MLflow asks IPython whether it is in a notebook. Where nobody has imported that it is not, and the import would
-        be for nothing: a twentieth of the time up to the first node.
+        MLflow asks IPython whether the run is in a notebook. Where nobody has imported IPython it is in none, and to
+        import it would only take time: a twentieth of that up to the first node.
         """
         with not_installed("IPython"):
             super().before_pipeline_run(run_params, pipeline, catalog)

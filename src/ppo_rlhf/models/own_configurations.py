@@ -1,4 +1,7 @@
-"""Configurations that models do not share: each pass sets in its model's how it attends (`passes.packed_attention`)."""
+"""Configurations that models do not share.
+
+Each pass sets in its model's how it attends (`models.passes.packed_attention`).
+"""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@
 A product of m x k with k x n has 2mkn operations. A token goes through a matrix once in the forward pass, and once each
 for the gradients of its input and, if the matrix trains, of the matrix. A sequence of S tokens has S (S + 1) / 2 pairs
 of positions, with 4 x width operations each in a layer (scores and weighted sum) and 8 in the backward pass. What
-follows the last attention is computed for the states that are read alone, s_0 to s_T (`passes.behind_attention`).
+follows the last attention is computed for the states that are read alone, s_0 to s_T: see
+`models.passes.behind_attention`.
 
 Not counted: embeddings, norms, activations, soft-maxima, losses, the value head with its one output, optimiser steps,
 padding, and what is computed a second time (checkpointed gradients, attention's scores in its backward pass). With an

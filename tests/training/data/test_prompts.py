@@ -1,6 +1,7 @@
 """Prompts: what is accepted, how overlong ones are met, and that nothing held out is trained on."""
 
 import json
+import re
 
 import pandas as pd
 import pytest
@@ -156,6 +157,13 @@ FORM = 'expected text or a list of {"role": …, "content": …}, got '
 )
 def test_a_row_that_is_no_prompt_is_refused_with_its_number(make_tokenizer, values, expected):
     assert message(tokenise, values, make_tokenizer()) == expected
+
+
+def test_braces_in_a_path_or_a_column_are_nothing_special(make_tokenizer):
+    prompts = tokenise(["a b"], make_tokenizer(), column="{en}", name="data/{v2}/{.jsonl")
+    assert prompts.prompt_ids == [[3, 4]]
+    with pytest.raises(DataError, match=re.escape("data/{v2}/{.jsonl: row 1, column `{en}`: the prompt has no tokens")):
+        tokenise(["a", " "], make_tokenizer(), column="{en}", name="data/{v2}/{.jsonl")
 
 
 def test_messages_that_the_template_refuses_are_one_line(make_tokenizer):

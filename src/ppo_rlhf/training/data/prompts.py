@@ -143,11 +143,11 @@ def tokenise_prompts(
             `overlong` is `error`.
     """
     _check_column(frame, column, name)
-    values, where = frame[column].tolist(), f"{name}: row {{}}, column `{column}`"
-    texts = [_as_text(value, tokenizer, where.format(row)) for row, value in enumerate(values)]
+    values = frame[column].tolist()
+    texts = [_as_text(value, tokenizer, _where(name, row, column)) for row, value in enumerate(values)]
     ids = _encode(texts, [isinstance(value, str) for value in values], tokenizer)
     if [] in ids:
-        raise DataError(f"{where.format(ids.index([]))}: the prompt has no tokens")
+        raise DataError(f"{_where(name, ids.index([]), column)}: the prompt has no tokens")
     keep = list(range(len(ids)))
     if context is not None:
         room = context - response_length
@@ -177,6 +177,10 @@ def tokenise_prompts(
 def _check_column(frame: pd.DataFrame, column: str, name: str) -> None:
     if column not in frame.columns:
         raise DataError(f"{name}: no column `{column}`; the columns are {', '.join(map(str, frame.columns))}")
+
+
+def _where(name: str, row: int, column: str) -> str:
+    return f"{name}: row {row}, column `{column}`"
 
 
 def _as_text(value: Any, tokenizer: PreTrainedTokenizerBase, where: str) -> str:
