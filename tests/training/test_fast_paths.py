@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from ppo_rlhf.models.passes import trunks
+from ppo_rlhf.models.passes import attention_by_sequence, trunks
 from ppo_rlhf.training import experience as steps
 from ppo_rlhf.training import scoring
 from ppo_rlhf.training.generation import Responses
@@ -19,6 +19,12 @@ SETTINGS = {
     "lr_scheduler_type": "constant",
     "adam_epsilon": 1e-5,  # the gradient of a key's bias is 0 but for rounding, which Adam would make whole steps of
 }
+
+
+@pytest.fixture(autouse=True)
+def _by_sequence(monkeypatch):
+    """Attention takes one sequence after the other wherever it can: these short ones would spare too little."""
+    monkeypatch.setattr(attention_by_sequence, "FEWEST_PAIRS", 1)
 
 
 def take_the_plain_path(monkeypatch) -> None:
@@ -73,6 +79,13 @@ def test_after_20_iterations_on_replayed_rollouts_losses_and_weights_are_those_o
         weights = snapshot(theirs)
         for name, tensor in snapshot(ours).items():
             assert_close(tensor, weights[name], rtol=0.0, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_the_first_ratio_is_exactly_1(make_run, kind, dtype):
+    run = make_run(kind, dtype=dtype, num_ppo_epochs=1, num_mini_batches=1)
+    assert run.iteration()["val/ratio"] == 1.0
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from torch import Tensor
 from torch.testing import assert_close
 
 from ppo_rlhf.models.passes import packed_attention
 from ppo_rlhf.models.passes.packed_attention import PackedLayout
+from tests.models.passes.worked_attention import inputs, worked_out
 
 LAYOUTS = {
     "one token each": PackedLayout.of([1, 1]),
@@ -20,33 +20,6 @@ LAYOUTS = {
 @pytest.fixture(autouse=True)
 def _wherever_the_tests_run(monkeypatch):
     monkeypatch.setattr(packed_attention, "lacks_instructions", lambda _: False)
-
-
-def worked_out(query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...], scaling: float) -> Tensor:
-    """Return the attention of `[N, H, d]` to `[N, K, d]`, one token and one head after the other."""
-    groups = query.shape[1] // key.shape[1]
-    rows, start = [], 0
-    for length in lengths:
-        for i in range(start, start + length):
-            heads = []
-            for head in range(query.shape[1]):
-                seen = slice(start, i + 1)
-                weights = torch.softmax(key[seen, head // groups] @ query[i, head] * scaling, -1)
-                heads.append(weights @ value[seen, head // groups])
-            rows.append(torch.stack(heads))
-        start += length
-    return torch.stack(rows)
-
-
-def inputs(layout: PackedLayout, heads: tuple[int, ...], dtype: torch.dtype, value_width: int = 8) -> list[Tensor]:
-    """Return rows of query, key, value and result, `[N + more, heads, d]`; what fills them up is NaN."""
-    generator = torch.Generator().manual_seed(1)
-    tokens = len(layout.slots) + layout.more
-    widths = (8, 8, value_width, value_width)
-    rows = [torch.randn(tokens, n, d, generator=generator).to(dtype) for n, d in zip(heads, widths, strict=False)]
-    for x in rows:
-        x[len(layout.slots) :] = torch.nan
-    return rows
 
 
 @pytest.mark.parametrize(("kv_heads", "value_width"), [(4, 8), (2, 8), (4, 6), (2, 4)])

@@ -18,6 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from ppo_rlhf.models.annotations import PreTrainedModel
+from ppo_rlhf.models.passes.attention_by_sequence import (
+    Run,
+    attend_by_sequence,
+    has_fused_kernel,
+    runs_of,
+    spares_enough,
+)
 from ppo_rlhf.models.passes.plain_attention import PlainAttention
 from ppo_rlhf.models.products.compiled_shapes import rounded_up
 from ppo_rlhf.models.products.processors import SIXTEEN_BITS, lacks_instructions
@@ -72,6 +79,11 @@ class PackedLayout:
         """Attention within each sequence, computed without torch's fused kernel."""
         return PlainAttention.of(self.lengths, self.width, self.slots)
 
+    @cached_property
+    def runs(self) -> tuple[Run, ...]:
+        """Neighbouring sequences of one length."""
+        return runs_of(self.lengths)
+
     def spread(self, tokens_N: Tensor) -> Tensor:
         """Return `[B, L, …]` of `[N + more, …]`, with 0 in the padding."""
         shape = (len(self.lengths), self.width, *tokens_N.shape[1:])
@@ -85,14 +97,19 @@ class PackedLayout:
         if query.is_cpu and query.dtype in SIXTEEN_BITS:
             if lacks_instructions(query.dtype):
                 with torch.autocast("cpu", enabled=False):  # it would round them again
-                    attended = self._attend_padded(query.float(), key.float(), value.float(), scaling=scaling)
+                    attended = self._attend_fused(query.float(), key.float(), value.float(), scaling)
                 return attended.to(query.dtype)
             if self.width <= LONGEST_PLAIN_ATTENTION:
                 return self.plain_attention.attend(query, key, value, scaling)
-        return self._attend_padded(query, key, value, scaling=scaling)
+        return self._attend_fused(query, key, value, scaling)
 
-    def _attend_padded(self, *query_key_value: Tensor, scaling: float | None) -> Tensor:
-        query, key, value = (self.spread(x).transpose(1, 2) for x in query_key_value)
+    def _attend_fused(self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+        """Attend by torch's fused kernel: sequence by sequence where that is faster, else padded."""
+        if query.is_cpu and spares_enough(self.runs, self.width, query.shape[1]):
+            of_all_heads = _repeated(key, query.shape[1]), _repeated(value, query.shape[1])
+            if has_fused_kernel(query, *of_all_heads):
+                return attend_by_sequence(query, *of_all_heads, runs=self.runs, scaling=scaling)
+        query, key, value = (self.spread(x).transpose(1, 2) for x in (query, key, value))
         return self.collect(causal_attention(query, key, value, scaling).transpose(1, 2))
 
     def collect(self, tokens_BL: Tensor) -> Tensor:
@@ -203,12 +220,18 @@ class Attention(Protocol):
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
     """Attend to oneself and what came before: query and result `[B, H, L, d]`, key and value `[B, K, L, d]`."""
-    groups = query.shape[1] // key.shape[1]
-    shares = groups > 1 and query.device.type != "cpu" and query.dtype in SIXTEEN_BITS
-    if groups > 1 and not shares:  # wider numbers have no kernel that shares keys but the one that holds all scores
-        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    heads = query.shape[1]
+    shares = key.shape[1] < heads and query.device.type != "cpu" and query.dtype in SIXTEEN_BITS
+    if not shares:  # wider numbers have no kernel that shares keys but the one that holds all scores
+        key, value = _repeated(key, heads), _repeated(value, heads)
     attend = nn.functional.scaled_dot_product_attention
     return attend(query, key, value, is_causal=True, scale=scaling, enable_gqa=shares)
+
+
+def _repeated(states: Tensor, heads: int) -> Tensor:
+    """Return keys or values `[…, K, …]` of all heads, which stand in dimension 1: those that share one next to it."""
+    groups = heads // states.shape[1]
+    return states.repeat_interleave(groups, dim=1) if groups > 1 else states
 
 
 def as_autocast(states: Tensor) -> Tensor:
