@@ -13,6 +13,12 @@ BROKEN_AND_KEPT = [
         "ppo.responses_per_prompt=3; nearest sizes that are: 6, 9",
     ),
     (
+        {"reward_normalisation": "batch", "per_device_train_batch_size": 1, "num_mini_batches": 1},
+        {"reward_normalisation": "running", "per_device_train_batch_size": 1, "num_mini_batches": 1},
+        "ppo.reward_normalisation=batch and ppo.batch_size=1 exclude each other: a single score is normalised to 0; "
+        "raise ppo.per_device_train_batch_size, or set ppo.reward_normalisation=running",
+    ),
+    (
         {"min_response_length": 54},
         {"min_response_length": 53},
         "ppo.min_response_length=54 is above ppo.response_length=53: lower the first or raise the second",

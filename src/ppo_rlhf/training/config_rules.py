@@ -33,6 +33,11 @@ def _batches(c: PPOConfig) -> Iterator[str]:
             break
     if c.batch_size % c.responses_per_prompt:
         yield _indivisible(c, "batch_size", c.batch_size, "responses_per_prompt")
+    if c.reward_normalisation == "batch" and c.batch_size == 1:
+        yield (
+            "ppo.reward_normalisation=batch and ppo.batch_size=1 exclude each other: a single score is normalised to "
+            "0; raise ppo.per_device_train_batch_size, or set ppo.reward_normalisation=running"
+        )
 
 
 def _stopping(c: PPOConfig) -> Iterator[str]:
