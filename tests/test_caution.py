@@ -61,7 +61,7 @@ def test_advice_is_given_on_what_a_person_set_and_not_on_what_ships(conf: Path) 
 
 @pytest.mark.parametrize("lacks", [False, True])
 def test_a_type_that_the_processor_has_no_instructions_for_is_warned_of(conf: Path, monkeypatch, lacks: bool) -> None:
-    monkeypatch.setattr(precision, "lacks_instructions", lambda _: lacks)
+    monkeypatch.setattr(precision, "lacks_fast_instructions", lambda _: lacks)
     loader = OmegaConfigLoader(str(conf), base_env="base", default_run_env="base")
     own = PPOConfig(device="cpu", dtype="bfloat16")
     lines = advice_on_own_settings(loader, PIPELINE, DataCatalog({"params:ppo": MemoryDataset(own)}))

@@ -9,9 +9,9 @@ import torch
 from ppo_rlhf.core.errors import TrainingError
 from ppo_rlhf.models.products import processors
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
-from ppo_rlhf.training import rollout, update
+from ppo_rlhf.training import precision, rollout, update
 from ppo_rlhf.training.config import PPOConfig
-from ppo_rlhf.training.precision import autocast, deterministic, frozen_dtype, torch_dtype, type_without_instructions
+from ppo_rlhf.training.precision import autocast, deterministic, frozen_dtype, torch_dtype, type_that_saves_no_time
 from ppo_rlhf.training.trainer import PPOTrainer
 from ppo_rlhf.training.update import optimise
 from tests.tiny_models import tiny_model, word_tokenizer
@@ -159,27 +159,30 @@ def test_copies_of_weights_are_kept_while_responses_are_sampled_and_scored_and_n
     assert {name for name, keeps in seen if not keeps} == {"policy", "critic"}
 
 
-# --- types that the processor has no instructions for -----------------------------------------------------------------
+# --- types that the processor has no fast instructions for ------------------------------------------------------------
 
 
-@pytest.fixture(params=[False, True], ids=["without instructions", "with"])
-def has_instructions(request, monkeypatch):
-    monkeypatch.setattr(processors, "_multiplies", lambda _: request.param)
+@pytest.fixture(params=["no", "only slow", "fast"])
+def instructions(request, monkeypatch):
+    for module in (processors, precision):
+        monkeypatch.setattr(module, "has_instructions", lambda _: request.param != "no")
+    monkeypatch.setattr(processors, "_has_slow_ones", lambda _: request.param == "only slow")
     return request.param
 
 
-def test_a_type_that_the_cpu_has_no_instructions_for_is_named_with_what_it_costs(has_instructions):
-    assert type_without_instructions(PPOConfig(dtype="bfloat16"), torch.device("cuda")) is None
-    lines = {dtype: type_without_instructions(PPOConfig(dtype=dtype), CPU) for dtype in ("float32", *REDUCED)}
+def test_a_type_that_the_cpu_has_no_fast_instructions_for_is_named_with_what_it_costs(instructions):
+    assert type_that_saves_no_time(PPOConfig(dtype="bfloat16"), torch.device("cuda")) is None
+    lines = {dtype: type_that_saves_no_time(PPOConfig(dtype=dtype), CPU) for dtype in ("float32", *REDUCED)}
     assert lines["float32"] is None
     for dtype in REDUCED:
-        if has_instructions:
+        if instructions == "fast":
             assert lines[dtype] is None
         else:
-            assert lines[dtype].startswith(f"ppo.dtype={dtype}: this processor has no instructions for it")
+            assert lines[dtype].startswith(f"ppo.dtype={dtype}: this processor has {instructions} instructions for it")
             assert lines[dtype].endswith("that saves some memory, but no time")
-            compiled = type_without_instructions(PPOConfig(dtype=dtype, compile=True), CPU)
-            assert "with ppo.compile=true training takes many times as long" in compiled
+            compiled = type_that_saves_no_time(PPOConfig(dtype=dtype, compile=True), CPU)
+            times = "many times" if instructions == "no" else "twice"
+            assert f"with ppo.compile=true training takes {times} as long" in compiled
 
 
 # --- determinism -----------------------------------------------------------------------------------------------------

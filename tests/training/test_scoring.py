@@ -102,7 +102,7 @@ def test_logits_in_chunks_give_the_same_values_and_gradients_as_all_at_once(make
 
 def test_of_many_tokens_no_more_logits_are_held_than_the_limit(make_model, monkeypatch):
     monkeypatch.setattr(scoring, "LOGITS_HELD", 4 * 23)
-    monkeypatch.setattr(compiled_shapes, "lacks_instructions", lambda _: False)
+    monkeypatch.setattr(compiled_shapes, "lacks_fast_instructions", lambda _: False)
     model, sizes = make_model("gpt2"), []
     packed = pack(PROMPTS, responses(0), torch.tensor(LENGTHS), 0)
     response_statistics(model, packed, 1.0)  # the first time it asks the model what it can

@@ -740,7 +740,7 @@ def test_what_is_no_checkpoint_is_refused(sft: str, tmp_path: Path):
 
 @pytest.mark.parametrize("lacks", [False, True])
 def test_a_type_that_the_processor_has_no_instructions_for_is_warned_of(sft: str, caplog, monkeypatch, lacks: bool):
-    monkeypatch.setattr(precision, "lacks_instructions", lambda _: lacks)
+    monkeypatch.setattr(precision, "lacks_fast_instructions", lambda _: lacks)
     PPOTrainer(config(dtype="bfloat16"), sft)
     found = [record for record in caplog.records if record.message.startswith("ppo.dtype=bfloat16")]
     assert [record.levelname for record in found] == (["WARNING"] if lacks else [])

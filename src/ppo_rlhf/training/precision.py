@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
-from ppo_rlhf.models.products.processors import lacks_instructions
+from ppo_rlhf.models.products.processors import has_instructions, lacks_fast_instructions
 from ppo_rlhf.training.config import PPOConfig
 
 _REDUCED = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -27,13 +27,15 @@ def frozen_dtype(config: PPOConfig) -> torch.dtype:
     return _REDUCED.get(config.dtype) or _FULL[config.dtype]
 
 
-def type_without_instructions(config: PPOConfig, device: torch.device) -> str | None:
-    """Return one line if the device has no instructions for `ppo.dtype`, so that it saves no time."""
-    if device.type != "cpu" or not lacks_instructions(frozen_dtype(config)):
+def type_that_saves_no_time(config: PPOConfig, device: torch.device) -> str | None:
+    """Return one line if the device has no fast instructions for `ppo.dtype`, so that it saves no time."""
+    if device.type != "cpu" or not lacks_fast_instructions(frozen_dtype(config)):
         return None
-    lacks = f"ppo.dtype={config.dtype}: this processor has no instructions for it"
+    some = has_instructions(frozen_dtype(config))
+    lacks = f"ppo.dtype={config.dtype}: this processor has {'only slow' if some else 'no'} instructions for it"
     if config.compile:  # compiled layers compute as torch does
-        return f"{lacks}, and with ppo.compile=true training takes many times as long as in float32. Unset one of them"
+        times = "twice" if some else "many times"
+        return f"{lacks}, and with ppo.compile=true training takes {times} as long as in float32. Unset one of them"
     return f"{lacks} and multiplies in float32 what was rounded to 16 bits: that saves some memory, but no time"
 
 

@@ -24,7 +24,7 @@ from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.data.prompts import PromptDataset
 from ppo_rlhf.training.history import MetricHistory
 from ppo_rlhf.training.model_files import exported_policy
-from ppo_rlhf.training.precision import type_without_instructions
+from ppo_rlhf.training.precision import type_that_saves_no_time
 from ppo_rlhf.training.query_sampler import QuerySampler
 from ppo_rlhf.training.resume import restore
 from ppo_rlhf.training.rewards import RewardScorer
@@ -99,7 +99,7 @@ class PPOTrainer:
         if self._scorer is not None and self._prompts is not None:
             stops = self.state.sampling.stop_token_ids
             self._scorer.check_room(self._prompts.prompt_ids, config.response_length, stops)
-        saves_nothing = type_without_instructions(config, self.state.device)
+        saves_nothing = type_that_saves_no_time(config, self.state.device)
         for line in [*config.advice(), *([saves_nothing] if saves_nothing else [])]:
             log.warning("%s", line)
         idle = [f"ppo.{name}" for name in config.not_default() if name in _OF_THE_PIPELINE]

@@ -137,7 +137,7 @@ def test_where_torch_is_told_to_take_no_fused_kernel_none_is_taken(asked):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bits_without_instructions_are_attended_to_in_float32(asked, monkeypatch, dtype):
-    monkeypatch.setattr(packed_attention, "lacks_instructions", lambda _: True)
+    monkeypatch.setattr(packed_attention, "lacks_fast_instructions", lambda _: True)
     layout = LAYOUTS["of several lengths"]
     given = [x.to(dtype) for x in inputs(layout, (4, 2, 2), torch.float32)]
     found = layout.attend(*given, None)

@@ -19,7 +19,7 @@ LAYOUTS = {
 
 @pytest.fixture(autouse=True)
 def _wherever_the_tests_run(monkeypatch):
-    monkeypatch.setattr(packed_attention, "lacks_instructions", lambda _: False)
+    monkeypatch.setattr(packed_attention, "lacks_fast_instructions", lambda _: False)
 
 
 @pytest.mark.parametrize(("kv_heads", "value_width"), [(4, 8), (2, 8), (4, 6), (2, 4)])

@@ -135,7 +135,7 @@ def test_sixteen_bit_attention_on_a_cpu_is_computed_plainly_and_is_that_of_float
     monkeypatch, dtype, kind
 ):
     """Also where rotary positions, which autocast leaves in float32, make queries and keys float32."""
-    monkeypatch.setattr(packed_attention_module, "lacks_instructions", lambda _: False)
+    monkeypatch.setattr(packed_attention_module, "lacks_fast_instructions", lambda _: False)
     backbone, plain, fused = tiny_model(kind).base_model, [], []
     attend, causal = PlainAttention.attend, packed_attention_module.causal_attention
     monkeypatch.setattr(PlainAttention, "attend", lambda *given: plain.append(given[1].dtype) or attend(*given))
@@ -167,7 +167,7 @@ def test_a_row_is_rounded_up_unless_all_sequences_are_of_one_length():
 
 
 def test_a_row_is_filled_up_only_where_each_number_of_tokens_is_compiled(monkeypatch):
-    monkeypatch.setattr(compiled_shapes, "lacks_instructions", lambda _: False)
+    monkeypatch.setattr(compiled_shapes, "lacks_fast_instructions", lambda _: False)
     backbone, seen, rows = tiny_model().base_model, [], right_padded([*SEQUENCES, [19]], 0)
     assert packs(backbone)
     backbone.register_forward_pre_hook(lambda _, __, given: seen.append(given["input_ids"].numel()), with_kwargs=True)

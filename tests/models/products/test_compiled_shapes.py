@@ -74,7 +74,7 @@ def test_numbers_of_tokens_are_rounded_up_to_few_different_ones():
 
 @pytest.mark.parametrize("lacks", [False, True])
 def test_rows_of_a_pass_are_filled_up_where_the_processor_has_sixteen_bits(monkeypatch, lacks):
-    monkeypatch.setattr(compiled_shapes, "lacks_instructions", lambda _: lacks)
+    monkeypatch.setattr(compiled_shapes, "lacks_fast_instructions", lambda _: lacks)
     model = tiny_model()
     assert not fills_rows(model)
     with torch.autocast("cpu", torch.bfloat16):

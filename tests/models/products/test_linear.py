@@ -35,7 +35,7 @@ def asked(monkeypatch) -> list[tuple[int, ...]]:
 
     monkeypatch.setattr(linear, "times_transposed", watched)
     monkeypatch.setattr(linear, "is_faster", lambda: True)
-    monkeypatch.setattr(rounded, "lacks_instructions", lambda _: False)
+    monkeypatch.setattr(rounded, "lacks_fast_instructions", lambda _: False)
     return shapes
 
 
@@ -157,7 +157,7 @@ def test_the_module_is_imported_where_torch_has_no_onednn(monkeypatch):
 
 def test_models_that_do_not_gain_keep_their_classes(monkeypatch):
     monkeypatch.setattr(linear, "is_faster", lambda: False)
-    monkeypatch.setattr(linear, "lacks_instructions", lambda _: False)
+    monkeypatch.setattr(linear, "lacks_fast_instructions", lambda _: False)
     model = layer("linear")
     use_fast_products(model)
     assert type(model) is nn.Linear

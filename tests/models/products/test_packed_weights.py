@@ -35,7 +35,7 @@ def sixteen_bits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     if not request.param and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         pytest.skip("this processor has no instructions for bfloat16")
     for module in (packed_weights, rounded):
-        monkeypatch.setattr(module, "lacks_instructions", lambda dtype: request.param and dtype.itemsize == 2)
+        monkeypatch.setattr(module, "lacks_fast_instructions", lambda dtype: request.param and dtype.itemsize == 2)
 
 
 class Rounded(nn.Linear):
@@ -130,7 +130,7 @@ def test_small_layers_other_types_and_forwards_of_somebody_else_are_left_alone(m
 @pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN")  # torch's own, of whoever switches oneDNN off
 def test_nothing_is_packed_where_another_library_is_as_fast_or_onednn_is_switched_off(monkeypatch: pytest.MonkeyPatch):
     model = tiny_model()
-    monkeypatch.setattr(packed_weights, "lacks_instructions", lambda _: False)
+    monkeypatch.setattr(packed_weights, "lacks_fast_instructions", lambda _: False)
     with torch.backends.mkldnn.flags(enabled=False), packed_weights.packed_weights(model):
         assert not packed(model)
     with torch.autocast("cpu", torch.float16), packed_weights.packed_weights(model):
@@ -210,7 +210,7 @@ def test_looking_for_the_layers_leaves_nothing_in_the_cache_of_an_autocast_aroun
 
 
 def test_where_bfloat16_is_rounded_the_copies_hold_the_rounded_weights(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(packed_weights, "lacks_instructions", lambda dtype: dtype == torch.bfloat16)
+    monkeypatch.setattr(packed_weights, "lacks_fast_instructions", lambda dtype: dtype == torch.bfloat16)
     model, held = tiny_model(), []
     pack = torch.ops.mkldnn._reorder_linear_weight
     monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", lambda weight: held.append(weight) or pack(weight))

@@ -23,9 +23,10 @@ TYPES = [torch.bfloat16, torch.float16]
 def lacks(monkeypatch) -> dict[torch.dtype, bool]:
     """Let no type of 16 bits have instructions, wherever the tests run; a test may give some back."""
     lacking = dict.fromkeys(TYPES, True)
-    monkeypatch.setattr(rounded, "FEWEST_ROWS", 3)
+    for fewest in ("FEWEST_ROWS", "FEWEST_ROWS_FOR_SLOW"):
+        monkeypatch.setattr(rounded, fewest, 3)
     for module in (rounded, linear, packed_attention):
-        monkeypatch.setattr(module, "lacks_instructions", lambda dtype: lacking.get(dtype, False))
+        monkeypatch.setattr(module, "lacks_fast_instructions", lambda dtype: lacking.get(dtype, False))
     return lacking
 
 
@@ -213,17 +214,45 @@ def test_no_more_than_the_weight_and_a_piece_is_held_in_float32(lacks, monkeypat
 
 
 def test_a_cpu_that_stands_in_for_a_gpu_lacks_nothing(monkeypatch):
-    monkeypatch.setattr(processors, "_multiplies", lambda _: False)
-    assert processors.lacks_instructions(torch.bfloat16)
+    monkeypatch.setattr(processors, "has_instructions", lambda _: False)
+    assert processors.lacks_fast_instructions(torch.bfloat16)
     with processors.standing_in_for_a_gpu():
-        assert not processors.lacks_instructions(torch.bfloat16)
-    assert processors.lacks_instructions(torch.bfloat16)
-    assert not processors.lacks_instructions(torch.float32)
+        assert not processors.lacks_fast_instructions(torch.bfloat16)
+    assert processors.lacks_fast_instructions(torch.bfloat16)
+    assert not processors.lacks_fast_instructions(torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("vendor", "capabilities", "slow"),
+    [
+        ("GenuineIntel", {"avx512_bf16": True, "avx512_fp16": True, "amx_bf16": False}, True),
+        ("GenuineIntel", {"avx512_bf16": True, "avx512_fp16": True, "amx_bf16": True}, False),
+        ("GenuineIntel", {"avx512_bf16": True, "avx512_fp16": False, "amx_bf16": False}, False),  # Cooper Lake
+        ("AuthenticAMD", {"avx512_bf16": True, "avx512_fp16": True, "amx_bf16": False}, False),
+        ("", {}, False),
+    ],
+)
+def test_instructions_for_bfloat16_are_slow_on_intels_without_amx(monkeypatch, vendor, capabilities, slow):
+    monkeypatch.setattr(processors, "_vendor", lambda: vendor)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    monkeypatch.setattr(processors, "has_instructions", lambda _: True)
+    monkeypatch.setattr(processors, "_has_slow_ones", processors._has_slow_ones.__wrapped__)
+    assert processors.lacks_fast_instructions(torch.bfloat16) is slow
+    assert not processors.lacks_fast_instructions(torch.float16)
+
+
+@pytest.mark.parametrize(("has_some", "fewest"), [(False, 8), (True, 128)])
+def test_fewer_rows_are_left_to_slow_instructions_than_to_none(monkeypatch, has_some, fewest):
+    monkeypatch.setattr(rounded, "lacks_fast_instructions", lambda _: True)
+    monkeypatch.setattr(rounded, "has_instructions", lambda _: has_some)
+    weight = torch.empty(4, 2, dtype=torch.bfloat16)
+    types = [rounded.rounded_type(weight.new_empty(rows, 2), weight) for rows in (fewest - 1, fewest)]
+    assert types == [None, torch.bfloat16]
 
 
 @pytest.mark.parametrize("supported", [False, True])
 def test_onednn_is_asked_about_the_type_and_without_it_nothing_is_known(monkeypatch, supported):
-    asked = processors._multiplies.__wrapped__
+    asked = processors.has_instructions.__wrapped__
     operators = {"_is_mkldnn_bf16_supported": lambda: supported, "_is_mkldnn_fp16_supported": lambda: not supported}
     monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace(**operators))
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)

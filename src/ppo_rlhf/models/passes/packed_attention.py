@@ -27,7 +27,7 @@ from ppo_rlhf.models.passes.attention_by_sequence import (
 )
 from ppo_rlhf.models.passes.plain_attention import PlainAttention
 from ppo_rlhf.models.products.compiled_shapes import rounded_up
-from ppo_rlhf.models.products.processors import SIXTEEN_BITS, lacks_instructions
+from ppo_rlhf.models.products.processors import SIXTEEN_BITS, lacks_fast_instructions
 
 NAME = "ppo_rlhf_packed"
 _LOOK_FOR_PADDING = "warn_if_padding_and_no_attention_mask"  # a method of transformers' models
@@ -95,7 +95,7 @@ class PackedLayout:
         """Attend within each sequence; see `Attention`."""
         query, key, value = (as_autocast(x) for x in (query_NHD, key_NKD, value_NKD))
         if query.is_cpu and query.dtype in SIXTEEN_BITS:
-            if lacks_instructions(query.dtype):
+            if lacks_fast_instructions(query.dtype):
                 with torch.autocast("cpu", enabled=False):  # it would round them again
                     attended = self._attend_fused(query.float(), key.float(), value.float(), scaling)
                 return attended.to(query.dtype)

@@ -10,7 +10,7 @@ import os
 import torch
 
 from ppo_rlhf.models.annotations import PreTrainedModel
-from ppo_rlhf.models.products.processors import SIXTEEN_BITS, lacks_instructions
+from ppo_rlhf.models.products.processors import SIXTEEN_BITS, lacks_fast_instructions
 
 VARIABLE = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
 FEW, MANY = "32", "256"  # the first as `ppo_rlhf/__init__.py` sets it
@@ -37,7 +37,7 @@ def fills_rows(model: PreTrainedModel) -> bool:
     compiling does.
     """
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else model.dtype
-    return model.device.type == "cpu" and dtype in SIXTEEN_BITS and not lacks_instructions(dtype)
+    return model.device.type == "cpu" and dtype in SIXTEEN_BITS and not lacks_fast_instructions(dtype)
 
 
 def rounded_up(tokens: int) -> int:

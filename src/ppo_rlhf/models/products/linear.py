@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
 
-from ppo_rlhf.models.products.processors import SIXTEEN_BITS, is_amd_with, lacks_instructions
+from ppo_rlhf.models.products.processors import SIXTEEN_BITS, is_amd_with, lacks_fast_instructions
 from ppo_rlhf.models.products.rounded import rounded_times_transposed, rounded_type
 
 FEWEST_WEIGHTS = 2**16
@@ -32,7 +32,7 @@ def use_fast_products(model: nn.Module) -> None:
 
     A layer only changes its class: names, parameters, copies and what is saved stay as they are.
     """
-    if not is_faster() and not any(lacks_instructions(dtype) for dtype in SIXTEEN_BITS):
+    if not is_faster() and not any(lacks_fast_instructions(dtype) for dtype in SIXTEEN_BITS):
         return
     for module in model.modules():
         kind = _KINDS.get(type(module))

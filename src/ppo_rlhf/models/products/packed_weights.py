@@ -24,7 +24,7 @@ from ppo_rlhf.models.products.linear import (
     is_plain_linear,
     times_transposed,
 )
-from ppo_rlhf.models.products.processors import lacks_instructions
+from ppo_rlhf.models.products.processors import lacks_fast_instructions
 from ppo_rlhf.models.products.sixteen_bit_weights import layers_that_autocast
 
 
@@ -42,7 +42,7 @@ def packed_weights(model: PreTrainedModel) -> Iterator[bool]:
     packed: dict[tuple[int, bool], Tensor] = {}
     forwards: list[tuple[nn.Module, Forward]] = []
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else torch.float32
-    held = torch.float32 if lacks_instructions(dtype) else dtype
+    held = torch.float32 if lacks_fast_instructions(dtype) else dtype
     with torch.no_grad():
         for layer in _layers(model, dtype):
             if _key(layer) not in packed:
@@ -65,7 +65,7 @@ def _layers(model: PreTrainedModel, dtype: torch.dtype) -> list[nn.Linear | Conv
     layers: list[nn.Linear | Conv1D] = []
     if dtype == torch.float32:
         layers = [module for module in model.modules() if is_plain_linear(module)] if is_faster_packed() else []
-    elif dtype == torch.bfloat16 or lacks_instructions(dtype):
+    elif dtype == torch.bfloat16 or lacks_fast_instructions(dtype):
         layers = layers_that_autocast(model, dtype)
     return [
         layer

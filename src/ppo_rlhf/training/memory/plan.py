@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 
 from ppo_rlhf.core.errors import ModelError, PPORLHFError
 from ppo_rlhf.models.products.packed_weights import packed_sizes
-from ppo_rlhf.models.products.processors import lacks_instructions, standing_in_for_a_gpu
+from ppo_rlhf.models.products.processors import lacks_fast_instructions, standing_in_for_a_gpu
 from ppo_rlhf.models.quiet import critical_only
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.lanes import most_tokens_side_by_side
@@ -177,7 +177,7 @@ def _planned(models: SimulatedModels, config: PPOConfig, shape: RunShape) -> Mem
         reference, scorer = (Peak(on_host.get(name, 0)) for name in waiting)  # on the device only while they score
         dtype = frozen_dtype(config)
         sixteen_bits = dtype.itemsize == 2
-        packs_casts = sixteen_bits and not lacks_instructions(dtype)  # autocast's copies, which the rollout counts
+        packs_casts = sixteen_bits and not lacks_fast_instructions(dtype)  # autocast's copies, which the rollout counts
         packs = shape.on_cpu and config.rollout_engine == "static" and not packs_casts
         packed = in_blocks(packed_sizes(models.policy, dtype)) if packs else Peak()
         passing = {
