@@ -15,7 +15,7 @@ from transformers import BloomConfig, GPT2Config, LlamaConfig, MistralConfig
 
 from ppo_rlhf.core.errors import ConfigError, ModelError
 from ppo_rlhf.models.adapters import trained_parameters
-from ppo_rlhf.models.products import packed_weights, processors, rounded
+from ppo_rlhf.models.products import packed_weights, processors
 from ppo_rlhf.models.reward_model import CausalLMRewardConfig, CausalLMRewardModel
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.memory import RunShape, machine, plan_memory, remedies
@@ -287,8 +287,7 @@ def test_on_the_cpu_nothing_is_offloaded_and_what_is_excluded_is_not_proposed():
 
 
 def without_instructions(monkeypatch: pytest.MonkeyPatch, lacks: bool) -> None:
-    for module in (processors, rounded):
-        monkeypatch.setattr(module, "has_instructions", lambda _: not lacks)
+    monkeypatch.setattr(processors, "has_instructions", lambda _: not lacks)
     monkeypatch.setattr(processors, "_has_slow_ones", lambda _: False)
 
 

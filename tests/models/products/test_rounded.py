@@ -23,8 +23,7 @@ TYPES = [torch.bfloat16, torch.float16]
 def lacks(monkeypatch) -> dict[torch.dtype, bool]:
     """Let no type of 16 bits have instructions, wherever the tests run; a test may give some back."""
     lacking = dict.fromkeys(TYPES, True)
-    for fewest in ("FEWEST_ROWS", "FEWEST_ROWS_FOR_SLOW"):
-        monkeypatch.setattr(rounded, fewest, 3)
+    monkeypatch.setattr(rounded, "FEWEST_ROWS", 3)
     for module in (rounded, linear, packed_attention):
         monkeypatch.setattr(module, "lacks_fast_instructions", lambda dtype: lacking.get(dtype, False))
     return lacking
@@ -239,15 +238,6 @@ def test_instructions_for_bfloat16_are_slow_on_intels_without_amx(monkeypatch, v
     monkeypatch.setattr(processors, "_has_slow_ones", processors._has_slow_ones.__wrapped__)
     assert processors.lacks_fast_instructions(torch.bfloat16) is slow
     assert not processors.lacks_fast_instructions(torch.float16)
-
-
-@pytest.mark.parametrize(("has_some", "fewest"), [(False, 8), (True, 128)])
-def test_fewer_rows_are_left_to_slow_instructions_than_to_none(monkeypatch, has_some, fewest):
-    monkeypatch.setattr(rounded, "lacks_fast_instructions", lambda _: True)
-    monkeypatch.setattr(rounded, "has_instructions", lambda _: has_some)
-    weight = torch.empty(4, 2, dtype=torch.bfloat16)
-    types = [rounded.rounded_type(weight.new_empty(rows, 2), weight) for rows in (fewest - 1, fewest)]
-    assert types == [None, torch.bfloat16]
 
 
 @pytest.mark.parametrize("supported", [False, True])

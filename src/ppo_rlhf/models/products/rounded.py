@@ -13,7 +13,7 @@ import threading
 import torch
 from torch import Tensor, nn
 
-from ppo_rlhf.models.products.processors import has_instructions, lacks_fast_instructions
+from ppo_rlhf.models.products.processors import lacks_fast_instructions
 
 PIECE = 2**21
 """Numbers of a factor or a result that are in float32 at a time, 8 MiB: with half as much it takes 3 to 10 % longer."""
@@ -21,8 +21,6 @@ NARROWEST = 128
 """Rows or columns of a piece, however long they are (a vocabulary's, say): each meets the whole of the other factor."""
 FEWEST_ROWS = 8
 """Of a product. With fewer, widening the weight takes longer than torch does without (4 rows: 2.6 against 0.4 ms)."""
-FEWEST_ROWS_FOR_SLOW = 128
-"""Likewise, than slow instructions do (64 rows: 1.1 against 1.0 ms; 416 rows: 3.6 against 5.4)."""
 LARGEST_KEPT = 2 * PIECE
 """Numbers of memory that is kept."""
 
@@ -32,16 +30,15 @@ def rounded_type(rows: Tensor, weight: Tensor) -> torch.dtype | None:
 
     It is autocast's, or else that of both. None also where there are few rows.
     """
+    if rows.numel() < FEWEST_ROWS * rows.shape[-1]:
+        return None
     if torch.is_autocast_enabled("cpu") and rows.dtype != torch.float64:
         dtype = torch.get_autocast_dtype("cpu")
     elif rows.dtype == weight.dtype:
         dtype = rows.dtype
     else:
         return None
-    if not lacks_fast_instructions(dtype):
-        return None
-    fewest = FEWEST_ROWS_FOR_SLOW if has_instructions(dtype) else FEWEST_ROWS
-    return dtype if rows.numel() >= fewest * rows.shape[-1] else None
+    return dtype if lacks_fast_instructions(dtype) else None
 
 
 def rounded_times_transposed(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
