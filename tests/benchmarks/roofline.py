@@ -6,7 +6,7 @@ Measured (`measure`), in the precision of the run, best of a few repetitions:
   backward (the gradients of x and of W); the head with its response positions alone as rows;
 - the two products of attention, as batched products over the heads of one minibatch;
 - the same products another way, on a CPU: in float32 by oneDNN, which on some processors takes half of the time; in
-  bf16, where there are no instructions for it, those of float32 numbers (`Rates.fastest`);
+  bf16, where there are no fast instructions for it, those of float32 numbers (`Rates.fastest`);
 - memory bandwidth: a buffer as large as the model's matrices, summed up, or copied (which moves it twice), whichever is
   faster.
 
@@ -145,13 +145,15 @@ def measure(preset: Preset, precision: str, device: str) -> Rates:
     """Measure this machine's rates on the preset's shapes."""
     import torch
 
+    from ppo_rlhf.models.products.processors import lacks_fast_instructions
+
     dtype = {"float32": torch.float32, "bf16": torch.bfloat16}[precision]
     forward, backward, attention = _product_rates(preset, device, dtype, torch.matmul)
     other: tuple[Any, ...] = ()
     if device == "cpu" and torch.backends.mkldnn.is_available():
         if precision == "float32":
             other = _product_rates(preset, device, dtype, _by_onednn)
-        elif not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        elif lacks_fast_instructions(dtype):
             other = _product_rates(preset, device, torch.float32, torch.matmul)
     buffer = torch.randn(matrix_elements(preset.shape), device=device).to(dtype)
     target, moved = torch.empty_like(buffer), buffer.numel() * buffer.element_size()
