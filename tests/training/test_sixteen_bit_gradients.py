@@ -188,22 +188,33 @@ OPTIONS = [
     {"ema_decay": 0.5},
     {"use_peft": True},
     {"weight_decay": 0.1},
-    {"max_grad_norm": 1e-3},
 ]
+UNCLIPPED = {"max_grad_norm": 1e9}
+CLIPPED = [{}, {"value_model": "shared"}, {"max_grad_norm": 1e-3}]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize(
+    ("options", "iterations", "tolerance"),
+    [({**options, **UNCLIPPED}, 2, 0.0) for options in OPTIONS] + [(options, 1, 1e-6) for options in CLIPPED],
+    ids=str,
+)
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_a_run_has_the_numbers_of_one_with_float32_gradients(make_run, snapshot, monkeypatch, kind, options):
-    """All but the norm, which is added up in another order, are the same to the last bit; so it is close to that."""
+def test_a_run_has_the_numbers_of_one_with_float32_gradients(
+    make_run, snapshot, monkeypatch, kind, options, iterations, tolerance
+):
+    """All but the norm, which is added up in another order, are the same to the last bit.
+
+    Where gradients are clipped by it weights are close to that: a step is about 1e-3. Only after one iteration, since
+    the next one rounds weights to 16 bits, where the last bit may make a larger difference.
+    """
     monkeypatch.setattr(sixteen_bit_gradients, "FEW", 1)
     monkeypatch.setattr(sixteen_bit_gradients, "PIECE", 1)
     runs = [make_run(kind, dtype="bfloat16", total_episodes=24, learning_rate=1e-3, **options) for _ in range(2)]
-    metrics = [[run.iteration() for _ in range(2)] for run in runs[:1]]
+    metrics = [[run.iteration() for _ in range(iterations)] for run in runs[:1]]
     monkeypatch.setattr(stepping, "kept_in_sixteen_bits", lambda *_: False)
-    metrics += [[run.iteration() for _ in range(2)] for run in runs[1:]]
+    metrics += [[run.iteration() for _ in range(iterations)] for run in runs[1:]]
     for name in ("policy", "critic"):
         found, expected = (snapshot(getattr(run.state, name)) for run in runs)
-        assert_close(found, expected, rtol=1e-6, atol=1e-6)  # a step is about 1e-3
+        assert_close(found, expected, rtol=tolerance, atol=tolerance)
     for found, expected in zip(*metrics, strict=True):
         assert found["loss/policy_avg"] == pytest.approx(expected["loss/policy_avg"], rel=1e-4, abs=1e-5)
