@@ -190,7 +190,7 @@ OPTIONS = [
     {"weight_decay": 0.1},
 ]
 UNCLIPPED = {"max_grad_norm": 1e9}
-CLIPPED = [{}, {"value_model": "shared"}, {"max_grad_norm": 1e-3}]
+CLIPPED = [*OPTIONS, {"max_grad_norm": 1e-3}]
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def autocast(config: PPOConfig, device: torch.device, *, keeps_copies: bool = Tr
 
     Passes whose gradients are recorded keep no copies of weights: what uses a weight twice would add its gradients up
     in 16 bits, and passes side by side would empty each other's copies, which belong to the process. The others do: a
-    decoding step would cast all weights anew (as it does without instructions for 16 bits, if they are not packed).
+    decoding step would cast all weights anew (as it does without fast instructions for 16 bits, if not packed).
     """
     reduced = _REDUCED.get(config.dtype)
     return nullcontext() if reduced is None else torch.autocast(device.type, reduced, cache_enabled=keeps_copies)

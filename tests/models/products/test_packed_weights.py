@@ -10,6 +10,7 @@ from torch.testing import assert_close
 from ppo_rlhf.models.adapters import LoraSettings, with_adapter
 from ppo_rlhf.models.products import packed_weights, rounded
 from ppo_rlhf.models.products.linear import is_plain_linear
+from ppo_rlhf.models.products.processors import has_instructions
 from ppo_rlhf.training.generation import SamplingSettings, generate_responses
 from tests.tiny_models import tiny_model
 
@@ -32,7 +33,7 @@ def _every_layer_wherever_the_tests_run(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.fixture(params=[False, True], ids=["by instructions", "rounded"])
 def sixteen_bits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let products in bfloat16 be those of instructions, where there are some, and those without."""
-    if not request.param and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if not request.param and not has_instructions(torch.bfloat16):
         pytest.skip("this processor has no instructions for bfloat16")
     for module in (packed_weights, rounded):
         monkeypatch.setattr(module, "lacks_fast_instructions", lambda dtype: request.param and dtype.itemsize == 2)

@@ -32,7 +32,7 @@ from ppo_rlhf.models.products.processors import SIXTEEN_BITS, lacks_fast_instruc
 NAME = "ppo_rlhf_packed"
 _LOOK_FOR_PADDING = "warn_if_padding_and_no_attention_mask"  # a method of transformers' models
 LONGEST_PLAIN_ATTENTION = 512
-"""Tokens. On a CPU with instructions for 16 bits attention of up to this length is computed plainly: torch's fused
+"""Tokens. On a CPU with fast instructions for 16 bits attention up to this length is computed plainly: torch's fused
 kernel takes 5.7 times as long (8 x 8 heads, 96 tokens, bfloat16, with its backward pass); longer, it would hold too
 many scores."""
 

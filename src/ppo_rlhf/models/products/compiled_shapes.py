@@ -33,8 +33,8 @@ def keep_shapes_of_small_models(weights: int) -> None:
 def fills_rows(model: PreTrainedModel) -> bool:
     """Whether a forward pass is given rows of no sequence, so that there are few different numbers (`rounded_up`).
 
-    In 16 bits on a CPU that has instructions for them, so that oneDNN computes. In float32 these rows take as long as
-    compiling does.
+    In 16 bits on a CPU that has fast instructions for them, so that oneDNN computes. In float32 these rows take
+    as long as compiling does.
     """
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else model.dtype
     return model.device.type == "cpu" and dtype in SIXTEEN_BITS and not lacks_fast_instructions(dtype)

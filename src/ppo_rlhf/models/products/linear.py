@@ -4,7 +4,7 @@ In float32 by oneDNN on AMD's that have AVX-512: torch asks MKL, which keeps to 
 of the speed or less where AVX-512 is 512 bits wide (EPYC of the fifth generation: 220 in place of 97 GFLOP/s on one
 core). The sums are in another order, and as exact.
 
-In 16 bits as `models.products.rounded` does on those without instructions for them.
+In 16 bits as `models.products.rounded` does on those without fast instructions for them.
 
 Layers of other types and single rows are left to torch, and in float32 small layers.
 """

@@ -34,7 +34,7 @@ def packed_weights(model: PreTrainedModel) -> Iterator[bool]:
 
     Yields whether each new number of rows of a decoding step takes time and memory: where oneDNN computes on a CPU.
 
-    In float32, or in the 16 bits that autocast computes in; as float32 where there are no instructions for these
+    In float32, or in the 16 bits that autocast computes in; as float32 without fast instructions for these
     (`models.products.rounded`). The copies take as much memory as gradients do, which are not there at that time; so
     weights without a gradient (those below LoRA's adapters, say) are left as they are. Nothing flows back through the
     layers.
