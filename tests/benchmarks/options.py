@@ -79,9 +79,9 @@ def run(folder: Path, seed: int, settings: Settings, models: Path | None = None)
     print(f"{folder.name}: done", file=sys.stderr, flush=True)
 
 
-def kedro(folder: Path, *arguments: str) -> None:
-    """Call `kedro run` in a copy of the project, one thread."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "1000", "DO_NOT_TRACK": "true"}
+def kedro(folder: Path, *arguments: str, threads: int = 1) -> None:
+    """Call `kedro run` in a copy of the project."""
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "DO_NOT_TRACK": "true"}
     command = [sys.executable, "-m", "kedro", "run", *arguments]
     finished = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     if finished.returncode:

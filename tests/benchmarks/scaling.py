@@ -26,6 +26,7 @@ from statistics import correlation, linear_regression, mean, median
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from compare import names_of, setting
 from options import copy_project, kedro
 from roofline import matrix_elements
@@ -147,7 +148,7 @@ def kedro_overhead(arguments: argparse.Namespace, folder: Path) -> dict[str, Any
     settings |= rare
     for name, content in {"globals": places, "parameters_ppo": {"ppo": settings}}.items():
         (project / "conf" / "local" / f"{name}.yml").write_text(json.dumps(content), encoding="utf-8")  # JSON is YAML
-    kedro(project, "--pipelines", "align")
+    kedro(project, "--pipelines", "align", threads=torch.get_num_threads())
     with sqlite3.connect(project / "mlflow.db") as store:
         query = "select timestamp / 1000.0, value from metrics where key = 'time/iteration_s' order by step"
         found = store.execute(query).fetchall()

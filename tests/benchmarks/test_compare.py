@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -118,7 +122,7 @@ def test_a_decoding_step_reads_all_matrices_and_the_cache_of_the_rows_still_goin
     matrices = 2 * (2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * 24) + 16 * 64
     assert matrix_elements(LLAMA.shape) == matrices
     seconds = work.rollout(rates_of(LLAMA.shape, FOREVER, FOREVER, 1.0))
-    assert seconds == 2 * (2 * matrices + (2 * 2 * 2 * 8) * 0) + (4 + 5) * 2 * 2 * 8 * 2
+    assert seconds == 2 * 2 * matrices + (4 + 5) * 2 * 2 * 8 * 2
     # computing, not memory, is what takes the time of a machine with endless bandwidth: 5 + 2 tokens, 2 + 2 heads
     computed = work.rollout(rates_of(LLAMA.shape, 1.0, FOREVER, FOREVER))
     assert computed == 2 * (7 * (matrices - 16 * 64) + 4 * 16 * 64)
@@ -184,8 +188,6 @@ def test_prompts_are_of_one_length_in_full_and_mixed_from_a_quarter_of_it() -> N
 
 def test_our_worker_and_the_roofline_make_rows(tmp_path: Path) -> None:
     """Two processes, driven as compare.py drives them; our side stands in for the peer, too."""
-    import sys
-
     job = replace(job_of(TOY, "mixed", tmp_path, 3), overrides={"vf_coef": 0.2})
     job.write(tmp_path / "job.json")
     assert Job.read(tmp_path / "job.json") == job
@@ -216,12 +218,28 @@ def test_our_worker_and_the_roofline_make_rows(tmp_path: Path) -> None:
 
 
 def test_a_worker_that_fails_says_why(tmp_path: Path) -> None:
-    import sys
-
     worker = Worker(sys.executable, "roofline", tmp_path / "missing.json")
     with pytest.raises(WorkerError, match=r"roofline .* ended with status 1:[\s\S]*missing.json"):
         worker.ready()
     worker.close()
+
+
+def test_the_peer_inherits_nothing_that_this_project_sets_for_its_own_libraries(tmp_path: Path) -> None:
+    """In a process of its own: this one has imported the project already."""
+    own = ("CUBLAS_WORKSPACE_CONFIG", "LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
+    (tmp_path / "says.py").write_text("import os\nfrom speed.channel import Channel\nChannel().send(**os.environ)")
+    command = (
+        "import json, os; from compare import Worker; from pathlib import Path;"
+        "worker = Worker(os.sys.executable, 'says', Path('job.json')); found = worker.ready(); worker.close();"
+        "print(json.dumps([dict(os.environ), found]))"
+    )
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    given = {name: value for name, value in os.environ.items() if name not in own} | {"PYTHONPATH": path}
+    said = subprocess.run([sys.executable, "-c", command], cwd=tmp_path, env=given, capture_output=True, check=True)
+    parents, workers = json.loads(said.stdout)
+    assert set(own) <= set(parents)
+    assert not set(own) & set(workers)
+    assert workers["GOMP_SPINCOUNT"] == "3000"
 
 
 def test_the_fixed_command_is_understood() -> None:

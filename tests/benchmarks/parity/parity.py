@@ -154,7 +154,7 @@ def run_job(job: Job, arguments: argparse.Namespace, held_out: Path) -> dict[str
 
 
 def _python(executable: str, script: str, out: Path, *rest: str) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "1000", "PYTHONWARNINGS": "ignore"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     command = [executable, str(HERE / script), str(out / "job.json"), *rest]
     finished = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if finished.returncode:

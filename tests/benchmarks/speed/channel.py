@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from speed import GIVEN
+
 HERE = Path(__file__).resolve().parent.parent
 SPIN = "3000"  # as the package: OpenMP's threads sleep soon, and a waiting worker takes nothing from the working one
 
@@ -43,13 +45,13 @@ class Worker:
 
     def __init__(self, python: str, module: str, job: Path, **environment: str) -> None:
         """Start `python -m module JOB`; `ready` waits for it."""
-        path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
+        path = os.pathsep.join(filter(None, [str(HERE), GIVEN.get("PYTHONPATH")]))
         self._name = f"{module} ({python})"
         self._errors = job.with_name(f"{job.stem}.{module}.log")
         with self._errors.open("w", encoding="utf-8") as errors:
             self._process = subprocess.Popen(
                 [python, "-m", module, str(job)],
-                env={**os.environ, "GOMP_SPINCOUNT": SPIN, **environment, "PYTHONPATH": path},
+                env={**GIVEN, "GOMP_SPINCOUNT": SPIN, **environment, "PYTHONPATH": path},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
