@@ -3,6 +3,8 @@
 import math
 import threading
 import time
+from concurrent.futures import wait
+from functools import partial
 
 import pytest
 import torch
@@ -49,10 +51,10 @@ def test_both_are_called_each_on_half_of_the_threads(threads):
     assert torch.get_num_threads() == 4
 
 
-@pytest.mark.parametrize(("all_of_them", "here", "there"), [(5, 3, 2), (1, 1, 1)])
-def test_what_cannot_be_halved_is_computed_all_the_same(threads, all_of_them, here, there):
+@pytest.mark.parametrize(("all_of_them", "each"), [(5, 2), (3, 1), (1, 1)])
+def test_what_cannot_be_halved_is_computed_all_the_same_on_as_many_threads_in_both(threads, all_of_them, each):
     threads(all_of_them)
-    assert side_by_side(torch.get_num_threads, torch.get_num_threads) == (here, there)
+    assert side_by_side(torch.get_num_threads, torch.get_num_threads) == (each, each)
     assert torch.get_num_threads() == all_of_them
 
 
@@ -92,6 +94,62 @@ def test_what_the_first_raises_is_raised_when_the_second_has_ended(error):
     assert side_by_side(lambda: 1, lambda: 2) == (1, 2)  # and the next ones run as ever
 
 
+@pytest.fixture
+def interrupt(monkeypatch):
+    """Have the first so many waits for the second lane interrupted, as Ctrl-C does."""
+
+    def set_up(waits: int) -> None:
+        left = [KeyboardInterrupt() for _ in range(waits)]
+
+        def interrupted(futures):
+            if left:
+                raise left.pop()
+            return wait(futures)
+
+        monkeypatch.setattr("ppo_rlhf.training.lanes.wait", interrupted)
+
+    return set_up
+
+
+def test_an_interrupt_while_the_second_is_waited_for_is_raised_when_that_has_ended(threads, interrupt):
+    threads(4)
+    interrupt(1)
+    ended = []
+
+    def second() -> None:
+        time.sleep(0.2)
+        ended.append(True)
+
+    with pytest.raises(KeyboardInterrupt):
+        side_by_side(lambda: None, second)
+    assert ended == [True]
+    assert torch.get_num_threads() == 4
+
+
+def test_a_second_interrupt_is_raised_at_once_and_leaves_all_threads_too(threads, interrupt):
+    """A run's second signal stops at once (`runner.signals`), whatever hangs."""
+    threads(4)
+    interrupt(2)
+    go_on, running = threading.Event(), []
+
+    def second() -> None:
+        running.append(True)
+        go_on.wait(20)
+        running.clear()
+
+    def first() -> None:
+        while not running:
+            time.sleep(0.01)
+
+    with pytest.raises(KeyboardInterrupt):
+        side_by_side(first, second)
+    assert running == [True]
+    assert torch.get_num_threads() == 4
+    go_on.set()
+    assert side_by_side(lambda: 1, lambda: 2) == (1, 2)
+    assert torch.get_num_threads() == 4
+
+
 def test_what_the_second_raises_is_raised():
     def second() -> None:
         raise ValueError("of the second")
@@ -127,6 +185,23 @@ def test_a_run_is_the_one_in_one_lane_but_for_rounding(make_run, snapshot, kind,
 def test_the_first_ratio_is_exactly_1(make_run, kind, dtype):
     run = make_run(kind, dtype=dtype, side_by_side=True, num_ppo_epochs=1, num_mini_batches=1)
     assert run.iteration()["val/ratio"] == 1.0
+
+
+@pytest.mark.parametrize("all_of_them", [2, 3])
+def test_what_the_first_ratio_compares_is_computed_on_as_many_threads(make_run, threads, monkeypatch, all_of_them):
+    """In the second lane of the rollout and the first of the update; a product's last bits depend on the number."""
+    threads(all_of_them)
+    run = make_run("gpt2", side_by_side=True)
+    found: dict[str, set[int]] = {"rollout": set(), "update": set()}
+
+    def noting(name: str, *given, **named):
+        found[name].add(torch.get_num_threads())
+        return scoring.response_statistics(*given, **named)
+
+    for name in found:
+        monkeypatch.setattr(f"ppo_rlhf.training.{name}.response_statistics", partial(noting, name))
+    run.iteration()
+    assert found == {"rollout": {1}, "update": {1}}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -1,7 +1,9 @@
 """Number types: what is kept wide, what is narrow, float16's loss scaling, and deterministic kernels."""
 
+import copy
 import dataclasses
 import logging
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -131,6 +133,38 @@ def test_a_loss_that_is_not_finite_is_no_overflow_and_stops_the_run(make_run):
     experience = dataclasses.replace(experience, advantages=experience.advantages * float("nan"))
     with pytest.raises(TrainingError, match=r"^2 optimiser steps in a row had a non-finite gradient, the last of the"):
         optimise(run.state, experience, run.config)
+
+
+@pytest.mark.parametrize("iterations_before", [0, 1])
+@pytest.mark.parametrize("align", [False, True], ids=["own", "aligned"])
+def test_an_update_interrupted_between_the_models_steps_is_done_anew_as_if_nothing_had_been(
+    make_run, snapshot, same_tensors, monkeypatch, align, iterations_before
+):
+    """Aligned, nobody has moved when the critic's passes begin. Else the policy has, and gets back what it had."""
+    settings = {"dtype": "float16", "side_by_side": False, "align_overflow": align}
+    run, whole = (scaled(make_run(**settings), 64.0, 64.0) for _ in range(2))
+    for _ in range(iterations_before):
+        run.iteration()
+        whole.iteration()
+    experience, state = run.before_update()[-1], run.state
+    saved = copy.deepcopy([part.state_dict() for part in (state.policy, state.policy_optimizer, state.policy_scaler)])
+    with monkeypatch.context() as context:
+        context.setattr(update, "response_values", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            optimise(state, experience, run.config)
+    if not align:
+        assert not same_tensors(saved[0], snapshot(state.policy))
+        for part, content in zip((state.policy, state.policy_optimizer, state.policy_scaler), saved, strict=True):
+            part.load_state_dict(content)
+    assert same_tensors(saved[0], snapshot(state.policy))
+    optimise(state, experience, run.config)
+    whole.iteration()
+    for name in ("policy", "critic"):
+        found, expected = getattr(state, name), getattr(whole.state, name)
+        assert same_tensors(snapshot(found), snapshot(expected))
+        scalers = [getattr(each, f"{name}_scaler").state_dict() for each in (state, whole.state)]
+        assert scalers[0] == scalers[1]
+        assert scalers[0]["_growth_tracker"] == 4 * (iterations_before + 1)  # steps without an overflow
 
 
 def test_without_float16_nothing_is_scaled(make_run):

@@ -53,19 +53,27 @@ def side_by_side(
     """Call both and return what they return: at the same time, or without `at_once` one after the other.
 
     `first` is called in this thread. Both compute on half of torch's threads; with gradients if there are gradients
-    here. When this returns or raises, neither is running any more.
+    here. Of an odd number one rests: what `first` computes in one call and `second` in another is to round alike.
+
+    When this returns or raises, neither is running any more. An interrupt that comes while `second` is waited for is
+    raised when that has ended; one more is raised at once, so that nobody is held up by what hangs.
     """
     if not at_once:
         return first(), second()
     threads = torch.get_num_threads()
     half = max(1, threads // 2)
     other = _other_thread().submit(_call, second, half, torch.is_grad_enabled())
-    torch.set_num_threads(max(half, threads - half))
     try:
+        torch.set_num_threads(half)
         result = first()
     finally:
-        wait([other])
-        torch.set_num_threads(threads)
+        try:
+            wait([other])
+        except BaseException:  # an interrupt
+            wait([other])
+            raise
+        finally:
+            torch.set_num_threads(threads)  # last: the other thread's first operation takes what anyone has set
     return result, other.result()
 
 

@@ -47,7 +47,7 @@ def optimise(state: TrainingState, experience: Experience, config: PPOConfig) ->
     rates = set_learning_rates(state, iteration)
     two_large_models = experience.rollouts.at_once(config) and state.policy.num_parameters() > SMALL
     return_freed_memory(two_large_models=two_large_models)
-    _drop_gradients(state)  # of an update that was interrupted
+    _forget_interrupted_step(state)
     recomputing = checkpointing_gradients(state.policy, state.critic, config)
     prepared = _Update.prepare(state, experience, config)
     with deterministic(config), recomputing, packing(state.policy, state.critic.backbone):
@@ -101,9 +101,14 @@ def _run_epochs(update: _Update) -> list[StepStatistics]:
     return steps
 
 
-def _drop_gradients(state: TrainingState) -> None:
+def _forget_interrupted_step(state: TrainingState) -> None:
+    """Drop the gradients of an update that was interrupted, and what the loss scales noted of them."""
     state.policy_optimizer.zero_grad(set_to_none=True)
     state.critic_optimizer.zero_grad(set_to_none=True)
+    for scaler in (state.policy_scaler, state.critic_scaler):
+        if scaler.is_enabled():
+            scaler.scale(torch.zeros((), device=state.device))  # one that never scaled refuses to be updated
+            scaler.update(scaler.get_scale())  # to what it is; this forgets which gradients were unscaled
 
 
 @dataclass(frozen=True)
