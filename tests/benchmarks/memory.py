@@ -231,16 +231,16 @@ def main() -> None:
         return
     rows: list[dict[str, Any]] = []
     plans = []
-    print("| setting | peak phase | planned, MiB | measured, MiB | planned / measured |")
-    print("| --- | --- | --- | --- | --- |")
+    print("| setting | phase with the most | tensors, MiB | planned, MiB | measured, MiB | planned / measured |")
+    print("| --- | --- | --- | --- | --- | --- |")
     for name in options.only:
         plan, found = planned(SETTINGS[name]), measured(name)
         plans.append(plan)
         phases = {phase.name: {"held": phase.held, "passing": phase.passing} for phase in plan.phases}
         rows.append({"setting": name, "planned": plan.needed, "measured": found, "phases": phases})
         print(
-            f"| {name} | {plan.peak.name} | {plan.needed / MEBIBYTE:.0f} | {found['peak'] / MEBIBYTE:.0f} "
-            f"| {plan.needed / found['peak']:.2f} |",
+            f"| {name} | {plan.peak.name} | {plan.peak.total / MEBIBYTE:.0f} | {plan.needed / MEBIBYTE:.0f} "
+            f"| {found['peak'] / MEBIBYTE:.0f} | {plan.needed / found['peak']:.2f} |",
             flush=True,
         )
         if options.json:

@@ -240,12 +240,31 @@ def test_instructions_for_bfloat16_are_slow_on_intels_without_amx(monkeypatch, v
     assert not processors.lacks_fast_instructions(torch.float16)
 
 
+@pytest.mark.parametrize(
+    ("capabilities", "has"),
+    [
+        ({"avx512_f": True, "avx512_bf16": False}, False),  # Skylake to Ice Lake
+        ({"avx512_f": True, "avx512_bf16": True}, True),
+        ({"avx512_f": False, "avx512_bf16": False}, True),  # whatever it is, oneDNN knows it
+        ({"bf16": True}, True),  # ARM
+    ],
+)
+def test_avx512_without_instructions_for_bfloat16_has_none_though_onednn_says_so(monkeypatch, capabilities, has):
+    operators = {"_is_mkldnn_bf16_supported": lambda: True, "_is_mkldnn_fp16_supported": lambda: True}
+    monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace(**operators))
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    assert processors.has_instructions.__wrapped__(torch.bfloat16) is has
+    assert processors.has_instructions.__wrapped__(torch.float16)
+
+
 @pytest.mark.parametrize("supported", [False, True])
 def test_onednn_is_asked_about_the_type_and_without_it_nothing_is_known(monkeypatch, supported):
     asked = processors.has_instructions.__wrapped__
     operators = {"_is_mkldnn_bf16_supported": lambda: supported, "_is_mkldnn_fp16_supported": lambda: not supported}
     monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace(**operators))
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
     assert (asked(torch.bfloat16), asked(torch.float16)) == (supported, not supported)
     monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace())
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)

@@ -29,7 +29,13 @@ def has_instructions(dtype: torch.dtype) -> bool:
         return True
     operators = torch.ops.mkldnn  # looked up here: a torch without oneDNN has neither
     asked = operators._is_mkldnn_bf16_supported if dtype == torch.bfloat16 else operators._is_mkldnn_fp16_supported
-    return bool(asked())
+    return bool(asked()) and not (dtype == torch.bfloat16 and _is_emulated())
+
+
+def _is_emulated() -> bool:
+    """Whether oneDNN multiplies bfloat16 by AVX-512 without instructions for it: Intel's from Skylake to Ice Lake."""
+    found = torch.cpu.get_capabilities()
+    return bool(found.get("avx512_f") and not found.get("avx512_bf16"))
 
 
 @cache
