@@ -1,22 +1,26 @@
-"""PPOConfig: TRL's defaults and formulas, errors in plain words, advice for changed values only."""
+"""PPOConfig: TRL's formulas, and its defaults but for a few; errors in plain words, advice for changed values only."""
 
 import ast
 import dataclasses
 import inspect
 import math
+import re
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from transformers import HfArgumentParser
 
 from ppo_rlhf import training
+from ppo_rlhf.compat import trl_last
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.training import config as config_module
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.state import TrainingState
 from ppo_rlhf.training.trainer import PPOTrainer
+from tests.compat.trl_source import TRL_LAST, TRL_MODEL
 
-# A contract, written out by hand: TRL's names and defaults where TRL has the setting.
+# A contract, written out by hand: TRL's where TRL has the setting, but for the departures in docs/algorithm.md.
 DEFAULTS = {
     "num_ppo_epochs": 4,
     "cliprange": 0.2,
@@ -121,6 +125,31 @@ def test_the_configuration_and_the_state_can_be_imported_from_the_package():
 def test_every_field_has_its_contracted_default():
     config = PPOConfig()
     assert {field.name: getattr(config, field.name) for field in dataclasses.fields(config)} == DEFAULTS
+
+
+def test_defaults_are_trls_but_for_exactly_those_that_the_page_on_the_algorithm_lists():
+    other_names = {  # ours, and what TRL's configuration calls it
+        "dtype": "bf16",  # its own `dtype` is that of the weights
+        "save_interval": "save_steps",
+        "warmup_ratio": "warmup_steps",
+        "compile": "torch_compile",
+        "deterministic": "full_determinism",
+    }
+    trl = {**TRL_MODEL, **TRL_LAST}
+    trl |= {ours: trl[theirs] for ours, theirs in other_names.items()}
+    shared = trl.keys() & DEFAULTS.keys()
+    assert trl_last.DEFAULTS.items() <= trl.items()
+    assert len(shared) == 42
+    differ = {name: (str(trl[name]), str(DEFAULTS[name])) for name in shared if trl[name] != DEFAULTS[name]}
+    assert differ == defaults_that_the_page_lists()
+
+
+def defaults_that_the_page_lists() -> dict[str, tuple[str, str]]:
+    """The setting, TRL's default and ours, from the table of docs/algorithm.md."""
+    page = (Path(__file__).parents[2] / "docs" / "algorithm.md").read_text(encoding="utf-8")
+    section = page.split("## 10. Departures from TRL's PPO\n")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| (`[^|]+) \| `([^`]+)`[^|]* \| `([^`]+)` \|", section, flags=re.MULTILINE)
+    return {name: (theirs, ours) for names, theirs, ours in rows for name in re.findall(r"`(\w+)`", names)}
 
 
 @pytest.mark.parametrize(

@@ -555,11 +555,63 @@ def test_the_critic_may_be_a_language_model_or_a_critic(sft: str):
     assert PPOTrainer(config(), sft, value_model=critic).state.critic is critic
 
 
+@pytest.mark.parametrize(
+    ("settings", "trained", "frozen"),
+    [
+        ({}, torch.float32, set()),
+        ({"gradient_checkpointing": True}, torch.float32, set()),
+        ({"dtype": "float64"}, torch.float64, set()),
+        ({"use_peft": True}, torch.float32, {torch.float32}),
+        ({"use_peft": True, "dtype": "bfloat16"}, torch.float32, {torch.bfloat16}),
+    ],
+    ids=str,
+)
+def test_a_critic_trains_as_the_model_that_it_was_made_of(
+    sft: str, settings: dict[str, Any], trained: torch.dtype, frozen: set[torch.dtype]
+):
+    """It is given in training mode, with dropout and in 16 bits; none of these may be left."""
+    model = tiny_model("gpt2", seed=7, reward=True, num_labels=1).to(torch.bfloat16)
+    assert model.config.resid_pdrop == 0.1
+    critic = Critic.from_reward_model(model, tiny_model()).to(torch.bfloat16).train()
+    of_critic, of_model = (trainer_of(sft, config(**settings), value_model=given) for given in (critic, model))
+    assert repeatable(of_critic.train()) == repeatable(of_model.train())
+    assert_same_bits(weights(of_critic.state.critic), weights(of_model.state.critic))
+    parameters = list(of_critic.state.critic.parameters())
+    assert {p.dtype for p in parameters if p.requires_grad} == {trained}
+    assert {p.dtype for p in parameters if not p.requires_grad} == frozen
+
+
+def test_with_adapters_a_critic_that_is_given_keeps_its_weights(sft: str):
+    critic = Critic.from_policy(tiny_model(seed=7))
+    before = weights(critic)
+    trainer = trainer_of(sft, config(use_peft=True), value_model=critic)
+    trainer.train()
+    assert_same_bits(weights(critic), before)
+    assert trainer.state.critic.value_head.weight.any()  # it began at 0
+
+
+def test_what_a_critic_that_is_given_has_frozen_stays_frozen(sft: str):
+    critic = Critic.from_policy(tiny_model(seed=7))
+    critic.backbone.requires_grad_(False)
+    before = weights(critic.backbone)
+    trainer_of(sft, value_model=critic).train()
+    assert_same_bits(weights(critic.backbone), before)
+    assert critic.value_head.weight.any()
+
+
 def test_a_critic_that_cannot_be_is_refused(sft: str):
     with pytest.raises(ConfigError, match=r"value_model and ppo\.value_model=shared exclude each other"):
         PPOTrainer(config(value_model="shared"), sft, value_model=tiny_model())
-    with pytest.raises(ModelError, match="value model's vocabulary has 30 tokens, the policy's 25"):
-        PPOTrainer(config(), sft, value_model=tiny_model(vocab_size=30))
+    larger, other = tiny_model(vocab_size=30), tiny_model()
+    for model in (larger, Critic.from_policy(larger)):
+        with pytest.raises(ModelError, match="value model's vocabulary has 30 tokens, the policy's 25"):
+            PPOTrainer(config(), sft, value_model=model)
+    with pytest.raises(ModelError, match="PPOTrainer: the value model has an adapter; merge it"):
+        PPOTrainer(config(), sft, value_model=Critic(adapted(tiny_model()).base_model, torch.nn.Linear(16, 1)))
+    with pytest.raises(ModelError, match="the value model's `value_head` is not a linear head with one output; give a"):
+        PPOTrainer(config(), sft, value_model=Critic(other.base_model, torch.nn.Linear(16, 2)))
+    with pytest.raises(ModelError, match="the value model's `score` is not a linear head with one output; give a"):
+        PPOTrainer(config(), sft, value_model=tiny_model("gpt2", reward=True, num_labels=2))
 
 
 def test_prompts_may_come_in_any_table(sft: str):

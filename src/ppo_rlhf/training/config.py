@@ -1,4 +1,4 @@
-"""PPOConfig: every hyperparameter of PPO in one flat, validated dataclass, with TRL's names and defaults."""
+"""PPOConfig: every hyperparameter of PPO in one flat, validated dataclass, with TRL's names."""
 
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ class PPOConfig:
     """Hyperparameters of PPO on a language model (Schulman et al. 2017, arXiv:1707.06347; Ouyang et al. 2022).
 
     Episodes are responses. Token counts leave out prompts and padding. Raises `ConfigError` with one line a problem.
-    Names and defaults are TRL's where TRL has the setting. A range in `Typical` is where a setting is usually found.
+    Where TRL has the setting, the name is TRL's, and the default but for those in docs/algorithm.md, section 10.
+    A range in `Typical` is where a setting is usually found.
     """
 
     num_ppo_epochs: Annotated[int, Field(ge=1), Typical(1, 10, TUNING_GUIDE)] = 4

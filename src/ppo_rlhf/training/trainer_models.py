@@ -89,7 +89,10 @@ def take_critic(
     reward_model: PreTrainedModel | None,
     value_model: PreTrainedModel | Critic | None,
 ) -> AnyCritic:
-    """Return the critic: the one given, a copy of the model given, or the one that `ppo.value_model` asks for.
+    """Return the critic: from the model given, or the one that `ppo.value_model` asks for.
+
+    A model is copied. A Critic is taken over as the policy is: changed in place, and it trains itself, but with LoRA;
+    what it has frozen stays frozen.
 
     Raises:
         ConfigError: A model is given, and `ppo.value_model` asks for another one.
@@ -102,19 +105,16 @@ def take_critic(
             f"PPOTrainer's value_model and ppo.value_model={config.value_model} exclude each other: both say where the "
             "critic starts; leave one out"
         )
-    if isinstance(value_model, Critic):
-        return value_model.to(policy.model.device)
     dtype = frozen_dtype(config) if config.use_peft else torch_dtype(config)
-    start = take_over(value_model, "value model", dtype, policy.model.device)
+    given = value_model.backbone if isinstance(value_model, Critic) else value_model
+    start = take_over(given, "value model", dtype, policy.model.device)
     check_same_vocabulary(start, policy.model, "value model")
+    if isinstance(value_model, Critic):
+        return _critic_to_train(value_model, config)
     score = getattr(start, "score", None)
     if score is None:
         return Critic.from_policy(start, own_backbone=critic_backbone(config))
-    if not isinstance(score, nn.Linear) or score.out_features != 1:
-        raise ModelError(
-            "PPOTrainer: the value model's `score` is not a linear head with one output; give a sequence classifier "
-            "with num_labels=1, or a causal language model"
-        )
+    _check_head(score, "score")
     return Critic.from_reward_model(start, policy.model, own_backbone=critic_backbone(config))
 
 
@@ -145,6 +145,24 @@ def _causal_lm(source: ModelSource, what: str, dtype: torch.dtype, device: torch
     if isinstance(source, str | Path):
         return nn.Module.to(PretrainedHandle(str(source)).causal_lm(dtype), device)
     return take_over(source, what, dtype, device)
+
+
+def _critic_to_train(critic: Critic, config: PPOConfig) -> Critic:
+    """Return the critic itself, or with `use_peft` another over its frozen backbone, with an adapter and a new head."""
+    _check_head(critic.value_head, "value_head")
+    critic.value_head.to(critic.backbone.device, torch_dtype(config))
+    own_backbone = critic_backbone(config)
+    if own_backbone is None:
+        return critic
+    return Critic(own_backbone(critic.backbone), copy.deepcopy(critic.value_head))
+
+
+def _check_head(head: Any, name: str) -> None:
+    if not isinstance(head, nn.Linear) or head.out_features != 1:
+        raise ModelError(
+            f"PPOTrainer: the value model's `{name}` is not a linear head with one output; give a sequence classifier "
+            "with num_labels=1, or a causal language model"
+        )
 
 
 def _check_model(model: Any, what: str) -> None:
