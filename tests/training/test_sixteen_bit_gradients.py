@@ -17,6 +17,21 @@ from tests.tiny_models import tiny_model
 
 BFLOAT16 = torch.bfloat16
 IDS = [torch.tensor([[4, 7, 9, 12, 5], [6, 8, 10, 11, 3]]), torch.tensor([[5, 3, 12, 12, 8]])]
+
+
+def with_a_block_twice() -> nn.Module:
+    model = tiny_model("llama", num_hidden_layers=3)
+    model.model.layers[1] = model.model.layers[0]
+    return model
+
+
+def with_a_weight_in_two_layers() -> nn.Module:
+    model = tiny_model("llama")
+    first, second = model.model.layers
+    second.mlp.up_proj.weight = first.mlp.up_proj.weight
+    return model
+
+
 MODELS = {
     "gpt2": lambda: tiny_model("gpt2"),
     "llama": lambda: tiny_model("llama"),
@@ -24,11 +39,13 @@ MODELS = {
     "llama with adapters": lambda: with_adapter(
         tiny_model("llama"), LoraSettings(2, 4, "all-linear"), torch.Generator().manual_seed(1)
     ),
+    "a block twice": with_a_block_twice,
+    "a weight in two layers": with_a_weight_in_two_layers,
 }
 
 
 def backward(model: nn.Module, ids: torch.Tensor) -> None:
-    with torch.autocast("cpu", BFLOAT16):
+    with torch.autocast("cpu", BFLOAT16, cache_enabled=False):  # as in training
         loss = model(ids, use_cache=False).logits.float().log_softmax(-1)[..., 3].sum()
     loss.backward()
 
@@ -115,7 +132,7 @@ def test_a_weight_that_another_layer_uses_too_has_one_gradient():
     run()
     expected, model.linear.weight.grad = model.linear.weight.grad, None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sixteen_bit_gradients, "layers_that_autocast", lambda *_: [model.linear])
+        patch.setattr(sixteen_bit_gradients, "calls_that_autocast", lambda *_: {model.linear: 1})
         gradients = SixteenBitGradients(model, BFLOAT16)
     with gradients.of_passes(1):
         run()

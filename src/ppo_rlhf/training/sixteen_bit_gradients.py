@@ -7,6 +7,7 @@ half of the memory. The numbers are autocast's to the last bit.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ppo_rlhf.models.annotations import PreTrainedModel
-from ppo_rlhf.models.products.sixteen_bit_weights import layers_that_autocast
+from ppo_rlhf.models.products.sixteen_bit_weights import calls_that_autocast
 from ppo_rlhf.training.config import PPOConfig
 
 FEW = 2**22
@@ -41,19 +42,23 @@ def kept_in_sixteen_bits(config: PPOConfig, backbone: PreTrainedModel) -> bool:
 class SixteenBitGradients:
     """Gradients of a backbone's matrices in linear layers, from their backward passes to the optimiser step.
 
-    Biases are left to autocast: they are small. A weight that other layers than linear ones use, too, has one gradient,
-    in its own type. The output layer is not the backbone's: its product may come in chunks, whose gradients add up in
-    float32.
+    Left to autocast are biases, which are small, and weights that a pass multiplies with more than once: what they get
+    would add up in 16 bits. A weight that other layers than linear ones use, too, has one gradient, in its own type.
+    The output layer is not the backbone's: its product may come in chunks, whose gradients add up in float32.
     """
 
     def __init__(self, backbone: PreTrainedModel, dtype: torch.dtype) -> None:
         """Find the layers; not to be called within `packed_attention`."""
         self._dtype = dtype
+        calls = calls_that_autocast(backbone, dtype)
+        products = Counter[Tensor]()
+        for module, count in calls.items():
+            products[module.weight] += count
         self._entries: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = [
             (module._parameters, name, weight)
-            for module in layers_that_autocast(backbone, dtype)
+            for module in calls
             for name, weight in module._parameters.items()
-            if weight is not None and weight.dim() >= 2 and weight.dtype == torch.float32 and weight.requires_grad
+            if weight is not None and products[weight] == 1 and weight.dtype == torch.float32 and weight.requires_grad
         ]
         self._held: dict[nn.Parameter, Tensor] = {}
 
@@ -65,8 +70,7 @@ class SixteenBitGradients:
         `grad`. Weights must not change within the block, and a copy of one pass is gone when its gradient is there.
         """
         keep = self._hold if count == 1 else _add_up
-        weights = {weight: None for _, _, weight in self._entries}
-        copies = {weight: nn.Parameter(weight.detach().to(self._dtype)) for weight in weights}
+        copies = {weight: nn.Parameter(weight.detach().to(self._dtype)) for _, _, weight in self._entries}
         for weight, copy in copies.items():
             copy.register_post_accumulate_grad_hook(partial(keep, weight))
         try:

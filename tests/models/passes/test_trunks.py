@@ -7,6 +7,7 @@ from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
     Gemma2Config,
+    Gemma3Config,
     GPT2Config,
     GPT2ForSequenceClassification,
     GraniteConfig,
@@ -24,7 +25,7 @@ from ppo_rlhf.models.passes import trunks
 from ppo_rlhf.models.passes.packed_attention import NAME, PackedLayout, packed_attention, place_rows, take_rows
 from ppo_rlhf.models.passes.plain_attention import PlainAttention
 from ppo_rlhf.models.passes.token_rows import right_padded
-from ppo_rlhf.models.passes.trunks import logits_of, packing, packs, token_states
+from ppo_rlhf.models.passes.trunks import has_plain_attention, logits_of, packing, packs, token_states
 from ppo_rlhf.models.products import compiled_shapes
 from ppo_rlhf.models.products.compiled_shapes import ROUND
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
@@ -32,12 +33,21 @@ from ppo_rlhf.models.sequence_scores import sequence_scores
 from tests.tiny_models import KINDS, tiny_model
 
 SEQUENCES = [[4, 7, 9, 12, 5], [6], [8, 10, 11], [3, 13, 14, 15, 16, 17, 18]]
+WINDOW = 8
+"""Tokens: more than models are asked with."""
+FULL = ["full_attention", "full_attention"]
+BEYOND_THE_WINDOW = [[*range(3, 20)], [4, 5, 6], [*range(5, 18)]]
 LAYERS = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 25}
 WIDER = {**LAYERS, "intermediate_size": 24, "num_key_value_heads": 2, "max_position_embeddings": 32}
 ENDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 OTHERS = {
     "qwen2": (Qwen2Config(**WIDER, **ENDS), True),
     "opt": (OPTConfig(**LAYERS, ffn_dim=24, word_embed_proj_dim=16, dropout=0.0, max_position_embeddings=32), True),
+    "qwen2 with a window that no layer has": (
+        Qwen2Config(**WIDER, **ENDS, use_sliding_window=True, sliding_window=3, max_window_layers=2),
+        True,
+    ),
+    "mistral without a window": (MistralConfig(**WIDER, **ENDS, sliding_window=None), True),
     "granite": (GraniteConfig(**WIDER, **ENDS, logits_scaling=3.0), True),
     "mistral with a window": (MistralConfig(**WIDER, **ENDS, sliding_window=3), False),
     "gemma2, which caps and has windows": (Gemma2Config(**WIDER, **ENDS, head_dim=4), False),
@@ -47,17 +57,33 @@ OTHERS = {
 
 def other(name: str) -> tuple[torch.nn.Module, bool]:
     config, can = OTHERS[name]
+    return of_config(config), can
+
+
+def of_config(config) -> torch.nn.Module:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
     for parameter in model.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, 0.0, 0.3)
-    return model.double(), can
+    return model.double()
 
 
-def states_one_by_one(backbone) -> torch.Tensor:
+def composite(*layer_types: str) -> torch.nn.Module:
+    """Return a Gemma 3 that reads images, too: what its language model is like stands in a configuration within."""
+    vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return of_config(
+        Gemma3Config(
+            text_config={**WIDER, **ENDS, "head_dim": 4, "sliding_window": WINDOW, "layer_types": list(layer_types)},
+            vision_config={**vision, "image_size": 8, "patch_size": 4},
+            mm_tokens_per_image=4,
+        )
+    )
+
+
+def states_one_by_one(backbone, sequences=SEQUENCES) -> torch.Tensor:
     with torch.no_grad():
-        return torch.cat([backbone(torch.tensor([ids]), use_cache=False).last_hidden_state[0] for ids in SEQUENCES])
+        return torch.cat([backbone(torch.tensor([ids]), use_cache=False).last_hidden_state[0] for ids in sequences])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -79,6 +105,42 @@ def test_other_architectures_are_asked_and_give_the_same_states_and_logits_wheth
         expected = torch.cat([model(torch.tensor([ids]), use_cache=False).logits[0] for ids in SEQUENCES])
     assert_close(states, states_one_by_one(model.base_model), rtol=0.0, atol=1e-5)
     assert_close(logits, expected, rtol=0.0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("make", "can"),
+    [
+        (lambda: composite("sliding_attention", "full_attention"), False),
+        (lambda: composite(*FULL), True),
+        # its masks have the window all the same
+        (lambda: of_config(MistralConfig(**WIDER, **ENDS, sliding_window=WINDOW, layer_types=FULL)), False),
+    ],
+    ids=["within a composite configuration", "in no layer of it", "denied by the configuration"],
+)
+def test_a_window_longer_than_what_a_model_is_asked_with_is_known_all_the_same(make, can):
+    backbone = make().base_model
+    assert packs(backbone) is can
+    with torch.no_grad():
+        found = token_states(backbone, right_padded(BEYOND_THE_WINDOW, 0))
+    assert_close(found, states_one_by_one(backbone, BEYOND_THE_WINDOW), rtol=0.0, atol=1e-5)
+
+
+def test_the_configuration_within_a_composite_one_says_what_layers_attend_to():
+    assert has_plain_attention(composite(*FULL).base_model)
+    assert not has_plain_attention(composite("full_attention", "sliding_attention").base_model)
+
+
+def test_attention_within_a_window_is_refused():
+    states = torch.randn(1, 2, 3, 4)
+
+    def attend(window: int | None) -> torch.Tensor:
+        layout = PackedLayout.of([3])
+        given = {"packed_layout": layout, "scaling": None, "sliding_window": window}
+        return packed_attention_module._attend(torch.nn.Module(), states, states, states, None, **given)[0]
+
+    assert attend(None).shape == (1, 3, 2, 4)
+    with pytest.raises(NotImplementedError, match=r"asked for: \['sliding_window'\]"):
+        attend(WINDOW)
 
 
 def test_logits_behind_a_scale_have_the_gradient_of_the_models_own():
@@ -201,6 +263,16 @@ def test_the_attention_of_a_model_is_its_own_again_after_the_block_and_after_an_
         assert backbone.config._attn_implementation == NAME
         raise KeyError
     assert backbone.config._attn_implementation == before
+
+
+def test_the_attention_of_each_part_of_a_composite_model_is_its_own_again():
+    backbone = composite(*FULL).base_model
+    text, vision = backbone.config.text_config, backbone.config.vision_config
+    text._attn_implementation = "eager"
+    with packed_attention(backbone):
+        assert text._attn_implementation == NAME
+    found = [config._attn_implementation for config in (backbone.config, text, vision)]
+    assert found == ["sdpa", "eager", "sdpa"]
 
 
 def test_nobody_looks_for_padding_where_there_is_none_and_afterwards_as_before(monkeypatch):

@@ -27,11 +27,18 @@ def adapted(model, targets: str = "all-linear+head"):
     return model
 
 
+def with_a_block_twice():
+    model = tiny_model("llama")
+    model.model.layers[1] = model.model.layers[0]
+    return model
+
+
 MODELS = {
     "gpt2": lambda: tiny_model("gpt2"),  # its output layer shares the embedding
     "gpt2 untied": lambda: tiny_model("gpt2", tie_word_embeddings=False),
     "llama": lambda: tiny_model("llama"),
     "llama tied": lambda: tiny_model("llama", tie_word_embeddings=True),
+    "llama with a block twice": with_a_block_twice,
     "bitnet": lambda: tiny_model("bitnet"),  # its layers quantise their weights
     "gpt2 with adapters": lambda: adapted(tiny_model("gpt2")),
     "llama with adapters": lambda: adapted(tiny_model("llama"), "all-linear"),

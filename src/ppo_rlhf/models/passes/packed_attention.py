@@ -16,8 +16,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
-from ppo_rlhf.models.annotations import PreTrainedModel
+from ppo_rlhf.models.annotations import PretrainedConfig, PreTrainedModel
 from ppo_rlhf.models.passes.attention_by_sequence import (
     Run,
     attend_by_sequence,
@@ -175,7 +176,7 @@ def packed_attention(*models: PreTrainedModel) -> Iterator[None]:
     """Within the block the models' forward passes take `packed_layout` and rows without padding, and nothing else."""
     _register()
     configs = {id(model.config): model.config for model in models}.values()
-    before = [config._attn_implementation for config in configs]
+    before = [_implementations(config) for config in configs]
     looks = [vars(model).get(_LOOK_FOR_PADDING) for model in models]
     for config in configs:
         config._attn_implementation = NAME
@@ -191,6 +192,13 @@ def packed_attention(*models: PreTrainedModel) -> Iterator[None]:
                 vars(model).pop(_LOOK_FOR_PADDING, None)  # a trunk that two models share comes twice
             else:
                 vars(model)[_LOOK_FOR_PADDING] = look
+
+
+def _implementations(config: PretrainedConfig) -> dict[str, Any]:
+    """Return the attention of a configuration, under "", and of those within it, as transformers takes them."""
+    within = {name: getattr(config, name, None) for name in config.sub_configs}
+    found = {name: _implementations(part) for name, part in within.items() if part is not None}
+    return {"": config._attn_implementation, **found}
 
 
 def packed_states(backbone: PreTrainedModel, ids: Tensor, positions: Tensor, layout: Attention) -> Tensor:
@@ -269,10 +277,13 @@ def _attend(
     scaling: float | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
+    sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attend as transformers asks for it: query, key and value `[1, heads, N, d]`, result `[1, N, heads, d]`."""
     strange = [name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None]
+    if sliding_window is not None and not isinstance(query, FakeTensor):  # memory is planned as if there were no window
+        strange.append("sliding_window")
     if attention_mask is not None or dropout or is_causal is False or strange:
         raise NotImplementedError(f"packed attention is plain causal attention; asked for: {strange or 'a mask'}")
     query_NHD, key_NKD, value_NKD = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))

@@ -154,7 +154,7 @@ def _padded_states(backbone: PreTrainedModel, rows: TokenRows) -> Tensor:
 
 def has_plain_attention(backbone: PreTrainedModel) -> bool:
     """Whether a configuration says that each layer attends to all that came before: no windows, no other kinds."""
-    config = backbone.config
+    config = backbone.config.get_text_config()  # within that of a model that reads images, too
     layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
     windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
     is_windowed = getattr(config, "layer_types", None) is None and any(window is not None for window in windows)

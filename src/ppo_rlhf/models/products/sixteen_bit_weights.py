@@ -6,7 +6,8 @@ trains, copies that are made once do as well: the products are the same to the l
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -60,20 +61,28 @@ def layers_that_autocast(model: PreTrainedModel, dtype: torch.dtype) -> list[nn.
     A pass of a few tokens shows them, the first time that a model is asked about: with autocast on and never with it
     off. It attends plainly, so not to be called first within `packed_attention`.
     """
-    known = _layers.setdefault(model, {})
+    return list(calls_that_autocast(model, dtype))
+
+
+def calls_that_autocast(model: PreTrainedModel, dtype: torch.dtype) -> Mapping[nn.Linear | Conv1D, int]:
+    """Return how often one pass calls each of `layers_that_autocast`: blocks that come twice are called twice."""
+    known = _calls.setdefault(model, {})
     if dtype not in known:
-        known[dtype] = _find_layers(model, dtype)
+        known[dtype] = _count_calls(model, dtype)
     return known[dtype]
 
 
-_layers: WeakKeyDictionary[nn.Module, dict[torch.dtype, list[nn.Linear | Conv1D]]] = WeakKeyDictionary()
+_calls: WeakKeyDictionary[nn.Module, dict[torch.dtype, Mapping[nn.Linear | Conv1D, int]]] = WeakKeyDictionary()
 
 
-def _find_layers(model: PreTrainedModel, dtype: torch.dtype) -> list[nn.Linear | Conv1D]:
-    device, on, off = model.device.type, set[nn.Module](), set[nn.Module]()
+def _count_calls(model: PreTrainedModel, dtype: torch.dtype) -> Mapping[nn.Linear | Conv1D, int]:
+    device, on, off = model.device.type, Counter[nn.Module](), set[nn.Module]()
 
     def watch(module: nn.Module, *_: object) -> None:
-        (on if torch.is_autocast_enabled(device) else off).add(module)
+        if torch.is_autocast_enabled(device):
+            on[module] += 1
+        else:
+            off.add(module)
 
     linear = [module for module in model.modules() if is_plain_linear(module)]
     handles = [module.register_forward_pre_hook(watch) for module in linear]
@@ -84,4 +93,4 @@ def _find_layers(model: PreTrainedModel, dtype: torch.dtype) -> list[nn.Linear |
     finally:
         for handle in handles:
             handle.remove()
-    return [module for module in linear if module in on - off]
+    return {module: on[module] for module in linear if module in on and module not in off}

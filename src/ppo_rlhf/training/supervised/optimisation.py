@@ -13,7 +13,7 @@ History = list[dict[str, float]]
 
 @dataclass(frozen=True, kw_only=True)
 class OptimisationConfig:
-    """What both supervised trainings are set by; names and defaults are TRL's."""
+    """What both supervised trainings are set by; names are TRL's."""
 
     num_train_epochs: Annotated[float, Field(gt=0.0)] = 3.0
     """Passes over the training data."""
