@@ -9,6 +9,8 @@ from transformers import (
     BertForSequenceClassification,
     BitNetConfig,
     BitNetForCausalLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
     GPT2Config,
     GPT2ForSequenceClassification,
     GPT2LMHeadModel,
@@ -56,6 +58,12 @@ def randomised(model: nn.Module, seed: int = 0, dtype: torch.dtype = torch.float
 def policy_of(kind: str, **changes):
     if kind == "gpt2":
         return randomised(GPT2LMHeadModel(GPT2Config(**{**GPT2_SHAPE, **changes})))
+    if kind == "gemma3":  # reads images, too: what its language model is like stands in a configuration within
+        text = {**SHAPE, "head_dim": 8, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+        images = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+        vision = {**images, "image_size": 8, "patch_size": 4}
+        config = Gemma3Config(text_config={**text, **changes}, vision_config=vision, mm_tokens_per_image=4)
+        return randomised(Gemma3ForConditionalGeneration(config))
     config, model = {"llama": (LlamaConfig, LlamaForCausalLM), "bitnet": (BitNetConfig, BitNetForCausalLM)}[kind]
     return randomised(model(config(**{**SHAPE, **changes})))
 
@@ -68,7 +76,7 @@ def one_row(critic: Critic, tokens: list[int]) -> torch.Tensor:
 ROWS = [[3, 4, 5, 6, 7], [8, 9], [10, 11, 12, 13]]
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "bitnet"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "bitnet", "gemma3"])
 def test_a_critic_from_the_policy_values_every_state_at_exactly_zero_and_can_learn(kind):
     critic = Critic.from_policy(policy_of(kind))
     for row in ROWS:
@@ -80,7 +88,7 @@ def test_a_critic_from_the_policy_values_every_state_at_exactly_zero_and_can_lea
     assert all(parameter.requires_grad for parameter in critic.parameters())
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "bitnet"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "bitnet", "gemma3"])
 def test_values_do_not_depend_on_padding_on_either_side(kind):
     critic = Critic.from_policy(policy_of(kind))
     randomised(critic.value_head, seed=3)
@@ -93,7 +101,7 @@ def test_values_do_not_depend_on_padding_on_either_side(kind):
         assert_close(row[start : start + len(tokens)], one_row(critic, tokens), rtol=0.0, atol=1e-10)
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "bitnet"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "bitnet", "gemma3"])
 def test_a_critic_from_our_reward_model_gives_its_score_at_the_last_token(kind):
     reward_model = randomised(CausalLMRewardModel.from_causal_lm(policy_of(kind)), seed=5)
     critic = Critic.from_reward_model(reward_model, policy_of(kind))

@@ -213,7 +213,7 @@ def test_a_type_that_the_cpu_has_no_fast_instructions_for_is_named_with_what_it_
             assert lines[dtype] is None
         else:
             assert lines[dtype].startswith(f"ppo.dtype={dtype}: this processor has {instructions} instructions for it")
-            assert lines[dtype].endswith("that saves no time, and little memory or none")
+            assert lines[dtype].endswith("no time is saved, and little memory or none")
             compiled = type_that_saves_no_time(PPOConfig(dtype=dtype, compile=True), CPU)
             times = "many times" if instructions == "no" else "twice"
             assert f"with ppo.compile=true training takes {times} as long" in compiled

@@ -85,7 +85,7 @@ class Critic(ValueModel):
         Raises:
             ModelError: The reward model reads another vocabulary than the policy, or has no linear score head.
         """
-        ours, theirs = policy.config.vocab_size, reward_model.config.vocab_size
+        ours, theirs = (model.config.get_text_config().vocab_size for model in (policy, reward_model))
         if ours != theirs:
             raise ModelError(
                 f"ppo.value_model=reward_init: the reward model's vocabulary has {theirs} tokens, the policy's {ours}; "
@@ -169,7 +169,7 @@ def _trainable_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _width(policy: PreTrainedModel) -> int:
-    config = policy.config
+    config = policy.config.get_text_config()
     # OPT's smallest projects its states to another width before the heads; every other config has this one name
     width = getattr(config, "word_embed_proj_dim", None) or getattr(config, "hidden_size", None)
     if width is None:

@@ -21,15 +21,19 @@ class CausalLMRewardConfig(PretrainedConfig):
         kwargs.setdefault("num_labels", 1)
         super().__init__(**kwargs)
 
+    def get_text_config(self, *args: Any, **kwargs: Any) -> PretrainedConfig:
+        """Return the configuration of what reads text: of a model that reads images, too, it lies one further in."""
+        return self.text_config.get_text_config(*args, **kwargs)
+
     @property
     def vocab_size(self) -> int:
         """Rows of the backbone's embedding."""
-        return self.text_config.vocab_size
+        return self.get_text_config().vocab_size
 
     @property
     def hidden_size(self) -> int:
         """Width of the backbone's states, which the head reads."""
-        return self.text_config.hidden_size
+        return self.get_text_config().hidden_size
 
 
 AutoConfig.register(MODEL_TYPE, CausalLMRewardConfig, exist_ok=True)

@@ -36,7 +36,7 @@ def type_that_saves_no_time(config: PPOConfig, device: torch.device) -> str | No
     if config.compile:  # compiled layers compute as torch does
         times = "twice" if some else "many times"
         return f"{lacks}, and with ppo.compile=true training takes {times} as long as in float32. Unset one of them"
-    return f"{lacks} and multiplies in float32 what was rounded to 16 bits: that saves no time, and little memory or none"
+    return f"{lacks} and multiplies in float32 what was rounded to 16 bits: no time is saved, and little memory or none"
 
 
 def autocast(config: PPOConfig, device: torch.device, *, keeps_copies: bool = True) -> AbstractContextManager[object]:
