@@ -77,7 +77,7 @@ class PPOTrainer:
             reward: For `train()`: see `trainer_inputs.take_reward`; None takes `config.reward_model_path`.
             prompts: For `train()`: see `trainer_inputs.take_prompts`.
             value_model: Where the critic starts: a language model or a sequence classifier with one label, which is
-                copied, or a Critic. None does as `config.value_model` says.
+                copied, or a Critic, which trains in place as the policy does. None does as `config.value_model` says.
 
         Raises:
             ConfigError, DataError, ModelError, RewardError: Something that was given cannot be used.

@@ -95,7 +95,7 @@ def take_critic(
     what it has frozen stays frozen.
 
     Raises:
-        ConfigError: A model is given, and `ppo.value_model` asks for another one.
+        ConfigError: A model is given, and `ppo.value_model` asks for another one, or another model has its weights.
         ModelError: The model given cannot be used with this policy.
     """
     if value_model is None:
@@ -110,6 +110,12 @@ def take_critic(
     start = take_over(given, "value model", dtype, policy.model.device)
     check_same_vocabulary(start, policy.model, "value model")
     if isinstance(value_model, Critic):
+        for other, what in ((policy.model, "policy"), (reward_model, "reward model")):
+            if other is not None and not config.use_peft and _shares_weights(start, other):
+                raise ConfigError(
+                    f"PPOTrainer: value_model, a Critic, shares weights with the {what} and would train them; give it "
+                    "a copy of the model, or set ppo.value_model=shared for one trunk"
+                )
         return _critic_to_train(value_model, config)
     score = getattr(start, "score", None)
     if score is None:
@@ -180,9 +186,13 @@ def _check_model(model: Any, what: str) -> None:
         )
 
 
+def _shares_weights(model: PreTrainedModel, other: PreTrainedModel) -> bool:
+    own = {id(parameter) for parameter in model.parameters()}
+    return any(id(parameter) in own for parameter in other.parameters())
+
+
 def _check_apart(policy: PreTrainedModel, reference: PreTrainedModel, config: PPOConfig) -> None:
-    own = {id(parameter) for parameter in policy.parameters()}
-    if not config.use_peft and any(id(parameter) in own for parameter in reference.parameters()):
+    if not config.use_peft and _shares_weights(policy, reference):
         raise ConfigError(
             "PPOTrainer: policy and reference_policy share weights, so the reference would train too and the KL would "
             "stay 0; give reference_policy=None for a frozen copy"
