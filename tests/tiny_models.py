@@ -11,6 +11,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import (
     BitNetConfig,
     BitNetForCausalLM,
+    Gemma3Config,
     GPT2Config,
     GPT2ForSequenceClassification,
     GPT2LMHeadModel,
@@ -64,6 +65,21 @@ def tiny_model(kind: str = "llama", *, seed: int = 0, reward: bool = False, **ov
             if parameter.dim() > 1:
                 parameter.normal_(0.0, 0.3, generator=generator)
     return model.eval()
+
+
+def with_a_block_twice() -> PreTrainedModel:
+    """A Llama of three layers, the first of which is the second one, too."""
+    model = tiny_model("llama", num_hidden_layers=3)
+    model.model.layers[1] = model.model.layers[0]
+    return model
+
+
+def composite_config(**text: Any) -> Gemma3Config:
+    """A Gemma 3 that reads images, too: what its language model is like stands in a configuration within."""
+    vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return Gemma3Config(
+        text_config=text, vision_config={**vision, "image_size": 8, "patch_size": 4}, mm_tokens_per_image=4
+    )
 
 
 def save(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast | None = None) -> str:

@@ -229,8 +229,8 @@ def test_the_peer_inherits_nothing_that_this_project_sets_for_its_own_libraries(
     own = ("CUBLAS_WORKSPACE_CONFIG", "LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
     (tmp_path / "says.py").write_text("import os\nfrom speed.channel import Channel\nChannel().send(**os.environ)")
     command = (
-        "import json, os; from compare import Worker; from pathlib import Path;"
-        "worker = Worker(os.sys.executable, 'says', Path('job.json')); found = worker.ready(); worker.close();"
+        "import json, os, sys; from compare import Worker; from pathlib import Path;"
+        "worker = Worker(sys.executable, 'says', Path('job.json')); found = worker.ready(); worker.close();"
         "print(json.dumps([dict(os.environ), found]))"
     )
     path = os.pathsep.join([str(tmp_path), *sys.path])

@@ -9,7 +9,6 @@ from transformers import (
     BertForSequenceClassification,
     BitNetConfig,
     BitNetForCausalLM,
-    Gemma3Config,
     Gemma3ForConditionalGeneration,
     GPT2Config,
     GPT2ForSequenceClassification,
@@ -22,6 +21,7 @@ from transformers import (
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models.critic import Critic
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
+from tests.tiny_models import composite_config
 
 SHAPE = {
     "vocab_size": 23,
@@ -58,12 +58,9 @@ def randomised(model: nn.Module, seed: int = 0, dtype: torch.dtype = torch.float
 def policy_of(kind: str, **changes):
     if kind == "gpt2":
         return randomised(GPT2LMHeadModel(GPT2Config(**{**GPT2_SHAPE, **changes})))
-    if kind == "gemma3":  # reads images, too: what its language model is like stands in a configuration within
+    if kind == "gemma3":
         text = {**SHAPE, "head_dim": 8, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
-        images = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
-        vision = {**images, "image_size": 8, "patch_size": 4}
-        config = Gemma3Config(text_config={**text, **changes}, vision_config=vision, mm_tokens_per_image=4)
-        return randomised(Gemma3ForConditionalGeneration(config))
+        return randomised(Gemma3ForConditionalGeneration(composite_config(**{**text, **changes})))
     config, model = {"llama": (LlamaConfig, LlamaForCausalLM), "bitnet": (BitNetConfig, BitNetForCausalLM)}[kind]
     return randomised(model(config(**{**SHAPE, **changes})))
 

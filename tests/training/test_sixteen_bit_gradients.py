@@ -13,16 +13,10 @@ from ppo_rlhf.training import sixteen_bit_gradients, stepping
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.sixteen_bit_gradients import SixteenBitGradients, kept_in_sixteen_bits
 from ppo_rlhf.training.stepping import Learner, learners
-from tests.tiny_models import tiny_model
+from tests.tiny_models import tiny_model, with_a_block_twice
 
 BFLOAT16 = torch.bfloat16
 IDS = [torch.tensor([[4, 7, 9, 12, 5], [6, 8, 10, 11, 3]]), torch.tensor([[5, 3, 12, 12, 8]])]
-
-
-def with_a_block_twice() -> nn.Module:
-    model = tiny_model("llama", num_hidden_layers=3)
-    model.model.layers[1] = model.model.layers[0]
-    return model
 
 
 def with_a_weight_in_two_layers() -> nn.Module:

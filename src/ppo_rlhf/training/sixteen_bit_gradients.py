@@ -52,15 +52,14 @@ class SixteenBitGradients:
         self._dtype = dtype
         calls = calls_that_autocast(backbone, dtype)
         products = Counter[Tensor]()
-        for module, count in calls.items():
-            products[module.weight] += count
-        self._entries: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = [
-            (module._parameters, name, weight)
-            for module in calls
-            for name, weight in module._parameters.items()
-            if weight is not None and products[weight] == 1 and weight.dtype == torch.float32 and weight.requires_grad
-        ]
-        self._held: dict[nn.Parameter, Tensor] = {}
+        for layer, count in calls.items():
+            products[layer.weight] += count
+        self._weights = {
+            layer: layer.weight
+            for layer in calls
+            if products[layer.weight] == 1 and layer.weight.dtype == torch.float32 and layer.weight.requires_grad
+        }
+        self._held: dict[Tensor, Tensor] = {}
 
     @contextmanager
     def of_passes(self, count: int) -> Iterator[None]:
@@ -70,25 +69,25 @@ class SixteenBitGradients:
         `grad`. Weights must not change within the block, and a copy of one pass is gone when its gradient is there.
         """
         keep = self._hold if count == 1 else _add_up
-        copies = {weight: nn.Parameter(weight.detach().to(self._dtype)) for _, _, weight in self._entries}
+        copies = {weight: nn.Parameter(weight.detach().to(self._dtype)) for weight in self._weights.values()}
         for weight, copy in copies.items():
             copy.register_post_accumulate_grad_hook(partial(keep, weight))
         try:
-            for table, name, weight in self._entries:
-                table[name] = copies[weight]
+            for layer, weight in self._weights.items():
+                layer.weight = copies[weight]
             yield
         except BaseException:
             self.drop()
             raise
         finally:
-            for table, name, weight in self._entries:
-                table[name] = weight
+            for layer, weight in self._weights.items():
+                layer.weight = weight
         for weight, gradient in list(self._held.items()):
             if weight.grad is not None:
                 weight.grad.add_(gradient)
                 del self._held[weight]
 
-    def _hold(self, weight: nn.Parameter, copy: Tensor) -> None:
+    def _hold(self, weight: Tensor, copy: Tensor) -> None:
         assert copy.grad is not None
         self._held[weight] = copy.grad
         copy.grad = None
@@ -116,7 +115,7 @@ class SixteenBitGradients:
         self._held.clear()
 
 
-def _add_up(weight: nn.Parameter, copy: Tensor) -> None:
+def _add_up(weight: Tensor, copy: Tensor) -> None:
     assert copy.grad is not None
     if weight.grad is None:
         weight.grad = copy.grad.to(weight.dtype)

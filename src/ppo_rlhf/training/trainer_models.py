@@ -70,7 +70,11 @@ def take_policies(
     waits = HOST if config.offload_reference_policy else device
     if reference is not None:
         frozen = _causal_lm(reference, "reference policy", frozen_dtype(config), waits)
-        _check_apart(base, frozen, config)
+        complaint = (
+            "policy and reference_policy share weights, so the reference would train too and the KL would stay 0; give "
+            "reference_policy=None for a frozen copy"
+        )
+        _check_apart(base, frozen, config, complaint)
     elif config.use_peft:
         frozen = base
     else:
@@ -111,11 +115,12 @@ def take_critic(
     check_same_vocabulary(start, policy.model, "value model")
     if isinstance(value_model, Critic):
         for other, what in ((policy.model, "policy"), (reward_model, "reward model")):
-            if other is not None and not config.use_peft and _shares_weights(start, other):
-                raise ConfigError(
-                    f"PPOTrainer: value_model, a Critic, shares weights with the {what} and would train them; give it "
-                    "a copy of the model, or set ppo.value_model=shared for one trunk"
-                )
+            complaint = (
+                f"value_model, a Critic, shares weights with the {what} and would train them; give it a copy of the "
+                "model, or set ppo.value_model=shared for one trunk"
+            )
+            if other is not None:
+                _check_apart(start, other, config, complaint)
         return _critic_to_train(value_model, config)
     score = getattr(start, "score", None)
     if score is None:
@@ -186,14 +191,8 @@ def _check_model(model: Any, what: str) -> None:
         )
 
 
-def _shares_weights(model: PreTrainedModel, other: PreTrainedModel) -> bool:
-    own = {id(parameter) for parameter in model.parameters()}
-    return any(id(parameter) in own for parameter in other.parameters())
-
-
-def _check_apart(policy: PreTrainedModel, reference: PreTrainedModel, config: PPOConfig) -> None:
-    if not config.use_peft and _shares_weights(policy, reference):
-        raise ConfigError(
-            "PPOTrainer: policy and reference_policy share weights, so the reference would train too and the KL would "
-            "stay 0; give reference_policy=None for a frozen copy"
-        )
+def _check_apart(trained: PreTrainedModel, other: PreTrainedModel, config: PPOConfig, complaint: str) -> None:
+    """Raise `ConfigError` with the complaint if a model that trains has a weight of another (adapters leave it be)."""
+    own = {id(parameter) for parameter in trained.parameters()}
+    if not config.use_peft and any(id(parameter) in own for parameter in other.parameters()):
+        raise ConfigError(f"PPOTrainer: {complaint}")

@@ -7,7 +7,6 @@ from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
     Gemma2Config,
-    Gemma3Config,
     GPT2Config,
     GPT2ForSequenceClassification,
     GraniteConfig,
@@ -30,7 +29,7 @@ from ppo_rlhf.models.products import compiled_shapes
 from ppo_rlhf.models.products.compiled_shapes import ROUND
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.models.sequence_scores import sequence_scores
-from tests.tiny_models import KINDS, tiny_model
+from tests.tiny_models import KINDS, composite_config, tiny_model
 
 SEQUENCES = [[4, 7, 9, 12, 5], [6], [8, 10, 11], [3, 13, 14, 15, 16, 17, 18]]
 WINDOW = 8
@@ -70,14 +69,8 @@ def of_config(config) -> torch.nn.Module:
 
 
 def composite(*layer_types: str) -> torch.nn.Module:
-    """Return a Gemma 3 that reads images, too: what its language model is like stands in a configuration within."""
-    vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
     return of_config(
-        Gemma3Config(
-            text_config={**WIDER, **ENDS, "head_dim": 4, "sliding_window": WINDOW, "layer_types": list(layer_types)},
-            vision_config={**vision, "image_size": 8, "patch_size": 4},
-            mm_tokens_per_image=4,
-        )
+        composite_config(**WIDER, **ENDS, head_dim=4, sliding_window=WINDOW, layer_types=list(layer_types))
     )
 
 

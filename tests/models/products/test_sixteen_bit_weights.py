@@ -7,7 +7,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ppo_rlhf.models.adapters import LoraSettings, with_adapter
 from ppo_rlhf.models.products.sixteen_bit_weights import SixteenBitWeights
-from tests.tiny_models import tiny_model
+from tests.tiny_models import tiny_model, with_a_block_twice
 
 IDS = torch.tensor([[4, 7, 9, 12, 5], [6, 8, 10, 11, 3]])
 BFLOAT16 = torch.bfloat16
@@ -24,12 +24,6 @@ def adapted(model, targets: str = "all-linear+head"):
         for name, parameter in model.named_parameters():
             if ".lora_B." in name:  # 0 at first: the adapter would change nothing
                 parameter.normal_(0.0, 0.3, generator=torch.Generator().manual_seed(2))
-    return model
-
-
-def with_a_block_twice():
-    model = tiny_model("llama")
-    model.model.layers[1] = model.model.layers[0]
     return model
 
 
