@@ -12,13 +12,13 @@ from torch.testing import assert_close
 
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.models.own_configurations import keep_apart
-from ppo_rlhf.training import scoring
+from ppo_rlhf.training import lanes, scoring
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.experience import estimate_advantages, score_responses, shape_rewards
 from ppo_rlhf.training.lanes import (
     FEW_TOKENS,
+    MIDDLING,
     SMALL,
-    SMALL_IN_SIXTEEN_BITS,
     most_tokens_side_by_side,
     side_by_side,
 )
@@ -237,14 +237,18 @@ class Sized:
 NUMBERS = ["float64", "float32", "bfloat16", "float16"]
 
 
+@pytest.mark.parametrize("on_amd", [True, False])
 @pytest.mark.parametrize("dtype", NUMBERS)
-def test_unasked_small_models_take_two_lanes_on_a_cpu_with_an_even_number_of_threads(threads, dtype):
+def test_unasked_small_models_take_two_lanes_on_a_cpu_with_an_even_number_of_threads(
+    threads, monkeypatch, dtype, on_amd
+):
     threads(2)
-    config, few = PPOConfig(dtype=dtype), FEW_TOKENS if dtype in ("bfloat16", "float16") else 0
+    monkeypatch.setattr(lanes, "is_amd_with", lambda *capabilities: on_amd and "AVX2" in capabilities)
+    config, few = PPOConfig(dtype=dtype), FEW_TOKENS if on_amd or dtype in ("bfloat16", "float16") else 0
     assert most_tokens_side_by_side(config, Sized(SMALL), on_cpu=True) == math.inf
     assert most_tokens_side_by_side(config, Sized(SMALL + 1), on_cpu=True) == few
-    assert most_tokens_side_by_side(config, Sized(SMALL_IN_SIXTEEN_BITS), on_cpu=True) == few
-    assert most_tokens_side_by_side(config, Sized(SMALL_IN_SIXTEEN_BITS + 1), on_cpu=True) == 0
+    assert most_tokens_side_by_side(config, Sized(MIDDLING), on_cpu=True) == few
+    assert most_tokens_side_by_side(config, Sized(MIDDLING + 1), on_cpu=True) == 0
     assert most_tokens_side_by_side(config, Sized(1), on_cpu=False) == 0
     for odd in (1, 3):
         threads(odd)

@@ -244,8 +244,8 @@ class PPOConfig:
     side_by_side: bool | None = None
     """Whether policy and critic compute at the same time, each on half of a CPU's threads: faster for small models,
     and both gradients are in memory at once. The numbers are the same but for rounding. null: where it pays, with an
-    even number of threads for up to 8 million weights; in 16 bits up to 33 million, in iterations with no more than 512
-    tokens to an optimiser step (docs/speed.md)."""
+    even number of threads for up to 8 million weights; in 16 bits or on an AMD processor up to 33 million, in
+    iterations with no more than 512 tokens to an optimiser step (docs/speed.md)."""
     device: str = "auto"
     """auto takes CUDA if there is one, else the CPU; or a torch device such as cuda:1."""
     deterministic: bool = False

@@ -15,6 +15,7 @@ from typing import TypeVar
 import torch
 
 from ppo_rlhf.models.annotations import PreTrainedModel
+from ppo_rlhf.models.products.processors import is_amd_with
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.host_memory import share_one_heap
 from ppo_rlhf.training.model_rules import excludes_lanes
@@ -24,11 +25,11 @@ Second = TypeVar("Second")
 
 SMALL = 2**23
 """Weights of a policy up to which two lanes are taken unasked. Larger products leave fewer gaps (docs/speed.md)."""
-SMALL_IN_SIXTEEN_BITS = 2**25
-"""Likewise in 16 bits, where an optimiser step has few tokens."""
+MIDDLING = 2**25
+"""Likewise where an optimiser step has few tokens; in float32 on AMD's processors alone: on Intel's it did not pay."""
 FEW_TOKENS = 512
-"""So few. The casts of weights and AdamW, which a second core does not speed up, are then a large part of a step, and
-the activations of two models take little memory."""
+"""So few. What a second core does not speed up, Python, AdamW and the casts of weights, is then a large part of a step,
+and the activations of two models take little memory."""
 
 
 def most_tokens_side_by_side(config: PPOConfig, policy: PreTrainedModel, *, on_cpu: bool) -> float:
@@ -41,10 +42,11 @@ def most_tokens_side_by_side(config: PPOConfig, policy: PreTrainedModel, *, on_c
         return math.inf if config.side_by_side else 0.0
     if any(excludes_lanes(config)) or not on_cpu or torch.get_num_threads() % 2:
         return 0.0
-    weights, in_sixteen_bits = policy.num_parameters(), config.dtype in ("bfloat16", "float16")
+    weights = policy.num_parameters()
     if weights <= SMALL:
         return math.inf
-    return float(FEW_TOKENS) if in_sixteen_bits and weights <= SMALL_IN_SIXTEEN_BITS else 0.0
+    pays = config.dtype in ("bfloat16", "float16") or is_amd_with("AVX2", "AVX512")
+    return float(FEW_TOKENS) if pays and weights <= MIDDLING else 0.0
 
 
 def side_by_side(
