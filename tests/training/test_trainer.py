@@ -614,13 +614,13 @@ def test_a_critic_that_cannot_be_is_refused(sft: str):
         PPOTrainer(config(), sft, value_model=tiny_model("gpt2", reward=True, num_labels=2))
 
 
-def test_a_critic_that_would_train_another_model_is_refused(sft: str):
-    policy, reward = tiny_model(), tiny_model("gpt2", reward=True, num_labels=1)
+def test_a_critic_that_would_change_with_another_model_is_refused():
+    policy, reference, reward = tiny_model(), tiny_model(seed=1), tiny_model("gpt2", reward=True, num_labels=1)
     reward.config.pad_token_id = word_tokenizer().pad_token_id
-    for owner, what in ((policy, "policy"), (reward, "reward model")):
+    for owner, what in ((policy, "policy"), (reference, "reference policy"), (reward, "reward model")):
         critic = Critic(owner.base_model, torch.nn.Linear(16, 1))
-        with pytest.raises(ConfigError, match=f"value_model, a Critic, shares weights with the {what}"):
-            PPOTrainer(config(), policy, tokenizer=word_tokenizer(), reward=reward, value_model=critic)
+        with pytest.raises(ConfigError, match=f"value_model, a Critic, shares weights with the {what}, so that one"):
+            PPOTrainer(config(), policy, reference, tokenizer=word_tokenizer(), reward=reward, value_model=critic)
 
 
 def test_prompts_may_come_in_any_table(sft: str):

@@ -93,7 +93,8 @@ class PPOTrainer:
         )
         self._scorer = trainer_inputs.take_reward(reward, start, config)
         self._prompts = None if prompts is None else trainer_inputs.take_prompts(prompts, start, config)
-        critic = take_critic(config, start, None if self._scorer is None else self._scorer.model, value_model)
+        reward_model = None if self._scorer is None else self._scorer.model
+        critic = take_critic(config, start, self.reference_policy, reward_model, value_model)
         self.state = TrainingState.create(start.model, critic, start.tokenizer, config)
         self._sampler = QuerySampler(self.state)
         if self._scorer is not None and self._prompts is not None:

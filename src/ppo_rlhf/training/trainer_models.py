@@ -90,6 +90,7 @@ def take_policies(
 def take_critic(
     config: PPOConfig,
     policy: TrainedModel,
+    reference: PreTrainedModel,
     reward_model: PreTrainedModel | None,
     value_model: PreTrainedModel | Critic | None,
 ) -> AnyCritic:
@@ -111,16 +112,18 @@ def take_critic(
         )
     dtype = frozen_dtype(config) if config.use_peft else torch_dtype(config)
     given = value_model.backbone if isinstance(value_model, Critic) else value_model
+    if isinstance(value_model, Critic):
+        others = {"policy": policy.model, "reference policy": reference, "reward model": reward_model}
+        for what, other in others.items():
+            complaint = (
+                f"value_model, a Critic, shares weights with the {what}, so that one would change with the other; give "
+                "it a copy of the model, or set ppo.value_model=shared for one trunk"
+            )
+            if other is not None:
+                _check_apart(given, other, config, complaint)
     start = take_over(given, "value model", dtype, policy.model.device)
     check_same_vocabulary(start, policy.model, "value model")
     if isinstance(value_model, Critic):
-        for other, what in ((policy.model, "policy"), (reward_model, "reward model")):
-            complaint = (
-                f"value_model, a Critic, shares weights with the {what} and would train them; give it a copy of the "
-                "model, or set ppo.value_model=shared for one trunk"
-            )
-            if other is not None:
-                _check_apart(start, other, config, complaint)
         return _critic_to_train(value_model, config)
     score = getattr(start, "score", None)
     if score is None:
@@ -191,7 +194,7 @@ def _check_model(model: Any, what: str) -> None:
         )
 
 
-def _check_apart(trained: PreTrainedModel, other: PreTrainedModel, config: PPOConfig, complaint: str) -> None:
+def _check_apart(trained: nn.Module, other: PreTrainedModel, config: PPOConfig, complaint: str) -> None:
     """Raise `ConfigError` with the complaint if a model that trains has a weight of another (adapters leave it be)."""
     own = {id(parameter) for parameter in trained.parameters()}
     if not config.use_peft and any(id(parameter) in own for parameter in other.parameters()):

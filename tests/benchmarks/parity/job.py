@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+
+GIVEN = dict(os.environ)
+"""The environment before `import ppo_rlhf` adds what its own libraries are to read; the peer starts from it."""
 
 
 @dataclass(frozen=True)

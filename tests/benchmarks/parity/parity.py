@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -26,7 +25,7 @@ from typing import Any
 
 import pandas as pd
 from departures import VARIANTS
-from job import Job, Settings
+from job import GIVEN, Job, Settings
 
 from ppo_rlhf.datasets.pretrained_model import newest_version
 from ppo_rlhf.models.loading import PretrainedHandle, context_length
@@ -154,7 +153,7 @@ def run_job(job: Job, arguments: argparse.Namespace, held_out: Path) -> dict[str
 
 
 def _python(executable: str, script: str, out: Path, *rest: str) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    environment = {**GIVEN, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     command = [executable, str(HERE / script), str(out / "job.json"), *rest]
     finished = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if finished.returncode:
