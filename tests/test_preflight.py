@@ -345,7 +345,7 @@ def test_prompts_that_are_dropped_or_cut_when_too_long_are_no_problem(desk: Desk
 @pytest.fixture
 def chain(desk: Desk) -> Desk:
     """The whole chain on a person's own data, fine-tuning their model."""
-    (desk.folder / "texts.jsonl").write_text('{"text": "the film was a story"}\n' * 3)
+    (desk.folder / "texts.jsonl").write_text('{"text": "the film was a story"}\n{"text": "a story"}\n')
     pairs = [{"prompt": prompt, "chosen": " was a story", "rejected": " was"} for prompt in ("the film", "a story")]
     (desk.folder / "pairs.jsonl").write_text("".join(f"{json.dumps(pair)}\n" for pair in pairs))
     desk.made = ["sft_policy", "reward_model"]
@@ -376,8 +376,8 @@ def _pairs_of_one_prompt(desk: Desk) -> None:
 
 
 def _chats(desk: Desk) -> None:
-    chat = {"messages": [{"role": "user", "content": "the film"}, {"role": "assistant", "content": "was"}]}
-    (desk.folder / "texts.jsonl").write_text(f"{json.dumps(chat)}\n" * 3)
+    chats = [{"messages": [{"role": "user", "content": prompt}]} for prompt in ("the film", "a story")]
+    (desk.folder / "texts.jsonl").write_text("".join(f"{json.dumps(chat)}\n" for chat in chats))
 
 
 def _chats_from_scratch(desk: Desk) -> None:

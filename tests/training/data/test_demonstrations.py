@@ -1,9 +1,13 @@
+import json
 import logging
+from datetime import date
 
+import numpy as np
 import pandas as pd
 import pytest
 
 from ppo_rlhf.core.errors import DataError
+from ppo_rlhf.datasets import RecordsDataset, TableDataset
 from ppo_rlhf.training.data.demonstrations import (
     IGNORED,
     DataPreparationConfig,
@@ -11,6 +15,7 @@ from ppo_rlhf.training.data.demonstrations import (
     split_demonstrations,
     tokenise_demonstrations,
 )
+from ppo_rlhf.training.randomness import permutation
 from tests.tiny_models import BEGIN, CHAT_TEMPLATE, END, UNKNOWN, VOCABULARY, word_tokenizer
 
 A, B, C, D = (VOCABULARY.index(word) for word in "abcd")
@@ -41,8 +46,39 @@ def test_at_most_so_many_are_held_out_and_used():
 
 def test_two_rows_are_enough_and_one_is_not():
     assert [len(part) for part in split_demonstrations(texts(2), DataPreparationConfig())] == [1, 1]
-    with pytest.raises(DataError, match=r"1 row\(s\) cannot be split"):
-        split_demonstrations(texts(1), DataPreparationConfig())
+    for one in (texts(1), pd.concat([texts(1)] * 3)):
+        with pytest.raises(DataError, match=r"1 distinct row\(s\) cannot be split"):
+            split_demonstrations(one, DataPreparationConfig())
+
+
+@pytest.mark.parametrize(
+    ("count", "settings"), [(40, {}), (40, {"max_demonstrations": 17}), (900, {"max_held_out": 9})]
+)
+def test_of_distinct_demonstrations_the_beginning_of_a_permutation_of_the_rows_is_held_out(count, settings):
+    config = DataPreparationConfig(held_out_share=0.25, seed=3, **settings)
+    order = permutation(count, 3, "demonstrations").tolist()[: config.max_demonstrations]
+    size = min(config.max_held_out, round(0.25 * len(order)))
+    trained, held_out = split_demonstrations(texts(count), config)
+    assert list(held_out["text"]) == [f"text {row}" for row in sorted(order[:size])]
+    assert list(trained["text"]) == [f"text {row}" for row in sorted(order[size:])]
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"text": [f"text {i % 20}" for i in range(60)]},
+        {"prompt": [f"prompt {i % 4}" for i in range(60)], "completion": [f"completion {i % 5}" for i in range(60)]},
+        {"messages": [[dict(sorted(CHAT[0].items(), reverse=i < 20), content=str(i % 20))] for i in range(60)]},
+    ],
+    ids=["texts", "prompts", "chats"],
+)
+def test_copies_of_a_demonstration_never_stand_on_both_sides_and_are_held_out_once(columns):
+    parts = split_demonstrations(pd.DataFrame(columns), DataPreparationConfig(held_out_share=0.25, seed=1))
+    if "messages" in columns:  # the order of a message's keys, which differs here, says nothing
+        parts = [part["messages"].map(json.loads).map(lambda chat: chat[0]["content"]).to_frame() for part in parts]
+    trained, held_out = (list(part.itertuples(index=False, name=None)) for part in parts)
+    assert set(trained).isdisjoint(held_out)
+    assert (len(trained), len(held_out), len(set(held_out))) == (45, 5, 5)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +90,8 @@ def test_two_rows_are_enough_and_one_is_not():
     ],
 )
 def test_the_format_is_the_first_whose_columns_are_there(row, columns):
-    assert list(split_demonstrations(pd.DataFrame([row] * 2), DataPreparationConfig())[0].columns) == columns
+    other = {name: value * 2 for name, value in row.items()}
+    assert list(split_demonstrations(pd.DataFrame([row, other]), DataPreparationConfig())[0].columns) == columns
 
 
 def test_columns_of_other_names_become_the_standard_ones():
@@ -111,6 +148,44 @@ def test_chats_are_written_by_the_tokenizers_template_and_learnt_whole():
     user, assistant = VOCABULARY.index("u") if "u" in VOCABULARY else VOCABULARY.index("<unk>"), A
     assert rows.input_ids == [[user, B, BEGIN, assistant, C, BEGIN]]
     assert rows.labels == rows.input_ids
+
+
+def chat_about(word: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": word}]
+
+
+def call(**arguments: object) -> dict[str, object]:
+    function = {"name": "look", "arguments": arguments}
+    return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+
+
+@pytest.mark.parametrize(
+    "chats",
+    [
+        [[{"role": "user", "content": [{"type": "text", "text": word}]}] for word in "abcd"],
+        [[*chat_about("a"), call(city="b")], [*chat_about("c"), call(rows=[1, 2.5, None])], CHAT, chat_about("ä 你")],
+        [chat_about("a"), [{"role": "user", "content": [{"type": "text", "text": "b"}]}], CHAT],
+    ],
+    ids=["parts", "tool calls", "text and parts"],
+)
+def test_chats_reach_the_template_as_they_were_given(chats, tmp_path):
+    raw = tmp_path / "raw.jsonl"
+    raw.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats), encoding="utf-8")
+    seen = []
+    tokenizer = word_tokenizer(chat_template=CHAT_TEMPLATE)
+    tokenizer.apply_chat_template = lambda messages, **_: seen.append(messages) or "a b"
+    for part in split_demonstrations(RecordsDataset(str(raw)).load(), DataPreparationConfig(held_out_share=0.5)):
+        table = TableDataset(filepath=str(tmp_path / "demonstrations.parquet"))
+        table.save(part)
+        tokenise_demonstrations(table.load(), tokenizer, None)
+    assert sorted(map(json.dumps, seen)) == sorted(map(json.dumps, chats))
+
+
+def test_of_what_json_does_not_have_arrays_become_lists_and_the_rest_text():
+    odd = [{"role": "user", "content": np.array(["a", "b"]), "turn": np.int64(3), "on": date(2024, 5, 1)}]
+    trained, held_out = split_demonstrations(pd.DataFrame({"messages": [odd, CHAT]}), DataPreparationConfig())
+    chats = [json.loads(chat) for chat in [*trained["messages"], *held_out["messages"]]]
+    assert [{"role": "user", "content": ["a", "b"], "turn": 3, "on": "2024-05-01"}] in chats
 
 
 def test_chats_need_a_template():

@@ -3,11 +3,13 @@
 Three of TRL's formats are read: `text`; `prompt` and `completion`; `messages` (a chat, by the tokenizer's template).
 """
 
+import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+import numpy as np
 import pandas as pd
 from pydantic import Field
 
@@ -36,7 +38,7 @@ class DataPreparationConfig:
     messages_column: str = "messages"
     """Column of chats, lists of `{"role": …, "content": …}`; the tokenizer needs a chat template."""
     held_out_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.05
-    """Share of the demonstrations that the loss is evaluated on and never trained on."""
+    """Share of the distinct demonstrations that the loss is evaluated on and never trained on."""
     max_held_out: Annotated[int, Field(ge=1)] = 500
     """Most demonstrations held out."""
     max_demonstrations: Annotated[int, Field(ge=2)] | None = None
@@ -57,16 +59,25 @@ def split_demonstrations(frame: pd.DataFrame, config: DataPreparationConfig) -> 
     """Check the table and return (demonstrations to train on, demonstrations held out).
 
     Both have the columns `text`, or `prompt` and `completion`, or `messages`, whichever the table has, in its order.
+    `messages` are JSON: Parquet would add the keys of one message to all, and has no type for some chats. Copies of one
+    demonstration go to one side, and are held out once.
 
     Raises:
-        DataError: No such columns, a value that is empty or not text, or fewer than two rows.
+        DataError: No such columns, a value that is empty or not text, or fewer than two distinct rows.
     """
     table = _standard_columns(frame, config)
+    keys = _keys(table)
     order = permutation(len(table), config.seed, "demonstrations").tolist()[: config.max_demonstrations]
-    if len(order) < 2:
-        raise DataError(f"demonstrations: {len(order)} row(s) cannot be split into training and evaluation. Give more.")
-    count = min(config.max_held_out, max(1, round(config.held_out_share * len(order))), len(order) - 1)
-    held_out, trained = sorted(order[:count]), sorted(order[count:])
+    first = {keys[row]: row for row in sorted(order, reverse=True)}
+    distinct = [row for row in order if row == first[keys[row]]]  # however many copies, each is as likely held out
+    if len(distinct) < 2:
+        raise DataError(
+            f"demonstrations: {len(distinct)} distinct row(s) cannot be split into training and evaluation. Give more."
+        )
+    count = min(config.max_held_out, max(1, round(config.held_out_share * len(distinct))), len(distinct) - 1)
+    held_out = sorted(distinct[:count])
+    held_keys = {keys[row] for row in held_out}
+    trained = [row for row in sorted(order) if keys[row] not in held_keys]
     return table.iloc[trained].reset_index(drop=True), table.iloc[held_out].reset_index(drop=True)
 
 
@@ -129,7 +140,21 @@ def _standard_columns(frame: pd.DataFrame, config: DataPreparationConfig) -> pd.
         for row, value in enumerate(table[standard].tolist()):
             if not fits(value):
                 raise DataError(f"demonstrations: row {row}, column `{given}`: expected {wanted}, got {value!r:.60}")
+    if "messages" in table.columns:
+        table["messages"] = [json.dumps(chat, ensure_ascii=False, default=_plain) for chat in table["messages"]]
     return table
+
+
+def _plain(value: Any) -> Any:
+    """Return an array or a number of numpy's as Python's; whatever else JSON lacks (a time, say) becomes text."""
+    return value.tolist() if isinstance(value, np.ndarray | np.generic) else str(value)
+
+
+def _keys(table: pd.DataFrame) -> list[Hashable]:
+    """Return what each row is compared by; the order of a message's keys does not count."""
+    if "messages" in table.columns:
+        return [json.dumps(json.loads(chat), sort_keys=True) for chat in table["messages"]]
+    return list(table.itertuples(index=False, name=None))
 
 
 _TEXT = "text that is not empty"
@@ -160,7 +185,8 @@ def _encode_completions(frame: pd.DataFrame, tokenizer: PreTrainedTokenizerBase)
 
 
 def _encode_chats(frame: pd.DataFrame, tokenizer: PreTrainedTokenizerBase) -> Encoded:
-    for messages in frame["messages"]:
+    for chat in frame["messages"]:
+        messages = json.loads(chat) if isinstance(chat, str) else chat
         text = render_chat(messages, tokenizer, "demonstrations")
         ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
         yield ids, list(ids)
