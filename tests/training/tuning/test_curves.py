@@ -39,6 +39,13 @@ def test_the_start_is_the_mean_of_as_few_iterations_as_hold_64_responses():
     assert curves(*values, batch_size=1).start(KEY) == (1 + 3 + 5 + 7 + 600) / 10  # a window at most
 
 
+def test_the_start_above_zero_passes_over_a_start_of_zero_alone():
+    assert curves(0.0, 3.0, *[9.0] * 38, batch_size=32).start_above_zero(KEY) == 1.5
+    assert curves(0.0, NAN, 0.0, 1.0, 3.0, *[9.0] * 35, batch_size=32).start_above_zero(KEY) == 2.0
+    assert curves(*[0.0] * 40).start_above_zero(KEY) == 0.0
+    assert math.isnan(curves(NAN, *[9.0] * 39).start_above_zero(KEY))
+
+
 def test_the_extremes_are_those_of_window_means_not_of_single_iterations():
     values = [0.0, 0.0, 6.0, 0.0, -2.0, -2.0, 3.0, 3.0]
     assert curves(*values).highest(KEY) == 3.0

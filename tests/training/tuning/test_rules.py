@@ -12,6 +12,7 @@ import pytest
 
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.tuning import RULES, Advice, Change, Stage, advise
+from ppo_rlhf.training.tuning.rule import Finding
 from tests.training.tuning.support import ADAPTIVE, ITERATIONS, Spoilt, config, curve, history
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -411,12 +412,21 @@ def test_a_gap_in_half_precision_is_weighed_away_then_looked_for_in_the_engine_t
 def test_a_gap_that_grows_is_seen_and_so_is_one_in_the_first_iteration():
     assert "rollout_mismatch" in spoken({}, {"policy/rollout_logprob_gap": curve(1e-7, 1e-2)})
     assert "rollout_mismatch" in spoken({}, {"policy/rollout_logprob_gap": [1e-2, *[1e-7] * 39]}, iterations=1)
+    assert "rollout_mismatch" in spoken({}, {"policy/rollout_logprob_gap": [math.nan, *[1e-2] * 39]})
+
+
+def test_a_gap_with_captured_steps_is_looked_for_there_before_the_engine_that_excludes_them():
+    captured = config(cuda_graphs=True)
+    [advice] = advise(captured, history({"policy/rollout_logprob_gap": curve(1e-2)}))
+    assert advice.change == Change("cuda_graphs", True, False)
+    assert replace(captured, cuda_graphs=False).rollout_engine == "static"
 
 
 @pytest.mark.parametrize(
     ("settings", "start", "expected"),
     [
         ({"missing_eos_penalty": 1.0}, 0.1, ("missing_eos_penalty", 1.0, 2.0)),
+        ({"missing_eos_penalty": 0.0}, 0.1, ("missing_eos_penalty", 0.0, 1.0)),
         ({}, 0.9, ("response_length", 36, 54)),  # the SFT policy needs that length itself
         ({"truncated_responses": "mask"}, 0.1, ("response_length", 36, 54)),  # excludes the penalty
         ({"truncated_responses": "bootstrap"}, 0.1, ("response_length", 36, 54)),
@@ -429,6 +439,11 @@ def test_cut_off_responses_are_penalised_where_that_can_help_else_given_more_roo
     assert spoken(settings, cut)["truncated"].change == Change(*expected)
 
 
+def test_no_penalty_of_zero_is_advised_where_the_spread_is_unknown():
+    cut = {"response/truncated_fraction": curve(0.1, 0.8), "objective/scores_std": curve(0.0)}
+    assert spoken({}, cut)["truncated"].change == Change("response_length", 36, 54)
+
+
 def test_responses_without_a_stop_token_are_not_called_cut_off():
     assert "truncated" not in spoken({"stop_token": "none"}, {"response/truncated_fraction": curve(1.0)})
 
@@ -436,6 +451,54 @@ def test_responses_without_a_stop_token_are_not_called_cut_off():
 def test_a_reward_that_never_tells_responses_apart_is_named_and_no_setting_is_blamed():
     same = {"objective/scores_std": curve(0.0)}
     assert spoken({}, same)["spread_lost"].change is None
+
+
+SPARSE = {"objective/scores_std": [0.0] * 3 + [0.4] * 37, "objective/scores": (0.0, 0.8)}
+ONE_RESPONSE = {"total_episodes": 40, "per_device_train_batch_size": 1}
+
+
+def test_a_sparse_reward_whose_first_batches_are_all_equal_is_not_called_one_score_for_all():
+    assert spoken({}, SPARSE) == {}
+    never = dict.fromkeys(("eval/reward", "eval/reward_sft"), [math.nan] * 4)
+    fell = SPARSE | {"objective/scores": (0.8, 0.0)} | never
+    assert "score_fell" in spoken({}, fell)  # in units of the first spread above 0
+
+
+def test_the_spread_of_a_sparse_reward_is_lost_where_it_does_not_come_back():
+    lost = {"objective/scores_std": [0.0] * 3 + [0.4] * 4 + [0.0] + [0.4] * 12 + [0.0] * 20}
+    assert spoken({}, lost)["spread_lost"].change == Change("total_episodes", 2560, 1344)
+
+
+def test_the_score_of_a_batch_of_one_response_is_not_called_the_same_for_all():
+    assert "spread_lost" not in spoken(ONE_RESPONSE, {"objective/scores_std": curve(0.0)})
+
+
+def test_the_critics_warm_up_counts_in_the_episodes_until_the_spread_is_lost():
+    lost = {"objective/scores_std": [1.0] * 25 + [0.05] * 15}  # gone at iteration 26
+    change = spoken({"critic_warmup_iterations": 20}, lost)["spread_lost"].change
+    assert change == Change("total_episodes", 2560, 1664)
+
+
+@pytest.mark.parametrize(
+    ("settings", "deviations", "expected"),
+    [
+        ({}, SPARSE["objective/scores_std"], 0.02),  # of the first spread above 0
+        ({}, curve(0.0), 0.05),
+        ({}, curve(math.nan), 0.05),
+        (ONE_RESPONSE, curve(0.0), 0.05),
+    ],
+)
+def test_a_first_penalty_is_the_usual_one_where_the_spread_is_unknown(
+    settings: dict[str, Any], deviations: list[float], expected: float
+):
+    curves = {"objective/kl": curve(30), "objective/scores_std": deviations}
+    assert spoken({"kl_coef": 0.0} | settings, curves)["kl_alarm"].change == Change("kl_coef", 0.0, expected)
+
+
+def test_a_change_to_the_present_value_is_dropped_and_what_was_seen_stays():
+    rule = replace(RULES[0], check=lambda run, threshold: Finding("seen", run.scaled("entropy_coef", 2.0)))
+    [advice] = advise(config(entropy_coef=0.0), history(), [rule])
+    assert (advice.seen, advice.change) == ("seen", None)
 
 
 def test_a_reward_that_is_normalised_before_its_clip_is_not_compared_with_it():

@@ -60,6 +60,14 @@ class Curves:
         """Return the mean of the first iterations, as few as hold `FIRST_RESPONSES` responses."""
         return _mean(self.values(key)[: self._start])
 
+    def start_above_zero(self, key: str) -> float:
+        """Return `start`, or where that is 0 the same from the first iteration above 0 on; 0 if there is none."""
+        values = self.values(key)
+        above = np.flatnonzero(np.isfinite(values) & (values > 0.0))
+        if self.start(key) != 0.0 or not len(above):
+            return self.start(key)
+        return _mean(values[above[0] : above[0] + self._start])
+
     def highest(self, key: str) -> float:
         """Return the largest mean of a window anywhere in the run."""
         means = self._means(key)

@@ -39,7 +39,8 @@ def stronger_penalty(run: Run, factor: float) -> Change:
     if run.config.kl_controller == "adaptive":
         return run.scaled("kl_target", 1.0 / factor)
     if run.config.kl_coef == 0.0:
-        return Change("kl_coef", 0.0, float(f"{USUAL_KL_COEF * run.spread:.1g}"))
+        spread = run.spread if run.spread > 0.0 else 1.0  # unknown, as in batches of one response
+        return Change("kl_coef", 0.0, float(f"{USUAL_KL_COEF * spread:.1g}"))
     return run.scaled("kl_coef", factor)
 
 

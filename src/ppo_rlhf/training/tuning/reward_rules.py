@@ -13,10 +13,13 @@ HALF_PRECISION = ("bfloat16", "float16")
 
 def _mismatch(run: Run, threshold: float) -> Finding | None:
     gaps = run.curves.values("policy/rollout_logprob_gap")
-    gap = max(float(gaps[0]), run.curves.last("policy/rollout_logprob_gap"))
+    gap = float(np.fmax(gaps[0], run.curves.last("policy/rollout_logprob_gap")))  # the other one where one is NaN
     if not gap > threshold:
         return None
     c, seen = run.config, f"policy/rollout_logprob_gap is {number(gap)} nats per token in {run.config.dtype}"
+    if c.cuda_graphs:  # excludes the engine hf
+        suspect = "the captured steps may be at fault; without them ppo.rollout_engine=hf can be tried next"
+        return Finding(seen, Change("cuda_graphs", True, False), suspect)
     if c.rollout_engine != "hf":
         return Finding(seen, Change("rollout_engine", c.rollout_engine, "hf"))
     return Finding(seen)
@@ -41,11 +44,12 @@ def _truncated(run: Run, threshold: float) -> Finding | None:
     if c.stop_token == "none" or not cut > threshold:
         return None
     seen = f"{cut:.0%} of the responses are cut off at {c.response_length} tokens ({start:.0%} at the start)"
-    if c.missing_eos_penalty is None:
-        penalty = Change("missing_eos_penalty", None, rounded(run.spread))
-    else:
+    if c.missing_eos_penalty:
         penalty = run.scaled("missing_eos_penalty", 2.0)
-    if start > threshold or not run.allows(penalty):  # the SFT policy needs that length itself
+    else:
+        penalty = Change("missing_eos_penalty", c.missing_eos_penalty, rounded(run.spread))
+    needed = start > threshold  # the SFT policy needs that length itself
+    if needed or not penalty.next > 0.0 or not run.allows(penalty):
         return Finding(seen, run.scaled("response_length", 1.5))
     return Finding(seen, penalty)
 
@@ -59,16 +63,18 @@ def _length_drifted(run: Run, threshold: float) -> Finding | None:
 
 
 def _spread_lost(run: Run, threshold: float) -> Finding | None:
-    spread, start = run.curves.last("objective/scores_std"), run.curves.start("objective/scores_std")
-    if start == 0.0:
+    c, key = run.config, "objective/scores_std"
+    spread, start = run.curves.last(key), run.curves.start_above_zero(key)
+    if c.batch_size > 1 and run.curves.highest(key) == 0.0:  # of one response it is 0 by definition
         return Finding("The reward gives every response the same score")
     if not spread < threshold * start:
         return None
-    below = np.flatnonzero(run.curves.values("objective/scores_std") < threshold * start)
-    episodes = int(below[0] + 1) * run.config.batch_size
+    # the first iteration after the last that kept it: batches of a sparse reward may have none early on
+    kept = np.flatnonzero(run.curves.values(key) >= threshold * start)
+    episodes = (c.critic_warmup_iterations + int(kept[-1]) + 2) * c.batch_size
     seen = f"The scores' standard deviation fell from {number(start)} to {number(spread)}"
-    change = Change("total_episodes", run.config.total_episodes, episodes)
-    return Finding(seen, change if episodes < run.config.total_episodes else None)
+    change = Change("total_episodes", c.total_episodes, episodes)
+    return Finding(seen, change if episodes < c.total_episodes else None)
 
 
 def _reward_clipped(run: Run, threshold: float) -> Finding | None:

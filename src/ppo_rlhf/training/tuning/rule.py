@@ -61,7 +61,7 @@ class Run:
         """Standard deviation of the scores at the start, in the units that the KL penalty is weighed against."""
         if self.config.reward_normalisation != "none":
             return self.config.reward_scale
-        return self.curves.start("objective/scores_std") * self.config.reward_scale
+        return self.curves.start_above_zero("objective/scores_std") * self.config.reward_scale
 
     @property
     def gain(self) -> float:
@@ -74,7 +74,7 @@ class Run:
         if evaluated:
             reward, reward_sft = evaluated[-1]
             rise = reward - reward_sft
-        deviation = self.curves.start("objective/scores_std")
+        deviation = self.curves.start_above_zero("objective/scores_std")
         return rise / deviation if deviation > 0.0 else float("nan")
 
     def scaled(self, setting: str, factor: float) -> Change:
@@ -119,7 +119,10 @@ class Rule:
         if run.curves.iterations < self.iterations:
             return None
         threshold = getattr(run.config, self.threshold) if isinstance(self.threshold, str) else self.threshold
-        return self.check(run, float(threshold))
+        finding = self.check(run, float(threshold))
+        if finding and finding.change and finding.change.next == finding.change.now:
+            return replace(finding, change=None)
+        return finding
 
 
 def number(value: float) -> str:
