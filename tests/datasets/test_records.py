@@ -67,6 +67,39 @@ def test_a_missing_value_is_none_and_leaves_the_others_as_they_are(tmp_path, end
     assert [type(value) for value in found] == [int, type(None), int]
 
 
+@pytest.mark.parametrize(
+    ("cells", "expected"),
+    [
+        (["None", "NA", "null", "nan"], ["None", "NA", "null", "nan"]),
+        (["nan", "inf", "0.5"], ["nan", "inf", "0.5"]),
+        (["007", "12", ""], ["007", "12", None]),
+        (["1", "+1"], ["1", "+1"]),
+        (["12345678901234567890", "1"], ["12345678901234567890", "1"]),
+        (["1e999", "1"], ["1e999", "1"]),
+        (["1", "", "-20"], [1, None, -20]),
+        (["1", "0.50", "1e-05"], [1.0, 0.5, 1e-05]),
+        ([" 1", "2 "], [1, 2]),
+        (["true", "False", ""], [True, False, None]),
+        (["true", "perhaps"], ["true", "perhaps"]),
+        (["", ""], [None, None]),
+    ],
+)
+def test_a_cell_of_csv_is_what_stands_there_and_a_column_of_numbers_is_numbers(tmp_path, cells, expected):
+    path = tmp_path / "rows.csv"
+    path.write_text("label,other\n" + "".join(f"{cell},x\n" for cell in cells))
+    found = RecordsDataset(str(path)).load()["label"].tolist()
+    assert found == expected
+    assert [type(value) for value in found] == [type(value) for value in expected]
+
+
+def test_columns_of_csv_that_are_read_as_text_are_text_even_if_all_of_it_is_digits(tmp_path):
+    names = ["prompt", "completion", "text", "chosen", "rejected", "question"]
+    path = tmp_path / "rows.csv"
+    path.write_text(",".join([*names, "label"]) + "\n" + "1,2,3,4,5,6,7\n" * 2)
+    frame = RecordsDataset(str(path), text_column="question").load()
+    assert frame.to_dict("records") == [dict(zip(names, "123456", strict=True)) | {"label": 7}] * 2
+
+
 @pytest.mark.parametrize("ending", ["jsonl", "json"])
 def test_half_of_a_surrogate_pair_is_damage_and_a_whole_one_is_text(tmp_path, ending):
     path = tmp_path / f"rows.{ending}"

@@ -1,6 +1,9 @@
 """A catalog entry for a table that a person gives: JSON Lines, JSON, CSV, Parquet or text, checked line by line."""
 
 import json
+import math
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +19,18 @@ from ppo_rlhf.training.data.tables import table_of_columns, table_of_rows
 
 _PREVIEW_ROWS = 5
 _KINDS = (".jsonl", ".json", ".csv", ".parquet", ".txt")
+_TEXT_COLUMNS = ("prompt", "completion", "text", "chosen", "rejected")
+_INTEGER = re.compile(r"-?(0|[1-9][0-9]{0,17})")  # fits into 64 bits; with a zero in front it is a code, not a number
+_NUMBER = re.compile(_INTEGER.pattern + r"(\.[0-9]+)?([eE][+-]?[0-9]+)?")
+_TRUTHS = {"True": True, "TRUE": True, "true": True, "False": False, "FALSE": False, "false": False}
 
 
 class RecordsDataset(AbstractDataset[pd.DataFrame, pd.DataFrame | None]):
     """A table read by its file's ending; None where no file was named (an optional input).
 
-    JSON Lines has one object a line, JSON a list of objects, plain text one row a line. Example:
+    JSON Lines has one object a line, JSON a list of objects, plain text one row a line. In CSV, only an empty cell is
+    missing. A column of nothing but numbers, or but true and false, is read as these, unless one has zeros in front
+    (007) or the column is called prompt, completion, text, chosen, rejected, or as `text_column` says. Example:
 
     ```yaml
     raw_prompts:
@@ -36,7 +45,7 @@ class RecordsDataset(AbstractDataset[pd.DataFrame, pd.DataFrame | None]):
 
         Args:
             filepath: The file, or None.
-            text_column: The column's name where the file is plain text (.txt).
+            text_column: The column's name where the file is plain text (.txt); in CSV a column that stays text.
             metadata: Read by Kedro-Viz.
         """
         self._path = None if filepath is None else Path(expand_home(filepath))
@@ -127,16 +136,31 @@ def _read_json(path: Path, _: str) -> pd.DataFrame:
     return table_of_rows(records)
 
 
-def _read_csv(path: Path, _: str) -> pd.DataFrame:
+def _read_csv(path: Path, text_column: str) -> pd.DataFrame:
     try:
-        frame = pd.read_csv(path, encoding="utf-8-sig", dtype_backend="numpy_nullable")
+        frame = pd.read_csv(path, encoding="utf-8-sig", dtype="string", keep_default_na=False, na_values=[""])
     except (ValueError, UnicodeDecodeError) as error:  # pandas' parser errors are ValueErrors and name the line
         raise DataError(f"{path}: this CSV file is damaged: {' '.join(str(error).split())}") from error
-    return table_of_columns({str(name): _values(frame[name]) for name in frame})
+    columns: dict[str, list[Any]] = {}
+    for name in map(str, frame):
+        cells = [None if cell is pd.NA else cell for cell in frame[name].tolist()]
+        columns[name] = cells if name in (*_TEXT_COLUMNS, text_column) else _values(cells)
+    return table_of_columns(columns)
 
 
-def _values(column: pd.Series) -> list[Any]:
-    return [None if value is pd.NA else value for value in column.tolist()]
+def _values(cells: list[str | None]) -> list[Any]:
+    """Return a column of CSV as truths, whole numbers or numbers if all its cells are, else as it stands."""
+    given = [cell.strip(" ") for cell in cells if cell is not None]
+    convert: Callable[[str], Any]
+    if all(cell in _TRUTHS for cell in given):
+        convert = _TRUTHS.__getitem__
+    elif all(_INTEGER.fullmatch(cell) for cell in given):
+        convert = int
+    elif all(_NUMBER.fullmatch(cell) and math.isfinite(float(cell)) for cell in given):
+        convert = float
+    else:
+        return cells
+    return [None if cell is None else convert(cell.strip(" ")) for cell in cells]
 
 
 def _read_parquet(path: Path, _: str) -> pd.DataFrame:

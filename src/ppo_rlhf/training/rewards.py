@@ -1,5 +1,7 @@
 """Rewards: a reward model, a person's Python functions, or a weighted sum of both."""
 
+import posixpath
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -64,6 +66,14 @@ class RewardComponentConfig:
             raise ConfigError(f"function={self.function} belongs to type function, not model.")
         if self.function is not None:
             split_reference(self.function)
+        # the rules of MLflow's keys: a name that breaks them costs the run all its PPO metrics, not this one alone
+        key = f"reward/{self.name}"
+        if self.name is not None and not (re.fullmatch(r"reward/[\w.\- :/]+", key) and posixpath.normpath(key) == key):
+            raise ConfigError(
+                f"{self.name!r} cannot name a component: it becomes the metric reward/<name>, so it must be letters, "
+                "digits, underscores, dashes, periods, spaces, colons and slashes, and read as a path it must "
+                "have no part that is empty, . or .."
+            )
 
     @property
     def title(self) -> str:

@@ -96,6 +96,16 @@ def test_another_column_can_hold_the_prompts_and_stays_a_column_for_rewards(make
     assert prompts.columns == {"question": ["a b"], "topic": ["x"]}
 
 
+@pytest.mark.parametrize(
+    ("column", "taken"), [("question", "prompt"), ("question", "prompt_ids"), ("prompt", "prompt_ids")]
+)
+def test_a_column_with_a_name_of_ours_is_refused_as_reward_functions_would_not_get_it(make_tokenizer, column, taken):
+    assert message(tokenise, ["a b"], make_tokenizer(), column=column, **{taken: ["x"]}) == (
+        f"prompts: a column is called `{taken}`, which the tokenised prompts (here of `{column}`) have as a column of "
+        "their own, so reward functions could not be given it. Rename it, or take it out"
+    )
+
+
 def test_a_beginning_of_text_that_the_tokenizer_adds_is_kept(make_tokenizer):
     tokenizer = with_specials(make_tokenizer(bos_token="<unk>"), "<unk> $A")
     assert tokenise(["a b"], tokenizer).prompt_ids == [[1, 3, 4]]

@@ -17,6 +17,7 @@ from ppo_rlhf.training.randomness import permutation
 from ppo_rlhf.training.settings_group import settings_group
 
 _JSON_MARK = " (json)"
+_OWN_COLUMNS = ("prompt", "prompt_ids")
 TOKENISED_TOGETHER = 1000
 
 
@@ -73,7 +74,7 @@ class PromptDataset:
     def from_frame(cls, frame: pd.DataFrame) -> PromptDataset:
         """Read back what `to_frame` made."""
         columns = {}
-        for name in map(str, frame.columns.drop(["prompt", "prompt_ids"])):
+        for name in map(str, frame.columns.drop(list(_OWN_COLUMNS))):
             values = frame[name].tolist()
             if name.endswith(_JSON_MARK):
                 values = [json.loads(value) for value in values]
@@ -130,7 +131,8 @@ def tokenise_prompts(
     chat template with the generation prompt.
 
     Args:
-        frame: Table with `column`; its other columns are kept for reward functions.
+        frame: Table with `column`; its other columns are kept for reward functions. None may be called `prompt_ids`,
+            and `prompt` only the one of the prompts: the tokenised prompts' own columns are.
         tokenizer: The policy's.
         column: Column of texts or message lists.
         response_length: Tokens that must fit behind each prompt.
@@ -139,10 +141,16 @@ def tokenise_prompts(
         name: Where the table comes from, for errors.
 
     Raises:
-        DataError: The column is missing, a row is not text or messages, nothing is left, or a prompt is too long and
-            `overlong` is `error`.
+        DataError: The column is missing, a column has a name of ours, a row is not text or messages, nothing is left,
+            or a prompt is too long and `overlong` is `error`.
     """
     _check_column(frame, column, name)
+    for taken in _OWN_COLUMNS:
+        if taken in frame.columns and not taken == column == "prompt":
+            raise DataError(
+                f"{name}: a column is called `{taken}`, which the tokenised prompts (here of `{column}`) have as a "
+                "column of their own, so reward functions could not be given it. Rename it, or take it out"
+            )
     values = frame[column].tolist()
     texts = [_as_text(value, tokenizer, _where(name, row, column)) for row, value in enumerate(values)]
     ids = _encode(texts, [isinstance(value, str) for value in values], tokenizer)
