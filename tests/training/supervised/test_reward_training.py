@@ -11,6 +11,7 @@ from ppo_rlhf.core.errors import DataError, TrainingError
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.training.data.preferences import tokenise_preferences
+from ppo_rlhf.training.supervised import reward_training
 from ppo_rlhf.training.supervised.reward_training import (
     RewardModellingConfig,
     normalise_scores,
@@ -97,6 +98,27 @@ def test_scores_of_the_training_responses_have_mean_zero_and_deviation_one(polic
     assert float(scores.mean()) == pytest.approx(0.0, abs=1e-4)
     assert float(scores.std()) == pytest.approx(1.0, abs=1e-4)
     torch.testing.assert_close(scores, (raw - raw.mean()) / raw.std(), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_all_scores_are_computed_there_and_the_model_comes_back(policies, monkeypatch):
+    score, devices = reward_training.score_sequences, set()
+
+    def watched(model, *rest):
+        devices.add(model.device.type)
+        return score(model, *rest)
+
+    monkeypatch.setattr(reward_training, "score_sequences", watched)
+    trained, _ = train_reward_model(policies["llama"], pairs(), config(device="cuda"))
+    assert devices == {"cuda"}
+    assert trained.model.device.type == "cpu"
+
+
+def test_scores_are_computed_on_the_device_of_the_training(policies, monkeypatch):
+    asked = []
+    monkeypatch.setattr(reward_training, "resolve_device", lambda name: asked.append(name) or torch.device("cpu"))
+    train_reward_model(policies["llama"], pairs(), config(device="auto"))
+    assert asked == ["auto"]
 
 
 def test_training_again_with_the_same_seed_gives_the_same_bits(policies):

@@ -173,6 +173,8 @@ def test_a_loss_that_is_not_finite_stops_the_training():
 
     with pytest.raises(TrainingError, match=r"sft: the loss is nan at step 1\. Lower learning_rate"):
         train_sft_policy(Broken("x"), TEXTS, HELD_OUT, config())
+    with pytest.raises(TrainingError, match=r"sft: the eval loss is nan at step \d+\. Lower learning_rate"):
+        train_sft_policy(Broken("x"), TEXTS, HELD_OUT, config(logging_steps=1000))
 
 
 def test_the_loss_is_the_mean_over_all_learnt_tokens():

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import pandas as pd
 import torch
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 
 from ppo_rlhf.core.errors import DataError, TrainingError
 from ppo_rlhf.models.annotations import PreTrainedModel
@@ -17,6 +17,7 @@ from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel, check_vocabu
 from ppo_rlhf.training.randomness import permutation
 from ppo_rlhf.training.rewards import score_sequences
 from ppo_rlhf.training.settings_group import settings_group
+from ppo_rlhf.training.state import resolve_device
 from ppo_rlhf.training.supervised.optimisation import History, OptimisationConfig, advice
 
 if TYPE_CHECKING:
@@ -108,7 +109,9 @@ def train_reward_model(
     _check_accuracy(accuracy, len(held_out), config.minimum_accuracy)
     model.config.held_out_accuracy = accuracy  # lies with the model, so a report never shows another model's
     if config.normalise:
-        normalise_scores(model, torch.cat(_score_pairs(model, trained, pad_id, 2 * batch_size)))
+        nn.Module.to(model, resolve_device(config.device))  # where it was trained, and left
+        scores = torch.cat(_score_pairs(model, trained, pad_id, 2 * batch_size))
+        normalise_scores(nn.Module.to(model, "cpu"), scores.cpu())
     return TrainedModel(model, tokenizer), history
 
 

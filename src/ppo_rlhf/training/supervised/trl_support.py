@@ -110,12 +110,7 @@ class HistoryCallback(TrainerCallback):
     ) -> None:
         """Keep the mean loss since the last log."""
         if logs is not None and "loss" in logs:
-            loss = float(logs["loss"])
-            if not np.isfinite(loss):
-                raise TrainingError(
-                    f"{self._prefix}: the loss is {loss} at step {state.global_step}. Lower learning_rate."
-                )
-            self._record(state.global_step, {"loss": loss})
+            self._record(state.global_step, {"loss": float(logs["loss"])})
 
     def on_epoch_end(
         self,
@@ -133,6 +128,11 @@ class HistoryCallback(TrainerCallback):
             model.train()
 
     def _record(self, step: int, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            if not np.isfinite(value):
+                raise TrainingError(
+                    f"{self._prefix}: the {name.replace('_', ' ')} is {value} at step {step}. Lower learning_rate."
+                )
         named = {f"{self._prefix}/{name}": value for name, value in metrics.items()}
         if self.history and self.history[-1]["step"] == step:
             self.history[-1].update(named)
