@@ -46,7 +46,12 @@ LLAMA = llama(6, 512, 8, 8192)
 WIDE = gpt2(2, 768, 12, 50257)  # two layers of GPT-2 (124M): most blocks are larger than the heap's
 FOUR = {"per_device_train_batch_size": 32, "num_mini_batches": 4, "local_rollout_forward_batch_size": 32}
 TWO = {"per_device_train_batch_size": 16, "num_mini_batches": 2, "local_rollout_forward_batch_size": 16}
-PIECES = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8, "local_rollout_forward_batch_size": 16}
+PIECES = {
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 8,
+    "local_rollout_forward_batch_size": 16,
+    "side_by_side": False,  # as it is with long responses, which are measured; null plans for short ones, too
+}
 SETTINGS: dict[str, dict[str, Any]] = {
     # name: model, tokens of each prompt, settings of PPO, and whether a reward model scores
     "tiny": {"model": TINY, "prompt": 16, "ppo": {**FOUR, "response_length": 32}},
