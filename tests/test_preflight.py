@@ -114,6 +114,31 @@ def test_a_desk_with_everything_right_has_no_problems(desk: Desk):
     assert sorted(desk.folder.rglob("*")) == before  # importing the reward left no __pycache__
 
 
+def test_a_reward_that_imports_its_neighbour_when_called_leaves_no_trace_either(desk: Desk):
+    (desk.folder / "neighbour_in_preflight.py").write_text("one = 1.0\n")
+    desk.write_rewards("    import neighbour_in_preflight as n\n    return [n.one] * len(completions)")
+    before = sorted(desk.folder.rglob("*"))
+    assert desk.problems() == []
+    assert sorted(desk.folder.rglob("*")) == before
+
+
+def test_functions_are_called_with_each_table_of_prompts_that_they_will_get(desk: Desk):
+    other = desk.folder / "evaluation.jsonl"
+    other.write_text('{"prompt": "a film", "answer": "story"}\n')
+    desk.paths["raw_evaluation_prompts"] = str(other)
+    desk.groups["evaluation"] = EvaluationConfig(prompts_path="prompts.jsonl", judge="judge_of_evaluation:judge")
+    (desk.folder / "judge_of_evaluation.py").write_text(
+        "def judge(prompts, completions, **columns):\n    return [float(len(text)) for text in columns['answer']]\n"
+    )
+    assert desk.problems() == []  # the judge never sees prompts that are trained on
+    desk.write_rewards("    return [float(len(text)) for text in genre]")
+    (problem,) = desk.problems()
+    assert f" on {other} raised TypeError: 'NoneType' object is not iterable" in problem
+    desk.write_rewards("    return 1 / 0")
+    (problem,) = desk.problems()
+    assert "raised ZeroDivisionError" in problem
+
+
 def _remove(name: str) -> Callable[[Desk], None]:
     return lambda desk: (desk.folder / name).unlink()
 
@@ -444,6 +469,16 @@ def test_a_labeller_is_called_like_a_reward(chain: Desk):
     chain.groups["reward_modelling"] = RewardModellingConfig(labeller="no_labeller:f")
     (problem,) = chain.problems()
     assert problem.startswith("no_labeller:f: there is no module no_labeller")
+
+
+def test_a_labeller_is_not_called_with_evaluation_prompts(chain: Desk):
+    chain.paths |= {"raw_preferences": None, "raw_evaluation_prompts": str(chain.folder / "evaluation.jsonl")}
+    (chain.folder / "evaluation.jsonl").write_text('{"prompt": "a film"}\n')
+    (chain.folder / "labeller_of_genres.py").write_text(
+        "def label(prompts, completions, **columns):\n    return [float(len(text)) for text in columns['genre']]\n"
+    )
+    chain.groups["reward_modelling"] = RewardModellingConfig(labeller="labeller_of_genres:label")
+    assert chain.problems() == []
 
 
 def test_a_slice_that_starts_from_what_only_memory_holds_is_refused():

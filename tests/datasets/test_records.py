@@ -166,6 +166,22 @@ def test_a_damaged_file_is_refused_in_one_line_that_names_the_place(tmp_path, na
     assert message in message_of(tmp_path / name)
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        "prompt\nHello, how are you\n",
+        "prompt\nHello, how are you\nHi\n",
+        "prompt\nHi\nHello, how are you\n",
+        "prompt\nHello, how\nHello, how, are you\n",
+        "prompt,label\nHello, how, are you,1\n",
+    ],
+)
+def test_a_text_with_a_comma_and_no_quotes_is_refused_instead_of_losing_its_beginning(tmp_path, content):
+    path = tmp_path / "prompts.csv"
+    path.write_text(content)
+    assert "Rows have more cells than the header; quote texts that hold commas." in message_of(path)
+
+
 def test_a_missing_file_and_a_directory_are_refused(tmp_path):
     assert "this data file does not exist" in message_of(tmp_path / "nothing.jsonl")
     assert "this data file is a directory" in message_of(tmp_path)

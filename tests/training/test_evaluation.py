@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from mlflow.utils.validation import _validate_metric
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
@@ -225,8 +226,14 @@ def test_judge_that_cannot_be_found_is_named(reference):
         ({"rates": {"kl": "a:b"}}, "'kl' cannot name a rate"),
         ({"rates": {"Polite Rate": "a:b"}}, "'Polite Rate' cannot name a rate"),
         ({"rates": {"polite_sft": "a:b"}}, "'polite_sft' cannot name a rate"),
+        ({"rates": {"a" * 242: "a:b"}}, "cannot name a rate.*_sft, which has 251 characters and may have 250"),
     ],
 )
 def test_wrong_setting_is_named_with_its_value(given, message):
     with pytest.raises(ConfigError, match=message):
         EvaluationConfig(**given)
+
+
+def test_the_longest_name_of_a_rate_gives_two_metrics_that_mlflow_takes():
+    (name,) = EvaluationConfig(rates={"a" * 241: "a:b"}).rates
+    _validate_metric(f"eval/{name}_sft", 0.0, 0, 0)

@@ -1,11 +1,12 @@
 import math
+import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 from mlflow.exceptions import MlflowException
-from mlflow.utils.validation import _validate_metric_name
+from mlflow.utils.validation import _validate_metric
 from torch import nn
 
 from ppo_rlhf.core.errors import ConfigError, ModelError, RewardError
@@ -197,16 +198,26 @@ def test_a_components_metric_is_called_by_its_name_or_its_function():
 
 @pytest.mark.parametrize(
     "name",
-    ["helpful (0-1)", "50%", "a,b", "", "a\n", "a//b", "/a", "a/", "..", "a/../b", "helpful", "Ünï 0.5: a/b-c_d"],
+    [
+        *("helpful (0-1)", "50%", "a,b", "", "a\n", "a//b", "/a", "a/", "..", "a/../b", "helpful", "Ünï 0.5: a/b-c_d"),
+        *("a" * 243, "a" * 244),
+    ],
 )
 def test_a_components_name_is_refused_just_where_mlflow_refuses_its_metric(name):
     try:
-        _validate_metric_name(f"reward/{name}")
+        _validate_metric(f"reward/{name}", 0.0, 0, 0)
         refused = name.endswith("\n")  # MLflow's pattern lets it pass by an oversight
     except MlflowException:
         refused = True
     with pytest.raises(ConfigError, match="cannot name a component") if refused else nullcontext():
         RewardComponentConfig(type="model", name=name)
+
+
+def test_a_function_whose_own_name_is_too_long_for_a_metric_is_refused_until_it_gets_another():
+    reference = "module:" + "a" * 244
+    with pytest.raises(ConfigError, match="which has 251 characters and may have 250"):
+        RewardComponentConfig(type="function", function=reference)
+    assert RewardComponentConfig(type="function", function=reference, name="short").title == "short"
 
 
 def length(prompts, completions, **columns):
@@ -226,7 +237,29 @@ def test_the_project_is_the_folder_above_that_has_a_pyproject(tmp_path, monkeypa
     (tmp_path / "rewards_from_above.py").write_text("score = sum\n")
     (tmp_path / "notebooks").mkdir()
     monkeypatch.chdir(tmp_path / "notebooks")
-    assert load_function("rewards_from_above:score") is sum
+    assert load_function("rewards_from_above:score")([1.0, 2.0]) == 3.0
+
+
+def test_a_function_imports_its_neighbours_when_it_is_called_and_nobody_else_does(tmp_path):
+    (tmp_path / "src").mkdir()
+    (tmp_path / "neighbour_of_a_reward.py").write_text("one = 1.0\n")
+    (tmp_path / "src" / "neighbour_in_src.py").write_text("two = 2.0\n")
+    (tmp_path / "rewards_with_neighbours.py").write_text(
+        "def score(completions, label):\n"
+        "    import neighbour_in_src, neighbour_of_a_reward\n"
+        "    return [neighbour_of_a_reward.one + neighbour_in_src.two + label[0]]\n"
+    )
+    before = list(sys.path)
+    function = load_function("rewards_with_neighbours:score", tmp_path)
+    assert sys.path == before
+    assert call(function, completions=["x"], label=[3.0], other=["a"]) == [6.0]
+    assert sys.path == before
+
+
+def test_what_a_function_of_a_project_raises_is_told_with_its_place(tmp_path):
+    (tmp_path / "rewards_that_fail.py").write_text("def score(prompts, completions):\n    return 1 / 0\n")
+    with pytest.raises(RewardError, match=r"raised ZeroDivisionError: division by zero \(rewards_that_fail.py, line 2"):
+        call(load_function("rewards_that_fail:score", tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -300,6 +333,23 @@ def test_prompts_and_completions_go_in_by_name_in_whichever_order_a_function_has
     for function in (turned, of_trl, otherwise, unnamed):
         assert call(function, label=[3, 4]) == [1.0, 1.0]
     assert call(alone, label=[3, 4]) == [1.0, 0.0]
+
+
+def test_a_column_called_as_an_argument_that_is_given_by_position_is_left_out():
+    def singular(prompt, completion, **columns):
+        return [float(prompt == ["p", "p"] and list(columns) == ["label"]), float(completion == ["x", "y"])]
+
+    def choosy(prompt, completion, label):
+        return [float(label == [3, 4]), float(completion == ["x", "y"])]
+
+    def unnamed(prompt, completion, /, **columns):
+        return [float(columns["completion"] == ["a", "b"]), float(completion == ["x", "y"])]
+
+    def by_star(*texts, completion):
+        return [float(completion == ["a", "b"]), float(texts == (["p", "p"], ["x", "y"]))]
+
+    for function in (singular, choosy, unnamed, by_star):
+        assert call(function, completion=["a", "b"], label=[3, 4]) == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("result", [[1, 0], (True, False), torch.tensor([1.0, 0.0])])

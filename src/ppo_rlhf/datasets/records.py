@@ -23,6 +23,7 @@ _TEXT_COLUMNS = ("prompt", "completion", "text", "chosen", "rejected")
 _INTEGER = re.compile(r"-?(0|[1-9][0-9]{0,17})")  # fits into 64 bits; with a zero in front it is a code, not a number
 _NUMBER = re.compile(_INTEGER.pattern + r"(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _TRUTHS = {"True": True, "TRUE": True, "true": True, "False": False, "FALSE": False, "false": False}
+_SURPLUS_CELLS = "Rows have more cells than the header; quote texts that hold commas."
 
 
 class RecordsDataset(AbstractDataset[pd.DataFrame, pd.DataFrame | None]):
@@ -140,7 +141,11 @@ def _read_csv(path: Path, text_column: str) -> pd.DataFrame:
     try:
         frame = pd.read_csv(path, encoding="utf-8-sig", dtype="string", keep_default_na=False, na_values=[""])
     except (ValueError, UnicodeDecodeError) as error:  # pandas' parser errors are ValueErrors and name the line
-        raise DataError(f"{path}: this CSV file is damaged: {' '.join(str(error).split())}") from error
+        reason = " ".join(str(error).split())
+        hint = f". {_SURPLUS_CELLS}" if re.search(r"Expected \d+ fields in line \d+, saw", reason) else ""
+        raise DataError(f"{path}: this CSV file is damaged: {reason}{hint}") from error
+    if not isinstance(frame.index, pd.RangeIndex):  # pandas took the first cells for row labels and shifted the others
+        raise DataError(f"{path}: this CSV file is damaged: {_SURPLUS_CELLS}")
     columns: dict[str, list[Any]] = {}
     for name in map(str, frame):
         cells = [None if cell is pd.NA else cell for cell in frame[name].tolist()]

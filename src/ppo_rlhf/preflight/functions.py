@@ -17,40 +17,49 @@ from ppo_rlhf.training.rewards import RewardConfig, RewardFunction, call_reward_
 from ppo_rlhf.training.supervised.reward_training import RewardModellingConfig
 
 PROBED_PROMPTS = 2
+PROMPT_TABLES = ("raw_prompts", "raw_evaluation_prompts")
 
 
 def check_functions(run: RunRequest, tables: dict[str, pd.DataFrame]) -> None:
     """Note functions that cannot be imported, fail, or do not return one finite number a response."""
-    prompts, columns = _probe(run, tables)
-    for name, function in _functions(run):
-        if prompts:
-            run.attempt(partial(call_reward_function, function, name, prompts, prompts, columns))
+    both = [name for name in PROMPT_TABLES if name in tables]
+    probes = {name: _probe(run, tables[name]) for name in both}
+    for name, function, read in _functions(run, both):
+        for table in read:
+            prompts, columns = probes[table]
+            where = "" if table == both[0] else f" on {run.source(table)}"
+            if prompts and not run.attempt(
+                partial(call_reward_function, function, name + where, prompts, prompts, columns)
+            ):
+                break  # one mistake is one line
 
 
-def _functions(run: RunRequest) -> Iterator[tuple[str, RewardFunction]]:
+def _functions(run: RunRequest, tables: list[str]) -> Iterator[tuple[str, RewardFunction, list[str]]]:
+    """Return the functions with their names, and those of the tables whose prompts and columns they will get."""
     reward, evaluation, rewards = (run.group(name) for name in ("reward", "evaluation", "reward_modelling"))
     with _no_bytecode():
         if isinstance(reward, RewardConfig):
             for reference in dict.fromkeys(c.function for c in reward.components if c.function is not None):
                 function = run.attempt(partial(load_function, reference, run.project_path))
                 if function is not None:
-                    yield reference, function
+                    yield reference, function, tables
         if isinstance(rewards, RewardModellingConfig) and run.source("raw_preferences") is None and rewards.labeller:
             labeller = run.attempt(partial(load_function, str(rewards.labeller), run.project_path))
             if labeller is not None:
-                yield f"reward_modelling.labeller={rewards.labeller}", labeller
+                yield f"reward_modelling.labeller={rewards.labeller}", labeller, tables[:1]  # of training prompts
         if isinstance(evaluation, EvaluationConfig):
             resolved = run.attempt(lambda: resolve_judge(evaluation, run.project_path))
             if resolved is not None:
                 if resolved.judge is not None:
-                    yield f"evaluation.judge={evaluation.judge or 'the demo judge'}", resolved.judge
-                yield from ((f"evaluation.rates.{name}", function) for name, function in resolved.rates.items())
+                    yield f"evaluation.judge={evaluation.judge or 'the demo judge'}", resolved.judge, tables[-1:]
+                for name, function in resolved.rates.items():
+                    yield f"evaluation.rates.{name}", function, tables[-1:]  # held-out prompts, as the judge
 
 
-def _probe(run: RunRequest, tables: dict[str, pd.DataFrame]) -> tuple[list[str], dict[str, list[Any]]]:
+def _probe(run: RunRequest, frame: pd.DataFrame) -> tuple[list[str], dict[str, list[Any]]]:
     """Return a few prompts as text, which also stand for responses, and the other columns of their rows."""
-    settings, frame = run.group("prompts"), tables.get("raw_prompts")
-    if not isinstance(settings, PromptsConfig) or frame is None or settings.column not in frame.columns:
+    settings = run.group("prompts")
+    if not isinstance(settings, PromptsConfig) or settings.column not in frame.columns:
         return [], {}
     rows = frame.head(PROBED_PROMPTS)
     if not all(is_prompt(value) for value in rows[settings.column]):

@@ -22,7 +22,14 @@ from ppo_rlhf.training.data.prompts import PromptDataset
 from ppo_rlhf.training.generation import GeneratedResponses, SamplingSettings, generate_responses
 from ppo_rlhf.training.precision import autocast
 from ppo_rlhf.training.randomness import episode_uniforms
-from ppo_rlhf.training.rewards import ResponseBatch, RewardFunction, RewardScorer, call_reward_function, load_function
+from ppo_rlhf.training.rewards import (
+    LONGEST_METRIC_NAME,
+    ResponseBatch,
+    RewardFunction,
+    RewardScorer,
+    call_reward_function,
+    load_function,
+)
 from ppo_rlhf.training.scoring import response_logprobs
 from ppo_rlhf.training.settings_group import settings_group
 
@@ -46,6 +53,12 @@ def _check_rate_names(rates: dict[str, str]) -> dict[str, str]:
             raise ValueError(
                 f"{name!r} cannot name a rate: it becomes the metric eval/{name}, so it must be lower-case letters, "
                 "digits and underscores, not end in _sft, and not be a metric that exists"
+            )
+        key = f"eval/{name}_sft"  # the longer one of its two metrics
+        if len(key) > LONGEST_METRIC_NAME:
+            raise ValueError(
+                f"{name!r} cannot name a rate: it becomes the metric eval/<name>_sft, which has {len(key)} characters "
+                f"and may have {LONGEST_METRIC_NAME}"
             )
     return rates
 

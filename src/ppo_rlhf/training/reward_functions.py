@@ -1,13 +1,15 @@
 """A person's reward functions: found by name, called, and checked."""
 
+import functools
 import importlib
 import inspect
 import math
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ppo_rlhf.core.errors import RewardError
 
@@ -27,11 +29,10 @@ def load_function(reference: str, project_path: Path | None = None) -> RewardFun
     module_name, name = split_reference(reference)
     project = project_path or _project_above(Path.cwd())
     searched = [str(project), str(project / "src")]
-    added = [path for path in searched if path not in sys.path]
-    sys.path[:0] = added
     try:
         importlib.invalidate_caches()
-        module = importlib.import_module(module_name)
+        with _first_on_path(searched):
+            module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is not None and (module_name + ".").startswith(error.name + "."):
             raise RewardError(
@@ -42,14 +43,29 @@ def load_function(reference: str, project_path: Path | None = None) -> RewardFun
     except (Exception, SystemExit) as error:  # a person's file can raise anything, and a script may end itself
         place = _place(error, lambda file: Path(file).is_relative_to(project))
         raise RewardError(f"{reference}: importing {module_name} fails: {_told(error)}{place}") from error
-    finally:
-        for path in added:
-            sys.path.remove(path)
     function = getattr(module, name, None)
     if not callable(function):
         what = "is not a function" if hasattr(module, name) else "does not exist there"
         raise RewardError(f"{reference}: {name} {what} ({getattr(module, '__file__', module_name)}).")
-    return function
+
+    @functools.wraps(function)  # its signature decides what it is called with
+    def in_its_project(*positional: Any, **named: Any) -> list[float]:
+        with _first_on_path(searched):  # it may import its neighbours only when it is called
+            return cast("list[float]", function(*positional, **named))
+
+    return in_its_project
+
+
+@contextmanager
+def _first_on_path(folders: list[str]) -> Iterator[None]:
+    """Let imports find a person's files for a while; beyond it they must not take the place of libraries' modules."""
+    added = [path for path in folders if path not in sys.path]
+    sys.path[:0] = added
+    try:
+        yield
+    finally:
+        for path in added:
+            sys.path.remove(path)
 
 
 def call_reward_function(
@@ -63,7 +79,7 @@ def call_reward_function(
 
     Prompts and completions go in by name where the function calls them so (in whichever order; one that only reads
     completions may leave prompts out), else as its first two arguments. Columns are keyword arguments; a function
-    without `**columns` gets those it names.
+    without `**columns` gets those it names. A column with the name of one of its first two arguments is left out.
 
     Raises:
         RewardError: It raised, or returned another count, or something that is not a finite number.
@@ -109,7 +125,9 @@ def _arguments(
     by_name = [name for name, parameter in parameters.items() if parameter.kind in _BY_NAME]
     wanted = others if takes_all else {name: values for name, values in others.items() if name in by_name}
     if "completions" not in by_name or not ("prompts" in by_name or by_name[0] == "completions"):
-        return [prompts, completions], wanted
+        # given by position, they cannot be given by name again; what is positional only leaves its name to a column
+        filled = [p.name for p in list(parameters.values())[:2] if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+        return [prompts, completions], {name: values for name, values in wanted.items() if name not in filled}
     return [], {name: values for name, values in texts.items() if takes_all or name in by_name} | wanted
 
 

@@ -43,6 +43,9 @@ NOTHING_TO_OFFLOAD = (
     "component of type model (in PPOTrainer: the model, or its directory)"
 )
 
+LONGEST_METRIC_NAME = 250
+"""MLflow refuses a longer one, and all metrics that are logged with it."""
+
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
@@ -73,6 +76,12 @@ class RewardComponentConfig:
                 f"{self.name!r} cannot name a component: it becomes the metric reward/<name>, so it must be letters, "
                 "digits, underscores, dashes, periods, spaces, colons and slashes, and read as a path it must "
                 "have no part that is empty, . or .."
+            )
+        key = f"reward/{self.title}"
+        if len(key) > LONGEST_METRIC_NAME:
+            raise ConfigError(
+                f"{self.title!r} cannot name a component: it becomes the metric reward/<name>, which has {len(key)} "
+                f"characters and may have {LONGEST_METRIC_NAME}"
             )
 
     @property

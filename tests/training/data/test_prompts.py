@@ -60,6 +60,10 @@ def test_a_dataset_survives_a_parquet_file_with_every_kind_of_column(tmp_path):
             "mixed": ["1", 1, 1.5],
             "text": ["one", "two", '["looks", "like", "JSON"]'],
             "number": [1, 2, 3],
+            "huge": [2**70, 1, -1],
+            "unsigned_or_negative": [2**63 + 1, -1, 0],
+            "unsigned": [2**64 - 1, 2**63, 0],
+            "widest": [2**63 - 1, -(2**63), 0],
             "share": [0.1, 0.2, 0.30000000000000004],
             "flag": [True, False, True],
         },
@@ -103,6 +107,15 @@ def test_a_column_with_a_name_of_ours_is_refused_as_reward_functions_would_not_g
     assert message(tokenise, ["a b"], make_tokenizer(), column=column, **{taken: ["x"]}) == (
         f"prompts: a column is called `{taken}`, which the tokenised prompts (here of `{column}`) have as a column of "
         "their own, so reward functions could not be given it. Rename it, or take it out"
+    )
+
+
+@pytest.mark.parametrize("column", ["prompt", "facts (json)"])
+def test_a_column_that_would_be_read_back_as_json_is_refused(make_tokenizer, column):
+    other = "facts (json)" if column == "prompt" else "topic"
+    assert message(tokenise, ["a b"], make_tokenizer(), column=column, **{other: ["not JSON"]}) == (
+        "prompts: a column is called `facts (json)`, and the tokenised prompts mark by the ending ` (json)` what they "
+        "keep as JSON, so reward functions could not be given it. Rename it, or take it out"
     )
 
 

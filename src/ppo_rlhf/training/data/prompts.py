@@ -57,8 +57,8 @@ class PromptDataset:
     def to_frame(self) -> pd.DataFrame:
         """Return a table with `prompt`, `prompt_ids` and the other columns.
 
-        A column of nested values, or of values of several types, is JSON, and its name says so: Parquet has no type
-        for it.
+        A column of nested values, of values of several types, or of integers beyond 64 bits is JSON, and its name
+        says so: Parquet has no type for it.
         """
         table: dict[str, list[Any]] = {"prompt": self.texts, "prompt_ids": self.prompt_ids}
         for name, values in self.columns.items():
@@ -132,7 +132,8 @@ def tokenise_prompts(
 
     Args:
         frame: Table with `column`; its other columns are kept for reward functions. None may be called `prompt_ids`,
-            and `prompt` only the one of the prompts: the tokenised prompts' own columns are.
+            and `prompt` only the one of the prompts: the tokenised prompts' own columns are. Nor may a name end in
+            ` (json)`, their mark of a column kept as JSON.
         tokenizer: The policy's.
         column: Column of texts or message lists.
         response_length: Tokens that must fit behind each prompt.
@@ -150,6 +151,12 @@ def tokenise_prompts(
             raise DataError(
                 f"{name}: a column is called `{taken}`, which the tokenised prompts (here of `{column}`) have as a "
                 "column of their own, so reward functions could not be given it. Rename it, or take it out"
+            )
+    for marked in map(str, frame.columns):
+        if marked.endswith(_JSON_MARK):
+            raise DataError(
+                f"{name}: a column is called `{marked}`, and the tokenised prompts mark by the ending `{_JSON_MARK}` "
+                "what they keep as JSON, so reward functions could not be given it. Rename it, or take it out"
             )
     values = frame[column].tolist()
     texts = [_as_text(value, tokenizer, _where(name, row, column)) for row, value in enumerate(values)]
@@ -228,6 +235,8 @@ def is_prompt(value: Any) -> bool:
 
 def _has_one_plain_type(values: list[Any]) -> bool:
     types = {type(value) for value in values}
+    if types == {int}:
+        return all(-(2**63) <= value < 2**63 for value in values)  # Parquet's integers
     return len(types) <= 1 and not types & {list, dict}
 
 
