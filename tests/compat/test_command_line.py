@@ -34,6 +34,28 @@ def test_options_before_the_program_are_the_launchers():
     assert line == CommandLine(settings={"size": "1"}, launcher={"num_gpus": "8", "hostfile": "h"})
 
 
+@pytest.mark.parametrize("before", ["", "cd a/b && ", "mkdir -p out; cd a/b; ", "cd a/b&&", "cat list | "])
+@pytest.mark.parametrize(
+    "after", ["", " && echo done", "; ls --all", " | tee log", " &", " > 'my log' 2>&1", " 2> log"]
+)
+def test_other_commands_of_the_line_are_left_out(before: str, after: str):
+    line = read_command_line(f"{before}deepspeed --num_gpus 8 main.py --rate 1e-6 --size 3{after}", KINDS)
+    assert line == CommandLine(settings={"rate": "1e-6", "size": "3"}, launcher={"num_gpus": "8"})
+
+
+def test_what_is_quoted_ends_no_value():
+    assert settings("main.py --size 'a;b' --rate \"c && d\" --fast") == {"size": "a;b", "rate": "c && d", "fast": True}
+
+
+@pytest.mark.parametrize("command", ["deepspeed main.py --size 3", "--size 3"])
+def test_lines_of_comment_are_no_commands(command: str):
+    assert settings(f"#!/bin/bash\n  # options of main.py\n{command}") == {"size": "3"}
+
+
+def test_no_arguments_are_none():
+    assert settings([]) == settings("python main.py") == {}
+
+
 def test_an_unknown_option_takes_the_words_up_to_the_next_one():
     assert settings("--odd a b --size 1 --odder --oddest=3") == {
         "odd": ["a", "b"],
@@ -57,7 +79,7 @@ def test_words_that_belong_to_no_option_are_kept_apart():
 
 def test_variables_of_a_script_are_filled_in_where_it_sets_them():
     script = """
-    # a comment with main.py in it would not do, nor one with $A
+    # a comment with main.py in it, and with $A
     A=$1
     B=two
     if [ "$B" == "" ]; then
@@ -65,7 +87,7 @@ def test_variables_of_a_script_are_filled_in_where_it_sets_them():
     fi
     export C="$B/four"
     deepspeed main.py --size $A --rate ${B} --data $C x$C $5
-    """.replace("main.py in it would not do, nor one with ", "")
+    """
     assert settings(script) == {"size": "$A", "rate": "three", "data": ["three/four", "xthree/four", "$5"]}
 
 
@@ -86,9 +108,24 @@ def test_variables_of_a_script_are_filled_in_where_it_sets_them():
             "the text holds 2 commands with main.py; exactly one step-3 command is expected. Give it alone, as one "
             "line or with each line but the last ending in a backslash.",
         ),
+        (
+            "test -f main.py && python main.py --size 1",
+            "the text holds 2 commands with main.py; exactly one step-3 command is expected. Give it alone, as one "
+            "line or with each line but the last ending in a backslash.",
+        ),
+        (
+            "/home/me/My Project/run.sh",
+            "/home/me/My Project/run.sh: neither main.py nor an option is in it. Give a step-3 command, or a file that "
+            "exists and holds one.",
+        ),
+        (
+            ["/home/me/My", "Project/run.sh"],
+            "/home/me/My Project/run.sh: neither main.py nor an option is in it. Give a step-3 command, or a file that "
+            "exists and holds one.",
+        ),
     ],
 )
-def test_what_cannot_be_read_is_refused_in_plain_words(given: str, expected: str):
+def test_what_cannot_be_read_is_refused_in_plain_words(given: str | list[str], expected: str):
     with pytest.raises(ConfigError) as caught:
         settings(given)
     assert str(caught.value) == expected

@@ -76,6 +76,31 @@ def test_a_command_of_deepspeed_chat_is_read_from_a_script_a_text_or_the_words_t
     assert written(project) == expected.parameters
 
 
+def test_a_script_whose_path_has_a_space_is_read(convert: Callable[..., Result], project: Path, tmp_path: Path):
+    script = tmp_path / "My Project" / "run.sh"
+    script.parent.mkdir()
+    script.write_text(DEEPSPEED_SCRIPT)
+    assert convert("--from", "deepspeed-chat", str(script)).exit_code == 0
+    assert written(project) == from_deepspeed_chat(DEEPSPEED_SCRIPT).parameters
+
+
+def test_a_command_may_be_longer_than_the_name_of_a_file(convert: Callable[..., Result], project: Path):
+    command = f"deepspeed main.py --ppo_epochs 3 --actor_model_name_or_path {'x' * 300}"
+    result = convert("--from", "deepspeed-chat", "--", command)
+    assert result.exit_code == 0, result.output
+    assert written(project) == from_deepspeed_chat(command).parameters
+
+
+def test_a_path_with_a_space_that_leads_nowhere_is_refused(convert: Callable[..., Result], project: Path):
+    refused = convert("--from", "deepspeed-chat", "My Project/run.sh")
+    assert refused.exit_code == 1
+    assert refused.stderr.splitlines() == [
+        "Error: My Project/run.sh: neither main.py nor an option is in it. Give a step-3 command, or a file that "
+        "exists and holds one."
+    ]
+    assert list((project / "conf" / "local").iterdir()) == []
+
+
 def test_a_dash_prints_the_parameters_and_writes_nothing(
     convert: Callable[..., Result], project: Path, legacy_file: Path
 ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,9 +62,9 @@ def _read(library: str, source: Sequence[str], num_prompts: int | None) -> Conve
         return from_trl(_mapping(Path(source[0])), num_prompts=num_prompts)
     if len(source) > 1:
         return from_deepspeed_chat(source, num_prompts=num_prompts)
-    path = Path(source[0])
-    is_file = " " not in source[0] and not source[0].startswith("-")
-    return from_deepspeed_chat(_text(path) if is_file else source[0], num_prompts=num_prompts)
+    # A path may have spaces, as a command has. os.path: Path.is_file raises for a command too long to be a file's name.
+    is_file = os.path.isfile(source[0]) or (" " not in source[0] and not source[0].startswith("-"))
+    return from_deepspeed_chat(_text(Path(source[0])) if is_file else source[0], num_prompts=num_prompts)
 
 
 def _mapping(path: Path) -> dict[str, Any]:

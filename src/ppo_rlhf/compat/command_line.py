@@ -11,7 +11,8 @@ from ppo_rlhf.core.errors import ConfigError
 
 PROGRAM = "main.py"
 
-_REDIRECTION = re.compile(r"^(\d*|&)?(>>?|<)|^[|;&]+$")
+_CONTROL = "|;&"
+_END = re.compile(rf"^\d*(>>?|<)|^[{_CONTROL}]+$")
 _ASSIGNMENT = re.compile(r"^\s*(?:export\s+)?([A-Za-z_]\w*)=(\S*)\s*$")
 _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 _NEGATIVE_NUMBER = re.compile(r"^-\.?\d")
@@ -38,25 +39,32 @@ def read_command_line(given: str | Sequence[str], kinds: Mapping[str, str]) -> C
 
     Args:
         given: A list of arguments, or text: a command, or a shell script that holds one. In text, continued lines are
-            joined, variables that the script sets to plain values are filled in, and redirections are left out.
+            joined, variables that the script sets to plain values are filled in, and comments, redirections and other
+            commands of the same line are left out.
         kinds: What each known option takes: `value`, `values` (all words up to the next option) or `nothing`. Of an
             unknown option the words up to the next option are its values.
 
     Raises:
-        ConfigError: The text has several lines but no command, or an option lacks its value.
+        ConfigError: There is neither a command nor an option, there are several commands, or an option lacks its value.
     """
     words = _words(given) if isinstance(given, str) else list(given)
-    program = next((i for i, word in enumerate(words) if word.rpartition("/")[2] == PROGRAM), None)
+    program = next((i for i, word in enumerate(words) if _is_program(word)), None)
     result = CommandLine()
     if program is not None:
         result.launcher = _options(words[:program], {}, [])
         words = words[program + 1 :]
     result.settings = _options(words, kinds, result.stray)
+    if given and program is None and not result.settings:  # else the defaults would pass for what it says
+        raise ConfigError(
+            f"{' '.join(words)}: neither {PROGRAM} nor an option is in it. Give a step-3 command, or a file that "
+            "exists and holds one."
+        )
     return result
 
 
 def _words(text: str) -> list[str]:
     lines = [line for line in re.sub(r"\\\r?\n", " ", text).splitlines() if line.strip()]
+    lines = [line for line in lines if not line.lstrip().startswith("#")]
     values: dict[str, str] = {}
     commands = []
     for line in lines:
@@ -67,16 +75,31 @@ def _words(text: str) -> list[str]:
         elif PROGRAM in line or len(lines) == 1:
             commands.append(_fill(line, values))
     if len(commands) != 1:
-        raise ConfigError(
-            f"the text holds {len(commands)} commands with {PROGRAM}; exactly one step-3 command is expected. Give it "
-            "alone, as one line or with each line but the last ending in a backslash."
-        )
+        raise _not_one(len(commands))
+    lexer = shlex.shlex(commands[0], posix=True, punctuation_chars=_CONTROL)  # `3; ls` is three words
+    lexer.whitespace_split = True
     try:
-        words = shlex.split(commands[0], comments=True)
+        words = list(lexer)
     except ValueError as error:
         raise ConfigError(f"the command cannot be read: {str(error).lower()}. Close every quotation mark.") from None
-    end = next((i for i, word in enumerate(words) if _REDIRECTION.match(word)), len(words))
-    return words[:end]
+    programs = [i for i, word in enumerate(words) if _is_program(word)]
+    if len(programs) > 1:
+        raise _not_one(len(programs))
+    program = programs[0] if programs else 0
+    start = next((i + 1 for i in reversed(range(program)) if _END.match(words[i])), 0)  # `cd step3 && …`
+    end = next((i for i in range(program, len(words)) if _END.match(words[i])), len(words))
+    return words[start:end]
+
+
+def _is_program(word: str) -> bool:
+    return word.rpartition("/")[2] == PROGRAM
+
+
+def _not_one(commands: int) -> ConfigError:
+    return ConfigError(
+        f"the text holds {commands} commands with {PROGRAM}; exactly one step-3 command is expected. Give it alone, as "
+        "one line or with each line but the last ending in a backslash."
+    )
 
 
 def _fill(text: str, values: Mapping[str, str]) -> str:
