@@ -52,6 +52,13 @@ def test_settings_of_ones_own_on_another_model_are_not_warned_of(conf: Path) -> 
     assert advice(conf, {"sft_model_path": "models/mine"}, own) is None
 
 
+def test_a_setting_that_is_null_is_no_setting_of_the_demo(conf: Path) -> None:
+    (conf / "base/parameters_ppo.yml").write_text("ppo: {learning_rate: 4.0e-4, value_learning_rate: null}")
+    line = advice(conf, {"sft_model_path": "models/mine"}, PPOConfig(learning_rate=4e-4, value_learning_rate=None))
+    assert line is not None
+    assert line.startswith("ppo.learning_rate=0.0004 suit")
+
+
 def test_advice_is_given_on_what_a_person_set_and_not_on_what_ships(conf: Path) -> None:
     loader = OmegaConfigLoader(str(conf), base_env="base", default_run_env="base")
     own = PPOConfig(learning_rate=4e-4, response_length=36, kl_coef=3.0)

@@ -220,6 +220,17 @@ def test_histogram_is_drawn_when_every_score_is_the_same():
     assert chart.count('class="step') == 2
 
 
+@pytest.mark.parametrize("scale", [1.0, -1.0, 1e-30, 1e30])
+def test_charts_are_drawn_of_scores_that_only_rounding_parts(scale):
+    scores = scale * np.array([0.3, 0.1 + 0.2])
+    assert scores[0] != scores[1]
+    ticks = nice_ticks(float(scores.min()), float(scores.max()))
+    assert len(set(ticks)) == len(ticks) > 1
+    drawn = histogram(scores, scores, ("SFT", "PPO"), "Reward")
+    drawn += line_chart(LineChart("a", "", np.array([1.0, 2.0]), [Series("a", scores)]))
+    assert "nan" not in drawn
+
+
 def test_interval_bar_places_its_ends_in_proportion():
     """0 to 100 % is x 8 to 412."""
     assert 'class="span" d="M109 18H311"' in interval_bar(0.5, 0.25, 0.75)

@@ -33,7 +33,8 @@ def demo_settings_in_use(loader: OmegaConfigLoader, pipeline: Pipeline, catalog:
         for group, names in TUNED.items()
         if f"params:{group}" in pipeline.inputs()
         for name, value in _base_values(files, group).items()
-        if name in names and value == getattr(catalog[f"params:{group}"].load(), name, None)
+        # null is no number that suits one model and not another
+        if name in names and value is not None and value == getattr(catalog[f"params:{group}"].load(), name, None)
     ]
     if not found:
         return None

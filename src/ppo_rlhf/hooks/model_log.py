@@ -24,13 +24,14 @@ REQUIRED = ("torch", "transformers", "accelerate")
 SIGNATURE = ModelSignature(Schema([ColSpec(DataType.string)]), Schema([ColSpec(DataType.string)]))
 
 
-def log_policy(directory: Path, name: str, step: int) -> str:
+def log_policy(directory: Path, name: str, step: int, *, trust_remote_code: bool = False) -> str:
     """Log a Hugging Face model directory to the active run, if it is not logged yet, and return the logged model's id.
 
     Args:
         directory: With config.json, weights and tokenizer: an export, or a checkpoint's policy.
         name: The model's name in MLflow.
         step: The PPO iteration that it is from.
+        trust_remote_code: Whether Python code that lies with the model may run, as the run has used it.
 
     Returns:
         The id by which metrics are linked to it.
@@ -44,8 +45,10 @@ def log_policy(directory: Path, name: str, step: int) -> str:
         if is_adapter(directory):  # a LoRA run's checkpoint: MLflow gets a model that needs no other one
             model = load_merged(directory)
         else:
-            model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", local_files_only=True)
-        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+            model = AutoModelForCausalLM.from_pretrained(
+                directory, dtype="auto", local_files_only=True, trust_remote_code=trust_remote_code
+            )
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=trust_remote_code)
         logged = mlflow.transformers.log_model(
             transformers_model={"model": model, "tokenizer": tokenizer},
             name=name,

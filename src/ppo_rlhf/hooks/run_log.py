@@ -85,10 +85,12 @@ class RunLog:
 
         # MLflow links a model with the metrics that the run has at the model's step
         self._metrics.flush(PATIENCE_AT_THE_END)
-        self._model_id = log_policy(Path(self._catalog[POLICY].load().source), POLICY, self._iteration)
+        handle = self._catalog[POLICY].load()
+        trust = handle.trust_remote_code
+        self._model_id = log_policy(Path(handle.source), POLICY, self._iteration, trust_remote_code=trust)
         best = best_checkpoint(self._catalog.get(CHECKPOINT), parameter(self._catalog, "ppo").kl_alarm)
         if best is not None and best[1] != self._iteration:
-            log_policy(best[0], BEST, best[1])
+            log_policy(best[0], BEST, best[1], trust_remote_code=trust)
 
     def close(self, *, is_finished: bool) -> bool:
         """Wait a while for MLflow to take everything; of a finished run also the histories of stages left out.

@@ -49,7 +49,7 @@ class LineChart:
 
 def nice_ticks(low: float, high: float, count: int = 4) -> list[float]:
     """Return round numbers (1, 2 or 5 times a power of ten apart) that enclose [low, high]."""
-    if high <= low:
+    if high - low <= 1e-9 * max(abs(low), abs(high)):  # ticks between values that only rounding parts would be equal
         pad = abs(low) * 0.1 or 1.0
         low, high = low - pad, high + pad
     raw = (high - low) / count
