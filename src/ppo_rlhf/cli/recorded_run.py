@@ -11,7 +11,6 @@ from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE, RESOURCE_DOES_NOT_EXIST, ErrorCode
 
 from ppo_rlhf.core.errors import ConfigError, DataError
-from ppo_rlhf.hooks.resume_comparison import as_last_resumed
 from ppo_rlhf.training.config import PPOConfig
 
 GROUP = "ppo."
@@ -104,9 +103,7 @@ def _config(run: Run) -> PPOConfig:
 
 
 def _given(run: Run) -> dict[str, str]:
-    """Return the settings by which the run went on last: MLflow's params stay those of its first start."""
-    settings = {**run.data.params, **as_last_resumed(run)}
-    return {name: text for name, text in settings.items() if name.startswith(GROUP)}
+    return {name: text for name, text in run.data.params.items() if name.startswith(GROUP)}
 
 
 def _history(client: MlflowClient, run: Run) -> list[dict[str, float]]:

@@ -45,7 +45,7 @@ def compare_runs(this: RunDescription, run: Run, saved: Mapping[str, Any] | None
         run: The MLflow run that it goes on with.
         saved: PPO's settings in the checkpoint; None without one: then those in MLflow count.
     """
-    earlier = as_last_resumed(run)
+    earlier = _as_last_resumed(run)
     comparison = Comparison()
     for name in ("pipeline", "environment"):
         if run.data.tags.get(name) != this.tags[name]:
@@ -98,7 +98,7 @@ def _compare_data(comparison: Comparison, before: Mapping[str, str], now: Mappin
             )
 
 
-def as_last_resumed(run: Run) -> dict[str, str]:
+def _as_last_resumed(run: Run) -> dict[str, str]:
     """Return what earlier resumptions changed, by the name of the param, or of the tag if it is a version."""
     found = [(match, value) for name, value in run.data.tags.items() if (match := _EARLIER_CHANGE.fullmatch(name))]
     return {
