@@ -63,8 +63,8 @@ def read_command_line(given: str | Sequence[str], kinds: Mapping[str, str]) -> C
 
 
 def _words(text: str) -> list[str]:
-    lines = [line for line in re.sub(r"\\\r?\n", " ", text).splitlines() if line.strip()]
-    lines = [line for line in lines if not line.lstrip().startswith("#")]
+    joined = re.sub(r"\\\r?\n", " ", text).splitlines()
+    lines = [line for line in joined if line.strip() and not line.lstrip().startswith("#")]
     values: dict[str, str] = {}
     commands = []
     for line in lines:

@@ -62,10 +62,10 @@ class Curves:
 
     def start_above_zero(self, key: str) -> float:
         """Return `start`, or where that is 0 the same from the first iteration above 0 on; 0 if there is none."""
-        values = self.values(key)
+        values, start = self.values(key), self.start(key)
         above = np.flatnonzero(np.isfinite(values) & (values > 0.0))
-        if self.start(key) != 0.0 or not len(above):
-            return self.start(key)
+        if start != 0.0 or not len(above):
+            return start
         return _mean(values[above[0] : above[0] + self._start])
 
     def highest(self, key: str) -> float:
