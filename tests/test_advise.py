@@ -135,6 +135,18 @@ def test_of_an_iteration_that_was_done_again_the_later_values_count(toy_project:
     assert len(kl) == 3
 
 
+def test_a_run_that_went_on_is_judged_by_the_settings_of_its_last_resume(kedro: Kedro, toy_project: Path):
+    settings = config()
+    run_id = record(toy_project, history(), settings)
+    client = client_of(toy_project)
+    tags = {"1.checkpoint": "none", "1.total_episodes": "8", "2.total_episodes": str(2 * settings.total_episodes)}
+    for name, value in (tags | {"2.kl_alarm": "40.0", "2.version.torch": "1.0", "2.reporting.points": "5"}).items():
+        client.set_tag(run_id, f"resume.{name}", value)
+    assert advised(kedro, toy_project)[0].endswith("iteration 40 of 80")
+    judged = recorded_run(client, run_id).config
+    assert (judged.total_episodes, judged.kl_alarm) == (2 * settings.total_episodes, 40.0)
+
+
 def test_an_evaluation_without_an_iteration_is_no_row(toy_project: Path):
     run_id = record(toy_project, history(iterations=3))
     client_of(toy_project).log_batch(run_id, metrics=[Metric("eval/kl", 1.0, 5000, 0)])

@@ -313,6 +313,22 @@ def test_a_change_that_touches_no_number_leaves_the_run_bit_identical(toy: Toy):
     assert "bit_identical" not in run.data.tags
 
 
+def test_a_setting_that_is_the_checkpoints_again_is_tagged_after_a_resume_that_left_no_checkpoint(
+    toy: Toy, caplog: pytest.LogCaptureFixture
+):
+    run_id = toy.interrupted()
+    first = toy.checkpoint(run_id, 1)
+    toy.monkeypatch.setenv("TOY_FAIL_AT", "2")
+    toy.kedro("ppo.save_interval=3", "ppo.total_episodes=32", f"resume={run_id}")
+    toy.monkeypatch.delenv("TOY_FAIL_AT")
+    with caplog.at_level(logging.INFO):
+        run = toy.run("ppo.total_episodes=32", f"resume={first}")
+    assert run.data.tags["resume.1.save_interval"] == "3"
+    assert run.data.tags["resume.2.save_interval"] == "10"
+    assert run.data.tags["resume.2.total_episodes"] == "32"
+    assert "Changed since it was interrupted: save_interval was 3, is 10." in caplog.messages
+
+
 def test_other_versions_of_the_libraries_are_tagged(toy: Toy):
     run_id = toy.interrupted()
     toy.client.set_tag(run_id, "version.torch", "1.0")

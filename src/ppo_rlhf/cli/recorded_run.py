@@ -12,6 +12,7 @@ from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE, RESOURCE_DOES_
 
 from ppo_rlhf.core.errors import ConfigError, DataError
 from ppo_rlhf.training.config import PPOConfig
+from ppo_rlhf.training.resume_tags import as_last_resumed
 
 GROUP = "ppo."
 CURVES = ("objective/", "policy/", "loss/", "val/", "value/", "response/", "optimiser/", "eval/")
@@ -103,7 +104,9 @@ def _config(run: Run) -> PPOConfig:
 
 
 def _given(run: Run) -> dict[str, str]:
-    return {name: text for name, text in run.data.params.items() if name.startswith(GROUP)}
+    """Return the settings by which the run went on last: MLflow's params stay those of its first start."""
+    settings = {**run.data.params, **as_last_resumed(run.data.tags)}
+    return {name: text for name, text in settings.items() if name.startswith(GROUP)}
 
 
 def _history(client: MlflowClient, run: Run) -> list[dict[str, float]]:

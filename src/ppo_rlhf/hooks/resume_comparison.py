@@ -12,11 +12,10 @@ from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH
 
 from ppo_rlhf.hooks.run_description import RunDescription
 from ppo_rlhf.training.resume import MAY_CHANGE, config_changes
+from ppo_rlhf.training.resume_tags import PPO, as_last_resumed
 
-PPO = "ppo"
 REPORTING = "reporting"
 _FINGERPRINT = re.compile(r"data\.(.+)\.fingerprint")
-_EARLIER_CHANGE = re.compile(r"resume\.(\d+)\.(.+)")
 
 Change = tuple[str, str]
 """(before, now)"""
@@ -29,11 +28,13 @@ class Comparison:
     Attributes:
         refused: One line for each difference that must not be.
         changes: Settings that may differ, by the name that they have in a tag: PPO's bare, others with their group.
+        returned: The same of settings that are the checkpoint's again, after a resume that left no checkpoint.
         versions: Versions of packages and of the code, by tag.
     """
 
     refused: list[str] = field(default_factory=list)
     changes: dict[str, Change] = field(default_factory=dict)
+    returned: dict[str, Change] = field(default_factory=dict)
     versions: dict[str, Change] = field(default_factory=dict)
 
 
@@ -45,13 +46,14 @@ def compare_runs(this: RunDescription, run: Run, saved: Mapping[str, Any] | None
         run: The MLflow run that it goes on with.
         saved: PPO's settings in the checkpoint; None without one: then those in MLflow count.
     """
-    earlier = _as_last_resumed(run)
+    earlier = as_last_resumed(run.data.tags)
     comparison = Comparison()
     for name in ("pipeline", "environment"):
         if run.data.tags.get(name) != this.tags[name]:
             comparison.refused.append(f"{name}: {run.data.tags.get(name)} in the run, {this.tags[name]} now")
     if saved is not None and PPO in this.groups:
         _compare_ppo(comparison, saved, this.groups[PPO])
+        _compare_with_lost_resume(comparison, earlier, this.params)
     _compare_params(comparison, {**run.data.params, **earlier}, this, is_ppo_known=saved is not None)
     _compare_data(comparison, run.data.tags, this.tags)
     for name, now in this.tags.items():
@@ -67,6 +69,15 @@ def _compare_ppo(comparison: Comparison, saved: Mapping[str, Any], now: Any) -> 
             comparison.changes[name] = (str(before), str(after))
         else:
             comparison.refused.append(f"{PPO}.{name}: {before} in the checkpoint, {after} now")
+
+
+def _compare_with_lost_resume(comparison: Comparison, earlier: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """Find what is as in the checkpoint, and was not in the last resume: its tags would keep the other value."""
+    for name, before in earlier.items():
+        group, _, setting = name.partition(".")
+        is_change = setting in MAY_CHANGE and setting not in comparison.changes
+        if group == PPO and is_change and not _is_same(before, now[name]):
+            comparison.returned[setting] = (before, now[name])
 
 
 def _compare_params(
@@ -96,16 +107,6 @@ def _compare_data(comparison: Comparison, before: Mapping[str, str], now: Mappin
                 f"{name}: other data than in the run, {_short(before.get(tag))} by its fingerprint then, "
                 f"{_short(now.get(tag))} now ({now.get(f'data.{name}.path', before.get(f'data.{name}.path'))})"
             )
-
-
-def _as_last_resumed(run: Run) -> dict[str, str]:
-    """Return what earlier resumptions changed, by the name of the param, or of the tag if it is a version."""
-    found = [(match, value) for name, value in run.data.tags.items() if (match := _EARLIER_CHANGE.fullmatch(name))]
-    return {
-        (match[2] if "." in match[2] else f"{PPO}.{match[2]}"): value
-        for match, value in sorted(found, key=lambda change: int(change[0][1]))
-        if match[2] != "checkpoint"
-    }
 
 
 def _is_same(before: str, now: str) -> bool:

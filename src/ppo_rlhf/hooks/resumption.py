@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +14,7 @@ from mlflow.exceptions import MlflowException
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.datasets.resume_checkpoint import LATEST
 from ppo_rlhf.hooks.metric_log import BIT_IDENTICAL
-from ppo_rlhf.hooks.resume_comparison import Comparison, compare_runs
+from ppo_rlhf.hooks.resume_comparison import Change, Comparison, compare_runs
 from ppo_rlhf.hooks.run_description import RunDescription
 from ppo_rlhf.hooks.run_end import relative_to
 from ppo_rlhf.hooks.run_lock import RunLock
@@ -23,11 +22,11 @@ from ppo_rlhf.preflight.resume import find_named
 from ppo_rlhf.training.checkpoint_files import newest_whole_checkpoint
 from ppo_rlhf.training.checkpoints import saved_config
 from ppo_rlhf.training.resume import CHANGES_NUMBERS
+from ppo_rlhf.training.resume_tags import number_of_resumes, resume_tags
 
 logger = logging.getLogger(__name__)
 
 RUNS_PER_PAGE = 100
-_RESUMED = re.compile(r"resume\.(\d+)\.checkpoint")
 
 
 @dataclass(frozen=True)
@@ -77,20 +76,21 @@ class Resumption:
     @property
     def number(self) -> int:
         """How often the run went on, this time included."""
-        found = [_RESUMED.fullmatch(name) for name in self.run.data.tags]
-        return 1 + max((int(match[1]) for match in found if match), default=0)
+        return 1 + number_of_resumes(self.run.data.tags)
 
     def tags(self, project_path: Path) -> dict[str, str]:
         """Return what MLflow is told of this resumption."""
-        prefix = f"resume.{self.number}"
         where = "none" if self.checkpoint is None else relative_to(self.checkpoint, project_path)
-        changes = {**self.comparison.changes, **self.comparison.versions}
+        changes = {name: now for name, (_, now) in self._changes.items()}
         is_other = bool(self.comparison.versions or CHANGES_NUMBERS & self.comparison.changes.keys())
         return {
-            f"{prefix}.checkpoint": where,
-            **{f"{prefix}.{name}": now for name, (_, now) in changes.items()},
+            **resume_tags(self.number, where, changes),
             **({BIT_IDENTICAL: "false"} if is_other else {}),
         }
+
+    @property
+    def _changes(self) -> dict[str, Change]:
+        return {**self.comparison.changes, **self.comparison.returned, **self.comparison.versions}
 
     def say(self, project_path: Path) -> None:
         """Log what happens."""
@@ -99,7 +99,7 @@ class Resumption:
             logger.info("Going on with MLflow run %s from its beginning: it has no checkpoint yet.", run_id)
         else:
             logger.info("Going on with MLflow run %s from %s.", run_id, relative_to(self.checkpoint, project_path))
-        for name, (before, now) in {**self.comparison.changes, **self.comparison.versions}.items():
+        for name, (before, now) in self._changes.items():
             logger.info("Changed since it was interrupted: %s was %s, is %s.", name, before, now)
 
 
