@@ -16,6 +16,7 @@ from ppo_rlhf.cli.plan_memory import _report
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.memory import Machine, RunShape
 from ppo_rlhf.training.memory.plan import MemoryPlan, Phase
+from tests.own_code import save_with_own_code
 from tests.tiny_models import save, tiny_model
 
 Kedro = Callable[..., Result]
@@ -95,6 +96,46 @@ def test_a_configuration_is_enough_and_nothing_is_written(kedro: Kedro, own: Pat
     assert sorted(path for path in own.rglob("*") if "__pycache__" not in path.parts) == before
 
 
+@pytest.fixture
+def with_code(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A person's own model with code of its own; transformers may not ask whether to run it."""
+    monkeypatch.setattr("builtins.input", lambda _: pytest.fail("transformers asks"))
+    return save_with_own_code(tmp_path / "with_code", monkeypatch)
+
+
+def test_a_models_own_code_runs_where_the_project_trusts_it(kedro: Kedro, own: Path, with_code: Path):
+    trusted = f"sft_model_path={with_code},trust_remote_code=true"
+    lines = said(kedro, own, *SHORT, "--params", trusted)
+    assert lines[:2] == [
+        f"{with_code}: OwnConfig, float32, on cpu",
+        "Prompts of 5 and responses of 8 tokens; 64 at a time in the rollout, 64 in the update",
+    ]
+    given = said(kedro, own, *SHORT, "--model", str(with_code), "--params", "trust_remote_code=true")
+    (with_code / "model.safetensors").unlink()
+    configured = said(
+        kedro,
+        own,
+        *SHORT,
+        "--prompt-length",
+        "5",
+        "--params",
+        "trust_remote_code=true",
+        "--model",
+        str(with_code / "config.json"),
+    )
+    assert given == lines
+    assert configured[1:] == lines[1:]
+
+
+@pytest.mark.parametrize("part", ["", "config.json"])
+def test_a_models_own_code_does_not_run_unless_the_project_trusts_it(
+    kedro: Kedro, own: Path, with_code: Path, part: str
+):
+    (with_code / "own.py").write_text("raise SystemExit('it ran')")
+    error = refused(kedro, own, *SHORT, "--prompt-length", "5", "--model", str(with_code / part))
+    assert "trust_remote_code" in error
+
+
 def test_what_does_not_fit_is_told_what_to_change_first(kedro: Kedro, own: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("ppo_rlhf.training.memory.available_memory", lambda _: NOTHING)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)  # so that policy and critic go side by side
@@ -138,7 +179,9 @@ def test_a_configuration_without_tokenizer_needs_the_length_of_the_prompts(kedro
 
 def test_a_file_that_is_no_configuration_is_refused(kedro: Kedro, own: Path, tmp_path: Path):
     file = tmp_path / "prompts.jsonl"
-    assert refused(kedro, own, "--model", str(file)).startswith(f"Error: {file} is not the configuration of a model")
+    assert refused(kedro, own, "--model", str(file)).startswith(
+        f"Error: {file} cannot be read as a model's configuration: "
+    )
 
 
 def test_settings_that_do_not_go_together_are_refused(kedro: Kedro, own: Path):

@@ -6,14 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+from kedro.config import OmegaConfigLoader
 from kedro.io import DataCatalog, DatasetError
 
-from ppo_rlhf.core.errors import ModelError
+from ppo_rlhf.core.errors import ConfigError, ModelError
 from ppo_rlhf.datasets import PretrainedModelDataset
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
+from ppo_rlhf.settings import CONFIG_LOADER_ARGS
 from tests.tiny_models import save, tiny_model, word_tokenizer
 
+CONF = Path(__file__).parents[2] / "conf"
 IDS = torch.tensor([[4, 5, 6]])
 
 
@@ -175,6 +178,12 @@ def test_a_hub_id_gives_a_lazy_handle():
     )
 
 
+@pytest.mark.parametrize("value", ["false", "true", 1, None])
+def test_trust_is_never_taken_from_what_only_looks_like_a_truth_value(value):
+    with pytest.raises(ConfigError, match=f"is true or false, without quotes; given was {value!r}"):
+        PretrainedModelDataset("organisation/model", trust_remote_code=value)
+
+
 @pytest.mark.parametrize("model", [tiny_model(), CausalLMRewardModel.from_causal_lm(tiny_model())])
 def test_the_preview_shows_the_models_shape(tmp_path, model):
     dataset = PretrainedModelDataset(str(tmp_path / "model"))
@@ -194,3 +203,15 @@ def test_the_catalog_makes_it_from_its_entry(tmp_path):
     catalog["policy"].save(trained())
     assert catalog["policy"].load().config().model_type == "llama"
     assert catalog["policy"].metadata == entry["metadata"]
+
+
+@pytest.mark.parametrize("is_trusted", [True, False])
+def test_one_setting_of_the_project_says_for_all_its_models_whether_their_own_code_is_trusted(is_trusted):
+    given = {"trust_remote_code": True} if is_trusted else {}
+    loader = OmegaConfigLoader(str(CONF), env="base", runtime_params=given, **CONFIG_LOADER_ARGS)
+    entries = {name: entry for name, entry in loader["catalog"].items() if "PretrainedModelDataset" in entry["type"]}
+    assert sorted(entries) == ["base_model", "ppo_policy", "reward_model", "sft_policy"]
+    trusts = {
+        name: dataset._describe()["trust_remote_code"] for name, dataset in DataCatalog.from_config(entries).items()
+    }
+    assert trusts == dict.fromkeys(entries, is_trusted)

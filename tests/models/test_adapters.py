@@ -25,6 +25,7 @@ from ppo_rlhf.models.adapters import (
     without_adapter,
 )
 from ppo_rlhf.models.loading import PretrainedHandle, fuse_activations
+from tests.own_code import save_with_own_code
 from tests.tiny_models import KINDS, save, tiny_model
 
 IDS = torch.tensor([[4, 7, 9, 12], [5, 6, 4, 8]])
@@ -150,6 +151,18 @@ def test_an_adapter_of_a_head_tied_to_the_embeddings_is_merged_into_the_head_alo
     policy = adapted(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), settings=settings)
     save_adapter(policy, tmp_path / "adapter", settings)
     assert_close(load_merged(tmp_path / "adapter")(IDS).logits, policy(IDS).logits, rtol=0.0, atol=1e-5)
+
+
+def test_an_adapter_is_merged_into_a_model_with_code_of_its_own_just_where_that_is_trusted(tmp_path, monkeypatch):
+    monkeypatch.setattr("builtins.input", lambda _: pytest.fail("transformers asks"))
+    base = PretrainedHandle(str(save_with_own_code(tmp_path / "own", monkeypatch)), trust_remote_code=True)
+    policy = adapted(base.causal_lm())
+    save_adapter(policy, tmp_path / "adapter", SETTINGS)
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        load_merged(tmp_path / "adapter")
+    plain = load_merged(tmp_path / "adapter", trust_remote_code=True)
+    assert type(plain).__name__ == "OwnModel"
+    assert_close(plain(IDS).logits, policy(IDS).logits, rtol=0.0, atol=1e-5)
 
 
 @pytest.mark.parametrize(("kind", "overrides"), [("gpt2", {}), ("llama", {}), ("llama", TIED), ("bitnet", TIED)])

@@ -30,6 +30,7 @@ from ppo_rlhf.models.loading import (
 )
 from ppo_rlhf.models.products.activations import TanhGELU
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
+from tests.own_code import save_with_own_code
 from tests.tiny_models import KINDS, VOCABULARY, save, tiny_model, word_tokenizer
 
 IDS = torch.tensor([[4, 5, 6, 7, 8, 9]])
@@ -183,6 +184,14 @@ def test_a_directory_without_a_tokenizer_is_refused_in_one_line(tmp_path):
     with pytest.raises(ModelError, match="no tokenizer in this model directory") as caught:
         PretrainedHandle(str(tmp_path / "model")).tokenizer()
     assert "\n" not in str(caught.value)
+
+
+def test_a_model_whose_own_code_is_not_trusted_is_refused_in_one_line_that_names_the_setting(tmp_path, monkeypatch):
+    folder = save_with_own_code(tmp_path / "own", monkeypatch)
+    with pytest.raises(ModelError, match=r"If you trust that code, set trust_remote_code=true") as caught:
+        PretrainedHandle(str(folder)).config()
+    assert "\n" not in str(caught.value)
+    assert PretrainedHandle(str(folder), trust_remote_code=True).config().model_type == "own_llama"
 
 
 def test_a_mistyped_path_that_could_be_a_hub_id_is_said_to_be_neither(tmp_path, monkeypatch):

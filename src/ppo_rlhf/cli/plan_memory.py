@@ -13,12 +13,13 @@ from kedro.framework.cli.utils import _split_params
 from kedro.framework.session import KedroSession
 
 from ppo_rlhf.cli.errors import one_line_each, project_here
-from ppo_rlhf.core.errors import ConfigError
+from ppo_rlhf.core.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:  # at run time imported where they are used: with them comes torch, which other commands do without
     from kedro.framework.context import KedroContext
     from transformers import PretrainedConfig
 
+    from ppo_rlhf.models.loading import PretrainedHandle
     from ppo_rlhf.training.config import PPOConfig
     from ppo_rlhf.training.memory import Machine, MemoryPlan, RunShape
 
@@ -82,17 +83,17 @@ def _lines(project_path: Path, options: _Options) -> Iterator[str]:
         config = PPOConfig(**{**parameters.get("ppo", {}), **options.settings()})
         device = resolve_device(config.device)
         check_device(config, device)
-        source = options.model or _source_of(context, "sft_policy")
-        policy = _model_config(source)
+        model = _sft_model(context, options.model)
+        policy = _model_config(model)
         shape = RunShape(
             policy=policy,
-            prompt_length=options.prompt_length or _longest_prompt(context, source, config),
+            prompt_length=options.prompt_length or _longest_prompt(context, model, config),
             reward_model=_reward_model(context, policy),
             on_cpu=device.type == "cpu",
             evaluation_rows=_evaluation_rows(parameters.get("evaluation", {})),
         )
     planned, machine = plan(config, shape), available_memory(device)
-    yield f"{source}: {type(policy).__name__}, {config.dtype}, on {device}"
+    yield f"{model.source}: {type(policy).__name__}, {config.dtype}, on {device}"
     yield from _report(planned, config, shape)
     yield from _verdict(planned, config, shape, machine)
 
@@ -156,34 +157,66 @@ def _gib(size: int) -> str:
     return f"{size / GIBIBYTE:.2f} GiB"
 
 
-def _source_of(context: KedroContext, name: str) -> str:
-    """Return where the SFT model lies, or, before it is trained, the model that it will start from."""
-    for entry in (name, "base_model"):
+def _sft_model(context: KedroContext, given: str | None) -> PretrainedHandle:
+    """Return the SFT model, or, before it is trained, the model that it will start from.
+
+    One that is given is read as in a run that has it as sft_model_path: its own code runs only if that is trusted.
+    """
+    from ppo_rlhf.models.loading import PretrainedHandle
+
+    if given:
+        trust = context.catalog["sft_policy"]._describe().get("trust_remote_code", False)
+        return PretrainedHandle(given, trust_remote_code=trust)
+    for entry in ("sft_policy", "base_model"):
         dataset: Any = context.catalog.get(entry)
         if dataset is not None and dataset._describe().get("filepath") is not None and dataset.exists():
-            return str(dataset.load().source)
+            handle: PretrainedHandle = dataset.load()
+            return handle
     raise ConfigError(
         "There is no SFT model yet whose memory could be planned (sft_model_path, base_model_path): give one with "
         "--model, or set either in conf/local/globals.yml."
     )
 
 
-def _model_config(source: str) -> PretrainedConfig:
+def _model_config(model: PretrainedHandle) -> PretrainedConfig:
     """Return a model's configuration, of a directory without weights and of a file too."""
+    path = Path(model.source).expanduser()
+    file = path / "config.json" if path.is_dir() else path
+    config = _config_in_file(file, model) if file.is_file() else model.config()
+    if model.trust_remote_code:
+        _run_own_code(config, model)
+    return config
+
+
+def _config_in_file(file: Path, model: PretrainedHandle) -> PretrainedConfig:
     from transformers import AutoConfig
 
-    from ppo_rlhf.models.loading import PretrainedHandle
+    from ppo_rlhf.models.loading import why_unreadable
 
-    path = Path(source).expanduser()
-    file = path / "config.json" if path.is_dir() else path
-    if not file.is_file():
-        return PretrainedHandle(source).config()
+    place = file.parent if file.name == "config.json" else file  # only in a folder is a model's own code looked for
     try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(file, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        what = " ".join(str(error).split())
-        raise ConfigError(f"{file} is not the configuration of a model: {what[:200]}") from None
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            place, local_files_only=True, trust_remote_code=model.trust_remote_code
+        )
+    except (OSError, ValueError, KeyError, ImportError) as error:  # the last: packages that its own code needs
+        raise ConfigError(f"{file} cannot be read as a model's configuration: {why_unreadable(error)[:200]}") from None
     return config
+
+
+def _run_own_code(config: PretrainedConfig, model: PretrainedHandle) -> None:
+    """Run the code that lies with a trusted model: from then on transformers makes such models from configurations."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    from ppo_rlhf.models.loading import why_unreadable
+
+    for auto in (AutoModelForCausalLM, AutoModelForSequenceClassification):
+        if auto.__name__ in getattr(config, "auto_map", {}):
+            try:
+                with torch.device("meta"):
+                    auto.from_config(config, trust_remote_code=True)
+            except Exception as error:  # whatever a person's code may raise
+                raise ModelError(f"{model.source}: its own code cannot be run: {why_unreadable(error)}") from error
 
 
 def _reward_model(context: KedroContext, policy: PretrainedConfig) -> PretrainedConfig | None:
@@ -198,23 +231,24 @@ def _reward_model(context: KedroContext, policy: PretrainedConfig) -> Pretrained
         return None
     dataset: Any = context.catalog.get("reward_model")
     if dataset is not None and dataset.exists():
-        return _model_config(str(dataset.load().source))
+        return _model_config(dataset.load())
     return CausalLMRewardConfig(text_config=copy.deepcopy(policy))
 
 
-def _longest_prompt(context: KedroContext, source: str, config: PPOConfig) -> int:
-    from ppo_rlhf.models.loading import PretrainedHandle, context_length
+def _longest_prompt(context: KedroContext, model: PretrainedHandle, config: PPOConfig) -> int:
+    from ppo_rlhf.models.loading import context_length
     from ppo_rlhf.training.data.prompts import PromptsConfig, tokenise_prompts
 
-    if Path(source).is_file():
-        raise ConfigError(f"{source} has no tokenizer that could count the prompts' tokens: give --prompt-length.")
-    handle = PretrainedHandle(source)
+    if Path(model.source).is_file():
+        raise ConfigError(
+            f"{model.source} has no tokenizer that could count the prompts' tokens: give --prompt-length."
+        )
     dataset = tokenise_prompts(
         context.catalog["raw_prompts"].load(),
-        handle.tokenizer(),
+        model.tokenizer(),
         column=PromptsConfig(**context.config_loader["parameters"].get("prompts", {})).column,
         response_length=config.response_length,
-        context=context_length(handle.config()),
+        context=context_length(model.config()),
         overlong=config.overlong_prompts,
         name="prompts",
     )

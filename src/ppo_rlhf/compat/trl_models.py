@@ -13,7 +13,7 @@ _REASONS = by_setting(
         "the tokenizer is the SFT policy's own, and the policy is sft_model_path": "model_name_or_path",
         "trainable weights are float32 or wider; ppo.dtype is the precision of the computation": "dtype torch_dtype",
         "download the revision that you want, and name its folder in sft_model_path": "model_revision",
-        "a model's own code is run only where trust_remote_code is set for it in the catalog": "trust_remote_code",
+        "a model's own code is run only if trust_remote_code is set in conf/local/globals.yml": "trust_remote_code",
         "transformers chooses the attention": "attn_implementation",
         "LoRA is put on the linear layers that ppo.lora_target_modules names, without variants": (
             "lora_target_parameters lora_modules_to_save lora_task_type use_rslora use_dora"

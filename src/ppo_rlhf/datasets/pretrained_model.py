@@ -9,6 +9,7 @@ from kedro.io import AbstractDataset, DatasetError
 from kedro.io.core import generate_timestamp
 from kedro_datasets._typing import JSONPreview
 
+from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.datasets.paths import expand_home
 from ppo_rlhf.datasets.private_folders import private_folder, put
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
@@ -42,7 +43,13 @@ class PretrainedModelDataset(AbstractDataset[TrainedModel, PretrainedHandle | No
             filepath: A directory or a hub id; None loads as None (an optional input that was not given).
             trust_remote_code: Whether Python code that lies with the model may run.
             metadata: Read by Kedro-Viz.
+
+        Raises:
+            ConfigError: `trust_remote_code` is neither true nor false (seen by Kedro's callers as the cause of a
+                `DatasetError`).
         """
+        if not isinstance(trust_remote_code, bool):  # a text such as "false" would count as true
+            raise ConfigError(f"trust_remote_code is true or false, without quotes; given was {trust_remote_code!r}")
         self._source = None if filepath is None else _restore_hub_id(expand_home(str(filepath)))
         self._trust_remote_code = trust_remote_code
         self._saved: Path | None = None  # another run may write a newer version: a session reads what it wrote

@@ -9,7 +9,7 @@ from kedro_datasets.pandas import ParquetDataset
 
 
 class TableDataset(ParquetDataset):
-    """Parquet as kedro-datasets has it, but a preview of chats and token ids too: its own gives arrays, not JSON.
+    """Parquet as kedro-datasets has it, but a preview of lists (token ids) too: its own gives arrays, not JSON.
 
     ```yaml
     demonstrations:

@@ -31,7 +31,8 @@ def log_policy(directory: Path, name: str, step: int, *, trust_remote_code: bool
         directory: With config.json, weights and tokenizer: an export, or a checkpoint's policy.
         name: The model's name in MLflow.
         step: The PPO iteration that it is from.
-        trust_remote_code: Whether Python code that lies with the model may run, as the run has used it.
+        trust_remote_code: Whether Python code that lies with the model, or with an adapter's base, may run, as the run
+            has used it.
 
     Returns:
         The id by which metrics are linked to it.
@@ -43,7 +44,7 @@ def log_policy(directory: Path, name: str, step: int, *, trust_remote_code: bool
     with errors_only("mlflow"), quiet_transformers():  # not its advice on input examples and model cards
         # loaded, because MLflow 3.17 cannot log a path under transformers 5 (its lookup of the task fails)
         if is_adapter(directory):  # a LoRA run's checkpoint: MLflow gets a model that needs no other one
-            model = load_merged(directory)
+            model = load_merged(directory, trust_remote_code=trust_remote_code)
         else:
             model = AutoModelForCausalLM.from_pretrained(
                 directory, dtype="auto", local_files_only=True, trust_remote_code=trust_remote_code

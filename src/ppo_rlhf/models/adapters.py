@@ -203,13 +203,20 @@ def is_adapter(directory: Path) -> bool:
     return (directory / CONFIG_FILE).is_file()
 
 
-def load_merged(directory: Path) -> PreTrainedModel:
-    """Load an adapter that `save_adapter` wrote onto the causal language model that it names, and merge it, float32."""
+def load_merged(directory: Path, *, trust_remote_code: bool = False) -> PreTrainedModel:
+    """Load an adapter that `save_adapter` wrote onto the causal language model that it names, and merge it, float32.
+
+    Args:
+        directory: With the adapter.
+        trust_remote_code: Whether Python code that lies with that language model may run.
+    """
     from peft import AutoPeftModelForCausalLM
 
     # by peft: transformers, which can load it too, would go on saving the model as an adapter's
     with _without_warnings_on_the_head():
-        adapted = AutoPeftModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
+        adapted = AutoPeftModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, local_files_only=True, trust_remote_code=trust_remote_code
+        )
     _untie_adapted_head(adapted.get_base_model())
     return adapted.merge_and_unload()
 

@@ -195,7 +195,7 @@ class PretrainedHandle:
                 return load(self._place, trust_remote_code=self.trust_remote_code, local_files_only=local, **options)
         except Exception as error:  # the libraries below raise OSError, ValueError, KeyError, SafetensorError, …
             where = "its" if local else "there is no such directory, and as a hub id its"
-            raise ModelError(f"{self.source}: {where} {what} cannot be loaded: {_first_line(error)}") from error
+            raise ModelError(f"{self.source}: {where} {what} cannot be loaded: {why_unreadable(error)}") from error
 
 
 @dataclass
@@ -287,6 +287,16 @@ def disable_dropout(model: nn.Module) -> None:
             for config in _nested_configs(own_config):
                 for name in _dropout_names(vars(config)):
                     setattr(config, name, 0.0)
+
+
+def why_unreadable(error: Exception) -> str:
+    """Return in one line what kept transformers from reading a model."""
+    if "trust_remote_code=True" in str(error):  # its advice, lines below the first
+        return (
+            "Python code that lies with the model would have to run. If you trust that code, set "
+            "trust_remote_code=true (conf/local/globals.yml, or --params); PPOTrainer takes the loaded model"
+        )
+    return _first_line(error)
 
 
 def align_parameters(model: nn.Module) -> None:
