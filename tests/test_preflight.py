@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 from kedro.io import DataCatalog, MemoryDataset
@@ -24,12 +25,13 @@ from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.preflight import find_problems
 from ppo_rlhf.training.config import PPOConfig
-from ppo_rlhf.training.data.demonstrations import DataPreparationConfig
-from ppo_rlhf.training.data.prompts import PromptsConfig
+from ppo_rlhf.training.data.demonstrations import DataPreparationConfig, split_demonstrations
+from ppo_rlhf.training.data.prompts import PromptsConfig, split_held_out
 from ppo_rlhf.training.evaluation import DEMO_JUDGE, EvaluationConfig
 from ppo_rlhf.training.rewards import NOTHING_TO_OFFLOAD, RewardConfig
 from ppo_rlhf.training.supervised.reward_training import RewardModellingConfig
 from ppo_rlhf.training.supervised.sft import SupervisedFinetuningConfig
+from tests.own_code import save_with_own_code
 
 WORDS = ["<unk>", "</s>", "the", "film", "was", "a", "story", "of", "i", "have", "seen"]
 FUNCTION = {"type": "function", "function": "my_rewards:count"}
@@ -137,6 +139,44 @@ def test_functions_are_called_with_each_table_of_prompts_that_they_will_get(desk
     desk.write_rewards("    return 1 / 0")
     (problem,) = desk.problems()
     assert "raised ZeroDivisionError" in problem
+
+
+def test_a_reward_that_was_edited_since_the_run_before_is_called_as_it_is_now(desk: Desk):
+    desk.write_rewards("    return [1.0] * len(completions)")
+    assert desk.problems() == []
+    [file] = desk.folder.glob(f"{desk.groups['reward'].components[0].function.partition(':')[0]}.py")
+    file.write_text("def count(prompts, completions, genre=None):\n    return 1 / 0\n")
+    (problem,) = desk.problems()
+    assert "raised ZeroDivisionError" in problem
+
+
+@pytest.mark.parametrize(("taken", "given"), [("prompts", "the prompts as text"), ("completions", "the responses")])
+def test_a_column_with_the_name_of_what_functions_are_called_with_is_refused_once(desk: Desk, taken: str, given: str):
+    rows = [{"prompt": "the film was", taken: "a"}, {"prompt": "a story of", taken: "b"}]
+    (desk.folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (first,) = desk.groups["reward"].components
+    desk.groups["reward"] = RewardConfig(components=[first, FUNCTION | {"function": first.function, "name": "other"}])
+    assert desk.problems() == [
+        f"{desk.folder}/prompts.jsonl: a column is called `{taken}`, and by that name functions get {given}, so they "
+        "could not be given it. Rename it, or take it out"
+    ]
+    desk.groups["reward"] = RewardConfig(components=[MODEL])
+    assert desk.problems() == []  # no function misses it
+
+
+def test_the_column_of_the_prompts_may_be_called_prompts(desk: Desk):
+    desk.write_prompts(["the film was", "a story of"], column="prompts")
+    desk.groups["prompts"] = PromptsConfig(column="prompts")
+    assert desk.problems() == []
+
+
+def test_no_reward_model_is_trained_on_a_backbone_whose_code_would_not_be_saved(desk: Desk, monkeypatch):
+    own = save_with_own_code(desk.folder / "own", monkeypatch)
+    backbone = PretrainedHandle(str(own), trust_remote_code=True)
+    datasets = {"sft_policy": MemoryDataset(backbone, copy_mode="assign")}
+    train = Node(lambda _: 0, "sft_policy", "reward_model", name="train_reward_model")
+    (problem,) = find_problems(Pipeline([train]), DataCatalog(datasets), desk.folder)
+    assert problem.startswith(f"{own} has Python code of its own, which a reward model trained on it would be saved ")
 
 
 def _remove(name: str) -> Callable[[Desk], None]:
@@ -367,6 +407,46 @@ def test_prompts_that_are_dropped_or_cut_when_too_long_are_no_problem(desk: Desk
         assert desk.problems() == []
 
 
+@pytest.mark.parametrize("own_file", [False, True], ids=["held out here", "of a file"])
+@pytest.mark.parametrize("part", ["training", "evaluation"])
+def test_a_part_of_which_all_prompts_would_be_dropped_is_refused(desk: Desk, part: str, own_file: bool):
+    desk.groups["ppo"] = PPOConfig(response_length=4, overlong_prompts="drop")
+    short, long = ["the film", "a film"], [" ".join(["the"] * 13), " ".join(["a"] * 13)]
+    trained, held_out = (short, long) if part == "evaluation" else (long, short)
+    desk.write_prompts(trained + held_out)
+    expected = f"{part} prompts"
+    if own_file:
+        desk.write_prompts(trained)
+        desk.paths["raw_evaluation_prompts"] = str(desk.folder / "evaluation.jsonl")
+        rows = [json.dumps({"prompt": prompt, "genre": "drama"}) for prompt in held_out]
+        (desk.folder / "evaluation.jsonl").write_text("\n".join(rows) + "\n")
+        expected = str(desk.folder / ("prompts.jsonl" if part == "training" else "evaluation.jsonl"))
+    else:
+        settings = (PromptsConfig(held_out_share=0.5, seed=seed) for seed in range(100))
+        table = pd.DataFrame({"prompt": trained + held_out})
+        desk.groups["prompts"] = next(
+            each
+            for each in settings
+            if split_held_out(table, None, 0.5, 512, each.seed)[1]["prompt"].tolist() == held_out
+        )
+    (problem,) = desk.problems()
+    assert problem.startswith(
+        f"{expected}: none of 2 has at most 12 tokens, the model's context of 16 less ppo.response_length=4, and "
+        "ppo.overlong_prompts=drop leaves longer ones out. Set it to truncate_left,"
+    )
+
+
+def test_of_an_evaluation_file_only_the_prompts_that_are_used_must_fit(desk: Desk):
+    desk.groups["ppo"] = PPOConfig(response_length=4, overlong_prompts="drop")
+    desk.paths["raw_evaluation_prompts"] = str(desk.folder / "evaluation.jsonl")
+    rows = [json.dumps({"prompt": prompt, "genre": "drama"}) for prompt in (" ".join(["the"] * 13), "the film")]
+    (desk.folder / "evaluation.jsonl").write_text("\n".join(rows) + "\n")
+    assert desk.problems() == []
+    desk.groups["prompts"] = PromptsConfig(max_held_out=1)
+    (problem,) = desk.problems()
+    assert problem.startswith("evaluation prompts: none of 1 has at most 12 tokens")
+
+
 @pytest.fixture
 def chain(desk: Desk) -> Desk:
     """The whole chain on a person's own data, fine-tuning their model."""
@@ -445,6 +525,49 @@ def test_each_mistake_in_a_chain_is_one_line_that_names_it(chain: Desk, spoil: C
     spoil(chain)
     (problem,) = chain.problems()
     assert expected in problem
+
+
+def _demonstrations(desk: Desk, prompts: list[str]) -> None:
+    rows = [json.dumps({"prompt": prompt, "completion": " was"}) for prompt in prompts]
+    (desk.folder / "texts.jsonl").write_text("\n".join(rows) + "\n")
+
+
+@pytest.mark.parametrize("from_scratch", [False, True])
+def test_a_part_of_the_demonstrations_with_nothing_to_learn_at_their_length_is_refused(
+    chain: Desk, from_scratch: bool, caplog: pytest.LogCaptureFixture
+):
+    if from_scratch:
+        chain.paths["base_model"] = None
+    prompts = ["the", "the film was a story of"]  # of two one is held out
+    for rows in (prompts, prompts[::-1]):
+        _demonstrations(chain, rows)
+        _, held_out = split_demonstrations(
+            pd.read_json(chain.folder / "texts.jsonl", lines=True), chain.groups["data_preparation"]
+        )
+        part = "training" if held_out["prompt"].tolist() == ["the"] else "held-out"
+        chain.groups["supervised_finetuning"] = SupervisedFinetuningConfig(max_position_embeddings=16, max_length=4)
+        (problem,) = chain.problems()
+        assert problem.startswith(f"{part} demonstrations: none of 1 has a token to learn within 4 tokens")
+    assert caplog.messages == []  # the run tells what it cuts
+    chain.groups["supervised_finetuning"] = SupervisedFinetuningConfig(max_position_embeddings=16, max_length=8)
+    assert chain.problems() == []
+
+
+def test_a_demonstration_that_fits_behind_many_that_do_not_is_found(chain: Desk, monkeypatch):
+    monkeypatch.setattr("ppo_rlhf.preflight.tables.FIRST_MEASURED_ROWS", 1)
+    _demonstrations(chain, [*(f"the film was a story {word}" for word in WORDS[2:]), "a", "the"])
+    chain.groups["data_preparation"] = DataPreparationConfig(max_held_out=1)
+    chain.groups["supervised_finetuning"] = SupervisedFinetuningConfig(max_length=4)
+    (problem,) = chain.problems()  # one of the two short ones, at least, is trained on
+    assert problem.startswith("held-out demonstrations: none of 1")
+
+
+def test_of_large_parts_it_is_left_to_the_run_whether_any_demonstration_fits(chain: Desk, monkeypatch):
+    monkeypatch.setattr("ppo_rlhf.preflight.tables.MEASURED_ROWS", 2)
+    _demonstrations(chain, [f"the film was a story {word}" for word in WORDS[2:]])
+    chain.groups["supervised_finetuning"] = SupervisedFinetuningConfig(max_length=4)
+    (problem,) = chain.problems()
+    assert problem.startswith("held-out demonstrations: none of 1 has a token to learn within 4 tokens")
 
 
 def test_preferences_that_nobody_makes_are_missed(chain: Desk):

@@ -13,6 +13,7 @@ from ppo_rlhf.core.errors import ConfigError, ModelError, RewardError
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.models.tokenizers import train_word_tokenizer
+from ppo_rlhf.training.reward_functions import forget_edited_modules
 from ppo_rlhf.training.rewards import (
     ModelScorer,
     ResponseBatch,
@@ -254,6 +255,49 @@ def test_a_function_imports_its_neighbours_when_it_is_called_and_nobody_else_doe
     assert sys.path == before
     assert call(function, completions=["x"], label=[3.0], other=["a"]) == [6.0]
     assert sys.path == before
+
+
+def reward_of(constant):
+    return f"def score(prompts, completions):\n    return [{constant}]\n"
+
+
+def test_a_file_that_was_edited_is_read_again_where_a_run_starts_and_not_within_it(tmp_path):
+    file = tmp_path / "rewards_of_two_runs.py"
+    file.write_text(reward_of("1.0") + "old = score\n")
+    assert load_function("rewards_of_two_runs:score", tmp_path)([], []) == [1.0]
+    file.write_text(reward_of("2.0"))
+    assert load_function("rewards_of_two_runs:score", tmp_path)([], []) == [1.0]
+    forget_edited_modules()
+    assert load_function("rewards_of_two_runs:score", tmp_path)([], []) == [2.0]
+    with pytest.raises(RewardError, match="old does not exist there"):
+        load_function("rewards_of_two_runs:old", tmp_path)
+    file.unlink()
+    forget_edited_modules()
+    with pytest.raises(RewardError, match="there is no module rewards_of_two_runs"):
+        load_function("rewards_of_two_runs:score", tmp_path)
+
+
+def test_a_file_that_stayed_as_it_was_is_imported_once(tmp_path):
+    (tmp_path / "rewards_that_count.py").write_text("def score(*_):\n    return []\n")
+    load_function("rewards_that_count:score", tmp_path)
+    module = sys.modules["rewards_that_count"]
+    (tmp_path / "rewards_that_count.py").touch()
+    forget_edited_modules()
+    load_function("rewards_that_count:score", tmp_path)
+    assert sys.modules["rewards_that_count"] is module
+
+
+def test_a_package_that_was_edited_is_read_again_with_its_parts(tmp_path):
+    package = tmp_path / "package_of_rewards"
+    package.mkdir()
+    (package / "part.py").write_text("weight = 2.0\n")
+    (package / "__init__.py").write_text("import package_of_rewards.part\n" + reward_of("1.0"))
+    assert load_function("package_of_rewards:score", tmp_path)([], []) == [1.0]
+    (package / "__init__.py").write_text(
+        "import package_of_rewards.part\n" + reward_of("package_of_rewards.part.weight")
+    )
+    forget_edited_modules()
+    assert load_function("package_of_rewards:score", tmp_path)([], []) == [2.0]
 
 
 def test_what_a_function_of_a_project_raises_is_told_with_its_place(tmp_path):

@@ -12,6 +12,7 @@ from ppo_rlhf.datasets import PretrainedModelDataset, RecordsDataset, ResumeChec
 from ppo_rlhf.preflight.functions import check_functions
 from ppo_rlhf.preflight.model_options import check_model_options
 from ppo_rlhf.preflight.models import (
+    check_backbone,
     check_critic,
     check_devices,
     check_models,
@@ -21,7 +22,7 @@ from ppo_rlhf.preflight.models import (
 from ppo_rlhf.preflight.prompts import check_prompts, check_stop_tokens, future_policy
 from ppo_rlhf.preflight.request import RunRequest
 from ppo_rlhf.preflight.resume import check_resume
-from ppo_rlhf.preflight.tables import check_demonstrations, check_given_preferences
+from ppo_rlhf.preflight.tables import check_demonstrations, check_given_preferences, check_lengths
 from ppo_rlhf.training.config import PPOConfig
 
 SEEN_TO_ELSEWHERE = (MemoryDataset, RecordsDataset, PretrainedModelDataset, ResumeCheckpointDataset)
@@ -50,10 +51,12 @@ def find_problems(
     models = check_models(run)
     check_devices(run)
     check_critic(run, models)
+    check_backbone(run, models)
     check_model_options(run, models)
     demonstrations = check_demonstrations(run, tables, models)
     check_given_preferences(run, tables, models)
-    policy = future_policy(run, models, demonstrations)
+    policy = future_policy(run, models, None if demonstrations is None else demonstrations[0])
+    check_lengths(run, demonstrations, policy)
     check_stop_tokens(run, policy)
     check_prompts(run, tables, policy, models.get("reward_model"))
     check_functions(run, tables)

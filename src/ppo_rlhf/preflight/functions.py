@@ -10,28 +10,47 @@ from typing import Any
 
 import pandas as pd
 
+from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.preflight.request import RunRequest
 from ppo_rlhf.training.data.prompts import PromptsConfig, is_prompt
 from ppo_rlhf.training.evaluation import EvaluationConfig, resolve_judge
+from ppo_rlhf.training.reward_functions import forget_edited_modules
 from ppo_rlhf.training.rewards import RewardConfig, RewardFunction, call_reward_function, load_function
 from ppo_rlhf.training.supervised.reward_training import RewardModellingConfig
 
 PROBED_PROMPTS = 2
 PROMPT_TABLES = ("raw_prompts", "raw_evaluation_prompts")
+GIVEN_OTHERWISE = {"prompts": "the prompts as text", "completions": "the responses"}
+"""What functions get by names that a column cannot have beside it."""
 
 
 def check_functions(run: RunRequest, tables: dict[str, pd.DataFrame]) -> None:
     """Note functions that cannot be imported, fail, or do not return one finite number a response."""
+    forget_edited_modules()
     both = [name for name in PROMPT_TABLES if name in tables]
     probes = {name: _probe(run, tables[name]) for name in both}
     for name, function, read in _functions(run, both):
         for table in read:
+            with run.noting():
+                _check_names(run, table, tables[table])
             prompts, columns = probes[table]
             where = "" if table == both[0] else f" on {run.source(table)}"
             if prompts and not run.attempt(
                 partial(call_reward_function, function, name + where, prompts, prompts, columns)
             ):
                 break  # one mistake is one line
+
+
+def _check_names(run: RunRequest, table: str, frame: pd.DataFrame) -> None:
+    """Raise DataError if a column has the name of what functions are called with: they would not be given it."""
+    settings = run.group("prompts")
+    own = settings.column if isinstance(settings, PromptsConfig) else None
+    for taken, given in GIVEN_OTHERWISE.items():
+        if taken in frame.columns and taken != own:
+            raise DataError(
+                f"{run.source(table)}: a column is called `{taken}`, and by that name functions get {given}, so they "
+                "could not be given it. Rename it, or take it out"
+            )
 
 
 def _functions(run: RunRequest, tables: list[str]) -> Iterator[tuple[str, RewardFunction, list[str]]]:

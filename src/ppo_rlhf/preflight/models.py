@@ -13,6 +13,7 @@ from ppo_rlhf.training.run_models import check_device
 from ppo_rlhf.training.state import resolve_device
 
 LAYER = "06_models"
+DYNAMIC_MODULES = "transformers_modules."  # where transformers puts the code that lies with a model
 WRITTEN_BY = {  # dataset: the stage that writes it, the global that says where it is
     "sft_policy": ("supervised_finetuning", "sft_model_path"),
     "reward_model": ("reward_modelling", "reward_model_path"),
@@ -92,6 +93,19 @@ def check_critic(run: RunRequest, models: dict[str, PretrainedHandle]) -> None:
             run.problems.append(
                 f"ppo.value_model=reward_init: {models['reward_model'].source} reads another vocabulary than "
                 f"{models['sft_policy'].source}. Set ppo.value_model=separate."
+            )
+
+
+def check_backbone(run: RunRequest, models: dict[str, PretrainedHandle]) -> None:
+    """Note a reward model that is to be trained on a backbone whose Python code would not be saved with it."""
+    if not run.writes("reward_model"):
+        return
+    for name in ("base_model", "sft_policy"):
+        if name in models and type(models[name].config()).__module__.startswith(DYNAMIC_MODULES):
+            run.problems.append(
+                f"{models[name].source} has Python code of its own, which a reward model trained on it would be saved "
+                "without, and so could not be read. Give a reward_model_path of another architecture, or functions as "
+                "reward, and run `--pipelines align`."
             )
 
 

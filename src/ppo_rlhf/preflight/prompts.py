@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import pandas as pd
 
@@ -16,6 +17,8 @@ from ppo_rlhf.training.data.demonstrations import corpus_texts
 from ppo_rlhf.training.data.prompts import PromptDataset, PromptsConfig, split_held_out, tokenise_prompts
 from ppo_rlhf.training.rewards import check_room_to_score
 from ppo_rlhf.training.supervised.sft import SupervisedFinetuningConfig
+
+_ROW = "row of the file"  # a column of numbers, by which a part's prompts are found among those that fit
 
 
 @dataclass(frozen=True)
@@ -59,36 +62,63 @@ def check_prompts(
     policy: FuturePolicy | None,
     reward_model: PretrainedHandle | None = None,
 ) -> None:
-    """Note prompts that cannot be used: a missing column, rows that are no prompts, none left, too long ones."""
+    """Note prompts that cannot be used: a missing column, rows that are no prompts, too long ones, a part without."""
     settings, ppo = run.group("prompts"), run.group("ppo")
     if not isinstance(settings, PromptsConfig) or "raw_prompts" not in tables:
         return
-    given = {name: tables[name] for name in ("raw_prompts", "raw_evaluation_prompts") if name in tables}
+    given: dict[str, pd.DataFrame] = {
+        name: tables[name] for name in ("raw_prompts", "raw_evaluation_prompts") if name in tables
+    }
     with run.noting():
         for name, frame in given.items():
-            where = str(run.source(name))
-            check_column(frame, settings.column, where, "prompts.column")
-            if policy is not None and isinstance(ppo, PPOConfig):
-                # the whole file, not its parts as the run will split it: a row's number is the person's own
-                prompts = tokenise_prompts(
-                    frame,
-                    policy.tokenizer,
-                    column=settings.column,
-                    response_length=ppo.response_length,
-                    context=policy.context,
-                    overlong=ppo.overlong_prompts,
-                    name=where,
-                )
-                if reward_model is not None:
-                    _check_room_to_score(prompts, policy, ppo, reward_model)
-        split_held_out(
-            given["raw_prompts"],
-            given.get("raw_evaluation_prompts"),
-            settings.held_out_share,
-            settings.max_held_out,
-            settings.seed,
-            settings.column,
-        )
+            check_column(frame, settings.column, str(run.source(name)), "prompts.column")
+        if policy is not None and isinstance(ppo, PPOConfig):
+            _check_tokens(run, given, settings, policy, ppo, reward_model)
+        else:
+            _parts(given, settings)
+
+
+def _check_tokens(
+    run: RunRequest,
+    given: dict[str, pd.DataFrame],
+    settings: PromptsConfig,
+    policy: FuturePolicy,
+    ppo: PPOConfig,
+    reward_model: PretrainedHandle | None,
+) -> None:
+    """Raise an error of ours if prompts cannot be tokenised, are too long, or all of a part would be dropped."""
+    tokenise = partial(
+        tokenise_prompts,
+        tokenizer=policy.tokenizer,
+        column=settings.column,
+        response_length=ppo.response_length,
+        context=policy.context,
+        overlong=ppo.overlong_prompts,
+    )
+    numbered = {name: frame.assign(**{_ROW: range(len(frame))}) for name, frame in given.items()}
+    fitting = {}
+    for name, frame in numbered.items():
+        # the whole file, not its parts as the run will split it: a row's number is the person's own
+        prompts = tokenise(frame, name=str(run.source(name)))
+        fitting[name] = set(prompts.columns[_ROW])
+        if reward_model is not None:
+            _check_room_to_score(prompts, policy, ppo, reward_model)
+    for name, source, part in _parts(numbered, settings):
+        if fitting[source].isdisjoint(part[_ROW]):
+            tokenise(part, name=name)  # raises what the run would
+
+
+def _parts(given: dict[str, pd.DataFrame], settings: PromptsConfig) -> list[tuple[str, str, pd.DataFrame]]:
+    """Return what the run will train on and hold out: what it calls the part, whose rows it has, and the part."""
+    trained, held_out = split_held_out(
+        given["raw_prompts"],
+        given.get("raw_evaluation_prompts"),
+        settings.held_out_share,
+        settings.max_held_out,
+        settings.seed,
+        settings.column,
+    )
+    return [("training prompts", "raw_prompts", trained), ("evaluation prompts", [*given][-1], held_out)]
 
 
 def _check_room_to_score(

@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pandas as pd
 
-from ppo_rlhf.core.errors import ConfigError
+from ppo_rlhf.core.errors import ConfigError, DataError
 from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.models.quiet import errors_only
+from ppo_rlhf.preflight.prompts import FuturePolicy
 from ppo_rlhf.preflight.request import RunRequest
 from ppo_rlhf.training.data.demonstrations import (
+    PARTS,
     DataPreparationConfig,
     corpus_texts,
     split_demonstrations,
@@ -18,27 +21,47 @@ from ppo_rlhf.training.data.demonstrations import (
 from ppo_rlhf.training.data.preferences import check_preferences, tokenise_preferences
 from ppo_rlhf.training.evaluation import DEMO_JUDGE, is_demo_prompts
 from ppo_rlhf.training.supervised.reward_training import RewardModellingConfig, split_pairs
+from ppo_rlhf.training.supervised.sft import SupervisedFinetuningConfig
 
 PROBED_ROWS = 2  # enough to see whether a tokenizer can do with the kind of rows that a table has
+FIRST_MEASURED_ROWS = 20  # nearly always enough to find one that is short enough
+MEASURED_ROWS = 1000  # a larger part is left to the run: long texts of so many take seconds
 
 
 def check_demonstrations(
     run: RunRequest, tables: dict[str, pd.DataFrame], models: dict[str, PretrainedHandle]
-) -> pd.DataFrame | None:
-    """Note demonstrations that cannot be learnt from; return the part that will be trained on."""
+) -> tuple[pd.DataFrame, pd.DataFrame] | None:
+    """Note demonstrations that cannot be learnt from; return those that will be trained on and those held out."""
     settings = run.group("data_preparation")
     if not isinstance(settings, DataPreparationConfig) or "raw_demonstrations" not in tables:
         return None
     with run.noting():
-        trained, _ = split_demonstrations(tables["raw_demonstrations"], settings)
+        trained, held_out = split_demonstrations(tables["raw_demonstrations"], settings)
         if not run.writes("sft_policy"):
-            return trained
+            return trained, held_out
         if "base_model" in models:
             tokenise_demonstrations(trained.head(PROBED_ROWS), models["base_model"].tokenizer(), max_length=None)
         elif run.source("base_model") is None:
             next(corpus_texts(trained))  # refuses chats: a model from scratch has no chat template
-        return trained
+        return trained, held_out
     return None
+
+
+def check_lengths(
+    run: RunRequest, parts: tuple[pd.DataFrame, pd.DataFrame] | None, policy: FuturePolicy | None
+) -> None:
+    """Note a part of the demonstrations, if it is not large, of which nothing can be learnt at the length in use."""
+    settings = run.group("supervised_finetuning")
+    if parts is None or policy is None or not isinstance(settings, SupervisedFinetuningConfig):
+        return
+    limit = settings.longest_sequence(policy.context)
+    for name, part in zip(PARTS, parts, strict=True):
+        if len(part) <= MEASURED_ROWS:
+            with run.noting(), errors_only("ppo_rlhf.training.data.demonstrations"):  # the run tells what it cuts
+                try:
+                    tokenise_demonstrations(part.head(FIRST_MEASURED_ROWS), policy.tokenizer, limit)
+                except DataError:
+                    tokenise_demonstrations(part, policy.tokenizer, limit, name)
 
 
 def check_given_preferences(

@@ -1,6 +1,7 @@
 """A person's reward functions: found by name, called, and checked."""
 
 import functools
+import hashlib
 import importlib
 import inspect
 import math
@@ -9,11 +10,15 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any, cast
 
 from ppo_rlhf.core.errors import RewardError
 
 RewardFunction = Callable[..., list[float]]
+
+_imported: dict[str, tuple[Path, str]] = {}
+"""Files of the modules that `load_function` imported, with their SHA-256 as they were then."""
 
 
 def load_function(reference: str, project_path: Path | None = None) -> RewardFunction:
@@ -33,6 +38,7 @@ def load_function(reference: str, project_path: Path | None = None) -> RewardFun
         importlib.invalidate_caches()
         with _first_on_path(searched):
             module = importlib.import_module(module_name)
+        _remember(module)
     except ModuleNotFoundError as error:
         if error.name is not None and (module_name + ".").startswith(error.name + "."):
             raise RewardError(
@@ -54,6 +60,29 @@ def load_function(reference: str, project_path: Path | None = None) -> RewardFun
             return cast("list[float]", function(*positional, **named))
 
     return in_its_project
+
+
+def forget_edited_modules() -> None:
+    """Let `load_function` import anew the modules whose files have changed since it did: Python reads a file once.
+
+    To be called where a run starts, before its tags are made, so that they have the fingerprints of what is called.
+    Within a run a function stays as it is, whatever becomes of its file. What a module imports is not looked at.
+    """
+    for name, (file, digest) in list(_imported.items()):
+        if _digest(file) != digest:
+            del _imported[name]
+            for module in [known for known in sys.modules if (known + ".").startswith(name + ".")]:
+                del sys.modules[module]
+
+
+def _remember(module: ModuleType) -> None:
+    name, file = module.__name__, getattr(module, "__file__", None)
+    if file is not None and name not in _imported and name != "__main__":  # a script that runs is not imported again
+        _imported[name] = Path(file), _digest(Path(file))
+
+
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes() if file.is_file() else b"").hexdigest()
 
 
 @contextmanager
@@ -79,7 +108,8 @@ def call_reward_function(
 
     Prompts and completions go in by name where the function calls them so (in whichever order; one that only reads
     completions may leave prompts out), else as its first two arguments. Columns are keyword arguments; a function
-    without `**columns` gets those it names. A column with the name of one of its first two arguments is left out.
+    without `**columns` gets those it names. A column with the name of one of its first two arguments is left out, and
+    so is one called `prompts` or `completions` (a run of the pipeline refuses it).
 
     Raises:
         RewardError: It raised, or returned another count, or something that is not a finite number.

@@ -208,8 +208,17 @@ def test_rows_with_nothing_to_learn_within_the_length_are_left_out(caplog):
         rows = tokenise_demonstrations(frame, word_tokenizer(), 3)
     assert rows.input_ids == [[A, D, END]]
     assert "1 demonstrations have nothing to learn" in caplog.text
-    with pytest.raises(DataError, match="none of 1 has a token to learn within max_length=3"):
-        tokenise_demonstrations(frame.head(1), word_tokenizer(), 3)
+
+
+def test_a_part_with_nothing_to_learn_within_the_length_is_named_with_what_to_do():
+    frame = pd.DataFrame({"prompt": ["a b c"], "completion": [" d"]})
+    with pytest.raises(DataError) as caught:
+        tokenise_demonstrations(frame, word_tokenizer(), 3, "held-out demonstrations")
+    assert str(caught.value) == (
+        "held-out demonstrations: none of 1 has a token to learn within 3 tokens, the least of "
+        "supervised_finetuning.max_length and the model's context. Raise the first if the second allows it, leave long "
+        "demonstrations out, or hold others out (data_preparation.held_out_share and seed)."
+    )
 
 
 def test_a_tokenizer_is_trained_on_texts_or_prompts_with_their_completions():

@@ -199,7 +199,7 @@ def test_messages_that_the_template_refuses_are_one_line(make_tokenizer):
 
 
 def test_an_empty_table_is_refused(make_tokenizer):
-    assert message(tokenise, [], make_tokenizer()) == "prompts: no prompt is left of 0"
+    assert message(tokenise, [], make_tokenizer()) == "prompts: there is no prompt"
 
 
 # --- overlong prompts: context 10, responses of 4, so 6 tokens of room -----------------------------------------------
@@ -239,7 +239,11 @@ def test_a_truncated_prompt_keeps_its_bos(make_tokenizer):
 
 
 def test_dropping_every_prompt_is_an_error(make_tokenizer):
-    assert message(tokenise, [LONG, LONGER], make_tokenizer(), overlong="drop") == "prompts: no prompt is left of 2"
+    assert message(tokenise, [LONG, LONGER], make_tokenizer(), overlong="drop", name="evaluation prompts") == (
+        "evaluation prompts: none of 2 has at most 6 tokens, the model's context of 10 less ppo.response_length=4, and "
+        "ppo.overlong_prompts=drop leaves longer ones out. Set it to truncate_left, shorten the responses, or give "
+        "shorter prompts"
+    )
 
 
 @pytest.mark.parametrize("overlong", ["error", "drop", "truncate_left"])

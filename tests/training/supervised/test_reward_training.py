@@ -114,11 +114,22 @@ def test_on_a_gpu_all_scores_are_computed_there_and_the_model_comes_back(policie
     assert trained.model.device.type == "cpu"
 
 
-def test_scores_are_computed_on_the_device_of_the_training(policies, monkeypatch):
-    asked = []
-    monkeypatch.setattr(reward_training, "resolve_device", lambda name: asked.append(name) or torch.device("cpu"))
-    train_reward_model(policies["llama"], pairs(), config(device="auto"))
-    assert asked == ["auto"]
+def test_the_model_stays_where_it_was_trained_until_its_scores_are_normalised(policies, monkeypatch):
+    normalise, move, steps = reward_training.normalise_scores, torch.nn.Module.to, []
+
+    def watched(*given):
+        steps.append("normalised")
+        normalise(*given)
+
+    def moved(model, *where, **options):
+        steps.append(where)
+        return move(model, *where, **options)
+
+    monkeypatch.setattr(reward_training, "normalise_scores", watched)
+    monkeypatch.setattr(torch.nn.Module, "to", moved)
+    train_reward_model(policies["llama"], pairs(), config(num_train_epochs=1))
+    assert steps[-2:] == ["normalised", ("cpu",)]
+    assert ("cpu",) not in steps[:-1]
 
 
 def test_training_again_with_the_same_seed_gives_the_same_bits(policies):
@@ -167,6 +178,23 @@ def test_pairs_without_prompts_are_split_one_by_one():
     assert len(split_pairs(pairs(40, prompts=False), config(max_held_out=3))[1]) == 3
     with pytest.raises(DataError, match="cannot be split"):
         split_pairs(pairs(1, prompts=False), config())
+
+
+@pytest.mark.parametrize("chats", [False, True], ids=["texts", "chats that are not written out yet"])
+def test_copies_of_a_pair_without_a_prompt_go_to_one_side_and_are_held_out_once(chats):
+    sides = {"chosen": [f"good {row % 20}" for row in range(60)], "rejected": [f"bad {row % 10}" for row in range(60)]}
+    if chats:
+        sides = {side: [[{"role": "user", "content": text}] for text in texts] for side, texts in sides.items()}
+    trained, held_out = split_pairs(pd.DataFrame({"prompt": "", **sides}), config())
+    trained, held_out = (part["chosen"].map(str).tolist() for part in (trained, held_out))
+    assert set(trained).isdisjoint(held_out)
+    assert (len(trained), len(held_out), len(set(held_out))) == (45, 5, 5)
+
+
+def test_copies_of_one_pair_alone_cannot_be_split():
+    copies = pd.concat([pairs(1, prompts=False)] * 3)
+    with pytest.raises(DataError, match=r"preferences: 1 distinct usable pair\(s\) cannot be split"):
+        split_pairs(copies, config())
 
 
 def test_the_accuracy_counts_ties_half():

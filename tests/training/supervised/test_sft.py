@@ -11,13 +11,18 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import GraniteConfig, GraniteForCausalLM
 
-from ppo_rlhf.core.errors import ConfigError, TrainingError
+from ppo_rlhf.core.errors import ConfigError, DataError, TrainingError
 from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.training import scoring
 from ppo_rlhf.training.data.demonstrations import IGNORED, TokenisedDemonstrations
+from ppo_rlhf.training.supervised import sft
 from ppo_rlhf.training.supervised.optimisation import advice
 from ppo_rlhf.training.supervised.sft import SupervisedFinetuningConfig, mean_token_loss, train_sft_policy
-from tests.tiny_models import END, VOCABULARY, save, tiny_model, word_tokenizer
+from tests.tiny_models import END, KINDS, VOCABULARY, save, tiny_model, word_tokenizer
 
 SHAPE = {
     "hidden_size": 16,
@@ -198,6 +203,88 @@ def test_the_loss_does_not_depend_on_the_batches():
         count += len(row) - 1
     for batch_size in (1, 2, 3):
         assert mean_token_loss(model, rows, batch_size) == pytest.approx(total / count, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("held", [2**24, 5 * len(VOCABULARY), len(VOCABULARY)])
+def test_the_loss_is_the_cross_entropy_of_padded_rows_however_few_logits_are_held(kind, held, monkeypatch):
+    monkeypatch.setattr(scoring, "LOGITS_HELD", held)
+    model = tiny_model(kind).double()
+    rows = [[4, 5, 6, 7, 8, END], [8, END], [9, 10, 11, END]]
+    learnt = [[IGNORED, IGNORED, 6, 7, IGNORED, END], [8, END], [9, 10, 11, END]]
+    ids, labels, mask = (
+        torch.tensor([row + [filler] * (6 - len(row)) for row in table])
+        for table, filler in ((rows, 0), (learnt, IGNORED), ([[1] * len(row) for row in rows], 0))
+    )
+    with torch.no_grad():
+        logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1]
+        expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())  # -100 is left out
+    found = mean_token_loss(model, TokenisedDemonstrations(rows, learnt), 3)
+    assert found == pytest.approx(float(expected), rel=1e-9)
+
+
+class Largest(TorchDispatchMode):
+    """Notes the most numbers that a tensor had which an operation gave."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        self.numbers = max([self.numbers, *(tensor.numel() for tensor in tensors)])
+        return result
+
+
+def test_the_logits_of_a_batch_are_never_held_together(monkeypatch):
+    rows, width, vocabulary, together = 4, 16, 4096, 8
+    monkeypatch.setattr(scoring, "LOGITS_HELD", together * vocabulary)
+    model = tiny_model(vocab_size=vocabulary)
+    ids = [[(7 * row + token) % vocabulary for token in range(width)] for row in range(rows)]
+    demonstrations = TokenisedDemonstrations(ids, ids)
+    mean_token_loss(model, demonstrations, rows)  # the first time it asks the model what it can
+    with Largest() as largest:
+        mean_token_loss(model, demonstrations, rows)
+    assert largest.numbers == model.lm_head.weight.numel() == 2 * together * vocabulary < rows * width * vocabulary / 3
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_logits_that_the_model_scales_are_evaluated_so_under_the_trainers_forward(tmp_path, bf16):
+    """Granite divides its logits; the trainer puts a forward of its own on the model, in bfloat16 if that is asked."""
+    model = GraniteForCausalLM(GraniteConfig(**tiny_model().config.to_diff_dict(), logits_scaling=4.0))
+    with torch.no_grad():
+        model.lm_head.weight.normal_(0.0, 3.0, generator=torch.Generator().manual_seed(0))
+    source = save(tmp_path / "base", model)
+    trained, history = train_sft_policy(PretrainedHandle(source), TEXTS, HELD_OUT, config(max_steps=1, bf16=bf16))
+    losses = []
+    for text in HELD_OUT["text"]:
+        ids = torch.tensor([*word_tokenizer()(text)["input_ids"], END])
+        with torch.no_grad():
+            logits = trained.model(ids[None]).logits[0]
+        losses.append(torch.nn.functional.cross_entropy(logits[:-1], ids[1:], reduction="none"))
+    expected = float(torch.cat(losses).mean())
+    assert history[-1]["sft/eval_loss"] == pytest.approx(expected, rel=1e-2 if bf16 else 1e-5)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_the_evaluation_computes_in_the_precision_of_the_training(monkeypatch, bf16):
+    seen = []
+
+    def watched(*_):
+        seen.append(torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16)
+        return 1.0
+
+    monkeypatch.setattr(sft, "mean_token_loss", watched)
+    train_sft_policy(None, TEXTS, HELD_OUT, config(max_steps=1, bf16=bf16))
+    assert seen == [bf16]
+
+
+def test_the_part_in_which_nothing_fits_is_named_before_anything_is_trained(monkeypatch, tmp_path):
+    monkeypatch.setattr("ppo_rlhf.training.supervised.trl_support.run_sft_trainer", None)
+    source = save(tmp_path / "base", tiny_model())
+    short, long = (pd.DataFrame({"prompt": [text], "completion": [" d"]}) for text in ("a", "a b c"))
+    for trained, held_out, name in ((short, long, "held-out"), (long, short, "training")):
+        with pytest.raises(DataError, match=f"^{name} demonstrations: none of 1 has a token to learn within 3 tokens"):
+            train_sft_policy(PretrainedHandle(source), trained, held_out, config(max_length=3))
 
 
 def test_a_learning_rate_for_tiny_models_meeting_a_large_one_is_remarked():

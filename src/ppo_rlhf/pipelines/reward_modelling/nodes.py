@@ -55,6 +55,7 @@ def collect_preferences(
         response_length=ppo.response_length,
         context=context_length(sft_policy.config()),
         overlong=ppo.overlong_prompts,
+        name="training prompts",
     )
     policy = sft_policy.causal_lm().to(resolve_device(reward_modelling.device))  # type: ignore[arg-type]
     log.info("Sampling %d pairs from the SFT policy, labelled by %s …", reward_modelling.pairs, labeller)

@@ -23,6 +23,7 @@ from ppo_rlhf.training.settings_group import settings_group
 logger = logging.getLogger(__name__)
 
 IGNORED = -100  # the label that torch's cross entropy leaves out
+PARTS = ("training demonstrations", "held-out demonstrations")  # what `split_demonstrations` returns, in messages
 
 
 @settings_group("data_preparation")
@@ -82,9 +83,9 @@ def split_demonstrations(frame: pd.DataFrame, config: DataPreparationConfig) -> 
 
 
 def tokenise_demonstrations(
-    frame: pd.DataFrame, tokenizer: PreTrainedTokenizerBase, max_length: int | None
+    frame: pd.DataFrame, tokenizer: PreTrainedTokenizerBase, max_length: int | None, name: str = "demonstrations"
 ) -> TokenisedDemonstrations:
-    """Return token sequences and labels of a table that `split_demonstrations` made.
+    """Return token sequences and labels of a table that `split_demonstrations` made; `name` is for messages.
 
     The end of text closes texts and completions. Completions alone are learnt where there are prompts; of texts and
     chats, everything. What is longer than `max_length` is cut there, and so has no end.
@@ -101,11 +102,15 @@ def tokenise_demonstrations(
             input_ids.append(ids)
             labels.append(learnt)
     if truncated:
-        logger.warning("%d of %d demonstrations are cut at %d tokens", truncated, len(frame), max_length)
+        logger.warning("%d of %d %s are cut at %d tokens", truncated, len(frame), name, max_length)
     if len(input_ids) < len(frame):
-        logger.warning("%d demonstrations have nothing to learn and are left out", len(frame) - len(input_ids))
+        logger.warning("%d %s have nothing to learn and are left out", len(frame) - len(input_ids), name)
     if not input_ids:
-        raise DataError(f"demonstrations: none of {len(frame)} has a token to learn within max_length={max_length}.")
+        raise DataError(
+            f"{name}: none of {len(frame)} has a token to learn within {max_length} tokens, the least of "
+            "supervised_finetuning.max_length and the model's context. Raise the first if the second allows it, leave "
+            "long demonstrations out, or hold others out (data_preparation.held_out_share and seed)."
+        )
     return TokenisedDemonstrations(input_ids, labels)
 
 

@@ -142,10 +142,12 @@ def tokenise_prompts(
         name: Where the table comes from, for errors.
 
     Raises:
-        DataError: The column is missing, a column has a name of ours, a row is not text or messages, nothing is left,
-            or a prompt is too long and `overlong` is `error`.
+        DataError: The column is missing, a column has a name of ours, a row is not text or messages, there is none, or
+            a prompt is too long and `overlong` is `error`, or all are and it is `drop`.
     """
     _check_column(frame, column, name)
+    if frame.empty:
+        raise DataError(f"{name}: there is no prompt")
     for taken in _OWN_COLUMNS:
         if taken in frame.columns and not taken == column == "prompt":
             raise DataError(
@@ -181,10 +183,14 @@ def tokenise_prompts(
             )
         if overlong == "drop":
             keep = [i for i in keep if len(ids[i]) <= room]
+            if not keep:
+                raise DataError(
+                    f"{name}: none of {len(ids)} has at most {room} tokens, the model's context of {context} less "
+                    f"ppo.response_length={response_length}, and ppo.overlong_prompts=drop leaves longer ones out. Set "
+                    "it to truncate_left, shorten the responses, or give shorter prompts"
+                )
         elif overlong == "truncate_left":
             ids = [_truncate_left(tokens, room, tokenizer.bos_token_id) for tokens in ids]
-    if not keep:
-        raise DataError(f"{name}: no prompt is left of {len(ids)}")
     columns = {str(n): frame[n].tolist() for n in frame.columns if n != "prompt"}
     return PromptDataset(ids, texts, columns).select(keep)
 

@@ -48,6 +48,10 @@ class OptimisationConfig:
     seed: Annotated[int, Field(ge=0)] = 42
     """Of weights that start at random and of the order of the data."""
 
+    def longest_sequence(self, context: int | None) -> int | None:
+        """Return the most tokens of a sequence that a model with this context is trained on; None: no limit."""
+        return min((length for length in (self.max_length, context) if length is not None), default=None)
+
 
 def advice(group: str, config: OptimisationConfig, parameters: int) -> list[str]:
     """Return a line for a learning rate that suits the demo's tiny model and meets a larger one."""

@@ -17,7 +17,6 @@ from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel, check_vocabu
 from ppo_rlhf.training.randomness import permutation
 from ppo_rlhf.training.rewards import score_sequences
 from ppo_rlhf.training.settings_group import settings_group
-from ppo_rlhf.training.state import resolve_device
 from ppo_rlhf.training.supervised.optimisation import History, OptimisationConfig, advice
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ class RewardModellingConfig(OptimisationConfig):
     rejected_column: str = "rejected"
     """Column of the others."""
     held_out_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
-    """Share of the prompts (of the pairs, without prompts) whose pairs measure the accuracy; never trained on."""
+    """Share of the prompts (distinct pairs, without prompts) whose pairs measure the accuracy; never trained on."""
     max_held_out: Annotated[int, Field(ge=1)] = 1000
     """Most prompts held out."""
     minimum_accuracy: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5
@@ -92,7 +91,7 @@ def train_reward_model(
         torch.manual_seed(config.seed)
         model = CausalLMRewardModel.from_causal_lm(sft_policy.causal_lm())
     check_vocabulary(tokenizer, model.config, sft_policy.source)
-    pairs = _short_enough(preferences, config.max_length, context_length(model.config))
+    pairs = _short_enough(preferences, config.longest_sequence(context_length(model.config)))
     trained, held_out = split_pairs(pairs, config)
     pad_id, batch_size = int(tokenizer.pad_token_id), config.per_device_train_batch_size
 
@@ -109,28 +108,29 @@ def train_reward_model(
     _check_accuracy(accuracy, len(held_out), config.minimum_accuracy)
     model.config.held_out_accuracy = accuracy  # lies with the model, so a report never shows another model's
     if config.normalise:
-        nn.Module.to(model, resolve_device(config.device))  # where it was trained, and left
-        scores = torch.cat(_score_pairs(model, trained, pad_id, 2 * batch_size))
-        normalise_scores(nn.Module.to(model, "cpu"), scores.cpu())
-    return TrainedModel(model, tokenizer), history
+        normalise_scores(model, torch.cat(_score_pairs(model, trained, pad_id, 2 * batch_size)))
+    return TrainedModel(nn.Module.to(model, "cpu"), tokenizer), history
 
 
 def split_pairs(pairs: pd.DataFrame, config: RewardModellingConfig) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Return (pairs to train on, pairs held out); all pairs of one prompt go to one side.
 
+    Without prompts copies of one pair do, and are held out once.
+
     Raises:
-        DataError: There are fewer than two prompts (pairs, without prompts).
+        DataError: There are fewer than two prompts (distinct pairs, without prompts).
     """
     has_prompts = pairs["prompt"].astype(bool).any()
-    keys = pairs["prompt"] if has_prompts else pd.Series(range(len(pairs)), index=pairs.index)
+    keys = pairs["prompt"] if has_prompts else _numbered_contents(pairs)
     distinct = keys.drop_duplicates().tolist()
     if len(distinct) < 2:
-        what = "pairs of one prompt" if has_prompts else f"{len(pairs)} usable pair(s)"
+        what = "pairs of one prompt" if has_prompts else f"{len(distinct)} distinct usable pair(s)"
         raise DataError(f"preferences: {what} cannot be split into training and evaluation. Give more.")
     count = min(config.max_held_out, max(1, round(config.held_out_share * len(distinct))), len(distinct) - 1)
     chosen = {distinct[row] for row in permutation(len(distinct), config.seed, "held_out_pairs")[:count].tolist()}
     is_held_out = keys.isin(chosen)
-    return pairs[~is_held_out].reset_index(drop=True), pairs[is_held_out].reset_index(drop=True)
+    held_out = pairs[is_held_out] if has_prompts else pairs[is_held_out & ~keys.duplicated()]
+    return pairs[~is_held_out].reset_index(drop=True), held_out.reset_index(drop=True)
 
 
 def pair_accuracy(chosen: Tensor, rejected: Tensor) -> float:
@@ -157,12 +157,17 @@ def _score_pairs(model: PreTrainedModel, pairs: pd.DataFrame, pad_id: int, batch
     return chosen, rejected
 
 
+def _numbered_contents(pairs: pd.DataFrame) -> pd.Series:
+    """Return a number for each pair, the same for copies of one."""
+    sides = ["chosen", "rejected"]
+    return pairs[sides].map(str).groupby(sides, sort=False).ngroup()  # before they are tokenised they may be chats
+
+
 def _token_lists(pairs: pd.DataFrame, column: str) -> list[list[int]]:
     return [[int(i) for i in ids] for ids in pairs[column]]  # arrays, where the table was read from Parquet
 
 
-def _short_enough(preferences: pd.DataFrame, max_length: int | None, context: int | None) -> pd.DataFrame:
-    limit = min((length for length in (max_length, context) if length is not None), default=None)
+def _short_enough(preferences: pd.DataFrame, limit: int | None) -> pd.DataFrame:
     if limit is None:
         return preferences
     longest = [max(len(row.chosen_ids), len(row.rejected_ids)) for row in preferences.itertuples()]

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from datasets import Dataset
-from torch import nn
 from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -190,7 +189,7 @@ def run_reward_trainer(
 def _train(
     model: PreTrainedModel, build: Callable[[str, HistoryCallback], Trainer], callback: HistoryCallback
 ) -> History:
-    """Train `model` in place and leave it as it came, but for its weights.
+    """Train `model` in place and leave it as it came, but for its weights and where they lie: where it was trained.
 
     Args:
         model: What the trainer trains.
@@ -213,7 +212,7 @@ def _train(
         model.activation_checkpointing_disable()
     for name, configuration in kept.items():
         setattr(model, name, configuration)
-    nn.Module.to(model, "cpu").eval()
+    model.eval()
     return callback.history
 
 
