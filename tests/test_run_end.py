@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
 from ppo_rlhf.core.errors import DivergenceError
@@ -53,6 +54,17 @@ def test_without_a_checkpoint_the_run_still_can_go_on(tmp_path: Path):
     assert way_to_go_on(error, tmp_path / "nothing", run_params(tmp_path)) == (
         "There is no checkpoint yet. To go on: kedro run --params resume=latest"
     )
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"), [(None, ""), ("/home/me/my conf", " --conf-source '/home/me/my conf'")]
+)
+def test_the_command_has_the_conf_source_that_was_typed(tmp_path: Path, source: str | None, expected: str):
+    typed = click.Context(click.Command("run"))
+    typed.params = {"conf_source": source}
+    with typed:
+        line = way_to_go_on(ZeroDivisionError("early"), tmp_path / "nothing", run_params(tmp_path))
+    assert line == f"There is no checkpoint yet. To go on: kedro run --params resume=latest{expected}"
 
 
 def test_the_command_repeats_what_was_typed(tmp_path: Path):

@@ -43,6 +43,25 @@ def test_other_commands_of_the_line_are_left_out(before: str, after: str):
     assert line == CommandLine(settings={"rate": "1e-6", "size": "3"}, launcher={"num_gpus": "8"})
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        "(cd x; deepspeed main.py --size 4 --rate 1)",
+        "( cd x && deepspeed main.py --size 4 --rate 1 ) > log 2>&1",
+        "((deepspeed main.py --size 4 --rate 1) | tee log)",
+        "cd $(dirname $0); (deepspeed main.py --size 4 --rate 1)&& echo (done)",
+        "deepspeed main.py --size 4 --rate 1)",  # opened on a line before
+    ],
+)
+def test_parentheses_around_commands_belong_to_no_value(given: str):
+    assert read_command_line(given, KINDS).settings == {"size": "4", "rate": "1"}
+
+
+def test_parentheses_within_a_word_and_quoted_ones_stay():
+    given = "(main.py --data $(pwd)/a $((1+(2))) '(b)' \"c)\" d\\)e --size '4)')"
+    assert settings(given) == {"data": ["$(pwd)/a", "$((1+(2)))", "(b)", "c)", "d)e"], "size": "4)"}
+
+
 def test_what_is_quoted_ends_no_value():
     assert settings("main.py --size 'a;b' --rate \"c && d\" --fast") == {"size": "a;b", "rate": "c && d", "fast": True}
 
@@ -117,6 +136,16 @@ def test_variables_of_a_script_are_filled_in_where_it_sets_them():
             "/home/me/My Project/run.sh",
             "/home/me/My Project/run.sh: neither main.py nor an option is in it. Give a step-3 command, or a file that "
             "exists and holds one.",
+        ),
+        (
+            "/home/me/My Project (old)/run.sh",
+            "/home/me/My Project (old)/run.sh: neither main.py nor an option is in it. Give a step-3 command, or a "
+            "file that exists and holds one.",
+        ),
+        (
+            "(python main.py --size 1) && python main.py --size 2",
+            "the text holds 2 commands with main.py; exactly one step-3 command is expected. Give it alone, as one "
+            "line or with each line but the last ending in a backslash.",
         ),
         (
             ["/home/me/My", "Project/run.sh"],

@@ -23,6 +23,7 @@ from ppo_rlhf.pipelines.reporting.measures import measure, write_change, write_v
 from ppo_rlhf.pipelines.reporting.page import MAX_TEXT, Report, render_page
 from ppo_rlhf.pipelines.reporting.remarks import headline, remarks, verdict
 from ppo_rlhf.pipelines.reporting.terminal import print_result
+from ppo_rlhf.training.comparison import Decided
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.evaluation import EvaluationConfig
 from ppo_rlhf.training.rewards import RewardComponentConfig, RewardConfig
@@ -31,6 +32,7 @@ from tests.pipelines.support import outputs_of
 PROJECT = Path(__file__).parents[2]
 SCRIPT = "<script>alert('x')</script> & \"quoted\" $title"
 VOID = {"meta", "br"}
+MANY = Decided(wins=450, losses=62)
 GOOD = {"eval/win_rate": 0.88, "eval/win_rate_low": 0.85, "eval/win_rate_high": 0.91, "eval/kl": 4.0}
 
 
@@ -245,7 +247,36 @@ def test_interval_bar_places_its_ends_in_proportion():
     ],
 )
 def test_a_winner_is_named_only_if_the_interval_is_on_one_side(low, high, text):
-    assert verdict({"eval/win_rate_low": low, "eval/win_rate_high": high}) == text
+    assert verdict({"eval/win_rate_low": low, "eval/win_rate_high": high}, MANY) == text
+
+
+TOO_FEW = "Too few held-out prompts to tell PPO and SFT apart"
+
+
+@pytest.mark.parametrize(
+    ("wins", "losses", "text"),
+    [(4, 0, TOO_FEW), (5, 0, TOO_FEW), (6, 0, "PPO beats SFT"), (0, 5, TOO_FEW), (0, 6, "PPO loses to SFT")],
+)
+def test_no_winner_is_named_from_prompts_that_chance_alone_would_decide_so(wins, losses, text):
+    """All won or all lost, so the bootstrap's interval is one point: 1 or 0."""
+    rate = float(wins > 0)
+    summary = GOOD | {f"eval/win_rate{end}": rate for end in ("", "_low", "_high")}
+    decided = Decided(wins, losses)
+    assert verdict(summary, decided) == text
+    found = remarks(summary, decided, before_after())
+    assert len(found) == (0 if text == "PPO beats SFT" else 1)
+    if text == TOO_FEW:
+        assert f"{wins} held-out prompts were won and {losses} lost" in found[0]
+
+
+def test_page_and_terminal_claim_nothing_from_four_prompts_that_were_all_won(capsys):
+    outputs = run_reporting(prompts=4, evaluation_summary=GOOD | {"prompts": 4, "decided_by": "the reward"})
+    text = "".join(read_page(outputs["report"]).text)
+    assert TOO_FEW in text
+    assert "PPO beats SFT" not in text
+    said = "4 held-out prompts were won and 0 lost: equal policies would differ by that much with probability 0.12"
+    assert said in text
+    assert said in " ".join(capsys.readouterr().out.split())
 
 
 def test_headline_gives_rate_interval_number_of_prompts_and_judge():
@@ -256,7 +287,7 @@ def test_headline_gives_rate_interval_number_of_prompts_and_judge():
 
 
 def test_good_numbers_draw_no_remark():
-    assert remarks(GOOD, before_after(), 0.74) == []
+    assert remarks(GOOD, MANY, before_after(), 0.74) == []
 
 
 @pytest.mark.parametrize(
@@ -276,7 +307,7 @@ def test_good_numbers_draw_no_remark():
     ],
 )
 def test_each_thing_that_looks_off_draws_one_remark(summary, table, accuracy, text):
-    found = remarks(GOOD | summary, before_after(**table), accuracy)
+    found = remarks(GOOD | summary, MANY, before_after(**table), accuracy)
     assert len(found) == 1
     assert text in found[0]
 
@@ -286,7 +317,7 @@ def test_a_remark_names_no_setting_that_the_advice_moves():
     worst = GOOD | {"eval/win_rate_low": 0.1, "eval/win_rate_high": 0.2, "eval/kl": 90.0}
     for summary in (worst, GOOD | {"eval/kl": 0.01}, GOOD | {"eval/win_rate_low": 0.4}):
         bad = before_after(distinct_2=(0.2, 0.02), truncated_fraction=(0.0, 0.9), response_length=(20.0, 90.0))
-        assert "ppo." not in " ".join(remarks(summary, bad, 0.5))
+        assert "ppo." not in " ".join(remarks(summary, MANY, bad, 0.5))
 
 
 def test_what_a_model_wrote_cannot_become_markup():
@@ -377,11 +408,11 @@ def test_terminal_shows_the_table_and_never_cuts_a_path():
     assert path in "".join(re.findall(r"[\w/-]+", text.partition("Aligned policy")[2]))
 
 
-def run_reporting(**changed):
-    scores = np.linspace(0.0, 1.0, 6)
+def run_reporting(prompts=6, **changed):
+    scores = np.linspace(0.0, 1.0, prompts)
     evaluation = pd.DataFrame(
         {
-            "prompt": [f"prompt {row}" for row in range(6)],
+            "prompt": [f"prompt {row}" for row in range(prompts)],
             "response": "warm film",
             "reward": scores,
             "kl": 1.0,

@@ -4,9 +4,17 @@ import math
 
 import numpy as np
 import pytest
+from scipy.stats import binomtest
 
 from ppo_rlhf.core.errors import DataError
-from ppo_rlhf.training.comparison import before_after, compare_evaluations, distinct_n, sample_pairs, win_rate
+from ppo_rlhf.training.comparison import (
+    Decided,
+    before_after,
+    compare_evaluations,
+    distinct_n,
+    sample_pairs,
+    win_rate,
+)
 from ppo_rlhf.training.evaluation import PolicyEvaluation
 
 ALWAYS = {
@@ -98,6 +106,33 @@ def test_swapping_the_policies_mirrors_the_win_rate():
     rng = np.random.default_rng(0)
     ours, theirs = rng.integers(0, 3, 50).astype(float), rng.integers(0, 3, 50).astype(float)
     assert win_rate(ours, theirs, seed=0).rate + win_rate(theirs, ours, seed=0).rate == pytest.approx(1.0, abs=1e-12)
+
+
+def test_ties_decide_nothing():
+    assert Decided.of([1.0, 2.0, 3.0, 0.0], [0.0, 2.0, 1.0, 5.0]) == Decided(wins=2, losses=1)
+
+
+@pytest.mark.parametrize(
+    ("wins", "losses", "expected"),
+    [
+        (0, 0, 1.0),
+        (1, 0, 1.0),
+        (4, 0, 2 / 16),
+        (5, 0, 2 / 32),
+        (6, 0, 2 / 64),
+        (0, 6, 2 / 64),
+        (9, 1, 2 * (1 + 10) / 1024),
+        (3, 3, 1.0),
+    ],
+)
+def test_a_sign_test_worked_by_hand(wins, losses, expected):
+    assert Decided(wins, losses).by_chance == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(("wins", "losses"), [(17, 30), (280, 232), (30_000, 29_000), (100_000, 0)])
+def test_the_sign_test_of_many_prompts_is_scipys(wins, losses):
+    expected = binomtest(wins, wins + losses).pvalue
+    assert Decided(wins, losses).by_chance == pytest.approx(expected, rel=1e-8, abs=1e-300)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ PROGRAM = "main.py"
 
 _CONTROL = "|;&"
 _END = re.compile(rf"^\d*(>>?|<)|^[{_CONTROL}]+$")
+_PIECE = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*"|\\.|\$\(|.""")  # quoted, escaped, `$(`, or one character
 _ASSIGNMENT = re.compile(r"^\s*(?:export\s+)?([A-Za-z_]\w*)=(\S*)\s*$")
 _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 _NEGATIVE_NUMBER = re.compile(r"^-\.?\d")
@@ -39,8 +40,8 @@ def read_command_line(given: str | Sequence[str], kinds: Mapping[str, str]) -> C
 
     Args:
         given: A list of arguments, or text: a command, or a shell script that holds one. In text, continued lines are
-            joined, variables that the script sets to plain values are filled in, and comments, redirections and other
-            commands of the same line are left out.
+            joined, variables that the script sets to plain values are filled in, and comments, redirections,
+            parentheses around commands and other commands of the same line are left out.
         kinds: What each known option takes: `value`, `values` (all words up to the next option) or `nothing`. Of an
             unknown option the words up to the next option are its values.
 
@@ -76,7 +77,8 @@ def _words(text: str) -> list[str]:
             commands.append(_fill(line, values))
     if len(commands) != 1:
         raise _not_one(len(commands))
-    lexer = shlex.shlex(commands[0], posix=True, punctuation_chars=_CONTROL)  # `3; ls` is three words
+    command = _without_groups(commands[0]) if PROGRAM in commands[0] else commands[0]
+    lexer = shlex.shlex(command, posix=True, punctuation_chars=_CONTROL)  # `3; ls` is three words
     lexer.whitespace_split = True
     try:
         words = list(lexer)
@@ -89,6 +91,20 @@ def _words(text: str) -> list[str]:
     start = next((i + 1 for i in reversed(range(program)) if _END.match(words[i])), 0)  # `cd step3 && …`
     end = next((i for i in range(program, len(words)) if _END.match(words[i])), len(words))
     return words[start:end]
+
+
+def _without_groups(command: str) -> str:
+    """Return a command with `;` for the parentheses around commands; those of `$(…)`, and quoted ones, are words'."""
+    pieces: list[str] = []
+    opened: list[str] = []
+    for piece in _PIECE.findall(command):
+        is_in_word = "$(" in [*opened, piece]
+        if piece in ("(", "$("):
+            opened.append(piece)
+        elif piece == ")" and opened:
+            opened.pop()
+        pieces.append(" ; " if piece in ("(", ")") and not is_in_word else piece)
+    return "".join(pieces)
 
 
 def _is_program(word: str) -> bool:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import click
 
 from ppo_rlhf.core.errors import DivergenceError
 from ppo_rlhf.hooks.run_description import resume_command
@@ -34,14 +37,21 @@ def way_to_go_on(error: Exception, checkpoints: Path, run_params: Mapping[str, A
     """Return the line that says where the last checkpoint is, and the command that goes on from it."""
     last, project_path = last_checkpoint(error, checkpoints), Path(run_params["project_path"])
     if last is None:
-        return f"There is no checkpoint yet. To go on: {resume_command(run_params)}"
+        return f"There is no checkpoint yet. To go on: {_command(run_params)}"
     where = relative_to(last, project_path)
     if isinstance(own_error(error), DivergenceError):
         return (
             f"Last good checkpoint: {where}. With the same settings training would diverge again; a new run can start "
             f"from its policy, sft_model_path={where}/policy with --pipelines align."
         )
-    return f"Last checkpoint: {where}. To go on: {resume_command(run_params)}"
+    return f"Last checkpoint: {where}. To go on: {_command(run_params)}"
+
+
+def _command(run_params: Mapping[str, Any]) -> str:
+    """Return the command that goes on; Kedro's run parameters lack `--conf-source`, the typed command has it."""
+    typed = click.get_current_context(silent=True)
+    source = None if typed is None else typed.params.get("conf_source")
+    return resume_command(run_params) + (f" --conf-source {shlex.quote(str(source))}" if source else "")
 
 
 def last_checkpoint(error: Exception, checkpoints: Path) -> Path | None:

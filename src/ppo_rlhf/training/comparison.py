@@ -5,6 +5,7 @@ Pure arithmetic on what `evaluation.evaluate_policy` measured; no model is run h
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,32 @@ class WinRate:
     rate: float
     low: float
     high: float
+
+
+@dataclass(frozen=True)
+class Decided:
+    """Prompts on which one policy's response scored higher than the other's; a tie decides nothing."""
+
+    wins: int
+    losses: int
+
+    @classmethod
+    def of(cls, ours: Sequence[float], theirs: Sequence[float]) -> Decided:
+        """Count them from both policies' scores, one a prompt."""
+        margins = np.asarray(ours, dtype=np.float64) - np.asarray(theirs, dtype=np.float64)
+        return cls(wins=int((margins > 0).sum()), losses=int((margins < 0).sum()))
+
+    @property
+    def by_chance(self) -> float:
+        """Probability that equal policies differ by this much or more: the exact two-sided sign test.
+
+        Six prompts that all go one way have 0.03, five 0.06. The bootstrap cannot tell: its resamples of prompts that
+        were all won are all won, so of one prompt, too, the interval is the point 1.
+        """
+        fewer, number = min(self.wins, self.losses), self.wins + self.losses
+        k = np.arange(1, fewer + 1)
+        log_ways = np.cumsum(np.r_[0.0, np.log((number - k + 1) / k)])  # of k of them to go the other way
+        return min(1.0, 2.0 * float(np.exp(log_ways - number * math.log(2.0)).sum()))
 
 
 def win_rate(

@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from ppo_rlhf.core.statistics import RunningMoments
 from ppo_rlhf.training.config import PPOConfig
+from ppo_rlhf.training.score_shaping import normalised
 from ppo_rlhf.training.tuning import RULES, Advice, Change, Stage, advise
 from ppo_rlhf.training.tuning.rule import Finding
 from tests.training.tuning.support import ADAPTIVE, ITERATIONS, Spoilt, config, curve, history
@@ -439,6 +442,17 @@ def test_cut_off_responses_are_penalised_where_that_can_help_else_given_more_roo
     assert spoken(settings, cut)["truncated"].change == Change(*expected)
 
 
+@pytest.mark.parametrize("shaping", [{"reward_scale": 0.2}, {"reward_normalisation": "batch", "reward_scale": 0.2}])
+def test_the_first_penalty_is_one_deviation_of_the_scores_that_it_is_subtracted_from(shaping: dict[str, Any]):
+    """Scores of deviation 3; what is paid is 0.2 of them, or of their normalised values of deviation 1."""
+    cut = {"response/truncated_fraction": curve(0.1, 0.8), "objective/scores_std": curve(3.0)}
+    change = spoken(shaping, cut)["truncated"].change
+    assert change is not None
+    scores = torch.tensor([-3.0, 0.0, 3.0])
+    paid = normalised(scores, RunningMoments(), config(**shaping))
+    assert change.next == pytest.approx(float(paid.std()), rel=1e-6)
+
+
 def test_no_penalty_of_zero_is_advised_where_the_spread_is_unknown():
     cut = {"response/truncated_fraction": curve(0.1, 0.8), "objective/scores_std": curve(0.0)}
     assert spoken({}, cut)["truncated"].change == Change("response_length", 36, 54)
@@ -506,6 +520,16 @@ def test_a_reward_that_is_normalised_before_its_clip_is_not_compared_with_it():
     assert "reward_clipped" in spoken({"reward_clip": 1.0}, clipped)
     assert "reward_clipped" not in spoken({"reward_clip": 1.0, "reward_scale": 0.2}, clipped)
     assert "reward_clipped" not in spoken({"reward_clip": 1.0, "reward_normalisation": "batch"}, clipped)
+
+
+@pytest.mark.parametrize("missing", [{"05", "95"}, {"05"}, {"95"}])
+def test_a_clip_is_advised_from_what_was_measured_of_the_scores(missing: set[str]):
+    """The median is -2, the percentiles around it -3 and 4: one and a half times the widest that is known."""
+    levels = {"05": -3.0, "50": -2.0, "95": 4.0}
+    curves = {f"objective/scores_p{q}": curve(math.nan if q in missing else level) for q, level in levels.items()}
+    known = max(abs(level) for q, level in levels.items() if q not in missing)
+    change = spoken({"reward_clip": 1.0}, curves)["reward_clipped"].change
+    assert change == Change("reward_clip", 1.0, 1.5 * known)
 
 
 def test_the_critics_rate_is_the_policys_where_it_has_none_of_its_own_and_a_shared_trunk_has_a_weight():

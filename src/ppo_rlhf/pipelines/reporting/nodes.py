@@ -16,6 +16,7 @@ from ppo_rlhf.pipelines.reporting.figures import score_distribution, training_cu
 from ppo_rlhf.pipelines.reporting.page import Report, render_page
 from ppo_rlhf.pipelines.reporting.remarks import headline, remarks
 from ppo_rlhf.pipelines.reporting.terminal import print_result
+from ppo_rlhf.training.comparison import Decided
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.evaluation import EvaluationConfig, PolicyEvaluation
 from ppo_rlhf.training.rewards import RewardConfig
@@ -95,6 +96,8 @@ def print_summary(
     report: str,
     evaluation_summary: dict[str, Any],
     before_after: pd.DataFrame,
+    sft_evaluation: pd.DataFrame,
+    ppo_evaluation: pd.DataFrame,
     ppo_policy: PretrainedHandle,
     reward_model: PretrainedHandle | None,
     reward: RewardConfig,
@@ -104,11 +107,13 @@ def print_summary(
 
     The report is an input so that the page is written before its path is printed.
     """
+    sft, policy = PolicyEvaluation.from_frame(sft_evaluation), PolicyEvaluation.from_frame(ppo_evaluation)
+    decided = Decided.of(policy.deciding_scores.tolist(), sft.deciding_scores.tolist())
     print_result(
         Console(),
         headline(evaluation_summary, evaluation_summary["prompts"], evaluation_summary["decided_by"]),
         before_after,
-        remarks(evaluation_summary, before_after, _reward_model_accuracy(reward_model, reward)),
+        remarks(evaluation_summary, decided, before_after, _reward_model_accuracy(reward_model, reward)),
         [("Report", reporting.report_path), *_next_steps(ppo_policy, reporting)],
     )
 

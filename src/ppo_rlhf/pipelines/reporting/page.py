@@ -18,6 +18,7 @@ from ppo_rlhf.pipelines.reporting.charts import LineChart, Series, histogram, in
 from ppo_rlhf.pipelines.reporting.curves import Panel, column, panels_of
 from ppo_rlhf.pipelines.reporting.measures import measure, write_change, write_number, write_share, write_value
 from ppo_rlhf.pipelines.reporting.remarks import headline, remarks, verdict
+from ppo_rlhf.training.comparison import Decided
 
 MAX_TEXT = 2_000
 """Characters of a prompt or response that the page shows; the table of samples holds all."""
@@ -48,13 +49,18 @@ class Report:
     advice: Sequence[str] = ()
     """What to change first, one line each."""
 
+    @property
+    def decided(self) -> Decided:
+        """Prompts that were won and lost."""
+        return Decided.of(self.ppo_scores, self.sft_scores)
+
 
 def render_page(report: Report) -> str:
     """Return the page as HTML text."""
     template = importlib.resources.files(__package__).joinpath("report.html").read_text(encoding="utf-8")
     return Template(template).substitute(
         title=escape(report.title),
-        verdict=escape(verdict(report.summary)),
+        verdict=escape(verdict(report.summary, report.decided)),
         headline=escape(headline(report.summary, report.prompts, report.decided_by)),
         interval=interval_bar(*(report.summary[f"eval/win_rate{end}"] for end in ("", "_low", "_high"))),
         remarks=_remarks(report),
@@ -74,7 +80,7 @@ def render_page(report: Report) -> str:
 
 
 def _remarks(report: Report) -> str:
-    found = remarks(report.summary, report.before_after, report.reward_model_accuracy)
+    found = remarks(report.summary, report.decided, report.before_after, report.reward_model_accuracy)
     if not found:
         return '<p class="soft">Nothing looks off in the result. The samples below are the better judge.</p>'
     return f'<ul class="remarks">{"".join(f"<li>{escape(remark)}</li>" for remark in found)}</ul>'

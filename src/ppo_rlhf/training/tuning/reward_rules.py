@@ -85,7 +85,8 @@ def _reward_clipped(run: Run, threshold: float) -> Finding | None:
     if not abs(middle) >= threshold * c.reward_clip:
         return None
     seen = f"The median score is {number(middle)}, and ppo.reward_clip={c.reward_clip:g} cuts it"
-    return Finding(seen, Change("reward_clip", c.reward_clip, rounded(1.5 * max(abs(low), abs(high)))))
+    widest = float(np.nanmax(np.abs([low, middle, high])))  # the tails may not have been measured, the median was
+    return Finding(seen, Change("reward_clip", c.reward_clip, rounded(1.5 * widest)))
 
 
 FIRST_RULES = (
