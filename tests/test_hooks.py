@@ -37,7 +37,7 @@ from ppo_rlhf.hooks.run_parameters import unknown_names
 from ppo_rlhf.hooks.tracking_store import settled_in_project
 from ppo_rlhf.runner import LoopRunner
 from ppo_rlhf.training.config import PPOConfig
-from ppo_rlhf.training.rewards import RewardConfig
+from ppo_rlhf.training.rewards.scorers import RewardConfig
 
 Kedro = Callable[..., Result]
 

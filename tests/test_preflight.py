@@ -28,7 +28,7 @@ from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.data.demonstrations import DataPreparationConfig, split_demonstrations
 from ppo_rlhf.training.data.prompts import PromptsConfig, split_held_out
 from ppo_rlhf.training.evaluation import DEMO_JUDGE, EvaluationConfig
-from ppo_rlhf.training.rewards import NOTHING_TO_OFFLOAD, RewardConfig
+from ppo_rlhf.training.rewards.scorers import NOTHING_TO_OFFLOAD, RewardConfig
 from ppo_rlhf.training.supervised.reward_training import RewardModellingConfig
 from ppo_rlhf.training.supervised.sft import SupervisedFinetuningConfig
 from tests.own_code import save_with_own_code

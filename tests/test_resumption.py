@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 
 from ppo_rlhf.hooks.resume_comparison import compare_runs
 from ppo_rlhf.hooks.run_description import RunDescription
-from ppo_rlhf.training.checkpoint_files import checkpoint_name, write_directory
+from ppo_rlhf.training.checkpoints.files import checkpoint_name, write_directory
 from ppo_rlhf.training.config import PPOConfig
 
 ENTRY = """

@@ -150,12 +150,12 @@ def measure(setting: dict[str, Any]) -> dict[str, Any]:
     from ppo_rlhf.models.loading import prepare
     from ppo_rlhf.training.data.prompts import PromptDataset
     from ppo_rlhf.training.experience import estimate_advantages, score_responses, shape_rewards
+    from ppo_rlhf.training.optimisation.update import optimise
     from ppo_rlhf.training.precision import frozen_dtype, torch_dtype
-    from ppo_rlhf.training.rewards import ModelScorer, ResponseBatch, RewardScorer
+    from ppo_rlhf.training.rewards.scorers import ModelScorer, ResponseBatch, RewardScorer
     from ppo_rlhf.training.rollout import generate_rollouts
     from ppo_rlhf.training.run_models import build_critic, policy_to_train
     from ppo_rlhf.training.state import TrainingState
-    from ppo_rlhf.training.update import optimise
 
     import_late()
     config, shape = ppo_config(setting), model_config(setting)

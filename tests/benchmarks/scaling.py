@@ -35,8 +35,8 @@ from speed.our_side import OurSide, our_config
 from speed.rows import PHASES
 from speed.workload import PRECISIONS, PRESETS, Job, Preset
 
-from ppo_rlhf.training import generation
 from ppo_rlhf.training.config import MODEL_PATHS
+from ppo_rlhf.training.generation import responses
 from ppo_rlhf.training.precision import autocast
 from ppo_rlhf.training.randomness import episode_uniforms
 
@@ -88,10 +88,10 @@ def compaction(batch: int, longest: int, arguments: argparse.Namespace, folder: 
     for round_ in range(1 + arguments.rounds):
         uniforms = episode_uniforms(0, COMPACTION, round_, preset.batch, preset.response_length)
         for compacts in (True, False) if round_ % 2 else (False, True):
-            stay = patch.object(generation, "_leaving", generation._leaving if compacts else _nobody)
+            stay = patch.object(responses, "_leaving", responses._leaving if compacts else _nobody)
             started = time.perf_counter()
             with stay, autocast(state.config, state.device):
-                found = generation.generate_responses(
+                found = responses.generate_responses(
                     state.policy, job.prompt_ids, uniforms, state.sampling, batch_size=batch
                 )
             seconds[compacts].append(time.perf_counter() - started)

@@ -11,8 +11,8 @@ from kedro.io import DataCatalog, DatasetError
 
 from ppo_rlhf.datasets import checkpoints
 from ppo_rlhf.datasets.checkpoints import CheckpointDataset, EvaluationLogDataset, run_directory
-from ppo_rlhf.training.checkpoint_files import checkpoint_iterations
-from ppo_rlhf.training.checkpoints import CheckpointRequest
+from ppo_rlhf.training.checkpoints.files import checkpoint_iterations
+from ppo_rlhf.training.checkpoints.store import CheckpointRequest
 from ppo_rlhf.training.config import PPOConfig
 
 

@@ -15,7 +15,7 @@ from ppo_rlhf.pipelines.evaluation import create_pipeline
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.data.prompts import PromptDataset
 from ppo_rlhf.training.evaluation import EvaluationConfig
-from ppo_rlhf.training.rewards import RewardComponentConfig, RewardConfig
+from ppo_rlhf.training.rewards.scorers import RewardComponentConfig, RewardConfig
 from tests.pipelines.support import outputs_of
 
 PROJECT = Path(__file__).parents[2]

@@ -26,7 +26,7 @@ from ppo_rlhf.pipelines.reporting.terminal import print_result
 from ppo_rlhf.training.comparison import Decided
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.evaluation import EvaluationConfig
-from ppo_rlhf.training.rewards import RewardComponentConfig, RewardConfig
+from ppo_rlhf.training.rewards.scorers import RewardComponentConfig, RewardConfig
 from tests.pipelines.support import outputs_of
 
 PROJECT = Path(__file__).parents[2]

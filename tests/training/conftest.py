@@ -25,12 +25,12 @@ from ppo_rlhf.training import experience as steps
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.data.prompts import PromptDataset
 from ppo_rlhf.training.experience import Experience, Scores, ShapedRewards
+from ppo_rlhf.training.optimisation.update import optimise
 from ppo_rlhf.training.precision import frozen_dtype, torch_dtype
-from ppo_rlhf.training.rewards import ResponseBatch, RewardScorer
+from ppo_rlhf.training.rewards.scorers import ResponseBatch, RewardScorer
 from ppo_rlhf.training.rollout import Rollouts, generate_rollouts
 from ppo_rlhf.training.run_models import build_critic, policy_to_train
 from ppo_rlhf.training.state import TrainingState
-from ppo_rlhf.training.update import optimise
 
 PAD, UNKNOWN, END = 0, 1, 2
 WORDS = [chr(ord("a") + i) for i in range(20)]

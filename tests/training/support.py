@@ -8,7 +8,7 @@ import torch
 from torch.testing import assert_close
 
 from ppo_rlhf.training.experience import Experience
-from ppo_rlhf.training.update import optimise
+from ppo_rlhf.training.optimisation.update import optimise
 
 ONE_STEP = {"num_ppo_epochs": 1, "num_mini_batches": 1, "max_grad_norm": 1e9}
 

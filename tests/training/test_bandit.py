@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from ppo_rlhf.training.data.prompts import PromptDataset
-from ppo_rlhf.training.rewards import RewardScorer
+from ppo_rlhf.training.rewards.scorers import RewardScorer
 
 BETAS_AND_CRITICS = [
     (0.25, "separate"),

@@ -18,7 +18,7 @@ from ppo_rlhf.core.statistics import RunningMoments
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.data.prompts import PromptDataset
 from ppo_rlhf.training.experience import Experience, Scores, estimate_advantages, shape_rewards
-from ppo_rlhf.training.rewards import RewardScorer
+from ppo_rlhf.training.rewards.scorers import RewardScorer
 
 P, WIDTH, FAR = 0.8, 5, 400
 UNFINISHED = -3.0  # the score that a reward model gives to a response that was cut off

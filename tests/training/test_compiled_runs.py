@@ -11,12 +11,12 @@ from ppo_rlhf.models.passes import compilation, trunks
 from ppo_rlhf.models.passes.behind_attention import Tail
 from ppo_rlhf.models.passes.trunks import backbone_of
 from ppo_rlhf.training.config import PPOConfig
-from ppo_rlhf.training.generation import generate_responses
+from ppo_rlhf.training.generation.responses import generate_responses
+from ppo_rlhf.training.optimisation.update import optimise
 from ppo_rlhf.training.precision import autocast
 from ppo_rlhf.training.randomness import episode_uniforms
 from ppo_rlhf.training.run_models import load_policies
 from ppo_rlhf.training.scoring import response_logprobs
-from ppo_rlhf.training.update import optimise
 from tests import tiny_models
 from tests.training.support import ONE_STEP, gradients, moved_on
 

@@ -10,11 +10,12 @@ from ppo_rlhf.models.passes import decoding
 from ppo_rlhf.models.passes.recorded_steps import RecordedSteps
 from ppo_rlhf.training import PPOTrainer, run_models, trainer_models
 from ppo_rlhf.training.config import PPOConfig
-from ppo_rlhf.training.generation import generate_responses
+from ppo_rlhf.training.generation import responses
+from ppo_rlhf.training.generation.responses import generate_responses
 from ppo_rlhf.training.run_models import load_policies
 from tests.models.passes.test_recorded_steps import Again
 from tests.tiny_models import save, tiny_model, word_tokenizer
-from tests.training.test_generation import UNEVEN, noise, settings
+from tests.training.generation.test_responses import UNEVEN, noise, settings
 
 CPU = torch.device("cpu")
 ON_THE_CPU = (
@@ -46,7 +47,7 @@ def test_responses_are_those_of_steps_that_are_computed_anew_and_of_the_plain_en
 @pytest.mark.parametrize("looks", [1, 3])
 def test_responses_are_the_same_where_ended_rows_leave_late(make_model, monkeypatch, looks):
     """On an accelerator it is asked every so many steps; until then what has ended goes on."""
-    monkeypatch.setattr("ppo_rlhf.training.generation._is_time_to_look", lambda step, _: step % looks == looks - 1)
+    monkeypatch.setattr(responses, "_is_time_to_look", lambda step, _: step % looks == looks - 1)
     model = make_model("llama")
     found = generate_responses(model, UNEVEN, noise(6), settings(), recorded=RecordedSteps(model, Again()))
     expected = generate_responses(model, UNEVEN, noise(6), settings(), engine="plain")

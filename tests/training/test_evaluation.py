@@ -22,7 +22,7 @@ from ppo_rlhf.training.evaluation import (
     evaluate_policy,
     resolve_judge,
 )
-from ppo_rlhf.training.rewards import RewardComponentConfig, RewardConfig, build_reward_scorer
+from ppo_rlhf.training.rewards.scorers import RewardComponentConfig, RewardConfig, build_reward_scorer
 from ppo_rlhf.training.state import sampling_settings
 
 WORDS = ["<eos>", *"abcdefghijklmno"]

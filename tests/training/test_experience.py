@@ -17,7 +17,7 @@ from ppo_rlhf.training.experience import (
     score_responses,
     shape_rewards,
 )
-from ppo_rlhf.training.rewards import RewardScorer
+from ppo_rlhf.training.rewards.scorers import RewardScorer
 
 NAN = torch.nan
 LENGTHS, TERMINATED = [2, 4, 3], [True, False, True]

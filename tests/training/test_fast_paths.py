@@ -7,9 +7,9 @@ from torch.testing import assert_close
 from ppo_rlhf.models.passes import attention_by_sequence, trunks
 from ppo_rlhf.training import experience as steps
 from ppo_rlhf.training import scoring
-from ppo_rlhf.training.generation import Responses
+from ppo_rlhf.training.generation.responses import Responses
+from ppo_rlhf.training.optimisation.update import optimise
 from ppo_rlhf.training.rollout import complete_rollouts
-from ppo_rlhf.training.update import optimise
 
 ITERATIONS = 20
 TIMED = ("time/", "throughput/", "memory/", "policy/rollout_logprob_gap")

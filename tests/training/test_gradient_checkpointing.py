@@ -6,7 +6,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models.gradient_checkpointing import enable_gradient_checkpointing, recomputing
-from ppo_rlhf.training.update import optimise
+from ppo_rlhf.training.optimisation.update import optimise
 
 KINDS = ["gpt2", "llama", "bitnet"]
 VARIANTS = [{}, {"value_model": "shared"}, {"use_peft": True, "lora_r": 2}, {"value_model": "shared", "use_peft": True}]

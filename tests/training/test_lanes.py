@@ -14,6 +14,7 @@ from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.models.own_configurations import keep_apart
 from ppo_rlhf.training import lanes, scoring
 from ppo_rlhf.training.config import PPOConfig
+from ppo_rlhf.training.config.model_rules import device_problems
 from ppo_rlhf.training.experience import estimate_advantages, score_responses, shape_rewards
 from ppo_rlhf.training.lanes import (
     FEW_TOKENS,
@@ -22,9 +23,8 @@ from ppo_rlhf.training.lanes import (
     most_tokens_side_by_side,
     side_by_side,
 )
-from ppo_rlhf.training.model_rules import device_problems
+from ppo_rlhf.training.optimisation.update import optimise
 from ppo_rlhf.training.state import TrainingState
-from ppo_rlhf.training.update import optimise
 
 TIMED = ("time/", "throughput/", "memory/")
 
@@ -192,7 +192,7 @@ def test_what_the_first_ratio_compares_is_computed_on_as_many_threads(make_run, 
     """In the second lane of the rollout and the first of the update; a product's last bits depend on the number."""
     threads(all_of_them)
     run = make_run("gpt2", side_by_side=True)
-    found: dict[str, set[int]] = {"rollout": set(), "update": set()}
+    found: dict[str, set[int]] = {"rollout": set(), "optimisation.update": set()}
 
     def noting(name: str, *given, **named):
         found[name].add(torch.get_num_threads())
@@ -201,7 +201,7 @@ def test_what_the_first_ratio_compares_is_computed_on_as_many_threads(make_run, 
     for name in found:
         monkeypatch.setattr(f"ppo_rlhf.training.{name}.response_statistics", partial(noting, name))
     run.iteration()
-    assert found == {"rollout": {1}, "update": {1}}
+    assert found == {"rollout": {1}, "optimisation.update": {1}}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -287,7 +287,7 @@ def test_all_passes_of_an_iteration_are_in_as_many_lanes(make_run, threads, monk
         asked.append(at_once)
         return side_by_side(first, second, at_once=at_once)
 
-    for module in ("rollout", "experience", "update"):
+    for module in ("rollout", "experience", "optimisation.update"):
         monkeypatch.setattr(f"ppo_rlhf.training.{module}.side_by_side", watch)
     experience = run.before_update()[-1]
     run.state.most_tokens_side_by_side = 0.0  # of the next iteration
@@ -306,8 +306,8 @@ def test_large_blocks_go_back_at_once_where_two_large_models_compute_at_the_same
     threads(2)
     run, asked = make_run("gpt2"), []
     run.state.most_tokens_side_by_side = math.inf if in_two_lanes else 0.0
-    monkeypatch.setattr("ppo_rlhf.training.update.SMALL", small)
-    monkeypatch.setattr("ppo_rlhf.training.update.return_freed_memory", lambda **how: asked.append(how))
+    monkeypatch.setattr("ppo_rlhf.training.optimisation.update.SMALL", small)
+    monkeypatch.setattr("ppo_rlhf.training.optimisation.update.return_freed_memory", lambda **how: asked.append(how))
     optimise(run.state, run.before_update()[-1], run.config)
     assert asked == [{"two_large_models": expected}]
 
@@ -327,7 +327,7 @@ def test_rollouts_of_a_run_in_two_lanes_are_learnt_from_in_one_where_a_setting_e
         asked.append(at_once)
         return side_by_side(first, second, at_once=at_once)
 
-    for module in ("experience", "update"):
+    for module in ("experience", "optimisation.update"):
         monkeypatch.setattr(f"ppo_rlhf.training.{module}.side_by_side", watch)
     scores = score_responses(rollouts, other.scorer, other.state)
     shaped = shape_rewards(rollouts, scores, other.state)

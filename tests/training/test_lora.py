@@ -8,11 +8,11 @@ from torch.testing import assert_close
 
 from ppo_rlhf.models.adapters import has_adapter, trained_parameters, without_adapter
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
-from ppo_rlhf.training.model_files import exported_policy
-from ppo_rlhf.training.update import optimise
+from ppo_rlhf.training.checkpoints.model_files import exported_policy
+from ppo_rlhf.training.optimisation.update import optimise
+from tests.training.optimisation.test_update import poisoned, recorded
 
 from .support import ONE_STEP, assert_same_gradients, moved_on
-from .test_update import poisoned, recorded
 
 KINDS = ["gpt2", "llama", "bitnet"]
 LORA = {"use_peft": True, "lora_r": 2, "lora_alpha": 8}

@@ -12,11 +12,11 @@ from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.offloading import on_device
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.training import PPOTrainer
-from ppo_rlhf.training.checkpoints import write_checkpoint
+from ppo_rlhf.training.checkpoints.resume import restore
+from ppo_rlhf.training.checkpoints.store import write_checkpoint
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.evaluation import EvaluationConfig, evaluate_policy, resolve_judge
-from ppo_rlhf.training.resume import restore
-from ppo_rlhf.training.rewards import (
+from ppo_rlhf.training.rewards.scorers import (
     NOTHING_TO_OFFLOAD,
     ModelScorer,
     RewardComponentConfig,

@@ -11,11 +11,12 @@ import torch
 from ppo_rlhf.core.errors import TrainingError
 from ppo_rlhf.models.products import processors
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
-from ppo_rlhf.training import precision, rollout, update
+from ppo_rlhf.training import precision, rollout
 from ppo_rlhf.training.config import PPOConfig
+from ppo_rlhf.training.optimisation import update
+from ppo_rlhf.training.optimisation.update import optimise
 from ppo_rlhf.training.precision import autocast, deterministic, frozen_dtype, torch_dtype, type_that_saves_no_time
 from ppo_rlhf.training.trainer import PPOTrainer
-from ppo_rlhf.training.update import optimise
 from tests.tiny_models import tiny_model, word_tokenizer
 
 from .support import ONE_STEP, freeze

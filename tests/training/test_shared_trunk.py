@@ -7,10 +7,10 @@ import torch
 from torch.testing import assert_close
 
 from ppo_rlhf.training.experience import score_responses
-from ppo_rlhf.training.update import optimise
+from ppo_rlhf.training.optimisation.update import optimise
+from tests.training.optimisation.test_update import poisoned, recorded, with_nan
 
 from .support import ONE_STEP, assert_same_gradients, moved_on
-from .test_update import poisoned, recorded, with_nan
 
 KINDS = ["gpt2", "llama", "bitnet"]
 SHARED = {"value_model": "shared", "vf_coef": 0.3}

@@ -25,7 +25,7 @@ from ppo_rlhf.runner import LoopRunner
 from ppo_rlhf.training import PPOConfig, PPOTrainer, precision
 from ppo_rlhf.training.data.prompts import PromptDataset, PromptsConfig
 from ppo_rlhf.training.randomness import episode_prompts
-from ppo_rlhf.training.rewards import RewardConfig, RewardScorer
+from ppo_rlhf.training.rewards.scorers import RewardConfig, RewardScorer
 from tests.tiny_models import END, PAD, VOCABULARY, save, tiny_model, word_tokenizer
 
 PROMPTS = ["a b c", "d", "e f", "g h i j", "k l", "m", "n o p"]

@@ -225,7 +225,7 @@ def _reward_model(context: KedroContext, policy: PretrainedConfig) -> Pretrained
     Before it is trained it is one on the policy's backbone, as reward_modelling makes it.
     """
     from ppo_rlhf.models.reward_model import CausalLMRewardConfig
-    from ppo_rlhf.training.rewards import RewardConfig
+    from ppo_rlhf.training.rewards.scorers import RewardConfig
 
     if not RewardConfig(**context.config_loader["parameters"].get("reward", {})).needs_model:
         return None

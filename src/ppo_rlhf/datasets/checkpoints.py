@@ -9,8 +9,8 @@ from typing import Any
 import mlflow
 from kedro.io import AbstractDataset, DatasetError
 
-from ppo_rlhf.training.checkpoint_files import checkpoint_iterations, checkpoint_name, prune_checkpoints
-from ppo_rlhf.training.checkpoints import CheckpointRequest, best_iteration, check_free_space, write_checkpoint
+from ppo_rlhf.training.checkpoints.files import checkpoint_iterations, checkpoint_name, prune_checkpoints
+from ppo_rlhf.training.checkpoints.store import CheckpointRequest, best_iteration, check_free_space, write_checkpoint
 from ppo_rlhf.training.state import TrainingState
 
 EVALUATIONS = "evaluations.json"

@@ -94,7 +94,7 @@ def functions_in(value: Any) -> Iterator[str]:
 def source_file(reference: str, project_path: Path) -> Path | None:
     """Return the file that `module:name` lies in, None if there is none; nothing is imported.
 
-    It is looked up as `training.reward_functions.load_function` does: in the project, its `src`, the Python path.
+    It is looked up as `training.rewards.functions.load_function` does: in the project, its `src`, the Python path.
     """
     first, *inner = reference.partition(":")[0].split(".")
     spec = PathFinder.find_spec(first, [str(project_path), str(project_path / "src"), *sys.path])

@@ -19,10 +19,10 @@ from ppo_rlhf.hooks.run_description import RunDescription
 from ppo_rlhf.hooks.run_end import relative_to
 from ppo_rlhf.hooks.run_lock import RunLock
 from ppo_rlhf.preflight.resume import find_named
-from ppo_rlhf.training.checkpoint_files import newest_whole_checkpoint
-from ppo_rlhf.training.checkpoints import saved_config
-from ppo_rlhf.training.resume import CHANGES_NUMBERS
-from ppo_rlhf.training.resume_tags import number_of_resumes, resume_tags
+from ppo_rlhf.training.checkpoints.files import newest_whole_checkpoint
+from ppo_rlhf.training.checkpoints.resume import CHANGES_NUMBERS
+from ppo_rlhf.training.checkpoints.resume_tags import number_of_resumes, resume_tags
+from ppo_rlhf.training.checkpoints.store import saved_config
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from ppo_rlhf.hooks.metric_log import MetricLog
 from ppo_rlhf.hooks.resumption import Resumption
 from ppo_rlhf.hooks.sample_log import SampleLog
 from ppo_rlhf.runner import CARRY_IN, CARRY_OUT
-from ppo_rlhf.training.checkpoints import saved_config, saved_history
+from ppo_rlhf.training.checkpoints.store import saved_config, saved_history
 
 ITERATION_METRICS = "ppo_metrics"
 EVALUATION_METRICS = "evaluation_metrics"

@@ -14,8 +14,8 @@ from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.preflight.request import RunRequest
 from ppo_rlhf.training.data.prompts import PromptsConfig, is_prompt
 from ppo_rlhf.training.evaluation import EvaluationConfig, resolve_judge
-from ppo_rlhf.training.reward_functions import forget_edited_modules
-from ppo_rlhf.training.rewards import RewardConfig, RewardFunction, call_reward_function, load_function
+from ppo_rlhf.training.rewards.functions import forget_edited_modules
+from ppo_rlhf.training.rewards.scorers import RewardConfig, RewardFunction, call_reward_function, load_function
 from ppo_rlhf.training.supervised.reward_training import RewardModellingConfig
 
 PROBED_PROMPTS = 2

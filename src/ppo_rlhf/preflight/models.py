@@ -8,7 +8,7 @@ from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.tokenizers import same_vocabulary
 from ppo_rlhf.preflight.request import RunRequest
 from ppo_rlhf.training.config import PPOConfig
-from ppo_rlhf.training.rewards import NOTHING_TO_OFFLOAD, RewardConfig
+from ppo_rlhf.training.rewards.scorers import NOTHING_TO_OFFLOAD, RewardConfig
 from ppo_rlhf.training.run_models import check_device
 from ppo_rlhf.training.state import resolve_device
 

@@ -15,7 +15,7 @@ from ppo_rlhf.preflight.request import RunRequest
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.data.demonstrations import corpus_texts
 from ppo_rlhf.training.data.prompts import PromptDataset, PromptsConfig, split_held_out, tokenise_prompts
-from ppo_rlhf.training.rewards import check_room_to_score
+from ppo_rlhf.training.rewards.scorers import check_room_to_score
 from ppo_rlhf.training.supervised.sft import SupervisedFinetuningConfig
 
 _ROW = "row of the file"  # a column of numbers, by which a part's prompts are found among those that fit

@@ -10,7 +10,7 @@ from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.datasets.resume_checkpoint import LATEST, ResumeCheckpointDataset
 from ppo_rlhf.preflight.request import RunRequest
 from ppo_rlhf.runner import plan_loop
-from ppo_rlhf.training.checkpoint_files import MANIFEST, checkpoint_iterations, verify_checkpoint
+from ppo_rlhf.training.checkpoints.files import MANIFEST, checkpoint_iterations, verify_checkpoint
 
 RESUME_CHECKPOINT = "resume_checkpoint"
 MOST_NAMED = 3

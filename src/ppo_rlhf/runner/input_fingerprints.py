@@ -21,7 +21,7 @@ from ppo_rlhf.datasets.fingerprints import Fingerprints, functions_in, source_fi
 from ppo_rlhf.datasets.own_copy import is_local_file
 from ppo_rlhf.datasets.pretrained_model import PretrainedModelDataset
 from ppo_rlhf.datasets.records import RecordsDataset
-from ppo_rlhf.training.resume import MAY_CHANGE
+from ppo_rlhf.training.checkpoints.resume import MAY_CHANGE
 
 NOTHING = "nothing given"
 

@@ -18,11 +18,12 @@ from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.models.annotations import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_rlhf.models.offloading import on_device
 from ppo_rlhf.training.config import PPOConfig
+from ppo_rlhf.training.config.settings_group import settings_group
 from ppo_rlhf.training.data.prompts import PromptDataset
-from ppo_rlhf.training.generation import GeneratedResponses, SamplingSettings, generate_responses
+from ppo_rlhf.training.generation.responses import GeneratedResponses, SamplingSettings, generate_responses
 from ppo_rlhf.training.precision import autocast
 from ppo_rlhf.training.randomness import episode_uniforms
-from ppo_rlhf.training.rewards import (
+from ppo_rlhf.training.rewards.scorers import (
     LONGEST_METRIC_NAME,
     ResponseBatch,
     RewardFunction,
@@ -31,7 +32,6 @@ from ppo_rlhf.training.rewards import (
     load_function,
 )
 from ppo_rlhf.training.scoring import response_logprobs
-from ppo_rlhf.training.settings_group import settings_group
 
 DEMO_PROMPTS_PATH = "data/01_raw/prompts.jsonl"
 DEMO_JUDGE = "ppo_rlhf.demo.judge:gold_score"

@@ -16,9 +16,9 @@ from ppo_rlhf.models.own_configurations import keep_apart
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.lanes import side_by_side
 from ppo_rlhf.training.precision import deterministic
-from ppo_rlhf.training.rewards import RewardScorer
+from ppo_rlhf.training.rewards.scorers import RewardScorer
+from ppo_rlhf.training.rewards.shaping import final_scores
 from ppo_rlhf.training.rollout import Rollouts
-from ppo_rlhf.training.score_shaping import final_scores
 from ppo_rlhf.training.scoring import scatter_rows
 from ppo_rlhf.training.state import TrainingState
 from ppo_rlhf.training.values import response_values

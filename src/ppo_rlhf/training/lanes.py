@@ -17,8 +17,8 @@ import torch
 from ppo_rlhf.models.annotations import PreTrainedModel
 from ppo_rlhf.models.products.processors import is_amd_with
 from ppo_rlhf.training.config import PPOConfig
+from ppo_rlhf.training.config.model_rules import excludes_lanes
 from ppo_rlhf.training.host_memory import share_one_heap
-from ppo_rlhf.training.model_rules import excludes_lanes
 
 First = TypeVar("First")
 Second = TypeVar("Second")

@@ -14,14 +14,14 @@ from ppo_rlhf.models.annotations import PreTrainedModel
 from ppo_rlhf.models.offloading import on_device
 from ppo_rlhf.models.own_configurations import keep_apart
 from ppo_rlhf.training.config import PPOConfig
+from ppo_rlhf.training.config.model_rules import excludes_lanes
 from ppo_rlhf.training.data.prompts import PromptDataset
-from ppo_rlhf.training.generation import Responses, generate_responses
+from ppo_rlhf.training.generation.responses import Responses, generate_responses
 from ppo_rlhf.training.lanes import side_by_side
-from ppo_rlhf.training.model_rules import excludes_lanes
 from ppo_rlhf.training.packing import PackedSequences, pack, without_padding
 from ppo_rlhf.training.precision import autocast, deterministic
 from ppo_rlhf.training.randomness import episode_prompts, episode_uniforms, micro_batches, minibatch_partition
-from ppo_rlhf.training.rewards import ResponseBatch
+from ppo_rlhf.training.rewards.scorers import ResponseBatch
 from ppo_rlhf.training.scoring import response_logprobs, response_statistics, scatter_rows
 from ppo_rlhf.training.state import TrainingState
 from ppo_rlhf.training.values import response_values

@@ -23,7 +23,7 @@ from ppo_rlhf.models.passes.compilation import check_compiler, compile_layers
 from ppo_rlhf.models.passes.recorded_steps import CudaGraphs, RecordedSteps
 from ppo_rlhf.models.passes.trunks import backbone_of
 from ppo_rlhf.training.config import PPOConfig
-from ppo_rlhf.training.model_rules import device_problems
+from ppo_rlhf.training.config.model_rules import device_problems
 from ppo_rlhf.training.precision import frozen_dtype, torch_dtype
 from ppo_rlhf.training.randomness import generator
 

@@ -21,10 +21,10 @@ from ppo_rlhf.models.products.compiled_shapes import keep_shapes_of_small_models
 from ppo_rlhf.models.tokenizers import stop_token_ids
 from ppo_rlhf.training.alarms import KLAlarms
 from ppo_rlhf.training.config import PPOConfig
-from ppo_rlhf.training.generation import SamplingSettings
+from ppo_rlhf.training.generation.responses import SamplingSettings
 from ppo_rlhf.training.history import MetricHistory
 from ppo_rlhf.training.lanes import most_tokens_side_by_side
-from ppo_rlhf.training.optimisers import build_optimizer, peak_learning_rates
+from ppo_rlhf.training.optimisation.optimisers import build_optimizer, peak_learning_rates
 from ppo_rlhf.training.precision import loss_scaler
 from ppo_rlhf.training.run_models import AnyCritic, prepare_to_train, recorded_steps
 

@@ -17,17 +17,18 @@ from torch import Tensor
 from ppo_rlhf.core.errors import CheckpointError, ConfigError, DataError
 from ppo_rlhf.models.annotations import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_rlhf.models.critic import Critic
-from ppo_rlhf.training import experience, rollout, trainer_inputs, update
-from ppo_rlhf.training.checkpoint_files import newest_whole_checkpoint, prune_checkpoints, verify_checkpoint
-from ppo_rlhf.training.checkpoints import CheckpointRequest, write_checkpoint
+from ppo_rlhf.training import experience, rollout, trainer_inputs
+from ppo_rlhf.training.checkpoints.files import newest_whole_checkpoint, prune_checkpoints, verify_checkpoint
+from ppo_rlhf.training.checkpoints.model_files import exported_policy
+from ppo_rlhf.training.checkpoints.resume import restore
+from ppo_rlhf.training.checkpoints.store import CheckpointRequest, write_checkpoint
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.data.prompts import PromptDataset
+from ppo_rlhf.training.generation.query_sampler import QuerySampler
 from ppo_rlhf.training.history import MetricHistory
-from ppo_rlhf.training.model_files import exported_policy
+from ppo_rlhf.training.optimisation import update
 from ppo_rlhf.training.precision import type_that_saves_no_time
-from ppo_rlhf.training.query_sampler import QuerySampler
-from ppo_rlhf.training.resume import restore
-from ppo_rlhf.training.rewards import RewardScorer
+from ppo_rlhf.training.rewards.scorers import RewardScorer
 from ppo_rlhf.training.rollout import Rollouts
 from ppo_rlhf.training.state import TrainingState, resolve_device
 from ppo_rlhf.training.trainer_models import ModelSource, take_critic, take_policies

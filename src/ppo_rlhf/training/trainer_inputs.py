@@ -20,9 +20,9 @@ from ppo_rlhf.models.tokenizers import ensure_pad_id, ensure_pad_token
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.data.prompts import PromptDataset, tokenise_prompts
 from ppo_rlhf.training.data.tables import table_of_columns, table_of_rows
-from ppo_rlhf.training.generation import Responses, SamplingSettings
+from ppo_rlhf.training.generation.responses import Responses, SamplingSettings
 from ppo_rlhf.training.precision import frozen_dtype
-from ppo_rlhf.training.rewards import (
+from ppo_rlhf.training.rewards.scorers import (
     NOTHING_TO_OFFLOAD,
     ModelScorer,
     ResponseBatch,

@@ -12,11 +12,11 @@ from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.data.prompts import PromptDataset
 from ppo_rlhf.training.experience import score_responses
-from ppo_rlhf.training.rewards import RewardComponentConfig, RewardConfig, RewardScorer, build_reward_scorer
+from ppo_rlhf.training.optimisation.update import optimise
+from ppo_rlhf.training.rewards.scorers import RewardComponentConfig, RewardConfig, RewardScorer, build_reward_scorer
 from ppo_rlhf.training.rollout import generate_rollouts
 from ppo_rlhf.training.run_models import build_critic
 from ppo_rlhf.training.state import TrainingState
-from ppo_rlhf.training.update import optimise
 
 
 def our_config(job: Job) -> PPOConfig:

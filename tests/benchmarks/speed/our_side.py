@@ -12,12 +12,12 @@ from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.data.prompts import PromptDataset
 from ppo_rlhf.training.experience import estimate_advantages, score_responses, shape_rewards
+from ppo_rlhf.training.optimisation.update import optimise
 from ppo_rlhf.training.precision import frozen_dtype
-from ppo_rlhf.training.rewards import RewardComponentConfig, RewardConfig, build_reward_scorer
+from ppo_rlhf.training.rewards.scorers import RewardComponentConfig, RewardConfig, build_reward_scorer
 from ppo_rlhf.training.rollout import generate_rollouts
 from ppo_rlhf.training.run_models import build_critic, load_policies
 from ppo_rlhf.training.state import TrainingState, resolve_device
-from ppo_rlhf.training.update import optimise
 from speed.channel import Channel, peak_memory_mib
 from speed.imports import import_late
 from speed.workload import Job

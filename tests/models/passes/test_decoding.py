@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, DiffLlamaConfig
 from ppo_rlhf.models.passes import decoding
 from ppo_rlhf.models.passes.decoding import Decoder, decodes
 from ppo_rlhf.models.passes.trunks import packs
-from ppo_rlhf.training.generation import SamplingSettings, generate_responses
+from ppo_rlhf.training.generation.responses import SamplingSettings, generate_responses
 from tests.tiny_models import KINDS, tiny_model
 
 PROMPTS = [[4, 7, 9, 12, 5], [6], [8, 10, 11]]

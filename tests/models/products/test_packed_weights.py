@@ -11,7 +11,7 @@ from ppo_rlhf.models.adapters import LoraSettings, with_adapter
 from ppo_rlhf.models.products import packed_weights, rounded
 from ppo_rlhf.models.products.linear import is_plain_linear
 from ppo_rlhf.models.products.processors import has_instructions
-from ppo_rlhf.training.generation import SamplingSettings, generate_responses
+from ppo_rlhf.training.generation.responses import SamplingSettings, generate_responses
 from tests.tiny_models import tiny_model
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")

@@ -8,8 +8,8 @@ from tokenizers import AddedToken
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.training.data.preferences import COLUMNS, check_preferences, sample_preferences, tokenise_preferences
 from ppo_rlhf.training.data.prompts import PromptDataset
-from ppo_rlhf.training.generation import SamplingSettings
-from ppo_rlhf.training.rewards import ModelScorer, ResponseBatch
+from ppo_rlhf.training.generation.responses import SamplingSettings
+from ppo_rlhf.training.rewards.scorers import ModelScorer, ResponseBatch
 from tests.tiny_models import BEGIN, CHAT_TEMPLATE, END, PAD, UNKNOWN, VOCABULARY, tiny_model, word_tokenizer
 
 A, B, C, D = (VOCABULARY.index(word) for word in "abcd")

@@ -13,7 +13,7 @@ from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.data.prompts import PromptDataset
 from ppo_rlhf.training.evaluation import EvaluationConfig, PolicyEvaluation, evaluate_policy, resolve_judge
 from ppo_rlhf.training.precision import frozen_dtype, torch_dtype
-from ppo_rlhf.training.rewards import RewardConfig, build_reward_scorer
+from ppo_rlhf.training.rewards.scorers import RewardConfig, build_reward_scorer
 from ppo_rlhf.training.state import resolve_device, sampling_settings
 
 logger = logging.getLogger(__name__)

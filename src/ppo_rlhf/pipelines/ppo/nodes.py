@@ -9,17 +9,18 @@ from ppo_rlhf.models.annotations import PreTrainedModel
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel, context_length
 from ppo_rlhf.models.offloading import on_device
 from ppo_rlhf.training import experience as experience_steps
-from ppo_rlhf.training import rollout, update
-from ppo_rlhf.training.checkpoints import CheckpointRequest
+from ppo_rlhf.training import rollout
+from ppo_rlhf.training.checkpoints.model_files import exported_policy
+from ppo_rlhf.training.checkpoints.resume import restore
+from ppo_rlhf.training.checkpoints.store import CheckpointRequest
 from ppo_rlhf.training.comparison import compare_evaluations
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.data.prompts import PromptDataset, PromptsConfig, split_held_out, tokenise_prompts
 from ppo_rlhf.training.evaluation import EvaluationConfig, PolicyEvaluation, evaluate_policy, resolve_judge
 from ppo_rlhf.training.experience import Experience, Scores, ShapedRewards
-from ppo_rlhf.training.model_files import exported_policy
+from ppo_rlhf.training.optimisation import update
 from ppo_rlhf.training.precision import frozen_dtype
-from ppo_rlhf.training.resume import restore
-from ppo_rlhf.training.rewards import RewardConfig, RewardScorer, build_reward_scorer
+from ppo_rlhf.training.rewards.scorers import RewardConfig, RewardScorer, build_reward_scorer
 from ppo_rlhf.training.rollout import Rollouts
 from ppo_rlhf.training.run_models import build_critic, load_policies
 from ppo_rlhf.training.state import TrainingState, resolve_device, sampling_settings

@@ -18,9 +18,9 @@ from ppo_rlhf.pipelines.reporting.remarks import headline, remarks
 from ppo_rlhf.pipelines.reporting.terminal import print_result
 from ppo_rlhf.training.comparison import Decided
 from ppo_rlhf.training.config import PPOConfig
+from ppo_rlhf.training.config.settings_group import settings_group
 from ppo_rlhf.training.evaluation import EvaluationConfig, PolicyEvaluation
-from ppo_rlhf.training.rewards import RewardConfig
-from ppo_rlhf.training.settings_group import settings_group
+from ppo_rlhf.training.rewards.scorers import RewardConfig
 from ppo_rlhf.training.tuning import advise, in_words
 
 _DECIDED_ELSEWHERE = ("seed", "prompts_path")  # of the evaluation group: filled from globals

@@ -9,7 +9,7 @@ from ppo_rlhf.models.loading import PretrainedHandle, context_length
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.data import preferences as pairs
 from ppo_rlhf.training.data.prompts import PromptsConfig, split_held_out, tokenise_prompts
-from ppo_rlhf.training.reward_functions import load_function
+from ppo_rlhf.training.rewards.functions import load_function
 from ppo_rlhf.training.state import resolve_device, sampling_settings
 from ppo_rlhf.training.supervised import reward_training
 from ppo_rlhf.training.supervised.reward_training import RewardModellingConfig

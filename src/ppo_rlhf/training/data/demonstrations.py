@@ -16,9 +16,9 @@ from pydantic import Field
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.models.annotations import PreTrainedTokenizerBase
 from ppo_rlhf.models.tokenizers import append_end
+from ppo_rlhf.training.config.settings_group import settings_group
 from ppo_rlhf.training.data.chats import CHAT, is_chat, render_chat
 from ppo_rlhf.training.randomness import permutation
-from ppo_rlhf.training.settings_group import settings_group
 
 logger = logging.getLogger(__name__)
 

@@ -14,10 +14,10 @@ from ppo_rlhf.models.annotations import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_rlhf.models.tokenizers import append_end, end_of_turn_id, special_ids
 from ppo_rlhf.training.data.chats import is_chat, render_chat
 from ppo_rlhf.training.data.prompts import PromptDataset
-from ppo_rlhf.training.generation import GeneratedResponses, SamplingSettings, generate_responses
+from ppo_rlhf.training.generation.responses import GeneratedResponses, SamplingSettings, generate_responses
 from ppo_rlhf.training.randomness import episode_prompts, episode_uniforms
-from ppo_rlhf.training.reward_functions import RewardFunction, call_reward_function
-from ppo_rlhf.training.rewards import close_response
+from ppo_rlhf.training.rewards.functions import RewardFunction, call_reward_function
+from ppo_rlhf.training.rewards.scorers import close_response
 
 COLUMNS = ("prompt", "chosen", "rejected", "chosen_ids", "rejected_ids")
 _STREAM = "preferences"

@@ -33,6 +33,7 @@ from ppo_rlhf.models.products.compiled_shapes import fills_rows
 from ppo_rlhf.models.quiet import quiet_transformers
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.memory.live_bytes import LiveBytes, Peak, in_blocks, storage_sizes
+from ppo_rlhf.training.optimisation.sixteen_bit_gradients import SixteenBitGradients, kept_in_sixteen_bits
 from ppo_rlhf.training.precision import autocast, frozen_dtype, torch_dtype
 from ppo_rlhf.training.run_models import (
     AnyCritic,
@@ -42,7 +43,6 @@ from ppo_rlhf.training.run_models import (
     prepare_to_train,
 )
 from ppo_rlhf.training.scoring import token_statistics
-from ppo_rlhf.training.sixteen_bit_gradients import SixteenBitGradients, kept_in_sixteen_bits
 
 DEVICE = torch.device("cpu")
 """Of the fake tensors, wherever the run will be: it chooses attention kernels, and torch without CUDA has the CPU's."""

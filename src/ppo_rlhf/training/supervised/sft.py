@@ -17,6 +17,7 @@ from ppo_rlhf.models.passes.token_rows import right_padded
 from ppo_rlhf.models.passes.trunks import backbone_of, logits_of, states_at
 from ppo_rlhf.models.products.compiled_shapes import fills_rows
 from ppo_rlhf.models.tokenizers import train_word_tokenizer
+from ppo_rlhf.training.config.settings_group import settings_group
 from ppo_rlhf.training.data.demonstrations import (
     IGNORED,
     PARTS,
@@ -25,7 +26,6 @@ from ppo_rlhf.training.data.demonstrations import (
     tokenise_demonstrations,
 )
 from ppo_rlhf.training.scoring import token_statistics
-from ppo_rlhf.training.settings_group import settings_group
 from ppo_rlhf.training.supervised.optimisation import History, OptimisationConfig, advice
 
 logger = logging.getLogger(__name__)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ppo_rlhf.training.alarms import COLLAPSED_SHARE, NEGATIVE, STANDARD_ERRORS, WORTH_WATCHING
-from ppo_rlhf.training.config_advice import TUNING_GUIDE
+from ppo_rlhf.training.config.advice import TUNING_GUIDE
 from ppo_rlhf.training.tuning.controller_rules import help_controller
 from ppo_rlhf.training.tuning.rule import Change, Finding, Rule, Run, Stage, number
 

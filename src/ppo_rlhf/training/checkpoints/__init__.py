@@ -1,0 +1,1 @@
+"""What a run leaves on disk, whole at any moment: training state, models, and what resuming it may change."""

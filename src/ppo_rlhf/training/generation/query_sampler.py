@@ -1,0 +1,115 @@
+"""Responses to a person's own queries, with the noise that the next iteration's rollouts would have."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ppo_rlhf.models.loading import context_length
+from ppo_rlhf.training.generation.arguments import sampling_from_arguments
+from ppo_rlhf.training.generation.responses import generate_responses
+from ppo_rlhf.training.precision import autocast
+from ppo_rlhf.training.randomness import episode_uniforms
+from ppo_rlhf.training.state import TrainingState
+from ppo_rlhf.training.trainer_inputs import check_room, token_lists
+
+log = logging.getLogger(__name__)
+
+
+class QuerySampler:
+    """Samples from the policy of a training state, and counts what it sampled since the iteration began.
+
+    Attributes:
+        started: `time.perf_counter()` of the iteration's first call, None before it.
+        seconds: Spent on decoding.
+        rows: Responses sampled.
+        vocabulary: Number of token ids of the policy.
+        context: Tokens that the policy can read; None without a limit.
+    """
+
+    def __init__(self, state: TrainingState) -> None:
+        self._state = state
+        self._warned = False
+        self.vocabulary = int(state.policy.config.get_text_config().vocab_size)
+        self.context = context_length(state.policy.config)
+        self.start_iteration()
+
+    def start_iteration(self) -> None:
+        """Count from 0 again."""
+        self.started: float | None = None
+        self.seconds = 0.0
+        self.rows = 0
+
+    def generate(
+        self,
+        queries: Tensor | Sequence[Tensor],
+        return_prompt: bool,
+        batch_size: int | None,
+        arguments: Mapping[str, Any],
+    ) -> list[Tensor] | Tensor:
+        """Do what `PPOTrainer.generate` says."""
+        state, config = self._state, self._state.config
+        is_one = isinstance(queries, Tensor) and queries.dim() == 1
+        rows: Any = [queries] if is_one else queries
+        prompt_ids = token_lists(rows, "query", self.vocabulary)
+        settings = sampling_from_arguments(state.sampling, arguments, self.vocabulary)
+        check_room(prompt_ids, [settings.response_length] * len(prompt_ids), self.context)
+        if settings.temperature != config.temperature and settings.top_k != 1:
+            self._warn_of_temperature(settings.temperature)
+        started = time.perf_counter()
+        with autocast(config, state.device):
+            generated = generate_responses(
+                state.policy,
+                prompt_ids,
+                self._noise(len(prompt_ids))[:, : settings.response_length],
+                settings,
+                engine=config.rollout_engine,
+                batch_size=batch_size or config.local_rollout_forward_batch_size,
+                recorded=state.recorded_steps,
+            )
+        self.started = self.started or started
+        self.seconds += time.perf_counter() - started
+        self.rows += len(prompt_ids)
+        answers = [
+            torch.tensor([*prompt, *response] if return_prompt else response, device=_device_of(row))
+            for row, prompt, response in zip(rows, prompt_ids, generated.token_lists(), strict=True)
+        ]
+        return answers[0][None] if is_one else answers
+
+    def _noise(self, rows: int) -> Tensor:
+        """Return uniforms `[rows, response_length]` for the next rows of this iteration.
+
+        Of the first `batch_size` rows they are the rollout's; rows beyond, which no step trains on, have their own.
+        """
+        config = self._state.config
+        size, first, iteration = config.batch_size, self.rows, self._state.iteration + 1
+        blocks = [
+            episode_uniforms(
+                config.seed,
+                "rollout" if block == 0 else f"rollout beyond {block}",
+                iteration,
+                size,
+                config.response_length,
+            )
+            for block in range(first // size, (first + rows - 1) // size + 1)
+        ]
+        return torch.cat(blocks)[first % size :][:rows]
+
+    def _warn_of_temperature(self, temperature: float) -> None:
+        if not self._warned:
+            self._warned = True
+            log.warning(
+                "generate(temperature=%g): step() takes log-probabilities at ppo.temperature=%g; train at the "
+                "temperature that you sample at",
+                temperature,
+                self._state.config.temperature,
+            )
+
+
+def _device_of(row: Any) -> torch.device | None:
+    return row.device if isinstance(row, Tensor) else None
