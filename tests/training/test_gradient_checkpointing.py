@@ -6,6 +6,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models.gradient_checkpointing import enable_gradient_checkpointing, recomputing
+from ppo_rlhf.models.passes import attention_by_sequence, packed_attention
 from ppo_rlhf.training.optimisation.update import optimise
 
 KINDS = ["gpt2", "llama", "bitnet"]
@@ -44,12 +45,9 @@ def test_every_layer_is_recomputed_once_in_the_update_and_never_before_it(make_r
     assert counted[True][1] == 2 * micro_batches * models
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_numbers_are_the_same_bit_for_bit(make_run, snapshot, same_tensors, kind, variant, dtype):
-    plain = make_run(kind, dtype=dtype, side_by_side=False, **variant)
-    recomputing = make_run(kind, dtype=dtype, gradient_checkpointing=True, **variant)
+def assert_same_numbers(make_run, snapshot, same_tensors, kind, **settings) -> None:
+    plain = make_run(kind, side_by_side=False, **settings)
+    recomputing = make_run(kind, gradient_checkpointing=True, **settings)
     for _ in range(2):
         expected, found = plain.iteration(), recomputing.iteration()
     timed = ("time/", "throughput/", "memory/")
@@ -58,6 +56,26 @@ def test_the_numbers_are_the_same_bit_for_bit(make_run, snapshot, same_tensors, 
     }
     for name in ("policy", "critic"):
         assert same_tensors(snapshot(getattr(recomputing.state, name)), snapshot(getattr(plain.state, name)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_numbers_are_the_same_bit_for_bit(make_run, snapshot, same_tensors, kind, variant, dtype):
+    assert_same_numbers(make_run, snapshot, same_tensors, kind, dtype=dtype, **variant)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_they_are_where_sequences_are_attended_to_one_by_one(
+    make_run, snapshot, same_tensors, monkeypatch, kind, variant
+):
+    """As they are where lengths differ much; these spare too little."""
+    monkeypatch.setattr(attention_by_sequence, "FEWEST_PAIRS", 1)
+    attended, attend = [], packed_attention.attend_by_sequence
+    monkeypatch.setattr(packed_attention, "attend_by_sequence", lambda *x, **o: attended.append(1) or attend(*x, **o))
+    assert_same_numbers(make_run, snapshot, same_tensors, kind, **variant)
+    assert attended
 
 
 def test_routers_that_draw_noise_in_training_mode_draw_none():

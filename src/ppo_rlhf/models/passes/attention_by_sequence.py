@@ -92,9 +92,10 @@ class _BySequence(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         differentiate = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-        *given, attended = ctx.saved_tensors[:4]
+        saved = ctx.saved_tensors  # asked for once: a second time is an error where the pass was computed once more
+        *given, attended = saved[:4]
         gradients = tuple(_empty_for(x, ctx.runs) for x in given)
-        for run, normaliser in zip(ctx.runs, ctx.saved_tensors[4:], strict=True):
+        for run, normaliser in zip(ctx.runs, saved[4:], strict=True):
             parts = map(run.heads_first, (grad_outputs[0], *given, attended))
             found = differentiate(*parts, normaliser, 0.0, True, scale=ctx.scaling)
             for whole, part in zip(gradients, found, strict=True):
