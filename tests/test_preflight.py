@@ -17,7 +17,15 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel, GPT2Model, PreTrainedTokenizerFast
+from transformers import (
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    GPT2LMHeadModel,
+    GPT2Model,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.datasets import PretrainedModelDataset, RecordsDataset, TableDataset
@@ -177,6 +185,16 @@ def test_no_reward_model_is_trained_on_a_backbone_whose_code_would_not_be_saved(
     train = Node(lambda _: 0, "sft_policy", "reward_model", name="train_reward_model")
     (problem,) = find_problems(Pipeline([train]), DataCatalog(datasets), desk.folder)
     assert problem.startswith(f"{own} has Python code of its own, which a reward model trained on it would be saved ")
+
+
+def test_an_end_of_text_that_the_model_does_not_have_ends_no_response(desk: Desk):
+    folder = Path(str(desk.paths["sft_policy"]))
+    tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer | {"eos_token": None}))
+    config = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps(config | {"eos_token_id": 50256}))
+    (problem,) = desk.problems()
+    assert "the tokenizer has no token for stop_token=eos" in problem
 
 
 def _remove(name: str) -> Callable[[Desk], None]:
@@ -397,6 +415,23 @@ def test_a_model_that_the_project_has_not_trained_yet_is_named_with_the_stage_th
     (problem,) = desk.problems()
     assert problem == (
         f"{desk.paths['sft_policy']}: nothing is there yet. Run supervised_finetuning first, or set sft_model_path."
+    )
+
+
+def test_prompts_beyond_the_length_up_to_which_rope_is_steady_are_refused_and_shorter_ones_are_not(desk: Desk):
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "rope_theta": 1e4}
+    shape = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    config = LlamaConfig(
+        **shape, vocab_size=len(WORDS), rope_parameters={**rope, "original_max_position_embeddings": 16}
+    )
+    LlamaForCausalLM(config).save_pretrained(desk.paths["sft_policy"])  # its context has 2048 tokens
+    assert desk.problems() == []
+    _long_prompt(desk)
+    (problem,) = desk.problems()
+    assert "longer than 12 tokens, the model's context of 16 less ppo.response_length=4" in problem
+    assert problem.rstrip(".").endswith(
+        "Of sequences beyond 16 tokens this model's RoPE changes the frequencies for their whole batch, so that "
+        "log-probabilities in PPO would depend on the batch"
     )
 
 

@@ -10,9 +10,13 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     BloomConfig,
+    Gemma3TextConfig,
     GPT2Config,
     GPT2ForSequenceClassification,
     LlamaConfig,
+    LlamaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
 )
 from transformers.activations import ACT2FN
 from transformers.utils.logging import is_progress_bar_enabled
@@ -27,6 +31,7 @@ from ppo_rlhf.models.loading import (
     fuse_activations,
     is_local,
     quiet_transformers,
+    steady_context,
 )
 from ppo_rlhf.models.products.activations import TanhGELU
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
@@ -254,6 +259,86 @@ def test_the_fingerprint_follows_configuration_and_weights_and_not_the_place(tmp
 )
 def test_the_context_is_found_under_each_architectures_name(config, length):
     assert context_length(config) == length
+
+
+SMALL = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 25}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0]}
+ORIGINAL = {"original_max_position_embeddings": 8}
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+
+
+def phi3_config(**longer) -> Phi3Config:
+    """Phi 3, first trained on 8 tokens and stretched to 64."""
+    return Phi3Config(**SMALL, **ORIGINAL, max_position_embeddings=64, pad_token_id=0, rope_scaling=LONGROPE, **longer)
+
+
+def llama_config(rope: dict, context: int = 64) -> LlamaConfig:
+    return LlamaConfig(**SMALL, max_position_embeddings=context, rope_parameters=rope)
+
+
+def of_two_ropes() -> Gemma3TextConfig:
+    ropes = {"full_attention": DYNAMIC, "sliding_attention": {**LONGROPE, **ORIGINAL, "rope_theta": 1e4}}
+    return Gemma3TextConfig(**SMALL, head_dim=8, max_position_embeddings=64, rope_parameters=ropes)
+
+
+@pytest.mark.parametrize(
+    ("config", "length"),
+    [
+        (phi3_config(), 8),
+        (llama_config({**LONGROPE, **ORIGINAL, "rope_theta": 1e4}), 8),
+        (llama_config(DYNAMIC, context=16), 16),
+        (of_two_ropes(), 8),
+    ],
+    ids=["longrope of the configuration", "longrope of its parameters", "dynamic", "by the kind of layer"],
+)
+def test_where_rope_changes_with_the_longest_sequence_ppo_stops_before_and_says_why(config, length):
+    context, why = steady_context(config)
+    assert context == length
+    assert why == (
+        f". Of sequences beyond {length} tokens this model's RoPE changes the frequencies for their whole batch, so "
+        "that log-probabilities in PPO would depend on the batch"
+    )
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        llama_config({"rope_type": "default", "rope_theta": 1e4}),
+        llama_config({"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}),
+        llama_config({**LONGROPE, "original_max_position_embeddings": 128, "rope_theta": 1e4}),
+        Gemma3TextConfig(**SMALL, max_position_embeddings=64),
+        GPT2Config(n_positions=64),
+    ],
+    ids=["default", "linear", "first trained on longer ones", "by the kind of layer", "no RoPE"],
+)
+def test_where_rope_is_steady_ppo_may_use_all_of_the_context(config):
+    assert steady_context(config) == (64, "")
+
+
+def test_a_model_without_a_limit_has_none_in_ppo():
+    assert steady_context(BloomConfig()) == (None, "")
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: Phi3ForCausalLM(phi3_config()), lambda: LlamaForCausalLM(llama_config(DYNAMIC, context=8))]
+)
+def test_a_sequence_depends_on_its_neighbours_just_beyond_that_length(make):
+    model, generator = make().eval(), torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.4, generator=generator)
+    limit, _ = steady_context(model.config)
+    rows = torch.arange(2 * (limit + 1)).view(2, -1) % 25
+    apart = {}
+    for length in (limit, limit + 1):
+        positions = torch.arange(length).repeat(2, 1)
+        positions[1] = positions[1].clamp(max=2)  # a short row, padded on the right
+        with torch.no_grad():
+            together = model(rows[:, :length], position_ids=positions).logits[1, :3]
+            alone = model(rows[1:, :3], position_ids=positions[1:, :3]).logits[0]
+        apart[length] = float((together - alone).abs().max())
+    assert apart[limit] < 1e-5 < 1e-3 < apart[limit + 1]
 
 
 def test_hub_ids_and_paths_are_told_apart(tmp_path, monkeypatch):

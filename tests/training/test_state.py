@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from ppo_rlhf.core.errors import CheckpointError, ConfigError
+from ppo_rlhf.core.errors import CheckpointError, ConfigError, ModelError
 from ppo_rlhf.core.kl import AdaptiveKLController, FixedKLController
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.training.config import PPOConfig
@@ -120,6 +120,20 @@ def test_stop_tokens_follow_the_configuration(make_model, make_tokenizer, values
 def test_a_stop_token_id_outside_the_vocabulary_is_refused(make_model, make_tokenizer):
     with pytest.raises(ConfigError, match=r"^stop_token_id=99 is not an id of the tokenizer \(0 to 22\)\.$"):
         sampling_settings(PPOConfig(stop_token_id=99), make_tokenizer(), make_model("llama"))
+
+
+@pytest.mark.parametrize("configured", [50256, [50256, 2], -1], ids=str)
+def test_an_end_of_text_outside_the_models_vocabulary_ends_nothing(make_model, make_tokenizer, configured):
+    policy = make_model("llama")
+    policy.generation_config = GenerationConfig(eos_token_id=configured)
+    assert sampling_settings(PPOConfig(), make_tokenizer(), policy).stop_token_ids == (2,)
+
+
+def test_a_model_without_any_end_of_text_in_its_vocabulary_is_refused(make_model, make_tokenizer):
+    policy = make_model("llama")
+    policy.generation_config = GenerationConfig(eos_token_id=50256)
+    with pytest.raises(ModelError, match=r"has no token for stop_token=eos\. Give stop_token_id, or stop_token: none"):
+        sampling_settings(PPOConfig(), make_tokenizer(eos_token=None), policy)
 
 
 # --- device and precision --------------------------------------------------------------------------------------------

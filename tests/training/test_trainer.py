@@ -13,13 +13,14 @@ import pytest
 import torch
 from kedro.io import DataCatalog, MemoryDataset
 from torch import Tensor
-from transformers import GPT2Config, GPT2ForSequenceClassification
+from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel
 
 from ppo_rlhf.core.errors import CheckpointError, ConfigError, DataError, ModelError, RewardError
 from ppo_rlhf.datasets import CheckpointDataset
 from ppo_rlhf.models.critic import Critic
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
+from ppo_rlhf.models.tokenizers import train_word_tokenizer
 from ppo_rlhf.pipelines.ppo.pipeline import create_pipeline
 from ppo_rlhf.runner import LoopRunner
 from ppo_rlhf.training import PPOConfig, PPOTrainer, precision
@@ -180,6 +181,25 @@ def test_a_reward_model_without_a_tokenizer_reads_the_policys_ids(sft: str, rewa
         trainer_of(sft, reward=CausalLMRewardModel.from_causal_lm(tiny_model(vocab_size=30)))
 
 
+@pytest.mark.parametrize("given", ["path", "configuration", "objects"])
+def test_a_critic_cannot_start_as_a_reward_model_that_reads_other_ids(sft: str, tmp_path: Path, given: str):
+    """Both models have 25 ids, but the same id is another word."""
+    model, other = CausalLMRewardModel.from_causal_lm(tiny_model(seed=5)), train_word_tokenizer(PROMPTS, 32)
+    path = save(tmp_path / "reward", model, other)
+    reward = {"path": path, "configuration": RewardConfig(components=[{"type": "model"}]), "objects": (model, other)}
+
+    def trainer(**settings: Any) -> PPOTrainer:
+        return trainer_of(sft, config(reward_model_path=path, **settings), reward=reward[given])
+
+    with pytest.raises(ModelError) as caught:
+        trainer(value_model="reward_init")
+    assert str(caught.value) == (
+        "PPOTrainer: ppo.value_model=reward_init: the reward model reads another vocabulary than the policy; set "
+        "ppo.value_model=separate"
+    )
+    trainer()
+
+
 def test_dropout_of_a_model_object_is_switched_off(tmp_path: Path):
     model = tiny_model("gpt2")
     assert model.config.resid_pdrop == 0.1
@@ -260,6 +280,16 @@ def test_without_sampling_the_tokens_are_those_of_transformers_greedy_search(sft
     for query, row in zip(QUERIES, found, strict=True):
         greedy = model.generate(query[None], do_sample=False, max_new_tokens=6, eos_token_id=END, pad_token_id=PAD)
         assert row.tolist() == greedy[0].tolist()
+
+
+def test_an_end_of_text_outside_the_vocabulary_ends_nothing_and_least_lengths_hold():
+    """A configuration made by hand keeps GPT-2's own end of text."""
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=25, n_embd=16, n_layer=1, n_head=2, n_positions=32))
+    assert model.generation_config.eos_token_id == 50256
+    settings = config(min_response_length=3)
+    trainer = PPOTrainer(settings, model, None, word_tokenizer(), reward=early_letters, prompts=PROMPTS)
+    assert trainer.state.sampling.stop_token_ids == (END,)
+    assert trainer.train()[0]["response/length"] >= 3.0
 
 
 def test_stop_tokens_and_least_lengths_can_be_given(sft: str):
@@ -462,6 +492,73 @@ def test_a_model_cannot_be_its_own_reference_unless_adapters_train(sft: str):
     assert PPOTrainer(config(use_peft=True), model, model, word_tokenizer()).reference_policy is model
 
 
+def test_a_reference_of_another_vocabulary_is_refused(sft: str):
+    with pytest.raises(
+        ModelError, match="PPOTrainer: the reference policy's vocabulary has 20 tokens, the policy's 25"
+    ):
+        PPOTrainer(config(), sft, tiny_model(vocab_size=20))
+
+
+SHORT = {"n_positions": 12}  # the policy reads 32
+
+
+@pytest.mark.parametrize(
+    ("whose", "settings", "given"),
+    [
+        ("reference policy", {}, {"reference_policy": tiny_model("gpt2", **SHORT)}),
+        ("critic", {}, {"value_model": tiny_model("gpt2", **SHORT)}),
+        ("critic", {}, {"value_model": Critic.from_policy(tiny_model("gpt2", **SHORT))}),
+        (
+            "critic",
+            {"value_model": "reward_init"},
+            {"reward": tiny_model("gpt2", reward=True, num_labels=1, pad_token_id=PAD, **SHORT)},
+        ),
+    ],
+    ids=["reference", "value model", "critic", "reward model"],
+)
+def test_the_shortest_context_of_all_models_is_the_limit(
+    sft: str, whose: str, settings: dict[str, Any], given: dict[str, Any]
+):
+    """A response has 6 tokens, so a query may have 6 of the 12."""
+
+    def trainer(prompts: Any) -> PPOTrainer:
+        return PPOTrainer(config(**settings), sft, **given, prompts=prompts)
+
+    why = f"That is the {whose}'s context; the policy's is longer"
+    fits, too_long = ["a b c d e f"], ["a b c d e f g"]
+    with pytest.raises(DataError, match=rf"longer than 6 tokens, the model's context of 12 less .*\. {why}$"):
+        trainer(too_long)
+    with pytest.raises(DataError, match=rf"^a query of 7 tokens leaves no room for a .* of 12; .*\. {why}$"):
+        trainer(PromptDataset([[4] * 7], too_long, {}))
+    ready = trainer(fits)
+    with pytest.raises(DataError, match=rf"^a query of 7 tokens .*{why}$"):
+        ready.generate([torch.full((7,), 4)])
+    queries, responses = [torch.full((6,), 4)] * 4, [torch.full((6,), 5)] * 4
+    with pytest.raises(DataError, match=rf"^a query of 7 tokens .*{why}$"):
+        ready.step([*queries[:3], torch.full((7,), 4)], responses, [0.0, 1.0, 2.0, 3.0])
+    ready.step(queries, responses, [0.0, 1.0, 2.0, 3.0])
+    assert ready.state.iteration == 1
+
+
+def frozen(model: Any) -> Any:
+    return model.requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("whose", "settings", "policy", "critic"),
+    [
+        ("policy", {}, frozen(tiny_model()), None),
+        ("policy", {"value_model": "shared"}, frozen(tiny_model()), None),
+        ("critic", {}, tiny_model(), frozen(Critic.from_policy(tiny_model(seed=7)))),
+    ],
+    ids=["policy", "policy with a shared critic", "critic"],
+)
+def test_a_model_of_which_no_weight_trains_is_refused(whose: str, settings: dict[str, Any], policy: Any, critic: Any):
+    with pytest.raises(ModelError, match=f"^no weight of the {whose} trains: requires_grad is False of all of them"):
+        PPOTrainer(config(**settings), policy, None, word_tokenizer(), value_model=critic)
+    PPOTrainer(config(**settings, use_peft=True), policy, None, word_tokenizer(), value_model=critic)
+
+
 def wrapped(model: Any) -> Any:
     model.forward = model.forward  # as accelerate and Trainers leave it
     return model
@@ -658,6 +755,19 @@ def test_columns_go_to_the_reward_function(sft: str):
     frame = pd.DataFrame({"prompt": PROMPTS, "genre": ["good"] * 7})
     assert trainer_of(sft, reward=wanted, prompts=frame).train()[0]["reward/wanted"] == 1.0
     assert seen == ["good"] * 12
+
+
+@pytest.mark.parametrize("taken", ["prompts", "completions"])
+def test_columns_that_reward_functions_could_not_be_given_are_refused(sft: str, reward_model: str, taken: str):
+    expected = f"^prompts: a column is called `{taken}`, and by that name functions get .* Rename it, or take it out$"
+    table = [{"prompt": text, taken: "z"} for text in PROMPTS]
+    ready = PromptDataset([[4]], ["a"], {taken: ["z"]})
+    for prompts in (table, ready):
+        for reward in (early_letters, RewardConfig(components=[FUNCTION])):
+            with pytest.raises(DataError, match=expected):
+                trainer_of(sft, reward=reward, prompts=prompts)
+        for harmless in (None, reward_model):  # no function is called
+            assert list(trainer_of(sft, reward=harmless, prompts=prompts)._prompts.columns) == [taken]
 
 
 @pytest.mark.parametrize("as_table", [False, True])

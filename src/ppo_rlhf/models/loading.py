@@ -21,6 +21,7 @@ from transformers.utils import cached_file
 
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models.annotations import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from ppo_rlhf.models.passes.finite_masks import keep_masks_finite
 from ppo_rlhf.models.products.activations import TanhGELU
 from ppo_rlhf.models.products.compiled_shapes import keep_shapes_of_small_models
 from ppo_rlhf.models.products.linear import use_fast_products
@@ -265,10 +266,11 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfi
 
 
 def prepare(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the model in eval mode, in place: no dropout, and the faster kernels where there are some."""
+    """Return the model in eval mode, in place: no dropout, faster kernels where there are some, masks without NaN."""
     disable_dropout(model)
     fuse_activations(model)
     use_fast_products(model)
+    keep_masks_finite()
     return model.eval()
 
 
@@ -331,6 +333,35 @@ def context_length(config: PretrainedConfig) -> int | None:
         if isinstance(length, int) and length > 0:
             return length
     return None
+
+
+def steady_context(config: PretrainedConfig) -> tuple[int | None, str]:
+    """Return how many tokens PPO may give a model at a time, and why no more where RoPE forbids it (else "").
+
+    Of the kinds `longrope` and `dynamic` transformers takes other frequencies, for a whole batch, as soon as one of its
+    sequences is longer than these. A sequence's log-probabilities would depend on its neighbours, and ratios and KL
+    compare those of different batches. Supervised training compares none, and may use all of the context.
+    """
+    context, steady = context_length(config), min(_steady_lengths(config), default=None)
+    if steady is None or (context is not None and context < steady):
+        return context, ""
+    return steady, (
+        f". Of sequences beyond {steady} tokens this model's RoPE changes the frequencies for their whole batch, so "
+        "that log-probabilities in PPO would depend on the batch"
+    )
+
+
+def _steady_lengths(config: PretrainedConfig) -> Iterator[int]:
+    """Yield up to which length each RoPE of a model keeps its frequencies; nothing for those that always do."""
+    text_config = config.get_text_config()
+    settings = getattr(text_config, "rope_parameters", None) or {}
+    of_layer_types = [found for found in settings.values() if isinstance(found, dict)]
+    for rope in of_layer_types or [settings]:
+        kind = rope.get("rope_type", "default")
+        if kind == "longrope":
+            yield rope["original_max_position_embeddings"]  # transformers sets it where only the configuration has it
+        elif "dynamic" in kind:
+            yield text_config.max_position_embeddings
 
 
 def _check_weights(path: Path) -> None:

@@ -57,6 +57,7 @@ def stop_token_ids(
     *,
     stop_token: str = "eos",
     stop_token_id: int | None = None,
+    vocabulary: int | None = None,
 ) -> tuple[int, ...]:
     """Return the ids that end a response, ascending.
 
@@ -66,6 +67,7 @@ def stop_token_ids(
         stop_token: "eos" is the union of the generation configuration's ids, the tokenizer's end of text and the chat
             template's end of turn; "period" the ids of "."; "none" nothing.
         stop_token_id: An explicit id, which wins over `stop_token`.
+        vocabulary: Number of token ids of the model, see `ids_within`; None where it is not known.
 
     Raises:
         ConfigError: `stop_token_id` is not an id of the tokenizer, or `stop_token` is none of the three.
@@ -85,12 +87,22 @@ def stop_token_ids(
         ids = _end_of_text_ids(tokenizer, generation_config)
     else:
         raise ConfigError(f"stop_token={stop_token!r} is not one of eos, period, none.")
-    if not ids:
+    known = tuple(sorted(ids)) if vocabulary is None else ids_within(ids, vocabulary)
+    if not known:
         raise ModelError(
             f"{tokenizer.name_or_path}: the tokenizer has no token for stop_token={stop_token}. "
             "Give stop_token_id, or stop_token: none to let every response run to its full length."
         )
-    return tuple(sorted(ids))
+    return known
+
+
+def ids_within(ids: Iterable[int], vocabulary: int) -> tuple[int, ...]:
+    """Return the stop ids that a model of so many token ids has, ascending; the others end nothing.
+
+    A configuration made by hand keeps its architecture's end of text (GPT-2's 50256) beside a smaller vocabulary, and
+    an id outside is an old way to switch the end of text off.
+    """
+    return tuple(sorted(index for index in ids if 0 <= index < vocabulary))
 
 
 def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:

@@ -10,18 +10,15 @@ from typing import Any
 
 import pandas as pd
 
-from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.preflight.request import RunRequest
 from ppo_rlhf.training.data.prompts import PromptsConfig, is_prompt
 from ppo_rlhf.training.evaluation import EvaluationConfig, resolve_judge
-from ppo_rlhf.training.rewards.functions import forget_edited_modules
+from ppo_rlhf.training.rewards.functions import check_column_names, forget_edited_modules
 from ppo_rlhf.training.rewards.scorers import RewardConfig, RewardFunction, call_reward_function, load_function
 from ppo_rlhf.training.supervised.reward_training import RewardModellingConfig
 
 PROBED_PROMPTS = 2
 PROMPT_TABLES = ("raw_prompts", "raw_evaluation_prompts")
-GIVEN_OTHERWISE = {"prompts": "the prompts as text", "completions": "the responses"}
-"""What functions get by names that a column cannot have beside it."""
 
 
 def check_functions(run: RunRequest, tables: dict[str, pd.DataFrame]) -> None:
@@ -32,7 +29,7 @@ def check_functions(run: RunRequest, tables: dict[str, pd.DataFrame]) -> None:
     for name, function, read in _functions(run, both):
         for table in read:
             with run.noting():
-                _check_names(run, table, tables[table])
+                check_column_names(tables[table].columns, str(run.source(table)), _column(run))
             prompts, columns = probes[table]
             where = "" if table == both[0] else f" on {run.source(table)}"
             if prompts and not run.attempt(
@@ -41,16 +38,10 @@ def check_functions(run: RunRequest, tables: dict[str, pd.DataFrame]) -> None:
                 break  # one mistake is one line
 
 
-def _check_names(run: RunRequest, table: str, frame: pd.DataFrame) -> None:
-    """Raise DataError if a column has the name of what functions are called with: they would not be given it."""
+def _column(run: RunRequest) -> str | None:
+    """Return the name of the prompts' column, None where the run has no group `prompts` to say so."""
     settings = run.group("prompts")
-    own = settings.column if isinstance(settings, PromptsConfig) else None
-    for taken, given in GIVEN_OTHERWISE.items():
-        if taken in frame.columns and taken != own:
-            raise DataError(
-                f"{run.source(table)}: a column is called `{taken}`, and by that name functions get {given}, so they "
-                "could not be given it. Rename it, or take it out"
-            )
+    return settings.column if isinstance(settings, PromptsConfig) else None
 
 
 def _functions(run: RunRequest, tables: list[str]) -> Iterator[tuple[str, RewardFunction, list[str]]]:

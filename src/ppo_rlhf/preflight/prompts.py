@@ -9,7 +9,7 @@ import pandas as pd
 
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.models.annotations import GenerationConfig, PreTrainedTokenizerBase
-from ppo_rlhf.models.loading import PretrainedHandle, context_length
+from ppo_rlhf.models.loading import PretrainedHandle, context_length, steady_context
 from ppo_rlhf.models.tokenizers import same_vocabulary, special_ids, stop_token_ids, train_word_tokenizer
 from ppo_rlhf.preflight.request import RunRequest
 from ppo_rlhf.training.config import PPOConfig
@@ -27,7 +27,25 @@ class FuturePolicy:
 
     tokenizer: PreTrainedTokenizerBase
     context: int | None
+    ppo_context: tuple[int | None, str]
+    """How many of them PPO may give it, and why no more (`steady_context`)."""
     generation_config: GenerationConfig | None = None
+    vocabulary: int | None = None
+    """Number of its token ids; None: those of the tokenizer."""
+
+    def stop_token_ids(self, ppo: PPOConfig) -> tuple[int, ...]:
+        """Return the ids that will end a response.
+
+        Raises:
+            ConfigError, ModelError: There is none, or not the one that is set.
+        """
+        return stop_token_ids(
+            self.tokenizer,
+            self.generation_config,
+            stop_token=ppo.stop_token,
+            stop_token_id=ppo.stop_token_id,
+            vocabulary=self.vocabulary,
+        )
 
 
 def future_policy(
@@ -36,14 +54,21 @@ def future_policy(
     """Return the SFT policy's tokenizer and context: its own, the base model's, or those of a model from scratch."""
     handle = models.get("base_model" if run.writes("sft_policy") else "sft_policy")
     if handle is not None:
-        return FuturePolicy(handle.tokenizer(), context_length(handle.config()), handle.generation_config())
+        config = handle.config()
+        return FuturePolicy(
+            handle.tokenizer(),
+            context_length(config),
+            steady_context(config),
+            handle.generation_config(),
+            config.get_text_config().vocab_size,
+        )
     settings = run.group("supervised_finetuning")
     if demonstrations is None or not isinstance(settings, SupervisedFinetuningConfig):
         return None
     if "messages" in demonstrations.columns or run.source("base_model") is not None:
         return None  # already refused
     context = settings.max_position_embeddings
-    return FuturePolicy(train_word_tokenizer(corpus_texts(demonstrations), context), context)
+    return FuturePolicy(train_word_tokenizer(corpus_texts(demonstrations), context), context, (context, ""))
 
 
 def check_stop_tokens(run: RunRequest, policy: FuturePolicy | None) -> None:
@@ -51,9 +76,7 @@ def check_stop_tokens(run: RunRequest, policy: FuturePolicy | None) -> None:
     ppo = run.group("ppo")
     if policy is not None and isinstance(ppo, PPOConfig):
         with run.noting():
-            stop_token_ids(
-                policy.tokenizer, policy.generation_config, stop_token=ppo.stop_token, stop_token_id=ppo.stop_token_id
-            )
+            policy.stop_token_ids(ppo)
 
 
 def check_prompts(
@@ -87,13 +110,15 @@ def _check_tokens(
     reward_model: PretrainedHandle | None,
 ) -> None:
     """Raise an error of ours if prompts cannot be tokenised, are too long, or all of a part would be dropped."""
+    context, why = policy.ppo_context
     tokenise = partial(
         tokenise_prompts,
         tokenizer=policy.tokenizer,
         column=settings.column,
         response_length=ppo.response_length,
-        context=policy.context,
+        context=context,
         overlong=ppo.overlong_prompts,
+        why=why,
     )
     numbered = {name: frame.assign(**{_ROW: range(len(frame))}) for name, frame in given.items()}
     fitting = {}
@@ -127,10 +152,7 @@ def _check_room_to_score(
     """Raise ModelError if the reward model reads the policy's ids, and fewer of them than a response can have."""
     if not same_vocabulary(reward_model.tokenizer(), policy.tokenizer):
         return
-    stops = stop_token_ids(
-        policy.tokenizer, policy.generation_config, stop_token=ppo.stop_token, stop_token_id=ppo.stop_token_id
-    )
-    closes = not special_ids(policy.tokenizer).issuperset(stops)
+    closes = not special_ids(policy.tokenizer).issuperset(policy.stop_token_ids(ppo))
     context = context_length(reward_model.config())
     check_room_to_score(context, prompts.prompt_ids, ppo.response_length, closes=closes)
 

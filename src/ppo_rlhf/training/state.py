@@ -24,7 +24,7 @@ from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.generation.responses import SamplingSettings
 from ppo_rlhf.training.history import MetricHistory
 from ppo_rlhf.training.lanes import most_tokens_side_by_side
-from ppo_rlhf.training.optimisation.optimisers import build_optimizer, peak_learning_rates
+from ppo_rlhf.training.optimisation.optimisers import build_optimizer, check_trains, peak_learning_rates
 from ppo_rlhf.training.precision import loss_scaler
 from ppo_rlhf.training.run_models import AnyCritic, prepare_to_train, recorded_steps
 
@@ -127,8 +127,11 @@ class TrainingState:
         Raises:
             ConfigError: The stop token cannot be resolved with this tokenizer, or the policy cannot be decoded with
                 `cuda_graphs`.
-            ModelError: Gradient checkpointing does not fit an architecture.
+            ModelError: Gradient checkpointing does not fit an architecture, all weights of a model are frozen, or the
+                policy has no stop token.
         """
+        check_trains(policy, "policy")
+        check_trains(critic, "critic")
         keep_shapes_of_small_models(policy.num_parameters())
         most_tokens = most_tokens_side_by_side(config, policy, on_cpu=policy.device.type == "cpu")
         if most_tokens:
@@ -207,6 +210,7 @@ def sampling_settings(
             policy.generation_config,
             stop_token=config.stop_token,
             stop_token_id=config.stop_token_id,
+            vocabulary=policy.config.get_text_config().vocab_size,
         ),
         pad_token_id=int(tokenizer.pad_token_id),
         min_response_length=config.min_response_length,

@@ -28,10 +28,11 @@ from ppo_rlhf.training.generation.query_sampler import QuerySampler
 from ppo_rlhf.training.history import MetricHistory
 from ppo_rlhf.training.optimisation import update
 from ppo_rlhf.training.precision import type_that_saves_no_time
+from ppo_rlhf.training.rewards.functions import check_column_names
 from ppo_rlhf.training.rewards.scorers import RewardScorer
 from ppo_rlhf.training.rollout import Rollouts
 from ppo_rlhf.training.state import TrainingState, resolve_device
-from ppo_rlhf.training.trainer_models import ModelSource, take_critic, take_policies
+from ppo_rlhf.training.trainer_models import ModelSource, context_of_all, take_critic, take_policies
 from ppo_rlhf.training.tuning import CURVE_RULES, advise, in_words
 
 log = logging.getLogger(__name__)
@@ -93,11 +94,14 @@ class PPOTrainer:
             config, policy, reference_policy, tokenizer, resolve_device(config.device)
         )
         self._scorer = trainer_inputs.take_reward(reward, start, config)
-        self._prompts = None if prompts is None else trainer_inputs.take_prompts(prompts, start, config)
         reward_model = None if self._scorer is None else self._scorer.model
         critic = take_critic(config, start, self.reference_policy, reward_model, value_model)
+        limit = context_of_all(start.model, self.reference_policy, critic)
+        self._prompts = None if prompts is None else trainer_inputs.take_prompts(prompts, start, config, *limit)
+        if self._prompts is not None and trainer_inputs.calls_functions(reward):
+            check_column_names(self._prompts.columns, "prompts")
         self.state = TrainingState.create(start.model, critic, start.tokenizer, config)
-        self._sampler = QuerySampler(self.state)
+        self._sampler = QuerySampler(self.state, limit)
         if self._scorer is not None and self._prompts is not None:
             stops = self.state.sampling.stop_token_ids
             self._scorer.check_room(self._prompts.prompt_ids, config.response_length, stops)
@@ -191,7 +195,7 @@ class PPOTrainer:
         response_ids = trainer_inputs.token_lists(responses, "response", sampler.vocabulary)
         scorer = trainer_inputs.given_scores(scores, config.batch_size)
         taken = trainer_inputs.take_responses(response_ids, self.state.sampling)
-        trainer_inputs.check_room(prompt_ids, taken.lengths.tolist(), sampler.context)
+        trainer_inputs.check_room(prompt_ids, taken.lengths.tolist(), *sampler.limit)
         rollouts = rollout.complete_rollouts(
             self.state,
             self.reference_policy,

@@ -11,12 +11,12 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from ppo_rlhf.core.errors import ConfigError, DataError, RewardError
+from ppo_rlhf.core.errors import ConfigError, DataError, ModelError, RewardError
 from ppo_rlhf.core.responses import response_lengths
-from ppo_rlhf.models.annotations import PreTrainedModel
-from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel, context_length
+from ppo_rlhf.models.annotations import PreTrainedModel, PreTrainedTokenizerBase
+from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.models.offloading import to_host
-from ppo_rlhf.models.tokenizers import ensure_pad_id, ensure_pad_token
+from ppo_rlhf.models.tokenizers import ensure_pad_id, ensure_pad_token, same_vocabulary
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.data.prompts import PromptDataset, tokenise_prompts
 from ppo_rlhf.training.data.tables import table_of_columns, table_of_rows
@@ -37,7 +37,9 @@ from ppo_rlhf.training.trainer_models import HOST, check_same_vocabulary, take_o
 _MODEL_ALONE = RewardConfig(components=[RewardComponentConfig(type="model")])
 
 
-def take_prompts(prompts: Any, policy: TrainedModel, config: PPOConfig) -> PromptDataset:
+def take_prompts(
+    prompts: Any, policy: TrainedModel, config: PPOConfig, context: int | None, why: str = ""
+) -> PromptDataset:
     """Return prompts as a tokenised dataset.
 
     Args:
@@ -45,12 +47,14 @@ def take_prompts(prompts: Any, policy: TrainedModel, config: PPOConfig) -> Promp
             whose other columns go to reward functions; or a dataset that is tokenised already.
         policy: Its tokenizer reads them.
         config: Hyperparameters.
+        context: Tokens that a prompt and its response may have; None without a limit.
+        why: What errors say of a limit that is not the policy's context.
 
     Raises:
         DataError: There is no prompt, or one cannot be read, or is too long.
     """
     if isinstance(prompts, PromptDataset):
-        check_room(prompts.prompt_ids, [config.response_length] * len(prompts), context_length(policy.model.config))
+        check_room(prompts.prompt_ids, [config.response_length] * len(prompts), context, why)
         return prompts
     if isinstance(prompts, list | tuple) and not (prompts and isinstance(prompts[0], Mapping)):
         frame = pd.DataFrame({"prompt": pd.Series(list(prompts), dtype=object)})
@@ -65,8 +69,9 @@ def take_prompts(prompts: Any, policy: TrainedModel, config: PPOConfig) -> Promp
         policy.tokenizer,
         column="prompt",
         response_length=config.response_length,
-        context=context_length(policy.model.config),
+        context=context,
         overlong=config.overlong_prompts,
+        why=why,
     )
 
 
@@ -82,7 +87,7 @@ def take_reward(reward: Any, policy: TrainedModel, config: PPOConfig) -> RewardS
 
     Raises:
         ConfigError: It is none of these.
-        ModelError: The reward model cannot be used.
+        ModelError: The reward model cannot be used, or not as the start of the critic.
     """
     if (reward is None and config.reward_model_path is None) or isinstance(reward, RewardScorer):
         _check_nothing_to_offload(config)
@@ -90,9 +95,13 @@ def take_reward(reward: Any, policy: TrainedModel, config: PPOConfig) -> RewardS
     device, batch_size = policy.model.device, config.local_rollout_forward_batch_size
     if reward is None or isinstance(reward, str | Path | RewardConfig):
         path = str(reward) if isinstance(reward, str | Path) else config.reward_model_path
+        components = reward if isinstance(reward, RewardConfig) else _MODEL_ALONE
+        handle = None if path is None else PretrainedHandle(path)
+        if handle is not None and components.needs_model:
+            _check_ids_of_critic(handle.tokenizer(), policy, config)
         return build_reward_scorer(
-            reward if isinstance(reward, RewardConfig) else _MODEL_ALONE,
-            None if path is None else PretrainedHandle(path),
+            components,
+            handle,
             policy.tokenizer,
             batch_size=batch_size,
             device=device,
@@ -101,6 +110,7 @@ def take_reward(reward: Any, policy: TrainedModel, config: PPOConfig) -> RewardS
         )
     model, tokenizer = reward if isinstance(reward, tuple) and len(reward) == 2 else (reward, None)
     if isinstance(model, nn.Module):
+        _check_ids_of_critic(tokenizer or policy.tokenizer, policy, config)
         model = _reward_model(model, config, HOST if config.offload_reward_model else device)
         if config.offload_reward_model:
             to_host(model)
@@ -119,6 +129,16 @@ def take_reward(reward: Any, policy: TrainedModel, config: PPOConfig) -> RewardS
         )
     _check_nothing_to_offload(config)
     return _function_scorer(reward)
+
+
+def calls_functions(reward: Any) -> bool:
+    """Return whether a reward, as `take_reward` takes it, calls Python functions with the prompts' other columns.
+
+    False of a RewardScorer: what its parts read of a batch is their own affair.
+    """
+    if isinstance(reward, RewardConfig):
+        return any(component.function is not None for component in reward.components)
+    return callable(reward) and not isinstance(reward, nn.Module)
 
 
 def given_scores(scores: Any, rows: int) -> RewardScorer:
@@ -164,13 +184,16 @@ def token_lists(rows: Any, what: str, vocabulary: int) -> list[list[int]]:
     return result
 
 
-def check_room(queries: Sequence[Sequence[int]], lengths: Sequence[int], context: int | None) -> None:
-    """Raise `DataError` if a query leaves no room for its response, of so many tokens, in the model's context."""
+def check_room(queries: Sequence[Sequence[int]], lengths: Sequence[int], context: int | None, why: str = "") -> None:
+    """Raise `DataError` if a query leaves no room for its response, of so many tokens, in the model's context.
+
+    `why` is what the error says of a context that is less than the model reads (`models.loading.steady_context`).
+    """
     for query, length in zip(queries, lengths, strict=True):
         if context is not None and len(query) + length > context:
             raise DataError(
                 f"a query of {len(query)} tokens leaves no room for a response of {length} in the model's context of "
-                f"{context}; shorten the one or the other"
+                f"{context}; shorten the one or the other{why}"
             )
 
 
@@ -205,6 +228,15 @@ def mean_of(scores: Iterable[Any]) -> float:
 def _check_nothing_to_offload(config: PPOConfig) -> None:
     if config.offload_reward_model:
         raise ConfigError(NOTHING_TO_OFFLOAD)
+
+
+def _check_ids_of_critic(tokenizer: PreTrainedTokenizerBase, policy: TrainedModel, config: PPOConfig) -> None:
+    """Raise `ModelError` if the critic is to start as a reward model to which the policy's ids mean other tokens."""
+    if config.value_model == "reward_init" and not same_vocabulary(tokenizer, policy.tokenizer):
+        raise ModelError(
+            "PPOTrainer: ppo.value_model=reward_init: the reward model reads another vocabulary than the policy; set "
+            "ppo.value_model=separate"
+        )
 
 
 def _reward_model(model: nn.Module, config: PPOConfig, device: torch.device) -> PreTrainedModel:

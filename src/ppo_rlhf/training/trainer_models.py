@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from ppo_rlhf.core.errors import ConfigError, ModelError
 from ppo_rlhf.models.adapters import has_adapter
 from ppo_rlhf.models.annotations import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_rlhf.models.critic import Critic
-from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel, check_vocabulary, prepare
+from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel, check_vocabulary, prepare, steady_context
 from ppo_rlhf.models.offloading import to_host
 from ppo_rlhf.models.tokenizers import ensure_pad_token
 from ppo_rlhf.training.config import PPOConfig
@@ -75,6 +76,7 @@ def take_policies(
             "reference_policy=None for a frozen copy"
         )
         _check_apart(base, frozen, config, complaint)
+        check_same_vocabulary(frozen, base, "reference policy")
     elif config.use_peft:
         frozen = base
     else:
@@ -153,6 +155,17 @@ def check_same_vocabulary(model: PreTrainedModel, policy: PreTrainedModel, what:
     theirs, ours = (each.config.get_text_config().vocab_size for each in (model, policy))
     if theirs != ours:
         raise ModelError(f"PPOTrainer: the {what}'s vocabulary has {theirs} tokens, the policy's {ours}{remedy}")
+
+
+def context_of_all(policy: PreTrainedModel, reference: PreTrainedModel, critic: AnyCritic) -> tuple[int | None, str]:
+    """Return how many tokens all models of a run read, and why no more than that (`models.loading.steady_context`)."""
+    models = {"policy": policy, "reference policy": reference, "critic": critic.backbone}
+    limits = {what: steady_context(model.config) for what, model in models.items()}
+    shortest = min(limits, key=lambda what: limits[what][0] or math.inf)
+    context, why = limits[shortest]
+    if shortest == "policy":  # the first of those that read as few
+        return context, why
+    return context, f". That is the {shortest}'s context; the policy's is longer{why}"
 
 
 def _causal_lm(source: ModelSource, what: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:

@@ -7,13 +7,16 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
+from transformers import Zamba2Config, Zamba2ForCausalLM
 
 from ppo_rlhf.core.errors import CheckpointError
 from ppo_rlhf.models.adapters import trained_parameters
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.training.checkpoints.model_files import exported_policy, optimizers, read_models, write_models
 from ppo_rlhf.training.checkpoints.store import read_checkpoint, write_checkpoint
+from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.optimisation.update import optimise
+from ppo_rlhf.training.trainer import PPOTrainer
 
 IDS = torch.tensor([[3, 9, 14, 6], [5, 7, 4, 12]])
 LORA = {"use_peft": True, "lora_r": 2}
@@ -148,6 +151,82 @@ def test_a_critic_of_other_names_is_refused(build, tmp_path):
     save_file({"weight": torch.zeros(1)}, tmp_path / "critic.safetensors")
     with pytest.raises(ValueError, match="weights of other names"):
         read_models(tmp_path, run.state)
+
+
+# --- layers that are one module in several places --------------------------------------------------------------------
+
+
+def zamba2() -> Zamba2ForCausalLM:
+    """Five layers, of which the second and the fourth share one block of attention; the model class says so."""
+    shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 5, "vocab_size": 23, "pad_token_id": 0}
+    attention = {"num_attention_heads": 2, "num_key_value_heads": 2, "attention_head_dim": 16, "num_mem_blocks": 1}
+    mamba = {"mamba_d_state": 8, "n_mamba_heads": 2, "mamba_headdim": 16, "mamba_ngroups": 1, "chunk_size": 4}
+    kinds = ["mamba", "hybrid", "mamba", "hybrid", "mamba"]
+    torch.manual_seed(0)
+    return Zamba2ForCausalLM(Zamba2Config(**shape, **attention, **mamba, layers_block_type=kinds, adapter_rank=4))
+
+
+def words(prompts, completions, **_) -> list[float]:
+    return [len(text.split()) / 4 for text in completions]
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, LORA, {"value_model": "shared"}], ids=["separate", "separate, lora", "shared"]
+)
+def test_models_of_one_block_in_several_places_go_on_from_a_checkpoint(
+    make_prompts, make_tokenizer, tmp_path, settings
+):
+    def trainer() -> PPOTrainer:
+        config = PPOConfig(
+            **settings, total_episodes=8, per_device_train_batch_size=4, response_length=3, save_interval=1,
+            ema_decay=0.7, device="cpu", learning_rate=1e-2, save_total_limit=2,
+        )  # fmt: skip
+        return PPOTrainer(config, zamba2(), None, make_tokenizer(), reward=words, prompts=make_prompts())
+
+    whole, resumed = trainer(), trainer()
+    whole.train(output_dir=tmp_path)
+    resumed.train(resume_from_checkpoint=tmp_path / "iteration_000001")
+    assert resumed.state.iteration == 2
+    assert_same(everything(resumed.state), everything(whole.state))
+
+
+def test_a_critic_of_one_block_in_several_places_is_held_once_and_still_read_strictly(build, tmp_path):
+    def with_a_block_twice():
+        run = build()
+        run.state.critic.backbone.layers[1] = run.state.critic.backbone.layers[0]
+        return run
+
+    run, path = with_a_block_twice(), tmp_path / "critic.safetensors"
+    write_models(tmp_path, run.state)
+    held = load_file(path)
+    assert held.keys() == {name for name, _ in run.state.critic.named_parameters()}
+    other = with_a_block_twice()
+    with torch.no_grad():
+        for parameter in other.state.critic.parameters():
+            parameter.fill_(2.0)
+    read_models(tmp_path, other.state)
+    assert_same(everything(other.state), everything(run.state))
+    for spoiled in (dict(list(held.items())[1:]), {**held, "more": torch.zeros(1)}):
+        save_file(spoiled, path)
+        with pytest.raises(ValueError, match="weights of other names"):
+            read_models(tmp_path, other.state)
+
+
+def test_a_critic_without_sharing_is_held_under_all_its_names(build, tmp_path):
+    run = build("gpt2")
+    write_models(tmp_path, run.state)
+    assert load_file(tmp_path / "critic.safetensors").keys() == run.state.critic.state_dict().keys()
+
+
+def test_weights_that_no_file_can_hold_are_one_line_and_leave_nothing(build, tmp_path):
+    run = build()
+    head = run.state.critic.value_head
+    head.register_buffer("beginning", head.weight.detach()[:, :4])  # overlaps in memory: no copy
+    with pytest.raises(CheckpointError) as caught:
+        write_checkpoint(tmp_path / "run", run.state)
+    assert str(caught.value).startswith(f"{tmp_path / 'run' / 'iteration_000000'}: cannot write the checkpoint: ")
+    assert "\n" not in str(caught.value)
+    assert list((tmp_path / "run").iterdir()) == []
 
 
 # --- the moving average ----------------------------------------------------------------------------------------------

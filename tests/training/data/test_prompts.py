@@ -5,10 +5,15 @@ import re
 
 import pandas as pd
 import pytest
+import torch
 from tokenizers.processors import TemplateProcessing
+from transformers import Phi3Config, Phi3ForCausalLM
 
 from ppo_rlhf.core.errors import ConfigError, DataError
+from ppo_rlhf.models.loading import TrainedModel
+from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.data.prompts import PromptDataset, PromptsConfig, split_held_out, tokenise_prompts
+from ppo_rlhf.training.trainer import PPOTrainer
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ m['role'][0] }} {{ m['content'] }} </s> {% endfor %}"
@@ -16,10 +21,12 @@ CHAT_TEMPLATE = (
 )
 
 
-def tokenise(values, tokenizer, *, column="prompt", length=4, context=10, overlong="error", name="prompts", **columns):
+def tokenise(
+    values, tokenizer, *, column="prompt", length=4, context=10, overlong="error", name="prompts", why="", **columns
+):
     frame = pd.DataFrame({column: values, **columns})
     return tokenise_prompts(
-        frame, tokenizer, column=column, response_length=length, context=context, overlong=overlong, name=name
+        frame, tokenizer, column=column, response_length=length, context=context, overlong=overlong, name=name, why=why
     )
 
 
@@ -224,6 +231,50 @@ def test_overlong_prompts_are_dropped_with_their_columns(make_tokenizer):
     assert prompts.texts == [SHORT, JUST]
     assert prompts.prompt_ids == [[3, 4], [3, 4, 5, 6, 7, 8]]
     assert prompts.columns == {"n": [1, 3]}
+
+
+def test_every_error_of_overlong_prompts_ends_with_the_reason_for_a_short_context(make_tokenizer):
+    for length, overlong in ((4, "error"), (4, "drop"), (10, "error")):
+        arguments = {"length": length, "overlong": overlong}
+        plain = message(tokenise, [LONG], make_tokenizer(), **arguments)
+        assert message(tokenise, [LONG], make_tokenizer(), **arguments, why=". So it is") == f"{plain}. So it is"
+
+
+@pytest.fixture
+def stretched(make_tokenizer) -> TrainedModel:
+    """A Phi 3 whose RoPE is another one beyond 10 tokens; it reads 64."""
+    shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    lengths = {"original_max_position_embeddings": 10, "max_position_embeddings": 64}
+    config = Phi3Config(**shape, **lengths, vocab_size=23, pad_token_id=0, rope_scaling=rope)
+    return TrainedModel(Phi3ForCausalLM(config), make_tokenizer())
+
+
+BEYOND = (
+    ". Of sequences beyond 10 tokens this model's RoPE changes the frequencies for their whole batch, so that "
+    "log-probabilities in PPO would depend on the batch"
+)
+
+
+def trainer_on(policy: TrainedModel, prompts) -> PPOTrainer:
+    settings = PPOConfig(response_length=4, total_episodes=2, per_device_train_batch_size=2, device="cpu")
+    return PPOTrainer(settings, policy.model, None, policy.tokenizer, reward=len, prompts=prompts)
+
+
+def test_the_trainer_refuses_prompts_beyond_the_length_up_to_which_rope_is_steady(stretched):
+    refusal = message(trainer_on, stretched, [SHORT, LONG])
+    assert "\n" not in refusal
+    assert refusal.endswith(f"or shorten the responses{BEYOND}")
+    assert message(trainer_on, stretched, PromptDataset([[3] * 7], [LONG], {})) == (
+        "a query of 7 tokens leaves no room for a response of 4 in the model's context of 10; shorten the one or the "
+        f"other{BEYOND}"
+    )
+
+
+def test_the_trainer_answers_queries_up_to_the_length_up_to_which_rope_is_steady_and_no_longer_ones(stretched):
+    trainer = trainer_on(stretched, [SHORT, JUST])
+    assert len(trainer.generate([torch.tensor([3] * 6)], return_prompt=False)) == 1
+    assert message(trainer.generate, [torch.tensor([3] * 7)]).endswith(BEYOND)
 
 
 def test_overlong_prompts_are_truncated_on_the_left(make_tokenizer):

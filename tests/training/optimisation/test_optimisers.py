@@ -7,8 +7,14 @@ import pytest
 import torch
 from torch.optim import AdamW
 
+from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.training.config import LearningRateSchedule, PPOConfig
-from ppo_rlhf.training.optimisation.optimisers import build_optimizer, learning_rate_factor, set_learning_rates
+from ppo_rlhf.training.optimisation.optimisers import (
+    build_optimizer,
+    check_trains,
+    learning_rate_factor,
+    set_learning_rates,
+)
 
 
 def factors(iterations: int, **settings) -> list[float]:
@@ -147,6 +153,19 @@ def test_norms_and_biases_are_in_the_group_without_decay(make_run, kind):
         vectors = {names[id(p)] for p in stays["params"]}
         assert all(any(word in name for word in ("bias", "norm", "ln_")) for name in vectors)
         assert not any(word in names[id(p)] for p in decays["params"] for word in ("bias", "norm", "ln_"))
+
+
+def test_a_model_must_have_a_weight_that_trains():
+    layer = torch.nn.Linear(1, 1)
+    layer.weight.requires_grad_(False)
+    check_trains(layer, "policy")
+    layer.bias.requires_grad_(False)
+    with pytest.raises(ModelError) as caught:
+        check_trains(layer, "policy")
+    assert str(caught.value) == (
+        "no weight of the policy trains: requires_grad is False of all of them. Set it where weights are to train "
+        "(requires_grad_(True) on the model, for all), or train adapters (ppo.use_peft=true)"
+    )
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch"])

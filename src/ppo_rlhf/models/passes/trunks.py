@@ -94,12 +94,17 @@ def packing(model: PreTrainedModel, *backbones: PreTrainedModel) -> Iterator[Non
 
 
 def packs(backbone: PreTrainedModel) -> bool:
-    """Whether a model's states of packed sequences are those of each sequence alone; found out at the first call."""
+    """Whether a model's states of packed sequences are those of each sequence alone; found out at the first call.
+
+    Raises:
+        ModelError: It needs padding, and its states beside padding are not finite.
+    """
     if backbone not in _packs:
         can = has_plain_attention(backbone) and _keeps_sequences_apart(backbone)
         if can:
             _tails[backbone] = _find_tail(backbone)
         else:
+            _check_padding(backbone)
             log.info("%s needs padding: its passes compute that, too.", type(backbone).__name__)
         _packs[backbone] = can
     return _packs[backbone]
@@ -176,6 +181,29 @@ def _keeps_sequences_apart(backbone: PreTrainedModel) -> bool:
     except WHATEVER_A_MODEL_RAISES:
         return False
     return are_close(found, expected) and are_close(other[len(first) :], found[len(first) :])
+
+
+def _check_padding(backbone: PreTrainedModel) -> None:
+    """Ask a model of float64 for the states of a sequence beside padding; NaN would look like a run that diverged.
+
+    A model that masks by float64's smallest number of its own accord, and not through transformers' masks
+    (`finite_masks`), can have none. Narrower types have no such number.
+
+    Raises:
+        ModelError: They are not finite, though those of the sequence alone are.
+    """
+    if backbone.dtype != torch.float64:
+        return
+    mask = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 0, 1, 1]])
+    rows = TokenRows.of(some_ids(backbone, 5).expand(2, -1), mask, (mask.cumsum(-1) - 1).clamp(min=0))
+    alone = right_padded([some_ids(backbone, 5).tolist()], 0)
+    with asking(backbone):
+        is_finite = [bool(_padded_states(backbone, x.to(backbone.device)).isfinite().all()) for x in (alone, rows)]
+    if is_finite == [True, False]:
+        raise ModelError(
+            f"{type(backbone).__name__} cannot do without padding, and in float64 its states beside padding are not "
+            "finite. Set ppo.dtype=float32"
+        )
 
 
 def _find_tail(backbone: PreTrainedModel) -> Tail:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pandas as pd
 
 from ppo_rlhf.models.annotations import PreTrainedModel
-from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel, context_length
+from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel, steady_context
 from ppo_rlhf.models.offloading import on_device
 from ppo_rlhf.training import experience as experience_steps
 from ppo_rlhf.training import rollout
@@ -57,7 +57,7 @@ def prepare_prompts(
             len(raw_evaluation_prompts),
             len(held_out),
         )
-    tokenizer, context = sft_policy.tokenizer(), context_length(sft_policy.config())
+    tokenizer, (context, why) = sft_policy.tokenizer(), steady_context(sft_policy.config())
     prepared = {
         name: tokenise_prompts(
             frame,
@@ -67,6 +67,7 @@ def prepare_prompts(
             context=context,
             overlong=ppo_config.overlong_prompts,
             name=name.replace("_", " "),
+            why=why,
         )
         for name, frame in {"training_prompts": training, "evaluation_prompts": held_out}.items()
     }

@@ -5,7 +5,7 @@ import logging
 import pandas as pd
 
 from ppo_rlhf.core.errors import DataError
-from ppo_rlhf.models.loading import PretrainedHandle, context_length
+from ppo_rlhf.models.loading import PretrainedHandle, steady_context
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.data import preferences as pairs
 from ppo_rlhf.training.data.prompts import PromptsConfig, split_held_out, tokenise_prompts
@@ -48,14 +48,16 @@ def collect_preferences(
     training, _ = split_held_out(
         raw_prompts, raw_evaluation_prompts, prompts.held_out_share, prompts.max_held_out, prompts.seed, prompts.column
     )
+    context, why = steady_context(sft_policy.config())  # what PPO will answer
     dataset = tokenise_prompts(
         training,
         tokenizer,
         column=prompts.column,
         response_length=ppo.response_length,
-        context=context_length(sft_policy.config()),
+        context=context,
         overlong=ppo.overlong_prompts,
         name="training prompts",
+        why=why,
     )
     policy = sft_policy.causal_lm().to(resolve_device(reward_modelling.device))  # type: ignore[arg-type]
     log.info("Sampling %d pairs from the SFT policy, labelled by %s …", reward_modelling.pairs, labeller)

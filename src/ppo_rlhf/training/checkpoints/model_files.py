@@ -49,6 +49,7 @@ def write_models(directory: Path, state: TrainingState) -> None:
 
     Raises:
         OSError, SafetensorError: A file cannot be written.
+        RuntimeError, ValueError: Weights are not what a file can hold, as those that overlap in memory.
     """
     with quiet_transformers():
         if has_adapter(state.policy):
@@ -105,8 +106,16 @@ def _plain(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _saved_weights(critic: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of a critic that a checkpoint holds; writing into them changes the critic."""
-    return {**trained_parameters(critic)} if has_adapter(critic) else critic.state_dict()
+    """Return the tensors of a critic that a checkpoint holds; writing into them changes the critic.
+
+    Each under the first of its names: layers may be one module in several places (Zamba2), and safetensors refuses a
+    tensor that comes twice.
+    """
+    if has_adapter(critic):
+        return {**trained_parameters(critic)}
+    held = critic.state_dict(keep_vars=True)  # detached, one tensor under two names would be two
+    first_names = {id(tensor): name for name, tensor in reversed(held.items())}
+    return {name: tensor for name, tensor in held.items() if first_names[id(tensor)] == name}
 
 
 def _fingerprints(state: TrainingState) -> dict[str, str]:

@@ -66,8 +66,9 @@ def write_checkpoint(run_directory: Path, state: TrainingState) -> Path:
     check_free_space(run_directory, state, copies=1)
     try:
         write_directory(target, state.iteration, lambda directory: _write_state(directory, state))
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{target}: cannot write the checkpoint: {error}") from error
+    except (OSError, SafetensorError, RuntimeError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]  # of weights that overlap safetensors writes a page
+        raise CheckpointError(f"{target}: cannot write the checkpoint: {reason}") from error
     return target
 
 

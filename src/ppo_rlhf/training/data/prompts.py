@@ -124,6 +124,7 @@ def tokenise_prompts(
     context: int | None,
     overlong: Literal["error", "drop", "truncate_left"],
     name: str = "prompts",
+    why: str = "",
 ) -> PromptDataset:
     """Return the tokenised prompts of a table.
 
@@ -140,6 +141,7 @@ def tokenise_prompts(
         context: The model's context in tokens, or None if it has no limit.
         overlong: What to do with prompts longer than `context - response_length`.
         name: Where the table comes from, for errors.
+        why: What errors say of a context that is less than the model reads (`models.loading.steady_context`).
 
     Raises:
         DataError: The column is missing, a column has a name of ours, a row is not text or messages, there is none, or
@@ -171,7 +173,7 @@ def tokenise_prompts(
         if room < 1:
             raise DataError(
                 f"ppo.response_length={response_length} leaves no room for a prompt in the model's context of "
-                f"{context} tokens; set it to at most {context - 1}"
+                f"{context} tokens; set it to at most {context - 1}{why}"
             )
         too_long = [i for i in keep if len(ids[i]) > room]
         if too_long and overlong == "error":
@@ -180,6 +182,7 @@ def tokenise_prompts(
                 f"{name}: {len(too_long)} of {len(ids)} prompts (the first in row {too_long[0]}) are longer than "
                 f"{room} tokens, the model's context of {context} less ppo.response_length={response_length}; the "
                 f"longest has {longest}. Set ppo.overlong_prompts to drop or truncate_left, or shorten the responses"
+                f"{why}"
             )
         if overlong == "drop":
             keep = [i for i in keep if len(ids[i]) <= room]
@@ -187,7 +190,7 @@ def tokenise_prompts(
                 raise DataError(
                     f"{name}: none of {len(ids)} has at most {room} tokens, the model's context of {context} less "
                     f"ppo.response_length={response_length}, and ppo.overlong_prompts=drop leaves longer ones out. Set "
-                    "it to truncate_left, shorten the responses, or give shorter prompts"
+                    f"it to truncate_left, shorten the responses, or give shorter prompts{why}"
                 )
         elif overlong == "truncate_left":
             ids = [_truncate_left(tokens, room, tokenizer.bos_token_id) for tokens in ids]

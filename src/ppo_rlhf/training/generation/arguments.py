@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ppo_rlhf.core.errors import ConfigError
+from ppo_rlhf.models.tokenizers import ids_within
 from ppo_rlhf.training.config.settings_group import closest
 from ppo_rlhf.training.generation.responses import SamplingSettings
 
@@ -34,7 +35,7 @@ def _do_sample(sampling: SamplingSettings, value: Any) -> dict[str, Any]:
 
 def _stop_ids(sampling: SamplingSettings, value: Any) -> dict[str, Any]:
     ids = value if isinstance(value, list | tuple) else [] if value is None else [value]
-    return {"stop_token_ids": tuple(sorted(map(int, ids)))}
+    return {"stop_token_ids": tuple(map(int, ids))}
 
 
 _ARGUMENTS: dict[str, Callable[[SamplingSettings, Any], dict[str, Any]]] = {
@@ -56,7 +57,7 @@ def sampling_from_arguments(
     """Return the run's sampling settings, changed by arguments of `generate`.
 
     `top_k` 0 or None and `top_p` 1 or None are off, as is `min_length` -1. `do_sample=False` takes the most probable
-    token. An end-of-text id outside the vocabulary, an old way to switch it off, ends nothing.
+    token. An end-of-text id outside the vocabulary ends nothing.
 
     Args:
         sampling: The run's own.
@@ -76,8 +77,7 @@ def sampling_from_arguments(
     for name, change in _ARGUMENTS.items():
         if name in arguments:
             changed = dataclasses.replace(changed, **_of_right_type(sampling, name, change, arguments[name]))
-    stops = tuple(i for i in changed.stop_token_ids if 0 <= i < vocabulary)
-    changed = dataclasses.replace(changed, stop_token_ids=stops)
+    changed = dataclasses.replace(changed, stop_token_ids=ids_within(changed.stop_token_ids, vocabulary))
     _check(changed, vocabulary)
     return changed
 

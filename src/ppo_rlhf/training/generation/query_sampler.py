@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ppo_rlhf.models.loading import context_length
 from ppo_rlhf.training.generation.arguments import sampling_from_arguments
 from ppo_rlhf.training.generation.responses import generate_responses
 from ppo_rlhf.training.precision import autocast
@@ -29,14 +28,14 @@ class QuerySampler:
         seconds: Spent on decoding.
         rows: Responses sampled.
         vocabulary: Number of token ids of the policy.
-        context: Tokens that the policy can read; None without a limit.
+        limit: Tokens that a query and its response may have, and why no more (`trainer_models.context_of_all`).
     """
 
-    def __init__(self, state: TrainingState) -> None:
+    def __init__(self, state: TrainingState, limit: tuple[int | None, str]) -> None:
         self._state = state
         self._warned = False
         self.vocabulary = int(state.policy.config.get_text_config().vocab_size)
-        self.context = context_length(state.policy.config)
+        self.limit = limit
         self.start_iteration()
 
     def start_iteration(self) -> None:
@@ -58,7 +57,7 @@ class QuerySampler:
         rows: Any = [queries] if is_one else queries
         prompt_ids = token_lists(rows, "query", self.vocabulary)
         settings = sampling_from_arguments(state.sampling, arguments, self.vocabulary)
-        check_room(prompt_ids, [settings.response_length] * len(prompt_ids), self.context)
+        check_room(prompt_ids, [settings.response_length] * len(prompt_ids), *self.limit)
         if settings.temperature != config.temperature and settings.top_k != 1:
             self._warn_of_temperature(settings.temperature)
         started = time.perf_counter()

@@ -9,10 +9,20 @@ import transformers
 from torch import nn
 from torch.optim import AdamW
 
+from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.training.config import PPOConfig
 
 if TYPE_CHECKING:
     from ppo_rlhf.training.state import TrainingState
+
+
+def check_trains(model: nn.Module, what: str) -> None:
+    """Raise `ModelError` if all weights of a model are frozen: AdamW takes no empty list, and nothing would train."""
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ModelError(
+            f"no weight of the {what} trains: requires_grad is False of all of them. Set it where weights are to "
+            "train (requires_grad_(True) on the model, for all), or train adapters (ppo.use_peft=true)"
+        )
 
 
 def build_optimizer(module: nn.Module, learning_rate: float, config: PPOConfig) -> AdamW:

@@ -7,15 +7,18 @@ import inspect
 import math
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
-from ppo_rlhf.core.errors import RewardError
+from ppo_rlhf.core.errors import DataError, RewardError
 
 RewardFunction = Callable[..., list[float]]
+
+GIVEN_OTHERWISE = {"prompts": "the prompts as text", "completions": "the responses"}
+"""What functions get by names that a column cannot have beside it."""
 
 _imported: dict[str, tuple[Path, str]] = {}
 """Files of the modules that `load_function` imported, with their SHA-256 as they were then."""
@@ -97,6 +100,23 @@ def _first_on_path(folders: list[str]) -> Iterator[None]:
             sys.path.remove(path)
 
 
+def check_column_names(columns: Iterable[str], where: str, own: str | None = None) -> None:
+    """Raise `DataError` if a column has the name of what functions are called with: they would not be given it.
+
+    Args:
+        columns: Names of the prompt table's columns.
+        where: Where the table comes from, for errors.
+        own: The column of the prompts, which may have any name.
+    """
+    names = set(columns)
+    for taken, given in GIVEN_OTHERWISE.items():
+        if taken in names and taken != own:
+            raise DataError(
+                f"{where}: a column is called `{taken}`, and by that name functions get {given}, so they "
+                "could not be given it. Rename it, or take it out"
+            )
+
+
 def call_reward_function(
     function: RewardFunction,
     name: str,
@@ -109,7 +129,7 @@ def call_reward_function(
     Prompts and completions go in by name where the function calls them so (in whichever order; one that only reads
     completions may leave prompts out), else as its first two arguments. Columns are keyword arguments; a function
     without `**columns` gets those it names. A column with the name of one of its first two arguments is left out, and
-    so is one called `prompts` or `completions` (a run of the pipeline refuses it).
+    so is one called `prompts` or `completions` (`check_column_names` refuses it before a run).
 
     Raises:
         RewardError: It raised, or returned another count, or something that is not a finite number.
