@@ -65,8 +65,7 @@ def test_the_numbers_are_the_same_bit_for_bit(make_run, snapshot, same_tensors, 
     assert_same_numbers(make_run, snapshot, same_tensors, kind, dtype=dtype, **variant)
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "variant"), zip([*KINDS, "gpt2"], VARIANTS, strict=True), ids=str)
 def test_they_are_where_sequences_are_attended_to_one_by_one(
     make_run, snapshot, same_tensors, monkeypatch, kind, variant
 ):

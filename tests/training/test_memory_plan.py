@@ -355,15 +355,15 @@ def planned_over_measured(name: str, folder: Path) -> float:
     return float(row["planned"] / row["measured"]["peak"])
 
 
-@pytest.mark.parametrize("name", ["tiny", "tiny, longer"])
-def test_the_plan_meets_the_measured_peak(name, tmp_path):
-    assert planned_over_measured(name, tmp_path) == pytest.approx(1.0, abs=TOLERANCE)
+def test_the_plan_meets_the_measured_peak(tmp_path):
+    assert planned_over_measured("tiny", tmp_path) == pytest.approx(1.0, abs=TOLERANCE)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
+        "tiny, longer",
         "tiny, one minibatch",
         "small",
         "small, bfloat16",
