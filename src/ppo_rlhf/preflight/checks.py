@@ -20,13 +20,13 @@ from ppo_rlhf.preflight.models import (
     reward_model_is_needed,
 )
 from ppo_rlhf.preflight.prompts import check_prompts, check_stop_tokens, future_policy
-from ppo_rlhf.preflight.request import RunRequest
+from ppo_rlhf.preflight.request import PROMPT_TABLES, RunRequest
 from ppo_rlhf.preflight.resume import check_resume
 from ppo_rlhf.preflight.tables import check_demonstrations, check_given_preferences, check_lengths
 from ppo_rlhf.training.config import PPOConfig
 
 SEEN_TO_ELSEWHERE = (MemoryDataset, RecordsDataset, PretrainedModelDataset, ResumeCheckpointDataset)
-TABLES = ("raw_demonstrations", "raw_preferences", "raw_prompts", "raw_evaluation_prompts")
+TABLES = ("raw_demonstrations", "raw_preferences", *PROMPT_TABLES)
 
 
 def find_problems(

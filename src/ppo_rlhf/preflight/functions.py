@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-from ppo_rlhf.preflight.request import RunRequest
+from ppo_rlhf.preflight.request import PROMPT_TABLES, RunRequest
 from ppo_rlhf.training.data.prompts import PromptsConfig, is_prompt
 from ppo_rlhf.training.evaluation import EvaluationConfig, resolve_judge
 from ppo_rlhf.training.rewards.functions import check_column_names, forget_edited_modules
@@ -18,7 +18,6 @@ from ppo_rlhf.training.rewards.scorers import RewardConfig, RewardFunction, call
 from ppo_rlhf.training.supervised.reward_training import RewardModellingConfig
 
 PROBED_PROMPTS = 2
-PROMPT_TABLES = ("raw_prompts", "raw_evaluation_prompts")
 
 
 def check_functions(run: RunRequest, tables: dict[str, pd.DataFrame]) -> None:

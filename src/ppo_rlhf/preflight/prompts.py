@@ -11,7 +11,7 @@ from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.models.annotations import GenerationConfig, PreTrainedTokenizerBase
 from ppo_rlhf.models.loading import PretrainedHandle, context_length, steady_context
 from ppo_rlhf.models.tokenizers import same_vocabulary, special_ids, stop_token_ids, train_word_tokenizer
-from ppo_rlhf.preflight.request import RunRequest
+from ppo_rlhf.preflight.request import PROMPT_TABLES, RunRequest
 from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.data.demonstrations import corpus_texts
 from ppo_rlhf.training.data.prompts import PromptDataset, PromptsConfig, split_held_out, tokenise_prompts
@@ -89,9 +89,7 @@ def check_prompts(
     settings, ppo = run.group("prompts"), run.group("ppo")
     if not isinstance(settings, PromptsConfig) or "raw_prompts" not in tables:
         return
-    given: dict[str, pd.DataFrame] = {
-        name: tables[name] for name in ("raw_prompts", "raw_evaluation_prompts") if name in tables
-    }
+    given = {name: tables[name] for name in PROMPT_TABLES if name in tables}
     with run.noting():
         for name, frame in given.items():
             check_column(frame, settings.column, str(run.source(name)), "prompts.column")

@@ -14,6 +14,9 @@ from kedro.pipeline import Pipeline
 from ppo_rlhf.core.errors import PPORLHFError
 from ppo_rlhf.runner.wrapped import own_error
 
+PROMPT_TABLES = ("raw_prompts", "raw_evaluation_prompts")
+"""What prompts are read from: those to train on, and, if there are such, those to evaluate on."""
+
 
 @dataclass
 class RunRequest:

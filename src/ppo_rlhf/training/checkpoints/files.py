@@ -1,6 +1,6 @@
 """Checkpoints as directories: whole or not there at all, checked by their manifest, the newest and the best kept.
 
-What a checkpoint holds is not this module's business; `checkpoints` knows.
+What a checkpoint holds is not this module's business; `store` knows.
 """
 
 from __future__ import annotations
