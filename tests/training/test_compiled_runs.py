@@ -71,7 +71,7 @@ def test_later_iterations_compile_nothing_anew(make_run):
     assert counters["stats"]["unique_graphs"] == compiled > 0
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("kind", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
 def test_with_torchs_own_compiler_the_gradients_are_those_of_the_layers_as_they_are(make_run, monkeypatch, kind):
     monkeypatch.setattr(compilation, "BACKEND", "inductor")
     experience = moved_on(make_run(kind, dtype="float32", **ONE_STEP).before_update()[-1])

@@ -168,7 +168,7 @@ def test_logits_are_the_least_that_scoring_takes():
 
 
 def test_the_update_takes_less_with_recomputation_and_with_smaller_micro_batches():
-    deep = LlamaConfig(**{**LLAMA.to_dict(), "num_hidden_layers": 8})
+    deep = LlamaConfig(**{**LLAMA.to_dict(), "num_hidden_layers": 4})
     plain = phase(plan(deep), "update").passing
     assert phase(plan(deep, gradient_checkpointing=True), "update").passing < 0.7 * plain
     pieces = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
@@ -255,7 +255,7 @@ def test_nothing_is_to_be_changed_where_it_fits():
 
 
 def test_the_cheapest_change_that_helps_comes_first_and_they_end_where_it_fits():
-    deep = LlamaConfig(**{**LLAMA.to_dict(), "hidden_size": 256, "intermediate_size": 512})
+    deep = LlamaConfig(**{**LLAMA.to_dict(), "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1})
     config, shape = PPOConfig(**{**SETTINGS, "per_device_train_batch_size": 16}), RunShape(deep, 6, on_cpu=False)
     planned = plan_memory(config, shape)
     everything = remedies(config, shape, planned, 0)
@@ -272,7 +272,7 @@ def test_the_cheapest_change_that_helps_comes_first_and_they_end_where_it_fits()
 
 
 def test_a_change_says_what_it_leads_to():
-    deep = LlamaConfig(**{**LLAMA.to_dict(), "num_hidden_layers": 4})
+    deep = LlamaConfig(**{**LLAMA.to_dict(), "num_hidden_layers": 2})
     config, shape = PPOConfig(**{**SETTINGS, "per_device_train_batch_size": 63}), RunShape(deep, 6, on_cpu=False)
     first = next(r for r in remedies(config, shape, plan_memory(config, shape), 0) if "checkpointing" in r.changes)
     assert first.changes == "ppo.gradient_checkpointing=true"

@@ -42,7 +42,11 @@ def graphs() -> int:
 
 @pytest.mark.parametrize(
     ("kind", "packed", "checkpointing"),
-    [("gpt2", True, False), ("gpt2", False, True), ("llama", True, True), ("llama", False, False)],
+    [
+        ("gpt2", False, False),
+        ("llama", True, True),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("gpt2", True, False), ("llama", False, True))),
+    ],
 )
 def test_compiled_states_and_gradients_are_those_of_the_layers_as_they_are(
     monkeypatch: pytest.MonkeyPatch, kind: str, packed: bool, checkpointing: bool
@@ -60,7 +64,9 @@ def test_compiled_states_and_gradients_are_those_of_the_layers_as_they_are(
     assert graphs()
 
 
-@pytest.mark.parametrize(("kind", "packed"), [("gpt2", True), ("llama", True), ("gpt2", False)])
+@pytest.mark.parametrize(
+    ("kind", "packed"), [("llama", True), ("gpt2", False), pytest.param("gpt2", True, marks=pytest.mark.slow)]
+)
 def test_other_lengths_compile_nothing_anew(monkeypatch: pytest.MonkeyPatch, kind: str, packed: bool) -> None:
     monkeypatch.setattr(trunks, "packs", lambda _: packed)
     model = tiny_model(kind)
