@@ -54,8 +54,21 @@ def replayed(run, recorded: list) -> list[dict[str, float]]:
     return history
 
 
-@pytest.mark.parametrize("options", [{}, {"value_model": "shared"}, {"use_peft": True}], ids=str)
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "bitnet"])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("gpt2", {}),
+        ("llama", {}),
+        ("bitnet", {}),
+        ("gpt2", {"use_peft": True}),
+        ("llama", {"value_model": "shared"}),
+        pytest.param("gpt2", {"value_model": "shared"}, marks=pytest.mark.slow),
+        pytest.param("llama", {"use_peft": True}, marks=pytest.mark.slow),
+        pytest.param("bitnet", {"value_model": "shared"}, marks=pytest.mark.slow),
+        pytest.param("bitnet", {"use_peft": True}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_after_20_iterations_on_replayed_rollouts_losses_and_weights_are_those_of_the_plain_path(
     make_run, snapshot, monkeypatch, kind, options
 ):

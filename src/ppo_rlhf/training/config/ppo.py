@@ -130,7 +130,8 @@ class PPOConfig:
     reward_normalisation: Literal["none", "running", "batch"] = "none"
     """Shift and scale scores to mean 0 and variance 1: over all responses so far, this batch included, or over it."""
     missing_eos_penalty: Annotated[float, Field(ge=0.0)] | None = None
-    """Score units, subtracted from the score of a response that was cut off before a stop token (TRL)."""
+    """Score units after normalisation, scale and clip, subtracted from the score of a response that was cut off before
+    a stop token (TRL)."""
     truncated_responses: Literal["keep", "penalise", "replace", "mask", "bootstrap"] = "keep"
     """Responses cut off at response_length. keep: like others, but for missing_eos_penalty if it is set. penalise:
     their score loses missing_eos_penalty. replace: their score is -missing_eos_penalty. mask: they count in no loss.
