@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -139,8 +138,6 @@ def test_a_models_own_code_does_not_run_unless_the_project_trusts_it(
 
 def test_what_does_not_fit_is_told_what_to_change_first(kedro: Kedro, own: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("ppo_rlhf.training.memory.available_memory", lambda _: NOTHING)
-    module = import_module("ppo_rlhf.training.memory.remedies")
-    monkeypatch.setattr(module, "_STEPS", module._STEPS[:2])  # each is tried by a plan, which takes seconds
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)  # so that policy and critic go side by side
     lines = said(kedro, own, *SHORT)
     start = lines.index("It does not fit. Change first, each on top of those before it:")

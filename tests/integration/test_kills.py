@@ -12,7 +12,7 @@ from tests.integration.interruptions import ARGUMENTS, PHASES, RESUMING, Interru
 from tests.integration.outcomes import Outcome, kedro_run
 
 PER_PHASE = 5
-SMALL = ("update", "saving")  # one kill each in the default suite; each takes two runs
+SMALL = ("fine-tuning", "reward training", "update", "saving", "after training")  # one kill each in the default suite
 
 
 def difference(make_project: Callable[[], Path], reference: Reference, kill: Interruption) -> str | None:
@@ -32,7 +32,7 @@ def differences(make_project: Callable[[], Path], reference: Reference, kills: l
     return two_at_a_time(lambda kill: difference(make_project, reference, kill), kills)
 
 
-def test_a_run_killed_in_the_update_or_while_saving_ends_as_if_it_had_not_been(
+def test_a_run_killed_in_each_of_five_phases_ends_as_if_it_had_not_been(
     make_project: Callable[[], Path], reference: Reference
 ) -> None:
     kills = [kill for phase in SMALL for kill in reference.interruptions(phase, 1, Random(phase))]

@@ -25,7 +25,7 @@ BEFORE_A_CHECKPOINT = (
     "rollouts",
     "update",
 )
-SMALL = ("saving",)  # in the default suite; the other phases take minutes
+SMALL = ("fine-tuning", "saving")  # in the default suite; the other phases take minutes
 
 
 def complaint(make_project: Callable[[], Path], reference: Reference, interruption: Interruption) -> str | None:
@@ -55,7 +55,7 @@ def complaints(make_project: Callable[[], Path], reference: Reference, phases: I
     return two_at_a_time(lambda moment: complaint(make_project, reference, moment), drawn)
 
 
-def test_sigterm_while_saving_ends_the_run_as_killed_and_it_goes_on_as_if_nothing_had_happened(
+def test_sigterm_while_training_and_before_ends_the_run_as_killed_and_it_goes_on_as_if_nothing_had_happened(
     make_project: Callable[[], Path], reference: Reference
 ) -> None:
     assert complaints(make_project, reference, SMALL) == []
