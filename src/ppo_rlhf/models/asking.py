@@ -31,6 +31,12 @@ def some_ids(model: PreTrainedModel, length: int) -> Tensor:
     return torch.arange(1, length + 1) * 7 % vocabulary_size(model)
 
 
+def states_alone(backbone: PreTrainedModel, ids: Tensor) -> Tensor:
+    """Return the last hidden states `[n, H]` of a sequence `[n]` by itself, at positions that the model gives it."""
+    states: Tensor = backbone(input_ids=ids[None].to(backbone.device), use_cache=False).last_hidden_state
+    return states[0]
+
+
 def vocabulary_size(model: PreTrainedModel) -> int:
     """Return the number of ids that a model embeds."""
     return int(cast(nn.Embedding, model.get_input_embeddings()).num_embeddings)

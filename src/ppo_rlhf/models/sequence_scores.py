@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
+from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models.annotations import PreTrainedModel
-from ppo_rlhf.models.asking import are_close, asking, some_ids
+from ppo_rlhf.models.asking import WHATEVER_A_MODEL_RAISES, are_close, asking, some_ids
 from ppo_rlhf.models.passes.token_rows import TokenRows, right_padded
 from ppo_rlhf.models.passes.trunks import backbone_of, packs, states_at
 
-_without_padding: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+log = logging.getLogger(__name__)
+
+Way = Callable[[PreTrainedModel, TokenRows], Tensor]
+"""Computes scores `[B]` of B sequences, padded on the right."""
 
 
 def sequence_scores(model: PreTrainedModel, sequences: Sequence[Sequence[int]], pad_id: int) -> Tensor:
-    """Return a reward model's scores `[B]`: without padding where that gives the same.
+    """Return a reward model's scores `[B]`: those that each sequence has alone.
+
+    Without padding where that gives the same, else padded; one by one where padding is read, too.
 
     Args:
         model: Of class `CausalLMRewardModel`, or any classifier of transformers with one label.
@@ -27,19 +34,38 @@ def sequence_scores(model: PreTrainedModel, sequences: Sequence[Sequence[int]], 
     """
     own = model.config.get_text_config().pad_token_id
     rows = right_padded(sequences, pad_id if own is None else own).to(model.device)
-    if model not in _without_padding:
-        _without_padding[model] = _scores_without_padding(model)
-    return _packed_scores(model, rows) if _without_padding[model] else _padded_scores(model, rows)
+    if model not in _ways:
+        _ways[model] = _find_way(model)
+    return _ways[model](model, rows)
 
 
-def _scores_without_padding(model: PreTrainedModel) -> bool:
-    """Ask the model: are its scores those of its linear head on packed states?"""
-    if not isinstance(getattr(model, "score", None), nn.Linear) or not packs(backbone_of(model)):
+_ways: WeakKeyDictionary[nn.Module, Way] = WeakKeyDictionary()
+
+
+def _find_way(model: PreTrainedModel) -> Way:
+    """Ask the model for the quickest way to the scores that sequences have alone."""
+    ways: list[Way] = [_packed_scores, _padded_scores] if _has_linear_head_on_packed_states(model) else [_padded_scores]
+    try:
+        with asking(model):
+            pad_id = model.config.get_text_config().pad_token_id or 0  # what transformers' classifiers take for the end
+            rows = right_padded([some_ids(model, 5).tolist(), some_ids(model, 3).tolist()], pad_id).to(model.device)
+            expected = _scores_one_by_one(model, rows)
+            for way in ways:
+                if are_close(way(model, rows), expected):
+                    return way
+    except WHATEVER_A_MODEL_RAISES:  # an encoder-decoder reads its state at an end of text, which is not here
+        return _padded_scores
+    log.info("%s scores a sequence beside padding otherwise than alone: one by one.", type(model).__name__)
+    return _scores_one_by_one
+
+
+def _has_linear_head_on_packed_states(model: PreTrainedModel) -> bool:
+    if not isinstance(getattr(model, "score", None), nn.Linear):
         return False
-    pad_id = model.config.get_text_config().pad_token_id or 0  # what transformers' classifiers take for the end
-    rows = right_padded([some_ids(model, 5).tolist(), some_ids(model, 3).tolist()], pad_id).to(model.device)
-    with asking(model):
-        return are_close(_packed_scores(model, rows), _padded_scores(model, rows))
+    try:
+        return packs(backbone_of(model))
+    except ModelError:  # padding on the left is not for it; here there is none
+        return False
 
 
 def _packed_scores(model: PreTrainedModel, rows: TokenRows) -> Tensor:
@@ -59,7 +85,11 @@ def _packed_scores(model: PreTrainedModel, rows: TokenRows) -> Tensor:
 
 
 def _padded_scores(model: PreTrainedModel, rows: TokenRows) -> Tensor:
-    logits: Tensor = model(
-        input_ids=rows.input_ids, attention_mask=rows.attention_mask, position_ids=rows.position_ids
-    ).logits
+    # without positions: padded on the right they are the model's own, and not all models count from 0
+    logits: Tensor = model(input_ids=rows.input_ids, attention_mask=rows.attention_mask).logits
     return logits[:, 0]
+
+
+def _scores_one_by_one(model: PreTrainedModel, rows: TokenRows) -> Tensor:
+    sequences = rows.packed_ids[0].split(list(rows.layout.lengths))
+    return torch.cat([model(input_ids=ids[None]).logits[:, 0] for ids in sequences])

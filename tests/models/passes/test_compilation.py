@@ -13,7 +13,7 @@ from ppo_rlhf.core.errors import ConfigError, ModelError
 from ppo_rlhf.models.passes import compilation, trunks
 from ppo_rlhf.models.passes.compilation import check_compiler, compile_layers, compiled_layers
 from ppo_rlhf.models.passes.token_rows import right_padded
-from ppo_rlhf.models.passes.trunks import packing, token_states
+from ppo_rlhf.models.passes.trunks import packing, packs, token_states
 from tests.tiny_models import tiny_model
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
@@ -96,6 +96,7 @@ def test_with_checkpointing_a_layer_keeps_its_input_alone() -> None:
     def kept(checkpointing: bool) -> int:
         model = tiny_model("gpt2", n_layer=4)
         compile_layers(model.base_model, checkpointing=checkpointing)
+        assert packs(model.base_model)  # asked now: that keeps tensors of its own
         parameters = {p.data_ptr() for p in model.parameters()}
         numbers = []
 

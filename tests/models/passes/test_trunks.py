@@ -6,21 +6,27 @@ from torch.testing import assert_close
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
+    CodeGenConfig,
     Gemma2Config,
     GPT2Config,
     GPT2ForSequenceClassification,
+    GPTJConfig,
     GraniteConfig,
     GraniteMoeConfig,
     GraniteMoeForCausalLM,
     MistralConfig,
     MistralForSequenceClassification,
+    OpenAIGPTConfig,
     OPTConfig,
     Qwen2Config,
+    RecurrentGemmaConfig,
+    RobertaConfig,
 )
 
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models.passes import packed_attention as packed_attention_module
 from ppo_rlhf.models.passes import trunks
+from ppo_rlhf.models.passes.finite_masks import keep_masks_finite
 from ppo_rlhf.models.passes.packed_attention import NAME, PackedLayout, packed_attention, place_rows, take_rows
 from ppo_rlhf.models.passes.plain_attention import PlainAttention
 from ppo_rlhf.models.passes.token_rows import right_padded
@@ -54,6 +60,20 @@ OTHERS = {
 }
 
 
+OTHER_BEHIND_PADDING = [
+    RobertaConfig(**LAYERS, intermediate_size=24, pad_token_id=1, is_decoder=True),  # positions begin behind that id
+    RecurrentGemmaConfig(**{**WIDER, **ENDS, "num_hidden_layers": 3}, head_dim=4, lru_width=16),  # convolves padding
+]
+
+
+OF_THEIR_OWN_ATTENTION = [
+    BloomConfig(hidden_size=16, n_layer=2, n_head=2, vocab_size=25),
+    GPTJConfig(vocab_size=25, n_embd=16, n_layer=2, n_head=2, n_positions=32, rotary_dim=4),
+    CodeGenConfig(vocab_size=25, n_embd=16, n_layer=2, n_head=4, n_positions=32, rotary_dim=4),
+    OpenAIGPTConfig(vocab_size=25, n_embd=16, n_layer=2, n_head=2, n_positions=32),
+]
+
+
 def other(name: str) -> tuple[torch.nn.Module, bool]:
     config, can = OTHERS[name]
     return of_config(config), can
@@ -65,6 +85,7 @@ def of_config(config) -> torch.nn.Module:
     for parameter in model.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, 0.0, 0.3)
+    keep_masks_finite()
     return model.double()
 
 
@@ -116,6 +137,32 @@ def test_a_window_longer_than_what_a_model_is_asked_with_is_known_all_the_same(m
     with torch.no_grad():
         found = token_states(backbone, right_padded(BEYOND_THE_WINDOW, 0))
     assert_close(found, states_one_by_one(backbone, BEYOND_THE_WINDOW), rtol=0.0, atol=1e-5)
+
+
+@pytest.mark.parametrize("config", OF_THEIR_OWN_ATTENTION, ids=lambda config: config.model_type)
+def test_what_a_model_reads_of_other_sequences_is_found_before_it_has_learnt_to_read_anything(config):
+    """Weights as transformers draws them: what comes before changes a state by less than a hundredth."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    assert not packs(model.base_model)
+
+
+def test_asking_a_model_leaves_nothing_behind():
+    backbone = tiny_model("llama").base_model.requires_grad_(True)
+    assert packs(backbone)
+    assert not backbone.get_input_embeddings()._forward_hooks
+    assert all(parameter.grad is None for parameter in backbone.parameters())
+
+
+@pytest.mark.parametrize("config", OTHER_BEHIND_PADDING, ids=lambda config: config.model_type)
+def test_a_model_whose_states_behind_padding_are_others_is_refused(config):
+    backbone = of_config(config).base_model
+    with pytest.raises(ModelError) as caught:
+        packs(backbone)
+    assert str(caught.value) == (
+        f"{type(backbone).__name__} cannot do without padding, and its states behind padding are not those of the "
+        "sequence alone: it reads the padding, or counts positions in its own way. It cannot be trained"
+    )
 
 
 def test_the_configuration_within_a_composite_one_says_what_layers_attend_to():

@@ -77,7 +77,7 @@ def test_pairs_are_built_exactly_as_rewards_are_scored():
         config = tiny_model().config
         dtype, device = torch.float32, torch.device("cpu")
 
-        def forward(self, input_ids, attention_mask, position_ids):
+        def forward(self, input_ids, attention_mask):
             read.append(input_ids[0, attention_mask[0].bool()].tolist())
             return type("Output", (), {"logits": torch.zeros(1, 1)})
 

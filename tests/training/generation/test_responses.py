@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import torch
 from torch.testing import assert_close
-from transformers import GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, MambaConfig, OpenAIGPTConfig
 
+from ppo_rlhf.core.errors import ModelError
+from ppo_rlhf.models.loading import prepare
 from ppo_rlhf.models.passes.decoding import Decoder, decodes
 from ppo_rlhf.training.generation import responses
 from ppo_rlhf.training.generation.responses import SamplingSettings, _leaving, generate_responses
@@ -16,6 +18,10 @@ KINDS = ["gpt2", "llama", "bitnet"]
 ENGINES = ["static", "plain", "hf"]
 STEPS = 9
 STOPS = (2, 5, 17)
+WITHOUT_KEYS = [
+    MambaConfig(vocab_size=23, hidden_size=16, num_hidden_layers=2, state_size=4, eos_token_id=None),
+    OpenAIGPTConfig(vocab_size=23, n_embd=16, n_layer=2, n_head=2, n_positions=32),
+]
 EVEN = [[3, 4, 5], [6, 7, 8], [9, 10, 11], [12, 13, 14], [15, 16, 17], [18, 19, 20]]
 UNEVEN = [[3], [4, 5, 6, 7, 8, 9], [10, 11], [12, 13, 14, 0, 2, 5], [15, 16, 17, 18], [0, 0]]
 
@@ -100,6 +106,22 @@ def check_against_the_oracle(model, prompts, how, *, engine="static", batch_size
 def test_sampled_tokens_are_those_of_the_oracle(make_model, kind, prompts, engine):
     found = check_against_the_oracle(make_model(kind), prompts, settings(), engine=engine)
     assert len(set(found.lengths.tolist())) > 1  # some stop early, not all at once
+
+
+@pytest.mark.parametrize("config", WITHOUT_KEYS, ids=lambda config: config.model_type)
+def test_a_model_without_a_cache_of_keys_and_values_is_sampled_by_generate(config):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.4)
+    prepare(model)
+    check_against_the_oracle(model.double(), UNEVEN, settings(), engine="hf")
+    found = [generate_responses(model, UNEVEN, noise(6), settings(), engine=engine) for engine in ("static", "hf")]
+    assert torch.equal(found[0].response_ids, found[1].response_ids)
+    with pytest.raises(ModelError, match=r"ppo\.rollout_engine=plain: .* has no cache of keys and values\. Set it to"):
+        generate_responses(model, UNEVEN, noise(6), settings(), engine="plain")
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 4, 5])

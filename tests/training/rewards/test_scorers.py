@@ -40,8 +40,7 @@ class Recorder(nn.Module):
         self.config.get_text_config = lambda: self.config
         self.dtype, self.device = dtype, torch.device("cpu")
 
-    def forward(self, input_ids, attention_mask, position_ids):
-        assert position_ids.shape == input_ids.shape
+    def forward(self, input_ids, attention_mask):
         real = attention_mask.bool()
         self.sequences += [row[mask].tolist() for row, mask in zip(input_ids, real, strict=True)]
         sums = torch.where(real, input_ids, 0).sum(dim=1, keepdim=True)

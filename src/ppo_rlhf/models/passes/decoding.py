@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ppo_rlhf.models.annotations import PreTrainedModel
-from ppo_rlhf.models.asking import WHATEVER_A_MODEL_RAISES, are_close, asking, some_ids
+from ppo_rlhf.models.asking import WHATEVER_A_MODEL_RAISES, are_close, asking, some_ids, states_alone
 from ppo_rlhf.models.passes.packed_attention import PackedLayout, as_autocast, packed_states
 from ppo_rlhf.models.passes.trunks import backbone_of, logits_of, packed_states_at, packs
 from ppo_rlhf.models.products.compiled_shapes import fills_rows
@@ -147,6 +147,13 @@ def decodes(model: PreTrainedModel) -> bool:
     return _decodes[model]
 
 
+def caches_keys(model: PreTrainedModel) -> bool:
+    """Ask a model whether it returns transformers' cache of keys and values: Mamba has another one, GPT-1 none."""
+    with asking(model):
+        output = model(input_ids=some_ids(model, 1)[None].to(model.device), use_cache=True)
+    return getattr(output, "past_key_values", None) is not None
+
+
 def _decodes_like_whole_passes(model: PreTrainedModel) -> bool:
     """Ask the model for two steps behind prompts of two lengths, and for each sequence alone."""
     backbone, sequences, steps = backbone_of(model), [some_ids(model, 7), some_ids(model, 5).flip(0)], 2
@@ -156,10 +163,7 @@ def _decodes_like_whole_passes(model: PreTrainedModel) -> bool:
             found = [decoder.prefill()]
             for step in range(-steps, 0):
                 found.append(decoder.step(torch.stack([ids[step] for ids in sequences]).to(model.device)))
-            alone = [
-                backbone(input_ids=ids[None].to(model.device), use_cache=False).last_hidden_state[0]
-                for ids in sequences
-            ]
+            alone = [states_alone(backbone, ids) for ids in sequences]
     except WHATEVER_A_MODEL_RAISES:
         return False
     expected = torch.stack([states[-steps - 1 :] for states in alone], dim=1)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models.annotations import PreTrainedModel
-from ppo_rlhf.models.asking import WHATEVER_A_MODEL_RAISES, are_close, asking, some_ids
+from ppo_rlhf.models.asking import WHATEVER_A_MODEL_RAISES, are_close, asking, some_ids, states_alone
 from ppo_rlhf.models.passes.behind_attention import ReadTokens, Tail, modules_behind_attention
 from ppo_rlhf.models.passes.compilation import compiled_layers, is_compiled
 from ppo_rlhf.models.passes.packed_attention import Attention, packed_attention, packed_states, take_rows
@@ -97,7 +97,7 @@ def packs(backbone: PreTrainedModel) -> bool:
     """Whether a model's states of packed sequences are those of each sequence alone; found out at the first call.
 
     Raises:
-        ModelError: It needs padding, and its states beside padding are not finite.
+        ModelError: It needs padding, and its states beside padding are not those of the sequence alone.
     """
     if backbone not in _packs:
         can = has_plain_attention(backbone) and _keeps_sequences_apart(backbone)
@@ -146,11 +146,11 @@ def _packed_states(backbone: PreTrainedModel, rows: TokenRows) -> Tensor:
     return packed_states(backbone, rows.packed_ids, rows.packed_positions, attention)[: len(rows.slots)]
 
 
-def _padded_states(backbone: PreTrainedModel, rows: TokenRows) -> Tensor:
+def _padded_states(backbone: PreTrainedModel, rows: TokenRows, *, at_given_positions: bool = True) -> Tensor:
     states = backbone(
         input_ids=rows.input_ids,
         attention_mask=rows.attention_mask,
-        position_ids=rows.position_ids,
+        **({"position_ids": rows.position_ids} if at_given_positions else {}),
         use_cache=False,
     ).last_hidden_state
     taken: Tensor = states.flatten(0, 1).index_select(0, rows.slots)
@@ -167,42 +167,66 @@ def has_plain_attention(backbone: PreTrainedModel) -> bool:
 
 
 def _keeps_sequences_apart(backbone: PreTrainedModel) -> bool:
-    """Ask the model: packed states are close to padded ones, and those of one sequence do not depend on another.
+    """Ask the model: packed states are close to padded ones at the positions that it gives, and read no other sequence.
 
     Not to the last bit: what experts get of other sequences changes how many rows their products have.
     """
-    first, second, changed = some_ids(backbone, 5), some_ids(backbone, 3), some_ids(backbone, 5).flip(0)
-    device = backbone.device
+    first, second = some_ids(backbone, 5), some_ids(backbone, 3)
+    rows = _side_by_side(first, second).to(backbone.device)
     try:
         with asking(backbone):
-            found = _packed_states(backbone, _side_by_side(first, second).to(device))
-            other = _packed_states(backbone, _side_by_side(changed, second).to(device))
-            expected = _padded_states(backbone, _side_by_side(first, second).to(device))
+            found = _packed_states(backbone, rows)
+            expected = _padded_states(backbone, rows, at_given_positions=False)
+            return are_close(found, expected) and not _second_reads_first(backbone, rows)
     except WHATEVER_A_MODEL_RAISES:
         return False
-    return are_close(found, expected) and are_close(other[len(first) :], found[len(first) :])
+
+
+def _second_reads_first(backbone: PreTrainedModel, rows: TokenRows) -> bool:
+    """Whether the second packed sequence's states have a gradient for the first one's embeddings.
+
+    It is exactly 0 unless they do, whereas they themselves hardly change in a model that has not learnt to read yet.
+    """
+    embedded: list[Tensor] = []
+
+    def keep(_module: nn.Module, _args: object, output: Tensor) -> Tensor:
+        embedded.append(output.detach().requires_grad_())
+        return embedded[-1]
+
+    first = rows.layout.lengths[0]
+    handle = backbone.get_input_embeddings().register_forward_hook(keep)
+    try:
+        with torch.enable_grad(), packed_attention(backbone):  # layers that checkpoint attend in the backward pass, too
+            states = _packed_states(backbone, rows)[first:]
+            weights = torch.linspace(1.0, 2.0, states.numel(), device=states.device)  # a norm's plain sum is constant
+            (gradient,) = torch.autograd.grad(states.flatten() @ weights.to(states.dtype), embedded)
+    finally:
+        handle.remove()
+    return bool(gradient[0, :first].any())
 
 
 def _check_padding(backbone: PreTrainedModel) -> None:
-    """Ask a model of float64 for the states of a sequence beside padding; NaN would look like a run that diverged.
+    """Ask a model for the states of a sequence behind padding: they are to be those that it has alone.
 
-    A model that masks by float64's smallest number of its own accord, and not through transformers' masks
-    (`finite_masks`), can have none. Narrower types have no such number.
+    They are not where positions do not count from 0, or where padding is read. In float64 they are NaN, which would
+    look like a run that diverged, where a model masks by that type's smallest number of its own accord, and not through
+    transformers' masks (`finite_masks`); narrower types have no such number.
 
     Raises:
-        ModelError: They are not finite, though those of the sequence alone are.
+        ModelError: They are not finite, or others.
     """
-    if backbone.dtype != torch.float64:
-        return
-    mask = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 0, 1, 1]])
-    rows = TokenRows.of(some_ids(backbone, 5).expand(2, -1), mask, (mask.cumsum(-1) - 1).clamp(min=0))
-    alone = right_padded([some_ids(backbone, 5).tolist()], 0)
+    ids, mask = some_ids(backbone, 5), torch.tensor([[1, 1, 1, 1, 1], [0, 0, 0, 1, 1]])
+    rows = TokenRows.of(ids.expand(2, -1), mask, (mask.cumsum(-1) - 1).clamp(min=0)).to(backbone.device)
     with asking(backbone):
-        is_finite = [bool(_padded_states(backbone, x.to(backbone.device)).isfinite().all()) for x in (alone, rows)]
-    if is_finite == [True, False]:
+        found = _padded_states(backbone, rows)
+        expected = torch.cat([states_alone(backbone, row) for row in (ids, ids[3:])])
+    refusal = f"{type(backbone).__name__} cannot do without padding, and"
+    if backbone.dtype == torch.float64 and expected.isfinite().all() and not found.isfinite().all():
+        raise ModelError(f"{refusal} in float64 its states beside padding are not finite. Set ppo.dtype=float32")
+    if not are_close(found, expected):
         raise ModelError(
-            f"{type(backbone).__name__} cannot do without padding, and in float64 its states beside padding are not "
-            "finite. Set ppo.dtype=float32"
+            f"{refusal} its states behind padding are not those of the sequence alone: it reads the padding, or counts "
+            "positions in its own way. It cannot be trained"
         )
 
 

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
+from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.core.logprobs import token_logprobs
 from ppo_rlhf.core.responses import length_mask, response_lengths
 from ppo_rlhf.core.sampling import sample_tokens
 from ppo_rlhf.models.annotations import PreTrainedModel
-from ppo_rlhf.models.passes.decoding import Decoder, decodes
+from ppo_rlhf.models.passes.decoding import Decoder, caches_keys, decodes
 from ppo_rlhf.models.passes.recorded_steps import RecordedSteps
 from ppo_rlhf.models.passes.trunks import logits_of
 from ppo_rlhf.models.products.packed_weights import packed_weights
@@ -93,9 +94,13 @@ def generate_responses(
         prompt_ids: N prompts as token ids, at least one token each.
         uniforms: `[N, T]` float64 in [0, 1), one for each (episode, step).
         settings: Length, temperature, filters, stop tokens.
-        engine: `static`, `plain` or `hf`. For `static`, an architecture that needs padding is decoded plainly.
+        engine: `static`, `plain` or `hf`. For `static`, an architecture that needs padding is decoded plainly, and by
+            `hf` if it has no cache of keys and values.
         batch_size: Prompts decoded at a time; the tokens do not depend on it but for rounding.
         recorded: For `static`, this model's decoding steps, to be replayed; None computes each one anew.
+
+    Raises:
+        ModelError: `plain` is asked for, and the model has no cache of keys and values.
     """
     tokens, logprobs = [], []
     with torch.no_grad(), _engine(engine, model, recorded) as decode:
@@ -123,8 +128,10 @@ Decode = Callable[[PreTrainedModel, list[list[int]], Tensor, SamplingSettings], 
 def _engine(name: str, model: PreTrainedModel, recorded: RecordedSteps | None) -> Iterator[Decode]:
     """Within the block, in which weights must not change, the function decodes with this model."""
     engines: dict[str, Decode] = {"plain": _decode_plainly, "hf": _decode_with_generate}
-    if name != "static" or not decodes(model):
-        yield engines["plain" if name == "static" else name]
+    if name == "static" and not decodes(model):
+        name = "plain" if caches_keys(model) else "hf"
+    if name != "static":
+        yield engines[name]
         return
     logits_of(model)  # asked now, as `decodes` is: of the layers as they are
     with (
@@ -208,7 +215,12 @@ def _decode_plainly(
             use_cache=True,
             logits_to_keep=1,
         )
-        cache = output.past_key_values
+        cache = getattr(output, "past_key_values", None)
+        if cache is None:
+            raise ModelError(
+                f"ppo.rollout_engine=plain: {type(model).__name__} has no cache of keys and values. "
+                "Set it to static or hf"
+            )
         token, logprob = _sample(output.logits[:, -1], uniforms, step, settings)
         tokens.append(torch.where(finished, settings.pad_token_id, token))
         logprobs.append(logprob)
