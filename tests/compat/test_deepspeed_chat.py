@@ -206,6 +206,15 @@ def test_switches_are_carried():
     assert ppo(critic_gradient_checkpointing=True)["gradient_checkpointing"] is True
 
 
+def test_in_place_of_a_value_that_is_not_accepted_the_sources_default_is_written():
+    values = ppo(ppo_epochs="x", lr_scheduler_type="cosine_with_hard_stops", dtype="fp8")
+    assert values["num_ppo_epochs"] == 1
+    assert values["lr_scheduler_type"] == "cosine"
+    assert values["dtype"] == "float16"
+    assert reasons(ppo_epochs="x")["ppo_epochs"].startswith("ppo.num_ppo_epochs does not take 'x': ")
+    assert convert(ppo_epochs="x").origins["ppo.num_ppo_epochs"] == "default of ppo_epochs"
+
+
 def test_an_unknown_option_is_left_with_the_closest_name():
     assert reasons(actor_learning_rte=1e-5)["actor_learning_rte"] == (
         "not a setting of DeepSpeed-Chat's step 3; the closest is actor_learning_rate"

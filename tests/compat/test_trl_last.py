@@ -132,6 +132,30 @@ def test_warm_up_is_left_where_it_cannot_be_a_share():
     assert ppo(warmup_ratio=0.2)["warmup_ratio"] == 0.2
 
 
+def test_what_is_said_of_a_warm_up_ratio_is_true():
+    assert not any("warmup_ratio" in remark for remark in from_trl({"kl_coef": 0.1, "warmup_ratio": 0.1}).remarks)
+    assert reasons(warmup_ratio=0.1, warmup_steps=0.2) == {
+        "warmup_ratio": "warmup_steps is set: transformers does not read it"
+    }
+    assert reasons(warmup_ratio=None) == {"warmup_ratio": "None: warmup_steps counts"}
+
+
+def test_the_constant_schedule_has_no_warm_up_whichever_setting_asks_for_one():
+    given = {"lr_scheduler_type": "constant", "total_episodes": 1000, "warmup_ratio": 0.1, "warmup_steps": 0}
+    reason = "transformers' constant schedule has no warm-up"
+    assert from_trl(given).ppo_config().warmup_iterations == 0
+    assert reasons(**given) == dict.fromkeys(("warmup_ratio", "warmup_steps"), reason)
+
+
+def test_in_place_of_a_value_that_is_not_accepted_the_sources_default_is_written():
+    conversion = from_trl({"kl_coef": -1.0, "learning_rate": "fast", "sft_model_path": None})
+    assert {setting for setting, _ in conversion.not_carried} == {"kl_coef", "learning_rate", "sft_model_path"}
+    assert conversion.parameters["ppo"]["kl_coef"] == 0.05
+    assert conversion.parameters["ppo"]["learning_rate"] == 3e-6
+    assert conversion.origins["ppo.learning_rate"] == "default of learning_rate"
+    assert "sft_model_path" not in conversion.parameters  # None names no model, and not the default's either
+
+
 def test_a_penalty_for_a_missing_end_needs_a_stop_token():
     assert ppo(missing_eos_penalty=1.0, stop_token="eos")["missing_eos_penalty"] == 1.0
     assert ppo(missing_eos_penalty=1.0, stop_token_id=7)["missing_eos_penalty"] == 1.0

@@ -136,6 +136,22 @@ def test_a_fixed_controller_takes_neither_target_nor_horizon():
     assert set(reasons(adap_kl_ctrl=False, target=3.0, horizon=500)) == {"target", "horizon"}
 
 
+@pytest.mark.parametrize("coefficient", [0, 0.0, "0"])
+def test_a_coefficient_of_0_which_the_controller_leaves_at_0_is_fixed(coefficient: Any):
+    given = {"init_kl_coef": coefficient, "adap_kl_ctrl": True, "target": 3.0, "horizon": 500}
+    conversion = from_trl(given)
+    config = conversion.ppo_config()
+    assert (config.kl_coef, config.kl_controller) == (0.0, "fixed")
+    reason = "init_kl_coef=0: the adaptive controller multiplies it, so it stays 0"
+    assert dict(conversion.not_carried) == dict.fromkeys(("adap_kl_ctrl", "target", "horizon"), reason)
+    assert [remark for remark in conversion.remarks if "init_kl_coef=0" in remark] == [
+        "With init_kl_coef=0 TRL's adaptive controller keeps the coefficient at 0, as ppo.kl_controller=fixed does."
+    ]
+    fixed = {"init_kl_coef": coefficient, "adap_kl_ctrl": False}
+    assert not any("init_kl_coef=0" in remark for remark in from_trl(fixed).remarks)
+    assert from_trl(fixed).ppo_config().kl_controller == "fixed"
+
+
 @pytest.mark.parametrize(("penalty", "estimator"), [("kl", "k1"), ("mse", "k2")])
 def test_penalties_that_are_offered_become_their_estimators(penalty: str, estimator: str):
     assert ppo(kl_penalty=penalty)["kl_estimator"] == estimator

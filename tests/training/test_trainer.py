@@ -314,6 +314,9 @@ def test_stop_tokens_and_least_lengths_can_be_given(sft: str):
         ({"min_length": 5}, "min_length=5 counts the query's tokens too; give min_new_tokens"),
         ({"min_new_tokens": 5, "max_new_tokens": 4}, "min_new_tokens=5 is above the 4 tokens of a response"),
         ({"temperature": 0.0}, "temperature=0 is not above 0; do_sample=False takes the most probable token"),
+        ({"temperature": "hot"}, "temperature='hot' is not a number"),
+        ({"batch_size": 0}, "batch_size=0 is below 1; None takes ppo.local_rollout_forward_batch_size=3"),
+        ({"batch_size": -1}, "batch_size=-1 is below 1"),
         ({"top_p": 0.0}, "top_p=0 is not above 0 and at most 1"),
         ({"top_k": -1}, "top_k=-1 is below 0"),
         ({"pad_token_id": 25}, "pad_token_id=25 is not an id of the model (0 to 24)"),
@@ -349,8 +352,9 @@ def test_another_temperature_than_the_one_that_is_trained_is_warned_of_once(sft:
             [torch.full((27,), 4)],
             "a query of 27 tokens leaves no room for a response of 6 in the model's context of 32",
         ),
+        (["a"], "query 0: expected a 1-D tensor of token ids, got a str; the tokenizer makes ids of text"),
     ],
-    ids=["none", "empty", "floats", "a batch", "out of range", "too long"],
+    ids=["none", "empty", "floats", "a batch", "out of range", "too long", "texts"],
 )
 def test_queries_that_cannot_be_used_are_refused(sft: str, queries: list[Tensor], expected: str):
     with pytest.raises(DataError) as caught:
@@ -417,6 +421,12 @@ def test_each_query_needs_room_for_its_own_response_alone(sft: str):
         ({"responses": [*QUERIES, *QUERIES]}, DataError, "step: 4 queries and 8 responses; batch_size is 4"),
         ({"scores": [0.0] * 3}, RewardError, "step: 3 scores for 4 responses; give one each"),
         ({"scores": [0.0, 0.0, math.nan, 0.0]}, RewardError, "step: the score of response 2 is nan"),
+        ({"scores": [0.0, 1e39, 0.0, 0.0]}, RewardError, "step: the score of response 1 is 1e+39; give finite numbers"),
+        ({"scores": 1.0}, RewardError, "step: scores are to be one number for each response: 'float' object is not it"),
+        ({"scores": ["a"] * 4}, RewardError, "step: scores are to be one number for each response: could not convert"),
+        ({"scores": [[1.0]] * 4}, RewardError, "step: scores are to be one number for each response: float() argument"),
+        ({"scores": torch.ones(4, 3)}, RewardError, "step: scores are to be one number for each response: "),
+        ({"queries": ["a b", "c", "d", "e"]}, DataError, "query 0: expected a 1-D tensor of token ids, got a str"),
         (
             {"responses": [*QUERIES[:3], torch.full((7,), 4)]},
             DataError,
@@ -429,7 +439,10 @@ def test_each_query_needs_room_for_its_own_response_alone(sft: str):
             "a query of 30 tokens leaves no room for a response of 3",
         ),
     ],
-    ids=["queries", "responses", "scores", "nan", "too long", "out of range", "no room"],
+    ids=[
+        *("queries", "responses", "scores", "nan", "huge", "scalar", "texts as scores", "nested", "two axes"),
+        *("texts as queries", "too long", "out of range", "no room"),
+    ],
 )
 def test_a_batch_that_cannot_be_trained_on_is_refused(sft: str, change: dict[str, Any], kind: type, expected: str):
     trainer = PPOTrainer(config(), sft)
@@ -464,6 +477,14 @@ def test_log_stats_says_one_line_with_the_first_pair(sft: str, caplog):
     assert line.startswith("Iteration 1/3, score 0.000, KL ")
     assert line.endswith("mean reward 1; 'a' -> 'c d'")
     assert trainer.history[0] == {"iteration": 1.0, **stats}
+
+
+def test_log_stats_of_an_empty_batch_has_no_pair(sft: str, caplog):
+    trainer = PPOTrainer(config(), sft)
+    with caplog.at_level(logging.INFO, "ppo_rlhf"):
+        caplog.clear()
+        trainer.log_stats({}, {"query": [], "response": []}, [])
+    assert [record.message for record in caplog.records] == ["Iteration 0/3, mean reward nan"]
 
 
 def test_the_reference_stays_as_the_policy_was(sft: str):
@@ -576,7 +597,10 @@ def adapted(model: Any) -> Any:
     [
         (wrapped, "the policy was wrapped by a trainer or by accelerate: its copies would run the original's weights"),
         (adapted, "the policy has an adapter; merge it"),
-        (lambda _: torch.nn.Linear(1, 1), "the policy is a Linear, not a transformers model; save it, and give the"),
+        (
+            lambda _: torch.nn.Linear(1, 1),
+            "the policy is a Linear, not a transformers model; save it, and give what from_pretrained loads of it",
+        ),
     ],
     ids=["wrapped", "adapter", "no model"],
 )
@@ -699,6 +723,8 @@ def test_what_a_critic_that_is_given_has_frozen_stays_frozen(sft: str):
 def test_a_critic_that_cannot_be_is_refused(sft: str):
     with pytest.raises(ConfigError, match=r"value_model and ppo\.value_model=shared exclude each other"):
         PPOTrainer(config(value_model="shared"), sft, value_model=tiny_model())
+    with pytest.raises(ModelError, match=r"value model is a str, not .*; save it, and give what from_pretrained"):
+        PPOTrainer(config(), sft, value_model=sft)
     larger, other = tiny_model(vocab_size=30), tiny_model()
     for model in (larger, Critic.from_policy(larger)):
         with pytest.raises(ModelError, match="value model's vocabulary has 30 tokens, the policy's 25"):
@@ -734,6 +760,16 @@ def test_prompts_may_come_in_any_table(sft: str):
     assert PPOTrainer(config(), sft, prompts=ready)._prompts is ready
     with pytest.raises(DataError, match="no column `prompt`; the columns are input_ids"):
         PPOTrainer(config(), sft, prompts=datasets.Dataset.from_dict({"input_ids": [[4]]}))
+
+
+@pytest.mark.parametrize("prompts", ["a b", (text for text in PROMPTS), 3], ids=["text", "generator", "number"])
+def test_prompts_of_an_unknown_kind_are_refused(sft: str, prompts: Any):
+    with pytest.raises(DataError) as caught:
+        PPOTrainer(config(), sft, prompts=prompts)
+    assert str(caught.value) == (
+        f"PPOTrainer: prompts of type {type(prompts).__name__} are not known; give a list of texts or chats, a table "
+        "with a column `prompt`, or a PromptDataset"
+    )
 
 
 def test_chats_in_a_list_are_prompts(sft: str):

@@ -197,8 +197,7 @@ def _lora(ledger: Ledger) -> None:
 
 
 def _precision_and_memory(ledger: Ledger) -> None:
-    dtype = ledger.value("dtype")
-    ledger.derive("ppo.dtype", table.PRECISION.get(dtype, dtype), "dtype")
+    ledger.carry("ppo.dtype", "dtype", lambda dtype: table.PRECISION.get(dtype, dtype))
     checkpointing = ("actor_gradient_checkpointing", "critic_gradient_checkpointing")
     ledger.derive("ppo.gradient_checkpointing", any(map(ledger.given, checkpointing)), *checkpointing)
     if ledger.given("align_overflow"):

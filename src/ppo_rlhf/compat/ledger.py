@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from enum import Enum
 from typing import Annotated, Any, get_type_hints
@@ -94,32 +94,24 @@ class Ledger:
         """Return the setting as true or false; None is false."""
         return self.value(setting) is not None and self.checked(setting, bool)
 
-    def carry(self, target: str, setting: str) -> None:
-        """Enter the setting's value, or the source's default of it, as it is."""
-        self.derive(target, self.value(setting), setting)
+    def entered(self, target: str) -> Any:
+        """Return what was entered for the target; None if nothing was."""
+        return self._values.get(target)
+
+    def carry(self, target: str, setting: str, read: Callable[[Any], Any] = lambda value: value) -> None:
+        """Enter the setting's value as it is, or as `read` puts it; the source's default if it is absent.
+
+        A value that is not accepted here is left, with the rule, and the source's default stands in for it; not for
+        None, which names nothing, where the default of a path would name a model.
+        """
+        self.derive(target, read(self.value(setting)), setting)
+        refused = target not in self._values and self._settings.get(setting) is not None
+        if refused and setting in self._defaults:
+            self._admit(target, read(self._defaults[setting]), [setting], given=[])
 
     def derive(self, target: str, value: Any, *settings: str) -> None:
         """Enter a value that was worked out from settings; if it is not accepted here they are left, with the rule."""
-        given = [setting for setting in settings if self.given(setting)]
-        if not _exists(target):
-            for setting in given:
-                self._refuse(setting, f"there is no {target} here")
-            return
-        try:
-            accepted = _adapter(_type_of(target)).validate_python(value)
-        except ValidationError as error:
-            reason = f"{target} does not take {value!r}: {_message(error)}"
-            for setting in given:
-                self._refuse(setting, reason)
-            if not given:
-                self.remark(f"{self._source}'s default of {', '.join(settings)} is not carried: {reason}.")
-            return
-        shown = ", ".join(self._written.get(setting, setting) for setting in given or settings[:1])
-        self._enter(target, accepted, shown if given else f"default of {shown}")
-        for setting in given:
-            if setting in self._left:
-                self.remark(f"{setting}: {self._left.pop(setting)}.")
-            self._carried.setdefault(setting, []).append(target)
+        self._admit(target, value, settings, [setting for setting in settings if self.given(setting)])
 
     def fix(self, target: str, value: Any, why: str) -> None:
         """Enter what the source always does."""
@@ -168,6 +160,28 @@ class Ledger:
             self._origins,
             self._remarks,
         )
+
+    def _admit(self, target: str, value: Any, settings: Sequence[str], given: Sequence[str]) -> None:
+        """Do what `derive` says; without `given` settings the value is the source's default."""
+        if not _exists(target):
+            for setting in given:
+                self._refuse(setting, f"there is no {target} here")
+            return
+        try:
+            accepted = _adapter(_type_of(target)).validate_python(value)
+        except ValidationError as error:
+            reason = f"{target} does not take {value!r}: {_message(error)}"
+            for setting in given:
+                self._refuse(setting, reason)
+            if not given:
+                self.remark(f"{self._source}'s default of {', '.join(settings)} is not carried: {reason}.")
+            return
+        shown = ", ".join(self._written.get(setting, setting) for setting in given or settings[:1])
+        self._enter(target, accepted, shown if given else f"default of {shown}")
+        for setting in given:
+            if setting in self._left:
+                self.remark(f"{setting}: {self._left.pop(setting)}.")
+            self._carried.setdefault(setting, []).append(target)
 
     def _refuse(self, setting: str, reason: str) -> None:
         if setting in self._carried:  # to another place: what is lost here is said all the same

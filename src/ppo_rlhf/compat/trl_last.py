@@ -146,16 +146,20 @@ def _warn_of_single_step(ledger: Ledger, accumulation: int) -> None:
 
 
 def _warm_up(ledger: Ledger, iterations: int | None) -> None:
-    ledger.leave("warmup_ratio", "None: warmup_steps counts")
+    if ledger.value("lr_scheduler_type") == "constant":
+        for setting in ("warmup_ratio", "warmup_steps"):
+            ledger.leave(setting, "transformers' constant schedule has no warm-up")
+        return
     steps = ledger.checked("warmup_steps", Annotated[float, Field(ge=0)] | None) or 0.0
-    if steps == 0.0 and ledger.value("warmup_ratio") is not None:
+    if ledger.value("warmup_ratio") is None:
+        ledger.leave("warmup_ratio", "None: warmup_steps counts")
+    elif steps == 0.0:
         ledger.carry("ppo.warmup_ratio", "warmup_ratio")
         ledger.leave("warmup_steps", "0: warmup_ratio counts")
         return
-    ledger.leave("warmup_ratio", "warmup_steps is set: transformers does not read it")
-    if steps and ledger.value("lr_scheduler_type") == "constant":
-        ledger.leave("warmup_steps", "transformers' constant schedule has no warm-up")
-    elif steps < 1:
+    else:
+        ledger.leave("warmup_ratio", "warmup_steps is set: transformers does not read it")
+    if steps < 1:
         ledger.derive("ppo.warmup_ratio", steps, "warmup_steps")
     elif iterations is None:
         ledger.leave("warmup_steps", "the number of iterations is not known: ppo.warmup_ratio is a share of them")

@@ -146,13 +146,7 @@ def _batches(ledger: Ledger) -> None:
 
 
 def _kl(ledger: Ledger) -> None:
-    adaptive = ledger.flag("adap_kl_ctrl")
-    ledger.derive("ppo.kl_controller", "adaptive" if adaptive else "fixed", "adap_kl_ctrl")
-    for setting, name in (("target", "kl_target"), ("horizon", "kl_horizon")):
-        if adaptive:
-            ledger.carry(f"ppo.{name}", setting)
-        else:
-            ledger.leave(setting, "adap_kl_ctrl=False: only the adaptive controller reads it")
+    _kl_controller(ledger)
     ledger.fix("ppo.kl_in", "reward", "always so in TRL")
     estimator = {"kl": "k1", "mse": "k2"}.get(ledger.value("kl_penalty"))
     if estimator is not None:
@@ -167,6 +161,26 @@ def _kl(ledger: Ledger) -> None:
         "kl_penalty", f"{why.get(ledger.value('kl_penalty'), unknown)}: ppo.kl_estimator=k1 is written instead"
     )
     ledger.fix("ppo.kl_estimator", "k1", "in place of kl_penalty")
+
+
+def _kl_controller(ledger: Ledger) -> None:
+    adaptive = ledger.flag("adap_kl_ctrl")
+    if ledger.entered("ppo.kl_coef") == 0:
+        ledger.fix("ppo.kl_controller", "fixed", "init_kl_coef=0")
+        for setting in ("adap_kl_ctrl", "target", "horizon"):
+            ledger.leave(setting, "init_kl_coef=0: the adaptive controller multiplies it, so it stays 0")
+        if adaptive:
+            ledger.remark(
+                "With init_kl_coef=0 TRL's adaptive controller keeps the coefficient at 0, as ppo.kl_controller=fixed "
+                "does."
+            )
+        return
+    ledger.derive("ppo.kl_controller", "adaptive" if adaptive else "fixed", "adap_kl_ctrl")
+    for setting, name in (("target", "kl_target"), ("horizon", "kl_horizon")):
+        if adaptive:
+            ledger.carry(f"ppo.{name}", setting)
+        else:
+            ledger.leave(setting, "adap_kl_ctrl=False: only the adaptive controller reads it")
 
 
 def _early_stop(ledger: Ledger) -> None:

@@ -221,8 +221,9 @@ class PPOTrainer:
             rewards: The scores.
         """
         pair = ""
-        if "query" in batch and "response" in batch:
-            pair = f"; {batch['query'][0]!r} -> {batch['response'][0]!r}"
+        texts = [batch.get(name, ()) for name in ("query", "response")]
+        if all(map(len, texts)):
+            pair = "; {!r} -> {!r}".format(*(column[0] for column in texts))
         log.info("%s, mean reward %.4g%s", self._line(stats), trainer_inputs.mean_of(rewards), pair)
 
     def train(

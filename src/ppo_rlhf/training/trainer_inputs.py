@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -51,7 +50,7 @@ def take_prompts(
         why: What errors say of a limit that is not the policy's context.
 
     Raises:
-        DataError: There is no prompt, or one cannot be read, or is too long.
+        DataError: They are none of these; there is no prompt, or one cannot be read, or is too long.
     """
     if isinstance(prompts, PromptDataset):
         check_room(prompts.prompt_ids, [config.response_length] * len(prompts), context, why)
@@ -62,8 +61,15 @@ def take_prompts(
         frame = prompts
     elif isinstance(prompts, list | tuple):
         frame = table_of_rows(prompts)
-    else:  # Hugging Face's tables give columns of Python values for a slice
-        frame = table_of_columns(prompts[:] if hasattr(prompts, "column_names") else prompts)
+    elif hasattr(prompts, "column_names"):  # Hugging Face's tables give columns of Python values for a slice
+        frame = table_of_columns(prompts[:])
+    elif isinstance(prompts, Mapping):
+        frame = table_of_columns(prompts)
+    else:
+        raise DataError(
+            f"PPOTrainer: prompts of type {type(prompts).__name__} are not known; give a list of texts or chats, a "
+            "table with a column `prompt`, or a PromptDataset"
+        )
     return tokenise_prompts(
         frame,
         policy.tokenizer,
@@ -145,14 +151,18 @@ def given_scores(scores: Any, rows: int) -> RewardScorer:
     """Return a scorer that gives these scores, whatever the responses.
 
     Raises:
-        RewardError: There is not one finite number for each of the rows.
+        RewardError: There is not one finite number, in float32, for each of the rows.
     """
-    values = [float(score) for score in scores]
+    try:
+        values = [float(score) for score in scores]
+    except (TypeError, ValueError, RuntimeError) as error:  # torch's own for a tensor of several numbers
+        raise RewardError(f"step: scores are to be one number for each response: {error}") from None
     if len(values) != rows:
         raise RewardError(f"step: {len(values)} scores for {rows} responses; give one each")
-    for row, value in enumerate(values):
-        if not math.isfinite(value):
-            raise RewardError(f"step: the score of response {row} is {value}; give finite numbers")
+    taken = torch.tensor(values, dtype=torch.float32)
+    for row, is_finite in enumerate(taken.isfinite().tolist()):
+        if not is_finite:
+            raise RewardError(f"step: the score of response {row} is {values[row]}; give finite numbers in float32")
     return RewardScorer([("given", 1.0, lambda _: torch.tensor(values, dtype=torch.float64))])
 
 
@@ -169,7 +179,13 @@ def token_lists(rows: Any, what: str, vocabulary: int) -> list[list[int]]:
     """
     result = []
     for row, ids in enumerate(rows):
-        tensor = torch.as_tensor(ids)
+        try:
+            tensor = torch.as_tensor(ids)
+        except (TypeError, ValueError, RuntimeError):
+            raise DataError(
+                f"{what} {row}: expected a 1-D tensor of token ids, got a {type(ids).__name__}; the tokenizer makes "
+                "ids of texts"
+            ) from None
         tensor = tensor[0] if tensor.dim() == 2 and len(tensor) == 1 else tensor
         if tensor.dim() != 1 or tensor.is_floating_point() or not len(tensor):
             raise DataError(

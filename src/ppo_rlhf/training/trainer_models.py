@@ -193,7 +193,7 @@ def _check_head(head: Any, name: str) -> None:
 
 
 def _check_model(model: Any, what: str) -> None:
-    saved = "save it, and give the directory"
+    saved = "save it, and give what from_pretrained loads of it"
     if not isinstance(model, transformers.PreTrainedModel):
         raise ModelError(f"PPOTrainer: the {what} is a {type(model).__name__}, not a transformers model; {saved}")
     if has_adapter(model):

@@ -137,6 +137,21 @@ def test_scores_are_float64_where_the_reward_model_is():
     assert scorer.score(batch([[6]], [False])).total.dtype == torch.float64
 
 
+def test_a_finite_score_that_float32_cannot_hold_is_refused_with_its_component_and_row():
+    def scorer(values: list[float], model: Recorder | None = None) -> RewardScorer:
+        return RewardScorer([("mine", 1.0, lambda b: torch.tensor(values, dtype=torch.float64))], model)
+
+    with pytest.raises(RewardError) as caught:
+        scorer([1.0, -1e39]).score(batch([[6], [7]], [False, False]))
+    assert str(caught.value) == (
+        "reward component mine: the score of response 1 is -1e+39, beyond the range of float32; return smaller numbers"
+    )
+    double = Recorder(dtype=torch.float64)
+    assert scorer([1e39], double).score(batch([[6]], [False])).total.tolist() == [1e39]
+    # a score that was never finite costs optimiser steps, not the run (`test_update.py`)
+    assert scorer([math.nan]).score(batch([[6]], [False])).total.isnan().all()
+
+
 def test_without_a_model_component_no_model_is_read():
     config = RewardConfig(components=[{"type": "function", "function": "math:fsum", "name": "f"}])
     assert not config.needs_model

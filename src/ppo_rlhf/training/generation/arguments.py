@@ -87,7 +87,9 @@ def _of_right_type(
 ) -> dict[str, Any]:
     try:
         return change(sampling, value)
-    except TypeError:
+    except ConfigError:
+        raise
+    except (TypeError, ValueError):
         raise ConfigError(f"generate: {name}={value!r} is not a number") from None
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.training.generation.arguments import sampling_from_arguments
 from ppo_rlhf.training.generation.responses import generate_responses
 from ppo_rlhf.training.precision import autocast
@@ -56,6 +57,12 @@ class QuerySampler:
         is_one = isinstance(queries, Tensor) and queries.dim() == 1
         rows: Any = [queries] if is_one else queries
         prompt_ids = token_lists(rows, "query", self.vocabulary)
+        at_a_time = config.local_rollout_forward_batch_size if batch_size is None else batch_size
+        if at_a_time < 1:
+            raise ConfigError(
+                f"generate: batch_size={batch_size} is below 1; None takes ppo.local_rollout_forward_batch_size="
+                f"{config.local_rollout_forward_batch_size}"
+            )
         settings = sampling_from_arguments(state.sampling, arguments, self.vocabulary)
         check_room(prompt_ids, [settings.response_length] * len(prompt_ids), *self.limit)
         if settings.temperature != config.temperature and settings.top_k != 1:
@@ -68,7 +75,7 @@ class QuerySampler:
                 self._noise(len(prompt_ids))[:, : settings.response_length],
                 settings,
                 engine=config.rollout_engine,
-                batch_size=batch_size or config.local_rollout_forward_batch_size,
+                batch_size=at_a_time,
                 recorded=state.recorded_steps,
             )
         self.started = self.started or started

@@ -10,7 +10,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from ppo_rlhf.core.errors import ConfigError, ModelError
+from ppo_rlhf.core.errors import ConfigError, ModelError, RewardError
 from ppo_rlhf.models.annotations import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_rlhf.models.loading import PretrainedHandle, context_length
 from ppo_rlhf.models.offloading import on_device, to_host
@@ -161,9 +161,13 @@ class RewardScorer:
                 scoring.check_room(prompt_ids, response_length, stop_token_ids)
 
     def score(self, batch: ResponseBatch) -> ScoredResponses:
-        """Return the scores, on the CPU: float32, or float64 where the reward model is float64."""
+        """Return the scores, on the CPU: float32, or float64 where the reward model is float64.
+
+        Raises:
+            RewardError: A finite score is not in the range of that type.
+        """
         dtype = torch.float64 if self.model is not None and self.model.dtype == torch.float64 else torch.float32
-        scores = {name: scoring(batch).to(dtype=dtype, device="cpu") for name, _, scoring in self._components}
+        scores = {name: _narrowed(scoring(batch), dtype, name) for name, _, scoring in self._components}
         total = torch.zeros(len(batch), dtype=dtype)
         for name, weight, _ in self._components:
             total = total + weight * scores[name]
@@ -325,6 +329,19 @@ def score_sequences(model: PreTrainedModel, sequences: list[list[int]], pad_id: 
         rows = by_length[start : start + batch_size]
         scores[rows] = sequence_scores(model, [sequences[row] for row in rows], pad_id).to(scores)
     return scores
+
+
+def _narrowed(scores: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    """Return a component's scores as the type, on the CPU; raise `RewardError` if that makes one infinite."""
+    narrow = scores.to(dtype=dtype, device="cpu")
+    beyond = (scores.cpu().isfinite() & ~narrow.isfinite()).nonzero()
+    if len(beyond):
+        row = int(beyond[0])
+        raise RewardError(
+            f"reward component {name}: the score of response {row} is {scores[row].item()}, beyond the range of "
+            f"{str(dtype).removeprefix('torch.')}; return smaller numbers"
+        )
+    return narrow
 
 
 def _by_function(functions: dict[str, RewardFunction], name: str) -> Scoring:
