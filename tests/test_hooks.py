@@ -443,6 +443,51 @@ def test_a_server_that_has_everything_is_asked_as_often_as_ever_in_the_end(
     assert silence.retries[-1] is None
 
 
+@pytest.mark.parametrize(("is_silent", "retries"), [(True, "1"), (False, None)])
+def test_the_exported_policy_is_not_long_offered_to_a_server_that_does_not_take_metrics(
+    *,
+    kedro: Kedro,
+    toy_project: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    silence: Silence,
+    is_silent: bool,
+    retries: str | None,
+):
+    from ppo_rlhf.hooks import model_log, run_log
+
+    offered = []
+    monkeypatch.setattr(
+        model_log, "log_policy", lambda *_, **__: offered.append(os.environ.get("MLFLOW_HTTP_REQUEST_MAX_RETRIES"))
+    )
+    if not is_silent:
+        monkeypatch.setattr(run_log, "PATIENCE_AT_THE_END", 60.0)
+        silence.answers.set()
+    assert kedro(toy_project, "run", "--pipelines", "align").exit_code == 0
+    assert offered == [retries]
+
+
+def test_a_signal_cuts_the_wait_for_a_silent_server_behind_training(
+    kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch, silence: Silence
+):
+    from ppo_rlhf.hooks import run_log
+    from ppo_rlhf.hooks.background import Background
+
+    wait = Background.wait
+
+    def stopped_meanwhile(background: Background, seconds: float) -> bool:
+        if seconds == 60.0:
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        return wait(background, seconds)
+
+    monkeypatch.setattr(run_log, "PATIENCE", 0.1)
+    monkeypatch.setattr(run_log, "PATIENCE_AT_THE_END", 60.0)
+    monkeypatch.setattr(Background, "wait", stopped_meanwhile)
+    start = time.monotonic()
+    assert kedro(toy_project, "run", "--pipelines", "align").exit_code == 143
+    assert time.monotonic() - start < 45.0
+    assert last_run(toy_project).info.status == "KILLED"
+
+
 def test_a_run_that_was_open_before_is_used_and_left_open(kedro: Kedro, toy_project: Path):
     mlflow.set_tracking_uri(f"sqlite:///{toy_project / 'mlflow.db'}")
     mlflow.set_experiment("ppo_rlhf")

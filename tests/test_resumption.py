@@ -19,11 +19,17 @@ import mlflow
 import pytest
 import torch
 from click.testing import Result
+from kedro.io import DataCatalog
+from kedro.pipeline import Node, Pipeline
+from kedro_mlflow.config.kedro_mlflow_config import KedroMlflowConfig
 from mlflow.entities import Run
 from safetensors.torch import save_file
 
+from ppo_rlhf.datasets import ResumeCheckpointDataset
+from ppo_rlhf.hooks import TrackingHook
 from ppo_rlhf.hooks.resume_comparison import compare_runs
 from ppo_rlhf.hooks.run_description import RunDescription
+from ppo_rlhf.runner import ITERATION_TAG
 from ppo_rlhf.training.checkpoints.files import checkpoint_name, write_directory
 from ppo_rlhf.training.config import PPOConfig
 
@@ -33,6 +39,7 @@ resume_checkpoint:
   filepath: data/06_models/ppo_checkpoints
   resume: ${runtime_params:resume, null}
 """
+MAKES_STATE = Node(lambda checkpoint: checkpoint, "resume_checkpoint", "training_state", name="make_state")
 HOLD_LOCK = """
 import fcntl, sys, time
 file = open(sys.argv[1])
@@ -249,6 +256,17 @@ def test_of_a_run_whose_checkpoints_are_all_damaged_latest_names_them_and_begins
     assert toy.get(run_id).data.tags["resume.1.checkpoint"] == "none"
 
 
+def test_a_part_of_the_loop_starts_from_the_beginning_whatever_latest_would_mean_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """Such a slice has no state to carry on; `resume: latest` in globals.yml is for all runs."""
+    entry = ResumeCheckpointDataset(str(tmp_path), "latest")
+    with caplog.at_level(logging.INFO):
+        start_untracked(Pipeline([MAKES_STATE]), entry, tmp_path)
+    assert "resume=latest: this run holds a part of the loop alone, so it starts from the beginning." in caplog.messages
+    assert entry.load() is None
+
+
 # --- what may change and what must not
 
 
@@ -439,6 +457,26 @@ def test_a_damaged_checkpoint_that_is_named_is_refused_with_the_file(toy: Toy):
     assert toy.state_of_everything() == untouched
 
 
+def test_a_whole_checkpoint_of_another_run_is_refused_though_it_lies_in_this_ones_folder(toy: Toy):
+    other, run_id = toy.interrupted(), toy.interrupted()
+    checkpoint = toy.root / run_id / "iteration_000001"
+    shutil.copytree(toy.checkpoint(other, 1), checkpoint)
+    untouched = toy.state_of_everything()
+    expected = f"{checkpoint / 'manifest.json'}: is of run {other}, not of this directory"
+    assert errors(toy.kedro(f"resume={checkpoint}")) == [expected]
+    assert toy.state_of_everything() == untouched
+
+
+def test_a_damaged_log_of_evaluations_is_named_in_one_line(toy: Toy):
+    run_id = toy.interrupted()
+    damaged = toy.checkpoint(run_id, 1).parent / "evaluations.json"
+    damaged.write_text('[{"iteration": 1.0, "eval/win')
+    (line,) = errors(toy.kedro("resume=latest"))
+    assert line.startswith(f"{damaged}: damaged (")
+    damaged.unlink()
+    assert toy.run("resume=latest").info.run_id == run_id
+
+
 def test_a_pipeline_that_does_not_train_says_which_one_would(toy: Toy):
     run_id = toy.interrupted()
     (line,) = errors(toy.kedro(f"resume={run_id}", pipelines="supervised_finetuning"))
@@ -534,6 +572,25 @@ def test_without_tracking_only_a_path_can_be_resumed(toy: Toy):
         "resume=latest: mlflow.yml disables tracking for align, so no run can be looked up; give the directory of a "
         "checkpoint."
     )
+
+
+def start_untracked(pipeline: Pipeline, entry: ResumeCheckpointDataset, project: Path) -> None:
+    """Let the hook do what it does before the first node."""
+    hook = TrackingHook()
+    hook.mlflow_config = KedroMlflowConfig.model_validate({"tracking": {"disable_tracking": {"pipelines": ["ppo"]}}})
+    run_params = {"pipeline_names": ["ppo"], "project_path": str(project)}
+    hook.before_pipeline_run(run_params, pipeline, DataCatalog({"resume_checkpoint": entry}))
+
+
+def test_without_tracking_a_relative_path_is_the_projects_from_every_folder(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+):
+    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
+    checkpoint = toy.checkpoint("untracked-1", 1)
+    entry = ResumeCheckpointDataset(str(toy.root), str(checkpoint.relative_to(toy.project)))
+    iteration = Node(lambda state: state, "training_state", "next_training_state", name="iterate", tags=ITERATION_TAG)
+    start_untracked(Pipeline([MAKES_STATE, iteration]), entry, toy.project)
+    assert entry.load() == checkpoint
 
 
 def test_a_finished_run_that_is_named_goes_on_and_logs_nothing_twice(toy: Toy):

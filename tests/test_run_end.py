@@ -43,8 +43,31 @@ def test_after_divergence_it_is_the_newest_that_is_known_to_be_good(tmp_path: Pa
     assert end_tags(error, checkpoints, tmp_path)["last_checkpoint"] == "data/ppo_checkpoints/run/iteration_000020"
     line = way_to_go_on(error, checkpoints, run_params(tmp_path))
     assert line.startswith("Last good checkpoint: data/ppo_checkpoints/run/iteration_000020. With the same settings")
-    nothing_good = DivergenceError("at once", last_good_iteration=0)
-    assert "last_checkpoint" not in end_tags(nothing_good, checkpoints, tmp_path)
+
+
+def test_after_divergence_without_a_good_checkpoint_no_command_is_given_that_would_diverge_again(
+    tmp_path: Path, checkpoints: Path
+):
+    error = DivergenceError("at once", last_good_iteration=0)
+    assert "last_checkpoint" not in end_tags(error, checkpoints, tmp_path)
+    assert way_to_go_on(error, checkpoints, run_params(tmp_path)) == (
+        "No checkpoint is known to be good. With the same settings training would diverge again."
+    )
+
+
+def test_after_divergence_a_policy_is_named_as_one_to_start_from_only_if_it_is_a_whole_model(
+    tmp_path: Path, checkpoints: Path
+):
+    error = DivergenceError("the KL exploded", last_good_iteration=29)
+    policy = checkpoints / "iteration_000020" / "policy"
+    named = policy.relative_to(tmp_path)
+    line = way_to_go_on(error, checkpoints, run_params(tmp_path))
+    assert line.endswith(f"; a new run can start from its policy, sft_model_path={named} with --pipelines align.")
+    policy.mkdir()
+    (policy / "adapter_config.json").write_text("{}")
+    line = way_to_go_on(error, checkpoints, run_params(tmp_path))
+    assert f"; a new run can start from its policy: merge the LoRA adapter {named} into its base, as docs/" in line
+    assert f"sft_model_path={named}" not in line
 
 
 def test_without_a_checkpoint_the_run_still_can_go_on(tmp_path: Path):

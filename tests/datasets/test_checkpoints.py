@@ -9,8 +9,10 @@ import mlflow
 import pytest
 from kedro.io import DataCatalog, DatasetError
 
+from ppo_rlhf.core.errors import CheckpointError
 from ppo_rlhf.datasets import checkpoints
 from ppo_rlhf.datasets.checkpoints import CheckpointDataset, EvaluationLogDataset, run_directory
+from ppo_rlhf.runner.wrapped import own_error
 from ppo_rlhf.training.checkpoints.files import checkpoint_iterations
 from ppo_rlhf.training.checkpoints.store import CheckpointRequest
 from ppo_rlhf.training.config import PPOConfig
@@ -157,6 +159,26 @@ def test_evaluations_are_appended_and_read_back_oldest_first(tmp_path):
     assert found[0] == rows[0]
     assert found[1]["eval/judge_score"] != found[1]["eval/judge_score"]
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["evaluations.json"]
+
+
+def test_a_damaged_log_of_evaluations_is_named_and_left_as_it_is_and_no_checkpoint_is_deleted(tmp_path):
+    """Taken for empty it would make the best checkpoint one like any other."""
+    rows = {10: evaluation(10, 0.9), 20: evaluation(20, 0.1)}
+    saved = saved_through(tmp_path, rows)
+    damaged = tmp_path / "run" / "evaluations.json"
+    damaged.write_bytes(damaged.read_bytes()[:50])
+    for attempt in (
+        lambda: EvaluationLogDataset(str(tmp_path)).load(),
+        lambda: EvaluationLogDataset(str(tmp_path)).save(evaluation(70, 0.5)),
+        lambda: CheckpointDataset(str(tmp_path)).save(request(70)),
+    ):
+        with pytest.raises(DatasetError) as caught:
+            attempt()
+        error = own_error(caught.value)
+        assert isinstance(error, CheckpointError)
+        assert str(error).startswith(f"{damaged}: damaged (")
+    assert len(damaged.read_bytes()) == 50
+    assert checkpoint_iterations(tmp_path / "run") == [*saved, 70]
 
 
 def test_an_iteration_without_evaluation_changes_nothing(tmp_path):

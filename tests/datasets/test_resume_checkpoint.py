@@ -43,15 +43,6 @@ def test_without_a_hook_a_directory_is_loaded_if_it_is_a_checkpoint(tmp_path):
     assert entry(tmp_path, str(directory)).load() == directory
 
 
-def test_a_path_is_told_from_a_run_id(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "iteration_000010").mkdir()
-    assert entry(tmp_path, "iteration_000010").requested_path == Path("iteration_000010")
-    assert entry(tmp_path, "somewhere/iteration_000010").requested_path == Path("somewhere/iteration_000010")
-    assert entry(tmp_path, "0123abcd").requested_path is None
-    assert entry(tmp_path, "latest").requested_path is None
-
-
 def test_it_cannot_be_saved(tmp_path):
     with pytest.raises(DatasetError, match="only read"):
         entry(tmp_path).save("anything")

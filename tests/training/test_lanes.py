@@ -150,6 +150,29 @@ def test_a_second_interrupt_is_raised_at_once_and_leaves_all_threads_too(threads
     assert torch.get_num_threads() == 4
 
 
+def test_an_interrupt_behind_one_of_the_first_is_raised_at_once_too(threads, interrupt):
+    threads(4)
+    interrupt(1)
+    go_on, running = threading.Event(), []
+
+    def second() -> None:
+        running.append(True)
+        go_on.wait(5)
+        running.clear()
+
+    def first() -> None:
+        while not running:
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        side_by_side(first, second)
+    assert running == [True]
+    assert torch.get_num_threads() == 4
+    go_on.set()
+    assert side_by_side(lambda: 1, lambda: 2) == (1, 2)
+
+
 def test_what_the_second_raises_is_raised():
     def second() -> None:
         raise ValueError("of the second")

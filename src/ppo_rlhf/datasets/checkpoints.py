@@ -9,6 +9,7 @@ from typing import Any
 import mlflow
 from kedro.io import AbstractDataset, DatasetError
 
+from ppo_rlhf.core.errors import CheckpointError
 from ppo_rlhf.training.checkpoints.files import checkpoint_iterations, checkpoint_name, prune_checkpoints
 from ppo_rlhf.training.checkpoints.store import CheckpointRequest, best_iteration, check_free_space, write_checkpoint
 from ppo_rlhf.training.state import TrainingState
@@ -127,6 +128,19 @@ def run_directory(root: Path) -> Path:
 
 
 def read_evaluations(directory: Path) -> list[dict[str, float]]:
-    """Return the evaluations logged in a run's directory, oldest first; none if there is no log."""
+    """Return the evaluations logged in a run's directory, oldest first; none if there is no log.
+
+    Raises:
+        CheckpointError: The log is damaged. Taken for empty, it would be overwritten, and the best checkpoint deleted.
+    """
     path = directory / EVALUATIONS
-    return json.loads(path.read_text()) if path.is_file() else []
+    if not path.is_file():
+        return []
+    try:
+        rows: list[dict[str, float]] = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise CheckpointError(
+            f"{path}: damaged ({error}). Mend it, or move it away: then the run goes on, but no longer knows which "
+            "checkpoint was its best, and may delete it"
+        ) from None
+    return rows

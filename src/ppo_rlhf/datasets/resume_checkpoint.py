@@ -14,7 +14,7 @@ class ResumeCheckpointDataset(AbstractDataset[NoReturn, Path | None]):
     """The checkpoint that `resume` asks for, None for a run from the beginning.
 
     Which one that is depends on the runs in MLflow, so a hook resolves it before the first node and sets `checkpoint`.
-    Without MLflow a checkpoint's own path still works. Example:
+    Without a hook a checkpoint's own path still works. Example:
 
     ```yaml
     resume_checkpoint:
@@ -37,14 +37,6 @@ class ResumeCheckpointDataset(AbstractDataset[NoReturn, Path | None]):
         self.metadata = metadata
         self._is_resolved = False
 
-    @property
-    def requested_path(self) -> Path | None:
-        """The checkpoint's directory if that is what was asked for, whether it is whole or not."""
-        if self.requested in (None, LATEST):
-            return None
-        path = Path(self.requested).expanduser()
-        return path if path.is_dir() or len(path.parts) > 1 else None
-
     def resolve(self, checkpoint: Path | None) -> None:
         """Set what the run goes on from; None starts at the beginning."""
         self.checkpoint, self._is_resolved = checkpoint, True
@@ -53,12 +45,12 @@ class ResumeCheckpointDataset(AbstractDataset[NoReturn, Path | None]):
         """Return the checkpoint's directory.
 
         Raises:
-            DatasetError: Only MLflow would know which one, and the run is not tracked.
+            DatasetError: Only MLflow would know which one, and no hook has asked it.
         """
         if self._is_resolved or self.requested is None:
             return self.checkpoint
-        path = self.requested_path
-        if path is None or not (path / MANIFEST).is_file():
+        path = Path(self.requested).expanduser()
+        if not (path / MANIFEST).is_file():
             raise DatasetError(f"resume={self.requested}: without MLflow, give the directory of a checkpoint.")
         return path
 

@@ -94,10 +94,14 @@ class MetricLog:
             self._known.setdefault(metric.key, {})[metric.step] = metric.value
         self._send(added)
 
-    def flush(self, patience: float) -> None:
-        """Wait until MLflow was asked for everything, for so many seconds at most; what it refuses is kept."""
+    def flush(self, patience: float) -> bool:
+        """Wait until MLflow was asked for everything, for so many seconds at most; what it refuses is kept.
+
+        Returns:
+            Whether it was, and refuses nothing.
+        """
         self._background.wake()
-        self._background.wait(patience)
+        return self._background.wait(patience) and not self._is_refusing
 
     def close(self, patience: float) -> bool:
         """Flush for the last time; return whether MLflow has everything, and say what it does not have."""

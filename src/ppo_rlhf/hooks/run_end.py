@@ -34,17 +34,30 @@ def end_tags(error: Exception, checkpoints: Path | None, project_path: Path) -> 
 
 
 def way_to_go_on(error: Exception, checkpoints: Path, run_params: Mapping[str, Any]) -> str:
-    """Return the line that says where the last checkpoint is, and the command that goes on from it."""
+    """Return the line that says where the last checkpoint is, and how to go on from it: the command, if one can."""
     last, project_path = last_checkpoint(error, checkpoints), Path(run_params["project_path"])
+    if isinstance(own_error(error), DivergenceError):
+        return _way_from_divergence(last, project_path)
     if last is None:
         return f"There is no checkpoint yet. To go on: {_command(run_params)}"
-    where = relative_to(last, project_path)
-    if isinstance(own_error(error), DivergenceError):
+    return f"Last checkpoint: {relative_to(last, project_path)}. To go on: {_command(run_params)}"
+
+
+def _way_from_divergence(good: Path | None, project_path: Path) -> str:
+    from ppo_rlhf.models.adapters import is_adapter  # heavy: needs torch
+
+    again = "With the same settings training would diverge again"
+    if good is None:
+        return f"No checkpoint is known to be good. {again}."
+    where = relative_to(good, project_path)
+    policy = f"{where}/policy"
+    start = f"Last good checkpoint: {where}. {again}; a new run can start from its policy"
+    if is_adapter(good / "policy"):
         return (
-            f"Last good checkpoint: {where}. With the same settings training would diverge again; a new run can start "
-            f"from its policy, sft_model_path={where}/policy with --pipelines align."
+            f"{start}: merge the LoRA adapter {policy} into its base, as docs/resume.md shows under "
+            '"When training diverges", and give the result as sft_model_path with --pipelines align.'
         )
-    return f"Last checkpoint: {where}. To go on: {_command(run_params)}"
+    return f"{start}, sft_model_path={policy} with --pipelines align."
 
 
 def _command(run_params: Mapping[str, Any]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from ppo_rlhf.hooks.hyperparameters import parameter
 from ppo_rlhf.hooks.metric_log import MetricLog
 from ppo_rlhf.hooks.resumption import Resumption
 from ppo_rlhf.hooks.sample_log import SampleLog
-from ppo_rlhf.runner import CARRY_IN, CARRY_OUT
+from ppo_rlhf.hooks.tracking_store import asked_twice
+from ppo_rlhf.runner import CARRY_IN, CARRY_OUT, deferring_signals
 from ppo_rlhf.training.checkpoints.store import saved_config, saved_history
 
 ITERATION_METRICS = "ppo_metrics"
@@ -78,19 +80,23 @@ class RunLog:
             self._log_samples(inputs)
 
     def saved(self, name: str) -> None:
-        """Log the exported policy as a model, and the best checkpoint's if that is another one."""
+        """Log the exported policy as a model, and the best checkpoint's if that is another one.
+
+        No signal cuts through that, but one may cut the wait before it, which takes minutes where MLflow is silent.
+        """
         if name != POLICY:
             return
         from ppo_rlhf.hooks.model_log import best_checkpoint, log_policy  # heavy: only runs that export pay for it
 
         # MLflow links a model with the metrics that the run has at the model's step
-        self._metrics.flush(PATIENCE_AT_THE_END)
-        handle = self._catalog[POLICY].load()
-        trust = handle.trust_remote_code
-        self._model_id = log_policy(Path(handle.source), POLICY, self._iteration, trust_remote_code=trust)
-        best = best_checkpoint(self._catalog.get(CHECKPOINT), parameter(self._catalog, "ppo").kl_alarm)
-        if best is not None and best[1] != self._iteration:
-            log_policy(best[0], BEST, best[1], trust_remote_code=trust)
+        is_answering = self._metrics.flush(PATIENCE_AT_THE_END)
+        with deferring_signals(), nullcontext() if is_answering else asked_twice():
+            handle = self._catalog[POLICY].load()
+            trust = handle.trust_remote_code
+            self._model_id = log_policy(Path(handle.source), POLICY, self._iteration, trust_remote_code=trust)
+            best = best_checkpoint(self._catalog.get(CHECKPOINT), parameter(self._catalog, "ppo").kl_alarm)
+            if best is not None and best[1] != self._iteration:
+                log_policy(best[0], BEST, best[1], trust_remote_code=trust)
 
     def close(self, *, is_finished: bool) -> bool:
         """Wait a while for MLflow to take everything; of a finished run also the histories of stages left out.

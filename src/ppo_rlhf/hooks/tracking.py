@@ -105,7 +105,8 @@ class TrackingHook(MlflowHook):
         entry = _resume_entry(pipeline, catalog)
         if not _assert_mlflow_enabled(names, self.mlflow_config):
             super().before_pipeline_run(run_params, pipeline, catalog)
-            _check_untracked(entry, names)
+            if entry is not None and entry.requested is not None:
+                entry.resolve(_untracked_checkpoint(entry, names, Path(run_params["project_path"])))
             return
         is_ours = mlflow.active_run() is None
         try:
@@ -258,7 +259,7 @@ class TrackingHook(MlflowHook):
         """Log the exported policy as a model."""
         self._saving.close()
         if self._log is not None:
-            with deferring_signals(), store_in_plain_words(self._complaint("did not take the model")):
+            with store_in_plain_words(self._complaint("did not take the model")):
                 self._log.saved(dataset_name)
 
     @hook_impl
@@ -320,21 +321,36 @@ class TrackingHook(MlflowHook):
 
 
 def _resume_entry(pipeline: Pipeline, catalog: CatalogProtocol) -> ResumeCheckpointDataset | None:
-    """Return the catalog's entry for what `resume` asks for, None for a run without the loop."""
-    if plan_loop(pipeline) is None:
+    """Return the catalog's entry for what `resume` asks for, None for a run without the loop: it goes on with none."""
+    is_loop = plan_loop(pipeline) is not None
+    if not is_loop and RESUME_CHECKPOINT not in pipeline.inputs():
         return None
-    from ppo_rlhf.datasets import ResumeCheckpointDataset
+    from ppo_rlhf.datasets.resume_checkpoint import LATEST, ResumeCheckpointDataset
 
     entry = catalog.get(RESUME_CHECKPOINT)
-    return entry if isinstance(entry, ResumeCheckpointDataset) else None
+    if not isinstance(entry, ResumeCheckpointDataset):
+        return None
+    if is_loop:
+        return entry
+    if entry.requested == LATEST:
+        logger.info("resume=%s: this run holds a part of the loop alone, so it starts from the beginning.", LATEST)
+        entry.resolve(None)
+    return None
 
 
-def _check_untracked(entry: ResumeCheckpointDataset | None, names: list[str]) -> None:
-    if entry is not None and entry.requested is not None and entry.requested_path is None:
+def _untracked_checkpoint(entry: ResumeCheckpointDataset, names: list[str], project_path: Path) -> Path:
+    """Return the checkpoint that `resume` names; only MLflow could tell which one anything else means."""
+    from ppo_rlhf.datasets.resume_checkpoint import LATEST
+    from ppo_rlhf.preflight.resume import find_named
+
+    requested = str(entry.requested)
+    checkpoint = None if requested == LATEST else find_named(requested, entry.root, project_path).checkpoint
+    if checkpoint is None:
         raise ConfigError(
-            f"resume={entry.requested}: mlflow.yml disables tracking for {', '.join(names)}, so no run can be looked "
-            "up; give the directory of a checkpoint."
+            f"resume={requested}: mlflow.yml disables tracking for {', '.join(names)}, so no run can be looked up; "
+            "give the directory of a checkpoint."
         )
+    return checkpoint
 
 
 def _as_line(detail: Mapping[str, Any]) -> str:

@@ -10,7 +10,7 @@ from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.datasets.resume_checkpoint import LATEST, ResumeCheckpointDataset
 from ppo_rlhf.preflight.request import RunRequest
 from ppo_rlhf.runner import plan_loop
-from ppo_rlhf.training.checkpoints.files import MANIFEST, checkpoint_iterations, verify_checkpoint
+from ppo_rlhf.training.checkpoints.files import MANIFEST, checkpoint_iterations, verify_checkpoint_of_run
 
 RESUME_CHECKPOINT = "resume_checkpoint"
 MOST_NAMED = 3
@@ -44,7 +44,7 @@ def check_resume(run: RunRequest) -> None:
     with run.noting():
         named = find_named(str(entry.requested), entry.root, run.project_path)
         if named.checkpoint is not None:
-            verify_checkpoint(named.checkpoint)
+            verify_checkpoint_of_run(named.checkpoint)
 
 
 def find_named(requested: str, root: Path, project_path: Path) -> NamedRun:

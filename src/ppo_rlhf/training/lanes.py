@@ -57,8 +57,8 @@ def side_by_side(
     `first` is called in this thread. Both compute on half of torch's threads; with gradients if there are gradients
     here. Of an odd number one rests: what `first` computes in one call and `second` in another is to round alike.
 
-    When this returns or raises, neither is running any more. An interrupt that comes while `second` is waited for is
-    raised when that has ended; one more is raised at once, so that nobody is held up by what hangs.
+    When this returns or raises, neither is running any more. An interrupt is raised when `second` has ended; one more
+    is raised at once, so that nobody is held up by what hangs.
     """
     if not at_once:
         return first(), second()
@@ -68,14 +68,12 @@ def side_by_side(
     try:
         torch.set_num_threads(half)
         result = first()
+        wait([other])
+    except BaseException:  # of `first`, or an interrupt while `second` is waited for
+        wait([other])
+        raise
     finally:
-        try:
-            wait([other])
-        except BaseException:  # an interrupt
-            wait([other])
-            raise
-        finally:
-            torch.set_num_threads(threads)  # last: the other thread's first operation takes what anyone has set
+        torch.set_num_threads(threads)  # last: the other thread's first operation takes what anyone has set
     return result, other.result()
 
 

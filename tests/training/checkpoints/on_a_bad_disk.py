@@ -1,4 +1,4 @@
-"""What happens to checkpoints on a disk that is full or read-only; run by test_checkpoints_on_bad_disks.py.
+"""What happens to checkpoints on a disk that is full or read-only; run by test_store_on_bad_disks.py.
 
 unshare --map-root-user --mount python -m tests.training.checkpoints.on_a_bad_disk full|small|read_only FOLDER
 """

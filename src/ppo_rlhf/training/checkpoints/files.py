@@ -79,14 +79,23 @@ def verify_checkpoint(directory: Path) -> dict[str, Any]:
     return manifest
 
 
+def verify_checkpoint_of_run(directory: Path) -> None:
+    """Check a checkpoint, and that the run whose directory it lies in wrote it.
+
+    Raises:
+        CheckpointError: It is damaged, or another run's.
+    """
+    run = verify_checkpoint(directory)["run"]
+    if run != directory.parent.name:
+        raise CheckpointError(f"{directory / MANIFEST}: is of run {run}, not of this directory")
+
+
 def newest_whole_checkpoint(run_directory: Path) -> Path | None:
     """Return a run's newest checkpoint that is whole, None if there is none; damaged ones are named in a warning."""
     for iteration in reversed(checkpoint_iterations(run_directory)):
         directory = run_directory / checkpoint_name(iteration)
         try:
-            manifest = verify_checkpoint(directory)
-            if manifest["run"] != run_directory.name:
-                raise CheckpointError(f"{directory / MANIFEST}: is of run {manifest['run']}, not of this directory")
+            verify_checkpoint_of_run(directory)
         except (CheckpointError, OSError) as error:
             log.warning("A damaged checkpoint is left out: %s", error)
         else:
