@@ -90,6 +90,7 @@ class Desk:
         self.write_prompts(["the film was", "a story of", "i have seen"])
         self.write_rewards("    return [float(len(text)) for text in completions]")
         self.made: list[str] = []
+        self.data_root = "data"
 
     def write_prompts(self, prompts: list[str], column: str = "prompt") -> None:
         rows = [json.dumps({column: prompt, "genre": "drama"}) for prompt in prompts]
@@ -110,7 +111,7 @@ class Desk:
         inputs = [*self.paths, *(f"params:{group}" for group in self.groups)]
         nodes = [Node(lambda *_: 0, inputs, "prompt_dataset", name="align")]
         nodes += [Node(lambda _: 0, "params:ppo", name, name=f"make_{name}") for name in self.made]
-        return find_problems(Pipeline(nodes), DataCatalog(datasets), self.folder)
+        return find_problems(Pipeline(nodes), DataCatalog(datasets), self.folder, self.data_root)
 
 
 @pytest.fixture
@@ -400,6 +401,15 @@ def test_a_model_of_ones_own_is_never_written(desk: Desk, name: str, setting: st
     assert problem.startswith(f"{setting}={desk.paths[name]} is outside data/06_models, and {stage}")
     assert "Run `--pipelines align`" in problem
     assert problem.endswith(advice)
+
+
+def test_layers_that_are_moved_without_the_models_are_told_what_to_set_too(desk: Desk):
+    desk.paths["sft_policy"] = "data/06_models/sft_policy"
+    desk.made, desk.data_root = ["sft_policy"], "bigdisk"
+    assert desk.problems()[0] == (
+        "data_root=bigdisk moves what the project writes, and sft_model_path still is data/06_models/sft_policy: set "
+        "sft_model_path=bigdisk/06_models/sft_policy, too."
+    )
 
 
 def test_a_link_out_of_the_projects_models_is_outside(desk: Desk):

@@ -13,6 +13,7 @@ from ppo_rlhf.training.run_models import check_device
 from ppo_rlhf.training.state import resolve_device
 
 LAYER = "06_models"
+SHIPPED_DATA_ROOT = "data"  # where conf/base has the models, also for who moves the layers and says nothing of these
 DYNAMIC_MODULES = "transformers_modules."  # where transformers puts the code that lies with a model
 WRITTEN_BY = {  # dataset: the stage that writes it, the global that says where it is
     "sft_policy": ("supervised_finetuning", "sft_model_path"),
@@ -24,7 +25,15 @@ def check_protection(run: RunRequest) -> None:
     """Note a stage that would write where a person's own model lies, instead of below the project's models."""
     for name, (stage, setting) in WRITTEN_BY.items():
         source = run.source(name) if run.writes(name) else None
-        if source is not None and not _is_ours(run, source):
+        if source is None or _is_ours(run, source):
+            continue
+        shipped = run.project_path / SHIPPED_DATA_ROOT / LAYER / name
+        if run.data_root != SHIPPED_DATA_ROOT and run.project_path / source == shipped:
+            run.problems.append(
+                f"data_root={run.data_root} moves what the project writes, and {setting} still is {source}: set "
+                f"{setting}={Path(run.data_root, LAYER, name)}, too."
+            )
+        else:
             run.problems.append(
                 f"{setting}={source} is outside {Path(run.data_root, LAYER)}, and {stage}, a part of this run, would "
                 "write it; models of your own are never written. Run `--pipelines align` to use it as it is"

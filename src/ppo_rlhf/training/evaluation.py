@@ -18,7 +18,7 @@ from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.models.annotations import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_rlhf.models.offloading import on_device
 from ppo_rlhf.training.config import PPOConfig
-from ppo_rlhf.training.config.settings_group import settings_group
+from ppo_rlhf.training.config.settings_group import Seed, settings_group
 from ppo_rlhf.training.data.prompts import PromptDataset
 from ppo_rlhf.training.generation.responses import GeneratedResponses, SamplingSettings, generate_responses
 from ppo_rlhf.training.precision import autocast
@@ -84,7 +84,7 @@ class EvaluationConfig:
     """Prompts whose two responses are shown side by side, drawn at random; the widest wins and losses come on top."""
     prompts_path: str | None = DEMO_PROMPTS_PATH
     """Where the prompts come from; only whether they are the demo's matters here."""
-    seed: Annotated[int, Field(ge=0)] = 42
+    seed: Seed = 42
     """Fixes the sampling noise, the bootstrap and the choice of samples."""
 
 

@@ -6,11 +6,18 @@ import pickle
 from dataclasses import field
 from typing import Annotated, Literal
 
+import numpy as np
 import pytest
 from pydantic import Field
 
 from ppo_rlhf.core.errors import ConfigError
+from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.config.settings_group import closest, settings_group
+from ppo_rlhf.training.data.demonstrations import DataPreparationConfig
+from ppo_rlhf.training.data.prompts import PromptsConfig
+from ppo_rlhf.training.evaluation import EvaluationConfig
+from ppo_rlhf.training.supervised.reward_training import RewardModellingConfig
+from ppo_rlhf.training.supervised.sft import SupervisedFinetuningConfig
 
 
 @settings_group("inner")
@@ -121,3 +128,20 @@ def test_replacing_a_value_checks_it_again():
 )
 def test_the_closest_known_name_is_suggested_only_if_it_is_near(name, suggestion):
     assert closest(name, ["learning_rate", "kl_coef"]) == suggestion
+
+
+@pytest.mark.parametrize(
+    "group",
+    [
+        DataPreparationConfig,
+        SupervisedFinetuningConfig,
+        RewardModellingConfig,
+        PromptsConfig,
+        PPOConfig,
+        EvaluationConfig,
+    ],
+)
+def test_a_seed_is_one_that_numpy_takes(group):
+    np.random.default_rng(group(seed=2**32 - 1).seed)
+    with pytest.raises(ConfigError, match=r"\.seed=4294967296: input should be less than 4294967296"):
+        group(seed=2**32)

@@ -49,6 +49,15 @@ def from_scratch():
     return train_sft_policy(None, TEXTS, HELD_OUT, config(num_train_epochs=8))
 
 
+@pytest.mark.parametrize(("hidden_size", "heads"), [(18, 4), (20, 4)], ids=["no whole head", "an odd head"])
+def test_a_width_that_does_not_fit_the_heads_is_refused(hidden_size, heads):
+    with pytest.raises(ConfigError) as caught:
+        config(hidden_size=hidden_size, num_attention_heads=heads)
+    assert str(caught.value) == (
+        f"supervised_finetuning.hidden_size={hidden_size} is not an even multiple of num_attention_heads={heads}"
+    )
+
+
 def test_a_model_from_scratch_learns_the_order_of_the_words(from_scratch):
     trained, history = from_scratch
     losses = [entry["sft/loss"] for entry in history]

@@ -13,7 +13,7 @@ from ppo_rlhf.core.choices import KLEstimator, LossAggregation
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.training.config import advice, rules
 from ppo_rlhf.training.config.advice import INSTRUCT_GPT, TUNING_GUIDE, Typical
-from ppo_rlhf.training.config.settings_group import settings_group
+from ppo_rlhf.training.config.settings_group import Seed, settings_group
 
 MODEL_PATHS = ("sft_model_path", "reward_model_path")
 """Fields that PPOTrainer reads and the pipeline does not: there they are globals."""
@@ -251,7 +251,7 @@ class PPOConfig:
     """auto takes CUDA if there is one, else the CPU; or a torch device such as cuda:1."""
     deterministic: bool = False
     """Use torch's deterministic kernels alone (slower): on CUDA, runs with one seed are then equal bit for bit."""
-    seed: NonNegative = 42
+    seed: Seed = 42
     """Everything random is a function of it, the iteration and the episode's index."""
     sft_model_path: str | None = None
     """Directory or hub id of the policy to start from, for PPOTrainer; the pipeline has it in globals.yml."""

@@ -7,14 +7,16 @@ import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from types import MappingProxyType
-from typing import Any, TypeVar, dataclass_transform, get_args, get_type_hints
+from typing import Annotated, Any, TypeVar, dataclass_transform, get_args, get_type_hints
 
-from pydantic import ConfigDict, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from ppo_rlhf.core.errors import ConfigError
 
 T = TypeVar("T")
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
+"""As far as NumPy's generator goes, which transformers' trainer seeds, too."""
 
 
 @dataclass_transform(frozen_default=True)

@@ -16,7 +16,7 @@ from pydantic import Field
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.models.annotations import PreTrainedTokenizerBase
 from ppo_rlhf.models.tokenizers import append_end
-from ppo_rlhf.training.config.settings_group import settings_group
+from ppo_rlhf.training.config.settings_group import Seed, settings_group
 from ppo_rlhf.training.data.chats import CHAT, is_chat, render_chat
 from ppo_rlhf.training.randomness import permutation
 
@@ -44,7 +44,7 @@ class DataPreparationConfig:
     """Most demonstrations held out."""
     max_demonstrations: Annotated[int, Field(ge=2)] | None = None
     """Use this many, drawn at random; None uses all."""
-    seed: Annotated[int, Field(ge=0)] = 42
+    seed: Seed = 42
     """Chooses which demonstrations are held out."""
 
 

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.models.annotations import PreTrainedTokenizerBase
-from ppo_rlhf.training.config.settings_group import settings_group
+from ppo_rlhf.training.config.settings_group import Seed, settings_group
 from ppo_rlhf.training.data.chats import CHAT, is_chat, render_chat
 from ppo_rlhf.training.randomness import permutation
 
@@ -31,7 +31,7 @@ class PromptsConfig:
     """Share of the prompts held out for evaluation when no evaluation prompts are given; never trained on."""
     max_held_out: Annotated[int, Field(ge=1)] = 512
     """Most prompts held out, and most evaluation prompts used."""
-    seed: Annotated[int, Field(ge=0)] = 42
+    seed: Seed = 42
     """Chooses which prompts are held out."""
 
 

@@ -5,6 +5,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from ppo_rlhf.training.config.settings_group import Seed
+
 TINY_MODEL, TINY_MODELS_RATE = 1_000_000, 1e-3
 
 History = list[dict[str, float]]
@@ -45,7 +47,7 @@ class OptimisationConfig:
     """Optimiser steps between logged losses; each is the mean over them."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes CUDA if there is one, all devices that CUDA_VISIBLE_DEVICES shows; cpu never does."""
-    seed: Annotated[int, Field(ge=0)] = 42
+    seed: Seed = 42
     """Of weights that start at random and of the order of the data."""
 
     def longest_sequence(self, context: int | None) -> int | None:

@@ -10,6 +10,7 @@ import transformers
 from pydantic import Field
 from torch import nn
 
+from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.models.annotations import PreTrainedModel
 from ppo_rlhf.models.asking import vocabulary_size
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel, context_length
@@ -39,7 +40,7 @@ class SupervisedFinetuningConfig(OptimisationConfig):
     """How the SFT policy is trained. The shape is used only from scratch (no base model): a small Llama."""
 
     hidden_size: Size = 64
-    """Width of the states; a multiple of the attention heads."""
+    """Width of the states; an even multiple of the attention heads."""
     intermediate_size: Size = 176
     """Width inside the feed-forward layers."""
     num_hidden_layers: Size = 3
@@ -48,6 +49,13 @@ class SupervisedFinetuningConfig(OptimisationConfig):
     """Attention heads of a layer."""
     max_position_embeddings: Size = 64
     """Context in tokens, prompt and response together."""
+
+    def __post_init__(self) -> None:
+        if self.hidden_size % (2 * self.num_attention_heads):  # rotary positions turn pairs of a head's numbers
+            raise ConfigError(
+                f"supervised_finetuning.hidden_size={self.hidden_size} is not an even multiple of "
+                f"num_attention_heads={self.num_attention_heads}"
+            )
 
 
 def train_sft_policy(
