@@ -59,12 +59,17 @@ def tiny_model(kind: str = "llama", *, seed: int = 0, reward: bool = False, **ov
         "bitnet": (BitNetConfig, BitNetForCausalLM, llama_shape),
     }[kind]
     model = model_class(config_class(**{**ids, **shape, **overrides}))
+    return draw_weights(model, 0.3, seed=seed).eval()
+
+
+def draw_weights(model: PreTrainedModel, deviation: float, *, seed: int = 0) -> PreTrainedModel:
+    """Return the model with matrices drawn anew, in place: wide enough that what is read shows in what comes out."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
-                parameter.normal_(0.0, 0.3, generator=generator)
-    return model.eval()
+                parameter.normal_(0.0, deviation, generator=generator)
+    return model
 
 
 def with_a_block_twice() -> PreTrainedModel:

@@ -36,7 +36,7 @@ from ppo_rlhf.models.loading import (
 from ppo_rlhf.models.products.activations import TanhGELU
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from tests.own_code import save_with_own_code
-from tests.tiny_models import KINDS, VOCABULARY, save, tiny_model, word_tokenizer
+from tests.tiny_models import KINDS, VOCABULARY, draw_weights, save, tiny_model, word_tokenizer
 
 IDS = torch.tensor([[4, 5, 6, 7, 8, 9]])
 
@@ -323,11 +323,7 @@ def test_a_model_without_a_limit_has_none_in_ppo():
     "make", [lambda: Phi3ForCausalLM(phi3_config()), lambda: LlamaForCausalLM(llama_config(DYNAMIC, context=8))]
 )
 def test_a_sequence_depends_on_its_neighbours_just_beyond_that_length(make):
-    model, generator = make().eval(), torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0.0, 0.4, generator=generator)
+    model = draw_weights(make().eval(), 0.4, seed=1)
     limit, _ = steady_context(model.config)
     rows = torch.arange(2 * (limit + 1)).view(2, -1) % 25
     apart = {}

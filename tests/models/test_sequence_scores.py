@@ -23,6 +23,7 @@ from transformers import (
 
 from ppo_rlhf.models.loading import prepare
 from ppo_rlhf.models.sequence_scores import sequence_scores
+from tests.tiny_models import draw_weights
 
 END = 3  # the encoder-decoders read their state here
 SEQUENCES = [[4, 6, 7, 8, 9, 10, 11, END], [12, 13, END], [14, END]]
@@ -56,13 +57,7 @@ CLASSIFIERS = {
 
 @pytest.mark.parametrize("config", CLASSIFIERS.values(), ids=CLASSIFIERS)
 def test_a_batch_scores_as_each_sequence_alone(config):
-    torch.manual_seed(0)
-    model = AutoModelForSequenceClassification.from_config(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0.0, 0.4)
-    prepare(model)
+    model = prepare(draw_weights(AutoModelForSequenceClassification.from_config(config), 0.4))
     with torch.no_grad():
         alone = torch.cat([model(input_ids=torch.tensor([ids])).logits[:, 0] for ids in SEQUENCES])
         assert len({round(score, 3) for score in alone.tolist()}) == len(SEQUENCES)

@@ -126,10 +126,11 @@ def test_an_interrupt_while_the_second_is_waited_for_is_raised_when_that_has_end
     assert torch.get_num_threads() == 4
 
 
-def test_a_second_interrupt_is_raised_at_once_and_leaves_all_threads_too(threads, interrupt):
+@pytest.mark.parametrize("first_is_interrupted", [False, True])
+def test_a_second_interrupt_is_raised_at_once_and_leaves_all_threads_too(threads, interrupt, first_is_interrupted):
     """A run's second signal stops at once (`runner.signals`), whatever hangs."""
     threads(4)
-    interrupt(2)
+    interrupt(1 if first_is_interrupted else 2)
     go_on, running = threading.Event(), []
 
     def second() -> None:
@@ -140,6 +141,8 @@ def test_a_second_interrupt_is_raised_at_once_and_leaves_all_threads_too(threads
     def first() -> None:
         while not running:
             time.sleep(0.01)
+        if first_is_interrupted:
+            raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         side_by_side(first, second)
@@ -148,29 +151,6 @@ def test_a_second_interrupt_is_raised_at_once_and_leaves_all_threads_too(threads
     go_on.set()
     assert side_by_side(lambda: 1, lambda: 2) == (1, 2)
     assert torch.get_num_threads() == 4
-
-
-def test_an_interrupt_behind_one_of_the_first_is_raised_at_once_too(threads, interrupt):
-    threads(4)
-    interrupt(1)
-    go_on, running = threading.Event(), []
-
-    def second() -> None:
-        running.append(True)
-        go_on.wait(5)
-        running.clear()
-
-    def first() -> None:
-        while not running:
-            time.sleep(0.01)
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        side_by_side(first, second)
-    assert running == [True]
-    assert torch.get_num_threads() == 4
-    go_on.set()
-    assert side_by_side(lambda: 1, lambda: 2) == (1, 2)
 
 
 def test_what_the_second_raises_is_raised():

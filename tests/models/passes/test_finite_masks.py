@@ -9,6 +9,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models.loading import prepare
 from ppo_rlhf.models.passes.trunks import backbone_of, packs
+from tests.tiny_models import draw_weights
 
 LAYERS = {"vocab_size": 25, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 GEMMA2 = Gemma2Config(
@@ -26,13 +27,7 @@ PADDED = {
 
 
 def model_of(config, dtype: torch.dtype = torch.float64) -> torch.nn.Module:
-    model = AutoModelForCausalLM.from_config(config)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0.0, 0.4, generator=generator)
-    return prepare(model.to(dtype))
+    return prepare(draw_weights(AutoModelForCausalLM.from_config(config), 0.4).to(dtype))
 
 
 @pytest.mark.parametrize("before_and_behind", PADDED.values(), ids=PADDED)

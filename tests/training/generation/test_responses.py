@@ -13,6 +13,7 @@ from ppo_rlhf.models.loading import prepare
 from ppo_rlhf.models.passes.decoding import Decoder, decodes
 from ppo_rlhf.training.generation import responses
 from ppo_rlhf.training.generation.responses import SamplingSettings, _leaving, generate_responses
+from tests.tiny_models import draw_weights
 
 KINDS = ["gpt2", "llama", "bitnet"]
 ENGINES = ["static", "plain", "hf"]
@@ -110,13 +111,7 @@ def test_sampled_tokens_are_those_of_the_oracle(make_model, kind, prompts, engin
 
 @pytest.mark.parametrize("config", WITHOUT_KEYS, ids=lambda config: config.model_type)
 def test_a_model_without_a_cache_of_keys_and_values_is_sampled_by_generate(config):
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0.0, 0.4)
-    prepare(model)
+    model = prepare(draw_weights(AutoModelForCausalLM.from_config(config), 0.4))
     check_against_the_oracle(model.double(), UNEVEN, settings(), engine="hf")
     found = [generate_responses(model, UNEVEN, noise(6), settings(), engine=engine) for engine in ("static", "hf")]
     assert torch.equal(found[0].response_ids, found[1].response_ids)
