@@ -9,8 +9,8 @@ import logging
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from ppo_rlhf.hooks.run_description import RunDescription
 from ppo_rlhf.runner import ITERATION_TAG
 from ppo_rlhf.training.checkpoints.files import checkpoint_name, write_directory
 from ppo_rlhf.training.config import PPOConfig
+from tests.integration.processes import kedro_run
 
 ENTRY = """
 resume_checkpoint:
@@ -682,11 +683,10 @@ def test_leftovers_of_a_killed_writer_are_cleared_away_by_the_run_that_goes_on(t
 def test_two_jobs_with_one_command_take_a_run_each(toy: Toy):
     """Both start at once; whoever finds the other's run locked begins one of its own, or takes an older one."""
     older, newest = toy.interrupted(), toy.interrupted()
-    command = [sys.executable, "-m", "kedro", "run", "--pipelines", "align", "--params", "resume=latest"]
-    jobs = [subprocess.Popen(command, cwd=toy.project, stdout=subprocess.DEVNULL) for _ in range(2)]
-    deadline = time.monotonic() + 120
-    for job in jobs:
-        assert job.wait(deadline - time.monotonic()) == 0
+    arguments = ("--pipelines", "align", "--params", "resume=latest")
+    with ThreadPoolExecutor(2) as pool:
+        jobs = list(pool.map(lambda _: kedro_run(toy.project, *arguments), range(2)))
+    assert [job.returncode for job in jobs] == [0, 0], [job.stderr for job in jobs]
     assert toy.get(newest).info.status == "FINISHED"
     for run in toy.runs():
         steps = [step for step, _ in toy.history(run.info.run_id, "objective/scores")]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.integration.interruptions import ARGUMENTS, Reference
-from tests.integration.outcomes import Outcome, kedro_run
+from tests.integration.outcomes import Outcome
+from tests.integration.processes import kedro_run
 
 
 @pytest.fixture(scope="session")
@@ -19,15 +20,7 @@ def make_project(tmp_path_factory: pytest.TempPathFactory, new_project: Callable
 
 
 @pytest.fixture(scope="session")
-def one_thread() -> Iterator[None]:
-    """Two processes at a time on two cores, and the same number of threads in all of them: sums round alike."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
-        yield
-
-
-@pytest.fixture(scope="session")
-def reference(make_project: Callable[[], Path], one_thread: None) -> Reference:
+def reference(make_project: Callable[[], Path]) -> Reference:
     """The run that nobody interrupted, with how long everything in it took."""
     project = make_project()
     finished = kedro_run(project, *ARGUMENTS, watched=json.dumps({"note": str(project / "durations.json")}))

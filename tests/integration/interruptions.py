@@ -37,7 +37,7 @@ class Interruption:
     after_s: float
 
     def order(self, signal: str) -> str:
-        """Return what watched_run.py takes."""
+        """Return what `watched_run.Watch` takes."""
         place = {"occurrence": self.occurrence, "after_s": self.after_s}
         return json.dumps({"signal": signal, "moment": self.moment, **place})
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,12 +73,3 @@ def weights(project: Path, run_id: str, names: tuple[str, ...]) -> dict[str, str
         for file in sorted(folder.rglob("*.safetensors"))
         if file.name != "history.safetensors"  # holds clocks, too
     }
-
-
-def kedro_run(project: Path, *arguments: str, watched: str | None = None) -> subprocess.CompletedProcess[str]:
-    """Run `kedro run` in a process of its own; `watched` is the order that watched_run.py takes."""
-    watcher = [str(Path(__file__).with_name("watched_run.py")), watched]
-    command = ["-m", "kedro"] if watched is None else [str(part) for part in watcher]
-    return subprocess.run(
-        [sys.executable, *command, "run", *arguments], cwd=project, capture_output=True, text=True, timeout=300
-    )

@@ -6,8 +6,6 @@ import hashlib
 import json
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ppo_rlhf.settings import CONFIG_LOADER_ARGS
 from tests.contracts import checkers
+from tests.integration.processes import fresh_kedro_run, kedro_run
 
 ROOT = Path(__file__).parents[2]
 OF_THE_CLOCK = re.compile(r"time/.*|throughput/.*|memory/.*")
@@ -56,31 +55,17 @@ class Run:
         return max((self.project / "data/test/06_models" / name).glob("*/config.json")).parent
 
 
-def kedro_run(project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "kedro", "run", *arguments], cwd=project, capture_output=True, text=True, timeout=300
-    )
-
-
 def digest(folder: Path) -> dict[str, str]:
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 @pytest.fixture(scope="module")
-def make_run(make_project: Callable[[], Path]) -> Callable[..., Run]:
-    def run(*arguments: str) -> Run:
-        project = make_project()
-        finished = kedro_run(project, *arguments)
-        assert finished.returncode == 0, finished.stdout + finished.stderr
-        return Run(project, finished.stdout)
-
-    return run
-
-
-@pytest.fixture(scope="module")
-def chain(make_run: Callable[..., Run]) -> Run:
-    return make_run("--env", "test")
+def chain(make_project: Callable[[], Path]) -> Run:
+    project = make_project()
+    finished = fresh_kedro_run(project, "--env", "test")
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    return Run(project, finished.stdout)
 
 
 def test_the_chain_ends_with_the_table_and_where_to_look_next(chain: Run) -> None:
@@ -172,8 +157,13 @@ def test_the_history_has_a_row_for_each_iteration(chain: Run) -> None:
     assert history["eval/win_rate"].notna().tolist() == [False, True, True]
 
 
-def test_a_second_run_with_the_same_seed_is_the_same_to_the_last_bit(chain: Run, make_run: Callable[..., Run]) -> None:
-    again = make_run("--env", "test")
+def test_a_second_run_with_the_same_seed_is_the_same_to_the_last_bit(
+    chain: Run, make_project: Callable[[], Path]
+) -> None:
+    project = make_project()
+    finished = kedro_run(project, "--env", "test")
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    again = Run(project, finished.stdout)
     first, second = chain.metrics(), again.metrics()
     assert set(first) == set(second)
     assert {k: v for k, v in first.items() if not OF_THE_CLOCK.fullmatch(k)} == {

@@ -9,7 +9,8 @@ from random import Random
 import pytest
 
 from tests.integration.interruptions import ARGUMENTS, PHASES, RESUMING, Interruption, Reference, two_at_a_time
-from tests.integration.outcomes import Outcome, kedro_run
+from tests.integration.outcomes import Outcome
+from tests.integration.processes import kedro_run
 
 PER_PHASE = 5
 SMALL = ("fine-tuning", "reward training", "update", "saving", "after training")  # one kill each in the default suite

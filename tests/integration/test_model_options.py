@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from ppo_rlhf.hooks.model_log import log_policy
+from tests.integration.processes import kedro_run
 
 SETTINGS = {
     "use_peft": "true",
@@ -32,8 +31,7 @@ IDS = torch.tensor([[4, 7, 9, 12]])
 def project(tmp_path_factory: pytest.TempPathFactory, new_project: Callable[[Path], Path]) -> Path:
     project = new_project(tmp_path_factory.mktemp("options") / "project")
     params = ",".join(f"ppo.{name}={value}" for name, value in SETTINGS.items())
-    command = [sys.executable, "-m", "kedro", "run", "--env", "test", "--params", params]
-    finished = subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=300)
+    finished = kedro_run(project, "--env", "test", "--params", params)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     return project
 

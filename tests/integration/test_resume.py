@@ -12,7 +12,8 @@ import mlflow
 import pytest
 from mlflow.entities import LoggedModel, Run
 
-from tests.integration.outcomes import Outcome, kedro_run, tracked
+from tests.integration.outcomes import Outcome, tracked
+from tests.integration.processes import kedro_run
 
 KILLED = json.dumps({"signal": "SIGKILL", "moment": "ppo.evaluate_iteration", "occurrence": 2, "after_s": 0.0})
 

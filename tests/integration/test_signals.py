@@ -13,7 +13,8 @@ from random import Random
 import pytest
 
 from tests.integration.interruptions import ARGUMENTS, PHASES, RESUMING, Interruption, Reference, two_at_a_time
-from tests.integration.outcomes import Outcome, kedro_run, tracked
+from tests.integration.outcomes import Outcome, tracked
+from tests.integration.processes import kedro_run
 
 # in the first iteration nothing says yet how long one takes, so it is not waited for
 BEFORE_A_CHECKPOINT = (

@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.integration.interruptions import ARGUMENTS, Reference
-from tests.integration.outcomes import Outcome, kedro_run, tracked
+from tests.integration.outcomes import Outcome, tracked
+from tests.integration.processes import kedro_run
 
 OTHER_SEED = 7
 

@@ -1,10 +1,10 @@
-"""`kedro run` in a process that notes how long everything takes, or that sends itself a signal at a moment it was told.
+"""A hook that notes how long everything in a `kedro run` takes, or sends its process a signal at a moment it was told.
 
-    python watched_run.py '{"note": "durations.json"}' run --env test
-    python watched_run.py '{"signal": "SIGKILL", "moment": "ppo.optimise_policy", "occurrence": 2, "after_s": 0.05}' run
+    {"note": "durations.json"}
+    {"signal": "SIGKILL", "moment": "ppo.optimise_policy", "occurrence": 2, "after_s": 0.05}
 
-Everything but the extra hook is the real command. A moment is a node, or `save:<dataset>` for the time in which a
-dataset is being saved, counted from its n-th occurrence in this process.
+A moment is a node, or `save:<dataset>` for the time in which a dataset is being saved, counted from its n-th occurrence
+in this process.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import threading
 import time
 from collections import Counter, defaultdict
@@ -78,17 +77,3 @@ class Watch:
         if not self._is_signalled:
             self._is_signalled = True
             os.kill(os.getpid(), signal.Signals[self._order["signal"]])
-
-
-def main() -> None:
-    """Run Kedro's command with the watch among the project's hooks."""
-    from kedro.framework.cli.cli import KedroCLI
-
-    import ppo_rlhf.settings as settings
-
-    settings.HOOKS = (*settings.HOOKS, Watch(json.loads(sys.argv[1])))
-    KedroCLI(Path.cwd())(sys.argv[2:], prog_name="kedro")
-
-
-if __name__ == "__main__":
-    main()
