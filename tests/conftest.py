@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+pytest_plugins = ("tests.ppo_runs",)
+
 REPOSITORY = Path(__file__).parents[1]
 TOY_PROJECT = Path(__file__).parent / "toy_project"
 
@@ -128,7 +130,7 @@ def quick_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     import torch  # heavy, as are the two below
     from torch._dynamo.utils import counters
 
-    from ppo_rlhf.models.passes import compilation
+    from ppo_rlhf.models import compilation
 
     monkeypatch.setattr(compilation, "BACKEND", "aot_eager")
     torch._dynamo.reset()

@@ -20,9 +20,9 @@ from sqlalchemy.exc import OperationalError
 
 from ppo_rlhf.cli import cli
 from ppo_rlhf.cli.recorded_run import recorded_run
+from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.hooks.advice import AdviceHook
 from ppo_rlhf.runner import RunInterruptedError
-from ppo_rlhf.training.config import PPOConfig
 from tests.training.tuning.support import config, curve, history
 
 Kedro = Callable[..., Result]

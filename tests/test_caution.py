@@ -9,9 +9,9 @@ from kedro.config import OmegaConfigLoader
 from kedro.io import DataCatalog, MemoryDataset
 from kedro.pipeline import Node, Pipeline
 
+from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.hooks.caution import advice_on_own_settings, demo_settings_in_use
-from ppo_rlhf.training import precision
-from ppo_rlhf.training.config import PPOConfig
+from ppo_rlhf.ppo import precision
 
 GLOBALS = "{base_model_path: null, sft_model_path: data/06_models/sft_policy, data_root: data}"
 PIPELINE = Pipeline([Node(lambda ppo: ppo, {"ppo": "params:ppo"}, "out", name="n")])

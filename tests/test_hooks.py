@@ -27,6 +27,7 @@ from mlflow.entities import Run
 from mlflow.exceptions import MlflowException
 from sqlalchemy.exc import SQLAlchemyError
 
+from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.hooks import TrackingHook, start_up_hook, tracking, tracking_store
 from ppo_rlhf.hooks.checks import check_runner, unread_local_files
@@ -35,9 +36,8 @@ from ppo_rlhf.hooks.provenance import git_tags
 from ppo_rlhf.hooks.run_description import pipeline_names
 from ppo_rlhf.hooks.run_parameters import unknown_names
 from ppo_rlhf.hooks.tracking_store import settled_in_project
+from ppo_rlhf.rewards.scorers import RewardConfig
 from ppo_rlhf.runner import LoopRunner
-from ppo_rlhf.training.config import PPOConfig
-from ppo_rlhf.training.rewards.scorers import RewardConfig
 
 Kedro = Callable[..., Result]
 

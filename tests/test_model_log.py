@@ -10,12 +10,12 @@ import torch
 from kedro.io import DataCatalog, MemoryDataset
 from kedro.pipeline import Pipeline
 
+from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.datasets import PretrainedModelDataset
 from ppo_rlhf.hooks import model_log
 from ppo_rlhf.hooks.run_log import RunLog
 from ppo_rlhf.models.adapters import LoraSettings, save_adapter, with_adapter
 from ppo_rlhf.models.loading import PretrainedHandle
-from ppo_rlhf.training.config import PPOConfig
 from tests.own_code import save_with_own_code
 
 

@@ -13,7 +13,7 @@ import torch
 from click.testing import Result
 
 from ppo_rlhf.cli.plan_memory import _report
-from ppo_rlhf.training.config import PPOConfig
+from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.training.memory import Machine, RunShape
 from ppo_rlhf.training.memory.plan import MemoryPlan, Phase
 from tests.own_code import save_with_own_code

@@ -27,16 +27,16 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError
+from ppo_rlhf.data.prompts import PromptsConfig, split_held_out
 from ppo_rlhf.datasets import PretrainedModelDataset, RecordsDataset, TableDataset
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
+from ppo_rlhf.ppo.evaluation import DEMO_JUDGE, EvaluationConfig
 from ppo_rlhf.preflight import find_problems
-from ppo_rlhf.training.config import PPOConfig
-from ppo_rlhf.training.data.demonstrations import DataPreparationConfig, split_demonstrations
-from ppo_rlhf.training.data.prompts import PromptsConfig, split_held_out
-from ppo_rlhf.training.evaluation import DEMO_JUDGE, EvaluationConfig
-from ppo_rlhf.training.rewards.scorers import NOTHING_TO_OFFLOAD, RewardConfig
+from ppo_rlhf.rewards.scorers import NOTHING_TO_OFFLOAD, RewardConfig
+from ppo_rlhf.training.supervised.demonstrations import DataPreparationConfig, split_demonstrations
 from ppo_rlhf.training.supervised.reward_training import RewardModellingConfig
 from ppo_rlhf.training.supervised.sft import SupervisedFinetuningConfig
 from tests.own_code import save_with_own_code
@@ -708,7 +708,7 @@ def test_an_adapter_on_the_head_alone_is_refused_before_the_run_where_the_critic
 def test_layers_that_the_model_does_not_name_cannot_be_compiled_and_are_refused_before_the_run(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("ppo_rlhf.training.run_models.check_compiler", lambda _: None)
+    monkeypatch.setattr("ppo_rlhf.ppo.build.check_compiler", lambda _: None)
     desk.groups["ppo"] = PPOConfig(response_length=4, compile=True)
     assert desk.problems() == []
     monkeypatch.setattr(GPT2Model, "_no_split_modules", None)
@@ -724,7 +724,7 @@ def test_a_machine_on_which_torch_cannot_compile_is_refused_before_the_run(desk:
         asked.append(device.type)
         raise ConfigError("ppo.compile=true: no compiler")
 
-    monkeypatch.setattr("ppo_rlhf.training.run_models.check_compiler", refuse)
+    monkeypatch.setattr("ppo_rlhf.ppo.build.check_compiler", refuse)
     desk.groups["ppo"] = PPOConfig(response_length=4, device="cpu")
     assert desk.problems() == []
     desk.groups["ppo"] = PPOConfig(response_length=4, device="cpu", compile=True)

@@ -25,13 +25,13 @@ from kedro_mlflow.config.kedro_mlflow_config import KedroMlflowConfig
 from mlflow.entities import Run
 from safetensors.torch import save_file
 
+from ppo_rlhf.checkpoints.files import checkpoint_name, write_directory
+from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.datasets import ResumeCheckpointDataset
 from ppo_rlhf.hooks import TrackingHook
 from ppo_rlhf.hooks.resume_comparison import compare_runs
 from ppo_rlhf.hooks.run_description import RunDescription
 from ppo_rlhf.runner import ITERATION_TAG
-from ppo_rlhf.training.checkpoints.files import checkpoint_name, write_directory
-from ppo_rlhf.training.config import PPOConfig
 from tests.integration.processes import kedro_run
 
 ENTRY = """

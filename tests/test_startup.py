@@ -16,7 +16,7 @@ from kedro.framework.project import configure_project, pipelines
 from kedro.pipeline import Node, Pipeline
 from kedro.validation.type_extractor import TypeExtractor
 
-from ppo_rlhf.training.config import PPOConfig
+from ppo_rlhf.config import PPOConfig
 from tests.test_advise import FAR, history, record
 
 MODELS = {"transformers.modeling_utils", "torch._dynamo", "peft", "trl", "datasets", "accelerate"}
@@ -88,7 +88,7 @@ def test_help_and_conversion_import_neither_torch_nor_transformers(project: Path
     for command in (["run", "--help"], ["convert-config", "--from", "trl", "--to", "-", "trl.yaml"]):
         _, modules = imported(project, *command)
         assert not modules & FRAMEWORKS, command
-    assert "ppo_rlhf.training.config" in modules
+    assert "ppo_rlhf.config" in modules
 
 
 def test_advice_imports_neither_torch_nor_transformers(project: Path):

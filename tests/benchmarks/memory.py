@@ -90,7 +90,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 def ppo_config(setting: dict[str, Any]) -> Any:
     """Return a setting's hyperparameters: one epoch is enough to reach the peak, and no response ends early."""
-    from ppo_rlhf.training.config import PPOConfig
+    from ppo_rlhf.config import PPOConfig
 
     fixed = {"num_ppo_epochs": 1, "total_episodes": 10_000, "stop_token": "none", "device": "cpu", "temperature": 1.0}
     return PPOConfig(**{**fixed, **setting["ppo"]})
@@ -147,15 +147,15 @@ def measure(setting: dict[str, Any]) -> dict[str, Any]:
     from tokenizers.models import WordLevel
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
+    from ppo_rlhf.data.prompts import PromptDataset
     from ppo_rlhf.models.loading import prepare
-    from ppo_rlhf.training.data.prompts import PromptDataset
-    from ppo_rlhf.training.experience import estimate_advantages, score_responses, shape_rewards
-    from ppo_rlhf.training.optimisation.update import optimise
-    from ppo_rlhf.training.precision import frozen_dtype, torch_dtype
-    from ppo_rlhf.training.rewards.scorers import ModelScorer, ResponseBatch, RewardScorer
-    from ppo_rlhf.training.rollout import generate_rollouts
-    from ppo_rlhf.training.run_models import build_critic, policy_to_train
-    from ppo_rlhf.training.state import TrainingState
+    from ppo_rlhf.ppo.build import build_critic, policy_to_train
+    from ppo_rlhf.ppo.experience import estimate_advantages, score_responses, shape_rewards
+    from ppo_rlhf.ppo.precision import frozen_dtype, torch_dtype
+    from ppo_rlhf.ppo.rollout import generate_rollouts
+    from ppo_rlhf.ppo.state import TrainingState
+    from ppo_rlhf.ppo.update import optimise
+    from ppo_rlhf.rewards.scorers import ModelScorer, ResponseBatch, RewardScorer
 
     import_late()
     config, shape = ppo_config(setting), model_config(setting)

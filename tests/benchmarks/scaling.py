@@ -35,10 +35,10 @@ from speed.our_side import OurSide, our_config
 from speed.rows import PHASES
 from speed.workload import PRECISIONS, PRESETS, Job, Preset
 
-from ppo_rlhf.training.config import MODEL_PATHS
-from ppo_rlhf.training.generation import responses
-from ppo_rlhf.training.precision import autocast
-from ppo_rlhf.training.randomness import episode_uniforms
+from ppo_rlhf.config import MODEL_PATHS
+from ppo_rlhf.core.randomness import episode_uniforms
+from ppo_rlhf.ppo import sampling as responses
+from ppo_rlhf.ppo.precision import autocast
 
 BASE = PRESETS["tiny"]
 SWEEPS: dict[str, tuple[list[int], Callable[[int], Preset]]] = {

@@ -10,8 +10,8 @@ from kedro.config import OmegaConfigLoader
 
 from ppo_rlhf.compat import Conversion, from_deepspeed_chat, from_trl
 from ppo_rlhf.compat.parameters_file import globals_text, parameters_text
+from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.settings import CONFIG_LOADER_ARGS
-from ppo_rlhf.training.config import PPOConfig
 from tests.compat.deepspeed_source import DEEPSPEED_SCRIPT
 from tests.compat.trl_source import LEGACY_SCRIPT, TRL_LAST, TRL_LEGACY
 

@@ -12,8 +12,8 @@ import pytest
 import yaml
 from transformers import HfArgumentParser
 
+from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError
-from ppo_rlhf.training.config import PPOConfig
 
 HINTS = get_type_hints(PPOConfig)
 # Fields for which a value cannot be guessed from the type, or that need others: a value, and the others.

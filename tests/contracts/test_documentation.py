@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from kedro.framework.project import configure_project, pipelines
 
-from ppo_rlhf.training.config import PPOConfig
+from ppo_rlhf.config import PPOConfig
 from tests.contracts import checkers
 
 ROOT = Path(__file__).parents[2]

@@ -9,13 +9,13 @@ import mlflow
 import pytest
 from kedro.io import DataCatalog, DatasetError
 
+from ppo_rlhf.checkpoints.files import checkpoint_iterations
+from ppo_rlhf.checkpoints.store import CheckpointRequest
+from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError
 from ppo_rlhf.datasets import checkpoints
 from ppo_rlhf.datasets.checkpoints import CheckpointDataset, EvaluationLogDataset, run_directory
 from ppo_rlhf.runner.wrapped import own_error
-from ppo_rlhf.training.checkpoints.files import checkpoint_iterations
-from ppo_rlhf.training.checkpoints.store import CheckpointRequest
-from ppo_rlhf.training.config import PPOConfig
 
 
 @pytest.fixture(autouse=True)

@@ -10,12 +10,12 @@ from kedro.io import AbstractDataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.data.prompts import PromptDataset
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.pipelines.evaluation import create_pipeline
-from ppo_rlhf.training.config import PPOConfig
-from ppo_rlhf.training.data.prompts import PromptDataset
-from ppo_rlhf.training.evaluation import EvaluationConfig
-from ppo_rlhf.training.rewards.scorers import RewardComponentConfig, RewardConfig
+from ppo_rlhf.ppo.evaluation import EvaluationConfig
+from ppo_rlhf.rewards.scorers import RewardComponentConfig, RewardConfig
 from tests.pipelines.support import outputs_of
 
 PROJECT = Path(__file__).parents[2]

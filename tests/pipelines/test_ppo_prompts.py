@@ -3,10 +3,10 @@ import logging
 import pandas as pd
 import pytest
 
+from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.data.prompts import PromptsConfig
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.pipelines.ppo.nodes import prepare_prompts
-from ppo_rlhf.training.config import PPOConfig
-from ppo_rlhf.training.data.prompts import PromptsConfig
 from tests.tiny_models import save, tiny_model
 
 PROMPTS = pd.DataFrame({"prompt": [f"{a} {b}" for a in "abc" for b in "de"]})

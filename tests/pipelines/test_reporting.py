@@ -14,6 +14,7 @@ from rich.console import Console
 from safetensors.torch import save_file
 from transformers import LlamaConfig
 
+from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.pipelines.reporting import create_pipeline, nodes
 from ppo_rlhf.pipelines.reporting.charts import LineChart, Series, histogram, interval_bar, line_chart, nice_ticks
@@ -23,10 +24,9 @@ from ppo_rlhf.pipelines.reporting.measures import measure, write_change, write_v
 from ppo_rlhf.pipelines.reporting.page import MAX_TEXT, Report, render_page
 from ppo_rlhf.pipelines.reporting.remarks import headline, remarks, verdict
 from ppo_rlhf.pipelines.reporting.terminal import print_result
-from ppo_rlhf.training.comparison import Decided
-from ppo_rlhf.training.config import PPOConfig
-from ppo_rlhf.training.evaluation import EvaluationConfig
-from ppo_rlhf.training.rewards.scorers import RewardComponentConfig, RewardConfig
+from ppo_rlhf.ppo.comparison import Decided
+from ppo_rlhf.ppo.evaluation import EvaluationConfig
+from ppo_rlhf.rewards.scorers import RewardComponentConfig, RewardConfig
 from tests.pipelines.support import outputs_of
 
 PROJECT = Path(__file__).parents[2]

@@ -7,11 +7,11 @@ from kedro.io import DataCatalog, MemoryDataset
 from kedro.runner import SequentialRunner
 from kedro_datasets.pandas import ParquetDataset
 
+from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import DataError
+from ppo_rlhf.data.prompts import PromptsConfig, split_held_out
 from ppo_rlhf.datasets import PretrainedModelDataset, RecordsDataset
 from ppo_rlhf.pipelines.reward_modelling import create_pipeline
-from ppo_rlhf.training.config import PPOConfig
-from ppo_rlhf.training.data.prompts import PromptsConfig, split_held_out
 from ppo_rlhf.training.supervised.reward_training import RewardModellingConfig
 from tests.tiny_models import save, tiny_model
 

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from transformers import BloomConfig, GPT2Config, LlamaConfig, MistralConfig
 
+from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError, ModelError
 from ppo_rlhf.models.adapters import trained_parameters
 from ppo_rlhf.models.products import packed_weights, processors
 from ppo_rlhf.models.reward_model import CausalLMRewardConfig, CausalLMRewardModel
-from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.memory import RunShape, machine, plan_memory, remedies
 from ppo_rlhf.training.memory.live_bytes import MAPPED_FROM, counting
 from ppo_rlhf.training.memory.plan import micro_batch_rows
@@ -401,7 +401,7 @@ def test_gradients_in_16_bits_take_half(monkeypatch):
     """One row of one token: activations are small beside weights of a wide model, and copies are there in both."""
     without_instructions(monkeypatch, False)
     wide = GPT2Config(**{**GPT2.to_diff_dict(), "n_embd": 256, "n_head": 4})
-    monkeypatch.setattr("ppo_rlhf.training.optimisation.sixteen_bit_gradients.FEW", 0)
+    monkeypatch.setattr("ppo_rlhf.ppo.sixteen_bit_gradients.FEW", 0)
     settings = {"dtype": "bfloat16", "per_device_train_batch_size": 1, "response_length": 2, "side_by_side": False}
     narrow = phase(plan(wide, prompt_length=1, **settings), "update").passing
     monkeypatch.setattr("ppo_rlhf.training.memory.simulation.kept_in_sixteen_bits", lambda *_: False)

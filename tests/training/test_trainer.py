@@ -16,17 +16,18 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel
 
 from ppo_rlhf.core.errors import CheckpointError, ConfigError, DataError, ModelError, RewardError
+from ppo_rlhf.core.randomness import episode_prompts
+from ppo_rlhf.data.prompts import PromptDataset, PromptsConfig
 from ppo_rlhf.datasets import CheckpointDataset
 from ppo_rlhf.models.critic import Critic
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.models.tokenizers import train_word_tokenizer
 from ppo_rlhf.pipelines.ppo.pipeline import create_pipeline
+from ppo_rlhf.ppo import precision
+from ppo_rlhf.rewards.scorers import RewardConfig, RewardScorer
 from ppo_rlhf.runner import LoopRunner
-from ppo_rlhf.training import PPOConfig, PPOTrainer, precision
-from ppo_rlhf.training.data.prompts import PromptDataset, PromptsConfig
-from ppo_rlhf.training.randomness import episode_prompts
-from ppo_rlhf.training.rewards.scorers import RewardConfig, RewardScorer
+from ppo_rlhf.training import PPOConfig, PPOTrainer
 from tests.tiny_models import END, PAD, VOCABULARY, save, tiny_model, word_tokenizer
 
 PROMPTS = ["a b c", "d", "e f", "g h i j", "k l", "m", "n o p"]

@@ -19,8 +19,8 @@ if TYPE_CHECKING:  # at run time imported where they are used: with them comes t
     from kedro.framework.context import KedroContext
     from transformers import PretrainedConfig
 
+    from ppo_rlhf.config import PPOConfig
     from ppo_rlhf.models.loading import PretrainedHandle
-    from ppo_rlhf.training.config import PPOConfig
     from ppo_rlhf.training.memory import Machine, MemoryPlan, RunShape
 
 GIBIBYTE = 2**30
@@ -70,11 +70,11 @@ class _Options:
 
 
 def _lines(project_path: Path, options: _Options) -> Iterator[str]:
-    from ppo_rlhf.training.config import PPOConfig
+    from ppo_rlhf.config import PPOConfig
+    from ppo_rlhf.ppo.build import check_device
+    from ppo_rlhf.ppo.state import resolve_device
     from ppo_rlhf.training.memory import RunShape, available_memory
     from ppo_rlhf.training.memory import plan_memory as plan
-    from ppo_rlhf.training.run_models import check_device
-    from ppo_rlhf.training.state import resolve_device
 
     session: Any = KedroSession.create(project_path, env=options.env, runtime_params=options.params)
     with session:
@@ -225,7 +225,7 @@ def _reward_model(context: KedroContext, policy: PretrainedConfig) -> Pretrained
     Before it is trained it is one on the policy's backbone, as reward_modelling makes it.
     """
     from ppo_rlhf.models.reward_model import CausalLMRewardConfig
-    from ppo_rlhf.training.rewards.scorers import RewardConfig
+    from ppo_rlhf.rewards.scorers import RewardConfig
 
     if not RewardConfig(**context.config_loader["parameters"].get("reward", {})).needs_model:
         return None
@@ -236,8 +236,8 @@ def _reward_model(context: KedroContext, policy: PretrainedConfig) -> Pretrained
 
 
 def _longest_prompt(context: KedroContext, model: PretrainedHandle, config: PPOConfig) -> int:
+    from ppo_rlhf.data.prompts import PromptsConfig, tokenise_prompts
     from ppo_rlhf.models.loading import steady_context
-    from ppo_rlhf.training.data.prompts import PromptsConfig, tokenise_prompts
 
     if Path(model.source).is_file():
         raise ConfigError(
@@ -258,7 +258,7 @@ def _longest_prompt(context: KedroContext, model: PretrainedHandle, config: PPOC
 
 
 def _evaluation_rows(parameters: dict[str, Any]) -> int:
-    from ppo_rlhf.training.evaluation import EvaluationConfig
+    from ppo_rlhf.ppo.evaluation import EvaluationConfig
 
     evaluation = EvaluationConfig(**parameters)
     return min(evaluation.batch_size, evaluation.iteration_prompts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
-from ppo_rlhf.training.config import PPOConfig
+from ppo_rlhf.config import PPOConfig
 
 
 class NotCarried(NamedTuple):

@@ -12,8 +12,8 @@ from typing import Annotated, Any, get_type_hints
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from ppo_rlhf.compat.conversion import Conversion, NotCarried
+from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError
-from ppo_rlhf.training.config import PPOConfig
 
 PROMPT_FILES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
 NOT_IN_THE_SOURCE = "not in the source; PPOConfig's default"

@@ -9,10 +9,10 @@ from typing import Any
 import mlflow
 from kedro.io import AbstractDataset, DatasetError
 
+from ppo_rlhf.checkpoints.files import checkpoint_iterations, checkpoint_name, prune_checkpoints
+from ppo_rlhf.checkpoints.store import CheckpointRequest, best_iteration, check_free_space, write_checkpoint
 from ppo_rlhf.core.errors import CheckpointError
-from ppo_rlhf.training.checkpoints.files import checkpoint_iterations, checkpoint_name, prune_checkpoints
-from ppo_rlhf.training.checkpoints.store import CheckpointRequest, best_iteration, check_free_space, write_checkpoint
-from ppo_rlhf.training.state import TrainingState
+from ppo_rlhf.ppo.state import TrainingState
 
 EVALUATIONS = "evaluations.json"
 

@@ -13,9 +13,9 @@ from kedro.io import AbstractDataset, DatasetError
 from kedro_datasets._typing import TablePreview
 
 from ppo_rlhf.core.errors import DataError
+from ppo_rlhf.data.tables import table_of_columns, table_of_rows
 from ppo_rlhf.datasets.paths import expand_home
 from ppo_rlhf.datasets.tables import table_preview
-from ppo_rlhf.training.data.tables import table_of_columns, table_of_rows
 
 _PREVIEW_ROWS = 5
 _KINDS = (".jsonl", ".json", ".csv", ".parquet", ".txt")

@@ -5,7 +5,7 @@ from typing import Any, NoReturn
 
 from kedro.io import AbstractDataset, DatasetError
 
-from ppo_rlhf.training.checkpoints.files import MANIFEST
+from ppo_rlhf.checkpoints.files import MANIFEST
 
 LATEST = "latest"
 

@@ -82,6 +82,6 @@ def closest(name: str, known: Iterable[str], nested: Iterable[str]) -> str:
 
 def _ppo_settings() -> list[str]:
     """Return the names of PPO's settings: those that no file lists have their defaults."""
-    from ppo_rlhf.training.config import PPOConfig  # heavy: only a run that needs a hint pays for it
+    from ppo_rlhf.config import PPOConfig  # heavy: only a run that needs a hint pays for it
 
     return list(PPOConfig.__dataclass_fields__)

@@ -12,11 +12,11 @@ from mlflow.models import ModelSignature
 from mlflow.types import ColSpec, DataType, Schema
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ppo_rlhf.checkpoints.files import checkpoint_iterations, checkpoint_name
+from ppo_rlhf.checkpoints.store import best_iteration
 from ppo_rlhf.datasets.checkpoints import CheckpointDataset, read_evaluations, run_directory
 from ppo_rlhf.models.adapters import is_adapter, load_merged
 from ppo_rlhf.models.quiet import errors_only, quiet_transformers
-from ppo_rlhf.training.checkpoints.files import checkpoint_iterations, checkpoint_name
-from ppo_rlhf.training.checkpoints.store import best_iteration
 
 logger = logging.getLogger(__name__)
 

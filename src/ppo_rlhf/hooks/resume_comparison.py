@@ -10,9 +10,9 @@ from typing import Any
 from mlflow.entities import Run
 from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH
 
+from ppo_rlhf.checkpoints.resume import MAY_CHANGE, config_changes
+from ppo_rlhf.checkpoints.resume_tags import PPO, as_last_resumed
 from ppo_rlhf.hooks.run_description import RunDescription
-from ppo_rlhf.training.checkpoints.resume import MAY_CHANGE, config_changes
-from ppo_rlhf.training.checkpoints.resume_tags import PPO, as_last_resumed
 
 REPORTING = "reporting"
 _FINGERPRINT = re.compile(r"data\.(.+)\.fingerprint")

@@ -11,6 +11,10 @@ from mlflow import MlflowClient
 from mlflow.entities import LifecycleStage, Run, RunStatus
 from mlflow.exceptions import MlflowException
 
+from ppo_rlhf.checkpoints.files import newest_whole_checkpoint
+from ppo_rlhf.checkpoints.resume import CHANGES_NUMBERS
+from ppo_rlhf.checkpoints.resume_tags import number_of_resumes, resume_tags
+from ppo_rlhf.checkpoints.store import saved_config
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.datasets.resume_checkpoint import LATEST
 from ppo_rlhf.hooks.metric_log import BIT_IDENTICAL
@@ -19,10 +23,6 @@ from ppo_rlhf.hooks.run_description import RunDescription
 from ppo_rlhf.hooks.run_end import relative_to
 from ppo_rlhf.hooks.run_lock import RunLock
 from ppo_rlhf.preflight.resume import find_named
-from ppo_rlhf.training.checkpoints.files import newest_whole_checkpoint
-from ppo_rlhf.training.checkpoints.resume import CHANGES_NUMBERS
-from ppo_rlhf.training.checkpoints.resume_tags import number_of_resumes, resume_tags
-from ppo_rlhf.training.checkpoints.store import saved_config
 
 logger = logging.getLogger(__name__)
 

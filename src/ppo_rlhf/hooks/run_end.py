@@ -69,7 +69,7 @@ def _command(run_params: Mapping[str, Any]) -> str:
 
 def last_checkpoint(error: Exception, checkpoints: Path) -> Path | None:
     """Return the newest checkpoint; after training diverged, the newest whose state is known to be good."""
-    from ppo_rlhf.training.checkpoints.files import checkpoint_iterations, checkpoint_name  # heavy: needs torch
+    from ppo_rlhf.checkpoints.files import checkpoint_iterations, checkpoint_name  # heavy: needs torch
 
     ours = own_error(error)
     iterations = checkpoint_iterations(checkpoints)

@@ -13,6 +13,7 @@ from kedro.io import CatalogProtocol
 from kedro.pipeline import Pipeline
 from kedro.pipeline.node import Node
 
+from ppo_rlhf.checkpoints.store import saved_config, saved_history
 from ppo_rlhf.datasets.checkpoints import read_evaluations
 from ppo_rlhf.hooks.hyperparameters import parameter
 from ppo_rlhf.hooks.metric_log import MetricLog
@@ -20,7 +21,6 @@ from ppo_rlhf.hooks.resumption import Resumption
 from ppo_rlhf.hooks.sample_log import SampleLog
 from ppo_rlhf.hooks.tracking_store import asked_twice
 from ppo_rlhf.runner import CARRY_IN, CARRY_OUT, deferring_signals
-from ppo_rlhf.training.checkpoints.store import saved_config, saved_history
 
 ITERATION_METRICS = "ppo_metrics"
 EVALUATION_METRICS = "evaluation_metrics"
@@ -143,7 +143,7 @@ class RunLog:
         interval = inputs["ppo_config"].sample_interval
         if self._iteration != 1 and self._iteration % interval:
             return
-        from ppo_rlhf.training.experience import sample_table  # heavy: only runs that train pay for it
+        from ppo_rlhf.ppo.experience import sample_table  # heavy: only runs that train pay for it
 
         self._samples.log(self._iteration, sample_table(inputs["rollouts"], inputs["scores"], inputs["shaped_rewards"]))
 

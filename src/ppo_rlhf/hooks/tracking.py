@@ -208,7 +208,7 @@ class TrackingHook(MlflowHook):
         self, resumption: Resumption, run_params: dict[str, Any], pipeline: Pipeline, catalog: CatalogProtocol
     ) -> None:
         """Let kedro-mlflow start the run that goes on; name and tags stay those of its first start."""
-        from ppo_rlhf.training.checkpoints.files import sweep_leftovers
+        from ppo_rlhf.checkpoints.files import sweep_leftovers
 
         run = resumption.run
         sweep_leftovers(resumption.directory)

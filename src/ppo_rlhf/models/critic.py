@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models.annotations import PreTrainedModel
-from ppo_rlhf.models.passes.trunks import backbone_of
+from ppo_rlhf.models.forward import backbone_of
 
 OwnBackbone = Callable[[PreTrainedModel], PreTrainedModel]
 """Makes, from a backbone, one whose values can be trained without changing those of the first."""

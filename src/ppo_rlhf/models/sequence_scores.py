@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models.annotations import PreTrainedModel
-from ppo_rlhf.models.asking import WHATEVER_A_MODEL_RAISES, are_close, asking, some_ids
-from ppo_rlhf.models.passes.token_rows import TokenRows, right_padded
-from ppo_rlhf.models.passes.trunks import backbone_of, packs, states_at
+from ppo_rlhf.models.forward import backbone_of, packs, states_at
+from ppo_rlhf.models.probe import WHATEVER_A_MODEL_RAISES, are_close, asking, some_ids
+from ppo_rlhf.models.token_rows import TokenRows, right_padded
 
 log = logging.getLogger(__name__)
 

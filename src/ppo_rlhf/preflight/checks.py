@@ -8,6 +8,7 @@ import pandas as pd
 from kedro.io import CatalogProtocol, MemoryDataset
 from kedro.pipeline import Pipeline
 
+from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.datasets import PretrainedModelDataset, RecordsDataset, ResumeCheckpointDataset
 from ppo_rlhf.preflight.functions import check_functions
 from ppo_rlhf.preflight.model_options import check_model_options
@@ -23,7 +24,6 @@ from ppo_rlhf.preflight.prompts import check_prompts, check_stop_tokens, future_
 from ppo_rlhf.preflight.request import PROMPT_TABLES, RunRequest
 from ppo_rlhf.preflight.resume import check_resume
 from ppo_rlhf.preflight.tables import check_demonstrations, check_given_preferences, check_lengths
-from ppo_rlhf.training.config import PPOConfig
 
 SEEN_TO_ELSEWHERE = (MemoryDataset, RecordsDataset, PretrainedModelDataset, ResumeCheckpointDataset)
 TABLES = ("raw_demonstrations", "raw_preferences", *PROMPT_TABLES)

@@ -10,11 +10,11 @@ from typing import Any
 
 import pandas as pd
 
+from ppo_rlhf.data.prompts import PromptsConfig, is_prompt
+from ppo_rlhf.ppo.evaluation import EvaluationConfig, resolve_judge
 from ppo_rlhf.preflight.request import PROMPT_TABLES, RunRequest
-from ppo_rlhf.training.data.prompts import PromptsConfig, is_prompt
-from ppo_rlhf.training.evaluation import EvaluationConfig, resolve_judge
-from ppo_rlhf.training.rewards.functions import check_column_names, forget_edited_modules
-from ppo_rlhf.training.rewards.scorers import RewardConfig, RewardFunction, call_reward_function, load_function
+from ppo_rlhf.rewards.functions import check_column_names, forget_edited_modules
+from ppo_rlhf.rewards.scorers import RewardConfig, RewardFunction, call_reward_function, load_function
 from ppo_rlhf.training.supervised.reward_training import RewardModellingConfig
 
 PROBED_PROMPTS = 2

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.models.adapters import check_critic_targets, check_targets
+from ppo_rlhf.models.compilation import check_layers
 from ppo_rlhf.models.critic import make_value_head
+from ppo_rlhf.models.forward import backbone_of
 from ppo_rlhf.models.gradient_checkpointing import check_gradient_checkpointing
 from ppo_rlhf.models.loading import PretrainedHandle
-from ppo_rlhf.models.passes.compilation import check_layers
-from ppo_rlhf.models.passes.trunks import backbone_of
+from ppo_rlhf.ppo.build import lora_settings
 from ppo_rlhf.preflight.request import RunRequest
-from ppo_rlhf.training.config import PPOConfig
-from ppo_rlhf.training.run_models import lora_settings
 
 
 def check_model_options(run: RunRequest, models: dict[str, PretrainedHandle]) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.tokenizers import same_vocabulary
+from ppo_rlhf.ppo.build import check_device
+from ppo_rlhf.ppo.state import resolve_device
 from ppo_rlhf.preflight.request import RunRequest
-from ppo_rlhf.training.config import PPOConfig
-from ppo_rlhf.training.rewards.scorers import NOTHING_TO_OFFLOAD, RewardConfig
-from ppo_rlhf.training.run_models import check_device
-from ppo_rlhf.training.state import resolve_device
+from ppo_rlhf.rewards.scorers import NOTHING_TO_OFFLOAD, RewardConfig
 
 LAYER = "06_models"
 SHIPPED_DATA_ROOT = "data"  # where conf/base has the models, also for who moves the layers and says nothing of these

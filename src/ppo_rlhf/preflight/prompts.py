@@ -7,15 +7,15 @@ from functools import partial
 
 import pandas as pd
 
+from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import DataError
+from ppo_rlhf.data.prompts import PromptDataset, PromptsConfig, split_held_out, tokenise_prompts
 from ppo_rlhf.models.annotations import GenerationConfig, PreTrainedTokenizerBase
 from ppo_rlhf.models.loading import PretrainedHandle, context_length, steady_context
 from ppo_rlhf.models.tokenizers import same_vocabulary, special_ids, stop_token_ids, train_word_tokenizer
 from ppo_rlhf.preflight.request import PROMPT_TABLES, RunRequest
-from ppo_rlhf.training.config import PPOConfig
-from ppo_rlhf.training.data.demonstrations import corpus_texts
-from ppo_rlhf.training.data.prompts import PromptDataset, PromptsConfig, split_held_out, tokenise_prompts
-from ppo_rlhf.training.rewards.scorers import check_room_to_score
+from ppo_rlhf.rewards.scorers import check_room_to_score
+from ppo_rlhf.training.supervised.demonstrations import corpus_texts
 from ppo_rlhf.training.supervised.sft import SupervisedFinetuningConfig
 
 _ROW = "row of the file"  # a column of numbers, by which a part's prompts are found among those that fit

@@ -6,11 +6,11 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from ppo_rlhf.checkpoints.files import MANIFEST, checkpoint_iterations, verify_checkpoint_of_run
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.datasets.resume_checkpoint import LATEST, ResumeCheckpointDataset
 from ppo_rlhf.preflight.request import RunRequest
 from ppo_rlhf.runner import plan_loop
-from ppo_rlhf.training.checkpoints.files import MANIFEST, checkpoint_iterations, verify_checkpoint_of_run
 
 RESUME_CHECKPOINT = "resume_checkpoint"
 MOST_NAMED = 3

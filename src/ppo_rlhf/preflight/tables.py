@@ -9,17 +9,17 @@ import pandas as pd
 from ppo_rlhf.core.errors import ConfigError, DataError
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.quiet import errors_only
+from ppo_rlhf.ppo.evaluation import DEMO_JUDGE, is_demo_prompts
 from ppo_rlhf.preflight.prompts import FuturePolicy
 from ppo_rlhf.preflight.request import RunRequest
-from ppo_rlhf.training.data.demonstrations import (
+from ppo_rlhf.training.supervised.demonstrations import (
     PARTS,
     DataPreparationConfig,
     corpus_texts,
     split_demonstrations,
     tokenise_demonstrations,
 )
-from ppo_rlhf.training.data.preferences import check_preferences, tokenise_preferences
-from ppo_rlhf.training.evaluation import DEMO_JUDGE, is_demo_prompts
+from ppo_rlhf.training.supervised.preferences import check_preferences, tokenise_preferences
 from ppo_rlhf.training.supervised.reward_training import RewardModellingConfig, split_pairs
 from ppo_rlhf.training.supervised.sft import SupervisedFinetuningConfig
 
@@ -57,7 +57,7 @@ def check_lengths(
     limit = settings.longest_sequence(policy.context)
     for name, part in zip(PARTS, parts, strict=True):
         if len(part) <= MEASURED_ROWS:
-            with run.noting(), errors_only("ppo_rlhf.training.data.demonstrations"):  # the run tells what it cuts
+            with run.noting(), errors_only("ppo_rlhf.training.supervised.demonstrations"):  # the run tells what it cuts
                 try:
                     tokenise_demonstrations(part.head(FIRST_MEASURED_ROWS), policy.tokenizer, limit)
                 except DataError:

@@ -16,12 +16,12 @@ from kedro.io import CatalogProtocol
 from kedro.pipeline import Pipeline
 from kedro.pipeline.node import Node
 
+from ppo_rlhf.checkpoints.resume import MAY_CHANGE
 from ppo_rlhf.core.errors import PPORLHFError
 from ppo_rlhf.datasets.fingerprints import Fingerprints, functions_in, source_file
 from ppo_rlhf.datasets.own_copy import is_local_file
 from ppo_rlhf.datasets.pretrained_model import PretrainedModelDataset
 from ppo_rlhf.datasets.records import RecordsDataset
-from ppo_rlhf.training.checkpoints.resume import MAY_CHANGE
 
 NOTHING = "nothing given"
 

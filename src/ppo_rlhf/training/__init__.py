@@ -9,9 +9,9 @@ from importlib import import_module
 from typing import Any
 
 _HOMES = {
-    "PPOConfig": "ppo_rlhf.training.config",
+    "PPOConfig": "ppo_rlhf.config",
     "PPOTrainer": "ppo_rlhf.training.trainer",
-    "TrainingState": "ppo_rlhf.training.state",
+    "TrainingState": "ppo_rlhf.ppo.state",
 }
 
 __all__ = ["PPOConfig", "PPOTrainer", "TrainingState"]

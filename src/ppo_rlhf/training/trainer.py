@@ -14,24 +14,24 @@ from typing import Any
 
 from torch import Tensor
 
+from ppo_rlhf.checkpoints.files import newest_whole_checkpoint, prune_checkpoints, verify_checkpoint
+from ppo_rlhf.checkpoints.model_files import exported_policy
+from ppo_rlhf.checkpoints.resume import restore
+from ppo_rlhf.checkpoints.store import CheckpointRequest, write_checkpoint
+from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError, ConfigError, DataError
+from ppo_rlhf.data.prompts import PromptDataset
 from ppo_rlhf.models.annotations import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_rlhf.models.critic import Critic
-from ppo_rlhf.training import experience, rollout, trainer_inputs
-from ppo_rlhf.training.checkpoints.files import newest_whole_checkpoint, prune_checkpoints, verify_checkpoint
-from ppo_rlhf.training.checkpoints.model_files import exported_policy
-from ppo_rlhf.training.checkpoints.resume import restore
-from ppo_rlhf.training.checkpoints.store import CheckpointRequest, write_checkpoint
-from ppo_rlhf.training.config import PPOConfig
-from ppo_rlhf.training.data.prompts import PromptDataset
-from ppo_rlhf.training.generation.query_sampler import QuerySampler
-from ppo_rlhf.training.history import MetricHistory
-from ppo_rlhf.training.optimisation import update
-from ppo_rlhf.training.precision import type_that_saves_no_time
-from ppo_rlhf.training.rewards.functions import check_column_names
-from ppo_rlhf.training.rewards.scorers import RewardScorer
-from ppo_rlhf.training.rollout import Rollouts
-from ppo_rlhf.training.state import TrainingState, resolve_device
+from ppo_rlhf.ppo import experience, rollout, update
+from ppo_rlhf.ppo.history import MetricHistory
+from ppo_rlhf.ppo.precision import type_that_saves_no_time
+from ppo_rlhf.ppo.rollout import Rollouts
+from ppo_rlhf.ppo.state import TrainingState, resolve_device
+from ppo_rlhf.rewards.functions import check_column_names
+from ppo_rlhf.rewards.scorers import RewardScorer
+from ppo_rlhf.training import trainer_inputs
+from ppo_rlhf.training.query_sampler import QuerySampler
 from ppo_rlhf.training.trainer_models import ModelSource, context_of_all, take_critic, take_policies
 from ppo_rlhf.training.tuning import CURVE_RULES, advise, in_words
 

@@ -10,18 +10,18 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
+from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError, DataError, ModelError, RewardError
 from ppo_rlhf.core.responses import response_lengths
+from ppo_rlhf.data.prompts import PromptDataset, tokenise_prompts
+from ppo_rlhf.data.tables import table_of_columns, table_of_rows
 from ppo_rlhf.models.annotations import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.models.offloading import to_host
 from ppo_rlhf.models.tokenizers import ensure_pad_id, ensure_pad_token, same_vocabulary
-from ppo_rlhf.training.config import PPOConfig
-from ppo_rlhf.training.data.prompts import PromptDataset, tokenise_prompts
-from ppo_rlhf.training.data.tables import table_of_columns, table_of_rows
-from ppo_rlhf.training.generation.responses import Responses, SamplingSettings
-from ppo_rlhf.training.precision import frozen_dtype
-from ppo_rlhf.training.rewards.scorers import (
+from ppo_rlhf.ppo.precision import frozen_dtype
+from ppo_rlhf.ppo.sampling import Responses, SamplingSettings
+from ppo_rlhf.rewards.scorers import (
     NOTHING_TO_OFFLOAD,
     ModelScorer,
     ResponseBatch,

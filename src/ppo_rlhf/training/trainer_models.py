@@ -11,6 +11,7 @@ import torch
 import transformers
 from torch import nn
 
+from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError, ModelError
 from ppo_rlhf.models.adapters import has_adapter
 from ppo_rlhf.models.annotations import PreTrainedModel, PreTrainedTokenizerBase
@@ -18,9 +19,7 @@ from ppo_rlhf.models.critic import Critic
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel, check_vocabulary, prepare, steady_context
 from ppo_rlhf.models.offloading import to_host
 from ppo_rlhf.models.tokenizers import ensure_pad_token
-from ppo_rlhf.training.config import PPOConfig
-from ppo_rlhf.training.precision import frozen_dtype, torch_dtype
-from ppo_rlhf.training.run_models import (
+from ppo_rlhf.ppo.build import (
     AnyCritic,
     build_critic,
     check_device,
@@ -28,6 +27,7 @@ from ppo_rlhf.training.run_models import (
     policy_to_train,
     prepare_to_score,
 )
+from ppo_rlhf.ppo.precision import frozen_dtype, torch_dtype
 
 HOST = torch.device("cpu")
 ModelSource = PreTrainedModel | str | Path

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
+from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.responses import length_mask
 from ppo_rlhf.core.statistics import masked_whiten
-from ppo_rlhf.training.config import PPOConfig
-from ppo_rlhf.training.experience import Experience, Scores, estimate_advantages, shape_rewards
-from ppo_rlhf.training.rollout import Rollouts
-from ppo_rlhf.training.state import TrainingState
+from ppo_rlhf.ppo.experience import Experience, Scores, estimate_advantages, shape_rewards
+from ppo_rlhf.ppo.rollout import Rollouts
+from ppo_rlhf.ppo.state import TrainingState
 
 NEVER_CLIPPED = 1e9
 

@@ -15,10 +15,10 @@ import numpy as np
 from job import Job
 from our_side import build_scorer, our_config
 
+from ppo_rlhf.data.prompts import PromptDataset
 from ppo_rlhf.models.loading import PretrainedHandle
-from ppo_rlhf.training.data.prompts import PromptDataset
-from ppo_rlhf.training.evaluation import EvaluationConfig, PolicyEvaluation, evaluate_policy, resolve_judge
-from ppo_rlhf.training.state import sampling_settings
+from ppo_rlhf.ppo.evaluation import EvaluationConfig, PolicyEvaluation, evaluate_policy, resolve_judge
+from ppo_rlhf.ppo.state import sampling_settings
 
 NOISE_SEED = 1
 

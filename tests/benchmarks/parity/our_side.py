@@ -8,15 +8,15 @@ import torch
 from departures import VARIANTS
 from job import Job
 
+from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.data.prompts import PromptDataset
 from ppo_rlhf.models.loading import PretrainedHandle
-from ppo_rlhf.training.config import PPOConfig
-from ppo_rlhf.training.data.prompts import PromptDataset
-from ppo_rlhf.training.experience import score_responses
-from ppo_rlhf.training.optimisation.update import optimise
-from ppo_rlhf.training.rewards.scorers import RewardComponentConfig, RewardConfig, RewardScorer, build_reward_scorer
-from ppo_rlhf.training.rollout import generate_rollouts
-from ppo_rlhf.training.run_models import build_critic
-from ppo_rlhf.training.state import TrainingState
+from ppo_rlhf.ppo.build import build_critic
+from ppo_rlhf.ppo.experience import score_responses
+from ppo_rlhf.ppo.rollout import generate_rollouts
+from ppo_rlhf.ppo.state import TrainingState
+from ppo_rlhf.ppo.update import optimise
+from ppo_rlhf.rewards.scorers import RewardComponentConfig, RewardConfig, RewardScorer, build_reward_scorer
 
 
 def our_config(job: Job) -> PPOConfig:

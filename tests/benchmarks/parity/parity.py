@@ -27,9 +27,9 @@ import pandas as pd
 from departures import VARIANTS
 from job import GIVEN, Job, Settings
 
+from ppo_rlhf.data.prompts import PromptDataset, split_held_out, tokenise_prompts
 from ppo_rlhf.datasets.pretrained_model import newest_version
 from ppo_rlhf.models.loading import PretrainedHandle, context_length
-from ppo_rlhf.training.data.prompts import PromptDataset, split_held_out, tokenise_prompts
 
 HERE = Path(__file__).resolve().parent
 SPLIT_SEED = 42  # the prompts' split is the same for every run

@@ -21,7 +21,7 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-from ppo_rlhf.training.randomness import episode_uniforms
+from ppo_rlhf.core.randomness import episode_uniforms
 from speed.workload import STOP_TOKEN, Preset, Shape, stop_probability
 
 SAMPLE = (8, 32)  # sequences, tokens: what the stop token's logit is set on

@@ -10,8 +10,8 @@ import torch
 from ppo_rlhf.core.errors import DataError, TrainingError
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
-from ppo_rlhf.training.data.preferences import tokenise_preferences
 from ppo_rlhf.training.supervised import reward_training
+from ppo_rlhf.training.supervised.preferences import tokenise_preferences
 from ppo_rlhf.training.supervised.reward_training import (
     RewardModellingConfig,
     normalise_scores,

@@ -17,9 +17,9 @@ from transformers import GraniteConfig, GraniteForCausalLM
 
 from ppo_rlhf.core.errors import ConfigError, DataError, TrainingError
 from ppo_rlhf.models.loading import PretrainedHandle
-from ppo_rlhf.training import scoring
-from ppo_rlhf.training.data.demonstrations import IGNORED, TokenisedDemonstrations
+from ppo_rlhf.ppo import logprobs as scoring
 from ppo_rlhf.training.supervised import sft
+from ppo_rlhf.training.supervised.demonstrations import IGNORED, TokenisedDemonstrations
 from ppo_rlhf.training.supervised.optimisation import advice
 from ppo_rlhf.training.supervised.sft import SupervisedFinetuningConfig, mean_token_loss, train_sft_policy
 from tests.tiny_models import END, KINDS, VOCABULARY, save, tiny_model, word_tokenizer

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ppo_rlhf.training.config import PPOConfig
+from ppo_rlhf.config import PPOConfig
 
 ITERATIONS = 40
 DEMO: dict[str, Any] = {

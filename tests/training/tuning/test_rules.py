@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.statistics import RunningMoments
-from ppo_rlhf.training.config import PPOConfig
-from ppo_rlhf.training.rewards.shaping import normalised
+from ppo_rlhf.rewards.shaping import normalised
 from ppo_rlhf.training.tuning import RULES, Advice, Change, Stage, advise
 from ppo_rlhf.training.tuning.rule import Finding
 from tests.training.tuning.support import ADAPTIVE, ITERATIONS, Spoilt, config, curve, history

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ppo_rlhf.models.passes.packed_attention import Attention, place_rows, take_rows
+from ppo_rlhf.models.packed_attention import Attention, place_rows, take_rows
 
 
 @dataclass(frozen=True)

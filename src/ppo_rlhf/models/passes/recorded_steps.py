@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ppo_rlhf.core.errors import ModelError
+from ppo_rlhf.models import decoding
 from ppo_rlhf.models.annotations import PreTrainedModel
-from ppo_rlhf.models.asking import asking, some_ids
-from ppo_rlhf.models.passes import decoding
-from ppo_rlhf.models.passes.decoding import HeldColumns
-from ppo_rlhf.models.passes.packed_attention import PackedLayout, packed_states
-from ppo_rlhf.models.passes.trunks import backbone_of, logits_of
+from ppo_rlhf.models.decoding import HeldColumns
+from ppo_rlhf.models.forward import backbone_of, logits_of
+from ppo_rlhf.models.packed_attention import PackedLayout, packed_states
+from ppo_rlhf.models.probe import asking, some_ids
 from ppo_rlhf.models.products.sixteen_bit_weights import SixteenBitWeights
 
 WARM_UPS = 3

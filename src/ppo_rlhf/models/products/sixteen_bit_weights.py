@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ppo_rlhf.models.annotations import PreTrainedModel
-from ppo_rlhf.models.asking import some_ids
+from ppo_rlhf.models.probe import some_ids
 from ppo_rlhf.models.products.linear import is_plain_linear
 
 

@@ -2,8 +2,8 @@
 
 import pandas as pd
 
-from ppo_rlhf.training.data import demonstrations as preparation
-from ppo_rlhf.training.data.demonstrations import DataPreparationConfig
+from ppo_rlhf.training.supervised import demonstrations as preparation
+from ppo_rlhf.training.supervised.demonstrations import DataPreparationConfig
 
 
 def split_demonstrations(

@@ -5,16 +5,16 @@ import logging
 import pandas as pd
 import torch
 
+from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.data.prompts import PromptDataset
 from ppo_rlhf.models.annotations import PreTrainedModel
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.offloading import to_host
-from ppo_rlhf.training.comparison import before_after, compare_evaluations, sample_pairs
-from ppo_rlhf.training.config import PPOConfig
-from ppo_rlhf.training.data.prompts import PromptDataset
-from ppo_rlhf.training.evaluation import EvaluationConfig, PolicyEvaluation, evaluate_policy, resolve_judge
-from ppo_rlhf.training.precision import frozen_dtype, torch_dtype
-from ppo_rlhf.training.rewards.scorers import RewardConfig, build_reward_scorer
-from ppo_rlhf.training.state import resolve_device, sampling_settings
+from ppo_rlhf.ppo.comparison import before_after, compare_evaluations, sample_pairs
+from ppo_rlhf.ppo.evaluation import EvaluationConfig, PolicyEvaluation, evaluate_policy, resolve_judge
+from ppo_rlhf.ppo.precision import frozen_dtype, torch_dtype
+from ppo_rlhf.ppo.state import resolve_device, sampling_settings
+from ppo_rlhf.rewards.scorers import RewardConfig, build_reward_scorer
 
 logger = logging.getLogger(__name__)
 

@@ -5,25 +5,24 @@ from pathlib import Path
 
 import pandas as pd
 
+from ppo_rlhf.checkpoints.model_files import exported_policy
+from ppo_rlhf.checkpoints.resume import restore
+from ppo_rlhf.checkpoints.store import CheckpointRequest
+from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.data.prompts import PromptDataset, PromptsConfig, split_held_out, tokenise_prompts
 from ppo_rlhf.models.annotations import PreTrainedModel
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel, steady_context
 from ppo_rlhf.models.offloading import on_device
-from ppo_rlhf.training import experience as experience_steps
-from ppo_rlhf.training import rollout
-from ppo_rlhf.training.checkpoints.model_files import exported_policy
-from ppo_rlhf.training.checkpoints.resume import restore
-from ppo_rlhf.training.checkpoints.store import CheckpointRequest
-from ppo_rlhf.training.comparison import compare_evaluations
-from ppo_rlhf.training.config import PPOConfig
-from ppo_rlhf.training.data.prompts import PromptDataset, PromptsConfig, split_held_out, tokenise_prompts
-from ppo_rlhf.training.evaluation import EvaluationConfig, PolicyEvaluation, evaluate_policy, resolve_judge
-from ppo_rlhf.training.experience import Experience, Scores, ShapedRewards
-from ppo_rlhf.training.optimisation import update
-from ppo_rlhf.training.precision import frozen_dtype
-from ppo_rlhf.training.rewards.scorers import RewardConfig, RewardScorer, build_reward_scorer
-from ppo_rlhf.training.rollout import Rollouts
-from ppo_rlhf.training.run_models import build_critic, load_policies
-from ppo_rlhf.training.state import TrainingState, resolve_device, sampling_settings
+from ppo_rlhf.ppo import experience as experience_steps
+from ppo_rlhf.ppo import rollout, update
+from ppo_rlhf.ppo.build import build_critic, load_policies
+from ppo_rlhf.ppo.comparison import compare_evaluations
+from ppo_rlhf.ppo.evaluation import EvaluationConfig, PolicyEvaluation, evaluate_policy, resolve_judge
+from ppo_rlhf.ppo.experience import Experience, Scores, ShapedRewards
+from ppo_rlhf.ppo.precision import frozen_dtype
+from ppo_rlhf.ppo.rollout import Rollouts
+from ppo_rlhf.ppo.state import TrainingState, resolve_device, sampling_settings
+from ppo_rlhf.rewards.scorers import RewardConfig, RewardScorer, build_reward_scorer
 
 log = logging.getLogger(__name__)
 

@@ -11,16 +11,16 @@ import pandas as pd
 from plotly import graph_objects as go
 from rich.console import Console
 
+from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.config.settings_group import settings_group
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.pipelines.reporting.figures import score_distribution, training_curves
 from ppo_rlhf.pipelines.reporting.page import Report, render_page
 from ppo_rlhf.pipelines.reporting.remarks import headline, remarks
 from ppo_rlhf.pipelines.reporting.terminal import print_result
-from ppo_rlhf.training.comparison import Decided
-from ppo_rlhf.training.config import PPOConfig
-from ppo_rlhf.training.config.settings_group import settings_group
-from ppo_rlhf.training.evaluation import EvaluationConfig, PolicyEvaluation
-from ppo_rlhf.training.rewards.scorers import RewardConfig
+from ppo_rlhf.ppo.comparison import Decided
+from ppo_rlhf.ppo.evaluation import EvaluationConfig, PolicyEvaluation
+from ppo_rlhf.rewards.scorers import RewardConfig
 from ppo_rlhf.training.tuning import advise, in_words
 
 _DECIDED_ELSEWHERE = ("seed", "prompts_path")  # of the evaluation group: filled from globals

@@ -18,7 +18,7 @@ from ppo_rlhf.pipelines.reporting.charts import LineChart, Series, histogram, in
 from ppo_rlhf.pipelines.reporting.curves import Panel, column, panels_of
 from ppo_rlhf.pipelines.reporting.measures import measure, write_change, write_number, write_share, write_value
 from ppo_rlhf.pipelines.reporting.remarks import headline, remarks, verdict
-from ppo_rlhf.training.comparison import Decided
+from ppo_rlhf.ppo.comparison import Decided
 
 MAX_TEXT = 2_000
 """Characters of a prompt or response that the page shows; the table of samples holds all."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pandas as pd
 
 from ppo_rlhf.pipelines.reporting.measures import measure, write_share
-from ppo_rlhf.training.comparison import CONFIDENCE, Decided
+from ppo_rlhf.ppo.comparison import CONFIDENCE, Decided
 
 MIN_REWARD_ACCURACY = 0.65
 

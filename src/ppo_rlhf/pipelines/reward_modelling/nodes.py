@@ -4,13 +4,13 @@ import logging
 
 import pandas as pd
 
+from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import DataError
+from ppo_rlhf.data.prompts import PromptsConfig, split_held_out, tokenise_prompts
 from ppo_rlhf.models.loading import PretrainedHandle, steady_context
-from ppo_rlhf.training.config import PPOConfig
-from ppo_rlhf.training.data import preferences as pairs
-from ppo_rlhf.training.data.prompts import PromptsConfig, split_held_out, tokenise_prompts
-from ppo_rlhf.training.rewards.functions import load_function
-from ppo_rlhf.training.state import resolve_device, sampling_settings
+from ppo_rlhf.ppo.state import resolve_device, sampling_settings
+from ppo_rlhf.rewards.functions import load_function
+from ppo_rlhf.training.supervised import preferences as pairs
 from ppo_rlhf.training.supervised import reward_training
 from ppo_rlhf.training.supervised.reward_training import RewardModellingConfig
 

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 
 from transformers import PretrainedConfig
 
+from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ModelError, PPORLHFError
 from ppo_rlhf.models.products.packed_weights import packed_sizes
 from ppo_rlhf.models.products.processors import lacks_fast_instructions, standing_in_for_a_gpu
 from ppo_rlhf.models.quiet import critical_only
-from ppo_rlhf.training.config import PPOConfig
-from ppo_rlhf.training.lanes import most_tokens_side_by_side
+from ppo_rlhf.ppo.lanes import most_tokens_side_by_side
+from ppo_rlhf.ppo.precision import frozen_dtype
 from ppo_rlhf.training.memory.live_bytes import Peak, counting, in_blocks
 from ppo_rlhf.training.memory.simulation import Passes, SimulatedModels, larger
-from ppo_rlhf.training.precision import frozen_dtype
 
 MEBIBYTE = 2**20
 UPDATE = "update"

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError
-from ppo_rlhf.training.config import PPOConfig
 from ppo_rlhf.training.memory.plan import UPDATE, MemoryPlan, RunShape, plan_memory
 
 Changes = dict[str, Any]

@@ -21,28 +21,28 @@ from transformers import (
     PreTrainedModel,
 )
 
+from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.sampling import sample_tokens
 from ppo_rlhf.models.adapters import trained_parameters
-from ppo_rlhf.models.asking import vocabulary_size
 from ppo_rlhf.models.critic import SharedCritic
+from ppo_rlhf.models.decoding import Decoder
+from ppo_rlhf.models.forward import backbone_of, has_plain_attention
 from ppo_rlhf.models.loading import prepare
-from ppo_rlhf.models.passes.decoding import Decoder
-from ppo_rlhf.models.passes.packed_attention import PackedLayout, packed_attention, packed_states
-from ppo_rlhf.models.passes.trunks import backbone_of, has_plain_attention
+from ppo_rlhf.models.packed_attention import PackedLayout, packed_attention, packed_states
+from ppo_rlhf.models.probe import vocabulary_size
 from ppo_rlhf.models.products.compiled_shapes import fills_rows
 from ppo_rlhf.models.quiet import quiet_transformers
-from ppo_rlhf.training.config import PPOConfig
-from ppo_rlhf.training.memory.live_bytes import LiveBytes, Peak, in_blocks, storage_sizes
-from ppo_rlhf.training.optimisation.sixteen_bit_gradients import SixteenBitGradients, kept_in_sixteen_bits
-from ppo_rlhf.training.precision import autocast, frozen_dtype, torch_dtype
-from ppo_rlhf.training.run_models import (
+from ppo_rlhf.ppo.build import (
     AnyCritic,
     build_critic,
     checkpointing_gradients,
     policy_to_train,
     prepare_to_train,
 )
-from ppo_rlhf.training.scoring import token_statistics
+from ppo_rlhf.ppo.logprobs import token_statistics
+from ppo_rlhf.ppo.precision import autocast, frozen_dtype, torch_dtype
+from ppo_rlhf.ppo.sixteen_bit_gradients import SixteenBitGradients, kept_in_sixteen_bits
+from ppo_rlhf.training.memory.live_bytes import LiveBytes, Peak, in_blocks, storage_sizes
 
 DEVICE = torch.device("cpu")
 """Of the fake tensors, wherever the run will be: it chooses attention kernels, and torch without CUDA has the CPU's."""

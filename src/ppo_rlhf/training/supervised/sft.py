@@ -10,23 +10,23 @@ import transformers
 from pydantic import Field
 from torch import nn
 
+from ppo_rlhf.config.settings_group import settings_group
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.models.annotations import PreTrainedModel
-from ppo_rlhf.models.asking import vocabulary_size
+from ppo_rlhf.models.forward import backbone_of, logits_of, states_at
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel, context_length
-from ppo_rlhf.models.passes.token_rows import right_padded
-from ppo_rlhf.models.passes.trunks import backbone_of, logits_of, states_at
+from ppo_rlhf.models.probe import vocabulary_size
 from ppo_rlhf.models.products.compiled_shapes import fills_rows
+from ppo_rlhf.models.token_rows import right_padded
 from ppo_rlhf.models.tokenizers import train_word_tokenizer
-from ppo_rlhf.training.config.settings_group import settings_group
-from ppo_rlhf.training.data.demonstrations import (
+from ppo_rlhf.ppo.logprobs import token_statistics
+from ppo_rlhf.training.supervised.demonstrations import (
     IGNORED,
     PARTS,
     TokenisedDemonstrations,
     corpus_texts,
     tokenise_demonstrations,
 )
-from ppo_rlhf.training.scoring import token_statistics
 from ppo_rlhf.training.supervised.optimisation import History, OptimisationConfig, advice
 
 logger = logging.getLogger(__name__)

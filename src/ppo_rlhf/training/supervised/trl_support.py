@@ -32,7 +32,7 @@ from trl import RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 from ppo_rlhf.core.errors import TrainingError
 from ppo_rlhf.models.quiet import errors_only
-from ppo_rlhf.training.data.demonstrations import TokenisedDemonstrations
+from ppo_rlhf.training.supervised.demonstrations import TokenisedDemonstrations
 from ppo_rlhf.training.supervised.optimisation import History, OptimisationConfig
 
 _CONFIGURATIONS = ("config", "generation_config")  # trainers align them with the tokenizer; classifiers lack the second

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ppo_rlhf.training.config import PPOConfig
+from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.training.tuning.controller_rules import CONTROLLER_RULES
 from ppo_rlhf.training.tuning.curves import Curves
 from ppo_rlhf.training.tuning.exploitation_rules import EXPLOITATION_RULES

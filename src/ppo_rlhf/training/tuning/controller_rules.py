@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ppo_rlhf.training.config.advice import HORIZONS_NEEDED
+from ppo_rlhf.config.advice import HORIZONS_NEEDED
 from ppo_rlhf.training.tuning.rule import Change, Finding, Rule, Run, Stage, number, rounded
 
 ELSEWHERE = 1.5

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ppo_rlhf.training.alarms import COLLAPSED_SHARE, NEGATIVE, STANDARD_ERRORS, WORTH_WATCHING
-from ppo_rlhf.training.config.advice import TUNING_GUIDE
+from ppo_rlhf.config.advice import TUNING_GUIDE
+from ppo_rlhf.ppo.alarms import COLLAPSED_SHARE, NEGATIVE, STANDARD_ERRORS, WORTH_WATCHING
 from ppo_rlhf.training.tuning.controller_rules import help_controller
 from ppo_rlhf.training.tuning.rule import Change, Finding, Rule, Run, Stage, number
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ppo_rlhf.training.config.advice import TUNING_GUIDE
+from ppo_rlhf.config.advice import TUNING_GUIDE
 from ppo_rlhf.training.tuning.kl_rules import stronger_penalty
 from ppo_rlhf.training.tuning.rule import Change, Finding, Rule, Run, Stage, number, rounded
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
-from ppo_rlhf.training.config import PPOConfig
+from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.training.tuning.curves import Curves
 
 

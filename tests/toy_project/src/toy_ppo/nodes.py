@@ -11,10 +11,10 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
+from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.data.prompts import PromptsConfig
 from ppo_rlhf.models.loading import TrainedModel
-from ppo_rlhf.training.config import PPOConfig
-from ppo_rlhf.training.data.prompts import PromptsConfig
-from ppo_rlhf.training.rewards.scorers import RewardConfig
+from ppo_rlhf.rewards.scorers import RewardConfig
 from toy_ppo.saves import SaveRequest
 
 VOCABULARY = {"<unk>": 0, "</s>": 1, "the": 2, "film": 3, "was": 4}

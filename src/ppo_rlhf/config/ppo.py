@@ -1,0 +1,353 @@
+"""PPOConfig: every hyperparameter of PPO in one flat, validated dataclass, with TRL's names."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container
+from dataclasses import fields
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from ppo_rlhf.config import advice, rules
+from ppo_rlhf.config.advice import INSTRUCT_GPT, TUNING_GUIDE, Typical
+from ppo_rlhf.config.settings_group import Seed, settings_group
+from ppo_rlhf.core.choices import KLEstimator, LossAggregation
+from ppo_rlhf.core.errors import ConfigError
+
+MODEL_PATHS = ("sft_model_path", "reward_model_path")
+"""Fields that PPOTrainer reads and the pipeline does not: there they are globals."""
+_GLOBALS = "set it in conf/local/globals.yml or with --params"
+_LIVES_ELSEWHERE = {
+    "model_name": f"{_GLOBALS} sft_model_path=…",
+    "model_name_or_path": f"{_GLOBALS} sft_model_path=…",
+    "output_dir": "outputs are catalog entries, conf/base/catalog_ppo.yml",
+    "save_steps": "it is ppo.save_interval, counted in iterations",
+    "eval_steps": "it is ppo.eval_interval, counted in iterations",
+    "logging_steps": "every iteration is logged; ppo.sample_interval sets how often samples are",
+    "report_to": "tracking is configured in conf/base/mlflow.yml",
+    "run_name": "name the run in conf/base/mlflow.yml (tracking.run.name)",
+    "bf16": "precision is ppo.dtype",
+    "fp16": "precision is ppo.dtype",
+    "num_train_epochs": "the length of training is ppo.total_episodes",
+    "max_steps": "the length of training is ppo.total_episodes",
+    "batch_size": "it is per_device_train_batch_size x gradient_accumulation_steps",
+    "mini_batch_size": "it is batch_size / ppo.num_mini_batches",
+    "ppo_epochs": "it is ppo.num_ppo_epochs",
+    "init_kl_coef": "it is ppo.kl_coef",
+    "adap_kl_ctrl": "it is ppo.kl_controller=adaptive",
+    "target": "it is ppo.kl_target",
+    "horizon": "it is ppo.kl_horizon",
+    "kl_penalty": "it is ppo.kl_estimator",
+    "kl_ctl": "it is ppo.kl_coef",
+    "score_clip": "it is ppo.reward_clip",
+    "clip_reward_value": "it is ppo.reward_clip",
+    "use_score_norm": "it is ppo.reward_normalisation=running",
+    "lr_scheduler_kwargs": "ppo.lr_scheduler_type has the schedules that need no arguments",
+    "full_determinism": "it is ppo.deterministic",
+}
+
+
+LearningRateSchedule = Literal[
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+    "constant",
+    "constant_with_warmup",
+    "inverse_sqrt",
+]
+Count = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+
+
+@settings_group("ppo", lives_elsewhere=_LIVES_ELSEWHERE)
+class PPOConfig:
+    """Hyperparameters of PPO on a language model (Schulman et al. 2017, arXiv:1707.06347; Ouyang et al. 2022).
+
+    Episodes are responses. Token counts leave out prompts and padding. Raises `ConfigError` with one line a problem.
+    Where TRL has the setting, the name is TRL's, and the default but for those in docs/algorithm.md, section 10.
+    A range in `Typical` is where a setting is usually found.
+    """
+
+    num_ppo_epochs: Annotated[int, Field(ge=1), Typical(1, 10, TUNING_GUIDE)] = 4
+    """Passes over each batch of rollouts; 2 to 4 are usual."""
+    cliprange: Annotated[float, Field(gt=0.0), Typical(0.1, 0.3, "arXiv:1707.06347, table 3")] = 0.2
+    """Policy clipping range epsilon: ratios outside [1 - epsilon, 1 + epsilon] get no gradient that widens them."""
+    cliprange_high: Annotated[float, Field(gt=0.0), Typical(0.1, 0.5, "DAPO, arXiv:2503.14476")] | None = None
+    """Upper clipping range of its own ("clip higher"; DAPO: 0.28); None takes `cliprange`."""
+    cliprange_value: Annotated[float, Field(gt=0.0), Typical(0.1, 0.5, TUNING_GUIDE)] = 0.2
+    """Value clipping range, in units of the return: new values are clipped to this distance from the rollout's."""
+    vf_coef: Annotated[float, Field(gt=0.0), Typical(0.05, 1.0, TUNING_GUIDE)] = 0.1
+    """Factor of the value loss. It matters for a shared trunk; a separate critic's Adam step hardly depends on it."""
+    gamma: Annotated[float, Field(ge=0.0, le=1.0), Typical(0.95, 1.0, INSTRUCT_GPT)] = 1.0
+    """Discount per token."""
+    lam: Annotated[float, Field(ge=0.0, le=1.0), Typical(0.9, 1.0, "arXiv:1506.02438")] = 0.95
+    """Lambda of generalised advantage estimation: 0 is one-step TD, 1 is Monte Carlo."""
+    lam_critic: Annotated[float, Field(ge=0.0, le=1.0), Typical(0.9, 1.0, "VAPO, arXiv:2504.05118")] | None = None
+    """Lambda of the critic's targets alone (VAPO: 1, unbiased returns); None takes `lam`."""
+    whiten_rewards: bool = False
+    """Divide shaped rewards by their standard deviation over the batch; their mean stays (as in TRL)."""
+    whiten_advantages: bool = True
+    """Shift and scale advantages to mean 0 and variance 1 over the response tokens of the batch."""
+    entropy_coef: Annotated[float, Field(ge=0.0), Typical(0.0, 0.02, "arXiv:1707.06347, table 5: 0.01")] = 0.0
+    """Bonus per nat of the policy's entropy (exact, tempered), subtracted from the policy loss; 0 is off."""
+    dual_clip: Annotated[float, Field(gt=1.0), Typical(1.5, 10.0, "arXiv:1912.09729: 3")] | None = None
+    """Ceiling c on the ratio's effect where the advantage is negative: the loss is at most -A x c; None is off."""
+    target_kl: Annotated[float, Field(gt=0.0), Typical(0.003, 0.2, "OpenAI Spinning Up: 0.01 to 0.05")] | None = None
+    """Nats per token. An update ends before a step whose minibatch has approxkl above 1.5 x this; None is off."""
+    loss_aggregation: LossAggregation = "token_mean"
+    """From token losses to one number: the mean over tokens, or over responses of their token sums or means, or the
+    sum over tokens by (responses x response_length)."""
+    importance_cap: Annotated[float, Field(gt=0.0), Typical(1.0, 10.0, "verl: 2")] | None = None
+    """Weigh each token by min(pi_old / pi_sampler, this), against a sampler that rounds differently; None is off."""
+
+    kl_coef: Annotated[float, Field(ge=0.0), Typical(0.01, 0.2, TUNING_GUIDE)] = 0.05
+    """Beta, score units per nat: the price of the KL estimate; with the adaptive controller its first value."""
+    kl_estimator: KLEstimator = "k1"
+    """Per-token estimator of KL(policy || reference) (Schulman 2020, "Approximating KL Divergence")."""
+    kl_in: Literal["reward", "loss"] = "reward"
+    """Where beta x KL goes: subtracted from each token's reward, or added to the policy loss (k2 or k3 only)."""
+    kl_controller: Literal["fixed", "adaptive"] = "fixed"
+    """adaptive: beta follows `kl_target` (Ziegler et al. 2019, arXiv:1909.08593, section 2.2)."""
+    kl_target: Annotated[float, Field(gt=0.0), Typical(1.0, 20.0, "arXiv:1909.08593: 6")] = 6.0
+    """Nats, k1 summed over a response: what the adaptive controller aims at."""
+    kl_horizon: Annotated[float, Field(gt=0.0), Typical(100, 100_000, "arXiv:1909.08593: 10000")] = 10_000.0
+    """Episodes over which the adaptive controller changes beta by 20 % at most; a fifth of the run or less."""
+    kl_hold_iterations: Annotated[int, Field(ge=0), Typical(0, 100, "this project's demo: 10")] = 0
+    """Iterations at the start in which the adaptive controller holds still (KL starts at 0, which would lower beta)."""
+    kl_warning: Annotated[float, Field(gt=0.0), Typical(5, 50, TUNING_GUIDE)] = 15.0
+    """Nats per response. KL above it is warned of once, with the setting to change first."""
+    kl_alarm: Annotated[float, Field(gt=0.0), Typical(5, 50, TUNING_GUIDE)] = 20.0
+    """Nats per response. KL above it is an alarm; checkpoints evaluated above it are never kept as the best."""
+    kl_stop: Annotated[float, Field(gt=0.0), Typical(10, 200, TUNING_GUIDE)] | None = None
+    """Nats per response. Training stops where the rollouts' KL exceeds it; None never stops for it."""
+
+    reward_scale: Annotated[float, Field(gt=0.0), Typical(0.01, 10.0, TUNING_GUIDE)] = 1.0
+    """Factor of each response's score, after the normalisation and before the clip."""
+    reward_clip: Annotated[float, Field(gt=0.0), Typical(0.5, 20.0, "DeepSpeed-Chat: 5")] | None = None
+    """Clip each response's score to [-reward_clip, reward_clip], score units, before penalties and KL."""
+    reward_normalisation: Literal["none", "running", "batch"] = "none"
+    """Shift and scale scores to mean 0 and variance 1: over all responses so far, this batch included, or over it."""
+    missing_eos_penalty: Annotated[float, Field(ge=0.0)] | None = None
+    """Score units after normalisation, scale and clip, subtracted from the score of a response that was cut off before
+    a stop token (TRL)."""
+    truncated_responses: Literal["keep", "penalise", "replace", "mask", "bootstrap"] = "keep"
+    """Responses cut off at response_length. keep: like others, but for missing_eos_penalty if it is set. penalise:
+    their score loses missing_eos_penalty. replace: their score is -missing_eos_penalty. mask: they count in no loss.
+    bootstrap: the critic's value of the state after the last token stands in place of their score."""
+    overlong_buffer: Annotated[int, Field(ge=1)] | None = None
+    """Tokens before response_length over which a penalty rises from 0 to 1 score unit (DAPO, arXiv:2503.14476)."""
+
+    learning_rate: Annotated[float, Field(gt=0.0), Typical(1e-6, 5e-5, TUNING_GUIDE)] = 3e-6
+    """Peak learning rate of the policy's AdamW."""
+    value_learning_rate: Annotated[float, Field(gt=0.0), Typical(1e-6, 1e-4, TUNING_GUIDE)] | None = None
+    """Peak learning rate of the critic's AdamW; None takes the policy's."""
+    lr_scheduler_type: LearningRateSchedule = "linear"
+    """Shape of both learning rates over iterations, after the warm-up: transformers' schedules without arguments."""
+    warmup_ratio: Annotated[float, Field(ge=0.0, lt=1.0), Typical(0.0, 0.2, TUNING_GUIDE)] = 0.0
+    """Share of the iterations over which the learning rates rise to their peak. The first is never 0."""
+    critic_warmup_iterations: Annotated[int, Field(ge=0), Typical(0, 100, "VC-PPO, arXiv:2503.01491: 50")] = 0
+    """Iterations at the start in which only the critic is trained; the policy and the KL controller stand still."""
+    optim: Literal["adamw_torch_fused", "adamw_torch"] = "adamw_torch_fused"
+    """AdamW in one kernel, or torch's own choice of implementation (slower); the same numbers but for rounding."""
+    adam_beta1: Annotated[float, Field(ge=0.0, lt=1.0), Typical(0.8, 0.95, "arXiv:1412.6980: 0.9")] = 0.9
+    """AdamW's decay of the mean gradient."""
+    adam_beta2: Annotated[float, Field(ge=0.0, lt=1.0), Typical(0.95, 0.999, "arXiv:1412.6980: 0.999")] = 0.999
+    """AdamW's decay of the mean squared gradient."""
+    adam_epsilon: Annotated[float, Field(gt=0.0), Typical(1e-8, 1e-5, "arXiv:1412.6980; baselines' PPO: 1e-5")] = 1e-8
+    """AdamW's summand that keeps the step finite where gradients vanish."""
+    weight_decay: Annotated[float, Field(ge=0.0), Typical(0.0, 0.1, "arXiv:1711.05101")] = 0.0
+    """AdamW's decoupled weight decay of matrices; biases and norms have none."""
+    max_grad_norm: Annotated[float, Field(gt=0.0), Typical(0.1, 10.0, TUNING_GUIDE)] = 1.0
+    """Gradients of policy and critic are each clipped to this 2-norm at every optimiser step."""
+    align_overflow: bool = False
+    """If the gradient of policy or critic is not finite, skip the step of both (DeepSpeed-Chat), not of that one."""
+    ema_decay: Annotated[float, Field(gt=0.0, lt=1.0), Typical(0.9, 0.9999, "DeepSpeed-Chat: 0.992")] | None = None
+    """Keep a moving average of the policy's weights, this share of it kept at each optimiser step, and export it in the
+    folder ema beside the policy. None is off."""
+
+    total_episodes: Count = 10_000
+    """Responses to train on; rounded up to full batches."""
+    per_device_train_batch_size: Count = 8
+    """Responses in one forward and backward pass on one device, at most."""
+    gradient_accumulation_steps: Count = 1
+    """Multiplies the rollout batch: batch_size = per_device_train_batch_size x this x world size."""
+    num_mini_batches: Count = 1
+    """Optimiser steps an epoch: the batch is cut into this many minibatches."""
+    local_rollout_forward_batch_size: Count = 64
+    """Responses generated, and scored, at a time on one device. It need not divide the batch."""
+    responses_per_prompt: Annotated[int, Field(ge=1), Typical(1, 16, "RLOO, arXiv:2402.14740: 4")] = 1
+    """Responses sampled to each prompt of a batch, each with noise of its own; it divides the batch."""
+    max_tokens_per_micro_batch: Annotated[int, Field(ge=2)] | None = None
+    """Prompt and response tokens in one forward and backward pass, at most, with their padding where the architecture
+    needs it; a single response that has more goes alone. None: per_device_train_batch_size alone sets the limit."""
+
+    response_length: Annotated[int, Field(ge=1), Typical(8, 2048, TUNING_GUIDE)] = 53
+    """Most tokens in a response, its stop token included."""
+    min_response_length: NonNegative = 0
+    """Fewest tokens in a response, its stop token included: before, no stop token is sampled. The loss uses the whole
+    distribution."""
+    temperature: Annotated[float, Field(gt=0.0), Typical(0.5, 1.2, TUNING_GUIDE)] = 0.7
+    """Sampling temperature; log-probabilities, KL and entropy are those of the tempered policy and reference."""
+    top_k: NonNegative = 0
+    """Sample among the k most probable tokens; 0 is off. The loss uses the whole distribution."""
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Sample among the most probable tokens that hold this share; 1 is off. The loss uses the whole distribution."""
+    stop_token: Literal["eos", "period", "none"] = "eos"
+    """What ends a response. eos: any end id of the generation config, the tokenizer or the chat template."""
+    stop_token_id: Annotated[int, Field(ge=0)] | None = None
+    """An explicit token id that ends a response; it replaces `stop_token`."""
+    overlong_prompts: Literal["error", "drop", "truncate_left"] = "error"
+    """What to do with prompts that leave no room for response_length tokens in the model's context."""
+
+    value_model: Literal["separate", "shared", "reward_init"] = "separate"
+    """The critic. separate: a backbone of its own, copied from the policy. reward_init: the same, copied from the
+    reward model with its score head. shared: a value head on the policy's last hidden states, one model with one
+    optimiser (loss = policy's + vf_coef x value's). A value head that lies with the SFT model (TRL's v_head) is the
+    start of a head on the policy's backbone; without it the head starts at 0."""
+    use_peft: bool = False
+    """Train LoRA adapters (arXiv:2106.09685) on frozen weights, which policy, reference and critic share; a value head
+    trains fully. The exported policy has its adapter merged."""
+    lora_r: Annotated[int, Field(ge=1), Typical(4, 256, "arXiv:2106.09685, section 7.2: 1 to 64")] = 16
+    """Rank of the adapters."""
+    lora_alpha: Annotated[int, Field(ge=1), Typical(4, 512, "arXiv:2106.09685; TRL: 32")] = 32
+    """The adapter's output is scaled by lora_alpha / lora_r."""
+    lora_dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Must be 0: with dropout the policy that trains would not be the one that sampled. Here for TRL's sake."""
+    lora_target_modules: str = "all-linear"
+    """Names of the linear layers that get an adapter, comma-separated; all-linear: all but the language-model head;
+    all-linear+head: all. A small model whose head is tied to its embeddings learns little without it
+    (docs/results.md)."""
+    gradient_checkpointing: bool = False
+    """Recompute each layer in the backward pass of policy and critic (arXiv:1604.06174): about a third more time for
+    the update, activations of one layer instead of all. The numbers are those of side_by_side=false."""
+    compile: bool = False
+    """Compile the layers of policy, critic and reference policy (torch.compile) in the passes that score and train,
+    which needs a compiler on the machine and takes time in the first iterations; sampling runs as without. The numbers
+    are the same but for rounding. Off, since on a CPU no gain was measured."""
+    export_value_head: bool = False
+    """Save the value head among the exported policy's weights, as TRL's AutoModelForCausalLMWithValueHead has it."""
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
+    """Precision. bfloat16 and float16: forward passes under autocast, frozen models in that type, trainable weights,
+    their moments, log-probabilities and losses in float32; float16 with loss scaling."""
+    offload_reference_policy: bool = False
+    """Keep the reference policy's weights in the host's memory, and on the GPU only while it scores: the same numbers,
+    less memory of the GPU by one copy of the policy in `dtype`, and a copy to the GPU each iteration."""
+    offload_reward_model: bool = False
+    """The same for the reward model."""
+    rollout_engine: Literal["static", "plain", "hf"] = "static"
+    """static: decodes without padding and drops the sequences that have ended. plain: one forward pass a token over
+    transformers' cache. hf: transformers' generate. The last two are slower: the oracles of the first."""
+    cuda_graphs: bool = False
+    """Replay each decoding step of the rollouts as a captured CUDA graph; needs CUDA and rollout_engine static. Takes
+    memory for keys and values, and for 16-bit weights, during the whole run. Not measured yet: never run on a GPU."""
+    side_by_side: bool | None = None
+    """Whether policy and critic compute at the same time, each on half of a CPU's threads: faster for small models,
+    and both gradients are in memory at once. The numbers are the same but for rounding. null: where it pays, with an
+    even number of threads for up to 8 million weights; in 16 bits or on an AMD processor up to 33 million, in
+    iterations with no more than 512 tokens to an optimiser step (docs/speed.md)."""
+    device: str = "auto"
+    """auto takes CUDA if there is one, else the CPU; or a torch device such as cuda:1."""
+    deterministic: bool = False
+    """Use torch's deterministic kernels alone (slower): on CUDA, runs with one seed are then equal bit for bit."""
+    seed: Seed = 42
+    """Everything random is a function of it, the iteration and the episode's index."""
+    sft_model_path: str | None = None
+    """Directory or hub id of the policy to start from, for PPOTrainer; the pipeline has it in globals.yml."""
+    reward_model_path: str | None = None
+    """Directory or hub id of the reward model, for PPOTrainer; the pipeline has it in globals.yml."""
+
+    eval_interval: Count = 10
+    """Iterations between evaluations on the held-out prompts."""
+    save_interval: Count = 10
+    """Iterations between checkpoints; the last iteration is always saved."""
+    save_total_limit: Count = 2
+    """Newest checkpoints kept of one run; the best is kept beside them."""
+    sample_interval: Count = 5
+    """Iterations between tables of samples in MLflow."""
+    shutdown_grace_s: Annotated[float, Field(ge=0.0)] = 25.0
+    """Seconds. Asked to stop by SIGTERM or SIGINT, a run finishes and saves its iteration if that is expected to take
+    no longer (Kubernetes kills after 30); 0 stops at once, and the last checkpoint stands."""
+    max_skipped_steps: Count = 5
+    """Optimiser steps in a row that may be skipped for a non-finite gradient before the run stops."""
+
+    def __post_init__(self) -> None:
+        problems = rules.problems(self)
+        if problems:
+            raise ConfigError("\n".join(problems))
+
+    @property
+    def world_size(self) -> int:
+        """Processes that share one batch. One: a single process trains."""
+        return 1
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Responses in one forward pass over all devices (TRL's formula)."""
+        return self.per_device_train_batch_size * self.world_size
+
+    @property
+    def local_batch_size(self) -> int:
+        """Responses of one iteration on one device."""
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps
+
+    @property
+    def batch_size(self) -> int:
+        """Responses of one iteration over all devices."""
+        return self.local_batch_size * self.world_size
+
+    @property
+    def mini_batch_size(self) -> int:
+        """Responses of one optimiser step over all devices."""
+        return self.batch_size // self.num_mini_batches
+
+    @property
+    def local_mini_batch_size(self) -> int:
+        """Responses of one optimiser step on one device."""
+        return self.local_batch_size // self.num_mini_batches
+
+    @property
+    def local_micro_batch_size(self) -> int:
+        """Responses of one forward and backward pass on one device."""
+        return min(self.per_device_train_batch_size, self.local_mini_batch_size)
+
+    @property
+    def num_total_batches(self) -> int:
+        """Iterations of training: ceil(total_episodes / batch_size), every batch full."""
+        return math.ceil(self.total_episodes / self.batch_size)
+
+    @property
+    def prompts_per_batch(self) -> int:
+        """Different prompts of one iteration: batch_size / responses_per_prompt."""
+        return self.batch_size // self.responses_per_prompt
+
+    @property
+    def warmup_iterations(self) -> int:
+        """Iterations over which the learning rates rise."""
+        return math.ceil(self.warmup_ratio * self.num_total_batches)
+
+    @property
+    def held_iterations(self) -> int:
+        """Iterations at the start in which the KL controller holds still."""
+        return self.critic_warmup_iterations + self.kl_hold_iterations
+
+    def misplaced_paths(self) -> list[str]:
+        """Return one line for each model path that is set here and not where the pipeline reads it."""
+        return [
+            f"ppo.{name} is not a parameter of this group: {_GLOBALS} {name}=…"
+            for name in MODEL_PATHS
+            if getattr(self, name) is not None
+        ]
+
+    def not_default(self) -> dict[str, Any]:
+        """Return the settings whose value differs from the default, in order of declaration."""
+        return {
+            field.name: getattr(self, field.name)
+            for field in fields(self)
+            if getattr(self, field.name) != field.default
+        }
+
+    def advice(self, names: Container[str] | None = None) -> list[str]:
+        """Return one line for each changed setting, among `names` if given, that is unusual or of little effect."""
+        return advice.advice(self, names)

@@ -1,0 +1,1 @@
+"""PPO: one iteration as the calls that the nodes and PPOTrainer make."""

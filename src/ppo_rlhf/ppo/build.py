@@ -1,0 +1,171 @@
+"""The models of a run as its configuration asks for them: which weights are loaded, copied, shared or adapted."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+
+import torch
+from torch import nn
+
+from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.config.model_rules import device_problems
+from ppo_rlhf.core.errors import ConfigError, ModelError
+from ppo_rlhf.core.randomness import generator
+from ppo_rlhf.models.adapters import LoraSettings, check_targets, has_adapter, with_adapter, without_adapter
+from ppo_rlhf.models.annotations import PreTrainedModel
+from ppo_rlhf.models.compilation import check_compiler, compile_layers
+from ppo_rlhf.models.critic import Critic, OwnBackbone, SharedCritic
+from ppo_rlhf.models.forward import backbone_of
+from ppo_rlhf.models.gradient_checkpointing import (
+    check_gradient_checkpointing,
+    enable_gradient_checkpointing,
+    recomputing,
+)
+from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
+from ppo_rlhf.models.offloading import to_host
+from ppo_rlhf.models.passes.recorded_steps import CudaGraphs, RecordedSteps
+from ppo_rlhf.ppo.precision import frozen_dtype, torch_dtype
+
+AnyCritic = Critic | SharedCritic
+
+
+def lora_settings(config: PPOConfig) -> LoraSettings:
+    """Return the shape of the adapters."""
+    return LoraSettings(config.lora_r, config.lora_alpha, config.lora_target_modules)
+
+
+def load_policies(
+    sft_policy: PretrainedHandle, config: PPOConfig, device: torch.device
+) -> tuple[TrainedModel, PreTrainedModel]:
+    """Return the policy, which trains, with its tokenizer and value head if it has one, and the frozen reference.
+
+    With `use_peft` the weights are loaded once: the reference is the model, the policy the same with an adapter. With
+    `offload_reference_policy` the reference waits in the host's memory.
+
+    Raises:
+        ConfigError: The device is not one that a setting needs, or nothing can be compiled for it.
+        ModelError: The model cannot be loaded, or no adapter fits it.
+    """
+
+    def load(dtype: torch.dtype) -> PreTrainedModel:
+        return nn.Module.to(sft_policy.causal_lm(dtype), device)
+
+    check_device(config, device)
+    if config.offload_reference_policy:
+        reference = sft_policy.causal_lm(frozen_dtype(config)).requires_grad_(False)
+        to_host(reference)
+    else:
+        reference = load(frozen_dtype(config)).requires_grad_(False)
+    prepare_to_score(reference, config)
+    policy = policy_to_train(reference if config.use_peft else load(torch_dtype(config)), config)
+    return TrainedModel(policy, sft_policy.tokenizer(), value_head=sft_policy.value_head()), reference
+
+
+def check_device(config: PPOConfig, device: torch.device) -> None:
+    """Raise `ConfigError` if a setting needs another device, or layers are to be compiled and torch cannot for it."""
+    problems = list(device_problems(config, device.type))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    if config.compile:
+        check_compiler(device)
+
+
+def policy_to_train(model: PreTrainedModel, config: PPOConfig) -> PreTrainedModel:
+    """Return the policy that trains: the model itself, or with `use_peft` its frozen weights with a fresh adapter.
+
+    Raises:
+        ModelError: The adapter does not fit the model, or one of the layers named is none of the model's.
+    """
+    if not config.use_peft:
+        return model
+    check_targets(model, lora_settings(config))
+    return with_adapter(model, lora_settings(config), generator(config.seed, "policy adapter"))
+
+
+def critic_backbone(config: PPOConfig) -> OwnBackbone | None:
+    """Return what makes a critic's backbone from another model's: with `use_peft` an adapter, else None for a copy."""
+    if not config.use_peft:
+        return None
+    return partial(with_adapter, settings=lora_settings(config), generator=generator(config.seed, "critic adapter"))
+
+
+def build_critic(
+    config: PPOConfig,
+    policy: PreTrainedModel,
+    reward_model: PreTrainedModel | None,
+    value_head: nn.Linear | None = None,
+) -> AnyCritic:
+    """Return the critic that `ppo.value_model` asks for; with `use_peft` its backbone is an adapter on shared weights.
+
+    Args:
+        config: Hyperparameters.
+        policy: The policy that trains.
+        reward_model: The reward model, if there is one.
+        value_head: Where a head on the policy's states starts; None starts it at zero.
+
+    Raises:
+        ConfigError: `reward_init` without a reward model.
+        ModelError: `reward_init` from a reward model of another vocabulary, or without a linear score head; or the
+            value head, or the adapter, does not fit.
+    """
+    if config.value_model == "shared":
+        return SharedCritic.from_policy(policy, value_head)
+    own_backbone = critic_backbone(config)
+    if config.value_model == "separate":
+        start = without_adapter(policy) if has_adapter(policy) else policy
+        return Critic.from_policy(start, value_head=value_head, own_backbone=own_backbone)
+    if reward_model is None:
+        raise ConfigError(
+            "ppo.value_model=reward_init copies the critic from the reward model, but no reward component is of type "
+            "model; set ppo.value_model=separate"
+        )
+    return Critic.from_reward_model(reward_model, policy, own_backbone=own_backbone)
+
+
+def prepare_to_train(policy: PreTrainedModel, critic: AnyCritic, config: PPOConfig) -> None:
+    """Switch gradient checkpointing and compilation on in both if the configuration says so.
+
+    Raises:
+        ModelError: An architecture does not support it.
+    """
+    for model in (policy, critic.backbone) if isinstance(critic, Critic) else (policy,):
+        if config.compile:
+            if config.gradient_checkpointing:
+                check_gradient_checkpointing(model)
+            compile_layers(backbone_of(model), checkpointing=config.gradient_checkpointing)
+        elif config.gradient_checkpointing:
+            enable_gradient_checkpointing(model)
+
+
+def prepare_to_score(reference: PreTrainedModel, config: PPOConfig) -> None:
+    """Switch compilation on in a frozen policy if `ppo.compile` says so.
+
+    Raises:
+        ModelError: Its architecture does not support it.
+    """
+    if config.compile:
+        compile_layers(backbone_of(reference))
+
+
+def recorded_steps(policy: PreTrainedModel, config: PPOConfig) -> RecordedSteps | None:
+    """Return what keeps the policy's decoding steps as CUDA graphs, if `ppo.cuda_graphs` says so.
+
+    Raises:
+        ConfigError: The policy does not lie on a CUDA device, or the architecture cannot be decoded so.
+    """
+    if not config.cuda_graphs:
+        return None
+    check_device(config, policy.device)
+    try:
+        return RecordedSteps(policy, CudaGraphs(policy.device))
+    except ModelError as error:
+        raise ConfigError(f"ppo.cuda_graphs=true: {error}; set it to false") from error
+
+
+def checkpointing_gradients(
+    policy: PreTrainedModel, critic: AnyCritic, config: PPOConfig
+) -> AbstractContextManager[None]:
+    """Return the context of the update: transformers' layers recompute if `ppo.gradient_checkpointing` says so."""
+    by_transformers = config.gradient_checkpointing and not config.compile
+    return recomputing(policy, critic) if by_transformers else nullcontext()

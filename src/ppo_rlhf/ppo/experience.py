@@ -1,0 +1,156 @@
+"""From rollouts to what the update needs: scores, shaped rewards, advantages and returns."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.core import advantages as core_advantages
+from ppo_rlhf.core import rewards as core_rewards
+from ppo_rlhf.core.kl import kl_estimate
+from ppo_rlhf.core.statistics import masked_whiten
+from ppo_rlhf.models.own_configurations import keep_apart
+from ppo_rlhf.ppo.lanes import side_by_side
+from ppo_rlhf.ppo.logprobs import scatter_rows
+from ppo_rlhf.ppo.precision import deterministic
+from ppo_rlhf.ppo.rollout import Rollouts
+from ppo_rlhf.ppo.state import TrainingState
+from ppo_rlhf.ppo.values import response_values
+from ppo_rlhf.rewards.scorers import RewardScorer
+from ppo_rlhf.rewards.shaping import final_scores
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What rewards and critic say of B rollouts."""
+
+    total: Tensor  # [B], weighted sum of the components
+    components: dict[str, Tensor]  # name -> [B], before weights
+    values: Tensor  # [B, T + 1]: column t is V(s_t), before response token t; the last is behind the longest response
+    seconds: float
+
+
+@dataclass(frozen=True)
+class ShapedRewards:
+    """Token rewards of B rollouts; 0 in padding."""
+
+    rewards: Tensor  # [B, T], what GAE sums up
+    kl: Tensor  # [B, T], k1 = log pi - log pi_ref, nats
+    kl_penalty: Tensor  # [B, T], the chosen estimator, nats
+    kl_coef: float
+    scores: Tensor  # [B], as given by the rewards, before normalisation, clip and penalties
+
+
+@dataclass(frozen=True)
+class Experience:
+    """All that the update needs of one iteration."""
+
+    rollouts: Rollouts
+    scores: Scores
+    shaped_rewards: ShapedRewards
+    advantages: Tensor  # [B, T], whitened if asked for, 0 in padding
+    returns: Tensor  # [B, T], 0 in padding
+
+
+def score_responses(rollouts: Rollouts, scorer: RewardScorer, state: TrainingState) -> Scores:
+    """Score the responses and value every state of them."""
+    started = time.perf_counter()
+    at_once = rollouts.at_once(state.config)
+    if at_once and scorer.model is not None:
+        keep_apart(state.critic, scorer.model)
+    scored, values = side_by_side(
+        lambda: scorer.score(rollouts.response_batch()),
+        lambda: _state_values(rollouts, state) if rollouts.values is None else rollouts.values,
+        at_once=at_once,
+    )
+    return Scores(
+        total=scored.total.to("cpu", values.dtype),
+        components={name: component.to("cpu", values.dtype) for name, component in scored.components.items()},
+        values=values,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _state_values(rollouts: Rollouts, state: TrainingState) -> Tensor:
+    """Return the critic's values `[B, T + 1]`, of the same forward passes as the update's first epoch."""
+    rows, width = rollouts.response_ids.shape
+    values = torch.zeros(rows, width + 1, dtype=rollouts.old_logprobs.dtype)
+    with torch.no_grad(), deterministic(state.config):
+        for group in rollouts.first_epoch_micro_batches(state.config):
+            packed = rollouts.pack(group, state.sampling.pad_token_id, state.device)
+            scatter_rows(values, group, response_values(state, packed))
+    return values
+
+
+def shape_rewards(rollouts: Rollouts, scores: Scores, state: TrainingState) -> ShapedRewards:
+    """Turn scores into token rewards: normalisation, scale, clip, penalties, per-token KL, optional whitening."""
+    config, mask = state.config, rollouts.mask
+    kl = torch.where(mask, rollouts.old_logprobs - rollouts.reference_logprobs, 0.0)
+    penalty = torch.where(
+        mask, kl_estimate(rollouts.old_logprobs, rollouts.reference_logprobs, config.kl_estimator), 0.0
+    )
+    kl_coef = state.kl_controller.kl_coef
+    rewards = core_rewards.shape_rewards(
+        final_scores(scores.total, rollouts.terminated, rollouts.lengths, state.reward_moments, config),
+        penalty,
+        mask,
+        kl_coef if config.kl_in == "reward" else 0.0,
+    )
+    if config.whiten_rewards:
+        rewards = masked_whiten(rewards, mask, shift_mean=False)
+    return ShapedRewards(rewards, kl, penalty, kl_coef, scores.total)
+
+
+def learning_mask(rollouts: Rollouts, config: PPOConfig) -> Tensor:
+    """Return `[B, T]` bool, True on the tokens that both losses count: without cut-off responses if they are masked."""
+    if config.truncated_responses != "mask":
+        return rollouts.mask
+    return rollouts.mask & rollouts.terminated[:, None]
+
+
+def estimate_advantages(
+    rollouts: Rollouts, scores: Scores, shaped_rewards: ShapedRewards, config: PPOConfig
+) -> Experience:
+    """Estimate advantages and returns by GAE.
+
+    Nothing is bootstrapped past a response's last token, unless `truncated_responses` is bootstrap: then V(s_T) of a
+    cut-off response stands for all that would have followed. `lam_critic` gives the returns a lambda of their own.
+    """
+    bootstrap_values = None
+    if config.truncated_responses == "bootstrap":
+        after_end = scores.values.gather(1, rollouts.lengths[:, None])[:, 0]
+        bootstrap_values = torch.where(rollouts.terminated, 0.0, after_end)
+
+    def estimate(lam: float) -> tuple[Tensor, Tensor]:
+        return core_advantages.generalized_advantage_estimate(
+            shaped_rewards.rewards,
+            scores.values[:, :-1],
+            rollouts.mask,
+            config.gamma,
+            lam,
+            bootstrap_values=bootstrap_values,
+        )
+
+    advantages, returns = estimate(config.lam)
+    if config.lam_critic is not None:
+        _, returns = estimate(config.lam_critic)
+    if config.whiten_advantages:
+        advantages = masked_whiten(advantages, learning_mask(rollouts, config))
+    return Experience(rollouts, scores, shaped_rewards, advantages, returns)
+
+
+def sample_table(
+    rollouts: Rollouts, scores: Scores, shaped_rewards: ShapedRewards, limit: int = 20
+) -> dict[str, list[object]]:
+    """Return the first `limit` rollouts as columns: prompt, response, score, KL (nats over the response), stopped."""
+    return {
+        "prompt": list(rollouts.prompts.texts[:limit]),
+        "response": list(rollouts.completions[:limit]),
+        "score": scores.total[:limit].tolist(),
+        "kl": shaped_rewards.kl.sum(-1)[:limit].tolist(),
+        "stopped": rollouts.terminated[:limit].tolist(),
+    }

@@ -1,0 +1,295 @@
+"""Sampling responses from a causal language model with given noise.
+
+Three engines make the same tokens from the same uniforms. `static` decodes without padding and leaves out what
+has ended. `plain` is one forward pass a token over transformers' cache, and `hf` is transformers' `generate` with the
+tokens forced through a logits processor: the oracles of the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+
+from ppo_rlhf.core.errors import ModelError
+from ppo_rlhf.core.logprobs import token_logprobs
+from ppo_rlhf.core.responses import length_mask, response_lengths
+from ppo_rlhf.core.sampling import sample_tokens
+from ppo_rlhf.models.annotations import PreTrainedModel
+from ppo_rlhf.models.decoding import Decoder, caches_keys, decodes
+from ppo_rlhf.models.forward import logits_of
+from ppo_rlhf.models.passes.recorded_steps import RecordedSteps
+from ppo_rlhf.models.products.packed_weights import packed_weights
+from ppo_rlhf.ppo.batch import left_pad, without_padding
+
+STEPS_BETWEEN_LOOKS = 16
+"""Steps on an accelerator after which it is asked which sequences have ended."""
+ROWS = 4
+"""Where each new number of rows of a decoding step has to be compiled, they come in multiples of this; a row more in
+products with so few costs next to nothing."""
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """How tokens are drawn. Both lengths count the stop token; `top_k` 0 and `top_p` 1 are off.
+
+    Before the token `min_response_length` no stop token is drawn.
+    """
+
+    response_length: int
+    temperature: float
+    top_k: int
+    top_p: float
+    stop_token_ids: tuple[int, ...]
+    pad_token_id: int
+    min_response_length: int = 0
+
+
+@dataclass(frozen=True)
+class Responses:
+    """Responses to N prompts, right-padded to `T = response_length`, wherever they come from.
+
+    `terminated` is True where a stop token ended the response; it is the response's last token then.
+    """
+
+    response_ids: Tensor  # [N, T] long
+    lengths: Tensor  # [N] long
+    terminated: Tensor  # [N] bool
+
+    def token_lists(self) -> list[list[int]]:
+        """Return each response's tokens without padding."""
+        return without_padding(self.response_ids, self.lengths)
+
+
+@dataclass(frozen=True)
+class GeneratedResponses(Responses):
+    """Responses that were sampled here.
+
+    Log-probabilities are the sampler's own (tempered, before top-k, top-p and the exclusion of stop tokens), 0 in
+    padding.
+    """
+
+    sampler_logprobs: Tensor  # [N, T]
+
+
+def generate_responses(
+    model: PreTrainedModel,
+    prompt_ids: list[list[int]],
+    uniforms: Tensor,
+    settings: SamplingSettings,
+    *,
+    engine: str = "static",
+    batch_size: int = 64,
+    recorded: RecordedSteps | None = None,
+) -> GeneratedResponses:
+    """Sample one response to each prompt by inverse-CDF sampling with the given uniforms.
+
+    Args:
+        model: A causal language model with dropout off.
+        prompt_ids: N prompts as token ids, at least one token each.
+        uniforms: `[N, T]` float64 in [0, 1), one for each (episode, step).
+        settings: Length, temperature, filters, stop tokens.
+        engine: `static`, `plain` or `hf`. For `static`, an architecture that needs padding is decoded plainly, and by
+            `hf` if it has no cache of keys and values.
+        batch_size: Prompts decoded at a time; the tokens do not depend on it but for rounding.
+        recorded: For `static`, this model's decoding steps, to be replayed; None computes each one anew.
+
+    Raises:
+        ModelError: `plain` is asked for, and the model has no cache of keys and values.
+    """
+    tokens, logprobs = [], []
+    with torch.no_grad(), _engine(engine, model, recorded) as decode:
+        for start in range(0, len(prompt_ids), batch_size):
+            noise = uniforms[start : start + batch_size].to(model.device)
+            rows, row_logprobs = decode(model, prompt_ids[start : start + batch_size], noise, settings)
+            tokens.append(_widen(rows, settings.response_length, settings.pad_token_id).cpu())
+            logprobs.append(_widen(row_logprobs, settings.response_length, 0.0).cpu())
+    response_ids = torch.cat(tokens)
+    lengths, terminated = response_lengths(response_ids, settings.stop_token_ids)
+    is_response = length_mask(lengths, settings.response_length)
+    return GeneratedResponses(
+        torch.where(is_response, response_ids, settings.pad_token_id),
+        lengths,
+        terminated,
+        torch.where(is_response, torch.cat(logprobs), 0.0),
+    )
+
+
+Decode = Callable[[PreTrainedModel, list[list[int]], Tensor, SamplingSettings], tuple[Tensor, Tensor]]
+"""Samples responses to B prompts with uniforms `[B, T]`; returns tokens and their log-probabilities, `[B, up to T]`."""
+
+
+@contextmanager
+def _engine(name: str, model: PreTrainedModel, recorded: RecordedSteps | None) -> Iterator[Decode]:
+    """Within the block, in which weights must not change, the function decodes with this model."""
+    engines: dict[str, Decode] = {"plain": _decode_plainly, "hf": _decode_with_generate}
+    if name == "static" and not decodes(model):
+        name = "plain" if caches_keys(model) else "hf"
+    if name != "static":
+        yield engines[name]
+        return
+    logits_of(model)  # asked now, as `decodes` is: of the layers as they are
+    with (
+        packed_weights(model) as compiles_by_shape,
+        nullcontext() if recorded is None else recorded.decoding(),
+    ):
+        yield partial(_decode_packed, recorded=recorded, multiple=ROWS if compiles_by_shape else 1)
+
+
+def _decode_packed(
+    model: PreTrainedModel,
+    prompt_ids: list[list[int]],
+    uniforms: Tensor,
+    settings: SamplingSettings,
+    *,
+    recorded: RecordedSteps | None,
+    multiple: int,
+) -> tuple[Tensor, Tensor]:
+    """Prefill the prompts, then a token of each live sequence a step; ended ones leave so that a multiple stays."""
+    device, rows, width = model.device, len(prompt_ids), settings.response_length
+    stops = torch.tensor(settings.stop_token_ids, dtype=torch.long, device=device)
+    dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
+    tokens = torch.full((rows, width), settings.pad_token_id, device=device)
+    logprobs = torch.zeros(rows, width, dtype=dtype, device=device)
+    decoder = Decoder(model, prompt_ids, max(len(ids) for ids in prompt_ids) + width, recorded=recorded)
+    live = torch.arange(rows, device=device)  # which row each sequence that goes on belongs to
+    has_ended = torch.zeros(rows, dtype=torch.bool, device=device)
+    logits = decoder.prefill()
+    for step in range(width):
+        token, logprob = _sample(logits, uniforms[live], step, settings)
+        tokens[live, step] = torch.where(has_ended, settings.pad_token_id, token)
+        logprobs[live, step] = logprob
+        if step + 1 == width:
+            break
+        has_ended = has_ended | torch.isin(token, stops)
+        if _is_time_to_look(step, device):
+            ended = has_ended.tolist()
+            if all(ended):
+                break
+            leaving = _leaving(ended, multiple)
+            if any(leaving):
+                order = torch.tensor(decoder.drop(leaving), device=device)
+                live, token, has_ended = live[order], token[order], has_ended[order]
+        logits = decoder.step(token)
+    return tokens, logprobs
+
+
+def _leaving(ended: list[bool], multiple: int) -> list[bool]:
+    """Return which of the sequences that have ended leave: so many that such a multiple stays."""
+    stay = -ended.count(False) % multiple
+    leaving = []
+    for has_ended in ended:
+        stays = has_ended and stay > 0
+        stay -= stays
+        leaving.append(has_ended and not stays)
+    return leaving
+
+
+def _is_time_to_look(step: int, device: torch.device) -> bool:
+    """Whether to ask which sequences have ended: an accelerator has to be waited for."""
+    return device.type == "cpu" or step % STEPS_BETWEEN_LOOKS == STEPS_BETWEEN_LOOKS - 1
+
+
+def _decode_plainly(
+    model: PreTrainedModel, prompt_ids: list[list[int]], uniforms: Tensor, settings: SamplingSettings
+) -> tuple[Tensor, Tensor]:
+    """Prefill the prompts, then one forward a token over transformers' cache, until every row has stopped."""
+    stops = torch.tensor(settings.stop_token_ids, dtype=torch.long, device=model.device)
+    prompts = left_pad(prompt_ids, settings.pad_token_id, model.device)
+    attention_mask, position_ids = prompts.attention_mask, prompts.position_ids
+    step_ids, cache = prompts.input_ids, None
+    finished = torch.zeros(len(step_ids), dtype=torch.bool, device=model.device)
+    tokens: list[Tensor] = []
+    logprobs: list[Tensor] = []
+    for step in range(settings.response_length):
+        output = model(
+            input_ids=step_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        cache = getattr(output, "past_key_values", None)
+        if cache is None:
+            raise ModelError(
+                f"ppo.rollout_engine=plain: {type(model).__name__} has no cache of keys and values. "
+                "Set it to static or hf"
+            )
+        token, logprob = _sample(output.logits[:, -1], uniforms, step, settings)
+        tokens.append(torch.where(finished, settings.pad_token_id, token))
+        logprobs.append(logprob)
+        finished = finished | torch.isin(token, stops)
+        if bool(finished.all()):
+            break
+        step_ids = tokens[-1][:, None]
+        attention_mask = torch.cat([attention_mask, attention_mask.new_ones(len(token), 1)], dim=1)
+        position_ids = position_ids[:, -1:] + 1
+    return torch.stack(tokens, dim=1), torch.stack(logprobs, dim=1)
+
+
+class _ForcedSampling(LogitsProcessor):
+    """Draws each token itself and leaves it as the only one that `generate`'s greedy search can take."""
+
+    def __init__(self, uniforms: Tensor, settings: SamplingSettings) -> None:
+        self.uniforms = uniforms
+        self.settings = settings
+        self.logprobs: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        token, logprob = _sample(scores, self.uniforms, len(self.logprobs), self.settings)
+        self.logprobs.append(logprob)
+        return torch.full_like(scores, -torch.inf).scatter(1, token[:, None], 0.0)
+
+
+def _decode_with_generate(
+    model: PreTrainedModel, prompt_ids: list[list[int]], uniforms: Tensor, settings: SamplingSettings
+) -> tuple[Tensor, Tensor]:
+    prompts = left_pad(prompt_ids, settings.pad_token_id, model.device)
+    sampler = _ForcedSampling(uniforms, settings)
+    plain = GenerationConfig(
+        do_sample=False,
+        max_new_tokens=settings.response_length,
+        pad_token_id=settings.pad_token_id,
+        eos_token_id=list(settings.stop_token_ids) or None,
+    )
+    with _generation_config(model, plain):
+        sequences: Tensor = model.generate(  # type: ignore[operator]
+            input_ids=prompts.input_ids,
+            attention_mask=prompts.attention_mask,
+            logits_processor=LogitsProcessorList([sampler]),
+        )
+    return sequences[:, prompts.input_ids.shape[1] :], torch.stack(sampler.logprobs, dim=1)
+
+
+@contextmanager
+def _generation_config(model: PreTrainedModel, config: GenerationConfig) -> Iterator[None]:
+    """Keep the model's own generation config (penalties, top_p …) out of what the sampler sees."""
+    saved = model.generation_config
+    model.generation_config = config
+    try:
+        yield
+    finally:
+        model.generation_config = saved
+
+
+def _sample(logits: Tensor, uniforms: Tensor, step: int, settings: SamplingSettings) -> tuple[Tensor, Tensor]:
+    """Draw the token of a step, counted from 0, and return it with its log-probability under the whole distribution."""
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    noise, temperature = uniforms[:, step], settings.temperature
+    if step >= settings.min_response_length - 1 or not settings.stop_token_ids:
+        return sample_tokens(wide, noise, temperature=temperature, top_k=settings.top_k, top_p=settings.top_p)
+    going_on = wide.clone()
+    for stop_token_id in settings.stop_token_ids:  # one by one: a list of them would be copied to the device first
+        going_on[:, stop_token_id] = -torch.inf
+    tokens, _ = sample_tokens(going_on, noise, temperature=temperature, top_k=settings.top_k, top_p=settings.top_p)
+    return tokens, token_logprobs(wide[:, None], tokens[:, None], temperature)[:, 0]
+
+
+def _widen(rows: Tensor, width: int, value: float) -> Tensor:
+    return torch.nn.functional.pad(rows, (0, width - rows.shape[1]), value=value)

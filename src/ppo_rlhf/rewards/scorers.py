@@ -1,0 +1,352 @@
+"""Rewards: a reward model, a person's Python functions, or a weighted sum of both."""
+
+import posixpath
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from ppo_rlhf.config.settings_group import settings_group
+from ppo_rlhf.core.errors import ConfigError, ModelError, RewardError
+from ppo_rlhf.models.annotations import PreTrainedModel, PreTrainedTokenizerBase
+from ppo_rlhf.models.loading import PretrainedHandle, context_length
+from ppo_rlhf.models.offloading import on_device, to_host
+from ppo_rlhf.models.sequence_scores import sequence_scores
+from ppo_rlhf.models.tokenizers import append_end, drop_end, same_vocabulary, special_ids
+from ppo_rlhf.rewards.functions import (
+    RewardFunction,
+    call_reward_function,
+    load_function,
+    split_reference,
+)
+
+__all__ = [
+    "ModelScorer",
+    "ResponseBatch",
+    "RewardComponentConfig",
+    "RewardConfig",
+    "RewardFunction",
+    "RewardScorer",
+    "ScoredResponses",
+    "build_reward_scorer",
+    "call_reward_function",
+    "load_function",
+    "score_sequences",
+]
+
+NOTHING_TO_OFFLOAD = (
+    "ppo.offload_reward_model=true, and there is no reward model of this run's own loading: leave it out, or give a "
+    "component of type model (in PPOTrainer: the model, or its directory)"
+)
+
+LONGEST_METRIC_NAME = 250
+"""MLflow refuses a longer one, and all metrics that are logged with it."""
+
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+@settings_group("reward.components")
+class RewardComponentConfig:
+    """One term of the reward."""
+
+    type: Literal["model", "function"]
+    """`model`: the catalog's `reward_model`. `function`: Python, `reward(prompts, completions, **columns)`."""
+    weight: Finite = 1.0
+    """Factor in the sum; negative for a penalty."""
+    function: str | None = None
+    """`module:name`, found from the project's directory, its `src`, and the Python path; for type `function`."""
+    name: str | None = None
+    """What its metric is called (`reward/<name>`); by default `model` or the function's name."""
+
+    def __post_init__(self) -> None:
+        if self.type == "function" and not self.function:
+            raise ConfigError("a component of type function needs function: module:name.")
+        if self.type == "model" and self.function:
+            raise ConfigError(f"function={self.function} belongs to type function, not model.")
+        if self.function is not None:
+            split_reference(self.function)
+        # the rules of MLflow's keys: a name that breaks them costs the run all its PPO metrics, not this one alone
+        key = f"reward/{self.name}"
+        if self.name is not None and not (re.fullmatch(r"reward/[\w.\- :/]+", key) and posixpath.normpath(key) == key):
+            raise ConfigError(
+                f"{self.name!r} cannot name a component: it becomes the metric reward/<name>, so it must be letters, "
+                "digits, underscores, dashes, periods, spaces, colons and slashes, and read as a path it must "
+                "have no part that is empty, . or .."
+            )
+        key = f"reward/{self.title}"
+        if len(key) > LONGEST_METRIC_NAME:
+            raise ConfigError(
+                f"{self.title!r} cannot name a component: it becomes the metric reward/<name>, which has {len(key)} "
+                f"characters and may have {LONGEST_METRIC_NAME}"
+            )
+
+    @property
+    def title(self) -> str:
+        """The component's name in metrics and errors."""
+        return self.name or (split_reference(self.function)[1] if self.function else self.type)
+
+
+@settings_group("reward")
+class RewardConfig:
+    """The reward of a response: the weighted sum of its components."""
+
+    components: Annotated[list[RewardComponentConfig], Field(min_length=1)]
+
+    def __post_init__(self) -> None:
+        titles = [component.title for component in self.components]
+        repeated = sorted({title for title in titles if titles.count(title) > 1})
+        if repeated:
+            raise ConfigError(f"reward.components: two components are called {repeated[0]}. Give each its own name.")
+
+    @property
+    def needs_model(self) -> bool:
+        """Whether any component is the reward model."""
+        return any(component.type == "model" for component in self.components)
+
+
+@dataclass(frozen=True)
+class ResponseBatch:
+    """N responses, as text for functions and as tokens for models.
+
+    Attributes:
+        prompts: Texts of the prompts.
+        completions: Texts of the responses, special tokens left out.
+        columns: The prompt table's other columns, N entries each.
+        prompt_ids: Tokens of the prompts.
+        response_ids: Tokens of the responses; one that stopped ends in its stop token.
+        terminated: Whether each response stopped by itself (False: it was cut off at its length).
+    """
+
+    prompts: list[str]
+    completions: list[str]
+    columns: dict[str, list[Any]]
+    prompt_ids: list[list[int]]
+    response_ids: list[list[int]]
+    terminated: list[bool]
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+
+@dataclass(frozen=True)
+class ScoredResponses:
+    """Scores of N responses: `total` [N] is the weighted sum of `components`, each [N] and unweighted."""
+
+    total: Tensor
+    components: dict[str, Tensor]
+
+
+Scoring = Callable[[ResponseBatch], Tensor]
+
+
+class RewardScorer:
+    """Scores responses by every component and sums them up."""
+
+    def __init__(self, components: Sequence[tuple[str, float, Scoring]], model: PreTrainedModel | None = None) -> None:
+        """Take (name, weight, scoring) of each component, and the reward model if one of them is."""
+        self.names = [name for name, _, _ in components]
+        self.model = model
+        self._components = list(components)
+
+    def check_room(
+        self, prompt_ids: Sequence[Sequence[int]], response_length: int, stop_token_ids: Sequence[int]
+    ) -> None:
+        """Raise `ModelError` if a response to one of the prompts could be longer than the reward model reads."""
+        for _, _, scoring in self._components:
+            if isinstance(scoring, ModelScorer):
+                scoring.check_room(prompt_ids, response_length, stop_token_ids)
+
+    def score(self, batch: ResponseBatch) -> ScoredResponses:
+        """Return the scores, on the CPU: float32, or float64 where the reward model is float64.
+
+        Raises:
+            RewardError: A finite score is not in the range of that type.
+        """
+        dtype = torch.float64 if self.model is not None and self.model.dtype == torch.float64 else torch.float32
+        scores = {name: _narrowed(scoring(batch), dtype, name) for name, _, scoring in self._components}
+        total = torch.zeros(len(batch), dtype=dtype)
+        for name, weight, _ in self._components:
+            total = total + weight * scores[name]
+        return ScoredResponses(total, scores)
+
+
+def build_reward_scorer(
+    config: RewardConfig,
+    reward_model: PretrainedHandle | None,
+    policy_tokenizer: PreTrainedTokenizerBase,
+    *,
+    batch_size: int = 64,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+    offload: bool = False,
+) -> RewardScorer:
+    """Import every function, and load the reward model if a component asks for it.
+
+    Args:
+        config: The components.
+        reward_model: Read only if a component is of type model.
+        policy_tokenizer: Of the responses to be scored.
+        batch_size: Sequences in one forward of the reward model.
+        device: Of the reward model.
+        dtype: Of the reward model.
+        offload: Whether the reward model waits in the host's memory and lies on the device only while it scores.
+
+    Raises:
+        ConfigError: No component is the reward model, and it is to be offloaded; or one is, and there is none.
+        RewardError: A function cannot be found.
+        ModelError: The reward model cannot be loaded.
+    """
+    functions = {c.title: load_function(c.function) for c in config.components if c.function is not None}
+    if offload and not config.needs_model:
+        raise ConfigError(NOTHING_TO_OFFLOAD)
+    model: PreTrainedModel | None = None
+    components: list[tuple[str, float, Scoring]] = []
+    for component in config.components:
+        if component.type == "function":
+            components.append((component.title, component.weight, _by_function(functions, component.title)))
+            continue
+        if reward_model is None:
+            raise ConfigError("reward.components asks for a reward model, but there is none: set reward_model_path.")
+        if model is None:
+            model = reward_model.reward_model(dtype)
+            if offload:
+                to_host(model)
+            else:
+                nn.Module.to(model, device)
+        scorer = ModelScorer(model, reward_model.tokenizer(), policy_tokenizer, batch_size, torch.device(device))
+        components.append((component.title, component.weight, scorer))
+    return RewardScorer(components, model)
+
+
+class ModelScorer:
+    """Scores prompt + response by a reward model, built as in reward training: end of text iff the response stopped."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        policy_tokenizer: PreTrainedTokenizerBase,
+        batch_size: int = 64,
+        device: torch.device | None = None,
+    ) -> None:
+        """Take the reward model with its tokenizer, and the tokenizer of the responses.
+
+        It scores on `device`, wherever it lies between its calls; None: where it lies.
+        """
+        self.model = model
+        self._tokenizer = tokenizer
+        self._policy_tokenizer = policy_tokenizer
+        self._reads_policy_ids = same_vocabulary(tokenizer, policy_tokenizer)
+        self._special_ids = special_ids(policy_tokenizer)
+        self._batch_size = batch_size
+        self._device = device or model.device
+        self._context = context_length(model.config)
+
+    def __call__(self, batch: ResponseBatch) -> Tensor:
+        """Return the scores [N]."""
+        sequences = self._token_sequences(batch) if self._reads_policy_ids else self._text_sequences(batch)
+        longest = max((len(ids) for ids in sequences), default=0)
+        if self._context is not None and longest > self._context:
+            raise ModelError(
+                f"a prompt with its response has {longest} tokens, the reward model reads {self._context}. "
+                "Shorten the prompts or ppo.response_length, or use a reward model with a longer context."
+            )
+        with on_device(self.model, self._device):
+            return score_sequences(self.model, sequences, self._tokenizer.pad_token_id, self._batch_size)
+
+    def check_room(
+        self, prompt_ids: Sequence[Sequence[int]], response_length: int, stop_token_ids: Sequence[int]
+    ) -> None:
+        """Raise `ModelError` if a response to one of the prompts could be longer than the reward model reads.
+
+        Only for prompts in its own ids; how long others are there is not known before.
+        """
+        if self._reads_policy_ids:
+            closes = not self._special_ids.issuperset(stop_token_ids)
+            check_room_to_score(self._context, prompt_ids, response_length, closes=closes)
+
+    def _token_sequences(self, batch: ResponseBatch) -> list[list[int]]:
+        rows = zip(batch.prompt_ids, batch.response_ids, batch.terminated, strict=True)
+        return [
+            prompt + close_response(response, stopped, self._tokenizer.eos_token_id, self._special_ids)
+            for prompt, response, stopped in rows
+        ]
+
+    def _text_sequences(self, batch: ResponseBatch) -> list[list[int]]:
+        # decoded together: the policy's tokenizer knows whether a space stands between prompt and response
+        rows = [prompt + response for prompt, response in zip(batch.prompt_ids, batch.response_ids, strict=True)]
+        texts = self._policy_tokenizer.batch_decode(rows, skip_special_tokens=True)
+        eos = self._tokenizer.eos_token_id
+        return [
+            append_end(list(ids), eos) if stopped else drop_end(list(ids), eos)
+            for ids, stopped in zip(self._tokenizer(texts)["input_ids"], batch.terminated, strict=True)
+        ]
+
+
+def check_room_to_score(
+    context: int | None, prompt_ids: Sequence[Sequence[int]], response_length: int, *, closes: bool
+) -> None:
+    """Raise `ModelError` if a prompt with the longest response has more tokens than a reward model's context.
+
+    `closes`: whether a response can get an end of text on top of its length (`close_response`).
+    """
+    longest = max(map(len, prompt_ids), default=0)
+    needed = longest + response_length + closes
+    if context is not None and needed > context:
+        end = " and an end of text behind its stop token" if closes else ""
+        raise ModelError(
+            f"the longest prompt has {longest} tokens: with a response of {response_length}{end} it would have "
+            f"{needed}, the reward model reads {context}. Shorten the prompts or ppo.response_length, or use a reward "
+            "model with a longer context"
+        )
+
+
+def close_response(response: list[int], stopped: bool, eos: int | None, special_ids: frozenset[int]) -> list[int]:
+    """Return the response as reward training shows it: the reward model's end of text iff the response stopped.
+
+    A special stop token is replaced by `eos`; a stop token that is text, such as a full stop, stays before it.
+    """
+    if not stopped:
+        return response
+    text = response[:-1] if response and response[-1] in special_ids else response
+    return append_end(text, eos)
+
+
+@torch.no_grad()
+def score_sequences(model: PreTrainedModel, sequences: list[list[int]], pad_id: int, batch_size: int) -> Tensor:
+    """Return the reward model's scores [N] of token sequences, float32 or wider.
+
+    In batches of similar length, without padding where the architecture can do without; else padded on the right, with
+    `position_ids`.
+    """
+    scores = torch.zeros(len(sequences), dtype=torch.promote_types(model.dtype, torch.float32))
+    by_length = sorted(range(len(sequences)), key=lambda row: len(sequences[row]))
+    for start in range(0, len(by_length), batch_size):
+        rows = by_length[start : start + batch_size]
+        scores[rows] = sequence_scores(model, [sequences[row] for row in rows], pad_id).to(scores)
+    return scores
+
+
+def _narrowed(scores: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    """Return a component's scores as the type, on the CPU; raise `RewardError` if that makes one infinite."""
+    narrow = scores.to(dtype=dtype, device="cpu")
+    beyond = (scores.cpu().isfinite() & ~narrow.isfinite()).nonzero()
+    if len(beyond):
+        row = int(beyond[0])
+        raise RewardError(
+            f"reward component {name}: the score of response {row} is {scores[row].item()}, beyond the range of "
+            f"{str(dtype).removeprefix('torch.')}; return smaller numbers"
+        )
+    return narrow
+
+
+def _by_function(functions: dict[str, RewardFunction], name: str) -> Scoring:
+    def score(batch: ResponseBatch) -> Tensor:
+        values = call_reward_function(functions[name], name, batch.prompts, batch.completions, batch.columns)
+        return torch.tensor(values, dtype=torch.float64)
+
+    return score

@@ -1,0 +1,56 @@
+"""From the score that the rewards give a response to the one that its last token is paid.
+
+In this order: normalisation, scale, clip, then what being cut off or overlong costs (the clip does not touch that).
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor
+
+from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.core.rewards import overlong_penalty
+from ppo_rlhf.core.statistics import RunningMoments, masked_whiten
+
+
+def final_scores(
+    scores: Tensor, terminated: Tensor, lengths: Tensor, moments: RunningMoments, config: PPOConfig
+) -> Tensor:
+    """Return the scores `[B]` that are paid.
+
+    Args:
+        scores: [B], as the rewards gave them.
+        terminated: [B] bool, True where a stop token ended the response.
+        lengths: [B], tokens of each response.
+        moments: Of all scores before this batch; left as they are.
+        config: Hyperparameters.
+    """
+    return penalised(normalised(scores, moments, config), terminated, lengths, config)
+
+
+def normalised(scores: Tensor, moments: RunningMoments, config: PPOConfig) -> Tensor:
+    """Return `[B]` scores after normalisation, scale and clip. Scores without spread are normalised to 0."""
+    everything = torch.ones_like(scores, dtype=torch.bool)
+    if config.reward_normalisation == "batch":
+        scores = masked_whiten(scores, everything)
+    elif config.reward_normalisation == "running":
+        so_far = copy.copy(moments)
+        so_far.update(scores, scores.isfinite())
+        scores = masked_whiten(scores, everything, moments=(so_far.mean, so_far.variance))
+    scores = scores * config.reward_scale
+    return scores if config.reward_clip is None else scores.clamp(-config.reward_clip, config.reward_clip)
+
+
+def penalised(scores: Tensor, terminated: Tensor, lengths: Tensor, config: PPOConfig) -> Tensor:
+    """Return `[B]` scores after what `truncated_responses`, `missing_eos_penalty` and `overlong_buffer` ask for."""
+    if config.overlong_buffer is not None:
+        penalty = overlong_penalty(lengths, config.response_length, config.overlong_buffer)
+        scores = scores - penalty.to(scores.dtype)
+    if config.truncated_responses == "bootstrap":
+        return torch.where(terminated, scores, 0.0)  # GAE puts V(s_T) in its place
+    if config.missing_eos_penalty is None:
+        return scores
+    replace = config.truncated_responses == "replace"
+    return torch.where(terminated, scores, (0.0 if replace else scores) - config.missing_eos_penalty)

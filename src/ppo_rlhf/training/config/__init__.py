@@ -1,5 +1,0 @@
-"""`PPOConfig`, its rules and advice, what models allow, and how a group of settings becomes a class. No torch."""
-
-from ppo_rlhf.training.config.ppo import MODEL_PATHS, LearningRateSchedule, PPOConfig
-
-__all__ = ["MODEL_PATHS", "LearningRateSchedule", "PPOConfig"]

@@ -1,1 +1,0 @@
-"""The update: PPO's losses over minibatches, optimiser steps, and what is measured of both."""

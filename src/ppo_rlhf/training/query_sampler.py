@@ -1,0 +1,121 @@
+"""Responses to a person's own queries, with the noise that the next iteration's rollouts would have."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ppo_rlhf.core.errors import ConfigError
+from ppo_rlhf.core.randomness import episode_uniforms
+from ppo_rlhf.ppo.precision import autocast
+from ppo_rlhf.ppo.sampling import generate_responses
+from ppo_rlhf.ppo.state import TrainingState
+from ppo_rlhf.training.generation_arguments import sampling_from_arguments
+from ppo_rlhf.training.trainer_inputs import check_room, token_lists
+
+log = logging.getLogger(__name__)
+
+
+class QuerySampler:
+    """Samples from the policy of a training state, and counts what it sampled since the iteration began.
+
+    Attributes:
+        started: `time.perf_counter()` of the iteration's first call, None before it.
+        seconds: Spent on decoding.
+        rows: Responses sampled.
+        vocabulary: Number of token ids of the policy.
+        limit: Tokens that a query and its response may have, and why no more (`trainer_models.context_of_all`).
+    """
+
+    def __init__(self, state: TrainingState, limit: tuple[int | None, str]) -> None:
+        self._state = state
+        self._warned = False
+        self.vocabulary = int(state.policy.config.get_text_config().vocab_size)
+        self.limit = limit
+        self.start_iteration()
+
+    def start_iteration(self) -> None:
+        """Count from 0 again."""
+        self.started: float | None = None
+        self.seconds = 0.0
+        self.rows = 0
+
+    def generate(
+        self,
+        queries: Tensor | Sequence[Tensor],
+        return_prompt: bool,
+        batch_size: int | None,
+        arguments: Mapping[str, Any],
+    ) -> list[Tensor] | Tensor:
+        """Do what `PPOTrainer.generate` says."""
+        state, config = self._state, self._state.config
+        is_one = isinstance(queries, Tensor) and queries.dim() == 1
+        rows: Any = [queries] if is_one else queries
+        prompt_ids = token_lists(rows, "query", self.vocabulary)
+        at_a_time = config.local_rollout_forward_batch_size if batch_size is None else batch_size
+        if at_a_time < 1:
+            raise ConfigError(
+                f"generate: batch_size={batch_size} is below 1; None takes ppo.local_rollout_forward_batch_size="
+                f"{config.local_rollout_forward_batch_size}"
+            )
+        settings = sampling_from_arguments(state.sampling, arguments, self.vocabulary)
+        check_room(prompt_ids, [settings.response_length] * len(prompt_ids), *self.limit)
+        if settings.temperature != config.temperature and settings.top_k != 1:
+            self._warn_of_temperature(settings.temperature)
+        started = time.perf_counter()
+        with autocast(config, state.device):
+            generated = generate_responses(
+                state.policy,
+                prompt_ids,
+                self._noise(len(prompt_ids))[:, : settings.response_length],
+                settings,
+                engine=config.rollout_engine,
+                batch_size=at_a_time,
+                recorded=state.recorded_steps,
+            )
+        self.started = self.started or started
+        self.seconds += time.perf_counter() - started
+        self.rows += len(prompt_ids)
+        answers = [
+            torch.tensor([*prompt, *response] if return_prompt else response, device=_device_of(row))
+            for row, prompt, response in zip(rows, prompt_ids, generated.token_lists(), strict=True)
+        ]
+        return answers[0][None] if is_one else answers
+
+    def _noise(self, rows: int) -> Tensor:
+        """Return uniforms `[rows, response_length]` for the next rows of this iteration.
+
+        Of the first `batch_size` rows they are the rollout's; rows beyond, which no step trains on, have their own.
+        """
+        config = self._state.config
+        size, first, iteration = config.batch_size, self.rows, self._state.iteration + 1
+        blocks = [
+            episode_uniforms(
+                config.seed,
+                "rollout" if block == 0 else f"rollout beyond {block}",
+                iteration,
+                size,
+                config.response_length,
+            )
+            for block in range(first // size, (first + rows - 1) // size + 1)
+        ]
+        return torch.cat(blocks)[first % size :][:rows]
+
+    def _warn_of_temperature(self, temperature: float) -> None:
+        if not self._warned:
+            self._warned = True
+            log.warning(
+                "generate(temperature=%g): step() takes log-probabilities at ppo.temperature=%g; train at the "
+                "temperature that you sample at",
+                temperature,
+                self._state.config.temperature,
+            )
+
+
+def _device_of(row: Any) -> torch.device | None:
+    return row.device if isinstance(row, Tensor) else None

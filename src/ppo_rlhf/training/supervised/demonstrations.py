@@ -1,0 +1,200 @@
+"""Demonstrations: the tables that supervised fine-tuning learns from, checked, split, and turned into tokens.
+
+Three of TRL's formats are read: `text`; `prompt` and `completion`; `messages` (a chat, by the tokenizer's template).
+"""
+
+import json
+import logging
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import numpy as np
+import pandas as pd
+from pydantic import Field
+
+from ppo_rlhf.config.settings_group import Seed, settings_group
+from ppo_rlhf.core.errors import DataError
+from ppo_rlhf.core.randomness import permutation
+from ppo_rlhf.data.chats import CHAT, is_chat, render_chat
+from ppo_rlhf.models.annotations import PreTrainedTokenizerBase
+from ppo_rlhf.models.tokenizers import append_end
+
+logger = logging.getLogger(__name__)
+
+IGNORED = -100  # the label that torch's cross entropy leaves out
+PARTS = ("training demonstrations", "held-out demonstrations")  # what `split_demonstrations` returns, in messages
+
+
+@settings_group("data_preparation")
+class DataPreparationConfig:
+    """How demonstrations are read and which are held out."""
+
+    text_column: str = "text"
+    """Column of whole texts."""
+    prompt_column: str = "prompt"
+    """Column of prompts, of demonstrations that have prompts and completions; only completions are learnt."""
+    completion_column: str = "completion"
+    """Column of completions."""
+    messages_column: str = "messages"
+    """Column of chats, lists of `{"role": …, "content": …}`; the tokenizer needs a chat template."""
+    held_out_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.05
+    """Share of the distinct demonstrations that the loss is evaluated on and never trained on."""
+    max_held_out: Annotated[int, Field(ge=1)] = 500
+    """Most demonstrations held out."""
+    max_demonstrations: Annotated[int, Field(ge=2)] | None = None
+    """Use this many, drawn at random; None uses all."""
+    seed: Seed = 42
+    """Chooses which demonstrations are held out."""
+
+
+@dataclass(frozen=True)
+class TokenisedDemonstrations:
+    """N token sequences with their labels (`IGNORED` where nothing is learnt)."""
+
+    input_ids: list[list[int]]
+    labels: list[list[int]]
+
+
+def split_demonstrations(frame: pd.DataFrame, config: DataPreparationConfig) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Check the table and return (demonstrations to train on, demonstrations held out).
+
+    Both have the columns `text`, or `prompt` and `completion`, or `messages`, whichever the table has, in its order.
+    `messages` are JSON: Parquet would add the keys of one message to all, and has no type for some chats. Copies of one
+    demonstration go to one side, and are held out once.
+
+    Raises:
+        DataError: No such columns, a value that is empty or not text, or fewer than two distinct rows.
+    """
+    table = _standard_columns(frame, config)
+    keys = _keys(table)
+    order = permutation(len(table), config.seed, "demonstrations").tolist()[: config.max_demonstrations]
+    first = {keys[row]: row for row in sorted(order, reverse=True)}
+    distinct = [row for row in order if row == first[keys[row]]]  # however many copies, each is as likely held out
+    if len(distinct) < 2:
+        raise DataError(
+            f"demonstrations: {len(distinct)} distinct row(s) cannot be split into training and evaluation. Give more."
+        )
+    count = min(config.max_held_out, max(1, round(config.held_out_share * len(distinct))), len(distinct) - 1)
+    held_out = sorted(distinct[:count])
+    held_keys = {keys[row] for row in held_out}
+    trained = [row for row in sorted(order) if keys[row] not in held_keys]
+    return table.iloc[trained].reset_index(drop=True), table.iloc[held_out].reset_index(drop=True)
+
+
+def tokenise_demonstrations(
+    frame: pd.DataFrame, tokenizer: PreTrainedTokenizerBase, max_length: int | None, name: str = "demonstrations"
+) -> TokenisedDemonstrations:
+    """Return token sequences and labels of a table that `split_demonstrations` made; `name` is for messages.
+
+    The end of text closes texts and completions. Completions alone are learnt where there are prompts; of texts and
+    chats, everything. What is longer than `max_length` is cut there, and so has no end.
+
+    Raises:
+        DataError: Chats without a chat template, or nothing to learn within `max_length`.
+    """
+    encode = _ENCODERS[next(name for name in _ENCODERS if name in frame.columns)]
+    input_ids, labels, truncated = [], [], 0
+    for ids, learnt in encode(frame, tokenizer):
+        truncated += max_length is not None and len(ids) > max_length
+        ids, learnt = ids[:max_length], learnt[:max_length]
+        if any(label != IGNORED for label in learnt[1:]):  # the first token has nothing to be predicted from
+            input_ids.append(ids)
+            labels.append(learnt)
+    if truncated:
+        logger.warning("%d of %d %s are cut at %d tokens", truncated, len(frame), name, max_length)
+    if len(input_ids) < len(frame):
+        logger.warning("%d %s have nothing to learn and are left out", len(frame) - len(input_ids), name)
+    if not input_ids:
+        raise DataError(
+            f"{name}: none of {len(frame)} has a token to learn within {max_length} tokens, the least of "
+            "supervised_finetuning.max_length and the model's context. Raise the first if the second allows it, leave "
+            "long demonstrations out, or hold others out (data_preparation.held_out_share and seed)."
+        )
+    return TokenisedDemonstrations(input_ids, labels)
+
+
+def corpus_texts(frame: pd.DataFrame) -> Iterator[str]:
+    """Yield the texts that a tokenizer can be trained on.
+
+    Raises:
+        DataError: The demonstrations are chats: they need a tokenizer with a chat template.
+    """
+    if "messages" in frame.columns:
+        raise DataError("demonstrations: chats need a model with a chat template. Set base_model_path.")
+    for row in frame.to_dict("records"):
+        yield row["text"] if "text" in row else row["prompt"] + row["completion"]
+
+
+def _standard_columns(frame: pd.DataFrame, config: DataPreparationConfig) -> pd.DataFrame:
+    formats = [
+        {config.messages_column: "messages"},
+        {config.prompt_column: "prompt", config.completion_column: "completion"},
+        {config.text_column: "text"},
+    ]
+    chosen = next((names for names in formats if all(name in frame.columns for name in names)), None)
+    if chosen is None:
+        raise DataError(
+            f"demonstrations: the columns are {', '.join(map(str, frame.columns))}; needed is `{config.text_column}`, "
+            f"or `{config.prompt_column}` and `{config.completion_column}`, or `{config.messages_column}`. Name yours "
+            "in data_preparation.text_column and its siblings."
+        )
+    table = frame[list(chosen)].rename(columns=chosen).reset_index(drop=True)
+    for given, standard in chosen.items():
+        fits, wanted = (is_chat, CHAT) if standard == "messages" else (_is_text, _TEXT)
+        for row, value in enumerate(table[standard].tolist()):
+            if not fits(value):
+                raise DataError(f"demonstrations: row {row}, column `{given}`: expected {wanted}, got {value!r:.60}")
+    if "messages" in table.columns:
+        table["messages"] = [json.dumps(chat, ensure_ascii=False, default=_plain) for chat in table["messages"]]
+    return table
+
+
+def _plain(value: Any) -> Any:
+    """Return an array or a number of numpy's as Python's; whatever else JSON lacks (a time, say) becomes text."""
+    return value.tolist() if isinstance(value, np.ndarray | np.generic) else str(value)
+
+
+def _keys(table: pd.DataFrame) -> list[Hashable]:
+    """Return what each row is compared by; the order of a message's keys does not count."""
+    if "messages" in table.columns:
+        return [json.dumps(json.loads(chat), sort_keys=True) for chat in table["messages"]]
+    return list(table.itertuples(index=False, name=None))
+
+
+_TEXT = "text that is not empty"
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+Encoded = Iterator[tuple[list[int], list[int]]]
+
+
+def _encode_texts(frame: pd.DataFrame, tokenizer: PreTrainedTokenizerBase) -> Encoded:
+    for ids in tokenizer(frame["text"].tolist())["input_ids"]:
+        closed = append_end(list(ids), tokenizer.eos_token_id)
+        yield closed, list(closed)
+
+
+def _encode_completions(frame: pd.DataFrame, tokenizer: PreTrainedTokenizerBase) -> Encoded:
+    prompts, completions = frame["prompt"].tolist(), frame["completion"].tolist()
+    prompt_ids = tokenizer(prompts)["input_ids"]
+    wholes = tokenizer([p + c for p, c in zip(prompts, completions, strict=True)])["input_ids"]
+    for prompt, whole in zip(prompt_ids, wholes, strict=True):
+        closed = append_end(list(whole), tokenizer.eos_token_id)
+        # tokens may merge across the boundary: what is learnt begins where the two differ, as in TRL
+        shared = next((i for i, (a, b) in enumerate(zip(prompt, closed, strict=False)) if a != b), len(prompt))
+        yield closed, [IGNORED] * shared + closed[shared:]
+
+
+def _encode_chats(frame: pd.DataFrame, tokenizer: PreTrainedTokenizerBase) -> Encoded:
+    for chat in frame["messages"]:
+        messages = json.loads(chat) if isinstance(chat, str) else chat
+        text = render_chat(messages, tokenizer, "demonstrations")
+        ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        yield ids, list(ids)
+
+
+_ENCODERS = {"messages": _encode_chats, "prompt": _encode_completions, "text": _encode_texts}

@@ -1,0 +1,297 @@
+"""Models in checkpoints and in exports: every bit comes back, adapters alone are written, averages lie beside."""
+
+import shutil
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from torch.testing import assert_close
+from transformers import Zamba2Config, Zamba2ForCausalLM
+
+from ppo_rlhf.checkpoints.model_files import exported_policy, optimizers, read_models, write_models
+from ppo_rlhf.checkpoints.store import read_checkpoint, write_checkpoint
+from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.core.errors import CheckpointError
+from ppo_rlhf.models.adapters import trained_parameters
+from ppo_rlhf.models.reward_model import CausalLMRewardModel
+from ppo_rlhf.ppo.update import optimise
+from ppo_rlhf.training.trainer import PPOTrainer
+
+IDS = torch.tensor([[3, 9, 14, 6], [5, 7, 4, 12]])
+LORA = {"use_peft": True, "lora_r": 2}
+VARIANTS = {
+    "shared": {"value_model": "shared", "vf_coef": 0.5},
+    "lora": LORA,
+    "lora, shared": {**LORA, "value_model": "shared"},
+    "lora, reward_init": {**LORA, "value_model": "reward_init"},
+    "average": {"ema_decay": 0.7},
+    "all": {**LORA, "value_model": "shared", "ema_decay": 0.7, "gradient_checkpointing": True, "weight_decay": 0.01},
+}
+
+
+def everything(state) -> dict[str, torch.Tensor]:
+    found = {f"policy.{name}": tensor for name, tensor in state.policy.state_dict().items()}
+    found |= {f"critic.{name}": tensor for name, tensor in state.critic.state_dict().items()}
+    if state.policy_average is not None:
+        found |= {f"average.{name}": tensor for name, tensor in state.policy_average.weights.items()}
+    for name, optimizer in optimizers(state).items():
+        for index, moments in optimizer.state_dict()["state"].items():
+            found |= {f"{name}.{index}.{key}": value for key, value in moments.items()}
+    return {name: tensor.detach().clone() for name, tensor in found.items()}
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+@pytest.fixture
+def build(make_run, make_model):
+    def build(kind: str = "llama", **settings):
+        reward_model = CausalLMRewardModel.from_causal_lm(make_model(kind, seed=2))
+        with torch.no_grad():  # its head is drawn from torch's global generator
+            reward_model.score.weight.fill_(0.1)
+        return make_run(kind, reward_model=reward_model, **settings)
+
+    return build
+
+
+# --- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.parametrize(("kind", "dtype"), [("llama", "float32"), ("gpt2", "float64"), ("bitnet", "bfloat16")])
+def test_going_on_from_a_checkpoint_equals_never_having_stopped(build, tmp_path, kind, dtype, variant):
+    whole = build(kind, dtype=dtype, **variant)
+    whole.iteration()
+    directory = write_checkpoint(tmp_path, whole.state)
+    at_one = everything(whole.state)
+    while not whole.state.finished:
+        whole.iteration()
+    resumed = build(kind, dtype=dtype, **variant)
+    read_checkpoint(directory, resumed.state)
+    assert_same(everything(resumed.state), at_one)
+    shutil.rmtree(directory)
+    while not resumed.state.finished:
+        resumed.iteration()
+    assert_same(everything(resumed.state), everything(whole.state))
+
+
+def test_a_checkpoint_with_lora_holds_what_trained_and_no_frozen_weight(build, tmp_path):
+    run = build(**LORA)
+    run.iteration()
+    write_models(tmp_path, run.state)
+    assert sorted(file.name for file in (tmp_path / "policy").glob("*.safetensors")) == ["adapter_model.safetensors"]
+    policy, critic = (
+        load_file(tmp_path / "policy" / "adapter_model.safetensors"),
+        load_file(tmp_path / "critic.safetensors"),
+    )
+    assert len(policy) == len(trained_parameters(run.state.policy))
+    assert critic.keys() == trained_parameters(run.state.critic).keys()
+    assert {name for name in critic if "lora" not in name} == {"value_head.weight", "value_head.bias"}
+
+
+def test_peft_reads_the_policy_in_a_checkpoint(build, make_model, tmp_path):
+    run = build(**LORA)
+    run.iteration()
+    write_models(tmp_path, run.state)
+    theirs = PeftModel.from_pretrained(make_model("llama", dtype=torch.float64), tmp_path / "policy").eval()
+    assert torch.equal(theirs(IDS).logits, run.state.policy(IDS).logits)
+
+
+def test_a_shared_trunk_has_one_optimiser_and_its_head_in_a_file_of_its_own(build, tmp_path):
+    run = build(value_model="shared")
+    run.iteration()
+    directory = write_checkpoint(tmp_path, run.state)
+    assert not (directory / "critic_optimizer.safetensors").exists()
+    assert load_file(directory / "critic.safetensors").keys() == {"value_head.weight", "value_head.bias"}
+
+
+@pytest.mark.parametrize(("spoiled", "name"), [("policy", "policy"), ("reward", "critic")])
+def test_adapters_of_other_frozen_weights_are_refused(make_run, make_model, tmp_path, spoiled, name):
+    def build(**seeds):
+        reward_model = CausalLMRewardModel.from_causal_lm(make_model("llama", seed=seeds.get("reward", 2)))
+        model = {"seed": seeds.get("policy", 0)}
+        return make_run(reward_model=reward_model, value_model="reward_init", model=model, **LORA)
+
+    run = build()
+    directory = write_checkpoint(tmp_path, run.state)
+    other = build(**{spoiled: 9})
+    before = everything(other.state)
+    with pytest.raises(CheckpointError) as caught:
+        read_checkpoint(directory, other.state)
+    assert str(caught.value) == (
+        f"{directory}: the adapter of the {name} was trained on other frozen weights than this run has; give the "
+        "models that the checkpoint's run had (sft_model_path, reward_model_path)"
+    )
+    assert_same(everything(other.state), before)
+
+
+@pytest.mark.parametrize(
+    ("saved", "read"),
+    [
+        ({}, LORA),
+        (LORA, {}),
+        ({}, {"value_model": "shared"}),
+        ({"value_model": "shared"}, {}),
+        ({}, {"ema_decay": 0.5}),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_of_other_models_is_refused(build, tmp_path, saved, read):
+    directory = write_checkpoint(tmp_path, build(**saved).state)
+    with pytest.raises(CheckpointError, match=f"^{directory}: "):
+        read_checkpoint(directory, build(**read).state)
+
+
+def test_a_critic_of_other_names_is_refused(build, tmp_path):
+    run = build()
+    write_models(tmp_path, run.state)
+    save_file({"weight": torch.zeros(1)}, tmp_path / "critic.safetensors")
+    with pytest.raises(ValueError, match="weights of other names"):
+        read_models(tmp_path, run.state)
+
+
+# --- layers that are one module in several places --------------------------------------------------------------------
+
+
+def zamba2() -> Zamba2ForCausalLM:
+    """Five layers, of which the second and the fourth share one block of attention; the model class says so."""
+    shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 5, "vocab_size": 23, "pad_token_id": 0}
+    attention = {"num_attention_heads": 2, "num_key_value_heads": 2, "attention_head_dim": 16, "num_mem_blocks": 1}
+    mamba = {"mamba_d_state": 8, "n_mamba_heads": 2, "mamba_headdim": 16, "mamba_ngroups": 1, "chunk_size": 4}
+    kinds = ["mamba", "hybrid", "mamba", "hybrid", "mamba"]
+    torch.manual_seed(0)
+    return Zamba2ForCausalLM(Zamba2Config(**shape, **attention, **mamba, layers_block_type=kinds, adapter_rank=4))
+
+
+def words(prompts, completions, **_) -> list[float]:
+    return [len(text.split()) / 4 for text in completions]
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, LORA, {"value_model": "shared"}], ids=["separate", "separate, lora", "shared"]
+)
+def test_models_of_one_block_in_several_places_go_on_from_a_checkpoint(
+    make_prompts, make_tokenizer, tmp_path, settings
+):
+    def trainer() -> PPOTrainer:
+        config = PPOConfig(
+            **settings, total_episodes=8, per_device_train_batch_size=4, response_length=3, save_interval=1,
+            ema_decay=0.7, device="cpu", learning_rate=1e-2, save_total_limit=2,
+        )  # fmt: skip
+        return PPOTrainer(config, zamba2(), None, make_tokenizer(), reward=words, prompts=make_prompts())
+
+    whole, resumed = trainer(), trainer()
+    whole.train(output_dir=tmp_path)
+    resumed.train(resume_from_checkpoint=tmp_path / "iteration_000001")
+    assert resumed.state.iteration == 2
+    assert_same(everything(resumed.state), everything(whole.state))
+
+
+def test_a_critic_of_one_block_in_several_places_is_held_once_and_still_read_strictly(build, tmp_path):
+    def with_a_block_twice():
+        run = build()
+        run.state.critic.backbone.layers[1] = run.state.critic.backbone.layers[0]
+        return run
+
+    run, path = with_a_block_twice(), tmp_path / "critic.safetensors"
+    write_models(tmp_path, run.state)
+    held = load_file(path)
+    assert held.keys() == {name for name, _ in run.state.critic.named_parameters()}
+    other = with_a_block_twice()
+    with torch.no_grad():
+        for parameter in other.state.critic.parameters():
+            parameter.fill_(2.0)
+    read_models(tmp_path, other.state)
+    assert_same(everything(other.state), everything(run.state))
+    for spoiled in (dict(list(held.items())[1:]), {**held, "more": torch.zeros(1)}):
+        save_file(spoiled, path)
+        with pytest.raises(ValueError, match="weights of other names"):
+            read_models(tmp_path, other.state)
+
+
+def test_a_critic_without_sharing_is_held_under_all_its_names(build, tmp_path):
+    run = build("gpt2")
+    write_models(tmp_path, run.state)
+    assert load_file(tmp_path / "critic.safetensors").keys() == run.state.critic.state_dict().keys()
+
+
+def test_weights_that_no_file_can_hold_are_one_line_and_leave_nothing(build, tmp_path):
+    run = build()
+    head = run.state.critic.value_head
+    head.register_buffer("beginning", head.weight.detach()[:, :4])  # overlaps in memory: no copy
+    with pytest.raises(CheckpointError) as caught:
+        write_checkpoint(tmp_path / "run", run.state)
+    assert str(caught.value).startswith(f"{tmp_path / 'run' / 'iteration_000000'}: cannot write the checkpoint: ")
+    assert "\n" not in str(caught.value)
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+# --- the moving average ----------------------------------------------------------------------------------------------
+
+
+def test_the_average_follows_each_optimiser_step_and_no_skipped_one(make_run):
+    """w̄ = d w̄ + (1 − d) w after every step, worked along with the optimiser."""
+    run = make_run(ema_decay=0.7, num_ppo_epochs=2, num_mini_batches=3, max_skipped_steps=100, align_overflow=True)
+    expected = {name: p.detach().clone() for name, p in run.state.policy.named_parameters()}
+
+    def follow(*_):
+        for name, parameter in run.state.policy.named_parameters():
+            expected[name] = 0.7 * expected[name] + 0.3 * parameter.detach()
+
+    run.state.policy_optimizer.register_step_post_hook(follow)
+    run.iteration()
+    for name, weight in run.state.policy_average.weights.items():
+        assert_close(weight, expected[name], rtol=0.0, atol=1e-12)
+    before = {name: weight.clone() for name, weight in run.state.policy_average.weights.items()}
+    experience = run.before_update()[-1]
+    experience.advantages[:, 0] = float("nan")
+    optimise(run.state, experience, run.config)
+    assert run.state.skipped_steps == 6
+    assert all(torch.equal(before[name], weight) for name, weight in run.state.policy_average.weights.items())
+
+
+def test_the_average_stands_still_while_the_critic_is_warmed_up(make_run):
+    run = make_run(ema_decay=0.7, critic_warmup_iterations=1)
+    start = {name: weight.clone() for name, weight in run.state.policy_average.weights.items()}
+    run.iteration()
+    assert all(torch.equal(start[name], weight) for name, weight in run.state.policy_average.weights.items())
+
+
+def test_the_average_does_not_touch_what_is_learnt(make_run):
+    plain, averaged = make_run(), make_run(ema_decay=0.9)
+    for run in (plain, averaged):
+        run.iteration()
+    assert_same(averaged.state.policy.state_dict(), plain.state.policy.state_dict())
+
+
+# --- exports ---------------------------------------------------------------------------------------------------------
+
+
+def test_without_options_the_policy_itself_is_exported_and_nothing_beside_it(make_run):
+    state = make_run().state
+    exported = exported_policy(state)
+    assert exported.model is state.policy
+    assert (exported.value_head, exported.average) == (None, None)
+
+
+@pytest.mark.parametrize("variant", [{}, LORA], ids=str)
+def test_the_average_is_exported_as_a_plain_model_beside_the_policy(make_run, variant):
+    run = make_run(ema_decay=0.5, learning_rate=1e-2, **variant)
+    run.iteration()
+    exported = exported_policy(run.state)
+    policy = exported.model(IDS).logits.detach().clone()
+    with torch.no_grad():
+        for name, parameter in trained_parameters(run.state.policy).items():
+            parameter.copy_(run.state.policy_average.weights[name])
+    assert_close(exported.average(IDS).logits, run.state.policy(IDS).logits, rtol=0.0, atol=1e-10)
+    assert float((policy - exported.average(IDS).logits).detach().abs().max()) > 1e-3
+
+
+def test_the_value_head_is_exported_if_it_is_asked_for(make_run):
+    settings = {"value_model": "shared"}
+    assert exported_policy(make_run(**settings).state).value_head is None
+    state = make_run(export_value_head=True, **settings).state
+    assert exported_policy(state).value_head is state.critic.value_head

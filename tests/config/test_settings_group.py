@@ -1,0 +1,147 @@
+"""Parameter groups: what is accepted, and that every error names the group, the value and the rule."""
+
+import copy
+import dataclasses
+import pickle
+from dataclasses import field
+from typing import Annotated, Literal
+
+import numpy as np
+import pytest
+from pydantic import Field
+
+from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.config.settings_group import closest, settings_group
+from ppo_rlhf.core.errors import ConfigError
+from ppo_rlhf.data.prompts import PromptsConfig
+from ppo_rlhf.ppo.evaluation import EvaluationConfig
+from ppo_rlhf.training.supervised.demonstrations import DataPreparationConfig
+from ppo_rlhf.training.supervised.reward_training import RewardModellingConfig
+from ppo_rlhf.training.supervised.sft import SupervisedFinetuningConfig
+
+
+@settings_group("inner")
+class Inner:
+    kind: Literal["one", "two"]
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.kind == "two" and self.weight == 2.0:
+            raise ConfigError("kind two cannot weigh 2")
+
+
+@settings_group("outer", lives_elsewhere={"steps": "it is outer.epochs"})
+class Outer:
+    epochs: Annotated[int, Field(ge=1)] = 4
+    rate: Annotated[float, Field(gt=0.0)] = 0.5
+    limit: Annotated[float, Field(gt=0.0)] | None = None
+    switch: bool = False
+    parts: list[Inner] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.epochs > 100 * self.rate:
+            raise ConfigError(f"outer.epochs={self.epochs} is more than 100 x outer.rate={self.rate}")
+
+
+def message(**values: object) -> str:
+    with pytest.raises(ConfigError) as caught:
+        Outer(**values)
+    return str(caught.value)
+
+
+def test_a_group_without_arguments_has_its_defaults():
+    group = Outer()
+    assert (group.epochs, group.rate, group.limit, group.switch, group.parts) == (4, 0.5, None, False, [])
+
+
+def test_whole_floats_and_digits_become_integers_as_yaml_and_the_command_line_write_them():
+    assert Outer(epochs=1e1).epochs == 10
+    assert Outer(epochs="7", rate="0.25").epochs == 7
+
+
+def test_dictionaries_inside_a_group_become_groups():
+    assert Outer(parts=[{"kind": "two", "weight": 3}]).parts == [Inner(kind="two", weight=3.0)]
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"epochs": 0}, "outer.epochs=0: input should be greater than or equal to 1"),
+        (
+            {"epochs": 1.5},
+            "outer.epochs=1.5: input should be a valid integer, got a number with a fractional part",
+        ),
+        ({"rate": 0}, "outer.rate=0: input should be greater than 0"),
+        ({"rate": float("inf")}, "outer.rate=inf: input should be a finite number"),
+        ({"rate": float("nan")}, "outer.rate=nan: input should be a finite number"),
+        ({"limit": float("inf")}, "outer.limit=inf: input should be a finite number"),
+        ({"rate": None}, "outer.rate=None: input should be a valid number"),
+        ({"switch": "maybe"}, "outer.switch='maybe': input should be a valid boolean, unable to interpret input"),
+        ({"epoch": 3}, "outer.epoch is not a parameter of this group. Did you mean `epochs`?"),
+        ({"zzz": 3}, "outer.zzz is not a parameter of this group."),
+        ({"steps": 3}, "outer.steps is not a parameter of this group: it is outer.epochs"),
+        ({"epochs": 60}, "outer.epochs=60 is more than 100 x outer.rate=0.5"),
+        ({"parts": [{"weight": 2.0}]}, "outer.parts.0.kind is missing"),
+        ({"parts": [{"kind": "three"}]}, "outer.parts.0.kind='three': input should be 'one' or 'two'"),
+        (
+            {"parts": [{"kind": "one"}, {"kind": "two", "wieght": 2.0}]},
+            "outer.parts.1.wieght is not a parameter of this group. Did you mean `weight`?",
+        ),
+        (
+            {"parts": [{"kind": "two", "weight": 2.0}]},
+            "outer.parts.0={'kind': 'two', 'weight': 2.0}: kind two cannot weigh 2",
+        ),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else "-".join(value),
+)
+def test_a_wrong_value_gives_one_line_with_group_value_and_rule(values, expected):
+    assert message(**values) == expected
+
+
+def test_all_problems_are_reported_at_once_each_on_its_line():
+    text = message(epoch=1, steps=2, epochs=-1, rate=-2.0)
+    assert text.split("\n") == [
+        "outer.epoch is not a parameter of this group. Did you mean `epochs`?",
+        "outer.steps is not a parameter of this group: it is outer.epochs",
+        "outer.epochs=-1: input should be greater than or equal to 1",
+        "outer.rate=-2.0: input should be greater than 0",
+    ]
+
+
+def test_a_group_is_frozen_and_can_be_replaced_copied_pickled_and_compared():
+    group = Outer(epochs=3, parts=[{"kind": "one"}])
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        group.epochs = 5
+    assert dataclasses.replace(group, rate=0.25) == Outer(epochs=3, rate=0.25, parts=[{"kind": "one"}])
+    assert copy.deepcopy(group) == group
+    assert pickle.loads(pickle.dumps(group)) == group
+
+
+def test_replacing_a_value_checks_it_again():
+    with pytest.raises(ConfigError, match=r"^outer.epochs=0: input should be greater than or equal to 1$"):
+        dataclasses.replace(Outer(), epochs=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "suggestion"),
+    [("learnig_rate", " Did you mean `learning_rate`?"), ("lam_critic", ""), ("", "")],
+)
+def test_the_closest_known_name_is_suggested_only_if_it_is_near(name, suggestion):
+    assert closest(name, ["learning_rate", "kl_coef"]) == suggestion
+
+
+@pytest.mark.parametrize(
+    "group",
+    [
+        DataPreparationConfig,
+        SupervisedFinetuningConfig,
+        RewardModellingConfig,
+        PromptsConfig,
+        PPOConfig,
+        EvaluationConfig,
+    ],
+)
+def test_a_seed_is_one_that_numpy_takes(group):
+    np.random.default_rng(group(seed=2**32 - 1).seed)
+    with pytest.raises(ConfigError, match=r"\.seed=4294967296: input should be less than 4294967296"):
+        group(seed=2**32)

@@ -1,0 +1,404 @@
+"""Prompts: what is accepted, how overlong ones are met, and that nothing held out is trained on."""
+
+import json
+import re
+
+import pandas as pd
+import pytest
+import torch
+from tokenizers.processors import TemplateProcessing
+from transformers import Phi3Config, Phi3ForCausalLM
+
+from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.core.errors import ConfigError, DataError
+from ppo_rlhf.data.prompts import PromptDataset, PromptsConfig, split_held_out, tokenise_prompts
+from ppo_rlhf.models.loading import TrainedModel
+from ppo_rlhf.training.trainer import PPOTrainer
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ m['role'][0] }} {{ m['content'] }} </s> {% endfor %}"
+    "{% if add_generation_prompt %}q {% endif %}"
+)
+
+
+def tokenise(
+    values, tokenizer, *, column="prompt", length=4, context=10, overlong="error", name="prompts", why="", **columns
+):
+    frame = pd.DataFrame({column: values, **columns})
+    return tokenise_prompts(
+        frame, tokenizer, column=column, response_length=length, context=context, overlong=overlong, name=name, why=why
+    )
+
+
+def with_specials(tokenizer, template: str):
+    """Let the tokenizer put special tokens around every text, as some do by default."""
+    special = [("</s>", 2), ("<unk>", 1)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=template, special_tokens=special)
+    return tokenizer
+
+
+def message(function, *arguments, **options) -> str:
+    with pytest.raises(DataError) as caught:
+        function(*arguments, **options)
+    return str(caught.value)
+
+
+# --- the dataset -----------------------------------------------------------------------------------------------------
+
+
+def test_selecting_rows_takes_ids_texts_and_columns_in_the_order_asked_for_and_repeats(make_prompts):
+    prompts = make_prompts((1, 2, 3))
+    chosen = prompts.select([2, 0, 2])
+    assert len(chosen) == 3
+    assert chosen.prompt_ids == [prompts.prompt_ids[i] for i in (2, 0, 2)]
+    assert chosen.texts == [prompts.texts[i] for i in (2, 0, 2)]
+    assert chosen.columns == {"wanted": [prompts.columns["wanted"][i] for i in (2, 0, 2)]}
+    assert len(prompts) == 3
+
+
+def test_a_dataset_survives_a_parquet_file_with_every_kind_of_column(tmp_path):
+    prompts = PromptDataset(
+        [[3, 4], [5], [6, 7, 8]],
+        ["a b", "c", "d e f"],
+        {
+            "messages": [[{"role": "user", "content": "a b"}], [{"role": "user", "content": "c"}] * 2, []],
+            "facts": [{"x": 1}, {"y": [1, {"z": None}]}, {}],
+            "nested_or_not": [None, [1], {"a": "é"}],
+            "mixed": ["1", 1, 1.5],
+            "text": ["one", "two", '["looks", "like", "JSON"]'],
+            "number": [1, 2, 3],
+            "huge": [2**70, 1, -1],
+            "unsigned_or_negative": [2**63 + 1, -1, 0],
+            "unsigned": [2**64 - 1, 2**63, 0],
+            "widest": [2**63 - 1, -(2**63), 0],
+            "share": [0.1, 0.2, 0.30000000000000004],
+            "flag": [True, False, True],
+        },
+    )
+    path = tmp_path / "prompts.parquet"
+    prompts.to_frame().to_parquet(path)
+    read = PromptDataset.from_frame(pd.read_parquet(path))
+    assert read == prompts
+    assert [type(value) for value in read.columns["number"]] == [int] * 3
+
+
+def test_the_table_of_a_dataset_shows_text_tokens_and_columns_and_says_what_is_json(make_prompts):
+    prompts = PromptDataset([[3], [4, 5]], ["a", "b c"], {"topic": ["x", "y"], "facts": [{"n": 1}, {}]})
+    frame = prompts.to_frame()
+    assert list(frame.columns) == ["prompt", "prompt_ids", "topic", "facts (json)"]
+    assert frame["prompt"].tolist() == ["a", "b c"]
+    assert frame["prompt_ids"].tolist() == [[3], [4, 5]]
+    assert [json.loads(cell) for cell in frame["facts (json)"]] == [{"n": 1}, {}]
+
+
+# --- tokenising ------------------------------------------------------------------------------------------------------
+
+
+def test_texts_become_ids_and_other_columns_are_kept(make_tokenizer):
+    prompts = tokenise(["a b c", "d"], make_tokenizer(), topic=["x", "y"], weight=[1, 2])
+    assert prompts.prompt_ids == [[3, 4, 5], [6]]
+    assert prompts.texts == ["a b c", "d"]
+    assert prompts.columns == {"topic": ["x", "y"], "weight": [1, 2]}
+
+
+def test_another_column_can_hold_the_prompts_and_stays_a_column_for_rewards(make_tokenizer):
+    prompts = tokenise(["a b"], make_tokenizer(), column="question", topic=["x"])
+    assert prompts.prompt_ids == [[3, 4]]
+    assert prompts.columns == {"question": ["a b"], "topic": ["x"]}
+
+
+@pytest.mark.parametrize(
+    ("column", "taken"), [("question", "prompt"), ("question", "prompt_ids"), ("prompt", "prompt_ids")]
+)
+def test_a_column_with_a_name_of_ours_is_refused_as_reward_functions_would_not_get_it(make_tokenizer, column, taken):
+    assert message(tokenise, ["a b"], make_tokenizer(), column=column, **{taken: ["x"]}) == (
+        f"prompts: a column is called `{taken}`, which the tokenised prompts (here of `{column}`) have as a column of "
+        "their own, so reward functions could not be given it. Rename it, or take it out"
+    )
+
+
+@pytest.mark.parametrize("column", ["prompt", "facts (json)"])
+def test_a_column_that_would_be_read_back_as_json_is_refused(make_tokenizer, column):
+    other = "facts (json)" if column == "prompt" else "topic"
+    assert message(tokenise, ["a b"], make_tokenizer(), column=column, **{other: ["not JSON"]}) == (
+        "prompts: a column is called `facts (json)`, and the tokenised prompts mark by the ending ` (json)` what they "
+        "keep as JSON, so reward functions could not be given it. Rename it, or take it out"
+    )
+
+
+def test_a_beginning_of_text_that_the_tokenizer_adds_is_kept(make_tokenizer):
+    tokenizer = with_specials(make_tokenizer(bos_token="<unk>"), "<unk> $A")
+    assert tokenise(["a b"], tokenizer).prompt_ids == [[1, 3, 4]]
+
+
+def test_an_end_of_text_that_the_tokenizer_appends_is_taken_off_but_one_in_the_text_is_kept(make_tokenizer):
+    tokenizer = with_specials(make_tokenizer(), "$A </s>")
+    assert tokenise(["a b"], tokenizer).prompt_ids == [[3, 4]]
+    assert tokenise(["a </s>"], make_tokenizer()).prompt_ids == [[3, 2]]
+
+
+def test_chat_messages_go_through_the_template_with_the_generation_prompt_and_no_extra_special_tokens(make_tokenizer):
+    tokenizer = with_specials(make_tokenizer(), "<unk> $A </s>")
+    tokenizer.chat_template = CHAT_TEMPLATE
+    messages = [{"role": "s", "content": "a b"}, {"role": "i", "content": "c"}]
+    prompts = tokenise([messages], tokenizer, column="messages", context=30)
+    assert prompts.texts == ["s a b </s> i c </s> q "]
+    assert prompts.prompt_ids == [[21, 3, 4, 2, 11, 5, 2, 19]]
+    assert prompts.columns == {"messages": [messages]}
+
+
+def test_texts_and_chats_keep_their_places_however_many_are_tokenised_together(make_tokenizer, monkeypatch):
+    tokenizer = with_specials(make_tokenizer(), "$A </s>")
+    tokenizer.chat_template = CHAT_TEMPLATE
+    rows = ["a", [{"role": "s", "content": "b"}], "c d", "e", [{"role": "i", "content": "f"}], "g"]
+    alone = [tokenise([row], tokenizer).prompt_ids[0] for row in rows]
+    assert alone == [[3], [21, 4, 2, 19], [5, 6], [7], [11, 8, 2, 19], [9]]
+    for together in (1, 2, 1000):
+        monkeypatch.setattr("ppo_rlhf.data.prompts.TOKENISED_TOGETHER", together)
+        assert tokenise(rows, tokenizer).prompt_ids == alone
+
+
+def test_a_missing_column_is_named_with_those_there_are(make_tokenizer):
+    frame = pd.DataFrame({"text": ["a"], "label": [1]})
+    expected = "my prompts: no column `prompt`; the columns are text, label"
+    options = {"column": "prompt", "response_length": 4, "context": 10, "overlong": "error", "name": "my prompts"}
+    assert message(tokenise_prompts, frame, make_tokenizer(), **options) == expected
+
+
+FORM = 'expected text or a list of {"role": …, "content": …}, got '
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (["a", ""], f"prompts: row 1, column `prompt`: {FORM}''"),
+        ([float("nan")], f"prompts: row 0, column `prompt`: {FORM}'nan'"),
+        ([7], f"prompts: row 0, column `prompt`: {FORM}'7'"),
+        ([[]], f"prompts: row 0, column `prompt`: {FORM}'[]'"),
+        ([[{"role": "user"}]], f"prompts: row 0, column `prompt`: {FORM}" + "\"[{'role': 'user'}]\""),
+        ([[{"content": "a"}]], f"prompts: row 0, column `prompt`: {FORM}" + "\"[{'content': 'a'}]\""),
+        (
+            [[{"role": "user", "content": "a"}]],
+            "prompts: row 0, column `prompt`: chat messages need a tokenizer with a chat template; this one has none",
+        ),
+        (["a", "   "], "prompts: row 1, column `prompt`: the prompt has no tokens"),
+    ],
+    ids=["empty", "missing", "number", "no messages", "no content", "no role", "no template", "blank"],
+)
+def test_a_row_that_is_no_prompt_is_refused_with_its_number(make_tokenizer, values, expected):
+    assert message(tokenise, values, make_tokenizer()) == expected
+
+
+def test_braces_in_a_path_or_a_column_are_nothing_special(make_tokenizer):
+    prompts = tokenise(["a b"], make_tokenizer(), column="{en}", name="data/{v2}/{.jsonl")
+    assert prompts.prompt_ids == [[3, 4]]
+    with pytest.raises(DataError, match=re.escape("data/{v2}/{.jsonl: row 1, column `{en}`: the prompt has no tokens")):
+        tokenise(["a", " "], make_tokenizer(), column="{en}", name="data/{v2}/{.jsonl")
+
+
+def test_messages_that_the_template_refuses_are_one_line(make_tokenizer):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate,\\n user first') }}"
+    expected = (
+        "prompts: row 0, column `prompt`: the chat template refuses these messages: roles must alternate, user first"
+    )
+    assert message(tokenise, [[{"role": "assistant", "content": "a"}]], tokenizer) == expected
+
+
+def test_an_empty_table_is_refused(make_tokenizer):
+    assert message(tokenise, [], make_tokenizer()) == "prompts: there is no prompt"
+
+
+# --- overlong prompts: context 10, responses of 4, so 6 tokens of room -----------------------------------------------
+
+SHORT, JUST, LONG, LONGER = "a b", "a b c d e f", "a b c d e f g", "a b c d e f g h i"
+
+
+def test_overlong_prompts_are_an_error_that_says_how_many_how_long_and_what_to_do(make_tokenizer):
+    assert message(tokenise, [SHORT, JUST, LONG, LONGER], make_tokenizer(), name="training prompts") == (
+        "training prompts: 2 of 4 prompts (the first in row 2) are longer than 6 tokens, the model's context of 10 "
+        "less ppo.response_length=4; the longest has 9. Set ppo.overlong_prompts to drop or truncate_left, or shorten "
+        "the responses"
+    )
+
+
+def test_a_prompt_that_just_fits_is_no_error(make_tokenizer):
+    assert [len(ids) for ids in tokenise([SHORT, JUST], make_tokenizer()).prompt_ids] == [2, 6]
+
+
+def test_overlong_prompts_are_dropped_with_their_columns(make_tokenizer):
+    prompts = tokenise([LONG, SHORT, LONGER, JUST], make_tokenizer(), overlong="drop", n=[0, 1, 2, 3])
+    assert prompts.texts == [SHORT, JUST]
+    assert prompts.prompt_ids == [[3, 4], [3, 4, 5, 6, 7, 8]]
+    assert prompts.columns == {"n": [1, 3]}
+
+
+def test_every_error_of_overlong_prompts_ends_with_the_reason_for_a_short_context(make_tokenizer):
+    for length, overlong in ((4, "error"), (4, "drop"), (10, "error")):
+        arguments = {"length": length, "overlong": overlong}
+        plain = message(tokenise, [LONG], make_tokenizer(), **arguments)
+        assert message(tokenise, [LONG], make_tokenizer(), **arguments, why=". So it is") == f"{plain}. So it is"
+
+
+@pytest.fixture
+def stretched(make_tokenizer) -> TrainedModel:
+    """A Phi 3 whose RoPE is another one beyond 10 tokens; it reads 64."""
+    shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    lengths = {"original_max_position_embeddings": 10, "max_position_embeddings": 64}
+    config = Phi3Config(**shape, **lengths, vocab_size=23, pad_token_id=0, rope_scaling=rope)
+    return TrainedModel(Phi3ForCausalLM(config), make_tokenizer())
+
+
+BEYOND = (
+    ". Of sequences beyond 10 tokens this model's RoPE changes the frequencies for their whole batch, so that "
+    "log-probabilities in PPO would depend on the batch"
+)
+
+
+def trainer_on(policy: TrainedModel, prompts) -> PPOTrainer:
+    settings = PPOConfig(response_length=4, total_episodes=2, per_device_train_batch_size=2, device="cpu")
+    return PPOTrainer(settings, policy.model, None, policy.tokenizer, reward=len, prompts=prompts)
+
+
+def test_the_trainer_refuses_prompts_beyond_the_length_up_to_which_rope_is_steady(stretched):
+    refusal = message(trainer_on, stretched, [SHORT, LONG])
+    assert "\n" not in refusal
+    assert refusal.endswith(f"or shorten the responses{BEYOND}")
+    assert message(trainer_on, stretched, PromptDataset([[3] * 7], [LONG], {})) == (
+        "a query of 7 tokens leaves no room for a response of 4 in the model's context of 10; shorten the one or the "
+        f"other{BEYOND}"
+    )
+
+
+def test_the_trainer_answers_queries_up_to_the_length_up_to_which_rope_is_steady_and_no_longer_ones(stretched):
+    trainer = trainer_on(stretched, [SHORT, JUST])
+    assert len(trainer.generate([torch.tensor([3] * 6)], return_prompt=False)) == 1
+    assert message(trainer.generate, [torch.tensor([3] * 7)]).endswith(BEYOND)
+
+
+def test_overlong_prompts_are_truncated_on_the_left(make_tokenizer):
+    prompts = tokenise([SHORT, LONGER], make_tokenizer(), overlong="truncate_left")
+    assert prompts.prompt_ids == [[3, 4], [6, 7, 8, 9, 10, 11]]
+
+
+def test_a_truncated_prompt_keeps_its_bos(make_tokenizer):
+    tokenizer = with_specials(make_tokenizer(bos_token="<unk>"), "<unk> $A")
+    begin = tokenizer.bos_token_id
+    prompts = tokenise([SHORT, LONGER], tokenizer, overlong="truncate_left")
+    assert prompts.prompt_ids == [[begin, 3, 4], [begin, 7, 8, 9, 10, 11]]
+
+
+def test_dropping_every_prompt_is_an_error(make_tokenizer):
+    assert message(tokenise, [LONG, LONGER], make_tokenizer(), overlong="drop", name="evaluation prompts") == (
+        "evaluation prompts: none of 2 has at most 6 tokens, the model's context of 10 less ppo.response_length=4, and "
+        "ppo.overlong_prompts=drop leaves longer ones out. Set it to truncate_left, shorten the responses, or give "
+        "shorter prompts"
+    )
+
+
+@pytest.mark.parametrize("overlong", ["error", "drop", "truncate_left"])
+def test_a_model_without_a_context_limit_takes_any_length(make_tokenizer, overlong):
+    assert len(tokenise([LONGER * 30], make_tokenizer(), context=None, overlong=overlong).prompt_ids[0]) > 200
+
+
+@pytest.mark.parametrize("length", [10, 11])
+def test_responses_that_leave_no_room_for_a_prompt_are_refused(make_tokenizer, length):
+    assert message(tokenise, ["a"], make_tokenizer(), length=length) == (
+        f"ppo.response_length={length} leaves no room for a prompt in the model's context of 10 tokens; "
+        "set it to at most 9"
+    )
+
+
+# --- held-out prompts ------------------------------------------------------------------------------------------------
+
+
+def numbered(count: int) -> pd.DataFrame:
+    return pd.DataFrame({"prompt": [f"prompt {i}" for i in range(count)], "number": range(count)})
+
+
+def test_the_held_out_share_is_taken_from_the_prompts_and_the_rest_is_trained_on_in_order():
+    training, held_out = split_held_out(numbered(50), None, 0.1, 512, seed=1)
+    assert len(held_out) == 5
+    assert len(training) == 45
+    assert sorted([*training["number"], *held_out["number"]]) == list(range(50))
+    assert training["number"].is_monotonic_increasing
+    assert training.index.tolist() == list(range(45))
+    assert held_out.index.tolist() == list(range(5))
+
+
+def test_copies_of_a_prompt_never_stand_on_both_sides_and_are_held_out_once():
+    frame = pd.concat([numbered(20)] * 3, ignore_index=True)
+    training, held_out = split_held_out(frame, None, 0.25, 512, seed=1)
+    assert set(training["prompt"]).isdisjoint(held_out["prompt"])
+    assert len(held_out) == held_out["prompt"].nunique() == 5
+    assert len(training) == 3 * 15
+
+
+def test_chat_prompts_are_compared_by_content():
+    chats = [[{"role": "user", "content": str(i % 10)}] for i in range(30)]
+    training, held_out = split_held_out(pd.DataFrame({"messages": chats}), None, 0.3, 512, 1, "messages")
+    contents = [{messages[0]["content"] for messages in part["messages"]} for part in (training, held_out)]
+    assert len(contents[1]) == len(held_out) == 3
+    assert contents[0].isdisjoint(contents[1])
+    assert len(contents[0] | contents[1]) == 10
+
+
+@pytest.mark.parametrize(
+    ("count", "share", "maximum", "held"),
+    [(1000, 0.1, 512, 100), (1000, 0.9, 64, 64), (2, 0.01, 512, 1), (3, 0.99, 512, 2), (10, 0.25, 512, 2)],
+)
+def test_at_least_one_prompt_stays_on_each_side_and_no_more_than_the_maximum_is_held_out(count, share, maximum, held):
+    training, held_out = split_held_out(numbered(count), None, share, maximum, seed=0)
+    assert (len(training), len(held_out)) == (count - held, held)
+
+
+def test_the_split_is_a_function_of_the_seed():
+    first, again, other = (split_held_out(numbered(40), None, 0.2, 512, seed)[1] for seed in (1, 1, 2))
+    assert first.equals(again)
+    assert not first.equals(other)
+
+
+def test_a_table_of_evaluation_prompts_replaces_the_split_and_is_cut_to_the_maximum():
+    evaluation = pd.DataFrame({"prompt": ["x", "y", "z"], "number": [7, 8, 9]}, index=[5, 6, 7])
+    training, held_out = split_held_out(numbered(4), evaluation, 0.5, 2, seed=0)
+    assert training.equals(numbered(4))
+    assert held_out["prompt"].tolist() == ["x", "y"]
+    assert held_out.index.tolist() == [0, 1]
+
+
+def test_splitting_leaves_the_table_alone():
+    frame = numbered(10)
+    split_held_out(frame, None, 0.5, 512, seed=0)
+    assert frame.equals(numbered(10))
+
+
+@pytest.mark.parametrize("prompts", [["a"], ["a", "a", "a"]])
+def test_a_single_prompt_cannot_be_split(prompts):
+    frame = pd.DataFrame({"prompt": prompts})
+    assert message(split_held_out, frame, None, 0.1, 512, 0) == (
+        "prompts: 1 distinct prompt(s) cannot be split into training and evaluation; give more prompts, or "
+        "evaluation_prompts_path"
+    )
+
+
+@pytest.mark.parametrize("evaluation", [None, pd.DataFrame({"prompt": ["x"]})], ids=["no table", "a table"])
+def test_splitting_names_a_missing_column(evaluation):
+    frame = pd.DataFrame({"text": ["a", "b"]})
+    expected = "prompts: no column `prompt`; the columns are text"
+    assert message(split_held_out, frame, evaluation, 0.1, 512, 0) == expected
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"held_out_share": 0}, "prompts.held_out_share=0: input should be greater than 0"),
+        ({"held_out_share": 1}, "prompts.held_out_share=1: input should be less than 1"),
+        ({"max_held_out": 0}, "prompts.max_held_out=0: input should be greater than or equal to 1"),
+        ({"colunm": "text"}, "prompts.colunm is not a parameter of this group. Did you mean `column`?"),
+    ],
+)
+def test_the_group_of_parameters_is_checked(values, expected):
+    with pytest.raises(ConfigError) as caught:
+        PromptsConfig(**values)
+    assert str(caught.value) == expected

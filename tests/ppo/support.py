@@ -1,0 +1,62 @@
+"""What the tests of the update share: gradients without a step, and an experience on which every clip is at work."""
+
+import dataclasses
+import threading
+from functools import partial
+
+import torch
+from torch.testing import assert_close
+
+from ppo_rlhf.ppo.experience import Experience
+from ppo_rlhf.ppo.update import optimise
+
+ONE_STEP = {"num_ppo_epochs": 1, "num_mini_batches": 1, "max_grad_norm": 1e9}
+
+
+def freeze(run) -> list[dict[str, torch.Tensor]]:
+    """Keep both optimisers from moving; return what each step would have moved by: gradients after clipping."""
+    seen: list[dict[str, torch.Tensor]] = []
+
+    def gradients_of(name: str) -> dict[str, torch.Tensor]:
+        divisor = getattr(getattr(run.state, f"{name}_optimizer"), "grad_scale", 1.0)  # the fused kernel's
+        return {f"{name}.{n}": p.grad / divisor for n, p in getattr(run.state, name).named_parameters()}
+
+    taken, one_at_a_time = {"policy": 0, "critic": 0}, threading.Lock()
+
+    def step(name: str):
+        with one_at_a_time:  # either may be the first, from a thread of its own
+            if taken[name] == len(seen):
+                seen.append({})
+            seen[taken[name]].update(gradients_of(name))
+            taken[name] += 1
+
+    run.state.policy_optimizer.step = partial(step, "policy")
+    run.state.critic_optimizer.step = partial(step, "critic")
+    return seen
+
+
+def moved_on(experience: Experience) -> Experience:
+    """The same experience as if some updates had passed: ratios, clipping and value clipping are all at work."""
+    generator = torch.Generator().manual_seed(2)
+    rollouts, scores = experience.rollouts, experience.scores
+
+    def shifted(values: torch.Tensor, size: float) -> torch.Tensor:
+        return values + size * torch.randn(values.shape, generator=generator, dtype=values.dtype)
+
+    rollouts = dataclasses.replace(rollouts, old_logprobs=shifted(rollouts.old_logprobs, 0.3))
+    scores = dataclasses.replace(scores, values=shifted(scores.values, 0.5))
+    return dataclasses.replace(experience, rollouts=rollouts, scores=scores)
+
+
+def gradients(make_run, experience, kind="llama", **settings) -> dict[str, torch.Tensor]:
+    run = make_run(kind, **{**ONE_STEP, **settings})
+    seen = freeze(run)
+    optimise(run.state, experience, run.config)
+    (found,) = seen
+    return found
+
+
+def assert_same_gradients(found, expected):
+    assert found.keys() == expected.keys()
+    for name in expected:
+        assert_close(found[name], expected[name], rtol=0.0, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}")

@@ -1,0 +1,154 @@
+"""PPO end to end where the optimum is known: a one-token, KL-penalised bandit, under each estimator and place of KL.
+
+Maximising E[r] - beta KL(pi || reference) gives pi = reference x exp(r / beta) / Z, and there the penalised reward
+r - beta log(pi / reference) is beta log Z for every token (Rafailov et al. 2023, arXiv:2305.18290, appendix A.1). k1
+in the reward and k2 in the loss have that gradient. k3 in the loss has the gradient of KL(reference || pi) instead:
+sum over a of pi_a r_a - beta KL(reference || pi) is largest where pi_a = beta reference_a / (lambda - r_a).
+"""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from ppo_rlhf.data.prompts import PromptDataset
+from ppo_rlhf.rewards.scorers import RewardScorer
+
+BETAS_AND_CRITICS = [
+    (0.25, "separate"),
+    (0.5, "separate"),
+    (1.0, "separate"),
+    (0.5, "shared"),
+    pytest.param(0.25, "shared", marks=pytest.mark.slow),
+    pytest.param(1.0, "shared", marks=pytest.mark.slow),
+]
+TEMPERATURE = 0.8
+PROMPT = [3, 4]
+SHUFFLED = torch.randperm(23, generator=torch.Generator().manual_seed(4))
+REWARDS = torch.linspace(-1.0, 1.0, 23, dtype=torch.float64)[SHUFFLED]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    reference: Tensor  # [V], probabilities of the first token
+    policy: Tensor
+    metrics: dict[str, float]
+
+
+def distribution(model) -> Tensor:
+    with torch.no_grad():
+        return torch.softmax(model(torch.tensor([PROMPT])).logits[0, -1].double() / TEMPERATURE, dim=-1)
+
+
+def optimum(reference: Tensor, beta: float) -> Tensor:
+    weights = reference * torch.exp(REWARDS / beta)
+    return weights / weights.sum()
+
+
+def optimum_of_the_reverse_penalty(reference: Tensor, beta: float) -> Tensor:
+    """beta reference_a / (lambda - r_a), lambda above the largest reward found by bisection so that it sums to 1."""
+    low, high = float(REWARDS.max()), float(REWARDS.max()) + beta
+    for _ in range(200):
+        middle = (low + high) / 2
+        too_much = float((beta * reference / (middle - REWARDS)).sum()) > 1.0
+        low, high = (middle, high) if too_much else (low, middle)
+    return beta * reference / (high - REWARDS)
+
+
+def total_variation(first: Tensor, second: Tensor) -> float:
+    return 0.5 * float((first - second).abs().sum())
+
+
+@pytest.fixture
+def train(make_run):
+    def to_the_end(beta: float, *, batch: int = 256, value_model: str = "separate", **settings) -> Outcome:
+        run = make_run(
+            prompts=PromptDataset([PROMPT], ["a b"], {}),
+            scorer=RewardScorer([("token", 1.0, lambda batch: REWARDS[[ids[0] for ids in batch.response_ids]])]),
+            model={"spread": 0.2},
+            dtype="float32",
+            response_length=1,
+            stop_token="none",
+            temperature=TEMPERATURE,
+            missing_eos_penalty=None,
+            kl_coef=beta,
+            whiten_advantages=False,
+            learning_rate=1e-2,
+            value_model=value_model,
+            value_learning_rate=None if value_model == "shared" else 3e-2,
+            per_device_train_batch_size=batch,
+            gradient_accumulation_steps=1,
+            num_mini_batches=1,
+            num_ppo_epochs=4,
+            total_episodes=batch * 50,
+            local_rollout_forward_batch_size=batch,
+            **settings,
+        )
+        reference = distribution(run.reference)
+        while not run.state.finished:
+            metrics = run.iteration()
+        return Outcome(reference, distribution(run.state.policy), metrics)
+
+    return to_the_end
+
+
+@pytest.mark.parametrize(("beta", "value_model"), BETAS_AND_CRITICS)
+def test_with_k1_in_the_reward_training_reaches_the_optimum_of_this_penalty_and_of_no_other(train, beta, value_model):
+    outcome = train(beta, value_model=value_model)
+    assert total_variation(outcome.policy, optimum(outcome.reference, beta)) < 0.02
+    assert total_variation(outcome.policy, optimum(outcome.reference, 2 * beta)) > 0.05
+    assert total_variation(outcome.policy, optimum(outcome.reference, beta / 2)) > 0.05
+    assert total_variation(outcome.policy, optimum_of_the_reverse_penalty(outcome.reference, beta)) > 0.05
+    assert total_variation(outcome.policy, outcome.reference) > 0.1
+
+    log_partition = (outcome.reference * torch.exp(REWARDS / beta)).sum().log()
+    penalised = REWARDS - beta * (outcome.policy / outcome.reference).log()
+    assert float((outcome.policy * (penalised - beta * log_partition).abs()).sum()) < 0.02
+
+    # the metrics, against exact expectations under the final policy: 256 samples, so five standard errors
+    policy, log_ratio = outcome.policy, (outcome.policy / outcome.reference).log()
+    for name, values in (("objective/kl", log_ratio), ("objective/scores", REWARDS)):
+        mean = float(policy @ values)
+        error = float(policy @ (values - mean).square()) ** 0.5 / 16
+        assert outcome.metrics[name] == pytest.approx(mean, abs=5 * error)
+    assert outcome.metrics["objective/entropy"] == pytest.approx(float(-(policy @ policy.log())), abs=0.02)
+    assert outcome.metrics["objective/rlhf_reward"] == pytest.approx(float(beta * log_partition), abs=0.02)
+
+
+@pytest.mark.parametrize(("beta", "value_model"), BETAS_AND_CRITICS)
+def test_with_k2_in_the_loss_training_reaches_the_same_optimum(train, beta, value_model):
+    """k2's gradient is noisier where beta is small: rare tokens are far from the reference, and d enters squared."""
+    batch = 1024 if beta < 0.5 else 256
+    outcome = train(beta, batch=batch, kl_in="loss", kl_estimator="k2", value_model=value_model)
+    assert total_variation(outcome.policy, optimum(outcome.reference, beta)) < 0.02
+    assert total_variation(outcome.policy, optimum(outcome.reference, 2 * beta)) > 0.05
+    assert outcome.metrics["objective/rlhf_reward"] == outcome.metrics["objective/scores"]  # the reward holds no KL
+
+
+@pytest.mark.parametrize(("beta", "value_model"), BETAS_AND_CRITICS)
+def test_with_k3_in_the_loss_training_reaches_the_optimum_of_the_reverse_penalty(train, beta, value_model):
+    outcome = train(beta, kl_in="loss", kl_estimator="k3", value_model=value_model)
+    wanted = optimum_of_the_reverse_penalty(outcome.reference, beta)
+    assert_close(wanted.sum(), torch.tensor(1.0).double(), rtol=0.0, atol=1e-9)
+    assert total_variation(outcome.policy, wanted) < 0.02
+    assert total_variation(outcome.policy, optimum_of_the_reverse_penalty(outcome.reference, 2 * beta)) > 0.05
+    assert total_variation(outcome.policy, optimum(outcome.reference, beta)) > 0.05
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_k2_and_k3_in_the_reward_end_away_from_the_optimum_as_the_advice_says(train, estimator):
+    outcome = train(0.5, kl_estimator=estimator)
+    wanted = optimum(outcome.reference, 0.5)
+    assert total_variation(outcome.policy, wanted) > 0.2
+    rare = wanted < outcome.reference  # what the optimum makes rarer is made rarer still
+    assert float(outcome.policy[rare].sum()) < float(wanted[rare].sum())
+
+
+def test_an_entropy_bonus_reaches_the_optimum_of_the_reward_with_entropy(train):
+    """Without a KL penalty, maximising E[r] + c H gives pi proportional to exp(r / c)."""
+    outcome = train(0.0, entropy_coef=0.5)
+    assert total_variation(outcome.policy, torch.softmax(REWARDS / 0.5, dim=0)) < 0.04
+    for wrong in (0.25, 1.0):
+        assert total_variation(outcome.policy, torch.softmax(REWARDS / wrong, dim=0)) > 0.1

@@ -1,0 +1,287 @@
+"""From scores to advantages, worked by hand; every padded slot holds NaN."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.core.kl import FixedKLController
+from ppo_rlhf.core.statistics import RunningMoments
+from ppo_rlhf.ppo.experience import (
+    Scores,
+    estimate_advantages,
+    sample_table,
+    score_responses,
+    shape_rewards,
+)
+from ppo_rlhf.rewards.scorers import RewardScorer
+
+NAN = torch.nan
+LENGTHS, TERMINATED = [2, 4, 3], [True, False, True]
+OLD = torch.tensor([[-1.0, -2.0, NAN, NAN], [-0.5, -0.5, -0.5, -0.5], [-3.0, -1.0, -2.0, NAN]], dtype=torch.float64)
+REFERENCE = torch.tensor([[-1.5, -1.0, NAN, NAN], [-0.5, -1.0, -0.25, -2.5], [-2.0, -1.0, -2.0, NAN]]).double()
+KL = torch.tensor([[0.5, -1.0, 0.0, 0.0], [0.0, 0.5, -0.25, 2.0], [-1.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
+
+
+def state_of(**settings) -> SimpleNamespace:
+    config = PPOConfig(**settings)
+    controller = FixedKLController(config.kl_coef)
+    return SimpleNamespace(config=config, kl_controller=controller, reward_moments=RunningMoments())
+
+
+def scores_of(*totals: float, values: torch.Tensor | None = None) -> Scores:
+    total = torch.tensor(totals, dtype=torch.float64)
+    return Scores(total, {"reward": total}, torch.zeros(len(totals), 5).double() if values is None else values, 1.0)
+
+
+@pytest.fixture
+def rollouts(make_rollouts):
+    return make_rollouts(LENGTHS, TERMINATED, 4, old_logprobs=OLD, reference_logprobs=REFERENCE)
+
+
+# --- shaping ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_score_lands_on_the_last_real_token_and_each_token_pays_its_kl(rollouts):
+    shaped = shape_rewards(rollouts, scores_of(3.0, -7.0, 1.0), state_of(kl_coef=0.1))
+    expected = [[-0.05, 0.1 + 3.0, 0.0, 0.0], [0.0, -0.05, 0.025, -0.2 - 7.0], [0.1, 0.0, 1.0, 0.0]]
+    assert_close(shaped.rewards, torch.tensor(expected, dtype=torch.float64), rtol=0.0, atol=1e-12)
+    assert_close(shaped.kl, KL, rtol=0.0, atol=0.0)
+    assert_close(shaped.kl_penalty, KL, rtol=0.0, atol=0.0)
+    assert shaped.kl_coef == 0.1
+    assert shaped.scores.tolist() == [3.0, -7.0, 1.0]
+
+
+def test_k1_is_positive_where_the_policy_prefers_its_token_more_than_the_reference_and_costs_reward(make_rollouts):
+    drifted = make_rollouts(
+        [2], [True], 2, old_logprobs=torch.tensor([[-0.5, -0.5]]), reference_logprobs=torch.tensor([[-1.5, -0.5]])
+    )
+    shaped = shape_rewards(drifted, scores_of(0.0), state_of(kl_coef=0.2))
+    assert shaped.kl.tolist() == [[1.0, 0.0]]
+    assert_close(shaped.rewards, torch.tensor([[-0.2, 0.0]]).double(), rtol=0.0, atol=1e-7)
+
+
+def test_k3_is_never_negative_and_always_costs_reward(rollouts):
+    shaped = shape_rewards(rollouts, scores_of(0.0, 0.0, 0.0), state_of(kl_coef=0.1, kl_estimator="k3"))
+    expected = torch.where(rollouts.mask, torch.exp(-KL) - 1.0 + KL, 0.0)
+    assert_close(shaped.kl_penalty, expected, rtol=0.0, atol=1e-12)
+    assert_close(shaped.rewards, -0.1 * expected, rtol=0.0, atol=1e-12)
+    assert bool((shaped.kl_penalty >= 0.0).all())
+    assert_close(shaped.kl, KL, rtol=0.0, atol=0.0)  # the metric stays k1
+
+
+def test_clip_and_penalty_enter_the_reward_but_not_the_reported_score(rollouts):
+    state = state_of(kl_coef=0.0, reward_clip=2.0, missing_eos_penalty=0.5)
+    shaped = shape_rewards(rollouts, scores_of(3.0, -7.0, 1.0), state)
+    assert shaped.rewards.tolist() == [[0.0, 2.0, 0.0, 0.0], [0.0, 0.0, 0.0, -2.5], [0.0, 0.0, 1.0, 0.0]]
+    assert shaped.scores.tolist() == [3.0, -7.0, 1.0]
+
+
+def test_the_coefficient_is_the_controllers_not_the_configurations(rollouts):
+    state = state_of(kl_coef=0.1)
+    state.kl_controller.kl_coef = 0.5
+    shaped = shape_rewards(rollouts, scores_of(0.0, 0.0, 0.0), state)
+    assert_close(shaped.rewards, -0.5 * KL, rtol=0.0, atol=1e-12)
+    assert shaped.kl_coef == 0.5
+
+
+def test_whitened_rewards_keep_their_mean_and_get_unit_variance_over_real_tokens(rollouts):
+    plain = shape_rewards(rollouts, scores_of(3.0, -7.0, 1.0), state_of(kl_coef=0.1)).rewards
+    white = shape_rewards(rollouts, scores_of(3.0, -7.0, 1.0), state_of(kl_coef=0.1, whiten_rewards=True)).rewards
+    numbers = plain[rollouts.mask]
+    mean = sum(numbers.tolist()) / 9
+    variance = sum((x - mean) ** 2 for x in numbers.tolist()) / 8
+    expected = torch.where(rollouts.mask, (plain - mean) / (variance + 1e-8) ** 0.5 + mean, 0.0)
+    assert_close(white, expected, rtol=0.0, atol=1e-12)
+    assert float(white[rollouts.mask].mean()) == pytest.approx(mean, rel=0.0, abs=1e-12)
+
+
+# --- advantages ------------------------------------------------------------------------------------------------------
+
+VALUES = torch.tensor(
+    [[0.5, -0.5, NAN, NAN, NAN], [1.0, 2.0, 0.0, -1.0, NAN], [0.25, 0.5, 0.75, NAN, NAN]], dtype=torch.float64
+)
+
+
+def advantages_by_brute_force(rewards, values, lengths, gamma, lam):
+    """A_t = sum over l of (gamma lam)^l delta_{t+l}, delta_t = r_t + gamma V_{t+1} - V_t, V behind the end is 0."""
+    advantages = torch.zeros_like(rewards)
+    for row, length in enumerate(lengths):
+        r, v = rewards[row].tolist(), [*values[row, :length].tolist(), 0.0]
+        deltas = [r[t] + gamma * v[t + 1] - v[t] for t in range(length)]
+        for t in range(length):
+            advantages[row, t] = sum((gamma * lam) ** (k - t) * deltas[k] for k in range(t, length))
+    return advantages
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.5), (1.0, 1.0), (0.99, 0.0)])
+def test_advantages_and_returns_are_those_of_brute_force_and_nothing_is_bootstrapped_past_the_end(rollouts, gamma, lam):
+    scores = scores_of(3.0, -7.0, 1.0, values=VALUES)
+    shaped = shape_rewards(rollouts, scores, state_of(kl_coef=0.1))
+    config = PPOConfig(gamma=gamma, lam=lam, whiten_advantages=False)
+    experience = estimate_advantages(rollouts, scores, shaped, config)
+    expected = advantages_by_brute_force(shaped.rewards, VALUES, LENGTHS, gamma, lam)
+    assert_close(experience.advantages, expected, rtol=0.0, atol=1e-12)
+    returns = torch.where(rollouts.mask, expected + VALUES[:, :-1], 0.0)
+    assert_close(experience.returns, returns, rtol=0.0, atol=1e-12)
+
+
+def test_whitened_advantages_have_mean_zero_and_unit_variance_and_returns_are_not_whitened(rollouts):
+    scores = scores_of(3.0, -7.0, 1.0, values=VALUES)
+    shaped = shape_rewards(rollouts, scores, state_of())
+    raw = estimate_advantages(rollouts, scores, shaped, PPOConfig(whiten_advantages=False))
+    white = estimate_advantages(rollouts, scores, shaped, PPOConfig(whiten_advantages=True))
+    numbers = raw.advantages[rollouts.mask]
+    mean = numbers.sum() / 9
+    variance = (numbers - mean).square().sum() / 8
+    expected = torch.where(rollouts.mask, (raw.advantages - mean) / (variance + 1e-8).sqrt(), 0.0)
+    assert_close(white.advantages, expected, rtol=0.0, atol=1e-12)
+    assert torch.equal(white.returns, raw.returns)
+    assert white.rollouts is rollouts
+    assert white.scores is scores
+    assert white.shaped_rewards is shaped
+
+
+def test_the_critics_targets_can_have_a_lambda_of_their_own(rollouts):
+    """lam 0 for the advantages, 1 for the returns: returns are then the sums of rewards to the end, by hand."""
+    scores = scores_of(3.0, -7.0, 1.0, values=VALUES)
+    shaped = shape_rewards(rollouts, scores, state_of(kl_coef=0.1))
+    config = PPOConfig(lam=0.0, lam_critic=1.0, whiten_advantages=False)
+    experience = estimate_advantages(rollouts, scores, shaped, config)
+    to_go = shaped.rewards.flip(1).cumsum(1).flip(1)
+    assert_close(experience.returns, torch.where(rollouts.mask, to_go, 0.0), rtol=0.0, atol=1e-12)
+    one_step = advantages_by_brute_force(shaped.rewards, VALUES, LENGTHS, 1.0, 0.0)
+    assert_close(experience.advantages, one_step, rtol=0.0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.5)])
+def test_a_bootstrapped_response_goes_on_with_the_value_behind_its_last_token(make_rollouts, gamma, lam):
+    """Rows of length 2 (stopped), 4 and 3 (cut off): V behind the end is column 4 and column 3, and 0 for the first."""
+    values = VALUES.clone()
+    values[1, 4], values[2, 3] = 7.0, -3.0
+    rollouts = make_rollouts(LENGTHS, [True, False, False], 4, old_logprobs=OLD, reference_logprobs=REFERENCE)
+    scores = scores_of(3.0, -7.0, 1.0, values=values)
+    state = state_of(kl_coef=0.1, truncated_responses="bootstrap")
+    shaped = shape_rewards(rollouts, scores, state)
+    expected = torch.where(rollouts.mask, -0.1 * KL, 0.0)
+    expected[0, 1] += 3.0  # the one that stopped is paid its score
+    assert_close(shaped.rewards, expected, rtol=0.0, atol=1e-12)
+    config = PPOConfig(gamma=gamma, lam=lam, whiten_advantages=False, truncated_responses="bootstrap")
+    experience = estimate_advantages(rollouts, scores, shaped, config)
+    paid = shaped.rewards.clone()
+    paid[1, 3] += gamma * 7.0
+    paid[2, 2] += gamma * -3.0
+    expected = advantages_by_brute_force(paid, values, LENGTHS, gamma, lam)
+    assert_close(experience.advantages, expected, rtol=0.0, atol=1e-12)
+
+
+def test_masked_responses_count_in_no_whitening(rollouts):
+    """Row 1 is cut off: mean and variance are those of rows 0 and 2, and its own advantages are 0."""
+    scores = scores_of(3.0, -7.0, 1.0, values=VALUES)
+    shaped = shape_rewards(rollouts, scores, state_of())
+    settings = {"truncated_responses": "mask"}
+    raw = estimate_advantages(rollouts, scores, shaped, PPOConfig(whiten_advantages=False, **settings)).advantages
+    white = estimate_advantages(rollouts, scores, shaped, PPOConfig(**settings)).advantages
+    numbers = torch.cat([raw[0, :2], raw[2, :3]])
+    expected = (raw - numbers.mean()) / (numbers.var() + 1e-8).sqrt()
+    assert_close(white[0, :2], expected[0, :2], rtol=0.0, atol=1e-12)
+    assert_close(white[2, :3], expected[2, :3], rtol=0.0, atol=1e-12)
+    assert white[1].tolist() == [0.0] * 4
+
+
+def test_kl_that_is_in_the_loss_is_not_in_the_reward(rollouts):
+    state = state_of(kl_coef=0.1, kl_in="loss", kl_estimator="k2")
+    shaped = shape_rewards(rollouts, scores_of(3.0, -7.0, 1.0), state)
+    assert shaped.rewards.tolist() == [[0.0, 3.0, 0.0, 0.0], [0.0, 0.0, 0.0, -7.0], [0.0, 0.0, 1.0, 0.0]]
+    assert_close(shaped.kl_penalty, 0.5 * KL.square(), rtol=0.0, atol=1e-12)
+    assert shaped.kl_coef == 0.1  # what the loss will weigh it by
+
+
+# --- scoring ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "bitnet"])
+def test_value_t_is_the_critics_output_at_the_token_before_response_token_t(make_run, kind):
+    run = make_run(kind)
+    rollouts = run.rollouts()
+    values = score_responses(rollouts, run.scorer, run.state).values
+    assert values.shape == (12, 9)
+    critic = run.state.critic
+    for row, (prompt, tokens) in enumerate(zip(rollouts.prompts.prompt_ids, rollouts.token_lists(), strict=True)):
+        ids = torch.tensor([prompt + tokens])
+        with torch.no_grad():
+            states = critic.backbone(ids, use_cache=False).last_hidden_state[0]
+        expected = states @ critic.value_head.weight[0] + critic.value_head.bias
+        assert len(set(expected.tolist())) > 1  # a constant would hide a shift
+        found = values[row, : len(tokens) + 1]
+        assert_close(found, expected[len(prompt) - 1 :].detach(), rtol=0.0, atol=1e-10)
+
+
+def test_the_total_is_the_weighted_sum_and_components_are_kept_unweighted(make_run):
+    by_length = [("length", 2.0, lambda batch: torch.tensor([float(len(ids)) for ids in batch.response_ids]))]
+    stopped = [("stopped", -0.5, lambda batch: torch.tensor([float(stop) for stop in batch.terminated]))]
+    run = make_run(scorer=RewardScorer(by_length + stopped))
+    rollouts = run.rollouts()
+    scores = score_responses(rollouts, run.scorer, run.state)
+    lengths, ended = rollouts.lengths.double(), rollouts.terminated.double()
+    assert_close(scores.total, 2.0 * lengths - 0.5 * ended, rtol=0.0, atol=1e-6)
+    assert torch.equal(scores.components["length"], lengths)
+    assert torch.equal(scores.components["stopped"], ended)
+    assert scores.total.dtype == torch.float64
+
+
+def test_rewards_are_called_with_the_sampled_tokens_texts_and_columns(make_run):
+    seen = []
+
+    def spy(batch):
+        seen.append(batch)
+        return torch.zeros(len(batch))
+
+    run = make_run(scorer=RewardScorer([("spy", 1.0, spy)]))
+    rollouts = run.rollouts()
+    score_responses(rollouts, run.scorer, run.state)
+    (batch,) = seen
+    assert batch == rollouts.response_batch()
+
+
+def test_no_stage_before_the_update_changes_its_inputs(make_run, snapshot, same_tensors):
+    run = make_run()
+    models = (run.state.policy, run.state.critic, run.reference)
+    before = [snapshot(model) for model in models]
+    rollouts = run.rollouts()
+    kept = [{k: v.clone() for k, v in vars(rollouts).items() if isinstance(v, torch.Tensor)}]
+    scores = score_responses(rollouts, run.scorer, run.state)
+    kept.append({k: v.clone() for k, v in vars(scores).items() if isinstance(v, torch.Tensor)})
+    shaped = shape_rewards(rollouts, scores, run.state)
+    kept.append({k: v.clone() for k, v in vars(shaped).items() if isinstance(v, torch.Tensor)})
+    estimate_advantages(rollouts, scores, shaped, run.config)
+    for stage, tensors in zip((rollouts, scores, shaped), kept, strict=True):
+        assert all(torch.equal(getattr(stage, name), tensor) for name, tensor in tensors.items())
+    after = [snapshot(model) for model in models]
+    assert all(same_tensors(*pair) for pair in zip(before, after, strict=True))
+    assert (run.state.iteration, run.state.history) == (0, [])
+
+
+def test_records_of_a_stage_cannot_be_changed(rollouts):
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        rollouts.lengths = torch.tensor([1])
+
+
+# --- samples ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_of_samples_has_a_row_for_each_of_the_first_responses(rollouts):
+    scores = scores_of(3.0, -7.0, 1.0)
+    shaped = shape_rewards(rollouts, scores, state_of())
+    table = sample_table(rollouts, scores, shaped, limit=2)
+    assert table == {
+        "prompt": rollouts.prompts.texts[:2],
+        "response": ["response 0", "response 1"],
+        "score": [3.0, -7.0],
+        "kl": [-0.5, 2.25],  # summed over the response, nats
+        "stopped": [True, False],
+    }
+    assert [len(column) for column in sample_table(rollouts, scores, shaped).values()] == [3] * 5

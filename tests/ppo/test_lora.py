@@ -1,0 +1,220 @@
+"""A run with LoRA: what trains, what stays, what is in memory once, and that the update's invariants hold."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from ppo_rlhf.checkpoints.model_files import exported_policy
+from ppo_rlhf.models.adapters import has_adapter, trained_parameters, without_adapter
+from ppo_rlhf.models.reward_model import CausalLMRewardModel
+from ppo_rlhf.ppo.update import optimise
+from tests.ppo.test_update import poisoned, recorded
+
+from .support import ONE_STEP, assert_same_gradients, moved_on
+
+KINDS = ["gpt2", "llama", "bitnet"]
+LORA = {"use_peft": True, "lora_r": 2, "lora_alpha": 8}
+IDS = torch.tensor([[3, 9, 14, 6], [5, 7, 4, 12]])
+
+
+def gradient(make_run, experience, kind: str, **settings) -> dict[str, torch.Tensor]:
+    run = make_run(kind, **{**LORA, **ONE_STEP, **settings})
+    stir(run.state.policy, run.state.critic)
+    seen: dict[str, torch.Tensor] = {}
+
+    def look(name: str, model: torch.nn.Module) -> None:  # at its step: behind the update gradients are gone
+        found = trained_parameters(model).items()
+        seen.update({f"{name}.{n}": p.grad.clone() for n, p in found if p.grad is not None})
+
+    def look_at_both() -> None:
+        look("policy", run.state.policy)
+        look("critic", run.state.critic)
+
+    # each at its own model: the other one's backward pass may be under way at the same time
+    if run.state.shares_trunk:
+        run.state.policy_optimizer.step = look_at_both
+    else:
+        run.state.policy_optimizer.step = partial(look, "policy", run.state.policy)
+        run.state.critic_optimizer.step = partial(look, "critic", run.state.critic)
+    optimise(run.state, experience, run.config)
+    assert {name.partition(".")[0] for name in seen} == {"policy", "critic"}
+    return seen
+
+
+def stir(*models) -> None:
+    """Move every adapter away from its start, where half of its gradient is 0."""
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for model in models:
+            for name, parameter in trained_parameters(model).items():
+                if "lora" in name:
+                    parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+
+
+def stirred(make_run, kind: str, **settings):
+    run = make_run(kind, **{**LORA, **settings})
+    stir(run.state.policy, run.state.critic)
+    return run
+
+
+@pytest.mark.parametrize("value_model", ["separate", "shared"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_and_value_head_train_and_the_frozen_weights_keep_every_bit(make_run, kind, value_model):
+    run = make_run(kind, value_model=value_model, dtype="float32", **LORA)
+    models = {"policy": run.state.policy, "critic": run.state.critic, "reference": run.reference}
+    before = {f"{m}.{n}": p.detach().clone() for m, model in models.items() for n, p in model.named_parameters()}
+    for _ in range(2):
+        run.iteration()
+    after = {f"{m}.{n}": p for m, model in models.items() for n, p in model.named_parameters()}
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert moved == {name for name in before if ".lora_" in name or "value_head" in name}
+    assert all(after[name].requires_grad is (name in moved) for name in before)
+
+
+def test_frozen_weights_are_in_memory_once(make_run):
+    state, reference = (run := make_run("gpt2", **LORA)).state, run.reference
+    weights = {p.data_ptr() for p in reference.parameters()}
+    for model in (state.policy, state.critic):
+        assert {p.data_ptr() for p in model.parameters() if not p.requires_grad} <= weights
+    trained = {p.data_ptr() for model in (state.policy, state.critic) for p in trained_parameters(model).values()}
+    assert trained.isdisjoint(weights)
+    held = {id(p) for o in (state.policy_optimizer, state.critic_optimizer) for p in o.param_groups[0]["params"]}
+    assert len(held) == len(trained)
+
+
+@pytest.mark.parametrize("value_model", ["separate", "shared"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_policy_critic_and_reference_take_the_memory_of_one_base_and_of_what_trains(make_run, kind, value_model):
+    state, reference = (run := make_run(kind, value_model=value_model, **LORA)).state, run.reference
+
+    def storages(*models):
+        tensors = [t for model in models for t in (*model.parameters(), *model.buffers())]
+        return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+
+    trained = {id(p): p.nbytes for m in (state.policy, state.critic) for p in trained_parameters(m).values()}
+    together = storages(state.policy, state.critic, reference)
+    assert sum(together.values()) == sum(storages(reference).values()) + sum(trained.values())
+
+
+def test_the_critic_has_an_adapter_of_its_own(make_run):
+    state = make_run(**LORA).state
+    policy, critic = (trained_parameters(model) for model in (state.policy, state.critic.backbone))
+    first, second = (next(p for name, p in each.items() if ".lora_A." in name) for each in (policy, critic))
+    assert first.shape == second.shape
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_first_kl_is_zero_and_the_reference_stays_the_sft_policy(make_run, kind):
+    dtype = "float64" if kind == "bitnet" else "float32"  # its norms make 1.1e-5 of float32's rounding without AVX-512
+    run = make_run(kind, dtype=dtype, num_mini_batches=1, per_device_train_batch_size=12, **LORA)
+    expected = run.reference(IDS).logits
+    rollouts, _, shaped, experience = run.before_update()
+    assert float(shaped.kl.abs().max()) < 1e-5  # other micro-batches: rounding alone, some ulps of a logit
+    assert rollouts is experience.rollouts
+    optimise(run.state, experience, run.config)
+    assert torch.equal(run.reference(IDS).logits, expected)
+    assert torch.equal(without_adapter(run.state.policy)(IDS).logits, expected)
+    assert not torch.equal(run.state.policy(IDS).logits, expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.parametrize("value_model", ["separate", "shared"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_first_ratio_is_one_to_the_last_bit(make_run, monkeypatch, kind, value_model, dtype):
+    run = stirred(make_run, kind, value_model=value_model, dtype=dtype)
+    calls = recorded(monkeypatch, "clipped_policy_loss")
+    run.iteration()
+    assert torch.equal(calls[0]["new"][calls[0]["mask"]], calls[0]["old"][calls[0]["mask"]])
+    assert not torch.equal(calls[-1]["new"][calls[-1]["mask"]], calls[-1]["old"][calls[-1]["mask"]])
+
+
+@pytest.mark.parametrize("value_model", ["separate", "shared"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_gradient_depends_neither_on_the_cut_nor_on_padding(make_run, kind, value_model):
+    experience = moved_on(stirred(make_run, kind, value_model=value_model).before_update()[-1])
+    expected = gradient(make_run, experience, kind, value_model=value_model)
+    cut = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 12}
+    assert_same_gradients(gradient(make_run, experience, kind, value_model=value_model, **cut), expected)
+    assert_same_gradients(gradient(make_run, poisoned(experience), kind, value_model=value_model), expected)
+    assert all(float(g.abs().max()) > 0 for g in expected.values())
+
+
+def test_sixteen_bit_runs_freeze_in_sixteen_bits_and_train_in_float32(make_run):
+    state = make_run(dtype="bfloat16", **LORA).state
+    for model in (state.policy, state.critic):
+        assert {p.dtype for p in trained_parameters(model).values()} == {torch.float32}
+        assert {p.dtype for p in model.parameters() if not p.requires_grad} == {torch.bfloat16}
+
+
+def test_a_critic_from_the_reward_model_is_an_adapter_on_its_frozen_weights(make_run, make_model):
+    reward_model = CausalLMRewardModel.from_causal_lm(make_model("llama", seed=2))
+    run = make_run(reward_model=reward_model, value_model="reward_init", **LORA)
+    critic = run.state.critic
+    frozen = {p.data_ptr() for p in critic.parameters() if not p.requires_grad}
+    assert frozen == {p.data_ptr() for p in reward_model.backbone.parameters()}
+    assert has_adapter(critic.backbone)
+    before = reward_model(IDS).logits
+    assert torch.equal(critic.backbone(IDS).last_hidden_state, reward_model.backbone(IDS).last_hidden_state)
+    run.iteration()
+    assert torch.equal(reward_model(IDS).logits, before)
+    assert not torch.equal(critic.backbone(IDS).last_hidden_state, reward_model.backbone(IDS).last_hidden_state)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_exported_policy_is_a_plain_model_that_computes_what_was_trained(make_run, kind):
+    run = stirred(make_run, kind, dtype="float32")
+    run.iteration()
+    exported = exported_policy(run.state)
+    assert not has_adapter(exported.model)
+    assert exported.value_head is None
+    logits = run.state.policy(IDS).logits
+    assert_close(exported.model(IDS).logits, logits, rtol=0.0, atol=2e-5 * float(logits.detach().abs().max()))
+
+
+@pytest.mark.parametrize("value_model", ["separate", "shared"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_with_all_linear_and_head_the_policys_head_learns_and_what_it_is_tied_to_does_not(make_run, kind, value_model):
+    run = make_run(kind, value_model=value_model, lora_target_modules="all-linear+head", **LORA)
+    head, embeddings = run.state.policy.get_output_embeddings(), run.state.policy.get_input_embeddings()
+    before = embeddings.weight.clone()
+    run.iteration()
+    assert float(head.lora_B["default"].weight.detach().abs().max()) > 0.0
+    assert torch.equal(embeddings.weight, before)
+    exported = exported_policy(run.state).model
+    assert torch.equal(exported.get_input_embeddings().weight.to(before), before)
+    assert not torch.equal(exported.get_output_embeddings().weight.to(before), head.base_layer.weight)
+
+
+def test_adapters_start_from_the_seed(make_run):
+    def start(**settings):
+        state = make_run(**LORA, **settings).state
+        return {
+            n: p for model in (state.policy, state.critic) for n, p in trained_parameters(model).items() if "lora" in n
+        }
+
+    first, again, other = start(), start(), start(seed=7)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert any(not torch.equal(first[name], other[name]) for name in first)
+
+
+def test_the_scale_of_the_adapter_scales_its_effect(make_run):
+    effects = []
+    for alpha in (4, 8):
+        run = stirred(make_run, "llama", lora_alpha=alpha)
+        layer = run.state.policy.model.layers[0].mlp.up_proj
+        x = torch.ones(1, 16, dtype=torch.float64)
+        effects.append(layer(x) - layer.base_layer(x))
+    assert_close(effects[1], 2.0 * effects[0], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_both_engines_sample_the_adapted_policy(make_run, kind):
+    engines = {e: stirred(make_run, kind, rollout_engine=e, gradient_checkpointing=True) for e in ("static", "hf")}
+    found = {name: run.rollouts() for name, run in engines.items()}
+    assert torch.equal(found["static"].response_ids, found["hf"].response_ids)
+    assert not torch.equal(found["static"].response_ids, make_run(kind, **LORA).rollouts().response_ids)
+    for rollouts in found.values():
+        assert_close(rollouts.sampler_logprobs.double(), rollouts.old_logprobs, rtol=0.0, atol=1e-5)

@@ -1,0 +1,229 @@
+"""Each metric of an iteration from hand-made inputs, its formula worked out with plain numbers."""
+
+import math
+import statistics
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ppo_rlhf.ppo.experience import Experience, Scores, ShapedRewards
+from ppo_rlhf.ppo.metrics import StepStatistics, iteration_metrics, peak_memory_bytes
+
+NAN = torch.nan
+STATUS = Path("/proc/self/status")
+# The fixed names, without what other stages log (sft, reward_model, eval).
+KEYS = {
+    *("objective/kl", "objective/kl_per_token", "objective/kl_estimate", "objective/entropy", "objective/kl_coef"),
+    *("objective/non_score_reward", "objective/rlhf_reward", "objective/scores", "objective/scores_std"),
+    *("objective/scores_p05", "objective/scores_p50", "objective/scores_p95"),
+    *("policy/approxkl_avg", "policy/clipfrac_avg", "policy/grad_norm", "policy/rollout_logprob_gap"),
+    *("loss/policy_avg", "loss/value_avg", "loss/total", "val/clipfrac_avg", "val/ratio", "val/ratio_var"),
+    *("val/num_eos_tokens", "val/explained_variance", "value/grad_norm"),
+    *("response/length", "response/truncated_fraction", "lr/policy", "lr/value", "episode"),
+    *("loss/kl_avg", "loss/entropy_avg"),
+    *("optimiser/steps", "optimiser/skipped_steps", "optimiser/early_stops", "optimiser/loss_scale"),
+    *("time/rollout_s", "time/score_s", "time/optimise_s", "time/iteration_s"),
+    *("throughput/episodes_per_s", "throughput/generated_tokens_per_s", "memory/peak_bytes"),
+}
+
+LENGTHS = [1, 3, 2, 3]
+TOKENS = sum(LENGTHS)
+
+
+def table(*rows: list[float]) -> torch.Tensor:
+    """[4, 3] in float64; what a row leaves out is padding and NaN."""
+    return torch.tensor([row + [NAN] * (3 - len(row)) for row in rows], dtype=torch.float64)
+
+
+OLD = table([-1.0], [-2.0, -0.5, -0.25], [-3.0, -1.0], [-0.5, -0.5, -0.5])
+SAMPLER = table([-1.5], [-2.0, -0.25, -0.25], [-3.0, -1.0], [-0.5, -0.5, -1.5])
+ENTROPY = table([0.5], [1.0, 2.0, 3.0], [0.25, 0.25], [1.0, 1.0, 1.0])
+KL = [[0.5], [1.0, -0.5, 0.25], [0.0, 2.0], [-1.0, 0.0, 0.75]]
+PENALTY = [[0.25], [0.5, 0.5, 0.0], [0.0, 1.0], [1.5, 0.0, 0.25]]
+REWARDS = [[2.0], [0.0, 0.5, -1.0], [0.0, 3.0], [1.0, 0.0, 0.5]]
+VALUES = [[0.5], [1.0, 0.0, -1.0], [2.0, 1.0], [0.0, 0.5, 0.5]]
+RETURNS = [[1.0], [1.0, 0.5, -1.0], [1.0, 2.0], [0.0, 1.0, 0.0]]
+SCORES = [2.0, -1.0, 3.5, 0.5]
+
+
+def flat(rows: list[list[float]]) -> list[float]:
+    return [x for row in rows for x in row]
+
+
+def zero_padded(rows: list[list[float]]) -> torch.Tensor:
+    return torch.nan_to_num(table(*rows))
+
+
+@pytest.fixture
+def experience(make_rollouts):
+    rollouts = make_rollouts(
+        LENGTHS, [True, False, True, True], 3, old_logprobs=OLD, sampler_logprobs=SAMPLER, entropy=ENTROPY
+    )
+    values = torch.cat([table(*VALUES), torch.full((4, 1), NAN, dtype=torch.float64)], dim=1)
+    components = {"model": torch.tensor([1.0, 2.0, 3.0, 4.0]), "shape": torch.tensor([0.0, -1.0, 0.0, -1.0])}
+    scores = Scores(torch.tensor(SCORES, dtype=torch.float64), components, values, seconds=7.0)
+    # The stages write 0 into padding of these three; sums over a response rely on it.
+    shaped = ShapedRewards(zero_padded(REWARDS), zero_padded(KL), zero_padded(PENALTY), 0.1, scores.total)
+    return Experience(rollouts, scores, shaped, zero_padded(RETURNS), zero_padded(RETURNS))
+
+
+def step(*values: float) -> StepStatistics:
+    return StepStatistics(*(torch.tensor(value, dtype=torch.float64) for value in values), tokens=5)
+
+
+STEPS = [
+    # policy loss, value loss, KL, entropy, approxkl, policy clipfrac, value clipfrac, ratio, policy norm, value norm
+    step(0.5, 2.0, 0.5, 1.0, 0.01, 0.1, 0.4, 1.0, 3.0, 10.0),
+    step(-0.1, 1.0, 1.0, 2.0, 0.03, 0.3, 0.2, 1.2, 5.0, 20.0),
+    step(-0.1, 0.0, 1.5, 6.0, 0.02, 0.2, 0.0, 0.8, 1.0, 30.0),
+]
+
+
+def state_after(episode: int, steps: int, skipped: int, scales: tuple[float, float] = (1.0, 1.0), **config: object):
+    scalers = {
+        name: SimpleNamespace(get_scale=lambda scale=scale: scale)
+        for name, scale in zip(("policy_scaler", "critic_scaler"), scales, strict=True)
+    }
+    settings = {"vf_coef": 0.25, "entropy_coef": 0.0, "kl_in": "reward", "dtype": "float32", **config}
+    counters = {"episode": episode, "optimiser_steps": steps, "skipped_steps": skipped, "early_stops": 2}
+    device = torch.device("cpu")
+    return SimpleNamespace(config=SimpleNamespace(**settings), device=device, **counters, **scalers)
+
+
+@pytest.fixture
+def metrics(experience):
+    return iteration_metrics(experience, STEPS, state_after(96, 11, 1), (1e-5, 3e-5), optimise_seconds=4.0)
+
+
+def test_the_keys_are_those_of_the_design_and_one_for_each_component_of_the_reward(metrics):
+    assert set(metrics) == KEYS | {"reward/model", "reward/shape"}
+
+
+def test_every_metric_is_a_plain_finite_number(metrics):
+    assert all(type(value) is float and math.isfinite(value) for value in metrics.values())
+
+
+def close(value: float) -> object:
+    return pytest.approx(value, rel=1e-12, abs=1e-12)
+
+
+def test_kl_is_summed_over_a_response_or_averaged_over_tokens(metrics):
+    assert metrics["objective/kl"] == close(sum(flat(KL)) / 4)
+    assert metrics["objective/kl_per_token"] == close(sum(flat(KL)) / TOKENS)
+    assert metrics["objective/kl_estimate"] == close(sum(flat(PENALTY)) / 4)
+    assert metrics["objective/kl_coef"] == 0.1
+
+
+def test_entropy_is_averaged_over_tokens_and_padding_does_not_count(metrics):
+    assert metrics["objective/entropy"] == close((0.5 + 6.0 + 0.5 + 3.0) / TOKENS)
+
+
+def test_rewards_are_averaged_over_responses(metrics):
+    assert metrics["objective/non_score_reward"] == close(-0.1 * sum(flat(PENALTY)) / 4)
+    assert metrics["objective/rlhf_reward"] == close(sum(flat(REWARDS)) / 4)
+    assert metrics["reward/model"] == close(2.5)
+    assert metrics["reward/shape"] == close(-0.5)
+
+
+def test_scores_have_mean_sample_deviation_and_interpolated_quantiles(metrics):
+    assert metrics["objective/scores"] == close(5.0 / 4)
+    assert metrics["objective/scores_std"] == close(statistics.stdev(SCORES))
+    # sorted: -1, 0.5, 2, 3.5; quantile q lies at position 3 q
+    assert metrics["objective/scores_p05"] == close(-1.0 + 0.15 * 1.5)
+    assert metrics["objective/scores_p50"] == close(1.25)
+    assert metrics["objective/scores_p95"] == close(2.0 + 0.85 * 1.5)
+
+
+def test_statistics_of_the_update_are_means_over_its_optimiser_steps(metrics):
+    assert metrics["loss/policy_avg"] == close(0.1)
+    assert metrics["loss/value_avg"] == close(1.0)
+    assert metrics["loss/kl_avg"] == close(1.0)
+    assert metrics["loss/entropy_avg"] == close(3.0)
+    assert metrics["policy/approxkl_avg"] == close(0.02)
+    assert metrics["policy/clipfrac_avg"] == close(0.2)
+    assert metrics["val/clipfrac_avg"] == close(0.2)
+    assert metrics["val/ratio"] == close(1.0)
+    assert metrics["val/ratio_var"] == close(0.04)  # of 1.0, 1.2, 0.8 with Bessel's correction
+    assert metrics["policy/grad_norm"] == close(3.0)
+    assert metrics["value/grad_norm"] == close(20.0)
+
+
+def test_the_total_loss_has_every_term_with_its_coefficient(experience):
+    """Policy 0.1, value 1, KL 1 (price 0.1), entropy 3. KL in the reward leaves steps with KL 0."""
+    state = state_after(96, 11, 1, vf_coef=0.25, entropy_coef=0.02, kl_in="loss")
+    metrics = iteration_metrics(experience, STEPS, state, (1.0, 1.0), 1.0)
+    assert metrics["loss/total"] == close(0.1 + 0.25 * 1.0 + 0.1 * 1.0 - 0.02 * 3.0)
+
+
+def test_a_reward_without_the_kl_has_no_part_but_the_score(experience):
+    metrics = iteration_metrics(experience, STEPS, state_after(96, 11, 1, kl_in="loss"), (1.0, 1.0), 1.0)
+    assert metrics["objective/non_score_reward"] == 0.0
+    assert metrics["objective/kl_estimate"] == close(sum(flat(PENALTY)) / 4)
+
+
+def test_the_loss_scale_is_the_smaller_one(experience):
+    state = state_after(96, 11, 1, scales=(1024.0, 512.0))
+    assert iteration_metrics(experience, STEPS, state, (1.0, 1.0), 1.0)["optimiser/loss_scale"] == 512.0
+
+
+def test_explained_variance_compares_values_before_each_token_with_returns(metrics):
+    residuals = [target - value for target, value in zip(flat(RETURNS), flat(VALUES), strict=True)]
+    expected = 1.0 - statistics.pvariance(residuals) / statistics.pvariance(flat(RETURNS))
+    assert metrics["val/explained_variance"] == close(expected)
+
+
+def test_the_gap_between_sampler_and_trained_forward_is_a_mean_over_tokens(metrics):
+    assert metrics["policy/rollout_logprob_gap"] == close((0.5 + 0.25 + 1.0) / TOKENS)
+
+
+def test_responses_are_counted_by_length_and_by_how_they_ended(metrics):
+    assert metrics["val/num_eos_tokens"] == 3.0
+    assert metrics["response/length"] == close(TOKENS / 4)
+    assert metrics["response/truncated_fraction"] == 0.25
+
+
+def test_counters_rates_and_times_are_passed_on(metrics):
+    assert (metrics["lr/policy"], metrics["lr/value"]) == (1e-5, 3e-5)
+    assert (metrics["episode"], metrics["optimiser/steps"], metrics["optimiser/skipped_steps"]) == (96.0, 11.0, 1.0)
+    assert metrics["optimiser/early_stops"] == 2.0
+    assert (metrics["time/rollout_s"], metrics["time/score_s"], metrics["time/optimise_s"]) == (5.0, 7.0, 4.0)
+
+
+def test_throughput_is_per_second_of_the_iteration_and_of_generation(experience, monkeypatch):
+    monkeypatch.setattr("ppo_rlhf.ppo.metrics.time.perf_counter", lambda: 8.0)  # started at 0
+    metrics = iteration_metrics(experience, STEPS, state_after(4, 3, 0), (1.0, 1.0), 1.0)
+    assert metrics["time/iteration_s"] == 8.0
+    assert metrics["throughput/episodes_per_s"] == 4 / 8.0
+    assert metrics["throughput/generated_tokens_per_s"] == TOKENS / 2.0
+
+
+def test_one_response_and_one_step_have_deviation_zero_not_nan(make_rollouts):
+    rollouts = make_rollouts([2], [True], 2)
+    scores = Scores(torch.tensor([3.0]), {}, torch.zeros(1, 3), 1.0)
+    zeros = torch.zeros(1, 2)
+    experience = Experience(rollouts, scores, ShapedRewards(zeros, zeros, zeros, 0.1, scores.total), zeros, zeros)
+    metrics = iteration_metrics(experience, STEPS[:1], state_after(1, 1, 0), (1.0, 1.0), 1.0)
+    assert metrics["objective/scores_std"] == 0.0
+    assert metrics["val/ratio_var"] == 0.0
+    assert metrics["val/explained_variance"] == 0.0
+    assert set(metrics) == KEYS
+
+
+def test_the_keys_of_a_real_iteration_are_the_same(make_run):
+    assert set(make_run().iteration()) == KEYS | {"reward/first_letters"}
+
+
+@pytest.mark.skipif(not STATUS.is_file(), reason="the oracle is Linux's /proc/self/status")
+def test_peak_memory_on_a_cpu_is_the_processes_high_water_mark_in_bytes(monkeypatch):
+    """Also where another part of the process uses a GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    line = next(line for line in STATUS.read_text().splitlines() if line.startswith("VmHWM"))
+    assert peak_memory_bytes(torch.device("cpu")) == pytest.approx(int(line.split()[1]) * 1024, rel=0.02)
+
+
+def test_peak_memory_on_a_gpu_is_that_devices(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 7 + device.index)
+    assert peak_memory_bytes(torch.device("cuda", 1)) == 8

@@ -1,0 +1,186 @@
+"""Runs whose frozen models wait in the host's memory: the wiring, with `meta` as the host, and what is refused.
+
+On `meta` a model has no values, so any pass outside of its block, or a copy that is missing, ends the run.
+"""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from ppo_rlhf.checkpoints.resume import restore
+from ppo_rlhf.checkpoints.store import write_checkpoint
+from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.core.errors import ConfigError
+from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.models.offloading import on_device
+from ppo_rlhf.models.reward_model import CausalLMRewardModel
+from ppo_rlhf.ppo.build import load_policies
+from ppo_rlhf.ppo.evaluation import EvaluationConfig, evaluate_policy, resolve_judge
+from ppo_rlhf.rewards.scorers import (
+    NOTHING_TO_OFFLOAD,
+    ModelScorer,
+    RewardComponentConfig,
+    RewardConfig,
+    RewardScorer,
+    build_reward_scorer,
+)
+from ppo_rlhf.training import PPOTrainer
+from tests.models.test_offloading import Waiting
+from tests.tiny_models import save, tiny_model, word_tokenizer
+
+CPU = torch.device("cpu")
+ON_THE_CPU = (
+    "has no meaning on the CPU (ppo.device={}): all models lie in the host's memory anyway; leave it out, or run on a "
+    "GPU"
+)
+FIELDS = ["offload_reference_policy", "offload_reward_model"]
+
+
+@pytest.fixture
+def reward_model(make_model):
+    return CausalLMRewardModel.from_causal_lm(make_model("llama", seed=2)).requires_grad_(False)
+
+
+@pytest.fixture
+def run_with(make_run, make_tokenizer, reward_model):
+    """A run with a reward model; `wait` lets both frozen models wait after the critic has been made."""
+
+    def build(monkeypatch=None, **settings):
+        tokenizer = make_tokenizer()
+        scorer = RewardScorer([("model", 1.0, ModelScorer(reward_model, tokenizer, tokenizer))], reward_model)
+        run = make_run(scorer=scorer, reward_model=reward_model, **settings)
+        if monkeypatch is None:
+            return run, None, None
+        reference, score = Waiting(run.reference, monkeypatch), Waiting(reward_model, monkeypatch)
+        values = {**reference._values, **score._values}
+
+        def copy(tensor, device):
+            (reference if id(tensor) in reference._values else score).copied.append(tensor)
+            return values[id(tensor)].to(device)
+
+        monkeypatch.setattr("ppo_rlhf.models.offloading.copied_to", copy)
+        return run, reference, score
+
+    return build
+
+
+@pytest.mark.parametrize(
+    ("value_model", "dtype"), [("separate", "bfloat16"), ("shared", "float32"), ("reward_init", "float64")]
+)
+def test_a_run_with_models_that_wait_has_the_same_numbers_bit_for_bit(run_with, monkeypatch, value_model, dtype):
+    settings = {"value_model": value_model, "dtype": dtype}
+    plain, _, _ = run_with(**settings)
+    expected = [plain.iteration() for _ in range(2)]
+    run, reference, score = run_with(monkeypatch, **settings)
+    found = [run.iteration() for _ in range(2)]
+    timed = ("time/", "throughput/", "memory/")
+    for first, second in zip(found, expected, strict=True):
+        assert {k: v for k, v in first.items() if not k.startswith(timed)} == {
+            k: v for k, v in second.items() if not k.startswith(timed)
+        }
+    for waiting in (reference, score):
+        assert waiting.devices == {"meta"}
+        assert len(waiting.copied) == 2 * len([*waiting.model.parameters(), *waiting.model.buffers()])  # once a batch
+
+
+def test_a_run_goes_on_from_a_checkpoint_of_one_whose_models_did_not_wait(run_with, tmp_path):
+    plain, _, _ = run_with(device="auto")
+    plain.iteration()
+    checkpoint = write_checkpoint(tmp_path, plain.state)
+    expected = plain.iteration()
+    again, _, _ = run_with(device="auto", offload_reference_policy=True, offload_reward_model=True)
+    restore(again.state, checkpoint)
+    assert again.iteration()["objective/kl"] == expected["objective/kl"]
+
+
+def test_evaluations_copy_the_reference_policy_too(run_with, monkeypatch):
+    run, reference, _ = run_with(monkeypatch, dtype="float32")
+    arguments = (run.state.tokenizer, run.prompts, run.scorer, resolve_judge(EvaluationConfig(prompts_path=None)))
+    evaluated = evaluate_policy(
+        run.state.policy, run.reference, *arguments, run.config, run.state.sampling, seed=1, batch_size=4
+    )
+    with on_device(run.reference, run.state.device):
+        own = evaluate_policy(run.reference, None, *arguments, run.config, run.state.sampling, seed=1, batch_size=4)
+    assert evaluated.completions == own.completions  # the policy has not been trained
+    assert abs(evaluated.kl).max() < 1e-4
+    assert reference.devices == {"meta"}
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_on_the_cpu_it_is_refused_by_name(name):
+    with pytest.raises(ConfigError) as caught:
+        PPOConfig(**{name: True}, device="cpu")
+    assert str(caught.value) == f"ppo.{name}=true {ON_THE_CPU.format('cpu')}"
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_where_auto_is_the_cpu_it_is_refused_before_a_model_is_loaded(name, tmp_path):
+    config = PPOConfig(**{name: True})
+    with pytest.raises(ConfigError) as caught:
+        load_policies(PretrainedHandle(str(tmp_path / "nothing")), config, CPU)
+    assert str(caught.value) == f"ppo.{name}=true {ON_THE_CPU.format('auto')}"
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_the_trainer_refuses_it_on_the_cpu_too(name, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=rf"ppo\.{name}=true has no meaning on the CPU \(ppo\.device=auto\)"):
+        PPOTrainer(PPOConfig(**{name: True}), tiny_model(), tokenizer=word_tokenizer(), reward=len)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"offload_reference_policy": True, "use_peft": True},
+            "ppo.offload_reference_policy=true and ppo.use_peft=true exclude each other: the reference policy is the "
+            "policy's own frozen weights without the adapter, and takes no memory; leave the first out",
+        ),
+        (
+            {"offload_reward_model": True, "use_peft": True, "value_model": "reward_init"},
+            "ppo.offload_reward_model=true, ppo.use_peft=true and ppo.value_model=reward_init exclude each other: the "
+            "critic is an adapter on the reward model's own weights, which stay on the GPU with it; leave the first "
+            "out",
+        ),
+    ],
+)
+def test_with_adapters_on_the_same_weights_it_is_refused(settings, message):
+    with pytest.raises(ConfigError) as caught:
+        PPOConfig(**settings)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    "settings", [{"use_peft": True}, {"value_model": "reward_init"}, {"offload_reference_policy": True}], ids=str
+)
+def test_with_other_settings_a_reward_model_may_wait(settings):
+    assert PPOConfig(offload_reward_model=True, **settings).offload_reward_model
+
+
+def test_without_a_reward_model_there_is_nothing_to_offload(make_tokenizer):
+    function = RewardConfig(components=[RewardComponentConfig(type="function", function="builtins:len")])
+    with pytest.raises(ConfigError) as caught:
+        build_reward_scorer(function, None, make_tokenizer(), offload=True)
+    assert str(caught.value) == NOTHING_TO_OFFLOAD
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_frozen_models_take_memory_only_while_they_score(tmp_path):
+    def train(**settings):
+        config = PPOConfig(
+            device="cuda",
+            total_episodes=16,
+            response_length=8,
+            sft_model_path=save(tmp_path / "p", tiny_model()),
+            **settings,
+        )
+        reward = CausalLMRewardModel.from_causal_lm(tiny_model(seed=2))
+        trainer = PPOTrainer(config, reward=reward, prompts=["a b c", "d e"])
+        held = torch.cuda.memory_allocated()
+        return held, trainer.reference_policy.device.type, list(trainer.train())
+
+    held, device, expected = train()
+    less, host, found = train(offload_reference_policy=True, offload_reward_model=True)
+    assert (device, host) == ("cuda", "cpu")
+    assert less < held
+    assert_close([row["objective/kl"] for row in found], [row["objective/kl"] for row in expected], rtol=0.0, atol=0.0)

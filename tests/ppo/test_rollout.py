@@ -1,0 +1,163 @@
+"""Rollouts: log-probabilities against single unpadded rows, and that nothing else changes."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from ppo_rlhf.core.randomness import episode_prompts
+
+KINDS = ["gpt2", "llama", "bitnet"]
+
+
+def tables(model, rollouts, temperature):
+    """For each row the tempered log-probabilities `[length, V]` at its response positions; no padding, no mask."""
+    for prompt, tokens in zip(rollouts.prompts.prompt_ids, rollouts.token_lists(), strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + tokens]), use_cache=False).logits[0].double()
+        table = torch.log_softmax(logits / temperature, dim=-1)
+        yield tokens, table[len(prompt) - 1 : -1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logprobs_and_entropy_equal_those_of_single_unpadded_rows(make_run, make_model, kind):
+    run = make_run(kind)
+    run.reference = make_model(kind, seed=5)
+    rollouts = run.rollouts()
+    assert len(set(rollouts.lengths.tolist())) > 1
+    assert len(set(map(len, rollouts.prompts.prompt_ids))) > 1
+    for found, model in ((rollouts.old_logprobs, run.state.policy), (rollouts.reference_logprobs, run.reference)):
+        expected = torch.zeros_like(found)
+        for row, (tokens, table) in enumerate(tables(model, rollouts, 0.8)):
+            expected[row, : len(tokens)] = table[torch.arange(len(tokens)), tokens]
+        assert_close(found, expected, rtol=0.0, atol=1e-10)
+    entropy = torch.zeros_like(rollouts.entropy)
+    for row, (tokens, table) in enumerate(tables(run.state.policy, rollouts, 0.8)):
+        entropy[row, : len(tokens)] = -(table.exp() * table).sum(-1)
+    assert_close(rollouts.entropy, entropy, rtol=0.0, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_samplers_logprobs_are_those_of_the_trained_forward_up_to_rounding(make_run, kind):
+    rollouts = make_run(kind, top_k=5, top_p=0.9).rollouts()
+    assert_close(rollouts.sampler_logprobs, rollouts.old_logprobs, rtol=0.0, atol=1e-10)
+
+
+def test_padding_is_zero_and_the_mask_is_true_on_response_tokens_only(make_run):
+    rollouts = make_run().rollouts()
+    mask = rollouts.mask
+    assert mask.sum(1).tolist() == rollouts.lengths.tolist()
+    assert bool(mask[:, 0].all())
+    assert not bool(mask.all())
+    for values in (rollouts.sampler_logprobs, rollouts.old_logprobs, rollouts.reference_logprobs, rollouts.entropy):
+        assert values.shape == (12, 8)
+        assert bool((values[~mask] == 0.0).all())
+        assert bool((values[mask] != 0.0).all())
+
+
+def test_tokens_and_losses_do_not_depend_on_the_size_of_the_sub_batches(make_run):
+    expected = make_run(local_rollout_forward_batch_size=64).rollouts()
+    for size in (1, 3, 5, 12):
+        found = make_run(local_rollout_forward_batch_size=size).rollouts()
+        assert torch.equal(found.response_ids, expected.response_ids)
+        assert torch.equal(found.old_logprobs, expected.old_logprobs)
+        assert_close(found.reference_logprobs, expected.reference_logprobs, rtol=0.0, atol=1e-12)
+
+
+def test_both_engines_give_one_rollout(make_run):
+    static, forced = (make_run("gpt2", rollout_engine=engine).rollouts() for engine in ("static", "hf"))
+    assert torch.equal(static.response_ids, forced.response_ids)
+    assert torch.equal(static.terminated, forced.terminated)
+    assert torch.equal(static.old_logprobs, forced.old_logprobs)
+
+
+def test_prompts_come_in_the_order_of_the_seed_and_columns_stay_with_them(make_run):
+    run = make_run(seed=9)
+    run.state.iteration = 4
+    rollouts = run.rollouts()
+    rows = episode_prompts(9, 5, 12, 6)
+    assert rollouts.iteration == 5
+    assert rollouts.prompts == run.prompts.select(rows)
+
+
+def test_several_responses_to_one_prompt_stand_side_by_side_each_with_noise_of_its_own(make_run):
+    one = make_run(per_device_train_batch_size=4, gradient_accumulation_steps=1, num_mini_batches=1)
+    three = make_run(responses_per_prompt=3, num_mini_batches=1)
+    assert (one.config.batch_size, three.config.batch_size, three.config.prompts_per_batch) == (4, 12, 4)
+    chosen, found = one.rollouts().prompts, three.rollouts()
+    assert found.prompts.prompt_ids == [ids for ids in chosen.prompt_ids for _ in range(3)]
+    assert found.prompts.columns["wanted"] == [word for word in chosen.columns["wanted"] for _ in range(3)]
+    responses = [tuple(ids) for ids in found.token_lists()]
+    assert all(len(set(responses[start : start + 3])) > 1 for start in range(0, 12, 3))
+
+
+def test_the_next_iteration_goes_on_behind_the_prompts_of_the_last_one(make_run):
+    run = make_run(responses_per_prompt=4, num_mini_batches=1, total_episodes=24)
+    seen = []
+    for iteration in range(2):
+        run.state.iteration = iteration
+        seen += run.rollouts().prompts.prompt_ids[::4]
+    assert sorted(seen) == sorted(run.prompts.prompt_ids)  # 2 x 3 prompts: a whole pass over the six
+
+
+def test_every_iteration_and_every_seed_draws_other_noise(make_run):
+    drawn = []
+    for seed, iteration in ((1, 0), (1, 1), (2, 0)):
+        run = make_run(seed=seed, prompts=None)
+        run.prompts = run.prompts.select([3])  # one prompt: only the noise can differ
+        run.state.iteration = iteration
+        drawn.append(run.rollouts().response_ids.tolist())
+    assert drawn[0] != drawn[1]
+    assert drawn[0] != drawn[2]
+    assert len({str(row) for row in drawn[0]}) > 1  # so does each episode
+
+
+def test_what_a_reward_sees_are_the_sampled_tokens_and_their_text_without_special_tokens(make_run, make_tokenizer):
+    run = make_run()
+    rollouts = run.rollouts()
+    batch = rollouts.response_batch()
+    words = make_tokenizer().convert_ids_to_tokens
+    special = {"<pad>", "<unk>", "</s>"}
+    for row in range(12):
+        length = int(rollouts.lengths[row])
+        tokens = rollouts.response_ids[row, :length].tolist()
+        assert batch.response_ids[row] == tokens
+        assert (tokens[-1] == 2) == batch.terminated[row] == bool(rollouts.terminated[row])
+        assert batch.completions[row].split() == [word for word in words(tokens) if word not in special]
+    assert batch.prompts == rollouts.prompts.texts
+    assert batch.prompt_ids == rollouts.prompts.prompt_ids
+    assert batch.columns == rollouts.prompts.columns
+
+
+def test_a_rollout_leaves_policy_reference_and_prompts_alone(make_run, make_prompts, snapshot, same_tensors):
+    run = make_run()
+    before = [snapshot(model) for model in (run.state.policy, run.state.critic, run.reference)]
+    run.rollouts()
+    after = [snapshot(model) for model in (run.state.policy, run.state.critic, run.reference)]
+    assert all(same_tensors(*pair) for pair in zip(before, after, strict=True))
+    assert run.prompts == make_prompts()
+    assert (run.state.iteration, run.state.episode, run.state.optimiser_steps) == (0, 0, 0)
+
+
+def test_a_rollout_is_repeated_bit_for_bit(make_run):
+    first, second = (make_run(dtype="float32").rollouts() for _ in range(2))
+    for name in ("response_ids", "lengths", "terminated", "sampler_logprobs", "old_logprobs", "reference_logprobs"):
+        assert torch.equal(getattr(first, name), getattr(second, name)), name
+
+
+def test_the_micro_batches_of_the_first_epoch_cover_each_row_once(make_run):
+    run = make_run(num_mini_batches=3, per_device_train_batch_size=3, gradient_accumulation_steps=4)
+    groups = run.rollouts().first_epoch_micro_batches(run.config)
+    assert [len(group) for group in groups] == [3, 1, 3, 1, 3, 1]  # minibatches of 4 in micro-batches of 3
+    assert sorted(row for group in groups for row in group) == list(range(12))
+
+
+def test_packed_rows_are_trimmed_to_their_longest_prompt_and_response(make_run):
+    rollouts = make_run().rollouts()
+    rows = [int(i) for i in rollouts.lengths.argsort()[:2]]
+    packed = rollouts.pack(rows, 0, torch.device("cpu"))
+    longest = [
+        max(len(rollouts.prompts.prompt_ids[i]) for i in rows),
+        max(int(rollouts.lengths[i]) for i in rows),
+    ]
+    assert packed.input_ids.shape == (2, sum(longest))
+    assert packed.response_ids.shape == (2, longest[1])

@@ -1,0 +1,347 @@
+"""All decoding engines against a slow oracle: no cache, no padding, no mask, one row and one token at a time."""
+
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+import torch
+from torch.testing import assert_close
+from transformers import AutoModelForCausalLM, GenerationConfig, MambaConfig, OpenAIGPTConfig
+
+from ppo_rlhf.core.errors import ModelError
+from ppo_rlhf.models.decoding import Decoder, decodes
+from ppo_rlhf.models.loading import prepare
+from ppo_rlhf.ppo import sampling as responses
+from ppo_rlhf.ppo.sampling import SamplingSettings, _leaving, generate_responses
+from tests.tiny_models import draw_weights
+
+KINDS = ["gpt2", "llama", "bitnet"]
+ENGINES = ["static", "plain", "hf"]
+STEPS = 9
+STOPS = (2, 5, 17)
+WITHOUT_KEYS = [
+    MambaConfig(vocab_size=23, hidden_size=16, num_hidden_layers=2, state_size=4, eos_token_id=None),
+    OpenAIGPTConfig(vocab_size=23, n_embd=16, n_layer=2, n_head=2, n_positions=32),
+]
+EVEN = [[3, 4, 5], [6, 7, 8], [9, 10, 11], [12, 13, 14], [15, 16, 17], [18, 19, 20]]
+UNEVEN = [[3], [4, 5, 6, 7, 8, 9], [10, 11], [12, 13, 14, 0, 2, 5], [15, 16, 17, 18], [0, 0]]
+
+
+def noise(rows: int, steps: int = STEPS) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(11).random((rows, steps)))
+
+
+def settings(**changes) -> SamplingSettings:
+    plain = {
+        "response_length": STEPS,
+        "temperature": 1.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "stop_token_ids": STOPS,
+        "pad_token_id": 0,
+    }
+    return SamplingSettings(**{**plain, **changes})
+
+
+def next_token(logits: np.ndarray, uniform: float, how: SamplingSettings, step: int) -> tuple[int, float]:
+    """Inverse CDF over exact probabilities: no stop token yet? the top k, then the top p of the rest; look it up."""
+    probabilities = np.exp(logits / how.temperature - np.max(logits / how.temperature))
+    probabilities /= probabilities.sum()
+    kept = probabilities.copy()
+    if step + 1 < how.min_response_length:
+        kept[list(how.stop_token_ids)] = 0.0
+    order = np.argsort(-kept)
+    if how.top_k:
+        kept[order[how.top_k :]] = 0.0
+    if how.top_p < 1.0:
+        mass_before = np.cumsum(kept[order]) - kept[order]
+        kept[order[mass_before >= how.top_p * kept.sum()]] = 0.0
+    cumulated = np.cumsum(kept) / kept.sum()
+    token = int(np.searchsorted(cumulated, uniform, side="right"))
+    return token, float(np.log(probabilities[token]))
+
+
+def decode_slowly(model, prompts, uniforms, how: SamplingSettings) -> tuple[list[list[int]], list[list[float]]]:
+    tokens, logprobs = [], []
+    for prompt, row in zip(prompts, uniforms.numpy(), strict=True):
+        ids, row_logprobs = list(prompt), []
+        for step, uniform in enumerate(row[: how.response_length]):
+            with torch.no_grad():
+                logits = model(torch.tensor([ids]), use_cache=False).logits[0, -1].double().numpy()
+            token, logprob = next_token(logits, uniform, how, step)
+            ids.append(token)
+            row_logprobs.append(logprob)
+            if token in how.stop_token_ids:
+                break
+        tokens.append(ids[len(prompt) :])
+        logprobs.append(row_logprobs)
+    return tokens, logprobs
+
+
+def check_against_the_oracle(model, prompts, how, *, engine="static", batch_size=64):
+    uniforms = noise(len(prompts), how.response_length)
+    tokens, logprobs = decode_slowly(model, prompts, uniforms, how)
+    found = generate_responses(model, prompts, uniforms, how, engine=engine, batch_size=batch_size)
+    assert found.token_lists() == tokens
+    assert found.response_ids.shape == (len(prompts), how.response_length)
+    assert found.lengths.tolist() == [len(row) for row in tokens]
+    assert found.terminated.tolist() == [row[-1] in how.stop_token_ids for row in tokens]
+    tolerance = 1e-10 if engine == "static" else 1e-5  # generate hands its processors float32 logits
+    for row, expected in enumerate(logprobs):
+        assert_close(
+            found.sampler_logprobs[row, : len(expected)].double(),
+            torch.tensor(expected, dtype=torch.float64),
+            rtol=0.0,
+            atol=tolerance,
+        )
+        assert found.response_ids[row, len(expected) :].tolist() == [how.pad_token_id] * (
+            how.response_length - len(expected)
+        )
+        assert found.sampler_logprobs[row, len(expected) :].tolist() == [0.0] * (how.response_length - len(expected))
+    return found
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("prompts", [EVEN, UNEVEN], ids=["without padding", "with padding"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_sampled_tokens_are_those_of_the_oracle(make_model, kind, prompts, engine):
+    found = check_against_the_oracle(make_model(kind), prompts, settings(), engine=engine)
+    assert len(set(found.lengths.tolist())) > 1  # some stop early, not all at once
+
+
+@pytest.mark.parametrize("config", WITHOUT_KEYS, ids=lambda config: config.model_type)
+def test_a_model_without_a_cache_of_keys_and_values_is_sampled_by_generate(config):
+    model = prepare(draw_weights(AutoModelForCausalLM.from_config(config), 0.4))
+    check_against_the_oracle(model.double(), UNEVEN, settings(), engine="hf")
+    found = [generate_responses(model, UNEVEN, noise(6), settings(), engine=engine) for engine in ("static", "hf")]
+    assert torch.equal(found[0].response_ids, found[1].response_ids)
+    with pytest.raises(ModelError, match=r"ppo\.rollout_engine=plain: .* has no cache of keys and values\. Set it to"):
+        generate_responses(model, UNEVEN, noise(6), settings(), engine="plain")
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 4, 5])
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_size_of_the_sub_batches_does_not_change_a_token(make_model, kind, engine, batch_size):
+    check_against_the_oracle(make_model(kind), UNEVEN, settings(), engine=engine, batch_size=batch_size)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"temperature": 0.3},
+        {"temperature": 1.7},
+        {"min_response_length": 4, "top_k": 2, "temperature": 0.7},
+        {"min_response_length": 3, "top_p": 0.5},
+        {"top_k": 1},
+        {"top_k": 3},
+        {"top_k": 1000},
+        {"top_p": 0.5},
+        {"top_p": 1e-9},
+        {"temperature": 0.7, "top_k": 6, "top_p": 0.8},
+        {"stop_token_ids": ()},
+        {"stop_token_ids": tuple(range(23))},
+        {"response_length": 1},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_every_sampling_setting_agrees_with_the_oracle(make_model, engine, changes):
+    check_against_the_oracle(make_model("llama"), UNEVEN, settings(**changes), engine=engine, batch_size=4)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("least", [2, 5, STEPS])
+def test_no_response_is_shorter_than_the_least_length_and_its_log_probabilities_are_those_of_all_tokens(
+    make_model, engine, least
+):
+    free = check_against_the_oracle(make_model("llama"), UNEVEN, settings(), engine=engine)
+    how = settings(min_response_length=least)
+    found = check_against_the_oracle(make_model("llama"), UNEVEN, how, engine=engine)
+    assert int(found.lengths.min()) >= least
+    assert int(free.lengths.min()) < 5
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_temperature_near_zero_decodes_greedily(make_model, kind, engine):
+    model = make_model(kind)
+    found = generate_responses(
+        model, UNEVEN, noise(6), settings(temperature=1e-6, stop_token_ids=()), engine=engine, batch_size=4
+    )
+    for prompt, tokens in zip(UNEVEN, found.token_lists(), strict=True):
+        ids = list(prompt)
+        for _ in range(STEPS):
+            ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+        assert tokens == ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_stop_token_on_the_last_step_terminates_and_none_there_cuts_the_response_off(make_model, engine):
+    model, uniforms = make_model("llama"), noise(2)
+    free = generate_responses(model, EVEN[:2], uniforms, settings(stop_token_ids=()), engine=engine)
+    last = int(free.response_ids[0, -1])
+    assert last not in free.response_ids[0, :-1].tolist()  # the noise is chosen so
+    found = generate_responses(model, EVEN[:1], uniforms[:1], settings(stop_token_ids=(last,)), engine=engine)
+    assert found.lengths.tolist() == [STEPS]
+    assert found.terminated.tolist() == [True]
+    absent = next(i for i in range(23) if i not in free.response_ids[0].tolist())
+    found = generate_responses(model, EVEN[:1], uniforms[:1], settings(stop_token_ids=(absent,)), engine=engine)
+    assert found.lengths.tolist() == [STEPS]
+    assert found.terminated.tolist() == [False]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pad_token_that_is_a_stop_token_or_any_other_gives_the_same_responses(make_model, kind, engine):
+    model = make_model(kind)
+    expected = generate_responses(model, UNEVEN, noise(6), settings(pad_token_id=0), engine=engine, batch_size=4)
+    for pad_token_id in (STOPS[0], STOPS[1], 7, 22):
+        how = settings(pad_token_id=pad_token_id)
+        found = generate_responses(model, UNEVEN, noise(6), how, engine=engine, batch_size=4)
+        assert found.token_lists() == expected.token_lists()
+        assert torch.equal(found.lengths, expected.lengths)
+        assert torch.equal(found.terminated, expected.terminated)
+        assert_close(found.sampler_logprobs, expected.sampler_logprobs, rtol=0.0, atol=1e-6)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_stands_in_the_padding_does_not_leak_into_the_tokens(make_model, engine):
+    """The pad token's embedding is made huge: attention that gave it any weight would change everything."""
+    model = make_model("llama")
+    how = settings(pad_token_id=1, stop_token_ids=(1, *STOPS))  # a stop token is never fed to the model again
+    assert all(1 not in prompt for prompt in UNEVEN)
+    expected = generate_responses(model, UNEVEN, noise(6), how, engine=engine)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[1] = 1e6
+    found = generate_responses(model, UNEVEN, noise(6), how, engine=engine)
+    assert torch.equal(found.response_ids, expected.response_ids)
+    assert_close(found.sampler_logprobs, expected.sampler_logprobs, rtol=0.0, atol=1e-10)
+
+
+LEAKING = {
+    "top_p": 0.2,
+    "top_k": 2,
+    "temperature": 0.1,
+    "do_sample": True,
+    "repetition_penalty": 5.0,
+    "no_repeat_ngram_size": 1,
+    "min_new_tokens": 7,
+    "bad_words_ids": [[4], [6]],
+    "suppress_tokens": [8, 9],
+    "max_new_tokens": 2,
+    "num_beams": 3,
+    "eos_token_id": [3, 4, 5, 6],
+    "pad_token_id": 9,
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_models_own_generation_config_does_not_leak_into_the_samples(make_model, kind, engine):
+    model = make_model(kind)
+    expected = generate_responses(model, UNEVEN, noise(6), settings(), engine=engine)
+    own = GenerationConfig(**LEAKING)
+    model.generation_config = own
+    found = generate_responses(model, UNEVEN, noise(6), settings(), engine=engine)
+    assert torch.equal(found.response_ids, expected.response_ids)
+    assert torch.equal(found.sampler_logprobs, expected.sampler_logprobs)
+    assert model.generation_config is own
+    assert own.to_dict() == GenerationConfig(**LEAKING).to_dict()
+
+
+def test_the_generation_config_is_restored_after_an_error(make_model):
+    model = make_model("llama")
+    own = model.generation_config
+    with pytest.raises(ValueError):  # noqa: PT011  (transformers' text, not ours)
+        generate_responses(model, EVEN, noise(6), settings(response_length=-1), engine="hf")
+    assert model.generation_config is own
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_decoding_ends_with_the_last_response_to_stop(make_model, engine):
+    model, passes = make_model("llama"), []
+    how = settings(stop_token_ids=tuple(range(0, 23, 3)))
+    generate_responses(model, UNEVEN[:1], noise(1), how, engine=engine)  # the first time it asks the model what it can
+    model.base_model.register_forward_hook(lambda *_: passes.append(1))
+    found = generate_responses(model, UNEVEN, noise(6), how, engine=engine)
+    assert max(found.lengths.tolist()) < STEPS
+    assert len(set(found.lengths.tolist())) > 1
+    assert len(passes) == max(found.lengths.tolist())
+
+
+@pytest.mark.parametrize("multiple", [1, 4])
+def test_ended_sequences_leave_at_once_or_where_shapes_are_compiled_by_fours(make_model, monkeypatch, multiple):
+    """An eighth of the vocabulary stops: of 11 prompts, some end at almost every step."""
+    rows, step = [], Decoder.step
+
+    def counted(self, token_ids):
+        rows.append(len(token_ids))
+        return step(self, token_ids)
+
+    model = make_model("llama")
+    assert decodes(model)  # asked now: it takes steps, too
+    monkeypatch.setattr(Decoder, "step", counted)
+    monkeypatch.setattr(responses, "packed_weights", lambda _: nullcontext(multiple > 1))
+    found = generate_responses(model, [*UNEVEN, *EVEN[1:]], noise(11), settings())
+    live = [int(((found.lengths > taken) | ~found.terminated).sum()) for taken in range(1, STEPS)]
+    assert len(set(rows)) > 1
+    expected = [min(11, -(-alive // multiple) * multiple) for alive in live]
+    assert rows == expected[: len(rows)]
+    assert not any(live[len(rows) :])  # no step once all have ended
+
+
+def test_of_those_that_have_ended_the_last_ones_leave_and_a_multiple_stays():
+    ended = [True, False, True, True, False, True, True]
+    assert _leaving(ended, 4) == [False, False, False, True, False, True, True]
+    assert _leaving(ended, 1) == ended
+    assert _leaving([False] * 5 + [True], 4) == [False] * 6
+
+
+def test_a_row_does_not_depend_on_the_rows_beside_it(make_model):
+    model, uniforms = make_model("gpt2"), noise(6)
+    whole = generate_responses(model, UNEVEN, uniforms, settings())
+    order = [4, 0, 5, 2, 1, 3]
+    shuffled = generate_responses(model, [UNEVEN[i] for i in order], uniforms[order], settings())
+    assert shuffled.token_lists() == [whole.token_lists()[i] for i in order]
+
+
+def test_engines_agree_in_float32_where_no_uniform_lies_within_rounding_of_a_boundary(make_model):
+    model = make_model("llama", dtype=torch.float32)
+    static = generate_responses(model, UNEVEN, noise(6), settings(), engine="static")
+    forced = generate_responses(model, UNEVEN, noise(6), settings(), engine="hf", batch_size=2)
+    assert static.token_lists() == forced.token_lists()
+    assert static.sampler_logprobs.dtype == torch.float32
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_generating_changes_neither_the_weights_nor_the_noise_and_needs_no_gradient(
+    make_model, snapshot, same_tensors, engine
+):
+    model, uniforms = make_model("llama"), noise(6)
+    before, kept = snapshot(model), uniforms.clone()
+    found = generate_responses(model, UNEVEN, uniforms, settings(), engine=engine)
+    assert same_tensors(snapshot(model), before)
+    assert torch.equal(uniforms, kept)
+    assert not found.sampler_logprobs.requires_grad
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_sampled_frequencies_follow_the_exact_probabilities(make_model):
+    """Chi-square of 4,000 first tokens under temperature, top-k and top-p; the critical value is for p = 1e-4."""
+    model, how = make_model("llama"), settings(response_length=1, temperature=1.3, top_k=12, top_p=0.9)
+    uniforms = torch.from_numpy(np.random.default_rng(3).random((4000, 1)))
+    found = generate_responses(model, [[7, 8]] * 4000, uniforms, how, batch_size=1000)
+    logits = model(torch.tensor([[7, 8]])).logits[0, -1].detach().numpy()
+    weights = np.exp(logits / 1.3)
+    order = np.argsort(-weights)
+    weights[order[12:]] = 0.0
+    share_before = (np.cumsum(weights[order]) - weights[order]) / weights.sum()
+    weights[order[share_before >= 0.9]] = 0.0
+    expected = 4000 * weights / weights.sum()
+    counts = torch.bincount(found.response_ids[:, 0], minlength=23).numpy()
+    possible = expected > 0
+    assert counts[~possible].sum() == 0
+    assert 3 <= possible.sum() <= 11  # the filters cut, and leave something to compare
+    chi_square = ((counts - expected)[possible] ** 2 / expected[possible]).sum()
+    assert chi_square < 35.6  # at most 10 degrees of freedom

@@ -1,0 +1,209 @@
+"""Policy and value head on one trunk: one pass, one loss, one optimiser, and every invariant of the update."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from ppo_rlhf.ppo.experience import score_responses
+from ppo_rlhf.ppo.update import optimise
+from tests.ppo.test_update import poisoned, recorded, with_nan
+
+from .support import ONE_STEP, assert_same_gradients, moved_on
+
+KINDS = ["gpt2", "llama", "bitnet"]
+SHARED = {"value_model": "shared", "vf_coef": 0.3}
+
+
+def gradient(make_run, experience, kind: str = "llama", **settings) -> dict[str, torch.Tensor]:
+    """What the one optimiser sees at its only step."""
+    run = make_run(kind, **{**SHARED, **ONE_STEP, **settings})
+    seen = {}
+
+    def look():
+        models = {"policy": run.state.policy, "critic": run.state.critic}
+        seen.update({f"{m}.{n}": p.grad.clone() for m, model in models.items() for n, p in model.named_parameters()})
+
+    run.state.policy_optimizer.step = look
+    optimise(run.state, experience, run.config)
+    return seen
+
+
+@pytest.fixture
+def experience(make_run):
+    """Off the policy: ratios and both clips are at work."""
+    return moved_on(make_run(**SHARED).before_update()[-1])
+
+
+# --- the invariants of the update ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.parametrize("sizes", [(12, 1, 1), (5, 3, 3), (1, 12, 4)], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_first_ratio_and_first_values_repeat_the_rollouts_to_the_last_bit(make_run, monkeypatch, kind, sizes, dtype):
+    per_device, accumulation, minibatches = sizes
+    run = make_run(
+        kind,
+        dtype=dtype,
+        per_device_train_batch_size=per_device,
+        gradient_accumulation_steps=accumulation,
+        num_mini_batches=minibatches,
+        **SHARED,
+    )
+    policy_calls, value_calls = (recorded(monkeypatch, f"clipped_{name}_loss") for name in ("policy", "value"))
+    run.iteration()
+    in_first = -(-run.config.local_mini_batch_size // run.config.local_micro_batch_size)
+    for call in [*policy_calls[:in_first], *value_calls[:in_first]]:
+        assert torch.equal(call["new"][call["mask"]], call["old"][call["mask"]])
+        assert bool(call["new"][call["mask"]].abs().max() > 0)
+    for calls in (policy_calls, value_calls):
+        assert any(not torch.equal(call["new"][call["mask"]], call["old"][call["mask"]]) for call in calls[in_first:])
+
+
+def test_the_gradient_is_that_of_one_loss_worked_one_row_at_a_time(make_run, experience):
+    run, found = make_run(**SHARED), gradient(make_run, experience)
+    config, rollouts, policy, head = run.config, experience.rollouts, run.state.policy, run.state.critic.value_head
+    tokens = int(rollouts.lengths.sum())
+    for row, length in enumerate(rollouts.lengths.tolist()):
+        prompt, response = rollouts.prompts.prompt_ids[row], rollouts.token_lists()[row]
+        output = policy(torch.tensor([prompt + response]), output_hidden_states=True)
+        steps = slice(len(prompt) - 1, -1)
+        log_p = torch.log_softmax(output.logits[0, steps] / config.temperature, dim=-1)
+        ratio = (log_p[torch.arange(length), response] - rollouts.old_logprobs[row, :length]).exp()
+        advantage, old = experience.advantages[row, :length], experience.scores.values[row, :length]
+        surrogate = torch.minimum(advantage * ratio, advantage * ratio.clamp(0.8, 1.2))
+        values = (output.hidden_states[-1][0, steps] @ head.weight.T + head.bias)[:, 0]
+        target, near = experience.returns[row, :length], old + (values - old).clamp(-0.2, 0.2)
+        value_loss = 0.5 * torch.maximum((values - target) ** 2, (near - target) ** 2)
+        ((-surrogate.sum() + 0.3 * value_loss.sum()) / tokens).backward()
+    expected = {f"policy.{n}": p.grad for n, p in policy.named_parameters()}
+    expected |= {f"critic.{n}": p.grad for n, p in run.state.critic.named_parameters()}
+    assert_same_gradients(found, expected)
+
+
+@pytest.mark.parametrize("per_device", [12, 4, 1])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_gradient_does_not_depend_on_the_size_of_the_micro_batches(make_run, kind, per_device):
+    experience = moved_on(make_run(kind, **SHARED).before_update()[-1])
+    expected = gradient(make_run, experience, kind)
+    cut = {"per_device_train_batch_size": per_device, "gradient_accumulation_steps": 12 // per_device}
+    assert_same_gradients(gradient(make_run, experience, kind, **cut), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nan_in_every_padded_slot_reaches_no_gradient(make_run, kind):
+    experience = moved_on(make_run(kind, **SHARED).before_update()[-1])
+    assert_same_gradients(gradient(make_run, poisoned(experience), kind), gradient(make_run, experience, kind))
+
+
+def test_each_minibatch_is_one_step_of_the_one_optimiser(make_run):
+    run = make_run(num_ppo_epochs=3, num_mini_batches=4, total_episodes=24, **SHARED)
+    taken = []
+    run.state.policy_optimizer.register_step_post_hook(lambda *_: taken.append(1))
+    while not run.state.finished:
+        metrics = run.iteration()
+    assert len(taken) == run.state.optimiser_steps == metrics["optimiser/steps"] == 2 * 3 * 4
+
+
+def test_a_non_finite_gradient_moves_neither_trunk_nor_head_and_is_counted(make_run, snapshot, same_tensors):
+    run = make_run(**{**SHARED, **ONE_STEP})
+    experience = run.before_update()[-1]
+    before = [snapshot(model) for model in (run.state.policy, run.state.critic)]
+    optimise(run.state, with_nan(experience, 0, ("returns",)), run.config)
+    assert all(
+        same_tensors(old, snapshot(model))
+        for old, model in zip(before, (run.state.policy, run.state.critic), strict=True)
+    )
+    assert (run.state.optimiser_steps, run.state.skipped_steps, run.state.skipped_in_a_row) == (0, 1, 1)
+
+
+# --- what sharing means ----------------------------------------------------------------------------------------------
+
+
+def count_passes(run) -> tuple[int, int]:
+    """Forward passes of policy and critic before the update, and in it."""
+    run.before_update()  # the first time the models are asked what they can
+    passes = []
+    for backbone in {run.state.policy.base_model, run.state.critic.backbone}:
+        backbone.register_forward_hook(lambda *_: passes.append(1))
+    experience = run.before_update()[-1]
+    before = len(passes)
+    optimise(run.state, experience, run.config)
+    return before, len(passes) - before
+
+
+def test_one_forward_pass_of_the_trunk_gives_logits_and_values(make_run):
+    sizes = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 4}  # 4 micro-batches an epoch, 2 epochs
+    shared, separate = count_passes(make_run(**SHARED, **sizes)), count_passes(make_run(**sizes))
+    assert (shared[1], separate[1]) == (8, 16)
+    assert separate[0] - shared[0] == 4
+
+
+def test_the_values_of_the_rollouts_are_those_of_the_critic(make_run):
+    run = make_run(**SHARED)
+    rollouts, scores, *_ = run.before_update()
+    assert scores.values is rollouts.values
+    for row, length in enumerate(rollouts.lengths.tolist()):
+        prompt, response = rollouts.prompts.prompt_ids[row], rollouts.token_lists()[row]
+        ids = torch.tensor([prompt + response])
+        with torch.no_grad():
+            values = run.state.critic(ids, torch.ones_like(ids), torch.arange(ids.shape[1])[None])
+        assert_close(rollouts.values[row, : length + 1], values[0, len(prompt) - 1 :], rtol=0.0, atol=1e-10)
+
+
+def test_the_weight_of_the_value_loss_weighs_its_part_of_the_trunks_gradient(make_run):
+    """The gradient is linear in vf_coef: g(c) = g_policy + c · g_value. (GPT-2: Llama's norms compute in float32.)"""
+    experience = moved_on(make_run("gpt2", **SHARED).before_update()[-1])
+    one, two, five = (gradient(make_run, experience, "gpt2", vf_coef=c) for c in (1.0, 2.0, 5.0))
+    for name in one:
+        assert_close(five[name] - one[name], 4.0 * (two[name] - one[name]), rtol=0.0, atol=1e-10)
+    assert any(float((two[name] - one[name]).abs().max()) > 1e-3 for name in one if name.startswith("policy."))
+
+
+def test_trunk_and_head_are_clipped_as_one_gradient(make_run, experience):
+    free = gradient(make_run, experience)
+    norm = torch.cat([g.flatten() for g in free.values()]).norm()
+    limit = 0.1 * float(norm)
+    clipped = gradient(make_run, experience, max_grad_norm=limit)
+    for name in free:
+        assert_close(clipped[name], 0.1 * free[name], rtol=1e-4, atol=1e-10)
+    run = make_run(**{**SHARED, **ONE_STEP})
+    metrics = optimise(run.state, experience, run.config)
+    assert metrics["policy/grad_norm"] == metrics["value/grad_norm"] == pytest.approx(float(norm), rel=1e-9)
+
+
+def test_one_optimiser_holds_every_weight_once(make_run):
+    state = make_run("gpt2", **SHARED).state
+    assert state.critic_optimizer is state.policy_optimizer
+    held = [id(p) for group in state.policy_optimizer.param_groups for p in group["params"]]
+    assert len(held) == len(set(held))
+    assert set(held) == {id(p) for model in (state.policy, state.critic) for p in model.parameters()}
+
+
+def test_in_its_warm_up_the_head_alone_learns(make_run, snapshot, same_tensors):
+    run = make_run(critic_warmup_iterations=2, weight_decay=0.1, **SHARED)
+    policy = snapshot(run.state.policy)
+    for _ in range(2):
+        head = snapshot(run.state.critic)
+        metrics = run.iteration()
+        assert same_tensors(policy, snapshot(run.state.policy))
+        assert not same_tensors(head, snapshot(run.state.critic))
+        assert (metrics["policy/grad_norm"], metrics["val/ratio"]) == (0.0, 1.0)
+        assert metrics["value/grad_norm"] > 0.0
+    run.iteration()
+    assert not same_tensors(policy, snapshot(run.state.policy))
+
+
+def test_rollouts_from_elsewhere_are_valued_by_a_pass_of_their_own(make_run):
+    run = make_run(**SHARED)
+    rollouts = run.rollouts()
+    elsewhere = dataclasses.replace(rollouts, values=None)
+    found = score_responses(elsewhere, run.scorer, run.state).values
+    assert_close(found, rollouts.values, rtol=0.0, atol=1e-10)
+
+
+def test_a_state_knows_whether_its_trunk_is_shared(make_run):
+    assert make_run(**SHARED).state.shares_trunk
+    assert not make_run().state.shares_trunk

@@ -1,0 +1,600 @@
+"""The update: exact first ratio, counted steps, gradients that do not depend on the cut, and no non-finite step."""
+
+import dataclasses
+import logging
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.core import randomness
+from ppo_rlhf.core.errors import DivergenceError, TrainingError
+from ppo_rlhf.models.loading import disable_dropout
+from ppo_rlhf.models.reward_model import CausalLMRewardModel
+from ppo_rlhf.ppo import update
+from ppo_rlhf.ppo.experience import Experience
+from ppo_rlhf.ppo.stepping import learners
+from ppo_rlhf.ppo.update import optimise
+from ppo_rlhf.rewards.scorers import RewardScorer
+from ppo_rlhf.training import PPOTrainer
+from tests.ppo.support import ONE_STEP, assert_same_gradients, freeze, gradients, moved_on
+from tests.tiny_models import tiny_model, word_tokenizer
+
+KINDS = ["gpt2", "llama", "bitnet"]
+NAN = float("nan")
+
+
+def recorded(monkeypatch, name: str) -> list[dict[str, torch.Tensor]]:
+    """Let the update's loss function of this name write down what it is called with, under the names of its docs."""
+    calls: list[dict[str, torch.Tensor]] = []
+    original = getattr(update, name)
+
+    def spy(new, old, target, mask, **options):
+        calls.append({"new": new.detach().clone(), "old": old, "target": target, "mask": mask, **options})
+        return original(new, old, target, mask, **options)
+
+    monkeypatch.setattr(update, name, spy)
+    return calls
+
+
+def poisoned(experience: Experience) -> Experience:
+    """NaN in every padded slot of everything the update may read."""
+    mask = experience.rollouts.mask
+
+    def poison(values: torch.Tensor) -> torch.Tensor:
+        wide = torch.cat([mask, torch.zeros(len(mask), values.shape[1] - mask.shape[1], dtype=torch.bool)], dim=1)
+        return torch.where(wide, values, NAN)
+
+    names = ("old_logprobs", "reference_logprobs", "sampler_logprobs", "entropy")
+    rollouts = dataclasses.replace(
+        experience.rollouts,
+        response_ids=torch.where(mask, experience.rollouts.response_ids, 10**9),  # no such token
+        **{name: poison(getattr(experience.rollouts, name)) for name in names},
+    )
+    return dataclasses.replace(
+        experience,
+        rollouts=rollouts,
+        scores=dataclasses.replace(experience.scores, values=poison(experience.scores.values)),
+        advantages=poison(experience.advantages),
+        returns=poison(experience.returns),
+    )
+
+
+def with_nan(experience: Experience, row: int, names: tuple[str, ...] = ("advantages", "returns")) -> Experience:
+    changed = {name: getattr(experience, name).clone() for name in names}
+    for tensor in changed.values():
+        tensor[row, 0] = NAN
+    return dataclasses.replace(experience, **changed)
+
+
+# --- the first ratio -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
+@pytest.mark.parametrize("sizes", [(12, 1, 1), (6, 2, 2), (3, 4, 1), (5, 3, 3), (4, 3, 2), (1, 12, 4)], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_ratio_of_the_first_minibatch_is_one_to_the_last_bit(make_run, monkeypatch, kind, sizes, dtype):
+    per_device, accumulation, minibatches = sizes
+    run = make_run(
+        kind,
+        dtype=dtype,
+        per_device_train_batch_size=per_device,
+        gradient_accumulation_steps=accumulation,
+        num_mini_batches=minibatches,
+    )
+    policy_calls, value_calls = (recorded(monkeypatch, f"clipped_{name}_loss") for name in ("policy", "value"))
+    experience = run.before_update()[-1]
+    assert len(set(map(len, experience.rollouts.prompts.prompt_ids))) > 1
+    optimise(run.state, experience, run.config)
+    config = run.config
+    in_first = -(-config.local_mini_batch_size // config.local_micro_batch_size)
+    for call in [*policy_calls[:in_first], *value_calls[:in_first]]:
+        assert torch.equal(call["new"][call["mask"]], call["old"][call["mask"]])
+    later = policy_calls[in_first:]  # the weights have moved by then; in float16 the first step may have overflowed
+    assert any(not torch.equal(call["new"][call["mask"]], call["old"][call["mask"]]) for call in later)
+
+
+def test_every_minibatch_of_the_first_epoch_repeats_the_rollouts_forward_while_the_weights_stand_still(
+    make_run, monkeypatch
+):
+    run = make_run(dtype="float32", num_ppo_epochs=1, num_mini_batches=4)
+    calls = recorded(monkeypatch, "clipped_policy_loss")
+    freeze(run)
+    metrics = run.iteration()
+    assert len(calls) == 4
+    assert all(torch.equal(call["new"][call["mask"]], call["old"][call["mask"]]) for call in calls)
+    assert (metrics["val/ratio"], metrics["policy/approxkl_avg"], metrics["policy/clipfrac_avg"]) == (1.0, 0.0, 0.0)
+    assert metrics["val/clipfrac_avg"] == 0.0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
+def test_the_logged_ratio_of_a_single_step_is_exactly_one(make_run, dtype):
+    run = make_run(
+        dtype=dtype, per_device_train_batch_size=1, gradient_accumulation_steps=7, num_mini_batches=1, num_ppo_epochs=1
+    )
+    metrics = run.iteration()
+    assert metrics["val/ratio"] == 1.0
+    assert metrics["policy/approxkl_avg"] == 0.0
+
+
+# --- steps -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("per_device", "accumulation", "minibatches", "epochs", "episodes"),
+    [(4, 1, 1, 1, 12), (4, 3, 2, 3, 30), (2, 4, 4, 2, 8), (6, 2, 3, 1, 25), (4, 3, 12, 1, 12)],
+)
+def test_the_steps_taken_are_batches_times_epochs_times_minibatches(
+    make_run, per_device, accumulation, minibatches, epochs, episodes
+):
+    run = make_run(
+        per_device_train_batch_size=per_device,
+        gradient_accumulation_steps=accumulation,
+        num_mini_batches=minibatches,
+        num_ppo_epochs=epochs,
+        total_episodes=episodes,
+    )
+    taken = {"policy": 0, "critic": 0}
+    for name, optimizer in (("policy", run.state.policy_optimizer), ("critic", run.state.critic_optimizer)):
+        optimizer.register_step_post_hook(
+            lambda *_, name=name: taken.__setitem__(name, taken[name] + 1),
+        )
+    iterations = 0
+    while not run.state.finished:
+        metrics = run.iteration()
+        iterations += 1
+    batch = per_device * accumulation
+    assert iterations == -(-episodes // batch)
+    expected = iterations * epochs * minibatches
+    assert taken == {"policy": expected, "critic": expected}
+    assert run.state.optimiser_steps == metrics["optimiser/steps"] == expected
+    assert run.state.episode == metrics["episode"] == iterations * batch
+    assert run.state.skipped_steps == 0
+
+
+def test_each_epoch_visits_each_response_once_in_other_minibatches(make_run, monkeypatch):
+    run = make_run(num_ppo_epochs=3, num_mini_batches=2)
+    experience = run.before_update()[-1]
+    visited = []
+    original = type(experience.rollouts).pack
+
+    def spy(self, rows, *arguments):
+        visited.append(tuple(rows))
+        return original(self, rows, *arguments)
+
+    monkeypatch.setattr(type(experience.rollouts), "pack", spy)
+    optimise(run.state, experience, run.config)
+    epochs = [visited[start : start + 2] for start in (0, 2, 4)]
+    assert [sorted(row for rows in epoch for row in rows) for epoch in epochs] == [list(range(12))] * 3
+    assert len({frozenset(map(frozenset, epoch)) for epoch in epochs}) == 3
+
+
+def test_an_iteration_advances_the_state_and_returns_and_remembers_its_metrics(make_run):
+    run = make_run()
+    first = run.iteration()
+    second = run.iteration()
+    assert (run.state.iteration, run.state.episode) == (2, 24)
+    assert run.state.history == [{"iteration": 1.0, **first}, {"iteration": 2.0, **second}]
+    assert first["lr/policy"] == pytest.approx(1e-3, rel=1e-12)
+    assert second["lr/policy"] == pytest.approx(1e-3 * 2 / 3, rel=1e-12)
+
+
+def test_the_kl_controller_is_told_the_kl_summed_over_a_response_and_the_number_of_episodes(make_run):
+    run, told = make_run(), []
+    run.state.kl_controller.update = lambda *arguments: told.append(arguments)
+    metrics = run.iteration()
+    assert told == [(metrics["objective/kl"], 12)]
+
+
+def test_policy_and_critic_step_at_their_own_learning_rates(make_run, snapshot):
+    """Adam's first step moves a weight by the learning rate, whatever the size of its gradient."""
+    run = make_run(learning_rate=1e-4, value_learning_rate=5e-3, **ONE_STEP)
+    before = [snapshot(module) for module in (run.state.policy, run.state.critic)]
+    run.iteration()
+    for module, old, rate in zip((run.state.policy, run.state.critic), before, (1e-4, 5e-3), strict=True):
+        largest = max(float((tensor - old[name]).abs().max()) for name, tensor in module.state_dict().items())
+        assert largest == pytest.approx(rate, rel=1e-3)
+
+
+# --- gradients -------------------------------------------------------------------------------------------------------
+
+
+def gradients_by_hand(run, experience: Experience, config: PPOConfig) -> dict[str, torch.Tensor]:
+    """One unpadded row at a time in plain torch: sums of the clipped losses over tokens, divided by all tokens once."""
+    policy, critic, rollouts = run.state.policy, run.state.critic, experience.rollouts
+    tokens = int(rollouts.lengths.sum())
+    policy.zero_grad()
+    critic.zero_grad()
+    for row, (prompt, response) in enumerate(zip(rollouts.prompts.prompt_ids, rollouts.token_lists(), strict=True)):
+        ids, length, start = torch.tensor([prompt + response]), len(response), len(prompt) - 1
+        logits = policy(ids, use_cache=False).logits[0, start:-1] / config.temperature
+        logprobs = (logits - logits.logsumexp(-1, keepdim=True))[torch.arange(length), response]
+        ratio = (logprobs - rollouts.old_logprobs[row, :length]).exp()
+        advantage = experience.advantages[row, :length]
+        clipped = ratio.clamp(1 - config.cliprange, 1 + config.cliprange)
+        policy_loss = -torch.minimum(advantage * ratio, advantage * clipped).sum() / tokens
+        policy_loss.backward()
+        states = critic.backbone(ids, use_cache=False).last_hidden_state[0, start:-1]
+        values = (states @ critic.value_head.weight.T + critic.value_head.bias)[:, 0]
+        old = experience.scores.values[row, :length]
+        near = old + (values - old).clamp(-config.cliprange_value, config.cliprange_value)
+        target = experience.returns[row, :length]
+        value_loss = 0.5 * torch.maximum((values - target) ** 2, (near - target) ** 2).sum() / tokens
+        (config.vf_coef * value_loss).backward()
+    return {
+        **{f"policy.{n}": p.grad.clone() for n, p in policy.named_parameters()},
+        **{f"critic.{n}": p.grad.clone() for n, p in critic.named_parameters()},
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_gradient_is_that_of_the_losses_worked_one_row_at_a_time(make_run, kind):
+    run = make_run(kind, **ONE_STEP)
+    experience = moved_on(run.before_update()[-1])
+    found = gradients(make_run, experience, kind)
+    expected = gradients_by_hand(run, experience, run.config)
+    assert_same_gradients(found, expected)
+    assert all(float(gradient.abs().max()) > 1e-6 for gradient in expected.values())
+
+
+@pytest.mark.parametrize("sizes", [(12, 1), (6, 2), (4, 3), (3, 4), (1, 12)], ids=str)
+def test_the_gradient_does_not_depend_on_the_size_of_the_micro_batches(make_run, sizes):
+    experience = moved_on(make_run(**ONE_STEP).before_update()[-1])
+    expected = gradients(make_run, experience)
+    found = gradients(make_run, experience, per_device_train_batch_size=sizes[0], gradient_accumulation_steps=sizes[1])
+    assert_same_gradients(found, expected)
+
+
+def test_the_gradient_does_not_depend_on_the_order_of_the_rows(make_run):
+    experience = moved_on(make_run(**ONE_STEP).before_update()[-1])
+    order = [7, 3, 11, 0, 5, 9, 1, 10, 2, 8, 6, 4]
+
+    def reordered(record):
+        rows = {n: v[order] for n, v in vars(record).items() if isinstance(v, torch.Tensor) and v.dim()}
+        return dataclasses.replace(record, **rows)
+
+    rollouts = reordered(experience.rollouts)
+    rollouts = dataclasses.replace(rollouts, prompts=experience.rollouts.prompts.select(order))
+    shuffled = dataclasses.replace(
+        reordered(experience),
+        rollouts=rollouts,
+        scores=reordered(experience.scores),
+        shaped_rewards=reordered(experience.shaped_rewards),
+    )
+    assert_same_gradients(gradients(make_run, shuffled), gradients(make_run, experience))
+
+
+def test_nan_in_every_padded_slot_changes_neither_gradients_nor_statistics(make_run):
+    run = make_run(**ONE_STEP)
+    experience = moved_on(run.before_update()[-1])
+    assert not bool(experience.rollouts.mask.all())
+    expected = gradients(make_run, experience)
+    assert_same_gradients(gradients(make_run, poisoned(experience)), expected)
+    freeze(run)
+    metrics = optimise(run.state, poisoned(experience), run.config)
+    assert all(value == value for value in metrics.values())
+
+
+def test_the_gradient_of_a_minibatch_does_not_depend_on_the_other_minibatches(make_run):
+    """Each minibatch is divided by its own tokens: two halves weighed by their tokens make the whole.
+
+    GPT-2, because a Llama's norm rounds to float32 even in float64.
+    """
+    run = make_run("gpt2", **{**ONE_STEP, "num_mini_batches": 2})
+    experience = moved_on(run.before_update()[-1])
+    seen = freeze(run)
+    optimise(run.state, experience, run.config)
+    halves = randomness.minibatch_partition(run.config.seed, 1, 0, 12, 2)
+    tokens = [int(experience.rollouts.lengths[rows].sum()) for rows in halves]
+    assert tokens[0] != tokens[1]
+    whole = gradients(make_run, experience, "gpt2")
+    for name, expected in whole.items():
+        mean = (tokens[0] * seen[0][name] + tokens[1] * seen[1][name]) / sum(tokens)
+        assert_close(mean, expected, rtol=0.0, atol=1e-10)
+
+
+def test_gradients_of_policy_and_critic_are_each_clipped_to_the_norm(make_run):
+    run = make_run(**ONE_STEP)
+    experience = moved_on(run.before_update()[-1])
+    free = gradients(make_run, experience)
+    clipped = gradients(make_run, experience, max_grad_norm=1e-3)
+    metrics = optimise(run.state, experience, run.config)
+    for name in ("policy", "critic"):
+        norms = [
+            float(torch.stack([g.norm() for n, g in found.items() if n.startswith(name)]).norm())
+            for found in (free, clipped)
+        ]
+        assert norms[0] > 1e-3
+        assert norms[1] == pytest.approx(1e-3, rel=1e-3)
+        for key, gradient in free.items():
+            if key.startswith(name):
+                assert_close(clipped[key], gradient * (1e-3 / norms[0]), rtol=1e-2, atol=1e-12)
+        key = {"policy": "policy/grad_norm", "critic": "value/grad_norm"}[name]
+        assert metrics[key] == pytest.approx(norms[0], rel=1e-9)  # the norm before clipping is what is logged
+
+
+def test_a_gradient_within_the_norm_is_left_as_it_is(make_run):
+    experience = moved_on(make_run(**ONE_STEP).before_update()[-1])
+    assert_same_gradients(gradients(make_run, experience, max_grad_norm=1e3), gradients(make_run, experience))
+
+
+def test_the_value_loss_is_scaled_by_its_coefficient_and_leaves_the_policy_alone(make_run):
+    experience = moved_on(make_run(**ONE_STEP).before_update()[-1])
+    one, two = (gradients(make_run, experience, vf_coef=factor) for factor in (0.1, 0.2))
+    for name in one:
+        factor = 2.0 if name.startswith("critic") else 1.0
+        assert_close(two[name], factor * one[name], rtol=0.0, atol=1e-12)
+
+
+def test_the_logged_statistics_are_means_over_the_tokens_of_the_minibatch(make_run):
+    run = make_run(per_device_train_batch_size=5, gradient_accumulation_steps=3, **ONE_STEP)
+    exact = run.before_update()[-1]
+    experience = moved_on(exact)
+    mask, new = exact.rollouts.mask, exact.rollouts.old_logprobs[exact.rollouts.mask]
+    old, advantages = experience.rollouts.old_logprobs[mask], experience.advantages[mask]
+    ratio = (new - old).exp()
+    unclipped, clipped = advantages * ratio, advantages * ratio.clamp(0.8, 1.2)
+    freeze(run)
+    metrics = optimise(run.state, experience, run.config)
+    close = {"rel": 0.0, "abs": 1e-10}
+    assert metrics["val/ratio"] == pytest.approx(float(ratio.mean()), **close)
+    assert metrics["policy/approxkl_avg"] == pytest.approx(float(0.5 * (new - old).square().mean()), **close)
+    assert metrics["policy/clipfrac_avg"] == pytest.approx(float((clipped < unclipped).double().mean()), **close)
+    assert metrics["loss/policy_avg"] == pytest.approx(float(-torch.minimum(clipped, unclipped).mean()), **close)
+
+
+# --- non-finite gradients --------------------------------------------------------------------------------------------
+
+
+CULPRITS = {"advantages": "policy", "returns": "critic"}
+
+
+@pytest.mark.parametrize("names", [("advantages",), ("returns",), ("advantages", "returns")], ids="+".join)
+@pytest.mark.parametrize("align", [False, True], ids=["own", "aligned"])
+def test_a_non_finite_gradient_skips_its_own_step_or_if_aligned_that_of_both(
+    make_run, snapshot, same_tensors, caplog, names, align
+):
+    run = make_run(align_overflow=align, **ONE_STEP)
+    experience = with_nan(run.before_update()[-1], 3, names)
+    modules = {"policy": run.state.policy, "critic": run.state.critic}
+    before = {name: snapshot(module) for name, module in modules.items()}
+    with caplog.at_level(logging.WARNING):
+        metrics = optimise(run.state, experience, run.config)
+    faulty = {CULPRITS[name] for name in names}
+    skipped = {"policy", "critic"} if align else faulty
+    for name, module in modules.items():
+        assert same_tensors(before[name], snapshot(module)) == (name in skipped)
+        assert bool(getattr(run.state, f"{name}_optimizer").state) == (name not in skipped)
+        assert all(bool(torch.isfinite(tensor).all()) for tensor in snapshot(module).values())
+    assert (run.state.optimiser_steps, run.state.skipped_steps, run.state.skipped_in_a_row) == (0, 1, 1)
+    assert (metrics["optimiser/steps"], metrics["optimiser/skipped_steps"]) == (0.0, 1.0)
+    culprits = " and ".join(CULPRITS[name] for name in names)
+    assert caplog.messages == [f"Non-finite gradient of the {culprits} in iteration 1, optimiser step 1: step skipped."]
+
+
+@pytest.mark.parametrize("align", [False, True], ids=["own", "aligned"])
+def test_in_float32_the_optimisers_kernel_leaves_out_the_step(make_run, snapshot, same_tensors, align):
+    run = make_run(dtype="float32", align_overflow=align, **ONE_STEP)
+    run.iteration()  # the optimisers have moments now
+    assert all(learner.decides_itself for learner in learners(run.state))
+    modules = {"policy": run.state.policy, "critic": run.state.critic}
+    before = {name: snapshot(module) for name, module in modules.items()}
+    optimise(run.state, with_nan(run.before_update()[-1], 3, ("advantages",)), run.config)
+    assert (run.state.optimiser_steps, run.state.skipped_steps, run.state.skipped_in_a_row) == (1, 1, 1)
+    for name, taken in (("policy", 1), ("critic", 1 if align else 2)):
+        assert same_tensors(before[name], snapshot(modules[name])) == (taken == 1)
+        for row in getattr(run.state, f"{name}_optimizer").state.values():
+            assert float(row["step"]) == taken
+            assert all(bool(row[moment].isfinite().all()) for moment in ("exp_avg", "exp_avg_sq"))
+
+
+@pytest.mark.parametrize("limit", [1e-3, 1e3], ids=["clipped", "not clipped"])
+def test_the_kernel_that_clips_averages_the_same_gradients_as_one_behind_clipping(make_run, limit):
+    """AdamW's first mean gradient is a tenth of the gradient that it was given."""
+    found = []
+    for optim in ("adamw_torch_fused", "adamw_torch"):
+        run = make_run(**{**ONE_STEP, "dtype": "float32", "max_grad_norm": limit, "optim": optim})
+        assert [learner.decides_itself for learner in learners(run.state)] == [optim == "adamw_torch_fused"] * 2
+        metrics = run.iteration()
+        assert metrics["policy/grad_norm"] > 1e-3
+        state = run.state.policy_optimizer.state
+        found.append({name: state[p]["exp_avg"] for name, p in run.state.policy.named_parameters()})
+    norm = float(torch.stack([mean.norm() for mean in found[1].values()]).norm())
+    assert norm == pytest.approx(0.1 * min(limit, metrics["policy/grad_norm"]), rel=1e-2)
+    for name, mean in found[1].items():
+        assert_close(found[0][name], mean, rtol=1e-5, atol=1e-5 * norm)
+
+
+def test_only_one_models_gradients_are_in_memory_at_a_time(make_run):
+    run = make_run(side_by_side=False, **ONE_STEP)
+    held: list[tuple[bool, bool]] = []
+
+    def look(*_):
+        held.append(
+            tuple(any(p.grad is not None for p in model.parameters()) for model in (run.state.policy, run.state.critic))
+        )
+
+    run.state.policy_optimizer.register_step_pre_hook(look)
+    run.state.critic_optimizer.register_step_pre_hook(look)
+    run.iteration()
+    look()
+    assert held == [(True, False), (False, True), (False, False)]
+
+
+def test_only_the_minibatch_with_the_bad_row_is_skipped_and_training_goes_on(make_run, snapshot, same_tensors):
+    run = make_run(**{**ONE_STEP, "num_mini_batches": 3, "num_ppo_epochs": 2, "max_skipped_steps": 2})
+    before = snapshot(run.state.policy)
+    optimise(run.state, with_nan(run.before_update()[-1], 0), run.config)
+    assert (run.state.optimiser_steps, run.state.skipped_steps) == (4, 2)
+    assert run.state.iteration == 1
+    weights = snapshot(run.state.policy)
+    assert not same_tensors(weights, before)
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in weights.values())
+
+
+def test_too_many_skipped_steps_in_a_row_stop_the_run_and_say_where(make_run, snapshot, same_tensors):
+    run = make_run(num_ppo_epochs=4, num_mini_batches=2, max_skipped_steps=3, align_overflow=True)
+    run.iteration()
+    experience = run.before_update()[-1]
+    experience = dataclasses.replace(experience, advantages=experience.advantages * NAN)
+    before = [snapshot(module) for module in (run.state.policy, run.state.critic)]
+    with pytest.raises(TrainingError) as caught:
+        optimise(run.state, experience, run.config)
+    assert str(caught.value) == (
+        "3 optimiser steps in a row had a non-finite gradient, the last of the policy in iteration 2, optimiser step "
+        "11 (ppo.max_skipped_steps=3). No such step was taken; lower ppo.learning_rate, or look for non-finite rewards"
+    )
+    after = [snapshot(module) for module in (run.state.policy, run.state.critic)]
+    assert all(same_tensors(*pair) for pair in zip(before, after, strict=True))
+    assert (run.state.iteration, len(run.state.history)) == (1, 1)
+    assert isinstance(caught.value, DivergenceError)
+    assert caught.value.last_good_iteration == 1
+
+
+@pytest.mark.parametrize("drift", [3.0, NAN], ids=["too far", "not a number"])
+def test_rollouts_too_far_from_the_reference_stop_the_run_before_anything_changes(
+    make_run, snapshot, same_tensors, drift
+):
+    run = make_run(kl_stop=2.5, total_episodes=60)
+    run.iteration()
+    run.iteration()
+    experience = run.before_update()[-1]
+    kl = torch.zeros_like(experience.shaped_rewards.kl)
+    kl[:, 0] = drift
+    shaped = dataclasses.replace(experience.shaped_rewards, kl=kl)
+    before = [snapshot(module) for module in (run.state.policy, run.state.critic)]
+    with pytest.raises(DivergenceError) as caught:
+        optimise(run.state, dataclasses.replace(experience, shaped_rewards=shaped), run.config)
+    assert str(caught.value) == (
+        f"iteration 3: the policy's KL from the reference policy is {drift:.1f} nats per response, above "
+        "ppo.kl_stop=2.5. Raise ppo.kl_coef (now 0.05) or lower ppo.learning_rate (now 0.001) and train anew, or raise "
+        "ppo.kl_stop and go on"
+    )
+    assert caught.value.last_good_iteration == 1  # iteration 2's own rollouts were near; what it led to is not
+    after = [snapshot(module) for module in (run.state.policy, run.state.critic)]
+    assert all(same_tensors(*pair) for pair in zip(before, after, strict=True))
+    assert (run.state.iteration, len(run.state.history)) == (2, 2)
+
+
+def test_a_kl_at_the_limit_or_without_one_does_not_stop_the_run(make_run):
+    for limit in (2.5, None):
+        run = make_run(kl_stop=limit)
+        experience = run.before_update()[-1]
+        kl = torch.zeros_like(experience.shaped_rewards.kl)
+        kl[:, 0] = 2.5
+        shaped = dataclasses.replace(experience.shaped_rewards, kl=kl)
+        optimise(run.state, dataclasses.replace(experience, shaped_rewards=shaped), run.config)
+        assert run.state.iteration == 1
+
+
+def test_a_step_taken_ends_the_row_of_skipped_ones(make_run):
+    run = make_run(**{**ONE_STEP, "max_skipped_steps": 2, "total_episodes": 60})
+    for _ in range(2):
+        optimise(run.state, with_nan(run.before_update()[-1], 0), run.config)
+        assert run.state.skipped_in_a_row == 1
+        run.iteration()
+        assert run.state.skipped_in_a_row == 0
+    assert (run.state.optimiser_steps, run.state.skipped_steps) == (2, 2)
+
+
+def test_skipped_steps_in_a_row_are_counted_across_iterations(make_run):
+    run = make_run(**{**ONE_STEP, "max_skipped_steps": 2, "total_episodes": 60})
+    optimise(run.state, with_nan(run.before_update()[-1], 0), run.config)
+    with pytest.raises(TrainingError, match=r"^2 optimiser steps in a row .* iteration 2, optimiser step 2 "):
+        optimise(run.state, with_nan(run.before_update()[-1], 0), run.config)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_steps_of_an_update_wait_for_nothing(monkeypatch):
+    step, taken = update._Update.step, []
+
+    def watched(self, minibatch):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            taken.append(step(self, minibatch))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        return taken[-1]
+
+    monkeypatch.setattr(update._Update, "step", watched)
+    config = PPOConfig(device="cuda", dtype="bfloat16", total_episodes=32, response_length=8)
+    reward = CausalLMRewardModel.from_causal_lm(tiny_model(seed=2))
+    list(PPOTrainer(config, tiny_model(), tokenizer=word_tokenizer(), reward=reward, prompts=["a b c", "d e"]).train())
+    assert len(taken) > 2
+
+
+def test_a_score_that_is_not_a_number_never_reaches_the_weights(make_run, snapshot, same_tensors):
+    def broken(batch):
+        return torch.tensor([NAN, *[1.0] * (len(batch) - 1)])
+
+    run = make_run(scorer=RewardScorer([("broken", 1.0, broken)]), max_skipped_steps=4)
+    before = snapshot(run.state.policy)
+    with pytest.raises(TrainingError, match=r"^4 optimiser steps in a row had a non-finite gradient"):
+        run.iteration()
+    assert same_tensors(before, snapshot(run.state.policy))  # whitening spreads it to every advantage
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in snapshot(run.state.critic).values())
+
+
+# --- reproducibility -------------------------------------------------------------------------------------------------
+
+TIMED = ("time/", "throughput/", "memory/")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
+def test_two_runs_with_one_seed_are_bit_identical_and_another_seed_is_not(make_run, snapshot, same_tensors, dtype):
+    results = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(len(results))  # the process's own randomness has no part in it
+        run = make_run(dtype=dtype, seed=seed)
+        while not run.state.finished:
+            run.iteration()
+        # as texts: the norm of a gradient that overflowed is NaN, which is no NaN's equal
+        history = [{k: repr(v) for k, v in row.items() if not k.startswith(TIMED)} for row in run.state.history]
+        results.append((snapshot(run.state.policy), snapshot(run.state.critic), history))
+    first, second, other = results
+    assert same_tensors(first[0], second[0])
+    assert same_tensors(first[1], second[1])
+    assert first[2] == second[2]
+    assert not same_tensors(first[0], other[0])
+
+
+def test_the_update_leaves_the_experience_and_the_reference_alone(make_run, snapshot, same_tensors):
+    run = make_run()
+    experience = run.before_update()[-1]
+    records = (experience, experience.rollouts, experience.scores, experience.shaped_rewards)
+    kept = [{n: v.clone() for n, v in vars(record).items() if isinstance(v, torch.Tensor)} for record in records]
+    reference = snapshot(run.reference)
+    optimise(run.state, experience, run.config)
+    for record, tensors in zip(records, kept, strict=True):
+        assert all(torch.equal(getattr(record, name), tensor) for name, tensor in tensors.items())
+    assert same_tensors(snapshot(run.reference), reference)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dropout"),
+    [
+        ("gpt2", {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5}),
+        ("llama", {"attention_dropout": 0.5}),
+        ("bitnet", {"attention_dropout": 0.5}),
+    ],
+)
+def test_dropout_that_was_switched_off_has_no_effect_even_in_training_mode(
+    make_run, snapshot, same_tensors, kind, dropout
+):
+    weights = []
+    for settings in ({}, dropout):
+        run = make_run(kind, model=settings)
+        for module in (run.state.policy, run.state.critic, run.reference):
+            disable_dropout(module)
+            module.train(bool(settings))
+        run.iteration()
+        weights.append(snapshot(run.state.policy))
+    assert same_tensors(*weights)
+
+
+def test_no_gradient_is_held_behind_an_update(make_run):
+    run = make_run()
+    run.iteration()
+    models = (run.state.policy, run.state.critic)
+    assert all(parameter.grad is None for model in models for parameter in model.parameters())

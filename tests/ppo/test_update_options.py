@@ -1,0 +1,306 @@
+"""Every option of the losses and the update, against gradients worked one unpadded row at a time in plain torch."""
+
+import dataclasses
+import logging
+import math
+
+import pytest
+import torch
+
+from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.ppo.experience import Experience
+from ppo_rlhf.ppo.update import optimise
+from tests.ppo.support import ONE_STEP, assert_same_gradients, freeze, gradients, moved_on
+
+NAN = float("nan")
+
+
+def off_policy(experience: Experience) -> Experience:
+    """As if some updates had passed, the sampler rounded badly, and the reference were far away."""
+    experience, generator = moved_on(experience), torch.Generator().manual_seed(5)
+    rollouts = experience.rollouts
+    noise = [torch.randn(rollouts.mask.shape, generator=generator, dtype=torch.float64) for _ in range(2)]
+    rollouts = dataclasses.replace(
+        rollouts,
+        sampler_logprobs=torch.where(rollouts.mask, rollouts.old_logprobs + 0.3 * noise[0], NAN),
+        reference_logprobs=torch.where(rollouts.mask, rollouts.old_logprobs + 0.7 * noise[1], NAN),
+    )
+    return dataclasses.replace(experience, rollouts=rollouts)
+
+
+def row_losses(run, experience: Experience, config: PPOConfig, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The policy's and the critic's loss of each token of one response, `[length]`; no padding, no mask, no core."""
+    rollouts, policy, critic = experience.rollouts, run.state.policy, run.state.critic
+    prompt, response = rollouts.prompts.prompt_ids[row], rollouts.token_lists()[row]
+    ids, length, start = torch.tensor([prompt + response]), len(response), len(prompt) - 1
+    log_p = torch.log_softmax(policy(ids, use_cache=False).logits[0, start:-1] / config.temperature, dim=-1)
+    logprobs = log_p[torch.arange(length), response]
+    ratio = (logprobs - rollouts.old_logprobs[row, :length]).exp()
+    advantage = experience.advantages[row, :length]
+    if config.importance_cap is not None:
+        mismatch = rollouts.old_logprobs[row, :length] - rollouts.sampler_logprobs[row, :length]
+        advantage = advantage * mismatch.exp().clamp(max=config.importance_cap)
+    high = config.cliprange if config.cliprange_high is None else config.cliprange_high
+    gain = torch.minimum(advantage * ratio, advantage * ratio.clamp(1 - config.cliprange, 1 + high))
+    if config.dual_clip is not None:
+        gain = torch.where(advantage < 0, torch.maximum(gain, config.dual_clip * advantage), gain)
+    policy_loss = -gain
+    if config.kl_in == "loss":
+        d = logprobs - rollouts.reference_logprobs[row, :length]
+        price = experience.shaped_rewards.kl_coef  # the controller's when the rewards were shaped
+        policy_loss = policy_loss + price * {"k2": d**2 / 2, "k3": (-d).exp() - 1 + d}[config.kl_estimator]
+    policy_loss = policy_loss + config.entropy_coef * (log_p.exp() * log_p).sum(-1)
+    states = critic.backbone(ids, use_cache=False).last_hidden_state[0, start:-1]
+    values = (states @ critic.value_head.weight.T + critic.value_head.bias)[:, 0]
+    old, target = experience.scores.values[row, :length], experience.returns[row, :length]
+    near = old + (values - old).clamp(-config.cliprange_value, config.cliprange_value)
+    return policy_loss, 0.5 * torch.maximum((values - target) ** 2, (near - target) ** 2)
+
+
+def gradients_by_hand(run, experience: Experience, config: PPOConfig) -> dict[str, torch.Tensor]:
+    rollouts = experience.rollouts
+    masked = config.truncated_responses == "mask"
+    rows = [row for row in range(len(rollouts.lengths)) if bool(rollouts.terminated[row]) or not masked]
+    tokens = sum(int(rollouts.lengths[row]) for row in rows)
+    run.state.policy.zero_grad()
+    run.state.critic.zero_grad()
+    for row in rows:
+        divisor = {
+            "token_mean": tokens,
+            "seq_mean_token_sum": len(rows),
+            "seq_mean_token_mean": len(rows) * int(rollouts.lengths[row]),
+            "token_sum_fixed_length": len(rows) * config.response_length,
+        }[config.loss_aggregation]
+        policy_loss, value_loss = row_losses(run, experience, config, row)
+        ((policy_loss.sum() + config.vf_coef * value_loss.sum()) / divisor).backward()
+    return {
+        **{f"policy.{n}": p.grad.clone() for n, p in run.state.policy.named_parameters()},
+        **{f"critic.{n}": p.grad.clone() for n, p in run.state.critic.named_parameters()},
+    }
+
+
+OPTIONS = [
+    {"cliprange_high": 0.35, "cliprange": 0.1},
+    {"dual_clip": 1.1},
+    {"dual_clip": 1.3, "cliprange_high": 0.5},
+    {"entropy_coef": 0.3},
+    {"kl_in": "loss", "kl_estimator": "k2"},
+    {"kl_in": "loss", "kl_estimator": "k3"},
+    {"importance_cap": 1.15},
+    {"loss_aggregation": "seq_mean_token_sum"},
+    {"loss_aggregation": "seq_mean_token_mean"},
+    {"loss_aggregation": "token_sum_fixed_length"},
+    {"truncated_responses": "mask", "missing_eos_penalty": None},
+    {
+        "truncated_responses": "mask",
+        "missing_eos_penalty": None,
+        "loss_aggregation": "seq_mean_token_mean",
+        "kl_in": "loss",
+        "kl_estimator": "k2",
+        "entropy_coef": 0.1,
+        "importance_cap": 1.2,
+    },
+]
+NAMES = ["-".join(f"{v}" for k, v in option.items() if v is not None) for option in OPTIONS]
+
+
+@pytest.fixture
+def experience(make_run) -> Experience:
+    """Twelve responses of different lengths, some of them cut off."""
+    experience = off_policy(make_run(**ONE_STEP, kl_coef=0.4).before_update()[-1])
+    assert 0 < int(experience.rollouts.terminated.sum()) < 12
+    return experience
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=NAMES)
+def test_the_gradient_is_that_of_the_losses_worked_one_row_at_a_time(make_run, experience, option):
+    run = make_run(**ONE_STEP, **option)
+    found = gradients(make_run, experience, **option)
+    assert_same_gradients(found, gradients_by_hand(run, experience, run.config))
+    plain = gradients(make_run, experience, missing_eos_penalty=None)
+    assert max(float((found[name] - plain[name]).abs().max()) for name in found) > 1e-4  # and the option does something
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        {"per_device_train_batch_size": 12, "gradient_accumulation_steps": 1},
+        {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 3},
+        {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 12},
+        {"max_tokens_per_micro_batch": 40},
+        {"max_tokens_per_micro_batch": 17},
+        {"max_tokens_per_micro_batch": 2},
+    ],
+    ids=lambda cut: "-".join(map(str, cut.values())),
+)
+@pytest.mark.parametrize("option", [OPTIONS[3], OPTIONS[5], OPTIONS[8], OPTIONS[-1]], ids=lambda o: "-".join(o))
+def test_the_gradient_does_not_depend_on_how_the_minibatch_is_cut(make_run, experience, option, cut):
+    expected = gradients(make_run, experience, **option)
+    assert_same_gradients(gradients(make_run, experience, **{**option, **cut}), expected)
+
+
+def test_a_token_budget_cuts_the_minibatch_and_the_first_ratio_stays_exactly_one(make_run):
+    run = make_run(dtype="float32", max_tokens_per_micro_batch=30, num_ppo_epochs=1, num_mini_batches=1)
+    experience = run.before_update()[-1]
+    pieces = experience.rollouts.first_epoch_micro_batches(run.config)
+    assert len(pieces) > 2
+    assert sorted(row for piece in pieces for row in piece) == list(range(12))
+    for piece in pieces:  # none has padding
+        prompts = sum(len(experience.rollouts.prompts.prompt_ids[row]) for row in piece)
+        assert prompts + int(experience.rollouts.lengths[piece].sum()) <= 30
+    metrics = optimise(run.state, experience, run.config)
+    assert (metrics["val/ratio"], metrics["policy/approxkl_avg"]) == (1.0, 0.0)
+
+
+# --- what the losses report ------------------------------------------------------------------------------------------
+
+
+def test_kl_and_entropy_of_the_loss_are_logged_before_their_coefficients(make_run, experience):
+    run = make_run(**ONE_STEP, kl_in="loss", kl_estimator="k2", entropy_coef=0.3)
+    freeze(run)
+    metrics = optimise(run.state, experience, run.config)
+    plain = make_run(**ONE_STEP)
+    surrogate, kl, entropy = [], [], []
+    for row in range(12):
+        with torch.no_grad():
+            with_neither = row_losses(run, experience, plain.config, row)[0]
+            only = dataclasses.replace(plain.config, kl_in="loss", kl_estimator="k2")
+            kl.append((row_losses(run, experience, only, row)[0] - with_neither) / 0.4)
+            only = dataclasses.replace(plain.config, entropy_coef=1.0)
+            entropy.append(with_neither - row_losses(run, experience, only, row)[0])
+            surrogate.append(with_neither)
+    expected = {"loss/policy_avg": surrogate, "loss/kl_avg": kl, "loss/entropy_avg": entropy}
+    means = {name: float(torch.cat(rows).mean()) for name, rows in expected.items()}
+    for name, mean in means.items():
+        assert metrics[name] == pytest.approx(mean, abs=1e-9)
+    total = means["loss/policy_avg"] + 0.4 * means["loss/kl_avg"] - 0.3 * means["loss/entropy_avg"]
+    assert metrics["loss/total"] == pytest.approx(total + 0.1 * metrics["loss/value_avg"], abs=1e-9)
+    assert metrics["objective/non_score_reward"] == 0.0
+
+
+def test_terms_that_the_loss_does_not_have_are_logged_as_zero(make_run):
+    metrics = make_run().iteration()
+    assert (metrics["loss/kl_avg"], metrics["loss/entropy_avg"]) == (0.0, 0.0)
+
+
+def test_the_kl_of_the_loss_is_weighed_by_the_controllers_coefficient_not_the_configurations(make_run):
+    """Of GPT-2, because a Llama's norm rounds to float32 even in float64, so that sums of gradients differ."""
+    experience = off_policy(make_run("gpt2", **ONE_STEP, kl_coef=0.4).before_update()[-1])
+    option = {"kl_in": "loss", "kl_estimator": "k2"}
+    found = [gradients(make_run, experience, "gpt2", **option, kl_coef=coefficient) for coefficient in (0.4, 9.0)]
+    assert_same_gradients(*found)
+    shaped = dataclasses.replace(experience.shaped_rewards, kl_coef=0.8)
+    doubled = gradients(make_run, dataclasses.replace(experience, shaped_rewards=shaped), "gpt2", **option)
+    plain = gradients(make_run, experience, "gpt2")
+    assert_same_gradients(doubled, {name: plain[name] + 2.0 * (found[0][name] - plain[name]) for name in plain})
+
+
+# --- early stopping --------------------------------------------------------------------------------------------------
+
+
+def test_the_update_ends_before_a_step_once_the_policy_has_moved_one_and_a_half_targets(
+    make_run, snapshot, same_tensors
+):
+    """approxkl of the first minibatch, after the shift of the old log-probabilities, is known; the limit is 1.5 x."""
+    run = make_run(num_ppo_epochs=3, num_mini_batches=1)
+    exact = run.before_update()[-1]
+    experience, mask = moved_on(exact), exact.rollouts.mask
+    moved = 0.5 * (exact.rollouts.old_logprobs - experience.rollouts.old_logprobs)[mask].square().mean()
+    limit = float(moved) / 1.5
+    stopped = make_run(num_ppo_epochs=3, num_mini_batches=1, target_kl=limit * 0.999)
+    before = snapshot(stopped.state.policy)
+    metrics = optimise(stopped.state, experience, stopped.config)
+    assert (stopped.state.optimiser_steps, stopped.state.early_stops, metrics["optimiser/early_stops"]) == (0, 1, 1.0)
+    assert same_tensors(before, snapshot(stopped.state.policy))
+    assert metrics["policy/approxkl_avg"] == pytest.approx(float(moved), rel=1e-9)
+    going_on = make_run(num_ppo_epochs=3, num_mini_batches=1, target_kl=limit * 1.001)
+    optimise(going_on.state, experience, going_on.config)
+    assert going_on.state.optimiser_steps >= 1
+
+
+def test_early_stops_are_counted_over_iterations_and_leave_the_rest_of_the_epochs_out(make_run):
+    run = make_run(num_ppo_epochs=6, learning_rate=3e-2, target_kl=0.02, total_episodes=36)
+    while not run.state.finished:
+        metrics = run.iteration()
+    assert 1 <= run.state.early_stops <= 3
+    assert metrics["optimiser/early_stops"] == run.state.early_stops
+    assert run.state.optimiser_steps < 3 * 6 * 2
+    without = make_run(num_ppo_epochs=6, learning_rate=3e-2, total_episodes=36)
+    while not without.state.finished:
+        without.iteration()
+    assert (without.state.optimiser_steps, without.state.early_stops) == (36, 0)
+
+
+# --- warm-up of the critic, and the hold of the controller ------------------------------------------------------------
+
+
+def test_in_its_warm_up_only_the_critic_learns_and_the_controller_hears_nothing(make_run, snapshot, same_tensors):
+    run = make_run(critic_warmup_iterations=2, kl_controller="adaptive", kl_horizon=100.0, kl_coef=0.2)
+    policy, critic = snapshot(run.state.policy), snapshot(run.state.critic)
+    for _ in range(2):
+        metrics = run.iteration()
+        assert same_tensors(policy, snapshot(run.state.policy))
+        assert not same_tensors(critic, snapshot(run.state.critic))
+        assert (metrics["policy/grad_norm"], metrics["val/ratio"]) == (0.0, 1.0)
+        assert metrics["objective/kl"] == pytest.approx(0.0, abs=1e-12)
+        assert metrics["value/grad_norm"] > 0.0
+        assert run.state.kl_controller.kl_coef == 0.2
+        critic = snapshot(run.state.critic)
+    assert not run.state.policy_optimizer.state
+    run.iteration()
+    assert not same_tensors(policy, snapshot(run.state.policy))
+    assert run.state.kl_controller.kl_coef == pytest.approx(0.2 * (1 - 0.2 * 12 / 100))  # KL was 0 still: wound down
+    assert run.state.optimiser_steps == 12
+
+
+def test_the_adaptive_controller_holds_still_at_first_and_then_follows_the_kl(make_run):
+    run = make_run(kl_controller="adaptive", kl_hold_iterations=2, kl_horizon=50.0, kl_target=2.0, total_episodes=60)
+    coefficients, observed = [], []
+    while not run.state.finished:
+        metrics = run.iteration()
+        coefficients.append(metrics["objective/kl_coef"])
+        observed.append(metrics["objective/kl"])
+    expected = [0.05, 0.05, 0.05]
+    for kl in observed[2:4]:
+        expected.append(expected[-1] * (1 + min(max(kl / 2.0 - 1, -0.2), 0.2) * 12 / 50))
+    assert coefficients == pytest.approx(expected, rel=1e-12)
+    assert len(set(coefficients)) > 1
+
+
+# --- cut-off responses left out of the loss ---------------------------------------------------------------------------
+
+
+def test_a_minibatch_of_cut_off_responses_alone_is_no_step_and_a_batch_of_them_is_warned_of(
+    make_run, snapshot, same_tensors, caplog
+):
+    run = make_run(truncated_responses="mask", missing_eos_penalty=None, num_ppo_epochs=1)
+    experience = run.before_update()[-1]
+    rollouts = dataclasses.replace(experience.rollouts, terminated=torch.zeros(12, dtype=torch.bool))
+    before = [snapshot(module) for module in (run.state.policy, run.state.critic)]
+    with caplog.at_level(logging.WARNING):
+        metrics = optimise(run.state, dataclasses.replace(experience, rollouts=rollouts), run.config)
+    assert all(
+        same_tensors(*pair) for pair in zip(before, map(snapshot, (run.state.policy, run.state.critic)), strict=True)
+    )
+    assert (run.state.optimiser_steps, run.state.skipped_steps) == (0, 0)
+    assert all(math.isfinite(value) for value in metrics.values())
+    assert metrics["val/ratio"] == 1.0
+    assert caplog.messages == [
+        "Every response of iteration 1 was cut off, so ppo.truncated_responses=mask leaves nothing to learn from: "
+        "raise ppo.response_length."
+    ]
+
+
+def test_minibatches_of_cut_off_responses_are_not_in_the_averages_over_steps(make_run):
+    run = make_run(truncated_responses="mask", missing_eos_penalty=None, num_ppo_epochs=1, num_mini_batches=12)
+    experience = run.before_update()[-1]
+    terminated = torch.zeros(12, dtype=torch.bool)
+    terminated[[2, 7]] = True
+    rollouts = dataclasses.replace(experience.rollouts, terminated=terminated)
+    config = dataclasses.replace(run.config, learning_rate=1e-12)
+    for group in run.state.policy_optimizer.param_groups:
+        group["lr"] = 0.0
+    metrics = optimise(run.state, dataclasses.replace(experience, rollouts=rollouts), config)
+    assert run.state.optimiser_steps == 2
+    assert metrics["val/ratio"] == pytest.approx(1.0, abs=1e-6)
+    assert metrics["val/ratio_var"] == pytest.approx(0.0, abs=1e-9)

@@ -1,0 +1,219 @@
+"""Tiny models, tokenizers and runs, made on the fly. Every model is random, small, and far from uniform."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from torch import Tensor
+from transformers import (
+    BitNetConfig,
+    BitNetForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.data.prompts import PromptDataset
+from ppo_rlhf.ppo import experience as steps
+from ppo_rlhf.ppo.build import build_critic, policy_to_train
+from ppo_rlhf.ppo.experience import Experience, Scores, ShapedRewards
+from ppo_rlhf.ppo.precision import frozen_dtype, torch_dtype
+from ppo_rlhf.ppo.rollout import Rollouts, generate_rollouts
+from ppo_rlhf.ppo.state import TrainingState
+from ppo_rlhf.ppo.update import optimise
+from ppo_rlhf.rewards.scorers import ResponseBatch, RewardScorer
+
+PAD, UNKNOWN, END = 0, 1, 2
+WORDS = [chr(ord("a") + i) for i in range(20)]
+VOCABULARY = ["<pad>", "<unk>", "</s>", *WORDS]
+PROMPT_LENGTHS = (1, 4, 2, 7, 3, 5)
+
+
+def build_model(
+    kind: str = "llama",
+    *,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+    vocab_size: int = len(VOCABULARY),
+    spread: float = 0.4,
+    **overrides: Any,
+) -> PreTrainedModel:
+    ids = {"vocab_size": vocab_size, "pad_token_id": PAD, "bos_token_id": None, "eos_token_id": END}
+    llama_shape = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 64,
+    }
+    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    classes: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+        "gpt2": (
+            GPT2Config,
+            GPT2LMHeadModel,
+            {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64, **no_dropout},
+        ),
+        "llama": (LlamaConfig, LlamaForCausalLM, llama_shape),
+        "bitnet": (BitNetConfig, BitNetForCausalLM, llama_shape),
+    }
+    config_class, model_class, shape = classes[kind]
+    generator = torch.Generator().manual_seed(seed)
+    model = model_class(config_class(**{**ids, **shape, **overrides}))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, spread, generator=generator)
+    return model.to(dtype).eval()
+
+
+def build_tokenizer(**options: Any) -> PreTrainedTokenizerFast:
+    backend = Tokenizer(WordLevel({word: i for i, word in enumerate(VOCABULARY)}, unk_token="<unk>"))
+    backend.pre_tokenizer = WhitespaceSplit()
+    usual = {"pad_token": "<pad>", "unk_token": "<unk>", "eos_token": "</s>", "padding_side": "left"}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **{**usual, **options})
+
+
+def build_prompts(lengths: tuple[int, ...] = PROMPT_LENGTHS) -> PromptDataset:
+    """Prompts of the given lengths in tokens; the column `wanted` holds a word for rewards to look for."""
+    ids = [[3 + (5 * row + 3 * i) % len(WORDS) for i in range(length)] for row, length in enumerate(lengths)]
+    texts = [" ".join(VOCABULARY[i] for i in row) for row in ids]
+    return PromptDataset(ids, texts, {"wanted": [WORDS[row % len(WORDS)] for row in range(len(ids))]})
+
+
+def first_letters(batch: ResponseBatch) -> Tensor:
+    """Share of response tokens among the first half of the words."""
+    shares = [sum(3 <= i < 13 for i in ids) / len(ids) for ids in batch.response_ids]
+    return torch.tensor(shares, dtype=torch.float64)
+
+
+@dataclass
+class Run:
+    """A run of PPO and what its nodes are called with."""
+
+    state: TrainingState
+    reference: PreTrainedModel
+    prompts: PromptDataset
+    scorer: RewardScorer
+    config: PPOConfig
+
+    def rollouts(self) -> Rollouts:
+        return generate_rollouts(self.state, self.reference, self.prompts, self.config)
+
+    def before_update(self) -> tuple[Rollouts, Scores, ShapedRewards, Experience]:
+        rollouts = self.rollouts()
+        scores = steps.score_responses(rollouts, self.scorer, self.state)
+        shaped = steps.shape_rewards(rollouts, scores, self.state)
+        return rollouts, scores, shaped, steps.estimate_advantages(rollouts, scores, shaped, self.config)
+
+    def iteration(self) -> dict[str, float]:
+        return optimise(self.state, self.before_update()[-1], self.config)
+
+
+def build_run(
+    kind: str = "llama",
+    *,
+    prompts: PromptDataset | None = None,
+    scorer: RewardScorer | None = None,
+    tokenizer: PreTrainedTokenizerFast | None = None,
+    model: dict[str, Any] | None = None,
+    reward_model: PreTrainedModel | None = None,
+    **settings: Any,
+) -> Run:
+    """A run of 12 episodes an iteration, 3 iterations, unless `settings` say otherwise; the critic's head is not 0."""
+    defaults = {
+        "total_episodes": 36,
+        "per_device_train_batch_size": 6,
+        "gradient_accumulation_steps": 2,
+        "num_mini_batches": 2,
+        "num_ppo_epochs": 2,
+        "local_rollout_forward_batch_size": 5,
+        "response_length": 8,
+        "temperature": 0.8,
+        "learning_rate": 1e-3,
+        "missing_eos_penalty": 0.5,
+        "dtype": "float64",
+        "device": "cpu",
+    }
+    config = PPOConfig(**{**defaults, **settings})
+    build = {"dtype": torch_dtype(config), **(model or {})}
+    reference = build_model(kind, **{**build, "dtype": frozen_dtype(config)}).requires_grad_(False)
+    policy = policy_to_train(reference if config.use_peft else build_model(kind, **build), config)
+    critic = build_critic(config, policy, reward_model)
+    with torch.no_grad():
+        critic.value_head.weight.normal_(0.0, 0.3, generator=torch.Generator().manual_seed(1))
+    state = TrainingState.create(policy, critic, tokenizer or build_tokenizer(), config)
+    scorer = scorer or RewardScorer([("first_letters", 2.0, first_letters)])
+    return Run(state, reference, prompts or build_prompts(), scorer, config)
+
+
+def weights_of(module: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+
+def tensors_equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def build_rollouts(lengths: list[int], terminated: list[bool], width: int, **tensors: Tensor) -> Rollouts:
+    """Hand-made rollouts; every [B, T] tensor is 0 on real tokens and NaN in padding unless given."""
+    lengths_B = torch.tensor(lengths)
+    is_response_BT = torch.arange(width) < lengths_B[:, None]
+    blank = torch.where(is_response_BT, 0.0, torch.nan).double()
+    names = ("sampler_logprobs", "old_logprobs", "reference_logprobs", "entropy")
+    return Rollouts(
+        iteration=1,
+        prompts=build_prompts(tuple(1 + row % 3 for row in range(len(lengths)))),
+        completions=[f"response {row}" for row in range(len(lengths))],
+        response_ids=torch.full((len(lengths), width), 3),
+        lengths=lengths_B,
+        terminated=torch.tensor(terminated),
+        **{name: torch.where(is_response_BT, tensors.get(name, blank), torch.nan) for name in names},
+        started=0.0,
+        generation_seconds=2.0,
+        seconds=5.0,
+    )
+
+
+@pytest.fixture
+def make_rollouts() -> Callable[..., Rollouts]:
+    return build_rollouts
+
+
+@pytest.fixture
+def make_model() -> Callable[..., PreTrainedModel]:
+    return build_model
+
+
+@pytest.fixture
+def make_tokenizer() -> Callable[..., PreTrainedTokenizerFast]:
+    return build_tokenizer
+
+
+@pytest.fixture
+def make_prompts() -> Callable[..., PromptDataset]:
+    return build_prompts
+
+
+@pytest.fixture
+def make_run() -> Callable[..., Run]:
+    return build_run
+
+
+@pytest.fixture
+def snapshot() -> Callable[[torch.nn.Module], dict[str, Tensor]]:
+    return weights_of
+
+
+@pytest.fixture
+def same_tensors() -> Callable[[dict[str, Tensor], dict[str, Tensor]], bool]:
+    return tensors_equal

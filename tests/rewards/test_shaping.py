@@ -1,0 +1,153 @@
+"""From the rewards' scores to what the last token is paid: each option by hand, and their order."""
+
+import math
+import statistics
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.core.statistics import RunningMoments
+from ppo_rlhf.rewards.scorers import RewardScorer
+from ppo_rlhf.rewards.shaping import final_scores, normalised, penalised
+from tests.core.support import Case, cases
+
+SCORES = torch.tensor([9.0, 9.0, -9.0, -9.0, 1.0], dtype=torch.float64)
+TERMINATED = torch.tensor([True, False, True, False, False])
+LENGTHS = torch.tensor([3, 53, 48, 53, 53])
+
+
+def shaped(scores: torch.Tensor = SCORES, moments: RunningMoments | None = None, **settings) -> list[float]:
+    config = PPOConfig(**settings)
+    return final_scores(scores, TERMINATED, LENGTHS, moments or RunningMoments(), config).tolist()
+
+
+def test_by_default_a_score_is_paid_as_it_is():
+    assert shaped() == SCORES.tolist()
+
+
+def test_the_missing_eos_penalty_comes_after_the_clip_and_only_for_cut_off_responses():
+    assert shaped(reward_clip=5.0, missing_eos_penalty=2.0) == [5.0, 3.0, -5.0, -7.0, -1.0]
+    assert shaped(reward_clip=5.0) == [5.0, 5.0, -5.0, -5.0, 1.0]
+    assert shaped(missing_eos_penalty=2.0) == [9.0, 7.0, -9.0, -11.0, -1.0]
+
+
+def test_the_scale_comes_before_the_clip_and_the_penalty():
+    assert shaped(reward_scale=0.5) == [4.5, 4.5, -4.5, -4.5, 0.5]
+    assert shaped(reward_scale=0.5, reward_clip=1.0, missing_eos_penalty=2.0) == [1.0, -1.0, -1.0, -3.0, -1.5]
+
+
+# --- normalisation ---------------------------------------------------------------------------------------------------
+
+
+def test_batch_normalisation_has_mean_zero_and_the_batchs_own_deviation():
+    deviation = statistics.stdev(SCORES.tolist())
+    expected = [(score - 0.2) / math.sqrt(deviation**2 + 1e-8) for score in SCORES.tolist()]
+    assert shaped(reward_normalisation="batch") == pytest.approx(expected, rel=1e-12)
+
+
+def test_running_normalisation_counts_all_scores_so_far_and_this_batch():
+    before = [1.0, 2.0, 4.0]
+    moments = RunningMoments()
+    moments.update(torch.tensor(before))
+    everything = [*before, *SCORES.tolist()]
+    mean, variance = statistics.mean(everything), statistics.variance(everything)
+    expected = [(score - mean) / math.sqrt(variance + 1e-8) for score in SCORES.tolist()]
+    assert shaped(moments=moments, reward_normalisation="running") == pytest.approx(expected, rel=1e-9)
+    assert (moments.count, moments.mean) == (3, pytest.approx(7 / 3))  # shaping leaves them alone
+
+
+@pytest.mark.parametrize("mode", ["batch", "running"])
+def test_normalisation_comes_before_scale_clip_and_penalty_and_undoes_a_shift_and_a_scale_of_the_reward(mode):
+    options = {"reward_normalisation": mode, "reward_scale": 2.0, "reward_clip": 1.5, "missing_eos_penalty": 0.25}
+    found = shaped(**options)
+    assert_close(torch.tensor(shaped(100.0 + 3.0 * SCORES, **options)), torch.tensor(found), rtol=1e-6, atol=1e-6)
+    z = torch.tensor(shaped(reward_normalisation=mode)).double()
+    expected = (2.0 * z).clamp(-1.5, 1.5) - torch.tensor([0.0, 0.25, 0.0, 0.25, 0.25])
+    assert_close(torch.tensor(found).double(), expected.double(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["batch", "running"])
+def test_scores_without_spread_are_normalised_to_zero(mode):
+    config = PPOConfig(reward_normalisation=mode)
+    assert normalised(torch.full((3,), 7.5), RunningMoments(), config).tolist() == [0.0, 0.0, 0.0]
+    assert normalised(torch.tensor([7.5]), RunningMoments(), config).tolist() == [0.0]
+
+
+def test_the_update_adds_each_iterations_scores_to_the_running_moments_once(make_run):
+    run, scores = make_run(reward_normalisation="running"), []
+    for _ in range(2):
+        experience = run.before_update()[-1]
+        assert run.state.reward_moments.count == len(scores)
+        scores += experience.scores.total.tolist()
+        run.iteration()  # the same rollouts again: nothing but the update moves the state
+    moments = run.state.reward_moments
+    assert moments.count == 24
+    assert moments.mean == pytest.approx(statistics.mean(scores), rel=1e-12)
+    assert moments.variance == pytest.approx(statistics.variance(scores), rel=1e-12)
+
+
+def test_a_score_that_is_not_finite_leaves_the_running_moments_as_they_were(make_run):
+    def half_broken(batch):
+        return torch.tensor([math.nan, math.inf, *range(len(batch) - 2)], dtype=torch.float64)
+
+    run = make_run(scorer=RewardScorer([("broken", 1.0, half_broken)]), reward_normalisation="running")
+    run.iteration()
+    assert (run.state.reward_moments.count, run.state.reward_moments.mean) == (10, 4.5)
+    scores = torch.tensor([math.nan, 1.0, 2.0, 3.0])
+    found = normalised(scores, RunningMoments(), run.config)
+    assert found.isnan().tolist() == [True, False, False, False]
+    assert_close(found[1:], torch.tensor([-1.0, 0.0, 1.0]), rtol=0.0, atol=1e-6)
+
+
+def test_a_normalised_reward_trains_the_same_policy_whatever_the_rewards_unit(make_run, snapshot):
+    """Scores times 1000 plus 5 are the same after normalisation, and not without it."""
+
+    def score(factor: float, shift: float):
+        return RewardScorer(
+            [("r", 1.0, lambda b: factor * torch.tensor([float(len(i)) for i in b.response_ids]) + shift)]
+        )
+
+    weights = {}
+    for mode in ("none", "running", "batch"):
+        for name, arguments in (("plain", (1.0, 0.0)), ("other", (1000.0, 5.0))):
+            run = make_run(scorer=score(*arguments), reward_normalisation=mode, missing_eos_penalty=None)
+            while not run.state.finished:
+                run.iteration()
+            weights[mode, name] = snapshot(run.state.policy)["lm_head.weight"]
+    for mode, tolerance in (("running", 1e-4), ("batch", 1e-4)):
+        assert_close(weights[mode, "plain"], weights[mode, "other"], rtol=0.0, atol=tolerance)
+    assert float((weights["none", "plain"] - weights["none", "other"]).abs().max()) > 1e-3
+
+
+# --- cut-off and overlong responses ----------------------------------------------------------------------------------
+
+
+def test_cut_off_responses_are_kept_penalised_or_replaced():
+    penalty = {"missing_eos_penalty": 2.0}
+    assert shaped(truncated_responses="keep") == SCORES.tolist()
+    assert shaped(truncated_responses="penalise", **penalty) == [9.0, 7.0, -9.0, -11.0, -1.0]
+    assert shaped(truncated_responses="keep", **penalty) == [9.0, 7.0, -9.0, -11.0, -1.0]  # as in TRL
+    assert shaped(truncated_responses="replace", **penalty) == [9.0, -2.0, -9.0, -2.0, -2.0]
+
+
+def test_a_bootstrapped_response_is_paid_nothing_since_the_critics_value_stands_for_its_score():
+    assert shaped(truncated_responses="bootstrap") == [9.0, 0.0, -9.0, 0.0, 0.0]
+
+
+def test_a_masked_response_keeps_its_score_which_no_loss_sees():
+    assert shaped(truncated_responses="mask") == SCORES.tolist()
+
+
+def test_overlong_responses_pay_a_tenth_for_each_token_in_a_buffer_of_ten_cut_off_or_not():
+    """Length 48 of 53 with a buffer of 10 lies 5 tokens inside: half a unit; 53 pays the whole, and the eos penalty."""
+    assert shaped(overlong_buffer=10) == [9.0, 8.0, -9.5, -10.0, 0.0]
+    assert shaped(overlong_buffer=10, missing_eos_penalty=2.0) == [9.0, 6.0, -9.5, -12.0, -2.0]
+
+
+@cases("length_penalty", "openrlhf", skip=("overlong", "stop_scale"))
+def test_replaced_scores_are_those_of_openrlhf(case: Case):
+    """Its negative coefficient is the new score. `overlong` is compared in core; `stop_scale` is not offered."""
+    config = PPOConfig(truncated_responses="replace", missing_eos_penalty=-case.i["coef"])
+    case.check(penalised(case.i["scores"], ~case.i["truncated"].bool(), case.i["lengths"], config), "scores")
