@@ -47,3 +47,7 @@ class DivergenceError(TrainingError):
     def __init__(self, message: str, last_good_iteration: int = 0) -> None:
         super().__init__(message)
         self.last_good_iteration = last_good_iteration
+
+
+class LaunchError(PPORLHFError, RuntimeError):
+    """Several processes were started in a way that does not join them into one run."""

@@ -1,0 +1,133 @@
+"""The processes of one run, joined through accelerate: who this process is, and what the processes tell each other.
+
+torchrun or `accelerate launch` starts the processes. A run that was started plainly is one process; then every function
+here returns at once and no process group exists.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, TypeVar
+
+from ppo_rlhf.core.errors import LaunchError
+
+if TYPE_CHECKING:
+    import torch
+    from accelerate import PartialState
+
+T = TypeVar("T")
+
+TIMEOUT = timedelta(hours=2)
+"""How long a process waits for another one: a reward function or an evaluation may keep the main process busy."""
+
+_OTHER_LAUNCHERS = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+_HOW = (
+    "Start it with `torchrun --nproc_per_node N -m kedro run` or `accelerate launch --config_file conf/accelerate.yaml`"
+)
+
+
+def process_count() -> int:
+    """Return the number of processes that the launcher started for this run."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def is_main_process() -> bool:
+    """Return whether this process tracks, prints and saves."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def check_launch(environment: Mapping[str, str] = os.environ) -> None:
+    """Refuse a launch whose processes would each train a run of their own over the same folders.
+
+    Raises:
+        LaunchError: A launcher was asked for several processes, but did not say which of them this one is.
+    """
+    if "RANK" in environment and "LOCAL_RANK" in environment:
+        return
+    for name in _OTHER_LAUNCHERS:
+        if int(environment.get(name, "1")) > 1:
+            raise LaunchError(
+                f"{name}={environment[name]}: this launcher's processes would train one run each. {_HOW}."
+            )
+    if int(environment.get("WORLD_SIZE", "1")) > 1:
+        raise LaunchError(f"WORLD_SIZE={environment['WORLD_SIZE']}, but RANK and LOCAL_RANK are not set. {_HOW}.")
+    if "ACCELERATE_MIXED_PRECISION" in environment and "MASTER_ADDR" in environment:
+        raise LaunchError(f"`accelerate launch --cpu` starts one process, whatever --num_processes says. {_HOW}.")
+
+
+def join_processes() -> PartialState:
+    """Join the process group on the first call, and return what accelerate knows of this process.
+
+    The backend is gloo without a CUDA device or with `ACCELERATE_USE_CPU=true`, else NCCL.
+
+    Raises:
+        LaunchError: The launch is refused, or the processes did not find each other.
+    """
+    import torch
+    from accelerate import PartialState
+    from accelerate.utils import parse_flag_from_env
+
+    check_launch()
+    if process_count() == 1:
+        return PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
+    cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.cuda.is_available()
+    found = PartialState(cpu=cpu, timeout=TIMEOUT)
+    if found.num_processes != process_count():
+        raise LaunchError(
+            f"The launcher started {process_count()} processes, but accelerate joined {found.num_processes}: each would "
+            f"train a run of its own. {_HOW}."
+        )
+    return found
+
+
+def wait_for_all() -> None:
+    """Wait until every process has come here."""
+    if process_count() > 1:
+        join_processes().wait_for_everyone()
+
+
+def from_main(value: T) -> T:
+    """Return the main process's value in every process; it must be picklable."""
+    if process_count() == 1:
+        return value
+    from accelerate.utils import broadcast_object_list
+
+    join_processes()
+    (received,) = broadcast_object_list([value])
+    return received
+
+
+def any_process(flag: bool) -> bool:
+    """Return whether the flag is True in at least one process; all processes get the same answer."""
+    return any(from_all(flag))
+
+
+def from_all(value: T) -> list[T]:
+    """Return each process's value, in the order of their ranks; it must be picklable."""
+    if process_count() == 1:
+        return [value]
+    from accelerate.utils import gather_object
+
+    join_processes()
+    return list(gather_object([value]))
+
+
+def own_share(count: int) -> range:
+    """Return the rows of `count` that this process computes: contiguous, and in all processes as equal as can be."""
+    rank, processes = int(os.environ.get("RANK", "0")), process_count()
+    return range(count * rank // processes, count * (rank + 1) // processes)
+
+
+def gather_rows(own_rows: torch.Tensor) -> torch.Tensor:
+    """Return the rows of all processes, `[sum of b, …]` on the CPU, in the order of their ranks.
+
+    Args:
+        own_rows: `[b, …]`; b may differ between processes.
+    """
+    if process_count() == 1:
+        return own_rows.cpu()
+    import torch
+
+    return torch.cat(from_all(own_rows.cpu()))
