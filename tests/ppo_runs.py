@@ -23,13 +23,13 @@ from transformers import (
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.data.prompts import PromptDataset
-from ppo_rlhf.ppo import experience as steps
+from ppo_rlhf.ppo import loop
+from ppo_rlhf.ppo.accelerator import frozen_dtype, trained_dtype
 from ppo_rlhf.ppo.build import build_critic, policy_to_train
 from ppo_rlhf.ppo.experience import Experience, Scores, ShapedRewards
-from ppo_rlhf.ppo.precision import frozen_dtype, torch_dtype
-from ppo_rlhf.ppo.rollout import Rollouts, generate_rollouts
+from ppo_rlhf.ppo.minibatches import Minibatch
+from ppo_rlhf.ppo.rollout import Rollouts
 from ppo_rlhf.ppo.state import TrainingState
-from ppo_rlhf.ppo.update import optimise
 from ppo_rlhf.rewards.scorers import ResponseBatch, RewardScorer
 
 PAD, UNKNOWN, END = 0, 1, 2
@@ -107,16 +107,16 @@ class Run:
     config: PPOConfig
 
     def rollouts(self) -> Rollouts:
-        return generate_rollouts(self.state, self.reference, self.prompts, self.config)
+        return loop.generate_rollouts(self.state, self.reference, self.prompts, self.config)
 
     def before_update(self) -> tuple[Rollouts, Scores, ShapedRewards, Experience]:
         rollouts = self.rollouts()
-        scores = steps.score_responses(rollouts, self.scorer, self.state)
-        shaped = steps.shape_rewards(rollouts, scores, self.state)
-        return rollouts, scores, shaped, steps.estimate_advantages(rollouts, scores, shaped, self.config)
+        scores = loop.score_responses(rollouts, self.scorer, self.state)
+        shaped = loop.shape_rewards(rollouts, scores, self.state)
+        return rollouts, scores, shaped, loop.estimate_advantages(rollouts, scores, shaped, self.config)
 
     def iteration(self) -> dict[str, float]:
-        return optimise(self.state, self.before_update()[-1], self.config)
+        return loop.optimise_policy(self.state, self.before_update()[-1], self.config)
 
 
 def build_run(
@@ -145,7 +145,7 @@ def build_run(
         "device": "cpu",
     }
     config = PPOConfig(**{**defaults, **settings})
-    build = {"dtype": torch_dtype(config), **(model or {})}
+    build = {"dtype": trained_dtype(config), **(model or {})}
     reference = build_model(kind, **{**build, "dtype": frozen_dtype(config)}).requires_grad_(False)
     policy = policy_to_train(reference if config.use_peft else build_model(kind, **build), config)
     critic = build_critic(config, policy, reward_model)
@@ -179,6 +179,7 @@ def build_rollouts(lengths: list[int], terminated: list[bool], width: int, **ten
         terminated=torch.tensor(terminated),
         **{name: torch.where(is_response_BT, tensors.get(name, blank), torch.nan) for name in names},
         started=0.0,
+        epochs=[[Minibatch(list(range(len(lengths))), [list(range(len(lengths)))])]],
         generation_seconds=2.0,
         seconds=5.0,
     )

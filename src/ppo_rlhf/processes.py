@@ -70,16 +70,25 @@ def join_processes() -> PartialState:
     from accelerate.utils import parse_flag_from_env
 
     check_launch()
-    if process_count() == 1:
-        return PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
     cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.cuda.is_available()
     found = PartialState(cpu=cpu, timeout=TIMEOUT)
     if found.num_processes != process_count():
         raise LaunchError(
-            f"The launcher started {process_count()} processes, but accelerate joined {found.num_processes}: each would "
-            f"train a run of its own. {_HOW}."
+            f"The launcher started {process_count()} processes, but accelerate joined {found.num_processes}: each "
+            f"would train a run of its own. {_HOW}."
         )
     return found
+
+
+def forget_accelerator() -> None:
+    """Let the next `Accelerator` of this process have another precision or device; the process group stays.
+
+    accelerate keeps the first one's for good and has no public way to change them
+    (https://github.com/huggingface/accelerate/issues/1376).
+    """
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=process_count() == 1)
 
 
 def wait_for_all() -> None:

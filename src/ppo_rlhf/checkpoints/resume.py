@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ppo_rlhf.checkpoints.store import read_checkpoint, saved_config
+from ppo_rlhf.checkpoints.store import read_checkpoint, saved_batch_size, saved_config
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.ppo.state import TrainingState
@@ -28,18 +28,21 @@ MAY_CHANGE = frozenset(
         "kl_alarm",
         "kl_stop",
         "device",
+        "per_device_train_batch_size",
+        "gradient_accumulation_steps",
         "offload_reference_policy",
         "offload_reward_model",
     }
 )
 """Settings that a resumed run may have changed: how long it trains, what it records, when it stops, and where it is.
 
-Of these only `total_episodes` changes what is learnt, by the learning-rate schedule; another `device` rounds otherwise.
+Of these only `total_episodes` changes the result, by the learning-rate schedule. Another device or number of processes
+rounds differently. The two batch settings may change so that another number of processes has the same batch.
 """
 MODEL_PATHS = frozenset({"sft_model_path", "reward_model_path"})
 """Settings of PPOTrainer that may also be given otherwise: as an argument, in the pipeline as globals. Where one is
 None, it says nothing of the models, and does not differ from anything."""
-CHANGES_NUMBERS = frozenset({"total_episodes", "device"})
+CHANGES_NUMBERS = frozenset({"total_episodes", "device", "per_device_train_batch_size", "gradient_accumulation_steps"})
 """Of these, the ones after which the run is no longer bit for bit what it would have been."""
 
 
@@ -66,6 +69,13 @@ def restore(state: TrainingState, directory: Path) -> None:
         for name, (before, now) in changes.items()
         if name not in MAY_CHANGE and not (name in MODEL_PATHS and None in (before, now))
     ]
+    batch_size, processes = saved_batch_size(directory), state.config.world_size
+    if batch_size != state.config.batch_size:
+        refused.append(
+            f"ppo.batch_size: {batch_size} in {directory}, {state.config.batch_size} now, on {processes} processes; "
+            "set ppo.per_device_train_batch_size and ppo.gradient_accumulation_steps so that their product times the "
+            "number of processes is the same"
+        )
     if refused:
         raise ConfigError("\n".join(refused))
     read_checkpoint(directory, state)

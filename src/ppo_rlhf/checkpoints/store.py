@@ -3,7 +3,7 @@
     <run directory>/iteration_000010/
         manifest.json                   run, iteration, size and SHA-256 of every other file, sealed by its own hash
         state.json                      counters, controllers, moments, hyperparameters, optimiser groups
-        history.safetensors             every metric of every iteration so far
+        history.json                    every metric of every iteration so far
         policy/, critic.safetensors, …  the models, see `model_files`
         policy_optimizer.safetensors    moments, named <parameter index>.<moment>
         critic_optimizer.safetensors    not with a shared trunk, which has one optimiser
@@ -27,10 +27,10 @@ from ppo_rlhf.checkpoints.files import checkpoint_name, verify_checkpoint, write
 from ppo_rlhf.checkpoints.model_files import optimizers, read_models, write_models
 from ppo_rlhf.core.errors import CheckpointError
 from ppo_rlhf.models.adapters import has_adapter
-from ppo_rlhf.ppo.history import MetricHistory
 from ppo_rlhf.ppo.state import TrainingState
 
 _COUNTERS = ("iteration", "episode", "optimiser_steps", "skipped_steps", "skipped_in_a_row")
+HISTORY = "history.json"
 _MOMENTS_OF_ADAM = 2
 _SMALL_FILES = 16 * 2**20
 """Bytes, generously, of tokenizer, configurations and history."""
@@ -101,10 +101,15 @@ def saved_config(directory: Path) -> dict[str, Any]:
     return dict(_state_values(directory)["config"])
 
 
-def saved_history(directory: Path) -> MetricHistory:
+def saved_batch_size(directory: Path) -> int:
+    """Return the responses of one iteration, over all processes, of the run that a checkpoint is of."""
+    return int(_state_values(directory)["batch_size"])
+
+
+def saved_history(directory: Path) -> list[dict[str, float]]:
     """Return the metrics of every iteration up to a checkpoint."""
-    names = _state_values(directory)["history_names"]
-    return MetricHistory.from_tensors(names, load_file(directory / "history.safetensors"))
+    history: list[dict[str, float]] = json.loads((directory / HISTORY).read_text())
+    return history
 
 
 def checkpoint_bytes(state: TrainingState) -> int:
@@ -161,12 +166,12 @@ def _write_state(directory: Path, state: TrainingState) -> None:
         moments = {f"{index}.{key}": value for index, row in saved["state"].items() for key, value in row.items()}
         save_file(_contiguous(moments), directory / f"{name}.safetensors")
         groups[name] = saved["param_groups"]
-    save_file(state.history.tensors(), directory / "history.safetensors")
+    (directory / HISTORY).write_text(json.dumps(state.history))
     values = {
         **{name: getattr(state, name) for name in _COUNTERS},
         "extra": state.extra_state(),
         "config": dataclasses.asdict(state.config),
-        "history_names": state.history.names,
+        "batch_size": state.config.batch_size,
         **groups,
     }
     (directory / "state.json").write_text(json.dumps(values, indent=1))

@@ -23,9 +23,6 @@ def model_problems(c: PPOConfig) -> Iterator[str]:
         )
     yield from _lora(c)
     yield from _offloading(c)
-    yield from _cuda_graphs(c)
-    if c.side_by_side:
-        yield from excludes_lanes(c)
     if c.device in ("cpu", "cuda"):
         yield from device_problems(c, c.device)
 
@@ -36,11 +33,6 @@ def _shared(c: PPOConfig) -> Iterator[str]:
         yield (
             f"ppo.value_model=shared and ppo.value_learning_rate={c.value_learning_rate:g} exclude each other: {one}; "
             "set the second to null; ppo.vf_coef weighs the value loss"
-        )
-    if c.align_overflow:
-        yield (
-            f"ppo.value_model=shared and ppo.align_overflow=true exclude each other: {one}, which always skip a step "
-            "together; leave the second out"
         )
 
 
@@ -79,57 +71,18 @@ def _offloading(c: PPOConfig) -> Iterator[str]:
         )
 
 
-def _cuda_graphs(c: PPOConfig) -> Iterator[str]:
-    if c.cuda_graphs and c.rollout_engine != "static":
-        yield (
-            f"ppo.cuda_graphs=true and ppo.rollout_engine={c.rollout_engine} exclude each other: only static decodes "
-            "in steps that can be captured; set ppo.rollout_engine=static, or leave the first out"
-        )
-
-
-def excludes_lanes(c: PPOConfig) -> Iterator[str]:
-    """Yield one line for each setting with which policy and critic cannot compute side by side."""
-    if c.value_model == "shared":
-        yield (
-            "ppo.side_by_side=true and ppo.value_model=shared exclude each other: policy and critic are one model, "
-            "whose passes are the same; leave the first out"
-        )
-    if c.target_kl is not None:
-        yield (
-            f"ppo.side_by_side=true and ppo.target_kl={c.target_kl:g} exclude each other: whether the critic takes its "
-            "step depends on what the policy's passes find; leave one out"
-        )
-    if c.compile:
-        yield (
-            "ppo.side_by_side=true and ppo.compile=true exclude each other: layers are compiled within their first "
-            "passes, one at a time; leave one out"
-        )
-    if c.gradient_checkpointing:
-        yield (
-            "ppo.side_by_side=true and ppo.gradient_checkpointing=true exclude each other: the one takes the memory "
-            "that the other saves; leave one out"
-        )
-
-
 def device_problems(c: PPOConfig, device_type: str) -> Iterator[str]:
-    """Yield one line for each setting that needs another type of device.
-
-    A model would wait in the host's memory though the run computes there anyway, or there are no graphs to capture, or
-    no threads to divide.
-    """
+    """Yield one line for each setting that needs another type of device."""
+    if device_type != "cpu":
+        return
     for name in OFFLOADING_FIELDS:
-        if getattr(c, name) and device_type == "cpu":
+        if getattr(c, name):
             yield (
                 f"ppo.{name}=true has no meaning on the CPU (ppo.device={c.device}): all models lie in the host's "
                 "memory anyway; leave it out, or run on a GPU"
             )
-    if c.side_by_side and device_type != "cpu":
+    if c.dtype == "float16":
         yield (
-            f"ppo.side_by_side=true divides a CPU's threads, and the run computes on {device_type} (ppo.device="
-            f"{c.device}): leave it out, or set ppo.device=cpu"
-        )
-    if c.cuda_graphs and device_type != "cuda":
-        yield (
-            f"ppo.cuda_graphs=true needs CUDA, and the run computes on {device_type} (ppo.device={c.device}): leave it "
-            "out, or run on a GPU"
+            f"ppo.dtype=float16 needs a GPU (ppo.device={c.device}): a CPU has no loss scaling in accelerate; set "
+            "float32, or bfloat16 on a processor with instructions for it"
         )

@@ -14,6 +14,7 @@ from ppo_rlhf.config.advice import INSTRUCT_GPT, TUNING_GUIDE, Typical
 from ppo_rlhf.config.settings_group import Seed, settings_group
 from ppo_rlhf.core.choices import KLEstimator, LossAggregation
 from ppo_rlhf.core.errors import ConfigError
+from ppo_rlhf.processes import process_count
 
 MODEL_PATHS = ("sft_model_path", "reward_model_path")
 """Fields that PPOTrainer reads and the pipeline does not: there they are globals."""
@@ -45,6 +46,7 @@ _LIVES_ELSEWHERE = {
     "use_score_norm": "it is ppo.reward_normalisation=running",
     "lr_scheduler_kwargs": "ppo.lr_scheduler_type has the schedules that need no arguments",
     "full_determinism": "it is ppo.deterministic",
+    "align_overflow": "a non-finite gradient of policy or critic always skips the step of both",
 }
 
 
@@ -161,8 +163,6 @@ class PPOConfig:
     """AdamW's decoupled weight decay of matrices; biases and norms have none."""
     max_grad_norm: Annotated[float, Field(gt=0.0), Typical(0.1, 10.0, TUNING_GUIDE)] = 1.0
     """Gradients of policy and critic are each clipped to this 2-norm at every optimiser step."""
-    align_overflow: bool = False
-    """If the gradient of policy or critic is not finite, skip the step of both (DeepSpeed-Chat), not of that one."""
     ema_decay: Annotated[float, Field(gt=0.0, lt=1.0), Typical(0.9, 0.9999, "DeepSpeed-Chat: 0.992")] | None = None
     """Keep a moving average of the policy's weights, this share of it kept at each optimiser step, and export it in the
     folder ema beside the policy. None is off."""
@@ -221,16 +221,16 @@ class PPOConfig:
     (docs/results.md)."""
     gradient_checkpointing: bool = False
     """Recompute each layer in the backward pass of policy and critic (arXiv:1604.06174): about a third more time for
-    the update, activations of one layer instead of all. The numbers are those of side_by_side=false."""
+    the update, activations of one layer instead of all."""
     compile: bool = False
-    """Compile the layers of policy, critic and reference policy (torch.compile) in the passes that score and train,
-    which needs a compiler on the machine and takes time in the first iterations; sampling runs as without. The numbers
-    are the same but for rounding. Off, since on a CPU no gain was measured."""
+    """Compile the layers of policy, critic and reference policy (torch.compile), which needs a compiler on the machine
+    and takes time in the first iterations. The numbers are the same but for rounding. Off, since on a CPU no gain was
+    measured."""
     export_value_head: bool = False
     """Save the value head among the exported policy's weights, as TRL's AutoModelForCausalLMWithValueHead has it."""
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
     """Precision. bfloat16 and float16: forward passes under autocast, frozen models in that type, trainable weights,
-    their moments, log-probabilities and losses in float32; float16 with loss scaling."""
+    their moments, log-probabilities and losses in float32; float16 with loss scaling, on a GPU only."""
     offload_reference_policy: bool = False
     """Keep the reference policy's weights in the host's memory, and on the GPU only while it scores: the same numbers,
     less memory of the GPU by one copy of the policy in `dtype`, and a copy to the GPU each iteration."""
@@ -239,16 +239,8 @@ class PPOConfig:
     rollout_engine: Literal["static", "plain", "hf"] = "static"
     """static: decodes without padding and drops the sequences that have ended. plain: one forward pass a token over
     transformers' cache. hf: transformers' generate. The last two are slower: the oracles of the first."""
-    cuda_graphs: bool = False
-    """Replay each decoding step of the rollouts as a captured CUDA graph; needs CUDA and rollout_engine static. Takes
-    memory for keys and values, and for 16-bit weights, during the whole run. Not measured yet: never run on a GPU."""
-    side_by_side: bool | None = None
-    """Whether policy and critic compute at the same time, each on half of a CPU's threads: faster for small models,
-    and both gradients are in memory at once. The numbers are the same but for rounding. null: where it pays, with an
-    even number of threads for up to 8 million weights; in 16 bits or on an AMD processor up to 33 million, in
-    iterations with no more than 512 tokens to an optimiser step (docs/speed.md)."""
     device: str = "auto"
-    """auto takes CUDA if there is one, else the CPU; or a torch device such as cuda:1."""
+    """auto takes this process's GPU if there is one, else the CPU; or a torch device such as cuda:1."""
     deterministic: bool = False
     """Use torch's deterministic kernels alone (slower): on CUDA, runs with one seed are then equal bit for bit."""
     seed: Seed = 42
@@ -267,8 +259,8 @@ class PPOConfig:
     sample_interval: Count = 5
     """Iterations between tables of samples in MLflow."""
     shutdown_grace_s: Annotated[float, Field(ge=0.0)] = 25.0
-    """Seconds. Asked to stop by SIGTERM or SIGINT, a run finishes and saves its iteration if that is expected to take
-    no longer (Kubernetes kills after 30); 0 stops at once, and the last checkpoint stands."""
+    """Seconds. Asked to stop by SIGTERM or SIGINT, a run finishes and saves its iteration. When they are over it stops,
+    and the last checkpoint stands (Kubernetes kills after 30); 0 stops at once."""
     max_skipped_steps: Count = 5
     """Optimiser steps in a row that may be skipped for a non-finite gradient before the run stops."""
 
@@ -279,8 +271,8 @@ class PPOConfig:
 
     @property
     def world_size(self) -> int:
-        """Processes that share one batch. One: a single process trains."""
-        return 1
+        """Processes that share one batch, as the launcher started them."""
+        return process_count()
 
     @property
     def micro_batch_size(self) -> int:

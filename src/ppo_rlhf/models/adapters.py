@@ -25,7 +25,6 @@ from transformers.pytorch_utils import Conv1D
 
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models.annotations import PreTrainedModel
-from ppo_rlhf.models.products.linear import is_plain_linear, use_fast_products
 
 if TYPE_CHECKING:  # heavy: with peft come all of transformers' models; functions import it
     from peft import LoraConfig
@@ -254,7 +253,6 @@ def _inject(model: PreTrainedModel, settings: LoraSettings) -> PreTrainedModel:
                 f"ppo.lora_target_modules={settings.target_modules} takes {name}, a layer of type {kind}: no adapter "
                 "could be merged into it exactly. Name plain linear layers, or set ppo.use_peft=false"
             )
-    use_fast_products(adapted)  # the adapters' own layers are new
     return adapted
 
 
@@ -277,6 +275,11 @@ def _without_warnings_on_the_head() -> Iterator[None]:
         for message in ("Model (has|with) `tie_word_embeddings=True`", "fan_in_fan_out is set to True but the target"):
             warnings.filterwarnings("ignore", message=message, category=UserWarning)
         yield
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """Return whether a layer is a linear layer and no subclass of one, which may compute something else."""
+    return type(module) in (nn.Linear, Conv1D)
 
 
 def _linear_layers(model: nn.Module) -> list[str]:

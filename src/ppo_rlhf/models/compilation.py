@@ -1,65 +1,53 @@
-"""The layers of a backbone, compiled by torch where they score and train; everywhere else they run as they are.
+"""torch.compile for the layers of a backbone.
 
-Layers and nothing else: they share one compiled form, so that a deep model takes no longer to compile than a shallow
-one. Attention without padding stays out of it, since it knows lengths as numbers: compiled, it would be compiled anew
-for each batch. Module names, parameters and copies of the model know nothing of all this.
+Layers are compiled one by one and share one compiled form, so a deep model compiles as fast as a shallow one. Attention
+without padding stays out of it (`packed_attention`), since it knows lengths as numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
-from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 
 from ppo_rlhf.core.errors import ConfigError, ModelError
-from ppo_rlhf.models.annotations import PreTrainedModel
-from ppo_rlhf.models.forwards import Forward, forwards_replaced
-from ppo_rlhf.models.packed_attention import keep_attention_out_of_graphs
+from ppo_rlhf.models.forward import backbone_of, logits_of, packs
 
 BACKEND = "inductor"
 MOST_FORMS = 64
-"""Compiled forms that a kind of layer may have: with gradients and without, for each precision, for the first layer of
-a model with adapters and the others … Torch warns and stops compiling where there are more."""
-
-_forwards: WeakKeyDictionary[nn.Module, list[tuple[nn.Module, Forward]]] = WeakKeyDictionary()
+"""Compiled forms of one kind of layer: with and without gradients, by precision, with and without adapters. torch stops
+compiling where there are more."""
 
 
-def compile_layers(backbone: PreTrainedModel, *, checkpointing: bool = False) -> None:
-    """Let a backbone's layers be compiled wherever `compiled_layers` asks for it; torch does so at their first call.
-
-    Args:
-        backbone: A transformer without its head; the same modules later, the weights may be others.
-        checkpointing: Whether layers keep their inputs alone for the backward pass and compute the rest again. Not by
-            transformers' switch: that would lie within what is compiled, and run as it is in the backward pass.
+def compile_layers(model: PreTrainedModel) -> None:
+    """Let torch compile the layers of a language model or backbone at their first call.
 
     Raises:
-        ModelError: Its architecture does not say what its layers are.
+        ModelError: The architecture does not say which of its modules are layers.
     """
-    keep_attention_out_of_graphs()
-    _forwards[backbone] = [(layer, _compiled(layer, checkpointing)) for layer in _layers(backbone)]
+    packs(backbone_of(model))  # probed before: of the layers as they are
+    if model.get_output_embeddings() is not None:
+        logits_of(model)
+    for layer in layers_of(model):
+        layer.compile(backend=BACKEND, dynamic=True, recompile_limit=MOST_FORMS)
 
 
-@contextmanager
-def compiled_layers(backbone: PreTrainedModel) -> Iterator[None]:
-    """Within the block the forward passes of a backbone run compiled, if `compile_layers` was called for it."""
-    with forwards_replaced(_forwards.get(backbone, [])):
-        yield
+def layers_of(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the layers of a model.
 
-
-def is_compiled(backbone: PreTrainedModel) -> bool:
-    """Whether `compile_layers` was called for a backbone."""
-    return backbone in _forwards
-
-
-def check_layers(backbone: PreTrainedModel) -> None:
-    """Raise `ModelError` if the model's architecture does not say what its layers are."""
-    _layers(backbone)
+    Raises:
+        ModelError: The architecture does not say which of its modules are layers.
+    """
+    names = set(model._no_split_modules or ())
+    layers = [module for module in model.modules() if type(module).__name__ in names]
+    if not layers:
+        raise ModelError(
+            f"ppo.compile=true: {type(model).__name__} does not say which of its modules are layers "
+            "(_no_split_modules); set it to false"
+        )
+    return layers
 
 
 def check_compiler(device: torch.device) -> None:
@@ -78,7 +66,7 @@ def check_compiler(device: torch.device) -> None:
 
 @cache
 def _problem(device_type: str) -> str | None:
-    """Return what torch says when it fails to compile, in one line; None if it does not fail."""
+    """Return torch's reason, in one line, if it cannot compile; else None."""
 
     def shifted(values: Tensor) -> Tensor:
         return values + 1.0
@@ -89,29 +77,3 @@ def _problem(device_type: str) -> str | None:
         lines = [line.strip() for line in str(error).splitlines()]
         return next((line for line in lines if line and not line.endswith("raised:")), type(error).__name__)
     return None
-
-
-def _layers(backbone: PreTrainedModel) -> list[nn.Module]:
-    names = set(backbone._no_split_modules or ())
-    layers = [module for module in backbone.modules() if type(module).__name__ in names]
-    if not layers:
-        raise ModelError(
-            f"ppo.compile=true: {type(backbone).__name__} does not say which of its modules are layers "
-            "(_no_split_modules); set it to false"
-        )
-    return layers
-
-
-def _compiled(layer: nn.Module, checkpointing: bool) -> Forward:
-    compiled: Forward = torch.compile(  # type: ignore[call-overload]  # torch's overloads leave the limit out
-        layer.forward, backend=BACKEND, dynamic=True, recompile_limit=MOST_FORMS
-    )
-    if not checkpointing:
-        return compiled
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return compiled(*args, **kwargs)
-        return checkpoint(compiled, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
-
-    return forward

@@ -21,10 +21,6 @@ from transformers.utils import cached_file
 
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models.annotations import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-from ppo_rlhf.models.passes.finite_masks import keep_masks_finite
-from ppo_rlhf.models.products.activations import TanhGELU
-from ppo_rlhf.models.products.compiled_shapes import keep_shapes_of_small_models
-from ppo_rlhf.models.products.linear import use_fast_products
 from ppo_rlhf.models.quiet import errors_only, quiet_transformers
 from ppo_rlhf.models.tokenizers import ensure_pad_id, ensure_pad_token
 from ppo_rlhf.models.value_heads import VALUE_HEAD, WEIGHTS, WEIGHTS_INDEX, read_value_head, value_head_tensors
@@ -86,7 +82,6 @@ class PretrainedHandle:
         """
         self.check_causal_lm()
         model = self._model("language model", transformers.AutoModelForCausalLM.from_pretrained, dtype)
-        keep_shapes_of_small_models(model.num_parameters())
         return model
 
     def value_head(self) -> nn.Linear | None:
@@ -266,11 +261,9 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfi
 
 
 def prepare(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the model in eval mode, in place: no dropout, faster kernels where there are some, masks without NaN."""
+    """Return the model in eval mode, in place, without dropout."""
     disable_dropout(model)
     fuse_activations(model)
-    use_fast_products(model)
-    keep_masks_finite()
     return model.eval()
 
 
@@ -312,17 +305,16 @@ def align_parameters(model: nn.Module) -> None:
 
 
 def fuse_activations(model: nn.Module) -> None:
-    """Compute GELU's tanh approximation at once where transformers writes it out in eight steps, or asks torch.
+    """Let torch compute GELU's tanh approximation in one kernel; transformers writes it out in eight operations.
 
-    The same formula; GPT-2 has it in every layer. 5 times as fast in decoding (32 x 2048, two cores), and the steps
-    between are not kept for the backward pass. The configuration, and so what is saved, keeps its name, gelu_new, say.
+    The formula is the same (GPT-2 has it in every layer), and the backward pass keeps one tensor instead of eight.
     """
     from transformers.activations import GELUTanh, NewGELUActivation
 
     for module in list(model.modules()):
         for name, child in module.named_children():
             if type(child) in (NewGELUActivation, GELUTanh):
-                setattr(module, name, TanhGELU())
+                setattr(module, name, nn.GELU(approximate="tanh"))
 
 
 def context_length(config: PretrainedConfig) -> int | None:

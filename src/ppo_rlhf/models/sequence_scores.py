@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models.annotations import PreTrainedModel
-from ppo_rlhf.models.forward import backbone_of, packs, states_at
-from ppo_rlhf.models.probe import WHATEVER_A_MODEL_RAISES, are_close, asking, some_ids
+from ppo_rlhf.models.forward import backbone_of, hidden_states_at, packs
+from ppo_rlhf.models.probe import PROBE_ERRORS, are_close, probe_ids, probing
 from ppo_rlhf.models.token_rows import TokenRows, right_padded
 
 log = logging.getLogger(__name__)
@@ -46,14 +46,14 @@ def _find_way(model: PreTrainedModel) -> Way:
     """Ask the model for the quickest way to the scores that sequences have alone."""
     ways: list[Way] = [_packed_scores, _padded_scores] if _has_linear_head_on_packed_states(model) else [_padded_scores]
     try:
-        with asking(model):
+        with probing(model):
             pad_id = model.config.get_text_config().pad_token_id or 0  # what transformers' classifiers take for the end
-            rows = right_padded([some_ids(model, 5).tolist(), some_ids(model, 3).tolist()], pad_id).to(model.device)
+            rows = right_padded([probe_ids(model, 5).tolist(), probe_ids(model, 3).tolist()], pad_id).to(model.device)
             expected = _scores_one_by_one(model, rows)
             for way in ways:
                 if are_close(way(model, rows), expected):
                     return way
-    except WHATEVER_A_MODEL_RAISES:  # an encoder-decoder reads its state at an end of text, which is not here
+    except PROBE_ERRORS:  # an encoder-decoder reads its state at an end of text, which is not here
         return _padded_scores
     log.info("%s scores a sequence beside padding otherwise than alone: one by one.", type(model).__name__)
     return _scores_one_by_one
@@ -80,7 +80,7 @@ def _packed_scores(model: PreTrainedModel, rows: TokenRows) -> Tensor:
         columns = torch.arange(rows.input_ids.shape[1], device=lengths.device)
         counted = torch.where((rows.input_ids != pad_id) & rows.attention_mask.bool(), columns, 0)
         last = ends - lengths + counted.amax(1)  # sequences are padded on the right: columns count from their start
-    scores: Tensor = model.score(states_at(backbone_of(model), rows, last))  # type: ignore[operator]
+    scores: Tensor = model.score(hidden_states_at(backbone_of(model), rows, last))  # type: ignore[operator]
     return scores[:, 0]
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -29,25 +28,15 @@ class TokenRows:
 
     @classmethod
     def of(cls, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> TokenRows:
-        """Take the padded form; on the CPU, or this waits for the device."""
+        """Take the padded form, which lies on the CPU."""
         slots = attention_mask.flatten().nonzero()[:, 0]
         lengths: list[int] = attention_mask.sum(-1).tolist()
         ids, positions = (values.flatten()[slots][None] for values in (input_ids, position_ids))
         layout = PackedLayout.of(lengths, input_ids.device)
         return cls(input_ids, attention_mask, position_ids, ids, positions, layout, slots)
 
-    @cached_property
-    def filled(self) -> TokenRows:
-        """The same with a packed form `[1, N + n]`: its size is one of few numbers (`PackedLayout.of`); on the CPU."""
-        layout = PackedLayout.of(self.layout.lengths, fill=True)
-        ids, positions = (  # the last token over and over: a valid id and position
-            torch.cat([row, row[:, -1:].expand(1, layout.more)], dim=1)
-            for row in (self.packed_ids, self.packed_positions)
-        )
-        return replace(self, packed_ids=ids, packed_positions=positions, layout=layout)
-
     def to(self, device: torch.device) -> TokenRows:
-        """Return the same, that lies on the CPU, elsewhere, without waiting."""
+        """Return the same rows on another device."""
         tensors = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "layout"}
         moved = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
         return TokenRows(layout=self.layout.to(device), **moved)

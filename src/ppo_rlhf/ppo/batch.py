@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -23,72 +22,35 @@ class LeftPadded:
 
 
 @dataclass(frozen=True)
-class PackedSequences:
-    """Prompts and responses side by side, `[B, P + T]`: left-padded prompts, right-padded responses."""
+class SequenceBatch:
+    """B prompts with their responses of T columns, ready for a forward pass.
 
-    input_ids: Tensor
-    attention_mask: Tensor
-    position_ids: Tensor
-    response_ids: Tensor  # [B, T]
+    The N real tokens of all rows lie one behind the other. Of these the M states are s_0 (each prompt's last token) to
+    s_T (each response's last token), and the R response tokens follow the states that predict them.
+    """
+
+    rows: TokenRows  # left-padded prompts beside right-padded responses, [B, P + T]
+    response_ids: Tensor  # [B, T] long
     is_response: Tensor  # [B, T] bool, True on real response tokens
-
-    @cached_property
-    def rows(self) -> TokenRows:
-        """The same as a model takes it, with or without padding."""
-        return TokenRows.of(self.input_ids, self.attention_mask, self.position_ids)
-
-    @cached_property
-    def is_state(self) -> Tensor:
-        """`[B, T + 1]` bool, True on the states s_0 (the prompt) to s_T (behind the last response token)."""
-        return torch.cat([torch.ones_like(self.is_response[:, :1]), self.is_response], dim=1)
-
-    @cached_property
-    def states(self) -> Tensor:
-        """`[M]` long, which of the N real tokens are such states, row by row: the last of each prompt and responses."""
-        columns = torch.zeros_like(self.attention_mask, dtype=torch.bool)
-        columns[:, -self.is_state.shape[1] :] = self.is_state
-        return columns.flatten()[self.attention_mask.flatten().bool()].nonzero()[:, 0]
-
-    @cached_property
-    def predicting(self) -> Tensor:
-        """`[R]` long, which of the M states have a next response token: all but each row's last."""
-        has_next = torch.cat([self.is_response, torch.zeros_like(self.is_response[:, :1])], dim=1)
-        return has_next[self.is_state].nonzero()[:, 0]
-
-    @cached_property
-    def targets(self) -> Tensor:
-        """`[R]` long, those next tokens."""
-        return self.response_ids[self.is_response]
-
-    @cached_property
-    def _response_slots(self) -> Tensor:
-        return self.is_response.flatten().nonzero()[:, 0]
-
-    @cached_property
-    def _state_slots(self) -> Tensor:
-        return self.is_state.flatten().nonzero()[:, 0]
+    state_positions: Tensor  # [M] long, indices of the states among the N real tokens, row by row
+    predicting: Tensor  # [R] long, indices among the M states of those that a response token follows
+    targets: Tensor  # [R] long, the response tokens
+    response_slots: Tensor  # [R] long, places of the response tokens in [B, T], flattened
+    state_slots: Tensor  # [M] long, places of the states in [B, T + 1], flattened
 
     def of_responses(self, values_R: Tensor) -> Tensor:
         """Return values of the response tokens, row by row, as `[B, T]` with 0 in the padding."""
-        return place_rows(values_R, self._response_slots, self.is_response.numel()).view(self.is_response.shape)
+        return place_rows(values_R, self.response_slots, self.is_response.numel()).view(self.is_response.shape)
 
     def of_states(self, values_M: Tensor) -> Tensor:
         """Return values of the states, row by row, as `[B, T + 1]` with 0 in the padding."""
-        return place_rows(values_M, self._state_slots, self.is_state.numel()).view(self.is_state.shape)
+        rows, width = self.is_response.shape
+        return place_rows(values_M, self.state_slots, rows * (width + 1)).view(rows, width + 1)
 
-    def to(self, device: torch.device | str) -> PackedSequences:
-        """Return the same, that lies on the CPU, elsewhere; what comes of masks is worked out before: nothing waits."""
-        device = torch.device(device)
-        if device == self.input_ids.device:
-            return self
-        plain = (self.input_ids, self.attention_mask, self.position_ids, self.response_ids, self.is_response)
-        moved = PackedSequences(*(tensor.to(device, non_blocking=True) for tensor in plain))
-        for name in ("rows", "is_state", "states", "predicting", "targets", "_response_slots", "_state_slots"):
-            part = getattr(self, name)
-            moved.__dict__[name] = (
-                part.to(device) if isinstance(part, TokenRows) else part.to(device, non_blocking=True)
-            )
-        return moved
+    def to(self, device: torch.device) -> SequenceBatch:
+        """Return the batch on another device."""
+        moved = {f.name: getattr(self, f.name).to(device, non_blocking=True) for f in fields(self) if f.name != "rows"}
+        return SequenceBatch(rows=self.rows.to(device), **moved)
 
 
 def left_pad(prompt_ids: Sequence[Sequence[int]], pad_token_id: int, device: torch.device | str = "cpu") -> LeftPadded:
@@ -112,31 +74,46 @@ def without_padding(response_ids: Tensor, lengths: Tensor) -> list[list[int]]:
     return [row[:length] for row, length in zip(response_ids.tolist(), lengths.tolist(), strict=True)]
 
 
-def pack(
+def make_batch(
     prompt_ids: Sequence[Sequence[int]],
     response_ids: Tensor,
     lengths: Tensor,
     pad_token_id: int,
     device: torch.device | str = "cpu",
-) -> PackedSequences:
+) -> SequenceBatch:
     """Put prompts and responses side by side, trimmed to the longest prompt and response of these rows.
 
     Args:
         prompt_ids: B prompts as token ids.
-        response_ids: `[B, T]` long; what stands behind each length is ignored.
+        response_ids: `[B, T]` long; columns beyond each length are ignored.
         lengths: `[B]` long, tokens in each response, at least 1.
         pad_token_id: Any id inside the vocabulary.
-        device: Where the result lies.
+        device: Where the batch lies.
     """
     prompts = left_pad(prompt_ids, pad_token_id)
     width = int(lengths.max())
     is_response = torch.arange(width)[None, :] < lengths.cpu()[:, None]
     responses = torch.where(is_response, response_ids.cpu()[:, :width], pad_token_id)
     attention_mask = torch.cat([prompts.attention_mask, is_response.long()], dim=1)
-    return PackedSequences(
-        torch.cat([prompts.input_ids, responses], dim=1),
-        attention_mask,
-        positions(attention_mask),
-        responses,
-        is_response,
-    ).to(device)
+    rows = TokenRows.of(torch.cat([prompts.input_ids, responses], dim=1), attention_mask, positions(attention_mask))
+    always, never = torch.ones_like(is_response[:, :1]), torch.zeros_like(is_response[:, :1])
+    is_state = torch.cat([always, is_response], dim=1)  # [B, T + 1]
+    is_state_column = torch.zeros_like(attention_mask, dtype=torch.bool)
+    is_state_column[:, -is_state.shape[1] :] = is_state
+    batch = SequenceBatch(
+        rows=rows,
+        response_ids=responses,
+        is_response=is_response,
+        state_positions=_indices(is_state_column.flatten()[rows.slots]),
+        predicting=_indices(torch.cat([is_response, never], dim=1)[is_state]),
+        targets=responses[is_response],
+        response_slots=_indices(is_response.flatten()),
+        state_slots=_indices(is_state.flatten()),
+    )
+    device = torch.device(device)
+    return batch if device.type == "cpu" else batch.to(device)
+
+
+def _indices(mask: Tensor) -> Tensor:
+    """Return the indices `[n]` at which a mask `[size]` is True."""
+    return mask.nonzero()[:, 0]

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.model_rules import device_problems
-from ppo_rlhf.core.errors import ConfigError, ModelError
+from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.core.randomness import generator
 from ppo_rlhf.models.adapters import LoraSettings, check_targets, has_adapter, with_adapter, without_adapter
-from ppo_rlhf.models.annotations import PreTrainedModel
 from ppo_rlhf.models.compilation import check_compiler, compile_layers
 from ppo_rlhf.models.critic import Critic, OwnBackbone, SharedCritic
-from ppo_rlhf.models.forward import backbone_of
-from ppo_rlhf.models.gradient_checkpointing import (
-    check_gradient_checkpointing,
-    enable_gradient_checkpointing,
-    recomputing,
-)
+from ppo_rlhf.models.gradient_checkpointing import enable_gradient_checkpointing
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.models.offloading import to_host
-from ppo_rlhf.models.passes.recorded_steps import CudaGraphs, RecordedSteps
-from ppo_rlhf.ppo.precision import frozen_dtype, torch_dtype
+from ppo_rlhf.ppo.accelerator import frozen_dtype, trained_dtype
 
 AnyCritic = Critic | SharedCritic
 
@@ -58,7 +51,7 @@ def load_policies(
     else:
         reference = load(frozen_dtype(config)).requires_grad_(False)
     prepare_to_score(reference, config)
-    policy = policy_to_train(reference if config.use_peft else load(torch_dtype(config)), config)
+    policy = policy_to_train(reference if config.use_peft else load(trained_dtype(config)), config)
     return TrainedModel(policy, sft_policy.tokenizer(), value_head=sft_policy.value_head()), reference
 
 
@@ -130,12 +123,10 @@ def prepare_to_train(policy: PreTrainedModel, critic: AnyCritic, config: PPOConf
         ModelError: An architecture does not support it.
     """
     for model in (policy, critic.backbone) if isinstance(critic, Critic) else (policy,):
-        if config.compile:
-            if config.gradient_checkpointing:
-                check_gradient_checkpointing(model)
-            compile_layers(backbone_of(model), checkpointing=config.gradient_checkpointing)
-        elif config.gradient_checkpointing:
+        if config.gradient_checkpointing:
             enable_gradient_checkpointing(model)
+        if config.compile:
+            compile_layers(model)
 
 
 def prepare_to_score(reference: PreTrainedModel, config: PPOConfig) -> None:
@@ -145,27 +136,4 @@ def prepare_to_score(reference: PreTrainedModel, config: PPOConfig) -> None:
         ModelError: Its architecture does not support it.
     """
     if config.compile:
-        compile_layers(backbone_of(reference))
-
-
-def recorded_steps(policy: PreTrainedModel, config: PPOConfig) -> RecordedSteps | None:
-    """Return what keeps the policy's decoding steps as CUDA graphs, if `ppo.cuda_graphs` says so.
-
-    Raises:
-        ConfigError: The policy does not lie on a CUDA device, or the architecture cannot be decoded so.
-    """
-    if not config.cuda_graphs:
-        return None
-    check_device(config, policy.device)
-    try:
-        return RecordedSteps(policy, CudaGraphs(policy.device))
-    except ModelError as error:
-        raise ConfigError(f"ppo.cuda_graphs=true: {error}; set it to false") from error
-
-
-def checkpointing_gradients(
-    policy: PreTrainedModel, critic: AnyCritic, config: PPOConfig
-) -> AbstractContextManager[None]:
-    """Return the context of the update: transformers' layers recompute if `ppo.gradient_checkpointing` says so."""
-    by_transformers = config.gradient_checkpointing and not config.compile
-    return recomputing(policy, critic) if by_transformers else nullcontext()
+        compile_layers(reference)

@@ -10,20 +10,19 @@ from typing import Annotated
 
 import numpy as np
 import pandas as pd
+import torch
 from numpy.typing import NDArray
 from pydantic import AfterValidator, Field
-from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.settings_group import Seed, settings_group
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.core.randomness import episode_uniforms
 from ppo_rlhf.data.prompts import PromptDataset
-from ppo_rlhf.models.annotations import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_rlhf.models.offloading import on_device
-from ppo_rlhf.ppo.logprobs import response_logprobs
-from ppo_rlhf.ppo.precision import autocast
-from ppo_rlhf.ppo.sampling import GeneratedResponses, SamplingSettings, generate_responses
+from ppo_rlhf.ppo.rollout import compute_logprobs, sample_responses
+from ppo_rlhf.ppo.sampling import SamplingSettings
 from ppo_rlhf.rewards.scorers import (
     LONGEST_METRIC_NAME,
     ResponseBatch,
@@ -183,8 +182,9 @@ def evaluate_policy(
     *,
     seed: int,
     batch_size: int = 64,
+    device: torch.device | None = None,
 ) -> PolicyEvaluation:
-    """Let a policy answer prompts under fixed noise and measure the responses. Changes nothing.
+    """Let a policy answer prompts under fixed noise and measure the responses; processes share the work.
 
     Args:
         policy: The policy to evaluate, as it trains: sampled at the training temperature.
@@ -197,6 +197,7 @@ def evaluate_policy(
         sampling: Length, temperature, truncation and stop tokens of the responses.
         seed: Fixes the noise; two policies evaluated with one seed get the same.
         batch_size: Responses handled at a time.
+        device: Where the models compute; None is where the policy lies.
 
     Raises:
         DataError: If there are no prompts.
@@ -205,11 +206,25 @@ def evaluate_policy(
     if len(prompts) == 0:
         raise DataError("evaluation: there are no held-out prompts; raise prompts.held_out_share or name a file")
     uniforms_NT = episode_uniforms(seed, NOISE_STREAM, 0, len(prompts), sampling.response_length)
-    with autocast(config, policy.device):
-        responses = generate_responses(
-            policy, prompts.prompt_ids, uniforms_NT, sampling, engine=config.rollout_engine, batch_size=batch_size
-        )
-        kl = _summed_kl(policy, reference_policy, prompts.prompt_ids, responses, sampling, batch_size)
+    device = device or policy.device
+    with on_device(policy, device):
+        responses = sample_responses(policy, prompts.prompt_ids, uniforms_NT, sampling, config, batch_size=batch_size)
+        kl = np.zeros(len(prompts))
+        if reference_policy is not None:
+            of_policy, of_reference = (
+                compute_logprobs(
+                    model,
+                    prompts.prompt_ids,
+                    responses,
+                    config,
+                    temperature=sampling.temperature,
+                    device=device,
+                    batch_size=batch_size,
+                    pad_token_id=sampling.pad_token_id,
+                )
+                for model in (policy, reference_policy)
+            )
+            kl = (of_policy.double() - of_reference.double()).sum(dim=1).numpy()  # both are 0 in padding
     completions = tokenizer.batch_decode(responses.token_lists(), skip_special_tokens=True)
     scored = reward_scorer.score(
         ResponseBatch(
@@ -236,35 +251,6 @@ def evaluate_policy(
         lengths=responses.lengths.numpy(),
         terminated=responses.terminated.numpy(),
     )
-
-
-def _summed_kl(
-    policy: PreTrainedModel,
-    reference_policy: PreTrainedModel | None,
-    prompt_ids: list[list[int]],
-    responses: GeneratedResponses,
-    sampling: SamplingSettings,
-    batch_size: int,
-) -> NDArray[np.float64]:
-    """Return k1 [N], nats, summed over each response; both log-probabilities are 0 in the padding."""
-    if reference_policy is None:
-        return np.zeros(len(prompt_ids))
-
-    def logprobs(model: PreTrainedModel) -> Tensor:
-        return response_logprobs(
-            model,
-            prompt_ids,
-            responses.response_ids,
-            responses.lengths,
-            sampling.temperature,
-            batch_size,
-            pad_token_id=sampling.pad_token_id,
-        ).double()
-
-    logprobs_NT = logprobs(policy)
-    with on_device(reference_policy, policy.device):
-        reference_NT = logprobs(reference_policy)
-    return (logprobs_NT - reference_NT).sum(dim=1).numpy()
 
 
 def is_demo_prompts(prompts_path: str | None, project_path: Path | None) -> bool:

@@ -1,4 +1,4 @@
-"""From rollouts to what the update needs: scores, shaped rewards, advantages and returns."""
+"""From rollouts to the update's input: scores, shaped rewards, advantages and returns."""
 
 from __future__ import annotations
 
@@ -13,20 +13,17 @@ from ppo_rlhf.core import advantages as core_advantages
 from ppo_rlhf.core import rewards as core_rewards
 from ppo_rlhf.core.kl import kl_estimate
 from ppo_rlhf.core.statistics import masked_whiten
-from ppo_rlhf.models.own_configurations import keep_apart
-from ppo_rlhf.ppo.lanes import side_by_side
-from ppo_rlhf.ppo.logprobs import scatter_rows
-from ppo_rlhf.ppo.precision import deterministic
-from ppo_rlhf.ppo.rollout import Rollouts
+from ppo_rlhf.ppo.accelerator import autocast, deterministic
+from ppo_rlhf.ppo.logprobs import fill_rows
+from ppo_rlhf.ppo.rollout import Rollouts, gather_scattered
 from ppo_rlhf.ppo.state import TrainingState
-from ppo_rlhf.ppo.values import response_values
 from ppo_rlhf.rewards.scorers import RewardScorer
 from ppo_rlhf.rewards.shaping import final_scores
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What rewards and critic say of B rollouts."""
+    """Scores by the rewards and values by the critic of B rollouts."""
 
     total: Tensor  # [B], weighted sum of the components
     components: dict[str, Tensor]  # name -> [B], before weights
@@ -38,7 +35,7 @@ class Scores:
 class ShapedRewards:
     """Token rewards of B rollouts; 0 in padding."""
 
-    rewards: Tensor  # [B, T], what GAE sums up
+    rewards: Tensor  # [B, T], the input of GAE
     kl: Tensor  # [B, T], k1 = log pi - log pi_ref, nats
     kl_penalty: Tensor  # [B, T], the chosen estimator, nats
     kl_coef: float
@@ -47,7 +44,7 @@ class ShapedRewards:
 
 @dataclass(frozen=True)
 class Experience:
-    """All that the update needs of one iteration."""
+    """The update's input of one iteration."""
 
     rollouts: Rollouts
     scores: Scores
@@ -57,16 +54,10 @@ class Experience:
 
 
 def score_responses(rollouts: Rollouts, scorer: RewardScorer, state: TrainingState) -> Scores:
-    """Score the responses and value every state of them."""
+    """Score each response and compute the critic's value of each of its states."""
     started = time.perf_counter()
-    at_once = rollouts.at_once(state.config)
-    if at_once and scorer.model is not None:
-        keep_apart(state.critic, scorer.model)
-    scored, values = side_by_side(
-        lambda: scorer.score(rollouts.response_batch()),
-        lambda: _state_values(rollouts, state) if rollouts.values is None else rollouts.values,
-        at_once=at_once,
-    )
+    scored = scorer.score(rollouts.response_batch())
+    values = critic_values(rollouts, state) if rollouts.values is None else rollouts.values
     return Scores(
         total=scored.total.to("cpu", values.dtype),
         components={name: component.to("cpu", values.dtype) for name, component in scored.components.items()},
@@ -75,15 +66,17 @@ def score_responses(rollouts: Rollouts, scorer: RewardScorer, state: TrainingSta
     )
 
 
-def _state_values(rollouts: Rollouts, state: TrainingState) -> Tensor:
-    """Return the critic's values `[B, T + 1]`, of the same forward passes as the update's first epoch."""
+def critic_values(rollouts: Rollouts, state: TrainingState) -> Tensor:
+    """Return the values `[B, T + 1]` of a critic of its own, from the forward passes that the first epoch repeats."""
     rows, width = rollouts.response_ids.shape
-    values = torch.zeros(rows, width + 1, dtype=rollouts.old_logprobs.dtype)
+    values = torch.zeros(rows, width + 1, dtype=state.statistics_dtype)
+    forward = state.accelerator.unwrap_model(state.critic_forward)
     with torch.no_grad(), deterministic(state.config):
-        for group in rollouts.first_epoch_micro_batches(state.config):
-            packed = rollouts.pack(group, state.sampling.pad_token_id, state.device)
-            scatter_rows(values, group, response_values(state, packed))
-    return values
+        for group in rollouts.first_epoch():
+            batch = rollouts.batch(group, state.sampling.pad_token_id, state.device)
+            with autocast(state.config, state.device):
+                fill_rows(values, group, forward(batch))
+    return gather_scattered(values, [row for group in rollouts.first_epoch() for row in group])
 
 
 def shape_rewards(rollouts: Rollouts, scores: Scores, state: TrainingState) -> ShapedRewards:
@@ -118,7 +111,7 @@ def estimate_advantages(
     """Estimate advantages and returns by GAE.
 
     Nothing is bootstrapped past a response's last token, unless `truncated_responses` is bootstrap: then V(s_T) of a
-    cut-off response stands for all that would have followed. `lam_critic` gives the returns a lambda of their own.
+    cut-off response stands for all later rewards. `lam_critic` gives the returns a lambda of their own.
     """
     bootstrap_values = None
     if config.truncated_responses == "bootstrap":

@@ -1,61 +1,102 @@
-"""Log-probabilities of responses under a model, one micro-batch at a time, from hidden states."""
+"""Log-probabilities, entropies and values of responses, computed from hidden states.
+
+`PolicyForward` and `CriticForward` are whole forward passes as modules, so that accelerate can wrap them. Training calls
+the wrapper, or the gradients of several processes would not be averaged.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 
 from ppo_rlhf.core.logprobs import token_entropy, token_logprobs
-from ppo_rlhf.models.annotations import PreTrainedModel
-from ppo_rlhf.models.forward import backbone_of, logits_of, states_at
+from ppo_rlhf.models.critic import Critic, SharedCritic
+from ppo_rlhf.models.forward import backbone_of, hidden_states_at, logits_of
 from ppo_rlhf.models.packed_attention import take_rows
 from ppo_rlhf.models.probe import vocabulary_size
-from ppo_rlhf.models.products.compiled_shapes import fills_rows, rounded_up
-from ppo_rlhf.ppo.batch import PackedSequences, pack
+from ppo_rlhf.ppo.batch import SequenceBatch, make_batch
 
 LOGITS_HELD = 2**24
-"""Logits that may be in memory at a time (64 MiB of float32); on an accelerator, whose memory is larger, 16 times as
-many. Of more, the backward pass recomputes each chunk's (about 2 % of an update)."""
+"""Logits that may be in memory at a time: 64 MiB of float32; on an accelerator, whose memory is larger, 16 times as
+many. Beyond that, the backward pass recomputes them chunk by chunk (about 2 % of an update)."""
 
 
-@dataclass(frozen=True)
-class ResponseStatistics:
-    """What a policy says of the response tokens of B packed sequences, in nats, 0 in padding."""
+class PolicyOutput(NamedTuple):
+    """Output of the policy for B sequences with T response columns; 0 in padding."""
 
-    logprobs: Tensor  # [B, T] of the tempered policy, float32 or wider
-    entropy: Tensor | None  # [B, T]; None if it was not asked for
-    states: Tensor  # [M, H], last hidden states of s_0 to s_T of each row, for a value head
+    logprobs: Tensor  # [B, T], nats, of the tempered policy, float32 or wider
+    entropy: Tensor | None  # [B, T], nats per token; None if it was not asked for
+    values: Tensor | None  # [B, T + 1]; None unless policy and critic share a trunk
 
 
-def response_states(backbone: PreTrainedModel, packed: PackedSequences) -> Tensor:
-    """Return a backbone's last hidden states of s_0 to s_T of each row, `[M, H]`, row by row."""
-    return states_at(backbone, packed.rows, packed.states)
+class PolicyForward(nn.Module):
+    """The policy's forward pass: tokens in; log-probabilities, entropies and, with a shared trunk, values out."""
+
+    def __init__(self, policy: PreTrainedModel, critic: Critic | SharedCritic, temperature: float) -> None:
+        super().__init__()
+        self.policy = policy
+        self.shared_critic = critic if isinstance(critic, SharedCritic) else None
+        self.temperature = temperature
+
+    def forward(self, batch: SequenceBatch, *, with_entropy: bool = False, learns: bool = True) -> PolicyOutput:
+        """Compute the output for one micro-batch.
+
+        Args:
+            batch: B sequences with T response columns.
+            with_entropy: Whether to compute entropies.
+            learns: False computes the policy without gradients; a value head on its trunk still has them.
+        """
+        with torch.set_grad_enabled(learns and torch.is_grad_enabled()):
+            states = hidden_states_at(backbone_of(self.policy), batch.rows, batch.state_positions)
+            logprobs, entropy = response_statistics(
+                self.policy, batch, states, self.temperature, with_entropy=with_entropy
+            )
+        values = None if self.shared_critic is None else batch.of_states(self.shared_critic.values(states))
+        return PolicyOutput(logprobs, entropy, values)
+
+
+class CriticForward(nn.Module):
+    """The forward pass of a critic with a backbone of its own: tokens in, values out."""
+
+    def __init__(self, critic: Critic) -> None:
+        super().__init__()
+        self.critic = critic
+
+    def forward(self, batch: SequenceBatch) -> Tensor:
+        """Return the values of the states s_0 … s_T, `[B, T + 1]`, 0 in padding.
+
+        Column t is the value before response token t; each row's last value is behind its response.
+        """
+        states = hidden_states_at(self.critic.backbone, batch.rows, batch.state_positions)
+        return batch.of_states(self.critic.values(states))
 
 
 def response_statistics(
-    model: PreTrainedModel, packed: PackedSequences, temperature: float, *, with_entropy: bool = False
-) -> ResponseStatistics:
-    """Return log-probabilities, and entropies if asked for, of the response tokens; differentiable.
+    model: PreTrainedModel, batch: SequenceBatch, states_MH: Tensor, temperature: float, *, with_entropy: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Return log-probabilities `[B, T]` of the response tokens, and entropies `[B, T]` if asked for; differentiable.
 
-    Logits are computed for response positions alone, and never of more than `LOGITS_HELD` numbers at a time.
+    Args:
+        model: A causal language model.
+        batch: B sequences.
+        states_MH: Its last hidden states at `batch.state_positions`.
+        temperature: Divides the logits.
+        with_entropy: Whether to compute entropies.
     """
-    states = response_states(backbone_of(model), packed)
     logprobs, entropies = token_statistics(
         logits_of(model),
-        take_rows(states, packed.predicting),
-        packed.targets,
+        take_rows(states_MH, batch.predicting),
+        batch.targets,
         temperature,
         vocabulary_size(model),
         with_entropy=with_entropy,
-        fill=fills_rows(model),
     )
-    return ResponseStatistics(
-        packed.of_responses(logprobs), packed.of_responses(entropies) if with_entropy else None, states
-    )
+    return batch.of_responses(logprobs), batch.of_responses(entropies) if with_entropy else None
 
 
 def token_statistics(
@@ -66,59 +107,38 @@ def token_statistics(
     vocabulary: int,
     *,
     with_entropy: bool = False,
-    fill: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return the log-probabilities `[R]` of the tokens behind R states, and entropies `[R]` (else nothing, `[0]`).
+    """Return the log-probabilities `[R]` of the tokens that follow R hidden states, and entropies `[R]` (else `[0]`).
+
+    Logits are computed for these states alone, and never more than `LOGITS_HELD` numbers at a time.
 
     Args:
-        head: Gives logits `[n, V]` of states `[n, H]`.
+        head: Gives logits `[n, V]` of hidden states `[n, H]`.
         states_RH: Last hidden states.
         targets_R: The next tokens.
         temperature: Divides the logits.
         vocabulary: V.
         with_entropy: Whether to compute entropies.
-        fill: Whether the head is given rows of zeros, too, so that its products have few different shapes.
-    """
-    held = LOGITS_HELD * (1 if states_RH.device.type == "cpu" else 16)
-    size = max(1, held // vocabulary)
-    chunks = [slice(start, start + size) for start in range(0, len(targets_R), size)]
-    recompute = len(chunks) > 1 and torch.is_grad_enabled()
-    fill_to = size if fill else 0
-    parts = [
-        _chunk_statistics(
-            head, states_RH[chunk], targets_R[chunk], temperature, with_entropy, fill_to=fill_to, recompute=recompute
-        )
-        for chunk in chunks
-    ]
-    logprobs, entropies = (torch.cat(column) for column in zip(*parts, strict=True))
-    return logprobs, entropies
-
-
-def _chunk_statistics(
-    head: Callable[[Tensor], Tensor],
-    states: Tensor,
-    targets: Tensor,
-    temperature: float,
-    with_entropy: bool,
-    *,
-    fill_to: int,
-    recompute: bool,
-) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities and entropies `[n]` (or nothing, `[0]`) of the tokens behind n states.
-
-    The head is given up to `fill_to` rows; no more than n if that is less.
     """
 
-    def statistics(states: Tensor) -> tuple[Tensor, Tensor]:
-        more = max(0, min(rounded_up(len(states)), fill_to) - len(states))
-        logits = head(nn.functional.pad(states, (0, 0, 0, more)) if more else states)[None, : len(states)]
+    def statistics(states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        logits = head(states)[None]
         logprobs = token_logprobs(logits, targets[None], temperature)[0]
         return logprobs, token_entropy(logits, temperature)[0] if with_entropy else logprobs.new_empty(0)
 
-    if not recompute:
-        return statistics(states)
-    found: tuple[Tensor, Tensor] = checkpoint(statistics, states, use_reentrant=False, preserve_rng_state=False)
-    return found
+    held = LOGITS_HELD * (1 if states_RH.device.type == "cpu" else 16)
+    size = max(1, held // vocabulary)
+    if len(targets_R) <= size:
+        return statistics(states_RH, targets_R)
+    parts = []
+    for chunk, targets in zip(states_RH.split(size), targets_R.split(size), strict=True):
+        if torch.is_grad_enabled():
+            part = checkpoint(statistics, chunk, targets, use_reentrant=False, preserve_rng_state=False)
+            parts.append(cast(tuple[Tensor, Tensor], part))
+        else:
+            parts.append(statistics(chunk, targets))
+    logprobs, entropies = (torch.cat(column) for column in zip(*parts, strict=True))
+    return logprobs, entropies
 
 
 def response_logprobs(
@@ -129,9 +149,11 @@ def response_logprobs(
     temperature: float,
     batch_size: int,
     *,
-    pad_token_id: int = 0,
+    pad_token_id: int,
 ) -> Tensor:
-    """Return the log-probability of each response token under the tempered model, `[N, T]` in nats, 0 in padding.
+    """Return the log-probabilities `[N, T]` of the response tokens under a model, 0 in padding, without gradients.
+
+    Rows of similar length go together, so that little padding is computed by models that need it.
 
     Args:
         model: A causal language model with dropout off.
@@ -148,11 +170,13 @@ def response_logprobs(
     with torch.no_grad():
         for start in range(0, len(by_length), batch_size):
             rows = by_length[start : start + batch_size]
-            packed = pack([prompt_ids[i] for i in rows], response_ids[rows], lengths[rows], pad_token_id, model.device)
-            scatter_rows(result, rows, response_statistics(model, packed, temperature).logprobs)
+            prompts = [prompt_ids[row] for row in rows]
+            batch = make_batch(prompts, response_ids[rows], lengths[rows], pad_token_id, model.device)
+            states = hidden_states_at(backbone_of(model), batch.rows, batch.state_positions)
+            fill_rows(result, rows, response_statistics(model, batch, states, temperature)[0])
     return result
 
 
-def scatter_rows(target: Tensor, rows: list[int], values: Tensor) -> None:
+def fill_rows(target: Tensor, rows: list[int], values: Tensor) -> None:
     """Write `values` `[b, t]` into the first t columns of `target`'s rows."""
     target[rows, : values.shape[1]] = values.to(target.device, target.dtype)

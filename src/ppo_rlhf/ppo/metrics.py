@@ -3,40 +3,80 @@
 from __future__ import annotations
 
 import resource
+import statistics
 import sys
 import time
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.core.losses import PolicyLoss, ValueLoss
 from ppo_rlhf.core.statistics import explained_variance, masked_mean
 from ppo_rlhf.ppo.experience import Experience
 from ppo_rlhf.ppo.state import TrainingState
-from ppo_rlhf.ppo.utilisation import device_name, update_utilisation
+from ppo_rlhf.processes import from_all
+
+SUMMED = ("policy_loss", "value_loss", "kl", "entropy", "approxkl", "policy_clipfrac", "value_clipfrac", "ratio")
+"""Fields of StepSums that add up over micro-batches and processes."""
 
 
-@dataclass(frozen=True)
-class StepStatistics:
-    """What one minibatch gave, 0-d tensors: losses, means over its tokens, gradient norms before clipping."""
+@dataclass
+class StepSums:
+    """Statistics of one minibatch. Losses are parts of the minibatch's mean; the others are sums over its tokens."""
 
-    policy_loss: Tensor  # the clipped surrogate alone
-    value_loss: Tensor  # before vf_coef
-    kl: Tensor  # before kl_coef; 0 unless KL is in the loss
-    entropy: Tensor  # before entropy_coef; 0 unless there is a bonus
-    approxkl: Tensor
-    policy_clipfrac: Tensor
-    value_clipfrac: Tensor
-    ratio: Tensor
-    policy_grad_norm: Tensor
-    value_grad_norm: Tensor
-    tokens: int  # that its losses counted; with none it is no step
+    tokens: int  # of the whole minibatch, that its losses count; with none no step is taken
+    policy_loss: Tensor | float = 0.0  # the clipped surrogate alone
+    value_loss: Tensor | float = 0.0  # before vf_coef
+    kl: Tensor | float = 0.0  # before kl_coef; 0 unless KL is in the loss
+    entropy: Tensor | float = 0.0  # before entropy_coef; 0 unless there is a bonus
+    approxkl: Tensor | float = 0.0
+    policy_clipfrac: Tensor | float = 0.0
+    value_clipfrac: Tensor | float = 0.0
+    ratio: Tensor | float = 0.0
+    policy_grad_norm: Tensor | float = 0.0  # before clipping
+    value_grad_norm: Tensor | float = 0.0
+
+    def add(self, *, policy: PolicyLoss, value: ValueLoss, kl: Tensor, entropy: Tensor, tokens: Tensor) -> None:
+        """Add one micro-batch, of which `tokens` count. Means become sums: of ratios that are all 1 exactly so many."""
+        found = {
+            "policy_loss": policy.loss,
+            "value_loss": value.loss,
+            "kl": kl,
+            "entropy": entropy,
+            "approxkl": policy.approxkl * tokens,
+            "policy_clipfrac": policy.clipfrac * tokens,
+            "value_clipfrac": value.clipfrac * tokens,
+            "ratio": policy.ratio * tokens,
+        }
+        for name, value_of in found.items():
+            setattr(self, name, getattr(self, name) + value_of.detach())
+
+    def note_gradient_norms(self, norms: Mapping[str, Tensor], *, shared: bool) -> None:
+        """Take in the gradient norms of policy and critic; one that has no gradient keeps 0."""
+        self.policy_grad_norm = norms.get("policy", 0.0)
+        self.value_grad_norm = norms.get("policy" if shared else "critic", 0.0)
+
+    def mean(self, name: str) -> float:
+        """Return the mean over tokens of a token sum."""
+        return float(getattr(self, name)) / max(1, self.tokens)
+
+
+def add_over_processes(steps: list[StepSums]) -> list[StepSums]:
+    """Return the statistics of each step with the sums of all processes, as numbers."""
+    own = [{name: float(getattr(step, name)) for name in SUMMED} for step in steps]
+    shares = from_all(own)
+    return [
+        replace(step, **{name: sum(share[number][name] for share in shares) for name in SUMMED})
+        for number, step in enumerate(steps)
+    ]
 
 
 def iteration_metrics(
     experience: Experience,
-    steps: list[StepStatistics],
+    steps: list[StepSums],
     state: TrainingState,
     learning_rates: tuple[float, float],
     optimise_seconds: float,
@@ -60,7 +100,7 @@ def iteration_metrics(
         "optimiser/steps": state.optimiser_steps,
         "optimiser/skipped_steps": state.skipped_steps,
         "optimiser/early_stops": state.early_stops,
-        "optimiser/loss_scale": min(state.policy_scaler.get_scale(), state.critic_scaler.get_scale()),
+        "optimiser/loss_scale": 1.0 if state.accelerator.scaler is None else state.accelerator.scaler.get_scale(),
         **_speed(experience, optimise_seconds),
         **_utilisation(experience, len(steps), state, optimise_seconds),
         "memory/peak_bytes": peak_memory_bytes(state.device),
@@ -90,26 +130,37 @@ def _objective(experience: Experience, config: PPOConfig) -> dict[str, Tensor | 
     }
 
 
-def _update(steps: list[StepStatistics], config: PPOConfig, kl_coef: float) -> dict[str, Tensor]:
+def _update(steps: list[StepSums], config: PPOConfig, kl_coef: float) -> dict[str, float]:
     counted = [step for step in steps if step.tokens] or steps
-    names = [field.name for field in fields(StepStatistics) if field.name != "tokens"]
-    rows = {name: torch.stack([getattr(step, name) for step in counted]) for name in names}
-    mean = {name: values.mean() for name, values in rows.items()}
-    policy_terms = mean["policy_loss"] + kl_coef * mean["kl"] - config.entropy_coef * mean["entropy"]
+
+    def over_steps(name: str) -> float:
+        return statistics.fmean(float(getattr(step, name)) for step in counted)
+
+    def over_tokens(name: str) -> float:
+        return statistics.fmean(step.mean(name) for step in counted)
+
+    ratios = [step.mean("ratio") if step.tokens else 1.0 for step in counted]
+    policy_terms = over_steps("policy_loss") + kl_coef * over_steps("kl") - config.entropy_coef * over_steps("entropy")
     return {
-        "policy/approxkl_avg": mean["approxkl"],
-        "policy/clipfrac_avg": mean["policy_clipfrac"],
-        "policy/grad_norm": mean["policy_grad_norm"],
-        "loss/policy_avg": mean["policy_loss"],
-        "loss/value_avg": mean["value_loss"],
-        "loss/kl_avg": mean["kl"],
-        "loss/entropy_avg": mean["entropy"],
-        "loss/total": policy_terms + config.vf_coef * mean["value_loss"],
-        "val/clipfrac_avg": mean["value_clipfrac"],
-        "val/ratio": mean["ratio"],
-        "val/ratio_var": rows["ratio"].var(correction=min(1, len(counted) - 1)),
-        "value/grad_norm": mean["value_grad_norm"],
+        "policy/approxkl_avg": over_tokens("approxkl"),
+        "policy/clipfrac_avg": over_tokens("policy_clipfrac"),
+        "policy/grad_norm": over_steps("policy_grad_norm"),
+        "loss/policy_avg": over_steps("policy_loss"),
+        "loss/value_avg": over_steps("value_loss"),
+        "loss/kl_avg": over_steps("kl"),
+        "loss/entropy_avg": over_steps("entropy"),
+        "loss/total": policy_terms + config.vf_coef * over_steps("value_loss"),
+        "val/clipfrac_avg": over_tokens("value_clipfrac"),
+        "val/ratio": statistics.fmean(ratios),
+        "val/ratio_var": _variance(ratios),
+        "value/grad_norm": over_steps("value_grad_norm"),
     }
+
+
+def _variance(values: list[float]) -> float:
+    """Return the variance with Bessel's correction; 0 of a single value, NaN if one is not finite."""
+    numbers = torch.tensor(values, dtype=torch.float64)
+    return float(numbers.var(correction=min(1, len(values) - 1)))
 
 
 def _responses(experience: Experience) -> dict[str, Tensor]:
@@ -145,9 +196,30 @@ def _speed(experience: Experience, optimise_seconds: float) -> dict[str, float]:
     }
 
 
-def _utilisation(experience: Experience, steps: int, state: TrainingState, optimise_seconds: float) -> dict[str, float]:
-    share = update_utilisation(state, experience, steps, optimise_seconds, device_name(state.device))
-    return {} if share is None else {"throughput/mfu": share}
+PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "L4": 121e12, "L40S": 362e12}
+"""Operations per second of GPUs, dense, with 16-bit inputs on tensor cores, by a part of CUDA's name; NVIDIA's data
+sheets."""
+
+
+def _utilisation(experience: Experience, steps: int, state: TrainingState, seconds: float) -> dict[str, float]:
+    """Return the model FLOP/s utilisation of the update (Chowdhery et al. 2022, appendix B) on a GPU of known peak.
+
+    It counts 6 operations per weight and token for a model that trains, and leaves attention out. In float32 and
+    float64 there is no such peak.
+    """
+    device = state.device
+    if device.type != "cuda" or state.config.dtype not in ("bfloat16", "float16"):
+        return {}
+    words = torch.cuda.get_device_name(device).replace("-", " ").split()
+    peak = next((flops for name, flops in PEAK_FLOPS.items() if name in words), None)
+    if peak is None:
+        return {}
+    rollouts = experience.rollouts
+    tokens = sum(len(ids) for ids in rollouts.prompts.prompt_ids) + int(rollouts.lengths.sum())
+    share = steps / max(1, sum(len(epoch) for epoch in rollouts.epochs))
+    weights = sum(p.numel() for model in (state.policy, state.critic) for p in model.parameters())
+    operations = 6.0 * weights * tokens * state.config.num_ppo_epochs * share
+    return {"throughput/mfu": operations / (seconds * peak * state.accelerator.num_processes)}
 
 
 def peak_memory_bytes(device: torch.device) -> int:

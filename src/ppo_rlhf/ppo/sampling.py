@@ -1,37 +1,29 @@
 """Sampling responses from a causal language model with given noise.
 
-Three engines make the same tokens from the same uniforms. `static` decodes without padding and leaves out what
-has ended. `plain` is one forward pass a token over transformers' cache, and `hf` is transformers' `generate` with the
+Three engines make the same tokens from the same uniforms. `static` decodes without padding and drops the sequences that
+have ended. `plain` is one forward pass a token over transformers' cache, and `hf` is transformers' `generate` with the
 tokens forced through a logits processor: the oracles of the first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.core.logprobs import token_logprobs
 from ppo_rlhf.core.responses import length_mask, response_lengths
 from ppo_rlhf.core.sampling import sample_tokens
-from ppo_rlhf.models.annotations import PreTrainedModel
 from ppo_rlhf.models.decoding import Decoder, caches_keys, decodes
-from ppo_rlhf.models.forward import logits_of
-from ppo_rlhf.models.passes.recorded_steps import RecordedSteps
-from ppo_rlhf.models.products.packed_weights import packed_weights
 from ppo_rlhf.ppo.batch import left_pad, without_padding
 
 STEPS_BETWEEN_LOOKS = 16
-"""Steps on an accelerator after which it is asked which sequences have ended."""
-ROWS = 4
-"""Where each new number of rows of a decoding step has to be compiled, they come in multiples of this; a row more in
-products with so few costs next to nothing."""
+"""Decoding steps on an accelerator between two looks at which sequences have ended: each look waits for the device."""
 
 
 @dataclass(frozen=True)
@@ -85,25 +77,26 @@ def generate_responses(
     *,
     engine: str = "static",
     batch_size: int = 64,
-    recorded: RecordedSteps | None = None,
 ) -> GeneratedResponses:
     """Sample one response to each prompt by inverse-CDF sampling with the given uniforms.
 
     Args:
         model: A causal language model with dropout off.
-        prompt_ids: N prompts as token ids, at least one token each.
+        prompt_ids: N prompts as token ids, at least one token each; N may be 0.
         uniforms: `[N, T]` float64 in [0, 1), one for each (episode, step).
         settings: Length, temperature, filters, stop tokens.
         engine: `static`, `plain` or `hf`. For `static`, an architecture that needs padding is decoded plainly, and by
             `hf` if it has no cache of keys and values.
         batch_size: Prompts decoded at a time; the tokens do not depend on it but for rounding.
-        recorded: For `static`, this model's decoding steps, to be replayed; None computes each one anew.
 
     Raises:
         ModelError: `plain` is asked for, and the model has no cache of keys and values.
     """
-    tokens, logprobs = [], []
-    with torch.no_grad(), _engine(engine, model, recorded) as decode:
+    dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
+    tokens = [torch.empty(0, settings.response_length, dtype=torch.long)]  # a process may have no prompts
+    logprobs = [torch.empty(0, settings.response_length, dtype=dtype)]
+    with torch.no_grad():
+        decode = _engine(engine, model)
         for start in range(0, len(prompt_ids), batch_size):
             noise = uniforms[start : start + batch_size].to(model.device)
             rows, row_logprobs = decode(model, prompt_ids[start : start + batch_size], noise, settings)
@@ -124,40 +117,24 @@ Decode = Callable[[PreTrainedModel, list[list[int]], Tensor, SamplingSettings], 
 """Samples responses to B prompts with uniforms `[B, T]`; returns tokens and their log-probabilities, `[B, up to T]`."""
 
 
-@contextmanager
-def _engine(name: str, model: PreTrainedModel, recorded: RecordedSteps | None) -> Iterator[Decode]:
-    """Within the block, in which weights must not change, the function decodes with this model."""
-    engines: dict[str, Decode] = {"plain": _decode_plainly, "hf": _decode_with_generate}
+def _engine(name: str, model: PreTrainedModel) -> Decode:
+    """Return the function that decodes with this model."""
     if name == "static" and not decodes(model):
         name = "plain" if caches_keys(model) else "hf"
-    if name != "static":
-        yield engines[name]
-        return
-    logits_of(model)  # asked now, as `decodes` is: of the layers as they are
-    with (
-        packed_weights(model) as compiles_by_shape,
-        nullcontext() if recorded is None else recorded.decoding(),
-    ):
-        yield partial(_decode_packed, recorded=recorded, multiple=ROWS if compiles_by_shape else 1)
+    return {"static": _decode_packed, "plain": _decode_plainly, "hf": _decode_with_generate}[name]
 
 
 def _decode_packed(
-    model: PreTrainedModel,
-    prompt_ids: list[list[int]],
-    uniforms: Tensor,
-    settings: SamplingSettings,
-    *,
-    recorded: RecordedSteps | None,
-    multiple: int,
+    model: PreTrainedModel, prompt_ids: list[list[int]], uniforms: Tensor, settings: SamplingSettings
 ) -> tuple[Tensor, Tensor]:
-    """Prefill the prompts, then a token of each live sequence a step; ended ones leave so that a multiple stays."""
+    """Prefill the prompts, then decode one token of each live sequence a step; sequences that have ended leave."""
     device, rows, width = model.device, len(prompt_ids), settings.response_length
     stops = torch.tensor(settings.stop_token_ids, dtype=torch.long, device=device)
     dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
     tokens = torch.full((rows, width), settings.pad_token_id, device=device)
     logprobs = torch.zeros(rows, width, dtype=dtype, device=device)
-    decoder = Decoder(model, prompt_ids, max(len(ids) for ids in prompt_ids) + width, recorded=recorded)
-    live = torch.arange(rows, device=device)  # which row each sequence that goes on belongs to
+    decoder = Decoder(model, prompt_ids, max(len(ids) for ids in prompt_ids) + width)
+    live = torch.arange(rows, device=device)  # the row of each sequence that is still decoded
     has_ended = torch.zeros(rows, dtype=torch.bool, device=device)
     logits = decoder.prefill()
     for step in range(width):
@@ -171,27 +148,15 @@ def _decode_packed(
             ended = has_ended.tolist()
             if all(ended):
                 break
-            leaving = _leaving(ended, multiple)
-            if any(leaving):
-                order = torch.tensor(decoder.drop(leaving), device=device)
+            if any(ended):
+                order = torch.tensor(decoder.drop(ended), device=device)
                 live, token, has_ended = live[order], token[order], has_ended[order]
         logits = decoder.step(token)
     return tokens, logprobs
 
 
-def _leaving(ended: list[bool], multiple: int) -> list[bool]:
-    """Return which of the sequences that have ended leave: so many that such a multiple stays."""
-    stay = -ended.count(False) % multiple
-    leaving = []
-    for has_ended in ended:
-        stays = has_ended and stay > 0
-        stay -= stays
-        leaving.append(has_ended and not stays)
-    return leaving
-
-
 def _is_time_to_look(step: int, device: torch.device) -> bool:
-    """Whether to ask which sequences have ended: an accelerator has to be waited for."""
+    """Return whether to look which sequences have ended: a look waits for an accelerator."""
     return device.type == "cpu" or step % STEPS_BETWEEN_LOOKS == STEPS_BETWEEN_LOOKS - 1
 
 

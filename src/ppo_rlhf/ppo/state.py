@@ -1,4 +1,4 @@
-"""TrainingState: all that changes while PPO trains. Only the update changes it."""
+"""TrainingState: everything that changes while PPO trains. Only the update changes it."""
 
 from __future__ import annotations
 
@@ -6,26 +6,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.core.errors import CheckpointError, ConfigError
+from ppo_rlhf.core.errors import CheckpointError
 from ppo_rlhf.core.kl import AdaptiveKLController, FixedKLController, KLController
 from ppo_rlhf.core.statistics import RunningMoments
-from ppo_rlhf.models.annotations import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_rlhf.models.averages import WeightAverage
-from ppo_rlhf.models.critic import SharedCritic
-from ppo_rlhf.models.forward import backbone_of, packs
-from ppo_rlhf.models.own_configurations import keep_apart
-from ppo_rlhf.models.passes.recorded_steps import RecordedSteps
-from ppo_rlhf.models.products.compiled_shapes import keep_shapes_of_small_models
+from ppo_rlhf.models.critic import Critic, SharedCritic
+from ppo_rlhf.models.forward import backbone_of, logits_of, packs
 from ppo_rlhf.models.tokenizers import stop_token_ids
+from ppo_rlhf.ppo.accelerator import make_accelerator
 from ppo_rlhf.ppo.alarms import KLAlarms
-from ppo_rlhf.ppo.build import AnyCritic, prepare_to_train, recorded_steps
-from ppo_rlhf.ppo.history import MetricHistory
-from ppo_rlhf.ppo.lanes import most_tokens_side_by_side
+from ppo_rlhf.ppo.build import prepare_to_train
+from ppo_rlhf.ppo.logprobs import CriticForward, PolicyForward
 from ppo_rlhf.ppo.optimisers import build_optimizer, check_trains, peak_learning_rates
-from ppo_rlhf.ppo.precision import loss_scaler
 from ppo_rlhf.ppo.sampling import SamplingSettings
 
 
@@ -39,36 +36,37 @@ class TrainingState:
         tokenizer: The policy's.
         config: Hyperparameters; they do not change within a run.
         sampling: How responses are drawn, with the stop tokens resolved.
+        accelerator: Wraps the forward passes, averages gradients over processes, and scales losses in float16.
+        policy_forward: The policy's forward pass, wrapped by the accelerator; with a shared trunk the critic's, too.
+        critic_forward: The critic's forward pass, wrapped likewise; None with a shared trunk.
         policy_optimizer: AdamW of the actor, and of the value head on a shared trunk.
         critic_optimizer: AdamW of the critic; with a shared trunk the same object as the policy's.
-        policy_scaler: Scales the policy's loss in float16; does nothing otherwise.
-        critic_scaler: The same for the critic's; with a shared trunk the same object.
         kl_controller: Holds the current KL coefficient.
         kl_alarms: Remembers which limits the KL has crossed.
         reward_moments: Mean and variance of all scores so far, as the rewards gave them.
         iteration: Iterations done.
         episode: Responses trained on.
         optimiser_steps: Optimiser steps taken; one moves policy and critic. A skipped one does not count.
-        skipped_steps: Optimiser steps that the policy, the critic or both did not take, for a non-finite gradient.
-        skipped_in_a_row: Of these, the ones since the last step taken, without those that loss scaling is to blame for.
+        skipped_steps: Optimiser steps that were not taken because of a non-finite gradient.
+        skipped_in_a_row: Those since the last step taken, without those that float16's loss scale is to blame for.
         early_stops: Iterations whose update ended early because of `target_kl`.
         policy_average: Moving average of the actor's weights, if `ema_decay` asks for one.
-        recorded_steps: The policy's decoding steps as CUDA graphs, with `cuda_graphs`.
-        most_tokens_side_by_side: Up to how many tokens in an optimiser step, on average over an iteration, two models'
-            passes run at the same time (`training.lanes`); 0: never.
-        history: One row of metrics for each iteration done.
-        stopping: True once the run was asked to stop: this iteration is saved, and is the last one in this process.
+        history: The metrics of each iteration so far, with `iteration`.
+        stop_requested: True once this process was asked to stop, by a signal say.
+        stopping: True once all processes know at the end of an iteration that one of them was asked to stop: that
+            iteration is saved, and is the last one of this run.
     """
 
     policy: PreTrainedModel
-    critic: AnyCritic
+    critic: Critic | SharedCritic
     tokenizer: PreTrainedTokenizerBase
     config: PPOConfig
     sampling: SamplingSettings
+    accelerator: Accelerator
+    policy_forward: nn.Module
+    critic_forward: nn.Module | None
     policy_optimizer: torch.optim.Optimizer
     critic_optimizer: torch.optim.Optimizer
-    policy_scaler: torch.amp.GradScaler
-    critic_scaler: torch.amp.GradScaler
     kl_controller: KLController
     kl_alarms: KLAlarms
     reward_moments: RunningMoments
@@ -79,9 +77,8 @@ class TrainingState:
     skipped_in_a_row: int = 0
     early_stops: int = 0
     policy_average: WeightAverage | None = None
-    recorded_steps: RecordedSteps | None = None
-    most_tokens_side_by_side: float = 0.0
-    history: MetricHistory = field(default_factory=MetricHistory)
+    history: list[dict[str, float]] = field(default_factory=list)
+    stop_requested: bool = False
     stopping: bool = False
 
     @property
@@ -106,7 +103,7 @@ class TrainingState:
 
     @property
     def computes_padding(self) -> bool:
-        """Whether the architecture of policy or critic cannot do without padding."""
+        """Whether the architecture of policy or critic needs padding."""
         return not (packs(backbone_of(self.policy)) and packs(self.critic.backbone))
 
     @property
@@ -114,58 +111,62 @@ class TrainingState:
         """Where the models lie."""
         return self.policy.device
 
+    @property
+    def statistics_dtype(self) -> torch.dtype:
+        """Type of log-probabilities, entropies and values: float64 with weights in float64, else float32."""
+        return torch.float64 if self.policy.dtype == torch.float64 else torch.float32
+
     @classmethod
     def create(
         cls,
         policy: PreTrainedModel,
-        critic: AnyCritic,
+        critic: Critic | SharedCritic,
         tokenizer: PreTrainedTokenizerBase,
         config: PPOConfig,
     ) -> TrainingState:
-        """Start a run: fresh optimisers, counters at zero.
+        """Start a run: fresh optimisers, counters at zero, forward passes wrapped for the run's processes.
 
         Raises:
-            ConfigError: The stop token cannot be resolved with this tokenizer, or the policy cannot be decoded with
-                `cuda_graphs`.
-            ModelError: Gradient checkpointing does not fit an architecture, all weights of a model are frozen, or the
-                policy has no stop token.
+            ConfigError: The stop token cannot be resolved with this tokenizer.
+            ModelError: Gradient checkpointing or compilation does not fit an architecture, all weights of a model are
+                frozen, or the policy has no stop token.
         """
         check_trains(policy, "policy")
         check_trains(critic, "critic")
-        keep_shapes_of_small_models(policy.num_parameters())
-        most_tokens = most_tokens_side_by_side(config, policy, on_cpu=policy.device.type == "cpu")
-        if most_tokens:
-            keep_apart(policy, critic)
+        packs(backbone_of(policy))  # models are probed before they are wrapped and compiled
+        packs(critic.backbone)
+        logits_of(policy)
         prepare_to_train(policy, critic, config)
+        shared = isinstance(critic, SharedCritic)
+        accelerator = make_accelerator(
+            config, policy.device, finds_unused=shared and config.critic_warmup_iterations > 0
+        )
+        policy_forward: nn.Module = PolicyForward(policy, critic, config.temperature)
+        critic_forward = None if isinstance(critic, SharedCritic) else CriticForward(critic)
         policy_rate, critic_rate = peak_learning_rates(config)
-        policy_scaler = loss_scaler(config, policy.device)
-        if isinstance(critic, SharedCritic):
-            both = build_optimizer(nn.ModuleList([policy, critic]), policy_rate, config)
-            policy_optimizer, critic_optimizer, critic_scaler = both, both, policy_scaler
-        else:
-            policy_optimizer = build_optimizer(policy, policy_rate, config)
-            critic_optimizer = build_optimizer(critic, critic_rate, config)
-            critic_scaler = loss_scaler(config, policy.device)
+        policy_optimizer = build_optimizer(policy_forward, policy_rate, config)
+        critic_optimizer = policy_optimizer if critic_forward is None else build_optimizer(critic, critic_rate, config)
         return cls(
             policy=policy,
             critic=critic,
             tokenizer=tokenizer,
             config=config,
             sampling=sampling_settings(config, tokenizer, policy),
+            accelerator=accelerator,
+            policy_forward=accelerator.prepare_model(policy_forward, device_placement=False),
+            critic_forward=(
+                None if critic_forward is None else accelerator.prepare_model(critic_forward, device_placement=False)
+            ),
             policy_optimizer=policy_optimizer,
             critic_optimizer=critic_optimizer,
-            policy_scaler=policy_scaler,
-            critic_scaler=critic_scaler,
             kl_controller=build_kl_controller(config),
             kl_alarms=KLAlarms(config),
             reward_moments=RunningMoments(),
-            recorded_steps=recorded_steps(policy, config),
-            most_tokens_side_by_side=most_tokens,
             policy_average=None if config.ema_decay is None else WeightAverage(policy, config.ema_decay),
         )
 
     def extra_state(self) -> dict[str, Any]:
-        """Return what a checkpoint must hold beside weights, moments of the optimisers and counters; JSON-able."""
+        """Return the parts of a checkpoint beside weights, moments of the optimisers and counters; JSON-able."""
         return {**{name: part.state_dict() for name, part in self._parts()}, "early_stops": self.early_stops}
 
     def load_extra_state(self, extra: dict[str, Any]) -> None:
@@ -185,8 +186,8 @@ class TrainingState:
         self.early_stops = int(extra["early_stops"])
 
     def _parts(self) -> list[tuple[str, Any]]:
-        names = ("kl_controller", "kl_alarms", "reward_moments", "policy_scaler", "critic_scaler")
-        return [(name, getattr(self, name)) for name in names]
+        parts = [(name, getattr(self, name)) for name in ("kl_controller", "kl_alarms", "reward_moments")]
+        return parts if self.accelerator.scaler is None else [*parts, ("loss_scale", self.accelerator.scaler)]
 
 
 def build_kl_controller(config: PPOConfig) -> KLController:
@@ -215,20 +216,3 @@ def sampling_settings(
         pad_token_id=int(tokenizer.pad_token_id),
         min_response_length=config.min_response_length,
     )
-
-
-def resolve_device(name: str) -> torch.device:
-    """Return the device that a setting names: `auto` is CUDA where there is one.
-
-    Raises:
-        ConfigError: torch knows no such device, or this machine has none.
-    """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ConfigError(f"device={name} is not a device; use auto, cpu, cuda, or a number such as cuda:1") from None
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"device={name}: this machine has {torch.cuda.device_count()} CUDA devices; use auto or cpu")
-    return device

@@ -1,57 +1,54 @@
-"""The PPO update: epochs of clipped policy and value steps over one iteration's experience."""
+"""The PPO update: epochs of clipped policy and value steps over one iteration's experience.
+
+Schulman et al. 2017, arXiv:1707.06347. Each minibatch is one optimiser step; its micro-batches are the forward and
+backward passes that add up to its gradient. Every loss is divided by the count of the whole minibatch, so the gradient
+does not depend on how the minibatch is cut into micro-batches or shared among processes.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.aggregation import aggregate_loss, aggregation_count
 from ppo_rlhf.core.errors import ConfigError, DivergenceError
 from ppo_rlhf.core.kl import kl_estimate
 from ppo_rlhf.core.losses import clipped_policy_loss, clipped_value_loss, importance_weights
-from ppo_rlhf.core.randomness import update_minibatches
-from ppo_rlhf.models.forward import packing
-from ppo_rlhf.ppo.batch import PackedSequences
-from ppo_rlhf.ppo.build import checkpointing_gradients
+from ppo_rlhf.models.gradient_checkpointing import recomputing
+from ppo_rlhf.ppo.accelerator import autocast, deterministic
+from ppo_rlhf.ppo.batch import SequenceBatch
 from ppo_rlhf.ppo.experience import Experience, learning_mask
-from ppo_rlhf.ppo.host_memory import return_freed_memory
-from ppo_rlhf.ppo.lanes import SMALL, side_by_side
-from ppo_rlhf.ppo.logprobs import response_statistics
-from ppo_rlhf.ppo.metrics import StepStatistics, iteration_metrics
+from ppo_rlhf.ppo.metrics import StepSums, add_over_processes, iteration_metrics
+from ppo_rlhf.ppo.minibatches import Minibatch
 from ppo_rlhf.ppo.optimisers import set_learning_rates
-from ppo_rlhf.ppo.precision import autocast, deterministic
 from ppo_rlhf.ppo.state import TrainingState
-from ppo_rlhf.ppo.stepping import Learner, OptimiserStep, StepFaults, account_for, learners
-from ppo_rlhf.ppo.values import response_values
+from ppo_rlhf.processes import any_process
 
 log = logging.getLogger(__name__)
 
 EARLY_STOP_FACTOR = 1.5  # on target_kl, as in TRL's first PPO, Spinning Up and stable-baselines3
 
 
-def optimise(state: TrainingState, experience: Experience, config: PPOConfig) -> dict[str, float]:
+def optimise_policy(state: TrainingState, experience: Experience, config: PPOConfig) -> dict[str, float]:
     """Run all epochs of one iteration, advance the state's counters, and return the iteration's metrics.
 
     Raises:
         DivergenceError: The rollouts' KL exceeds `kl_stop` (nothing was changed), or `max_skipped_steps` optimiser
-            steps in a row had a non-finite loss or gradient.
+            steps in a row had a non-finite gradient.
     """
     started = time.perf_counter()
     iteration = experience.rollouts.iteration
     _check_kl(float(experience.shaped_rewards.kl.sum(-1).mean()), iteration, config)
     rates = set_learning_rates(state, iteration)
-    two_large_models = experience.rollouts.at_once(config) and state.policy.num_parameters() > SMALL
-    return_freed_memory(two_large_models=two_large_models)
-    _forget_interrupted_step(state)
-    recomputing = checkpointing_gradients(state.policy, state.critic, config)
-    prepared = _Update.prepare(state, experience, config)
-    with deterministic(config), recomputing, packing(state.policy, state.critic.backbone):
-        steps = _run_epochs(prepared)
+    _drop_gradients(state)  # of an update that was interrupted
+    with deterministic(config), recomputing(state.policy, state.critic):
+        steps = run_epochs(state, experience, config)
     state.iteration = iteration
     state.episode += config.batch_size
     scores = experience.scores.total
@@ -63,7 +60,183 @@ def optimise(state: TrainingState, experience: Experience, config: PPOConfig) ->
     for line in state.kl_alarms.check(observed_kl):
         log.warning(line)
     state.history.append({"iteration": float(iteration), **metrics})
+    state.stopping = any_process(state.stop_requested)  # a signal may have reached one process only
     return metrics
+
+
+def run_epochs(state: TrainingState, experience: Experience, config: PPOConfig) -> list[StepSums]:
+    """Take one optimiser step for each minibatch of each epoch; return the statistics of every step."""
+    mask = learning_mask(experience.rollouts, config)
+    advantages = _weighted_advantages(experience, config)
+    if not bool(mask.any()):
+        log.warning(
+            "Every response of iteration %d was cut off, so ppo.truncated_responses=mask leaves nothing to learn "
+            "from: raise ppo.response_length.",
+            experience.rollouts.iteration,
+        )
+    steps: list[StepSums] = []
+    for epoch in experience.rollouts.epochs:
+        for minibatch in epoch:
+            step = compute_gradients(state, experience, minibatch, mask, advantages)
+            steps.append(step)
+            if config.target_kl is not None:
+                (over_processes,) = add_over_processes([step])
+                if over_processes.mean("approxkl") > EARLY_STOP_FACTOR * config.target_kl:
+                    _drop_gradients(state)
+                    state.early_stops += 1
+                    return add_over_processes(steps)
+            take_step(state, step)
+    return add_over_processes(steps)
+
+
+def compute_gradients(
+    state: TrainingState, experience: Experience, minibatch: Minibatch, mask: Tensor, advantages: Tensor
+) -> StepSums:
+    """Accumulate the gradients of policy and critic over the micro-batches of one minibatch.
+
+    Args:
+        state: Its models get the gradients.
+        experience: Rollouts, values, returns and the KL coefficient.
+        minibatch: The rows of this optimiser step.
+        mask: `[B, T]` bool, True on the tokens that the losses count.
+        advantages: `[B, T]`.
+
+    Returns:
+        Losses and token sums of this process's share.
+    """
+    config, rollouts, accelerator = state.config, experience.rollouts, state.accelerator
+    learns = rollouts.iteration > config.critic_warmup_iterations
+    step = StepSums(tokens=int(mask[minibatch.rows].sum()))
+    count = aggregation_count(mask[minibatch.rows], config.loss_aggregation, fixed_length=config.response_length)
+    clipping = {"loss_aggregation": config.loss_aggregation, "denominator": count.to(state.device)}
+    processes = (
+        accelerator.num_processes
+    )  # DDP takes the mean of the gradients over processes, and they are to be added
+
+    for number, rows in enumerate(minibatch.micro_batches, start=1):
+        batch = rollouts.batch(rows, state.sampling.pad_token_id, state.device)
+        counts = _rows(mask, rows, batch)
+        with synchronised(state, is_last=number == len(minibatch.micro_batches)):
+            with autocast(config, state.device):
+                output = state.policy_forward(batch, with_entropy=bool(config.entropy_coef), learns=learns)
+            policy = clipped_policy_loss(
+                output.logprobs,
+                _rows(rollouts.old_logprobs, rows, batch),
+                _rows(advantages, rows, batch),
+                counts,
+                cliprange=config.cliprange,
+                cliprange_high=config.cliprange_high,
+                dual_clip=config.dual_clip,
+                **clipping,
+            )
+            kl = entropy = torch.zeros_like(policy.loss)
+            if config.kl_in == "loss":
+                reference = _rows(rollouts.reference_logprobs, rows, batch)
+                kl = aggregate_loss(kl_estimate(output.logprobs, reference, config.kl_estimator), counts, **clipping)
+            if output.entropy is not None:
+                entropy = aggregate_loss(output.entropy, counts, **clipping)
+            policy_loss = policy.loss + experience.shaped_rewards.kl_coef * kl - config.entropy_coef * entropy
+            if learns and not state.shares_trunk:
+                accelerator.backward(processes * policy_loss)
+
+            values = output.values
+            if state.critic_forward is not None:
+                with autocast(config, state.device):
+                    values = state.critic_forward(batch)
+            value = clipped_value_loss(
+                values[:, :-1],
+                _rows(experience.scores.values, rows, batch),
+                _rows(experience.returns, rows, batch),
+                counts,
+                cliprange_value=config.cliprange_value,
+                **clipping,
+            )
+            loss = config.vf_coef * value.loss
+            if learns and state.shares_trunk:
+                loss = loss + policy_loss
+            accelerator.backward(processes * loss)
+        step.add(policy=policy, value=value, kl=kl, entropy=entropy, tokens=counts.sum())
+    return step
+
+
+def take_step(state: TrainingState, step: StepSums) -> None:
+    """Clip the gradients of policy and critic, and step both, unless one of the gradients is not finite.
+
+    Raises:
+        DivergenceError: `max_skipped_steps` steps in a row were skipped.
+    """
+    config, scaler = state.config, state.accelerator.scaler
+    models = {"policy": (state.policy_forward, state.policy_optimizer)}
+    if state.critic_forward is not None:
+        models["critic"] = state.critic_forward, state.critic_optimizer
+    learners = {name: pair for name, pair in models.items() if _has_gradients(pair[0])}  # not the policy in a warm-up
+    norms = {}
+    for name, (model, optimizer) in learners.items():
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        norms[name] = state.accelerator.clip_grad_norm_(model.parameters(), config.max_grad_norm)
+    step.note_gradient_norms(norms, shared=state.shares_trunk)
+    faulty = [name for name, norm in norms.items() if not bool(norm.isfinite())]
+    if step.tokens and not faulty:
+        for _, optimizer in learners.values():
+            optimizer.step()
+        if state.policy_average is not None and "policy" in learners:
+            state.policy_average.update(state.policy)
+        state.optimiser_steps += 1
+        state.skipped_in_a_row = 0
+    elif faulty and step.tokens:
+        _skip_step(state, " and ".join(faulty))
+    if scaler is not None:
+        scaler.update()
+    _drop_gradients(state)
+
+
+def _skip_step(state: TrainingState, culprits: str) -> None:
+    """Count a step that is not taken, and say why."""
+    state.skipped_steps += 1
+    where = f"iteration {state.iteration + 1}, optimiser step {state.optimiser_steps + state.skipped_steps}"
+    scaler = state.accelerator.scaler
+    if scaler is not None and scaler.get_scale() > 1.0:  # a smaller loss scale may mend it
+        log.info("float16 overflow of the %s in %s: step skipped, the loss scale falls.", culprits, where)
+        return
+    state.skipped_in_a_row += 1
+    log.warning("Non-finite gradient of the %s in %s: step skipped.", culprits, where)
+    if state.skipped_in_a_row >= state.config.max_skipped_steps:
+        raise DivergenceError(
+            f"{state.skipped_in_a_row} optimiser steps in a row had a non-finite gradient, the last of the "
+            f"{culprits} in {where} (ppo.max_skipped_steps={state.config.max_skipped_steps}). No such step was "
+            "taken; lower ppo.learning_rate, or look for non-finite rewards",
+            last_good_iteration=state.iteration,
+        )
+
+
+@contextmanager
+def synchronised(state: TrainingState, *, is_last: bool) -> Iterator[None]:
+    """Average gradients over processes in the backward passes of a minibatch's last micro-batch alone."""
+    with ExitStack() as stack:
+        if not is_last:
+            for forward in (state.policy_forward, state.critic_forward):
+                if forward is not None:
+                    stack.enter_context(state.accelerator.no_sync(forward))
+        yield
+
+
+def _weighted_advantages(experience: Experience, config: PPOConfig) -> Tensor:
+    """Return the advantages `[B, T]`, times the importance weights if `ppo.importance_cap` asks for them.
+
+    Raises:
+        ConfigError: The responses were sampled elsewhere, without their sampler's log-probabilities.
+    """
+    rollouts = experience.rollouts
+    if config.importance_cap is None:
+        return experience.advantages
+    if rollouts.sampler_logprobs is None:
+        raise ConfigError(
+            f"ppo.importance_cap={config.importance_cap:g} compares with the log-probabilities of the sampler, "
+            "which responses from elsewhere come without: leave it out, or let PPOTrainer.train() sample"
+        )
+    weights = importance_weights(rollouts.old_logprobs, rollouts.sampler_logprobs, rollouts.mask, config.importance_cap)
+    return experience.advantages * weights
 
 
 def _check_kl(kl: float, iteration: int, config: PPOConfig) -> None:
@@ -78,252 +251,16 @@ def _check_kl(kl: float, iteration: int, config: PPOConfig) -> None:
     )
 
 
-def _run_epochs(update: _Update) -> list[StepStatistics]:
-    """Take the steps of all epochs; what the device found is read when they are over."""
-    state, config = update.state, update.config
-    steps: list[StepStatistics] = []
-    faults: list[StepFaults] = []
-    minibatches = update_minibatches(
-        config.seed,
-        update.experience.rollouts.iteration,
-        config.num_ppo_epochs,
-        config.local_batch_size,
-        config.num_mini_batches,
-    )
-    for minibatch in minibatches:
-        statistics, found, went_too_far = update.step(minibatch)
-        steps.append(statistics)
-        faults.append(found)
-        if went_too_far:
-            state.early_stops += 1
-            break
-    account_for(faults, state)
-    return steps
+def _rows(values: Tensor, rows: list[int], batch: SequenceBatch) -> Tensor:
+    """Return the given rows of values `[B, T or more]` as `[b, t]` on the device of a micro-batch of width t."""
+    is_response = batch.is_response
+    return values[rows, : is_response.shape[1]].to(is_response.device, non_blocking=True)
 
 
-def _forget_interrupted_step(state: TrainingState) -> None:
-    """Drop the gradients of an update that was interrupted, and what the loss scales noted of them."""
+def _drop_gradients(state: TrainingState) -> None:
     state.policy_optimizer.zero_grad(set_to_none=True)
     state.critic_optimizer.zero_grad(set_to_none=True)
-    for scaler in (state.policy_scaler, state.critic_scaler):
-        if scaler.is_enabled():
-            scaler.scale(torch.zeros((), device=state.device))  # one that never scaled refuses to be updated
-            scaler.update(scaler.get_scale())  # to what it is; this forgets which gradients were unscaled
 
 
-@dataclass(frozen=True)
-class _MicroBatch:
-    """Rows of a minibatch that go through the models together, on their device."""
-
-    rows: list[int]
-    packed: PackedSequences
-    counts: Tensor  # [B, T] bool, True on the tokens that the losses count
-
-    def of(self, values: Tensor) -> Tensor:
-        """Return these rows of values `[batch, T]` that lie on the CPU."""
-        return values[self.rows, : self.packed.response_ids.shape[1]].to(self.counts.device, non_blocking=True)
-
-    def sums(self, *means: Tensor) -> list[Tensor]:
-        """Return means over the tokens as sums: the mean of ratios that are all 1 is then exactly 1."""
-        tokens = self.counts.sum()
-        return [mean * tokens for mean in means]
-
-
-@dataclass(frozen=True)
-class _Update:
-    """What stays the same over the optimiser steps of one iteration; tensors lie on the CPU."""
-
-    state: TrainingState
-    experience: Experience
-    config: PPOConfig
-    mask: Tensor  # [B, T] bool, True on the tokens that the losses count
-    advantages: Tensor  # [B, T], times the importance weights
-    policy_learns: bool
-    policy: Learner  # with a shared trunk the critic, too
-    critic: Learner
-
-    @classmethod
-    def prepare(cls, state: TrainingState, experience: Experience, config: PPOConfig) -> _Update:
-        rollouts, advantages = experience.rollouts, experience.advantages
-        mask = learning_mask(rollouts, config)
-        if config.importance_cap is not None:
-            if rollouts.sampler_logprobs is None:
-                raise ConfigError(
-                    f"ppo.importance_cap={config.importance_cap:g} compares with the log-probabilities of the sampler, "
-                    "which responses from elsewhere come without: leave it out, or let PPOTrainer.train() sample"
-                )
-            advantages = advantages * importance_weights(
-                rollouts.old_logprobs, rollouts.sampler_logprobs, rollouts.mask, config.importance_cap
-            )
-        if not bool(mask.any()):
-            log.warning(
-                "Every response of iteration %d was cut off, so ppo.truncated_responses=mask leaves nothing to learn "
-                "from: raise ppo.response_length.",
-                rollouts.iteration,
-            )
-        policy_learns = rollouts.iteration > config.critic_warmup_iterations
-        return cls(state, experience, config, mask, advantages, policy_learns, *learners(state))
-
-    def step(self, minibatch: list[int]) -> tuple[StepStatistics, StepFaults, bool]:
-        """Accumulate one minibatch's gradients over its micro-batches, clip them, and step policy and critic once.
-
-        Every loss is divided by the whole minibatch's count, so the gradient does not depend on the cut. Unless they
-        compute side by side, the policy's step is taken before the critic's passes begin, so that only one model's
-        gradient is in memory.
-
-        Returns:
-            The statistics, what was not finite, and whether the policy had moved too far for another step, which was
-            then not taken.
-        """
-        state, config, mask = self.state, self.config, self.mask[minibatch]
-        tokens = int(mask.sum())
-        count = aggregation_count(mask, config.loss_aggregation, fixed_length=config.response_length)
-        denominator = count.to(state.device, non_blocking=True)
-        step = OptimiserStep(state, moves=tokens > 0)
-        parts = [self._micro_batch(rows) for rows in self.experience.rollouts.micro_batches(minibatch, config)]
-        if state.shares_trunk:
-            policy, value = self._step_of_both(step, parts, denominator, tokens)
-        else:
-            policy, value = side_by_side(
-                lambda: self._policy_step(step, parts, denominator, tokens),
-                lambda: self._critic_step(step, parts, denominator),
-                at_once=self.experience.rollouts.at_once(config),
-            )
-        (policy_sums, policy_norm), (value_sums, value_norm) = policy, value
-        policy_loss, kl, entropy = policy_sums[:3]
-        approxkl, policy_clipfrac, ratio = policy_sums[3:] / max(1, tokens)
-        statistics = StepStatistics(
-            policy_loss=policy_loss,
-            value_loss=value_sums[0],
-            kl=kl,
-            entropy=entropy,
-            approxkl=approxkl,
-            policy_clipfrac=policy_clipfrac,
-            value_clipfrac=value_sums[1] / max(1, tokens),
-            ratio=ratio if tokens else torch.ones_like(ratio),
-            policy_grad_norm=policy_norm,
-            value_grad_norm=value_norm,
-            tokens=tokens,
-        )
-        return statistics, step.close(), step.called_off
-
-    def _policy_step(
-        self, step: OptimiserStep, parts: list[_MicroBatch], denominator: Tensor, tokens: int
-    ) -> tuple[Tensor, Tensor]:
-        """Take the policy's step, if it learns; return what `_policy_losses` says, and the gradient's norm."""
-        sums = self._policy_passes(parts, denominator)
-        self._call_off_if_too_far(step, sums, tokens)
-        return sums, step.take(self.policy, sums[0]) if self.policy_learns else sums.new_zeros(())
-
-    def _critic_step(self, step: OptimiserStep, parts: list[_MicroBatch], denominator: Tensor) -> tuple[Tensor, Tensor]:
-        """Take the critic's step; return what `_value_losses` says, and the gradient's norm."""
-        sums = self._critic_passes(parts, denominator)
-        return sums, step.take(self.critic, sums[0])
-
-    def _step_of_both(
-        self, step: OptimiserStep, parts: list[_MicroBatch], denominator: Tensor, tokens: int
-    ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """Do the same for policy and critic on a shared trunk, whose gradient is one."""
-        policy_sums, value_sums = self._passes_of_both(parts, denominator)
-        self._call_off_if_too_far(step, policy_sums, tokens)
-        if self.policy_learns:
-            norm = step.take(self.policy, policy_sums[0] + value_sums[0])
-            return (policy_sums, norm), (value_sums, norm)
-        return (policy_sums, policy_sums.new_zeros(())), (value_sums, step.take(self.critic, value_sums[0]))
-
-    def _call_off_if_too_far(self, step: OptimiserStep, policy_sums: Tensor, tokens: int) -> None:
-        limit = self.config.target_kl
-        if limit is not None and bool(policy_sums[3] / max(1, tokens) > EARLY_STOP_FACTOR * limit):
-            step.call_off()
-
-    def _micro_batch(self, rows: list[int]) -> _MicroBatch:
-        packed = self.experience.rollouts.pack(rows, self.state.sampling.pad_token_id, self.state.device)
-        counts = self.mask[rows, : packed.response_ids.shape[1]].to(self.state.device, non_blocking=True)
-        return _MicroBatch(rows, packed, counts)
-
-    def _policy_passes(self, parts: list[_MicroBatch], denominator: Tensor) -> Tensor:
-        """Backpropagate the policy's loss, if it learns; return what `_policy_losses` says, of all micro-batches."""
-        with self.policy.passes(len(parts)):
-            return torch.stack([self._policy_pass(part, denominator) for part in parts]).sum(0)
-
-    def _policy_pass(self, part: _MicroBatch, denominator: Tensor) -> Tensor:
-        loss, sums, _ = self._policy_losses(part, denominator)
-        if self.policy_learns:
-            self.policy.scaler.scale(loss).backward()
-        return sums
-
-    def _critic_passes(self, parts: list[_MicroBatch], denominator: Tensor) -> Tensor:
-        """Backpropagate the value loss; return what `_value_losses` says, of all micro-batches."""
-        with self.critic.passes(len(parts)):
-            return torch.stack([self._critic_pass(part, denominator) for part in parts]).sum(0)
-
-    def _critic_pass(self, part: _MicroBatch, denominator: Tensor) -> Tensor:
-        loss, sums = self._value_losses(part, None, denominator)
-        self.critic.scaler.scale(loss).backward()
-        return sums
-
-    def _passes_of_both(self, parts: list[_MicroBatch], denominator: Tensor) -> tuple[Tensor, Tensor]:
-        """Backpropagate once through the trunk that policy and critic share, for each micro-batch."""
-        found = []
-        with self.policy.passes(len(parts)):
-            for part in parts:
-                policy_loss, policy_sums, states = self._policy_losses(part, denominator)
-                value_loss, value_sums = self._value_losses(part, states, denominator)
-                loss = policy_loss + value_loss if self.policy_learns else value_loss
-                self.critic.scaler.scale(loss).backward()
-                found.append((policy_sums, value_sums))
-        policy, value = zip(*found, strict=True)
-        return torch.stack(policy).sum(0), torch.stack(value).sum(0)
-
-    def _policy_losses(self, part: _MicroBatch, denominator: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the policy's loss, what it is made of, and the states that a critic on its trunk reads.
-
-        What it is made of, `[6]`: parts of three losses (clipped surrogate, KL and entropy, 0 where the loss does not
-        have them), sums over tokens of approximate KL, of the clipped ones and of the ratios. They are kept to the
-        end of the update, so no graph hangs on them.
-        """
-        config, rollouts = self.config, self.experience.rollouts
-        with torch.set_grad_enabled(self.policy_learns):
-            with autocast(config, self.state.device, keeps_copies=False):
-                found = response_statistics(
-                    self.state.policy, part.packed, config.temperature, with_entropy=bool(config.entropy_coef)
-                )
-            policy = clipped_policy_loss(
-                found.logprobs,
-                part.of(rollouts.old_logprobs),
-                part.of(self.advantages),
-                part.counts,
-                cliprange=config.cliprange,
-                cliprange_high=config.cliprange_high,
-                dual_clip=config.dual_clip,
-                loss_aggregation=config.loss_aggregation,
-                denominator=denominator,
-            )
-            kl = entropy = torch.zeros_like(policy.loss)
-            if config.kl_in == "loss":
-                reference = part.of(rollouts.reference_logprobs)
-                estimate = kl_estimate(found.logprobs, reference, config.kl_estimator)
-                kl = self._aggregate(estimate, part.counts, denominator)
-            if found.entropy is not None:
-                entropy = self._aggregate(found.entropy, part.counts, denominator)
-            loss = policy.loss + self.experience.shaped_rewards.kl_coef * kl - config.entropy_coef * entropy
-        sums = part.sums(policy.approxkl, policy.clipfrac, policy.ratio)
-        losses = [policy.loss, kl, entropy]
-        return loss, torch.stack([*losses, *sums]).detach(), found.states if self.state.shares_trunk else None
-
-    def _value_losses(self, part: _MicroBatch, states: Tensor | None, denominator: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the value loss times its coefficient, and without it beside the number of clipped tokens, `[2]`."""
-        config = self.config
-        value = clipped_value_loss(
-            response_values(self.state, part.packed, states)[:, :-1],
-            part.of(self.experience.scores.values),
-            part.of(self.experience.returns),
-            part.counts,
-            cliprange_value=config.cliprange_value,
-            loss_aggregation=config.loss_aggregation,
-            denominator=denominator,
-        )
-        return config.vf_coef * value.loss, torch.stack([value.loss, *part.sums(value.clipfrac)]).detach()
-
-    def _aggregate(self, values: Tensor, counts: Tensor, denominator: Tensor) -> Tensor:
-        return aggregate_loss(values, counts, self.config.loss_aggregation, denominator)
+def _has_gradients(model: nn.Module) -> bool:
+    return any(parameter.grad is not None for parameter in model.parameters())

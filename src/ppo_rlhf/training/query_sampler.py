@@ -12,8 +12,7 @@ from torch import Tensor
 
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.core.randomness import episode_uniforms
-from ppo_rlhf.ppo.precision import autocast
-from ppo_rlhf.ppo.sampling import generate_responses
+from ppo_rlhf.ppo.rollout import sample_responses
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.training.generation_arguments import sampling_from_arguments
 from ppo_rlhf.training.trainer_inputs import check_room, token_lists
@@ -68,16 +67,14 @@ class QuerySampler:
         if settings.temperature != config.temperature and settings.top_k != 1:
             self._warn_of_temperature(settings.temperature)
         started = time.perf_counter()
-        with autocast(config, state.device):
-            generated = generate_responses(
-                state.policy,
-                prompt_ids,
-                self._noise(len(prompt_ids))[:, : settings.response_length],
-                settings,
-                engine=config.rollout_engine,
-                batch_size=at_a_time,
-                recorded=state.recorded_steps,
-            )
+        generated = sample_responses(
+            state.policy,
+            prompt_ids,
+            self._noise(len(prompt_ids))[:, : settings.response_length],
+            settings,
+            config,
+            batch_size=at_a_time,
+        )
         self.started = self.started or started
         self.seconds += time.perf_counter() - started
         self.rows += len(prompt_ids)

@@ -13,23 +13,22 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ppo_rlhf.checkpoints.files import newest_whole_checkpoint, prune_checkpoints, verify_checkpoint
+from ppo_rlhf.checkpoints.files import checkpoint_name, newest_whole_checkpoint, prune_checkpoints, verify_checkpoint
 from ppo_rlhf.checkpoints.model_files import exported_policy
 from ppo_rlhf.checkpoints.resume import restore
 from ppo_rlhf.checkpoints.store import CheckpointRequest, write_checkpoint
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError, ConfigError, DataError
 from ppo_rlhf.data.prompts import PromptDataset
-from ppo_rlhf.models.annotations import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_rlhf.models.critic import Critic
-from ppo_rlhf.ppo import experience, rollout, update
-from ppo_rlhf.ppo.history import MetricHistory
-from ppo_rlhf.ppo.precision import type_that_saves_no_time
-from ppo_rlhf.ppo.rollout import Rollouts
-from ppo_rlhf.ppo.state import TrainingState, resolve_device
+from ppo_rlhf.ppo import loop
+from ppo_rlhf.ppo.accelerator import precision_warning, resolve_device
+from ppo_rlhf.ppo.rollout import complete_rollouts
+from ppo_rlhf.ppo.state import TrainingState
+from ppo_rlhf.processes import is_main_process, wait_for_all
 from ppo_rlhf.rewards.functions import check_column_names
-from ppo_rlhf.rewards.scorers import RewardScorer
 from ppo_rlhf.training import trainer_inputs
 from ppo_rlhf.training.query_sampler import QuerySampler
 from ppo_rlhf.training.trainer_models import ModelSource, context_of_all, take_critic, take_policies
@@ -105,8 +104,8 @@ class PPOTrainer:
         if self._scorer is not None and self._prompts is not None:
             stops = self.state.sampling.stop_token_ids
             self._scorer.check_room(self._prompts.prompt_ids, config.response_length, stops)
-        saves_nothing = type_that_saves_no_time(config, self.state.device)
-        for line in [*config.advice(), *([saves_nothing] if saves_nothing else [])]:
+        slow = precision_warning(config, self.state.device)
+        for line in [*config.advice(), *([slow] if slow else [])]:
             log.warning("%s", line)
         idle = [f"ppo.{name}" for name in config.not_default() if name in _OF_THE_PIPELINE]
         if idle:
@@ -123,7 +122,7 @@ class PPOTrainer:
         return self.state.tokenizer
 
     @property
-    def history(self) -> MetricHistory:
+    def history(self) -> list[dict[str, float]]:
         """The metrics of every iteration so far, one mapping each (docs/metrics.md), with `iteration`."""
         return self.state.history
 
@@ -196,7 +195,7 @@ class PPOTrainer:
         scorer = trainer_inputs.given_scores(scores, config.batch_size)
         taken = trainer_inputs.take_responses(response_ids, self.state.sampling)
         trainer_inputs.check_room(prompt_ids, taken.lengths.tolist(), *sampler.limit)
-        rollouts = rollout.complete_rollouts(
+        rollouts = complete_rollouts(
             self.state,
             self.reference_policy,
             PromptDataset(prompt_ids, self.tokenizer.batch_decode(prompt_ids), {}),
@@ -206,7 +205,7 @@ class PPOTrainer:
             started=sampler.started or time.perf_counter(),
             generation_seconds=sampler.seconds or None,
         )
-        metrics = self._learn(rollouts, scorer)
+        metrics = loop.learn(self.state, rollouts, scorer)
         self._sampler.start_iteration()
         return metrics
 
@@ -228,7 +227,7 @@ class PPOTrainer:
 
     def train(
         self, resume_from_checkpoint: str | Path | bool | None = None, output_dir: str | Path | None = None
-    ) -> MetricHistory:
+    ) -> list[dict[str, float]]:
         """Run every iteration that is left, with `reward` and `prompts`.
 
         Args:
@@ -250,12 +249,15 @@ class PPOTrainer:
         directory = None if output_dir is None else Path(output_dir)
         if resume_from_checkpoint:
             self.load_checkpoint(_checkpoint(resume_from_checkpoint, directory))
-        while not self.state.finished:
-            rollouts = rollout.generate_rollouts(self.state, self.reference_policy, self._prompts, self.config)
-            log.info("%s", self._line(self._learn(rollouts, self._scorer)))
+
+        def after_iteration(metrics: dict[str, float]) -> None:
+            log.info("%s", self._line(metrics))
             if directory is not None and CheckpointRequest(self.state).due:
                 self.save_checkpoint(directory)
-                prune_checkpoints(directory, self.config.save_total_limit, None, self.state.iteration)
+                if is_main_process():
+                    prune_checkpoints(directory, self.config.save_total_limit, None, self.state.iteration)
+
+        loop.train(self.state, self.reference_policy, self._prompts, self._scorer, after_iteration)
         for line in in_words(self.config, advise(self.config, self.history, CURVE_RULES), list(self.history)):
             log.info("%s", line)
         return self.history
@@ -265,11 +267,16 @@ class PPOTrainer:
 
         An adapter is merged; the moving average of the weights, if there is one, lies in the folder `ema`.
         """
-        exported_policy(self.state).save(Path(save_directory))
+        if is_main_process():
+            exported_policy(self.state).save(Path(save_directory))
+        wait_for_all()
 
     def save_checkpoint(self, output_dir: str | Path) -> Path:
         """Write all of the state to `<output_dir>/iteration_NNNNNN` and return that directory."""
-        return write_checkpoint(Path(output_dir), self.state)
+        if is_main_process():
+            write_checkpoint(Path(output_dir), self.state)
+        wait_for_all()
+        return Path(output_dir) / checkpoint_name(self.state.iteration)
 
     def load_checkpoint(self, directory: str | Path) -> None:
         """Go on from a checkpoint: what this trainer did so far is forgotten.
@@ -281,12 +288,6 @@ class PPOTrainer:
         verify_checkpoint(Path(directory))
         restore(self.state, Path(directory))
         self._sampler.start_iteration()
-
-    def _learn(self, rollouts: Rollouts, scorer: RewardScorer) -> dict[str, float]:
-        state, config = self.state, self.config
-        scores = experience.score_responses(rollouts, scorer, state)
-        shaped = experience.shape_rewards(rollouts, scores, state)
-        return update.optimise(state, experience.estimate_advantages(rollouts, scores, shaped, config), config)
 
     def _line(self, metrics: Mapping[str, float]) -> str:
         shown = [text.format(metrics[key]) for key, text in _SHOWN.items() if key in metrics]

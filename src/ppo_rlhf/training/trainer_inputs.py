@@ -19,7 +19,7 @@ from ppo_rlhf.models.annotations import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.models.offloading import to_host
 from ppo_rlhf.models.tokenizers import ensure_pad_id, ensure_pad_token, same_vocabulary
-from ppo_rlhf.ppo.precision import frozen_dtype
+from ppo_rlhf.ppo.accelerator import frozen_dtype
 from ppo_rlhf.ppo.sampling import Responses, SamplingSettings
 from ppo_rlhf.rewards.scorers import (
     NOTHING_TO_OFFLOAD,

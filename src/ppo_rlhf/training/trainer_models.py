@@ -19,6 +19,7 @@ from ppo_rlhf.models.critic import Critic
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel, check_vocabulary, prepare, steady_context
 from ppo_rlhf.models.offloading import to_host
 from ppo_rlhf.models.tokenizers import ensure_pad_token
+from ppo_rlhf.ppo.accelerator import frozen_dtype, trained_dtype
 from ppo_rlhf.ppo.build import (
     AnyCritic,
     build_critic,
@@ -27,7 +28,6 @@ from ppo_rlhf.ppo.build import (
     policy_to_train,
     prepare_to_score,
 )
-from ppo_rlhf.ppo.precision import frozen_dtype, torch_dtype
 
 HOST = torch.device("cpu")
 ModelSource = PreTrainedModel | str | Path
@@ -64,7 +64,7 @@ def take_policies(
         head, tokenizer = handle.value_head(), tokenizer or handle.tokenizer()
     if tokenizer is None:
         raise ConfigError("PPOTrainer: a policy that is given as an object comes without its tokenizer; give that too")
-    base = _causal_lm(source, "policy", frozen_dtype(config) if config.use_peft else torch_dtype(config), device)
+    base = _causal_lm(source, "policy", frozen_dtype(config) if config.use_peft else trained_dtype(config), device)
     ensure_pad_token(tokenizer, base.config)
     check_vocabulary(tokenizer, base.config, "PPOTrainer")
     check_device(config, device)
@@ -112,7 +112,7 @@ def take_critic(
             f"PPOTrainer's value_model and ppo.value_model={config.value_model} exclude each other: both say where the "
             "critic starts; leave one out"
         )
-    dtype = frozen_dtype(config) if config.use_peft else torch_dtype(config)
+    dtype = frozen_dtype(config) if config.use_peft else trained_dtype(config)
     given = value_model.backbone if isinstance(value_model, Critic) else value_model
     if isinstance(value_model, Critic):
         others = {"policy": policy.model, "reference policy": reference, "reward model": reward_model}
@@ -177,7 +177,7 @@ def _causal_lm(source: ModelSource, what: str, dtype: torch.dtype, device: torch
 def _critic_to_train(critic: Critic, config: PPOConfig) -> Critic:
     """Return the critic itself, or with `use_peft` another over its frozen backbone, with an adapter and a new head."""
     _check_head(critic.value_head, "value_head")
-    critic.value_head.to(critic.backbone.device, torch_dtype(config))
+    critic.value_head.to(critic.backbone.device, trained_dtype(config))
     own_backbone = critic_backbone(config)
     if own_backbone is None:
         return critic

@@ -10,10 +10,9 @@ from ppo_rlhf.data.prompts import PromptDataset
 from ppo_rlhf.models.annotations import PreTrainedModel
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.offloading import to_host
+from ppo_rlhf.ppo.accelerator import frozen_dtype, resolve_device, sampling_settings, trained_dtype
 from ppo_rlhf.ppo.comparison import before_after, compare_evaluations, sample_pairs
 from ppo_rlhf.ppo.evaluation import EvaluationConfig, PolicyEvaluation, evaluate_policy, resolve_judge
-from ppo_rlhf.ppo.precision import frozen_dtype, torch_dtype
-from ppo_rlhf.ppo.state import resolve_device, sampling_settings
 from ppo_rlhf.rewards.scorers import RewardConfig, build_reward_scorer
 
 logger = logging.getLogger(__name__)
@@ -52,7 +51,7 @@ def evaluate_ppo_policy(
     Returns:
         One row a response, as for SFT; kl is k1 summed over the response, in nats.
     """
-    policy = _load(ppo_policy, torch_dtype(ppo), ppo)
+    policy = _load(ppo_policy, trained_dtype(ppo), ppo)
     reference = _load(sft_policy, frozen_dtype(ppo), ppo, waits=ppo.offload_reference_policy)
     return _evaluate(policy, reference, sft_policy, reward_model, evaluation_prompts, ppo, reward, evaluation)
 

@@ -1,27 +1,24 @@
-"""Nodes of the PPO pipeline: each unpacks its inputs and calls one function of `training`."""
+"""Nodes of the PPO pipeline: each unpacks its inputs and calls one function; `ppo/loop.py` has the loop without Kedro."""
 
 import logging
 from pathlib import Path
 
 import pandas as pd
+from transformers import PreTrainedModel
 
 from ppo_rlhf.checkpoints.model_files import exported_policy
 from ppo_rlhf.checkpoints.resume import restore
 from ppo_rlhf.checkpoints.store import CheckpointRequest
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.data.prompts import PromptDataset, PromptsConfig, split_held_out, tokenise_prompts
-from ppo_rlhf.models.annotations import PreTrainedModel
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel, steady_context
-from ppo_rlhf.models.offloading import on_device
-from ppo_rlhf.ppo import experience as experience_steps
-from ppo_rlhf.ppo import rollout, update
+from ppo_rlhf.ppo import loop
+from ppo_rlhf.ppo.accelerator import frozen_dtype, resolve_device
 from ppo_rlhf.ppo.build import build_critic, load_policies
 from ppo_rlhf.ppo.comparison import compare_evaluations
 from ppo_rlhf.ppo.evaluation import EvaluationConfig, PolicyEvaluation, evaluate_policy, resolve_judge
-from ppo_rlhf.ppo.experience import Experience, Scores, ShapedRewards
-from ppo_rlhf.ppo.precision import frozen_dtype
-from ppo_rlhf.ppo.rollout import Rollouts
-from ppo_rlhf.ppo.state import TrainingState, resolve_device, sampling_settings
+from ppo_rlhf.ppo.loop import Experience, Rollouts, Scores, ShapedRewards
+from ppo_rlhf.ppo.state import TrainingState, sampling_settings
 from ppo_rlhf.rewards.scorers import RewardConfig, RewardScorer, build_reward_scorer
 
 log = logging.getLogger(__name__)
@@ -124,19 +121,19 @@ def evaluate_reference_policy(
     evaluation: EvaluationConfig,
 ) -> PolicyEvaluation:
     """Let the SFT policy answer the held-out prompts once: what PPO is compared with while it trains."""
-    with on_device(reference_policy, policy.model.device):
-        return evaluate_policy(
-            reference_policy,
-            None,
-            policy.tokenizer,
-            _first_prompts(evaluation_prompt_dataset, evaluation),
-            reward_scorer,
-            resolve_judge(evaluation),
-            ppo_config,
-            sampling_settings(ppo_config, policy.tokenizer, reference_policy),
-            seed=evaluation.seed,
-            batch_size=evaluation.batch_size,
-        )
+    return evaluate_policy(
+        reference_policy,
+        None,
+        policy.tokenizer,
+        _first_prompts(evaluation_prompt_dataset, evaluation),
+        reward_scorer,
+        resolve_judge(evaluation),
+        ppo_config,
+        sampling_settings(ppo_config, policy.tokenizer, reference_policy),
+        seed=evaluation.seed,
+        batch_size=evaluation.batch_size,
+        device=policy.model.device,
+    )
 
 
 def generate_rollouts(
@@ -146,29 +143,29 @@ def generate_rollouts(
     ppo_config: PPOConfig,
 ) -> Rollouts:
     """Sample responses; compute their log-probabilities under policy and reference policy."""
-    return rollout.generate_rollouts(training_state, reference_policy, prompt_dataset, ppo_config)
+    return loop.generate_rollouts(training_state, reference_policy, prompt_dataset, ppo_config)
 
 
 def score_responses(rollouts: Rollouts, reward_scorer: RewardScorer, training_state: TrainingState) -> Scores:
     """Score each response and let the critic value each of its states."""
-    return experience_steps.score_responses(rollouts, reward_scorer, training_state)
+    return loop.score_responses(rollouts, reward_scorer, training_state)
 
 
 def shape_rewards(rollouts: Rollouts, scores: Scores, training_state: TrainingState) -> ShapedRewards:
     """Turn scores into token rewards: clip, missing-EOS penalty, per-token KL penalty, optional whitening."""
-    return experience_steps.shape_rewards(rollouts, scores, training_state)
+    return loop.shape_rewards(rollouts, scores, training_state)
 
 
 def estimate_advantages(
     rollouts: Rollouts, scores: Scores, shaped_rewards: ShapedRewards, ppo_config: PPOConfig
 ) -> Experience:
     """Estimate advantages and returns by GAE and whiten the advantages."""
-    return experience_steps.estimate_advantages(rollouts, scores, shaped_rewards, ppo_config)
+    return loop.estimate_advantages(rollouts, scores, shaped_rewards, ppo_config)
 
 
 def optimise_policy(training_state: TrainingState, experience: Experience, ppo_config: PPOConfig) -> dict[str, object]:
     """Run PPO's epochs of clipped policy and value updates; ask for a checkpoint when one is due."""
-    metrics = update.optimise(training_state, experience, ppo_config)
+    metrics = loop.optimise_policy(training_state, experience, ppo_config)
     return {
         "next_training_state": training_state,
         "ppo_metrics": metrics,

@@ -13,10 +13,9 @@ from torch import nn
 from ppo_rlhf.config.settings_group import settings_group
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.models.annotations import PreTrainedModel
-from ppo_rlhf.models.forward import backbone_of, logits_of, states_at
+from ppo_rlhf.models.forward import backbone_of, hidden_states_at, logits_of
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel, context_length
 from ppo_rlhf.models.probe import vocabulary_size
-from ppo_rlhf.models.products.compiled_shapes import fills_rows
 from ppo_rlhf.models.token_rows import right_padded
 from ppo_rlhf.models.tokenizers import train_word_tokenizer
 from ppo_rlhf.ppo.logprobs import token_statistics
@@ -113,11 +112,10 @@ def mean_token_loss(model: PreTrainedModel, rows: TokenisedDemonstrations, batch
         predicting = (following != IGNORED).nonzero()[:, 0]
         logprobs, _ = token_statistics(
             logits_of(model),
-            states_at(backbone_of(model), sequences, predicting.to(model.device)),
+            hidden_states_at(backbone_of(model), sequences, predicting.to(model.device)),
             following[predicting].to(model.device),
             1.0,
             vocabulary_size(model),
-            fill=fills_rows(model),
         )
         total -= float(logprobs.double().sum())
         count += len(predicting)

@@ -1,0 +1,124 @@
+"""The `accelerate.Accelerator` of a run (device, processes, mixed precision, gradient scaling), and types of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs
+
+from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.core.errors import ConfigError
+from ppo_rlhf.processes import forget_accelerator, join_processes, process_count
+
+_REDUCED = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+_FULL = {"float32": torch.float32, "float64": torch.float64}
+_MIXED = {"bfloat16": "bf16", "float16": "fp16"}
+
+
+def trained_dtype(config: PPOConfig) -> torch.dtype:
+    """Return the type of weights that train: float32, or float64 if `ppo.dtype` says so.
+
+    Never less than float32: at the learning rates of RLHF a bfloat16 weight is too coarse to move.
+    """
+    return _FULL.get(config.dtype, torch.float32)
+
+
+def frozen_dtype(config: PPOConfig) -> torch.dtype:
+    """Return the type of weights that never train (reference policy, reward model): the one that `ppo.dtype` names."""
+    return _REDUCED.get(config.dtype) or _FULL[config.dtype]
+
+
+def resolve_device(name: str) -> torch.device:
+    """Return the device that `ppo.device` names: `auto` is this process's own GPU where there is one.
+
+    Raises:
+        ConfigError: torch knows no such device, this machine has none, or several processes would share it.
+    """
+    if process_count() > 1:
+        own = join_processes().device
+        if name not in ("auto", own.type):
+            raise ConfigError(
+                f"ppo.device={name}: with {process_count()} processes each has the {own.type} device of its local "
+                "rank; use auto (ACCELERATE_USE_CPU=true keeps all of them on the CPU)"
+            )
+        return own
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"device={name} is not a device; use auto, cpu, cuda, or a number such as cuda:1") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device={name}: this machine has {torch.cuda.device_count()} CUDA devices; use auto or cpu")
+    return device
+
+
+def make_accelerator(config: PPOConfig, device: torch.device, *, finds_unused: bool = False) -> Accelerator:
+    """Return an Accelerator of this run's precision. It is cheap: all of them share the process group.
+
+    Args:
+        config: `dtype` is the precision.
+        device: Where the models lie.
+        finds_unused: Whether some steps leave weights without a gradient, which DDP must then look for.
+    """
+
+    def make() -> Accelerator:
+        if process_count() > 1:
+            join_processes()
+        return Accelerator(
+            cpu=device.type == "cpu",
+            mixed_precision=_MIXED.get(config.dtype, "no"),
+            kwargs_handlers=[
+                # Buffers are equal in all processes. To send them at each pass, all would need equally many passes.
+                DistributedDataParallelKwargs(broadcast_buffers=False, find_unused_parameters=finds_unused)
+            ],
+        )
+
+    try:
+        accelerator = make()
+    except ValueError:  # an earlier run or stage of this process has another precision or device
+        forget_accelerator()
+        return make()
+    if accelerator.device.type != device.type:
+        forget_accelerator()
+        return make()
+    return accelerator
+
+
+def autocast(config: PPOConfig, device: torch.device) -> AbstractContextManager[None]:
+    """Return the context of every forward pass: matrix products in `ppo.dtype` where that is a 16-bit type.
+
+    All passes of a run go through it, so that old and new log-probabilities come from the same computation.
+    """
+    context: AbstractContextManager[None] = make_accelerator(config, device).autocast()
+    return context
+
+
+def precision_warning(config: PPOConfig, device: torch.device) -> str | None:
+    """Return one line if the processor has no instructions for `ppo.dtype`, so that the run will be slow."""
+    found = torch.cpu.get_capabilities()
+    has_instructions = any(found.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+    if device.type != "cpu" or config.dtype != "bfloat16" or has_instructions:
+        return None
+    return "ppo.dtype=bfloat16: this processor has no instructions for it, so the run will be slow; use float32"
+
+
+@contextmanager
+def deterministic(config: PPOConfig) -> Iterator[None]:
+    """Use deterministic kernels alone if `ppo.deterministic` says so; restore torch's setting afterwards.
+
+    Decoding stays outside: torch refuses its prefix sums on CUDA, though those of a batch of rows are exact repeats.
+    """
+    if not config.deterministic:
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled()
+    warned_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warned_only)

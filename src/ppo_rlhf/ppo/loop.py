@@ -1,0 +1,77 @@
+"""The PPO loop: one iteration as the calls that the pipeline's nodes and `PPOTrainer.train` make.
+
+    rollouts -> scores -> shaped rewards -> advantages -> update -> (evaluation, checkpoint)
+
+Where to add things: a reward in `rewards/`, a sampler in `ppo/sampling.py` (an engine), a loss term in
+`ppo/update.py` (`compute_gradients`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from transformers import PreTrainedModel
+
+from ppo_rlhf.data.prompts import PromptDataset
+from ppo_rlhf.ppo.experience import (
+    Experience,
+    Scores,
+    ShapedRewards,
+    estimate_advantages,
+    score_responses,
+    shape_rewards,
+)
+from ppo_rlhf.ppo.rollout import Rollouts, generate_rollouts
+from ppo_rlhf.ppo.state import TrainingState
+from ppo_rlhf.ppo.update import optimise_policy
+from ppo_rlhf.rewards.scorers import RewardScorer
+
+__all__ = [
+    "Experience",
+    "Rollouts",
+    "Scores",
+    "ShapedRewards",
+    "estimate_advantages",
+    "generate_rollouts",
+    "iterate",
+    "learn",
+    "optimise_policy",
+    "score_responses",
+    "shape_rewards",
+    "train",
+]
+
+
+def train(
+    state: TrainingState,
+    reference_policy: PreTrainedModel,
+    prompts: PromptDataset,
+    scorer: RewardScorer,
+    after_iteration: Callable[[dict[str, float]], None],
+) -> None:
+    """Run every iteration that is left.
+
+    Args:
+        state: Training state; it is changed.
+        reference_policy: The frozen SFT policy.
+        prompts: Training prompts.
+        scorer: The reward.
+        after_iteration: Called with the metrics of each iteration: it evaluates, saves and logs when that is due.
+    """
+    while not state.finished:
+        after_iteration(iterate(state, reference_policy, prompts, scorer))
+
+
+def iterate(
+    state: TrainingState, reference_policy: PreTrainedModel, prompts: PromptDataset, scorer: RewardScorer
+) -> dict[str, float]:
+    """Run one iteration of PPO and return its metrics."""
+    return learn(state, generate_rollouts(state, reference_policy, prompts, state.config), scorer)
+
+
+def learn(state: TrainingState, rollouts: Rollouts, scorer: RewardScorer) -> dict[str, float]:
+    """Learn from one iteration's rollouts and return the iteration's metrics."""
+    scores = score_responses(rollouts, scorer, state)
+    shaped_rewards = shape_rewards(rollouts, scores, state)
+    experience = estimate_advantages(rollouts, scores, shaped_rewards, state.config)
+    return optimise_policy(state, experience, state.config)
