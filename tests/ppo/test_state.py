@@ -10,8 +10,9 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError, ConfigError, ModelError
 from ppo_rlhf.core.kl import AdaptiveKLController, FixedKLController
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
+from ppo_rlhf.ppo.accelerator import resolve_device
 from ppo_rlhf.ppo.build import build_critic
-from ppo_rlhf.ppo.state import resolve_device, sampling_settings
+from ppo_rlhf.ppo.state import sampling_settings
 
 # --- a fresh state ---------------------------------------------------------------------------------------------------
 

@@ -71,8 +71,8 @@ class _Options:
 
 def _lines(project_path: Path, options: _Options) -> Iterator[str]:
     from ppo_rlhf.config import PPOConfig
+    from ppo_rlhf.ppo.accelerator import resolve_device
     from ppo_rlhf.ppo.build import check_device
-    from ppo_rlhf.ppo.state import resolve_device
     from ppo_rlhf.training.memory import RunShape, available_memory
     from ppo_rlhf.training.memory import plan_memory as plan
 

@@ -46,8 +46,7 @@ def advice_on_own_settings(loader: OmegaConfigLoader, pipeline: Pipeline, catalo
     if "params:ppo" not in pipeline.inputs():
         return []
     # heavy, as what they need: only a run of PPO pays for it
-    from ppo_rlhf.ppo.accelerator import precision_warning
-    from ppo_rlhf.ppo.state import resolve_device
+    from ppo_rlhf.ppo.accelerator import precision_warning, resolve_device
 
     ppo, shipped = catalog["params:ppo"].load(), _base_values(ConfigurationFiles(loader), "ppo")
     unusual = ppo.advice([name for name in ppo.not_default() if shipped.get(name) != getattr(ppo, name)])

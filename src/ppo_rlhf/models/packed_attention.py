@@ -192,8 +192,10 @@ def _attend(
 ) -> tuple[Tensor, Tensor | None]:
     """Attend as transformers asks: query, key and value `[1, heads, N, d]`, result `[1, N, heads, d]`."""
     if packed_layout is None:
-        padded = AttentionInterface()[PADDED](module, query, key, value, attention_mask, **options)
-        return padded  # type: ignore[no-any-return]
+        padded: tuple[Tensor, Tensor | None] = AttentionInterface()[PADDED](
+            module, query, key, value, attention_mask, **options
+        )
+        return padded
     special = [
         name for name in ("softcap", "s_aux", "position_bias", "sliding_window") if options.get(name) is not None
     ]

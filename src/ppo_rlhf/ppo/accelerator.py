@@ -1,13 +1,15 @@
-"""The `accelerate.Accelerator` of a run (device, processes, mixed precision, gradient scaling), and types of weights."""
+"""The `accelerate.Accelerator` of a run: device, processes, precision and gradient scaling; and types of weights."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
+from torch import nn
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError
@@ -86,6 +88,17 @@ def make_accelerator(config: PPOConfig, device: torch.device, *, finds_unused: b
         forget_accelerator()
         return make()
     return accelerator
+
+
+def wrap(accelerator: Accelerator, forward: nn.Module) -> nn.Module:
+    """Return a forward pass whose gradients are averaged over the run's processes; of one process the pass itself.
+
+    The pass lies on its device already.
+    """
+    with warnings.catch_warnings():  # torch renames the option, accelerate does not know the new name yet
+        warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
+        wrapped: nn.Module = accelerator.prepare_model(forward, device_placement=False)
+    return wrapped
 
 
 def autocast(config: PPOConfig, device: torch.device) -> AbstractContextManager[None]:

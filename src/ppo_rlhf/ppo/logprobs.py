@@ -1,7 +1,7 @@
 """Log-probabilities, entropies and values of responses, computed from hidden states.
 
-`PolicyForward` and `CriticForward` are whole forward passes as modules, so that accelerate can wrap them. Training calls
-the wrapper, or the gradients of several processes would not be averaged.
+`PolicyForward` and `CriticForward` are whole forward passes as modules, so that accelerate can wrap them. Training
+calls the wrapper, or the gradients of several processes would not be averaged.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,10 +69,11 @@ def add_over_processes(steps: list[StepSums]) -> list[StepSums]:
     """Return the statistics of each step with the sums of all processes, as numbers."""
     own = [{name: float(getattr(step, name)) for name in SUMMED} for step in steps]
     shares = from_all(own)
-    return [
-        replace(step, **{name: sum(share[number][name] for share in shares) for name in SUMMED})
-        for number, step in enumerate(steps)
-    ]
+    added: list[StepSums] = []
+    for number, step in enumerate(steps):
+        sums: dict[str, Any] = {name: sum(share[number][name] for share in shares) for name in SUMMED}
+        added.append(replace(step, **sums))
+    return added
 
 
 def iteration_metrics(

@@ -18,7 +18,7 @@ from ppo_rlhf.models.averages import WeightAverage
 from ppo_rlhf.models.critic import Critic, SharedCritic
 from ppo_rlhf.models.forward import backbone_of, logits_of, packs
 from ppo_rlhf.models.tokenizers import stop_token_ids
-from ppo_rlhf.ppo.accelerator import make_accelerator
+from ppo_rlhf.ppo.accelerator import make_accelerator, wrap
 from ppo_rlhf.ppo.alarms import KLAlarms
 from ppo_rlhf.ppo.build import prepare_to_train
 from ppo_rlhf.ppo.logprobs import CriticForward, PolicyForward
@@ -153,10 +153,8 @@ class TrainingState:
             config=config,
             sampling=sampling_settings(config, tokenizer, policy),
             accelerator=accelerator,
-            policy_forward=accelerator.prepare_model(policy_forward, device_placement=False),
-            critic_forward=(
-                None if critic_forward is None else accelerator.prepare_model(critic_forward, device_placement=False)
-            ),
+            policy_forward=wrap(accelerator, policy_forward),
+            critic_forward=None if critic_forward is None else wrap(accelerator, critic_forward),
             policy_optimizer=policy_optimizer,
             critic_optimizer=critic_optimizer,
             kl_controller=build_kl_controller(config),

@@ -108,7 +108,7 @@ def compute_gradients(
     learns = rollouts.iteration > config.critic_warmup_iterations
     step = StepSums(tokens=int(mask[minibatch.rows].sum()))
     count = aggregation_count(mask[minibatch.rows], config.loss_aggregation, fixed_length=config.response_length)
-    clipping = {"loss_aggregation": config.loss_aggregation, "denominator": count.to(state.device)}
+    aggregation, denominator = config.loss_aggregation, count.to(state.device)
     processes = (
         accelerator.num_processes
     )  # DDP takes the mean of the gradients over processes, and they are to be added
@@ -127,14 +127,16 @@ def compute_gradients(
                 cliprange=config.cliprange,
                 cliprange_high=config.cliprange_high,
                 dual_clip=config.dual_clip,
-                **clipping,
+                loss_aggregation=aggregation,
+                denominator=denominator,
             )
             kl = entropy = torch.zeros_like(policy.loss)
             if config.kl_in == "loss":
                 reference = _rows(rollouts.reference_logprobs, rows, batch)
-                kl = aggregate_loss(kl_estimate(output.logprobs, reference, config.kl_estimator), counts, **clipping)
+                estimate = kl_estimate(output.logprobs, reference, config.kl_estimator)
+                kl = aggregate_loss(estimate, counts, aggregation, denominator)
             if output.entropy is not None:
-                entropy = aggregate_loss(output.entropy, counts, **clipping)
+                entropy = aggregate_loss(output.entropy, counts, aggregation, denominator)
             policy_loss = policy.loss + experience.shaped_rewards.kl_coef * kl - config.entropy_coef * entropy
             if learns and not state.shares_trunk:
                 accelerator.backward(processes * policy_loss)
@@ -149,7 +151,8 @@ def compute_gradients(
                 _rows(experience.returns, rows, batch),
                 counts,
                 cliprange_value=config.cliprange_value,
-                **clipping,
+                loss_aggregation=aggregation,
+                denominator=denominator,
             )
             loss = config.vf_coef * value.loss
             if learns and state.shares_trunk:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.models.adapters import check_critic_targets, check_targets
-from ppo_rlhf.models.compilation import check_layers
+from ppo_rlhf.models.compilation import layers_of as check_layers
 from ppo_rlhf.models.critic import make_value_head
 from ppo_rlhf.models.forward import backbone_of
 from ppo_rlhf.models.gradient_checkpointing import check_gradient_checkpointing

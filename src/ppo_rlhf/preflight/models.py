@@ -7,8 +7,8 @@ from pathlib import Path
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.tokenizers import same_vocabulary
+from ppo_rlhf.ppo.accelerator import resolve_device
 from ppo_rlhf.ppo.build import check_device
-from ppo_rlhf.ppo.state import resolve_device
 from ppo_rlhf.preflight.request import RunRequest
 from ppo_rlhf.rewards.scorers import NOTHING_TO_OFFLOAD, RewardConfig
 

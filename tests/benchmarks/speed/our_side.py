@@ -7,15 +7,16 @@ import time
 from typing import Any
 
 import torch
+from ppo_rlhf.ppo.precision import frozen_dtype
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.data.prompts import PromptDataset
 from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.ppo.accelerator import resolve_device
 from ppo_rlhf.ppo.build import build_critic, load_policies
 from ppo_rlhf.ppo.experience import estimate_advantages, score_responses, shape_rewards
-from ppo_rlhf.ppo.precision import frozen_dtype
 from ppo_rlhf.ppo.rollout import generate_rollouts
-from ppo_rlhf.ppo.state import TrainingState, resolve_device
+from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.ppo.update import optimise
 from ppo_rlhf.rewards.scorers import RewardComponentConfig, RewardConfig, build_reward_scorer
 from speed.channel import Channel, peak_memory_mib

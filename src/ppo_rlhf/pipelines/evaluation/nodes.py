@@ -10,9 +10,10 @@ from ppo_rlhf.data.prompts import PromptDataset
 from ppo_rlhf.models.annotations import PreTrainedModel
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.offloading import to_host
-from ppo_rlhf.ppo.accelerator import frozen_dtype, resolve_device, sampling_settings, trained_dtype
+from ppo_rlhf.ppo.accelerator import frozen_dtype, resolve_device, trained_dtype
 from ppo_rlhf.ppo.comparison import before_after, compare_evaluations, sample_pairs
 from ppo_rlhf.ppo.evaluation import EvaluationConfig, PolicyEvaluation, evaluate_policy, resolve_judge
+from ppo_rlhf.ppo.state import sampling_settings
 from ppo_rlhf.rewards.scorers import RewardConfig, build_reward_scorer
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Nodes of the PPO pipeline: each unpacks its inputs and calls one function; `ppo/loop.py` has the loop without Kedro."""
+"""Nodes of the PPO pipeline: each unpacks its inputs and calls one function. `ppo/loop.py` is the plain loop."""
 
 import logging
 from pathlib import Path

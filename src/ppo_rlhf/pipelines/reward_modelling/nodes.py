@@ -8,7 +8,8 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.data.prompts import PromptsConfig, split_held_out, tokenise_prompts
 from ppo_rlhf.models.loading import PretrainedHandle, steady_context
-from ppo_rlhf.ppo.state import resolve_device, sampling_settings
+from ppo_rlhf.ppo.accelerator import resolve_device
+from ppo_rlhf.ppo.state import sampling_settings
 from ppo_rlhf.rewards.functions import load_function
 from ppo_rlhf.training.supervised import preferences as pairs
 from ppo_rlhf.training.supervised import reward_training

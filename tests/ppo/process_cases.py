@@ -1,0 +1,128 @@
+"""Runs of PPO that several processes must do as one process does; started by torchrun in `test_processes`.
+
+torchrun --nproc_per_node 2 -m tests.ppo.process_cases RESULTS FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+
+from ppo_rlhf.checkpoints.resume import restore
+from ppo_rlhf.checkpoints.store import write_checkpoint
+from ppo_rlhf.core.choices import LossAggregation
+from ppo_rlhf.ppo.evaluation import ResolvedJudge, evaluate_policy
+from ppo_rlhf.processes import any_process, from_main, is_main_process, process_count, wait_for_all
+from tests.ppo_runs import Run, build_run, weights_of
+
+ITERATIONS = 2
+CASES: dict[str, dict[str, Any]] = {
+    **{f"aggregation {name}": {"loss_aggregation": name} for name in get_args(LossAggregation)},
+    "gpt2, which has absolute positions": {"kind": "gpt2"},
+    "shared trunk": {"value_model": "shared", "vf_coef": 0.5},
+    "shared trunk, critic first": {"value_model": "shared", "critic_warmup_iterations": 1},
+    "critic first": {"critic_warmup_iterations": 1},
+    "LoRA": {"use_peft": True, "lora_r": 2},
+    "token budget": {"max_tokens_per_micro_batch": 20},
+    "KL in the loss, entropy, dual clip": {
+        "kl_in": "loss",
+        "kl_estimator": "k3",
+        "entropy_coef": 0.01,
+        "dual_clip": 3.0,
+    },
+    "running normalisation, adaptive KL": {"reward_normalisation": "running", "kl_controller": "adaptive"},
+    "several responses a prompt, masked": {
+        "responses_per_prompt": 2,
+        "truncated_responses": "mask",
+        "missing_eos_penalty": None,
+    },
+    "moving average": {"ema_decay": 0.9},
+    "early stop": {"target_kl": 1e-4},
+    "gradient checkpointing": {"gradient_checkpointing": True},
+}
+MEASURED = ("time/", "throughput/", "memory/")
+
+
+def build(settings: dict[str, Any]) -> Run:
+    """Build a run of 12 responses an iteration, however many processes share them."""
+    return build_run(
+        **{**settings, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 12 // process_count()}
+    )
+
+
+def results(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return tokens, metrics and weights of a run's first iterations."""
+    run = build(settings)
+    rollouts, scores, _, experience = run.before_update()
+    found: dict[str, Any] = {
+        "tokens": rollouts.response_ids.tolist(),
+        "values": scores.values.tolist(),
+        "advantages": experience.advantages.tolist(),
+    }
+    for iteration in range(ITERATIONS):
+        metrics = run.iteration()
+        found[f"metrics {iteration}"] = {key: value for key, value in metrics.items() if not key.startswith(MEASURED)}
+    found["weights"] = summary(run)
+    return found
+
+
+def summary(run: Run) -> dict[str, float]:
+    """Return a number for each weight of policy and critic."""
+    models = {"policy": run.state.policy, "critic": run.state.critic}
+    return {
+        f"{name}.{key}": float((tensor.double() * torch.arange(1, 1 + tensor.numel()).view(tensor.shape)).sum())
+        for name, model in models.items()
+        for key, tensor in weights_of(model).items()
+    }
+
+
+def evaluation(run: Run) -> dict[str, Any]:
+    """Return the evaluation of a policy on seven prompts, which no number of processes divides."""
+    prompts = run.prompts.select([0, 1, 2, 3, 4, 5, 0])
+    found = evaluate_policy(
+        run.state.policy,
+        run.reference,
+        run.state.tokenizer,
+        prompts,
+        run.scorer,
+        ResolvedJudge(None, {}, "the reward"),
+        run.config,
+        run.state.sampling,
+        seed=1,
+        batch_size=2,
+    )
+    return {"completions": found.completions, "rewards": found.rewards.tolist(), "kl": found.kl.tolist()}
+
+
+def resumed(folder: Path) -> dict[str, Any]:
+    """Write a checkpoint after one iteration, and go on from the one that the other number of processes wrote."""
+    run = build({})
+    run.iteration()
+    if is_main_process():
+        write_checkpoint(folder / f"by_{process_count()}", run.state)
+    wait_for_all()
+    other = folder / f"by_{3 - min(2, process_count())}" / "iteration_000001"
+    if not other.exists():
+        return {}
+    again = build({})
+    restore(again.state, other)
+    metrics = again.iteration()
+    return {"metrics": {k: v for k, v in metrics.items() if not k.startswith(MEASURED)}, "weights": summary(again)}
+
+
+def main(path: Path, folder: Path) -> None:
+    """Run all cases and write the main process's results; the others must have the same."""
+    found = {name: results(settings) for name, settings in CASES.items()}
+    found["evaluation"] = evaluation(build({}))
+    found["resumed"] = resumed(folder)
+    assert not any_process(from_main(json.dumps(found)) != json.dumps(found)), "the processes differ"
+    if is_main_process():
+        path.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,119 @@
+"""Several processes do what one does: the same tokens, losses and weights in float64, by torchrun over gloo."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ppo_rlhf import processes
+from ppo_rlhf.core.errors import LaunchError
+from tests.ppo import process_cases
+
+REPOSITORY = Path(__file__).parents[2]
+CLOSE = 1e-9
+
+
+def by_processes(number: int, folder: Path) -> dict[str, Any]:
+    """Run all cases on so many processes."""
+    results = folder / f"results_{number}.json"
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(number)]
+    command = [sys.executable, *launch, "-m", "tests.ppo.process_cases", str(results), str(folder)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, Any] = json.loads(results.read_text())
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("processes")
+    process_cases.resumed(folder)  # its checkpoint, which the others resume from
+    return folder
+
+
+@pytest.fixture(scope="module")
+def by_two(folder: Path) -> dict[str, Any]:
+    return by_processes(2, folder)
+
+
+def differences(found: Any, expected: Any, path: str = "") -> list[str]:
+    """Return where two results differ: texts and whole numbers at all, other numbers by more than CLOSE."""
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys(), path
+        return [line for key in expected for line in differences(found[key], expected[key], f"{path}/{key}")]
+    if isinstance(expected, list):
+        assert len(found) == len(expected), path
+        return [line for i in range(len(expected)) for line in differences(found[i], expected[i], f"{path}[{i}]")]
+    if isinstance(expected, float):
+        return [] if found == pytest.approx(expected, rel=CLOSE, abs=CLOSE) else [f"{path}: {found} {expected}"]
+    return [] if found == expected else [f"{path}: {found} {expected}"]
+
+
+@pytest.mark.parametrize("name", process_cases.CASES)
+def test_two_processes_give_the_tokens_losses_and_weights_of_one(by_two, name):
+    expected = json.loads(json.dumps(process_cases.results(process_cases.CASES[name])))
+    assert not differences(by_two[name], expected)
+
+
+def test_two_processes_share_an_evaluation_of_a_number_of_prompts_that_two_does_not_divide(by_two):
+    assert not differences(by_two["evaluation"], process_cases.evaluation(process_cases.build({})))
+
+
+def test_a_run_resumes_on_another_number_of_processes(by_two, folder):
+    on_one = process_cases.resumed(folder)  # from the checkpoint of two
+    assert on_one
+    assert not differences(by_two["resumed"], on_one)
+    files = [sorted(path.name for path in (folder / f"by_{number}").rglob("*")) for number in (1, 2)]
+    assert files[0] == files[1]
+
+
+@pytest.mark.slow
+def test_four_processes_give_the_tokens_losses_and_weights_of_one(folder):
+    found = by_processes(4, folder)
+    for name, settings in process_cases.CASES.items():
+        assert not differences(found[name], json.loads(json.dumps(process_cases.results(settings)))), name
+
+
+REFUSED = [
+    ({"WORLD_SIZE": "2"}, "RANK"),
+    ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE"),
+    ({"SLURM_STEP_NUM_TASKS": "4"}, "SLURM_STEP_NUM_TASKS"),
+    ({"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1"}, "accelerate launch --cpu"),
+]
+
+
+@pytest.mark.parametrize(("environment", "named"), REFUSED)
+def test_a_launch_that_would_train_each_process_alone_is_refused(environment, named):
+    with pytest.raises(LaunchError, match=named) as refusal:
+        processes.check_launch(environment)
+    assert "torchrun" in str(refusal.value)
+
+
+ACCEPTED = [
+    {},
+    {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "OMPI_COMM_WORLD_SIZE": "2"},
+    {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_CPU": "True"},
+]
+
+
+@pytest.mark.parametrize("environment", ACCEPTED)
+def test_one_process_or_joined_ones_are_accepted(environment):
+    processes.check_launch(environment)
+
+
+@pytest.mark.parametrize(("count", "processes_"), [(7, 2), (1, 4), (8, 4)])
+def test_the_shares_of_all_processes_are_all_rows_in_order_and_nearly_equal(monkeypatch, count, processes_):
+    monkeypatch.setenv("WORLD_SIZE", str(processes_))
+    shares = []
+    for rank in range(processes_):
+        monkeypatch.setenv("RANK", str(rank))
+        shares.append(list(processes.own_share(count)))
+    assert [row for share in shares for row in share] == list(range(count))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
