@@ -149,12 +149,12 @@ def measure(setting: dict[str, Any]) -> dict[str, Any]:
 
     from ppo_rlhf.data.prompts import PromptDataset
     from ppo_rlhf.models.loading import prepare
+    from ppo_rlhf.ppo.accelerator import frozen_dtype, trained_dtype
     from ppo_rlhf.ppo.build import build_critic, policy_to_train
     from ppo_rlhf.ppo.experience import estimate_advantages, score_responses, shape_rewards
-    from ppo_rlhf.ppo.precision import frozen_dtype, torch_dtype
     from ppo_rlhf.ppo.rollout import generate_rollouts
     from ppo_rlhf.ppo.state import TrainingState
-    from ppo_rlhf.ppo.update import optimise
+    from ppo_rlhf.ppo.update import optimise_policy
     from ppo_rlhf.rewards.scorers import ModelScorer, ResponseBatch, RewardScorer
 
     import_late()
@@ -167,7 +167,7 @@ def measure(setting: dict[str, Any]) -> dict[str, Any]:
         return prepare(auto.from_config(start, dtype=dtype))
 
     reference = make(AutoModelForCausalLM, shape, frozen_dtype(config)).requires_grad_(False)
-    base = reference if config.use_peft else make(AutoModelForCausalLM, shape, torch_dtype(config))
+    base = reference if config.use_peft else make(AutoModelForCausalLM, shape, trained_dtype(config))
     policy = policy_to_train(base, config)
     vocabulary = {f"t{i}": i for i in range(shape.vocab_size)}
     tokenizer = PreTrainedTokenizerFast(
@@ -199,7 +199,7 @@ def measure(setting: dict[str, Any]) -> dict[str, Any]:
         rollouts = of_phase("rollout", lambda: generate_rollouts(state, reference, prompts, config))
         scores = of_phase("scoring", lambda rollouts=rollouts: score_responses(rollouts, scorer, state))
         experience = estimate_advantages(rollouts, scores, shape_rewards(rollouts, scores, state), config)
-        of_phase("update", lambda experience=experience: optimise(state, experience, config))
+        of_phase("update", lambda experience=experience: optimise_policy(state, experience, config))
     return {"peak": max(peaks.values()), **peaks}
 
 

@@ -38,7 +38,7 @@ from speed.workload import PRECISIONS, PRESETS, Job, Preset
 from ppo_rlhf.config import MODEL_PATHS
 from ppo_rlhf.core.randomness import episode_uniforms
 from ppo_rlhf.ppo import sampling as responses
-from ppo_rlhf.ppo.precision import autocast
+from ppo_rlhf.ppo.accelerator import autocast
 
 BASE = PRESETS["tiny"]
 SWEEPS: dict[str, tuple[list[int], Callable[[int], Preset]]] = {

@@ -13,7 +13,7 @@ from ppo_rlhf.core.errors import ConfigError, ModelError
 from ppo_rlhf.models import compilation
 from ppo_rlhf.models import forward as trunks
 from ppo_rlhf.models.compilation import check_compiler, compile_layers, compiled_layers
-from ppo_rlhf.models.forward import packing, packs, token_states
+from ppo_rlhf.models.forward import hidden_states, packing, packs
 from ppo_rlhf.models.token_rows import right_padded
 from tests.tiny_models import tiny_model
 
@@ -27,7 +27,7 @@ OTHERS = ((9, 4, 2), (16, 7), (13, 13, 13), (30, 2, 11), (29, 31), (6, 5, 4, 3, 
 
 def states(model: PreTrainedModel, lengths: tuple[int, ...]) -> Tensor:
     rows = [[(3 + 7 * row + place) % 20 for place in range(length)] for row, length in enumerate(lengths)]
-    return token_states(model.base_model, right_padded(rows, 0))
+    return hidden_states(model.base_model, right_padded(rows, 0))
 
 
 def gradients(model: PreTrainedModel, lengths: tuple[int, ...]) -> dict[str, Tensor]:
@@ -159,7 +159,7 @@ def test_the_layers_are_put_back_after_a_pass_that_fails() -> None:
     model = tiny_model("gpt2")
     compile_layers(model.base_model)
     with pytest.raises(IndexError):
-        token_states(model.base_model, right_padded([[10_000]], 0))
+        hidden_states(model.base_model, right_padded([[10_000]], 0))
     assert not any("forward" in vars(module) for module in model.modules())
 
 

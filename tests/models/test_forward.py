@@ -2,6 +2,10 @@
 
 import pytest
 import torch
+from ppo_rlhf.models.passes.finite_masks import keep_masks_finite
+from ppo_rlhf.models.passes.plain_attention import PlainAttention
+from ppo_rlhf.models.products import compiled_shapes
+from ppo_rlhf.models.products.compiled_shapes import ROUND
 from torch.testing import assert_close
 from transformers import (
     AutoModelForCausalLM,
@@ -26,12 +30,8 @@ from transformers import (
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models import forward as trunks
 from ppo_rlhf.models import packed_attention as packed_attention_module
-from ppo_rlhf.models.forward import has_plain_attention, logits_of, packing, packs, token_states
+from ppo_rlhf.models.forward import has_plain_attention, hidden_states, logits_of, packing, packs
 from ppo_rlhf.models.packed_attention import NAME, PackedLayout, packed_attention, place_rows, take_rows
-from ppo_rlhf.models.passes.finite_masks import keep_masks_finite
-from ppo_rlhf.models.passes.plain_attention import PlainAttention
-from ppo_rlhf.models.products import compiled_shapes
-from ppo_rlhf.models.products.compiled_shapes import ROUND
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.models.sequence_scores import sequence_scores
 from ppo_rlhf.models.token_rows import right_padded
@@ -105,7 +105,7 @@ def test_packed_states_are_those_of_each_sequence_alone(kind):
     backbone = tiny_model(kind).base_model.double()
     assert packs(backbone)
     with torch.no_grad():
-        found = token_states(backbone, right_padded(SEQUENCES, 0))
+        found = hidden_states(backbone, right_padded(SEQUENCES, 0))
     assert_close(found, states_one_by_one(backbone), rtol=0.0, atol=1e-6)  # a Llama's norm is float32
 
 
@@ -114,7 +114,7 @@ def test_other_architectures_are_asked_and_give_the_same_states_and_logits_wheth
     model, can = other(name)
     assert packs(model.base_model) is can
     with torch.no_grad():
-        states = token_states(model.base_model, right_padded(SEQUENCES, 0))
+        states = hidden_states(model.base_model, right_padded(SEQUENCES, 0))
         logits = logits_of(model)(states)
         expected = torch.cat([model(torch.tensor([ids]), use_cache=False).logits[0] for ids in SEQUENCES])
     assert_close(states, states_one_by_one(model.base_model), rtol=0.0, atol=1e-5)
@@ -135,7 +135,7 @@ def test_a_window_longer_than_what_a_model_is_asked_with_is_known_all_the_same(m
     backbone = make().base_model
     assert packs(backbone) is can
     with torch.no_grad():
-        found = token_states(backbone, right_padded(BEYOND_THE_WINDOW, 0))
+        found = hidden_states(backbone, right_padded(BEYOND_THE_WINDOW, 0))
     assert_close(found, states_one_by_one(backbone, BEYOND_THE_WINDOW), rtol=0.0, atol=1e-5)
 
 
@@ -224,7 +224,7 @@ def test_a_model_whose_logits_do_not_come_from_its_states_is_refused():
 def test_gradients_of_packed_states_are_those_of_each_sequence_alone(kind):
     found, expected = tiny_model(kind).double(), tiny_model(kind).double()
     with packing(found):
-        token_states(found.base_model, right_padded(SEQUENCES, 0)).square().sum().backward()
+        hidden_states(found.base_model, right_padded(SEQUENCES, 0)).square().sum().backward()
     for ids in SEQUENCES:
         expected.base_model(torch.tensor([ids]), use_cache=False).last_hidden_state.square().sum().backward()
     for (name, ours), theirs in zip(found.base_model.named_parameters(), expected.base_model.parameters(), strict=True):
@@ -245,10 +245,10 @@ def test_sixteen_bit_attention_on_a_cpu_is_computed_plainly_and_is_that_of_float
     packs(backbone)
     fused.clear()
     with torch.no_grad():
-        expected = token_states(backbone, right_padded(SEQUENCES, 0))
+        expected = hidden_states(backbone, right_padded(SEQUENCES, 0))
         assert (len(plain), len(fused)) == (0, 2)
         with torch.autocast("cpu", dtype):
-            found = token_states(backbone, right_padded(SEQUENCES, 0))
+            found = hidden_states(backbone, right_padded(SEQUENCES, 0))
     assert (plain, len(fused)) == ([dtype, dtype], 2)
     assert (found.float() - expected).norm() <= 0.05 * expected.norm()
 
@@ -274,14 +274,14 @@ def test_a_row_is_filled_up_only_where_each_number_of_tokens_is_compiled(monkeyp
     assert packs(backbone)
     backbone.register_forward_pre_hook(lambda _, __, given: seen.append(given["input_ids"].numel()), with_kwargs=True)
     with torch.no_grad():
-        assert len(token_states(backbone, rows)) == ROUND + 1
+        assert len(hidden_states(backbone, rows)) == ROUND + 1
         with torch.autocast("cpu", torch.bfloat16):
-            assert len(token_states(backbone, rows)) == ROUND + 1
+            assert len(hidden_states(backbone, rows)) == ROUND + 1
         backbone.bfloat16()
-        assert len(token_states(backbone, rows)) == ROUND + 1
+        assert len(hidden_states(backbone, rows)) == ROUND + 1
         monkeypatch.setattr(trunks, "fills_rows", lambda model: model is backbone)
         backbone.float()
-        assert len(token_states(backbone, rows)) == ROUND + 1
+        assert len(hidden_states(backbone, rows)) == ROUND + 1
     assert seen == [ROUND + 1, 2 * ROUND, 2 * ROUND, 2 * ROUND]
 
 
@@ -290,7 +290,7 @@ def test_what_fills_up_a_row_changes_nothing(monkeypatch):
     backbone = tiny_model("gpt2").base_model.double()
     whole = [*SEQUENCES, [19]]
     with torch.no_grad():
-        found = token_states(backbone, right_padded(whole, 0))
+        found = hidden_states(backbone, right_padded(whole, 0))
         alone = backbone(torch.tensor([[19]]), use_cache=False).last_hidden_state[0]
     assert len(found) == sum(map(len, whole))
     assert_close(found[-1:], alone, rtol=0.0, atol=1e-12)
@@ -325,7 +325,7 @@ def test_nobody_looks_for_padding_where_there_is_none_and_afterwards_as_before(m
     assert packs(backbone)
     looked.clear()  # to find that out it was asked plainly, too
     with torch.no_grad(), packed_attention(backbone, backbone):  # as policy and critic on one trunk
-        token_states(backbone, right_padded(SEQUENCES, 0))
+        hidden_states(backbone, right_padded(SEQUENCES, 0))
         assert not looked
     with torch.no_grad():
         backbone(torch.tensor([SEQUENCES[0]]), use_cache=False)

@@ -1,38 +1,46 @@
 """What the tests of the update share: gradients without a step, and an experience on which every clip is at work."""
 
 import dataclasses
-import threading
 from functools import partial
 
 import torch
 from torch.testing import assert_close
 
 from ppo_rlhf.ppo.experience import Experience
-from ppo_rlhf.ppo.update import optimise
+from ppo_rlhf.ppo.minibatches import cut_batch
+from ppo_rlhf.ppo.update import optimise_policy
 
 ONE_STEP = {"num_ppo_epochs": 1, "num_mini_batches": 1, "max_grad_norm": 1e9}
 
 
 def freeze(run) -> list[dict[str, torch.Tensor]]:
-    """Keep both optimisers from moving; return what each step would have moved by: gradients after clipping."""
+    """Keep both optimisers from moving; return the gradients of each step, after clipping."""
     seen: list[dict[str, torch.Tensor]] = []
-
-    def gradients_of(name: str) -> dict[str, torch.Tensor]:
-        divisor = getattr(getattr(run.state, f"{name}_optimizer"), "grad_scale", 1.0)  # the fused kernel's
-        return {f"{name}.{n}": p.grad / divisor for n, p in getattr(run.state, name).named_parameters()}
-
-    taken, one_at_a_time = {"policy": 0, "critic": 0}, threading.Lock()
+    taken = {"policy": 0, "critic": 0}
 
     def step(name: str):
-        with one_at_a_time:  # either may be the first, from a thread of its own
-            if taken[name] == len(seen):
-                seen.append({})
-            seen[taken[name]].update(gradients_of(name))
-            taken[name] += 1
+        if taken[name] == len(seen):
+            seen.append({})
+        model = getattr(run.state, name)
+        seen[taken[name]].update({f"{name}.{n}": p.grad.clone() for n, p in model.named_parameters()})
+        taken[name] += 1
 
     run.state.policy_optimizer.step = partial(step, "policy")
     run.state.critic_optimizer.step = partial(step, "critic")
     return seen
+
+
+def cut_anew(run, experience: Experience) -> Experience:
+    """The same experience, cut into minibatches and micro-batches by the settings of another run."""
+    rollouts = experience.rollouts
+    epochs = cut_batch(
+        run.config,
+        rollouts.iteration,
+        [len(ids) for ids in rollouts.prompts.prompt_ids],
+        rollouts.lengths.tolist(),
+        padded=run.state.computes_padding,
+    )
+    return dataclasses.replace(experience, rollouts=dataclasses.replace(rollouts, epochs=epochs))
 
 
 def moved_on(experience: Experience) -> Experience:
@@ -51,7 +59,7 @@ def moved_on(experience: Experience) -> Experience:
 def gradients(make_run, experience, kind="llama", **settings) -> dict[str, torch.Tensor]:
     run = make_run(kind, **{**ONE_STEP, **settings})
     seen = freeze(run)
-    optimise(run.state, experience, run.config)
+    optimise_policy(run.state, cut_anew(run, experience), run.config)
     (found,) = seen
     return found
 

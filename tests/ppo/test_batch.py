@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ppo_rlhf.ppo.batch import left_pad, pack, positions
+from ppo_rlhf.ppo.batch import left_pad, make_batch, positions
 
 
 def test_prompts_are_padded_on_the_left_with_positions_from_their_first_token():
@@ -22,7 +22,7 @@ def test_positions_count_real_tokens_from_zero():
 def test_prompts_and_responses_are_packed_side_by_side_and_trimmed_to_their_longest(pad_token_id):
     p = pad_token_id
     responses = torch.tensor([[1, 2, 50, 50, 50], [3, 50, 50, 50, 50], [7, 7, 7, 50, 50]])  # 50: to be ignored
-    packed = pack([[4], [5, 6], [7, 7, 7]], responses, torch.tensor([2, 1, 3]), pad_token_id)
+    packed = make_batch([[4], [5, 6], [7, 7, 7]], responses, torch.tensor([2, 1, 3]), pad_token_id)
     assert packed.input_ids.tolist() == [[p, p, 4, 1, 2, p], [p, 5, 6, 3, p, p], [7, 7, 7, 7, 7, 7]]
     assert packed.attention_mask.tolist() == [[0, 0, 1, 1, 1, 0], [0, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]]
     assert packed.position_ids.tolist() == [[0, 0, 0, 1, 2, 2], [0, 0, 1, 2, 2, 2], [0, 1, 2, 3, 4, 5]]
@@ -33,5 +33,5 @@ def test_prompts_and_responses_are_packed_side_by_side_and_trimmed_to_their_long
 
 def test_packing_leaves_the_responses_alone():
     responses = torch.tensor([[1, 2, 3]])
-    pack([[4]], responses, torch.tensor([1]), 0)
+    make_batch([[4]], responses, torch.tensor([1]), 0)
     assert responses.tolist() == [[1, 2, 3]]

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from ppo_rlhf.models.passes.behind_attention import Tail
 from torch._dynamo.utils import counters
 from torch.testing import assert_close
 
@@ -12,12 +13,11 @@ from ppo_rlhf.models import compilation
 from ppo_rlhf.models import forward as trunks
 from ppo_rlhf.models.forward import backbone_of
 from ppo_rlhf.models.loading import PretrainedHandle
-from ppo_rlhf.models.passes.behind_attention import Tail
+from ppo_rlhf.ppo.accelerator import autocast
 from ppo_rlhf.ppo.build import load_policies
 from ppo_rlhf.ppo.logprobs import response_logprobs
-from ppo_rlhf.ppo.precision import autocast
 from ppo_rlhf.ppo.sampling import generate_responses
-from ppo_rlhf.ppo.update import optimise
+from ppo_rlhf.ppo.update import optimise_policy
 from tests import tiny_models
 from tests.ppo.support import ONE_STEP, gradients, moved_on
 
@@ -67,7 +67,7 @@ def test_later_iterations_compile_nothing_anew(make_run):
     for _ in range(2):
         rollouts, *_, experience = run.before_update()
         lengths.add(rollouts.lengths.sum().item())
-        optimise(run.state, experience, run.config)
+        optimise_policy(run.state, experience, run.config)
     assert len(lengths) > 1
     assert counters["stats"]["unique_graphs"] == compiled > 0
 

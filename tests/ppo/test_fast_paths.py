@@ -2,15 +2,15 @@
 
 import pytest
 import torch
+from ppo_rlhf.models.passes import attention_by_sequence
 from torch.testing import assert_close
 
 from ppo_rlhf.models import forward as trunks
-from ppo_rlhf.models.passes import attention_by_sequence
 from ppo_rlhf.ppo import experience as steps
 from ppo_rlhf.ppo import logprobs as scoring
 from ppo_rlhf.ppo.rollout import complete_rollouts
 from ppo_rlhf.ppo.sampling import Responses
-from ppo_rlhf.ppo.update import optimise
+from ppo_rlhf.ppo.update import optimise_policy
 
 ITERATIONS = 20
 TIMED = ("time/", "throughput/", "memory/", "policy/rollout_logprob_gap")
@@ -51,7 +51,7 @@ def replayed(run, recorded: list) -> list[dict[str, float]]:
         )
         scores = steps.score_responses(ours, run.scorer, run.state)
         shaped = steps.shape_rewards(ours, scores, run.state)
-        history.append(optimise(run.state, steps.estimate_advantages(ours, scores, shaped, run.config), run.config))
+        history.append(optimise_policy(run.state, steps.estimate_advantages(ours, scores, shaped, run.config), run.config))
     return history
 
 
@@ -80,7 +80,7 @@ def test_after_20_iterations_on_replayed_rollouts_losses_and_weights_are_those_o
         rollouts, *_, experience = fast.before_update()
         assert not rollouts.padded
         recorded.append(rollouts)
-        history.append(optimise(fast.state, experience, fast.config))
+        history.append(optimise_policy(fast.state, experience, fast.config))
     take_the_plain_path(monkeypatch)
     plain = make_run(kind, dtype="float32", **SETTINGS, **options)
     expected = replayed(plain, recorded)
@@ -110,7 +110,7 @@ def test_a_live_float64_run_samples_the_same_tokens_as_one_on_the_plain_path(mak
         for _ in range(ITERATIONS):
             rollouts, *_, experience = run.before_update()
             sampled.append(rollouts.response_ids)
-            optimise(run.state, experience, run.config)
+            optimise_policy(run.state, experience, run.config)
         return sampled
 
     fast = tokens("static")

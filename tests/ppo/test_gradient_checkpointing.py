@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+from ppo_rlhf.models.passes import attention_by_sequence
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models import packed_attention
 from ppo_rlhf.models.gradient_checkpointing import enable_gradient_checkpointing, recomputing
-from ppo_rlhf.models.passes import attention_by_sequence
-from ppo_rlhf.ppo.update import optimise
+from ppo_rlhf.ppo.update import optimise_policy
 
 KINDS = ["gpt2", "llama", "bitnet"]
 VARIANTS = [{}, {"value_model": "shared"}, {"use_peft": True, "lora_r": 2}, {"value_model": "shared", "use_peft": True}]
@@ -37,7 +37,7 @@ def test_every_layer_is_recomputed_once_in_the_update_and_never_before_it(make_r
         calls = count_calls(run)
         experience = run.before_update()[-1]
         before, calls[0] = calls[0], 0
-        optimise(run.state, experience, run.config)
+        optimise_policy(run.state, experience, run.config)
         counted[checkpointing] = (before, calls[0])
     micro_batches = 2 * 2 * 1  # epochs, minibatches of one micro-batch each
     models = 1 if variant.get("value_model") == "shared" else 2
@@ -117,7 +117,7 @@ def test_models_are_put_back_after_an_update_that_fails(make_run, monkeypatch):
 
     monkeypatch.setattr(run.state.policy_optimizer, "step", fail)
     with pytest.raises(RuntimeError, match="no memory"):
-        optimise(run.state, experience, run.config)
+        optimise_policy(run.state, experience, run.config)
     assert not run.state.policy.training
 
 

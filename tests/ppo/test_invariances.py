@@ -7,7 +7,7 @@ import torch
 from torch.testing import assert_close
 
 from ppo_rlhf.ppo import rollout
-from ppo_rlhf.ppo.batch import PackedSequences, pack
+from ppo_rlhf.ppo.batch import SequenceBatch, make_batch
 
 from .support import ONE_STEP, assert_same_gradients, gradients, moved_on
 
@@ -49,14 +49,14 @@ def test_the_tokenizers_padding_side_does_not_matter(make_run, make_tokenizer, s
 def padded_more(left: int, right: int):
     """`pack` with `left` columns of padding in front, and responses `right` columns wider (as far as there are)."""
 
-    def packed(prompt_ids, response_ids, lengths, pad_token_id, device="cpu") -> PackedSequences:
-        plain = pack(prompt_ids, response_ids, lengths, pad_token_id, device)
+    def packed(prompt_ids, response_ids, lengths, pad_token_id, device="cpu") -> SequenceBatch:
+        plain = make_batch(prompt_ids, response_ids, lengths, pad_token_id, device)
         more = min(right, response_ids.shape[1] - plain.response_ids.shape[1])
 
         def wider(tensor: torch.Tensor, before: int, fill: int) -> torch.Tensor:
             return torch.nn.functional.pad(tensor, (before, more), value=fill)
 
-        return PackedSequences(
+        return SequenceBatch(
             wider(plain.input_ids, left, 7),
             wider(plain.attention_mask, left, 0),
             wider(plain.position_ids, left, 0),

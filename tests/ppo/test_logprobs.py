@@ -2,14 +2,14 @@
 
 import pytest
 import torch
+from ppo_rlhf.models.products import compiled_shapes
 from torch.testing import assert_close
 
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.models.products import compiled_shapes
 from ppo_rlhf.ppo import logprobs as scoring
-from ppo_rlhf.ppo.batch import pack
+from ppo_rlhf.ppo.accelerator import autocast
+from ppo_rlhf.ppo.batch import make_batch
 from ppo_rlhf.ppo.logprobs import response_logprobs, response_statistics, scatter_rows
-from ppo_rlhf.ppo.precision import autocast
 
 PROMPTS = [[3], [4, 5, 6, 7, 8], [9, 10], [11, 12, 13], [14, 15, 16, 17]]
 LENGTHS = [6, 1, 4, 6, 2]
@@ -72,7 +72,7 @@ def test_a_float32_model_gives_float32_without_gradient(make_model):
 
 def test_half_precision_logits_are_widened(make_model):
     model = make_model(dtype=torch.bfloat16)
-    packed = pack(PROMPTS[:2], responses(0)[:2], torch.tensor(LENGTHS[:2]), 0)
+    packed = make_batch(PROMPTS[:2], responses(0)[:2], torch.tensor(LENGTHS[:2]), 0)
     assert response_statistics(model, packed, 1.0).logprobs.dtype == torch.float32
     assert response_logprobs(model, PROMPTS, responses(0), torch.tensor(LENGTHS), 1.0, 5).dtype == torch.float32
 
@@ -89,7 +89,7 @@ def test_logits_in_chunks_give_the_same_values_and_gradients_as_all_at_once(make
     for held in (2**24, 3 * 23, 23):  # all 19 tokens at once, 3 at a time, 1 at a time
         monkeypatch.setattr(scoring, "LOGITS_HELD", held)
         model = make_model("gpt2")
-        packed = pack(PROMPTS, responses(0), torch.tensor(LENGTHS), 0)
+        packed = make_batch(PROMPTS, responses(0), torch.tensor(LENGTHS), 0)
         statistics = response_statistics(model, packed, 0.7, **options)
         entropy = 0.0 if statistics.entropy is None else statistics.entropy.square().sum()
         (statistics.logprobs.square().sum() + entropy).backward()
@@ -104,7 +104,7 @@ def test_of_many_tokens_no_more_logits_are_held_than_the_limit(make_model, monke
     monkeypatch.setattr(scoring, "LOGITS_HELD", 4 * 23)
     monkeypatch.setattr(compiled_shapes, "lacks_fast_instructions", lambda _: False)
     model, sizes = make_model("gpt2"), []
-    packed = pack(PROMPTS, responses(0), torch.tensor(LENGTHS), 0)
+    packed = make_batch(PROMPTS, responses(0), torch.tensor(LENGTHS), 0)
     response_statistics(model, packed, 1.0)  # the first time it asks the model what it can
     model.get_output_embeddings().register_forward_hook(lambda _, __, logits: sizes.append(logits.shape))
     response_statistics(model, packed, 1.0).logprobs.sum().backward()
@@ -150,7 +150,7 @@ def test_gradients_of_the_heads_chunks_add_up_in_float32_under_autocast(monkeypa
 
 def test_logits_are_computed_for_response_positions_alone(make_model):
     model, rows = make_model("llama"), []
-    packed = pack(PROMPTS, responses(0), torch.tensor(LENGTHS), 0)
+    packed = make_batch(PROMPTS, responses(0), torch.tensor(LENGTHS), 0)
     response_statistics(model, packed, 1.0)
     model.get_output_embeddings().register_forward_hook(lambda _, inputs, __: rows.append(len(inputs[0])))
     response_statistics(model, packed, 1.0)

@@ -9,7 +9,7 @@ from torch.testing import assert_close
 from ppo_rlhf.checkpoints.model_files import exported_policy
 from ppo_rlhf.models.adapters import has_adapter, trained_parameters, without_adapter
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
-from ppo_rlhf.ppo.update import optimise
+from ppo_rlhf.ppo.update import optimise_policy
 from tests.ppo.test_update import poisoned, recorded
 
 from .support import ONE_STEP, assert_same_gradients, moved_on
@@ -38,7 +38,7 @@ def gradient(make_run, experience, kind: str, **settings) -> dict[str, torch.Ten
     else:
         run.state.policy_optimizer.step = partial(look, "policy", run.state.policy)
         run.state.critic_optimizer.step = partial(look, "critic", run.state.critic)
-    optimise(run.state, experience, run.config)
+    optimise_policy(run.state, experience, run.config)
     assert {name.partition(".")[0] for name in seen} == {"policy", "critic"}
     return seen
 
@@ -114,7 +114,7 @@ def test_the_first_kl_is_zero_and_the_reference_stays_the_sft_policy(make_run, k
     rollouts, _, shaped, experience = run.before_update()
     assert float(shaped.kl.abs().max()) < 1e-5  # other micro-batches: rounding alone, some ulps of a logit
     assert rollouts is experience.rollouts
-    optimise(run.state, experience, run.config)
+    optimise_policy(run.state, experience, run.config)
     assert torch.equal(run.reference(IDS).logits, expected)
     assert torch.equal(without_adapter(run.state.policy)(IDS).logits, expected)
     assert not torch.equal(run.state.policy(IDS).logits, expected)

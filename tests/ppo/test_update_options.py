@@ -9,7 +9,7 @@ import torch
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.ppo.experience import Experience
-from ppo_rlhf.ppo.update import optimise
+from ppo_rlhf.ppo.update import optimise_policy
 from tests.ppo.support import ONE_STEP, assert_same_gradients, freeze, gradients, moved_on
 
 NAN = float("nan")
@@ -148,7 +148,7 @@ def test_a_token_budget_cuts_the_minibatch_and_the_first_ratio_stays_exactly_one
     for piece in pieces:  # none has padding
         prompts = sum(len(experience.rollouts.prompts.prompt_ids[row]) for row in piece)
         assert prompts + int(experience.rollouts.lengths[piece].sum()) <= 30
-    metrics = optimise(run.state, experience, run.config)
+    metrics = optimise_policy(run.state, experience, run.config)
     assert (metrics["val/ratio"], metrics["policy/approxkl_avg"]) == (1.0, 0.0)
 
 
@@ -158,7 +158,7 @@ def test_a_token_budget_cuts_the_minibatch_and_the_first_ratio_stays_exactly_one
 def test_kl_and_entropy_of_the_loss_are_logged_before_their_coefficients(make_run, experience):
     run = make_run(**ONE_STEP, kl_in="loss", kl_estimator="k2", entropy_coef=0.3)
     freeze(run)
-    metrics = optimise(run.state, experience, run.config)
+    metrics = optimise_policy(run.state, experience, run.config)
     plain = make_run(**ONE_STEP)
     surrogate, kl, entropy = [], [], []
     for row in range(12):
@@ -209,12 +209,12 @@ def test_the_update_ends_before_a_step_once_the_policy_has_moved_one_and_a_half_
     limit = float(moved) / 1.5
     stopped = make_run(num_ppo_epochs=3, num_mini_batches=1, target_kl=limit * 0.999)
     before = snapshot(stopped.state.policy)
-    metrics = optimise(stopped.state, experience, stopped.config)
+    metrics = optimise_policy(stopped.state, experience, stopped.config)
     assert (stopped.state.optimiser_steps, stopped.state.early_stops, metrics["optimiser/early_stops"]) == (0, 1, 1.0)
     assert same_tensors(before, snapshot(stopped.state.policy))
     assert metrics["policy/approxkl_avg"] == pytest.approx(float(moved), rel=1e-9)
     going_on = make_run(num_ppo_epochs=3, num_mini_batches=1, target_kl=limit * 1.001)
-    optimise(going_on.state, experience, going_on.config)
+    optimise_policy(going_on.state, experience, going_on.config)
     assert going_on.state.optimiser_steps >= 1
 
 
@@ -278,7 +278,7 @@ def test_a_minibatch_of_cut_off_responses_alone_is_no_step_and_a_batch_of_them_i
     rollouts = dataclasses.replace(experience.rollouts, terminated=torch.zeros(12, dtype=torch.bool))
     before = [snapshot(module) for module in (run.state.policy, run.state.critic)]
     with caplog.at_level(logging.WARNING):
-        metrics = optimise(run.state, dataclasses.replace(experience, rollouts=rollouts), run.config)
+        metrics = optimise_policy(run.state, dataclasses.replace(experience, rollouts=rollouts), run.config)
     assert all(
         same_tensors(*pair) for pair in zip(before, map(snapshot, (run.state.policy, run.state.critic)), strict=True)
     )
@@ -300,7 +300,7 @@ def test_minibatches_of_cut_off_responses_are_not_in_the_averages_over_steps(mak
     config = dataclasses.replace(run.config, learning_rate=1e-12)
     for group in run.state.policy_optimizer.param_groups:
         group["lr"] = 0.0
-    metrics = optimise(run.state, dataclasses.replace(experience, rollouts=rollouts), config)
+    metrics = optimise_policy(run.state, dataclasses.replace(experience, rollouts=rollouts), config)
     assert run.state.optimiser_steps == 2
     assert metrics["val/ratio"] == pytest.approx(1.0, abs=1e-6)
     assert metrics["val/ratio_var"] == pytest.approx(0.0, abs=1e-9)

@@ -15,7 +15,7 @@ from ppo_rlhf.ppo.build import build_critic
 from ppo_rlhf.ppo.experience import score_responses
 from ppo_rlhf.ppo.rollout import generate_rollouts
 from ppo_rlhf.ppo.state import TrainingState
-from ppo_rlhf.ppo.update import optimise
+from ppo_rlhf.ppo.update import optimise_policy
 from ppo_rlhf.rewards.scorers import RewardComponentConfig, RewardConfig, RewardScorer, build_reward_scorer
 
 
@@ -63,7 +63,7 @@ def train(job: Job) -> None:
     while not state.finished:
         rollouts = departures.rollouts(generate_rollouts(state, reference, prompts, config))
         scores = score_responses(rollouts, scorer, state)
-        metrics = optimise(state, departures.experience(rollouts, scores, state, config), config)
+        metrics = optimise_policy(state, departures.experience(rollouts, scores, state, config), config)
         cut_off = float((~rollouts.terminated).double().mean())
         penalty = (config.missing_eos_penalty or 0.0) * cut_off
         history.append(

@@ -7,17 +7,16 @@ import time
 from typing import Any
 
 import torch
-from ppo_rlhf.ppo.precision import frozen_dtype
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.data.prompts import PromptDataset
 from ppo_rlhf.models.loading import PretrainedHandle
-from ppo_rlhf.ppo.accelerator import resolve_device
+from ppo_rlhf.ppo.accelerator import frozen_dtype, resolve_device
 from ppo_rlhf.ppo.build import build_critic, load_policies
 from ppo_rlhf.ppo.experience import estimate_advantages, score_responses, shape_rewards
 from ppo_rlhf.ppo.rollout import generate_rollouts
 from ppo_rlhf.ppo.state import TrainingState
-from ppo_rlhf.ppo.update import optimise
+from ppo_rlhf.ppo.update import optimise_policy
 from ppo_rlhf.rewards.scorers import RewardComponentConfig, RewardConfig, build_reward_scorer
 from speed.channel import Channel, peak_memory_mib
 from speed.imports import import_late
@@ -77,7 +76,7 @@ class OurSide:
         shaped = shape_rewards(rollouts, scores, self.state)
         experience = estimate_advantages(rollouts, scores, shaped, self.config)
         scored = self._now()
-        metrics = optimise(self.state, experience, self.config)
+        metrics = optimise_policy(self.state, experience, self.config)
         ended = self._now()
         assert rollouts.generation_seconds is not None
         return {
