@@ -146,7 +146,7 @@ def test_defaults_are_trls_but_for_exactly_those_that_the_page_on_the_algorithm_
 
 def defaults_that_the_page_lists() -> dict[str, tuple[str, str]]:
     """The setting, TRL's default and ours, from the table of docs/algorithm.md."""
-    page = (Path(__file__).parents[3] / "docs" / "algorithm.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "algorithm.md").read_text(encoding="utf-8")
     section = page.split("## 10. Departures from TRL's PPO\n")[1].split("\n## ")[0]
     rows = re.findall(r"^\| (`[^|]+) \| `([^`]+)`[^|]* \| `([^`]+)` \|", section, flags=re.MULTILINE)
     return {name: (theirs, ours) for names, theirs, ours in rows for name in re.findall(r"`(\w+)`", names)}

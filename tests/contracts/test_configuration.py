@@ -1,10 +1,12 @@
-"""The project's own configuration keeps the rules, and each rule refuses a case that breaks it."""
+"""Catalog, parameters and registered pipelines fit together in every environment."""
 
 from __future__ import annotations
 
 import inspect
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, get_type_hints
 
 import pytest
@@ -15,21 +17,12 @@ from kedro.io import DataCatalog
 from ppo_rlhf.settings import CONFIG_LOADER_ARGS
 from tests.contracts import checkers
 
-ROOT = Path(__file__).parents[2]
-ENVIRONMENTS = [
-    "base",
-    *sorted(p.name for p in (ROOT / "conf").iterdir() if p.is_dir() and p.name not in ("base", "local")),
-]
-# one folder on purpose: evaluations lie beside the checkpoints that they choose among
-SHARED_ON_PURPOSE = [frozenset({"checkpoint", "evaluation_metrics", "resume_checkpoint"})]
+CONF = Path(__file__).parents[2] / "conf"
+ENVIRONMENTS = ["base", *sorted(p.name for p in CONF.iterdir() if p.is_dir() and p.name not in ("base", "local"))]
+SHARED_ON_PURPOSE = ["checkpoint", "evaluation_metrics", "resume_checkpoint"]
+"""One folder on purpose: evaluations lie beside the checkpoints that they choose among."""
 
-
-def config(environment: str) -> OmegaConfigLoader:
-    return OmegaConfigLoader(str(ROOT / "conf"), env=environment, **CONFIG_LOADER_ARGS)
-
-
-def catalog_of(environment: str) -> dict[str, dict[str, Any]]:
-    return {name: entry for name, entry in config(environment)["catalog"].items() if not name.startswith("_")}
+each_environment = pytest.mark.parametrize("environment", ENVIRONMENTS)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -37,12 +30,23 @@ def registry() -> None:
     configure_project("ppo_rlhf")
 
 
-def used_datasets() -> set[str]:
-    return {name for name in pipelines["__default__"].datasets() if not name.startswith("params:")}
+def config(environment: str) -> OmegaConfigLoader:
+    return OmegaConfigLoader(str(CONF), env=environment, **CONFIG_LOADER_ARGS)
 
 
-def parameter_groups() -> dict[str, type]:
-    """The validated class of each `params:` input, by group."""
+def catalog_of(environment: str) -> dict[str, dict[str, Any]]:
+    return {name: entry for name, entry in config(environment)["catalog"].items() if not name.startswith("_")}
+
+
+def file_paths(entry: Mapping[str, Any]) -> list[str]:
+    """Return the paths that an entry, or the dataset that it wraps, names."""
+    inner = entry.get("dataset")
+    own = [str(entry["filepath"])] if entry.get("filepath") else []
+    return own + (file_paths(inner) if isinstance(inner, Mapping) else [])
+
+
+def parameter_groups() -> dict[str, Any]:
+    """Return the type of each `params:` input, by group."""
     groups = {}
     for node in pipelines["__default__"].nodes:
         hints = get_type_hints(node.func)
@@ -52,56 +56,49 @@ def parameter_groups() -> dict[str, type]:
     return groups
 
 
-def test_every_dataset_of_the_pipelines_is_in_the_catalog() -> None:
-    assert checkers.undeclared_datasets(used_datasets(), catalog_of("base")) == []
+def test_the_catalog_has_the_datasets_of_the_pipelines_and_no_other() -> None:
+    used = {name for name in pipelines["__default__"].datasets() if not name.startswith("params:")}
+    assert used == set(catalog_of("base"))
 
 
-def test_every_catalog_entry_is_used_by_a_pipeline() -> None:
-    assert checkers.unused_entries(used_datasets(), catalog_of("base")) == []
-
-
-@pytest.mark.parametrize("environment", ENVIRONMENTS)
-def test_every_catalog_entry_makes_a_dataset(environment: str) -> None:
-    catalog = DataCatalog.from_config(catalog_of(environment))
-    for name in catalog_of(environment):
+@each_environment
+def test_every_entry_makes_a_dataset_and_lies_in_the_folder_of_its_layer(environment: str) -> None:
+    entries = catalog_of(environment)
+    catalog = DataCatalog.from_config(entries)
+    for name, entry in entries.items():
         assert catalog.get(name) is not None
+        if entry["type"].endswith("MemoryDataset"):
+            continue
+        metadata = entry["metadata"]
+        assert metadata["description"], name
+        folders = [part for path in file_paths(entry) for part in PurePosixPath(path).parts if part[:2].isdigit()]
+        assert {*folders, metadata["kedro-viz"]["layer"]} == {metadata["kedro-viz"]["layer"]}, name
 
 
-@pytest.mark.parametrize("environment", ENVIRONMENTS)
-def test_the_layer_of_every_entry_is_its_folder(environment: str) -> None:
-    assert checkers.layer_problems(catalog_of(environment)) == []
-
-
-def test_every_persisted_entry_has_a_description() -> None:
-    assert checkers.undescribed_entries(catalog_of("base")) == []
-
-
-@pytest.mark.parametrize("environment", ENVIRONMENTS)
+@each_environment
 def test_no_two_entries_share_a_path(environment: str) -> None:
-    assert checkers.shared_paths(catalog_of(environment), SHARED_ON_PURPOSE) == []
+    """Kedro accepts two, and the last one to save wins."""
+    names = defaultdict(list)
+    for name, entry in catalog_of(environment).items():
+        for path in file_paths(entry):
+            names[path].append(name)
+    assert [sorted(sharing) for sharing in names.values() if len(sharing) > 1] == [SHARED_ON_PURPOSE]
 
 
 def test_the_test_environment_writes_only_below_data_test() -> None:
     written = pipelines["__default__"].all_outputs()
-    for name, entry in catalog_of("test").items():
-        for path in checkers.file_paths(entry) if name in written else ():
-            assert path.startswith("data/test/"), name
+    paths = [path for name, entry in catalog_of("test").items() if name in written for path in file_paths(entry)]
+    assert paths
+    assert [path for path in paths if not path.startswith("data/test/")] == []
 
 
-@pytest.mark.parametrize("environment", ENVIRONMENTS)
-def test_every_parameter_belongs_to_a_group_and_is_a_field_of_it(environment: str) -> None:
-    known = {name: [f.name for f in fields(group)] for name, group in parameter_groups().items() if is_dataclass(group)}
-    assert checkers.unknown_parameters(known, config(environment)["parameters"], known) == []
-
-
-def test_every_parameter_group_is_validated() -> None:
-    assert [name for name, group in parameter_groups().items() if not is_dataclass(group)] == []
-
-
-@pytest.mark.parametrize("environment", ENVIRONMENTS)
-def test_the_parameters_of_every_environment_pass_validation(environment: str) -> None:
-    parameters = config(environment)["parameters"]
-    for name, group in parameter_groups().items():
+@each_environment
+def test_every_parameter_is_a_field_of_a_validated_group_and_valid(environment: str) -> None:
+    groups, parameters = parameter_groups(), config(environment)["parameters"]
+    assert set(parameters) == set(groups)
+    for name, group in groups.items():
+        assert is_dataclass(group), name
+        assert set(parameters[name]) <= {field.name for field in fields(group)}
         group(**parameters[name])
 
 
@@ -120,51 +117,8 @@ def test_every_pipeline_of_the_design_is_registered() -> None:
     assert set(pipelines["__default__"].nodes) == {n for p in chain for n in pipelines[p].nodes}
 
 
-# Each checker refuses a case that breaks its rule.
-
-
-def test_a_misspelt_dataset_is_noticed() -> None:
-    assert checkers.undeclared_datasets({"rollout", "params:ppo"}, {"rollouts"}) == ["rollout"]
-
-
-def test_an_entry_that_nothing_uses_is_noticed() -> None:
-    assert checkers.unused_entries({"a"}, {"a", "b"}) == ["b"]
-
-
-@pytest.mark.parametrize(
-    "entry",
-    [
-        {"type": "x", "filepath": "data/06_models/m"},
-        {"type": "x", "filepath": "data/06_models/m", "metadata": {"kedro-viz": {"layer": "models"}}},
-        {"type": "x", "filepath": "data/06_models/m", "metadata": {"kedro-viz": {"layer": "05_model_input"}}},
-        {
-            "type": "wrapper",
-            "dataset": {"filepath": "data/06_models/m"},
-            "metadata": {"kedro-viz": {"layer": "05_model_input"}},
-        },
-    ],
-)
-def test_a_layer_that_is_not_the_folder_is_noticed(entry: dict[str, Any]) -> None:
-    assert len(checkers.layer_problems({"entry": entry})) == 1
-
-
-def test_a_missing_description_is_noticed() -> None:
-    assert checkers.undescribed_entries({"entry": {"type": "x"}}) == ["entry"]
-
-
-def test_a_shared_path_is_noticed() -> None:
-    entries = {"a": {"filepath": "f"}, "b": {"dataset": {"filepath": "f"}}}
-    assert checkers.shared_paths(entries) == [["a", "b"]]
-
-
-def test_a_parameter_that_nothing_reads_is_noticed() -> None:
-    problems = checkers.unknown_parameters({"ppo": {}}, {"ppo": {"kl_coeff": 1}, "pppo": {}}, {"ppo": ["kl_coef"]})
-    assert problems == ["pppo", "ppo.kl_coeff"]
-
-
 def test_undocumented_and_never_logged_metrics_are_noticed() -> None:
+    """`tests/integration/test_chain.py` compares docs/metrics.md with a run's metrics by these functions."""
     documented = checkers.documented_metrics("| `a/b` | x |\n| `reward/<component>` | y |\n| `gone` | z |")
-    assert checkers.metric_problems({"a/b", "reward/model", "new"}, documented) == [
-        "not documented: new",
-        "never logged: gone",
-    ]
+    found = checkers.metric_problems({"a/b", "reward/model", "new"}, documented)
+    assert found == ["not documented: new", "never logged: gone"]

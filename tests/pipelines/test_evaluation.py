@@ -112,10 +112,6 @@ def test_pipeline_is_one_namespace_and_leaves_dataset_names_alone():
     }
 
 
-def test_every_node_has_a_docstring_for_kedro_viz():
-    assert all((node.func.__doc__ or "").strip() for node in create_pipeline().nodes)
-
-
 def test_both_policies_answer_every_prompt_and_sft_has_no_kl_from_itself(outputs):
     for name in ("sft_evaluation", "ppo_evaluation"):
         assert outputs[name]["prompt"].tolist() == PROMPTS

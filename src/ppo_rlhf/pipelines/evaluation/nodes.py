@@ -1,13 +1,13 @@
-"""Nodes of the pipeline `evaluation`: both policies answer the held-out prompts, then the answers are compared."""
+"""Nodes of the pipeline `evaluation`: both policies answer the held-out prompts, and their responses are compared."""
 
 import logging
 
 import pandas as pd
 import torch
+from transformers import PreTrainedModel
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.data.prompts import PromptDataset
-from ppo_rlhf.models.annotations import PreTrainedModel
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.offloading import to_host
 from ppo_rlhf.ppo.accelerator import frozen_dtype, resolve_device, trained_dtype
@@ -27,11 +27,11 @@ def evaluate_sft_policy(
     reward: RewardConfig,
     evaluation: EvaluationConfig,
 ) -> pd.DataFrame:
-    """Let the SFT policy answer the held-out prompts, score and judge the answers: the level that PPO has to beat.
+    """Let the SFT policy answer the held-out prompts, and score and judge its responses.
 
     Returns:
-        One row a response: prompt, response, reward, judge_score (if there is a judge), rates, kl (0: the policy is
-        its own reference), length (tokens), terminated.
+        One row a response: prompt, response, reward, judge_score (if there is a judge), rates, kl (0, since the policy
+        is its own reference), length (tokens), terminated.
     """
     logger.info("The win rate is decided by %s.", resolve_judge(evaluation).description)
     reference = _load(sft_policy, frozen_dtype(ppo), ppo)
@@ -63,8 +63,8 @@ def compare_policies(
     """Compare the two policies: win rate with its bootstrap interval, means, diversity.
 
     Returns:
-        `evaluation_summary`: the eval/* metrics, and the plain keys `prompts` (their number) and `decided_by` (who
-        decided the win rate). `before_after`: one row a measure, for SFT and for PPO.
+        `evaluation_summary`: the eval/* metrics, `prompts` (their number) and `decided_by` (who decided the win rate).
+        `before_after`: one row a measure, for SFT and for PPO.
     """
     sft, policy = PolicyEvaluation.from_frame(sft_evaluation), PolicyEvaluation.from_frame(ppo_evaluation)
     metrics = compare_evaluations(policy, sft, seed=evaluation.seed, bootstrap_samples=evaluation.bootstrap_samples)
@@ -112,7 +112,7 @@ def _evaluate(
         scorer,
         resolve_judge(evaluation),
         ppo,
-        # SFT's stop tokens for both: what ends a response is the same rule before and after
+        # SFT's stop tokens for both policies, so that the same rule ends a response
         sampling_settings(ppo, tokenizer, policy if reference is None else reference),
         seed=evaluation.seed,
         batch_size=evaluation.batch_size,

@@ -1,7 +1,7 @@
-"""Nodes of the pipeline `reporting`: what a run did, as plots, as a page and in the terminal."""
+"""Nodes of the pipeline `reporting`: plots, one page and the result in the terminal."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -10,25 +10,28 @@ import mlflow
 import pandas as pd
 from plotly import graph_objects as go
 from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.settings_group import settings_group
 from ppo_rlhf.models.loading import PretrainedHandle
-from ppo_rlhf.pipelines.reporting.figures import score_distribution, training_curves
-from ppo_rlhf.pipelines.reporting.page import Report, render_page
-from ppo_rlhf.pipelines.reporting.remarks import headline, remarks
-from ppo_rlhf.pipelines.reporting.terminal import print_result
+from ppo_rlhf.pipelines.reporting.charts import panel_figure, panels_of, score_distribution, training_curves
+from ppo_rlhf.pipelines.reporting.page import render_page, training_note
+from ppo_rlhf.pipelines.reporting.wording import headline, remarks, table_rows, verdict
 from ppo_rlhf.ppo.comparison import Decided
 from ppo_rlhf.ppo.evaluation import EvaluationConfig, PolicyEvaluation
 from ppo_rlhf.rewards.scorers import RewardConfig
 from ppo_rlhf.training.tuning import advise, in_words
 
-_DECIDED_ELSEWHERE = ("seed", "prompts_path")  # of the evaluation group: filled from globals
+_FROM_GLOBALS = ("seed", "prompts_path")
+"""Settings of the evaluation that follow the globals: they are no choice of the user."""
 
 
 @settings_group("reporting")
 class ReportingConfig:
-    """How the report is titled and where it lies."""
+    """Title and place of the report."""
 
     title: str = "PPO-RLHF report"
     """Heading of the page."""
@@ -42,9 +45,9 @@ def plot_training(training_history: pd.DataFrame) -> go.Figure:
 
 
 def plot_scores(sft_evaluation: pd.DataFrame, ppo_evaluation: pd.DataFrame) -> go.Figure:
-    """Plot how the held-out scores of SFT and PPO are distributed."""
-    sft, policy = PolicyEvaluation.from_frame(sft_evaluation), PolicyEvaluation.from_frame(ppo_evaluation)
-    return score_distribution(sft.deciding_scores.tolist(), policy.deciding_scores.tolist(), _score_label(policy))
+    """Plot the distribution of the held-out scores of SFT and PPO."""
+    sft, ppo, label = _scores(sft_evaluation, ppo_evaluation)
+    return score_distribution(sft, ppo, label)
 
 
 def write_report(
@@ -62,33 +65,34 @@ def write_report(
     evaluation: EvaluationConfig,
     reporting: ReportingConfig,
 ) -> str:
-    """Write the report: result, table before and after, curves, advice, samples, settings, where to look next.
+    """Write the report: result, table before and after, curves, advice, samples, settings, next steps.
 
     Returns:
-        One HTML page that needs nothing else: no script, no network.
+        One HTML page that fetches nothing; plotly's script lies in it.
     """
-    sft, policy = PolicyEvaluation.from_frame(sft_evaluation), PolicyEvaluation.from_frame(ppo_evaluation)
+    sft_scores, ppo_scores, score_label = _scores(sft_evaluation, ppo_evaluation)
+    decided = Decided.of(ppo_scores, sft_scores)
+    accuracy = _reward_model_accuracy(reward_model, reward)
     curves = training_history.to_dict("records")
-    models = [("SFT policy", _shortened(sft_policy.source))]
+    models = [("SFT policy", _relative(sft_policy.source))]
     if reward.needs_model and reward_model is not None:
-        models.append(("Reward model", _shortened(reward_model.source)))
+        models.append(("Reward model", _relative(reward_model.source)))
     return render_page(
-        Report(
-            title=reporting.title,
-            summary=evaluation_summary,
-            prompts=evaluation_summary["prompts"],
-            decided_by=evaluation_summary["decided_by"],
-            before_after=before_after,
-            history=training_history,
-            sample_pairs=sample_pairs,
-            sft_scores=sft.deciding_scores.tolist(),
-            ppo_scores=policy.deciding_scores.tolist(),
-            score_label=_score_label(policy),
-            settings=_settings(ppo, reward, evaluation),
-            next_steps=[("This page", reporting.report_path), *_next_steps(ppo_policy, reporting), *models],
-            reward_model_accuracy=_reward_model_accuracy(reward_model, reward),
-            advice=in_words(ppo, advise(ppo, curves), curves),
-        )
+        title=reporting.title,
+        verdict=verdict(evaluation_summary, decided),
+        headline=headline(evaluation_summary),
+        win_rate=[evaluation_summary[f"eval/win_rate{end}"] for end in ("", "_low", "_high")],
+        remarks=remarks(evaluation_summary, decided, before_after, accuracy),
+        measures=table_rows(before_after),
+        reward_model_accuracy=accuracy,
+        score_label=score_label,
+        distribution=score_distribution(sft_scores, ppo_scores, score_label),
+        training_note=training_note(training_history),
+        panels=[(panel, panel_figure(panel, training_history)) for panel in panels_of(training_history)],
+        advice=in_words(ppo, advise(ppo, curves), curves),
+        samples=sample_pairs.to_dict("records"),
+        settings=_settings(ppo, reward, evaluation),
+        next_steps=[("This page", reporting.report_path), *_next_steps(ppo_policy, reporting), *models],
     )
 
 
@@ -103,29 +107,55 @@ def print_summary(
     reward: RewardConfig,
     reporting: ReportingConfig,
 ) -> None:
-    """Print the table before and after, what looks off, and where to look next.
+    """Print the table before and after, problems in the result, and where to look next.
 
     The report is an input so that the page is written before its path is printed.
     """
-    sft, policy = PolicyEvaluation.from_frame(sft_evaluation), PolicyEvaluation.from_frame(ppo_evaluation)
-    decided = Decided.of(policy.deciding_scores.tolist(), sft.deciding_scores.tolist())
+    sft_scores, ppo_scores, _ = _scores(sft_evaluation, ppo_evaluation)
+    decided = Decided.of(ppo_scores, sft_scores)
     print_result(
         Console(),
-        headline(evaluation_summary, evaluation_summary["prompts"], evaluation_summary["decided_by"]),
+        headline(evaluation_summary),
         before_after,
         remarks(evaluation_summary, decided, before_after, _reward_model_accuracy(reward_model, reward)),
         [("Report", reporting.report_path), *_next_steps(ppo_policy, reporting)],
     )
 
 
-def _score_label(evaluation: PolicyEvaluation) -> str:
-    return "Reward" if evaluation.judge_scores is None else "Judge score"
+def print_result(
+    console: Console,
+    result: str,
+    before_after: pd.DataFrame,
+    problems: Sequence[str],
+    next_steps: Sequence[tuple[str, str]],
+) -> None:
+    """Print the result. Square brackets are printed as they are, and long paths fold: people copy them."""
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold")
+    table.add_column("Mean over held-out responses")
+    for heading in ("SFT", "PPO", "change"):
+        table.add_column(heading, justify="right")
+    for measure, *values in table_rows(before_after):
+        table.add_row(Text(f"{measure.label} ({measure.unit})" if measure.unit else measure.label), *values)
+    steps = Table.grid(padding=(0, 3, 0, 0))
+    for what, where in next_steps:
+        steps.add_row(Text(what), Text(where, overflow="fold", style="cyan"))
+    console.print("", Text(result, style="bold"), "", Padding(table, (0, 0, 1, 2)), sep="\n")
+    for problem in problems:
+        console.print(Padding(Text(f"! {problem}", style="yellow"), (0, 0, 1, 2)))
+    console.print(Text("Where to look next", style="bold"), Padding(steps, (0, 0, 1, 2)), sep="\n")
+
+
+def _scores(sft_evaluation: pd.DataFrame, ppo_evaluation: pd.DataFrame) -> tuple[list[float], list[float], str]:
+    """Return SFT's and PPO's scores that decide the win rate, and their name."""
+    sft, ppo = PolicyEvaluation.from_frame(sft_evaluation), PolicyEvaluation.from_frame(ppo_evaluation)
+    label = "Reward" if ppo.judge_scores is None else "Judge score"
+    return sft.deciding_scores.tolist(), ppo.deciding_scores.tolist(), label
 
 
 def _reward_model_accuracy(reward_model: PretrainedHandle | None, reward: RewardConfig) -> float | None:
-    """Return the accuracy on held-out pairs that reward training left in the model's configuration.
+    """Return the accuracy on held-out pairs from the reward model's own configuration.
 
-    It lies with the model, not in a file of the last training run: so it is never that of another model.
+    Reward training writes it there, so it is never the accuracy of another model.
     """
     if reward_model is None or not reward.needs_model:
         return None
@@ -134,35 +164,29 @@ def _reward_model_accuracy(reward_model: PretrainedHandle | None, reward: Reward
 
 
 def _settings(ppo: PPOConfig, reward: RewardConfig, evaluation: EvaluationConfig) -> list[tuple[str, str, str]]:
-    """Return (name, value, default) of what is not at its default, and the reward's components."""
-    rows = [(f"ppo.{name}", str(value), str(_defaults(PPOConfig)[name])) for name, value in ppo.not_default().items()]
+    """Return (name, value, default) of each setting that is not at its default, and the reward's components."""
+    ppo_defaults, evaluation_defaults = PPOConfig(), EvaluationConfig()
+    rows = [(f"ppo.{name}", str(value), str(getattr(ppo_defaults, name))) for name, value in ppo.not_default().items()]
     for component in reward.components:
-        what = component.function or "the reward model"
-        rows.append((f"reward.components: {component.title}", f"{what}, weight {component.weight:g}", "–"))
-    rows += [
-        (f"evaluation.{name}", str(getattr(evaluation, name)), str(default))
-        for name, default in _defaults(EvaluationConfig).items()
-        if name not in _DECIDED_ELSEWHERE and getattr(evaluation, name) != default
-    ]
+        source = component.function or "the reward model"
+        rows.append((f"reward.components: {component.title}", f"{source}, weight {component.weight:g}", "–"))
+    for field in fields(EvaluationConfig):
+        value, default = getattr(evaluation, field.name), getattr(evaluation_defaults, field.name)
+        if field.name not in _FROM_GLOBALS and value != default:
+            rows.append((f"evaluation.{field.name}", str(value), str(default)))
     return rows
-
-
-def _defaults(group: type[Any]) -> Mapping[str, Any]:
-    plain = group()
-    return {field.name: getattr(plain, field.name) for field in fields(plain)}
 
 
 def _next_steps(ppo_policy: PretrainedHandle, reporting: ReportingConfig) -> list[tuple[str, str]]:
     run = mlflow.active_run()
     return [
-        ("Aligned policy", _shortened(ppo_policy.source)),
+        ("Aligned policy", _relative(ppo_policy.source)),
         ("Metrics, plots, models", "kedro mlflow ui" + (f", run {run.info.run_id}" if run else "")),
         ("The flow with its data", "kedro viz run"),
         ("Tables", f"{Path(reporting.report_path).parent.as_posix()}/"),
     ]
 
 
-def _shortened(path: str) -> str:
-    """Return a path below the working directory relative to it; any other, and a hub id, as it is."""
-    here = os.getcwd() + os.sep
-    return path.removeprefix(here)
+def _relative(path: str) -> str:
+    """Return a path below the working directory relative to it; another path or a hub id is unchanged."""
+    return path.removeprefix(os.getcwd() + os.sep)

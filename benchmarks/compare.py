@@ -1,0 +1,213 @@
+"""Run this project and TRL 1.12's PPO on the same work in turn, and compare time and memory. See docs/speed.md.
+
+python benchmarks/compare.py --peer-python PATH --presets tiny,small --lengths full,mixed --pairs 3 --json OUT
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from inputs import find_noise_seed, make_models, make_prompts
+from workload import LENGTHS, PRECISIONS, PRESETS, Job
+
+HERE = Path(__file__).resolve().parent
+ENVIRONMENT = dict(os.environ)
+"""The environment as it was given, without the variables that `import ppo_rlhf` sets for this project's libraries."""
+PHASES = ("experience", "update", "iteration")
+TOLERANCE = {"ours": 0.05, "trl": 0.3}
+"""Allowed deviation from the expected number of response tokens. Our noise is chosen (`find_noise_seed`); TRL's is not,
+but TRL's times do not depend on where responses end."""
+Result = dict[str, Any]
+"""Of one process: `iterations` (seconds of each phase, tokens), `steps`, `memory_mib`."""
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Return the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--peer-python", required=True, help="Python of an environment with TRL 1.12.0")
+    add("--presets", type=names_of(PRESETS), default=["tiny", "small"], help="comma-separated: " + ", ".join(PRESETS))
+    add(
+        "--lengths",
+        type=names_of(LENGTHS),
+        default=["full", "mixed"],
+        help="full: no response ends early; mixed: half as long on average",
+    )
+    add("--precisions", type=names_of(PRECISIONS), default=["float32"], help=", ".join(PRECISIONS))
+    add("--pairs", type=int, default=3, help="runs of each side, in turn")
+    add("--iterations", type=int, default=3, help="measured iterations of a run, after one for warm-up")
+    add("--device", choices=["cpu", "cuda"], default="cpu")
+    add("--set", type=setting, action="append", default=[], metavar="NAME=VALUE", help="a field of our PPOConfig")
+    add("--json", type=Path, help="where to write the results, anew after each combination")
+    return parser.parse_args(arguments)
+
+
+def names_of(known: Iterable[str]) -> Any:
+    """Return a parser of comma-separated names."""
+
+    def parse(text: str) -> list[str]:
+        names = text.split(",")
+        if unknown := [name for name in names if name not in known]:
+            raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: not among {', '.join(known)}")
+        return names
+
+    return parse
+
+
+def setting(text: str) -> tuple[str, Any]:
+    """Parse NAME=VALUE with a JSON value or a plain string."""
+    name, separator, value = text.partition("=")
+    if not separator:
+        raise argparse.ArgumentTypeError(f"{text} is not NAME=VALUE")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+
+
+def compare(job: Job, peer_python: str, pairs: int, folder: Path) -> list[tuple[Result, Result]]:
+    """Run both sides in turn, each in a process of its own, and return their results pair by pair."""
+    path = folder / "job.json"
+    job.write(path)
+    commands = {"ours": (sys.executable, "our_side.py"), "trl": (peer_python, "trl_side.py")}
+    results = []
+    for pair in range(pairs):
+        found = {}
+        for side in ("ours", "trl") if pair % 2 == 0 else ("trl", "ours"):
+            python, script = commands[side]
+            environment = ENVIRONMENT | (job.peer_environment if side == "trl" else {})
+            found[side] = run_side([python, str(HERE / script), str(path)], environment)
+            check_work(job, side, found[side])
+        results.append((found["ours"], found["trl"]))
+        times = ", ".join(f"{side} {seconds(result, 'iteration'):.2f} s" for side, result in found.items())
+        print(f"pair {pair + 1} of {pairs}: {times}", file=sys.stderr, flush=True)
+    return results
+
+
+def run_side(command: list[str], environment: dict[str, str]) -> Result:
+    """Run one process and return the figures in its last line of output."""
+    finished = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if finished.returncode:
+        raise SystemExit(f"{' '.join(command)} ended with status {finished.returncode}:\n{finished.stderr[-3000:]}")
+    result: Result = json.loads(finished.stdout.splitlines()[-1])
+    return result
+
+
+def check_work(job: Job, side: str, result: Result) -> None:
+    """Raise if a side has not taken the optimiser steps, or sampled the tokens, that the work has."""
+    expected = job.iterations * job.preset.steps
+    if result["steps"] != expected:
+        raise SystemExit(f"{side}: {result['steps']} optimiser steps, {expected} expected")
+    found = tokens(result)
+    if abs(found / job.expected_tokens - 1) > TOLERANCE[side]:
+        raise SystemExit(f"{side}: {found:.0f} response tokens an iteration, {job.expected_tokens:g} expected")
+
+
+def seconds(result: Result, phase: str) -> float:
+    """Return the median time of a phase after the first iteration, which warms up."""
+    return median(iteration[phase] for iteration in result["iterations"][1:])
+
+
+def tokens(result: Result) -> float:
+    """Return the mean number of response tokens of an iteration after the first one."""
+    counts = [iteration["tokens"] for iteration in result["iterations"][1:]]
+    return float(sum(counts)) / len(counts)
+
+
+def rows_of(labels: dict[str, str], pairs: list[tuple[Result, Result]]) -> list[dict[str, Any]]:
+    """Return one row a phase: median seconds, and TRL's seconds over ours as the median and the range of the pairs."""
+    rows = []
+    for phase in PHASES:
+        ours, trl = ([seconds(result, phase) for result in side] for side in zip(*pairs, strict=True))
+        ratios = sorted(b / a for a, b in zip(ours, trl, strict=True))
+        row = {"ours_s": median(ours), "trl_s": median(trl), "ratio": median(ratios), "ratios": ratios}
+        rows.append({**labels, "phase": phase, **row})
+    for name, side in (("ours", 0), ("trl", 1)):
+        rows[-1][f"{name}_tokens"] = median(tokens(pair[side]) for pair in pairs)
+        rows[-1][f"{name}_mib"] = max(pair[side]["memory_mib"] for pair in pairs)
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return the rows as a Markdown table."""
+    head = ["preset", "lengths", "precision", "phase", "ours s", "TRL s", "times faster", "range", "tokens", "MiB"]
+    lines = [head, ["---"] * len(head)]
+    for row in rows:
+        line = [row[name] for name in ("preset", "lengths", "precision", "phase")]
+        line += [f"{row['ours_s']:.2f}", f"{row['trl_s']:.2f}", f"{row['ratio']:.2f}"]
+        line.append(f"{row['ratios'][0]:.2f} to {row['ratios'][-1]:.2f}")
+        for name in ("tokens", "mib"):
+            line.append(f"{row[f'ours_{name}']:.0f} / {row[f'trl_{name}']:.0f}" if f"ours_{name}" in row else "")
+        lines.append(line)
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def describe(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the machine, the versions on both sides, and the settings."""
+    code = "import json, importlib.metadata as m; print(json.dumps({n: m.version(n) for n in NAMES}))"
+
+    def versions(python: str, *names: str) -> dict[str, str]:
+        found: dict[str, str] = json.loads(subprocess.check_output([python, "-c", code.replace("NAMES", str(names))]))
+        return found
+
+    information = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    models = [line.partition(":")[2].strip() for line in information.splitlines() if line.startswith("model name")]
+    libraries = ("torch", "transformers", "accelerate")
+    return {
+        "processor": models[0] if models else platform.processor(),
+        "cores": os.cpu_count(),
+        "versions": {
+            "ours": versions(sys.executable, *libraries),
+            "trl": versions(arguments.peer_python, *libraries, "trl"),
+        },
+        "pairs": arguments.pairs,
+        "iterations": arguments.iterations,
+        "ours": dict(arguments.set),
+    }
+
+
+def main() -> None:
+    """Measure each combination, write the results and print them."""
+    arguments = parse_arguments()
+    rows, description, iterations = list[dict[str, Any]](), describe(arguments), 1 + arguments.iterations
+    for name in arguments.presets:
+        for lengths in arguments.lengths:
+            preset = PRESETS[name]
+            with tempfile.TemporaryDirectory(prefix="compare-") as folder:
+                policy, reward = make_models(preset, lengths, Path(folder))
+                job = Job(
+                    preset=preset,
+                    lengths=lengths,
+                    precision="float32",
+                    device=arguments.device,
+                    iterations=iterations,
+                    policy=policy,
+                    reward=reward,
+                    prompt_ids=make_prompts(preset, lengths, preset.batch * iterations),
+                    seed=find_noise_seed(preset, 1, iterations) if lengths == "mixed" else 0,
+                    overrides=dict(arguments.set),
+                )
+                for precision in arguments.precisions:
+                    print(f"{name}, {lengths}, {precision}", file=sys.stderr, flush=True)
+                    pairs = compare(
+                        replace(job, precision=precision), arguments.peer_python, arguments.pairs, Path(folder)
+                    )
+                    rows += rows_of({"preset": name, "lengths": lengths, "precision": precision}, pairs)
+                    if arguments.json:
+                        arguments.json.write_text(json.dumps({**description, "rows": rows}, indent=1), encoding="utf-8")
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()

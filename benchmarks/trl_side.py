@@ -1,0 +1,175 @@
+"""One process of TRL 1.12, run by the Python of its own environment: `trl_side.py JOB` prints one line of JSON.
+
+Settings are TRL's fastest: rollouts of the whole batch, fused AdamW, no gradient checkpointing. Its `bf16` has no
+effect on its PPO, so an environment variable of accelerate turns autocast on (`Job.peer_environment`).
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+import tempfile
+import time
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+import trl.experimental.ppo.ppo_trainer as peer
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    TrainerCallback,
+)
+from trl.experimental.ppo import PPOConfig, PPOTrainer
+from workload import Job, peak_memory_mib, response_length_of
+
+
+def load_tokenizer(job: Job) -> PreTrainedTokenizerFast:
+    """Return a tokenizer whose pad token lies outside the vocabulary, because TRL finds padding by its id.
+
+    With full lengths so does the end of text: then no response ends early.
+    """
+    size = job.preset.vocabulary
+    words = {f"t{i}": i for i in range(size)} | {"<pad>": size, "<eos>": size + 1}
+    backend = Tokenizer(WordLevel(words, unk_token="t1"))
+    backend.pre_tokenizer = Whitespace()
+    end = "<eos>" if job.stop_token_id is None else f"t{job.stop_token_id}"
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token=end, padding_side="left")
+
+
+def peer_config(job: Job) -> PPOConfig:
+    """Return TRL's configuration. With more gradient_accumulation_steps than 1 it takes one step an epoch."""
+    preset = job.preset
+    return PPOConfig(
+        output_dir=tempfile.mkdtemp(prefix="peer-"),
+        seed=job.seed,
+        total_episodes=job.iterations * preset.batch,
+        per_device_train_batch_size=preset.batch,
+        gradient_accumulation_steps=1,
+        num_mini_batches=preset.batch // preset.minibatch,
+        num_ppo_epochs=preset.epochs,
+        local_rollout_forward_batch_size=preset.batch,
+        learning_rate=job.learning_rate,
+        optim="adamw_torch_fused",
+        gradient_checkpointing=False,
+        kl_coef=job.kl_coef,
+        response_length=preset.response_length,
+        temperature=1.0,
+        stop_token_id=job.stop_token_id,
+        use_cpu=job.device == "cpu",
+        dataloader_pin_memory=job.device != "cpu",
+        remove_unused_columns=False,
+        report_to="none",
+        save_strategy="no",
+        eval_strategy="no",
+        logging_strategy="no",
+        num_sample_generations=0,
+        disable_tqdm=True,
+    )
+
+
+def load_models(job: Job) -> dict[str, PreTrainedModel]:
+    """Return TRL's four models in float32, from the files that our side reads."""
+    policy = AutoModelForCausalLM.from_pretrained(job.policy, dtype=torch.float32)
+    value = AutoModelForSequenceClassification.from_pretrained(job.policy, dtype=torch.float32, num_labels=1)
+    nn.init.zeros_(value.score.weight)
+    reward = AutoModelForSequenceClassification.from_pretrained(job.reward, dtype=torch.float32)
+    models = {
+        "model": policy,
+        "ref_model": copy.deepcopy(policy).requires_grad_(False),
+        "value_model": value,
+        "reward_model": reward.eval().requires_grad_(False),
+    }
+    return {name: model.to(job.device) for name, model in models.items()}
+
+
+class Timer(TrainerCallback):
+    """Times the parts of each iteration."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.iterations: list[dict[str, float]] = []
+        self.steps = 0
+        self.started = 0.0
+        self.updating: float | None = None
+        self.responses = torch.zeros(0)
+
+    def wrap_functions(self) -> None:
+        """Note when TRL's loop has sampled, and when it first calls the trained models together: the update begins."""
+        generation, forward = peer.batch_generation, peer.forward
+
+        def noted_generation(model: nn.Module, queries: Tensor, *rest: Any) -> Any:
+            result = generation(model, queries, *rest)
+            self.responses = result[0][:, queries.shape[1] :]
+            return result
+
+        def noted_forward(model: nn.Module, *rest: Any) -> Any:
+            if isinstance(model, peer.PolicyAndValueWrapper) and self.updating is None:
+                self.updating = self.now()
+            return forward(model, *rest)
+
+        peer.batch_generation, peer.forward = noted_generation, noted_forward
+
+    def count_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """Count the optimiser steps."""
+        step = optimizer.step
+
+        def counted_step(*arguments: Any, **options: Any) -> Any:
+            self.steps += 1
+            return step(*arguments, **options)
+
+        optimizer.step = counted_step
+
+    def now(self) -> float:
+        """Return the time in seconds after all work on the device."""
+        if self.job.device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self.started = self.now()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        ended = self.now()
+        self.iterations.append(
+            {
+                "experience": self.updating - self.started,
+                "update": ended - self.updating,
+                "iteration": ended - self.started,
+                "tokens": sum(response_length_of(row, self.job.stop_token_id) for row in self.responses.tolist()),
+            }
+        )
+        self.started, self.updating = self.now(), None
+
+
+def main() -> None:
+    """Train and print the figures; whatever TRL prints goes to stderr."""
+    job = Job.read(sys.argv[1])
+    transformers.logging.set_verbosity_error()
+    output, sys.stdout = sys.stdout, sys.stderr
+    timer = Timer(job)
+    timer.wrap_functions()
+    trainer = PPOTrainer(
+        args=peer_config(job),
+        processing_class=load_tokenizer(job),
+        **load_models(job),
+        train_dataset=[{"input_ids": ids} for ids in job.prompt_ids],
+        callbacks=[timer],
+    )
+    timer.count_steps(trainer.optimizer)
+    np.random.seed(job.seed)  # TRL shuffles minibatches by numpy and does not seed it
+    trainer.train()
+    result = {"iterations": timer.iterations, "steps": timer.steps, "memory_mib": peak_memory_mib(job.device)}
+    print(json.dumps(result), file=output)
+
+
+if __name__ == "__main__":
+    main()

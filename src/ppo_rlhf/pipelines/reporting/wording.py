@@ -1,0 +1,153 @@
+"""Numbers and findings of a run in words, the same on the page and in the terminal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from ppo_rlhf.ppo.comparison import CONFIDENCE, Decided
+
+MIN_REWARD_ACCURACY = 0.65
+WIN, LOSS = "PPO beats SFT", "PPO loses to SFT"
+NO_DIFFERENCE = "No clear difference between PPO and SFT"
+TOO_FEW_PROMPTS = "Too few held-out prompts to tell PPO and SFT apart"
+
+
+@dataclass(frozen=True)
+class Measure:
+    """How one row of the table before and after is written."""
+
+    label: str
+    unit: str = ""
+    decimals: int = 2
+    is_share: bool = False
+    """Shares are written in per cent."""
+
+
+_KNOWN = {
+    "judge_score": Measure("Judge score"),
+    "reward": Measure("Reward"),
+    "kl": Measure("KL from SFT", "nats per response", 1),
+    "response_length": Measure("Response length", "tokens", 1),
+    "truncated_fraction": Measure("Cut off before a stop token", is_share=True, decimals=1),
+    "distinct_1": Measure("Distinct words", "distinct-1", 3),
+    "distinct_2": Measure("Distinct word pairs", "distinct-2", 3),
+}
+
+
+def measure(name: str) -> Measure:
+    """Return how a measure is written; any other name is a rate from the user's own judge."""
+    label = name.removesuffix("_rate").replace("_", " ")
+    return _KNOWN.get(name) or Measure(label[:1].upper() + label[1:], is_share=True, decimals=1)
+
+
+def table_rows(before_after: pd.DataFrame) -> list[tuple[Measure, str, str, str]]:
+    """Return each measure with its values for SFT and PPO and the change, as text.
+
+    Args:
+        before_after: Columns `measure`, `sft`, `ppo`.
+    """
+    rows = []
+    for row in before_after.to_dict("records"):
+        shown = measure(row["measure"])
+        sft, ppo = float(row["sft"]), float(row["ppo"])
+        rows.append((shown, write_value(shown, sft), write_value(shown, ppo), write_change(shown, sft, ppo)))
+    return rows
+
+
+def write_value(shown: Measure, value: float) -> str:
+    """Return the value with the decimals and the unit sign of its measure."""
+    return write_share(value, shown.decimals) if shown.is_share else write_number(value, shown.decimals)
+
+
+def write_change(shown: Measure, before: float, after: float) -> str:
+    """Return the difference with its sign; shares differ in percentage points."""
+    change = (after - before) * (100.0 if shown.is_share else 1.0)
+    if not math.isfinite(change):
+        return "–"
+    is_zero = round(change, shown.decimals) == 0.0
+    text = "±0" if is_zero else f"{change:+.{shown.decimals}f}".replace("-", "−")
+    return text + (" points" if shown.is_share else "")
+
+
+def write_share(value: float, decimals: int = 1) -> str:
+    """Return a share in [0, 1] in per cent."""
+    return f"{write_number(100.0 * value, decimals)}%"
+
+
+def write_number(value: float, decimals: int) -> str:
+    """Return a number with a true minus sign, or `–` if it is not finite."""
+    return f"{value:.{decimals}f}".replace("-", "−") if math.isfinite(value) else "–"
+
+
+def verdict(summary: Mapping[str, float], decided: Decided) -> str:
+    """Return the winner in a few words.
+
+    A winner is named only if the whole interval lies on one side of one half and chance alone is an unlikely cause
+    (sign test on the decided prompts): the bootstrap interval of a few prompts is too narrow.
+    """
+    if summary["eval/win_rate_low"] <= 0.5 <= summary["eval/win_rate_high"]:
+        return NO_DIFFERENCE
+    if decided.by_chance > 1.0 - CONFIDENCE:
+        return TOO_FEW_PROMPTS
+    return WIN if summary["eval/win_rate_low"] > 0.5 else LOSS
+
+
+def headline(summary: Mapping[str, Any]) -> str:
+    """Return the result in one sentence, from the node `compare_policies`'s `evaluation_summary`."""
+    rate, low, high = (write_share(summary[f"eval/win_rate{end}"]) for end in ("", "_low", "_high"))
+    return (
+        f"PPO's response is the better one on {rate} of {summary['prompts']:,} held-out prompts "
+        f"(95% interval {low} to {high}; ties count half), decided by {summary['decided_by']}."
+    )
+
+
+def remarks(
+    summary: Mapping[str, float],
+    decided: Decided,
+    before_after: pd.DataFrame,
+    reward_model_accuracy: float | None = None,
+) -> list[str]:
+    """Return one sentence for each problem in the result.
+
+    The tuning advice (docs/tuning.md) judges KL, clipping, the critic, diversity and lengths, and says which setting to
+    change. Remarks judge only the result itself.
+
+    Args:
+        summary: The eval/* metrics.
+        decided: Numbers of held-out prompts won and lost.
+        before_after: Columns `measure`, `sft`, `ppo`.
+        reward_model_accuracy: Accuracy on held-out preference pairs, if a reward model was trained here.
+    """
+    sft = dict(zip(before_after["measure"], before_after["sft"], strict=True))
+    ppo = dict(zip(before_after["measure"], before_after["ppo"], strict=True))
+    exploits = "judge_score" in ppo and ppo["reward"] > sft["reward"] and ppo["judge_score"] < sft["judge_score"]
+    result = verdict(summary, decided)
+    found = []
+    if result == NO_DIFFERENCE:
+        found.append(
+            "The win rate's interval contains 50%, so these prompts cannot tell the two policies apart. More held-out "
+            "prompts (prompts.max_held_out) narrow it."
+        )
+    elif result == TOO_FEW_PROMPTS:
+        found.append(
+            f"{decided.wins} held-out prompts were won and {decided.losses} lost: equal policies would differ by that "
+            f"much with probability {decided.by_chance:.2g}. More held-out prompts (prompts.held_out_share, "
+            "evaluation_prompts_path) can tell the two policies apart."
+        )
+    elif result == LOSS and not exploits:
+        found.append("PPO lost to SFT. Look at the KL curve and the samples first.")
+    if exploits:
+        found.append("The reward rose while the judge's score fell: the policy exploits its reward.")
+    if "grammatical_rate" in ppo and ppo["grammatical_rate"] < 0.95 * sft["grammatical_rate"]:
+        found.append(f"{measure('grammatical_rate').label} responses fell below 95% of SFT's rate.")
+    if reward_model_accuracy is not None and reward_model_accuracy < MIN_REWARD_ACCURACY:
+        found.append(
+            f"The reward model is right on only {write_share(reward_model_accuracy)} of its held-out pairs: PPO can "
+            "raise such a reward without better text."
+        )
+    return found

@@ -1,0 +1,73 @@
+"""The benchmark's own side and arithmetic, on a toy shape and without TRL."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import GPT2LMHeadModel
+
+HERE = Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture(autouse=True)
+def scripts(monkeypatch):
+    monkeypatch.syspath_prepend(str(HERE))
+    yield
+    for name in ("compare", "inputs", "our_side", "workload"):
+        sys.modules.pop(name, None)
+
+
+def toy():
+    from workload import Preset
+
+    return Preset(2, 64, 4, 500, batch=16, minibatch=8, prompt_length=8, response_length=12, epochs=2)
+
+
+def test_our_side_does_the_work_that_the_comparison_expects(tmp_path):
+    import compare
+    import inputs
+    import our_side
+    from workload import Job
+
+    policy, reward = inputs.make_models(toy(), "mixed", tmp_path)
+    prompts = inputs.make_prompts(toy(), "mixed", 3 * 16)
+    seed = inputs.find_noise_seed(toy(), 1, 3)
+    Job(toy(), "mixed", "float32", "cpu", 3, policy, reward, prompts, seed, {"vf_coef": 0.2}).write(tmp_path / "job")
+    job = Job.read(tmp_path / "job")
+    result = our_side.run(job)
+    compare.check_work(job, "ours", result)
+    assert len({iteration["tokens"] for iteration in result["iterations"]}) > 1  # responses end unevenly
+    rows = compare.rows_of({"preset": "toy", "lengths": "mixed", "precision": "float32"}, [(result, result)])
+    assert [row["ratio"] for row in rows] == [1.0] * 3
+    assert len(compare.table(rows).splitlines()) == 5
+    with pytest.raises(SystemExit, match="optimiser steps"):
+        compare.check_work(job, "trl", result | {"steps": 1})
+    with pytest.raises(SystemExit, match="response tokens"):
+        compare.check_work(job, "trl", result | {"iterations": [{"tokens": 16 * 12}] * 3})
+
+
+def test_a_ratio_is_the_median_of_the_pairs_without_the_warm_up():
+    """By hand: the pairs' ratios are 4, 5 and 9/8."""
+    import compare
+
+    def result(seconds):
+        times = dict.fromkeys(compare.PHASES, seconds)
+        return {"iterations": [dict.fromkeys((*times, "tokens"), 99.0), {**times, "tokens": 1.0}], "memory_mib": 1.0}
+
+    pairs = [(result(ours), result(trl)) for ours, trl in ((1, 4), (10, 50), (8, 9))]
+    assert [row["ratio"] for row in compare.rows_of({}, pairs)] == [4.0] * 3
+
+
+def test_the_stop_token_has_its_probability_after_any_text(tmp_path):
+    import inputs
+
+    expected = inputs.stop_probability(12)
+    policy = GPT2LMHeadModel.from_pretrained(inputs.make_models(toy(), "mixed", tmp_path)[0])
+    with torch.no_grad():
+        logits = policy(torch.randint(1, 500, (16, 20), generator=torch.Generator().manual_seed(1))).logits
+    stops = logits.softmax(-1)[..., 0]
+    assert float(stops.mean()) == pytest.approx(expected, rel=0.01)
+    assert 0.8 * expected < float(stops.min()) < float(stops.max()) < 1.2 * expected
+    mean = sum((1 - expected) ** step for step in range(12))
+    assert mean == pytest.approx(6.0)
