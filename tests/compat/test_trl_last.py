@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ppo_rlhf.compat import deepspeed_chat, from_trl, trl_last, trl_legacy
-from ppo_rlhf.compat.table import _adapter
+from ppo_rlhf.compat.table import _adapter, rule_of
 from ppo_rlhf.core.errors import ConfigError
 from tests.compat.bookkeeping import check_claims, check_each_setting_is_entered_once
 from tests.compat.trl_source import TRL_LAST, TRL_LEGACY, TRL_MODEL
@@ -37,6 +37,7 @@ def test_what_is_called_carried_has_an_effect_and_nothing_else_has_one():
     others |= {"dataset_name": "prompts.csv"}
     sizes = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "total_episodes": 1000}
     settings = {**TRL_LAST, **TRL_MODEL, **sizes, "stop_token": "eos"}
+    settings = {name: value for name, value in settings.items() if rule_of(name, trl_last.SETTINGS)}
     check_claims(from_trl, settings, others)
     switched_on = {"use_peft": True, "stop_token_id": 5, "stop_token": None, "bf16": False, "fp16": True}
     adapters = {"lora_dropout": 0.2, "lora_target_modules": "q_proj"}

@@ -179,12 +179,9 @@ class Ledger:
 
     def close(self, table: Mapping[str, Rule]) -> Conversion:
         """Return the conversion. Settings that the table does not know are left out, with the closest name."""
-        names = [name for name in table if "*" not in name]
-        for setting in self._settings:
-            rule, near = rule_of(setting, table), difflib.get_close_matches(setting, names, n=1, cutoff=0.5)
-            guess = f"; the closest is {near[0]}" if near else ""
-            unknown = f"{self.source} has no such setting, or nothing here corresponds to it{guess}"
-            self.leave(rule.reason if isinstance(rule, Left) else unknown, setting)
+        for setting in self._settings.keys() - self._carried.keys() - self._left.keys():
+            rule = rule_of(setting, table)
+            self._left[setting] = rule.reason if isinstance(rule, Left) else self._unknown(setting, table)
         for name, fix in {"sft_model_path": "set it", "reward_model_path": "set it, or reward.components"}.items():
             if name not in self.values:
                 self.remarks.append(f"The source names no {name}: {fix}.")
@@ -203,6 +200,11 @@ class Ledger:
             self._origins,
             self.remarks,
         )
+
+    def _unknown(self, setting: str, table: Mapping[str, Rule]) -> str:
+        near = difflib.get_close_matches(setting, [name for name in table if "*" not in name], n=1)
+        guess = f"; the closest is {near[0]}" if near else ""
+        return f"{self.source} has no such setting, or nothing here corresponds to it{guess}"
 
 
 @functools.cache
