@@ -1,4 +1,4 @@
-"""What holds for every conversion: each setting of the source is carried or left, and both claims are true."""
+"""Rules of every conversion: each setting of the source is carried over or left out, and both claims are true."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from typing import Any
 
 from ppo_rlhf.compat import Conversion
 
-Convert = Callable[[Mapping[str, Any]], Conversion]
-
 
 def check_each_setting_is_entered_once(conversion: Conversion, settings: Mapping[str, Any]) -> None:
     left = [setting for setting, _ in conversion.not_carried]
@@ -16,20 +14,22 @@ def check_each_setting_is_entered_once(conversion: Conversion, settings: Mapping
     assert all(reason.strip() for _, reason in conversion.not_carried)
 
 
-def check_claims(convert: Convert, settings: Mapping[str, Any], other_values: Mapping[str, Any]) -> None:
+def check_claims(
+    convert: Callable[[Mapping[str, Any]], Conversion], settings: Mapping[str, Any], others: Mapping[str, Any]
+) -> None:
     """Change one setting at a time: the parameters change if it is carried before or after, and only then.
 
-    `other_values` has a value of another effect for settings for which some other value will not do.
+    `others` has a value of another effect for settings where adding 1 will not do.
     """
     conversion = convert(settings)
     untrue = []
-    for setting in settings:
-        changed = convert({**settings, setting: other_values.get(setting, _another(settings[setting]))})
+    for setting, value in settings.items():
+        changed = convert({**settings, setting: others.get(setting, _another(value))})
         carried = setting in conversion.carried or setting in changed.carried
         if (changed.parameters != conversion.parameters) != carried:
             untrue.append(setting)
     assert not untrue, untrue
-    assert set(other_values) <= set(settings)
+    assert set(others) <= set(settings)
 
 
 def _another(value: Any) -> Any:

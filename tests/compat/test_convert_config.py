@@ -1,184 +1,147 @@
-"""`kedro convert-config`: what it reads, writes, prints and refuses."""
+"""`kedro convert-config`: its sources, its files, its report, and the errors."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from click.testing import CliRunner, Result
+from kedro.config import OmegaConfigLoader
 
 from ppo_rlhf.cli import cli
-from ppo_rlhf.compat import from_deepspeed_chat, from_trl
-from tests.compat.deepspeed_source import DEEPSPEED_SCRIPT
-from tests.compat.trl_source import LEGACY_SCRIPT
+from ppo_rlhf.compat import Conversion, from_deepspeed_chat, from_trl
+from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.settings import CONFIG_LOADER_ARGS
+from tests.compat.deepspeed_source import DEEPSPEED_COMMAND
+from tests.compat.trl_source import LEGACY_SCRIPT, TRL_LAST, TRL_LEGACY
 
-Kedro = Callable[..., Result]
+ROOT = Path(__file__).parents[2]
+CONVERSIONS = {
+    "legacy, the script": from_trl(LEGACY_SCRIPT),
+    "legacy, all fields": from_trl(TRL_LEGACY),
+    "last, no field": from_trl({}),
+    "last, all fields": from_trl(TRL_LAST),
+    "last, values that are refused": from_trl(
+        {"kl_coef": -1, "learning_rate": 0, "response_length": 0, "temperature": 0, "missing_eos_penalty": -1}
+        | {"total_episodes": 64, "stop_token_id": 5}
+    ),
+    "DeepSpeed-Chat, the script": from_deepspeed_chat(DEEPSPEED_COMMAND, num_prompts=30_000),
+    "DeepSpeed-Chat, adapters": from_deepspeed_chat("--actor_lora_dim 8 --critic_lora_dim 8 --only_optimize_lora"),
+}
 
 
 @pytest.fixture
-def convert(kedro: Kedro, project: Path) -> Callable[..., Result]:
-    """Run the command in a copy of the project."""
-    return lambda *arguments: kedro(project, "convert-config", *arguments)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory: a folder that is not in a project, with a legacy configuration."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "legacy.yaml").write_text(yaml.safe_dump(LEGACY_SCRIPT))
+    return tmp_path
 
 
-@pytest.fixture
-def legacy_file(tmp_path: Path) -> Path:
-    file = tmp_path / "legacy.yaml"
-    file.write_text(yaml.safe_dump(LEGACY_SCRIPT))
-    return file
+def convert(*arguments: str) -> Result:
+    return CliRunner().invoke(cli, ["convert-config", "--from", *arguments])
 
 
-def written(project: Path) -> dict[str, object]:
-    local = project / "conf" / "local"
-    return {
-        k: v
-        for name in ("parameters", "globals")
-        for k, v in yaml.safe_load((local / f"{name}.yml").read_text()).items()
-    }
+def written(folder: Path) -> dict[str, Any]:
+    texts = [path.read_text() for path in (folder / "parameters.yml", folder / "globals.yml") if path.exists()]
+    return {name: value for text in texts for name, value in yaml.safe_load(text).items()}
 
 
-def test_a_file_of_trl_becomes_the_two_files_of_conf_local(
-    convert: Callable[..., Result], project: Path, legacy_file: Path
-):
-    result = convert("--from", "trl", str(legacy_file))
+@pytest.mark.parametrize("conversion", CONVERSIONS.values(), ids=CONVERSIONS)
+def test_kedro_reads_the_files_over_the_demo_as_the_conversion_and_nothing_else(conversion: Conversion, tmp_path: Path):
+    """No value of conf/base's demo is left in the group ppo: it is the PPOConfig of the conversion alone."""
+    (tmp_path / "base").symlink_to(ROOT / "conf" / "base")
+    (tmp_path / "local").mkdir()
+    (tmp_path / "local" / "parameters.yml").write_text(conversion.parameters_text())
+    (tmp_path / "local" / "globals.yml").write_text(conversion.globals_text())
+    loader = OmegaConfigLoader(str(tmp_path), env="local", **CONFIG_LOADER_ARGS)
+    expected = conversion.ppo_config()
+    paths = {name: getattr(expected, name) for name in ("sft_model_path", "reward_model_path")}
+    assert PPOConfig(**loader["parameters"]["ppo"], **paths) == expected
+
+
+def test_every_value_says_where_it_comes_from_and_yaml_cannot_misread_it():
+    conversion = from_trl({"steps": 10, "model_name": "yes", "query_dataset": "a: b #c.csv"})
+    lines = (conversion.parameters_text() + conversion.globals_text()).splitlines()
+    assert all(" # " in line for line in lines if not line.startswith("#") and line != "ppo:")
+    assert yaml.safe_load(conversion.globals_text()) == conversion.globals
+    assert yaml.safe_load(conversion.parameters_text()) == conversion.groups
+    assert from_deepspeed_chat("main.py").globals_text() == ""
+
+
+def test_a_file_of_trl_becomes_the_two_files_of_conf_local(kedro: Callable[..., Result], project: Path, folder: Path):
+    result = kedro(project, "convert-config", "--from", "trl", str(folder / "legacy.yaml"))
     assert result.exit_code == 0, result.output
-    assert written(project) == from_trl(LEGACY_SCRIPT).parameters
-    lines = result.stderr.splitlines()
-    assert "Carried over: 10 settings. Not carried over: 3." in lines
-    assert "  target_kl: early_stopping=False: TRL does not read it." in lines
-    assert lines[-1] == "Run it: kedro run --pipelines align"
+    assert written(project / "conf" / "local") == from_trl(LEGACY_SCRIPT).parameters
+    assert "Carried over: 10 settings. Not carried over: 3." in result.stderr.splitlines()
+    assert "  target_kl: early_stopping=False" in result.stderr
     assert result.stdout == ""
 
 
-def test_json_is_read_too(convert: Callable[..., Result], project: Path, tmp_path: Path):
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps({"kl_coef": 0.1, "total_episodes": 64}))
-    assert convert("--from", "trl", str(file)).exit_code == 0
-    assert written(project) == from_trl({"kl_coef": 0.1, "total_episodes": 64}).parameters
+def test_json_is_read_too(folder: Path):
+    (folder / "config.json").write_text(json.dumps({"kl_coef": 0.1, "num_train_epochs": 2}, indent="\t"))
+    assert convert("trl", "--prompts", "32", "--to", "parameters.yml", "config.json").exit_code == 0
+    assert written(folder) == from_trl({"kl_coef": 0.1, "total_episodes": 64}).parameters
 
 
-@pytest.mark.parametrize("how", ["script", "one word", "words"])
-def test_a_command_of_deepspeed_chat_is_read_from_a_script_a_text_or_the_words_themselves(
-    convert: Callable[..., Result], project: Path, tmp_path: Path, how: str
-):
-    command = "deepspeed --num_gpus 1 main.py --actor_model_name_or_path a --critic_model_name_or_path b --ppo_epochs 2"
-    if how == "script":
-        (tmp_path / "run.sh").write_text(DEEPSPEED_SCRIPT)
-        source, expected = [str(tmp_path / "run.sh")], from_deepspeed_chat(DEEPSPEED_SCRIPT, num_prompts=640)
-    else:
-        source = ["--", command] if how == "one word" else ["--", *command.split()]
-        expected = from_deepspeed_chat(command, num_prompts=640)
-    result = convert("--from", "deepspeed-chat", "--prompts", "640", *source)
+@pytest.mark.parametrize("form", ["script", "settings", "one word", "words"])
+def test_a_command_of_deepspeed_chat_is_read_from_a_file_a_text_or_the_words_themselves(folder: Path, form: str):
+    command = f"deepspeed --num_gpus 1 main.py --actor_model_name_or_path {'x' * 300} --ppo_epochs 2"
+    (folder / "my run.sh").write_text(command)
+    (folder / "run.yaml").write_text(f"actor_model_name_or_path: {'x' * 300}\nppo_epochs: 2")
+    sources = {"script": ["my run.sh"], "settings": ["run.yaml"], "one word": ["--", command]}
+    result = convert("deepspeed-chat", "--to", "parameters.yml", *sources.get(form, ["--", *command.split()]))
     assert result.exit_code == 0, result.output
-    assert written(project) == expected.parameters
+    assert written(folder) == from_deepspeed_chat(command).parameters
 
 
-def test_a_script_whose_path_has_a_space_is_read(convert: Callable[..., Result], project: Path, tmp_path: Path):
-    script = tmp_path / "My Project" / "run.sh"
-    script.parent.mkdir()
-    script.write_text(DEEPSPEED_SCRIPT)
-    assert convert("--from", "deepspeed-chat", str(script)).exit_code == 0
-    assert written(project) == from_deepspeed_chat(DEEPSPEED_SCRIPT).parameters
-
-
-def test_a_command_may_be_longer_than_the_name_of_a_file(convert: Callable[..., Result], project: Path):
-    command = f"deepspeed main.py --ppo_epochs 3 --actor_model_name_or_path {'x' * 300}"
-    result = convert("--from", "deepspeed-chat", "--", command)
-    assert result.exit_code == 0, result.output
-    assert written(project) == from_deepspeed_chat(command).parameters
-
-
-def test_a_path_with_a_space_that_leads_nowhere_is_refused(convert: Callable[..., Result], project: Path):
-    refused = convert("--from", "deepspeed-chat", "My Project/run.sh")
-    assert refused.exit_code == 1
-    assert refused.stderr.splitlines() == [
-        "Error: My Project/run.sh: neither main.py nor an option is in it. Give a step-3 command, or a file that "
-        "exists and holds one."
-    ]
-    assert list((project / "conf" / "local").iterdir()) == []
-
-
-def test_a_dash_prints_the_parameters_and_writes_nothing(
-    convert: Callable[..., Result], project: Path, legacy_file: Path
-):
-    result = convert("--from", "trl", "--to", "-", str(legacy_file))
-    assert result.exit_code == 0, result.output
+def test_a_dash_prints_the_parameters_and_writes_nothing(folder: Path):
+    result = convert("trl", "--to", "-", "legacy.yaml")
     assert yaml.safe_load(result.stdout) == from_trl(LEGACY_SCRIPT).parameters
-    assert list((project / "conf" / "local").iterdir()) == []
     assert "Not carried over: 3" in result.stderr
+    assert [path.name for path in folder.iterdir()] == ["legacy.yaml"]
 
 
-def test_another_file_is_written_with_its_globals_beside_it(
-    convert: Callable[..., Result], project: Path, legacy_file: Path
-):
-    assert convert("--from", "trl", "--to", "conf/mine/parameters_ppo.yml", str(legacy_file)).exit_code == 0
-    assert sorted(path.name for path in (project / "conf" / "mine").iterdir()) == ["globals.yml", "parameters_ppo.yml"]
-
-
-def test_the_file_of_the_globals_is_not_taken_for_that_of_the_parameters(
-    convert: Callable[..., Result], project: Path, legacy_file: Path
-):
-    refused = convert("--from", "trl", "--to", "conf/mine/globals.yml", str(legacy_file))
-    expected = "name the file for parameters, parameters.yml; globals.yml is written beside it."
-    assert refused.stderr.splitlines() == [f"Error: --to conf/mine/globals.yml: {expected}"]
-    assert not (project / "conf" / "mine").exists()
-
-
-def test_files_that_are_there_are_replaced_only_by_force(
-    convert: Callable[..., Result], project: Path, legacy_file: Path
-):
-    own = project / "conf" / "local" / "globals.yml"
-    own.write_text("seed: 7\n")
-    refused = convert("--from", "trl", str(legacy_file))
+def test_existing_files_are_replaced_only_by_force(folder: Path):
+    (folder / "globals.yml").write_text("seed: 7\n")
+    refused = convert("trl", "--to", "parameters.yml", "legacy.yaml")
     assert refused.exit_code == 1
-    assert refused.stderr.splitlines() == [
-        f"Error: {own} is there already: give --force to replace, or --to another file, or --to - to print."
-    ]
-    assert own.read_text() == "seed: 7\n"
-    assert not own.with_name("parameters.yml").exists()
-    assert convert("--from", "trl", "--force", str(legacy_file)).exit_code == 0
-    assert written(project) == from_trl(LEGACY_SCRIPT).parameters
+    assert "globals.yml exists already" in refused.stderr
+    assert written(folder) == {"seed": 7}
+    assert convert("trl", "--to", "parameters.yml", "--force", "legacy.yaml").exit_code == 0
+    assert written(folder) == from_trl(LEGACY_SCRIPT).parameters
 
 
 @pytest.mark.parametrize(
-    ("text", "name", "expected"),
+    ("text", "arguments", "named"),
     [
-        ("kl_coef: [", "config.yaml", "cannot be read: while parsing"),
-        ("{", "config.json", "cannot be read: Expecting property name"),
-        ("- kl_coef", "config.yaml", "holds no settings: a mapping (name: value) is expected."),
-        (None, "config.yaml", "No such file or directory. Give a file that can be read."),
-        ("{ppo_epochs: 4, kl_coef: 0.1}", "config.yaml", "ppo_epochs belongs to TRL's legacy PPOConfig and kl_coef to"),
-        ("{batch_size: 10, mini_batch_size: 4}", "config.yaml", "batch_size=10 is not a multiple of mini_batch_size=4"),
-        (
-            "{per_device_train_batch_size: 4, num_mini_batches: 3}",
-            "config.yaml",
-            "ppo.batch_size=4 (per_device_train_batch_size 4 x gradient_accumulation_steps 1) is not a multiple of "
-            "ppo.num_mini_batches=3",
-        ),
+        ("kl_coef: [", ["trl", "config"], "config"),
+        ("- kl_coef", ["trl", "config"], "mapping"),
+        ("{ppo_epochs: 4, kl_coef: 0.1}", ["trl", "config"], "kl_coef"),
+        ("{per_device_train_batch_size: 4, num_mini_batches: 3}", ["trl", "config"], "ppo.num_mini_batches=3"),
+        ("kl_coef: 0.1", ["trl", "--to", "conf/globals.yml", "config"], "conf/globals.yml"),
+        ("kl_coef: 0.1", ["trl", "config", "another"], "another"),
+        ("deepspeed main.py --seed $1", ["deepspeed-chat", "config"], "expanded command"),
+        ("", ["deepspeed-chat", "My Project/run.sh"], "My"),
     ],
 )
-def test_what_cannot_be_converted_is_one_line_and_writes_nothing(
-    convert: Callable[..., Result], project: Path, tmp_path: Path, text: str | None, name: str, expected: str
+def test_a_source_that_cannot_be_converted_is_one_line_and_writes_nothing(
+    folder: Path, text: str, arguments: list[str], named: str
 ):
-    if text is not None:
-        (tmp_path / name).write_text(text)
-    result = convert("--from", "trl", str(tmp_path / name))
+    (folder / "config").write_text(text)
+    library, *rest = arguments
+    result = convert(library, "--to", "parameters.yml", *rest)
     assert result.exit_code == 1
-    lines = result.stderr.splitlines()
-    assert len(lines) == 1
-    assert lines[0].startswith("Error: ")
-    assert expected in lines[0]
-    assert "Traceback" not in result.output
-    assert list((project / "conf" / "local").iterdir()) == []
+    assert len(result.stderr.splitlines()) == 1
+    assert named in result.stderr
+    assert sorted(path.name for path in folder.iterdir()) == ["config", "legacy.yaml"]
 
 
-def test_outside_a_project_it_asks_where_to_write(tmp_path: Path, legacy_file: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
-    command = ["convert-config", "--from", "trl", str(legacy_file)]
-    refused = CliRunner().invoke(cli, command)
+def test_outside_a_project_it_asks_where_to_write(folder: Path):
+    refused = convert("trl", "legacy.yaml")
     assert refused.exit_code == 1
-    assert "is not in a Kedro project: change to it, or say where to write with --to." in refused.stderr
-    assert CliRunner().invoke(cli, [*command, "--to", "-"]).exit_code == 0
+    assert "--to" in refused.stderr

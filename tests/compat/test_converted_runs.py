@@ -1,4 +1,4 @@
-"""A converted configuration runs: by the real command, on tiny models, with the batch sizes of the source."""
+"""A converted configuration runs: with the real command, on tiny models, with the batch sizes of the source."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import yaml
 from click.testing import Result
 
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
-from tests.compat.deepspeed_source import DEEPSPEED_SCRIPT
+from tests.compat.deepspeed_source import DEEPSPEED_COMMAND
 from tests.compat.trl_source import LEGACY_SCRIPT
 from tests.tiny_models import save, tiny_model
 
@@ -70,7 +70,7 @@ def test_the_script_of_trls_legacy_api_runs(kedro: Kedro, desk: Path, tmp_path: 
 
 
 def test_a_script_of_deepspeed_chat_runs(kedro: Kedro, desk: Path, tmp_path: Path):
-    (tmp_path / "run.sh").write_text(DEEPSPEED_SCRIPT)
+    (tmp_path / "run.sh").write_text(DEEPSPEED_COMMAND)
     source = ["--from", "deepspeed-chat", "--prompts", "30000", str(tmp_path / "run.sh")]
     assert kedro(desk, "convert-config", *source).exit_code == 0
     params = run(kedro, desk, **{"ppo.total_episodes": 8, "ppo.response_length": 6})

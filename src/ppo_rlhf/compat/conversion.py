@@ -1,9 +1,11 @@
-"""What a conversion returns."""
+"""What a conversion returns, and its two files: parameters.yml and globals.yml."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
+
+import yaml
 
 from ppo_rlhf.config import PPOConfig
 
@@ -20,13 +22,13 @@ class Conversion:
     """A configuration of another library, in this project's terms.
 
     Attributes:
-        source: What was read, such as "TRL's legacy PPOConfig".
+        source: The kind of configuration that was read, such as "TRL's legacy PPOConfig".
         parameters: Nested as `--params` and `KedroSession.create(runtime_params=…)` take it: a mapping is a parameter
             group (`ppo`), anything else a global (`seed`, `sft_model_path`).
         not_carried: Settings of the source without a place here, each with the reason, in the order given.
-        carried: The other settings of the source, each with where it went (`ppo.kl_coef`, `seed`).
-        origins: Where each value of `parameters` comes from, by dotted name.
-        remarks: What else differs from a run of the source, one sentence or two each.
+        carried: The other settings of the source, each with the parameters that it went to (`ppo.kl_coef`, `seed`).
+        origins: The setting that each parameter comes from, by dotted name.
+        remarks: Other differences from a run of the source, one or two sentences each.
     """
 
     source: str
@@ -38,16 +40,16 @@ class Conversion:
 
     @property
     def groups(self) -> dict[str, dict[str, Any]]:
-        """The parameter groups: what belongs in parameters.yml."""
+        """The parameter groups: the content of parameters.yml."""
         return {name: value for name, value in self.parameters.items() if isinstance(value, dict)}
 
     @property
     def globals(self) -> dict[str, Any]:
-        """The rest: what belongs in globals.yml."""
+        """The other parameters: the content of globals.yml."""
         return {name: value for name, value in self.parameters.items() if not isinstance(value, dict)}
 
     def ppo_config(self, **changes: Any) -> PPOConfig:
-        """Return the settings as a PPOConfig, globals that are fields of it included, with `changes` on top.
+        """Return the settings as a PPOConfig, with the globals that are fields of it, and `changes` on top.
 
         Raises:
             ConfigError: Settings that the source allows together exclude each other here.
@@ -55,3 +57,25 @@ class Conversion:
         known = {each.name for each in fields(PPOConfig)}
         from_globals = {name: value for name, value in self.globals.items() if name in known}
         return PPOConfig(**from_globals | self.parameters["ppo"] | changes)
+
+    def parameters_text(self) -> str:
+        """Return parameters.yml: each value with the setting that it comes from."""
+        lines = self._heading()
+        for group, values in self.groups.items():
+            lines += [f"{group}:", *(f"  {self._line(name, value, f'{group}.')}" for name, value in values.items())]
+        return "\n".join(lines) + "\n"
+
+    def globals_text(self) -> str:
+        """Return globals.yml in the same form; an empty text if there are none."""
+        lines = [self._line(name, value) for name, value in self.globals.items()]
+        return "\n".join([*self._heading(), *lines]) + "\n" if lines else ""
+
+    def _heading(self) -> list[str]:
+        return [
+            f"# Written by `kedro convert-config` from {self.source}. The comment beside a value is the setting it",
+            "# comes from. Defaults of the source are written too: otherwise the shipped demo's values would apply.",
+        ]
+
+    def _line(self, name: str, value: Any, group: str = "") -> str:
+        text = yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("\n").removesuffix("\n...")
+        return f"{name}: {text} # {self.origins[group + name]}"

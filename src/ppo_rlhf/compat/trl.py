@@ -1,49 +1,48 @@
-"""Configurations of TRL, legacy and last: told apart by their names."""
+"""Configurations of TRL: the legacy and the last PPOConfig, told apart by the names of their settings."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import ModuleType
 from typing import Any
 
 from ppo_rlhf.compat import trl_last, trl_legacy
 from ppo_rlhf.compat.conversion import Conversion
+from ppo_rlhf.compat.table import Left, rule_of
 from ppo_rlhf.core.errors import ConfigError
 
-_SHOWN = 3
-# In TRL's last PPOConfig these are worked out while training, so nobody sets them there.
-_USUALLY_LEGACY = frozenset({"batch_size", "mini_batch_size"})
-_ONLY_LEGACY = trl_legacy.SETTINGS - trl_last.SETTINGS | {"generation_kwargs"}
+_USUALLY_LEGACY = {"batch_size", "mini_batch_size"}  # TRL's last PPOConfig works them out while it trains
 
 
 def from_trl(settings: Mapping[str, Any], *, num_prompts: int | None = None) -> Conversion:
     """Convert a configuration of TRL's PPO to this project's parameters.
 
-    A converted run does what the source's run would do: settings that are absent have the source's defaults, which are
-    written out, not ours.
+    A converted run does what the source's run would do: absent settings have the source's defaults, not ours, and
+    these are written out.
 
     Args:
         settings: Fields of a PPOConfig: the legacy one (trl 0.11 and before: `ppo_epochs`, `init_kl_coef`, …) or the
-            last one (`trl.experimental.ppo`: `num_ppo_epochs`, `kl_coef`, …), told apart by their names.
-        num_prompts: Rows of the training data; the last one counts its training in passes over them.
+            last one (`trl.experimental.ppo`: `num_ppo_epochs`, `kl_coef`, …).
+        num_prompts: Rows of the training data; the last PPOConfig counts its training in passes over them.
 
     Raises:
-        ConfigError: Names of both are given, or a size that the source too refuses.
+        ConfigError: Names of both are given, or a size that TRL refuses too.
     """
     if not isinstance(settings, Mapping):
         raise ConfigError(f"a configuration of TRL is a mapping of names to values, got {type(settings).__name__}.")
     names = [str(name) for name in settings]
-    legacy = [name for name in names if name in _ONLY_LEGACY]
-    last = [name for name in names if name in trl_last.TELLING]
+    legacy = [name for name in names if name == trl_legacy.GENERATION or _only_in(trl_legacy, trl_last, name)]
+    last = [name for name in names if _only_in(trl_last, trl_legacy, name)]
     if legacy and last:
         raise ConfigError(
-            f"{_listed(legacy)} belong{'s' * (len(legacy) == 1)} to TRL's legacy PPOConfig and {_listed(last)} to its "
-            "last: give the settings of one of them."
+            f"{legacy[0]} is a setting of TRL's legacy PPOConfig and {last[0]} of its last: give the settings of one."
         )
     if legacy or (not last and _USUALLY_LEGACY & set(names)):
         return trl_legacy.from_trl_legacy(settings)
-    return trl_last.from_trl_last(settings, num_prompts=num_prompts)
+    return trl_last.from_trl_last(settings, num_prompts)
 
 
-def _listed(names: list[str]) -> str:
-    more = f", … ({len(names)} names)" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+def _only_in(one: ModuleType, other: ModuleType, name: str) -> bool:
+    """Whether a setting tells `one` from `other`: it decides something there, and `other` does not know it."""
+    rule = rule_of(name, one.SETTINGS)
+    return rule is not None and not isinstance(rule, Left) and rule_of(name, other.SETTINGS) is None
