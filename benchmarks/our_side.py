@@ -7,9 +7,8 @@ import sys
 from typing import Any
 
 from inputs import word
-from workload import Job, peak_memory_mib
-
 from ppo_rlhf.training import PPOConfig, PPOTrainer
+from workload import Job, peak_memory_mib
 
 
 def our_config(job: Job) -> PPOConfig:

@@ -29,6 +29,7 @@ from transformers import (
     TrainerCallback,
 )
 from trl.experimental.ppo import PPOConfig, PPOTrainer
+
 from workload import Job, peak_memory_mib, response_length_of
 
 

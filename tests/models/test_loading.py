@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from ppo_rlhf.models.products.activations import TanhGELU
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import (
@@ -33,7 +34,6 @@ from ppo_rlhf.models.loading import (
     quiet_transformers,
     steady_context,
 )
-from ppo_rlhf.models.products.activations import TanhGELU
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from tests.own_code import save_with_own_code
 from tests.tiny_models import KINDS, VOCABULARY, draw_weights, save, tiny_model, word_tokenizer

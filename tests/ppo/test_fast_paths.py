@@ -51,7 +51,9 @@ def replayed(run, recorded: list) -> list[dict[str, float]]:
         )
         scores = steps.score_responses(ours, run.scorer, run.state)
         shaped = steps.shape_rewards(ours, scores, run.state)
-        history.append(optimise_policy(run.state, steps.estimate_advantages(ours, scores, shaped, run.config), run.config))
+        history.append(
+            optimise_policy(run.state, steps.estimate_advantages(ours, scores, shaped, run.config), run.config)
+        )
     return history
 
 

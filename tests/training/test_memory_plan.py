@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from ppo_rlhf.models.products import packed_weights, processors
 from torch import Tensor
 from transformers import BloomConfig, GPT2Config, LlamaConfig, MistralConfig
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError, ModelError
 from ppo_rlhf.models.adapters import trained_parameters
-from ppo_rlhf.models.products import packed_weights, processors
 from ppo_rlhf.models.reward_model import CausalLMRewardConfig, CausalLMRewardModel
 from ppo_rlhf.training.memory import RunShape, machine, plan_memory, remedies
 from ppo_rlhf.training.memory.live_bytes import MAPPED_FROM, counting
