@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
+import rich
 from kedro.framework.hooks import hook_impl
 from kedro.framework.hooks.manager import _create_hook_manager
+from kedro.framework.session import KedroSession
 from kedro.io import DataCatalog, MemoryDataset
 from kedro.pipeline import Node, Pipeline
 from kedro.runner import SequentialRunner
-from kedro_datasets.json import JSONDataset
+from rich.console import Console
 
+from ppo_rlhf import runner
 from ppo_rlhf.core.errors import ConfigError
-from ppo_rlhf.runner import (
-    ITERATION_TAG,
-    LoopRunner,
-    plan_loop,
-)
+from ppo_rlhf.runner import ITERATION_TAG, LoopRunner, LoopSession, plan_loop, reporting
 
 
 @dataclass
@@ -156,14 +156,6 @@ def test_nodes_before_the_loop_and_after_it_run_once_and_those_in_it_until_the_s
     assert outputs["evaluation"].load() == 0.3
 
 
-def test_nodes_that_run_once_keep_the_order_of_kedros_topological_sort(journal):
-    pipeline = loop_pipeline(journal)
-    LoopRunner().run(pipeline, catalog_for(pipeline))
-    sorted_by_kedro = [node.name.removeprefix("toy.") for node in pipeline.nodes]
-    once = [name for name in journal.calls if name not in ("generate", "score", "optimise", "evaluate")]
-    assert once == [name for name in sorted_by_kedro if name in once]
-
-
 def test_a_state_that_is_finished_before_the_first_iteration_is_handed_on_as_it_is(journal):
     pipeline = loop_pipeline(journal)
     outputs = LoopRunner().run(pipeline, catalog_for(pipeline, iterations=0))
@@ -197,7 +189,7 @@ def resumed_at(pipeline: Pipeline, iteration: int) -> Pipeline:
     ],
     ids=["fresh", "resumed", "resumed when finished"],
 )
-def test_a_resumed_run_first_makes_up_for_what_lay_behind_the_state_that_was_saved(journal, caplog, done, calls):
+def test_a_resumed_run_first_evaluates_its_checkpoint_which_was_saved_before_that(journal, caplog, done, calls):
     pipeline = resumed_at(loop_pipeline(journal), done)
     with caplog.at_level(logging.INFO):
         outputs = LoopRunner().run(pipeline, catalog_for(pipeline, iterations=3))
@@ -206,41 +198,7 @@ def test_a_resumed_run_first_makes_up_for_what_lay_behind_the_state_that_was_sav
     assert outputs["evaluation"].load() == 0.3
     assert outputs["page"].load() == "report: exported after 3"
     lines = [message.split(",")[0] for message in caplog.messages if message.startswith("Iteration")]
-    assert lines == [f"Iteration {i}/3" for i in range(done + 1, 4)]  # making up is no iteration
-
-
-def test_made_up_for_is_what_needs_the_next_state_but_nothing_else_of_its_iteration():
-    def node(name: str, inputs: list[str]) -> Node:
-        return Node(lambda *_: 0, inputs, f"{name}_out", name=name, tags=ITERATION_TAG)
-
-    pipeline = Pipeline(
-        [
-            Node(lambda: 0, None, "training_state", name="initialise"),
-            Node(lambda: 0, None, "prompts", name="read_prompts"),
-            Node(lambda s: 0, "training_state", "rollouts", name="generate", tags=ITERATION_TAG),
-            Node(
-                lambda s, r: (0, 0),
-                ["training_state", "rollouts"],
-                ["next_training_state", "ppo_metrics"],
-                name="optimise",
-                tags=ITERATION_TAG,
-            ),
-            node("evaluate", ["next_training_state", "prompts", "params:evaluation"]),
-            node("judge", ["evaluate_out"]),
-            node("show_rollouts", ["rollouts"]),
-            node("show_metrics", ["ppo_metrics"]),
-            node("compare_with_rollouts", ["next_training_state", "rollouts"]),
-            node("compare_states", ["next_training_state", "training_state"]),
-            node("judge_comparison", ["evaluate_out", "compare_states_out"]),
-        ]
-    )
-    plan = plan_loop(pipeline)
-    assert plan is not None
-    assert [made_up.name for made_up in plan.tail] == ["evaluate", "judge"]
-    # what does not need the next state comes before it, wherever Kedro sorts it
-    assert {before.name for before in plan.to_next_state[:-1]} == {"generate", "show_rollouts"}
-    assert plan.to_next_state[-1].name == "optimise"
-    assert len(plan.behind_it) == 6
+    assert lines == [f"Iteration {i}/3" for i in range(done + 1, 4)]
 
 
 def test_the_carried_state_is_the_same_object_in_every_iteration(journal):
@@ -258,46 +216,6 @@ def test_the_carried_state_is_the_same_object_in_every_iteration(journal):
     LoopRunner().run(pipeline, catalog_for(pipeline), hook_manager=manager)
     assert len(seen) == 3 * 4 + 1  # three nodes load training_state, one next_training_state; export once
     assert len(set(seen)) == 1
-
-
-def test_what_an_iteration_makes_is_dropped_within_it_and_what_the_loop_needs_lives_until_its_last_use(journal):
-    pipeline = loop_pipeline(journal)
-    living: dict[str, list[int]] = {}
-
-    class Watcher:
-        @hook_impl
-        def before_node_run(self, node: Node) -> None:
-            living.setdefault(node.name.removeprefix("toy."), []).append(journal.living())
-
-    manager = _create_hook_manager()
-    manager.register(Watcher())
-    LoopRunner().run(pipeline, catalog_for(pipeline, iterations=50), hook_manager=manager)
-    # Alive at the start of each iteration: the reference alone. Before the update: reference, rollouts, scores.
-    assert living["generate"] == [1] * 50
-    assert living["optimise"] == [3] * 50
-    assert living["evaluate"] == [1] * 50
-    assert living["export"] == [1]
-    assert journal.living() == 0
-
-
-def test_datasets_are_released_after_their_last_use_in_any_phase(journal):
-    pipeline = loop_pipeline(journal)
-    plan = plan_loop(pipeline)
-    assert plan is not None
-    assert plan.release_after_node == {
-        "toy.initialise": ["config"],
-        "toy.optimise": ["rollouts", "scores"],
-        "toy.export": ["reference", "next_training_state"],
-        "toy.report": ["exported"],
-    }
-    assert plan.release_after_loop == ["training_state"]
-
-
-def test_a_dataset_loaded_before_the_loop_in_it_and_after_it_is_there_each_time(journal):
-    # `reference` is loaded by initialise, generate, evaluate and export: Kedro's counts per phase would drop it.
-    pipeline = loop_pipeline(journal)
-    LoopRunner().run(pipeline, catalog_for(pipeline, iterations=2))
-    assert journal.calls.count("export") == 1
 
 
 @pytest.mark.parametrize(
@@ -353,29 +271,6 @@ def test_an_untagged_node_between_tagged_ones_is_refused(journal):
         plan_loop(untagged)
 
 
-@pytest.mark.parametrize(("node", "call"), [("generate", 1), ("optimise", 3)])
-def test_a_failure_in_the_loop_suggests_starting_behind_what_is_on_disk(tmp_path, journal, caplog, node, call):
-    pipeline = loop_pipeline(journal)
-    catalog = catalog_for(pipeline, iterations=5)
-    catalog["config"] = JSONDataset(filepath=str(tmp_path / "config.json"))
-    journal.fail_at = (node, call)
-    with pytest.raises(RuntimeError, match=f"{node} fails"):
-        LoopRunner().run(pipeline, catalog)
-    # No iteration can be entered from outside: its state is in memory. What makes that state is named instead.
-    suggestion = caplog.text.split('--from-nodes "')[1].split('"')[0]
-    assert suggestion == "toy.load_reference"
-
-
-@pytest.mark.parametrize("node", ["configure", "generate", "export"])
-def test_nothing_is_suggested_where_starting_anew_costs_no_more(journal, caplog, node):
-    pipeline = loop_pipeline(journal)
-    journal.fail_at = (node, 1)
-    with pytest.raises(RuntimeError):
-        LoopRunner().run(pipeline, catalog_for(pipeline))
-    assert "--from-nodes" not in caplog.text
-    assert "No nodes ran" not in caplog.text
-
-
 def test_node_lines_are_silent_in_the_loop_but_warnings_of_nodes_are_not(journal, caplog):
     pipeline = loop_pipeline(journal)
     caplog.set_level(logging.INFO, logger="kedro.pipeline.node")  # as a person may set it in conf/logging.yml
@@ -412,29 +307,61 @@ def test_kedro_viz_recognises_the_runner_as_sequential():
     assert is_sequential_runner({"runner": getattr(LoopRunner(), "__name__", str(LoopRunner()))})
 
 
-def test_kedro_viz_records_one_iteration_however_many_there_are(journal):
-    from kedro_viz.integrations.kedro.run_hooks import PipelineRunStatusHook
+def test_the_data_of_an_iteration_are_overwritten_in_the_next_and_released_after_the_loop(journal):
+    pipeline = loop_pipeline(journal)
+    living: dict[str, list[int]] = {}
 
-    def events(iterations: int) -> list[dict[str, object]]:
-        pipeline = loop_pipeline(Journal())
-        viz, manager = PipelineRunStatusHook(), _create_hook_manager()
-        manager.register(viz)
-        catalog = catalog_for(pipeline, iterations)
-        viz.after_catalog_created(catalog)
-        viz.before_pipeline_run({"runner": str(LoopRunner())}, pipeline)
-        LoopRunner().run(pipeline, catalog, hook_manager=manager)
-        return [{k: v for k, v in e.items() if k not in ("timestamp", "duration")} for e in viz._events]
+    class Watcher:
+        @hook_impl
+        def before_node_run(self, node: Node) -> None:
+            living.setdefault(node.name.removeprefix("toy."), []).append(journal.living())
 
-    assert events(9) == events(1)
+    manager = _create_hook_manager()
+    manager.register(Watcher())
+    LoopRunner().run(pipeline, catalog_for(pipeline, iterations=9), hook_manager=manager)
+    # the reference, and from the second iteration on the rollouts and scores of the one before
+    assert living["generate"] == [1] + [3] * 8
+    assert living["export"] == [1]
+    assert journal.living() == 0
 
 
-def test_sessions_that_are_given_no_runner_take_the_loop_runner(monkeypatch):
-    from kedro.framework.session import service_session, session
+def test_a_session_without_a_runner_gets_the_loop_runner(monkeypatch):
+    given = []
+    monkeypatch.setattr(KedroSession, "run", lambda self, *args, **options: given.append((args, options)) or {})
+    session, other = LoopSession.__new__(LoopSession), SequentialRunner()
+    session.run(["ppo"])
+    session.run(runner=other)
+    session.run(None, ["ppo"], None, other)
+    assert isinstance(given[0][1]["runner"], LoopRunner)
+    assert given[1:] == [((), {"runner": other}), ((None, ["ppo"], None, other), {})]
 
-    from ppo_rlhf.runner import make_session_default
 
-    for module in (session, service_session):
-        monkeypatch.setattr(module, "SequentialRunner", SequentialRunner)
-    make_session_default()
-    assert session.SequentialRunner is LoopRunner
-    assert service_session.SequentialRunner is LoopRunner
+def test_many_iterations_are_thinned_to_a_line_every_two_seconds_and_the_last_is_always_shown(caplog, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(runner.time, "monotonic", lambda: now[0])
+    with caplog.at_level(logging.INFO), reporting(0, 100) as report:
+        for iteration in range(1, 101):
+            now[0] += 0.5
+            report(iteration, {})
+    shown = [int(message.split("/")[0].split()[1]) for message in caplog.messages]
+    assert shown == [*range(1, 100, 4), 100]
+    assert "0:00:48 left" in caplog.messages[1]  # 95 iterations of half a second
+
+
+def test_a_terminal_gets_one_bar_with_the_readings(monkeypatch):
+    terminal = Console(file=io.StringIO(), force_terminal=True, width=160)
+    monkeypatch.setattr(rich, "get_console", lambda: terminal)
+    readings = {"objective/scores": 0.5, "objective/kl": 4.25, "throughput/episodes_per_s": 320.0}
+    with reporting(0, 2) as report:
+        report(1, readings)
+    shown = terminal.file.getvalue()
+    assert "1/2" in shown
+    assert "reward 0.500, KL 4.25, 320.0 episodes/s" in shown
+
+
+def test_a_process_that_is_not_the_main_one_says_nothing(journal, caplog, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    pipeline = loop_pipeline(journal)
+    with caplog.at_level(logging.INFO, "ppo_rlhf"):
+        LoopRunner().run(pipeline, catalog_for(pipeline))
+    assert not [record for record in caplog.records if record.msg.startswith(("Iteration", "Training", "Completed"))]

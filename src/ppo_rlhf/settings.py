@@ -11,7 +11,7 @@ with collector_paused():
 
     from ppo_rlhf.hooks import ChecksHook, TrackingHook, start_up_hook
     from ppo_rlhf.hooks.advice import AdviceHook
-    from ppo_rlhf.runner import make_session_default
+    from ppo_rlhf.runner import LoopSession
 
 # Kedro's own, four times a command; conf/logging.yml holds back what comes before this line.
 warnings.filterwarnings("ignore", message=r"register_new_resolver\(\) is deprecated")
@@ -23,7 +23,7 @@ os.environ.setdefault("DO_NOT_TRACK", "true")
 mlflow.telemetry.set_telemetry_client()
 os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")  # one bar is enough: the loop's
 
-make_session_default()
+SESSION_CLASS = LoopSession  # with LoopRunner by default
 
 _IS_MAIN_RANK = os.environ.get("RANK", "0") == "0"  # of the processes that torchrun or accelerate started
 

@@ -12,10 +12,9 @@ from kedro.io import DataCatalog, DatasetError
 from ppo_rlhf.checkpoints.files import checkpoint_iterations
 from ppo_rlhf.checkpoints.store import CheckpointRequest
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.core.errors import CheckpointError
+from ppo_rlhf.core.errors import CheckpointError, own_error
 from ppo_rlhf.datasets import checkpoints
 from ppo_rlhf.datasets.checkpoints import CheckpointDataset, EvaluationLogDataset, run_directory
-from ppo_rlhf.runner.wrapped import own_error
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 from yaml import MarkedYAMLError, YAMLError
 
-from ppo_rlhf.runner.wrapped import own_error
+from ppo_rlhf.core.errors import own_error
 
 CONFIGURATION = (OmegaConfBaseException, YAMLError, MissingConfigException, BadConfigException)
 REQUEST = {  # what Kedro raises, as plain ValueErrors, where a command names things that do not exist

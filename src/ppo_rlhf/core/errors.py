@@ -51,3 +51,14 @@ class DivergenceError(TrainingError):
 
 class LaunchError(PPORLHFError, RuntimeError):
     """Several processes were started in a way that does not join them into one run."""
+
+
+def own_error(error: BaseException) -> PPORLHFError | None:
+    """Return the error of ours that `error` is or was caused by, None if there is none.
+
+    Kedro raises a `DatasetError` for an error in a dataset; the error itself is its cause.
+    """
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, PPORLHFError):
+        cause = cause.__cause__
+    return cause

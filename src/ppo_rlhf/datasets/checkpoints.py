@@ -12,9 +12,13 @@ from kedro.io import AbstractDataset, DatasetError
 from ppo_rlhf.checkpoints.files import checkpoint_iterations, checkpoint_name, prune_checkpoints
 from ppo_rlhf.checkpoints.store import CheckpointRequest, best_iteration, check_free_space, write_checkpoint
 from ppo_rlhf.core.errors import CheckpointError
+from ppo_rlhf.datasets.whole_files import written_whole
 from ppo_rlhf.ppo.state import TrainingState
+from ppo_rlhf.processes import is_main_process
 
 EVALUATIONS = "evaluations.json"
+RUN_ID = "PPO_RLHF_RUN_ID"
+"""The environment variable by which all processes of a run know its MLflow run id."""
 
 
 class CheckpointDataset(AbstractDataset[CheckpointRequest, Path]):
@@ -98,17 +102,9 @@ class EvaluationLogDataset(AbstractDataset[dict[str, float], list[dict[str, floa
         if not data:
             return
         directory = run_directory(self.root)
-        directory.mkdir(parents=True, exist_ok=True)
         rows = [row for row in read_evaluations(directory) if row["iteration"] != data["iteration"]] + [data]
-        temporary = directory / f".{EVALUATIONS}.{os.getpid()}.tmp"
-        try:
-            with temporary.open("w") as file:
-                json.dump(rows, file, indent=1)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(directory / EVALUATIONS)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with written_whole(directory / EVALUATIONS) as draft:
+            draft.write_text(json.dumps(rows, indent=1), encoding="utf-8")
 
     def load(self) -> list[dict[str, float]]:
         """Return this run's evaluations, oldest first."""
@@ -122,9 +118,15 @@ class EvaluationLogDataset(AbstractDataset[dict[str, float], list[dict[str, floa
 
 
 def run_directory(root: Path) -> Path:
-    """Return the directory of the MLflow run that is active; without one, a directory of this process."""
+    """Return the directory of the MLflow run that is active; without one, a directory of this process.
+
+    Of several processes only the main one has an MLflow run; a hook gives the others its id in the environment.
+    """
     run = mlflow.active_run()
-    return root / (run.info.run_id if run else f"untracked-{os.getpid()}")
+    run_id = run.info.run_id if run else None
+    if not is_main_process():
+        run_id = os.environ.get(RUN_ID)
+    return root / (run_id or f"untracked-{os.getpid()}")
 
 
 def read_evaluations(directory: Path) -> list[dict[str, float]]:

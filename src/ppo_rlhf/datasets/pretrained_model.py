@@ -1,7 +1,6 @@
 """A catalog entry for a Hugging Face model: lazy to load, versioned and whole when saved."""
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from kedro_datasets._typing import JSONPreview
 
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.datasets.paths import expand_home
-from ppo_rlhf.datasets.private_folders import private_folder, put
+from ppo_rlhf.datasets.whole_files import written_whole
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 
 _PREVIEWED = ("architectures", "model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -21,8 +20,8 @@ class PretrainedModelDataset(AbstractDataset[TrainedModel, PretrainedHandle | No
     """A model directory (configuration, safetensors, tokenizer) or a hub id.
 
     Loading gives a handle; weights are read only when a node asks for them. The path itself is loaded if a config.json
-    lies there, else the newest version below it. Saving writes a new version folder below the path: under a temporary
-    name first, so that a half-written model is never loaded. Example:
+    lies there, else the newest version below it. Saving writes a new version below the path, whole or not
+    at all. Example:
 
     ```yaml
     sft_policy:
@@ -72,10 +71,10 @@ class PretrainedModelDataset(AbstractDataset[TrainedModel, PretrainedHandle | No
         folder = Path(self._source)
         if (folder / "config.json").exists():
             raise DatasetError(f"{folder} is a model directory of its own, which is never overwritten. Save elsewhere.")
-        with private_folder(folder) as private:
-            whole = private / "model"
-            data.save(whole)
-            self._saved = _put_as_newest(whole, folder)
+        version = folder / generate_timestamp()  # of its time, in milliseconds
+        with written_whole(version) as draft:
+            data.save(draft)
+        self._saved = version
 
     @property
     def saved(self) -> Path | None:
@@ -100,20 +99,6 @@ class PretrainedModelDataset(AbstractDataset[TrainedModel, PretrainedHandle | No
 
     def _describe(self) -> dict[str, Any]:
         return {"filepath": self._source, "trust_remote_code": self._trust_remote_code}
-
-
-def _put_as_newest(whole: Path, folder: Path) -> Path:
-    """Rename a whole model to a new version of `folder`; versions are named by their time, in milliseconds."""
-    while True:
-        version = folder / generate_timestamp()
-        try:
-            put(whole, version)
-        except OSError:
-            if not (whole.exists() and version.exists()):
-                raise
-            time.sleep(0.001)  # another run took that name
-        else:
-            return version
 
 
 def newest_version(source: str) -> str:

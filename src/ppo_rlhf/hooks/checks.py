@@ -23,7 +23,7 @@ from ppo_rlhf.runner import CARRY_IN, LoopRunner, plan_loop
 logger = logging.getLogger(__name__)
 
 CHECKPOINT = "checkpoint"
-NO_RUNNER = "None"  # how Kedro's session records that it was given none; see make_session_default
+NO_RUNNER = "None"  # how Kedro's session records that it was given none
 
 
 class ChecksHook:
@@ -86,12 +86,12 @@ def check_runner(run_params: Mapping[str, Any], pipeline: Pipeline) -> None:
             "are there: drop it. `--params resume=latest` goes on with a run, and does no finished stage again."
         )
     runner = run_params["runner"]
-    if runner in (NO_RUNNER, str(LoopRunner())):
+    if runner == str(LoopRunner()):
         return
-    name = runner.removeprefix("<").split(" ")[0].rpartition(".")[2]
+    name = "SequentialRunner" if runner == NO_RUNNER else runner.removeprefix("<").split(" ")[0].rpartition(".")[2]
     raise ConfigError(
-        f"{name} would run PPO's loop once instead of until training is finished: drop --runner (in Python: the "
-        "`runner` argument), then LoopRunner is used."
+        f"{name} would run PPO's loop once instead of until training is finished: drop --runner, or in Python give "
+        "session.run(runner=LoopRunner()) from ppo_rlhf.runner."
     )
 
 

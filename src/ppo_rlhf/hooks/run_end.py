@@ -9,9 +9,8 @@ from typing import Any
 
 import click
 
-from ppo_rlhf.core.errors import DivergenceError
+from ppo_rlhf.core.errors import DivergenceError, own_error
 from ppo_rlhf.hooks.run_description import resume_command
-from ppo_rlhf.runner.wrapped import own_error
 
 ERROR = "error"
 LAST_CHECKPOINT = "last_checkpoint"

@@ -11,8 +11,7 @@ from typing import Any
 from kedro.io import CatalogProtocol, DatasetError
 from kedro.pipeline import Pipeline
 
-from ppo_rlhf.core.errors import PPORLHFError
-from ppo_rlhf.runner.wrapped import own_error
+from ppo_rlhf.core.errors import PPORLHFError, own_error
 
 PROMPT_TABLES = ("raw_prompts", "raw_evaluation_prompts")
 """What prompts are read from: those to train on, and, if there are such, those to evaluate on."""

@@ -1,0 +1,51 @@
+"""Writing a file or a folder so that nobody ever sees half of it."""
+
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+DRAFT = ".{name}.{process}.draft"
+ABANDONED_S = 24 * 3600
+"""A draft this old belongs to a process that was killed."""
+
+
+@contextmanager
+def written_whole(target: Path) -> Iterator[Path]:
+    """Yield a hidden path beside `target` to write to; after the block it is on the disk and is renamed to `target`.
+
+    A file that was there is replaced. If the block fails, nothing changes. Drafts of killed processes are deleted.
+
+    Raises:
+        OSError: It cannot be written, or `target` is a folder that is not empty.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    for old in target.parent.glob(DRAFT.format(name="*", process="*")):
+        if time.time() - old.stat().st_mtime > ABANDONED_S:
+            _delete(old)
+    draft = target.with_name(DRAFT.format(name=target.name, process=os.getpid()))
+    try:
+        yield draft
+        for path in [*draft.rglob("*"), draft]:
+            _sync(path)
+        draft.replace(target)
+        _sync(target.parent)
+    finally:
+        _delete(draft)
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,376 @@
+"""LoopRunner: Kedro's sequential runner, except that PPO's iteration is repeated until training is finished.
+
+The loop is a part of the DAG with the tag `iteration`, and a carry: the `next_training_state` of one iteration is the
+`training_state` of the next. Kedro's DAG knows nothing of the carry: a slice, a plot and Kedro-Viz see one iteration.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Protocol
+
+import rich
+from kedro.framework.session import KedroSession
+from kedro.io import CatalogProtocol
+from kedro.pipeline import Pipeline
+from kedro.pipeline.node import Node
+from kedro.runner import SequentialRunner
+from kedro.runner.task import Task
+from pluggy import PluginManager
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+
+from ppo_rlhf import processes
+from ppo_rlhf.core.errors import ConfigError
+from ppo_rlhf.signals import (
+    RunInterruptedError,
+    TerminationSignal,
+    deferring_signals,
+    finishing_first,
+    raising_on_signals,
+)
+
+if TYPE_CHECKING:
+    from ppo_rlhf.datasets.run_catalog import RunCatalog
+
+__all__ = [
+    "CARRY_IN",
+    "CARRY_OUT",
+    "ITERATION_TAG",
+    "LoopRunner",
+    "LoopSession",
+    "RunInterruptedError",
+    "TerminationSignal",
+    "deferring_signals",
+    "plan_loop",
+    "raising_on_signals",
+]
+
+ITERATION_TAG = "iteration"
+CARRY_IN = "training_state"
+CARRY_OUT = "next_training_state"
+METRICS = "ppo_metrics"
+RESUME = "resume_checkpoint"
+PPO = "ppo"
+NODE_LOGGERS = ("kedro.pipeline.node", "kedro.io.data_catalog")  # one INFO line a node, a load and a save
+FEW_ITERATIONS, LINE_INTERVAL_S = 20, 2.0
+SHOWN = {
+    "objective/scores": "reward {:.3f}",
+    "objective/kl": "KL {:.2f}",
+    "objective/entropy": "entropy {:.2f}",
+    "throughput/episodes_per_s": "{:.1f} episodes/s",
+}
+
+logger = logging.getLogger(__name__)
+
+
+class LoopState(Protocol):
+    """The attributes of the carried state that the runner uses."""
+
+    iteration: int
+    """Iterations completed."""
+    total_iterations: int
+    finished: bool
+    stopping: bool
+    """Set by the runner: the run ends after this iteration, so its checkpoint is due."""
+    shutdown_grace_s: float
+    """Seconds after a signal within which the iteration must be saved."""
+
+
+@dataclass(frozen=True)
+class LoopPlan:
+    """The nodes of each phase, in Kedro's topological order.
+
+    Attributes:
+        upstream: Nodes that run once before the loop, including those that have nothing to do with it.
+        to_next_state: The tagged nodes up to the one that makes the next state.
+        behind_it: The tagged nodes that depend on the next state.
+        repeatable: Nodes of `behind_it` that need nothing else of the iteration: a resumed run can run them for the
+            state of its checkpoint, which was saved before they ran.
+        downstream: Untagged nodes that depend on an iteration.
+    """
+
+    upstream: tuple[Node, ...]
+    to_next_state: tuple[Node, ...] = ()
+    behind_it: tuple[Node, ...] = ()
+    repeatable: tuple[Node, ...] = ()
+    downstream: tuple[Node, ...] = ()
+
+    @property
+    def iteration(self) -> tuple[Node, ...]:
+        """The tagged nodes; none if the pipeline does not contain the closed loop."""
+        return self.to_next_state + self.behind_it
+
+
+def plan_loop(pipeline: Pipeline) -> LoopPlan | None:
+    """Return how to run a pipeline that contains the closed loop, or None if it does not.
+
+    The loop is closed if an untagged node of this pipeline makes the first `training_state`, a tagged one loads it, and
+    a tagged one makes `next_training_state`.
+
+    Raises:
+        ConfigError: An untagged node lies between tagged ones, so no phase could run it.
+    """
+    tagged = [node for node in pipeline.nodes if ITERATION_TAG in node.tags]
+    untagged = [node for node in pipeline.nodes if ITERATION_TAG not in node.tags]
+    carry = next((node for node in tagged if CARRY_OUT in node.outputs), None)
+    is_begun = any(CARRY_IN in node.outputs for node in untagged)
+    if carry is None or not is_begun or not any(CARRY_IN in node.inputs for node in tagged):
+        return None
+    inside = _dependent_on(set(tagged), pipeline)
+    behind = [node for node in tagged if node in _dependent_on({carry}, pipeline) and node is not carry]
+    downstream = [node for node in untagged if node in inside]
+    for node in tagged:
+        if between := sorted(parent.name for parent in pipeline.node_dependencies[node] if parent in downstream):
+            raise ConfigError(
+                f"The loop's node {node.name} needs {', '.join(between)}, which depends on an iteration but has no tag "
+                f"'{ITERATION_TAG}'. Tag it, or take {node.name} out of the loop."
+            )
+    of_iteration = {name for node in tagged for name in node.outputs} - {CARRY_OUT} | {CARRY_IN}
+    return LoopPlan(
+        upstream=tuple(node for node in untagged if node not in inside),
+        to_next_state=(*(node for node in tagged if node is not carry and node not in behind), carry),
+        behind_it=tuple(behind),
+        repeatable=tuple(node for node in behind if of_iteration.isdisjoint(node.inputs)),
+        downstream=tuple(downstream),
+    )
+
+
+def _dependent_on(nodes: set[Node], pipeline: Pipeline) -> set[Node]:
+    """Return the nodes, and all nodes of the pipeline that depend on them."""
+    found = set(nodes)
+    for node in pipeline.nodes:
+        if pipeline.node_dependencies[node] & found:
+            found.add(node)
+    return found
+
+
+class LoopRunner(SequentialRunner):
+    """Runs the nodes before the loop once, the nodes tagged `iteration` until training is finished, then the rest once.
+
+    A run that is resumed skips nodes before the loop whose outputs the same MLflow run has written, except those in the
+    namespace `ppo`. A pipeline without the closed loop runs as under Kedro's SequentialRunner.
+
+    The first SIGTERM or Ctrl-C in the loop lets the iteration finish and be saved; the second one, or the end of
+    `shutdown_grace_s`, stops the run at once. Outside the loop the first one does.
+    """
+
+    def __init__(self, is_async: bool = False) -> None:
+        """Take Kedro's option.
+
+        Raises:
+            ConfigError: Datasets are to be saved in threads. MLflow gives each thread a run of its own, and checkpoints
+                are named by the run.
+        """
+        if is_async:
+            raise ConfigError("--async: LoopRunner saves what a node made before the next one runs; drop it.")
+        super().__init__()
+
+    def __str__(self) -> str:
+        """Name both classes: Kedro-Viz records the status of a run only if it finds Kedro's own in here."""
+        return "<ppo_rlhf.runner.LoopRunner, a kedro.runner.sequential_runner.SequentialRunner object>"
+
+    __repr__ = __str__
+
+    def run(
+        self,
+        pipeline: Pipeline,
+        catalog: CatalogProtocol,
+        hook_manager: PluginManager | None = None,
+        run_id: str | None = None,
+        only_missing_outputs: bool = False,
+    ) -> dict[str, Any]:
+        """Run the pipeline as `AbstractRunner.run` does.
+
+        Raises:
+            RunInterruptedError: SIGTERM or SIGINT came.
+        """
+        try:
+            with raising_on_signals():
+                own, is_resumed = _catalog_of_run(pipeline, catalog)
+                return super().run(pipeline, own, hook_manager, run_id, only_missing_outputs or is_resumed)
+        except TerminationSignal as stop:
+            raise RunInterruptedError(stop.signum) from None
+
+    def _run(
+        self,
+        pipeline: Pipeline,
+        catalog: RunCatalog,
+        hook_manager: PluginManager | None = None,
+        run_id: str | None = None,
+    ) -> None:
+        plan = plan_loop(pipeline)
+        if plan is None:
+            if any(ITERATION_TAG in node.tags for node in pipeline.nodes):
+                _say("These nodes are not the whole loop: the ones of its iteration run once.")
+            plan = LoopPlan(upstream=tuple(pipeline.nodes))
+        loads = Counter(name for node in pipeline.nodes for name in node.inputs)
+
+        def execute(node: Node) -> None:
+            Task(node, catalog, self._is_async, hook_manager, run_id).execute()
+
+        def run_once(nodes: Iterable[Node], first: int) -> None:
+            for number, node in enumerate(nodes, first):
+                started = time.perf_counter()
+                execute(node)
+                self._release_datasets(node, catalog, loads, pipeline)
+                seconds = time.perf_counter() - started
+                _say("Completed node %d of %d: %s (%.1f s)", number, len(pipeline.nodes), node.name, seconds)
+
+        run_once(plan.upstream, 1)
+        if plan.iteration:
+            with _silenced(NODE_LOGGERS):
+                _repeat(plan, catalog, execute)
+            for node in plan.iteration:
+                self._release_datasets(node, catalog, loads, pipeline)
+        run_once(plan.downstream, 1 + len(plan.upstream) + len(plan.iteration))
+
+
+class LoopSession(KedroSession):
+    """Kedro's session, but with LoopRunner where no runner is given. Kedro has no setting for that."""
+
+    def run(self, *args: Any, **options: Any) -> dict[str, Any]:
+        """Run as `KedroSession.run` does; the runner is its fourth argument."""
+        if len(args) < 4 and options.get("runner") is None:
+            options["runner"] = LoopRunner()
+        return super().run(*args, **options)
+
+
+def _catalog_of_run(pipeline: Pipeline, catalog: CatalogProtocol) -> tuple[RunCatalog, bool]:
+    """Return the catalog to run with, and whether the run is resumed."""
+    from ppo_rlhf.datasets import ResumeCheckpointDataset  # heavy: not for commands that run nothing
+    from ppo_rlhf.datasets.checkpoints import run_directory
+    from ppo_rlhf.datasets.run_catalog import RunCatalog, StageOutputs
+
+    plan, resume = plan_loop(pipeline), catalog.get(RESUME)
+    if plan is None or not isinstance(resume, ResumeCheckpointDataset):
+        return RunCatalog(catalog), False
+    reusable = {name for node in plan.upstream if (node.namespace or "").split(".")[0] != PPO for name in node.outputs}
+    read = {name for node in pipeline.nodes for name in node.inputs}
+    is_resumed = resume.requested is not None
+    outputs = StageOutputs(run_directory(resume.root), reusable, read)
+    return RunCatalog(catalog, outputs, is_resumed=is_resumed), is_resumed
+
+
+def _repeat(plan: LoopPlan, catalog: RunCatalog, execute: Callable[[Node], None]) -> None:
+    """Run iterations until the state is finished.
+
+    Raises:
+        TerminationSignal: A signal came, to this process or another one of the run; the last iteration is saved.
+    """
+    state: LoopState = catalog.load(CARRY_IN)
+    if state.iteration > 0 or state.finished:
+        catalog.save(CARRY_OUT, state)
+        for node in plan.repeatable:
+            execute(node)
+    if state.finished:
+        _say("No iteration is left to do: %d of %d are done.", state.iteration, state.total_iterations)
+        return
+    _say("Training: %d iterations.", state.total_iterations - state.iteration)
+    shutdown = _Shutdown(state)
+    has_metrics = any(METRICS in node.outputs for node in plan.iteration)
+    with (
+        reporting(state.iteration, state.total_iterations) as report,
+        finishing_first(state.shutdown_grace_s, shutdown.ask, _say),
+    ):
+        while not state.finished:
+            shutdown.iteration = state.iteration + 1
+            for node in plan.to_next_state:
+                execute(node)
+            state = shutdown.state = catalog.load(CARRY_OUT)
+            report(state.iteration, catalog.load(METRICS) if has_metrics else {})
+            shutdown.stop_if_asked(catalog)
+            for node in plan.behind_it:
+                execute(node)
+            shutdown.stop_if_asked(catalog)
+            catalog.save(CARRY_IN, state)
+
+
+class _Shutdown:
+    """Ends the loop after a signal, in all processes at the same place."""
+
+    def __init__(self, state: LoopState) -> None:
+        self.state, self.iteration = state, state.iteration + 1
+        self._signum: int | None = None
+
+    def ask(self, signum: int) -> str:
+        """Ask for the end of the run and return the line that says so; called in the signal handler."""
+        self._signum = signum
+        self.state.stopping = True
+        now = f"{signal.Signals(signum).name}: finishing iteration {self.iteration} and saving it, then stopping"
+        return f"{now}; a second signal stops at once."
+
+    def stop_if_asked(self, catalog: RunCatalog) -> None:
+        """Save the state and raise `TerminationSignal` if a process was asked to stop.
+
+        The state is on the disk already unless the signal came after it had been found not to be due.
+        """
+        asked = [signum for signum in processes.from_all(self._signum) if signum is not None]
+        if not asked:
+            return
+        self.state.stopping = True
+        catalog.save_checkpoint_not_due()
+        raise TerminationSignal(asked[0])
+
+
+@contextmanager
+def reporting(done: int, total: int) -> Iterator[Callable[[int, Mapping[str, float]], None]]:
+    """Yield a function that shows that an iteration (counted from 1) is complete, with its metrics.
+
+    On a terminal that is one bar, on rich's console as Kedro's log. Elsewhere it is a log line for each of few
+    iterations; for each of many if the last line is two seconds old, and for the last one.
+
+    Args:
+        done: Iterations that are complete already.
+        total: All iterations.
+    """
+    started_at = time.monotonic()
+    line_at = float("-inf")
+
+    def readings(iteration: int, metrics: Mapping[str, float]) -> list[str]:
+        seconds = (time.monotonic() - started_at) / max(1, iteration - done) * (total - iteration)
+        left = [f"{timedelta(seconds=round(seconds))} left"] if iteration < total else []
+        return [*(text.format(metrics[name]) for name, text in SHOWN.items() if name in metrics), *left]
+
+    def log(iteration: int, metrics: Mapping[str, float]) -> None:
+        nonlocal line_at
+        if total - done <= FEW_ITERATIONS or iteration >= total or time.monotonic() - line_at >= LINE_INTERVAL_S:
+            line_at = time.monotonic()
+            _say("%s", ", ".join([f"Iteration {iteration}/{total}", *readings(iteration, metrics)]))
+
+    console = rich.get_console()
+    if not console.is_terminal or console.is_jupyter or not processes.is_main_process():
+        yield log
+        return
+    columns = ("PPO", BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn(), "{task.fields[readings]}")
+    with Progress(*columns, console=console, refresh_per_second=4) as progress:
+        task = progress.add_task("PPO", completed=done, total=total, readings="")
+        yield lambda iteration, metrics: progress.update(
+            task, completed=iteration, readings=", ".join(readings(iteration, metrics))
+        )
+
+
+@contextmanager
+def _silenced(names: Iterable[str]) -> Iterator[None]:
+    """Let these loggers through only from WARNING on, unless they were set to DEBUG."""
+    levels = {logging.getLogger(name): logging.getLogger(name).level for name in names}
+    for quiet, level in levels.items():
+        if quiet.getEffectiveLevel() > logging.DEBUG:
+            quiet.setLevel(max(logging.WARNING, level))
+    try:
+        yield
+    finally:
+        for quiet, level in levels.items():
+            quiet.setLevel(level)
+
+
+def _say(text: str, *arguments: object) -> None:
+    """Log a line, in the main process alone."""
+    if processes.is_main_process():
+        logger.info(text, *arguments)

@@ -1,0 +1,202 @@
+"""SIGTERM and SIGINT as exceptions, so that a run that is stopped closes its files and its MLflow run.
+
+A node's code may contain `except Exception`, so the exception that interrupts it is a BaseException. Kedro's session
+tells its hooks only of Exceptions, so LoopRunner raises a `RunInterruptedError` in its place.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from time import monotonic
+from types import FrameType
+
+from ppo_rlhf.core.errors import PPORLHFError
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SAME_REQUEST_S = 0.3
+"""A signal this soon after the first one repeats it: `timeout` and launchers signal a process and then its group."""
+REACTION_S = 5.0
+"""How long the main thread has to raise the exception; then it hangs in C code, and the process is ended."""
+
+
+class TerminationSignal(BaseException):
+    """A signal asked this process to stop; raised in the main thread."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signal.Signals(signum).name)
+        self.signum = signum
+
+
+class RunInterruptedError(PPORLHFError, RuntimeError):
+    """A run was stopped by a signal."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(f"The run was stopped by {signal.Signals(signum).name}.")
+        self.signum = signum
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code that a shell reports for this signal: 143 for SIGTERM, 130 for SIGINT."""
+        return 128 + self.signum
+
+
+@dataclass
+class _State:
+    """The state of the handlers, one for the process.
+
+    Attributes:
+        process: Id of the process that set the handlers; forked workers inherit them.
+        blocks: Nested blocks of `raising_on_signals`.
+        deferring: Nested blocks of `deferring_signals`.
+        held: The signal that waits for the end of those.
+        first_at: Time of the first signal, in seconds.
+        finish_first: Takes the first signal in place of the exception.
+    """
+
+    process: int = 0
+    blocks: int = 0
+    deferring: int = 0
+    held: int | None = None
+    first_at: float | None = None
+    finish_first: Callable[[int], None] | None = None
+
+
+_state = _State()
+Requests = SimpleQueue[tuple[int, str] | None]
+"""The first signal with its line; None: the block has ended."""
+
+
+@contextmanager
+def raising_on_signals() -> Iterator[None]:
+    """Raise `TerminationSignal` on SIGTERM and SIGINT within the block; restore the former handlers after it.
+
+    Does nothing outside the main thread, where Python allows no handlers. A signal that is ignored (`nohup`, a shell's
+    background job) stays ignored. Blocks may be nested: the outermost one decides which signal is the first.
+    """
+    if not _in_main_thread():
+        yield
+        return
+    if _state.blocks == 0:
+        _state.process, _state.first_at, _state.held = os.getpid(), None, None
+    _state.blocks += 1
+    former = {signum: signal.getsignal(signum) for signum in SIGNALS}
+    for signum, handler in former.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(signum, _handle)
+    try:
+        yield
+    finally:
+        for signum, handler in former.items():
+            if handler is not None:  # None: it was set from outside Python and cannot be restored
+                signal.signal(signum, handler)
+        _state.blocks -= 1
+
+
+@contextmanager
+def deferring_signals() -> Iterator[None]:
+    """Hold `TerminationSignal` back until the end of the block, for short work that must not be cut: a database call.
+
+    Interrupted, SQLAlchemy may keep its connection and SQLite's lock, and the run could not be marked as killed. A call
+    to a server may also hang: another signal while one is held back ends the process at once.
+    """
+    if not _in_main_thread():
+        yield
+        return
+    _state.deferring += 1
+    try:
+        yield
+    finally:
+        _state.deferring -= 1
+        if _state.deferring == 0 and _state.held is not None:
+            signum, _state.held = _state.held, None
+            raise TerminationSignal(signum)
+
+
+@contextmanager
+def finishing_first(grace_s: float, ask: Callable[[int], str], say: Callable[[str], None]) -> Iterator[None]:
+    """Let the first signal within the block call `ask(signum)` instead of raising an exception.
+
+    The block should end soon after that. If it has not ended after `grace_s`, `TerminationSignal` is raised; if the
+    main thread does not react to it either, the process ends.
+
+    Args:
+        grace_s: Seconds between the signal and the exception.
+        ask: Asks for the end of the block and returns the line that says so. Called in the signal handler, so it may
+            interrupt any line of Python: it must not wait for a lock, and a logging handler has one.
+        say: Logs a line. Called in a thread.
+    """
+    if not _in_main_thread():
+        yield
+        return
+    requests: Requests = SimpleQueue()  # the only queue whose `put` a signal handler may call
+    watch = threading.Thread(target=_watch, args=(requests, grace_s, say), name="shutdown", daemon=True)
+    watch.start()
+
+    def finish_first(signum: int) -> None:
+        requests.put((signum, ask(signum)))
+
+    _state.finish_first = finish_first
+    try:
+        yield
+    finally:
+        _state.finish_first = None
+        requests.put(None)
+        watch.join()
+
+
+def _watch(requests: Requests, grace_s: float, say: Callable[[str], None]) -> None:
+    request = requests.get()
+    if request is None:
+        return
+    signum, line = request
+    say(line)
+    if _has_ended(requests, grace_s):
+        return
+    name = signal.Signals(signum).name
+    say(f"{name}: shutdown_grace_s={grace_s:g} is over; stopping now, the last checkpoint stands.")
+    _state.first_at = float("-inf")  # the next signal is no repetition of the first
+    signal.pthread_kill(threading.main_thread().ident or 0, signum)
+    if not _has_ended(requests, REACTION_S):
+        _exit(signum, "hangs")
+
+
+def _has_ended(requests: Requests, seconds: float) -> bool:
+    try:
+        requests.get(timeout=seconds)
+    except Empty:
+        return False
+    return True
+
+
+def _handle(signum: int, frame: FrameType | None) -> None:
+    if os.getpid() != _state.process:  # a forked worker has no iteration to finish, and its pool waits for its end
+        raise TerminationSignal(signum)
+    now = monotonic()
+    is_first = _state.first_at is None
+    if _state.first_at is None:
+        _state.first_at = now
+    elif now - _state.first_at < SAME_REQUEST_S:
+        return
+    if is_first and _state.finish_first is not None:
+        _state.finish_first(signum)
+    elif not _state.deferring:
+        raise TerminationSignal(signum)
+    elif _state.held is None:
+        _state.held = signum
+    else:
+        _exit(signum, "did not end")
+
+
+def _exit(signum: int, why: str) -> None:
+    os.write(2, f"{signal.Signals(signum).name}: ended at once, because a call {why}.\n".encode())
+    os._exit(128 + signum)
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()

@@ -1,0 +1,151 @@
+"""SIGTERM and SIGINT while a run is on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from ppo_rlhf import signals
+from ppo_rlhf.signals import (
+    RunInterruptedError,
+    TerminationSignal,
+    deferring_signals,
+    finishing_first,
+    raising_on_signals,
+)
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", 130)])
+def test_a_signal_is_raised_even_in_code_that_catches_exceptions_and_the_handlers_are_restored(name, code):
+    before = [signal.getsignal(signum) for signum in signals.SIGNALS]
+    with pytest.raises(TerminationSignal) as stopped, raising_on_signals():  # noqa: PT012
+        try:
+            os.kill(os.getpid(), signal.Signals[name])
+            time.sleep(5)
+        except Exception:
+            pytest.fail("swallowed")
+    assert RunInterruptedError(stopped.value.signum).exit_code == code
+    assert [signal.getsignal(signum) for signum in signals.SIGNALS] == before
+
+
+def test_outside_the_main_thread_signal_handlers_are_left_alone():
+    before, inside = signal.getsignal(signal.SIGTERM), []
+
+    def work() -> None:
+        with raising_on_signals(), deferring_signals(), finishing_first(1.0, lambda signum: "", print):
+            inside.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert inside == [before]
+
+
+def test_a_signal_that_is_ignored_from_outside_stays_ignored():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with raising_on_signals():
+            os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_signal_during_work_that_must_not_be_cut_waits_for_its_end():
+    done: list[str] = []
+    with pytest.raises(TerminationSignal, match="SIGTERM"), raising_on_signals():  # noqa: PT012
+        with deferring_signals():
+            with deferring_signals():
+                os.kill(os.getpid(), signal.SIGTERM)
+                done.append("inner")
+            done.append("outer")
+        done.append("behind")
+    assert done == ["inner", "outer"]
+    with raising_on_signals(), deferring_signals():
+        pass  # nothing is left over
+
+
+def test_the_first_signal_asks_and_the_next_one_is_raised_unless_it_repeats_the_first(monkeypatch):
+    now, asked = [0.0], []
+    monkeypatch.setattr(signals, "monotonic", lambda: now[0])
+    with pytest.raises(TerminationSignal, match="SIGINT"), raising_on_signals():  # noqa: PT012
+        with finishing_first(60.0, lambda signum: asked.append(signum) or "line", lambda line: None):
+            signal.raise_signal(signal.SIGTERM)
+            now[0] = 0.2
+            signal.raise_signal(signal.SIGTERM)  # the same request: `timeout` sends each signal twice
+            now[0] = 0.4
+            assert asked == [signal.SIGTERM]
+            signal.raise_signal(signal.SIGINT)
+        pytest.fail("went on")
+    assert asked == [signal.SIGTERM]
+
+
+def test_which_signal_is_the_first_is_counted_anew_in_each_run():
+    for _ in range(2):
+        with raising_on_signals(), finishing_first(60.0, lambda signum: "line", lambda line: None):
+            signal.raise_signal(signal.SIGTERM)
+
+
+def test_the_line_of_a_signal_is_said_while_the_main_thread_holds_the_lock_of_the_log():
+    said: list[str] = []
+    lock = threading.Lock()  # not re-entrant, as a queue's is
+
+    def say(line: str) -> None:
+        with lock:
+            said.append(line)
+
+    with raising_on_signals(), finishing_first(60.0, lambda signum: "stopping", say), lock:
+        signal.raise_signal(signal.SIGTERM)
+        assert said == []
+    assert said == ["stopping"]
+
+
+def test_a_forked_worker_never_waits_so_that_a_pool_of_them_can_be_ended():
+    with raising_on_signals(), finishing_first(60.0, lambda signum: "line", lambda line: None):
+        child = os.fork()
+        if child == 0:
+            try:
+                signal.raise_signal(signal.SIGTERM)
+            except TerminationSignal:
+                os._exit(7)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+HANGING = """
+    import signal, threading, time
+    from ppo_rlhf import signals
+
+    signals.SAME_REQUEST_S, signals.REACTION_S = 0.0, 0.2
+    with signals.raising_on_signals():
+        {body}
+"""
+IN_C_CODE = """
+        with signals.finishing_first(0.2, lambda signum: "finishing", print):
+            signal.raise_signal(signal.SIGTERM)
+            threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # as in C code that never returns to Python
+            time.sleep(60)
+"""
+IN_A_CALL = """
+        with signals.deferring_signals():
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
+            time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("body", "why"), [(IN_C_CODE, "a call hangs"), (IN_A_CALL, "a call did not end")])
+def test_a_main_thread_that_does_not_react_ends_with_the_process_in_one_line(tmp_path: Path, body: str, why: str):
+    script = tmp_path / "hanging.py"
+    script.write_text(textwrap.dedent(HANGING.format(body=body.strip())))
+    done = subprocess.run([sys.executable, "-u", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 143
+    assert done.stderr == f"SIGTERM: ended at once, because {why}.\n"
