@@ -1,0 +1,227 @@
+"""A resumed run skips the stages before the loop whose outputs the same MLflow run has written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import mlflow
+import pytest
+from kedro.framework.hooks import hook_impl
+from kedro.framework.hooks.manager import _create_hook_manager
+from kedro.io import DataCatalog, MemoryDataset
+from kedro.pipeline import Node, Pipeline
+from kedro_datasets.json import JSONDataset
+
+from ppo_rlhf import processes
+from ppo_rlhf.core.errors import DataError
+from ppo_rlhf.datasets import PretrainedModelDataset, ResumeCheckpointDataset
+from ppo_rlhf.datasets.run_catalog import RunCatalog
+from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
+from ppo_rlhf.runner import ITERATION_TAG, LoopRunner
+from tests.tiny_models import tiny_model, word_tokenizer
+
+ALL = ["split", "train", "collect", "ppo.start", "ppo.optimise", "export"]
+
+
+class State:
+    """One iteration."""
+
+    total_iterations, stopping, shutdown_grace_s = 1, False, 25.0
+
+    def __init__(self) -> None:
+        self.iteration = 0
+
+    @property
+    def finished(self) -> bool:
+        return self.iteration >= self.total_iterations
+
+
+@dataclass
+class Project:
+    """A chain like the real one: data, a model with metrics, pairs that the loop reads, the loop, its report."""
+
+    folder: Path
+    fail: str = ""
+    seed: int = 0
+    read: dict[str, Any] = field(default_factory=dict)
+
+    def pipeline(self) -> Pipeline:
+        def split(limit: int) -> list[int]:
+            return [limit]
+
+        def train(rows: list[int]) -> tuple[TrainedModel, list[int]]:
+            return TrainedModel(tiny_model(seed=self.seed), word_tokenizer()), rows
+
+        def collect(model: PretrainedHandle, rows: list[int]) -> list[int]:
+            return rows * 2
+
+        def start(model: PretrainedHandle, pairs: list[int]) -> State:
+            self.read = {"model": model.source, "pairs": pairs}
+            return State()
+
+        def optimise(state: State) -> State:
+            state.iteration += 1
+            return state
+
+        def export(state: State) -> int:
+            return state.iteration
+
+        ppo = [
+            Node(start, ["model", "pairs"], "training_state", name="start"),
+            Node(optimise, "training_state", "next_training_state", name="optimise", tags=ITERATION_TAG),
+        ]
+        return Pipeline(
+            [
+                Node(split, "params:limit", "rows", name="split"),
+                Node(train, "rows", ["model", "metrics"], name="train"),
+                Node(collect, ["model", "rows"], "pairs", name="collect"),
+                *Pipeline(ppo, namespace="ppo", prefix_datasets_with_namespace=False).nodes,
+                Node(export, "next_training_state", "exported", name="export"),
+            ]
+        )
+
+    def catalog(self, resume: str | None) -> DataCatalog:
+        memory = {name: MemoryDataset(copy_mode="assign") for name in ("training_state", "next_training_state")}
+        files = {name: JSONDataset(filepath=str(self.file(name))) for name in ("rows", "metrics", "pairs", "exported")}
+        model = PretrainedModelDataset(str(self.folder / "model"))
+        entry = ResumeCheckpointDataset(str(self.folder / "checkpoints"), resume)
+        entry.resolve(None)
+        return DataCatalog(
+            {"params:limit": MemoryDataset(3), "resume_checkpoint": entry, "model": model, **memory, **files}
+        )
+
+    def file(self, name: str) -> Path:
+        return self.folder / f"{name}.json"
+
+    def run(self, resume: str | None = None, **options: Any) -> list[str]:
+        """Run, and return the names of the nodes that ran."""
+        ran: list[str] = []
+
+        class Watcher:
+            @hook_impl
+            def before_node_run(_, node: Node) -> None:  # noqa: N805
+                ran.append(node.name)
+                if node.name == self.fail:
+                    raise DataError(node.name)
+
+        manager = _create_hook_manager()
+        manager.register(Watcher())
+        LoopRunner().run(self.pipeline(), self.catalog(resume), manager, **options)
+        return ran
+
+    def killed_in(self, node: str) -> None:
+        self.fail = node
+        with pytest.raises(DataError):
+            self.run()
+        self.fail = ""
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
+    monkeypatch.setattr(mlflow, "active_run", lambda: SimpleNamespace(info=SimpleNamespace(run_id="run")))
+    return Project(tmp_path)
+
+
+def as_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mlflow, "active_run", lambda: SimpleNamespace(info=SimpleNamespace(run_id=name)))
+
+
+def test_a_resumed_run_skips_the_stages_before_the_loop_and_any_other_run_does_everything(project):
+    assert project.run() == ALL
+    assert project.run("latest") == ["ppo.start", "ppo.optimise", "export"]
+    assert project.read["pairs"] == [3, 3]
+    assert project.run() == ALL
+
+
+def test_a_run_that_was_killed_goes_on_with_the_stage_that_it_was_killed_in(project):
+    project.killed_in("train")
+    assert project.run("latest") == ALL[1:]
+    project.killed_in("ppo.start")
+    assert project.run("latest") == ALL[3:]
+
+
+def test_files_of_another_run_count_for_nothing(project, monkeypatch):
+    project.run()
+    as_run("other", monkeypatch)
+    assert project.run("latest") == ALL
+
+
+def test_a_model_is_read_in_the_version_that_this_run_wrote_and_an_overwritten_table_is_made_again(
+    project, monkeypatch
+):
+    """What nobody reads of another run's files is left as it is: it must not make the model train again."""
+    project.run()
+    own = project.read["model"]
+    as_run("other", monkeypatch)
+    project.seed = 1
+    project.run()
+    assert project.read["model"] != own
+    as_run("run", monkeypatch)
+    assert project.run("latest") == ["split", "collect", "ppo.start", "ppo.optimise", "export"]
+    assert project.read["model"] == own
+
+
+@pytest.mark.parametrize(
+    ("spoil", "again"),
+    [
+        (lambda project: project.file("pairs").unlink(), "collect"),
+        (lambda project: project.file("pairs").write_text("[3, 3, 4]"), "collect"),
+        (lambda project: shutil.rmtree(project.read["model"]), "train"),
+        (lambda project: (Path(project.read["model"]) / "config.json").write_text("{}"), "train"),
+    ],
+    ids=["table gone", "table changed", "model gone", "model changed"],
+)
+def test_an_output_that_is_gone_or_changed_is_made_again(project, spoil, again):
+    project.run()
+    spoil(project)
+    assert project.run("latest") == [again, "ppo.start", "ppo.optimise", "export"]
+
+
+@pytest.mark.parametrize("content", ["{half", '{"rows": {"path": "rows.json"}}'])
+def test_a_record_that_cannot_be_used_skips_nothing(project, content):
+    project.run()
+    (project.folder / "checkpoints/run/outputs.json").write_text(content)
+    assert project.run("latest") == ALL
+
+
+def test_the_record_moves_with_the_project_and_lies_beside_the_checkpoints(project, tmp_path_factory):
+    project.run()
+    noted = json.loads((project.folder / "checkpoints/run/outputs.json").read_text())
+    assert set(noted) == {"rows", "model", "metrics", "pairs"}
+    moved = tmp_path_factory.mktemp("moved") / "project"
+    shutil.move(project.folder, moved)
+    assert Project(moved).run("latest") == ALL[3:]
+
+
+def test_a_record_that_cannot_be_written_costs_a_warning_and_not_the_run(project, caplog):
+    (project.folder / "checkpoints").write_text("a file where the folder would be")
+    assert project.run() == ALL
+    assert "a resumed run will write rows again" in caplog.text
+
+
+def test_only_missing_outputs_means_kedros_rule(project):
+    before = project.pipeline().filter(to_nodes=["collect"])
+    project.run()
+    catalog = project.catalog(None)
+    assert LoopRunner().run(before, catalog, only_missing_outputs=True) == {}
+
+
+def test_only_the_main_process_writes_and_the_others_wait_and_read_its_file(tmp_path, monkeypatch):
+    waited: list[bool] = []
+    path = tmp_path / "rows.json"
+    monkeypatch.setattr(processes, "wait_for_all", lambda: waited.append(path.exists()))
+    catalog = RunCatalog(DataCatalog({"rows": JSONDataset(filepath=str(path)), "kept": MemoryDataset()}))
+    monkeypatch.setenv("RANK", "1")
+    catalog.save("rows", [1])
+    catalog.save("kept", [2])
+    assert catalog.load("kept") == [2]
+    monkeypatch.setenv("RANK", "0")
+    catalog.save("rows", [3])
+    monkeypatch.setenv("RANK", "1")
+    assert catalog.load("rows") == [3]
+    assert waited == [False, True]
