@@ -141,6 +141,15 @@ def test_each_mlflow_run_has_a_directory_of_its_own(tmp_path, monkeypatch):
     assert checkpoint_iterations(tmp_path / "run") == [10]  # another run's are never pruned
 
 
+def test_a_process_without_an_mlflow_run_takes_its_id_from_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setattr(mlflow, "active_run", lambda: None)
+    monkeypatch.setenv("PPO_RLHF_RUN_ID", "of-main")
+    monkeypatch.setenv("RANK", "1")
+    assert run_directory(tmp_path) == tmp_path / "of-main"
+    monkeypatch.setenv("RANK", "0")  # tracking is off; the variable is of an earlier run
+    assert run_directory(tmp_path) == tmp_path / f"untracked-{os.getpid()}"
+
+
 def test_without_a_run_the_directory_is_the_processes(tmp_path, monkeypatch):
     monkeypatch.setattr(mlflow, "active_run", lambda: None)
     assert run_directory(tmp_path) == tmp_path / f"untracked-{os.getpid()}"
@@ -213,17 +222,3 @@ def test_both_are_made_from_a_catalog_entry_with_metadata(tmp_path, name):
     assert type(dataset).__name__ == name
     assert dataset.metadata == {"kedro-viz": {"layer": "x"}}
     assert str(tmp_path) in repr(dataset)
-
-
-def test_an_evaluation_that_cannot_be_written_leaves_the_log_as_it_was_and_nothing_beside_it(tmp_path, monkeypatch):
-    log = EvaluationLogDataset(str(tmp_path))
-    log.save(evaluation(10, 1.0))
-
-    def full(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(DatasetError, match="No space left on device"):
-        log.save(evaluation(20, 2.0))
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["evaluations.json"]
-    assert log.load() == [evaluation(10, 1.0)]

@@ -1,8 +1,6 @@
 import hashlib
 import json
-import multiprocessing
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -64,50 +62,6 @@ def test_a_session_can_be_told_which_version_to_read(tmp_path):
     assert torch.equal(dataset.load().causal_lm()(IDS).logits, tiny_model(seed=0)(IDS).logits)
 
 
-def test_two_versions_saved_in_the_same_millisecond_get_names_of_their_own(tmp_path, monkeypatch):
-    times = iter(["t1", "t1", "t1", "t2"])
-    monkeypatch.setattr("ppo_rlhf.datasets.pretrained_model.generate_timestamp", lambda: next(times))
-    datasets = [PretrainedModelDataset(str(tmp_path / "policy")) for _ in range(2)]
-    for seed, dataset in enumerate(datasets):
-        dataset.save(trained(seed))
-    assert [dataset.saved.name for dataset in datasets] == ["t1", "t2"]
-    for seed, dataset in enumerate(datasets):
-        assert torch.equal(dataset.load().causal_lm()(IDS).logits, tiny_model(seed=seed)(IDS).logits)
-
-
-def save_half(folder: Path, half_way: Any, go_on: Any) -> None:
-    model = trained()
-
-    def wait_half_way(place: Path) -> None:
-        half_way.set()
-        go_on.wait()
-        word_tokenizer().save_pretrained(place)
-
-    model.tokenizer.save_pretrained = wait_half_way
-    PretrainedModelDataset(str(folder)).save(model)
-
-
-def test_a_killed_saving_is_cleared_away_by_the_next_and_one_that_goes_on_is_not(tmp_path):
-    folder = tmp_path / "policy"
-    fork = multiprocessing.get_context("fork")
-    events = [(fork.Event(), fork.Event()) for _ in range(2)]
-    killed, living = (fork.Process(target=save_half, args=(folder, *pair)) for pair in events)
-    for process, (half_way, _) in zip((killed, living), events, strict=True):
-        process.start()
-        assert half_way.wait(60)
-    killed.kill()
-    killed.join()
-    assert len(list(folder.iterdir())) == 2
-    PretrainedModelDataset(str(folder)).save(trained(1))
-    assert sorted(path.name.startswith(".unfinished-") for path in folder.iterdir()) == [False, True]
-    events[1][1].set()
-    living.join()
-    assert living.exitcode == 0
-    versions = sorted(folder.iterdir())
-    assert [(version / "tokenizer.json").is_file() for version in versions] == [True, True]
-    assert not any((version / ".lock").exists() for version in versions)
-
-
 def test_a_path_may_begin_at_the_home_directory(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     save(tmp_path / "mine", tiny_model())
@@ -123,8 +77,7 @@ def test_a_half_written_version_is_never_loaded(tmp_path, monkeypatch):
     with pytest.raises(DatasetError, match="disk full"):
         PretrainedModelDataset(str(tmp_path / "policy")).save(broken)
     assert len(list((tmp_path / "policy").iterdir())) == 1
-    (tmp_path / "policy" / ".unfinished-1").mkdir()  # what a killed process leaves
-    save(tmp_path / "policy" / ".unfinished-1", tiny_model(seed=1))
+    save(tmp_path / "policy" / ".9999.1.draft", tiny_model(seed=1))  # what a killed process leaves
     handle = PretrainedModelDataset(str(tmp_path / "policy")).load()
     assert torch.equal(handle.causal_lm()(IDS).logits, tiny_model(seed=0)(IDS).logits)
 

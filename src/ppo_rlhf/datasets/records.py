@@ -1,9 +1,6 @@
 """A catalog entry for a table that a person gives: JSON Lines, JSON, CSV, Parquet or text, checked line by line."""
 
 import json
-import math
-import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +17,9 @@ from ppo_rlhf.datasets.tables import table_preview
 _PREVIEW_ROWS = 5
 _KINDS = (".jsonl", ".json", ".csv", ".parquet", ".txt")
 _TEXT_COLUMNS = ("prompt", "completion", "text", "chosen", "rejected")
-_INTEGER = re.compile(r"-?(0|[1-9][0-9]{0,17})")  # fits into 64 bits; with a zero in front it is a code, not a number
-_NUMBER = re.compile(_INTEGER.pattern + r"(\.[0-9]+)?([eE][+-]?[0-9]+)?")
-_TRUTHS = {"True": True, "TRUE": True, "true": True, "False": False, "FALSE": False, "false": False}
-_SURPLUS_CELLS = "Rows have more cells than the header; quote texts that hold commas."
+_INTEGER = r"-?(0|[1-9][0-9]{0,17})"  # fits into 64 bits; with a zero in front it is a code, not a number
+_NUMBER = _INTEGER + r"(\.[0-9]+)?([eE][+-]?[0-9]{1,2})?"
+_TRUTH = r"(?i:true|false)"
 
 
 class RecordsDataset(AbstractDataset[pd.DataFrame, pd.DataFrame | None]):
@@ -63,7 +59,7 @@ class RecordsDataset(AbstractDataset[pd.DataFrame, pd.DataFrame | None]):
         return None if self._path is None else read_records(self._path, self._text_column)
 
     def save(self, data: pd.DataFrame) -> None:
-        """Refuse: what a person gives is never written."""
+        """Refuse: a person's input is never written."""
         raise DatasetError(f"{self._path} is an input of a person's own, which is never written.")
 
     def preview(self) -> TablePreview:
@@ -81,120 +77,103 @@ class RecordsDataset(AbstractDataset[pd.DataFrame, pd.DataFrame | None]):
 
 def read_records(path: Path, text_column: str = "text") -> pd.DataFrame:
     """Return the table in `path`; raise `DataError`, one line, where it cannot be read or has no rows."""
-    if not path.is_file():
-        what = "is a directory, not a file" if path.is_dir() else "does not exist"
-        raise DataError(f"{path}: this data file {what}. Give one of {', '.join(_KINDS)}.")
     kind = path.suffix.lower()
+    if not path.is_file():
+        problem = "is a directory, not a file" if path.is_dir() else "does not exist"
+        raise DataError(f"{path}: this data file {problem}. Give one of {', '.join(_KINDS)}.")
     if kind not in _KINDS:
         raise DataError(f"{path}: files ending in {kind or 'nothing'} cannot be read. Give one of {', '.join(_KINDS)}.")
     if path.stat().st_size == 0:
         raise DataError(f"{path}: this data file is empty. It needs at least one row.")
-    frame = _READERS[kind](path, text_column)
+    if kind == ".jsonl":
+        frame = table_of_rows([_object(path, number, line) for number, line in _lines(path)])
+    elif kind == ".json":
+        frame = table_of_rows(_objects(path))
+    elif kind == ".csv":
+        frame = _read_csv(path, text_column)
+    elif kind == ".parquet":
+        frame = _read_parquet(path)
+    else:
+        frame = pd.DataFrame({text_column: [line for _, line in _lines(path)]})
     if frame.empty:
         raise DataError(f"{path}: this data file has no rows. It needs at least one.")
     return frame
 
 
-def _read_json_lines(path: Path, _: str) -> pd.DataFrame:
-    records = []
-    for number, line in enumerate(_text_lines(path), start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{path}: line {number} is damaged, it is not valid JSON ({error.msg}).") from error
-        if not _is_unicode(line, record):
-            raise DataError(f"{path}: line {number} is damaged, it has half of a surrogate pair (\\ud800 to \\udfff).")
-        if not isinstance(record, dict):
-            hint = " A list of objects is a .json file." if isinstance(record, list) else ""
-            raise DataError(f"{path}: line {number} is not an object with named columns: {line.strip()[:40]}{hint}")
-        records.append(record)
-    return table_of_rows(records)
-
-
-def _is_unicode(line: str, value: Any) -> bool:
-    """Whether what a line of JSON says can be written as text: an escape may stand for half of a character."""
-    if "\\ud" not in line.lower():
-        return True
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _read_json(path: Path, _: str) -> pd.DataFrame:
-    try:
-        records = json.loads("\n".join(_text_lines(path)))
-    except json.JSONDecodeError as error:
-        hint = " One object a line is a .jsonl file: rename it." if error.msg == "Extra data" else ""
-        raise DataError(f"{path}: line {error.lineno} is damaged, it is not valid JSON ({error.msg}).{hint}") from error
-    if not _is_unicode("\\ud", records):
-        raise DataError(f"{path}: this file is damaged, it has half of a surrogate pair (\\ud800 to \\udfff).")
-    if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
-        raise DataError(f"{path}: a .json file must hold a list of objects with named columns.")
-    return table_of_rows(records)
-
-
-def _read_csv(path: Path, text_column: str) -> pd.DataFrame:
-    try:
-        frame = pd.read_csv(path, encoding="utf-8-sig", dtype="string", keep_default_na=False, na_values=[""])
-    except (ValueError, UnicodeDecodeError) as error:  # pandas' parser errors are ValueErrors and name the line
-        reason = " ".join(str(error).split())
-        hint = f". {_SURPLUS_CELLS}" if re.search(r"Expected \d+ fields in line \d+, saw", reason) else ""
-        raise DataError(f"{path}: this CSV file is damaged: {reason}{hint}") from error
-    if not isinstance(frame.index, pd.RangeIndex):  # pandas took the first cells for row labels and shifted the others
-        raise DataError(f"{path}: this CSV file is damaged: {_SURPLUS_CELLS}")
-    columns: dict[str, list[Any]] = {}
-    for name in map(str, frame):
-        cells = [None if cell is pd.NA else cell for cell in frame[name].tolist()]
-        columns[name] = cells if name in (*_TEXT_COLUMNS, text_column) else _values(cells)
-    return table_of_columns(columns)
-
-
-def _values(cells: list[str | None]) -> list[Any]:
-    """Return a column of CSV as truths, whole numbers or numbers if all its cells are, else as it stands."""
-    given = [cell.strip(" ") for cell in cells if cell is not None]
-    convert: Callable[[str], Any]
-    if all(cell in _TRUTHS for cell in given):
-        convert = _TRUTHS.__getitem__
-    elif all(_INTEGER.fullmatch(cell) for cell in given):
-        convert = int
-    elif all(_NUMBER.fullmatch(cell) and math.isfinite(float(cell)) for cell in given):
-        convert = float
-    else:
-        return cells
-    return [None if cell is None else convert(cell.strip(" ")) for cell in cells]
-
-
-def _read_parquet(path: Path, _: str) -> pd.DataFrame:
-    try:
-        rows = pyarrow.parquet.read_table(path).to_pylist()  # pandas would give nested lists as arrays
-    except (OSError, ValueError) as error:  # pyarrow's ArrowInvalid is a ValueError
-        raise DataError(f"{path}: this Parquet file is damaged: {' '.join(str(error).split())}") from error
-    return table_of_rows(rows)
-
-
-def _read_text(path: Path, text_column: str) -> pd.DataFrame:
-    return pd.DataFrame({text_column: [line for line in _text_lines(path) if line.strip()]})
-
-
-def _text_lines(path: Path) -> list[str]:
-    """Return the file's lines without their ends; the byte-order mark that Windows editors write is dropped."""
+def _text(path: Path) -> str:
+    """Return the file's text; the byte-order mark that Windows' editors write is dropped."""
     content = path.read_bytes()
     try:
-        text = content.decode("utf-8-sig")
+        return content.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         number = content[: error.start].count(b"\n") + 1
         raise DataError(f"{path}: line {number} is damaged, it is not UTF-8 text.") from error
-    return text.replace("\r\n", "\n").split("\n")
 
 
-_READERS = {
-    ".jsonl": _read_json_lines,
-    ".json": _read_json,
-    ".csv": _read_csv,
-    ".parquet": _read_parquet,
-    ".txt": _read_text,
-}
+def _lines(path: Path) -> list[tuple[int, str]]:
+    """Return the lines that are not blank, with their numbers."""
+    return [(number, line) for number, line in enumerate(_text(path).split("\n"), start=1) if line.strip()]
+
+
+def _parsed(path: Path, number: int, text: str) -> Any:
+    """Return the value of JSON text that begins in line `number` of a file."""
+    try:
+        value = json.loads(text)
+        if "\\u" in text:  # an escape may be half of a surrogate pair, which no tokenizer takes
+            json.dumps(value, ensure_ascii=False).encode()
+    except json.JSONDecodeError as error:
+        is_lines = error.msg == "Extra data" and path.suffix == ".json"
+        hint = " One object a line is a .jsonl file: rename it." if is_lines else ""
+        line = number + error.lineno - 1
+        raise DataError(f"{path}: line {line} is damaged, it is not valid JSON ({error.msg}).{hint}") from error
+    except UnicodeEncodeError as error:
+        raise DataError(f"{path}: line {number} is damaged, it has half of a surrogate pair.") from error
+    return value
+
+
+def _object(path: Path, number: int, line: str) -> dict[str, Any]:
+    value = _parsed(path, number, line)
+    if not isinstance(value, dict):
+        hint = " A list of objects is a .json file." if isinstance(value, list) else ""
+        raise DataError(f"{path}: line {number} is not an object with named columns: {line.strip()[:40]}{hint}")
+    return value
+
+
+def _objects(path: Path) -> list[dict[str, Any]]:
+    rows = _parsed(path, 1, _text(path))
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise DataError(f"{path}: a .json file must hold a list of objects with named columns.")
+    return rows
+
+
+def _read_csv(path: Path, text_column: str) -> pd.DataFrame:
+    surplus = "Rows have more cells than the header; quote texts that hold commas."
+    try:
+        frame = pd.read_csv(path, encoding="utf-8-sig", dtype="string", keep_default_na=False, na_values=[""])
+    except ValueError as error:  # also a UnicodeDecodeError and pandas' parser errors, which name the line
+        reason = " ".join(str(error).split())
+        raise DataError(
+            f"{path}: this CSV file is damaged: {reason}{f'. {surplus}' if 'saw' in reason else ''}"
+        ) from error
+    if not isinstance(frame.index, pd.RangeIndex):  # pandas took the first cells for row labels and shifted the others
+        raise DataError(f"{path}: this CSV file is damaged: {surplus}")
+    keep = (*_TEXT_COLUMNS, text_column)
+    return table_of_columns({name: _cells(frame[name], name in keep) for name in map(str, frame)})
+
+
+def _cells(column: pd.Series, is_text: bool) -> list[Any]:
+    """Return a column of CSV as truths, whole numbers or numbers if all its cells are, else as it stands."""
+    stripped = column.str.strip(" ")
+    given = stripped.dropna()
+    converters = {_TRUTH: lambda cell: cell.lower() == "true", _INTEGER: int, _NUMBER: float}
+    convert = next((convert for form, convert in converters.items() if given.str.fullmatch(form).all()), None)
+    if is_text or convert is None:
+        return [None if cell is pd.NA else cell for cell in column]
+    return [None if cell is pd.NA else convert(cell) for cell in stripped]
+
+
+def _read_parquet(path: Path) -> pd.DataFrame:
+    try:
+        return table_of_rows(pyarrow.parquet.read_table(path).to_pylist())  # pandas would give nested lists as arrays
+    except (OSError, ValueError) as error:  # pyarrow's ArrowInvalid is a ValueError
+        raise DataError(f"{path}: this Parquet file is damaged: {' '.join(str(error).split())}") from error
