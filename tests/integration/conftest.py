@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.integration.interruptions import ARGUMENTS, Reference
-from tests.integration.outcomes import Outcome
+from tests.integration.outcomes import Run
 from tests.integration.processes import kedro_run
 
 
@@ -20,9 +18,9 @@ def make_project(tmp_path_factory: pytest.TempPathFactory, new_project: Callable
 
 
 @pytest.fixture(scope="session")
-def reference(make_project: Callable[[], Path]) -> Reference:
-    """The run that nobody interrupted, with how long everything in it took."""
+def chain(make_project: Callable[[], Path]) -> Run:
+    """`kedro run --env test`, which nobody interrupted. Tests only read it."""
     project = make_project()
-    finished = kedro_run(project, *ARGUMENTS, watched=json.dumps({"note": str(project / "durations.json")}))
+    finished = kedro_run(project, "--env", "test")
     assert finished.returncode == 0, finished.stdout + finished.stderr
-    return Reference(Outcome.of(project), json.loads((project / "durations.json").read_text()))
+    return Run(project, finished.stdout)

@@ -1,75 +1,86 @@
-"""What a finished `kedro run` left behind, in a form that two runs can be compared by."""
+"""What a `kedro run` left behind, in a form that two runs can be compared by."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import re
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 from mlflow import MlflowClient
-from mlflow.entities import Run
+from mlflow.entities import LoggedModel
+from mlflow.entities import Run as TrackedRun
 
 OF_THE_CLOCK = re.compile(r"time/.*|throughput/.*|memory/.*")
 MODELS = ("sft_policy", "reward_model", "ppo_policy")
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """All that must be equal, to the last bit, whether a run was interrupted or not.
+class Run:
+    """A project in which `kedro run --env test` made one MLflow run, and what the last command printed."""
 
-    Attributes:
-        status: Of its MLflow run.
-        metrics: Every metric but clocks: key -> [(step, value), …] as MLflow has them, repeated steps included.
-        weights: SHA-256 of each weight file of its last checkpoint, and of the models that were written last.
-    """
+    project: Path
+    output: str
 
-    status: str
-    metrics: dict[str, list[tuple[int, str]]]
-    weights: dict[str, str]
+    @property
+    def client(self) -> MlflowClient:
+        return MlflowClient(f"sqlite:///{self.project}/mlflow.db")
 
-    @classmethod
-    def of(cls, project: Path, seed: int | None = None) -> Outcome:
-        """Read it; the project must hold exactly one MLflow run, with this seed if one is given.
+    @property
+    def tracked(self) -> TrackedRun:
+        experiments = self.client.search_experiments(filter_string="name = 'ppo_rlhf'")
+        [run] = self.client.search_runs([experiment.experiment_id for experiment in experiments])
+        return run
 
-        With a seed, models are left out: another run may have written the newest ones.
-        """
-        client, runs = tracked(project)
-        [run] = [run for run in runs if seed is None or run.data.tags["seed"] == str(seed)]
-        keys = sorted(key for key in run.data.metrics if not OF_THE_CLOCK.fullmatch(key))
-        history = {
-            key: sorted((point.step, repr(point.value)) for point in client.get_metric_history(run.info.run_id, key))
-            for key in keys
+    @property
+    def folder(self) -> Path:
+        """Holds its checkpoints."""
+        return self.project / "data/test/06_models/ppo_checkpoints" / self.tracked.info.run_id
+
+    def says(self, text: str) -> bool:
+        """Whether the command printed this; lines of a log are wrapped, within paths too."""
+        return "".join(text.split()) in "".join(self.output.split())
+
+    def metrics(self) -> dict[str, list[tuple[int, float]]]:
+        run_id = self.tracked.info.run_id
+        return {
+            key: [(point.step, point.value) for point in self.client.get_metric_history(run_id, key)]
+            for key in self.tracked.data.metrics
         }
-        return cls(run.info.status, history, weights(project, run.info.run_id, MODELS if seed is None else ()))
 
-    def differences(self, other: Outcome) -> list[str]:
-        """Name what is not equal."""
-        status = [] if self.status == other.status else [f"status {self.status}, {other.status}"]
-        parts = ((self.metrics, other.metrics), (self.weights, other.weights))
-        return status + sorted(
-            f"{name}: {ours.get(name)}, {theirs.get(name)}"
-            for ours, theirs in parts
-            for name in ours.keys() | theirs.keys()
-            if ours.get(name) != theirs.get(name)
-        )
+    def points(self) -> Counter[tuple[str, int]]:
+        """Return how often each metric was logged at each step."""
+        return Counter((key, step) for key, history in self.metrics().items() for step, _ in history)
 
+    def logged_models(self) -> list[LoggedModel]:
+        return list(self.client.search_logged_models([self.tracked.info.experiment_id]))
 
-def tracked(project: Path) -> tuple[MlflowClient, list[Run]]:
-    """Return a client of the project's store and all runs in it, the newest first."""
-    client = MlflowClient(f"sqlite:///{project}/mlflow.db")
-    experiments = client.search_experiments(filter_string="name = 'ppo_rlhf'")
-    return client, list(client.search_runs([e.experiment_id for e in experiments]))
+    def model(self, name: str) -> Path:
+        """Return the newest version of a model."""
+        return max((self.project / "data/test/06_models" / name).glob("*/config.json")).parent
 
+    def sampled(self) -> list[int]:
+        artifacts = Path(self.tracked.info.artifact_uri.removeprefix("file://"))
+        return sorted(row[0] for row in json.loads((artifacts / "samples.json").read_text())["data"])
 
-def weights(project: Path, run_id: str, names: tuple[str, ...]) -> dict[str, str]:
-    """Return the hashes of the newest version of each model and of the newest checkpoint's tensors."""
-    models = project / "data/test/06_models"
-    newest = {name: max((models / name).glob("*/config.json")).parent for name in names}
-    newest["checkpoint"] = max((models / "ppo_checkpoints" / run_id).glob("iteration_*"))
-    return {
-        f"{name}/{file.relative_to(folder)}": hashlib.sha256(file.read_bytes()).hexdigest()
-        for name, folder in newest.items()
-        for file in sorted(folder.rglob("*.safetensors"))
-        if file.name != "history.safetensors"  # holds clocks, too
-    }
+    def outcome(self) -> dict[str, object]:
+        """Return what must be equal to the last bit, whether a run was interrupted or not.
+
+        That is every metric but clocks, as often as MLflow has it, and the weights of the models and of the last
+        checkpoint.
+        """
+        metrics = {
+            key: sorted((step, repr(value)) for step, value in history)
+            for key, history in self.metrics().items()
+            if not OF_THE_CLOCK.fullmatch(key)
+        }
+        folders = {name: self.model(name) for name in MODELS} | {"checkpoint": max(self.folder.glob("iteration_*"))}
+        weights = {
+            f"{name}/{file.relative_to(folder)}": hashlib.sha256(file.read_bytes()).hexdigest()
+            for name, folder in folders.items()
+            for file in folder.rglob("*.safetensors")
+            if file.name != "history.safetensors"  # holds clocks, too
+        }
+        return {"status": self.tracked.info.status, **metrics, **weights}
