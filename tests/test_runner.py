@@ -29,6 +29,7 @@ class CountingState:
 
     total_iterations: int
     iteration: int = 0
+    stop_requested: bool = False
     stopping: bool = False
     shutdown_grace_s: float = 25.0
 

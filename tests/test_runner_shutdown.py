@@ -26,6 +26,7 @@ class State:
     total_iterations: int = 6
     save_interval: int = 2
     iteration: int = 0
+    stop_requested: bool = False
     stopping: bool = False
 
     @property
@@ -87,6 +88,7 @@ def loop(scene: Scene) -> tuple[Pipeline, DataCatalog]:
     def optimise(state: State, rollouts: int) -> tuple[State, SaveRequest]:
         state.iteration += 1
         scene.reach("optimise", state.iteration)
+        state.stopping = state.stop_requested
         return state, SaveRequest(state)
 
     def evaluate(state: State) -> float:

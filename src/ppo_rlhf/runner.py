@@ -77,8 +77,10 @@ class LoopState(Protocol):
     """Iterations completed."""
     total_iterations: int
     finished: bool
+    stop_requested: bool
+    """Set by the runner in the process that got a signal."""
     stopping: bool
-    """Set by the runner: the run ends after this iteration, so its checkpoint is due."""
+    """Set when all processes know of it: the run ends after this iteration, so its checkpoint is due."""
     shutdown_grace_s: float
     """Seconds after a signal within which the iteration must be saved."""
 
@@ -302,14 +304,14 @@ class _Shutdown:
     def ask(self, signum: int) -> str:
         """Ask for the end of the run and return the line that says so; called in the signal handler."""
         self._signum = signum
-        self.state.stopping = True
+        self.state.stop_requested = True
         now = f"{signal.Signals(signum).name}: finishing iteration {self.iteration} and saving it, then stopping"
         return f"{now}; a second signal stops at once."
 
     def stop_if_asked(self, catalog: RunCatalog) -> None:
         """Save the state and raise `TerminationSignal` if a process was asked to stop.
 
-        The state is on the disk already unless the signal came after it had been found not to be due.
+        The node that makes the state has it saved, unless the signal came after that.
         """
         asked = [signum for signum in processes.from_all(self._signum) if signum is not None]
         if not asked:

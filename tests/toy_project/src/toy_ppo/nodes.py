@@ -25,6 +25,7 @@ class ToyState:
     total_iterations: int
     shutdown_grace_s: float = 25.0
     iteration: int = 0
+    stop_requested: bool = False
     stopping: bool = False
 
     @property
@@ -76,6 +77,7 @@ def optimise_policy(training_state: ToyState, experience: float) -> dict[str, ob
         os.kill(os.getpid(), signal.Signals[stop_at.split(":")[1]])
     if os.environ.get("TOY_FAIL_AT") == str(training_state.iteration):
         raise ZeroDivisionError("the update went wrong")
+    training_state.stopping = training_state.stop_requested
     metrics = {"objective/scores": training_state.iteration / 4, "episode": 8.0 * training_state.iteration}
     return {"state": training_state, "metrics": metrics, "checkpoint": SaveRequest(training_state)}
 
