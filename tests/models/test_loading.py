@@ -86,7 +86,7 @@ def test_loading_changes_nothing_in_the_models_directory(tmp_path):
     source = save(tmp_path / "model", tiny_model("gpt2", reward=True, num_labels=1), word_tokenizer(pad_token=None))
     before = digest(source)
     handle = PretrainedHandle(source)
-    handle.config(), handle.generation_config(), handle.tokenizer(), handle.reward_model()
+    handle.config(), handle.generation_config(), handle.tokenizer(), handle.reward_model(), handle.fingerprint()
     assert digest(source) == before
 
 
@@ -204,6 +204,15 @@ def test_our_reward_model_cannot_be_a_policy(tmp_path):
     handle = PretrainedHandle(save(tmp_path / "model", CausalLMRewardModel.from_causal_lm(tiny_model())))
     with pytest.raises(ModelError, match="cannot generate"):
         handle.causal_lm()
+
+
+def test_the_fingerprint_follows_configuration_and_weights_and_not_the_place(tmp_path):
+    first, copy, reshaped, retrained = (
+        PretrainedHandle(save(tmp_path / name, tiny_model(**options))).fingerprint()
+        for name, options in (("a", {}), ("b", {}), ("c", {"num_hidden_layers": 1}), ("d", {"seed": 1}))
+    )
+    assert first == copy
+    assert len({first, reshaped, retrained}) == 3
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ needs no reward model on disk. Nothing here writes into a user's model directory
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -28,7 +29,15 @@ from transformers.activations import NewGELUActivation
 from transformers.utils import cached_file
 
 from ppo_rlhf.core.errors import ModelError
-from ppo_rlhf.models.directories import WEIGHTS, WEIGHTS_INDEX, check_model_directory, first_line, is_local
+from ppo_rlhf.models.directories import (
+    CONFIG,
+    WEIGHTS,
+    WEIGHTS_INDEX,
+    check_model_directory,
+    first_line,
+    is_local,
+    weight_files,
+)
 from ppo_rlhf.models.quiet import errors_only, quiet_transformers
 from ppo_rlhf.models.reward_model import MODEL_TYPE  # the import also registers our reward model with transformers
 from ppo_rlhf.models.tokenizers import ensure_pad_id, ensure_pad_token
@@ -39,6 +48,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 AVERAGE = "ema"
+MEBIBYTE = 2**20
 TOKENIZER_FILES = ("tokeniz*", "vocab*", "merges*", "*.model", "*.tiktoken")
 DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
@@ -136,6 +146,26 @@ class PretrainedHandle:
         """Raise `ModelError` if the configuration is that of our reward model."""
         if self.config().model_type == MODEL_TYPE:
             raise ModelError(f"{self.source}: a reward model cannot generate. Give a causal language model.")
+
+    def fingerprint(self) -> str:
+        """Return 16 hexadecimal digits that tell models apart in tags, without reading all weights.
+
+        It covers a directory's config.json and each weights file's name, size, first and last mebibyte; for a hub id,
+        the id and the configuration.
+        """
+        if not is_local(self.source):
+            return hashlib.sha256(f"{self.source}:{self.config().to_json_string()}".encode()).hexdigest()[:16]
+        check_model_directory(self.source)
+        folder = Path(self._place)
+        digest = hashlib.sha256((folder / CONFIG).read_bytes())
+        for path in weight_files(folder):
+            size = path.stat().st_size
+            digest.update(f"{path.name}:{size}".encode())
+            with path.open("rb") as file:
+                digest.update(file.read(MEBIBYTE))
+                file.seek(max(0, size - MEBIBYTE))
+                digest.update(file.read(MEBIBYTE))
+        return digest.hexdigest()[:16]
 
     @property
     def _place(self) -> str:

@@ -45,10 +45,10 @@ def sequence_scores(model: PreTrainedModel, sequences: Sequence[Sequence[int]], 
 
 def _probe_padding(model: PreTrainedModel) -> bool:
     """Return whether a model gives a padded batch the scores that its sequences have alone."""
-    pad_id = model.config.get_text_config().pad_token_id or 0
-    rows = right_padded([probe_ids(model, 5).tolist(), probe_ids(model, 3).tolist()], pad_id).to(model.device)
     try:
         with probing(model):
+            pad_id = model.config.get_text_config().pad_token_id or 0
+            rows = right_padded([probe_ids(model, 5).tolist(), probe_ids(model, 3).tolist()], pad_id).to(model.device)
             same = are_close(_padded_scores(model, rows), _scores_one_by_one(model, rows))
     except PROBE_ERRORS:  # an encoder-decoder wants an end of text, which these sequences do not have
         return True
