@@ -267,8 +267,10 @@ def _replace_adapted_layers(model: PreTrainedModel) -> None:
 def _untie_adapted_head(model: PreTrainedModel) -> None:
     """Give a language-model head with an adapter its own weights: merging into tied ones would change the embedding."""
     head, embedding = model.get_output_embeddings(), cast(nn.Embedding, model.get_input_embeddings())
-    if isinstance(head, BaseTunerLayer) and head.get_base_layer().weight is embedding.weight:
-        base = head.get_base_layer()
+    if not isinstance(head, BaseTunerLayer):
+        return
+    base = cast(nn.Linear, head.get_base_layer())
+    if base.weight is embedding.weight:
         base.weight = nn.Parameter(base.weight.detach().clone(), requires_grad=False)
         model.config.tie_word_embeddings = False
 
