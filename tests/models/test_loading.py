@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from ppo_rlhf.models.products.activations import TanhGELU
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import (
