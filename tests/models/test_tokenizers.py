@@ -54,21 +54,19 @@ def test_the_chat_templates_end_of_turn_stops_too():
     assert stop_token_ids(tokenizer, None) == (BEGIN, END)
 
 
-def test_a_template_that_refuses_a_plain_exchange_has_no_end_of_turn():
+def test_without_a_chat_template_or_with_one_that_refuses_there_is_no_end_of_turn():
+    assert end_of_turn_id(word_tokenizer()) is None
     assert end_of_turn_id(word_tokenizer(chat_template="{{ raise_exception('a system message comes first') }}")) is None
 
 
-def test_without_a_chat_template_there_is_no_end_of_turn():
-    assert end_of_turn_id(word_tokenizer()) is None
-
-
-def test_an_explicit_id_stops_alone():
+def test_explicit_ids_period_and_none():
     assert stop_token_ids(word_tokenizer(), GenerationConfig(eos_token_id=END), stop_token_id=9) == (9,)
-
-
-def test_period_and_none_are_what_they_say():
     assert stop_token_ids(word_tokenizer(), None, stop_token="period") == (PERIOD,)
     assert stop_token_ids(word_tokenizer(), None, stop_token="none") == ()
+
+
+def test_stop_ids_beyond_the_models_vocabulary_are_left_out():
+    assert stop_token_ids(word_tokenizer(), GenerationConfig(eos_token_id=[50256, END]), vocabulary=25) == (END,)
 
 
 def test_a_stop_token_that_does_not_exist_is_refused():
@@ -83,6 +81,7 @@ def test_a_stop_token_that_does_not_exist_is_refused():
 def test_a_trained_word_tokenizer_gives_every_text_back():
     texts = ["the plot ( again ) is n't bad .", "a , b : the c"]
     tokenizer = train_word_tokenizer(texts, context_length=12)
+    assert tokenizer.get_vocab() == train_word_tokenizer(texts, context_length=12).get_vocab()
     for text in texts:
         ids = tokenizer(text)["input_ids"]
         assert len(ids) == len(text.split())
@@ -90,12 +89,6 @@ def test_a_trained_word_tokenizer_gives_every_text_back():
     assert tokenizer.tokenize("unseen") == ["<unk>"]
     assert tokenizer.convert_tokens_to_ids(["<pad>", "<unk>", "</s>"]) == [0, 1, 2]
     assert tokenizer.model_max_length == 12
-
-
-def test_training_a_word_tokenizer_again_gives_the_same_ids():
-    texts = [" ".join(f"w{i * j % 97}" for j in range(30)) for i in range(50)]
-    vocabularies = [train_word_tokenizer(texts, 8).get_vocab() for _ in range(3)]
-    assert vocabularies[0] == vocabularies[1] == vocabularies[2]
 
 
 def test_vocabularies_are_the_same_only_if_every_id_is():

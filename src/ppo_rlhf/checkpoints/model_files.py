@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ppo_rlhf.core.errors import CheckpointError
 from ppo_rlhf.models.adapters import (
@@ -27,7 +28,6 @@ from ppo_rlhf.models.adapters import (
     save_adapter,
     trained_parameters,
 )
-from ppo_rlhf.models.annotations import PreTrainedModel
 from ppo_rlhf.models.critic import SharedCritic
 from ppo_rlhf.models.loading import TrainedModel
 from ppo_rlhf.models.quiet import quiet_transformers

@@ -3,8 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from ppo_rlhf.core.errors import DataError
-from ppo_rlhf.models.annotations import PreTrainedTokenizerBase
 
 CHAT = 'a list of {"role": …, "content": …}'
 """The form of a chat, for errors."""

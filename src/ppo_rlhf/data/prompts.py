@@ -9,12 +9,12 @@ from typing import Annotated, Any, Literal
 
 import pandas as pd
 from pydantic import Field
+from transformers import PreTrainedTokenizerBase
 
 from ppo_rlhf.config.settings_group import Seed, settings_group
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.core.randomness import permutation
 from ppo_rlhf.data.chats import CHAT, is_chat, render_chat
-from ppo_rlhf.models.annotations import PreTrainedTokenizerBase
 
 _JSON_MARK = " (json)"
 _OWN_COLUMNS = ("prompt", "prompt_ids")

@@ -7,15 +7,15 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from ppo_rlhf.models.adapters import copy_tensors, trained_parameters
-from ppo_rlhf.models.annotations import PreTrainedModel
 
 
 class WeightAverage:
     """Exponential moving average of the weights that train: w̄ ← decay · w̄ + (1 − decay) · w, from the first weights on.
 
-    As DeepSpeed-Chat's `moving_average`: no correction for the start, since the first weights are the model's own.
+    As in DeepSpeed-Chat's `moving_average`, without a correction for the start: the average starts at the model.
 
     Attributes:
         decay: In (0, 1); the average reaches back over about 1 / (1 − decay) updates.
@@ -29,12 +29,13 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, model: PreTrainedModel) -> None:
-        """Move towards the model's weights; to be called after each of its optimiser steps."""
+        """Move towards the model's weights; call it after each optimiser step."""
         current = trained_parameters(model)
-        torch._foreach_lerp_(list(self.weights.values()), [current[name] for name in self.weights], 1.0 - self.decay)
+        for name, weight in self.weights.items():
+            weight.lerp_(current[name], 1.0 - self.decay)
 
     def applied_to(self, model: PreTrainedModel) -> PreTrainedModel:
-        """Return a model with the averaged weights in place of the trained ones; it shares those that are frozen."""
+        """Return the model with the averaged weights in place of the trained ones; frozen weights are shared."""
         shared = [parameter for parameter in model.parameters() if not parameter.requires_grad]
         averaged = copy.deepcopy(model, {id(tensor): tensor for tensor in [*shared, *model.buffers()]})
         copy_tensors(self.weights, trained_parameters(averaged))

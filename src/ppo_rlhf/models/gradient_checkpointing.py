@@ -1,7 +1,7 @@
-"""Gradient checkpointing: layers keep their inputs alone and compute the rest again in the backward pass.
+"""Gradient checkpointing (Chen et al. 2016, arXiv:1604.06174): layers recompute their activations in the backward pass.
 
-Chen et al. 2016, arXiv:1604.06174. transformers does so only in the training mode of the modules that checkpoint. What
-they consist of stays in evaluation mode: in the other one some draw noise (the routers of PhiMoE, say).
+transformers' layers checkpoint only in training mode. Their submodules stay in evaluation mode, because some draw
+noise in training mode (the routers of PhiMoE and Mixtral).
 """
 
 from __future__ import annotations
@@ -10,20 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from ppo_rlhf.core.errors import ModelError
-from ppo_rlhf.models.annotations import PreTrainedModel
-
-
-def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
-    """Let a model checkpoint its gradients whenever it is in training mode.
-
-    Raises:
-        ModelError: Its architecture cannot.
-    """
-    check_gradient_checkpointing(model)
-    # nothing random is computed, so there is no state of random numbers to keep
-    model.activation_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
 
 
 def check_gradient_checkpointing(model: PreTrainedModel) -> None:
@@ -34,9 +23,16 @@ def check_gradient_checkpointing(model: PreTrainedModel) -> None:
         )
 
 
+def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
+    """Let a model checkpoint within `recomputing`; raise `ModelError` if its architecture cannot."""
+    check_gradient_checkpointing(model)
+    # nothing random is computed, so the state of the random numbers need not be kept
+    model.activation_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+
+
 @contextmanager
 def recomputing(*models: nn.Module) -> Iterator[None]:
-    """Let models checkpoint for a while: outside of it they decode with a cache, which checkpointing forbids."""
+    """Let models checkpoint within the block; outside it they decode with a cache, which checkpointing forbids."""
     marked = [m for model in models for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
     for module in marked:
         module.training = True

@@ -1,6 +1,6 @@
-"""Frozen models that wait in the host's memory and lie on a device only while they compute.
+"""Frozen models that wait in the host's memory and are on a device only while they compute.
 
-The weights on the host stay where they are: going back is dropping the copies, and nothing is copied back.
+The weights on the host stay there: going back drops the device's copies, and nothing is copied back.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 def to_host(model: nn.Module) -> None:
-    """Put a frozen model into the host's memory, in place: pinned where there is CUDA, so that it is copied quickly."""
+    """Move a frozen model into the host's memory, in place: pinned memory if there is CUDA, which copies faster."""
     pin = torch.cuda.is_available()
     made: dict[int, Tensor] = {}
     for table, name, tensor in _entries(model):
@@ -26,11 +26,11 @@ def to_host(model: nn.Module) -> None:
 
 @contextmanager
 def on_device(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Within the block the model lies on the device; weights that were elsewhere are copied there for as long.
+    """Keep the model on the device within the block: weights that are elsewhere are copied there.
 
     Weights that several modules share are copied once. The model must be frozen: a gradient would go to the copy.
     """
-    elsewhere = [entry for entry in _entries(model) if not _lies_on(entry[2], device)]
+    elsewhere = [entry for entry in _entries(model) if not _is_on(entry[2], device)]
     copies: dict[int, Tensor] = {}
     try:
         for table, name, tensor in elsewhere:
@@ -44,12 +44,12 @@ def on_device(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def copied_to(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a copy on a device; from pinned memory the copy is queued like a kernel, and nothing waits for it."""
+    """Return a copy on a device; from pinned memory the copy is asynchronous."""
     return tensor.detach().to(device, non_blocking=True)
 
 
 def _entries(model: nn.Module) -> list[tuple[dict[str, Any], str, Tensor]]:
-    """Return every place in which a module holds a parameter or a buffer."""
+    """Return each module's table, name and tensor for every parameter and buffer."""
     return [
         (table, name, tensor)
         for module in model.modules()
@@ -59,7 +59,7 @@ def _entries(model: nn.Module) -> list[tuple[dict[str, Any], str, Tensor]]:
     ]
 
 
-def _lies_on(tensor: Tensor, device: torch.device) -> bool:
+def _is_on(tensor: Tensor, device: torch.device) -> bool:
     return tensor.device.type == device.type and device.index in (None, tensor.device.index)
 
 

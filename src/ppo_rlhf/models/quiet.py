@@ -1,4 +1,6 @@
-"""Keeping libraries quiet for a while: a run has one progress bar and one voice of its own."""
+"""Keeping libraries quiet for a while, since a run has one progress bar of its own."""
+
+from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
@@ -9,7 +11,7 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Switch transformers' progress bars off for a while: a run has one bar of its own."""
+    """Switch transformers' progress bars off within the block."""
     was_enabled = is_progress_bar_enabled()
     disable_progress_bar()
     try:
@@ -20,25 +22,19 @@ def quiet_transformers() -> Iterator[None]:
 
 
 @contextmanager
-def critical_only(logger: str) -> Iterator[None]:
-    """Let a logger through only from CRITICAL on."""
-    with _only(logger, logging.CRITICAL):
-        yield
-
-
-@contextmanager
-def errors_only(logger: str) -> Iterator[None]:
-    """Let a logger through only from ERROR on."""
-    with _only(logger, logging.ERROR):
-        yield
-
-
-@contextmanager
-def _only(logger: str, least: int) -> Iterator[None]:
+def errors_only(logger: str, level: int = logging.ERROR) -> Iterator[None]:
+    """Let a logger through only from `level` on within the block."""
     log = logging.getLogger(logger)
-    level = log.level
-    log.setLevel(least)
+    before = log.level
+    log.setLevel(level)
     try:
         yield
     finally:
-        log.setLevel(level)
+        log.setLevel(before)
+
+
+@contextmanager
+def critical_only(logger: str) -> Iterator[None]:
+    """Let a logger through only from CRITICAL on within the block."""
+    with errors_only(logger, logging.CRITICAL):
+        yield

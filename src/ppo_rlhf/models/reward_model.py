@@ -1,30 +1,63 @@
 """A scalar reward head on the backbone of any causal language model.
 
-transformers has sequence-classification classes for some architectures only (none for BitNet), and they pool at the
-last id that is not pad, which is one position early where pad and end of text are the same token. This one pools by
-length, from the attention mask, on left- and right-padded batches, and its head has a bias, so that a normalisation
-of the scores can be folded into the weights.
+transformers has sequence classifiers for some architectures only (none for BitNet), and they pool at the last id that
+is not pad, which is one position early where pad and end of text are the same token. This model pools by length, from
+the attention mask, on left- and right-padded batches. Its head has a bias, so that a normalisation of the scores can be
+folded into the weights.
 """
+
+from __future__ import annotations
 
 import copy
 import inspect
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    PretrainedConfig,
     PreTrainedModel,
 )
 from transformers import initialization as init
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from ppo_rlhf.models.reward_config import CausalLMRewardConfig
+MODEL_TYPE = "causal_lm_reward"
+
+
+class CausalLMRewardConfig(PretrainedConfig):
+    """Configuration of `CausalLMRewardModel`: the language model's own configuration under `text_config`."""
+
+    model_type = MODEL_TYPE
+    sub_configs: ClassVar[dict[str, Any]] = {"text_config": AutoConfig}
+
+    def __init__(self, text_config: PretrainedConfig | dict[str, Any] | None = None, **kwargs: Any) -> None:
+        if isinstance(text_config, dict):
+            text_config = AutoConfig.for_model(**text_config)
+        self.text_config = text_config if text_config is not None else AutoConfig.for_model("gpt2")
+        self.text_config.name_or_path = ""  # else the saved configuration names a folder of this machine
+        kwargs.setdefault("num_labels", 1)
+        super().__init__(**kwargs)
+
+    def get_text_config(self, *args: Any, **kwargs: Any) -> PretrainedConfig:
+        """Return the configuration of the text model; a model that also reads images nests it one level deeper."""
+        return self.text_config.get_text_config(*args, **kwargs)
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the backbone's embedding."""
+        return self.get_text_config().vocab_size
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the backbone's hidden states."""
+        return self.get_text_config().hidden_size
 
 
 class CausalLMRewardModel(PreTrainedModel):
-    """Score of a whole sequence: a linear head on the backbone's state at the last real token.
+    """Score of a whole sequence: a linear head on the backbone's hidden state at the last real token.
 
     `model.base_model` is the backbone, `model.score` the head (weight `[1, hidden]`, bias `[1]`).
     """
@@ -32,7 +65,7 @@ class CausalLMRewardModel(PreTrainedModel):
     config_class = CausalLMRewardConfig
     base_model_prefix = "backbone"
     supports_gradient_checkpointing = True
-    # what the backbone supports is for the backbone to check: it is built with its own configuration
+    # the backbone is built with its own configuration and checks itself what it supports
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flex_attn = True
@@ -41,17 +74,17 @@ class CausalLMRewardModel(PreTrainedModel):
     def __init__(self, config: CausalLMRewardConfig) -> None:
         super().__init__(config)
         self.num_labels = config.num_labels
-        # through the language model, not AutoModel: works for every architecture that has a causal LM
+        # through the language model, not AutoModel: this works for every architecture that has a causal LM
         self.backbone = AutoModelForCausalLM.from_config(config.text_config).base_model
         self.score = nn.Linear(config.hidden_size, 1, bias=True)
-        self._positions_wanted = "position_ids" in inspect.signature(self.backbone.forward).parameters
+        self._takes_positions = "position_ids" in inspect.signature(self.backbone.forward).parameters
         self.post_init()
 
     @classmethod
-    def from_causal_lm(cls, model: PreTrainedModel) -> "CausalLMRewardModel":
+    def from_causal_lm(cls, model: PreTrainedModel) -> CausalLMRewardModel:
         """Return a reward model with a copy of the language model's backbone and a fresh head.
 
-        The head's weights are drawn from torch's global generator: seed it before.
+        The head is drawn from torch's global generator: seed that before.
         """
         reward_model = cls(CausalLMRewardConfig(text_config=copy.deepcopy(model.config)))
         reward_model.backbone.load_state_dict(model.base_model.state_dict())
@@ -68,9 +101,9 @@ class CausalLMRewardModel(PreTrainedModel):
 
         Args:
             input_ids: [B, S], padded on either side.
-            attention_mask: [B, S], 1 on real tokens; without it all are.
+            attention_mask: [B, S], 1 on real tokens; without it all are real.
             position_ids: [B, S]; by default each row counts its real tokens from 0.
-            **kwargs: Handed to the backbone.
+            **kwargs: Passed on to the backbone.
 
         Returns:
             `.logits` [B, 1].
@@ -78,16 +111,16 @@ class CausalLMRewardModel(PreTrainedModel):
         kwargs = {name: value for name, value in kwargs.items() if name not in ("return_dict", "labels")}
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
-        if self._positions_wanted:
+        if self._takes_positions:
             if position_ids is None:
                 position_ids = (attention_mask.long().cumsum(dim=-1) - 1).clamp(min=0)
             kwargs["position_ids"] = position_ids
-        states_BSH = self.backbone(input_ids, attention_mask=attention_mask, **kwargs).last_hidden_state
-        slots_S = torch.arange(input_ids.shape[1], device=input_ids.device)
-        last_B = torch.where(attention_mask.bool(), slots_S, 0).amax(dim=-1)
-        # select before the head: what stands at padded positions, NaN included, never enters the score
-        last_states_BH = states_BSH[torch.arange(len(input_ids), device=input_ids.device), last_B]
-        return SequenceClassifierOutput(logits=self.score(last_states_BH))
+        hidden_BSH = self.backbone(input_ids, attention_mask=attention_mask, **kwargs).last_hidden_state
+        columns_S = torch.arange(input_ids.shape[1], device=input_ids.device)
+        last_B = torch.where(attention_mask.bool(), columns_S, 0).amax(dim=-1)
+        # select before the head: padded positions, NaN included, never enter the score
+        last_hidden_BH = hidden_BSH[torch.arange(len(input_ids), device=input_ids.device), last_B]
+        return SequenceClassifierOutput(logits=self.score(last_hidden_BH))
 
     @torch.no_grad()
     def rescale(self, mean: float, deviation: float) -> None:
@@ -96,10 +129,11 @@ class CausalLMRewardModel(PreTrainedModel):
         self.score.bias.sub_(mean).div_(deviation)
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Initialise the head alone: standard deviation 1/sqrt(d+1) as in Stiennon et al. 2020 (arXiv:2009.01325)."""
+        """Initialise the head: standard deviation 1/sqrt(d+1) as in Stiennon et al. 2020 (arXiv:2009.01325)."""
         if module is self.score:
             init.normal_(module.weight, mean=0.0, std=(module.in_features + 1) ** -0.5)
             init.zeros_(module.bias)
 
 
+AutoConfig.register(MODEL_TYPE, CausalLMRewardConfig, exist_ok=True)
 AutoModelForSequenceClassification.register(CausalLMRewardConfig, CausalLMRewardModel, exist_ok=True)

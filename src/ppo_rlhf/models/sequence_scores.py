@@ -1,91 +1,64 @@
-"""Scores of whole sequences by a reward model, without padding where that gives the same."""
+"""Scores of whole sequences by a reward model: each sequence gets the score that it has alone."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from ppo_rlhf.core.errors import ModelError
-from ppo_rlhf.models.annotations import PreTrainedModel
 from ppo_rlhf.models.forward import backbone_of, hidden_states_at, packs
 from ppo_rlhf.models.probe import PROBE_ERRORS, are_close, probe_ids, probing
+from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.models.token_rows import TokenRows, right_padded
 
 log = logging.getLogger(__name__)
 
-Way = Callable[[PreTrainedModel, TokenRows], Tensor]
-"""Computes scores `[B]` of B sequences, padded on the right."""
+_ignores_padding: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
 def sequence_scores(model: PreTrainedModel, sequences: Sequence[Sequence[int]], pad_id: int) -> Tensor:
-    """Return a reward model's scores `[B]`: those that each sequence has alone.
+    """Return a reward model's scores `[B]`.
 
-    Without padding where that gives the same, else padded; one by one where padding is read, too.
+    Our reward models score packed sequences where their backbone can. Classifiers of transformers run their own
+    forward on a padded batch, or on one sequence at a time if padding changes their scores.
 
     Args:
-        model: Of class `CausalLMRewardModel`, or any classifier of transformers with one label.
+        model: A `CausalLMRewardModel`, or a sequence classifier of transformers with one label.
         sequences: B sequences of token ids.
-        pad_id: Fills up the padded form, unless the model's configuration names its own: transformers' classifiers
-            take the last id that is not that one.
+        pad_id: Fills up the padded batch unless the model's configuration names its own pad id, by which
+            transformers' classifiers find the last token.
     """
-    own = model.config.get_text_config().pad_token_id
-    rows = right_padded(sequences, pad_id if own is None else own).to(model.device)
-    if model not in _ways:
-        _ways[model] = _find_way(model)
-    return _ways[model](model, rows)
+    own_pad_id = model.config.get_text_config().pad_token_id
+    rows = right_padded(sequences, pad_id if own_pad_id is None else own_pad_id).to(model.device)
+    if isinstance(model, CausalLMRewardModel) and packs(backbone_of(model)):
+        last = rows.attention_mask.sum(-1).cumsum(0) - 1
+        scores: Tensor = model.score(hidden_states_at(backbone_of(model), rows, last))
+        return scores[:, 0]
+    if model not in _ignores_padding:
+        _ignores_padding[model] = _probe_padding(model)
+    return _padded_scores(model, rows) if _ignores_padding[model] else _scores_one_by_one(model, rows)
 
 
-_ways: WeakKeyDictionary[nn.Module, Way] = WeakKeyDictionary()
-
-
-def _find_way(model: PreTrainedModel) -> Way:
-    """Ask the model for the quickest way to the scores that sequences have alone."""
-    ways: list[Way] = [_packed_scores, _padded_scores] if _has_linear_head_on_packed_states(model) else [_padded_scores]
+def _probe_padding(model: PreTrainedModel) -> bool:
+    """Return whether a model gives a padded batch the scores that its sequences have alone."""
     try:
         with probing(model):
-            pad_id = model.config.get_text_config().pad_token_id or 0  # what transformers' classifiers take for the end
+            pad_id = model.config.get_text_config().pad_token_id or 0
             rows = right_padded([probe_ids(model, 5).tolist(), probe_ids(model, 3).tolist()], pad_id).to(model.device)
-            expected = _scores_one_by_one(model, rows)
-            for way in ways:
-                if are_close(way(model, rows), expected):
-                    return way
-    except PROBE_ERRORS:  # an encoder-decoder reads its state at an end of text, which is not here
-        return _padded_scores
-    log.info("%s scores a sequence beside padding otherwise than alone: one by one.", type(model).__name__)
-    return _scores_one_by_one
-
-
-def _has_linear_head_on_packed_states(model: PreTrainedModel) -> bool:
-    if not isinstance(getattr(model, "score", None), nn.Linear):
-        return False
-    try:
-        return packs(backbone_of(model))
-    except ModelError:  # padding on the left is not for it; here there is none
-        return False
-
-
-def _packed_scores(model: PreTrainedModel, rows: TokenRows) -> Tensor:
-    from ppo_rlhf.models.reward_config import MODEL_TYPE  # imports transformers' configurations
-
-    lengths = rows.attention_mask.sum(-1)
-    ends = lengths.cumsum(0)
-    last = ends - 1
-    pad_id = model.config.get_text_config().pad_token_id
-    if model.config.model_type != MODEL_TYPE and pad_id is not None:
-        # transformers' classifiers read the state of the last id that is not pad
-        columns = torch.arange(rows.input_ids.shape[1], device=lengths.device)
-        counted = torch.where((rows.input_ids != pad_id) & rows.attention_mask.bool(), columns, 0)
-        last = ends - lengths + counted.amax(1)  # sequences are padded on the right: columns count from their start
-    scores: Tensor = model.score(hidden_states_at(backbone_of(model), rows, last))  # type: ignore[operator]
-    return scores[:, 0]
+            same = are_close(_padded_scores(model, rows), _scores_one_by_one(model, rows))
+    except PROBE_ERRORS:  # an encoder-decoder wants an end of text, which these sequences do not have
+        return True
+    if not same:
+        log.info("%s: padding changes its scores, so it scores one sequence at a time.", type(model).__name__)
+    return same
 
 
 def _padded_scores(model: PreTrainedModel, rows: TokenRows) -> Tensor:
-    # without positions: padded on the right they are the model's own, and not all models count from 0
+    # without position_ids: not all models count from 0, and the padding stands on the right
     logits: Tensor = model(input_ids=rows.input_ids, attention_mask=rows.attention_mask).logits
     return logits[:, 0]
 

@@ -1,15 +1,22 @@
-"""Tokenizers as they come in practice: no pad token, several ends of text, chat templates; one trained from scratch."""
+"""Tokenizers: a pad token for those without one, the ids that end a response, and one trained from scratch."""
+
+from __future__ import annotations
 
 from collections.abc import Iterable
 
-import transformers
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.trainers import WordLevelTrainer
+from transformers import (
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
 from ppo_rlhf.core.errors import ConfigError, ModelError
-from ppo_rlhf.models.annotations import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 PAD, UNKNOWN, END = "<pad>", "<unk>", "</s>"
 _WORD_MARKS = "Ġ▁ "  # how byte-level BPE and SentencePiece write a leading space
@@ -18,8 +25,8 @@ _WORD_MARKS = "Ġ▁ "  # how byte-level BPE and SentencePiece write a leading s
 def ensure_pad_id(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Give a loaded model's configuration the tokenizer's pad id if it has none.
 
-    Transformers' classifiers look for the last id that is not pad. Not before the weights are in: a pad id in the
-    configuration switches that embedding's gradient off (padding_idx).
+    transformers' classifiers read the last id that is not pad. Call this after the weights are loaded: a pad id in the
+    configuration of a new model switches that embedding's gradient off (padding_idx).
     """
     config = model.config.get_text_config()
     if config.pad_token_id is None:
@@ -29,15 +36,15 @@ def ensure_pad_id(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
 def ensure_pad_token(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig | None = None) -> None:
     """Give the tokenizer a pad token if it has none, without changing its vocabulary.
 
-    Chosen in this order: the tokenizer's own, the one the model's configuration names, the unknown token if it is not
-    an end of text, the end-of-text token. Which one is only a filler: masks are made from lengths and never read it.
+    The order is: the token that the model's configuration names, the unknown token if it does not end texts, the
+    end-of-text token. The token is only a filler: masks are made from lengths and never read it.
 
     Raises:
         ModelError: The tokenizer has none of them.
     """
     if tokenizer.pad_token is not None:
         return
-    configured = getattr(config.get_text_config(), "pad_token_id", None) if config is not None else None
+    configured = None if config is None else config.get_text_config().pad_token_id
     if isinstance(configured, int) and 0 <= configured < len(tokenizer):
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(configured)
     elif tokenizer.unk_token is not None and tokenizer.unk_token != tokenizer.eos_token:
@@ -46,8 +53,8 @@ def ensure_pad_token(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfi
         tokenizer.pad_token = tokenizer.eos_token
     else:
         raise ModelError(
-            f"{tokenizer.name_or_path}: the tokenizer has no pad, unknown or end-of-text token to pad with. "
-            "Name one of its tokens as pad_token in its tokenizer_config.json."
+            f"{tokenizer.name_or_path}: the tokenizer has no pad, unknown or end-of-text token to pad with. Name one "
+            "of its tokens as pad_token in its tokenizer_config.json."
         )
 
 
@@ -65,12 +72,12 @@ def stop_token_ids(
         tokenizer: The policy's tokenizer.
         generation_config: Its `eos_token_id` may be one id or a list; all of them stop.
         stop_token: "eos" is the union of the generation configuration's ids, the tokenizer's end of text and the chat
-            template's end of turn; "period" the ids of "."; "none" nothing.
-        stop_token_id: An explicit id, which wins over `stop_token`.
+            template's end of turn; "period" the ids of "."; "none" no id.
+        stop_token_id: An explicit id, which replaces `stop_token`.
         vocabulary: Number of token ids of the model, see `ids_within`; None where it is not known.
 
     Raises:
-        ConfigError: `stop_token_id` is not an id of the tokenizer, or `stop_token` is none of the three.
+        ConfigError: `stop_token_id` is not an id of the tokenizer, or `stop_token` is not one of the three.
         ModelError: The tokenizer has no such token.
     """
     if stop_token_id is not None:
@@ -84,7 +91,9 @@ def stop_token_ids(
     if stop_token == "period":
         ids = {index for token, index in tokenizer.get_vocab().items() if token.strip(_WORD_MARKS) == "."}
     elif stop_token == "eos":
-        ids = _end_of_text_ids(tokenizer, generation_config)
+        configured = generation_config.eos_token_id if generation_config is not None else None
+        several = configured if isinstance(configured, list | tuple) else [configured]
+        ids = {*several, tokenizer.eos_token_id, end_of_turn_id(tokenizer)} - {None}
     else:
         raise ConfigError(f"stop_token={stop_token!r} is not one of eos, period, none.")
     known = tuple(sorted(ids)) if vocabulary is None else ids_within(ids, vocabulary)
@@ -97,10 +106,10 @@ def stop_token_ids(
 
 
 def ids_within(ids: Iterable[int], vocabulary: int) -> tuple[int, ...]:
-    """Return the stop ids that a model of so many token ids has, ascending; the others end nothing.
+    """Return the stop ids below `vocabulary`, the model's number of token ids, ascending.
 
-    A configuration made by hand keeps its architecture's end of text (GPT-2's 50256) beside a smaller vocabulary, and
-    an id outside is an old way to switch the end of text off.
+    Others are no error: a hand-made configuration keeps its architecture's end of text (GPT-2's 50256) beside a smaller
+    vocabulary, and an id outside is an old way to switch the end of text off.
     """
     return tuple(sorted(index for index in ids if 0 <= index < vocabulary))
 
@@ -108,7 +117,7 @@ def ids_within(ids: Iterable[int], vocabulary: int) -> tuple[int, ...]:
 def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """Return the special token with which the chat template closes an assistant's turn.
 
-    None without a template, or with one that refuses a plain question and answer: it says nothing of a turn's end.
+    None without a template, or with one that refuses a plain question and answer.
     """
     if not getattr(tokenizer, "chat_template", None):
         return None
@@ -116,7 +125,7 @@ def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
     messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": marker}]
     try:
         text = str(tokenizer.apply_chat_template(messages, tokenize=False))
-    except Exception:  # a template is a program of its own; a chat that it refuses is told of where chats are read
+    except Exception:  # a template may raise anything; the code that reads chats reports those it refuses
         return None
     tail = text.rpartition(marker)[2]
     ids, special = tokenizer.encode(tail, add_special_tokens=False), special_ids(tokenizer)
@@ -124,18 +133,18 @@ def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Return the ids that are no text: the named ones (end of text, padding …), and added ones that are marked so."""
+    """Return the ids of special tokens: the named ones (end of text, padding …) and added ones marked as special."""
     marked = (index for index, token in tokenizer.added_tokens_decoder.items() if token.special)
     return frozenset([*tokenizer.all_special_ids, *marked])
 
 
 def same_vocabulary(first: PreTrainedTokenizerBase, second: PreTrainedTokenizerBase) -> bool:
-    """Return whether both tokenizers give every token the same id, so that ids of one can be read by the other."""
+    """Return whether both tokenizers give every token the same id."""
     return first is second or first.get_vocab() == second.get_vocab()
 
 
 def append_end(ids: list[int], eos: int | None) -> list[int]:
-    """Return the ids with the end of text behind them, once."""
+    """Return the ids with one end of text behind them."""
     return ids if eos is None or (ids and ids[-1] == eos) else [*ids, eos]
 
 
@@ -145,7 +154,7 @@ def drop_end(ids: list[int], eos: int | None) -> list[int]:
 
 
 def train_word_tokenizer(texts: Iterable[str], context_length: int) -> PreTrainedTokenizerBase:
-    """Train a word-level tokenizer: one id a space-separated word.
+    """Train a word-level tokenizer: one id for each space-separated word.
 
     Args:
         texts: The training corpus.
@@ -157,7 +166,7 @@ def train_word_tokenizer(texts: Iterable[str], context_length: int) -> PreTraine
     backend = Tokenizer(WordLevel(unk_token=UNKNOWN))
     backend.pre_tokenizer = WhitespaceSplit()
     backend.train_from_iterator(texts, WordLevelTrainer(special_tokens=[PAD, UNKNOWN, END], show_progress=False))
-    return transformers.PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         pad_token=PAD,
         unk_token=UNKNOWN,
@@ -166,10 +175,3 @@ def train_word_tokenizer(texts: Iterable[str], context_length: int) -> PreTraine
         clean_up_tokenization_spaces=False,
         padding_side="left",
     )
-
-
-def _end_of_text_ids(tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None) -> set[int]:
-    configured = generation_config.eos_token_id if generation_config is not None else None
-    ids = set(configured) if isinstance(configured, list | tuple) else {configured}
-    ids |= {tokenizer.eos_token_id, end_of_turn_id(tokenizer)}
-    return {index for index in ids if index is not None}

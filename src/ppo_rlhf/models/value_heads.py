@@ -1,57 +1,75 @@
-"""Value heads on disk, as TRL's `AutoModelForCausalLMWithValueHead` names them: `v_head.summary.weight` and `.bias`.
+"""Value heads: new ones for a policy, and those on disk under the names of TRL's `AutoModelForCausalLMWithValueHead`.
 
-They lie among the language model's own weights. transformers leaves them out when it loads the directory.
+On disk they lie among the language model's own weights; transformers ignores them when it loads the directory.
 """
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ppo_rlhf.core.errors import ModelError
+from ppo_rlhf.models.directories import weight_files
 
-WEIGHTS = "model.safetensors"
-WEIGHTS_INDEX = "model.safetensors.index.json"
 VALUE_HEAD = WEIGHT, BIAS = "v_head.summary.weight", "v_head.summary.bias"
+
+
+def new_value_head(width: int, policy: PreTrainedModel) -> nn.Linear:
+    """Return a value head of zeros on the policy's device, float32 or wider: its first values are 0 everywhere."""
+    head = nn.Linear(width, 1, device=policy.device, dtype=torch.promote_types(policy.dtype, torch.float32))
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    return head
+
+
+def make_value_head(policy: PreTrainedModel, start: nn.Linear | None) -> nn.Linear:
+    """Return a value head that fits the policy: a copy of `start`, or zeros.
+
+    Raises:
+        ModelError: `start` reads hidden states of another width, or the policy's configuration names no width.
+    """
+    config = policy.config.get_text_config()
+    # OPT's smallest model projects its hidden states to another width; every other configuration has this one name
+    width = getattr(config, "word_embed_proj_dim", None) or getattr(config, "hidden_size", None)
+    if width is None:
+        raise ModelError(f"{type(policy).__name__}: its configuration has no hidden_size, so no value head fits it")
+    head = new_value_head(int(width), policy)
+    if start is None:
+        return head
+    if start.weight.shape != head.weight.shape:
+        raise ModelError(
+            f"The value head (v_head.summary) reads hidden states of width {start.in_features}, the policy's have "
+            f"{head.in_features}: they do not belong together"
+        )
+    head.load_state_dict(start.state_dict())
+    return head
 
 
 def read_value_head(folder: Path) -> nn.Linear | None:
     """Return the value head in a model directory, float32 or wider; None if the directory has none.
 
     Raises:
-        ModelError: What lies there under these names is no linear head with one output.
+        ModelError: The weights of these names are not those of a linear layer with one output.
     """
-    tensors = {name: tensor for name in VALUE_HEAD if (tensor := _read(folder, name)) is not None}
-    if not tensors:
+    found: dict[str, Tensor] = {}
+    for file in weight_files(folder):
+        with safe_open(file, framework="pt") as weights:
+            found |= {name: weights.get_tensor(name) for name in set(VALUE_HEAD) & set(weights.keys())}
+    if not found:
         return None
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in found.items()}
     width = shapes.get(WEIGHT, (0,))[-1]
     if shapes != {WEIGHT: (1, width), BIAS: (1,)}:
-        raise ModelError(
-            f"{folder}: its value head has {', '.join(f'{name} {shape}' for name, shape in shapes.items())}; "
-            f"{WEIGHT} (1, width) and {BIAS} (1,) are expected, as TRL writes them"
-        )
-    dtype = torch.promote_types(tensors[WEIGHT].dtype, torch.float32)
-    head = nn.Linear(width, 1, dtype=dtype)
-    head.load_state_dict({"weight": tensors[WEIGHT], "bias": tensors[BIAS]})
+        raise ModelError(f"{folder}: its value head has {shapes}, expected {WEIGHT} (1, width) and {BIAS} (1,)")
+    head = nn.Linear(width, 1, dtype=torch.promote_types(found[WEIGHT].dtype, torch.float32))
+    head.load_state_dict({"weight": found[WEIGHT], "bias": found[BIAS]})
     return head
 
 
 def value_head_tensors(head: nn.Linear) -> dict[str, Tensor]:
-    """Return a value head's weights under the names that it has in a checkpoint."""
+    """Return a value head's weights under the names that they have on disk."""
     return {WEIGHT: head.weight.detach(), BIAS: head.bias.detach()}
-
-
-def _read(folder: Path, name: str) -> Tensor | None:
-    index = folder / WEIGHTS_INDEX
-    file = WEIGHTS
-    if index.is_file():
-        file = json.loads(index.read_text(encoding="utf-8"))["weight_map"].get(name, "")
-    if not file or not (folder / file).is_file():
-        return None
-    with safe_open(folder / file, framework="pt") as weights:
-        return weights.get_tensor(name) if name in weights.keys() else None  # noqa: SIM118, not a mapping

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from functools import partial
 
 import pandas as pd
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.data.prompts import PromptDataset, PromptsConfig, split_held_out, tokenise_prompts
-from ppo_rlhf.models.annotations import GenerationConfig, PreTrainedTokenizerBase
 from ppo_rlhf.models.loading import PretrainedHandle, context_length, steady_context
 from ppo_rlhf.models.tokenizers import same_vocabulary, special_ids, stop_token_ids, train_word_tokenizer
 from ppo_rlhf.preflight.request import PROMPT_TABLES, RunRequest

@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import Field
 from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf.config.settings_group import settings_group
 from ppo_rlhf.core.errors import ConfigError, ModelError, RewardError
-from ppo_rlhf.models.annotations import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_rlhf.models.loading import PretrainedHandle, context_length
 from ppo_rlhf.models.offloading import on_device, to_host
 from ppo_rlhf.models.sequence_scores import sequence_scores

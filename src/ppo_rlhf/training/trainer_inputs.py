@@ -9,13 +9,13 @@ from typing import Any
 import pandas as pd
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError, DataError, ModelError, RewardError
 from ppo_rlhf.core.responses import response_lengths
 from ppo_rlhf.data.prompts import PromptDataset, tokenise_prompts
 from ppo_rlhf.data.tables import table_of_columns, table_of_rows
-from ppo_rlhf.models.annotations import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.models.offloading import to_host
 from ppo_rlhf.models.tokenizers import ensure_pad_id, ensure_pad_token, same_vocabulary

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError, ModelError
 from ppo_rlhf.models.adapters import has_adapter
-from ppo_rlhf.models.annotations import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_rlhf.models.critic import Critic
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel, check_vocabulary, prepare, steady_context
 from ppo_rlhf.models.offloading import to_host
@@ -138,7 +138,7 @@ def take_over(model: Any, what: str, dtype: torch.dtype, device: torch.device) -
     """Make a model, in place, what loading it from its directory would give: precision, device, no dropout.
 
     Parameters alone get the type: buffers such as rotary frequencies stay as they are, as when weights are loaded. They
-    get memory of their own, aligned as torch has it (see `models.loading.align_parameters`).
+    get memory of their own.
 
     Raises:
         ModelError: It is no transformers model, has an adapter, or was wrapped by a trainer.

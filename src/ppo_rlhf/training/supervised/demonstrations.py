@@ -12,12 +12,12 @@ from typing import Annotated, Any
 import numpy as np
 import pandas as pd
 from pydantic import Field
+from transformers import PreTrainedTokenizerBase
 
 from ppo_rlhf.config.settings_group import Seed, settings_group
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.core.randomness import permutation
 from ppo_rlhf.data.chats import CHAT, is_chat, render_chat
-from ppo_rlhf.models.annotations import PreTrainedTokenizerBase
 from ppo_rlhf.models.tokenizers import append_end
 
 logger = logging.getLogger(__name__)

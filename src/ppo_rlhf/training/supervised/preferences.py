@@ -7,13 +7,13 @@ end of text if and only if the response stopped by itself, exactly as rewards ar
 from typing import Any
 
 import pandas as pd
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.core.randomness import episode_prompts, episode_uniforms
 from ppo_rlhf.data.chats import is_chat, render_chat
 from ppo_rlhf.data.prompts import PromptDataset
 from ppo_rlhf.demo.judge import noisy_preference
-from ppo_rlhf.models.annotations import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_rlhf.models.tokenizers import append_end, end_of_turn_id, special_ids
 from ppo_rlhf.ppo.sampling import GeneratedResponses, SamplingSettings, generate_responses
 from ppo_rlhf.rewards.functions import RewardFunction, call_reward_function

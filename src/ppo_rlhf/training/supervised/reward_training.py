@@ -10,11 +10,11 @@ import pandas as pd
 import torch
 from pydantic import Field
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ppo_rlhf.config.settings_group import settings_group
 from ppo_rlhf.core.errors import DataError, TrainingError
 from ppo_rlhf.core.randomness import permutation
-from ppo_rlhf.models.annotations import PreTrainedModel
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel, check_vocabulary, context_length
 from ppo_rlhf.rewards.scorers import score_sequences
 from ppo_rlhf.training.supervised.optimisation import History, OptimisationConfig, advice

@@ -9,10 +9,10 @@ import torch
 import transformers
 from pydantic import Field
 from torch import nn
+from transformers import PreTrainedModel
 
 from ppo_rlhf.config.settings_group import settings_group
 from ppo_rlhf.core.errors import ConfigError
-from ppo_rlhf.models.annotations import PreTrainedModel
 from ppo_rlhf.models.forward import backbone_of, hidden_states_at, logits_of
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel, context_length
 from ppo_rlhf.models.probe import vocabulary_size

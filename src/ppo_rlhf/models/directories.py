@@ -1,0 +1,67 @@
+"""Model directories on disk: config.json beside safetensors in one file, or in shards that an index names."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from ppo_rlhf.core.errors import ModelError
+
+HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
+CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
+WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def is_local(source: str) -> bool:
+    """Return whether `source` is, or looks like, a path rather than a hub id (`name` or `organisation/name`)."""
+    if Path(source).expanduser().exists() or not HUB_ID.fullmatch(source):
+        return True
+    first, _, rest = source.partition("/")
+    return bool(rest) and Path(first).is_dir()
+
+
+def check_model_directory(source: str | Path) -> None:
+    """Raise `ModelError` unless a local `source` has a configuration and readable safetensors; ignore hub ids."""
+    if not is_local(str(source)):
+        return
+    folder = Path(source).expanduser()
+    if not folder.is_dir():
+        raise ModelError(f"{source}: there is no such model directory. Give a directory with config.json, or a hub id.")
+    has_weights = any((folder / name).is_file() for name in (WEIGHTS, WEIGHTS_INDEX))
+    if not has_weights or not (folder / CONFIG).is_file():
+        hint = "A model directory has config.json and safetensors; convert pickled weights with save_pretrained"
+        if (folder / ADAPTER_CONFIG).is_file():
+            hint = "It holds a LoRA adapter alone: merge that into its base"
+        raise ModelError(f"{source}: no {CONFIG if has_weights else WEIGHTS} in this directory. {hint}.")
+    for file in weight_files(folder):
+        try:
+            with safe_open(file, framework="pt"):  # reads the header and compares it with the file's size
+                pass
+        except (SafetensorError, OSError) as error:
+            raise ModelError(
+                f"{source}: the weights file {file.name} is missing, damaged or a Git LFS pointer "
+                f"({first_line(error)}). Copy the model again, or run git lfs pull."
+            ) from error
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files that hold a model's weights, whether or not they exist.
+
+    Raises:
+        ModelError: The index of the shards cannot be read.
+    """
+    index = folder / WEIGHTS_INDEX
+    if not index.is_file():
+        return [folder / WEIGHTS]
+    try:
+        return sorted({folder / shard for shard in json.loads(index.read_bytes())["weight_map"].values()})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{index} is not an index of weights. Copy the model again.") from error
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's text, or its class's name."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
