@@ -40,6 +40,10 @@ NOTHING_TO_OFFLOAD = (
 )
 
 
+LONGEST_METRIC_NAME = 250
+"""The most characters of a metric's key in MLflow."""
+
+
 @settings_group("reward.components")
 class RewardComponentConfig:
     """One term of the reward."""
@@ -61,10 +65,12 @@ class RewardComponentConfig:
         if self.function is not None:
             split_reference(self.function)
         # within MLflow's rules for keys: a key that breaks them loses all metrics that are logged with it
-        if not re.fullmatch(r"\w[\w.\- ]{0,99}", self.title if self.name is None else self.name):
+        title = self.title if self.name is None else self.name
+        if not re.fullmatch(r"\w[\w.\- ]*", title) or len(f"reward/{title}") > LONGEST_METRIC_NAME:
             raise ConfigError(
-                f"name={self.title!r} cannot name a component: it becomes the metric reward/<name>. Give at most 100 "
-                "letters, digits, underscores, dashes, periods and spaces; the first is a letter, digit or underscore."
+                f"name={title!r} cannot name a component: it becomes the metric reward/<name>, of at most "
+                f"{LONGEST_METRIC_NAME} letters, digits, underscores, dashes, periods and spaces; <name> begins with a "
+                "letter, digit or underscore."
             )
 
     @property
