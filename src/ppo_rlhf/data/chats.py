@@ -1,4 +1,4 @@
-"""Chats: lists of messages, rendered as text by a tokenizer's chat template."""
+"""Texts and chats: a chat is a list of messages, rendered as text by a tokenizer's chat template."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,6 +9,11 @@ from ppo_rlhf.core.errors import DataError
 
 CHAT = 'a list of {"role": …, "content": …}'
 """The form of a chat, for errors."""
+
+
+def is_text(value: Any) -> bool:
+    """Return whether a value is text that is not blank."""
+    return isinstance(value, str) and bool(value.strip())
 
 
 def is_chat(value: Any) -> bool:

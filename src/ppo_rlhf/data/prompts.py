@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from ppo_rlhf.config.settings_group import Seed, settings_group
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.core.randomness import permutation
-from ppo_rlhf.data.chats import CHAT, is_chat, render_chat
+from ppo_rlhf.data.chats import CHAT, is_chat, is_text, render_chat
 from ppo_rlhf.data.tables import as_json
 
 _OWN_COLUMNS = ("prompt", "prompt_ids")
@@ -201,8 +201,8 @@ def _where(name: str, row: int, column: str) -> str:
 
 
 def _as_text(value: Any, tokenizer: PreTrainedTokenizerBase, where: str) -> str:
-    if isinstance(value, str) and value:
-        return value
+    if is_text(value):
+        return str(value)
     if is_chat(value):
         return render_chat(value, tokenizer, where, add_generation_prompt=True)
     raise DataError(f"{where}: expected text or {CHAT}, got {str(value)[:60]!r}")
@@ -227,7 +227,7 @@ def _open_ended(tokens: list[int], text: str, tokenizer: PreTrainedTokenizerBase
 
 def is_prompt(value: Any) -> bool:
     """Return whether a value of the prompts' column is text, or a list of chat messages."""
-    return (isinstance(value, str) and bool(value)) or is_chat(value)
+    return is_text(value) or is_chat(value)
 
 
 def _truncate_left(tokens: list[int], room: int, bos: int | None) -> list[int]:

@@ -34,10 +34,10 @@ Size = Annotated[int, Field(ge=1)]
 @settings_group("supervised_finetuning")
 @dataclass(frozen=True, kw_only=True)
 class SupervisedFinetuningConfig(OptimisationConfig):
-    """How the SFT policy is trained. The shape is used only from scratch (no base model): a small Llama."""
+    """How the SFT policy is trained. Without a base model it is a small Llama of the shape given here."""
 
     hidden_size: Size = 64
-    """Width of the states; an even multiple of the attention heads."""
+    """Width of the hidden states; an even multiple of the attention heads."""
     intermediate_size: Size = 176
     """Width inside the feed-forward layers."""
     num_hidden_layers: Size = 3
@@ -48,7 +48,7 @@ class SupervisedFinetuningConfig(OptimisationConfig):
     """Context in tokens, prompt and response together."""
 
     def __post_init__(self) -> None:
-        if self.hidden_size % (2 * self.num_attention_heads):  # rotary positions turn pairs of a head's numbers
+        if self.hidden_size % (2 * self.num_attention_heads):  # RoPE rotates pairs of a head's dimensions
             raise ConfigError(
                 f"supervised_finetuning.hidden_size={self.hidden_size} is not an even multiple of "
                 f"num_attention_heads={self.num_attention_heads}"
@@ -64,7 +64,7 @@ def train_sft_policy(
     """Fine-tune the base model, or train a small one from scratch, with TRL's SFTTrainer.
 
     Args:
-        base_model: Where to start; None starts from random weights and a word-level tokenizer of the corpus.
+        base_model: The model to fine-tune; None: random weights, and a word-level tokenizer trained on the corpus.
         demonstrations: Table that `split_demonstrations` made.
         evaluation_demonstrations: Its held-out part.
         config: Settings.

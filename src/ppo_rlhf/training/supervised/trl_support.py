@@ -247,6 +247,11 @@ def _check_processes(group: str, config: OptimisationConfig) -> None:
             f"{group}.per_device_train_batch_size={rows} is the batch of all processes, and {count} processes cannot "
             f"share it evenly. Set it to a multiple of {count}."
         )
+    if count == 1 and config.device != "cpu" and torch.cuda.device_count() > 1:
+        raise ConfigError(
+            f"{group}: this process sees {torch.cuda.device_count()} GPUs, and TRL's trainers use one a process. Start "
+            "one process for each with torchrun --nproc_per_node, or set CUDA_VISIBLE_DEVICES to one of them."
+        )
     if count > 1 and config.device != "auto":
         used = processes.join_processes().device.type
         if used != config.device:
