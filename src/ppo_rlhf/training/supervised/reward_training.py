@@ -81,7 +81,7 @@ def train_reward_model(
         TrainingError: The final accuracy is below `minimum_accuracy`.
     """
     tokenizer = sft_policy.tokenizer()
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         model = CausalLMRewardModel.from_causal_lm(sft_policy.causal_lm())
     check_vocabulary(tokenizer, model.config, sft_policy.source)

@@ -138,7 +138,7 @@ def _from_scratch(demonstrations: pd.DataFrame, config: SupervisedFinetuningConf
         eos_token_id=tokenizer.eos_token_id,
         dtype="float32",
     )
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         model = transformers.LlamaForCausalLM(shape)
     model.generation_config = transformers.GenerationConfig(

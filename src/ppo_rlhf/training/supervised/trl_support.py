@@ -265,7 +265,7 @@ def _check_processes(group: str, config: OptimisationConfig) -> None:
 def _global_randomness_restored() -> Iterator[None]:
     """Give the global random generators back as they were: trainers seed them."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_available() else []):
         try:
             yield
         finally:
