@@ -1,4 +1,4 @@
-"""Rewards: a reward model, a person's Python functions, or a weighted sum of both."""
+"""Rewards: a reward model, a user's Python functions, or a weighted sum of both."""
 
 import re
 from collections.abc import Callable, Sequence
