@@ -65,7 +65,7 @@ def tokenise_preferences(frame: pd.DataFrame, tokenizer: PreTrainedTokenizerBase
     rows, end, special = [], end_of_turn_id(tokenizer), special_ids(tokenizer)
     for record in frame.to_dict("records"):
         prompt = record.get("prompt", "")
-        row = {"prompt": _readable(prompt)}
+        row: dict[str, Any] = {"prompt": _readable(prompt)}
         for side in ("chosen", "rejected"):
             row[side] = _readable(record[side])
             row[f"{side}_ids"] = _encode(prompt, record[side], tokenizer, end, special)

@@ -118,14 +118,16 @@ class _SharedBatches(Trainer):
     transformers instead gives each process whole batches, and fills up the last ones with rows of the first.
     """
 
-    row_without_weight: dict[str, Any]
+    row_without_weight: ClassVar[dict[str, Any]]
 
     def get_train_dataloader(self) -> DataLoader:
         """Return the batches of this process; `per_device_train_batch_size` counts the rows of all processes."""
-        batches = BatchSampler(self._get_train_sampler(), self.args.train_batch_size, drop_last=False)
+        rows: Any = self.train_dataset
+        sampler: Any = self._get_train_sampler()
+        batches = BatchSampler(sampler, self.args.train_batch_size, drop_last=False)
         return DataLoader(
-            [*self.train_dataset, self.row_without_weight],  # type: ignore[arg-type]  # a list is a dataset
-            batch_sampler=_OwnRows(batches, filler=len(self.train_dataset)),  # type: ignore[arg-type]
+            [*rows, self.row_without_weight],  # type: ignore[arg-type]  # a list is a dataset
+            batch_sampler=_OwnRows(batches, filler=len(rows)),
             collate_fn=self.data_collator,
             pin_memory=self.args.dataloader_pin_memory,
         )
@@ -154,13 +156,13 @@ class _OwnRows:
 class _SharedSFTTrainer(_SharedBatches, SFTTrainer):
     """TRL's SFTTrainer. It divides the loss of each process by the number of learnt tokens of all processes."""
 
-    row_without_weight: ClassVar = {"input_ids": [0, 0], "labels": [IGNORED, IGNORED]}
+    row_without_weight: ClassVar[dict[str, Any]] = {"input_ids": [0, 0], "labels": [IGNORED, IGNORED]}
 
 
 class _SharedRewardTrainer(_SharedBatches, RewardTrainer):
     """TRL's RewardTrainer with the mean over the pairs of all processes as its loss."""
 
-    row_without_weight: ClassVar = {"chosen_ids": [0], "rejected_ids": [0], "margin": -1e9}
+    row_without_weight: ClassVar[dict[str, Any]] = {"chosen_ids": [0], "rejected_ids": [0], "margin": -1e9}
     """The loss -log sigmoid(difference - margin) and its gradient are 0 at this margin."""
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **options: Any) -> Any:
