@@ -7,11 +7,11 @@ here returns at once and no process group exists.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
-from ppo_rlhf.core.errors import LaunchError
+from ppo_rlhf.core.errors import LaunchError, PPORLHFError
 
 if TYPE_CHECKING:
     import torch
@@ -83,12 +83,13 @@ def join_processes() -> PartialState:
 def forget_accelerator() -> None:
     """Let the next `Accelerator` of this process have another precision or device; the process group stays.
 
-    accelerate keeps the first one's for good and has no public way to change them
-    (https://github.com/huggingface/accelerate/issues/1376).
+    Accelerators that were made before must not be used any more. accelerate keeps the first one's state for good and
+    has no public way to change it; transformers' TrainingArguments makes the same call.
     """
-    from accelerate.state import AcceleratorState
+    from accelerate.state import AcceleratorState, GradientState
 
     AcceleratorState._reset_state(reset_partial_state=process_count() == 1)
+    GradientState._reset_state()  # an interrupted accumulation would leave `sync_gradients` False
 
 
 def wait_for_all() -> None:
@@ -106,6 +107,24 @@ def from_main(value: T) -> T:
     join_processes()
     (received,) = broadcast_object_list([value])
     return received
+
+
+def on_main(function: Callable[[], T]) -> T:
+    """Call the function on the main process only, and return its result (picklable) in every process.
+
+    Raises:
+        PPORLHFError: The function raised it on the main process; every process raises it.
+    """
+    outcome: T | PPORLHFError | None = None
+    if is_main_process():
+        try:
+            outcome = function()
+        except PPORLHFError as error:
+            outcome = error
+    outcome = from_main(outcome)
+    if isinstance(outcome, PPORLHFError):
+        raise outcome
+    return outcome  # type: ignore[return-value]
 
 
 def any_process(flag: bool) -> bool:

@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import pandas as pd
@@ -59,6 +60,6 @@ def test_a_policy_from_scratch_lands_in_the_catalog_as_a_directory(tmp_path, fra
 
 def test_chats_from_a_file_are_learnt_by_a_base_model_with_a_template(tmp_path):
     base = save(tmp_path / "base", tiny_model(), word_tokenizer(chat_template=CHAT_TEMPLATE))
-    catalog, metrics = run(tmp_path, pd.DataFrame({"messages": [CHAT] * 8}), base)
+    catalog, metrics = run(tmp_path, pd.DataFrame({"messages": [json.dumps(CHAT)] * 8}), base)
     assert len(metrics) == 2
     assert catalog["sft_policy"].load().tokenizer().chat_template == CHAT_TEMPLATE

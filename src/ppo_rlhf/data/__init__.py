@@ -1,1 +1,1 @@
-"""The three kinds of data, prompts, demonstrations and preferences: checked, split, tokenised."""
+"""Prompts, chats and tables: checked, split and tokenised."""

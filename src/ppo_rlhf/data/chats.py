@@ -1,4 +1,4 @@
-"""Chats: lists of messages, written out by a tokenizer's own template."""
+"""Texts and chats: a chat is a list of messages, rendered as text by a tokenizer's chat template."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,6 +9,11 @@ from ppo_rlhf.core.errors import DataError
 
 CHAT = 'a list of {"role": …, "content": …}'
 """The form of a chat, for errors."""
+
+
+def is_text(value: Any) -> bool:
+    """Return whether a value is text that is not blank."""
+    return isinstance(value, str) and bool(value.strip())
 
 
 def is_chat(value: Any) -> bool:
@@ -25,7 +30,7 @@ def render_chat(
     *,
     add_generation_prompt: bool = False,
 ) -> str:
-    """Return a chat as the text that the tokenizer's template makes of it.
+    """Return the text of a chat, rendered by the tokenizer's template.
 
     Args:
         messages: The chat.
@@ -42,6 +47,6 @@ def render_chat(
         text = tokenizer.apply_chat_template(
             [dict(message) for message in messages], tokenize=False, add_generation_prompt=add_generation_prompt
         )
-    except Exception as error:  # a template is a program of its own: an order of roles that it does not take, …
+    except Exception as error:  # a template is a program: it can raise anything
         raise DataError(f"{where}: the chat template refuses these messages: {' '.join(str(error).split())}") from error
     return str(text)

@@ -1,10 +1,12 @@
-"""Tables of a person's values as they were given: pandas makes floats of whole numbers where one is missing."""
+"""Tables that keep values as they were given: pandas turns whole numbers into floats where one is missing."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 
@@ -17,6 +19,15 @@ def table_of_rows(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
 def table_of_columns(columns: Mapping[str, Sequence[Any]]) -> pd.DataFrame:
     """Return the columns as a table; values of several types, None among them, stay as they are."""
     return pd.DataFrame({name: pd.Series(list(values), dtype=_dtype(values)) for name, values in columns.items()})
+
+
+def as_json(value: Any, *, sort_keys: bool = False) -> str:
+    """Return a value as JSON: NumPy's arrays and numbers as Python's, anything else that JSON lacks as text."""
+    return json.dumps(value, ensure_ascii=False, sort_keys=sort_keys, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, np.ndarray | np.generic) else str(value)
 
 
 def _dtype(values: Sequence[Any]) -> type | None:

@@ -5,8 +5,8 @@ Two JSON Lines files, the same bytes for the same arguments:
 - `demonstrations.jsonl`: `{"text": review}`, no review twice;
 - `prompts.jsonl`: `{"prompt": header and the first one to five words of a body, "aspect": word}`, no prompt twice.
 
-The prompts come from reviews of their own, about titles that no demonstration has: their words are all known to a model
-trained on the demonstrations, but it cannot have learnt their continuations by heart. Nothing of the judge is written.
+The prompts come from other reviews, about titles that no demonstration has: a model trained on the demonstrations knows
+all their words, but cannot have learnt their continuations by heart. The files hold nothing of the judge.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""A seeded grammar of movie reviews: it writes reviews, and it decides whether a sentence is one of its own.
+"""A seeded grammar of movie reviews: it writes reviews, and it recognises its sentences.
 
 A review reads `TITLE ( ASPECT ) : BODY`; the body is one to four sentences, each ending in a full stop. The grammar has
 no recursion and no empty production, so a sentence is recognised by derivatives (Brzozowski 1964): the state after some
@@ -217,7 +217,7 @@ def write_review(rng: random.Random, titles: Sequence[str]) -> Review:
 
     Args:
         rng: the only source of chance; it is advanced.
-        titles: what the title is drawn from, two words each.
+        titles: the titles to draw from, two words each.
     """
     title = titles[int(rng.random() * len(titles))]
     aspect = ASPECTS[int(rng.random() * len(ASPECTS))]
@@ -253,7 +253,7 @@ def tokenize(text: str) -> list[str]:
 
 @cache
 def _after(symbol: str, word: str) -> frozenset[Production]:
-    """What may still follow within `symbol` once its first word was `word`."""
+    """Return the symbols that may still follow within `symbol` after its first word `word`."""
     if _is_terminal(symbol):
         return _FINISHED if symbol == word else _NOTHING
     return frozenset(rest + p[1:] for p in _SYNTAX[symbol] for rest in _after(p[0], word))
@@ -285,5 +285,5 @@ def is_sentence_start(tokens: Sequence[str]) -> bool:
 
 
 def header_length(tokens: Sequence[str]) -> int:
-    """How many tokens at the start are a header `TITLE ( ASPECT ) :`, whatever its words; 0 if it has none."""
+    """Return the number of tokens of the header `TITLE ( ASPECT ) :`, whatever its words; 0 if there is none."""
     return 6 if [*tokens[2:3], *tokens[4:6]] == ["(", ")", ":"] else 0

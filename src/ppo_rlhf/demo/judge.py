@@ -1,7 +1,7 @@
-"""The gold judge of the demonstration: what a good review is, in plain code. Deterministic, any text accepted.
+"""The gold judge of the demonstration: scores reviews by plain, deterministic code. Any text is accepted.
 
-It reads prompt + completion and judges the sentences that the completion touches (a sentence that the prompt began and
-the completion ends is judged whole; the header is never judged). With S those sentences and W their tokens,
+It reads prompt + completion and judges the sentences of the completion. A sentence that the prompt begins and the
+completion ends is judged whole; the header is never judged. With S those sentences and W their tokens,
 
     gold = sentiment(W) - ungrammatical(S) - 0.5 unfinished - 0.5 repeated_trigrams(W) - 0.5 repeated_valence(W)
            + 0.2 mentions_aspect(W)
@@ -50,7 +50,7 @@ class _Judged:
 
 
 def sentiment_values(tokens: Sequence[str]) -> list[float]:
-    """The value in [-1, 1] of each word with sentiment, in order, negation and degree taken into account."""
+    """Return the value in [-1, 1] of each word with sentiment, in order; negation and degree count."""
     values = []
     negated_at = -_NEGATION_REACH - 1
     for i, word in enumerate(tokens):
@@ -69,7 +69,7 @@ def sentiment_values(tokens: Sequence[str]) -> list[float]:
 
 
 def sentiment(tokens: Sequence[str]) -> float:
-    """Sum of the values over their number + 0.5, in (-1, 1); 0 without a word of sentiment."""
+    """Return the sum of the values over their number + 0.5, in (-1, 1); 0 without a word of sentiment."""
     values = sentiment_values(tokens)
     return sum(values) / (len(values) + PRIOR_COUNT)
 
@@ -79,7 +79,7 @@ def _repeated_share(items: Sequence[object]) -> float:
 
 
 def _judged(prompt: str, completion: str, aspect: object) -> _Judged | None:
-    """The sentences that the completion touches; None if it has no token."""
+    """Return the sentences that have words of the completion; None if it has no token."""
     before, after = tokenize(prompt), tokenize(completion)
     if not after:
         return None
@@ -131,7 +131,7 @@ def _judged_rows(
 
 
 def gold_score(prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[object]) -> list[float]:
-    """How good each response is, about -2.5 to 1.2; the module's text gives the formula.
+    """Return the score of each response, about -2.5 to 1.2; the module's docstring gives the formula.
 
     Args:
         prompts: the texts that the responses continue.
@@ -142,7 +142,7 @@ def gold_score(prompts: Sequence[str], completions: Sequence[str], **columns: Se
 
 
 def is_grammatical(prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[object]) -> list[float]:
-    """1.0 for each response with at least one finished sentence and none that is wrong, else 0.0.
+    """Return 1.0 for each response with at least one finished sentence and no wrong one, else 0.0.
 
     A last sentence without its full stop is not wrong as long as some sentence of the grammar begins with it.
     """
@@ -155,13 +155,13 @@ def is_grammatical(prompts: Sequence[str], completions: Sequence[str], **columns
 def noisy_preference(
     first_scores: Sequence[float], second_scores: Sequence[float], beta: float, seed: int
 ) -> list[bool]:
-    """Bradley–Terry labels: True where the first of a pair is preferred, with probability σ(beta (first - second)).
+    """Return Bradley–Terry labels: the first of a pair is preferred (True) with probability σ(beta (first - second)).
 
     Args:
         first_scores: gold scores of the first responses.
         second_scores: gold scores of the second responses, as many.
         beta: how reliable the labels are; 0 is a coin, infinity always right (and a coin between equals).
-        seed: of the labels' own random stream; the label of pair i depends on nothing but it, i and the scores.
+        seed: of the labels' own random stream; the label of pair i depends only on it, i and the scores.
     """
     rng = random.Random(seed)
     labels = []

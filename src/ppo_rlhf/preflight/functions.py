@@ -13,7 +13,7 @@ import pandas as pd
 from ppo_rlhf.data.prompts import PromptsConfig, is_prompt
 from ppo_rlhf.ppo.evaluation import EvaluationConfig, resolve_judge
 from ppo_rlhf.preflight.request import PROMPT_TABLES, RunRequest
-from ppo_rlhf.rewards.functions import check_column_names, forget_edited_modules
+from ppo_rlhf.rewards.functions import check_column_names
 from ppo_rlhf.rewards.scorers import RewardConfig, RewardFunction, call_reward_function, load_function
 from ppo_rlhf.training.supervised.reward_training import RewardModellingConfig
 
@@ -22,7 +22,6 @@ PROBED_PROMPTS = 2
 
 def check_functions(run: RunRequest, tables: dict[str, pd.DataFrame]) -> None:
     """Note functions that cannot be imported, fail, or do not return one finite number a response."""
-    forget_edited_modules()
     both = [name for name in PROMPT_TABLES if name in tables]
     probes = {name: _probe(run, tables[name]) for name in both}
     for name, function, read in _functions(run, both):

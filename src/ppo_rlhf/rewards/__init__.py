@@ -1,1 +1,1 @@
-"""Where scores come from (models, functions, servers), and what becomes of them before PPO learns from them."""
+"""Rewards: their sources (models and functions), and the shaping of their scores."""

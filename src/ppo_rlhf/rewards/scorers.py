@@ -1,9 +1,9 @@
-"""Rewards: a reward model, a person's Python functions, or a weighted sum of both."""
+"""Rewards: a reward model, a user's Python functions, or a weighted sum of both."""
 
-import posixpath
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import torch
@@ -11,18 +11,14 @@ from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ppo_rlhf import processes
 from ppo_rlhf.config.settings_group import settings_group
 from ppo_rlhf.core.errors import ConfigError, ModelError, RewardError
 from ppo_rlhf.models.loading import PretrainedHandle, context_length
 from ppo_rlhf.models.offloading import on_device, to_host
 from ppo_rlhf.models.sequence_scores import sequence_scores
 from ppo_rlhf.models.tokenizers import append_end, drop_end, same_vocabulary, special_ids
-from ppo_rlhf.rewards.functions import (
-    RewardFunction,
-    call_reward_function,
-    load_function,
-    split_reference,
-)
+from ppo_rlhf.rewards.functions import RewardFunction, call_reward_function, load_function, split_reference
 
 __all__ = [
     "ModelScorer",
@@ -43,10 +39,9 @@ NOTHING_TO_OFFLOAD = (
     "component of type model (in PPOTrainer: the model, or its directory)"
 )
 
-LONGEST_METRIC_NAME = 250
-"""MLflow refuses a longer one, and all metrics that are logged with it."""
 
-Finite = Annotated[float, Field(allow_inf_nan=False)]
+LONGEST_METRIC_NAME = 250
+"""The most characters of a metric's key in MLflow."""
 
 
 @settings_group("reward.components")
@@ -55,7 +50,7 @@ class RewardComponentConfig:
 
     type: Literal["model", "function"]
     """`model`: the catalog's `reward_model`. `function`: Python, `reward(prompts, completions, **columns)`."""
-    weight: Finite = 1.0
+    weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0
     """Factor in the sum; negative for a penalty."""
     function: str | None = None
     """`module:name`, found from the project's directory, its `src`, and the Python path; for type `function`."""
@@ -69,19 +64,13 @@ class RewardComponentConfig:
             raise ConfigError(f"function={self.function} belongs to type function, not model.")
         if self.function is not None:
             split_reference(self.function)
-        # the rules of MLflow's keys: a name that breaks them costs the run all its PPO metrics, not this one alone
-        key = f"reward/{self.name}"
-        if self.name is not None and not (re.fullmatch(r"reward/[\w.\- :/]+", key) and posixpath.normpath(key) == key):
+        # within MLflow's rules for keys: a key that breaks them loses all metrics that are logged with it
+        title = self.title if self.name is None else self.name
+        if not re.fullmatch(r"\w[\w.\- ]*", title) or len(f"reward/{title}") > LONGEST_METRIC_NAME:
             raise ConfigError(
-                f"{self.name!r} cannot name a component: it becomes the metric reward/<name>, so it must be letters, "
-                "digits, underscores, dashes, periods, spaces, colons and slashes, and read as a path it must "
-                "have no part that is empty, . or .."
-            )
-        key = f"reward/{self.title}"
-        if len(key) > LONGEST_METRIC_NAME:
-            raise ConfigError(
-                f"{self.title!r} cannot name a component: it becomes the metric reward/<name>, which has {len(key)} "
-                f"characters and may have {LONGEST_METRIC_NAME}"
+                f"name={title!r} cannot name a component: it becomes the metric reward/<name>, of at most "
+                f"{LONGEST_METRIC_NAME} letters, digits, underscores, dashes, periods and spaces; <name> begins with a "
+                "letter, digit or underscore."
             )
 
     @property
@@ -163,11 +152,14 @@ class RewardScorer:
     def score(self, batch: ResponseBatch) -> ScoredResponses:
         """Return the scores, on the CPU: float32, or float64 where the reward model is float64.
 
+        Of several processes each must be given the whole batch. The main process calls the functions, and each process
+        scores its share by the reward model; all get all scores.
+
         Raises:
-            RewardError: A finite score is not in the range of that type.
+            RewardError: A function raised, or a score is not a finite float32 number.
         """
         dtype = torch.float64 if self.model is not None and self.model.dtype == torch.float64 else torch.float32
-        scores = {name: _narrowed(scoring(batch), dtype, name) for name, _, scoring in self._components}
+        scores = {name: scoring(batch).to(device="cpu", dtype=dtype) for name, _, scoring in self._components}
         total = torch.zeros(len(batch), dtype=dtype)
         for name, weight, _ in self._components:
             total = total + weight * scores[name]
@@ -200,26 +192,25 @@ def build_reward_scorer(
         RewardError: A function cannot be found.
         ModelError: The reward model cannot be loaded.
     """
-    functions = {c.title: load_function(c.function) for c in config.components if c.function is not None}
-    if offload and not config.needs_model:
-        raise ConfigError(NOTHING_TO_OFFLOAD)
+    scorings: dict[str, Scoring] = {
+        c.title: partial(_score_by_function, load_function(c.function), c.title)
+        for c in config.components
+        if c.function is not None
+    }
     model: PreTrainedModel | None = None
-    components: list[tuple[str, float, Scoring]] = []
-    for component in config.components:
-        if component.type == "function":
-            components.append((component.title, component.weight, _by_function(functions, component.title)))
-            continue
+    if config.needs_model:
         if reward_model is None:
             raise ConfigError("reward.components asks for a reward model, but there is none: set reward_model_path.")
-        if model is None:
-            model = reward_model.reward_model(dtype)
-            if offload:
-                to_host(model)
-            else:
-                nn.Module.to(model, device)
+        model = reward_model.reward_model(dtype)
+        if offload:
+            to_host(model)
+        else:
+            nn.Module.to(model, device)
         scorer = ModelScorer(model, reward_model.tokenizer(), policy_tokenizer, batch_size, torch.device(device))
-        components.append((component.title, component.weight, scorer))
-    return RewardScorer(components, model)
+        scorings |= {c.title: scorer for c in config.components if c.function is None}
+    elif offload:
+        raise ConfigError(NOTHING_TO_OFFLOAD)
+    return RewardScorer([(c.title, c.weight, scorings[c.title]) for c in config.components], model)
 
 
 class ModelScorer:
@@ -247,7 +238,12 @@ class ModelScorer:
         self._context = context_length(model.config)
 
     def __call__(self, batch: ResponseBatch) -> Tensor:
-        """Return the scores [N]."""
+        """Return the scores [N], on the CPU.
+
+        Raises:
+            ModelError: A sequence is longer than the model's context.
+            RewardError: A score is NaN or infinite.
+        """
         sequences = self._token_sequences(batch) if self._reads_policy_ids else self._text_sequences(batch)
         longest = max((len(ids) for ids in sequences), default=0)
         if self._context is not None and longest > self._context:
@@ -256,14 +252,21 @@ class ModelScorer:
                 "Shorten the prompts or ppo.response_length, or use a reward model with a longer context."
             )
         with on_device(self.model, self._device):
-            return score_sequences(self.model, sequences, self._tokenizer.pad_token_id, self._batch_size)
+            scores = score_sequences(self.model, sequences, self._tokenizer.pad_token_id, self._batch_size)
+        if not scores.isfinite().all():
+            row = int((~scores.isfinite()).nonzero()[0])
+            raise RewardError(
+                f"the reward model gave response {row} the score {scores[row].item()}. Check its weights, or set "
+                "ppo.dtype to bfloat16 or float32 if it overflows in float16."
+            )
+        return scores
 
     def check_room(
         self, prompt_ids: Sequence[Sequence[int]], response_length: int, stop_token_ids: Sequence[int]
     ) -> None:
         """Raise `ModelError` if a response to one of the prompts could be longer than the reward model reads.
 
-        Only for prompts in its own ids; how long others are there is not known before.
+        Only if it shares the policy's vocabulary: other lengths are not known before.
         """
         if self._reads_policy_ids:
             closes = not self._special_ids.issuperset(stop_token_ids)
@@ -292,7 +295,11 @@ def check_room_to_score(
 ) -> None:
     """Raise `ModelError` if a prompt with the longest response has more tokens than a reward model's context.
 
-    `closes`: whether a response can get an end of text on top of its length (`close_response`).
+    Args:
+        context: The reward model's, in tokens; None without a limit.
+        prompt_ids: Tokens of the prompts.
+        response_length: Most tokens of a response.
+        closes: Whether a response can get an end of text on top of its length (`close_response`).
     """
     longest = max(map(len, prompt_ids), default=0)
     needed = longest + response_length + closes
@@ -318,35 +325,23 @@ def close_response(response: list[int], stopped: bool, eos: int | None, special_
 
 @torch.no_grad()
 def score_sequences(model: PreTrainedModel, sequences: list[list[int]], pad_id: int, batch_size: int) -> Tensor:
-    """Return the reward model's scores [N] of token sequences, float32 or wider.
+    """Return the reward model's scores [N] of token sequences on the CPU, float32 or wider.
 
-    In batches of similar length, without padding where the architecture can do without; else padded on the right, with
-    `position_ids`.
+    Each process scores its share and gets all scores. Sequences of similar length make a batch, without padding where
+    the architecture can do without.
     """
-    scores = torch.zeros(len(sequences), dtype=torch.promote_types(model.dtype, torch.float32))
-    by_length = sorted(range(len(sequences)), key=lambda row: len(sequences[row]))
+    own = processes.own_share(len(sequences))
+    by_length = sorted(own, key=lambda row: len(sequences[row]))
+    scores = torch.zeros(len(own), dtype=torch.promote_types(model.dtype, torch.float32))
     for start in range(0, len(by_length), batch_size):
         rows = by_length[start : start + batch_size]
-        scores[rows] = sequence_scores(model, [sequences[row] for row in rows], pad_id).to(scores)
-    return scores
+        found = sequence_scores(model, [sequences[row] for row in rows], pad_id)
+        scores[[row - own.start for row in rows]] = found.to(scores)
+    return processes.gather_rows(scores)
 
 
-def _narrowed(scores: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    """Return a component's scores as the type, on the CPU; raise `RewardError` if that makes one infinite."""
-    narrow = scores.to(dtype=dtype, device="cpu")
-    beyond = (scores.cpu().isfinite() & ~narrow.isfinite()).nonzero()
-    if len(beyond):
-        row = int(beyond[0])
-        raise RewardError(
-            f"reward component {name}: the score of response {row} is {scores[row].item()}, beyond the range of "
-            f"{str(dtype).removeprefix('torch.')}; return smaller numbers"
-        )
-    return narrow
-
-
-def _by_function(functions: dict[str, RewardFunction], name: str) -> Scoring:
-    def score(batch: ResponseBatch) -> Tensor:
-        values = call_reward_function(functions[name], name, batch.prompts, batch.completions, batch.columns)
-        return torch.tensor(values, dtype=torch.float64)
-
-    return score
+def _score_by_function(function: RewardFunction, name: str, batch: ResponseBatch) -> Tensor:
+    values = processes.on_main(
+        lambda: call_reward_function(function, name, batch.prompts, batch.completions, batch.columns)
+    )
+    return torch.tensor(values, dtype=torch.float64)

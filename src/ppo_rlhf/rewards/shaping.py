@@ -1,6 +1,6 @@
-"""From the score that the rewards give a response to the one that its last token is paid.
+"""From the raw score of a response to the final score that its last token gets as reward.
 
-In this order: normalisation, scale, clip, then what being cut off or overlong costs (the clip does not touch that).
+In this order: normalisation, scale, clip, penalties for cut-off and overlong responses. Penalties are not clipped.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from ppo_rlhf.core.statistics import RunningMoments, masked_whiten
 def final_scores(
     scores: Tensor, terminated: Tensor, lengths: Tensor, moments: RunningMoments, config: PPOConfig
 ) -> Tensor:
-    """Return the scores `[B]` that are paid.
+    """Return the final scores `[B]`.
 
     Args:
-        scores: [B], as the rewards gave them.
+        scores: [B], raw scores.
         terminated: [B] bool, True where a stop token ended the response.
         lengths: [B], tokens of each response.
         moments: Of all scores before this batch; left as they are.
@@ -44,12 +44,12 @@ def normalised(scores: Tensor, moments: RunningMoments, config: PPOConfig) -> Te
 
 
 def penalised(scores: Tensor, terminated: Tensor, lengths: Tensor, config: PPOConfig) -> Tensor:
-    """Return `[B]` scores after what `truncated_responses`, `missing_eos_penalty` and `overlong_buffer` ask for."""
+    """Return `[B]` scores with the penalties of `truncated_responses`, `missing_eos_penalty` and `overlong_buffer`."""
     if config.overlong_buffer is not None:
         penalty = overlong_penalty(lengths, config.response_length, config.overlong_buffer)
         scores = scores - penalty.to(scores.dtype)
     if config.truncated_responses == "bootstrap":
-        return torch.where(terminated, scores, 0.0)  # GAE puts V(s_T) in its place
+        return torch.where(terminated, scores, 0.0)  # GAE uses V(s_T) instead
     if config.missing_eos_penalty is None:
         return scores
     replace = config.truncated_responses == "replace"

@@ -7,9 +7,8 @@ import json
 import logging
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
-import numpy as np
 import pandas as pd
 from pydantic import Field
 from transformers import PreTrainedTokenizerBase
@@ -17,29 +16,31 @@ from transformers import PreTrainedTokenizerBase
 from ppo_rlhf.config.settings_group import Seed, settings_group
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.core.randomness import permutation
-from ppo_rlhf.data.chats import CHAT, is_chat, render_chat
+from ppo_rlhf.data.chats import CHAT, is_chat, is_text, render_chat
+from ppo_rlhf.data.tables import as_json
 from ppo_rlhf.models.tokenizers import append_end
 
 logger = logging.getLogger(__name__)
 
 IGNORED = -100  # the label that torch's cross entropy leaves out
-PARTS = ("training demonstrations", "held-out demonstrations")  # what `split_demonstrations` returns, in messages
+PARTS = ("training demonstrations", "held-out demonstrations")
+"""Names of the tables that `split_demonstrations` returns, for messages."""
 
 
 @settings_group("data_preparation")
 class DataPreparationConfig:
-    """How demonstrations are read and which are held out."""
+    """How demonstrations are read, and how many are held out."""
 
     text_column: str = "text"
     """Column of whole texts."""
     prompt_column: str = "prompt"
-    """Column of prompts, of demonstrations that have prompts and completions; only completions are learnt."""
+    """Column of prompts, in tables of prompts and completions; only completions are learnt."""
     completion_column: str = "completion"
     """Column of completions."""
     messages_column: str = "messages"
     """Column of chats, lists of `{"role": …, "content": …}`; the tokenizer needs a chat template."""
     held_out_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.05
-    """Share of the distinct demonstrations that the loss is evaluated on and never trained on."""
+    """Share of the distinct demonstrations that are held out: the loss is evaluated on them."""
     max_held_out: Annotated[int, Field(ge=1)] = 500
     """Most demonstrations held out."""
     max_demonstrations: Annotated[int, Field(ge=2)] | None = None
@@ -59,9 +60,9 @@ class TokenisedDemonstrations:
 def split_demonstrations(frame: pd.DataFrame, config: DataPreparationConfig) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Check the table and return (demonstrations to train on, demonstrations held out).
 
-    Both have the columns `text`, or `prompt` and `completion`, or `messages`, whichever the table has, in its order.
-    `messages` are JSON: Parquet would add the keys of one message to all, and has no type for some chats. Copies of one
-    demonstration go to one side, and are held out once.
+    Both have the columns `messages`, or `prompt` and `completion`, or `text`: the first that the table has. Chats are
+    JSON: Parquet would add the keys of one message to all, and has no type for some chats. Copies of one demonstration
+    go to one side, and are held out once.
 
     Raises:
         DataError: No such columns, a value that is empty or not text, or fewer than two distinct rows.
@@ -70,7 +71,7 @@ def split_demonstrations(frame: pd.DataFrame, config: DataPreparationConfig) -> 
     keys = _keys(table)
     order = permutation(len(table), config.seed, "demonstrations").tolist()[: config.max_demonstrations]
     first = {keys[row]: row for row in sorted(order, reverse=True)}
-    distinct = [row for row in order if row == first[keys[row]]]  # however many copies, each is as likely held out
+    distinct = [row for row in order if row == first[keys[row]]]  # copies do not change the odds of being held out
     if len(distinct) < 2:
         raise DataError(
             f"demonstrations: {len(distinct)} distinct row(s) cannot be split into training and evaluation. Give more."
@@ -85,13 +86,13 @@ def split_demonstrations(frame: pd.DataFrame, config: DataPreparationConfig) -> 
 def tokenise_demonstrations(
     frame: pd.DataFrame, tokenizer: PreTrainedTokenizerBase, max_length: int | None, name: str = "demonstrations"
 ) -> TokenisedDemonstrations:
-    """Return token sequences and labels of a table that `split_demonstrations` made; `name` is for messages.
+    """Return token sequences and labels of a table that `split_demonstrations` made.
 
-    The end of text closes texts and completions. Completions alone are learnt where there are prompts; of texts and
-    chats, everything. What is longer than `max_length` is cut there, and so has no end.
+    The end of text closes texts and completions. Where there are prompts, only completions are learnt; texts and chats
+    are learnt whole. Longer sequences are cut at `max_length` tokens, and then have no end of text.
 
     Raises:
-        DataError: Chats without a chat template, or nothing to learn within `max_length`.
+        DataError: There are chats and no chat template, or nothing to learn within `max_length`.
     """
     encode = _ENCODERS[next(name for name in _ENCODERS if name in frame.columns)]
     input_ids, labels, truncated = [], [], 0
@@ -107,9 +108,8 @@ def tokenise_demonstrations(
         logger.warning("%d %s have nothing to learn and are left out", len(frame) - len(input_ids), name)
     if not input_ids:
         raise DataError(
-            f"{name}: none of {len(frame)} has a token to learn within {max_length} tokens, the least of "
-            "supervised_finetuning.max_length and the model's context. Raise the first if the second allows it, leave "
-            "long demonstrations out, or hold others out (data_preparation.held_out_share and seed)."
+            f"{name}: none of {len(frame)} has a token to learn within {max_length} tokens. Raise "
+            "supervised_finetuning.max_length if the model's context allows it, or give shorter demonstrations."
         )
     return TokenisedDemonstrations(input_ids, labels)
 
@@ -118,7 +118,7 @@ def corpus_texts(frame: pd.DataFrame) -> Iterator[str]:
     """Yield the texts that a tokenizer can be trained on.
 
     Raises:
-        DataError: The demonstrations are chats: they need a tokenizer with a chat template.
+        DataError: The demonstrations are chats, which need a tokenizer with a chat template.
     """
     if "messages" in frame.columns:
         raise DataError("demonstrations: chats need a model with a chat template. Set base_model_path.")
@@ -141,35 +141,24 @@ def _standard_columns(frame: pd.DataFrame, config: DataPreparationConfig) -> pd.
         )
     table = frame[list(chosen)].rename(columns=chosen).reset_index(drop=True)
     for given, standard in chosen.items():
-        fits, wanted = (is_chat, CHAT) if standard == "messages" else (_is_text, _TEXT)
+        fits, wanted = (is_chat, CHAT) if standard == "messages" else (is_text, "text that is not empty")
         for row, value in enumerate(table[standard].tolist()):
             if not fits(value):
                 raise DataError(f"demonstrations: row {row}, column `{given}`: expected {wanted}, got {value!r:.60}")
     if "messages" in table.columns:
-        table["messages"] = [json.dumps(chat, ensure_ascii=False, default=_plain) for chat in table["messages"]]
+        table["messages"] = [as_json(chat) for chat in table["messages"]]
     return table
 
 
-def _plain(value: Any) -> Any:
-    """Return an array or a number of numpy's as Python's; whatever else JSON lacks (a time, say) becomes text."""
-    return value.tolist() if isinstance(value, np.ndarray | np.generic) else str(value)
-
-
 def _keys(table: pd.DataFrame) -> list[Hashable]:
-    """Return what each row is compared by; the order of a message's keys does not count."""
+    """Return a key for each row, the same for copies; the order of a message's keys does not count."""
     if "messages" in table.columns:
         return [json.dumps(json.loads(chat), sort_keys=True) for chat in table["messages"]]
     return list(table.itertuples(index=False, name=None))
 
 
-_TEXT = "text that is not empty"
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and bool(value.strip())
-
-
 Encoded = Iterator[tuple[list[int], list[int]]]
+"""The tokens and the labels of each row."""
 
 
 def _encode_texts(frame: pd.DataFrame, tokenizer: PreTrainedTokenizerBase) -> Encoded:
@@ -184,15 +173,14 @@ def _encode_completions(frame: pd.DataFrame, tokenizer: PreTrainedTokenizerBase)
     wholes = tokenizer([p + c for p, c in zip(prompts, completions, strict=True)])["input_ids"]
     for prompt, whole in zip(prompt_ids, wholes, strict=True):
         closed = append_end(list(whole), tokenizer.eos_token_id)
-        # tokens may merge across the boundary: what is learnt begins where the two differ, as in TRL
+        # tokens may merge across the boundary: learning begins where the two differ, as in TRL
         shared = next((i for i, (a, b) in enumerate(zip(prompt, closed, strict=False)) if a != b), len(prompt))
         yield closed, [IGNORED] * shared + closed[shared:]
 
 
 def _encode_chats(frame: pd.DataFrame, tokenizer: PreTrainedTokenizerBase) -> Encoded:
     for chat in frame["messages"]:
-        messages = json.loads(chat) if isinstance(chat, str) else chat
-        text = render_chat(messages, tokenizer, "demonstrations")
+        text = render_chat(json.loads(chat), tokenizer, "demonstrations")
         ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
         yield ids, list(ids)
 

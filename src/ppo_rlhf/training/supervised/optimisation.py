@@ -15,12 +15,12 @@ History = list[dict[str, float]]
 
 @dataclass(frozen=True, kw_only=True)
 class OptimisationConfig:
-    """What both supervised trainings are set by; names are TRL's."""
+    """The settings of both supervised trainings; names are TRL's."""
 
     num_train_epochs: Annotated[float, Field(gt=0.0)] = 3.0
     """Passes over the training data."""
     max_steps: Annotated[int, Field(ge=1)] | None = None
-    """Optimiser steps; wins over the epochs."""
+    """Optimiser steps; overrides num_train_epochs."""
     learning_rate: Annotated[float, Field(gt=0.0)] = 2e-5
     """Peak learning rate of AdamW."""
     lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup"] = "linear"
@@ -32,7 +32,7 @@ class OptimisationConfig:
     max_grad_norm: Annotated[float, Field(gt=0.0)] = 1.0
     """Gradients are clipped to this 2-norm."""
     per_device_train_batch_size: Annotated[int, Field(ge=1)] = 8
-    """Rows (texts or pairs) in one forward and backward pass on one device."""
+    """Rows (texts or pairs) in one forward and backward pass, shared by all processes: N processes must divide it."""
     gradient_accumulation_steps: Annotated[int, Field(ge=1)] = 1
     """Passes that make one optimiser step."""
     max_length: Annotated[int, Field(ge=2)] | None = None
@@ -46,17 +46,17 @@ class OptimisationConfig:
     logging_steps: Annotated[int, Field(ge=1)] = 10
     """Optimiser steps between logged losses; each is the mean over them."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto takes CUDA if there is one, all devices that CUDA_VISIBLE_DEVICES shows; cpu never does."""
+    """auto takes CUDA if there is a device, else the CPU. A process uses one device."""
     seed: Seed = 42
-    """Of weights that start at random and of the order of the data."""
+    """Seed of random initial weights and of the order of the data."""
 
     def longest_sequence(self, context: int | None) -> int | None:
-        """Return the most tokens of a sequence that a model with this context is trained on; None: no limit."""
+        """Return the most tokens of a training sequence for a model with this context; None: no limit."""
         return min((length for length in (self.max_length, context) if length is not None), default=None)
 
 
 def advice(group: str, config: OptimisationConfig, parameters: int) -> list[str]:
-    """Return a line for a learning rate that suits the demo's tiny model and meets a larger one."""
+    """Return a line if the learning rate suits tiny models only, and the model is larger."""
     if parameters <= TINY_MODEL or config.learning_rate < TINY_MODELS_RATE:
         return []
     return [

@@ -1,10 +1,8 @@
-"""Training a reward model on preferences: Bradley–Terry on the SFT policy's backbone, with TRL's RewardTrainer."""
-
-from __future__ import annotations
+"""Training a reward model on preferences: Bradley–Terry on the SFT policy's backbone, by TRL's RewardTrainer."""
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import pandas as pd
 import torch
@@ -16,16 +14,14 @@ from ppo_rlhf.config.settings_group import settings_group
 from ppo_rlhf.core.errors import DataError, TrainingError
 from ppo_rlhf.core.randomness import permutation
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel, check_vocabulary, context_length
+from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.rewards.scorers import score_sequences
 from ppo_rlhf.training.supervised.optimisation import History, OptimisationConfig, advice
-
-if TYPE_CHECKING:
-    from ppo_rlhf.models.reward_model import CausalLMRewardModel
 
 logger = logging.getLogger(__name__)
 
 RELIABLE_ACCURACY = 0.65
-"""Below this, PPO was seen to spend its KL on the reward model's errors; a run warns."""
+"""A run warns below this accuracy: PPO then spent its KL on the reward model's errors."""
 
 
 @settings_group("reward_modelling")
@@ -38,24 +34,24 @@ class RewardModellingConfig(OptimisationConfig):
     learning_rate: Annotated[float, Field(gt=0.0)] = 1e-4
     """Peak learning rate of AdamW (TRL's default for reward models)."""
     prompt_column: str = "prompt"
-    """Column of prompts in given preferences; a table without it has whole texts."""
+    """Column of prompts in given preferences; without such a column, responses are whole texts."""
     chosen_column: str = "chosen"
     """Column of the preferred responses."""
     rejected_column: str = "rejected"
-    """Column of the others."""
+    """Column of the rejected responses."""
     held_out_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
-    """Share of the prompts (distinct pairs, without prompts) whose pairs measure the accuracy; never trained on."""
+    """Share of the prompts (without prompts, of the distinct pairs) that are held out: they measure the accuracy."""
     max_held_out: Annotated[int, Field(ge=1)] = 1000
     """Most prompts held out."""
     minimum_accuracy: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5
-    """The run stops if the accuracy on held-out pairs is below: such a model would teach PPO nothing."""
+    """The run stops if the accuracy on held-out pairs is lower: PPO would learn nothing from such a model."""
     normalise: bool = True
-    """Shift and scale the scores to mean 0 and standard deviation 1 over all training responses, chosen and rejected;
-    folded into the saved weights. In the demo those are samples of the SFT policy, so PPO starts at score 0."""
+    """Shift and scale the scores to mean 0 and standard deviation 1 over all training responses, in the saved weights.
+    If the responses are samples of the SFT policy, as in the demo, PPO starts at score 0."""
 
     labeller: str | None = None
     """`module:name` of a function `score(prompts, completions, **columns)` that labels pairs sampled from the SFT
-    policy; used only without preferences of one's own."""
+    policy; used if no preferences are given."""
     pairs: Annotated[int, Field(ge=2)] = 7000
     """Pairs to sample."""
     label_beta: Annotated[float, Field(ge=0.0)] = 6.0
@@ -84,10 +80,8 @@ def train_reward_model(
     Raises:
         TrainingError: The final accuracy is below `minimum_accuracy`.
     """
-    from ppo_rlhf.models.reward_model import CausalLMRewardModel  # heavy: all of transformers' models
-
     tokenizer = sft_policy.tokenizer()
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         model = CausalLMRewardModel.from_causal_lm(sft_policy.causal_lm())
     check_vocabulary(tokenizer, model.config, sft_policy.source)
@@ -106,7 +100,7 @@ def train_reward_model(
     history = trl_support.run_reward_trainer(model, tokenizer, chosen, rejected, config, evaluate)
     accuracy = [entry["reward_model/eval_accuracy"] for entry in history if "reward_model/eval_accuracy" in entry][-1]
     _check_accuracy(accuracy, len(held_out), config.minimum_accuracy)
-    model.config.held_out_accuracy = accuracy  # lies with the model, so a report never shows another model's
+    model.config.held_out_accuracy = accuracy  # saved with the model, so that a report shows this model's accuracy
     if config.normalise:
         normalise_scores(model, torch.cat(_score_pairs(model, trained, pad_id, 2 * batch_size)))
     return TrainedModel(nn.Module.to(model, "cpu"), tokenizer), history
@@ -115,10 +109,10 @@ def train_reward_model(
 def split_pairs(pairs: pd.DataFrame, config: RewardModellingConfig) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Return (pairs to train on, pairs held out); all pairs of one prompt go to one side.
 
-    Without prompts copies of one pair do, and are held out once.
+    Without prompts, copies of one pair go to one side, and are held out once.
 
     Raises:
-        DataError: There are fewer than two prompts (distinct pairs, without prompts).
+        DataError: There are fewer than two prompts (without prompts, distinct pairs).
     """
     has_prompts = pairs["prompt"].astype(bool).any()
     keys = pairs["prompt"] if has_prompts else _numbered_contents(pairs)
@@ -158,13 +152,13 @@ def _score_pairs(model: PreTrainedModel, pairs: pd.DataFrame, pad_id: int, batch
 
 
 def _numbered_contents(pairs: pd.DataFrame) -> pd.Series:
-    """Return a number for each pair, the same for copies of one."""
+    """Return a number for each pair, the same for copies of a pair."""
     sides = ["chosen", "rejected"]
-    return pairs[sides].map(str).groupby(sides, sort=False).ngroup()  # before they are tokenised they may be chats
+    return pairs[sides].map(str).groupby(sides, sort=False).ngroup()  # chats are lists, which cannot be grouped
 
 
 def _token_lists(pairs: pd.DataFrame, column: str) -> list[list[int]]:
-    return [[int(i) for i in ids] for ids in pairs[column]]  # arrays, where the table was read from Parquet
+    return [[int(i) for i in ids] for ids in pairs[column]]  # from Parquet they are arrays
 
 
 def _short_enough(preferences: pd.DataFrame, limit: int | None) -> pd.DataFrame:

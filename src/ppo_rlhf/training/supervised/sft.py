@@ -9,16 +9,14 @@ import torch
 import transformers
 from pydantic import Field
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
+from ppo_rlhf import processes
 from ppo_rlhf.config.settings_group import settings_group
 from ppo_rlhf.core.errors import ConfigError
-from ppo_rlhf.models.forward import backbone_of, hidden_states_at, logits_of
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel, context_length
-from ppo_rlhf.models.probe import vocabulary_size
-from ppo_rlhf.models.token_rows import right_padded
 from ppo_rlhf.models.tokenizers import train_word_tokenizer
-from ppo_rlhf.ppo.logprobs import token_statistics
 from ppo_rlhf.training.supervised.demonstrations import (
     IGNORED,
     PARTS,
@@ -36,10 +34,10 @@ Size = Annotated[int, Field(ge=1)]
 @settings_group("supervised_finetuning")
 @dataclass(frozen=True, kw_only=True)
 class SupervisedFinetuningConfig(OptimisationConfig):
-    """How the SFT policy is trained. The shape is used only from scratch (no base model): a small Llama."""
+    """How the SFT policy is trained. Without a base model it is a small Llama of the shape given here."""
 
     hidden_size: Size = 64
-    """Width of the states; an even multiple of the attention heads."""
+    """Width of the hidden states; an even multiple of the attention heads."""
     intermediate_size: Size = 176
     """Width inside the feed-forward layers."""
     num_hidden_layers: Size = 3
@@ -50,7 +48,7 @@ class SupervisedFinetuningConfig(OptimisationConfig):
     """Context in tokens, prompt and response together."""
 
     def __post_init__(self) -> None:
-        if self.hidden_size % (2 * self.num_attention_heads):  # rotary positions turn pairs of a head's numbers
+        if self.hidden_size % (2 * self.num_attention_heads):  # RoPE rotates pairs of a head's dimensions
             raise ConfigError(
                 f"supervised_finetuning.hidden_size={self.hidden_size} is not an even multiple of "
                 f"num_attention_heads={self.num_attention_heads}"
@@ -66,7 +64,7 @@ def train_sft_policy(
     """Fine-tune the base model, or train a small one from scratch, with TRL's SFTTrainer.
 
     Args:
-        base_model: Where to start; None starts from random weights and a word-level tokenizer of the corpus.
+        base_model: The model to fine-tune; None: random weights, and a word-level tokenizer trained on the corpus.
         demonstrations: Table that `split_demonstrations` made.
         evaluation_demonstrations: Its held-out part.
         config: Settings.
@@ -82,11 +80,9 @@ def train_sft_policy(
         tokenise_demonstrations(frame, tokenizer, max_length, name)
         for name, frame in zip(PARTS, (demonstrations, evaluation_demonstrations), strict=True)
     )
-    logits_of(model)  # asked now: the trainer's forward, in the place of the model's, could not be asked plainly
 
     def evaluate(model: PreTrainedModel) -> dict[str, float]:
-        with torch.autocast(model.device.type, torch.bfloat16, enabled=config.bf16):
-            return {"eval_loss": mean_token_loss(model, held_out, config.per_device_train_batch_size)}
+        return {"eval_loss": mean_token_loss(model, held_out, config.per_device_train_batch_size)}
 
     for line in advice("supervised_finetuning", config, model.num_parameters()):
         logger.warning("%s", line)
@@ -100,26 +96,27 @@ def train_sft_policy(
 def mean_token_loss(model: PreTrainedModel, rows: TokenisedDemonstrations, batch_size: int) -> float:
     """Return the cross entropy in nats per learnt token: the mean over all tokens, not over batches.
 
-    Logits are computed of states that a learnt token follows, and of few at a time: of all they would be the largest
-    tensor of the training, 10 GB for 8 rows of 2048 tokens and 152 thousand words.
+    Each process computes its share of the rows.
+
+    Args:
+        model: With TRL's fused head (`trl.trainer.utils.add_fused_lm_head`), which never holds the logits of a batch.
+        rows: Demonstrations, at least one with a token to learn.
+        batch_size: Rows in one forward pass.
     """
-    total, count = 0.0, 0
     order = sorted(range(len(rows.input_ids)), key=lambda row: len(rows.input_ids[row]))
-    for start in range(0, len(order), batch_size):
-        batch = order[start : start + batch_size]
-        sequences = right_padded([rows.input_ids[row] for row in batch], 0).to(model.device)
-        following = torch.tensor([label for row in batch for label in (*rows.labels[row][1:], IGNORED)])  # [N]
-        predicting = (following != IGNORED).nonzero()[:, 0]
-        logprobs, _ = token_statistics(
-            logits_of(model),
-            hidden_states_at(backbone_of(model), sequences, predicting.to(model.device)),
-            following[predicting].to(model.device),
-            1.0,
-            vocabulary_size(model),
-        )
-        total -= float(logprobs.double().sum())
-        count += len(predicting)
-    return total / count
+    own = [order[i] for i in processes.own_share(len(order))]
+    total, count = 0.0, 0
+    for start in range(0, len(own), batch_size):
+        batch = own[start : start + batch_size]
+        ids, labels = ([torch.tensor(table[row]) for row in batch] for table in (rows.input_ids, rows.labels))
+        mask = [torch.ones_like(row) for row in ids]
+        padded = (pad_sequence(part, True, fill) for part, fill in ((ids, 0), (mask, 0), (labels, IGNORED)))
+        input_ids, attention_mask, targets = (part.to(model.device) for part in padded)
+        output = model(input_ids=input_ids, attention_mask=attention_mask, labels=targets, fused_lm_head=True)
+        total -= float(output.log_probs.double().sum())
+        count += int(output.label_mask.sum())
+    sums = processes.from_all((total, count))
+    return sum(loss for loss, _ in sums) / sum(tokens for _, tokens in sums)
 
 
 def _from_base(base_model: PretrainedHandle) -> TrainedModel:
@@ -141,7 +138,7 @@ def _from_scratch(demonstrations: pd.DataFrame, config: SupervisedFinetuningConf
         eos_token_id=tokenizer.eos_token_id,
         dtype="float32",
     )
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         model = transformers.LlamaForCausalLM(shape)
     model.generation_config = transformers.GenerationConfig(

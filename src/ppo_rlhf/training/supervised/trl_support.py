@@ -1,63 +1,105 @@
-"""TRL's trainers as functions: quiet, offline, seeded, and without traces in the process or in the model.
+"""TRL's trainers as functions: quiet, offline, seeded, and one training on all processes.
 
-Both trainers take token sequences that were made here, so TRL neither tokenises nor truncates, and what ends in an end
-of text is decided in one place. What they change on the way (accelerate's process-wide state, the global random
-generators, the model's `forward` and configurations) is put back.
+Both trainers take token sequences that were made here, so TRL neither tokenises nor truncates, and one place decides
+which sequences end in an end of text.
 
-Imported only when something is trained: TRL, accelerate and the Trainer take most of a second.
+Imported only when something is trained: TRL and the Trainer take most of a second.
 """
 
 import copy
+import math
 import random
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from datasets import Dataset
-from transformers import (
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    PrinterCallback,
-    Trainer,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
+from torch.utils.data import BatchSampler, DataLoader
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, Trainer, TrainerCallback
 from trl import RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
-from ppo_rlhf.core.errors import TrainingError
+from ppo_rlhf import processes
+from ppo_rlhf.core.errors import ConfigError, TrainingError
 from ppo_rlhf.models.quiet import errors_only
-from ppo_rlhf.training.supervised.demonstrations import TokenisedDemonstrations
+from ppo_rlhf.training.supervised.demonstrations import IGNORED, TokenisedDemonstrations
 from ppo_rlhf.training.supervised.optimisation import History, OptimisationConfig
-
-_CONFIGURATIONS = ("config", "generation_config")  # trainers align them with the tokenizer; classifiers lack the second
 
 Evaluation = Callable[[PreTrainedModel], dict[str, float]]
 
 
+def run_sft_trainer(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: TokenisedDemonstrations,
+    config: OptimisationConfig,
+    evaluate: Evaluation,
+) -> History:
+    """Train a language model in place on token sequences and their labels; return `sft/*` metrics.
+
+    `evaluate` gets the model with TRL's fused head (`trl.trainer.utils.add_fused_lm_head`).
+    """
+    table = {"input_ids": rows.input_ids, "labels": rows.labels, "length": [len(ids) for ids in rows.input_ids]}
+
+    def build(options: dict[str, Any], callback: TrainerCallback) -> Trainer:
+        return _SharedSFTTrainer(
+            model,
+            SFTConfig(**options, packing=False, dataset_kwargs={"skip_prepare_dataset": True}),
+            train_dataset=Dataset.from_dict(table),
+            processing_class=copy.deepcopy(tokenizer),
+            callbacks=[callback],
+        )
+
+    return _train("supervised_finetuning", model, build, config, HistoryCallback("sft", evaluate))
+
+
+def run_reward_trainer(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    chosen_ids: list[list[int]],
+    rejected_ids: list[list[int]],
+    config: OptimisationConfig,
+    evaluate: Evaluation,
+) -> History:
+    """Train a reward model in place on pairs of token sequences; return `reward_model/*` metrics."""
+    lengths = [max(len(a), len(b)) for a, b in zip(chosen_ids, rejected_ids, strict=True)]
+    table = {"chosen_ids": chosen_ids, "rejected_ids": rejected_ids, "length": lengths}
+    table["margin"] = [0.0] * len(lengths)
+
+    def build(options: dict[str, Any], callback: TrainerCallback) -> Trainer:
+        return _SharedRewardTrainer(
+            model,
+            RewardConfig(**options),
+            train_dataset=Dataset.from_dict(table),
+            processing_class=copy.deepcopy(tokenizer),
+            callbacks=[callback],
+        )
+
+    return _train("reward_modelling", model, build, config, HistoryCallback("reward_model", evaluate))
+
+
 def trainer_options(config: OptimisationConfig, output_dir: str) -> dict[str, Any]:
     """Return keyword arguments for TRL's SFTConfig and RewardConfig."""
+    warms_up = config.lr_scheduler_type == "constant" and config.warmup_ratio > 0.0
     return {
         "output_dir": output_dir,
         "num_train_epochs": config.num_train_epochs,
         "max_steps": config.max_steps or -1,
         "learning_rate": config.learning_rate,
-        "lr_scheduler_type": _schedule(config),
+        "lr_scheduler_type": "constant_with_warmup" if warms_up else config.lr_scheduler_type,
         "warmup_steps": config.warmup_ratio,  # below 1 it is a share of the steps
         "weight_decay": config.weight_decay,
         "max_grad_norm": config.max_grad_norm,
-        "per_device_train_batch_size": config.per_device_train_batch_size,
+        "per_device_train_batch_size": config.per_device_train_batch_size,  # `_SharedBatches` divides it
         "gradient_accumulation_steps": config.gradient_accumulation_steps,
         "activation_checkpointing": config.gradient_checkpointing,
         "bf16": config.bf16,  # TRL's default is True
         "logging_steps": config.logging_steps,
         "seed": config.seed,
         "use_cpu": config.device == "cpu" or not torch.cuda.is_available(),
+        "ddp_timeout": int(processes.TIMEOUT.total_seconds()),
         "dataloader_pin_memory": torch.cuda.is_available(),
         "train_sampling_strategy": "group_by_length" if config.group_by_length else "random",
         "length_column_name": "length",
@@ -70,24 +112,64 @@ def trainer_options(config: OptimisationConfig, output_dir: str) -> dict[str, An
     }
 
 
-def _schedule(config: OptimisationConfig) -> str:
-    """Return transformers' name of a schedule; its `constant` leaves a warm-up out."""
-    warms_up = config.lr_scheduler_type == "constant" and config.warmup_ratio > 0.0
-    return "constant_with_warmup" if warms_up else config.lr_scheduler_type
+class _SharedBatches(Trainer):
+    """A trainer whose batches are divided among the processes: each step sees the rows that one process would see.
 
+    transformers instead gives each process whole batches, and fills up the last ones with rows of the first.
+    """
 
-class QuietSFTTrainer(SFTTrainer):
-    """TRL's SFTTrainer, which tells nobody: a run uses nothing from the network."""
+    row_without_weight: ClassVar[dict[str, Any]]
+
+    def get_train_dataloader(self) -> DataLoader:
+        """Return the batches of this process; `per_device_train_batch_size` counts the rows of all processes."""
+        rows: Any = self.train_dataset
+        sampler: Any = self._get_train_sampler()
+        batches = BatchSampler(sampler, self.args.train_batch_size, drop_last=False)
+        return DataLoader(
+            [*rows, self.row_without_weight],  # type: ignore[arg-type]  # a list is a dataset
+            batch_sampler=_OwnRows(batches, filler=len(rows)),
+            collate_fn=self.data_collator,
+            pin_memory=self.args.dataloader_pin_memory,
+        )
 
     def _send_telemetry(self) -> None:
-        pass
+        """Tell nobody: a run uses nothing from the network."""
 
 
-class QuietRewardTrainer(RewardTrainer):
-    """TRL's RewardTrainer, which tells nobody either."""
+class _OwnRows:
+    """The rows of each batch that this process computes: as many in every process, filled up in the last batch."""
 
-    def _send_telemetry(self) -> None:
-        pass
+    def __init__(self, batches: BatchSampler, filler: int) -> None:
+        self._batches = batches
+        self._filler = filler
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in self._batches:
+            own = [batch[i] for i in processes.own_share(len(batch))]
+            most = math.ceil(len(batch) / processes.process_count())
+            yield own + [self._filler] * (most - len(own))
+
+
+class _SharedSFTTrainer(_SharedBatches, SFTTrainer):
+    """TRL's SFTTrainer. It divides the loss of each process by the number of learnt tokens of all processes."""
+
+    row_without_weight: ClassVar[dict[str, Any]] = {"input_ids": [0, 0], "labels": [IGNORED, IGNORED]}
+
+
+class _SharedRewardTrainer(_SharedBatches, RewardTrainer):
+    """TRL's RewardTrainer with the mean over the pairs of all processes as its loss."""
+
+    row_without_weight: ClassVar[dict[str, Any]] = {"chosen_ids": [0], "rejected_ids": [0], "margin": -1e9}
+    """The loss -log sigmoid(difference - margin) and its gradient are 0 at this margin."""
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **options: Any) -> Any:
+        """Return TRL's mean over the rows of this process, times rows over pairs: DDP averages over processes."""
+        margins = inputs["margin"]
+        pairs = self.accelerator.reduce((margins == 0.0).sum().to(torch.float64), reduction="mean")
+        return super().compute_loss(model, inputs, *args, **options) * float(len(margins) / pairs)
 
 
 class HistoryCallback(TrainerCallback):
@@ -99,25 +181,13 @@ class HistoryCallback(TrainerCallback):
         self._prefix = prefix
         self._evaluate = evaluate
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Keep the mean loss since the last log."""
         if logs is not None and "loss" in logs:
             self._record(state.global_step, {"loss": float(logs["loss"])})
 
     def on_epoch_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: PreTrainedModel | None = None,
-        **kwargs: Any,
+        self, args: Any, state: Any, control: Any, model: PreTrainedModel | None = None, **kwargs: Any
     ) -> None:
         """Evaluate on the held-out rows."""
         if model is not None:
@@ -139,73 +209,28 @@ class HistoryCallback(TrainerCallback):
             self.history.append({"step": step, **named})
 
 
-def run_sft_trainer(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    rows: TokenisedDemonstrations,
-    config: OptimisationConfig,
-    evaluate: Evaluation,
-) -> History:
-    """Train a language model in place on token sequences and their labels; return `sft/*` metrics."""
-    table = {"input_ids": rows.input_ids, "labels": rows.labels, "length": [len(ids) for ids in rows.input_ids]}
-    prepared: dict[str, Any] = {"packing": False, "dataset_kwargs": {"skip_prepare_dataset": True}}
-
-    def build(output_dir: str, callback: HistoryCallback) -> Trainer:
-        return QuietSFTTrainer(
-            model,
-            SFTConfig(**trainer_options(config, output_dir), **prepared),
-            train_dataset=Dataset.from_dict(table),
-            processing_class=copy.deepcopy(tokenizer),
-            callbacks=[callback],
-        )
-
-    return _train(model, build, HistoryCallback("sft", evaluate))
-
-
-def run_reward_trainer(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    chosen_ids: list[list[int]],
-    rejected_ids: list[list[int]],
-    config: OptimisationConfig,
-    evaluate: Evaluation,
-) -> History:
-    """Train a reward model in place on pairs of token sequences; return `reward_model/*` metrics."""
-    lengths = [max(len(a), len(b)) for a, b in zip(chosen_ids, rejected_ids, strict=True)]
-    table = {"chosen_ids": chosen_ids, "rejected_ids": rejected_ids, "length": lengths}
-
-    def build(output_dir: str, callback: HistoryCallback) -> Trainer:
-        return QuietRewardTrainer(
-            model,
-            RewardConfig(**trainer_options(config, output_dir)),
-            train_dataset=Dataset.from_dict(table),
-            processing_class=copy.deepcopy(tokenizer),
-            callbacks=[callback],
-        )
-
-    return _train(model, build, HistoryCallback("reward_model", evaluate))
-
-
 def _train(
-    model: PreTrainedModel, build: Callable[[str, HistoryCallback], Trainer], callback: HistoryCallback
+    group: str,
+    model: PreTrainedModel,
+    build: Callable[[dict[str, Any], TrainerCallback], Trainer],
+    config: OptimisationConfig,
+    callback: HistoryCallback,
 ) -> History:
-    """Train `model` in place and leave it as it came, but for its weights and where they lie: where it was trained.
-
-    Args:
-        model: What the trainer trains.
-        build: Makes the trainer from an output directory and the callback; called once everything is isolated.
-        callback: Collects the metrics.
-    """
-    kept = {name: copy.deepcopy(vars(model)[name]) for name in _CONFIGURATIONS if name in vars(model)}
+    """Train `model` in place; its configurations stay as they were, and it stays on the device of the training."""
+    _check_processes(group, config)
+    kept = {  # trainers align them with the tokenizer; classifiers have no generation_config
+        name: copy.deepcopy(vars(model)[name]) for name in ("config", "generation_config") if name in vars(model)
+    }
+    processes.forget_accelerator()
     with (
-        accelerate_state_of_its_own(),
-        global_randomness_restored(),
-        errors_only("transformers.trainer_utils"),  # it warns of aligning special tokens, which is undone anyway
+        _global_randomness_restored(),
+        errors_only("transformers.trainer_utils"),  # warns of the alignment, which is undone below
         tempfile.TemporaryDirectory() as output_dir,
     ):
-        trainer = build(output_dir, callback)
+        trainer = build(trainer_options(config, output_dir), callback)
         trainer.remove_callback(PrinterCallback)  # prints every log to standard output
         trainer.train()
+    processes.forget_accelerator()
     # TRL and accelerate put a forward of their own on the object: copies of it would run the original's weights
     vars(model).pop("forward", None)
     if model.is_activation_checkpointing:
@@ -216,29 +241,33 @@ def _train(
     return callback.history
 
 
+def _check_processes(group: str, config: OptimisationConfig) -> None:
+    """Raise `ConfigError` if the processes of this run cannot train with these settings."""
+    count, rows = processes.process_count(), config.per_device_train_batch_size
+    if rows % count:
+        raise ConfigError(
+            f"{group}.per_device_train_batch_size={rows} is the batch of all processes, and {count} processes cannot "
+            f"share it evenly. Set it to a multiple of {count}."
+        )
+    if count == 1 and config.device != "cpu" and torch.cuda.device_count() > 1:
+        raise ConfigError(
+            f"{group}: this process sees {torch.cuda.device_count()} GPUs, and TRL's trainers use one a process. Start "
+            "one process for each with torchrun --nproc_per_node, or set CUDA_VISIBLE_DEVICES to one of them."
+        )
+    if count > 1 and config.device != "auto":
+        used = processes.join_processes().device.type
+        if used != config.device:
+            raise ConfigError(
+                f"{group}.device={config.device}, but the processes of this run compute on {used}. Set it to auto; "
+                "ACCELERATE_USE_CPU=true before the launcher keeps all stages on CPUs."
+            )
+
+
 @contextmanager
-def accelerate_state_of_its_own() -> Iterator[None]:
-    """Let a trainer make its own accelerate state, then put back what was there.
-
-    The state is process-wide and refuses a second precision: without this, a stage in bfloat16 stops the next one.
-    """
-    states = (AcceleratorState._shared_state, PartialState._shared_state, GradientState._shared_state)
-    kept = [dict(state) for state in states]
-    for state in states:
-        state.clear()
-    try:
-        yield
-    finally:
-        for state, values in zip(states, kept, strict=True):
-            state.clear()
-            state.update(values)
-
-
-@contextmanager
-def global_randomness_restored() -> Iterator[None]:
+def _global_randomness_restored() -> Iterator[None]:
     """Give the global random generators back as they were: trainers seed them."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_available() else []):
         try:
             yield
         finally:
