@@ -35,6 +35,12 @@ def run_id(tmp_path: Path, migrated_database: Path, no_mlflow_left_over: None) -
         yield run.info.run_id
 
 
+def sampled(run_id: str, name: str) -> list[int]:
+    client = MlflowClient()
+    table = client.load_table(client.get_run(run_id).info.experiment_id, name, run_ids=[run_id])
+    return list(table["iteration"])
+
+
 def points(run_id: str, key: str) -> Points:
     return [(point.step, point.value) for point in MlflowClient().get_metric_history(run_id, key)]
 
@@ -125,7 +131,7 @@ def test_samples_are_one_table_in_which_no_iteration_is_twice(run_id: str):
     for iteration in (1, 2):
         again.log_samples(iteration, {"prompt": ["a", "b"]})
     assert again.close(10.0)
-    assert mlflow.load_table("samples.json", run_ids=[run_id])["iteration"].tolist() == [1, 1, 2, 2]
+    assert sampled(run_id, "samples.json") == [1, 1, 2, 2]
 
 
 def test_after_a_table_that_a_kill_cut_off_samples_go_to_another_one(run_id: str, caplog: pytest.LogCaptureFixture):
@@ -134,7 +140,7 @@ def test_after_a_table_that_a_kill_cut_off_samples_go_to_another_one(run_id: str
     log.log_samples(7, {"prompt": ["a"]})
     assert log.close(10.0)
     assert "samples.json of MLflow run" in caplog.text
-    assert mlflow.load_table("samples_from_7.json", run_ids=[run_id])["iteration"].tolist() == [7]
+    assert sampled(run_id, "samples_from_7.json") == [7]
 
 
 def test_metrics_and_evaluations_that_mlflow_lacks_are_taken_from_the_checkpoint(run_id: str, tmp_path: Path):

@@ -95,7 +95,12 @@ class Toy:
         """Make an MLflow run as a killed one leaves it, without running anything; return its id."""
         found = self.client.get_experiment_by_name("ppo_rlhf")
         experiment = found.experiment_id if found else self.client.create_experiment("ppo_rlhf")
-        run = self.client.create_run(experiment, tags={"pipeline": "align", "environment": "local", **tags})
+        read = {"raw_prompts": "data/01_raw/prompts.jsonl", "toy_ppo.rewards": "src/toy_ppo/rewards.py"}
+        data = {
+            f"data.{name}.fingerprint": hashlib.sha256((self.project / file).read_bytes()).hexdigest()
+            for name, file in read.items()
+        }
+        run = self.client.create_run(experiment, tags={"pipeline": "align", "environment": "local", **data, **tags})
         (self.root / run.info.run_id).mkdir(parents=True)
         return str(run.info.run_id)
 

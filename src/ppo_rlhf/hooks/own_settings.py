@@ -62,7 +62,7 @@ class OwnSettings:
         return [
             f"{where}: nothing reads this name. {self._hint(name, where, shipped)}"
             for where, name in sorted(unknown.items())
-            if name not in read and "parameters" not in inputs
+            if name not in read and "parameters" not in inputs and not name.startswith("_")
         ]
 
     def demo_values(self, pipeline: Pipeline, catalog: CatalogProtocol) -> list[str]:
