@@ -291,6 +291,7 @@ def now(params: dict[str, str], **tags: str) -> RunDescription:
         ({"ppo.gamma": "1.0"}, {"ppo.lam": "1.0"}, "ppo.gamma", ""),  # a setting that is there no more
         ({"ppo.lam": "1.0"}, {"ppo.lam": "1.0", "ppo.new": "2"}, "", ""),
         ({"ppo.total_episodes": "24"}, {"ppo.total_episodes": "32"}, "", "total_episodes"),
+        ({"sft.device": "cpu"}, {"sft.device": "cuda"}, "sft.device", ""),
         ({"reporting.points": "100"}, {"reporting.points": "50"}, "", "reporting.points"),
         ({"sft.epochs": "1"}, {"ppo.lam": "1.0"}, "", ""),  # of a group that this run does not read
         ({"ppo.long": "x" * 6000}, {"ppo.long": "x" * 7000}, "", ""),  # cut off by MLflow

@@ -91,7 +91,6 @@ def test_the_run_says_what_it_went_on_from(story: Story) -> None:
     assert tags["resume.1.checkpoint"] == checkpoint
     assert story.says(f"Going on with MLflow run {story.run.info.run_id} from {checkpoint}.")
     assert "bit_identical" not in tags
-    assert not story.says("does not repeat")
 
 
 def test_every_iteration_is_sampled_once(story: Story) -> None:
@@ -110,7 +109,6 @@ def test_a_finished_run_that_is_named_is_exported_and_reported_again(story: Stor
     assert [model.model_id for model in again.models()] == [model.model_id for model in before]
     assert len({path.name for path in (story.project / "data/test/06_models/ppo_policy").iterdir()} - versions) == 1
     assert again.says("No iteration is left to do: 3 of 3 are done.")
-    assert not again.says("does not repeat")
 
 
 def test_with_more_episodes_a_finished_run_goes_on(story: Story) -> None:
@@ -124,7 +122,6 @@ def test_with_more_episodes_a_finished_run_goes_on(story: Story) -> None:
     assert tags["resume.3.total_episodes"] == "64"
     assert tags["bit_identical"] == "false"
     assert longer.run.info.status == "FINISHED"
-    assert not longer.says("does not repeat")
     new = [model for model in longer.models() if model.model_id not in final]
     assert "ppo_policy" in {model.name for model in new}
 
@@ -133,9 +130,7 @@ def test_a_setting_that_must_not_change_is_refused(story: Story) -> None:
     run_id = story.run.info.run_id
     refused = kedro_run(story.project, "--env", "test", "--params", f"resume={run_id},ppo.kl_coef=0.3")
     assert refused.returncode == 1
-    assert refused.stderr.splitlines()[-2:] == [
-        "Error: ppo.kl_coef: 0.08 in the checkpoint, 0.3 now",
-        f"Error: MLflow run {run_id} goes on only as it was started; leave out resume to start a new run.",
-    ]
+    assert refused.stderr.splitlines()[-1].startswith(f"Error: resume={run_id}: MLflow run {run_id} goes on only as")
+    assert "these differ: ppo.kl_coef (0.08 before, 0.3 now)" in refused.stderr
     assert story.run.info.status == "FINISHED"
     assert mlflow.active_run() is None

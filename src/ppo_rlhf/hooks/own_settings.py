@@ -89,9 +89,7 @@ class OwnSettings:
         """Return one line for each setting of PPO that a person set to an unusual value, or that saves nothing here."""
         if "params:ppo" not in pipeline.inputs():
             return []
-        # heavy: only a run of PPO pays for them
-        from ppo_rlhf.ppo.accelerator import precision_warning
-        from ppo_rlhf.ppo.state import resolve_device
+        from ppo_rlhf.ppo.accelerator import precision_warning, resolve_device  # heavy: only a run of PPO pays
 
         ppo, shipped = parameter(catalog, "ppo"), self._base["parameters"].get("ppo", {})
         unusual = list(ppo.advice([name for name in ppo.not_default() if shipped.get(name) != getattr(ppo, name)]))

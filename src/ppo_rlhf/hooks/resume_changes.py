@@ -53,7 +53,8 @@ def differences(this: RunDescription, run: Run) -> tuple[list[str], dict[str, Ch
         group, _, setting = name.partition(".")
         if was == is_now or (len(was) == MAX_PARAM_VAL_LENGTH and is_now.startswith(was)):  # MLflow cuts longer ones
             continue
-        if setting in MAY_CHANGE or group == "reporting" or name.startswith(_OF_THE_MACHINE):
+        may_change = group == "reporting" or (group == "ppo" and setting in MAY_CHANGE)
+        if may_change or name.startswith(_OF_THE_MACHINE):
             changes[setting if group == "ppo" else name] = (was, is_now)
         elif group == "data":
             path = this.tags.get(name.replace(".fingerprint", ".path"), "not read now")
