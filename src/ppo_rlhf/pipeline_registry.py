@@ -5,8 +5,6 @@ from typing import Any
 
 from kedro.pipeline import Pipeline
 
-from ppo_rlhf.imports import collector_paused
-
 STAGES = ("data_preparation", "supervised_finetuning", "reward_modelling", "ppo", "evaluation", "reporting")
 ALIGN = ("ppo", "evaluation", "reporting")
 
@@ -28,8 +26,7 @@ class DeferredPipeline(Pipeline):
         if "_stages" not in self.__dict__ or "_nodes_by_name" in self.__dict__ or attribute.startswith("__"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {attribute!r}")
         try:
-            with collector_paused():
-                modules = [import_module(f"ppo_rlhf.pipelines.{stage}") for stage in self._stages]
+            modules = [import_module(f"ppo_rlhf.pipelines.{stage}") for stage in self._stages]
             whole = Pipeline([module.create_pipeline() for module in modules])
         except AttributeError as error:  # Kedro would take it for a pipeline without nodes
             raise RuntimeError(f"The stages {', '.join(self._stages)} cannot be put together: {error}") from error

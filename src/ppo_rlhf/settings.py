@@ -4,32 +4,26 @@ import logging
 import os
 import warnings
 
-from ppo_rlhf.imports import collector_paused
+import mlflow.telemetry
 
-with collector_paused():
-    import mlflow.telemetry
+from ppo_rlhf.hooks import AdviceHook, ChecksHook, FollowerHook, TrackingHook
+from ppo_rlhf.processes import is_main_process
+from ppo_rlhf.runner import LoopSession
 
-    from ppo_rlhf.hooks import ChecksHook, TrackingHook, start_up_hook
-    from ppo_rlhf.hooks.advice import AdviceHook
-    from ppo_rlhf.runner import LoopSession
-
-# Kedro's own, four times a command; conf/logging.yml holds back what comes before this line.
+# Kedro's own, four times a command; conf/logging.yml holds back the warnings before this line.
 warnings.filterwarnings("ignore", message=r"register_new_resolver\(\) is deprecated")
 logging.getLogger("py.warnings").setLevel(logging.WARNING)
 
-# Nothing reports to anyone unless a person asks for it: the .telemetry file says so to Kedro's, which would write an id
-# into pyproject.toml; the environment variable to MLflow's, which was imported (by kedro-mlflow) before this line.
 os.environ.setdefault("DO_NOT_TRACK", "true")
-mlflow.telemetry.set_telemetry_client()
-os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")  # one bar is enough: the loop's
+mlflow.telemetry.set_telemetry_client()  # obeys the line above; MLflow was imported before it
+os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")  # the loop's progress bar is enough
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # a server that is gone costs seconds, not minutes
 
 SESSION_CLASS = LoopSession  # with LoopRunner by default
 
-_IS_MAIN_RANK = os.environ.get("RANK", "0") == "0"  # of the processes that torchrun or accelerate started
-
-# kedro-mlflow's hook is replaced by one that inherits from it; plugins are named as their distributions are.
-HOOKS = (start_up_hook, ChecksHook(), TrackingHook(), AdviceHook()) if _IS_MAIN_RANK else (start_up_hook, ChecksHook())
-DISABLE_HOOKS_FOR_PLUGINS = ("kedro_mlflow", "kedro-telemetry", *(() if _IS_MAIN_RANK else ("kedro-viz",)))
+# Plugins are named as their distributions are; TrackingHook takes the place of kedro-mlflow's hook.
+HOOKS = (ChecksHook(), TrackingHook(), AdviceHook()) if is_main_process() else (FollowerHook(),)
+DISABLE_HOOKS_FOR_PLUGINS = ("kedro_mlflow", "kedro-telemetry", *(() if is_main_process() else ("kedro-viz",)))
 
 CONFIG_LOADER_ARGS = {
     "base_env": "base",

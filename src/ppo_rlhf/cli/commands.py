@@ -21,7 +21,7 @@ from ppo_rlhf.cli.advise import advise
 from ppo_rlhf.cli.convert_config import convert_config
 from ppo_rlhf.cli.errors import one_line_each, project_here
 from ppo_rlhf.cli.plan_memory import plan_memory
-from ppo_rlhf.hooks import end_active_run, start_up_hook
+from ppo_rlhf.hooks import end_active_run
 from ppo_rlhf.runner import RunInterruptedError, TerminationSignal, raising_on_signals
 
 T = TypeVar("T")
@@ -48,7 +48,6 @@ class RunCommand(click.Command):
         return _in_plain_words(lambda: super(RunCommand, self).invoke(ctx))
 
 
-@start_up_hook.of_command()
 def _run(**options: Any) -> Any:
     if not options["conf_source"]:
         project_here()

@@ -1,8 +1,9 @@
-"""What happens around a run: it starts fast, is checked before anything is written, and tracked in MLflow."""
+"""Hooks around a run: it is checked before anything is written, and tracked in MLflow."""
 
+from ppo_rlhf.hooks.advice import AdviceHook
 from ppo_rlhf.hooks.checks import ChecksHook
-from ppo_rlhf.hooks.start_up import start_up_hook
-from ppo_rlhf.hooks.tracking import TrackingHook
+from ppo_rlhf.hooks.follower import FollowerHook
+from ppo_rlhf.hooks.mlflow_hook import TrackingHook
 from ppo_rlhf.hooks.tracking_store import end_active_run
 
-__all__ = ["ChecksHook", "TrackingHook", "end_active_run", "start_up_hook"]
+__all__ = ["AdviceHook", "ChecksHook", "FollowerHook", "TrackingHook", "end_active_run"]

@@ -30,12 +30,8 @@ def log_policy(directory: Path, name: str, step: int, *, trust_remote_code: bool
     Args:
         directory: With config.json, weights and tokenizer: an export, or a checkpoint's policy.
         name: The model's name in MLflow.
-        step: The PPO iteration that it is from.
-        trust_remote_code: Whether Python code that lies with the model, or with an adapter's base, may run, as the run
-            has used it.
-
-    Returns:
-        The id by which metrics are linked to it.
+        step: The PPO iteration of the model; MLflow links the run's metrics at this step with it.
+        trust_remote_code: Whether Python code beside the model, or beside an adapter's base, may run.
     """
     logged_before = _logged_model(name, step)
     if logged_before is not None:
@@ -65,9 +61,7 @@ def log_policy(directory: Path, name: str, step: int, *, trust_remote_code: bool
 def _logged_model(name: str, step: int) -> str | None:
     """Return the id of the active run's whole model of this name and iteration: a run that goes on may have it."""
     active = mlflow.active_run()
-    if active is None:
-        return None
-    outputs = mlflow.get_run(active.info.run_id).outputs
+    outputs = mlflow.get_run(active.info.run_id).outputs if active else None
     for output in outputs.model_outputs if outputs else ():
         if output.step == step:
             model = mlflow.get_logged_model(output.model_id)

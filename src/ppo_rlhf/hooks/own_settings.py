@@ -1,91 +1,125 @@
-"""A person's own settings in files (conf/local, or another environment): names that nothing reads, wrong shapes."""
+"""A person's own settings (conf/local, another environment, --params) against the shipped ones of conf/base."""
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from kedro.config import OmegaConfigLoader
+from kedro.io import CatalogProtocol
 from kedro.pipeline import Pipeline
-from omegaconf import DictConfig, OmegaConf
-from yaml import YAMLError
 
-from ppo_rlhf.hooks.configuration_files import ConfigurationFiles, closest, settings_of_groups
+from ppo_rlhf.hooks.run_description import parameter
 
-REFERENCE = {  # to a name of the same files, or to a global from anywhere
-    "parameters": re.compile(r"\$\{\s*(\w+)\s*[}.\[]"),
-    "globals": re.compile(r"\$\{(?:globals:)?\s*(\w+)\s*[},.\[]"),
+TUNED = {
+    "supervised_finetuning": ("learning_rate", "per_device_train_batch_size"),
+    "reward_modelling": ("learning_rate", "per_device_train_batch_size"),
+    "ppo": ("learning_rate", "value_learning_rate", "response_length", "per_device_train_batch_size"),
 }
-OTHER_KIND = {"parameters": "globals", "globals": "parameters"}
-REMEDY = {"mapping": "Write `- ` before each entry.", "list": "Write `name: value`, without `- `."}
+"""Settings of the demo that suit its tiny model alone."""
+KINDS = ("parameters", "globals")
 
 
-def unread_settings(loader: OmegaConfigLoader, pipelines: Iterable[Pipeline]) -> list[str]:
-    """Return one line for each top-level name in the environment's parameters and globals that nothing reads.
+class OwnSettings:
+    """The settings of a run, and those of conf/base alone."""
 
-    Read are the names that conf/base has, those that any pipeline takes as `params:name`, and those that some
-    configuration file refers to as `${name}` or `${globals:name}`. Kedro ignores all others without a word.
-    """
-    files = ConfigurationFiles(loader)
-    known = {kind: {str(name) for config in files.base(kind) for name in config} for kind in OTHER_KIND}
-    given = [
-        (kind, path, str(name))
-        for kind in OTHER_KIND
-        for path, config in files.environment(kind).items()
-        for name in config
-        if name not in known[kind] and not str(name).startswith("_")
-    ]
-    if not given:
-        return []  # without a look at pipelines, whose stages would be imported
-    inputs = {name for pipeline in pipelines for name in pipeline.inputs()}
-    if "parameters" in inputs:
-        return []  # a node that takes them all may read any
-    known["parameters"].update(re.split(r"[:.]", name)[1] for name in inputs if name.startswith("params:"))
-    texts = list(files.texts())
-    return [
-        f"{path}: nothing reads {name} here.{_hint(kind, path, name, known, files)}"
-        for kind, path, name in given
-        if name not in known[kind] and not any(name in REFERENCE[kind].findall(text) for text in texts)
-    ]
+    def __init__(self, loader: OmegaConfigLoader) -> None:
+        """Take the run's loader."""
+        self._loader, self._given = loader, loader.runtime_params or {}
+        folders = (loader.base_env, loader.env or loader.default_run_env)
+        self._base = OmegaConfigLoader(
+            loader.conf_source,
+            base_env=loader.base_env,
+            default_run_env=loader.base_env,
+            config_patterns=loader.config_patterns,
+            merge_strategy=loader.merge_strategy,
+        )
+        files = {path for folder in folders for path in Path(loader.conf_source, str(folder)).rglob("*.y*ml")}
+        self._texts = "\n".join(path.read_text() for path in sorted(files))
 
+    def unread(self, pipelines: Mapping[str, Pipeline]) -> list[str]:
+        """Return one line for each top-level name that a person gave and nothing reads; Kedro ignores such names.
 
-def _hint(kind: str, path: Path, name: str, known: dict[str, set[str]], files: ConfigurationFiles) -> str:
-    other = OTHER_KIND[kind]
-    group, _, setting = name.partition(".")
-    if name in known[other]:
-        return f" Move it to {path.with_name(other)}.yml."
-    if setting and group in known[kind]:
-        return f" Write `{group}:`, and below it, indented, `{setting}: …`."
-    return closest(name, known[kind], settings_of_groups(files.base("parameters")) if kind == "parameters" else [])
+        Read are the names of conf/base, those that any pipeline takes as `params:name`, and those that a configuration
+        file refers to as `${name}`, `${globals:name}` or `${runtime_params:name}`.
 
+        Args:
+            pipelines: All registered ones; looked at only if a name is not known otherwise, since it imports them.
+        """
+        shipped = {kind: {str(name) for name in self._base[kind]} for kind in KINDS}
+        referred = set(re.findall(r"\$\{\s*(?:globals:)?\s*(\w+)", self._texts))
+        at_run_time = set(re.findall(r"runtime_params:\s*(\w+)", self._texts)) | shipped["parameters"]
+        unknown = {f"--params {name}": name for name in self._given if name not in at_run_time}
+        for kind in KINDS:
+            names = {str(name) for name in self._loader[kind]} - self._given.keys() - shipped[kind] - referred
+            unknown |= {f"{self._loader.env or 'conf/local'}, {kind}: {name}": name for name in names}
+        if not unknown:
+            return []
+        inputs = {name for pipeline in pipelines.values() for name in pipeline.inputs()}
+        read = {re.split(r"[:.]", name)[1] for name in inputs if name.startswith("params:")}
+        return [
+            f"{where}: nothing reads this name. {self._hint(name, where, shipped)}"
+            for where, name in sorted(unknown.items())
+            if name not in read and "parameters" not in inputs and not name.startswith("_")
+        ]
 
-def misshapen_settings(loader: OmegaConfigLoader) -> list[str]:
-    """Return one line for each setting that is a list where conf/base has a mapping, or the reverse.
+    def demo_values(self, pipeline: Pipeline, catalog: CatalogProtocol) -> list[str]:
+        """Return one line if a run trains a person's own model with learning rates, lengths or batch sizes of the demo.
 
-    Kedro merges the two, and fails without saying which.
-    """
-    try:
-        files = ConfigurationFiles(loader)
-        base, environment = files.base("parameters"), files.environment("parameters")
-    except YAMLError:
-        return []  # Kedro says so where it reads the parameters, which not every command does
-    shapes = {name: shape for config in base for name, shape in _shapes(config)}
-    return [
-        f"{path}: {name} is a {shape}, but a {shapes[name]} in conf/base. {REMEDY[shape]}"
-        for path, config in environment.items()
-        for name, shape in _shapes(config)
-        if shapes.get(name, shape) != shape
-    ]
+        A value that a person set to the same number is not told apart from the demo's.
+        """
+        model = self._own_model()
+        found = [
+            f"{group}.{name}={value:g}"
+            for group, names in TUNED.items()
+            if model is not None and f"params:{group}" in pipeline.inputs()
+            for name, value in self._base["parameters"].get(group, {}).items()
+            # null is no number that suits one model and not another
+            if name in names and value is not None and value == getattr(parameter(catalog, group), name, None)
+        ]
+        if not found:
+            return []
+        return [
+            f"{', '.join(found)} suit the demo's tiny model, not {model}: set your own in conf/local/parameters.yml"
+        ]
 
+    def unusual_values(self, pipeline: Pipeline, catalog: CatalogProtocol) -> list[str]:
+        """Return one line for each setting of PPO that a person set to an unusual value, or that saves nothing here."""
+        if "params:ppo" not in pipeline.inputs():
+            return []
+        from ppo_rlhf.ppo.accelerator import precision_warning, resolve_device  # heavy: only a run of PPO pays
 
-def _shapes(config: DictConfig) -> Iterator[tuple[str, str]]:
-    """Yield the dotted name and the shape of each mapping, and of each list, that mappings alone lead to."""
-    waiting: list[tuple[str, Any]] = [("", OmegaConf.to_container(config, resolve=False))]
-    while waiting:
-        prefix, values = waiting.pop()
-        for name, value in values.items() if isinstance(values, dict) else ():
-            if isinstance(value, dict | list):
-                yield f"{prefix}{name}", "mapping" if isinstance(value, dict) else "list"
-                waiting.append((f"{prefix}{name}.", value))
+        ppo, shipped = parameter(catalog, "ppo"), self._base["parameters"].get("ppo", {})
+        unusual = list(ppo.advice([name for name in ppo.not_default() if shipped.get(name) != getattr(ppo, name)]))
+        slow = precision_warning(ppo, resolve_device(ppo.device))
+        return [*unusual, slow] if slow else unusual
+
+    def _own_model(self) -> str | None:
+        settings = {**self._loader["globals"], **self._given}
+        base, sft = settings.get("base_model_path"), str(settings.get("sft_model_path"))
+        if base:
+            return str(base)
+        ours = Path(settings.get("data_root", "data"), "06_models")
+        return None if ours in Path(sft).parents else sft
+
+    def _hint(self, name: str, where: str, shipped: Mapping[str, set[str]]) -> str:
+        other = "globals" if name in shipped["globals"] else "parameters" if name in shipped["parameters"] else None
+        if other is not None:
+            return f"Set it in conf/local/{other}.yml."
+        bare = {dotted.partition(".")[2]: dotted for dotted in self._settings_of_groups()}
+        known = {known: known for names in shipped.values() for known in names}
+        near = difflib.get_close_matches(name.rpartition(".")[2], [*bare, *known], n=1, cutoff=0.6)
+        return f"Did you mean `{(bare | known)[near[0]]}`?" if near else f"Known are {', '.join(sorted(known))}."
+
+    def _settings_of_groups(self) -> Iterator[str]:
+        from ppo_rlhf.config import PPOConfig  # settings that no file lists have their defaults
+
+        for group, values in self._base["parameters"].items():
+            names = (
+                {*values, *(PPOConfig.__dataclass_fields__ if group == "ppo" else ())}
+                if isinstance(values, dict)
+                else ()
+            )
+            yield from (f"{group}.{name}" for name in sorted(names))

@@ -1,62 +1,60 @@
-"""What a run is, as MLflow gets to know it: its hyperparameters as params, where it came from as tags."""
+"""A run as MLflow records it: each hyperparameter as a param, its origin (code, data, versions) as tags."""
 
 from __future__ import annotations
 
-import shlex
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import platform
+import re
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kedro.io import CatalogProtocol
+from kedro.io import CatalogProtocol, DatasetError
 from kedro.pipeline import Pipeline
 
-from ppo_rlhf.hooks.hyperparameters import changed_settings, hyperparameters, parameter_groups
-from ppo_rlhf.hooks.provenance import function_tags, git_tags, input_tags, version_tags
+from ppo_rlhf.processes import process_count
 
-COMMAND_OPTIONS = {  # of Kedro's run parameters
-    "pipeline_names": "--pipelines",
-    "tags": "--tags",
-    "from_nodes": "--from-nodes",
-    "to_nodes": "--to-nodes",
-    "node_names": "--nodes",
-    "from_inputs": "--from-inputs",
-    "to_outputs": "--to-outputs",
-    "namespaces": "--namespaces",
-}
+PREFIX = "params:"
+PACKAGES = ("ppo_rlhf", "kedro", "mlflow", "torch", "transformers", "trl")
+_FUNCTION = re.compile(r'(?:^|")([A-Za-z_][\w.]*):[A-Za-z_]\w*(?:$|")')
+"""A text `module:name`, by which parameters name functions."""
 
 
 @dataclass(frozen=True)
 class RunDescription:
-    """A run as MLflow records it.
-
-    Attributes:
-        params: Every hyperparameter as text, named `group.key`.
-        tags: Pipeline, environment, seed, code, versions, data.
-        groups: The parameter groups as the nodes get them.
-    """
+    """Params, named `group.key`, and tags of a run, as text."""
 
     params: dict[str, str]
     tags: dict[str, str]
-    groups: dict[str, Any]
 
 
 def describe_run(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: CatalogProtocol) -> RunDescription:
     """Return what is known of a run before its first node; reads its inputs for their fingerprints."""
-    groups = parameter_groups(pipeline, catalog)
+    project_path = Path(run_params["project_path"])
+    names = {name.removeprefix(PREFIX).split(".")[0] for name in pipeline.inputs() if name.startswith(PREFIX)}
+    groups = {name: parameter(catalog, name) for name in sorted(names)}
+    params = {name: text for group, values in groups.items() for name, text in flattened(group, values).items()}
     seed = next((group.seed for group in groups.values() if hasattr(group, "seed")), None)
-    changed = ", ".join(f"{name}={value}" for name, value in changed_settings(groups).items())
+    ppo: Any = groups.get("ppo")
+    changed = ppo.not_default() if hasattr(ppo, "not_default") else {}
     tags = {
         "pipeline": ",".join(pipeline_names(run_params)),
         "environment": run_params["env"] or "local",
         **({} if seed is None else {"seed": str(seed)}),
-        **({"ppo.not_default": changed} if changed else {}),
-        **git_tags(Path(run_params["project_path"])),
-        **version_tags(),
-        **input_tags(pipeline, catalog),
-        **function_tags(groups, Path(run_params["project_path"])),
+        **({"ppo.not_default": ", ".join(f"{name}={value}" for name, value in changed.items())} if changed else {}),
+        "launch.processes": str(process_count()),
+        **git_tags(project_path),
+        "version.python": platform.python_version(),
+        **{f"version.{name}": importlib.metadata.version(name) for name in PACKAGES},
+        **_input_tags(pipeline, catalog),
+        **_function_tags(params, project_path),
     }
-    return RunDescription(hyperparameters(groups), tags, groups)
+    return RunDescription(params, tags)
 
 
 def pipeline_names(run_params: Mapping[str, Any]) -> list[str]:
@@ -64,24 +62,80 @@ def pipeline_names(run_params: Mapping[str, Any]) -> list[str]:
     return sorted(set(run_params["pipeline_names"] or ["__default__"]))
 
 
-def resume_command(run_params: Mapping[str, Any], resume: str = "latest") -> str:
-    """Return the command that goes on with a run: what was typed, with `resume`."""
-    words = ["kedro", "run"]
-    if run_params.get("env"):
-        words += ["--env", str(run_params["env"])]
-    for name, option in COMMAND_OPTIONS.items():
-        if run_params.get(name):
-            words += [option, ",".join(run_params[name])]
-    given = {**_flat(run_params.get("runtime_params") or {}), "resume": resume}
-    words += ["--params", ",".join(f"{name}={value}" for name, value in given.items())]
-    return shlex.join(words)
+def parameter(catalog: CatalogProtocol, name: str) -> Any:
+    """Return a parameter or group by name, None if there is none; unlike `catalog.load`, it logs nothing."""
+    try:
+        dataset = catalog.get(f"{PREFIX}{name}")
+        return None if dataset is None else dataset.load()
+    except DatasetError:
+        return None
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            flat.update(_flat(value, f"{prefix}{name}."))
-        else:
-            flat[f"{prefix}{name}"] = "null" if value is None else value
-    return flat
+def flattened(group: str, values: Any) -> dict[str, str]:
+    """Return `group.key: value` for each entry of a group, defaults included; lists and mappings become JSON."""
+    if dataclasses.is_dataclass(values) and not isinstance(values, type):
+        values = dataclasses.asdict(values)
+    entries = (
+        {f"{group}.{key}": value for key, value in values.items()} if isinstance(values, Mapping) else {group: values}
+    )
+    return {
+        name: json.dumps(value, default=str) if isinstance(value, Mapping | list | tuple) else str(value)
+        for name, value in entries.items()
+    }
+
+
+def git_tags(project_path: Path) -> dict[str, str]:
+    """Return the project's commit and whether files differ from it; nothing outside a repository.
+
+    MLflow's own tag for the commit means the folder of the command that was typed.
+    """
+    commit = _git(project_path, "rev-parse", "HEAD")
+    if commit is None:
+        return {}
+    changes = _git(project_path, "status", "--porcelain", "--untracked-files=no")
+    return {"git.commit": commit, "git.dirty": str(bool(changes)).lower()}
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        answer = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return answer.stdout.strip()
+
+
+def _input_tags(pipeline: Pipeline, catalog: CatalogProtocol) -> dict[str, str]:
+    """Return path (or hub id) and fingerprint of everything that the pipeline reads and does not make itself.
+
+    The fingerprint of a file is its SHA-256; of a model, that of its handle (configuration and weights in part).
+    """
+    tags: dict[str, str] = {}
+    for name in sorted(pipeline.inputs()):
+        dataset = None if name == "parameters" or name.startswith(PREFIX) else catalog.get(name)
+        path = None if dataset is None else dataset._describe().get("filepath")  # each dataset describes itself so
+        if dataset is None or path is None:
+            continue
+        tags[f"data.{name}.path"] = str(path)
+        if Path(path).is_file():
+            tags[f"data.{name}.fingerprint"] = _sha256(Path(path))
+        elif dataset.exists() and hasattr(handle := dataset.load(), "fingerprint"):
+            tags[f"data.{name}.fingerprint"] = handle.fingerprint()
+    return tags
+
+
+def _function_tags(params: Mapping[str, str], project_path: Path) -> dict[str, str]:
+    """Return path and fingerprint of each file of the project that holds a function which the settings name."""
+    tags: dict[str, str] = {}
+    for module in sorted({module for text in params.values() for module in _FUNCTION.findall(text)}):
+        inner = Path(*module.split("."))
+        places = (root / inner for root in (project_path, project_path / "src"))
+        files = (file for place in places for file in (place.with_suffix(".py"), place / "__init__.py"))
+        file = next((file for file in files if file.is_file()), None)
+        if file is not None:
+            tags |= {f"data.{module}.path": str(file), f"data.{module}.fingerprint": _sha256(file)}
+    return tags
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

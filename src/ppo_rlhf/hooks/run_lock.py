@@ -1,4 +1,4 @@
-"""Who owns a run's directory, and who may open the store: locks that the kernel frees when their process dies."""
+"""The lock on a run's directory, and the one on the project's folder while a tracking database is made."""
 
 from __future__ import annotations
 
@@ -15,68 +15,49 @@ logger = logging.getLogger(__name__)
 
 LOCK_FILE = "run.lock"
 
-_held: set[int] = set()
-
 
 class RunLock:
-    """The lock `run.lock` in the directory of one run's checkpoints, held for as long as the run lives.
+    """The lock `run.lock` in the directory of one run's checkpoints, held while the run lives.
 
-    It belongs to the open file: if the process dies, whatever kills it, the kernel frees it. A process forked from
-    this one (a data loader's worker) does not share it, or it would outlive the run.
+    It is a POSIX record lock: the kernel frees it when the process dies, and a forked worker does not inherit it.
     """
 
-    def __init__(self, descriptor: int, path: Path, is_new: bool) -> None:
+    def __init__(self, descriptor: int) -> None:
         """Take over an open, locked file; use `take`."""
         self._descriptor: int | None = descriptor
-        self._path = path
-        self._is_new = is_new
-        _held.add(descriptor)
 
     @classmethod
     def take(cls, directory: Path) -> RunLock | None:
-        """Return the lock of a run's directory, which is made if it is not there; None while another process holds it.
+        """Return the lock of a run's directory, which is made if needed; None while another process holds it.
 
         Raises:
             CheckpointError: The directory or the file cannot be written.
         """
         path = directory / LOCK_FILE
-        while True:
-            try:
-                directory.mkdir(parents=True, exist_ok=True)
-                is_new = not path.exists()
-                descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-            except OSError as error:
-                raise CheckpointError(f"{path}: cannot be written, so no checkpoint could: {error.strerror}") from error
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                os.close(descriptor)
-                return None
-            except OSError as error:  # a file system without locks
-                logger.warning("%s cannot be locked (%s): let no other run resume this one.", path, error.strerror)
-            if _is_at(descriptor, path):
-                return cls(descriptor, path, is_new)
-            os.close(descriptor)  # `give_back` of another process took the file away in between
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be written, so no checkpoint could: {error.strerror}") from error
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            os.close(descriptor)
+            return None
+        except OSError as error:  # a file system without locks
+            logger.warning("%s cannot be locked (%s): let no other run resume this one.", path, error.strerror)
+        return cls(descriptor)
 
     def release(self) -> None:
-        """Let others have the run."""
+        """Let other processes have the run."""
         if self._descriptor is not None:
-            _held.discard(self._descriptor)
-            with contextlib.suppress(OSError):  # a file system without locks
-                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
             os.close(self._descriptor)
             self._descriptor = None
-
-    def give_back(self) -> None:
-        """Release a lock that came to nothing, and leave the directory as it was."""
-        if self._descriptor is not None and self._is_new:
-            self._path.unlink(missing_ok=True)
-        self.release()
 
 
 @contextlib.contextmanager
 def one_at_a_time(folder: Path) -> Iterator[None]:
-    """Let one process at a time through the block; others wait. The lock is on the folder itself, no file is made.
+    """Let one process at a time run the block; others wait. The lock is on the folder itself, no file is made.
 
     A network file system may refuse to lock a folder: then nobody waits.
     """
@@ -87,20 +68,3 @@ def one_at_a_time(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def _is_at(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
-
-
-def _forget_in_child() -> None:
-    for descriptor in _held:
-        with contextlib.suppress(OSError):
-            os.close(descriptor)
-    _held.clear()
-
-
-os.register_at_fork(after_in_child=_forget_in_child)

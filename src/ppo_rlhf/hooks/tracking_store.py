@@ -1,4 +1,4 @@
-"""MLflow's store: where mlflow.yml puts it, and its failures in plain words."""
+"""MLflow's store: where mlflow.yml puts it, and its failures in one line."""
 
 from __future__ import annotations
 
@@ -24,29 +24,25 @@ SQLITE = "sqlite:///"
 ARTIFACTS = "mlartifacts"
 STORE_ERRORS = (MlflowException, SQLAlchemyError, OSError)
 """What a store that cannot be read or written raises."""
-LOUD = "mlflow.store.db.utils"
-"""A logger that prints a statement of SQL for an error that is also raised."""
 SLOW_S = 15.0
-"""After so long the opening of a store says what it waits for; making a database takes less."""
+"""After so many seconds the opening of a store says what it waits for; making a database takes less."""
 
 
-def settled_in_project(settings: Mapping[str, Any], project_path: Path) -> dict[str, Any]:
+def placed_in_project(settings: Mapping[str, Any], project_path: Path) -> dict[str, Any]:
     """Return mlflow.yml's settings with a relative sqlite file, and its artifacts, placed in the project's root.
 
     MLflow takes both from the working directory: a run started in a subfolder or a notebook would get a second store.
     """
-    settings = {**settings}
     server = {**(settings.get("server") or {})}
     uri = server.get("mlflow_tracking_uri") or ""
-    if uri.startswith(SQLITE):
-        server["mlflow_tracking_uri"] = uri_in_project(uri, project_path)
-        settings["server"] = server
-        tracking = {**(settings.get("tracking") or {})}
-        experiment = {**(tracking.get("experiment") or {})}
-        created = {**(experiment.get("create_experiment_kwargs") or {})}
-        created["artifact_location"] = created.get("artifact_location") or str(project_path / ARTIFACTS)
-        settings["tracking"] = {**tracking, "experiment": {**experiment, "create_experiment_kwargs": created}}
-    return settings
+    if not uri.startswith(SQLITE):
+        return {**settings}
+    tracking = {**(settings.get("tracking") or {})}
+    experiment = {**(tracking.get("experiment") or {})}
+    created = {"artifact_location": str(project_path / ARTIFACTS), **(experiment.get("create_experiment_kwargs") or {})}
+    server["mlflow_tracking_uri"] = uri_in_project(uri, project_path)
+    tracking["experiment"] = {**experiment, "create_experiment_kwargs": created}
+    return {**settings, "server": server, "tracking": tracking}
 
 
 def uri_in_project(uri: str, project_path: Path) -> str:
@@ -61,7 +57,7 @@ def without_password(text: str) -> str:
 
 @contextmanager
 def named_if_slow(uri: str) -> Iterator[None]:
-    """Say that this store is waited for, if the block takes long: MLflow itself says nothing for minutes."""
+    """Log which store is waited for if the block takes long: MLflow itself says nothing for minutes."""
     line = "The tracking store %s has not answered for %d s. MLflow goes on asking; Ctrl-C twice stops at once."
     timer = threading.Timer(SLOW_S, logger.warning, [line, without_password(uri), SLOW_S])
     timer.daemon = True
@@ -73,13 +69,13 @@ def named_if_slow(uri: str) -> Iterator[None]:
 
 
 def end_active_run(status: int = RunStatus.FAILED) -> None:
-    """End the active MLflow run, if there is one, with a status of MLflow's RunStatus; say if the store refuses."""
-    with noting_refusals("how the run ended"):
+    """End the active MLflow run, if there is one, with a status of MLflow's RunStatus; warn if the store refuses."""
+    with warning_of_refusals("how the run ended"):
         mlflow.end_run(RunStatus.to_string(status))
 
 
 @contextmanager
-def noting_refusals(what: str) -> Iterator[None]:
+def warning_of_refusals(what: str) -> Iterator[None]:
     """Turn a failure of the store into a warning that `what` is not recorded: a run is worth more than its record."""
     try:
         yield
@@ -97,22 +93,10 @@ def store_in_plain_words(complaint: str) -> Iterator[None]:
 
 
 @contextmanager
-def store_errors_said_once() -> Iterator[None]:
-    """Keep MLflow from printing the errors that it also raises."""
-    loud = logging.getLogger(LOUD)
-    level = loud.level
-    loud.setLevel(logging.CRITICAL + 1)
-    try:
-        yield
-    finally:
-        loud.setLevel(level)
-
-
-@contextmanager
 def asked_twice() -> Iterator[None]:
-    """Let a tracking server that does not answer be asked twice, for 5 seconds each time, by this process.
+    """Let this process ask a tracking server twice at most, and wait 5 seconds for each answer.
 
-    MLflow asks eight times, which takes 4 minutes where connections are refused and 20 where nothing comes back.
+    For the end of a run: MLflow waits 120 seconds for each answer of a server that hangs.
     """
     limits = {MLFLOW_HTTP_REQUEST_MAX_RETRIES: 1, MLFLOW_HTTP_REQUEST_TIMEOUT: 5}
     before = {variable: variable.get_raw() for variable in limits}
@@ -126,7 +110,7 @@ def asked_twice() -> Iterator[None]:
 
 
 def one_line(error: Exception) -> str:
-    """Return an error's text in one line, without passwords and what SQLAlchemy adds (statement, link, hint)."""
+    """Return an error's text in one line, without passwords and without SQLAlchemy's statement, link and hint."""
     text = re.split(r"\n\s*[\[(](?:SQL|Background)", str(error))[0]
     text = re.sub(r"^\(raised as a result of Query-invoked autoflush;[^)]*\)", "", text)
     return without_password(" ".join(text.split()))

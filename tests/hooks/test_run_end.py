@@ -10,8 +10,7 @@ import click
 import pytest
 
 from ppo_rlhf.core.errors import DivergenceError
-from ppo_rlhf.hooks.run_description import resume_command
-from ppo_rlhf.hooks.run_end import end_tags, way_to_go_on
+from ppo_rlhf.hooks.run_end import end_tags, resume_command, way_to_go_on
 
 
 @pytest.fixture

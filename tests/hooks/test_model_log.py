@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import mlflow
@@ -12,6 +13,7 @@ from kedro.pipeline import Pipeline
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.datasets import PretrainedModelDataset
+from ppo_rlhf.datasets.checkpoints import CheckpointDataset
 from ppo_rlhf.hooks import model_log
 from ppo_rlhf.hooks.run_log import RunLog
 from ppo_rlhf.models.adapters import LoraSettings, save_adapter, with_adapter
@@ -64,3 +66,22 @@ def test_a_policys_own_code_runs_just_where_the_catalog_trusts_it(
         log.close(is_finished=False)
     models = mlflow.search_logged_models([experiment], output_format="list")
     assert sorted(model.name for model in models) == (["best_checkpoint", "ppo_policy"] if is_trusted else [])
+
+
+def test_the_best_checkpoint_is_the_best_evaluated_one_that_is_still_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(model_log, "run_directory", lambda root: root / "run")
+    dataset = CheckpointDataset(str(tmp_path))
+    assert model_log.best_checkpoint(dataset, kl_alarm=20.0) is None
+    assert model_log.best_checkpoint(None, kl_alarm=20.0) is None
+    rows = [  # the first was pruned, the third drifted too far
+        {"iteration": 10.0, "eval/judge_score": 0.9, "eval/reward": 0.0, "eval/kl": 1.0},
+        {"iteration": 20.0, "eval/judge_score": 0.6, "eval/reward": 0.0, "eval/kl": 2.0},
+        {"iteration": 30.0, "eval/judge_score": 0.8, "eval/reward": 0.0, "eval/kl": 30.0},
+        {"iteration": 40.0, "eval/judge_score": 0.5, "eval/reward": 0.0, "eval/kl": 3.0},
+    ]
+    for iteration in (20, 30, 40):
+        (tmp_path / "run" / f"iteration_{iteration:06d}").mkdir(parents=True)
+    (tmp_path / "run" / "evaluations.json").write_text(json.dumps(rows))
+    assert model_log.best_checkpoint(dataset, kl_alarm=20.0) == (tmp_path / "run" / "iteration_000020" / "policy", 20)

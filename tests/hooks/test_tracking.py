@@ -22,22 +22,14 @@ from typing import Any
 import mlflow
 import pytest
 from click.testing import Result
-from kedro.config import OmegaConfigLoader
 from mlflow.entities import Run
 from mlflow.exceptions import MlflowException
-from sqlalchemy.exc import SQLAlchemyError
 
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.core.errors import ConfigError
-from ppo_rlhf.hooks import TrackingHook, start_up_hook, tracking, tracking_store
-from ppo_rlhf.hooks.checks import check_runner, unread_local_files
-from ppo_rlhf.hooks.hyperparameters import changed_settings, hyperparameters
-from ppo_rlhf.hooks.provenance import git_tags
-from ppo_rlhf.hooks.run_description import pipeline_names
-from ppo_rlhf.hooks.run_parameters import unknown_names
-from ppo_rlhf.hooks.tracking_store import settled_in_project
+from ppo_rlhf.hooks import mlflow_hook, run_log, tracking_store
+from ppo_rlhf.hooks.run_description import flattened, git_tags, pipeline_names
+from ppo_rlhf.hooks.tracking_store import placed_in_project
 from ppo_rlhf.rewards.scorers import RewardConfig
-from ppo_rlhf.runner import LoopRunner
 
 Kedro = Callable[..., Result]
 
@@ -221,26 +213,7 @@ def test_a_server_that_says_nothing_is_named_while_it_is_waited_for_but_not_its_
     assert "secret" not in result.output + caplog.text
 
 
-def test_a_store_is_not_blamed_for_what_comes_before_and_behind_its_opening(
-    kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """A checkpoint to go on from is read there, which can take long."""
-    running, seen = [], []
-    monkeypatch.setattr(
-        threading, "Timer", lambda *_: SimpleNamespace(start=lambda: running.append(1), cancel=running.clear)
-    )
-    whole, resumption = tracking.describe_run, TrackingHook._resumption
-    monkeypatch.setattr(tracking, "describe_run", lambda *given: seen.append(list(running)) or whole(*given))
-    monkeypatch.setattr(TrackingHook, "_resumption", lambda *given: seen.append(list(running)) or resumption(*given))
-    result = kedro(toy_project, "run", "--pipelines", "align")
-    assert result.exit_code == 0, result.output
-    assert seen == [[], []]
-
-
-@pytest.mark.parametrize("error", [MlflowException, SQLAlchemyError])
-def test_a_store_that_cannot_be_written_is_one_line(
-    kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
-):
+def test_a_store_that_cannot_be_written_is_one_line(kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch):
     def refuse(**options: object) -> None:
         raise MlflowException(
             "(sqlite3.OperationalError) attempt to write\n a readonly database\n[SQL: INSERT INTO runs"
@@ -292,53 +265,20 @@ def test_a_full_disk_while_a_run_fails_does_not_hide_why_it_failed(
     assert isinstance(result.exception, ZeroDivisionError)
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert "MLflow could not record how the run ended: (sqlite3.IntegrityError) database or disk is full" in said
-    (lost,) = [line for line in said if line.startswith("MLflow lacks 2 metrics of run")]
-    assert lost.endswith("for: (sqlite3.IntegrityError) database or disk is full")
+    (lost,) = [line for line in said if line.startswith("MLflow lacks 2 metrics")]
+    assert "(sqlite3.IntegrityError) database or disk is full" in lost
     assert not any(record.exc_info for record in caplog.records if record.name.startswith("mlflow"))
-
-
-def test_a_full_disk_while_a_signal_stops_a_run_leaves_its_exit_code(
-    kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch
-):
-    refuse_to_record(toy_project, "UPDATE OF status ON runs")
-    monkeypatch.setenv("TOY_SIGNAL_AT", "2:SIGTERM")
-    result = kedro(toy_project, "run", "--pipelines", "align")
-    assert result.exit_code == 143
-    assert "Traceback" not in result.output
-
-
-def test_a_disk_that_checkpoints_do_not_fit_on_ends_the_run_as_soon_as_there_is_a_state():
-    from ppo_rlhf.core.errors import CheckpointError
-    from ppo_rlhf.hooks import checks
-
-    asked: list[object] = []
-
-    class Checkpoints:
-        def check_space(self, state: object) -> None:
-            asked.append(state)
-            raise CheckpointError("data/06_models: 3 checkpoints do not fit")
-
-    hook = checks.ChecksHook()
-    catalog = {"checkpoint": Checkpoints()}
-    hook.after_node_run(catalog=catalog, outputs={"policy": 1})
-    assert asked == []
-    with pytest.raises(CheckpointError, match="do not fit"):
-        hook.after_node_run(catalog=catalog, outputs={"training_state": "the state"})
-    assert asked == ["the state"]
-    hook.after_node_run(catalog={}, outputs={"training_state": "the state"})  # nothing is saved, so nothing must fit
 
 
 def test_a_signal_before_the_first_node_ends_the_run_as_killed(
     kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    from ppo_rlhf.hooks import tracking
-
     def described(*arguments: Any) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
         return describe(*arguments)
 
-    describe = tracking.describe_run
-    monkeypatch.setattr(tracking, "describe_run", described)
+    describe = mlflow_hook.describe_run
+    monkeypatch.setattr(mlflow_hook, "describe_run", described)
     result = kedro(toy_project, "run", "--pipelines", "align")
     assert result.exit_code == 143
     run = last_run(toy_project)
@@ -348,144 +288,35 @@ def test_a_signal_before_the_first_node_ends_the_run_as_killed(
     assert mlflow.active_run() is None
 
 
-def test_of_a_stage_that_was_left_out_a_run_that_goes_on_logs_what_is_on_the_disk(toy_project: Path):
-    from kedro.io import DataCatalog
-    from kedro.pipeline import Node, Pipeline
-    from kedro_datasets.json import JSONDataset
+def test_a_run_does_not_wait_for_a_tracking_server_that_stops_answering(
+    kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """It takes everything but metrics; at the end MLflow is told to be impatient."""
+    answer, retries = threading.Event(), []
+    log_batch, end_run = mlflow.MlflowClient.log_batch, mlflow.end_run
 
-    from ppo_rlhf.hooks.run_log import RunLog
-
-    mlflow.set_tracking_uri(f"sqlite:///{toy_project / 'mlflow.db'}")
-    client = mlflow.MlflowClient()
-    run_id = client.create_run(client.create_experiment("test")).info.run_id
-    client.log_metric(run_id, "sft/loss", 3.0, step=1)
-    history = JSONDataset(filepath=str(toy_project / "sft_metrics.json"))
-    history.save([{"step": 1, "sft/loss": 3.0}, {"step": 2, "sft/loss": 2.5}])
-    pipeline = Pipeline([Node(lambda: [], None, "sft_metrics", name="train")])
-    catalog = DataCatalog({"sft_metrics": history})
-    resumption: Any = SimpleNamespace(checkpoint=None)
-    RunLog(run_id, pipeline, catalog, resumption).close(is_finished=False)
-    assert [point.step for point in client.get_metric_history(run_id, "sft/loss")] == [1]
-    RunLog(run_id, pipeline, catalog, resumption).close(is_finished=True)
-    assert [(p.step, p.value) for p in client.get_metric_history(run_id, "sft/loss")] == [(1, 3.0), (2, 2.5)]
-
-
-@dataclass
-class Silence:
-    """A tracking server that answers everything but metrics; how patient MLflow was told to be at a run's end."""
-
-    answers: threading.Event
-    retries: list[str | None]
-
-
-@pytest.fixture
-def silence(monkeypatch: pytest.MonkeyPatch) -> Iterator[Silence]:
-    from mlflow import MlflowClient
-
-    from ppo_rlhf.hooks import run_log
-
-    silence, log_batch, end_run = Silence(threading.Event(), []), MlflowClient.log_batch, mlflow.end_run
-
-    def answer_late(client: MlflowClient, *arguments: Any, **others: Any) -> Any:
+    def answer_late(client: mlflow.MlflowClient, *arguments: Any, **others: Any) -> Any:
         if others.get("metrics"):
-            silence.answers.wait(100)
+            answer.wait(100)
         return log_batch(client, *arguments, **others)
 
     def end(*arguments: Any) -> None:
-        silence.retries.append(os.environ.get("MLFLOW_HTTP_REQUEST_MAX_RETRIES"))
+        retries.append(os.environ.get("MLFLOW_HTTP_REQUEST_MAX_RETRIES"))
         end_run(*arguments)
 
-    monkeypatch.setattr(MlflowClient, "log_batch", answer_late)
+    monkeypatch.setattr(mlflow.MlflowClient, "log_batch", answer_late)
     monkeypatch.setattr(mlflow, "end_run", end)
     monkeypatch.setattr(run_log, "PATIENCE_AT_THE_END", 0.1)
-    yield silence
-    silence.answers.set()
-
-
-def test_a_run_does_not_wait_for_a_tracking_server_that_stops_answering(
-    kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch, silence: Silence
-):
-    """Not before a checkpoint either: `PATIENCE` would show."""
-    from ppo_rlhf.hooks import run_log
-
-    monkeypatch.setattr(run_log, "PATIENCE", 60.0)
     start = time.monotonic()
     result = kedro(toy_project, "run", "--pipelines", "align")
     assert result.exit_code == 0, result.output
-    assert time.monotonic() - start < 45.0
+    assert time.monotonic() - start < 60.0
     run = last_run(toy_project)
     assert run.info.status == "FINISHED"
     assert "objective/scores" not in run.data.metrics
     assert "it does not answer" in result.output
-    assert silence.retries[-1] == "1"
-
-
-def test_a_run_that_fails_does_not_wait_for_it_for_long(
-    kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch, silence: Silence
-):
-    from ppo_rlhf.hooks import run_log
-
-    monkeypatch.setattr(run_log, "PATIENCE", 0.1)
-    monkeypatch.setenv("TOY_FAIL_AT", "3")
-    assert isinstance(kedro(toy_project, "run", "--pipelines", "align").exception, ZeroDivisionError)
-    assert last_run(toy_project).info.status == "FAILED"
-    assert silence.retries[-1] == "1"
-
-
-def test_a_server_that_has_everything_is_asked_as_often_as_ever_in_the_end(
-    kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch, silence: Silence
-):
-    from ppo_rlhf.hooks import run_log
-
-    monkeypatch.setattr(run_log, "PATIENCE_AT_THE_END", 60.0)
-    silence.answers.set()
-    assert kedro(toy_project, "run", "--pipelines", "align").exit_code == 0
-    assert silence.retries[-1] is None
-
-
-@pytest.mark.parametrize(("is_silent", "retries"), [(True, "1"), (False, None)])
-def test_the_exported_policy_is_not_long_offered_to_a_server_that_does_not_take_metrics(
-    *,
-    kedro: Kedro,
-    toy_project: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    silence: Silence,
-    is_silent: bool,
-    retries: str | None,
-):
-    from ppo_rlhf.hooks import model_log, run_log
-
-    offered = []
-    monkeypatch.setattr(
-        model_log, "log_policy", lambda *_, **__: offered.append(os.environ.get("MLFLOW_HTTP_REQUEST_MAX_RETRIES"))
-    )
-    if not is_silent:
-        monkeypatch.setattr(run_log, "PATIENCE_AT_THE_END", 60.0)
-        silence.answers.set()
-    assert kedro(toy_project, "run", "--pipelines", "align").exit_code == 0
-    assert offered == [retries]
-
-
-def test_a_signal_cuts_the_wait_for_a_silent_server_behind_training(
-    kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch, silence: Silence
-):
-    from ppo_rlhf.hooks import run_log
-    from ppo_rlhf.hooks.background import Background
-
-    wait = Background.wait
-
-    def stopped_meanwhile(background: Background, seconds: float) -> bool:
-        if seconds == 60.0:
-            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
-        return wait(background, seconds)
-
-    monkeypatch.setattr(run_log, "PATIENCE", 0.1)
-    monkeypatch.setattr(run_log, "PATIENCE_AT_THE_END", 60.0)
-    monkeypatch.setattr(Background, "wait", stopped_meanwhile)
-    start = time.monotonic()
-    assert kedro(toy_project, "run", "--pipelines", "align").exit_code == 143
-    assert time.monotonic() - start < 45.0
-    assert last_run(toy_project).info.status == "KILLED"
+    assert retries[-1] == "1"
+    answer.set()
 
 
 def test_a_run_that_was_open_before_is_used_and_left_open(kedro: Kedro, toy_project: Path):
@@ -509,9 +340,7 @@ def test_another_tracking_uri_in_the_environment_is_said_not_to_be_used(
     given: str | None,
     is_said: bool,
 ):
-    from ppo_rlhf.hooks import tracking
-
-    monkeypatch.setattr(tracking, "GIVEN_URI", given)
+    monkeypatch.setattr(mlflow_hook, "GIVEN_URI", given)
     assert kedro(toy_project, "run", "--pipelines", "align").exit_code == 0
     said = [line for line in caplog.messages if "MLFLOW_TRACKING_URI" in line]
     assert said == ["MLFLOW_TRACKING_URI is not used: server.mlflow_tracking_uri in mlflow.yml is."] * is_said
@@ -519,7 +348,7 @@ def test_another_tracking_uri_in_the_environment_is_said_not_to_be_used(
 
 def test_relative_sqlite_files_and_their_artifacts_are_placed_in_the_project():
     settings = {"server": {"mlflow_tracking_uri": "sqlite:///mlflow.db"}, "tracking": {"experiment": {"name": "x"}}}
-    assert settled_in_project(settings, Path("/project")) == {
+    assert placed_in_project(settings, Path("/project")) == {
         "server": {"mlflow_tracking_uri": "sqlite:////project/mlflow.db"},
         "tracking": {
             "experiment": {"name": "x", "create_experiment_kwargs": {"artifact_location": "/project/mlartifacts"}}
@@ -530,28 +359,7 @@ def test_relative_sqlite_files_and_their_artifacts_are_placed_in_the_project():
 @pytest.mark.parametrize("uri", ["http://server:5000", "databricks", "mlruns"])
 def test_other_stores_are_left_as_they_are(uri: str):
     settings = {"server": {"mlflow_tracking_uri": uri}}
-    assert settled_in_project(settings, Path("/project")) == settings
-
-
-def test_lists_and_groups_become_json_and_single_values_keep_their_name():
-    groups = {
-        "plain": {"a": 1, "b": [1, 2], "c": {"d": None}},
-        "number": 3,
-        "reward": RewardConfig(components=[{"type": "model"}]),
-    }
-    assert hyperparameters(groups) == {
-        "plain.a": "1",
-        "plain.b": "[1, 2]",
-        "plain.c": '{"d": null}',
-        "number": "3",
-        "reward.components": '[{"type": "model", "weight": 1.0, "function": null, "name": null}]',
-    }
-
-
-def test_settings_at_their_default_are_not_named_as_changed():
-    assert changed_settings({"ppo": PPOConfig(kl_coef=0.2)}) == {"kl_coef": 0.2}
-    assert changed_settings({"ppo": PPOConfig()}) == {}
-    assert changed_settings({"prompts": {"column": "text"}}) == {}
+    assert placed_in_project(settings, Path("/project")) == settings
 
 
 def test_outside_a_git_repository_there_are_no_git_tags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -569,115 +377,6 @@ def test_a_changed_file_makes_the_commit_dirty(tmp_path: Path):
     assert git_tags(tmp_path)["git.dirty"] == "true"
 
 
-def test_the_best_checkpoint_is_the_best_evaluated_one_that_is_still_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    from ppo_rlhf.datasets import checkpoints
-    from ppo_rlhf.hooks.model_log import best_checkpoint
-
-    monkeypatch.setattr(checkpoints.mlflow, "active_run", lambda: SimpleNamespace(info=SimpleNamespace(run_id="run")))
-    dataset = checkpoints.CheckpointDataset(str(tmp_path))
-    assert best_checkpoint(dataset, kl_alarm=20.0) is None
-    assert best_checkpoint(None, kl_alarm=20.0) is None
-    rows = [  # the first was pruned, the third drifted too far
-        {"iteration": 10.0, "eval/judge_score": 0.9, "eval/reward": 0.0, "eval/kl": 1.0},
-        {"iteration": 20.0, "eval/judge_score": 0.6, "eval/reward": 0.0, "eval/kl": 2.0},
-        {"iteration": 30.0, "eval/judge_score": 0.8, "eval/reward": 0.0, "eval/kl": 30.0},
-        {"iteration": 40.0, "eval/judge_score": 0.5, "eval/reward": 0.0, "eval/kl": 3.0},
-    ]
-    for iteration in (20, 30, 40):
-        (tmp_path / "run" / f"iteration_{iteration:06d}").mkdir(parents=True)
-    (tmp_path / "run" / "evaluations.json").write_text(json.dumps(rows))
-    assert best_checkpoint(dataset, kl_alarm=20.0) == (tmp_path / "run" / "iteration_000020" / "policy", 20)
-
-
-def loader(project: Path, **runtime_params: object) -> OmegaConfigLoader:
-    return OmegaConfigLoader(
-        str(project / "conf"), base_env="base", default_run_env="local", runtime_params=dict(runtime_params)
-    )
-
-
-def test_names_that_only_a_catalog_reads_are_known(toy_project: Path):
-    (toy_project / "conf" / "local" / "catalog.yml").write_text(
-        "mine:\n  type: pandas.CSVDataset\n  filepath: ${runtime_params:my_file, data/mine.csv}\n"
-    )
-    assert unknown_names(loader(toy_project, my_file="x", ppo={"gamma": 1.0}, seed=1)) == []
-
-
-def test_where_data_lie_is_told_by_files_alone(toy_project: Path):
-    """Accepted, it would be ignored: the catalog's paths are made of the globals."""
-    found = unknown_names(loader(toy_project, data_root="elsewhere", seed=1))
-    assert found == ["--params data_root: it is read from files alone; set it in conf/local/globals.yml."]
-
-
-def test_without_run_parameters_nothing_is_unknown(toy_project: Path):
-    assert unknown_names(loader(toy_project)) == []
-
-
-def test_files_of_conf_local_count_as_unread_only_in_another_environment(tmp_path: Path):
-    local = tmp_path / "local"
-    local.mkdir()
-    (local / ".gitkeep").touch()
-    assert unread_local_files(tmp_path, "test") == []
-    (local / "globals.yml").touch()
-    assert unread_local_files(tmp_path, "test") == ["globals.yml"]
-    assert unread_local_files(tmp_path, "local") == []
-    assert unread_local_files(tmp_path, None) == []
-
-
-def test_every_runner_is_welcome_where_there_is_no_loop():
-    from kedro.pipeline import Node, Pipeline
-
-    pipeline = Pipeline([Node(lambda: 1, None, "x", name="one")])
-    check_runner(
-        {"runner": "<kedro.runner.thread_runner.ThreadRunner object at 0x7f>", "only_missing_outputs": True}, pipeline
-    )
-
-
-def test_the_tracking_hook_takes_the_place_of_kedro_mlflows():
-    from ppo_rlhf import settings
-
-    assert any(isinstance(hook, TrackingHook) for hook in settings.HOOKS)
-    assert start_up_hook in settings.HOOKS
-    assert "kedro_mlflow" in settings.DISABLE_HOOKS_FOR_PLUGINS
-
-
-def test_ranks_but_the_first_are_not_tracked(monkeypatch: pytest.MonkeyPatch):
-    import importlib
-
-    from ppo_rlhf import settings
-
-    monkeypatch.setenv("RANK", "1")
-    other = importlib.reload(settings)
-    try:
-        assert not any(isinstance(hook, TrackingHook) for hook in other.HOOKS)
-        assert start_up_hook in other.HOOKS
-        assert {"kedro_mlflow", "kedro-viz", "kedro-telemetry"} <= set(other.DISABLE_HOOKS_FOR_PLUGINS)
-    finally:
-        monkeypatch.delenv("RANK")
-        importlib.reload(settings)
-
-
-def test_another_runner_is_refused_for_the_loop():
-    from kedro.pipeline import Node, Pipeline
-
-    def step(state: int) -> int:
-        return state
-
-    first = Node(lambda: 1, None, "training_state", name="first")
-    loop = Pipeline([first, Node(step, "training_state", "next_training_state", name="step", tags="iteration")])
-    with pytest.raises(ConfigError, match=r"^ParallelRunner would run PPO's loop once .* drop --runner"):
-        check_runner({"runner": "<kedro.runner.parallel_runner.ParallelRunner object at 0x7f>"}, loop)
-    with pytest.raises(ConfigError, match=r"^--only-missing-outputs would train and leave out what exports the policy"):
-        check_runner({"runner": "None", "only_missing_outputs": True}, loop)
-    check_runner({"runner": "None", "only_missing_outputs": False}, loop)
-
-
-def test_saving_in_threads_is_refused():
-    with pytest.raises(ConfigError, match=r"^--async: LoopRunner saves"):
-        LoopRunner(is_async=True)
-
-
 def test_pipelines_are_named_in_one_order_whatever_kedro_makes_of_it():
     for names in (["ppo", "evaluation", "ppo"], ["evaluation", "ppo"]):
         assert pipeline_names({"pipeline_names": names}) == ["evaluation", "ppo"]
@@ -688,3 +387,15 @@ def test_lines_of_the_log_say_which_run_it_is(kedro: Kedro, toy_project: Path, c
     with caplog.at_level(logging.INFO):
         kedro(toy_project, "run", "--to-nodes", "configure_ppo")
     assert f"MLflow run {last_run(toy_project).info.run_id} (kedro mlflow ui)" in caplog.messages
+
+
+def test_lists_and_groups_become_json_and_single_values_keep_their_name():
+    assert flattened("plain", {"a": 1, "b": [1, 2], "c": {"d": None}}) == {
+        "plain.a": "1",
+        "plain.b": "[1, 2]",
+        "plain.c": '{"d": null}',
+    }
+    assert flattened("number", 3) == {"number": "3"}
+    assert flattened("reward", RewardConfig(components=[{"type": "model"}])) == {
+        "reward.components": '[{"type": "model", "weight": 1.0, "function": null, "name": null}]'
+    }

@@ -1,0 +1,160 @@
+"""The checks before a run: settings that nothing reads, values of the demo with another model, the runner."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from kedro.config import OmegaConfigLoader
+from kedro.io import DataCatalog, MemoryDataset
+from kedro.pipeline import Node, Pipeline
+
+from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.core.errors import CheckpointError, ConfigError, LaunchError
+from ppo_rlhf.hooks.checks import ChecksHook, check_runner, unread_local_files
+from ppo_rlhf.hooks.own_settings import OwnSettings
+
+GLOBALS = "{base_model_path: null, sft_model_path: data/06_models/sft_policy, data_root: data, resume: null, seed: 1}"
+PARAMETERS = """
+ppo:
+  seed: ${runtime_params:seed, ${globals:seed}}
+  learning_rate: 4.0e-4
+  response_length: 36
+  value_learning_rate: null
+prompts: {column: prompt}
+"""
+PIPELINE = Pipeline([Node(lambda ppo: ppo, {"ppo": "params:ppo"}, "out", name="n")])
+DEMO = PPOConfig(learning_rate=4e-4, response_length=36)
+
+
+@pytest.fixture
+def conf(tmp_path: Path) -> Path:
+    for folder in ("base", "local"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "base/globals.yml").write_text(GLOBALS)
+    (tmp_path / "base/parameters_ppo.yml").write_text(PARAMETERS)
+    (tmp_path / "base/catalog.yml").write_text(
+        'x: {type: pickle.PickleDataset, filepath: "${runtime_params:my_file, a}"}'
+    )
+    return tmp_path
+
+
+def settings(conf: Path, **given: Any) -> OwnSettings:
+    loader = OmegaConfigLoader(
+        str(conf), base_env="base", default_run_env="local", runtime_params=given, merge_strategy={"parameters": "soft"}
+    )
+    return OwnSettings(loader)
+
+
+def catalog(config: PPOConfig) -> DataCatalog:
+    return DataCatalog({"params:ppo": MemoryDataset(config)})
+
+
+def test_names_that_something_reads_are_welcome(conf: Path):
+    (conf / "local/parameters.yml").write_text("ppo: {gamma: 0.9}\nshared: 3\nother: '${shared}'\nmine: 1\n_own: 2\n")
+    reads_more = Pipeline([Node(lambda a, b: a, ["params:mine", "params:other"], "y", name="m")])
+    given = settings(conf, my_file="x", ppo={"gamma": 1.0}, seed=1)
+    assert given.unread({"more": reads_more}) == []
+
+
+def test_pipelines_are_not_put_together_where_every_name_is_known(conf: Path):
+    class Unasked(dict[str, Pipeline]):
+        def values(self) -> Any:
+            raise AssertionError
+
+    assert settings(conf, seed=1).unread(Unasked()) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "where", "hint"),
+    [
+        ({"kl_coef": 1}, "--params kl_coef", "Did you mean `ppo.kl_coef`?"),
+        ({"promts": 1}, "--params promts", "Did you mean `prompts`?"),
+        (
+            {"zzz": 1},
+            "--params zzz",
+            "Known are base_model_path, data_root, ppo, prompts, resume, seed, ",
+        ),
+        # accepted, it would be ignored: the catalog's paths are made of the globals
+        ({"data_root": "x"}, "--params data_root", "Set it in conf/local/globals.yml."),
+    ],
+)
+def test_an_unknown_name_of_params_is_named_with_the_nearest(conf: Path, given: dict, where: str, hint: str):
+    (line,) = settings(conf, **given).unread({})
+    assert line.startswith(f"{where}: nothing reads this name. {hint}")
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "name", "hint"),
+    [
+        ("parameters.yml", "learning_rate: 1.0", "learning_rate", "Did you mean `ppo.learning_rate`?"),
+        ("parameters.yml", "sft_model_path: a", "sft_model_path", "Set it in conf/local/globals.yml."),
+        ("globals.yml", "ppo: {gamma: 1}", "ppo", "Set it in conf/local/parameters.yml."),
+    ],
+)
+def test_a_name_in_a_file_that_nothing_reads_is_named(conf: Path, file: str, text: str, name: str, hint: str):
+    (conf / "local" / file).write_text(text)
+    (line,) = settings(conf).unread({})
+    assert line == f"conf/local, {file.partition('.')[0]}: {name}: nothing reads this name. {hint}"
+
+
+def test_the_demos_values_are_warned_of_with_another_model_alone(conf: Path):
+    assert settings(conf).demo_values(PIPELINE, catalog(DEMO)) == []
+    for name in ("sft_model_path", "base_model_path"):
+        (line,) = settings(conf, **{name: "models/mine"}).demo_values(PIPELINE, catalog(DEMO))
+        assert line.startswith(
+            "ppo.learning_rate=0.0004, ppo.response_length=36 suit the demo's tiny model, not models"
+        )
+    own = PPOConfig(learning_rate=1e-5, response_length=64)
+    assert settings(conf, sft_model_path="models/mine").demo_values(PIPELINE, catalog(own)) == []
+
+
+def test_unusual_values_are_warned_of_if_a_person_set_them(conf: Path):
+    own = PPOConfig(learning_rate=4e-4, response_length=36, kl_coef=3.0)
+    (line,) = settings(conf).unusual_values(PIPELINE, catalog(own))
+    assert line.startswith("ppo.kl_coef=3.0 is outside its typical range")
+
+
+def test_files_of_conf_local_count_as_unread_only_in_another_environment(tmp_path: Path):
+    local = tmp_path / "local"
+    local.mkdir()
+    (local / ".gitkeep").touch()
+    assert unread_local_files(tmp_path, "test") == []
+    (local / "globals.yml").touch()
+    assert unread_local_files(tmp_path, "test") == ["globals.yml"]
+    assert unread_local_files(tmp_path, "local") == []
+    assert unread_local_files(tmp_path, None) == []
+
+
+def test_a_launch_that_would_train_each_process_alone_is_refused_first(monkeypatch: pytest.MonkeyPatch):
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(LaunchError):
+        ChecksHook().after_context_created(SimpleNamespace())
+
+
+def test_another_runner_is_refused_for_the_loop_and_welcome_elsewhere():
+    first = Node(lambda: 1, None, "training_state", name="first")
+    step = Node(lambda state: state, "training_state", "next_training_state", name="step", tags="iteration")
+    parallel = {"runner": "<kedro.runner.parallel_runner.ParallelRunner object at 0x7f>", "only_missing_outputs": True}
+    check_runner(parallel, Pipeline([first]))
+    with pytest.raises(ConfigError, match="only-missing-outputs"):
+        check_runner(parallel, Pipeline([first, step]))
+    with pytest.raises(ConfigError, match=r"^ParallelRunner would run .* drop --runner"):
+        check_runner({**parallel, "only_missing_outputs": False}, Pipeline([first, step]))
+    check_runner({"runner": "None", "only_missing_outputs": False}, Pipeline([first, step]))
+
+
+def test_a_disk_that_checkpoints_do_not_fit_on_ends_the_run_as_soon_as_there_is_a_state():
+    class Checkpoints:
+        def check_space(self, state: object) -> None:
+            raise CheckpointError(f"{state}: 3 checkpoints do not fit")
+
+    hook, entries = ChecksHook(), {"checkpoint": Checkpoints()}
+    hook.after_node_run(catalog=entries, outputs={"policy": 1})
+    with pytest.raises(CheckpointError, match="the state: 3"):
+        hook.after_node_run(catalog=entries, outputs={"training_state": "the state"})
+    hook.after_node_run(catalog={}, outputs={"training_state": "the state"})  # nothing is saved, so nothing must fit

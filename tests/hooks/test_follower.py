@@ -1,0 +1,63 @@
+"""The processes that are not the main one: they learn the run from it, and track nothing."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+from pathlib import Path
+
+import pytest
+from kedro.io import DataCatalog
+
+from ppo_rlhf import processes, settings
+from ppo_rlhf.datasets import ResumeCheckpointDataset
+from ppo_rlhf.hooks import ChecksHook, FollowerHook, TrackingHook
+from ppo_rlhf.hooks.follower import RUN_ID, announce
+
+
+def test_with_one_process_nothing_is_announced(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv(RUN_ID, raising=False)
+    monkeypatch.setattr(processes, "from_main", lambda value: pytest.fail("nobody is told"))
+    announce("run", None)
+    assert RUN_ID not in os.environ
+
+
+def test_the_main_process_tells_the_run_and_its_checkpoint_to_the_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    told = []
+    monkeypatch.setenv(RUN_ID, "")  # restored afterwards
+    monkeypatch.setattr(processes, "process_count", lambda: 2)
+    monkeypatch.setattr(processes, "from_main", lambda value: told.append(value) or ("run", tmp_path))
+    announce("run", tmp_path)
+    assert told == [("run", tmp_path)]
+    assert os.environ[RUN_ID] == "run"
+    monkeypatch.setenv(RUN_ID, "")
+    entry = ResumeCheckpointDataset(str(tmp_path), "latest")
+    FollowerHook().before_pipeline_run(DataCatalog({"resume_checkpoint": entry}))
+    assert os.environ[RUN_ID] == "run"
+    assert entry.load() == tmp_path
+
+
+def test_a_follower_logs_errors_alone(monkeypatch: pytest.MonkeyPatch):
+    levels = {name: logging.getLogger(name).level for name in ("kedro", "ppo_rlhf")}
+    try:
+        FollowerHook().after_context_created()
+        assert not logging.getLogger("ppo_rlhf.runner").isEnabledFor(logging.WARNING)
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
+
+
+def test_only_the_main_process_checks_and_tracks(monkeypatch: pytest.MonkeyPatch):
+    assert [type(hook) for hook in settings.HOOKS[:2]] == [ChecksHook, TrackingHook]
+    assert "kedro_mlflow" in settings.DISABLE_HOOKS_FOR_PLUGINS
+    monkeypatch.setenv("RANK", "1")
+    try:
+        other = importlib.reload(settings)
+        assert [type(hook) for hook in other.HOOKS] == [FollowerHook]
+        assert {"kedro_mlflow", "kedro-viz", "kedro-telemetry"} <= set(other.DISABLE_HOOKS_FOR_PLUGINS)
+    finally:
+        monkeypatch.delenv("RANK")
+        importlib.reload(settings)

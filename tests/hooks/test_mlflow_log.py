@@ -1,0 +1,170 @@
+"""Metrics and samples reach MLflow once and in order, if it refuses them for a while, hangs, or has some already."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import mlflow
+import pytest
+from kedro.io import DataCatalog
+from kedro.pipeline import Node, Pipeline
+from kedro_datasets.json import JSONDataset
+from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
+
+from ppo_rlhf.datasets.checkpoints import EvaluationLogDataset
+from ppo_rlhf.hooks import mlflow_log
+from ppo_rlhf.hooks.mlflow_log import MlflowLog
+from ppo_rlhf.hooks.run_log import RunLog
+
+Points = list[tuple[int, float]]
+
+
+@pytest.fixture
+def run_id(tmp_path: Path, migrated_database: Path, no_mlflow_left_over: None) -> Iterator[str]:
+    """A run in a store of its own."""
+    (tmp_path / "mlflow.db").write_bytes(migrated_database.read_bytes())
+    mlflow.set_tracking_uri(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    experiment = mlflow.create_experiment("test", artifact_location=str(tmp_path / "artifacts"))
+    with mlflow.start_run(experiment_id=experiment) as run:
+        yield run.info.run_id
+
+
+def sampled(run_id: str, name: str) -> list[int]:
+    client = MlflowClient()
+    table = client.load_table(client.get_run(run_id).info.experiment_id, name, run_ids=[run_id])
+    return list(table["iteration"])
+
+
+def points(run_id: str, key: str) -> Points:
+    return [(point.step, point.value) for point in MlflowClient().get_metric_history(run_id, key)]
+
+
+@pytest.fixture
+def refusals(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The store refuses metrics while this list holds a reason."""
+    reasons: list[str] = []
+    log_batch = MlflowClient.log_batch
+
+    def refuse(client: MlflowClient, *arguments: Any, **others: Any) -> Any:
+        if reasons:
+            raise MlflowException(reasons[0])
+        return log_batch(client, *arguments, **others)
+
+    monkeypatch.setattr(MlflowClient, "log_batch", refuse)
+    return reasons
+
+
+def test_refused_metrics_are_sent_again_and_it_is_said_once(
+    run_id: str, refusals: list[str], caplog: pytest.LogCaptureFixture
+):
+    log = MlflowLog(run_id)
+    refusals.append("no\nroute to http://me:secret@host")
+    for step in (1, 2):
+        log.log({"objective/scores": step / 4, "iteration": step}, step)
+        assert not log.flush(10.0)
+    assert caplog.messages == [
+        f"MLflow refuses metrics of run {run_id}; they are sent again: no route to http://me:***@host"
+    ]
+    refusals.clear()
+    log.log({"objective/scores": 0.75}, 3)
+    assert log.close(10.0)
+    assert points(run_id, "objective/scores") == [(1, 0.25), (2, 0.5), (3, 0.75)]
+    assert "iteration" not in MlflowClient().get_run(run_id).data.metrics
+
+
+def test_what_is_never_taken_is_counted_at_the_end(run_id: str, refusals: list[str], caplog: pytest.LogCaptureFixture):
+    refusals.append("disk is full")
+    log = MlflowLog(run_id)
+    log.log({"a": 1.0, "b": 2.0}, 1)
+    assert not log.close(10.0)
+    assert caplog.messages[-1].startswith(f"MLflow lacks 2 metrics and 0 samples of run {run_id}: disk is full.")
+
+
+def test_nobody_waits_for_a_store_that_hangs(
+    run_id: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    answer = threading.Event()
+    monkeypatch.setattr(MlflowClient, "log_batch", lambda *_, **__: answer.wait(60))
+    monkeypatch.setattr(mlflow_log, "SILENT_S", 0.1)
+    start = time.monotonic()
+    log = MlflowLog(run_id)
+    for step in range(1, 100):
+        log.log({"a": 1.0}, step)
+    with caplog.at_level("INFO"):
+        assert not log.close(0.3)
+    assert time.monotonic() - start < 20
+    assert "Waiting for MLflow" in caplog.text
+    assert "it does not answer" in caplog.text
+    answer.set()
+
+
+def test_many_metrics_are_sent_in_batches_that_mlflow_takes(run_id: str):
+    log = MlflowLog(run_id)
+    for step in range(1, 50):
+        log.log({f"metric/{i}": float(i) for i in range(60)}, step)
+    assert log.close(30.0)
+    assert [step for step, _ in points(run_id, "metric/59")] == list(range(1, 50))
+
+
+def test_a_run_that_continues_sends_only_the_steps_that_mlflow_lacks(run_id: str):
+    for step in (1, 3):
+        MlflowClient().log_metric(run_id, "objective/scores", 9.0, step=step)
+    log = MlflowLog(run_id, is_continued=True)
+    for step in (1, 2, 3, 4):
+        log.log({"episode": 8.0 * step, "objective/scores": 1.0}, step)
+    assert log.close(10.0)
+    assert points(run_id, "objective/scores") == [(1, 9.0), (3, 9.0), (2, 1.0), (4, 1.0)]
+    assert points(run_id, "episode") == [(2, 16.0), (4, 32.0)]
+
+
+def test_samples_are_one_table_in_which_no_iteration_is_twice(run_id: str):
+    first = MlflowLog(run_id)
+    first.log_samples(1, {"prompt": ["a", "b"]})
+    assert first.close(10.0)
+    again = MlflowLog(run_id, is_continued=True)
+    for iteration in (1, 2):
+        again.log_samples(iteration, {"prompt": ["a", "b"]})
+    assert again.close(10.0)
+    assert sampled(run_id, "samples.json") == [1, 1, 2, 2]
+
+
+def test_after_a_table_that_a_kill_cut_off_samples_go_to_another_one(run_id: str, caplog: pytest.LogCaptureFixture):
+    mlflow.log_text('{"columns": ["iter', "samples.json")
+    log = MlflowLog(run_id, is_continued=True)
+    log.log_samples(7, {"prompt": ["a"]})
+    assert log.close(10.0)
+    assert "samples.json of MLflow run" in caplog.text
+    assert sampled(run_id, "samples_from_7.json") == [7]
+
+
+def test_metrics_and_evaluations_that_mlflow_lacks_are_taken_from_the_checkpoint(run_id: str, tmp_path: Path):
+    MlflowClient().log_metric(run_id, "objective/scores", 0.25, step=1)
+    evaluations = EvaluationLogDataset(str(tmp_path))
+    for iteration in (1, 3):
+        evaluations.save({"iteration": float(iteration), "eval/win_rate": 0.4})
+    catalog = DataCatalog({"evaluation_metrics": evaluations})
+    pipeline = Pipeline([Node(lambda: {}, None, "evaluation_metrics", name="evaluate_iteration")])
+    history = [{"iteration": float(i), "objective/scores": i / 4} for i in (1, 2)]
+    state = SimpleNamespace(iteration=2, finished=False, history=history)
+    log = RunLog(run_id, pipeline, catalog, is_resumed=True)
+    log.node_ran(SimpleNamespace(name="initialise_training_state"), {}, {"training_state": state})
+    assert log.close(is_finished=False)
+    assert points(run_id, "objective/scores") == [(1, 0.25), (2, 0.5)]
+    assert points(run_id, "eval/win_rate") == [(1, 0.4)]  # iteration 3 is behind the checkpoint
+
+
+def test_of_a_stage_that_a_resumed_run_leaves_out_the_curves_on_the_disk_are_sent(run_id: str, tmp_path: Path):
+    MlflowClient().log_metric(run_id, "sft/loss", 3.0, step=1)
+    history = JSONDataset(filepath=str(tmp_path / "sft_metrics.json"))
+    history.save([{"step": 1, "sft/loss": 3.0}, {"step": 2, "sft/loss": 2.5}])
+    pipeline = Pipeline([Node(lambda: [], None, "sft_metrics", name="train")])
+    for is_finished, expected in ((False, [(1, 3.0)]), (True, [(1, 3.0), (2, 2.5)])):
+        log = RunLog(run_id, pipeline, DataCatalog({"sft_metrics": history}), is_resumed=True)
+        assert log.close(is_finished=is_finished)
+        assert points(run_id, "sft/loss") == expected

@@ -1,0 +1,461 @@
+"""`resume`: the run that it names, the differences that it refuses, and its tags in MLflow; on the toy project."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import hashlib
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import pytest
+from click.testing import Result
+from kedro.io import DataCatalog
+from kedro.pipeline import Node, Pipeline
+from kedro_mlflow.config.kedro_mlflow_config import KedroMlflowConfig
+from mlflow.entities import Param, Run, RunData, RunInfo, RunTag
+
+from ppo_rlhf.checkpoints.files import checkpoint_name, write_directory
+from ppo_rlhf.core.errors import CheckpointError, ConfigError
+from ppo_rlhf.datasets import ResumeCheckpointDataset
+from ppo_rlhf.hooks import TrackingHook
+from ppo_rlhf.hooks.resume import check_named, find_named, resume_entry
+from ppo_rlhf.hooks.resume_changes import as_last_resumed, differences, resume_tags
+from ppo_rlhf.hooks.run_description import RunDescription
+from ppo_rlhf.runner import ITERATION_TAG
+from tests.integration.processes import kedro_run
+
+ENTRY = """
+resume_checkpoint:
+  type: ppo_rlhf.datasets.ResumeCheckpointDataset
+  filepath: data/06_models/ppo_checkpoints
+  resume: ${runtime_params:resume, null}
+"""
+MAKES_STATE = Node(lambda checkpoint: checkpoint, "resume_checkpoint", "training_state", name="make_state")
+ITERATES = Node(lambda state: state, "training_state", "next_training_state", name="iterate", tags=ITERATION_TAG)
+HOLD_LOCK = """
+import fcntl, sys, time
+file = open(sys.argv[1], "a")
+fcntl.lockf(file, fcntl.LOCK_EX)
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def checkpoint(root: Path, run_id: str, iteration: int) -> Path:
+    """Put a whole checkpoint without a state on the disk."""
+    target = root / run_id / checkpoint_name(iteration)
+    write_directory(target, iteration, lambda directory: (directory / "state.json").write_text("{}"))
+    return target
+
+
+@dataclasses.dataclass
+class Toy:
+    """The toy project with an entry for `resume`, and the command."""
+
+    project: Path
+    invoke: Callable[..., Result]
+    monkeypatch: pytest.MonkeyPatch
+
+    @property
+    def root(self) -> Path:
+        return self.project / "data" / "06_models" / "ppo_checkpoints"
+
+    @property
+    def client(self) -> mlflow.MlflowClient:
+        return mlflow.MlflowClient(f"sqlite:///{self.project / 'mlflow.db'}")
+
+    def kedro(self, *params: str, pipelines: str = "align", env: str | None = None) -> Result:
+        options = ["--pipelines", pipelines, *(["--env", env] if env else [])]
+        return self.invoke(self.project, "run", *options, *(["--params", ",".join(params)] if params else []))
+
+    def run(self, *params: str, **options: Any) -> Run:
+        result = self.kedro(*params, **options)
+        assert result.exit_code == 0, result.output
+        return self.runs()[0]
+
+    def interrupted(self, *params: str, at: int = 2, **options: Any) -> str:
+        """Fail in an iteration, and return the run's id."""
+        before = {run.info.run_id for run in self.runs()}
+        self.monkeypatch.setenv("TOY_FAIL_AT", str(at))
+        assert isinstance(self.kedro(*params, **options).exception, ZeroDivisionError)
+        self.monkeypatch.delenv("TOY_FAIL_AT")
+        (new,) = {run.info.run_id for run in self.runs()} - before
+        return new
+
+    def left(self, **tags: str) -> str:
+        """Make an MLflow run as a killed one leaves it, without running anything; return its id."""
+        found = self.client.get_experiment_by_name("ppo_rlhf")
+        experiment = found.experiment_id if found else self.client.create_experiment("ppo_rlhf")
+        read = {"raw_prompts": "data/01_raw/prompts.jsonl", "toy_ppo.rewards": "src/toy_ppo/rewards.py"}
+        data = {
+            f"data.{name}.fingerprint": hashlib.sha256((self.project / file).read_bytes()).hexdigest()
+            for name, file in read.items()
+        }
+        run = self.client.create_run(experiment, tags={"pipeline": "align", "environment": "local", **data, **tags})
+        (self.root / run.info.run_id).mkdir(parents=True)
+        return str(run.info.run_id)
+
+    def runs(self) -> list[Run]:
+        """All runs, the one that started last first."""
+        found = self.client.get_experiment_by_name("ppo_rlhf")
+        return list(self.client.search_runs([found.experiment_id])) if found else []
+
+    def get(self, run_id: str) -> Run:
+        return self.client.get_run(run_id)
+
+    def history(self, run_id: str, key: str) -> list[tuple[int, float]]:
+        return [(point.step, point.value) for point in self.client.get_metric_history(run_id, key)]
+
+    def state_of_everything(self) -> dict[str, str]:
+        """Return a hash of every file of the project that a run could write."""
+        return {
+            str(path.relative_to(self.project)): hashlib.sha256(path.read_bytes()).hexdigest()
+            for path in sorted(self.project.rglob("*"))
+            if path.is_file() and "__pycache__" not in path.parts
+        }
+
+
+@pytest.fixture
+def toy(toy_project: Path, kedro: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> Toy:
+    (toy_project / "conf" / "local" / "catalog.yml").write_text(ENTRY)
+    return Toy(toy_project, kedro, monkeypatch)
+
+
+@contextmanager
+def held_by_another_process(lock: Path) -> Iterator[None]:
+    process = subprocess.Popen([sys.executable, "-c", HOLD_LOCK, str(lock)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+def error(result: Result) -> str:
+    assert result.exit_code == 1, result.output
+    (line,) = result.stderr.splitlines()
+    return line.removeprefix("Error: ")
+
+
+# --- latest
+
+
+def test_without_an_unfinished_run_latest_starts_a_new_one_and_says_so(toy: Toy, caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.INFO):
+        run = toy.run("resume=latest")
+    assert "resume=latest: pipeline align has no unfinished run in environment local" in caplog.text
+    assert run.info.status == "FINISHED"
+    assert [name for name in run.data.tags if name.startswith("resume.")] == []
+
+
+def test_latest_goes_on_with_the_interrupted_run_and_logs_no_step_twice(toy: Toy, caplog: pytest.LogCaptureFixture):
+    run_id = toy.interrupted("ppo.kl_coef=0.2")
+    left = toy.get(run_id)
+    assert left.info.status == "FAILED"
+    assert toy.history(run_id, "objective/scores") == [(1, 0.25)]
+    with caplog.at_level(logging.INFO):
+        run = toy.run("ppo.kl_coef=0.2", "resume=latest")
+    assert [each.info.run_id for each in toy.runs()] == [run_id]
+    assert run.info.status == "FINISHED"
+    assert toy.history(run_id, "objective/scores") == [(1, 0.25), (2, 0.5), (3, 0.75)]
+    assert toy.history(run_id, "eval/win_rate") == [(2, 0.5), (3, 0.75)]
+    assert f"Going on with MLflow run {run_id} from its beginning: it has no checkpoint yet." in caplog.messages
+    assert run.data.params == left.data.params
+    assert run.data.tags["resume.1.checkpoint"] == "none"
+    assert "bit_identical" not in run.data.tags
+    kept = ("runtime_params", "run_id", "kedro_command", "git.commit", "pipeline", "seed")
+    assert {name: run.data.tags.get(name) for name in kept} == {name: left.data.tags.get(name) for name in kept}
+    assert run.info.run_name == left.info.run_name
+    assert not {"error", "last_checkpoint"} & run.data.tags.keys()  # they belong to the interruption
+    table = mlflow.load_table("samples.json", run_ids=[run_id])
+    assert table["iteration"].tolist() == [1, 1, 1, 2, 2, 2]
+
+
+def test_latest_takes_the_newest_run_of_this_pipeline_environment_and_machine_that_is_not_trained_now(
+    toy: Toy, caplog: pytest.LogCaptureFixture
+):
+    toy.left()
+    meant = toy.left()
+    toy.left(pipeline="__default__")
+    toy.left(environment="other")
+    (toy.root / toy.left()).rmdir()  # of another machine
+    running = toy.left()
+    with held_by_another_process(toy.root / running / "run.lock"), caplog.at_level(logging.INFO):
+        toy.run("resume=latest")
+    assert f"MLflow run {running} is left out: it still runs." in caplog.messages
+    assert [run.info.run_id for run in toy.runs() if run.info.status == "FINISHED"] == [meant]
+
+
+def test_a_run_without_checkpoint_and_with_other_settings_is_left_alone(toy: Toy, caplog: pytest.LogCaptureFixture):
+    run_id = toy.left()
+    toy.client.log_param(run_id, "ppo.kl_coef", 0.5)
+    with caplog.at_level(logging.INFO):
+        assert toy.run("resume=latest").info.run_id != run_id
+    assert "has no checkpoint, and was started otherwise: ppo.kl_coef (0.5 before, 0.05 now)" in caplog.text
+
+
+def test_a_part_of_the_loop_starts_from_the_beginning_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    entry = ResumeCheckpointDataset(str(tmp_path), "latest")
+    with caplog.at_level(logging.INFO):
+        assert resume_entry(Pipeline([MAKES_STATE]), DataCatalog({"resume_checkpoint": entry})) is None
+    assert "resume=latest: this run holds a part of the loop alone" in caplog.text
+    assert entry.load() is None
+
+
+def test_two_jobs_with_one_command_take_a_run_each(toy: Toy):
+    """Both start at once; the one that finds the other's run locked begins one of its own, or takes an older one."""
+    _, newest = toy.left(), toy.left()
+    arguments = ("--pipelines", "align", "--params", "resume=latest")
+    with ThreadPoolExecutor(2) as pool:
+        jobs = list(pool.map(lambda _: kedro_run(toy.project, *arguments), range(2)))
+    assert [job.returncode for job in jobs] == [0, 0], [job.stderr for job in jobs]
+    assert toy.get(newest).info.status == "FINISHED"
+    assert [run.info.status for run in toy.runs()].count("FINISHED") == 2
+    for run in toy.runs():
+        assert [step for step, _ in toy.history(run.info.run_id, "objective/scores")] in ([], [1, 2, 3])
+
+
+# --- what may change and what must not
+
+
+def test_changed_settings_data_and_functions_are_refused_by_one_line_and_nothing_is_written(toy: Toy):
+    rewards = toy.project / "edited_rewards.py"
+    rewards.write_text("def score(prompts, completions, **columns):\n    return [float(len(c)) for c in completions]\n")
+    (toy.project / "conf" / "local" / "parameters.yml").write_text(
+        'reward: {components: [{type: function, function: "edited_rewards:score", weight: 1.0}]}\n'
+    )
+    run_id = toy.interrupted()
+    checkpoint(toy.root, run_id, 1)
+    rewards.write_text(rewards.read_text().replace("float(len(c))", "-float(len(c))"))
+    prompts = toy.project / "data" / "01_raw" / "prompts.jsonl"
+    prompts.write_text(prompts.read_text() + '{"prompt": "one more", "genre": "war"}\n')
+    untouched = toy.state_of_everything()
+    for resume in ("latest", run_id):
+        line = error(toy.kedro("ppo.kl_coef=0.1", "ppo.gamma=0.9", "ppo.save_interval=3", f"resume={resume}"))
+        assert line == (
+            f"resume={resume}: MLflow run {run_id} goes on only as it was started, but these differ: the data "
+            f"edited_rewards ({rewards}); the data raw_prompts ({prompts}); ppo.gamma (1.0 before, 0.9 now); "
+            "ppo.kl_coef (0.05 before, 0.1 now). Take them back, or leave out resume to start a new run."
+        )
+    assert toy.state_of_everything() == untouched
+
+
+def test_what_may_change_becomes_a_tag_and_a_longer_run_is_not_bit_identical(
+    toy: Toy, caplog: pytest.LogCaptureFixture
+):
+    run_id = toy.interrupted()
+    checkpoint(toy.root, run_id, 1)
+    leftover = toy.root / run_id / ".iteration_000002.4711.tmp"  # of a killed writer
+    leftover.mkdir()
+    with caplog.at_level(logging.INFO):
+        run = toy.run("ppo.total_episodes=32", "ppo.save_interval=3", "resume=latest")
+    assert {name: value for name, value in run.data.tags.items() if name.startswith("resume.")} == {
+        "resume.1.checkpoint": f"data/06_models/ppo_checkpoints/{run_id}/iteration_000001",
+        "resume.1.total_episodes": "32",
+        "resume.1.save_interval": "3",
+    }
+    assert run.data.tags["bit_identical"] == "false"
+    assert run.data.params["ppo.total_episodes"] == "24"
+    assert "Changed since it was interrupted: total_episodes was 24, is 32." in caplog.messages
+    assert [step for step, _ in toy.history(run_id, "objective/scores")] == [1, 2, 3, 4]
+    assert not leftover.exists()
+
+
+def earlier(params: dict[str, str], **tags: str) -> Run:
+    everything = {"pipeline": "align", "environment": "local", **tags}
+    data = RunData(
+        params=[Param(*pair) for pair in params.items()], tags=[RunTag(*pair) for pair in everything.items()]
+    )
+    return Run(RunInfo("a", "1", "user", "RUNNING", 0, None, "active", "uri"), data)
+
+
+def now(params: dict[str, str], **tags: str) -> RunDescription:
+    return RunDescription(params, {"pipeline": "align", "environment": "local", **tags})
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "refused", "changed"),
+    [
+        ({"ppo.gamma": "1.0"}, {"ppo.gamma": "0.9"}, "ppo.gamma", ""),
+        ({"ppo.gamma": "1.0"}, {"ppo.lam": "1.0"}, "ppo.gamma", ""),  # a setting that is there no more
+        ({"ppo.lam": "1.0"}, {"ppo.lam": "1.0", "ppo.new": "2"}, "", ""),
+        ({"ppo.total_episodes": "24"}, {"ppo.total_episodes": "32"}, "", "total_episodes"),
+        ({"sft.device": "cpu"}, {"sft.device": "cuda"}, "sft.device", ""),
+        ({"reporting.points": "100"}, {"reporting.points": "50"}, "", "reporting.points"),
+        ({"sft.epochs": "1"}, {"ppo.lam": "1.0"}, "", ""),  # of a group that this run does not read
+        ({"ppo.long": "x" * 6000}, {"ppo.long": "x" * 7000}, "", ""),  # cut off by MLflow
+    ],
+)
+def test_each_setting_is_refused_or_a_change(before: dict[str, str], after: dict[str, str], refused: str, changed: str):
+    found, changes = differences(now(after), earlier(before))
+    assert [line.split(" ")[0] for line in found] == ([refused] if refused else [])
+    assert list(changes) == ([changed] if changed else [])
+
+
+def test_pipeline_environment_and_data_must_be_the_same_and_versions_and_processes_may_change():
+    before = earlier(
+        {}, **{"version.torch": "1", "launch.processes": "1", "data.prompts.fingerprint": "a", "seed": "1"}
+    )
+    after = now({}, **{"version.torch": "2", "launch.processes": "2", "data.prompts.fingerprint": "b", "seed": "2"})
+    after.tags.update(pipeline="ppo", environment="test")
+    refused, changes = differences(after, before)
+    assert [" ".join(line.split(" ")[:3]) for line in refused] == [
+        "the data prompts",
+        "environment (local before,",
+        "pipeline (align before,",
+    ]
+    assert changes == {"launch.processes": ("1", "2"), "version.torch": ("1", "2")}
+    assert resume_tags(before, "none", changes)["bit_identical"] == "false"
+
+
+def test_a_setting_is_compared_with_the_value_of_the_last_resume():
+    tags = {
+        "resume.2.total_episodes": "32",
+        "resume.10.total_episodes": "40",
+        "resume.1.total_episodes": "28",
+        "resume.10.checkpoint": "none",
+    }
+    before = earlier({"ppo.total_episodes": "24"}, **tags)
+    assert as_last_resumed(before.data.tags) == {"ppo.total_episodes": "40"}
+    assert differences(now({"ppo.total_episodes": "40"}), before) == ([], {})
+    assert differences(now({"ppo.total_episodes": "24"}), before)[1] == {"total_episodes": ("40", "24")}
+    assert resume_tags(before, "none", {"save_interval": ("1", "2")}) == {
+        "resume.11.checkpoint": "none",
+        "resume.11.save_interval": "2",
+    }
+
+
+# --- by name
+
+
+def test_a_run_is_named_by_its_id_its_folder_or_a_checkpoint(tmp_path: Path):
+    root = tmp_path / "checkpoints"
+    whole = checkpoint(root, "abc", 10)
+    assert find_named("abc", root, tmp_path) == ("abc", None)
+    assert find_named("checkpoints/abc", root, tmp_path) == ("abc", None)
+    assert find_named("checkpoints/abc/iteration_000010", root, tmp_path) == ("abc", whole)
+    assert find_named(str(whole), root, tmp_path / "elsewhere") == ("abc", whole)
+    with pytest.raises(ConfigError, match=r"^resume=nothing: .* The newest there: abc\."):
+        find_named("nothing", root, tmp_path)
+    outside = checkpoint(tmp_path / "backup", "abc", 1)
+    with pytest.raises(ConfigError, match=r"is not a checkpoint below .* PPOTrainer"):
+        find_named(str(outside), root, tmp_path)
+
+
+def test_a_checkpoint_that_is_damaged_or_of_another_run_is_refused(tmp_path: Path):
+    root = tmp_path / "checkpoints"
+    whole = checkpoint(root, "abc", 10)
+    assert check_named(ResumeCheckpointDataset(str(root), str(whole)), tmp_path) == whole
+    (whole / "state.json").write_text("{ }")
+    with pytest.raises(CheckpointError, match=r"state\.json"):
+        check_named(ResumeCheckpointDataset(str(root), str(whole)), tmp_path)
+    other = checkpoint(root, "other", 10)
+    other.parent.rename(root / "renamed")
+    with pytest.raises(CheckpointError, match="is of run other"):
+        check_named(ResumeCheckpointDataset(str(root), str(root / "renamed" / other.name)), tmp_path)
+
+
+def test_a_run_that_is_not_there_is_refused_and_leaves_no_database(toy: Toy):
+    (toy.project / "mlflow.db").unlink()
+    untouched = toy.state_of_everything()
+    assert error(toy.kedro("resume=0123456789abcdef")).startswith(
+        "resume=0123456789abcdef: there is no such checkpoint"
+    )
+    assert toy.state_of_everything() == untouched
+
+
+def test_a_run_that_is_trained_now_is_refused(toy: Toy):
+    run_id = toy.left()
+    with held_by_another_process(toy.root / run_id / "run.lock"):
+        untouched = toy.state_of_everything()
+        assert error(toy.kedro(f"resume={run_id}")).startswith(f"resume={run_id}: MLflow run {run_id} still runs")
+        assert toy.state_of_everything() == untouched
+
+
+def test_runs_that_the_store_does_not_know_that_were_deleted_or_are_elsewhere_are_refused(toy: Toy):
+    deleted, elsewhere = toy.left(), toy.left()
+    (toy.root / ("f" * 32)).mkdir()
+    assert "the tracking store of mlflow.yml has no run" in error(toy.kedro(f"resume={'f' * 32}"))
+    toy.client.delete_run(deleted)
+    assert "deleted" in error(toy.kedro(f"resume={deleted}"))
+    (toy.project / "conf" / "local" / "mlflow.yml").write_text("tracking: {experiment: {name: another}}\n")
+    assert "experiment" in error(toy.kedro(f"resume={elsewhere}"))
+    assert toy.get(elsewhere).info.status == "RUNNING"
+    assert "resume.1.checkpoint" not in toy.get(elsewhere).data.tags
+
+
+@pytest.mark.parametrize("way", ["mlflow.yml", "MLFLOW_RUN_ID", "an open run"])
+def test_a_new_training_does_not_begin_in_an_mlflow_run_that_has_trained(toy: Toy, way: str):
+    run_id = toy.left()
+    before = toy.get(run_id).data.to_dictionary()
+    if way == "mlflow.yml":
+        (toy.project / "conf" / "local" / "mlflow.yml").write_text(f"tracking: {{run: {{id: {run_id}}}}}\n")
+    elif way == "MLFLOW_RUN_ID":
+        toy.monkeypatch.setenv("MLFLOW_RUN_ID", run_id)
+    else:
+        mlflow.set_tracking_uri(f"sqlite:///{toy.project / 'mlflow.db'}")
+        mlflow.set_experiment("ppo_rlhf")
+        mlflow.start_run(run_id)
+    assert error(toy.kedro()).startswith(f"MLflow run {run_id} has trained before. Go on with it by resume={run_id}")
+    assert toy.get(run_id).data.to_dictionary() == before
+
+
+def test_while_another_mlflow_run_is_open_none_goes_on(toy: Toy):
+    run_id = toy.left()
+    mlflow.set_tracking_uri(f"sqlite:///{toy.project / 'mlflow.db'}")
+    mlflow.set_experiment("ppo_rlhf")
+    with mlflow.start_run() as outer:
+        assert f"MLflow run {outer.info.run_id} is open already" in error(toy.kedro(f"resume={run_id}"))
+        assert mlflow.active_run().info.run_id == outer.info.run_id
+
+
+def untracked(entry: ResumeCheckpointDataset, project: Path) -> None:
+    """Let the hook do its work before the first node, with tracking disabled."""
+    hook = TrackingHook()
+    hook.mlflow_config = KedroMlflowConfig.model_validate({"tracking": {"disable_tracking": {"pipelines": ["ppo"]}}})
+    run_params = {"pipeline_names": ["ppo"], "project_path": str(project)}
+    catalog = DataCatalog({"resume_checkpoint": entry})
+    hook.before_pipeline_run(run_params, Pipeline([MAKES_STATE, ITERATES]), catalog)
+
+
+def test_without_tracking_only_a_path_can_be_resumed(tmp_path: Path):
+    root = tmp_path / "checkpoints"
+    whole = checkpoint(root, "untracked-1", 1)
+    entry = ResumeCheckpointDataset(str(root), str(whole.relative_to(tmp_path)))
+    untracked(entry, tmp_path)
+    assert entry.load() == whole
+    for requested in ("latest", "untracked-1"):
+        with pytest.raises(ConfigError, match=f"^resume={requested}: mlflow.yml disables tracking"):
+            untracked(ResumeCheckpointDataset(str(root), requested), tmp_path)
+
+
+def test_a_finished_run_that_is_named_goes_on_and_logs_nothing_twice(toy: Toy):
+    run = toy.run()
+    models = [model.model_id for model in mlflow.search_logged_models(output_format="list")]
+    again = toy.run(f"resume={run.info.run_id}")
+    assert again.info.run_id == run.info.run_id
+    assert again.info.status == "FINISHED"
+    assert toy.history(run.info.run_id, "objective/scores") == [(1, 0.25), (2, 0.5), (3, 0.75)]
+    assert toy.history(run.info.run_id, "eval/win_rate") == [(2, 0.5), (3, 0.75)]
+    assert [model.model_id for model in mlflow.search_logged_models(output_format="list")] == models
+
+
+def test_a_longer_run_goes_on_only_from_the_newest_checkpoint(toy: Toy):
+    run_id = toy.interrupted()
+    newest, older = checkpoint(toy.root, run_id, 2), checkpoint(toy.root, run_id, 1)
+    line = error(toy.kedro("ppo.total_episodes=32", f"resume={older}"))
+    assert line.endswith(f"goes on only from its newest checkpoint, {newest.relative_to(toy.project)}.")
+    with (toy.root / run_id / "run.lock").open("a") as file:  # which the refused run has not kept
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert json.loads((newest / "manifest.json").read_text())["iteration"] == 2
