@@ -86,10 +86,15 @@ def check_runner(run_params: Mapping[str, Any], pipeline: Pipeline) -> None:
     runner = run_params["runner"]
     if runner == str(LoopRunner()):
         return
-    name = "SequentialRunner" if runner == NO_RUNNER else runner.removeprefix("<").split(" ")[0].rpartition(".")[2]
+    if runner == NO_RUNNER:
+        raise ConfigError(
+            "Kedro's own runner would run PPO's loop once instead of until training is finished: give "
+            "session.run(runner=LoopRunner()); LoopRunner is in ppo_rlhf.runner."
+        )
+    name = runner.removeprefix("<").split(" ")[0].rpartition(".")[2]
     raise ConfigError(
-        f"{name} would run PPO's loop once instead of until training is finished: drop --runner, or in Python give "
-        "session.run(runner=LoopRunner()) from ppo_rlhf.runner."
+        f"{name} would run PPO's loop once instead of until training is finished: drop --runner (in Python: the "
+        "`runner` argument), then LoopRunner is used."
     )
 
 
