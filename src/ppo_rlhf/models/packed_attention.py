@@ -104,6 +104,8 @@ def use_packed_attention(model: PreTrainedModel) -> None:
         ValueError: The model's attention is not transformers' `sdpa`, or cannot be replaced.
     """
     _register()
+    if model.config._attn_implementation == NAME:  # a copy of a model that packs
+        return
     if model.config._attn_implementation != PADDED:
         raise ValueError(f"{type(model).__name__} attends by {model.config._attn_implementation}, not {PADDED}")
     model.set_attn_implementation(NAME)
