@@ -88,13 +88,15 @@ def one_by_one(backbone, sequences=SEQUENCES) -> torch.Tensor:
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_states_and_logits_are_those_of_each_sequence_alone_whether_a_model_packs_or_not(name):
     model, can = architecture(name)
+    if model.config._attn_implementation == "eager":  # its masks are not finite in float64
+        model = model.float()
     assert packs(model.base_model) is can
     with torch.no_grad():
         states = hidden_states(model.base_model, right_padded(SEQUENCES, 0))
         logits = logits_of(model)(states)
         expected = torch.cat([model(torch.tensor([ids]), use_cache=False).logits[0] for ids in SEQUENCES])
-    assert_close(states, one_by_one(model.base_model), rtol=0.0, atol=1e-5)  # a Llama's norm is float32
-    assert_close(logits, expected, rtol=0.0, atol=1e-5)
+    assert_close(states, one_by_one(model.base_model), rtol=1e-5, atol=1e-5)  # a Llama's norm is float32
+    assert_close(logits, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -156,6 +158,11 @@ def test_a_model_whose_states_behind_padding_are_others_is_refused(config):
     backbone = of_config(config).base_model
     with pytest.raises(ModelError, match=f"{type(backbone).__name__} needs padding"):
         packs(backbone)
+
+
+def test_float64_is_refused_where_transformers_masks_are_not_finite_in_it():
+    with pytest.raises(ModelError, match=r"ppo\.dtype=float32"):
+        packs(architecture("gemma2, which caps and has windows")[0].base_model)
 
 
 def test_windows_stand_in_the_text_part_of_a_composite_configuration():

@@ -72,7 +72,7 @@ def world(make_rollouts):
     return build
 
 
-GAMMA_LAMBDA = [(1.0, 0.95), (1.0, 1.0), (0.9, 0.0), (0.9, 0.7), (0.95, 1.0)]
+GAMMA_LAMBDA = [(1.0, 0.95), (0.9, 0.0), (0.95, 1.0)]
 
 
 @pytest.mark.parametrize(("gamma", "lam"), GAMMA_LAMBDA)
@@ -84,7 +84,6 @@ def test_with_true_values_and_bootstrapping_returns_are_unbiased_in_every_state_
     assert float(chain.experience.advantages.abs().max()) > 0.5  # each path has an advantage: only their mean is 0
 
 
-@pytest.mark.parametrize("gamma", [1.0, 0.9])
 @pytest.mark.parametrize(
     ("settings", "paid"),
     [
@@ -95,8 +94,9 @@ def test_with_true_values_and_bootstrapping_returns_are_unbiased_in_every_state_
     ],
     ids=["keep", "missing_eos_penalty", "penalise", "replace"],
 )
-def test_without_bootstrapping_returns_are_off_by_what_being_cut_off_is_worth(world, gamma, settings, paid):
+def test_without_bootstrapping_returns_are_off_by_what_being_cut_off_is_worth(world, settings, paid):
     """Monte Carlo: a cut-off path yields gamma^{T-1-t} paid in place of gamma^{T-t} V_T, with probability P^{T-t}."""
+    gamma = 0.9
     chain = world(gamma, 1.0, **settings)
     for t in range(WIDTH):
         reached = P ** (WIDTH - t)

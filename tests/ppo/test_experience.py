@@ -70,14 +70,6 @@ def test_clip_and_penalty_enter_the_reward_but_not_the_reported_score(rollouts):
     assert shaped.scores.tolist() == [3.0, -7.0, 1.0]
 
 
-def test_the_coefficient_is_the_controllers_not_the_configurations(rollouts):
-    state = state_of(kl_coef=0.1)
-    state.kl_controller.kl_coef = 0.5
-    shaped = shape_rewards(rollouts, scores_of(0.0, 0.0, 0.0), state)
-    assert_close(shaped.rewards, -0.5 * KL, rtol=0.0, atol=1e-12)
-    assert shaped.kl_coef == 0.5
-
-
 def test_whitened_rewards_keep_their_mean_and_get_unit_variance_over_real_tokens(rollouts):
     plain = shape_rewards(rollouts, scores_of(3.0, -7.0, 1.0), state_of(kl_coef=0.1)).rewards
     white = shape_rewards(rollouts, scores_of(3.0, -7.0, 1.0), state_of(kl_coef=0.1, whiten_rewards=True)).rewards
@@ -220,20 +212,6 @@ def test_the_total_is_the_weighted_sum_and_components_are_kept_unweighted(make_r
     assert torch.equal(scores.components["length"], lengths)
     assert torch.equal(scores.components["stopped"], ended)
     assert scores.total.dtype == torch.float64
-
-
-def test_rewards_are_called_with_the_sampled_tokens_texts_and_columns(make_run):
-    seen = []
-
-    def spy(batch):
-        seen.append(batch)
-        return torch.zeros(len(batch))
-
-    run = make_run(scorer=RewardScorer([("spy", 1.0, spy)]))
-    rollouts = run.rollouts()
-    score_responses(rollouts, run.scorer, run.state)
-    (batch,) = seen
-    assert batch == rollouts.response_batch()
 
 
 def test_no_stage_before_the_update_changes_its_inputs(make_run, snapshot, same_tensors):

@@ -79,14 +79,6 @@ def test_policy_critic_and_reference_take_the_memory_of_one_base_and_of_what_tra
     assert held == set(trained)
 
 
-def test_the_critic_has_an_adapter_of_its_own(make_run):
-    state = make_run(**LORA).state
-    policy, critic = (trained_parameters(model) for model in (state.policy, state.critic.backbone))
-    first, second = (next(p for name, p in each.items() if ".lora_A." in name) for each in (policy, critic))
-    assert first.shape == second.shape
-    assert not torch.equal(first, second)
-
-
 def test_the_first_kl_is_zero_and_the_reference_stays_the_sft_policy(make_run):
     run = make_run(dtype="float32", num_mini_batches=1, per_device_train_batch_size=12, **LORA)
     expected = run.reference(IDS).logits

@@ -59,15 +59,6 @@ def test_a_polynomial_schedule_falls_in_a_line_to_ten_to_the_minus_seven_whateve
         assert set_learning_rates(run.state, iteration) == pytest.approx(expected, rel=1e-9)
 
 
-def test_an_inverse_square_root_schedule_has_its_closed_form():
-    """sqrt(w / s) at step s after a warm-up over w; without one sqrt(10000 / (10000 + s)), transformers' time scale."""
-    warm = factors(10, lr_scheduler_type="inverse_sqrt", warmup_ratio=0.4)
-    expected = [1 / 4, 2 / 4, 3 / 4, 1, *(math.sqrt(4 / step) for step in range(4, 10))]
-    assert warm == pytest.approx(expected, rel=0.0, abs=1e-12)
-    cold = factors(5, lr_scheduler_type="inverse_sqrt")
-    assert cold == pytest.approx([math.sqrt(10_000 / (10_000 + step)) for step in range(5)], rel=0.0, abs=1e-12)
-
-
 def test_both_optimisers_follow_one_schedule_with_their_own_peaks_or_the_policys(make_run):
     run = make_run(learning_rate=1e-3, value_learning_rate=4e-3, total_episodes=36)  # 3 iterations
     for iteration, factor in [(1, 1.0), (2, 2 / 3), (3, 1 / 3)]:
@@ -89,14 +80,6 @@ def test_each_optimiser_is_adamw_without_decay_on_exactly_its_own_parameters(mak
         assert (group["betas"], group["eps"], group["weight_decay"]) == ((0.9, 0.999), 1e-8, 0.0)
         assert {id(p) for p in group["params"]} == {id(p) for p in module.parameters()}
         assert len(group["params"]) == len(set(map(id, group["params"])))  # tied embeddings are stepped once
-
-
-def test_frozen_parameters_are_not_given_to_the_optimiser(make_run, make_model, make_tokenizer):
-    run = make_run()
-    run.state.policy.lm_head.requires_grad_(False)
-    state = type(run.state).create(run.state.policy, run.state.critic, make_tokenizer(), run.config)
-    given = {id(p) for p in state.policy_optimizer.param_groups[0]["params"]}
-    assert id(run.state.policy.lm_head.weight) not in given
 
 
 def weights_after_one_step(gradient: float, weight: float, **settings) -> tuple[float, float]:
@@ -156,9 +139,3 @@ def test_adams_betas_and_epsilon_have_their_textbook_effect(optim):
     mean = (0.5 * 0.5 * 1.0 + 0.5 * 3.0) / (1 - 0.5**2)
     square = (0.75 * 0.25 * 1.0 + 0.25 * 9.0) / (1 - 0.75**2)
     assert weight.item() == pytest.approx(1.0 - first - 0.1 * mean / (math.sqrt(square) + 0.25), rel=1e-12)
-
-
-def test_the_optimiser_is_fused_if_that_is_asked_for(make_run):
-    for optim, fused in (("adamw_torch_fused", True), ("adamw_torch", None)):
-        state = make_run(optim=optim).state
-        assert [o.param_groups[0]["fused"] for o in (state.policy_optimizer, state.critic_optimizer)] == [fused] * 2

@@ -216,14 +216,6 @@ def test_the_models_own_generation_config_does_not_leak_into_the_samples(make_mo
     assert own.to_dict() == GenerationConfig(**LEAKING).to_dict()
 
 
-def test_the_generation_config_is_restored_after_an_error(make_model):
-    model = make_model("llama")
-    own = model.generation_config
-    with pytest.raises(ValueError):  # noqa: PT011  (transformers' text, not ours)
-        generate_responses(model, EVEN, noise(6), settings(response_length=-1), engine="hf")
-    assert model.generation_config is own
-
-
 @pytest.mark.parametrize("engine", ENGINES)
 def test_decoding_ends_with_the_last_response_to_stop(make_model, engine):
     model, passes = make_model("llama"), []
@@ -269,27 +261,6 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(make_model):
     order = [4, 0, 5, 2, 1, 3]
     shuffled = generate_responses(model, [UNEVEN[i] for i in order], uniforms[order], settings())
     assert shuffled.token_lists() == [whole.token_lists()[i] for i in order]
-
-
-def test_engines_agree_in_float32_where_no_uniform_lies_within_rounding_of_a_boundary(make_model):
-    model = make_model("llama", dtype=torch.float32)
-    static = generate_responses(model, UNEVEN, noise(6), settings(), engine="static")
-    forced = generate_responses(model, UNEVEN, noise(6), settings(), engine="hf", batch_size=2)
-    assert static.token_lists() == forced.token_lists()
-    assert static.sampler_logprobs.dtype == torch.float32
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_generating_changes_neither_the_weights_nor_the_noise_and_needs_no_gradient(
-    make_model, snapshot, same_tensors, engine
-):
-    model, uniforms = make_model("llama"), noise(6)
-    before, kept = snapshot(model), uniforms.clone()
-    found = generate_responses(model, UNEVEN, uniforms, settings(), engine=engine)
-    assert same_tensors(snapshot(model), before)
-    assert torch.equal(uniforms, kept)
-    assert not found.sampler_logprobs.requires_grad
-    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_sampled_frequencies_follow_the_exact_probabilities(make_model):

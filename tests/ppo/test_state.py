@@ -8,8 +8,7 @@ import torch
 from transformers import GenerationConfig
 
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.core.errors import CheckpointError, ConfigError, ModelError
-from ppo_rlhf.core.kl import AdaptiveKLController, FixedKLController
+from ppo_rlhf.core.errors import CheckpointError, ConfigError
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.ppo.build import build_critic
 from ppo_rlhf.ppo.state import sampling_settings
@@ -71,22 +70,6 @@ def test_extra_state_of_another_version_is_refused(make_run):
         make_run().state.load_extra_state({"kl_controller": {"kl_coef": 0.1}})
 
 
-def test_the_controller_is_the_one_that_is_asked_for(make_run):
-    fixed, adaptive = (
-        make_run().state.kl_controller,
-        make_run(kl_controller="adaptive", kl_target=4.0).state.kl_controller,
-    )
-    assert isinstance(fixed, FixedKLController)
-    assert isinstance(adaptive, AdaptiveKLController)
-    assert (adaptive.kl_coef, adaptive.target, adaptive.horizon) == (0.05, 4.0, 10_000.0)
-
-
-def test_policy_and_critic_share_no_memory(make_run):
-    state = make_run().state
-    pointers = [{p.data_ptr() for p in module.parameters()} for module in (state.policy, state.critic)]
-    assert pointers[0].isdisjoint(pointers[1])
-
-
 # --- critic and sampling ---------------------------------------------------------------------------------------------
 
 
@@ -115,27 +98,8 @@ def test_sampling_settings_resolve_stop_and_pad_tokens_with_the_tokenizer(make_m
     assert found.pad_token_id == 1
 
 
-@pytest.mark.parametrize(
-    ("values", "stops"), [({"stop_token": "none"}, ()), ({"stop_token_id": 7}, (7,)), ({"stop_token": "eos"}, (2,))]
-)
-def test_stop_tokens_follow_the_configuration(make_model, make_tokenizer, values, stops):
-    assert sampling_settings(PPOConfig(**values), make_tokenizer(), make_model("llama")).stop_token_ids == stops
-
-
-def test_a_stop_token_id_outside_the_vocabulary_is_refused(make_model, make_tokenizer):
-    with pytest.raises(ConfigError, match=r"^stop_token_id=99"):
-        sampling_settings(PPOConfig(stop_token_id=99), make_tokenizer(), make_model("llama"))
-
-
 @pytest.mark.parametrize("configured", [50256, [50256, 2], -1], ids=str)
 def test_an_end_of_text_outside_the_models_vocabulary_ends_nothing(make_model, make_tokenizer, configured):
     policy = make_model("llama")
     policy.generation_config = GenerationConfig(eos_token_id=configured)
     assert sampling_settings(PPOConfig(), make_tokenizer(), policy).stop_token_ids == (2,)
-
-
-def test_a_model_without_any_end_of_text_in_its_vocabulary_is_refused(make_model, make_tokenizer):
-    policy = make_model("llama")
-    policy.generation_config = GenerationConfig(eos_token_id=50256)
-    with pytest.raises(ModelError, match=r"stop_token=eos"):
-        sampling_settings(PPOConfig(), make_tokenizer(eos_token=None), policy)

@@ -209,19 +209,6 @@ def test_the_update_ends_before_a_step_once_the_policy_has_moved_one_and_a_half_
     assert going_on.state.optimiser_steps >= 1
 
 
-def test_early_stops_are_counted_over_iterations_and_leave_the_rest_of_the_epochs_out(make_run):
-    run = make_run(num_ppo_epochs=6, learning_rate=3e-2, target_kl=0.02, total_episodes=36)
-    while not run.state.finished:
-        metrics = run.iteration()
-    assert 1 <= run.state.early_stops <= 3
-    assert metrics["optimiser/early_stops"] == run.state.early_stops
-    assert run.state.optimiser_steps < 3 * 6 * 2
-    without = make_run(num_ppo_epochs=6, learning_rate=3e-2, total_episodes=36)
-    while not without.state.finished:
-        without.iteration()
-    assert (without.state.optimiser_steps, without.state.early_stops) == (36, 0)
-
-
 # --- warm-up of the critic, and the hold of the controller ------------------------------------------------------------
 
 
