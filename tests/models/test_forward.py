@@ -216,6 +216,16 @@ def test_a_copy_of_a_model_that_packs_packs_too_with_its_own_weights():
         assert not torch.allclose(hidden_states(model.base_model, rows), before)
 
 
+def test_a_model_with_another_attention_keeps_it_and_is_padded():
+    model = tiny_model()
+    model.set_attn_implementation("eager")
+    assert not packs(model.base_model)
+    assert model.config._attn_implementation == "eager"
+    with torch.no_grad():
+        found = hidden_states(model.base_model, right_padded(SEQUENCES, 0))
+    assert_close(found, one_by_one(model.base_model), rtol=1e-5, atol=1e-5)
+
+
 # --- the packed layout -----------------------------------------------------------------------------------------------
 
 

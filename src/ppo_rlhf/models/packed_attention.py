@@ -112,8 +112,9 @@ def use_packed_attention(model: PreTrainedModel) -> None:
 
 
 def use_padded_attention(model: PreTrainedModel) -> None:
-    """Undo `use_packed_attention`."""
-    model.set_attn_implementation(PADDED)
+    """Undo `use_packed_attention`; a model with another attention, `eager` say, keeps it."""
+    if model.config._attn_implementation == NAME:
+        model.set_attn_implementation(PADDED)
 
 
 def packed_hidden_states(backbone: PreTrainedModel, ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
