@@ -144,14 +144,6 @@ def test_evaluation_survives_its_table(evaluate, policies, tmp_path):
         assert getattr(again, name).dtype == getattr(result, name).dtype, name
 
 
-def test_table_without_a_judge_has_no_judge_score(evaluate, policies):
-    result = evaluate(*policies, judge=ResolvedJudge(None, {}, "the reward"))
-    again = PolicyEvaluation.from_frame(result.to_frame())
-    assert result.judge_scores is None
-    assert again.judge_scores is None
-    assert again.deciding_scores is again.rewards
-
-
 def test_an_evaluation_without_prompts_and_a_judge_that_returns_nan_are_refused(evaluate, policies, prompts):
     with pytest.raises(DataError, match="held_out_share"):
         evaluate(*policies, prompts=prompts.select([]))

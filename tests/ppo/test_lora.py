@@ -5,7 +5,7 @@ import torch
 from torch.testing import assert_close
 
 from ppo_rlhf.checkpoints.model_files import exported_policy
-from ppo_rlhf.models.adapters import has_adapter, trained_parameters, without_adapter
+from ppo_rlhf.models.adapters import has_adapter, trained_parameters
 from ppo_rlhf.models.forward import packs
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.ppo.build import policy_to_train
@@ -79,18 +79,6 @@ def test_policy_critic_and_reference_take_the_memory_of_one_base_and_of_what_tra
     assert held == set(trained)
 
 
-def test_the_first_kl_is_zero_and_the_reference_stays_the_sft_policy(make_run):
-    run = make_run(dtype="float32", num_mini_batches=1, per_device_train_batch_size=12, **LORA)
-    expected = run.reference(IDS).logits
-    rollouts, _, shaped, experience = run.before_update()
-    assert float(shaped.kl.abs().max()) < 1e-5  # other micro-batches: rounding alone, some ulps of a logit
-    assert rollouts is experience.rollouts
-    optimise_policy(run.state, experience, run.config)
-    assert torch.equal(run.reference(IDS).logits, expected)
-    assert torch.equal(without_adapter(run.state.policy)(IDS).logits, expected)
-    assert not torch.equal(run.state.policy(IDS).logits, expected)
-
-
 @pytest.mark.parametrize(("kind", "value_model"), [("gpt2", "separate"), ("llama", "shared")])
 def test_the_first_ratio_is_one_to_the_last_bit(make_run, monkeypatch, kind, value_model):
     run = stirred(make_run, kind, value_model=value_model, dtype="bfloat16" if kind == "llama" else "float32")
@@ -153,28 +141,6 @@ def test_with_all_linear_and_head_the_policys_head_learns_and_what_it_is_tied_to
     exported = exported_policy(run.state).model
     assert torch.equal(exported.get_input_embeddings().weight.to(before), before)
     assert not torch.equal(exported.get_output_embeddings().weight.to(before), head.base_layer.weight)
-
-
-def test_adapters_start_from_the_seed(make_run):
-    def start(**settings):
-        state = make_run(**LORA, **settings).state
-        return {
-            n: p for model in (state.policy, state.critic) for n, p in trained_parameters(model).items() if "lora" in n
-        }
-
-    first, again, other = start(), start(), start(seed=7)
-    assert all(torch.equal(first[name], again[name]) for name in first)
-    assert any(not torch.equal(first[name], other[name]) for name in first)
-
-
-def test_both_engines_sample_the_adapted_policy(make_run):
-    kind = "llama"
-    engines = {e: stirred(make_run, kind, rollout_engine=e, gradient_checkpointing=True) for e in ("static", "hf")}
-    found = {name: run.rollouts() for name, run in engines.items()}
-    assert torch.equal(found["static"].response_ids, found["hf"].response_ids)
-    assert not torch.equal(found["static"].response_ids, make_run(kind, **LORA).rollouts().response_ids)
-    for rollouts in found.values():
-        assert_close(rollouts.sampler_logprobs.double(), rollouts.old_logprobs, rtol=0.0, atol=1e-5)
 
 
 def test_an_adapted_policy_packs_though_its_base_was_probed_before(make_run):

@@ -155,10 +155,6 @@ def test_the_total_loss_has_every_term_with_its_coefficient(experience):
     state = state_after(96, 11, 1, vf_coef=0.25, entropy_coef=0.02, kl_in="loss")
     metrics = iteration_metrics(experience, STEPS, state, (1.0, 1.0), 1.0)
     assert metrics["loss/total"] == close(0.1 + 0.25 * 1.0 + 0.1 * 1.0 - 0.02 * 3.0)
-
-
-def test_a_reward_without_the_kl_has_no_part_but_the_score(experience):
-    metrics = iteration_metrics(experience, STEPS, state_after(96, 11, 1, kl_in="loss"), (1.0, 1.0), 1.0)
     assert metrics["objective/non_score_reward"] == 0.0
     assert metrics["objective/kl_estimate"] == close(sum(flat(PENALTY)) / 4)
 

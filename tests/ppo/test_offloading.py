@@ -10,10 +10,8 @@ from torch.testing import assert_close
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.models.loading import PretrainedHandle
-from ppo_rlhf.models.offloading import on_device
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.ppo.build import load_policies
-from ppo_rlhf.ppo.evaluation import EvaluationConfig, evaluate_policy, resolve_judge
 from ppo_rlhf.rewards.scorers import (
     ModelScorer,
     RewardComponentConfig,
@@ -74,19 +72,6 @@ def test_a_run_with_models_that_wait_has_the_same_numbers_bit_for_bit(run_with, 
     for waiting in (reference, score):
         assert waiting.devices == {"meta"}
         assert len(waiting.copied) == 2 * len([*waiting.model.parameters(), *waiting.model.buffers()])  # once a batch
-
-
-def test_evaluations_copy_the_reference_policy_too(run_with, monkeypatch):
-    run, reference, _ = run_with(monkeypatch, dtype="float32")
-    arguments = (run.state.tokenizer, run.prompts, run.scorer, resolve_judge(EvaluationConfig(prompts_path=None)))
-    evaluated = evaluate_policy(
-        run.state.policy, run.reference, *arguments, run.config, run.state.sampling, seed=1, batch_size=4
-    )
-    with on_device(run.reference, run.state.device):
-        own = evaluate_policy(run.reference, None, *arguments, run.config, run.state.sampling, seed=1, batch_size=4)
-    assert evaluated.completions == own.completions  # the policy has not been trained
-    assert abs(evaluated.kl).max() < 1e-4
-    assert reference.devices == {"meta"}
 
 
 @pytest.mark.parametrize("name", FIELDS)

@@ -50,15 +50,6 @@ def test_no_rate_of_any_schedule_is_zero_or_above_the_peak(name):
             assert max(found) == pytest.approx(1.0, rel=0.0, abs=1e-12)
 
 
-def test_a_polynomial_schedule_falls_in_a_line_to_ten_to_the_minus_seven_whatever_the_peak(make_run):
-    """Rate = (peak - 1e-7) (1 - s / n) + 1e-7 at step s = iteration - 1 of n = 3, for each model by its own peak."""
-    run = make_run(lr_scheduler_type="polynomial", learning_rate=2e-7, value_learning_rate=4e-3)
-    for iteration in (1, 2, 3):
-        left = 1 - (iteration - 1) / 3
-        expected = [(peak - 1e-7) * left + 1e-7 for peak in (2e-7, 4e-3)]
-        assert set_learning_rates(run.state, iteration) == pytest.approx(expected, rel=1e-9)
-
-
 def test_both_optimisers_follow_one_schedule_with_their_own_peaks_or_the_policys(make_run):
     run = make_run(learning_rate=1e-3, value_learning_rate=4e-3, total_episodes=36)  # 3 iterations
     for iteration, factor in [(1, 1.0), (2, 2 / 3), (3, 1 / 3)]:

@@ -53,15 +53,6 @@ def test_padding_is_zero_and_the_mask_is_true_on_response_tokens_only(make_run):
         assert bool((values[mask] != 0.0).all())
 
 
-def test_tokens_and_losses_do_not_depend_on_the_size_of_the_sub_batches(make_run):
-    expected = make_run(local_rollout_forward_batch_size=64).rollouts()
-    for size in (1, 5):
-        found = make_run(local_rollout_forward_batch_size=size).rollouts()
-        assert torch.equal(found.response_ids, expected.response_ids)
-        assert torch.equal(found.old_logprobs, expected.old_logprobs)
-        assert_close(found.reference_logprobs, expected.reference_logprobs, rtol=0.0, atol=1e-12)
-
-
 def test_prompts_come_in_the_order_of_the_seed_and_columns_stay_with_them(make_run):
     run = make_run(seed=9)
     run.state.iteration = 4
@@ -118,12 +109,6 @@ def test_what_a_reward_sees_are_the_sampled_tokens_and_their_text_without_specia
     assert batch.prompts == rollouts.prompts.texts
     assert batch.prompt_ids == rollouts.prompts.prompt_ids
     assert batch.columns == rollouts.prompts.columns
-
-
-def test_a_rollout_is_repeated_bit_for_bit(make_run):
-    first, second = (make_run(dtype="float32").rollouts() for _ in range(2))
-    for name in ("response_ids", "lengths", "terminated", "sampler_logprobs", "old_logprobs", "reference_logprobs"):
-        assert torch.equal(getattr(first, name), getattr(second, name)), name
 
 
 def test_every_epoch_cuts_the_batch_into_minibatches_and_those_into_micro_batches(make_run):

@@ -255,14 +255,6 @@ def test_looking_for_ended_sequences_less_often_as_on_a_gpu_changes_no_token(mak
     assert_close(found.sampler_logprobs, expected.sampler_logprobs, rtol=0.0, atol=1e-10)
 
 
-def test_a_row_does_not_depend_on_the_rows_beside_it(make_model):
-    model, uniforms = make_model("gpt2"), noise(6)
-    whole = generate_responses(model, UNEVEN, uniforms, settings())
-    order = [4, 0, 5, 2, 1, 3]
-    shuffled = generate_responses(model, [UNEVEN[i] for i in order], uniforms[order], settings())
-    assert shuffled.token_lists() == [whole.token_lists()[i] for i in order]
-
-
 def test_sampled_frequencies_follow_the_exact_probabilities(make_model):
     """Chi-square of 4,000 first tokens under temperature, top-k and top-p; the critical value is for p = 1e-4."""
     model, how = make_model("llama"), settings(response_length=1, temperature=1.3, top_k=12, top_p=0.9)

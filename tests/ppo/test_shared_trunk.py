@@ -125,18 +125,6 @@ def test_one_forward_pass_of_the_trunk_gives_logits_and_values(make_run):
     assert separate[0] - shared[0] == 4
 
 
-def test_the_values_of_the_rollouts_are_those_of_the_critic(make_run):
-    run = make_run(**SHARED)
-    rollouts, scores, *_ = run.before_update()
-    assert scores.values is rollouts.values
-    for row, length in enumerate(rollouts.lengths.tolist()):
-        prompt, response = rollouts.prompts.prompt_ids[row], rollouts.token_lists()[row]
-        ids = torch.tensor([prompt + response])
-        with torch.no_grad():
-            values = run.state.critic(ids, torch.ones_like(ids), torch.arange(ids.shape[1])[None])
-        assert_close(rollouts.values[row, : length + 1], values[0, len(prompt) - 1 :], rtol=0.0, atol=1e-10)
-
-
 def test_trunk_and_head_are_clipped_as_one_gradient(make_run, experience):
     free = gradient(make_run, experience)
     norm = torch.cat([g.flatten() for g in free.values()]).norm()
