@@ -16,14 +16,6 @@ from torch.testing import assert_close
 from ppo_rlhf.data.prompts import PromptDataset
 from ppo_rlhf.rewards.scorers import RewardScorer
 
-BETAS_AND_CRITICS = [
-    (0.25, "separate"),
-    (0.5, "separate"),
-    (1.0, "separate"),
-    (0.5, "shared"),
-    pytest.param(0.25, "shared", marks=pytest.mark.slow),
-    pytest.param(1.0, "shared", marks=pytest.mark.slow),
-]
 TEMPERATURE = 0.8
 PROMPT = [3, 4]
 SHUFFLED = torch.randperm(23, generator=torch.Generator().manual_seed(4))
@@ -94,7 +86,7 @@ def train(make_run):
     return to_the_end
 
 
-@pytest.mark.parametrize(("beta", "value_model"), BETAS_AND_CRITICS)
+@pytest.mark.parametrize(("beta", "value_model"), [(0.25, "separate"), (0.5, "shared")])
 def test_with_k1_in_the_reward_training_reaches_the_optimum_of_this_penalty_and_of_no_other(train, beta, value_model):
     outcome = train(beta, value_model=value_model)
     assert total_variation(outcome.policy, optimum(outcome.reference, beta)) < 0.02
@@ -117,32 +109,28 @@ def test_with_k1_in_the_reward_training_reaches_the_optimum_of_this_penalty_and_
     assert outcome.metrics["objective/rlhf_reward"] == pytest.approx(float(beta * log_partition), abs=0.02)
 
 
-@pytest.mark.parametrize(("beta", "value_model"), BETAS_AND_CRITICS)
-def test_with_k2_in_the_loss_training_reaches_the_same_optimum(train, beta, value_model):
-    """k2's gradient is noisier where beta is small: rare tokens are far from the reference, and d enters squared."""
-    batch = 1024 if beta < 0.5 else 256
-    outcome = train(beta, batch=batch, kl_in="loss", kl_estimator="k2", value_model=value_model)
-    assert total_variation(outcome.policy, optimum(outcome.reference, beta)) < 0.02
-    assert total_variation(outcome.policy, optimum(outcome.reference, 2 * beta)) > 0.05
+def test_with_k2_in_the_loss_training_reaches_the_same_optimum(train):
+    outcome = train(0.5, kl_in="loss", kl_estimator="k2")
+    assert total_variation(outcome.policy, optimum(outcome.reference, 0.5)) < 0.02
+    assert total_variation(outcome.policy, optimum(outcome.reference, 1.0)) > 0.05
     assert outcome.metrics["objective/rlhf_reward"] == outcome.metrics["objective/scores"]  # the reward holds no KL
 
 
-@pytest.mark.parametrize(("beta", "value_model"), BETAS_AND_CRITICS)
-def test_with_k3_in_the_loss_training_reaches_the_optimum_of_the_reverse_penalty(train, beta, value_model):
-    outcome = train(beta, kl_in="loss", kl_estimator="k3", value_model=value_model)
-    wanted = optimum_of_the_reverse_penalty(outcome.reference, beta)
+def test_with_k3_in_the_loss_training_reaches_the_optimum_of_the_reverse_penalty(train):
+    outcome = train(0.5, kl_in="loss", kl_estimator="k3", value_model="shared")
+    wanted = optimum_of_the_reverse_penalty(outcome.reference, 0.5)
     assert_close(wanted.sum(), torch.tensor(1.0).double(), rtol=0.0, atol=1e-9)
     assert total_variation(outcome.policy, wanted) < 0.02
-    assert total_variation(outcome.policy, optimum_of_the_reverse_penalty(outcome.reference, 2 * beta)) > 0.05
-    assert total_variation(outcome.policy, optimum(outcome.reference, beta)) > 0.05
+    assert total_variation(outcome.policy, optimum_of_the_reverse_penalty(outcome.reference, 1.0)) > 0.05
+    assert total_variation(outcome.policy, optimum(outcome.reference, 0.5)) > 0.05
 
 
-@pytest.mark.parametrize("estimator", ["k2", "k3"])
-def test_k2_and_k3_in_the_reward_end_away_from_the_optimum_as_the_advice_says(train, estimator):
-    outcome = train(0.5, kl_estimator=estimator)
+@pytest.mark.slow
+def test_k2_in_the_reward_ends_away_from_the_optimum_as_the_advice_says(train):
+    outcome = train(0.5, kl_estimator="k2")
     wanted = optimum(outcome.reference, 0.5)
     assert total_variation(outcome.policy, wanted) > 0.2
-    rare = wanted < outcome.reference  # what the optimum makes rarer is made rarer still
+    rare = wanted < outcome.reference  # tokens that the optimum makes rarer become rarer still
     assert float(outcome.policy[rare].sum()) < float(wanted[rare].sum())
 
 

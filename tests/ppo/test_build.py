@@ -44,7 +44,7 @@ def test_with_lora_the_weights_are_loaded_once(handle, monkeypatch):
     assert torch.equal(policy.model(IDS).logits, reference(IDS).logits)
 
 
-@pytest.mark.parametrize("settings", [{}, {"value_model": "shared"}, {"use_peft": True}], ids=str)
+@pytest.mark.parametrize("settings", [{"value_model": "shared"}, {"use_peft": True}], ids=str)
 def test_a_value_head_that_lies_with_the_model_is_where_the_critics_starts(handle, settings):
     file = f"{handle.source}/model.safetensors"
     weight, bias = torch.randn(1, 16, generator=torch.Generator().manual_seed(0)), torch.tensor([0.5])

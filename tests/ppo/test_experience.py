@@ -1,6 +1,5 @@
 """From scores to advantages, worked by hand; every padded slot holds NaN."""
 
-import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -55,37 +54,11 @@ def test_the_score_lands_on_the_last_real_token_and_each_token_pays_its_kl(rollo
     assert shaped.scores.tolist() == [3.0, -7.0, 1.0]
 
 
-def test_k1_is_positive_where_the_policy_prefers_its_token_more_than_the_reference_and_costs_reward(make_rollouts):
-    drifted = make_rollouts(
-        [2], [True], 2, old_logprobs=torch.tensor([[-0.5, -0.5]]), reference_logprobs=torch.tensor([[-1.5, -0.5]])
-    )
-    shaped = shape_rewards(drifted, scores_of(0.0), state_of(kl_coef=0.2))
-    assert shaped.kl.tolist() == [[1.0, 0.0]]
-    assert_close(shaped.rewards, torch.tensor([[-0.2, 0.0]]).double(), rtol=0.0, atol=1e-7)
-
-
-def test_k3_is_never_negative_and_always_costs_reward(rollouts):
-    shaped = shape_rewards(rollouts, scores_of(0.0, 0.0, 0.0), state_of(kl_coef=0.1, kl_estimator="k3"))
-    expected = torch.where(rollouts.mask, torch.exp(-KL) - 1.0 + KL, 0.0)
-    assert_close(shaped.kl_penalty, expected, rtol=0.0, atol=1e-12)
-    assert_close(shaped.rewards, -0.1 * expected, rtol=0.0, atol=1e-12)
-    assert bool((shaped.kl_penalty >= 0.0).all())
-    assert_close(shaped.kl, KL, rtol=0.0, atol=0.0)  # the metric stays k1
-
-
 def test_clip_and_penalty_enter_the_reward_but_not_the_reported_score(rollouts):
     state = state_of(kl_coef=0.0, reward_clip=2.0, missing_eos_penalty=0.5)
     shaped = shape_rewards(rollouts, scores_of(3.0, -7.0, 1.0), state)
     assert shaped.rewards.tolist() == [[0.0, 2.0, 0.0, 0.0], [0.0, 0.0, 0.0, -2.5], [0.0, 0.0, 1.0, 0.0]]
     assert shaped.scores.tolist() == [3.0, -7.0, 1.0]
-
-
-def test_the_coefficient_is_the_controllers_not_the_configurations(rollouts):
-    state = state_of(kl_coef=0.1)
-    state.kl_controller.kl_coef = 0.5
-    shaped = shape_rewards(rollouts, scores_of(0.0, 0.0, 0.0), state)
-    assert_close(shaped.rewards, -0.5 * KL, rtol=0.0, atol=1e-12)
-    assert shaped.kl_coef == 0.5
 
 
 def test_whitened_rewards_keep_their_mean_and_get_unit_variance_over_real_tokens(rollouts):
@@ -117,7 +90,7 @@ def advantages_by_brute_force(rewards, values, lengths, gamma, lam):
     return advantages
 
 
-@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.5), (1.0, 1.0), (0.99, 0.0)])
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.5)])
 def test_advantages_and_returns_are_those_of_brute_force_and_nothing_is_bootstrapped_past_the_end(rollouts, gamma, lam):
     scores = scores_of(3.0, -7.0, 1.0, values=VALUES)
     shaped = shape_rewards(rollouts, scores, state_of(kl_coef=0.1))
@@ -155,27 +128,6 @@ def test_the_critics_targets_can_have_a_lambda_of_their_own(rollouts):
     assert_close(experience.returns, torch.where(rollouts.mask, to_go, 0.0), rtol=0.0, atol=1e-12)
     one_step = advantages_by_brute_force(shaped.rewards, VALUES, LENGTHS, 1.0, 0.0)
     assert_close(experience.advantages, one_step, rtol=0.0, atol=1e-12)
-
-
-@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.5)])
-def test_a_bootstrapped_response_goes_on_with_the_value_behind_its_last_token(make_rollouts, gamma, lam):
-    """Rows of length 2 (stopped), 4 and 3 (cut off): V behind the end is column 4 and column 3, and 0 for the first."""
-    values = VALUES.clone()
-    values[1, 4], values[2, 3] = 7.0, -3.0
-    rollouts = make_rollouts(LENGTHS, [True, False, False], 4, old_logprobs=OLD, reference_logprobs=REFERENCE)
-    scores = scores_of(3.0, -7.0, 1.0, values=values)
-    state = state_of(kl_coef=0.1, truncated_responses="bootstrap")
-    shaped = shape_rewards(rollouts, scores, state)
-    expected = torch.where(rollouts.mask, -0.1 * KL, 0.0)
-    expected[0, 1] += 3.0  # the one that stopped is paid its score
-    assert_close(shaped.rewards, expected, rtol=0.0, atol=1e-12)
-    config = PPOConfig(gamma=gamma, lam=lam, whiten_advantages=False, truncated_responses="bootstrap")
-    experience = estimate_advantages(rollouts, scores, shaped, config)
-    paid = shaped.rewards.clone()
-    paid[1, 3] += gamma * 7.0
-    paid[2, 2] += gamma * -3.0
-    expected = advantages_by_brute_force(paid, values, LENGTHS, gamma, lam)
-    assert_close(experience.advantages, expected, rtol=0.0, atol=1e-12)
 
 
 def test_masked_responses_count_in_no_whitening(rollouts):
@@ -233,20 +185,6 @@ def test_the_total_is_the_weighted_sum_and_components_are_kept_unweighted(make_r
     assert scores.total.dtype == torch.float64
 
 
-def test_rewards_are_called_with_the_sampled_tokens_texts_and_columns(make_run):
-    seen = []
-
-    def spy(batch):
-        seen.append(batch)
-        return torch.zeros(len(batch))
-
-    run = make_run(scorer=RewardScorer([("spy", 1.0, spy)]))
-    rollouts = run.rollouts()
-    score_responses(rollouts, run.scorer, run.state)
-    (batch,) = seen
-    assert batch == rollouts.response_batch()
-
-
 def test_no_stage_before_the_update_changes_its_inputs(make_run, snapshot, same_tensors):
     run = make_run()
     models = (run.state.policy, run.state.critic, run.reference)
@@ -263,11 +201,6 @@ def test_no_stage_before_the_update_changes_its_inputs(make_run, snapshot, same_
     after = [snapshot(model) for model in models]
     assert all(same_tensors(*pair) for pair in zip(before, after, strict=True))
     assert (run.state.iteration, run.state.history) == (0, [])
-
-
-def test_records_of_a_stage_cannot_be_changed(rollouts):
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        rollouts.lengths = torch.tensor([1])
 
 
 # --- samples ---------------------------------------------------------------------------------------------------------

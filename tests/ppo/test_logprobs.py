@@ -1,24 +1,78 @@
-"""Log-probabilities of responses against one unpadded row at a time, in plain torch."""
+"""Batches of prompts and responses, and their log-probabilities against one unpadded row at a time, in plain torch."""
 
 import pytest
 import torch
-from ppo_rlhf.models.products import compiled_shapes
 from torch.testing import assert_close
 
-from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.ppo import logprobs as scoring
-from ppo_rlhf.ppo.accelerator import autocast
-from ppo_rlhf.ppo.batch import make_batch
-from ppo_rlhf.ppo.logprobs import response_logprobs, response_statistics, scatter_rows
+from ppo_rlhf.models.forward import backbone_of, hidden_states_at
+from ppo_rlhf.ppo import logprobs as module
+from ppo_rlhf.ppo.batch import left_pad, make_batch, positions
+from ppo_rlhf.ppo.logprobs import fill_rows, response_logprobs, response_statistics
 
 PROMPTS = [[3], [4, 5, 6, 7, 8], [9, 10], [11, 12, 13], [14, 15, 16, 17]]
-LENGTHS = [6, 1, 4, 6, 2]
+LENGTHS = [6, 1, 4, 6, 2]  # 19 tokens
 KINDS = ["gpt2", "llama", "bitnet"]
+
+# --- batches, worked by hand -----------------------------------------------------------------------------------------
+
+
+def test_prompts_are_padded_on_the_left_with_positions_from_their_first_token():
+    padded = left_pad([[5, 6, 7], [8], [0, 9]], pad_token_id=0)
+    assert padded.input_ids.tolist() == [[5, 6, 7], [0, 0, 8], [0, 0, 9]]
+    assert padded.attention_mask.tolist() == [[1, 1, 1], [0, 0, 1], [0, 1, 1]]  # a real token may be the pad id
+    assert padded.position_ids.tolist() == [[0, 1, 2], [0, 0, 0], [0, 0, 1]]
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 0, 0]])
+    assert positions(mask).tolist() == [[0, 0, 0, 1, 2], [0, 1, 2, 2, 2]]
+
+
+@pytest.mark.parametrize("p", [0, 7], ids=["pad id", "pad id that is a token, too"])
+def test_prompts_and_responses_stand_side_by_side_and_are_trimmed_to_their_longest(p):
+    given = torch.tensor([[1, 2, 50, 50, 50], [3, 50, 50, 50, 50], [7, 7, 7, 50, 50]])  # 50: to be ignored
+    batch = make_batch([[4], [5, 6], [7, 7, 7]], given, torch.tensor([2, 1, 3]), p)
+    assert batch.rows.input_ids.tolist() == [[p, p, 4, 1, 2, p], [p, 5, 6, 3, p, p], [7, 7, 7, 7, 7, 7]]
+    assert batch.rows.attention_mask.tolist() == [[0, 0, 1, 1, 1, 0], [0, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]]
+    assert batch.rows.position_ids.tolist() == [[0, 0, 0, 1, 2, 2], [0, 0, 1, 2, 2, 2], [0, 1, 2, 3, 4, 5]]
+    assert batch.rows.packed_ids.tolist() == [[4, 1, 2, 5, 6, 3, 7, 7, 7, 7, 7, 7]]
+    assert batch.response_ids.tolist() == [[1, 2, p], [3, p, p], [7, 7, 7]]
+    assert batch.is_response.tolist() == [[True, True, False], [True, False, False], [True, True, True]]
+    # states: a prompt's last token, then its response; the packed row is 4 1 2 | 5 6 3 | 7 7 7 7 7 7
+    assert batch.state_positions.tolist() == [0, 1, 2, 4, 5, 8, 9, 10, 11]
+    assert batch.predicting.tolist() == [0, 1, 3, 5, 6, 7]
+    assert batch.targets.tolist() == [1, 2, 3, 7, 7, 7]
+    assert batch.of_responses(torch.arange(1.0, 7.0)).tolist() == [[1, 2, 0], [3, 0, 0], [4, 5, 6]]
+    assert batch.of_states(torch.arange(1.0, 10.0)).tolist() == [[1, 2, 3, 0], [4, 5, 0, 0], [6, 7, 8, 9]]
+    assert given[1].tolist() == [3, 50, 50, 50, 50]
+
+
+def test_rows_are_filled_in_their_first_columns():
+    target = torch.full((3, 4), -1.0)
+    fill_rows(target, [2, 0], torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.float64))
+    assert target.tolist() == [[3.0, 4.0, -1.0, -1.0], [-1.0] * 4, [1.0, 2.0, -1.0, -1.0]]
+
+
+# --- log-probabilities -----------------------------------------------------------------------------------------------
 
 
 def responses(garbage: int) -> torch.Tensor:
     rows = [[3 + (7 * row + 2 * t) % 20 for t in range(length)] for row, length in enumerate(LENGTHS)]
     return torch.tensor([row + [garbage] * (6 - len(row)) for row in rows])
+
+
+def logprobs(model, temperature: float = 1.0, batch_size: int = 5, garbage: int = 0, pad_token_id: int = 0):
+    lengths = torch.tensor(LENGTHS)
+    return response_logprobs(
+        model, PROMPTS, responses(garbage), lengths, temperature, batch_size, pad_token_id=pad_token_id
+    )
+
+
+def statistics(model, batch, temperature: float = 1.0, **options):
+    states = hidden_states_at(backbone_of(model), batch.rows, batch.state_positions)
+    return response_statistics(model, batch, states, temperature, **options)
+
+
+@pytest.fixture
+def batch():
+    return make_batch(PROMPTS, responses(0), torch.tensor(LENGTHS), 0)
 
 
 def one_row_at_a_time(model, temperature: float) -> torch.Tensor:
@@ -35,123 +89,57 @@ def one_row_at_a_time(model, temperature: float) -> torch.Tensor:
     return expected
 
 
+@pytest.mark.parametrize(("batch_size", "temperature"), [(1, 0.7), (2, 2.0), (64, 1.0)])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("batch_size", [1, 2, 5, 64])
-def test_logprobs_equal_those_of_single_unpadded_rows_whatever_the_batch_size(make_model, kind, batch_size):
+def test_logprobs_are_those_of_single_unpadded_rows_whatever_the_batch_size(make_model, kind, batch_size, temperature):
     model = make_model(kind)
-    found = response_logprobs(model, PROMPTS, responses(0), torch.tensor(LENGTHS), 0.7, batch_size)
-    assert found.dtype == torch.float64
-    assert_close(found, one_row_at_a_time(model, 0.7), rtol=0.0, atol=1e-10)
+    found = logprobs(model, temperature, batch_size)
+    assert (found.dtype, found.requires_grad) == (torch.float64, False)
+    assert_close(found, one_row_at_a_time(model, temperature), rtol=0.0, atol=1e-10)
 
 
-def test_temperature_divides_the_logits(make_model):
-    model = make_model("llama")
-    for temperature in (0.5, 1.0, 2.0):
-        found = response_logprobs(model, PROMPTS, responses(0), torch.tensor(LENGTHS), temperature, 3)
-        assert_close(found, one_row_at_a_time(model, temperature), rtol=0.0, atol=1e-10)
-
-
-def test_padding_is_zero_and_neither_its_id_nor_what_stood_there_matters(make_model):
+def test_padding_is_zero_and_neither_its_id_nor_its_token_matters(make_model):
     model = make_model("gpt2")
     with torch.no_grad():
         model.transformer.wte.weight[1] = 1e4  # token 1 occurs in padding only: were it read, all would change
-    lengths = torch.tensor(LENGTHS)
-    plain = response_logprobs(model, PROMPTS, responses(0), lengths, 1.0, 5, pad_token_id=0)
-    poisoned = response_logprobs(model, PROMPTS, responses(22), lengths, 1.0, 5, pad_token_id=1)
-    is_padding = torch.arange(6) >= lengths[:, None]
-    assert torch.equal(plain[is_padding], torch.zeros(int(is_padding.sum()), dtype=torch.float64))
-    # the tied output layer sees token 1 as well, the same in both
-    assert torch.equal(plain, poisoned)
+    plain = logprobs(model)
+    assert not plain[torch.arange(6) >= torch.tensor(LENGTHS)[:, None]].any()
+    assert torch.equal(plain, logprobs(model, garbage=22, pad_token_id=1))
 
 
-def test_a_float32_model_gives_float32_without_gradient(make_model):
-    found = response_logprobs(make_model(dtype=torch.float32), PROMPTS, responses(0), torch.tensor(LENGTHS), 1.0, 5)
-    assert found.dtype == torch.float32
-    assert not found.requires_grad
-
-
-def test_half_precision_logits_are_widened(make_model):
+def test_half_precision_logits_are_widened(make_model, batch):
     model = make_model(dtype=torch.bfloat16)
-    packed = make_batch(PROMPTS[:2], responses(0)[:2], torch.tensor(LENGTHS[:2]), 0)
-    assert response_statistics(model, packed, 1.0).logprobs.dtype == torch.float32
-    assert response_logprobs(model, PROMPTS, responses(0), torch.tensor(LENGTHS), 1.0, 5).dtype == torch.float32
+    assert statistics(model, batch)[0].dtype == torch.float32
+    assert logprobs(model).dtype == torch.float32
 
 
-def test_scattered_rows_land_in_their_rows_and_first_columns():
-    target = torch.full((3, 4), -1.0)
-    scatter_rows(target, [2, 0], torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.float64))
-    assert target.tolist() == [[3.0, 4.0, -1.0, -1.0], [-1.0] * 4, [1.0, 2.0, -1.0, -1.0]]
-
-
-@pytest.mark.parametrize("options", [{}, {"with_entropy": True}], ids=["log-probabilities", "with entropy"])
-def test_logits_in_chunks_give_the_same_values_and_gradients_as_all_at_once(make_model, monkeypatch, options):
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_logits_in_chunks_give_the_values_and_gradients_of_all_at_once(make_model, monkeypatch, batch, with_entropy):
     found = []
-    for held in (2**24, 3 * 23, 23):  # all 19 tokens at once, 3 at a time, 1 at a time
-        monkeypatch.setattr(scoring, "LOGITS_HELD", held)
+    for held in (2**24, 3 * 23):  # all 19 tokens at once, 3 at a time
+        monkeypatch.setattr(module, "LOGITS_HELD", held)
         model = make_model("gpt2")
-        packed = make_batch(PROMPTS, responses(0), torch.tensor(LENGTHS), 0)
-        statistics = response_statistics(model, packed, 0.7, **options)
-        entropy = 0.0 if statistics.entropy is None else statistics.entropy.square().sum()
-        (statistics.logprobs.square().sum() + entropy).backward()
-        found.append((statistics, [p.grad for p in model.parameters()]))
-    for statistics, gradients in found[1:]:
-        assert_close(statistics.logprobs, found[0][0].logprobs, rtol=0.0, atol=1e-12)
-        for chunked, whole in zip(gradients, found[0][1], strict=True):
-            assert_close(chunked, whole, rtol=0.0, atol=1e-10)
+        tokens, entropy = statistics(model, batch, 0.7, with_entropy=with_entropy)
+        assert (entropy is not None) is with_entropy
+        (tokens.square().sum() + (entropy.square().sum() if with_entropy else 0.0)).backward()
+        found.append((tokens, entropy, [p.grad for p in model.parameters()]))
+    whole, chunked = found
+    assert_close(chunked[0], whole[0], rtol=0.0, atol=1e-12)
+    if with_entropy:
+        assert_close(chunked[1], whole[1], rtol=0.0, atol=1e-12)
+    for ours, theirs in zip(chunked[2], whole[2], strict=True):
+        assert_close(ours, theirs, rtol=0.0, atol=1e-10)
 
 
-def test_of_many_tokens_no_more_logits_are_held_than_the_limit(make_model, monkeypatch):
-    monkeypatch.setattr(scoring, "LOGITS_HELD", 4 * 23)
-    monkeypatch.setattr(compiled_shapes, "lacks_fast_instructions", lambda _: False)
+def test_logits_are_computed_for_response_tokens_alone_and_no_more_are_held_than_the_limit(
+    make_model, monkeypatch, batch
+):
     model, sizes = make_model("gpt2"), []
-    packed = make_batch(PROMPTS, responses(0), torch.tensor(LENGTHS), 0)
-    response_statistics(model, packed, 1.0)  # the first time it asks the model what it can
-    model.get_output_embeddings().register_forward_hook(lambda _, __, logits: sizes.append(logits.shape))
-    response_statistics(model, packed, 1.0).logprobs.sum().backward()
+    statistics(model, batch)  # the model is probed at the first call
+    model.get_output_embeddings().register_forward_hook(lambda _, __, logits: sizes.append(tuple(logits.shape)))
+    statistics(model, batch)
+    assert sizes == [(19, 23)]
+    sizes.clear()
+    monkeypatch.setattr(module, "LOGITS_HELD", 4 * 23)
+    statistics(model, batch)[0].sum().backward()
     assert sorted(sizes) == [(3, 23)] * 2 + [(4, 23)] * 8  # 5 chunks; the backward pass computes them again
-    sizes.clear()
-    with torch.autocast("cpu", torch.bfloat16):
-        response_statistics(model.float(), packed, 1.0)
-    assert sizes == [(4, 23)] * 5  # the last one filled up: each number of tokens is compiled here
-    sizes.clear()
-    monkeypatch.setattr(scoring, "LOGITS_HELD", 18 * 23)
-    with torch.autocast("cpu", torch.bfloat16):
-        response_statistics(model, packed, 1.0)
-    assert sizes == [(18, 23), (16, 23)]
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_gradients_of_the_heads_chunks_add_up_in_float32_under_autocast(monkeypatch, dtype):
-    """With autocast's cache all chunks would share one copy of the weight, and add up in its type."""
-    generator = torch.Generator().manual_seed(0)
-    states, targets = torch.randn(64, 8, generator=generator), torch.randint(31, (64,), generator=generator)
-    head = torch.nn.Linear(8, 31, bias=False)
-
-    def gradient() -> torch.Tensor:
-        head.weight.grad = None
-        with autocast(PPOConfig(dtype=dtype), torch.device("cpu"), keeps_copies=False):
-            logprobs, _ = scoring.token_statistics(head, states, targets, 1.0, 31)
-        logprobs.sum().backward()
-        return head.weight.grad
-
-    monkeypatch.setattr(scoring, "LOGITS_HELD", 8 * 31)
-    found = gradient()
-    of_chunks = []
-    monkeypatch.setattr(scoring, "LOGITS_HELD", 2**24)
-    for start in range(0, 64, 8):
-        chunk = slice(start, start + 8)
-        head.weight.grad = None
-        with autocast(PPOConfig(dtype=dtype), torch.device("cpu"), keeps_copies=False):
-            logprobs, _ = scoring.token_statistics(head, states[chunk], targets[chunk], 1.0, 31)
-        logprobs.sum().backward()
-        of_chunks.append(head.weight.grad)
-    assert_close(found, torch.stack(of_chunks).sum(0), rtol=0.0, atol=1e-5)
-
-
-def test_logits_are_computed_for_response_positions_alone(make_model):
-    model, rows = make_model("llama"), []
-    packed = make_batch(PROMPTS, responses(0), torch.tensor(LENGTHS), 0)
-    response_statistics(model, packed, 1.0)
-    model.get_output_embeddings().register_forward_hook(lambda _, inputs, __: rows.append(len(inputs[0])))
-    response_statistics(model, packed, 1.0)
-    assert rows == [19]

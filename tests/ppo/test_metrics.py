@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from ppo_rlhf.ppo.experience import Experience, Scores, ShapedRewards
-from ppo_rlhf.ppo.metrics import StepStatistics, iteration_metrics, peak_memory_bytes
+from ppo_rlhf.ppo.metrics import StepSums, iteration_metrics, peak_memory_bytes
 
 NAN = torch.nan
 STATUS = Path("/proc/self/status")
@@ -69,8 +70,12 @@ def experience(make_rollouts):
     return Experience(rollouts, scores, shaped, zero_padded(RETURNS), zero_padded(RETURNS))
 
 
-def step(*values: float) -> StepStatistics:
-    return StepStatistics(*(torch.tensor(value, dtype=torch.float64) for value in values), tokens=5)
+def step(*values: float) -> StepSums:
+    """Statistics of a step of 5 tokens from means over its tokens."""
+    names = [field.name for field in fields(StepSums) if field.name != "tokens"]
+    sums = {"approxkl", "policy_clipfrac", "value_clipfrac", "ratio"}
+    given = {name: 5 * value if name in sums else value for name, value in zip(names, values, strict=True)}
+    return StepSums(tokens=5, **{name: torch.tensor(value, dtype=torch.float64) for name, value in given.items()})
 
 
 STEPS = [
@@ -81,15 +86,13 @@ STEPS = [
 ]
 
 
-def state_after(episode: int, steps: int, skipped: int, scales: tuple[float, float] = (1.0, 1.0), **config: object):
-    scalers = {
-        name: SimpleNamespace(get_scale=lambda scale=scale: scale)
-        for name, scale in zip(("policy_scaler", "critic_scaler"), scales, strict=True)
-    }
+def state_after(episode: int, steps: int, skipped: int, scaler: object = None, **config: object) -> SimpleNamespace:
     settings = {"vf_coef": 0.25, "entropy_coef": 0.0, "kl_in": "reward", "dtype": "float32", **config}
     counters = {"episode": episode, "optimiser_steps": steps, "skipped_steps": skipped, "early_stops": 2}
-    device = torch.device("cpu")
-    return SimpleNamespace(config=SimpleNamespace(**settings), device=device, **counters, **scalers)
+    accelerator = SimpleNamespace(scaler=scaler, num_processes=1)
+    return SimpleNamespace(
+        config=SimpleNamespace(**settings), device=torch.device("cpu"), accelerator=accelerator, **counters
+    )
 
 
 @pytest.fixture
@@ -97,16 +100,13 @@ def metrics(experience):
     return iteration_metrics(experience, STEPS, state_after(96, 11, 1), (1e-5, 3e-5), optimise_seconds=4.0)
 
 
-def test_the_keys_are_those_of_the_design_and_one_for_each_component_of_the_reward(metrics):
+def test_the_keys_are_the_fixed_ones_and_one_for_each_component_and_every_value_is_a_finite_number(metrics):
     assert set(metrics) == KEYS | {"reward/model", "reward/shape"}
-
-
-def test_every_metric_is_a_plain_finite_number(metrics):
     assert all(type(value) is float and math.isfinite(value) for value in metrics.values())
 
 
-def close(value: float) -> object:
-    return pytest.approx(value, rel=1e-12, abs=1e-12)
+def close(value: float, tolerance: float = 1e-12) -> object:
+    return pytest.approx(value, rel=tolerance, abs=tolerance)
 
 
 def test_kl_is_summed_over_a_response_or_averaged_over_tokens(metrics):
@@ -155,17 +155,33 @@ def test_the_total_loss_has_every_term_with_its_coefficient(experience):
     state = state_after(96, 11, 1, vf_coef=0.25, entropy_coef=0.02, kl_in="loss")
     metrics = iteration_metrics(experience, STEPS, state, (1.0, 1.0), 1.0)
     assert metrics["loss/total"] == close(0.1 + 0.25 * 1.0 + 0.1 * 1.0 - 0.02 * 3.0)
-
-
-def test_a_reward_without_the_kl_has_no_part_but_the_score(experience):
-    metrics = iteration_metrics(experience, STEPS, state_after(96, 11, 1, kl_in="loss"), (1.0, 1.0), 1.0)
     assert metrics["objective/non_score_reward"] == 0.0
     assert metrics["objective/kl_estimate"] == close(sum(flat(PENALTY)) / 4)
 
 
-def test_the_loss_scale_is_the_smaller_one(experience):
-    state = state_after(96, 11, 1, scales=(1024.0, 512.0))
-    assert iteration_metrics(experience, STEPS, state, (1.0, 1.0), 1.0)["optimiser/loss_scale"] == 512.0
+def test_the_loss_scale_is_the_scalers_in_float16_and_else_1(experience, metrics):
+    state = state_after(96, 11, 1, scaler=SimpleNamespace(get_scale=lambda: 1024.0))
+    assert iteration_metrics(experience, STEPS, state, (1.0, 1.0), 1.0)["optimiser/loss_scale"] == 1024.0
+    assert metrics["optimiser/loss_scale"] == 1.0
+
+
+def test_micro_batches_add_up_to_their_minibatch():
+    """A loss comes divided by the minibatch's count; the other statistics as means over the micro-batch's tokens."""
+    step = StepSums(tokens=5)
+    for tokens, loss, ratio in ((2, 0.3, 1.5), (3, 0.1, 0.5)):
+        numbers = {"approxkl": torch.tensor(ratio), "clipfrac": torch.tensor(ratio)}
+        step.add(
+            policy=SimpleNamespace(loss=torch.tensor(loss), ratio=torch.tensor(ratio), **numbers),
+            value=SimpleNamespace(loss=torch.tensor(2 * loss), clipfrac=torch.tensor(1.0)),
+            kl=torch.tensor(0.0),
+            entropy=torch.tensor(loss),
+            tokens=torch.tensor(tokens),
+        )
+    assert float(step.policy_loss) == close(0.4, 1e-6)
+    assert float(step.value_loss) == close(0.8, 1e-6)
+    assert float(step.entropy) == close(0.4, 1e-6)
+    assert step.mean("ratio") == step.mean("approxkl") == close(0.9, 1e-6)
+    assert step.mean("value_clipfrac") == 1.0
 
 
 def test_explained_variance_compares_values_before_each_token_with_returns(metrics):

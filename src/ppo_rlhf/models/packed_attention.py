@@ -104,14 +104,17 @@ def use_packed_attention(model: PreTrainedModel) -> None:
         ValueError: The model's attention is not transformers' `sdpa`, or cannot be replaced.
     """
     _register()
+    if model.config._attn_implementation == NAME:  # a copy of a model that packs
+        return
     if model.config._attn_implementation != PADDED:
         raise ValueError(f"{type(model).__name__} attends by {model.config._attn_implementation}, not {PADDED}")
     model.set_attn_implementation(NAME)
 
 
 def use_padded_attention(model: PreTrainedModel) -> None:
-    """Undo `use_packed_attention`."""
-    model.set_attn_implementation(PADDED)
+    """Undo `use_packed_attention`; a model with another attention, `eager` say, keeps it."""
+    if model.config._attn_implementation == NAME:
+        model.set_attn_implementation(PADDED)
 
 
 def packed_hidden_states(backbone: PreTrainedModel, ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:

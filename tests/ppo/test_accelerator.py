@@ -1,0 +1,103 @@
+"""Device, precision and kernels of a run."""
+
+import pytest
+import torch
+
+from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.core.errors import ConfigError
+from ppo_rlhf.ppo.accelerator import (
+    autocast,
+    deterministic,
+    frozen_dtype,
+    make_accelerator,
+    precision_warning,
+    resolve_device,
+    trained_dtype,
+)
+from ppo_rlhf.ppo.build import check_device
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "trained", "frozen", "computed"),
+    [
+        ("float32", torch.float32, torch.float32, torch.float32),
+        ("bfloat16", torch.float32, torch.bfloat16, torch.bfloat16),
+        ("float64", torch.float64, torch.float64, torch.float64),
+    ],
+)
+def test_sixteen_bits_are_for_frozen_weights_and_products_and_what_trains_is_wider(dtype, trained, frozen, computed):
+    config = PPOConfig(dtype=dtype)
+    assert (trained_dtype(config), frozen_dtype(config)) == (trained, frozen)
+    layer, given = torch.nn.Linear(2, 2).to(trained), torch.ones(1, 2, dtype=trained)
+    with autocast(config, CPU):
+        assert layer(given).dtype == computed
+    assert layer(given).dtype == trained
+    assert make_accelerator(config, CPU).scaler is None
+    assert trained_dtype(PPOConfig(dtype="float16")) == torch.float32
+
+
+def test_runs_of_several_precisions_in_one_process_each_get_their_own():
+    for dtype, expected in (("bfloat16", "bf16"), ("float32", "no"), ("bfloat16", "bf16")):
+        assert make_accelerator(PPOConfig(dtype=dtype), CPU).mixed_precision == expected
+
+
+def test_auto_is_the_best_device_there_is(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert resolve_device("auto") == CPU
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert resolve_device("auto") == torch.device("cuda")
+    assert resolve_device("cpu") == CPU
+
+
+@pytest.mark.parametrize("name", ["gpu0", "cuda:2"])
+def test_a_device_that_torch_or_this_machine_does_not_have_is_refused(monkeypatch, name):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert resolve_device("cuda:1") == torch.device("cuda:1")
+    with pytest.raises(ConfigError, match=f"device={name}"):
+        resolve_device(name)
+
+
+def test_float16_on_the_cpu_is_refused():
+    with pytest.raises(ConfigError, match=r"ppo\.dtype=float16"):
+        PPOConfig(dtype="float16", device="cpu")
+    with pytest.raises(ConfigError, match=r"ppo\.dtype=float16"):  # where auto is the CPU
+        check_device(PPOConfig(dtype="float16"), CPU)
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "dtype", "device", "warns"),
+    [
+        ({"avx2": True, "avx512_bf16": False}, "bfloat16", "cpu", True),
+        ({"avx512_bf16": True}, "bfloat16", "cpu", False),
+        ({"avx2": True}, "float32", "cpu", False),
+        ({"avx2": True}, "bfloat16", "cuda", False),
+    ],
+)
+def test_a_processor_without_bfloat16_instructions_is_warned_of(monkeypatch, capabilities, dtype, device, warns):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    warning = precision_warning(PPOConfig(dtype=dtype), torch.device(device))
+    assert (warning is not None) is warns
+    if warning is not None:
+        assert "ppo.dtype=bfloat16" in warning
+        assert "float32" in warning
+
+
+@pytest.mark.parametrize("warned_only", [False, True])
+@pytest.mark.parametrize("before", [False, True])
+def test_deterministic_kernels_are_for_the_block_alone(before, warned_only):
+    def setting() -> tuple[bool, bool]:
+        return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+    torch.use_deterministic_algorithms(before, warn_only=warned_only)
+    try:
+        kept = setting()
+        with deterministic(PPOConfig(deterministic=False)):
+            assert setting() == kept
+        with pytest.raises(KeyError), deterministic(PPOConfig(deterministic=True)):  # noqa: PT012
+            assert setting() == (True, False)
+            raise KeyError
+        assert setting() == kept
+    finally:
+        torch.use_deterministic_algorithms(False)
