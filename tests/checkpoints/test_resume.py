@@ -46,7 +46,7 @@ def test_a_run_with_other_settings_is_refused_with_a_line_for_each(make_run, sav
 def test_another_batch_size_is_refused_and_the_same_batch_cut_otherwise_is_taken(make_run, saved):
     """On twice as many processes, the same two settings make twice the batch."""
     restore(make_run(per_device_train_batch_size=3, gradient_accumulation_steps=4).state, saved)
-    with pytest.raises(ConfigError, match="batch_size: 12 .* 24 now") as caught:
+    with pytest.raises(ConfigError, match=r"batch_size: 12 .* 24 now") as caught:
         restore(make_run(per_device_train_batch_size=12).state, saved)
     for name in ("ppo.per_device_train_batch_size", "ppo.gradient_accumulation_steps", "number of processes"):
         assert name in str(caught.value)
