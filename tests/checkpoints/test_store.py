@@ -20,6 +20,7 @@ from ppo_rlhf.checkpoints.files import (
     sweep_leftovers,
     verify_checkpoint,
 )
+from ppo_rlhf.checkpoints.resume import restore
 from ppo_rlhf.checkpoints.store import (
     CheckpointRequest,
     best_iteration,
@@ -219,7 +220,7 @@ def test_a_damaged_checkpoint_is_not_read_into_the_state(saved, make_run):
     run = make_run(model={"seed": 9})
     before = everything(run.state)
     with pytest.raises(CheckpointError, match=r"critic\.safetensors: damaged"):
-        read_checkpoint(saved, run.state)
+        restore(run.state, saved)
     assert_same(everything(run.state), before)
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ppo_rlhf.core.errors import CheckpointError
+from ppo_rlhf.models.directories import follow_umask
 
 log = logging.getLogger(__name__)
 
@@ -175,8 +176,7 @@ def _write_manifest(directory: Path, run: str, iteration: int) -> None:
     sizes = {path.relative_to(directory).as_posix(): _size_and_hash(path) for path in files}
     entries = {name: {"bytes": size, "sha256": digest} for name, (size, digest) in sizes.items()}
     manifest.write_text(json.dumps({"format": FORMAT, "run": run, "iteration": iteration, "files": entries}, indent=1))
-    for path in files:  # safetensors gives its files the mode 0600, whatever the umask
-        path.chmod(manifest.stat().st_mode)
+    follow_umask(directory)
     for path in [*files, manifest, *(p for p in directory.rglob("*") if p.is_dir()), directory]:
         _sync(path)
 

@@ -8,10 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ppo_rlhf.checkpoints.files import verify_checkpoint
 from ppo_rlhf.checkpoints.store import read_checkpoint, saved_batch_size, saved_config
 from ppo_rlhf.config import MODEL_PATHS, PPOConfig
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.ppo.state import TrainingState
+from ppo_rlhf.processes import is_main_process
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +64,7 @@ def restore(state: TrainingState, directory: Path) -> None:
         ConfigError: A setting differs that must not, or the batch has another size. Each has a line.
         CheckpointError: The checkpoint is damaged, or was made for other models.
     """
+    verify_checkpoint(directory)
     changes = config_changes(saved_config(directory), state.config)
     refused = [
         f"ppo.{name}: {before} in {directory}, {now} now; a resumed run keeps the settings that it began with"
@@ -78,4 +81,5 @@ def restore(state: TrainingState, directory: Path) -> None:
     if refused:
         raise ConfigError("\n".join(refused))
     read_checkpoint(directory, state)
-    log.info("Resumed after iteration %d of %d from %s.", state.iteration, state.total_iterations, directory)
+    if is_main_process():
+        log.info("Resumed after iteration %d of %d from %s.", state.iteration, state.total_iterations, directory)

@@ -23,7 +23,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from ppo_rlhf.checkpoints.files import checkpoint_name, read_json, verify_checkpoint, write_directory
+from ppo_rlhf.checkpoints.files import checkpoint_name, read_json, write_directory
 from ppo_rlhf.checkpoints.model_files import optimizers, read_models, save_tensors, write_models
 from ppo_rlhf.core.errors import CheckpointError
 from ppo_rlhf.models.adapters import has_adapter
@@ -72,12 +72,12 @@ def write_checkpoint(run_directory: Path, state: TrainingState) -> Path:
 def read_checkpoint(directory: Path, state: TrainingState) -> None:
     """Load a checkpoint into a freshly made state of the same models and configuration.
 
-    The weights are copied into the state's own parameters, so the files may be deleted afterwards.
+    `resume.restore` checks the files and the configuration before. The weights are copied into the state's own
+    parameters, so the files may be deleted afterwards.
 
     Raises:
-        CheckpointError: The checkpoint is damaged, or was made for other models.
+        CheckpointError: The checkpoint was made for other models.
     """
-    verify_checkpoint(directory)
     values = _state_values(directory)
     try:
         read_models(directory, state)
