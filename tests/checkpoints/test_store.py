@@ -3,8 +3,8 @@
 import json
 import os
 import shutil
+import stat
 from pathlib import Path
-from random import Random
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +20,7 @@ from ppo_rlhf.checkpoints.files import (
     sweep_leftovers,
     verify_checkpoint,
 )
+from ppo_rlhf.checkpoints.resume import restore
 from ppo_rlhf.checkpoints.store import (
     CheckpointRequest,
     best_iteration,
@@ -31,25 +32,9 @@ from ppo_rlhf.checkpoints.store import (
     write_checkpoint,
 )
 from ppo_rlhf.core.errors import CheckpointError
+from tests.checkpoints.support import assert_same, everything
 
-COUNTERS = ("iteration", "episode", "optimiser_steps", "skipped_steps", "skipped_in_a_row")
 TIMED = ("time/", "throughput/", "memory/")
-
-
-def everything(state, snapshot) -> dict[str, object]:
-    """All that training depends on, as one dictionary of tensors and plain values."""
-    tensors = {f"policy.{n}": t for n, t in snapshot(state.policy).items()}
-    tensors |= {f"critic.{n}": t for n, t in snapshot(state.critic).items()}
-    for name in ("policy_optimizer", "critic_optimizer"):
-        for index, moments in getattr(state, name).state_dict()["state"].items():
-            tensors |= {f"{name}.{index}.{key}": value.clone() for key, value in moments.items()}
-    return tensors
-
-
-def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
-    return first.keys() == second.keys() and all(
-        first[n].dtype == second[n].dtype and torch.equal(first[n], second[n]) for n in first
-    )
 
 
 @pytest.fixture
@@ -68,26 +53,22 @@ def saved(trained, tmp_path):
 # --- round trip ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "bitnet"])
-def test_a_checkpoint_gives_back_every_bit_of_the_state(make_run, snapshot, tmp_path, capsys, kind, dtype):
-    run = make_run(kind, dtype=dtype)
+def test_a_checkpoint_gives_back_every_bit_of_the_state_and_saving_changes_nothing(make_run, tmp_path):
+    run = make_run("gpt2")
     run.iteration()
     run.state.kl_controller.kl_coef = 0.0625
     run.state.skipped_steps, run.state.skipped_in_a_row = 7, 2
-    before = everything(run.state, snapshot)
+    before = everything(run.state)
     directory = write_checkpoint(tmp_path, run.state)
-    assert same(everything(run.state, snapshot), before)  # saving changes nothing
-    assert capsys.readouterr() == ("", "")  # and draws no bar of its own
-
-    fresh = make_run(kind, dtype=dtype, model={"seed": 9})
-    assert not same(everything(fresh.state, snapshot), before)
+    assert_same(everything(run.state), before)
+    fresh = make_run("gpt2", model={"seed": 9})
     read_checkpoint(directory, fresh.state)
-    assert same(everything(fresh.state, snapshot), before)
-    for name in COUNTERS:
+    assert_same(everything(fresh.state), before)
+    for name in ("iteration", "episode", "optimiser_steps", "skipped_steps", "skipped_in_a_row"):
         assert getattr(fresh.state, name) == getattr(run.state, name)
     assert fresh.state.kl_controller.kl_coef == 0.0625
-    assert fresh.state.history == run.state.history
+    assert fresh.state.history == run.state.history == saved_history(directory)
+    assert saved_config(directory)["seed"] == run.config.seed
 
 
 EVERY_STATE = {
@@ -101,27 +82,21 @@ EVERY_STATE = {
 }
 
 
-@pytest.mark.parametrize(
-    ("dtype", "options"),
-    [("float32", {}), ("float64", {}), ("float32", EVERY_STATE), ("bfloat16", EVERY_STATE), ("float16", EVERY_STATE)],
-    ids=lambda value: value if isinstance(value, str) else "-".join(value) or "defaults",
-)
-def test_going_on_from_a_checkpoint_equals_never_having_stopped(make_run, snapshot, tmp_path, caplog, dtype, options):
-    whole = make_run("gpt2", dtype=dtype, **options)
-    directory = None
+@pytest.mark.parametrize("options", [{"dtype": "float64"}, {"dtype": "bfloat16", **EVERY_STATE}], ids=len)
+def test_going_on_from_a_checkpoint_equals_never_having_stopped(make_run, tmp_path, caplog, options):
+    whole = make_run("gpt2", **options)
+    whole.iteration()
+    directory = write_checkpoint(tmp_path, whole.state)
     while not whole.state.finished:
         whole.iteration()
-        if whole.state.iteration == 1:
-            directory = write_checkpoint(tmp_path, whole.state)
-
     said = caplog.messages.copy()
     caplog.clear()
-    resumed = make_run("gpt2", dtype=dtype, **options)
+    resumed = make_run("gpt2", **options)
     read_checkpoint(directory, resumed.state)
-    shutil.rmtree(directory)  # nothing of the state may go on living in its files
+    shutil.rmtree(directory)  # nothing of the state may live on in the files
     while not resumed.state.finished:
         resumed.iteration()
-    assert same(everything(resumed.state, snapshot), everything(whole.state, snapshot))
+    assert_same(everything(resumed.state), everything(whole.state))
     histories = [
         [{k: v for k, v in row.items() if not k.startswith(TIMED)} for row in run.state.history]
         for run in (whole, resumed)
@@ -131,46 +106,26 @@ def test_going_on_from_a_checkpoint_equals_never_having_stopped(make_run, snapsh
     assert caplog.messages == said[len(said) - len(caplog.messages) :]  # no alarm twice
 
 
-def test_a_state_without_a_single_step_can_be_saved_and_read(make_run, snapshot, tmp_path):
-    run, fresh = make_run(), make_run(model={"seed": 9})
-    read_checkpoint(write_checkpoint(tmp_path, run.state), fresh.state)
-    assert same(everything(fresh.state, snapshot), everything(run.state, snapshot))
-
-
-def test_the_directory_holds_safetensors_and_json_only_and_the_policy_is_a_plain_model(saved):
-    names = {path.relative_to(saved).as_posix() for path in saved.rglob("*") if path.is_file()}
-    assert names >= {
-        "manifest.json",
-        "state.json",
-        "policy/config.json",
-        "policy/model.safetensors",
-        "policy/tokenizer.json",
-        "critic.safetensors",
-        "policy_optimizer.safetensors",
-        "critic_optimizer.safetensors",
-    }
+def test_the_directory_holds_safetensors_and_json_that_follow_the_umask(trained, tmp_path):
+    before = os.umask(0o027)
+    try:
+        directory = write_checkpoint(tmp_path / "run", trained.state)
+    finally:
+        os.umask(before)
+    names = files_of(directory)
+    assert {"state.json", "history.json", "policy/config.json", "policy/model.safetensors"} <= set(names)
     assert {name.rsplit(".", 1)[-1] for name in names} <= {"safetensors", "json", "jinja"}
-    assert saved.name == "iteration_000001"
-
-
-def test_the_metrics_of_every_iteration_are_kept_in_the_checkpoint(saved, trained):
-    assert saved_history(saved) == trained.state.history
-    assert len(trained.state.history) == 1
-
-
-def test_hyperparameters_are_kept_in_the_checkpoint(saved, trained):
-    kept = saved_config(saved)
-    assert kept["learning_rate"] == trained.config.learning_rate
-    assert kept["seed"] == trained.config.seed
+    assert {stat.S_IMODE((directory / name).stat().st_mode) for name in names} == {0o640}
 
 
 def test_a_checkpoint_of_another_architecture_is_refused(saved, make_run):
     other = make_run(model={"hidden_size": 32})
-    with pytest.raises(CheckpointError, match=r"iteration_000001: made for other models: "):
+    with pytest.raises(CheckpointError, match="iteration_000001: made for other models") as refusal:
         read_checkpoint(saved, other.state)
+    assert "\n" not in str(refusal.value)
 
 
-# --- integrity -------------------------------------------------------------------------------------------------------
+# --- damage ----------------------------------------------------------------------------------------------------------
 
 
 def files_of(directory):
@@ -183,64 +138,51 @@ def refusal(directory) -> str:
     return str(caught.value)
 
 
-def test_the_manifest_names_every_other_file_with_its_size_and_sha256(saved):
-    manifest = verify_checkpoint(saved)
-    assert manifest["iteration"] == 1
-    assert sorted([*manifest["files"], "manifest.json"]) == files_of(saved)
-    for name, entry in manifest["files"].items():
-        assert entry["bytes"] == (saved / name).stat().st_size
-        assert len(entry["sha256"]) == 64
+def flip(path: Path) -> None:
+    whole = bytearray(path.read_bytes())
+    whole[len(whole) // 2] ^= 1
+    path.write_bytes(whole)
 
 
-def test_one_changed_byte_in_any_file_is_refused_with_its_name(saved):
+@pytest.mark.parametrize("damage", [flip, lambda path: path.write_bytes(path.read_bytes()[:-1]), Path.unlink])
+def test_a_file_that_was_changed_cut_off_or_lost_is_refused_by_name(saved, damage):
     for name in files_of(saved):
-        if name == "manifest.json":
-            continue
         path = saved / name
         whole = path.read_bytes()
-        middle = len(whole) // 2
-        path.write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
-        assert refusal(saved) == f"{path}: damaged; size or SHA-256 differs from the manifest"
+        damage(path)
+        assert str(path) in refusal(saved) or name == "manifest.json"
         path.write_bytes(whole)
     verify_checkpoint(saved)
 
 
-def test_a_file_that_was_cut_off_is_refused_with_its_name(saved):
-    for name in files_of(saved):
-        path = saved / name
-        whole = path.read_bytes()
-        path.write_bytes(whole[:-1])
-        assert str(path) in refusal(saved)
-        path.write_bytes(whole)
-
-
-def test_a_missing_file_is_refused_with_its_name(saved):
-    for name in files_of(saved):
-        path = saved / name
-        whole = path.read_bytes()
-        path.unlink()
-        text = refusal(saved)
-        assert text.startswith(f"{path}: ")
-        if name != "manifest.json":
-            assert text == f"{path}: missing, though the manifest lists it"
-        path.write_bytes(whole)
-
-
-@pytest.mark.parametrize("flipped", [1, 7, 32])
-def test_a_manifest_with_any_byte_changed_is_refused(saved, flipped):
+@pytest.mark.parametrize("flipped", [1, 4, 32])
+def test_no_changed_byte_of_the_manifest_gives_other_content(saved, flipped):
     path = saved / "manifest.json"
     whole = path.read_bytes()
+    content = json.loads(whole)
     for position in range(0, len(whole), 3):
         path.write_bytes(whole[:position] + bytes([whole[position] ^ flipped]) + whole[position + 1 :])
-        assert refusal(saved).startswith(f"{path}: ")
+        if newest_whole_checkpoint(saved.parent) is not None:
+            assert json.loads(path.read_bytes()) == content  # a space has become another one
 
 
-def test_a_manifest_that_fits_other_files_but_not_its_own_hash_is_refused(saved):
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"files": 3}', '{"format": 3, "files": {"state.json": 3}}'])
+def test_a_manifest_that_is_none_is_refused(saved, content):
+    (saved / "manifest.json").write_text(content)
+    assert refusal(saved).startswith(f"{saved / 'manifest.json'}: ")
+
+
+def test_a_manifest_of_another_format_is_refused(saved):
     path = saved / "manifest.json"
-    manifest = json.loads(path.read_text())
-    manifest["iteration"] = 7
-    path.write_text(json.dumps(manifest, indent=1))
-    assert refusal(saved) == f"{path}: damaged; its content differs from its own SHA-256"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 1}))
+    assert "format 1" in refusal(saved)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}"])
+def test_a_state_that_is_none_is_refused(saved, content):
+    (saved / "state.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"state\.json"):
+        saved_config(saved)
 
 
 def test_a_file_that_was_added_is_refused_unless_it_is_hidden(saved):
@@ -248,92 +190,38 @@ def test_a_file_that_was_added_is_refused_unless_it_is_hidden(saved):
     verify_checkpoint(saved)
     added = saved / "policy" / "adapter_config.json"
     added.write_text("{}")
-    assert refusal(saved) == f"{added}: is not in the manifest; take it out of the checkpoint"
+    assert refusal(saved).startswith(f"{added}: ")
 
 
-def test_a_checkpoint_under_the_name_of_another_iteration_is_refused(saved):
+def test_a_checkpoint_under_the_name_of_another_iteration_or_run_is_refused(saved, tmp_path):
+    shutil.copytree(saved, tmp_path / "another" / saved.name)
+    assert newest_whole_checkpoint(tmp_path / "another") is None
     other = saved.rename(saved.with_name("iteration_000009"))
-    assert refusal(other) == f"{other / 'manifest.json'}: is of iteration 1, not of this directory"
-    verify_checkpoint(other.rename(saved.with_name("kept_for_later")))  # a name of one's own says nothing
-
-
-def mutated(kind: str, path: Path, other: Path, random: Random) -> None:
-    """Do one kind of damage to a file; `other` is the same file of another checkpoint of the same run."""
-    whole = path.read_bytes()
-    position = random.randrange(len(whole))
-    if kind == "flipped":
-        changed = whole[position] ^ (1 << random.randrange(8))
-        path.write_bytes(whole[:position] + bytes([changed]) + whole[position + 1 :])
-    elif kind == "truncated":
-        path.write_bytes(whole[:position])
-    elif kind == "missing":
-        path.unlink()
-    else:
-        path.write_bytes(other.read_bytes())
-
-
-def test_of_200_mutated_checkpoints_none_is_accepted(trained, saved, tmp_path):
-    trained.iteration()
-    second = write_checkpoint(saved.parent, trained.state)
-    random = Random(0)
-    kinds = ("flipped", "truncated", "missing", "swapped")
-    differing = [name for name in files_of(saved) if (saved / name).read_bytes() != (second / name).read_bytes()]
-    assert len(differing) >= 6  # the manifest, the state, the history and three or more files of tensors
-    accepted = []
-    for number in range(200):
-        kind = kinds[number % len(kinds)]
-        name = random.choice(differing if kind == "swapped" else files_of(saved))
-        run_directory = tmp_path / f"mutated_{number}" / saved.parent.name
-        copy = shutil.copytree(second, run_directory / second.name)
-        mutated(kind, copy / name, saved / name, random)
-        assert str(copy / name) in refusal(copy) or kind == "swapped"
-        if newest_whole_checkpoint(run_directory) is not None:
-            accepted.append((kind, name))
-        shutil.rmtree(run_directory)
-    assert accepted == []
-    assert newest_whole_checkpoint(saved.parent) == second  # what was copied is still whole
+    assert "iteration 1" in refusal(other)
+    verify_checkpoint(other.rename(saved.with_name("kept_for_later")))
 
 
 def test_the_newest_whole_checkpoint_is_the_one_before_a_damaged_one_which_is_named(trained, saved, caplog):
     trained.iteration()
     second = write_checkpoint(saved.parent, trained.state)
-    (second / "critic.safetensors").write_bytes(b"")
+    assert newest_whole_checkpoint(saved.parent) == second
+    flip(second / "critic.safetensors")
     assert newest_whole_checkpoint(saved.parent) == saved
-    assert caplog.messages == [
-        f"A damaged checkpoint is left out: {second / 'critic.safetensors'}: damaged; size or SHA-256 differs from the "
-        "manifest"
-    ]
+    assert str(second / "critic.safetensors") in caplog.text
+    (second / "manifest.json").write_text("{")
+    assert newest_whole_checkpoint(saved.parent) == saved
     (saved / "state.json").unlink()
     assert newest_whole_checkpoint(saved.parent) is None
     assert newest_whole_checkpoint(saved.parent / "nothing") is None
 
 
-def test_a_checkpoint_of_another_run_is_no_whole_checkpoint_of_this_one(saved, tmp_path, caplog):
-    shutil.copytree(saved, tmp_path / "another" / saved.name)
-    assert newest_whole_checkpoint(tmp_path / "another") is None
-    assert caplog.messages[0].endswith("manifest.json: is of run run, not of this directory")
-
-
-@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"files": 3}', '{"format": 2, "files": {"state.json": 3}}'])
-def test_a_manifest_that_is_none_is_refused(saved, content):
-    (saved / "manifest.json").write_text(content)
-    assert str(saved) in refusal(saved)
-
-
-def test_a_manifest_of_another_format_is_refused(saved):
-    path = saved / "manifest.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 1}))
-    assert refusal(saved) == f"{path}: format 1, this version reads format 2"
-
-
-def test_a_damaged_checkpoint_is_not_read_into_the_state(saved, make_run, snapshot):
-    weights = saved / "critic.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1])
+def test_a_damaged_checkpoint_is_not_read_into_the_state(saved, make_run):
+    flip(saved / "critic.safetensors")
     run = make_run(model={"seed": 9})
-    before = everything(run.state, snapshot)
+    before = everything(run.state)
     with pytest.raises(CheckpointError, match=r"critic\.safetensors: damaged"):
-        read_checkpoint(saved, run.state)
-    assert same(everything(run.state, snapshot), before)
+        restore(run.state, saved)
+    assert_same(everything(run.state), before)
 
 
 # --- writing that fails ----------------------------------------------------------------------------------------------
@@ -349,34 +237,21 @@ def break_at(monkeypatch, name: str, error: BaseException):
 @pytest.mark.parametrize(
     ("stage", "error"),
     [
-        ("save_file", OSError(28, "No space left on device")),
-        ("save_file", SafetensorError("I/O error: No space left on device")),
-        ("_write_manifest", PermissionError(13, "Permission denied")),
-        ("_sha256", OSError(5, "Input/output error")),
-        ("_sync", OSError(5, "Input/output error")),
+        ("save_tensors", OSError(28, "No space left on device")),
+        ("save_tensors", SafetensorError("I/O error: No space left on device")),
+        ("_write_manifest", SystemExit(143)),
+        ("_sync", KeyboardInterrupt()),
     ],
-    ids=["disk full", "disk full in safetensors", "no permission", "unreadable", "unsynced"],
 )
-def test_a_failure_while_writing_is_one_error_that_leaves_the_earlier_checkpoint_and_no_temporary(
+def test_a_failure_or_a_signal_while_writing_leaves_the_earlier_checkpoint_and_no_temporary(
     trained, saved, monkeypatch, stage, error
 ):
-    earlier = {name: (saved / name).read_bytes() for name in files_of(saved)}
     trained.iteration()
     break_at(monkeypatch, stage, error)
-    with pytest.raises(CheckpointError) as caught:
-        write_checkpoint(saved.parent, trained.state)
-    assert str(caught.value) == f"{saved.parent / 'iteration_000002'}: cannot write the checkpoint: {error}"
-    assert [path.name for path in saved.parent.iterdir()] == ["iteration_000001"]
-    assert {name: (saved / name).read_bytes() for name in files_of(saved)} == earlier
-
-
-@pytest.mark.parametrize("error", [SystemExit(143), KeyboardInterrupt()], ids=["SIGTERM", "Ctrl-C"])
-def test_a_signal_while_writing_goes_through_and_leaves_no_temporary(trained, saved, monkeypatch, error):
-    trained.iteration()
-    break_at(monkeypatch, "_write_manifest", error)
-    with pytest.raises(type(error)):
+    with pytest.raises(CheckpointError if isinstance(error, Exception) else type(error)):
         write_checkpoint(saved.parent, trained.state)
     assert [path.name for path in saved.parent.iterdir()] == ["iteration_000001"]
+    verify_checkpoint(saved)
 
 
 def test_a_failed_rename_over_a_checkpoint_of_the_same_iteration_leaves_that_one_whole(trained, saved, monkeypatch):
@@ -394,7 +269,7 @@ def test_a_failed_rename_over_a_checkpoint_of_the_same_iteration_leaves_that_one
     verify_checkpoint(saved)
 
 
-def test_a_checkpoint_of_the_same_iteration_is_replaced(trained, saved, make_run, snapshot):
+def test_a_checkpoint_of_the_same_iteration_is_replaced(trained, saved, make_run):
     with torch.no_grad():
         trained.state.critic.value_head.bias.fill_(3.5)
     assert write_checkpoint(saved.parent, trained.state) == saved
@@ -404,39 +279,22 @@ def test_a_checkpoint_of_the_same_iteration_is_replaced(trained, saved, make_run
     assert float(fresh.state.critic.value_head.bias.detach()) == 3.5
 
 
-def test_a_place_that_cannot_be_written_is_one_error(trained, tmp_path):
-    (tmp_path / "file").write_text("in the way")
-    with pytest.raises(CheckpointError, match="cannot write the checkpoint"):
-        write_checkpoint(tmp_path / "file" / "run", trained.state)
-
-
-def test_a_checkpoint_larger_than_the_free_space_is_refused_before_a_byte_is_written(trained, saved, monkeypatch):
-    trained.iteration()
-    free = checkpoint_bytes(trained.state) - 1
-    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=free))
-    with pytest.raises(CheckpointError) as caught:
-        write_checkpoint(saved.parent, trained.state)
-    assert str(caught.value) == (
-        f"{saved.parent}: about 17 MB do not fit, 17 MB are free. Free space, lower ppo.save_total_limit, or set "
-        "data_root to a place on a larger disk"
-    )
-    assert [path.name for path in saved.parent.iterdir()] == ["iteration_000001"]
-    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=free + 1))
-    write_checkpoint(saved.parent, trained.state)
-
-
-def test_space_is_looked_for_where_the_run_directory_will_be_made(trained, tmp_path, monkeypatch):
-    asked = []
-    monkeypatch.setattr(shutil, "disk_usage", lambda place: asked.append(place) or SimpleNamespace(free=10**7))
-    with pytest.raises(CheckpointError, match=r"run: 3 checkpoints of about 17 MB each do not fit, 10 MB are free"):
-        check_free_space(tmp_path / "not" / "there" / "run", trained.state, copies=3)
-    assert asked == [tmp_path]
+def test_a_checkpoint_larger_than_the_free_space_is_refused_before_a_byte_is_written(trained, tmp_path, monkeypatch):
+    free, run_directory = checkpoint_bytes(trained.state), tmp_path / "not" / "there" / "run"
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=free - (place == tmp_path)))
+    with pytest.raises(CheckpointError, match=r"17 MB do not fit, 17 MB are free.*ppo\.save_total_limit"):
+        write_checkpoint(run_directory, trained.state)
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    write_checkpoint(run_directory, trained.state)
+    with pytest.raises(CheckpointError):
+        check_free_space(run_directory, trained.state, copies=2)
 
 
 def test_the_expected_size_holds_weights_and_two_moments_of_both_models(trained, saved):
-    tensors = [p.stat().st_size for p in saved.rglob("*.safetensors") if p.name != "history.safetensors"]
+    tensors = sum(p.stat().st_size for p in saved.rglob("*.safetensors"))
     expected = checkpoint_bytes(trained.state)
-    assert sum(tensors) * 0.9 < expected - 16 * 2**20 <= sum(tensors)  # files have headers; the state has some slack
+    assert tensors * 0.9 < expected - 16 * 2**20 <= tensors  # files have headers; the state has some slack
     assert sum(p.stat().st_size for p in saved.rglob("*") if p.is_file()) < expected
 
 
@@ -462,10 +320,10 @@ def test_a_checkpoint_whose_replacement_was_killed_between_two_renames_is_given_
     verify_checkpoint(saved)
 
 
-STEPS_OF_WRITING = 40
+STEPS_OF_WRITING = 60
 
 
-def test_a_kill_at_any_step_of_writing_leaves_the_earlier_checkpoint_or_the_new_one(trained, saved, tmp_path):
+def test_a_kill_at_any_step_of_writing_leaves_the_earlier_checkpoint_or_the_new_one(trained, saved):
     """Every change that the process makes to the disk is counted; a forked child dies right before the n-th one."""
     earlier = {name: (saved / name).read_bytes() for name in files_of(saved)}
     trained.iteration()
@@ -485,11 +343,13 @@ def test_a_kill_at_any_step_of_writing_leaves_the_earlier_checkpoint_or_the_new_
         sweep_leftovers(saved.parent)
         assert checkpoint_iterations(saved.parent) == [1] if whole == saved else [1, 2]
         shutil.rmtree(saved.with_name("iteration_000002"), ignore_errors=True)
-    assert 0 < finished < STEPS_OF_WRITING  # the steps reach from the first change to beyond the last
+        if finished == 2:
+            break
+    assert 0 < finished < step  # the steps reach from the first change to beyond the last
 
 
 def die_before_step(step: int) -> None:
-    """Let this process kill itself before its `step`-th fsync, rename or mkdir."""
+    """Let this process kill itself before its `step`-th fsync, rename, chmod, mkdir or open."""
     count = 0
 
     def counted(call):
@@ -502,11 +362,11 @@ def die_before_step(step: int) -> None:
 
         return wrapper
 
-    for module, name in ((os, "fsync"), (os, "rename"), (os, "mkdir"), (os, "open")):
-        setattr(module, name, counted(getattr(module, name)))
+    for name in ("fsync", "rename", "chmod", "mkdir", "open"):
+        setattr(os, name, counted(getattr(os, name)))
 
 
-# --- what is kept ----------------------------------------------------------------------------------------------------
+# --- kept checkpoints ------------------------------------------------------------------------------------------------
 
 
 def run_with(tmp_path, *iterations):
@@ -514,14 +374,6 @@ def run_with(tmp_path, *iterations):
         (tmp_path / checkpoint_name(iteration) / "policy").mkdir(parents=True)
         (tmp_path / checkpoint_name(iteration) / "policy" / "weights").write_text("w")
     return tmp_path
-
-
-def test_names_sort_in_time():
-    assert [checkpoint_name(i) for i in (1, 90, 1234567)] == [
-        "iteration_000001",
-        "iteration_000090",
-        "iteration_1234567",
-    ]
 
 
 def test_iterations_are_listed_in_order_without_temporaries_and_strangers(tmp_path):
@@ -533,20 +385,19 @@ def test_iterations_are_listed_in_order_without_temporaries_and_strangers(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("keep", "best", "left"),
+    ("keep", "best", "newest", "left"),
     [
-        (2, None, [40, 50]),
-        (2, 50, [40, 50]),
-        (2, 20, [20, 40, 50]),
-        (1, 10, [10, 50]),
-        (5, None, [10, 20, 30, 40, 50]),
-        (9, 10, [10, 20, 30, 40, 50]),
-        (2, 35, [40, 50]),  # a best that has no checkpoint
+        (2, None, None, [40, 50]),
+        (2, 20, None, [20, 40, 50]),
+        (1, 10, None, [10, 50]),
+        (9, 10, None, [10, 20, 30, 40, 50]),
+        (2, 35, None, [40, 50]),  # a best that has no checkpoint
+        (1, None, 30, [30, 40, 50]),  # a run that went back to 30
     ],
 )
-def test_pruning_keeps_the_newest_and_the_best(tmp_path, keep, best, left):
+def test_pruning_keeps_the_newest_and_the_best(tmp_path, keep, best, newest, left):
     run_with(tmp_path, 10, 20, 30, 40, 50)
-    deleted = prune_checkpoints(tmp_path, keep, best)
+    deleted = prune_checkpoints(tmp_path, keep, best, newest)
     assert checkpoint_iterations(tmp_path) == left
     assert sorted(path.name for path in deleted) == [checkpoint_name(i) for i in (10, 20, 30, 40, 50) if i not in left]
     assert len(list(tmp_path.iterdir())) == len(left)
@@ -565,11 +416,12 @@ def test_a_checkpoint_whose_deletion_is_cut_short_is_not_found_any_more(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("iteration", "interval", "due"), [(1, 2, False), (2, 2, True), (3, 2, True), (3, 10, True), (1, 1, True)]
+    ("iteration", "interval", "stopping", "due"),
+    [(1, 2, False, False), (2, 2, False, True), (3, 10, False, True), (1, 2, True, True)],
 )
-def test_a_checkpoint_is_due_at_every_interval_and_at_the_end(make_run, iteration, interval, due):
+def test_a_checkpoint_is_due_at_every_interval_at_the_end_and_on_a_signal(make_run, iteration, interval, stopping, due):
     state = make_run(save_interval=interval).state  # 3 iterations
-    state.iteration = iteration
+    state.iteration, state.stopping = iteration, stopping
     assert CheckpointRequest(state).due is due
 
 
@@ -581,16 +433,10 @@ def row(iteration, kl, reward, **judge):
     ("rows", "best"),
     [
         ([], None),
-        ([row(10, 1.0, 0.5)], 10),
         ([row(10, 1.0, 0.5), row(20, 2.0, 0.9), row(30, 3.0, 0.7)], 20),
-        ([row(10, 1.0, 0.5), row(20, 25.0, 0.9)], 10),  # beyond the alarm
-        ([row(10, 20.0, 0.5)], 10),  # on the alarm
-        ([row(10, 20.1, 0.5)], None),
-        ([row(10, 1.0, 0.5), row(20, 1.0, 0.5)], 20),  # of equals the later
-        (
-            [row(10, 1.0, 0.9, **{"eval/judge_score": 0.1}), row(20, 1.0, 0.2, **{"eval/judge_score": 0.3})],
-            20,  # the judge decides, not the reward
-        ),
+        ([row(10, 20.0, 0.5), row(20, 20.1, 0.9)], 10),  # the second is beyond the alarm
+        ([row(10, 1.0, 0.5), row(20, 1.0, 0.5)], 20),  # the later of equals
+        ([row(10, 1.0, 0.9, **{"eval/judge_score": 0.1}), row(20, 1.0, 0.2, **{"eval/judge_score": 0.3})], 20),
     ],
 )
 def test_the_best_iteration_has_the_highest_judge_score_else_reward_below_the_alarm(rows, best):

@@ -13,7 +13,7 @@ import pytest
 import torch
 from kedro.io import DataCatalog, MemoryDataset
 from torch import Tensor
-from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2ForSequenceClassification
 
 from ppo_rlhf.core.errors import CheckpointError, ConfigError, DataError, ModelError, RewardError
 from ppo_rlhf.core.randomness import episode_prompts
@@ -24,7 +24,6 @@ from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.models.tokenizers import train_word_tokenizer
 from ppo_rlhf.pipelines.ppo.pipeline import create_pipeline
-from ppo_rlhf.ppo import precision
 from ppo_rlhf.rewards.scorers import RewardConfig, RewardScorer
 from ppo_rlhf.runner import LoopRunner
 from ppo_rlhf.training import PPOConfig, PPOTrainer
@@ -111,40 +110,33 @@ def pipeline_run(
 OPTIONS = [
     {},
     {"value_model": "shared", "kl_controller": "adaptive", "kl_target": 1.0, "kl_horizon": 8.0, "ema_decay": 0.9},
-    {"use_peft": True, "lora_r": 2},
-    {"dtype": "bfloat16", "responses_per_prompt": 2},
+    {"use_peft": True, "lora_r": 2, "dtype": "bfloat16"},
 ]
 FUNCTION = {"type": "function", "function": "tests.training.test_trainer:early_letters"}
 
 
 @pytest.mark.parametrize("settings", OPTIONS, ids=lambda settings: "-".join(settings) or "default")
-@pytest.mark.parametrize("as_objects", [False, True], ids=["paths", "objects"])
-def test_training_is_the_pipelines_bit_for_bit(sft: str, tmp_path: Path, settings: dict[str, Any], as_objects: bool):
+def test_training_is_the_pipelines_bit_for_bit(sft: str, tmp_path: Path, settings: dict[str, Any]):
+    """From paths; with the default settings from objects, too."""
     outputs = pipeline_run(sft, config(**settings), FUNCTION)
-    exported = outputs["ppo_policy"].load()
-    exported.save(tmp_path / "of_the_pipeline")
-    policy = PretrainedHandle(sft).causal_lm() if as_objects else sft
-    trainer = PPOTrainer(
-        config(**settings),
-        policy,
-        None,
-        PretrainedHandle(sft).tokenizer() if as_objects else None,
-        reward=early_letters,
-        prompts=PROMPTS,
-    )
-    history = trainer.train()
-    expected = outputs["checkpoint"].load().state.history
-    assert len(history) == 3
-    assert repeatable(history) == repeatable(expected)
-    trainer.save_pretrained(tmp_path / "of_the_trainer")
-    for folder in ("", "ema") if "ema_decay" in settings else ("",):
-        found, wanted = (
-            weights(PretrainedHandle(str(tmp_path / name / folder)).causal_lm())
-            for name in ("of_the_trainer", "of_the_pipeline")
-        )
-        assert_same_bits(found, wanted)
-    untrained = weights(PretrainedHandle(sft).causal_lm())
-    assert any(not torch.equal(found[name], untrained[name]) for name in untrained)
+    outputs["ppo_policy"].load().save(tmp_path / "pipeline")
+    expected = repeatable(outputs["checkpoint"].load().state.history)
+    given: list[tuple[Any, ...]] = [(sft,)]
+    if not settings:
+        given.append((PretrainedHandle(sft).causal_lm(), None, PretrainedHandle(sft).tokenizer()))
+    for number, models in enumerate(given):
+        trainer = PPOTrainer(config(**settings), *models, reward=early_letters, prompts=PROMPTS)
+        assert repeatable(trainer.train()) == expected
+        assert len(expected) == 3
+        trainer.save_pretrained(tmp_path / str(number))
+        for folder in ("", "ema") if "ema_decay" in settings else ("",):
+            found, wanted = (exported(tmp_path / name / folder) for name in (str(number), "pipeline"))
+            assert_same_bits(found, wanted)
+            assert any(not torch.equal(wanted[name], before) for name, before in exported(sft).items())
+
+
+def exported(folder: str | Path) -> dict[str, Tensor]:
+    return weights(PretrainedHandle(str(folder)).causal_lm())
 
 
 @pytest.fixture
@@ -155,50 +147,37 @@ def reward_model(tmp_path: Path) -> str:
     return save(tmp_path / "reward", model)
 
 
-@pytest.mark.parametrize("as_objects", [False, True], ids=["paths", "objects"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_with_a_reward_model_training_is_the_pipelines_bit_for_bit(
-    sft: str, reward_model: str, dtype: str, as_objects: bool
-):
-    settings = {"value_model": "reward_init", "dtype": dtype}
+def test_with_a_reward_model_training_is_the_pipelines_bit_for_bit(sft: str, reward_model: str):
+    """Given as a path, as an object, and by the configuration."""
+    settings = {"value_model": "reward_init"}
     outputs = pipeline_run(sft, config(**settings), {"type": "model"}, reward_model)
-    handle = PretrainedHandle(reward_model)
-    reward = (CausalLMRewardModel.from_pretrained(reward_model), handle.tokenizer()) if as_objects else reward_model
-    trainer = trainer_of(sft, config(**settings), reward=reward)
-    assert repeatable(trainer.train()) == repeatable(outputs["checkpoint"].load().state.history)
-    assert_same_bits(weights(trainer.policy), weights(outputs["ppo_policy"].load().model))
-
-
-def test_paths_may_come_from_the_configuration(sft: str, reward_model: str):
-    by_configuration = PPOTrainer(config(sft_model_path=sft, reward_model_path=reward_model), prompts=PROMPTS)
-    by_argument = trainer_of(sft, reward=reward_model)
-    assert repeatable(by_configuration.train()) == repeatable(by_argument.train())
+    expected = repeatable(outputs["checkpoint"].load().state.history)
+    as_object = (CausalLMRewardModel.from_pretrained(reward_model), PretrainedHandle(reward_model).tokenizer())
+    by_configuration = config(**settings, sft_model_path=sft, reward_model_path=reward_model)
+    for trainer in (
+        trainer_of(sft, config(**settings), reward=reward_model),
+        trainer_of(sft, config(**settings), reward=as_object),
+        PPOTrainer(by_configuration, prompts=PROMPTS),
+    ):
+        assert repeatable(trainer.train()) == expected
+        assert_same_bits(weights(trainer.policy), weights(outputs["ppo_policy"].load().model))
 
 
 def test_a_reward_model_without_a_tokenizer_reads_the_policys_ids(sft: str, reward_model: str):
     alone = trainer_of(sft, reward=CausalLMRewardModel.from_pretrained(reward_model))
     assert repeatable(alone.train()) == repeatable(trainer_of(sft, reward=reward_model).train())
-    with pytest.raises(ModelError, match="reward model's vocabulary has 30 tokens, the policy's 25; give reward=\\(mo"):
+    with pytest.raises(ModelError, match="vocabulary"):
         trainer_of(sft, reward=CausalLMRewardModel.from_causal_lm(tiny_model(vocab_size=30)))
 
 
-@pytest.mark.parametrize("given", ["path", "configuration", "objects"])
-def test_a_critic_cannot_start_as_a_reward_model_that_reads_other_ids(sft: str, tmp_path: Path, given: str):
+def test_a_critic_cannot_start_as_a_reward_model_that_reads_other_ids(sft: str, tmp_path: Path):
     """Both models have 25 ids, but the same id is another word."""
     model, other = CausalLMRewardModel.from_causal_lm(tiny_model(seed=5)), train_word_tokenizer(PROMPTS, 32)
     path = save(tmp_path / "reward", model, other)
-    reward = {"path": path, "configuration": RewardConfig(components=[{"type": "model"}]), "objects": (model, other)}
-
-    def trainer(**settings: Any) -> PPOTrainer:
-        return trainer_of(sft, config(reward_model_path=path, **settings), reward=reward[given])
-
-    with pytest.raises(ModelError) as caught:
-        trainer(value_model="reward_init")
-    assert str(caught.value) == (
-        "PPOTrainer: ppo.value_model=reward_init: the reward model reads another vocabulary than the policy; set "
-        "ppo.value_model=separate"
-    )
-    trainer()
+    for reward in (path, (model, other)):
+        with pytest.raises(ModelError, match="reward_init"):
+            trainer_of(sft, config(value_model="reward_init"), reward=reward)
+        trainer_of(sft, reward=reward)
 
 
 def test_dropout_of_a_model_object_is_switched_off(tmp_path: Path):
@@ -207,8 +186,7 @@ def test_dropout_of_a_model_object_is_switched_off(tmp_path: Path):
     path = save(tmp_path / "gpt2", model)
     checkpointed = config(gradient_checkpointing=True)  # which puts the models into training mode
     as_object = PPOTrainer(checkpointed, model, None, word_tokenizer(), reward=early_letters, prompts=PROMPTS)
-    plain = trainer_of(path, config(side_by_side=False))  # as with gradient checkpointing
-    assert repeatable(as_object.train()) == repeatable(plain.train())
+    assert repeatable(as_object.train()) == repeatable(trainer_of(path).train())
 
 
 def in_order(trainer: PPOTrainer, iteration: int, prompts: list[str]) -> list[Tensor]:
@@ -216,27 +194,23 @@ def in_order(trainer: PPOTrainer, iteration: int, prompts: list[str]) -> list[Te
     return [trainer.tokenizer(prompts[index], return_tensors="pt")["input_ids"] for index in chosen]
 
 
-@pytest.mark.parametrize("one_at_a_time", [False, True])
-def test_generate_and_step_over_the_same_prompts_are_the_loop(sft: str, one_at_a_time: bool):
+def test_generate_and_step_over_the_same_prompts_are_the_loop(sft: str):
     settings = config(dtype="float64")
-    loop, legacy = trainer_of(sft, settings), PPOTrainer(settings, sft)
+    loop, whole, one_by_one = trainer_of(sft, settings), PPOTrainer(settings, sft), PPOTrainer(settings, sft)
     loop.train()
     for iteration in (1, 2, 3):
-        queries = in_order(legacy, iteration, PROMPTS)
-        if one_at_a_time:
-            answers = [legacy.generate(query[0], return_prompt=False) for query in queries]
-            assert all(answer.shape[0] == 1 and answer.dim() == 2 for answer in answers)
-        else:
-            answers = legacy.generate(queries, return_prompt=False)
-        texts = legacy.tokenizer.batch_decode([answer.squeeze(0) for answer in answers], skip_special_tokens=True)
-        legacy.step(queries, answers, [torch.tensor(score) for score in early_letters([], texts)])
+        queries = in_order(whole, iteration, PROMPTS)
+        answers = whole.generate(queries, return_prompt=False)
+        single = [one_by_one.generate(query[0], return_prompt=False) for query in queries]
+        assert [row[0].tolist() for row in single] == [row.tolist() for row in answers]
+        scores = early_letters([], whole.tokenizer.batch_decode(answers, skip_special_tokens=True))
+        whole.step(queries, answers, scores)
+        one_by_one.step(queries, single, [torch.tensor(score) for score in scores])
     without = ("reward/", "policy/rollout_logprob_gap")
-    for found, expected in zip(repeatable(legacy.history, *without), repeatable(loop.history, *without), strict=True):
+    for found, expected in zip(repeatable(whole.history, *without), repeatable(loop.history, *without), strict=True):
         assert found == pytest.approx(expected, rel=1e-6, abs=1e-9)
-    for name, tensor in weights(loop.policy).items():
-        torch.testing.assert_close(weights(legacy.policy)[name], tensor, rtol=0.0, atol=1e-7)
-    if not one_at_a_time:
-        assert_same_bits(weights(legacy.policy), weights(loop.policy))
+    assert_same_bits(weights(whole.policy), weights(loop.policy))
+    assert_same_bits(weights(one_by_one.policy), weights(loop.policy))
 
 
 QUERIES = [torch.tensor([4, 5, 6]), torch.tensor([7]), torch.tensor([8, 9]), torch.tensor([10])]
@@ -269,28 +243,15 @@ def test_fewer_tokens_are_the_beginning_of_more_tokens(sft: str):
     assert [row.tolist() for row in sampled] == [row.tolist() for row in fewer]
 
 
-def test_the_arguments_of_the_legacy_example_work(sft: str):
+def test_the_arguments_of_trls_example_work_and_greedy_tokens_are_those_of_transformers(sft: str):
     legacy = {"min_length": -1, "top_k": 0.0, "top_p": 1.0, "do_sample": True, "pad_token_id": END}
     found = PPOTrainer(config(), sft).generate(QUERIES, **legacy)
     assert [row.tolist() for row in found] == [row.tolist() for row in PPOTrainer(config(), sft).generate(QUERIES)]
-
-
-def test_without_sampling_the_tokens_are_those_of_transformers_greedy_search(sft: str):
     found = PPOTrainer(config(), sft).generate(QUERIES, do_sample=False)
     model = PretrainedHandle(sft).causal_lm()
     for query, row in zip(QUERIES, found, strict=True):
         greedy = model.generate(query[None], do_sample=False, max_new_tokens=6, eos_token_id=END, pad_token_id=PAD)
         assert row.tolist() == greedy[0].tolist()
-
-
-def test_an_end_of_text_outside_the_vocabulary_ends_nothing_and_least_lengths_hold():
-    """A configuration made by hand keeps GPT-2's own end of text."""
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=25, n_embd=16, n_layer=1, n_head=2, n_positions=32))
-    assert model.generation_config.eos_token_id == 50256
-    settings = config(min_response_length=3)
-    trainer = PPOTrainer(settings, model, None, word_tokenizer(), reward=early_letters, prompts=PROMPTS)
-    assert trainer.state.sampling.stop_token_ids == (END,)
-    assert trainer.train()[0]["response/length"] >= 3.0
 
 
 def test_stop_tokens_and_least_lengths_can_be_given(sft: str):
@@ -299,68 +260,59 @@ def test_stop_tokens_and_least_lengths_can_be_given(sft: str):
     anything = list(range(len(VOCABULARY)))
     assert {len(row) for row in trainer.generate(queries, return_prompt=False, eos_token_id=anything)} == {1}
     assert {len(row) for row in trainer.generate(queries, return_prompt=False, eos_token_id=100_000)} == {6}
-    assert min(len(row) for row in trainer.generate(queries, return_prompt=False, min_new_tokens=4)) >= 4
     assert min(len(row) for row in trainer.generate(queries, return_prompt=False)) < 4
     both = trainer.generate(queries, return_prompt=False, min_new_tokens=4, min_length=-1)
     assert min(map(len, both)) >= 4
 
 
 @pytest.mark.parametrize(
-    ("arguments", "expected"),
+    ("arguments", "named"),
     [
-        ({"max_new_token": 3}, "max_new_token=3 is not an argument of this sampler. Did you mean `max_new_tokens`?"),
-        ({"repetition_penalty": 1.2}, "repetition_penalty=1.2 is not an argument of this sampler."),
-        ({"max_new_tokens": 7}, "max_new_tokens=7 is not in 1 to ppo.response_length=6"),
-        ({"max_new_tokens": None}, "max_new_tokens=None is not a number"),
-        ({"min_length": 5}, "min_length=5 counts the query's tokens too; give min_new_tokens"),
-        ({"min_new_tokens": 5, "max_new_tokens": 4}, "min_new_tokens=5 is above the 4 tokens of a response"),
-        ({"temperature": 0.0}, "temperature=0 is not above 0; do_sample=False takes the most probable token"),
-        ({"temperature": "hot"}, "temperature='hot' is not a number"),
-        ({"batch_size": 0}, "batch_size=0 is below 1; None takes ppo.local_rollout_forward_batch_size=3"),
-        ({"batch_size": -1}, "batch_size=-1 is below 1"),
-        ({"top_p": 0.0}, "top_p=0 is not above 0 and at most 1"),
-        ({"top_k": -1}, "top_k=-1 is below 0"),
-        ({"pad_token_id": 25}, "pad_token_id=25 is not an id of the model (0 to 24)"),
+        ({"max_new_token": 3}, "Did you mean `max_new_tokens`"),
+        ({"max_new_tokens": 7}, r"max_new_tokens=7 .* ppo\.response_length=6"),
+        ({"max_new_tokens": None}, "max_new_tokens=None"),
+        ({"min_length": 5}, "min_new_tokens"),
+        ({"min_new_tokens": 5, "max_new_tokens": 4}, "min_new_tokens=5"),
+        ({"temperature": 0.0}, "temperature=0"),
+        ({"temperature": "hot"}, "temperature='hot'"),
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"top_p": 0.0}, "top_p=0"),
+        ({"top_k": -1}, "top_k=-1"),
+        ({"pad_token_id": 25}, "pad_token_id=25"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_arguments_that_cannot_be_used_are_refused(sft: str, arguments: dict[str, Any], expected: str):
-    with pytest.raises(ConfigError) as caught:
+def test_arguments_that_cannot_be_used_are_refused_by_name(sft: str, arguments: dict[str, Any], named: str):
+    with pytest.raises(ConfigError, match=f"^generate: .*{named}"):
         PPOTrainer(config(), sft).generate(QUERIES, **arguments)
-    assert str(caught.value).startswith(f"generate: {expected}")
 
 
-def test_another_temperature_than_the_one_that_is_trained_is_warned_of_once(sft: str, caplog):
+def test_another_temperature_than_that_of_training_is_warned_of_once(sft: str, caplog):
     trainer = PPOTrainer(config(), sft)
     caplog.clear()
     for temperature in (0.8, 1.0, 1.1):
         trainer.generate(QUERIES, temperature=temperature)
-    assert [record.message for record in caplog.records] == [
-        "generate(temperature=1): step() takes log-probabilities at ppo.temperature=0.8; train at the temperature that "
-        "you sample at"
-    ]
+    (record,) = caplog.records
+    assert "generate(temperature=1)" in record.message
+    assert "ppo.temperature=0.8" in record.message
 
 
 @pytest.mark.parametrize(
-    ("queries", "expected"),
+    ("queries", "named"),
     [
-        ([], "there is no query"),
-        ([torch.tensor([], dtype=torch.long)], "query 0: expected a 1-D tensor of token ids with at least one token"),
-        ([torch.tensor([1.0])], "query 0: expected a 1-D tensor of token ids"),
-        ([torch.tensor([[4], [5]])], "query 0: expected a 1-D tensor of token ids with at least one token, got"),
-        ([torch.tensor([4]), torch.tensor([25])], "query 1: token ids must lie in 0 to 24"),
-        (
-            [torch.full((27,), 4)],
-            "a query of 27 tokens leaves no room for a response of 6 in the model's context of 32",
-        ),
-        (["a"], "query 0: expected a 1-D tensor of token ids, got a str; the tokenizer makes ids of text"),
+        ([], "no query"),
+        ([torch.tensor([], dtype=torch.long)], "query 0"),
+        ([torch.tensor([1.0])], "query 0"),
+        ([torch.tensor([[4], [5]])], "query 0"),
+        ([torch.tensor([4]), torch.tensor([25])], "query 1: .* 0 to 24"),
+        ([torch.full((27,), 4)], "27 tokens .* context of 32"),
+        (["a"], "query 0: .* str"),
     ],
     ids=["none", "empty", "floats", "a batch", "out of range", "too long", "texts"],
 )
-def test_queries_that_cannot_be_used_are_refused(sft: str, queries: list[Tensor], expected: str):
-    with pytest.raises(DataError) as caught:
+def test_queries_that_cannot_be_used_are_refused(sft: str, queries: list[Tensor], named: str):
+    with pytest.raises(DataError, match=named):
         PPOTrainer(config(), sft).generate(queries)
-    assert str(caught.value).startswith(expected)
 
 
 def test_a_step_trains_towards_the_scores_that_it_is_given(sft: str):
@@ -397,95 +349,61 @@ def test_metrics_that_only_the_sampler_could_tell_are_left_out(sft: str):
     assert all(math.isfinite(value) for value in stats.values())
 
 
-def good_step() -> dict[str, Any]:
-    return {"queries": QUERIES, "responses": QUERIES, "scores": [0.0] * 4}
-
-
-def test_each_query_needs_room_for_its_own_response_alone(sft: str):
-    step = good_step()
-    queries = [torch.full((29,), 4), *step["queries"][1:]]
-    responses = [torch.tensor([5, END]), torch.full((6,), 4), *step["responses"][2:]]
-    trainer = PPOTrainer(config(), sft)  # its context has 32 tokens
-    trainer.step(**{**step, "queries": queries, "responses": responses})
-    assert trainer.state.iteration == 1
+GOOD_STEP: dict[str, Any] = {"queries": QUERIES, "responses": QUERIES, "scores": [0.0] * 4}
 
 
 @pytest.mark.parametrize(
-    ("change", "kind", "expected"),
+    ("change", "kind", "named"),
     [
-        (
-            {"queries": QUERIES[:3]},
-            DataError,
-            "step: 3 queries and 4 responses; batch_size is 4 (ppo.per_device_train_batch_size 2 x "
-            "ppo.gradient_accumulation_steps 2)",
-        ),
-        ({"responses": [*QUERIES, *QUERIES]}, DataError, "step: 4 queries and 8 responses; batch_size is 4"),
-        ({"scores": [0.0] * 3}, RewardError, "step: 3 scores for 4 responses; give one each"),
-        ({"scores": [0.0, 0.0, math.nan, 0.0]}, RewardError, "step: the score of response 2 is nan"),
-        ({"scores": [0.0, 1e39, 0.0, 0.0]}, RewardError, "step: the score of response 1 is 1e+39; give finite numbers"),
-        ({"scores": 1.0}, RewardError, "step: scores are to be one number for each response: 'float' object is not it"),
-        ({"scores": ["a"] * 4}, RewardError, "step: scores are to be one number for each response: could not convert"),
-        ({"scores": [[1.0]] * 4}, RewardError, "step: scores are to be one number for each response: float() argument"),
-        ({"scores": torch.ones(4, 3)}, RewardError, "step: scores are to be one number for each response: "),
-        ({"queries": ["a b", "c", "d", "e"]}, DataError, "query 0: expected a 1-D tensor of token ids, got a str"),
-        (
-            {"responses": [*QUERIES[:3], torch.full((7,), 4)]},
-            DataError,
-            "step: a response has 7 tokens, ppo.response_length is 6; raise that, or give responses without",
-        ),
-        ({"responses": [*QUERIES[:3], torch.tensor([-100])]}, DataError, "response 3: token ids must lie in 0 to 24"),
-        (
-            {"queries": [torch.full((30,), 4), *QUERIES[1:]]},
-            DataError,
-            "a query of 30 tokens leaves no room for a response of 3",
-        ),
+        ({"queries": QUERIES[:3]}, DataError, "3 queries .*batch_size is 4"),
+        ({"scores": [0.0] * 3}, RewardError, "3 scores for 4"),
+        ({"scores": [0.0, 0.0, math.nan, 0.0]}, RewardError, "response 2"),
+        ({"scores": [0.0, 1e39, 0.0, 0.0]}, RewardError, "response 1"),
+        ({"scores": 1.0}, RewardError, "scores"),
+        ({"scores": torch.ones(4, 3)}, RewardError, "scores"),
+        ({"responses": [*QUERIES[:3], torch.full((7,), 4)]}, DataError, r"ppo\.response_length is 6"),
+        ({"responses": [*QUERIES[:3], torch.tensor([-100])]}, DataError, "response 3"),
+        ({"queries": [torch.full((30,), 4), *QUERIES[1:]]}, DataError, "30 tokens .* response of 3"),
     ],
-    ids=[
-        *("queries", "responses", "scores", "nan", "huge", "scalar", "texts as scores", "nested", "two axes"),
-        *("texts as queries", "too long", "out of range", "no room"),
-    ],
+    ids=["queries", "scores", "nan", "huge", "scalar", "two axes", "too long", "out of range", "no room"],
 )
-def test_a_batch_that_cannot_be_trained_on_is_refused(sft: str, change: dict[str, Any], kind: type, expected: str):
+def test_a_batch_that_cannot_be_trained_on_is_refused(sft: str, change: dict[str, Any], kind: type, named: str):
     trainer = PPOTrainer(config(), sft)
-    with pytest.raises(kind) as caught:
-        trainer.step(**{**good_step(), **change})
-    assert str(caught.value).startswith(expected)
+    with pytest.raises(kind, match=named):
+        trainer.step(**{**GOOD_STEP, **change})
     assert trainer.state.iteration == 0
 
 
-def test_a_step_after_the_last_iteration_is_refused(sft: str):
+def test_each_query_needs_room_for_its_own_response_alone(sft: str):
+    queries = [torch.full((29,), 4), *QUERIES[1:]]
+    responses = [torch.tensor([5, END]), torch.full((6,), 4), *QUERIES[2:]]
+    trainer = PPOTrainer(config(), sft)  # its context has 32 tokens
+    trainer.step(**{**GOOD_STEP, "queries": queries, "responses": responses})
+    assert trainer.state.iteration == 1
+
+
+def test_a_step_after_the_last_iteration_and_one_that_needs_the_sampler_are_refused(sft: str):
     trainer = PPOTrainer(config(total_episodes=4), sft)
-    trainer.step(**good_step())
-    with pytest.raises(ConfigError, match=r"^step: ppo\.total_episodes=4 are trained on \(1 iterations"):
-        trainer.step(**good_step())
+    trainer.step(**GOOD_STEP)
+    with pytest.raises(ConfigError, match=r"ppo\.total_episodes=4"):
+        trainer.step(**GOOD_STEP)
+    with pytest.raises(ConfigError, match=r"ppo\.importance_cap=2"):
+        PPOTrainer(config(importance_cap=2.0), sft).step(**GOOD_STEP)
 
 
-def test_weights_against_the_sampler_need_the_sampler(sft: str):
-    trainer = PPOTrainer(config(importance_cap=2.0), sft)
-    with pytest.raises(ConfigError, match=r"^ppo\.importance_cap=2 compares with the log-probabilities of the sampler"):
-        trainer.step(**good_step())
-
-
-def test_log_stats_says_one_line_with_the_first_pair(sft: str, caplog):
+def test_log_stats_logs_one_line_with_the_first_pair(sft: str, caplog):
     trainer = PPOTrainer(config(), sft)
-    stats = trainer.step(**good_step())
-    with caplog.at_level(logging.INFO, "ppo_rlhf"):
-        caplog.clear()
-        trainer.log_stats(
-            stats, {"query": ["a", "b"], "response": ["c d", "e"]}, [torch.tensor(0.5), torch.tensor(1.5)]
-        )
-    (line,) = [record.message for record in caplog.records]
-    assert line.startswith("Iteration 1/3, score 0.000, KL ")
-    assert line.endswith("mean reward 1; 'a' -> 'c d'")
+    stats = trainer.step(**GOOD_STEP)
     assert trainer.history[0] == {"iteration": 1.0, **stats}
-
-
-def test_log_stats_of_an_empty_batch_has_no_pair(sft: str, caplog):
-    trainer = PPOTrainer(config(), sft)
+    batch = {"query": ["a", "b"], "response": ["c d", "e"]}
     with caplog.at_level(logging.INFO, "ppo_rlhf"):
         caplog.clear()
+        trainer.log_stats(stats, batch, [torch.tensor(0.5), torch.tensor(1.5)])
         trainer.log_stats({}, {"query": [], "response": []}, [])
-    assert [record.message for record in caplog.records] == ["Iteration 0/3, mean reward nan"]
+    full, empty = [record.message for record in caplog.records]
+    assert full.startswith("Iteration 1/3, score 0.000, KL ")
+    assert full.endswith("mean reward 1; 'a' -> 'c d'")
+    assert empty == "Iteration 1/3, mean reward nan"
 
 
 def test_the_reference_stays_as_the_policy_was(sft: str):
@@ -507,21 +425,19 @@ def test_the_kl_is_measured_from_the_reference_that_is_given(sft: str):
     assert_same_bits(weights(trainer.reference_policy), weights(tiny_model(seed=3)))
 
 
-def test_a_model_cannot_be_its_own_reference_unless_adapters_train(sft: str):
+def test_a_reference_that_cannot_be_is_refused(sft: str):
     model = tiny_model()
-    with pytest.raises(ConfigError, match="policy and reference_policy share weights"):
+    with pytest.raises(ConfigError, match="share weights"):
         PPOTrainer(config(), model, model, word_tokenizer())
     assert PPOTrainer(config(use_peft=True), model, model, word_tokenizer()).reference_policy is model
-
-
-def test_a_reference_of_another_vocabulary_is_refused(sft: str):
-    with pytest.raises(
-        ModelError, match="PPOTrainer: the reference policy's vocabulary has 20 tokens, the policy's 25"
-    ):
+    with pytest.raises(ModelError, match="reference policy's vocabulary"):
         PPOTrainer(config(), sft, tiny_model(vocab_size=20))
 
 
 SHORT = {"n_positions": 12}  # the policy reads 32
+
+
+SHORT_REWARD_MODEL = tiny_model("gpt2", reward=True, num_labels=1, pad_token_id=PAD, **SHORT)
 
 
 @pytest.mark.parametrize(
@@ -529,14 +445,9 @@ SHORT = {"n_positions": 12}  # the policy reads 32
     [
         ("reference policy", {}, {"reference_policy": tiny_model("gpt2", **SHORT)}),
         ("critic", {}, {"value_model": tiny_model("gpt2", **SHORT)}),
-        ("critic", {}, {"value_model": Critic.from_policy(tiny_model("gpt2", **SHORT))}),
-        (
-            "critic",
-            {"value_model": "reward_init"},
-            {"reward": tiny_model("gpt2", reward=True, num_labels=1, pad_token_id=PAD, **SHORT)},
-        ),
+        ("critic", {"value_model": "reward_init"}, {"reward": SHORT_REWARD_MODEL}),
     ],
-    ids=["reference", "value model", "critic", "reward model"],
+    ids=["reference", "value model", "reward model"],
 )
 def test_the_shortest_context_of_all_models_is_the_limit(
     sft: str, whose: str, settings: dict[str, Any], given: dict[str, Any]
@@ -546,17 +457,14 @@ def test_the_shortest_context_of_all_models_is_the_limit(
     def trainer(prompts: Any) -> PPOTrainer:
         return PPOTrainer(config(**settings), sft, **given, prompts=prompts)
 
-    why = f"That is the {whose}'s context; the policy's is longer"
-    fits, too_long = ["a b c d e f"], ["a b c d e f g"]
-    with pytest.raises(DataError, match=rf"longer than 6 tokens, the model's context of 12 less .*\. {why}$"):
-        trainer(too_long)
-    with pytest.raises(DataError, match=rf"^a query of 7 tokens leaves no room for a .* of 12; .*\. {why}$"):
-        trainer(PromptDataset([[4] * 7], too_long, {}))
-    ready = trainer(fits)
-    with pytest.raises(DataError, match=rf"^a query of 7 tokens .*{why}$"):
+    for prompts in (["a b c d e f g"], PromptDataset([[4] * 7], ["a"], {})):
+        with pytest.raises(DataError, match=f"context of 12.* {whose}"):
+            trainer(prompts)
+    ready = trainer(["a b c d e f"])
+    with pytest.raises(DataError, match=f"query of 7 tokens .* {whose}"):
         ready.generate([torch.full((7,), 4)])
     queries, responses = [torch.full((6,), 4)] * 4, [torch.full((6,), 5)] * 4
-    with pytest.raises(DataError, match=rf"^a query of 7 tokens .*{why}$"):
+    with pytest.raises(DataError, match=f"query of 7 tokens .* {whose}"):
         ready.step([*queries[:3], torch.full((7,), 4)], responses, [0.0, 1.0, 2.0, 3.0])
     ready.step(queries, responses, [0.0, 1.0, 2.0, 3.0])
     assert ready.state.iteration == 1
@@ -567,18 +475,16 @@ def frozen(model: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("whose", "settings", "policy", "critic"),
+    ("whose", "policy", "critic"),
     [
-        ("policy", {}, frozen(tiny_model()), None),
-        ("policy", {"value_model": "shared"}, frozen(tiny_model()), None),
-        ("critic", {}, tiny_model(), frozen(Critic.from_policy(tiny_model(seed=7)))),
+        ("policy", frozen(tiny_model()), None),
+        ("critic", tiny_model(), frozen(Critic.from_policy(tiny_model(seed=7)))),
     ],
-    ids=["policy", "policy with a shared critic", "critic"],
 )
-def test_a_model_of_which_no_weight_trains_is_refused(whose: str, settings: dict[str, Any], policy: Any, critic: Any):
-    with pytest.raises(ModelError, match=f"^no weight of the {whose} trains: requires_grad is False of all of them"):
-        PPOTrainer(config(**settings), policy, None, word_tokenizer(), value_model=critic)
-    PPOTrainer(config(**settings, use_peft=True), policy, None, word_tokenizer(), value_model=critic)
+def test_a_model_of_which_no_weight_trains_is_refused(whose: str, policy: Any, critic: Any):
+    with pytest.raises(ModelError, match=f"no weight of the {whose} trains"):
+        PPOTrainer(config(), policy, None, word_tokenizer(), value_model=critic)
+    PPOTrainer(config(use_peft=True), policy, None, word_tokenizer(), value_model=critic)
 
 
 def wrapped(model: Any) -> Any:
@@ -594,41 +500,35 @@ def adapted(model: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "expected"),
-    [
-        (wrapped, "the policy was wrapped by a trainer or by accelerate: its copies would run the original's weights"),
-        (adapted, "the policy has an adapter; merge it"),
-        (
-            lambda _: torch.nn.Linear(1, 1),
-            "the policy is a Linear, not a transformers model; save it, and give what from_pretrained loads of it",
-        ),
-    ],
+    ("spoil", "named"),
+    [(wrapped, "wrapped"), (adapted, "adapter"), (lambda _: torch.nn.Linear(1, 1), "Linear")],
     ids=["wrapped", "adapter", "no model"],
 )
-def test_models_that_cannot_be_trained_on_are_refused(spoil: Any, expected: str):
-    with pytest.raises(ModelError) as caught:
+def test_models_that_cannot_be_trained_are_refused(spoil: Any, named: str):
+    with pytest.raises(ModelError, match=f"^PPOTrainer: the policy .*{named}"):
         PPOTrainer(config(), spoil(tiny_model()), None, word_tokenizer())
-    assert str(caught.value).startswith(f"PPOTrainer: {expected}")
 
 
-@pytest.mark.parametrize(
-    ("settings", "given", "expected"),
-    [
-        ({}, (None, None, word_tokenizer()), "PPOTrainer has no policy: give one, or set sft_model_path"),
-        ({}, (tiny_model(),), "PPOTrainer: a policy that is given as an object comes without its tokenizer"),
-    ],
-    ids=["policy", "tokenizer"],
-)
-def test_what_is_missing_is_named(settings: dict[str, Any], given: tuple[Any, ...], expected: str):
-    with pytest.raises(ConfigError) as caught:
-        PPOTrainer(config(**settings), *given)
-    assert str(caught.value).startswith(expected)
+def test_a_missing_or_unknown_argument_is_named(sft: str):
+    with pytest.raises(ConfigError, match="no policy"):
+        PPOTrainer(config(), None, None, word_tokenizer())
+    with pytest.raises(ConfigError, match="tokenizer"):
+        PPOTrainer(config(), tiny_model())
+    with pytest.raises(ConfigError, match=r"builtins\.dict"):
+        PPOTrainer({"kl_coef": 0.1}, sft)
+    with pytest.raises(ConfigError, match="float"):
+        trainer_of(sft, reward=1.0)
+    for prompts in ("a b", (text for text in PROMPTS), 3):
+        with pytest.raises(DataError, match=type(prompts).__name__):
+            PPOTrainer(config(), sft, prompts=prompts)
+    with pytest.raises(ConfigError, match="no reward and no prompts"):
+        PPOTrainer(config(), sft).train()
+    with pytest.raises(ConfigError, match="no prompts"):
+        PPOTrainer(config(), sft, reward=early_letters).train()
 
 
 @pytest.mark.parametrize("with_tokenizer", [False, True])
-def test_a_reward_model_whose_configuration_and_tokenizer_name_no_pad_token_is_scored_with(
-    sft: str, with_tokenizer: bool
-):
+def test_a_reward_model_without_a_pad_token_scores(sft: str, with_tokenizer: bool):
     model = GPT2ForSequenceClassification(GPT2Config(vocab_size=25, n_embd=16, n_layer=1, n_head=2, num_labels=1))
     assert model.config.pad_token_id is None
     reward = (model, word_tokenizer(pad_token=None)) if with_tokenizer else model
@@ -636,21 +536,7 @@ def test_a_reward_model_whose_configuration_and_tokenizer_name_no_pad_token_is_s
     assert all(math.isfinite(found["objective/scores"]) for found in history)
 
 
-def test_training_without_reward_or_prompts_is_refused(sft: str):
-    with pytest.raises(ConfigError, match=r"^train: PPOTrainer was given no reward and no prompts$"):
-        PPOTrainer(config(), sft).train()
-    with pytest.raises(ConfigError, match=r"^train: PPOTrainer was given no prompts$"):
-        PPOTrainer(config(), sft, reward=early_letters).train()
-
-
-def test_a_configuration_of_another_library_and_a_reward_of_an_unknown_kind_are_refused(sft: str):
-    with pytest.raises(ConfigError, match=r"config is a builtins\.dict, not a PPOConfig of this project"):
-        PPOTrainer({"kl_coef": 0.1}, sft)
-    with pytest.raises(ConfigError, match=r"a reward of type float is not known; give a function"):
-        trainer_of(sft, reward=1.0)
-
-
-def values(critic: Any, policy: Any) -> Tensor:
+def values(critic: Any) -> Tensor:
     ids = torch.tensor([[4, 7, 9, 12]])
     with torch.no_grad():
         return critic(ids, torch.ones_like(ids), torch.arange(4)[None])
@@ -662,11 +548,11 @@ def test_the_critic_starts_from_the_model_that_is_given(sft: str, settings: dict
     ids = torch.tensor([[4, 7, 9, 12]])
     expected = model(ids).logits[0, 0].detach()
     trainer = trainer_of(sft, config(**settings), value_model=model)
-    torch.testing.assert_close(values(trainer.state.critic, trainer.policy)[0, -1], expected, rtol=0.0, atol=1e-5)
+    torch.testing.assert_close(values(trainer.state.critic)[0, -1], expected, rtol=0.0, atol=1e-5)
     before = weights(model)
     trainer.train()
     assert_same_bits(weights(model), before)
-    assert abs(values(trainer.state.critic, trainer.policy)[0, -1] - expected) > 1e-4
+    assert abs(values(trainer.state.critic)[0, -1] - expected) > 1e-4
 
 
 def test_the_critic_may_be_a_language_model_or_a_critic(sft: str):
@@ -678,64 +564,45 @@ def test_the_critic_may_be_a_language_model_or_a_critic(sft: str):
 
 
 @pytest.mark.parametrize(
-    ("settings", "trained", "frozen"),
-    [
-        ({}, torch.float32, set()),
-        ({"gradient_checkpointing": True}, torch.float32, set()),
-        ({"dtype": "float64"}, torch.float64, set()),
-        ({"use_peft": True}, torch.float32, {torch.float32}),
-        ({"use_peft": True, "dtype": "bfloat16"}, torch.float32, {torch.bfloat16}),
-    ],
-    ids=str,
+    ("settings", "frozen"), [({"gradient_checkpointing": True}, set()), ({"use_peft": True}, {torch.float32})], ids=str
 )
-def test_a_critic_trains_as_the_model_that_it_was_made_of(
-    sft: str, settings: dict[str, Any], trained: torch.dtype, frozen: set[torch.dtype]
-):
+def test_a_critic_trains_as_the_model_that_it_was_made_of(sft: str, settings: dict[str, Any], frozen: set[torch.dtype]):
     """It is given in training mode, with dropout and in 16 bits; none of these may be left."""
     model = tiny_model("gpt2", seed=7, reward=True, num_labels=1).to(torch.bfloat16)
-    assert model.config.resid_pdrop == 0.1
     critic = Critic.from_reward_model(model, tiny_model()).to(torch.bfloat16).train()
     of_critic, of_model = (trainer_of(sft, config(**settings), value_model=given) for given in (critic, model))
     assert repeatable(of_critic.train()) == repeatable(of_model.train())
     assert_same_bits(weights(of_critic.state.critic), weights(of_model.state.critic))
     parameters = list(of_critic.state.critic.parameters())
-    assert {p.dtype for p in parameters if p.requires_grad} == {trained}
+    assert {p.dtype for p in parameters if p.requires_grad} == {torch.float32}
     assert {p.dtype for p in parameters if not p.requires_grad} == frozen
 
 
-def test_with_adapters_a_critic_that_is_given_keeps_its_weights(sft: str):
-    critic = Critic.from_policy(tiny_model(seed=7))
-    before = weights(critic)
-    trainer = trainer_of(sft, config(use_peft=True), value_model=critic)
-    trainer.train()
-    assert_same_bits(weights(critic), before)
-    assert trainer.state.critic.value_head.weight.any()  # it began at 0
-
-
-def test_what_a_critic_that_is_given_has_frozen_stays_frozen(sft: str):
-    critic = Critic.from_policy(tiny_model(seed=7))
-    critic.backbone.requires_grad_(False)
-    before = weights(critic.backbone)
-    trainer_of(sft, value_model=critic).train()
-    assert_same_bits(weights(critic.backbone), before)
-    assert critic.value_head.weight.any()
+def test_frozen_weights_of_a_critic_stay_as_they_are(sft: str):
+    for settings, freeze in (({"use_peft": True}, False), ({}, True)):
+        critic = Critic.from_policy(tiny_model(seed=7))
+        critic.backbone.requires_grad_(not freeze)
+        before = weights(critic.backbone)
+        trainer = trainer_of(sft, config(**settings), value_model=critic)
+        trainer.train()
+        assert_same_bits(weights(critic.backbone), before)
+        assert trainer.state.critic.value_head.weight.any()  # it began at 0
 
 
 def test_a_critic_that_cannot_be_is_refused(sft: str):
-    with pytest.raises(ConfigError, match=r"value_model and ppo\.value_model=shared exclude each other"):
+    with pytest.raises(ConfigError, match=r"ppo\.value_model=shared"):
         PPOTrainer(config(value_model="shared"), sft, value_model=tiny_model())
-    with pytest.raises(ModelError, match=r"value model is a str, not .*; save it, and give what from_pretrained"):
-        PPOTrainer(config(), sft, value_model=sft)
     larger, other = tiny_model(vocab_size=30), tiny_model()
-    for model in (larger, Critic.from_policy(larger)):
-        with pytest.raises(ModelError, match="value model's vocabulary has 30 tokens, the policy's 25"):
-            PPOTrainer(config(), sft, value_model=model)
-    with pytest.raises(ModelError, match="PPOTrainer: the value model has an adapter; merge it"):
-        PPOTrainer(config(), sft, value_model=Critic(adapted(tiny_model()).base_model, torch.nn.Linear(16, 1)))
-    with pytest.raises(ModelError, match="the value model's `value_head` is not a linear head with one output; give a"):
-        PPOTrainer(config(), sft, value_model=Critic(other.base_model, torch.nn.Linear(16, 2)))
-    with pytest.raises(ModelError, match="the value model's `score` is not a linear head with one output; give a"):
-        PPOTrainer(config(), sft, value_model=tiny_model("gpt2", reward=True, num_labels=2))
+    refused = {
+        "str": sft,
+        "vocabulary": Critic.from_policy(larger),
+        "adapter": Critic(adapted(tiny_model()).base_model, torch.nn.Linear(16, 1)),
+        "value_head": Critic(other.base_model, torch.nn.Linear(16, 2)),
+        "score": tiny_model("gpt2", reward=True, num_labels=2),
+    }
+    for named, value_model in refused.items():
+        with pytest.raises(ModelError, match=f"value model.*{named}"):
+            PPOTrainer(config(), sft, value_model=value_model)
 
 
 def test_a_critic_that_would_change_with_another_model_is_refused():
@@ -743,7 +610,7 @@ def test_a_critic_that_would_change_with_another_model_is_refused():
     reward.config.pad_token_id = word_tokenizer().pad_token_id
     for owner, what in ((policy, "policy"), (reference, "reference policy"), (reward, "reward model")):
         critic = Critic(owner.base_model, torch.nn.Linear(16, 1))
-        with pytest.raises(ConfigError, match=f"value_model, a Critic, shares weights with the {what}, so that one"):
+        with pytest.raises(ConfigError, match=f"value_model.* {what}"):
             PPOTrainer(config(), policy, reference, tokenizer=word_tokenizer(), reward=reward, value_model=critic)
 
 
@@ -761,16 +628,6 @@ def test_prompts_may_come_in_any_table(sft: str):
     assert PPOTrainer(config(), sft, prompts=ready)._prompts is ready
     with pytest.raises(DataError, match="no column `prompt`; the columns are input_ids"):
         PPOTrainer(config(), sft, prompts=datasets.Dataset.from_dict({"input_ids": [[4]]}))
-
-
-@pytest.mark.parametrize("prompts", ["a b", (text for text in PROMPTS), 3], ids=["text", "generator", "number"])
-def test_prompts_of_an_unknown_kind_are_refused(sft: str, prompts: Any):
-    with pytest.raises(DataError) as caught:
-        PPOTrainer(config(), sft, prompts=prompts)
-    assert str(caught.value) == (
-        f"PPOTrainer: prompts of type {type(prompts).__name__} are not known; give a list of texts or chats, a table "
-        "with a column `prompt`, or a PromptDataset"
-    )
 
 
 def test_chats_in_a_list_are_prompts(sft: str):
@@ -794,35 +651,23 @@ def test_columns_go_to_the_reward_function(sft: str):
     assert seen == ["good"] * 12
 
 
-@pytest.mark.parametrize("taken", ["prompts", "completions"])
-def test_columns_that_reward_functions_could_not_be_given_are_refused(sft: str, reward_model: str, taken: str):
-    expected = f"^prompts: a column is called `{taken}`, and by that name functions get .* Rename it, or take it out$"
-    table = [{"prompt": text, taken: "z"} for text in PROMPTS]
-    ready = PromptDataset([[4]], ["a"], {taken: ["z"]})
-    for prompts in (table, ready):
+def test_columns_that_reward_functions_could_not_be_given_are_refused(sft: str, reward_model: str):
+    table = [{"prompt": text, "completions": "z"} for text in PROMPTS]
+    for prompts in (table, PromptDataset([[4]], ["a"], {"completions": ["z"]})):
         for reward in (early_letters, RewardConfig(components=[FUNCTION])):
-            with pytest.raises(DataError, match=expected):
+            with pytest.raises(DataError, match="`completions`"):
                 trainer_of(sft, reward=reward, prompts=prompts)
-        for harmless in (None, reward_model):  # no function is called
-            assert list(trainer_of(sft, reward=harmless, prompts=prompts)._prompts.columns) == [taken]
+        trainer_of(sft, reward=reward_model, prompts=prompts)  # calls no function
 
 
-@pytest.mark.parametrize("as_table", [False, True])
-def test_a_column_with_a_gap_goes_to_the_reward_function_as_it_was_given(sft: str, as_table: bool):
+def test_a_column_with_a_gap_goes_to_the_reward_function_as_it_was_given(sft: str):
     def reward(prompts, completions, answer):
         seen.extend(answer)
         return [0.0 for _ in completions]
 
     seen, rows = [], [{"prompt": "a b c", "answer": 3}, {"prompt": "d e"}, {"prompt": "f", "answer": 4}]
-    table = datasets.Dataset.from_list([{"answer": None, **row} for row in rows])
-    trainer_of(sft, reward=reward, prompts=table if as_table else rows).train()
+    trainer_of(sft, reward=reward, prompts=rows).train()
     assert set(map(type, seen)) == {int, type(None)}
-
-
-def test_prompts_that_are_tokenised_already_must_leave_room_for_responses(sft: str):
-    prompts = PromptDataset([[4] * 30], ["a"], {})
-    with pytest.raises(DataError, match="a query of 30 tokens leaves no room for a response of"):
-        trainer_of(sft, reward=early_letters, prompts=prompts)
 
 
 @pytest.mark.parametrize(("stop_token", "needed"), [("period", 29), ("eos", 28)])
@@ -839,7 +684,7 @@ def test_prompts_whose_responses_the_reward_model_could_not_read_are_refused_bef
         return PPOTrainer(config(stop_token=stop_token), sft, reward=reward, prompts=prompts)
 
     trainer(needed)
-    with pytest.raises(ModelError, match=f"it would have {needed}, the reward model reads {needed - 1}"):
+    with pytest.raises(ModelError, match=f"{needed}.*{needed - 1}"):
         trainer(needed - 1)
 
 
@@ -849,13 +694,37 @@ def test_a_reward_scorer_is_taken_as_it_is(sft: str):
     assert [(row["objective/scores"], row["reward/half"]) for row in history] == [(1.0, 0.5)] * 3
 
 
-def test_advice_on_a_setting_is_given_when_the_trainer_is_made_and_not_again_at_the_end(sft: str, caplog):
+def test_warnings_are_given_when_the_trainer_is_made_and_not_again_at_the_end(sft: str, caplog, monkeypatch):
+    monkeypatch.setattr("ppo_rlhf.training.trainer.precision_warning", lambda *_: "slow")
     with caplog.at_level(logging.INFO, logger="ppo_rlhf"):
-        trainer = trainer_of(sft, config(vf_coef=0.5))
-        trainer.train()
+        trainer_of(sft, config(vf_coef=0.5, eval_interval=5)).train()
     said = [record.getMessage() for record in caplog.records]
-    assert [line[:40] for line in said if "vf_coef" in line] == ["ppo.vf_coef=0.5 has next to no effect wi"]
-    assert said[-1].startswith("3 iterations of the policy: too early to judge")
+    for part in ("ppo.vf_coef=0.5", "slow", "ppo.eval_interval: no effect"):
+        assert [part in line for line in said].count(True) == 1
+    assert said[-1].startswith("3 iterations of the policy")
+
+
+def test_only_the_main_process_warns_logs_and_writes(sft: str, tmp_path: Path, caplog, monkeypatch):
+    for place in ("training.trainer", "training.query_sampler", "checkpoints.resume"):
+        monkeypatch.setattr(f"ppo_rlhf.{place}.is_main_process", lambda: False)
+    with caplog.at_level(logging.INFO, logger="ppo_rlhf"):
+        trainer = trainer_of(sft, config(vf_coef=0.5, save_interval=1))
+        trainer.train(output_dir=tmp_path / "run")
+        trainer.generate(QUERIES, temperature=1.0)
+        trainer.log_stats({}, {}, [1.0])
+        trainer.save_pretrained(tmp_path / "policy")
+    assert [record.name for record in caplog.records if record.name.startswith("ppo_rlhf.training")] == []
+    assert not any((tmp_path / name).exists() for name in ("run", "policy"))
+
+
+def test_all_processes_resume_from_the_main_processs_checkpoint(sft: str, tmp_path: Path, monkeypatch):
+    settings = config(save_interval=1, save_total_limit=3)
+    trainer_of(sft, settings).train(output_dir=tmp_path)
+    monkeypatch.setattr("ppo_rlhf.training.trainer.from_main", lambda _: tmp_path / "iteration_000002")
+    trainer = trainer_of(sft, settings)
+    monkeypatch.setattr("ppo_rlhf.training.trainer.loop.train", lambda *_: None)
+    trainer.train(resume_from_checkpoint=True, output_dir=tmp_path)
+    assert trainer.state.iteration == 2
 
 
 @pytest.mark.parametrize("newest", [False, True])
@@ -891,15 +760,10 @@ def test_trainer_and_pipeline_go_on_from_each_others_checkpoints_bit_for_bit(
     for found in (trainer.state, state):
         assert_same_bits(weights(found.policy), weights(whole.policy))
         assert_same_bits(weights(found.critic), weights(whole.critic))
-    trainer.save_pretrained(tmp_path / "of_the_trainer")
-    for name, exported in {"pipelines": pipelines, "resumed": resumed["ppo_policy"].load()}.items():
-        exported.save(tmp_path / name)
-    first, *others = (
-        weights(PretrainedHandle(str(tmp_path / name)).causal_lm())
-        for name in ("of_the_trainer", "pipelines", "resumed")
-    )
-    for other in others:
-        assert_same_bits(other, first)
+    trainer.save_pretrained(tmp_path / "trainer")
+    for name, policy in {"pipeline": pipelines, "resumed": resumed["ppo_policy"].load()}.items():
+        policy.save(tmp_path / name)
+        assert_same_bits(exported(tmp_path / name), exported(tmp_path / "trainer"))
 
 
 def read_back(sft: str, settings: PPOConfig, checkpoint: Path) -> Any:
@@ -921,7 +785,7 @@ def test_a_checkpoint_is_not_gone_on_from_with_another_model_path(sft: str, rewa
     other = save(tmp_path / "other", tiny_model(seed=3))
     PPOTrainer(config(sft_model_path=sft), reward=early_letters, prompts=PROMPTS).train(output_dir=tmp_path / "run")
     trainer = PPOTrainer(config(sft_model_path=other), reward=early_letters, prompts=PROMPTS)
-    with pytest.raises(ConfigError, match=r"^ppo\.sft_model_path: \S+/sft in \S+_000003, \S+/other now; a res"):
+    with pytest.raises(ConfigError, match=r"^ppo\.sft_model_path: \S+/sft in \S+_000003, \S+/other now"):
         trainer.load_checkpoint(tmp_path / "run" / "iteration_000003")
 
 
@@ -938,28 +802,12 @@ def test_a_loop_of_steps_can_be_saved_and_loaded(sft: str, tmp_path: Path):
 
 def test_what_is_no_checkpoint_is_refused(sft: str, tmp_path: Path):
     trainer = trainer_of(sft)
-    with pytest.raises(CheckpointError, match="not a checkpoint's manifest"):
+    with pytest.raises(CheckpointError, match=r"manifest\.json"):
         trainer.train(resume_from_checkpoint=tmp_path)
-    with pytest.raises(CheckpointError, match="there is no whole checkpoint in this directory"):
+    with pytest.raises(CheckpointError, match="no whole checkpoint"):
         trainer.train(resume_from_checkpoint=True, output_dir=tmp_path)
-    with pytest.raises(ConfigError, match="resume_from_checkpoint=True looks in output_dir"):
+    with pytest.raises(ConfigError, match="output_dir"):
         trainer.train(resume_from_checkpoint=True)
-
-
-@pytest.mark.parametrize("lacks", [False, True])
-def test_a_type_that_the_processor_has_no_instructions_for_is_warned_of(sft: str, caplog, monkeypatch, lacks: bool):
-    monkeypatch.setattr(precision, "lacks_fast_instructions", lambda _: lacks)
-    PPOTrainer(config(dtype="bfloat16"), sft)
-    found = [record for record in caplog.records if record.message.startswith("ppo.dtype=bfloat16")]
-    assert [record.levelname for record in found] == (["WARNING"] if lacks else [])
-
-
-def test_settings_that_only_the_pipeline_reads_are_said_to_have_no_effect(sft: str, caplog):
-    PPOTrainer(config(eval_interval=5, sample_interval=1), sft)
-    assert any(
-        record.message.startswith("ppo.eval_interval, ppo.sample_interval: without effect in PPOTrainer")
-        for record in caplog.records
-    )
 
 
 def test_the_models_directory_is_only_read(sft: str):

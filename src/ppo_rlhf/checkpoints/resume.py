@@ -1,4 +1,4 @@
-"""Going on from a checkpoint: what may differ from the run that wrote it, and putting its state in place."""
+"""Resuming from a checkpoint: the settings that may differ, and the way the state is put in place."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ppo_rlhf.checkpoints.files import verify_checkpoint
 from ppo_rlhf.checkpoints.store import read_checkpoint, saved_batch_size, saved_config
-from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.config import MODEL_PATHS, PPOConfig
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.ppo.state import TrainingState
+from ppo_rlhf.processes import is_main_process
 
 log = logging.getLogger(__name__)
 
@@ -34,22 +36,19 @@ MAY_CHANGE = frozenset(
         "offload_reward_model",
     }
 )
-"""Settings that a resumed run may have changed: how long it trains, what it records, when it stops, and where it is.
+"""Settings that a resumed run may have changed: its length, its records, its limits, its device, its micro-batches.
 
-Of these only `total_episodes` changes the result, by the learning-rate schedule. Another device or number of processes
-rounds differently. The two batch settings may change so that another number of processes has the same batch.
+`total_episodes` changes the learning-rate schedule; the device and the two batch settings change the rounding. The
+product of the two batch settings and the number of processes must stay the same.
 """
-MODEL_PATHS = frozenset({"sft_model_path", "reward_model_path"})
-"""Settings of PPOTrainer that may also be given otherwise: as an argument, in the pipeline as globals. Where one is
-None, it says nothing of the models, and does not differ from anything."""
 CHANGES_NUMBERS = frozenset({"total_episodes", "device", "per_device_train_batch_size", "gradient_accumulation_steps"})
-"""Of these, the ones after which the run is no longer bit for bit what it would have been."""
+"""Settings of MAY_CHANGE after which a run is no longer bit for bit what it would have been."""
 
 
 def config_changes(saved: Mapping[str, Any], config: PPOConfig) -> dict[str, tuple[Any, Any]]:
-    """Return `name: (saved, now)` for every setting that differs; one that was not saved had its default.
+    """Return `name: (saved, now)` for every setting that differs.
 
-    A setting that this version does not have any more is reported with None as its value now.
+    A setting that was not saved had its default. A setting that this version lacks has None as its value now.
     """
     now = dataclasses.asdict(config)
     before = {field.name: field.default for field in dataclasses.fields(config)} | dict(saved)
@@ -57,15 +56,18 @@ def config_changes(saved: Mapping[str, Any], config: PPOConfig) -> dict[str, tup
 
 
 def restore(state: TrainingState, directory: Path) -> None:
-    """Put a checkpoint's state in the place of a freshly made one.
+    """Load a checkpoint into a freshly made state.
+
+    Model paths may be None on one side: the pipeline has them as globals, and PPOTrainer takes models as arguments.
 
     Raises:
-        ConfigError: A setting differs that must not; every such setting has its line.
+        ConfigError: A setting differs that must not, or the batch has another size. Each has a line.
         CheckpointError: The checkpoint is damaged, or was made for other models.
     """
+    verify_checkpoint(directory)
     changes = config_changes(saved_config(directory), state.config)
     refused = [
-        f"ppo.{name}: {before} in {directory}, {now} now; a resumed run goes on with the settings that it began with"
+        f"ppo.{name}: {before} in {directory}, {now} now; a resumed run keeps the settings that it began with"
         for name, (before, now) in changes.items()
         if name not in MAY_CHANGE and not (name in MODEL_PATHS and None in (before, now))
     ]
@@ -79,4 +81,5 @@ def restore(state: TrainingState, directory: Path) -> None:
     if refused:
         raise ConfigError("\n".join(refused))
     read_checkpoint(directory, state)
-    log.info("Resumed after iteration %d of %d from %s.", state.iteration, state.total_iterations, directory)
+    if is_main_process():
+        log.info("Resumed after iteration %d of %d from %s.", state.iteration, state.total_iterations, directory)

@@ -1,7 +1,7 @@
 """Checkpoints: all of a run's state in one directory of safetensors and JSON, whole or not there at all.
 
     <run directory>/iteration_000010/
-        manifest.json                   run, iteration, size and SHA-256 of every other file, sealed by its own hash
+        manifest.json                   run, iteration, size and SHA-256 of every other file
         state.json                      counters, controllers, moments, hyperparameters, optimiser groups
         history.json                    every metric of every iteration so far
         policy/, critic.safetensors, …  the models, see `model_files`
@@ -21,24 +21,24 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from ppo_rlhf.checkpoints.files import checkpoint_name, verify_checkpoint, write_directory
-from ppo_rlhf.checkpoints.model_files import optimizers, read_models, write_models
+from ppo_rlhf.checkpoints.files import checkpoint_name, read_json, write_directory
+from ppo_rlhf.checkpoints.model_files import optimizers, read_models, save_tensors, write_models
 from ppo_rlhf.core.errors import CheckpointError
 from ppo_rlhf.models.adapters import has_adapter
 from ppo_rlhf.ppo.state import TrainingState
 
 _COUNTERS = ("iteration", "episode", "optimiser_steps", "skipped_steps", "skipped_in_a_row")
-HISTORY = "history.json"
+STATE, HISTORY = "state.json", "history.json"
 _MOMENTS_OF_ADAM = 2
 _SMALL_FILES = 16 * 2**20
-"""Bytes, generously, of tokenizer, configurations and history."""
+"""Generous allowance for tokenizer, configurations and history, in bytes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointRequest:
-    """A state that may have to be saved. Whether it is due is a function of the state alone."""
+    """A state that may have to be saved. The state alone tells whether it is due."""
 
     state: TrainingState
 
@@ -50,72 +50,81 @@ class CheckpointRequest:
 
 
 def write_checkpoint(run_directory: Path, state: TrainingState) -> Path:
-    """Write the state to a temporary directory beside its final place, then rename it there.
+    """Write the state to `<run_directory>/iteration_NNNNNN` and return this directory.
 
     Args:
-        run_directory: Holds the checkpoints of one run and has its name; made if it is not there.
-        state: What is saved.
-
-    Returns:
-        The checkpoint's directory.
+        run_directory: Directory of one run's checkpoints; it has the run's name, and is made if it is missing.
+        state: The state to save.
 
     Raises:
-        CheckpointError: It cannot be written; earlier checkpoints are untouched.
+        CheckpointError: The checkpoint cannot be written; earlier checkpoints are untouched.
     """
     target = run_directory / checkpoint_name(state.iteration)
     check_free_space(run_directory, state, copies=1)
     try:
         write_directory(target, state.iteration, lambda directory: _write_state(directory, state))
     except (OSError, SafetensorError, RuntimeError, ValueError) as error:
-        reason = str(error).strip().partition("\n")[0]  # of weights that overlap safetensors writes a page
+        reason = str(error).strip().partition("\n")[0]  # safetensors writes a page about weights that overlap
         raise CheckpointError(f"{target}: cannot write the checkpoint: {reason}") from error
     return target
 
 
 def read_checkpoint(directory: Path, state: TrainingState) -> None:
-    """Load a checkpoint into a freshly created state of the same models and configuration.
+    """Load a checkpoint into a freshly made state of the same models and configuration.
 
-    The weights are copied into the state's own parameters; nothing of it lives on in the checkpoint's files.
+    `resume.restore` checks the files and the configuration before. The weights are copied into the state's own
+    parameters, so the files may be deleted afterwards.
 
     Raises:
-        CheckpointError: The checkpoint is damaged, or was made for other models.
+        CheckpointError: The checkpoint was made for other models.
     """
-    verify_checkpoint(directory)
     values = _state_values(directory)
     try:
         read_models(directory, state)
         for name, optimizer in optimizers(state).items():
             _load_optimizer(optimizer, directory / f"{name}.safetensors", values[name])
+        state.load_extra_state(values["extra"])
+        for name in _COUNTERS:
+            setattr(state, name, values[name])
     except CheckpointError:
         raise
     except (OSError, KeyError, RuntimeError, ValueError) as error:
-        raise CheckpointError(f"{directory}: made for other models: {error}") from error
-    state.load_extra_state(values["extra"])
+        reason = str(error).strip().partition("\n")[0]
+        raise CheckpointError(f"{directory}: made for other models: {reason}") from error
     state.history = saved_history(directory)
-    for name in _COUNTERS:
-        setattr(state, name, values[name])
 
 
 def saved_config(directory: Path) -> dict[str, Any]:
-    """Return the hyperparameters that a checkpoint was made with."""
+    """Return the hyperparameters that a checkpoint was made with.
+
+    Raises:
+        CheckpointError: They cannot be read.
+    """
     return dict(_state_values(directory)["config"])
 
 
 def saved_batch_size(directory: Path) -> int:
-    """Return the responses of one iteration, over all processes, of the run that a checkpoint is of."""
+    """Return the responses of one iteration, over all processes, of the run that wrote a checkpoint.
+
+    Raises:
+        CheckpointError: The number cannot be read.
+    """
     return int(_state_values(directory)["batch_size"])
 
 
 def saved_history(directory: Path) -> list[dict[str, float]]:
-    """Return the metrics of every iteration up to a checkpoint."""
-    history: list[dict[str, float]] = json.loads((directory / HISTORY).read_text())
-    return history
+    """Return the metrics of every iteration up to a checkpoint.
+
+    Raises:
+        CheckpointError: They cannot be read.
+    """
+    return list(read_json(directory / HISTORY))
 
 
 def checkpoint_bytes(state: TrainingState) -> int:
     """Return about how many bytes a checkpoint of this state takes: weights, Adam's two moments, small files.
 
-    With LoRA the frozen weights are not in it.
+    With LoRA frozen weights do not count.
     """
     total = _SMALL_FILES
     for model in (state.policy, state.critic):
@@ -129,18 +138,17 @@ def checkpoint_bytes(state: TrainingState) -> int:
 
 
 def check_free_space(run_directory: Path, state: TrainingState, copies: int) -> None:
-    """Check that a number of checkpoints fits on the disk that holds the run's directory.
+    """Check that a number of checkpoints fits on the disk of the run's directory.
 
     Raises:
-        CheckpointError: It does not.
+        CheckpointError: They do not fit.
     """
     place = next(path for path in (run_directory, *run_directory.absolute().parents) if path.exists())
     size, free = checkpoint_bytes(state), shutil.disk_usage(place).free
     if copies * size > free:
-        needed = f"{copies} checkpoints of about {_readable(size)} each" if copies > 1 else f"about {_readable(size)}"
         raise CheckpointError(
-            f"{run_directory}: {needed} do not fit, {_readable(free)} are free. Free space, lower "
-            "ppo.save_total_limit, or set data_root to a place on a larger disk"
+            f"{run_directory}: {copies} checkpoint(s) of about {size / 1e6:,.0f} MB do not fit, {free / 1e6:,.0f} MB "
+            "are free. Free space, lower ppo.save_total_limit, or set data_root to a place on a larger disk"
         )
 
 
@@ -164,7 +172,7 @@ def _write_state(directory: Path, state: TrainingState) -> None:
     for name, optimizer in optimizers(state).items():
         saved = optimizer.state_dict()
         moments = {f"{index}.{key}": value for index, row in saved["state"].items() for key, value in row.items()}
-        save_file(_contiguous(moments), directory / f"{name}.safetensors")
+        save_tensors(moments, directory / f"{name}.safetensors")
         groups[name] = saved["param_groups"]
     (directory / HISTORY).write_text(json.dumps(state.history))
     values = {
@@ -174,11 +182,13 @@ def _write_state(directory: Path, state: TrainingState) -> None:
         "batch_size": state.config.batch_size,
         **groups,
     }
-    (directory / "state.json").write_text(json.dumps(values, indent=1))
+    (directory / STATE).write_text(json.dumps(values, indent=1))
 
 
 def _state_values(directory: Path) -> dict[str, Any]:
-    values: dict[str, Any] = json.loads((directory / "state.json").read_text())
+    values = read_json(directory / STATE)
+    if not isinstance(values, dict) or not {"config", "batch_size", "extra", *_COUNTERS} <= values.keys():
+        raise CheckpointError(f"{directory / STATE}: not the state of a checkpoint")
     return values
 
 
@@ -188,16 +198,3 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, path: Path, groups: list[d
         index, key = name.split(".", 1)
         rows.setdefault(int(index), {})[key] = value
     optimizer.load_state_dict({"state": rows, "param_groups": groups})
-
-
-def _contiguous(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-
-
-def _readable(size: int) -> str:
-    value, unit = float(size), "bytes"
-    for larger in ("KB", "MB", "GB", "TB"):
-        if value < 1000:
-            break
-        value, unit = value / 1000, larger
-    return f"{value:.3g} {unit}"

@@ -62,6 +62,13 @@ def weight_files(folder: Path) -> list[Path]:
         raise ModelError(f"{index} is not an index of weights. Copy the model again.") from error
 
 
+def follow_umask(folder: Path) -> None:
+    """Give a folder's safetensors files the mode of its JSON files: safetensors writes 0600 whatever the umask."""
+    mode = next(folder.rglob("*.json")).stat().st_mode
+    for path in folder.rglob("*.safetensors"):
+        path.chmod(mode)
+
+
 def first_line(error: Exception) -> str:
     """Return the first line of an error's text, or its class's name."""
     return str(error).strip().partition("\n")[0] or type(error).__name__

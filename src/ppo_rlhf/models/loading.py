@@ -35,6 +35,7 @@ from ppo_rlhf.models.directories import (
     WEIGHTS_INDEX,
     check_model_directory,
     first_line,
+    follow_umask,
     is_local,
     weight_files,
 )
@@ -220,6 +221,7 @@ class TrainedModel:
         with quiet_transformers():
             self.model.save_pretrained(folder, state_dict=weights)
             self.tokenizer.save_pretrained(folder)
+        follow_umask(folder)
         if self.average is not None:
             TrainedModel(self.average, self.tokenizer).save(folder / AVERAGE)
 

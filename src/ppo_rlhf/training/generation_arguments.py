@@ -1,4 +1,4 @@
-"""Arguments of `generate` as transformers and TRL's first PPOTrainer name them, in terms of our sampler."""
+"""Arguments of `generate`, named as in transformers and in TRL's first PPOTrainer, as settings of our sampler."""
 
 from __future__ import annotations
 
@@ -12,42 +12,21 @@ from ppo_rlhf.models.tokenizers import ids_within
 from ppo_rlhf.ppo.sampling import SamplingSettings
 
 
-def _max_new_tokens(sampling: SamplingSettings, value: Any) -> dict[str, Any]:
-    if not 1 <= value <= sampling.response_length:
-        raise ConfigError(
-            f"generate: max_new_tokens={value} is not in 1 to ppo.response_length={sampling.response_length}, the most "
-            "that is trained on; change the one or the other"
-        )
-    return {"response_length": int(value)}
-
-
-def _min_length(sampling: SamplingSettings, value: Any) -> dict[str, Any]:
-    if value > 0:
-        raise ConfigError(
-            f"generate: min_length={value} counts the query's tokens too; give min_new_tokens, or -1 for no minimum"
-        )
-    return {"min_response_length": 0}
-
-
-def _do_sample(sampling: SamplingSettings, value: Any) -> dict[str, Any]:
-    return {} if value else {"top_k": 1, "top_p": 1.0}
-
-
-def _stop_ids(sampling: SamplingSettings, value: Any) -> dict[str, Any]:
+def _stop_ids(value: Any) -> tuple[int, ...]:
     ids = value if isinstance(value, list | tuple) else [] if value is None else [value]
-    return {"stop_token_ids": tuple(map(int, ids))}
+    return tuple(map(int, ids))
 
 
-_ARGUMENTS: dict[str, Callable[[SamplingSettings, Any], dict[str, Any]]] = {
-    "max_new_tokens": _max_new_tokens,
-    "min_length": _min_length,  # before min_new_tokens, which counts where both are given
-    "min_new_tokens": lambda _, value: {"min_response_length": int(value or 0)},
-    "temperature": lambda _, value: {"temperature": float(value)},
-    "top_k": lambda _, value: {"top_k": int(value or 0)},
-    "top_p": lambda _, value: {"top_p": 1.0 if value is None else float(value)},
-    "pad_token_id": lambda sampling, value: {"pad_token_id": sampling.pad_token_id if value is None else int(value)},
-    "eos_token_id": _stop_ids,
-    "do_sample": _do_sample,  # the last: without sampling the filters are not looked at
+_ARGUMENTS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "max_new_tokens": lambda value: {"response_length": int(value)},
+    "min_length": lambda _: {"min_response_length": 0},  # before min_new_tokens, which wins if both are given
+    "min_new_tokens": lambda value: {"min_response_length": int(value or 0)},
+    "temperature": lambda value: {"temperature": float(value)},
+    "top_k": lambda value: {"top_k": int(value or 0)},
+    "top_p": lambda value: {"top_p": 1.0 if value is None else float(value)},
+    "pad_token_id": lambda value: {} if value is None else {"pad_token_id": int(value)},
+    "eos_token_id": lambda value: {"stop_token_ids": _stop_ids(value)},
+    "do_sample": lambda value: {} if value else {"top_k": 1, "top_p": 1.0},  # last: it overrides the filters
 }
 
 
@@ -56,45 +35,45 @@ def sampling_from_arguments(
 ) -> SamplingSettings:
     """Return the run's sampling settings, changed by arguments of `generate`.
 
-    `top_k` 0 or None and `top_p` 1 or None are off, as is `min_length` -1. `do_sample=False` takes the most probable
-    token. An end-of-text id outside the vocabulary ends nothing.
+    `top_k` 0 or None and `top_p` 1 or None are off, and so is `min_length` -1. `do_sample=False` takes the most
+    probable token. An end-of-text id outside the vocabulary ends nothing.
 
     Args:
-        sampling: The run's own.
-        arguments: By the names of transformers' `generate`.
+        sampling: The run's sampling settings.
+        arguments: Arguments by their names in transformers' `generate`.
         vocabulary: Number of token ids of the model.
 
     Raises:
-        ConfigError: An argument is not known, or its value cannot be used.
+        ConfigError: An argument is unknown, or its value cannot be used.
     """
     for name, value in arguments.items():
         if name not in _ARGUMENTS:
             raise ConfigError(
                 f"generate: {name}={value!r} is not an argument of this sampler.{closest(name, list(_ARGUMENTS))} "
-                f"There are {', '.join(_ARGUMENTS)}"
+                f"The arguments are {', '.join(_ARGUMENTS)}"
             )
-    changed = sampling
-    for name, change in _ARGUMENTS.items():
+    changes: dict[str, Any] = {}
+    for name, read in _ARGUMENTS.items():
         if name in arguments:
-            changed = dataclasses.replace(changed, **_of_right_type(sampling, name, change, arguments[name]))
+            try:
+                changes |= read(arguments[name])
+            except (TypeError, ValueError):
+                raise ConfigError(f"generate: {name}={arguments[name]!r} is not a number") from None
+    changed = dataclasses.replace(sampling, **changes)
     changed = dataclasses.replace(changed, stop_token_ids=ids_within(changed.stop_token_ids, vocabulary))
-    _check(changed, vocabulary)
+    _check(changed, sampling.response_length, vocabulary, int(arguments.get("min_length") or 0))
     return changed
 
 
-def _of_right_type(
-    sampling: SamplingSettings, name: str, change: Callable[[SamplingSettings, Any], dict[str, Any]], value: Any
-) -> dict[str, Any]:
-    try:
-        return change(sampling, value)
-    except ConfigError:
-        raise
-    except (TypeError, ValueError):
-        raise ConfigError(f"generate: {name}={value!r} is not a number") from None
-
-
-def _check(sampling: SamplingSettings, vocabulary: int) -> None:
+def _check(sampling: SamplingSettings, longest: int, vocabulary: int, min_length: int) -> None:
     rules = {
+        f"max_new_tokens={sampling.response_length} is not in 1 to ppo.response_length={longest}, the most tokens that "
+        "a response may have in training; lower it, or raise ppo.response_length": (
+            1 <= sampling.response_length <= longest
+        ),
+        f"min_length={min_length} counts the query's tokens too; give min_new_tokens, or -1 for no minimum": (
+            min_length <= 0
+        ),
         f"temperature={sampling.temperature:g} is not above 0; do_sample=False takes the most probable token": (
             sampling.temperature > 0.0
         ),

@@ -1,4 +1,4 @@
-"""Responses to a person's own queries, with the noise that the next iteration's rollouts would have."""
+"""Responses to a user's own queries, with the noise that the next iteration's rollouts would have."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.core.randomness import episode_uniforms
 from ppo_rlhf.ppo.rollout import sample_responses
 from ppo_rlhf.ppo.state import TrainingState
+from ppo_rlhf.processes import is_main_process
 from ppo_rlhf.training.generation_arguments import sampling_from_arguments
 from ppo_rlhf.training.trainer_inputs import check_room, token_lists
 
@@ -21,14 +22,14 @@ log = logging.getLogger(__name__)
 
 
 class QuerySampler:
-    """Samples from the policy of a training state, and counts what it sampled since the iteration began.
+    """Samples from the policy of a training state, and counts the responses since the iteration began.
 
     Attributes:
         started: `time.perf_counter()` of the iteration's first call, None before it.
-        seconds: Spent on decoding.
-        rows: Responses sampled.
+        seconds: Time spent on decoding.
+        rows: Number of responses sampled.
         vocabulary: Number of token ids of the policy.
-        limit: Tokens that a query and its response may have, and why no more (`trainer_models.context_of_all`).
+        limit: Most tokens of a query and its response, and the reason for that (`trainer_models.context_of_all`).
     """
 
     def __init__(self, state: TrainingState, limit: tuple[int | None, str]) -> None:
@@ -51,7 +52,7 @@ class QuerySampler:
         batch_size: int | None,
         arguments: Mapping[str, Any],
     ) -> list[Tensor] | Tensor:
-        """Do what `PPOTrainer.generate` says."""
+        """Sample a response to each query, as `PPOTrainer.generate` documents it."""
         state, config = self._state, self._state.config
         is_one = isinstance(queries, Tensor) and queries.dim() == 1
         rows: Any = [queries] if is_one else queries
@@ -79,7 +80,7 @@ class QuerySampler:
         self.seconds += time.perf_counter() - started
         self.rows += len(prompt_ids)
         answers = [
-            torch.tensor([*prompt, *response] if return_prompt else response, device=_device_of(row))
+            torch.tensor([*prompt, *response] if return_prompt else response, device=getattr(row, "device", None))
             for row, prompt, response in zip(rows, prompt_ids, generated.token_lists(), strict=True)
         ]
         return answers[0][None] if is_one else answers
@@ -87,7 +88,7 @@ class QuerySampler:
     def _noise(self, rows: int) -> Tensor:
         """Return uniforms `[rows, response_length]` for the next rows of this iteration.
 
-        Of the first `batch_size` rows they are the rollout's; rows beyond, which no step trains on, have their own.
+        The first `batch_size` rows have the noise of the rollout. Later rows, which no step trains on, have their own.
         """
         config = self._state.config
         size, first, iteration = config.batch_size, self.rows, self._state.iteration + 1
@@ -104,15 +105,11 @@ class QuerySampler:
         return torch.cat(blocks)[first % size :][:rows]
 
     def _warn_of_temperature(self, temperature: float) -> None:
-        if not self._warned:
-            self._warned = True
+        if not self._warned and is_main_process():
             log.warning(
-                "generate(temperature=%g): step() takes log-probabilities at ppo.temperature=%g; train at the "
+                "generate(temperature=%g): step() computes log-probabilities at ppo.temperature=%g; train at the "
                 "temperature that you sample at",
                 temperature,
                 self._state.config.temperature,
             )
-
-
-def _device_of(row: Any) -> torch.device | None:
-    return row.device if isinstance(row, Tensor) else None
+        self._warned = True

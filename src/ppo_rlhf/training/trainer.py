@@ -1,7 +1,7 @@
-"""PPOTrainer: PPO without Kedro and MLflow, over the functions that the pipeline's nodes call.
+"""PPOTrainer: PPO without Kedro and MLflow, by the functions that the pipeline's nodes call.
 
-`train()` runs the whole loop. `generate`, `step` and `log_stats` are one iteration in three calls, with scores from
-anywhere, as TRL's first PPOTrainer had it.
+`train()` runs the whole loop. `generate`, `step` and `log_stats` are one iteration in three calls, with any scores, as
+in TRL's first PPOTrainer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ppo_rlhf.checkpoints.files import checkpoint_name, newest_whole_checkpoint, prune_checkpoints, verify_checkpoint
+from ppo_rlhf.checkpoints.files import checkpoint_name, newest_whole_checkpoint, prune_checkpoints
 from ppo_rlhf.checkpoints.model_files import exported_policy
 from ppo_rlhf.checkpoints.resume import restore
 from ppo_rlhf.checkpoints.store import CheckpointRequest, write_checkpoint
@@ -27,7 +27,7 @@ from ppo_rlhf.ppo import loop
 from ppo_rlhf.ppo.accelerator import precision_warning, resolve_device
 from ppo_rlhf.ppo.rollout import complete_rollouts
 from ppo_rlhf.ppo.state import TrainingState
-from ppo_rlhf.processes import is_main_process, wait_for_all
+from ppo_rlhf.processes import from_main, is_main_process, wait_for_all
 from ppo_rlhf.rewards.functions import check_column_names
 from ppo_rlhf.training import trainer_inputs
 from ppo_rlhf.training.query_sampler import QuerySampler
@@ -49,11 +49,14 @@ _SHOWN = {
 class PPOTrainer:
     """Trains a policy by PPO.
 
+    Under torchrun or `accelerate launch` every process makes the same calls with the same arguments; only the main
+    process logs and writes files.
+
     Attributes:
         config: Hyperparameters.
-        state: All that changes while PPO trains.
-        reference_policy: The frozen policy that the KL is measured from.
-        tokenizer: The policy's.
+        state: Everything that changes while PPO trains.
+        reference_policy: The frozen policy of the KL divergence.
+        tokenizer: The policy's tokenizer.
     """
 
     def __init__(
@@ -67,21 +70,21 @@ class PPOTrainer:
         prompts: Any = None,
         value_model: PreTrainedModel | Critic | None = None,
     ) -> None:
-        """Take the models over and check all that can be checked before training.
+        """Prepare the models and check everything that can be checked before training.
 
         Args:
             config: Hyperparameters.
-            policy: A causal language model, or where one lies; None takes `config.sft_model_path`. A model object is
-                trained in place, but with `use_peft`, which leaves its weights as they are.
-            reference_policy: The same, frozen; None takes the policy as it is now.
-            tokenizer: The policy's; it may be left out where the policy is a path.
+            policy: A causal language model, its directory or hub id; None takes `config.sft_model_path`. An object is
+                trained in place; with `use_peft` its weights stay as they are.
+            reference_policy: The same kinds of model; None takes a frozen copy of the policy.
+            tokenizer: The policy's; optional if the policy is a path.
             reward: For `train()`: see `trainer_inputs.take_reward`; None takes `config.reward_model_path`.
             prompts: For `train()`: see `trainer_inputs.take_prompts`.
-            value_model: Where the critic starts: a language model or a sequence classifier with one label, which is
-                copied, or a Critic, which trains in place as the policy does. None does as `config.value_model` says.
+            value_model: The critic's start: a language model or a sequence classifier with one label, which is copied,
+                or a Critic, which trains in place as the policy does. None follows `config.value_model`.
 
         Raises:
-            ConfigError, DataError, ModelError, RewardError: Something that was given cannot be used.
+            ConfigError, DataError, ModelError, RewardError: An argument cannot be used.
         """
         if not isinstance(config, PPOConfig):
             raise ConfigError(
@@ -104,16 +107,12 @@ class PPOTrainer:
         if self._scorer is not None and self._prompts is not None:
             stops = self.state.sampling.stop_token_ids
             self._scorer.check_room(self._prompts.prompt_ids, config.response_length, stops)
-        slow = precision_warning(config, self.state.device)
-        for line in [*config.advice(), *([slow] if slow else [])]:
-            log.warning("%s", line)
-        idle = [f"ppo.{name}" for name in config.not_default() if name in _OF_THE_PIPELINE]
-        if idle:
-            log.warning("%s: without effect in PPOTrainer, which neither evaluates nor logs samples", ", ".join(idle))
+        if is_main_process():
+            self._warn()
 
     @property
     def policy(self) -> PreTrainedModel:
-        """The policy that trains; with `use_peft` it has the adapter."""
+        """The trained policy; with `use_peft` it has the adapter."""
         return self.state.policy
 
     @property
@@ -123,7 +122,7 @@ class PPOTrainer:
 
     @property
     def history(self) -> list[dict[str, float]]:
-        """The metrics of every iteration so far, one mapping each (docs/metrics.md), with `iteration`."""
+        """The metrics of each iteration so far (docs/metrics.md), with `iteration`."""
         return self.state.history
 
     def generate(
@@ -137,19 +136,19 @@ class PPOTrainer:
     ) -> list[Tensor] | Tensor:
         """Sample a response to each query from the policy as it is now.
 
-        The noise is a function of seed, iteration and row; rows are counted over all calls since the last `step`. Row i
-        gets what row i of the pipeline's rollouts gets.
+        The noise is a function of seed, iteration and row. Rows are counted over all calls since the last `step`. Row i
+        gets the noise of row i of the pipeline's rollouts.
 
         Args:
             queries: 1-D tensors of token ids without padding; or a tensor, `[N, P]` for N queries, `[P]` for one.
-            return_prompt: Whether each response has its query in front.
+            return_prompt: Whether each response starts with its query.
             batch_size: Queries decoded at a time; None takes `local_rollout_forward_batch_size`.
-            length_sampler: Called once, gives `max_new_tokens`.
+            length_sampler: Called once for `max_new_tokens`.
             **generation: max_new_tokens, min_new_tokens, min_length (0 or less), temperature, top_k, top_p, do_sample,
-                pad_token_id, eos_token_id as in transformers; what is left out is as the PPOConfig says.
+                pad_token_id, eos_token_id as in transformers. The defaults are those of the PPOConfig.
 
         Returns:
-            1-D tensors without padding; of a single query `[P]` one tensor `[1, n]`, as in TRL.
+            1-D tensors without padding; for a single query `[P]` one tensor `[1, n]`, as in TRL.
 
         Raises:
             ConfigError: An argument is unknown or cannot be used.
@@ -162,8 +161,8 @@ class PPOTrainer:
     def step(self, queries: Sequence[Tensor], responses: Sequence[Tensor], scores: Any) -> dict[str, float]:
         """Train on one batch of scored responses: one iteration of PPO.
 
-        Responses end behind their first stop token; what follows is left out. Their old log-probabilities are those of
-        the policy as it is now, whoever sampled them.
+        Responses end with their first stop token; later tokens are dropped. The old log-probabilities come from the
+        policy as it is now, whatever sampled the responses.
 
         Args:
             queries: `batch_size` queries as token ids without padding.
@@ -174,21 +173,21 @@ class PPOTrainer:
             The iteration's metrics (docs/metrics.md).
 
         Raises:
-            ConfigError: `total_episodes` have been trained on.
-            DataError, RewardError: Rows, tokens, lengths or scores are not as they have to be.
+            ConfigError: `total_episodes` are done.
+            DataError, RewardError: Rows, tokens, lengths or scores cannot be used.
         """
         config, sampler = self.config, self._sampler
         if self.state.finished:
             raise ConfigError(
-                f"step: ppo.total_episodes={config.total_episodes} are trained on ({config.num_total_batches} "
-                "iterations, over which the learning rate has fallen); raise it for a longer run"
+                f"step: ppo.total_episodes={config.total_episodes} are done ({config.num_total_batches} iterations, "
+                "over which the learning rate falls); raise it for a longer run"
             )
         sizes = {"queries": len(queries), "responses": len(responses)}
         if set(sizes.values()) != {config.batch_size}:
             raise DataError(
                 f"step: {sizes['queries']} queries and {sizes['responses']} responses; batch_size is "
                 f"{config.batch_size} (ppo.per_device_train_batch_size {config.per_device_train_batch_size} x "
-                f"ppo.gradient_accumulation_steps {config.gradient_accumulation_steps})"
+                f"ppo.gradient_accumulation_steps {config.gradient_accumulation_steps} x {config.world_size} processes)"
             )
         prompt_ids = trainer_inputs.token_lists(queries, "query", sampler.vocabulary)
         response_ids = trainer_inputs.token_lists(responses, "response", sampler.vocabulary)
@@ -212,13 +211,13 @@ class PPOTrainer:
     def log_stats(self, stats: Mapping[str, float], batch: Mapping[str, Sequence[Any]], rewards: Any) -> None:
         """Log one line about an iteration, and the first query with its response.
 
-        Nothing is kept: `history` has all metrics already.
-
         Args:
-            stats: What `step` returned.
-            batch: The texts, under `query` and `response`; other entries are left alone.
+            stats: The metrics that `step` returned; `history` keeps them already.
+            batch: The texts under `query` and `response`; other entries are ignored.
             rewards: The scores.
         """
+        if not is_main_process():
+            return
         pair = ""
         texts = [batch.get(name, ()) for name in ("query", "response")]
         if all(map(len, texts)):
@@ -228,20 +227,20 @@ class PPOTrainer:
     def train(
         self, resume_from_checkpoint: str | Path | bool | None = None, output_dir: str | Path | None = None
     ) -> list[dict[str, float]]:
-        """Run every iteration that is left, with `reward` and `prompts`.
+        """Run all iterations that are left, with `reward` and `prompts`.
 
         Args:
-            resume_from_checkpoint: A checkpoint's directory to go on from; True takes the
-                newest whole one in `output_dir`.
-            output_dir: Where a checkpoint is saved every `save_interval` iterations and at the end, the newest
-                `save_total_limit` kept. None saves none.
+            resume_from_checkpoint: Directory of a checkpoint to resume from; True takes the newest whole one in
+                `output_dir`.
+            output_dir: Directory of the checkpoints: one every `save_interval` iterations and at the end, of which the
+                newest `save_total_limit` are kept. None saves none.
 
         Returns:
             The metrics of every iteration.
 
         Raises:
-            ConfigError: There is no reward or no prompts, or the checkpoint's run had other settings.
-            CheckpointError: There is no whole checkpoint there.
+            ConfigError: Reward or prompts are missing, or the checkpoint's run had other settings.
+            CheckpointError: There is no whole checkpoint.
         """
         missing = [name for name, given in {"reward": self._scorer, "prompts": self._prompts}.items() if given is None]
         if self._scorer is None or self._prompts is None:
@@ -251,43 +250,56 @@ class PPOTrainer:
             self.load_checkpoint(_checkpoint(resume_from_checkpoint, directory))
 
         def after_iteration(metrics: dict[str, float]) -> None:
-            log.info("%s", self._line(metrics))
+            if is_main_process():
+                log.info("%s", self._line(metrics))
             if directory is not None and CheckpointRequest(self.state).due:
                 self.save_checkpoint(directory)
                 if is_main_process():
                     prune_checkpoints(directory, self.config.save_total_limit, None, self.state.iteration)
 
         loop.train(self.state, self.reference_policy, self._prompts, self._scorer, after_iteration)
-        for line in in_words(self.config, advise(self.config, self.history, CURVE_RULES), list(self.history)):
-            log.info("%s", line)
+        if is_main_process():
+            for line in in_words(self.config, advise(self.config, self.history, CURVE_RULES), list(self.history)):
+                log.info("%s", line)
         return self.history
 
     def save_pretrained(self, save_directory: str | Path) -> None:
         """Write the policy as a plain model directory with its tokenizer, as the pipeline exports it.
 
-        An adapter is merged; the moving average of the weights, if there is one, lies in the folder `ema`.
+        An adapter is merged. The moving average of the weights, if there is one, is written to the folder `ema`.
         """
         if is_main_process():
             exported_policy(self.state).save(Path(save_directory))
         wait_for_all()
 
     def save_checkpoint(self, output_dir: str | Path) -> Path:
-        """Write all of the state to `<output_dir>/iteration_NNNNNN` and return that directory."""
+        """Write the whole state to `<output_dir>/iteration_NNNNNN` and return this directory.
+
+        Raises:
+            CheckpointError: It cannot be written.
+        """
         if is_main_process():
             write_checkpoint(Path(output_dir), self.state)
         wait_for_all()
         return Path(output_dir) / checkpoint_name(self.state.iteration)
 
     def load_checkpoint(self, directory: str | Path) -> None:
-        """Go on from a checkpoint: what this trainer did so far is forgotten.
+        """Replace the state by a checkpoint's.
 
         Raises:
-            CheckpointError: It is damaged, or was made for other models.
+            CheckpointError: The checkpoint is damaged, or was made for other models.
             ConfigError: Its run had other settings.
         """
-        verify_checkpoint(Path(directory))
         restore(self.state, Path(directory))
         self._sampler.start_iteration()
+
+    def _warn(self) -> None:
+        slow = precision_warning(self.config, self.state.device)
+        for line in [*self.config.advice(), *([slow] if slow else [])]:
+            log.warning("%s", line)
+        idle = [f"ppo.{name}" for name in self.config.not_default() if name in _OF_THE_PIPELINE]
+        if idle:
+            log.warning("%s: no effect in PPOTrainer, which neither evaluates nor logs samples", ", ".join(idle))
 
     def _line(self, metrics: Mapping[str, float]) -> str:
         shown = [text.format(metrics[key]) for key, text in _SHOWN.items() if key in metrics]
@@ -299,7 +311,7 @@ def _checkpoint(asked: str | Path | bool, output_dir: Path | None) -> Path:
         return Path(asked)
     if output_dir is None:
         raise ConfigError("train: resume_from_checkpoint=True looks in output_dir; give that, or the checkpoint itself")
-    newest = newest_whole_checkpoint(output_dir)
+    newest = from_main(newest_whole_checkpoint(output_dir) if is_main_process() else None)
     if newest is None:
-        raise CheckpointError(f"{output_dir}: there is no whole checkpoint in this directory to go on from")
+        raise CheckpointError(f"{output_dir}: this directory has no whole checkpoint to resume from")
     return newest

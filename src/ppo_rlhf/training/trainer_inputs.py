@@ -1,4 +1,4 @@
-"""What a person hands to PPOTrainer beside models: prompts, rewards, queries, responses and scores."""
+"""Inputs of PPOTrainer beside its models: prompts, rewards, queries, responses and scores."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def take_prompts(
 
     Args:
         prompts: Texts or chats in a list; a table (pandas, `datasets`, a mapping of columns) with a column `prompt`,
-            whose other columns go to reward functions; or a dataset that is tokenised already.
-        policy: Its tokenizer reads them.
+            whose other columns go to reward functions; or a PromptDataset.
+        policy: The policy with its tokenizer.
         config: Hyperparameters.
-        context: Tokens that a prompt and its response may have; None without a limit.
-        why: What errors say of a limit that is not the policy's context.
+        context: Most tokens of a prompt and its response; None without a limit.
+        why: Reason for a limit that is not the policy's context, for errors.
 
     Raises:
-        DataError: They are none of these; there is no prompt, or one cannot be read, or is too long.
+        DataError: The type is unknown, there is no prompt, or a prompt cannot be read or is too long.
     """
     if isinstance(prompts, PromptDataset):
         check_room(prompts.prompt_ids, [config.response_length] * len(prompts), context, why)
@@ -67,7 +67,7 @@ def take_prompts(
         frame = table_of_columns(prompts)
     else:
         raise DataError(
-            f"PPOTrainer: prompts of type {type(prompts).__name__} are not known; give a list of texts or chats, a "
+            f"PPOTrainer: prompts has the unknown type {type(prompts).__name__}; give a list of texts or chats, a "
             "table with a column `prompt`, or a PromptDataset"
         )
     return tokenise_prompts(
@@ -82,18 +82,18 @@ def take_prompts(
 
 
 def take_reward(reward: Any, policy: TrainedModel, config: PPOConfig) -> RewardScorer | None:
-    """Return what scores responses; None if there is nothing that does.
+    """Return the scorer of responses, None if no reward is given.
 
     Args:
-        reward: A function `reward(prompts, completions, **columns)`; a reward model as an object, with its tokenizer
-            behind it in a tuple if that is not the policy's, or where one lies; a RewardConfig; or a RewardScorer.
-            None takes `reward_model_path`.
-        policy: Its tokenizer made the responses.
+        reward: A function `reward(prompts, completions, **columns)`; a reward model as an object, or in a tuple with
+            its tokenizer if that is not the policy's; its directory; a RewardConfig; or a RewardScorer. None takes
+            `reward_model_path`.
+        policy: The policy with its tokenizer.
         config: Hyperparameters.
 
     Raises:
-        ConfigError: It is none of these.
-        ModelError: The reward model cannot be used, or not as the start of the critic.
+        ConfigError: The type of the reward is unknown.
+        ModelError: The reward model cannot be used, or cannot be the start of the critic.
     """
     if (reward is None and config.reward_model_path is None) or isinstance(reward, RewardScorer):
         _check_nothing_to_offload(config)
@@ -130,17 +130,17 @@ def take_reward(reward: Any, policy: TrainedModel, config: PPOConfig) -> RewardS
         return RewardScorer([("model", 1.0, scorer)], model)
     if not callable(reward):
         raise ConfigError(
-            f"PPOTrainer: a reward of type {type(reward).__name__} is not known; give a function, a reward model or "
-            "its directory, (reward model, tokenizer), a RewardConfig or a RewardScorer"
+            f"PPOTrainer: reward has the unknown type {type(reward).__name__}; give a function, a reward model or its "
+            "directory, (reward model, tokenizer), a RewardConfig or a RewardScorer"
         )
     _check_nothing_to_offload(config)
     return _function_scorer(reward)
 
 
 def calls_functions(reward: Any) -> bool:
-    """Return whether a reward, as `take_reward` takes it, calls Python functions with the prompts' other columns.
+    """Return whether a reward for `take_reward` calls Python functions with the prompts' other columns.
 
-    False of a RewardScorer: what its parts read of a batch is their own affair.
+    It is False for a RewardScorer, whose parts are unknown.
     """
     if isinstance(reward, RewardConfig):
         return any(component.function is not None for component in reward.components)
@@ -148,15 +148,15 @@ def calls_functions(reward: Any) -> bool:
 
 
 def given_scores(scores: Any, rows: int) -> RewardScorer:
-    """Return a scorer that gives these scores, whatever the responses.
+    """Return a scorer that gives these scores to any responses.
 
     Raises:
-        RewardError: There is not one finite number, in float32, for each of the rows.
+        RewardError: The scores are not one number for each row, finite in float32.
     """
     try:
         values = [float(score) for score in scores]
     except (TypeError, ValueError, RuntimeError) as error:  # torch's own for a tensor of several numbers
-        raise RewardError(f"step: scores are to be one number for each response: {error}") from None
+        raise RewardError(f"step: scores must be one number for each response: {error}") from None
     if len(values) != rows:
         raise RewardError(f"step: {len(values)} scores for {rows} responses; give one each")
     taken = torch.tensor(values, dtype=torch.float32)
@@ -171,11 +171,11 @@ def token_lists(rows: Any, what: str, vocabulary: int) -> list[list[int]]:
 
     Args:
         rows: Sequences of ids: 1-D tensors, tensors `[1, n]`, or lists; a tensor `[N, n]` has N rows without padding.
-        what: What they are, for errors.
-        vocabulary: Ids must be below it.
+        what: Name of a row in errors.
+        vocabulary: Number of token ids.
 
     Raises:
-        DataError: There are no rows, or one is empty, or is not token ids of this vocabulary.
+        DataError: There are no rows, or a row is empty or is not token ids of this vocabulary.
     """
     result = []
     for row, ids in enumerate(rows):
@@ -183,8 +183,8 @@ def token_lists(rows: Any, what: str, vocabulary: int) -> list[list[int]]:
             tensor = torch.as_tensor(ids)
         except (TypeError, ValueError, RuntimeError):
             raise DataError(
-                f"{what} {row}: expected a 1-D tensor of token ids, got a {type(ids).__name__}; the tokenizer makes "
-                "ids of texts"
+                f"{what} {row}: expected a 1-D tensor of token ids, got a {type(ids).__name__}; make ids of "
+                "texts with the tokenizer"
             ) from None
         tensor = tensor[0] if tensor.dim() == 2 and len(tensor) == 1 else tensor
         if tensor.dim() != 1 or tensor.is_floating_point() or not len(tensor):
@@ -201,23 +201,27 @@ def token_lists(rows: Any, what: str, vocabulary: int) -> list[list[int]]:
 
 
 def check_room(queries: Sequence[Sequence[int]], lengths: Sequence[int], context: int | None, why: str = "") -> None:
-    """Raise `DataError` if a query leaves no room for its response, of so many tokens, in the model's context.
+    """Raise `DataError` if a query and its response have more tokens than the model's context.
 
-    `why` is what the error says of a context that is less than the model reads (`models.loading.steady_context`).
+    Args:
+        queries: Token ids of each query.
+        lengths: Tokens of each response.
+        context: Most tokens of both together; None without a limit.
+        why: Reason for a context that is not the policy's, for the error.
     """
     for query, length in zip(queries, lengths, strict=True):
         if context is not None and len(query) + length > context:
             raise DataError(
                 f"a query of {len(query)} tokens leaves no room for a response of {length} in the model's context of "
-                f"{context}; shorten the one or the other{why}"
+                f"{context}; shorten one of them{why}"
             )
 
 
 def take_responses(rows: list[list[int]], sampling: SamplingSettings) -> Responses:
-    """Return given responses, cut behind their first stop token.
+    """Return given responses, cut after their first stop token.
 
     Raises:
-        DataError: One is longer than `response_length`.
+        DataError: A response is longer than `response_length`.
     """
     longest, width = max(map(len, rows)), sampling.response_length
     if longest > width:
@@ -237,7 +241,7 @@ def take_responses(rows: list[list[int]], sampling: SamplingSettings) -> Respons
 
 
 def mean_of(scores: Iterable[Any]) -> float:
-    """Return the mean of numbers or 0-d tensors; NaN of none."""
+    """Return the mean of numbers or 0-d tensors; NaN if there are none."""
     return float(torch.tensor([float(score) for score in scores], dtype=torch.float64).mean())
 
 
@@ -247,7 +251,7 @@ def _check_nothing_to_offload(config: PPOConfig) -> None:
 
 
 def _check_ids_of_critic(tokenizer: PreTrainedTokenizerBase, policy: TrainedModel, config: PPOConfig) -> None:
-    """Raise `ModelError` if the critic is to start as a reward model to which the policy's ids mean other tokens."""
+    """Raise `ModelError` if the critic starts from a reward model whose tokenizer differs from the policy's."""
     if config.value_model == "reward_init" and not same_vocabulary(tokenizer, policy.tokenizer):
         raise ModelError(
             "PPOTrainer: ppo.value_model=reward_init: the reward model reads another vocabulary than the policy; set "

@@ -1,4 +1,4 @@
-"""The models that a person hands to PPOTrainer, as objects or paths, made what a run of the pipeline would load."""
+"""The models given to PPOTrainer, as objects or paths, prepared as a run of the pipeline loads them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from ppo_rlhf.ppo.build import (
 
 HOST = torch.device("cpu")
 ModelSource = PreTrainedModel | str | Path
-"""A model, or the directory or hub id of one."""
+"""A model, or its directory or hub id."""
 
 
 def take_policies(
@@ -44,15 +44,16 @@ def take_policies(
     """Return the policy, which trains, with tokenizer and value head, and the frozen reference.
 
     Args:
-        config: Hyperparameters; its `sft_model_path` stands in for a policy that is not given.
-        policy: A causal language model. An object is changed in place: device, precision, dropout off, and it trains
-            itself, but with LoRA.
-        reference: The same, frozen. None: the policy as it is now; with LoRA its weights without the adapter.
-        tokenizer: The policy's; None takes the one that lies with it.
-        device: Where the models go.
+        config: Hyperparameters; `sft_model_path` is the policy if none is given.
+        policy: A causal language model. An object changes in place: device, precision, no dropout, and, without LoRA,
+            training.
+        reference: Another one, which is frozen. None takes the policy as it is now; with LoRA its weights without the
+            adapter.
+        tokenizer: The policy's; None takes the one in the policy's directory.
+        device: Device of the models.
 
     Raises:
-        ConfigError: The policy or its tokenizer is missing, or one model is to be both policy and reference.
+        ConfigError: The policy or its tokenizer is missing, or policy and reference share weights.
         ModelError: A model cannot be used.
     """
     source = config.sft_model_path if policy is None else policy
@@ -63,7 +64,7 @@ def take_policies(
         handle = PretrainedHandle(str(source))
         head, tokenizer = handle.value_head(), tokenizer or handle.tokenizer()
     if tokenizer is None:
-        raise ConfigError("PPOTrainer: a policy that is given as an object comes without its tokenizer; give that too")
+        raise ConfigError("PPOTrainer: tokenizer is missing: a policy that is an object comes without one; give it too")
     base = _causal_lm(source, "policy", frozen_dtype(config) if config.use_peft else trained_dtype(config), device)
     ensure_pad_token(tokenizer, base.config)
     check_vocabulary(tokenizer, base.config, "PPOTrainer")
@@ -96,21 +97,21 @@ def take_critic(
     reward_model: PreTrainedModel | None,
     value_model: PreTrainedModel | Critic | None,
 ) -> AnyCritic:
-    """Return the critic: from the model given, or the one that `ppo.value_model` asks for.
+    """Return the critic: from `value_model` if it is given, else as `ppo.value_model` says.
 
-    A model is copied. A Critic is taken over as the policy is: changed in place, and it trains itself, but with LoRA;
-    what it has frozen stays frozen.
+    A model is copied. A Critic changes in place as the policy does: it trains, unless LoRA does, and its frozen weights
+    stay frozen.
 
     Raises:
-        ConfigError: A model is given, and `ppo.value_model` asks for another one, or another model has its weights.
-        ModelError: The model given cannot be used with this policy.
+        ConfigError: `value_model` and `ppo.value_model` are both given, or a Critic shares weights with another model.
+        ModelError: `value_model` cannot be used with this policy.
     """
     if value_model is None:
         return build_critic(config, policy.model, reward_model, policy.value_head)
     if config.value_model != "separate":
         raise ConfigError(
-            f"PPOTrainer's value_model and ppo.value_model={config.value_model} exclude each other: both say where the "
-            "critic starts; leave one out"
+            f"PPOTrainer: value_model and ppo.value_model={config.value_model} exclude each other: both give the "
+            "critic's start; leave one out"
         )
     dtype = frozen_dtype(config) if config.use_peft else trained_dtype(config)
     given = value_model.backbone if isinstance(value_model, Critic) else value_model
@@ -118,8 +119,8 @@ def take_critic(
         others = {"policy": policy.model, "reference policy": reference, "reward model": reward_model}
         for what, other in others.items():
             complaint = (
-                f"value_model, a Critic, shares weights with the {what}, so that one would change with the other; give "
-                "it a copy of the model, or set ppo.value_model=shared for one trunk"
+                f"value_model, a Critic, shares weights with the {what}, which would change too; give it a copy of the "
+                "model, or set ppo.value_model=shared for one trunk"
             )
             if other is not None:
                 _check_apart(given, other, config, complaint)
@@ -135,37 +136,36 @@ def take_critic(
 
 
 def take_over(model: Any, what: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """Make a model, in place, what loading it from its directory would give: precision, device, no dropout.
+    """Prepare a model in place as if it were loaded from its directory: precision, device, no dropout.
 
-    Parameters alone get the type: buffers such as rotary frequencies stay as they are, as when weights are loaded. They
-    get memory of their own.
+    Only parameters get the precision. Buffers such as rotary frequencies keep theirs, as when weights are loaded.
 
     Raises:
-        ModelError: It is no transformers model, has an adapter, or was wrapped by a trainer.
+        ModelError: It is not a transformers model, has an adapter, or was wrapped by a trainer.
     """
     _check_model(model, what)
     prepare(model)
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(device, dtype).clone()
+        parameter.data = parameter.data.to(device, dtype)
     return nn.Module.to(model, device)
 
 
 def check_same_vocabulary(model: PreTrainedModel, policy: PreTrainedModel, what: str, remedy: str = "") -> None:
-    """Raise `ModelError` if a model reads another number of tokens than the policy."""
+    """Raise `ModelError` if a model's vocabulary has another size than the policy's."""
     theirs, ours = (each.config.get_text_config().vocab_size for each in (model, policy))
     if theirs != ours:
         raise ModelError(f"PPOTrainer: the {what}'s vocabulary has {theirs} tokens, the policy's {ours}{remedy}")
 
 
 def context_of_all(policy: PreTrainedModel, reference: PreTrainedModel, critic: AnyCritic) -> tuple[int | None, str]:
-    """Return how many tokens all models of a run read, and why no more than that (`models.loading.steady_context`)."""
+    """Return the shortest context of a run's models in tokens, and the reason for it (`steady_context`)."""
     models = {"policy": policy, "reference policy": reference, "critic": critic.backbone}
     limits = {what: steady_context(model.config) for what, model in models.items()}
     shortest = min(limits, key=lambda what: limits[what][0] or math.inf)
     context, why = limits[shortest]
-    if shortest == "policy":  # the first of those that read as few
+    if shortest == "policy":
         return context, why
-    return context, f". That is the {shortest}'s context; the policy's is longer{why}"
+    return context, f". This is the context of the {shortest}; the policy's is longer{why}"
 
 
 def _causal_lm(source: ModelSource, what: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
@@ -175,7 +175,7 @@ def _causal_lm(source: ModelSource, what: str, dtype: torch.dtype, device: torch
 
 
 def _critic_to_train(critic: Critic, config: PPOConfig) -> Critic:
-    """Return the critic itself, or with `use_peft` another over its frozen backbone, with an adapter and a new head."""
+    """Return the critic itself; with `use_peft` a new one: an adapter over its frozen backbone, and a copied head."""
     _check_head(critic.value_head, "value_head")
     critic.value_head.to(critic.backbone.device, trained_dtype(config))
     own_backbone = critic_backbone(config)
@@ -202,13 +202,13 @@ def _check_model(model: Any, what: str) -> None:
         )
     if any("forward" in vars(module) for module in model.modules()):
         raise ModelError(
-            f"PPOTrainer: the {what} was wrapped by a trainer or by accelerate: its copies would run the original's "
-            f"weights; {saved}"
+            f"PPOTrainer: the {what} was wrapped by a trainer or by accelerate, so its copies would use the "
+            f"original's weights; {saved}"
         )
 
 
 def _check_apart(trained: nn.Module, other: PreTrainedModel, config: PPOConfig, complaint: str) -> None:
-    """Raise `ConfigError` with the complaint if a model that trains has a weight of another (adapters leave it be)."""
+    """Raise `ConfigError` with the complaint if a model that trains shares a weight with another model."""
     own = {id(parameter) for parameter in trained.parameters()}
     if not config.use_peft and any(id(parameter) in own for parameter in other.parameters()):
         raise ConfigError(f"PPOTrainer: {complaint}")
