@@ -796,7 +796,7 @@ def test_columns_go_to_the_reward_function(sft: str):
 
 @pytest.mark.parametrize("taken", ["prompts", "completions"])
 def test_columns_that_reward_functions_could_not_be_given_are_refused(sft: str, reward_model: str, taken: str):
-    expected = f"^prompts: a column is called `{taken}`, and by that name functions get .* Rename it, or take it out$"
+    expected = f"^prompts: .*`{taken}`"
     table = [{"prompt": text, taken: "z"} for text in PROMPTS]
     ready = PromptDataset([[4]], ["a"], {taken: ["z"]})
     for prompts in (table, ready):
