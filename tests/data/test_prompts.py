@@ -205,13 +205,13 @@ def trainer_on(policy: TrainedModel, prompts) -> PPOTrainer:
 
 def test_the_trainer_refuses_prompts_beyond_the_length_up_to_which_rope_is_steady(stretched):
     for prompts in ([SHORT, LONG], PromptDataset([[3] * 7], [LONG], {})):
-        assert "beyond 10 tokens this model's RoPE" in message(trainer_on, stretched, prompts)
+        assert "10 tokens this model's RoPE" in message(trainer_on, stretched, prompts)
 
 
 def test_the_trainer_answers_queries_up_to_the_length_up_to_which_rope_is_steady_and_no_longer_ones(stretched):
     trainer = trainer_on(stretched, [SHORT, JUST])
     assert len(trainer.generate([torch.tensor([3] * 6)], return_prompt=False)) == 1
-    assert "beyond 10 tokens this model's RoPE" in message(trainer.generate, [torch.tensor([3] * 7)])
+    assert "10 tokens this model's RoPE" in message(trainer.generate, [torch.tensor([3] * 7)])
 
 
 def test_overlong_prompts_are_truncated_on_the_left(make_tokenizer):
