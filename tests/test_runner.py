@@ -18,9 +18,10 @@ from kedro.pipeline import Node, Pipeline
 from kedro.runner import SequentialRunner
 from rich.console import Console
 
-from ppo_rlhf import runner
+from ppo_rlhf import progress
 from ppo_rlhf.core.errors import ConfigError
-from ppo_rlhf.runner import ITERATION_TAG, LoopRunner, LoopSession, plan_loop, reporting
+from ppo_rlhf.progress import reporting
+from ppo_rlhf.runner import ITERATION_TAG, LoopRunner, LoopSession, plan_loop
 
 
 @dataclass
@@ -339,7 +340,7 @@ def test_a_session_without_a_runner_gets_the_loop_runner(monkeypatch):
 
 def test_many_iterations_are_thinned_to_a_line_every_two_seconds_and_the_last_is_always_shown(caplog, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(runner.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     with caplog.at_level(logging.INFO), reporting(0, 100) as report:
         for iteration in range(1, 101):
             now[0] += 0.5

@@ -6,17 +6,13 @@ The loop is a part of the DAG with the tag `iteration`, and a carry: the `next_t
 
 from __future__ import annotations
 
-import logging
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
-import rich
 from kedro.framework.session import KedroSession
 from kedro.io import CatalogProtocol
 from kedro.pipeline import Pipeline
@@ -24,10 +20,10 @@ from kedro.pipeline.node import Node
 from kedro.runner import SequentialRunner
 from kedro.runner.task import Task
 from pluggy import PluginManager
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
 from ppo_rlhf import processes
 from ppo_rlhf.core.errors import ConfigError
+from ppo_rlhf.progress import reporting, say, silenced
 from ppo_rlhf.signals import (
     RunInterruptedError,
     TerminationSignal,
@@ -59,15 +55,6 @@ METRICS = "ppo_metrics"
 RESUME = "resume_checkpoint"
 PPO = "ppo"
 NODE_LOGGERS = ("kedro.pipeline.node", "kedro.io.data_catalog")  # one INFO line a node, a load and a save
-FEW_ITERATIONS, LINE_INTERVAL_S = 20, 2.0
-SHOWN = {
-    "objective/scores": "reward {:.3f}",
-    "objective/kl": "KL {:.2f}",
-    "objective/entropy": "entropy {:.2f}",
-    "throughput/episodes_per_s": "{:.1f} episodes/s",
-}
-
-logger = logging.getLogger(__name__)
 
 
 class LoopState(Protocol):
@@ -203,14 +190,14 @@ class LoopRunner(SequentialRunner):
     def _run(
         self,
         pipeline: Pipeline,
-        catalog: RunCatalog,
+        catalog: Any,  # a RunCatalog, which Kedro's types do not know
         hook_manager: PluginManager | None = None,
         run_id: str | None = None,
     ) -> None:
         plan = plan_loop(pipeline)
         if plan is None:
             if any(ITERATION_TAG in node.tags for node in pipeline.nodes):
-                _say("These nodes are not the whole loop: the ones of its iteration run once.")
+                say("These nodes are not the whole loop: the ones of its iteration run once.")
             plan = LoopPlan(upstream=tuple(pipeline.nodes))
         loads = Counter(name for node in pipeline.nodes for name in node.inputs)
 
@@ -223,11 +210,11 @@ class LoopRunner(SequentialRunner):
                 execute(node)
                 self._release_datasets(node, catalog, loads, pipeline)
                 seconds = time.perf_counter() - started
-                _say("Completed node %d of %d: %s (%.1f s)", number, len(pipeline.nodes), node.name, seconds)
+                say("Completed node %d of %d: %s (%.1f s)", number, len(pipeline.nodes), node.name, seconds)
 
         run_once(plan.upstream, 1)
         if plan.iteration:
-            with _silenced(NODE_LOGGERS):
+            with silenced(NODE_LOGGERS):
                 _repeat(plan, catalog, execute)
             for node in plan.iteration:
                 self._release_datasets(node, catalog, loads, pipeline)
@@ -244,7 +231,7 @@ class LoopSession(KedroSession):
         return super().run(*args, **options)
 
 
-def _catalog_of_run(pipeline: Pipeline, catalog: CatalogProtocol) -> tuple[RunCatalog, bool]:
+def _catalog_of_run(pipeline: Pipeline, catalog: CatalogProtocol) -> tuple[Any, bool]:
     """Return the catalog to run with, and whether the run is resumed."""
     from ppo_rlhf.datasets import ResumeCheckpointDataset  # heavy: not for commands that run nothing
     from ppo_rlhf.datasets.checkpoints import run_directory
@@ -272,14 +259,14 @@ def _repeat(plan: LoopPlan, catalog: RunCatalog, execute: Callable[[Node], None]
         for node in plan.repeatable:
             execute(node)
     if state.finished:
-        _say("No iteration is left to do: %d of %d are done.", state.iteration, state.total_iterations)
+        say("No iteration is left to do: %d of %d are done.", state.iteration, state.total_iterations)
         return
-    _say("Training: %d iterations.", state.total_iterations - state.iteration)
+    say("Training: %d iterations.", state.total_iterations - state.iteration)
     shutdown = _Shutdown(state)
     has_metrics = any(METRICS in node.outputs for node in plan.iteration)
     with (
         reporting(state.iteration, state.total_iterations) as report,
-        finishing_first(state.shutdown_grace_s, shutdown.ask, _say),
+        finishing_first(state.shutdown_grace_s, shutdown.ask, say),
     ):
         while not state.finished:
             shutdown.iteration = state.iteration + 1
@@ -319,60 +306,3 @@ class _Shutdown:
         self.state.stopping = True
         catalog.save_checkpoint_not_due()
         raise TerminationSignal(asked[0])
-
-
-@contextmanager
-def reporting(done: int, total: int) -> Iterator[Callable[[int, Mapping[str, float]], None]]:
-    """Yield a function that shows that an iteration (counted from 1) is complete, with its metrics.
-
-    On a terminal that is one bar, on rich's console as Kedro's log. Elsewhere it is a log line for each of few
-    iterations; for each of many if the last line is two seconds old, and for the last one.
-
-    Args:
-        done: Iterations that are complete already.
-        total: All iterations.
-    """
-    started_at = time.monotonic()
-    line_at = float("-inf")
-
-    def readings(iteration: int, metrics: Mapping[str, float]) -> list[str]:
-        seconds = (time.monotonic() - started_at) / max(1, iteration - done) * (total - iteration)
-        left = [f"{timedelta(seconds=round(seconds))} left"] if iteration < total else []
-        return [*(text.format(metrics[name]) for name, text in SHOWN.items() if name in metrics), *left]
-
-    def log(iteration: int, metrics: Mapping[str, float]) -> None:
-        nonlocal line_at
-        if total - done <= FEW_ITERATIONS or iteration >= total or time.monotonic() - line_at >= LINE_INTERVAL_S:
-            line_at = time.monotonic()
-            _say("%s", ", ".join([f"Iteration {iteration}/{total}", *readings(iteration, metrics)]))
-
-    console = rich.get_console()
-    if not console.is_terminal or console.is_jupyter or not processes.is_main_process():
-        yield log
-        return
-    columns = ("PPO", BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn(), "{task.fields[readings]}")
-    with Progress(*columns, console=console, refresh_per_second=4) as progress:
-        task = progress.add_task("PPO", completed=done, total=total, readings="")
-        yield lambda iteration, metrics: progress.update(
-            task, completed=iteration, readings=", ".join(readings(iteration, metrics))
-        )
-
-
-@contextmanager
-def _silenced(names: Iterable[str]) -> Iterator[None]:
-    """Let these loggers through only from WARNING on, unless they were set to DEBUG."""
-    levels = {logging.getLogger(name): logging.getLogger(name).level for name in names}
-    for quiet, level in levels.items():
-        if quiet.getEffectiveLevel() > logging.DEBUG:
-            quiet.setLevel(max(logging.WARNING, level))
-    try:
-        yield
-    finally:
-        for quiet, level in levels.items():
-            quiet.setLevel(level)
-
-
-def _say(text: str, *arguments: object) -> None:
-    """Log a line, in the main process alone."""
-    if processes.is_main_process():
-        logger.info(text, *arguments)

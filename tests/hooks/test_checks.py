@@ -15,6 +15,7 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError, ConfigError, LaunchError
 from ppo_rlhf.hooks.checks import ChecksHook, check_runner, unread_local_files
 from ppo_rlhf.hooks.own_settings import OwnSettings
+from ppo_rlhf.runner import LoopRunner
 
 GLOBALS = "{base_model_path: null, sft_model_path: data/06_models/sft_policy, data_root: data, resume: null, seed: 1}"
 PARAMETERS = """
@@ -145,7 +146,9 @@ def test_another_runner_is_refused_for_the_loop_and_welcome_elsewhere():
         check_runner(parallel, Pipeline([first, step]))
     with pytest.raises(ConfigError, match=r"^ParallelRunner would run .* drop --runner"):
         check_runner({**parallel, "only_missing_outputs": False}, Pipeline([first, step]))
-    check_runner({"runner": "None", "only_missing_outputs": False}, Pipeline([first, step]))
+    with pytest.raises(ConfigError, match=r"session.run\(runner=LoopRunner\(\)\)"):
+        check_runner({"runner": "None", "only_missing_outputs": False}, Pipeline([first, step]))
+    check_runner({"runner": str(LoopRunner()), "only_missing_outputs": False}, Pipeline([first, step]))
 
 
 def test_a_disk_that_checkpoints_do_not_fit_on_ends_the_run_as_soon_as_there_is_a_state():

@@ -1,6 +1,7 @@
 """A catalog entry for a table that a person gives: JSON Lines, JSON, CSV, Parquet or text, checked line by line."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +166,11 @@ def _cells(column: pd.Series, is_text: bool) -> list[Any]:
     """Return a column of CSV as truths, whole numbers or numbers if all its cells are, else as it stands."""
     stripped = column.str.strip(" ")
     given = stripped.dropna()
-    converters = {_TRUTH: lambda cell: cell.lower() == "true", _INTEGER: int, _NUMBER: float}
+    converters: dict[str, Callable[[str], Any]] = {
+        _TRUTH: lambda cell: cell.lower() == "true",
+        _INTEGER: int,
+        _NUMBER: float,
+    }
     convert = next((convert for form, convert in converters.items() if given.str.fullmatch(form).all()), None)
     if is_text or convert is None:
         return [None if cell is pd.NA else cell for cell in column]

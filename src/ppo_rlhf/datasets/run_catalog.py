@@ -61,7 +61,7 @@ class RunCatalog:
 
     def save_checkpoint_not_due(self) -> None:
         """Save the last checkpoint request if it was not due then but is now, because the run was asked to stop."""
-        if not self._was_checkpoint_due:
+        if not processes.from_main(self._was_checkpoint_due):
             self.save(CHECKPOINT, self._checkpoint)
 
     def __contains__(self, name: str) -> bool:
