@@ -18,9 +18,9 @@ from tests.tiny_models import tiny_model
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
 CPU = torch.device("cpu")
-FIRST = ((5, 3), (11, 4, 7), (8, 8), (20, 2))
+FIRST = ((5, 4), (7, 7), (20, 2))
 OTHERS = ((9, 4, 2), (16, 7), (13, 13, 13), (30, 2, 11), (6, 5, 4, 3, 2), (10, 10))
-"""Both: of different lengths, and all of one."""
+"""Both: of different lengths, and all of one. No sum is a width of the models: torch would take them for one size."""
 
 
 def states(model: PreTrainedModel, lengths: tuple[int, ...]) -> Tensor:
@@ -39,13 +39,15 @@ def graphs() -> int:
     return counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.parametrize(("kind", "checkpointing"), [("gpt2", True), ("llama", False)])
+@pytest.mark.parametrize(
+    ("kind", "checkpointing"), [("gpt2", True), pytest.param("llama", False, marks=pytest.mark.slow)]
+)
 def test_compiled_states_and_gradients_are_those_of_the_layers_as_they_are(kind: str, checkpointing: bool) -> None:
     plain, compiled = tiny_model(kind), tiny_model(kind)
     if checkpointing:
         enable_gradient_checkpointing(compiled)
     compile_layers(compiled)
-    for lengths in FIRST[:2]:
+    for lengths in FIRST[::2]:
         with torch.no_grad():
             assert_close(states(compiled, lengths), states(plain, lengths), rtol=1e-5, atol=1e-5)
         found, expected = gradients(compiled, lengths), gradients(plain, lengths)
@@ -55,27 +57,21 @@ def test_compiled_states_and_gradients_are_those_of_the_layers_as_they_are(kind:
     assert graphs()
 
 
-def test_other_lengths_compile_nothing_anew() -> None:
-    model = tiny_model("llama")
-    compile_layers(model)
-    for lengths in FIRST:
-        gradients(model, lengths)
-    before = graphs()
-    for lengths in OTHERS:
-        gradients(model, lengths)
-    assert graphs() == before > 0
-
-
-def test_a_deep_model_compiles_no_more_than_a_shallow_one() -> None:
+def test_neither_other_lengths_nor_more_layers_compile_anything_anew() -> None:
     counted = []
-    for depth in (2, 6):
+    for depth in (2, 4):
         torch._dynamo.reset()
         counters.clear()
-        model = tiny_model("llama", num_hidden_layers=depth)
+        model = tiny_model("gpt2", n_layer=depth)
         compile_layers(model)
-        gradients(model, FIRST[1])
+        for lengths in FIRST:
+            gradients(model, lengths)
         counted.append(graphs())
-    assert counted[0] == counted[1] > 0
+        for lengths in OTHERS:
+            gradients(model, lengths)
+        counted.append(graphs())
+    assert len(set(counted)) == 1
+    assert counted[0] > 0
 
 
 def test_compiled_layers_keep_the_names_of_weights() -> None:

@@ -23,7 +23,7 @@ from transformers import (
 
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models import packed_attention
-from ppo_rlhf.models.forward import has_plain_attention, hidden_states, logits_of, packs
+from ppo_rlhf.models.forward import hidden_states, logits_of, packs
 from ppo_rlhf.models.packed_attention import NAME, PackedLayout, place_rows, take_rows
 from ppo_rlhf.models.sequence_scores import sequence_scores
 from ppo_rlhf.models.token_rows import right_padded
@@ -163,11 +163,6 @@ def test_a_model_whose_states_behind_padding_are_others_is_refused(config):
 def test_float64_is_refused_where_transformers_masks_are_not_finite_in_it():
     with pytest.raises(ModelError, match=r"ppo\.dtype=float32"):
         packs(architecture("gemma2, which caps and has windows")[0].base_model)
-
-
-def test_windows_stand_in_the_text_part_of_a_composite_configuration():
-    assert has_plain_attention(composite(*FULL).base_model)
-    assert not has_plain_attention(composite("full_attention", "sliding_attention").base_model)
 
 
 def test_logits_behind_a_scale_have_the_gradient_of_the_models_own():

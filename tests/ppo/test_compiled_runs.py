@@ -37,6 +37,7 @@ def test_an_iteration_is_that_of_the_layers_as_they_are(make_run, snapshot, kind
         assert not weights
 
 
+@pytest.mark.slow
 def test_later_iterations_compile_nothing_anew(make_run):
     run = make_run("gpt2", dtype="float32", compile=True)
     run.iteration()

@@ -299,14 +299,6 @@ def test_gradients_of_policy_and_critic_are_each_clipped_to_the_norm(make_run):
         assert metrics[key] == pytest.approx(norms[0], rel=1e-9)  # the norm before clipping is what is logged
 
 
-def test_the_value_loss_is_scaled_by_its_coefficient_and_leaves_the_policy_alone(make_run):
-    experience = moved_on(make_run(**ONE_STEP).before_update()[-1])
-    one, two = (gradients(make_run, experience, vf_coef=factor) for factor in (0.1, 0.2))
-    for name in one:
-        factor = 2.0 if name.startswith("critic") else 1.0
-        assert_close(two[name], factor * one[name], rtol=0.0, atol=1e-12)
-
-
 def test_the_logged_statistics_are_means_over_the_tokens_of_the_minibatch(make_run):
     run = make_run(per_device_train_batch_size=5, gradient_accumulation_steps=3, **ONE_STEP)
     exact = run.before_update()[-1]

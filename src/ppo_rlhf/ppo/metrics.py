@@ -55,9 +55,12 @@ class StepSums:
         for name, value_of in found.items():
             setattr(self, name, getattr(self, name) + value_of.detach())
 
-    def note_gradient_norms(self, norms: Mapping[str, Tensor], *, shared: bool) -> None:
-        """Take in the gradient norms of policy and critic; one that has no gradient keeps 0."""
-        self.policy_grad_norm = norms.get("policy", 0.0)
+    def note_gradient_norms(self, norms: Mapping[str, Tensor], *, shared: bool, policy_learns: bool) -> None:
+        """Take in the gradient norms of policy and critic; one that has no gradient keeps 0.
+
+        On a shared trunk both are the norm of the one gradient, while the policy learns.
+        """
+        self.policy_grad_norm = norms.get("policy", 0.0) if policy_learns else 0.0
         self.value_grad_norm = norms.get("policy" if shared else "critic", 0.0)
 
     def mean(self, name: str) -> float:

@@ -172,18 +172,19 @@ def take_step(state: TrainingState, step: StepSums) -> None:
     models = {"policy": (state.policy_forward, state.policy_optimizer)}
     if state.critic_forward is not None:
         models["critic"] = state.critic_forward, state.critic_optimizer
-    learners = {name: pair for name, pair in models.items() if _has_gradients(pair[0])}  # not the policy in a warm-up
+    learners = {name: pair for name, pair in models.items() if _has_gradients(pair[0])}
+    policy_learns = _has_gradients(state.policy)  # not in a warm-up of the critic
     norms = {}
     for name, (model, optimizer) in learners.items():
         if scaler is not None:
             scaler.unscale_(optimizer)
         norms[name] = state.accelerator.clip_grad_norm_(model.parameters(), config.max_grad_norm)
-    step.note_gradient_norms(norms, shared=state.shares_trunk)
+    step.note_gradient_norms(norms, shared=state.shares_trunk, policy_learns=policy_learns)
     faulty = [name for name, norm in norms.items() if not bool(norm.isfinite())]
     if step.tokens and not faulty:
         for _, optimizer in learners.values():
             optimizer.step()
-        if state.policy_average is not None and "policy" in learners:
+        if state.policy_average is not None and policy_learns:
             state.policy_average.update(state.policy)
         state.optimiser_steps += 1
         state.skipped_in_a_row = 0
