@@ -235,7 +235,7 @@ class PPOConfig:
     their moments, log-probabilities and losses in float32; float16 with loss scaling, on a GPU only."""
     offload_reference_policy: bool = False
     """Keep the reference policy in the host's memory, and on the GPU only while it computes log-probabilities. This
-    saves one copy of the policy in `dtype` on the GPU and costs one copy to the GPU an iteration. Numbers stay the same."""
+    saves one copy of the policy in `dtype` on the GPU, costs a transfer each iteration, and changes no number."""
     offload_reward_model: bool = False
     """The same for the reward model."""
     rollout_engine: Literal["static", "plain", "hf"] = "static"
