@@ -204,7 +204,7 @@ def test_a_wrong_value_or_name_is_refused_in_one_line_that_names_it(values):
     ("name", "where"),
     [("init_kl_coef", "ppo.kl_coef"), ("align_overflow", "skips"), ("model_name", "globals.yml")],
 )
-def test_a_name_of_another_library_or_version_is_refused_with_the_place_of_the_setting(name, where):
+def test_a_name_of_other_libraries_is_refused_with_where_the_setting_lives(name, where):
     with pytest.raises(ConfigError, match=where):
         PPOConfig(**{name: 1})
 
