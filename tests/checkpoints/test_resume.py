@@ -67,6 +67,10 @@ def test_a_damaged_checkpoint_is_refused(make_run, saved):
     (saved / "critic.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"critic\.safetensors: missing"):
         restore(make_run().state, saved)
-    (saved / "state.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"state\.json"):
+
+
+def test_damaged_settings_are_not_compared(make_run, saved):
+    state = saved / "state.json"
+    state.write_text(state.read_text().replace('"gamma": 1.0', '"gamma": 0.5'))
+    with pytest.raises(CheckpointError, match=r"state\.json: damaged"):
         restore(make_run().state, saved)

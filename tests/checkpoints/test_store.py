@@ -53,7 +53,7 @@ def saved(trained, tmp_path):
 # --- round trip ------------------------------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_gives_back_every_bit_of_the_state_and_saving_changes_nothing(make_run, tmp_path):
+def test_a_checkpoint_gives_back_every_bit_of_the_state(make_run, tmp_path):
     run = make_run("gpt2")
     run.iteration()
     run.state.kl_controller.kl_coef = 0.0625

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
+import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -243,7 +245,7 @@ def test_fewer_tokens_are_the_beginning_of_more_tokens(sft: str):
     assert [row.tolist() for row in sampled] == [row.tolist() for row in fewer]
 
 
-def test_the_arguments_of_trls_example_work_and_greedy_tokens_are_those_of_transformers(sft: str):
+def test_the_arguments_of_the_legacy_example_work(sft: str):
     legacy = {"min_length": -1, "top_k": 0.0, "top_p": 1.0, "do_sample": True, "pad_token_id": END}
     found = PPOTrainer(config(), sft).generate(QUERIES, **legacy)
     assert [row.tolist() for row in found] == [row.tolist() for row in PPOTrainer(config(), sft).generate(QUERIES)]
@@ -391,7 +393,7 @@ def test_a_step_after_the_last_iteration_and_one_that_needs_the_sampler_are_refu
         PPOTrainer(config(importance_cap=2.0), sft).step(**GOOD_STEP)
 
 
-def test_log_stats_logs_one_line_with_the_first_pair(sft: str, caplog):
+def test_log_stats_says_one_line_with_the_first_pair(sft: str, caplog):
     trainer = PPOTrainer(config(), sft)
     stats = trainer.step(**GOOD_STEP)
     assert trainer.history[0] == {"iteration": 1.0, **stats}
@@ -808,6 +810,17 @@ def test_what_is_no_checkpoint_is_refused(sft: str, tmp_path: Path):
         trainer.train(resume_from_checkpoint=True, output_dir=tmp_path)
     with pytest.raises(ConfigError, match="output_dir"):
         trainer.train(resume_from_checkpoint=True)
+
+
+def test_the_exported_policy_follows_the_umask(sft: str, tmp_path: Path):
+    before = os.umask(0o027)
+    try:
+        PPOTrainer(config(ema_decay=0.9), sft).save_pretrained(tmp_path / "policy")
+    finally:
+        os.umask(before)
+    files = [path for path in (tmp_path / "policy").rglob("*") if path.is_file()]
+    assert "ema" in {path.parent.name for path in files}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o640}
 
 
 def test_the_models_directory_is_only_read(sft: str):

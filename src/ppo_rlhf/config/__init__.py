@@ -1,4 +1,4 @@
-"""`PPOConfig`, its rules and advice, what models allow, and how a group of settings becomes a class. No torch."""
+"""`PPOConfig` with its rules and advice, and the decorator that validates a group of settings. Imports no torch."""
 
 from ppo_rlhf.config.ppo import MODEL_PATHS, LearningRateSchedule, PPOConfig
 

@@ -1,4 +1,4 @@
-"""Advice on settings of PPO that are legal but unusual, or that do not do what one might expect of them. No errors."""
+"""Advice on legal settings of PPO that are unusual or have little effect."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple, get_args, get_origin, g
 if TYPE_CHECKING:
     from ppo_rlhf.config import PPOConfig
 
-HORIZONS_NEEDED = 5  # the controller moves by at most 20 % a horizon: five of them are a factor of e
+HORIZONS_NEEDED = 5  # the controller moves by at most 20 % per horizon: five horizons give a factor of e
 
 
 @dataclass(frozen=True)
 class Typical:
-    """The range in which a setting is usually found; a value outside it gives advice, not an error."""
+    """Usual range of a setting; a value outside it gives advice, not an error."""
 
     low: float
     high: float
@@ -26,7 +26,7 @@ INSTRUCT_GPT = "InstructGPT (arXiv:2203.02155)"
 
 
 class _Hint(NamedTuple):
-    """Given if `applies`, and if one of `names` is among the settings that a person changed."""
+    """Given if `applies` is True and one of the settings `names` is not the default."""
 
     names: tuple[str, ...]
     applies: Callable[[PPOConfig], bool]
@@ -38,9 +38,9 @@ _HINTS = (
         ("kl_estimator", "kl_in"),
         lambda c: c.kl_in == "reward" and c.kl_estimator != "k1",
         lambda c: (
-            f"ppo.kl_estimator={c.kl_estimator} with ppo.kl_in=reward pushes tokens that are rarer than in the "
-            "reference further down: training ends away from the optimum of the KL penalty (on a bandit, total "
-            "variation 0.2 to 0.7). Use k1 in the reward, or ppo.kl_in=loss with k2"
+            f"ppo.kl_estimator={c.kl_estimator} with ppo.kl_in=reward makes rare tokens even rarer: training misses "
+            "the optimum of the KL penalty (by a total variation of 0.2 to 0.7 on a bandit). Use k1 in the reward, or "
+            "ppo.kl_in=loss with k2"
         ),
     ),
     _Hint(
@@ -48,7 +48,7 @@ _HINTS = (
         lambda c: c.kl_in == "loss" and c.kl_estimator == "k3",
         lambda _: (
             "ppo.kl_estimator=k3 with ppo.kl_in=loss has the gradient of KL(reference || policy), not of "
-            "KL(policy || reference): its optimum is another one. k2 has the usual one"
+            "KL(policy || reference), so its optimum differs; k2 has the usual optimum"
         ),
     ),
     _Hint(
@@ -56,7 +56,7 @@ _HINTS = (
         lambda c: c.kl_controller == "adaptive" and c.total_episodes < HORIZONS_NEEDED * c.kl_horizon,
         lambda c: (
             f"ppo.total_episodes={c.total_episodes} is less than {HORIZONS_NEEDED} x ppo.kl_horizon={c.kl_horizon:g}: "
-            "the coefficient changes by at most 20 % a horizon and hardly moves in this run; "
+            "the coefficient changes by at most 20 % per horizon and hardly moves in this run; "
             f"set ppo.kl_horizon to {c.total_episodes / HORIZONS_NEEDED:g} or less"
         ),
     ),
@@ -73,8 +73,8 @@ _HINTS = (
         ("importance_cap", "top_k", "top_p", "min_response_length"),
         lambda c: c.importance_cap is not None and (c.top_k > 0 or c.top_p < 1.0 or c.min_response_length > 0),
         lambda _: (
-            "ppo.importance_cap corrects the rounding of the decoding loop, not ppo.top_k, ppo.top_p or "
-            "ppo.min_response_length: their filtered distribution is not what the weights compare with"
+            "ppo.importance_cap corrects the rounding of the decoding loop, but not the filters ppo.top_k, ppo.top_p "
+            "and ppo.min_response_length: the weights compare with the unfiltered distribution"
         ),
     ),
 )

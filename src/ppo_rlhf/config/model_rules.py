@@ -1,4 +1,4 @@
-"""Rules between the fields of PPOConfig that are about models: what excludes or needs what, one line a problem."""
+"""Rules between the fields of PPOConfig that concern models; one line a problem."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def _lora(c: PPOConfig) -> Iterator[str]:
         for name in LORA_FIELDS:
             if name in c.not_default():
                 yield (
-                    f"ppo.{name}={getattr(c, name)} and ppo.use_peft=false exclude each other: there is no adapter "
-                    "that it could shape; set ppo.use_peft=true, or leave it out"
+                    f"ppo.{name}={getattr(c, name)} and ppo.use_peft=false exclude each other: there is no adapter; "
+                    "set ppo.use_peft=true, or leave it out"
                 )
     names = [name.strip() for name in c.lora_target_modules.split(",")]
     given = "give the names of linear layers, comma-separated, or all-linear, or all-linear+head"
@@ -62,12 +62,12 @@ def _offloading(c: PPOConfig) -> Iterator[str]:
     if c.offload_reference_policy and c.use_peft:
         yield (
             "ppo.offload_reference_policy=true and ppo.use_peft=true exclude each other: the reference policy is the "
-            "policy's own frozen weights without the adapter, and takes no memory; leave the first out"
+            "policy without its adapter and takes no memory of its own; leave the first out"
         )
     if c.offload_reward_model and c.use_peft and c.value_model == "reward_init":
         yield (
             "ppo.offload_reward_model=true, ppo.use_peft=true and ppo.value_model=reward_init exclude each other: the "
-            "critic is an adapter on the reward model's own weights, which stay on the GPU with it; leave the first out"
+            "critic is an adapter on the reward model's weights, which therefore stay on the GPU; leave the first out"
         )
 
 
@@ -78,7 +78,7 @@ def device_problems(c: PPOConfig, device_type: str) -> Iterator[str]:
     for name in OFFLOADING_FIELDS:
         if getattr(c, name):
             yield (
-                f"ppo.{name}=true has no meaning on the CPU (ppo.device={c.device}): all models lie in the host's "
+                f"ppo.{name}=true has no meaning on the CPU (ppo.device={c.device}): all models are in the host's "
                 "memory anyway; leave it out, or run on a GPU"
             )
     if c.dtype == "float16":

@@ -17,7 +17,7 @@ from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.processes import process_count
 
 MODEL_PATHS = ("sft_model_path", "reward_model_path")
-"""Fields that PPOTrainer reads and the pipeline does not: there they are globals."""
+"""Fields of PPOTrainer alone: the pipeline has them as globals."""
 _GLOBALS = "set it in conf/local/globals.yml or with --params"
 _LIVES_ELSEWHERE = {
     "model_name": f"{_GLOBALS} sft_model_path=…",
@@ -32,7 +32,7 @@ _LIVES_ELSEWHERE = {
     "fp16": "precision is ppo.dtype",
     "num_train_epochs": "the length of training is ppo.total_episodes",
     "max_steps": "the length of training is ppo.total_episodes",
-    "batch_size": "it is per_device_train_batch_size x gradient_accumulation_steps",
+    "batch_size": "it is per_device_train_batch_size x gradient_accumulation_steps x processes",
     "mini_batch_size": "it is batch_size / ppo.num_mini_batches",
     "ppo_epochs": "it is ppo.num_ppo_epochs",
     "init_kl_coef": "it is ppo.kl_coef",
@@ -46,7 +46,9 @@ _LIVES_ELSEWHERE = {
     "use_score_norm": "it is ppo.reward_normalisation=running",
     "lr_scheduler_kwargs": "ppo.lr_scheduler_type has the schedules that need no arguments",
     "full_determinism": "it is ppo.deterministic",
-    "align_overflow": "a non-finite gradient of policy or critic always skips the step of both",
+    "side_by_side": "it is gone: policy and critic train one after the other",
+    "cuda_graphs": "it is gone: decoding runs without CUDA graphs",
+    "align_overflow": "it is gone: a non-finite gradient of policy or critic always skips the step of both",
 }
 
 
@@ -68,8 +70,8 @@ class PPOConfig:
     """Hyperparameters of PPO on a language model (Schulman et al. 2017, arXiv:1707.06347; Ouyang et al. 2022).
 
     Episodes are responses. Token counts leave out prompts and padding. Raises `ConfigError` with one line a problem.
-    Where TRL has the setting, the name is TRL's, and the default but for those in docs/algorithm.md, section 10.
-    A range in `Typical` is where a setting is usually found.
+    Settings that TRL has keep TRL's name, and its default except for those in docs/algorithm.md, section 10.
+    `Typical` gives the usual range of a setting.
     """
 
     num_ppo_epochs: Annotated[int, Field(ge=1), Typical(1, 10, TUNING_GUIDE)] = 4
@@ -102,7 +104,7 @@ class PPOConfig:
     """From token losses to one number: the mean over tokens, or over responses of their token sums or means, or the
     sum over tokens by (responses x response_length)."""
     importance_cap: Annotated[float, Field(gt=0.0), Typical(1.0, 10.0, "verl: 2")] | None = None
-    """Weigh each token by min(pi_old / pi_sampler, this), against a sampler that rounds differently; None is off."""
+    """Weigh each token by min(pi_old / pi_sampler, this), because the sampler rounds differently; None is off."""
 
     kl_coef: Annotated[float, Field(ge=0.0), Typical(0.01, 0.2, TUNING_GUIDE)] = 0.05
     """Beta, score units per nat: the price of the KL estimate; with the adaptive controller its first value."""
@@ -113,24 +115,24 @@ class PPOConfig:
     kl_controller: Literal["fixed", "adaptive"] = "fixed"
     """adaptive: beta follows `kl_target` (Ziegler et al. 2019, arXiv:1909.08593, section 2.2)."""
     kl_target: Annotated[float, Field(gt=0.0), Typical(1.0, 20.0, "arXiv:1909.08593: 6")] = 6.0
-    """Nats, k1 summed over a response: what the adaptive controller aims at."""
+    """Target of the adaptive controller in nats: k1 summed over a response."""
     kl_horizon: Annotated[float, Field(gt=0.0), Typical(100, 100_000, "arXiv:1909.08593: 10000")] = 10_000.0
     """Episodes over which the adaptive controller changes beta by 20 % at most; a fifth of the run or less."""
     kl_hold_iterations: Annotated[int, Field(ge=0), Typical(0, 100, "this project's demo: 10")] = 0
     """Iterations at the start in which the adaptive controller holds still (KL starts at 0, which would lower beta)."""
     kl_warning: Annotated[float, Field(gt=0.0), Typical(5, 50, TUNING_GUIDE)] = 15.0
-    """Nats per response. KL above it is warned of once, with the setting to change first."""
+    """Nats per response. A KL above it is warned of once, with the setting to change first."""
     kl_alarm: Annotated[float, Field(gt=0.0), Typical(5, 50, TUNING_GUIDE)] = 20.0
-    """Nats per response. KL above it is an alarm; checkpoints evaluated above it are never kept as the best."""
+    """Nats per response. A KL above it is an alarm; checkpoints evaluated above it are never kept as the best."""
     kl_stop: Annotated[float, Field(gt=0.0), Typical(10, 200, TUNING_GUIDE)] | None = None
-    """Nats per response. Training stops where the rollouts' KL exceeds it; None never stops for it."""
+    """Nats per response. Training stops when the rollouts' KL exceeds it; None never stops training."""
 
     reward_scale: Annotated[float, Field(gt=0.0), Typical(0.01, 10.0, TUNING_GUIDE)] = 1.0
     """Factor of each response's score, after the normalisation and before the clip."""
     reward_clip: Annotated[float, Field(gt=0.0), Typical(0.5, 20.0, "DeepSpeed-Chat: 5")] | None = None
     """Clip each response's score to [-reward_clip, reward_clip], score units, before penalties and KL."""
     reward_normalisation: Literal["none", "running", "batch"] = "none"
-    """Shift and scale scores to mean 0 and variance 1: over all responses so far, this batch included, or over it."""
+    """Shift and scale scores to mean 0 and variance 1: over all responses so far (running), or over the batch."""
     missing_eos_penalty: Annotated[float, Field(ge=0.0)] | None = None
     """Score units after normalisation, scale and clip, subtracted from the score of a response that was cut off before
     a stop token (TRL)."""
@@ -204,8 +206,8 @@ class PPOConfig:
     value_model: Literal["separate", "shared", "reward_init"] = "separate"
     """The critic. separate: a backbone of its own, copied from the policy. reward_init: the same, copied from the
     reward model with its score head. shared: a value head on the policy's last hidden states, one model with one
-    optimiser (loss = policy's + vf_coef x value's). A value head that lies with the SFT model (TRL's v_head) is the
-    start of a head on the policy's backbone; without it the head starts at 0."""
+    optimiser (loss = policy's + vf_coef x value's). A head on the policy's backbone starts as the value head in the SFT
+    model's directory (TRL's v_head), or at 0."""
     use_peft: bool = False
     """Train LoRA adapters (arXiv:2106.09685) on frozen weights, which policy, reference and critic share; a value head
     trains fully. The exported policy has its adapter merged."""
@@ -214,7 +216,7 @@ class PPOConfig:
     lora_alpha: Annotated[int, Field(ge=1), Typical(4, 512, "arXiv:2106.09685; TRL: 32")] = 32
     """The adapter's output is scaled by lora_alpha / lora_r."""
     lora_dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
-    """Must be 0: with dropout the policy that trains would not be the one that sampled. Here for TRL's sake."""
+    """Must be 0: with dropout the trained policy would differ from the one that sampled. TRL has the setting."""
     lora_target_modules: str = "all-linear"
     """Names of the linear layers that get an adapter, comma-separated; all-linear: all but the language-model head;
     all-linear+head: all. A small model whose head is tied to its embeddings learns little without it
@@ -232,15 +234,15 @@ class PPOConfig:
     """Precision. bfloat16 and float16: forward passes under autocast, frozen models in that type, trainable weights,
     their moments, log-probabilities and losses in float32; float16 with loss scaling, on a GPU only."""
     offload_reference_policy: bool = False
-    """Keep the reference policy's weights in the host's memory, and on the GPU only while it scores: the same numbers,
-    less memory of the GPU by one copy of the policy in `dtype`, and a copy to the GPU each iteration."""
+    """Keep the reference policy in the host's memory, and on the GPU only while it computes log-probabilities. This
+    saves one copy of the policy in `dtype` on the GPU, costs a transfer each iteration, and changes no number."""
     offload_reward_model: bool = False
     """The same for the reward model."""
     rollout_engine: Literal["static", "plain", "hf"] = "static"
     """static: decodes without padding and drops the sequences that have ended. plain: one forward pass a token over
-    transformers' cache. hf: transformers' generate. The last two are slower: the oracles of the first."""
+    transformers' cache. hf: transformers' generate. The last two are slower and check the first."""
     device: str = "auto"
-    """auto takes this process's GPU if there is one, else the CPU; or a torch device such as cuda:1."""
+    """auto takes this process's GPU, or the CPU if there is none; or a torch device such as cuda:1."""
     deterministic: bool = False
     """Use torch's deterministic kernels alone (slower): on CUDA, runs with one seed are then equal bit for bit."""
     seed: Seed = 42
@@ -259,8 +261,8 @@ class PPOConfig:
     sample_interval: Count = 5
     """Iterations between tables of samples in MLflow."""
     shutdown_grace_s: Annotated[float, Field(ge=0.0)] = 25.0
-    """Seconds. Asked to stop by SIGTERM or SIGINT, a run finishes and saves its iteration. When they are over it stops,
-    and the last checkpoint stands (Kubernetes kills after 30); 0 stops at once."""
+    """Seconds that a run has to finish and save its iteration after SIGTERM or SIGINT. Then it stops, and the last
+    checkpoint stands (Kubernetes kills after 30 seconds); 0 stops at once."""
     max_skipped_steps: Count = 5
     """Optimiser steps in a row that may be skipped for a non-finite gradient before the run stops."""
 
@@ -271,7 +273,7 @@ class PPOConfig:
 
     @property
     def world_size(self) -> int:
-        """Processes that share one batch, as the launcher started them."""
+        """Number of processes that share one batch, from the launcher."""
         return process_count()
 
     @property
@@ -325,7 +327,7 @@ class PPOConfig:
         return self.critic_warmup_iterations + self.kl_hold_iterations
 
     def misplaced_paths(self) -> list[str]:
-        """Return one line for each model path that is set here and not where the pipeline reads it."""
+        """Return one line for each model path that is set here instead of among the pipeline's globals."""
         return [
             f"ppo.{name} is not a parameter of this group: {_GLOBALS} {name}=…"
             for name in MODEL_PATHS

@@ -1,4 +1,4 @@
-"""Rules between fields of PPOConfig: what excludes or needs what, one line a problem, each naming all fields in it."""
+"""Rules between fields of PPOConfig; one line a problem, which names all fields in it."""
 
 from __future__ import annotations
 
@@ -148,9 +148,10 @@ def _optimisation(c: PPOConfig) -> Iterator[str]:
 def _indivisible(c: PPOConfig, name: str, size: int, divisor: str) -> str:
     n = getattr(c, divisor)
     lower, upper = size - size % n, size - size % n + n
+    processes = f" x {c.world_size} processes" if c.world_size > 1 and name == "batch_size" else ""
     near = sorted({value for value in (lower, upper) if value > 0})
     return (
         f"ppo.{name}={size} (per_device_train_batch_size {c.per_device_train_batch_size} x "
-        f"gradient_accumulation_steps {c.gradient_accumulation_steps}) is not a multiple of "
+        f"gradient_accumulation_steps {c.gradient_accumulation_steps}{processes}) is not a multiple of "
         f"ppo.{divisor}={n}; nearest sizes that are: {', '.join(map(str, near))}"
     )

@@ -1,4 +1,4 @@
-"""One way to declare a group of parameters: a validated dataclass whose errors name group, value and rule."""
+"""The decorator of parameter groups: a validated dataclass whose errors name group, value and rule."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ppo_rlhf.core.errors import ConfigError
 
 T = TypeVar("T")
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
-"""As far as NumPy's generator goes, which transformers' trainer seeds, too."""
+"""A seed that NumPy's generator takes too, since transformers' trainer seeds it."""
 
 
 @dataclass_transform(frozen_default=True)
@@ -25,7 +25,7 @@ def settings_group(group: str, *, lives_elsewhere: Mapping[str, str] | None = No
 
     Args:
         group: The group's name in the parameters files, named in every error (`ppo.kl_coef=-1: …`).
-        lives_elsewhere: Names that a person may try here, each with where the setting really is.
+        lives_elsewhere: Names of other libraries or places, each with a hint to the right setting.
 
     Returns:
         A decorator; the decorated class raises `ConfigError` with one line a problem, all problems at once.
@@ -62,7 +62,7 @@ def closest(name: str, known: list[str]) -> str:
 
 
 def _document(checked: Any) -> None:
-    """Put each field's docstring where HfArgumentParser looks for the text of `--help`."""
+    """Put each field's docstring into the metadata that HfArgumentParser shows for `--help`."""
     for each in fields(checked):
         text = checked.__pydantic_fields__[each.name].description
         if text:  # argparse reads % as the start of a placeholder
@@ -70,7 +70,7 @@ def _document(checked: Any) -> None:
 
 
 def _group_at(checked: Any, location: Iterable[int | str]) -> Any:
-    """Return the group that a path such as ("components", 0) leads to; an index stays in the type of its list."""
+    """Return the group at a path such as ("components", 0); an index stays in the type of its list."""
     for part in location:
         if isinstance(part, str):
             hint = get_type_hints(checked)[part]

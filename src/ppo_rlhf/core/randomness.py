@@ -6,7 +6,7 @@ Streams keep uses apart: the uniforms of `rollout` 3 have nothing to do with the
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ def permutation(size: int, seed: int, stream: str, *index: int) -> Tensor:
 def episode_uniforms(seed: int, stream: str, index: int, rows: int, steps: int) -> Tensor:
     """Return one uniform in [0, 1) per (episode, step), `[rows, steps]` float64.
 
-    Drawn for the whole batch at once: how the batch is cut for generation does not change an episode's noise.
+    They are drawn for the whole batch at once, so that cutting the batch does not change an episode's noise.
     """
     return torch.rand(rows, steps, generator=generator(seed, stream, index), dtype=torch.float64)
 
@@ -61,12 +61,6 @@ def minibatch_partition(seed: int, iteration: int, epoch: int, size: int, num_mi
     return [rows[start : start + length] for start in range(0, size, length)]
 
 
-def update_minibatches(seed: int, iteration: int, epochs: int, size: int, num_mini_batches: int) -> Iterator[list[int]]:
-    """Yield the minibatches of one iteration's update, epoch by epoch."""
-    for epoch in range(epochs):
-        yield from minibatch_partition(seed, iteration, epoch, size, num_mini_batches)
-
-
 def micro_batches(
     minibatch: list[int],
     micro_batch_size: int,
@@ -76,17 +70,17 @@ def micro_batches(
     *,
     padded: bool = True,
 ) -> list[list[int]]:
-    """Cut one minibatch into the pieces that go through the model at a time: in its order, with a budget by length.
+    """Cut one minibatch into micro-batches: in its order, or with a token budget by length.
 
-    The longest come first, so that memory that does not suffice shows at once.
+    The longest responses come first, so that a lack of memory shows at once.
 
     Args:
         minibatch: Row indices.
-        micro_batch_size: Rows in a piece, at most.
+        micro_batch_size: Most rows of a micro-batch.
         prompt_lengths: Prompt tokens of every row of the batch; read only with a budget.
         response_lengths: Response tokens likewise.
-        token_budget: Tokens of a piece, at most; a single row that has more goes alone. None: no such limit.
-        padded: Padding counts: a piece has rows x (longest prompt + longest response) tokens. False: it is none.
+        token_budget: Most tokens of a micro-batch; a longer row goes alone. None sets no limit.
+        padded: Whether padding counts: a micro-batch has rows x (longest prompt + longest response) tokens.
     """
     if token_budget is None:
         return [minibatch[start : start + micro_batch_size] for start in range(0, len(minibatch), micro_batch_size)]

@@ -1,8 +1,7 @@
-"""Owns everything that has state: configuration, rollouts, rewards, the update, checkpoints.
+"""PPOTrainer, supervised training, the memory plan and tuning advice. Imports neither Kedro nor MLflow.
 
-Knows neither Kedro nor MLflow. `PPOConfig`, `PPOTrainer` and `TrainingState` can be imported from here; they are
-looked up when asked for, since the command line imports small parts of this package and should not wait for
-transformers.
+`PPOConfig`, `PPOTrainer` and `TrainingState` can be imported from here. They are imported on first use, so that the
+command line need not wait for transformers.
 """
 
 from importlib import import_module
