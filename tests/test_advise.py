@@ -1,4 +1,4 @@
-"""`kedro advise`, and the end of a run: the right run is read whole, and what cannot be judged is said in one line."""
+"""`kedro advise` and the advice at the end of a run: the right run is read, and a problem is one line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from mlflow.entities import Metric, Param
 from mlflow.exceptions import MlflowException
 from sqlalchemy.exc import OperationalError
 
-from ppo_rlhf.cli import cli
 from ppo_rlhf.cli.recorded_run import recorded_run
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.hooks.advice import AdviceHook
@@ -87,6 +86,7 @@ def test_the_newest_run_that_trained_is_judged(kedro: Kedro, toy_project: Path):
     assert lines[1].startswith(EXPECTED)
     assert lines[1].endswith("Raise ppo.kl_coef from 0.08 to 0.24.")
     assert len(lines) == 2
+    assert mlflow.active_run() is None
 
 
 def test_a_run_is_judged_by_its_id_with_its_own_settings(kedro: Kedro, toy_project: Path):
@@ -94,7 +94,7 @@ def test_a_run_is_judged_by_its_id_with_its_own_settings(kedro: Kedro, toy_proje
     record(toy_project, history(FAR), started=3000)
     lines = advised(kedro, toy_project, "--run", run_id)
     assert lines[0].startswith(f"MLflow run {run_id} ")
-    assert lines[1:] == ["Nothing to change: over 40 iterations no rule of the tuning guide objects to the curves."]
+    assert lines[1].startswith("Nothing to change: ")
 
 
 def test_an_unfinished_run_is_judged_by_what_it_has(kedro: Kedro, toy_project: Path):
@@ -130,6 +130,7 @@ def test_of_an_iteration_that_was_done_again_the_later_values_count(toy_project:
     client = client_of(toy_project)
     for stamp, value in ((3000, 7.0), (2000, 5.0)):
         client.log_batch(run_id, metrics=[Metric("objective/kl", value, stamp, 2)])
+    client.log_batch(run_id, metrics=[Metric("eval/kl", 1.0, 5000, 0)])  # of an evaluation without an iteration
     kl = [row["objective/kl"] for row in recorded_run(client, run_id).history]
     assert kl[1] == 7.0
     assert len(kl) == 3
@@ -147,12 +148,6 @@ def test_a_run_that_went_on_is_judged_by_the_settings_of_its_last_resume(kedro: 
     assert (judged.total_episodes, judged.kl_alarm) == (2 * settings.total_episodes, 40.0)
 
 
-def test_an_evaluation_without_an_iteration_is_no_row(toy_project: Path):
-    run_id = record(toy_project, history(iterations=3))
-    client_of(toy_project).log_batch(run_id, metrics=[Metric("eval/kl", 1.0, 5000, 0)])
-    assert [row["iteration"] for row in recorded_run(client_of(toy_project), run_id).history] == [1.0, 2.0, 3.0]
-
-
 def test_settings_of_another_version_are_left_out_and_named(kedro: Kedro, toy_project: Path):
     record(toy_project, history(), **{"ppo.of_tomorrow": "3"})
     assert "Settings that this version does not know are left out: ppo.of_tomorrow" in advised(kedro, toy_project)
@@ -160,39 +155,21 @@ def test_settings_of_another_version_are_left_out_and_named(kedro: Kedro, toy_pr
 
 def test_without_any_run_the_command_says_so_and_makes_no_store(kedro: Kedro, toy_project: Path):
     (toy_project / "mlflow.db").unlink()
-    line = refused(kedro, toy_project)
-    assert line == f"Error: There is no run yet: {toy_project / 'mlflow.db'} does not exist. `kedro run` makes it."
+    assert "mlflow.db" in refused(kedro, toy_project)
     assert not (toy_project / "mlflow.db").exists()
 
 
-def test_without_a_run_that_trained_the_command_says_what_to_do(kedro: Kedro, toy_project: Path):
-    assert refused(kedro, toy_project).startswith("Error: No run of the MLflow experiment ppo_rlhf has trained")
-    record(toy_project, [{"iteration": 1.0, "sft/loss": 2.0}])
-    assert refused(kedro, toy_project).startswith("Error: No run of the MLflow experiment ppo_rlhf has trained")
-
-
-@pytest.mark.parametrize("run_id", ["nothing", "0" * 32, "../../etc"])
-def test_a_run_that_does_not_exist_is_named(kedro: Kedro, toy_project: Path, run_id: str):
-    assert refused(kedro, toy_project, "--run", run_id) == (
-        f"Error: --run {run_id}: MLflow has no such run. `kedro mlflow ui` lists them; leave --run out to take the "
-        "newest."
-    )
-
-
-def test_a_run_that_did_not_train_is_named_with_its_pipeline(kedro: Kedro, toy_project: Path):
-    run_id = record(toy_project, [{"iteration": 1.0, "sft/loss": 2.0}])
-    assert refused(kedro, toy_project, "--run", run_id) == (
-        f"Error: MLflow run {run_id} (align) has no curves of PPO (objective/kl is missing): name one that trained, or "
-        "leave --run out to take the newest."
-    )
-
-
-def test_settings_that_are_refused_today_are_named_with_the_run(kedro: Kedro, toy_project: Path):
-    run_id = record(toy_project, history(), **{"ppo.gamma": "2.0"})
-    assert refused(kedro, toy_project) == (
-        f"Error: MLflow run {run_id} has settings that this version refuses: ppo.gamma='2.0': input should be less "
-        "than or equal to 1"
-    )
+def test_a_run_that_cannot_be_judged_is_refused(kedro: Kedro, toy_project: Path):
+    assert "has trained a policy" in refused(kedro, toy_project)
+    untrained = record(toy_project, [{"iteration": 1.0, "sft/loss": 2.0}])
+    assert "has trained a policy" in refused(kedro, toy_project)
+    assert untrained in refused(kedro, toy_project, "--run", untrained)
+    for unknown in ("nothing", "0" * 32, "../../etc"):
+        assert f"--run {unknown}: " in refused(kedro, toy_project, "--run", unknown)
+    bad = record(toy_project, history(), **{"ppo.gamma": "2.0"})
+    line = refused(kedro, toy_project, "--run", bad)
+    assert bad in line
+    assert "ppo.gamma" in line
 
 
 @pytest.mark.parametrize("error", [MlflowException("no\nroute"), OperationalError("SELECT", {}, Exception("locked"))])
@@ -205,15 +182,6 @@ def test_a_store_that_cannot_be_read_is_one_line(
     monkeypatch.setattr("ppo_rlhf.cli.advise.MlflowClient", fail)
     line = refused(kedro, toy_project)
     assert line.startswith(f"Error: The tracking store sqlite:///{toy_project / 'mlflow.db'} cannot be read: ")
-
-
-def test_outside_a_project_the_command_says_where_to_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from click.testing import CliRunner
-
-    monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(cli, ["advise"])
-    assert result.exit_code == 1
-    assert f"Error: {tmp_path} is not in a Kedro project" in result.output
 
 
 def test_a_run_that_trains_ends_with_the_advice(
@@ -287,10 +255,3 @@ def test_the_hook_forgets_a_run_when_the_next_one_starts(caplog: pytest.LogCaptu
         hook.before_pipeline_run({}, SimpleNamespace(), DataCatalog({}))
         hook.after_pipeline_run({}, SimpleNamespace(), DataCatalog({}))
     assert logged(caplog) == []
-
-
-def test_the_command_makes_no_run_active(kedro: Kedro, toy_project: Path):
-    record(toy_project, history())
-    advised(kedro, toy_project)
-    assert mlflow.active_run() is None
-    assert len(client_of(toy_project).search_runs(["1"])) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +21,22 @@ from ppo_rlhf.hooks.tracking_store import SQLITE, store_in_plain_words, without_
 @click.option("--all", "everything", is_flag=True, help="Show all advice, not only what comes first.")
 @click.option("--env", "-e", help="Kedro's environment, if its mlflow.yml names another tracking store.")
 def advise(run_id: str | None, everything: bool, env: str | None) -> None:
-    """Say what to change first after a run of PPO, in the order of the tuning guide: KL, then learning rates and
-    batch sizes, then epochs and clipping. docs/tuning.md has every rule.
+    """Say what to change first after a run of PPO, in the order of tuning: KL, then learning rates and batch sizes,
+    then epochs and clipping. docs/tuning.md has every rule.
     """
-    project_path = project_here()
+    show(lambda: _lines(project_here(), run_id, everything, env))
+
+
+def show(lines: Callable[[], Iterable[str]]) -> None:
+    """Print a command's lines, and an error that a person can mend as lines without a traceback."""
     try:
-        for line in _lines(project_path, run_id, everything, env):
+        for line in lines():
             click.echo(line)
     except Exception as error:
-        lines = one_line_each(error)
-        if lines is None:
+        problems = one_line_each(error)
+        if problems is None:
             raise
-        raise click.ClickException("\nError: ".join(lines)) from None
+        raise click.ClickException("\nError: ".join(problems)) from None
 
 
 def _lines(project_path: Path, run_id: str | None, everything: bool, env: str | None) -> list[str]:
@@ -39,7 +44,9 @@ def _lines(project_path: Path, run_id: str | None, everything: bool, env: str | 
     from ppo_rlhf.training.tuning import SHOWN, in_words
     from ppo_rlhf.training.tuning import advise as judge
 
-    settings = _mlflow_settings(project_path, env)
+    session: Any = KedroSession.create(project_path, env=env)
+    with session:
+        settings = session.load_context().mlflow
     uri = settings.server.mlflow_tracking_uri or mlflow.get_tracking_uri()
     if uri.startswith(SQLITE) and not Path(uri.removeprefix(SQLITE)).is_file():  # MLflow would make an empty one
         raise PPORLHFError(f"There is no run yet: {uri.removeprefix(SQLITE)} does not exist. `kedro run` makes it.")
@@ -48,9 +55,3 @@ def _lines(project_path: Path, run_id: str | None, everything: bool, env: str | 
         run = recorded_run(client, run_id or newest_run(client, settings.tracking.experiment.name))
     advice = judge(run.config, run.history)
     return [*run.heading, *in_words(run.config, advice, run.history, most=None if everything else SHOWN)]
-
-
-def _mlflow_settings(project_path: Path, env: str | None) -> Any:
-    session: Any = KedroSession.create(project_path, env=env)
-    with session:
-        return session.load_context().mlflow

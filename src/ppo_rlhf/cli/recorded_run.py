@@ -17,7 +17,7 @@ from ppo_rlhf.hooks.resume_changes import as_last_resumed
 GROUP = "ppo."
 CURVES = ("objective/", "policy/", "loss/", "val/", "value/", "response/", "optimiser/", "eval/")
 TRAINED = "objective/kl"
-"""The metric by which a run that trained is known."""
+"""Every run that trained a policy has this metric."""
 NEWEST = 100
 UNKNOWN_RUN = (ErrorCode.Name(RESOURCE_DOES_NOT_EXIST), ErrorCode.Name(INVALID_PARAMETER_VALUE))
 
@@ -32,7 +32,7 @@ class RecordedRun:
     history: list[dict[str, float]]
     """One mapping an iteration, as `ppo_rlhf.training.tuning.advise` takes it."""
     heading: list[str]
-    """Which run it is, how far it came, and what of it this version does not know."""
+    """Which run it is, its last iteration, and its settings that this version does not know."""
 
 
 def newest_run(client: MlflowClient, experiment: str) -> str:
@@ -57,7 +57,7 @@ def recorded_run(client: MlflowClient, run_id: str) -> RecordedRun:
 
     Raises:
         DataError: There is no such run, or it did not train.
-        ConfigError: Its settings are none of this version.
+        ConfigError: This version refuses its settings.
     """
     run = _run(client, run_id)
     if TRAINED not in run.data.metrics:
@@ -90,7 +90,7 @@ def _run(client: MlflowClient, run_id: str) -> Run:
 
 
 def _config(run: Run) -> PPOConfig:
-    """Return the settings of a run, of which MLflow keeps the texts."""
+    """Return the settings of a run. MLflow keeps them as texts."""
     values: dict[str, Any] = {
         name.removeprefix(GROUP): None if text == "None" else text
         for name, text in _given(run).items()
@@ -104,13 +104,13 @@ def _config(run: Run) -> PPOConfig:
 
 
 def _given(run: Run) -> dict[str, str]:
-    """Return the settings by which the run went on last: MLflow's params stay those of its first start."""
+    """Return the settings of the last resume: MLflow's params stay those of the first start."""
     settings = {**run.data.params, **as_last_resumed(run.data.tags)}
     return {name: text for name, text in settings.items() if name.startswith(GROUP)}
 
 
 def _history(client: MlflowClient, run: Run) -> list[dict[str, float]]:
-    """Return the curves by iteration. Of an iteration that was done again after a resume, the later values count.
+    """Return the curves by iteration. If a resumed run repeated an iteration, its later values count.
 
     Step 0 is an evaluation without training.
     """

@@ -1,10 +1,11 @@
-"""Tuning advice: which setting to move first, from a run's settings and curves, in the order of the tuning guide.
+"""Tuning advice: the setting to change first, from a run's settings and metrics.
 
-The rules are a table (`RULES`): stage, metrics, threshold with its source, meaning, and the setting to move. Pure
-functions of a `PPOConfig` and a list of metrics; docs/tuning.md has the table for readers.
+`rules` holds the rules as one table, `changes` computes the new values, `curves` smooths a run's metrics, and `advice`
+applies the rules and writes the lines. docs/tuning.md explains every rule.
 """
 
-from ppo_rlhf.training.tuning.advice import CURVE_RULES, RULES, SHOWN, Advice, advise, in_words
-from ppo_rlhf.training.tuning.rule import Change, Rule, Stage
+from ppo_rlhf.training.tuning.advice import SHOWN, Advice, advise, in_words
+from ppo_rlhf.training.tuning.changes import Change
+from ppo_rlhf.training.tuning.rules import CURVE_RULES, RULES, Rule, Stage
 
 __all__ = ["CURVE_RULES", "RULES", "SHOWN", "Advice", "Change", "Rule", "Stage", "advise", "in_words"]

@@ -1,138 +1,101 @@
-"""What to change first: the rules of the tuning guide applied to a run, in the guide's order."""
+"""Apply the tuning rules to a run, and write their advice as lines."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.training.tuning.controller_rules import CONTROLLER_RULES
-from ppo_rlhf.training.tuning.curves import Curves
-from ppo_rlhf.training.tuning.exploitation_rules import EXPLOITATION_RULES
-from ppo_rlhf.training.tuning.kl_rules import KL_RULES
-from ppo_rlhf.training.tuning.reward_rules import FIRST_RULES, REWARD_RULES
-from ppo_rlhf.training.tuning.rule import Change, Rule, Run, Stage
-from ppo_rlhf.training.tuning.update_rules import UPDATE_RULES
+from ppo_rlhf.training.tuning.changes import Change
+from ppo_rlhf.training.tuning.curves import Run
+from ppo_rlhf.training.tuning.rules import RULES, Rule, Stage
 
-RULES: tuple[Rule, ...] = (
-    *FIRST_RULES,
-    *KL_RULES,
-    *CONTROLLER_RULES,
-    *EXPLOITATION_RULES,
-    *UPDATE_RULES,
-    *REWARD_RULES,
-)
-"""All rules, in the order in which their advice is given."""
-CURVE_RULES = tuple(rule for rule in RULES if rule.iterations)
-"""Those that look at what a run measured: for the end of a run, which said at its start what settings alone say
-(`PPOConfig.advice`)."""
 ENOUGH_ITERATIONS = 10
-"""Iterations below which most curves are not judged."""
+"""Most curves are not judged below this many iterations."""
 SHOWN = 3
-"""Pieces of advice shown at a time: the guide changes few things at once."""
+"""Settings named at a time: little should be changed at once."""
 
-History = Iterable[Mapping[str, float]]
+History = Iterable[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
 class Advice:
-    """One rule that spoke: what it saw in this run, what that usually means, which setting to move first."""
+    """A rule that fired: the numbers it saw, and the setting to change first (None if no setting helps)."""
 
     rule: Rule
     seen: str
     change: Change | None
-    meaning: str
 
     @property
     def stage(self) -> Stage:
-        """The rule's stage in the guide."""
+        """The rule's stage."""
         return self.rule.stage
 
     def __str__(self) -> str:
         """Write it as one or two sentences."""
-        return f"{self.seen}: {self.meaning}.{f' {self.change}' if self.change else ''}"
+        return f"{self.seen}: {self.rule.meaning}.{f' {self.change}' if self.change else ''}"
 
 
 def advise(config: PPOConfig, history: History, rules: Iterable[Rule] = RULES) -> list[Advice]:
-    """Return what to change, first things first: before tuning, KL, learning rates and batches, epochs, reward.
+    """Return the advice for a run, in the order of the rules.
 
     Args:
         config: The run's settings.
-        history: One mapping an iteration with the metrics of docs/metrics.md by key, the eval/* ones where the
+        history: One mapping for each iteration: the metrics of docs/metrics.md by key, the eval/* ones where the
             iteration was evaluated (NaN or missing elsewhere), and `iteration`. It may be unfinished or empty.
-        rules: Those to apply, in this order.
+        rules: The rules to apply.
 
     Returns:
-        One item for each rule that speaks; an empty list if all is well, or if the run is too short to say.
+        One item for each rule that fires.
     """
-    run = Run(config, _curves(config, history))
-    found = ((rule, rule.apply(run)) for rule in rules)
-    return [
-        Advice(rule, finding.seen, finding.change, finding.meaning or rule.meaning)
-        for rule, finding in found
-        if finding is not None
-    ]
+    run = Run(config, history)
+    found = []
+    for rule in rules:
+        if run.iterations >= rule.iterations and rule.fires(run):
+            change = rule.change(run)
+            found.append(Advice(rule, rule.what_was_seen(run), change if change and change.is_allowed(run) else None))
+    return found
 
 
-def in_words(
-    config: PPOConfig, advice: list[Advice], history: Sequence[Mapping[str, float]], most: int | None = SHOWN
-) -> list[str]:
-    """Return the advice as lines for a person: numbered, one setting once, and whether the run was long enough.
+def in_words(config: PPOConfig, advice: list[Advice], history: History, most: int | None = SHOWN) -> list[str]:
+    """Return the advice as numbered lines, each setting once, and say whether the run was long enough to judge.
 
     Args:
         config: The run's settings.
         advice: From `advise`.
-        history: As there.
+        history: As in `advise`.
         most: Settings to name at most; None names all.
     """
     lines = []
-    iterations = _curves(config, history).iterations
+    iterations, needed = Run(config, history).iterations, max(rule.iterations for rule in RULES)
     if iterations < ENOUGH_ITERATIONS:
         lines.append(
-            f"{iterations} iteration{'' if iterations == 1 else 's'} of the policy: too early to judge the curves by. "
-            f"Advice needs {ENOUGH_ITERATIONS}, some of it {max(rule.iterations for rule in RULES)}."
+            f"{iterations} iteration{'' if iterations == 1 else 's'} of the policy: too early to judge the curves. "
+            f"Most rules need {ENOUGH_ITERATIONS}, some {needed}."
         )
     elif not advice:
-        so_far = " so far" if iterations < max(rule.iterations for rule in RULES) else ""
-        lines.append(
-            f"Nothing to change{so_far}: over {iterations} iterations no rule of the tuning guide objects to the "
-            "curves."
-        )
+        so_far = " so far" if iterations < needed else ""
+        lines.append(f"Nothing to change{so_far}: no tuning rule objects to the curves of {iterations} iterations.")
     groups = _by_setting(advice)
     for place, (first, *others) in enumerate(groups[:most], start=1):
         lines.append(f"{place}. [{first.stage.value}: {first.rule.name}] {first}")
-        lines.extend(f"   [also {other.rule.name}] {other.seen}: {other.meaning}." for other in others)
+        lines.extend(f"   [also {other.rule.name}] {other.seen}: {other.rule.meaning}." for other in others)
     if most is not None and len(groups) > most:
         lines.append(f"{len(groups) - most} more after that: kedro advise --all")
     return lines
 
 
-def _curves(config: PPOConfig, history: History) -> Curves:
-    return Curves(history, config.batch_size, config.critic_warmup_iterations)
-
-
 def _by_setting(advice: list[Advice]) -> list[list[Advice]]:
-    """Return the advice in its order, later items on a setting that is moved already beside the first one.
-
-    A later item that would move it the other way is left out: the guide's order decides.
-    """
+    """Group the advice by setting. An item that would move a setting the other way than an earlier item is left out."""
     groups: list[list[Advice]] = []
+    by_setting: dict[str, list[Advice]] = {}
     for item in advice:
-        group = next((g for g in groups if _same_setting(g[0].change, item.change)), None)
+        group = by_setting.get(item.change.setting) if item.change else None
         if group is None:
             groups.append([item])
-        elif _same_direction(group[0].change, item.change):
+            if item.change:
+                by_setting[item.change.setting] = groups[-1]
+        elif item.change and group[0].change and not item.change.is_opposite(group[0].change):
             group.append(item)
     return groups
-
-
-def _same_setting(first: Change | None, second: Change | None) -> bool:
-    return first is not None and second is not None and first.setting == second.setting
-
-
-def _same_direction(first: Change | None, second: Change | None) -> bool:
-    assert first is not None
-    assert second is not None
-    if first.now is None or isinstance(first.now, str):
-        return first.next == second.next
-    return (first.next > first.now) == (second.next > second.now)

@@ -1,104 +1,127 @@
-"""The curves of a run, smoothed: what a rule of the tuning advice looks at. NaN stands for what was not measured."""
+"""A run as the rules see it: its settings and its metrics, smoothed."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ppo_rlhf.config import PPOConfig
+
 WINDOW = 10
-"""Iterations, at most, of a mean. KL is judged by the mean of the last ten wherever this project measures it."""
+"""Iterations, at most, that a mean is taken over."""
 FIRST_RESPONSES = 64
-"""Responses whose mean is a run's starting level: with fewer, one batch's noise would pass for learning."""
+"""Responses that the start of a run is measured by: with fewer, the noise of one batch would count."""
 
 
-class Curves:
-    """Metrics by iteration. Every mean leaves out what is not finite; a comparison with a NaN level is False.
+class Run:
+    """The settings and the metrics of a run. Values that are not finite are left out; an unmeasured level is NaN.
+
+    Iterations in which only the critic trains (`critic_warmup_iterations`) are left out.
 
     Args:
-        rows: One mapping an iteration, in any order: metrics by key, `iteration` from 1 if known. NaN, None and a
-            missing key all mean that the metric was not measured.
-        batch_size: Responses of one iteration.
-        skipped: Iterations at the start in which the policy stands still; they are left out.
+        config: The run's settings.
+        rows: One mapping for each iteration, in any order: metrics by key, and `iteration` (from 1) if known. NaN,
+            None and a missing key mean that the metric was not measured.
     """
 
-    def __init__(self, rows: Iterable[Mapping[str, float]], batch_size: int, skipped: int = 0) -> None:
-        numbered = sorted(
-            ((row.get("iteration", place), row) for place, row in enumerate(rows, start=1)), key=lambda pair: pair[0]
-        )
-        self._rows = [row for iteration, row in numbered if iteration > skipped]
-        self._start = min(self.window, math.ceil(FIRST_RESPONSES / batch_size))
-
-    @property
-    def iterations(self) -> int:
-        """Iterations that were measured."""
-        return len(self._rows)
-
-    @property
-    def window(self) -> int:
-        """Iterations of a smoothing window: ten, or a quarter of a shorter run, but at least one."""
-        return max(1, min(WINDOW, len(self._rows) // 4))
+    def __init__(self, config: PPOConfig, rows: Iterable[Mapping[str, Any]]) -> None:
+        numbered = [(row.get("iteration", place), row) for place, row in enumerate(rows, start=1)]
+        numbered.sort(key=lambda pair: pair[0])
+        self.config = config
+        self._rows = [row for iteration, row in numbered if iteration > config.critic_warmup_iterations]
+        self.iterations = len(self._rows)
+        self.window = max(1, min(WINDOW, self.iterations // 4))
+        self._start = min(self.window, math.ceil(FIRST_RESPONSES / config.batch_size))
 
     def values(self, key: str) -> NDArray[np.float64]:
-        """Return the metric at each iteration, not finite where it was not measured."""
+        """Return the metric at each iteration, NaN where it was not measured."""
         found = (row.get(key) for row in self._rows)
-        return np.array([math.nan if value is None else value for value in found], dtype=np.float64)
+        values = np.array([math.nan if value is None else value for value in found], dtype=np.float64)
+        return np.where(np.isfinite(values), values, math.nan)
 
     def last(self, key: str) -> float:
         """Return the mean of the last window."""
         return _mean(self.values(key)[-self.window :])
 
     def median(self, key: str) -> float:
-        """Return the median of the last window: half of its iterations are at least there, whatever the others are."""
-        values = self.values(key)[-self.window :]
-        values = values[np.isfinite(values)]
+        """Return the median of the last window."""
+        values = _measured(self.values(key)[-self.window :])
         return float(np.median(values)) if len(values) else math.nan
 
+    def standard_error(self, key: str) -> float:
+        """Return the standard error of `last`."""
+        values = _measured(self.values(key)[-self.window :])
+        return float(values.std(ddof=1) / math.sqrt(len(values))) if len(values) > 1 else math.nan
+
     def start(self, key: str) -> float:
-        """Return the mean of the first iterations, as few as hold `FIRST_RESPONSES` responses."""
+        """Return the mean over the first iterations, as few as hold `FIRST_RESPONSES` responses."""
         return _mean(self.values(key)[: self._start])
 
     def start_above_zero(self, key: str) -> float:
-        """Return `start`, or where that is 0 the same from the first iteration above 0 on; 0 if there is none."""
+        """Return `start`; if that is 0, the same mean from the first value above 0 on, or 0 if there is none."""
         values, start = self.values(key), self.start(key)
-        above = np.flatnonzero(np.isfinite(values) & (values > 0.0))
+        above = np.flatnonzero(values > 0.0)
         if start != 0.0 or not len(above):
             return start
         return _mean(values[above[0] : above[0] + self._start])
 
     def highest(self, key: str) -> float:
-        """Return the largest mean of a window anywhere in the run."""
-        means = self._means(key)
-        return float(means.max()) if len(means) else math.nan
+        """Return the largest mean of any window."""
+        return max(self._window_means(key), default=math.nan)
 
     def lowest(self, key: str) -> float:
-        """Return the smallest mean of a window anywhere in the run."""
-        means = self._means(key)
-        return float(means.min()) if len(means) else math.nan
-
-    def standard_error(self, key: str) -> float:
-        """Return the standard error of `last`: the deviation of the last window's values / √(their number)."""
-        values = self.values(key)[-self.window :]
-        values = values[np.isfinite(values)]
-        return float(values.std(ddof=1) / math.sqrt(len(values))) if len(values) > 1 else math.nan
+        """Return the smallest mean of any window."""
+        return min(self._window_means(key), default=math.nan)
 
     def evaluations(self, *keys: str) -> list[tuple[float, ...]]:
-        """Return the metrics of each evaluation that measured all of them, in order of iteration."""
+        """Return these metrics of each iteration that measured all of them."""
         table = np.stack([self.values(key) for key in keys], axis=-1)
         return [tuple(map(float, row)) for row in table if np.isfinite(row).all()]
 
-    def _means(self, key: str) -> NDArray[np.float64]:
-        values, ones = self.values(key), np.ones(self.window)
-        if len(values) < self.window:
-            return values[:0]
-        finite = np.isfinite(values)
-        counts = np.convolve(finite, ones, mode="valid")
-        sums = np.convolve(np.where(finite, values, 0.0), ones, mode="valid")
-        return sums[counts > 0] / counts[counts > 0]
+    @property
+    def kl(self) -> float:
+        """KL at the end, nats per response."""
+        return self.last("objective/kl")
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether a controller moves the KL coefficient."""
+        return self.config.kl_controller == "adaptive"
+
+    @property
+    def spread(self) -> float:
+        """Standard deviation of the scores at the start, as the KL penalty is weighed against them."""
+        if self.config.reward_normalisation != "none":
+            return self.config.reward_scale
+        return self.start_above_zero("objective/scores_std") * self.config.reward_scale
+
+    @property
+    def gain(self) -> float:
+        """Rise of the score over the SFT policy's, in standard deviations of the scores at the start.
+
+        From the last evaluation if there was one, which has the same prompts and noise for both; else from training.
+        """
+        evaluated = self.evaluations("eval/reward", "eval/reward_sft")
+        rise = self.last("objective/scores") - self.start("objective/scores")
+        if evaluated:
+            rise = evaluated[-1][0] - evaluated[-1][1]
+        deviation = self.start_above_zero("objective/scores_std")
+        return rise / deviation if deviation > 0.0 else math.nan
+
+    def _window_means(self, key: str) -> list[float]:
+        values = self.values(key)
+        means = (_mean(values[i : i + self.window]) for i in range(len(values) - self.window + 1))
+        return [mean for mean in means if math.isfinite(mean)]
+
+
+def _measured(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    return values[np.isfinite(values)]
 
 
 def _mean(values: NDArray[np.float64]) -> float:
-    finite = values[np.isfinite(values)]
-    return float(finite.mean()) if len(finite) else math.nan
+    measured = _measured(values)
+    return float(measured.mean()) if len(measured) else math.nan
