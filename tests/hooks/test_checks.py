@@ -15,6 +15,7 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError, ConfigError, LaunchError
 from ppo_rlhf.hooks.checks import ChecksHook, check_runner, unread_local_files
 from ppo_rlhf.hooks.own_settings import OwnSettings
+from ppo_rlhf.runner import LoopRunner
 
 GLOBALS = "{base_model_path: null, sft_model_path: data/06_models/sft_policy, data_root: data, resume: null, seed: 1}"
 PARAMETERS = """
@@ -36,16 +37,19 @@ def conf(tmp_path: Path) -> Path:
     (tmp_path / "base/globals.yml").write_text(GLOBALS)
     (tmp_path / "base/parameters_ppo.yml").write_text(PARAMETERS)
     (tmp_path / "base/catalog.yml").write_text(
-        'x: {type: pickle.PickleDataset, filepath: "${runtime_params:my_file, a}"}'
+        'x: {type: pickle.PickleDataset, filepath: "${runtime_params:my_file, ${globals:sft_model_path}}"}'
     )
     return tmp_path
 
 
-def settings(conf: Path, **given: Any) -> OwnSettings:
-    loader = OmegaConfigLoader(
+def loader(conf: Path, **given: Any) -> OmegaConfigLoader:
+    return OmegaConfigLoader(
         str(conf), base_env="base", default_run_env="local", runtime_params=given, merge_strategy={"parameters": "soft"}
     )
-    return OwnSettings(loader)
+
+
+def settings(conf: Path, **given: Any) -> OwnSettings:
+    return OwnSettings(loader(conf, **given))
 
 
 def catalog(config: PPOConfig) -> DataCatalog:
@@ -97,7 +101,7 @@ def test_an_unknown_name_of_params_is_named_with_the_nearest(conf: Path, given: 
 def test_a_name_in_a_file_that_nothing_reads_is_named(conf: Path, file: str, text: str, name: str, hint: str):
     (conf / "local" / file).write_text(text)
     (line,) = settings(conf).unread({})
-    assert line == f"conf/local, {file.partition('.')[0]}: {name}: nothing reads this name. {hint}"
+    assert line == f"{conf.name}/local/{file}: {name}: nothing reads this name. {hint}"
 
 
 def test_the_demos_values_are_warned_of_with_another_model_alone(conf: Path):
@@ -136,6 +140,13 @@ def test_a_launch_that_would_train_each_process_alone_is_refused_first(monkeypat
         ChecksHook().after_context_created(SimpleNamespace())
 
 
+def test_a_list_in_place_of_a_mapping_is_one_line(conf: Path):
+    (conf / "local/parameters.yml").write_text("prompts: [column]\n")
+    context = SimpleNamespace(config_loader=loader(conf), env=None)
+    with pytest.raises(ConfigError, match=r"^conf/local: a setting is a list"):
+        ChecksHook().after_context_created(context)
+
+
 def test_another_runner_is_refused_for_the_loop_and_welcome_elsewhere():
     first = Node(lambda: 1, None, "training_state", name="first")
     step = Node(lambda state: state, "training_state", "next_training_state", name="step", tags="iteration")
@@ -145,7 +156,9 @@ def test_another_runner_is_refused_for_the_loop_and_welcome_elsewhere():
         check_runner(parallel, Pipeline([first, step]))
     with pytest.raises(ConfigError, match=r"^ParallelRunner would run .* drop --runner"):
         check_runner({**parallel, "only_missing_outputs": False}, Pipeline([first, step]))
-    check_runner({"runner": "None", "only_missing_outputs": False}, Pipeline([first, step]))
+    with pytest.raises(ConfigError, match="LoopRunner"):
+        check_runner({"runner": "None", "only_missing_outputs": False}, Pipeline([first, step]))
+    check_runner({"runner": str(LoopRunner()), "only_missing_outputs": False}, Pipeline([first, step]))
 
 
 def test_a_disk_that_checkpoints_do_not_fit_on_ends_the_run_as_soon_as_there_is_a_state():
