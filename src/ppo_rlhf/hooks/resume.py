@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -92,14 +93,48 @@ def check_named(entry: ResumeCheckpointDataset, project_path: Path) -> Path | No
         CheckpointError: It is damaged, or lies in the directory of a run that did not write it.
     """
     from ppo_rlhf.checkpoints.files import verify_checkpoint_of_run
-    from ppo_rlhf.preflight.resume import find_named
 
     if entry.requested in (None, LATEST):
         return None
-    checkpoint = find_named(str(entry.requested), entry.root, project_path).checkpoint
+    _, checkpoint = find_named(str(entry.requested), entry.root, project_path)
     if checkpoint is not None:
         verify_checkpoint_of_run(checkpoint)
     return checkpoint
+
+
+def find_named(requested: str, root: Path, project_path: Path) -> tuple[str, Path | None]:
+    """Return the run id, and the checkpoint if one is named, for a run id or a directory. Nothing is written.
+
+    Args:
+        requested: What the person gave; a path is taken from the project, or else from the working directory.
+        root: Holds the checkpoints of all runs.
+        project_path: The project's directory.
+
+    Raises:
+        ConfigError: There is no such thing, or it lies elsewhere.
+    """
+    from ppo_rlhf.checkpoints.files import checkpoint_iterations
+
+    if re.fullmatch(r"[\w-]+", requested) and (root / requested).is_dir():
+        return requested, None
+    given = Path(requested).expanduser()
+    path = next((place.resolve() for place in (project_path / given, given.absolute()) if place.is_dir()), None)
+    home = root.resolve()
+    if path is not None and path.parent == home:
+        return path.name, None
+    if path is not None and path.parent.parent == home:
+        return path.parent.name, root / path.parent.name / path.name
+    if path is not None:
+        raise ConfigError(
+            f"resume={requested}: is not a checkpoint below {root}. Name its folder there, "
+            f"{root / '<MLflow run id>' / 'iteration_NNNNNN'}. A checkpoint of PPOTrainer goes on in PPOTrainer: "
+            "train(resume_from_checkpoint=…)."
+        )
+    runs = sorted(filter(checkpoint_iterations, root.glob("*")), key=lambda run: run.stat().st_mtime, reverse=True)
+    hint = "No run has a checkpoint there: leave out resume to start one."
+    if runs:
+        hint = f"The newest there: {', '.join(run.name for run in runs[:3])}. Or give resume={LATEST}."
+    raise ConfigError(f"resume={requested}: there is no such checkpoint, and no run of that id below {root}. {hint}")
 
 
 def find_resumption(
@@ -146,10 +181,7 @@ def find_resumption(
 
 
 def _named(requested: str, this: RunDescription, root: Path, project_path: Path) -> Resumption | None:
-    from ppo_rlhf.preflight.resume import find_named
-
-    named = find_named(requested, root, project_path)
-    run_id, checkpoint = named.run_id, named.checkpoint
+    run_id, checkpoint = find_named(requested, root, project_path)
     try:
         run = mlflow.get_run(run_id)
     except MlflowException as error:
