@@ -27,7 +27,7 @@ from ppo_rlhf.checkpoints.files import checkpoint_name, write_directory
 from ppo_rlhf.core.errors import CheckpointError, ConfigError
 from ppo_rlhf.datasets import ResumeCheckpointDataset
 from ppo_rlhf.hooks import TrackingHook
-from ppo_rlhf.hooks.resume import check_named, find_named, resume_entry
+from ppo_rlhf.hooks.resume import check_named, resume_entry
 from ppo_rlhf.hooks.resume_changes import as_last_resumed, differences, resume_tags
 from ppo_rlhf.hooks.run_description import RunDescription
 from ppo_rlhf.runner import ITERATION_TAG
@@ -38,6 +38,12 @@ resume_checkpoint:
   type: ppo_rlhf.datasets.ResumeCheckpointDataset
   filepath: data/06_models/ppo_checkpoints
   resume: ${runtime_params:resume, null}
+evaluation_metrics:
+  type: ppo_rlhf.datasets.EvaluationLogDataset
+  filepath: data/06_models/ppo_checkpoints
+evaluation_summary: # a resumed run skips nodes that give nothing but data in memory
+  type: json.JSONDataset
+  filepath: data/08_reporting/evaluation_summary.json
 """
 MAKES_STATE = Node(lambda checkpoint: checkpoint, "resume_checkpoint", "training_state", name="make_state")
 ITERATES = Node(lambda state: state, "training_state", "next_training_state", name="iterate", tags=ITERATION_TAG)
@@ -342,15 +348,16 @@ def test_a_setting_is_compared_with_the_value_of_the_last_resume():
 def test_a_run_is_named_by_its_id_its_folder_or_a_checkpoint(tmp_path: Path):
     root = tmp_path / "checkpoints"
     whole = checkpoint(root, "abc", 10)
-    assert find_named("abc", root, tmp_path) == ("abc", None)
-    assert find_named("checkpoints/abc", root, tmp_path) == ("abc", None)
-    assert find_named("checkpoints/abc/iteration_000010", root, tmp_path) == ("abc", whole)
-    assert find_named(str(whole), root, tmp_path / "elsewhere") == ("abc", whole)
-    with pytest.raises(ConfigError, match=r"^resume=nothing: .* The newest there: abc\."):
-        find_named("nothing", root, tmp_path)
+    names = {"abc": None, "checkpoints/abc": None, "checkpoints/abc/iteration_000010": whole, str(whole): whole}
+    for requested, expected in names.items():
+        assert check_named(ResumeCheckpointDataset(str(root), requested), tmp_path) == expected
     outside = checkpoint(tmp_path / "backup", "abc", 1)
-    with pytest.raises(ConfigError, match=r"is not a checkpoint below .* PPOTrainer"):
-        find_named(str(outside), root, tmp_path)
+    for requested, why in {
+        "nothing": r"The newest.* abc\.",
+        str(outside): "not a checkpoint below .* PPOTrainer",
+    }.items():
+        with pytest.raises(ConfigError, match=why):
+            check_named(ResumeCheckpointDataset(str(root), requested), tmp_path)
 
 
 def test_a_checkpoint_that_is_damaged_or_of_another_run_is_refused(tmp_path: Path):
@@ -362,7 +369,7 @@ def test_a_checkpoint_that_is_damaged_or_of_another_run_is_refused(tmp_path: Pat
         check_named(ResumeCheckpointDataset(str(root), str(whole)), tmp_path)
     other = checkpoint(root, "other", 10)
     other.parent.rename(root / "renamed")
-    with pytest.raises(CheckpointError, match="is of run other"):
+    with pytest.raises(CheckpointError, match="run other"):
         check_named(ResumeCheckpointDataset(str(root), str(root / "renamed" / other.name)), tmp_path)
 
 

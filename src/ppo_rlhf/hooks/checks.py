@@ -35,10 +35,21 @@ class ChecksHook:
 
     @hook_impl(tryfirst=True)
     def after_context_created(self, context: KedroContext) -> None:
-        """Refuse a launch whose processes would train one run each; warn if conf/local is not read."""
+        """Refuse a launch whose processes would train one run each, and settings that cannot be merged.
+
+        Warn if conf/local is not read.
+        """
         processes.check_launch()
         self._context = context
-        unread = unread_local_files(Path(_loader_of(context).conf_source), context.env)
+        loader = _loader_of(context)
+        try:
+            loader["parameters"]
+        except TypeError as error:  # omegaconf names neither file nor setting
+            raise ConfigError(
+                f"conf/{context.env or 'local'}: a setting is a list (`- ` before each entry) where conf/base has a "
+                f"mapping (`name: value`), or the reverse ({error})."
+            ) from error
+        unread = unread_local_files(Path(loader.conf_source), context.env)
         if unread:
             logger.warning("Environment %s is used instead of conf/local: %s not read.", context.env, _listed(unread))
 

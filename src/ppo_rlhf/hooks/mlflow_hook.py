@@ -180,6 +180,7 @@ class TrackingHook(MlflowHook):
         open_run = active.info.run_id if active else None
         if entry.requested is not None:
             experiment = mlflow.get_experiment_by_name(self.mlflow_config.tracking.experiment.name)
+            assert experiment is not None  # kedro-mlflow has made it
             resumption = find_resumption(entry.requested, this, entry.root, project_path, experiment.experiment_id)
             entry.resolve(None if resumption is None else resumption.checkpoint)
             if resumption is not None:
@@ -272,7 +273,7 @@ class TrackingHook(MlflowHook):
                 self._log.close(is_finished=False)
                 tags = end_tags(error, self._checkpoints, Path(run_params["project_path"]))
                 with warning_of_refusals("why the run ended"):
-                    mlflow.MlflowClient().log_batch(self.run_id, tags=[RunTag(*tag) for tag in tags.items()])
+                    mlflow.MlflowClient().log_batch(str(self.run_id), tags=[RunTag(*tag) for tag in tags.items()])
                 if self._is_ours:
                     is_stopped = isinstance(error, RunInterruptedError)
                     end_active_run(RunStatus.KILLED if is_stopped else RunStatus.FAILED)

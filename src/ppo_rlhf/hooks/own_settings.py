@@ -19,7 +19,8 @@ TUNED = {
     "ppo": ("learning_rate", "value_learning_rate", "response_length", "per_device_train_batch_size"),
 }
 """Settings of the demo that suit its tiny model alone."""
-KINDS = ("parameters", "globals")
+REFERENCES = {"parameters": r"\$\{\s*(\w+)\s*[}.\[]", "globals": r"\$\{(?:globals:)?\s*(\w+)\s*[},.\[]"}
+"""How a file refers to a name of each kind."""
 
 
 class OwnSettings:
@@ -37,7 +38,7 @@ class OwnSettings:
             merge_strategy=loader.merge_strategy,
         )
         files = {path for folder in folders for path in Path(loader.conf_source, str(folder)).rglob("*.y*ml")}
-        self._texts = "\n".join(path.read_text() for path in sorted(files))
+        self._texts = {path: path.read_text() for path in sorted(files)}
 
     def unread(self, pipelines: Mapping[str, Pipeline]) -> list[str]:
         """Return one line for each top-level name that a person gave and nothing reads; Kedro ignores such names.
@@ -48,19 +49,19 @@ class OwnSettings:
         Args:
             pipelines: All registered ones; looked at only if a name is not known otherwise, since it imports them.
         """
-        shipped = {kind: {str(name) for name in self._base[kind]} for kind in KINDS}
-        referred = set(re.findall(r"\$\{\s*(?:globals:)?\s*(\w+)", self._texts))
-        at_run_time = set(re.findall(r"runtime_params:\s*(\w+)", self._texts)) | shipped["parameters"]
+        text = "\n".join(self._texts.values())
+        shipped = {kind: {str(name) for name in self._base[kind]} for kind in REFERENCES}
+        at_run_time = set(re.findall(r"runtime_params:\s*(\w+)", text)) | shipped["parameters"]
         unknown = {f"--params {name}": name for name in self._given if name not in at_run_time}
-        for kind in KINDS:
-            names = {str(name) for name in self._loader[kind]} - self._given.keys() - shipped[kind] - referred
-            unknown |= {f"{self._loader.env or 'conf/local'}, {kind}: {name}": name for name in names}
+        for kind, reference in REFERENCES.items():
+            names = {str(name) for name in self._loader[kind]} - self._given.keys() - shipped[kind]
+            unknown |= {f"{self._file_with(name)}: {name}": name for name in names - set(re.findall(reference, text))}
         if not unknown:
             return []
         inputs = {name for pipeline in pipelines.values() for name in pipeline.inputs()}
         read = {re.split(r"[:.]", name)[1] for name in inputs if name.startswith("params:")}
         return [
-            f"{where}: nothing reads this name. {self._hint(name, where, shipped)}"
+            f"{where}: nothing reads this name. {self._hint(name, shipped)}"
             for where, name in sorted(unknown.items())
             if name not in read and "parameters" not in inputs and not name.startswith("_")
         ]
@@ -96,6 +97,13 @@ class OwnSettings:
         slow = precision_warning(ppo, resolve_device(ppo.device))
         return [*unusual, slow] if slow else unusual
 
+    def _file_with(self, name: str) -> str:
+        """Return the file that has this name at its top level, as it is written in the project."""
+        folder = Path(self._loader.conf_source, self._loader.env or self._loader.default_run_env)
+        at_top_level = re.compile(rf"^['\"]?{re.escape(name)}\b", re.MULTILINE)
+        own = [path for path, text in self._texts.items() if folder in path.parents and at_top_level.search(text)]
+        return str((own or [folder])[0].relative_to(folder.parent.parent))
+
     def _own_model(self) -> str | None:
         settings = {**self._loader["globals"], **self._given}
         base, sft = settings.get("base_model_path"), str(settings.get("sft_model_path"))
@@ -104,7 +112,7 @@ class OwnSettings:
         ours = Path(settings.get("data_root", "data"), "06_models")
         return None if ours in Path(sft).parents else sft
 
-    def _hint(self, name: str, where: str, shipped: Mapping[str, set[str]]) -> str:
+    def _hint(self, name: str, shipped: Mapping[str, set[str]]) -> str:
         other = "globals" if name in shipped["globals"] else "parameters" if name in shipped["parameters"] else None
         if other is not None:
             return f"Set it in conf/local/{other}.yml."

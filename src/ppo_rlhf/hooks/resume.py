@@ -196,8 +196,8 @@ def _named(requested: str, this: RunDescription, root: Path, project_path: Path)
         raise ConfigError(f"resume={requested}: MLflow run {run_id} still runs; stop it first, or wait for its end.")
     newest = _newest(root / run_id)
     resumption = _unchanged(requested, this, run, lock, checkpoint or newest)
-    is_rewound = checkpoint is not None and newest is not None and checkpoint.name != newest.name
-    if is_rewound and resumption is not None and "total_episodes" in resumption.changes:
+    is_longer = resumption is not None and "total_episodes" in resumption.changes
+    if is_longer and checkpoint is not None and newest is not None and checkpoint.name != newest.name:
         lock.release()
         raise ConfigError(
             f"resume={requested}: with another ppo.total_episodes a run goes on only from its newest checkpoint, "

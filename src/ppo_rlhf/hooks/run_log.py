@@ -92,8 +92,9 @@ class RunLog:
         for row in getattr(state, "history", ()):
             self._log.log(row, int(row["iteration"]))
         entry = self._catalog.get(EVALUATION_METRICS)
-        is_recorded = entry is not None and entry.exists() and EVALUATION_METRICS in self._outputs
-        for row in entry.load() if is_recorded else ():
+        if entry is None or not entry.exists() or EVALUATION_METRICS not in self._outputs:
+            return
+        for row in entry.load():
             if row["iteration"] < state.iteration or (
                 row["iteration"] == state.iteration and not self._is_superseded(state)
             ):
