@@ -1,7 +1,7 @@
 """Bad input ends `kedro run` before anything happens: one clear line a mistake, exit code 1, nothing written.
 
-The project is the real one, with a person's own model, reward and data. Each kind of mistake is tried once; all rules of a
-kind are tested where they are written (`test_preflight.py`, `config`, `datasets`, `models`, `rewards`).
+The project is the real one, with a person's own model, reward and data. Each kind of mistake is tried once; rules
+are tested where they are written (`test_preflight.py`, `config`, `datasets`, `models`, `rewards`).
 """
 
 from __future__ import annotations
