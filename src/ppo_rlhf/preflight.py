@@ -1,7 +1,8 @@
-"""The checks. Each calls the functions that the nodes call, on the same inputs, so both have the same rules.
+"""Checks of a person's input before a run writes anything: all problems at once, one line each.
 
-A check yields problems, or raises one as an error of ours, which ends only this check. Inputs that the run makes itself
-are not checked: a run of the whole chain needs no SFT policy on disk.
+The checks call the functions that the nodes call, on the same inputs, so both have the same rules. A check yields
+problems, or raises one as an error of ours, which ends only this check. Inputs that the run makes itself are not
+checked: a run of the whole chain needs no SFT policy on disk.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ from ppo_rlhf.models.tokenizers import same_vocabulary, train_word_tokenizer
 from ppo_rlhf.ppo.accelerator import resolve_device
 from ppo_rlhf.ppo.build import check_device, lora_settings
 from ppo_rlhf.ppo.evaluation import DEMO_JUDGE, EvaluationConfig, is_demo_prompts
-from ppo_rlhf.preflight.resume import find_named
 from ppo_rlhf.rewards.functions import call_reward_function, check_column_names, load_function
 from ppo_rlhf.rewards.scorers import RewardConfig
 from ppo_rlhf.training.supervised import preferences
@@ -159,7 +159,7 @@ def check_settings(run: RunRequest) -> Iterator[str]:
 
 
 def check_resume(run: RunRequest) -> Iterator[str]:
-    """Find a checkpoint or run that is not there, or a run that does not train and so cannot go on from one."""
+    """Find a run that does not train and so cannot go on; the tracking hook looks for the checkpoint."""
     entry = run.catalog.get("resume_checkpoint")
     if not isinstance(entry, ResumeCheckpointDataset) or entry.requested in (None, LATEST):
         return
@@ -168,8 +168,6 @@ def check_resume(run: RunRequest) -> Iterator[str]:
             f"resume={entry.requested}: nothing in this run trains by PPO. Run the pipeline that was interrupted: "
             "--pipelines ppo or align, or the whole chain without --pipelines."
         )
-    else:
-        find_named(str(entry.requested), entry.root, run.project_path)
 
 
 def check_protection(run: RunRequest) -> Iterator[str]:
