@@ -193,7 +193,9 @@ def _fitted(
 
 def _check_column(frame: pd.DataFrame, column: str, name: str) -> None:
     if column not in frame.columns:
-        raise DataError(f"{name}: no column `{column}`; the columns are {', '.join(map(str, frame.columns))}")
+        raise DataError(
+            f"{name}: no column `{column}` (prompts.column); the columns are {', '.join(map(str, frame.columns))}"
+        )
 
 
 def _where(name: str, row: int, column: str) -> str:

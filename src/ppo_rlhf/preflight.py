@@ -1,0 +1,351 @@
+"""Checks of a person's input before a run writes anything: all problems at once, one line each.
+
+The checks call the functions that the nodes call, on the same inputs, so both have the same rules. A check yields
+problems, or raises one as an error of ours, which ends only this check. Inputs that the run makes itself are not
+checked: a run of the whole chain needs no SFT policy on disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pandas as pd
+from kedro.io import CatalogProtocol, DatasetError, MemoryDataset
+from kedro.pipeline import Pipeline
+from transformers import PreTrainedTokenizerBase
+
+from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.core.errors import PPORLHFError, own_error
+from ppo_rlhf.data.prompts import PromptsConfig, is_prompt, split_held_out, tokenise_prompts
+from ppo_rlhf.datasets import PretrainedModelDataset, RecordsDataset, ResumeCheckpointDataset
+from ppo_rlhf.datasets.resume_checkpoint import LATEST
+from ppo_rlhf.models.adapters import check_critic_targets, check_targets
+from ppo_rlhf.models.compilation import layers_of
+from ppo_rlhf.models.forward import backbone_of
+from ppo_rlhf.models.gradient_checkpointing import check_gradient_checkpointing
+from ppo_rlhf.models.loading import PretrainedHandle, steady_context
+from ppo_rlhf.models.tokenizers import same_vocabulary, train_word_tokenizer
+from ppo_rlhf.ppo.accelerator import resolve_device
+from ppo_rlhf.ppo.build import check_device, lora_settings
+from ppo_rlhf.ppo.evaluation import DEMO_JUDGE, EvaluationConfig, is_demo_prompts
+from ppo_rlhf.rewards.functions import call_reward_function, check_column_names, load_function
+from ppo_rlhf.rewards.scorers import RewardConfig
+from ppo_rlhf.training.supervised import preferences
+from ppo_rlhf.training.supervised.demonstrations import DataPreparationConfig, corpus_texts, split_demonstrations
+from ppo_rlhf.training.supervised.reward_training import RewardModellingConfig
+from ppo_rlhf.training.supervised.sft import SupervisedFinetuningConfig
+
+T = TypeVar("T")
+
+MODELS_LAYER = "06_models"
+MADE_BY = {  # model: the pipeline that makes it, the setting that names another one
+    "sft_policy": ("supervised_finetuning", "sft_model_path"),
+    "reward_model": ("reward_modelling", "reward_model_path"),
+    "ppo_policy": ("ppo", None),
+}
+MODELS = ("base_model", *MADE_BY)
+PROMPTS = ("raw_prompts", "raw_evaluation_prompts")
+TABLES = ("raw_demonstrations", "raw_preferences", *PROMPTS)
+TRIED_PROMPTS = 2
+OWN_CODE = "transformers_modules."  # where transformers imports Python code that lies with a model
+CHECKED_BELOW = (MemoryDataset, RecordsDataset, PretrainedModelDataset, ResumeCheckpointDataset)
+
+
+@dataclass
+class RunRequest:
+    """The run that a person asks for, and the inputs of theirs that could be read."""
+
+    pipeline: Pipeline
+    catalog: CatalogProtocol
+    project_path: Path
+    data_root: str
+    tables: dict[str, pd.DataFrame] = field(default_factory=dict)
+    models: dict[str, PretrainedHandle] = field(default_factory=dict)
+    tokenizers: dict[str, PreTrainedTokenizerBase] = field(default_factory=dict)
+
+    def reads(self, name: str) -> bool:
+        """Return whether the run takes this dataset from the catalog: no node of it makes it."""
+        return name in self.pipeline.inputs() and name in self.catalog
+
+    def writes(self, name: str) -> bool:
+        """Return whether a node of the run makes this dataset."""
+        return name in self.pipeline.all_outputs()
+
+    def group(self, name: str, kind: type[T]) -> T | None:
+        """Return a group of parameters, which Kedro has validated; None if no node of the run reads it."""
+        value = self.catalog[f"params:{name}"].load() if self.reads(f"params:{name}") else None
+        return value if isinstance(value, kind) else None
+
+    def source(self, name: str) -> str | None:
+        """Return the path or hub id of a dataset, None if it has none."""
+        source = self.catalog[name]._describe().get("filepath") if name in self.catalog else None
+        return None if source is None else str(source)
+
+    @property
+    def start(self) -> str:
+        """The model that the policy starts from: the base model if the run trains the SFT policy, else that policy."""
+        return "base_model" if self.writes("sft_policy") else "sft_policy"
+
+    @property
+    def needs_reward_model(self) -> bool:
+        """Whether the reward is made of the reward model; True if no group `reward` says so."""
+        reward = self.group("reward", RewardConfig)
+        return reward is None or reward.needs_model
+
+
+def find_problems(
+    pipeline: Pipeline, catalog: CatalogProtocol, project_path: Path, data_root: str = "data"
+) -> list[str]:
+    """Return the reasons why this run must not start, one line each; none if all is well. Writes nothing.
+
+    Args:
+        pipeline: The nodes that will run: only their inputs from outside are checked.
+        catalog: The run's catalog, with validated parameters.
+        project_path: The project's directory.
+        data_root: The globals' `data_root`.
+    """
+    run = RunRequest(pipeline, catalog, project_path, data_root)
+    problems: list[str] = []
+
+    def ask(check: Callable[..., Iterable[str] | None], *of: Any) -> None:
+        try:
+            problems.extend(check(run, *of) or ())
+        except (PPORLHFError, DatasetError) as error:
+            ours = own_error(error)
+            if ours is None:
+                raise
+            problems.extend(str(ours).splitlines())
+
+    for first in (check_start, check_settings, check_protection, check_resume):
+        ask(first)
+    for name in filter(run.reads, TABLES):
+        ask(check_table, name)
+    for name in filter(run.reads, MODELS):
+        ask(check_model, name)
+    for last in (check_model_options, check_demonstrations, check_preferences, check_prompts):
+        ask(last)
+    for reference, tables in functions_of(run).items():
+        ask(check_function, reference, tables)
+    return list(dict.fromkeys(problems))
+
+
+def check_start(run: RunRequest) -> Iterator[str]:
+    """Find inputs that are nowhere, or not yet: the run starts behind the nodes that make them."""
+    nowhere = sorted(name for name in run.pipeline.inputs() if _is_nowhere(run, name))
+    if nowhere:
+        yield f"This run starts from {', '.join(nowhere)}, which no file holds: use --from-nodes with earlier nodes."
+    for name in sorted(run.pipeline.inputs() - set(nowhere)):
+        if not isinstance(run.catalog[name], CHECKED_BELOW) and not run.catalog[name].exists():
+            yield f"{run.source(name)}: nothing is there yet. Run the node that makes {name} first."
+
+
+def check_settings(run: RunRequest) -> Iterator[str]:
+    """Find paths that the run needs and that are null, paths in a group that does not read them, absent devices."""
+    is_missing = {
+        "demonstrations_path": run.reads("raw_demonstrations") and run.source("raw_demonstrations") is None,
+        "prompts_path": run.writes("prompt_dataset") and run.source("raw_prompts") is None,
+        "sft_model_path": _is_null(run, "sft_policy"),
+        "reward_model_path": _is_null(run, "reward_model") and run.needs_reward_model,
+    }
+    for setting in (name for name, missing in is_missing.items() if missing):
+        yield f"{setting} is not set. Set it in conf/local/globals.yml or with --params {setting}=…"
+    ppo = run.group("ppo", PPOConfig)
+    if ppo is not None:
+        yield from ppo.misplaced_paths()
+        check_device(ppo, resolve_device(ppo.device))
+
+
+def check_resume(run: RunRequest) -> Iterator[str]:
+    """Find a run that does not train and so cannot go on; the tracking hook looks for the checkpoint."""
+    entry = run.catalog.get("resume_checkpoint")
+    if not isinstance(entry, ResumeCheckpointDataset) or entry.requested in (None, LATEST):
+        return
+    if not run.reads("resume_checkpoint"):
+        yield (
+            f"resume={entry.requested}: nothing in this run trains by PPO. Run the pipeline that was interrupted: "
+            "--pipelines ppo or align, or the whole chain without --pipelines."
+        )
+
+
+def check_protection(run: RunRequest) -> Iterator[str]:
+    """Find a model that the run would write outside the project's own models: it may be a person's."""
+    layer = Path(run.data_root, MODELS_LAYER)
+    for name, (stage, setting) in MADE_BY.items():
+        if setting and run.writes(name) and run.source(name) is not None and not _is_ours(run, name):
+            yield (
+                f"{setting}={run.source(name)} is outside {layer}, and {stage} would write it; models of your own are "
+                f"never written. To use it as it is, run `--pipelines align`. To train one, set {setting} to a folder "
+                f"in {layer}{', and base_model_path to start from yours' if name == 'sft_policy' else ''}."
+            )
+
+
+def check_table(run: RunRequest, name: str) -> None:
+    """Find a table that is missing, empty or damaged."""
+    table = run.catalog[name].load()
+    if table is not None:
+        run.tables[name] = table
+
+
+def check_model(run: RunRequest, name: str) -> Iterator[str]:
+    """Find a model that is missing, incomplete, of the wrong kind, or with a tokenizer of another one."""
+    if run.source(name) is None or (name == "reward_model" and not run.needs_reward_model):
+        return
+    if name in MADE_BY and _is_ours(run, name) and not run.catalog[name].exists():
+        stage, setting = MADE_BY[name]
+        yield f"{run.source(name)}: nothing is there yet. Run {stage} first{f', or set {setting}' if setting else ''}."
+        return
+    handle = run.catalog[name].load()
+    tokenizer = handle.tokenizer()
+    if name == "reward_model":
+        handle.check_reward_model()
+    else:
+        handle.check_causal_lm()
+    if name == run.start and run.writes("reward_model") and type(handle.config()).__module__.startswith(OWN_CODE):
+        yield (
+            f"{handle.source} has Python code of its own, without which a reward model trained on it would be saved. "
+            "Set reward_model_path or give functions as reward, and run `--pipelines align`."
+        )
+    run.models[name], run.tokenizers[name] = handle, tokenizer
+
+
+def check_model_options(run: RunRequest) -> Iterator[str]:
+    """Find settings of PPO that the models cannot serve. No weights are read."""
+    ppo, reward = run.group("ppo", PPOConfig), run.group("reward", RewardConfig)
+    if ppo is None:
+        return
+    if ppo.value_model == "reward_init":
+        fix = "Set ppo.value_model=separate."
+        both = [run.tokenizers[name] for name in ("sft_policy", "reward_model") if name in run.tokenizers]
+        if reward is not None and not reward.needs_model:
+            yield f"ppo.value_model=reward_init: no entry of reward.components is of type model. {fix}"
+        elif len(both) == 2 and not same_vocabulary(*both):
+            models = f"{run.source('sft_policy')} and {run.source('reward_model')}"
+            yield f"ppo.value_model=reward_init: {models} have different vocabularies. {fix}"
+    if run.start not in run.models or not (ppo.use_peft or ppo.gradient_checkpointing or ppo.compile):
+        return
+    empty = run.models[run.start].empty_causal_lm()
+    if ppo.gradient_checkpointing:
+        check_gradient_checkpointing(empty)
+    if ppo.compile:
+        layers_of(empty)
+    if ppo.use_peft:
+        check_targets(empty, lora_settings(ppo))
+        if ppo.value_model == "separate":
+            check_critic_targets(backbone_of(empty), lora_settings(ppo))
+
+
+def check_demonstrations(run: RunRequest) -> None:
+    """Find demonstrations without the columns that are read, or too few of them."""
+    settings = run.group("data_preparation", DataPreparationConfig)
+    if settings is not None and "raw_demonstrations" in run.tables:
+        run.tables["demonstrations"], _ = split_demonstrations(run.tables["raw_demonstrations"], settings)
+
+
+def check_preferences(run: RunRequest) -> Iterator[str]:
+    """Find preferences without the columns that are read; or none, and only the demo's judge to label other prompts."""
+    settings = run.group("reward_modelling", RewardModellingConfig)
+    if settings is None or not run.reads("raw_preferences"):
+        return
+    if "raw_preferences" in run.tables:
+        columns = (settings.prompt_column, settings.chosen_column, settings.rejected_column)
+        preferences.check_preferences(run.tables["raw_preferences"], *columns)
+    elif run.source("raw_preferences") is None:
+        prompts = run.source("raw_prompts")
+        by_demo = settings.labeller == DEMO_JUDGE and not is_demo_prompts(prompts, run.project_path)
+        if by_demo or settings.labeller is None:
+            why = f"the demo's judge cannot label answers to {prompts}" if by_demo else "there is no labeller"
+            yield (
+                f"preferences_path is not set, and {why}. Set preferences_path or reward_modelling.labeller, or run "
+                "`--pipelines align` with a reward of your own."
+            )
+
+
+def check_prompts(run: RunRequest) -> None:
+    """Find prompts that are neither text nor chat, do not fit into the model's context, or cannot be split."""
+    settings, ppo = run.group("prompts", PromptsConfig), run.group("ppo", PPOConfig)
+    if settings is None or "raw_prompts" not in run.tables:
+        return
+    tables = {name: run.tables[name] for name in PROMPTS if name in run.tables}
+    policy = _policy_reader(run)
+    if ppo is not None and policy is not None:
+        tokenizer, context, why = policy
+        for name, table in tables.items():  # whole files: a row's number is the person's own
+            tokenise_prompts(
+                table,
+                tokenizer,
+                column=settings.column,
+                response_length=ppo.response_length,
+                context=context,
+                overlong=ppo.overlong_prompts,
+                name=str(run.source(name)),
+                why=why,
+            )
+    evaluation = tables.get("raw_evaluation_prompts")
+    split = (settings.held_out_share, settings.max_held_out, settings.seed, settings.column)
+    split_held_out(tables["raw_prompts"], evaluation, *split)
+
+
+def _policy_reader(run: RunRequest) -> tuple[PreTrainedTokenizerBase, int | None, str] | None:
+    """Return the SFT policy's tokenizer, the tokens that PPO may give it, and why no more; None if it is not known."""
+    if run.start in run.models:
+        return run.tokenizers[run.start], *steady_context(run.models[run.start].config())
+    settings = run.group("supervised_finetuning", SupervisedFinetuningConfig)
+    if settings is None or run.source("base_model") is not None or "demonstrations" not in run.tables:
+        return None
+    context = settings.max_position_embeddings  # the policy is trained from scratch
+    return train_word_tokenizer(corpus_texts(run.tables["demonstrations"]), context), context, ""
+
+
+def functions_of(run: RunRequest) -> dict[str, list[str]]:
+    """Return the person's functions as `module:name`, each with the tables whose prompts it is called with."""
+    reward, evaluation = run.group("reward", RewardConfig), run.group("evaluation", EvaluationConfig)
+    rewards = run.group("reward_modelling", RewardModellingConfig)
+    tables = [name for name in PROMPTS if name in run.tables]
+    found: dict[str, list[str]] = {}
+    if evaluation is not None:
+        found |= {name: tables[-1:] for name in (evaluation.judge, *evaluation.rates.values()) if name is not None}
+    if rewards is not None and rewards.labeller is not None and run.source("raw_preferences") is None:
+        found[rewards.labeller] = tables[:1]
+    if reward is not None:
+        found |= {component.function: tables for component in reward.components if component.function is not None}
+    return found
+
+
+def check_function(run: RunRequest, reference: str, tables: list[str]) -> None:
+    """Find a function that cannot be imported, raises, or does not return one finite number a response.
+
+    It is called with two prompts of each table, which stand for responses, too.
+    """
+    function = load_function(reference, run.project_path)
+    settings = run.group("prompts", PromptsConfig)
+    if settings is None:
+        return
+    for name in tables:
+        check_column_names(run.tables[name].columns, str(run.source(name)), settings.column)
+        rows = run.tables[name].head(TRIED_PROMPTS)
+        if settings.column in rows.columns and all(map(is_prompt, rows[settings.column])):
+            prompts = [_text(value) for value in rows[settings.column]]
+            columns: dict[str, Any] = {str(name): rows[name].tolist() for name in rows.columns if name != "prompt"}
+            call_reward_function(function, f"{reference} on {run.source(name)}", prompts, prompts, columns)
+
+
+def _text(prompt: Any) -> str:
+    return prompt if isinstance(prompt, str) else "\n".join(str(message["content"]) for message in prompt)
+
+
+def _is_nowhere(run: RunRequest, name: str) -> bool:
+    return name not in run.catalog or (isinstance(run.catalog[name], MemoryDataset) and not run.catalog[name].exists())
+
+
+def _is_null(run: RunRequest, name: str) -> bool:
+    is_used = name in run.catalog and (run.reads(name) or run.writes(name))
+    return is_used and isinstance(run.catalog[name], PretrainedModelDataset) and run.source(name) is None
+
+
+def _is_ours(run: RunRequest, name: str) -> bool:
+    """Return whether a model lies below the project's own models, links followed."""
+    models = (run.project_path / run.data_root / MODELS_LAYER).resolve()
+    return models in (run.project_path / str(run.source(name))).resolve().parents
