@@ -12,8 +12,6 @@ import pytest
 @pytest.mark.parametrize(
     ("name", "given", "expected"),
     [
-        ("GOMP_SPINCOUNT", None, "3000"),
-        ("GOMP_SPINCOUNT", "7", "7"),
         ("CUBLAS_WORKSPACE_CONFIG", None, ":4096:8"),
         ("CUBLAS_WORKSPACE_CONFIG", ":16:8", ":16:8"),
     ],

@@ -33,6 +33,7 @@ from ppo_rlhf.ppo.build import check_device, lora_settings
 from ppo_rlhf.ppo.evaluation import DEMO_JUDGE, EvaluationConfig, is_demo_prompts
 from ppo_rlhf.rewards.functions import call_reward_function, check_column_names, load_function
 from ppo_rlhf.rewards.scorers import RewardConfig
+from ppo_rlhf.runner import plan_loop
 from ppo_rlhf.training.supervised import preferences
 from ppo_rlhf.training.supervised.demonstrations import DataPreparationConfig, corpus_texts, split_demonstrations
 from ppo_rlhf.training.supervised.reward_training import RewardModellingConfig
@@ -163,7 +164,7 @@ def check_resume(run: RunRequest) -> Iterator[str]:
     entry = run.catalog.get("resume_checkpoint")
     if not isinstance(entry, ResumeCheckpointDataset) or entry.requested in (None, LATEST):
         return
-    if not run.reads("resume_checkpoint"):
+    if not run.reads("resume_checkpoint") and plan_loop(run.pipeline) is None:
         yield (
             f"resume={entry.requested}: nothing in this run trains by PPO. Run the pipeline that was interrupted: "
             "--pipelines ppo or align, or the whole chain without --pipelines."

@@ -182,8 +182,12 @@ class LoopRunner(SequentialRunner):
         """
         try:
             with raising_on_signals():
-                own, is_resumed = _catalog_of_run(pipeline, catalog)
-                return super().run(pipeline, own, hook_manager, run_id, only_missing_outputs or is_resumed)
+                own = _catalog_of_run(pipeline, catalog)
+                skipped = {node.name for node in pipeline.nodes if own.has_written(node.outputs)}
+                if skipped:
+                    say("Skipping %d nodes: this MLflow run has written their outputs.", len(skipped))
+                    pipeline = pipeline.filter(node_names=[n.name for n in pipeline.nodes if n.name not in skipped])
+                return super().run(pipeline, own, hook_manager, run_id, only_missing_outputs)
         except TerminationSignal as stop:
             raise RunInterruptedError(stop.signum) from None
 
@@ -231,20 +235,19 @@ class LoopSession(KedroSession):
         return super().run(*args, **options)
 
 
-def _catalog_of_run(pipeline: Pipeline, catalog: CatalogProtocol) -> tuple[Any, bool]:
-    """Return the catalog to run with, and whether the run is resumed."""
+def _catalog_of_run(pipeline: Pipeline, catalog: CatalogProtocol) -> Any:
+    """Return the catalog to run with; Kedro's types do not know it."""
     from ppo_rlhf.datasets import ResumeCheckpointDataset  # heavy: not for commands that run nothing
     from ppo_rlhf.datasets.checkpoints import run_directory
     from ppo_rlhf.datasets.run_catalog import RunCatalog, StageOutputs
 
     plan, resume = plan_loop(pipeline), catalog.get(RESUME)
     if plan is None or not isinstance(resume, ResumeCheckpointDataset):
-        return RunCatalog(catalog), False
+        return RunCatalog(catalog)
     reusable = {name for node in plan.upstream if (node.namespace or "").split(".")[0] != PPO for name in node.outputs}
     read = {name for node in pipeline.nodes for name in node.inputs}
-    is_resumed = resume.requested is not None
     outputs = StageOutputs(run_directory(resume.root), reusable, read)
-    return RunCatalog(catalog, outputs, is_resumed=is_resumed), is_resumed
+    return RunCatalog(catalog, outputs, is_resumed=resume.requested is not None)
 
 
 def _repeat(plan: LoopPlan, catalog: RunCatalog, execute: Callable[[Node], None]) -> None:

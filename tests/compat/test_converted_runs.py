@@ -73,7 +73,7 @@ def test_a_script_of_deepspeed_chat_runs(kedro: Kedro, desk: Path, tmp_path: Pat
     (tmp_path / "run.sh").write_text(DEEPSPEED_COMMAND)
     source = ["--from", "deepspeed-chat", "--prompts", "30000", str(tmp_path / "run.sh")]
     assert kedro(desk, "convert-config", *source).exit_code == 0
-    params = run(kedro, desk, **{"ppo.total_episodes": 8, "ppo.response_length": 6})
+    params = run(kedro, desk, **{"ppo.total_episodes": 8, "ppo.response_length": 6, "ppo.dtype": "float32"})
     assert {name: params[f"ppo.{name}"] for name in ("kl_coef", "reward_clip", "value_model", "ema_decay")} == {
         "kl_coef": "0.1",
         "reward_clip": "5.0",

@@ -127,7 +127,7 @@ def test_texts_and_chats_of_one_table_keep_their_places(make_tokenizer):
 
 def test_a_missing_column_is_named_with_those_there_are(make_tokenizer):
     frame = pd.DataFrame({"text": ["a"], "label": [1]})
-    expected = "my prompts: no column `prompt`; the columns are text, label"
+    expected = "my prompts: no column `prompt` (prompts.column); the columns are text, label"
     options = {"column": "prompt", "response_length": 4, "context": 10, "overlong": "error", "name": "my prompts"}
     assert message(tokenise_prompts, frame, make_tokenizer(), **options) == expected
 

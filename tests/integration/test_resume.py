@@ -36,7 +36,7 @@ def test_a_killed_run_ends_like_one_that_was_never_killed(story: Run, chain: Run
 
 
 def test_it_skips_the_stages_that_it_had_finished(story: Run) -> None:
-    assert story.says("Skipping 6 nodes with existing outputs")
+    assert story.says("Skipping 6 nodes: this MLflow run has written their outputs.")
     assert len(list((story.project / "data/test/06_models/sft_policy").iterdir())) == 1
 
 

@@ -25,13 +25,13 @@ class RunCatalog:
     """A Kedro catalog with two differences.
 
     Of several processes only the main one writes persistent datasets; the others wait until it has, then read the same
-    file. In a run that is resumed, a dataset exists only if this MLflow run has written it and it is unchanged.
+    file. A run that is resumed knows which datasets this MLflow run has written, if they are unchanged.
     """
 
     def __init__(self, catalog: CatalogProtocol, outputs: StageOutputs | None = None, *, is_resumed: bool = False):
         """Stand in for `catalog`; without `outputs` nothing is remembered."""
         self._catalog, self._outputs = catalog, outputs
-        self._found: dict[str, str] | None = None
+        self._found: dict[str, str] = {}
         self._checkpoint: Any = None
         self._was_checkpoint_due = True
         if outputs is not None and is_resumed:
@@ -41,9 +41,9 @@ class RunCatalog:
                 if isinstance(dataset, PretrainedModelDataset):
                     dataset.pin(Path(path))
 
-    def exists(self, name: str) -> bool:
-        """Return whether a dataset need not be written (again)."""
-        return self._catalog.exists(name) if self._found is None else name in self._found
+    def has_written(self, names: list[str]) -> bool:
+        """Return whether a resumed run has written all of these outputs of a node, so that the node need not run."""
+        return bool(names) and self._found.keys() >= set(names)
 
     def save(self, name: str, data: Any) -> None:
         """Save on every process what stays in memory, and on the main one what does not."""

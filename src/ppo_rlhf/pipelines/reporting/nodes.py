@@ -22,6 +22,7 @@ from ppo_rlhf.pipelines.reporting.page import render_page, training_note
 from ppo_rlhf.pipelines.reporting.wording import headline, remarks, table_rows, verdict
 from ppo_rlhf.ppo.comparison import Decided
 from ppo_rlhf.ppo.evaluation import EvaluationConfig, PolicyEvaluation
+from ppo_rlhf.processes import is_main_process
 from ppo_rlhf.rewards.scorers import RewardConfig
 from ppo_rlhf.training.tuning import advise, in_words
 
@@ -114,7 +115,7 @@ def print_summary(
     sft_scores, ppo_scores, _ = _scores(sft_evaluation, ppo_evaluation)
     decided = Decided.of(ppo_scores, sft_scores)
     print_result(
-        Console(),
+        Console(quiet=not is_main_process()),
         headline(evaluation_summary),
         before_after,
         remarks(evaluation_summary, decided, before_after, _reward_model_accuracy(reward_model, reward)),
