@@ -183,10 +183,7 @@ class LoopRunner(SequentialRunner):
         try:
             with raising_on_signals():
                 own = _catalog_of_run(pipeline, catalog)
-                skipped = {node.name for node in pipeline.nodes if own.has_written(node.outputs)}
-                if skipped:
-                    say("Skipping %d nodes: this MLflow run has written their outputs.", len(skipped))
-                    pipeline = pipeline.filter(node_names=[n.name for n in pipeline.nodes if n.name not in skipped])
+                pipeline = _without_finished(pipeline, own)
                 return super().run(pipeline, own, hook_manager, run_id, only_missing_outputs)
         except TerminationSignal as stop:
             raise RunInterruptedError(stop.signum) from None
@@ -248,6 +245,19 @@ def _catalog_of_run(pipeline: Pipeline, catalog: CatalogProtocol) -> Any:
     read = {name for node in pipeline.nodes for name in node.inputs}
     outputs = StageOutputs(run_directory(resume.root), reusable, read)
     return RunCatalog(catalog, outputs, is_resumed=resume.requested is not None)
+
+
+def _without_finished(pipeline: Pipeline, catalog: RunCatalog) -> Pipeline:
+    """Return the nodes that have to run: some output is neither written by this MLflow run nor read by skipped nodes."""
+    skipped: set[Node] = set()
+    for node in reversed(pipeline.nodes):
+        readers = {name: {each for each in pipeline.nodes if name in each.inputs} for name in node.outputs}
+        if node.outputs and all(catalog.has_written(name) or (of and of <= skipped) for name, of in readers.items()):
+            skipped.add(node)
+    if not skipped:
+        return pipeline
+    say("Skipping %d nodes: this MLflow run has written their outputs.", len(skipped))
+    return pipeline.filter(node_names=[node.name for node in pipeline.nodes if node not in skipped])
 
 
 def _repeat(plan: LoopPlan, catalog: RunCatalog, execute: Callable[[Node], None]) -> None:

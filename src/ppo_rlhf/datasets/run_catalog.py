@@ -41,9 +41,9 @@ class RunCatalog:
                 if isinstance(dataset, PretrainedModelDataset):
                     dataset.pin(Path(path))
 
-    def has_written(self, names: list[str]) -> bool:
-        """Return whether a resumed run has written all of these outputs of a node, so that the node need not run."""
-        return bool(names) and self._found.keys() >= set(names)
+    def has_written(self, name: str) -> bool:
+        """Return whether this is a resumed run that has written the dataset before."""
+        return name in self._found
 
     def save(self, name: str, data: Any) -> None:
         """Save on every process what stays in memory, and on the main one what does not."""
