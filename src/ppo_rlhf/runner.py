@@ -248,7 +248,7 @@ def _catalog_of_run(pipeline: Pipeline, catalog: CatalogProtocol) -> Any:
 
 
 def _without_finished(pipeline: Pipeline, catalog: RunCatalog) -> Pipeline:
-    """Return the nodes that have to run: some output is neither written by this MLflow run nor read by skipped nodes."""
+    """Return the nodes to run; a node is skipped if each output is written before, or read by skipped nodes alone."""
     skipped: set[Node] = set()
     for node in reversed(pipeline.nodes):
         readers = {name: {each for each in pipeline.nodes if name in each.inputs} for name in node.outputs}
