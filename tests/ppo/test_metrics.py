@@ -175,7 +175,7 @@ def test_micro_batches_add_up_to_their_minibatch():
             value=SimpleNamespace(loss=torch.tensor(2 * loss), clipfrac=torch.tensor(1.0)),
             kl=torch.tensor(0.0),
             entropy=torch.tensor(loss),
-            tokens=torch.tensor(tokens),
+            own_tokens=torch.tensor(tokens),
         )
     assert float(step.policy_loss) == close(0.4, 1e-6)
     assert float(step.value_loss) == close(0.8, 1e-6)

@@ -27,7 +27,7 @@ class Scores:
 
     total: Tensor  # [B], weighted sum of the components
     components: dict[str, Tensor]  # name -> [B], before weights
-    values: Tensor  # [B, T + 1]: column t is V(s_t), before response token t; the last is behind the longest response
+    values: Tensor  # [B, T + 1]: column t is V(s_t), before response token t; column lengths[i] is behind row i's last
     seconds: float
 
 

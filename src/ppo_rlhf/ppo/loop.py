@@ -2,8 +2,8 @@
 
     rollouts -> scores -> shaped rewards -> advantages -> update -> (evaluation, checkpoint)
 
-Where to add things: a reward in `rewards/`, a sampler in `ppo/sampling.py` (an engine), a loss term in
-`ppo/update.py` (`compute_gradients`).
+Where to add things: a loss term in `ppo/update.py` (`compute_gradients`), a sampler in `ppo/sampling.py` (an engine), a
+kind of reward in `rewards/scorers.py` (a Python reward function of your own is configuration alone).
 """
 
 from __future__ import annotations

@@ -40,17 +40,17 @@ class StepSums:
     policy_grad_norm: Tensor | float = 0.0  # before clipping
     value_grad_norm: Tensor | float = 0.0
 
-    def add(self, *, policy: PolicyLoss, value: ValueLoss, kl: Tensor, entropy: Tensor, tokens: Tensor) -> None:
-        """Add one micro-batch, of which `tokens` count. Means become sums: of ratios that are all 1 exactly so many."""
+    def add(self, *, policy: PolicyLoss, value: ValueLoss, kl: Tensor, entropy: Tensor, own_tokens: Tensor) -> None:
+        """Add one micro-batch with so many counted tokens. Means become sums, so ratios of 1 add up exactly."""
         found = {
             "policy_loss": policy.loss,
             "value_loss": value.loss,
             "kl": kl,
             "entropy": entropy,
-            "approxkl": policy.approxkl * tokens,
-            "policy_clipfrac": policy.clipfrac * tokens,
-            "value_clipfrac": value.clipfrac * tokens,
-            "ratio": policy.ratio * tokens,
+            "approxkl": policy.approxkl * own_tokens,
+            "policy_clipfrac": policy.clipfrac * own_tokens,
+            "value_clipfrac": value.clipfrac * own_tokens,
+            "ratio": policy.ratio * own_tokens,
         }
         for name, value_of in found.items():
             setattr(self, name, getattr(self, name) + value_of.detach())

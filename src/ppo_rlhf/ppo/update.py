@@ -102,63 +102,62 @@ def compute_gradients(
         advantages: `[B, T]`.
 
     Returns:
-        Losses and token sums of this process's share.
+        Losses and token sums of this process's micro-batches, and the number of tokens of the whole minibatch.
     """
     config, rollouts, accelerator = state.config, experience.rollouts, state.accelerator
     learns = rollouts.iteration > config.critic_warmup_iterations
-    step = StepSums(tokens=int(mask[minibatch.rows].sum()))
-    count = aggregation_count(mask[minibatch.rows], config.loss_aggregation, fixed_length=config.response_length)
-    aggregation, denominator = config.loss_aggregation, count.to(state.device)
-    processes = (
-        accelerator.num_processes
-    )  # DDP takes the mean of the gradients over processes, and they are to be added
+    whole_mask, aggregation = mask[minibatch.rows], config.loss_aggregation  # of all processes
+    step = StepSums(tokens=int(whole_mask.sum()))
+    denominator = aggregation_count(whole_mask, aggregation, fixed_length=config.response_length).to(state.device)
+    # DDP averages the gradients of all processes, and their sum is needed
+    num_processes = accelerator.num_processes
 
     for number, rows in enumerate(minibatch.micro_batches, start=1):
         batch = rollouts.batch(rows, state.sampling.pad_token_id, state.device)
-        counts = _rows(mask, rows, batch)
+        loss_mask = _rows(mask, rows, batch)
         with synchronised(state, is_last=number == len(minibatch.micro_batches)):
             with autocast(config, state.device):
                 output = state.policy_forward(batch, with_entropy=bool(config.entropy_coef), learns=learns)
-            policy = clipped_policy_loss(
+            policy_terms = clipped_policy_loss(
                 output.logprobs,
                 _rows(rollouts.old_logprobs, rows, batch),
                 _rows(advantages, rows, batch),
-                counts,
+                loss_mask,
                 cliprange=config.cliprange,
                 cliprange_high=config.cliprange_high,
                 dual_clip=config.dual_clip,
                 loss_aggregation=aggregation,
                 denominator=denominator,
             )
-            kl = entropy = torch.zeros_like(policy.loss)
+            kl = entropy = torch.zeros_like(policy_terms.loss)
             if config.kl_in == "loss":
                 reference = _rows(rollouts.reference_logprobs, rows, batch)
                 estimate = kl_estimate(output.logprobs, reference, config.kl_estimator)
-                kl = aggregate_loss(estimate, counts, aggregation, denominator)
+                kl = aggregate_loss(estimate, loss_mask, aggregation, denominator)
             if output.entropy is not None:
-                entropy = aggregate_loss(output.entropy, counts, aggregation, denominator)
-            policy_loss = policy.loss + experience.shaped_rewards.kl_coef * kl - config.entropy_coef * entropy
+                entropy = aggregate_loss(output.entropy, loss_mask, aggregation, denominator)
+            policy_loss = policy_terms.loss + experience.shaped_rewards.kl_coef * kl - config.entropy_coef * entropy
             if learns and not state.shares_trunk:
-                accelerator.backward(processes * policy_loss)
+                accelerator.backward(num_processes * policy_loss)
 
             values = output.values
             if state.critic_forward is not None:
                 with autocast(config, state.device):
                     values = state.critic_forward(batch)
-            value = clipped_value_loss(
+            value_terms = clipped_value_loss(
                 values[:, :-1],
                 _rows(experience.scores.values, rows, batch),
                 _rows(experience.returns, rows, batch),
-                counts,
+                loss_mask,
                 cliprange_value=config.cliprange_value,
                 loss_aggregation=aggregation,
                 denominator=denominator,
             )
-            loss = config.vf_coef * value.loss
+            loss = config.vf_coef * value_terms.loss
             if learns and state.shares_trunk:
                 loss = loss + policy_loss
-            accelerator.backward(processes * loss)
-        step.add(policy=policy, value=value, kl=kl, entropy=entropy, tokens=counts.sum())
+            accelerator.backward(num_processes * loss)
+        step.add(policy=policy_terms, value=value_terms, kl=kl, entropy=entropy, own_tokens=loss_mask.sum())
     return step
 
 
@@ -176,7 +175,9 @@ def take_step(state: TrainingState, step: StepSums) -> None:
     policy_learns = _has_gradients(state.policy)  # not in a warm-up of the critic
     norms = {}
     for name, (model, optimizer) in learners.items():
-        if scaler is not None:
+        if (
+            scaler is not None
+        ):  # by hand: accelerate unscales and steps its prepared optimisers one by one, these are not
             scaler.unscale_(optimizer)
         norms[name] = state.accelerator.clip_grad_norm_(model.parameters(), config.max_grad_norm)
     step.note_gradient_norms(norms, shared=state.shares_trunk, policy_learns=policy_learns)
