@@ -159,6 +159,7 @@ def test_another_environment_says_which_personal_settings_it_leaves_unused(
     assert any("other is used instead of conf/local: parameters.yml" in message for message in caplog.messages)
 
 
+@pytest.mark.slow
 def test_a_signal_in_the_loop_ends_the_run_as_killed(toy_project: Path):
     done = subprocess.run(
         [PROGRAM, "run", "--pipelines", "ppo"],

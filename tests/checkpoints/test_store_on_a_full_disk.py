@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 PRIVATE_MOUNTS = ["unshare", "--map-root-user", "--mount"]
 
 

@@ -219,6 +219,7 @@ def test_a_part_of_the_loop_starts_from_the_beginning_and_says_so(tmp_path: Path
     assert entry.load() is None
 
 
+@pytest.mark.slow
 def test_two_jobs_with_one_command_take_a_run_each(toy: Toy):
     """Both start at once; the one that finds the other's run locked begins one of its own, or takes an older one."""
     _, newest = toy.left(), toy.left()

@@ -14,6 +14,8 @@ from transformers import AutoModelForCausalLM
 from ppo_rlhf.hooks.model_log import log_policy
 from tests.integration.processes import kedro_run
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = {
     "use_peft": "true",
     "lora_r": "4",

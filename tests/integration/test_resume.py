@@ -52,6 +52,7 @@ def test_every_iteration_is_sampled_once(story: Run) -> None:
     assert len(set(sampled.values())) == 1
 
 
+@pytest.mark.slow
 def test_a_finished_run_that_is_named_is_exported_and_reported_again_and_with_more_episodes_it_goes_on(
     story: Run, chain: Run
 ) -> None:

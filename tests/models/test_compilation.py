@@ -57,6 +57,7 @@ def test_compiled_states_and_gradients_are_those_of_the_layers_as_they_are(kind:
     assert graphs()
 
 
+@pytest.mark.slow
 def test_neither_other_lengths_nor_more_layers_compile_anything_anew() -> None:
     counted = []
     for depth in (2, 4):

@@ -116,6 +116,7 @@ def test_with_k2_in_the_loss_training_reaches_the_same_optimum(train):
     assert outcome.metrics["objective/rlhf_reward"] == outcome.metrics["objective/scores"]  # the reward holds no KL
 
 
+@pytest.mark.slow
 def test_with_k3_in_the_loss_training_reaches_the_optimum_of_the_reverse_penalty(train):
     outcome = train(0.5, kl_in="loss", kl_estimator="k3", value_model="shared")
     wanted = optimum_of_the_reverse_penalty(outcome.reference, 0.5)
@@ -134,6 +135,7 @@ def test_k2_in_the_reward_ends_away_from_the_optimum_as_the_advice_says(train):
     assert float(outcome.policy[rare].sum()) < float(wanted[rare].sum())
 
 
+@pytest.mark.slow
 def test_an_entropy_bonus_reaches_the_optimum_of_the_reward_with_entropy(train):
     """Without a KL penalty, maximising E[r] + c H gives pi proportional to exp(r / c)."""
     outcome = train(0.0, entropy_coef=0.5)

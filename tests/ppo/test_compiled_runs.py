@@ -48,6 +48,7 @@ def test_later_iterations_compile_nothing_anew(make_run):
     assert counters["stats"]["unique_graphs"] == compiled > 0
 
 
+@pytest.mark.slow
 def test_with_torchs_own_compiler_gradients_and_first_ratio_are_right_but_for_rounding(make_run, monkeypatch):
     monkeypatch.setattr(compilation, "BACKEND", "inductor")
     experience = moved_on(make_run("gpt2", dtype="float32", **ONE_STEP).before_update()[-1])
