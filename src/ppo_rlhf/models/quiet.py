@@ -31,10 +31,3 @@ def errors_only(logger: str, level: int = logging.ERROR) -> Iterator[None]:
         yield
     finally:
         log.setLevel(before)
-
-
-@contextmanager
-def critical_only(logger: str) -> Iterator[None]:
-    """Let a logger through only from CRITICAL on within the block."""
-    with errors_only(logger, logging.CRITICAL):
-        yield
