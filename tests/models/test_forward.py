@@ -11,7 +11,6 @@ from transformers import (
     Gemma2Config,
     GPT2Config,
     GPT2ForSequenceClassification,
-    GPTJConfig,
     GraniteConfig,
     MistralConfig,
     OpenAIGPTConfig,
@@ -50,7 +49,6 @@ ARCHITECTURES = {  # and whether they pack
 }
 WITH_ATTENTION_OF_THEIR_OWN = [
     BloomConfig(hidden_size=16, n_layer=2, n_head=2, vocab_size=25),
-    GPTJConfig(vocab_size=25, n_embd=16, n_layer=2, n_head=2, n_positions=32, rotary_dim=4),
     OpenAIGPTConfig(vocab_size=25, n_embd=16, n_layer=2, n_head=2, n_positions=32),
 ]
 DISTURBED_BY_PADDING = [

@@ -495,10 +495,9 @@ def wrapped(model: Any) -> Any:
 
 
 def adapted(model: Any) -> Any:
-    from peft import LoraConfig
+    from peft import LoraConfig, inject_adapter_in_model
 
-    model.add_adapter(LoraConfig(target_modules="all-linear"))
-    return model
+    return inject_adapter_in_model(LoraConfig(target_modules="all-linear"), model)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.core.logprobs import token_logprobs
 from ppo_rlhf.core.responses import length_mask, response_lengths
 from ppo_rlhf.core.sampling import sample_tokens
-from ppo_rlhf.models.decoding import Decoder, caches_keys, decodes
+from ppo_rlhf.models.decoding import Decoder, cache_of, caches_keys, decodes, holds_keys
 from ppo_rlhf.ppo.batch import left_pad, without_padding
 
 STEPS_BETWEEN_LOOKS = 16
@@ -167,7 +168,7 @@ def _decode_plainly(
     stops = torch.tensor(settings.stop_token_ids, dtype=torch.long, device=model.device)
     prompts = left_pad(prompt_ids, settings.pad_token_id, model.device)
     attention_mask, position_ids = prompts.attention_mask, prompts.position_ids
-    step_ids, cache = prompts.input_ids, None
+    step_ids, cache = prompts.input_ids, dict[str, Any]()
     finished = torch.zeros(len(step_ids), dtype=torch.bool, device=model.device)
     tokens: list[Tensor] = []
     logprobs: list[Tensor] = []
@@ -176,12 +177,12 @@ def _decode_plainly(
             input_ids=step_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
+            **cache,
         )
-        cache = getattr(output, "past_key_values", None)
-        if cache is None:
+        cache = cache_of(output)
+        if not holds_keys(cache):
             raise ModelError(
                 f"ppo.rollout_engine=plain: {type(model).__name__} has no cache of keys and values. "
                 "Set it to static or hf"
