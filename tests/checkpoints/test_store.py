@@ -240,7 +240,7 @@ def break_at(monkeypatch, name: str, error: BaseException):
         ("save_tensors", OSError(28, "No space left on device")),
         ("save_tensors", SafetensorError("I/O error: No space left on device")),
         ("_write_manifest", SystemExit(143)),
-        ("_sync", KeyboardInterrupt()),
+        ("sync", KeyboardInterrupt()),
     ],
 )
 def test_a_failure_or_a_signal_while_writing_leaves_the_earlier_checkpoint_and_no_temporary(
@@ -305,7 +305,6 @@ def test_leftovers_of_a_killed_writer_are_swept_and_nothing_else(saved):
     run = saved.parent
     for name in (".iteration_000002.17.tmp", ".iteration_000001.17.replaced", ".iteration_000000.17.deleted"):
         (run / name / "policy").mkdir(parents=True)
-    (run / ".evaluations.json.17.tmp").write_text("[")
     (run / ".nfs0001").write_text("of a file system")
     (run / "evaluations.json").write_text("[]")
     sweep_leftovers(run)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from tests.integration.outcomes import Run
 from tests.integration.processes import kedro_run
@@ -18,9 +20,15 @@ def make_project(tmp_path_factory: pytest.TempPathFactory, new_project: Callable
 
 
 @pytest.fixture(scope="session")
-def chain(make_project: Callable[[], Path]) -> Run:
-    """`kedro run --env test`, which nobody interrupted. Tests only read it."""
-    project = make_project()
-    finished = kedro_run(project, "--env", "test")
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    return Run(project, finished.stdout)
+def chain(new_project: Callable[[Path], Path], tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """`kedro run --env test`, which nobody interrupted, once for all of pytest's processes. Tests only read it."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    project, output = folder / "chain", folder / "chain.txt"
+    with FileLock(folder / "chain.lock"):
+        if not output.exists():
+            finished = kedro_run(new_project(project), "--env", "test")
+            assert finished.returncode == 0, finished.stdout + finished.stderr
+            output.write_text(finished.stdout)
+    return Run(project, output.read_text())

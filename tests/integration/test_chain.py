@@ -116,6 +116,7 @@ def test_the_history_has_a_row_for_each_iteration(chain: Run) -> None:
     assert history["eval/win_rate"].notna().tolist() == [False, True, True]
 
 
+@pytest.mark.slow
 def test_aligning_leaves_a_persons_own_models_as_they_are(
     chain: Run, make_project: Callable[[], Path], tmp_path: Path
 ) -> None:
@@ -144,6 +145,7 @@ def test_aligning_leaves_a_persons_own_models_as_they_are(
     assert history["objective/scores"].tolist() == pytest.approx(total.tolist(), abs=1e-5)
 
 
+@pytest.mark.slow
 def test_training_leaves_the_model_that_it_starts_from_as_it_is(
     chain: Run, make_project: Callable[[], Path], tmp_path: Path
 ) -> None:

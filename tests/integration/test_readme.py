@@ -28,6 +28,8 @@ def test_the_yaml_for_ones_own_model_reward_and_prompts_runs(make_project: Calla
     (project / "my_reward.py").write_text(
         "def score(prompts, completions, **columns):\n    return [float(len(text)) for text in completions]\n"
     )
+    own = project / "models/my-sft"
+    before = {path.name: path.read_bytes() for path in own.iterdir()}
     lines = [json.dumps({"prompt": "the film " * count}) for count in range(1, 9)]
     (project / "data/my_prompts.jsonl").write_text("\n".join(lines))
     small = "ppo.total_episodes=8,ppo.per_device_train_batch_size=4,evaluation.iteration_prompts=4"
@@ -39,6 +41,7 @@ def test_the_yaml_for_ones_own_model_reward_and_prompts_runs(make_project: Calla
     )
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert (project / "data/08_reporting/report.html").is_file()
+    assert {path.name: path.read_bytes() for path in own.iterdir()} == before, "a person's own model was changed"
 
 
 def test_every_file_that_the_readme_links_to_is_there() -> None:

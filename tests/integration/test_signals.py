@@ -1,4 +1,4 @@
-"""SIGTERM, and Ctrl-C twice: the run ends in order, and can go on."""
+"""SIGTERM, and Ctrl-C twice: the run ends in order."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tests.integration.outcomes import Run
 from tests.integration.processes import kedro_run
 
 
-def test_sigterm_finishes_and_saves_the_iteration_and_the_run_goes_on_as_if_nothing_had_happened(
-    make_project: Callable[[], Path], chain: Run
-) -> None:
-    """In the second iteration, which is evaluated by the run that goes on."""
+def test_sigterm_finishes_and_saves_the_iteration(make_project: Callable[[], Path]) -> None:
+    """A run goes on from such a checkpoint as from that of a killed run (test_resume.py)."""
     project = make_project()
     stopped = kedro_run(project, "--env", "test", interrupted=("SIGTERM", "ppo.score_responses", 2))
     run = Run(project, stopped.stdout)
@@ -25,11 +25,10 @@ def test_sigterm_finishes_and_saves_the_iteration_and_the_run_goes_on_as_if_noth
     assert "The run was stopped by SIGTERM." in stopped.stderr
     assert run.tracked.info.status == "KILLED"
     assert run.tracked.data.tags["last_checkpoint"].endswith("iteration_000002")
-    resumed = kedro_run(project, "--env", "test", "--params", "resume=latest")
-    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
-    assert Run(project, resumed.stdout).outcome() == chain.outcome()
+    assert (run.folder / "iteration_000002/manifest.json").is_file()
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_stops_at_once_where_the_first_lets_the_iteration_finish(project: Path) -> None:
     """The first would save the iteration, which nothing else has made due; the second comes before that."""
     (project / "slow_reward.py").write_text(

@@ -61,7 +61,7 @@ def test_with_torchs_own_compiler_gradients_and_first_ratio_are_right_but_for_ro
     assert metrics["val/ratio"] == pytest.approx(1.0, abs=1e-5)
 
 
-@pytest.mark.parametrize("use_peft", [False, True])
+@pytest.mark.parametrize("use_peft", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_reference_policy_is_compiled_too(tmp_path, use_peft):
     handle = PretrainedHandle(tiny_models.save(tmp_path / "sft", tiny_models.tiny_model("gpt2")))
     config = PPOConfig(compile=True, use_peft=use_peft)

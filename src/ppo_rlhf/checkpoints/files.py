@@ -17,6 +17,7 @@ from typing import Any
 
 from ppo_rlhf.core.errors import CheckpointError
 from ppo_rlhf.models.directories import follow_umask
+from ppo_rlhf.whole_files import sync
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ def write_directory(target: Path, iteration: int, write: Callable[[Path], None])
         write(temporary)
         _write_manifest(temporary, target.parent.name, iteration)
         _replace(target, temporary)
-        _sync(target.parent)
+        sync(target.parent)
     finally:  # also after a signal
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -133,8 +134,6 @@ def sweep_leftovers(run_directory: Path) -> None:
 
     A checkpoint that was being replaced gets its name back, unless the new one has it already.
     """
-    for path in run_directory.glob(".evaluations.json.*.tmp"):
-        path.unlink()
     for path in run_directory.glob(".iteration_*"):
         match = _LEFTOVER.fullmatch(path.name)
         if match is None:
@@ -178,7 +177,7 @@ def _write_manifest(directory: Path, run: str, iteration: int) -> None:
     manifest.write_text(json.dumps({"format": FORMAT, "run": run, "iteration": iteration, "files": entries}, indent=1))
     follow_umask(directory)
     for path in [*files, manifest, *(p for p in directory.rglob("*") if p.is_dir()), directory]:
-        _sync(path)
+        sync(path)
 
 
 def _files(directory: Path) -> list[Path]:
@@ -188,11 +187,3 @@ def _files(directory: Path) -> list[Path]:
 def _size_and_hash(path: Path) -> tuple[int, str]:
     with path.open("rb") as file:
         return path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

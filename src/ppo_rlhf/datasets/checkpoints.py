@@ -12,9 +12,9 @@ from kedro.io import AbstractDataset, DatasetError
 from ppo_rlhf.checkpoints.files import checkpoint_iterations, checkpoint_name, prune_checkpoints
 from ppo_rlhf.checkpoints.store import CheckpointRequest, best_iteration, check_free_space, write_checkpoint
 from ppo_rlhf.core.errors import CheckpointError
-from ppo_rlhf.datasets.whole_files import written_whole
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.processes import is_main_process
+from ppo_rlhf.whole_files import written_whole
 
 EVALUATIONS = "evaluations.json"
 RUN_ID = "PPO_RLHF_RUN_ID"

@@ -10,8 +10,8 @@ from kedro_datasets._typing import JSONPreview
 
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.datasets.paths import expand_home
-from ppo_rlhf.datasets.whole_files import written_whole
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
+from ppo_rlhf.whole_files import written_whole
 
 _PREVIEWED = ("architectures", "model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 

@@ -13,7 +13,7 @@ from kedro.io import CatalogProtocol
 
 from ppo_rlhf import processes
 from ppo_rlhf.datasets.pretrained_model import PretrainedModelDataset
-from ppo_rlhf.datasets.whole_files import written_whole
+from ppo_rlhf.whole_files import written_whole
 
 CHECKPOINT = "checkpoint"
 OUTPUTS = "outputs.json"

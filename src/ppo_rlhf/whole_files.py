@@ -29,9 +29,9 @@ def written_whole(target: Path) -> Iterator[Path]:
     try:
         yield draft
         for path in [*draft.rglob("*"), draft]:
-            _sync(path)
+            sync(path)
         draft.replace(target)
-        _sync(target.parent)
+        sync(target.parent)
     finally:
         _delete(draft)
 
@@ -43,7 +43,8 @@ def _delete(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Wait until a file's content, or the names in a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
