@@ -115,7 +115,7 @@ def test_every_epoch_cuts_the_batch_into_minibatches_and_those_into_micro_batche
 def test_a_batch_of_rows_is_trimmed_to_their_longest_prompt_and_response(make_run):
     rollouts = make_run().rollouts()
     rows = [int(i) for i in rollouts.lengths.argsort()[:2]]
-    batch = rollouts.batch(rows, 0, torch.device("cpu"))
+    batch = rollouts.sequences(rows, 0, torch.device("cpu"))
     prompt, response = (
         max(len(rollouts.prompts.prompt_ids[i]) for i in rows),
         max(int(rollouts.lengths[i]) for i in rows),

@@ -161,13 +161,13 @@ def test_each_epoch_visits_each_response_once_in_other_minibatches(make_run, mon
     run = make_run(num_ppo_epochs=3, num_mini_batches=2)
     experience = run.before_update()[-1]
     visited = []
-    original = type(experience.rollouts).batch
+    original = type(experience.rollouts).sequences
 
     def spy(self, rows, *arguments):
         visited.append(tuple(rows))
         return original(self, rows, *arguments)
 
-    monkeypatch.setattr(type(experience.rollouts), "batch", spy)
+    monkeypatch.setattr(type(experience.rollouts), "sequences", spy)
     optimise_policy(run.state, experience, run.config)
     epochs = [visited[start : start + 2] for start in (0, 2, 4)]
     assert [sorted(row for rows in epoch for row in rows) for epoch in epochs] == [list(range(12))] * 3

@@ -73,7 +73,7 @@ def critic_values(rollouts: Rollouts, state: TrainingState) -> Tensor:
     forward = state.accelerator.unwrap_model(state.critic_forward)
     with torch.no_grad(), deterministic(state.config):
         for group in rollouts.first_epoch():
-            batch = rollouts.batch(group, state.sampling.pad_token_id, state.device)
+            batch = rollouts.sequences(group, state.sampling.pad_token_id, state.device)
             with autocast(state.config, state.device):
                 fill_rows(values, group, forward(batch))
     return gather_scattered(values, [row for group in rollouts.first_epoch() for row in group])

@@ -71,7 +71,7 @@ class Rollouts:
         """Return the micro-batches of the update's first epoch that this process computes."""
         return [rows for minibatch in self.epochs[0] for rows in minibatch.micro_batches]
 
-    def batch(self, rows: list[int], pad_token_id: int, device: torch.device) -> SequenceBatch:
+    def sequences(self, rows: list[int], pad_token_id: int, device: torch.device) -> SequenceBatch:
         """Return the given rows as model inputs, trimmed to their longest prompt and response."""
         prompt_ids = [self.prompts.prompt_ids[row] for row in rows]
         return make_batch(prompt_ids, self.response_ids[rows], self.lengths[rows], pad_token_id, device)
@@ -93,11 +93,11 @@ def generate_rollouts(
     started = time.perf_counter()
     iteration = state.iteration + 1
     chosen = episode_prompts(config.seed, iteration, config.prompts_per_batch, len(prompts))
-    batch = prompts.select([index for index in chosen for _ in range(config.responses_per_prompt)])
+    chosen_prompts = prompts.select([index for index in chosen for _ in range(config.responses_per_prompt)])
     uniforms = episode_uniforms(config.seed, "rollout", iteration, config.batch_size, config.response_length)
     responses = sample_responses(
         state.policy,
-        batch.prompt_ids,
+        chosen_prompts.prompt_ids,
         uniforms,
         state.sampling,
         config,
@@ -106,7 +106,7 @@ def generate_rollouts(
     return complete_rollouts(
         state,
         reference_policy,
-        batch,
+        chosen_prompts,
         responses,
         config,
         sampler_logprobs=responses.sampler_logprobs,
@@ -270,7 +270,7 @@ def _first_forward(state: TrainingState, rollouts: Rollouts, config: PPOConfig) 
     forward = state.accelerator.unwrap_model(state.policy_forward)
     with torch.no_grad():
         for group in rollouts.first_epoch():
-            batch = rollouts.batch(group, state.sampling.pad_token_id, state.device)
+            batch = rollouts.sequences(group, state.sampling.pad_token_id, state.device)
             with autocast(config, state.device):
                 output = forward(batch, with_entropy=True)
             fill_rows(logprobs, group, output.logprobs)

@@ -113,7 +113,7 @@ def compute_gradients(
     num_processes = accelerator.num_processes
 
     for number, rows in enumerate(minibatch.micro_batches, start=1):
-        batch = rollouts.batch(rows, state.sampling.pad_token_id, state.device)
+        batch = rollouts.sequences(rows, state.sampling.pad_token_id, state.device)
         loss_mask = _rows(mask, rows, batch)
         with synchronised(state, is_last=number == len(minibatch.micro_batches)):
             with autocast(config, state.device):

@@ -210,6 +210,7 @@ def _draw(figure: go.Figure, panel: Panel, history: pd.DataFrame, **cell: int) -
         figure.add_scatter(x=x, y=y, name=label, mode=mode, line={"color": colour, "width": 2}, **cell)
     if panel.level is not None and highest > 0.6 * panel.level:
         figure.add_hline(panel.level, line={"dash": "dash", "color": _GREY, "width": 1}, **cell)
+    figure.update_xaxes(nticks=min(6, max(1, len(history))), **cell)  # iterations are whole numbers
     figure.update_yaxes(panel.y_axis, **cell)
 
 
