@@ -47,7 +47,7 @@ def test_token_entropy_agrees_with_peers(case: Case):
 
 @cases("truncate", "trl_0.14.0", skip=("no_stop_token",))
 def test_response_lengths_agree_with_trl(case: Case):
-    """`no_stop_token` is skipped: without a stop token TRL takes the first pad id for the end, which rule 2 forbids."""
+    """`no_stop_token` is skipped: there TRL takes the first pad id for the end, and here only a stop token ends it."""
     lengths, terminated = response_lengths(case.i["responses"], (case.i["stop_token_id"],))
     assert torch.equal(lengths - 1, case.o["last_index"])
     assert torch.equal(terminated.long(), case.o["contains_eos"])

@@ -142,7 +142,7 @@ LOSSES = {
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("mode", LOSS_AGGREGATIONS)
 def test_micro_batches_with_the_global_count_add_up_to_the_minibatch(name: str, mode: str):
-    """The sum of micro-batch losses and gradients equals the minibatch's, however it is cut (rule 4)."""
+    """The sum of micro-batch losses and gradients equals the minibatch's, however it is cut."""
     (x, y, z), mask = batch(0)
     whole = x.clone().requires_grad_()
     expected = LOSSES[name](whole, y, z, mask, loss_aggregation=mode).loss

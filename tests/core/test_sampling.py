@@ -170,7 +170,7 @@ def test_log_probabilities_are_those_of_the_tempered_distribution_before_the_fil
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("options", [{}, {"top_k": 5}, {"top_p": 0.6}], ids=str)
 def test_rows_do_not_see_each_other(dtype: torch.dtype, options: dict[str, float]):
-    """The same row and uniform give the same token and bits in any sub-batch and order (rule 12)."""
+    """The same row and uniform give the same token and bits in any sub-batch and order."""
     logits, uniforms = random_batch(dtype)
     tokens, logp = sample_tokens(logits, uniforms, temperature=0.7, **options)
     order = torch.randperm(16, generator=torch.Generator().manual_seed(10))
