@@ -1,5 +1,7 @@
 """DeepSpeed-Chat's step 3, copied from its code: the options of main.py with their defaults, and a command."""
 
+import shlex
+
 import yaml
 
 # step3_rlhf_finetuning/main.py and deepspeed.add_config_arguments; null: no default, or it must be given
@@ -28,30 +30,29 @@ DEEPSPEED_CHAT_SWITCHES = (
 )
 
 # training_scripts/opt/single_node/run_1.3b.sh of DeepSpeed-Chat, shortened and with its variables filled in
-DEEPSPEED_COMMAND = """\
-#!/bin/bash
-deepspeed --master_port 12346 main.py \\
-   --data_path Dahoas/rm-static \\
-   --data_split 2,4,4 \\
-   --actor_model_name_or_path models/actor \\
-   --critic_model_name_or_path AdamG012/chat-opt-350m-reward-deepspeed \\
-   --num_padding_at_beginning 1 \\
-   --per_device_generation_batch_size 4 \\
-   --per_device_training_batch_size 4 \\
-   --generation_batches 1 \\
-   --ppo_epochs 1 \\
-   --max_answer_seq_len 256 \\
-   --max_prompt_seq_len 256 \\
-   --actor_learning_rate 9.65e-6 \\
-   --critic_learning_rate 5e-6 \\
-   --num_train_epochs 1 \\
-   --lr_scheduler_type cosine \\
-   --gradient_accumulation_steps 1 \\
-   --actor_dropout 0.0 \\
-   --num_warmup_steps 100 \\
-   --deepspeed --seed 1234 \\
-   --enable_hybrid_engine \\
-   --actor_zero_stage 3 \\
-   --enable_ema \\
+DEEPSPEED_COMMAND = shlex.split("""
+deepspeed --master_port 12346 main.py
+   --data_path Dahoas/rm-static
+   --data_split 2,4,4
+   --actor_model_name_or_path models/actor
+   --critic_model_name_or_path AdamG012/chat-opt-350m-reward-deepspeed
+   --num_padding_at_beginning 1
+   --per_device_generation_batch_size 4
+   --per_device_training_batch_size 4
+   --generation_batches 1
+   --ppo_epochs 1
+   --max_answer_seq_len 256
+   --max_prompt_seq_len 256
+   --actor_learning_rate 9.65e-6
+   --critic_learning_rate 5e-6
+   --num_train_epochs 1
+   --lr_scheduler_type cosine
+   --gradient_accumulation_steps 1
+   --actor_dropout 0.0
+   --num_warmup_steps 100
+   --deepspeed --seed 1234
+   --enable_hybrid_engine
+   --actor_zero_stage 3
+   --enable_ema
    --output_dir ./output
-"""
+""")

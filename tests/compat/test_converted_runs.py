@@ -39,11 +39,7 @@ def logged_params(project: Path) -> dict[str, str]:
 
 
 def run(kedro: Kedro, project: Path, **parameters: object) -> dict[str, str]:
-    own = {
-        "sft_model_path": "models/policy",
-        "reward_model_path": "models/reward",
-        "prompts_path": "data/prompts.jsonl",
-    }
+    own = {"sft_model_path": "models/policy", "prompts_path": "data/prompts.jsonl"}
     words = ",".join(f"{name}={value}" for name, value in {**own, **parameters}.items())
     result = kedro(project, "run", "--pipelines", "ppo", "--params", words)
     assert result.exit_code == 0, result.output
@@ -69,11 +65,11 @@ def test_the_script_of_trls_legacy_api_runs(kedro: Kedro, desk: Path, tmp_path: 
     assert float(row["episode"]) == 256
 
 
-def test_a_script_of_deepspeed_chat_runs(kedro: Kedro, desk: Path, tmp_path: Path):
-    (tmp_path / "run.sh").write_text(DEEPSPEED_COMMAND)
-    source = ["--from", "deepspeed-chat", "--prompts", "30000", str(tmp_path / "run.sh")]
+def test_a_script_of_deepspeed_chat_runs(kedro: Kedro, desk: Path):
+    source = ["--from", "deepspeed-chat", "--prompts", "30000", "--", *DEEPSPEED_COMMAND]
     assert kedro(desk, "convert-config", *source).exit_code == 0
-    params = run(kedro, desk, **{"ppo.total_episodes": 8, "ppo.response_length": 6, "ppo.dtype": "float32"})
+    models = {"reward_model_path": "models/reward", "ppo.dtype": "float32"}
+    params = run(kedro, desk, **models, **{"ppo.total_episodes": 8, "ppo.response_length": 6})
     assert {name: params[f"ppo.{name}"] for name in ("kl_coef", "reward_clip", "value_model", "ema_decay")} == {
         "kl_coef": "0.1",
         "reward_clip": "5.0",

@@ -48,14 +48,6 @@ def test_every_option_is_carried_or_left_once(form: str):
     assert reasons(align_overflow=True)["align_overflow"].startswith("always so")
 
 
-def test_names_of_the_first_releases_are_known():
-    older = {"per_device_train_batch_size": 8, "per_device_mini_train_batch_size": 4, "generation_batch_numbers": 2}
-    config = convert(**older).ppo_config()
-    assert (config.batch_size, config.per_device_train_batch_size) == (16, 4)
-    with pytest.raises(ConfigError, match="generation_batch_numbers"):
-        convert(generation_batches=1, generation_batch_numbers=1)
-
-
 def test_what_is_called_carried_has_an_effect_and_nothing_else_has_one():
     others = {"lr_scheduler_type": "linear", "dtype": "bf16", "data_path": ["prompts.jsonl"]}
     others |= {"per_device_training_batch_size": 8}
@@ -151,7 +143,8 @@ def test_the_warm_up_is_a_share_of_the_updates():
     values = from_deepspeed_chat(settings, num_prompts=160).parameters["ppo"]
     assert (values["total_episodes"], values["warmup_ratio"]) == (480, 10 / 60)
     assert {"num_train_epochs", "num_warmup_steps"} <= set(dict(from_deepspeed_chat(settings).not_carried))
-    assert "no warm-up" in reasons(lr_scheduler_type="constant", num_warmup_steps=10)["num_warmup_steps"]
+    left = reasons(lr_scheduler_type="constant", num_warmup_steps=10)["num_warmup_steps"]
+    assert left == "it has no effect with lr_scheduler_type=constant"
 
 
 def test_with_adapters_the_adapters_learning_rate_is_the_one_that_counts():
@@ -165,7 +158,7 @@ def test_settings_of_the_critic_that_are_the_actors_here_are_left():
     given = {"actor_lora_dim": 64, "critic_lora_dim": 32, "actor_weight_decay": 0.1, "critic_weight_decay": 0.2}
     assert (ppo(**given)["lora_r"], ppo(**given)["weight_decay"]) == (64, 0.1)
     assert set(reasons(**given)) == {"critic_lora_dim", "critic_weight_decay"}
-    assert any("rank 32" in remark for remark in convert(**given).remarks)
+    assert any("the actor's rank" in remark for remark in convert(**given).remarks)
 
 
 def test_switches_are_carried():
@@ -181,18 +174,16 @@ def test_in_place_of_a_value_that_is_not_accepted_the_sources_default_is_written
     assert conversion.origins["ppo.num_ppo_epochs"] == "default of ppo_epochs"
 
 
-def test_models_that_the_command_does_not_name_are_remarked_on():
-    remarks = " ".join(from_deepspeed_chat("main.py --ppo_epochs 1").remarks)
-    assert "no sft_model_path" in remarks
-    assert "no reward_model_path" in remarks
+def test_what_the_command_does_not_name_is_to_be_filled_in():
+    assert from_deepspeed_chat(["--ppo_epochs", "1"]).missing == ["sft_model_path", "reward_model_path", "prompts_path"]
+    assert convert(data_path="prompts.jsonl").missing == []
 
 
 @pytest.mark.parametrize(
     "given",
     [
         ["--seed", "3", "--dtype=bf16", "--data_path", "a", "b", "--enable_ema"],
-        "main.py --seed=3 --dtype 'bf16' --data_path a b --enable_ema",
-        "# a note\ndeepspeed path/to/main.py --seed 3 \\\n  --dtype bf16 \\\n  --data_path a b \\\n  --enable_ema\n",
+        ["deepspeed", "path/to/main.py", "--seed=3", "--dtype", "bf16", "--enable_ema", "--data_path", "a", "b"],
         {"seed": 3, "dtype": "bf16", "data_path": ["a", "b"], "enable_ema": True},
     ],
 )
@@ -203,32 +194,21 @@ def test_every_way_of_giving_the_options_gives_the_same_parameters(given: Any):
     assert set(dict(conversion.not_carried)) == {"data_path"}
 
 
-def test_a_word_keeps_its_number_sign_and_an_unknown_option_has_the_closest_name():
-    conversion = from_deepspeed_chat("main.py --actor_model_name_or_path a#b --actor_learning_rte 1e-5")
-    assert conversion.parameters["sft_model_path"] == "a#b"
+def test_an_unknown_option_has_the_closest_name():
+    conversion = from_deepspeed_chat(["main.py", "--actor_learning_rte", "1e-5"])
     assert dict(conversion.not_carried)["actor_learning_rte"].endswith("the closest is actor_learning_rate")
 
 
 @pytest.mark.parametrize(
     ("given", "named"),
     [
-        ("main.py --seed $SEED", "expanded command"),
-        ("main.py --seed `date`", "expanded command"),
-        ("cd step3 && deepspeed main.py --seed 1", "expanded command"),
-        ("main.py --seed 1; ls", "expanded command"),
-        ("main.py --seed 1 > log", "expanded command"),
-        ("main.py --seed 1 # a note", "expanded command"),
-        ("SEED=1\nmain.py --seed 1", "expanded command"),
-        ("", "expanded command"),
-        ("main.py --seed 'x", "quotation"),
         ("main.py --seed", "seed"),
-        ("main.py --enable_ema=1", "enable_ema"),
         ("run.sh", "run.sh"),
         ("main.py --per_device_training_batch_size two", "per_device_training_batch_size='two'"),
         ("main.py --generation_batches 0", "generation_batches='0'"),
     ],
 )
-def test_text_that_is_not_one_plain_command_is_refused_in_one_line(given: str, named: str):
+def test_a_command_that_cannot_be_read_is_refused_in_one_line(given: str, named: str):
     with pytest.raises(ConfigError, match=named) as caught:
-        from_deepspeed_chat(given)
+        from_deepspeed_chat(given.split())
     assert len(str(caught.value).splitlines()) == 1

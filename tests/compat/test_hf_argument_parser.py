@@ -1,15 +1,13 @@
-"""`transformers.HfArgumentParser((PPOConfig,))` takes every field from flags, a dictionary, JSON and YAML."""
+"""`transformers.HfArgumentParser((PPOConfig,))` takes every field from flags and a dictionary."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import Field, fields
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import pytest
-import yaml
 from transformers import HfArgumentParser
 
 from ppo_rlhf.config import PPOConfig
@@ -58,32 +56,15 @@ def parser() -> HfArgumentParser:
     return HfArgumentParser((PPOConfig,))
 
 
-def test_every_field_comes_from_a_flag():
+def test_every_field_comes_from_a_flag_and_from_a_dictionary():
     for field in fields(PPOConfig):
         settings = settings_of(field)
         words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
         (config,) = parser().parse_args_into_dataclasses(words)
         assert config == PPOConfig(**settings), field.name
+        assert parser().parse_dict(settings) == (config,)
         assert getattr(config, field.name) == settings[field.name]
         assert settings[field.name] != field.default or field.name == "lora_dropout"
-
-
-def test_every_field_comes_from_a_dictionary_json_and_yaml(tmp_path: Path):
-    for field in fields(PPOConfig):
-        settings = settings_of(field)
-        (tmp_path / "settings.json").write_text(json.dumps(settings))
-        (tmp_path / "settings.yaml").write_text(yaml.safe_dump(settings))
-        configs = [
-            *parser().parse_dict(settings),
-            *parser().parse_json_file(str(tmp_path / "settings.json")),
-            *parser().parse_yaml_file(str(tmp_path / "settings.yaml")),
-        ]
-        assert configs == [PPOConfig(**settings)] * 3, field.name
-
-
-def test_without_arguments_all_is_default():
-    assert parser().parse_args_into_dataclasses([]) == (PPOConfig(),)
-    assert parser().parse_dict({}) == (PPOConfig(),)
 
 
 @pytest.mark.parametrize(

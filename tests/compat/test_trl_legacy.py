@@ -30,7 +30,7 @@ def test_every_field_of_the_legacy_configuration_is_carried_or_left_once():
 def test_what_is_called_carried_has_an_effect_and_nothing_else_has_one():
     others = {"kl_penalty": "mse", "gamma": 0.9, "lam": 0.9, "batch_size": 512, "mini_batch_size": 64}
     others |= {"forward_batch_size": 16}
-    settings = {**TRL_LEGACY, "batch_size": 256, "mini_batch_size": 32}
+    settings = {**TRL_LEGACY, "batch_size": 256, "mini_batch_size": 32, "use_score_norm": True}
     check_claims(from_trl, settings, others)
     switched_on = {"early_stopping": True, "use_score_scaling": True, "use_score_norm": True, "score_clip": 3.0}
     check_claims(from_trl, {**settings, **switched_on, "max_grad_norm": 0.5}, others)
@@ -71,6 +71,7 @@ def test_the_script_of_the_legacy_api_is_converted_as_worked_by_hand():
             "temperature": 1.0,
             "stop_token": "eos",
             "value_model": "shared",
+            "use_peft": False,
             "gradient_checkpointing": False,
         },
     }
@@ -132,11 +133,11 @@ def test_early_stopping_carries_the_target():
     [
         (False, True, "none", {"use_score_norm"}),
         (True, True, "running", set()),
-        (True, False, None, {"use_score_scaling", "use_score_norm"}),
+        (True, False, "none", {"use_score_scaling", "use_score_norm"}),
     ],
 )
 def test_scores_are_normalised_only_where_trl_shifts_and_scales_them(
-    scaling: bool, norm: bool, normalisation: str | None, left: set[str]
+    scaling: bool, norm: bool, normalisation: str, left: set[str]
 ):
     settings = {"use_score_scaling": scaling, "use_score_norm": norm}
     assert ppo(**settings).get("reward_normalisation") == normalisation

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,8 +14,6 @@ from ppo_rlhf.core.errors import ConfigError, PPORLHFError
 
 if TYPE_CHECKING:  # imported at run time where it is used: other commands need no PPOConfig
     from ppo_rlhf.compat import Conversion
-
-CONFIG_FILES = (".yaml", ".yml", ".json")
 
 
 @click.command("convert-config", context_settings={"ignore_unknown_options": True})
@@ -32,55 +29,46 @@ def convert_config(
 ) -> None:
     """Write parameters that do what a configuration of TRL or DeepSpeed-Chat does.
 
-    SOURCE is a YAML or JSON file of settings. Of DeepSpeed-Chat it may also be a file with the command, or the command
-    itself after two dashes: `kedro convert-config --from deepspeed-chat -- deepspeed main.py --ppo_epochs 1 …`. Paths
-    of models and data go to globals.yml, in the same folder. Settings that cannot be carried over are printed.
+    SOURCE is a YAML or JSON file of settings. Of DeepSpeed-Chat it may also be the command itself, after two dashes:
+    `kedro convert-config --from deepspeed-chat -- deepspeed main.py --ppo_epochs 1 …`. Paths of models and prompts go
+    to globals.yml, in the same folder; those that the source does not name are written there to be filled in. Settings
+    that cannot be carried over are printed.
     """
     try:
         conversion = _read(library, source, num_prompts)
         conversion.ppo_config()
-        path = Path("parameters.yml") if target == "-" else _parameters_path(target)
-        texts = {path: conversion.parameters_text(), path.with_name("globals.yml"): conversion.globals_text()}
-        files = {path: text for path, text in texts.items() if text}
+        parameters = Path("parameters.yml") if target == "-" else _parameters_path(target)
+        globals_ = parameters.with_name("globals.yml")
+        texts = {parameters: conversion.parameters_text(), globals_: conversion.globals_text()}
         if target == "-":
-            click.echo("\n".join(files.values()), nl=False)
+            click.echo("\n".join(texts.values()), nl=False)
         else:
-            _write(files, force=force)
-            click.echo(f"Written: {', '.join(map(str, files))}.", err=True)
+            _write(texts, force=force)
+            click.echo(f"Written: {parameters}, {globals_}.", err=True)
     except PPORLHFError as error:
         raise click.ClickException("\nError: ".join(str(error).splitlines())) from None
-    click.echo(_report(conversion), err=True)
+    click.echo(_report(conversion, globals_), err=True)
 
 
 def _read(library: str, source: Sequence[str], num_prompts: int | None) -> Conversion:
     from ppo_rlhf.compat import from_deepspeed_chat, from_trl
 
-    is_file = len(source) == 1 and os.path.isfile(source[0])  # Path.is_file raises for a command that is too long
+    is_file = len(source) == 1 and Path(source[0]).is_file()
+    if library == "trl" and not is_file:
+        raise ConfigError(f"{' '.join(source)} is not a file: --from trl takes one file, YAML or JSON.")
     if library == "trl":
-        if not is_file:
-            raise ConfigError(f"{' '.join(source)} is not a file: --from trl takes one file, YAML or JSON.")
         return from_trl(_mapping(Path(source[0])), num_prompts=num_prompts)
-    if is_file and source[0].endswith(CONFIG_FILES):
-        return from_deepspeed_chat(_mapping(Path(source[0])), num_prompts=num_prompts)
-    command = _text(Path(source[0])) if is_file else source[0] if len(source) == 1 else source
-    return from_deepspeed_chat(command, num_prompts=num_prompts)
+    return from_deepspeed_chat(_mapping(Path(source[0])) if is_file else source, num_prompts=num_prompts)
 
 
 def _mapping(path: Path) -> dict[str, Any]:
     try:
-        values = yaml.safe_load(_text(path).replace("\t", " "))  # JSON is YAML but for tabs
-    except yaml.YAMLError as error:
+        values = yaml.safe_load(path.read_text(encoding="utf-8").replace("\t", " "))  # JSON is YAML but for tabs
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}.") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds no settings: a mapping (name: value) is expected.")
     return {str(name): value for name, value in values.items()}
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read as text: {error}.") from None
 
 
 def _parameters_path(target: str | None) -> Path:
@@ -109,13 +97,19 @@ def _write(files: dict[Path, str], *, force: bool) -> None:
         raise ConfigError(f"{error.filename}: {error.strerror}.") from None
 
 
-def _report(conversion: Conversion) -> str:
-    """Return the settings that are not carried over, those with one reason together, and then the remarks."""
+def _report(conversion: Conversion, globals_: Path) -> str:
+    """Return the settings that are not carried over by reason, the remarks, and what is left to do."""
+    from ppo_rlhf.compat.conversion import TO_FILL_IN
+
     by_reason: dict[str, list[str]] = {}
     for setting, reason in conversion.not_carried:
         by_reason.setdefault(reason, []).append(setting)
     lines = [f"Carried over: {len(conversion.carried)} settings. Not carried over: {len(conversion.not_carried)}."]
     lines += [f"  {', '.join(settings)}: {reason}." for reason, settings in by_reason.items()]
-    if conversion.remarks:
-        lines += ["Different from the source:", *(f"  {remark}" for remark in conversion.remarks)]
-    return "\n".join([*lines, "Run it: kedro run --pipelines align"])
+    lines += ["Different from the source:", *(f"  {remark}" for remark in conversion.remarks)]
+    run = "kedro run --pipelines align"
+    if conversion.missing:
+        lines.append(f"Fill in before you run, in {globals_}:")
+        lines += [f"  {name}: {TO_FILL_IN[name]}." for name in conversion.missing]
+        return "\n".join([*lines, f"Then: {run}"])
+    return "\n".join([*lines, f"Look through both files, then: {run}"])

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import yaml
 
 from ppo_rlhf.config import PPOConfig
+
+TO_FILL_IN = {
+    "sft_model_path": "your SFT model, a directory or hub id",
+    "reward_model_path": "your reward model; or leave null and name a function in reward.components",
+    "prompts_path": "your prompts: .jsonl, .json, .csv, .parquet or .txt",
+}
+"""Globals without which a run would take the shipped demo's part."""
 
 
 class NotCarried(NamedTuple):
@@ -28,6 +35,7 @@ class Conversion:
         not_carried: Settings of the source without a place here, each with the reason, in the order given.
         carried: The other settings of the source, each with the parameters that it went to (`ppo.kl_coef`, `seed`).
         origins: The setting that each parameter comes from, by dotted name.
+        missing: Globals that the source does not name and a person has to fill in, of `TO_FILL_IN`.
         remarks: Other differences from a run of the source, one or two sentences each.
     """
 
@@ -36,7 +44,8 @@ class Conversion:
     not_carried: list[NotCarried]
     carried: dict[str, list[str]]
     origins: dict[str, str]
-    remarks: list[str] = field(default_factory=list)
+    missing: list[str]
+    remarks: list[str]
 
     @property
     def groups(self) -> dict[str, dict[str, Any]]:
@@ -66,9 +75,10 @@ class Conversion:
         return "\n".join(lines) + "\n"
 
     def globals_text(self) -> str:
-        """Return globals.yml in the same form; an empty text if there are none."""
+        """Return globals.yml in the same form; what is missing is null, with a comment that says what to fill in."""
         lines = [self._line(name, value) for name, value in self.globals.items()]
-        return "\n".join([*self._heading(), *lines]) + "\n" if lines else ""
+        lines += [f"{name}: null # FILL IN: {TO_FILL_IN[name]}" for name in self.missing]
+        return "\n".join([*self._heading(), *lines]) + "\n"
 
     def _heading(self) -> list[str]:
         return [

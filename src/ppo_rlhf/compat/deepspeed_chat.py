@@ -6,53 +6,33 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ppo_rlhf.compat.command_line import read_options
 from ppo_rlhf.compat.conversion import Conversion
-from ppo_rlhf.compat.table import Ledger, Left, Rule, convert, left
+from ppo_rlhf.compat.table import Carried, NotOfferedError, Parameters, Source, Table, by, convert, left, to
 from ppo_rlhf.core.errors import ConfigError
 
+PROGRAM = "main.py"
 SOURCE = "DeepSpeed-Chat's step 3"
-# Of main.py; only those that are read below.
-DEFAULTS: dict[str, Any] = {
-    "per_device_generation_batch_size": 16,
-    "per_device_training_batch_size": 16,
-    "generation_batches": 1,
-    "ppo_epochs": 1,
-    "max_answer_seq_len": 256,
-    "actor_learning_rate": 9.65e-6,
-    "critic_learning_rate": 5e-6,
-    "actor_weight_decay": 0.0,
-    "num_train_epochs": 1,
-    "lr_scheduler_type": "cosine",
-    "gradient_accumulation_steps": 1,
-    "num_warmup_steps": 100,
-    "dtype": "fp16",
-    "actor_lora_dim": 0,
-    "critic_lora_dim": 0,
-    "actor_lora_learning_rate": 5e-4,
-    "critic_lora_learning_rate": 5e-4,
-}
-ALWAYS: dict[str, tuple[Any, str]] = {  # of ppo_trainer.py, ds_utils.py and rlhf_engine.py
-    "ppo.kl_coef": (0.1, "the trainer's kl_ctl"),
-    "ppo.reward_clip": (5.0, "the trainer's clip_reward_value"),
-    "ppo.cliprange": (0.2, "the trainer's cliprange"),
-    "ppo.cliprange_value": (0.2, "the trainer's cliprange_value"),
-    "ppo.gamma": (1.0, "the trainer's gamma"),
-    "ppo.lam": (0.95, "the trainer's lam"),
-    "ppo.kl_controller": ("fixed", "always so in the trainer"),
-    "ppo.kl_estimator": ("k1", "always so in the trainer"),
-    "ppo.kl_in": ("reward", "always so in the trainer"),
-    "ppo.whiten_rewards": (False, "always so in the trainer"),
-    "ppo.whiten_advantages": (False, "always so in the trainer"),
-    "ppo.missing_eos_penalty": (None, "the trainer has none"),
-    "ppo.vf_coef": (1.0, "the critic has a loss of its own"),
-    "ppo.max_grad_norm": (1.0, "gradient_clipping of its DeepSpeed configuration"),
-    "ppo.adam_beta1": (0.9, "betas of its engine"),
-    "ppo.adam_beta2": (0.95, "betas of its engine"),
-    "ppo.value_model": ("reward_init", "critic and reward model are loaded from one place"),
-    "ppo.stop_token": ("eos", "as generate does"),
-    "ppo.temperature": (1.0, "log-probabilities are not tempered"),
-    "ppo.overlong_prompts": ("drop", "it leaves overlong prompts out"),
+ALWAYS: dict[str, Any] = {  # of ppo_trainer.py, ds_utils.py and rlhf_engine.py
+    "ppo.kl_coef": 0.1,
+    "ppo.reward_clip": 5.0,
+    "ppo.cliprange": 0.2,
+    "ppo.cliprange_value": 0.2,
+    "ppo.gamma": 1.0,
+    "ppo.lam": 0.95,
+    "ppo.kl_controller": "fixed",
+    "ppo.kl_estimator": "k1",
+    "ppo.kl_in": "reward",
+    "ppo.whiten_rewards": False,
+    "ppo.whiten_advantages": False,
+    "ppo.missing_eos_penalty": None,
+    "ppo.vf_coef": 1.0,  # the critic has a loss of its own
+    "ppo.max_grad_norm": 1.0,
+    "ppo.adam_beta1": 0.9,
+    "ppo.adam_beta2": 0.95,
+    "ppo.value_model": "reward_init",  # critic and reward model are loaded from one place
+    "ppo.stop_token": "eos",  # as generate does
+    "ppo.temperature": 1.0,  # log-probabilities are not tempered
+    "ppo.overlong_prompts": "drop",
 }
 REMARKS = (
     "DeepSpeed-Chat generates as the model's generation configuration says, for most models greedily; here responses "
@@ -61,117 +41,127 @@ REMARKS = (
     "a sequence-classification model with one label, in safetensors.",
 )
 EMA_DECAY = 0.992
-SIZES = ("per_device_training_batch_size", "per_device_generation_batch_size", "generation_batches")
-OLDER_NAMES = {
-    "per_device_train_batch_size": "per_device_generation_batch_size",
-    "per_device_mini_train_batch_size": "per_device_training_batch_size",
-    "generation_batch_numbers": "generation_batches",
-}
 SWITCHES = ("enable_ema", "actor_gradient_checkpointing")
 
 
-def _sizes(ledger: Ledger) -> tuple[int, int, int, int]:
+def _sizes(s: Source) -> tuple[int, int, int, int]:
     """Return responses on one device: generated before an update, of a backward pass, of a step, of our iteration.
 
     The trainer generates `generation_batches` times and cuts each generated batch into training batches. DeepSpeed
     steps after every `gradient_accumulation_steps` of them, across iterations if they do not divide one.
     """
-    generation = ledger.count("per_device_generation_batch_size")
-    micro = min(ledger.count("per_device_training_batch_size"), generation)
-    generated = generation * ledger.count("generation_batches")
-    step = micro * ledger.count("gradient_accumulation_steps")
+    generation = s.count("per_device_generation_batch_size")
+    micro = min(s.count("per_device_training_batch_size"), generation)
+    generated = generation * s.count("generation_batches")
+    step = micro * s.count("gradient_accumulation_steps")
     return generated, micro, step, math.lcm(generated, step)
 
 
-def batches(ledger: Ledger) -> None:
+def batches(s: Source) -> Parameters:
     """Carry the batch sizes over."""
-    generated, micro, step, rollout = _sizes(ledger)
-    generation = ledger.count("per_device_generation_batch_size")
-    read = SIZES[: 2 if micro < ledger.count(SIZES[0]) else 1]
-    ledger.derive("ppo.per_device_train_batch_size", micro, *read)
-    ledger.derive("ppo.gradient_accumulation_steps", rollout // micro, *SIZES, "gradient_accumulation_steps")
-    ledger.derive("ppo.num_mini_batches", rollout // step, *SIZES, "gradient_accumulation_steps")
-    ledger.derive("ppo.local_rollout_forward_batch_size", generation, SIZES[1])
+    generated, micro, step, rollout = _sizes(s)
     if rollout != generated:
-        same_step = rollout == step and ledger.count("ppo_epochs") == 1 and generation % micro == 0
-        ledger.remarks.append(
+        s.remarks.append(
             f"DeepSpeed accumulates gradients over batches of {generated} responses until it has {step} for a step; "
-            f"here an iteration generates {rollout} responses "
-            + ("before its one step, which is the same." if same_step else "and its steps end with it.")
+            f"here an iteration generates {rollout} responses, and its steps end with it."
         )
+    return {
+        "ppo.per_device_train_batch_size": micro,
+        "ppo.gradient_accumulation_steps": rollout // micro,
+        "ppo.num_mini_batches": rollout // step,
+        "ppo.local_rollout_forward_batch_size": s.count("per_device_generation_batch_size"),
+    }
 
 
-def length(ledger: Ledger) -> None:
-    """Carry over the length of training and the warm-up, a number of optimiser steps, if the prompts are counted."""
-    constant = ledger.value("lr_scheduler_type") == "constant"
-    if constant:
-        ledger.leave("transformers' constant schedule has no warm-up", "num_warmup_steps")
-    if ledger.num_prompts is None:
-        rule = "the number of prompts is not known: give it (--prompts), or set ppo.total_episodes and ppo.warmup_ratio"
-        ledger.leave(rule, "num_train_epochs", "num_warmup_steps")
-        ledger.remarks.append(f"{rule[:1].upper()}{rule[1:]}. DeepSpeed-Chat counts epochs over the prompts.")
-        return
-    episodes = ledger.count("num_train_epochs") * ledger.num_prompts
-    ledger.derive("ppo.total_episodes", episodes, "num_train_epochs")
-    if not constant:
-        _, _, step, rollout = _sizes(ledger)
-        updates = math.ceil(episodes / rollout) * (rollout // step) * ledger.count("ppo_epochs")
-        ledger.derive("ppo.warmup_ratio", ledger.count("num_warmup_steps", 0) / updates, "num_warmup_steps")
+def length(s: Source) -> Parameters:
+    """Derive the number of responses from epochs over the prompts."""
+    return {"ppo.total_episodes": _episodes(s)}
 
 
-def learning_rates(ledger: Ledger) -> None:
-    """Carry the learning rates over. LoRA is on both models here or on none, and its rates count if it is there."""
-    adapters = ledger.count("actor_lora_dim", 0) > 0
-    for model, target in (("actor", "ppo.learning_rate"), ("critic", "ppo.value_learning_rate")):
-        plain, adapter = f"{model}_learning_rate", f"{model}_lora_learning_rate"
-        ledger.carry(target, adapter if adapters else plain)
-        ledger.leave("with actor_lora_dim above 0 only adapters train here, at their own rate", plain)
-        ledger.leave("actor_lora_dim=0: there are no adapters", adapter)
+def _episodes(s: Source) -> int:
+    epochs = s.count("num_train_epochs")
+    if s.num_prompts is None:
+        raise NotOfferedError(
+            "it counts passes over the prompts: give their number (--prompts), or set ppo.total_episodes and "
+            "ppo.warmup_ratio"
+        )
+    return epochs * s.num_prompts
 
 
-def lora(ledger: Ledger) -> None:
+def warm_up(s: Source) -> Parameters:
+    """Derive the share of the updates from a number of optimiser steps."""
+    if s["lr_scheduler_type"] == "constant":  # it has no warm-up in transformers
+        return {}
+    warm_up_steps = s.count("num_warmup_steps", 0)
+    _, _, step, rollout = _sizes(s)
+    updates = math.ceil(_episodes(s) / rollout) * (rollout // step) * s.count("ppo_epochs")
+    return {"ppo.warmup_ratio": warm_up_steps / updates}
+
+
+def _learning_rate(s: Source, model: str) -> Any:
+    """Return a model's rate. LoRA is on both models here or on none, and its rates count if it is there."""
+    return s[f"{model}_lora_learning_rate" if s.count("actor_lora_dim", 0) else f"{model}_learning_rate"]
+
+
+def actor_rate(s: Source) -> Parameters:
+    """Carry the policy's learning rate over."""
+    return {"ppo.learning_rate": _learning_rate(s, "actor")}
+
+
+def critic_rate(s: Source) -> Parameters:
+    """Carry the critic's learning rate over."""
+    return {"ppo.value_learning_rate": _learning_rate(s, "critic")}
+
+
+def lora(s: Source) -> Parameters:
     """Carry over the actor's LoRA, which both models have here. Its scale is 1 / rank."""
-    rank, critic_rank = ledger.count("actor_lora_dim", 0), ledger.count("critic_lora_dim", 0)
-    ledger.derive("ppo.use_peft", rank > 0, "actor_lora_dim")
-    if rank > 0:
-        ledger.derive("ppo.lora_r", rank, "actor_lora_dim")
-        ledger.fix("ppo.lora_alpha", 1, "its LoRA is scaled by 1 / dim")
-    ledger.leave("LoRA is on both models, with the actor's rank", "critic_lora_dim")
-    if rank != critic_rank:
-        ledger.remarks.append(f"The critic has LoRA of rank {critic_rank} in the source; here it has the actor's.")
-    if rank > 0 and not ledger.flag("only_optimize_lora"):
-        ledger.remarks.append(
-            "Without --only_optimize_lora the source also trains biases, norms and embeddings; here LoRA alone trains."
-        )
+    rank = s.count("actor_lora_dim", 0)
+    if rank == 0:
+        return {"ppo.use_peft": False}
+    s.remarks.append(
+        "LoRA is on both models here, with the actor's rank, and alone trains: DeepSpeed-Chat without "
+        "--only_optimize_lora also trains biases, norms and embeddings."
+    )
+    return {"ppo.use_peft": True, "ppo.lora_r": rank, "ppo.lora_alpha": 1}
 
 
-def averaging(ledger: Ledger) -> None:
+def averaging(s: Source) -> Parameters:
     """Derive the decay of the average: DeepSpeed-Chat averages after every training batch, here every step does."""
-    if ledger.flag("enable_ema"):
-        decay = round(EMA_DECAY ** ledger.count("gradient_accumulation_steps"), 6)
-        ledger.derive("ppo.ema_decay", decay, "enable_ema", "gradient_accumulation_steps")
-    ledger.leave("false: there is no average", "enable_ema")
+    if not s.flag("enable_ema"):
+        return {}
+    return {"ppo.ema_decay": round(EMA_DECAY ** s.count("gradient_accumulation_steps"), 6)}
 
 
-SETTINGS: dict[str, Rule] = {
-    "ppo_epochs": "ppo.num_ppo_epochs",
-    "max_answer_seq_len": "ppo.response_length",
-    "actor_weight_decay": "ppo.weight_decay",
-    "lr_scheduler_type": "ppo.lr_scheduler_type",
-    "seed": "seed",
-    "actor_model_name_or_path": "sft_model_path",
-    "critic_model_name_or_path": "reward_model_path",
-    "data_path": "prompts_path",
-    "dtype": ("ppo.dtype", {"fp16": "float16", "bf16": "bfloat16"}),
-    "actor_gradient_checkpointing": "ppo.gradient_checkpointing",
-    **dict.fromkeys((*SIZES, "gradient_accumulation_steps"), batches),
-    **dict.fromkeys(("num_train_epochs", "num_warmup_steps"), length),
-    **dict.fromkeys(("actor_learning_rate", "critic_learning_rate"), learning_rates),
-    **dict.fromkeys(("actor_lora_learning_rate", "critic_lora_learning_rate"), learning_rates),
-    **dict.fromkeys(("actor_lora_dim", "critic_lora_dim"), lora),
-    "enable_ema": averaging,
+SETTINGS: Table = {  # with the defaults of main.py
+    "ppo_epochs": to("ppo.num_ppo_epochs", 1),
+    "max_answer_seq_len": to("ppo.response_length", 256),
+    "actor_weight_decay": to("ppo.weight_decay", 0.0),
+    "lr_scheduler_type": to("ppo.lr_scheduler_type", "cosine"),
+    "seed": to("seed"),
+    "actor_model_name_or_path": to("sft_model_path"),
+    "critic_model_name_or_path": to("reward_model_path"),
+    "data_path": to("prompts_path"),
+    "dtype": to("ppo.dtype", "fp16", {"fp16": "float16", "bf16": "bfloat16"}),
+    "actor_gradient_checkpointing": to("ppo.gradient_checkpointing"),
+    **by(
+        batches,
+        per_device_training_batch_size=16,
+        per_device_generation_batch_size=16,
+        generation_batches=1,
+        gradient_accumulation_steps=1,
+    ),
+    **by(length, num_train_epochs=1),
+    **by(warm_up, num_warmup_steps=100),
+    **by(actor_rate, actor_learning_rate=9.65e-6, actor_lora_learning_rate=5e-4),
+    **by(critic_rate, critic_learning_rate=5e-6, critic_lora_learning_rate=5e-4),
+    **by(lora, actor_lora_dim=0),
+    **by(averaging, enable_ema=False),
     **left("one weight decay is for both models: the actor's", "critic_weight_decay"),
     **left("gradient checkpointing is for both models: as the actor's", "critic_gradient_checkpointing"),
+    **left("LoRA is on both models, with the actor's rank", "critic_lora_dim"),
+    **left("it is an older name of per_device_generation_batch_size", "per_device_train_batch_size"),
+    **left("it is an older name of per_device_training_batch_size", "per_device_mini_train_batch_size"),
+    **left("it is an older name of generation_batches", "generation_batch_numbers"),
     **left("LoRA alone trains, if there is any", "only_optimize_lora"),
     **left("LoRA is put on the layers of ppo.lora_target_modules", "*_lora_module_name"),
     **left("always so: if the gradient of one model overflows, both skip the step", "align_overflow"),
@@ -198,31 +188,43 @@ SETTINGS: dict[str, Rule] = {
 }
 
 
-def from_deepspeed_chat(
-    given: str | Sequence[str] | Mapping[str, Any], *, num_prompts: int | None = None
-) -> Conversion:
+def from_deepspeed_chat(given: Sequence[str] | Mapping[str, Any], *, num_prompts: int | None = None) -> Conversion:
     """Convert the options of DeepSpeed-Chat's step 3 (training/step3_rlhf_finetuning/main.py).
 
     Args:
-        given: The arguments as a list, the command as a text, or a mapping of option names to values. In a list and in
-            a text, `deepspeed … main.py` may come before the options. A text may go on after a backslash at the end
-            of a line, but has no shell variables and no second command.
+        given: The command's words (`deepspeed … main.py` may come before the options), or a mapping of option names to
+            values.
         num_prompts: Prompts of one epoch (of the share that `--data_split` gives step 3). With it `--num_train_epochs`
             and `--num_warmup_steps` can be worked out.
 
     Raises:
-        ConfigError: The text is not one command, or an option lacks its value or has one of the wrong kind.
+        ConfigError: An option lacks its value or has one of the wrong kind.
     """
-    if isinstance(given, Mapping):
-        settings = {str(name): value for name, value in given.items()}
-    else:
-        read = [name for name, rule in SETTINGS.items() if not isinstance(rule, Left)]
-        settings = read_options(given, [*read, *OLDER_NAMES], switches=SWITCHES, lists=["data_path"])
-    for older, current in OLDER_NAMES.items():
-        if older in settings and current in settings:
-            raise ConfigError(f"--{older} is an older name of --{current}: give one of them.")
-        if older in settings:
-            settings[current] = settings.pop(older)
-    return convert(
-        SOURCE, settings, SETTINGS, defaults=DEFAULTS, always=ALWAYS, remarks=REMARKS, num_prompts=num_prompts
-    )
+    settings = given if isinstance(given, Mapping) else options_of(given)
+    for name, value in settings.items():
+        if value is True and isinstance(SETTINGS.get(name), Carried) and name not in SWITCHES:
+            raise ConfigError(f"--{name} needs a value.")
+    return convert(Source(SOURCE, settings, SETTINGS, num_prompts), ALWAYS, REMARKS)
+
+
+def options_of(words: Sequence[str]) -> dict[str, Any]:
+    """Return the options of a command line: True without a value, a list with several.
+
+    Those of a launcher, which stand before main.py, have the prefix `launcher.`.
+    """
+    program = next((place for place, word in enumerate(words) if word.rpartition("/")[2] == PROGRAM), -1)
+    options: dict[str, Any] = {}
+    for word in words[: max(program, 0)]:
+        if word.startswith("-"):
+            options[f"launcher.{word.lstrip('-').partition('=')[0]}"] = True
+    name = None
+    for word in words[program + 1 :]:
+        if word.startswith("--"):
+            name, has_value, value = word[2:].partition("=")
+            options[name] = value if has_value else True
+        elif name is None:
+            raise ConfigError(f"{word!r} is neither a file nor an option of {PROGRAM}.")
+        else:
+            before = options[name]
+            options[name] = word if before is True else [*(before if isinstance(before, list) else [before]), word]
+    return options

@@ -8,10 +8,14 @@ from typing import Any
 
 from ppo_rlhf.compat import trl_last, trl_legacy
 from ppo_rlhf.compat.conversion import Conversion
-from ppo_rlhf.compat.table import Left, rule_of
+from ppo_rlhf.compat.table import Carried, rule_of
 from ppo_rlhf.core.errors import ConfigError
 
-_USUALLY_LEGACY = {"batch_size", "mini_batch_size"}  # TRL's last PPOConfig works them out while it trains
+_USUALLY_LEGACY = {
+    trl_legacy.GENERATION,
+    "batch_size",
+    "mini_batch_size",
+}  # TRL's last PPOConfig works them out while it trains
 
 
 def from_trl(settings: Mapping[str, Any], *, num_prompts: int | None = None) -> Conversion:
@@ -30,19 +34,17 @@ def from_trl(settings: Mapping[str, Any], *, num_prompts: int | None = None) -> 
     """
     if not isinstance(settings, Mapping):
         raise ConfigError(f"a configuration of TRL is a mapping of names to values, got {type(settings).__name__}.")
-    names = [str(name) for name in settings]
-    legacy = [name for name in names if name == trl_legacy.GENERATION or _only_in(trl_legacy, trl_last, name)]
-    last = [name for name in names if _only_in(trl_last, trl_legacy, name)]
+    legacy, last = (_only_in(one, other, settings) for one, other in ((trl_legacy, trl_last), (trl_last, trl_legacy)))
     if legacy and last:
         raise ConfigError(
             f"{legacy[0]} is a setting of TRL's legacy PPOConfig and {last[0]} of its last: give the settings of one."
         )
-    if legacy or (not last and _USUALLY_LEGACY & set(names)):
+    if legacy or (not last and _USUALLY_LEGACY & settings.keys()):
         return trl_legacy.from_trl_legacy(settings)
     return trl_last.from_trl_last(settings, num_prompts)
 
 
-def _only_in(one: ModuleType, other: ModuleType, name: str) -> bool:
-    """Whether a setting tells `one` from `other`: it decides something there, and `other` does not know it."""
-    rule = rule_of(name, one.SETTINGS)
-    return rule is not None and not isinstance(rule, Left) and rule_of(name, other.SETTINGS) is None
+def _only_in(one: ModuleType, other: ModuleType, settings: Mapping[str, Any]) -> list[str]:
+    """Return the settings that tell `one` from `other`: `one` carries them over, and `other` does not know them."""
+    carried = [name for name in settings if isinstance(rule_of(name, one.SETTINGS), Carried)]
+    return [name for name in carried if rule_of(name, other.SETTINGS) is None]

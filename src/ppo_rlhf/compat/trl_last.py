@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Annotated, Any
 
 from pydantic import Field
 
 from ppo_rlhf.compat.conversion import Conversion
-from ppo_rlhf.compat.table import Ledger, Rule, convert, left
+from ppo_rlhf.compat.table import NotOfferedError, Parameters, Source, Table, by, convert, left, to
 from ppo_rlhf.config import PPOConfig
 
 _SAME = (  # PPOConfig has TRL's names and defaults for these
@@ -18,68 +17,45 @@ _SAME = (  # PPOConfig has TRL's names and defaults for these
     "lr_scheduler_type weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm per_device_train_batch_size "
     "gradient_accumulation_steps num_mini_batches local_rollout_forward_batch_size response_length temperature"
 )
-DEFAULTS: dict[str, Any] = {  # of TRL 1.12; only those that are read below
-    **{field.name: field.default for field in fields(PPOConfig) if field.name in _SAME.split()},
-    "gradient_checkpointing": True,
-    "missing_eos_penalty": None,
-    "stop_token": None,
-    "stop_token_id": None,
-    "bf16": None,
-    "fp16": False,
-    "sft_model_path": "EleutherAI/pythia-160m",
-    "reward_model_path": "EleutherAI/pythia-160m",
-    "seed": 42,
-    "num_train_epochs": 3.0,
-    "warmup_steps": 0,
+ALWAYS: dict[str, Any] = {
+    "ppo.value_model": "reward_init",  # TRL's scripts load the critic from reward_model_path
+    "ppo.value_learning_rate": None,  # one optimiser for policy and critic
+    "ppo.kl_controller": "fixed",
+    "ppo.kl_in": "reward",
+    "ppo.whiten_advantages": True,
 }
-ALWAYS: dict[str, tuple[Any, str]] = {
-    "ppo.value_model": ("reward_init", "TRL's scripts load the critic from reward_model_path"),
-    "ppo.value_learning_rate": (None, "one optimiser for policy and critic"),
-    "ppo.kl_controller": ("fixed", "always so in TRL"),
-    "ppo.kl_in": ("reward", "always so in TRL"),
-    "ppo.whiten_advantages": (True, "always so in TRL"),
-}
-REMARKS = ("TRL's PPO does not clip gradients, whatever max_grad_norm says; here they are clipped to it.",)
+REMARKS = (
+    "TRL's PPO does not clip gradients, whatever max_grad_norm says; here they are clipped to it.",
+    "With gradient_accumulation_steps above 1 TRL takes one optimiser step every gradient_accumulation_steps "
+    "micro-batches, wherever minibatches end; here each of the num_mini_batches minibatches ends with a step.",
+)
 
 
-def length(ledger: Ledger) -> None:
-    """Derive the number of responses, from epochs over the prompts if it is not given; remark on TRL's steps."""
-    if ledger.value("total_episodes") is not None:
-        ledger.derive("ppo.total_episodes", ledger.count("total_episodes"), "total_episodes")
-        ledger.leave("total_episodes is set: TRL does not read it", "num_train_epochs")
-    elif ledger.num_prompts is not None:
-        epochs = ledger.checked("num_train_epochs", Annotated[float, Field(gt=0)])
-        ledger.derive("ppo.total_episodes", max(1, int(epochs * ledger.num_prompts)), "num_train_epochs")
-    else:
-        rule = "ppo.total_episodes is num_train_epochs times the number of prompts: give that (--prompts), or set it"
-        ledger.leave(rule, "num_train_epochs")
-        ledger.remarks.append(f"num_train_epochs={ledger.value('num_train_epochs')}: {rule}.")
-    ledger.leave("None: TRL works it out from num_train_epochs", "total_episodes")
-    if ledger.count("gradient_accumulation_steps") > 1 and ledger.count("num_mini_batches") > 1:
-        ledger.remarks.append(
-            "With gradient_accumulation_steps above 1 TRL takes one optimiser step every gradient_accumulation_steps "
-            "micro-batches, wherever minibatches end; here each of the num_mini_batches minibatches ends with a step."
-        )
+def length(s: Source) -> Parameters:
+    """Derive the number of responses, from epochs over the prompts if it is not given."""
+    return {"ppo.total_episodes": _episodes(s)}
 
 
-def warm_up(ledger: Ledger) -> None:
-    """Derive the warm-up as a share of the iterations, after `length`; `warmup_steps` counts them, or is a share."""
-    if ledger.value("lr_scheduler_type") == "constant":
-        ledger.leave("transformers' constant schedule has no warm-up", "warmup_ratio", "warmup_steps")
-        return
-    steps = ledger.checked("warmup_steps", Annotated[float, Field(ge=0)] | None) or 0.0
-    episodes = ledger.values.get("ppo.total_episodes")
-    if steps == 0 and ledger.value("warmup_ratio") is not None:
-        ledger.carry("ppo.warmup_ratio", "warmup_ratio")
-        ledger.leave("0: warmup_ratio counts", "warmup_steps")
-    elif steps < 1:
-        ledger.derive("ppo.warmup_ratio", steps, "warmup_steps")
-    elif episodes is None:
-        ledger.leave("the number of iterations is not known: ppo.warmup_ratio is a share of them", "warmup_steps")
-    else:
-        batch_size = ledger.count("per_device_train_batch_size") * ledger.count("gradient_accumulation_steps")
-        ledger.derive("ppo.warmup_ratio", share_of(int(steps), math.ceil(episodes / batch_size)), "warmup_steps")
-    ledger.leave("warmup_steps counts", "warmup_ratio")
+def _episodes(s: Source) -> int:
+    if s["total_episodes"] is not None:
+        return s.count("total_episodes")
+    epochs = s.checked("num_train_epochs", Annotated[float, Field(gt=0)])
+    if s.num_prompts is None:
+        raise NotOfferedError("it counts passes over the prompts: give their number (--prompts), or total_episodes")
+    return max(1, int(epochs * s.num_prompts))
+
+
+def warm_up(s: Source) -> Parameters:
+    """Derive the warm-up as a share of the iterations; `warmup_steps` counts them, or is a share."""
+    if s["lr_scheduler_type"] == "constant":  # it has no warm-up in transformers
+        return {}
+    steps = s.checked("warmup_steps", Annotated[float, Field(ge=0)] | None) or 0.0
+    if steps == 0 and s["warmup_ratio"] is not None:
+        return {"ppo.warmup_ratio": s["warmup_ratio"]}
+    if steps >= 1:
+        batch_size = s.count("per_device_train_batch_size") * s.count("gradient_accumulation_steps")
+        steps = share_of(int(steps), math.ceil(_episodes(s) / batch_size))
+    return {"ppo.warmup_ratio": steps}
 
 
 def share_of(steps: int, total: int) -> float:
@@ -88,63 +64,53 @@ def share_of(steps: int, total: int) -> float:
     return ratio if math.ceil(ratio * total) == steps else (steps - 0.5) / total
 
 
-def stop(ledger: Ledger) -> None:
-    """Derive the token that ends a response. The penalty for a response without it needs one."""
-    if ledger.value("stop_token_id") is not None:
-        ledger.leave("stop_token_id replaces it", "stop_token")
-    else:
-        ledger.derive("ppo.stop_token", ledger.value("stop_token") or "none", "stop_token")
-    if ledger.values.get("ppo.stop_token") != "none":
-        ledger.carry("ppo.missing_eos_penalty", "missing_eos_penalty")
-        return
-    ledger.leave("without stop_token no response stops, and all would pay it", "missing_eos_penalty")
-    ledger.remarks.append(
-        "Without stop_token TRL's responses never stop (ppo.stop_token=none): each has response_length tokens. "
-        "ppo.stop_token=eos lets them end."
-    )
+def stop(s: Source) -> Parameters:
+    """Derive the token that ends a response; stop_token_id replaces it."""
+    if s["stop_token_id"] is not None:
+        return {}
+    if s["stop_token"] is None:
+        s.remarks.append(
+            "Without stop_token TRL's responses never stop (ppo.stop_token=none): each has response_length tokens. "
+            "ppo.stop_token=eos lets them end."
+        )
+    return {"ppo.stop_token": s["stop_token"] or "none"}
 
 
-def precision(ledger: Ledger) -> None:
+def penalty(s: Source) -> Parameters:
+    """Derive the penalty of a response that does not stop. If none stops, all would pay it."""
+    stops = s["stop_token_id"] is not None or s["stop_token"] is not None
+    return {"ppo.missing_eos_penalty": s["missing_eos_penalty"] if stops else None}
+
+
+def precision(s: Source) -> Parameters:
     """Derive the precision: bfloat16 unless `bf16` or `fp16` says otherwise."""
-    fp16 = ledger.flag("fp16")
-    bf16 = not fp16 if ledger.value("bf16") is None else ledger.flag("bf16")
-    ledger.derive("ppo.dtype", "bfloat16" if bf16 else "float16" if fp16 else "float32", "bf16", "fp16")
+    fp16 = s.flag("fp16")
+    bf16 = not fp16 if s["bf16"] is None else s.flag("bf16")
     if bf16 or fp16:
-        ledger.remarks.append(
+        s.remarks.append(
             "TRL's PPO computes in float32 whatever bf16 and fp16 say, unless ACCELERATE_MIXED_PRECISION is set; here "
             "ppo.dtype counts. ppo.dtype=float32 does what TRL's run did."
         )
+    return {"ppo.dtype": "bfloat16" if bf16 else "float16" if fp16 else "float32"}
 
 
-def device(ledger: Ledger) -> None:
-    """Derive the device: TRL has a switch that keeps a run on the CPU."""
-    if ledger.given("use_cpu"):
-        ledger.derive("ppo.device", "cpu" if ledger.flag("use_cpu") else "auto", "use_cpu")
-
-
-def lora(ledger: Ledger) -> None:
+def lora(s: Source) -> Parameters:
     """Carry LoRA over if the run uses it. TRL's rank and alpha have the same defaults."""
-    names = ("lora_r", "lora_alpha", "lora_target_modules")
-    ledger.leave("dropout is always off", "lora_dropout")
-    if not ledger.flag("use_peft"):
-        ledger.leave("use_peft is not set: TRL does not read it", *names)
-        return
-    for name in names[:2]:
-        if ledger.given(name):
-            ledger.carry(f"ppo.{name}", name)
-    modules = ledger.value("lora_target_modules")
-    if modules is not None:
-        text = modules if isinstance(modules, str) else ",".join(map(str, modules))
-        ledger.derive("ppo.lora_target_modules", text, "lora_target_modules")
-        return
-    ledger.leave("None: peft chooses by the model's type, and here all-linear applies", "lora_target_modules")
-    ledger.remarks.append("Without lora_target_modules peft chooses (in Llama q_proj,v_proj); here it is all-linear.")
+    if not s.flag("use_peft"):
+        return {"ppo.use_peft": False}
+    values = {f"ppo.{name}": s[name] for name in ("lora_r", "lora_alpha") if name in s}
+    modules = s["lora_target_modules"]
+    if modules is None:
+        s.remarks.append("Without lora_target_modules peft chooses (in Llama q_proj,v_proj); here it is all-linear.")
+    elif not isinstance(modules, str):
+        modules = ",".join(map(str, modules))
+    return {"ppo.use_peft": True, **values, "ppo.lora_target_modules": modules or "all-linear"}
 
 
-SCRIPT_SETTINGS: dict[str, Rule] = {  # of TRL's ModelConfig and ScriptArguments, beside either PPOConfig
-    "use_peft": "ppo.use_peft",
-    **dict.fromkeys(("lora_r", "lora_alpha", "lora_target_modules", "lora_dropout"), lora),
-    "dataset_name": "prompts_path",
+SCRIPT_SETTINGS: Table = {  # of TRL's ModelConfig and ScriptArguments, beside either PPOConfig
+    **by(lora, use_peft=False, lora_r=16, lora_alpha=32, lora_target_modules=None),
+    "dataset_name": to("prompts_path"),
+    **left("dropout is always off", "lora_dropout"),
     **left("LoRA is put on linear layers, without variants", "lora_* use_rslora use_dora"),
     **left("the tokenizer is the SFT policy's own, and the policy is sft_model_path", "model_name_or_path"),
     **left(
@@ -156,23 +122,24 @@ SCRIPT_SETTINGS: dict[str, Rule] = {  # of TRL's ModelConfig and ScriptArguments
     **left("all columns of the prompts are kept: reward functions are called with them", "remove_unused_columns"),
     **left("tracking is configured in conf/base/mlflow.yml", "report_to run_name exp_name project log_with tracker_*"),
 }
-SETTINGS: dict[str, Rule] = {
-    **{name: f"ppo.{name}" for name in _SAME.split()},
-    "gradient_checkpointing": "ppo.gradient_checkpointing",
-    "stop_token_id": "ppo.stop_token_id",
-    "use_cpu": device,
-    "seed": "seed",
-    "sft_model_path": "sft_model_path",
-    "reward_model_path": "reward_model_path",
-    "optim": "ppo.optim",
-    "save_steps": "ppo.save_interval",
-    "save_total_limit": "ppo.save_total_limit",
-    "full_determinism": "ppo.deterministic",
-    "torch_compile": "ppo.compile",
-    **dict.fromkeys(("total_episodes", "num_train_epochs"), length),
-    **dict.fromkeys(("warmup_steps", "warmup_ratio"), warm_up),
-    **dict.fromkeys(("stop_token", "missing_eos_penalty"), stop),
-    **dict.fromkeys(("bf16", "fp16"), precision),
+SETTINGS: Table = {  # with the defaults of TRL 1.12
+    **{name: to(f"ppo.{name}", getattr(PPOConfig, name)) for name in _SAME.split()},
+    "gradient_checkpointing": to("ppo.gradient_checkpointing", True),
+    "stop_token_id": to("ppo.stop_token_id", None),
+    "use_cpu": to("ppo.device", ours={True: "cpu", "True": "cpu", "true": "cpu", False: "auto"}),
+    "seed": to("seed", 42),
+    "sft_model_path": to("sft_model_path", "EleutherAI/pythia-160m"),
+    "reward_model_path": to("reward_model_path", "EleutherAI/pythia-160m"),
+    "optim": to("ppo.optim"),
+    "save_steps": to("ppo.save_interval"),
+    "save_total_limit": to("ppo.save_total_limit"),
+    "full_determinism": to("ppo.deterministic"),
+    "torch_compile": to("ppo.compile"),
+    **by(length, total_episodes=None, num_train_epochs=3.0),
+    **by(warm_up, warmup_steps=0, warmup_ratio=None),
+    **by(stop, stop_token=None),
+    **by(penalty, missing_eos_penalty=None),
+    **by(precision, bf16=None, fp16=False),
     **SCRIPT_SETTINGS,
     **left("outputs are catalog entries, conf/base/catalog_ppo.yml", "output_dir overwrite_output_dir"),
     **left("tracking is configured in conf/base/mlflow.yml", "logging_dir trackio_*"),
@@ -199,5 +166,4 @@ SETTINGS: dict[str, Rule] = {
 
 def from_trl_last(settings: Mapping[str, Any], num_prompts: int | None = None) -> Conversion:
     """Convert a configuration of `trl.experimental.ppo`; absent settings have the defaults of TRL 1.12."""
-    name = "TRL's PPOConfig"
-    return convert(name, settings, SETTINGS, defaults=DEFAULTS, always=ALWAYS, remarks=REMARKS, num_prompts=num_prompts)
+    return convert(Source("TRL's PPOConfig", settings, SETTINGS, num_prompts), ALWAYS, REMARKS)
