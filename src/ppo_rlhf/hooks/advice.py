@@ -65,9 +65,9 @@ class AdviceHook:
         rows, self._rows = [{**row, "iteration": at} for at, row in self._rows.items()], {}
         if not rows:
             return
-        from ppo_rlhf.training.tuning import CURVE_RULES, advise, in_words  # heavy: only a run that trained pays for it
+        from ppo_rlhf.training.tuning import advise, in_words  # heavy: only a run that trained pays for it
 
         config = parameter(catalog, "ppo")
-        advice = advise(config, rows, CURVE_RULES)  # advice on the settings alone was given when the run began
+        advice = advise(config, rows)
         for line in ["What to change first (`kedro advise` says it again):", *in_words(config, advice, rows)]:
             logger.info("%s", line)

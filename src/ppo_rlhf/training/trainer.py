@@ -32,7 +32,7 @@ from ppo_rlhf.rewards.functions import check_column_names
 from ppo_rlhf.training import trainer_inputs
 from ppo_rlhf.training.query_sampler import QuerySampler
 from ppo_rlhf.training.trainer_models import ModelSource, context_of_all, take_critic, take_policies
-from ppo_rlhf.training.tuning import CURVE_RULES, advise, in_words
+from ppo_rlhf.training.tuning import advise, in_words
 
 log = logging.getLogger(__name__)
 
@@ -259,7 +259,7 @@ class PPOTrainer:
 
         loop.train(self.state, self.reference_policy, self._prompts, self._scorer, after_iteration)
         if is_main_process():
-            for line in in_words(self.config, advise(self.config, self.history, CURVE_RULES), list(self.history)):
+            for line in in_words(self.config, advise(self.config, self.history), list(self.history)):
                 log.info("%s", line)
         return self.history
 

@@ -29,45 +29,31 @@ def test_the_start_is_the_mean_of_as_few_iterations_as_hold_64_responses(batch: 
     assert run(*values, per_device_train_batch_size=batch).start(KEY) == start  # of one response: a window at most
 
 
-def test_the_start_above_zero_skips_zeros_at_the_start():
-    assert run(0.0, 3.0, *[9.0] * 38, per_device_train_batch_size=32).start_above_zero(KEY) == 1.5
-    assert run(0.0, NAN, 0.0, 1.0, 3.0, *[9.0] * 35, per_device_train_batch_size=32).start_above_zero(KEY) == 2.0
-    assert run(*[0.0] * 40).start_above_zero(KEY) == 0.0
-
-
 @pytest.mark.parametrize("hole", [NAN, None, math.inf, -math.inf])
 def test_a_value_that_is_not_finite_is_left_out_of_every_level(hole: float | None):
     holed = run(2.0, hole, 4.0, 4.0, 6.0, 6.0, hole, 8.0)
     assert (holed.last(KEY), holed.lowest(KEY), holed.highest(KEY)) == (8.0, 2.0, 8.0)
 
 
-def test_median_and_standard_error_are_those_of_the_last_window():
+def test_the_median_is_that_of_the_last_window():
     assert run(*[9.0] * 30, 1.0, 1e6, NAN, 2.0, 3.0, math.inf, 1e6, 1.0, 2.0, 2.5).median(KEY) == 2.25
-    error = run(*[50.0] * 12, 1.0, 2.0, 3.0, 4.0).standard_error(KEY)
-    assert error == pytest.approx(math.sqrt(5 / 3 / 4), rel=1e-12)
 
 
 def test_the_extremes_are_means_of_windows():
     values = np.random.default_rng(0).normal(size=53)
     values[[4, 17, 18, 40]] = NAN
     means = [np.nanmean(values[i : i + 10]) for i in range(53 - 10 + 1)]
-    assert run(*values).highest(KEY) == pytest.approx(max(means), rel=1e-12)
-    assert run(*values).lowest(KEY) == pytest.approx(min(means), rel=1e-12)
+    assert run(*values).highest(KEY) == pytest.approx(max(means), rel=1e-9)
+    assert run(*values).lowest(KEY) == pytest.approx(min(means), rel=1e-9)
 
 
 def test_an_unmeasured_metric_has_no_level():
     for empty in (run(1.0, 2.0), run()):
-        for level in (empty.last, empty.start, empty.highest, empty.lowest, empty.median, empty.standard_error):
+        for level in (empty.last, empty.start, empty.highest, empty.lowest, empty.median, empty.end):
             assert math.isnan(level("val/nothing"))
-    assert run().evaluations("a", "b") == []
 
 
 def test_rows_are_sorted_by_iteration_and_the_critics_warm_up_is_left_out():
     rows = [{"iteration": float(i), KEY: float(i)} for i in (3, 1, 2, 4)]
     assert Run(config(), rows).values(KEY).tolist() == [1.0, 2.0, 3.0, 4.0]
     assert Run(config(critic_warmup_iterations=2), rows).values(KEY).tolist() == [3.0, 4.0]
-
-
-def test_evaluations_are_the_iterations_that_measured_every_metric():
-    rows = [{"a": 1.0}, {"a": 2.0, "b": 20.0}, {"a": NAN, "b": 30.0}, {"a": 4.0, "b": 40.0}]
-    assert Run(config(), rows).evaluations("a", "b") == [(2.0, 20.0), (4.0, 40.0)]

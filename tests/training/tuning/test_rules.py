@@ -26,7 +26,7 @@ class Case:
 
     fires: Spoilt
     silent: Spoilt
-    change: tuple[str, Any, Any]
+    change: tuple[str, Any, Any] | None
     settings: dict[str, Any] = field(default_factory=dict)
     settings_silent: dict[str, Any] = field(default_factory=dict)
 
@@ -37,15 +37,9 @@ CASES = {
         {"policy/rollout_logprob_gap": curve(9e-4)},
         ("rollout_engine", "static", "hf"),
     ),
-    "rollout_mismatch_half_precision": Case(
-        {"policy/rollout_logprob_gap": curve(0.06)},
-        {"policy/rollout_logprob_gap": curve(0.04)},
-        ("importance_cap", None, 2.0),
-        {"dtype": "bfloat16"},
-    ),
     "kl_negative": Case(
-        {"objective/kl": [-0.2 + 0.05 * n for n in NOISE]},  # standard error 0.017
-        {"objective/kl": [-0.2 + 0.5 * n for n in NOISE]},  # 0.17
+        {"objective/kl": [-0.2 + 0.5 * n for n in NOISE]},  # every window's mean is -0.2
+        {"objective/kl": curve(-0.2, -0.2, -0.2, 0.1)},
         ("top_k", 50, 0),
         {"top_k": 50},
     ),
@@ -57,19 +51,6 @@ CASES = {
         {"objective/kl": curve(0.4), "eval/reward": [0.0, 0.0, 0.0, 0.3]},
         ("kl_coef", 0.5, 0.1),
         {"kl_coef": 0.5},
-    ),
-    "kl_horizon_too_long": Case(
-        {},
-        {},
-        ("kl_horizon", 1000.0, 130.0),  # 2,560 episodes / 20, of two digits
-        ADAPTIVE | {"kl_horizon": 1000.0},
-        ADAPTIVE | {"kl_horizon": 512.0},
-    ),
-    "kl_coef_saturated": Case(
-        {"objective/kl": curve(12), "objective/kl_coef": (0.05, 0.8)},
-        {"objective/kl": curve(7.4), "objective/kl_coef": (0.05, 0.8)},
-        ("learning_rate", 4e-4, 2e-4),
-        ADAPTIVE,
     ),
     "kl_off_target": Case(
         {"objective/kl": curve(8), "objective/kl_coef": curve(0.05)},
@@ -120,12 +101,6 @@ CASES = {
         {"loss/value_avg": curve(0.2, 0.7), "val/explained_variance": curve(0.3)},
         ("value_learning_rate", 5e-4, 2.5e-4),
     ),
-    "value_loss_dominates": Case(
-        {"loss/value_avg": curve(200)},  # 0.1 x (2 x 200) ** 0.5 = 2
-        {"loss/value_avg": curve(45)},  # 0.95
-        ("vf_coef", 0.1, 0.025),
-        SHARED,
-    ),
     "critic_is_poor": Case(
         {"val/explained_variance": curve(0.04)},
         {"val/explained_variance": curve(0.0, 0.06)},
@@ -136,7 +111,6 @@ CASES = {
         {"policy/grad_norm": [0.3] * 30 + [500.0] * 4 + [1.9] * 6},  # four of them, and far
         ("max_grad_norm", 1.0, 5.0),
     ),
-    "vf_coef_without_effect": Case({}, {}, ("vf_coef", 0.5, 0.1), {"vf_coef": 0.5}, {"vf_coef": 0.1}),
     "much_clipped": Case(
         {"policy/clipfrac_avg": curve(0.31, 0.1)}, {"policy/clipfrac_avg": curve(0.29)}, ("num_ppo_epochs", 4, 2)
     ),
@@ -154,13 +128,7 @@ CASES = {
     "spread_lost": Case(
         {"objective/scores_std": curve(1.0, 0.09)},  # from iteration 21 on
         {"objective/scores_std": curve(1.0, 0.11)},
-        ("total_episodes", 2560, 1344),
-    ),
-    "reward_clipped": Case(
-        {"objective/scores_p05": curve(-3), "objective/scores_p50": curve(-1.1), "objective/scores_p95": curve(0)},
-        {"objective/scores_p05": curve(-3), "objective/scores_p50": curve(-0.9), "objective/scores_p95": curve(0)},
-        ("reward_clip", 1.0, 4.5),
-        {"reward_clip": 1.0},
+        None,
     ),
 }
 
@@ -182,15 +150,12 @@ def test_every_rule_has_a_case():
 def test_a_rule_fires_where_it_must_and_nowhere_else(rule):
     case = CASES[rule.name]
     advice = fired(case.settings, case.fires)[rule.name]
-    assert advice.change == Change(*case.change)
+    assert advice.change == (Change(*case.change) if case.change else None)
     assert re.search(r"\d", advice.seen)
     assert rule.name not in fired(case.settings_silent or case.settings, case.silent)
-    if rule.iterations:
-        assert rule.name not in fired(case.settings, case.fires, rule.iterations - 1)
-        unmeasured = [
-            {"iteration": i} | dict.fromkeys(history()[0].keys() - {"iteration"}, math.nan) for i in range(40)
-        ]
-        assert rule.name not in {item.rule.name for item in advise(config(**case.settings), unmeasured)}
+    assert rule.name not in fired(case.settings, case.fires, rule.iterations - 1)
+    unmeasured = [{"iteration": i} | dict.fromkeys(history()[0].keys() - {"iteration"}, math.nan) for i in range(40)]
+    assert rule.name not in {item.rule.name for item in advise(config(**case.settings), unmeasured)}
 
 
 def test_rules_stand_in_the_order_of_their_stages_and_read_metrics_and_settings_that_exist():
@@ -202,21 +167,14 @@ def test_rules_stand_in_the_order_of_their_stages_and_read_metrics_and_settings_
 
 
 HIGH, LOW = {"objective/kl": curve(12)}, {"objective/kl": curve(2)}
-GAP, HALF = {"policy/rollout_logprob_gap": curve(0.2)}, {"dtype": "bfloat16", "importance_cap": 2.0}
-WOUND_DOWN = {"objective/kl_coef": curve(0.05, 0.02, 0.03, 0.05)}
 CUT = {"response/truncated_fraction": curve(0.1, 0.8)}
 CLIPPED = {"policy/clipfrac_avg": curve(0.5)}
-LOST = [1.0] * 25 + [0.05] * 15
-SPARSE = [0.0] * 3 + [0.4] * 4 + [0.0] + [0.4] * 12 + [0.0] * 20
 
 # rule, settings, curves, the change
 BRANCHES: list[tuple[str, dict[str, Any], Spoilt, tuple[str, Any, Any] | None]] = [
     ("kl_alarm", {"kl_coef": 0.05}, {"objective/kl": curve(500)}, ("kl_coef", 0.05, 0.2)),  # fourfold at most
-    ("kl_alarm", {"kl_coef": 0.0}, {"objective/kl": curve(25)}, ("kl_coef", 0.0, 0.05)),
     ("kl_alarm", {"kl_coef": 0.0}, {"objective/kl": curve(25), "objective/scores_std": curve(10)},
      ("kl_coef", 0.0, 0.5)),
-    ("kl_alarm", {"kl_coef": 0.0}, {"objective/kl": curve(25), "objective/scores_std": curve(0)},
-     ("kl_coef", 0.0, 0.05)),
     ("kl_alarm", {"kl_coef": 0.0, "reward_normalisation": "running", "reward_scale": 2.0},
      {"objective/kl": curve(25), "objective/scores_std": curve(10)}, ("kl_coef", 0.0, 0.1)),
     ("kl_alarm", ADAPTIVE | {"kl_target": 30.0}, {"objective/kl": curve(25)}, ("kl_target", 30.0, 12.0)),
@@ -224,35 +182,23 @@ BRANCHES: list[tuple[str, dict[str, Any], Spoilt, tuple[str, Any, Any] | None]] 
     ("kl_collapsed", {"kl_coef": 0.0}, {"objective/kl": curve(4, 0.3)}, ("learning_rate", 4e-4, 2e-4)),
     ("kl_off_target", ADAPTIVE, HIGH | {"objective/kl_coef": (0.05, 0.1)}, ("kl_coef", 0.05, 0.094)),
     ("kl_off_target", ADAPTIVE, LOW | {"objective/kl_coef": (0.05, 0.025)}, ("kl_coef", 0.05, 0.028)),
-    ("kl_off_target", ADAPTIVE, HIGH | WOUND_DOWN, ("kl_hold_iterations", 0, 10)),
-    ("kl_off_target", ADAPTIVE | {"kl_hold_iterations": 10}, HIGH | WOUND_DOWN, ("kl_horizon", 200.0, 100.0)),
+    ("kl_off_target", ADAPTIVE, HIGH | {"objective/kl_coef": (0.05, 0.8)}, ("learning_rate", 4e-4, 2e-4)),
     ("kl_off_target", ADAPTIVE | {"kl_horizon": 128.0}, LOW | {"objective/kl_coef": curve(0.05)},
      ("learning_rate", 4e-4, 8e-4)),
-    ("kl_off_target", ADAPTIVE | {"kl_horizon": 1000.0}, HIGH, ("kl_horizon", 1000.0, 130.0)),
-    ("kl_coef_saturated", ADAPTIVE, LOW | {"objective/kl_coef": curve(0.05, 0.004)}, ("learning_rate", 4e-4, 8e-4)),
-    ("rollout_mismatch_half_precision", HALF, GAP, ("rollout_engine", "static", "hf")),
-    ("rollout_mismatch_half_precision", HALF | {"rollout_engine": "hf"}, GAP, None),
+    ("rollout_mismatch", {"rollout_engine": "hf"}, {"policy/rollout_logprob_gap": curve(0.2)}, None),
     ("rollout_mismatch", {}, {"policy/rollout_logprob_gap": [1e-2, *[1e-7] * 39]}, ("rollout_engine", "static", "hf")),
     ("entropy_collapsed", {}, {"objective/entropy": curve(1.5, 0.4), "objective/kl": curve(0.4)},
      ("entropy_coef", 0.0, 0.01)),
-    ("reward_hacked", {}, {"eval/judge_score": [-0.1] * 4, "eval/win_rate_high": [0.4] * 4}, ("kl_coef", 0.08, 0.12)),
+    ("reward_hacked", {}, {"eval/judge_score": [-0.1] * 4, "eval/win_rate_high": [0.4] * 4}, ("kl_coef", 0.08, 0.16)),
     ("steps_skipped", {"dtype": "float16"}, {"optimiser/skipped_steps": (0.0, 8.0)}, ("dtype", "float16", "bfloat16")),
     ("critic_is_poor", {"value_learning_rate": None}, {"val/explained_variance": curve(0.0)},
      ("value_learning_rate", 4e-4, 8e-4)),
     ("critic_is_poor", SHARED, {"val/explained_variance": curve(0.0)}, ("vf_coef", 0.1, 0.2)),
-    ("much_clipped", {"num_ppo_epochs": 3}, CLIPPED, ("num_ppo_epochs", 3, 2)),
     ("much_clipped", {"num_ppo_epochs": 1, "num_mini_batches": 2}, CLIPPED, ("learning_rate", 4e-4, 2e-4)),
     ("truncated", {"missing_eos_penalty": 1.0}, CUT, ("missing_eos_penalty", 1.0, 2.0)),
     ("truncated", {"reward_scale": 0.2}, CUT | {"objective/scores_std": curve(3)}, ("missing_eos_penalty", None, 0.6)),
     ("truncated", {}, {"response/truncated_fraction": curve(0.9, 0.8)}, ("response_length", 36, 54)),
     ("truncated", {"truncated_responses": "mask"}, CUT, ("response_length", 36, 54)),  # excludes the penalty
-    ("truncated", {}, CUT | {"objective/scores_std": curve(0.0)}, ("response_length", 36, 54)),
-    ("spread_lost", {}, {"objective/scores_std": curve(0.0)}, None),  # no setting is to blame
-    ("spread_lost", {}, {"objective/scores_std": SPARSE}, ("total_episodes", 2560, 1344)),
-    ("spread_lost", {"critic_warmup_iterations": 20}, {"objective/scores_std": LOST}, ("total_episodes", 2560, 1664)),
-    ("reward_clipped", {"reward_clip": 1.0},
-     {f"objective/scores_p{q}": curve(level) for q, level in (("05", -3), ("50", -2), ("95", math.nan))},
-     ("reward_clip", 1.0, 4.5)),
 ]  # fmt: skip
 
 
@@ -264,7 +210,7 @@ def test_the_change_depends_on_the_settings_and_the_curves(name: str, settings: 
 @pytest.mark.parametrize(
     ("name", "settings", "curves"),
     [
-        ("kl_off_target", ADAPTIVE, HIGH | {"objective/kl_coef": curve(0.05, 0.6)}),  # saturated instead
+        ("rollout_mismatch", {"dtype": "bfloat16"}, {"policy/rollout_logprob_gap": curve(0.04)}),
         (
             "steps_skipped",
             {"dtype": "float16"},
@@ -272,10 +218,7 @@ def test_the_change_depends_on_the_settings_and_the_curves(name: str, settings: 
         ),  # finding its scale
         ("truncated", {"stop_token": "none"}, {"response/truncated_fraction": curve(1.0)}),
         ("spread_lost", {"total_episodes": 40, "per_device_train_batch_size": 1}, {"objective/scores_std": curve(0.0)}),
-        ("spread_lost", {}, {"objective/scores_std": [0.0] * 3 + [0.4] * 37}),
-        ("reward_clipped", {"reward_clip": 1.0, "reward_scale": 0.2}, {"objective/scores_p50": curve(3.0)}),
-        ("reward_clipped", {"reward_clip": 1.0, "reward_normalisation": "batch"}, {"objective/scores_p50": curve(3.0)}),
-        ("vf_coef_without_effect", SHARED | {"vf_coef": 0.5}, {}),
+        ("spread_lost", {}, {"objective/scores_std": [0.0] * 3 + [0.4] * 37}),  # a sparse reward
         ("critic_is_poor", {}, {"loss/value_avg": curve(0.2, 0.7), "val/explained_variance": curve(-0.5)}),
     ],
 )

@@ -6,6 +6,6 @@ applies the rules and writes the lines. docs/tuning.md explains every rule.
 
 from ppo_rlhf.training.tuning.advice import SHOWN, Advice, advise, in_words
 from ppo_rlhf.training.tuning.changes import Change
-from ppo_rlhf.training.tuning.rules import CURVE_RULES, RULES, Rule, Stage
+from ppo_rlhf.training.tuning.rules import RULES, Rule, Stage
 
-__all__ = ["CURVE_RULES", "RULES", "SHOWN", "Advice", "Change", "Rule", "Stage", "advise", "in_words"]
+__all__ = ["RULES", "SHOWN", "Advice", "Change", "Rule", "Stage", "advise", "in_words"]

@@ -9,7 +9,7 @@ from typing import Any
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.training.tuning.changes import Change
 from ppo_rlhf.training.tuning.curves import Run
-from ppo_rlhf.training.tuning.rules import RULES, Rule, Stage
+from ppo_rlhf.training.tuning.rules import RULES, Rule
 
 ENOUGH_ITERATIONS = 10
 """Most curves are not judged below this many iterations."""
@@ -27,31 +27,25 @@ class Advice:
     seen: str
     change: Change | None
 
-    @property
-    def stage(self) -> Stage:
-        """The rule's stage."""
-        return self.rule.stage
-
     def __str__(self) -> str:
         """Write it as one or two sentences."""
         return f"{self.seen}: {self.rule.meaning}.{f' {self.change}' if self.change else ''}"
 
 
-def advise(config: PPOConfig, history: History, rules: Iterable[Rule] = RULES) -> list[Advice]:
+def advise(config: PPOConfig, history: History) -> list[Advice]:
     """Return the advice for a run, in the order of the rules.
 
     Args:
         config: The run's settings.
         history: One mapping for each iteration: the metrics of docs/metrics.md by key, the eval/* ones where the
             iteration was evaluated (NaN or missing elsewhere), and `iteration`. It may be unfinished or empty.
-        rules: The rules to apply.
 
     Returns:
         One item for each rule that fires.
     """
     run = Run(config, history)
     found = []
-    for rule in rules:
+    for rule in RULES:
         if run.iterations >= rule.iterations and rule.fires(run):
             change = rule.change(run)
             found.append(Advice(rule, rule.what_was_seen(run), change if change and change.is_allowed(run) else None))
@@ -79,7 +73,7 @@ def in_words(config: PPOConfig, advice: list[Advice], history: History, most: in
         lines.append(f"Nothing to change{so_far}: no tuning rule objects to the curves of {iterations} iterations.")
     groups = _by_setting(advice)
     for place, (first, *others) in enumerate(groups[:most], start=1):
-        lines.append(f"{place}. [{first.stage.value}: {first.rule.name}] {first}")
+        lines.append(f"{place}. [{first.rule.stage.value}: {first.rule.name}] {first}")
         lines.extend(f"   [also {other.rule.name}] {other.seen}: {other.rule.meaning}." for other in others)
     if most is not None and len(groups) > most:
         lines.append(f"{len(groups) - most} more after that: kedro advise --all")

@@ -6,8 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
+from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.training.tuning.curves import Run
 
 MOVED = 0.5
@@ -18,10 +17,9 @@ USUAL_KL_COEF = 0.05
 """TRL's default, for scores of standard deviation 1."""
 USUAL_ENTROPY_COEF = 0.01
 """arXiv:1707.06347, table 5."""
-BETTER_START = 1.5
-"""Factor from which on the coefficient that the controller went to is a better start."""
-HELD = 10
-"""Iterations of holding still that brought the demo back from a coefficient ten times too small."""
+BETTER_START, SATURATED = 1.5, 10.0
+"""Factors of the first KL coefficient: from the one on, the controller's is a better start; from the other on, the size
+of the updates keeps KL from its target."""
 LEARNING_UPDATE, CALM_UPDATE = 1e-3, 0.02
 """policy/approxkl_avg to aim at, nats per token. It grows with the square of the learning rate."""
 
@@ -51,7 +49,7 @@ class Change:
         """Return whether it changes anything and leaves a valid configuration."""
         try:
             replace(run.config, **{self.setting: self.next})
-        except ValueError:
+        except ConfigError:
             return False
         return bool(self.next != self.now)
 
@@ -73,35 +71,26 @@ def stronger_penalty(r: Run, factor: float) -> Change:
     if r.adaptive:
         return scaled(r, "kl_target", 1.0 / factor)
     if r.config.kl_coef == 0.0:
-        spread = r.spread if r.spread > 0.0 else 1.0
-        return set_to(r, "kl_coef", float(f"{USUAL_KL_COEF * spread:.1g}"))
+        return set_to(r, "kl_coef", float(f"{USUAL_KL_COEF * (r.spread or 1.0):.1g}"))
     return scaled(r, "kl_coef", factor)
 
 
-def lower_kl(r: Run, limit: float) -> Change:
-    """Bring KL below a limit."""
-    if r.adaptive and r.config.kl_target < limit:
+def lower_kl(r: Run) -> Change:
+    """Bring KL down to the usual level."""
+    if r.adaptive and r.config.kl_target < r.config.kl_warning:
         return help_controller(r)
     return stronger_penalty(r, clamped(r.kl / USUAL_KL, 1.5, 4.0))
 
 
 def help_controller(r: Run) -> Change:
-    """Bring KL nearer to the target: a better start, a quicker controller, or another step size."""
-    c, now = r.config, r.last("objective/kl_coef")
-    too_high = r.kl > c.kl_target
-    if now > BETTER_START * c.kl_coef if too_high else now < c.kl_coef / BETTER_START:
-        return set_to(r, "kl_coef", rounded(now))
-    wound_down = r.lowest("objective/kl_coef") < c.kl_coef / BETTER_START
-    if too_high and wound_down and c.kl_hold_iterations < HELD:
-        return set_to(r, "kl_hold_iterations", HELD)  # the coefficient fell while KL was still near 0
-    if c.kl_horizon > 2 * c.batch_size:
+    """Bring KL nearer to the target: another step size, a better start, or a quicker controller."""
+    too_high, moved = r.kl > r.config.kl_target, r.last("objective/kl_coef") / r.config.kl_coef
+    moved = moved if too_high else 1.0 / moved
+    if moved <= SATURATED and moved > BETTER_START:
+        return set_to(r, "kl_coef", rounded(r.last("objective/kl_coef")))
+    if moved <= SATURATED and r.config.kl_horizon > 2 * r.config.batch_size:
         return scaled(r, "kl_horizon", 0.5)
     return scaled(r, "learning_rate", 0.5 if too_high else 2.0)
-
-
-def shorter_horizon(r: Run) -> Change:
-    """Let the run have twenty horizons of the controller."""
-    return set_to(r, "kl_horizon", rounded(r.config.total_episodes / 20))
 
 
 def weaker_penalty(r: Run) -> Change:
@@ -124,17 +113,10 @@ def more_entropy(r: Run) -> Change:
     return stronger_penalty(r, 1.5)
 
 
-def larger_updates(r: Run) -> Change:
-    """Raise the learning rate so that an update has the usual size, at most tenfold."""
-    size = r.highest("policy/approxkl_avg")
-    factor = math.sqrt(LEARNING_UPDATE / size) if size > 0.0 else 2.0
-    return scaled(r, "learning_rate", clamped(factor, 2.0, 10.0))
-
-
-def smaller_updates(r: Run) -> Change:
-    """Lower the learning rate so that an update stays within the clip range, at most tenfold."""
-    factor = math.sqrt(CALM_UPDATE / r.highest("policy/approxkl_avg"))
-    return scaled(r, "learning_rate", clamped(factor, 0.1, 0.5))
+def rate_for_update(r: Run, size: float, least: float, most: float) -> Change:
+    """Set the learning rate by which an update has a size: policy/approxkl_avg grows with its square."""
+    now = r.highest("policy/approxkl_avg")
+    return scaled(r, "learning_rate", clamped(math.sqrt(size / now) if now > 0.0 else least, least, most))
 
 
 def critic_rate(r: Run, factor: float) -> Change:
@@ -149,16 +131,9 @@ def less_truncation(r: Run) -> Change:
     """Penalise truncated responses, unless SFT's were as long already or a penalty is excluded."""
     now = r.config.missing_eos_penalty
     penalty = set_to(r, "missing_eos_penalty", rounded(2.0 * now if now else r.spread))
-    from_the_start = r.start("response/truncated_fraction") > 0.5
-    if from_the_start or not penalty.next > 0.0 or not penalty.is_allowed(r):
+    if r.start("response/truncated_fraction") > 0.5 or not penalty.next > 0.0 or not penalty.is_allowed(r):
         return scaled(r, "response_length", 1.5)
     return penalty
-
-
-def wider_clip(r: Run) -> Change:
-    """Clip beyond most scores, by those percentiles that were measured."""
-    levels = [abs(r.last(f"objective/scores_p{q}")) for q in ("05", "50", "95")]
-    return set_to(r, "reward_clip", rounded(1.5 * r.config.reward_scale * float(np.nanmax(levels))))
 
 
 def clamped(value: float, low: float, high: float) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+import pandas as pd
 
 from ppo_rlhf.config import PPOConfig
 
@@ -29,58 +29,46 @@ class Run:
     """
 
     def __init__(self, config: PPOConfig, rows: Iterable[Mapping[str, Any]]) -> None:
-        numbered = [(row.get("iteration", place), row) for place, row in enumerate(rows, start=1)]
-        numbered.sort(key=lambda pair: pair[0])
+        table = pd.DataFrame([{"iteration": place, **row} for place, row in enumerate(rows, start=1)], dtype=float)
+        if len(table):
+            table = table.sort_values("iteration")[lambda t: t["iteration"] > config.critic_warmup_iterations]
+        self._table = table.replace([math.inf, -math.inf], math.nan)
         self.config = config
-        self._rows = [row for iteration, row in numbered if iteration > config.critic_warmup_iterations]
-        self.iterations = len(self._rows)
+        self.iterations = len(table)
         self.window = max(1, min(WINDOW, self.iterations // 4))
         self._start = min(self.window, math.ceil(FIRST_RESPONSES / config.batch_size))
 
-    def values(self, key: str) -> NDArray[np.float64]:
+    def values(self, key: str) -> pd.Series:
         """Return the metric at each iteration, NaN where it was not measured."""
-        found = (row.get(key) for row in self._rows)
-        values = np.array([math.nan if value is None else value for value in found], dtype=np.float64)
-        return np.where(np.isfinite(values), values, math.nan)
+        return self._table[key] if key in self._table else pd.Series(math.nan, self._table.index, dtype=float)
 
     def last(self, key: str) -> float:
         """Return the mean of the last window."""
-        return _mean(self.values(key)[-self.window :])
+        return float(self.values(key).tail(self.window).mean())
 
     def median(self, key: str) -> float:
         """Return the median of the last window."""
-        values = _measured(self.values(key)[-self.window :])
-        return float(np.median(values)) if len(values) else math.nan
-
-    def standard_error(self, key: str) -> float:
-        """Return the standard error of `last`."""
-        values = _measured(self.values(key)[-self.window :])
-        return float(values.std(ddof=1) / math.sqrt(len(values))) if len(values) > 1 else math.nan
+        return float(self.values(key).tail(self.window).median())
 
     def start(self, key: str) -> float:
         """Return the mean over the first iterations, as few as hold `FIRST_RESPONSES` responses."""
-        return _mean(self.values(key)[: self._start])
-
-    def start_above_zero(self, key: str) -> float:
-        """Return `start`; if that is 0, the same mean from the first value above 0 on, or 0 if there is none."""
-        values, start = self.values(key), self.start(key)
-        above = np.flatnonzero(values > 0.0)
-        if start != 0.0 or not len(above):
-            return start
-        return _mean(values[above[0] : above[0] + self._start])
+        return float(self.values(key).head(self._start).mean())
 
     def highest(self, key: str) -> float:
         """Return the largest mean of any window."""
-        return max(self._window_means(key), default=math.nan)
+        return float(self._window_means(key).max())
 
     def lowest(self, key: str) -> float:
         """Return the smallest mean of any window."""
-        return min(self._window_means(key), default=math.nan)
+        return float(self._window_means(key).min())
 
-    def evaluations(self, *keys: str) -> list[tuple[float, ...]]:
-        """Return these metrics of each iteration that measured all of them."""
-        table = np.stack([self.values(key) for key in keys], axis=-1)
-        return [tuple(map(float, row)) for row in table if np.isfinite(row).all()]
+    def end(self, key: str) -> float:
+        """Return the last measured value, as of an evaluation."""
+        measured = self.values(key).dropna()
+        return float(measured.iloc[-1]) if len(measured) else math.nan
+
+    def _window_means(self, key: str) -> pd.Series:
+        return self.values(key).rolling(self.window, min_periods=1).mean().iloc[self.window - 1 :]
 
     @property
     def kl(self) -> float:
@@ -93,11 +81,14 @@ class Run:
         return self.config.kl_controller == "adaptive"
 
     @property
+    def deviation(self) -> float:
+        """Standard deviation of the scores at the start; a sparse reward may begin with zeros, then the highest."""
+        return self.start("objective/scores_std") or self.highest("objective/scores_std")
+
+    @property
     def spread(self) -> float:
-        """Standard deviation of the scores at the start, as the KL penalty is weighed against them."""
-        if self.config.reward_normalisation != "none":
-            return self.config.reward_scale
-        return self.start_above_zero("objective/scores_std") * self.config.reward_scale
+        """The same as the KL penalty is weighed against it: after the normalisation and the scale."""
+        return self.config.reward_scale * (self.deviation if self.config.reward_normalisation == "none" else 1.0)
 
     @property
     def gain(self) -> float:
@@ -105,23 +96,22 @@ class Run:
 
         From the last evaluation if there was one, which has the same prompts and noise for both; else from training.
         """
-        evaluated = self.evaluations("eval/reward", "eval/reward_sft")
-        rise = self.last("objective/scores") - self.start("objective/scores")
-        if evaluated:
-            rise = evaluated[-1][0] - evaluated[-1][1]
-        deviation = self.start_above_zero("objective/scores_std")
-        return rise / deviation if deviation > 0.0 else math.nan
+        rise = self.end("eval/reward") - self.end("eval/reward_sft")
+        if math.isnan(rise):
+            rise = self.last("objective/scores") - self.start("objective/scores")
+        return rise / self.deviation if self.deviation > 0.0 else math.nan
 
-    def _window_means(self, key: str) -> list[float]:
-        values = self.values(key)
-        means = (_mean(values[i : i + self.window]) for i in range(len(values) - self.window + 1))
-        return [mean for mean in means if math.isfinite(mean)]
+    @property
+    def judge_lost(self) -> float:
+        """Share of the judge's best rise over SFT's that the last evaluation lost while the reward did not fall."""
+        judge, reward = self.values("eval/judge_score").dropna(), self.values("eval/reward")
+        if len(judge) < 3 or not self.end("eval/reward") >= reward[judge.idxmax()]:
+            return math.nan
+        rise = judge.max() - self.end("eval/judge_score_sft")
+        return float((judge.max() - judge.iloc[-2:].mean()) / rise) if rise > 0.0 else math.nan
 
-
-def _measured(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    return values[np.isfinite(values)]
-
-
-def _mean(values: NDArray[np.float64]) -> float:
-    measured = _measured(values)
-    return float(measured.mean()) if len(measured) else math.nan
+    @property
+    def rollout_gap(self) -> float:
+        """Gap between the sampler's and the trained log-probabilities: at first or at the end, the larger one."""
+        key = "policy/rollout_logprob_gap"
+        return float(np.fmax(self.values(key).head(1).mean(), self.last(key)))
