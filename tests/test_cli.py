@@ -213,6 +213,7 @@ def test_an_error_of_another_process_alone_is_shown_with_its_number(
     assert line.startswith("Error: process 1: ppo.kl_coeff")
 
 
+@pytest.mark.slow
 def test_an_error_of_all_processes_is_shown_once_and_ends_them(toy_project: Path):
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "-m", "kedro"]
     done = subprocess.run(

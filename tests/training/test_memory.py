@@ -77,7 +77,7 @@ def test_the_numbers_of_a_tiny_model_are_those_worked_out_by_hand():
     assert passing(plan(entropy_coef=0.01), "update") == gradients + 8 * 14 * kept + 3 * logits
     checkpointed = gradients + 8 * 14 * (2 * 16 * 4 + one_layer) + 2 * logits
     assert passing(plan(gradient_checkpointing=True), "update") == checkpointed
-    assert passing(plan(), "scoring by the reference policy") == 8 * 14 * one_layer
+    assert passing(plan(), "scoring") == 8 * 14 * one_layer
     assert passing(plan(), "rollout") == cache + 8 * 6 * one_layer
     two = plan(replace(RunShape(LLAMA, 6), processes=2))
     assert passing(two, "update") - passing(plan(), "update") == gradients
@@ -99,8 +99,7 @@ def test_offloaded_models_count_on_the_host_and_while_they_score():
     near, far = (plan(shape, offload_reference_policy=waits, offload_reward_model=waits) for waits in (False, True))
     moved = {name: near.held[f"{name}: weights"] for name in ("reference policy", "reward model")}
     assert sum(near.held.values()) - sum(far.held.values()) == far.on_host == sum(moved.values())
-    for name, size in moved.items():
-        assert passing(far, f"scoring by the {name}") == passing(near, f"scoring by the {name}") + size
+    assert passing(far, "scoring") == passing(near, "scoring") + max(moved.values())  # one at a time
 
 
 def test_a_moving_average_an_evaluation_and_casts_to_16_bits_count():
@@ -108,7 +107,7 @@ def test_a_moving_average_an_evaluation_and_casts_to_16_bits_count():
     assert 0 < averaged[MOMENTS] // 2 - averaged["policy: moving average"] <= 17 * 4  # the value head has no average
     assert "evaluation" not in plan().phases
     evaluated = plan(RunShape(LLAMA, 6, evaluation_rows=64))
-    assert passing(evaluated, "evaluation") == 8 * passing(evaluated, "scoring by the reference policy")
+    assert passing(evaluated, "evaluation") == 8 * passing(evaluated, "scoring")
     weights = plan().held["policy: weights"] // 4
     full, cast = (passing(plan(dtype=dtype), "rollout") for dtype in ("float32", "bfloat16"))
     assert full // 2 + 1.9 * weights < cast < full // 2 + 2 * weights
@@ -119,32 +118,24 @@ def test_a_critic_from_a_reward_model_needs_one():
         plan(value_model="reward_init")
 
 
-# What to change first.
-
-
-def test_the_cheapest_changes_come_first_and_end_where_the_run_fits():
+def test_changes_that_lower_the_peak_are_suggested_alone_and_the_cheapest_first():
     config, shape = PPOConfig(**{**SETTINGS, "per_device_train_batch_size": 16}), RunShape(WIDE, 6, on_cpu=False)
-    everything = list(suggestions(config, shape, 0))
-    needed = [plan_memory(config, shape).needed, *(each.needed for each in everything)]
-    assert needed == sorted(needed, reverse=True)
-    assert str(everything[0]) == "ppo.per_device_train_batch_size=8, ppo.gradient_accumulation_steps=2"
-    settings = [next(iter(each.changes)) for each in everything]
+    found = list(suggestions(config, shape))
+    assert found[0].changes == {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}
+    settings = [next(iter(each.changes)) for each in found]
     assert settings.index("offload_reference_policy") < settings.index("value_model") < settings.index("use_peft")
-    assert list(suggestions(config, shape, everything[0].needed)) == everything[:1]
-    assert list(suggestions(config, shape, needed[0])) == []
-    for each in everything:
-        config = replace(config, **each.changes)
-        assert plan_memory(config, shape).needed == each.needed
+    for each in found:
+        assert each.needed == plan_memory(replace(config, **each.changes), shape).needed
+        assert each.needed < plan_memory(config, shape).needed
 
 
-def test_nothing_that_the_settings_exclude_is_suggested():
-    """Adapters exclude an offloaded reward model that the critic starts from, until the critic is a head."""
+def test_nothing_that_the_settings_or_the_device_exclude_is_suggested():
     config = PPOConfig(**SETTINGS, value_model="reward_init", offload_reward_model=True)
     shape = RunShape(WIDE, 6, CausalLMRewardConfig(text_config=WIDE), on_cpu=False)
-    changes = [str(each) for each in suggestions(config, shape, 0)]
-    at = {name: place for place, text in enumerate(changes) for name in ("value_model", "use_peft") if name in text}
-    assert at["value_model"] < at["use_peft"]
-    assert not any("offload" in str(each) for each in suggestions(PPOConfig(**SETTINGS), RunShape(LLAMA, 6), 0))
+    assert not any("use_peft" in each.changes for each in suggestions(config, shape))
+    assert not any(
+        each.changes.get("offload_reference_policy") for each in suggestions(PPOConfig(**SETTINGS), RunShape(WIDE, 6))
+    )
 
 
 @pytest.mark.parametrize(
@@ -153,7 +144,6 @@ def test_nothing_that_the_settings_exclude_is_suggested():
         ({}, 1000),
         ({"memory.max": "max\n", "memory.current": "700\n"}, 1000),
         ({"memory.max": "900\n", "memory.current": "700\n"}, 200),
-        ({"memory.max": "500\n", "memory.current": "700\n"}, 0),
     ],
     ids=str,
 )
@@ -186,6 +176,7 @@ def measure(model: dict[str, Any], settings: dict[str, Any], result: Any) -> Non
     result.put((planned.needed, measured))
 
 
+@pytest.mark.slow
 def test_the_plan_is_within_35_percent_of_a_measured_peak(monkeypatch: pytest.MonkeyPatch):
     """glibc gives freed blocks back only with this setting; without it the measured peak says more about glibc."""
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(2**20))
@@ -198,5 +189,4 @@ def test_the_plan_is_within_35_percent_of_a_measured_peak(monkeypatch: pytest.Mo
     process.start()
     planned, measured = result.get(timeout=120)
     process.join()
-    print("PM", planned, measured)
     assert planned == pytest.approx(measured, rel=0.35)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -119,21 +120,22 @@ def _verdict(plan: MemoryPlan, config: PPOConfig, shape: RunShape, free: int, on
     if plan.needed + process <= free:
         yield "It fits."
         return
-    place, least = 0, plan.needed + process
-    for place, each in enumerate(suggestions(config, shape, free - process), start=1):
-        if place == 1:
-            yield "It does not fit. Change first, each on top of those before it:"
-        least = each.needed + process
-        yield f"{place}. {each} ({each.price}): {_gib(least)}"
-    rest = "take a smaller model, shorter texts or more memory."
-    if not place:
-        yield f"It does not fit, and no setting changes that: {rest}"
-    elif least > free:
-        yield f"That is all, and {_gib(least)} are still too much: {rest}"
+    helpful = list(suggestions(config, shape))
+    if not helpful:
+        yield "It does not fit, and no setting changes that: take a smaller model, shorter texts or more memory."
+        return
+    yield "It does not fit. Each of these lowers the peak, the cheapest first; together they lower it further:"
+    for place, each in enumerate(helpful, start=1):
+        settings = ", ".join(f"ppo.{name}={_word(value)}" for name, value in each.changes.items())
+        yield f"{place}. {settings} ({each.price}): {_gib(each.needed + process)}"
 
 
 def _row(name: str, size: int) -> str:
     return f"{name:<58} {_gib(size):>12}"
+
+
+def _word(value: Any) -> str:
+    return json.dumps(value).strip('"')
 
 
 def _gib(size: int) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from transformers.pytorch_utils import Conv1D
 
 from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.config.model_rules import OFFLOADING_FIELDS
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.models.quiet import quiet_transformers
 from ppo_rlhf.ppo.accelerator import frozen_dtype, trained_dtype
@@ -28,7 +29,6 @@ from ppo_rlhf.ppo.logprobs import LOGITS_HELD
 
 PROCESS_BYTES = 600 * 2**20
 """Resident once `kedro run` has imported its libraries and they have computed something (measured on Linux)."""
-UPDATE = "update"
 KEPT = 1.5
 """Peak of the activations over the inputs and outputs of linear layers: norms and position embeddings keep the rest
 (Llama: 1.13 in float32, 1.54 in bfloat16), and the backward pass holds gradients of activations."""
@@ -82,16 +82,8 @@ class MemoryPlan:
         return self.phases[self.peak]
 
 
-@dataclass(frozen=True)
-class _Sizes:
-    """Sizes of a run's models.
-
-    Attributes:
-        weights: Bytes of weights and buffers, by model.
-        trained: Bytes of the trained weights of policy and critic.
-        copied: Bytes of the 16-bit copies that autocast makes of a model's float32 weights.
-        kept_per_token: Numbers that all layers keep of a token for the backward pass.
-    """
+class _Sizes(NamedTuple):
+    """Bytes of weights by model, of trained weights (policy, critic) and of autocast's copies; activations a token."""
 
     weights: dict[str, int]
     trained: tuple[int, int]
@@ -110,35 +102,49 @@ def plan_memory(config: PPOConfig, shape: RunShape) -> MemoryPlan:
         ConfigError: The critic is to start as a reward model, and there is none.
         ModelError: An option does not fit the architecture.
     """
-    return _plan(config, shape, _sizes(config, shape))
-
-
-def _plan(config: PPOConfig, shape: RunShape, sizes: _Sizes) -> MemoryPlan:
-    waiting = {"reference policy": config.offload_reference_policy, "reward model": config.offload_reward_model}
+    c, sizes = config, _sizes(config, shape)
+    waiting = {"reference policy": c.offload_reference_policy, "reward model": c.offload_reward_model}
     offloaded = {name: size for name, size in sizes.weights.items() if waiting.get(name)}
     held = {f"{name}: weights": size for name, size in sizes.weights.items() if name not in offloaded}
     held["optimisers: two moments of each trained weight"] = 2 * sum(sizes.trained)
-    if config.ema_decay is not None:
+    if c.ema_decay is not None:
         held["policy: moving average"] = sizes.trained[0]
 
-    passes = _Passes(config, shape, sizes)
-    rows = min(config.local_rollout_forward_batch_size, config.local_batch_size)
-    micro = micro_batch_rows(config, shape.prompt_length)
-    reference = offloaded.get("reference policy", 0)
-    passing = {
-        "rollout": passes.rollout(rows),
-        "scoring by the reference policy": passes.scoring(rows) + reference,
-        "scoring by policy and critic": passes.scoring(micro) + sizes.copied,
-        "scoring by the reward model": passes.scoring(rows, logits=False) + offloaded.get("reward model", 0),
-        "evaluation": max(passes.rollout(shape.evaluation_rows), passes.scoring(shape.evaluation_rows) + reference),
-        UPDATE: passes.update(micro),
-    }
-    if shape.reward_model is None:
-        del passing["scoring by the reward model"]
-    if not shape.evaluation_rows:
-        del passing["evaluation"]
-    phases = {name: sum(held.values()) + size for name, size in passing.items()}
+    text, number = shape.policy.get_text_config(), frozen_dtype(c).itemsize
+    heads, layers = text.num_attention_heads, text.num_hidden_layers
+    key_values = getattr(text, "num_key_value_heads", None) or heads
+    head_width = getattr(text, "head_dim", None) or text.hidden_size // heads
+    tokens = shape.prompt_length + c.response_length
+    kept = round(KEPT * sizes.kept_per_token) * number
+    one_layer = kept // layers
+
+    def logits(rows: int) -> int:
+        held_at_a_time = LOGITS_HELD * (1 if shape.on_cpu else 16)
+        return min(rows * c.response_length * text.vocab_size, held_at_a_time) * number
+
+    def rollout(rows: int) -> int:
+        cache = rows * tokens * 2 * layers * key_values * head_width * number
+        one_step = rows * text.vocab_size * (number + 3 * 4)  # logits, and their probabilities in float32
+        return cache + max(one_step, rows * shape.prompt_length * one_layer) + sizes.copied
+
+    def scoring(rows: int) -> int:  # without gradients: one layer at a time, then a chunk of logits
+        return max(rows * tokens * one_layer, logits(rows)) + max([sizes.copied, *offloaded.values()])
+
+    def update(rows: int) -> int:
+        gradients = sum(sizes.trained) * (1 if shape.processes == 1 else 2)  # the second: DDP's buckets
+        activations = layers * text.hidden_size * number + one_layer if c.gradient_checkpointing else kept
+        return gradients + rows * tokens * activations + logits(rows) * (3 if c.entropy_coef else 2) + sizes.copied
+
+    rows, micro = _rollout_rows(c), micro_batch_rows(c, shape.prompt_length)
+    passes = {"rollout": rollout(rows), "scoring": scoring(max(rows, micro)), "update": update(micro)}
+    if shape.evaluation_rows:
+        passes["evaluation"] = max(rollout(shape.evaluation_rows), scoring(shape.evaluation_rows))
+    phases = {name: sum(held.values()) + size for name, size in passes.items()}
     return MemoryPlan(held, phases, sum(offloaded.values()))
+
+
+def _rollout_rows(config: PPOConfig) -> int:
+    return min(config.local_rollout_forward_batch_size, config.local_batch_size)
 
 
 def micro_batch_rows(config: PPOConfig, prompt_length: int) -> int:
@@ -147,45 +153,6 @@ def micro_batch_rows(config: PPOConfig, prompt_length: int) -> int:
     if config.max_tokens_per_micro_batch is None:
         return rows
     return max(1, min(rows, config.max_tokens_per_micro_batch // (prompt_length + config.response_length)))
-
-
-class _Passes:
-    """Bytes of the forward and backward passes, beyond weights and moments."""
-
-    def __init__(self, config: PPOConfig, shape: RunShape, sizes: _Sizes) -> None:
-        text = shape.policy.get_text_config()
-        heads = text.num_attention_heads
-        key_value_heads = getattr(text, "num_key_value_heads", None) or heads
-        head_width = getattr(text, "head_dim", None) or text.hidden_size // heads
-        self.config, self.shape, self.sizes = config, shape, sizes
-        self.bytes = frozen_dtype(config).itemsize
-        self.row = shape.prompt_length + config.response_length
-        self.vocabulary = text.vocab_size
-        self.cache_per_token = 2 * text.num_hidden_layers * key_value_heads * head_width * self.bytes
-        self.layer_inputs = text.num_hidden_layers * text.hidden_size * self.bytes
-        self.kept = round(KEPT * sizes.kept_per_token) * self.bytes
-        self.one_layer = self.kept // text.num_hidden_layers
-
-    def rollout(self, rows: int) -> int:
-        """Return the key-value cache at full length, and the larger of the prefill and one step's logits."""
-        logits = rows * self.vocabulary * (self.bytes + 3 * 4)  # logits, and their probabilities in float32
-        prefill = rows * self.shape.prompt_length * self.one_layer
-        return rows * self.row * self.cache_per_token + max(logits, prefill) + self.sizes.copied
-
-    def scoring(self, rows: int, *, logits: bool = True) -> int:
-        """Return a forward pass without gradients: one layer at a time, then a chunk of logits."""
-        return max(rows * self.row * self.one_layer, self._logits(rows) if logits else 0)
-
-    def update(self, rows: int) -> int:
-        """Return the gradients of policy and critic, and one micro-batch: activations, and logits with gradients."""
-        gradients = sum(self.sizes.trained) * (1 if self.shape.processes == 1 else 2)  # the second: DDP's buckets
-        kept = self.layer_inputs + self.one_layer if self.config.gradient_checkpointing else self.kept
-        logits = self._logits(rows) * (3 if self.config.entropy_coef else 2)
-        return gradients + rows * self.row * kept + logits + self.sizes.copied
-
-    def _logits(self, rows: int) -> int:
-        held = LOGITS_HELD * (1 if self.shape.on_cpu else 16)
-        return min(rows * self.config.response_length * self.vocabulary, held) * self.bytes
 
 
 def _sizes(config: PPOConfig, shape: RunShape) -> _Sizes:
@@ -218,109 +185,57 @@ def _sizes(config: PPOConfig, shape: RunShape) -> _Sizes:
     return _Sizes(weights, (trained[0], trained[1]), copied, kept_per_token)
 
 
-# What to change first.
-
 Changes = dict[str, Any]
-WORTH_NAMING = 0.98
-"""A change is named if it leaves at most this share of the peak."""
 
 
-@dataclass(frozen=True)
-class Suggestion:
-    """A change of settings, on top of the suggestions before it.
-
-    Attributes:
-        changes: Settings of PPOConfig and their new values.
-        price: What it costs.
-        needed: Bytes that one process needs with it.
-    """
+class Suggestion(NamedTuple):
+    """Settings of PPOConfig to change, what that costs, and the bytes that one process then needs."""
 
     changes: Changes
     price: str
     needed: int
 
-    def __str__(self) -> str:
-        """Write the settings as `ppo.name=value`."""
-        words = {None: "null", True: "true", False: "false"}
-        return ", ".join(
-            f"ppo.{name}={words[value] if value is None or isinstance(value, bool) else value}"
-            for name, value in self.changes.items()
-        )
+
+def suggestions(config: PPOConfig, shape: RunShape) -> Iterator[Suggestion]:
+    """Yield each change that alone lowers the peak by at least 2 %, the cheapest first."""
+    needed = plan_memory(config, shape).needed
+    for price, changes_of in _STEPS:
+        changes = changes_of(config)
+        if shape.on_cpu and any(changes.get(name) for name in OFFLOADING_FIELDS):
+            continue
+        try:
+            lower = plan_memory(replace(config, **changes), shape).needed
+        except ConfigError:  # another setting excludes it
+            continue
+        if lower <= 0.98 * needed:
+            yield Suggestion(changes, price, lower)
 
 
-def suggestions(config: PPOConfig, shape: RunShape, limit: int) -> Iterator[Suggestion]:
-    """Yield changes of settings, each on top of the others, until the run fits into `limit` bytes or none helps.
-
-    Each is the cheapest that lowers the peak as it then is. Changes that the other settings exclude are left out.
-    """
-    known: dict[tuple[object, ...], _Sizes] = {}
-
-    def plan_of(c: PPOConfig) -> MemoryPlan:
-        models = (c.dtype, c.use_peft, c.value_model)  # the settings of _STEPS that change the models
-        if models not in known:
-            known[models] = _sizes(c, shape)
-        return _plan(c, shape, known[models])
-
-    needed = plan_of(config).needed
-    while needed > limit:
-        for price, changes_of in _STEPS:
-            changes = changes_of(config, shape)
-            try:
-                changed = replace(config, **changes)
-            except ConfigError:
-                continue
-            lower = plan_of(changed).needed
-            if lower <= WORTH_NAMING * needed:
-                config, needed = changed, lower
-                yield Suggestion(changes, price, needed)
-                break
-        else:
-            return
-
-
-def _smaller_rollouts(c: PPOConfig, _: RunShape) -> Changes:
-    return {
-        "local_rollout_forward_batch_size": max(1, min(c.local_rollout_forward_batch_size, c.local_batch_size) // 2)
-    }
-
-
-def _smaller_micro_batches(c: PPOConfig, _: RunShape) -> Changes:
+def _smaller_micro_batches(c: PPOConfig) -> Changes:
     """Cut the same batch into pieces of half the size; a piece is never larger than a minibatch."""
     rows = c.per_device_train_batch_size
-    if rows % 2:
-        return {}
     while rows % 2 == 0 and rows >= c.local_micro_batch_size:
         rows //= 2
     return {"per_device_train_batch_size": rows, "gradient_accumulation_steps": c.local_batch_size // rows}
 
 
-def _sixteen_bits(c: PPOConfig, _: RunShape) -> Changes:
-    return {} if c.dtype == "float16" else {"dtype": "bfloat16"}
-
-
-_STEPS: tuple[tuple[str, Callable[[PPOConfig, RunShape], Changes]], ...] = (
-    ("the same numbers but for rounding, slower rollouts", _smaller_rollouts),
+_STEPS: tuple[tuple[str, Callable[[PPOConfig], Changes]], ...] = (
+    (
+        "the same numbers but for rounding, slower rollouts",
+        lambda c: {"local_rollout_forward_batch_size": max(1, _rollout_rows(c) // 2)},
+    ),
     ("the same batch in smaller pieces: the same numbers but for rounding", _smaller_micro_batches),
-    ("the same numbers, an update takes about a third longer", lambda c, s: {"gradient_checkpointing": True}),
-    (
-        "the same numbers, a copy to the GPU each iteration",
-        lambda c, s: {} if s.on_cpu or c.use_peft else {"offload_reference_policy": True},
-    ),
-    (
-        "the same numbers, a copy to the GPU each iteration",
-        lambda c, s: {} if s.on_cpu or s.reward_model is None else {"offload_reward_model": True},
-    ),
-    ("frozen models and activations in 16 bits", _sixteen_bits),
-    ("another critic: a value head on the policy", lambda c, s: {"value_model": "shared", "value_learning_rate": None}),
+    ("the same numbers, an update takes about a third longer", lambda c: {"gradient_checkpointing": True}),
+    ("the same numbers, a copy to the GPU each iteration", lambda c: {"offload_reference_policy": True}),
+    ("the same numbers, a copy to the GPU each iteration", lambda c: {"offload_reward_model": True}),
+    ("frozen models and activations in 16 bits", lambda c: {} if c.dtype == "float16" else {"dtype": "bfloat16"}),
+    ("another critic: a value head on the policy", lambda c: {"value_model": "shared", "value_learning_rate": None}),
     (
         "adapters train instead of all weights, at higher learning rates",
-        lambda c, s: {"use_peft": True, "offload_reference_policy": False},
+        lambda c: {"use_peft": True, "offload_reference_policy": False},
     ),
 )
 """Price and change, the cheapest first."""
-
-
-# What there is.
 
 
 def available_memory(device: torch.device, cgroup: Path = Path("/sys/fs/cgroup")) -> tuple[int, int]:
