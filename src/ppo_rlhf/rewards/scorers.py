@@ -84,6 +84,7 @@ class RewardConfig:
     """The reward of a response: the weighted sum of its components."""
 
     components: Annotated[list[RewardComponentConfig], Field(min_length=1)]
+    """The terms, each a mapping with the settings of `reward.components`."""
 
     def __post_init__(self) -> None:
         titles = [component.title for component in self.components]
