@@ -1,157 +1,218 @@
-"""Rules between fields of PPOConfig; one line a problem, which names all fields in it."""
+"""Rules between fields of PPOConfig as one table; a broken one is one line that names the fields and their values."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
-
-from ppo_rlhf.config.model_rules import model_problems
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from ppo_rlhf.config import PPOConfig
 
-POLYNOMIAL_END = 1e-7  # transformers' polynomial schedule ends at this learning rate, whatever the peak
+POLYNOMIAL_END = 1e-7
+"""transformers' polynomial schedule ends at this learning rate, whatever the peak."""
+ADAPTIVE_FIELDS = ("kl_target", "kl_horizon", "kl_hold_iterations")
+LORA_FIELDS = ("lora_r", "lora_alpha", "lora_target_modules")
+OFFLOADING_FIELDS = ("offload_reference_policy", "offload_reward_model")
+NO_STOP = "without a stop token every response has ppo.response_length tokens and counts as cut off; leave one out"
+
+
+class _Rule(NamedTuple):
+    """Settings that do not go together if `broken` is True, and why, with the way out."""
+
+    names: tuple[str, ...]
+    broken: Callable[[PPOConfig], bool]
+    why: str
+
+    def line(self, c: PPOConfig) -> str:
+        return f"{' and '.join(f'ppo.{name}={_word(getattr(c, name))}' for name in self.names)}: {self.why}"
+
+
+def _changed_beside(name: str, other: str, value: Any) -> Callable[[PPOConfig], bool]:
+    return lambda c: getattr(c, other) == value and name in c.not_default()
+
+
+def _too_long(name: str) -> Callable[[PPOConfig], bool]:
+    return lambda c: (getattr(c, name) or 0) > c.response_length
+
+
+def _too_slow(name: str) -> Callable[[PPOConfig], bool]:
+    return lambda c: c.lr_scheduler_type == "polynomial" and (getattr(c, name) or 1.0) <= POLYNOMIAL_END
+
+
+def _modules(c: PPOConfig) -> list[str]:
+    return [name.strip() for name in c.lora_target_modules.split(",")]
+
+
+_RULES = (
+    # Batches.
+    _Rule(
+        ("reward_normalisation", "batch_size"),
+        lambda c: c.reward_normalisation == "batch" and c.batch_size == 1,
+        "a single score is normalised to 0; raise ppo.per_device_train_batch_size, or set the first to running",
+    ),
+    # Ends of responses.
+    _Rule(
+        ("stop_token", "stop_token_id"),
+        lambda c: c.stop_token_id is not None and c.stop_token != "eos",
+        "both say what ends a response; leave one out",
+    ),
+    *(
+        _Rule(
+            (name, "response_length"),
+            _too_long(name),
+            "the first is above the second; lower it or raise the other",
+        )
+        for name in ("min_response_length", "overlong_buffer")
+    ),
+    *(
+        _Rule(("stop_token", name), _changed_beside(name, "stop_token", "none"), NO_STOP)
+        for name in ("min_response_length", "missing_eos_penalty", "overlong_buffer")
+    ),
+    _Rule(
+        ("stop_token", "truncated_responses"),
+        lambda c: c.stop_token == "none" and c.truncated_responses in ("mask", "bootstrap"),
+        NO_STOP,
+    ),
+    _Rule(
+        ("truncated_responses", "missing_eos_penalty"),
+        lambda c: c.truncated_responses in ("penalise", "replace") and c.missing_eos_penalty is None,
+        "the first needs the second, in score units; set it",
+    ),
+    _Rule(
+        ("truncated_responses", "missing_eos_penalty"),
+        lambda c: c.truncated_responses in ("mask", "bootstrap") and c.missing_eos_penalty is not None,
+        "a response that is left out, or valued as if it went on, pays no penalty; leave one out",
+    ),
+    _Rule(
+        ("truncated_responses", "overlong_buffer"),
+        lambda c: c.truncated_responses == "bootstrap" and c.overlong_buffer is not None,
+        "a response that is cut off would pay nothing, one that ends just before nearly all; leave one out",
+    ),
+    # KL.
+    _Rule(
+        ("kl_in", "kl_estimator"),
+        lambda c: c.kl_in == "loss" and c.kl_estimator == "k1",
+        "the gradient of k1 is 0 on average and holds nothing back; set the second to k2, or the first to reward",
+    ),
+    _Rule(
+        ("kl_warning", "kl_alarm"),
+        lambda c: c.kl_warning > c.kl_alarm and "kl_warning" in c.not_default(),
+        "the warning would never come first; lower it, or raise the other",
+    ),
+    _Rule(
+        ("kl_controller", "kl_coef"),
+        lambda c: c.kl_controller == "adaptive" and c.kl_coef == 0,
+        "the controller multiplies, so 0 would stay 0; give a first coefficient such as 0.05, or a fixed controller",
+    ),
+    _Rule(
+        ("kl_hold_iterations", "critic_warmup_iterations", "num_total_batches"),
+        lambda c: c.kl_hold_iterations > 0 and c.held_iterations >= c.num_total_batches,
+        "the controller is left no iteration; lower the first, or set ppo.kl_controller=fixed",
+    ),
+    *(
+        _Rule(
+            (name, "kl_controller"),
+            _changed_beside(name, "kl_controller", "fixed"),
+            "the first belongs to the adaptive controller; set the second to adaptive, or leave the first out",
+        )
+        for name in ADAPTIVE_FIELDS
+    ),
+    # Optimisation.
+    _Rule(
+        ("critic_warmup_iterations", "total_episodes", "num_total_batches"),
+        lambda c: c.critic_warmup_iterations >= c.num_total_batches,
+        "the policy is left no iteration; lower the first or raise the second",
+    ),
+    *(
+        _Rule(
+            ("lr_scheduler_type", name),
+            _too_slow(name),
+            f"the schedule ends at {POLYNOMIAL_END:g}, and the rate is not above that; raise it, or choose another",
+        )
+        for name in ("learning_rate", "value_learning_rate")
+    ),
+    # Models.
+    _Rule(
+        ("value_model", "value_learning_rate"),
+        lambda c: c.value_model == "shared" and c.value_learning_rate is not None,
+        "one optimiser trains policy and value head; set the second to null, ppo.vf_coef weighs the value loss",
+    ),
+    _Rule(
+        ("export_value_head", "value_model"),
+        lambda c: c.export_value_head and c.value_model != "shared",
+        "only the head of a shared trunk reads the policy's hidden states; set the second to shared, or drop the first",
+    ),
+    _Rule(
+        ("lora_dropout",),
+        lambda c: c.lora_dropout > 0,
+        "it must be 0: with dropout the policy that is trained is not the one that sampled; leave it out",
+    ),
+    *(
+        _Rule(
+            (name, "use_peft"),
+            _changed_beside(name, "use_peft", False),
+            "there is no adapter; set the second to true, or leave the first out",
+        )
+        for name in LORA_FIELDS
+    ),
+    _Rule(
+        ("lora_target_modules",),
+        lambda c: not all(_modules(c)) or (len(_modules(c)) > 1 and any("all-linear" in name for name in _modules(c))),
+        "give the names of linear layers, comma-separated, or all-linear, or all-linear+head alone",
+    ),
+    _Rule(
+        ("offload_reference_policy", "use_peft"),
+        lambda c: c.offload_reference_policy and c.use_peft,
+        "the reference policy is the policy without its adapter and takes no memory of its own; leave the first out",
+    ),
+    _Rule(
+        ("offload_reward_model", "use_peft", "value_model"),
+        lambda c: c.offload_reward_model and c.use_peft and c.value_model == "reward_init",
+        "the critic is an adapter on the reward model's weights, which therefore stay on the GPU; leave the first out",
+    ),
+)
 
 
 def problems(config: PPOConfig) -> list[str]:
     """Return every broken rule; an empty list if the settings fit together."""
-    return [
-        *_batches(config),
-        *_stopping(config),
-        *_truncation(config),
-        *_kl(config),
-        *_optimisation(config),
-        *model_problems(config),
-    ]
+    broken = [rule.line(config) for rule in _RULES if rule.broken(config)]
+    on_device = device_problems(config, config.device) if config.device in ("cpu", "cuda") else []
+    return [*_indivisible(config), *broken, *on_device]
 
 
-def _batches(c: PPOConfig) -> Iterator[str]:
-    for name in ("batch_size", "local_batch_size"):
-        size = getattr(c, name)
-        if size % c.num_mini_batches:
-            yield _indivisible(c, name, size, "num_mini_batches")
-            break
-    if c.batch_size % c.responses_per_prompt:
-        yield _indivisible(c, "batch_size", c.batch_size, "responses_per_prompt")
-    if c.reward_normalisation == "batch" and c.batch_size == 1:
-        yield (
-            "ppo.reward_normalisation=batch and ppo.batch_size=1 exclude each other: a single score is normalised to "
-            "0; raise ppo.per_device_train_batch_size, or set ppo.reward_normalisation=running"
-        )
-
-
-def _stopping(c: PPOConfig) -> Iterator[str]:
-    if c.stop_token_id is not None and c.stop_token != "eos":
-        yield (
-            f"ppo.stop_token={c.stop_token} and ppo.stop_token_id={c.stop_token_id} exclude each other: leave one out"
-        )
-    if c.min_response_length > c.response_length:
-        yield (
-            f"ppo.min_response_length={c.min_response_length} is above ppo.response_length={c.response_length}: lower "
-            "the first or raise the second"
-        )
-    if c.stop_token == "none" and c.min_response_length:
-        yield (
-            f"ppo.stop_token=none and ppo.min_response_length={c.min_response_length} exclude each other: without a "
-            "stop token every response has ppo.response_length tokens; leave one out"
-        )
-    if c.stop_token == "none" and c.missing_eos_penalty is not None:
-        yield (
-            f"ppo.stop_token=none and ppo.missing_eos_penalty={c.missing_eos_penalty} exclude each other: without a "
-            "stop token every response would pay the penalty; leave one out"
-        )
-
-
-def _truncation(c: PPOConfig) -> Iterator[str]:
-    handling, penalty = c.truncated_responses, c.missing_eos_penalty
-    if handling in ("penalise", "replace") and penalty is None:
-        yield f"ppo.truncated_responses={handling} needs ppo.missing_eos_penalty: set it, in score units"
-    if handling in ("mask", "bootstrap") and penalty is not None:
-        why = {
-            "mask": "a response that is left out of the loss pays nothing",
-            "bootstrap": "a response that is valued as if it went on pays nothing for not ending",
-        }[handling]
-        yield (
-            f"ppo.truncated_responses={handling} and ppo.missing_eos_penalty={penalty} exclude each other: {why}; "
-            "leave one out"
-        )
-    if handling in ("mask", "bootstrap") and c.stop_token == "none":
-        why = {"mask": "nothing would be learnt", "bootstrap": "no score would ever count"}[handling]
-        yield (
-            f"ppo.truncated_responses={handling} and ppo.stop_token=none exclude each other: without a stop token "
-            f"every response counts as cut off, and {why}; leave one out"
-        )
-    if handling == "bootstrap" and c.overlong_buffer is not None:
-        yield (
-            f"ppo.truncated_responses=bootstrap and ppo.overlong_buffer={c.overlong_buffer} exclude each other: a "
-            "response that is cut off would pay nothing, one that ends just before nearly all; leave one out"
-        )
-    if c.overlong_buffer is not None and c.overlong_buffer > c.response_length:
-        yield (
-            f"ppo.overlong_buffer={c.overlong_buffer} is above ppo.response_length={c.response_length}: lower the "
-            "first or raise the second"
-        )
-    if c.overlong_buffer is not None and c.stop_token == "none":
-        yield (
-            f"ppo.stop_token=none and ppo.overlong_buffer={c.overlong_buffer} exclude each other: without a stop token "
-            "every response would pay the whole penalty; leave one out"
-        )
-
-
-def _kl(c: PPOConfig) -> Iterator[str]:
-    if c.kl_in == "loss" and c.kl_estimator == "k1":
-        yield (
-            "ppo.kl_in=loss and ppo.kl_estimator=k1 exclude each other: the gradient of k1 is 0 on average and holds "
-            "nothing back; set ppo.kl_estimator=k2, or ppo.kl_in=reward"
-        )
-    if c.kl_warning > c.kl_alarm and "kl_warning" in c.not_default():
-        yield (
-            f"ppo.kl_warning={c.kl_warning:g} is above ppo.kl_alarm={c.kl_alarm:g} and would never be reached first: "
-            "lower it, or raise the other"
-        )
-    if c.kl_controller == "adaptive":
-        if c.kl_coef == 0:
-            yield (
-                "ppo.kl_controller=adaptive and ppo.kl_coef=0 exclude each other: the controller multiplies, so 0 "
-                "would stay 0; give a first coefficient such as 0.05, or set ppo.kl_controller=fixed"
-            )
-        if c.kl_hold_iterations and c.held_iterations >= c.num_total_batches:
-            yield (
-                f"ppo.kl_hold_iterations={c.kl_hold_iterations} leaves the controller no iteration: "
-                f"ppo.total_episodes={c.total_episodes} makes {c.num_total_batches}, of which the critic's warm-up "
-                f"takes {c.critic_warmup_iterations}; lower it, or set ppo.kl_controller=fixed"
-            )
+def device_problems(c: PPOConfig, device_type: str) -> Iterator[str]:
+    """Yield one line for each setting that needs another type of device."""
+    if device_type != "cpu":
         return
-    for name in ("kl_target", "kl_horizon", "kl_hold_iterations"):
-        if name in c.not_default():
+    for name in OFFLOADING_FIELDS:
+        if getattr(c, name):
             yield (
-                f"ppo.{name}={getattr(c, name):g} and ppo.kl_controller=fixed exclude each other: it belongs to the "
-                "adaptive controller; set ppo.kl_controller=adaptive, or leave it out"
+                f"ppo.{name}=true has no meaning on the CPU (ppo.device={c.device}): all models are in the host's "
+                "memory anyway; leave it out, or run on a GPU"
             )
-
-
-def _optimisation(c: PPOConfig) -> Iterator[str]:
-    if c.critic_warmup_iterations >= c.num_total_batches:
+    if c.dtype == "float16":
         yield (
-            f"ppo.critic_warmup_iterations={c.critic_warmup_iterations} leaves the policy no iteration: "
-            f"ppo.total_episodes={c.total_episodes} makes {c.num_total_batches}; lower the first or raise the second"
+            f"ppo.dtype=float16 needs a GPU (ppo.device={c.device}): a CPU has no loss scaling in accelerate; set "
+            "float32, or bfloat16 on a processor with instructions for it"
         )
-    rates = {"learning_rate": c.learning_rate, "value_learning_rate": c.value_learning_rate}
-    for name, rate in rates.items():
-        if c.lr_scheduler_type == "polynomial" and rate is not None and rate <= POLYNOMIAL_END:
+
+
+def _indivisible(c: PPOConfig) -> Iterator[str]:
+    """Yield one line for each number that does not divide the batch, with the nearest sizes that it divides."""
+    divisors = {"num_mini_batches": c.local_batch_size, "responses_per_prompt": c.batch_size}
+    for divisor, size in divisors.items():
+        n = getattr(c, divisor)
+        if size % n:
+            near = ", ".join(str(value) for value in (size - size % n, size - size % n + n) if value > 0)
+            processes = f" x {c.world_size} processes" if size != c.local_batch_size else ""
             yield (
-                f"ppo.lr_scheduler_type=polynomial ends at {POLYNOMIAL_END:g}, and ppo.{name}={rate:g} is not above "
-                "that: raise it, or choose another schedule"
+                f"ppo.{divisor}={n} does not divide the batch of {size} (ppo.per_device_train_batch_size "
+                f"{c.per_device_train_batch_size} x ppo.gradient_accumulation_steps {c.gradient_accumulation_steps}"
+                f"{processes}); nearest sizes that it divides: {near}"
             )
 
 
-def _indivisible(c: PPOConfig, name: str, size: int, divisor: str) -> str:
-    n = getattr(c, divisor)
-    lower, upper = size - size % n, size - size % n + n
-    processes = f" x {c.world_size} processes" if c.world_size > 1 and name == "batch_size" else ""
-    near = sorted({value for value in (lower, upper) if value > 0})
-    return (
-        f"ppo.{name}={size} (per_device_train_batch_size {c.per_device_train_batch_size} x "
-        f"gradient_accumulation_steps {c.gradient_accumulation_steps}{processes}) is not a multiple of "
-        f"ppo.{divisor}={n}; nearest sizes that are: {', '.join(map(str, near))}"
-    )
+def _word(value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.config.model_rules import device_problems
+from ppo_rlhf.config.rules import device_problems
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.core.randomness import generator
 from ppo_rlhf.models.adapters import LoraSettings, check_targets, has_adapter, with_adapter, without_adapter

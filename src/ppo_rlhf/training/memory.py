@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from transformers.pytorch_utils import Conv1D
 
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.config.model_rules import OFFLOADING_FIELDS
+from ppo_rlhf.config.rules import OFFLOADING_FIELDS
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.models.quiet import quiet_transformers
 from ppo_rlhf.ppo.accelerator import frozen_dtype, trained_dtype
