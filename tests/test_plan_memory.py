@@ -49,7 +49,7 @@ def test_the_projects_model_prompts_and_settings_are_planned(kedro: Kedro, own: 
     names = [line[:58].strip() for line in lines]
     assert names[4:8] == ["policy: weights", "reference policy: weights", "reward model: weights", "critic: weights"]
     assert names[11:15] == ["rollout", "scoring", "update", "evaluation"]
-    assert lines[-3].startswith("Needed: 0.")
+    assert lines[-2].startswith("Needed: 0.")
     assert lines[-1] == "It fits."
 
 

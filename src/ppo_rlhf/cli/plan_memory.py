@@ -26,9 +26,6 @@ if TYPE_CHECKING:  # imported where they are used: they import torch, which othe
     from ppo_rlhf.training.memory import MemoryPlan, RunShape
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-HEAP = (
-    "With small models glibc may keep about as much again of freed memory; MALLOC_MMAP_THRESHOLD_=1048576 returns it."
-)
 
 
 @click.command("plan-memory")
@@ -77,12 +74,11 @@ def _lines(project_path: Path, options: dict[str, Any]) -> Iterator[str]:
         )
     plan, (free, on_host) = memory.plan_memory(config, shape), memory.available_memory(device)
     yield f"{model.source}: {type(policy).__name__}, {config.dtype}, on {device}"
-    yield from _report(plan, config, shape)
-    yield from _verdict(plan, config, shape, free, on_host)
+    yield from _report(plan, config, shape, free, on_host)
 
 
-def _report(plan: MemoryPlan, config: PPOConfig, shape: RunShape) -> Iterator[str]:
-    from ppo_rlhf.training.memory import micro_batch_rows
+def _report(plan: MemoryPlan, config: PPOConfig, shape: RunShape, free: int, on_host: int) -> Iterator[str]:
+    from ppo_rlhf.training.memory import PROCESS_BYTES, micro_batch_rows, suggestions
 
     rollout = min(config.local_rollout_forward_batch_size, config.local_batch_size)
     yield (
@@ -93,8 +89,7 @@ def _report(plan: MemoryPlan, config: PPOConfig, shape: RunShape) -> Iterator[st
         yield f"Of {shape.processes} processes each needs:"
     yield ""
     yield _row("Held all the time", sum(plan.held.values()))
-    for name, size in plan.held.items():
-        yield _row(f"  {name}", size)
+    yield from (_row(f"  {name}", size) for name, size in plan.held.items())
     yield ""
     yield "At the peak of each phase, with what is held"
     for name, size in plan.phases.items():
@@ -102,11 +97,6 @@ def _report(plan: MemoryPlan, config: PPOConfig, shape: RunShape) -> Iterator[st
     if plan.on_host:
         yield _row("Offloaded models in the host's memory", plan.on_host)
     yield ""
-
-
-def _verdict(plan: MemoryPlan, config: PPOConfig, shape: RunShape, free: int, on_host: int) -> Iterator[str]:
-    from ppo_rlhf.training.memory import PROCESS_BYTES, suggestions
-
     process = PROCESS_BYTES if shape.on_cpu else 0
     if shape.on_cpu:
         free //= shape.processes  # the processes share the host's memory; each GPU has one process
@@ -115,16 +105,13 @@ def _verdict(plan: MemoryPlan, config: PPOConfig, shape: RunShape, free: int, on
     waiting = shape.processes * (plan.on_host + PROCESS_BYTES)
     if waiting > on_host and not shape.on_cpu:
         yield f"The host needs {_gib(waiting)} for processes and offloaded models, and has {_gib(on_host)} free."
-    if shape.on_cpu:
-        yield HEAP
+    helpful = list(suggestions(config, shape)) if plan.needed + process > free else []
     if plan.needed + process <= free:
         yield "It fits."
-        return
-    helpful = list(suggestions(config, shape))
-    if not helpful:
+    elif not helpful:
         yield "It does not fit, and no setting changes that: take a smaller model, shorter texts or more memory."
-        return
-    yield "It does not fit. Each of these lowers the peak, the cheapest first; together they lower it further:"
+    else:
+        yield "It does not fit. Each of these lowers the peak, the cheapest first; together they lower it further:"
     for place, each in enumerate(helpful, start=1):
         settings = ", ".join(f"ppo.{name}={_word(value)}" for name, value in each.changes.items())
         yield f"{place}. {settings} ({each.price}): {_gib(each.needed + process)}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
 
 from mlflow import MlflowClient
 from mlflow.entities import Run
@@ -21,7 +20,7 @@ TRAINED = "objective/kl"
 NEWEST = 100
 UNKNOWN_RUN = (ErrorCode.Name(RESOURCE_DOES_NOT_EXIST), ErrorCode.Name(INVALID_PARAMETER_VALUE))
 
-_KNOWN = {f"{GROUP}{field.name}" for field in fields(PPOConfig)}
+_KNOWN = {field.name for field in fields(PPOConfig)}
 
 
 @dataclass(frozen=True)
@@ -59,54 +58,42 @@ def recorded_run(client: MlflowClient, run_id: str) -> RecordedRun:
         DataError: There is no such run, or it did not train.
         ConfigError: This version refuses its settings.
     """
-    run = _run(client, run_id)
-    if TRAINED not in run.data.metrics:
-        what = run.data.tags.get("pipeline", run.info.run_name)
-        raise DataError(
-            f"MLflow run {run_id} ({what}) has no curves of PPO ({TRAINED} is missing): name one that trained, or "
-            "leave --run out to take the newest."
-        )
-    config = _config(run)
-    history = _history(client, run)
-    heading = [
-        f"MLflow run {run_id} ({run.info.run_name}, {run.info.status}): iteration {history[-1]['iteration']:g} of "
-        f"{config.num_total_batches}"
-    ]
-    unknown = sorted(_given(run).keys() - _KNOWN)
-    if unknown:
-        heading.append(f"Settings that this version does not know are left out: {', '.join(unknown)}")
-    return RecordedRun(config, history, heading)
-
-
-def _run(client: MlflowClient, run_id: str) -> Run:
     try:
-        return client.get_run(run_id)
+        run = client.get_run(run_id)
     except MlflowException as error:
         if error.error_code not in UNKNOWN_RUN:
             raise
         raise DataError(
             f"--run {run_id}: MLflow has no such run. `kedro mlflow ui` lists them; leave --run out to take the newest."
         ) from error
-
-
-def _config(run: Run) -> PPOConfig:
-    """Return the settings of a run. MLflow keeps them as texts."""
-    values: dict[str, Any] = {
-        name.removeprefix(GROUP): None if text == "None" else text
-        for name, text in _given(run).items()
-        if name in _KNOWN
-    }
+    if TRAINED not in run.data.metrics:
+        raise DataError(
+            f"MLflow run {run_id} ({run.data.tags.get('pipeline', run.info.run_name)}) has no curves of PPO ({TRAINED} "
+            "is missing): name one that trained, or leave --run out to take the newest."
+        )
+    given = _given(run)
+    values = {name: None if text == "None" else text for name, text in given.items() if name in _KNOWN}
     try:
-        return PPOConfig(**values)
+        config = PPOConfig(**values)
     except ConfigError as error:
-        where = f"MLflow run {run.info.run_id} has settings that this version refuses"
+        where = f"MLflow run {run_id} has settings that this version refuses"
         raise ConfigError("\n".join(f"{where}: {line}" for line in str(error).splitlines())) from None
+    history = _history(client, run)
+    heading = [
+        f"MLflow run {run_id} ({run.info.run_name}, {run.info.status}): iteration {history[-1]['iteration']:g} of "
+        f"{config.num_total_batches}"
+    ]
+    unknown = sorted(given.keys() - _KNOWN)
+    if unknown:
+        names = ", ".join(f"{GROUP}{name}" for name in unknown)
+        heading.append(f"Settings that this version does not know are left out: {names}")
+    return RecordedRun(config, history, heading)
 
 
 def _given(run: Run) -> dict[str, str]:
     """Return the settings of the last resume: MLflow's params stay those of the first start."""
     settings = {**run.data.params, **as_last_resumed(run.data.tags)}
-    return {name: text for name, text in settings.items() if name.startswith(GROUP)}
+    return {name.removeprefix(GROUP): text for name, text in settings.items() if name.startswith(GROUP)}
 
 
 def _history(client: MlflowClient, run: Run) -> list[dict[str, float]]:
