@@ -82,7 +82,7 @@ def test_what_the_source_does_not_name_is_written_to_be_filled_in_and_never_left
     assert heading == "Fill in before you run, in globals.yml:"
     assert (reward_model.split(":")[0], prompts.split(":")[0]) == ("  reward_model_path", "  prompts_path")
     assert then == "Then: kedro run --pipelines align"
-    (folder / "whole.yaml").write_text("{kl_coef: 0.1, dataset_name: own.jsonl}")
+    (folder / "whole.yaml").write_text("{sft_model_path: own/sft, reward_model_path: own/rm, dataset_name: own.jsonl}")
     result = convert("trl", "--to", "parameters.yml", "--force", "whole.yaml")
     assert written(folder)["prompts_path"] == "own.jsonl"
     assert "Fill in" not in result.stderr
@@ -95,6 +95,10 @@ def test_a_file_of_trl_becomes_the_two_files_of_conf_local(kedro: Callable[..., 
     assert "Carried over: 10 settings. Not carried over: 3." in result.stderr.splitlines()
     assert "  target_kl: it has no effect with early_stopping=False." in result.stderr
     assert result.stdout == ""
+    refused = kedro(project, "run", "--pipelines", "align")
+    assert refused.exit_code == 1
+    for name in ("reward_model_path", "prompts_path"):
+        assert f"Error: {name} is not set" in refused.stderr
 
 
 def test_json_is_read_too(folder: Path):

@@ -47,8 +47,8 @@ def test_what_is_called_carried_has_an_effect_and_nothing_else_has_one():
 def test_without_settings_trls_own_defaults_are_written():
     conversion = from_trl({})
     values = conversion.parameters["ppo"]
-    for name in ("seed", "sft_model_path", "reward_model_path"):
-        assert conversion.parameters[name] == TRL_LAST[name]
+    assert conversion.parameters["seed"] == TRL_LAST["seed"]
+    assert conversion.missing == ["sft_model_path", "reward_model_path", "prompts_path"]  # no model that nobody named
     same_name = set(values) & set(TRL_LAST) - {"stop_token", "total_episodes"}
     assert {name: values[name] for name in same_name} == {name: TRL_LAST[name] for name in same_name}
     assert len(same_name) > 20
@@ -106,7 +106,7 @@ def test_in_place_of_a_value_that_is_not_accepted_the_sources_default_is_written
     values = conversion.parameters["ppo"]
     assert (values["kl_coef"], values["learning_rate"], values["lr_scheduler_type"]) == (0.05, 3e-6, "linear")
     assert conversion.origins["ppo.learning_rate"] == "default of learning_rate"
-    assert "sft_model_path" not in conversion.parameters  # None names no model, and not the default's either
+    assert "sft_model_path" in conversion.missing
 
 
 def test_a_penalty_for_a_missing_end_needs_a_stop_token():

@@ -8,6 +8,7 @@ from typing import Any
 
 from ppo_rlhf.compat.conversion import Conversion
 from ppo_rlhf.compat.table import Carried, NotOfferedError, Parameters, Source, Table, by, convert, left, to
+from ppo_rlhf.compat.trl_last import TRACKING
 from ppo_rlhf.core.errors import ConfigError
 
 PROGRAM = "main.py"
@@ -156,20 +157,18 @@ SETTINGS: Table = {  # with the defaults of main.py
     **by(critic_rate, critic_learning_rate=5e-6, critic_lora_learning_rate=5e-4),
     **by(lora, actor_lora_dim=0),
     **by(averaging, enable_ema=False),
-    **left("one weight decay is for both models: the actor's", "critic_weight_decay"),
-    **left("gradient checkpointing is for both models: as the actor's", "critic_gradient_checkpointing"),
-    **left("LoRA is on both models, with the actor's rank", "critic_lora_dim"),
+    **left("both models have the actor's setting", "critic_weight_decay critic_gradient_checkpointing critic_lora_dim"),
     **left("it is an older name of per_device_generation_batch_size", "per_device_train_batch_size"),
     **left("it is an older name of per_device_training_batch_size", "per_device_mini_train_batch_size"),
     **left("it is an older name of generation_batches", "generation_batch_numbers"),
     **left("LoRA alone trains, if there is any", "only_optimize_lora"),
     **left("LoRA is put on the layers of ppo.lora_target_modules", "*_lora_module_name"),
-    **left("always so: if the gradient of one model overflows, both skip the step", "align_overflow"),
+    **left("always so here: losses in float32, and a step skipped for both models", "compute_fp32_loss align_overflow"),
     **left("prompts come from one file, prompts_path", "data_split data_output_path preprocessing_num_workers"),
     **left("prompts that leave no room for the response in the model's context are dropped", "max_prompt_seq_len"),
     **left("no unsupervised data is mixed in", "unsup*"),
     **left("positions come from lengths, and no model needs it", "num_padding_at_beginning"),
-    **left("outputs are catalog entries, conf/base/catalog_ppo.yml", "output_dir"),
+    **left(TRACKING, "output_dir enable_tensorboard tensorboard_path print_answers*"),
     **left("on a GPU set ppo.offload_reference_policy or ppo.offload_reward_model", "offload_*"),
     **left(
         "the launcher and accelerate's configuration say how devices share the work",
@@ -180,10 +179,7 @@ SETTINGS: Table = {  # with the defaults of main.py
         "enable_hybrid_engine unpin_actor_parameters release_inference_cache inference_tp_size tp_gather_*",
     ),
     **left("dropout is always off", "*_dropout"),
-    **left("losses are always float32 or wider", "compute_fp32_loss"),
-    **left("tracking is configured in conf/base/mlflow.yml", "enable_tensorboard tensorboard_path"),
     **left("the vocabulary of a model is never changed", "add_eot_token"),
-    **left("samples are logged every ppo.sample_interval iterations", "print_answers*"),
     **left("the length of training is ppo.total_episodes", "enable_test_mode test_stop_step"),
 }
 

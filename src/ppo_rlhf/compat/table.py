@@ -166,7 +166,7 @@ def convert(source: Source, always: Mapping[str, Any], remarks: Sequence[str] = 
     """Convert the settings of a source by its table.
 
     A setting is carried over if a derivation read it. In place of a value that is refused here the source's default is
-    written, but not in place of None: the default of a path would name a model that nobody asked for.
+    written.
 
     Args:
         source: The settings.
@@ -183,7 +183,7 @@ def convert(source: Source, always: Mapping[str, Any], remarks: Sequence[str] = 
         if refusal and not used:
             source.remarks.append(f"The default of {', '.join(names)} is not carried over: {refusal}.")
         comment = ", ".join(used) or f"default of {names[0]}"
-        if refusal and any(source.given[name] is not None for name in used):
+        if refusal and used:
             values, _ = Source(source.name, {}, source.table).values(derive, names)
             comment = f"default of {names[0]}"
         entries |= {target: (value, comment) for target, value in values.items()}

@@ -107,6 +107,7 @@ def lora(s: Source) -> Parameters:
     return {"ppo.use_peft": True, **values, "ppo.lora_target_modules": modules or "all-linear"}
 
 
+TRACKING = "outputs, logs and tracking are configured in conf/base: catalog_ppo.yml and mlflow.yml"
 SCRIPT_SETTINGS: Table = {  # of TRL's ModelConfig and ScriptArguments, beside either PPOConfig
     **by(lora, use_peft=False, lora_r=16, lora_alpha=32, lora_target_modules=None),
     "dataset_name": to("prompts_path"),
@@ -120,7 +121,7 @@ SCRIPT_SETTINGS: Table = {  # of TRL's ModelConfig and ScriptArguments, beside e
     **left("models are not quantised", "load_in_8bit load_in_4bit bnb_4bit_* use_bnb_nested_quant"),
     **left("prompts come from a file: write the split that you want to one, and set prompts_path", "dataset_*"),
     **left("all columns of the prompts are kept: reward functions are called with them", "remove_unused_columns"),
-    **left("tracking is configured in conf/base/mlflow.yml", "report_to run_name exp_name project log_with tracker_*"),
+    **left(TRACKING, "report_to run_name exp_name project log_with tracker_*"),
 }
 SETTINGS: Table = {  # with the defaults of TRL 1.12
     **{name: to(f"ppo.{name}", getattr(PPOConfig, name)) for name in _SAME.split()},
@@ -128,8 +129,8 @@ SETTINGS: Table = {  # with the defaults of TRL 1.12
     "stop_token_id": to("ppo.stop_token_id", None),
     "use_cpu": to("ppo.device", ours={True: "cpu", "True": "cpu", "true": "cpu", False: "auto"}),
     "seed": to("seed", 42),
-    "sft_model_path": to("sft_model_path", "EleutherAI/pythia-160m"),
-    "reward_model_path": to("reward_model_path", "EleutherAI/pythia-160m"),
+    "sft_model_path": to("sft_model_path"),
+    "reward_model_path": to("reward_model_path"),
     "optim": to("ppo.optim"),
     "save_steps": to("ppo.save_interval"),
     "save_total_limit": to("ppo.save_total_limit"),
@@ -141,22 +142,20 @@ SETTINGS: Table = {  # with the defaults of TRL 1.12
     **by(penalty, missing_eos_penalty=None),
     **by(precision, bf16=None, fp16=False),
     **SCRIPT_SETTINGS,
-    **left("outputs are catalog entries, conf/base/catalog_ppo.yml", "output_dir overwrite_output_dir"),
-    **left("tracking is configured in conf/base/mlflow.yml", "logging_dir trackio_*"),
-    **left("every iteration is logged", "logging_* log_level* disable_tqdm include_num_input_tokens_seen"),
-    **left("samples are logged every ppo.sample_interval iterations", "num_sample_generations"),
+    **left(TRACKING, "output_dir overwrite_output_dir logging_* log_level* disable_tqdm trackio_* push_to_hub* hub_*"),
+    **left(TRACKING, "include_num_input_tokens_seen num_sample_generations"),
     **left(
         "TRL works it out itself, and overwrites the given value",
         "world_size num_total_batches micro_batch_size local_batch_size batch_size local_mini_batch_size "
         "mini_batch_size max_steps",
     ),
     **left("TRL's PPO does not evaluate while it trains; here ppo.eval_interval says how often", "*eval_* *eval"),
-    **left("checkpoints are whole, in safetensors, every ppo.save_interval iterations", "save_*"),
-    **left("the newest checkpoints and the best one are kept", "load_best_model_at_end *_best_model greater_is_better"),
-    **left("nothing is pushed to the hub; the exported policy is a plain directory", "push_to_hub* hub_*"),
-    **left("the optimiser is AdamW", "optim_* adafactor"),
+    **left(
+        "checkpoints are whole, every ppo.save_interval iterations; the newest and the best are kept",
+        "save_* load_best_model_at_end *_best_model greater_is_better",
+    ),
+    **left("the optimiser is AdamW, and the precision is ppo.dtype", "optim_* adafactor tf32 half_precision_backend"),
     **left("prompts are tokenised once, before training", "dataset_num_proc dataloader_*"),
-    **left("the precision is ppo.dtype, by autocast", "tf32 half_precision_backend"),
     **left(
         "the launcher and accelerate's configuration say how processes share the work",
         "local_rank ddp_* fsdp* deepspeed ds3_gather_for_generation accelerator_config parallelism_config",

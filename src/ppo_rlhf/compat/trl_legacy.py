@@ -7,7 +7,7 @@ from typing import Any
 
 from ppo_rlhf.compat.conversion import Conversion
 from ppo_rlhf.compat.table import ABSENT, NotOfferedError, Parameters, Source, Table, by, convert, left, to
-from ppo_rlhf.compat.trl_last import SCRIPT_SETTINGS
+from ppo_rlhf.compat.trl_last import SCRIPT_SETTINGS, TRACKING
 from ppo_rlhf.core.errors import ConfigError
 
 SOURCE = "TRL's legacy PPOConfig"
@@ -95,7 +95,7 @@ SETTINGS: Table = {  # with the defaults of TRL 0.11.4
     "gradient_checkpointing": to("ppo.gradient_checkpointing", False),
     "max_grad_norm": to("ppo.max_grad_norm", None),
     "seed": to("seed", 0),
-    "model_name": to("sft_model_path", "gpt2"),
+    "model_name": to("sft_model_path"),
     "query_dataset": to("prompts_path"),
     **by(batches, batch_size=128, mini_batch_size=128, forward_batch_size=None, gradient_accumulation_steps=1),
     **by(kl_controller, adap_kl_ctrl=True, target=6.0, horizon=10_000),
@@ -112,12 +112,10 @@ SETTINGS: Table = {  # with the defaults of TRL 0.11.4
     **left("it counts the prompt's tokens too; ppo.min_response_length does not", f"{GENERATION}.min_length"),
     **left("it comes from the tokenizer", f"{GENERATION}.pad_token_id"),
     **left("TRL only tracks its name: set reward_model_path, or a function in reward.components", "reward_model"),
-    **left("tracking is configured in conf/base/mlflow.yml", "exp_name task_name project_kwargs"),
-    **left("nothing is pushed to the hub; the best checkpoint is kept", "push_to_hub_if_best_kwargs compare_steps"),
+    **left(TRACKING, "task_name project_kwargs push_to_hub_if_best_kwargs compare_steps"),
     **left("log-ratios are clamped, and a step with a non-finite gradient is skipped", "ratio_threshold"),
     **left("worked out while training", "world_size is_peft_model *backward_batch_size global_batch_size"),
-    **left("models are causal language models", "is_encoder_decoder"),
-    **left("nothing here needs it", "optimize_cuda_cache optimize_device_cache dataset_num_proc"),
+    **left("nothing here needs it", "is_encoder_decoder optimize_cuda_cache optimize_device_cache dataset_num_proc"),
     **left("the precision is ppo.dtype, and the launcher starts the processes", "accelerator_kwargs"),
 }
 
