@@ -1,16 +1,11 @@
 """PPOConfig: TRL's formulas, its defaults but for a few, and errors in plain words."""
 
-import ast
 import dataclasses
-import inspect
-from itertools import pairwise
 
 import pytest
-from transformers import HfArgumentParser
 
 from ppo_rlhf import training
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.config import ppo as config_module
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.training.trainer import PPOTrainer
@@ -220,41 +215,6 @@ def test_batch_sizes_count_all_processes(monkeypatch):
     config = PPOConfig(gradient_accumulation_steps=2, num_mini_batches=2, total_episodes=100)
     assert (config.world_size, config.micro_batch_size, config.local_batch_size, config.batch_size) == (4, 32, 16, 64)
     assert (config.mini_batch_size, config.local_mini_batch_size, config.num_total_batches) == (32, 8, 2)
-
-
-def test_the_hugging_face_argument_parser_reads_every_field_and_gives_the_same_config():
-    changed = {
-        "num_ppo_epochs": 2,
-        "kl_coef": 0.2,
-        "kl_estimator": "k3",
-        "whiten_rewards": True,
-        "whiten_advantages": False,
-        "reward_clip": 5.0,
-        "value_learning_rate": 1e-5,
-        "stop_token_id": 7,
-        "device": "cpu",
-        "lr_scheduler_type": "cosine",
-    }
-    arguments = [part for name, value in changed.items() for part in (f"--{name}", str(value))]
-    parser = HfArgumentParser(PPOConfig)
-    assert parser.parse_args_into_dataclasses(arguments) == (PPOConfig(**changed),)
-    assert parser.parse_args_into_dataclasses([]) == (PPOConfig(),)
-
-
-def test_the_hugging_face_argument_parser_reads_back_a_whole_config_from_a_dictionary():
-    config = PPOConfig(gamma=0.99, missing_eos_penalty=1.0, num_mini_batches=4)
-    assert HfArgumentParser(PPOConfig).parse_dict(dataclasses.asdict(config)) == (config,)
-
-
-def test_every_field_has_a_docstring():
-    tree = ast.parse(inspect.getsource(config_module))
-    (body,) = [node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "PPOConfig"]
-    documented = {
-        field.target.id
-        for field, after in pairwise(body)
-        if isinstance(field, ast.AnnAssign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
-    }
-    assert documented == set(DEFAULTS)
 
 
 def test_only_values_that_differ_from_the_default_are_listed_in_order_of_declaration():
