@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 from mlflow import MlflowClient
 from mlflow.entities import Run
@@ -72,7 +73,7 @@ def recorded_run(client: MlflowClient, run_id: str) -> RecordedRun:
             "is missing): name one that trained, or leave --run out to take the newest."
         )
     given = _given(run)
-    values = {name: None if text == "None" else text for name, text in given.items() if name in _KNOWN}
+    values: dict[str, Any] = {n: None if text == "None" else text for n, text in given.items() if n in _KNOWN}
     try:
         config = PPOConfig(**values)
     except ConfigError as error:
