@@ -82,14 +82,9 @@ def in_words(config: PPOConfig, advice: list[Advice], history: History, most: in
 
 def _by_setting(advice: list[Advice]) -> list[list[Advice]]:
     """Group the advice by setting. An item that would move a setting the other way than an earlier item is left out."""
-    groups: list[list[Advice]] = []
-    by_setting: dict[str, list[Advice]] = {}
-    for item in advice:
-        group = by_setting.get(item.change.setting) if item.change else None
-        if group is None:
-            groups.append([item])
-            if item.change:
-                by_setting[item.change.setting] = groups[-1]
-        elif item.change and group[0].change and not item.change.is_opposite(group[0].change):
+    groups: dict[str | int, list[Advice]] = {}
+    for place, item in enumerate(advice):
+        group = groups.setdefault(item.change.setting if item.change else place, [])
+        if not group or not (item.change and group[0].change and item.change.is_opposite(group[0].change)):
             group.append(item)
-    return groups
+    return list(groups.values())
