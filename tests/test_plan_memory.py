@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import Result
 
+from ppo_rlhf.training.memory import Suggestion
 from tests.own_code import save_with_own_code
 from tests.tiny_models import save, tiny_model
 
@@ -90,10 +91,12 @@ def test_a_models_own_code_runs_only_where_the_project_trusts_it(
 
 def test_what_to_change_first_is_said_if_it_does_not_fit(kedro: Kedro, own: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("ppo_rlhf.training.memory.available_memory", lambda _: NOTHING)
-    lines = said(kedro, own, *SHORT)
-    start = next(place for place, line in enumerate(lines) if line.startswith("It does not fit. Each of these"))
-    assert lines[start + 1].startswith("1. ppo.")
-    monkeypatch.setattr("ppo_rlhf.training.memory.suggestions", lambda *_: iter(()))
+    found = [Suggestion({"value_model": "shared", "value_learning_rate": None}, "another critic", 2**20)]
+    monkeypatch.setattr("ppo_rlhf.training.memory.suggestions", lambda *_: iter(found))
+    *_, heading, line = said(kedro, own, *SHORT)
+    assert heading.startswith("It does not fit. Each of these")
+    assert line == "1. ppo.value_model=shared, ppo.value_learning_rate=null (another critic): 0.59 GiB"
+    found.clear()
     assert said(kedro, own, *SHORT)[-1].startswith("It does not fit, and no setting changes that")
 
 

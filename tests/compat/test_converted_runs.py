@@ -65,6 +65,7 @@ def test_the_script_of_trls_legacy_api_runs(kedro: Kedro, desk: Path, tmp_path: 
     assert float(row["episode"]) == 256
 
 
+@pytest.mark.slow
 def test_a_script_of_deepspeed_chat_runs(kedro: Kedro, desk: Path):
     source = ["--from", "deepspeed-chat", "--prompts", "30000", "--", *DEEPSPEED_COMMAND]
     assert kedro(desk, "convert-config", *source).exit_code == 0

@@ -150,20 +150,6 @@ def test_a_gradient_norm_is_carried_and_none_is_left():
     assert any("max_grad_norm" in remark for remark in from_trl({"steps": 1}).remarks)
 
 
-def test_arguments_of_generate_are_read_if_they_are_given():
-    arguments = {"max_new_tokens": 32, "temperature": 0.9, "top_k": 0.0, "top_p": 1.0, "eos_token_id": -1}
-    arguments |= {"do_sample": True, "min_length": -1, "pad_token_id": 50256}
-    conversion = from_trl({"steps": 10, "generation_kwargs": arguments})
-    values = conversion.parameters["ppo"]
-    assert (values["response_length"], values["temperature"], values["top_k"], values["top_p"]) == (32, 0.9, 0, 1.0)
-    assert values["stop_token"] == "none"
-    left = {setting for setting, _ in conversion.not_carried}
-    assert left == {f"generation_kwargs.{name}" for name in ("do_sample", "min_length", "pad_token_id")}
-    assert any("tempered" in remark for remark in conversion.remarks)
-    with pytest.raises(ConfigError, match="generation_kwargs"):
-        from_trl({"generation_kwargs": 3})
-
-
 def test_a_file_of_prompts_is_carried_and_the_name_of_a_data_set_is_not():
     assert from_trl({"steps": 1, "query_dataset": "my/prompts.jsonl"}).parameters["prompts_path"] == "my/prompts.jsonl"
     assert "prompts_path" not in from_trl({"steps": 1, "query_dataset": "stanfordnlp/imdb"}).parameters

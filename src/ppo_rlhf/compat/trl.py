@@ -11,11 +11,7 @@ from ppo_rlhf.compat.conversion import Conversion
 from ppo_rlhf.compat.table import Carried, rule_of
 from ppo_rlhf.core.errors import ConfigError
 
-_USUALLY_LEGACY = {
-    trl_legacy.GENERATION,
-    "batch_size",
-    "mini_batch_size",
-}  # TRL's last PPOConfig works them out while it trains
+_USUALLY_LEGACY = {"batch_size", "mini_batch_size"}  # TRL's last PPOConfig works them out while it trains
 
 
 def from_trl(settings: Mapping[str, Any], *, num_prompts: int | None = None) -> Conversion:

@@ -6,13 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from ppo_rlhf.compat.conversion import Conversion
-from ppo_rlhf.compat.table import ABSENT, NotOfferedError, Parameters, Source, Table, by, convert, left, to
+from ppo_rlhf.compat.table import NotOfferedError, Parameters, Source, Table, by, convert, left, to
 from ppo_rlhf.compat.trl_last import SCRIPT_SETTINGS, TRACKING
 from ppo_rlhf.core.errors import ConfigError
 
 SOURCE = "TRL's legacy PPOConfig"
-GENERATION = "generation_kwargs"
-END = f"{GENERATION}.eos_token_id"
+REMARKS = (
+    "The arguments that the script gives to generate are not in the configuration: set ppo.response_length, and "
+    "ppo.temperature, ppo.top_k and ppo.top_p if need be. Log-probabilities, KL and entropy are those of the tempered "
+    "policy here; TRL's legacy trainer trains at temperature 1.",
+)
 ALWAYS: dict[str, Any] = {
     "ppo.value_model": "shared",  # the value head is on the policy's trunk
     "ppo.value_learning_rate": None,  # one optimiser for policy and value head
@@ -72,13 +75,6 @@ def score_normalisation(s: Source) -> Parameters:
     return {"ppo.reward_normalisation": "running"}
 
 
-def end_of_response(s: Source) -> Parameters:
-    """Carry over `generate`'s end token: -1 never stops."""
-    if END not in s:
-        return {}
-    return {"ppo.stop_token": "none"} if s[END] in (None, -1) else {"ppo.stop_token_id": s[END]}
-
-
 SETTINGS: Table = {  # with the defaults of TRL 0.11.4
     "learning_rate": to("ppo.learning_rate", 1.41e-5),
     "steps": to("ppo.total_episodes", 20_000),
@@ -101,16 +97,7 @@ SETTINGS: Table = {  # with the defaults of TRL 0.11.4
     **by(kl_controller, adap_kl_ctrl=True, target=6.0, horizon=10_000),
     **by(early_stop, early_stopping=False, target_kl=1.0),
     **by(score_normalisation, use_score_scaling=False, use_score_norm=False),
-    f"{GENERATION}.max_new_tokens": to("ppo.response_length"),
-    f"{GENERATION}.min_new_tokens": to("ppo.min_response_length"),
-    f"{GENERATION}.temperature": to("ppo.temperature"),
-    f"{GENERATION}.top_k": to("ppo.top_k"),
-    f"{GENERATION}.top_p": to("ppo.top_p"),
-    **by(end_of_response, **{END: ABSENT}),
     **SCRIPT_SETTINGS,
-    **left("responses are always sampled, one for each episode", f"{GENERATION}.do_sample {GENERATION}.num_return*"),
-    **left("it counts the prompt's tokens too; ppo.min_response_length does not", f"{GENERATION}.min_length"),
-    **left("it comes from the tokenizer", f"{GENERATION}.pad_token_id"),
     **left("TRL only tracks its name: set reward_model_path, or a function in reward.components", "reward_model"),
     **left(TRACKING, "task_name project_kwargs push_to_hub_if_best_kwargs compare_steps"),
     **left("log-ratios are clamped, and a step with a non-finite gradient is skipped", "ratio_threshold"),
@@ -121,21 +108,5 @@ SETTINGS: Table = {  # with the defaults of TRL 0.11.4
 
 
 def from_trl_legacy(settings: Mapping[str, Any]) -> Conversion:
-    """Convert a configuration of TRL 0.4 to 0.11; absent settings have the defaults of 0.11.4.
-
-    `generation_kwargs`, the mapping that the script gives to `generate`, is read if it is there.
-    """
-    flat = dict(settings)
-    generation = flat.pop(GENERATION, None) or {}
-    if not isinstance(generation, Mapping):
-        raise ConfigError(f"{SOURCE}: {GENERATION} must be a mapping of generate's arguments, got {generation!r}")
-    flat |= {f"{GENERATION}.{name}": value for name, value in generation.items()}
-    remarks = []
-    if generation.get("temperature", 1) != 1:
-        remarks.append(
-            "TRL's legacy trainer samples at the temperature but trains at 1; here log-probabilities, KL and entropy "
-            "are those of the tempered policy."
-        )
-    if "max_new_tokens" not in generation:
-        remarks.append("The script's max_new_tokens is not in the configuration: set ppo.response_length.")
-    return convert(Source(SOURCE, flat, SETTINGS), ALWAYS, remarks)
+    """Convert a configuration of TRL 0.4 to 0.11; absent settings have the defaults of 0.11.4."""
+    return convert(Source(SOURCE, settings, SETTINGS), ALWAYS, REMARKS)
