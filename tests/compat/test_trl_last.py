@@ -131,6 +131,8 @@ def test_other_settings_of_a_run_are_carried():
     values = ppo(save_steps=20, save_total_limit=3, use_cpu="True", full_determinism=True, torch_compile=True)
     assert (values["save_interval"], values["save_total_limit"], values["device"]) == (20, 3, "cpu")
     assert values["deterministic"] is values["compile"] is True
+    with pytest.raises(ConfigError, match="use_cpu='maybe'"):
+        ppo(use_cpu="maybe")
 
 
 def test_enumerations_are_read_by_their_value():

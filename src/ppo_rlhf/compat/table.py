@@ -190,7 +190,8 @@ def convert(source: Source, always: Mapping[str, Any], remarks: Sequence[str] = 
         for name in read:
             if values and not refusal and name in source.given and not isinstance(rule_of(name, source.table), Left):
                 carried.setdefault(name, []).extend(values)
-        with_these = ", ".join(f"{name}={source[name]}" for name in read)
+        own = [name for name in names if name in read] or read
+        with_these = ", ".join(f"{name}={source[name]}" for name in own)
         for name in given:
             if refusal and name in read:
                 reasons[name] = refusal

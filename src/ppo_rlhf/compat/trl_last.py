@@ -94,6 +94,11 @@ def precision(s: Source) -> Parameters:
     return {"ppo.dtype": "bfloat16" if bf16 else "float16" if fp16 else "float32"}
 
 
+def device(s: Source) -> Parameters:
+    """Derive the device: TRL has a switch that keeps a run on the CPU."""
+    return {"ppo.device": "cpu" if s.flag("use_cpu") else "auto"}
+
+
 def lora(s: Source) -> Parameters:
     """Carry LoRA over if the run uses it. TRL's rank and alpha have the same defaults."""
     if not s.flag("use_peft"):
@@ -127,7 +132,6 @@ SETTINGS: Table = {  # with the defaults of TRL 1.12
     **{name: to(f"ppo.{name}", getattr(PPOConfig, name)) for name in _SAME.split()},
     "gradient_checkpointing": to("ppo.gradient_checkpointing", True),
     "stop_token_id": to("ppo.stop_token_id", None),
-    "use_cpu": to("ppo.device", ours={True: "cpu", "True": "cpu", "true": "cpu", False: "auto"}),
     "seed": to("seed", 42),
     "sft_model_path": to("sft_model_path"),
     "reward_model_path": to("reward_model_path"),
@@ -141,6 +145,7 @@ SETTINGS: Table = {  # with the defaults of TRL 1.12
     **by(stop, stop_token=None),
     **by(penalty, missing_eos_penalty=None),
     **by(precision, bf16=None, fp16=False),
+    **by(device, use_cpu=False),
     **SCRIPT_SETTINGS,
     **left(TRACKING, "output_dir overwrite_output_dir logging_* log_level* disable_tqdm trackio_* push_to_hub* hub_*"),
     **left(TRACKING, "include_num_input_tokens_seen num_sample_generations"),
