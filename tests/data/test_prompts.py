@@ -298,7 +298,7 @@ def test_a_table_of_evaluation_prompts_replaces_the_split_and_is_cut_to_the_maxi
 
 @pytest.mark.parametrize("prompts", [["a"], ["a", "a", "a"]])
 def test_a_single_prompt_cannot_be_split(prompts):
-    assert "1 distinct prompt" in message(split_held_out, pd.DataFrame({"prompt": prompts}), None, 0.1, 512, 0)
+    assert "1 distinct row(s)" in message(split_held_out, pd.DataFrame({"prompt": prompts}), None, 0.1, 512, 0)
 
 
 def test_splitting_names_a_missing_column():

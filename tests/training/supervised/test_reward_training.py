@@ -68,7 +68,9 @@ def test_metrics_come_by_optimiser_step_and_once_an_epoch(policies):
     steps = [entry["step"] for entry in history]
     assert steps == list(range(1, 13))  # 96 pairs of 12 prompts, 16 a step
     assert [e["step"] for e in history if "reward_model/eval_accuracy" in e] == [6, 12]
-    assert {key for e in history for key in e} == {"step", "reward_model/loss", "reward_model/eval_accuracy"}
+    assert {key for e in history for key in e} == {
+        *("step", "reward_model/loss", "reward_model/learning_rate", "reward_model/eval_accuracy")
+    }
 
 
 def test_the_last_accuracy_is_that_of_the_saved_model_over_all_held_out_pairs(policies, tmp_path):

@@ -1,5 +1,7 @@
 """The settings that both supervised trainings share."""
 
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -11,6 +13,8 @@ TINY_MODEL, TINY_MODELS_RATE = 1_000_000, 1e-3
 
 History = list[dict[str, float]]
 """Metrics of a training: one dictionary a logged step, with `step` (optimiser steps done) and the metrics' keys."""
+Watch = Callable[[int], AbstractContextManager[Callable[[int, Mapping[str, float]], None]]]
+"""Opens a display of so many optimiser steps; it yields a function that is called with each step's new metrics."""
 
 
 @dataclass(frozen=True, kw_only=True)
