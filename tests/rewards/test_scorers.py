@@ -12,6 +12,7 @@ from ppo_rlhf.core.errors import ConfigError, ModelError, RewardError
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.models.tokenizers import train_word_tokenizer
+from ppo_rlhf.rewards.functions import call_reward_function, load_function
 from ppo_rlhf.rewards.scorers import (
     ModelScorer,
     ResponseBatch,
@@ -19,8 +20,6 @@ from ppo_rlhf.rewards.scorers import (
     RewardConfig,
     RewardScorer,
     build_reward_scorer,
-    call_reward_function,
-    load_function,
     score_sequences,
 )
 from tests.tiny_models import BEGIN, END, PAD, VOCABULARY, save, tiny_model, word_tokenizer

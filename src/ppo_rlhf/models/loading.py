@@ -6,6 +6,7 @@ needs no reward model on disk. Nothing here writes into a user's model directory
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 from collections.abc import Callable, Iterator
@@ -72,14 +73,12 @@ class PretrainedHandle:
 
     def generation_config(self) -> GenerationConfig:
         """Return the model's generation configuration, or one made from its configuration where it has none."""
-        if is_local(self.source):
-            if (Path(self._place) / "generation_config.json").is_file():
-                return self._read("generation configuration", GenerationConfig.from_pretrained)
-            return GenerationConfig.from_model_config(self.config())
-        try:
-            return GenerationConfig.from_pretrained(self._place)
-        except OSError:  # the repository has no such file
-            return GenerationConfig.from_model_config(self.config())
+        if (Path(self._place) / "generation_config.json").is_file():
+            return self._read("generation configuration", GenerationConfig.from_pretrained)
+        if not is_local(self.source):
+            with contextlib.suppress(OSError):  # the repository has no such file
+                return GenerationConfig.from_pretrained(self._place)
+        return GenerationConfig.from_model_config(self.config())
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the tokenizer: it pads on the left, has a pad token, and its vocabulary is unchanged."""
@@ -127,9 +126,8 @@ class PretrainedHandle:
         """
         if is_local(self.source):
             check_model_directory(self.source)
-            return read_value_head(Path(self._place))
         for name in (WEIGHTS_INDEX, WEIGHTS):
-            file = cached_file(self.source, name, local_files_only=True, _raise_exceptions_for_missing_entries=False)
+            file = cached_file(self._place, name, local_files_only=True, _raise_exceptions_for_missing_entries=False)
             if file is not None:
                 return read_value_head(Path(file).parent)
         return None

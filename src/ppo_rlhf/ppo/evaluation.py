@@ -23,14 +23,8 @@ from ppo_rlhf.data.prompts import PromptDataset
 from ppo_rlhf.models.offloading import on_device
 from ppo_rlhf.ppo.rollout import compute_logprobs, sample_responses
 from ppo_rlhf.ppo.sampling import SamplingSettings
-from ppo_rlhf.rewards.scorers import (
-    LONGEST_METRIC_NAME,
-    ResponseBatch,
-    RewardFunction,
-    RewardScorer,
-    call_reward_function,
-    load_function,
-)
+from ppo_rlhf.rewards.functions import RewardFunction, call_reward_function, load_function
+from ppo_rlhf.rewards.scorers import LONGEST_METRIC_NAME, ResponseBatch, RewardScorer
 
 DEMO_PROMPTS_PATH = "data/01_raw/prompts.jsonl"
 DEMO_JUDGE = "ppo_rlhf.demo.judge:gold_score"
