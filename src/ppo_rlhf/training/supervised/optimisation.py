@@ -36,7 +36,8 @@ class OptimisationConfig:
     max_grad_norm: Annotated[float, Field(gt=0.0)] = 1.0
     """Gradients are clipped to this 2-norm."""
     per_device_train_batch_size: Annotated[int, Field(ge=1)] = 8
-    """Rows (texts or pairs) in one forward and backward pass, shared by all processes: N processes must divide it."""
+    """Rows (texts or pairs) in one forward and backward pass, shared by all processes: N processes must divide it. Of
+    several processes the last batch of an epoch is filled up with rows of its first."""
     gradient_accumulation_steps: Annotated[int, Field(ge=1)] = 1
     """Passes that make one optimiser step."""
     max_length: Annotated[int, Field(ge=2)] | None = None

@@ -16,7 +16,14 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, Trainer, TrainerCallback
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 from trl import RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 from ppo_rlhf import processes
@@ -42,17 +49,9 @@ def run_sft_trainer(
     `evaluate` gets the model with TRL's fused head (`trl.trainer.utils.add_fused_lm_head`).
     """
     table = {"input_ids": rows.input_ids, "labels": rows.labels, "length": [len(ids) for ids in rows.input_ids]}
-
-    def build(options: dict[str, Any], callback: TrainerCallback) -> Trainer:
-        return _SilentSFTTrainer(
-            model,
-            SFTConfig(**options, packing=False, dataset_kwargs={"skip_prepare_dataset": True}),
-            train_dataset=Dataset.from_dict(table),
-            processing_class=copy.deepcopy(tokenizer),
-            callbacks=[callback],
-        )
-
-    return _train("supervised_finetuning", model, build, config, HistoryCallback("sft", evaluate, watch))
+    own = {"packing": False, "dataset_kwargs": {"skip_prepare_dataset": True}}
+    callback = HistoryCallback("sft", evaluate, watch)
+    return _train("supervised_finetuning", _SilentSFTTrainer, SFTConfig, own, model, tokenizer, table, config, callback)
 
 
 def run_reward_trainer(
@@ -67,17 +66,8 @@ def run_reward_trainer(
     """Train a reward model in place on pairs of token sequences; return `reward_model/*` metrics."""
     lengths = [max(len(a), len(b)) for a, b in zip(chosen_ids, rejected_ids, strict=True)]
     table = {"chosen_ids": chosen_ids, "rejected_ids": rejected_ids, "length": lengths}
-
-    def build(options: dict[str, Any], callback: TrainerCallback) -> Trainer:
-        return _SilentRewardTrainer(
-            model,
-            RewardConfig(**options),
-            train_dataset=Dataset.from_dict(table),
-            processing_class=copy.deepcopy(tokenizer),
-            callbacks=[callback],
-        )
-
-    return _train("reward_modelling", model, build, config, HistoryCallback("reward_model", evaluate, watch))
+    callback = HistoryCallback("reward_model", evaluate, watch)
+    return _train("reward_modelling", _SilentRewardTrainer, RewardConfig, {}, model, tokenizer, table, config, callback)
 
 
 def trainer_options(config: OptimisationConfig, output_dir: str) -> dict[str, Any]:
@@ -179,8 +169,12 @@ class HistoryCallback(TrainerCallback):
 
 def _train(
     group: str,
+    trainer_class: type[Trainer],
+    config_class: type[TrainingArguments],
+    own_options: dict[str, Any],
     model: PreTrainedModel,
-    build: Callable[[dict[str, Any], TrainerCallback], Trainer],
+    tokenizer: PreTrainedTokenizerBase,
+    table: dict[str, Any],
     config: OptimisationConfig,
     callback: HistoryCallback,
 ) -> History:
@@ -195,7 +189,13 @@ def _train(
         tempfile.TemporaryDirectory() as output_dir,
         closing(callback),
     ):
-        trainer = build(trainer_options(config, output_dir), callback)
+        trainer = trainer_class(
+            model,
+            config_class(**trainer_options(config, output_dir), **own_options),
+            train_dataset=Dataset.from_dict(table),
+            processing_class=copy.deepcopy(tokenizer),
+            callbacks=[callback],
+        )
         trainer.remove_callback(PrinterCallback)  # prints every log to standard output
         trainer.train()
     # TRL and accelerate put a forward of their own on the object: copies of it would run the original's weights
