@@ -30,7 +30,7 @@ from ppo_rlhf.models.loading import PretrainedHandle, steady_context
 from ppo_rlhf.models.tokenizers import same_vocabulary, train_word_tokenizer
 from ppo_rlhf.ppo.accelerator import resolve_device
 from ppo_rlhf.ppo.build import check_device, lora_settings
-from ppo_rlhf.ppo.evaluation import DEMO_JUDGE, EvaluationConfig, is_demo_prompts
+from ppo_rlhf.ppo.evaluation import DEMO_JUDGE, EvaluationConfig, is_demo_prompts, resolve_judge
 from ppo_rlhf.rewards.functions import call_reward_function, check_column_names, load_function
 from ppo_rlhf.rewards.scorers import RewardConfig
 from ppo_rlhf.runner import plan_loop
@@ -85,6 +85,10 @@ class RunRequest:
         source = self.catalog[name]._describe().get("filepath") if name in self.catalog else None
         return None if source is None else str(source)
 
+    def shown(self, name: str) -> str:
+        """Return the source of a dataset as a person reads it: below the project relative to it."""
+        return str(self.source(name)).removeprefix(f"{self.project_path}/")
+
     @property
     def start(self) -> str:
         """The model that the policy starts from: the base model if the run trains the SFT policy, else that policy."""
@@ -120,7 +124,7 @@ def find_problems(
                 raise
             problems.extend(str(ours).splitlines())
 
-    for first in (check_start, check_settings, check_protection, check_resume):
+    for first in (check_start, check_settings, check_protection, check_demo_parts, check_resume):
         ask(first)
     for name in filter(run.reads, TABLES):
         ask(check_table, name)
@@ -131,6 +135,28 @@ def find_problems(
     for reference, tables in functions_of(run).items():
         ask(check_function, reference, tables)
     return list(dict.fromkeys(problems))
+
+
+def describe_parts(pipeline: Pipeline, catalog: CatalogProtocol, project_path: Path) -> str | None:
+    """Return in one line where the policy, the reward, the prompts and the judge of a run come from.
+
+    None if the run neither trains by PPO nor evaluates.
+    """
+    run = RunRequest(pipeline, catalog, project_path, "")
+    reward, evaluation = run.group("reward", RewardConfig), run.group("evaluation", EvaluationConfig)
+    if reward is None or evaluation is None:
+        return None
+
+    def made(name: str, start: str | None) -> str:
+        return f"trained by this run, from {start or 'random weights'}" if run.writes(name) else run.shown(name)
+
+    policy = made("sft_policy", run.source("base_model"))
+    terms = [c.function or made("reward_model", "the policy") for c in reward.components]
+    if len(terms) > 1:
+        terms = [f"{c.weight:g} x ({term})" for c, term in zip(reward.components, terms, strict=True)]
+    prompts = run.shown("raw_prompts" if run.reads("raw_prompts") else "evaluation_prompts")
+    judge = resolve_judge(evaluation, project_path).description
+    return f"Policy: {policy}. Reward: {' + '.join(terms)}. Prompts: {prompts}. The win rate is decided by {judge}."
 
 
 def check_start(run: RunRequest) -> Iterator[str]:
@@ -181,6 +207,27 @@ def check_protection(run: RunRequest) -> Iterator[str]:
                 f"never written. To use it as it is, run `--pipelines align`. To train one, set {setting} to a folder "
                 f"in {layer}{', and base_model_path to start from yours' if name == 'sft_policy' else ''}."
             )
+
+
+def check_demo_parts(run: RunRequest) -> Iterator[str]:
+    """Find forgotten settings by which parts of the demo, or of an earlier run, would serve a person's own policy."""
+    if run.source("sft_policy") is None or not run.reads("sft_policy") or _is_ours(run, "sft_policy"):
+        return
+    policy, reward_model, prompts = map(run.shown, ("sft_policy", "reward_model", "raw_prompts"))
+    made_here = run.project_path / run.data_root / MODELS_LAYER / "reward_model"
+    uses_model = run.reads("reward_model") and run.needs_reward_model
+    if uses_model and (run.project_path / reward_model).resolve() == made_here.resolve():
+        yield (
+            f"reward_model_path is not set: {reward_model}, made in this project for another policy, would score "
+            f"{policy}. Set it (to a version in that folder, if you mean one), or give functions as reward."
+        )
+    evaluation = run.group("evaluation", EvaluationConfig)
+    is_judged = evaluation is None or evaluation.judge is not None
+    if run.reads("raw_prompts") and is_demo_prompts(prompts, run.project_path) and not is_judged:
+        yield (
+            f"prompts_path is not set: {policy} would answer the demo's prompts, and the demo's judge would decide. "
+            f"Set it; if you mean the demo's prompts, set evaluation.judge={DEMO_JUDGE}."
+        )
 
 
 def check_table(run: RunRequest, name: str) -> None:
@@ -342,8 +389,8 @@ def _is_nowhere(run: RunRequest, name: str) -> bool:
 
 
 def _is_null(run: RunRequest, name: str) -> bool:
-    is_used = name in run.catalog and (run.reads(name) or run.writes(name))
-    return is_used and isinstance(run.catalog[name], PretrainedModelDataset) and run.source(name) is None
+    is_used = run.reads(name) or run.writes(name)
+    return is_used and isinstance(run.catalog.get(name), PretrainedModelDataset) and run.source(name) is None
 
 
 def _is_ours(run: RunRequest, name: str) -> bool:
