@@ -271,6 +271,13 @@ def test_a_function_that_cannot_be_found_is_refused_in_one_line(tmp_path, source
     assert "\n" not in str(caught.value)
 
 
+class Unprintable:
+    def __float__(self):
+        raise KeyError("no number")
+
+    __repr__ = __float__
+
+
 def call(function, completions=("x", "y"), **columns):
     return call_reward_function(function, "mine", ["p"] * len(completions), list(completions), columns)
 
@@ -327,6 +334,8 @@ def test_numbers_of_any_kind_are_taken(result):
         ([1.0, -1e39], r"-1e\+39 for response 1"),
         ([1.0, None], "None for response 1"),
         ([1.0, "a"], "'a' for response 1"),
+        ([10**5000, 1.0], "a value of type int for response 0"),
+        ([1.0, Unprintable()], "a value of type Unprintable for response 1"),
         (3.0, "a float"),
     ],
 )

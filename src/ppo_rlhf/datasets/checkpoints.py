@@ -140,7 +140,9 @@ def read_evaluations(directory: Path) -> list[dict[str, float]]:
         return []
     try:
         rows: list[dict[str, float]] = json.loads(path.read_bytes())
-    except ValueError as error:
+        if not isinstance(rows, list) or not all(isinstance(row["iteration"], int | float) for row in rows):
+            raise TypeError("a row has no iteration")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(
             f"{path}: damaged ({error}). Mend it, or move it away: then the run goes on, but no longer knows which "
             "checkpoint was its best, and may delete it"

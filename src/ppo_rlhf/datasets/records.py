@@ -125,6 +125,8 @@ def _parsed(path: Path, number: int, text: str) -> Any:
         raise DataError(f"{path}: line {line} is damaged, it is not valid JSON ({error.msg}).{hint}") from error
     except UnicodeEncodeError as error:
         raise DataError(f"{path}: line {number} is damaged, it has half of a surrogate pair.") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or thousands of brackets
+        raise DataError(f"{path}: line {number} cannot be read: {error}.") from error
     return value
 
 
@@ -169,5 +171,7 @@ def _read_csv(path: Path, text_column: str) -> pd.DataFrame:
 def _read_parquet(path: Path) -> pd.DataFrame:
     try:
         return table_of_rows(pyarrow.parquet.read_table(path).to_pylist())  # pandas would give nested lists as arrays
+    except OverflowError as error:
+        raise DataError(f"{path}: a time is outside the years 1 to 9999, or too long a duration: {error}.") from error
     except (OSError, ValueError) as error:  # pyarrow's ArrowInvalid is a ValueError
         raise DataError(f"{path}: this Parquet file is damaged: {' '.join(str(error).split())}") from error

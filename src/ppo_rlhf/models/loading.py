@@ -102,8 +102,11 @@ class PretrainedHandle:
     def empty_causal_lm(self) -> PreTrainedModel:
         """Return the language model's modules on the device `meta`, without weights, for checks before a run."""
         config = self.config()
-        with torch.device("meta"), quiet_transformers():
-            return AutoModelForCausalLM.from_config(config, trust_remote_code=self.trust_remote_code)
+        try:
+            with torch.device("meta"), quiet_transformers():
+                return AutoModelForCausalLM.from_config(config, trust_remote_code=self.trust_remote_code)
+        except Exception as error:  # whatever a model does with a value that it does not expect
+            raise ModelError(f"{self.source}: no model fits its {CONFIG}: {why_unreadable(error)}") from error
 
     def reward_model(self, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
         """Return the reward model in eval mode: ours or a sequence classifier of transformers, `.logits [B, 1]`.
@@ -180,8 +183,7 @@ class PretrainedHandle:
             )
         if unused := sorted(name for name in report["unexpected_keys"] if name not in VALUE_HEAD):
             log.warning("%s: weights that a %s does not have are ignored: %s.", self.source, what, _some(unused))
-        _check_finite(model, self.source)
-        return prepare(model)
+        return prepare(model, self.source)
 
     def _read(self, what: str, load: Callable[..., T], **options: Any) -> T:
         local = is_local(self.source)
@@ -235,8 +237,13 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfi
         )
 
 
-def prepare(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the model, changed in place: eval mode, no dropout, GELU in one kernel."""
+def prepare(model: PreTrainedModel, where: str = "the model") -> PreTrainedModel:
+    """Return the model, changed in place: eval mode, no dropout, GELU in one kernel.
+
+    Raises:
+        ModelError: A weight is NaN or infinite; `where` says where the model comes from.
+    """
+    _check_finite(model, where)
     disable_dropout(model)
     fuse_activations(model)
     return model.eval()
@@ -314,7 +321,7 @@ def _steady_lengths(config: PretrainedConfig) -> Iterator[int]:
             yield text_config.max_position_embeddings
 
 
-def _check_finite(model: PreTrainedModel, source: str) -> None:
+def _check_finite(model: PreTrainedModel, where: str) -> None:
     for name, parameter in model.named_parameters():
         # smallest and largest are NaN if any number is; isfinite() would copy the tensor
         if (
@@ -322,7 +329,7 @@ def _check_finite(model: PreTrainedModel, source: str) -> None:
             and parameter.is_floating_point()
             and not all(bool(extreme.isfinite()) for extreme in parameter.detach().aminmax())
         ):
-            raise ModelError(f"{source}: the weight {name} holds NaN or infinity. Give a model that has not diverged.")
+            raise ModelError(f"{where}: the weight {name} holds NaN or infinity. Give a model that has not diverged.")
 
 
 def _some(names: list[str]) -> str:
