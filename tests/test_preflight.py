@@ -297,6 +297,13 @@ def test_a_model_of_ones_own_is_never_written(user: User, name: str, setting: st
     assert problem.startswith(f"{setting}=data/06_models/{name} is outside bigdisk/06_models")
 
 
+def test_a_policy_to_evaluate_is_never_written_either(user: User):
+    user.made, user.paths["ppo_policy"] = ["ppo_policy"], user.paths["sft_policy"]
+    (problem,) = user.problems()
+    assert problem.startswith(f"policy_path={user.paths['sft_policy']} is outside data/06_models")
+    assert "--pipelines evaluation" in problem
+
+
 def test_a_link_out_of_the_projects_models_is_outside(user: User):
     (user.folder / "data" / "06_models").mkdir(parents=True)
     (user.folder / "data" / "06_models" / "sft_policy").symlink_to(user.folder / "policy")

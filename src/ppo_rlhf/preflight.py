@@ -42,10 +42,10 @@ from ppo_rlhf.training.supervised.sft import SupervisedFinetuningConfig
 T = TypeVar("T")
 
 MODELS_LAYER = "06_models"
-MADE_BY = {  # model: the pipeline that makes it, the setting that names another one
-    "sft_policy": ("supervised_finetuning", "sft_model_path"),
-    "reward_model": ("reward_modelling", "reward_model_path"),
-    "ppo_policy": ("ppo", None),
+MADE_BY = {  # model: the pipeline that makes it, the setting that names another one, a command that only reads it
+    "sft_policy": ("supervised_finetuning", "sft_model_path", "--pipelines align"),
+    "reward_model": ("reward_modelling", "reward_model_path", "--pipelines align"),
+    "ppo_policy": ("ppo", "policy_path", "--pipelines evaluation"),
 }
 MODELS = ("base_model", *MADE_BY)
 PROMPTS = ("raw_prompts", "raw_evaluation_prompts")
@@ -200,11 +200,11 @@ def check_resume(run: RunRequest) -> Iterator[str]:
 def check_protection(run: RunRequest) -> Iterator[str]:
     """Find a model that the run would write outside the project's own models: it may be a person's."""
     layer = Path(run.data_root, MODELS_LAYER)
-    for name, (stage, setting) in MADE_BY.items():
-        if setting and run.writes(name) and run.source(name) is not None and not _is_ours(run, name):
+    for name, (stage, setting, reading) in MADE_BY.items():
+        if run.writes(name) and run.source(name) is not None and not _is_ours(run, name):
             yield (
                 f"{setting}={run.source(name)} is outside {layer}, and {stage} would write it; models of your own are "
-                f"never written. To use it as it is, run `--pipelines align`. To train one, set {setting} to a folder "
+                f"never written. To use it as it is, run `{reading}`. To train one, set {setting} to a folder "
                 f"in {layer}{', and base_model_path to start from yours' if name == 'sft_policy' else ''}."
             )
 
@@ -242,8 +242,8 @@ def check_model(run: RunRequest, name: str) -> Iterator[str]:
     if run.source(name) is None or (name == "reward_model" and not run.needs_reward_model):
         return
     if name in MADE_BY and _is_ours(run, name) and not run.catalog[name].exists():
-        stage, setting = MADE_BY[name]
-        yield f"{run.source(name)}: nothing is there yet. Run {stage} first{f', or set {setting}' if setting else ''}."
+        stage, setting, _ = MADE_BY[name]
+        yield f"{run.source(name)}: nothing is there yet. Run {stage} first, or set {setting}."
         return
     handle = run.catalog[name].load()
     tokenizer = handle.tokenizer()

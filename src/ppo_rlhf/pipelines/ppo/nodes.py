@@ -129,7 +129,7 @@ def evaluate_reference_policy(
         reward_scorer,
         resolve_judge(evaluation),
         ppo_config,
-        sampling_settings(ppo_config, policy.tokenizer, reference_policy),
+        evaluation.sampling(sampling_settings(ppo_config, policy.tokenizer, reference_policy)),
         seed=evaluation.seed,
         batch_size=evaluation.batch_size,
         device=policy.model.device,
@@ -194,7 +194,7 @@ def evaluate_iteration(
         reward_scorer,
         resolve_judge(evaluation),
         ppo_config,
-        state.sampling,
+        evaluation.sampling(state.sampling),
         seed=evaluation.seed,
         batch_size=evaluation.batch_size,
     )
