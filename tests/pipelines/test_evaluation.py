@@ -183,7 +183,7 @@ def test_an_evaluation_says_what_is_evaluated_its_result_and_where_it_is_kept(in
     (result,) = [line for line in caplog.messages if line.startswith("Win rate over SFT")]
     assert f"{100 * summary['eval/win_rate']:.1f} %" in result
     assert summary["decided_by"] in result
-    assert any("runs/7/artifacts/evaluation" in line for line in caplog.messages)
+    assert any("runs/7/artifacts" in line for line in caplog.messages)
 
 
 def test_policies_of_different_vocabularies_are_not_compared(inputs, tmp_path):

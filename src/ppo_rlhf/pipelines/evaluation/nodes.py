@@ -90,7 +90,7 @@ def compare_policies(
     )
     run = mlflow.active_run()
     if run is not None:
-        logger.info("This run keeps its result in %s/evaluation; data/ has the newest run's.", run.info.artifact_uri)
+        logger.info("The run keeps results and report below %s; in data/ are the newest run's.", run.info.artifact_uri)
     return {"evaluation_summary": {**metrics, **context}, "before_after": before_after(policy, sft)}
 
 
