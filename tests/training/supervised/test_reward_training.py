@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 import torch
 
-from ppo_rlhf.core.errors import DataError, TrainingError
+from ppo_rlhf.core.errors import TrainingError
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.training.supervised import reward_training
@@ -87,10 +87,10 @@ def test_the_last_accuracy_is_that_of_the_saved_model_over_all_held_out_pairs(po
 
 
 def test_scores_of_the_training_responses_have_mean_zero_and_deviation_one(policies):
-    settings = config(num_train_epochs=2)
-    trained, _ = train_reward_model(policies["llama"], pairs(), settings)
-    plain, _ = train_reward_model(policies["llama"], pairs(), config(num_train_epochs=2, normalise=False))
-    rows, _ = split_pairs(pairs(), settings)
+    settings = config(num_train_epochs=1)
+    trained, _ = train_reward_model(policies["llama"], pairs(64), settings)
+    plain, _ = train_reward_model(policies["llama"], pairs(64), config(num_train_epochs=1, normalise=False))
+    rows, _ = split_pairs(pairs(64), settings)
     sequences = [*rows["chosen_ids"], *rows["rejected_ids"]]
     with torch.no_grad():
         scores, raw = (
@@ -114,14 +114,6 @@ def test_on_a_gpu_all_scores_are_computed_there_and_the_model_comes_back(policie
     trained, _ = train_reward_model(policies["llama"], pairs(), config(device="cuda"))
     assert devices == {"cuda"}
     assert trained.model.device.type == "cpu"
-
-
-def test_training_again_with_the_same_seed_gives_the_same_bits(policies):
-    runs = [train_reward_model(policies["gpt2"], pairs(), config(num_train_epochs=1, seed=s)) for s in (1, 1, 2)]
-    first, again, other = (trained.model.state_dict() for trained, _ in runs)
-    assert all(torch.equal(first[name], again[name]) for name in first)
-    assert not all(torch.equal(first[name], other[name]) for name in first)
-    assert runs[0][1] == runs[1][1]
 
 
 def test_an_accuracy_below_the_minimum_stops_the_run(policies):
@@ -154,14 +146,6 @@ def test_all_pairs_of_a_prompt_go_to_one_side():
     assert set(trained["prompt"]).isdisjoint(held_out["prompt"])
     assert (trained["prompt"].nunique(), held_out["prompt"].nunique()) == (12, 4)
     assert len(trained) + len(held_out) == 128
-
-
-def test_pairs_without_prompts_are_split_one_by_one():
-    trained, held_out = split_pairs(pairs(40, prompts=False), config())
-    assert (len(trained), len(held_out)) == (30, 10)
-    assert len(split_pairs(pairs(40, prompts=False), config(max_held_out=3))[1]) == 3
-    with pytest.raises(DataError, match="cannot be split"):
-        split_pairs(pairs(1, prompts=False), config())
 
 
 @pytest.mark.parametrize("chats", [False, True], ids=["texts", "chats that are not written out yet"])
