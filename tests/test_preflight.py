@@ -172,6 +172,7 @@ def test_a_userwithout_mistakes_has_no_problems(user: User):
         pytest.param(ppo(response_length=CONTEXT), "ppo.response_length", id="no room for prompts"),
         pytest.param(paths(sft_policy="/no/model"), "/no/model", id="no model"),
         pytest.param(paths(sft_policy=None), "sft_model_path", id="model path is null"),
+        pytest.param(paths(ppo_policy=None), "policy_path", id="policy path is null"),
         pytest.param(without("model.safetensors"), "model.safetensors", id="no weights"),
         pytest.param(fewer_rows, "tokenizer", id="tokenizer of another model"),
         pytest.param(group("reward", function_reward("no_module:f")), "no_module:f", id="no reward module"),
@@ -263,14 +264,14 @@ def test_a_policy_of_ones_own_meets_no_part_of_the_demo_that_was_not_asked_for(u
     user.groups["reward"] = RewardConfig(components=[MODEL])
     user.paths["reward_model"] = str(made_here)
     (problem,) = user.problems()
-    assert problem.startswith("reward_model_path is not set")
+    assert problem.startswith("reward_model_path=data/06_models/reward_model was made")
     user.paths["reward_model"] = str(made_here / "version")  # this one is meant
     assert user.problems() == []
     (user.folder / "data" / "01_raw").mkdir()
     user.paths["raw_prompts"] = str(shutil.move(user.folder / "prompts.jsonl", user.folder / DEMO_PROMPTS_PATH))
     user.groups["evaluation"] = EvaluationConfig()
     (problem,) = user.problems()
-    assert problem.startswith("prompts_path is not set")
+    assert problem.startswith("prompts_path=data/01_raw/prompts.jsonl has the demo's prompts")
     user.groups["evaluation"] = EvaluationConfig(judge=DEMO_JUDGE)  # the demo's prompts are meant
     assert user.problems() == []
 

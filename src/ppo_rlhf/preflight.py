@@ -176,6 +176,7 @@ def check_settings(run: RunRequest) -> Iterator[str]:
         "prompts_path": run.writes("prompt_dataset") and run.source("raw_prompts") is None,
         "sft_model_path": _is_null(run, "sft_policy"),
         "reward_model_path": _is_null(run, "reward_model") and run.needs_reward_model,
+        "policy_path": _is_null(run, "ppo_policy"),
     }
     for setting in (name for name, missing in is_missing.items() if missing):
         yield f"{setting} is not set. Set it in conf/local/globals.yml or with --params {setting}=…"
@@ -218,15 +219,15 @@ def check_demo_parts(run: RunRequest) -> Iterator[str]:
     uses_model = run.reads("reward_model") and run.needs_reward_model
     if uses_model and (run.project_path / reward_model).resolve() == made_here.resolve():
         yield (
-            f"reward_model_path is not set: {reward_model}, made in this project for another policy, would score "
-            f"{policy}. Set it (to a version in that folder, if you mean one), or give functions as reward."
+            f"reward_model_path={reward_model} was made in this project for another policy, not for {policy}. Set it "
+            "to your own reward model (or to a version in that folder, if you mean it), or give functions as reward."
         )
     evaluation = run.group("evaluation", EvaluationConfig)
     is_judged = evaluation is None or evaluation.judge is not None
     if run.reads("raw_prompts") and is_demo_prompts(prompts, run.project_path) and not is_judged:
         yield (
-            f"prompts_path is not set: {policy} would answer the demo's prompts, and the demo's judge would decide. "
-            f"Set it; if you mean the demo's prompts, set evaluation.judge={DEMO_JUDGE}."
+            f"prompts_path={prompts} has the demo's prompts, and the demo's judge would decide how {policy} answers. "
+            f"Set it to your own; if you mean the demo's, set evaluation.judge={DEMO_JUDGE}."
         )
 
 
