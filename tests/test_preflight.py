@@ -16,8 +16,8 @@ from transformers import GPT2LMHeadModel
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.data.prompts import PromptsConfig
 from ppo_rlhf.datasets import PretrainedModelDataset, RecordsDataset, ResumeCheckpointDataset, TableDataset
-from ppo_rlhf.ppo.evaluation import DEMO_JUDGE, EvaluationConfig
-from ppo_rlhf.preflight import find_problems
+from ppo_rlhf.ppo.evaluation import DEMO_JUDGE, DEMO_PROMPTS_PATH, EvaluationConfig
+from ppo_rlhf.preflight import describe_parts, find_problems
 from ppo_rlhf.rewards.scorers import RewardConfig
 from ppo_rlhf.training.supervised.demonstrations import DataPreparationConfig
 from ppo_rlhf.training.supervised.reward_training import RewardModellingConfig
@@ -75,14 +75,17 @@ class User:
         self.groups["ppo"] = PPOConfig(**{"response_length": 4, **settings})
 
     def problems(self) -> list[str]:
-        """Ask for a run whose nodes read all inputs except those that other nodes of the run make."""
+        return find_problems(*self.request(), self.folder, self.data_root)
+
+    def request(self) -> tuple[Pipeline, DataCatalog]:
+        """Return a run whose nodes read all inputs except those that other nodes of the run make."""
         datasets: dict[str, Any] = {f"params:{name}": MemoryDataset(group) for name, group in self.groups.items()}
         for name, path in self.paths.items():
             datasets[name] = (RecordsDataset if name.startswith("raw_") else PretrainedModelDataset)(path)
         inputs = [*self.paths, *(f"params:{group}" for group in self.groups)]
         nodes = [Node(lambda *_: 0, inputs, "prompt_dataset", name="align")]
         nodes += [Node(lambda _: 0, "params:ppo", name, name=f"make_{name}") for name in self.made]
-        return find_problems(Pipeline(nodes), DataCatalog(datasets), self.folder, self.data_root)
+        return Pipeline(nodes), DataCatalog(datasets)
 
 
 def function_reward(reference: str) -> RewardConfig:
@@ -169,6 +172,7 @@ def test_a_userwithout_mistakes_has_no_problems(user: User):
         pytest.param(ppo(response_length=CONTEXT), "ppo.response_length", id="no room for prompts"),
         pytest.param(paths(sft_policy="/no/model"), "/no/model", id="no model"),
         pytest.param(paths(sft_policy=None), "sft_model_path", id="model path is null"),
+        pytest.param(paths(ppo_policy=None), "policy_path", id="policy path is null"),
         pytest.param(without("model.safetensors"), "model.safetensors", id="no weights"),
         pytest.param(fewer_rows, "tokenizer", id="tokenizer of another model"),
         pytest.param(group("reward", function_reward("no_module:f")), "no_module:f", id="no reward module"),
@@ -254,6 +258,34 @@ def test_functions_are_called_with_each_table_whose_prompts_they_get(user: User)
     assert "evaluation.jsonl" in problem
 
 
+def test_a_policy_of_ones_own_meets_no_part_of_the_demo_that_was_not_asked_for(user: User, models: Path):
+    made_here = user.folder / "data" / "06_models" / "reward_model"
+    shutil.copytree(models / "reward", made_here / "version")
+    user.groups["reward"] = RewardConfig(components=[MODEL])
+    user.paths["reward_model"] = str(made_here)
+    (problem,) = user.problems()
+    assert problem.startswith("reward_model_path=data/06_models/reward_model was made")
+    user.paths["reward_model"] = str(made_here / "version")  # this one is meant
+    assert user.problems() == []
+    (user.folder / "data" / "01_raw").mkdir()
+    user.paths["raw_prompts"] = str(shutil.move(user.folder / "prompts.jsonl", user.folder / DEMO_PROMPTS_PATH))
+    user.groups["evaluation"] = EvaluationConfig()
+    (problem,) = user.problems()
+    assert problem.startswith("prompts_path=data/01_raw/prompts.jsonl has the demo's prompts")
+    user.groups["evaluation"] = EvaluationConfig(judge=DEMO_JUDGE)  # the demo's prompts are meant
+    assert user.problems() == []
+
+
+def test_where_the_parts_of_a_run_come_from_is_one_line(user: User):
+    user.groups["reward"] = RewardConfig(components=[MODEL, {"type": "function", "function": "my:f", "weight": 0.5}])
+    line = describe_parts(*user.request(), user.folder)
+    reward = f"1 x ({user.paths['reward_model']}) + 0.5 x (my:f)"
+    judge = "The win rate is decided by the reward, as evaluation.judge is not set."
+    assert line == f"Policy: policy. Reward: {reward}. Prompts: prompts.jsonl. {judge}"
+    user.made = ["sft_policy"]
+    assert "Policy: trained by this run, from random weights." in str(describe_parts(*user.request(), user.folder))
+
+
 @pytest.mark.parametrize(("name", "setting"), [("sft_policy", "sft_model_path"), ("reward_model", "reward_model_path")])
 def test_a_model_of_ones_own_is_never_written(user: User, name: str, setting: str):
     user.made = [name]
@@ -264,6 +296,13 @@ def test_a_model_of_ones_own_is_never_written(user: User, name: str, setting: st
     user.data_root = "bigdisk"  # the layers are moved, the model is not
     (problem,) = user.problems()
     assert problem.startswith(f"{setting}=data/06_models/{name} is outside bigdisk/06_models")
+
+
+def test_a_policy_to_evaluate_is_never_written_either(user: User):
+    user.made, user.paths["ppo_policy"] = ["ppo_policy"], user.paths["sft_policy"]
+    (problem,) = user.problems()
+    assert problem.startswith(f"policy_path={user.paths['sft_policy']} is outside data/06_models")
+    assert "--pipelines evaluation" in problem
 
 
 def test_a_link_out_of_the_projects_models_is_outside(user: User):

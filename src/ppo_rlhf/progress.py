@@ -19,13 +19,22 @@ SHOWN = {
     "objective/kl": "KL {:.2f}",
     "objective/entropy": "entropy {:.2f}",
     "throughput/episodes_per_s": "{:.1f} episodes/s",
+    **{f"{stage}/loss": "loss {:.3f}" for stage in ("sft", "reward_model")},
+    **{f"{stage}/learning_rate": "learning rate {:.2g}" for stage in ("sft", "reward_model")},
+    "sft/eval_loss": "held-out loss {:.3f}",
+    "reward_model/eval_accuracy": "accuracy {:.1%}",
 }
+
+listeners: list[Callable[[Mapping[str, float], int], None]] = []
+"""Called with the metrics of a stage that is one node, and their step, while it runs."""
 
 logger = logging.getLogger("ppo_rlhf.runner")
 
 
 @contextmanager
-def reporting(done: int, total: int) -> Iterator[Callable[[int, Mapping[str, float]], None]]:
+def reporting(
+    done: int, total: int, title: str = "PPO", step: str = "Iteration"
+) -> Iterator[Callable[[int, Mapping[str, float]], None]]:
     """Yield a function that shows that an iteration (counted from 1) is complete, with its metrics.
 
     On a terminal that is one bar, on rich's console as Kedro's log. Elsewhere it is a log line for each of few
@@ -34,6 +43,8 @@ def reporting(done: int, total: int) -> Iterator[Callable[[int, Mapping[str, flo
     Args:
         done: Iterations that are complete already.
         total: All iterations.
+        title: Stands before the bar.
+        step: Stands for `Iteration` in a log line.
     """
     started_at = time.monotonic()
     line_at = float("-inf")
@@ -47,18 +58,31 @@ def reporting(done: int, total: int) -> Iterator[Callable[[int, Mapping[str, flo
         nonlocal line_at
         if total - done <= FEW_ITERATIONS or iteration >= total or time.monotonic() - line_at >= LINE_INTERVAL_S:
             line_at = time.monotonic()
-            say("%s", ", ".join([f"Iteration {iteration}/{total}", *readings(iteration, metrics)]))
+            say("%s", ", ".join([f"{step} {iteration}/{total}", *readings(iteration, metrics)]))
 
     console = rich.get_console()
     if not console.is_terminal or console.is_jupyter or not processes.is_main_process():
         yield log
         return
-    columns = ("PPO", BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn(), "{task.fields[readings]}")
+    columns = (title, BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn(), "{task.fields[readings]}")
     with Progress(*columns, console=console, refresh_per_second=4) as progress:
-        task = progress.add_task("PPO", completed=done, total=total, readings="")
+        task = progress.add_task(title, completed=done, total=total, readings="")
         yield lambda iteration, metrics: progress.update(
             task, completed=iteration, readings=", ".join(readings(iteration, metrics))
         )
+
+
+@contextmanager
+def watching(title: str, total: int) -> Iterator[Callable[[int, Mapping[str, float]], None]]:
+    """Yield a function that shows the metrics of a stage's optimiser step, and tells the listeners."""
+    with reporting(0, total, title, f"{title} step") as show:
+
+        def report(step: int, metrics: Mapping[str, float]) -> None:
+            show(step, metrics)
+            for listener in listeners:
+                listener(metrics, step)
+
+        yield report
 
 
 @contextmanager

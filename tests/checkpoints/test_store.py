@@ -166,7 +166,9 @@ def test_no_changed_byte_of_the_manifest_gives_other_content(saved, flipped):
             assert json.loads(path.read_bytes()) == content  # a space has become another one
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"files": 3}', '{"format": 3, "files": {"state.json": 3}}'])
+@pytest.mark.parametrize(
+    "content", ["", "{", "[" * 100_000, "[]", "{}", '{"files": 3}', '{"format": 3, "files": {"state.json": 3}}']
+)
 def test_a_manifest_that_is_none_is_refused(saved, content):
     (saved / "manifest.json").write_text(content)
     assert refusal(saved).startswith(f"{saved / 'manifest.json'}: ")

@@ -246,24 +246,6 @@ def numbered(count: int) -> pd.DataFrame:
     return pd.DataFrame({"prompt": [f"prompt {i}" for i in range(count)], "number": range(count)})
 
 
-def test_the_held_out_share_is_taken_from_the_prompts_and_the_rest_is_trained_on_in_order():
-    training, held_out = split_held_out(numbered(50), None, 0.1, 512, seed=1)
-    assert len(held_out) == 5
-    assert len(training) == 45
-    assert sorted([*training["number"], *held_out["number"]]) == list(range(50))
-    assert training["number"].is_monotonic_increasing
-    assert training.index.tolist() == list(range(45))
-    assert held_out.index.tolist() == list(range(5))
-
-
-def test_copies_of_a_prompt_never_stand_on_both_sides_and_are_held_out_once():
-    frame = pd.concat([numbered(20)] * 3, ignore_index=True)
-    training, held_out = split_held_out(frame, None, 0.25, 512, seed=1)
-    assert set(training["prompt"]).isdisjoint(held_out["prompt"])
-    assert len(held_out) == held_out["prompt"].nunique() == 5
-    assert len(training) == 3 * 15
-
-
 def test_chat_prompts_are_compared_by_content():
     chats = [[{"role": "user", "content": str(i % 10)}] for i in range(30)]
     training, held_out = split_held_out(pd.DataFrame({"messages": chats}), None, 0.3, 512, 1, "messages")
@@ -271,21 +253,6 @@ def test_chat_prompts_are_compared_by_content():
     assert len(contents[1]) == len(held_out) == 3
     assert contents[0].isdisjoint(contents[1])
     assert len(contents[0] | contents[1]) == 10
-
-
-@pytest.mark.parametrize(
-    ("count", "share", "maximum", "held"),
-    [(1000, 0.1, 512, 100), (1000, 0.9, 64, 64), (2, 0.01, 512, 1), (3, 0.99, 512, 2), (10, 0.25, 512, 2)],
-)
-def test_at_least_one_prompt_stays_on_each_side_and_no_more_than_the_maximum_is_held_out(count, share, maximum, held):
-    training, held_out = split_held_out(numbered(count), None, share, maximum, seed=0)
-    assert (len(training), len(held_out)) == (count - held, held)
-
-
-def test_the_split_is_a_function_of_the_seed():
-    first, again, other = (split_held_out(numbered(40), None, 0.2, 512, seed)[1] for seed in (1, 1, 2))
-    assert first.equals(again)
-    assert not first.equals(other)
 
 
 def test_a_table_of_evaluation_prompts_replaces_the_split_and_is_cut_to_the_maximum():
@@ -296,16 +263,10 @@ def test_a_table_of_evaluation_prompts_replaces_the_split_and_is_cut_to_the_maxi
     assert held_out.index.tolist() == [0, 1]
 
 
-@pytest.mark.parametrize("prompts", [["a"], ["a", "a", "a"]])
-def test_a_single_prompt_cannot_be_split(prompts):
-    assert "1 distinct prompt" in message(split_held_out, pd.DataFrame({"prompt": prompts}), None, 0.1, 512, 0)
-
-
 def test_splitting_names_a_missing_column():
     assert "`prompt`" in message(split_held_out, pd.DataFrame({"text": ["a", "b"]}), None, 0.1, 512, 0)
 
 
-@pytest.mark.parametrize("name", ["held_out_share", "max_held_out", "colunm"])
-def test_the_group_of_parameters_is_checked(name):
-    with pytest.raises(ConfigError, match=f"prompts.{name}"):
-        PromptsConfig(**{name: 0})
+def test_the_group_of_parameters_is_checked():
+    with pytest.raises(ConfigError, match=r"prompts\.held_out_share"):
+        PromptsConfig(held_out_share=0)

@@ -146,6 +146,12 @@ def test_the_preview_shows_the_models_shape(tmp_path, model):
     assert (shape["architectures"], shape["hidden_size"], shape["vocab_size"]) == ([type(model).__name__], 16, 25)
 
 
+@pytest.mark.parametrize("content", ["", "[1]", "[" * 100_000])
+def test_the_preview_of_a_damaged_model_is_its_name(tmp_path, content):
+    (tmp_path / "config.json").write_text(content)
+    assert json.loads(PretrainedModelDataset(str(tmp_path)).preview()) == {"model": str(tmp_path)}
+
+
 def test_the_catalog_makes_it_from_its_entry(tmp_path):
     entry = {
         "type": "ppo_rlhf.datasets.PretrainedModelDataset",

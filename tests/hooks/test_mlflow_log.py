@@ -17,6 +17,7 @@ from kedro_datasets.json import JSONDataset
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
+from ppo_rlhf import progress
 from ppo_rlhf.datasets.checkpoints import EvaluationLogDataset
 from ppo_rlhf.hooks import mlflow_log
 from ppo_rlhf.hooks.mlflow_log import MlflowLog
@@ -168,3 +169,20 @@ def test_of_a_stage_that_a_resumed_run_leaves_out_the_curves_on_the_disk_are_sen
         log = RunLog(run_id, pipeline, DataCatalog({"sft_metrics": history}), is_resumed=True)
         assert log.close(is_finished=is_finished)
         assert points(run_id, "sft/loss") == expected
+
+
+def test_a_stage_that_is_one_node_reaches_mlflow_while_it_runs_and_once(run_id: str):
+    node = Node(lambda: [], None, "sft_metrics", name="train")
+    log = RunLog(run_id, Pipeline([node]), DataCatalog({}))
+    rows = [{"step": 2, "sft/loss": 3.0}, {"step": 4, "sft/loss": 2.0, "sft/eval_loss": 2.5}]
+    with progress.watching("SFT", 4) as report:
+        report(2, {"sft/loss": 3.0})
+        report(4, {"sft/loss": 2.0})
+        report(4, {"sft/eval_loss": 2.5})
+        assert log._log.flush(10.0)
+        assert points(run_id, "sft/loss") == [(2, 3.0), (4, 2.0)]
+    log.node_ran(node, {}, {"sft_metrics": rows})
+    assert log.close(is_finished=True)
+    assert points(run_id, "sft/loss") == [(2, 3.0), (4, 2.0)]
+    assert points(run_id, "sft/eval_loss") == [(4, 2.5)]
+    assert not progress.listeners

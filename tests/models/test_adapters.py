@@ -114,8 +114,11 @@ def test_a_fresh_adapter_changes_nothing_and_training_it_changes_no_other_model(
 
 
 @pytest.mark.filterwarnings("error::UserWarning")  # peft's on tied heads and on GPT-2's two layouts of W
-@pytest.mark.parametrize("settings", [SETTINGS, WITH_HEAD], ids=["all-linear", "all-linear+head"])
-@pytest.mark.parametrize(("kind", "overrides"), [("gpt2", {}), ("llama", {}), ("llama", TIED), ("bitnet", TIED)])
+@pytest.mark.parametrize(
+    ("kind", "overrides", "settings"),
+    [("gpt2", {}, WITH_HEAD), ("llama", {}, SETTINGS), ("llama", TIED, WITH_HEAD), ("bitnet", TIED, SETTINGS)],
+    ids=["gpt2 with its tied head", "llama", "llama with a tied head", "bitnet"],
+)
 def test_an_adapter_is_merged_and_saved_with_the_embeddings_as_they_were(tmp_path, kind, overrides, settings):
     """Merged into a tied head it would change the embeddings too, and with them every hidden state."""
     base = PretrainedHandle(save(tmp_path / "base", tiny_model(kind, **overrides))).causal_lm()

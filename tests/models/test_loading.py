@@ -29,6 +29,7 @@ from ppo_rlhf.models.loading import (
     context_length,
     disable_dropout,
     fuse_activations,
+    prepare,
     quiet_transformers,
     steady_context,
 )
@@ -123,6 +124,7 @@ def _diverge(folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+NESTED = "[" * 100_000  # json gives up
 INDEX = json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}})
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 1234\n"
 
@@ -141,6 +143,8 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 123
         (lambda f: (f / "model.safetensors").write_text(POINTER), "git lfs pull"),
         (lambda f: (f / "model.safetensors.index.json").write_text(INDEX), "model-00001-of-00002.safetensors"),
         (lambda f: (f / "model.safetensors.index.json").write_text("[]"), "not an index"),
+        (lambda f: (f / "model.safetensors.index.json").write_text(NESTED), "not an index"),
+        (lambda f: (f / "config.json").write_text(NESTED), "configuration cannot be loaded"),
         (_drop_a_layer, "lacks 9 weights"),
         (_diverge, "up_proj.weight holds NaN or infinity"),
     ],
@@ -152,6 +156,13 @@ def test_a_broken_directory_is_refused_in_one_line(tmp_path, damage, message):
         PretrainedHandle(source).causal_lm()
     assert source in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_loaded_model_that_has_diverged_is_refused():
+    model = tiny_model()
+    model.lm_head.weight.data[0, 0] = float("inf")
+    with pytest.raises(ModelError, match=r"the policy: the weight lm_head\.weight holds NaN or infinity"):
+        prepare(model, "the policy")
 
 
 def test_a_directory_without_a_tokenizer_is_refused(tmp_path):

@@ -1,6 +1,8 @@
 """The pipeline `evaluation` on tiny models from disk, its parameters, and tables that survive their files."""
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -11,12 +13,14 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.data.prompts import PromptDataset
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.pipelines.evaluation import create_pipeline
 from ppo_rlhf.ppo.evaluation import EvaluationConfig
 from ppo_rlhf.rewards.scorers import RewardComponentConfig, RewardConfig
 from tests.pipelines.support import outputs_of
+from tests.tiny_models import save, tiny_model
 
 PROJECT = Path(__file__).parents[2]
 WORDS = ["<eos>", *"abcdefghijk"]
@@ -154,13 +158,53 @@ def test_reward_decides_when_there_is_no_judge(inputs):
     assert summary["decided_by"].startswith("the reward")
 
 
-def load_config(environment):
+def test_at_temperature_zero_each_policy_says_its_most_probable_tokens(inputs):
+    greedy = replace(inputs["params:evaluation"], temperature=0.0)
+    seeds = [run_evaluation({**inputs, "params:evaluation": replace(greedy, seed=seed)}) for seed in (1, 2)]
+    for name in ("sft", "ppo"):
+        responses = [outputs[f"{name}_evaluation"]["response"].tolist() for outputs in seeds]
+        handle = inputs[f"{name}_policy"]
+        model, tokenizer = handle.causal_lm(), handle.tokenizer()
+        ids = torch.tensor([tokenizer(PROMPTS[0])["input_ids"]])
+        found = model.generate(ids, do_sample=False, max_new_tokens=5, pad_token_id=0)[0, ids.shape[1] :]
+        assert responses[0] == responses[1]
+        assert responses[0][0] == tokenizer.decode(found, skip_special_tokens=True)
+    warmer = run_evaluation({**inputs, "params:evaluation": replace(greedy, temperature=5.0)})
+    assert warmer["ppo_evaluation"]["response"].tolist() != seeds[0]["ppo_evaluation"]["response"].tolist()
+
+
+def test_an_evaluation_says_what_is_evaluated_its_result_and_where_it_is_kept(inputs, caplog, monkeypatch):
+    run = SimpleNamespace(info=SimpleNamespace(artifact_uri="runs/7/artifacts"))
+    monkeypatch.setattr("mlflow.active_run", lambda: run)
+    with caplog.at_level("INFO", logger="ppo_rlhf"):
+        summary = run_evaluation(inputs)["evaluation_summary"]
+    sources = [inputs[name].source for name in ("ppo_policy", "sft_policy")]
+    assert "Evaluating the policy {} against the SFT policy {} …".format(*sources) in caplog.messages
+    (result,) = [line for line in caplog.messages if line.startswith("Win rate over SFT")]
+    assert f"{100 * summary['eval/win_rate']:.1f} %" in result
+    assert summary["decided_by"] in result
+    assert any("runs/7/artifacts" in line for line in caplog.messages)
+
+
+def test_policies_of_different_vocabularies_are_not_compared(inputs, tmp_path):
+    other = PretrainedHandle(save(tmp_path / "other", tiny_model()))
+    with pytest.raises(ModelError, match="policy_path"):
+        run_evaluation({**inputs, "ppo_policy": other})
+
+
+def load_config(environment, **given):
     return OmegaConfigLoader(
         conf_source=str(PROJECT / "conf"),
         base_env="base",
         default_run_env=environment,
+        runtime_params=given,
         merge_strategy={"parameters": "soft"},
     )
+
+
+def test_the_policy_to_evaluate_is_the_projects_own_or_a_persons():
+    for given, path in (({}, "data/test/06_models/ppo_policy"), ({"policy_path": "models/mine"}, "models/mine")):
+        assert load_config("test", **given)["catalog"]["ppo_policy"]["filepath"] == path
 
 
 @pytest.mark.parametrize("environment", ["base", "test"])

@@ -4,10 +4,12 @@ import pandas as pd
 import pytest
 
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.data.prompts import PromptsConfig
-from ppo_rlhf.models.loading import PretrainedHandle
-from ppo_rlhf.pipelines.ppo.nodes import prepare_prompts
-from tests.tiny_models import save, tiny_model
+from ppo_rlhf.core.errors import ModelError
+from ppo_rlhf.data.prompts import PromptDataset, PromptsConfig
+from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
+from ppo_rlhf.pipelines.ppo.nodes import initialise_training_state, prepare_prompts
+from ppo_rlhf.rewards.scorers import ModelScorer, RewardScorer
+from tests.tiny_models import save, tiny_model, word_tokenizer
 
 PROMPTS = pd.DataFrame({"prompt": [f"{a} {b}" for a in "abc" for b in "de"]})
 
@@ -28,3 +30,17 @@ def test_nothing_is_said_of_prompts_that_are_held_out_here(tmp_path, caplog):
     with caplog.at_level(logging.INFO, "ppo_rlhf"):
         prepare_prompts(PROMPTS, None, handle, PPOConfig(response_length=4, device="cpu"), PromptsConfig())
     assert [line for line in caplog.messages if "max_held_out" in line] == []
+
+
+@pytest.mark.parametrize(("stop_token", "fits"), [("eos", True), ("period", False)], ids=["eos", "an end on top"])
+def test_prompts_whose_responses_the_reward_model_cannot_read_are_refused_before_training(stop_token, fits):
+    tokenizer, reward_model = word_tokenizer(), tiny_model("gpt2", reward=True, num_labels=1, n_positions=8)
+    scorer = RewardScorer([("m", 1.0, ModelScorer(reward_model, tokenizer, tokenizer))], reward_model)
+    settings = PPOConfig(response_length=5, device="cpu", value_model="separate", stop_token=stop_token)
+    prompts = PromptDataset([[4], [4, 5, 6]], ["a", "a b c"], {})
+    arguments = (TrainedModel(tiny_model(), tokenizer), scorer, prompts, settings, None)
+    if fits:
+        assert initialise_training_state(*arguments).iteration == 0
+    else:
+        with pytest.raises(ModelError, match="it would have 9, the reward model reads 8"):
+            initialise_training_state(*arguments)

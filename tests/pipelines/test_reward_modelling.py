@@ -55,7 +55,10 @@ def test_pairs_are_sampled_from_the_policy_for_training_prompts_and_a_reward_mod
     assert set(preferences["prompt"]).isdisjoint(held_out["prompt"])
     model = catalog["reward_model"].load().reward_model()
     assert model(torch.tensor([[4, 5], [6, 7]])).logits.shape == (2, 1)
-    assert metrics[-1].keys() == {"step", "reward_model/loss", "reward_model/eval_accuracy"}
+    assert metrics[-1].keys() == {
+        "step",
+        *(f"reward_model/{name}" for name in ("loss", "learning_rate", "eval_accuracy")),
+    }
 
 
 def test_given_pairs_without_prompts_train_a_reward_model(tmp_path):

@@ -55,7 +55,7 @@ def test_a_policy_from_scratch_lands_in_the_catalog_as_a_directory(tmp_path, fra
     assert len(handle.tokenizer()) == handle.config().vocab_size == 6  # a, b, c and three special tokens
     assert handle.causal_lm()(torch.tensor([[3, 4]])).logits.isfinite().all()
     assert [entry["step"] for entry in metrics] == [1, 2]
-    assert metrics[-1].keys() == {"step", "sft/loss", "sft/eval_loss"}
+    assert metrics[-1].keys() == {"step", "sft/loss", "sft/learning_rate", "sft/eval_loss"}
 
 
 def test_chats_from_a_file_are_learnt_by_a_base_model_with_a_template(tmp_path):

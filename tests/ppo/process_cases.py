@@ -1,4 +1,4 @@
-"""Runs of PPO that several processes must do as one process does; started by torchrun in `test_processes`.
+"""Runs that several processes must do as one process does; started by torchrun in `test_processes`.
 
 torchrun --nproc_per_node 2 -m tests.ppo.process_cases RESULTS FOLDER
 """
@@ -18,6 +18,7 @@ from ppo_rlhf.core.choices import LossAggregation
 from ppo_rlhf.ppo.evaluation import ResolvedJudge, evaluate_policy
 from ppo_rlhf.processes import any_process, from_main, is_main_process, process_count, wait_for_all
 from tests.ppo_runs import Run, build_run, weights_of
+from tests.training.supervised import process_case
 
 ITERATIONS = 2
 CASES: dict[str, dict[str, Any]] = {
@@ -119,6 +120,8 @@ def main(path: Path, folder: Path) -> None:
     found = {name: results(settings) for name, settings in CASES.items()}
     found["evaluation"] = evaluation(build({}))
     found["resumed"] = resumed(folder)
+    found["supervised"] = process_case.results(folder)
+    process_case.check_several()
     assert not any_process(from_main(json.dumps(found)) != json.dumps(found)), "the processes differ"
     if is_main_process():
         path.write_text(json.dumps(found))

@@ -14,9 +14,11 @@ import pytest
 from ppo_rlhf import processes
 from ppo_rlhf.core.errors import LaunchError
 from tests.ppo import process_cases
+from tests.training.supervised import process_case
 
 REPOSITORY = Path(__file__).parents[2]
 CLOSE = 1e-9
+CLOSE_IN_FLOAT32 = 1e-4
 
 
 def by_processes(number: int, folder: Path) -> dict[str, Any]:
@@ -43,16 +45,17 @@ def by_two(folder: Path) -> dict[str, Any]:
     return by_processes(2, folder)
 
 
-def differences(found: Any, expected: Any, path: str = "") -> list[str]:
-    """Return where two results differ: texts and whole numbers at all, other numbers by more than CLOSE."""
+def differences(found: Any, expected: Any, path: str = "", close: float = CLOSE) -> list[str]:
+    """Return where two results differ: texts and whole numbers at all, other numbers by more than `close`."""
     if isinstance(expected, dict):
         assert found.keys() == expected.keys(), path
-        return [line for key in expected for line in differences(found[key], expected[key], f"{path}/{key}")]
+        return [line for key in expected for line in differences(found[key], expected[key], f"{path}/{key}", close)]
     if isinstance(expected, list):
-        assert len(found) == len(expected), path
-        return [line for i in range(len(expected)) for line in differences(found[i], expected[i], f"{path}[{i}]")]
+        return [
+            line for i in range(len(expected)) for line in differences(found[i], expected[i], f"{path}[{i}]", close)
+        ]
     if isinstance(expected, float):
-        return [] if found == pytest.approx(expected, rel=CLOSE, abs=CLOSE) else [f"{path}: {found} {expected}"]
+        return [] if found == pytest.approx(expected, rel=close, abs=close) else [f"{path}: {found} {expected}"]
     return [] if found == expected else [f"{path}: {found} {expected}"]
 
 
@@ -64,6 +67,11 @@ def test_two_processes_give_the_tokens_losses_and_weights_of_one(by_two, name):
 
 def test_two_processes_share_an_evaluation_of_a_number_of_prompts_that_two_does_not_divide(by_two):
     assert not differences(by_two["evaluation"], process_cases.evaluation(process_cases.build({})))
+
+
+def test_two_processes_train_sample_and_score_as_one(by_two, folder):
+    expected = json.loads(json.dumps(process_case.results(folder)))
+    assert not differences(by_two["supervised"], expected, close=CLOSE_IN_FLOAT32)
 
 
 def test_a_run_resumes_on_another_number_of_processes(by_two, folder):

@@ -12,6 +12,7 @@ from ppo_rlhf.core.errors import ConfigError, ModelError, RewardError
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.models.tokenizers import train_word_tokenizer
+from ppo_rlhf.rewards.functions import call_reward_function, load_function
 from ppo_rlhf.rewards.scorers import (
     ModelScorer,
     ResponseBatch,
@@ -19,8 +20,6 @@ from ppo_rlhf.rewards.scorers import (
     RewardConfig,
     RewardScorer,
     build_reward_scorer,
-    call_reward_function,
-    load_function,
     score_sequences,
 )
 from tests.tiny_models import BEGIN, END, PAD, VOCABULARY, save, tiny_model, word_tokenizer
@@ -272,6 +271,13 @@ def test_a_function_that_cannot_be_found_is_refused_in_one_line(tmp_path, source
     assert "\n" not in str(caught.value)
 
 
+class Unprintable:
+    def __float__(self):
+        raise KeyError("no number")
+
+    __repr__ = __float__
+
+
 def call(function, completions=("x", "y"), **columns):
     return call_reward_function(function, "mine", ["p"] * len(completions), list(completions), columns)
 
@@ -328,6 +334,8 @@ def test_numbers_of_any_kind_are_taken(result):
         ([1.0, -1e39], r"-1e\+39 for response 1"),
         ([1.0, None], "None for response 1"),
         ([1.0, "a"], "'a' for response 1"),
+        ([10**5000, 1.0], "a value of type int for response 0"),
+        ([1.0, Unprintable()], "a value of type Unprintable for response 1"),
         (3.0, "a float"),
     ],
 )

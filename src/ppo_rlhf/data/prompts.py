@@ -13,9 +13,8 @@ from transformers import PreTrainedTokenizerBase
 
 from ppo_rlhf.config.settings_group import Seed, settings_group
 from ppo_rlhf.core.errors import DataError
-from ppo_rlhf.core.randomness import permutation
 from ppo_rlhf.data.chats import CHAT, is_chat, is_text, render_chat
-from ppo_rlhf.data.tables import as_json
+from ppo_rlhf.data.tables import as_json, hold_out
 
 _OWN_COLUMNS = ("prompt", "prompt_ids")
 
@@ -88,18 +87,11 @@ def split_held_out(
     _check_column(frame, column, "prompts")
     if evaluation is not None:
         return frame.reset_index(drop=True), evaluation.head(maximum).reset_index(drop=True)
-    keys = frame[column].map(_key)
-    distinct = keys.drop_duplicates().tolist()
-    if len(distinct) < 2:
-        raise DataError(
-            f"prompts: {len(distinct)} distinct prompt(s) cannot be split into training and evaluation; "
-            "give more prompts, or evaluation_prompts_path"
-        )
-    count = min(maximum, max(1, round(share * len(distinct))), len(distinct) - 1)
-    chosen = {distinct[i] for i in permutation(len(distinct), seed, "held_out")[:count].tolist()}
-    held = keys.isin(chosen)
-    held_out = frame[held & ~keys.duplicated()]
-    return frame[~held].reset_index(drop=True), held_out.reset_index(drop=True)
+    keys = [_key(value) for value in frame[column]]
+    advice = "Give more prompts, or evaluation_prompts_path."
+    rows = hold_out(keys, share, maximum, seed, "held_out", name="prompts", advice=advice)
+    training, held_out = (frame.iloc[part].reset_index(drop=True) for part in rows)
+    return training, held_out
 
 
 def tokenise_prompts(

@@ -1,13 +1,19 @@
-"""Tables that keep values as they were given: pandas turns whole numbers into floats where one is missing."""
+"""Tables that keep values as they were given, and what is held out of them.
+
+pandas turns whole numbers into floats where one is missing.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
+
+from ppo_rlhf.core.errors import DataError
+from ppo_rlhf.core.randomness import permutation
 
 
 def table_of_rows(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
@@ -19,6 +25,45 @@ def table_of_rows(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
 def table_of_columns(columns: Mapping[str, Sequence[Any]]) -> pd.DataFrame:
     """Return the columns as a table; values of several types, None among them, stay as they are."""
     return pd.DataFrame({name: pd.Series(list(values), dtype=_dtype(values)) for name, values in columns.items()})
+
+
+def hold_out(
+    keys: Sequence[Hashable],
+    share: float,
+    maximum: int,
+    seed: int,
+    stream: str,
+    *,
+    name: str,
+    advice: str = "Give more.",
+    copies: bool = False,
+) -> tuple[list[int], list[int]]:
+    """Return (rows to train on, rows held out), each in the table's order.
+
+    A seeded share of the distinct keys is held out, at least one and not all. Rows of equal keys go to one side.
+
+    Args:
+        keys: One for each row, the same for copies.
+        share: Of the distinct keys.
+        maximum: Most keys held out.
+        seed: Chooses the keys.
+        stream: Name of the random stream.
+        name: The table's, for errors.
+        advice: Ends errors.
+        copies: Whether all rows of a held-out key are held out; else the first alone, and the others are left out.
+
+    Raises:
+        DataError: There are fewer than two distinct keys.
+    """
+    distinct = list(dict.fromkeys(keys))
+    if len(distinct) < 2:
+        raise DataError(f"{name}: {len(distinct)} distinct row(s) cannot be split in two. {advice}")
+    count = min(maximum, max(1, round(share * len(distinct))), len(distinct) - 1)
+    chosen = {distinct[i] for i in permutation(len(distinct), seed, stream)[:count].tolist()}
+    first = {key: row for row, key in reversed(list(enumerate(keys)))}
+    trained = [row for row, key in enumerate(keys) if key not in chosen]
+    held_out = [row for row, key in enumerate(keys) if key in chosen and (copies or first[key] == row)]
+    return trained, held_out
 
 
 def as_json(value: Any, *, sort_keys: bool = False) -> str:

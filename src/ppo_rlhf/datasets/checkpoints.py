@@ -4,7 +4,7 @@ import json
 import math
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import mlflow
 from kedro.io import AbstractDataset, DatasetError
@@ -21,7 +21,23 @@ RUN_ID = "PPO_RLHF_RUN_ID"
 """The environment variable by which all processes of a run know its MLflow run id."""
 
 
-class CheckpointDataset(AbstractDataset[CheckpointRequest, Path]):
+Saved = TypeVar("Saved")
+Loaded = TypeVar("Loaded")
+
+
+class _RunDataset(AbstractDataset[Saved, Loaded]):
+    """A dataset below the directory that holds the checkpoints of all runs."""
+
+    def __init__(self, filepath: str, metadata: dict[str, Any] | None = None) -> None:
+        """Name that directory; `metadata` is read by Kedro-Viz."""
+        self.root = Path(filepath)
+        self.metadata = metadata
+
+    def _describe(self) -> dict[str, Any]:
+        return {"filepath": str(self.root)}
+
+
+class CheckpointDataset(_RunDataset[CheckpointRequest, Path]):
     """`<filepath>/<MLflow run id>/iteration_NNNNNN/`: written when due, the newest and the best kept.
 
     Loading gives the directory of this run's newest checkpoint. Example:
@@ -32,11 +48,6 @@ class CheckpointDataset(AbstractDataset[CheckpointRequest, Path]):
       filepath: data/06_models/ppo_checkpoints
     ```
     """
-
-    def __init__(self, filepath: str, metadata: dict[str, Any] | None = None) -> None:
-        """Name the directory that holds the checkpoints of all runs; `metadata` is read by Kedro-Viz."""
-        self.root = Path(filepath)
-        self.metadata = metadata
 
     def check_space(self, state: TrainingState) -> None:
         """Check, before training, that as many checkpoints as this run will keep fit on the disk.
@@ -76,11 +87,8 @@ class CheckpointDataset(AbstractDataset[CheckpointRequest, Path]):
     def _exists(self) -> bool:
         return bool(checkpoint_iterations(run_directory(self.root)))
 
-    def _describe(self) -> dict[str, Any]:
-        return {"filepath": str(self.root)}
 
-
-class EvaluationLogDataset(AbstractDataset[dict[str, float], list[dict[str, float]]]):
+class EvaluationLogDataset(_RunDataset[dict[str, float], list[dict[str, float]]]):
     """The evaluations of this run, one row each, beside its checkpoints: they decide which checkpoint is the best.
 
     Saving appends one row; an empty dict (no evaluation was due) changes nothing. Example:
@@ -91,11 +99,6 @@ class EvaluationLogDataset(AbstractDataset[dict[str, float], list[dict[str, floa
       filepath: data/06_models/ppo_checkpoints
     ```
     """
-
-    def __init__(self, filepath: str, metadata: dict[str, Any] | None = None) -> None:
-        """Name the directory that holds the checkpoints of all runs; `metadata` is read by Kedro-Viz."""
-        self.root = Path(filepath)
-        self.metadata = metadata
 
     def save(self, data: dict[str, float]) -> None:
         """Append one evaluation; one of the same iteration is replaced."""
@@ -112,9 +115,6 @@ class EvaluationLogDataset(AbstractDataset[dict[str, float], list[dict[str, floa
 
     def _exists(self) -> bool:
         return (run_directory(self.root) / EVALUATIONS).is_file()
-
-    def _describe(self) -> dict[str, Any]:
-        return {"filepath": str(self.root)}
 
 
 def run_directory(root: Path) -> Path:
@@ -140,7 +140,9 @@ def read_evaluations(directory: Path) -> list[dict[str, float]]:
         return []
     try:
         rows: list[dict[str, float]] = json.loads(path.read_bytes())
-    except ValueError as error:
+        if not isinstance(rows, list) or not all(isinstance(row["iteration"], int | float) for row in rows):
+            raise TypeError("a row has no iteration")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(
             f"{path}: damaged ({error}). Mend it, or move it away: then the run goes on, but no longer knows which "
             "checkpoint was its best, and may delete it"

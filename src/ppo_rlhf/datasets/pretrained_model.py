@@ -88,10 +88,11 @@ class PretrainedModelDataset(AbstractDataset[TrainedModel, PretrainedHandle | No
     def preview(self) -> JSONPreview:
         """Show Kedro-Viz the model's shape."""
         path = None if self._source is None else Path(newest_version(self._source)) / "config.json"
-        if path is None or not path.is_file():
+        try:
+            config = json.loads(Path(str(path)).read_bytes())
+            shape = config | config.get("text_config", {}) | {"architectures": config.get("architectures")}
+        except (OSError, ValueError, TypeError, AttributeError, RecursionError):  # none there, or a damaged one
             return JSONPreview(json.dumps({"model": self._source}))
-        config = json.loads(path.read_text(encoding="utf-8"))
-        shape = config | config.get("text_config", {}) | {"architectures": config.get("architectures")}
         return JSONPreview(json.dumps({name: shape[name] for name in _PREVIEWED if name in shape}))
 
     def _exists(self) -> bool:

@@ -1,7 +1,6 @@
 """A catalog entry for a table that a person gives: JSON Lines, JSON, CSV, Parquet or text, checked line by line."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +17,14 @@ from ppo_rlhf.datasets.tables import table_preview
 _PREVIEW_ROWS = 5
 _KINDS = (".jsonl", ".json", ".csv", ".parquet", ".txt")
 _TEXT_COLUMNS = ("prompt", "completion", "text", "chosen", "rejected")
-_INTEGER = r"-?(0|[1-9][0-9]{0,17})"  # fits into 64 bits; with a zero in front it is a code, not a number
-_NUMBER = _INTEGER + r"(\.[0-9]+)?([eE][+-]?[0-9]{1,2})?"
-_TRUTH = r"(?i:true|false)"
 
 
 class RecordsDataset(AbstractDataset[pd.DataFrame, pd.DataFrame | None]):
     """A table read by its file's ending; None where no file was named (an optional input).
 
     JSON Lines has one object a line, JSON a list of objects, plain text one row a line. In CSV, only an empty cell is
-    missing. A column of nothing but numbers, or but true and false, is read as these, unless one has zeros in front
-    (007) or the column is called prompt, completion, text, chosen, rejected, or as `text_column` says. Example:
+    missing. A column of nothing but numbers, or but true and false, is read as these (007 as 7), unless it is called
+    prompt, completion, text, chosen, rejected, or as `text_column` says. Example:
 
     ```yaml
     raw_prompts:
@@ -129,6 +125,8 @@ def _parsed(path: Path, number: int, text: str) -> Any:
         raise DataError(f"{path}: line {line} is damaged, it is not valid JSON ({error.msg}).{hint}") from error
     except UnicodeEncodeError as error:
         raise DataError(f"{path}: line {number} is damaged, it has half of a surrogate pair.") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or thousands of brackets
+        raise DataError(f"{path}: line {number} cannot be read: {error}.") from error
     return value
 
 
@@ -150,7 +148,14 @@ def _objects(path: Path) -> list[dict[str, Any]]:
 def _read_csv(path: Path, text_column: str) -> pd.DataFrame:
     surplus = "Rows have more cells than the header; quote texts that hold commas."
     try:
-        frame = pd.read_csv(path, encoding="utf-8-sig", dtype="string", keep_default_na=False, na_values=[""])
+        frame = pd.read_csv(
+            path,
+            encoding="utf-8-sig",
+            dtype=dict.fromkeys((*_TEXT_COLUMNS, text_column), "string"),
+            dtype_backend="numpy_nullable",  # whole numbers stay whole where a cell is empty
+            keep_default_na=False,
+            na_values=[""],
+        )
     except ValueError as error:  # also a UnicodeDecodeError and pandas' parser errors, which name the line
         reason = " ".join(str(error).split())
         raise DataError(
@@ -158,27 +163,15 @@ def _read_csv(path: Path, text_column: str) -> pd.DataFrame:
         ) from error
     if not isinstance(frame.index, pd.RangeIndex):  # pandas took the first cells for row labels and shifted the others
         raise DataError(f"{path}: this CSV file is damaged: {surplus}")
-    keep = (*_TEXT_COLUMNS, text_column)
-    return table_of_columns({name: _cells(frame[name], name in keep) for name in map(str, frame)})
-
-
-def _cells(column: pd.Series, is_text: bool) -> list[Any]:
-    """Return a column of CSV as truths, whole numbers or numbers if all its cells are, else as it stands."""
-    stripped = column.str.strip(" ")
-    given = stripped.dropna()
-    converters: dict[str, Callable[[str], Any]] = {
-        _TRUTH: lambda cell: cell.lower() == "true",
-        _INTEGER: int,
-        _NUMBER: float,
-    }
-    convert = next((convert for form, convert in converters.items() if given.str.fullmatch(form).all()), None)
-    if is_text or convert is None:
-        return [None if cell is pd.NA else cell for cell in column]
-    return [None if cell is pd.NA else convert(cell) for cell in stripped]
+    return table_of_columns(
+        {str(name): [None if cell is pd.NA else cell for cell in frame[name].tolist()] for name in frame}
+    )
 
 
 def _read_parquet(path: Path) -> pd.DataFrame:
     try:
         return table_of_rows(pyarrow.parquet.read_table(path).to_pylist())  # pandas would give nested lists as arrays
+    except OverflowError as error:
+        raise DataError(f"{path}: a time is outside the years 1 to 9999, or too long a duration: {error}.") from error
     except (OSError, ValueError) as error:  # pyarrow's ArrowInvalid is a ValueError
         raise DataError(f"{path}: this Parquet file is damaged: {' '.join(str(error).split())}") from error

@@ -56,7 +56,7 @@ class ChecksHook:
     @hook_impl(tryfirst=True)
     def before_pipeline_run(self, run_params: dict[str, Any], pipeline: Pipeline, catalog: CatalogProtocol) -> None:
         """Refuse another runner for the loop, settings that nothing reads, and problems that the preflight finds."""
-        from ppo_rlhf.preflight import find_problems  # heavy: only a run pays for it
+        from ppo_rlhf.preflight import describe_parts, find_problems  # heavy: only a run pays for it
 
         check_runner(run_params, pipeline)
         assert self._context is not None
@@ -68,6 +68,9 @@ class ChecksHook:
         )
         if problems:
             raise ConfigError("\n".join(problems))
+        parts = describe_parts(pipeline, catalog, Path(run_params["project_path"]))
+        if parts is not None:
+            logger.info("%s", parts)
         for line in [*settings.demo_values(pipeline, catalog), *settings.unusual_values(pipeline, catalog)]:
             logger.warning("%s", line)
 

@@ -11,6 +11,7 @@ from kedro.io import CatalogProtocol
 from kedro.pipeline import Pipeline
 from kedro.pipeline.node import Node
 
+from ppo_rlhf import progress
 from ppo_rlhf.hooks.mlflow_log import MlflowLog
 from ppo_rlhf.hooks.run_description import parameter
 from ppo_rlhf.hooks.tracking_store import asked_twice
@@ -38,6 +39,8 @@ class RunLog:
         self._catalog, self._outputs, self._is_resumed = catalog, pipeline.all_outputs(), is_resumed
         self._iteration = 0
         self._model_id: str | None = None
+        self._live: set[tuple[str, int]] = set()
+        progress.listeners[:] = [self._log_live]
         self._histories_due = {name for name in HISTORIES if name in self._outputs and is_resumed}
 
     def node_ran(self, node: Node, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> None:
@@ -82,6 +85,7 @@ class RunLog:
 
     def close(self, *, is_finished: bool) -> bool:
         """Send the rest, of a finished run also the curves of stages that it left out; return whether all is sent."""
+        progress.listeners.clear()
         for name in sorted(self._histories_due if is_finished else ()):
             if self._catalog[name].exists():
                 self._send_rows(self._catalog[name].load())
@@ -104,9 +108,15 @@ class RunLog:
         """Whether the evaluation pipeline evaluates this state again, on all prompts: one point is logged, not two."""
         return bool(FINAL_METRICS in self._outputs and state.finished)
 
+    def _log_live(self, metrics: Mapping[str, float], step: int) -> None:
+        """Log what a stage that is one node measures while it runs."""
+        self._live |= {(key, step) for key in metrics}
+        self._log.log(metrics, step)
+
     def _send_rows(self, rows: list[Mapping[str, float]]) -> None:
         for row in rows:
-            self._log.log(row, int(row["step"]))
+            step = int(row["step"])
+            self._log.log({key: value for key, value in row.items() if (key, step) not in self._live}, step)
 
     def _log_samples(self, inputs: Mapping[str, Any]) -> None:
         iteration = inputs["rollouts"].iteration

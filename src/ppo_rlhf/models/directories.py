@@ -58,7 +58,7 @@ def weight_files(folder: Path) -> list[Path]:
         return [folder / WEIGHTS]
     try:
         return sorted({folder / shard for shard in json.loads(index.read_bytes())["weight_map"].values()})
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"{index} is not an index of weights. Copy the model again.") from error
 
 

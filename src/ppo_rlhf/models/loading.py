@@ -6,6 +6,7 @@ needs no reward model on disk. Nothing here writes into a user's model directory
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 from collections.abc import Callable, Iterator
@@ -72,14 +73,12 @@ class PretrainedHandle:
 
     def generation_config(self) -> GenerationConfig:
         """Return the model's generation configuration, or one made from its configuration where it has none."""
-        if is_local(self.source):
-            if (Path(self._place) / "generation_config.json").is_file():
-                return self._read("generation configuration", GenerationConfig.from_pretrained)
-            return GenerationConfig.from_model_config(self.config())
-        try:
-            return GenerationConfig.from_pretrained(self._place)
-        except OSError:  # the repository has no such file
-            return GenerationConfig.from_model_config(self.config())
+        if (Path(self._place) / "generation_config.json").is_file():
+            return self._read("generation configuration", GenerationConfig.from_pretrained)
+        if not is_local(self.source):
+            with contextlib.suppress(OSError):  # the repository has no such file
+                return GenerationConfig.from_pretrained(self._place)
+        return GenerationConfig.from_model_config(self.config())
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the tokenizer: it pads on the left, has a pad token, and its vocabulary is unchanged."""
@@ -103,8 +102,11 @@ class PretrainedHandle:
     def empty_causal_lm(self) -> PreTrainedModel:
         """Return the language model's modules on the device `meta`, without weights, for checks before a run."""
         config = self.config()
-        with torch.device("meta"), quiet_transformers():
-            return AutoModelForCausalLM.from_config(config, trust_remote_code=self.trust_remote_code)
+        try:
+            with torch.device("meta"), quiet_transformers():
+                return AutoModelForCausalLM.from_config(config, trust_remote_code=self.trust_remote_code)
+        except Exception as error:  # whatever a model does with a value that it does not expect
+            raise ModelError(f"{self.source}: no model fits its {CONFIG}: {why_unreadable(error)}") from error
 
     def reward_model(self, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
         """Return the reward model in eval mode: ours or a sequence classifier of transformers, `.logits [B, 1]`.
@@ -127,9 +129,8 @@ class PretrainedHandle:
         """
         if is_local(self.source):
             check_model_directory(self.source)
-            return read_value_head(Path(self._place))
         for name in (WEIGHTS_INDEX, WEIGHTS):
-            file = cached_file(self.source, name, local_files_only=True, _raise_exceptions_for_missing_entries=False)
+            file = cached_file(self._place, name, local_files_only=True, _raise_exceptions_for_missing_entries=False)
             if file is not None:
                 return read_value_head(Path(file).parent)
         return None
@@ -182,8 +183,7 @@ class PretrainedHandle:
             )
         if unused := sorted(name for name in report["unexpected_keys"] if name not in VALUE_HEAD):
             log.warning("%s: weights that a %s does not have are ignored: %s.", self.source, what, _some(unused))
-        _check_finite(model, self.source)
-        return prepare(model)
+        return prepare(model, self.source)
 
     def _read(self, what: str, load: Callable[..., T], **options: Any) -> T:
         local = is_local(self.source)
@@ -237,8 +237,13 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfi
         )
 
 
-def prepare(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the model, changed in place: eval mode, no dropout, GELU in one kernel."""
+def prepare(model: PreTrainedModel, where: str = "the model") -> PreTrainedModel:
+    """Return the model, changed in place: eval mode, no dropout, GELU in one kernel.
+
+    Raises:
+        ModelError: A weight is NaN or infinite; `where` says where the model comes from.
+    """
+    _check_finite(model, where)
     disable_dropout(model)
     fuse_activations(model)
     return model.eval()
@@ -316,7 +321,7 @@ def _steady_lengths(config: PretrainedConfig) -> Iterator[int]:
             yield text_config.max_position_embeddings
 
 
-def _check_finite(model: PreTrainedModel, source: str) -> None:
+def _check_finite(model: PreTrainedModel, where: str) -> None:
     for name, parameter in model.named_parameters():
         # smallest and largest are NaN if any number is; isfinite() would copy the tensor
         if (
@@ -324,7 +329,7 @@ def _check_finite(model: PreTrainedModel, source: str) -> None:
             and parameter.is_floating_point()
             and not all(bool(extreme.isfinite()) for extreme in parameter.detach().aminmax())
         ):
-            raise ModelError(f"{source}: the weight {name} holds NaN or infinity. Give a model that has not diverged.")
+            raise ModelError(f"{where}: the weight {name} holds NaN or infinity. Give a model that has not diverged.")
 
 
 def _some(names: list[str]) -> str:

@@ -43,7 +43,7 @@ def resolve_device(name: str) -> torch.device:
         own = join_processes().device
         if name not in ("auto", own.type):
             raise ConfigError(
-                f"ppo.device={name}: with {process_count()} processes each has the {own.type} device of its local "
+                f"device={name}: with {process_count()} processes each has the {own.type} device of its local "
                 "rank; use auto (ACCELERATE_USE_CPU=true keeps all of them on the CPU)"
             )
         return own

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -23,14 +23,8 @@ from ppo_rlhf.data.prompts import PromptDataset
 from ppo_rlhf.models.offloading import on_device
 from ppo_rlhf.ppo.rollout import compute_logprobs, sample_responses
 from ppo_rlhf.ppo.sampling import SamplingSettings
-from ppo_rlhf.rewards.scorers import (
-    LONGEST_METRIC_NAME,
-    ResponseBatch,
-    RewardFunction,
-    RewardScorer,
-    call_reward_function,
-    load_function,
-)
+from ppo_rlhf.rewards.functions import RewardFunction, call_reward_function, load_function
+from ppo_rlhf.rewards.scorers import LONGEST_METRIC_NAME, ResponseBatch, RewardScorer
 
 DEMO_PROMPTS_PATH = "data/01_raw/prompts.jsonl"
 DEMO_JUDGE = "ppo_rlhf.demo.judge:gold_score"
@@ -72,6 +66,9 @@ class EvaluationConfig:
     rates: Annotated[dict[str, str], AfterValidator(_check_rate_names)] = field(default_factory=dict)
     """Further functions of the same signature, by the name of their metric; each gives 0 or 1 (or a share) a
     response, and `eval/<name>` is the mean."""
+    temperature: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] | None = None
+    """Of the responses that are evaluated; 0 takes the most probable token each time (greedy). None: ppo.temperature.
+    """
     bootstrap_samples: Annotated[int, Field(ge=100)] = 10_000
     """Resamples of the prompts behind the win rate's 95 % interval."""
     iteration_prompts: Annotated[int, Field(ge=1)] = 64
@@ -85,6 +82,14 @@ class EvaluationConfig:
     """Where the prompts come from; only whether they are the demo's matters here."""
     seed: Seed = 42
     """Fixes the sampling noise, the bootstrap and the choice of samples."""
+
+    def sampling(self, trained: SamplingSettings) -> SamplingSettings:
+        """Return how responses are drawn, given how training draws them; greedy ones keep the KL's temperature."""
+        if self.temperature is None:
+            return trained
+        if self.temperature == 0.0:
+            return replace(trained, top_k=1, top_p=1.0)
+        return replace(trained, temperature=self.temperature)
 
 
 @dataclass(frozen=True)
@@ -187,7 +192,7 @@ def evaluate_policy(
     """Let a policy answer prompts under fixed noise and measure the responses; processes share the work.
 
     Args:
-        policy: The policy to evaluate, as it trains: sampled at the training temperature.
+        policy: The policy to evaluate.
         reference_policy: What KL is measured against; None if the policy is its own reference (KL is then 0).
         tokenizer: Turns responses into the text that functions see.
         prompts: Held-out prompts, tokenised.

@@ -104,12 +104,13 @@ def call_reward_function(
     """
     try:
         result = _bound(function, list(prompts), list(completions), columns)()
+        values = result.tolist() if hasattr(result, "tolist") else result  # tensors, arrays, series
+        values = list(values) if isinstance(values, list | tuple) else values
     except (Exception, SystemExit) as error:
         source = getattr(inspect.unwrap(function), "__code__", None)
         place = "" if source is None else _place(error, lambda file: file == source.co_filename)
         raise RewardError(f"reward function {name} raised {_told(error)}{place}") from error
-    values = result.tolist() if hasattr(result, "tolist") else result  # tensors, arrays, series
-    if not isinstance(values, list | tuple):
+    if not isinstance(values, list):
         raise RewardError(f"reward function {name} returned a {type(values).__name__}. Return a list of numbers.")
     if len(values) != len(completions):
         raise RewardError(
@@ -141,11 +142,12 @@ def _bound(
 def _score(value: Any, where: str, row: int, completion: str) -> float:
     try:
         score = float(value)
-    except (TypeError, ValueError):
+    except Exception:  # an object of the user's own can raise anything
         score = math.nan
     if not abs(score) <= torch.finfo(torch.float32).max:  # NaN included
+        shown = f"{value!r:.40}" if isinstance(value, float | str | None) else f"a value of type {type(value).__name__}"
         raise RewardError(
-            f"{where} returned {value!r} for response {row} ({completion[:60]!r}). Return finite float32 numbers."
+            f"{where} returned {shown} for response {row} ({completion[:60]!r}). Return finite float32 numbers."
         )
     return score
 

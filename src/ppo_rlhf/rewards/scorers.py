@@ -20,20 +20,6 @@ from ppo_rlhf.models.sequence_scores import sequence_scores
 from ppo_rlhf.models.tokenizers import append_end, drop_end, same_vocabulary, special_ids
 from ppo_rlhf.rewards.functions import RewardFunction, call_reward_function, load_function, split_reference
 
-__all__ = [
-    "ModelScorer",
-    "ResponseBatch",
-    "RewardComponentConfig",
-    "RewardConfig",
-    "RewardFunction",
-    "RewardScorer",
-    "ScoredResponses",
-    "build_reward_scorer",
-    "call_reward_function",
-    "load_function",
-    "score_sequences",
-]
-
 NOTHING_TO_OFFLOAD = (
     "ppo.offload_reward_model=true, and there is no reward model of this run's own loading: leave it out, or give a "
     "component of type model (in PPOTrainer: the model, or its directory)"
@@ -269,9 +255,16 @@ class ModelScorer:
 
         Only if it shares the policy's vocabulary: other lengths are not known before.
         """
-        if self._reads_policy_ids:
-            closes = not self._special_ids.issuperset(stop_token_ids)
-            check_room_to_score(self._context, prompt_ids, response_length, closes=closes)
+        closes = not self._special_ids.issuperset(stop_token_ids)  # then an end of text comes on top
+        longest = max(map(len, prompt_ids), default=0)
+        needed = longest + response_length + closes
+        if self._reads_policy_ids and self._context is not None and needed > self._context:
+            end = " and an end of text behind its stop token" if closes else ""
+            raise ModelError(
+                f"the longest prompt has {longest} tokens: with a response of {response_length}{end} it would have "
+                f"{needed}, the reward model reads {self._context}. Shorten the prompts or ppo.response_length, or use "
+                "a reward model with a longer context"
+            )
 
     def _token_sequences(self, batch: ResponseBatch) -> list[list[int]]:
         rows = zip(batch.prompt_ids, batch.response_ids, batch.terminated, strict=True)
@@ -289,28 +282,6 @@ class ModelScorer:
             append_end(list(ids), eos) if stopped else drop_end(list(ids), eos)
             for ids, stopped in zip(self._tokenizer(texts)["input_ids"], batch.terminated, strict=True)
         ]
-
-
-def check_room_to_score(
-    context: int | None, prompt_ids: Sequence[Sequence[int]], response_length: int, *, closes: bool
-) -> None:
-    """Raise `ModelError` if a prompt with the longest response has more tokens than a reward model's context.
-
-    Args:
-        context: The reward model's, in tokens; None without a limit.
-        prompt_ids: Tokens of the prompts.
-        response_length: Most tokens of a response.
-        closes: Whether a response can get an end of text on top of its length (`close_response`).
-    """
-    longest = max(map(len, prompt_ids), default=0)
-    needed = longest + response_length + closes
-    if context is not None and needed > context:
-        end = " and an end of text behind its stop token" if closes else ""
-        raise ModelError(
-            f"the longest prompt has {longest} tokens: with a response of {response_length}{end} it would have "
-            f"{needed}, the reward model reads {context}. Shorten the prompts or ppo.response_length, or use a reward "
-            "model with a longer context"
-        )
 
 
 def close_response(response: list[int], stopped: bool, eos: int | None, special_ids: frozenset[int]) -> list[int]:

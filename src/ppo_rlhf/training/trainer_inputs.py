@@ -21,6 +21,7 @@ from ppo_rlhf.models.offloading import to_host
 from ppo_rlhf.models.tokenizers import ensure_pad_id, ensure_pad_token, same_vocabulary
 from ppo_rlhf.ppo.accelerator import frozen_dtype
 from ppo_rlhf.ppo.sampling import Responses, SamplingSettings
+from ppo_rlhf.rewards.functions import call_reward_function
 from ppo_rlhf.rewards.scorers import (
     NOTHING_TO_OFFLOAD,
     ModelScorer,
@@ -29,7 +30,6 @@ from ppo_rlhf.rewards.scorers import (
     RewardConfig,
     RewardScorer,
     build_reward_scorer,
-    call_reward_function,
 )
 from ppo_rlhf.training.trainer_models import HOST, check_same_vocabulary, take_over
 

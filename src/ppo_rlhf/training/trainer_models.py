@@ -144,7 +144,7 @@ def take_over(model: Any, what: str, dtype: torch.dtype, device: torch.device) -
         ModelError: It is not a transformers model, has an adapter, or was wrapped by a trainer.
     """
     _check_model(model, what)
-    prepare(model)
+    prepare(model, f"PPOTrainer: the {what}")
     for parameter in model.parameters():
         parameter.data = parameter.data.to(device, dtype)
     return nn.Module.to(model, device)

@@ -1,21 +1,24 @@
 """Supervised fine-tuning through TRL: what is learnt, what comes back, and what is left as it was."""
 
 import copy
+import logging
 import math
 import random
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
-from accelerate import Accelerator
 from transformers import GraniteConfig, GraniteForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
-from ppo_rlhf import processes
+from ppo_rlhf import progress
+from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError, DataError, TrainingError
 from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.ppo.accelerator import make_accelerator
 from ppo_rlhf.training.supervised.demonstrations import IGNORED, TokenisedDemonstrations
 from ppo_rlhf.training.supervised.optimisation import advice
 from ppo_rlhf.training.supervised.sft import SupervisedFinetuningConfig, mean_token_loss, train_sft_policy
@@ -68,7 +71,24 @@ def test_metrics_come_by_optimiser_step_and_once_an_epoch(from_scratch):
     _, history = from_scratch
     assert [entry["step"] for entry in history] == list(range(1, 49))
     assert [entry["step"] for entry in history if "sft/eval_loss" in entry] == list(range(6, 49, 6))
-    assert {key for entry in history for key in entry} == {"step", "sft/loss", "sft/eval_loss"}
+    assert {key for entry in history for key in entry} == {"step", "sft/loss", "sft/learning_rate", "sft/eval_loss"}
+
+
+def test_a_training_is_shown_while_it_runs(caplog):
+    told = []
+
+    @contextmanager
+    def watch(total):
+        with progress.watching("SFT", total) as report:
+            yield lambda step, metrics: (told.append((step, total, *metrics)), report(step, metrics))
+
+    with caplog.at_level(logging.INFO, logger="ppo_rlhf"):
+        train_sft_policy(None, TEXTS, HELD_OUT, config(num_train_epochs=1, logging_steps=3), watch)
+    logged = ("sft/loss", "sft/learning_rate")
+    assert told == [(3, 6, *logged), (6, 6, *logged), (6, 6, "sft/eval_loss")]
+    assert caplog.messages[0].startswith("SFT step 3/6, loss ")
+    assert "learning rate 0.00" in caplog.messages[0]
+    assert caplog.messages[-1].startswith("SFT step 6/6, held-out loss ")
 
 
 def test_a_model_from_scratch_is_saved_as_a_plain_directory(from_scratch, tmp_path):
@@ -141,7 +161,9 @@ def test_only_completions_are_learnt_where_there_are_prompts(tmp_path):
     assert history[-1]["sft/eval_loss"] < 0.1
 
 
-def test_the_process_is_left_as_it_was(tmp_path, capfd):
+def test_the_process_is_left_as_it_was_and_nothing_is_told_to_the_hub(capfd, monkeypatch):
+    monkeypatch.delenv("CI", raising=False)
+    monkeypatch.setattr("trl.trainer.base_trainer.send_telemetry", lambda **_: pytest.fail("telemetry was sent"))
     random.seed(5), np.random.seed(5), torch.manual_seed(5)
     expected = random.random(), np.random.rand(), torch.rand(1).item()
     random.seed(5), np.random.seed(5), torch.manual_seed(5)
@@ -152,30 +174,19 @@ def test_the_process_is_left_as_it_was(tmp_path, capfd):
 
 def test_stages_of_different_precisions_follow_each_other():
     """accelerate keeps one state a process and refuses a second precision; PPO makes an Accelerator of its own."""
-    processes.forget_accelerator()
-    Accelerator(cpu=True, mixed_precision="bf16")
-    train_sft_policy(None, TEXTS, HELD_OUT, config(max_steps=1))
-    processes.forget_accelerator()
-    assert Accelerator(cpu=True, mixed_precision="no").sync_gradients
+    ppo, cpu = PPOConfig(dtype="bfloat16"), torch.device("cpu")
+    assert make_accelerator(ppo, cpu).mixed_precision == "bf16"
+    train_sft_policy(None, TEXTS, HELD_OUT, config(max_steps=1, gradient_accumulation_steps=2))
+    assert make_accelerator(ppo, cpu).mixed_precision == "bf16"
     train_sft_policy(None, TEXTS, HELD_OUT, config(max_steps=1, bf16=True))
-    processes.forget_accelerator()
-    assert Accelerator(cpu=True).mixed_precision == "no"
-    processes.forget_accelerator()
+    after = make_accelerator(PPOConfig(), cpu)
+    assert (after.mixed_precision, after.sync_gradients, after.gradient_accumulation_steps) == ("no", True, 1)
 
 
 def test_several_gpus_need_several_processes(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES"):
         run_sft_trainer(tiny_model(), word_tokenizer(), ROWS, config(device="auto"), lambda model: {})
-
-
-def test_nothing_is_told_to_the_hub(monkeypatch):
-    def told(*args, **kwargs):
-        raise AssertionError("telemetry was sent")
-
-    monkeypatch.delenv("CI", raising=False)
-    monkeypatch.setattr("trl.trainer.base_trainer.send_telemetry", told)
-    train_sft_policy(None, TEXTS, HELD_OUT, config(max_steps=1))
 
 
 def test_a_loss_that_is_not_finite_stops_the_training():

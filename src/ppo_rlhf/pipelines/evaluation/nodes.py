@@ -2,14 +2,17 @@
 
 import logging
 
+import mlflow
 import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
 from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.data.prompts import PromptDataset
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.offloading import to_host
+from ppo_rlhf.models.tokenizers import same_vocabulary
 from ppo_rlhf.ppo.accelerator import frozen_dtype, resolve_device, trained_dtype
 from ppo_rlhf.ppo.comparison import before_after, compare_evaluations, sample_pairs
 from ppo_rlhf.ppo.evaluation import EvaluationConfig, PolicyEvaluation, evaluate_policy, resolve_judge
@@ -33,7 +36,6 @@ def evaluate_sft_policy(
         One row a response: prompt, response, reward, judge_score (if there is a judge), rates, kl (0, since the policy
         is its own reference), length (tokens), terminated.
     """
-    logger.info("The win rate is decided by %s.", resolve_judge(evaluation).description)
     reference = _load(sft_policy, frozen_dtype(ppo), ppo)
     return _evaluate(reference, None, sft_policy, reward_model, evaluation_prompts, ppo, reward, evaluation)
 
@@ -51,7 +53,16 @@ def evaluate_ppo_policy(
 
     Returns:
         One row a response, as for SFT; kl is k1 summed over the response, in nats.
+
+    Raises:
+        ModelError: The policies have different vocabularies, so the same tokens are other prompts.
     """
+    logger.info("Evaluating the policy %s against the SFT policy %s …", ppo_policy.source, sft_policy.source)
+    if not same_vocabulary(ppo_policy.tokenizer(), sft_policy.tokenizer()):
+        raise ModelError(
+            f"policy_path: {ppo_policy.source} and the SFT policy {sft_policy.source} have different vocabularies, so "
+            "they cannot answer the same prompts. Set sft_model_path to the model that it was trained from."
+        )
     policy = _load(ppo_policy, trained_dtype(ppo), ppo)
     reference = _load(sft_policy, frozen_dtype(ppo), ppo, waits=ppo.offload_reference_policy)
     return _evaluate(policy, reference, sft_policy, reward_model, evaluation_prompts, ppo, reward, evaluation)
@@ -69,6 +80,17 @@ def compare_policies(
     sft, policy = PolicyEvaluation.from_frame(sft_evaluation), PolicyEvaluation.from_frame(ppo_evaluation)
     metrics = compare_evaluations(policy, sft, seed=evaluation.seed, bootstrap_samples=evaluation.bootstrap_samples)
     context = {"prompts": len(policy.prompts), "decided_by": resolve_judge(evaluation).description}
+    low, high = (metrics[f"eval/win_rate_{end}"] for end in ("low", "high"))
+    logger.info(
+        "Win rate over SFT %.1f %% (95 %% interval %.1f to %.1f) on %d prompts, decided by %s; "
+        "reward %.3f, SFT's %.3f; KL %.2f nats.",
+        *(100 * rate for rate in (metrics["eval/win_rate"], low, high)),
+        *(context["prompts"], context["decided_by"]),
+        *(metrics[f"eval/{name}"] for name in ("reward", "reward_sft", "kl")),
+    )
+    run = mlflow.active_run()
+    if run is not None:
+        logger.info("The run keeps results and report below %s; in data/ are the newest run's.", run.info.artifact_uri)
     return {"evaluation_summary": {**metrics, **context}, "before_after": before_after(policy, sft)}
 
 
@@ -113,7 +135,7 @@ def _evaluate(
         resolve_judge(evaluation),
         ppo,
         # SFT's stop tokens for both policies, so that the same rule ends a response
-        sampling_settings(ppo, tokenizer, policy if reference is None else reference),
+        evaluation.sampling(sampling_settings(ppo, tokenizer, policy if reference is None else reference)),
         seed=evaluation.seed,
         batch_size=evaluation.batch_size,
     ).to_frame()

@@ -102,11 +102,20 @@ def load_reward_model(
 
 
 def initialise_training_state(
-    policy: TrainedModel, reward_scorer: RewardScorer, ppo_config: PPOConfig, resume_checkpoint: Path | None
+    policy: TrainedModel,
+    reward_scorer: RewardScorer,
+    prompt_dataset: PromptDataset,
+    ppo_config: PPOConfig,
+    resume_checkpoint: Path | None,
 ) -> TrainingState:
-    """Build critic, optimisers, KL controller and counters of a new run; or all of it from the checkpoint."""
+    """Build critic, optimisers, KL controller and counters of a new run; or all of it from the checkpoint.
+
+    Raises:
+        ModelError: A response to one of the prompts could be longer than the reward model reads.
+    """
     critic = build_critic(ppo_config, policy.model, reward_scorer.model, policy.value_head)
     state = TrainingState.create(policy.model, critic, policy.tokenizer, ppo_config)
+    reward_scorer.check_room(prompt_dataset.prompt_ids, ppo_config.response_length, state.sampling.stop_token_ids)
     if resume_checkpoint is not None:
         restore(state, resume_checkpoint)
     return state
@@ -129,7 +138,7 @@ def evaluate_reference_policy(
         reward_scorer,
         resolve_judge(evaluation),
         ppo_config,
-        sampling_settings(ppo_config, policy.tokenizer, reference_policy),
+        evaluation.sampling(sampling_settings(ppo_config, policy.tokenizer, reference_policy)),
         seed=evaluation.seed,
         batch_size=evaluation.batch_size,
         device=policy.model.device,
@@ -194,7 +203,7 @@ def evaluate_iteration(
         reward_scorer,
         resolve_judge(evaluation),
         ppo_config,
-        state.sampling,
+        evaluation.sampling(state.sampling),
         seed=evaluation.seed,
         batch_size=evaluation.batch_size,
     )

@@ -1,6 +1,7 @@
 """Nodes of the reward modelling pipeline."""
 
 import logging
+from functools import partial
 
 import pandas as pd
 
@@ -10,6 +11,7 @@ from ppo_rlhf.data.prompts import PromptsConfig, split_held_out, tokenise_prompt
 from ppo_rlhf.models.loading import PretrainedHandle, steady_context
 from ppo_rlhf.ppo.accelerator import resolve_device
 from ppo_rlhf.ppo.state import sampling_settings
+from ppo_rlhf.progress import watching
 from ppo_rlhf.rewards.functions import load_function
 from ppo_rlhf.training.supervised import preferences as pairs
 from ppo_rlhf.training.supervised import reward_training
@@ -80,7 +82,9 @@ def train_reward_model(
 ) -> dict[str, object]:
     """Train a reward model on the preferences, starting from the SFT policy; stop if it learns nothing."""
     log.info("Training the reward model on %d pairs …", len(preferences))
-    reward_model, history = reward_training.train_reward_model(sft_policy, preferences, reward_modelling)
+    reward_model, history = reward_training.train_reward_model(
+        sft_policy, preferences, reward_modelling, partial(watching, "Reward model")
+    )
     accuracies = [entry["reward_model/eval_accuracy"] for entry in history if "reward_model/eval_accuracy" in entry]
     log.info("Reward model: %.1f %% of the held-out pairs are in the right order.", 100 * accuracies[-1])
     return {"reward_model": reward_model, "reward_model_metrics": history}

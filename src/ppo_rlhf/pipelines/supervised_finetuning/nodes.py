@@ -1,10 +1,12 @@
 """Nodes of the supervised fine-tuning pipeline."""
 
 import logging
+from functools import partial
 
 import pandas as pd
 
 from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.progress import watching
 from ppo_rlhf.training.supervised import sft
 from ppo_rlhf.training.supervised.sft import SupervisedFinetuningConfig
 
@@ -20,7 +22,9 @@ def train_sft_policy(
     """Fine-tune the base model on the demonstrations; without one, train a small model from scratch."""
     start = base_model.source if base_model is not None else "random weights"
     log.info("Supervised fine-tuning of %s on %d demonstrations …", start, len(demonstrations))
-    policy, history = sft.train_sft_policy(base_model, demonstrations, evaluation_demonstrations, supervised_finetuning)
+    policy, history = sft.train_sft_policy(
+        base_model, demonstrations, evaluation_demonstrations, supervised_finetuning, partial(watching, "SFT")
+    )
     losses = [entry["sft/eval_loss"] for entry in history if "sft/eval_loss" in entry]
     log.info(
         "SFT policy: %.3g M parameters, loss on held-out demonstrations %.3f nats per token.",

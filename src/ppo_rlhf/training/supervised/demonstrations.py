@@ -17,7 +17,7 @@ from ppo_rlhf.config.settings_group import Seed, settings_group
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.core.randomness import permutation
 from ppo_rlhf.data.chats import CHAT, is_chat, is_text, render_chat
-from ppo_rlhf.data.tables import as_json
+from ppo_rlhf.data.tables import as_json, hold_out
 from ppo_rlhf.models.tokenizers import append_end
 
 logger = logging.getLogger(__name__)
@@ -68,19 +68,13 @@ def split_demonstrations(frame: pd.DataFrame, config: DataPreparationConfig) -> 
         DataError: No such columns, a value that is empty or not text, or fewer than two distinct rows.
     """
     table = _standard_columns(frame, config)
-    keys = _keys(table)
-    order = permutation(len(table), config.seed, "demonstrations").tolist()[: config.max_demonstrations]
-    first = {keys[row]: row for row in sorted(order, reverse=True)}
-    distinct = [row for row in order if row == first[keys[row]]]  # copies do not change the odds of being held out
-    if len(distinct) < 2:
-        raise DataError(
-            f"demonstrations: {len(distinct)} distinct row(s) cannot be split into training and evaluation. Give more."
-        )
-    count = min(config.max_held_out, max(1, round(config.held_out_share * len(distinct))), len(distinct) - 1)
-    held_out = sorted(distinct[:count])
-    held_keys = {keys[row] for row in held_out}
-    trained = [row for row in sorted(order) if keys[row] not in held_keys]
-    return table.iloc[trained].reset_index(drop=True), table.iloc[held_out].reset_index(drop=True)
+    if config.max_demonstrations is not None:
+        drawn = permutation(len(table), config.seed, "demonstrations")[: config.max_demonstrations].tolist()
+        table = table.iloc[sorted(drawn)]
+    share, most = config.held_out_share, config.max_held_out
+    rows = hold_out(_keys(table), share, most, config.seed, "demonstrations", name="demonstrations")
+    trained, held_out = (table.iloc[part].reset_index(drop=True) for part in rows)
+    return trained, held_out
 
 
 def tokenise_demonstrations(

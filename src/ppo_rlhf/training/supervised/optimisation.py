@@ -1,5 +1,7 @@
 """The settings that both supervised trainings share."""
 
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -11,6 +13,8 @@ TINY_MODEL, TINY_MODELS_RATE = 1_000_000, 1e-3
 
 History = list[dict[str, float]]
 """Metrics of a training: one dictionary a logged step, with `step` (optimiser steps done) and the metrics' keys."""
+Watch = Callable[[int], AbstractContextManager[Callable[[int, Mapping[str, float]], None]]]
+"""Opens a display of so many optimiser steps; it yields a function that is called with each step's new metrics."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +36,8 @@ class OptimisationConfig:
     max_grad_norm: Annotated[float, Field(gt=0.0)] = 1.0
     """Gradients are clipped to this 2-norm."""
     per_device_train_batch_size: Annotated[int, Field(ge=1)] = 8
-    """Rows (texts or pairs) in one forward and backward pass, shared by all processes: N processes must divide it."""
+    """Rows (texts or pairs) in one forward and backward pass, shared by all processes: N processes must divide it. Of
+    several processes the last batch of an epoch is filled up with rows of its first."""
     gradient_accumulation_steps: Annotated[int, Field(ge=1)] = 1
     """Passes that make one optimiser step."""
     max_length: Annotated[int, Field(ge=2)] | None = None

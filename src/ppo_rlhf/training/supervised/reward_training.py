@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ppo_rlhf.config.settings_group import settings_group
-from ppo_rlhf.core.errors import DataError, TrainingError
-from ppo_rlhf.core.randomness import permutation
+from ppo_rlhf.core.errors import TrainingError
+from ppo_rlhf.data.tables import hold_out
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel, check_vocabulary, context_length
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.rewards.scorers import score_sequences
-from ppo_rlhf.training.supervised.optimisation import History, OptimisationConfig, advice
+from ppo_rlhf.training.supervised.optimisation import History, OptimisationConfig, Watch, advice
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,10 @@ class RewardModellingConfig(OptimisationConfig):
 
 
 def train_reward_model(
-    sft_policy: PretrainedHandle, preferences: pd.DataFrame, config: RewardModellingConfig
+    sft_policy: PretrainedHandle,
+    preferences: pd.DataFrame,
+    config: RewardModellingConfig,
+    watch: Watch | None = None,
 ) -> tuple[TrainedModel, History]:
     """Train a score head and the SFT policy's backbone so that chosen responses score above rejected ones.
 
@@ -71,11 +74,12 @@ def train_reward_model(
         sft_policy: Gives the backbone and the tokenizer.
         preferences: Table with `prompt`, `chosen_ids` and `rejected_ids`.
         config: Settings.
+        watch: Shows the training while it runs.
 
     Returns:
         The reward model with its tokenizer, and its metrics by optimiser step: `reward_model/loss` (mean over the
-        steps since the last) and `reward_model/eval_accuracy` (share of all held-out pairs in the right order, ties
-        half, once an epoch).
+        steps since the last), `reward_model/learning_rate`, and once an epoch `reward_model/eval_accuracy` (share of
+        all held-out pairs in the right order, ties half).
 
     Raises:
         TrainingError: The final accuracy is below `minimum_accuracy`.
@@ -97,7 +101,7 @@ def train_reward_model(
     from ppo_rlhf.training.supervised import trl_support
 
     chosen, rejected = _token_lists(trained, "chosen_ids"), _token_lists(trained, "rejected_ids")
-    history = trl_support.run_reward_trainer(model, tokenizer, chosen, rejected, config, evaluate)
+    history = trl_support.run_reward_trainer(model, tokenizer, chosen, rejected, config, evaluate, watch)
     accuracy = [entry["reward_model/eval_accuracy"] for entry in history if "reward_model/eval_accuracy" in entry][-1]
     _check_accuracy(accuracy, len(held_out), config.minimum_accuracy)
     model.config.held_out_accuracy = accuracy  # saved with the model, so that a report shows this model's accuracy
@@ -114,17 +118,16 @@ def split_pairs(pairs: pd.DataFrame, config: RewardModellingConfig) -> tuple[pd.
     Raises:
         DataError: There are fewer than two prompts (without prompts, distinct pairs).
     """
-    has_prompts = pairs["prompt"].astype(bool).any()
-    keys = pairs["prompt"] if has_prompts else _numbered_contents(pairs)
-    distinct = keys.drop_duplicates().tolist()
-    if len(distinct) < 2:
-        what = "pairs of one prompt" if has_prompts else f"{len(distinct)} distinct usable pair(s)"
-        raise DataError(f"preferences: {what} cannot be split into training and evaluation. Give more.")
-    count = min(config.max_held_out, max(1, round(config.held_out_share * len(distinct))), len(distinct) - 1)
-    chosen = {distinct[row] for row in permutation(len(distinct), config.seed, "held_out_pairs")[:count].tolist()}
-    is_held_out = keys.isin(chosen)
-    held_out = pairs[is_held_out] if has_prompts else pairs[is_held_out & ~keys.duplicated()]
-    return pairs[~is_held_out].reset_index(drop=True), held_out.reset_index(drop=True)
+    has_prompts = bool(pairs["prompt"].astype(bool).any())
+    sides = zip(pairs["chosen"].map(str), pairs["rejected"].map(str), strict=True)  # chats are lists, with no hash
+    keys = pairs["prompt"].tolist() if has_prompts else list(sides)
+    share, most = config.held_out_share, config.max_held_out
+    advice = "Give pairs of more prompts." if has_prompts else "Give more."
+    rows = hold_out(
+        keys, share, most, config.seed, "held_out_pairs", name="preferences", advice=advice, copies=has_prompts
+    )
+    trained, held_out = (pairs.iloc[part].reset_index(drop=True) for part in rows)
+    return trained, held_out
 
 
 def pair_accuracy(chosen: Tensor, rejected: Tensor) -> float:
@@ -149,12 +152,6 @@ def _score_pairs(model: PreTrainedModel, pairs: pd.DataFrame, pad_id: int, batch
         score_sequences(model, _token_lists(pairs, name), pad_id, batch_size) for name in ("chosen_ids", "rejected_ids")
     )
     return chosen, rejected
-
-
-def _numbered_contents(pairs: pd.DataFrame) -> pd.Series:
-    """Return a number for each pair, the same for copies of a pair."""
-    sides = ["chosen", "rejected"]
-    return pairs[sides].map(str).groupby(sides, sort=False).ngroup()  # chats are lists, which cannot be grouped
 
 
 def _token_lists(pairs: pd.DataFrame, column: str) -> list[list[int]]:

@@ -24,7 +24,7 @@ from ppo_rlhf.training.supervised.demonstrations import (
     corpus_texts,
     tokenise_demonstrations,
 )
-from ppo_rlhf.training.supervised.optimisation import History, OptimisationConfig, advice
+from ppo_rlhf.training.supervised.optimisation import History, OptimisationConfig, Watch, advice
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +60,7 @@ def train_sft_policy(
     demonstrations: pd.DataFrame,
     evaluation_demonstrations: pd.DataFrame,
     config: SupervisedFinetuningConfig,
+    watch: Watch | None = None,
 ) -> tuple[TrainedModel, History]:
     """Fine-tune the base model, or train a small one from scratch, with TRL's SFTTrainer.
 
@@ -68,10 +69,12 @@ def train_sft_policy(
         demonstrations: Table that `split_demonstrations` made.
         evaluation_demonstrations: Its held-out part.
         config: Settings.
+        watch: Shows the training while it runs.
 
     Returns:
         The SFT policy with its tokenizer, and its metrics by optimiser step: `sft/loss` (mean over the steps since the
-        last) and `sft/eval_loss` (nats per learnt token over all held-out demonstrations, once an epoch).
+        last), `sft/learning_rate`, and once an epoch `sft/eval_loss` (nats per learnt token over all held-out
+        demonstrations).
     """
     start = _from_scratch(demonstrations, config) if base_model is None else _from_base(base_model)
     model, tokenizer = start.model, start.tokenizer
@@ -88,7 +91,7 @@ def train_sft_policy(
         logger.warning("%s", line)
     from ppo_rlhf.training.supervised import trl_support
 
-    history = trl_support.run_sft_trainer(model, tokenizer, trained, config, evaluate)
+    history = trl_support.run_sft_trainer(model, tokenizer, trained, config, evaluate, watch)
     return TrainedModel(nn.Module.to(model, "cpu"), tokenizer), history
 
 

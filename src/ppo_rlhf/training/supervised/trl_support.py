@@ -7,25 +7,31 @@ Imported only when something is trained: TRL and the Trainer take most of a seco
 """
 
 import copy
-import math
 import random
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, ClassVar
+from contextlib import ExitStack, closing, contextmanager
+from typing import Any
 
 import numpy as np
 import torch
 from datasets import Dataset
-from torch.utils.data import BatchSampler, DataLoader
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, Trainer, TrainerCallback
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 from trl import RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 from ppo_rlhf import processes
 from ppo_rlhf.core.errors import ConfigError, TrainingError
 from ppo_rlhf.models.quiet import errors_only
-from ppo_rlhf.training.supervised.demonstrations import IGNORED, TokenisedDemonstrations
-from ppo_rlhf.training.supervised.optimisation import History, OptimisationConfig
+from ppo_rlhf.ppo.accelerator import resolve_device
+from ppo_rlhf.training.supervised.demonstrations import TokenisedDemonstrations
+from ppo_rlhf.training.supervised.optimisation import History, OptimisationConfig, Watch
 
 Evaluation = Callable[[PreTrainedModel], dict[str, float]]
 
@@ -36,23 +42,16 @@ def run_sft_trainer(
     rows: TokenisedDemonstrations,
     config: OptimisationConfig,
     evaluate: Evaluation,
+    watch: Watch | None = None,
 ) -> History:
     """Train a language model in place on token sequences and their labels; return `sft/*` metrics.
 
     `evaluate` gets the model with TRL's fused head (`trl.trainer.utils.add_fused_lm_head`).
     """
     table = {"input_ids": rows.input_ids, "labels": rows.labels, "length": [len(ids) for ids in rows.input_ids]}
-
-    def build(options: dict[str, Any], callback: TrainerCallback) -> Trainer:
-        return _SharedSFTTrainer(
-            model,
-            SFTConfig(**options, packing=False, dataset_kwargs={"skip_prepare_dataset": True}),
-            train_dataset=Dataset.from_dict(table),
-            processing_class=copy.deepcopy(tokenizer),
-            callbacks=[callback],
-        )
-
-    return _train("supervised_finetuning", model, build, config, HistoryCallback("sft", evaluate))
+    own = {"packing": False, "dataset_kwargs": {"skip_prepare_dataset": True}}
+    callback = HistoryCallback("sft", evaluate, watch)
+    return _train("supervised_finetuning", _SilentSFTTrainer, SFTConfig, own, model, tokenizer, table, config, callback)
 
 
 def run_reward_trainer(
@@ -62,22 +61,13 @@ def run_reward_trainer(
     rejected_ids: list[list[int]],
     config: OptimisationConfig,
     evaluate: Evaluation,
+    watch: Watch | None = None,
 ) -> History:
     """Train a reward model in place on pairs of token sequences; return `reward_model/*` metrics."""
     lengths = [max(len(a), len(b)) for a, b in zip(chosen_ids, rejected_ids, strict=True)]
     table = {"chosen_ids": chosen_ids, "rejected_ids": rejected_ids, "length": lengths}
-    table["margin"] = [0.0] * len(lengths)
-
-    def build(options: dict[str, Any], callback: TrainerCallback) -> Trainer:
-        return _SharedRewardTrainer(
-            model,
-            RewardConfig(**options),
-            train_dataset=Dataset.from_dict(table),
-            processing_class=copy.deepcopy(tokenizer),
-            callbacks=[callback],
-        )
-
-    return _train("reward_modelling", model, build, config, HistoryCallback("reward_model", evaluate))
+    callback = HistoryCallback("reward_model", evaluate, watch)
+    return _train("reward_modelling", _SilentRewardTrainer, RewardConfig, {}, model, tokenizer, table, config, callback)
 
 
 def trainer_options(config: OptimisationConfig, output_dir: str) -> dict[str, Any]:
@@ -92,13 +82,14 @@ def trainer_options(config: OptimisationConfig, output_dir: str) -> dict[str, An
         "warmup_steps": config.warmup_ratio,  # below 1 it is a share of the steps
         "weight_decay": config.weight_decay,
         "max_grad_norm": config.max_grad_norm,
-        "per_device_train_batch_size": config.per_device_train_batch_size,  # `_SharedBatches` divides it
+        "per_device_train_batch_size": config.per_device_train_batch_size,
+        "accelerator_config": {"split_batches": True},  # each step sees this batch, whatever the number of processes
         "gradient_accumulation_steps": config.gradient_accumulation_steps,
         "activation_checkpointing": config.gradient_checkpointing,
         "bf16": config.bf16,  # TRL's default is True
         "logging_steps": config.logging_steps,
         "seed": config.seed,
-        "use_cpu": config.device == "cpu" or not torch.cuda.is_available(),
+        "use_cpu": resolve_device(config.device).type == "cpu",
         "ddp_timeout": int(processes.TIMEOUT.total_seconds()),
         "dataloader_pin_memory": torch.cuda.is_available(),
         "train_sampling_strategy": "group_by_length" if config.group_by_length else "random",
@@ -112,79 +103,45 @@ def trainer_options(config: OptimisationConfig, output_dir: str) -> dict[str, An
     }
 
 
-class _SharedBatches(Trainer):
-    """A trainer whose batches are divided among the processes: each step sees the rows that one process would see.
-
-    transformers instead gives each process whole batches, and fills up the last ones with rows of the first.
-    """
-
-    row_without_weight: ClassVar[dict[str, Any]]
-
-    def get_train_dataloader(self) -> DataLoader:
-        """Return the batches of this process; `per_device_train_batch_size` counts the rows of all processes."""
-        rows: Any = self.train_dataset
-        sampler: Any = self._get_train_sampler()
-        batches = BatchSampler(sampler, self.args.train_batch_size, drop_last=False)
-        return DataLoader(
-            [*rows, self.row_without_weight],  # type: ignore[arg-type]  # a list is a dataset
-            batch_sampler=_OwnRows(batches, filler=len(rows)),
-            collate_fn=self.data_collator,
-            pin_memory=self.args.dataloader_pin_memory,
-        )
+class _SilentSFTTrainer(SFTTrainer):
+    """TRL's SFTTrainer without telemetry: a run uses nothing from the network."""
 
     def _send_telemetry(self) -> None:
-        """Tell nobody: a run uses nothing from the network."""
+        """Tell nobody."""
 
 
-class _OwnRows:
-    """The rows of each batch that this process computes: as many in every process, filled up in the last batch."""
+class _SilentRewardTrainer(RewardTrainer):
+    """TRL's RewardTrainer without telemetry."""
 
-    def __init__(self, batches: BatchSampler, filler: int) -> None:
-        self._batches = batches
-        self._filler = filler
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for batch in self._batches:
-            own = [batch[i] for i in processes.own_share(len(batch))]
-            most = math.ceil(len(batch) / processes.process_count())
-            yield own + [self._filler] * (most - len(own))
-
-
-class _SharedSFTTrainer(_SharedBatches, SFTTrainer):
-    """TRL's SFTTrainer. It divides the loss of each process by the number of learnt tokens of all processes."""
-
-    row_without_weight: ClassVar[dict[str, Any]] = {"input_ids": [0, 0], "labels": [IGNORED, IGNORED]}
-
-
-class _SharedRewardTrainer(_SharedBatches, RewardTrainer):
-    """TRL's RewardTrainer with the mean over the pairs of all processes as its loss."""
-
-    row_without_weight: ClassVar[dict[str, Any]] = {"chosen_ids": [0], "rejected_ids": [0], "margin": -1e9}
-    """The loss -log sigmoid(difference - margin) and its gradient are 0 at this margin."""
-
-    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **options: Any) -> Any:
-        """Return TRL's mean over the rows of this process, times rows over pairs: DDP averages over processes."""
-        margins = inputs["margin"]
-        pairs = self.accelerator.reduce((margins == 0.0).sum().to(torch.float64), reduction="mean")
-        return super().compute_loss(model, inputs, *args, **options) * float(len(margins) / pairs)
+    def _send_telemetry(self) -> None:
+        """Tell nobody."""
 
 
 class HistoryCallback(TrainerCallback):
-    """Collects the training loss, and an evaluation of our own at the end of each epoch, by optimiser step."""
+    """Collects training losses and learning rates by optimiser step, and our own evaluation of each epoch."""
 
-    def __init__(self, prefix: str, evaluate: Evaluation) -> None:
+    def __init__(self, prefix: str, evaluate: Evaluation, watch: Watch | None) -> None:
         """Metrics become `<prefix>/loss` and `<prefix>/<name>` for each name that `evaluate` returns."""
         self.history: History = []
         self._prefix = prefix
         self._evaluate = evaluate
+        self._watch = watch
+        self._display = ExitStack()
+        self._report: Callable[[int, dict[str, float]], None] = lambda step, metrics: None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Open the display, now that the number of steps is known."""
+        if self._watch is not None:
+            self._report = self._display.enter_context(self._watch(state.max_steps))
+
+    def close(self) -> None:
+        """Close the display."""
+        self._display.close()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        """Keep the mean loss since the last log."""
+        """Keep the mean loss since the last log, and the learning rate."""
         if logs is not None and "loss" in logs:
-            self._record(state.global_step, {"loss": float(logs["loss"])})
+            self._record(state.global_step, {name: float(logs[name]) for name in ("loss", "learning_rate")})
 
     def on_epoch_end(
         self, args: Any, state: Any, control: Any, model: PreTrainedModel | None = None, **kwargs: Any
@@ -207,12 +164,17 @@ class HistoryCallback(TrainerCallback):
             self.history[-1].update(named)
         else:
             self.history.append({"step": step, **named})
+        self._report(step, named)
 
 
 def _train(
     group: str,
+    trainer_class: type[Trainer],
+    config_class: type[TrainingArguments],
+    own_options: dict[str, Any],
     model: PreTrainedModel,
-    build: Callable[[dict[str, Any], TrainerCallback], Trainer],
+    tokenizer: PreTrainedTokenizerBase,
+    table: dict[str, Any],
     config: OptimisationConfig,
     callback: HistoryCallback,
 ) -> History:
@@ -221,16 +183,21 @@ def _train(
     kept = {  # trainers align them with the tokenizer; classifiers have no generation_config
         name: copy.deepcopy(vars(model)[name]) for name in ("config", "generation_config") if name in vars(model)
     }
-    processes.forget_accelerator()
     with (
         _global_randomness_restored(),
         errors_only("transformers.trainer_utils"),  # warns of the alignment, which is undone below
         tempfile.TemporaryDirectory() as output_dir,
+        closing(callback),
     ):
-        trainer = build(trainer_options(config, output_dir), callback)
+        trainer = trainer_class(
+            model,
+            config_class(**trainer_options(config, output_dir), **own_options),
+            train_dataset=Dataset.from_dict(table),
+            processing_class=copy.deepcopy(tokenizer),
+            callbacks=[callback],
+        )
         trainer.remove_callback(PrinterCallback)  # prints every log to standard output
         trainer.train()
-    processes.forget_accelerator()
     # TRL and accelerate put a forward of their own on the object: copies of it would run the original's weights
     vars(model).pop("forward", None)
     if model.is_activation_checkpointing:
@@ -254,13 +221,6 @@ def _check_processes(group: str, config: OptimisationConfig) -> None:
             f"{group}: this process sees {torch.cuda.device_count()} GPUs, and TRL's trainers use one a process. Start "
             "one process for each with torchrun --nproc_per_node, or set CUDA_VISIBLE_DEVICES to one of them."
         )
-    if count > 1 and config.device != "auto":
-        used = processes.join_processes().device.type
-        if used != config.device:
-            raise ConfigError(
-                f"{group}.device={config.device}, but the processes of this run compute on {used}. Set it to auto; "
-                "ACCELERATE_USE_CPU=true before the launcher keeps all stages on CPUs."
-            )
 
 
 @contextmanager

@@ -8,11 +8,9 @@ checked: a run of the whole chain needs no SFT policy on disk.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import pandas as pd
 from kedro.io import CatalogProtocol, DatasetError, MemoryDataset
 from kedro.pipeline import Pipeline
 from transformers import PreTrainedTokenizerBase
@@ -26,11 +24,12 @@ from ppo_rlhf.models.adapters import check_critic_targets, check_targets
 from ppo_rlhf.models.compilation import layers_of
 from ppo_rlhf.models.forward import backbone_of
 from ppo_rlhf.models.gradient_checkpointing import check_gradient_checkpointing
-from ppo_rlhf.models.loading import PretrainedHandle, steady_context
+from ppo_rlhf.models.loading import steady_context
 from ppo_rlhf.models.tokenizers import same_vocabulary, train_word_tokenizer
 from ppo_rlhf.ppo.accelerator import resolve_device
 from ppo_rlhf.ppo.build import check_device, lora_settings
 from ppo_rlhf.ppo.evaluation import DEMO_JUDGE, EvaluationConfig, is_demo_prompts
+from ppo_rlhf.preflight.request import MADE_BY, MODELS, MODELS_LAYER, PROMPTS, TABLES, RunRequest
 from ppo_rlhf.rewards.functions import call_reward_function, check_column_names, load_function
 from ppo_rlhf.rewards.scorers import RewardConfig
 from ppo_rlhf.runner import plan_loop
@@ -39,62 +38,9 @@ from ppo_rlhf.training.supervised.demonstrations import DataPreparationConfig, c
 from ppo_rlhf.training.supervised.reward_training import RewardModellingConfig
 from ppo_rlhf.training.supervised.sft import SupervisedFinetuningConfig
 
-T = TypeVar("T")
-
-MODELS_LAYER = "06_models"
-MADE_BY = {  # model: the pipeline that makes it, the setting that names another one
-    "sft_policy": ("supervised_finetuning", "sft_model_path"),
-    "reward_model": ("reward_modelling", "reward_model_path"),
-    "ppo_policy": ("ppo", None),
-}
-MODELS = ("base_model", *MADE_BY)
-PROMPTS = ("raw_prompts", "raw_evaluation_prompts")
-TABLES = ("raw_demonstrations", "raw_preferences", *PROMPTS)
 TRIED_PROMPTS = 2
 OWN_CODE = "transformers_modules."  # where transformers imports Python code that lies with a model
 CHECKED_BELOW = (MemoryDataset, RecordsDataset, PretrainedModelDataset, ResumeCheckpointDataset)
-
-
-@dataclass
-class RunRequest:
-    """The run that a person asks for, and the inputs of theirs that could be read."""
-
-    pipeline: Pipeline
-    catalog: CatalogProtocol
-    project_path: Path
-    data_root: str
-    tables: dict[str, pd.DataFrame] = field(default_factory=dict)
-    models: dict[str, PretrainedHandle] = field(default_factory=dict)
-    tokenizers: dict[str, PreTrainedTokenizerBase] = field(default_factory=dict)
-
-    def reads(self, name: str) -> bool:
-        """Return whether the run takes this dataset from the catalog: no node of it makes it."""
-        return name in self.pipeline.inputs() and name in self.catalog
-
-    def writes(self, name: str) -> bool:
-        """Return whether a node of the run makes this dataset."""
-        return name in self.pipeline.all_outputs()
-
-    def group(self, name: str, kind: type[T]) -> T | None:
-        """Return a group of parameters, which Kedro has validated; None if no node of the run reads it."""
-        value = self.catalog[f"params:{name}"].load() if self.reads(f"params:{name}") else None
-        return value if isinstance(value, kind) else None
-
-    def source(self, name: str) -> str | None:
-        """Return the path or hub id of a dataset, None if it has none."""
-        source = self.catalog[name]._describe().get("filepath") if name in self.catalog else None
-        return None if source is None else str(source)
-
-    @property
-    def start(self) -> str:
-        """The model that the policy starts from: the base model if the run trains the SFT policy, else that policy."""
-        return "base_model" if self.writes("sft_policy") else "sft_policy"
-
-    @property
-    def needs_reward_model(self) -> bool:
-        """Whether the reward is made of the reward model; True if no group `reward` says so."""
-        reward = self.group("reward", RewardConfig)
-        return reward is None or reward.needs_model
 
 
 def find_problems(
@@ -120,7 +66,7 @@ def find_problems(
                 raise
             problems.extend(str(ours).splitlines())
 
-    for first in (check_start, check_settings, check_protection, check_resume):
+    for first in (check_start, check_settings, check_protection, check_demo_parts, check_resume):
         ask(first)
     for name in filter(run.reads, TABLES):
         ask(check_table, name)
@@ -135,7 +81,7 @@ def find_problems(
 
 def check_start(run: RunRequest) -> Iterator[str]:
     """Find inputs that are nowhere, or not yet: the run starts behind the nodes that make them."""
-    nowhere = sorted(name for name in run.pipeline.inputs() if _is_nowhere(run, name))
+    nowhere = sorted(name for name in run.pipeline.inputs() if run.is_nowhere(name))
     if nowhere:
         yield f"This run starts from {', '.join(nowhere)}, which no file holds: use --from-nodes with earlier nodes."
     for name in sorted(run.pipeline.inputs() - set(nowhere)):
@@ -148,8 +94,9 @@ def check_settings(run: RunRequest) -> Iterator[str]:
     is_missing = {
         "demonstrations_path": run.reads("raw_demonstrations") and run.source("raw_demonstrations") is None,
         "prompts_path": run.writes("prompt_dataset") and run.source("raw_prompts") is None,
-        "sft_model_path": _is_null(run, "sft_policy"),
-        "reward_model_path": _is_null(run, "reward_model") and run.needs_reward_model,
+        "sft_model_path": run.is_null("sft_policy"),
+        "reward_model_path": run.is_null("reward_model") and run.needs_reward_model,
+        "policy_path": run.is_null("ppo_policy"),
     }
     for setting in (name for name, missing in is_missing.items() if missing):
         yield f"{setting} is not set. Set it in conf/local/globals.yml or with --params {setting}=…"
@@ -174,13 +121,34 @@ def check_resume(run: RunRequest) -> Iterator[str]:
 def check_protection(run: RunRequest) -> Iterator[str]:
     """Find a model that the run would write outside the project's own models: it may be a person's."""
     layer = Path(run.data_root, MODELS_LAYER)
-    for name, (stage, setting) in MADE_BY.items():
-        if setting and run.writes(name) and run.source(name) is not None and not _is_ours(run, name):
+    for name, (stage, setting, reading) in MADE_BY.items():
+        if run.writes(name) and run.source(name) is not None and not run.is_ours(name):
             yield (
                 f"{setting}={run.source(name)} is outside {layer}, and {stage} would write it; models of your own are "
-                f"never written. To use it as it is, run `--pipelines align`. To train one, set {setting} to a folder "
+                f"never written. To use it as it is, run `{reading}`. To train one, set {setting} to a folder "
                 f"in {layer}{', and base_model_path to start from yours' if name == 'sft_policy' else ''}."
             )
+
+
+def check_demo_parts(run: RunRequest) -> Iterator[str]:
+    """Find forgotten settings by which parts of the demo, or of an earlier run, would serve a person's own policy."""
+    if run.source("sft_policy") is None or not run.reads("sft_policy") or run.is_ours("sft_policy"):
+        return
+    policy, reward_model, prompts = map(run.shown, ("sft_policy", "reward_model", "raw_prompts"))
+    made_here = run.project_path / run.data_root / MODELS_LAYER / "reward_model"
+    uses_model = run.reads("reward_model") and run.needs_reward_model
+    if uses_model and (run.project_path / reward_model).resolve() == made_here.resolve():
+        yield (
+            f"reward_model_path={reward_model} was made in this project for another policy, not for {policy}. Set it "
+            "to your own reward model (or to a version in that folder, if you mean it), or give functions as reward."
+        )
+    evaluation = run.group("evaluation", EvaluationConfig)
+    is_judged = evaluation is None or evaluation.judge is not None
+    if run.reads("raw_prompts") and is_demo_prompts(prompts, run.project_path) and not is_judged:
+        yield (
+            f"prompts_path={prompts} has the demo's prompts, and the demo's judge would decide how {policy} answers. "
+            f"Set it to your own; if you mean the demo's, set evaluation.judge={DEMO_JUDGE}."
+        )
 
 
 def check_table(run: RunRequest, name: str) -> None:
@@ -194,9 +162,9 @@ def check_model(run: RunRequest, name: str) -> Iterator[str]:
     """Find a model that is missing, incomplete, of the wrong kind, or with a tokenizer of another one."""
     if run.source(name) is None or (name == "reward_model" and not run.needs_reward_model):
         return
-    if name in MADE_BY and _is_ours(run, name) and not run.catalog[name].exists():
-        stage, setting = MADE_BY[name]
-        yield f"{run.source(name)}: nothing is there yet. Run {stage} first{f', or set {setting}' if setting else ''}."
+    if name in MADE_BY and run.is_ours(name) and not run.catalog[name].exists():
+        stage, setting, _ = MADE_BY[name]
+        yield f"{run.source(name)}: nothing is there yet. Run {stage} first, or set {setting}."
         return
     handle = run.catalog[name].load()
     tokenizer = handle.tokenizer()
@@ -335,18 +303,3 @@ def check_function(run: RunRequest, reference: str, tables: list[str]) -> None:
 
 def _text(prompt: Any) -> str:
     return prompt if isinstance(prompt, str) else "\n".join(str(message["content"]) for message in prompt)
-
-
-def _is_nowhere(run: RunRequest, name: str) -> bool:
-    return name not in run.catalog or (isinstance(run.catalog[name], MemoryDataset) and not run.catalog[name].exists())
-
-
-def _is_null(run: RunRequest, name: str) -> bool:
-    is_used = name in run.catalog and (run.reads(name) or run.writes(name))
-    return is_used and isinstance(run.catalog[name], PretrainedModelDataset) and run.source(name) is None
-
-
-def _is_ours(run: RunRequest, name: str) -> bool:
-    """Return whether a model lies below the project's own models, links followed."""
-    models = (run.project_path / run.data_root / MODELS_LAYER).resolve()
-    return models in (run.project_path / str(run.source(name))).resolve().parents

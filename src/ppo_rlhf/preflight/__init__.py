@@ -1,0 +1,6 @@
+"""The checks of a person's input before a run, which write nothing."""
+
+from ppo_rlhf.preflight.checks import find_problems
+from ppo_rlhf.preflight.request import describe_parts
+
+__all__ = ["describe_parts", "find_problems"]

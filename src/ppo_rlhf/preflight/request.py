@@ -1,0 +1,112 @@
+"""The run that a person asks for, as the checks before it see it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import pandas as pd
+from kedro.io import CatalogProtocol, MemoryDataset
+from kedro.pipeline import Pipeline
+from transformers import PreTrainedTokenizerBase
+
+from ppo_rlhf.datasets import PretrainedModelDataset
+from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.ppo.evaluation import EvaluationConfig, resolve_judge
+from ppo_rlhf.rewards.scorers import RewardConfig
+
+T = TypeVar("T")
+
+MODELS_LAYER = "06_models"
+MADE_BY = {  # model: the pipeline that makes it, the setting that names another one, a command that only reads it
+    "sft_policy": ("supervised_finetuning", "sft_model_path", "--pipelines align"),
+    "reward_model": ("reward_modelling", "reward_model_path", "--pipelines align"),
+    "ppo_policy": ("ppo", "policy_path", "--pipelines evaluation"),
+}
+MODELS = ("base_model", *MADE_BY)
+PROMPTS = ("raw_prompts", "raw_evaluation_prompts")
+TABLES = ("raw_demonstrations", "raw_preferences", *PROMPTS)
+
+
+@dataclass
+class RunRequest:
+    """The run that a person asks for, and the inputs of theirs that could be read."""
+
+    pipeline: Pipeline
+    catalog: CatalogProtocol
+    project_path: Path
+    data_root: str
+    tables: dict[str, pd.DataFrame] = field(default_factory=dict)
+    models: dict[str, PretrainedHandle] = field(default_factory=dict)
+    tokenizers: dict[str, PreTrainedTokenizerBase] = field(default_factory=dict)
+
+    def reads(self, name: str) -> bool:
+        """Return whether the run takes this dataset from the catalog: no node of it makes it."""
+        return name in self.pipeline.inputs() and name in self.catalog
+
+    def writes(self, name: str) -> bool:
+        """Return whether a node of the run makes this dataset."""
+        return name in self.pipeline.all_outputs()
+
+    def group(self, name: str, kind: type[T]) -> T | None:
+        """Return a group of parameters, which Kedro has validated; None if no node of the run reads it."""
+        value = self.catalog[f"params:{name}"].load() if self.reads(f"params:{name}") else None
+        return value if isinstance(value, kind) else None
+
+    def source(self, name: str) -> str | None:
+        """Return the path or hub id of a dataset, None if it has none."""
+        source = self.catalog[name]._describe().get("filepath") if name in self.catalog else None
+        return None if source is None else str(source)
+
+    def shown(self, name: str) -> str:
+        """Return the source of a dataset as a person reads it: below the project relative to it."""
+        return str(self.source(name)).removeprefix(f"{self.project_path}/")
+
+    @property
+    def start(self) -> str:
+        """The model that the policy starts from: the base model if the run trains the SFT policy, else that policy."""
+        return "base_model" if self.writes("sft_policy") else "sft_policy"
+
+    @property
+    def needs_reward_model(self) -> bool:
+        """Whether the reward is made of the reward model; True if no group `reward` says so."""
+        reward = self.group("reward", RewardConfig)
+        return reward is None or reward.needs_model
+
+    def is_nowhere(self, name: str) -> bool:
+        """Return whether an input is in no file and was not given."""
+        entry = self.catalog.get(name)
+        return entry is None or (isinstance(entry, MemoryDataset) and not entry.exists())
+
+    def is_null(self, name: str) -> bool:
+        """Return whether the run uses a model whose path is null."""
+        is_used = self.reads(name) or self.writes(name)
+        return is_used and isinstance(self.catalog.get(name), PretrainedModelDataset) and self.source(name) is None
+
+    def is_ours(self, name: str) -> bool:
+        """Return whether a model lies below the project's own models, links followed."""
+        models = (self.project_path / self.data_root / MODELS_LAYER).resolve()
+        return models in (self.project_path / str(self.source(name))).resolve().parents
+
+
+def describe_parts(pipeline: Pipeline, catalog: CatalogProtocol, project_path: Path) -> str | None:
+    """Return in one line where the policy, the reward, the prompts and the judge of a run come from.
+
+    None if the run neither trains by PPO nor evaluates.
+    """
+    run = RunRequest(pipeline, catalog, project_path, "")
+    reward, evaluation = run.group("reward", RewardConfig), run.group("evaluation", EvaluationConfig)
+    if reward is None or evaluation is None:
+        return None
+
+    def made(name: str, start: str | None) -> str:
+        return f"trained by this run, from {start or 'random weights'}" if run.writes(name) else run.shown(name)
+
+    policy = made("sft_policy", run.source("base_model"))
+    terms = [c.function or made("reward_model", "the policy") for c in reward.components]
+    if len(terms) > 1:
+        terms = [f"{c.weight:g} x ({term})" for c, term in zip(reward.components, terms, strict=True)]
+    prompts = run.shown("raw_prompts" if run.reads("raw_prompts") else "evaluation_prompts")
+    judge = resolve_judge(evaluation, project_path).description
+    return f"Policy: {policy}. Reward: {' + '.join(terms)}. Prompts: {prompts}. The win rate is decided by {judge}."
