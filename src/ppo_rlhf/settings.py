@@ -6,7 +6,7 @@ import warnings
 
 import mlflow.telemetry
 
-from ppo_rlhf.hooks import AdviceHook, ChecksHook, FollowerHook, TrackingHook
+from ppo_rlhf.hooks import ChecksHook, FollowerHook, TrackingHook
 from ppo_rlhf.processes import is_main_process
 from ppo_rlhf.runner import LoopSession
 
@@ -22,7 +22,7 @@ os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # a server that i
 SESSION_CLASS = LoopSession  # with LoopRunner by default
 
 # Plugins are named as their distributions are; TrackingHook takes the place of kedro-mlflow's hook.
-HOOKS = (ChecksHook(), TrackingHook(), AdviceHook()) if is_main_process() else (FollowerHook(),)
+HOOKS = (ChecksHook(), TrackingHook()) if is_main_process() else (FollowerHook(),)
 DISABLE_HOOKS_FOR_PLUGINS = ("kedro_mlflow", "kedro-telemetry", *(() if is_main_process() else ("kedro-viz",)))
 
 CONFIG_LOADER_ARGS = {

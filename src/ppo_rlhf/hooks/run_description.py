@@ -42,16 +42,17 @@ def describe_run(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: Cat
     seed = next((group.seed for group in groups.values() if hasattr(group, "seed")), None)
     ppo: Any = groups.get("ppo")
     changed = ppo.not_default() if hasattr(ppo, "not_default") else {}
+    unused = () if getattr(groups.get("reward"), "needs_model", True) else ("reward_model",)
     tags = {
         "pipeline": ",".join(pipeline_names(run_params)),
         "environment": run_params["env"] or "local",
         **({} if seed is None else {"seed": str(seed)}),
         **({"ppo.not_default": ", ".join(f"{name}={value}" for name, value in changed.items())} if changed else {}),
         "launch.processes": str(process_count()),
-        **git_tags(project_path),
+        **_git_tags(project_path),
         "version.python": platform.python_version(),
         **{f"version.{name}": importlib.metadata.version(name) for name in PACKAGES},
-        **_input_tags(pipeline, catalog),
+        **_input_tags(sorted(pipeline.inputs().difference(unused)), catalog),
         **_function_tags(params, project_path),
     }
     return RunDescription(params, tags)
@@ -75,42 +76,35 @@ def flattened(group: str, values: Any) -> dict[str, str]:
     """Return `group.key: value` for each entry of a group, defaults included; lists and mappings become JSON."""
     if dataclasses.is_dataclass(values) and not isinstance(values, type):
         values = dataclasses.asdict(values)
-    entries = (
-        {f"{group}.{key}": value for key, value in values.items()} if isinstance(values, Mapping) else {group: values}
-    )
+    if not isinstance(values, Mapping):
+        return {group: str(values)}
     return {
-        name: json.dumps(value, default=str) if isinstance(value, Mapping | list | tuple) else str(value)
-        for name, value in entries.items()
+        f"{group}.{key}": json.dumps(value, default=str) if isinstance(value, Mapping | list | tuple) else str(value)
+        for key, value in values.items()
     }
 
 
-def git_tags(project_path: Path) -> dict[str, str]:
+def _git_tags(project_path: Path) -> dict[str, str]:
     """Return the project's commit and whether files differ from it; nothing outside a repository.
 
     MLflow's own tag for the commit means the folder of the command that was typed.
     """
-    commit = _git(project_path, "rev-parse", "HEAD")
-    if commit is None:
-        return {}
-    changes = _git(project_path, "status", "--porcelain", "--untracked-files=no")
-    return {"git.commit": commit, "git.dirty": str(bool(changes)).lower()}
-
-
-def _git(folder: Path, *arguments: str) -> str | None:
+    command = ["git", "-C", str(project_path), "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
     try:
-        answer = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True, timeout=30)
+        answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.splitlines()
     except (OSError, subprocess.SubprocessError):
-        return None
-    return answer.stdout.strip()
+        return {}
+    commit = answer[0].removeprefix("# branch.oid ")
+    return {"git.commit": commit, "git.dirty": str(any(line[0] != "#" for line in answer)).lower()}
 
 
-def _input_tags(pipeline: Pipeline, catalog: CatalogProtocol) -> dict[str, str]:
-    """Return path (or hub id) and fingerprint of everything that the pipeline reads and does not make itself.
+def _input_tags(names: list[str], catalog: CatalogProtocol) -> dict[str, str]:
+    """Return path (or hub id) and fingerprint of everything that a run reads and does not make itself.
 
     The fingerprint of a file is its SHA-256; of a model, that of its handle (configuration and weights in part).
     """
     tags: dict[str, str] = {}
-    for name in sorted(pipeline.inputs()):
+    for name in names:
         dataset = None if name == "parameters" or name.startswith(PREFIX) else catalog.get(name)
         path = None if dataset is None else dataset._describe().get("filepath")  # each dataset describes itself so
         if dataset is None or path is None:
