@@ -26,11 +26,13 @@ from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.hooks.follower import announce
 from ppo_rlhf.hooks.run_description import RunDescription, describe_run, pipeline_names
 from ppo_rlhf.hooks.run_end import END_TAGS, end_tags, way_to_go_on
-from ppo_rlhf.hooks.run_lock import lock_run, one_at_a_time
+from ppo_rlhf.hooks.run_lock import lock_run
 from ppo_rlhf.hooks.tracking_store import (
+    ARTIFACTS,
     SQLITE,
     asked_twice,
     end_active_run,
+    make_database,
     named_if_slow,
     place_in_project,
     store_in_plain_words,
@@ -106,11 +108,12 @@ class TrackingHook(MlflowHook):
         announce(str(self.run_id or f"untracked-{os.getpid()}"), None if entry is None else entry.checkpoint)
 
     def _open_store(self, project_path: Path) -> None:
-        """Open the store, one process at a time: of two that make a database at once, one fails."""
+        """Open the store; a signal may cut the wait for it."""
         if (active := mlflow.active_run()) is not None:
             raise ConfigError(f"MLflow run {active.info.run_id} is open already; end it first: mlflow.end_run().")
-        alone = one_at_a_time(project_path) if self._uri.startswith(SQLITE) else nullcontext()
-        with named_if_slow(self._uri), store_in_plain_words(self._complaint("cannot be used")), alone:
+        with named_if_slow(self._uri), store_in_plain_words(self._complaint("cannot be used")):
+            if self._uri.startswith(SQLITE):
+                make_database(Path(self._uri.removeprefix(SQLITE)), project_path / ARTIFACTS)
             super().after_context_created(self._context)
 
     def _start(

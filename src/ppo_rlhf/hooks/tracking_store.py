@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import threading
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from mlflow.exceptions import MlflowException
 from sqlalchemy.exc import SQLAlchemyError
 
 from ppo_rlhf.core.errors import ConfigError
+from ppo_rlhf.hooks.run_lock import one_at_a_time
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +40,35 @@ def place_in_project(settings: KedroMlflowConfig, project_path: Path) -> None:
         settings.server.mlflow_tracking_uri = f"{SQLITE}{project_path / uri.removeprefix(SQLITE)}"
         created = settings.tracking.experiment.create_experiment_kwargs
         created.artifact_location = created.artifact_location or str(project_path / ARTIFACTS)
+
+
+def make_database(database: Path, artifacts: Path) -> None:
+    """Make MLflow's sqlite file if it is not there: under another name, then renamed, one process at a time.
+
+    MLflow itself makes its tables one by one in the file: killed between two, it refuses the file for ever.
+
+    Raises:
+        ConfigError: The file cannot be written. MLflow would try for a minute.
+    """
+    for path in (database.parent, database):
+        if path.exists() and not os.access(path, os.W_OK):
+            raise ConfigError(
+                f"{path}: no right to write, and the tracking database has to be. Get the right, or set another "
+                "server.mlflow_tracking_uri in conf/local/mlflow.yml."
+            )
+    if database.exists():
+        return
+    from mlflow.store.tracking.sqlalchemy_store import (
+        SqlAlchemyStore,  # heavy: only a project's first run pays for them
+    )
+
+    from ppo_rlhf.datasets.whole_files import written_whole
+
+    database.parent.mkdir(parents=True, exist_ok=True)
+    with one_at_a_time(database.parent):
+        if not database.exists():
+            with written_whole(database) as draft:
+                SqlAlchemyStore(f"{SQLITE}{draft}", str(artifacts)).engine.dispose()
 
 
 def without_password(text: str) -> str:
