@@ -19,17 +19,18 @@ from typing import Any
 import mlflow
 import pytest
 from click.testing import Result
-from kedro.io import DataCatalog, DatasetError
+from kedro.io import DataCatalog, DatasetError, MemoryDataset
 from kedro.pipeline import Node, Pipeline
 from kedro_mlflow.config.kedro_mlflow_config import KedroMlflowConfig
 from mlflow.entities import Param, Run, RunData, RunInfo, RunTag
 
 from ppo_rlhf.checkpoints.files import checkpoint_name, write_directory
 from ppo_rlhf.core.errors import CheckpointError, ConfigError
-from ppo_rlhf.datasets import ResumeCheckpointDataset
+from ppo_rlhf.datasets import PretrainedModelDataset, RecordsDataset, ResumeCheckpointDataset
 from ppo_rlhf.hooks import TrackingHook
 from ppo_rlhf.hooks.resume import Resumption, as_last_resumed, differences, find_named
-from ppo_rlhf.hooks.run_description import RunDescription
+from ppo_rlhf.hooks.run_description import RunDescription, describe_run
+from ppo_rlhf.rewards.scorers import RewardConfig
 from ppo_rlhf.runner import ITERATION_TAG
 from tests.integration.processes import kedro_run
 
@@ -320,6 +321,20 @@ def test_pipeline_environment_and_data_must_be_the_same_and_versions_and_process
 
 def tags_of(run: Run, changes: dict[str, tuple[str, str]]) -> dict[str, str]:
     return Resumption(run, None, io.BytesIO(), changes).tags(Path("/project"))
+
+
+def test_a_reward_model_that_the_run_does_not_use_is_not_compared(tmp_path: Path):
+    catalog = DataCatalog(
+        {
+            "raw_prompts": RecordsDataset(str(tmp_path / "prompts.jsonl")),
+            "reward_model": PretrainedModelDataset("hub/model"),
+            "params:reward": MemoryDataset(RewardConfig(components=[{"type": "function", "function": "a:b"}])),
+        }
+    )
+    pipeline = Pipeline([Node(lambda *_: 1, ["raw_prompts", "reward_model", "params:reward"], "x", name="n")])
+    run_params = {"project_path": str(tmp_path), "pipeline_names": ["align"], "env": None}
+    read = [name for name in describe_run(run_params, pipeline, catalog).tags if name.startswith("data.")]
+    assert read == ["data.raw_prompts.path"]
 
 
 def test_a_setting_is_compared_with_the_value_of_the_last_resume():

@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import signal
 import socket
 import sqlite3
@@ -24,11 +25,13 @@ import pytest
 from click.testing import Result
 from kedro_mlflow.config.kedro_mlflow_config import KedroMlflowConfig
 from mlflow.entities import Run
+from mlflow.environment_variables import MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT
 from mlflow.exceptions import MlflowException
 from sqlalchemy.engine import Engine
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.hooks import mlflow_hook, run_log, tracking_store
+from ppo_rlhf.hooks.model_log import register
 from ppo_rlhf.hooks.run_description import _git_tags, flattened, pipeline_names
 from ppo_rlhf.hooks.tracking_store import place_in_project
 from ppo_rlhf.rewards.scorers import RewardConfig
@@ -73,9 +76,9 @@ def tracked(
     mlflow.set_tracking_uri(None)
 
 
-def test_the_run_is_finished_and_named_after_its_pipelines(tracked: TrackedRun):
+def test_the_run_is_finished_and_named_after_its_model_its_pipelines_and_the_time(tracked: TrackedRun):
     assert tracked.run.info.status == "FINISHED"
-    assert tracked.run.info.run_name == "__default__"
+    assert re.fullmatch(r"sft_policy all \d\d-\d\d \d\d:\d\d", tracked.run.info.run_name)
     assert mlflow.active_run() is None
 
 
@@ -91,6 +94,16 @@ def test_each_hyperparameter_is_a_param_of_its_own_named_by_group_and_key(tracke
         {"type": "function", "weight": 0.5, "function": "toy_ppo.rewards:brevity", "name": None}
     ]
     assert "ppo" not in params  # kedro-mlflow's one string for the whole group
+    assert params["ppo.sft_model_path"] == str(tracked.project / "data/06_models/sft_policy")
+    assert params["ppo.reward_model_path"] == "None"  # the reward is a function
+
+
+def test_the_data_are_inputs_of_the_run(tracked: TrackedRun):
+    (data,) = tracked.run.inputs.dataset_inputs
+    prompts = tracked.project / "data" / "01_raw" / "prompts.jsonl"
+    assert (data.dataset.name, json.loads(data.dataset.source)) == ("raw_prompts", {"uri": str(prompts)})
+    assert data.dataset.digest == hashlib.sha256(prompts.read_bytes()).hexdigest()[:8]
+    assert [(tag.key, tag.value) for tag in data.tags] == [("mlflow.data.context", "training")]
 
 
 def test_tags_say_where_the_run_came_from(tracked: TrackedRun):
@@ -116,6 +129,8 @@ def test_the_final_evaluation_is_logged_once_at_the_last_iteration(tracked: Trac
     # Due at iteration 2 and at the end; at the end the evaluation over all prompts (0.75) stands in its place.
     assert tracked.history("eval/win_rate") == [(2, 0.5), (3, 0.75)]
     assert set(tracked.run.data.metrics) == {
+        "at_a_glance/reward",
+        "at_a_glance/win_rate",
         "objective/scores",
         "episode",
         "eval/win_rate",
@@ -145,6 +160,21 @@ def test_the_exported_policy_is_a_model_that_generates_with_its_metrics_linked(t
     generator = mlflow.transformers.load_model(f"models:/{model.model_id}")
     (answer,) = generator("the film", max_new_tokens=2, do_sample=False)
     assert answer["generated_text"].startswith("the film")
+
+
+def test_the_policy_is_registered_and_the_champion_only_if_it_clearly_beats_sft(tracked: TrackedRun):
+    (version,) = tracked.client.search_model_versions("name = 'ppo_rlhf'")
+    assert version.run_id == tracked.run.info.run_id
+    assert version.aliases == []  # the toy's evaluation gives no interval
+    (model,) = mlflow.search_logged_models(experiment_ids=[tracked.run.info.experiment_id], output_format="list")
+    register(model.model_id, beats_sft=True)
+    assert (
+        len(tracked.client.search_model_versions("name = 'ppo_rlhf'")) == 1
+    )  # a run that goes on registers none twice
+    tracked.client.delete_model_version("ppo_rlhf", version.version)
+    register(model.model_id, beats_sft=True)
+    (champion,) = tracked.client.search_model_versions("name = 'ppo_rlhf'")
+    assert tracked.client.get_model_version_by_alias("ppo_rlhf", "champion").version == champion.version
 
 
 def test_database_and_artifacts_lie_in_the_projects_root(tracked: TrackedRun):
@@ -306,7 +336,7 @@ def test_a_full_disk_while_a_run_fails_does_not_hide_why_it_failed(
     assert isinstance(result.exception, ZeroDivisionError)
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert "MLflow could not record how the run ended: (sqlite3.IntegrityError) database or disk is full" in said
-    (lost,) = [line for line in said if line.startswith("MLflow lacks 2 metrics")]
+    (lost,) = [line for line in said if line.startswith("MLflow lacks 3 metrics")]
     assert "(sqlite3.IntegrityError) database or disk is full" in lost
     assert not any(record.exc_info for record in caplog.records if record.name.startswith("mlflow"))
 
@@ -408,8 +438,23 @@ def test_pipelines_are_named_in_one_order_whatever_kedro_makes_of_it():
 def test_lines_of_the_log_say_which_run_it_is(kedro: Kedro, toy_project: Path, caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.INFO):
         kedro(toy_project, "run", "--to-nodes", "configure_ppo")
-    run_id, store = last_run(toy_project).info.run_id, toy_project / "mlflow.db"
-    assert f"MLflow run {run_id} in sqlite:///{store} (kedro mlflow ui)" in caplog.messages
+    info = last_run(toy_project).info
+    page = f"http://127.0.0.1:5000/#/experiments/{info.experiment_id}/runs/{info.run_id}?workflowType=machine_learning"
+    assert f"MLflow run {info.run_id}: kedro mlflow ui, then {page}" in caplog.messages
+
+
+def test_mlflow_prints_no_address_with_the_stores_password(kedro_logging: None):
+    assert MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT.get()
+
+
+@pytest.mark.parametrize("is_wanted", [False, True])
+def test_system_metrics_are_a_setting_of_mlflow_yml(
+    kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch, is_wanted: bool
+):
+    monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.01")
+    (toy_project / "conf" / "local" / "mlflow.yml").write_text(f"system_metrics: {str(is_wanted).lower()}\n")
+    assert kedro(toy_project, "run", "--pipelines", "align").exit_code == 0
+    assert any(key.startswith("system/") for key in last_run(toy_project).data.metrics) == is_wanted
 
 
 def test_lists_and_groups_become_json_and_single_values_keep_their_name():

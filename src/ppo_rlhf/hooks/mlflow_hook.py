@@ -19,12 +19,13 @@ from kedro_mlflow.config.kedro_mlflow_config import KedroMlflowConfig
 from kedro_mlflow.config.resolvers import resolve_random_name
 from kedro_mlflow.framework.hooks.mlflow_hook import MlflowHook
 from mlflow.entities import RunStatus, RunTag
+from mlflow.environment_variables import MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING
 from omegaconf import OmegaConf
 from pydantic import ValidationError
 
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.hooks.follower import announce
-from ppo_rlhf.hooks.run_description import RunDescription, describe_run, pipeline_names
+from ppo_rlhf.hooks.run_description import RunDescription, describe_run, log_inputs, pipeline_names
 from ppo_rlhf.hooks.run_end import END_TAGS, end_tags, way_to_go_on
 from ppo_rlhf.hooks.run_lock import lock_run
 from ppo_rlhf.hooks.tracking_store import (
@@ -62,6 +63,7 @@ class TrackingHook(MlflowHook):
         """Start without a run."""
         super().__init__()
         self._context: KedroContext | None = None
+        self._has_system_metrics = False
         self._log: RunLog | None = None
         self._lock: IO[bytes] | None = None
         self._checkpoints: Path | None = None
@@ -71,8 +73,10 @@ class TrackingHook(MlflowHook):
         """Read mlflow.yml and leave it in the context, as `kedro mlflow ui` expects."""
         if not OmegaConf.has_resolver("km.random_name"):
             OmegaConf.register_new_resolver("km.random_name", resolve_random_name, use_cache=True)
+        given = {**context.config_loader["mlflow"]}
+        self._has_system_metrics = given.pop("system_metrics", False) is True  # kedro-mlflow has no such setting
         try:
-            settings = KedroMlflowConfig.model_validate(context.config_loader["mlflow"])
+            settings = KedroMlflowConfig.model_validate(given)
         except ValidationError as error:
             raise ConfigError("\n".join(map(_as_line, error.errors()))) from error
         place_in_project(settings, Path(context.project_path))
@@ -111,9 +115,10 @@ class TrackingHook(MlflowHook):
         """Open the store; a signal may cut the wait for it."""
         if (active := mlflow.active_run()) is not None:
             raise ConfigError(f"MLflow run {active.info.run_id} is open already; end it first: mlflow.end_run().")
-        with named_if_slow(self._uri), store_in_plain_words(self._complaint("cannot be used")):
+        with store_in_plain_words(self._complaint("cannot be used")):
             if self._uri.startswith(SQLITE):
                 make_database(Path(self._uri.removeprefix(SQLITE)), project_path / ARTIFACTS)
+        with named_if_slow(self._uri), store_in_plain_words(self._complaint("cannot be used")):
             super().after_context_created(self._context)
 
     def _start(
@@ -135,8 +140,10 @@ class TrackingHook(MlflowHook):
                 resumption.say(project_path)
                 self.mlflow_config.tracking.run.id = resumption.run.info.run_id
                 self.mlflow_config.tracking.run.name = resumption.run.info.run_name
+            self.mlflow_config.tracking.run.name = self.mlflow_config.tracking.run.name or this.name
+            MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING.set(self._has_system_metrics)
             super().before_pipeline_run(run_params, pipeline, catalog)
-            logger.info("MLflow run %s in %s (kedro mlflow ui)", self.run_id, without_password(self._uri))
+            logger.info("MLflow run %s: %s", self.run_id, self._page)
             if entry is not None:
                 self._checkpoints = entry.root / str(self.run_id)
                 self._lock = self._lock or lock_run(self._checkpoints)
@@ -178,6 +185,7 @@ class TrackingHook(MlflowHook):
         else:
             mlflow.log_params(this.params)
             mlflow.set_tags(this.tags)
+            log_inputs(this)
 
     @hook_impl
     def before_node_run(self, node: Node, catalog: CatalogProtocol, inputs: dict[str, Any], is_async: bool) -> None:
@@ -246,6 +254,16 @@ class TrackingHook(MlflowHook):
         if self._lock is not None:
             self._lock.close()
             self._lock = None
+
+    @property
+    def _page(self) -> str:
+        """The page of the run, in MLflow's view for model training: without the parameter it is the one for agents."""
+        settings = self.mlflow_config
+        is_server = self._uri.startswith("http")
+        server = self._uri if is_server else f"http://{settings.ui.host}:{settings.ui.port}"
+        experiment = settings.tracking.experiment._experiment.experiment_id
+        page = f"{server}/#/experiments/{experiment}/runs/{self.run_id}?workflowType=machine_learning"
+        return without_password(page) if is_server else f"kedro mlflow ui, then {page}"
 
     def _complaint(self, what: str) -> str:
         return f"mlflow.yml: the tracking store {without_password(self._uri)} {what}"

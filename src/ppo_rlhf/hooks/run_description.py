@@ -11,26 +11,35 @@ import re
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import mlflow
 from kedro.io import CatalogProtocol, DatasetError
 from kedro.pipeline import Pipeline
 
 from ppo_rlhf.processes import process_count
 
 PREFIX = "params:"
+DIGITS = 8  # of a fingerprint; MLflow takes 36 at most, and shows them all
 PACKAGES = ("ppo_rlhf", "kedro", "mlflow", "torch", "transformers", "trl")
 _FUNCTION = re.compile(r'(?:^|")([A-Za-z_][\w.]*):[A-Za-z_]\w*(?:$|")')
 """A text `module:name`, by which parameters name functions."""
 
 
+_DATA = re.compile(r"data\.(raw_\w+)\.fingerprint")
+MODELS = {"sft_model_path": "sft_policy", "reward_model_path": "reward_model"}
+"""Fields of PPOConfig that the pipeline leaves to the catalog, and its entries."""
+
+
 @dataclass(frozen=True)
 class RunDescription:
-    """Params, named `group.key`, and tags of a run, as text."""
+    """Name, params (`group.key`) and tags of a run, as text."""
 
     params: dict[str, str]
     tags: dict[str, str]
+    name: str = ""
 
 
 def describe_run(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: CatalogProtocol) -> RunDescription:
@@ -43,6 +52,10 @@ def describe_run(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: Cat
     ppo: Any = groups.get("ppo")
     changed = ppo.not_default() if hasattr(ppo, "not_default") else {}
     unused = () if getattr(groups.get("reward"), "needs_model", True) else ("reward_model",)
+    inputs = _input_tags(sorted(pipeline.inputs().difference(unused)), catalog)
+    for setting, model in MODELS.items():
+        if params.get(f"ppo.{setting}") == "None" and model not in unused:
+            params[f"ppo.{setting}"] = inputs.get(f"data.{model}.path") or str(_path(catalog.get(model)))
     tags = {
         "pipeline": ",".join(pipeline_names(run_params)),
         "environment": run_params["env"] or "local",
@@ -52,10 +65,37 @@ def describe_run(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: Cat
         **_git_tags(project_path),
         "version.python": platform.python_version(),
         **{f"version.{name}": importlib.metadata.version(name) for name in PACKAGES},
-        **_input_tags(sorted(pipeline.inputs().difference(unused)), catalog),
+        **inputs,
         **_function_tags(params, project_path),
     }
-    return RunDescription(params, tags)
+    return RunDescription(params, tags, _name(run_params, pipeline, catalog))
+
+
+def _name(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: CatalogProtocol) -> str:
+    """Return the model that a run starts from, its pipelines and the time: `Qwen3-0.6B align 11-25 04:10`."""
+    names = ["all" if name == "__default__" else name for name in pipeline_names(run_params)]
+    path = _path(catalog.get("base_model" if "base_model" in pipeline.inputs() else "sft_policy"))
+    model = "scratch" if path is None else Path(path).name
+    return f"{model} {'+'.join(names)} {datetime.now():%m-%d %H:%M}"
+
+
+def _path(dataset: Any) -> str | None:
+    """Return a dataset's path or hub id; None if it has none. Each dataset describes itself so."""
+    path = None if dataset is None else dataset._describe().get("filepath")
+    return None if path is None else str(path)
+
+
+def log_inputs(this: RunDescription) -> None:
+    """Log the files of prompts, demonstrations and preferences as datasets of the active MLflow run."""
+    from mlflow.data.meta_dataset import MetaDataset  # heavy: only a run pays for them
+    from mlflow.data.sources import LocalArtifactDatasetSource
+
+    for tag, digest in this.tags.items():
+        data = _DATA.fullmatch(tag)
+        if data is not None:
+            source = LocalArtifactDatasetSource(this.tags[f"data.{data[1]}.path"])
+            context = "evaluation" if "evaluation" in data[1] else "training"
+            mlflow.log_input(MetaDataset(source, name=data[1], digest=digest[:DIGITS]), context)
 
 
 def pipeline_names(run_params: Mapping[str, Any]) -> list[str]:
@@ -105,15 +145,15 @@ def _input_tags(names: list[str], catalog: CatalogProtocol) -> dict[str, str]:
     """
     tags: dict[str, str] = {}
     for name in names:
-        dataset = None if name == "parameters" or name.startswith(PREFIX) else catalog.get(name)
-        path = None if dataset is None else dataset._describe().get("filepath")  # each dataset describes itself so
-        if dataset is None or path is None:
+        dataset: Any = None if name == "parameters" or name.startswith(PREFIX) else catalog.get(name)
+        path = _path(dataset)
+        if path is None:
             continue
-        tags[f"data.{name}.path"] = str(path)
+        tags[f"data.{name}.path"] = path
         if Path(path).is_file():
             tags[f"data.{name}.fingerprint"] = _sha256(Path(path))
         elif dataset.exists() and hasattr(handle := dataset.load(), "fingerprint"):
-            tags[f"data.{name}.fingerprint"] = handle.fingerprint()
+            tags |= {f"data.{name}.path": handle.source, f"data.{name}.fingerprint": handle.fingerprint()}
     return tags
 
 

@@ -14,7 +14,7 @@ from kedro.pipeline.node import Node
 
 from ppo_rlhf.hooks.mlflow_log import MlflowLog
 from ppo_rlhf.hooks.run_description import parameter
-from ppo_rlhf.hooks.tracking_store import asked_twice
+from ppo_rlhf.hooks.tracking_store import asked_twice, warning_of_refusals
 from ppo_rlhf.runner import deferring_signals
 
 logger = logging.getLogger(__name__)
@@ -25,6 +25,12 @@ EVALUATION_METRICS = "evaluation_metrics"
 FINAL_METRICS = "evaluation_summary"
 HISTORIES = ("sft_metrics", "reward_model_metrics")
 SAMPLED_NODE = "estimate_advantages"
+AT_A_GLANCE = {
+    "eval/win_rate": "at_a_glance/win_rate",
+    "objective/scores": "at_a_glance/reward",
+    "objective/kl": "at_a_glance/kl",
+}
+"""Metrics that are logged under a second key: MLflow sorts its charts by key, and has no setting for their order."""
 POLICY = "ppo_policy"
 BEST = "best_checkpoint"
 PATIENCE, PATIENCE_AT_THE_END = 5.0, 30.0
@@ -56,6 +62,7 @@ class RunLog:
             self._measured(_evaluations(outputs[EVALUATION_METRICS]), self._iteration)
         if outputs.get(FINAL_METRICS):
             self._measured(_evaluations(outputs[FINAL_METRICS]), self._iteration, model_id=self._model_id)
+            self._register(outputs[FINAL_METRICS])
         for name in HISTORIES:
             self._send_rows(outputs.get(name) or [])
         if node.name.rpartition(".")[2] == SAMPLED_NODE:
@@ -79,6 +86,14 @@ class RunLog:
             best = best_checkpoint(self._catalog.get("checkpoint"), parameter(self._catalog, "ppo").kl_alarm)
             if best is not None and best[1] != self._iteration:
                 log_policy(best[0], BEST, best[1], trust_remote_code=trust)
+
+    def _register(self, summary: Mapping[str, Any]) -> None:
+        if self._model_id is None:
+            return
+        from ppo_rlhf.hooks.model_log import register
+
+        with deferring_signals(), warning_of_refusals("the registered model"):
+            register(self._model_id, beats_sft=summary.get("eval/win_rate_low", 0.0) > 0.5)
 
     def close(self, *, is_finished: bool) -> bool:
         """Send the rest, of a finished run also the curves of stages that it left out; return whether all is sent."""
@@ -113,7 +128,8 @@ class RunLog:
                 self._measured(_evaluations(row), int(row["iteration"]))
 
     def _measured(self, metrics: Mapping[str, float], iteration: int, *, model_id: str | None = None) -> None:
-        self._log.log(metrics, iteration, model_id=model_id)
+        glance = {AT_A_GLANCE[key]: value for key, value in metrics.items() if key in AT_A_GLANCE}
+        self._log.log({**metrics, **glance}, iteration, model_id=model_id)
         if iteration in self._curves:
             self._curves[iteration].update(metrics)
 

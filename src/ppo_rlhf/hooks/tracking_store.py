@@ -67,6 +67,7 @@ def make_database(database: Path, artifacts: Path) -> None:
     database.parent.mkdir(parents=True, exist_ok=True)
     with one_at_a_time(database.parent):
         if not database.exists():
+            logger.info("Making the tracking database %s.", database)
             with written_whole(database) as draft:
                 SqlAlchemyStore(f"{SQLITE}{draft}", str(artifacts)).engine.dispose()
 
