@@ -18,7 +18,8 @@ os.environ.setdefault("DO_NOT_TRACK", "true")
 mlflow.telemetry.set_telemetry_client()  # obeys the line above; MLflow was imported before it
 os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")  # the loop's progress bar is enough
 os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # with the password; the hook says it without
-os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # a server that is gone costs seconds, not minutes
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # a server that is gone costs seconds, not minutes,
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")  # and one that hangs costs a minute and a half
 
 SESSION_CLASS = LoopSession  # with LoopRunner by default
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -64,7 +64,9 @@ class TrackingHook(MlflowHook):
         super().__init__()
         self._context: KedroContext | None = None
         self._has_system_metrics = False
+        self._catalog: CatalogProtocol | None = None
         self._log: RunLog | None = None
+        self._saving = ExitStack()
         self._lock: IO[bytes] | None = None
         self._checkpoints: Path | None = None
 
@@ -149,7 +151,10 @@ class TrackingHook(MlflowHook):
                 self._lock = self._lock or lock_run(self._checkpoints)
                 sweep_leftovers(self._checkpoints)
             self._describe(this, resumption, project_path)
-        self._log = RunLog(str(self.run_id), pipeline, catalog, is_resumed=resumption is not None)
+        self._log, self._catalog = (
+            RunLog(str(self.run_id), pipeline, catalog, is_resumed=resumption is not None),
+            catalog,
+        )
 
     def _resumption(
         self, this: RunDescription, entry: ResumeCheckpointDataset, named: Named | None
@@ -200,13 +205,22 @@ class TrackingHook(MlflowHook):
     def after_node_run(self, node: Node, inputs: dict[str, Any], outputs: dict[str, Any]) -> None:
         """Log what the node measured."""
         if self._log is not None:
-            self._log.node_ran(node, inputs, outputs)
+            with named_if_slow(self._uri):
+                self._log.node_ran(node, inputs, outputs)
+
+    @hook_impl
+    def before_dataset_saved(self, dataset_name: str) -> None:
+        """Name the store if it does not take what kedro-mlflow logs of a dataset; let no signal cut the call."""
+        if self._catalog is not None and type(self._catalog.get(dataset_name)).__name__.startswith("Mlflow"):
+            self._saving.enter_context(deferring_signals())
+            self._saving.enter_context(named_if_slow(self._uri))
 
     @hook_impl
     def after_dataset_saved(self, dataset_name: str) -> None:
         """Log the exported policy as a model; a signal may cut the wait for the metrics before it, but not that."""
+        self._saving.close()
         if self._log is not None:
-            with store_in_plain_words(self._complaint("did not take the model")):
+            with named_if_slow(self._uri), store_in_plain_words(self._complaint("did not take the model")):
                 self._log.saved(dataset_name)
 
     @hook_impl
@@ -235,6 +249,7 @@ class TrackingHook(MlflowHook):
             self._end(error, Path(run_params["project_path"]))
 
     def _end(self, error: BaseException, project_path: Path) -> None:
+        self._saving.close()
         with named_if_slow(self._uri), asked_twice():
             if self._log is not None:
                 self._log.close(is_finished=False)
@@ -250,7 +265,8 @@ class TrackingHook(MlflowHook):
 
     def _let_go(self) -> None:
         """Forget the run, and let other processes have it."""
-        self._log = self._checkpoints = None
+        self._saving.close()
+        self._log = self._catalog = self._checkpoints = None
         if self._lock is not None:
             self._lock.close()
             self._lock = None
@@ -263,7 +279,7 @@ class TrackingHook(MlflowHook):
         server = self._uri if is_server else f"http://{settings.ui.host}:{settings.ui.port}"
         experiment = settings.tracking.experiment._experiment.experiment_id
         page = f"{server}/#/experiments/{experiment}/runs/{self.run_id}?workflowType=machine_learning"
-        return without_password(page) if is_server else f"kedro mlflow ui, then {page}"
+        return without_password(page).replace("***@", "") if is_server else f"kedro mlflow ui, then {page}"
 
     def _complaint(self, what: str) -> str:
         return f"mlflow.yml: the tracking store {without_password(self._uri)} {what}"
