@@ -34,7 +34,10 @@ class ChecksHook:
 
     @hook_impl(tryfirst=True)
     def after_context_created(self, context: KedroContext) -> None:
-        """Refuse a launch whose processes would train one run each, and settings that cannot be merged."""
+        """Refuse a launch whose processes would train one run each, and settings that cannot be merged.
+
+        Warn if conf/local is not read.
+        """
         processes.check_launch()
         self._loader = loader = cast(OmegaConfigLoader, context.config_loader)  # settings.py keeps Kedro's own
         try:
@@ -44,6 +47,11 @@ class ChecksHook:
                 f"conf/{context.env or 'local'}: a setting is a list (`- ` before each entry) where conf/base has a "
                 f"mapping (`name: value`), or the reverse ({error})."
             ) from error
+        local = Path(loader.conf_source, "local")
+        if context.env not in (None, "local") and (unread := sorted(file.name for file in local.rglob("*.y*ml"))):
+            logger.warning(
+                "Environment %s is used instead of conf/local: %s not read there.", context.env, ", ".join(unread)
+            )
 
     @hook_impl(tryfirst=True)
     def before_pipeline_run(self, run_params: dict[str, Any], pipeline: Pipeline, catalog: CatalogProtocol) -> None:

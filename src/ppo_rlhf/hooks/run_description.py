@@ -88,14 +88,15 @@ def _path(dataset: Any) -> str | None:
 def log_inputs(this: RunDescription) -> None:
     """Log the files of prompts, demonstrations and preferences as datasets of the active MLflow run."""
     from mlflow.data.meta_dataset import MetaDataset  # heavy: only a run pays for them
-    from mlflow.data.sources import LocalArtifactDatasetSource
+    from mlflow.data.sources import LocalArtifactDatasetSource  # type: ignore[attr-defined]  # made when imported
 
     for tag, digest in this.tags.items():
         data = _DATA.fullmatch(tag)
         if data is not None:
             source = LocalArtifactDatasetSource(this.tags[f"data.{data[1]}.path"])
             context = "evaluation" if "evaluation" in data[1] else "training"
-            mlflow.log_input(MetaDataset(source, name=data[1], digest=digest[:DIGITS]), context)
+            dataset = MetaDataset(source, name=data[1], digest=digest[:DIGITS])  # type: ignore[abstract]  # MLflow's own
+            mlflow.log_input(dataset, context)
 
 
 def pipeline_names(run_params: Mapping[str, Any]) -> list[str]:

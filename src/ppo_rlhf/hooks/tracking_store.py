@@ -19,6 +19,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.hooks.run_lock import one_at_a_time
+from ppo_rlhf.whole_files import written_whole
 
 logger = logging.getLogger(__name__)
 
@@ -58,11 +59,7 @@ def make_database(database: Path, artifacts: Path) -> None:
             )
     if database.exists():
         return
-    from mlflow.store.tracking.sqlalchemy_store import (
-        SqlAlchemyStore,  # heavy: only a project's first run pays for them
-    )
-
-    from ppo_rlhf.datasets.whole_files import written_whole
+    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore  # heavy: only a first run pays for it
 
     database.parent.mkdir(parents=True, exist_ok=True)
     with one_at_a_time(database.parent):
