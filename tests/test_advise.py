@@ -9,10 +9,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import mlflow
-import pandas as pd
 import pytest
 from click.testing import Result
 from kedro.io import DataCatalog, MemoryDataset
+from kedro.pipeline import Pipeline
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 from mlflow.exceptions import MlflowException
@@ -20,8 +20,7 @@ from sqlalchemy.exc import OperationalError
 
 from ppo_rlhf.cli.recorded_run import recorded_run
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.hooks.advice import AdviceHook
-from ppo_rlhf.runner import RunInterruptedError
+from ppo_rlhf.hooks.run_log import RunLog
 from tests.training.tuning.support import config, curve, history
 
 Kedro = Callable[..., Result]
@@ -140,8 +139,8 @@ def test_a_run_that_went_on_is_judged_by_the_settings_of_its_last_resume(kedro: 
     settings = config()
     run_id = record(toy_project, history(), settings)
     client = client_of(toy_project)
-    tags = {"1.checkpoint": "none", "1.total_episodes": "8", "2.total_episodes": str(2 * settings.total_episodes)}
-    for name, value in (tags | {"2.kl_alarm": "40.0", "2.version.torch": "1.0", "2.reporting.points": "5"}).items():
+    tags = {"checkpoint": "none", "total_episodes": str(2 * settings.total_episodes), "kl_alarm": "40.0"}
+    for name, value in (tags | {"version.torch": "1.0", "reporting.points": "5"}).items():
         client.set_tag(run_id, f"resume.{name}", value)
     assert advised(kedro, toy_project)[0].endswith("iteration 40 of 80")
     judged = recorded_run(client, run_id).config
@@ -190,7 +189,7 @@ def test_a_run_that_trains_ends_with_the_advice(
     with caplog.at_level(logging.INFO):
         result = kedro(toy_project, "run", "--pipelines", "align", "--params", "ppo.vf_coef=0.5")
     assert result.exit_code == 0, result.output
-    said = [record.getMessage() for record in caplog.records if record.name == "ppo_rlhf.hooks.advice"]
+    said = [record.getMessage() for record in caplog.records if record.name == "ppo_rlhf.hooks.run_log"]
     assert said[0] == HEADLINE
     assert said[1].startswith("3 iterations of the policy: too early")
     assert len(said) == 2
@@ -198,60 +197,49 @@ def test_a_run_that_trains_ends_with_the_advice(
     assert [line[:40] for line in of_the_setting] == ["ppo.vf_coef=0.5 has next to no effect wi"]  # at the start, once
     caplog.clear()
     assert kedro(toy_project, "run", "--pipelines", "supervised_finetuning").exit_code == 0
-    assert not [record for record in caplog.records if record.name == "ppo_rlhf.hooks.advice"]
+    assert not [record for record in caplog.records if record.name == "ppo_rlhf.hooks.run_log"]
 
 
 def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.name == "ppo_rlhf.hooks.advice"]
+    return [record.getMessage() for record in caplog.records if record.name == "ppo_rlhf.hooks.run_log"]
 
 
-def trained(hook: AdviceHook, spoilt: dict | None = None, iterations: int = 40) -> DataCatalog:
-    """Let the hook see a run: the nodes that measure, in turn."""
-    catalog = DataCatalog({"params:ppo": MemoryDataset(config(), copy_mode="assign")})
-    hook.before_pipeline_run({}, SimpleNamespace(), catalog)
-    for row in history(spoilt, iterations):
+def test_training_metrics_and_evaluations_are_judged_together(caplog: pytest.LogCaptureFixture):
+    log = RunLog("run", Pipeline([]), DataCatalog({"params:ppo": MemoryDataset(config(), copy_mode="assign")}))
+    log._log = SimpleNamespace(log=lambda *_, **__: None)
+    for row in history({"eval/distinct_2": [0.23, 0.2, 0.15, 0.1]}):
         metrics = {key: value for key, value in row.items() if not key.startswith("eval/")}
         evaluated = {key: value for key, value in row.items() if key.startswith("eval/") and value == value}
-        state = SimpleNamespace(iteration=int(row["iteration"]))
-        hook.after_node_run(SimpleNamespace(), {"next_training_state": state, "ppo_metrics": metrics})
-        hook.after_node_run(SimpleNamespace(), {"evaluation_metrics": evaluated})
-    return catalog
-
-
-def test_the_hook_judges_training_metrics_and_evaluations_together(caplog: pytest.LogCaptureFixture):
-    hook = AdviceHook()
+        state = SimpleNamespace(iteration=int(row["iteration"]), finished=False)
+        log.node_ran(SimpleNamespace(name="a"), {}, {"next_training_state": state, "ppo_metrics": metrics})
+        log.node_ran(SimpleNamespace(name="b"), {"next_training_state": state}, {"evaluation_metrics": evaluated})
     with caplog.at_level(logging.INFO):
-        catalog = trained(hook, {"eval/distinct_2": [0.23, 0.2, 0.15, 0.1]})
-        hook.after_pipeline_run({}, SimpleNamespace(), catalog)
+        log.log_advice()
     assert logged(caplog)[0] == HEADLINE
     assert logged(caplog)[1].startswith("1. [KL: diversity_lost] eval/distinct_2 is 0.1, SFT's 0.23")
     assert len(logged(caplog)) == 2
 
 
-def test_the_whole_history_of_a_run_that_went_on_from_a_checkpoint_is_judged(caplog: pytest.LogCaptureFixture):
-    hook = AdviceHook()
+def test_of_a_run_that_went_on_from_a_checkpoint_the_curves_before_it_are_judged_too(caplog: pytest.LogCaptureFixture):
+    catalog = DataCatalog({"params:ppo": MemoryDataset(config(), copy_mode="assign")})
+    log = RunLog("run", Pipeline([]), catalog, is_resumed=True)
+    log._log = SimpleNamespace(log=lambda *_, **__: None)
+    state = SimpleNamespace(iteration=40, finished=False, history=history(FAR))
+    log.node_ran(SimpleNamespace(name="initialise_training_state"), {}, {"training_state": state})
     with caplog.at_level(logging.INFO):
-        catalog = trained(hook, iterations=3)
-        hook.after_node_run(SimpleNamespace(), {"training_history": pd.DataFrame(history(FAR))})
-        hook.after_pipeline_run({}, SimpleNamespace(), catalog)
+        log.log_advice()
     assert logged(caplog)[1].startswith(EXPECTED)
 
 
-def test_a_run_that_failed_is_judged_by_what_it_measured_and_one_that_was_interrupted_is_not(
-    caplog: pytest.LogCaptureFixture,
+def test_a_run_that_failed_is_judged_and_one_that_was_stopped_is_not(
+    kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    hook = AdviceHook()
     with caplog.at_level(logging.INFO):
-        hook.on_pipeline_error(RunInterruptedError(2), {}, SimpleNamespace(), trained(hook, FAR))
+        monkeypatch.setenv("TOY_FAIL_AT", "3")
+        kedro(toy_project, "run", "--pipelines", "align")
+        assert logged(caplog)[0] == HEADLINE
+        caplog.clear()
+        monkeypatch.delenv("TOY_FAIL_AT")
+        monkeypatch.setenv("TOY_SIGNAL_AT", "2:SIGTERM")
+        kedro(toy_project, "run", "--pipelines", "align")
         assert logged(caplog) == []
-        hook.on_pipeline_error(ValueError(), {}, SimpleNamespace(), trained(hook, FAR))
-    assert logged(caplog)[1].startswith(EXPECTED)
-
-
-def test_the_hook_forgets_a_run_when_the_next_one_starts(caplog: pytest.LogCaptureFixture):
-    hook = AdviceHook()
-    trained(hook, FAR)
-    with caplog.at_level(logging.INFO):
-        hook.before_pipeline_run({}, SimpleNamespace(), DataCatalog({}))
-        hook.after_pipeline_run({}, SimpleNamespace(), DataCatalog({}))
-    assert logged(caplog) == []

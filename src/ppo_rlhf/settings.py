@@ -6,7 +6,7 @@ import warnings
 
 import mlflow.telemetry
 
-from ppo_rlhf.hooks import AdviceHook, ChecksHook, FollowerHook, TrackingHook
+from ppo_rlhf.hooks import ChecksHook, FollowerHook, TrackingHook
 from ppo_rlhf.processes import is_main_process
 from ppo_rlhf.runner import LoopSession
 
@@ -17,12 +17,14 @@ logging.getLogger("py.warnings").setLevel(logging.WARNING)
 os.environ.setdefault("DO_NOT_TRACK", "true")
 mlflow.telemetry.set_telemetry_client()  # obeys the line above; MLflow was imported before it
 os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")  # the loop's progress bar is enough
-os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # a server that is gone costs seconds, not minutes
+os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # with the password; the hook says it without
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # a server that is gone costs seconds, not minutes,
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")  # and one that hangs costs a minute and a half
 
 SESSION_CLASS = LoopSession  # with LoopRunner by default
 
 # Plugins are named as their distributions are; TrackingHook takes the place of kedro-mlflow's hook.
-HOOKS = (ChecksHook(), TrackingHook(), AdviceHook()) if is_main_process() else (FollowerHook(),)
+HOOKS = (ChecksHook(), TrackingHook()) if is_main_process() else (FollowerHook(),)
 DISABLE_HOOKS_FOR_PLUGINS = ("kedro_mlflow", "kedro-telemetry", *(() if is_main_process() else ("kedro-viz",)))
 
 CONFIG_LOADER_ARGS = {

@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from time import monotonic
@@ -21,8 +21,6 @@ from ppo_rlhf.core.errors import PPORLHFError
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SAME_REQUEST_S = 0.3
 """A signal this soon after the first one repeats it: `timeout` and launchers signal a process and then its group."""
-REACTION_S = 5.0
-"""How long the main thread has to raise the exception; then it hangs in C code, and the process is ended."""
 
 
 class TerminationSignal(BaseException):
@@ -122,8 +120,7 @@ def deferring_signals() -> Iterator[None]:
 def finishing_first(grace_s: float, ask: Callable[[int], str], say: Callable[[str], None]) -> Iterator[None]:
     """Let the first signal within the block call `ask(signum)` instead of raising an exception.
 
-    The block should end soon after that. If it has not ended after `grace_s`, `TerminationSignal` is raised; if the
-    main thread does not react to it either, the process ends.
+    The block should end soon after that. If it has not ended after `grace_s`, `TerminationSignal` is raised.
 
     Args:
         grace_s: Seconds between the signal and the exception.
@@ -156,22 +153,13 @@ def _watch(requests: Requests, grace_s: float, say: Callable[[str], None]) -> No
         return
     signum, line = request
     say(line)
-    if _has_ended(requests, grace_s):
-        return
+    with suppress(Empty):
+        requests.get(timeout=grace_s)
+        return  # the block has ended
     name = signal.Signals(signum).name
     say(f"{name}: shutdown_grace_s={grace_s:g} is over; stopping now, the last checkpoint stands.")
     _state.first_at = float("-inf")  # the next signal is no repetition of the first
     signal.pthread_kill(threading.main_thread().ident or 0, signum)
-    if not _has_ended(requests, REACTION_S):
-        _exit(signum, "hangs")
-
-
-def _has_ended(requests: Requests, seconds: float) -> bool:
-    try:
-        requests.get(timeout=seconds)
-    except Empty:
-        return False
-    return True
 
 
 def _handle(signum: int, frame: FrameType | None) -> None:
@@ -190,12 +178,8 @@ def _handle(signum: int, frame: FrameType | None) -> None:
     elif _state.held is None:
         _state.held = signum
     else:
-        _exit(signum, "did not end")
-
-
-def _exit(signum: int, why: str) -> None:
-    os.write(2, f"{signal.Signals(signum).name}: ended at once, because a call {why}.\n".encode())
-    os._exit(128 + signum)
+        os.write(2, f"{signal.Signals(signum).name}: ended at once, because a call did not end.\n".encode())
+        os._exit(128 + signum)
 
 
 def _in_main_thread() -> bool:

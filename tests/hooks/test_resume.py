@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import hashlib
+import io
 import json
 import logging
 import subprocess
@@ -18,18 +19,18 @@ from typing import Any
 import mlflow
 import pytest
 from click.testing import Result
-from kedro.io import DataCatalog
+from kedro.io import DataCatalog, DatasetError, MemoryDataset
 from kedro.pipeline import Node, Pipeline
 from kedro_mlflow.config.kedro_mlflow_config import KedroMlflowConfig
 from mlflow.entities import Param, Run, RunData, RunInfo, RunTag
 
 from ppo_rlhf.checkpoints.files import checkpoint_name, write_directory
 from ppo_rlhf.core.errors import CheckpointError, ConfigError
-from ppo_rlhf.datasets import ResumeCheckpointDataset
+from ppo_rlhf.datasets import PretrainedModelDataset, RecordsDataset, ResumeCheckpointDataset
 from ppo_rlhf.hooks import TrackingHook
-from ppo_rlhf.hooks.resume import check_named, resume_entry
-from ppo_rlhf.hooks.resume_changes import as_last_resumed, differences, resume_tags
-from ppo_rlhf.hooks.run_description import RunDescription
+from ppo_rlhf.hooks.resume import Resumption, as_last_resumed, differences, find_named
+from ppo_rlhf.hooks.run_description import RunDescription, describe_run
+from ppo_rlhf.rewards.scorers import RewardConfig
 from ppo_rlhf.runner import ITERATION_TAG
 from tests.integration.processes import kedro_run
 
@@ -178,13 +179,13 @@ def test_latest_goes_on_with_the_interrupted_run_and_logs_no_step_twice(toy: Toy
     assert toy.history(run_id, "eval/win_rate") == [(2, 0.5), (3, 0.75)]
     assert f"Going on with MLflow run {run_id} from its beginning: it has no checkpoint yet." in caplog.messages
     assert run.data.params == left.data.params
-    assert run.data.tags["resume.1.checkpoint"] == "none"
+    assert run.data.tags["resume.checkpoint"] == "none"
     assert "bit_identical" not in run.data.tags
-    kept = ("runtime_params", "run_id", "kedro_command", "git.commit", "pipeline", "seed")
+    kept = ("git.commit", "pipeline", "seed")
     assert {name: run.data.tags.get(name) for name in kept} == {name: left.data.tags.get(name) for name in kept}
     assert run.info.run_name == left.info.run_name
     assert not {"error", "last_checkpoint"} & run.data.tags.keys()  # they belong to the interruption
-    table = mlflow.load_table("samples.json", run_ids=[run_id])
+    table = mlflow.load_table("samples_from_1.json", run_ids=[run_id])
     assert table["iteration"].tolist() == [1, 1, 1, 2, 2, 2]
 
 
@@ -199,7 +200,7 @@ def test_latest_takes_the_newest_run_of_this_pipeline_environment_and_machine_th
     running = toy.left()
     with held_by_another_process(toy.root / running / "run.lock"), caplog.at_level(logging.INFO):
         toy.run("resume=latest")
-    assert f"MLflow run {running} is left out: it still runs." in caplog.messages
+    assert f"MLflow run {running} still runs; it is left out." in caplog.messages
     assert [run.info.run_id for run in toy.runs() if run.info.status == "FINISHED"] == [meant]
 
 
@@ -209,14 +210,6 @@ def test_a_run_without_checkpoint_and_with_other_settings_is_left_alone(toy: Toy
     with caplog.at_level(logging.INFO):
         assert toy.run("resume=latest").info.run_id != run_id
     assert "has no checkpoint, and was started otherwise: ppo.kl_coef (0.5 before, 0.05 now)" in caplog.text
-
-
-def test_a_part_of_the_loop_starts_from_the_beginning_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    entry = ResumeCheckpointDataset(str(tmp_path), "latest")
-    with caplog.at_level(logging.INFO):
-        assert resume_entry(Pipeline([MAKES_STATE]), DataCatalog({"resume_checkpoint": entry})) is None
-    assert "resume=latest: this run holds a part of the loop alone" in caplog.text
-    assert entry.load() is None
 
 
 @pytest.mark.slow
@@ -268,9 +261,9 @@ def test_what_may_change_becomes_a_tag_and_a_longer_run_is_not_bit_identical(
     with caplog.at_level(logging.INFO):
         run = toy.run("ppo.total_episodes=32", "ppo.save_interval=3", "resume=latest")
     assert {name: value for name, value in run.data.tags.items() if name.startswith("resume.")} == {
-        "resume.1.checkpoint": f"data/06_models/ppo_checkpoints/{run_id}/iteration_000001",
-        "resume.1.total_episodes": "32",
-        "resume.1.save_interval": "3",
+        "resume.checkpoint": f"data/06_models/ppo_checkpoints/{run_id}/iteration_000001",
+        "resume.total_episodes": "32",
+        "resume.save_interval": "3",
     }
     assert run.data.tags["bit_identical"] == "false"
     assert run.data.params["ppo.total_episodes"] == "24"
@@ -323,24 +316,33 @@ def test_pipeline_environment_and_data_must_be_the_same_and_versions_and_process
         "pipeline (align before,",
     ]
     assert changes == {"launch.processes": ("1", "2"), "version.torch": ("1", "2")}
-    assert resume_tags(before, "none", changes)["bit_identical"] == "false"
+    assert tags_of(before, changes)["bit_identical"] == "false"
+
+
+def tags_of(run: Run, changes: dict[str, tuple[str, str]]) -> dict[str, str]:
+    return Resumption(run, None, io.BytesIO(), changes).tags(Path("/project"))
+
+
+def test_a_reward_model_that_the_run_does_not_use_is_not_compared(tmp_path: Path):
+    catalog = DataCatalog(
+        {
+            "raw_prompts": RecordsDataset(str(tmp_path / "prompts.jsonl")),
+            "reward_model": PretrainedModelDataset("hub/model"),
+            "params:reward": MemoryDataset(RewardConfig(components=[{"type": "function", "function": "a:b"}])),
+        }
+    )
+    pipeline = Pipeline([Node(lambda *_: 1, ["raw_prompts", "reward_model", "params:reward"], "x", name="n")])
+    run_params = {"project_path": str(tmp_path), "pipeline_names": ["align"], "env": None}
+    read = [name for name in describe_run(run_params, pipeline, catalog).tags if name.startswith("data.")]
+    assert read == ["data.raw_prompts.path"]
 
 
 def test_a_setting_is_compared_with_the_value_of_the_last_resume():
-    tags = {
-        "resume.2.total_episodes": "32",
-        "resume.10.total_episodes": "40",
-        "resume.1.total_episodes": "28",
-        "resume.10.checkpoint": "none",
-    }
-    before = earlier({"ppo.total_episodes": "24"}, **tags)
+    before = earlier({"ppo.total_episodes": "24"}, **tags_of(earlier({}), {"total_episodes": ("24", "40")}))
     assert as_last_resumed(before.data.tags) == {"ppo.total_episodes": "40"}
     assert differences(now({"ppo.total_episodes": "40"}), before) == ([], {})
     assert differences(now({"ppo.total_episodes": "24"}), before)[1] == {"total_episodes": ("40", "24")}
-    assert resume_tags(before, "none", {"save_interval": ("1", "2")}) == {
-        "resume.11.checkpoint": "none",
-        "resume.11.save_interval": "2",
-    }
+    assert tags_of(before, {"save_interval": ("1", "2")}) == {"resume.checkpoint": "none", "resume.save_interval": "2"}
 
 
 # --- by name
@@ -351,34 +353,28 @@ def test_a_run_is_named_by_its_id_its_folder_or_a_checkpoint(tmp_path: Path):
     whole = checkpoint(root, "abc", 10)
     names = {"abc": None, "checkpoints/abc": None, "checkpoints/abc/iteration_000010": whole, str(whole): whole}
     for requested, expected in names.items():
-        assert check_named(ResumeCheckpointDataset(str(root), requested), tmp_path) == expected
-    outside = checkpoint(tmp_path / "backup", "abc", 1)
-    for requested, why in {
-        "nothing": r"The newest.* abc\.",
-        str(outside): "not a checkpoint below .* PPOTrainer",
-    }.items():
-        with pytest.raises(ConfigError, match=why):
-            check_named(ResumeCheckpointDataset(str(root), requested), tmp_path)
+        assert find_named(requested, root, tmp_path) == ("abc", expected)
+    for requested in ("nothing", ".", str(checkpoint(tmp_path / "backup", "abc", 1))):
+        with pytest.raises(ConfigError, match=r"the newest: abc"):
+            find_named(requested, root, tmp_path)
 
 
 def test_a_checkpoint_that_is_damaged_or_of_another_run_is_refused(tmp_path: Path):
     root = tmp_path / "checkpoints"
-    whole = checkpoint(root, "abc", 10)
-    assert check_named(ResumeCheckpointDataset(str(root), str(whole)), tmp_path) == whole
-    (whole / "state.json").write_text("{ }")
+    (checkpoint(root, "abc", 10) / "state.json").write_text("{ }")
     with pytest.raises(CheckpointError, match=r"state\.json"):
-        check_named(ResumeCheckpointDataset(str(root), str(whole)), tmp_path)
+        find_named("abc/iteration_000010", root, tmp_path)
     other = checkpoint(root, "other", 10)
     other.parent.rename(root / "renamed")
     with pytest.raises(CheckpointError, match="run other"):
-        check_named(ResumeCheckpointDataset(str(root), str(root / "renamed" / other.name)), tmp_path)
+        find_named(f"renamed/{other.name}", root, tmp_path)
 
 
 def test_a_run_that_is_not_there_is_refused_and_leaves_no_database(toy: Toy):
     (toy.project / "mlflow.db").unlink()
     untouched = toy.state_of_everything()
     assert error(toy.kedro("resume=0123456789abcdef")).startswith(
-        "resume=0123456789abcdef: there is no such checkpoint"
+        "resume=0123456789abcdef: there is no run and no checkpoint"
     )
     assert toy.state_of_everything() == untouched
 
@@ -400,32 +396,19 @@ def test_runs_that_the_store_does_not_know_that_were_deleted_or_are_elsewhere_ar
     (toy.project / "conf" / "local" / "mlflow.yml").write_text("tracking: {experiment: {name: another}}\n")
     assert "experiment" in error(toy.kedro(f"resume={elsewhere}"))
     assert toy.get(elsewhere).info.status == "RUNNING"
-    assert "resume.1.checkpoint" not in toy.get(elsewhere).data.tags
+    assert "resume.checkpoint" not in toy.get(elsewhere).data.tags
 
 
-@pytest.mark.parametrize("way", ["mlflow.yml", "MLFLOW_RUN_ID", "an open run"])
+@pytest.mark.parametrize("way", ["mlflow.yml", "MLFLOW_RUN_ID"])
 def test_a_new_training_does_not_begin_in_an_mlflow_run_that_has_trained(toy: Toy, way: str):
     run_id = toy.left()
     before = toy.get(run_id).data.to_dictionary()
     if way == "mlflow.yml":
         (toy.project / "conf" / "local" / "mlflow.yml").write_text(f"tracking: {{run: {{id: {run_id}}}}}\n")
-    elif way == "MLFLOW_RUN_ID":
-        toy.monkeypatch.setenv("MLFLOW_RUN_ID", run_id)
     else:
-        mlflow.set_tracking_uri(f"sqlite:///{toy.project / 'mlflow.db'}")
-        mlflow.set_experiment("ppo_rlhf")
-        mlflow.start_run(run_id)
+        toy.monkeypatch.setenv("MLFLOW_RUN_ID", run_id)
     assert error(toy.kedro()).startswith(f"MLflow run {run_id} has trained before. Go on with it by resume={run_id}")
     assert toy.get(run_id).data.to_dictionary() == before
-
-
-def test_while_another_mlflow_run_is_open_none_goes_on(toy: Toy):
-    run_id = toy.left()
-    mlflow.set_tracking_uri(f"sqlite:///{toy.project / 'mlflow.db'}")
-    mlflow.set_experiment("ppo_rlhf")
-    with mlflow.start_run() as outer:
-        assert f"MLflow run {outer.info.run_id} is open already" in error(toy.kedro(f"resume={run_id}"))
-        assert mlflow.active_run().info.run_id == outer.info.run_id
 
 
 def untracked(entry: ResumeCheckpointDataset, project: Path) -> None:
@@ -444,8 +427,10 @@ def test_without_tracking_only_a_path_can_be_resumed(tmp_path: Path):
     untracked(entry, tmp_path)
     assert entry.load() == whole
     for requested in ("latest", "untracked-1"):
-        with pytest.raises(ConfigError, match=f"^resume={requested}: mlflow.yml disables tracking"):
-            untracked(ResumeCheckpointDataset(str(root), requested), tmp_path)
+        entry = ResumeCheckpointDataset(str(root), requested)
+        untracked(entry, tmp_path)
+        with pytest.raises(DatasetError, match=f"^resume={requested}: without MLflow"):
+            entry.load()
 
 
 def test_a_finished_run_that_is_named_goes_on_and_logs_nothing_twice(toy: Toy):
@@ -463,7 +448,7 @@ def test_a_longer_run_goes_on_only_from_the_newest_checkpoint(toy: Toy):
     run_id = toy.interrupted()
     newest, older = checkpoint(toy.root, run_id, 2), checkpoint(toy.root, run_id, 1)
     line = error(toy.kedro("ppo.total_episodes=32", f"resume={older}"))
-    assert line.endswith(f"goes on only from its newest checkpoint, {newest.relative_to(toy.project)}.")
+    assert line.endswith(f"goes on only from its newest checkpoint, {newest}.")
     with (toy.root / run_id / "run.lock").open("a") as file:  # which the refused run has not kept
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     assert json.loads((newest / "manifest.json").read_text())["iteration"] == 2

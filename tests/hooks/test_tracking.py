@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import signal
 import socket
 import sqlite3
@@ -22,13 +23,20 @@ from typing import Any
 import mlflow
 import pytest
 from click.testing import Result
+from kedro.io import DataCatalog
+from kedro_datasets.text import TextDataset
+from kedro_mlflow.config.kedro_mlflow_config import KedroMlflowConfig
+from kedro_mlflow.io.artifacts import MlflowArtifactDataset
 from mlflow.entities import Run
+from mlflow.environment_variables import MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT
 from mlflow.exceptions import MlflowException
+from sqlalchemy.engine import Engine
 
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.hooks import mlflow_hook, run_log, tracking_store
-from ppo_rlhf.hooks.run_description import flattened, git_tags, pipeline_names
-from ppo_rlhf.hooks.tracking_store import placed_in_project
+from ppo_rlhf.hooks import TrackingHook, mlflow_hook, run_log, tracking_store
+from ppo_rlhf.hooks.model_log import register
+from ppo_rlhf.hooks.run_description import _git_tags, flattened, pipeline_names
+from ppo_rlhf.hooks.tracking_store import place_in_project
 from ppo_rlhf.rewards.scorers import RewardConfig
 
 Kedro = Callable[..., Result]
@@ -71,9 +79,9 @@ def tracked(
     mlflow.set_tracking_uri(None)
 
 
-def test_the_run_is_finished_and_named_after_its_pipelines(tracked: TrackedRun):
+def test_the_run_is_finished_and_named_after_its_model_its_pipelines_and_the_time(tracked: TrackedRun):
     assert tracked.run.info.status == "FINISHED"
-    assert tracked.run.info.run_name == "__default__"
+    assert re.fullmatch(r"sft_policy all \d\d-\d\d \d\d:\d\d", tracked.run.info.run_name)
     assert mlflow.active_run() is None
 
 
@@ -89,6 +97,16 @@ def test_each_hyperparameter_is_a_param_of_its_own_named_by_group_and_key(tracke
         {"type": "function", "weight": 0.5, "function": "toy_ppo.rewards:brevity", "name": None}
     ]
     assert "ppo" not in params  # kedro-mlflow's one string for the whole group
+    assert params["ppo.sft_model_path"] == str(tracked.project / "data/06_models/sft_policy")
+    assert params["ppo.reward_model_path"] == "None"  # the reward is a function
+
+
+def test_the_data_are_inputs_of_the_run(tracked: TrackedRun):
+    (data,) = tracked.run.inputs.dataset_inputs
+    prompts = tracked.project / "data" / "01_raw" / "prompts.jsonl"
+    assert (data.dataset.name, json.loads(data.dataset.source)) == ("raw_prompts", {"uri": str(prompts)})
+    assert data.dataset.digest == hashlib.sha256(prompts.read_bytes()).hexdigest()[:8]
+    assert [(tag.key, tag.value) for tag in data.tags] == [("mlflow.data.context", "training")]
 
 
 def test_tags_say_where_the_run_came_from(tracked: TrackedRun):
@@ -114,6 +132,8 @@ def test_the_final_evaluation_is_logged_once_at_the_last_iteration(tracked: Trac
     # Due at iteration 2 and at the end; at the end the evaluation over all prompts (0.75) stands in its place.
     assert tracked.history("eval/win_rate") == [(2, 0.5), (3, 0.75)]
     assert set(tracked.run.data.metrics) == {
+        "at_a_glance/reward",
+        "at_a_glance/win_rate",
         "objective/scores",
         "episode",
         "eval/win_rate",
@@ -143,6 +163,21 @@ def test_the_exported_policy_is_a_model_that_generates_with_its_metrics_linked(t
     generator = mlflow.transformers.load_model(f"models:/{model.model_id}")
     (answer,) = generator("the film", max_new_tokens=2, do_sample=False)
     assert answer["generated_text"].startswith("the film")
+
+
+def test_the_policy_is_registered_and_the_champion_only_if_it_clearly_beats_sft(tracked: TrackedRun):
+    (version,) = tracked.client.search_model_versions("name = 'ppo_rlhf'")
+    assert version.run_id == tracked.run.info.run_id
+    assert version.aliases == []  # the toy's evaluation gives no interval
+    (model,) = mlflow.search_logged_models(experiment_ids=[tracked.run.info.experiment_id], output_format="list")
+    register(model.model_id, beats_sft=True)
+    assert (
+        len(tracked.client.search_model_versions("name = 'ppo_rlhf'")) == 1
+    )  # a run that goes on registers none twice
+    tracked.client.delete_model_version("ppo_rlhf", version.version)
+    register(model.model_id, beats_sft=True)
+    (champion,) = tracked.client.search_model_versions("name = 'ppo_rlhf'")
+    assert tracked.client.get_model_version_by_alias("ppo_rlhf", "champion").version == champion.version
 
 
 def test_database_and_artifacts_lie_in_the_projects_root(tracked: TrackedRun):
@@ -186,6 +221,45 @@ def test_a_run_whose_pipeline_is_not_tracked_leaves_nothing(kedro: Kedro, toy_pr
     assert not (toy_project / "mlartifacts").exists()
 
 
+def test_a_database_that_is_being_made_has_another_name(
+    kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """So that a process that is killed then leaves no half of one; MLflow would refuse it in every later run."""
+    (toy_project / "mlflow.db").unlink()
+    seen: list[Path] = []
+
+    def fail(engine: Engine) -> None:
+        seen.extend(toy_project.glob("*.db"))
+        raise MlflowException("no more")
+
+    monkeypatch.setattr("mlflow.store.db.utils._upgrade_db", fail)
+    assert "mlflow.db cannot be used: no more" in kedro(toy_project, "run", "--pipelines", "align").stderr
+    assert seen == []
+    assert not list(toy_project.glob(".mlflow.db*"))
+
+
+def test_a_project_that_cannot_be_written_is_refused_at_once(
+    kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    result = kedro(toy_project, "run", "--pipelines", "align")
+    assert result.stderr.startswith(f"Error: {toy_project}: no right to write")
+
+
+def test_a_signal_stops_a_run_at_once_that_waits_for_its_store(
+    kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch
+):
+    waited: list[bool] = []
+
+    def wait(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        waited.append(True)
+
+    monkeypatch.setattr(KedroMlflowConfig, "setup", wait)
+    assert kedro(toy_project, "run", "--pipelines", "align").exit_code == 143
+    assert waited == []
+
+
 def test_a_store_that_cannot_be_opened_is_one_line(kedro: Kedro, toy_project: Path):
     uri = f"sqlite:///{toy_project}/pyproject.toml/mlflow.db"  # below a file
     settings = f"server:\n  mlflow_tracking_uri: {uri}\n"
@@ -208,9 +282,24 @@ def test_a_server_that_says_nothing_is_named_while_it_is_waited_for_but_not_its_
         (toy_project / "conf" / "local" / "mlflow.yml").write_text(settings)
         result = kedro(toy_project, "run", "--pipelines", "align")
     assert result.exit_code == 1
-    assert f"The tracking store {uri.format('me:***@')} has not answered for 0 s." in caplog.text
-    assert f"Error: mlflow.yml: the tracking store {uri.format('me:***@')} cannot be used" in result.stderr
+    assert f"The tracking store {uri.format('***@')} has not answered for 0 s." in caplog.text
+    assert f"Error: mlflow.yml: the tracking store {uri.format('***@')} cannot be used" in result.stderr
     assert "secret" not in result.output + caplog.text
+
+
+def test_a_store_that_hangs_while_an_artifact_is_logged_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(tracking_store, "SLOW_S", 0.01)
+    hook = TrackingHook()
+    hook.mlflow_config = KedroMlflowConfig.model_validate({"server": {"mlflow_tracking_uri": "http://me:secret@host"}})
+    file = {"type": TextDataset, "filepath": str(tmp_path / "file")}
+    hook._catalog = DataCatalog.from_config({"plot": file, "report": {"type": MlflowArtifactDataset, "dataset": file}})
+    for name, expected in (("plot", []), ("report", ["http://***@host"])):
+        hook.before_dataset_saved(name)
+        time.sleep(0.1)
+        hook.after_dataset_saved(name)
+        assert [word for line in caplog.messages for word in line.split() if "://" in word] == expected
 
 
 def test_a_store_that_cannot_be_written_is_one_line(kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch):
@@ -265,7 +354,7 @@ def test_a_full_disk_while_a_run_fails_does_not_hide_why_it_failed(
     assert isinstance(result.exception, ZeroDivisionError)
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert "MLflow could not record how the run ended: (sqlite3.IntegrityError) database or disk is full" in said
-    (lost,) = [line for line in said if line.startswith("MLflow lacks 2 metrics")]
+    (lost,) = [line for line in said if line.startswith("MLflow lacks 3 metrics")]
     assert "(sqlite3.IntegrityError) database or disk is full" in lost
     assert not any(record.exc_info for record in caplog.records if record.name.startswith("mlflow"))
 
@@ -283,7 +372,7 @@ def test_a_signal_before_the_first_node_ends_the_run_as_killed(
     assert result.exit_code == 143
     run = last_run(toy_project)
     assert run.info.status == "KILLED"
-    assert run.data.tags["error"].startswith("RunInterruptedError")
+    assert run.data.tags["error"] == "TerminationSignal: SIGTERM"
     assert run.data.params["ppo.kl_coef"] == "0.05"
     assert mlflow.active_run() is None
 
@@ -319,52 +408,33 @@ def test_a_run_does_not_wait_for_a_tracking_server_that_stops_answering(
     answer.set()
 
 
-def test_a_run_that_was_open_before_is_used_and_left_open(kedro: Kedro, toy_project: Path):
+def test_while_a_run_is_open_no_other_one_starts_in_it(kedro: Kedro, toy_project: Path):
     mlflow.set_tracking_uri(f"sqlite:///{toy_project / 'mlflow.db'}")
     mlflow.set_experiment("ppo_rlhf")
     with mlflow.start_run() as outer:
         result = kedro(toy_project, "run", "--pipelines", "align")
-        assert result.exit_code == 0, result.output
-        assert mlflow.active_run().info.run_id == outer.info.run_id
-    assert mlflow.get_run(outer.info.run_id).data.params["ppo.kl_coef"] == "0.05"
-
-
-@pytest.mark.parametrize(
-    ("given", "is_said"), [("http://name:secret@server:5000", True), ("sqlite:///mlflow.db", False), (None, False)]
-)
-def test_another_tracking_uri_in_the_environment_is_said_not_to_be_used(
-    kedro: Kedro,
-    toy_project: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    given: str | None,
-    is_said: bool,
-):
-    monkeypatch.setattr(mlflow_hook, "GIVEN_URI", given)
-    assert kedro(toy_project, "run", "--pipelines", "align").exit_code == 0
-    said = [line for line in caplog.messages if "MLFLOW_TRACKING_URI" in line]
-    assert said == ["MLFLOW_TRACKING_URI is not used: server.mlflow_tracking_uri in mlflow.yml is."] * is_said
+        assert f"MLflow run {outer.info.run_id} is open already" in result.stderr
+    assert mlflow.get_run(outer.info.run_id).data.params == {}
 
 
 def test_relative_sqlite_files_and_their_artifacts_are_placed_in_the_project():
-    settings = {"server": {"mlflow_tracking_uri": "sqlite:///mlflow.db"}, "tracking": {"experiment": {"name": "x"}}}
-    assert placed_in_project(settings, Path("/project")) == {
-        "server": {"mlflow_tracking_uri": "sqlite:////project/mlflow.db"},
-        "tracking": {
-            "experiment": {"name": "x", "create_experiment_kwargs": {"artifact_location": "/project/mlartifacts"}}
-        },
-    }
+    settings = KedroMlflowConfig.model_validate({"server": {"mlflow_tracking_uri": "sqlite:///mlflow.db"}})
+    place_in_project(settings, Path("/project"))
+    assert settings.server.mlflow_tracking_uri == "sqlite:////project/mlflow.db"
+    assert settings.tracking.experiment.create_experiment_kwargs.artifact_location == "/project/mlartifacts"
 
 
 @pytest.mark.parametrize("uri", ["http://server:5000", "databricks", "mlruns"])
 def test_other_stores_are_left_as_they_are(uri: str):
-    settings = {"server": {"mlflow_tracking_uri": uri}}
-    assert placed_in_project(settings, Path("/project")) == settings
+    settings = KedroMlflowConfig.model_validate({"server": {"mlflow_tracking_uri": uri}})
+    before = settings.model_copy(deep=True)
+    place_in_project(settings, Path("/project"))
+    assert settings == before
 
 
 def test_outside_a_git_repository_there_are_no_git_tags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert git_tags(tmp_path) == {}
+    assert _git_tags(tmp_path) == {}
 
 
 def test_a_changed_file_makes_the_commit_dirty(tmp_path: Path):
@@ -372,9 +442,9 @@ def test_a_changed_file_makes_the_commit_dirty(tmp_path: Path):
     (tmp_path / "file").write_text("one")
     git(tmp_path, "add", "--all")
     git(tmp_path, "commit", "--quiet", "--message", "first")
-    assert git_tags(tmp_path)["git.dirty"] == "false"
+    assert _git_tags(tmp_path)["git.dirty"] == "false"
     (tmp_path / "file").write_text("two")
-    assert git_tags(tmp_path)["git.dirty"] == "true"
+    assert _git_tags(tmp_path)["git.dirty"] == "true"
 
 
 def test_pipelines_are_named_in_one_order_whatever_kedro_makes_of_it():
@@ -386,7 +456,23 @@ def test_pipelines_are_named_in_one_order_whatever_kedro_makes_of_it():
 def test_lines_of_the_log_say_which_run_it_is(kedro: Kedro, toy_project: Path, caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.INFO):
         kedro(toy_project, "run", "--to-nodes", "configure_ppo")
-    assert f"MLflow run {last_run(toy_project).info.run_id} (kedro mlflow ui)" in caplog.messages
+    info = last_run(toy_project).info
+    page = f"http://127.0.0.1:5000/#/experiments/{info.experiment_id}/runs/{info.run_id}?workflowType=machine_learning"
+    assert f"MLflow run {info.run_id}: kedro mlflow ui, then {page}" in caplog.messages
+
+
+def test_mlflow_prints_no_address_with_the_stores_password(kedro_logging: None):
+    assert MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT.get()
+
+
+@pytest.mark.parametrize("is_wanted", [False, True])
+def test_system_metrics_are_a_setting_of_mlflow_yml(
+    kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch, is_wanted: bool
+):
+    monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.01")
+    (toy_project / "conf" / "local" / "mlflow.yml").write_text(f"system_metrics: {str(is_wanted).lower()}\n")
+    assert kedro(toy_project, "run", "--pipelines", "align").exit_code == 0
+    assert any(key.startswith("system/") for key in last_run(toy_project).data.metrics) == is_wanted
 
 
 def test_lists_and_groups_become_json_and_single_values_keep_their_name():

@@ -36,11 +36,12 @@ def test_an_error_is_one_line_without_what_sqlalchemy_adds():
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("postgresql://me:secret@db:5432/x?a=b", "postgresql://me:***@db:5432/x?a=b"),
-        ("no reply of https://me:a:b@c@host, asked twice", "no reply of https://me:***@host, asked twice"),
+        ("postgresql://me:secret@db:5432/x?a=b", "postgresql://***@db:5432/x?a=b"),
+        ("no reply of https://me:a:b@c@host, asked twice", "no reply of https://***@host, asked twice"),
+        ("http://me:s3/cret@host:5000", "http://***@host:5000"),
+        ("http://TOKEN@host:5000", "http://***@host:5000"),
+        ("mysql://db/x?user=me&password=secret&a=b", "mysql://db/x?user=me&password=***&a=b"),
         ("http://host:5000", "http://host:5000"),
-        ("http://host:5000/of?mail=me@there", "http://host:5000/of?mail=me@there"),
-        ("http://me@host:5000", "http://me@host:5000"),
         ("sqlite:////folder:1/me@home.db", "sqlite:////folder:1/me@home.db"),
     ],
 )

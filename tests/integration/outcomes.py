@@ -63,7 +63,8 @@ class Run:
 
     def sampled(self) -> list[int]:
         artifacts = Path(self.tracked.info.artifact_uri.removeprefix("file://"))
-        return sorted(row[0] for row in json.loads((artifacts / "samples.json").read_text())["data"])
+        tables = [json.loads(table.read_text()) for table in artifacts.glob("samples*.json")]
+        return sorted(row[0] for table in tables for row in table["data"])
 
     def outcome(self) -> dict[str, object]:
         """Return what must be equal to the last bit, whether a run was interrupted or not.

@@ -42,7 +42,7 @@ def test_it_skips_the_stages_that_it_had_finished(story: Run) -> None:
 
 def test_it_says_what_it_went_on_from(story: Run) -> None:
     checkpoint = f"data/test/06_models/ppo_checkpoints/{story.tracked.info.run_id}/iteration_000002"
-    assert story.tracked.data.tags["resume.1.checkpoint"] == checkpoint
+    assert story.tracked.data.tags["resume.checkpoint"] == checkpoint
     assert story.says(f"Going on with MLflow run {story.tracked.info.run_id} from {checkpoint}.")
 
 

@@ -12,7 +12,7 @@ from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE, RESOURCE_DOES_
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError, DataError
-from ppo_rlhf.hooks.resume_changes import as_last_resumed
+from ppo_rlhf.hooks.resume import as_last_resumed
 
 GROUP = "ppo."
 CURVES = ("objective/", "policy/", "loss/", "val/", "value/", "response/", "optimiser/", "eval/")

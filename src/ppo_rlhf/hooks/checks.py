@@ -23,15 +23,14 @@ logger = logging.getLogger(__name__)
 
 CHECKPOINT = "checkpoint"
 STATE = "training_state"
-NO_RUNNER = "None"  # how Kedro's session records that it was given none
 
 
 class ChecksHook:
     """Runs before every other hook."""
 
     def __init__(self) -> None:
-        """Start without a context."""
-        self._context: KedroContext | None = None
+        """Start without settings."""
+        self._loader: OmegaConfigLoader | None = None
 
     @hook_impl(tryfirst=True)
     def after_context_created(self, context: KedroContext) -> None:
@@ -40,8 +39,7 @@ class ChecksHook:
         Warn if conf/local is not read.
         """
         processes.check_launch()
-        self._context = context
-        loader = _loader_of(context)
+        self._loader = loader = cast(OmegaConfigLoader, context.config_loader)  # settings.py keeps Kedro's own
         try:
             loader["parameters"]
         except TypeError as error:  # omegaconf names neither file nor setting
@@ -49,9 +47,11 @@ class ChecksHook:
                 f"conf/{context.env or 'local'}: a setting is a list (`- ` before each entry) where conf/base has a "
                 f"mapping (`name: value`), or the reverse ({error})."
             ) from error
-        unread = unread_local_files(Path(loader.conf_source), context.env)
-        if unread:
-            logger.warning("Environment %s is used instead of conf/local: %s not read.", context.env, _listed(unread))
+        local = Path(loader.conf_source, "local")
+        if context.env not in (None, "local") and (unread := sorted(file.name for file in local.rglob("*.y*ml"))):
+            logger.warning(
+                "Environment %s is used instead of conf/local: %s not read there.", context.env, ", ".join(unread)
+            )
 
     @hook_impl(tryfirst=True)
     def before_pipeline_run(self, run_params: dict[str, Any], pipeline: Pipeline, catalog: CatalogProtocol) -> None:
@@ -59,13 +59,11 @@ class ChecksHook:
         from ppo_rlhf.preflight import describe_parts, find_problems  # heavy: only a run pays for it
 
         check_runner(run_params, pipeline)
-        assert self._context is not None
-        loader = _loader_of(self._context)
-        settings = OwnSettings(loader)
+        assert self._loader is not None
+        settings = OwnSettings(self._loader)
+        data_root = self._loader["globals"].get("data_root", "data")
         problems = settings.unread(pipelines)
-        problems += find_problems(
-            pipeline, catalog, Path(run_params["project_path"]), loader["globals"].get("data_root", "data")
-        )
+        problems += find_problems(pipeline, catalog, Path(run_params["project_path"]), data_root)
         if problems:
             raise ConfigError("\n".join(problems))
         parts = describe_parts(pipeline, catalog, Path(run_params["project_path"]))
@@ -97,33 +95,8 @@ def check_runner(run_params: Mapping[str, Any], pipeline: Pipeline) -> None:
             "--only-missing-outputs would train and leave out the export of the policy, as files of an earlier run "
             "are there: drop it. `--params resume=latest` goes on with a run, and does no finished stage again."
         )
-    runner = run_params["runner"]
-    if runner == str(LoopRunner()):
-        return
-    if runner == NO_RUNNER:
+    if run_params["runner"] != str(LoopRunner()):
         raise ConfigError(
-            "Kedro's own runner would run PPO's loop once instead of until training is finished: give "
-            "session.run(runner=LoopRunner()); LoopRunner is in ppo_rlhf.runner."
+            f"The runner {run_params['runner']} would run PPO's loop once instead of until training is finished: drop "
+            "--runner, or in Python give session.run(runner=LoopRunner()) with LoopRunner of ppo_rlhf.runner."
         )
-    name = runner.removeprefix("<").split(" ")[0].rpartition(".")[2]
-    raise ConfigError(
-        f"{name} would run PPO's loop once instead of until training is finished: drop --runner (in Python: the "
-        "`runner` argument), then LoopRunner is used."
-    )
-
-
-def unread_local_files(conf_source: Path, env: str | None) -> list[str]:
-    """Return the files of conf/local, a person's own settings, that a run in another environment does not read."""
-    local = conf_source / "local"
-    if env in (None, "local") or not local.is_dir():
-        return []
-    return sorted(str(path.relative_to(local)) for path in local.rglob("*") if path.is_file() and path.name[0] != ".")
-
-
-def _loader_of(context: KedroContext) -> OmegaConfigLoader:
-    return cast(OmegaConfigLoader, context.config_loader)  # settings.py keeps Kedro's own
-
-
-def _listed(names: list[str], most: int = 3) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return f"{', '.join(names[:most])}{more} {'is' if len(names) == 1 else 'are'}"

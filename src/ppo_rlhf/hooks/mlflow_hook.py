@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import mlflow
 from kedro.framework.context import KedroContext
@@ -18,23 +18,25 @@ from kedro.pipeline.node import Node
 from kedro_mlflow.config.kedro_mlflow_config import KedroMlflowConfig
 from kedro_mlflow.config.resolvers import resolve_random_name
 from kedro_mlflow.framework.hooks.mlflow_hook import MlflowHook
-from mlflow.entities import Run, RunStatus, RunTag
+from mlflow.entities import RunStatus, RunTag
+from mlflow.environment_variables import MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING
 from omegaconf import OmegaConf
 from pydantic import ValidationError
 
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.hooks.follower import announce
-from ppo_rlhf.hooks.run_description import RunDescription, describe_run, pipeline_names
+from ppo_rlhf.hooks.run_description import RunDescription, describe_run, log_inputs, pipeline_names
 from ppo_rlhf.hooks.run_end import END_TAGS, end_tags, way_to_go_on
-from ppo_rlhf.hooks.run_lock import RunLock, one_at_a_time
+from ppo_rlhf.hooks.run_lock import lock_run
 from ppo_rlhf.hooks.tracking_store import (
+    ARTIFACTS,
     SQLITE,
     asked_twice,
     end_active_run,
+    make_database,
     named_if_slow,
-    placed_in_project,
+    place_in_project,
     store_in_plain_words,
-    uri_in_project,
     warning_of_refusals,
     without_password,
 )
@@ -42,13 +44,10 @@ from ppo_rlhf.runner import RunInterruptedError, TerminationSignal, deferring_si
 
 if TYPE_CHECKING:  # heavy: only a run pays for them
     from ppo_rlhf.datasets import ResumeCheckpointDataset
-    from ppo_rlhf.hooks.resume import Resumption
+    from ppo_rlhf.hooks.resume import Named, Resumption
     from ppo_rlhf.hooks.run_log import RunLog
 
 logger = logging.getLogger(__name__)
-
-GIVEN_URI = os.environ.get("MLFLOW_TRACKING_URI")  # of the person: MLflow sets the variable itself once a store is open
-MOST_PARAMS_PER_BATCH = 100  # MLflow's limit
 
 
 class TrackingHook(MlflowHook):
@@ -64,71 +63,65 @@ class TrackingHook(MlflowHook):
         """Start without a run."""
         super().__init__()
         self._context: KedroContext | None = None
+        self._has_system_metrics = False
         self._catalog: CatalogProtocol | None = None
         self._log: RunLog | None = None
-        self._lock: RunLock | None = None
-        self._checkpoints: Path | None = None
-        self._is_ours = True
         self._saving = ExitStack()
+        self._lock: IO[bytes] | None = None
+        self._checkpoints: Path | None = None
 
     @hook_impl
     def after_context_created(self, context: KedroContext) -> None:
         """Read mlflow.yml and leave it in the context, as `kedro mlflow ui` expects."""
         if not OmegaConf.has_resolver("km.random_name"):
             OmegaConf.register_new_resolver("km.random_name", resolve_random_name, use_cache=True)
-        settings = placed_in_project(context.config_loader["mlflow"], Path(context.project_path))
-        context.config_loader["mlflow"] = settings
+        given = {**context.config_loader["mlflow"]}
+        self._has_system_metrics = given.pop("system_metrics", False) is True  # kedro-mlflow has no such setting
         try:
-            self.mlflow_config = KedroMlflowConfig.model_validate(settings)
+            settings = KedroMlflowConfig.model_validate(given)
         except ValidationError as error:
             raise ConfigError("\n".join(map(_as_line, error.errors()))) from error
-        context.mlflow = self.mlflow_config  # type: ignore[attr-defined]
+        place_in_project(settings, Path(context.project_path))
+        context.config_loader["mlflow"] = settings.model_dump()
+        context.mlflow = self.mlflow_config = settings  # type: ignore[attr-defined]
         self._context = context
 
     @hook_impl
     def before_pipeline_run(self, run_params: dict[str, Any], pipeline: Pipeline, catalog: CatalogProtocol) -> None:
         """Start the run, or go on with the one that `resume` names, and log what is known of it."""
-        from ppo_rlhf.hooks.resume import check_named, resume_entry
+        from ppo_rlhf.hooks.resume import LATEST, find_named, resume_entry
 
         self._let_go()
         self.run_id = None  # of an earlier run in this process
         project_path = Path(run_params["project_path"])
         entry = resume_entry(pipeline, catalog)
-        named = None if entry is None else check_named(entry, project_path)
+        named = None
+        if entry is not None and entry.requested not in (None, LATEST):
+            named = find_named(str(entry.requested), entry.root, project_path)
         disabled = self.mlflow_config.tracking.disable_tracking.pipelines
         if all(name in disabled for name in pipeline_names(run_params)):
             super().before_pipeline_run(run_params, pipeline, catalog)
-            if entry is not None and entry.requested is not None:
-                if named is None:
-                    raise ConfigError(
-                        f"resume={entry.requested}: mlflow.yml disables tracking for this pipeline, so no run can be "
-                        "looked up; give the directory of a checkpoint."
-                    )
-                entry.resolve(named)
+            if entry is not None and named is not None and named[1] is not None:
+                entry.resolve(named[1])
         else:
-            self._start_tracked(run_params, pipeline, catalog, entry)
+            self._open_store(project_path)
+            try:
+                with deferring_signals():
+                    self._start(run_params, pipeline, catalog, entry, named)
+            except BaseException as error:  # Kedro tells no hook of an error that comes before the first node
+                self._end(error, project_path)
+                raise
         announce(str(self.run_id or f"untracked-{os.getpid()}"), None if entry is None else entry.checkpoint)
 
-    def _start_tracked(
-        self,
-        run_params: dict[str, Any],
-        pipeline: Pipeline,
-        catalog: CatalogProtocol,
-        entry: ResumeCheckpointDataset | None,
-    ) -> None:
-        self._is_ours = mlflow.active_run() is None
-        try:
-            with deferring_signals():
-                try:
-                    self._start(run_params, pipeline, catalog, entry)
-                except BaseException:  # Kedro tells no hook of an error that comes before the first node
-                    if self._is_ours:
-                        end_active_run(RunStatus.FAILED)
-                    self._let_go()
-                    raise
-        except TerminationSignal as stop:  # nor of a signal
-            self.on_pipeline_error(RunInterruptedError(stop.signum), run_params, pipeline, catalog)
-            raise
+    def _open_store(self, project_path: Path) -> None:
+        """Open the store; a signal may cut the wait for it."""
+        if (active := mlflow.active_run()) is not None:
+            raise ConfigError(f"MLflow run {active.info.run_id} is open already; end it first: mlflow.end_run().")
+        with store_in_plain_words(self._complaint("cannot be used")):
+            if self._uri.startswith(SQLITE):
+                make_database(Path(self._uri.removeprefix(SQLITE)), project_path / ARTIFACTS)
+        with named_if_slow(self._uri), store_in_plain_words(self._complaint("cannot be used")):
+            super().after_context_created(self._context)
 
     def _start(
         self,
@@ -136,87 +129,68 @@ class TrackingHook(MlflowHook):
         pipeline: Pipeline,
         catalog: CatalogProtocol,
         entry: ResumeCheckpointDataset | None,
+        named: Named | None,
     ) -> None:
         from ppo_rlhf.checkpoints.files import sweep_leftovers
         from ppo_rlhf.hooks.run_log import RunLog
 
         project_path = Path(run_params["project_path"])
         this = describe_run(run_params, pipeline, catalog)
-        self._open_store(project_path)
-        with store_in_plain_words(self._complaint("cannot be used")):
-            resumption = self._resumption(this, entry, project_path)
-            if resumption is None:
-                super().before_pipeline_run(run_params, pipeline, catalog)
-                logger.info("MLflow run %s (kedro mlflow ui)", self.run_id)
-            else:
+        with named_if_slow(self._uri), store_in_plain_words(self._complaint("cannot be used")):
+            resumption = None if entry is None else self._resumption(this, entry, named)
+            if resumption is not None:
                 resumption.say(project_path)
-                self._reopen(resumption.run, run_params, pipeline, catalog)
+                self.mlflow_config.tracking.run.id = resumption.run.info.run_id
+                self.mlflow_config.tracking.run.name = resumption.run.info.run_name
+            self.mlflow_config.tracking.run.name = self.mlflow_config.tracking.run.name or this.name
+            MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING.set(self._has_system_metrics)
+            super().before_pipeline_run(run_params, pipeline, catalog)
+            logger.info("MLflow run %s: %s", self.run_id, self._page)
             if entry is not None:
                 self._checkpoints = entry.root / str(self.run_id)
-                self._lock = self._lock or RunLock.take(self._checkpoints)
+                self._lock = self._lock or lock_run(self._checkpoints)
                 sweep_leftovers(self._checkpoints)
             self._describe(this, resumption, project_path)
-        self._log = RunLog(str(self.run_id), pipeline, catalog, is_resumed=resumption is not None)
-        self._catalog = catalog
-
-    def _open_store(self, project_path: Path) -> None:
-        """Open the store, one process at a time: of two that make a database at once, one fails."""
-        alone = one_at_a_time(project_path) if self._uri.startswith(SQLITE) else nullcontext()
-        with named_if_slow(self._uri), store_in_plain_words(self._complaint("cannot be used")), alone:
-            super().after_context_created(self._context)
-        used = GIVEN_URI and uri_in_project(GIVEN_URI, project_path) == mlflow.get_tracking_uri()
-        if GIVEN_URI and not used and self._is_ours:
-            logger.warning("MLFLOW_TRACKING_URI is not used: server.mlflow_tracking_uri in mlflow.yml is.")
+        self._log, self._catalog = (
+            RunLog(str(self.run_id), pipeline, catalog, is_resumed=resumption is not None),
+            catalog,
+        )
 
     def _resumption(
-        self, this: RunDescription, entry: ResumeCheckpointDataset | None, project_path: Path
+        self, this: RunDescription, entry: ResumeCheckpointDataset, named: Named | None
     ) -> Resumption | None:
         """Return the run that goes on, locked; None for a new run."""
-        if entry is None:
-            return None
         from ppo_rlhf.hooks.resume import find_resumption
 
-        active = mlflow.active_run()
-        open_run = active.info.run_id if active else None
         if entry.requested is not None:
             experiment = mlflow.get_experiment_by_name(self.mlflow_config.tracking.experiment.name)
             assert experiment is not None  # kedro-mlflow has made it
-            resumption = find_resumption(entry.requested, this, entry.root, project_path, experiment.experiment_id)
-            entry.resolve(None if resumption is None else resumption.checkpoint)
-            if resumption is not None:
-                self._lock = resumption.lock
-                if open_run not in (None, resumption.run.info.run_id):
-                    raise ConfigError(
-                        f"resume={entry.requested}: MLflow run {open_run} is open already; end it before another one "
-                        "goes on."
-                    )
-                return resumption
-        given = open_run or self.mlflow_config.tracking.run.id or os.environ.get("MLFLOW_RUN_ID")
+            found = find_resumption(entry.requested, named, this, entry.root, experiment.experiment_id)
+            entry.resolve(None if found is None else found.checkpoint)
+            if found is not None:
+                self._lock = found.lock
+                return found
+        given = self.mlflow_config.tracking.run.id or os.environ.get("MLFLOW_RUN_ID")
         if given and (entry.root / given).is_dir():
             raise ConfigError(
                 f"MLflow run {given} has trained before. Go on with it by resume={given}, or start a new run: leave "
-                "out tracking.run.id in mlflow.yml, MLFLOW_RUN_ID, or the open run that names it."
+                "out tracking.run.id in mlflow.yml, or MLFLOW_RUN_ID."
             )
         return None
 
-    def _reopen(self, run: Run, run_params: dict[str, Any], pipeline: Pipeline, catalog: CatalogProtocol) -> None:
-        """Let kedro-mlflow start the run that goes on; name and tags stay those of its first start."""
-        client = mlflow.MlflowClient()
-        self.mlflow_config.tracking.run.id = run.info.run_id
-        self.mlflow_config.tracking.run.name = run.info.run_name
-        super().before_pipeline_run(run_params, pipeline, catalog)
-        for name in END_TAGS & run.data.tags.keys():
-            client.delete_tag(run.info.run_id, name)
-        kept = {*run_params, "kedro_command"} & run.data.tags.keys()
-        mlflow.set_tags({name: run.data.tags[name] for name in kept})
-
     def _describe(self, this: RunDescription, resumption: Resumption | None, project_path: Path) -> None:
-        known = None if resumption is None else resumption.run.data
-        params = [(name, value) for name, value in this.params.items() if known is None or name not in known.params]
-        for start in range(0, len(params), MOST_PARAMS_PER_BATCH):
-            mlflow.log_params(dict(params[start : start + MOST_PARAMS_PER_BATCH]))
-        tags = {name: value for name, value in this.tags.items() if known is None or name not in known.tags}
-        mlflow.set_tags({**tags, **({} if resumption is None else resumption.tags(project_path))})
+        """Log what the MLflow run does not have yet."""
+        if resumption is not None:
+            run = resumption.run
+            for name in END_TAGS & run.data.tags.keys():
+                mlflow.delete_tag(name)
+            mlflow.log_params({name: value for name, value in this.params.items() if name not in run.data.params})
+            tags = {name: value for name, value in this.tags.items() if name not in run.data.tags}
+            mlflow.set_tags({**tags, **resumption.tags(project_path)})
+        else:
+            mlflow.log_params(this.params)
+            mlflow.set_tags(this.tags)
+            log_inputs(this)
 
     @hook_impl
     def before_node_run(self, node: Node, catalog: CatalogProtocol, inputs: dict[str, Any], is_async: bool) -> None:
@@ -231,20 +205,22 @@ class TrackingHook(MlflowHook):
     def after_node_run(self, node: Node, inputs: dict[str, Any], outputs: dict[str, Any]) -> None:
         """Log what the node measured."""
         if self._log is not None:
-            self._log.node_ran(node, inputs, outputs)
+            with named_if_slow(self._uri):
+                self._log.node_ran(node, inputs, outputs)
 
     @hook_impl
-    def before_dataset_saved(self, dataset_name: str, data: Any) -> None:
-        """Let no signal interrupt a database call of a dataset that kedro-mlflow logs while it saves it."""
+    def before_dataset_saved(self, dataset_name: str) -> None:
+        """Name the store if it does not take what kedro-mlflow logs of a dataset; let no signal cut the call."""
         if self._catalog is not None and type(self._catalog.get(dataset_name)).__name__.startswith("Mlflow"):
             self._saving.enter_context(deferring_signals())
+            self._saving.enter_context(named_if_slow(self._uri))
 
     @hook_impl
     def after_dataset_saved(self, dataset_name: str) -> None:
-        """Log the exported policy as a model."""
+        """Log the exported policy as a model; a signal may cut the wait for the metrics before it, but not that."""
         self._saving.close()
         if self._log is not None:
-            with store_in_plain_words(self._complaint("did not take the model")):
+            with named_if_slow(self._uri), store_in_plain_words(self._complaint("did not take the model")):
                 self._log.saved(dataset_name)
 
     @hook_impl
@@ -253,11 +229,13 @@ class TrackingHook(MlflowHook):
         complaint = f"Everything is done and saved, but {self._complaint('could not record the end')}"
         with deferring_signals():
             try:
-                with store_in_plain_words(complaint):
+                with named_if_slow(self._uri), store_in_plain_words(complaint):
                     has_everything = self._log is None or self._log.close(is_finished=True)
                     with nullcontext() if has_everything else asked_twice():
                         super().after_pipeline_run(run_params, pipeline, catalog)
             finally:
+                if self._log is not None:
+                    self._log.log_advice()
                 self._let_go()
 
     @hook_impl
@@ -265,29 +243,43 @@ class TrackingHook(MlflowHook):
         self, error: Exception, run_params: dict[str, Any], pipeline: Pipeline, catalog: CatalogProtocol
     ) -> None:
         """End the run: KILLED if a signal stopped it, else FAILED. Log how it can go on."""
-        with deferring_signals(), asked_twice():
-            self._saving.close()
-            if self._log is None:
-                super().on_pipeline_error(error, run_params, pipeline, catalog)
-            else:
+        with deferring_signals():
+            if self._log is not None and not isinstance(error, RunInterruptedError):
+                self._log.log_advice()
+            self._end(error, Path(run_params["project_path"]))
+
+    def _end(self, error: BaseException, project_path: Path) -> None:
+        self._saving.close()
+        with named_if_slow(self._uri), asked_twice():
+            if self._log is not None:
                 self._log.close(is_finished=False)
-                tags = end_tags(error, self._checkpoints, Path(run_params["project_path"]))
+            if self.run_id is not None:
+                tags = end_tags(error, self._checkpoints, project_path)
                 with warning_of_refusals("why the run ended"):
-                    mlflow.MlflowClient().log_batch(str(self.run_id), tags=[RunTag(*tag) for tag in tags.items()])
-                if self._is_ours:
-                    is_stopped = isinstance(error, RunInterruptedError)
-                    end_active_run(RunStatus.KILLED if is_stopped else RunStatus.FAILED)
-                if self._checkpoints is not None:
-                    logger.info("%s", way_to_go_on(error, self._checkpoints, run_params))
-            self._let_go()
+                    mlflow.MlflowClient().log_batch(self.run_id, tags=[RunTag(*tag) for tag in tags.items()])
+                is_stopped = isinstance(error, RunInterruptedError | TerminationSignal)
+                end_active_run(RunStatus.KILLED if is_stopped else RunStatus.FAILED)
+        if self._checkpoints is not None:
+            logger.info("%s", way_to_go_on(error, self._checkpoints, project_path))
+        self._let_go()
 
     def _let_go(self) -> None:
         """Forget the run, and let other processes have it."""
         self._saving.close()
         self._log = self._catalog = self._checkpoints = None
         if self._lock is not None:
-            self._lock.release()
+            self._lock.close()
             self._lock = None
+
+    @property
+    def _page(self) -> str:
+        """The page of the run, in MLflow's view for model training: without the parameter it is the one for agents."""
+        settings = self.mlflow_config
+        is_server = self._uri.startswith("http")
+        server = self._uri if is_server else f"http://{settings.ui.host}:{settings.ui.port}"
+        experiment = settings.tracking.experiment._experiment.experiment_id
+        page = f"{server}/#/experiments/{experiment}/runs/{self.run_id}?workflowType=machine_learning"
+        return without_password(page).replace("***@", "") if is_server else f"kedro mlflow ui, then {page}"
 
     def _complaint(self, what: str) -> str:
         return f"mlflow.yml: the tracking store {without_password(self._uri)} {what}"

@@ -20,6 +20,7 @@ from ppo_rlhf.models.quiet import errors_only, quiet_transformers
 
 logger = logging.getLogger(__name__)
 
+CHAMPION = "champion"
 REQUIRED = ("torch", "transformers", "accelerate")
 SIGNATURE = ModelSignature(Schema([ColSpec(DataType.string)]), Schema([ColSpec(DataType.string)]))
 
@@ -68,6 +69,27 @@ def _logged_model(name: str, step: int) -> str | None:
             if model.name == name and model.status == LoggedModelStatus.READY:
                 return str(model.model_id)
     return None
+
+
+def register(model_id: str, *, beats_sft: bool) -> None:
+    """Register a logged model under the experiment's name; the alias `champion` moves to it only if it beats SFT.
+
+    Args:
+        model_id: From `log_policy`.
+        beats_sft: Whether the whole interval of the paired win rate lies above one half.
+    """
+    client, model = mlflow.MlflowClient(), mlflow.get_logged_model(model_id)
+    name = client.get_experiment(model.experiment_id).name.strip("/").replace("/", "_")
+    if not client.search_registered_models(f"name = '{name}'"):
+        client.create_registered_model(name)
+    source = f"models:/{model_id}"
+    if any(version.source == source for version in client.search_model_versions(f"name = '{name}'")):
+        return  # before this run was interrupted
+    version = client.create_model_version(name, source, model.source_run_id, model_id=model_id).version
+    if beats_sft:
+        client.set_registered_model_alias(name, CHAMPION, version)
+    verdict = f"the new {CHAMPION}" if beats_sft else f"but not clearly better than SFT: the {CHAMPION} stays"
+    logger.info("The policy is version %s of the registered model %s, %s.", version, name, verdict)
 
 
 def best_checkpoint(checkpoints: object, kl_alarm: float) -> tuple[Path, int] | None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from kedro.config import OmegaConfigLoader
 from kedro.io import CatalogProtocol
 from kedro.pipeline import Pipeline
 
+from ppo_rlhf.config.settings_group import closest
 from ppo_rlhf.hooks.run_description import parameter
 
 TUNED = {
@@ -29,7 +29,6 @@ class OwnSettings:
     def __init__(self, loader: OmegaConfigLoader) -> None:
         """Take the run's loader."""
         self._loader, self._given = loader, loader.runtime_params or {}
-        folders = (loader.base_env, loader.env or loader.default_run_env)
         self._base = OmegaConfigLoader(
             loader.conf_source,
             base_env=loader.base_env,
@@ -37,8 +36,7 @@ class OwnSettings:
             config_patterns=loader.config_patterns,
             merge_strategy=loader.merge_strategy,
         )
-        files = {path for folder in folders for path in Path(loader.conf_source, str(folder)).rglob("*.y*ml")}
-        self._texts = {path: path.read_text() for path in sorted(files)}
+        self._shipped = {kind: {str(name) for name in self._base[kind]} for kind in REFERENCES}
 
     def unread(self, pipelines: Mapping[str, Pipeline]) -> list[str]:
         """Return one line for each top-level name that a person gave and nothing reads; Kedro ignores such names.
@@ -49,19 +47,21 @@ class OwnSettings:
         Args:
             pipelines: All registered ones; looked at only if a name is not known otherwise, since it imports them.
         """
-        text = "\n".join(self._texts.values())
-        shipped = {kind: {str(name) for name in self._base[kind]} for kind in REFERENCES}
-        at_run_time = set(re.findall(r"runtime_params:\s*(\w+)", text)) | shipped["parameters"]
+        loader = self._loader
+        own = Path(loader.conf_source, loader.env or str(loader.default_run_env))
+        folders = (Path(loader.conf_source, str(loader.base_env)), own)
+        text = "\n".join(file.read_text() for folder in folders for file in folder.rglob("*.y*ml"))
+        at_run_time = set(re.findall(r"runtime_params:\s*(\w+)", text)) | self._shipped["parameters"]
         unknown = {f"--params {name}": name for name in self._given if name not in at_run_time}
         for kind, reference in REFERENCES.items():
-            names = {str(name) for name in self._loader[kind]} - self._given.keys() - shipped[kind]
-            unknown |= {f"{self._file_with(name)}: {name}": name for name in names - set(re.findall(reference, text))}
+            names = {str(name) for name in loader[kind]} - self._given.keys() - self._shipped[kind]
+            unknown |= {f"conf/{own.name}: {name} ({kind})": name for name in names - set(re.findall(reference, text))}
         if not unknown:
             return []
         inputs = {name for pipeline in pipelines.values() for name in pipeline.inputs()}
         read = {re.split(r"[:.]", name)[1] for name in inputs if name.startswith("params:")}
         return [
-            f"{where}: nothing reads this name. {self._hint(name, shipped)}"
+            f"{where}: nothing reads this name.{self._hint(name)}"
             for where, name in sorted(unknown.items())
             if name not in read and "parameters" not in inputs and not name.startswith("_")
         ]
@@ -97,13 +97,6 @@ class OwnSettings:
         slow = precision_warning(ppo, resolve_device(ppo.device))
         return [*unusual, slow] if slow else unusual
 
-    def _file_with(self, name: str) -> str:
-        """Return the file that has this name at its top level, as it is written in the project."""
-        folder = Path(self._loader.conf_source, self._loader.env or self._loader.default_run_env)
-        at_top_level = re.compile(rf"^['\"]?{re.escape(name)}\b", re.MULTILINE)
-        own = [path for path, text in self._texts.items() if folder in path.parents and at_top_level.search(text)]
-        return str((own or [folder])[0].relative_to(folder.parent.parent))
-
     def _own_model(self) -> str | None:
         settings = {**self._loader["globals"], **self._given}
         base, sft = settings.get("base_model_path"), str(settings.get("sft_model_path"))
@@ -112,22 +105,12 @@ class OwnSettings:
         ours = Path(settings.get("data_root", "data"), "06_models")
         return None if ours in Path(sft).parents else sft
 
-    def _hint(self, name: str, shipped: Mapping[str, set[str]]) -> str:
-        other = "globals" if name in shipped["globals"] else "parameters" if name in shipped["parameters"] else None
-        if other is not None:
-            return f"Set it in conf/local/{other}.yml."
-        bare = {dotted.partition(".")[2]: dotted for dotted in self._settings_of_groups()}
-        known = {known: known for names in shipped.values() for known in names}
-        near = difflib.get_close_matches(name.rpartition(".")[2], [*bare, *known], n=1, cutoff=0.6)
-        return f"Did you mean `{(bare | known)[near[0]]}`?" if near else f"Known are {', '.join(sorted(known))}."
-
-    def _settings_of_groups(self) -> Iterator[str]:
+    def _hint(self, name: str) -> str:
+        for other in ("globals", "parameters"):
+            if name in self._shipped[other]:
+                return f" Set it in conf/local/{other}.yml."
         from ppo_rlhf.config import PPOConfig  # settings that no file lists have their defaults
 
-        for group, values in self._base["parameters"].items():
-            names = (
-                {*values, *(PPOConfig.__dataclass_fields__ if group == "ppo" else ())}
-                if isinstance(values, dict)
-                else ()
-            )
-            yield from (f"{group}.{name}" for name in sorted(names))
+        groups = {**self._base["parameters"], "ppo": PPOConfig.__dataclass_fields__}
+        dotted = [f"{group}.{key}" for group, keys in groups.items() if isinstance(keys, Mapping) for key in keys]
+        return closest(name, [*dotted, *set().union(*self._shipped.values())])

@@ -11,26 +11,35 @@ import re
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import mlflow
 from kedro.io import CatalogProtocol, DatasetError
 from kedro.pipeline import Pipeline
 
 from ppo_rlhf.processes import process_count
 
 PREFIX = "params:"
+DIGITS = 8  # of a fingerprint; MLflow takes 36 at most, and shows them all
 PACKAGES = ("ppo_rlhf", "kedro", "mlflow", "torch", "transformers", "trl")
 _FUNCTION = re.compile(r'(?:^|")([A-Za-z_][\w.]*):[A-Za-z_]\w*(?:$|")')
 """A text `module:name`, by which parameters name functions."""
 
 
+_DATA = re.compile(r"data\.(raw_\w+)\.fingerprint")
+MODELS = {"sft_model_path": "sft_policy", "reward_model_path": "reward_model"}
+"""Fields of PPOConfig that the pipeline leaves to the catalog, and its entries."""
+
+
 @dataclass(frozen=True)
 class RunDescription:
-    """Params, named `group.key`, and tags of a run, as text."""
+    """Name, params (`group.key`) and tags of a run, as text."""
 
     params: dict[str, str]
     tags: dict[str, str]
+    name: str = ""
 
 
 def describe_run(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: CatalogProtocol) -> RunDescription:
@@ -42,19 +51,52 @@ def describe_run(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: Cat
     seed = next((group.seed for group in groups.values() if hasattr(group, "seed")), None)
     ppo: Any = groups.get("ppo")
     changed = ppo.not_default() if hasattr(ppo, "not_default") else {}
+    unused = () if getattr(groups.get("reward"), "needs_model", True) else ("reward_model",)
+    inputs = _input_tags(sorted(pipeline.inputs().difference(unused)), catalog)
+    for setting, model in MODELS.items():
+        if params.get(f"ppo.{setting}") == "None" and model not in unused:
+            params[f"ppo.{setting}"] = inputs.get(f"data.{model}.path") or str(_path(catalog.get(model)))
     tags = {
         "pipeline": ",".join(pipeline_names(run_params)),
         "environment": run_params["env"] or "local",
         **({} if seed is None else {"seed": str(seed)}),
         **({"ppo.not_default": ", ".join(f"{name}={value}" for name, value in changed.items())} if changed else {}),
         "launch.processes": str(process_count()),
-        **git_tags(project_path),
+        **_git_tags(project_path),
         "version.python": platform.python_version(),
         **{f"version.{name}": importlib.metadata.version(name) for name in PACKAGES},
-        **_input_tags(pipeline, catalog),
+        **inputs,
         **_function_tags(params, project_path),
     }
-    return RunDescription(params, tags)
+    return RunDescription(params, tags, _name(run_params, pipeline, catalog))
+
+
+def _name(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: CatalogProtocol) -> str:
+    """Return the model that a run starts from, its pipelines and the time: `Qwen3-0.6B align 11-25 04:10`."""
+    names = ["all" if name == "__default__" else name for name in pipeline_names(run_params)]
+    path = _path(catalog.get("base_model" if "base_model" in pipeline.inputs() else "sft_policy"))
+    model = "scratch" if path is None else Path(path).name
+    return f"{model} {'+'.join(names)} {datetime.now():%m-%d %H:%M}"
+
+
+def _path(dataset: Any) -> str | None:
+    """Return a dataset's path or hub id; None if it has none. Each dataset describes itself so."""
+    path = None if dataset is None else dataset._describe().get("filepath")
+    return None if path is None else str(path)
+
+
+def log_inputs(this: RunDescription) -> None:
+    """Log the files of prompts, demonstrations and preferences as datasets of the active MLflow run."""
+    from mlflow.data.meta_dataset import MetaDataset  # heavy: only a run pays for them
+    from mlflow.data.sources import LocalArtifactDatasetSource  # type: ignore[attr-defined]  # made when imported
+
+    for tag, digest in this.tags.items():
+        data = _DATA.fullmatch(tag)
+        if data is not None:
+            source = LocalArtifactDatasetSource(this.tags[f"data.{data[1]}.path"])
+            context = "evaluation" if "evaluation" in data[1] else "training"
+            dataset = MetaDataset(source, name=data[1], digest=digest[:DIGITS])  # type: ignore[abstract]  # MLflow's own
+            mlflow.log_input(dataset, context)
 
 
 def pipeline_names(run_params: Mapping[str, Any]) -> list[str]:
@@ -75,51 +117,44 @@ def flattened(group: str, values: Any) -> dict[str, str]:
     """Return `group.key: value` for each entry of a group, defaults included; lists and mappings become JSON."""
     if dataclasses.is_dataclass(values) and not isinstance(values, type):
         values = dataclasses.asdict(values)
-    entries = (
-        {f"{group}.{key}": value for key, value in values.items()} if isinstance(values, Mapping) else {group: values}
-    )
+    if not isinstance(values, Mapping):
+        return {group: str(values)}
     return {
-        name: json.dumps(value, default=str) if isinstance(value, Mapping | list | tuple) else str(value)
-        for name, value in entries.items()
+        f"{group}.{key}": json.dumps(value, default=str) if isinstance(value, Mapping | list | tuple) else str(value)
+        for key, value in values.items()
     }
 
 
-def git_tags(project_path: Path) -> dict[str, str]:
+def _git_tags(project_path: Path) -> dict[str, str]:
     """Return the project's commit and whether files differ from it; nothing outside a repository.
 
     MLflow's own tag for the commit means the folder of the command that was typed.
     """
-    commit = _git(project_path, "rev-parse", "HEAD")
-    if commit is None:
-        return {}
-    changes = _git(project_path, "status", "--porcelain", "--untracked-files=no")
-    return {"git.commit": commit, "git.dirty": str(bool(changes)).lower()}
-
-
-def _git(folder: Path, *arguments: str) -> str | None:
+    command = ["git", "-C", str(project_path), "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
     try:
-        answer = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True, timeout=30)
+        answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.splitlines()
     except (OSError, subprocess.SubprocessError):
-        return None
-    return answer.stdout.strip()
+        return {}
+    commit = answer[0].removeprefix("# branch.oid ")
+    return {"git.commit": commit, "git.dirty": str(any(line[0] != "#" for line in answer)).lower()}
 
 
-def _input_tags(pipeline: Pipeline, catalog: CatalogProtocol) -> dict[str, str]:
-    """Return path (or hub id) and fingerprint of everything that the pipeline reads and does not make itself.
+def _input_tags(names: list[str], catalog: CatalogProtocol) -> dict[str, str]:
+    """Return path (or hub id) and fingerprint of everything that a run reads and does not make itself.
 
     The fingerprint of a file is its SHA-256; of a model, that of its handle (configuration and weights in part).
     """
     tags: dict[str, str] = {}
-    for name in sorted(pipeline.inputs()):
-        dataset = None if name == "parameters" or name.startswith(PREFIX) else catalog.get(name)
-        path = None if dataset is None else dataset._describe().get("filepath")  # each dataset describes itself so
-        if dataset is None or path is None:
+    for name in names:
+        dataset: Any = None if name == "parameters" or name.startswith(PREFIX) else catalog.get(name)
+        path = _path(dataset)
+        if path is None:
             continue
-        tags[f"data.{name}.path"] = str(path)
+        tags[f"data.{name}.path"] = path
         if Path(path).is_file():
             tags[f"data.{name}.fingerprint"] = _sha256(Path(path))
         elif dataset.exists() and hasattr(handle := dataset.load(), "fingerprint"):
-            tags[f"data.{name}.fingerprint"] = handle.fingerprint()
+            tags |= {f"data.{name}.path": handle.source, f"data.{name}.fingerprint": handle.fingerprint()}
     return tags
 
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+import sys
 from pathlib import Path
-from typing import Any
-
-import click
 
 from ppo_rlhf.core.errors import DivergenceError
 
@@ -16,19 +13,9 @@ LAST_CHECKPOINT = "last_checkpoint"
 END_TAGS = frozenset({ERROR, LAST_CHECKPOINT})
 """Tags of a run that was interrupted; a run that goes on loses them."""
 MOST_TEXT = 500
-COMMAND_OPTIONS = {  # of Kedro's run parameters
-    "pipeline_names": "--pipelines",
-    "tags": "--tags",
-    "from_nodes": "--from-nodes",
-    "to_nodes": "--to-nodes",
-    "node_names": "--nodes",
-    "from_inputs": "--from-inputs",
-    "to_outputs": "--to-outputs",
-    "namespaces": "--namespaces",
-}
 
 
-def end_tags(error: Exception, checkpoints: Path | None, project_path: Path) -> dict[str, str]:
+def end_tags(error: BaseException, checkpoints: Path | None, project_path: Path) -> dict[str, str]:
     """Return the tags with the reason of the end and the last checkpoint, or the last good one.
 
     Args:
@@ -41,44 +28,28 @@ def end_tags(error: Exception, checkpoints: Path | None, project_path: Path) -> 
     return {ERROR: why, **({} if last is None else {LAST_CHECKPOINT: relative_to(last, project_path)})}
 
 
-def way_to_go_on(error: Exception, checkpoints: Path, run_params: Mapping[str, Any]) -> str:
+def way_to_go_on(error: BaseException, checkpoints: Path, project_path: Path) -> str:
     """Return the line that names the last checkpoint and the command that goes on from it, if one can."""
-    last, project_path = last_checkpoint(error, checkpoints), Path(run_params["project_path"])
+    last = last_checkpoint(error, checkpoints)
     if _divergence(error) is None:
         where = "There is no checkpoint yet" if last is None else f"Last checkpoint: {relative_to(last, project_path)}"
-        return f"{where}. To go on: {resume_command(run_params)}"
-    again = "With the same settings training would diverge again"
-    if last is None:
-        return f"No checkpoint is known to be good. {again}."
-    start = f"Last good checkpoint: {relative_to(last, project_path)}. {again}; a new run can start from its policy"
-    policy = f"{relative_to(last, project_path)}/policy"
-    if (last / "policy" / "adapter_config.json").is_file():
-        return (
-            f"{start}: merge the LoRA adapter {policy} into its base, as docs/resume.md shows under "
-            '"When training diverges", and give the result as sft_model_path with --pipelines align.'
-        )
-    return f"{start}, sft_model_path={policy} with --pipelines align."
+        return f"{where}. To go on: {resume_command(sys.argv)}"
+    where = "No checkpoint is known to be good" if last is None else f"Last good one: {relative_to(last, project_path)}"
+    return f"{where}. With the same settings training would diverge again; see docs/resume.md, When training diverges."
 
 
-def resume_command(run_params: Mapping[str, Any]) -> str:
-    """Return the command that goes on with a run: what was typed, with `resume=latest`.
-
-    Kedro's run parameters lack `--conf-source`; the typed command has it.
-    """
-    words = ["kedro", "run"]
-    if run_params.get("env"):
-        words += ["--env", str(run_params["env"])]
-    for name, option in COMMAND_OPTIONS.items():
-        if run_params.get(name):
-            words += [option, ",".join(run_params[name])]
-    given = {**_flat(run_params.get("runtime_params") or {}), "resume": "latest"}
-    words += ["--params", ",".join(f"{name}={value}" for name, value in given.items())]
-    typed = click.get_current_context(silent=True)
-    source = None if typed is None else typed.params.get("conf_source")
-    return shlex.join(words + (["--conf-source", str(source)] if source else []))
+def resume_command(typed: list[str]) -> str:
+    """Return the command that was typed (`sys.argv`), with `resume=latest`; in a notebook, the parameter alone."""
+    if typed[1:2] != ["run"]:
+        return "resume=latest among the parameters"
+    words = [part for word in typed[1:] for part in (word.split("=", 1) if word.startswith("--params=") else [word])]
+    if "--params" in words[:-1]:
+        words[words.index("--params") + 1] += ",resume=latest"
+        return shlex.join(["kedro", *words])
+    return shlex.join(["kedro", *words, "--params", "resume=latest"])
 
 
-def last_checkpoint(error: Exception, checkpoints: Path) -> Path | None:
+def last_checkpoint(error: BaseException, checkpoints: Path) -> Path | None:
     """Return the newest checkpoint; after training diverged, the newest whose state is known to be good."""
     from ppo_rlhf.checkpoints.files import checkpoint_iterations, checkpoint_name  # only a run pays for it
 
@@ -99,13 +70,3 @@ def _divergence(error: BaseException | None) -> DivergenceError | None:
     while error is not None and not isinstance(error, DivergenceError):
         error = error.__cause__
     return error
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            flat.update(_flat(value, f"{prefix}{name}."))
-        else:
-            flat[f"{prefix}{name}"] = "null" if value is None else value
-    return flat

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,8 +15,10 @@ from kedro.pipeline.node import Node
 from ppo_rlhf import progress
 from ppo_rlhf.hooks.mlflow_log import MlflowLog
 from ppo_rlhf.hooks.run_description import parameter
-from ppo_rlhf.hooks.tracking_store import asked_twice
+from ppo_rlhf.hooks.tracking_store import asked_twice, warning_of_refusals
 from ppo_rlhf.runner import deferring_signals
+
+logger = logging.getLogger(__name__)
 
 STATE, NEXT_STATE = "training_state", "next_training_state"
 ITERATION_METRICS = "ppo_metrics"
@@ -23,6 +26,12 @@ EVALUATION_METRICS = "evaluation_metrics"
 FINAL_METRICS = "evaluation_summary"
 HISTORIES = ("sft_metrics", "reward_model_metrics")
 SAMPLED_NODE = "estimate_advantages"
+AT_A_GLANCE = {
+    "eval/win_rate": "at_a_glance/win_rate",
+    "objective/scores": "at_a_glance/reward",
+    "objective/kl": "at_a_glance/kl",
+}
+"""Metrics that are logged under a second key: MLflow sorts its charts by key, and has no setting for their order."""
 POLICY = "ppo_policy"
 BEST = "best_checkpoint"
 PATIENCE, PATIENCE_AT_THE_END = 5.0, 30.0
@@ -40,8 +49,8 @@ class RunLog:
         self._iteration = 0
         self._model_id: str | None = None
         self._live: set[tuple[str, int]] = set()
+        self._curves: dict[int, dict[str, float]] = {}
         progress.listeners[:] = [self._log_live]
-        self._histories_due = {name for name in HISTORIES if name in self._outputs and is_resumed}
 
     def node_ran(self, node: Node, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> None:
         """Log what a node measured."""
@@ -50,17 +59,15 @@ class RunLog:
         if self._is_resumed and STATE in outputs:
             self._send_history(outputs[STATE])
         if outputs.get(ITERATION_METRICS):
-            self._log.log(outputs[ITERATION_METRICS], self._iteration)
+            self._curves[self._iteration] = {}
+            self._measured(outputs[ITERATION_METRICS], self._iteration)
         if outputs.get(EVALUATION_METRICS) and not self._is_superseded(inputs[NEXT_STATE]):
-            self._log.log(_evaluations(outputs[EVALUATION_METRICS]), self._iteration)
+            self._measured(_evaluations(outputs[EVALUATION_METRICS]), self._iteration)
         if outputs.get(FINAL_METRICS):
-            self._log.log(_evaluations(outputs[FINAL_METRICS]), self._iteration, model_id=self._model_id)
+            self._measured(_evaluations(outputs[FINAL_METRICS]), self._iteration, model_id=self._model_id)
+            self._register(outputs[FINAL_METRICS])
         for name in HISTORIES:
-            if outputs.get(name):
-                self._send_rows(outputs[name])
-                # A run that resumes leaves this stage out; so MLflow should have its curves by now.
-                self._log.flush(PATIENCE)
-                self._histories_due.discard(name)
+            self._send_rows(outputs.get(name) or [])
         if node.name.rpartition(".")[2] == SAMPLED_NODE:
             self._log_samples(inputs)
 
@@ -83,26 +90,52 @@ class RunLog:
             if best is not None and best[1] != self._iteration:
                 log_policy(best[0], BEST, best[1], trust_remote_code=trust)
 
+    def _register(self, summary: Mapping[str, Any]) -> None:
+        if self._model_id is None:
+            return
+        from ppo_rlhf.hooks.model_log import register
+
+        with deferring_signals(), warning_of_refusals("the registered model"):
+            register(self._model_id, beats_sft=summary.get("eval/win_rate_low", 0.0) > 0.5)
+
     def close(self, *, is_finished: bool) -> bool:
         """Send the rest, of a finished run also the curves of stages that it left out; return whether all is sent."""
         progress.listeners.clear()
-        for name in sorted(self._histories_due if is_finished else ()):
-            if self._catalog[name].exists():
+        for name in HISTORIES if is_finished and self._is_resumed else ():
+            if name in self._outputs and self._catalog[name].exists():
                 self._send_rows(self._catalog[name].load())
         return self._log.close(PATIENCE_AT_THE_END if is_finished else PATIENCE)
+
+    def log_advice(self) -> None:
+        """Say what to change first, by the tuning guide's rules on the curves; nothing if no iteration was measured."""
+        if not self._curves:
+            return
+        from ppo_rlhf.training.tuning import advise, in_words  # heavy: only runs that train pay for it
+
+        config = parameter(self._catalog, "ppo")
+        history = [{**row, "iteration": float(iteration)} for iteration, row in sorted(self._curves.items())]
+        advice = in_words(config, advise(config, history), history)
+        for line in ["What to change first (`kedro advise` says it again):", *advice]:
+            logger.info("%s", line)
 
     def _send_history(self, state: Any) -> None:
         """Log the metrics up to a checkpoint: MLflow may have refused them when the run was interrupted."""
         for row in getattr(state, "history", ()):
-            self._log.log(row, int(row["iteration"]))
+            self._curves[int(row["iteration"])] = {}
+            self._measured(row, int(row["iteration"]))
         entry = self._catalog.get(EVALUATION_METRICS)
         if entry is None or not entry.exists() or EVALUATION_METRICS not in self._outputs:
             return
+        last = state.iteration - 1 if self._is_superseded(state) else state.iteration
         for row in entry.load():
-            if row["iteration"] < state.iteration or (
-                row["iteration"] == state.iteration and not self._is_superseded(state)
-            ):
-                self._log.log(_evaluations(row), int(row["iteration"]))
+            if row["iteration"] <= last:
+                self._measured(_evaluations(row), int(row["iteration"]))
+
+    def _measured(self, metrics: Mapping[str, float], iteration: int, *, model_id: str | None = None) -> None:
+        glance = {AT_A_GLANCE[key]: value for key, value in metrics.items() if key in AT_A_GLANCE}
+        self._log.log({**metrics, **glance}, iteration, model_id=model_id)
+        if iteration in self._curves:
+            self._curves[iteration].update(metrics)
 
     def _is_superseded(self, state: Any) -> bool:
         """Whether the evaluation pipeline evaluates this state again, on all prompts: one point is logged, not two."""

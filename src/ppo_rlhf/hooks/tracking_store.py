@@ -1,22 +1,25 @@
-"""MLflow's store: where mlflow.yml puts it, and its failures in one line."""
+"""MLflow's store: where mlflow.yml puts it, and its failures and its silence in one line."""
 
 from __future__ import annotations
 
 import logging
+import os
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import mlflow
+from kedro_mlflow.config.kedro_mlflow_config import KedroMlflowConfig
 from mlflow.entities import RunStatus
 from mlflow.environment_variables import MLFLOW_HTTP_REQUEST_MAX_RETRIES, MLFLOW_HTTP_REQUEST_TIMEOUT
 from mlflow.exceptions import MlflowException
 from sqlalchemy.exc import SQLAlchemyError
 
 from ppo_rlhf.core.errors import ConfigError
+from ppo_rlhf.hooks.run_lock import one_at_a_time
+from ppo_rlhf.whole_files import written_whole
 
 logger = logging.getLogger(__name__)
 
@@ -24,40 +27,57 @@ SQLITE = "sqlite:///"
 ARTIFACTS = "mlartifacts"
 STORE_ERRORS = (MlflowException, SQLAlchemyError, OSError)
 """What a store that cannot be read or written raises."""
-SLOW_S = 15.0
-"""After so many seconds the opening of a store says what it waits for; making a database takes less."""
+SLOW_S = 5.0
+"""A call that takes longer says which store it waits for: MLflow itself says nothing for minutes."""
 
 
-def placed_in_project(settings: Mapping[str, Any], project_path: Path) -> dict[str, Any]:
-    """Return mlflow.yml's settings with a relative sqlite file, and its artifacts, placed in the project's root.
+def place_in_project(settings: KedroMlflowConfig, project_path: Path) -> None:
+    """Place a relative sqlite file of mlflow.yml, and its artifacts, in the project's root.
 
     MLflow takes both from the working directory: a run started in a subfolder or a notebook would get a second store.
     """
-    server = {**(settings.get("server") or {})}
-    uri = server.get("mlflow_tracking_uri") or ""
-    if not uri.startswith(SQLITE):
-        return {**settings}
-    tracking = {**(settings.get("tracking") or {})}
-    experiment = {**(tracking.get("experiment") or {})}
-    created = {"artifact_location": str(project_path / ARTIFACTS), **(experiment.get("create_experiment_kwargs") or {})}
-    server["mlflow_tracking_uri"] = uri_in_project(uri, project_path)
-    tracking["experiment"] = {**experiment, "create_experiment_kwargs": created}
-    return {**settings, "server": server, "tracking": tracking}
+    uri = settings.server.mlflow_tracking_uri or ""
+    if uri.startswith(SQLITE):
+        settings.server.mlflow_tracking_uri = f"{SQLITE}{project_path / uri.removeprefix(SQLITE)}"
+        created = settings.tracking.experiment.create_experiment_kwargs
+        created.artifact_location = created.artifact_location or str(project_path / ARTIFACTS)
 
 
-def uri_in_project(uri: str, project_path: Path) -> str:
-    """Return a store's URI, with a relative sqlite file placed in the project's root."""
-    return f"{SQLITE}{project_path / uri.removeprefix(SQLITE)}" if uri.startswith(SQLITE) else uri
+def make_database(database: Path, artifacts: Path) -> None:
+    """Make MLflow's sqlite file if it is not there: under another name, then renamed, one process at a time.
+
+    MLflow itself makes its tables one by one in the file: killed between two, it refuses the file for ever.
+
+    Raises:
+        ConfigError: The file cannot be written. MLflow would try for a minute.
+    """
+    for path in (database.parent, database):
+        if path.exists() and not os.access(path, os.W_OK):
+            raise ConfigError(
+                f"{path}: no right to write, and the tracking database has to be. Get the right, or set another "
+                "server.mlflow_tracking_uri in conf/local/mlflow.yml."
+            )
+    if database.exists():
+        return
+    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore  # heavy: only a first run pays for it
+
+    database.parent.mkdir(parents=True, exist_ok=True)
+    with one_at_a_time(database.parent):
+        if not database.exists():
+            logger.info("Making the tracking database %s.", database)
+            with written_whole(database) as draft:
+                SqlAlchemyStore(f"{SQLITE}{draft}", str(artifacts)).engine.dispose()
 
 
 def without_password(text: str) -> str:
-    """Return a text in which URIs show no password."""
-    return re.sub(r"(://[^\s/:@]*:)[^\s/]*@", r"\1***@", text)
+    """Return a text in which URIs show neither a user nor a password or token, however they are written."""
+    text = re.sub(r"://(?!/)\S*@", "://***@", text)
+    return re.sub(r"(?i)([?&][\w-]*(?:password|passwd|pwd|token|secret)=)[^&\s]+", r"\1***", text)
 
 
 @contextmanager
 def named_if_slow(uri: str) -> Iterator[None]:
-    """Log which store is waited for if the block takes long: MLflow itself says nothing for minutes."""
+    """Log which store is waited for if the block takes long."""
     line = "The tracking store %s has not answered for %d s. MLflow goes on asking; Ctrl-C twice stops at once."
     timer = threading.Timer(SLOW_S, logger.warning, [line, without_password(uri), SLOW_S])
     timer.daemon = True
