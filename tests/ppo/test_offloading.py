@@ -89,7 +89,7 @@ def test_on_the_cpu_it_is_refused_by_name_before_a_model_is_loaded(name, tmp_pat
 def test_with_adapters_on_the_same_weights_it_is_refused():
     with pytest.raises(ConfigError, match=r"ppo\.offload_reference_policy=true and ppo\.use_peft=true"):
         PPOConfig(offload_reference_policy=True, use_peft=True)
-    with pytest.raises(ConfigError, match=r"ppo\.offload_reward_model=true and ppo\.use_peft=true and ppo\.value_model"):
+    with pytest.raises(ConfigError, match=r"ppo\.offload_reward_model=true and ppo\.use_peft=true and .*value"):
         PPOConfig(offload_reward_model=True, use_peft=True, value_model="reward_init")
     assert PPOConfig(offload_reward_model=True, use_peft=True).offload_reward_model
     assert PPOConfig(offload_reward_model=True, value_model="reward_init").offload_reward_model

@@ -3,6 +3,7 @@
 from ppo_rlhf.datasets.checkpoints import CheckpointDataset, EvaluationLogDataset
 from ppo_rlhf.datasets.pretrained_model import PretrainedModelDataset
 from ppo_rlhf.datasets.records import RecordsDataset
+from ppo_rlhf.datasets.report import ReportDataset
 from ppo_rlhf.datasets.resume_checkpoint import ResumeCheckpointDataset
 from ppo_rlhf.datasets.tables import TableDataset
 
@@ -11,6 +12,7 @@ __all__ = [
     "EvaluationLogDataset",
     "PretrainedModelDataset",
     "RecordsDataset",
+    "ReportDataset",
     "ResumeCheckpointDataset",
     "TableDataset",
 ]
