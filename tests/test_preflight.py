@@ -264,7 +264,7 @@ def test_a_policy_of_ones_own_meets_no_part_of_the_demo_that_was_not_asked_for(u
     user.groups["reward"] = RewardConfig(components=[MODEL])
     user.paths["reward_model"] = str(made_here)
     (problem,) = user.problems()
-    assert problem.startswith("reward_model_path=data/06_models/reward_model was made")
+    assert problem.startswith("reward_model_path=data/06_models/reward_model is ")
     user.paths["reward_model"] = str(made_here / "version")  # this one is meant
     assert user.problems() == []
     (user.folder / "data" / "01_raw").mkdir()

@@ -167,6 +167,12 @@ def test_each_problem_of_the_result_draws_one_remark(summary, table, accuracy, t
     assert all(text in remark for text, remark in zip(texts, found, strict=True))
 
 
+def test_a_win_by_the_reward_that_ppo_raised_is_said_to_prove_little():
+    table = before_after()
+    (found,) = remarks(GOOD, MANY, table[table["measure"] != "judge_score"])
+    assert "evaluation.judge" in found
+
+
 def test_figures_hold_every_curve_and_survive_json_as_plain_lists():
     table = history()
     table.loc[3, "objective/kl"] = np.nan

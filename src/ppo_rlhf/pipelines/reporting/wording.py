@@ -143,6 +143,11 @@ def remarks(
         found.append("PPO lost to SFT. Look at the KL curve and the samples first.")
     if exploits:
         found.append("The reward rose while the judge's score fell: the policy exploits its reward.")
+    if result == WIN and "judge_score" not in ppo:
+        found.append(
+            "The reward that PPO raised also decides the win rate, so it cannot show that PPO exploits it. Set "
+            "evaluation.judge, and read the samples."
+        )
     if "grammatical_rate" in ppo and ppo["grammatical_rate"] < 0.95 * sft["grammatical_rate"]:
         found.append(f"{measure('grammatical_rate').label} responses fell below 95% of SFT's rate.")
     if reward_model_accuracy is not None and reward_model_accuracy < MIN_REWARD_ACCURACY:
