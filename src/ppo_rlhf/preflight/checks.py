@@ -139,8 +139,8 @@ def check_demo_parts(run: RunRequest) -> Iterator[str]:
     uses_model = run.reads("reward_model") and run.needs_reward_model
     if uses_model and (run.project_path / reward_model).resolve() == made_here.resolve():
         yield (
-            f"reward_model_path={reward_model} is where this project keeps the reward model of its own SFT policy, not of "
-            f"{policy}. Set it to your own reward model (or to a version in that folder, if you mean it), or give "
+            f"reward_model_path={reward_model} is where this project keeps the reward model of its own SFT policy, not "
+            f"of {policy}. Set it to your own reward model (or to a version in that folder, if you mean it), or give "
             "functions as reward."
         )
     evaluation = run.group("evaluation", EvaluationConfig)
