@@ -417,6 +417,20 @@ def test_while_a_run_is_open_no_other_one_starts_in_it(kedro: Kedro, toy_project
     assert mlflow.get_run(outer.info.run_id).data.params == {}
 
 
+@pytest.mark.parametrize(("given", "is_said"), [(None, False), ("http://127.0.0.1:9", True)])
+def test_a_tracking_uri_in_the_environment_is_said_to_be_unused(
+    kedro: Kedro,
+    toy_project: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    given: str | None,
+    is_said: bool,
+):
+    monkeypatch.setattr(mlflow_hook, "GIVEN_URI", given)
+    assert kedro(toy_project, "run", "--pipelines", "align").exit_code == 0
+    assert any("MLFLOW_TRACKING_URI is not used" in line for line in caplog.messages) is is_said
+
+
 def test_relative_sqlite_files_and_their_artifacts_are_placed_in_the_project():
     settings = KedroMlflowConfig.model_validate({"server": {"mlflow_tracking_uri": "sqlite:///mlflow.db"}})
     place_in_project(settings, Path("/project"))

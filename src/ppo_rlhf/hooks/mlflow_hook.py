@@ -49,6 +49,8 @@ if TYPE_CHECKING:  # heavy: only a run pays for them
 
 logger = logging.getLogger(__name__)
 
+GIVEN_URI = os.environ.get("MLFLOW_TRACKING_URI")  # of the person: MLflow sets the variable itself once a store is open
+
 
 class TrackingHook(MlflowHook):
     """kedro-mlflow's hook with four differences, for which kedro-mlflow 2.0 has no setting.
@@ -122,6 +124,8 @@ class TrackingHook(MlflowHook):
                 make_database(Path(self._uri.removeprefix(SQLITE)), project_path / ARTIFACTS)
         with named_if_slow(self._uri), store_in_plain_words(self._complaint("cannot be used")):
             super().after_context_created(self._context)
+        if GIVEN_URI and GIVEN_URI.rstrip("/") != self._uri.rstrip("/"):
+            logger.warning("MLFLOW_TRACKING_URI is not used: server.mlflow_tracking_uri in mlflow.yml is.")
 
     def _start(
         self,
