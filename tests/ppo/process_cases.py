@@ -49,9 +49,9 @@ MEASURED = ("time/", "throughput/", "memory/")
 
 
 def build(settings: dict[str, Any]) -> Run:
-    """Build a run of 12 responses an iteration, however many processes share them."""
+    """Build a run of 16 responses an iteration, however many processes share them."""
     return build_run(
-        **{**settings, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 12 // process_count()}
+        **{**settings, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 16 // process_count()}
     )
 
 

@@ -14,7 +14,7 @@ from tests.rewards.test_scorers import batch
 from tests.tiny_models import END, save, tiny_model, word_tokenizer
 from tests.training.supervised import test_preferences, test_reward_training, test_sft
 
-SETTINGS = {"per_device_train_batch_size": 6, "num_train_epochs": 1}
+SETTINGS = {"per_device_train_batch_size": 4, "num_train_epochs": 1}
 FUNCTION = {"type": "function", "function": f"{__name__}:length"}
 calls = []
 
@@ -39,7 +39,7 @@ def results(folder: Path) -> dict[str, object]:
     trained, found["sft"] = train_sft_policy(policy, test_sft.TEXTS, test_sft.HELD_OUT, settings)
     found["sft weights"] = sums(trained.model)
     settings = test_reward_training.config(**SETTINGS, minimum_accuracy=0.0, group_by_length=False)
-    trained, found["reward"] = train_reward_model(policy, test_reward_training.pairs(24, prompts=False), settings)
+    trained, found["reward"] = train_reward_model(policy, test_reward_training.pairs(26, prompts=False), settings)
     found["reward weights"] = sums(trained.model)
     found["preferences"] = test_preferences.sample(length, pairs=7).to_dict("list")
     if processes.is_main_process():
