@@ -36,6 +36,8 @@ COLUMNS = {
             "eval/distinct_2",
             "eval/distinct_2_sft",
         ),
+        *(f"eval/{name}{side}_se" for name in ("judge_score", "reward", "wordy_rate") for side in ("", "_sft")),
+        *("eval/kl_se", "eval/response_length_se"),
         *("eval/wordy_rate", "eval/wordy_rate_sft", "prompts", "decided_by"),
     },
     "sample_pairs": {
@@ -141,7 +143,8 @@ def test_policy_compared_with_itself_ties_everywhere(inputs):
     summary = outputs["evaluation_summary"]
     assert [summary[f"eval/win_rate{end}"] for end in ("", "_low", "_high")] == [0.5, 0.5, 0.5]
     assert summary["eval/kl"] == pytest.approx(0.0, abs=1e-6)
-    assert outputs["before_after"]["sft"].tolist() == pytest.approx(outputs["before_after"]["ppo"].tolist(), abs=1e-6)
+    table = outputs["before_after"]
+    assert table["sft"].tolist() == pytest.approx(table["ppo"].tolist(), abs=1e-6)
     assert set(outputs["sample_pairs"]["chosen"]) == {"drawn at random"}
 
 
@@ -156,6 +159,26 @@ def test_reward_decides_when_there_is_no_judge(inputs):
     summary = run_evaluation({**inputs, "params:evaluation": settings})["evaluation_summary"]
     assert not {"eval/judge_score", "eval/judge_score_sft"} & set(summary)
     assert summary["decided_by"].startswith("the reward")
+
+
+def test_several_responses_and_judges_reach_the_summary_and_the_table(inputs):
+    several = replace(
+        inputs["params:evaluation"],
+        judge=f"{__name__}:is_wordy",
+        judges={"length": f"{__name__}:word_count"},
+        samples_per_prompt=4,
+        pass_at=[1, 4],
+    )
+    outputs = run_evaluation({**inputs, "params:evaluation": several})
+    summary, table = outputs["evaluation_summary"], outputs["ppo_evaluation"]
+    assert (summary["prompts"], summary["samples_per_prompt"]) == (len(PROMPTS), 4)
+    right = table.groupby("prompt", sort=False)["judge_score"]
+    assert summary["eval/pass_at_1"] == pytest.approx(table["judge_score"].mean(), abs=1e-12)
+    assert summary["eval/pass_at_4"] == pytest.approx((right.sum() > 0).mean(), abs=1e-12)
+    assert summary["eval/judge_score_se"] == pytest.approx(right.mean().sem(), abs=1e-12)
+    assert summary["eval/judge_score_length"] == pytest.approx(table["judge_score_length"].mean(), abs=1e-12)
+    assert 0.0 <= summary["eval/win_rate_length_low"] <= summary["eval/win_rate_length"]
+    assert {"pass_at_1", "pass_at_4", "judge_score_length"} <= set(outputs["before_after"]["measure"])
 
 
 def test_at_temperature_zero_each_policy_says_its_most_probable_tokens(inputs):

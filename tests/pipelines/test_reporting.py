@@ -115,6 +115,8 @@ class Page(HTMLParser):
         ("reward", 1.0, -0.071, "−0.07", "−1.07"),
         ("reward", 1.0, 1.001, "1.00", "±0"),
         ("kl", 0.0, 4.56, "4.6", "+4.6"),
+        ("pass_at_8", 0.5, 0.625, "62.5%", "+12.5 points"),
+        ("judge_score_strict", 0.5, 0.25, "0.25", "−0.25"),
         ("very_polite_rate", 0.9, 0.925, "92.5%", "+2.5 points"),  # a rate of the user's own judge
         ("distinct_2", 0.1931, float("nan"), "–", "–"),
     ],
@@ -122,6 +124,19 @@ class Page(HTMLParser):
 def test_values_and_changes_have_the_decimals_and_sign_of_their_measure(name, before, after, value, change):
     assert write_value(measure(name), after) == value
     assert write_change(measure(name), before, after) == change
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error", "text"),
+    [
+        ("reward", -0.5, 0.024, "−0.50 ± 0.02"),
+        ("very_polite_rate", 0.925, 0.0132, "92.5 ± 1.3%"),
+        ("reward", 0.5, float("nan"), "0.50"),
+        ("kl", 0.0, 0.0, "0.0"),  # of the policy itself: nothing varied
+    ],
+)
+def test_a_value_has_its_standard_error(name, value, error, text):
+    assert write_value(measure(name), value, error) == text
 
 
 @pytest.mark.parametrize(
@@ -145,6 +160,13 @@ def test_a_winner_is_named_only_from_an_interval_on_one_side_and_enough_prompts(
 def test_headline_gives_rate_interval_number_of_prompts_and_judge():
     said = headline(GOOD | SAID)
     assert all(part in said for part in ("88.0%", "1,512", "85.0% to 91.0%", "the reward"))
+
+
+def test_headline_counts_pairs_of_several_responses_and_names_other_judges():
+    strict = {"eval/win_rate_strict": 0.6, "eval/win_rate_strict_low": 0.55, "eval/win_rate_strict_high": 0.65}
+    said = headline(GOOD | strict | SAID | {"samples_per_prompt": 4})
+    assert "88.0% of 6,048 pairs of responses to 1,512 held-out prompts" in said
+    assert said.endswith("By other judges: strict 60.0% (55.0% to 65.0%).")
 
 
 LOST = {"eval/win_rate_low": 0.3, "eval/win_rate_high": 0.45}
@@ -252,6 +274,9 @@ def test_terminal_shows_the_table_and_never_cuts_a_path():
     assert "KL is high." in text
     assert re.search(r"Grammatical\s+90.0%\s+92.0%\s+\+2.0 points", text)
     assert path in "".join(re.findall(r"[\w/-]+", text.partition("Policy")[2]))
+    console = Console(file=io.StringIO(), width=80)
+    nodes.print_result(console, "PPO wins.", before_after().assign(sft_se=0.004, ppo_se=0.013), [], [])
+    assert re.search(r"Grammatical\s+90.0 ± 0.4%\s+92.0 ± 1.3%\s+\+2.0 points", console.file.getvalue())
 
 
 def test_page_gives_the_advice_that_follows_from_settings_and_curves():

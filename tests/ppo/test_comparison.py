@@ -20,14 +20,21 @@ from ppo_rlhf.ppo.evaluation import PolicyEvaluation
 ALWAYS = {
     *("eval/win_rate", "eval/win_rate_low", "eval/win_rate_high", "eval/reward", "eval/reward_sft", "eval/kl"),
     *("eval/response_length", "eval/distinct_2", "eval/distinct_2_sft"),
+    *("eval/reward_se", "eval/reward_sft_se", "eval/kl_se", "eval/response_length_se"),
 }
-JUDGED = {"eval/judge_score", "eval/judge_score_sft"}
 
 
-def evaluation(rewards, judge_scores=None, rates=None, completions=None, prompts=None, kl=None):
+def four(name):
+    """The metrics of a measure of both policies."""
+    return {f"eval/{name}{end}" for end in ("", "_sft", "_se", "_sft_se")}
+
+
+def evaluation(
+    rewards, judge_scores=None, rates=None, completions=None, prompts=None, kl=None, other_judges=None, samples=1
+):
     rewards = np.asarray(rewards, dtype=float)
     return PolicyEvaluation(
-        prompts=prompts or [f"prompt {row}" for row in range(len(rewards))],
+        prompts=prompts or [f"prompt {row // samples}" for row in range(len(rewards))],
         completions=completions or ["a b c"] * len(rewards),
         rewards=rewards,
         judge_scores=None if judge_scores is None else np.asarray(judge_scores, dtype=float),
@@ -35,6 +42,8 @@ def evaluation(rewards, judge_scores=None, rates=None, completions=None, prompts
         kl=np.zeros(len(rewards)) if kl is None else np.asarray(kl, dtype=float),
         lengths=np.arange(1, len(rewards) + 1),
         terminated=np.ones(len(rewards), dtype=bool),
+        other_judges={name: np.asarray(scores, dtype=float) for name, scores in (other_judges or {}).items()},
+        samples_per_prompt=samples,
     )
 
 
@@ -121,7 +130,7 @@ def test_metrics_with_a_judge_have_exactly_the_documented_keys_and_the_judge_dec
     policy = evaluation([0, 0], judge_scores=[2, 2], rates={"grammatical_rate": [1, 0]}, kl=[1, 3])
     sft = evaluation([9, 9], judge_scores=[1, 2], rates={"grammatical_rate": [1, 1]})
     metrics = compare_evaluations(policy, sft, seed=0, bootstrap_samples=200)
-    assert set(metrics) == ALWAYS | JUDGED | {"eval/grammatical_rate", "eval/grammatical_rate_sft"}
+    assert set(metrics) == ALWAYS | four("judge_score") | four("grammatical_rate")
     assert metrics["eval/win_rate"] == 0.75  # a win and a tie by the judge, though the reward lost both
     assert metrics["eval/judge_score"] == 2.0
     assert metrics["eval/judge_score_sft"] == 1.5
@@ -146,6 +155,7 @@ def test_metrics_without_a_judge_leave_its_keys_out_and_the_reward_decides():
         (evaluation([1, 1], prompts=["other", "prompts"]), "same prompts"),
         (evaluation([1, 1], judge_scores=[1, 1]), "same functions"),
         (evaluation([1, 1], rates={"polite_rate": [1, 1]}), "same functions"),
+        (evaluation([1, 1], other_judges={"strict": [1, 1]}), "same functions"),
     ],
 )
 def test_evaluations_of_different_things_are_not_compared(other, message):
@@ -162,12 +172,81 @@ def test_table_before_and_after_has_both_policies_measures():
     policy = evaluation([1, 3], judge_scores=[1, 1], completions=["a a", "a a"], kl=[2, 4])
     sft = evaluation([0, 0], judge_scores=[0, 1], completions=["a b", "c d"])
     table = before_after(policy, sft).set_index("measure")
+    errors = table[["sft_se", "ppo_se"]]
+    assert errors.loc["judge_score"].tolist() == pytest.approx([0.5, 0.0])  # sd of 0 and 1: sqrt(1/2); by sqrt(2)
+    assert errors.loc["reward"].tolist() == pytest.approx([0.0, 1.0])
+    assert errors.loc[["distinct_1", "distinct_2"]].isna().all(axis=None)
+    table = table[["sft", "ppo"]]
     assert table.loc["judge_score"].tolist() == [0.5, 1.0]
     assert table.loc["reward"].tolist() == [0.0, 2.0]
     assert table.loc["kl"].tolist() == [0.0, 3.0]
     assert table.loc["distinct_1"].tolist() == [1.0, 0.25]
     assert table.loc["distinct_2"].tolist() == [1.0, 0.5]
     assert table.loc["truncated_fraction"].tolist() == [0.0, 0.0]
+
+
+def test_a_single_prompt_has_no_standard_error():
+    metrics = compare_evaluations(evaluation([1]), evaluation([0]), seed=0, bootstrap_samples=200)
+    assert not [key for key in metrics if key.endswith("_se")]
+    assert before_after(evaluation([1]), evaluation([0]))[["sft_se", "ppo_se"]].isna().all(axis=None)
+
+
+def test_further_judges_have_means_and_win_rates_and_decide_nothing_else():
+    policy = evaluation([0, 0], judge_scores=[2, 2], other_judges={"strict": [1, 5], "mild": [0, 0]})
+    sft = evaluation([9, 9], judge_scores=[1, 2], other_judges={"strict": [3, 4], "mild": [1, 1]})
+    metrics = compare_evaluations(policy, sft, seed=0, bootstrap_samples=200)
+    win_rates = {f"eval/win_rate_{judge}{end}" for judge in ("strict", "mild") for end in ("", "_low", "_high")}
+    assert set(metrics) == ALWAYS.union(
+        *map(four, ("judge_score", "judge_score_strict", "judge_score_mild")), win_rates
+    )
+    assert metrics["eval/win_rate"] == 0.75
+    assert [metrics[f"eval/win_rate_strict{end}"] for end in ("_low", "", "_high")] == [0.0, 0.5, 1.0]
+    assert [metrics[f"eval/win_rate_mild{end}"] for end in ("_low", "", "_high")] == [0.0, 0.0, 0.0]
+    assert [metrics[f"eval/judge_score_strict{end}"] for end in ("", "_sft")] == [3.0, 3.5]
+
+
+def test_several_responses_to_a_prompt_are_one_observation():
+    """Prompt means 0.5 and 1 have sd 0.5 / sqrt(2), so the error of their mean is 0.25; four responses would have less.
+
+    Pairs: win and tie, tie and tie: (1 + 1/2 + 1/2 + 1/2) / 4.
+    """
+    policy, sft = evaluation([1, 0, 1, 1], samples=2), evaluation([0, 0, 1, 1], samples=2)
+    metrics = compare_evaluations(policy, sft, seed=0, bootstrap_samples=200)
+    assert metrics["eval/reward"] == 0.75
+    assert metrics["eval/reward_se"] == pytest.approx(0.25, rel=1e-12)
+    assert [metrics[f"eval/win_rate{end}"] for end in ("_low", "", "_high")] == [0.5, 0.625, 0.75]
+    decided = Decided.of(policy, sft)
+    assert (decided.wins, decided.losses) == (1, 0)
+    table = sample_pairs(policy, sft, count=9, seed=0)
+    assert sorted(table["ppo_score"]) == [1.0, 1.0]  # of prompt 0 the first response, not the second
+    with pytest.raises(DataError, match="same functions"):
+        compare_evaluations(policy, evaluation([0, 0, 1, 1], prompts=policy.prompts), seed=0, bootstrap_samples=200)
+
+
+def test_the_interval_of_several_responses_is_the_bootstrap_over_prompts():
+    """Against prompts drawn one by one with replacement. Responses to one prompt are equal: drawing them is wrong."""
+    rng = np.random.default_rng(0)
+    margins = np.repeat(rng.choice([-1.0, 0.0, 1.0], size=(40, 1), p=[0.2, 0.1, 0.7]), 8, axis=1)
+    wins = win_rate(margins, np.zeros_like(margins), seed=1, bootstrap_samples=20_000)
+    worth = (np.sign(margins) + 1).mean(axis=1) / 2
+    means = worth[rng.integers(40, size=(20_000, 40))].mean(axis=1)
+    assert wins.rate == pytest.approx(worth.mean(), abs=1e-12)
+    assert [wins.low, wins.high] == pytest.approx(np.quantile(means, [0.025, 0.975]).tolist(), abs=0.0126)  # one step
+
+
+def test_pass_at_k_is_of_the_deciding_scores_with_its_error_over_prompts():
+    """Two right of 4, then none: pass@2 is 1 - C(2,2) / C(4,2) = 5/6 and 0, with mean 5/12 and error 5/12."""
+    policy = evaluation([9] * 8, judge_scores=[1, 0, 0, 1, 0, 0, 0, 0], samples=4)
+    sft = evaluation([9] * 8, judge_scores=[1] * 8, samples=4)
+    metrics = compare_evaluations(policy, sft, seed=0, bootstrap_samples=200, pass_at=[1, 2])
+    assert metrics["eval/pass_at_1"] == metrics["eval/judge_score"] == 0.25
+    assert metrics["eval/pass_at_2"] == pytest.approx(5 / 12, rel=1e-12)
+    assert metrics["eval/pass_at_2_se"] == pytest.approx(5 / 12, rel=1e-12)
+    assert (metrics["eval/pass_at_2_sft"], metrics["eval/pass_at_2_sft_se"]) == (1.0, 0.0)
+    table = before_after(policy, sft, [1, 2]).set_index("measure")
+    assert table.loc["pass_at_2", "ppo"] == pytest.approx(5 / 12, rel=1e-12)
+    with pytest.raises(DataError, match=r"pass_at.*evaluation\.judge gave 0\.5"):
+        before_after(evaluation([1], judge_scores=[0.5]), evaluation([1], judge_scores=[1]), [1])
 
 
 def test_sample_pairs_hold_random_rows_then_the_widest_wins_and_losses_without_repeats():

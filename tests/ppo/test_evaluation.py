@@ -76,10 +76,11 @@ def evaluate(tokenizer, prompts):
     scorer = build_reward_scorer(RewardConfig(components=[component]), None, tokenizer)
     judge = ResolvedJudge(count_words, {"wordy_rate": lambda prompts, completions: [1.0] * len(completions)}, "words")
 
-    def run(policy, reference, *, judge=judge, prompts=prompts, seed=0, batch_size=64):
+    def run(policy, reference, *, judge=judge, prompts=prompts, seed=0, batch_size=64, samples=1):
         sampling = sampling_settings(ppo, tokenizer, policy)
         return evaluate_policy(
-            policy, reference, tokenizer, prompts, scorer, judge, ppo, sampling, seed=seed, batch_size=batch_size
+            *(policy, reference, tokenizer, prompts, scorer, judge, ppo, sampling),
+            **{"seed": seed, "batch_size": batch_size, "samples_per_prompt": samples},
         )
 
     return run
@@ -144,6 +145,25 @@ def test_evaluation_survives_its_table(evaluate, policies, tmp_path):
         assert getattr(again, name).dtype == getattr(result, name).dtype, name
 
 
+def test_several_responses_to_a_prompt_stand_together_and_differ(evaluate, policies, prompts, tmp_path):
+    judge = ResolvedJudge(count_words, {}, "words", {"again": count_words})
+    result = evaluate(*policies, judge=judge, samples=3)
+    assert result.prompts == [text for text in prompts.texts for _ in range(3)]
+    assert result.by_prompt(np.array(result.completions)).shape == (len(prompts), 3)
+    assert len(set(result.completions[:3])) > 1
+    words = [completion.split() for completion in result.completions]
+    targets = [target for target in prompts.columns["target"] for _ in range(3)]
+    expected = [2.0 * row.count(target) / 6 for row, target in zip(words, targets, strict=True)]
+    assert result.rewards == pytest.approx(expected, abs=1e-6)
+    result.to_frame().to_parquet(tmp_path / "table.parquet")
+    frame = pd.read_parquet(tmp_path / "table.parquet")
+    assert frame["sample"].tolist() == [0, 1, 2] * len(prompts)
+    again = PolicyEvaluation.from_frame(frame)
+    assert again.samples_per_prompt == 3
+    assert again.rates == {}
+    assert again.other_judges["again"].tolist() == again.judge_scores.tolist() == [len(row) for row in words]
+
+
 def test_an_evaluation_without_prompts_and_a_judge_that_returns_nan_are_refused(evaluate, policies, prompts):
     with pytest.raises(DataError, match="held_out_share"):
         evaluate(*policies, prompts=prompts.select([]))
@@ -196,6 +216,15 @@ def test_judge_that_cannot_be_found_is_named(reference):
         ({"rates": {"Polite Rate": "a:b"}}, "'Polite Rate' cannot name a rate"),
         ({"rates": {"polite_sft": "a:b"}}, "'polite_sft' cannot name a rate"),
         ({"rates": {"a" * 242: "a:b"}}, "cannot name a rate"),
+        ({"rates": {"judge_score_mine": "a:b"}}, "cannot name a rate"),
+        ({"rates": {"polite_se": "a:b"}}, "cannot name a rate"),
+        ({"judges": {"low": "a:b"}}, "'low' cannot name a judge"),
+        ({"judges": {"Strict": "a:b"}}, "'Strict' cannot name a judge"),
+        ({"judges": {"strict_sft": "a:b"}}, "'strict_sft' cannot name a judge"),
+        ({"samples_per_prompt": 2, "temperature": 0.0}, "evaluation.samples_per_prompt=2"),
+        ({"samples_per_prompt": 2, "pass_at": [1, 4]}, r"evaluation\.pass_at=\[1, 4\]"),
+        ({"samples_per_prompt": 2, "pass_at": [2, 2]}, "evaluation.pass_at"),
+        ({"pass_at": [0]}, r"evaluation\.pass_at\.0=0"),
     ],
 )
 def test_wrong_setting_is_named_with_its_value(given, message):

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
+import torch
 from numpy.typing import NDArray
 
 from ppo_rlhf.core.errors import DataError
-from ppo_rlhf.ppo.evaluation import PolicyEvaluation
+from ppo_rlhf.core.success_rates import pass_at_k
+from ppo_rlhf.ppo.evaluation import JUDGE_COLUMN, PolicyEvaluation
 
 CONFIDENCE = 0.95
 EXTREMES = 3
@@ -38,9 +40,9 @@ class Decided:
     losses: int
 
     @classmethod
-    def of(cls, ours: Sequence[float], theirs: Sequence[float]) -> Decided:
-        """Count them from both policies' scores, one a prompt."""
-        margins = np.asarray(ours, dtype=np.float64) - np.asarray(theirs, dtype=np.float64)
+    def of(cls, policy: PolicyEvaluation, sft: PolicyEvaluation) -> Decided:
+        """Count them by the deciding scores; of several responses to a prompt, by which policy wins more pairs."""
+        margins = policy.by_prompt(np.sign(policy.deciding_scores - sft.deciding_scores)).sum(axis=1)
         return cls(wins=int((margins > 0).sum()), losses=int((margins < 0).sum()))
 
     @property
@@ -59,15 +61,15 @@ class Decided:
 def win_rate(
     ours: NDArray[np.float64], theirs: NDArray[np.float64], *, seed: int, bootstrap_samples: int = 10_000
 ) -> WinRate:
-    """Return the share of prompts with `ours > theirs`; a tie counts one half.
+    """Return the share of responses with `ours > theirs`; a tie counts one half.
 
     The interval is the percentile bootstrap over prompts (Efron and Tibshirani 1993, chapter 13). A resample's mean
-    depends only on how many losses, ties and wins it drew, so resamples are drawn as multinomial counts: the same
-    distribution as drawing prompts with replacement, in memory that does not grow with their number.
+    depends only on how many prompts it drew of each number of wins and ties, so resamples are drawn as multinomial
+    counts: the same distribution as drawing prompts with replacement, in memory that does not grow with their number.
 
     Args:
-        ours: Scores [N], one a prompt.
-        theirs: Scores [N] of the other policy on the same prompts.
+        ours: Scores [N], one a prompt, or [N, n] of n responses to each.
+        theirs: Scores of the other policy on the same prompts, in the same shape; the i-th responses are compared.
         seed: Fixes the resamples.
         bootstrap_samples: Resamples that the interval is taken from.
 
@@ -75,16 +77,23 @@ def win_rate(
         DataError: If the scores are not paired, or there are none, or one is not finite.
     """
     ours, theirs = np.asarray(ours, dtype=np.float64), np.asarray(theirs, dtype=np.float64)
-    if ours.ndim != 1 or ours.shape != theirs.shape or ours.size == 0:
+    if ours.ndim not in (1, 2) or ours.shape != theirs.shape or ours.size == 0:
         raise DataError(f"win rate: scores must be paired, one a prompt; got shapes {ours.shape} and {theirs.shape}")
     if not (np.isfinite(ours).all() and np.isfinite(theirs).all()):
         raise DataError("win rate: scores must be finite; a judge or reward returned NaN or infinity")
-    worth = np.array([0.0, 0.5, 1.0])  # loss, tie, win
-    counts = np.bincount(np.sign(ours - theirs).astype(np.int64) + 1, minlength=3)
-    resampled = np.random.default_rng(seed).multinomial(ours.size, counts / ours.size, size=bootstrap_samples)
+    halves_N = (np.sign(ours - theirs).astype(np.int64) + 1).reshape(len(ours), -1).sum(axis=1)  # a tie 1, a win 2
+    number, most = len(halves_N), 2 * ours.size // len(ours)
+    worth = np.arange(most + 1) / most
+    counts = np.bincount(halves_N, minlength=most + 1)
+    resampled = np.random.default_rng(seed).multinomial(number, counts / number, size=bootstrap_samples)
     tail = (1.0 - CONFIDENCE) / 2.0
-    low, high = np.quantile(resampled @ worth / ours.size, [tail, 1.0 - tail])
-    return WinRate(rate=float(counts @ worth / ours.size), low=float(low), high=float(high))
+    low, high = np.quantile(resampled @ worth / number, [tail, 1.0 - tail])
+    return WinRate(rate=float(counts @ worth / number), low=float(low), high=float(high))
+
+
+def standard_error(values_N: NDArray[np.float64]) -> float:
+    """Return the standard error of a mean over prompts: s / sqrt(N), s with N − 1; NaN of a single prompt."""
+    return float(values_N.std(ddof=1) / math.sqrt(len(values_N))) if len(values_N) > 1 else math.nan
 
 
 def distinct_n(completions: Sequence[str], n: int) -> float:
@@ -101,68 +110,111 @@ def distinct_n(completions: Sequence[str], n: int) -> float:
     return len(set(ngrams)) / len(ngrams) if ngrams else 0.0
 
 
+def measure_prompts(evaluation: PolicyEvaluation, pass_at: Sequence[int] = ()) -> dict[str, NDArray[np.float64]]:
+    """Return one number a prompt [N] of each measure: the mean over its responses, and pass@k for each k.
+
+    Responses to one prompt are alike, so a standard error is one over prompts.
+
+    Raises:
+        DataError: `pass_at` is given, and a deciding score is neither 0 nor 1.
+    """
+    judges = {} if evaluation.judge_scores is None else {JUDGE_COLUMN: evaluation.judge_scores}
+    judges |= {f"{JUDGE_COLUMN}_{name}": scores for name, scores in evaluation.other_judges.items()}
+    of_responses = {
+        **judges,
+        "reward": evaluation.rewards,
+        **evaluation.rates,
+        "kl": evaluation.kl,
+        "response_length": evaluation.lengths,
+        "truncated_fraction": ~evaluation.terminated,
+    }
+    means = {name: evaluation.by_prompt(values).mean(axis=1) for name, values in of_responses.items()}
+    if not pass_at:
+        return means
+    check_right_or_wrong(evaluation)
+    right_N = torch.from_numpy(evaluation.by_prompt(evaluation.deciding_scores).sum(axis=1)).long()
+    n = evaluation.samples_per_prompt
+    return {f"pass_at_{k}": pass_at_k(right_N, n, k).numpy() for k in sorted(pass_at)} | means
+
+
+def check_right_or_wrong(evaluation: PolicyEvaluation) -> None:
+    """Raise `DataError` if a score that decides the win rate is neither 1 nor 0."""
+    others = evaluation.deciding_scores[~np.isin(evaluation.deciding_scores, (0.0, 1.0))]
+    if others.size:
+        source = "the reward" if evaluation.judge_scores is None else "evaluation.judge"
+        raise DataError(
+            f"evaluation.pass_at needs answers that are right (1) or wrong (0), and {source} gave {others[0]:g}. Set "
+            "evaluation.judge to a function that returns 0 or 1, or leave pass_at empty."
+        )
+
+
 def compare_evaluations(
-    policy: PolicyEvaluation, sft: PolicyEvaluation, *, seed: int, bootstrap_samples: int
+    policy: PolicyEvaluation, sft: PolicyEvaluation, *, seed: int, bootstrap_samples: int, pass_at: Sequence[int] = ()
 ) -> dict[str, float]:
     """Return the eval/* metrics of a policy against the SFT policy it started from.
 
-    The win rate is by the judge if both were judged, else by the reward.
+    The win rate is by the judge if both were judged, else by the reward; each further judge has one of its own.
+    Standard errors, `eval/<name>_se`, are over prompts; of a single prompt there are none.
 
     Raises:
-        DataError: If the two did not answer the same prompts, or were not judged and rated by the same functions.
+        DataError: If the two did not answer the same prompts, or were not judged and rated by the same functions, or
+            `pass_at` is given and a deciding score is neither 0 nor 1.
     """
     _check_comparable(policy, sft)
-    wins = win_rate(policy.deciding_scores, sft.deciding_scores, seed=seed, bootstrap_samples=bootstrap_samples)
-    metrics = {"eval/win_rate": wins.rate, "eval/win_rate_low": wins.low, "eval/win_rate_high": wins.high}
-    if policy.judge_scores is not None and sft.judge_scores is not None:
-        metrics["eval/judge_score"] = float(policy.judge_scores.mean())
-        metrics["eval/judge_score_sft"] = float(sft.judge_scores.mean())
-    metrics |= {
-        "eval/reward": float(policy.rewards.mean()),
-        "eval/reward_sft": float(sft.rewards.mean()),
-        "eval/kl": float(policy.kl.mean()),
-        "eval/response_length": float(policy.lengths.mean()),
-        "eval/distinct_2": distinct_n(policy.completions, 2),
-        "eval/distinct_2_sft": distinct_n(sft.completions, 2),
-    }
-    for name, values in policy.rates.items():
-        metrics[f"eval/{name}"] = float(values.mean())
-        metrics[f"eval/{name}_sft"] = float(sft.rates[name].mean())
+    decisions = {"": (policy.deciding_scores, sft.deciding_scores)}
+    decisions |= {f"_{name}": (policy.other_judges[name], sft.other_judges[name]) for name in policy.other_judges}
+    metrics: dict[str, float] = {}
+    for name, (ours, theirs) in decisions.items():
+        pair = policy.by_prompt(ours), sft.by_prompt(theirs)
+        wins = win_rate(*pair, seed=seed, bootstrap_samples=bootstrap_samples)
+        ends = {"": wins.rate, "_low": wins.low, "_high": wins.high}
+        metrics |= {f"eval/win_rate{name}{end}": value for end, value in ends.items()}
+    measured, of_sft = measure_prompts(policy, pass_at), measure_prompts(sft, pass_at)
+    for name, values in measured.items():
+        if name == "truncated_fraction":  # in the table before and after alone
+            continue
+        sides = {f"eval/{name}": values}
+        if name not in ("kl", "response_length"):
+            sides[f"eval/{name}_sft"] = of_sft[name]
+        metrics |= {key: float(side.mean()) for key, side in sides.items()}
+        if len(values) > 1:
+            metrics |= {f"{key}_se": standard_error(side) for key, side in sides.items()}
+    metrics["eval/distinct_2"] = distinct_n(policy.completions, 2)
+    metrics["eval/distinct_2_sft"] = distinct_n(sft.completions, 2)
     return metrics
 
 
-def summarise(evaluation: PolicyEvaluation) -> dict[str, float]:
-    """Return one policy's means, by measure, in the order in which a table shows them."""
-    summary: dict[str, float] = {}
-    if evaluation.judge_scores is not None:
-        summary["judge_score"] = float(evaluation.judge_scores.mean())
-    summary["reward"] = float(evaluation.rewards.mean())
-    summary |= {name: float(values.mean()) for name, values in evaluation.rates.items()}
-    return summary | {
-        "kl": float(evaluation.kl.mean()),
-        "response_length": float(evaluation.lengths.mean()),
-        "truncated_fraction": float(1.0 - evaluation.terminated.mean()),
-        "distinct_1": distinct_n(evaluation.completions, 1),
-        "distinct_2": distinct_n(evaluation.completions, 2),
-    }
+def before_after(policy: PolicyEvaluation, sft: PolicyEvaluation, pass_at: Sequence[int] = ()) -> pd.DataFrame:
+    """Return the table before and after, one row a measure.
 
-
-def before_after(policy: PolicyEvaluation, sft: PolicyEvaluation) -> pd.DataFrame:
-    """Return the table before and after: one row a measure, columns `measure`, `sft`, `ppo`."""
+    Columns: `measure`, the means `sft` and `ppo`, and their standard errors over prompts `sft_se` and `ppo_se`, NaN of
+    distinct-n, which is no mean over prompts.
+    """
     _check_comparable(policy, sft)
-    before, after = summarise(sft), summarise(policy)
-    return pd.DataFrame([{"measure": name, "sft": before[name], "ppo": after[name]} for name in after])
+    before, after = measure_prompts(sft, pass_at), measure_prompts(policy, pass_at)
+    rows: list[dict[str, object]] = [
+        {
+            **{"measure": name, "sft": before[name].mean(), "ppo": after[name].mean()},
+            **{"sft_se": standard_error(before[name]), "ppo_se": standard_error(after[name])},
+        }
+        for name in after
+    ]
+    for n in (1, 2):
+        shares = {"sft": distinct_n(sft.completions, n), "ppo": distinct_n(policy.completions, n)}
+        rows.append({"measure": f"distinct_{n}", **shares, "sft_se": math.nan, "ppo_se": math.nan})
+    return pd.DataFrame(rows)
 
 
 def sample_pairs(policy: PolicyEvaluation, sft: PolicyEvaluation, *, count: int, seed: int) -> pd.DataFrame:
-    """Return both policies' responses to some prompts, side by side.
+    """Return both policies' responses to some prompts, side by side; of several responses to a prompt the first.
 
     First `count` prompts drawn at random, then of the rest the widest wins and the widest losses, `EXTREMES` of each.
     Columns: `chosen` (why the row is here), `outcome` (win, tie or loss of the policy), `prompt`, `sft_response`,
     `ppo_response`, `sft_score`, `ppo_score` (what decides the win rate), `ppo_kl` (nats).
     """
     _check_comparable(policy, sft)
-    margins = policy.deciding_scores - sft.deciding_scores
+    first = np.arange(0, len(policy.prompts), policy.samples_per_prompt)
+    margins = (policy.deciding_scores - sft.deciding_scores)[first]
     drawn = np.random.default_rng(seed).permutation(len(margins))[:count]
     rest = [int(row) for row in np.argsort(-margins, kind="stable") if row not in set(drawn.tolist())]
     wins = [row for row in rest if margins[row] > 0][:EXTREMES]
@@ -173,12 +225,12 @@ def sample_pairs(policy: PolicyEvaluation, sft: PolicyEvaluation, *, count: int,
         {
             "chosen": chosen,
             "outcome": ("loss", "tie", "win")[int(np.sign(margins[row])) + 1],
-            "prompt": policy.prompts[row],
-            "sft_response": sft.completions[row],
-            "ppo_response": policy.completions[row],
-            "sft_score": float(sft.deciding_scores[row]),
-            "ppo_score": float(policy.deciding_scores[row]),
-            "ppo_kl": float(policy.kl[row]),
+            "prompt": policy.prompts[first[row]],
+            "sft_response": sft.completions[first[row]],
+            "ppo_response": policy.completions[first[row]],
+            "sft_score": float(sft.deciding_scores[first[row]]),
+            "ppo_score": float(policy.deciding_scores[first[row]]),
+            "ppo_kl": float(policy.kl[first[row]]),
         }
         for row, chosen in rows
     )
@@ -187,5 +239,8 @@ def sample_pairs(policy: PolicyEvaluation, sft: PolicyEvaluation, *, count: int,
 def _check_comparable(policy: PolicyEvaluation, sft: PolicyEvaluation) -> None:
     if policy.prompts != sft.prompts:
         raise DataError("evaluation: the two policies did not answer the same prompts in the same order; evaluate both")
-    if (policy.judge_scores is None) != (sft.judge_scores is None) or policy.rates.keys() != sft.rates.keys():
+    judged, judged_sft = (
+        (e.judge_scores is None, e.other_judges.keys(), e.rates.keys(), e.samples_per_prompt) for e in (policy, sft)
+    )
+    if judged != judged_sft:
         raise DataError("evaluation: the two policies were not judged and rated by the same functions; evaluate both")

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import pandas as pd
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.settings_group import Seed, settings_group
-from ppo_rlhf.core.errors import DataError
+from ppo_rlhf.core.errors import ConfigError, DataError
 from ppo_rlhf.core.randomness import episode_uniforms
 from ppo_rlhf.data.prompts import PromptDataset
 from ppo_rlhf.models.offloading import on_device
@@ -33,27 +33,41 @@ DEMO_RATES = {"grammatical_rate": "ppo_rlhf.demo.judge:is_grammatical"}
 NOISE_STREAM = "evaluation"
 """Every evaluation draws the same uniforms, so two policies that are equal give equal responses."""
 
-_FIXED_COLUMNS = ("prompt", "response", "reward", "judge_score", "kl", "length", "terminated")
-_TAKEN_RATE_NAMES = {
-    *_FIXED_COLUMNS,
-    *("win_rate", "win_rate_low", "win_rate_high", "response_length", "truncated_fraction", "distinct_1", "distinct_2"),
-}
+JUDGE_COLUMN = "judge_score"
+"""Column of the deciding judge's scores; `judge_score_<name>` has another judge's."""
+_FIXED_COLUMNS = ("prompt", "sample", "response", "reward", JUDGE_COLUMN, "kl", "length", "terminated")
+_TAKEN_RATE_NAMES = {*_FIXED_COLUMNS, "response_length", "truncated_fraction", "distinct_1", "distinct_2"}
+_TAKEN_BEGINNINGS = (f"{JUDGE_COLUMN}_", "win_rate", "pass_at_")
+_TAKEN_ENDINGS = ("_sft", "_se")
 
 
 def _check_rate_names(rates: dict[str, str]) -> dict[str, str]:
     for name in rates:
-        if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or name in _TAKEN_RATE_NAMES or name.endswith("_sft"):
-            raise ValueError(
-                f"{name!r} cannot name a rate: it becomes the metric eval/{name}, so it must be lower-case letters, "
-                "digits and underscores, not end in _sft, and not be a metric that exists"
-            )
-        key = f"eval/{name}_sft"  # the longer one of its two metrics
-        if len(key) > LONGEST_METRIC_NAME:
-            raise ValueError(
-                f"{name!r} cannot name a rate: it becomes the metric eval/<name>_sft, which has {len(key)} characters "
-                f"and may have {LONGEST_METRIC_NAME}"
-            )
+        taken = name in _TAKEN_RATE_NAMES or name.startswith(_TAKEN_BEGINNINGS) or name.endswith(_TAKEN_ENDINGS)
+        _check_metric_name(name, "a rate", f"eval/{name}", taken)
     return rates
+
+
+def _check_judge_names(judges: dict[str, str]) -> dict[str, str]:
+    for name in judges:
+        # eval/win_rate_low, eval/judge_score_sft and the like exist
+        taken = f"_{name}".endswith((*_TAKEN_ENDINGS, "_low", "_high"))
+        _check_metric_name(name, "a judge", f"eval/{JUDGE_COLUMN}_{name}", taken)
+    return judges
+
+
+def _check_metric_name(name: str, what: str, key: str, taken: bool) -> None:
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or taken:
+        raise ValueError(
+            f"{name!r} cannot name {what}: it becomes the metric {key}, so it must be lower-case letters, digits and "
+            "underscores, not end in _sft or _se, and not be, or begin or end like, a metric that exists"
+        )
+    longest = f"{key}_sft_se"  # of its metrics
+    if len(longest) > LONGEST_METRIC_NAME:
+        raise ValueError(
+            f"{name!r} cannot name {what}: its metric {longest} has {len(longest)} characters and may have "
+            f"{LONGEST_METRIC_NAME}"
+        )
 
 
 @settings_group("evaluation")
@@ -63,12 +77,21 @@ class EvaluationConfig:
     judge: str | None = None
     """`module:name` of a function `judge(prompts, completions, **columns) -> list[float]` that decides the win rate.
     None: the demo's gold judge on the demo's prompts, otherwise the reward decides."""
+    judges: Annotated[dict[str, str], AfterValidator(_check_judge_names)] = field(default_factory=dict)
+    """Further judges of that signature, by name. Each has its mean `eval/judge_score_<name>` and its own win rate
+    `eval/win_rate_<name>` with an interval. The best checkpoint and the champion depend on `judge` alone."""
     rates: Annotated[dict[str, str], AfterValidator(_check_rate_names)] = field(default_factory=dict)
     """Further functions of the same signature, by the name of their metric; each gives 0 or 1 (or a share) a
     response, and `eval/<name>` is the mean."""
     temperature: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] | None = None
     """Of the responses that are evaluated; 0 takes the most probable token each time (greedy). None: ppo.temperature.
     """
+    samples_per_prompt: Annotated[int, Field(ge=1)] = 1
+    """Responses to each held-out prompt in the final evaluation. Standard errors and intervals stay over prompts; PPO's
+    i-th response is compared with SFT's i-th. Evaluations during training take one."""
+    pass_at: list[Annotated[int, Field(ge=1)]] = field(default_factory=list)
+    """Values of k for pass@k (Chen et al. 2021, arXiv:2107.03374, equation 1), each at most samples_per_prompt. What
+    decides the win rate must then give 1 (right) or 0 (wrong)."""
     bootstrap_samples: Annotated[int, Field(ge=100)] = 10_000
     """Resamples of the prompts behind the win rate's 95 % interval."""
     iteration_prompts: Annotated[int, Field(ge=1)] = 64
@@ -82,6 +105,20 @@ class EvaluationConfig:
     """Where the prompts come from; only whether they are the demo's matters here."""
     seed: Seed = 42
     """Fixes the sampling noise, the bootstrap and the choice of samples."""
+
+    def __post_init__(self) -> None:
+        if self.samples_per_prompt > 1 and self.temperature == 0.0:
+            raise ConfigError(
+                f"evaluation.samples_per_prompt={self.samples_per_prompt} with evaluation.temperature=0 would repeat "
+                "one greedy response. Set a temperature above 0, or samples_per_prompt=1."
+            )
+        if self.pass_at and max(self.pass_at) > self.samples_per_prompt:
+            raise ConfigError(
+                f"evaluation.pass_at={self.pass_at}: pass@k needs k responses to a prompt or more, and "
+                f"evaluation.samples_per_prompt is {self.samples_per_prompt}. Set it to {max(self.pass_at)} or more."
+            )
+        if len(set(self.pass_at)) < len(self.pass_at):
+            raise ConfigError(f"evaluation.pass_at={self.pass_at}: a value is there twice. Name each once.")
 
     def sampling(self, trained: SamplingSettings) -> SamplingSettings:
         """Return how responses are drawn, given how training draws them; greedy ones keep the KL's temperature."""
@@ -101,6 +138,8 @@ class ResolvedJudge:
     rates: Mapping[str, RewardFunction]
     description: str
     """Who decides the win rate, as it reads in a sentence."""
+    judges: Mapping[str, RewardFunction] = field(default_factory=dict)
+    """Further judges, which decide win rates of their own."""
 
 
 def resolve_judge(config: EvaluationConfig, project_path: Path | None = None) -> ResolvedJudge:
@@ -122,14 +161,19 @@ def resolve_judge(config: EvaluationConfig, project_path: Path | None = None) ->
         judge=None if judge is None else load_function(judge, project_path),
         rates={name: load_function(reference, project_path) for name, reference in rates.items()},
         description=description,
+        judges={name: load_function(reference, project_path) for name, reference in config.judges.items()},
     )
 
 
 @dataclass
 class PolicyEvaluation:
-    """One policy's responses to N prompts and everything measured on them; arrays are [N], in the order of prompts."""
+    """One policy's n responses to each of N prompts, and everything measured on them.
+
+    Arrays are [N x n], in the order of prompts; the responses to one prompt stand together.
+    """
 
     prompts: list[str]
+    """Of each response: a prompt with n responses is there n times."""
     completions: list[str]
     rewards: NDArray[np.float64]
     """Weighted sum of the reward's components, before any shaping or penalty."""
@@ -141,17 +185,33 @@ class PolicyEvaluation:
     """Tokens, the stop token included."""
     terminated: NDArray[np.bool_]
     """True where the response ended in a stop token."""
+    other_judges: dict[str, NDArray[np.float64]] = field(default_factory=dict)
+    """Scores of the further judges."""
+    samples_per_prompt: int = 1
+    """n, the responses to each prompt."""
 
     @property
     def deciding_scores(self) -> NDArray[np.float64]:
-        """Scores [N] that decide the win rate: the judge's if there is one, else the reward."""
+        """Scores [N x n] that decide the win rate: the judge's if there is one, else the reward."""
         return self.rewards if self.judge_scores is None else self.judge_scores
 
+    def by_prompt(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Return one value a response as [N, n], a row for each prompt."""
+        return values.reshape(-1, self.samples_per_prompt)
+
     def to_frame(self) -> pd.DataFrame:
-        """Return one row a response; a rate's column has its name, `judge_score` is there only if judged."""
-        columns: dict[str, object] = {"prompt": self.prompts, "response": self.completions, "reward": self.rewards}
+        """Return one row a response.
+
+        A rate's column has its name. `judge_score` is there only if judged, `sample` (from 0, of each prompt) only
+        where prompts have several responses.
+        """
+        columns: dict[str, object] = {"prompt": self.prompts}
+        if self.samples_per_prompt > 1:
+            columns["sample"] = np.arange(len(self.prompts)) % self.samples_per_prompt
+        columns |= {"response": self.completions, "reward": self.rewards}
         if self.judge_scores is not None:
-            columns["judge_score"] = self.judge_scores
+            columns[JUDGE_COLUMN] = self.judge_scores
+        columns |= {f"{JUDGE_COLUMN}_{name}": scores for name, scores in self.other_judges.items()}
         return pd.DataFrame(
             columns | self.rates | {"kl": self.kl, "length": self.lengths, "terminated": self.terminated}
         )
@@ -163,15 +223,18 @@ class PolicyEvaluation:
         def numbers(name: str) -> NDArray[np.float64]:
             return frame[name].to_numpy(dtype=np.float64)
 
+        judges = [str(name) for name in frame.columns if str(name).startswith(f"{JUDGE_COLUMN}_")]
         return cls(
             prompts=frame["prompt"].tolist(),
             completions=frame["response"].tolist(),
             rewards=numbers("reward"),
-            judge_scores=numbers("judge_score") if "judge_score" in frame else None,
-            rates={str(name): numbers(name) for name in frame.columns if name not in _FIXED_COLUMNS},
+            judge_scores=numbers(JUDGE_COLUMN) if JUDGE_COLUMN in frame else None,
+            rates={str(name): numbers(name) for name in frame.columns if name not in (*_FIXED_COLUMNS, *judges)},
             kl=numbers("kl"),
             lengths=frame["length"].to_numpy(dtype=np.int64),
             terminated=frame["terminated"].to_numpy(dtype=np.bool_),
+            other_judges={name.removeprefix(f"{JUDGE_COLUMN}_"): numbers(name) for name in judges},
+            samples_per_prompt=int(frame["sample"].max()) + 1 if "sample" in frame else 1,
         )
 
 
@@ -187,6 +250,7 @@ def evaluate_policy(
     *,
     seed: int,
     batch_size: int = 64,
+    samples_per_prompt: int = 1,
     device: torch.device | None = None,
 ) -> PolicyEvaluation:
     """Let a policy answer prompts under fixed noise and measure the responses; processes share the work.
@@ -202,6 +266,7 @@ def evaluate_policy(
         sampling: Length, temperature, truncation and stop tokens of the responses.
         seed: Fixes the noise; two policies evaluated with one seed get the same.
         batch_size: Responses handled at a time.
+        samples_per_prompt: Responses to each prompt, each with noise of its own.
         device: Where the models compute; None is where the policy lies.
 
     Raises:
@@ -210,6 +275,7 @@ def evaluate_policy(
     """
     if len(prompts) == 0:
         raise DataError("evaluation: there are no held-out prompts; raise prompts.held_out_share or name a file")
+    prompts = prompts.select([row for row in range(len(prompts)) for _ in range(samples_per_prompt)])
     uniforms_NT = episode_uniforms(seed, NOISE_STREAM, 0, len(prompts), sampling.response_length)
     device = device or policy.device
     with on_device(policy, device):
@@ -255,6 +321,8 @@ def evaluate_policy(
         kl=kl,
         lengths=responses.lengths.numpy(),
         terminated=responses.terminated.numpy(),
+        other_judges={name: judged(f"evaluation.judges.{name}", function) for name, function in judge.judges.items()},
+        samples_per_prompt=samples_per_prompt,
     )
 
 

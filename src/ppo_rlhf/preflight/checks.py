@@ -276,7 +276,8 @@ def functions_of(run: RunRequest) -> dict[str, list[str]]:
     tables = [name for name in PROMPTS if name in run.tables]
     found: dict[str, list[str]] = {}
     if evaluation is not None:
-        found |= {name: tables[-1:] for name in (evaluation.judge, *evaluation.rates.values()) if name is not None}
+        judging = (evaluation.judge, *evaluation.judges.values(), *evaluation.rates.values())
+        found |= {name: tables[-1:] for name in judging if name is not None}
     if rewards is not None and rewards.labeller is not None and run.source("raw_preferences") is None:
         found[rewards.labeller] = tables[:1]
     if reward is not None:

@@ -33,8 +33,9 @@ def evaluate_sft_policy(
     """Let the SFT policy answer the held-out prompts, and score and judge its responses.
 
     Returns:
-        One row a response: prompt, response, reward, judge_score (if there is a judge), rates, kl (0, since the policy
-        is its own reference), length (tokens), terminated.
+        One row a response: prompt, sample (if a prompt has several), response, reward, judge_score (if there is a
+        judge), judge_score_<name> of further judges, rates, kl (0, since the policy is its own reference), length
+        (tokens), terminated.
     """
     reference = _load(sft_policy, frozen_dtype(ppo), ppo)
     return _evaluate(reference, None, sft_policy, reward_model, evaluation_prompts, ppo, reward, evaluation)
@@ -74,12 +75,22 @@ def compare_policies(
     """Compare the two policies: win rate with its bootstrap interval, means, diversity.
 
     Returns:
-        `evaluation_summary`: the eval/* metrics, `prompts` (their number) and `decided_by` (who decided the win rate).
+        `evaluation_summary`: the eval/* metrics, `prompts` (their number), `decided_by` (who decided the win rate), and
+        `samples_per_prompt` if there were several.
         `before_after`: one row a measure, for SFT and for PPO.
     """
     sft, policy = PolicyEvaluation.from_frame(sft_evaluation), PolicyEvaluation.from_frame(ppo_evaluation)
-    metrics = compare_evaluations(policy, sft, seed=evaluation.seed, bootstrap_samples=evaluation.bootstrap_samples)
-    context = {"prompts": len(policy.prompts), "decided_by": resolve_judge(evaluation).description}
+    metrics = compare_evaluations(
+        policy,
+        sft,
+        seed=evaluation.seed,
+        bootstrap_samples=evaluation.bootstrap_samples,
+        pass_at=evaluation.pass_at,
+    )
+    n = policy.samples_per_prompt
+    context = {"prompts": len(policy.prompts) // n, "decided_by": resolve_judge(evaluation).description}
+    if n > 1:
+        context["samples_per_prompt"] = n
     low, high = (metrics[f"eval/win_rate_{end}"] for end in ("low", "high"))
     logger.info(
         "Win rate over SFT %.1f %% (95 %% interval %.1f to %.1f) on %d prompts, decided by %s; "
@@ -91,7 +102,7 @@ def compare_policies(
     run = mlflow.active_run()
     if run is not None:
         logger.info("The run keeps results and report below %s; in data/ are the newest run's.", run.info.artifact_uri)
-    return {"evaluation_summary": {**metrics, **context}, "before_after": before_after(policy, sft)}
+    return {"evaluation_summary": {**metrics, **context}, "before_after": before_after(policy, sft, evaluation.pass_at)}
 
 
 def pair_samples(
@@ -138,6 +149,7 @@ def _evaluate(
         evaluation.sampling(sampling_settings(ppo, tokenizer, policy if reference is None else reference)),
         seed=evaluation.seed,
         batch_size=evaluation.batch_size,
+        samples_per_prompt=evaluation.samples_per_prompt,
     ).to_frame()
 
 

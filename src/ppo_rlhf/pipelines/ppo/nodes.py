@@ -15,7 +15,7 @@ from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel, steady_conte
 from ppo_rlhf.ppo import loop
 from ppo_rlhf.ppo.accelerator import frozen_dtype, resolve_device
 from ppo_rlhf.ppo.build import build_critic, load_policies
-from ppo_rlhf.ppo.comparison import compare_evaluations
+from ppo_rlhf.ppo.comparison import check_right_or_wrong, compare_evaluations
 from ppo_rlhf.ppo.evaluation import EvaluationConfig, PolicyEvaluation, evaluate_policy, resolve_judge
 from ppo_rlhf.ppo.loop import Experience, Rollouts, Scores, ShapedRewards
 from ppo_rlhf.ppo.state import TrainingState, sampling_settings
@@ -129,8 +129,13 @@ def evaluate_reference_policy(
     ppo_config: PPOConfig,
     evaluation: EvaluationConfig,
 ) -> PolicyEvaluation:
-    """Let the SFT policy answer the held-out prompts once: what PPO is compared with while it trains."""
-    return evaluate_policy(
+    """Let the SFT policy answer the held-out prompts once: what PPO is compared with while it trains.
+
+    Raises:
+        DataError: `evaluation.pass_at` is set, and a deciding score is neither 0 nor 1: known before training, not
+            after it.
+    """
+    evaluated = evaluate_policy(
         reference_policy,
         None,
         policy.tokenizer,
@@ -143,6 +148,9 @@ def evaluate_reference_policy(
         batch_size=evaluation.batch_size,
         device=policy.model.device,
     )
+    if evaluation.pass_at:
+        check_right_or_wrong(evaluated)
+    return evaluated
 
 
 def generate_rollouts(

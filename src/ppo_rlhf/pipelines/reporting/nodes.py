@@ -72,7 +72,7 @@ def write_report(
         One HTML page that fetches nothing; plotly's script lies in it.
     """
     sft_scores, ppo_scores, score_label = _scores(sft_evaluation, ppo_evaluation)
-    decided = Decided.of(ppo_scores, sft_scores)
+    decided = _decided(sft_evaluation, ppo_evaluation)
     accuracy = _reward_model_accuracy(reward_model, reward)
     curves = training_history.to_dict("records")
     models = [("SFT policy", _relative(sft_policy.source))]
@@ -112,8 +112,7 @@ def print_summary(
 
     The report is an input so that the page is written before its path is printed.
     """
-    sft_scores, ppo_scores, _ = _scores(sft_evaluation, ppo_evaluation)
-    decided = Decided.of(ppo_scores, sft_scores)
+    decided = _decided(sft_evaluation, ppo_evaluation)
     print_result(
         Console(quiet=not is_main_process()),
         headline(evaluation_summary),
@@ -132,7 +131,7 @@ def print_result(
 ) -> None:
     """Print the result. Square brackets are printed as they are, and long paths fold: people copy them."""
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold")
-    table.add_column("Mean over held-out responses")
+    table.add_column("Held-out mean ± standard error")
     for heading in ("SFT", "PPO", "change"):
         table.add_column(heading, justify="right")
     for measure, *values in table_rows(before_after):
@@ -151,6 +150,10 @@ def _scores(sft_evaluation: pd.DataFrame, ppo_evaluation: pd.DataFrame) -> tuple
     sft, ppo = PolicyEvaluation.from_frame(sft_evaluation), PolicyEvaluation.from_frame(ppo_evaluation)
     label = "Reward" if ppo.judge_scores is None else "Judge score"
     return sft.deciding_scores.tolist(), ppo.deciding_scores.tolist(), label
+
+
+def _decided(sft_evaluation: pd.DataFrame, ppo_evaluation: pd.DataFrame) -> Decided:
+    return Decided.of(PolicyEvaluation.from_frame(ppo_evaluation), PolicyEvaluation.from_frame(sft_evaluation))
 
 
 def _reward_model_accuracy(reward_model: PretrainedHandle | None, reward: RewardConfig) -> float | None:

@@ -10,8 +10,10 @@ from typing import Any
 import pandas as pd
 
 from ppo_rlhf.ppo.comparison import CONFIDENCE, Decided
+from ppo_rlhf.ppo.evaluation import JUDGE_COLUMN
 
 MIN_REWARD_ACCURACY = 0.65
+_SIDES = ("sft", "ppo")
 WIN, LOSS = "PPO beats SFT", "PPO loses to SFT"
 NO_DIFFERENCE = "No clear difference between PPO and SFT"
 TOO_FEW_PROMPTS = "Too few held-out prompts to tell PPO and SFT apart"
@@ -41,27 +43,40 @@ _KNOWN = {
 
 def measure(name: str) -> Measure:
     """Return how a measure is written; any other name is a rate from the user's own judge."""
+    if name.startswith(f"{JUDGE_COLUMN}_"):
+        return Measure(f"Judge score, {name.removeprefix(f'{JUDGE_COLUMN}_')}")
+    if name.startswith("pass_at_"):
+        return Measure(f"pass@{name.removeprefix('pass_at_')}", is_share=True, decimals=1)
     label = name.removesuffix("_rate").replace("_", " ")
     return _KNOWN.get(name) or Measure(label[:1].upper() + label[1:], is_share=True, decimals=1)
 
 
 def table_rows(before_after: pd.DataFrame) -> list[tuple[Measure, str, str, str]]:
-    """Return each measure with its values for SFT and PPO and the change, as text.
+    """Return each measure with its values for SFT and PPO and the change, as text; values with their standard errors.
 
     Args:
-        before_after: Columns `measure`, `sft`, `ppo`.
+        before_after: Columns `measure`, `sft`, `ppo`, and `sft_se` and `ppo_se` if there are standard errors.
     """
     rows = []
     for row in before_after.to_dict("records"):
         shown = measure(row["measure"])
         sft, ppo = float(row["sft"]), float(row["ppo"])
-        rows.append((shown, write_value(shown, sft), write_value(shown, ppo), write_change(shown, sft, ppo)))
+        written = [write_value(shown, float(row[side]), float(row.get(f"{side}_se", math.nan))) for side in _SIDES]
+        rows.append((shown, written[0], written[1], write_change(shown, sft, ppo)))
     return rows
 
 
-def write_value(shown: Measure, value: float) -> str:
-    """Return the value with the decimals and the unit sign of its measure."""
-    return write_share(value, shown.decimals) if shown.is_share else write_number(value, shown.decimals)
+def write_value(shown: Measure, value: float, standard_error: float = math.nan) -> str:
+    """Return the value with the decimals and the unit sign of its measure, and ± its standard error if there is one.
+
+    An error of exactly 0 is left out: nothing varied.
+    """
+    if not math.isfinite(standard_error) or standard_error == 0.0:
+        return write_share(value, shown.decimals) if shown.is_share else write_number(value, shown.decimals)
+    parts = [
+        write_number((100.0 if shown.is_share else 1.0) * part, shown.decimals) for part in (value, standard_error)
+    ]
+    return " ± ".join(parts) + ("%" if shown.is_share else "")
 
 
 def write_change(shown: Measure, before: float, after: float) -> str:
@@ -100,9 +115,17 @@ def verdict(summary: Mapping[str, float], decided: Decided) -> str:
 def headline(summary: Mapping[str, Any]) -> str:
     """Return the result in one sentence, from the node `compare_policies`'s `evaluation_summary`."""
     rate, low, high = (write_share(summary[f"eval/win_rate{end}"]) for end in ("", "_low", "_high"))
+    prompts, samples = summary["prompts"], summary.get("samples_per_prompt", 1)
+    pairs = "" if samples == 1 else f"{prompts * samples:,} pairs of responses to "
+    others = [
+        f" {name} {write_share(value)} ({write_share(summary[f'{key}_low'])} to {write_share(summary[f'{key}_high'])})"
+        for key, value in summary.items()
+        if (name := key.removeprefix("eval/win_rate_")) != key and not f"_{name}".endswith(("_low", "_high"))
+    ]
     return (
-        f"PPO's response is the better one on {rate} of {summary['prompts']:,} held-out prompts "
+        f"PPO's response is the better one on {rate} of {pairs}{prompts:,} held-out prompts "
         f"(95% interval {low} to {high}; ties count half), decided by {summary['decided_by']}."
+        + (f" By other judges:{','.join(others)}." if others else "")
     )
 
 
