@@ -17,6 +17,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.advice import Typical
 from ppo_rlhf.data.prompts import PromptsConfig
+from ppo_rlhf.pipelines.reporting.charts import ExpectedCurve
 from ppo_rlhf.pipelines.reporting.nodes import ReportingConfig
 from ppo_rlhf.ppo.evaluation import EvaluationConfig
 from ppo_rlhf.rewards.scorers import RewardComponentConfig, RewardConfig
@@ -36,6 +37,7 @@ GROUPS = {
     "supervised_finetuning": SupervisedFinetuningConfig,
     "reward_modelling": RewardModellingConfig,
     "reporting": ReportingConfig,
+    "reporting.expected_curve": ExpectedCurve,
 }
 INTRODUCTION = """# Configuration reference
 

@@ -206,3 +206,42 @@ def test_the_preview_is_a_table_of_the_first_rows_that_json_can_hold(tmp_path):
     assert json.loads(json.dumps(preview))["data"] == [[f"t{i}", f"[{i}, {i}]"] for i in range(5)]
     assert preview["columns"] == ["text", "values"]
     assert RecordsDataset(None).preview()["data"] == []
+
+
+def shout(table):
+    return table.assign(prompt=table["prompt"].str.upper())
+
+
+def nothing(table):
+    return table.head(0)
+
+
+def test_a_function_of_ones_own_makes_the_table_that_is_wanted(tmp_path):
+    path = write(tmp_path / "rows.jsonl")
+    table = RecordsDataset(str(path), prepare=f"{__name__}:shout").load()
+    assert table["prompt"].tolist() == ["ONCE UPON", "ÜNÏCODE ✓"]
+    assert table["label"].tolist() == [1, 0]
+    assert "nothing returned no rows" in message_of(path, prepare=f"{__name__}:nothing")
+    other = write(tmp_path / "other.jsonl", [{"text": "a"}])
+    assert "shout raised KeyError: 'prompt'" in message_of(other, prepare=f"{__name__}:shout")
+
+
+def test_a_file_on_the_hub_is_read_from_its_copy_in_the_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    repository, commit = tmp_path / "datasets--org--set", "0123456789" * 4
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs/main").write_text(commit)
+    (repository / "refs/v2").write_text(commit)
+    (repository / f"snapshots/{commit}/data").mkdir(parents=True)
+    write(repository / f"snapshots/{commit}/data/train-0.parquet")
+    for address in ("org/set/data/train-0.parquet", "org/set@v2/data/train-0.parquet"):
+        dataset = RecordsDataset(f"hf://datasets/{address}", prepare=f"{__name__}:shout")
+        assert dataset.load()["prompt"].tolist() == ["ONCE UPON", "ÜNÏCODE ✓"]
+        assert dataset._describe() == {"filepath": f"hf://datasets/{address}"}
+        assert dataset.preview()["data"] == []
+
+
+def test_an_address_of_the_hub_that_is_wrong_or_out_of_reach_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert "is named hf://datasets/<owner>/<name>/<file>" in message_of("hf://datasets/gsm8k")
+    assert "cannot be downloaded" in message_of("hf://datasets/org/set/train.parquet")  # the tests are offline

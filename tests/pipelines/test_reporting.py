@@ -16,9 +16,17 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig
 
 from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.pipelines.reporting import create_pipeline, nodes
-from ppo_rlhf.pipelines.reporting.charts import MAX_POINTS, PANELS, panel_figure, panels_of, training_curves
+from ppo_rlhf.pipelines.reporting.charts import (
+    MAX_POINTS,
+    PANELS,
+    ExpectedCurve,
+    panel_figure,
+    panels_of,
+    training_curves,
+)
 from ppo_rlhf.pipelines.reporting.page import MAX_TEXT, render_page
 from ppo_rlhf.pipelines.reporting.wording import (
     LOSS,
@@ -214,6 +222,29 @@ def test_long_curves_are_thinned_but_keep_their_ends():
 def test_level_is_drawn_only_where_the_curve_comes_near_it():
     near, far = (panel_figure(PANELS[1], history().assign(**{"objective/kl": kl})) for kl in (12.0, 2.0))
     assert (len(near.layout.shapes), len(far.layout.shapes)) == (1, 0)
+
+
+def test_an_expected_curve_is_drawn_beside_the_runs_own_where_its_metric_was_measured():
+    curve = ExpectedCurve(metric="eval/judge_score", label="a published run", points=[[5, 0.4], [30, 0.6]])
+    table = history().assign(**{"eval/judge_score": 0.5})
+    first, *others = panels_of(table, curve)
+    assert others == panels_of(table)
+    figure = panel_figure(first, table)
+    own, expected = figure.data
+    assert (list(own.y), own.name) == ([0.5] * 20, "this run")
+    assert (list(expected.x), list(expected.y), expected.line.dash) == ([5.0, 30.0], [0.4, 0.6], "dot")
+    assert figure.layout.showlegend
+    assert panels_of(history(), curve) == panels_of(history())
+    settings = nodes.ReportingConfig(expected_curve=curve)
+    outputs = run_reporting(training_history=table, **{"params:reporting": settings})
+    assert "a published run" in Page(outputs["report"]).text
+    assert "expected" in [trace.name for trace in outputs["training_curves_plot"].data]
+
+
+@pytest.mark.parametrize("curve", [{"metric": "a", "label": "b", "points": []}, {"metric": "a", "points": [[1, 2]]}])
+def test_an_expected_curve_without_label_or_points_is_refused(curve):
+    with pytest.raises(ConfigError, match=r"reporting\.expected_curve"):
+        nodes.ReportingConfig(expected_curve=curve)
 
 
 def test_page_fetches_nothing_and_is_whole_after_one_iteration():

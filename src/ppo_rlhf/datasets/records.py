@@ -11,8 +11,10 @@ from kedro_datasets._typing import TablePreview
 
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.data.tables import table_of_columns, table_of_rows
+from ppo_rlhf.datasets.hub import HUB, local_file
 from ppo_rlhf.datasets.paths import expand_home
 from ppo_rlhf.datasets.tables import table_preview
+from ppo_rlhf.rewards.functions import load_function
 
 _PREVIEW_ROWS = 5
 _KINDS = (".jsonl", ".json", ".csv", ".parquet", ".txt")
@@ -24,7 +26,8 @@ class RecordsDataset(AbstractDataset[pd.DataFrame, pd.DataFrame | None]):
 
     JSON Lines has one object a line, JSON a list of objects, plain text one row a line. In CSV, only an empty cell is
     missing. A column of nothing but numbers, or but true and false, is read as these (007 as 7), unless it is called
-    prompt, completion, text, chosen, rejected, or as `text_column` says. Example:
+    prompt, completion, text, chosen, rejected, or as `text_column` says. A file on the Hugging Face hub is named
+    `hf://datasets/<owner>/<name>/<file>` and downloaded once. Example:
 
     ```yaml
     raw_prompts:
@@ -34,30 +37,43 @@ class RecordsDataset(AbstractDataset[pd.DataFrame, pd.DataFrame | None]):
     ```
     """
 
-    def __init__(self, filepath: str | None, text_column: str = "text", metadata: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        filepath: str | None,
+        text_column: str = "text",
+        prepare: str | None = None,
+        metadata: dict[str, Any] | None = None,
+    ) -> None:
         """Describe where the table is; nothing is read.
 
         Args:
-            filepath: The file, or None.
+            filepath: The file, on this machine or on the hub, or None.
             text_column: The column's name where the file is plain text (.txt); in CSV a column that stays text.
+            prepare: `module:name` of a function that makes the table that is wanted of the one in the file, a
+                DataFrame of a DataFrame; the module is found as a reward function's is.
             metadata: Read by Kedro-Viz.
         """
-        self._path = None if filepath is None else Path(expand_home(filepath))
-        self._text_column = text_column
+        is_on_hub = filepath is not None and filepath.startswith(HUB)
+        self._source = filepath if filepath is None or is_on_hub else str(Path(expand_home(filepath)))
+        self._path = None if self._source is None or is_on_hub else Path(self._source)
+        self._text_column, self._prepare = text_column, prepare
         self.metadata = metadata
 
     def load(self) -> pd.DataFrame | None:
         """Return the table, None without a file.
 
         Raises:
-            DataError: No such file, an unknown ending, a damaged line (its number is named), or no rows (seen by
-                Kedro's callers as the cause of a `DatasetError`).
+            DataError: No such file, an unknown ending, a damaged line (its number is named), no rows, or `prepare`
+                failed (seen by Kedro's callers as the cause of a `DatasetError`).
         """
-        return None if self._path is None else read_records(self._path, self._text_column)
+        if self._source is None:
+            return None
+        frame = read_records(local_file(self._source), self._text_column)
+        return frame if self._prepare is None else _prepared(frame, self._prepare, self._source)
 
     def save(self, data: pd.DataFrame) -> None:
         """Refuse: a person's input is never written."""
-        raise DatasetError(f"{self._path} is an input of a person's own, which is never written.")
+        raise DatasetError(f"{self._source} is an input of a person's own, which is never written.")
 
     def preview(self) -> TablePreview:
         """Show Kedro-Viz the first rows."""
@@ -69,7 +85,19 @@ class RecordsDataset(AbstractDataset[pd.DataFrame, pd.DataFrame | None]):
         return self._path is not None and self._path.is_file()
 
     def _describe(self) -> dict[str, Any]:
-        return {"filepath": None if self._path is None else str(self._path)}
+        return {"filepath": self._source}
+
+
+def _prepared(frame: pd.DataFrame, prepare: str, source: str) -> pd.DataFrame:
+    function: Any = load_function(prepare)
+    try:
+        made = function(frame)
+    except Exception as error:  # a user's function can raise anything
+        raise DataError(f"{source}: {prepare} raised {type(error).__name__}: {' '.join(str(error).split())}") from error
+    if not isinstance(made, pd.DataFrame) or made.empty:
+        what = "no rows" if isinstance(made, pd.DataFrame) else f"a value of type {type(made).__name__}"
+        raise DataError(f"{source}: {prepare} returned {what}. Return a DataFrame with rows.")
+    return made
 
 
 def read_records(path: Path, text_column: str = "text") -> pd.DataFrame:

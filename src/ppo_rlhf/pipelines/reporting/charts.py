@@ -9,13 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 from plotly import graph_objects as go
 from plotly.subplots import make_subplots
+from pydantic import Field
+
+from ppo_rlhf.config.settings_group import settings_group
 
 KL_WARNING = 15.0
 """Nats per response above which a policy often exploits its reward."""
@@ -25,6 +28,18 @@ COLOURS = ("#2f6fde", "#d9822b")
 _COLUMNS = 3
 _TRANSPARENT, _GREY, _GRID = "rgba(0, 0, 0, 0)", "#7d8590", "rgba(128, 128, 128, 0.25)"
 _FROM_ZERO = {"rangemode": "tozero"}
+
+
+@settings_group("reporting.expected_curve")
+class ExpectedCurve:
+    """A curve from elsewhere, such as a published run, that the report draws beside the run's own."""
+
+    metric: str
+    """Metric of which it is the curve, such as eval/judge_score (docs/metrics.md)."""
+    label: str
+    """What it is called in the chart, such as the run's source."""
+    points: Annotated[list[tuple[float, float]], Field(min_length=1)]
+    """Pairs of iteration and value."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +57,13 @@ class Panel:
     """A dashed horizontal line, drawn once a curve comes near it."""
     y_axis: Mapping[str, Any] = field(default_factory=dict)
     """Settings of plotly's y axis."""
+    expected: ExpectedCurve | None = None
+    """A curve from elsewhere, drawn dotted."""
+
+    @property
+    def has_legend(self) -> bool:
+        """Whether there are several curves to tell apart."""
+        return len(self.curves) + (self.expected is not None) > 1
 
 
 PANELS = (
@@ -134,14 +156,28 @@ PANELS = (
 )
 
 
-def panels_of(history: pd.DataFrame) -> list[Panel]:
-    """Return the panels that the history has numbers for, each with only the curves that it has numbers for."""
+def panels_of(history: pd.DataFrame, expected: ExpectedCurve | None = None) -> list[Panel]:
+    """Return the panels that the history has numbers for, each with only the curves that it has numbers for.
+
+    An expected curve has a panel of its own, the first one, where its metric was measured.
+    """
     found = []
-    for panel in PANELS:
+    for panel in (*_expected_panels(expected), *PANELS):
         curves = {key: label for key, label in panel.curves.items() if np.isfinite(column(history, key)).any()}
         if curves:
             found.append(replace(panel, curves=curves))
     return found
+
+
+def _expected_panels(expected: ExpectedCurve | None) -> list[Panel]:
+    if expected is None:
+        return []
+    explanation = f"Dotted: {expected.label}. Both should have the same height at the same iteration."
+    return [
+        Panel(
+            "Beside the expected curve", expected.metric, {expected.metric: "this run"}, explanation, expected=expected
+        )
+    ]
 
 
 def column(history: pd.DataFrame, key: str) -> NDArray[np.float64]:
@@ -155,13 +191,13 @@ def panel_figure(panel: Panel, history: pd.DataFrame) -> go.Figure:
     """Return one panel as a figure of its own."""
     figure = go.Figure()
     _draw(figure, panel, history)
-    _style(figure, height=220, showlegend=len(panel.curves) > 1)
+    _style(figure, height=220, showlegend=panel.has_legend)
     return figure
 
 
-def training_curves(history: pd.DataFrame) -> go.Figure:
+def training_curves(history: pd.DataFrame, expected: ExpectedCurve | None = None) -> go.Figure:
     """Return all panels as small multiples in one figure."""
-    panels = panels_of(history)
+    panels = panels_of(history, expected)
     rows = max(1, math.ceil(len(panels) / _COLUMNS))
     titles = [f"{panel.title} ({panel.unit})" for panel in panels]
     figure = make_subplots(rows, _COLUMNS, subplot_titles=titles, vertical_spacing=0.4 / rows, horizontal_spacing=0.07)
@@ -208,6 +244,10 @@ def _draw(figure: go.Figure, panel: Panel, history: pd.DataFrame, **cell: int) -
         highest = max([highest, *y])
         mode = "lines+markers" if len(x) < 30 else "lines"
         figure.add_scatter(x=x, y=y, name=label, mode=mode, line={"color": colour, "width": 2}, **cell)
+    if panel.expected is not None:
+        x, y = map(list, zip(*panel.expected.points, strict=True))
+        dots = {"color": COLOURS[1], "width": 2, "dash": "dot"}
+        figure.add_scatter(x=x, y=y, name="expected", mode="lines+markers", line=dots, **cell)
     if panel.level is not None and highest > 0.6 * panel.level:
         figure.add_hline(panel.level, line={"dash": "dash", "color": _GREY, "width": 1}, **cell)
     figure.update_xaxes(nticks=min(6, max(1, len(history))), **cell)  # iterations are whole numbers

@@ -17,7 +17,13 @@ from rich.text import Text
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.settings_group import settings_group
 from ppo_rlhf.models.loading import PretrainedHandle
-from ppo_rlhf.pipelines.reporting.charts import panel_figure, panels_of, score_distribution, training_curves
+from ppo_rlhf.pipelines.reporting.charts import (
+    ExpectedCurve,
+    panel_figure,
+    panels_of,
+    score_distribution,
+    training_curves,
+)
 from ppo_rlhf.pipelines.reporting.page import render_page, training_note
 from ppo_rlhf.pipelines.reporting.wording import headline, remarks, table_rows, verdict
 from ppo_rlhf.ppo.comparison import Decided
@@ -38,11 +44,13 @@ class ReportingConfig:
     """Heading of the page."""
     report_path: str = "data/08_reporting/report.html"
     """Where the catalog writes the page; only printed."""
+    expected_curve: ExpectedCurve | None = None
+    """A published curve to draw beside the run's own, a mapping with the settings of `reporting.expected_curve`."""
 
 
-def plot_training(training_history: pd.DataFrame) -> go.Figure:
+def plot_training(training_history: pd.DataFrame, reporting: ReportingConfig) -> go.Figure:
     """Plot the curves of training: reward, KL, entropy, clip fractions, explained variance, losses and more."""
-    return training_curves(training_history)
+    return training_curves(training_history, reporting.expected_curve)
 
 
 def plot_scores(sft_evaluation: pd.DataFrame, ppo_evaluation: pd.DataFrame) -> go.Figure:
@@ -75,6 +83,7 @@ def write_report(
     decided = _decided(sft_evaluation, ppo_evaluation)
     accuracy = _reward_model_accuracy(reward_model, reward)
     curves = training_history.to_dict("records")
+    panels = panels_of(training_history, reporting.expected_curve)
     models = [("SFT policy", _relative(sft_policy.source))]
     if reward.needs_model and reward_model is not None:
         models.append(("Reward model", _relative(reward_model.source)))
@@ -89,7 +98,7 @@ def write_report(
         score_label=score_label,
         distribution=score_distribution(sft_scores, ppo_scores, score_label),
         training_note=training_note(training_history),
-        panels=[(panel, panel_figure(panel, training_history)) for panel in panels_of(training_history)],
+        panels=[(panel, panel_figure(panel, training_history)) for panel in panels],
         advice=in_words(ppo, advise(ppo, curves), curves),
         samples=sample_pairs.to_dict("records"),
         settings=_settings(ppo, reward, evaluation),

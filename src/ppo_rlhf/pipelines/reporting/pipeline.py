@@ -20,7 +20,12 @@ def create_pipeline(**kwargs: object) -> Pipeline:
     """Return training history and evaluation → plots, the report page, the result in the terminal."""
     return Pipeline(
         [
-            Node(plot_training, inputs="training_history", outputs="training_curves_plot", name="plot_training"),
+            Node(
+                plot_training,
+                inputs={"training_history": "training_history", "reporting": "params:reporting"},
+                outputs="training_curves_plot",
+                name="plot_training",
+            ),
             Node(
                 plot_scores,
                 inputs={"sft_evaluation": "sft_evaluation", "ppo_evaluation": "ppo_evaluation"},

@@ -1,0 +1,79 @@
+"""Each recipe as a person starts it, on stand-ins: local files with the hub's columns, a tiny model, a few responses.
+
+Only paths and sizes are overridden, so a misspelt setting, a column or a function that is not there fails here.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from click.testing import Result
+from transformers import GPT2ForSequenceClassification
+
+from ppo_rlhf.rewards import sentiment
+from tests.tiny_models import CHAT_TEMPLATE, save, tiny_model, word_tokenizer
+
+REPOSITORY = Path(__file__).parents[2]
+RECIPES = ("chat_lora", "gsm8k", "imdb", "tldr")
+SIZES = (
+    "ppo.total_episodes=8,ppo.per_device_train_batch_size=4,ppo.gradient_accumulation_steps=1,ppo.num_mini_batches=1,"
+    "ppo.response_length=6,ppo.dtype=float32,prompts.max_held_out=3"
+)
+ROWS = {
+    "gsm8k": lambda i: {"question": f"a b {i}", "answer": f"c <<d>>\n#### {i}"},
+    "tldr": lambda i: {"prompt": f"SUBREDDIT: r/a b {i}\n\nTL;DR:", "completion": " c d"},
+    "imdb": lambda i: {"text": "a b c d " * 60, "label": i % 2},
+    "chat_lora": lambda i: {"prompt": [{"role": "user", "content": f"a b {i}"}]},
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A policy with a chat template, a reward model and a classifier of two classes."""
+    folder, tokenizer = tmp_path_factory.mktemp("models"), word_tokenizer(chat_template=CHAT_TEMPLATE)
+    classifier = tiny_model("gpt2", reward=True, num_labels=2, pad_token_id=0)
+    assert isinstance(classifier, GPT2ForSequenceClassification)
+    made = {
+        "policy": tiny_model(max_position_embeddings=64),
+        "reward": tiny_model("gpt2", reward=True, num_labels=1, pad_token_id=0, n_positions=64),
+        "classifier": classifier,
+    }
+    return {name: save(folder / name, model, tokenizer) for name, model in made.items()}
+
+
+def test_every_environment_that_is_a_recipe_is_tried_and_described() -> None:
+    page = (REPOSITORY / "docs/recipes.md").read_text()
+    environments = {path.name for path in (REPOSITORY / "conf").iterdir() if path.is_dir()}
+    assert environments - {"base", "local", "test"} == set(RECIPES) == set(ROWS)
+    assert all(f"kedro run --env {name} --pipelines align" in page for name in RECIPES)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_runs_on_stand_ins(
+    recipe: str,
+    models: dict[str, str],
+    project: Path,
+    kedro: Callable[..., Result],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sentiment, "MODEL", models["classifier"])
+    (project / "conf/local").rmdir()  # it is not needed
+    table = project / "table.parquet"
+    pd.DataFrame([ROWS[recipe](i) for i in range(6)]).to_parquet(table)
+    paths = f"sft_model_path={models['policy']},prompts_path={table},evaluation_prompts_path={table}"
+    if recipe in ("chat_lora", "tldr"):
+        paths += f",reward_model_path={models['reward']}"
+    finished = kedro(project, "run", "--env", recipe, "--pipelines", "align", "--params", f"{paths},{SIZES}")
+    assert finished.exit_code == 0, finished.output
+    root = project / "data" / recipe
+    summary = json.loads((root / "08_reporting/evaluation_summary.json").read_text())
+    assert summary["prompts"] == 3
+    assert ("Beside the expected curve" in (root / "08_reporting/report.html").read_text()) == (recipe == "gsm8k")
+    assert list((root / "06_models/ppo_policy").glob("*/config.json"))
+    with sqlite3.connect(project / "mlflow.db") as database:  # beside the demo's, not a version of it
+        assert database.execute("select name from registered_models").fetchall() == [(f"ppo_rlhf_{recipe}",)]
