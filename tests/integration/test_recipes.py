@@ -75,5 +75,12 @@ def test_a_recipe_runs_on_stand_ins(
     assert summary["prompts"] == 3
     assert ("Beside the expected curve" in (root / "08_reporting/report.html").read_text()) == (recipe == "gsm8k")
     assert list((root / "06_models/ppo_policy").glob("*/config.json"))
+    if recipe == "gsm8k":  # as docs/recipes.md evaluates the policy again
+        again = "evaluation.temperature=1.0,evaluation.samples_per_prompt=2,evaluation.pass_at=[2]"
+        arguments = ("--env", recipe, "--pipelines", "evaluation", "--params", f"{paths},{SIZES},{again}")
+        finished = kedro(project, "run", *arguments)
+        assert finished.exit_code == 0, finished.output
+        summary = json.loads((root / "08_reporting/evaluation_summary.json").read_text())
+        assert {"eval/pass_at_2", "eval/pass_at_2_sft_se", "eval/judge_score_last_number"} <= set(summary)
     with sqlite3.connect(project / "mlflow.db") as database:  # beside the demo's, not a version of it
         assert database.execute("select name from registered_models").fetchall() == [(f"ppo_rlhf_{recipe}",)]
