@@ -25,6 +25,7 @@ def local_file(source: str) -> Path:
             f"{source}: a file on the hub is named {HUB}<owner>/<name>/<file>, or …<name>@<revision>/<file>."
         )
     try:
-        return Path(hf_hub_download(repo_type="dataset", **address.groupdict()))
+        repository, revision, file = address.group("repo_id", "revision", "filename")
+        return Path(hf_hub_download(repository, file, repo_type="dataset", revision=revision))
     except (OSError, ValueError) as error:  # of the hub, of the network, of the cache, or HF_HUB_OFFLINE
         raise DataError(f"{source}: cannot be downloaded: {' '.join(str(error).split())}") from error

@@ -53,7 +53,7 @@ class RecordsDataset(AbstractDataset[pd.DataFrame, pd.DataFrame | None]):
                 DataFrame of a DataFrame; the module is found as a reward function's is.
             metadata: Read by Kedro-Viz.
         """
-        is_on_hub = filepath is not None and filepath.startswith(HUB)
+        is_on_hub = str(filepath).startswith(HUB)
         self._source = filepath if filepath is None or is_on_hub else str(Path(expand_home(filepath)))
         self._path = None if self._source is None or is_on_hub else Path(self._source)
         self._text_column, self._prepare = text_column, prepare
