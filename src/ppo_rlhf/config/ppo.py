@@ -259,7 +259,7 @@ class PPOConfig:
     save_total_limit: Count = 2
     """Newest checkpoints kept of one run; the best is kept beside them."""
     sample_interval: Count = 5
-    """Iterations between tables of samples in MLflow."""
+    """Iterations between samples in MLflow: a table, and some responses token by token."""
     shutdown_grace_s: Annotated[float, Field(ge=0.0)] = 25.0
     """Seconds that a run has to finish and save its iteration after SIGTERM or SIGINT. Then it stops, and the last
     checkpoint stands (Kubernetes kills after 30 seconds); 0 stops at once."""

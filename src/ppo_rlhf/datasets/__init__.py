@@ -6,6 +6,7 @@ from ppo_rlhf.datasets.records import RecordsDataset
 from ppo_rlhf.datasets.report import ReportDataset
 from ppo_rlhf.datasets.resume_checkpoint import ResumeCheckpointDataset
 from ppo_rlhf.datasets.tables import TableDataset
+from ppo_rlhf.datasets.token_samples import TokenSamplesDataset
 
 __all__ = [
     "CheckpointDataset",
@@ -15,4 +16,5 @@ __all__ = [
     "ReportDataset",
     "ResumeCheckpointDataset",
     "TableDataset",
+    "TokenSamplesDataset",
 ]

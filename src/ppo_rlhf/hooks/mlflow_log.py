@@ -6,7 +6,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from mlflow import MlflowClient
 from mlflow.entities import Metric
@@ -32,7 +33,7 @@ class MlflowLog:
         self._run_id, self._is_continued = run_id, is_continued
         self._client = MlflowClient()
         self._metrics: deque[Metric] = deque()
-        self._samples: deque[tuple[str, Mapping[str, Sequence[object]]]] = deque()
+        self._samples: deque[Callable[[], object]] = deque()
         self._table: str | None = None if is_continued else "samples.json"
         self._sent: dict[str, set[int]] = {}
         self._refusal = ""
@@ -56,7 +57,13 @@ class MlflowLog:
         """
         self._table = self._table or f"samples_from_{iteration}.json"
         length = len(next(iter(columns.values())))
-        self._samples.append((self._table, {"iteration": [iteration] * length, **columns}))
+        rows = {"iteration": [iteration] * length, **columns}
+        self._samples.append(partial(self._client.log_table, self._run_id, rows, self._table))
+        self._send()
+
+    def log_page(self, page: str, path: str) -> None:
+        """Log a page of samples as the artifact at `path`; it replaces one that is there."""
+        self._samples.append(partial(self._client.log_text, self._run_id, page, path))
         self._send()
 
     def flush(self, patience: float) -> bool:
@@ -95,8 +102,7 @@ class MlflowLog:
                     self._sent[metric.key].add(metric.step)
                     self._metrics.popleft()
             while self._samples:
-                table, columns = self._samples[0]
-                self._client.log_table(self._run_id, dict(columns), table)
+                self._samples[0]()
                 self._samples.popleft()
         except Exception as error:  # artifact stores raise their own libraries' errors
             if not self._refusal:

@@ -24,6 +24,7 @@ STATE, NEXT_STATE = "training_state", "next_training_state"
 ITERATION_METRICS = "ppo_metrics"
 EVALUATION_METRICS = "evaluation_metrics"
 FINAL_METRICS = "evaluation_summary"
+TOKEN_SAMPLES = "token_samples"
 HISTORIES = ("sft_metrics", "reward_model_metrics")
 SAMPLED_NODE = "estimate_advantages"
 AT_A_GLANCE = {
@@ -70,6 +71,8 @@ class RunLog:
             self._send_rows(outputs.get(name) or [])
         if node.name.rpartition(".")[2] == SAMPLED_NODE:
             self._log_samples(inputs)
+        if outputs.get(TOKEN_SAMPLES):
+            self._log_token_view(outputs[TOKEN_SAMPLES])
 
     def saved(self, name: str) -> None:
         """Log the exported policy as a model, and the best checkpoint's if that is another one.
@@ -158,6 +161,11 @@ class RunLog:
 
             table = sample_table(inputs["rollouts"], inputs["scores"], inputs["shaped_rewards"])
             self._log.log_samples(iteration, table)
+
+    def _log_token_view(self, samples: Any) -> None:
+        from ppo_rlhf.token_view import render_page  # heavy: only runs that train pay for it
+
+        self._log.log_page(render_page([samples]), f"token_view/iteration_{samples['iteration']:06d}.html")
 
 
 def _evaluations(measured: Mapping[str, Any]) -> dict[str, float]:

@@ -19,6 +19,8 @@ from transformers import (
 from ppo_rlhf.core.errors import ConfigError, ModelError
 
 PAD, UNKNOWN, END = "<pad>", "<unk>", "</s>"
+_INCOMPLETE = "\ufffd"
+_CONTEXT = 8  # tokens
 _WORD_MARKS = "Ġ▁ "  # how byte-level BPE and SentencePiece write a leading space
 
 
@@ -151,6 +153,33 @@ def append_end(ids: list[int], eos: int | None) -> list[int]:
 def drop_end(ids: list[int], eos: int | None) -> list[int]:
     """Return the ids without the end of text that some tokenizers append to every text."""
     return ids[:-1] if len(ids) > 1 and ids[-1] == eos else ids
+
+
+def token_texts(tokenizer: PreTrainedTokenizerBase, context_ids: list[int], ids: list[int]) -> list[str]:
+    """Return the text that each token adds to the text before it; concatenated they are the text of `ids`.
+
+    Where a character of several bytes is cut into tokens, the last of them has all of it and the others have "". Bytes
+    that are no UTF-8 become U+FFFD. Special tokens are written out.
+
+    Args:
+        tokenizer: Any tokenizer.
+        context_ids: The tokens before `ids`: many tokenizers drop the space at the start of a text.
+        ids: The tokens whose text is wanted.
+    """
+
+    def decode(start: int, end: int) -> str:
+        return str(tokenizer.decode(sequence[start:end], skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    sequence = [*context_ids[-_CONTEXT:], *ids]
+    first = len(sequence) - len(ids)
+    texts = [""] * len(ids)
+    start, done = 0, first  # the text of the tokens up to `done` is known; those from `start` are context enough
+    for end in range(first + 1, len(sequence) + 1):
+        added = decode(start, end)[len(decode(start, done)) :]
+        if not added.endswith(_INCOMPLETE) or end == len(sequence):
+            texts[end - first - 1] = added
+            start, done = done, end
+    return texts
 
 
 def train_word_tokenizer(texts: Iterable[str], context_length: int) -> PreTrainedTokenizerBase:

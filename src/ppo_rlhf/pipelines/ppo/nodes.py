@@ -20,6 +20,7 @@ from ppo_rlhf.ppo.evaluation import EvaluationConfig, PolicyEvaluation, evaluate
 from ppo_rlhf.ppo.loop import Experience, Rollouts, Scores, ShapedRewards
 from ppo_rlhf.ppo.state import TrainingState, sampling_settings
 from ppo_rlhf.rewards.scorers import RewardConfig, RewardScorer, build_reward_scorer
+from ppo_rlhf.token_view import TokenSamples, sample_tokens
 
 log = logging.getLogger(__name__)
 
@@ -178,6 +179,14 @@ def estimate_advantages(
 ) -> Experience:
     """Estimate advantages and returns by GAE and whiten the advantages."""
     return loop.estimate_advantages(rollouts, scores, shaped_rewards, ppo_config)
+
+
+def show_tokens(training_state: TrainingState, experience: Experience) -> TokenSamples | dict[str, object]:
+    """Take some responses apart token by token, when samples are due; else return nothing."""
+    config, iteration = training_state.config, experience.rollouts.iteration
+    if iteration not in (1, training_state.total_iterations) and iteration % config.sample_interval:
+        return {}
+    return sample_tokens(experience, training_state.tokenizer)
 
 
 def optimise_policy(training_state: TrainingState, experience: Experience, ppo_config: PPOConfig) -> dict[str, object]:

@@ -12,6 +12,7 @@ def create_pipeline() -> Pipeline:
     configure_ppo, prepare_prompts, load_sft_policy, load_reward_model,
     initialise_training_state, evaluate_reference_policy                                          run once
       ┌ generate_rollouts → score_responses → shape_rewards → estimate_advantages
+      │        → show_tokens
       │        → optimise_policy → evaluate_iteration ┐                                           tag: iteration
       └── training_state  ◄──  next_training_state ◄──┘
     export_policy, summarise_training                                                             run once
@@ -80,6 +81,12 @@ def create_pipeline() -> Pipeline:
             _same("rollouts", "scores", "shaped_rewards", "ppo_config"),
             "experience",
             name="estimate_advantages",
+        ),
+        Node(
+            nodes.show_tokens,
+            _same("training_state", "experience"),
+            "token_samples",
+            name="show_tokens",
         ),
         Node(
             nodes.optimise_policy,

@@ -30,6 +30,7 @@ from ppo_rlhf.ppo.comparison import Decided
 from ppo_rlhf.ppo.evaluation import EvaluationConfig, PolicyEvaluation
 from ppo_rlhf.processes import is_main_process
 from ppo_rlhf.rewards.scorers import RewardConfig
+from ppo_rlhf.token_view import TokenSamples, render_view
 from ppo_rlhf.training.tuning import advise, in_words
 
 _FROM_GLOBALS = ("seed", "prompts_path")
@@ -64,6 +65,7 @@ def write_report(
     evaluation_summary: dict[str, Any],
     before_after: pd.DataFrame,
     sample_pairs: pd.DataFrame,
+    token_samples: list[TokenSamples],
     sft_evaluation: pd.DataFrame,
     ppo_evaluation: pd.DataFrame,
     ppo_policy: PretrainedHandle,
@@ -74,7 +76,7 @@ def write_report(
     evaluation: EvaluationConfig,
     reporting: ReportingConfig,
 ) -> str:
-    """Write the report: result, table before and after, curves, advice, samples, settings, next steps.
+    """Write the report: result, table before and after, curves, advice, samples, token view, settings, next steps.
 
     Returns:
         One HTML page that fetches nothing; plotly's script lies in it.
@@ -101,6 +103,7 @@ def write_report(
         panels=[(panel, panel_figure(panel, training_history)) for panel in panels],
         advice=in_words(ppo, advise(ppo, curves), curves),
         samples=sample_pairs.to_dict("records"),
+        token_view=render_view(token_samples) if token_samples else None,
         settings=_settings(ppo, reward, evaluation),
         next_steps=[("This page", reporting.report_path), *_next_steps(ppo_policy, reporting), *models],
     )

@@ -38,6 +38,7 @@ def create_pipeline(**kwargs: object) -> Pipeline:
                     **_REPORTED,
                     "training_history": "training_history",
                     "sample_pairs": "sample_pairs",
+                    "token_samples": "token_samples",
                     "sft_policy": "sft_policy",
                     "ppo": "params:ppo",
                     "evaluation": "params:evaluation",

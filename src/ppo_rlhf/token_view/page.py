@@ -1,0 +1,100 @@
+"""The token view as HTML that fetches nothing: each token coloured by one of its numbers, with all of them at hand.
+
+Jinja escapes every text that a model or a data file wrote. The script gets numbers alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import jinja2
+from markupsafe import Markup
+
+from ppo_rlhf.token_view.samples import TokenSample, TokenSamples
+
+
+class Quantity(NamedTuple):
+    """A number of each token, as the view names it."""
+
+    name: str  # in TokenSample's numbers
+    label: str
+    meaning: str = ""  # of the colours; a quantity without one is no choice
+
+
+QUANTITIES = (
+    Quantity("advantage", "Advantage", "Blue: better than the critic expected, PPO makes the token more probable."),
+    Quantity("reward", "Reward", "What GAE sums up: the KL penalty at each token, and the score at the last."),
+    Quantity("kl", "KL", "log π − log π_ref, in nats. Blue: more probable than under SFT; orange: less."),
+    Quantity("value", "Value", "The rewards still to come, as the critic expected them before the token."),
+    Quantity("return", "Return"),
+    Quantity("entropy", "Entropy"),
+    Quantity("logprob", "log π"),
+    Quantity("reference_logprob", "log π_ref"),
+)
+LEAST_SCALE = 1e-3
+"""The end of the colour scale at least: rounding, as in the KL before the first update, gets no colour."""
+MAX_PROMPT = 600
+"""Characters from a prompt's end that are shown."""
+_VISIBLE = {code: chr(0x2400 + code) for code in range(32)} | {10: "⏎\n", 13: "␍", 9: "⇥\t", 127: "␡"}
+PART_OF_A_CHARACTER = "◌"
+
+
+def render_view(iterations: Sequence[TokenSamples]) -> Markup:
+    """Return the samples of one or several iterations as a part of a page; colours mean the same in all of them."""
+    return Markup(_environment().get_template("view.html").render(**_content(iterations)))
+
+
+def render_page(iterations: Sequence[TokenSamples]) -> str:
+    """Return the samples of one or several iterations as a page of their own."""
+    return _environment().get_template("page.html").render(**_content(iterations))
+
+
+def _content(iterations: Sequence[TokenSamples]) -> dict[str, object]:
+    return {
+        "iterations": iterations,
+        "quantities": QUANTITIES,
+        "scale": {quantity.name: max(LEAST_SCALE, _largest(iterations, quantity.name)) for quantity in QUANTITIES},
+    }
+
+
+def _largest(iterations: Sequence[TokenSamples], name: str) -> float:
+    """Return the largest finite magnitude of a quantity."""
+    numbers = (x for shown in iterations for sample in shown["samples"] for x in sample["numbers"][name])
+    return max((abs(x) for x in numbers if math.isfinite(x)), default=0.0)
+
+
+def _environment() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("ppo_rlhf.token_view", "."),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+    )
+    environment.filters |= {"tokens": _tokens, "number": _number, "end": _end}
+    return environment
+
+
+def _tokens(sample: TokenSample) -> Iterator[tuple[str, str]]:
+    """Yield each token's text and its numbers in the order of QUANTITIES, as the view's script reads them."""
+    columns = [sample["numbers"][quantity.name] for quantity in QUANTITIES]
+    for text, *numbers in zip(sample["tokens"], *columns, strict=True):
+        yield _visible(text), " ".join(f"{number:.4g}" for number in numbers)
+
+
+def _visible(text: str) -> str:
+    """Return a token's text with a sign for what cannot be seen: control characters, and spaces if it has no more."""
+    if not text:
+        return PART_OF_A_CHARACTER
+    if text.isspace():
+        text = text.replace(" ", "␣")
+    return text.translate(_VISIBLE)
+
+
+def _number(number: float) -> str:
+    return f"{number:.4g}".replace("-", "−")
+
+
+def _end(text: str) -> str:
+    return text if len(text) <= MAX_PROMPT else f"… {text[-MAX_PROMPT:]}"

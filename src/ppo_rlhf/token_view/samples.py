@@ -1,0 +1,74 @@
+"""Sample responses of one iteration, token by token, as plain data: what a JSON file holds and the view shows."""
+
+from __future__ import annotations
+
+from typing import TypedDict
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from ppo_rlhf.models.tokenizers import token_texts
+from ppo_rlhf.ppo.experience import Experience
+
+LIMIT = 6
+"""Responses of an iteration that are shown."""
+
+
+class TokenSample(TypedDict):
+    """One response of n tokens."""
+
+    prompt: str
+    tokens: list[str]  # n texts; concatenated they are the response
+    score: float  # as given by the rewards
+    terminated: bool  # whether a stop token ended it
+    numbers: dict[str, list[float]]  # quantity -> n numbers
+
+
+class TokenSamples(TypedDict):
+    """Some responses of one iteration, from the highest score to the lowest."""
+
+    iteration: int
+    responses: int  # of the iteration, of which these are some
+    samples: list[TokenSample]
+
+
+def sample_tokens(experience: Experience, tokenizer: PreTrainedTokenizerBase, limit: int = LIMIT) -> TokenSamples:
+    """Return the best response, the worst one and others between them, in equal steps of rank.
+
+    Args:
+        experience: The update's input of one iteration, with the numbers of all processes.
+        tokenizer: The policy's.
+        limit: Most responses to return.
+    """
+    rollouts = experience.rollouts
+    quantities = _quantities(experience)
+    ids, scores = rollouts.token_lists(), experience.scores.total
+    ranked = scores.argsort(descending=True, stable=True)
+    rows = ranked[torch.linspace(0, len(ranked) - 1, min(limit, len(ranked))).round().long()].tolist()
+    samples = [
+        TokenSample(
+            prompt=rollouts.prompts.texts[row],
+            tokens=token_texts(tokenizer, rollouts.prompts.prompt_ids[row], ids[row]),
+            score=scores[row].item(),
+            terminated=bool(rollouts.terminated[row]),
+            numbers={name: values[row, : len(ids[row])].tolist() for name, values in quantities.items()},
+        )
+        for row in rows
+    ]
+    return TokenSamples(iteration=rollouts.iteration, responses=len(ids), samples=samples)
+
+
+def _quantities(experience: Experience) -> dict[str, Tensor]:
+    """Return the numbers of each token, `[B, T]` or wider, by name."""
+    rollouts = experience.rollouts
+    return {
+        "reward": experience.shaped_rewards.rewards,
+        "kl": experience.shaped_rewards.kl,
+        "value": experience.scores.values,
+        "advantage": experience.advantages,
+        "return": experience.returns,
+        "entropy": rollouts.entropy,
+        "logprob": rollouts.old_logprobs,
+        "reference_logprob": rollouts.reference_logprobs,
+    }
