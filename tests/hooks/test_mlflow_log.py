@@ -21,6 +21,7 @@ from ppo_rlhf import progress
 from ppo_rlhf.datasets.checkpoints import EvaluationLogDataset
 from ppo_rlhf.hooks.mlflow_log import MlflowLog
 from ppo_rlhf.hooks.run_log import RunLog
+from ppo_rlhf.token_view.page import QUANTITIES
 
 Points = list[tuple[int, float]]
 
@@ -127,6 +128,22 @@ def test_a_run_that_continues_begins_another_table_of_samples(run_id: str):
         log.log_samples(iteration, {"prompt": ["a", "b"]})
     assert log.close(10.0)
     assert sampled(run_id, "samples_from_7.json") == [7, 7, 8, 8]
+
+
+def test_token_samples_are_a_page_of_their_iteration_and_none_where_none_were_due(run_id: str):
+    numbers = {quantity.name: [0.5] for quantity in QUANTITIES}
+    sample = {"prompt": "the", "tokens": [" film"], "score": 1.0, "terminated": True, "numbers": numbers}
+    node = Node(lambda: {}, None, "token_samples", name="show_tokens")
+    log = RunLog(run_id, Pipeline([node]), DataCatalog({}))
+    for outputs in ({"iteration": 1, "responses": 8, "samples": [sample]}, {}):
+        log.node_ran(node, {}, {"token_samples": outputs})
+    assert log.close(is_finished=True)
+    assert [file.path for file in MlflowClient().list_artifacts(run_id, "token_view")] == [
+        "token_view/iteration_000001.html"
+    ]
+    page = mlflow.artifacts.load_text(f"{mlflow.active_run().info.artifact_uri}/token_view/iteration_000001.html")
+    assert page.startswith("<!doctype html>")
+    assert "> film</span>" in page
 
 
 def test_metrics_and_evaluations_that_mlflow_lacks_are_taken_from_the_checkpoint(run_id: str, tmp_path: Path):

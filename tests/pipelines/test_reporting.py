@@ -43,6 +43,7 @@ from ppo_rlhf.pipelines.reporting.wording import (
 from ppo_rlhf.ppo.comparison import Decided
 from ppo_rlhf.ppo.evaluation import EvaluationConfig
 from ppo_rlhf.rewards.scorers import RewardComponentConfig, RewardConfig
+from ppo_rlhf.token_view.page import QUANTITIES
 from tests.pipelines.support import outputs_of
 
 PROJECT = Path(__file__).parents[2]
@@ -80,6 +81,7 @@ def run_reporting(prompts=6, **changed):
         "evaluation_summary": GOOD | SAID,
         "before_after": before_after(),
         "sample_pairs": sample_pairs(),
+        "token_samples": [],
         "sft_evaluation": evaluation,
         "ppo_evaluation": evaluation.assign(reward=scores + 1.0),
         "reward_model": None,
@@ -106,7 +108,7 @@ class Page(HTMLParser):
     def handle_starttag(self, tag, attrs):
         self.tags.append(tag)
         self.attributes += attrs
-        if tag != "meta":
+        if tag not in ("meta", "input"):
             self.open.append(tag)
 
     def handle_endtag(self, tag):
@@ -268,6 +270,17 @@ def test_texts_of_models_and_users_cannot_become_markup():
     page = Page(outputs["report"])
     assert page.tags.count("script") == Page(run_reporting()["report"]).tags.count("script")
     assert page.text.count(SCRIPT) >= 1 + 3 * 3 + 1 + 1
+
+
+def test_page_shows_responses_token_by_token_if_there_are_any():
+    numbers = {quantity.name: [0.5] for quantity in QUANTITIES}
+    sample = {"prompt": SCRIPT, "tokens": [SCRIPT], "score": 1.0, "terminated": False, "numbers": numbers}
+    shown = [{"iteration": iteration, "responses": 64, "samples": [sample]} for iteration in (1, 80)]
+    page = Page(run_reporting(token_samples=shown)["report"])
+    assert page.text.count(SCRIPT) == 4
+    for words in ("Token by token", "Iteration 80", "Iteration 1 ", "1 of 64 responses", "1 tokens, cut off"):
+        assert words in page.text
+    assert "Token by token" not in Page(run_reporting()["report"]).text
 
 
 def test_template_refuses_a_missing_name():
