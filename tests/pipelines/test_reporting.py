@@ -108,7 +108,7 @@ class Page(HTMLParser):
     def handle_starttag(self, tag, attrs):
         self.tags.append(tag)
         self.attributes += attrs
-        if tag not in ("meta", "input"):
+        if tag not in ("meta", "input", "br"):
             self.open.append(tag)
 
     def handle_endtag(self, tag):

@@ -130,7 +130,7 @@ def test_texts_cannot_become_markup_and_nothing_is_fetched():
 
 
 @pytest.mark.parametrize(
-    ("text", "shown"), [("\n", "⏎\n"), (" ", "␣"), (" a\tb", " a⇥\tb"), ("\x00\r", "␀␍"), ("", "◌"), ("日", "日")]
+    ("text", "shown"), [("\n\n", "⏎⏎"), (" ", "␣"), (" a\tb", " a⇥\tb"), ("\x00\r", "␀␍"), ("", "◌"), ("日", "日")]
 )
 def test_what_cannot_be_seen_has_a_sign(text, shown):
     assert Page(render_view([shown_as([text])])).tokens == [shown]

@@ -24,7 +24,11 @@ class Quantity(NamedTuple):
 
 
 QUANTITIES = (
-    Quantity("advantage", "Advantage", "Blue: better than the critic expected, PPO makes the token more probable."),
+    Quantity(
+        "advantage",
+        "Advantage",
+        "Blue: better than the critic expected, so PPO makes it more probable. Orange: worse.",
+    ),
     Quantity("reward", "Reward", "What GAE sums up: the KL penalty at each token, and the score at the last."),
     Quantity("kl", "KL", "log π − log π_ref, in nats. Blue: more probable than under SFT; orange: less."),
     Quantity("value", "Value", "The rewards still to come, as the critic expected them before the token."),
@@ -37,7 +41,7 @@ LEAST_SCALE = 1e-3
 """The end of the colour scale at least: rounding, as in the KL before the first update, gets no colour."""
 MAX_PROMPT = 600
 """Characters from a prompt's end that are shown."""
-_VISIBLE = {code: chr(0x2400 + code) for code in range(32)} | {10: "⏎\n", 13: "␍", 9: "⇥\t", 127: "␡"}
+_VISIBLE = {code: chr(0x2400 + code) for code in range(32)} | {9: "⇥\t", 10: "⏎", 13: "␍", 127: "␡"}
 PART_OF_A_CHARACTER = "◌"
 
 
@@ -93,7 +97,7 @@ def _visible(text: str) -> str:
 
 
 def _number(number: float) -> str:
-    return f"{number:.4g}".replace("-", "−")
+    return f"{number:.3g}".replace("-", "−")
 
 
 def _end(text: str) -> str:
