@@ -82,6 +82,23 @@ def test_artifacts_hold_the_report_the_plots_and_the_samples(chain: Run) -> None
     assert {"samples.json", "report/report.html", "report/training_curves_plot.json"} <= names
 
 
+def test_responses_are_shown_token_by_token_in_mlflow_and_in_the_report(chain: Run) -> None:
+    """conf/test: samples are due at each of the three iterations."""
+    pages = [artifact.path for artifact in chain.client.list_artifacts(chain.tracked.info.run_id, "token_view")]
+    assert pages == [f"token_view/iteration_{iteration:06d}.html" for iteration in (1, 2, 3)]
+    first, newest = json.loads((chain.project / "data/test/08_reporting/token_samples.json").read_text())
+    assert (first["iteration"], newest["iteration"]) == (1, 3)
+    assert (
+        max(abs(kl) for sample in first["samples"] for kl in sample["numbers"]["kl"]) < 1e-4
+    )  # the policy is still SFT
+    history = pd.read_csv(chain.project / "data/test/08_reporting/training_history/training_history.csv")
+    scores = [sample["score"] for sample in newest["samples"]]
+    assert scores == sorted(scores, reverse=True)
+    assert scores[-1] <= history["objective/scores"].iloc[-1] <= scores[0]
+    report = (chain.project / "data/test/08_reporting/report.html").read_text()
+    assert report.count('class="token"') == sum(len(s["tokens"]) for shown in (first, newest) for s in shown["samples"])
+
+
 def test_the_logged_model_generates_text(chain: Run) -> None:
     mlflow.set_tracking_uri(f"sqlite:///{chain.project}/mlflow.db")
     try:

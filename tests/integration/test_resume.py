@@ -52,6 +52,14 @@ def test_every_iteration_is_sampled_once(story: Run) -> None:
     assert len(set(sampled.values())) == 1
 
 
+def test_the_report_of_a_resumed_run_shows_the_same_tokens_with_the_same_numbers(story: Run, chain: Run) -> None:
+    shown, expected = (
+        (run.project / "data/test/08_reporting/token_samples.json").read_bytes() for run in (story, chain)
+    )
+    assert shown == expected
+    assert "Token by token" in (story.project / "data/test/08_reporting/report.html").read_text()
+
+
 @pytest.mark.slow
 def test_a_finished_run_that_is_named_is_exported_and_reported_again_and_with_more_episodes_it_goes_on(
     story: Run, chain: Run
