@@ -67,7 +67,7 @@ class User:
 
     def write_reward(self, result: str) -> None:
         module = f"rewards_{abs(hash((self.folder, result)))}"  # Python imports a module's name once
-        function = f"def score(prompts, completions, genre=None):\n    return {result}\n"
+        function = f"def score(prompts, completions, genre=None, completion_ids=None):\n    return {result}\n"
         (self.folder / f"{module}.py").write_text(function)
         self.groups["reward"] = function_reward(f"{module}:score")
 
@@ -157,6 +157,19 @@ def test_a_userwithout_mistakes_has_no_problems(user: User):
     assert user.problems() == []
 
 
+BY_TOKEN = "[[0.0] * len(ids) for ids in completion_ids]"
+
+
+def clip_token_rewards(user: User) -> None:
+    user.set_ppo(reward_clip=1.0)
+    user.write_reward(BY_TOKEN)
+
+
+def test_a_reward_by_token_is_tried_with_the_policys_tokens(user: User):
+    user.write_reward(BY_TOKEN)
+    assert user.problems() == []
+
+
 @pytest.mark.parametrize(
     ("spoil", "named"),
     [
@@ -179,6 +192,8 @@ def test_a_userwithout_mistakes_has_no_problems(user: User):
         pytest.param(reward("[0.0]"), ":score", id="wrong number of rewards"),
         pytest.param(reward("[float('nan')] * len(completions)"), ":score", id="NaN"),
         pytest.param(reward("1 / 0"), "ZeroDivisionError", id="reward raises"),
+        pytest.param(reward("[[0.0]] * len(completions)"), ":score", id="numbers for some tokens"),
+        pytest.param(clip_token_rewards, "ppo.reward_clip", id="clip of a reward by token"),
         pytest.param(
             group("evaluation", EvaluationConfig(judge="no_judge:f", prompts_path="prompts.jsonl")),
             "no_judge:f",

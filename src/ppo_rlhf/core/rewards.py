@@ -22,8 +22,9 @@ def shape_rewards(
     kl_coef: float,
     *,
     reward_clip: float | None = None,
+    token_rewards: Tensor | None = None,
 ) -> Tensor:
-    """Token rewards r_t = −kl_coef · kl_t + 1[t is the last real token] · clip(score, ±reward_clip).
+    """Token rewards r_t = −kl_coef · kl_t + token_reward_t + 1[t is the last real token] · clip(score, ±reward_clip).
 
     Args:
         scores: One score per response, [B], reward units.
@@ -31,6 +32,8 @@ def shape_rewards(
         mask: [B, T], True on the response's real tokens (its stop token included), a prefix of each row.
         kl_coef: Reward units per nat, >= 0.
         reward_clip: Scores are clipped to ± this, before the KL joins; None: not clipped.
+        token_rewards: Reward of each token beside the score, [B, T], reward units, never clipped; anything in padding;
+            None: 0.
 
     Returns:
         [B, T], 0 in padding. A row without any real token is 0 throughout: its score has no place to go.
@@ -56,7 +59,11 @@ def shape_rewards(
     dtype = compute_dtype(scores, kl)
     penalty_BT = kl_coef * select(kl, is_response_BT, dtype)
     score_BT = select(scores[:, None].expand_as(kl), last_token_mask(is_response_BT), dtype)
-    return score_BT - penalty_BT
+    reward_BT = score_BT - penalty_BT
+    if token_rewards is None:
+        return reward_BT
+    check_same_shape(where, kl=kl, token_rewards=token_rewards)
+    return reward_BT + select(token_rewards, is_response_BT, dtype)
 
 
 def overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core import advantages as core_advantages
@@ -18,7 +18,7 @@ from ppo_rlhf.ppo.logprobs import fill_rows
 from ppo_rlhf.ppo.rollout import Rollouts, gather_scattered
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.rewards.scorers import RewardScorer
-from ppo_rlhf.rewards.shaping import final_scores
+from ppo_rlhf.rewards.shaping import final_scores, final_token_rewards
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class Scores:
     components: dict[str, Tensor]  # name -> [B], before weights
     values: Tensor  # [B, T + 1]: column t is V(s_t), before response token t; column lengths[i] is behind row i's last
     seconds: float
+    token_rewards: Tensor | None = None  # [B, T], the part of `total` that functions gave by token; None: there is none
 
 
 @dataclass(frozen=True)
@@ -58,11 +59,16 @@ def score_responses(rollouts: Rollouts, scorer: RewardScorer, state: TrainingSta
     started = time.perf_counter()
     scored = scorer.score(rollouts.response_batch())
     values = critic_values(rollouts, state) if rollouts.values is None else rollouts.values
+    token_rewards = scored.token_rewards
+    if token_rewards is not None:
+        missing = rollouts.response_ids.shape[1] - token_rewards.shape[1]
+        token_rewards = nn.functional.pad(token_rewards.to("cpu", values.dtype), (0, missing))
     return Scores(
         total=scored.total.to("cpu", values.dtype),
         components={name: component.to("cpu", values.dtype) for name, component in scored.components.items()},
         values=values,
         seconds=time.perf_counter() - started,
+        token_rewards=token_rewards,
     )
 
 
@@ -87,11 +93,16 @@ def shape_rewards(rollouts: Rollouts, scores: Scores, state: TrainingState) -> S
         mask, kl_estimate(rollouts.old_logprobs, rollouts.reference_logprobs, config.kl_estimator), 0.0
     )
     kl_coef = state.kl_controller.kl_coef
+    whole, by_token = scores.total, scores.token_rewards
+    if by_token is not None:
+        whole = whole - by_token.sum(-1)
+        by_token = final_token_rewards(by_token, rollouts.terminated, config)
     rewards = core_rewards.shape_rewards(
-        final_scores(scores.total, rollouts.terminated, rollouts.lengths, state.reward_moments, config),
+        final_scores(whole, rollouts.terminated, rollouts.lengths, state.reward_moments, config),
         penalty,
         mask,
         kl_coef if config.kl_in == "reward" else 0.0,
+        token_rewards=by_token,
     )
     if config.whiten_rewards:
         rewards = masked_whiten(rewards, mask, shift_mean=False)

@@ -30,8 +30,14 @@ from ppo_rlhf.ppo.accelerator import resolve_device
 from ppo_rlhf.ppo.build import check_device, lora_settings
 from ppo_rlhf.ppo.evaluation import DEMO_JUDGE, EvaluationConfig, is_demo_prompts
 from ppo_rlhf.preflight.request import MADE_BY, MODELS, MODELS_LAYER, PROMPTS, TABLES, RunRequest
-from ppo_rlhf.rewards.functions import call_reward_function, check_column_names, load_function
+from ppo_rlhf.rewards.functions import (
+    call_reward_function,
+    call_token_reward_function,
+    check_column_names,
+    load_function,
+)
 from ppo_rlhf.rewards.scorers import RewardConfig
+from ppo_rlhf.rewards.shaping import check_token_rewards
 from ppo_rlhf.runner import plan_loop
 from ppo_rlhf.training.supervised import preferences
 from ppo_rlhf.training.supervised.demonstrations import DataPreparationConfig, corpus_texts, split_demonstrations
@@ -286,12 +292,17 @@ def functions_of(run: RunRequest) -> dict[str, list[str]]:
 
 
 def check_function(run: RunRequest, reference: str, tables: list[str]) -> None:
-    """Find a function that cannot be imported, raises, or does not return one finite number a response.
+    """Find a function that cannot be imported, raises, or does not return finite numbers as it should.
 
     It is called with two prompts of each table, which stand for responses, too.
     """
     function = load_function(reference, run.project_path)
-    settings = run.group("prompts", PromptsConfig)
+    settings, reward, ppo = (
+        run.group("prompts", PromptsConfig),
+        run.group("reward", RewardConfig),
+        run.group("ppo", PPOConfig),
+    )
+    is_reward = reward is not None and any(component.function == reference for component in reward.components)
     if settings is None:
         return
     for name in tables:
@@ -300,7 +311,19 @@ def check_function(run: RunRequest, reference: str, tables: list[str]) -> None:
         if settings.column in rows.columns and all(map(is_prompt, rows[settings.column])):
             prompts = [_text(value) for value in rows[settings.column]]
             columns: dict[str, Any] = {str(name): rows[name].tolist() for name in rows.columns if name != "prompt"}
-            call_reward_function(function, f"{reference} on {run.source(name)}", prompts, prompts, columns)
+            title = f"{reference} on {run.source(name)}"
+            if not is_reward:
+                call_reward_function(function, title, prompts, prompts, columns)
+                continue
+            scores = call_token_reward_function(function, title, prompts, prompts, _token_ids(run, prompts), columns)
+            if ppo is not None and isinstance(scores[0], list):
+                check_token_rewards(ppo)
+
+
+def _token_ids(run: RunRequest, texts: list[str]) -> list[list[int]]:
+    """Return the tokens of texts; their bytes, if this run makes the tokenizer."""
+    tokenizer = run.tokenizers.get(run.start) or next(iter(run.tokenizers.values()), None)
+    return [list(text.encode()) for text in texts] if tokenizer is None else tokenizer(texts)["input_ids"]
 
 
 def _text(prompt: Any) -> str:

@@ -1,5 +1,6 @@
 """A user's reward functions: found by name, called, and checked."""
 
+import asyncio
 import contextlib
 import functools
 import importlib
@@ -8,6 +9,7 @@ import math
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,7 +19,8 @@ from ppo_rlhf.core.errors import DataError, RewardError
 
 RewardFunction = Callable[..., list[float]]
 
-_TEXTS = ("prompts", "completions")
+RESPONSE_IDS = "completion_ids"
+_OURS = ("prompts", "completions", RESPONSE_IDS)
 
 
 def load_function(reference: str, project_path: Path | None = None) -> RewardFunction:
@@ -55,7 +58,7 @@ def load_function(reference: str, project_path: Path | None = None) -> RewardFun
     @functools.wraps(function)  # its signature decides what it is called with
     def in_its_project(*positional: Any, **named: Any) -> list[float]:
         with _first_on_path(searched):  # it may import its neighbours when it is called
-            return cast("list[float]", function(*positional, **named))
+            return cast("list[float]", _awaited(function(*positional, **named)))
 
     return in_its_project
 
@@ -73,16 +76,16 @@ def _first_on_path(folders: list[str]) -> Iterator[None]:
 
 
 def check_column_names(columns: Iterable[str], where: str, own: str | None = None) -> None:
-    """Raise `DataError` if a column is called `prompts` or `completions`: functions get texts by these names.
+    """Raise `DataError` if a column has a name by which functions get prompts and responses.
 
     Args:
         columns: Names of the prompt table's columns.
         where: Where the table comes from, for errors.
         own: The column of the prompts, which may have any name.
     """
-    for name in set(columns).intersection(_TEXTS) - {own}:
+    for name in set(columns).intersection(_OURS) - {own}:
         raise DataError(
-            f"{where}: reward functions get the prompts and responses by the names prompts and completions, so no "
+            f"{where}: reward functions get the prompts and responses by the names {', '.join(_OURS)}, so no "
             f"other column can be called `{name}`. Rename it, or remove it."
         )
 
@@ -97,13 +100,62 @@ def call_reward_function(
     """Call a user's function and check its result: one finite number a response.
 
     A function with a parameter `completions` gets prompts and completions by name, any other as its first two
-    arguments. Columns are keyword arguments; a function without `**columns` gets those that it names.
+    arguments. Columns are keyword arguments; a function without `**columns` gets those that it names. What a coroutine
+    function (`async def`) returns is awaited.
 
     Raises:
         RewardError: It raised, or returned another count, or something that is not a finite float32 number.
     """
+    values = _call(function, name, prompts, completions, columns)
+    return [_score(value, name, row, completions[row]) for row, value in enumerate(values)]
+
+
+def call_token_reward_function(
+    function: RewardFunction,
+    name: str,
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    completion_ids: Sequence[list[int]],
+    columns: dict[str, list[Any]],
+) -> list[float] | list[list[float]]:
+    """Call a user's function that may return, for each response, one number for each of its tokens instead of one.
+
+    As `call_reward_function`; a function that names `completion_ids` also gets the tokens of each response, its stop
+    token included. One number a token is a list, a 1-D array or a 1-D tensor.
+
+    Raises:
+        RewardError: As there; or only some responses have one number a token, or a response has another count.
+    """
+    values = _call(function, name, prompts, completions, {**columns, RESPONSE_IDS: list(map(list, completion_ids))})
+    rows = [value.tolist() if hasattr(value, "tolist") else value for value in values]
+    by_token = [isinstance(row, list | tuple) for row in rows]
+    one_each = [
+        not many or (len(row) == 1 and row is not value)
+        for row, value, many in zip(rows, values, by_token, strict=True)
+    ]
+    if all(one_each):  # an array of one number is a number, unless another response has more
+        scores = [row[0] if many else value for row, value, many in zip(rows, values, by_token, strict=True)]
+        return [_score(score, name, row, completions[row]) for row, score in enumerate(scores)]
+    for row, (numbers, ids) in enumerate(zip(rows, completion_ids, strict=True)):
+        if not by_token[row] or len(numbers) != len(ids):
+            returned = f"{len(numbers)} numbers" if by_token[row] else "one number alone"
+            raise RewardError(
+                f"reward function {name} returned {returned} for response {row} ({completions[row][:60]!r}) of "
+                f"{len(ids)} tokens. Return, for every response, one number for each of its completion_ids, or a score."
+            )
+    return [[_score(number, name, row, completions[row]) for number in numbers] for row, numbers in enumerate(rows)]
+
+
+def _call(
+    function: RewardFunction,
+    name: str,
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    columns: dict[str, list[Any]],
+) -> list[Any]:
+    """Return a function's result as a list with one entry a response."""
     try:
-        result = _bound(function, list(prompts), list(completions), columns)()
+        result = _awaited(_bound(function, list(prompts), list(completions), columns)())
         values = result.tolist() if hasattr(result, "tolist") else result  # tensors, arrays, series
         values = list(values) if isinstance(values, list | tuple) else values
     except (Exception, SystemExit) as error:
@@ -116,7 +168,19 @@ def call_reward_function(
         raise RewardError(
             f"reward function {name} returned {len(values)} scores for {len(completions)} responses. Return one each."
         )
-    return [_score(value, f"reward function {name}", row, completions[row]) for row, value in enumerate(values)]
+    return values
+
+
+def _awaited(result: Any) -> Any:
+    """Return what a coroutine function computes; any other result as it is."""
+    if not inspect.iscoroutine(result):
+        return result
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(result)
+    with ThreadPoolExecutor(1) as thread:  # in a notebook this thread runs a loop already
+        return thread.submit(asyncio.run, result).result()
 
 
 def _bound(
@@ -126,12 +190,13 @@ def _bound(
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some built-ins have no signature
-        return functools.partial(function, prompts, completions, **columns)
+        return functools.partial(function, prompts, completions, **{n: columns[n] for n in columns if n not in _OURS})
     names = list(signature.parameters)
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
     texts = {"prompts": prompts, "completions": completions}
-    named = {n: values for n, values in {**columns, **texts}.items() if takes_all or n in names}
-    if "completions" in names:
+    takes = [n for n in (*columns, *texts) if n in names or (takes_all and n != RESPONSE_IDS)]
+    named = {n: {**columns, **texts}[n] for n in takes}
+    if "completions" in names or RESPONSE_IDS in names:
         with contextlib.suppress(TypeError):  # positional only, or another required parameter
             signature.bind(**named)
             return functools.partial(function, **named)
@@ -139,7 +204,7 @@ def _bound(
     return functools.partial(function, prompts, completions, **others)
 
 
-def _score(value: Any, where: str, row: int, completion: str) -> float:
+def _score(value: Any, name: str, row: int, completion: str) -> float:
     try:
         score = float(value)
     except Exception:  # an object of the user's own can raise anything
@@ -147,7 +212,8 @@ def _score(value: Any, where: str, row: int, completion: str) -> float:
     if not abs(score) <= torch.finfo(torch.float32).max:  # NaN included
         shown = f"{value!r:.40}" if isinstance(value, float | str | None) else f"a value of type {type(value).__name__}"
         raise RewardError(
-            f"{where} returned {shown} for response {row} ({completion[:60]!r}). Return finite float32 numbers."
+            f"reward function {name} returned {shown} for response {row} ({completion[:60]!r}). "
+            "Return finite float32 numbers."
         )
     return score
 

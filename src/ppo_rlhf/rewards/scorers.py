@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import Field
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import processes
@@ -18,7 +19,7 @@ from ppo_rlhf.models.loading import PretrainedHandle, context_length
 from ppo_rlhf.models.offloading import on_device, to_host
 from ppo_rlhf.models.sequence_scores import sequence_scores
 from ppo_rlhf.models.tokenizers import append_end, drop_end, same_vocabulary, special_ids
-from ppo_rlhf.rewards.functions import RewardFunction, call_reward_function, load_function, split_reference
+from ppo_rlhf.rewards.functions import RewardFunction, call_token_reward_function, load_function, split_reference
 
 NOTHING_TO_OFFLOAD = (
     "ppo.offload_reward_model=true, and there is no reward model of this run's own loading: leave it out, or give a "
@@ -35,7 +36,8 @@ class RewardComponentConfig:
     """One term of the reward."""
 
     type: Literal["model", "function"]
-    """`model`: the catalog's `reward_model`. `function`: Python, `reward(prompts, completions, **columns)`."""
+    """`model`: the catalog's `reward_model`. `function`: Python, `reward(prompts, completions, **columns)`; see
+    docs/rewards.md."""
     weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0
     """Factor in the sum; negative for a penalty."""
     function: str | None = None
@@ -110,13 +112,19 @@ class ResponseBatch:
 
 @dataclass(frozen=True)
 class ScoredResponses:
-    """Scores of N responses: `total` [N] is the weighted sum of `components`, each [N] and unweighted."""
+    """Scores of N responses: `total` [N] is the weighted sum of `components`, each [N] and unweighted.
+
+    The score by a component that gives one number a token is the sum of its numbers. `token_rewards` [N, longest
+    response] is the weighted sum of such components by token, 0 behind a response; None if there is none.
+    """
 
     total: Tensor
     components: dict[str, Tensor]
+    token_rewards: Tensor | None = None
 
 
 Scoring = Callable[[ResponseBatch], Tensor]
+"""Returns one number a response, [N], or one a token, [N, longest response], 0 behind a response."""
 
 
 class RewardScorer:
@@ -146,11 +154,16 @@ class RewardScorer:
             RewardError: A function raised, or a score is not a finite float32 number.
         """
         dtype = torch.float64 if self.model is not None and self.model.dtype == torch.float64 else torch.float32
-        scores = {name: scoring(batch).to(device="cpu", dtype=dtype) for name, _, scoring in self._components}
-        total = torch.zeros(len(batch), dtype=dtype)
-        for name, weight, _ in self._components:
-            total = total + weight * scores[name]
-        return ScoredResponses(total, scores)
+        scores: dict[str, Tensor] = {}
+        total, token_rewards = torch.zeros(len(batch), dtype=dtype), None
+        for name, weight, scoring in self._components:
+            found = scoring(batch).to(device="cpu", dtype=dtype)
+            if found.dim() == 2:
+                token_rewards = weight * found + (0.0 if token_rewards is None else token_rewards)
+                found = found.sum(-1)
+            scores[name] = found
+            total = total + weight * found
+        return ScoredResponses(total, scores, token_rewards)
 
 
 def build_reward_scorer(
@@ -180,7 +193,7 @@ def build_reward_scorer(
         ModelError: The reward model cannot be loaded.
     """
     scorings: dict[str, Scoring] = {
-        c.title: partial(_score_by_function, load_function(c.function), c.title)
+        c.title: partial(_score_on_main, load_function(c.function), c.title)
         for c in config.components
         if c.function is not None
     }
@@ -312,8 +325,18 @@ def score_sequences(model: PreTrainedModel, sequences: list[list[int]], pad_id: 
     return processes.gather_rows(scores)
 
 
-def _score_by_function(function: RewardFunction, name: str, batch: ResponseBatch) -> Tensor:
-    values = processes.on_main(
-        lambda: call_reward_function(function, name, batch.prompts, batch.completions, batch.columns)
+def score_by_function(function: RewardFunction, name: str, batch: ResponseBatch) -> Tensor:
+    """Return a function's scores [N], or its numbers for each token [N, longest response]; float64.
+
+    Raises:
+        RewardError: As `call_token_reward_function`.
+    """
+    values = call_token_reward_function(
+        function, name, batch.prompts, batch.completions, batch.response_ids, batch.columns
     )
-    return torch.tensor(values, dtype=torch.float64)
+    rows = [torch.tensor(value, dtype=torch.float64) for value in values]
+    return pad_sequence(rows, batch_first=True) if rows and rows[0].dim() else torch.tensor(values, dtype=torch.float64)
+
+
+def _score_on_main(function: RewardFunction, name: str, batch: ResponseBatch) -> Tensor:
+    return processes.on_main(lambda: score_by_function(function, name, batch))

@@ -1,6 +1,7 @@
 """From the raw score of a response to the final score that its last token gets as reward.
 
 In this order: normalisation, scale, clip, penalties for cut-off and overlong responses. Penalties are not clipped.
+Rewards by token are only scaled.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.core.rewards import overlong_penalty
 from ppo_rlhf.core.statistics import RunningMoments, masked_whiten
 
@@ -28,6 +30,28 @@ def final_scores(
         config: Hyperparameters.
     """
     return penalised(normalised(scores, moments, config), terminated, lengths, config)
+
+
+def final_token_rewards(token_rewards: Tensor, terminated: Tensor, config: PPOConfig) -> Tensor:
+    """Return the token rewards `[B, T]` times `reward_scale`; 0 where a penalty replaces a cut-off response's score.
+
+    Raises:
+        ConfigError: A setting of PPO is defined for scores of whole responses alone.
+    """
+    check_token_rewards(config)
+    if config.truncated_responses == "replace":
+        token_rewards = torch.where(terminated[:, None], token_rewards, 0.0)
+    return token_rewards * config.reward_scale
+
+
+def check_token_rewards(config: PPOConfig) -> None:
+    """Raise `ConfigError` if the reward cannot be given by token."""
+    for name in ("reward_normalisation", "reward_clip"):
+        if name in config.not_default():
+            raise ConfigError(
+                f"ppo.{name}={getattr(config, name)} is for scores of whole responses, but a reward function returns "
+                "one number a token: leave the setting out, ppo.reward_scale scales the numbers of tokens, too"
+            )
 
 
 def normalised(scores: Tensor, moments: RunningMoments, config: PPOConfig) -> Tensor:

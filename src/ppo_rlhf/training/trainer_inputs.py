@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf.config import PPOConfig
@@ -21,15 +22,14 @@ from ppo_rlhf.models.offloading import to_host
 from ppo_rlhf.models.tokenizers import ensure_pad_id, ensure_pad_token, same_vocabulary
 from ppo_rlhf.ppo.accelerator import frozen_dtype
 from ppo_rlhf.ppo.sampling import Responses, SamplingSettings
-from ppo_rlhf.rewards.functions import call_reward_function
 from ppo_rlhf.rewards.scorers import (
     NOTHING_TO_OFFLOAD,
     ModelScorer,
-    ResponseBatch,
     RewardComponentConfig,
     RewardConfig,
     RewardScorer,
     build_reward_scorer,
+    score_by_function,
 )
 from ppo_rlhf.training.trainer_models import HOST, check_same_vocabulary, take_over
 
@@ -271,9 +271,4 @@ def _reward_model(model: nn.Module, config: PPOConfig, device: torch.device) -> 
 def _function_scorer(function: Any) -> RewardScorer:
     name = getattr(function, "__name__", "reward")
     name = name if name.isidentifier() else "reward"
-
-    def score(batch: ResponseBatch) -> Tensor:
-        values = call_reward_function(function, name, batch.prompts, batch.completions, batch.columns)
-        return torch.tensor(values, dtype=torch.float64)
-
-    return RewardScorer([(name, 1.0, score)])
+    return RewardScorer([(name, 1.0, partial(score_by_function, function, name))])
