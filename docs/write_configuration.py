@@ -19,8 +19,11 @@ from ppo_rlhf.config.advice import Typical
 from ppo_rlhf.data.prompts import PromptsConfig
 from ppo_rlhf.pipelines.reporting.charts import ExpectedCurve
 from ppo_rlhf.pipelines.reporting.nodes import ReportingConfig
+from ppo_rlhf.ppo.best_of_n import BestOfNConfig
 from ppo_rlhf.ppo.evaluation import EvaluationConfig
 from ppo_rlhf.rewards.scorers import RewardComponentConfig, RewardConfig
+from ppo_rlhf.training.kl_study import KLStudyConfig
+from ppo_rlhf.training.reward_audit import AuditConfig
 from ppo_rlhf.training.supervised.demonstrations import DataPreparationConfig
 from ppo_rlhf.training.supervised.reward_training import RewardModellingConfig
 from ppo_rlhf.training.supervised.sft import SupervisedFinetuningConfig
@@ -38,6 +41,9 @@ GROUPS = {
     "reward_modelling": RewardModellingConfig,
     "reporting": ReportingConfig,
     "reporting.expected_curve": ExpectedCurve,
+    "best_of_n": BestOfNConfig,
+    "audit": AuditConfig,
+    "kl_study": KLStudyConfig,
 }
 INTRODUCTION = """# Configuration reference
 

@@ -3,8 +3,10 @@
 from kedro.pipeline import Pipeline
 
 from ppo_rlhf.pipelines import (
+    audit_reward,
     data_preparation,
     evaluation,
+    kl_study,
     ppo,
     reporting,
     reward_modelling,
@@ -12,14 +14,17 @@ from ppo_rlhf.pipelines import (
 )
 
 STAGES = (data_preparation, supervised_finetuning, reward_modelling, ppo, evaluation, reporting)
+STUDIES = (audit_reward, kl_study)
 ALIGN = ("ppo", "evaluation", "reporting")
 
 
 def register_pipelines() -> dict[str, Pipeline]:
-    """Return each stage, `align` (for models of one's own) and `__default__`, the whole chain.
+    """Return each stage, `align` (for models of one's own) and `__default__`, the whole chain; and each study.
 
     Kedro's `find_pipelines` is not used: with `--pipelines align` it looks for a folder of that name, and fails.
     """
-    stages = {stage.__name__.rpartition(".")[2]: stage.create_pipeline() for stage in STAGES}
+    stages, studies = (
+        {stage.__name__.rpartition(".")[2]: stage.create_pipeline() for stage in each} for each in (STAGES, STUDIES)
+    )
     align = Pipeline([stages[name] for name in ALIGN])
-    return {**stages, "align": align, "__default__": Pipeline(list(stages.values()))}
+    return {**stages, **studies, "align": align, "__default__": Pipeline(list(stages.values()))}

@@ -19,6 +19,7 @@ CURVES = ("objective/", "policy/", "loss/", "val/", "value/", "response/", "opti
 TRAINED = "objective/kl"
 """Every run that trained a policy has this metric."""
 NEWEST = 100
+PARENT = "mlflow.parentRunId"
 UNKNOWN_RUN = (ErrorCode.Name(RESOURCE_DOES_NOT_EXIST), ErrorCode.Name(INVALID_PARAMETER_VALUE))
 
 _KNOWN = {field.name for field in fields(PPOConfig)}
@@ -36,14 +37,14 @@ class RecordedRun:
 
 
 def newest_run(client: MlflowClient, experiment: str) -> str:
-    """Return the id of the newest run of an experiment that trained.
+    """Return the id of the newest run of an experiment that trained; the trainings of a study can only be named.
 
     Raises:
         DataError: There is none.
     """
     found = client.get_experiment_by_name(experiment)
     runs = [] if found is None else client.search_runs([found.experiment_id], max_results=NEWEST)
-    trained = next((run for run in runs if TRAINED in run.data.metrics), None)
+    trained = next((run for run in runs if TRAINED in run.data.metrics and PARENT not in run.data.tags), None)
     if trained is None:
         raise DataError(
             f"No run of the MLflow experiment {experiment} has trained a policy yet: `kedro run` does, or name a run "

@@ -12,6 +12,7 @@ Imports torch and the standard library only; knows no model, tokenizer, file, or
 | `advantages` | generalised advantage estimation |
 | `statistics` | masked mean, variance, whitening, explained variance, running moments |
 | `aggregation` | from a `[B, T]` matrix of token losses to one number, and its denominator |
+| `best_of_n` | expectations of the response that a reward picks among n, and their KL |
 | `losses` | clipped policy and value losses |
 | `choices` | the names by which a setting chooses a formula; imports no torch |
 | `checks` | shape and range checks that the others share |

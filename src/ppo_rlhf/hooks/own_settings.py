@@ -76,6 +76,8 @@ class OwnSettings:
             f"{group}.{name}={value:g}"
             for group, names in TUNED.items()
             if model is not None and f"params:{group}" in pipeline.inputs()
+            # the audit only reads how pairs are held out
+            if group != "reward_modelling" or "reward_model" in pipeline.all_outputs()
             for name, value in self._base["parameters"].get(group, {}).items()
             # null is no number that suits one model and not another
             if name in names and value is not None and value == getattr(parameter(catalog, group), name, None)

@@ -25,6 +25,8 @@ ITERATION_METRICS = "ppo_metrics"
 EVALUATION_METRICS = "evaluation_metrics"
 FINAL_METRICS = "evaluation_summary"
 TOKEN_SAMPLES = "token_samples"
+SUMMARIES = ("reward_audit", "kl_study_summary")
+"""Results of a study, with their metrics under `metrics`."""
 HISTORIES = ("sft_metrics", "reward_model_metrics")
 SAMPLED_NODE = "estimate_advantages"
 AT_A_GLANCE = {
@@ -67,6 +69,8 @@ class RunLog:
         if outputs.get(FINAL_METRICS):
             self._measured(_evaluations(outputs[FINAL_METRICS]), self._iteration, model_id=self._model_id)
             self._register(outputs[FINAL_METRICS])
+        for name in SUMMARIES:
+            self._log.log((outputs.get(name) or {}).get("metrics", {}), 0)
         for name in HISTORIES:
             self._send_rows(outputs.get(name) or [])
         if node.name.rpartition(".")[2] == SAMPLED_NODE:

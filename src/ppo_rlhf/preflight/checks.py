@@ -39,6 +39,7 @@ from ppo_rlhf.rewards.functions import (
 from ppo_rlhf.rewards.scorers import RewardConfig
 from ppo_rlhf.rewards.shaping import check_token_rewards
 from ppo_rlhf.runner import plan_loop
+from ppo_rlhf.training.kl_study import KLStudyConfig, settings_of
 from ppo_rlhf.training.supervised import preferences
 from ppo_rlhf.training.supervised.demonstrations import DataPreparationConfig, corpus_texts, split_demonstrations
 from ppo_rlhf.training.supervised.reward_training import RewardModellingConfig
@@ -78,7 +79,7 @@ def find_problems(
         ask(check_table, name)
     for name in filter(run.reads, MODELS):
         ask(check_model, name)
-    for last in (check_model_options, check_demonstrations, check_preferences, check_prompts):
+    for last in (check_model_options, check_study, check_demonstrations, check_preferences, check_prompts):
         ask(last)
     for reference, tables in functions_of(run).items():
         ask(check_function, reference, tables)
@@ -213,6 +214,13 @@ def check_model_options(run: RunRequest) -> Iterator[str]:
             check_critic_targets(backbone_of(empty), lora_settings(ppo))
 
 
+def check_study(run: RunRequest) -> None:
+    """Find a KL penalty of the study that PPO refuses."""
+    study, ppo = run.group("kl_study", KLStudyConfig), run.group("ppo", PPOConfig)
+    if study is not None and ppo is not None:
+        settings_of(study, ppo)
+
+
 def check_demonstrations(run: RunRequest) -> None:
     """Find demonstrations without the columns that are read, or too few of them."""
     settings = run.group("data_preparation", DataPreparationConfig)
@@ -228,7 +236,7 @@ def check_preferences(run: RunRequest) -> Iterator[str]:
     if "raw_preferences" in run.tables:
         columns = (settings.prompt_column, settings.chosen_column, settings.rejected_column)
         preferences.check_preferences(run.tables["raw_preferences"], *columns)
-    elif run.source("raw_preferences") is None:
+    elif run.source("raw_preferences") is None and run.writes("preferences"):
         prompts = run.source("raw_prompts")
         by_demo = settings.labeller == DEMO_JUDGE and not is_demo_prompts(prompts, run.project_path)
         if by_demo or settings.labeller is None:
@@ -284,7 +292,12 @@ def functions_of(run: RunRequest) -> dict[str, list[str]]:
     if evaluation is not None:
         judging = (evaluation.judge, *evaluation.judges.values(), *evaluation.rates.values())
         found |= {name: tables[-1:] for name in judging if name is not None}
-    if rewards is not None and rewards.labeller is not None and run.source("raw_preferences") is None:
+    if (
+        rewards is not None
+        and rewards.labeller is not None
+        and run.writes("preferences")
+        and run.source("raw_preferences") is None
+    ):
         found[rewards.labeller] = tables[:1]
     if reward is not None:
         found |= {component.function: tables for component in reward.components if component.function is not None}

@@ -26,7 +26,7 @@ MAX_POINTS = 400
 """Longer curves are thinned to this many points, which keeps the page light."""
 COLOURS = ("#2f6fde", "#d9822b")
 _COLUMNS = 3
-_TRANSPARENT, _GREY, _GRID = "rgba(0, 0, 0, 0)", "#7d8590", "rgba(128, 128, 128, 0.25)"
+_TRANSPARENT, GREY, _GRID = "rgba(0, 0, 0, 0)", "#7d8590", "rgba(128, 128, 128, 0.25)"
 _FROM_ZERO = {"rangemode": "tozero"}
 
 
@@ -191,7 +191,7 @@ def panel_figure(panel: Panel, history: pd.DataFrame) -> go.Figure:
     """Return one panel as a figure of its own."""
     figure = go.Figure()
     _draw(figure, panel, history)
-    _style(figure, height=220, showlegend=panel.has_legend)
+    style(figure, height=220, showlegend=panel.has_legend)
     return figure
 
 
@@ -203,7 +203,7 @@ def training_curves(history: pd.DataFrame, expected: ExpectedCurve | None = None
     figure = make_subplots(rows, _COLUMNS, subplot_titles=titles, vertical_spacing=0.4 / rows, horizontal_spacing=0.07)
     for place, panel in enumerate(panels):
         _draw(figure, panel, history, row=place // _COLUMNS + 1, col=place % _COLUMNS + 1)
-    _style(figure, height=60 + 230 * rows, showlegend=False)
+    style(figure, height=60 + 230 * rows, showlegend=False)
     figure.update_layout(margin_t=50)
     figure.update_annotations(font_size=12)
     return figure
@@ -216,7 +216,7 @@ def score_distribution(sft_scores: Sequence[float], ppo_scores: Sequence[float],
         figure.add_histogram(
             x=list(scores), name=name, opacity=0.6, nbinsx=30, bingroup=1, histnorm="probability", marker_color=colour
         )
-    _style(figure, height=300, showlegend=True)
+    style(figure, height=300, showlegend=True)
     figure.update_layout(barmode="overlay", xaxis_title=score_label, yaxis_title="share of responses", margin_b=40)
     return figure
 
@@ -249,7 +249,7 @@ def _draw(figure: go.Figure, panel: Panel, history: pd.DataFrame, **cell: int) -
         dots = {"color": COLOURS[1], "width": 2, "dash": "dot"}
         figure.add_scatter(x=x, y=y, name="expected", mode="lines+markers", line=dots, **cell)
     if panel.level is not None and highest > 0.6 * panel.level:
-        figure.add_hline(panel.level, line={"dash": "dash", "color": _GREY, "width": 1}, **cell)
+        figure.add_hline(panel.level, line={"dash": "dash", "color": GREY, "width": 1}, **cell)
     figure.update_xaxes(nticks=min(6, max(1, len(history))), **cell)  # iterations are whole numbers
     figure.update_yaxes(panel.y_axis, **cell)
 
@@ -263,7 +263,8 @@ def _points(history: pd.DataFrame, key: str) -> tuple[list[float], list[float]]:
     return column(history, "iteration")[keep].tolist(), y[keep].tolist()
 
 
-def _style(figure: go.Figure, *, height: int, showlegend: bool) -> None:
+def style(figure: go.Figure, *, height: int, showlegend: bool) -> None:
+    """Give a figure the look of the report: grey on transparent, so that it suits light and dark pages."""
     figure.update_layout(
         template="none",
         height=height,
@@ -272,7 +273,7 @@ def _style(figure: go.Figure, *, height: int, showlegend: bool) -> None:
         margin={"l": 45, "r": 12, "t": 25 if showlegend else 8, "b": 22},
         paper_bgcolor=_TRANSPARENT,
         plot_bgcolor=_TRANSPARENT,
-        font={"color": _GREY, "size": 11},
+        font={"color": GREY, "size": 11},
         dragmode=False,  # a finger on a chart scrolls the page
     )
     figure.update_xaxes(gridcolor=_GRID, zeroline=False)

@@ -1,0 +1,124 @@
+"""Nodes of the audit of the reward."""
+
+import logging
+from typing import Any
+
+import pandas as pd
+from plotly import graph_objects as go
+
+from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.data.prompts import PromptDataset
+from ppo_rlhf.models.loading import PretrainedHandle, context_length
+from ppo_rlhf.models.tokenizers import stop_token_ids
+from ppo_rlhf.pipelines.audit_reward.chart import audit_figure
+from ppo_rlhf.ppo import best_of_n as sampled
+from ppo_rlhf.ppo.accelerator import frozen_dtype, resolve_device
+from ppo_rlhf.ppo.best_of_n import BestOfNConfig, best_of_n_curve
+from ppo_rlhf.ppo.evaluation import EvaluationConfig, resolve_judge
+from ppo_rlhf.ppo.state import sampling_settings
+from ppo_rlhf.rewards.scorers import RewardConfig, RewardScorer
+from ppo_rlhf.training import reward_audit
+from ppo_rlhf.training.reward_audit import AuditConfig
+from ppo_rlhf.training.supervised.reward_training import RewardModellingConfig
+
+log = logging.getLogger(__name__)
+
+
+def sample_responses(
+    sft_policy: PretrainedHandle,
+    evaluation_prompt_dataset: PromptDataset,
+    reward_scorer: RewardScorer,
+    ppo_config: PPOConfig,
+    evaluation: EvaluationConfig,
+    best_of_n: BestOfNConfig,
+) -> pd.DataFrame:
+    """Sample many responses of the SFT policy to each of some held-out prompts, and score them by reward and judge."""
+    policy = sft_policy.causal_lm(frozen_dtype(ppo_config)).to(resolve_device(ppo_config.device))  # type: ignore[arg-type]
+    tokenizer = sft_policy.tokenizer()
+    prompts = min(best_of_n.prompts, len(evaluation_prompt_dataset))
+    log.info("Sampling %d responses to each of %d prompts from the SFT policy …", best_of_n.samples, prompts)
+    return sampled.sample_best_of_n(
+        policy,
+        tokenizer,
+        evaluation_prompt_dataset,
+        reward_scorer,
+        resolve_judge(evaluation),
+        ppo_config,
+        sampling_settings(ppo_config, tokenizer, policy),
+        best_of_n,
+    )
+
+
+def probe_reward(
+    best_of_n_samples: pd.DataFrame,
+    evaluation_prompt_dataset: PromptDataset,
+    sft_policy: PretrainedHandle,
+    reward_scorer: RewardScorer,
+    ppo_config: PPOConfig,
+    audit: AuditConfig,
+) -> pd.DataFrame:
+    """Measure how the reward answers to cheap tricks: constant suffixes, a response said twice, an empty one."""
+    tokenizer = sft_policy.tokenizer()
+    stops = stop_token_ids(
+        tokenizer,
+        sft_policy.generation_config(),
+        stop_token=ppo_config.stop_token,
+        stop_token_id=ppo_config.stop_token_id,
+        vocabulary=sft_policy.config().get_text_config().vocab_size,
+    )
+    return reward_audit.probe_reward(
+        reward_scorer,
+        best_of_n_samples,
+        evaluation_prompt_dataset,
+        tokenizer,
+        response_length=ppo_config.response_length,
+        stop_token_ids=stops,
+        suffixes=audit.suffixes,
+    )
+
+
+def order_held_out_pairs(
+    raw_preferences: pd.DataFrame | None,
+    reward_model: PretrainedHandle | None,
+    sft_policy: PretrainedHandle,
+    reward_scorer: RewardScorer,
+    reward: RewardConfig,
+    reward_modelling: RewardModellingConfig,
+) -> dict[str, float]:
+    """Measure on which share of held-out preferences the reward agrees.
+
+    Without preferences of a person's own it is the accuracy that reward training left in the model, if the reward is
+    that model alone; else nothing.
+    """
+    if raw_preferences is None:
+        config = None if reward_model is None or not reward.needs_model else reward_model.config()
+        accuracy = getattr(config, "held_out_accuracy", None)
+        return {"audit/pair_accuracy": float(accuracy)} if accuracy is not None and len(reward.components) == 1 else {}
+    limit = None if reward_scorer.model is None else context_length(reward_scorer.model.config)
+    table = reward_audit.held_out_pairs(raw_preferences, sft_policy.tokenizer(), reward_modelling, limit)
+    return reward_audit.score_pairs(reward_scorer, table)
+
+
+def conclude_audit(
+    best_of_n_samples: pd.DataFrame, reward_probes: pd.DataFrame, pair_agreement: dict[str, float]
+) -> dict[str, Any]:
+    """Say whether the reward is fit for PPO, or why not, each reason with its number and its threshold."""
+    metrics, reasons = reward_audit.audit_reward(best_of_n_samples, reward_probes, pair_agreement)
+    verdict = "not fit for PPO" if reasons else "fit for PPO"
+    log.info("Reward audit: %s%s", verdict, ", because:" if reasons else ".")
+    for reason in reasons:
+        log.warning("  %s", reason)
+    missing = sorted({rule.metric for rule in reward_audit.RULES} - metrics.keys())
+    if missing:
+        log.info("Not measured, for lack of a judge, of preferences or of suffixes: %s.", ", ".join(missing))
+    return {"verdict": verdict, "reasons": reasons, "not_measured": missing, "metrics": metrics}
+
+
+def plot_audit(best_of_n_samples: pd.DataFrame, reward_probes: pd.DataFrame) -> go.Figure:
+    """Plot best-of-n by reward and by judge, and the change of the reward for each probe."""
+    deviations = {
+        name: reward_audit.deviation_within_prompts(best_of_n_samples, name)
+        for name in ("reward", "judge_score")
+        if name in best_of_n_samples
+    }
+    return audit_figure(best_of_n_curve(best_of_n_samples), deviations, reward_probes)

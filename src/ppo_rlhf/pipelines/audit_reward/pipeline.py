@@ -1,0 +1,63 @@
+"""Wiring of the audit of the reward."""
+
+from kedro.pipeline import Node, Pipeline
+
+from ppo_rlhf.pipelines import ppo
+from ppo_rlhf.pipelines.audit_reward import nodes
+
+
+def create_pipeline() -> Pipeline:
+    """Wire the audit: PPO's own first nodes, then samples of the SFT policy and what the reward makes of them.
+
+    ```
+    ppo.configure_ppo, ppo.prepare_prompts, ppo.load_reward_model
+    sft_policy, held-out prompts, reward → sample_responses → best_of_n_samples → probe_reward → reward_probes
+    raw_preferences (if there are any), reward → order_held_out_pairs → pair_agreement
+    best_of_n_samples, reward_probes, pair_agreement → conclude_audit → reward_audit;  plot_audit → reward_audit_plot
+    ```
+    """
+    scored = ("sft_policy", "evaluation_prompt_dataset", "reward_scorer", "ppo_config")
+    own = [
+        Node(
+            nodes.sample_responses,
+            {**_same(*scored), **_settings("evaluation", "best_of_n")},
+            "best_of_n_samples",
+            name="sample_responses",
+        ),
+        Node(
+            nodes.probe_reward,
+            {**_same("best_of_n_samples", *scored), **_settings("audit")},
+            "reward_probes",
+            name="probe_reward",
+        ),
+        Node(
+            nodes.order_held_out_pairs,
+            {
+                **_same("raw_preferences", "reward_model", "sft_policy", "reward_scorer"),
+                **_settings("reward", "reward_modelling"),
+            },
+            "pair_agreement",
+            name="order_held_out_pairs",
+        ),
+        Node(
+            nodes.conclude_audit,
+            _same("best_of_n_samples", "reward_probes", "pair_agreement"),
+            "reward_audit",
+            name="conclude_audit",
+        ),
+        Node(nodes.plot_audit, _same("best_of_n_samples", "reward_probes"), "reward_audit_plot", name="plot_audit"),
+    ]
+    return Pipeline(
+        [
+            ppo.create_pipeline().only_nodes("ppo.configure_ppo", "ppo.prepare_prompts", "ppo.load_reward_model"),
+            Pipeline(own, namespace="audit_reward", prefix_datasets_with_namespace=False),
+        ]
+    )
+
+
+def _same(*names: str) -> dict[str, str]:
+    return {name: name for name in names}
+
+
+def _settings(*names: str) -> dict[str, str]:
+    return {name: f"params:{name}" for name in names}

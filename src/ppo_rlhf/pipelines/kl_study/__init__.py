@@ -1,0 +1,5 @@
+"""KL and reward under different KL penalties, with best-of-n as the baseline."""
+
+from ppo_rlhf.pipelines.kl_study.pipeline import create_pipeline
+
+__all__ = ["create_pipeline"]
