@@ -233,7 +233,7 @@ def rank_correlation(samples: pd.DataFrame, other: pd.Series) -> float:
 def judge_agreement(samples: pd.DataFrame) -> float:
     """Return the share of pairs of responses to one prompt that reward and judge put in the same order.
 
-        Pairs that are equal to the judge are left out, those that are equal to the reward count half. No pairs give 0.5.
+    Pairs that are equal to the judge are left out, those that are equal to the reward count half. No pairs give 0.5.
     """
     reward, judge = (by_prompt(samples, name) for name in ("reward", "judge_score"))
     by_reward, by_judge = ((scores[:, :, None] - scores[:, None, :]).sign() for scores in (reward, judge))

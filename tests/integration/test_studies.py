@@ -1,0 +1,49 @@
+"""The audit of the reward and the KL study, as a person runs them after the demo."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import mlflow
+import pandas as pd
+import pytest
+
+from ppo_rlhf.training.reward_audit import RULES
+from tests.integration.outcomes import Run
+from tests.integration.processes import kedro_run
+
+
+@pytest.fixture(scope="module")
+def studied(chain: Run, make_project: Callable[[], Path]) -> Path:
+    project = make_project()
+    shutil.copytree(chain.project / "data/test/06_models", project / "data/test/06_models")
+    finished = kedro_run(project, "--env", "test", "--pipelines", "audit_reward,kl_study")
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    return project / "data/test"
+
+
+def test_the_audit_ends_with_a_verdict_and_its_numbers(studied: Path) -> None:
+    audit = json.loads((studied / "08_reporting/reward_audit.json").read_text())
+    assert (audit["verdict"] == "fit for PPO") == (not audit["reasons"])
+    assert {rule.metric for rule in RULES} == audit["metrics"].keys() - {"audit/reward_gain"}
+    assert (studied / "08_reporting/reward_audit_plot.json").stat().st_size > 0
+
+
+def test_the_study_trains_once_for_each_penalty_in_a_run_below_its_own(studied: Path) -> None:
+    results = pd.read_csv(studied / "08_reporting/kl_study_results.csv")
+    assert results["kl_controller"].tolist() == ["fixed", "fixed", "adaptive"]
+    history = pd.read_csv(studied / "08_reporting/kl_study_history.csv")
+    assert history.groupby("setting")["objective/kl_coef"].first()["beta 5"] == 5.0
+    client = mlflow.MlflowClient(f"sqlite:///{studied.parents[1]}/mlflow.db")
+    experiments = [each.experiment_id for each in client.search_experiments()]
+    [parent] = client.search_runs(experiments, "tags.pipeline = 'audit_reward,kl_study'")
+    children = client.search_runs(experiments, f"tags.`mlflow.parentRunId` = '{parent.info.run_id}'")
+    assert {run.info.run_name for run in children} == set(results["setting"])
+    assert all(run.info.status == "FINISHED" for run in [parent, *children])
+    for run in children:
+        of_setting = history[history["setting"] == run.info.run_name]
+        points = client.get_metric_history(run.info.run_id, "objective/kl")
+        assert [point.value for point in points] == pytest.approx(of_setting["objective/kl"].tolist())
