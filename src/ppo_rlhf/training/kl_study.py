@@ -85,7 +85,7 @@ def findings(results: pd.DataFrame, best_of_n: pd.DataFrame) -> tuple[dict[str, 
 
     Args:
         results: One row a training: `setting`, `kl_controller`, `kl_coef` (its first beta), `kl_target`, `kl` (nats a
-            response), `reward`, and `judge_score` if there is a judge.
+            response), `reward` and `reward_sft`, and `judge_score` and `judge_score_sft` if there is a judge.
         best_of_n: From `ppo.best_of_n.best_of_n_curve`.
     """
     fixed, adaptive = (results[results["kl_controller"] == kind] for kind in ("fixed", "adaptive"))
@@ -106,7 +106,7 @@ def findings(results: pd.DataFrame, best_of_n: pd.DataFrame) -> tuple[dict[str, 
     metrics[f"kl_study/best_{deciding}"] = float(best[deciding])
     lines.append(
         f"The highest {what} of PPO is {best[deciding]:.2f}, by {best['setting']}, at {best['kl']:.2f} nats; SFT has "
-        f"{best_of_n[deciding].iloc[0]:.2f}."
+        f"{best[f'{deciding}_sft']:.2f}."
     )
     n, kl, baseline = best_of_n.loc[best_of_n[deciding].idxmax(), ["n", "kl", deciding]]
     metrics[f"kl_study/best_of_n_{deciding}"] = float(baseline)

@@ -46,6 +46,7 @@ def frontier_figure(results: pd.DataFrame, best_of_n: pd.DataFrame) -> go.Figure
     shown = {name: title for name, title in titles.items() if name in results and name in best_of_n}
     figure = make_subplots(1, len(shown), subplot_titles=list(shown.values()), horizontal_spacing=0.08)
     ppo = results.sort_values("kl")
+    sides = [*["bottom right"] * (len(ppo) - 1), "bottom left"]  # the last label stays inside the plot
     symbols = ["circle" if kind == "fixed" else "diamond" for kind in ppo["kl_controller"]]
     for place, name in enumerate(shown, 1):
         for label, frame, texts, colour, marker in (
@@ -58,7 +59,7 @@ def frontier_figure(results: pd.DataFrame, best_of_n: pd.DataFrame) -> go.Figure
                 text=texts.tolist(),
                 name=label,
                 mode="lines+markers+text" if label == "PPO" else "lines+markers",
-                textposition="bottom right",
+                textposition=sides if label == "PPO" else None,
                 line={"color": colour, "width": 2},
                 marker=marker,
                 showlegend=place == 1,
