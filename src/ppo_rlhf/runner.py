@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from kedro.framework.hooks import hook_impl
 from kedro.framework.session import KedroSession
 from kedro.io import CatalogProtocol
 from kedro.pipeline import Pipeline
@@ -41,6 +42,7 @@ __all__ = [
     "ITERATION_TAG",
     "LoopRunner",
     "LoopSession",
+    "PreparedRun",
     "RunInterruptedError",
     "TerminationSignal",
     "deferring_signals",
@@ -230,6 +232,31 @@ class LoopSession(KedroSession):
         if len(args) < 4 and options.get("runner") is None:
             options["runner"] = LoopRunner()
         return super().run(*args, **options)
+
+    def prepare(self, **options: Any) -> PreparedRun:
+        """Return the run that `run` with the same options would start, with validated parameters; nothing is run."""
+        self._hook_manager.register(_BeforeTheRun())
+        try:
+            self.run(**options)
+        except PreparedRun as prepared:
+            return prepared
+        raise RuntimeError("Kedro did not call before_pipeline_run")
+
+
+class PreparedRun(Exception):  # noqa: N818  # no error: the way out of Kedro's session
+    """A run before its first hook and node: what Kedro gives `before_pipeline_run`."""
+
+    def __init__(self, run_params: dict[str, Any], pipeline: Pipeline, catalog: CatalogProtocol) -> None:
+        super().__init__()
+        self.run_params, self.pipeline, self.catalog = run_params, pipeline, catalog
+
+
+class _BeforeTheRun:
+    """Ends a run before every other hook, as the hook that was registered last."""
+
+    @hook_impl(tryfirst=True)
+    def before_pipeline_run(self, run_params: dict[str, Any], pipeline: Pipeline, catalog: CatalogProtocol) -> None:
+        raise PreparedRun(run_params, pipeline, catalog)
 
 
 def _catalog_of_run(pipeline: Pipeline, catalog: CatalogProtocol) -> Any:

@@ -43,6 +43,10 @@ def passing(planned: MemoryPlan, phase: str) -> int:
     return planned.phases[phase] - sum(planned.held.values())
 
 
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -65,6 +69,8 @@ def test_weights_and_moments_are_those_of_a_run_to_the_byte(make_run, settings: 
     optimizers = {id(o): o for o in (run.state.policy_optimizer, run.state.critic_optimizer) if o is not None}
     moments = [state for optimizer in optimizers.values() for state in optimizer.state.values()]
     assert planned.held[MOMENTS] == sum(m[name].nbytes for m in moments for name in ("exp_avg", "exp_avg_sq"))
+    trained = {p.untyped_storage().data_ptr(): p.nbytes for o in optimizers.values() for p in parameters_of(o)}
+    assert planned.checkpoint == planned.held[MOMENTS] + sum(trained.values())
 
 
 def test_the_numbers_of_a_tiny_model_are_those_worked_out_by_hand():

@@ -19,7 +19,9 @@ from mlflow.entities import RunStatus
 
 from ppo_rlhf.cli.advise import advise
 from ppo_rlhf.cli.convert_config import convert_config
+from ppo_rlhf.cli.doctor import doctor
 from ppo_rlhf.cli.errors import one_line_each, project_here
+from ppo_rlhf.cli.generate import generate
 from ppo_rlhf.cli.plan_memory import plan_memory
 from ppo_rlhf.config.settings_group import closest
 from ppo_rlhf.hooks import end_active_run
@@ -74,7 +76,7 @@ def _run_options() -> list[click.Parameter]:
 
 
 run = RunCommand("run", callback=_run, params=_run_options(), help="Run pipelines, by default the whole chain.")
-for command in (run, advise, convert_config, plan_memory):
+for command in (run, advise, convert_config, doctor, generate, plan_memory):
     cli.add_command(command)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.processes import process_count
 
 if TYPE_CHECKING:  # imported where they are used: they import torch, which other commands do without
+    import torch
     from kedro.framework.context import KedroContext
     from transformers import PretrainedConfig
 
@@ -44,7 +46,50 @@ def plan_memory(**options: Any) -> None:
     show(lambda: _lines(project_here(), options))
 
 
+@dataclass(frozen=True)
+class Planned:
+    """The memory of the project's run of PPO; `free` and `on_host` are bytes free on its device and on the host."""
+
+    model: str
+    config: PPOConfig
+    shape: RunShape
+    plan: MemoryPlan
+    device: torch.device
+    free: int
+    on_host: int
+
+    @property
+    def process(self) -> int:
+        """Bytes of the process itself, where it lies in the same memory as the models."""
+        from ppo_rlhf.training.memory import PROCESS_BYTES
+
+        return PROCESS_BYTES if self.shape.on_cpu else 0
+
+    @property
+    def share(self) -> int:
+        """Free bytes of one process: processes share the host's memory, and each GPU has one process."""
+        return self.free // self.shape.processes if self.shape.on_cpu else self.free
+
+    @property
+    def needed(self) -> int:
+        """Bytes that one process needs."""
+        return self.plan.needed + self.process
+
+
 def _lines(project_path: Path, options: dict[str, Any]) -> Iterator[str]:
+    session: Any = KedroSession.create(project_path, env=options["env"], runtime_params=options["params"])
+    with session:
+        planned = plan(session.load_context(), **options)
+    yield f"{planned.model}: {type(planned.shape.policy).__name__}, {planned.config.dtype}, on {planned.device}"
+    yield from _report(planned)
+
+
+def plan(context: KedroContext, **options: Any) -> Planned:
+    """Plan the memory of a project's run; `options` of the command take the place of its settings.
+
+    Raises:
+        ConfigError: There is no model to plan for.
+    """
     from ppo_rlhf.config import PPOConfig
     from ppo_rlhf.ppo.accelerator import resolve_device
     from ppo_rlhf.ppo.build import check_device
@@ -52,34 +97,31 @@ def _lines(project_path: Path, options: dict[str, Any]) -> Iterator[str]:
     from ppo_rlhf.training import memory
 
     names = {"per_device_train_batch_size": "batch", "response_length": "response_length", "dtype": "dtype"}
-    given = {name: options[option] for name, option in names.items() if options[option] is not None}
-    session: Any = KedroSession.create(project_path, env=options["env"], runtime_params=options["params"])
-    with session:
-        context = session.load_context()
-        parameters = context.config_loader["parameters"]
-        config = PPOConfig(**{**parameters.get("ppo", {}), **given})
-        device = resolve_device(config.device)
-        check_device(config, device)
-        evaluation = EvaluationConfig(**parameters.get("evaluation", {}))
-        model = _sft_model(context, options["model"])
-        policy = _model_config(model)
-        shape = memory.RunShape(
-            policy=policy,
-            prompt_length=options["prompt_length"] or _longest_prompt(context, model, config),
-            reward_model=_reward_model(context, policy),
-            on_cpu=device.type == "cpu",
-            evaluation_rows=min(evaluation.batch_size, evaluation.iteration_prompts),
-            processes=options["processes"] or process_count(),
-            trust_remote_code=model.trust_remote_code,
-        )
-    plan, (free, on_host) = memory.plan_memory(config, shape), memory.available_memory(device)
-    yield f"{model.source}: {type(policy).__name__}, {config.dtype}, on {device}"
-    yield from _report(plan, config, shape, free, on_host)
+    given = {name: options[option] for name, option in names.items() if options.get(option) is not None}
+    parameters = context.config_loader["parameters"]
+    config = PPOConfig(**{**parameters.get("ppo", {}), **given})
+    device = resolve_device(config.device)
+    check_device(config, device)
+    evaluation = EvaluationConfig(**parameters.get("evaluation", {}))
+    model = _sft_model(context, options.get("model"))
+    policy = _model_config(model)
+    shape = memory.RunShape(
+        policy=policy,
+        prompt_length=options.get("prompt_length") or _longest_prompt(context, model, config),
+        reward_model=_reward_model(context, policy),
+        on_cpu=device.type == "cpu",
+        evaluation_rows=min(evaluation.batch_size, evaluation.iteration_prompts),
+        processes=options.get("processes") or process_count(),
+        trust_remote_code=model.trust_remote_code,
+    )
+    found = memory.plan_memory(config, shape)
+    return Planned(model.source, config, shape, found, device, *memory.available_memory(device))
 
 
-def _report(plan: MemoryPlan, config: PPOConfig, shape: RunShape, free: int, on_host: int) -> Iterator[str]:
+def _report(planned: Planned) -> Iterator[str]:
     from ppo_rlhf.training.memory import PROCESS_BYTES, micro_batch_rows, suggestions
 
+    plan, config, shape, free = planned.plan, planned.config, planned.shape, planned.share
     rollout = min(config.local_rollout_forward_batch_size, config.local_batch_size)
     yield (
         f"Prompts of {shape.prompt_length} and responses of {config.response_length} tokens; {rollout} at a time in "
@@ -97,16 +139,13 @@ def _report(plan: MemoryPlan, config: PPOConfig, shape: RunShape, free: int, on_
     if plan.on_host:
         yield _row("Offloaded models in the host's memory", plan.on_host)
     yield ""
-    process = PROCESS_BYTES if shape.on_cpu else 0
-    if shape.on_cpu:
-        free //= shape.processes  # the processes share the host's memory; each GPU has one process
-    with_process = f", {_gib(process)} of it the process itself" if shape.on_cpu else ""
-    yield f"Needed: {_gib(plan.needed + process)} (phase: {plan.peak}{with_process}). Free: {_gib(free)}."
+    with_process = f", {gib(planned.process)} of it the process itself" if shape.on_cpu else ""
+    yield f"Needed: {gib(planned.needed)} (phase: {plan.peak}{with_process}). Free: {gib(free)}."
     waiting = shape.processes * (plan.on_host + PROCESS_BYTES)
-    if waiting > on_host and not shape.on_cpu:
-        yield f"The host needs {_gib(waiting)} for processes and offloaded models, and has {_gib(on_host)} free."
-    helpful = list(suggestions(config, shape)) if plan.needed + process > free else []
-    if plan.needed + process <= free:
+    if waiting > planned.on_host and not shape.on_cpu:
+        yield f"The host needs {gib(waiting)} for processes and offloaded models, and has {gib(planned.on_host)} free."
+    helpful = list(suggestions(config, shape)) if planned.needed > free else []
+    if planned.needed <= free:
         yield "It fits."
     elif not helpful:
         yield "It does not fit, and no setting changes that: take a smaller model, shorter texts or more memory."
@@ -114,18 +153,19 @@ def _report(plan: MemoryPlan, config: PPOConfig, shape: RunShape, free: int, on_
         yield "It does not fit. Each of these lowers the peak, the cheapest first; together they lower it further:"
     for place, each in enumerate(helpful, start=1):
         settings = ", ".join(f"ppo.{name}={_word(value)}" for name, value in each.changes.items())
-        yield f"{place}. {settings} ({each.price}): {_gib(each.needed + process)}"
+        yield f"{place}. {settings} ({each.price}): {gib(each.needed + planned.process)}"
 
 
 def _row(name: str, size: int) -> str:
-    return f"{name:<58} {_gib(size):>12}"
+    return f"{name:<58} {gib(size):>12}"
 
 
 def _word(value: Any) -> str:
     return json.dumps(value).strip('"')
 
 
-def _gib(size: int) -> str:
+def gib(size: int) -> str:
+    """Return a number of bytes in GiB."""
     return f"{size / 2**30:.2f} GiB"
 
 

@@ -11,6 +11,7 @@ from kedro.io import AbstractDataset, DatasetError
 
 from ppo_rlhf.checkpoints.files import checkpoint_iterations, checkpoint_name, prune_checkpoints
 from ppo_rlhf.checkpoints.store import CheckpointRequest, best_iteration, check_free_space, write_checkpoint
+from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.processes import is_main_process
@@ -37,6 +38,11 @@ class _RunDataset(AbstractDataset[Saved, Loaded]):
         return {"filepath": str(self.root)}
 
 
+def most_checkpoints(config: PPOConfig, iterations: int) -> int:
+    """Return how many checkpoints a run has on the disk at most: the newest, the best, and one being written."""
+    return min(config.save_total_limit + 1, math.ceil(iterations / config.save_interval)) + 1
+
+
 class CheckpointDataset(_RunDataset[CheckpointRequest, Path]):
     """`<filepath>/<MLflow run id>/iteration_NNNNNN/`: written when due, the newest and the best kept.
 
@@ -56,8 +62,7 @@ class CheckpointDataset(_RunDataset[CheckpointRequest, Path]):
             CheckpointError: They do not.
         """
         directory = run_directory(self.root)
-        kept = state.config.save_total_limit + 1  # the best
-        most = min(kept, math.ceil(state.total_iterations / state.config.save_interval)) + 1  # and one being written
+        most = most_checkpoints(state.config, state.total_iterations)
         check_free_space(directory, state, copies=max(1, most - len(checkpoint_iterations(directory))))
 
     def save(self, data: CheckpointRequest) -> None:

@@ -56,20 +56,17 @@ class ChecksHook:
     @hook_impl(tryfirst=True)
     def before_pipeline_run(self, run_params: dict[str, Any], pipeline: Pipeline, catalog: CatalogProtocol) -> None:
         """Refuse another runner for the loop, settings that nothing reads, and problems that the preflight finds."""
-        from ppo_rlhf.preflight import describe_parts, find_problems  # heavy: only a run pays for it
+        from ppo_rlhf.preflight import describe_parts  # heavy: only a run pays for it
 
         check_runner(run_params, pipeline)
         assert self._loader is not None
-        settings = OwnSettings(self._loader)
-        data_root = self._loader["globals"].get("data_root", "data")
-        problems = settings.unread(pipelines)
-        problems += find_problems(pipeline, catalog, Path(run_params["project_path"]), data_root)
+        problems, advice = judge_settings(self._loader, pipeline, catalog, Path(run_params["project_path"]))
         if problems:
             raise ConfigError("\n".join(problems))
         parts = describe_parts(pipeline, catalog, Path(run_params["project_path"]))
         if parts is not None:
             logger.info("%s", parts)
-        for line in [*settings.demo_values(pipeline, catalog), *settings.unusual_values(pipeline, catalog)]:
+        for line in advice:
             logger.warning("%s", line)
 
     @hook_impl
@@ -79,6 +76,25 @@ class ChecksHook:
             check_space = getattr(catalog.get(CHECKPOINT), "check_space", None)
             if check_space is not None:
                 check_space(outputs[STATE])
+
+
+def judge_settings(
+    loader: OmegaConfigLoader, pipeline: Pipeline, catalog: CatalogProtocol, project_path: Path
+) -> tuple[list[str], list[str]]:
+    """Return why a run must not start, and if it may, what is unusual about it; one line each. Writes nothing.
+
+    Args:
+        loader: The run's configuration.
+        pipeline: The nodes that will run.
+        catalog: The run's catalog, with validated parameters.
+        project_path: The project's directory.
+    """
+    from ppo_rlhf.preflight import find_problems  # heavy: only a run pays for it
+
+    settings, data_root = OwnSettings(loader), loader["globals"].get("data_root", "data")
+    problems = [*settings.unread(pipelines), *find_problems(pipeline, catalog, project_path, data_root)]
+    advice = [] if problems else [*settings.demo_values(pipeline, catalog), *settings.unusual_values(pipeline, catalog)]
+    return problems, advice
 
 
 def check_runner(run_params: Mapping[str, Any], pipeline: Pipeline) -> None:

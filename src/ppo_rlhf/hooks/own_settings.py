@@ -29,14 +29,16 @@ class OwnSettings:
     def __init__(self, loader: OmegaConfigLoader) -> None:
         """Take the run's loader."""
         self._loader, self._given = loader, loader.runtime_params or {}
-        self._base = OmegaConfigLoader(
-            loader.conf_source,
-            base_env=loader.base_env,
-            default_run_env=loader.base_env,
-            config_patterns=loader.config_patterns,
-            merge_strategy=loader.merge_strategy,
-        )
-        self._shipped = {kind: {str(name) for name in self._base[kind]} for kind in REFERENCES}
+        alike = {
+            "base_env": loader.base_env,
+            "config_patterns": loader.config_patterns,
+            "merge_strategy": loader.merge_strategy,
+        }
+        base = OmegaConfigLoader(loader.conf_source, default_run_env=loader.base_env, **alike)
+        self._base = {kind: base[kind] for kind in REFERENCES}
+        self._shipped = {kind: {str(name) for name in values} for kind, values in self._base.items()}
+        # the loader that was made last resolves ${globals:…} for all: like the run's own from now on
+        OmegaConfigLoader(loader.conf_source, loader.env, self._given, default_run_env=loader.default_run_env, **alike)
 
     def unread(self, pipelines: Mapping[str, Pipeline]) -> list[str]:
         """Return one line for each top-level name that a person gave and nothing reads; Kedro ignores such names.

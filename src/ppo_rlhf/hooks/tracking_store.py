@@ -15,7 +15,10 @@ from kedro_mlflow.config.kedro_mlflow_config import KedroMlflowConfig
 from mlflow.entities import RunStatus
 from mlflow.environment_variables import MLFLOW_HTTP_REQUEST_MAX_RETRIES, MLFLOW_HTTP_REQUEST_TIMEOUT
 from mlflow.exceptions import MlflowException
+from mlflow.store.db.db_types import DATABASE_ENGINES
+from sqlalchemy import create_engine, inspect
 from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.pool import NullPool
 
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.hooks.run_lock import one_at_a_time
@@ -43,20 +46,49 @@ def place_in_project(settings: KedroMlflowConfig, project_path: Path) -> None:
         created.artifact_location = created.artifact_location or str(project_path / ARTIFACTS)
 
 
-def make_database(database: Path, artifacts: Path) -> None:
-    """Make MLflow's sqlite file if it is not there: under another name, then renamed, one process at a time.
-
-    MLflow itself makes its tables one by one in the file: killed between two, it refuses the file for ever.
-
-    Raises:
-        ConfigError: The file cannot be written. MLflow would try for a minute.
-    """
+def check_writable(database: Path) -> None:
+    """Raise ConfigError if MLflow's sqlite file cannot be written. MLflow would try for a minute."""
     for path in (database.parent, database):
         if path.exists() and not os.access(path, os.W_OK):
             raise ConfigError(
                 f"{path}: no right to write, and the tracking database has to be. Get the right, or set another "
                 "server.mlflow_tracking_uri in conf/local/mlflow.yml."
             )
+
+
+def check_answers(uri: str) -> None:
+    """Raise one of STORE_ERRORS or ConfigError if a server or a database does not answer. Nothing is written.
+
+    A sqlite file that does not exist is in order if it can be made. Other kinds of stores are not looked at.
+    """
+    kind = uri.partition(":")[0].partition("+")[0]
+    if uri.startswith(SQLITE):
+        database = Path(uri.removeprefix(SQLITE))
+        check_writable(database)
+        if not database.exists():
+            return
+        uri = f"{SQLITE}file:{database}?mode=ro&uri=true"
+    if kind in DATABASE_ENGINES:  # not through MLflow, which makes the tables that are missing
+        patience = {} if kind == "sqlite" else {"connect_timeout": round(SLOW_S)}
+        try:
+            engine = create_engine(uri, connect_args=patience, poolclass=NullPool)
+        except ImportError as error:
+            raise ConfigError(f"{without_password(uri)}: the database's driver is not installed ({error}).") from error
+        inspect(engine).get_table_names()
+    elif kind in ("http", "https"):
+        with asked_twice():
+            mlflow.MlflowClient(uri).search_experiments(max_results=1)
+
+
+def make_database(database: Path, artifacts: Path) -> None:
+    """Make MLflow's sqlite file if it is not there: under another name, then renamed, one process at a time.
+
+    MLflow itself makes its tables one by one in the file: killed between two, it refuses the file for ever.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+    check_writable(database)
     if database.exists():
         return
     from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore  # heavy: only a first run pays for it

@@ -110,11 +110,17 @@ def autocast(config: PPOConfig, device: torch.device) -> AbstractContextManager[
     return context
 
 
+def has_bfloat16(device: torch.device) -> bool:
+    """Return whether a CPU or GPU has instructions for bfloat16."""
+    if device.type != "cpu":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    found = torch.cpu.get_capabilities()
+    return any(found.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+
+
 def precision_warning(config: PPOConfig, device: torch.device) -> str | None:
     """Return one line if the processor has no instructions for `ppo.dtype`, so that the run will be slow."""
-    found = torch.cpu.get_capabilities()
-    has_instructions = any(found.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
-    if device.type != "cpu" or config.dtype != "bfloat16" or has_instructions:
+    if device.type != "cpu" or config.dtype != "bfloat16" or has_bfloat16(device):
         return None
     return "ppo.dtype=bfloat16: this processor has no instructions for it, so the run will be slow; use float32"
 

@@ -29,6 +29,7 @@ from ppo_rlhf.ppo.logprobs import LOGITS_HELD
 
 PROCESS_BYTES = 600 * 2**20
 """Resident once `kedro run` has imported its libraries and they have computed something (measured on Linux)."""
+MOMENTS, AVERAGE = "optimisers: two moments of each trained weight", "policy: moving average"
 KEPT = 1.5
 """Peak of the activations over the inputs and outputs of linear layers: norms and position embeddings keep the rest
 (Llama: 1.13 in float32, 1.54 in bfloat16), and the backward pass holds gradients of activations."""
@@ -81,6 +82,11 @@ class MemoryPlan:
         """Bytes at the peak."""
         return self.phases[self.peak]
 
+    @property
+    def checkpoint(self) -> int:
+        """Bytes of one checkpoint on the disk: trained weights, their moments, and the moving average."""
+        return self.held[MOMENTS] * 3 // 2 + self.held.get(AVERAGE, 0)
+
 
 class _Sizes(NamedTuple):
     """Bytes of weights by model, of trained weights (policy, critic) and of autocast's copies; activations a token."""
@@ -106,9 +112,9 @@ def plan_memory(config: PPOConfig, shape: RunShape) -> MemoryPlan:
     waiting = {"reference policy": c.offload_reference_policy, "reward model": c.offload_reward_model}
     offloaded = {name: size for name, size in sizes.weights.items() if waiting.get(name)}
     held = {f"{name}: weights": size for name, size in sizes.weights.items() if name not in offloaded}
-    held["optimisers: two moments of each trained weight"] = 2 * sum(sizes.trained)
+    held[MOMENTS] = 2 * sum(sizes.trained)
     if c.ema_decay is not None:
-        held["policy: moving average"] = sizes.trained[0]
+        held[AVERAGE] = sizes.trained[0]
 
     text, number = shape.policy.get_text_config(), frozen_dtype(c).itemsize
     heads, layers = text.num_attention_heads, text.num_hidden_layers

@@ -1,0 +1,67 @@
+"""Answers of a policy to a person's prompts, drawn as PPO draws its responses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.core.randomness import episode_uniforms
+from ppo_rlhf.data.prompts import PromptDataset
+from ppo_rlhf.ppo.rollout import sample_responses
+from ppo_rlhf.ppo.sampling import SamplingSettings
+from ppo_rlhf.rewards.scorers import ResponseBatch, RewardScorer
+
+NOISE_STREAM = "answers"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One response to a prompt; `reward` is before any shaping or penalty, None if nothing scored it."""
+
+    text: str
+    tokens: int
+    """The stop token included."""
+    is_cut_off: bool
+    """Whether it reached its length before a stop token."""
+    reward: float | None = None
+
+
+def answer_prompts(
+    policy: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: PromptDataset,
+    scorer: RewardScorer | None,
+    sampling: SamplingSettings,
+    config: PPOConfig,
+    *,
+    seed: int,
+    turn: int = 0,
+    batch_size: int = 64,
+) -> list[Answer]:
+    """Let a policy answer each of N prompts.
+
+    Args:
+        policy: A causal language model.
+        tokenizer: Of the prompts and responses.
+        prompts: Tokenised prompts; a prompt may come several times.
+        scorer: Scores the responses; None leaves the reward out.
+        sampling: Length, temperature, truncation and stop tokens.
+        config: Rollout engine and precision.
+        seed: With `turn` it fixes the noise, so that policies that are equal answer equally.
+        turn: Another one draws other noise.
+        batch_size: Responses drawn at a time.
+    """
+    uniforms_NT = episode_uniforms(seed, NOISE_STREAM, turn, len(prompts), sampling.response_length)
+    responses = sample_responses(policy, prompts.prompt_ids, uniforms_NT, sampling, config, batch_size=batch_size)
+    response_ids, terminated = responses.token_lists(), responses.terminated.tolist()
+    texts: list[str] = tokenizer.batch_decode(response_ids, skip_special_tokens=True)
+    rewards: list[float | None] = [None] * len(texts)
+    if scorer is not None:
+        batch = ResponseBatch(prompts.texts, texts, prompts.columns, prompts.prompt_ids, response_ids, terminated)
+        rewards = scorer.score(batch).total.tolist()
+    return [
+        Answer(text, len(ids), not has_ended, reward)
+        for text, ids, has_ended, reward in zip(texts, response_ids, terminated, rewards, strict=True)
+    ]

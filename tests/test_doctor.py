@@ -1,0 +1,128 @@
+"""`kedro doctor`: a healthy project passes, each fault is one line with its fix, and nothing is written."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from click.testing import Result
+
+from tests.test_cli import files_below
+from tests.tiny_models import save, tiny_model
+
+Kedro = Callable[..., Result]
+ALIGN = ("--pipelines", "align")
+
+
+def examined(kedro: Kedro, project: Path, *arguments: str, exit_code: int) -> dict[tuple[str, str], list[str]]:
+    """Examine a project and return the lines by level and part."""
+    before = files_below(project)
+    result = kedro(project, "doctor", *arguments)
+    assert result.exit_code == exit_code, result.output
+    assert "Traceback" not in result.output
+    assert files_below(project) == before
+    found: dict[tuple[str, str], list[str]] = {}
+    for line in result.stdout.splitlines():
+        level, part, *_ = line.split()
+        if level in ("ok", "advice", "problem"):
+            found.setdefault((level, part), []).append(line[19:])
+    problems = sum(len(lines) for (level, _), lines in found.items() if level == "problem")
+    assert f"{problems} problem" in result.stderr if problems else result.stdout.endswith("The run would start.\n")
+    return found
+
+
+@pytest.fixture
+def own(project: Path, tmp_path: Path) -> Path:
+    """A project with a person's own small model and prompts, and a reward function."""
+    model = save(tmp_path / "own", tiny_model())
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a b c d e"}\n{"prompt": "a b"}\n')
+    (project / "conf" / "local" / "globals.yml").write_text(
+        f"sft_model_path: {model}\nprompts_path: {tmp_path / 'prompts.jsonl'}\n"
+    )
+    (project / "conf" / "local" / "parameters.yml").write_text(
+        "reward: {components: [{type: function, function: 'doctored_reward:lengths'}]}\n"
+        "ppo: {value_model: separate, response_length: 8, learning_rate: 1.0e-5, value_learning_rate: 2.0e-5,\n"
+        "      per_device_train_batch_size: 8, total_episodes: 80}\n"
+    )
+    (project / "doctored_reward.py").write_text(
+        "def lengths(prompts, completions, **columns):\n    return [float(len(c)) for c in completions]\n"
+    )
+    return project
+
+
+def test_a_fresh_project_passes_and_the_store_need_not_exist_yet(kedro: Kedro, project: Path):
+    (project / "mlflow.db").unlink()
+    found = examined(kedro, project, exit_code=0)
+    assert {level for level, _ in found} == {"ok"}
+    assert {part for _, part in found} == {"Versions", "Device", "MLflow", "Settings", "Memory"}
+    assert torch.__version__ in found["ok", "Versions"][0]
+
+
+def test_an_own_model_passes_with_its_memory_and_disk(kedro: Kedro, own: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("ppo_rlhf.training.memory.available_memory", lambda _: (2**40, 2**40))
+    found = examined(kedro, own, *ALIGN, "--params", "ppo.kl_coef=9", exit_code=0)
+    assert "of 1024.00 GiB free on cpu" in found["ok", "Memory"][0]
+    assert "data" in found["ok", "Disk"][0]
+    assert "ppo.kl_coef=9" in found["advice", "Settings"][0]
+    monkeypatch.setattr("ppo_rlhf.training.memory.available_memory", lambda _: (2**20, 2**20))
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=2**10))
+    found = examined(kedro, own, *ALIGN, exit_code=1)
+    assert "kedro plan-memory" in found["problem", "Memory"][0]
+    assert "ppo.save_total_limit" in found["problem", "Disk"][0]
+
+
+def test_settings_files_and_functions_are_checked_as_before_a_run(kedro: Kedro, own: Path):
+    wrong = "prompts_path=missing.jsonl,ppo.gradient_checkpointing=true,ppo.sft_model_path=x"
+    lines = examined(kedro, own, *ALIGN, "--params", wrong, exit_code=1)["problem", "Settings"]
+    assert any("missing.jsonl" in line for line in lines)
+    assert any("ppo.sft_model_path" in line for line in lines)
+    run = kedro(own, "run", *ALIGN, "--params", wrong)
+    assert [line.removeprefix("Error: ") for line in run.stderr.splitlines() if line.startswith("Error:")] == lines
+    [line] = examined(kedro, own, *ALIGN, "--params", "resume=lost", exit_code=1)["problem", "Settings"]
+    assert "resume=lost" in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--params", "ppo.kl_coeff=1"], "`kl_coef`"),
+        (["--params", "sead=1"], "`seed`"),
+        (["--pipelines", "algin"], "align"),
+        (["--env", "nowhere"], "nowhere"),
+    ],
+    ids=lambda value: "".join(value),
+)
+def test_bad_options_are_problems(kedro: Kedro, toy_project: Path, arguments: list[str], named: str):
+    [line] = examined(kedro, toy_project, *arguments, exit_code=1)["problem", "Settings"]
+    assert named in line
+
+
+def test_other_versions_than_pyproject_asks_for_are_named(kedro: Kedro, project: Path):
+    file = project / "pyproject.toml"
+    text = file.read_text().replace("torch>=2.13,<2.14", "torch>=99").replace('"rich>=', '"no-such-package>=')
+    file.write_text(text.replace('requires-python = ">=3.11"', 'requires-python = ">=4"'))
+    lines = examined(kedro, project, exit_code=1)["problem", "Versions"]
+    assert [line.split()[0] for line in lines] == ["Python", "no-such-package>=15.0", "torch"]
+    assert all("pip install -e ." in line for line in lines[1:])
+
+
+def test_a_store_that_does_not_answer_or_cannot_be_read_is_named_without_its_password(
+    kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    settings = toy_project / "conf" / "local" / "mlflow.yml"
+    settings.write_text(f"server: {{mlflow_tracking_uri: 'http://me:secret@127.0.0.1:{port}'}}\n")
+    [line] = examined(kedro, toy_project, exit_code=1)["problem", "MLflow"]
+    assert f"127.0.0.1:{port}" in line
+    assert "secret" not in line
+    settings.write_text("server: {mlflow_tracking_uri: 'sqlite:///broken.db'}\n")
+    (toy_project / "broken.db").write_text("this is no database " * 100)
+    [line] = examined(kedro, toy_project, exit_code=1)["problem", "MLflow"]
+    assert "broken.db" in line
