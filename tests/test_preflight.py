@@ -102,7 +102,7 @@ def chain(user: User) -> User:
     """The whole chain on a person's own data: it fine-tunes their model."""
     user.write("texts", {"text": "a b c"}, {"text": "b c"})
     user.write("pairs", *({"prompt": prompt, "chosen": " b", "rejected": " c"} for prompt in ("a", "b")))
-    user.made = ["sft_policy", "reward_model"]
+    user.made = ["sft_policy", "preferences", "reward_model"]
     user.paths |= {
         "base_model": user.paths["sft_policy"],
         "sft_policy": "data/06_models/sft_policy",

@@ -13,6 +13,7 @@ import pytest
 from kedro.config import OmegaConfigLoader
 from kedro.framework.project import configure_project, pipelines
 from kedro.io import DataCatalog
+from kedro.pipeline.node import Node
 
 from ppo_rlhf.settings import CONFIG_LOADER_ARGS
 from tests.contracts import checkers
@@ -45,10 +46,14 @@ def file_paths(entry: Mapping[str, Any]) -> list[str]:
     return own + (file_paths(inner) if isinstance(inner, Mapping) else [])
 
 
+def all_nodes() -> set[Node]:
+    return {node for pipeline in pipelines.values() for node in pipeline.nodes}
+
+
 def parameter_groups() -> dict[str, Any]:
     """Return the type of each `params:` input, by group."""
     groups = {}
-    for node in pipelines["__default__"].nodes:
+    for node in all_nodes():
         hints = get_type_hints(node.func)
         for argument, name in node._inputs.items() if isinstance(node._inputs, dict) else ():
             if name.startswith("params:"):
@@ -57,7 +62,8 @@ def parameter_groups() -> dict[str, Any]:
 
 
 def test_the_catalog_has_the_datasets_of_the_pipelines_and_no_other() -> None:
-    used = {name for name in pipelines["__default__"].datasets() if not name.startswith("params:")}
+    datasets = {name for pipeline in pipelines.values() for name in pipeline.datasets()}
+    used = {name for name in datasets if not name.startswith("params:")}
     assert used == set(catalog_of("base"))
 
 
@@ -86,7 +92,7 @@ def test_no_two_entries_share_a_path(environment: str) -> None:
 
 
 def test_the_test_environment_writes_only_below_data_test() -> None:
-    written = pipelines["__default__"].all_outputs()
+    written = {name for node in all_nodes() for name in node.outputs}
     paths = [path for name, entry in catalog_of("test").items() if name in written for path in file_paths(entry)]
     assert paths
     assert [path for path in paths if not path.startswith("data/test/")] == []
@@ -103,14 +109,15 @@ def test_every_parameter_is_a_field_of_a_validated_group_and_valid(environment: 
 
 
 def test_every_node_has_the_name_and_a_docstring_of_its_function() -> None:
-    for node in pipelines["__default__"].nodes:
+    for node in all_nodes():
         assert node.name.rpartition(".")[2] == node.func.__name__
         assert inspect.getdoc(node.func)
 
 
 def test_every_pipeline_of_the_design_is_registered() -> None:
     chain = ["data_preparation", "supervised_finetuning", "reward_modelling", "ppo", "evaluation", "reporting"]
-    assert sorted(pipelines.keys()) == sorted([*chain, "align", "__default__"])
+    studies = ["audit_reward", "kl_study"]
+    assert sorted(pipelines.keys()) == sorted([*chain, *studies, "align", "__default__"])
     for name in chain:
         assert {node.namespace for node in pipelines[name].nodes} == {name}
     assert set(pipelines["align"].nodes) == {n for p in chain[3:] for n in pipelines[p].nodes}

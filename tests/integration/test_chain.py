@@ -15,6 +15,7 @@ from kedro.config import OmegaConfigLoader
 from kedro.io import DataCatalog
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ppo_rlhf.pipeline_registry import register_pipelines
 from ppo_rlhf.settings import CONFIG_LOADER_ARGS
 from tests.contracts import checkers
 from tests.integration.outcomes import Run
@@ -46,7 +47,8 @@ def test_every_table_and_plot_has_a_preview_that_kedro_viz_can_send(
     monkeypatch.chdir(chain.project)
     entries = OmegaConfigLoader(str(chain.project / "conf"), env="test", **CONFIG_LOADER_ARGS)["catalog"]
     catalog = DataCatalog.from_config({name: entry for name, entry in entries.items() if not name.startswith("_")})
-    shown = {name: json.dumps(catalog[name].preview()) for name in catalog if hasattr(catalog[name], "preview")}
+    written = [name for name in register_pipelines()["__default__"].datasets() if name in catalog]
+    shown = {name: json.dumps(catalog[name].preview()) for name in written if hasattr(catalog[name], "preview")}
     assert {"preferences", "evaluation_prompts", "sample_pairs", "training_curves_plot"} <= set(shown)
 
 
