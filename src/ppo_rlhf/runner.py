@@ -235,7 +235,7 @@ class LoopSession(KedroSession):
 
     def prepare(self, **options: Any) -> PreparedRun:
         """Return the run that `run` with the same options would start, with validated parameters; nothing is run."""
-        self._hook_manager.register(_BeforeTheRun())
+        self._hook_manager.register(_BeforeTheRun())  # Kedro has neither a dry run nor a public hook manager
         try:
             self.run(**options)
         except PreparedRun as prepared:

@@ -66,6 +66,7 @@ def diagnose(project_path: Path, pipelines: list[str], params: dict[str, Any], e
     from ppo_rlhf.models.quiet import errors_only  # heavy: other commands do not wait for it
 
     with errors_only("kedro"), LoopSession.create(project_path, env=env, runtime_params=params) as session:
+        assert isinstance(session, LoopSession)  # Kedro types it as an abstract one
         try:
             context = session.load_context()
         except Exception as error:

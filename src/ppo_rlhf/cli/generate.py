@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -203,7 +203,7 @@ def _handle(context: KedroContext, name: str, given: str | None = None) -> Pretr
     return handle
 
 
-def _shown(console: Console, prompt: str, answers: dict[str, Sequence[Answer]]) -> str:
+def _shown(console: Console, prompt: str, answers: Mapping[str, Sequence[Answer]]) -> str:
     """Return a prompt and its answers as lines for a terminal, the policies side by side if it is wide enough."""
     wide = console.width >= SIDE_BY_SIDE
     table = Table.grid(padding=(0, 3, 0, 0), expand=wide)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from kedro.config import OmegaConfigLoader
 from kedro.io import CatalogProtocol
@@ -29,7 +30,7 @@ class OwnSettings:
     def __init__(self, loader: OmegaConfigLoader) -> None:
         """Take the run's loader."""
         self._loader, self._given = loader, loader.runtime_params or {}
-        alike = {
+        alike: dict[str, Any] = {
             "base_env": loader.base_env,
             "config_patterns": loader.config_patterns,
             "merge_strategy": loader.merge_strategy,
