@@ -328,7 +328,7 @@ def test_numbers_of_any_kind_are_taken(result):
 @pytest.mark.parametrize(
     ("result", "message"),
     [
-        ([1.0], "1 scores for 2 responses"),
+        ([1.0], "1 values for 2 responses"),
         ([1.0, math.nan], "nan for response 1"),
         ([math.inf, 1.0], "inf for response 0"),
         ([1.0, -1e39], r"-1e\+39 for response 1"),

@@ -188,8 +188,8 @@ class PPOConfig:
     response_length: Annotated[int, Field(ge=1), Typical(8, 2048, TUNING_GUIDE)] = 53
     """Most tokens in a response, its stop token included."""
     min_response_length: NonNegative = 0
-    """Fewest tokens in a response, its stop token included: before, no stop token is sampled. The loss uses the whole
-    distribution."""
+    """Fewest tokens in a response, with `environment` in a turn, its stop token included: before, no stop token is
+    sampled. The loss uses the whole distribution."""
     temperature: Annotated[float, Field(gt=0.0), Typical(0.5, 1.2, TUNING_GUIDE)] = 0.7
     """Sampling temperature; log-probabilities, KL and entropy are those of the tempered policy and reference."""
     top_k: NonNegative = 0
@@ -200,6 +200,12 @@ class PPOConfig:
     """What ends a response. eos: any end id of the generation config, the tokenizer or the chat template."""
     stop_token_id: Annotated[int, Field(ge=0)] | None = None
     """An explicit token id that ends a response; it replaces `stop_token`."""
+    environment: str | None = None
+    """`module:name` of a function that answers the policy's turns: `reply(prompts, completions, turns, **columns)`
+    returns a text for each episode, or None where it is over (docs/conversations.md). None: one turn. A response is
+    then a whole episode: `response_length` holds all turns with the replies between them."""
+    turn_length: Annotated[int, Field(ge=1)] | None = None
+    """Most tokens of one of the policy's turns, its stop token included; for `environment`."""
     overlong_prompts: Literal["error", "drop", "truncate_left"] = "error"
     """What to do with prompts that leave no room for response_length tokens in the model's context."""
 

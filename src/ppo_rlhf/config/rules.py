@@ -15,6 +15,8 @@ LORA_FIELDS = ("lora_r", "lora_alpha", "lora_target_modules")
 OFFLOADING_FIELDS = ("offload_reference_policy", "offload_reward_model")
 NO_STOP = "without a stop token every response has ppo.response_length tokens and counts as cut off; leave one out"
 
+TOO_LONG = "the first is above the second; lower it or raise the other"
+
 
 class _Rule(NamedTuple):
     """Settings that do not go together if `broken` is True, and why, with the way out."""
@@ -60,7 +62,7 @@ _RULES = (
         _Rule(
             (name, "response_length"),
             _too_long(name),
-            "the first is above the second; lower it or raise the other",
+            TOO_LONG,
         )
         for name in ("min_response_length", "overlong_buffer")
     ),
@@ -87,6 +89,28 @@ _RULES = (
         ("truncated_responses", "overlong_buffer"),
         lambda c: c.truncated_responses == "bootstrap" and c.overlong_buffer is not None,
         "a response that is cut off would pay nothing, one that ends just before nearly all; leave one out",
+    ),
+    # Turns.
+    _Rule(
+        ("environment", "turn_length"),
+        lambda c: c.environment is not None and c.turn_length is None,
+        "an environment answers turns, and the second is the most tokens of one; set it",
+    ),
+    _Rule(
+        ("turn_length", "environment"),
+        lambda c: c.turn_length is not None and c.environment is None,
+        "there are no turns without an environment; set the second, or leave the first out",
+    ),
+    _Rule(("turn_length", "response_length"), _too_long("turn_length"), TOO_LONG),
+    _Rule(
+        ("min_response_length", "turn_length"),
+        lambda c: c.turn_length is not None and c.min_response_length > c.turn_length,
+        TOO_LONG,
+    ),
+    _Rule(
+        ("environment", "stop_token"),
+        lambda c: c.environment is not None and c.stop_token == "none",
+        "a turn ends with a stop token; set the second to eos, or leave the first out",
     ),
     # KL.
     _Rule(

@@ -10,6 +10,7 @@ Imports torch and the standard library only; knows no model, tokenizer, file, or
 | `kl` | per-token KL estimates k1, k2, k3; fixed and adaptive KL coefficient |
 | `rewards` | score on the last token minus the per-token KL penalty |
 | `advantages` | generalised advantage estimation |
+| `turns` | tokens of several turns taken together, without what an environment wrote between them |
 | `statistics` | masked mean, variance, whitening, explained variance, running moments |
 | `aggregation` | from a `[B, T]` matrix of token losses to one number, and its denominator |
 | `best_of_n` | expectations of the response that a reward picks among n, and their KL |

@@ -22,7 +22,7 @@ class ModelError(PPORLHFError, ValueError):
 
 
 class RewardError(PPORLHFError, ValueError):
-    """A reward or judge cannot be found, or returned something that is not one finite number per response."""
+    """A reward, judge or environment cannot be found, or returned something else than what is asked of it."""
 
 
 class ShapeError(PPORLHFError, ValueError):

@@ -9,9 +9,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.randomness import episode_uniforms
 from ppo_rlhf.data.prompts import PromptDataset
-from ppo_rlhf.ppo.rollout import sample_responses
+from ppo_rlhf.ppo.rollout import response_batch, sample_responses
 from ppo_rlhf.ppo.sampling import SamplingSettings
-from ppo_rlhf.rewards.scorers import ResponseBatch, RewardScorer
+from ppo_rlhf.rewards.scorers import RewardScorer
 
 NOISE_STREAM = "answers"
 
@@ -22,7 +22,7 @@ class Answer:
 
     text: str
     tokens: int
-    """The stop token included."""
+    """Of the policy, stop tokens included."""
     is_cut_off: bool
     """Whether it reached its length before a stop token."""
     reward: float | None = None
@@ -54,14 +54,13 @@ def answer_prompts(
         batch_size: Responses drawn at a time.
     """
     uniforms_NT = episode_uniforms(seed, NOISE_STREAM, turn, len(prompts), sampling.response_length)
-    responses = sample_responses(policy, prompts.prompt_ids, uniforms_NT, sampling, config, batch_size=batch_size)
-    response_ids, terminated = responses.token_lists(), responses.terminated.tolist()
-    texts: list[str] = tokenizer.batch_decode(response_ids, skip_special_tokens=True)
-    rewards: list[float | None] = [None] * len(texts)
+    responses = sample_responses(policy, tokenizer, prompts, uniforms_NT, sampling, config, batch_size=batch_size)
+    batch = response_batch(prompts, responses, tokenizer)
+    rewards: list[float | None] = [None] * len(prompts)
     if scorer is not None:
-        batch = ResponseBatch(prompts.texts, texts, prompts.columns, prompts.prompt_ids, response_ids, terminated)
         rewards = scorer.score(batch).total.tolist()
+    counts = responses.mask.sum(dim=1).tolist()
     return [
-        Answer(text, len(ids), not has_ended, reward)
-        for text, ids, has_ended, reward in zip(texts, response_ids, terminated, rewards, strict=True)
+        Answer(text, count, not has_ended, reward)
+        for text, count, has_ended, reward in zip(batch.completions, counts, batch.terminated, rewards, strict=True)
     ]

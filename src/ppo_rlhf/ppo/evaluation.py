@@ -21,10 +21,10 @@ from ppo_rlhf.core.errors import ConfigError, DataError
 from ppo_rlhf.core.randomness import episode_uniforms
 from ppo_rlhf.data.prompts import PromptDataset
 from ppo_rlhf.models.offloading import on_device
-from ppo_rlhf.ppo.rollout import compute_logprobs, sample_responses
+from ppo_rlhf.ppo.rollout import compute_logprobs, response_batch, sample_responses
 from ppo_rlhf.ppo.sampling import SamplingSettings
 from ppo_rlhf.rewards.functions import RewardFunction, call_reward_function, load_function
-from ppo_rlhf.rewards.scorers import LONGEST_METRIC_NAME, ResponseBatch, RewardScorer
+from ppo_rlhf.rewards.scorers import LONGEST_METRIC_NAME, RewardScorer
 
 DEMO_PROMPTS_PATH = "data/01_raw/prompts.jsonl"
 DEMO_JUDGE = "ppo_rlhf.demo.judge:gold_score"
@@ -182,7 +182,7 @@ class PolicyEvaluation:
     kl: NDArray[np.float64]
     """k1 against the reference, summed over the response: sum of log pi - log pi_ref at the sampled tokens, nats."""
     lengths: NDArray[np.int64]
-    """Tokens, the stop token included."""
+    """Tokens that the policy wrote, stop tokens included."""
     terminated: NDArray[np.bool_]
     """True where the response ended in a stop token."""
     other_judges: dict[str, NDArray[np.float64]] = field(default_factory=dict)
@@ -279,7 +279,7 @@ def evaluate_policy(
     uniforms_NT = episode_uniforms(seed, NOISE_STREAM, 0, len(prompts), sampling.response_length)
     device = device or policy.device
     with on_device(policy, device):
-        responses = sample_responses(policy, prompts.prompt_ids, uniforms_NT, sampling, config, batch_size=batch_size)
+        responses = sample_responses(policy, tokenizer, prompts, uniforms_NT, sampling, config, batch_size=batch_size)
         kl = np.zeros(len(prompts))
         if reference_policy is not None:
             of_policy, of_reference = (
@@ -295,31 +295,22 @@ def evaluate_policy(
                 )
                 for model in (policy, reference_policy)
             )
-            kl = (of_policy.double() - of_reference.double()).sum(dim=1).numpy()  # both are 0 in padding
-    completions = tokenizer.batch_decode(responses.token_lists(), skip_special_tokens=True)
-    scored = reward_scorer.score(
-        ResponseBatch(
-            prompts=prompts.texts,
-            completions=completions,
-            columns=prompts.columns,
-            prompt_ids=prompts.prompt_ids,
-            response_ids=responses.token_lists(),
-            terminated=responses.terminated.tolist(),
-        )
-    )
+            kl = (of_policy.double() - of_reference.double()).sum(dim=1).numpy()  # both are 0 but on its tokens
+    batch = response_batch(prompts, responses, tokenizer)
+    scored = reward_scorer.score(batch)
 
     def judged(name: str, function: RewardFunction) -> NDArray[np.float64]:
-        scores = call_reward_function(function, name, prompts.texts, completions, prompts.columns)
+        scores = call_reward_function(function, name, prompts.texts, batch.completions, batch.columns_with_turns)
         return np.asarray(scores, dtype=np.float64)
 
     return PolicyEvaluation(
         prompts=list(prompts.texts),
-        completions=completions,
+        completions=batch.completions,
         rewards=scored.total.double().numpy(),
         judge_scores=None if judge.judge is None else judged("evaluation.judge", judge.judge),
         rates={name: judged(f"evaluation.rates.{name}", function) for name, function in judge.rates.items()},
         kl=kl,
-        lengths=responses.lengths.numpy(),
+        lengths=responses.mask.sum(dim=1).numpy(),
         terminated=responses.terminated.numpy(),
         other_judges={name: judged(f"evaluation.judges.{name}", function) for name, function in judge.judges.items()},
         samples_per_prompt=samples_per_prompt,

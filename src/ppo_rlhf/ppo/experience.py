@@ -13,6 +13,7 @@ from ppo_rlhf.core import advantages as core_advantages
 from ppo_rlhf.core import rewards as core_rewards
 from ppo_rlhf.core.kl import kl_estimate
 from ppo_rlhf.core.statistics import masked_whiten
+from ppo_rlhf.core.turns import compact, compact_mask, spread
 from ppo_rlhf.ppo.accelerator import autocast, deterministic
 from ppo_rlhf.ppo.logprobs import fill_rows
 from ppo_rlhf.ppo.rollout import Rollouts, gather_scattered
@@ -86,7 +87,10 @@ def critic_values(rollouts: Rollouts, state: TrainingState) -> Tensor:
 
 
 def shape_rewards(rollouts: Rollouts, scores: Scores, state: TrainingState) -> ShapedRewards:
-    """Turn scores into token rewards: normalisation, scale, clip, penalties, per-token KL, optional whitening."""
+    """Turn scores into token rewards: normalisation, scale, clip, penalties, per-token KL, optional whitening.
+
+    The policy's tokens alone have rewards, and the score is on the last of them.
+    """
     config, mask = state.config, rollouts.mask
     kl = torch.where(mask, rollouts.old_logprobs - rollouts.reference_logprobs, 0.0)
     penalty = torch.where(
@@ -96,14 +100,15 @@ def shape_rewards(rollouts: Rollouts, scores: Scores, state: TrainingState) -> S
     whole, by_token = scores.total, scores.token_rewards
     if by_token is not None:
         whole = whole - by_token.sum(-1)
-        by_token = final_token_rewards(by_token, rollouts.terminated, config)
+        by_token = compact(final_token_rewards(by_token, rollouts.terminated, config), mask)
     rewards = core_rewards.shape_rewards(
         final_scores(whole, rollouts.terminated, rollouts.lengths, state.reward_moments, config),
-        penalty,
-        mask,
+        compact(penalty, mask),
+        compact_mask(mask),
         kl_coef if config.kl_in == "reward" else 0.0,
         token_rewards=by_token,
     )
+    rewards = spread(rewards, mask)
     if config.whiten_rewards:
         rewards = masked_whiten(rewards, mask, shift_mean=False)
     return ShapedRewards(rewards, kl, penalty, kl_coef, scores.total)
@@ -122,22 +127,25 @@ def estimate_advantages(
     """Estimate advantages and returns by GAE.
 
     Nothing is bootstrapped past a response's last token, unless `truncated_responses` is bootstrap: then V(s_T) of a
-    cut-off response stands for all later rewards. `lam_critic` gives the returns a lambda of their own.
+    cut-off response stands for all later rewards. `lam_critic` gives the returns a lambda of their own. An
+    environment's tokens are skipped: the policy's first token of a turn follows its last one of the turn before.
     """
+    mask = rollouts.mask
     bootstrap_values = None
     if config.truncated_responses == "bootstrap":
         after_end = scores.values.gather(1, rollouts.lengths[:, None])[:, 0]
         bootstrap_values = torch.where(rollouts.terminated, 0.0, after_end)
 
     def estimate(lam: float) -> tuple[Tensor, Tensor]:
-        return core_advantages.generalized_advantage_estimate(
-            shaped_rewards.rewards,
-            scores.values[:, :-1],
-            rollouts.mask,
+        estimated = core_advantages.generalized_advantage_estimate(
+            compact(shaped_rewards.rewards, mask),
+            compact(scores.values[:, :-1], mask),
+            compact_mask(mask),
             config.gamma,
             lam,
             bootstrap_values=bootstrap_values,
         )
+        return spread(estimated[0], mask), spread(estimated[1], mask)
 
     advantages, returns = estimate(config.lam)
     if config.lam_critic is not None:

@@ -174,14 +174,16 @@ def _responses(experience: Experience) -> dict[str, Tensor]:
     if rollouts.sampler_logprobs is not None:
         distance = (rollouts.sampler_logprobs.to(rollouts.old_logprobs.dtype) - rollouts.old_logprobs).abs()
         gap = {"policy/rollout_logprob_gap": masked_mean(distance, rollouts.mask)}
+    turns = torch.tensor([(len(turns) + 1) // 2 for turns in rollouts.turns], dtype=torch.float64)
     return {
         **gap,
         "val/explained_variance": explained_variance(
             experience.scores.values[:, :-1], experience.returns, rollouts.mask
         ),
         "val/num_eos_tokens": rollouts.terminated.sum(),
-        "response/length": rollouts.lengths.double().mean(),
+        "response/length": rollouts.mask.sum(-1).double().mean(),
         "response/truncated_fraction": (~rollouts.terminated).double().mean(),
+        **({"response/turns": turns.mean()} if rollouts.turns else {}),
     }
 
 
@@ -190,7 +192,7 @@ def _speed(experience: Experience, optimise_seconds: float) -> dict[str, float]:
     iteration_seconds = time.perf_counter() - rollouts.started
     rate: dict[str, float] = {}
     if rollouts.generation_seconds is not None:
-        rate = {"throughput/generated_tokens_per_s": int(rollouts.lengths.sum()) / rollouts.generation_seconds}
+        rate = {"throughput/generated_tokens_per_s": int(rollouts.mask.sum()) / rollouts.generation_seconds}
     return {
         "time/rollout_s": rollouts.seconds,
         "time/score_s": experience.scores.seconds,

@@ -3,32 +3,39 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.randomness import episode_prompts, episode_uniforms
-from ppo_rlhf.core.responses import length_mask
 from ppo_rlhf.data.prompts import PromptDataset
 from ppo_rlhf.models.offloading import on_device
 from ppo_rlhf.ppo.accelerator import autocast, deterministic
 from ppo_rlhf.ppo.batch import SequenceBatch, make_batch, without_padding
+from ppo_rlhf.ppo.episodes import Environment, sample_episodes, turn_texts
 from ppo_rlhf.ppo.logprobs import fill_rows, response_logprobs
 from ppo_rlhf.ppo.minibatches import Epochs, cut_batch
-from ppo_rlhf.ppo.sampling import GeneratedResponses, Responses, SamplingSettings, generate_responses
+from ppo_rlhf.ppo.sampling import (
+    GeneratedResponses,
+    Responses,
+    SamplingSettings,
+    generate_responses,
+    policy_tokens,
+)
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.processes import from_all, gather_rows, own_share
+from ppo_rlhf.rewards.functions import load_function
 from ppo_rlhf.rewards.scorers import ResponseBatch
 
 
 @dataclass(frozen=True)
 class Rollouts:
-    """B responses of width T, of all processes; log-probabilities and entropy are in nats, and 0 in padding.
+    """B responses of width T, of all processes; log-probabilities and entropy are in nats.
 
-    Tensors lie on the CPU.
+    They are 0 in padding and on tokens of an environment. Tensors lie on the CPU.
     """
 
     iteration: int  # of these rollouts, from 1
@@ -46,11 +53,13 @@ class Rollouts:
     generation_seconds: float | None  # None if the responses were sampled elsewhere
     seconds: float
     values: Tensor | None = None  # [B, T + 1], of the same forward passes, if policy and critic share their trunk
+    policy_mask: Tensor | None = None  # [B, T] bool, as in Responses
+    turns: list[list[str]] = field(default_factory=list)  # as in ResponseBatch
 
     @property
     def mask(self) -> Tensor:
-        """`[B, T]` bool, True on response tokens."""
-        return length_mask(self.lengths, self.response_ids.shape[1])
+        """`[B, T]` bool, True on the response tokens that the policy wrote."""
+        return policy_tokens(self.lengths, self.response_ids, self.policy_mask)
 
     def token_lists(self) -> list[list[int]]:
         """Return each response's tokens without padding."""
@@ -65,6 +74,8 @@ class Rollouts:
             prompt_ids=self.prompts.prompt_ids,
             response_ids=self.token_lists(),
             terminated=self.terminated.tolist(),
+            turns=self.turns,
+            policy_mask=self.policy_mask,
         )
 
     def first_epoch(self) -> list[list[int]]:
@@ -97,7 +108,8 @@ def generate_rollouts(
     uniforms = episode_uniforms(config.seed, "rollout", iteration, config.batch_size, config.response_length)
     responses = sample_responses(
         state.policy,
-        chosen_prompts.prompt_ids,
+        state.tokenizer,
+        chosen_prompts,
         uniforms,
         state.sampling,
         config,
@@ -117,7 +129,8 @@ def generate_rollouts(
 
 def sample_responses(
     policy: PreTrainedModel,
-    prompt_ids: list[list[int]],
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: PromptDataset,
     uniforms: Tensor,
     sampling: SamplingSettings,
     config: PPOConfig,
@@ -126,29 +139,49 @@ def sample_responses(
 ) -> GeneratedResponses:
     """Sample a response to each of N prompts; each process samples its own share, and all get all of them.
 
+    With `ppo.environment` a response has several turns.
+
     Args:
         policy: A causal language model.
-        prompt_ids: N prompts as token ids.
+        tokenizer: The policy's.
+        prompts: N prompts.
         uniforms: `[N, T]` float64 in [0, 1): the noise.
         sampling: How tokens are drawn.
         config: Engine and precision.
         batch_size: Responses decoded at a time.
     """
-    share = own_share(len(prompt_ids))
+    share = own_share(len(prompts))
+    noise = uniforms[share.start : share.stop]
+    engine = {"engine": config.rollout_engine, "batch_size": batch_size}
     with autocast(config, policy.device):
-        own = generate_responses(
-            policy,
-            prompt_ids[share.start : share.stop],
-            uniforms[share.start : share.stop],
-            sampling,
-            engine=config.rollout_engine,
-            batch_size=batch_size,
-        )
+        if config.environment is None:
+            own = generate_responses(policy, prompts.prompt_ids[share.start : share.stop], noise, sampling, **engine)
+        else:
+            environment = Environment(load_function(config.environment), config.environment, tokenizer)
+            own = sample_episodes(
+                policy, environment, prompts.select(share), noise, sampling, config.turn_length or 0, **engine
+            )
     return GeneratedResponses(
         gather_rows(own.response_ids),
         gather_rows(own.lengths),
         gather_rows(own.terminated),
-        gather_rows(own.sampler_logprobs),
+        None if own.policy_mask is None else gather_rows(own.policy_mask),
+        sampler_logprobs=gather_rows(own.sampler_logprobs),
+    )
+
+
+def response_batch(prompts: PromptDataset, responses: Responses, tokenizer: PreTrainedTokenizerBase) -> ResponseBatch:
+    """Return responses to N prompts as rewards take them."""
+    response_ids = responses.token_lists()
+    return ResponseBatch(
+        prompts=prompts.texts,
+        completions=tokenizer.batch_decode(response_ids, skip_special_tokens=True),
+        columns=prompts.columns,
+        prompt_ids=prompts.prompt_ids,
+        response_ids=response_ids,
+        terminated=responses.terminated.tolist(),
+        turns=turn_texts(responses, tokenizer),
+        policy_mask=responses.policy_mask,
     )
 
 
@@ -188,6 +221,8 @@ def complete_rollouts(
         iteration=state.iteration + 1,
         prompts=prompts,
         completions=state.tokenizer.batch_decode(responses.token_lists(), skip_special_tokens=True),
+        policy_mask=responses.policy_mask,
+        turns=turn_texts(responses, state.tokenizer),
         response_ids=responses.response_ids,
         lengths=responses.lengths,
         terminated=responses.terminated,
@@ -233,7 +268,9 @@ def compute_logprobs(
     batch_size: int,
     pad_token_id: int,
 ) -> Tensor:
-    """Return the log-probabilities `[N, T]` of responses under a model, 0 in padding; each process computes its share.
+    """Return the log-probabilities `[N, T]` of the policy's tokens under a model, 0 elsewhere.
+
+    Each process computes its share.
 
     Args:
         model: A causal language model; one that waits in the host's memory is moved to the device for as long.
@@ -256,13 +293,13 @@ def compute_logprobs(
             batch_size,
             pad_token_id=pad_token_id,
         )
-    return gather_rows(own)
+    return torch.where(responses.mask, gather_rows(own), 0.0)
 
 
 def _first_forward(state: TrainingState, rollouts: Rollouts, config: PPOConfig) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return log-probabilities and entropies `[B, T]` of the forward passes that the update's first epoch repeats.
 
-    With a shared trunk the values `[B, T + 1]` too, else None.
+    They are 0 on all tokens but the policy's. With a shared trunk the values `[B, T + 1]` too, else None.
     """
     rows, width = rollouts.response_ids.shape
     logprobs, entropy = (torch.zeros(rows, width, dtype=state.statistics_dtype) for _ in range(2))
@@ -279,8 +316,8 @@ def _first_forward(state: TrainingState, rollouts: Rollouts, config: PPOConfig) 
                 fill_rows(values, group, output.values)
     mine = [row for group in rollouts.first_epoch() for row in group]
     return (
-        gather_scattered(logprobs, mine),
-        gather_scattered(entropy, mine),
+        torch.where(rollouts.mask, gather_scattered(logprobs, mine), 0.0),
+        torch.where(rollouts.mask, gather_scattered(entropy, mine), 0.0),
         None if values is None else gather_scattered(values, mine),
     )
 

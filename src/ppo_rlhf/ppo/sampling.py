@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -47,12 +47,19 @@ class SamplingSettings:
 class Responses:
     """Responses to N prompts, right-padded to `T = response_length`, wherever they come from.
 
-    `terminated` is True where a stop token ended the response; it is the response's last token then.
+    `terminated` is True where a stop token ended the response; it is the response's last token then. A response of
+    several turns has the environment's replies between them.
     """
 
     response_ids: Tensor  # [N, T] long
     lengths: Tensor  # [N] long
     terminated: Tensor  # [N] bool
+    policy_mask: Tensor | None = None  # [N, T] bool, True on the policy's tokens; None: all tokens are the policy's
+
+    @property
+    def mask(self) -> Tensor:
+        """`[N, T]` bool, True on the tokens that the policy wrote."""
+        return policy_tokens(self.lengths, self.response_ids, self.policy_mask)
 
     def token_lists(self) -> list[list[int]]:
         """Return each response's tokens without padding."""
@@ -67,7 +74,12 @@ class GeneratedResponses(Responses):
     padding.
     """
 
-    sampler_logprobs: Tensor  # [N, T]
+    sampler_logprobs: Tensor = field(kw_only=True)  # [N, T]
+
+
+def policy_tokens(lengths: Tensor, response_ids: Tensor, policy_mask: Tensor | None) -> Tensor:
+    """Return the mask `[N, T]` of the policy's tokens: all real tokens, unless the responses have turns."""
+    return length_mask(lengths, response_ids.shape[1]) if policy_mask is None else policy_mask
 
 
 def generate_responses(
@@ -110,7 +122,7 @@ def generate_responses(
         torch.where(is_response, response_ids, settings.pad_token_id),
         lengths,
         terminated,
-        torch.where(is_response, torch.cat(logprobs), 0.0),
+        sampler_logprobs=torch.where(is_response, torch.cat(logprobs), 0.0),
     )
 
 

@@ -28,9 +28,11 @@ from ppo_rlhf.models.loading import steady_context
 from ppo_rlhf.models.tokenizers import same_vocabulary, train_word_tokenizer
 from ppo_rlhf.ppo.accelerator import resolve_device
 from ppo_rlhf.ppo.build import check_device, lora_settings
+from ppo_rlhf.ppo.episodes import call_environment
 from ppo_rlhf.ppo.evaluation import DEMO_JUDGE, EvaluationConfig, is_demo_prompts
 from ppo_rlhf.preflight.request import MADE_BY, MODELS, MODELS_LAYER, PROMPTS, TABLES, RunRequest
 from ppo_rlhf.rewards.functions import (
+    TURNS,
     call_reward_function,
     call_token_reward_function,
     check_column_names,
@@ -83,6 +85,7 @@ def find_problems(
         ask(last)
     for reference, tables in functions_of(run).items():
         ask(check_function, reference, tables)
+    ask(check_environment)
     return list(dict.fromkeys(problems))
 
 
@@ -316,21 +319,44 @@ def check_function(run: RunRequest, reference: str, tables: list[str]) -> None:
         run.group("ppo", PPOConfig),
     )
     is_reward = reward is not None and any(component.function == reference for component in reward.components)
-    if settings is None:
-        return
-    for name in tables:
-        check_column_names(run.tables[name].columns, str(run.source(name)), settings.column)
+    for prompts, columns, source in _tried(run, settings, tables):
+        columns, title = {**columns, TURNS: [[text] for text in prompts]}, f"{reference} on {source}"
+        if not is_reward:
+            call_reward_function(function, title, prompts, prompts, columns)
+            continue
+        scores = call_token_reward_function(function, title, prompts, prompts, _token_ids(run, prompts), columns)
+        if ppo is not None and isinstance(scores[0], list):
+            check_token_rewards(ppo)
+
+
+def _tried(
+    run: RunRequest, settings: PromptsConfig | None, tables: list[str]
+) -> Iterator[tuple[list[str], dict[str, Any], str]]:
+    """Yield some prompts of each table, their other columns, and where they come from.
+
+    Raises:
+        DataError: A column has a name that functions get something else by.
+    """
+    for name in tables if settings is not None else ():
+        source = str(run.source(name))
+        check_column_names(run.tables[name].columns, source, settings.column)
         rows = run.tables[name].head(TRIED_PROMPTS)
         if settings.column in rows.columns and all(map(is_prompt, rows[settings.column])):
-            prompts = [_text(value) for value in rows[settings.column]]
             columns: dict[str, Any] = {str(name): rows[name].tolist() for name in rows.columns if name != "prompt"}
-            title = f"{reference} on {run.source(name)}"
-            if not is_reward:
-                call_reward_function(function, title, prompts, prompts, columns)
-                continue
-            scores = call_token_reward_function(function, title, prompts, prompts, _token_ids(run, prompts), columns)
-            if ppo is not None and isinstance(scores[0], list):
-                check_token_rewards(ppo)
+            yield [_text(value) for value in rows[settings.column]], columns, source
+
+
+def check_environment(run: RunRequest) -> None:
+    """Find an environment that cannot be imported, raises, or does not answer two prompts whose first turn is empty."""
+    ppo, settings = run.group("ppo", PPOConfig), run.group("prompts", PromptsConfig)
+    if ppo is None or ppo.environment is None:
+        return
+    function = load_function(ppo.environment, run.project_path)
+    tables = [name for name in PROMPTS if name in run.tables]
+    for prompts, columns, source in _tried(run, settings, tables):
+        empty = [""] * len(prompts)
+        turns = [[text] for text in empty]
+        call_environment(function, f"{ppo.environment} on {source}", prompts, empty, turns, columns)
 
 
 def _token_ids(run: RunRequest, texts: list[str]) -> list[list[int]]:

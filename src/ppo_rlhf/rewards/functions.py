@@ -20,7 +20,9 @@ from ppo_rlhf.core.errors import DataError, RewardError
 RewardFunction = Callable[..., list[float]]
 
 RESPONSE_IDS = "completion_ids"
-_OURS = ("prompts", "completions", RESPONSE_IDS)
+TURNS = "turns"
+_ON_REQUEST = (RESPONSE_IDS, TURNS)  # for functions that name them
+_OURS = ("prompts", "completions", *_ON_REQUEST)
 
 
 def load_function(reference: str, project_path: Path | None = None) -> RewardFunction:
@@ -106,7 +108,7 @@ def call_reward_function(
     Raises:
         RewardError: It raised, or returned another count, or something that is not a finite float32 number.
     """
-    values = _call(function, name, prompts, completions, columns)
+    values = call_function(function, f"reward function {name}", prompts, completions, columns)
     return [_score(value, name, row, completions[row]) for row, value in enumerate(values)]
 
 
@@ -126,7 +128,8 @@ def call_token_reward_function(
     Raises:
         RewardError: As there; or only some responses have one number a token, or a response has another count.
     """
-    values = _call(function, name, prompts, completions, {**columns, RESPONSE_IDS: list(map(list, completion_ids))})
+    columns = {**columns, RESPONSE_IDS: list(map(list, completion_ids))}
+    values = call_function(function, f"reward function {name}", prompts, completions, columns)
     rows = [value.tolist() if hasattr(value, "tolist") else value for value in values]
     by_token = [isinstance(row, list | tuple) for row in rows]
     one_each = [
@@ -146,14 +149,20 @@ def call_token_reward_function(
     return [[_score(number, name, row, completions[row]) for number in numbers] for row, numbers in enumerate(rows)]
 
 
-def _call(
+def call_function(
     function: RewardFunction,
-    name: str,
+    title: str,
     prompts: Sequence[str],
     completions: Sequence[str],
     columns: dict[str, list[Any]],
 ) -> list[Any]:
-    """Return a function's result as a list with one entry a response."""
+    """Call a user's function as `call_reward_function` says, and return its result: a list with one entry a response.
+
+    `title` opens the text of errors.
+
+    Raises:
+        RewardError: It raised, or returned something else.
+    """
     try:
         result = _awaited(_bound(function, list(prompts), list(completions), columns)())
         values = result.tolist() if hasattr(result, "tolist") else result  # tensors, arrays, series
@@ -161,12 +170,12 @@ def _call(
     except (Exception, SystemExit) as error:
         source = getattr(inspect.unwrap(function), "__code__", None)
         place = "" if source is None else _place(error, lambda file: file == source.co_filename)
-        raise RewardError(f"reward function {name} raised {_told(error)}{place}") from error
+        raise RewardError(f"{title} raised {_told(error)}{place}") from error
     if not isinstance(values, list):
-        raise RewardError(f"reward function {name} returned a {type(values).__name__}. Return a list of numbers.")
+        raise RewardError(f"{title} returned a {type(values).__name__}. Return a list, one entry a response.")
     if len(values) != len(completions):
         raise RewardError(
-            f"reward function {name} returned {len(values)} scores for {len(completions)} responses. Return one each."
+            f"{title} returned {len(values)} values for {len(completions)} responses. Return one for each."
         )
     return values
 
@@ -194,9 +203,9 @@ def _bound(
     names = list(signature.parameters)
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
     texts = {"prompts": prompts, "completions": completions}
-    takes = [n for n in (*columns, *texts) if n in names or (takes_all and n != RESPONSE_IDS)]
+    takes = [n for n in (*columns, *texts) if n in names or (takes_all and n not in _ON_REQUEST)]
     named = {n: {**columns, **texts}[n] for n in takes}
-    if "completions" in names or RESPONSE_IDS in names:
+    if {"completions", *_ON_REQUEST}.intersection(names):
         with contextlib.suppress(TypeError):  # positional only, or another required parameter
             signature.bind(**named)
             return functools.partial(function, **named)

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -19,7 +19,13 @@ from ppo_rlhf.models.loading import PretrainedHandle, context_length
 from ppo_rlhf.models.offloading import on_device, to_host
 from ppo_rlhf.models.sequence_scores import sequence_scores
 from ppo_rlhf.models.tokenizers import append_end, drop_end, same_vocabulary, special_ids
-from ppo_rlhf.rewards.functions import RewardFunction, call_token_reward_function, load_function, split_reference
+from ppo_rlhf.rewards.functions import (
+    TURNS,
+    RewardFunction,
+    call_token_reward_function,
+    load_function,
+    split_reference,
+)
 
 NOTHING_TO_OFFLOAD = (
     "ppo.offload_reward_model=true, and there is no reward model of this run's own loading: leave it out, or give a "
@@ -97,6 +103,9 @@ class ResponseBatch:
         prompt_ids: Tokens of the prompts.
         response_ids: Tokens of the responses; one that stopped ends in its stop token.
         terminated: Whether each response stopped by itself (False: it was cut off at its length).
+        turns: Texts of the turns of each response: the policy's, the environment's reply, the policy's, ...; empty
+            where the policy writes one turn.
+        policy_mask: [N, T] bool, True on the policy's tokens; None: all tokens are the policy's.
     """
 
     prompts: list[str]
@@ -105,9 +114,16 @@ class ResponseBatch:
     prompt_ids: list[list[int]]
     response_ids: list[list[int]]
     terminated: list[bool]
+    turns: list[list[str]] = field(default_factory=list)
+    policy_mask: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.prompts)
+
+    @property
+    def columns_with_turns(self) -> dict[str, list[Any]]:
+        """The columns and `turns`, which a function gets if it names them; a response without turns is one turn."""
+        return {**self.columns, TURNS: self.turns or [[text] for text in self.completions]}
 
 
 @dataclass(frozen=True)
@@ -159,6 +175,8 @@ class RewardScorer:
         for name, weight, scoring in self._components:
             found = scoring(batch).to(device="cpu", dtype=dtype)
             if found.dim() == 2:
+                if batch.policy_mask is not None:  # what the environment wrote is no action, and earns nothing
+                    found = torch.where(batch.policy_mask[:, : found.shape[1]], found, 0.0)
                 token_rewards = weight * found + (0.0 if token_rewards is None else token_rewards)
                 found = found.sum(-1)
             scores[name] = found
@@ -332,7 +350,7 @@ def score_by_function(function: RewardFunction, name: str, batch: ResponseBatch)
         RewardError: As `call_token_reward_function`.
     """
     values = call_token_reward_function(
-        function, name, batch.prompts, batch.completions, batch.response_ids, batch.columns
+        function, name, batch.prompts, batch.completions, batch.response_ids, batch.columns_with_turns
     )
     rows = [torch.tensor(value, dtype=torch.float64) for value in values]
     return pad_sequence(rows, batch_first=True) if rows and rows[0].dim() else torch.tensor(values, dtype=torch.float64)

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.core.randomness import episode_uniforms
+from ppo_rlhf.data.prompts import PromptDataset
 from ppo_rlhf.ppo.rollout import sample_responses
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.processes import is_main_process
 from ppo_rlhf.training.generation_arguments import sampling_from_arguments
-from ppo_rlhf.training.trainer_inputs import check_room, token_lists
+from ppo_rlhf.training.trainer_inputs import check_one_turn, check_room, token_lists
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +55,7 @@ class QuerySampler:
     ) -> list[Tensor] | Tensor:
         """Sample a response to each query, as `PPOTrainer.generate` documents it."""
         state, config = self._state, self._state.config
+        check_one_turn(config)
         is_one = isinstance(queries, Tensor) and queries.dim() == 1
         rows: Any = [queries] if is_one else queries
         prompt_ids = token_lists(rows, "query", self.vocabulary)
@@ -70,7 +72,8 @@ class QuerySampler:
         started = time.perf_counter()
         generated = sample_responses(
             state.policy,
-            prompt_ids,
+            state.tokenizer,
+            PromptDataset(prompt_ids, [""] * len(prompt_ids), {}),
             self._noise(len(prompt_ids))[:, : settings.response_length],
             settings,
             config,

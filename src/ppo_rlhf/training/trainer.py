@@ -177,6 +177,7 @@ class PPOTrainer:
             DataError, RewardError: Rows, tokens, lengths or scores cannot be used.
         """
         config, sampler = self.config, self._sampler
+        trainer_inputs.check_one_turn(config)
         if self.state.finished:
             raise ConfigError(
                 f"step: ppo.total_episodes={config.total_episodes} are done ({config.num_total_batches} iterations, "

@@ -217,6 +217,14 @@ def check_room(queries: Sequence[Sequence[int]], lengths: Sequence[int], context
             )
 
 
+def check_one_turn(config: PPOConfig) -> None:
+    """Raise `ConfigError` if responses have turns, whose tokens `generate` and `step` could not tell apart."""
+    if config.environment is not None:
+        raise ConfigError(
+            f"ppo.environment={config.environment} is for train(); generate() and step() have responses of one turn"
+        )
+
+
 def take_responses(rows: list[list[int]], sampling: SamplingSettings) -> Responses:
     """Return given responses, cut after their first stop token.
 

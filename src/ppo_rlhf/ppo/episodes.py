@@ -1,0 +1,161 @@
+"""Episodes of several turns: a user's environment answers between the policy's turns.
+
+An episode is one row: the prompt, the policy's first turn up to its stop token, the environment's reply, the policy's
+next turn, and so on. The policy's tokens alone are actions: they are trained on, scored and counted in the KL. What the
+environment writes is context, as the prompt is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ppo_rlhf.core.errors import RewardError
+from ppo_rlhf.data.prompts import PromptDataset
+from ppo_rlhf.ppo.sampling import GeneratedResponses, Responses, SamplingSettings, generate_responses
+from ppo_rlhf.rewards.functions import TURNS, RewardFunction, call_function
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A user's function that answers the policy's turns."""
+
+    function: RewardFunction
+    name: str
+    tokenizer: PreTrainedTokenizerBase
+
+    def reply(self, prompts: PromptDataset, episodes: Sequence[_Episode]) -> list[list[int] | None]:
+        """Return the tokens of the reply to each episode so far; None where the episode is over.
+
+        Raises:
+            RewardError: As `call_environment`.
+        """
+        ids, masks = ([getattr(episode, name) for episode in episodes] for name in ("ids", "is_policy"))
+        turns = [_texts_of_turns(*row, self.tokenizer) for row in zip(ids, masks, strict=True)]
+        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        replies = call_environment(self.function, self.name, prompts.texts, texts, turns, prompts.columns)
+        tokens = [None if text is None else self.tokenizer.encode(text, add_special_tokens=False) for text in replies]
+        if [] in tokens:
+            raise RewardError(
+                f"environment {self.name} returned {replies[tokens.index([])]!r} for episode {tokens.index([])}, a "
+                "reply without tokens. Return None where an episode is over."
+            )
+        return tokens
+
+
+def call_environment(
+    function: RewardFunction,
+    name: str,
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    turns: list[list[str]],
+    columns: dict[str, list[Any]],
+) -> list[str | None]:
+    """Call a user's environment and check its result: for each episode a reply, or None where the episode is over.
+
+    It is called as a reward function is: with prompts, episodes so far, columns, and `turns` if it names them.
+
+    Raises:
+        RewardError: It raised, or returned something else.
+    """
+    replies = call_function(function, f"environment {name}", prompts, completions, {**columns, TURNS: turns})
+    for row, reply in enumerate(replies):
+        if reply is not None and not isinstance(reply, str):
+            raise RewardError(
+                f"environment {name} returned {reply!r:.40} for episode {row}. Return text, or None where it is over."
+            )
+    return replies
+
+
+class _Episode:
+    """The tokens of one episode so far, and whether the policy wrote each."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.is_policy: list[bool] = []
+
+    def add(self, ids: list[int], *, is_policy: bool) -> None:
+        self.ids += ids
+        self.is_policy += [is_policy] * len(ids)
+
+
+def sample_episodes(
+    policy: PreTrainedModel,
+    environment: Environment,
+    prompts: PromptDataset,
+    uniforms: Tensor,
+    settings: SamplingSettings,
+    turn_length: int,
+    *,
+    engine: str = "static",
+    batch_size: int = 64,
+) -> GeneratedResponses:
+    """Sample an episode for each of N prompts; the token in column t is drawn with the uniform of column t.
+
+    An episode is over when the environment has no reply. It is cut off when a turn has no stop token, or when the reply
+    and one more turn have no room in it.
+
+    Args:
+        policy: A causal language model with dropout off.
+        environment: Answers every turn that ended in a stop token.
+        prompts: N prompts.
+        uniforms: `[N, T]` float64 in [0, 1).
+        settings: As for one turn; `response_length` T holds the whole episode, the replies included.
+        turn_length: Most tokens of one turn, its stop token included.
+        engine: As in `generate_responses`.
+        batch_size: Turns decoded at a time.
+
+    Raises:
+        RewardError: As `Environment.reply`.
+    """
+    rows, width = uniforms.shape
+    a_turn = replace(settings, response_length=turn_length)
+    episodes = [_Episode() for _ in range(rows)]
+    logprobs = torch.zeros(rows, width, dtype=torch.float64 if policy.dtype == torch.float64 else torch.float32)
+    terminated = torch.zeros(rows, dtype=torch.bool)
+    live = list(range(rows))
+    while live:
+        so_far = [prompts.prompt_ids[row] + episodes[row].ids for row in live]
+        columns = torch.tensor([len(episodes[row].ids) for row in live])[:, None] + torch.arange(turn_length)
+        noise = uniforms[live].gather(1, columns)
+        turns = generate_responses(policy, so_far, noise, a_turn, engine=engine, batch_size=batch_size)
+        logprobs[torch.tensor(live)[:, None], columns] = turns.sampler_logprobs
+        for row, ids in zip(live, turns.token_lists(), strict=True):
+            episodes[row].add(ids, is_policy=True)
+        stopped = [row for row, has_stopped in zip(live, turns.terminated.tolist(), strict=True) if has_stopped]
+        replies = environment.reply(prompts.select(stopped), [episodes[row] for row in stopped]) if stopped else []
+        live = []
+        for row, reply in zip(stopped, replies, strict=True):
+            if reply is None:
+                terminated[row] = True
+            elif len(episodes[row].ids) + len(reply) + turn_length <= width:
+                episodes[row].add(reply, is_policy=False)
+                live.append(row)
+    response_ids = torch.full((rows, width), settings.pad_token_id)
+    policy_mask = torch.zeros(rows, width, dtype=torch.bool)
+    for row, episode in enumerate(episodes):
+        response_ids[row, : len(episode.ids)] = torch.tensor(episode.ids)
+        policy_mask[row, : len(episode.ids)] = torch.tensor(episode.is_policy)
+    lengths = torch.tensor([len(episode.ids) for episode in episodes], dtype=torch.long)
+    return GeneratedResponses(response_ids, lengths, terminated, policy_mask, sampler_logprobs=logprobs)
+
+
+def turn_texts(responses: Responses, tokenizer: PreTrainedTokenizerBase) -> list[list[str]]:
+    """Return the texts of the turns of each response, the policy's and the environment's in turn; [] without turns."""
+    if responses.policy_mask is None:
+        return []
+    rows = zip(responses.token_lists(), responses.policy_mask.tolist(), strict=True)
+    return [_texts_of_turns(ids, is_policy[: len(ids)], tokenizer) for ids, is_policy in rows]
+
+
+def _texts_of_turns(ids: list[int], is_policy: list[bool], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    tokens = zip(ids, is_policy, strict=True)
+    turns = [[token for token, _ in turn] for _, turn in groupby(tokens, key=lambda pair: pair[1])]
+    texts: list[str] = tokenizer.batch_decode(turns, skip_special_tokens=True)
+    return texts
