@@ -53,7 +53,7 @@ def test_numbers_and_arrays_of_one_number_are_scores_of_responses() -> None:
         ([1.0, [3.0, 4.0, 5.0], 6.0], "one number alone for response 0"),
         ([[1.0, 2.0], [3.0, math.nan, 5.0], [6.0]], "nan for response 1"),
         ([[1.0, 2.0], [3.0, [4.0], 5.0], [6.0]], "a value of type list for response 1"),
-        ([[1.0, 2.0], [3.0, 4.0, 5.0]], "2 scores for 3 responses"),
+        ([[1.0, 2.0], [3.0, 4.0, 5.0]], "2 values for 3 responses"),
     ],
 )
 def test_wrong_counts_and_mixed_kinds_are_refused_with_the_row(result: Any, message: str) -> None:
