@@ -42,6 +42,7 @@ CASES: dict[str, dict[str, Any]] = {
         "missing_eos_penalty": None,
     },
     "moving average": {"ema_decay": 0.9},
+    "turns": {"environment": "tests.ppo.test_episodes:reply_twice", "turn_length": 3, "stop_token_id": 22},
     "early stop": {"target_kl": 1e-4},
     "gradient checkpointing": {"gradient_checkpointing": True},
 }
