@@ -194,7 +194,10 @@ def train_word_tokenizer(texts: Iterable[str], context_length: int) -> PreTraine
     """
     backend = Tokenizer(WordLevel(unk_token=UNKNOWN))
     backend.pre_tokenizer = WhitespaceSplit()
-    backend.train_from_iterator(texts, WordLevelTrainer(special_tokens=[PAD, UNKNOWN, END], show_progress=False))
+    special = [PAD, UNKNOWN, END]
+    # a special token that stands in a text would be counted as a word, too, and get a second id
+    words = (" ".join(word for word in text.split() if word not in special) for text in texts)
+    backend.train_from_iterator(words, WordLevelTrainer(special_tokens=special, show_progress=False))
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         pad_token=PAD,
