@@ -96,6 +96,12 @@ def test_vocabularies_are_the_same_only_if_every_id_is():
     assert not same_vocabulary(word_tokenizer(), train_word_tokenizer(["a b c"], 8))
 
 
+def test_a_special_token_that_stands_in_a_text_keeps_its_one_id():
+    tokenizer = train_word_tokenizer(["a </s> b </s> a <pad>"], 8)
+    assert tokenizer("a </s> b")["input_ids"] == [3, 2, 4]
+    assert sorted(tokenizer.get_vocab().values()) == list(range(len(tokenizer)))
+
+
 def test_the_end_of_text_is_put_and_taken_once():
     assert append_end([5, 6], END) == [5, 6, END]
     assert append_end([5, END], END) == [5, END]

@@ -72,7 +72,14 @@ class Page(HTMLParser):
 
 def shown_as(tokens: list[str], prompt: str = "the film") -> dict:
     numbers = {quantity.name: [0.5] * len(tokens) for quantity in QUANTITIES}
-    sample = {"prompt": prompt, "tokens": tokens, "score": 1.0, "terminated": True, "numbers": numbers}
+    sample = {
+        "prompt": prompt,
+        "tokens": tokens,
+        "is_policy": [True] * len(tokens),
+        "score": 1.0,
+        "terminated": True,
+        "numbers": numbers,
+    }
     return {"iteration": 3, "responses": 8, "samples": [sample]}
 
 
@@ -113,6 +120,28 @@ def test_the_numbers_are_those_of_the_tensors_and_never_of_padding():
             name: tensor[row, : rollouts.lengths[row]].tolist() for name, tensor in tensors.items()
         }
         assert all(math.isfinite(number) for numbers in sample["numbers"].values() for number in numbers)
+
+
+def test_tokens_of_an_environment_are_read_without_numbers():
+    experience = hand_made_experience([3], width=3)
+    policy_mask = torch.tensor([[True, False, True]])
+    rollouts = replace(experience.rollouts, policy_mask=policy_mask)
+    shown = sample_tokens(replace(experience, rollouts=rollouts), build_tokenizer())
+    assert shown["samples"][0]["is_policy"] == [True, False, True]
+    page = Page(
+        render_view(
+            [
+                shown_as(["call", "result", "answer"])
+                | {
+                    "samples": [
+                        shown_as(["call", "result", "answer"])["samples"][0] | {"is_policy": [True, False, True]}
+                    ]
+                }
+            ]
+        )
+    )
+    assert page.tokens == ["call", "answer"]
+    assert page.attributes.count("data-numbers") == 2
 
 
 def test_all_responses_are_shown_if_there_are_no_more_than_the_limit():

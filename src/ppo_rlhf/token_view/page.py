@@ -81,10 +81,13 @@ def _environment() -> jinja2.Environment:
 
 
 def _tokens(sample: TokenSample) -> Iterator[tuple[str, str]]:
-    """Yield each token's text and its numbers in the order of QUANTITIES, as the view's script reads them."""
+    """Yield each token's text and its numbers in the order of QUANTITIES, as the view's script reads them.
+
+    A token of an environment has no numbers.
+    """
     columns = [sample["numbers"][quantity.name] for quantity in QUANTITIES]
-    for text, *numbers in zip(sample["tokens"], *columns, strict=True):
-        yield _visible(text), " ".join(f"{number:.4g}" for number in numbers)
+    for text, is_policy, *numbers in zip(sample["tokens"], sample["is_policy"], *columns, strict=True):
+        yield _visible(text), " ".join(f"{number:.4g}" for number in numbers) if is_policy else ""
 
 
 def _visible(text: str) -> str:

@@ -20,6 +20,7 @@ class TokenSample(TypedDict):
 
     prompt: str
     tokens: list[str]  # n texts; concatenated they are the response
+    is_policy: list[bool]  # n: True where the policy wrote the token, False in an environment's reply
     score: float  # as given by the rewards
     terminated: bool  # whether a stop token ended it
     numbers: dict[str, list[float]]  # quantity -> n numbers
@@ -50,6 +51,7 @@ def sample_tokens(experience: Experience, tokenizer: PreTrainedTokenizerBase, li
         TokenSample(
             prompt=rollouts.prompts.texts[row],
             tokens=token_texts(tokenizer, rollouts.prompts.prompt_ids[row], ids[row]),
+            is_policy=rollouts.mask[row, : len(ids[row])].tolist(),
             score=scores[row].item(),
             terminated=bool(rollouts.terminated[row]),
             numbers={name: values[row, : len(ids[row])].tolist() for name, values in quantities.items()},
