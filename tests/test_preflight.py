@@ -273,6 +273,21 @@ def test_functions_are_called_with_each_table_whose_prompts_they_get(user: User)
     assert "evaluation.jsonl" in problem
 
 
+def test_an_environment_is_tried_with_prompts_of_each_table(user: User):
+    user.set_ppo(environment="my_environment:reply", turn_length=2)
+    (problem,) = user.problems()
+    assert "my_environment" in problem
+    (user.folder / "my_environment.py").write_text(
+        "def reply(prompts, completions, turns, genre):\n    return [text[0] or None for text in turns]\n"
+    )
+    assert user.problems() == []
+    user.write("evaluation", {"prompt": "a b", "answer": "c"})
+    user.paths["raw_evaluation_prompts"] = str(user.folder / "evaluation.jsonl")
+    (problem,) = user.problems()
+    assert problem.startswith("environment my_environment:reply on ")
+    assert "evaluation.jsonl raised TypeError" in problem
+
+
 def test_a_policy_of_ones_own_meets_no_part_of_the_demo_that_was_not_asked_for(user: User, models: Path):
     made_here = user.folder / "data" / "06_models" / "reward_model"
     shutil.copytree(models / "reward", made_here / "version")

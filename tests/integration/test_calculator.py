@@ -26,6 +26,6 @@ def test_a_policy_learns_to_call_the_calculator(project: Path, kedro: Callable[.
     first, last = history.iloc[:2].mean(), history.iloc[-2:].mean()
     assert first["response/turns"] < 1.7
     assert last["response/turns"] > 1.85
-    assert last["objective/scores"] > first["objective/scores"] + 0.2
+    assert last["objective/scores"] > first["objective/scores"] + 0.12
     page = (project / "data/calculator/08_reporting/report.html").read_text()
     assert "Calculator" in page

@@ -393,6 +393,21 @@ def test_a_step_after_the_last_iteration_and_one_that_needs_the_sampler_are_refu
         PPOTrainer(config(importance_cap=2.0), sft).step(**GOOD_STEP)
 
 
+def end_now(prompts: list[str], completions: list[str]) -> list[None]:
+    return [None] * len(prompts)
+
+
+def test_an_environment_is_for_train_alone(sft: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest):
+    monkeypatch.chdir(request.config.rootpath)
+    turns = {"environment": "tests.training.test_trainer:end_now", "turn_length": 4}
+    trainer = trainer_of(sft, config(total_episodes=4, **turns))
+    with pytest.raises(ConfigError, match=r"ppo\.environment"):
+        trainer.step(**GOOD_STEP)
+    with pytest.raises(ConfigError, match=r"ppo\.environment"):
+        trainer.generate(GOOD_STEP["queries"])
+    assert [metrics["response/turns"] for metrics in trainer.train()] == [1.0]
+
+
 def test_log_stats_says_one_line_with_the_first_pair(sft: str, caplog):
     trainer = PPOTrainer(config(), sft)
     stats = trainer.step(**GOOD_STEP)

@@ -13,7 +13,7 @@ import argparse
 import json
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 LARGEST, DEMONSTRATIONS, PROMPTS = 19, 3000, 160
@@ -75,9 +75,13 @@ def write_files(
         written.append({"prompt": _question(a, b), "completion": completion})
     questions = [{"prompt": _question(a, b), "answer": a + b} for a, b in asked]
     paths = output / "calculator_demonstrations.jsonl", output / "calculator_prompts.jsonl"
-    for path, rows in zip(paths, (written, questions), strict=True):
-        path.write_bytes("".join(json.dumps(row) + "\n" for row in rows).encode("ascii"))
+    _write_lines(paths[0], written)
+    _write_lines(paths[1], questions)
     return paths
+
+
+def _write_lines(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
+    path.write_bytes("".join(json.dumps(row) + "\n" for row in rows).encode("ascii"))
 
 
 def _question(a: int, b: int) -> str:

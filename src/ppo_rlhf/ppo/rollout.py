@@ -152,14 +152,23 @@ def sample_responses(
     """
     share = own_share(len(prompts))
     noise = uniforms[share.start : share.stop]
-    engine = {"engine": config.rollout_engine, "batch_size": batch_size}
+    own_prompts = prompts.select(share)
+    engine = config.rollout_engine
     with autocast(config, policy.device):
-        if config.environment is None:
-            own = generate_responses(policy, prompts.prompt_ids[share.start : share.stop], noise, sampling, **engine)
+        if config.environment is None or config.turn_length is None:
+            own = generate_responses(
+                policy, own_prompts.prompt_ids, noise, sampling, engine=engine, batch_size=batch_size
+            )
         else:
-            environment = Environment(load_function(config.environment), config.environment, tokenizer)
             own = sample_episodes(
-                policy, environment, prompts.select(share), noise, sampling, config.turn_length or 0, **engine
+                policy,
+                Environment(load_function(config.environment), config.environment, tokenizer),
+                own_prompts,
+                noise,
+                sampling,
+                config.turn_length,
+                engine=engine,
+                batch_size=batch_size,
             )
     return GeneratedResponses(
         gather_rows(own.response_ids),

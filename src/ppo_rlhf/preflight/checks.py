@@ -337,7 +337,9 @@ def _tried(
     Raises:
         DataError: A column has a name that functions get something else by.
     """
-    for name in tables if settings is not None else ():
+    if settings is None:
+        return
+    for name in tables:
         source = str(run.source(name))
         check_column_names(run.tables[name].columns, source, settings.column)
         rows = run.tables[name].head(TRIED_PROMPTS)
