@@ -103,6 +103,8 @@ def check_settings(run: RunRequest) -> Iterator[str]:
         "prompts_path": run.writes("prompt_dataset") and run.source("raw_prompts") is None,
         "sft_model_path": run.is_null("sft_policy"),
         "reward_model_path": run.is_null("reward_model") and run.needs_reward_model,
+        "critic_path": run.is_null("pretrained_critic")
+        and (run.writes("pretrained_critic") or run.needs("pretrained_critic")),
         "policy_path": run.is_null("ppo_policy"),
     }
     for setting in (name for name, missing in is_missing.items() if missing):
@@ -168,22 +170,28 @@ def check_table(run: RunRequest, name: str) -> None:
 
 def check_model(run: RunRequest, name: str) -> Iterator[str]:
     """Find a model that is missing, incomplete, of the wrong kind, or with a tokenizer of another one."""
-    if run.source(name) is None or (name == "reward_model" and not run.needs_reward_model):
+    if run.source(name) is None or not run.needs(name):
         return
     if name in MADE_BY and run.is_ours(name) and not run.catalog[name].exists():
         stage, setting, _ = MADE_BY[name]
-        yield f"{run.source(name)}: nothing is there yet. Run {stage} first, or set {setting}."
+        yield f"{run.source(name)}: nothing is there yet. Run {stage} first (`kedro run --pipelines {stage}`), or set {setting}."
         return
     handle = run.catalog[name].load()
     tokenizer = handle.tokenizer()
-    if name == "reward_model":
+    if name in ("reward_model", "pretrained_critic"):
         handle.check_reward_model()
     else:
         handle.check_causal_lm()
-    if name == run.start and run.writes("reward_model") and type(handle.config()).__module__.startswith(OWN_CODE):
+    has_own_code = name == run.start and type(handle.config()).__module__.startswith(OWN_CODE)
+    if has_own_code and run.writes("reward_model"):
         yield (
             f"{handle.source} has Python code of its own, without which a reward model trained on it would be saved. "
             "Set reward_model_path or give functions as reward, and run `--pipelines align`."
+        )
+    if has_own_code and run.writes("pretrained_critic"):
+        yield (
+            f"{handle.source} has Python code of its own, without which a critic trained on it would be saved. Set "
+            "ppo.critic_warmup_iterations, which trains it at the start of each run."
         )
     run.models[name], run.tokenizers[name] = handle, tokenizer
 
@@ -201,6 +209,14 @@ def check_model_options(run: RunRequest) -> Iterator[str]:
         elif len(both) == 2 and not same_vocabulary(*both):
             models = f"{run.source('sft_policy')} and {run.source('reward_model')}"
             yield f"ppo.value_model=reward_init: {models} have different vocabularies. {fix}"
+    if ppo.value_model == "pretrained":
+        both = [run.tokenizers[name] for name in ("sft_policy", "pretrained_critic") if name in run.tokenizers]
+        if len(both) == 2 and not same_vocabulary(*both):
+            models = f"{run.source('sft_policy')} and {run.source('pretrained_critic')}"
+            yield (
+                f"ppo.value_model=pretrained: {models} have different vocabularies. Run `kedro run --pipelines "
+                "critic_pretraining` for this policy, or set critic_path or ppo.value_model=separate."
+            )
     if run.start not in run.models or not (ppo.use_peft or ppo.gradient_checkpointing or ppo.compile):
         return
     empty = run.models[run.start].empty_causal_lm()
