@@ -113,8 +113,8 @@ def build_critic(
     if config.value_model == "pretrained":
         if stored_critic is None:
             raise ConfigError(
-                "ppo.value_model=pretrained starts from a stored critic, and none is given: set critic_path (`kedro run "
-                "--pipelines critic_pretraining` makes one there), or for PPOTrainer value_model"
+                "ppo.value_model=pretrained: no stored critic is given. `kedro run --pipelines critic_pretraining` "
+                "makes one at critic_path; PPOTrainer takes it as value_model"
             )
         return Critic.from_reward_model(stored_critic, policy, own_backbone=own_backbone, setting="pretrained")
     if reward_model is None:

@@ -174,12 +174,15 @@ def check_model(run: RunRequest, name: str) -> Iterator[str]:
         return
     if name in MADE_BY and run.is_ours(name) and not run.catalog[name].exists():
         stage, setting, _ = MADE_BY[name]
-        yield f"{run.source(name)}: nothing is there yet. Run {stage} first (`kedro run --pipelines {stage}`), or set {setting}."
+        command = f"kedro run --pipelines {stage}"
+        yield f"{run.source(name)}: nothing is there yet. Run {stage} first (`{command}`), or set {setting}."
         return
     handle = run.catalog[name].load()
     tokenizer = handle.tokenizer()
-    if name in ("reward_model", "pretrained_critic"):
+    if name == "reward_model":
         handle.check_reward_model()
+    elif name == "pretrained_critic":
+        handle.check_reward_model("critic", "critic_pretraining")
     else:
         handle.check_causal_lm()
     has_own_code = name == run.start and type(handle.config()).__module__.startswith(OWN_CODE)
@@ -201,22 +204,14 @@ def check_model_options(run: RunRequest) -> Iterator[str]:
     ppo, reward = run.group("ppo", PPOConfig), run.group("reward", RewardConfig)
     if ppo is None:
         return
-    if ppo.value_model == "reward_init":
-        fix = "Set ppo.value_model=separate."
-        both = [run.tokenizers[name] for name in ("sft_policy", "reward_model") if name in run.tokenizers]
-        if reward is not None and not reward.needs_model:
-            yield f"ppo.value_model=reward_init: no entry of reward.components is of type model. {fix}"
-        elif len(both) == 2 and not same_vocabulary(*both):
-            models = f"{run.source('sft_policy')} and {run.source('reward_model')}"
-            yield f"ppo.value_model=reward_init: {models} have different vocabularies. {fix}"
-    if ppo.value_model == "pretrained":
-        both = [run.tokenizers[name] for name in ("sft_policy", "pretrained_critic") if name in run.tokenizers]
-        if len(both) == 2 and not same_vocabulary(*both):
-            models = f"{run.source('sft_policy')} and {run.source('pretrained_critic')}"
-            yield (
-                f"ppo.value_model=pretrained: {models} have different vocabularies. Run `kedro run --pipelines "
-                "critic_pretraining` for this policy, or set critic_path or ppo.value_model=separate."
-            )
+    fix = "Set ppo.value_model=separate."
+    start = {"reward_init": "reward_model", "pretrained": "pretrained_critic"}.get(ppo.value_model, "")
+    both = [run.tokenizers[name] for name in ("sft_policy", start) if name in run.tokenizers]
+    if start == "reward_model" and reward is not None and not reward.needs_model:
+        yield f"ppo.value_model=reward_init: no entry of reward.components is of type model. {fix}"
+    elif len(both) == 2 and not same_vocabulary(*both):
+        models = f"{run.source('sft_policy')} and {run.source(start)}"
+        yield f"ppo.value_model={ppo.value_model}: {models} have different vocabularies. {fix}"
     if run.start not in run.models or not (ppo.use_peft or ppo.gradient_checkpointing or ppo.compile):
         return
     empty = run.models[run.start].empty_causal_lm()

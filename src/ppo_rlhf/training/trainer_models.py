@@ -99,8 +99,8 @@ def take_critic(
 ) -> AnyCritic:
     """Return the critic: from `value_model` if it is given, else as `ppo.value_model` says.
 
-    A model is copied, and a path is that of a stored critic. A Critic changes in place as the policy does: it trains, unless LoRA does, and its frozen weights
-    stay frozen.
+    A model is copied, and a path is that of a stored critic. A Critic changes in place as the policy does: it trains,
+    unless LoRA does, and its frozen weights stay frozen.
 
     Raises:
         ConfigError: `value_model` and `ppo.value_model` are both given, or a Critic shares weights with another model.
@@ -115,7 +115,9 @@ def take_critic(
         )
     dtype = frozen_dtype(config) if config.use_peft else trained_dtype(config)
     if isinstance(value_model, str | Path):
-        value_model = PretrainedHandle(str(value_model)).reward_model(dtype)
+        handle = PretrainedHandle(str(value_model))
+        handle.check_reward_model("value model", "critic_pretraining")
+        value_model = handle.reward_model(dtype)
     given = value_model.backbone if isinstance(value_model, Critic) else value_model
     if isinstance(value_model, Critic):
         others = {"policy": policy.model, "reference policy": reference, "reward model": reward_model}
