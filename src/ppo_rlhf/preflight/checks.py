@@ -39,6 +39,7 @@ from ppo_rlhf.rewards.functions import (
 from ppo_rlhf.rewards.scorers import RewardConfig
 from ppo_rlhf.rewards.shaping import check_token_rewards
 from ppo_rlhf.runner import plan_loop
+from ppo_rlhf.training.critic_pretraining import CriticPretrainingConfig, pretraining_config
 from ppo_rlhf.training.kl_study import KLStudyConfig, settings_of
 from ppo_rlhf.training.supervised import preferences
 from ppo_rlhf.training.supervised.demonstrations import DataPreparationConfig, corpus_texts, split_demonstrations
@@ -79,7 +80,14 @@ def find_problems(
         ask(check_table, name)
     for name in filter(run.reads, MODELS):
         ask(check_model, name)
-    for last in (check_model_options, check_study, check_demonstrations, check_preferences, check_prompts):
+    for last in (
+        check_model_options,
+        check_critic,
+        check_study,
+        check_demonstrations,
+        check_preferences,
+        check_prompts,
+    ):
         ask(last)
     for reference, tables in functions_of(run).items():
         ask(check_function, reference, tables)
@@ -174,8 +182,7 @@ def check_model(run: RunRequest, name: str) -> Iterator[str]:
         return
     if name in MADE_BY and run.is_ours(name) and not run.catalog[name].exists():
         stage, setting, _ = MADE_BY[name]
-        command = f"kedro run --pipelines {stage}"
-        yield f"{run.source(name)}: nothing is there yet. Run {stage} first (`{command}`), or set {setting}."
+        yield f"{run.source(name)}: nothing is there yet. Run {stage} first, or set {setting}."
         return
     handle = run.catalog[name].load()
     tokenizer = handle.tokenizer()
@@ -201,17 +208,9 @@ def check_model(run: RunRequest, name: str) -> Iterator[str]:
 
 def check_model_options(run: RunRequest) -> Iterator[str]:
     """Find settings of PPO that the models cannot serve. No weights are read."""
-    ppo, reward = run.group("ppo", PPOConfig), run.group("reward", RewardConfig)
+    ppo = run.group("ppo", PPOConfig)
     if ppo is None:
         return
-    fix = "Set ppo.value_model=separate."
-    start = {"reward_init": "reward_model", "pretrained": "pretrained_critic"}.get(ppo.value_model, "")
-    both = [run.tokenizers[name] for name in ("sft_policy", start) if name in run.tokenizers]
-    if start == "reward_model" and reward is not None and not reward.needs_model:
-        yield f"ppo.value_model=reward_init: no entry of reward.components is of type model. {fix}"
-    elif len(both) == 2 and not same_vocabulary(*both):
-        models = f"{run.source('sft_policy')} and {run.source(start)}"
-        yield f"ppo.value_model={ppo.value_model}: {models} have different vocabularies. {fix}"
     if run.start not in run.models or not (ppo.use_peft or ppo.gradient_checkpointing or ppo.compile):
         return
     empty = run.models[run.start].empty_causal_lm()
@@ -223,6 +222,24 @@ def check_model_options(run: RunRequest) -> Iterator[str]:
         check_targets(empty, lora_settings(ppo))
         if ppo.value_model == "separate":
             check_critic_targets(backbone_of(empty), lora_settings(ppo))
+
+
+def check_critic(run: RunRequest) -> Iterator[str]:
+    """Find a critic that cannot start as the settings say."""
+    ppo, pretraining = run.group("ppo", PPOConfig), run.group("critic_pretraining", CriticPretrainingConfig)
+    reward = run.group("reward", RewardConfig)
+    for name, group in {"ppo": ppo, "critic_pretraining": pretraining}.items():
+        if group is None:
+            continue
+        setting, fix = f"{name}.value_model={group.value_model}", f"Set {name}.value_model=separate."
+        start = {"reward_init": "reward_model", "pretrained": "pretrained_critic"}.get(group.value_model, "")
+        both = [run.tokenizers[name] for name in ("sft_policy", start) if name in run.tokenizers]
+        if start == "reward_model" and reward is not None and not reward.needs_model:
+            yield f"{setting}: no entry of reward.components is of type model. {fix}"
+        elif len(both) == 2 and not same_vocabulary(*both):
+            yield f"{setting}: {run.source('sft_policy')} and {run.source(start)} have different vocabularies. {fix}"
+    if ppo is not None and pretraining is not None:
+        pretraining_config(pretraining, ppo)
 
 
 def check_study(run: RunRequest) -> None:

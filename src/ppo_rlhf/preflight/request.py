@@ -20,10 +20,10 @@ from ppo_rlhf.rewards.scorers import RewardConfig
 T = TypeVar("T")
 
 MODELS_LAYER = "06_models"
-MADE_BY = {  # model: the pipeline that makes it, the setting that names another one, a command that only reads it
+MADE_BY = {  # model: what makes it, the setting that names another one, a command that only reads it
     "sft_policy": ("supervised_finetuning", "sft_model_path", "--pipelines align"),
     "reward_model": ("reward_modelling", "reward_model_path", "--pipelines align"),
-    "pretrained_critic": ("critic_pretraining", "critic_path", "--pipelines align"),
+    "pretrained_critic": ("`kedro run --pipelines critic_pretraining`", "critic_path", "--pipelines align"),
     "ppo_policy": ("ppo", "policy_path", "--pipelines evaluation"),
 }
 MODELS = ("base_model", *MADE_BY)

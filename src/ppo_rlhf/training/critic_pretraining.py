@@ -1,6 +1,6 @@
 """The critic trained alone on the SFT policy's responses, once, to be stored and started from in later runs.
 
-Value pretraining of VC-PPO (Yuan et al. 2025, arXiv:2503.01491, section 4.1): the policy stands still, and the targets
+Value pretraining of VC-PPO (Yuan et al. 2025, arXiv:2503.01491): the policy stands still, and the targets
 are Monte Carlo returns (lambda = 1), which do not depend on the critic.
 """
 
