@@ -179,7 +179,8 @@ def _sizes(config: PPOConfig, shape: RunShape) -> _Sizes:
             reward_model = AutoModelForSequenceClassification.from_config(shape.reward_model, dtype=frozen, **trusted)
         stored = None
         if config.value_model == "pretrained":  # taken to be as large as the policy
-            stored = CausalLMRewardModel(CausalLMRewardConfig(text_config=shape.policy)).to(frozen)
+            stored = CausalLMRewardModel(CausalLMRewardConfig(text_config=shape.policy))
+            nn.Module.to(stored, frozen)
         critic = build_critic(config, policy, reward_model, stored_critic=stored)
     known: set[int] = set()
     weights = {}
