@@ -206,7 +206,7 @@ def check_model(run: RunRequest, name: str) -> Iterator[str]:
     run.models[name], run.tokenizers[name] = handle, tokenizer
 
 
-def check_model_options(run: RunRequest) -> Iterator[str]:
+def check_model_options(run: RunRequest) -> None:
     """Find settings of PPO that the models cannot serve. No weights are read."""
     ppo = run.group("ppo", PPOConfig)
     if ppo is None:
