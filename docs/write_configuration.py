@@ -22,6 +22,7 @@ from ppo_rlhf.pipelines.reporting.nodes import ReportingConfig
 from ppo_rlhf.ppo.best_of_n import BestOfNConfig
 from ppo_rlhf.ppo.evaluation import EvaluationConfig
 from ppo_rlhf.rewards.scorers import RewardComponentConfig, RewardConfig
+from ppo_rlhf.training.critic_pretraining import CriticPretrainingConfig
 from ppo_rlhf.training.kl_study import KLStudyConfig
 from ppo_rlhf.training.reward_audit import AuditConfig
 from ppo_rlhf.training.supervised.demonstrations import DataPreparationConfig
@@ -39,6 +40,7 @@ GROUPS = {
     "data_preparation": DataPreparationConfig,
     "supervised_finetuning": SupervisedFinetuningConfig,
     "reward_modelling": RewardModellingConfig,
+    "critic_pretraining": CriticPretrainingConfig,
     "reporting": ReportingConfig,
     "reporting.expected_curve": ExpectedCurve,
     "best_of_n": BestOfNConfig,

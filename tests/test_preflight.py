@@ -19,6 +19,7 @@ from ppo_rlhf.datasets import PretrainedModelDataset, RecordsDataset, ResumeChec
 from ppo_rlhf.ppo.evaluation import DEMO_JUDGE, DEMO_PROMPTS_PATH, EvaluationConfig
 from ppo_rlhf.preflight import describe_parts, find_problems
 from ppo_rlhf.rewards.scorers import RewardConfig
+from ppo_rlhf.training.critic_pretraining import CriticPretrainingConfig
 from ppo_rlhf.training.supervised.demonstrations import DataPreparationConfig
 from ppo_rlhf.training.supervised.reward_training import RewardModellingConfig
 from ppo_rlhf.training.supervised.sft import SupervisedFinetuningConfig
@@ -260,6 +261,36 @@ def test_a_critic_from_a_reward_model_with_other_words_is_found(user: User, mode
     assert "ppo.value_model" in problem
 
 
+def test_a_stored_critic_is_checked_only_if_it_is_asked_for(user: User, models: Path):
+    user.paths["pretrained_critic"] = "data/06_models/pretrained_critic"  # none is there yet
+    assert user.problems() == []
+    user.set_ppo(value_model="pretrained")
+    (problem,) = user.problems()
+    assert "kedro run --pipelines critic_pretraining" in problem
+    user.paths["pretrained_critic"] = None
+    (problem,) = user.problems()
+    assert problem.startswith("critic_path is not set")
+    user.paths["pretrained_critic"] = str(models / "policy")
+    (problem,) = user.problems()
+    assert "a critic has num_labels=1" in problem
+    user.paths["pretrained_critic"] = str(models / "other_words")
+    (problem,) = user.problems()
+    assert problem.startswith("ppo.value_model=pretrained")
+    user.paths["pretrained_critic"] = str(models / "reward")
+    assert user.problems() == []
+
+
+def test_where_the_pretraining_of_a_critic_starts_is_checked_too(user: User):
+    user.groups["critic_pretraining"] = CriticPretrainingConfig(value_model="reward_init")
+    (problem,) = user.problems()
+    assert problem.startswith("critic_pretraining.value_model=reward_init")
+    user.groups["critic_pretraining"] = CriticPretrainingConfig()
+    assert user.problems() == []
+    user.set_ppo(value_model="shared", export_value_head=True)
+    (problem,) = user.problems()
+    assert "ppo.export_value_head" in problem
+
+
 def test_functions_are_called_with_each_table_whose_prompts_they_get(user: User):
     user.write("evaluation", {"prompt": "a b", "answer": "c"})
     user.paths["raw_evaluation_prompts"] = str(user.folder / "evaluation.jsonl")
@@ -316,9 +347,17 @@ def test_where_the_parts_of_a_run_come_from_is_one_line(user: User):
     assert "Policy: trained by this run, from random weights." in str(describe_parts(*user.request(), user.folder))
 
 
-@pytest.mark.parametrize(("name", "setting"), [("sft_policy", "sft_model_path"), ("reward_model", "reward_model_path")])
-def test_a_model_of_ones_own_is_never_written(user: User, name: str, setting: str):
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    [
+        ("sft_policy", "sft_model_path"),
+        ("reward_model", "reward_model_path"),
+        ("pretrained_critic", "critic_path"),
+    ],
+)
+def test_a_model_of_ones_own_is_never_written(user: User, models: Path, name: str, setting: str):
     user.made = [name]
+    user.paths.setdefault(name, str(models / "reward"))
     (problem,) = user.problems()
     assert problem.startswith(f"{setting}={user.paths[name]} is outside data/06_models")
     user.paths[name] = f"data/06_models/{name}"
@@ -411,13 +450,16 @@ def test_a_labeller_is_called_with_training_prompts(chain: User):
     assert problem.startswith("no_labeller:f")
 
 
-def test_no_reward_model_is_trained_on_a_backbone_whose_code_would_not_be_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("made", "named"), [("reward_model", "reward_model_path"), ("pretrained_critic", "ppo.critic_warmup_iterations")]
+)
+def test_nothing_is_trained_on_a_backbone_whose_code_would_not_be_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: str, named: str
 ):
     own = PretrainedModelDataset(str(save_with_own_code(tmp_path / "own", monkeypatch)), trust_remote_code=True)
-    train = Node(lambda _: 0, "sft_policy", "reward_model", name="train_reward_model")
+    train = Node(lambda _: 0, "sft_policy", made, name="train")
     (problem,) = find_problems(Pipeline([train]), DataCatalog({"sft_policy": own}), tmp_path)
-    assert "reward_model_path" in problem
+    assert named in problem
 
 
 # --- slices ----------------------------------------------------------------------------------------------------------

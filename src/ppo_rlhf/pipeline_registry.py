@@ -4,6 +4,7 @@ from kedro.pipeline import Pipeline
 
 from ppo_rlhf.pipelines import (
     audit_reward,
+    critic_pretraining,
     data_preparation,
     evaluation,
     kl_study,
@@ -15,16 +16,18 @@ from ppo_rlhf.pipelines import (
 
 STAGES = (data_preparation, supervised_finetuning, reward_modelling, ppo, evaluation, reporting)
 STUDIES = (audit_reward, kl_study)
+OPTIONAL = (critic_pretraining,)
 ALIGN = ("ppo", "evaluation", "reporting")
 
 
 def register_pipelines() -> dict[str, Pipeline]:
-    """Return each stage, `align` (for models of one's own) and `__default__`, the whole chain; and each study.
+    """Return each stage, `align` (for models of one's own) and `__default__`, the whole chain; and what is beside it.
 
     Kedro's `find_pipelines` is not used: with `--pipelines align` it looks for a folder of that name, and fails.
     """
-    stages, studies = (
-        {stage.__name__.rpartition(".")[2]: stage.create_pipeline() for stage in each} for each in (STAGES, STUDIES)
+    stages, others = (
+        {stage.__name__.rpartition(".")[2]: stage.create_pipeline() for stage in each}
+        for each in (STAGES, (*OPTIONAL, *STUDIES))
     )
     align = Pipeline([stages[name] for name in ALIGN])
-    return {**stages, **studies, "align": align, "__default__": Pipeline(list(stages.values()))}
+    return {**stages, **others, "align": align, "__default__": Pipeline(list(stages.values()))}

@@ -19,8 +19,9 @@ SHOWN = {
     "objective/kl": "KL {:.2f}",
     "objective/entropy": "entropy {:.2f}",
     "throughput/episodes_per_s": "{:.1f} episodes/s",
-    **{f"{stage}/loss": "loss {:.3f}" for stage in ("sft", "reward_model")},
+    **{f"{stage}/loss": "loss {:.3f}" for stage in ("sft", "reward_model", "critic")},
     **{f"{stage}/learning_rate": "learning rate {:.2g}" for stage in ("sft", "reward_model")},
+    "critic/explained_variance": "explained variance {:.2f}",
     "sft/eval_loss": "held-out loss {:.3f}",
     "reward_model/eval_accuracy": "accuracy {:.1%}",
 }

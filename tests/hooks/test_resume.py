@@ -323,15 +323,17 @@ def tags_of(run: Run, changes: dict[str, tuple[str, str]]) -> dict[str, str]:
     return Resumption(run, None, io.BytesIO(), changes).tags(Path("/project"))
 
 
-def test_a_reward_model_that_the_run_does_not_use_is_not_compared(tmp_path: Path):
+def test_models_that_the_run_does_not_use_are_not_compared(tmp_path: Path):
     catalog = DataCatalog(
         {
             "raw_prompts": RecordsDataset(str(tmp_path / "prompts.jsonl")),
             "reward_model": PretrainedModelDataset("hub/model"),
+            "pretrained_critic": PretrainedModelDataset("hub/critic"),
             "params:reward": MemoryDataset(RewardConfig(components=[{"type": "function", "function": "a:b"}])),
         }
     )
-    pipeline = Pipeline([Node(lambda *_: 1, ["raw_prompts", "reward_model", "params:reward"], "x", name="n")])
+    inputs = ["raw_prompts", "reward_model", "pretrained_critic", "params:reward"]
+    pipeline = Pipeline([Node(lambda *_: 1, inputs, "x", name="n")])
     run_params = {"project_path": str(tmp_path), "pipeline_names": ["align"], "env": None}
     read = [name for name in describe_run(run_params, pipeline, catalog).tags if name.startswith("data.")]
     assert read == ["data.raw_prompts.path"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import AutoModel, LlamaConfig
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError
@@ -117,6 +117,16 @@ def test_a_moving_average_an_evaluation_and_casts_to_16_bits_count():
     weights = plan().held["policy: weights"] // 4
     full, cast = (passing(plan(dtype=dtype), "rollout") for dtype in ("float32", "bfloat16"))
     assert full // 2 + 1.9 * weights < cast < full // 2 + 2 * weights
+
+
+@pytest.mark.parametrize("settings", [{}, {"use_peft": True}], ids=str)
+def test_a_stored_critic_counts_as_large_as_the_policy(settings):
+    separate, pretrained = (plan(value_model=name, **settings).held for name in ("separate", "pretrained"))
+    with torch.device("meta"):
+        backbone = sum(parameter.nbytes for parameter in AutoModel.from_config(LLAMA).parameters())
+    more = pretrained["critic: weights"] - separate["critic: weights"]
+    assert more == (pytest.approx(backbone, rel=0.01) if settings else 0)  # with LoRA `separate` shares the policy's
+    assert pretrained[MOMENTS] == separate[MOMENTS]
 
 
 def test_a_critic_from_a_reward_model_needs_one():

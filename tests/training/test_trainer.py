@@ -610,7 +610,7 @@ def test_a_critic_that_cannot_be_is_refused(sft: str):
         PPOTrainer(config(value_model="shared"), sft, value_model=tiny_model())
     larger, other = tiny_model(vocab_size=30), tiny_model()
     refused = {
-        "str": sft,
+        "num_labels": sft,
         "vocabulary": Critic.from_policy(larger),
         "adapter": Critic(adapted(tiny_model()).base_model, torch.nn.Linear(16, 1)),
         "value_head": Critic(other.base_model, torch.nn.Linear(16, 2)),

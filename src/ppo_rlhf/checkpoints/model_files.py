@@ -128,5 +128,5 @@ def _check_frozen_weights(directory: Path, state: TrainingState) -> None:
         if saved.get(name) != now:
             raise CheckpointError(
                 f"{directory}: the adapter of the {name} was trained on other frozen weights than this run has; give "
-                "the models of the checkpoint's run (sft_model_path, reward_model_path)"
+                "the models of the checkpoint's run (sft_model_path, reward_model_path, critic_path)"
             )

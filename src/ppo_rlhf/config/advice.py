@@ -62,7 +62,7 @@ _HINTS = (
     ),
     _Hint(
         ("vf_coef",),
-        lambda c: c.value_model in ("separate", "reward_init"),
+        lambda c: c.value_model != "shared",
         lambda c: (
             f"ppo.vf_coef={c.vf_coef:g} has next to no effect with ppo.value_model={c.value_model}: the critic has an "
             "optimiser of its own, and Adam's step does not depend on the scale of the loss. Set "

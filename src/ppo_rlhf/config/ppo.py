@@ -209,10 +209,11 @@ class PPOConfig:
     overlong_prompts: Literal["error", "drop", "truncate_left"] = "error"
     """What to do with prompts that leave no room for response_length tokens in the model's context."""
 
-    value_model: Literal["separate", "shared", "reward_init"] = "separate"
+    value_model: Literal["separate", "shared", "reward_init", "pretrained"] = "separate"
     """The critic. separate: a backbone of its own, copied from the policy. reward_init: the same, copied from the
-    reward model with its score head. shared: a value head on the policy's last hidden states, one model with one
-    optimiser (loss = policy's + vf_coef x value's). A head on the policy's backbone starts as the value head in the SFT
+    reward model with its score head. pretrained: the same, copied from the critic that the pipeline critic_pretraining
+    stored at critic_path. shared: a value head on the policy's last hidden states, one model with one optimiser
+    (loss = policy's + vf_coef x value's). A head on the policy's backbone starts as the value head in the SFT
     model's directory (TRL's v_head), or at 0."""
     use_peft: bool = False
     """Train LoRA adapters (arXiv:2106.09685) on frozen weights, which policy, reference and critic share; a value head

@@ -51,7 +51,8 @@ def describe_run(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: Cat
     seed = next((group.seed for group in groups.values() if hasattr(group, "seed")), None)
     ppo: Any = groups.get("ppo")
     changed = ppo.not_default() if hasattr(ppo, "not_default") else {}
-    unused = () if getattr(groups.get("reward"), "needs_model", True) else ("reward_model",)
+    unused = [] if getattr(groups.get("reward"), "needs_model", True) else ["reward_model"]
+    unused += [] if getattr(ppo, "value_model", "") == "pretrained" else ["pretrained_critic"]
     inputs = _input_tags(sorted(pipeline.inputs().difference(unused)), catalog)
     for setting, model in MODELS.items():
         if params.get(f"ppo.{setting}") == "None" and model not in unused:

@@ -27,7 +27,7 @@ FINAL_METRICS = "evaluation_summary"
 TOKEN_SAMPLES = "token_samples"
 SUMMARIES = ("reward_audit", "kl_study_summary")
 """Results of a study, with their metrics under `metrics`."""
-HISTORIES = ("sft_metrics", "reward_model_metrics")
+HISTORIES = ("sft_metrics", "reward_model_metrics", "critic_metrics")
 SAMPLED_NODE = "estimate_advantages"
 AT_A_GLANCE = {
     "eval/win_rate": "at_a_glance/win_rate",

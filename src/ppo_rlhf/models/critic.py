@@ -69,28 +69,34 @@ class Critic(ValueModel):
 
     @classmethod
     def from_reward_model(
-        cls, reward_model: PreTrainedModel, policy: PreTrainedModel, *, own_backbone: OwnBackbone | None = None
+        cls,
+        reward_model: PreTrainedModel,
+        policy: PreTrainedModel,
+        *,
+        own_backbone: OwnBackbone | None = None,
+        setting: str = "reward_init",
     ) -> Critic:
-        """Start from the reward model's backbone and its score head, on the policy's device.
+        """Start from the backbone and the score head of a reward model or of a stored critic, on the policy's device.
 
         Args:
             reward_model: Ours or a sequence classifier of transformers, with one label.
             policy: The policy whose states the critic values.
             own_backbone: As in `from_policy`.
+            setting: The value of `ppo.value_model` that asks for it, for errors.
 
         Raises:
-            ModelError: The reward model has another vocabulary than the policy, or no linear score head.
+            ModelError: The model has another vocabulary than the policy, or no linear score head.
         """
         ours, theirs = (model.config.get_text_config().vocab_size for model in (policy, reward_model))
         if ours != theirs:
             raise ModelError(
-                f"ppo.value_model=reward_init: the reward model's vocabulary has {theirs} tokens, the policy's {ours}; "
-                "set ppo.value_model=separate"
+                f"ppo.value_model={setting}: its model's vocabulary has {theirs} tokens, the policy's {ours}; set "
+                "ppo.value_model=separate"
             )
         score = getattr(reward_model, "score", None)
         if not isinstance(score, nn.Linear) or score.out_features != 1:
             raise ModelError(
-                f"ppo.value_model=reward_init: {type(reward_model).__name__} has no linear `score` head with one "
+                f"ppo.value_model={setting}: {type(reward_model).__name__} has no linear `score` head with one "
                 "output; set ppo.value_model=separate"
             )
         head = new_value_head(score.in_features, policy)

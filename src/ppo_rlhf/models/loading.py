@@ -135,13 +135,18 @@ class PretrainedHandle:
                 return read_value_head(Path(file).parent)
         return None
 
-    def check_reward_model(self) -> None:
-        """Raise `ModelError` if the configuration does not have exactly one label."""
+    def check_reward_model(self, what: str = "reward model", stage: str = "reward_modelling") -> None:
+        """Raise `ModelError` if the configuration does not have exactly one label.
+
+        Args:
+            what: What the model is to be: a stored critic has the form of a reward model.
+            stage: The pipeline that trains one.
+        """
         labels = self.config().num_labels
         if labels != 1:
             raise ModelError(
-                f"{self.source}: a reward model has num_labels=1, this model has {labels}. Give a "
-                "sequence-classification model with one label, or train one (reward_modelling)."
+                f"{self.source}: a {what} has num_labels=1, this model has {labels}. Give a "
+                f"sequence-classification model with one label, or train one ({stage})."
             )
 
     def check_causal_lm(self) -> None:

@@ -90,6 +90,14 @@ class CausalLMRewardModel(PreTrainedModel):
         reward_model.backbone.load_state_dict(model.base_model.state_dict())
         return reward_model.to(dtype=model.dtype, device=model.device).eval()  # type: ignore[call-arg]
 
+    @classmethod
+    def from_parts(cls, backbone: PreTrainedModel, score: nn.Linear) -> CausalLMRewardModel:
+        """Return a model over these very weights: a critic as it is stored, its value head as the score head."""
+        with torch.device("meta"):
+            model = cls(CausalLMRewardConfig(text_config=copy.deepcopy(backbone.config)))
+        model.backbone, model.score = backbone, score
+        return model.eval()
+
     def forward(
         self,
         input_ids: Tensor,

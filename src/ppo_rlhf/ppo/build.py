@@ -88,6 +88,7 @@ def build_critic(
     policy: PreTrainedModel,
     reward_model: PreTrainedModel | None,
     value_head: nn.Linear | None = None,
+    stored_critic: PreTrainedModel | None = None,
 ) -> AnyCritic:
     """Return the critic that `ppo.value_model` asks for; with `use_peft` its backbone is an adapter on shared weights.
 
@@ -96,11 +97,12 @@ def build_critic(
         policy: The policy that trains.
         reward_model: The reward model, if there is one.
         value_head: Where a head on the policy's states starts; None starts it at zero.
+        stored_critic: From `load_stored_critic`.
 
     Raises:
-        ConfigError: `reward_init` without a reward model.
-        ModelError: `reward_init` from a reward model of another vocabulary, or without a linear score head; or the
-            value head, or the adapter, does not fit.
+        ConfigError: `reward_init` without a reward model, or `pretrained` without a stored critic.
+        ModelError: The model that the critic starts from has another vocabulary, or no linear score head; or the value
+            head, or the adapter, does not fit.
     """
     if config.value_model == "shared":
         return SharedCritic.from_policy(policy, value_head)
@@ -108,12 +110,30 @@ def build_critic(
     if config.value_model == "separate":
         start = without_adapter(policy) if has_adapter(policy) else policy
         return Critic.from_policy(start, value_head=value_head, own_backbone=own_backbone)
+    if config.value_model == "pretrained":
+        if stored_critic is None:
+            raise ConfigError(
+                "ppo.value_model=pretrained: no stored critic is given. `kedro run --pipelines critic_pretraining` "
+                "makes one at critic_path; PPOTrainer takes it as value_model"
+            )
+        return Critic.from_reward_model(stored_critic, policy, own_backbone=own_backbone, setting="pretrained")
     if reward_model is None:
         raise ConfigError(
             "ppo.value_model=reward_init copies the critic from the reward model, but no reward component is of type "
             "model; set ppo.value_model=separate"
         )
     return Critic.from_reward_model(reward_model, policy, own_backbone=own_backbone)
+
+
+def load_stored_critic(stored: PretrainedHandle | None, config: PPOConfig) -> PreTrainedModel | None:
+    """Return the stored critic with its score head, in the type of the critic's weights; None if none is asked for.
+
+    Raises:
+        ModelError: It cannot be loaded, or has not exactly one label.
+    """
+    if stored is None or config.value_model != "pretrained":
+        return None
+    return stored.reward_model(frozen_dtype(config) if config.use_peft else trained_dtype(config))
 
 
 def prepare_to_train(policy: PreTrainedModel, critic: AnyCritic, config: PPOConfig) -> None:

@@ -41,6 +41,7 @@ from ppo_rlhf.rewards.functions import (
 from ppo_rlhf.rewards.scorers import RewardConfig
 from ppo_rlhf.rewards.shaping import check_token_rewards
 from ppo_rlhf.runner import plan_loop
+from ppo_rlhf.training.critic_pretraining import CriticPretrainingConfig, pretraining_config
 from ppo_rlhf.training.kl_study import KLStudyConfig, settings_of
 from ppo_rlhf.training.supervised import preferences
 from ppo_rlhf.training.supervised.demonstrations import DataPreparationConfig, corpus_texts, split_demonstrations
@@ -81,7 +82,14 @@ def find_problems(
         ask(check_table, name)
     for name in filter(run.reads, MODELS):
         ask(check_model, name)
-    for last in (check_model_options, check_study, check_demonstrations, check_preferences, check_prompts):
+    for last in (
+        check_model_options,
+        check_critic,
+        check_study,
+        check_demonstrations,
+        check_preferences,
+        check_prompts,
+    ):
         ask(last)
     for reference, tables in functions_of(run).items():
         ask(check_function, reference, tables)
@@ -106,6 +114,8 @@ def check_settings(run: RunRequest) -> Iterator[str]:
         "prompts_path": run.writes("prompt_dataset") and run.source("raw_prompts") is None,
         "sft_model_path": run.is_null("sft_policy"),
         "reward_model_path": run.is_null("reward_model") and run.needs_reward_model,
+        "critic_path": run.is_null("pretrained_critic")
+        and (run.writes("pretrained_critic") or run.needs("pretrained_critic")),
         "policy_path": run.is_null("ppo_policy"),
     }
     for setting in (name for name, missing in is_missing.items() if missing):
@@ -171,7 +181,7 @@ def check_table(run: RunRequest, name: str) -> None:
 
 def check_model(run: RunRequest, name: str) -> Iterator[str]:
     """Find a model that is missing, incomplete, of the wrong kind, or with a tokenizer of another one."""
-    if run.source(name) is None or (name == "reward_model" and not run.needs_reward_model):
+    if run.source(name) is None or not run.needs(name):
         return
     if name in MADE_BY and run.is_ours(name) and not run.catalog[name].exists():
         stage, setting, _ = MADE_BY[name]
@@ -181,29 +191,29 @@ def check_model(run: RunRequest, name: str) -> Iterator[str]:
     tokenizer = handle.tokenizer()
     if name == "reward_model":
         handle.check_reward_model()
+    elif name == "pretrained_critic":
+        handle.check_reward_model("critic", "critic_pretraining")
     else:
         handle.check_causal_lm()
-    if name == run.start and run.writes("reward_model") and type(handle.config()).__module__.startswith(OWN_CODE):
+    has_own_code = name == run.start and type(handle.config()).__module__.startswith(OWN_CODE)
+    if has_own_code and run.writes("reward_model"):
         yield (
             f"{handle.source} has Python code of its own, without which a reward model trained on it would be saved. "
             "Set reward_model_path or give functions as reward, and run `--pipelines align`."
         )
+    if has_own_code and run.writes("pretrained_critic"):
+        yield (
+            f"{handle.source} has Python code of its own, without which a critic trained on it would be saved. Set "
+            "ppo.critic_warmup_iterations, which trains it at the start of each run."
+        )
     run.models[name], run.tokenizers[name] = handle, tokenizer
 
 
-def check_model_options(run: RunRequest) -> Iterator[str]:
+def check_model_options(run: RunRequest) -> None:
     """Find settings of PPO that the models cannot serve. No weights are read."""
-    ppo, reward = run.group("ppo", PPOConfig), run.group("reward", RewardConfig)
+    ppo = run.group("ppo", PPOConfig)
     if ppo is None:
         return
-    if ppo.value_model == "reward_init":
-        fix = "Set ppo.value_model=separate."
-        both = [run.tokenizers[name] for name in ("sft_policy", "reward_model") if name in run.tokenizers]
-        if reward is not None and not reward.needs_model:
-            yield f"ppo.value_model=reward_init: no entry of reward.components is of type model. {fix}"
-        elif len(both) == 2 and not same_vocabulary(*both):
-            models = f"{run.source('sft_policy')} and {run.source('reward_model')}"
-            yield f"ppo.value_model=reward_init: {models} have different vocabularies. {fix}"
     if run.start not in run.models or not (ppo.use_peft or ppo.gradient_checkpointing or ppo.compile):
         return
     empty = run.models[run.start].empty_causal_lm()
@@ -215,6 +225,24 @@ def check_model_options(run: RunRequest) -> Iterator[str]:
         check_targets(empty, lora_settings(ppo))
         if ppo.value_model == "separate":
             check_critic_targets(backbone_of(empty), lora_settings(ppo))
+
+
+def check_critic(run: RunRequest) -> Iterator[str]:
+    """Find a critic that cannot start as the settings say."""
+    ppo, pretraining = run.group("ppo", PPOConfig), run.group("critic_pretraining", CriticPretrainingConfig)
+    reward = run.group("reward", RewardConfig)
+    for name, group in {"ppo": ppo, "critic_pretraining": pretraining}.items():
+        if group is None:
+            continue
+        setting, fix = f"{name}.value_model={group.value_model}", f"Set {name}.value_model=separate."
+        start = {"reward_init": "reward_model", "pretrained": "pretrained_critic"}.get(group.value_model, "")
+        both = [run.tokenizers[name] for name in ("sft_policy", start) if name in run.tokenizers]
+        if start == "reward_model" and reward is not None and not reward.needs_model:
+            yield f"{setting}: no entry of reward.components is of type model. {fix}"
+        elif len(both) == 2 and not same_vocabulary(*both):
+            yield f"{setting}: {run.source('sft_policy')} and {run.source(start)} have different vocabularies. {fix}"
+    if ppo is not None and pretraining is not None:
+        pretraining_config(pretraining, ppo)
 
 
 def check_study(run: RunRequest) -> None:

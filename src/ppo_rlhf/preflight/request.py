@@ -11,6 +11,7 @@ from kedro.io import CatalogProtocol, MemoryDataset
 from kedro.pipeline import Pipeline
 from transformers import PreTrainedTokenizerBase
 
+from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.datasets import PretrainedModelDataset
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.ppo.evaluation import EvaluationConfig, resolve_judge
@@ -19,9 +20,10 @@ from ppo_rlhf.rewards.scorers import RewardConfig
 T = TypeVar("T")
 
 MODELS_LAYER = "06_models"
-MADE_BY = {  # model: the pipeline that makes it, the setting that names another one, a command that only reads it
+MADE_BY = {  # model: what makes it, the setting that names another one, a command that only reads it
     "sft_policy": ("supervised_finetuning", "sft_model_path", "--pipelines align"),
     "reward_model": ("reward_modelling", "reward_model_path", "--pipelines align"),
+    "pretrained_critic": ("`kedro run --pipelines critic_pretraining`", "critic_path", "--pipelines align"),
     "ppo_policy": ("ppo", "policy_path", "--pipelines evaluation"),
 }
 MODELS = ("base_model", *MADE_BY)
@@ -73,6 +75,15 @@ class RunRequest:
         """Whether the reward is made of the reward model; True if no group `reward` says so."""
         reward = self.group("reward", RewardConfig)
         return reward is None or reward.needs_model
+
+    def needs(self, name: str) -> bool:
+        """Return whether the settings use a model that is an input: a reward may need no model, a critic no other."""
+        ppo = self.group("ppo", PPOConfig)
+        is_needed = {
+            "reward_model": self.needs_reward_model,
+            "pretrained_critic": ppo is not None and ppo.value_model == "pretrained",
+        }
+        return is_needed.get(name, True)
 
     def is_nowhere(self, name: str) -> bool:
         """Return whether an input is in no file and was not given."""

@@ -15,7 +15,7 @@ from ppo_rlhf.config.settings_group import settings_group
 from ppo_rlhf.data.prompts import PromptDataset
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.ppo.accelerator import resolve_device
-from ppo_rlhf.ppo.build import build_critic, load_policies
+from ppo_rlhf.ppo.build import build_critic, load_policies, load_stored_critic
 from ppo_rlhf.ppo.loop import train
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.rewards.scorers import RewardScorer
@@ -69,11 +69,13 @@ def train_setting(
     sft_policy: PretrainedHandle,
     prompts: PromptDataset,
     scorer: RewardScorer,
+    stored_critic: PretrainedHandle | None,
     after_iteration: Callable[[dict[str, float]], None],
 ) -> tuple[TrainingState, PreTrainedModel]:
     """Train from the SFT policy and return the last state, and the reference policy."""
     policy, reference = load_policies(sft_policy, config, resolve_device(config.device))
-    critic = build_critic(config, policy.model, scorer.model, policy.value_head)
+    stored = load_stored_critic(stored_critic, config)
+    critic = build_critic(config, policy.model, scorer.model, policy.value_head, stored)
     state = TrainingState.create(policy.model, critic, policy.tokenizer, config)
     scorer.check_room(prompts.prompt_ids, config.response_length, state.sampling.stop_token_ids)
     train(state, reference, prompts, scorer, after_iteration)

@@ -23,6 +23,7 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.rules import OFFLOADING_FIELDS
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.models.quiet import quiet_transformers
+from ppo_rlhf.models.reward_model import CausalLMRewardConfig, CausalLMRewardModel
 from ppo_rlhf.ppo.accelerator import frozen_dtype, trained_dtype
 from ppo_rlhf.ppo.build import build_critic, policy_to_train
 from ppo_rlhf.ppo.logprobs import LOGITS_HELD
@@ -176,7 +177,11 @@ def _sizes(config: PPOConfig, shape: RunShape) -> _Sizes:
         reward_model = None
         if shape.reward_model is not None:
             reward_model = AutoModelForSequenceClassification.from_config(shape.reward_model, dtype=frozen, **trusted)
-        critic = build_critic(config, policy, reward_model)
+        stored = None
+        if config.value_model == "pretrained":  # taken to be as large as the policy
+            stored = CausalLMRewardModel(CausalLMRewardConfig(text_config=shape.policy))
+            nn.Module.to(stored, frozen)
+        critic = build_critic(config, policy, reward_model, stored_critic=stored)
     known: set[int] = set()
     weights = {}
     models = {"policy": policy, "reference policy": reference, "reward model": reward_model, "critic": critic}

@@ -68,7 +68,7 @@ class PPOTrainer:
         *,
         reward: Any = None,
         prompts: Any = None,
-        value_model: PreTrainedModel | Critic | None = None,
+        value_model: ModelSource | Critic | None = None,
     ) -> None:
         """Prepare the models and check everything that can be checked before training.
 
@@ -80,8 +80,9 @@ class PPOTrainer:
             tokenizer: The policy's; optional if the policy is a path.
             reward: For `train()`: see `trainer_inputs.take_reward`; None takes `config.reward_model_path`.
             prompts: For `train()`: see `trainer_inputs.take_prompts`.
-            value_model: The critic's start: a language model or a sequence classifier with one label, which is copied,
-                or a Critic, which trains in place as the policy does. None follows `config.value_model`.
+            value_model: The critic's start: a language model or a sequence classifier with one label, which is copied;
+                the directory of a stored critic; or a Critic, which trains in place as the policy does. None follows
+                `config.value_model`.
 
         Raises:
             ConfigError, DataError, ModelError, RewardError: An argument cannot be used.

@@ -95,12 +95,12 @@ def take_critic(
     policy: TrainedModel,
     reference: PreTrainedModel,
     reward_model: PreTrainedModel | None,
-    value_model: PreTrainedModel | Critic | None,
+    value_model: ModelSource | Critic | None,
 ) -> AnyCritic:
     """Return the critic: from `value_model` if it is given, else as `ppo.value_model` says.
 
-    A model is copied. A Critic changes in place as the policy does: it trains, unless LoRA does, and its frozen weights
-    stay frozen.
+    A model is copied, and a path is that of a stored critic. A Critic changes in place as the policy does: it trains,
+    unless LoRA does, and its frozen weights stay frozen.
 
     Raises:
         ConfigError: `value_model` and `ppo.value_model` are both given, or a Critic shares weights with another model.
@@ -108,12 +108,16 @@ def take_critic(
     """
     if value_model is None:
         return build_critic(config, policy.model, reward_model, policy.value_head)
-    if config.value_model != "separate":
+    if config.value_model not in ("separate", "pretrained"):
         raise ConfigError(
             f"PPOTrainer: value_model and ppo.value_model={config.value_model} exclude each other: both give the "
             "critic's start; leave one out"
         )
     dtype = frozen_dtype(config) if config.use_peft else trained_dtype(config)
+    if isinstance(value_model, str | Path):
+        handle = PretrainedHandle(str(value_model))
+        handle.check_reward_model("value model", "critic_pretraining")
+        value_model = handle.reward_model(dtype)
     given = value_model.backbone if isinstance(value_model, Critic) else value_model
     if isinstance(value_model, Critic):
         others = {"policy": policy.model, "reference policy": reference, "reward model": reward_model}

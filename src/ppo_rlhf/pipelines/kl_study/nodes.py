@@ -30,6 +30,7 @@ def train_settings(
     prompt_dataset: PromptDataset,
     evaluation_prompt_dataset: PromptDataset,
     reward_scorer: RewardScorer,
+    pretrained_critic: PretrainedHandle | None,
     ppo_config: PPOConfig,
     evaluation: EvaluationConfig,
     kl_study: KLStudyConfig,
@@ -48,7 +49,7 @@ def train_settings(
         log.info("Training %d of %d: %s.", number, len(settings), name)
         with child_run(name, config) as track, reporting(0, config.num_total_batches, name) as show:
             state, reference = train_setting(
-                config, sft_policy, prompt_dataset, reward_scorer, _each_iteration(track, show)
+                config, sft_policy, prompt_dataset, reward_scorer, pretrained_critic, _each_iteration(track, show)
             )
             rest = (state, evaluation_prompt_dataset, reward_scorer, evaluation)
             sft = sft or _evaluate(reference, None, *rest)

@@ -27,6 +27,7 @@ def create_pipeline() -> Pipeline:
                         "prompt_dataset",
                         "evaluation_prompt_dataset",
                         "reward_scorer",
+                        "pretrained_critic",
                         "ppo_config",
                     )
                 },

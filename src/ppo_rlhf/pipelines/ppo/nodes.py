@@ -14,7 +14,7 @@ from ppo_rlhf.data.prompts import PromptDataset, PromptsConfig, split_held_out, 
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel, steady_context
 from ppo_rlhf.ppo import loop
 from ppo_rlhf.ppo.accelerator import frozen_dtype, resolve_device
-from ppo_rlhf.ppo.build import build_critic, load_policies
+from ppo_rlhf.ppo.build import build_critic, load_policies, load_stored_critic
 from ppo_rlhf.ppo.comparison import check_right_or_wrong, compare_evaluations
 from ppo_rlhf.ppo.evaluation import EvaluationConfig, PolicyEvaluation, evaluate_policy, resolve_judge
 from ppo_rlhf.ppo.loop import Experience, Rollouts, Scores, ShapedRewards
@@ -82,7 +82,7 @@ def load_sft_policy(sft_policy: PretrainedHandle, ppo_config: PPOConfig) -> dict
     policy, reference = load_policies(sft_policy, ppo_config, device)
     total, trained = (policy.model.num_parameters(only_trainable=only) / 1e6 for only in (False, True))
     log.info("Policy: %s, %.3g M parameters, %.3g M train, on %s.", sft_policy.source, total, trained, device)
-    if policy.value_head is not None and ppo_config.value_model != "reward_init":
+    if policy.value_head is not None and ppo_config.value_model in ("separate", "shared"):
         log.info("The value head starts as the one that lies with %s (v_head).", sft_policy.source)
     return {"policy": policy, "reference_policy": reference}
 
@@ -107,6 +107,7 @@ def initialise_training_state(
     reward_scorer: RewardScorer,
     prompt_dataset: PromptDataset,
     ppo_config: PPOConfig,
+    pretrained_critic: PretrainedHandle | None,
     resume_checkpoint: Path | None,
 ) -> TrainingState:
     """Build critic, optimisers, KL controller and counters of a new run; or all of it from the checkpoint.
@@ -114,7 +115,10 @@ def initialise_training_state(
     Raises:
         ModelError: A response to one of the prompts could be longer than the reward model reads.
     """
-    critic = build_critic(ppo_config, policy.model, reward_scorer.model, policy.value_head)
+    stored = load_stored_critic(pretrained_critic, ppo_config)
+    critic = build_critic(ppo_config, policy.model, reward_scorer.model, policy.value_head, stored)
+    if pretrained_critic is not None and stored is not None:
+        log.info("The critic starts as %s.", pretrained_critic.source)
     state = TrainingState.create(policy.model, critic, policy.tokenizer, ppo_config)
     reward_scorer.check_room(prompt_dataset.prompt_ids, ppo_config.response_length, state.sampling.stop_token_ids)
     if resume_checkpoint is not None:

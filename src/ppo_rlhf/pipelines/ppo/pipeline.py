@@ -43,7 +43,7 @@ def create_pipeline() -> Pipeline:
         ),
         Node(
             nodes.initialise_training_state,
-            _same("policy", "reward_scorer", "prompt_dataset", "ppo_config", "resume_checkpoint"),
+            _same("policy", "reward_scorer", "prompt_dataset", "ppo_config", "pretrained_critic", "resume_checkpoint"),
             "training_state",
             name="initialise_training_state",
         ),

@@ -1,0 +1,5 @@
+"""Trains the critic alone, on the SFT policy's responses, and stores it."""
+
+from ppo_rlhf.pipelines.critic_pretraining.pipeline import create_pipeline
+
+__all__ = ["create_pipeline"]

@@ -1,0 +1,41 @@
+"""The node of the critic's pretraining."""
+
+import logging
+
+from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.data.prompts import PromptDataset
+from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.progress import watching
+from ppo_rlhf.rewards.scorers import RewardScorer
+from ppo_rlhf.training import critic_pretraining as training
+from ppo_rlhf.training.critic_pretraining import HELD_OUT, CriticPretrainingConfig
+
+log = logging.getLogger(__name__)
+
+
+def pretrain_critic(
+    sft_policy: PretrainedHandle,
+    prompt_dataset: PromptDataset,
+    evaluation_prompt_dataset: PromptDataset,
+    reward_scorer: RewardScorer,
+    ppo_config: PPOConfig,
+    critic_pretraining: CriticPretrainingConfig,
+) -> dict[str, object]:
+    """Train the critic alone on responses of the SFT policy; say how much of the returns' variance it explains."""
+    with watching("Critic", critic_pretraining.iterations) as report:
+        critic, history = training.pretrain_critic(
+            sft_policy,
+            prompt_dataset,
+            evaluation_prompt_dataset,
+            reward_scorer,
+            critic_pretraining,
+            ppo_config,
+            report,
+        )
+    log.info(
+        "Critic: it explains %.2f of the variance of the returns on held-out prompts (%.2f before). "
+        "ppo.value_model=pretrained starts PPO from it.",
+        history[-1][HELD_OUT],
+        history[0][HELD_OUT],
+    )
+    return {"pretrained_critic": critic, "critic_metrics": history}

@@ -1,0 +1,29 @@
+"""Wiring of the critic's pretraining."""
+
+from kedro.pipeline import Node, Pipeline
+
+from ppo_rlhf.pipelines import ppo
+from ppo_rlhf.pipelines.critic_pretraining import nodes
+
+
+def create_pipeline() -> Pipeline:
+    """Wire the pretraining: PPO's own first nodes, then the critic's training.
+
+    ```
+    ppo.configure_ppo, ppo.prepare_prompts, ppo.load_reward_model
+    sft_policy, prompts, reward → pretrain_critic → pretrained_critic, critic_metrics
+    ```
+    """
+    inputs = ("sft_policy", "prompt_dataset", "evaluation_prompt_dataset", "reward_scorer", "ppo_config")
+    own = Node(
+        nodes.pretrain_critic,
+        {**{name: name for name in inputs}, "critic_pretraining": "params:critic_pretraining"},
+        {name: name for name in ("pretrained_critic", "critic_metrics")},
+        name="pretrain_critic",
+    )
+    return Pipeline(
+        [
+            ppo.create_pipeline().only_nodes("ppo.configure_ppo", "ppo.prepare_prompts", "ppo.load_reward_model"),
+            Pipeline([own], namespace="critic_pretraining", prefix_datasets_with_namespace=False),
+        ]
+    )
