@@ -27,7 +27,7 @@ from ppo_rlhf.models.gradient_checkpointing import check_gradient_checkpointing
 from ppo_rlhf.models.loading import steady_context
 from ppo_rlhf.models.tokenizers import same_vocabulary, train_word_tokenizer
 from ppo_rlhf.ppo.accelerator import resolve_device
-from ppo_rlhf.ppo.build import check_device, lora_settings
+from ppo_rlhf.ppo.build import check_device, check_libraries, lora_settings
 from ppo_rlhf.ppo.evaluation import DEMO_JUDGE, EvaluationConfig, is_demo_prompts
 from ppo_rlhf.preflight.request import MADE_BY, MODELS, MODELS_LAYER, PROMPTS, TABLES, RunRequest
 from ppo_rlhf.rewards.functions import (
@@ -110,6 +110,7 @@ def check_settings(run: RunRequest) -> Iterator[str]:
     ppo = run.group("ppo", PPOConfig)
     if ppo is not None:
         yield from ppo.misplaced_paths()
+        check_libraries(ppo)
         check_device(ppo, resolve_device(ppo.device))
 
 
