@@ -73,6 +73,7 @@ DEFAULTS = {
     "overlong_prompts": "error",
     "value_model": "separate",
     "use_peft": False,
+    "load_in_4bit": False,
     "lora_r": 16,
     "lora_alpha": 32,
     "lora_dropout": 0.0,

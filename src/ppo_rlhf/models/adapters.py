@@ -28,7 +28,6 @@ from transformers.pytorch_utils import Conv1D
 
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models.quantisation import (
-    four_bit_config,
     forget_quantisation,
     is_quantised,
     quantisation_states,

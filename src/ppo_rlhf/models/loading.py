@@ -161,7 +161,7 @@ class PretrainedHandle:
             )
 
     def check_causal_lm(self) -> None:
-        """Raise `ModelError` if the configuration is that of our reward model, or of weights that are in 4 or 8 bits."""
+        """Raise `ModelError` if the configuration is that of our reward model, or of weights in 4 or 8 bits."""
         config = self.config()
         if config.model_type == MODEL_TYPE:
             raise ModelError(f"{self.source}: a reward model cannot generate. Give a causal language model.")

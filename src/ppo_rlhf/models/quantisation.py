@@ -92,7 +92,7 @@ def unquantised(layer: nn.Module, summand: Tensor | None = None) -> nn.Linear | 
 
 
 def forget_quantisation(model: PreTrainedModel) -> None:
-    """Remove what says that a model is quantised, once none of its layers is: it would be saved, and loaded, as such."""
+    """Remove what marks a model as quantised, once no layer is: it would be saved, and loaded, as such."""
     model.hf_quantizer.remove_quantization_config(model)
     model.is_loaded_in_4bit = model.base_model.is_loaded_in_4bit = False
 

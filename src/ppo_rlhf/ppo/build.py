@@ -42,7 +42,6 @@ def load_policies(
         ConfigError: The device is not one that a setting needs, or nothing can be compiled for it.
         ModelError: The model cannot be loaded, or no adapter fits it.
     """
-
     check_device(config, device)
     if config.offload_reference_policy:
         reference = sft_policy.causal_lm(frozen_dtype(config)).requires_grad_(False)

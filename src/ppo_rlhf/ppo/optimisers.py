@@ -77,9 +77,7 @@ def saved_moments(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], 
     return moments, saved["param_groups"]
 
 
-def load_moments(
-    optimizer: torch.optim.Optimizer, moments: Mapping[str, Tensor], groups: list[dict[str, Any]]
-) -> None:
+def load_moments(optimizer: torch.optim.Optimizer, moments: Mapping[str, Tensor], groups: list[dict[str, Any]]) -> None:
     """Go on from what `saved_moments` returned.
 
     Raises:

@@ -73,7 +73,14 @@ def find_problems(
                 raise
             problems.extend(str(ours).splitlines())
 
-    for first in (check_start, check_settings, check_protection, check_demo_parts, check_resume):
+    for first in (
+        check_start,
+        check_settings,
+        check_optional_packages,
+        check_protection,
+        check_demo_parts,
+        check_resume,
+    ):
         ask(first)
     for name in filter(run.reads, TABLES):
         ask(check_table, name)
@@ -110,8 +117,14 @@ def check_settings(run: RunRequest) -> Iterator[str]:
     ppo = run.group("ppo", PPOConfig)
     if ppo is not None:
         yield from ppo.misplaced_paths()
-        check_libraries(ppo)
         check_device(ppo, resolve_device(ppo.device))
+
+
+def check_optional_packages(run: RunRequest) -> None:
+    """Find settings of PPO that need a package which is not installed."""
+    ppo = run.group("ppo", PPOConfig)
+    if ppo is not None:
+        check_libraries(ppo)
 
 
 def check_resume(run: RunRequest) -> Iterator[str]:
