@@ -222,7 +222,7 @@ def test_a_package_that_settings_need_and_that_is_not_installed_is_named_with_th
     user.set_ppo(use_peft=True, load_in_4bit=True, optim="adamw_8bit")
     (problem,) = user.problems()
     assert problem.startswith("ppo.load_in_4bit=true and ppo.optim=adamw_8bit")
-    assert "no-such-package>=1" in problem
+    assert 'pip install "no-such-package>=1"' in problem
 
 
 def test_all_mistakes_are_found_at_once(user: User):

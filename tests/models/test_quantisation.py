@@ -23,7 +23,7 @@ def test_without_a_bitsandbytes_that_is_new_enough_one_line_says_what_to_install
     handle = PretrainedHandle(save(tmp_path, tiny_model()))
     with pytest.raises(ConfigError, match=r"ppo\.load_in_4bit") as refused:
         handle.causal_lm(quantised_on=CPU)
-    assert 'pip install "ppo_rlhf[quantisation]"' in str(refused.value)
+    assert f'pip install "{needed}"' in str(refused.value)
     assert "\n" not in str(refused.value)
 
 

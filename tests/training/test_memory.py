@@ -120,10 +120,10 @@ def test_a_moving_average_an_evaluation_and_casts_to_16_bits_count():
 
 
 def test_4_bit_weights_count_with_their_scales_and_one_layer_unpacked():
-    """Worked by hand: two blocks, each with four matrices of 256 x 256 (keys and values half as high), three of MLP."""
+    """Worked by hand: a block has queries and output of two heads, 8 wide, keys and values of one, and an MLP."""
     settings = {"use_peft": True, "dtype": "bfloat16"}
     whole, packed = (plan(RunShape(WIDE, 6), **settings, load_in_4bit=four) for four in (False, True))
-    matrices = [256 * 256, 128 * 256, 128 * 256, 256 * 256, *[256 * 512] * 3]
+    matrices = [16 * 256, 8 * 256, 8 * 256, 16 * 256, *[256 * 512] * 3]
     saved = sum(2 * n - (n // 2 + n // 64 + 4 * -(-n // 64 // 256)) for n in matrices)
     found = whole.held["policy: weights"] - packed.held["policy: weights"]
     assert found == 2 * saved

@@ -20,19 +20,19 @@ from ppo_rlhf.core.errors import ConfigError
 
 NEEDED = Requirement("bitsandbytes>=0.50")
 """The first whose passes with and without gradients multiply by the same kernel, so that the first ratio is 1."""
-EXTRA = 'pip install "ppo_rlhf[quantisation]"'
 BLOCK, BLOCK_OF_SCALES = 64, 256
 """Weights that share a scale of 8 bits, and such scales that share one of 32 bits: (4 + 8/64 + 32/(64·256)) bits."""
 
 
 def check_bitsandbytes(settings: str) -> None:
     """Raise `ConfigError` if bitsandbytes is not installed, or too old, for the settings that need it."""
+    mend = f'pip install "{NEEDED}", or change the setting'
     try:
         version = importlib.metadata.version(NEEDED.name)
     except importlib.metadata.PackageNotFoundError:
-        raise ConfigError(f"{settings} needs {NEEDED}, which is not installed: {EXTRA}, or leave it out") from None
+        raise ConfigError(f"{settings}: {NEEDED.name} is not installed; {mend}") from None
     if not NEEDED.specifier.contains(version, prereleases=True):
-        raise ConfigError(f"{settings} needs {NEEDED}, and {version} is installed: {EXTRA}, or leave it out")
+        raise ConfigError(f"{settings}: {NEEDED.name} {version} is too old; {mend}")
 
 
 def four_bit_config(dtype: torch.dtype) -> BitsAndBytesConfig:

@@ -121,9 +121,9 @@ def check_settings(run: RunRequest) -> Iterator[str]:
 
 
 def check_optional_packages(run: RunRequest) -> None:
-    """Find settings of PPO that need a package which is not installed."""
+    """Find settings that need a package which is not installed, if this run trains by PPO."""
     ppo = run.group("ppo", PPOConfig)
-    if ppo is not None:
+    if ppo is not None and run.writes("prompt_dataset"):
         check_libraries(ppo)
 
 
