@@ -106,12 +106,12 @@ class PretrainedHandle:
             ModelError: The weights cannot be read, some are missing, or some are NaN or infinite.
         """
         self.check_causal_lm()
-        load = AutoModelForCausalLM.from_pretrained
+        load: Callable[..., Any] = AutoModelForCausalLM.from_pretrained
         if quantised_on is None:
             return self._model("language model", load, dtype)
         check_bitsandbytes("ppo.load_in_4bit=true")
-        quantisation = {"quantization_config": four_bit_config(dtype), "device_map": {"": quantised_on}}
-        model = self._model("language model", partial(load, **quantisation), dtype)
+        load = partial(load, quantization_config=four_bit_config(dtype), device_map={"": quantised_on})
+        model = self._model("language model", load, dtype)
         settle_quantised(model)
         return model
 

@@ -47,9 +47,11 @@ def four_bit_config(dtype: torch.dtype) -> BitsAndBytesConfig:
 
 def settle_quantised(model: PreTrainedModel) -> None:
     """Prepare a model that transformers has quantised for adapters on it and on its backbone."""
-    model.base_model.is_loaded_in_4bit = True  # peft asks it; transformers has marked the whole model alone
-    for layer in model.modules():
-        if is_quantised(layer):
+    backbone: Any = model.base_model
+    backbone.is_loaded_in_4bit = True  # peft asks it; transformers has marked the whole model alone
+    for module in model.modules():
+        if is_quantised(module):
+            layer: Any = module
             # else CPUs with bfloat16 repack weights at the first pass without gradients, and then compute none
             layer.support_avx512bf16_for_cpu = False
 
@@ -93,8 +95,9 @@ def unquantised(layer: nn.Module, summand: Tensor | None = None) -> nn.Linear | 
 
 def forget_quantisation(model: PreTrainedModel) -> None:
     """Remove what marks a model as quantised, once no layer is: it would be saved, and loaded, as such."""
-    model.hf_quantizer.remove_quantization_config(model)
-    model.is_loaded_in_4bit = model.base_model.is_loaded_in_4bit = False
+    marked: Any = model
+    marked.hf_quantizer.remove_quantization_config(model)
+    marked.is_loaded_in_4bit = marked.base_model.is_loaded_in_4bit = False
 
 
 def four_bit_bytes(weight: Tensor) -> int:
