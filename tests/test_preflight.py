@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 from kedro.io import DataCatalog, MemoryDataset
 from kedro.pipeline import Node, Pipeline
+from packaging.requirements import Requirement
 from transformers import GPT2LMHeadModel
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.data.prompts import PromptsConfig
 from ppo_rlhf.datasets import PretrainedModelDataset, RecordsDataset, ResumeCheckpointDataset, TableDataset
+from ppo_rlhf.models import quantisation
 from ppo_rlhf.ppo.evaluation import DEMO_JUDGE, DEMO_PROMPTS_PATH, EvaluationConfig
 from ppo_rlhf.preflight import describe_parts, find_problems
 from ppo_rlhf.rewards.scorers import RewardConfig
@@ -214,6 +216,14 @@ def test_a_mistake_is_one_line_that_names_it(user: User, spoil: Spoil, named: st
     (problem,) = user.problems()
     assert named in problem
     assert "\n" not in problem
+
+
+def test_a_package_that_settings_need_and_that_is_not_installed_is_named_with_them(user: User, monkeypatch):
+    monkeypatch.setattr(quantisation, "NEEDED", Requirement("no-such-package>=1"))
+    user.set_ppo(use_peft=True, load_in_4bit=True, optim="adamw_8bit")
+    (problem,) = user.problems()
+    assert problem.startswith("ppo.load_in_4bit=true and ppo.optim=adamw_8bit")
+    assert 'pip install "no-such-package>=1"' in problem
 
 
 def test_all_mistakes_are_found_at_once(user: User):

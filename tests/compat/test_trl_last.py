@@ -127,6 +127,17 @@ def test_adapters_are_carried_only_with_use_peft():
     assert reasons(use_peft=False, lora_r=4) == {"lora_r": "it has no effect with use_peft=False"}
 
 
+def test_4_bit_weights_and_8_bit_moments_are_carried_and_other_ways_to_quantise_are_not():
+    given = {"use_peft": True, "load_in_4bit": True, "bnb_4bit_quant_type": "fp4", "use_bnb_nested_quant": False}
+    conversion = from_trl({**given, "optim": "adamw_bnb_8bit"})
+    config = conversion.ppo_config()
+    assert (config.load_in_4bit, config.optim) == (True, "adamw_8bit")
+    assert set(dict(conversion.not_carried)) == {"bnb_4bit_quant_type", "use_bnb_nested_quant"}
+    assert any("reward model" in remark for remark in conversion.remarks)
+    assert set(reasons(load_in_4bit=True, load_in_8bit=True)) == {"load_in_4bit", "load_in_8bit"}
+    assert ppo(use_peft=True, optim="adamw_8bit")["optim"] == "adamw_8bit"
+
+
 def test_other_settings_of_a_run_are_carried():
     values = ppo(save_steps=20, save_total_limit=3, use_cpu="True", full_determinism=True, torch_compile=True)
     assert (values["save_interval"], values["save_total_limit"], values["device"]) == (20, 3, "cpu")

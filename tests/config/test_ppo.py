@@ -73,6 +73,7 @@ DEFAULTS = {
     "overlong_prompts": "error",
     "value_model": "separate",
     "use_peft": False,
+    "load_in_4bit": False,
     "lora_r": 16,
     "lora_alpha": 32,
     "lora_dropout": 0.0,
@@ -135,7 +136,7 @@ def test_defaults_are_trls_but_for_the_departures():
     trl = {**TRL_MODEL, **TRL_LAST}
     trl |= {ours: trl[theirs] for ours, theirs in other_names.items()}
     shared = trl.keys() & DEFAULTS.keys()
-    assert len(shared) == 42
+    assert len(shared) == 43
     assert {name for name in shared if trl[name] != DEFAULTS[name]} == DEPARTURES
 
 

@@ -52,6 +52,9 @@ BROKEN_AND_KEPT = [
     ({"lora_r": 8}, {"lora_r": 8, **LORA}),
     ({"lora_target_modules": "q_proj,,v_proj", **LORA}, {"lora_target_modules": "q_proj, v_proj", **LORA}),
     ({"lora_target_modules": "all-linear,lm_head", **LORA}, {"lora_target_modules": "all-linear+head", **LORA}),
+    ({"load_in_4bit": True}, {"load_in_4bit": True, **LORA}),
+    ({"load_in_4bit": True, **LORA, "dtype": "float64"}, {"load_in_4bit": True, **LORA, "dtype": "bfloat16"}),
+    ({"optim": "adamw_8bit", "dtype": "float64"}, {"optim": "adamw_torch", "dtype": "float64"}),
     ({"offload_reference_policy": True, **LORA}, {"offload_reference_policy": True}),
     (
         {"offload_reward_model": True, **LORA, "value_model": "reward_init"},

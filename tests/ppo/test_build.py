@@ -36,7 +36,7 @@ def test_with_lora_the_weights_are_loaded_once(handle, monkeypatch):
     loaded = []
     original = PretrainedHandle.causal_lm
     monkeypatch.setattr(
-        PretrainedHandle, "causal_lm", lambda self, dtype: (loaded.append(dtype), original(self, dtype))[1]
+        PretrainedHandle, "causal_lm", lambda self, dtype, **_: (loaded.append(dtype), original(self, dtype))[1]
     )
     policy, reference = load_policies(handle, PPOConfig(use_peft=True, dtype="bfloat16"), CPU)
     assert loaded == [torch.bfloat16]

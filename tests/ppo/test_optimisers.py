@@ -1,18 +1,24 @@
 """The optimisers' groups and settings, and the learning rates over the iterations, each schedule in closed form."""
 
 import math
+import sys
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
 import torch
+from packaging.requirements import Requirement
 from torch.optim import AdamW
 
 from ppo_rlhf.config import LearningRateSchedule, PPOConfig
-from ppo_rlhf.core.errors import ModelError
+from ppo_rlhf.core.errors import ConfigError, ModelError
+from ppo_rlhf.models import quantisation
+from ppo_rlhf.ppo import optimisers
 from ppo_rlhf.ppo.optimisers import (
     build_optimizer,
     check_trains,
     learning_rate_factor,
+    moment_bytes,
     set_learning_rates,
 )
 
@@ -130,3 +136,32 @@ def test_adams_betas_and_epsilon_have_their_textbook_effect(optim):
     mean = (0.5 * 0.5 * 1.0 + 0.5 * 3.0) / (1 - 0.5**2)
     square = (0.75 * 0.25 * 1.0 + 0.25 * 9.0) / (1 - 0.75**2)
     assert weight.item() == pytest.approx(1.0 - first - 0.1 * mean / (math.sqrt(square) + 0.25), rel=1e-12)
+
+
+def test_8_bit_adamw_is_bitsandbytes_with_the_same_settings(monkeypatch):
+    built = {}
+
+    def build(groups, **settings):
+        built.update(settings, decays=[group["weight_decay"] for group in groups])
+        return torch.optim.SGD(groups)
+
+    monkeypatch.setattr(optimisers, "check_bitsandbytes", lambda settings: None)
+    monkeypatch.setitem(sys.modules, "bitsandbytes.optim", SimpleNamespace(AdamW8bit=build))
+    config = PPOConfig(optim="adamw_8bit", adam_beta1=0.5, adam_beta2=0.75, adam_epsilon=0.25, weight_decay=0.1)
+    build_optimizer(torch.nn.Linear(2, 2), 0.3, config)
+    assert built == {"lr": 0.3, "betas": (0.5, 0.75), "eps": 0.25, "decays": [0.1, 0.0]}
+
+
+def test_8_bit_adamw_without_bitsandbytes_is_refused_in_one_line(monkeypatch):
+    monkeypatch.setattr(quantisation, "NEEDED", Requirement("no-such-package>=1"))
+    with pytest.raises(ConfigError, match=r"ppo\.optim=adamw_8bit") as refused:
+        build_optimizer(torch.nn.Linear(2, 2), 0.1, PPOConfig(optim="adamw_8bit"))
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("optim", "numbers", "size"),
+    [("adamw_torch", 8192, 8192 * 8), ("adamw_8bit", 8192, 2 * (8192 + 32 * 4)), ("adamw_8bit", 4095, 4095 * 8)],
+)
+def test_moments_take_4_bytes_each_or_1_and_a_scale_for_256_of_them(optim, numbers, size):
+    assert moment_bytes(torch.empty(numbers, device="meta"), PPOConfig(optim=optim)) == size

@@ -196,6 +196,11 @@ def test_a_head_that_only_a_shared_trunk_has_is_refused() -> None:
         )
 
 
+def test_a_critic_in_4_bits_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"ppo\.load_in_4bit"):
+        pretraining_config(CriticPretrainingConfig(), ppo(value_model="separate", load_in_4bit=True, **LORA))
+
+
 def test_no_stored_critic_is_one_line_with_the_command_that_makes_one(sft: str) -> None:
     with pytest.raises(ConfigError, match="kedro run --pipelines critic_pretraining"):
         PPOTrainer(ppo(), sft)

@@ -129,6 +129,23 @@ def test_a_stored_critic_counts_as_large_as_the_policy(settings):
     assert pretrained[MOMENTS] == separate[MOMENTS]
 
 
+def test_4_bit_weights_count_with_their_scales_and_one_layer_unpacked():
+    """Worked by hand: a block has queries and output of two heads, 8 wide, keys and values of one, and an MLP."""
+    settings = {"use_peft": True, "dtype": "bfloat16"}
+    whole, packed = (plan(RunShape(WIDE, 6), **settings, load_in_4bit=four) for four in (False, True))
+    matrices = [16 * 256, 8 * 256, 8 * 256, 16 * 256, *[256 * 512] * 3]
+    saved = sum(2 * n - (n // 2 + n // 64 + 4 * -(-n // 64 // 256)) for n in matrices)
+    found = whole.held["policy: weights"] - packed.held["policy: weights"]
+    assert found == 2 * saved
+    assert passing(packed, "update") - passing(whole, "update") == 256 * 512 * 2
+    assert (whole.trained, whole.exported) == (packed.trained, packed.exported)
+
+
+def test_8_bit_moments_and_4_bit_weights_are_suggested_last():
+    found = list(suggestions(PPOConfig(**SETTINGS), RunShape(WIDE, 6)))
+    assert [each.changes.get("load_in_4bit", each.changes.get("optim")) for each in found[-2:]] == ["adamw_8bit", True]
+
+
 def test_a_critic_from_a_reward_model_needs_one():
     with pytest.raises(ConfigError, match="value_model=reward_init"):
         plan(value_model="reward_init")

@@ -19,7 +19,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
@@ -27,11 +26,11 @@ from ppo_rlhf.checkpoints.files import checkpoint_name, read_json, write_directo
 from ppo_rlhf.checkpoints.model_files import optimizers, read_models, save_tensors, write_models
 from ppo_rlhf.core.errors import CheckpointError
 from ppo_rlhf.models.adapters import has_adapter
+from ppo_rlhf.ppo.optimisers import load_moments, moment_bytes, saved_moments
 from ppo_rlhf.ppo.state import TrainingState
 
 _COUNTERS = ("iteration", "episode", "optimiser_steps", "skipped_steps", "skipped_in_a_row")
 STATE, HISTORY = "state.json", "history.json"
-_MOMENTS_OF_ADAM = 2
 _SMALL_FILES = 16 * 2**20
 """Generous allowance for tokenizer, configurations and history, in bytes."""
 
@@ -82,7 +81,7 @@ def read_checkpoint(directory: Path, state: TrainingState) -> None:
     try:
         read_models(directory, state)
         for name, optimizer in optimizers(state).items():
-            _load_optimizer(optimizer, directory / f"{name}.safetensors", values[name])
+            load_moments(optimizer, load_file(directory / f"{name}.safetensors"), values[name])
         state.load_extra_state(values["extra"])
         for name in _COUNTERS:
             setattr(state, name, values[name])
@@ -130,8 +129,7 @@ def checkpoint_bytes(state: TrainingState) -> int:
     for model in (state.policy, state.critic):
         saved = [p for p in model.parameters() if p.requires_grad or not has_adapter(model)]
         for parameter in saved:
-            copies = 1 + _MOMENTS_OF_ADAM * parameter.requires_grad
-            total += copies * parameter.numel() * parameter.element_size()
+            total += parameter.nbytes + (moment_bytes(parameter, state.config) if parameter.requires_grad else 0)
     if state.policy_average is not None:
         total += sum(tensor.numel() * tensor.element_size() for tensor in state.policy_average.weights.values())
     return total
@@ -170,10 +168,8 @@ def _write_state(directory: Path, state: TrainingState) -> None:
     write_models(directory, state)
     groups = {}
     for name, optimizer in optimizers(state).items():
-        saved = optimizer.state_dict()
-        moments = {f"{index}.{key}": value for index, row in saved["state"].items() for key, value in row.items()}
+        moments, groups[name] = saved_moments(optimizer)
         save_tensors(moments, directory / f"{name}.safetensors")
-        groups[name] = saved["param_groups"]
     (directory / HISTORY).write_text(json.dumps(state.history))
     values = {
         **{name: getattr(state, name) for name in _COUNTERS},
@@ -190,11 +186,3 @@ def _state_values(directory: Path) -> dict[str, Any]:
     if not isinstance(values, dict) or not {"config", "batch_size", "extra", *_COUNTERS} <= values.keys():
         raise CheckpointError(f"{directory / STATE}: not the state of a checkpoint")
     return values
-
-
-def _load_optimizer(optimizer: torch.optim.Optimizer, path: Path, groups: list[dict[str, Any]]) -> None:
-    rows: dict[int, dict[str, torch.Tensor]] = {}
-    for name, value in load_file(path).items():
-        index, key = name.split(".", 1)
-        rows.setdefault(int(index), {})[key] = value
-    optimizer.load_state_dict({"state": rows, "param_groups": groups})

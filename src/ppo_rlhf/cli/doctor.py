@@ -194,7 +194,7 @@ def _memory(context: KedroContext, run: PreparedRun) -> Iterator[Finding]:
         yield "ok", "Memory", line
     root = context.project_path / context.config_loader["globals"].get("data_root", "data")
     place = next(path for path in (root, *root.parents) if path.exists())
-    free, exported = shutil.disk_usage(place).free, planned.plan.held["policy: weights"]
+    free, exported = shutil.disk_usage(place).free, planned.plan.exported
     copies = most_checkpoints(planned.config, planned.config.num_total_batches)
     needed = copies * planned.plan.checkpoint + exported
     line = f"{gib(needed)} for checkpoints and export of {gib(free)} free in {root}"

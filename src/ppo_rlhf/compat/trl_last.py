@@ -104,6 +104,9 @@ def lora(s: Source) -> Parameters:
     if not s.flag("use_peft"):
         return {"ppo.use_peft": False}
     values = {f"ppo.{name}": s[name] for name in ("lora_r", "lora_alpha") if name in s}
+    values["ppo.load_in_4bit"] = s.flag("load_in_4bit")
+    if values["ppo.load_in_4bit"]:
+        s.remarks.append("TRL puts critic and reward model in 4 bits, too; here the reward model keeps ppo.dtype.")
     modules = s["lora_target_modules"]
     if modules is None:
         s.remarks.append("Without lora_target_modules peft chooses (in Llama q_proj,v_proj); here it is all-linear.")
@@ -114,7 +117,7 @@ def lora(s: Source) -> Parameters:
 
 TRACKING = "outputs, logs and tracking are configured in conf/base: catalog_ppo.yml and mlflow.yml"
 SCRIPT_SETTINGS: Table = {  # of TRL's ModelConfig and ScriptArguments, beside either PPOConfig
-    **by(lora, use_peft=False, lora_r=16, lora_alpha=32, lora_target_modules=None),
+    **by(lora, use_peft=False, lora_r=16, lora_alpha=32, lora_target_modules=None, load_in_4bit=False),
     "dataset_name": to("prompts_path"),
     **left("dropout is always off", "lora_dropout"),
     **left("LoRA is put on linear layers, without variants", "lora_* use_rslora use_dora"),
@@ -123,7 +126,8 @@ SCRIPT_SETTINGS: Table = {  # of TRL's ModelConfig and ScriptArguments, beside e
         "trainable weights are float32 or wider; ppo.dtype is the precision of the computation", "dtype torch_dtype"
     ),
     **left("set trust_remote_code in conf/local/globals.yml to run a model's own code", "trust_remote_code"),
-    **left("models are not quantised", "load_in_8bit load_in_4bit bnb_4bit_* use_bnb_nested_quant"),
+    **left("quantised weights have 4 bits (load_in_4bit)", "load_in_8bit"),
+    **left("4-bit weights are always NF4, doubly quantised", "bnb_4bit_* use_bnb_nested_quant"),
     **left("prompts come from a file: write the split that you want to one, and set prompts_path", "dataset_*"),
     **left("all columns of the prompts are kept: reward functions are called with them", "remove_unused_columns"),
     **left(TRACKING, "report_to run_name exp_name project log_with tracker_*"),
@@ -135,7 +139,7 @@ SETTINGS: Table = {  # with the defaults of TRL 1.12
     "seed": to("seed", 42),
     "sft_model_path": to("sft_model_path"),
     "reward_model_path": to("reward_model_path"),
-    "optim": to("ppo.optim"),
+    "optim": to("ppo.optim", ours={"adamw_bnb_8bit": "adamw_8bit"}),
     "save_steps": to("ppo.save_interval"),
     "save_total_limit": to("ppo.save_total_limit"),
     "full_determinism": to("ppo.deterministic"),

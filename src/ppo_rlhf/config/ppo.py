@@ -153,8 +153,9 @@ class PPOConfig:
     """Share of the iterations over which the learning rates rise to their peak. The first is never 0."""
     critic_warmup_iterations: Annotated[int, Field(ge=0), Typical(0, 100, "VC-PPO, arXiv:2503.01491: 50")] = 0
     """Iterations at the start in which only the critic is trained; the policy and the KL controller stand still."""
-    optim: Literal["adamw_torch_fused", "adamw_torch"] = "adamw_torch_fused"
-    """AdamW in one kernel, or torch's own choice of implementation (slower); the same numbers but for rounding."""
+    optim: Literal["adamw_torch_fused", "adamw_torch", "adamw_8bit"] = "adamw_torch_fused"
+    """AdamW in one kernel, or torch's own choice of implementation (slower); the same numbers but for rounding.
+    adamw_8bit: bitsandbytes' AdamW, whose moments take a quarter of the memory (arXiv:2110.02861)."""
     adam_beta1: Annotated[float, Field(ge=0.0, lt=1.0), Typical(0.8, 0.95, "arXiv:1412.6980: 0.9")] = 0.9
     """AdamW's decay of the mean gradient."""
     adam_beta2: Annotated[float, Field(ge=0.0, lt=1.0), Typical(0.95, 0.999, "arXiv:1412.6980: 0.999")] = 0.999
@@ -228,6 +229,9 @@ class PPOConfig:
     """Names of the linear layers that get an adapter, comma-separated; all-linear: all but the language-model head;
     all-linear+head: all. A small model whose head is tied to its embeddings learns little without it
     (docs/results.md)."""
+    load_in_4bit: bool = False
+    """QLoRA (arXiv:2305.14314), with use_peft: the policy's frozen weights, which reference and critic share, are NF4
+    by bitsandbytes; they take an eighth of float32's memory. The reward model keeps `dtype` (docs/memory.md)."""
     gradient_checkpointing: bool = False
     """Recompute each layer in the backward pass of policy and critic (arXiv:1604.06174): about a third more time for
     the update, activations of one layer instead of all."""

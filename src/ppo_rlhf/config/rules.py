@@ -41,6 +41,10 @@ def _too_slow(name: str) -> Callable[[PPOConfig], bool]:
     return lambda c: c.lr_scheduler_type == "polynomial" and (getattr(c, name) or 1.0) <= POLYNOMIAL_END
 
 
+def _beside_float64(name: str, value: Any) -> Callable[[PPOConfig], bool]:
+    return lambda c: c.dtype == "float64" and getattr(c, name) == value
+
+
 def _modules(c: PPOConfig) -> list[str]:
     return [name.strip() for name in c.lora_target_modules.split(",")]
 
@@ -178,6 +182,19 @@ _RULES = (
             "there is no adapter; set the second to true, or leave the first out",
         )
         for name in LORA_FIELDS
+    ),
+    _Rule(
+        ("load_in_4bit", "use_peft"),
+        lambda c: c.load_in_4bit and not c.use_peft,
+        "4-bit weights are frozen, so something else must train; set the second to true, or leave the first out",
+    ),
+    *(
+        _Rule(
+            (name, "dtype"),
+            _beside_float64(name, value),
+            "bitsandbytes computes in 32 bits at most; leave the first out, or set the second to float32 or bfloat16",
+        )
+        for name, value in (("load_in_4bit", True), ("optim", "adamw_8bit"))
     ),
     _Rule(
         ("lora_target_modules",),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import json
 import math
 import warnings
 from collections.abc import Iterator
@@ -22,16 +23,23 @@ from peft import AutoPeftModelForCausalLM, LoraConfig, TaskType, inject_adapter_
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ppo_rlhf.core.errors import ModelError
+from ppo_rlhf.models.quantisation import (
+    forget_quantisation,
+    is_quantised,
+    quantisation_states,
+    unquantised,
+)
 
 ALL_LINEAR = "all-linear"
 ALL_LINEAR_AND_HEAD = "all-linear+head"
 ADAPTER = "default"
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
+QUANTISATION_FILE = "quantization_config.json"
 _PEFT_PREFIX = "base_model.model."  # peft writes the names that its own wrapper gives
 _FINGERPRINTED = 1024
 
@@ -111,7 +119,8 @@ def check_critic_targets(backbone: PreTrainedModel, settings: LoraSettings) -> N
 
 def share_weights(model: PreTrainedModel) -> PreTrainedModel:
     """Return a copy of a model's modules over the very same parameters and buffers."""
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]})
+    shared = [*model.parameters(), *model.buffers(), *quantisation_states(model)]
+    return copy.deepcopy(model, {id(each): each for each in shared})
 
 
 def without_adapter(model: PreTrainedModel) -> PreTrainedModel:
@@ -124,15 +133,10 @@ def without_adapter(model: PreTrainedModel) -> PreTrainedModel:
 def merged(model: PreTrainedModel) -> PreTrainedModel:
     """Return a plain copy of a model with W + (alpha / r) B A in place of each W; the model stays as it is.
 
-    The copy is float32 or wider: a 16-bit type of the frozen weights would round away most of a small adapter.
+    The copy is float32 or wider: a 16-bit type of the frozen weights would round away most of a small adapter. Of a
+    4-bit model W is what the model computes with, so the copy is the policy that was trained; it lies on the CPU.
     """
-    plain = copy.deepcopy(model)
-    nn.Module.to(plain, torch.promote_types(plain.dtype, torch.float32))
-    _untie_adapted_head(plain)
-    for layer in _adapted_layers(plain).values():
-        layer.merge()
-    _replace_adapted_layers(plain)
-    return plain
+    return _merge(copy.deepcopy(model))
 
 
 def has_adapter(model: nn.Module) -> bool:
@@ -166,6 +170,8 @@ def save_adapter(model: PreTrainedModel, directory: Path, settings: LoraSettings
     config.save_pretrained(str(directory))
     tensors = {_peft_name(name): p.detach().contiguous() for name, p in trained_parameters(model).items()}
     save_file(tensors, directory / WEIGHTS_FILE)
+    if quantisation_states(model):
+        model.config.quantization_config.to_json_file(directory / QUANTISATION_FILE)
 
 
 def load_adapter(model: PreTrainedModel, directory: Path) -> None:
@@ -186,17 +192,27 @@ def is_adapter(directory: Path) -> bool:
 def load_merged(directory: Path, *, trust_remote_code: bool = False) -> PreTrainedModel:
     """Load an adapter that `save_adapter` wrote onto the language model that it names, and merge it, in float32.
 
+    An adapter that was trained on 4-bit weights is merged into those weights (see `merged`).
+
     Args:
         directory: The adapter's directory.
         trust_remote_code: Whether Python code in that language model's repository may run.
     """
     # by peft: transformers can load it too, but would go on to save the model as an adapter
+    quantisation: dict[str, Any] = {}
+    if (directory / QUANTISATION_FILE).is_file():
+        saved = json.loads((directory / QUANTISATION_FILE).read_text())
+        config = BitsAndBytesConfig.from_dict(saved)
+        quantisation = {"quantization_config": config, "device_map": {"": "cpu"}}
     with _without_warnings_on_the_head():
         adapted = AutoPeftModelForCausalLM.from_pretrained(
-            directory, dtype=torch.float32, local_files_only=True, trust_remote_code=trust_remote_code
+            directory,
+            dtype=torch.float32,
+            local_files_only=True,
+            trust_remote_code=trust_remote_code,
+            **quantisation,
         )
-    _untie_adapted_head(adapted.get_base_model())
-    return adapted.merge_and_unload()
+    return _merge(adapted.get_base_model())
 
 
 def copy_tensors(source: dict[str, Tensor], target: dict[str, Any]) -> None:
@@ -240,8 +256,8 @@ def _does_not_fit(model: PreTrainedModel, settings: LoraSettings, but: str = "")
 
 
 def _is_plain_linear(module: nn.Module) -> bool:
-    """Return whether a layer computes y = W x + b and no more; subclasses may quantise W."""
-    return type(module) in (nn.Linear, Conv1D)
+    """Return whether a layer computes y = W x + b and no more. Subclasses may quantise W: 4-bit ones are known."""
+    return type(module) in (nn.Linear, Conv1D) or is_quantised(module)
 
 
 @contextmanager
@@ -255,6 +271,30 @@ def _without_warnings_on_the_head() -> Iterator[None]:
 
 def _adapted_layers(model: nn.Module) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
+
+
+def _merge(model: PreTrainedModel) -> PreTrainedModel:
+    """Merge a model's adapter in place."""
+    if quantisation_states(model):
+        _restore_quantised_layers(model)
+    nn.Module.to(model, torch.promote_types(model.dtype, torch.float32))
+    _untie_adapted_head(model)
+    for layer in _adapted_layers(model).values():
+        layer.merge()
+    _replace_adapted_layers(model)
+    return model
+
+
+def _restore_quantised_layers(model: PreTrainedModel) -> None:
+    """Put plain layers in the place of 4-bit ones, with their adapters merged: peft would quantise the sum again."""
+    for name, layer in _adapted_layers(model).items():
+        if is_quantised(layer.get_base_layer()):
+            model.set_submodule(name, unquantised(layer.get_base_layer(), layer.get_delta_weight(ADAPTER)))
+    for name, module in list(model.named_modules()):
+        if is_quantised(module):
+            model.set_submodule(name, unquantised(module))
+    forget_quantisation(model)
+    nn.Module.to(model, "cpu")
 
 
 def _replace_adapted_layers(model: PreTrainedModel) -> None:

@@ -11,6 +11,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,6 +41,7 @@ from ppo_rlhf.models.directories import (
     is_local,
     weight_files,
 )
+from ppo_rlhf.models.quantisation import check_bitsandbytes, four_bit_config, settle_quantised
 from ppo_rlhf.models.quiet import errors_only, quiet_transformers
 from ppo_rlhf.models.reward_model import MODEL_TYPE  # the import also registers our reward model with transformers
 from ppo_rlhf.models.tokenizers import ensure_pad_id, ensure_pad_token
@@ -90,14 +92,28 @@ class PretrainedHandle:
         check_vocabulary(tokenizer, config, self.source)
         return tokenizer
 
-    def causal_lm(self, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-        """Return the language model in eval mode, without dropout.
+    def causal_lm(
+        self, dtype: torch.dtype = torch.float32, *, quantised_on: torch.device | None = None
+    ) -> PreTrainedModel:
+        """Return the language model in eval mode, without dropout, on the CPU.
+
+        Args:
+            dtype: Type of the weights.
+            quantised_on: A device to load the model to with its linear layers in 4 bits, which compute in `dtype`.
 
         Raises:
+            ConfigError: bitsandbytes is missing.
             ModelError: The weights cannot be read, some are missing, or some are NaN or infinite.
         """
         self.check_causal_lm()
-        return self._model("language model", AutoModelForCausalLM.from_pretrained, dtype)
+        load: Callable[..., Any] = AutoModelForCausalLM.from_pretrained
+        if quantised_on is None:
+            return self._model("language model", load, dtype)
+        check_bitsandbytes("ppo.load_in_4bit=true")
+        load = partial(load, quantization_config=four_bit_config(dtype), device_map={"": quantised_on})
+        model = self._model("language model", load, dtype)
+        settle_quantised(model)
+        return model
 
     def empty_causal_lm(self) -> PreTrainedModel:
         """Return the language model's modules on the device `meta`, without weights, for checks before a run."""
@@ -150,9 +166,15 @@ class PretrainedHandle:
             )
 
     def check_causal_lm(self) -> None:
-        """Raise `ModelError` if the configuration is that of our reward model."""
-        if self.config().model_type == MODEL_TYPE:
+        """Raise `ModelError` if the configuration is that of our reward model, or of weights in 4 or 8 bits."""
+        config = self.config()
+        if config.model_type == MODEL_TYPE:
             raise ModelError(f"{self.source}: a reward model cannot generate. Give a causal language model.")
+        if (getattr(config, "quantization_config", None) or {}).get("quant_method") == "bitsandbytes":
+            raise ModelError(
+                f"{self.source}: its weights were saved in 4 or 8 bits. Give the model that they were made from; "
+                "ppo.load_in_4bit=true quantises it while it is loaded."
+            )
 
     def fingerprint(self) -> str:
         """Return 16 hexadecimal digits that tell models apart in tags, without reading all weights.

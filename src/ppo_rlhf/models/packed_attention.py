@@ -1,7 +1,8 @@
 """Attention for sequences without padding: B sequences lie one behind the other in a row of N tokens, `[1, N]`.
 
 All layers but attention then compute real tokens only. Attention spreads the tokens into `[B, L]`, padded on the right,
-where a causal mask is all that is needed: no token attends to a token on its right.
+where a causal mask is all that is needed: no token attends to a token on its right. On CUDA in 16 bits a kernel for
+sequences of different lengths does without the padding here, too (`varlen_attention`).
 
 It works for every transformers model whose layers ask the `AttentionInterface` and pass keyword arguments on to it.
 https://huggingface.co/docs/transformers/attention_interface
@@ -17,6 +18,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from ppo_rlhf.models import varlen_attention
 
 NAME = "ppo_rlhf_packed"
 PADDED = "sdpa"
@@ -46,21 +49,25 @@ class PackedLayout:
     Attributes:
         lengths: Tokens of each sequence, at least 1.
         slots: `[N]` long, the place of each token in the padded form `[B, L]`, flattened; L is the longest length.
+        starts: `[B + 1]` int32, the index of each sequence's first token in the row, and N.
     """
 
     lengths: tuple[int, ...]
     slots: Tensor
+    starts: Tensor
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device | str = "cpu") -> PackedLayout:
         """Return the layout of sequences of these lengths."""
         width = max(lengths)
         slots = [torch.arange(row * width, row * width + length) for row, length in enumerate(lengths)]
-        return cls(tuple(lengths), torch.cat(slots).to(device))
+        starts = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
+        return cls(tuple(lengths), torch.cat(slots).to(device), starts.to(device))
 
     def to(self, device: torch.device) -> PackedLayout:
         """Return the layout on another device."""
-        return PackedLayout(self.lengths, self.slots.to(device, non_blocking=True))
+        slots, starts = (tensor.to(device, non_blocking=True) for tensor in (self.slots, self.starts))
+        return PackedLayout(self.lengths, slots, starts)
 
     @property
     def width(self) -> int:
@@ -86,7 +93,10 @@ class PackedLayout:
 
     def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scaling: float | None) -> Tensor:
         """Attend within each sequence; see `Attention`."""
-        query, key, value = (self.spread(as_autocast(x)).transpose(1, 2) for x in (query_NHD, key_NKD, value_NKD))
+        query_NHD, key_NKD, value_NKD = (as_autocast(x) for x in (query_NHD, key_NKD, value_NKD))
+        if varlen_attention.kernel_fits(query_NHD, value_NKD):
+            return varlen_attention.attend_by_kernel(query_NHD, key_NKD, value_NKD, self.starts, self.width, scaling)
+        query, key, value = (self.spread(x).transpose(1, 2) for x in (query_NHD, key_NKD, value_NKD))
         groups = query.shape[1] // key.shape[1]
         shares_keys = groups > 1 and query.is_cuda and query.dtype.itemsize == 2
         if groups > 1 and not shares_keys:  # else torch falls back to a kernel that holds all scores

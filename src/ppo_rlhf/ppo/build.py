@@ -18,7 +18,9 @@ from ppo_rlhf.models.critic import Critic, OwnBackbone, SharedCritic
 from ppo_rlhf.models.gradient_checkpointing import enable_gradient_checkpointing
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.models.offloading import to_host
+from ppo_rlhf.models.quantisation import check_bitsandbytes
 from ppo_rlhf.ppo.accelerator import frozen_dtype, trained_dtype
+from ppo_rlhf.ppo.optimisers import EIGHT_BIT
 
 AnyCritic = Critic | SharedCritic
 
@@ -40,19 +42,30 @@ def load_policies(
         ConfigError: The device is not one that a setting needs, or nothing can be compiled for it.
         ModelError: The model cannot be loaded, or no adapter fits it.
     """
-
-    def load(dtype: torch.dtype) -> PreTrainedModel:
-        return nn.Module.to(sft_policy.causal_lm(dtype), device)
-
     check_device(config, device)
     if config.offload_reference_policy:
         reference = sft_policy.causal_lm(frozen_dtype(config)).requires_grad_(False)
         to_host(reference)
     else:
-        reference = load(frozen_dtype(config)).requires_grad_(False)
+        reference = load_causal_lm(sft_policy, frozen_dtype(config), config, device).requires_grad_(False)
     prepare_to_score(reference, config)
-    policy = policy_to_train(reference if config.use_peft else load(trained_dtype(config)), config)
+    base = reference if config.use_peft else load_causal_lm(sft_policy, trained_dtype(config), config, device)
+    policy = policy_to_train(base, config)
     return TrainedModel(policy, sft_policy.tokenizer(), value_head=sft_policy.value_head()), reference
+
+
+def load_causal_lm(
+    handle: PretrainedHandle, dtype: torch.dtype, config: PPOConfig, device: torch.device
+) -> PreTrainedModel:
+    """Return a language model on a device, with `load_in_4bit` in 4 bits."""
+    return nn.Module.to(handle.causal_lm(dtype, quantised_on=device if config.load_in_4bit else None), device)
+
+
+def check_libraries(config: PPOConfig) -> None:
+    """Raise `ConfigError` if a setting needs bitsandbytes, and it is missing."""
+    needing = ["ppo.load_in_4bit=true"] * config.load_in_4bit + ["ppo.optim=adamw_8bit"] * (config.optim == EIGHT_BIT)
+    if needing:
+        check_bitsandbytes(" and ".join(needing))
 
 
 def check_device(config: PPOConfig, device: torch.device) -> None:

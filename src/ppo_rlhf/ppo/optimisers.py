@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import AdamW
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ModelError
+from ppo_rlhf.models.quantisation import check_bitsandbytes
 
 if TYPE_CHECKING:
     from ppo_rlhf.ppo.state import TrainingState
+
+EIGHT_BIT = "adamw_8bit"
+FEWEST_IN_EIGHT_BITS, BLOCK = 4096, 256
+"""bitsandbytes keeps the moments of smaller parameters in 32 bits; numbers that share a scale."""
 
 
 def check_trains(model: nn.Module, what: str) -> None:
@@ -25,10 +32,13 @@ def check_trains(model: nn.Module, what: str) -> None:
         )
 
 
-def build_optimizer(module: nn.Module, learning_rate: float, config: PPOConfig) -> AdamW:
+def build_optimizer(module: nn.Module, learning_rate: float, config: PPOConfig) -> torch.optim.Optimizer:
     """Return AdamW over the parameters that train; with weight decay, matrices and vectors are two groups.
 
     Only matrices decay: biases and the weights of norms, which are vectors, are pulled towards 0 by nothing.
+
+    Raises:
+        ConfigError: `ppo.optim` needs bitsandbytes, and it is missing.
     """
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     groups = [{"params": trained, "weight_decay": 0.0}]
@@ -37,13 +47,48 @@ def build_optimizer(module: nn.Module, learning_rate: float, config: PPOConfig) 
             {"params": [p for p in trained if p.dim() >= 2], "weight_decay": config.weight_decay},
             {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
         ]
-    return AdamW(
-        [group for group in groups if group["params"]],
-        lr=learning_rate,
-        betas=(config.adam_beta1, config.adam_beta2),
-        eps=config.adam_epsilon,
-        fused=True if config.optim == "adamw_torch_fused" else None,
-    )
+    groups = [group for group in groups if group["params"]]
+    betas = (config.adam_beta1, config.adam_beta2)
+    if config.optim == EIGHT_BIT:
+        check_bitsandbytes(f"ppo.optim={EIGHT_BIT}")
+        from bitsandbytes.optim import AdamW8bit
+
+        return cast(torch.optim.Optimizer, AdamW8bit(groups, lr=learning_rate, betas=betas, eps=config.adam_epsilon))
+    fused = True if config.optim == "adamw_torch_fused" else None
+    return AdamW(groups, lr=learning_rate, betas=betas, eps=config.adam_epsilon, fused=fused)
+
+
+def moment_bytes(parameter: Tensor, config: PPOConfig) -> int:
+    """Return the bytes of AdamW's two moments of a parameter; in 8 bits a scale comes with every block of 256."""
+    numbers = parameter.numel()
+    if config.optim != EIGHT_BIT or numbers < FEWEST_IN_EIGHT_BITS:
+        return 2 * parameter.nbytes
+    return 2 * (numbers + 4 * math.ceil(numbers / BLOCK))
+
+
+def saved_moments(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+    """Return an optimiser's moments, named `<parameter index>.<moment>`, and its groups, which JSON can hold."""
+    saved = torch.optim.Optimizer.state_dict(optimizer)  # bitsandbytes' own would wrap its moments for FSDP
+    moments = {}
+    for index, row in saved["state"].items():
+        for key, value in row.items():
+            # bitsandbytes counts steps in a Python number; its tables, which all parameters share, are copied
+            moments[f"{index}.{key}"] = value.clone() if key.startswith("qmap") else torch.as_tensor(value)
+    return moments, saved["param_groups"]
+
+
+def load_moments(optimizer: torch.optim.Optimizer, moments: Mapping[str, Tensor], groups: list[dict[str, Any]]) -> None:
+    """Go on from what `saved_moments` returned.
+
+    Raises:
+        KeyError, RuntimeError, ValueError: They belong to other parameters.
+    """
+    rows: dict[int, dict[str, Any]] = {}
+    for name, value in moments.items():
+        index, key = name.split(".", 1)
+        is_count = value.dtype == torch.int64  # torch's own counts steps in float32
+        rows.setdefault(int(index), {})[key] = value.item() if is_count else value
+    optimizer.load_state_dict({"state": rows, "param_groups": groups})
 
 
 def peak_learning_rates(config: PPOConfig) -> tuple[float, float]:

@@ -27,7 +27,7 @@ from ppo_rlhf.models.gradient_checkpointing import check_gradient_checkpointing
 from ppo_rlhf.models.loading import steady_context
 from ppo_rlhf.models.tokenizers import same_vocabulary, train_word_tokenizer
 from ppo_rlhf.ppo.accelerator import resolve_device
-from ppo_rlhf.ppo.build import check_device, lora_settings
+from ppo_rlhf.ppo.build import check_device, check_libraries, lora_settings
 from ppo_rlhf.ppo.episodes import call_environment
 from ppo_rlhf.ppo.evaluation import DEMO_JUDGE, EvaluationConfig, is_demo_prompts
 from ppo_rlhf.preflight.request import MADE_BY, MODELS, MODELS_LAYER, PROMPTS, TABLES, RunRequest
@@ -76,7 +76,14 @@ def find_problems(
                 raise
             problems.extend(str(ours).splitlines())
 
-    for first in (check_start, check_settings, check_protection, check_demo_parts, check_resume):
+    for first in (
+        check_start,
+        check_settings,
+        check_optional_packages,
+        check_protection,
+        check_demo_parts,
+        check_resume,
+    ):
         ask(first)
     for name in filter(run.reads, TABLES):
         ask(check_table, name)
@@ -124,6 +131,13 @@ def check_settings(run: RunRequest) -> Iterator[str]:
     if ppo is not None:
         yield from ppo.misplaced_paths()
         check_device(ppo, resolve_device(ppo.device))
+
+
+def check_optional_packages(run: RunRequest) -> None:
+    """Find settings that need a package which is not installed, if this run trains by PPO."""
+    ppo = run.group("ppo", PPOConfig)
+    if ppo is not None and run.writes("prompt_dataset"):
+        check_libraries(ppo)
 
 
 def check_resume(run: RunRequest) -> Iterator[str]:

@@ -15,6 +15,7 @@ from pydantic import Field
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.settings_group import settings_group
+from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.core.randomness import generator
 from ppo_rlhf.core.statistics import explained_variance
 from ppo_rlhf.data.prompts import PromptDataset
@@ -58,6 +59,10 @@ def pretraining_config(pretraining: CriticPretrainingConfig, ppo: PPOConfig) -> 
     Raises:
         ConfigError: A setting of PPO does not go with a critic of its own.
     """
+    if ppo.load_in_4bit:
+        raise ConfigError(
+            "ppo.load_in_4bit=true: a stored critic has whole weights; train it with --params ppo.load_in_4bit=false"
+        )
     return replace(
         ppo,
         value_model=pretraining.value_model,

@@ -22,11 +22,13 @@ from transformers.pytorch_utils import Conv1D
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.rules import OFFLOADING_FIELDS
 from ppo_rlhf.core.errors import ConfigError
+from ppo_rlhf.models.quantisation import four_bit_bytes
 from ppo_rlhf.models.quiet import quiet_transformers
 from ppo_rlhf.models.reward_model import CausalLMRewardConfig, CausalLMRewardModel
 from ppo_rlhf.ppo.accelerator import frozen_dtype, trained_dtype
 from ppo_rlhf.ppo.build import build_critic, policy_to_train
 from ppo_rlhf.ppo.logprobs import LOGITS_HELD
+from ppo_rlhf.ppo.optimisers import moment_bytes
 
 PROCESS_BYTES = 600 * 2**20
 """Resident once `kedro run` has imported its libraries and they have computed something (measured on Linux)."""
@@ -67,11 +69,15 @@ class MemoryPlan:
         held: Bytes held all the time, by name: weights, moments, and the moving average.
         phases: Bytes at the peak of each phase, `held` included, in the order of an iteration.
         on_host: Bytes of offloaded models, in the host's memory.
+        trained: Bytes of the weights that train.
+        exported: Bytes of the policy as it is exported.
     """
 
     held: dict[str, int]
     phases: dict[str, int]
     on_host: int
+    trained: int
+    exported: int
 
     @property
     def peak(self) -> str:
@@ -86,15 +92,19 @@ class MemoryPlan:
     @property
     def checkpoint(self) -> int:
         """Bytes of one checkpoint on the disk: trained weights, their moments, and the moving average."""
-        return self.held[MOMENTS] * 3 // 2 + self.held.get(AVERAGE, 0)
+        return self.trained + self.held[MOMENTS] + self.held.get(AVERAGE, 0)
 
 
 class _Sizes(NamedTuple):
-    """Bytes of weights by model, of trained weights (policy, critic) and of autocast's copies; activations a token."""
+    """Bytes of weights by model, of trained weights (policy, critic), of their moments, of copies in the type of the
+    computation (autocast's, or one layer of 4-bit weights), and of the exported policy; activations a token.
+    """
 
     weights: dict[str, int]
     trained: tuple[int, int]
+    moments: int
     copied: int
+    exported: int
     kept_per_token: int
 
 
@@ -113,7 +123,7 @@ def plan_memory(config: PPOConfig, shape: RunShape) -> MemoryPlan:
     waiting = {"reference policy": c.offload_reference_policy, "reward model": c.offload_reward_model}
     offloaded = {name: size for name, size in sizes.weights.items() if waiting.get(name)}
     held = {f"{name}: weights": size for name, size in sizes.weights.items() if name not in offloaded}
-    held[MOMENTS] = 2 * sum(sizes.trained)
+    held[MOMENTS] = sizes.moments
     if c.ema_decay is not None:
         held[AVERAGE] = sizes.trained[0]
 
@@ -147,7 +157,7 @@ def plan_memory(config: PPOConfig, shape: RunShape) -> MemoryPlan:
     if shape.evaluation_rows:
         passes["evaluation"] = max(rollout(shape.evaluation_rows), scoring(shape.evaluation_rows))
     phases = {name: sum(held.values()) + size for name, size in passes.items()}
-    return MemoryPlan(held, phases, sum(offloaded.values()))
+    return MemoryPlan(held, phases, sum(offloaded.values()), sum(sizes.trained), sizes.exported)
 
 
 def _rollout_rows(config: PPOConfig) -> int:
@@ -182,18 +192,28 @@ def _sizes(config: PPOConfig, shape: RunShape) -> _Sizes:
             stored = CausalLMRewardModel(CausalLMRewardConfig(text_config=shape.policy))
             nn.Module.to(stored, frozen)
         critic = build_critic(config, policy, reward_model, stored_critic=stored)
+    in_four_bits = {id(module.weight) for module in linear} if config.load_in_4bit else set()
     known: set[int] = set()
     weights = {}
     models = {"policy": policy, "reference policy": reference, "reward model": reward_model, "critic": critic}
     for name, model in models.items():
         if model is not None:
-            new = {id(t): t.nbytes for t in (*model.parameters(), *model.buffers()) if id(t) not in known}
+            new = {
+                id(t): four_bit_bytes(t) if id(t) in in_four_bits else t.nbytes
+                for t in (*model.parameters(), *model.buffers())
+                if id(t) not in known
+            }
             known.update(new)  # models that share weights count them once
             weights[name] = sum(new.values())
-    trained = tuple(sum(p.nbytes for p in model.parameters() if p.requires_grad) for model in (policy, critic))
+    to_train = [[p for p in model.parameters() if p.requires_grad] for model in (policy, critic)]
+    trained = [sum(p.nbytes for p in parameters) for parameters in to_train]
+    moments = sum(moment_bytes(p, config) for parameters in to_train for p in parameters)
     is_cast = frozen.itemsize == 2 and not config.use_peft  # under LoRA the weights have 16 bits
     copied = 2 * sum(p.numel() for p in policy.parameters()) if is_cast else 0
-    return _Sizes(weights, (trained[0], trained[1]), copied, kept_per_token)
+    if config.load_in_4bit:
+        copied = max(module.weight.nbytes for module in linear)
+    exported = sum(p.numel() for p in reference.parameters()) * trained_dtype(config).itemsize
+    return _Sizes(weights, (trained[0], trained[1]), moments, copied, exported, kept_per_token)
 
 
 Changes = dict[str, Any]
@@ -244,6 +264,11 @@ _STEPS: tuple[tuple[str, Callable[[PPOConfig], Changes]], ...] = (
     (
         "adapters train instead of all weights, at higher learning rates",
         lambda c: {"use_peft": True, "offload_reference_policy": False},
+    ),
+    ("AdamW's moments in 8 bits, by bitsandbytes: other numbers", lambda c: {"optim": "adamw_8bit"}),
+    (
+        "adapters on weights in 4 bits, by bitsandbytes: a policy that is up to their rounding the one given",
+        lambda c: {"use_peft": True, "load_in_4bit": True, "offload_reference_policy": False},
     ),
 )
 """Price and change, the cheapest first."""

@@ -25,6 +25,7 @@ from ppo_rlhf.ppo.build import (
     build_critic,
     check_device,
     critic_backbone,
+    load_causal_lm,
     policy_to_train,
     prepare_to_score,
 )
@@ -65,13 +66,14 @@ def take_policies(
         head, tokenizer = handle.value_head(), tokenizer or handle.tokenizer()
     if tokenizer is None:
         raise ConfigError("PPOTrainer: tokenizer is missing: a policy that is an object comes without one; give it too")
-    base = _causal_lm(source, "policy", frozen_dtype(config) if config.use_peft else trained_dtype(config), device)
+    base_dtype = frozen_dtype(config) if config.use_peft else trained_dtype(config)
+    base = _causal_lm(source, "policy", base_dtype, config, device)
     ensure_pad_token(tokenizer, base.config)
     check_vocabulary(tokenizer, base.config, "PPOTrainer")
     check_device(config, device)
     waits = HOST if config.offload_reference_policy else device
     if reference is not None:
-        frozen = _causal_lm(reference, "reference policy", frozen_dtype(config), waits)
+        frozen = _causal_lm(reference, "reference policy", frozen_dtype(config), config, waits)
         complaint = (
             "policy and reference_policy share weights, so the reference would train too and the KL would stay 0; give "
             "reference_policy=None for a frozen copy"
@@ -82,7 +84,7 @@ def take_policies(
         frozen = base
     else:
         again = source if isinstance(source, str | Path) else copy.deepcopy(base)
-        frozen = _causal_lm(again, "reference policy", frozen_dtype(config), waits)
+        frozen = _causal_lm(again, "reference policy", frozen_dtype(config), config, waits)
     frozen.requires_grad_(False)
     if config.offload_reference_policy:
         to_host(frozen)
@@ -172,9 +174,16 @@ def context_of_all(policy: PreTrainedModel, reference: PreTrainedModel, critic: 
     return context, f". This is the context of the {shortest}; the policy's is longer{why}"
 
 
-def _causal_lm(source: ModelSource, what: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+def _causal_lm(
+    source: ModelSource, what: str, dtype: torch.dtype, config: PPOConfig, device: torch.device
+) -> PreTrainedModel:
     if isinstance(source, str | Path):
-        return nn.Module.to(PretrainedHandle(str(source)).causal_lm(dtype), device)
+        return load_causal_lm(PretrainedHandle(str(source)), dtype, config, device)
+    if config.load_in_4bit:
+        raise ConfigError(
+            f"PPOTrainer: ppo.load_in_4bit=true quantises a model while it is loaded, and the {what} is an object; "
+            "give its directory or hub id"
+        )
     return take_over(source, what, dtype, device)
 
 
@@ -200,6 +209,11 @@ def _check_model(model: Any, what: str) -> None:
     saved = "save it, and give what from_pretrained loads of it"
     if not isinstance(model, transformers.PreTrainedModel):
         raise ModelError(f"PPOTrainer: the {what} is a {type(model).__name__}, not a transformers model; {saved}")
+    if getattr(model, "is_quantized", False):
+        raise ModelError(
+            f"PPOTrainer: the {what} is quantised; give the directory or hub id of the model itself, for 4 bits with "
+            "ppo.load_in_4bit=true"
+        )
     if has_adapter(model):
         raise ModelError(
             f"PPOTrainer: the {what} has an adapter; merge it (merge_and_unload). ppo.use_peft trains a new one"
