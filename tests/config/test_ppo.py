@@ -70,6 +70,8 @@ DEFAULTS = {
     "top_p": 1.0,
     "stop_token": "eos",
     "stop_token_id": None,
+    "environment": None,
+    "turn_length": None,
     "overlong_prompts": "error",
     "value_model": "separate",
     "use_peft": False,
