@@ -1,5 +1,6 @@
 """The pipeline `evaluation` on tiny models from disk, its parameters, and tables that survive their files."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,11 +13,13 @@ from kedro.io import AbstractDataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from ppo_rlhf.checkpoints.model_card import BEGIN, END
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.data.prompts import PromptDataset
-from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.models.loading import CARD, PretrainedHandle
 from ppo_rlhf.pipelines.evaluation import create_pipeline
+from ppo_rlhf.pipelines.reporting.wording import headline
 from ppo_rlhf.ppo.evaluation import EvaluationConfig
 from ppo_rlhf.rewards.scorers import RewardComponentConfig, RewardConfig
 from tests.pipelines.support import outputs_of
@@ -111,6 +114,7 @@ def test_pipeline_is_one_namespace_and_leaves_dataset_names_alone():
         "evaluation.evaluate_ppo_policy",
         "evaluation.compare_policies",
         "evaluation.pair_samples",
+        "evaluation.write_model_card",
     }
     assert pipeline.inputs() == {
         *("sft_policy", "ppo_policy", "reward_model", "evaluation_prompts"),
@@ -207,6 +211,18 @@ def test_an_evaluation_says_what_is_evaluated_its_result_and_where_it_is_kept(in
     assert f"{100 * summary['eval/win_rate']:.1f} %" in result
     assert summary["decided_by"] in result
     assert any("runs/7/artifacts" in line for line in caplog.messages)
+
+
+def test_the_result_is_put_into_the_card_of_a_policy_that_a_run_exported_and_into_no_other(inputs, outputs, tmp_path):
+    shutil.copytree(inputs["ppo_policy"].source, tmp_path / "exported")
+    (tmp_path / "exported" / CARD).write_text(f"above\n{BEGIN}\nold\n{END}\nbelow", encoding="utf-8")
+    exported = PretrainedHandle(str(tmp_path / "exported"))
+    directory, card = run_evaluation({**inputs, "ppo_policy": exported})["model_card"]
+    nobody, result = outputs["model_card"]
+    assert (directory, card) == (exported.source, f"above\n{BEGIN}\n\n{result}\n\n{END}\nbelow")
+    assert nobody is None
+    assert headline(outputs["evaluation_summary"]) in result
+    assert "| KL from SFT (nats per response) | 0.0 |" in result
 
 
 def test_policies_of_different_vocabularies_are_not_compared(inputs, tmp_path):

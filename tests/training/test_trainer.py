@@ -26,6 +26,7 @@ from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.models.tokenizers import train_word_tokenizer
 from ppo_rlhf.pipelines.ppo.pipeline import create_pipeline
+from ppo_rlhf.ppo.evaluation import EvaluationConfig
 from ppo_rlhf.rewards.scorers import RewardConfig, RewardScorer
 from ppo_rlhf.runner import LoopRunner
 from ppo_rlhf.training import PPOConfig, PPOTrainer
@@ -93,6 +94,7 @@ def pipeline_run(
         "params:ppo": ppo,
         "params:prompts": PromptsConfig(),
         "params:reward": RewardConfig(components=[reward]),
+        "params:evaluation": EvaluationConfig(),
         "raw_prompts": pd.DataFrame({"prompt": PROMPTS}),
         "raw_evaluation_prompts": pd.DataFrame({"prompt": ["q"]}),  # so that none of the others is held out
         "sft_policy": PretrainedHandle(sft),

@@ -1,6 +1,7 @@
 """The Kedro datasets that kedro-datasets does not have."""
 
 from ppo_rlhf.datasets.checkpoints import CheckpointDataset, EvaluationLogDataset
+from ppo_rlhf.datasets.model_card import ModelCardDataset
 from ppo_rlhf.datasets.pretrained_model import PretrainedModelDataset
 from ppo_rlhf.datasets.records import RecordsDataset
 from ppo_rlhf.datasets.report import ReportDataset
@@ -11,6 +12,7 @@ from ppo_rlhf.datasets.token_samples import TokenSamplesDataset
 __all__ = [
     "CheckpointDataset",
     "EvaluationLogDataset",
+    "ModelCardDataset",
     "PretrainedModelDataset",
     "RecordsDataset",
     "ReportDataset",

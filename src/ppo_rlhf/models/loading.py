@@ -52,6 +52,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 AVERAGE = "ema"
+CARD = "README.md"
 MEBIBYTE = 2**20
 TOKENIZER_FILES = ("tokeniz*", "vocab*", "merges*", "*.model", "*.tiktoken")
 DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -68,6 +69,11 @@ class PretrainedHandle:
 
     source: str
     trust_remote_code: bool = False
+
+    def card(self) -> str | None:
+        """Return the text of a local model's README.md; None if there is none, or for a hub id."""
+        path = Path(self._place) / CARD
+        return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None
 
     def config(self) -> PretrainedConfig:
         """Return the model's configuration."""
@@ -233,12 +239,14 @@ class TrainedModel:
         tokenizer: Its tokenizer.
         value_head: A value head on the model's last hidden states, saved among its weights as TRL does (`v_head.*`).
         average: The model with the moving average of its weights, saved in the folder `ema`.
+        card: The text of README.md, if it gets one.
     """
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     value_head: nn.Linear | None = None
     average: PreTrainedModel | None = None
+    card: str | None = None
 
     def save(self, folder: Path) -> None:
         """Write a model directory: configuration, safetensors and tokenizer; the average in a model directory below."""
@@ -248,6 +256,8 @@ class TrainedModel:
         with quiet_transformers():
             self.model.save_pretrained(folder, state_dict=weights)
             self.tokenizer.save_pretrained(folder)
+        if self.card is not None:
+            (folder / CARD).write_text(self.card, encoding="utf-8")
         follow_umask(folder)
         if self.average is not None:
             TrainedModel(self.average, self.tokenizer).save(folder / AVERAGE)

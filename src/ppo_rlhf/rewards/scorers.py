@@ -356,5 +356,16 @@ def score_by_function(function: RewardFunction, name: str, batch: ResponseBatch)
     return pad_sequence(rows, batch_first=True) if rows and rows[0].dim() else torch.tensor(values, dtype=torch.float64)
 
 
+def reward_model_accuracy(reward_model: PretrainedHandle | None, reward: RewardConfig) -> float | None:
+    """Return the accuracy on held-out pairs from the reward model's own configuration; None if it is not there.
+
+    Reward training writes it there, so it is never the accuracy of another model.
+    """
+    if reward_model is None or not reward.needs_model:
+        return None
+    accuracy = getattr(reward_model.config(), "held_out_accuracy", None)
+    return None if accuracy is None else float(accuracy)
+
+
 def _score_on_main(function: RewardFunction, name: str, batch: ResponseBatch) -> Tensor:
     return processes.on_main(lambda: score_by_function(function, name, batch))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf.checkpoints.files import checkpoint_name, newest_whole_checkpoint, prune_checkpoints
+from ppo_rlhf.checkpoints.model_card import may_write_card, render_card
 from ppo_rlhf.checkpoints.model_files import exported_policy
 from ppo_rlhf.checkpoints.resume import restore
 from ppo_rlhf.checkpoints.store import CheckpointRequest, write_checkpoint
@@ -268,10 +270,14 @@ class PPOTrainer:
     def save_pretrained(self, save_directory: str | Path) -> None:
         """Write the policy as a plain model directory with its tokenizer, as the pipeline exports it.
 
-        An adapter is merged. The moving average of the weights, if there is one, is written to the folder `ema`.
+        An adapter is merged. The moving average of the weights, if there is one, is written to the folder `ema`. The
+        model card README.md is written, too, unless a README.md of another hand lies there.
         """
         if is_main_process():
-            exported_policy(self.state).save(Path(save_directory))
+            folder = Path(save_directory)
+            rewards = [] if self._scorer is None else [f"`{name}`" for name in self._scorer.names]
+            card = render_card(self.state, rewards) if may_write_card(folder) else None
+            replace(exported_policy(self.state), card=card).save(folder)
         wait_for_all()
 
     def save_checkpoint(self, output_dir: str | Path) -> Path:

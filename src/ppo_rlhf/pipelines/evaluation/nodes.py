@@ -1,23 +1,26 @@
 """Nodes of the pipeline `evaluation`: both policies answer the held-out prompts, and their responses are compared."""
 
 import logging
+from typing import Any
 
 import mlflow
 import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
+from ppo_rlhf.checkpoints.model_card import place, with_result
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.data.prompts import PromptDataset
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.offloading import to_host
 from ppo_rlhf.models.tokenizers import same_vocabulary
+from ppo_rlhf.pipelines.reporting.wording import headline, remarks, result_section
 from ppo_rlhf.ppo.accelerator import frozen_dtype, resolve_device, trained_dtype
-from ppo_rlhf.ppo.comparison import before_after, compare_evaluations, sample_pairs
+from ppo_rlhf.ppo.comparison import Decided, before_after, compare_evaluations, sample_pairs
 from ppo_rlhf.ppo.evaluation import EvaluationConfig, PolicyEvaluation, evaluate_policy, resolve_judge
 from ppo_rlhf.ppo.state import sampling_settings
-from ppo_rlhf.rewards.scorers import RewardConfig, build_reward_scorer
+from ppo_rlhf.rewards.scorers import RewardConfig, build_reward_scorer, reward_model_accuracy
 
 logger = logging.getLogger(__name__)
 
@@ -115,6 +118,36 @@ def pair_samples(
         count=evaluation.sample_pairs,
         seed=evaluation.seed,
     )
+
+
+def write_model_card(
+    evaluation_summary: dict[str, Any],
+    before_after: pd.DataFrame,
+    sft_evaluation: pd.DataFrame,
+    ppo_evaluation: pd.DataFrame,
+    ppo_policy: PretrainedHandle,
+    sft_policy: PretrainedHandle,
+    reward_model: PretrainedHandle | None,
+    ppo: PPOConfig,
+    reward: RewardConfig,
+    evaluation: EvaluationConfig,
+) -> tuple[str | None, str]:
+    """Put the result into the policy's model card, in place of an earlier one.
+
+    Returns:
+        The policy's directory and its card; of a policy without a card of ours None and the result alone.
+    """
+    decided = Decided.of(PolicyEvaluation.from_frame(ppo_evaluation), PolicyEvaluation.from_frame(sft_evaluation))
+    accuracy = reward_model_accuracy(reward_model, reward)
+    temperature = ppo.temperature if evaluation.temperature is None else evaluation.temperature
+    drawn = f"at temperature {temperature:g}" if temperature else "greedily"
+    notes = [
+        f"SFT is `{place(sft_policy.source)}`. Both answered {drawn}.",
+        *(f"**{problem}**" for problem in remarks(evaluation_summary, decided, before_after, accuracy)),
+    ]
+    result = result_section(headline(evaluation_summary), before_after, notes)
+    card = with_result(ppo_policy.card() or "", result)
+    return (None, result) if card is None else (ppo_policy.source, card)
 
 
 def _evaluate(

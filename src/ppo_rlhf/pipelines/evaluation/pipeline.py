@@ -7,6 +7,7 @@ from ppo_rlhf.pipelines.evaluation.nodes import (
     evaluate_ppo_policy,
     evaluate_sft_policy,
     pair_samples,
+    write_model_card,
 )
 
 
@@ -41,6 +42,18 @@ def create_pipeline(**kwargs: object) -> Pipeline:
                 name="compare_policies",
             ),
             Node(pair_samples, inputs=evaluations, outputs="sample_pairs", name="pair_samples"),
+            Node(
+                write_model_card,
+                inputs={
+                    **{name: source for name, source in shared.items() if name != "evaluation_prompts"},
+                    **evaluations,
+                    "evaluation_summary": "evaluation_summary",
+                    "before_after": "before_after",
+                    "ppo_policy": "ppo_policy",
+                },
+                outputs="model_card",
+                name="write_model_card",
+            ),
         ],
         namespace="evaluation",
         prefix_datasets_with_namespace=False,

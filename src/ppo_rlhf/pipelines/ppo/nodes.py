@@ -1,11 +1,14 @@
 """Nodes of the PPO pipeline: each unpacks its inputs and calls one function. `ppo/loop.py` is the plain loop."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
+import mlflow
 import pandas as pd
 from transformers import PreTrainedModel
 
+from ppo_rlhf.checkpoints.model_card import place, render_card
 from ppo_rlhf.checkpoints.model_files import exported_policy
 from ppo_rlhf.checkpoints.resume import restore
 from ppo_rlhf.checkpoints.store import CheckpointRequest
@@ -234,9 +237,21 @@ def evaluate_iteration(
     return {"iteration": float(state.iteration), **metrics}
 
 
-def export_policy(next_training_state: TrainingState) -> TrainedModel:
-    """Export the trained policy as a plain Hugging Face model directory; a LoRA adapter is merged into it."""
-    return exported_policy(next_training_state)
+def export_policy(
+    next_training_state: TrainingState,
+    reward_model: PretrainedHandle | None,
+    reward: RewardConfig,
+    evaluation: EvaluationConfig,
+) -> TrainedModel:
+    """Export the trained policy as a plain Hugging Face model directory with its card; a LoRA adapter is merged."""
+    model = None if reward_model is None else reward_model.source
+    rewards = [
+        f"{term.type} `{place(str(term.function or model))}`, weight {term.weight:g}" for term in reward.components
+    ]
+    run = mlflow.active_run()
+    run_id = None if run is None else run.info.run_id
+    card = render_card(next_training_state, rewards, evaluation.prompts_path, run_id)
+    return replace(exported_policy(next_training_state), card=card)
 
 
 def summarise_training(next_training_state: TrainingState, evaluation_metrics: list[dict[str, float]]) -> pd.DataFrame:

@@ -112,7 +112,16 @@ def create_pipeline() -> Pipeline:
         ),
     ]
     after = [
-        Node(nodes.export_policy, _same("next_training_state"), "ppo_policy", name="export_policy"),
+        Node(
+            nodes.export_policy,
+            {
+                **_same("next_training_state", "reward_model"),
+                "reward": "params:reward",
+                "evaluation": "params:evaluation",
+            },
+            "ppo_policy",
+            name="export_policy",
+        ),
         Node(
             nodes.summarise_training,
             _same("next_training_state", "evaluation_metrics"),

@@ -29,7 +29,7 @@ from ppo_rlhf.pipelines.reporting.wording import headline, remarks, table_rows, 
 from ppo_rlhf.ppo.comparison import Decided
 from ppo_rlhf.ppo.evaluation import EvaluationConfig, PolicyEvaluation
 from ppo_rlhf.processes import is_main_process
-from ppo_rlhf.rewards.scorers import RewardConfig
+from ppo_rlhf.rewards.scorers import RewardConfig, reward_model_accuracy
 from ppo_rlhf.token_view import TokenSamples, render_view
 from ppo_rlhf.training.tuning import advise, in_words
 
@@ -83,7 +83,7 @@ def write_report(
     """
     sft_scores, ppo_scores, score_label = _scores(sft_evaluation, ppo_evaluation)
     decided = _decided(sft_evaluation, ppo_evaluation)
-    accuracy = _reward_model_accuracy(reward_model, reward)
+    accuracy = reward_model_accuracy(reward_model, reward)
     curves = training_history.to_dict("records")
     panels = panels_of(training_history, reporting.expected_curve)
     models = [("SFT policy", _relative(sft_policy.source))]
@@ -129,7 +129,7 @@ def print_summary(
         Console(quiet=not is_main_process()),
         headline(evaluation_summary),
         before_after,
-        remarks(evaluation_summary, decided, before_after, _reward_model_accuracy(reward_model, reward)),
+        remarks(evaluation_summary, decided, before_after, reward_model_accuracy(reward_model, reward)),
         [("Report", reporting.report_path), *_next_steps(ppo_policy, reporting)],
     )
 
@@ -166,17 +166,6 @@ def _scores(sft_evaluation: pd.DataFrame, ppo_evaluation: pd.DataFrame) -> tuple
 
 def _decided(sft_evaluation: pd.DataFrame, ppo_evaluation: pd.DataFrame) -> Decided:
     return Decided.of(PolicyEvaluation.from_frame(ppo_evaluation), PolicyEvaluation.from_frame(sft_evaluation))
-
-
-def _reward_model_accuracy(reward_model: PretrainedHandle | None, reward: RewardConfig) -> float | None:
-    """Return the accuracy on held-out pairs from the reward model's own configuration.
-
-    Reward training writes it there, so it is never the accuracy of another model.
-    """
-    if reward_model is None or not reward.needs_model:
-        return None
-    accuracy = getattr(reward_model.config(), "held_out_accuracy", None)
-    return None if accuracy is None else float(accuracy)
 
 
 def _settings(ppo: PPOConfig, reward: RewardConfig, evaluation: EvaluationConfig) -> list[tuple[str, str, str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -179,3 +179,13 @@ def remarks(
             "raise such a reward without better text."
         )
     return found
+
+
+def result_section(headline: str, before_after: pd.DataFrame, notes: Sequence[str]) -> str:
+    """Return the result in Markdown: the sentence, the table before and after, and the notes."""
+    rows = [
+        f"| {shown.label}{f' ({shown.unit})' if shown.unit else ''} | {' | '.join(values)} |"
+        for shown, *values in table_rows(before_after)
+    ]
+    table = ["| Held-out mean ± standard error | SFT | PPO | change |", "|---|---:|---:|---:|", *rows]
+    return "\n\n".join([headline, "\n".join(table), *notes])

@@ -1,0 +1,117 @@
+"""The model card of an exported policy: the README.md that the Hugging Face hub shows with a model."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ppo_rlhf.models.directories import is_local
+from ppo_rlhf.models.loading import CARD
+from ppo_rlhf.ppo.state import TrainingState
+
+PACKAGES = ("ppo_rlhf", "torch", "transformers")
+BEGIN, END = "<!-- ppo_rlhf: result -->", "<!-- ppo_rlhf: end of result -->"
+"""Between them lies the result, which an evaluation replaces."""
+NOT_EVALUATED = "Not evaluated yet: `kedro run --pipelines evaluation` writes the result here."
+LIMITS = (
+    "PPO raised the reward named above. Rewards and judges are programs, not people: a higher score may come from text "
+    "that exploits them. Read samples before you use the policy.",
+    "It was trained on prompts of one kind, and nothing is known about others. Its safety was not examined.",
+    "Licence and limits of the model and the data that it was made from hold for it, too.",
+)
+_HUB_DATASET = "hf://datasets/"
+
+
+def render_card(
+    state: TrainingState, rewards: Sequence[str], prompts: str | None = None, run_id: str | None = None
+) -> str:
+    """Return the card of a trained policy, in Markdown with the hub's metadata in front; it has no result yet.
+
+    Args:
+        state: The training state whose policy is exported.
+        rewards: What PPO maximised, one text a term.
+        prompts: Where the prompts of the training come from.
+        run_id: The MLflow run.
+    """
+    base = state.policy.config.name_or_path or ""
+    metadata: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    if base and not is_local(base):
+        metadata["base_model"] = base
+    if prompts is not None and prompts.startswith(_HUB_DATASET):
+        owner, name = prompts.removeprefix(_HUB_DATASET).split("/")[:2]
+        metadata["datasets"] = [f"{owner}/{name.partition('@')[0]}"]
+    metadata["tags"] = ["ppo", "rlhf"]
+    origin = {
+        "Started from": f"`{place(base) or 'a model without a name'}`",
+        "Reward": "; ".join(rewards),
+        "Prompts": f"`{place(prompts)}`" if prompts else None,
+        "Training": f"{state.episode:,} responses in {state.iteration:,} iterations of PPO",
+        "MLflow run": f"`{run_id}`" if run_id else None,
+        "Versions": ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES),
+    }
+    settings = [f"- `{name}`: {place(str(value))}" for name, value in state.config.not_default().items()]
+    return "\n".join(
+        [
+            f"---\n{yaml.safe_dump(metadata, sort_keys=False)}---\n",
+            "# A language model aligned by PPO\n",
+            *(f"- {name}: {text}" for name, text in origin.items() if text),
+            f"\n## Result\n\n{BEGIN}\n\n{NOT_EVALUATED}\n\n{END}\n",
+            "## Use\n",
+            _usage(state),
+            "## Limits\n",
+            *(f"- {limit}" for limit in LIMITS),
+            "\n## Settings of PPO that are not the defaults\n",
+            *(settings or ["None."]),
+            "",
+        ]
+    )
+
+
+def with_result(card: str, result: str) -> str | None:
+    """Return the card with its result replaced; None if the text is no card of ours."""
+    before, begin, rest = card.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    return f"{before}{begin}\n\n{result}\n\n{end}{after}" if end else None
+
+
+def may_write_card(folder: Path) -> bool:
+    """Return whether no README.md lies in the folder, or a card of ours."""
+    card = folder / CARD
+    return not card.exists() or BEGIN in card.read_text(encoding="utf-8", errors="replace")
+
+
+def place(source: str) -> str:
+    """Return a hub id, or a path without the names of this machine's folders.
+
+    Below the working directory it is relative to it; elsewhere only its last name is left.
+    """
+    inside = source.removeprefix(os.getcwd() + os.sep)
+    return Path(inside).name if Path(inside).expanduser().is_absolute() else inside
+
+
+def _usage(state: TrainingState) -> str:
+    sampling = state.sampling
+    is_chat = getattr(state.tokenizer, "chat_template", None) is not None
+    prompt = '[{"role": "user", "content": "Your prompt"}]' if is_chat else '"Your prompt"'
+    text = '["generated_text"][-1]["content"]' if is_chat else '["generated_text"]'
+    options = {
+        "max_new_tokens": sampling.response_length,
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "eos_token_id": list(sampling.stop_token_ids) or None,
+    }
+    arguments = ", ".join(f"{name}={value}" for name, value in options.items())
+    return f"""```python
+from transformers import pipeline
+
+generator = pipeline("text-generation", model="path or hub id of this model")
+sampling = dict({arguments})  # as in training
+print(generator({prompt}, do_sample=True, **sampling)[0]{text})
+```
+"""

@@ -1,0 +1,97 @@
+"""The model card: what it says, how it can be used, and where it is never written."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ppo_rlhf.checkpoints.model_card import BEGIN, END, NOT_EVALUATED, may_write_card, place, render_card, with_result
+from ppo_rlhf.checkpoints.model_files import exported_policy
+from ppo_rlhf.datasets import ModelCardDataset
+from tests.tiny_models import CHAT_TEMPLATE, word_tokenizer
+
+CARD = "README.md"
+
+
+def parts(card: str) -> tuple[dict[str, Any], str]:
+    """Return the card's metadata and its text."""
+    _, metadata, text = card.split("---\n", 2)
+    return yaml.safe_load(metadata), text
+
+
+def test_a_card_names_its_model_data_reward_training_and_settings(make_run) -> None:
+    state = make_run(kl_coef=0.11).state
+    state.policy.config._name_or_path = "org/sft"
+    state.iteration, state.episode = 3, 1536
+    metadata, text = parts(render_card(state, ["`my:score` with weight 0.5"], "hf://datasets/org/maths@v1/a/b", "run7"))
+    assert metadata["base_model"] == "org/sft"
+    assert metadata["datasets"] == ["org/maths"]
+    assert metadata["library_name"] == "transformers"
+    for words in ("`org/sft`", "`my:score` with weight 0.5", "org/maths", "1,536 responses in 3 iterations", "run7"):
+        assert words in text
+    assert "- `kl_coef`: 0.11\n" in text
+    assert f"{BEGIN}\n\n{NOT_EVALUATED}\n\n{END}" in text
+    assert "## Limits" in text
+
+
+def test_a_card_names_no_folder_of_the_machine(make_run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    project, elsewhere = tmp_path / "project", tmp_path / "secret" / "sft"
+    for folder in (project / "models" / "sft", elsewhere):
+        folder.mkdir(parents=True)
+    monkeypatch.chdir(project)
+    assert place(str(project / "models" / "sft")) == "models/sft"
+    state = make_run().state
+    state.policy.config._name_or_path = str(elsewhere)
+    metadata, text = parts(render_card(state, [], str(tmp_path / "secret" / "prompts.jsonl")))
+    assert "base_model" not in metadata
+    assert "`sft`" in text
+    assert "`prompts.jsonl`" in text
+    assert str(tmp_path) not in text
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_the_code_on_a_card_runs(make_run, tmp_path: Path, chat: bool) -> None:
+    tokenizer = word_tokenizer(chat_template=CHAT_TEMPLATE) if chat else None
+    state = make_run(tokenizer=tokenizer).state
+    replace(exported_policy(state), card=render_card(state, [])).save(tmp_path)
+    (code,) = re.findall(r"```python\n(.*?)```", (tmp_path / CARD).read_text(), re.DOTALL)
+    printed: list[str] = []
+    code = code.replace("path or hub id of this model", str(tmp_path)).replace("Your prompt", "a b c")
+    exec(code, {"print": printed.append})
+    assert len(printed) == 1
+    assert isinstance(printed[0], str)
+    assert "max_new_tokens=8, temperature=0.8" in code
+
+
+def test_a_result_replaces_the_one_before_and_leaves_what_a_person_wrote() -> None:
+    card = f"mine\n{BEGIN}\n\n{NOT_EVALUATED}\n\n{END}\nalso mine"
+    assert with_result(with_result(card, "first") or "", "second") == f"mine\n{BEGIN}\n\nsecond\n\n{END}\nalso mine"
+    assert with_result("# A model of another hand", "second") is None
+
+
+def test_a_readme_of_another_hand_may_not_be_written_over(tmp_path: Path) -> None:
+    assert may_write_card(tmp_path)
+    (tmp_path / CARD).write_text("# A model of another hand")
+    assert not may_write_card(tmp_path)
+    (tmp_path / CARD).write_text(BEGIN)
+    assert may_write_card(tmp_path)
+
+
+def test_a_card_is_written_into_the_projects_policy_and_not_into_a_persons(tmp_path: Path) -> None:
+    own, theirs = tmp_path / "policies" / "v1", tmp_path / "theirs"
+    for folder in (own, theirs):
+        folder.mkdir(parents=True)
+    dataset = ModelCardDataset(str(tmp_path / "report" / "model_card.md"), str(tmp_path / "policies"))
+    for directory, text in ((own, "first"), (theirs, "second"), (None, "third")):
+        dataset.save((None if directory is None else str(directory), text))
+        assert dataset.load() == text
+    assert (own / CARD).read_text() == "first"
+    assert not list(theirs.iterdir())
+    alone = ModelCardDataset(str(tmp_path / "report" / "model_card.md"), str(own))  # policy_path names one model
+    alone.save((str(own), "fourth"))
+    assert (own / CARD).read_text() == "first"
