@@ -132,7 +132,14 @@ def test_a_run_that_continues_begins_another_table_of_samples(run_id: str):
 
 def test_token_samples_are_a_page_of_their_iteration_and_none_where_none_were_due(run_id: str):
     numbers = {quantity.name: [0.5] for quantity in QUANTITIES}
-    sample = {"prompt": "the", "tokens": [" film"], "score": 1.0, "terminated": True, "numbers": numbers}
+    sample = {
+        "prompt": "the",
+        "tokens": [" film"],
+        "is_policy": [True],
+        "score": 1.0,
+        "terminated": True,
+        "numbers": numbers,
+    }
     node = Node(lambda: {}, None, "token_samples", name="show_tokens")
     log = RunLog(run_id, Pipeline([node]), DataCatalog({}))
     for outputs in ({"iteration": 1, "responses": 8, "samples": [sample]}, {}):

@@ -274,7 +274,14 @@ def test_texts_of_models_and_users_cannot_become_markup():
 
 def test_page_shows_responses_token_by_token_if_there_are_any():
     numbers = {quantity.name: [0.5] for quantity in QUANTITIES}
-    sample = {"prompt": SCRIPT, "tokens": [SCRIPT], "score": 1.0, "terminated": False, "numbers": numbers}
+    sample = {
+        "prompt": SCRIPT,
+        "tokens": [SCRIPT],
+        "is_policy": [True],
+        "score": 1.0,
+        "terminated": False,
+        "numbers": numbers,
+    }
     shown = [{"iteration": iteration, "responses": 64, "samples": [sample]} for iteration in (1, 80)]
     page = Page(run_reporting(token_samples=shown)["report"])
     assert page.text.count(SCRIPT) == 4
