@@ -23,6 +23,8 @@ SPECIAL: dict[str, tuple[Any, dict[str, Any]]] = {
     "kl_hold_iterations": (2, {"kl_controller": "adaptive"}),
     "kl_in": ("loss", {"kl_estimator": "k2"}),
     "truncated_responses": ("replace", {"missing_eos_penalty": 1.0}),
+    "environment": ("my_environment:reply", {"turn_length": 4}),
+    "turn_length": (4, {"environment": "my_environment:reply"}),
     "lora_r": (4, {"use_peft": True}),
     "lora_alpha": (4, {"use_peft": True}),
     "lora_dropout": (0.0, {}),  # its only value
