@@ -102,7 +102,7 @@ def test_the_demos_values_are_warned_of_with_another_model_alone(conf: Path):
     for name in ("sft_model_path", "base_model_path"):
         (line,) = settings(conf, **{name: "models/mine"}).demo_values(PIPELINE, catalog(DEMO))
         assert line.startswith(
-            "ppo.learning_rate=0.0004, ppo.response_length=36 suit the demo's tiny model, not models"
+            "ppo.learning_rate=0.0004, ppo.response_length=36: chosen for the demo's tiny model, not for models"
         )
     own = PPOConfig(learning_rate=1e-5, response_length=64)
     assert settings(conf, sft_model_path="models/mine").demo_values(PIPELINE, catalog(own)) == []

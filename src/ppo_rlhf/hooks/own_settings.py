@@ -88,7 +88,8 @@ class OwnSettings:
         if not found:
             return []
         return [
-            f"{', '.join(found)} suit the demo's tiny model, not {model}: set your own in conf/local/parameters.yml"
+            f"{', '.join(found)}: chosen for the demo's tiny model, not for {model}. Set your own in "
+            "conf/local/parameters.yml"
         ]
 
     def unusual_values(self, pipeline: Pipeline, catalog: CatalogProtocol) -> list[str]:
