@@ -329,6 +329,17 @@ def test_an_environment_is_tried_with_prompts_of_each_table(user: User):
     assert "evaluation.jsonl raised TypeError" in problem
 
 
+def test_the_audit_has_no_probes_for_episodes(user: User):
+    (user.folder / "my_environment.py").write_text(
+        "def reply(prompts, completions):\n    return [None] * len(prompts)\n"
+    )
+    user.set_ppo(environment="my_environment:reply", turn_length=2)
+    assert user.problems() == []
+    user.made = ["reward_audit"]
+    (problem,) = user.problems()
+    assert problem.startswith("ppo.environment=my_environment:reply: audit_reward ")
+
+
 def test_a_policy_of_ones_own_meets_no_part_of_the_demo_that_was_not_asked_for(user: User, models: Path):
     made_here = user.folder / "data" / "06_models" / "reward_model"
     shutil.copytree(models / "reward", made_here / "version")

@@ -390,11 +390,16 @@ def _tried(
             yield [_text(value) for value in rows[settings.column]], columns, source
 
 
-def check_environment(run: RunRequest) -> None:
+def check_environment(run: RunRequest) -> Iterator[str]:
     """Find an environment that cannot be imported, raises, or does not answer two prompts whose first turn is empty."""
     ppo, settings = run.group("ppo", PPOConfig), run.group("prompts", PromptsConfig)
     if ppo is None or ppo.environment is None:
         return
+    if run.writes("reward_audit"):
+        yield (
+            f"ppo.environment={ppo.environment}: audit_reward cannot judge rewards of episodes, because it probes them "
+            "with changed texts; go on without the audit"
+        )
     function = load_function(ppo.environment, run.project_path)
     tables = [name for name in PROMPTS if name in run.tables]
     for prompts, columns, source in _tried(run, settings, tables):
