@@ -335,6 +335,9 @@ def test_the_audit_has_no_probes_for_episodes(user: User):
     )
     user.set_ppo(environment="my_environment:reply", turn_length=2)
     assert user.problems() == []
+    user.made = ["preferences"]
+    (problem,) = user.problems()
+    assert "preferences_path" in problem
     user.made = ["reward_audit"]
     (problem,) = user.problems()
     assert problem.startswith("ppo.environment=my_environment:reply: audit_reward ")

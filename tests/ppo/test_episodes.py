@@ -274,6 +274,8 @@ def test_an_environment_that_does_not_do_its_part_is_told_by_name(function: str,
         ({"turn_length": 15}, "response_length"),
         ({"min_response_length": 6}, "min_response_length"),
         ({"stop_token": "none", "stop_token_id": None}, "stop_token"),
+        ({"truncated_responses": "bootstrap"}, "truncated_responses"),
+        ({"overlong_buffer": 2}, "overlong_buffer"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(settings: dict[str, Any], named: str) -> None:

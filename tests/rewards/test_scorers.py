@@ -20,6 +20,7 @@ from ppo_rlhf.rewards.scorers import (
     RewardConfig,
     RewardScorer,
     build_reward_scorer,
+    close_response,
     score_sequences,
 )
 from tests.tiny_models import BEGIN, END, PAD, VOCABULARY, save, tiny_model, word_tokenizer
@@ -353,3 +354,11 @@ def test_an_exception_inside_a_function_is_one_line_with_its_place(error, told):
 
     with pytest.raises(RewardError, match=rf"^reward function mine raised {told} \(test_scorers.py, line \d+\)$"):
         call(broken)
+
+
+def test_an_episode_that_is_cut_off_behind_the_stop_token_of_a_turn_has_no_end_of_text():
+    special = frozenset({2, 9})
+    assert close_response([5, 9, 6, 7, 9], False, 2, special, has_turns=True) == [5, 9, 6, 7]
+    assert close_response([5, 9, 6, 7, 9], True, 2, special, has_turns=True) == [5, 9, 6, 7, 2]
+    assert close_response([5, 6], False, 2, special, has_turns=True) == [5, 6]
+    assert close_response([5, 9], False, 2, special) == [5, 9]  # sampled, and no stop token of this run

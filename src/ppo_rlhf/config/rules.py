@@ -112,6 +112,16 @@ _RULES = (
         TOO_LONG,
     ),
     _Rule(
+        ("environment", "truncated_responses"),
+        lambda c: c.environment is not None and c.truncated_responses == "bootstrap",
+        "the critic does not learn the value behind a turn whose reply had no room; choose another treatment",
+    ),
+    _Rule(
+        ("environment", "overlong_buffer"),
+        lambda c: c.environment is not None and c.overlong_buffer is not None,
+        "the penalty would count the environment's tokens; leave one out",
+    ),
+    _Rule(
         ("environment", "stop_token"),
         lambda c: c.environment is not None and c.stop_token == "none",
         "a turn ends with a stop token; set the second to eos, or leave the first out",

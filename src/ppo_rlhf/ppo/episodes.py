@@ -42,9 +42,10 @@ class Environment:
         replies = call_environment(self.function, self.name, prompts.texts, texts, turns, prompts.columns)
         tokens = [None if text is None else self.tokenizer.encode(text, add_special_tokens=False) for text in replies]
         if [] in tokens:
+            row = tokens.index([])
             raise RewardError(
-                f"environment {self.name} returned {replies[tokens.index([])]!r} for episode {tokens.index([])}, a "
-                "reply without tokens. Return None where an episode is over."
+                f"environment {self.name} returned {replies[row]!r} for the episode {texts[row][:60]!r}, a reply "
+                "without tokens. Return None where an episode is over."
             )
         return tokens
 
@@ -68,7 +69,8 @@ def call_environment(
     for row, reply in enumerate(replies):
         if reply is not None and not isinstance(reply, str):
             raise RewardError(
-                f"environment {name} returned {reply!r:.40} for episode {row}. Return text, or None where it is over."
+                f"environment {name} returned {reply!r:.40} for the episode {completions[row][:60]!r}. Return text, or "
+                "None where it is over."
             )
     return replies
 

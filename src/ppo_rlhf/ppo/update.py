@@ -71,8 +71,9 @@ def run_epochs(state: TrainingState, experience: Experience, config: PPOConfig) 
     if not bool(mask.any()):
         log.warning(
             "Every response of iteration %d was cut off, so ppo.truncated_responses=mask leaves nothing to learn "
-            "from: raise ppo.response_length.",
+            "from: raise %s.",
             experience.rollouts.iteration,
+            "ppo.turn_length and ppo.response_length" if config.environment else "ppo.response_length",
         )
     steps: list[StepSums] = []
     for epoch in experience.rollouts.epochs:

@@ -400,6 +400,11 @@ def check_environment(run: RunRequest) -> Iterator[str]:
             f"ppo.environment={ppo.environment}: audit_reward cannot judge rewards of episodes, because it probes them "
             "with changed texts; go on without the audit"
         )
+    if run.writes("preferences") and run.source("raw_preferences") is None:
+        yield (
+            f"ppo.environment={ppo.environment}: no pairs of episodes can be sampled for a reward model; set "
+            "preferences_path, or run `--pipelines align` with a reward of your own"
+        )
     function = load_function(ppo.environment, run.project_path)
     tables = [name for name in PROMPTS if name in run.tables]
     for prompts, columns, source in _tried(run, settings, tables):

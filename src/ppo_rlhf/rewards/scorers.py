@@ -299,8 +299,9 @@ class ModelScorer:
 
     def _token_sequences(self, batch: ResponseBatch) -> list[list[int]]:
         rows = zip(batch.prompt_ids, batch.response_ids, batch.terminated, strict=True)
+        eos, has_turns = self._tokenizer.eos_token_id, bool(batch.turns)
         return [
-            prompt + close_response(response, stopped, self._tokenizer.eos_token_id, self._special_ids)
+            prompt + close_response(response, stopped, eos, self._special_ids, has_turns=has_turns)
             for prompt, response, stopped in rows
         ]
 
@@ -315,13 +316,16 @@ class ModelScorer:
         ]
 
 
-def close_response(response: list[int], stopped: bool, eos: int | None, special_ids: frozenset[int]) -> list[int]:
+def close_response(
+    response: list[int], stopped: bool, eos: int | None, special_ids: frozenset[int], *, has_turns: bool = False
+) -> list[int]:
     """Return the response as reward training shows it: the reward model's end of text iff the response stopped.
 
-    A special stop token is replaced by `eos`; a stop token that is text, such as a full stop, stays before it.
+    A special stop token is replaced by `eos`; a stop token that is text, such as a full stop, stays before it. With
+    turns, an episode can be cut off behind the stop token of a turn, which is then no end of the text.
     """
     if not stopped:
-        return response
+        return response[:-1] if has_turns and response and response[-1] in special_ids else response
     text = response[:-1] if response and response[-1] in special_ids else response
     return append_end(text, eos)
 

@@ -132,7 +132,7 @@ def less_truncation(r: Run) -> Change:
     now = r.config.missing_eos_penalty
     penalty = set_to(r, "missing_eos_penalty", rounded(2.0 * now if now else r.spread))
     if r.start("response/truncated_fraction") > 0.5 or not penalty.next > 0.0 or not penalty.is_allowed(r):
-        return scaled(r, "response_length", 1.5)
+        return scaled(r, "response_length" if r.config.turn_length is None else "turn_length", 1.5)
     return penalty
 
 

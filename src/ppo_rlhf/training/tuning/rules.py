@@ -240,7 +240,7 @@ RULES: tuple[Rule, ...] = (
     # Reward and responses.
     Rule("truncated", Stage.REWARD, (TRUNCATED, "ppo.stop_token"), 10,
          lambda r: r.config.stop_token != "none" and r.last(TRUNCATED) > 0.5,
-         "A share of {last:response/truncated_fraction} of the responses is cut off at {c.response_length} tokens "
+         "A share of {last:response/truncated_fraction} of the responses is cut off "
          "({start:response/truncated_fraction} at the start)",
          "the reward judges texts without an end",
          changes.less_truncation),
