@@ -45,6 +45,11 @@ class Decided:
         margins = policy.by_prompt(np.sign(policy.deciding_scores - sft.deciding_scores)).sum(axis=1)
         return cls(wins=int((margins > 0).sum()), losses=int((margins < 0).sum()))
 
+    @classmethod
+    def of_tables(cls, policy: pd.DataFrame, sft: pd.DataFrame) -> Decided:
+        """Count them in the tables of two evaluations (`PolicyEvaluation.to_frame`)."""
+        return cls.of(PolicyEvaluation.from_frame(policy), PolicyEvaluation.from_frame(sft))
+
     @property
     def by_chance(self) -> float:
         """Probability that equal policies differ by this much or more: the exact two-sided sign test.

@@ -226,12 +226,13 @@ def complete_rollouts(
         padded=state.computes_padding,
     )
     blank = torch.zeros(responses.response_ids.shape, dtype=state.statistics_dtype)
+    texts = response_batch(prompts, responses, state.tokenizer)
     rollouts = Rollouts(
         iteration=state.iteration + 1,
         prompts=prompts,
-        completions=state.tokenizer.batch_decode(responses.token_lists(), skip_special_tokens=True),
+        completions=texts.completions,
         policy_mask=responses.policy_mask,
-        turns=turn_texts(responses, state.tokenizer),
+        turns=texts.turns,
         response_ids=responses.response_ids,
         lengths=responses.lengths,
         terminated=responses.terminated,

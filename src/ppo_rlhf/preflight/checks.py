@@ -281,7 +281,7 @@ def check_preferences(run: RunRequest) -> Iterator[str]:
     if "raw_preferences" in run.tables:
         columns = (settings.prompt_column, settings.chosen_column, settings.rejected_column)
         preferences.check_preferences(run.tables["raw_preferences"], *columns)
-    elif run.source("raw_preferences") is None and run.writes("preferences"):
+    elif run.samples_pairs:
         prompts = run.source("raw_prompts")
         by_demo = settings.labeller == DEMO_JUDGE and not is_demo_prompts(prompts, run.project_path)
         if by_demo or settings.labeller is None:
@@ -337,12 +337,7 @@ def functions_of(run: RunRequest) -> dict[str, list[str]]:
     if evaluation is not None:
         judging = (evaluation.judge, *evaluation.judges.values(), *evaluation.rates.values())
         found |= {name: tables[-1:] for name in judging if name is not None}
-    if (
-        rewards is not None
-        and rewards.labeller is not None
-        and run.writes("preferences")
-        and run.source("raw_preferences") is None
-    ):
+    if rewards is not None and rewards.labeller is not None and run.samples_pairs:
         found[rewards.labeller] = tables[:1]
     if reward is not None:
         found |= {component.function: tables for component in reward.components if component.function is not None}
@@ -400,7 +395,7 @@ def check_environment(run: RunRequest) -> Iterator[str]:
             f"ppo.environment={ppo.environment}: audit_reward cannot judge rewards of episodes, because it probes them "
             "with changed texts; go on without the audit"
         )
-    if run.writes("preferences") and run.source("raw_preferences") is None:
+    if run.samples_pairs:
         yield (
             f"ppo.environment={ppo.environment}: no pairs of episodes can be sampled for a reward model; set "
             "preferences_path, or run `--pipelines align` with a reward of your own"

@@ -76,6 +76,11 @@ class RunRequest:
         reward = self.group("reward", RewardConfig)
         return reward is None or reward.needs_model
 
+    @property
+    def samples_pairs(self) -> bool:
+        """Whether the run makes the pairs of a reward model itself, for lack of a person's preferences."""
+        return self.writes("preferences") and self.source("raw_preferences") is None
+
     def needs(self, name: str) -> bool:
         """Return whether the settings use a model that is an input: a reward may need no model, a critic no other."""
         ppo = self.group("ppo", PPOConfig)

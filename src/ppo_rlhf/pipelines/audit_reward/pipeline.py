@@ -49,7 +49,7 @@ def create_pipeline() -> Pipeline:
     ]
     return Pipeline(
         [
-            ppo.create_pipeline().only_nodes("ppo.configure_ppo", "ppo.prepare_prompts", "ppo.load_reward_model"),
+            ppo.create_preparation(),
             Pipeline(own, namespace="audit_reward", prefix_datasets_with_namespace=False),
         ]
     )

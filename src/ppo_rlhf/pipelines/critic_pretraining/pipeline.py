@@ -23,7 +23,7 @@ def create_pipeline() -> Pipeline:
     )
     return Pipeline(
         [
-            ppo.create_pipeline().only_nodes("ppo.configure_ppo", "ppo.prepare_prompts", "ppo.load_reward_model"),
+            ppo.create_preparation(),
             Pipeline([own], namespace="critic_pretraining", prefix_datasets_with_namespace=False),
         ]
     )

@@ -137,7 +137,7 @@ def write_model_card(
     Returns:
         The policy's directory and its card; of a policy without a card of ours None and the result alone.
     """
-    decided = Decided.of(PolicyEvaluation.from_frame(ppo_evaluation), PolicyEvaluation.from_frame(sft_evaluation))
+    decided = Decided.of_tables(ppo_evaluation, sft_evaluation)
     accuracy = reward_model_accuracy(reward_model, reward)
     temperature = ppo.temperature if evaluation.temperature is None else evaluation.temperature
     drawn = f"at temperature {temperature:g}" if temperature else "greedily"

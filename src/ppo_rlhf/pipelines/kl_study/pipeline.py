@@ -47,7 +47,7 @@ def create_pipeline() -> Pipeline:
     ]
     return Pipeline(
         [
-            ppo.create_pipeline().only_nodes("ppo.configure_ppo", "ppo.prepare_prompts", "ppo.load_reward_model"),
+            ppo.create_preparation(),
             audit_reward.create_pipeline().only_nodes("audit_reward.sample_responses"),
             Pipeline(own, namespace="kl_study", prefix_datasets_with_namespace=False),
         ]

@@ -136,6 +136,11 @@ def create_pipeline() -> Pipeline:
     )
 
 
+def create_preparation() -> Pipeline:
+    """Return the nodes that check PPO's settings and load prompts and reward: the studies begin with them, too."""
+    return create_pipeline().only_nodes("ppo.configure_ppo", "ppo.prepare_prompts", "ppo.load_reward_model")
+
+
 def _same(*names: str) -> dict[str, str]:
     """Return a mapping of each argument to the dataset of its own name."""
     return {name: name for name in names}

@@ -82,7 +82,7 @@ def write_report(
         One HTML page that fetches nothing; plotly's script lies in it.
     """
     sft_scores, ppo_scores, score_label = _scores(sft_evaluation, ppo_evaluation)
-    decided = _decided(sft_evaluation, ppo_evaluation)
+    decided = Decided.of_tables(ppo_evaluation, sft_evaluation)
     accuracy = reward_model_accuracy(reward_model, reward)
     curves = training_history.to_dict("records")
     panels = panels_of(training_history, reporting.expected_curve)
@@ -124,7 +124,7 @@ def print_summary(
 
     The report is an input so that the page is written before its path is printed.
     """
-    decided = _decided(sft_evaluation, ppo_evaluation)
+    decided = Decided.of_tables(ppo_evaluation, sft_evaluation)
     print_result(
         Console(quiet=not is_main_process()),
         headline(evaluation_summary),
@@ -162,10 +162,6 @@ def _scores(sft_evaluation: pd.DataFrame, ppo_evaluation: pd.DataFrame) -> tuple
     sft, ppo = PolicyEvaluation.from_frame(sft_evaluation), PolicyEvaluation.from_frame(ppo_evaluation)
     label = "Reward" if ppo.judge_scores is None else "Judge score"
     return sft.deciding_scores.tolist(), ppo.deciding_scores.tolist(), label
-
-
-def _decided(sft_evaluation: pd.DataFrame, ppo_evaluation: pd.DataFrame) -> Decided:
-    return Decided.of(PolicyEvaluation.from_frame(ppo_evaluation), PolicyEvaluation.from_frame(sft_evaluation))
 
 
 def _settings(ppo: PPOConfig, reward: RewardConfig, evaluation: EvaluationConfig) -> list[tuple[str, str, str]]:
