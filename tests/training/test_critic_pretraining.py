@@ -201,6 +201,11 @@ def test_a_critic_in_4_bits_is_refused() -> None:
         pretraining_config(CriticPretrainingConfig(), ppo(value_model="separate", load_in_4bit=True, **LORA))
 
 
+def test_targets_that_hold_the_critics_own_values_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"ppo\.truncated_responses=bootstrap: .*truncated_responses=keep"):
+        pretraining_config(CriticPretrainingConfig(), ppo(truncated_responses="bootstrap"))
+
+
 def test_no_stored_critic_is_one_line_with_the_command_that_makes_one(sft: str) -> None:
     with pytest.raises(ConfigError, match="kedro run --pipelines critic_pretraining"):
         PPOTrainer(ppo(), sft)

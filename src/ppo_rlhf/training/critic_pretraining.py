@@ -63,6 +63,11 @@ def pretraining_config(pretraining: CriticPretrainingConfig, ppo: PPOConfig) -> 
         raise ConfigError(
             "ppo.load_in_4bit=true: a stored critic has whole weights; train it with --params ppo.load_in_4bit=false"
         )
+    if ppo.truncated_responses == "bootstrap":
+        raise ConfigError(
+            "ppo.truncated_responses=bootstrap: the critic's own value would stand in the targets that it is to learn, "
+            "instead of a cut-off response's score; train it with --params ppo.truncated_responses=keep, or mask"
+        )
     return replace(
         ppo,
         value_model=pretraining.value_model,
