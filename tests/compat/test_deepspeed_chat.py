@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -107,7 +108,8 @@ def test_the_shipped_script_is_converted_as_worked_by_hand():
     }
     left = {"data_path", "num_padding_at_beginning", "enable_hybrid_engine", "actor_dropout", "launcher.master_port"}
     assert left <= set(dict(conversion.not_carried))
-    assert conversion.ppo_config().warmup_iterations == 100
+    config = conversion.ppo_config()
+    assert math.ceil(config.warmup_ratio * config.num_total_batches) == 100
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def test_warm_up_steps_become_the_share_that_gives_as_many_iterations():
     settings = {"total_episodes": 1000, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}
     for steps in (1, 31, 62):
         config = from_trl({**settings, "warmup_steps": steps}).ppo_config()
-        assert (config.num_total_batches, config.warmup_iterations) == (63, steps)
+        assert (config.num_total_batches, math.ceil(config.warmup_ratio * config.num_total_batches)) == (63, steps)
     assert all(math.ceil(trl_last.share_of(k, n) * n) == k for n in range(1, 200) for k in range(1, n + 1))
 
 
@@ -92,7 +92,7 @@ def test_warm_up_is_left_where_it_cannot_be_a_share():
 
 def test_the_constant_schedule_has_no_warm_up_whichever_setting_asks_for_one():
     given = {"lr_scheduler_type": "constant", "total_episodes": 1000, "warmup_ratio": 0.1, "warmup_steps": 5}
-    assert from_trl(given).ppo_config().warmup_iterations == 0
+    assert from_trl(given).ppo_config().warmup_ratio == 0
     assert set(reasons(**given)) == {"warmup_ratio", "warmup_steps"}
 
 

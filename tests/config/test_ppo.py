@@ -170,11 +170,6 @@ def test_batch_sizes_follow_trl(sizes, micro, batch, mini, local_micro, iteratio
     assert config.num_total_batches == iterations
 
 
-@pytest.mark.parametrize(("ratio", "iterations"), [(0.0, 0), (0.01, 1), (0.1, 2), (0.5, 7), (0.99, 13)])
-def test_the_warm_up_is_its_share_of_the_iterations_rounded_up(ratio, iterations):
-    assert PPOConfig(total_episodes=104, warmup_ratio=ratio).warmup_iterations == iterations
-
-
 @pytest.mark.parametrize(
     "values",
     [

@@ -47,6 +47,12 @@ def test_a_warm_up_rises_to_the_peak_in_equal_steps_and_the_decay_follows():
     assert constant == pytest.approx([1 / 4, 2 / 4, 3 / 4, *[1.0] * 7], rel=0.0, abs=1e-12)
 
 
+@pytest.mark.parametrize(("ratio", "warmup"), [(0.0, 0), (0.01, 1), (0.1, 2), (0.5, 7), (0.99, 13)])
+def test_a_warm_up_is_its_share_of_the_iterations_rounded_up(ratio, warmup):
+    found = factors(13, warmup_ratio=ratio, lr_scheduler_type="constant")
+    assert found == pytest.approx([min(1.0, i / max(1, warmup)) for i in range(1, 14)], rel=0.0, abs=1e-12)
+
+
 @pytest.mark.parametrize("name", get_args(LearningRateSchedule))
 def test_no_rate_of_any_schedule_is_zero_or_above_the_peak(name):
     for ratio in (0.0, 0.01, 0.5, 0.99):
@@ -64,6 +70,25 @@ def test_both_optimisers_follow_one_schedule_with_their_own_peaks_or_the_policys
         assert run.state.policy_optimizer.param_groups[0]["lr"] == rates[0]
         assert run.state.critic_optimizer.param_groups[0]["lr"] == rates[1]
     assert set_learning_rates(make_run(learning_rate=1e-3, value_learning_rate=None).state, 1) == (1e-3, 1e-3)
+
+
+RESTING = {"critic_warmup_iterations": 2, "total_episodes": 72, "warmup_ratio": 0.5}  # 6 iterations, 4 of the policy
+POLICYS, CRITICS = [1 / 2, 2 / 2, 1.0, 1 / 2], [1 / 3, 2 / 3, 3 / 3, 1.0, 2 / 3, 1 / 3]  # warm-ups of 2 and of 3
+
+
+def test_the_policys_schedule_begins_when_the_policy_does_and_the_critics_with_the_run(make_run):
+    run = make_run(learning_rate=1e-3, value_learning_rate=4e-3, **RESTING)
+    found = [set_learning_rates(run.state, iteration) for iteration in range(1, 7)]
+    assert [rate for rate, _ in found] == pytest.approx([0.0, 0.0, *(1e-3 * f for f in POLICYS)], rel=1e-12)
+    assert [rate for _, rate in found] == pytest.approx([4e-3 * f for f in CRITICS], rel=1e-12)
+
+
+def test_a_shared_trunk_has_the_critics_schedule_while_the_head_alone_learns_and_the_policys_after(make_run):
+    run = make_run(learning_rate=1e-3, value_model="shared", **RESTING)
+    expected = [1e-3 * f for f in (*CRITICS[:2], *POLICYS)]
+    for iteration, rate in enumerate(expected, start=1):
+        assert set_learning_rates(run.state, iteration) == pytest.approx((rate, rate), rel=1e-12)
+        assert run.state.policy_optimizer.param_groups[0]["lr"] == pytest.approx(rate, rel=1e-12)
 
 
 # --- AdamW -----------------------------------------------------------------------------------------------------------

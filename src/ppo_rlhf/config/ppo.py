@@ -150,7 +150,8 @@ class PPOConfig:
     lr_scheduler_type: LearningRateSchedule = "linear"
     """Shape of both learning rates over iterations, after the warm-up: transformers' schedules without arguments."""
     warmup_ratio: Annotated[float, Field(ge=0.0, lt=1.0), Typical(0.0, 0.2, TUNING_GUIDE)] = 0.0
-    """Share of the iterations over which the learning rates rise to their peak. The first is never 0."""
+    """Share of a model's iterations over which its learning rate rises to its peak. The first is never 0. The policy's
+    iterations are those behind critic_warmup_iterations."""
     critic_warmup_iterations: Annotated[int, Field(ge=0), Typical(0, 100, "VC-PPO, arXiv:2503.01491: 50")] = 0
     """Iterations at the start in which only the critic is trained; the policy and the KL controller stand still."""
     optim: Literal["adamw_torch_fused", "adamw_torch", "adamw_8bit"] = "adamw_torch_fused"
@@ -326,11 +327,6 @@ class PPOConfig:
     def prompts_per_batch(self) -> int:
         """Different prompts of one iteration: batch_size / responses_per_prompt."""
         return self.batch_size // self.responses_per_prompt
-
-    @property
-    def warmup_iterations(self) -> int:
-        """Iterations over which the learning rates rise."""
-        return math.ceil(self.warmup_ratio * self.num_total_batches)
 
     @property
     def held_iterations(self) -> int:

@@ -96,19 +96,22 @@ def peak_learning_rates(config: PPOConfig) -> tuple[float, float]:
     return config.learning_rate, config.value_learning_rate or config.learning_rate
 
 
-def learning_rate_factor(config: PPOConfig, iteration: int, peak: float | None = None) -> float:
+def learning_rate_factor(config: PPOConfig, iteration: int, peak: float | None = None, resting: int = 0) -> float:
     """Return the factor on a peak learning rate in an iteration, counted from 1.
 
     transformers' schedules start a warm-up at 0 and end a decay at 0; here iteration i of a warm-up over w has the
-    factor i / w, and after it step `iteration - 1` of `num_total_batches` is taken: no rate is ever 0.
+    factor i / w, and after it step i - 1 of n is taken: no rate of a model that learns is ever 0.
 
     Args:
         config: Names the schedule and the warm-up.
         iteration: From 1.
         peak: The peak learning rate; only the polynomial schedule, which ends at 1e-7, looks at it. None: the policy's.
+        resting: Iterations at the start in which the model does not learn; i, n and w count those behind them.
     """
-    warmup, total = config.warmup_iterations, config.num_total_batches
-    step = iteration - 1
+    iteration, total = iteration - resting, config.num_total_batches - resting
+    if iteration < 1:
+        return 0.0
+    warmup, step = math.ceil(config.warmup_ratio * total), iteration - 1
     if step < warmup:
         return iteration / warmup
     name = "constant_with_warmup" if config.lr_scheduler_type == "constant" else config.lr_scheduler_type
@@ -118,10 +121,16 @@ def learning_rate_factor(config: PPOConfig, iteration: int, peak: float | None =
 
 
 def set_learning_rates(state: TrainingState, iteration: int) -> tuple[float, float]:
-    """Set both optimisers' rates for an iteration, counted from 1, and return (policy's, critic's)."""
-    policy_rate, critic_rate = (
-        peak * learning_rate_factor(state.config, iteration, peak) for peak in peak_learning_rates(state.config)
-    )
+    """Set both optimisers' rates for an iteration, counted from 1, and return (policy's, critic's).
+
+    The one optimiser of a shared trunk has the critic's schedule while the policy rests, and the policy's after.
+    """
+    config, (policy_peak, critic_peak) = state.config, peak_learning_rates(state.config)
+    resting = config.critic_warmup_iterations
+    policy_rate = policy_peak * learning_rate_factor(config, iteration, policy_peak, resting)
+    critic_rate = critic_peak * learning_rate_factor(config, iteration, critic_peak)
+    if state.shares_trunk:
+        policy_rate = critic_rate = critic_rate if iteration <= resting else policy_rate
     for optimizer, rate in ((state.policy_optimizer, policy_rate), (state.critic_optimizer, critic_rate)):
         for group in optimizer.param_groups:
             group["lr"] = rate
