@@ -1,5 +1,6 @@
 """Prompts: what is accepted, how overlong ones are met, and that nothing held out is trained on."""
 
+import datasets
 import pandas as pd
 import pytest
 import torch
@@ -9,6 +10,7 @@ from transformers import Phi3Config, Phi3ForCausalLM
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError, DataError
 from ppo_rlhf.data.prompts import PromptDataset, PromptsConfig, split_held_out, tokenise_prompts
+from ppo_rlhf.datasets.records import read_records
 from ppo_rlhf.models.loading import TrainedModel
 from ppo_rlhf.training.trainer import PPOTrainer
 
@@ -125,6 +127,97 @@ def test_texts_and_chats_of_one_table_keep_their_places(make_tokenizer):
     assert tokenise(rows, tokenizer).prompt_ids == [[3], [21, 4, 2, 19], [5, 6], [11, 8, 2, 19], [9]]
 
 
+def test_a_text_that_begins_with_the_beginning_of_text_gets_no_second_one(make_tokenizer):
+    """As a chat template rendered it beforehand; the expected ids are those of the tokenizer's own template."""
+    tokenizer = with_specials(make_tokenizer(bos_token="<unk>"), "<unk> $A </s>")
+    tokenizer.chat_template = "<unk> " + CHAT_TEMPLATE
+    messages = [{"role": "s", "content": "a b"}]
+    rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert expected == [1, 21, 3, 4, 2, 19]
+    assert tokenise([rendered, "a b", messages], tokenizer).prompt_ids == [expected, [1, 3, 4], expected]
+
+
+def parts(*texts: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text} for text in texts]
+
+
+def test_content_in_parts_of_text_is_content_of_their_joined_text(make_tokenizer):
+    tokenizer = make_tokenizer(chat_template=CHAT_TEMPLATE)
+    rows = [[{"role": "s", "content": content}] for content in (parts("a ", "b"), "a b")]
+    prompts = tokenise(rows, tokenizer)
+    assert prompts.prompt_ids == [[21, 3, 4, 2, 19]] * 2
+    assert prompts.texts == ["s a b </s> q "] * 2
+
+
+USER, CALL = {"role": "i", "content": "a"}, {"tool_calls": [{"function": {"name": "w", "arguments": {"city": "b"}}}]}
+ANSWER = {"role": "tool", "content": "c"}
+
+
+@pytest.mark.parametrize("absent", [{}, {"content": None}], ids=["absent", "null"])
+def test_a_message_without_content_has_the_content_null(make_tokenizer, absent):
+    tokenizer = make_tokenizer(chat_template="{% for m in messages %}{{ m['content'] or 'd' }} {% endfor %}")
+    chat = [USER, {"role": "assistant", "content": None, **CALL}, ANSWER]
+    assert tokenizer.apply_chat_template(chat, return_dict=False) == [3, 6, 5]
+    assert tokenise([[USER, {"role": "assistant", **CALL, **absent}, ANSWER]], tokenizer).prompt_ids == [[3, 6, 5]]
+
+
+def test_a_chat_of_a_table_of_arrow_is_rendered_as_it_was_before_the_table_filled_in_absent_keys(
+    make_tokenizer, tmp_path
+):
+    """Arrow gives every message of a table the keys of each, and every call the arguments of each."""
+    template = "{% for m in messages %}{{ m | tojson }} </s> {% endfor %}"
+    tokenizer = make_tokenizer(chat_template=template)
+    other_call = {"tool_calls": [{"function": {"name": "v", "arguments": {"day": "d"}}}]}
+    chats = [
+        [USER, {"role": "assistant", "content": None, **call}, {**ANSWER, "name": "w"}] for call in (CALL, other_call)
+    ]
+    datasets.Dataset.from_dict({"prompt": chats}).to_parquet(tmp_path / "chats.parquet")
+    read = read_records(tmp_path / "chats.parquet")["prompt"].tolist()
+    assert read != chats
+    options = {"context": None}
+    assert tokenise(read, tokenizer, **options).texts == tokenise(chats, tokenizer, **options).texts
+    as_arrays = pd.read_parquet(tmp_path / "chats.parquet")["prompt"].tolist()
+    assert tokenise(as_arrays, tokenizer, **options).texts == tokenise(chats, tokenizer, **options).texts
+
+
+@pytest.mark.parametrize(
+    ("message_1", "reason"),
+    [
+        (
+            {"role": "i", "content": [*parts("a"), {"type": "image", "text": None, "url": "x"}]},
+            "a part of type 'image'",
+        ),
+        ({"role": "i", "content": {"text": "a"}}, "text"),
+        ({"role": "i", "tool_calls": None}, "neither content nor"),
+        ({"content": "a"}, "role"),
+        ("a", "role"),
+    ],
+)
+def test_a_message_that_cannot_be_read_is_shown_with_its_row_and_the_reason(make_tokenizer, message_1, reason):
+    tokenizer = make_tokenizer(chat_template=CHAT_TEMPLATE)
+    found = message(tokenise, ["a", [USER, message_1, USER]], tokenizer)
+    assert found.startswith("prompts: row 1, column `prompt`: message 1 ")
+    assert reason in found
+    assert f" is {message_1!s:.40}" in found
+
+
+def test_a_chat_that_ends_with_the_assistant_is_continued(make_tokenizer):
+    tokenizer = make_tokenizer(chat_template=CHAT_TEMPLATE)
+    begun = [{"role": "s", "content": "a b"}, {"role": "assistant", "content": "c d"}]
+    prompts = tokenise([begun, begun[:1]], tokenizer, context=30)
+    expected = tokenizer.apply_chat_template(begun, continue_final_message=True, return_dict=False)
+    assert expected == [21, 3, 4, 2, 3, 5, 6]
+    assert prompts.prompt_ids == [expected, [21, 3, 4, 2, 19]]
+
+
+def test_a_call_of_a_tool_that_nothing_answers_cannot_be_continued(make_tokenizer):
+    tokenizer = make_tokenizer(chat_template=CHAT_TEMPLATE)
+    found = message(tokenise, [[USER, {"role": "assistant", **CALL}]], tokenizer)
+    assert found.startswith("prompts: row 0, column `prompt`: ")
+    assert "\n" not in found
+
+
 def test_a_missing_column_is_named_with_those_there_are(make_tokenizer):
     frame = pd.DataFrame({"text": ["a"], "label": [1]})
     expected = "my prompts: no column `prompt` (prompts.column); the columns are text, label"
@@ -151,7 +244,7 @@ def test_a_row_that_is_no_prompt_is_refused_with_its_number(make_tokenizer, valu
 def test_messages_that_the_template_refuses_are_one_line(make_tokenizer):
     tokenizer = make_tokenizer()
     tokenizer.chat_template = "{{ raise_exception('roles must alternate,\\n user first') }}"
-    found = message(tokenise, [[{"role": "assistant", "content": "a"}]], tokenizer)
+    found = message(tokenise, [[{"role": "tool", "content": "a"}]], tokenizer)
     assert found.endswith("refuses these messages: roles must alternate, user first")
 
 

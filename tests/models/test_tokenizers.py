@@ -1,11 +1,12 @@
 import pytest
 from tokenizers import AddedToken
+from tokenizers.processors import TemplateProcessing
 from transformers import GenerationConfig, LlamaConfig
 
 from ppo_rlhf.core.errors import ConfigError, ModelError
 from ppo_rlhf.models.tokenizers import (
     append_end,
-    drop_end,
+    encode_texts,
     end_of_turn_id,
     ensure_pad_token,
     same_vocabulary,
@@ -102,12 +103,23 @@ def test_a_special_token_that_stands_in_a_text_keeps_its_one_id():
     assert sorted(tokenizer.get_vocab().values()) == list(range(len(tokenizer)))
 
 
-def test_the_end_of_text_is_put_and_taken_once():
+def test_the_end_of_text_is_put_once():
     assert append_end([5, 6], END) == [5, 6, END]
     assert append_end([5, END], END) == [5, END]
     assert append_end([5], None) == [5]
-    assert drop_end([5, END], END) == [5]
-    assert drop_end([5, 6], END) == [5, 6]
+
+
+@pytest.mark.parametrize("template", ["<s> $A </s>", "<s> $A"])
+def test_texts_are_encoded_with_one_beginning_and_with_no_end_but_their_own(template):
+    tokenizer = word_tokenizer(prepend_begin=True)
+    special = [("<s>", BEGIN), ("</s>", END)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=template, special_tokens=special)
+    a = VOCABULARY.index("a")
+    texts = ["a", "<s> a", "a </s>", "<s> a </s>", "a"]
+    expected = [[BEGIN, a], [BEGIN, a], [BEGIN, a, END], [BEGIN, a, END], [a]]
+    assert encode_texts(texts, tokenizer, [False, False, False, False, True]) == expected
+    assert encode_texts(texts[:4], tokenizer) == expected[:4]
+    assert encode_texts([], tokenizer) == []
 
 
 def test_special_ids_are_the_named_ones_and_those_that_are_marked():

@@ -1,14 +1,18 @@
 """Texts and chats: a chat is a list of messages, rendered as text by a tokenizer's chat template."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from ppo_rlhf.core.errors import DataError
 
 CHAT = 'a list of {"role": …, "content": …}'
 """The form of a chat, for errors."""
+ASSISTANT = "assistant"
+
+Chat = list[dict[str, Any]]
 
 
 def is_text(value: Any) -> bool:
@@ -16,37 +20,81 @@ def is_text(value: Any) -> bool:
     return isinstance(value, str) and bool(value.strip())
 
 
-def is_chat(value: Any) -> bool:
-    """Return whether a value is a list of messages, each with its role and its content."""
-    if not isinstance(value, list) or not value:
-        return False
-    return all(isinstance(message, dict) and {"role", "content"} <= set(message) for message in value)
+def read_chat(value: Any, where: str, expected: str = CHAT) -> Chat:
+    """Return the messages of a chat, the content of each as text, or None beside a call of a tool.
+
+    Parts of text are joined. Keys that hold None are left out, within a call of a tool, too: Arrow's tables give each
+    message the keys of all.
+
+    Raises:
+        DataError: The value is no list of messages, or a message cannot be read, which is then shown.
+    """
+    given = value.tolist() if isinstance(value, np.ndarray) else value
+    if not isinstance(given, list) or not given:
+        raise DataError(f"{where}: expected {expected}, got {str(value)[:60]!r}")
+    return [_read_message(message, f"{where}: message {number}") for number, message in enumerate(given)]
 
 
-def render_chat(
-    messages: Sequence[Mapping[str, Any]],
-    tokenizer: PreTrainedTokenizerBase,
-    where: str,
-    *,
-    add_generation_prompt: bool = False,
-) -> str:
+def read_text_or_chat(value: Any, where: str) -> str | Chat:
+    """Return text as it is, and a chat as `read_chat` does; raise `DataError` if the value is neither."""
+    return str(value) if is_text(value) else read_chat(value, where, f"text or {CHAT}")
+
+
+def render_chat(messages: Chat, tokenizer: PreTrainedTokenizerBase, where: str, *, to_answer: bool = False) -> str:
     """Return the text of a chat, rendered by the tokenizer's template.
 
     Args:
-        messages: The chat.
+        messages: From `read_chat`.
         tokenizer: Its template is used.
         where: Where the chat comes from, for errors.
-        add_generation_prompt: Whether the text ends with the beginning of the assistant's turn.
+        to_answer: Whether the text ends where the assistant goes on: in its last message, or at the start of a new one.
 
     Raises:
         DataError: The tokenizer has no template, or its template refuses the messages.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise DataError(f"{where}: chat messages need a tokenizer with a chat template; this one has none")
+    is_begun = messages[-1]["role"] == ASSISTANT
     try:
         text = tokenizer.apply_chat_template(
-            [dict(message) for message in messages], tokenize=False, add_generation_prompt=add_generation_prompt
+            messages,
+            tokenize=False,
+            add_generation_prompt=to_answer and not is_begun,
+            continue_final_message=to_answer and is_begun,
         )
     except Exception as error:  # a template is a program: it can raise anything
         raise DataError(f"{where}: the chat template refuses these messages: {' '.join(str(error).split())}") from error
     return str(text)
+
+
+def join_chats(prompt: Chat, answer: Chat) -> Chat:
+    """Return a prompt and its answer as one chat; the answer continues an assistant's message that ends the prompt."""
+    if not prompt or not prompt[-1]["role"] == answer[0]["role"] == ASSISTANT or prompt[-1]["content"] is None:
+        return [*prompt, *answer]
+    whole = {**prompt[-1], **answer[0], "content": prompt[-1]["content"] + (answer[0]["content"] or "")}
+    return [*prompt[:-1], whole, *answer[1:]]
+
+
+def _read_message(given: Any, where: str) -> dict[str, Any]:
+    message = _without_nulls(given)
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise DataError(f'{where} is {str(given)[:60]}; give it a role, and content: {{"role": …, "content": …}}')
+    content = message.get("content")
+    if content is None and len(message) == 1:
+        raise DataError(f"{where} is {str(given)[:60]}; it has neither content nor a call of a tool")
+    if content is not None and not isinstance(content, str):
+        for part in content if isinstance(content, list) else [content]:
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            if kind != "text" or not isinstance(part.get("text"), str):
+                raise DataError(f"{where} is {str(given)[:60]}; its content has a part of type {kind!r}, give text")
+        content = "".join(part["text"] for part in content)
+    return {**message, "content": content}
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a value without the keys that hold None, at any depth, and with NumPy's arrays as lists."""
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(held) for key, held in value.items() if held is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value

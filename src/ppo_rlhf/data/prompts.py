@@ -13,8 +13,9 @@ from transformers import PreTrainedTokenizerBase
 
 from ppo_rlhf.config.settings_group import Seed, settings_group
 from ppo_rlhf.core.errors import DataError
-from ppo_rlhf.data.chats import CHAT, is_chat, is_text, render_chat
+from ppo_rlhf.data.chats import read_text_or_chat, render_chat
 from ppo_rlhf.data.tables import as_json, hold_out
+from ppo_rlhf.models.tokenizers import encode_texts
 
 _OWN_COLUMNS = ("prompt", "prompt_ids")
 
@@ -24,7 +25,8 @@ class PromptsConfig:
     """How prompts are read from their table, and how many are held out for evaluation."""
 
     column: str = "prompt"
-    """Column with the prompt: text, or a list of chat messages (`[{"role": …, "content": …}, …]`)."""
+    """Column with the prompt: text, or a list of chat messages (`[{"role": …, "content": …}, …]`). An assistant's
+    message at the end is continued. Content may be a list of parts of text, and absent beside a call of a tool."""
     held_out_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
     """Share of the prompts held out for evaluation when no evaluation prompts are given; never trained on."""
     max_held_out: Annotated[int, Field(ge=1)] = 512
@@ -107,8 +109,8 @@ def tokenise_prompts(
 ) -> PromptDataset:
     """Return the tokenised prompts of a table.
 
-    Text is tokenised as the tokenizer does by default (with a BOS if that is its way); chat messages go through its
-    chat template with the generation prompt.
+    Text is tokenised as the tokenizer does by default (with a BOS if that is its way, and the text has none); chat
+    messages go through its chat template with the generation prompt, and the assistant's last message is continued.
 
     Args:
         frame: Table with `column`; its other columns are kept for reward functions.
@@ -135,7 +137,7 @@ def tokenise_prompts(
             )
     values = frame[column].tolist()
     texts = [_as_text(value, tokenizer, _where(name, row, column)) for row, value in enumerate(values)]
-    ids = _encode(texts, [isinstance(value, str) for value in values], tokenizer)
+    ids = encode_texts(texts, tokenizer, [not isinstance(value, str) for value in values])
     if [] in ids:
         raise DataError(f"{_where(name, ids.index([]), column)}: the prompt has no tokens")
     prompts = PromptDataset(ids, texts, {str(n): frame[n].tolist() for n in frame.columns if n != "prompt"})
@@ -195,33 +197,8 @@ def _where(name: str, row: int, column: str) -> str:
 
 
 def _as_text(value: Any, tokenizer: PreTrainedTokenizerBase, where: str) -> str:
-    if is_text(value):
-        return str(value)
-    if is_chat(value):
-        return render_chat(value, tokenizer, where, add_generation_prompt=True)
-    raise DataError(f"{where}: expected text or {CHAT}, got {str(value)[:60]!r}")
-
-
-def _encode(texts: list[str], is_plain: list[bool], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Return the tokens of each text. Texts that are not plain are rendered chats, with their special tokens."""
-    ids: list[list[int]] = [[] for _ in texts]
-    for plain in (True, False):
-        rows = [row for row in range(len(texts)) if is_plain[row] == plain]
-        found = tokenizer([texts[row] for row in rows], add_special_tokens=plain)["input_ids"] if rows else []
-        for row, tokens in zip(rows, found, strict=True):
-            ids[row] = _open_ended(list(tokens), texts[row], tokenizer) if plain else list(tokens)
-    return ids
-
-
-def _open_ended(tokens: list[int], text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Drop the end of text that some tokenizers append to every text: no response could follow it."""
-    adds_end = tokens and tokens[-1] == tokenizer.eos_token_id and not text.endswith(str(tokenizer.eos_token))
-    return tokens[:-1] if adds_end else tokens
-
-
-def is_prompt(value: Any) -> bool:
-    """Return whether a value of the prompts' column is text, or a list of chat messages."""
-    return is_text(value) or is_chat(value)
+    prompt = read_text_or_chat(value, where)
+    return prompt if isinstance(prompt, str) else render_chat(prompt, tokenizer, where, to_answer=True)
 
 
 def _truncate_left(tokens: list[int], room: int, bos: int | None) -> list[int]:

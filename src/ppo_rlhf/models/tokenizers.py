@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -150,9 +150,30 @@ def append_end(ids: list[int], eos: int | None) -> list[int]:
     return ids if eos is None or (ids and ids[-1] == eos) else [*ids, eos]
 
 
-def drop_end(ids: list[int], eos: int | None) -> list[int]:
-    """Return the ids without the end of text that some tokenizers append to every text."""
-    return ids[:-1] if len(ids) > 1 and ids[-1] == eos else ids
+def encode_texts(
+    texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, is_rendered: Sequence[bool] | None = None
+) -> list[list[int]]:
+    """Return the tokens of texts, with the beginning that the tokenizer puts before them, but never a second one.
+
+    An end of text that the tokenizer appends is taken off: not all texts end. One that a text has itself stays.
+
+    Args:
+        texts: Plain texts, among them such as a chat template rendered beforehand.
+        tokenizer: Any tokenizer.
+        is_rendered: Whether a text was rendered here, so that no token is to be added to it; None: none was.
+    """
+    begin, eos = tokenizer.bos_token, tokenizer.eos_token_id
+    ids: list[list[int]] = [[] for _ in texts]
+    whole = [bool(begin) and text.startswith(str(begin)) for text in texts]
+    for row, rendered in enumerate(is_rendered or ()):
+        whole[row] |= rendered
+    for adds in (True, False):
+        rows = [row for row in range(len(texts)) if whole[row] != adds]
+        found = tokenizer([texts[row] for row in rows], add_special_tokens=adds)["input_ids"] if rows else []
+        for row, tokens in zip(rows, found, strict=True):
+            own = texts[row].endswith(str(tokenizer.eos_token)) and tokens[-2:-1] != [eos]
+            ids[row] = list(tokens[:-1] if adds and tokens and tokens[-1] == eos and not own else tokens)
+    return ids
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, context_ids: list[int], ids: list[int]) -> list[str]:

@@ -17,7 +17,8 @@ from transformers import PreTrainedTokenizerBase
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import PPORLHFError, own_error
-from ppo_rlhf.data.prompts import PromptsConfig, is_prompt, split_held_out, tokenise_prompts
+from ppo_rlhf.data.chats import read_text_or_chat
+from ppo_rlhf.data.prompts import PromptsConfig, split_held_out, tokenise_prompts
 from ppo_rlhf.datasets import PretrainedModelDataset, RecordsDataset, ResumeCheckpointDataset
 from ppo_rlhf.datasets.resume_checkpoint import LATEST
 from ppo_rlhf.models.adapters import check_critic_targets, check_targets
@@ -372,7 +373,7 @@ def _tried(
     """Yield some prompts of each table, their other columns, and where they come from.
 
     Raises:
-        DataError: A column has a name that functions get something else by.
+        DataError: A column has a name that functions get something else by, or a prompt is neither text nor chat.
     """
     if settings is None:
         return
@@ -380,9 +381,10 @@ def _tried(
         source = str(run.source(name))
         check_column_names(run.tables[name].columns, source, settings.column)
         rows = run.tables[name].head(TRIED_PROMPTS)
-        if settings.column in rows.columns and all(map(is_prompt, rows[settings.column])):
+        if settings.column in rows.columns:
             columns: dict[str, Any] = {str(name): rows[name].tolist() for name in rows.columns if name != "prompt"}
-            yield [_text(value) for value in rows[settings.column]], columns, source
+            places = (f"{source}: row {row}, column `{settings.column}`" for row in range(len(rows)))
+            yield list(map(_text, rows[settings.column], places)), columns, source
 
 
 def check_environment(run: RunRequest) -> Iterator[str]:
@@ -414,5 +416,6 @@ def _token_ids(run: RunRequest, texts: list[str]) -> list[list[int]]:
     return [list(text.encode()) for text in texts] if tokenizer is None else tokenizer(texts)["input_ids"]
 
 
-def _text(prompt: Any) -> str:
-    return prompt if isinstance(prompt, str) else "\n".join(str(message["content"]) for message in prompt)
+def _text(value: Any, where: str) -> str:
+    prompt = read_text_or_chat(value, where)
+    return prompt if isinstance(prompt, str) else "\n".join(message["content"] or "" for message in prompt)

@@ -18,7 +18,7 @@ from ppo_rlhf.core.errors import ConfigError, ModelError, RewardError
 from ppo_rlhf.models.loading import PretrainedHandle, context_length
 from ppo_rlhf.models.offloading import on_device, to_host
 from ppo_rlhf.models.sequence_scores import sequence_scores
-from ppo_rlhf.models.tokenizers import append_end, drop_end, same_vocabulary, special_ids
+from ppo_rlhf.models.tokenizers import append_end, encode_texts, same_vocabulary, special_ids
 from ppo_rlhf.rewards.functions import (
     TURNS,
     RewardFunction,
@@ -311,8 +311,8 @@ class ModelScorer:
         texts = self._policy_tokenizer.batch_decode(rows, skip_special_tokens=True)
         eos = self._tokenizer.eos_token_id
         return [
-            append_end(list(ids), eos) if stopped else drop_end(list(ids), eos)
-            for ids, stopped in zip(self._tokenizer(texts)["input_ids"], batch.terminated, strict=True)
+            append_end(ids, eos) if stopped else ids
+            for ids, stopped in zip(encode_texts(texts, self._tokenizer), batch.terminated, strict=True)
         ]
 
 

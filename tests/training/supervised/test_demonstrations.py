@@ -5,6 +5,7 @@ from datetime import date
 import numpy as np
 import pandas as pd
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.datasets import RecordsDataset, TableDataset
@@ -78,7 +79,12 @@ def test_columns_of_other_names_become_the_standard_ones():
         ({"text": ["a", " "]}, "row 1, column `text`"),
         ({"text": ["a", None]}, "row 1, column `text`"),
         ({"text": ["a", 3]}, "row 1, column `text`"),
-        ({"messages": [CHAT, [{"role": "user"}]]}, "row 1, column `messages`"),
+        ({"messages": [CHAT, [CHAT[0], {"role": "user"}]]}, "row 1, column `messages`: message 1 .* {'role': 'user'}"),
+        (
+            {"messages": [CHAT, [{"role": "user", "content": [{"type": "image"}]}]]},
+            "row 1, column `messages`: message 0 .*'image'",
+        ),
+        ({"messages": [CHAT, "a"]}, "row 1, column `messages`: expected a list"),
     ],
 )
 def test_a_table_that_cannot_be_learnt_from_is_refused(frame, message):
@@ -95,6 +101,21 @@ def test_texts_are_learnt_whole_and_end():
 def test_a_tokenizers_own_beginning_stays_and_its_end_is_not_doubled():
     rows = tokenise_demonstrations(pd.DataFrame({"text": ["a b", "c </s>"]}), word_tokenizer(prepend_begin=True), None)
     assert rows.input_ids == [[BEGIN, A, B, END], [BEGIN, C, END]]
+
+
+def test_texts_that_begin_and_end_with_special_tokens_already_get_none_a_second_time():
+    """Also of a tokenizer that appends an end of text by itself."""
+    tokenizer = word_tokenizer(prepend_begin=True)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", BEGIN), ("</s>", END)]
+    )
+    for own in (tokenizer, word_tokenizer(prepend_begin=True)):
+        rows = tokenise_demonstrations(pd.DataFrame({"text": ["<s> a b </s>", "<s> a b", "a b </s>"]}), own, None)
+        assert rows.input_ids == [[BEGIN, A, B, END]] * 3
+        frame = pd.DataFrame({"prompt": ["<s> a", "a"], "completion": [" b </s>", " b"]})
+        rows = tokenise_demonstrations(frame, own, None)
+        assert rows.input_ids == [[BEGIN, A, B, END]] * 2
+        assert rows.labels == [[IGNORED, IGNORED, B, END]] * 2
 
 
 def test_of_prompt_and_completion_only_the_completion_is_learnt():
@@ -131,11 +152,10 @@ def call(**arguments: object) -> dict[str, object]:
 @pytest.mark.parametrize(
     "chats",
     [
-        [[{"role": "user", "content": [{"type": "text", "text": word}]}] for word in "abcd"],
+        [chat_about(word) for word in "abcd"],
         [[*chat_about("a"), call(city="b")], [*chat_about("c"), call(rows=[1, 2.5, None])], CHAT, chat_about("ä 你")],
-        [chat_about("a"), [{"role": "user", "content": [{"type": "text", "text": "b"}]}], CHAT],
     ],
-    ids=["parts", "tool calls", "text and parts"],
+    ids=["texts", "tool calls"],
 )
 def test_chats_reach_the_template_as_they_were_given(chats, tmp_path):
     raw = tmp_path / "raw.jsonl"
@@ -150,11 +170,20 @@ def test_chats_reach_the_template_as_they_were_given(chats, tmp_path):
     assert sorted(map(json.dumps, seen)) == sorted(map(json.dumps, chats))
 
 
+def test_content_in_parts_of_text_is_joined_and_absent_content_is_null():
+    parts = [{"role": "user", "content": [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]}]
+    called = [{"role": "user", "content": "a b"}, {key: value for key, value in call().items() if key != "content"}]
+    trained, held_out = split_demonstrations(pd.DataFrame({"messages": [parts, called]}), DataPreparationConfig())
+    chats = [json.loads(chat) for chat in [*trained["messages"], *held_out["messages"]]]
+    assert [{"role": "user", "content": "a b"}] in chats
+    assert [{"role": "user", "content": "a b"}, {**call(), "content": None}] in chats
+
+
 def test_of_what_json_does_not_have_arrays_become_lists_and_the_rest_text():
-    odd = [{"role": "user", "content": np.array(["a", "b"]), "turn": np.int64(3), "on": date(2024, 5, 1)}]
+    odd = [{"role": "user", "content": "a", "words": np.array(["a", "b"]), "turn": np.int64(3), "on": date(2024, 5, 1)}]
     trained, held_out = split_demonstrations(pd.DataFrame({"messages": [odd, CHAT]}), DataPreparationConfig())
     chats = [json.loads(chat) for chat in [*trained["messages"], *held_out["messages"]]]
-    assert [{"role": "user", "content": ["a", "b"], "turn": 3, "on": "2024-05-01"}] in chats
+    assert [{"role": "user", "content": "a", "words": ["a", "b"], "turn": 3, "on": "2024-05-01"}] in chats
 
 
 def test_chats_need_a_template():

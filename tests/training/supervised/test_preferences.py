@@ -141,6 +141,13 @@ def test_given_texts_are_closed_by_the_end():
     assert pairs["prompt"].tolist() == ["a ", "b "]
 
 
+def test_given_texts_that_begin_with_the_beginning_of_text_get_no_second_one():
+    given = pd.DataFrame({"prompt": ["<s> a "], "chosen": ["b"], "rejected": ["d </s>"]})
+    pairs = tokenise_preferences(check_preferences(given, *NAMES), word_tokenizer(prepend_begin=True))
+    assert pairs["chosen_ids"].tolist() == [[BEGIN, A, B, END]]
+    assert pairs["rejected_ids"].tolist() == [[BEGIN, A, D, END]]
+
+
 def test_whole_texts_need_no_prompt_column():
     frame = check_preferences(pd.DataFrame({"good": ["a b"], "bad": ["c"], "label": [1]}), "prompt", "good", "bad")
     assert list(frame.columns) == ["chosen", "rejected"]
@@ -163,6 +170,26 @@ def test_chats_are_written_by_the_tokenizers_template(apart):
     assert pairs["chosen"][0].endswith("a: b")
     with pytest.raises(DataError, match="need a tokenizer with a chat template"):
         tokenise_preferences(frame, word_tokenizer())
+
+
+def test_content_in_parts_is_joined_and_a_call_of_a_tool_has_none():
+    template = CHAT_TEMPLATE.replace("m['content']", "(m['content'] or 'd')")
+    prompt = [{"role": "user", "content": [{"type": "text", "text": "a"}]}, {"role": "a", "tool_calls": ["x"]}]
+    row = {"prompt": prompt, "chosen": [{"role": "a", "content": "b"}], "rejected": [{"role": "a", "content": "c"}]}
+    frame = check_preferences(pd.DataFrame([row]), *NAMES)
+    (pair,) = tokenise_preferences(frame, word_tokenizer(chat_template=template)).to_dict("records")
+    assert pair["chosen_ids"] == [UNKNOWN, A, BEGIN, A, D, BEGIN, A, B, END]
+    assert pair["prompt"] == "user: a\na: "
+
+
+def test_an_answer_goes_on_with_the_assistants_message_that_ends_the_prompt():
+    """As PPO's prompt does: the policy continues that message, and opens no other."""
+    user, begun = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b "}
+    good, bad = ([{"role": "assistant", "content": text}] for text in "cd")
+    frame = check_preferences(pd.DataFrame([{"prompt": [user, begun], "chosen": good, "rejected": bad}]), *NAMES)
+    (pair,) = tokenise_preferences(frame, word_tokenizer(chat_template=CHAT_TEMPLATE)).to_dict("records")
+    assert pair["chosen_ids"] == [UNKNOWN, A, BEGIN, A, B, C, END]
+    assert pair["rejected_ids"] == [UNKNOWN, A, BEGIN, A, B, D, END]
 
 
 @pytest.mark.parametrize("tail", ["", " d"], ids=["no tail", "a tail"])
@@ -199,6 +226,10 @@ def test_chats_end_as_responses_do_that_are_scored(closes, tail):
         ({"chosen": ["a", ""], "rejected": ["b", "c"]}, "row 1, column `chosen`"),
         ({"chosen": ["a"], "rejected": [None]}, "row 0, column `rejected`"),
         ({"prompt": [3], "chosen": ["a"], "rejected": ["b"]}, "row 0, column `prompt`"),
+        (
+            {"chosen": [CHAT, [CHAT[0], {"role": "a", "content": 3}]], "rejected": [CHAT, CHAT]},
+            "row 1, column `chosen`: message 1 .*3",
+        ),
         ({"prompt": ["a"], "chosen": [CHAT], "rejected": [CHAT]}, "row 0.*reward_modelling.prompt_column"),
         ({"prompt": [CHAT], "chosen": ["a"], "rejected": [CHAT]}, "row 0 has both"),
     ],

@@ -16,9 +16,9 @@ from transformers import PreTrainedTokenizerBase
 from ppo_rlhf.config.settings_group import Seed, settings_group
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.core.randomness import permutation
-from ppo_rlhf.data.chats import CHAT, is_chat, is_text, render_chat
+from ppo_rlhf.data.chats import is_text, read_chat, render_chat
 from ppo_rlhf.data.tables import as_json, hold_out
-from ppo_rlhf.models.tokenizers import append_end
+from ppo_rlhf.models.tokenizers import append_end, encode_texts
 
 logger = logging.getLogger(__name__)
 
@@ -135,12 +135,13 @@ def _standard_columns(frame: pd.DataFrame, config: DataPreparationConfig) -> pd.
         )
     table = frame[list(chosen)].rename(columns=chosen).reset_index(drop=True)
     for given, standard in chosen.items():
-        fits, wanted = (is_chat, CHAT) if standard == "messages" else (is_text, "text that is not empty")
-        for row, value in enumerate(table[standard].tolist()):
-            if not fits(value):
-                raise DataError(f"demonstrations: row {row}, column `{given}`: expected {wanted}, got {value!r:.60}")
-    if "messages" in table.columns:
-        table["messages"] = [as_json(chat) for chat in table["messages"]]
+        values = [(value, f"demonstrations: row {row}, column `{given}`") for row, value in enumerate(table[standard])]
+        if standard == "messages":
+            table[standard] = [as_json(read_chat(value, where)) for value, where in values]
+            continue
+        for value, where in values:
+            if not is_text(value):
+                raise DataError(f"{where}: expected text that is not empty, got {value!r:.60}")
     return table
 
 
@@ -156,17 +157,17 @@ Encoded = Iterator[tuple[list[int], list[int]]]
 
 
 def _encode_texts(frame: pd.DataFrame, tokenizer: PreTrainedTokenizerBase) -> Encoded:
-    for ids in tokenizer(frame["text"].tolist())["input_ids"]:
-        closed = append_end(list(ids), tokenizer.eos_token_id)
+    for ids in encode_texts(frame["text"].tolist(), tokenizer):
+        closed = append_end(ids, tokenizer.eos_token_id)
         yield closed, list(closed)
 
 
 def _encode_completions(frame: pd.DataFrame, tokenizer: PreTrainedTokenizerBase) -> Encoded:
     prompts, completions = frame["prompt"].tolist(), frame["completion"].tolist()
-    prompt_ids = tokenizer(prompts)["input_ids"]
-    wholes = tokenizer([p + c for p, c in zip(prompts, completions, strict=True)])["input_ids"]
+    prompt_ids = encode_texts(prompts, tokenizer)
+    wholes = encode_texts([p + c for p, c in zip(prompts, completions, strict=True)], tokenizer)
     for prompt, whole in zip(prompt_ids, wholes, strict=True):
-        closed = append_end(list(whole), tokenizer.eos_token_id)
+        closed = append_end(whole, tokenizer.eos_token_id)
         # tokens may merge across the boundary: learning begins where the two differ, as in TRL
         shared = next((i for i, (a, b) in enumerate(zip(prompt, closed, strict=False)) if a != b), len(prompt))
         yield closed, [IGNORED] * shared + closed[shared:]

@@ -12,10 +12,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_rlhf import processes
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.core.randomness import episode_prompts, episode_uniforms
-from ppo_rlhf.data.chats import is_chat, is_text, render_chat
+from ppo_rlhf.data.chats import is_text, join_chats, read_text_or_chat, render_chat
 from ppo_rlhf.data.prompts import PromptDataset
 from ppo_rlhf.demo.judge import noisy_preference
-from ppo_rlhf.models.tokenizers import append_end, end_of_turn_id, special_ids
+from ppo_rlhf.models.tokenizers import append_end, encode_texts, end_of_turn_id, special_ids
 from ppo_rlhf.ppo.sampling import SamplingSettings, generate_responses
 from ppo_rlhf.rewards.functions import RewardFunction, call_reward_function
 from ppo_rlhf.rewards.scorers import close_response
@@ -45,9 +45,10 @@ def check_preferences(
         wanted = {prompt_column: "prompt", **wanted}
     table = frame[list(wanted)].rename(columns=wanted).reset_index(drop=True)
     for given, standard in wanted.items():
-        for row, value in enumerate(table[standard].tolist()):
-            if not is_text(value) and not is_chat(value):
-                raise DataError(f"preferences: row {row}, column `{given}`: expected text or chat, got {value!r:.60}")
+        values = enumerate(table[standard].tolist())
+        table[standard] = [
+            read_text_or_chat(value, f"preferences: row {row}, column `{given}`") for row, value in values
+        ]
     for row, record in enumerate(table.to_dict("records")):
         if len({is_text(value) for value in record.values()}) > 1:
             raise DataError(
@@ -156,8 +157,8 @@ def _encode(
     prompt: Any, response: Any, tokenizer: PreTrainedTokenizerBase, end: int | None, special: frozenset[int]
 ) -> list[int]:
     if is_text(response):
-        return append_end(list(tokenizer((prompt or "") + response)["input_ids"]), tokenizer.eos_token_id)
-    text = render_chat([*(prompt or []), *response], tokenizer, "preferences")
+        return append_end(encode_texts([(prompt or "") + response], tokenizer)[0], tokenizer.eos_token_id)
+    text = render_chat(join_chats(prompt or [], response), tokenizer, "preferences")
     ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     if end in ids:  # PPO's responses have nothing after the end of the turn
         ids = ids[: len(ids) - ids[::-1].index(end)]
@@ -167,4 +168,4 @@ def _encode(
 def _readable(value: Any) -> str:
     if isinstance(value, str):
         return value
-    return "\n".join(f"{message['role']}: {message['content']}" for message in value)
+    return "\n".join(f"{message['role']}: {message['content'] or ''}" for message in value)
