@@ -9,9 +9,13 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
 from transformers import (
+    BertConfig,
+    BertLMHeadModel,
     BitNetConfig,
     BitNetForCausalLM,
     Gemma3Config,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GPT2Config,
     GPT2ForSequenceClassification,
     GPT2LMHeadModel,
@@ -77,6 +81,18 @@ def with_a_block_twice() -> PreTrainedModel:
     model = tiny_model("llama", num_hidden_layers=3)
     model.model.layers[1] = model.model.layers[0]
     return model
+
+
+def not_causal_models() -> dict[str, PreTrainedModel]:
+    """Models whose states read later tokens, with the small weights of new models: a BERT, and a Gemma 3."""
+    shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    shape |= {"vocab_size": len(VOCABULARY), "max_position_embeddings": 64, "pad_token_id": PAD}
+    gemma = {"head_dim": 8, "num_key_value_heads": 1, "use_bidirectional_attention": True, "eos_token_id": END}
+    torch.manual_seed(0)
+    return {
+        "bert": BertLMHeadModel(BertConfig(**shape)).eval(),
+        "gemma 3": Gemma3ForCausalLM(Gemma3TextConfig(**shape, **gemma)).eval(),
+    }
 
 
 def composite_config(**text: Any) -> Gemma3Config:

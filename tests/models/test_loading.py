@@ -10,6 +10,8 @@ from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import (
     AutoConfig,
+    BertConfig,
+    BertLMHeadModel,
     BloomConfig,
     Gemma3TextConfig,
     GPT2Config,
@@ -18,6 +20,8 @@ from transformers import (
     LlamaForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
 )
 from transformers.utils.logging import is_progress_bar_enabled
 
@@ -35,7 +39,7 @@ from ppo_rlhf.models.loading import (
 )
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from tests.own_code import save_with_own_code
-from tests.tiny_models import KINDS, VOCABULARY, draw_weights, save, tiny_model, word_tokenizer
+from tests.tiny_models import KINDS, VOCABULARY, draw_weights, not_causal_models, save, tiny_model, word_tokenizer
 
 IDS = torch.tensor([[4, 5, 6, 7, 8, 9]])
 
@@ -56,6 +60,27 @@ def test_a_loaded_model_gives_the_saved_models_logits(tmp_path, kind):
     loaded = PretrainedHandle(save(tmp_path / "m", model)).causal_lm(torch.float64)
     assert loaded.dtype == torch.float64
     assert_close(loaded(IDS).logits, model(IDS).logits, rtol=0.0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["bert", "gemma 3"])
+def test_a_model_that_reads_later_tokens_is_refused_when_it_is_loaded(tmp_path, name):
+    handle = PretrainedHandle(save(tmp_path / "m", not_causal_models()[name]))
+    with pytest.raises(ModelError, match=r"/m: .* reads tokens that come later") as refused:
+        handle.causal_lm()
+    assert "\n" not in str(refused.value)
+
+
+def test_a_causal_model_with_the_small_weights_of_a_new_model_is_loaded(tmp_path):
+    config = BertConfig(**not_causal_models()["bert"].config.to_diff_dict() | {"is_decoder": True})
+    PretrainedHandle(save(tmp_path / "bert", BertLMHeadModel(config))).causal_lm()
+    PretrainedHandle(save(tmp_path / "llama", LlamaForCausalLM(tiny_model().config))).causal_lm()
+
+
+def test_an_encoder_decoder_is_refused_from_its_configuration(tmp_path):
+    config = T5Config(vocab_size=25, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    save(tmp_path / "t5", T5ForConditionalGeneration(config))
+    with pytest.raises(ModelError, match=r"/t5: T5Config is of no causal language model"):
+        PretrainedHandle(str(tmp_path / "t5")).check_causal_lm()
 
 
 def test_a_fused_gelu_computes_the_same_and_the_configuration_keeps_its_name(tmp_path):

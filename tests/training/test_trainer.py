@@ -15,7 +15,7 @@ import pytest
 import torch
 from kedro.io import DataCatalog, MemoryDataset
 from torch import Tensor
-from transformers import GPT2Config, GPT2ForSequenceClassification
+from transformers import GPT2Config, GPT2ForSequenceClassification, T5Config, T5ForConditionalGeneration
 
 from ppo_rlhf.core.errors import CheckpointError, ConfigError, DataError, ModelError, RewardError
 from ppo_rlhf.core.randomness import episode_prompts
@@ -30,7 +30,7 @@ from ppo_rlhf.ppo.evaluation import EvaluationConfig
 from ppo_rlhf.rewards.scorers import RewardConfig, RewardScorer
 from ppo_rlhf.runner import LoopRunner
 from ppo_rlhf.training import PPOConfig, PPOTrainer
-from tests.tiny_models import END, PAD, VOCABULARY, save, tiny_model, word_tokenizer
+from tests.tiny_models import END, PAD, VOCABULARY, not_causal_models, save, tiny_model, word_tokenizer
 
 PROMPTS = ["a b c", "d", "e f", "g h i j", "k l", "m", "n o p"]
 SETTINGS = {
@@ -525,6 +525,17 @@ def adapted(model: Any) -> Any:
 def test_models_that_cannot_be_trained_are_refused(spoil: Any, named: str):
     with pytest.raises(ModelError, match=f"^PPOTrainer: the policy .*{named}"):
         PPOTrainer(config(), spoil(tiny_model()), None, word_tokenizer())
+
+
+def test_a_model_that_reads_later_tokens_can_be_neither_policy_nor_reference_nor_critic(sft: str):
+    shape = {"vocab_size": len(VOCABULARY), "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2}
+    encoder_decoder = T5ForConditionalGeneration(T5Config(**shape, decoder_start_token_id=PAD))
+    for model in (*not_causal_models().values(), encoder_decoder):
+        for role in ("policy", "reference_policy", "value_model"):
+            given = {"policy": tiny_model(), "tokenizer": word_tokenizer(), role: model}
+            with pytest.raises(ModelError, match=rf"{role.split('_')[0]}.*(tokens that come later|encoder)") as refused:
+                PPOTrainer(config(), **given)
+            assert "\n" not in str(refused.value)
 
 
 def test_a_missing_or_unknown_argument_is_named(sft: str):

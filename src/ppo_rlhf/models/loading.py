@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -41,6 +42,7 @@ from ppo_rlhf.models.directories import (
     is_local,
     weight_files,
 )
+from ppo_rlhf.models.probe import check_causal
 from ppo_rlhf.models.quantisation import check_bitsandbytes, four_bit_config, settle_quantised
 from ppo_rlhf.models.quiet import errors_only, quiet_transformers
 from ppo_rlhf.models.reward_model import MODEL_TYPE  # the import also registers our reward model with transformers
@@ -109,16 +111,18 @@ class PretrainedHandle:
 
         Raises:
             ConfigError: bitsandbytes is missing.
-            ModelError: The weights cannot be read, some are missing, or some are NaN or infinite.
+            ModelError: The weights cannot be read, some are missing, or some are NaN or infinite; or the model reads
+                tokens that come later.
         """
         self.check_causal_lm()
         load: Callable[..., Any] = AutoModelForCausalLM.from_pretrained
-        if quantised_on is None:
-            return self._model("language model", load, dtype)
-        check_bitsandbytes("ppo.load_in_4bit=true")
-        load = partial(load, quantization_config=four_bit_config(dtype), device_map={"": quantised_on})
+        if quantised_on is not None:
+            check_bitsandbytes("ppo.load_in_4bit=true")
+            load = partial(load, quantization_config=four_bit_config(dtype), device_map={"": quantised_on})
         model = self._model("language model", load, dtype)
-        settle_quantised(model)
+        if quantised_on is not None:
+            settle_quantised(model)
+        check_causal(model, self.source)
         return model
 
     def empty_causal_lm(self) -> PreTrainedModel:
@@ -172,10 +176,14 @@ class PretrainedHandle:
             )
 
     def check_causal_lm(self) -> None:
-        """Raise `ModelError` if the configuration is that of our reward model, or of weights in 4 or 8 bits."""
+        """Raise `ModelError` if the configuration is none of a causal language model, or of weights in 4 or 8 bits."""
         config = self.config()
         if config.model_type == MODEL_TYPE:
             raise ModelError(f"{self.source}: a reward model cannot generate. Give a causal language model.")
+        own_code = getattr(config, "auto_map", None) or {}
+        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and AutoModelForCausalLM.__name__ not in own_code:
+            kind = type(config).__name__
+            raise ModelError(f"{self.source}: {kind} is of no causal language model. Give one that is decoder-only.")
         if (getattr(config, "quantization_config", None) or {}).get("quant_method") == "bitsandbytes":
             raise ModelError(
                 f"{self.source}: its weights were saved in 4 or 8 bits. Give the model that they were made from; "

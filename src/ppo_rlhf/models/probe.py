@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+
+from ppo_rlhf.core.errors import ModelError
 
 CLOSE = {2: 0.2, 4: 1e-2, 8: 1e-2}
 """By the bytes of a number: the largest norm of a difference, over the norm of the expected hidden states. It is ten
@@ -34,6 +36,42 @@ def hidden_states_alone(backbone: PreTrainedModel, ids: Tensor) -> Tensor:
     """Return the last hidden states `[n, H]` of one sequence `[n]`, at the positions that the model gives it."""
     states: Tensor = backbone(input_ids=ids[None].to(backbone.device), use_cache=False).last_hidden_state
     return states[0]
+
+
+def embedding_gradient(backbone: PreTrainedModel, compute: Callable[[], Tensor]) -> Tensor:
+    """Return the gradient of hidden states for the embeddings of the pass that computes them, in the embeddings' shape.
+
+    It is exactly 0 unless the states read them. The states alone hardly show it in a model with small weights.
+    """
+    embedded: list[Tensor] = []
+
+    def keep(_module: nn.Module, _args: object, output: Tensor) -> Tensor:
+        embedded.append(output.detach().requires_grad_())
+        return embedded[-1].clone()  # some models scale it in place
+
+    handle = backbone.get_input_embeddings().register_forward_hook(keep)
+    try:
+        with torch.enable_grad():
+            states = compute()
+            weights = torch.linspace(1.0, 2.0, states.numel(), device=states.device)  # a norm's plain sum is constant
+            (gradient,) = torch.autograd.grad(states.flatten() @ weights.to(states.dtype), embedded)
+    finally:
+        handle.remove()
+    return gradient
+
+
+def check_causal(model: PreTrainedModel, where: str) -> None:
+    """Raise `ModelError` if hidden states read tokens that come later; `where` says where the model comes from."""
+    backbone, ids = cast("PreTrainedModel", model.base_model), probe_ids(model, 5)
+    problem = "reads tokens that come later, which a policy has yet to write"
+    try:
+        with probing(model):
+            gradient = embedding_gradient(backbone, lambda: hidden_states_alone(backbone, ids)[:2])
+        if not gradient.flatten(0, 1)[2:].any():  # XLNet's embeddings have the tokens in their first dimension
+            return
+    except PROBE_ERRORS as error:
+        problem = f"makes no hidden states of tokens alone, as an encoder-decoder ({error})"
+    raise ModelError(f"{where}: {type(model).__name__} {problem}; give a language model that reads from left to right")
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:

@@ -17,6 +17,7 @@ from ppo_rlhf.core.statistics import RunningMoments
 from ppo_rlhf.models.averages import WeightAverage
 from ppo_rlhf.models.critic import Critic, SharedCritic
 from ppo_rlhf.models.forward import backbone_of, logits_of, packs
+from ppo_rlhf.models.probe import check_causal
 from ppo_rlhf.models.tokenizers import stop_token_ids
 from ppo_rlhf.ppo.accelerator import make_accelerator, wrap
 from ppo_rlhf.ppo.alarms import KLAlarms
@@ -128,11 +129,12 @@ class TrainingState:
 
         Raises:
             ConfigError: The stop token cannot be resolved with this tokenizer.
-            ModelError: Gradient checkpointing or compilation does not fit an architecture, all weights of a model are
-                frozen, or the policy has no stop token.
+            ModelError: The critic reads tokens that come later, gradient checkpointing or compilation does not fit an
+                architecture, all weights of a model are frozen, or the policy has no stop token.
         """
         check_trains(policy, "policy")
         check_trains(critic, "critic")
+        check_causal(critic.backbone, "the value model")
         packs(backbone_of(policy))  # models are probed before they are wrapped and compiled
         packs(critic.backbone)
         logits_of(policy)

@@ -18,6 +18,7 @@ from ppo_rlhf.models.adapters import has_adapter
 from ppo_rlhf.models.critic import Critic
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel, check_vocabulary, prepare, steady_context
 from ppo_rlhf.models.offloading import to_host
+from ppo_rlhf.models.probe import check_causal
 from ppo_rlhf.models.tokenizers import ensure_pad_token
 from ppo_rlhf.ppo.accelerator import frozen_dtype, trained_dtype
 from ppo_rlhf.ppo.build import (
@@ -184,7 +185,9 @@ def _causal_lm(
             f"PPOTrainer: ppo.load_in_4bit=true quantises a model while it is loaded, and the {what} is an object; "
             "give its directory or hub id"
         )
-    return take_over(source, what, dtype, device)
+    model = take_over(source, what, dtype, device)
+    check_causal(model, f"PPOTrainer: the {what}")
+    return model
 
 
 def _critic_to_train(critic: Critic, config: PPOConfig) -> Critic:
