@@ -139,16 +139,16 @@ def test_micro_batches_keep_the_order_and_the_last_one_may_be_shorter():
 def test_a_token_budget_ends_a_micro_batch_before_the_row_that_would_exceed_it():
     """Row -> prompt + response: 0: 2 + 3, 1: 1 + 1, 2: 4 + 1, 3: 1 + 8; the longest first, equals as they come.
 
-    Padded, a piece costs rows x (both longest).
+    Padded, a piece costs rows x longest row.
     """
     prompts, responses = [2, 1, 4, 1], [3, 1, 1, 8]
 
     def cut(minibatch: list[int], rows: int, budget: int, padded: bool = True) -> list[list[int]]:
         return micro_batches(minibatch, rows, prompts, responses, budget, padded=padded)
 
-    assert cut([0, 1, 2, 3], 4, 13) == [[3], [0], [2, 1]]  # 3 and 0: 2 x 10; 0 and 2: 2 x 7; 2 and 1: 2 x 5
-    assert cut([0, 1, 2, 3], 4, 14) == [[3], [0, 2], [1]]  # a third row: 3 x 7
-    assert cut([2, 1, 0, 3], 4, 24) == [[3, 2], [0, 1]]  # 3 and 2: 2 x 12; 0 and 1: 2 x 5
+    assert cut([0, 1, 2, 3], 4, 9) == [[3], [0], [2], [1]]  # 3 and 0: 2 x 9; 0 and 2, or 2 and 1: 2 x 5
+    assert cut([0, 1, 2, 3], 4, 14) == [[3], [0, 2], [1]]  # a third row: 3 x 5
+    assert cut([2, 1, 0, 3], 4, 24) == [[3, 2], [0, 1]]  # a third row: 3 x 9; 0 and 1: 2 x 5
     assert cut([0, 1, 2, 3], 4, 48) == [[3, 0, 2, 1]]
     assert cut([0, 1, 2, 3], 3, 48) == [[3, 0, 2], [1]]  # the number of rows is a limit too
     assert cut([0, 1, 2, 3], 4, 2) == [[3], [0], [2], [1]]  # a row that is longer than the budget goes alone

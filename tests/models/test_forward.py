@@ -158,6 +158,22 @@ def test_a_model_whose_states_behind_padding_are_others_is_refused(config):
         packs(backbone)
 
 
+def test_a_model_whose_gradients_beside_padding_are_not_finite_is_refused():
+    model, seen = tiny_model("llama", pad_token_id=0), []
+
+    def spoil(_module, arguments) -> None:
+        if arguments[0].requires_grad:
+            is_padding = (seen[-1] == 0)[..., None]
+            arguments[0].register_hook(lambda gradient: gradient.masked_fill(is_padding, torch.nan))
+
+    model.get_input_embeddings().register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0]))
+    model.model.layers[1].register_forward_pre_hook(spoil)
+    assert packs(model.base_model)  # without padding there is nothing to spoil
+    model.set_attn_implementation("eager")
+    with pytest.raises(ModelError, match=r"LlamaModel needs padding, and its gradients"):
+        packs(copy.deepcopy(model).base_model)
+
+
 def test_float64_is_refused_where_transformers_masks_are_not_finite_in_it():
     with pytest.raises(ModelError, match=r"ppo\.dtype=float32"):
         packs(architecture("gemma2, which caps and has windows")[0].base_model)

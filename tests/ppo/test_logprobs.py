@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch.testing import assert_close
+from transformers import Gemma3nForCausalLM, Gemma3nTextConfig
 
 from ppo_rlhf.models.forward import backbone_of, hidden_states_at
 from ppo_rlhf.ppo import logprobs as module
@@ -26,14 +27,13 @@ def test_prompts_are_padded_on_the_left_with_positions_from_their_first_token():
 
 
 @pytest.mark.parametrize("p", [0, 7], ids=["pad id", "pad id that is a token, too"])
-def test_prompts_and_responses_stand_side_by_side_and_are_trimmed_to_their_longest(p):
+def test_responses_stand_behind_their_prompts_and_rows_are_padded_to_the_longest(p):
     given = torch.tensor([[1, 2, 50, 50, 50], [3, 50, 50, 50, 50], [7, 7, 7, 50, 50]])  # 50: to be ignored
     batch = make_batch([[4], [5, 6], [7, 7, 7]], given, torch.tensor([2, 1, 3]), p)
-    assert batch.rows.input_ids.tolist() == [[p, p, 4, 1, 2, p], [p, 5, 6, 3, p, p], [7, 7, 7, 7, 7, 7]]
-    assert batch.rows.attention_mask.tolist() == [[0, 0, 1, 1, 1, 0], [0, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]]
-    assert batch.rows.position_ids.tolist() == [[0, 0, 0, 1, 2, 2], [0, 0, 1, 2, 2, 2], [0, 1, 2, 3, 4, 5]]
+    assert batch.rows.input_ids.tolist() == [[4, 1, 2, p, p, p], [5, 6, 3, p, p, p], [7, 7, 7, 7, 7, 7]]
+    assert batch.rows.attention_mask.tolist() == [[1, 1, 1, 0, 0, 0], [1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 1, 1]]
+    assert batch.rows.position_ids.tolist() == [[0, 1, 2, 3, 4, 5]] * 3
     assert batch.rows.packed_ids.tolist() == [[4, 1, 2, 5, 6, 3, 7, 7, 7, 7, 7, 7]]
-    assert batch.response_ids.tolist() == [[1, 2, p], [3, p, p], [7, 7, 7]]
     assert batch.is_response.tolist() == [[True, True, False], [True, False, False], [True, True, True]]
     # states: a prompt's last token, then its response; the packed row is 4 1 2 | 5 6 3 | 7 7 7 7 7 7
     assert batch.state_positions.tolist() == [0, 1, 2, 4, 5, 8, 9, 10, 11]
@@ -48,6 +48,25 @@ def test_rows_are_filled_in_their_first_columns():
     target = torch.full((3, 4), -1.0)
     fill_rows(target, [2, 0], torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.float64))
     assert target.tolist() == [[3.0, 4.0, -1.0, -1.0], [-1.0] * 4, [1.0, 2.0, -1.0, -1.0]]
+
+
+GEMMA_3N = Gemma3nTextConfig(
+    **{"vocab_size": 25, "vocab_size_per_layer_input": 25, "hidden_size": 16, "hidden_size_per_layer_input": 4},
+    **{"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "intermediate_size": 24},
+    **{"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "num_kv_shared_layers": 0, "laurel_rank": 4},
+    **{"activation_sparsity_pattern": [0.0, 0.0], "max_position_embeddings": 64, "pad_token_id": 2},
+)
+
+
+def test_gradients_of_gemma_3n_are_finite_for_prompts_of_unequal_length():
+    """Its embedding of padding is 0, and it takes the root of the square of that: the gradient there is not finite."""
+    torch.manual_seed(0)
+    model = Gemma3nForCausalLM(GEMMA_3N)
+    batch = make_batch(PROMPTS, responses(0), torch.tensor(LENGTHS), 2)
+    states = hidden_states_at(backbone_of(model), batch.rows, batch.state_positions)
+    response_statistics(model, batch, states, 1.0)[0].sum().backward()
+    assert model.model.embed_tokens.weight.grad.any()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
 
 
 # --- log-probabilities -----------------------------------------------------------------------------------------------

@@ -112,13 +112,10 @@ def test_every_epoch_cuts_the_batch_into_minibatches_and_those_into_micro_batche
             assert sorted(row for rows in minibatch.micro_batches for row in rows) == sorted(minibatch.rows)
 
 
-def test_a_batch_of_rows_is_trimmed_to_their_longest_prompt_and_response(make_run):
+def test_a_batch_of_rows_is_trimmed_to_the_longest_of_them(make_run):
     rollouts = make_run().rollouts()
     rows = [int(i) for i in rollouts.lengths.argsort()[:2]]
     batch = rollouts.sequences(rows, 0, torch.device("cpu"))
-    prompt, response = (
-        max(len(rollouts.prompts.prompt_ids[i]) for i in rows),
-        max(int(rollouts.lengths[i]) for i in rows),
-    )
-    assert batch.rows.input_ids.shape == (2, prompt + response)
-    assert batch.response_ids.shape == (2, response)
+    lengths = [(len(rollouts.prompts.prompt_ids[i]), int(rollouts.lengths[i])) for i in rows]
+    assert batch.rows.input_ids.shape == (2, max(prompt + response for prompt, response in lengths))
+    assert batch.is_response.shape == (2, max(response for _, response in lengths))

@@ -80,14 +80,14 @@ def micro_batches(
         prompt_lengths: Prompt tokens of every row of the batch; read only with a budget.
         response_lengths: Response tokens likewise.
         token_budget: Most tokens of a micro-batch; a longer row goes alone. None sets no limit.
-        padded: Whether padding counts: a micro-batch has rows x (longest prompt + longest response) tokens.
+        padded: Whether padding counts: a micro-batch has rows x longest row tokens.
     """
     if token_budget is None:
         return [minibatch[start : start + micro_batch_size] for start in range(0, len(minibatch), micro_batch_size)]
 
     def tokens(rows: list[int]) -> int:
-        prompts, responses = [prompt_lengths[row] for row in rows], [response_lengths[row] for row in rows]
-        return len(rows) * (max(prompts) + max(responses)) if padded else sum(prompts) + sum(responses)
+        lengths = [prompt_lengths[row] + response_lengths[row] for row in rows]
+        return len(rows) * max(lengths) if padded else sum(lengths)
 
     pieces: list[list[int]] = []
     for row in sorted(minibatch, key=lambda row: -prompt_lengths[row] - response_lengths[row]):

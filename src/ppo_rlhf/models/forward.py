@@ -22,7 +22,7 @@ from ppo_rlhf.models.packed_attention import (
     use_packed_attention,
     use_padded_attention,
 )
-from ppo_rlhf.models.probe import PROBE_ERRORS, are_close, hidden_states_alone, probe_ids, probing
+from ppo_rlhf.models.probe import PROBE_ERRORS, are_close, embedding_gradient, hidden_states_alone, probe_ids, probing
 from ppo_rlhf.models.token_rows import TokenRows, right_padded
 
 log = logging.getLogger(__name__)
@@ -115,8 +115,10 @@ def _keeps_sequences_apart(backbone: PreTrainedModel) -> bool:
         with probing(backbone):
             expected = _padded_hidden_states(backbone, rows, with_positions=False)
             use_packed_attention(backbone)
-            found = packed_hidden_states(backbone, rows.packed_ids, rows.packed_positions, rows.layout)
-            if are_close(found, expected) and not _second_reads_first(backbone, rows):
+            packed = rows.packed_ids, rows.packed_positions, rows.layout
+            found, first = packed_hidden_states(backbone, *packed), rows.layout.lengths[0]
+            read = embedding_gradient(backbone, lambda: packed_hidden_states(backbone, *packed)[first:])[0, :first]
+            if are_close(found, expected) and not read.any():
                 return True
     except PROBE_ERRORS:
         pass
@@ -124,51 +126,37 @@ def _keeps_sequences_apart(backbone: PreTrainedModel) -> bool:
     return False
 
 
-def _second_reads_first(backbone: PreTrainedModel, rows: TokenRows) -> bool:
-    """Return whether the second packed sequence's hidden states have a gradient for the first one's embeddings.
-
-    The gradient is exactly 0 unless they read it. The hidden states alone hardly show it in a model with small weights.
-    """
-    embedded: list[Tensor] = []
-
-    def keep(_module: nn.Module, _args: object, output: Tensor) -> Tensor:
-        embedded.append(output.detach().requires_grad_())
-        return embedded[-1]
-
-    first = rows.layout.lengths[0]
-    handle = backbone.get_input_embeddings().register_forward_hook(keep)
-    try:
-        with torch.enable_grad():
-            states = packed_hidden_states(backbone, rows.packed_ids, rows.packed_positions, rows.layout)[first:]
-            weights = torch.linspace(1.0, 2.0, states.numel(), device=states.device)  # a norm's plain sum is constant
-            (gradient,) = torch.autograd.grad(states.flatten() @ weights.to(states.dtype), embedded)
-    finally:
-        handle.remove()
-    return bool(gradient[0, :first].any())
-
-
 def _check_padding(backbone: PreTrainedModel) -> None:
-    """Probe whether a sequence behind padding gets the hidden states that it gets alone.
+    """Probe whether a sequence beside padding gets the hidden states that it gets alone, and finite gradients.
 
-    It does not where positions do not count from 0, or where padding is read.
+    Training pads on the right; the left, where sampling pads, spoils the gradients of more models. The states differ
+    where positions do not count from 0, or where padding is read.
 
     Raises:
-        ModelError: The hidden states differ, or are not finite.
+        ModelError: The hidden states differ, or they or the gradients are not finite.
     """
     ids, mask = probe_ids(backbone, 5), torch.tensor([[1, 1, 1, 1, 1], [0, 0, 0, 1, 1]])
-    rows = TokenRows.of(ids.expand(2, -1), mask, (mask.cumsum(-1) - 1).clamp(min=0)).to(backbone.device)
+    left = TokenRows.of(ids.expand(2, -1), mask, (mask.cumsum(-1) - 1).clamp(min=0)).to(backbone.device)
+    pad_id = backbone.config.get_text_config().pad_token_id or 0
+    right = right_padded([ids.tolist(), ids[3:].tolist()], pad_id).to(backbone.device)
+    trained = [parameter for parameter in backbone.parameters() if parameter.requires_grad]
     with probing(backbone):
-        found = _padded_hidden_states(backbone, rows)
+        both = torch.stack([_padded_hidden_states(backbone, rows) for rows in (left, right)])
         expected = torch.cat([hidden_states_alone(backbone, row) for row in (ids, ids[3:])])
+        with torch.enable_grad():
+            total = _padded_hidden_states(backbone, right).sum()
+        gradients = torch.autograd.grad(total, trained, allow_unused=True) if trained else ()
     refusal = f"{type(backbone).__name__} needs padding, and"
-    if backbone.dtype == torch.float64 and expected.isfinite().all() and not found.isfinite().all():
+    if backbone.dtype == torch.float64 and expected.isfinite().all() and not both.isfinite().all():
         # transformers' eager attention masks with float64's smallest number, minus infinity in a softmax of float32
         raise ModelError(f"{refusal} in float64 its hidden states beside padding are not finite. Set ppo.dtype=float32")
-    if not are_close(found, expected):
+    if not all(are_close(found, expected) for found in both):
         raise ModelError(
-            f"{refusal} its hidden states behind padding are not those of the sequence alone: it reads the padding, or "
+            f"{refusal} its hidden states beside padding are not those of the sequence alone: it reads the padding, or "
             "counts positions in its own way. It cannot be trained"
         )
+    if not all(gradient is None or gradient.isfinite().all() for gradient in gradients):
+        raise ModelError(f"{refusal} its gradients beside padding are not finite. It cannot be trained")
 
 
 def _find_head(model: PreTrainedModel) -> type[ModelOutput] | None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ppo_rlhf.models.packed_attention import place_rows
-from ppo_rlhf.models.token_rows import TokenRows
+from ppo_rlhf.models.token_rows import TokenRows, right_padded
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,7 @@ class SequenceBatch:
     s_T (each response's last token), and the R response tokens follow the states that predict them.
     """
 
-    rows: TokenRows  # left-padded prompts beside right-padded responses, [B, P + T]
-    response_ids: Tensor  # [B, T] long
+    rows: TokenRows  # each prompt with its response behind it, padded on the right
     is_response: Tensor  # [B, T] bool, True on real response tokens
     state_positions: Tensor  # [M] long, indices of the states among the N real tokens, row by row
     predicting: Tensor  # [R] long, indices among the M states of those that a response token follows
@@ -81,7 +80,7 @@ def make_batch(
     pad_token_id: int,
     device: torch.device | str = "cpu",
 ) -> SequenceBatch:
-    """Put prompts and responses side by side, trimmed to the longest prompt and response of these rows.
+    """Put each response behind its prompt, trimmed to the longest response of these rows.
 
     Args:
         prompt_ids: B prompts as token ids.
@@ -90,23 +89,19 @@ def make_batch(
         pad_token_id: Any id inside the vocabulary.
         device: Where the batch lies.
     """
-    prompts = left_pad(prompt_ids, pad_token_id)
-    width = int(lengths.max())
-    is_response = torch.arange(width)[None, :] < lengths.cpu()[:, None]
-    responses = torch.where(is_response, response_ids.cpu()[:, :width], pad_token_id)
-    attention_mask = torch.cat([prompts.attention_mask, is_response.long()], dim=1)
-    rows = TokenRows.of(torch.cat([prompts.input_ids, responses], dim=1), attention_mask, positions(attention_mask))
+    is_response = torch.arange(int(lengths.max())) < lengths.cpu()[:, None]
+    pairs = zip(prompt_ids, without_padding(response_ids, lengths), strict=True)
+    rows = right_padded([[*prompt, *response] for prompt, response in pairs], pad_token_id)
     always, never = torch.ones_like(is_response[:, :1]), torch.zeros_like(is_response[:, :1])
     is_state = torch.cat([always, is_response], dim=1)  # [B, T + 1]
-    is_state_column = torch.zeros_like(attention_mask, dtype=torch.bool)
-    is_state_column[:, -is_state.shape[1] :] = is_state
+    first_states = torch.tensor([len(prompt) - 1 for prompt in prompt_ids])
+    is_state_column = rows.position_ids >= first_states[:, None]
     batch = SequenceBatch(
         rows=rows,
-        response_ids=responses,
         is_response=is_response,
         state_positions=_indices(is_state_column.flatten()[rows.slots]),
         predicting=_indices(torch.cat([is_response, never], dim=1)[is_state]),
-        targets=responses[is_response],
+        targets=response_ids.cpu()[:, : is_response.shape[1]][is_response],
         response_slots=_indices(is_response.flatten()),
         state_slots=_indices(is_state.flatten()),
     )

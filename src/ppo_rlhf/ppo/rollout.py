@@ -83,7 +83,7 @@ class Rollouts:
         return [rows for minibatch in self.epochs[0] for rows in minibatch.micro_batches]
 
     def sequences(self, rows: list[int], pad_token_id: int, device: torch.device) -> SequenceBatch:
-        """Return the given rows as model inputs, trimmed to their longest prompt and response."""
+        """Return the given rows as model inputs, trimmed to the longest of them."""
         prompt_ids = [self.prompts.prompt_ids[row] for row in rows]
         return make_batch(prompt_ids, self.response_ids[rows], self.lengths[rows], pad_token_id, device)
 
