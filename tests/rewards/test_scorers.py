@@ -1,5 +1,6 @@
 """Rewards: sequences that a reward model reads, weighted sums, configurations, and users' functions."""
 
+import logging
 import math
 import sys
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from ppo_rlhf.rewards.scorers import (
     RewardComponentConfig,
     RewardConfig,
     RewardScorer,
+    _warn_once,
     build_reward_scorer,
     close_response,
     score_sequences,
@@ -117,6 +119,25 @@ def test_padding_does_not_change_a_models_scores(kind):
     scores = score_sequences(model, sequences, PAD, batch_size=3)
     assert scores.dtype == torch.float64
     torch.testing.assert_close(scores, alone, rtol=0.0, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("kind", "pad", "warnings"), [("classifier", END, 1), ("classifier", PAD, 0), ("ours", END, 0)]
+)
+def test_one_line_warns_of_a_reward_model_that_never_reads_the_end_of_a_text(caplog, kind, pad, warnings):
+    """A classifier of transformers pools at the last id that is not pad; ours counts tokens."""
+    model = tiny_model("gpt2", reward=True, num_labels=1, pad_token_id=pad)
+    if kind == "ours":
+        model = CausalLMRewardModel.from_causal_lm(tiny_model("gpt2", pad_token_id=pad))
+    tokenizer = word_tokenizer(pad_token=VOCABULARY[pad])
+    _warn_once.cache_clear()
+    with caplog.at_level(logging.WARNING, logger="ppo_rlhf"):
+        for _ in range(2):
+            ModelScorer(model, tokenizer, word_tokenizer())
+    said = [line for line in caplog.messages if "never reads the end of a text" in line]
+    assert len(said) == warnings
+    scores = score_sequences(model, [[4, 5, 6], [4, 5, 6, END]], pad, batch_size=1)
+    assert torch.allclose(*scores, rtol=1e-5, atol=0.0) == bool(warnings)
 
 
 def test_the_total_is_the_weighted_sum_of_the_components():

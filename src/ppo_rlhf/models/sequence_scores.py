@@ -43,6 +43,15 @@ def sequence_scores(model: PreTrainedModel, sequences: Sequence[Sequence[int]], 
     return _padded_scores(model, rows) if _ignores_padding[model] else _scores_one_by_one(model, rows)
 
 
+@torch.no_grad()
+def reads_end(model: PreTrainedModel, eos: int | None) -> bool:
+    """Return whether an end of text behind a sequence changes its score. Classifiers of transformers skip their pad."""
+    if eos is None or model.config.get_text_config().pad_token_id != eos:
+        return True
+    ids = [index for index in probe_ids(model, 4).tolist() if index != eos]
+    return not are_close(*sequence_scores(model, [ids, [*ids, eos]], eos))
+
+
 def _probe_padding(model: PreTrainedModel) -> bool:
     """Return whether a model gives a padded batch the scores that its sequences have alone."""
     try:

@@ -1,9 +1,10 @@
 """Rewards: a reward model, a user's Python functions, or a weighted sum of both."""
 
+import logging
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Annotated, Any, Literal
 
 import torch
@@ -17,7 +18,7 @@ from ppo_rlhf.config.settings_group import settings_group
 from ppo_rlhf.core.errors import ConfigError, ModelError, RewardError
 from ppo_rlhf.models.loading import PretrainedHandle, context_length
 from ppo_rlhf.models.offloading import on_device, to_host
-from ppo_rlhf.models.sequence_scores import sequence_scores
+from ppo_rlhf.models.sequence_scores import reads_end, sequence_scores
 from ppo_rlhf.models.tokenizers import append_end, encode_texts, same_vocabulary, special_ids
 from ppo_rlhf.rewards.functions import (
     TURNS,
@@ -26,6 +27,8 @@ from ppo_rlhf.rewards.functions import (
     load_function,
     split_reference,
 )
+
+_warn_once = cache(logging.getLogger(__name__).warning)
 
 NOTHING_TO_OFFLOAD = (
     "ppo.offload_reward_model=true, and there is no reward model of this run's own loading: leave it out, or give a "
@@ -253,6 +256,11 @@ class ModelScorer:
         self._special_ids = special_ids(policy_tokenizer)
         self._batch_size = batch_size
         self._device = device or model.device
+        if not reads_end(model, tokenizer.eos_token_id):
+            _warn_once(
+                f"The reward model ({type(model).__name__}) never reads the end of a text: it scores at the last token "
+                "that is not its pad token, and that is its end of text, too."
+            )
         self._context = context_length(model.config)
 
     def __call__(self, batch: ResponseBatch) -> Tensor:
