@@ -261,3 +261,9 @@ def test_running_moments_go_on_from_their_state_bit_for_bit():
     assert isinstance(second.count, int)
     with pytest.raises(CheckpointError, match=r"got the keys \['kl_coef'\]; count, m2 and mean are expected"):
         second.load_state_dict({"kl_coef": 0.1})
+
+
+def test_whitening_numbers_whose_squares_overflow_float32_is_that_of_their_unit():
+    unit = torch.tensor([[3.0, -1.0, 7.0], [2.0, 0.0, -4.0]])
+    mask = torch.tensor([[True, True, True], [True, False, True]])
+    assert_close(masked_whiten(unit * 1e30, mask), masked_whiten(unit, mask), rtol=1e-5, atol=1e-6)

@@ -148,12 +148,7 @@ def test_the_total_is_the_weighted_sum_of_the_components():
     assert scorer.names == ["a", "b"]
     assert scored.total.tolist() == [0.0, 0.0]
     assert {name: score.tolist() for name, score in scored.components.items()} == {"a": [1.0, 2.0], "b": [4.0, 8.0]}
-    assert scored.total.dtype == torch.float32
-
-
-def test_scores_are_float64_where_the_reward_model_is():
-    scorer = RewardScorer([("m", 1.0, lambda b: torch.tensor([0.1]))], Recorder(dtype=torch.float64))
-    assert scorer.score(batch([[6]], [False])).total.dtype == torch.float64
+    assert scored.total.dtype == torch.float64
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

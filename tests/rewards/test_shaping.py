@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from functools import partial
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch.testing import assert_close
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.statistics import RunningMoments
-from ppo_rlhf.rewards.scorers import RewardScorer
+from ppo_rlhf.rewards.scorers import RewardScorer, score_by_function
 from ppo_rlhf.rewards.shaping import final_scores, normalised, penalised
 from tests.core.support import Case, cases
 
@@ -73,6 +74,30 @@ def test_scores_without_spread_are_normalised_to_zero(mode):
     config = PPOConfig(reward_normalisation=mode)
     assert normalised(torch.full((3,), 7.5), RunningMoments(), config).tolist() == [0.0, 0.0, 0.0]
     assert normalised(torch.tensor([7.5]), RunningMoments(), config).tolist() == [0.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("mode", ["batch", "running"])
+def test_scores_as_large_as_float32_takes_are_normalised_like_any_others(mode, dtype):
+    """Four scores of plus or minus one size have the Bessel-corrected deviation size x sqrt(4/3)."""
+    scores = torch.tensor([1e30, -1e30, -1e30, 1e30], dtype=dtype)
+    found = normalised(scores, RunningMoments(), PPOConfig(reward_normalisation=mode))
+    assert_close(found, torch.tensor([1.0, -1.0, -1.0, 1.0], dtype=dtype) * 0.75**0.5, rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("mode", ["batch", "running"])
+def test_small_differences_of_large_scores_survive_until_they_are_normalised(make_run, mode, dtype):
+    """Float32 has steps of 8 at 1e8. The scores 0 to 11 have mean 5.5 and the Bessel-corrected variance 13."""
+    numbered = partial(score_by_function, lambda prompts, completions: [1e8 + i for i in range(12)], "numbered")
+    options = {"reward_normalisation": mode, "dtype": dtype, "missing_eos_penalty": None, "kl_coef": 0.0}
+    rollouts, scores, shaped_rewards, _ = make_run(
+        scorer=RewardScorer([("numbered", 1.0, numbered)]), **options
+    ).before_update()
+    assert scores.total.tolist() == [1e8 + i for i in range(12)]
+    paid = shaped_rewards.rewards.gather(1, rollouts.lengths[:, None] - 1)[:, 0]
+    assert paid.dtype == getattr(torch, dtype)
+    assert_close(paid.double(), (torch.arange(12.0).double() - 5.5) / 13**0.5, rtol=1e-6, atol=0.0)
 
 
 def test_the_update_adds_each_iterations_scores_to_the_running_moments_once(make_run):

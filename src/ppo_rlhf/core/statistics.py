@@ -64,7 +64,10 @@ def masked_whiten(
     mean: Tensor | float
     variance: Tensor | float
     mean, variance = _moments(x, selected, unbiased=True) if moments is None else moments
-    scale = torch.rsqrt(torch.as_tensor(variance, dtype=dtype, device=x.device) + WHITENING_EPSILON)
+    variance = torch.as_tensor(variance, dtype=dtype, device=x.device)
+    if dtype != torch.float64 and not bool(variance.isfinite()):  # the square overflows, the deviation need not
+        return masked_whiten(x.double(), mask, shift_mean=shift_mean, moments=moments).to(dtype)
+    scale = torch.rsqrt(variance + WHITENING_EPSILON)
     whitened = (select(x, selected, dtype) - mean) * scale
     if not shift_mean:
         whitened = whitened + mean

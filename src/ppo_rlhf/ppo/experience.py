@@ -26,7 +26,7 @@ from ppo_rlhf.rewards.shaping import final_scores, final_token_rewards
 class Scores:
     """Scores by the rewards and values by the critic of B rollouts."""
 
-    total: Tensor  # [B], weighted sum of the components
+    total: Tensor  # [B] float64, weighted sum of the components
     components: dict[str, Tensor]  # name -> [B], before weights
     values: Tensor  # [B, T + 1]: column t is V(s_t), before response token t; column lengths[i] is behind row i's last
     seconds: float
@@ -63,14 +63,8 @@ def score_responses(rollouts: Rollouts, scorer: RewardScorer, state: TrainingSta
     token_rewards = scored.token_rewards
     if token_rewards is not None:
         missing = rollouts.response_ids.shape[1] - token_rewards.shape[1]
-        token_rewards = nn.functional.pad(token_rewards.to("cpu", values.dtype), (0, missing))
-    return Scores(
-        total=scored.total.to("cpu", values.dtype),
-        components={name: component.to("cpu", values.dtype) for name, component in scored.components.items()},
-        values=values,
-        seconds=time.perf_counter() - started,
-        token_rewards=token_rewards,
-    )
+        token_rewards = nn.functional.pad(token_rewards, (0, missing))
+    return Scores(scored.total, scored.components, values, time.perf_counter() - started, token_rewards)
 
 
 def critic_values(rollouts: Rollouts, state: TrainingState) -> Tensor:
@@ -100,9 +94,9 @@ def shape_rewards(rollouts: Rollouts, scores: Scores, state: TrainingState) -> S
     whole, by_token = scores.total, scores.token_rewards
     if by_token is not None:
         whole = whole - by_token.sum(-1)
-        by_token = compact(final_token_rewards(by_token, rollouts.terminated, config), mask)
+        by_token = compact(final_token_rewards(by_token, rollouts.terminated, config), mask).to(kl.dtype)
     rewards = core_rewards.shape_rewards(
-        final_scores(whole, rollouts.terminated, rollouts.lengths, state.reward_moments, config),
+        final_scores(whole, rollouts.terminated, rollouts.lengths, state.reward_moments, config).to(kl.dtype),
         compact(penalty, mask),
         compact_mask(mask),
         kl_coef if config.kl_in == "reward" else 0.0,

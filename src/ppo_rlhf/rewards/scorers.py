@@ -164,7 +164,7 @@ class RewardScorer:
                 scoring.check_room(prompt_ids, response_length, stop_token_ids)
 
     def score(self, batch: ResponseBatch) -> ScoredResponses:
-        """Return the scores, on the CPU: float32, or float64 where the reward model is float64.
+        """Return the scores, float64 on the CPU: float32 would lose small differences of large scores.
 
         Of several processes each must be given the whole batch. The main process calls the functions, and each process
         scores its share by the reward model; all get all scores.
@@ -172,11 +172,10 @@ class RewardScorer:
         Raises:
             RewardError: A function raised, or a score is not a finite float32 number.
         """
-        dtype = torch.float64 if self.model is not None and self.model.dtype == torch.float64 else torch.float32
         scores: dict[str, Tensor] = {}
-        total, token_rewards = torch.zeros(len(batch), dtype=dtype), None
+        total, token_rewards = torch.zeros(len(batch), dtype=torch.float64), None
         for name, weight, scoring in self._components:
-            found = scoring(batch).to(device="cpu", dtype=dtype)
+            found = scoring(batch).to("cpu", torch.float64)
             if found.dim() == 2:
                 if batch.policy_mask is not None:  # what the environment wrote is no action, and earns nothing
                     found = torch.where(batch.policy_mask[:, : found.shape[1]], found, 0.0)
@@ -256,12 +255,12 @@ class ModelScorer:
         self._special_ids = special_ids(policy_tokenizer)
         self._batch_size = batch_size
         self._device = device or model.device
+        self._context = context_length(model.config)
         if not reads_end(model, tokenizer.eos_token_id):
             _warn_once(
                 f"The reward model ({type(model).__name__}) never reads the end of a text: it scores at the last token "
                 "that is not its pad token, and that is its end of text, too."
             )
-        self._context = context_length(model.config)
 
     def __call__(self, batch: ResponseBatch) -> Tensor:
         """Return the scores [N], on the CPU.
