@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -13,7 +14,7 @@ from torch import nn
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError
-from ppo_rlhf.processes import forget_accelerator, join_processes, process_count
+from ppo_rlhf.processes import check_launch, forget_accelerator, join_processes, keeps_to_cpu, process_count
 
 _REDUCED = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _FULL = {"float32": torch.float32, "float64": torch.float64}
@@ -37,8 +38,11 @@ def resolve_device(name: str) -> torch.device:
     """Return the device that `ppo.device` names: `auto` is this process's own GPU where there is one.
 
     Raises:
-        ConfigError: torch knows no such device, this machine has none, or several processes would share it.
+        ConfigError: torch knows no such device, this machine has none, accelerate is told to keep to the CPU, or several
+            processes would share it.
+        LaunchError: The launch is refused.
     """
+    check_launch()
     if process_count() > 1:
         own = join_processes().device
         if name not in ("auto", own.type):
@@ -48,14 +52,31 @@ def resolve_device(name: str) -> torch.device:
             )
         return own
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device("cuda" if torch.cuda.is_available() and not keeps_to_cpu() else "cpu")
     try:
         device = torch.device(name)
     except RuntimeError:
         raise ConfigError(f"device={name} is not a device; use auto, cpu, cuda, or a number such as cuda:1") from None
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"device={name}: this machine has {torch.cuda.device_count()} CUDA devices; use auto or cpu")
+    if device.type == "cuda" and keeps_to_cpu():
+        raise ConfigError(f"device={name}: ACCELERATE_USE_CPU keeps the run on the CPU; use auto, or unset it")
     return device
+
+
+def check_precision(setting: str, dtype: str) -> None:
+    """Raise `ConfigError` if accelerate is told another precision than ours; its "no" leaves the choice to us.
+
+    Args:
+        setting: Our setting, with its value.
+        dtype: What that means, as `ppo.dtype` has it.
+    """
+    given = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    if given not in ("no", _MIXED.get(dtype)):
+        raise ConfigError(
+            f"ACCELERATE_MIXED_PRECISION={given}: {setting} decides here. Change that, or set mixed_precision to \"no\" "
+            "in accelerate's file, as conf/accelerate.yaml does"
+        )
 
 
 def make_accelerator(config: PPOConfig, device: torch.device, *, finds_unused: bool = False) -> Accelerator:

@@ -26,7 +26,7 @@ from ppo_rlhf.models.forward import backbone_of
 from ppo_rlhf.models.gradient_checkpointing import check_gradient_checkpointing
 from ppo_rlhf.models.loading import steady_context
 from ppo_rlhf.models.tokenizers import same_vocabulary, train_word_tokenizer
-from ppo_rlhf.ppo.accelerator import resolve_device
+from ppo_rlhf.ppo.accelerator import check_precision, resolve_device
 from ppo_rlhf.ppo.build import check_device, check_libraries, lora_settings
 from ppo_rlhf.ppo.episodes import call_environment
 from ppo_rlhf.ppo.evaluation import DEMO_JUDGE, EvaluationConfig, is_demo_prompts
@@ -45,6 +45,7 @@ from ppo_rlhf.training.critic_pretraining import CriticPretrainingConfig, pretra
 from ppo_rlhf.training.kl_study import KLStudyConfig, settings_of
 from ppo_rlhf.training.supervised import preferences
 from ppo_rlhf.training.supervised.demonstrations import DataPreparationConfig, corpus_texts, split_demonstrations
+from ppo_rlhf.training.supervised.optimisation import OptimisationConfig
 from ppo_rlhf.training.supervised.reward_training import RewardModellingConfig
 from ppo_rlhf.training.supervised.sft import SupervisedFinetuningConfig
 
@@ -127,6 +128,10 @@ def check_settings(run: RunRequest) -> Iterator[str]:
     }
     for setting in (name for name, missing in is_missing.items() if missing):
         yield f"{setting} is not set. Set it in conf/local/globals.yml or with --params {setting}=…"
+    for name, model in {"supervised_finetuning": "sft_policy", "reward_modelling": "reward_model"}.items():
+        group = run.group(name, OptimisationConfig)
+        if group is not None and run.writes(model):
+            check_precision(f"{name}.bf16={str(group.bf16).lower()}", "bfloat16" if group.bf16 else "float32")
     ppo = run.group("ppo", PPOConfig)
     if ppo is not None:
         yield from ppo.misplaced_paths()
