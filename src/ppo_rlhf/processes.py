@@ -61,7 +61,7 @@ def check_launch(environment: Mapping[str, str] = os.environ) -> None:
     for name, ours in _NOT_OF_ACCELERATE.items():
         value = environment.get(name, "")
         if value.lower() not in _OFF and (value != "1" or name.startswith("ACCELERATE_USE")):
-            raise ConfigError(f"{name}={value}: {ours}. Unset it, or take accelerate's file without it: conf/accelerate.yaml")
+            raise ConfigError(f"{name}={value}: {ours}. Unset it; conf/accelerate.yaml is a file without it.")
     if "RANK" in environment and "LOCAL_RANK" in environment:
         return
     for name in _OTHER_LAUNCHERS:

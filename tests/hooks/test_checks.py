@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 from kedro.config import OmegaConfigLoader
-from kedro.io import DataCatalog, MemoryDataset
+from kedro.io import DataCatalog, MemoryDataset, Version
 from kedro.pipeline import Node, Pipeline
+from kedro_datasets.pandas import CSVDataset
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError, ConfigError, LaunchError
-from ppo_rlhf.hooks.checks import ChecksHook, check_runner
+from ppo_rlhf.hooks.checks import ChecksHook, check_load_versions, check_runner
 from ppo_rlhf.hooks.own_settings import OwnSettings
 from ppo_rlhf.runner import LoopRunner
 
@@ -134,6 +135,20 @@ def test_another_runner_is_refused_for_the_loop_and_welcome_elsewhere():
     with pytest.raises(ConfigError, match=r"session.run\(runner=LoopRunner\(\)\)"):
         check_runner({"runner": "None", "only_missing_outputs": False}, Pipeline([first, step]))
     check_runner({"runner": str(LoopRunner()), "only_missing_outputs": False}, Pipeline([first, step]))
+
+
+def test_a_version_of_an_entry_that_is_not_read_or_has_no_versions_is_refused(tmp_path: Path):
+    datasets = {
+        "kept": CSVDataset(filepath=str(tmp_path / "kept.csv"), version=Version("then", None)),
+        "plain": CSVDataset(filepath=str(tmp_path / "plain.csv")),
+        "made": CSVDataset(filepath=str(tmp_path / "made.csv"), version=Version("then", None)),
+    }
+    pipeline, entries = Pipeline([Node(max, ["kept", "plain"], "made", name="n")]), DataCatalog(datasets)
+    check_load_versions({"load_versions": None}, pipeline, entries)
+    check_load_versions({"load_versions": {"kept": "then"}}, pipeline, entries)
+    for name in ("plain", "made", "unknown"):
+        with pytest.raises(ConfigError, match=f"^--load-versions {name}:then: .* that has versions: kept$"):
+            check_load_versions({"load_versions": {"kept": "then", name: "then"}}, pipeline, entries)
 
 
 def test_a_disk_that_checkpoints_do_not_fit_on_ends_the_run_as_soon_as_there_is_a_state():

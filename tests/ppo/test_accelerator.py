@@ -56,7 +56,7 @@ def test_accelerates_use_of_the_cpu_holds_on_a_machine_with_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
     assert resolve_device("auto") == CPU
-    with pytest.raises(ConfigError, match="device=cuda: .*ACCELERATE_USE_CPU"):
+    with pytest.raises(ConfigError, match=r"device=cuda: .*ACCELERATE_USE_CPU"):
         resolve_device("cuda")
 
 

@@ -145,7 +145,8 @@ def test_a_setting_of_accelerate_that_is_not_done_is_refused_with_the_name_of_ou
 def test_settings_as_accelerate_writes_them_where_nothing_was_asked_for_are_accepted():
     launched = {
         **{"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "NO", "ACCELERATE_DYNAMO_MODE": "default"},
-        **{"ACCELERATE_USE_CPU": "False", "ACCELERATE_USE_FSDP": "false", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1"},
+        **{"ACCELERATE_USE_CPU": "False", "ACCELERATE_USE_FSDP": "false"},
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1",
     }
     processes.check_launch(launched)
 

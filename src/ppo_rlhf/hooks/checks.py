@@ -59,6 +59,7 @@ class ChecksHook:
         from ppo_rlhf.preflight import describe_parts  # heavy: only a run pays for it
 
         check_runner(run_params, pipeline)
+        check_load_versions(run_params, pipeline, catalog)
         assert self._loader is not None
         problems, advice = judge_settings(self._loader, pipeline, catalog, Path(run_params["project_path"]))
         if problems:
@@ -115,4 +116,18 @@ def check_runner(run_params: Mapping[str, Any], pipeline: Pipeline) -> None:
         raise ConfigError(
             f"The runner {run_params['runner']} would run PPO's loop once instead of until training is finished: drop "
             "--runner, or in Python give session.run(runner=LoopRunner()) with LoopRunner of ppo_rlhf.runner."
+        )
+
+
+def check_load_versions(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: CatalogProtocol) -> None:
+    """Raise ConfigError if a version is named of something that the run does not read, or that has no versions.
+
+    Kedro ignores such a version and records it. A dataset itself refuses a version that it does not have.
+    """
+    given = run_params["load_versions"] or {}
+    found = [name for name in sorted(pipeline.inputs()) if given and getattr(catalog.get(name), "_version", None)]
+    for name in given.keys() - found:
+        raise ConfigError(
+            f"--load-versions {name}:{given[name]}: the run can read a version only of what it reads and that has "
+            f"versions: {', '.join(found) or 'nothing'}"
         )
