@@ -225,20 +225,10 @@ def _reward_model(context: KedroContext, policy: PretrainedConfig) -> Pretrained
 
 
 def _longest_prompt(context: KedroContext, model: PretrainedHandle, config: PPOConfig) -> int:
-    from ppo_rlhf.data.prompts import PromptsConfig, tokenise_prompts
-    from ppo_rlhf.models.loading import steady_context
+    from ppo_rlhf.data.prompts import PromptsConfig, prompts_for
 
     if Path(model.source).is_file():
         raise ConfigError(f"{model.source} has no tokenizer that counts the prompts' tokens: give --prompt-length.")
-    longest, why = steady_context(model.config())
-    dataset = tokenise_prompts(
-        context.catalog["raw_prompts"].load(),
-        model.tokenizer(),
-        column=PromptsConfig(**context.config_loader["parameters"].get("prompts", {})).column,
-        response_length=config.response_length,
-        context=longest,
-        overlong=config.overlong_prompts,
-        name="prompts",
-        why=why,
-    )
-    return max(map(len, dataset.prompt_ids))
+    settings = PromptsConfig(**context.config_loader["parameters"].get("prompts", {}))
+    prompts = prompts_for(model, context.catalog["raw_prompts"].load(), config, settings, "prompts")
+    return max(map(len, prompts.prompt_ids))

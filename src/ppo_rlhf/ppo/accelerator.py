@@ -38,8 +38,8 @@ def resolve_device(name: str) -> torch.device:
     """Return the device that `ppo.device` names: `auto` is this process's own GPU where there is one.
 
     Raises:
-        ConfigError: torch knows no such device, this machine has none, accelerate keeps to the CPU, or several processes
-            would share it.
+        ConfigError: torch knows no such device, this machine has none, accelerate keeps to the CPU, or processes would
+            share it.
         LaunchError: The launch is refused.
     """
     check_launch()
@@ -74,8 +74,8 @@ def check_precision(setting: str, dtype: str) -> None:
     given = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
     if given not in ("no", _MIXED.get(dtype)):
         raise ConfigError(
-            f"ACCELERATE_MIXED_PRECISION={given}: {setting} decides here. Change that, or let accelerate's mixed_precision "
-            'be "no", as in conf/accelerate.yaml'
+            f"ACCELERATE_MIXED_PRECISION={given}: {setting} decides here. Change that, or set mixed_precision to "
+            'accelerate\'s "no", as conf/accelerate.yaml does'
         )
 
 

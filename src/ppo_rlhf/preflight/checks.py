@@ -111,7 +111,7 @@ def check_start(run: RunRequest) -> Iterator[str]:
     if nowhere:
         yield f"This run starts from {', '.join(nowhere)}, which no file holds: use --from-nodes with earlier nodes."
     for name in sorted(run.pipeline.inputs() - set(nowhere)):
-        if not isinstance(run.catalog[name], CHECKED_BELOW) and not run.catalog[name].exists():
+        if run.needs(name) and not isinstance(run.catalog[name], CHECKED_BELOW) and not run.catalog[name].exists():
             yield f"{run.source(name)}: nothing is there yet. Run the node that makes {name} first."
 
 
@@ -173,7 +173,7 @@ def check_demo_parts(run: RunRequest) -> Iterator[str]:
     """Find forgotten settings by which parts of the demo, or of an earlier run, would serve a person's own policy."""
     if run.source("sft_policy") is None or not run.reads("sft_policy") or run.is_ours("sft_policy"):
         return
-    policy, reward_model, prompts = map(run.shown, ("sft_policy", "reward_model", "raw_prompts"))
+    policy, reward_model = map(run.shown, ("sft_policy", "reward_model"))
     made_here = run.project_path / run.data_root / MODELS_LAYER / "reward_model"
     uses_model = run.reads("reward_model") and run.needs_reward_model
     if uses_model and (run.project_path / reward_model).resolve() == made_here.resolve():
@@ -183,11 +183,12 @@ def check_demo_parts(run: RunRequest) -> Iterator[str]:
             "functions as reward."
         )
     evaluation = run.group("evaluation", EvaluationConfig)
-    is_judged = evaluation is None or evaluation.judge is not None
-    if run.reads("raw_prompts") and is_demo_prompts(prompts, run.project_path) and not is_judged:
+    if evaluation is None or evaluation.judge is not None:
+        return
+    if is_demo_prompts(evaluation.prompts_path, run.project_path):
         yield (
-            f"prompts_path={prompts} has the demo's prompts, and the demo's judge would decide how {policy} answers. "
-            f"Set it to your own; if you mean the demo's, set evaluation.judge={DEMO_JUDGE}."
+            f"prompts_path={evaluation.prompts_path} has the demo's prompts, and the demo's judge would decide how "
+            f"{policy} answers. Set it to your own; if you mean the demo's, set evaluation.judge={DEMO_JUDGE}."
         )
 
 
@@ -300,7 +301,7 @@ def check_preferences(run: RunRequest) -> Iterator[str]:
 def check_prompts(run: RunRequest) -> None:
     """Find prompts that are neither text nor chat, do not fit into the model's context, or cannot be split."""
     settings, ppo = run.group("prompts", PromptsConfig), run.group("ppo", PPOConfig)
-    if settings is None or "raw_prompts" not in run.tables:
+    if settings is None:
         return
     tables = {name: run.tables[name] for name in PROMPTS if name in run.tables}
     policy = _policy_reader(run)
@@ -317,9 +318,8 @@ def check_prompts(run: RunRequest) -> None:
                 name=str(run.source(name)),
                 why=why,
             )
-    evaluation = tables.get("raw_evaluation_prompts")
-    split = (settings.held_out_share, settings.max_held_out, settings.seed, settings.column)
-    split_held_out(tables["raw_prompts"], evaluation, *split)
+    if "raw_prompts" in tables:
+        split_held_out(tables["raw_prompts"], tables.get("raw_evaluation_prompts"), settings)
 
 
 def _policy_reader(run: RunRequest) -> tuple[PreTrainedTokenizerBase, int | None, str] | None:
