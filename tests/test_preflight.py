@@ -20,7 +20,6 @@ from ppo_rlhf.datasets import (
     OptionalTableDataset,
     PretrainedModelDataset,
     RecordsDataset,
-    ResumeCheckpointDataset,
     TableDataset,
 )
 from ppo_rlhf.models import quantisation
@@ -564,10 +563,3 @@ def test_the_demos_judge_does_not_judge_the_evaluation_of_a_persons_own_policy(e
     assert problem.startswith(f"prompts_path={DEMO_PROMPTS_PATH}")
     evaluating.groups["evaluation"] = EvaluationConfig(prompts_path=DEMO_PROMPTS_PATH, judge=DEMO_JUDGE)
     assert evaluation_problems(evaluating) == []
-
-
-def test_a_run_that_does_not_train_goes_on_with_none():
-    catalog = DataCatalog({"resume_checkpoint": ResumeCheckpointDataset("checkpoints", resume="some_run")})
-    evaluate = Node(lambda: 0, None, "x", name="evaluate")
-    (problem,) = find_problems(Pipeline([evaluate]), catalog, Path("/project"))
-    assert problem.startswith("resume=some_run")

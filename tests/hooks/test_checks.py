@@ -58,7 +58,7 @@ def test_names_that_something_reads_are_welcome(conf: Path):
     (conf / "local/parameters.yml").write_text("ppo: {gamma: 0.9}\nshared: 3\nother: '${shared}'\nmine: 1\n_own: 2\n")
     reads_more = Pipeline([Node(lambda a, b: a, ["params:mine", "params:other"], "y", name="m")])
     given = settings(conf, my_file="x", ppo={"gamma": 1.0}, seed=1)
-    assert given.unread({"more": reads_more}) == []
+    assert given.unread({"x", "params:ppo"}, {"more": reads_more}) == []
 
 
 def test_pipelines_are_not_put_together_where_every_name_is_known(conf: Path):
@@ -66,7 +66,7 @@ def test_pipelines_are_not_put_together_where_every_name_is_known(conf: Path):
         def values(self) -> Any:
             raise AssertionError
 
-    assert settings(conf, seed=1).unread(Unasked()) == []
+    assert settings(conf, seed=1).unread({"params:ppo"}, Unasked()) == []
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_pipelines_are_not_put_together_where_every_name_is_known(conf: Path):
     ],
 )
 def test_an_unknown_name_of_params_is_named_with_the_nearest(conf: Path, given: dict, where: str, hint: str):
-    (line,) = settings(conf, **given).unread({})
+    (line,) = settings(conf, **given).unread({"params:ppo"}, {})
     assert line.startswith(f"{where}: nothing reads this name. {hint}")
 
 
@@ -93,9 +93,63 @@ def test_an_unknown_name_of_params_is_named_with_the_nearest(conf: Path, given: 
 )
 def test_a_name_in_a_file_that_nothing_reads_is_named(conf: Path, file: str, text: str, name: str, hint: str):
     (conf / "local" / file).write_text(text)
-    (line,) = settings(conf).unread({})
+    (line,) = settings(conf).unread({"params:ppo"}, {})
     kind = file.removesuffix(".yml")
     assert line == f"conf/local: {name} ({kind}): nothing reads this name. {hint}"
+
+
+TWO_STAGES = {
+    "align": Pipeline([Node(lambda x, ppo: x, ["x", "params:ppo"], "y", name="align")]),
+    "split": Pipeline([Node(lambda prompts: prompts, "params:prompts.column", "z", name="split")]),
+    "__default__": Pipeline([]),
+}
+
+
+@pytest.mark.parametrize(
+    ("given", "typed", "readers"),
+    [
+        ({"my_file": "a"}, "my_file", ["align"]),  # a is what the catalog has without it
+        ({"seed": 1}, "seed", ["align"]),
+        ({"ppo": {"gamma": 1.0, "lam": 1.0}}, "ppo.gamma, ppo.lam", ["align"]),
+        ({"prompts": {"column": "text"}}, "prompts.column", ["split"]),
+    ],
+)
+def test_what_is_typed_and_this_run_does_not_read_is_refused_with_the_pipelines_that_do(
+    conf: Path, given: dict, typed: str, readers: list[str]
+):
+    for name, pipeline in TWO_STAGES.items():
+        lines = settings(conf, **given).unread(pipeline.datasets(), TWO_STAGES)
+        if name in readers:
+            assert lines == []
+        else:
+            (line,) = lines
+            assert line.startswith(
+                f"--params {typed}: nothing in this command reads it; pipelines that do: {readers[0]}."
+            )
+
+
+def test_what_a_file_of_no_pipeline_reads_is_read_by_every_run(conf: Path):
+    (conf / "base/mlflow.yml").write_text("server: ${runtime_params:store, null}")
+    (conf / "local/catalog.yml").write_text(
+        '_folder: "${runtime_params:folder, b}"\n"{name}_table": {type: a.B, filepath: "${_folder}/{name}.csv"}'
+    )
+    assert settings(conf, store="s", folder="f").unread(set(), {}) == []
+
+
+def test_a_setting_that_is_filled_from_the_globals_is_refused_with_the_names_to_set(conf: Path):
+    name = "evaluation: {prompts_path: '${runtime_params:prompts_path, ${globals:prompts_path}}'}"
+    (conf / "base/parameters_evaluation.yml").write_text(name)
+    (conf / "base/globals.yml").write_text(f"{GLOBALS[:-1]}, prompts_path: shipped.jsonl}}")
+    (conf / "local/globals.yml").write_text("prompts_path: mine.jsonl")
+    reads = {"params:evaluation"}
+    assert settings(conf).unread(reads, {}) == []
+    assert settings(conf, prompts_path="other.jsonl").unread(reads, {}) == []
+    (typed,) = settings(conf, evaluation={"prompts_path": "other.jsonl"}).unread(reads, {})
+    (conf / "local/parameters.yml").write_text("evaluation: {prompts_path: other.jsonl}")
+    (in_a_file,) = settings(conf).unread(reads, {})
+    assert typed == in_a_file
+    assert typed.startswith("evaluation.prompts_path=other.jsonl: ")
+    assert "evaluation_prompts_path" in typed
 
 
 def test_the_demos_values_are_warned_of_with_another_model_alone(conf: Path):

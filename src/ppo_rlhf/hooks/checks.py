@@ -17,6 +17,7 @@ from kedro.pipeline import Pipeline
 from ppo_rlhf import processes
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.hooks.own_settings import OwnSettings
+from ppo_rlhf.hooks.resume import RESUME_CHECKPOINT
 from ppo_rlhf.runner import LoopRunner, plan_loop
 
 logger = logging.getLogger(__name__)
@@ -93,7 +94,8 @@ def judge_settings(
     from ppo_rlhf.preflight import find_problems  # heavy: only a run pays for it
 
     settings, data_root = OwnSettings(loader), loader["globals"].get("data_root", "data")
-    problems = [*settings.unread(pipelines), *find_problems(pipeline, catalog, project_path, data_root)]
+    read = pipeline.datasets() | ({RESUME_CHECKPOINT} if plan_loop(pipeline) else set())
+    problems = [*settings.unread(read, pipelines), *find_problems(pipeline, catalog, project_path, data_root)]
     advice = [] if problems else [*settings.demo_values(pipeline, catalog), *settings.unusual_values(pipeline, catalog)]
     return problems, advice
 

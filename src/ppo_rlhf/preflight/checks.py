@@ -19,7 +19,6 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import PPORLHFError, own_error
 from ppo_rlhf.data.prompts import PromptsConfig, is_prompt, split_held_out, tokenise_prompts
 from ppo_rlhf.datasets import PretrainedModelDataset, RecordsDataset, ResumeCheckpointDataset
-from ppo_rlhf.datasets.resume_checkpoint import LATEST
 from ppo_rlhf.models.adapters import check_critic_targets, check_targets
 from ppo_rlhf.models.compilation import layers_of
 from ppo_rlhf.models.forward import backbone_of
@@ -40,7 +39,6 @@ from ppo_rlhf.rewards.functions import (
 )
 from ppo_rlhf.rewards.scorers import RewardConfig
 from ppo_rlhf.rewards.shaping import check_token_rewards
-from ppo_rlhf.runner import plan_loop
 from ppo_rlhf.training.critic_pretraining import CriticPretrainingConfig, pretraining_config
 from ppo_rlhf.training.kl_study import KLStudyConfig, settings_of
 from ppo_rlhf.training.supervised import preferences
@@ -83,7 +81,6 @@ def find_problems(
         check_optional_packages,
         check_protection,
         check_demo_parts,
-        check_resume,
     ):
         ask(first)
     for name in filter(run.reads, TABLES):
@@ -143,18 +140,6 @@ def check_optional_packages(run: RunRequest) -> None:
     ppo = run.group("ppo", PPOConfig)
     if ppo is not None and run.writes("prompt_dataset"):
         check_libraries(ppo)
-
-
-def check_resume(run: RunRequest) -> Iterator[str]:
-    """Find a run that does not train and so cannot go on; the tracking hook looks for the checkpoint."""
-    entry = run.catalog.get("resume_checkpoint")
-    if not isinstance(entry, ResumeCheckpointDataset) or entry.requested in (None, LATEST):
-        return
-    if not run.reads("resume_checkpoint") and plan_loop(run.pipeline) is None:
-        yield (
-            f"resume={entry.requested}: nothing in this run trains by PPO. Run the pipeline that was interrupted: "
-            "--pipelines ppo or align, or the whole chain without --pipelines."
-        )
 
 
 def check_protection(run: RunRequest) -> Iterator[str]:
