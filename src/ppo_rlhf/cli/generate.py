@@ -19,6 +19,7 @@ from rich.text import Text
 from ppo_rlhf.cli.advise import show
 from ppo_rlhf.cli.errors import project_here
 from ppo_rlhf.core.errors import DataError, ModelError
+from ppo_rlhf.hooks.checks import refuse_unread
 
 if TYPE_CHECKING:  # imported where they are used: they import torch, which other commands do without
     import pandas as pd
@@ -32,6 +33,7 @@ if TYPE_CHECKING:  # imported where they are used: they import torch, which othe
     from ppo_rlhf.ppo.sampling import SamplingSettings
     from ppo_rlhf.rewards.scorers import RewardScorer
 
+READ, OF_REWARD = {"sft_policy", "ppo_policy", "params:ppo", "params:prompts"}, {"reward_model", "params:reward"}
 SIDE_BY_SIDE = 100
 """A terminal with fewer columns shows one answer above the other."""
 
@@ -109,6 +111,7 @@ def _lines(project_path: Path, options: dict[str, Any]) -> Iterator[str]:
     session: Any = KedroSession.create(project_path, env=options["env"], runtime_params=options["params"])
     with session:
         context = session.load_context()
+        refuse_unread(context.config_loader, READ | (OF_REWARD if options["with_reward"] else set()))
         column = PromptsConfig(**context.config_loader["parameters"].get("prompts", {})).column
         table = read_records(Path(options["file"]).expanduser(), column) if options["file"] else None
         policies = _load(context, options)

@@ -100,6 +100,12 @@ def judge_settings(
     return problems, advice
 
 
+def refuse_unread(loader: OmegaConfigLoader, datasets: set[str]) -> None:
+    """Raise ConfigError if a person gave what a command does not read; it reads these entries and `params:<group>`."""
+    if problems := OwnSettings(loader).unread(datasets, pipelines):
+        raise ConfigError("\n".join(problems))
+
+
 def check_runner(run_params: Mapping[str, Any], pipeline: Pipeline) -> None:
     """Raise ConfigError if a pipeline with the closed loop would not be run as one, from its start to its end.
 

@@ -146,7 +146,7 @@ def check_protection(run: RunRequest) -> Iterator[str]:
     """Find a model that the run would write outside the project's own models: it may be a person's."""
     layer = Path(run.data_root, MODELS_LAYER)
     for name, (stage, setting, reading) in MADE_BY.items():
-        if run.writes(name) and run.source(name) is not None and not run.is_ours(name):
+        if run.writes(name) and run.source(name) is not None and not run.is_ours(run.source(name)):
             yield (
                 f"{setting}={run.source(name)} is outside {layer}, and {stage} would write it; models of your own are "
                 f"never written. To use it as it is, run `{reading}`. To train one, set {setting} to a folder "
@@ -156,12 +156,10 @@ def check_protection(run: RunRequest) -> Iterator[str]:
 
 def check_demo_parts(run: RunRequest) -> Iterator[str]:
     """Find forgotten settings by which parts of the demo, or of an earlier run, would serve a person's own policy."""
-    if run.source("sft_policy") is None or not run.reads("sft_policy") or run.is_ours("sft_policy"):
+    if run.source("sft_policy") is None or not run.reads("sft_policy") or run.is_ours(run.source("sft_policy")):
         return
     policy, reward_model = map(run.shown, ("sft_policy", "reward_model"))
-    made_here = run.project_path / run.data_root / MODELS_LAYER / "reward_model"
-    uses_model = run.reads("reward_model") and run.needs_reward_model
-    if uses_model and (run.project_path / reward_model).resolve() == made_here.resolve():
+    if run.reads("reward_model") and run.needs_reward_model and run.is_made_here("reward_model"):
         yield (
             f"reward_model_path={reward_model} is where this project keeps the reward model of its own SFT policy, not "
             f"of {policy}. Set it to your own reward model (or to a version in that folder, if you mean it), or give "
@@ -188,7 +186,7 @@ def check_model(run: RunRequest, name: str) -> Iterator[str]:
     """Find a model that is missing, incomplete, of the wrong kind, or with a tokenizer of another one."""
     if run.source(name) is None or not run.needs(name):
         return
-    if name in MADE_BY and run.is_ours(name) and not run.catalog[name].exists():
+    if name in MADE_BY and run.is_ours(run.source(name)) and not run.catalog[name].exists():
         stage, setting, _ = MADE_BY[name]
         yield f"{run.source(name)}: nothing is there yet. Run {stage} first, or set {setting}."
         return
