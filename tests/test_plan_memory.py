@@ -132,7 +132,7 @@ def test_the_demos_reward_model_is_not_planned_for_another_policy(kedro: Kedro, 
     )
     assert [weights(lines, name) for name in ("reward model", "critic")] == [
         "3.85 GiB"
-    ] * 2  # 4.10 less 0.24 of the head
+    ] * 2  # 4.11 less 0.24 of the head
 
 
 def test_a_reward_model_that_is_named_is_planned(kedro: Kedro, after_the_demo: Path, tmp_path: Path):

@@ -252,20 +252,6 @@ def test_settings_that_the_model_can_serve_are_no_problem(user: User, settings: 
     assert user.problems() == []
 
 
-@pytest.mark.parametrize("stage", ["supervised_finetuning", "reward_modelling"])
-def test_a_stage_that_would_train_in_accelerates_precision_instead_of_its_own_is_found(
-    chain: User, monkeypatch: pytest.MonkeyPatch, stage: str
-):
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    chain.set_ppo(dtype="bfloat16")
-    kinds = {"supervised_finetuning": SupervisedFinetuningConfig, "reward_modelling": RewardModellingConfig}
-    chain.groups |= {name: kind(bf16=name != stage) for name, kind in kinds.items()}
-    (problem,) = chain.problems()
-    assert problem.startswith(f"ACCELERATE_MIXED_PRECISION=bf16: {stage}.bf16=false ")
-    chain.groups[stage] = kinds[stage](bf16=True)
-    assert chain.problems() == []
-
-
 def test_gradient_checkpointing_that_the_model_lacks_is_found(user: User, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(GPT2LMHeadModel, "supports_gradient_checkpointing", False)
     user.set_ppo(gradient_checkpointing=True)

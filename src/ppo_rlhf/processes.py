@@ -23,19 +23,16 @@ TIMEOUT = timedelta(hours=2)
 """How long a process waits for another one: a reward function or an evaluation may keep the main process busy."""
 
 _OTHER_LAUNCHERS = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
-_OFF = ("", "0", "no", "none", "false")
-_WHOLE = (
-    "each process holds whole models here; where memory is short, set ppo.gradient_checkpointing, ppo.use_peft or "
-    "ppo.load_in_4bit (`kedro plan-memory`)"
-)
-_NOT_OF_ACCELERATE = {
-    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "ppo.gradient_accumulation_steps sets the size of a batch here",
-    "ACCELERATE_GRADIENT_CLIPPING": "ppo.max_grad_norm clips the gradients here",
-    "ACCELERATE_DYNAMO_BACKEND": "ppo.compile=true compiles the layers here",
-    "ACCELERATE_TORCH_DEVICE": "ppo.device names the device here",
-    **{f"ACCELERATE_USE_{name}": _WHOLE for name in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG")},
+_SMALLER = "ppo.use_peft, ppo.load_in_4bit or ppo.gradient_checkpointing, as models are not cut up"
+_INSTEAD = {
+    "GRADIENT_ACCUMULATION_STEPS": "ppo.gradient_accumulation_steps",
+    "GRADIENT_CLIPPING": "ppo.max_grad_norm",
+    "MIXED_PRECISION": "ppo.dtype, supervised_finetuning.bf16 and reward_modelling.bf16",
+    "DYNAMO_BACKEND": "ppo.compile",
+    "TORCH_DEVICE": "ppo.device",
+    **{f"USE_{name}": _SMALLER for name in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG")},
 }
-"""Settings of accelerate, as its launcher passes them on, that would do nothing or change numbers; and what does it."""
+"""Settings of accelerate that would do nothing here, or change numbers unseen; and ours."""
 _HOW = (
     "Start it with `torchrun --nproc_per_node N -m kedro run` or `accelerate launch --config_file conf/accelerate.yaml`"
 )
@@ -55,13 +52,15 @@ def check_launch(environment: Mapping[str, str] = os.environ) -> None:
     """Refuse a launch whose processes would each train a run of their own over the same folders.
 
     Raises:
-        ConfigError: accelerate is asked for something that a setting of ours does.
+        ConfigError: accelerate is told what is a setting of ours.
         LaunchError: A launcher was asked for several processes, but did not say which of them this one is.
     """
-    for name, ours in _NOT_OF_ACCELERATE.items():
-        value = environment.get(name, "")
-        if value.lower() not in _OFF and (value != "1" or name.startswith("ACCELERATE_USE")):
-            raise ConfigError(f"{name}={value}: {ours}. Unset it; conf/accelerate.yaml is a file without it.")
+    for name, ours in _INSTEAD.items():
+        value = environment.get(f"ACCELERATE_{name}", "")
+        if value.lower() not in ("", "0", "no", "none", "false", "" if name.startswith("USE") else "1"):
+            raise ConfigError(
+                f"ACCELERATE_{name}={value}: here set {ours}. Unset it, or take accelerate's file conf/accelerate.yaml."
+            )
     if "RANK" in environment and "LOCAL_RANK" in environment:
         return
     for name in _OTHER_LAUNCHERS:
@@ -75,13 +74,6 @@ def check_launch(environment: Mapping[str, str] = os.environ) -> None:
         raise LaunchError(f"`accelerate launch --cpu` starts one process, whatever --num_processes says. {_HOW}.")
 
 
-def keeps_to_cpu() -> bool:
-    """Return whether accelerate is told to leave the GPUs alone."""
-    from accelerate.utils import parse_flag_from_env
-
-    return bool(parse_flag_from_env("ACCELERATE_USE_CPU"))
-
-
 def join_processes() -> PartialState:
     """Join the process group on the first call, and return what accelerate knows of this process.
 
@@ -92,9 +84,11 @@ def join_processes() -> PartialState:
     """
     import torch
     from accelerate import PartialState
+    from accelerate.utils import parse_flag_from_env
 
     check_launch()
-    found = PartialState(cpu=keeps_to_cpu() or not torch.cuda.is_available(), timeout=TIMEOUT)
+    cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.cuda.is_available()
+    found = PartialState(cpu=cpu, timeout=TIMEOUT)
     if found.num_processes != process_count():
         raise LaunchError(
             f"The launcher started {process_count()} processes, but accelerate joined {found.num_processes}: each "

@@ -36,6 +36,7 @@ def conf(tmp_path: Path) -> Path:
     for folder in ("base", "local"):
         (tmp_path / folder).mkdir()
     (tmp_path / "base/globals.yml").write_text(GLOBALS)
+    (tmp_path / "base/mlflow.yml").write_text("ui: {host: 127.0.0.1}")
     (tmp_path / "base/parameters_ppo.yml").write_text(PARAMETERS)
     (tmp_path / "base/catalog.yml").write_text(
         'x: {type: pickle.PickleDataset, filepath: "${runtime_params:my_file, a}"}'
@@ -45,7 +46,12 @@ def conf(tmp_path: Path) -> Path:
 
 def settings(conf: Path, **given: Any) -> OwnSettings:
     loader = OmegaConfigLoader(
-        str(conf), base_env="base", default_run_env="local", runtime_params=given, merge_strategy={"parameters": "soft"}
+        str(conf),
+        base_env="base",
+        default_run_env="local",
+        runtime_params=given,
+        config_patterns={"mlflow": ["mlflow*"]},
+        merge_strategy={"parameters": "soft"},
     )
     return OwnSettings(loader)
 
@@ -123,9 +129,7 @@ def test_what_is_typed_and_this_run_does_not_read_is_refused_with_the_pipelines_
             assert lines == []
         else:
             (line,) = lines
-            assert line.startswith(
-                f"--params {typed}: nothing in this command reads it; pipelines that do: {readers[0]}."
-            )
+            assert line.startswith(f"--params {typed}: nothing in this command reads it; {readers[0]} would.")
 
 
 def test_what_a_file_of_no_pipeline_reads_is_read_by_every_run(conf: Path):
@@ -201,7 +205,7 @@ def test_a_version_of_an_entry_that_is_not_read_or_has_no_versions_is_refused(tm
     check_load_versions({"load_versions": None}, pipeline, entries)
     check_load_versions({"load_versions": {"kept": "then"}}, pipeline, entries)
     for name in ("plain", "made", "unknown"):
-        with pytest.raises(ConfigError, match=f"^--load-versions {name}:then: .* that has versions: kept$"):
+        with pytest.raises(ConfigError, match=f"^--load-versions {name}: .* versions have kept$"):
             check_load_versions({"load_versions": {"kept": "then", name: "then"}}, pipeline, entries)
 
 

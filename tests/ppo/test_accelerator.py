@@ -60,19 +60,6 @@ def test_accelerates_use_of_the_cpu_holds_on_a_machine_with_a_gpu(monkeypatch):
         resolve_device("cuda")
 
 
-@pytest.mark.parametrize(("given", "dtype"), [("bf16", "float32"), ("fp16", "bfloat16"), ("fp8", "bfloat16")])
-def test_a_precision_of_accelerate_is_refused_unless_ours_is_the_same(monkeypatch, given, dtype):
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", given)
-    with pytest.raises(ConfigError, match=rf"^ACCELERATE_MIXED_PRECISION={given}: ppo\.dtype={dtype} "):
-        check_device(PPOConfig(dtype=dtype), CPU)
-
-
-@pytest.mark.parametrize(("given", "dtype"), [("bf16", "bfloat16"), ("no", "bfloat16"), ("no", "float32")])
-def test_a_precision_of_accelerate_that_ours_agrees_with_is_accepted(monkeypatch, given, dtype):
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", given)
-    check_device(PPOConfig(dtype=dtype), CPU)
-
-
 @pytest.mark.parametrize("name", ["gpu0", "cuda:2"])
 def test_a_device_that_torch_or_this_machine_does_not_have_is_refused(monkeypatch, name):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

@@ -122,6 +122,7 @@ def test_one_process_or_joined_ones_are_accepted(environment):
     [
         ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4", "ppo.gradient_accumulation_steps"),
         ("ACCELERATE_GRADIENT_CLIPPING", "0.5", "ppo.max_grad_norm"),
+        ("ACCELERATE_MIXED_PRECISION", "bf16", "ppo.dtype"),
         ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR", "ppo.compile"),
         ("ACCELERATE_TORCH_DEVICE", "cuda:1", "ppo.device"),
         ("ACCELERATE_USE_FSDP", "true", "ppo.use_peft"),

@@ -714,11 +714,11 @@ def test_a_reward_scorer_is_taken_as_it_is(sft: str):
 
 def test_settings_of_accelerate_that_would_change_the_gradients_are_refused(sft: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
-    with pytest.raises(ConfigError, match=r"_STEPS=4: ppo\.gradient_accumulation_steps"):
+    with pytest.raises(ConfigError, match=r"_STEPS=4: .*ppo\.gradient_accumulation_steps"):
         trainer_of(sft)
     monkeypatch.delenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    with pytest.raises(ConfigError, match=r"ACCELERATE_MIXED_PRECISION=bf16: ppo\.dtype=float32"):
+    with pytest.raises(ConfigError, match=r"_PRECISION=bf16: .*ppo\.dtype"):
         trainer_of(sft)
 
 

@@ -72,18 +72,9 @@ class _Policies:
 
     def read(self, table: pd.DataFrame, column: str, name: str) -> PromptDataset:
         """Return the tokenised prompts of a table."""
-        from ppo_rlhf.data.prompts import tokenise_prompts
+        from ppo_rlhf.data.prompts import read_prompts
 
-        length, overlong = self.config.response_length, self.config.overlong_prompts
-        return tokenise_prompts(
-            table,
-            self.tokenizer,
-            column=column,
-            response_length=length,
-            context=self.context,
-            overlong=overlong,
-            name=name,
-        )
+        return read_prompts((self.tokenizer, self.context, ""), table, self.config, column, name)
 
     def answers(self, prompts: PromptDataset, samples: int, turn: int) -> Iterator[tuple[str, dict[str, list[Answer]]]]:
         """Yield each prompt with its answers by policy."""

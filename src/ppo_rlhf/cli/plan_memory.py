@@ -109,9 +109,8 @@ def plan(context: KedroContext, **options: Any) -> Planned:
     given = {name: options[option] for name, option in names.items() if options.get(option) is not None}
     parameters = context.config_loader["parameters"]
     config = PPOConfig(**{**parameters.get("ppo", {}), **given})
-    memory_given = options.get("memory")  # then the device need not be here
-    is_elsewhere = memory_given is not None and config.device.startswith("cuda")
-    device = torch.device("cuda") if is_elsewhere else resolve_device(config.device)
+    gibibytes = options.get("memory")  # of a device that need not be here
+    device = torch.device("cuda") if gibibytes and "cuda" in config.device else resolve_device(config.device)
     check_device(config, device)
     evaluation = EvaluationConfig(**parameters.get("evaluation", {}))
     model = _sft_model(context, options.get("model"))
@@ -126,8 +125,8 @@ def plan(context: KedroContext, **options: Any) -> Planned:
         trust_remote_code=model.trust_remote_code,
     )
     found = memory.plan_memory(config, shape)
-    free, on_host = memory.available_memory(torch.device("cpu") if is_elsewhere else device)
-    free = free if memory_given is None else round(memory_given * 2**30)
+    free, on_host = memory.available_memory(torch.device("cpu") if gibibytes else device)
+    free = round(gibibytes * 2**30) if gibibytes else free
     return Planned(model.source, config, shape, found, device, free, on_host)
 
 
@@ -243,10 +242,10 @@ def _reward_model(context: KedroContext, model: PretrainedHandle, policy: Pretra
 
 
 def _longest_prompt(context: KedroContext, model: PretrainedHandle, config: PPOConfig) -> int:
-    from ppo_rlhf.data.prompts import PromptsConfig, prompts_for
+    from ppo_rlhf.data.prompts import PromptsConfig, read_prompts, reader_of
 
     if Path(model.source).is_file():
         raise ConfigError(f"{model.source} has no tokenizer that counts the prompts' tokens: give --prompt-length.")
-    settings = PromptsConfig(**context.config_loader["parameters"].get("prompts", {}))
-    prompts = prompts_for(model, context.catalog["raw_prompts"].load(), config, settings, "prompts")
+    column = PromptsConfig(**context.config_loader["parameters"].get("prompts", {})).column
+    prompts = read_prompts(reader_of(model), context.catalog["raw_prompts"].load(), config, column, "prompts")
     return max(map(len, prompts.prompt_ids))

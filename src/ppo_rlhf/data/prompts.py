@@ -18,6 +18,8 @@ from ppo_rlhf.data.chats import CHAT, is_chat, is_text, render_chat
 from ppo_rlhf.data.tables import as_json, hold_out
 from ppo_rlhf.models.loading import PretrainedHandle, steady_context
 
+Reader = tuple[PreTrainedTokenizerBase, int | None, str]
+"""A policy's tokenizer, the most tokens that it reads (None: no limit), and why no more."""
 _OWN_COLUMNS = ("prompt", "prompt_ids")
 
 
@@ -74,9 +76,7 @@ class PromptDataset:
 
 
 def split_held_out(
-    frame: pd.DataFrame,
-    evaluation: pd.DataFrame | None,
-    settings: PromptsConfig,
+    frame: pd.DataFrame, evaluation: pd.DataFrame | None, settings: PromptsConfig
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Return (prompts to train on, prompts held out).
 
@@ -112,20 +112,17 @@ def find_evaluated(frame: pd.DataFrame, evaluation: pd.DataFrame, column: str) -
     return frame[column].map(_key).isin(evaluation[column].map(_key))
 
 
-def prompts_for(
-    policy: PretrainedHandle, frame: pd.DataFrame, ppo: PPOConfig, settings: PromptsConfig, name: str
-) -> PromptDataset:
-    """Return the prompts of a table as a policy reads them; see `tokenise_prompts`."""
-    context, why = steady_context(policy.config())
+def reader_of(policy: PretrainedHandle) -> Reader:
+    """Return what reads the prompts of a policy."""
+    return policy.tokenizer(), *steady_context(policy.config())
+
+
+def read_prompts(reader: Reader, frame: pd.DataFrame, ppo: PPOConfig, column: str, name: str) -> PromptDataset:
+    """Return the prompts of a table as PPO reads them; see `tokenise_prompts`."""
+    tokenizer, context, why = reader
+    length, overlong = ppo.response_length, ppo.overlong_prompts
     return tokenise_prompts(
-        frame,
-        policy.tokenizer(),
-        column=settings.column,
-        response_length=ppo.response_length,
-        context=context,
-        overlong=ppo.overlong_prompts,
-        name=name,
-        why=why,
+        frame, tokenizer, column=column, response_length=length, context=context, overlong=overlong, name=name, why=why
     )
 
 

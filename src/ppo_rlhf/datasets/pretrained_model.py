@@ -59,7 +59,11 @@ class PretrainedModelDataset(AbstractDataset[TrainedModel, PretrainedHandle | No
         self._version = version
         self.metadata = metadata
         if version is not None and version.load is not None:
-            self.pin(self._named(version.load))
+            self.pin(Path(str(self._source)) / version.load)
+            if not self._exists():
+                raise ConfigError(
+                    f"--load-versions: {self._saved} is not there; leave it out to read the newest version"
+                )
 
     def load(self) -> PretrainedHandle | None:
         """Return a handle on the model. It is checked when it is used: a run may never need it."""
@@ -91,14 +95,6 @@ class PretrainedModelDataset(AbstractDataset[TrainedModel, PretrainedHandle | No
     def pin(self, version: Path) -> None:
         """Load this version from now on, though newer ones may come."""
         self._saved = version
-
-    def _named(self, version: str) -> Path:
-        folder = Path(str(self._source))
-        found = [] if (folder / "config.json").is_file() else sorted(folder.glob("[!.]*/config.json"))
-        if folder / version / "config.json" not in found:
-            others = ", ".join(path.parent.name for path in found) or "none"
-            raise ConfigError(f"--load-versions: {folder} has no version {version}; it has {others}.")
-        return folder / version
 
     def preview(self) -> JSONPreview:
         """Show Kedro-Viz the model's shape."""

@@ -24,14 +24,7 @@ class TableDataset(ParquetDataset):
 
 
 class OptionalTableDataset(TableDataset):
-    """A table that loads as None until it is written: an input that one run needs and another one does not.
-
-    ```yaml
-    evaluation_prompts:
-      type: ppo_rlhf.datasets.OptionalTableDataset
-      filepath: data/07_model_output/evaluation_prompts/evaluation_prompts.parquet
-    ```
-    """
+    """The same, for an input that one run needs and another does not: it loads as None until it is written."""
 
     def load(self) -> pd.DataFrame | None:
         """Return the table, None if there is none yet."""

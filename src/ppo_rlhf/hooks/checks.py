@@ -128,14 +128,10 @@ def check_runner(run_params: Mapping[str, Any], pipeline: Pipeline) -> None:
 
 
 def check_load_versions(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: CatalogProtocol) -> None:
-    """Raise ConfigError if a version is named of something that the run does not read, or that has no versions.
-
-    Kedro ignores such a version and records it. A dataset itself refuses a version that it does not have.
-    """
+    """Raise ConfigError if a version is named of what the run does not read, or has no versions: Kedro ignores that."""
     given = run_params["load_versions"] or {}
     found = [name for name in sorted(pipeline.inputs()) if given and getattr(catalog.get(name), "_version", None)]
-    for name in given.keys() - found:
+    if others := sorted(given.keys() - found):
         raise ConfigError(
-            f"--load-versions {name}:{given[name]}: the run can read a version only of what it reads and that has "
-            f"versions: {', '.join(found) or 'nothing'}"
+            f"--load-versions {others[0]}: of what the run reads, versions have {', '.join(found) or None}"
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -40,16 +40,17 @@ class OwnSettings:
         self._shipped = {kind: {str(name) for name in values} for kind, values in self._base.items()}
         alike["default_run_env"] = loader.default_run_env
         marked = OmegaConfigLoader(loader.conf_source, loader.env, _marked(self._given), **alike)
-        self._entries = {**marked["catalog"], **{f"params:{name}": of for name, of in marked["parameters"].items()}}
+        self._entries = {**marked["catalog"], **{name: marked[name] for name in ("parameters", "mlflow")}}
+        self._entries |= {f"params:{name}": values for name, values in marked["parameters"].items()}
         # the loader that was made last resolves ${globals:…} for all: like the run's own from now on
         OmegaConfigLoader(loader.conf_source, loader.env, self._given, **alike)
 
     def unread(self, datasets: Set[str], pipelines: Mapping[str, Pipeline]) -> list[str]:
         """Return one line for each name that a person gave and nothing reads; Kedro ignores such names.
 
-        What is typed must be read by this command: by its groups of parameters, its catalog entries, or a file of hooks
-        such as mlflow.yml. Files serve all commands: read are the names of conf/base, those that any pipeline takes as
-        `params:name`, and those that a file refers to as `${name}` or `${globals:name}`.
+        What is typed must be read by this command: its groups of parameters, its catalog entries, or mlflow.yml. Files
+        serve all commands: read are the names of conf/base, those that any pipeline takes as `params:name`, and those
+        that a file refers to as `${name}` or `${globals:name}`.
 
         Args:
             datasets: What this command reads or writes; groups of parameters are called `params:name`.
@@ -58,38 +59,38 @@ class OwnSettings:
         loader = self._loader
         own = Path(loader.conf_source, loader.env or str(loader.default_run_env))
         folders = (Path(loader.conf_source, str(loader.base_env)), own)
-        files = [(file.relative_to(folder), file.read_text()) for folder in folders for file in folder.rglob("*.y*ml")]
-        text = "\n".join(text for _, text in files)
-        of_hooks = "\n".join(text for name, text in files if not name.parts[0].startswith(("catalog", "parameters")))
-        lines = list(self._misplaced()) if "params:evaluation" in datasets else []
-        for name in self._given.keys() - set(re.findall(r"runtime_params:\s*(\w+)", of_hooks)):
-            if self._is_read(name, datasets):
-                continue
-            readers = [other for other, pipeline in pipelines.items() if self._is_read(name, pipeline.datasets())]
-            typed = ", ".join(flattened(name, self._given[name])) if readers else name
-            found = ", ".join(sorted({*readers} - {"__default__"}))
-            why = f"in this command reads it; pipelines that do: {found}." if found else "reads this name."
-            lines.append(f"--params {typed}: nothing {why}{'' if found else self._hint(name)}")
-        for kind, reference in REFERENCES.items():
-            names = {str(name) for name in loader[kind]} - self._given.keys() - self._shipped[kind]
-            for name in names - set(re.findall(reference, text)):
-                if not name.startswith("_") and not any(
-                    _reads(p.datasets(), f"params:{name}") for p in pipelines.values()
-                ):
-                    lines.append(f"conf/{own.name}: {name} ({kind}): nothing reads this name.{self._hint(name)}")
-        return sorted(lines)
-
-    def _is_read(self, name: str, datasets: Set[str]) -> bool:
-        return any(f"<{name}>" in str(of) for each, of in self._entries.items() if _reads(datasets, each))
-
-    def _misplaced(self) -> Iterator[str]:
-        follows = {**self._loader["globals"], **self._given}.get("prompts_path")
-        given = self._loader["parameters"].get("evaluation", {}).get("prompts_path", follows)
+        text = "\n".join(file.read_text() for folder in folders for file in folder.rglob("*.y*ml"))
+        lines, unknown = [], {}
+        follows = {**loader["globals"], **self._given}.get("prompts_path")
+        given = loader["parameters"].get("evaluation", {}).get("prompts_path", follows)
         if given != follows:
-            yield (
+            lines.append(
                 f"evaluation.prompts_path={given}: it only follows prompts_path. To evaluate other prompts, set "
                 "evaluation_prompts_path in conf/local/globals.yml or with --params."
             )
+        for name in (name for name in self._given if not self._is_read(name, datasets)):
+            readers = sorted(other for other in pipelines if self._is_read(name, pipelines[other].datasets()))
+            if readers:
+                typed = ", ".join(flattened(name, self._given[name]))
+                lines.append(f"--params {typed}: nothing in this command reads it; {', '.join(readers)} would.")
+            else:
+                unknown[f"--params {name}"] = name
+        for kind, reference in REFERENCES.items():
+            names = {str(name) for name in loader[kind]} - self._given.keys() - self._shipped[kind]
+            unknown |= {f"conf/{own.name}: {name} ({kind})": name for name in names - set(re.findall(reference, text))}
+        inputs = {name for pipeline in pipelines.values() for name in pipeline.inputs()} if unknown else set()
+        read = {re.split(r"[:.]", name)[1] for name in inputs if name.startswith("params:")}
+        lines += [
+            f"{where}: nothing reads this name.{self._hint(name)}"
+            for where, name in unknown.items()
+            if name not in read and "parameters" not in inputs and not name.startswith("_")
+        ]
+        return sorted(lines)
+
+    def _is_read(self, name: str, datasets: Set[str]) -> bool:
+        read = {each.split(".")[0] if each.startswith("params:") else each for each in datasets} | {"mlflow"}
+        marked = {entry for entry, values in self._entries.items() if f"<{name}>" in str(values)}
+        return any(entry in read or "{" in entry for entry in marked)  # a pattern serves datasets of many names
 
     def demo_values(self, pipeline: Pipeline, catalog: CatalogProtocol) -> list[str]:
         """Return one line if a run trains a person's own model with learning rates, lengths or batch sizes of the demo.
@@ -148,9 +149,3 @@ def _marked(values: Mapping[str, Any], mark: str = "") -> dict[str, Any]:
     """Return values as typed with each replaced by its top-level name, which is found in what is made of it."""
     marks = {name: mark or f"<{name}>" for name in values}
     return {name: _marked(v, marks[name]) if isinstance(v, Mapping) else marks[name] for name, v in values.items()}
-
-
-def _reads(datasets: Set[str], name: str) -> bool:
-    """Return whether a dataset, or a group of parameters, is among some; the name may be a pattern of the catalog."""
-    of_group = {each.split(".")[0] if each.startswith("params:") else each for each in datasets}
-    return name in of_group or "{" in name or (name.startswith("params:") and "parameters" in of_group)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs
+from accelerate.utils import DistributedDataParallelKwargs, parse_flag_from_env
 from torch import nn
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError
-from ppo_rlhf.processes import check_launch, forget_accelerator, join_processes, keeps_to_cpu, process_count
+from ppo_rlhf.processes import check_launch, forget_accelerator, join_processes, process_count
 
 _REDUCED = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _FULL = {"float32": torch.float32, "float64": torch.float64}
@@ -38,9 +37,8 @@ def resolve_device(name: str) -> torch.device:
     """Return the device that `ppo.device` names: `auto` is this process's own GPU where there is one.
 
     Raises:
-        ConfigError: torch knows no such device, this machine has none, accelerate keeps to the CPU, or processes would
-            share it.
-        LaunchError: The launch is refused.
+        ConfigError: torch knows no such device, this machine has none, accelerate keeps to the CPU, or several
+            processes would share it; or `check_launch` refuses the launch.
     """
     check_launch()
     if process_count() > 1:
@@ -51,32 +49,18 @@ def resolve_device(name: str) -> torch.device:
                 "rank; use auto (ACCELERATE_USE_CPU=true keeps all of them on the CPU)"
             )
         return own
+    keeps_to_cpu = parse_flag_from_env("ACCELERATE_USE_CPU")
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() and not keeps_to_cpu() else "cpu")
+        return torch.device("cuda" if torch.cuda.is_available() and not keeps_to_cpu else "cpu")
     try:
         device = torch.device(name)
     except RuntimeError:
         raise ConfigError(f"device={name} is not a device; use auto, cpu, cuda, or a number such as cuda:1") from None
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"device={name}: this machine has {torch.cuda.device_count()} CUDA devices; use auto or cpu")
-    if device.type == "cuda" and keeps_to_cpu():
+    if device.type == "cuda" and keeps_to_cpu:
         raise ConfigError(f"device={name}: ACCELERATE_USE_CPU keeps the run on the CPU; use auto, or unset it")
     return device
-
-
-def check_precision(setting: str, dtype: str) -> None:
-    """Raise `ConfigError` if accelerate is told another precision than ours; its "no" leaves the choice to us.
-
-    Args:
-        setting: Our setting, with its value.
-        dtype: What that means, as `ppo.dtype` has it.
-    """
-    given = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
-    if given not in ("no", _MIXED.get(dtype)):
-        raise ConfigError(
-            f"ACCELERATE_MIXED_PRECISION={given}: {setting} decides here. Change that, or set mixed_precision to "
-            'accelerate\'s "no", as conf/accelerate.yaml does'
-        )
 
 
 def make_accelerator(config: PPOConfig, device: torch.device, *, finds_unused: bool = False) -> Accelerator:

@@ -19,7 +19,7 @@ from ppo_rlhf.models.gradient_checkpointing import enable_gradient_checkpointing
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.models.offloading import to_host
 from ppo_rlhf.models.quantisation import check_bitsandbytes
-from ppo_rlhf.ppo.accelerator import check_precision, frozen_dtype, trained_dtype
+from ppo_rlhf.ppo.accelerator import frozen_dtype, trained_dtype
 from ppo_rlhf.ppo.optimisers import EIGHT_BIT
 
 AnyCritic = Critic | SharedCritic
@@ -69,11 +69,7 @@ def check_libraries(config: PPOConfig) -> None:
 
 
 def check_device(config: PPOConfig, device: torch.device) -> None:
-    """Raise `ConfigError` if a setting needs another device, or layers are to be compiled and torch cannot for it.
-
-    Also if accelerate is told another precision than `ppo.dtype`.
-    """
-    check_precision(f"ppo.dtype={config.dtype}", config.dtype)
+    """Raise `ConfigError` if a setting needs another device, or layers are to be compiled and torch cannot for it."""
     problems = list(device_problems(config, device.type))
     if problems:
         raise ConfigError("\n".join(problems))

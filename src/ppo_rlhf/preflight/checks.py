@@ -13,19 +13,17 @@ from typing import Any
 
 from kedro.io import CatalogProtocol, DatasetError, MemoryDataset
 from kedro.pipeline import Pipeline
-from transformers import PreTrainedTokenizerBase
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import PPORLHFError, own_error
-from ppo_rlhf.data.prompts import PromptsConfig, is_prompt, split_held_out, tokenise_prompts
+from ppo_rlhf.data.prompts import PromptsConfig, Reader, is_prompt, read_prompts, reader_of, split_held_out
 from ppo_rlhf.datasets import PretrainedModelDataset, RecordsDataset, ResumeCheckpointDataset
 from ppo_rlhf.models.adapters import check_critic_targets, check_targets
 from ppo_rlhf.models.compilation import layers_of
 from ppo_rlhf.models.forward import backbone_of
 from ppo_rlhf.models.gradient_checkpointing import check_gradient_checkpointing
-from ppo_rlhf.models.loading import steady_context
 from ppo_rlhf.models.tokenizers import same_vocabulary, train_word_tokenizer
-from ppo_rlhf.ppo.accelerator import check_precision, resolve_device
+from ppo_rlhf.ppo.accelerator import resolve_device
 from ppo_rlhf.ppo.build import check_device, check_libraries, lora_settings
 from ppo_rlhf.ppo.episodes import call_environment
 from ppo_rlhf.ppo.evaluation import DEMO_JUDGE, EvaluationConfig, is_demo_prompts
@@ -43,7 +41,6 @@ from ppo_rlhf.training.critic_pretraining import CriticPretrainingConfig, pretra
 from ppo_rlhf.training.kl_study import KLStudyConfig, settings_of
 from ppo_rlhf.training.supervised import preferences
 from ppo_rlhf.training.supervised.demonstrations import DataPreparationConfig, corpus_texts, split_demonstrations
-from ppo_rlhf.training.supervised.optimisation import OptimisationConfig
 from ppo_rlhf.training.supervised.reward_training import RewardModellingConfig
 from ppo_rlhf.training.supervised.sft import SupervisedFinetuningConfig
 
@@ -125,10 +122,6 @@ def check_settings(run: RunRequest) -> Iterator[str]:
     }
     for setting in (name for name, missing in is_missing.items() if missing):
         yield f"{setting} is not set. Set it in conf/local/globals.yml or with --params {setting}=…"
-    for name, model in {"supervised_finetuning": "sft_policy", "reward_modelling": "reward_model"}.items():
-        group = run.group(name, OptimisationConfig)
-        if group is not None and run.writes(model):
-            check_precision(f"{name}.bf16={str(group.bf16).lower()}", "bfloat16" if group.bf16 else "float32")
     ppo = run.group("ppo", PPOConfig)
     if ppo is not None:
         yield from ppo.misplaced_paths()
@@ -289,26 +282,16 @@ def check_prompts(run: RunRequest) -> None:
     tables = {name: run.tables[name] for name in PROMPTS if name in run.tables}
     policy = _policy_reader(run)
     if ppo is not None and policy is not None:
-        tokenizer, context, why = policy
         for name, table in tables.items():  # whole files: a row's number is the person's own
-            tokenise_prompts(
-                table,
-                tokenizer,
-                column=settings.column,
-                response_length=ppo.response_length,
-                context=context,
-                overlong=ppo.overlong_prompts,
-                name=str(run.source(name)),
-                why=why,
-            )
+            read_prompts(policy, table, ppo, settings.column, str(run.source(name)))
     if "raw_prompts" in tables:
         split_held_out(tables["raw_prompts"], tables.get("raw_evaluation_prompts"), settings)
 
 
-def _policy_reader(run: RunRequest) -> tuple[PreTrainedTokenizerBase, int | None, str] | None:
+def _policy_reader(run: RunRequest) -> Reader | None:
     """Return the SFT policy's tokenizer, the tokens that PPO may give it, and why no more; None if it is not known."""
     if run.start in run.models:
-        return run.tokenizers[run.start], *steady_context(run.models[run.start].config())
+        return reader_of(run.models[run.start])
     settings = run.group("supervised_finetuning", SupervisedFinetuningConfig)
     if settings is None or run.source("base_model") is not None or "demonstrations" not in run.tables:
         return None

@@ -101,18 +101,14 @@ class RunRequest:
         is_used = self.reads(name) or self.writes(name)
         return is_used and isinstance(self.catalog.get(name), PretrainedModelDataset) and self.source(name) is None
 
-    @property
-    def models_folder(self) -> Path:
-        """The project's own models, links followed."""
-        return (self.project_path / self.data_root / MODELS_LAYER).resolve()
-
     def is_ours(self, source: str | None) -> bool:
-        """Return whether a model lies below the project's own models."""
-        return self.models_folder in (self.project_path / str(source)).resolve().parents
+        """Return whether a model lies below the project's own models, links followed."""
+        models = (self.project_path / self.data_root / MODELS_LAYER).resolve()
+        return models in (self.project_path / str(source)).resolve().parents
 
     def is_made_here(self, name: str) -> bool:
-        """Return whether an entry is the folder that the project keeps models of this name in, not a version there."""
-        return self.models_folder / name == (self.project_path / str(self.source(name))).resolve()
+        """Return whether an entry is the folder in which the project keeps what it makes, and not a version there."""
+        return self.is_ours(self.source(name)) and Path(str(self.source(name))).name == name
 
 
 def describe_parts(pipeline: Pipeline, catalog: CatalogProtocol, project_path: Path) -> str | None:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from ppo_rlhf.checkpoints.model_card import place, with_result
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ModelError
-from ppo_rlhf.data.prompts import PromptDataset, PromptsConfig, prompts_for
+from ppo_rlhf.data.prompts import PromptDataset, PromptsConfig, read_prompts, reader_of
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.offloading import to_host
 from ppo_rlhf.models.tokenizers import same_vocabulary
@@ -37,7 +37,7 @@ def choose_prompts(
         return evaluation_prompts
     table = raw_evaluation_prompts.head(prompts.max_held_out)
     logger.info("Prompts of evaluation_prompts_path: %d of %d.", len(table), len(raw_evaluation_prompts))
-    return prompts_for(sft_policy, table, ppo, prompts, "evaluation prompts").to_frame()
+    return read_prompts(reader_of(sft_policy), table, ppo, prompts.column, "evaluation prompts").to_frame()
 
 
 def evaluate_sft_policy(

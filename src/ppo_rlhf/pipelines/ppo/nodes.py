@@ -13,7 +13,7 @@ from ppo_rlhf.checkpoints.model_files import exported_policy
 from ppo_rlhf.checkpoints.resume import restore
 from ppo_rlhf.checkpoints.store import CheckpointRequest
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.data.prompts import PromptDataset, PromptsConfig, find_evaluated, prompts_for, split_held_out
+from ppo_rlhf.data.prompts import PromptDataset, PromptsConfig, find_evaluated, read_prompts, reader_of, split_held_out
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.ppo import loop
 from ppo_rlhf.ppo.accelerator import frozen_dtype, resolve_device
@@ -56,16 +56,12 @@ def prepare_prompts(
                 "%d of %d prompts are evaluation prompts, too, and %s (prompts.train_on_evaluation_prompts).",
                 *(shared, len(raw_prompts), done),
             )
-    names = ("training prompts", "evaluation prompts")
-    training, held_out = (
-        prompts_for(sft_policy, table, ppo_config, prompts, name) for table, name in zip(tables, names, strict=True)
-    )
+    reader = reader_of(sft_policy)
+    training = read_prompts(reader, tables[0], ppo_config, prompts.column, "training prompts")
+    held_out = read_prompts(reader, tables[1], ppo_config, prompts.column, "evaluation prompts")
     log.info("%d prompts to train on, %d held out.", len(training), len(held_out))
-    return {
-        "prompt_dataset": training,
-        "evaluation_prompt_dataset": held_out,
-        "evaluation_prompts": held_out.to_frame(),
-    }
+    stored = held_out.to_frame()
+    return {"prompt_dataset": training, "evaluation_prompt_dataset": held_out, "evaluation_prompts": stored}
 
 
 def load_sft_policy(sft_policy: PretrainedHandle, ppo_config: PPOConfig) -> dict[str, object]:

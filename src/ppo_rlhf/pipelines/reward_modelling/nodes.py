@@ -7,7 +7,7 @@ import pandas as pd
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import DataError
-from ppo_rlhf.data.prompts import PromptsConfig, prompts_for, split_held_out
+from ppo_rlhf.data.prompts import PromptsConfig, read_prompts, reader_of, split_held_out
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.ppo.accelerator import resolve_device
 from ppo_rlhf.ppo.state import sampling_settings
@@ -49,7 +49,7 @@ def collect_preferences(
     if raw_prompts is None or labeller is None:
         raise DataError("preferences: none are given, and without prompts and a labeller none can be made.")
     training, _ = split_held_out(raw_prompts, raw_evaluation_prompts, prompts)  # what PPO will answer
-    dataset = prompts_for(sft_policy, training, ppo, prompts, "training prompts")
+    dataset = read_prompts(reader_of(sft_policy), training, ppo, prompts.column, "training prompts")
     policy = sft_policy.causal_lm().to(resolve_device(reward_modelling.device))  # type: ignore[arg-type]
     log.info("Sampling %d pairs from the SFT policy, labelled by %s …", reward_modelling.pairs, labeller)
     return pairs.sample_preferences(
