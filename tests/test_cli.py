@@ -69,6 +69,15 @@ def test_kedro_run_loops_without_being_told_a_runner(kedro: Kedro, toy_project: 
     assert runs(toy_project)[0].info.status == "FINISHED"
 
 
+def test_the_version_that_is_named_is_read_and_recorded(kedro: Kedro, toy_project: Path):
+    for _ in range(2):
+        assert kedro(toy_project, "run", "--pipelines", "ppo").exit_code == 0
+    older, _ = sorted((toy_project / "data" / "06_models" / "ppo_policy").iterdir())
+    result = kedro(toy_project, "run", "--pipelines", "evaluation", "--load-versions", f"ppo_policy:{older.name}")
+    assert result.exit_code == 0, result.output
+    assert runs(toy_project)[0].data.tags["data.ppo_policy.path"] == str(older)
+
+
 def test_outside_a_project_the_command_says_where_to_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     refused = CliRunner().invoke(cli, ["run"])
@@ -86,6 +95,9 @@ def test_outside_a_project_the_command_says_where_to_go(tmp_path: Path, monkeypa
         (["--pipelines", "algin"], ["align"]),
         (["--to-nodes", "generate_rolouts"], ["`generate_rollouts`"]),
         (["--runner", "SequentialRunner"], ["--runner"]),
+        (["--pipelines", "supervised_finetuning", "--load-versions", "raw_prompts:2020"], ["raw_prompts: "]),
+        (["--pipelines", "evaluation", "--load-versions", "ppo_policy:2020"], ["ppo_policy/2020 is not there"]),
+        (["--load-versions", "ppo_polcy:2020"], ["ppo_polcy"]),
         (["--from-nodes", "ppo.score_responses"], ["rollouts"]),
     ],
     ids=lambda value: " ".join(value)[:40],

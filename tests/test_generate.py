@@ -123,6 +123,12 @@ def test_a_wide_terminal_shows_them_side_by_side(kedro: Kedro, own: Path, monkey
     assert texts[heading.index("PPO") :].strip() in stacked["PPO"][0]
 
 
+def test_settings_that_are_typed_and_not_read_are_refused(kedro: Kedro, own: Path):
+    for typed in ("demonstrations_path=a", "reward.components=[]"):
+        assert f"--params {typed.split('=')[0]}: nothing in" in refused(kedro, own, "a", "--params", typed)
+    said(kedro, own, "a", "--params", "sft_model_path=data/06_models/ppo_policy,ppo.temperature=0.5")
+
+
 def test_what_is_missing_is_one_line_that_names_the_command(kedro: Kedro, project: Path, own: Path, tmp_path: Path):
     assert "--prompts" in refused(kedro, own, "a", "--prompts", "b.txt")
     assert "nothing.txt" in refused(kedro, own, "--prompts", "nothing.txt")

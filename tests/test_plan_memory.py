@@ -11,7 +11,7 @@ from click.testing import Result
 
 from ppo_rlhf.training.memory import Suggestion
 from tests.own_code import save_with_own_code
-from tests.tiny_models import save, tiny_model
+from tests.tiny_models import save, tiny_model, word_tokenizer
 
 Kedro = Callable[..., Result]
 SHORT = ("--response-length", "8")
@@ -33,6 +33,18 @@ def said(kedro: Kedro, project: Path, *arguments: str) -> list[str]:
     result = kedro(project, "plan-memory", *arguments)
     assert result.exit_code == 0, result.output
     return result.stdout.splitlines()
+
+
+def weights(lines: list[str], name: str) -> str:
+    (size,) = [line[58:].strip() for line in lines if line.startswith(f"  {name}: weights")]
+    return size
+
+
+def billion_parameters(folder: Path) -> str:
+    file = folder / "big.json"
+    shape = {"model_type": "llama", "hidden_size": 2048, "num_hidden_layers": 16, "intermediate_size": 8192}
+    file.write_text(json.dumps({**shape, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000}))
+    return str(file)
 
 
 def refused(kedro: Kedro, project: Path, *arguments: str) -> str:
@@ -64,13 +76,10 @@ def test_options_take_the_place_of_settings(kedro: Kedro, own: Path):
 
 
 def test_a_configuration_is_enough_and_nothing_is_written(kedro: Kedro, own: Path, tmp_path: Path):
-    file = tmp_path / "big.json"
-    shape = {"model_type": "llama", "hidden_size": 2048, "num_hidden_layers": 16, "intermediate_size": 8192}
-    file.write_text(json.dumps({**shape, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000}))
+    file = billion_parameters(tmp_path)
     before = sorted(path for path in own.rglob("*") if "__pycache__" not in path.parts)
-    lines = said(kedro, own, "--model", str(file), "--prompt-length", "64", "--batch", "8")
-    (policy,) = [line for line in lines if line.startswith("  policy: weights")]
-    assert policy.split()[-2:] == ["4.11", "GiB"]  # 1.10e9 parameters of 4 bytes
+    lines = said(kedro, own, "--model", file, "--prompt-length", "64", "--batch", "8")
+    assert weights(lines, "policy") == "4.11 GiB"  # 1.10e9 parameters of 4 bytes
     assert sorted(path for path in own.rglob("*") if "__pycache__" not in path.parts) == before
 
 
@@ -105,6 +114,51 @@ def test_a_reward_of_functions_has_no_reward_model(kedro: Kedro, own: Path):
         'reward:\n  components:\n    - {type: function, function: "builtins:len"}\nppo: {value_model: separate}\n'
     )
     assert not any("reward model" in line for line in said(kedro, own, *SHORT))
+
+
+@pytest.fixture
+def after_the_demo(own: Path) -> Path:
+    """The same project, where a run of the demo left a reward model of other words."""
+    reward = tiny_model("gpt2", reward=True, num_labels=1, vocab_size=12)
+    save(own / "data/06_models/reward_model/2026-01-01", reward, word_tokenizer())
+    return own
+
+
+def test_the_demos_reward_model_is_not_planned_for_another_policy(kedro: Kedro, after_the_demo: Path, tmp_path: Path):
+    """The demo's critic starts as the reward model, which the other policy could not read."""
+    said(kedro, after_the_demo, *SHORT)
+    lines = said(
+        kedro, after_the_demo, "--model", billion_parameters(tmp_path), "--prompt-length", "64", "--batch", "8"
+    )
+    assert [weights(lines, name) for name in ("reward model", "critic")] == [
+        "3.85 GiB"
+    ] * 2  # 4.11 less 0.24 of the head
+
+
+def test_a_reward_model_that_is_named_is_planned(kedro: Kedro, after_the_demo: Path, tmp_path: Path):
+    named = f"reward_model_path={after_the_demo / 'data/06_models/reward_model/2026-01-01'}"
+    for model in ((), ("--model", str(tmp_path / "own"))):
+        assert "ppo.value_model" in refused(kedro, after_the_demo, *SHORT, *model, "--params", named)
+
+
+def test_the_projects_own_policy_is_planned_with_the_projects_own_reward_model(kedro: Kedro, after_the_demo: Path):
+    policy = save(after_the_demo / "data/06_models/sft_policy/2026-01-01", tiny_model())
+    assert "ppo.value_model" in refused(kedro, after_the_demo, *SHORT, "--model", policy)
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_a_plan_may_be_made_for_memory_that_is_not_here(kedro: Kedro, own: Path, device: str):
+    lines = said(kedro, own, *SHORT, "--memory", "24", "--params", f"ppo.device={device}")
+    assert lines[0].endswith(f"on {device.replace('auto', 'cpu')}")
+    assert lines[-2].endswith("Free: 24.00 GiB.")
+    assert lines[-1] == "It fits."
+    lines = said(kedro, own, *SHORT, "--memory", "0.0001", "--params", f"ppo.device={device}")
+    assert any(line.startswith("It does not fit") for line in lines)
+
+
+def test_settings_that_are_typed_and_not_planned_with_are_refused(kedro: Kedro, own: Path):
+    line = refused(kedro, own, *SHORT, "--params", "supervised_finetuning.learning_rate=1")
+    assert line.startswith("Error: --params supervised_finetuning.learning_rate: nothing in this command reads it")
 
 
 def test_bad_input_is_one_line(kedro: Kedro, own: Path, tmp_path: Path):

@@ -16,7 +16,12 @@ from transformers import GPT2LMHeadModel
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.data.prompts import PromptsConfig
-from ppo_rlhf.datasets import PretrainedModelDataset, RecordsDataset, ResumeCheckpointDataset, TableDataset
+from ppo_rlhf.datasets import (
+    OptionalTableDataset,
+    PretrainedModelDataset,
+    RecordsDataset,
+    TableDataset,
+)
 from ppo_rlhf.models import quantisation
 from ppo_rlhf.ppo.evaluation import DEMO_JUDGE, DEMO_PROMPTS_PATH, EvaluationConfig
 from ppo_rlhf.preflight import describe_parts, find_problems
@@ -498,8 +503,49 @@ def test_a_slice_that_starts_from_what_no_file_holds_is_refused(tmp_path: Path):
     assert missing in in_file
 
 
-def test_a_run_that_does_not_train_goes_on_with_none():
-    catalog = DataCatalog({"resume_checkpoint": ResumeCheckpointDataset("checkpoints", resume="some_run")})
-    evaluate = Node(lambda: 0, None, "x", name="evaluate")
-    (problem,) = find_problems(Pipeline([evaluate]), catalog, Path("/project"))
-    assert problem.startswith("resume=some_run")
+@pytest.fixture
+def evaluating(user: User) -> User:
+    """An evaluation alone, of prompts of one's own, in a project that has held out none yet."""
+    user.paths |= {"raw_evaluation_prompts": str(user.folder / "test.jsonl")}
+    del user.paths["raw_prompts"]
+    user.write("test", {"prompt": "a b"}, {"prompt": "b"})
+    return user
+
+
+def evaluation_problems(user: User) -> list[str]:
+    pipeline, catalog = user.request()
+    catalog["evaluation_prompts"] = OptionalTableDataset(filepath=str(user.folder / "stored.parquet"))
+    answer = Node(lambda *_: 0, ["evaluation_prompts", *pipeline.inputs()], "answers", name="answer")
+    return find_problems(Pipeline([answer]), catalog, user.folder)
+
+
+def test_evaluation_prompts_of_ones_own_need_no_stored_ones(evaluating: User):
+    assert evaluation_problems(evaluating) == []
+    evaluating.paths["raw_evaluation_prompts"] = None
+    (problem,) = evaluation_problems(evaluating)
+    assert "stored.parquet: nothing is there yet" in problem
+
+
+@pytest.mark.parametrize(
+    ("row", "named"), [(None, "test.jsonl"), ({"text": "a"}, "prompts.column"), (LONG, "ppo.overlong_prompts")]
+)
+def test_evaluation_prompts_are_checked_where_they_are_the_only_ones(evaluating: User, row: dict | None, named: str):
+    if row is None:
+        (evaluating.folder / "test.jsonl").unlink()
+    else:
+        evaluating.write("test", row)
+    (problem,) = evaluation_problems(evaluating)
+    assert named in problem
+
+
+def test_what_is_evaluated_is_said(evaluating: User):
+    pipeline, catalog = evaluating.request()
+    assert "Prompts: test.jsonl." in str(describe_parts(pipeline, catalog, evaluating.folder))
+
+
+def test_the_demos_judge_does_not_judge_the_evaluation_of_a_persons_own_policy(evaluating: User):
+    evaluating.groups["evaluation"] = EvaluationConfig(prompts_path=DEMO_PROMPTS_PATH)
+    (problem,) = evaluation_problems(evaluating)
+    assert problem.startswith(f"prompts_path={DEMO_PROMPTS_PATH}")
+    evaluating.groups["evaluation"] = EvaluationConfig(prompts_path=DEMO_PROMPTS_PATH, judge=DEMO_JUDGE)
+    assert evaluation_problems(evaluating) == []

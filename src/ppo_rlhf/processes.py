@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
-from ppo_rlhf.core.errors import LaunchError, PPORLHFError
+from ppo_rlhf.core.errors import ConfigError, LaunchError, PPORLHFError
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +23,16 @@ TIMEOUT = timedelta(hours=2)
 """How long a process waits for another one: a reward function or an evaluation may keep the main process busy."""
 
 _OTHER_LAUNCHERS = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+_SMALLER = "ppo.use_peft, ppo.load_in_4bit or ppo.gradient_checkpointing, as models are not cut up"
+_INSTEAD = {
+    "GRADIENT_ACCUMULATION_STEPS": "ppo.gradient_accumulation_steps",
+    "GRADIENT_CLIPPING": "ppo.max_grad_norm",
+    "MIXED_PRECISION": "ppo.dtype, supervised_finetuning.bf16 and reward_modelling.bf16",
+    "DYNAMO_BACKEND": "ppo.compile",
+    "TORCH_DEVICE": "ppo.device",
+    **{f"USE_{name}": _SMALLER for name in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG")},
+}
+"""Settings of accelerate that would do nothing here, or change numbers unseen; and ours."""
 _HOW = (
     "Start it with `torchrun --nproc_per_node N -m kedro run` or `accelerate launch --config_file conf/accelerate.yaml`"
 )
@@ -42,8 +52,15 @@ def check_launch(environment: Mapping[str, str] = os.environ) -> None:
     """Refuse a launch whose processes would each train a run of their own over the same folders.
 
     Raises:
+        ConfigError: accelerate is told what is a setting of ours.
         LaunchError: A launcher was asked for several processes, but did not say which of them this one is.
     """
+    for name, ours in _INSTEAD.items():
+        value = environment.get(f"ACCELERATE_{name}", "")
+        if value.lower() not in ("", "0", "no", "none", "false", "" if name.startswith("USE") else "1"):
+            raise ConfigError(
+                f"ACCELERATE_{name}={value}: here set {ours}. Unset it, or take accelerate's file conf/accelerate.yaml."
+            )
     if "RANK" in environment and "LOCAL_RANK" in environment:
         return
     for name in _OTHER_LAUNCHERS:

@@ -341,7 +341,9 @@ def numbered(count: int) -> pd.DataFrame:
 
 def test_chat_prompts_are_compared_by_content():
     chats = [[{"role": "user", "content": str(i % 10)}] for i in range(30)]
-    training, held_out = split_held_out(pd.DataFrame({"messages": chats}), None, 0.3, 512, 1, "messages")
+    training, held_out = split_held_out(
+        pd.DataFrame({"messages": chats}), None, PromptsConfig(held_out_share=0.3, seed=1, column="messages")
+    )
     contents = [{messages[0]["content"] for messages in part["messages"]} for part in (training, held_out)]
     assert len(contents[1]) == len(held_out) == 3
     assert contents[0].isdisjoint(contents[1])
@@ -350,14 +352,37 @@ def test_chat_prompts_are_compared_by_content():
 
 def test_a_table_of_evaluation_prompts_replaces_the_split_and_is_cut_to_the_maximum():
     evaluation = pd.DataFrame({"prompt": ["x", "y", "z"], "number": [7, 8, 9]}, index=[5, 6, 7])
-    training, held_out = split_held_out(numbered(4), evaluation, 0.5, 2, seed=0)
+    training, held_out = split_held_out(numbered(4), evaluation, PromptsConfig(max_held_out=2))
     assert training.equals(numbered(4))
     assert held_out["prompt"].tolist() == ["x", "y"]
     assert held_out.index.tolist() == [0, 1]
 
 
-def test_splitting_names_a_missing_column():
-    assert "`prompt`" in message(split_held_out, pd.DataFrame({"text": ["a", "b"]}), None, 0.1, 512, 0)
+CHATS = pd.DataFrame({"prompt": [[{"role": "user", "content": text}] for text in "abc"]})
+
+
+@pytest.mark.parametrize("prompts", [pd.DataFrame({"prompt": ["a", "b", "a", "c"]}), CHATS], ids=["text", "chats"])
+def test_prompts_that_are_evaluated_are_not_trained_on_unless_that_is_meant(prompts: pd.DataFrame):
+    evaluation, whole = prompts.iloc[[0, 1]], prompts.iloc[[-1]].reset_index(drop=True)
+    for maximum in (1, 2):  # all that were given, whatever number of them is used
+        training, held_out = split_held_out(prompts, evaluation, PromptsConfig(max_held_out=maximum))
+        assert training.equals(whole)
+        assert len(held_out) == maximum
+    training, held_out = split_held_out(prompts, evaluation, PromptsConfig(train_on_evaluation_prompts=True))
+    assert training.equals(prompts)
+    assert held_out.equals(evaluation)
+
+
+def test_evaluation_prompts_that_leave_none_to_train_on_are_refused():
+    every = numbered(3)
+    assert "prompts.train_on_evaluation_prompts" in message(split_held_out, every, every, PromptsConfig(max_held_out=1))
+
+
+@pytest.mark.parametrize("evaluation", [None, numbered(2)], ids=["split", "given"])
+def test_splitting_names_a_missing_column(evaluation: pd.DataFrame | None):
+    frame = pd.DataFrame({"text": ["a", "b"]})
+    assert "`prompt`" in message(split_held_out, frame, evaluation, PromptsConfig())
+    assert "`prompt`" in message(split_held_out, numbered(2), frame, PromptsConfig())
 
 
 def test_the_group_of_parameters_is_checked():

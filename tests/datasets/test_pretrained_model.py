@@ -62,6 +62,25 @@ def test_a_session_can_be_told_which_version_to_read(tmp_path):
     assert torch.equal(dataset.load().causal_lm()(IDS).logits, tiny_model(seed=0)(IDS).logits)
 
 
+def test_kedros_load_version_is_the_version_that_is_read(tmp_path):
+    entry = {"m": {"type": "ppo_rlhf.datasets.PretrainedModelDataset", "filepath": str(tmp_path / "policy")}}
+    for seed in (0, 1):
+        DataCatalog.from_config(entry).save("m", trained(seed))
+    older, newer = sorted(path.name for path in (tmp_path / "policy").iterdir())
+    pinned = DataCatalog.from_config(entry, load_versions={"m": older})
+    assert pinned.exists("m")
+    assert pinned.load("m").source == str(tmp_path / "policy" / older)
+    assert DataCatalog.from_config(entry).load("m").source == str(tmp_path / "policy" / newer)
+    for path in (tmp_path / "policy", tmp_path / "policy" / older, "a/hub"):
+        entry["m"]["filepath"] = str(path)
+        with pytest.raises(DatasetError) as refusal:
+            DataCatalog.from_config(entry, load_versions={"m": "ema"}).get("m")
+        assert (
+            str(refusal.value.__cause__)
+            == f"--load-versions: {path}/ema is not there; leave it out to read the newest version"
+        )
+
+
 def test_a_path_may_begin_at_the_home_directory(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     save(tmp_path / "mine", tiny_model())

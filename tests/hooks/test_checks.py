@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 from kedro.config import OmegaConfigLoader
-from kedro.io import DataCatalog, MemoryDataset
+from kedro.io import DataCatalog, MemoryDataset, Version
 from kedro.pipeline import Node, Pipeline
+from kedro_datasets.pandas import CSVDataset
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError, ConfigError, LaunchError
-from ppo_rlhf.hooks.checks import ChecksHook, check_runner
+from ppo_rlhf.hooks.checks import ChecksHook, check_load_versions, check_runner
 from ppo_rlhf.hooks.own_settings import OwnSettings
 from ppo_rlhf.runner import LoopRunner
 
@@ -35,6 +36,7 @@ def conf(tmp_path: Path) -> Path:
     for folder in ("base", "local"):
         (tmp_path / folder).mkdir()
     (tmp_path / "base/globals.yml").write_text(GLOBALS)
+    (tmp_path / "base/mlflow.yml").write_text("ui: {host: 127.0.0.1}")
     (tmp_path / "base/parameters_ppo.yml").write_text(PARAMETERS)
     (tmp_path / "base/catalog.yml").write_text(
         'x: {type: pickle.PickleDataset, filepath: "${runtime_params:my_file, a}"}'
@@ -44,7 +46,12 @@ def conf(tmp_path: Path) -> Path:
 
 def settings(conf: Path, **given: Any) -> OwnSettings:
     loader = OmegaConfigLoader(
-        str(conf), base_env="base", default_run_env="local", runtime_params=given, merge_strategy={"parameters": "soft"}
+        str(conf),
+        base_env="base",
+        default_run_env="local",
+        runtime_params=given,
+        config_patterns={"mlflow": ["mlflow*"]},
+        merge_strategy={"parameters": "soft"},
     )
     return OwnSettings(loader)
 
@@ -57,7 +64,7 @@ def test_names_that_something_reads_are_welcome(conf: Path):
     (conf / "local/parameters.yml").write_text("ppo: {gamma: 0.9}\nshared: 3\nother: '${shared}'\nmine: 1\n_own: 2\n")
     reads_more = Pipeline([Node(lambda a, b: a, ["params:mine", "params:other"], "y", name="m")])
     given = settings(conf, my_file="x", ppo={"gamma": 1.0}, seed=1)
-    assert given.unread({"more": reads_more}) == []
+    assert given.unread({"x", "params:ppo"}, {"more": reads_more}) == []
 
 
 def test_pipelines_are_not_put_together_where_every_name_is_known(conf: Path):
@@ -65,7 +72,7 @@ def test_pipelines_are_not_put_together_where_every_name_is_known(conf: Path):
         def values(self) -> Any:
             raise AssertionError
 
-    assert settings(conf, seed=1).unread(Unasked()) == []
+    assert settings(conf, seed=1).unread({"params:ppo"}, Unasked()) == []
 
 
 @pytest.mark.parametrize(
@@ -78,7 +85,7 @@ def test_pipelines_are_not_put_together_where_every_name_is_known(conf: Path):
     ],
 )
 def test_an_unknown_name_of_params_is_named_with_the_nearest(conf: Path, given: dict, where: str, hint: str):
-    (line,) = settings(conf, **given).unread({})
+    (line,) = settings(conf, **given).unread({"params:ppo"}, {})
     assert line.startswith(f"{where}: nothing reads this name. {hint}")
 
 
@@ -92,9 +99,61 @@ def test_an_unknown_name_of_params_is_named_with_the_nearest(conf: Path, given: 
 )
 def test_a_name_in_a_file_that_nothing_reads_is_named(conf: Path, file: str, text: str, name: str, hint: str):
     (conf / "local" / file).write_text(text)
-    (line,) = settings(conf).unread({})
+    (line,) = settings(conf).unread({"params:ppo"}, {})
     kind = file.removesuffix(".yml")
     assert line == f"conf/local: {name} ({kind}): nothing reads this name. {hint}"
+
+
+TWO_STAGES = {
+    "align": Pipeline([Node(lambda x, ppo: x, ["x", "params:ppo"], "y", name="align")]),
+    "split": Pipeline([Node(lambda prompts: prompts, "params:prompts.column", "z", name="split")]),
+    "__default__": Pipeline([]),
+}
+
+
+@pytest.mark.parametrize(
+    ("given", "typed", "readers"),
+    [
+        ({"my_file": "a"}, "my_file", ["align"]),  # a is what the catalog has without it
+        ({"seed": 1}, "seed", ["align"]),
+        ({"ppo": {"gamma": 1.0, "lam": 1.0}}, "ppo.gamma, ppo.lam", ["align"]),
+        ({"prompts": {"column": "text"}}, "prompts.column", ["split"]),
+    ],
+)
+def test_what_is_typed_and_this_run_does_not_read_is_refused_with_the_pipelines_that_do(
+    conf: Path, given: dict, typed: str, readers: list[str]
+):
+    for name, pipeline in TWO_STAGES.items():
+        lines = settings(conf, **given).unread(pipeline.datasets(), TWO_STAGES)
+        if name in readers:
+            assert lines == []
+        else:
+            (line,) = lines
+            assert line.startswith(f"--params {typed}: nothing in this command reads it; {readers[0]} would.")
+
+
+def test_what_a_file_of_no_pipeline_reads_is_read_by_every_run(conf: Path):
+    (conf / "base/mlflow.yml").write_text("server: ${runtime_params:store, null}")
+    (conf / "local/catalog.yml").write_text(
+        '_folder: "${runtime_params:folder, b}"\n"{name}_table": {type: a.B, filepath: "${_folder}/{name}.csv"}'
+    )
+    assert settings(conf, store="s", folder="f").unread(set(), {}) == []
+
+
+def test_a_setting_that_is_filled_from_the_globals_is_refused_with_the_names_to_set(conf: Path):
+    name = "evaluation: {prompts_path: '${runtime_params:prompts_path, ${globals:prompts_path}}'}"
+    (conf / "base/parameters_evaluation.yml").write_text(name)
+    (conf / "base/globals.yml").write_text(f"{GLOBALS[:-1]}, prompts_path: shipped.jsonl}}")
+    (conf / "local/globals.yml").write_text("prompts_path: mine.jsonl")
+    reads = {"params:evaluation"}
+    assert settings(conf).unread(reads, {}) == []
+    assert settings(conf, prompts_path="other.jsonl").unread(reads, {}) == []
+    (typed,) = settings(conf, evaluation={"prompts_path": "other.jsonl"}).unread(reads, {})
+    (conf / "local/parameters.yml").write_text("evaluation: {prompts_path: other.jsonl}")
+    (in_a_file,) = settings(conf).unread(reads, {})
+    assert typed == in_a_file
+    assert typed.startswith("evaluation.prompts_path=other.jsonl: ")
+    assert "evaluation_prompts_path" in typed
 
 
 def test_the_demos_values_are_warned_of_with_another_model_alone(conf: Path):
@@ -134,6 +193,20 @@ def test_another_runner_is_refused_for_the_loop_and_welcome_elsewhere():
     with pytest.raises(ConfigError, match=r"session.run\(runner=LoopRunner\(\)\)"):
         check_runner({"runner": "None", "only_missing_outputs": False}, Pipeline([first, step]))
     check_runner({"runner": str(LoopRunner()), "only_missing_outputs": False}, Pipeline([first, step]))
+
+
+def test_a_version_of_an_entry_that_is_not_read_or_has_no_versions_is_refused(tmp_path: Path):
+    datasets = {
+        "kept": CSVDataset(filepath=str(tmp_path / "kept.csv"), version=Version("then", None)),
+        "plain": CSVDataset(filepath=str(tmp_path / "plain.csv")),
+        "made": CSVDataset(filepath=str(tmp_path / "made.csv"), version=Version("then", None)),
+    }
+    pipeline, entries = Pipeline([Node(max, ["kept", "plain"], "made", name="n")]), DataCatalog(datasets)
+    check_load_versions({"load_versions": None}, pipeline, entries)
+    check_load_versions({"load_versions": {"kept": "then"}}, pipeline, entries)
+    for name in ("plain", "made", "unknown"):
+        with pytest.raises(ConfigError, match=f"^--load-versions {name}: .* versions have kept$"):
+            check_load_versions({"load_versions": {"kept": "then", name: "then"}}, pipeline, entries)
 
 
 def test_a_disk_that_checkpoints_do_not_fit_on_ends_the_run_as_soon_as_there_is_a_state():

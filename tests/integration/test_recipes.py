@@ -22,7 +22,7 @@ REPOSITORY = Path(__file__).parents[2]
 RECIPES = ("chat_lora", "gsm8k", "imdb", "tldr")
 SIZES = (
     "ppo.total_episodes=8,ppo.per_device_train_batch_size=4,ppo.gradient_accumulation_steps=1,ppo.num_mini_batches=1,"
-    "ppo.response_length=6,ppo.dtype=float32,prompts.max_held_out=3"
+    "ppo.response_length=6,ppo.dtype=float32,prompts.max_held_out=3,prompts.train_on_evaluation_prompts=true"
 )
 ROWS = {
     "gsm8k": lambda i: {"question": f"a b {i}", "answer": f"c <<d>>\n#### {i}"},
@@ -77,10 +77,19 @@ def test_a_recipe_runs_on_stand_ins(
     assert list((root / "06_models/ppo_policy").glob("*/config.json"))
     if recipe == "gsm8k":  # as docs/recipes.md evaluates the policy again
         again = "evaluation.temperature=1.0,evaluation.samples_per_prompt=2,evaluation.pass_at=[2]"
-        arguments = ("--env", recipe, "--pipelines", "evaluation", "--params", f"{paths},{SIZES},{again}")
-        finished = kedro(project, "run", *arguments)
+        mine = project / "mine.jsonl"  # evaluated in place of the prompts that training held out
+        mine.write_text(f"{json.dumps(ROWS[recipe](7))}\n{json.dumps(ROWS[recipe](8))}\n")
+        given = f"{paths},evaluation_prompts_path={mine},{SIZES},{again}"
+        finished = kedro(project, "run", "--env", recipe, "--pipelines", "evaluation", "--params", given)
         assert finished.exit_code == 0, finished.output
         summary = json.loads((root / "08_reporting/evaluation_summary.json").read_text())
         assert {"eval/pass_at_2", "eval/pass_at_2_sft_se", "eval/judge_score_last_number"} <= set(summary)
+        assert summary["prompts"] == 2
+        answers = pd.read_parquet(root / "07_model_output" / "ppo_evaluation.parquet")
+        assert ["a b 7" in text for text in answers["prompt"]] == [True, True, False, False]
+        mine.unlink()
+        refused = kedro(project, "run", "--env", recipe, "--pipelines", "evaluation", "--params", given)
+        assert refused.exit_code == 1
+        assert str(mine) in refused.stderr
     with sqlite3.connect(project / "mlflow.db") as database:  # beside the demo's, not a version of it
         assert database.execute("select name from registered_models").fetchall() == [(f"ppo_rlhf_{recipe}",)]

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from ppo_rlhf.checkpoints.model_card import BEGIN, END
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ModelError
-from ppo_rlhf.data.prompts import PromptDataset
+from ppo_rlhf.data.prompts import PromptDataset, PromptsConfig
 from ppo_rlhf.models.loading import CARD, PretrainedHandle
 from ppo_rlhf.pipelines.evaluation import create_pipeline
 from ppo_rlhf.pipelines.reporting.wording import headline
@@ -86,6 +86,8 @@ def inputs(tmp_path_factory):
         "ppo_policy": save_policy(folder / "ppo", 1),
         "reward_model": None,
         "evaluation_prompts": prompts.to_frame(),
+        "raw_evaluation_prompts": None,
+        "params:prompts": PromptsConfig(),
         "params:ppo": PPOConfig(response_length=5, temperature=1.0),
         "params:reward": RewardConfig(components=[reward]),
         "params:evaluation": EvaluationConfig(
@@ -110,6 +112,7 @@ def outputs(inputs):
 def test_pipeline_is_one_namespace_and_leaves_dataset_names_alone():
     pipeline = create_pipeline()
     assert {node.name for node in pipeline.nodes} == {
+        "evaluation.choose_prompts",
         "evaluation.evaluate_sft_policy",
         "evaluation.evaluate_ppo_policy",
         "evaluation.compare_policies",
@@ -117,8 +120,8 @@ def test_pipeline_is_one_namespace_and_leaves_dataset_names_alone():
         "evaluation.write_model_card",
     }
     assert pipeline.inputs() == {
-        *("sft_policy", "ppo_policy", "reward_model", "evaluation_prompts"),
-        *("params:ppo", "params:reward", "params:evaluation"),
+        *("sft_policy", "ppo_policy", "reward_model", "evaluation_prompts", "raw_evaluation_prompts"),
+        *("params:ppo", "params:prompts", "params:reward", "params:evaluation"),
     }
 
 
@@ -130,6 +133,22 @@ def test_both_policies_answer_every_prompt_and_sft_has_no_kl_from_itself(outputs
         assert outputs[name]["reward"].tolist() == [text.count("a") for text in outputs[name]["response"]]
     assert (outputs["sft_evaluation"]["kl"] == 0.0).all()
     assert (outputs["ppo_evaluation"]["kl"] != 0.0).any()
+
+
+@pytest.mark.parametrize("stored", ["stored", None])
+def test_prompts_that_are_given_are_evaluated_instead_of_stored_ones(inputs, stored):
+    given = pd.DataFrame({"question": ["k", "j i", "h"], "level": [1, 2, 3]})
+    changed = {
+        "raw_evaluation_prompts": given,
+        "params:prompts": PromptsConfig(column="question", max_held_out=2),
+        **({} if stored else {"evaluation_prompts": None}),  # the pipeline ppo has not run here
+    }
+    outputs = run_evaluation({**inputs, **changed})
+    for name in ("sft_evaluation", "ppo_evaluation"):
+        assert outputs[name]["prompt"].tolist() == ["k", "j i"]
+    assert outputs["evaluation_summary"]["prompts"] == 2
+    chosen = PromptDataset.from_frame(outputs["chosen_prompts"])
+    assert (chosen.prompt_ids, chosen.columns["level"]) == ([[11], [10, 9]], [1, 2])
 
 
 def test_summary_holds_the_metrics_and_who_decided(outputs):

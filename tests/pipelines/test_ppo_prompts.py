@@ -17,12 +17,27 @@ PROMPTS = pd.DataFrame({"prompt": [f"{a} {b}" for a in "abc" for b in "de"]})
 @pytest.mark.parametrize(("maximum", "said"), [(4, True), (6, False), (7, False)])
 def test_an_evaluation_table_of_which_not_all_is_used_is_said_to_be_cut(tmp_path, caplog, maximum: int, said: bool):
     handle = PretrainedHandle(save(tmp_path / "policy", tiny_model()))
-    settings = PromptsConfig(max_held_out=maximum)
+    settings = PromptsConfig(max_held_out=maximum, train_on_evaluation_prompts=True)
     with caplog.at_level(logging.INFO, "ppo_rlhf"):
         prepared = prepare_prompts(PROMPTS, PROMPTS, handle, PPOConfig(response_length=4, device="cpu"), settings)
     assert prepared["evaluation_prompts"]["prompt"].tolist() == PROMPTS["prompt"].tolist()[:maximum]
     line = f"Of 6 evaluation prompts the first {maximum} are used (prompts.max_held_out)."
     assert (line in caplog.messages) is said
+
+
+@pytest.mark.parametrize(("is_meant", "trained"), [(False, "cdef"), (True, "abcdef")])
+def test_training_prompts_that_are_evaluated_are_counted(tmp_path, caplog, is_meant: bool, trained: str):
+    handle, settings = (
+        PretrainedHandle(save(tmp_path / "policy", tiny_model())),
+        PPOConfig(response_length=4, device="cpu"),
+    )
+    tables = (pd.DataFrame({"prompt": list(text)}) for text in ("abcdef", "bax"))
+    with caplog.at_level(logging.INFO, "ppo_rlhf"):
+        prepared = prepare_prompts(*tables, handle, settings, PromptsConfig(train_on_evaluation_prompts=is_meant))
+    assert prepared["prompt_dataset"].texts == list(trained)
+    (line,) = [line for line in caplog.messages if "train_on_evaluation_prompts" in line]
+    assert line.startswith("2 of 6 prompts are evaluation prompts, too")
+    assert ("left out" in line) is not is_meant
 
 
 def test_nothing_is_said_of_prompts_that_are_held_out_here(tmp_path, caplog):

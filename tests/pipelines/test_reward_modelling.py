@@ -50,7 +50,7 @@ def test_pairs_are_sampled_from_the_policy_for_training_prompts_and_a_reward_mod
     catalog = catalog_for(tmp_path, None, labeller=f"{__name__}:length")
     metrics = SequentialRunner().run(create_pipeline(), catalog)["reward_model_metrics"].load()
     preferences = catalog["preferences"].load()
-    _, held_out = split_held_out(PROMPTS, None, 0.25, 512, 42)
+    _, held_out = split_held_out(PROMPTS, None, PromptsConfig(held_out_share=0.25))
     assert 20 < len(preferences) <= 30
     assert set(preferences["prompt"]).isdisjoint(held_out["prompt"])
     model = catalog["reward_model"].load().reward_model()

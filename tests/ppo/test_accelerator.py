@@ -51,6 +51,15 @@ def test_auto_is_the_best_device_there_is(monkeypatch):
     assert resolve_device("cpu") == CPU
 
 
+def test_accelerates_use_of_the_cpu_holds_on_a_machine_with_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
+    assert resolve_device("auto") == CPU
+    with pytest.raises(ConfigError, match=r"device=cuda: .*ACCELERATE_USE_CPU"):
+        resolve_device("cuda")
+
+
 @pytest.mark.parametrize("name", ["gpu0", "cuda:2"])
 def test_a_device_that_torch_or_this_machine_does_not_have_is_refused(monkeypatch, name):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

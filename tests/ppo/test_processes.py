@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from ppo_rlhf import processes
-from ppo_rlhf.core.errors import LaunchError
+from ppo_rlhf.core.errors import ConfigError, LaunchError
+from ppo_rlhf.ppo.accelerator import resolve_device
 from tests.ppo import process_cases
 from tests.training.supervised import process_case
 
@@ -114,6 +115,41 @@ ACCEPTED = [
 @pytest.mark.parametrize("environment", ACCEPTED)
 def test_one_process_or_joined_ones_are_accepted(environment):
     processes.check_launch(environment)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "ours"),
+    [
+        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4", "ppo.gradient_accumulation_steps"),
+        ("ACCELERATE_GRADIENT_CLIPPING", "0.5", "ppo.max_grad_norm"),
+        ("ACCELERATE_MIXED_PRECISION", "bf16", "ppo.dtype"),
+        ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR", "ppo.compile"),
+        ("ACCELERATE_TORCH_DEVICE", "cuda:1", "ppo.device"),
+        ("ACCELERATE_USE_FSDP", "true", "ppo.use_peft"),
+        ("ACCELERATE_USE_DEEPSPEED", "true", "ppo.use_peft"),
+        ("ACCELERATE_USE_MEGATRON_LM", "true", "ppo.use_peft"),
+        ("ACCELERATE_USE_PARALLELISM_CONFIG", "True", "ppo.use_peft"),
+    ],
+)
+def test_a_setting_of_accelerate_that_is_not_done_is_refused_with_the_name_of_ours(monkeypatch, name, value, ours):
+    joined = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+    for environment in ({name: value}, {**joined, name: value}):
+        with pytest.raises(ConfigError, match=f"^{name}={value}: ") as refusal:
+            processes.check_launch(environment)
+        assert ours in str(refusal.value)
+        assert "\n" not in str(refusal.value)
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=name):
+        resolve_device("cpu")  # what every stage and PPOTrainer ask first
+
+
+def test_settings_as_accelerate_writes_them_where_nothing_was_asked_for_are_accepted():
+    launched = {
+        **{"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "NO", "ACCELERATE_DYNAMO_MODE": "default"},
+        **{"ACCELERATE_USE_CPU": "False", "ACCELERATE_USE_FSDP": "false"},
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1",
+    }
+    processes.check_launch(launched)
 
 
 @pytest.mark.parametrize(("count", "processes_"), [(7, 2), (1, 4), (8, 4)])

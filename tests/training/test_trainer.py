@@ -723,6 +723,16 @@ def test_a_reward_scorer_is_taken_as_it_is(sft: str):
     assert [(row["objective/scores"], row["reward/half"]) for row in history] == [(1.0, 0.5)] * 3
 
 
+def test_settings_of_accelerate_that_would_change_the_gradients_are_refused(sft: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    with pytest.raises(ConfigError, match=r"_STEPS=4: .*ppo\.gradient_accumulation_steps"):
+        trainer_of(sft)
+    monkeypatch.delenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    with pytest.raises(ConfigError, match=r"_PRECISION=bf16: .*ppo\.dtype"):
+        trainer_of(sft)
+
+
 def test_warnings_are_given_when_the_trainer_is_made_and_not_again_at_the_end(sft: str, caplog, monkeypatch):
     monkeypatch.setattr("ppo_rlhf.training.trainer.precision_warning", lambda *_: "slow")
     with caplog.at_level(logging.INFO, logger="ppo_rlhf"):

@@ -17,7 +17,7 @@ from yaml import MarkedYAMLError, YAMLError
 from ppo_rlhf.core.errors import own_error
 
 CONFIGURATION = (OmegaConfBaseException, YAMLError, MissingConfigException, BadConfigException)
-CATALOG_ENTRY = "An exception occurred when parsing config for dataset"
+CATALOG_ENTRY = ("An exception occurred when parsing config for dataset", "'load_versions' keys")
 _KEDRO_PREFIX = re.compile(r"^- (Parameter '[^']*': Failed to instantiate \w+ for parameter '[^']*': )?")
 
 

@@ -19,6 +19,7 @@ from rich.text import Text
 from ppo_rlhf.cli.advise import show
 from ppo_rlhf.cli.errors import project_here
 from ppo_rlhf.core.errors import DataError, ModelError
+from ppo_rlhf.hooks.checks import refuse_unread
 
 if TYPE_CHECKING:  # imported where they are used: they import torch, which other commands do without
     import pandas as pd
@@ -32,6 +33,7 @@ if TYPE_CHECKING:  # imported where they are used: they import torch, which othe
     from ppo_rlhf.ppo.sampling import SamplingSettings
     from ppo_rlhf.rewards.scorers import RewardScorer
 
+READ, OF_REWARD = {"sft_policy", "ppo_policy", "params:ppo", "params:prompts"}, {"reward_model", "params:reward"}
 SIDE_BY_SIDE = 100
 """A terminal with fewer columns shows one answer above the other."""
 
@@ -70,18 +72,9 @@ class _Policies:
 
     def read(self, table: pd.DataFrame, column: str, name: str) -> PromptDataset:
         """Return the tokenised prompts of a table."""
-        from ppo_rlhf.data.prompts import tokenise_prompts
+        from ppo_rlhf.data.prompts import read_prompts
 
-        length, overlong = self.config.response_length, self.config.overlong_prompts
-        return tokenise_prompts(
-            table,
-            self.tokenizer,
-            column=column,
-            response_length=length,
-            context=self.context,
-            overlong=overlong,
-            name=name,
-        )
+        return read_prompts((self.tokenizer, self.context, ""), table, self.config, column, name)
 
     def answers(self, prompts: PromptDataset, samples: int, turn: int) -> Iterator[tuple[str, dict[str, list[Answer]]]]:
         """Yield each prompt with its answers by policy."""
@@ -109,6 +102,7 @@ def _lines(project_path: Path, options: dict[str, Any]) -> Iterator[str]:
     session: Any = KedroSession.create(project_path, env=options["env"], runtime_params=options["params"])
     with session:
         context = session.load_context()
+        refuse_unread(context.config_loader, READ | (OF_REWARD if options["with_reward"] else set()))
         column = PromptsConfig(**context.config_loader["parameters"].get("prompts", {})).column
         table = read_records(Path(options["file"]).expanduser(), column) if options["file"] else None
         policies = _load(context, options)

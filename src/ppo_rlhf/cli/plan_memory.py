@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 import click
 from kedro.framework.cli.utils import _split_params
 from kedro.framework.session import KedroSession
+from kedro.pipeline import Pipeline
 
 from ppo_rlhf.cli.advise import show
 from ppo_rlhf.cli.errors import project_here
 from ppo_rlhf.core.errors import ConfigError
+from ppo_rlhf.hooks.checks import refuse_unread
 from ppo_rlhf.processes import process_count
 
 if TYPE_CHECKING:  # imported where they are used: they import torch, which other commands do without
@@ -27,6 +29,8 @@ if TYPE_CHECKING:  # imported where they are used: they import torch, which othe
     from ppo_rlhf.models.loading import PretrainedHandle
     from ppo_rlhf.training.memory import MemoryPlan, RunShape
 
+READ = {"sft_policy", "base_model", "reward_model", "raw_prompts"}
+READ |= {f"params:{group}" for group in ("ppo", "evaluation", "reward", "prompts")}
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -37,6 +41,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 @click.option("--response-length", type=click.IntRange(min=1), help="ppo.response_length.")
 @click.option("--dtype", type=click.Choice(DTYPES), help="ppo.dtype.")
 @click.option("--processes", type=click.IntRange(min=1), help="Processes of the run; else 1, or the launcher's.")
+@click.option("--memory", type=click.FloatRange(0, min_open=True), help="GiB to fit into; else what is free here.")
 @click.option("--params", callback=_split_params, default="", help="Other settings, as `kedro run` takes them.")
 @click.option("--env", "-e", help="Kedro's environment.")
 def plan_memory(**options: Any) -> None:
@@ -79,7 +84,9 @@ class Planned:
 def _lines(project_path: Path, options: dict[str, Any]) -> Iterator[str]:
     session: Any = KedroSession.create(project_path, env=options["env"], runtime_params=options["params"])
     with session:
-        planned = plan(session.load_context(), **options)
+        context = session.load_context()
+        refuse_unread(context.config_loader, READ)
+        planned = plan(context, **options)
     yield f"{planned.model}: {type(planned.shape.policy).__name__}, {planned.config.dtype}, on {planned.device}"
     yield from _report(planned)
 
@@ -90,6 +97,8 @@ def plan(context: KedroContext, **options: Any) -> Planned:
     Raises:
         ConfigError: There is no model to plan for.
     """
+    import torch
+
     from ppo_rlhf.config import PPOConfig
     from ppo_rlhf.ppo.accelerator import resolve_device
     from ppo_rlhf.ppo.build import check_device
@@ -100,7 +109,8 @@ def plan(context: KedroContext, **options: Any) -> Planned:
     given = {name: options[option] for name, option in names.items() if options.get(option) is not None}
     parameters = context.config_loader["parameters"]
     config = PPOConfig(**{**parameters.get("ppo", {}), **given})
-    device = resolve_device(config.device)
+    gibibytes = options.get("memory")  # of a device that need not be here
+    device = torch.device("cuda") if gibibytes and "cuda" in config.device else resolve_device(config.device)
     check_device(config, device)
     evaluation = EvaluationConfig(**parameters.get("evaluation", {}))
     model = _sft_model(context, options.get("model"))
@@ -108,14 +118,16 @@ def plan(context: KedroContext, **options: Any) -> Planned:
     shape = memory.RunShape(
         policy=policy,
         prompt_length=options.get("prompt_length") or _longest_prompt(context, model, config),
-        reward_model=_reward_model(context, policy),
+        reward_model=_reward_model(context, model, policy),
         on_cpu=device.type == "cpu",
         evaluation_rows=min(evaluation.batch_size, evaluation.iteration_prompts),
         processes=options.get("processes") or process_count(),
         trust_remote_code=model.trust_remote_code,
     )
     found = memory.plan_memory(config, shape)
-    return Planned(model.source, config, shape, found, device, *memory.available_memory(device))
+    free, on_host = memory.available_memory(torch.device("cpu") if gibibytes else device)
+    free = round(gibibytes * 2**30) if gibibytes else free
+    return Planned(model.source, config, shape, found, device, free, on_host)
 
 
 def _report(planned: Planned) -> Iterator[str]:
@@ -208,37 +220,32 @@ def _model_config(model: PretrainedHandle) -> PretrainedConfig:
     return config
 
 
-def _reward_model(context: KedroContext, policy: PretrainedConfig) -> PretrainedConfig | None:
+def _reward_model(context: KedroContext, model: PretrainedHandle, policy: PretrainedConfig) -> PretrainedConfig | None:
     """Return the reward model's configuration, None if the reward has none.
 
-    Before it is trained it is one on the policy's backbone, as reward_modelling makes it.
+    Before it is trained it is one on the policy's backbone, as reward_modelling makes it; also if the one that is there
+    was trained for the project's own policy, and this is another.
     """
     from ppo_rlhf.models.reward_model import CausalLMRewardConfig
+    from ppo_rlhf.preflight.request import RunRequest
     from ppo_rlhf.rewards.scorers import RewardConfig
 
     if not RewardConfig(**context.config_loader["parameters"].get("reward", {})).needs_model:
         return None
     dataset: Any = context.catalog.get("reward_model")
-    if dataset is not None and dataset.exists():
+    data_root = context.config_loader["globals"].get("data_root", "data")
+    run = RunRequest(Pipeline([]), context.catalog, context.project_path, data_root)
+    is_of_another = run.is_made_here("reward_model") and not run.is_ours(model.source)
+    if dataset is not None and dataset.exists() and not is_of_another:
         return _model_config(dataset.load())
     return CausalLMRewardConfig(text_config=copy.deepcopy(policy))
 
 
 def _longest_prompt(context: KedroContext, model: PretrainedHandle, config: PPOConfig) -> int:
-    from ppo_rlhf.data.prompts import PromptsConfig, tokenise_prompts
-    from ppo_rlhf.models.loading import steady_context
+    from ppo_rlhf.data.prompts import PromptsConfig, read_prompts, reader_of
 
     if Path(model.source).is_file():
         raise ConfigError(f"{model.source} has no tokenizer that counts the prompts' tokens: give --prompt-length.")
-    longest, why = steady_context(model.config())
-    dataset = tokenise_prompts(
-        context.catalog["raw_prompts"].load(),
-        model.tokenizer(),
-        column=PromptsConfig(**context.config_loader["parameters"].get("prompts", {})).column,
-        response_length=config.response_length,
-        context=longest,
-        overlong=config.overlong_prompts,
-        name="prompts",
-        why=why,
-    )
-    return max(map(len, dataset.prompt_ids))
+    column = PromptsConfig(**context.config_loader["parameters"].get("prompts", {})).column
+    prompts = read_prompts(reader_of(model), context.catalog["raw_prompts"].load(), config, column, "prompts")
+    return max(map(len, prompts.prompt_ids))

@@ -11,12 +11,16 @@ import pandas as pd
 from pydantic import Field
 from transformers import PreTrainedTokenizerBase
 
+from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.settings_group import Seed, settings_group
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.data.chats import read_text_or_chat, render_chat
 from ppo_rlhf.data.tables import as_json, hold_out
+from ppo_rlhf.models.loading import PretrainedHandle, steady_context
 from ppo_rlhf.models.tokenizers import encode_texts
 
+Reader = tuple[PreTrainedTokenizerBase, int | None, str]
+"""A policy's tokenizer, the most tokens that it reads (None: no limit), and why no more."""
 _OWN_COLUMNS = ("prompt", "prompt_ids")
 
 
@@ -33,6 +37,9 @@ class PromptsConfig:
     """Most prompts held out, and most evaluation prompts used."""
     seed: Seed = 42
     """Chooses which prompts are held out."""
+    train_on_evaluation_prompts: bool = False
+    """Train on prompts of evaluation_prompts_path, too, if prompts_path has them: for tasks whose prompts are all there
+    is. Else they are left out of training."""
 
 
 @dataclass(frozen=True)
@@ -71,29 +78,54 @@ class PromptDataset:
 
 
 def split_held_out(
-    frame: pd.DataFrame,
-    evaluation: pd.DataFrame | None,
-    share: float,
-    maximum: int,
-    seed: int,
-    column: str = "prompt",
+    frame: pd.DataFrame, evaluation: pd.DataFrame | None, settings: PromptsConfig
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Return (prompts to train on, prompts held out).
 
-    Held-out prompts are a seeded share of the distinct prompts, at most `maximum`; copies of one prompt go to one
-    side. With an evaluation table all prompts are trained on, and the table's first `maximum` rows are held out.
+    Held-out prompts are a seeded share of the distinct prompts, at most `max_held_out`; copies of one prompt go to one
+    side. With an evaluation table its first `max_held_out` rows are held out, and the prompts that it does not have are
+    trained on; with `train_on_evaluation_prompts` all are.
 
     Raises:
-        DataError: The column is missing, or there are fewer than two distinct prompts to split.
+        DataError: The column is missing, there are fewer than two distinct prompts to split, or none to train on.
     """
-    _check_column(frame, column, "prompts")
+    _check_column(frame, settings.column, "prompts")
+    maximum = settings.max_held_out
     if evaluation is not None:
+        are_evaluated = find_evaluated(frame, evaluation, settings.column)
+        if not settings.train_on_evaluation_prompts:
+            if are_evaluated.all():
+                raise DataError(
+                    "prompts: evaluation_prompts_path has all of them, so none is left to train on. Give others, or "
+                    "train on them all the same by prompts.train_on_evaluation_prompts=true"
+                )
+            frame = frame[~are_evaluated]
         return frame.reset_index(drop=True), evaluation.head(maximum).reset_index(drop=True)
-    keys = [_key(value) for value in frame[column]]
+    keys, share = [_key(value) for value in frame[settings.column]], settings.held_out_share
     advice = "Give more prompts, or evaluation_prompts_path."
-    rows = hold_out(keys, share, maximum, seed, "held_out", name="prompts", advice=advice)
+    rows = hold_out(keys, share, maximum, settings.seed, "held_out", name="prompts", advice=advice)
     training, held_out = (frame.iloc[part].reset_index(drop=True) for part in rows)
     return training, held_out
+
+
+def find_evaluated(frame: pd.DataFrame, evaluation: pd.DataFrame, column: str) -> pd.Series[bool]:
+    """Return for each row of a table of prompts whether its prompt is one of the evaluation prompts."""
+    _check_column(evaluation, column, "evaluation prompts")
+    return frame[column].map(_key).isin(evaluation[column].map(_key))
+
+
+def reader_of(policy: PretrainedHandle) -> Reader:
+    """Return what reads the prompts of a policy."""
+    return policy.tokenizer(), *steady_context(policy.config())
+
+
+def read_prompts(reader: Reader, frame: pd.DataFrame, ppo: PPOConfig, column: str, name: str) -> PromptDataset:
+    """Return the prompts of a table as PPO reads them; see `tokenise_prompts`."""
+    tokenizer, context, why = reader
+    length, overlong = ppo.response_length, ppo.overlong_prompts
+    return tokenise_prompts(
+        frame, tokenizer, column=column, response_length=length, context=context, overlong=overlong, name=name, why=why
+    )
 
 
 def tokenise_prompts(

@@ -6,13 +6,14 @@ from ppo_rlhf.datasets.pretrained_model import PretrainedModelDataset
 from ppo_rlhf.datasets.records import RecordsDataset
 from ppo_rlhf.datasets.report import ReportDataset
 from ppo_rlhf.datasets.resume_checkpoint import ResumeCheckpointDataset
-from ppo_rlhf.datasets.tables import TableDataset
+from ppo_rlhf.datasets.tables import OptionalTableDataset, TableDataset
 from ppo_rlhf.datasets.token_samples import TokenSamplesDataset
 
 __all__ = [
     "CheckpointDataset",
     "EvaluationLogDataset",
     "ModelCardDataset",
+    "OptionalTableDataset",
     "PretrainedModelDataset",
     "RecordsDataset",
     "ReportDataset",

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kedro.io import AbstractDataset, DatasetError
+from kedro.io import AbstractDataset, DatasetError, Version
 from kedro.io.core import generate_timestamp
 from kedro_datasets._typing import JSONPreview
 
@@ -20,8 +20,8 @@ class PretrainedModelDataset(AbstractDataset[TrainedModel, PretrainedHandle | No
     """A model directory (configuration, safetensors, tokenizer) or a hub id.
 
     Loading gives a handle; weights are read only when a node asks for them. The path itself is loaded if a config.json
-    lies there, else the newest version below it. Saving writes a new version below the path, whole or not
-    at all. Example:
+    lies there, else the newest version below it, or the one that `--load-versions` names. Saving writes a new version
+    below the path, whole or not at all. Example:
 
     ```yaml
     sft_policy:
@@ -30,11 +30,14 @@ class PretrainedModelDataset(AbstractDataset[TrainedModel, PretrainedHandle | No
     ```
     """
 
+    versioned = True  # so Kedro hands on the version of --load-versions
+
     def __init__(
         self,
         filepath: str | None,
         trust_remote_code: bool = False,
         metadata: dict[str, Any] | None = None,
+        version: Version | None = None,
     ) -> None:
         """Describe where the model is; nothing is read.
 
@@ -42,17 +45,25 @@ class PretrainedModelDataset(AbstractDataset[TrainedModel, PretrainedHandle | No
             filepath: A directory or a hub id; None loads as None (an optional input that was not given).
             trust_remote_code: Whether Python code that lies with the model may run.
             metadata: Read by Kedro-Viz.
+            version: Of it only the version to load counts.
 
         Raises:
-            ConfigError: `trust_remote_code` is neither true nor false (seen by Kedro's callers as the cause of a
-                `DatasetError`).
+            ConfigError: `trust_remote_code` is neither true nor false, or the version is not there (seen by Kedro's
+                callers as the cause of a `DatasetError`).
         """
         if not isinstance(trust_remote_code, bool):  # a text such as "false" would count as true
             raise ConfigError(f"trust_remote_code is true or false, without quotes; given was {trust_remote_code!r}")
         self._source = None if filepath is None else _restore_hub_id(expand_home(str(filepath)))
         self._trust_remote_code = trust_remote_code
         self._saved: Path | None = None  # another run may write a newer version: a session reads what it wrote
+        self._version = version
         self.metadata = metadata
+        if version is not None and version.load is not None:
+            self.pin(Path(str(self._source)) / version.load)
+            if not self._exists():
+                raise ConfigError(
+                    f"--load-versions: {self._saved} is not there; leave it out to read the newest version"
+                )
 
     def load(self) -> PretrainedHandle | None:
         """Return a handle on the model. It is checked when it is used: a run may never need it."""
@@ -96,7 +107,8 @@ class PretrainedModelDataset(AbstractDataset[TrainedModel, PretrainedHandle | No
         return JSONPreview(json.dumps({name: shape[name] for name in _PREVIEWED if name in shape}))
 
     def _exists(self) -> bool:
-        return self._source is not None and (Path(newest_version(self._source)) / "config.json").is_file()
+        handle = self.load()
+        return handle is not None and (Path(handle.source) / "config.json").is_file()
 
     def _describe(self) -> dict[str, Any]:
         return {"filepath": self._source, "trust_remote_code": self._trust_remote_code}

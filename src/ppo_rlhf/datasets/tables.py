@@ -23,6 +23,14 @@ class TableDataset(ParquetDataset):
         return table_preview(pyarrow.parquet.read_table(str(self._get_load_path()))[:nrows].to_pandas())
 
 
+class OptionalTableDataset(TableDataset):
+    """The same, for an input that one run needs and another does not: it loads as None until it is written."""
+
+    def load(self) -> pd.DataFrame | None:
+        """Return the table, None if there is none yet."""
+        return super().load() if self.exists() else None
+
+
 def table_preview(rows: pd.DataFrame) -> TablePreview:
     """Return rows as Kedro-Viz takes them; nested values become text, as which it would show `[object Object]`."""
     table = json.loads(rows.to_json(orient="split"))

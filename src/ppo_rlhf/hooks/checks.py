@@ -17,6 +17,7 @@ from kedro.pipeline import Pipeline
 from ppo_rlhf import processes
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.hooks.own_settings import OwnSettings
+from ppo_rlhf.hooks.resume import RESUME_CHECKPOINT
 from ppo_rlhf.runner import LoopRunner, plan_loop
 
 logger = logging.getLogger(__name__)
@@ -59,6 +60,7 @@ class ChecksHook:
         from ppo_rlhf.preflight import describe_parts  # heavy: only a run pays for it
 
         check_runner(run_params, pipeline)
+        check_load_versions(run_params, pipeline, catalog)
         assert self._loader is not None
         problems, advice = judge_settings(self._loader, pipeline, catalog, Path(run_params["project_path"]))
         if problems:
@@ -92,9 +94,16 @@ def judge_settings(
     from ppo_rlhf.preflight import find_problems  # heavy: only a run pays for it
 
     settings, data_root = OwnSettings(loader), loader["globals"].get("data_root", "data")
-    problems = [*settings.unread(pipelines), *find_problems(pipeline, catalog, project_path, data_root)]
+    read = pipeline.datasets() | ({RESUME_CHECKPOINT} if plan_loop(pipeline) else set())
+    problems = [*settings.unread(read, pipelines), *find_problems(pipeline, catalog, project_path, data_root)]
     advice = [] if problems else [*settings.demo_values(pipeline, catalog), *settings.unusual_values(pipeline, catalog)]
     return problems, advice
+
+
+def refuse_unread(loader: OmegaConfigLoader, datasets: set[str]) -> None:
+    """Raise ConfigError if a person gave what a command does not read; it reads these entries and `params:<group>`."""
+    if problems := OwnSettings(loader).unread(datasets, pipelines):
+        raise ConfigError("\n".join(problems))
 
 
 def check_runner(run_params: Mapping[str, Any], pipeline: Pipeline) -> None:
@@ -115,4 +124,14 @@ def check_runner(run_params: Mapping[str, Any], pipeline: Pipeline) -> None:
         raise ConfigError(
             f"The runner {run_params['runner']} would run PPO's loop once instead of until training is finished: drop "
             "--runner, or in Python give session.run(runner=LoopRunner()) with LoopRunner of ppo_rlhf.runner."
+        )
+
+
+def check_load_versions(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: CatalogProtocol) -> None:
+    """Raise ConfigError if a version is named of what the run does not read, or has no versions: Kedro ignores that."""
+    given = run_params["load_versions"] or {}
+    found = [name for name in sorted(pipeline.inputs()) if given and getattr(catalog.get(name), "_version", None)]
+    if others := sorted(given.keys() - found):
+        raise ConfigError(
+            f"--load-versions {others[0]}: of what the run reads, versions have {', '.join(found) or None}"
         )

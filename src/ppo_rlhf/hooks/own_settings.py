@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from kedro.io import CatalogProtocol
 from kedro.pipeline import Pipeline
 
 from ppo_rlhf.config.settings_group import closest
-from ppo_rlhf.hooks.run_description import parameter
+from ppo_rlhf.hooks.run_description import flattened, parameter
 
 TUNED = {
     "supervised_finetuning": ("learning_rate", "per_device_train_batch_size"),
@@ -38,36 +38,59 @@ class OwnSettings:
         base = OmegaConfigLoader(loader.conf_source, default_run_env=loader.base_env, **alike)
         self._base = {kind: base[kind] for kind in REFERENCES}
         self._shipped = {kind: {str(name) for name in values} for kind, values in self._base.items()}
+        alike["default_run_env"] = loader.default_run_env
+        marked = OmegaConfigLoader(loader.conf_source, loader.env, _marked(self._given), **alike)
+        self._entries = {**marked["catalog"], **{name: marked[name] for name in ("parameters", "mlflow")}}
+        self._entries |= {f"params:{name}": values for name, values in marked["parameters"].items()}
         # the loader that was made last resolves ${globals:…} for all: like the run's own from now on
-        OmegaConfigLoader(loader.conf_source, loader.env, self._given, default_run_env=loader.default_run_env, **alike)
+        OmegaConfigLoader(loader.conf_source, loader.env, self._given, **alike)
 
-    def unread(self, pipelines: Mapping[str, Pipeline]) -> list[str]:
-        """Return one line for each top-level name that a person gave and nothing reads; Kedro ignores such names.
+    def unread(self, datasets: Set[str], pipelines: Mapping[str, Pipeline]) -> list[str]:
+        """Return one line for each name that a person gave and nothing reads; Kedro ignores such names.
 
-        Read are the names of conf/base, those that any pipeline takes as `params:name`, and those that a configuration
-        file refers to as `${name}`, `${globals:name}` or `${runtime_params:name}`.
+        What is typed must be read by this command: its groups of parameters, its catalog entries, or mlflow.yml. Files
+        serve all commands: read are the names of conf/base, those that any pipeline takes as `params:name`, and those
+        that a file refers to as `${name}` or `${globals:name}`.
 
         Args:
+            datasets: What this command reads or writes; groups of parameters are called `params:name`.
             pipelines: All registered ones; looked at only if a name is not known otherwise, since it imports them.
         """
         loader = self._loader
         own = Path(loader.conf_source, loader.env or str(loader.default_run_env))
         folders = (Path(loader.conf_source, str(loader.base_env)), own)
         text = "\n".join(file.read_text() for folder in folders for file in folder.rglob("*.y*ml"))
-        at_run_time = set(re.findall(r"runtime_params:\s*(\w+)", text)) | self._shipped["parameters"]
-        unknown = {f"--params {name}": name for name in self._given if name not in at_run_time}
+        lines, unknown = [], {}
+        follows = {**loader["globals"], **self._given}.get("prompts_path")
+        given = loader["parameters"].get("evaluation", {}).get("prompts_path", follows)
+        if given != follows:
+            lines.append(
+                f"evaluation.prompts_path={given}: it only follows prompts_path. To evaluate other prompts, set "
+                "evaluation_prompts_path in conf/local/globals.yml or with --params."
+            )
+        for name in (name for name in self._given if not self._is_read(name, datasets)):
+            readers = sorted(other for other in pipelines if self._is_read(name, pipelines[other].datasets()))
+            if readers:
+                typed = ", ".join(flattened(name, self._given[name]))
+                lines.append(f"--params {typed}: nothing in this command reads it; {', '.join(readers)} would.")
+            else:
+                unknown[f"--params {name}"] = name
         for kind, reference in REFERENCES.items():
             names = {str(name) for name in loader[kind]} - self._given.keys() - self._shipped[kind]
             unknown |= {f"conf/{own.name}: {name} ({kind})": name for name in names - set(re.findall(reference, text))}
-        if not unknown:
-            return []
-        inputs = {name for pipeline in pipelines.values() for name in pipeline.inputs()}
+        inputs = {name for pipeline in pipelines.values() for name in pipeline.inputs()} if unknown else set()
         read = {re.split(r"[:.]", name)[1] for name in inputs if name.startswith("params:")}
-        return [
+        lines += [
             f"{where}: nothing reads this name.{self._hint(name)}"
-            for where, name in sorted(unknown.items())
+            for where, name in unknown.items()
             if name not in read and "parameters" not in inputs and not name.startswith("_")
         ]
+        return sorted(lines)
+
+    def _is_read(self, name: str, datasets: Set[str]) -> bool:
+        read = {each.split(".")[0] if each.startswith("params:") else each for each in datasets} | {"mlflow"}
+        marked = {entry for entry, values in self._entries.items() if f"<{name}>" in str(values)}
+        return any(entry in read or "{" in entry for entry in marked)  # a pattern serves datasets of many names
 
     def demo_values(self, pipeline: Pipeline, catalog: CatalogProtocol) -> list[str]:
         """Return one line if a run trains a person's own model with learning rates, lengths or batch sizes of the demo.
@@ -120,3 +143,9 @@ class OwnSettings:
         groups = {**self._base["parameters"], "ppo": PPOConfig.__dataclass_fields__}
         dotted = [f"{group}.{key}" for group, keys in groups.items() if isinstance(keys, Mapping) for key in keys]
         return closest(name, [*dotted, *set().union(*self._shipped.values())])
+
+
+def _marked(values: Mapping[str, Any], mark: str = "") -> dict[str, Any]:
+    """Return values as typed with each replaced by its top-level name, which is found in what is made of it."""
+    marks = {name: mark or f"<{name}>" for name in values}
+    return {name: _marked(v, marks[name]) if isinstance(v, Mapping) else marks[name] for name, v in values.items()}

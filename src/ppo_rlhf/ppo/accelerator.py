@@ -8,12 +8,12 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs
+from accelerate.utils import DistributedDataParallelKwargs, parse_flag_from_env
 from torch import nn
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError
-from ppo_rlhf.processes import forget_accelerator, join_processes, process_count
+from ppo_rlhf.processes import check_launch, forget_accelerator, join_processes, process_count
 
 _REDUCED = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _FULL = {"float32": torch.float32, "float64": torch.float64}
@@ -37,8 +37,10 @@ def resolve_device(name: str) -> torch.device:
     """Return the device that `ppo.device` names: `auto` is this process's own GPU where there is one.
 
     Raises:
-        ConfigError: torch knows no such device, this machine has none, or several processes would share it.
+        ConfigError: torch knows no such device, this machine has none, accelerate keeps to the CPU, or several
+            processes would share it; or `check_launch` refuses the launch.
     """
+    check_launch()
     if process_count() > 1:
         own = join_processes().device
         if name not in ("auto", own.type):
@@ -47,14 +49,17 @@ def resolve_device(name: str) -> torch.device:
                 "rank; use auto (ACCELERATE_USE_CPU=true keeps all of them on the CPU)"
             )
         return own
+    keeps_to_cpu = parse_flag_from_env("ACCELERATE_USE_CPU")
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device("cuda" if torch.cuda.is_available() and not keeps_to_cpu else "cpu")
     try:
         device = torch.device(name)
     except RuntimeError:
         raise ConfigError(f"device={name} is not a device; use auto, cpu, cuda, or a number such as cuda:1") from None
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"device={name}: this machine has {torch.cuda.device_count()} CUDA devices; use auto or cpu")
+    if device.type == "cuda" and keeps_to_cpu:
+        raise ConfigError(f"device={name}: ACCELERATE_USE_CPU keeps the run on the CPU; use auto, or unset it")
     return device
 
 

@@ -13,19 +13,16 @@ from typing import Any
 
 from kedro.io import CatalogProtocol, DatasetError, MemoryDataset
 from kedro.pipeline import Pipeline
-from transformers import PreTrainedTokenizerBase
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import PPORLHFError, own_error
 from ppo_rlhf.data.chats import read_text_or_chat
-from ppo_rlhf.data.prompts import PromptsConfig, split_held_out, tokenise_prompts
+from ppo_rlhf.data.prompts import PromptsConfig, Reader, read_prompts, reader_of, split_held_out
 from ppo_rlhf.datasets import PretrainedModelDataset, RecordsDataset, ResumeCheckpointDataset
-from ppo_rlhf.datasets.resume_checkpoint import LATEST
 from ppo_rlhf.models.adapters import check_critic_targets, check_targets
 from ppo_rlhf.models.compilation import layers_of
 from ppo_rlhf.models.forward import backbone_of
 from ppo_rlhf.models.gradient_checkpointing import check_gradient_checkpointing
-from ppo_rlhf.models.loading import steady_context
 from ppo_rlhf.models.tokenizers import same_vocabulary, train_word_tokenizer
 from ppo_rlhf.ppo.accelerator import resolve_device
 from ppo_rlhf.ppo.build import check_device, check_libraries, lora_settings
@@ -41,7 +38,6 @@ from ppo_rlhf.rewards.functions import (
 )
 from ppo_rlhf.rewards.scorers import RewardConfig
 from ppo_rlhf.rewards.shaping import check_token_rewards
-from ppo_rlhf.runner import plan_loop
 from ppo_rlhf.training.critic_pretraining import CriticPretrainingConfig, pretraining_config
 from ppo_rlhf.training.kl_study import KLStudyConfig, settings_of
 from ppo_rlhf.training.supervised import preferences
@@ -83,7 +79,6 @@ def find_problems(
         check_optional_packages,
         check_protection,
         check_demo_parts,
-        check_resume,
     ):
         ask(first)
     for name in filter(run.reads, TABLES):
@@ -111,7 +106,7 @@ def check_start(run: RunRequest) -> Iterator[str]:
     if nowhere:
         yield f"This run starts from {', '.join(nowhere)}, which no file holds: use --from-nodes with earlier nodes."
     for name in sorted(run.pipeline.inputs() - set(nowhere)):
-        if not isinstance(run.catalog[name], CHECKED_BELOW) and not run.catalog[name].exists():
+        if run.needs(name) and not isinstance(run.catalog[name], CHECKED_BELOW) and not run.catalog[name].exists():
             yield f"{run.source(name)}: nothing is there yet. Run the node that makes {name} first."
 
 
@@ -141,23 +136,11 @@ def check_optional_packages(run: RunRequest) -> None:
         check_libraries(ppo)
 
 
-def check_resume(run: RunRequest) -> Iterator[str]:
-    """Find a run that does not train and so cannot go on; the tracking hook looks for the checkpoint."""
-    entry = run.catalog.get("resume_checkpoint")
-    if not isinstance(entry, ResumeCheckpointDataset) or entry.requested in (None, LATEST):
-        return
-    if not run.reads("resume_checkpoint") and plan_loop(run.pipeline) is None:
-        yield (
-            f"resume={entry.requested}: nothing in this run trains by PPO. Run the pipeline that was interrupted: "
-            "--pipelines ppo or align, or the whole chain without --pipelines."
-        )
-
-
 def check_protection(run: RunRequest) -> Iterator[str]:
     """Find a model that the run would write outside the project's own models: it may be a person's."""
     layer = Path(run.data_root, MODELS_LAYER)
     for name, (stage, setting, reading) in MADE_BY.items():
-        if run.writes(name) and run.source(name) is not None and not run.is_ours(name):
+        if run.writes(name) and run.source(name) is not None and not run.is_ours(run.source(name)):
             yield (
                 f"{setting}={run.source(name)} is outside {layer}, and {stage} would write it; models of your own are "
                 f"never written. To use it as it is, run `{reading}`. To train one, set {setting} to a folder "
@@ -167,23 +150,22 @@ def check_protection(run: RunRequest) -> Iterator[str]:
 
 def check_demo_parts(run: RunRequest) -> Iterator[str]:
     """Find forgotten settings by which parts of the demo, or of an earlier run, would serve a person's own policy."""
-    if run.source("sft_policy") is None or not run.reads("sft_policy") or run.is_ours("sft_policy"):
+    if run.source("sft_policy") is None or not run.reads("sft_policy") or run.is_ours(run.source("sft_policy")):
         return
-    policy, reward_model, prompts = map(run.shown, ("sft_policy", "reward_model", "raw_prompts"))
-    made_here = run.project_path / run.data_root / MODELS_LAYER / "reward_model"
-    uses_model = run.reads("reward_model") and run.needs_reward_model
-    if uses_model and (run.project_path / reward_model).resolve() == made_here.resolve():
+    policy, reward_model = map(run.shown, ("sft_policy", "reward_model"))
+    if run.reads("reward_model") and run.needs_reward_model and run.is_made_here("reward_model"):
         yield (
             f"reward_model_path={reward_model} is where this project keeps the reward model of its own SFT policy, not "
             f"of {policy}. Set it to your own reward model (or to a version in that folder, if you mean it), or give "
             "functions as reward."
         )
     evaluation = run.group("evaluation", EvaluationConfig)
-    is_judged = evaluation is None or evaluation.judge is not None
-    if run.reads("raw_prompts") and is_demo_prompts(prompts, run.project_path) and not is_judged:
+    if evaluation is None or evaluation.judge is not None:
+        return
+    if is_demo_prompts(evaluation.prompts_path, run.project_path):
         yield (
-            f"prompts_path={prompts} has the demo's prompts, and the demo's judge would decide how {policy} answers. "
-            f"Set it to your own; if you mean the demo's, set evaluation.judge={DEMO_JUDGE}."
+            f"prompts_path={evaluation.prompts_path} has the demo's prompts, and the demo's judge would decide how "
+            f"{policy} answers. Set it to your own; if you mean the demo's, set evaluation.judge={DEMO_JUDGE}."
         )
 
 
@@ -198,7 +180,7 @@ def check_model(run: RunRequest, name: str) -> Iterator[str]:
     """Find a model that is missing, incomplete, of the wrong kind, or with a tokenizer of another one."""
     if run.source(name) is None or not run.needs(name):
         return
-    if name in MADE_BY and run.is_ours(name) and not run.catalog[name].exists():
+    if name in MADE_BY and run.is_ours(run.source(name)) and not run.catalog[name].exists():
         stage, setting, _ = MADE_BY[name]
         yield f"{run.source(name)}: nothing is there yet. Run {stage} first, or set {setting}."
         return
@@ -296,32 +278,21 @@ def check_preferences(run: RunRequest) -> Iterator[str]:
 def check_prompts(run: RunRequest) -> None:
     """Find prompts that are neither text nor chat, do not fit into the model's context, or cannot be split."""
     settings, ppo = run.group("prompts", PromptsConfig), run.group("ppo", PPOConfig)
-    if settings is None or "raw_prompts" not in run.tables:
+    if settings is None:
         return
     tables = {name: run.tables[name] for name in PROMPTS if name in run.tables}
     policy = _policy_reader(run)
     if ppo is not None and policy is not None:
-        tokenizer, context, why = policy
         for name, table in tables.items():  # whole files: a row's number is the person's own
-            tokenise_prompts(
-                table,
-                tokenizer,
-                column=settings.column,
-                response_length=ppo.response_length,
-                context=context,
-                overlong=ppo.overlong_prompts,
-                name=str(run.source(name)),
-                why=why,
-            )
-    evaluation = tables.get("raw_evaluation_prompts")
-    split = (settings.held_out_share, settings.max_held_out, settings.seed, settings.column)
-    split_held_out(tables["raw_prompts"], evaluation, *split)
+            read_prompts(policy, table, ppo, settings.column, str(run.source(name)))
+    if "raw_prompts" in tables:
+        split_held_out(tables["raw_prompts"], tables.get("raw_evaluation_prompts"), settings)
 
 
-def _policy_reader(run: RunRequest) -> tuple[PreTrainedTokenizerBase, int | None, str] | None:
+def _policy_reader(run: RunRequest) -> Reader | None:
     """Return the SFT policy's tokenizer, the tokens that PPO may give it, and why no more; None if it is not known."""
     if run.start in run.models:
-        return run.tokenizers[run.start], *steady_context(run.models[run.start].config())
+        return reader_of(run.models[run.start])
     settings = run.group("supervised_finetuning", SupervisedFinetuningConfig)
     if settings is None or run.source("base_model") is not None or "demonstrations" not in run.tables:
         return None

@@ -82,11 +82,12 @@ class RunRequest:
         return self.writes("preferences") and self.source("raw_preferences") is None
 
     def needs(self, name: str) -> bool:
-        """Return whether the settings use a model that is an input: a reward may need no model, a critic no other."""
+        """Return whether the settings use an input: a reward may need no model, and a person may give the prompts."""
         ppo = self.group("ppo", PPOConfig)
         is_needed = {
             "reward_model": self.needs_reward_model,
             "pretrained_critic": ppo is not None and ppo.value_model == "pretrained",
+            "evaluation_prompts": self.source("raw_evaluation_prompts") is None,
         }
         return is_needed.get(name, True)
 
@@ -100,10 +101,14 @@ class RunRequest:
         is_used = self.reads(name) or self.writes(name)
         return is_used and isinstance(self.catalog.get(name), PretrainedModelDataset) and self.source(name) is None
 
-    def is_ours(self, name: str) -> bool:
+    def is_ours(self, source: str | None) -> bool:
         """Return whether a model lies below the project's own models, links followed."""
         models = (self.project_path / self.data_root / MODELS_LAYER).resolve()
-        return models in (self.project_path / str(self.source(name))).resolve().parents
+        return models in (self.project_path / str(source)).resolve().parents
+
+    def is_made_here(self, name: str) -> bool:
+        """Return whether an entry is the folder in which the project keeps what it makes, and not a version there."""
+        return self.is_ours(self.source(name)) and Path(str(self.source(name))).name == name
 
 
 def describe_parts(pipeline: Pipeline, catalog: CatalogProtocol, project_path: Path) -> str | None:
@@ -123,6 +128,6 @@ def describe_parts(pipeline: Pipeline, catalog: CatalogProtocol, project_path: P
     terms = [c.function or made("reward_model", "the policy") for c in reward.components]
     if len(terms) > 1:
         terms = [f"{c.weight:g} x ({term})" for c, term in zip(reward.components, terms, strict=True)]
-    prompts = run.shown("raw_prompts" if run.reads("raw_prompts") else "evaluation_prompts")
-    judge = resolve_judge(evaluation, project_path).description
+    read = (name for name in (*PROMPTS, "evaluation_prompts") if run.reads(name) and run.source(name))
+    prompts, judge = run.shown(next(read)), resolve_judge(evaluation, project_path).description
     return f"Policy: {policy}. Reward: {' + '.join(terms)}. Prompts: {prompts}. The win rate is decided by {judge}."

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError, DataError, ModelError, RewardError
 from ppo_rlhf.core.responses import response_lengths
-from ppo_rlhf.data.prompts import PromptDataset, tokenise_prompts
+from ppo_rlhf.data.prompts import PromptDataset, read_prompts
 from ppo_rlhf.data.tables import table_of_columns, table_of_rows
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.models.offloading import to_host
@@ -70,15 +70,7 @@ def take_prompts(
             f"PPOTrainer: prompts has the unknown type {type(prompts).__name__}; give a list of texts or chats, a "
             "table with a column `prompt`, or a PromptDataset"
         )
-    return tokenise_prompts(
-        frame,
-        policy.tokenizer,
-        column="prompt",
-        response_length=config.response_length,
-        context=context,
-        overlong=config.overlong_prompts,
-        why=why,
-    )
+    return read_prompts((policy.tokenizer, context, why), frame, config, "prompt", "prompts")
 
 
 def take_reward(reward: Any, policy: TrainedModel, config: PPOConfig) -> RewardScorer | None:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from ppo_rlhf.checkpoints.model_card import place, with_result
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ModelError
-from ppo_rlhf.data.prompts import PromptDataset
+from ppo_rlhf.data.prompts import PromptDataset, PromptsConfig, read_prompts, reader_of
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.offloading import to_host
 from ppo_rlhf.models.tokenizers import same_vocabulary
@@ -23,6 +23,21 @@ from ppo_rlhf.ppo.state import sampling_settings
 from ppo_rlhf.rewards.scorers import RewardConfig, build_reward_scorer, reward_model_accuracy
 
 logger = logging.getLogger(__name__)
+
+
+def choose_prompts(
+    evaluation_prompts: pd.DataFrame | None,
+    raw_evaluation_prompts: pd.DataFrame | None,
+    sft_policy: PretrainedHandle,
+    ppo: PPOConfig,
+    prompts: PromptsConfig,
+) -> pd.DataFrame | None:
+    """Take the person's evaluation prompts, read as training reads them; without any, those that training held out."""
+    if raw_evaluation_prompts is None:
+        return evaluation_prompts
+    table = raw_evaluation_prompts.head(prompts.max_held_out)
+    logger.info("Prompts of evaluation_prompts_path: %d of %d.", len(table), len(raw_evaluation_prompts))
+    return read_prompts(reader_of(sft_policy), table, ppo, prompts.column, "evaluation prompts").to_frame()
 
 
 def evaluate_sft_policy(

@@ -3,6 +3,7 @@
 from kedro.pipeline import Node, Pipeline
 
 from ppo_rlhf.pipelines.evaluation.nodes import (
+    choose_prompts,
     compare_policies,
     evaluate_ppo_policy,
     evaluate_sft_policy,
@@ -16,7 +17,7 @@ def create_pipeline(**kwargs: object) -> Pipeline:
     shared = {
         "sft_policy": "sft_policy",
         "reward_model": "reward_model",
-        "evaluation_prompts": "evaluation_prompts",
+        "evaluation_prompts": "chosen_prompts",
         "ppo": "params:ppo",
         "reward": "params:reward",
         "evaluation": "params:evaluation",
@@ -28,6 +29,15 @@ def create_pipeline(**kwargs: object) -> Pipeline:
     }
     return Pipeline(
         [
+            Node(
+                choose_prompts,
+                inputs={
+                    **{name: name for name in ("evaluation_prompts", "raw_evaluation_prompts", "sft_policy")},
+                    **{name: f"params:{name}" for name in ("ppo", "prompts")},
+                },
+                outputs="chosen_prompts",
+                name="choose_prompts",
+            ),
             Node(evaluate_sft_policy, inputs=shared, outputs="sft_evaluation", name="evaluate_sft_policy"),
             Node(
                 evaluate_ppo_policy,

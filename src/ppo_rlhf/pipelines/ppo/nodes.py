@@ -13,8 +13,8 @@ from ppo_rlhf.checkpoints.model_files import exported_policy
 from ppo_rlhf.checkpoints.resume import restore
 from ppo_rlhf.checkpoints.store import CheckpointRequest
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.data.prompts import PromptDataset, PromptsConfig, split_held_out, tokenise_prompts
-from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel, steady_context
+from ppo_rlhf.data.prompts import PromptDataset, PromptsConfig, find_evaluated, read_prompts, reader_of, split_held_out
+from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.ppo import loop
 from ppo_rlhf.ppo.accelerator import frozen_dtype, resolve_device
 from ppo_rlhf.ppo.build import build_critic, load_policies, load_stored_critic
@@ -43,40 +43,25 @@ def prepare_prompts(
     prompts: PromptsConfig,
 ) -> dict[str, object]:
     """Check and tokenise the prompts, and hold a share of them out for evaluation."""
-    training, held_out = split_held_out(
-        raw_prompts,
-        raw_evaluation_prompts,
-        prompts.held_out_share,
-        prompts.max_held_out,
-        prompts.seed,
-        prompts.column,
-    )
-    if raw_evaluation_prompts is not None and len(held_out) < len(raw_evaluation_prompts):
-        log.info(
-            "Of %d evaluation prompts the first %d are used (prompts.max_held_out).",
-            len(raw_evaluation_prompts),
-            len(held_out),
-        )
-    tokenizer, (context, why) = sft_policy.tokenizer(), steady_context(sft_policy.config())
-    prepared = {
-        name: tokenise_prompts(
-            frame,
-            tokenizer,
-            column=prompts.column,
-            response_length=ppo_config.response_length,
-            context=context,
-            overlong=ppo_config.overlong_prompts,
-            name=name.replace("_", " "),
-            why=why,
-        )
-        for name, frame in {"training_prompts": training, "evaluation_prompts": held_out}.items()
-    }
-    log.info("%d prompts to train on, %d held out.", *(len(dataset) for dataset in prepared.values()))
-    return {
-        "prompt_dataset": prepared["training_prompts"],
-        "evaluation_prompt_dataset": prepared["evaluation_prompts"],
-        "evaluation_prompts": prepared["evaluation_prompts"].to_frame(),
-    }
+    tables = split_held_out(raw_prompts, raw_evaluation_prompts, prompts)
+    if raw_evaluation_prompts is not None:
+        if len(tables[1]) < len(raw_evaluation_prompts):
+            log.info(
+                "Of %d evaluation prompts the first %d are used (prompts.max_held_out).",
+                *(len(raw_evaluation_prompts), len(tables[1])),
+            )
+        if shared := find_evaluated(raw_prompts, raw_evaluation_prompts, prompts.column).sum():
+            done = "trained on all the same" if prompts.train_on_evaluation_prompts else "left out of training"
+            log.warning(
+                "%d of %d prompts are evaluation prompts, too, and %s (prompts.train_on_evaluation_prompts).",
+                *(shared, len(raw_prompts), done),
+            )
+    reader = reader_of(sft_policy)
+    training = read_prompts(reader, tables[0], ppo_config, prompts.column, "training prompts")
+    held_out = read_prompts(reader, tables[1], ppo_config, prompts.column, "evaluation prompts")
+    log.info("%d prompts to train on, %d held out.", len(training), len(held_out))
+    stored = held_out.to_frame()
+    return {"prompt_dataset": training, "evaluation_prompt_dataset": held_out, "evaluation_prompts": stored}
 
 
 def load_sft_policy(sft_policy: PretrainedHandle, ppo_config: PPOConfig) -> dict[str, object]:

@@ -7,8 +7,8 @@ import pandas as pd
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import DataError
-from ppo_rlhf.data.prompts import PromptsConfig, split_held_out, tokenise_prompts
-from ppo_rlhf.models.loading import PretrainedHandle, steady_context
+from ppo_rlhf.data.prompts import PromptsConfig, read_prompts, reader_of, split_held_out
+from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.ppo.accelerator import resolve_device
 from ppo_rlhf.ppo.state import sampling_settings
 from ppo_rlhf.progress import watching
@@ -48,20 +48,8 @@ def collect_preferences(
     labeller = reward_modelling.labeller
     if raw_prompts is None or labeller is None:
         raise DataError("preferences: none are given, and without prompts and a labeller none can be made.")
-    training, _ = split_held_out(
-        raw_prompts, raw_evaluation_prompts, prompts.held_out_share, prompts.max_held_out, prompts.seed, prompts.column
-    )
-    context, why = steady_context(sft_policy.config())  # what PPO will answer
-    dataset = tokenise_prompts(
-        training,
-        tokenizer,
-        column=prompts.column,
-        response_length=ppo.response_length,
-        context=context,
-        overlong=ppo.overlong_prompts,
-        name="training prompts",
-        why=why,
-    )
+    training, _ = split_held_out(raw_prompts, raw_evaluation_prompts, prompts)  # what PPO will answer
+    dataset = read_prompts(reader_of(sft_policy), training, ppo, prompts.column, "training prompts")
     policy = sft_policy.causal_lm().to(resolve_device(reward_modelling.device))  # type: ignore[arg-type]
     log.info("Sampling %d pairs from the SFT policy, labelled by %s …", reward_modelling.pairs, labeller)
     return pairs.sample_preferences(
