@@ -27,7 +27,6 @@ from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.hooks.follower import announce
 from ppo_rlhf.hooks.run_description import RunDescription, describe_run, log_inputs, pipeline_names
 from ppo_rlhf.hooks.run_end import END_TAGS, end_tags, way_to_go_on
-from ppo_rlhf.hooks.run_lock import lock_run
 from ppo_rlhf.hooks.tracking_store import (
     ARTIFACTS,
     SQLITE,
@@ -40,6 +39,7 @@ from ppo_rlhf.hooks.tracking_store import (
     warning_of_refusals,
     without_password,
 )
+from ppo_rlhf.locks import lock_run
 from ppo_rlhf.runner import RunInterruptedError, TerminationSignal, deferring_signals
 
 if TYPE_CHECKING:  # heavy: only a run pays for them
