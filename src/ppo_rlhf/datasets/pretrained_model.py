@@ -117,7 +117,7 @@ def _versions(folder: Path) -> list[Path]:
 def _next_version(folder: Path) -> str:
     """Return the time, in milliseconds; behind the newest version's name if it would not sort behind that by itself.
 
-    So the newest version is the one that was written last, even if a clock was set back or a person's folder lies there.
+    So the newest version is the one written last, even if a clock was set back or a person's folder lies there.
     Times of modification would not tell: a copy of the folder has others.
     """
     now, newest = generate_timestamp(), max((path.name for path in _versions(folder)), default="")

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -261,7 +262,8 @@ class PPOTrainer:
                 if is_main_process():
                     prune_checkpoints(directory, self.config.save_total_limit, None, self.state.iteration)
 
-        with _alone_in(directory):
+        with ExitStack() as held:
+            on_main(partial(_lock, directory, held))
             if resume_from_checkpoint:
                 self.load_checkpoint(_checkpoint(resume_from_checkpoint, directory))
             loop.train(self.state, self.reference_policy, self._prompts, self._scorer, after_iteration)
@@ -317,19 +319,12 @@ class PPOTrainer:
         return ", ".join([f"Iteration {self.state.iteration}/{self.state.total_iterations}", *shown])
 
 
-@contextmanager
-def _alone_in(directory: Path | None) -> Iterator[None]:
-    """Let no other process train in a directory during the block."""
-    with ExitStack() as held:
-
-        def lock() -> None:
-            if directory is not None and (file := lock_run(directory)) is not None:
-                held.enter_context(file)
-            elif directory is not None:
-                raise CheckpointError(f"output_dir={directory}: another process trains there; give another directory")
-
-        on_main(lock)
-        yield
+def _lock(directory: Path | None, held: ExitStack) -> None:
+    file = None if directory is None else lock_run(directory)
+    if file is not None:
+        held.enter_context(file)
+    elif directory is not None:
+        raise CheckpointError(f"output_dir={directory}: another process trains there; give another directory")
 
 
 def _checkpoint(asked: str | Path | bool, output_dir: Path | None) -> Path:
