@@ -50,7 +50,8 @@ def test_the_drafts_of_killed_processes_are_deleted_and_those_of_others_stay(tmp
     (tmp_path / ".model.1.draft").mkdir()
     (tmp_path / ".model.2.draft").mkdir()
     os.utime(tmp_path / ".model.1.draft", (0, 0))
+    (tmp_path / ".gone.3.draft").symlink_to("nowhere")  # renamed while it was looked at: its status cannot be read
     with written_whole(tmp_path / "file") as draft:
         draft.write_text("new")
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".model.2.draft", "file"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".gone.3.draft", ".model.2.draft", "file"]
     assert whole_files.ABANDONED_S >= 3600

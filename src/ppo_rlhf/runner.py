@@ -184,9 +184,12 @@ class LoopRunner(SequentialRunner):
         """
         try:
             with raising_on_signals():
+                if only_missing_outputs:  # in their usual places
+                    pipeline = self._filter_pipeline_for_missing_outputs(pipeline, catalog)
                 own = _catalog_of_run(pipeline, catalog)
-                pipeline = _without_finished(pipeline, own)
-                return super().run(pipeline, own, hook_manager, run_id, only_missing_outputs)
+                made = super().run(_without_finished(pipeline, own), own, hook_manager, run_id)
+                own.finish()
+                return made
         except TerminationSignal as stop:
             raise RunInterruptedError(stop.signum) from None
 
@@ -267,11 +270,10 @@ def _catalog_of_run(pipeline: Pipeline, catalog: CatalogProtocol) -> Any:
 
     plan, resume = plan_loop(pipeline), catalog.get(RESUME)
     if plan is None or not isinstance(resume, ResumeCheckpointDataset):
-        return RunCatalog(catalog)
+        return RunCatalog(catalog, pipeline)
     reusable = {name for node in plan.upstream if (node.namespace or "").split(".")[0] != PPO for name in node.outputs}
-    read = {name for node in pipeline.nodes for name in node.inputs}
-    outputs = StageOutputs(run_directory(resume.root), reusable, read)
-    return RunCatalog(catalog, outputs, is_resumed=resume.requested is not None)
+    outputs = StageOutputs(run_directory(resume.root), reusable)
+    return RunCatalog(catalog, pipeline, outputs, resume.requested is not None)
 
 
 def _without_finished(pipeline: Pipeline, catalog: RunCatalog) -> Pipeline:

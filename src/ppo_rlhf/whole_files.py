@@ -1,10 +1,11 @@
 """Writing a file or a folder so that nobody ever sees half of it."""
 
 import os
+import platform
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 DRAFT = ".{name}.{process}.draft"
@@ -23,9 +24,10 @@ def written_whole(target: Path) -> Iterator[Path]:
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     for old in target.parent.glob(DRAFT.format(name="*", process="*")):
-        if time.time() - old.stat().st_mtime > ABANDONED_S:
-            _delete(old)
-    draft = target.with_name(DRAFT.format(name=target.name, process=os.getpid()))
+        with suppress(FileNotFoundError):  # another process has just renamed it
+            if time.time() - old.stat().st_mtime > ABANDONED_S:
+                delete(old)
+    draft = target.with_name(DRAFT.format(name=target.name, process=process_name()))
     try:
         yield draft
         for path in [*draft.rglob("*"), draft]:
@@ -33,10 +35,16 @@ def written_whole(target: Path) -> Iterator[Path]:
         draft.replace(target)
         sync(target.parent)
     finally:
-        _delete(draft)
+        delete(draft)
 
 
-def _delete(path: Path) -> None:
+def process_name() -> str:
+    """Return a name that no other process has, on this machine or on another one that shares its disk."""
+    return f"{platform.node()}-{os.getpid()}"
+
+
+def delete(path: Path) -> None:
+    """Delete a file or a folder; nothing happens if it is not there."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -147,12 +148,12 @@ def test_a_process_without_an_mlflow_run_takes_its_id_from_the_environment(tmp_p
     monkeypatch.setenv("RANK", "1")
     assert run_directory(tmp_path) == tmp_path / "of-main"
     monkeypatch.setenv("RANK", "0")  # tracking is off; the variable is of an earlier run
-    assert run_directory(tmp_path) == tmp_path / f"untracked-{os.getpid()}"
+    assert run_directory(tmp_path) == tmp_path / f"untracked-{platform.node()}-{os.getpid()}"
 
 
 def test_without_a_run_the_directory_is_the_processes(tmp_path, monkeypatch):
     monkeypatch.setattr(mlflow, "active_run", lambda: None)
-    assert run_directory(tmp_path) == tmp_path / f"untracked-{os.getpid()}"
+    assert run_directory(tmp_path) == tmp_path / f"untracked-{platform.node()}-{os.getpid()}"
 
 
 def test_evaluations_are_appended_and_read_back_oldest_first(tmp_path):

@@ -1,5 +1,6 @@
 import hashlib
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,23 @@ def test_the_newest_version_is_loaded_and_older_ones_stay(tmp_path):
     handle = PretrainedModelDataset(str(tmp_path / "policy")).load()
     assert torch.equal(handle.causal_lm()(IDS).logits, tiny_model(seed=1)(IDS).logits)
     assert len(list((tmp_path / "policy").iterdir())) == 2
+
+
+def test_the_newest_version_is_the_one_written_last_though_the_clock_was_set_back(tmp_path, monkeypatch):
+    """Twice, and once more behind a folder that a person put there; a copy of the folder has other times."""
+    times = iter(["2026-05-01T00.00.00.000Z", "2026-03-01T00.00.00.000Z", "2026-02-01T00.00.00.000Z"])
+    monkeypatch.setattr("ppo_rlhf.datasets.pretrained_model.generate_timestamp", lambda: next(times))
+    dataset = PretrainedModelDataset(str(tmp_path / "policy"))
+    for seed in (0, 1, 2):
+        dataset.save(trained(seed))
+        shutil.copytree(tmp_path / "policy", tmp_path / f"copy{seed}", copy_function=shutil.copyfile)
+        newest = PretrainedModelDataset(str(tmp_path / f"copy{seed}")).load().causal_lm()
+        assert torch.equal(newest(IDS).logits, tiny_model(seed=seed)(IDS).logits)
+    save(tmp_path / "policy" / "mine", tiny_model())
+    monkeypatch.undo()
+    dataset.save(trained(3))
+    newest = PretrainedModelDataset(str(tmp_path / "policy")).load().causal_lm()
+    assert torch.equal(newest(IDS).logits, tiny_model(seed=3)(IDS).logits)
 
 
 def test_a_session_reads_what_it_wrote_though_another_wrote_later(tmp_path):

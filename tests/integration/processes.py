@@ -5,6 +5,10 @@ Both have one thread, so that sums are rounded alike in all of them.
     python -m tests.integration.processes SIGKILL ppo.optimise_policy 2 --env test
 
 runs `kedro run --env test` and sends itself SIGKILL when the node begins for the second time.
+
+    python -m tests.integration.processes IN_STEP folder a --env test
+
+begins each node outside the loop together with another such run, of another name.
 """
 
 from __future__ import annotations
@@ -13,19 +17,31 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 from kedro.framework.hooks import hook_impl
 
+from ppo_rlhf.runner import ITERATION_TAG
+
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 300
+IN_STEP = "IN_STEP"
 Moment = tuple[str, str, int]
 
 
-def kedro_run(project: Path, *arguments: str, interrupted: Moment | None = None) -> subprocess.CompletedProcess[str]:
-    """Run `kedro run` with these arguments to its end; `interrupted` is a signal, a node, and which of its runs."""
-    command = ["kedro", "run"] if interrupted is None else ["tests.integration.processes", *map(str, interrupted)]
+def kedro_run(
+    project: Path, *arguments: str, interrupted: Moment | None = None, in_step: tuple[Path, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run `kedro run` with these arguments to its end.
+
+    `interrupted` is a signal, a node, and which of its runs; `in_step` an empty folder in which two runs meet, and the
+    name of this one there.
+    """
+    command = ["kedro", "run"]
+    if interrupted or in_step:
+        command = ["tests.integration.processes", *map(str, interrupted or (IN_STEP, *in_step))]
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     return subprocess.run(
         [sys.executable, "-m", *command, *arguments],
@@ -50,11 +66,28 @@ class Interruption:
             os.kill(os.getpid(), self._signum)
 
 
+class InStep:
+    """A Kedro hook that begins each node outside the loop when another run does, before the node's inputs are read."""
+
+    def __init__(self, _: str, folder: str, name: str) -> None:
+        self._folder, self._name = Path(folder), name
+
+    @hook_impl
+    def before_dataset_loaded(self, node: Any) -> None:
+        end = time.monotonic() + TIMEOUT_S
+        if ITERATION_TAG not in node.tags:
+            (self._folder / f"{node.name} {self._name}").touch()
+            while len(list(self._folder.glob(f"{node.name} *"))) < 2:
+                assert time.monotonic() < end, f"the other run does not come to {node.name}"
+                time.sleep(0.01)
+
+
 if __name__ == "__main__":
     from kedro.framework.cli.cli import KedroCLI
 
     import ppo_rlhf.settings as settings
 
-    settings.HOOKS = (*settings.HOOKS, Interruption(*sys.argv[1:4]))
+    hook = InStep if sys.argv[1] == IN_STEP else Interruption
+    settings.HOOKS = (*settings.HOOKS, hook(*sys.argv[1:4]))
     sys.argv = ["kedro", "run", *sys.argv[4:]]
     KedroCLI(Path.cwd())(sys.argv[1:], prog_name="kedro")

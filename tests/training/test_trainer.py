@@ -6,7 +6,10 @@ import logging
 import math
 import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import datasets
@@ -744,7 +747,7 @@ def test_warnings_are_given_when_the_trainer_is_made_and_not_again_at_the_end(sf
 
 
 def test_only_the_main_process_warns_logs_and_writes(sft: str, tmp_path: Path, caplog, monkeypatch):
-    for place in ("training.trainer", "training.query_sampler", "checkpoints.resume"):
+    for place in ("training.trainer", "training.query_sampler", "checkpoints.resume", "processes"):
         monkeypatch.setattr(f"ppo_rlhf.{place}.is_main_process", lambda: False)
     with caplog.at_level(logging.INFO, logger="ppo_rlhf"):
         trainer = trainer_of(sft, config(vf_coef=0.5, save_interval=1))
@@ -766,12 +769,35 @@ def test_all_processes_resume_from_the_main_processs_checkpoint(sft: str, tmp_pa
     assert trainer.state.iteration == 2
 
 
+HOLDS_THE_LOCK = """
+import pathlib, sys
+from ppo_rlhf.locks import lock_run
+lock = lock_run(pathlib.Path(sys.argv[1]))
+print(flush=True)
+input()
+"""
+
+
+def test_a_second_trainer_in_one_directory_ends_in_one_line_before_it_trains(sft: str, tmp_path: Path):
+    first = subprocess.Popen([sys.executable, "-c", HOLDS_THE_LOCK, tmp_path / "run"], stdin=PIPE, stdout=PIPE)
+    assert first.stdout is not None
+    first.stdout.readline()
+    second = trainer_of(sft, config(save_interval=1))
+    with pytest.raises(CheckpointError, match=r"^output_dir=\S+/run: another process trains there[^\n]*$"):
+        second.train(output_dir=tmp_path / "run")
+    assert second.history == []
+    first.communicate(b"")
+    second.train(output_dir=tmp_path / "run")
+    assert len(second.history) == 3
+
+
 @pytest.mark.parametrize("newest", [False, True])
 def test_training_goes_on_from_a_checkpoint_bit_for_bit(sft: str, tmp_path: Path, newest: bool):
     settings = config(save_interval=1, save_total_limit=2, kl_controller="adaptive", kl_target=1.0, kl_horizon=8.0)
     whole = trainer_of(sft, settings)
     whole.train(output_dir=tmp_path / "run")
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["iteration_000002", "iteration_000003"]
+    kept = sorted(path.name for path in (tmp_path / "run").iterdir())
+    assert kept == ["iteration_000002", "iteration_000003", "run.lock"]
     interrupted = trainer_of(sft, settings)
     if newest:
         (tmp_path / "run" / "iteration_000003" / "state.json").unlink()

@@ -4,7 +4,6 @@ from ppo_rlhf.datasets.checkpoints import CheckpointDataset, EvaluationLogDatase
 from ppo_rlhf.datasets.model_card import ModelCardDataset
 from ppo_rlhf.datasets.pretrained_model import PretrainedModelDataset
 from ppo_rlhf.datasets.records import RecordsDataset
-from ppo_rlhf.datasets.report import ReportDataset
 from ppo_rlhf.datasets.resume_checkpoint import ResumeCheckpointDataset
 from ppo_rlhf.datasets.tables import OptionalTableDataset, TableDataset
 from ppo_rlhf.datasets.token_samples import TokenSamplesDataset
@@ -16,7 +15,6 @@ __all__ = [
     "OptionalTableDataset",
     "PretrainedModelDataset",
     "RecordsDataset",
-    "ReportDataset",
     "ResumeCheckpointDataset",
     "TableDataset",
     "TokenSamplesDataset",

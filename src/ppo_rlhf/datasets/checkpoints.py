@@ -15,7 +15,7 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.processes import is_main_process
-from ppo_rlhf.whole_files import written_whole
+from ppo_rlhf.whole_files import process_name, written_whole
 
 EVALUATIONS = "evaluations.json"
 RUN_ID = "PPO_RLHF_RUN_ID"
@@ -131,7 +131,7 @@ def run_directory(root: Path) -> Path:
     run_id = run.info.run_id if run else None
     if not is_main_process():
         run_id = os.environ.get(RUN_ID)
-    return root / (run_id or f"untracked-{os.getpid()}")
+    return root / (run_id or f"untracked-{process_name()}")
 
 
 def read_evaluations(directory: Path) -> list[dict[str, float]]:

@@ -82,7 +82,7 @@ class PretrainedModelDataset(AbstractDataset[TrainedModel, PretrainedHandle | No
         folder = Path(self._source)
         if (folder / "config.json").exists():
             raise DatasetError(f"{folder} is a model directory of its own, which is never overwritten. Save elsewhere.")
-        version = folder / generate_timestamp()  # of its time, in milliseconds
+        version = folder / _next_version(folder)
         with written_whole(version) as draft:
             data.save(draft)
         self._saved = version
@@ -119,8 +119,22 @@ def newest_version(source: str) -> str:
     folder = Path(source)
     if not folder.is_dir() or (folder / "config.json").is_file():
         return source
-    versions = [path.parent for path in folder.glob("*/config.json") if not path.parent.name.startswith(".")]
-    return str(max(versions, key=lambda path: path.name, default=folder))
+    return str(max(_versions(folder), key=lambda path: path.name, default=folder))
+
+
+def _versions(folder: Path) -> list[Path]:
+    return [path.parent for path in folder.glob("*/config.json") if not path.parent.name.startswith(".")]
+
+
+def _next_version(folder: Path) -> str:
+    """Return the time, in milliseconds; behind the newest version's name if it would not sort behind that by itself.
+
+    So the newest version is the one written last, even if a clock was set back or a person's folder lies there.
+    Times of modification would not tell: a copy of the folder has others.
+    """
+    now, newest = generate_timestamp(), max((path.name for path in _versions(folder)), default="")
+    names = (now, f"{newest.partition('+')[0]}+{now}", f"{newest}+")
+    return next(name for name in names if name > newest)
 
 
 def _restore_hub_id(filepath: str) -> str:

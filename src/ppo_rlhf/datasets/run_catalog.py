@@ -1,45 +1,64 @@
-"""The catalog as one run uses it: one process writes, and a resumed run knows what it has written before."""
+"""The catalog as one run uses it: other runs may write the same entries meanwhile, and each reads what it wrote."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
+import shutil
 from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
-from kedro.io import CatalogProtocol
+from kedro.io import CatalogProtocol, DatasetError
+from kedro.pipeline import Pipeline
 
 from ppo_rlhf import processes
+from ppo_rlhf.datasets.checkpoints import run_directory
 from ppo_rlhf.datasets.pretrained_model import PretrainedModelDataset
-from ppo_rlhf.whole_files import written_whole
+from ppo_rlhf.whole_files import delete, written_whole
 
 CHECKPOINT = "checkpoint"
 OUTPUTS = "outputs.json"
+RUNS = "runs"
+KEPT_LAYER = "08_reporting"
+"""The folder in which each run's files stay when it has ended."""
 
 logger = logging.getLogger(__name__)
 
 
 class RunCatalog:
-    """A Kedro catalog with two differences.
+    """A Kedro catalog with three differences.
+
+    What a run writes it reads back, whatever other runs write meanwhile. A file that it writes lies in a place of its
+    own, `runs/<MLflow run id>/<name>` beside its usual one, to which it is copied, by a rename, as soon as it is whole.
+    The entries of Kedro's catalog name the run's own files, so that hooks read them, too. A model, and any other entry
+    with versions, is read in the version that this run wrote, a model that the run does not make in the version that
+    was the newest at its beginning.
 
     Of several processes only the main one writes persistent datasets; the others wait until it has, then read the same
-    file. A run that is resumed knows which datasets this MLflow run has written, if they are unchanged.
+    file. A run that is resumed knows which datasets this MLflow run has written.
     """
 
-    def __init__(self, catalog: CatalogProtocol, outputs: StageOutputs | None = None, *, is_resumed: bool = False):
-        """Stand in for `catalog`; without `outputs` nothing is remembered."""
+    def __init__(
+        self, catalog: CatalogProtocol, pipeline: Pipeline, outputs: StageOutputs | None = None, resumed: bool = False
+    ) -> None:
+        """Stand in for `catalog` while `pipeline` runs; without `outputs` nothing is remembered."""
         self._catalog, self._outputs = catalog, outputs
-        self._found: dict[str, str] = {}
         self._checkpoint: Any = None
         self._was_checkpoint_due = True
-        if outputs is not None and is_resumed:
-            self._found = processes.from_main(outputs.find(catalog))
-            for name, path in self._found.items():
-                dataset = catalog.get(name)
-                if isinstance(dataset, PretrainedModelDataset):
-                    dataset.pin(Path(path))
+        self._files = [name for name in sorted(pipeline.all_outputs()) if _file_of(catalog.get(name)) is not None]
+        for dataset in map(catalog.get, self._files):
+            usual = dataset._usual_filepath = getattr(dataset, "_usual_filepath", dataset._filepath)
+            dataset._filepath = type(usual)(run_directory(Path(usual).parent / RUNS) / Path(usual).name)
+        models = {name: model for name in pipeline.inputs() if _is_model(model := catalog.get(name))}
+        newest = {name: handle.source for name, model in models.items() if (handle := model.load()) is not None}
+        found = outputs.find(catalog) if outputs is not None and resumed else {}
+        self._found, versions = processes.from_main((found, {**newest, **found}))
+        for name, path in versions.items():
+            if _is_model(dataset := catalog.get(name)):
+                dataset.pin(Path(path))
 
     def has_written(self, name: str) -> bool:
         """Return whether this is a resumed run that has written the dataset before."""
@@ -55,9 +74,42 @@ class RunCatalog:
             return
         if processes.is_main_process():
             self._catalog.save(name, data)
+            if name in self._files:
+                self._publish(name)
             if self._outputs is not None:
                 self._outputs.note(name, dataset)
         processes.wait_for_all()
+        _pin_version(dataset)
+
+    def finish(self) -> None:
+        """Publish the files of a run that ended well once more, so that the usual places hold those of one run.
+
+        Its own copies are deleted, but not in the layer of reports, nor what a longer run of it would go on from.
+        """
+        processes.wait_for_all()
+        for name in self._files:
+            dataset: Any = self._catalog.get(name)
+            own, usual = Path(dataset._filepath), dataset._usual_filepath
+            if processes.is_main_process():
+                self._publish(name)
+            if KEPT_LAYER not in own.parts and (self._outputs is None or name not in self._outputs.names):
+                dataset._filepath = usual
+                if processes.is_main_process():
+                    delete(own)
+                    with contextlib.suppress(OSError):  # it holds another file of this run, or was never made
+                        own.parent.rmdir()
+
+    def _publish(self, name: str) -> None:
+        dataset: Any = self._catalog.get(name)
+        own, usual = Path(dataset._filepath), Path(dataset._usual_filepath)
+        try:
+            if own.is_dir():
+                shutil.copytree(own, usual, dirs_exist_ok=True)
+            elif own.exists():  # else nothing was due
+                with written_whole(usual) as draft:
+                    shutil.copyfile(own, draft)
+        except OSError as error:
+            raise DatasetError(f"{name} cannot be copied to its usual place") from error
 
     def save_checkpoint_not_due(self) -> None:
         """Save the last checkpoint request if it was not due then but is now, because the run was asked to stop."""
@@ -77,40 +129,42 @@ class RunCatalog:
 class StageOutputs:
     """The persistent outputs of the stages before the loop that one MLflow run has written, in its `outputs.json`.
 
-    Whether one is unchanged is told by its size and its time of modification.
+    No other run writes them. Their size tells whether they are whole: a kill may have come while one was written anew.
+
+    Attributes:
+        names: Datasets that a resumed run need not write again.
     """
 
-    def __init__(self, folder: Path, names: Set[str], read: Set[str]) -> None:
-        """Take what may be remembered.
-
-        Args:
-            folder: The run's own folder.
-            names: Datasets that a resumed run need not write again.
-            read: Datasets that nodes of this pipeline read. The others may have been overwritten by another run.
-        """
-        self._file, self._names, self._read = folder / OUTPUTS, names, read
+    def __init__(self, folder: Path, names: Set[str]) -> None:
+        """Take the run's own folder, and the names."""
+        self._file, self.names = folder / OUTPUTS, names
 
     def note(self, name: str, dataset: Any) -> None:
         """Remember that this run has written a dataset. If that fails, a resumed run writes it again."""
-        path = _written_path(dataset)
-        if name not in self._names or path is None:
+        path = getattr(dataset, "saved", None) or _file_of(dataset)
+        if name not in self.names or path is None:
             return
-        entry = {"path": os.path.relpath(path, self._file.parent), **_state_of(path)}
         try:
             with written_whole(self._file) as draft:
-                draft.write_text(json.dumps({**self._noted(), name: entry}, indent=1), encoding="utf-8")
+                draft.write_text(json.dumps({**self._noted(), name: self._entry(path)}, indent=1), encoding="utf-8")
         except OSError as error:
             logger.warning("%s: cannot be written, so a resumed run will write %s again: %s", self._file, name, error)
 
     def find(self, catalog: CatalogProtocol) -> dict[str, str]:
-        """Return the paths of those that this run has written and nobody has changed, by dataset."""
+        """Return the paths of those that this run has written, by dataset."""
         found = {}
         for name, entry in self._noted().items():
             path = Path(os.path.normpath(self._file.parent / entry["path"]))
-            is_unchanged = entry == {"path": entry["path"], **_state_of(path)}
-            if name in self._names and (is_unchanged or name not in self._read) and _lies_in(path, catalog.get(name)):
+            described = getattr(catalog.get(name), "_describe", dict)()
+            lies_there = os.path.abspath(str(described.get("filepath"))) in (str(path), str(path.parent))
+            if name in self.names and lies_there and entry == self._entry(path):
                 found[name] = str(path)
         return found
+
+    def _entry(self, path: Path) -> dict[str, Any]:
+        files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+        size = sum(file.stat().st_size for file in files)
+        return {"path": os.path.relpath(path, self._file.parent), "files": len(files), "bytes": size}
 
     def _noted(self) -> dict[str, Any]:
         try:
@@ -123,26 +177,21 @@ class StageOutputs:
         return noted
 
 
-def _written_path(dataset: Any) -> Path | None:
-    """Return the file or folder that a dataset was saved to; None if it has versions or is not on this machine."""
-    if isinstance(dataset, PretrainedModelDataset):
-        return dataset.saved
-    described = dataset._describe()
-    if described.get("protocol") != "file" or described.get("version") is not None:
-        return None
-    return Path(described["filepath"])
+def _file_of(dataset: Any) -> Path | None:
+    """Return the file that an entry has on this machine; None if it has versions, or is none of a file."""
+    path = getattr(dataset, "_filepath", None)
+    is_local = getattr(dataset, "_protocol", "file") == "file" and getattr(dataset, "_version", None) is None
+    return Path(path) if path is not None and is_local else None
 
 
-def _lies_in(path: Path, dataset: Any) -> bool:
-    """Return whether the catalog entry still names this path."""
-    if isinstance(dataset, PretrainedModelDataset):
-        return str(path.parent) == os.path.abspath(dataset._describe()["filepath"])
-    written = _written_path(dataset)
-    return written is not None and os.path.abspath(written) == str(path)
+def _is_model(dataset: Any) -> bool:
+    return isinstance(dataset, PretrainedModelDataset)
 
 
-def _state_of(path: Path) -> dict[str, int]:
-    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
-    status = [file.stat() for file in files]
-    newest = max((file.st_mtime_ns for file in status), default=0)
-    return {"files": len(files), "bytes": sum(file.st_size for file in status), "mtime_ns": newest}
+def _pin_version(dataset: Any) -> None:
+    """Let every process read the version that the main one has just written, though another run may write a newer."""
+    if _is_model(dataset):
+        dataset.pin(processes.from_main(dataset.saved))
+    elif getattr(dataset, "_version", None) is not None:
+        version = processes.from_main(dataset.resolve_save_version())
+        dataset._version = dataset._version._replace(load=version)

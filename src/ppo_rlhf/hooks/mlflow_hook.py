@@ -27,7 +27,6 @@ from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.hooks.follower import announce
 from ppo_rlhf.hooks.run_description import RunDescription, describe_run, log_inputs, pipeline_names
 from ppo_rlhf.hooks.run_end import END_TAGS, end_tags, way_to_go_on
-from ppo_rlhf.hooks.run_lock import lock_run
 from ppo_rlhf.hooks.tracking_store import (
     ARTIFACTS,
     SQLITE,
@@ -40,7 +39,9 @@ from ppo_rlhf.hooks.tracking_store import (
     warning_of_refusals,
     without_password,
 )
+from ppo_rlhf.locks import lock_run
 from ppo_rlhf.runner import RunInterruptedError, TerminationSignal, deferring_signals
+from ppo_rlhf.whole_files import process_name
 
 if TYPE_CHECKING:  # heavy: only a run pays for them
     from ppo_rlhf.datasets import ResumeCheckpointDataset
@@ -113,7 +114,7 @@ class TrackingHook(MlflowHook):
             except BaseException as error:  # Kedro tells no hook of an error that comes before the first node
                 self._end(error, project_path)
                 raise
-        announce(str(self.run_id or f"untracked-{os.getpid()}"), None if entry is None else entry.checkpoint)
+        announce(str(self.run_id or f"untracked-{process_name()}"), None if entry is None else entry.checkpoint)
 
     def _open_store(self, project_path: Path) -> None:
         """Open the store; a signal may cut the wait for it."""

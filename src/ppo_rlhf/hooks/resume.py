@@ -24,7 +24,7 @@ from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.hooks.run_description import RunDescription
 from ppo_rlhf.hooks.run_end import relative_to
-from ppo_rlhf.hooks.run_lock import lock_run
+from ppo_rlhf.locks import lock_run
 from ppo_rlhf.runner import plan_loop
 
 if TYPE_CHECKING:  # heavy: only a run pays for it

@@ -21,7 +21,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
 from ppo_rlhf.core.errors import ConfigError
-from ppo_rlhf.hooks.run_lock import one_at_a_time
+from ppo_rlhf.locks import one_at_a_time
 from ppo_rlhf.whole_files import written_whole
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +26,13 @@ from ppo_rlhf.checkpoints.store import CheckpointRequest, write_checkpoint
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError, ConfigError, DataError
 from ppo_rlhf.data.prompts import PromptDataset
+from ppo_rlhf.locks import lock_run
 from ppo_rlhf.models.critic import Critic
 from ppo_rlhf.ppo import loop
 from ppo_rlhf.ppo.accelerator import precision_warning, resolve_device
 from ppo_rlhf.ppo.rollout import complete_rollouts
 from ppo_rlhf.ppo.state import TrainingState
-from ppo_rlhf.processes import from_main, is_main_process, wait_for_all
+from ppo_rlhf.processes import from_main, is_main_process, on_main, wait_for_all
 from ppo_rlhf.rewards.functions import check_column_names
 from ppo_rlhf.training import trainer_inputs
 from ppo_rlhf.training.query_sampler import QuerySampler
@@ -244,14 +247,12 @@ class PPOTrainer:
 
         Raises:
             ConfigError: Reward or prompts are missing, or the checkpoint's run had other settings.
-            CheckpointError: There is no whole checkpoint.
+            CheckpointError: There is no whole checkpoint, or another process trains in `output_dir`.
         """
         missing = [name for name, given in {"reward": self._scorer, "prompts": self._prompts}.items() if given is None]
         if self._scorer is None or self._prompts is None:
             raise ConfigError(f"train: PPOTrainer was given no {' and no '.join(missing)}")
         directory = None if output_dir is None else Path(output_dir)
-        if resume_from_checkpoint:
-            self.load_checkpoint(_checkpoint(resume_from_checkpoint, directory))
 
         def after_iteration(metrics: dict[str, float]) -> None:
             if is_main_process():
@@ -261,7 +262,11 @@ class PPOTrainer:
                 if is_main_process():
                     prune_checkpoints(directory, self.config.save_total_limit, None, self.state.iteration)
 
-        loop.train(self.state, self.reference_policy, self._prompts, self._scorer, after_iteration)
+        with ExitStack() as held:
+            on_main(partial(_lock, directory, held))
+            if resume_from_checkpoint:
+                self.load_checkpoint(_checkpoint(resume_from_checkpoint, directory))
+            loop.train(self.state, self.reference_policy, self._prompts, self._scorer, after_iteration)
         if is_main_process():
             for line in in_words(self.config, advise(self.config, self.history), list(self.history)):
                 log.info("%s", line)
@@ -312,6 +317,14 @@ class PPOTrainer:
     def _line(self, metrics: Mapping[str, float]) -> str:
         shown = [text.format(metrics[key]) for key, text in _SHOWN.items() if key in metrics]
         return ", ".join([f"Iteration {self.state.iteration}/{self.state.total_iterations}", *shown])
+
+
+def _lock(directory: Path | None, held: ExitStack) -> None:
+    file = None if directory is None else lock_run(directory)
+    if file is not None:
+        held.enter_context(file)
+    elif directory is not None:
+        raise CheckpointError(f"output_dir={directory}: another process trains there; give another directory")
 
 
 def _checkpoint(asked: str | Path | bool, output_dir: Path | None) -> Path:

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from ppo_rlhf.core.errors import CheckpointError
-from ppo_rlhf.hooks.run_lock import lock_run, one_at_a_time
+from ppo_rlhf.locks import lock_run, one_at_a_time
 
 LOCK_AND_FORK = """
 import os, sys, time
 from pathlib import Path
-from ppo_rlhf.hooks.run_lock import lock_run
+from ppo_rlhf.locks import lock_run
 lock = lock_run(Path(sys.argv[1]))
 if os.fork() == 0:
     print(os.getpid(), flush=True)
@@ -53,9 +53,20 @@ def test_where_files_cannot_be_locked_the_run_goes_on_and_says_so(
     def refuse(file: object, operation: int) -> None:
         raise OSError(37, "No locks available")
 
-    monkeypatch.setattr("ppo_rlhf.hooks.run_lock.fcntl.lockf", refuse)
+    monkeypatch.setattr("ppo_rlhf.locks.fcntl.lockf", refuse)
     assert lock_run(tmp_path) is not None
     assert "cannot be locked (No locks available)" in caplog.text
+
+
+def test_a_directory_appears_with_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Another run with resume=latest would find it in between, and go on with a run that has just begun."""
+    there: list[bool] = []
+    monkeypatch.setattr("ppo_rlhf.locks.fcntl.lockf", lambda *_: there.append((tmp_path / "run").exists()))
+    lock = lock_run(tmp_path / "run")
+    assert lock is not None
+    lock.close()
+    assert there == [False]
+    assert [path.name for path in tmp_path.rglob("*")] == ["run", "run.lock"]
 
 
 def test_one_process_at_a_time_comes_through_and_no_file_is_made(tmp_path: Path):

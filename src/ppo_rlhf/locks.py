@@ -21,24 +21,27 @@ def lock_run(directory: Path) -> IO[bytes] | None:
     """Return the locked file `run.lock` of a run's directory, which is made if needed; None if another process has it.
 
     Closing the file frees it. It is a POSIX record lock: the kernel frees it when the process dies, and a forked worker
-    does not inherit it.
+    does not inherit it. A directory that is made appears with the lock: a run that looks for one to go on with must not
+    take one that just begins.
 
     Raises:
         CheckpointError: The directory or the file cannot be written.
     """
     path = directory / LOCK_FILE
+    place = directory if directory.exists() else directory.with_name(f".{directory.name}.new")
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        file = path.open("ab")
+        place.mkdir(parents=True, exist_ok=True)
+        file = (place / LOCK_FILE).open("ab")
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            file.close()
+            return None
+        except OSError as error:  # a file system without locks
+            logger.warning("%s cannot be locked (%s): let no other run resume this one.", path, error.strerror)
+        place.replace(directory)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be written, so no checkpoint could: {error.strerror}") from error
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        file.close()
-        return None
-    except OSError as error:  # a file system without locks
-        logger.warning("%s cannot be locked (%s): let no other run resume this one.", path, error.strerror)
     return file
 
 
