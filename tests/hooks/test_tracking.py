@@ -438,6 +438,54 @@ def test_relative_sqlite_files_and_their_artifacts_are_placed_in_the_project():
     assert settings.tracking.experiment.create_experiment_kwargs.artifact_location == "/project/mlartifacts"
 
 
+def write_settings(project: Path, text: str) -> None:
+    (project / "conf" / "local" / "mlflow.yml").write_text(text)
+
+
+def test_artifacts_of_two_projects_with_one_database_lie_beside_it(
+    kedro: Kedro, toy_project: Path, tmp_path: Path, new_toy_project: Callable[[Path], Path]
+):
+    shared, projects = tmp_path / "shared", [toy_project, new_toy_project(tmp_path / "second")]
+    shared.mkdir()
+    (toy_project / "mlflow.db").rename(shared / "mlflow.db")
+    for project in projects:
+        write_settings(project, f"server:\n  mlflow_tracking_uri: sqlite:///{shared}/mlflow.db\n")
+        result = kedro(project, "run", "--pipelines", "align")
+        assert result.exit_code == 0, result.output
+        assert last_run(shared).info.artifact_uri.startswith(f"file://{shared}/mlartifacts/")
+        assert not (project / "mlartifacts").exists()
+
+
+def test_a_project_that_was_moved_says_where_its_artifacts_go_and_how_they_come_along(
+    kedro: Kedro, toy_project: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    align = ("run", "--pipelines", "align", "--to-nodes", "ppo.configure_ppo")
+    assert kedro(toy_project, *align).exit_code == 0
+    assert "Artifacts of the MLflow experiment" not in caplog.text
+    moved = toy_project.rename(tmp_path / "moved")
+    assert kedro(moved, *align).exit_code == 0
+    [line] = [line for line in caplog.messages if line.startswith("Artifacts of the MLflow experiment")]
+    assert f"ppo_rlhf go to {toy_project}/mlartifacts, fixed when it was made, and not to {moved}/mlartifacts." in line
+    caplog.clear()
+    write_settings(moved, "tracking:\n  experiment:\n    name: moved\n")  # as the line says
+    assert kedro(moved, *align).exit_code == 0
+    assert "Artifacts of the MLflow experiment" not in caplog.text
+    [run] = mlflow.search_runs(experiment_names=["moved"], output_format="list")
+    assert run.info.artifact_uri.startswith(f"file://{moved}/mlartifacts/")
+
+
+def test_artifacts_that_cannot_be_written_are_refused_before_the_run(kedro: Kedro, toy_project: Path):
+    (toy_project / "mlartifacts").write_text("a file where the folder would be")
+    result = kedro(toy_project, "run", "--pipelines", "align")
+    assert result.exit_code == 1
+    assert re.fullmatch(
+        rf"Error: {toy_project}/mlartifacts: MLflow's artifacts cannot be written: File exists\. .*name.*\n",
+        result.stderr,
+    )
+    mlflow.set_tracking_uri(f"sqlite:///{toy_project / 'mlflow.db'}")
+    assert mlflow.search_runs(search_all_experiments=True, output_format="list") == []
+
+
 @pytest.mark.parametrize("uri", ["http://server:5000", "databricks", "mlruns"])
 def test_other_stores_are_left_as_they_are(uri: str):
     settings = KedroMlflowConfig.model_validate({"server": {"mlflow_tracking_uri": uri}})

@@ -15,7 +15,7 @@ from tests.integration.processes import kedro_run
 SEEDS = (42, 1)
 """The first one is that of `chain`."""
 REPORTING = "data/test/08_reporting"
-OF_ONE_RUN = re.compile(r"[0-9a-f]{32}|[\dT.-]{22}Z|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|\d+ (second|minute)s?")
+OF_ONE_RUN = re.compile(r"[0-9a-f]{32}|[\dT.-]{23}Z|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|\d+ (second|minute)s?")
 """Ids of runs and plots, versions of models, how long it took."""
 
 

@@ -21,7 +21,6 @@ from ppo_rlhf.whole_files import delete, written_whole
 
 CHECKPOINT = "checkpoint"
 OUTPUTS = "outputs.json"
-RUNS = "runs"
 KEPT_LAYER = "08_reporting"
 """The folder in which each run's files stay when it has ended."""
 
@@ -33,9 +32,8 @@ class RunCatalog:
 
     What a run writes it reads back, whatever other runs write meanwhile. A file that it writes lies in a place of its
     own, `runs/<MLflow run id>/<name>` beside its usual one, to which it is copied, by a rename, as soon as it is whole.
-    The entries of Kedro's catalog name the run's own files, so that hooks read them, too. A model, and any other entry
-    with versions, is read in the version that this run wrote, a model that the run does not make in the version that
-    was the newest at its beginning.
+    Kedro's catalog names the run's own file, so that hooks read it, too. A model, or another entry with versions, is
+    read in the version that this run wrote; a model that it only reads in the one that was the newest as it began.
 
     Of several processes only the main one writes persistent datasets; the others wait until it has, then read the same
     file. A run that is resumed knows which datasets this MLflow run has written.
@@ -51,7 +49,7 @@ class RunCatalog:
         self._files = [name for name in sorted(pipeline.all_outputs()) if _file_of(catalog.get(name)) is not None]
         for dataset in map(catalog.get, self._files):
             usual = dataset._usual_filepath = getattr(dataset, "_usual_filepath", dataset._filepath)
-            dataset._filepath = type(usual)(run_directory(Path(usual).parent / RUNS) / Path(usual).name)
+            dataset._filepath = type(usual)(run_directory(Path(usual).parent / "runs") / Path(usual).name)
         models = {name: model for name in pipeline.inputs() if _is_model(model := catalog.get(name))}
         newest = {name: handle.source for name, model in models.items() if (handle := model.load()) is not None}
         found = outputs.find(catalog) if outputs is not None and resumed else {}

@@ -28,9 +28,9 @@ from ppo_rlhf.hooks.follower import announce
 from ppo_rlhf.hooks.run_description import RunDescription, describe_run, log_inputs, pipeline_names
 from ppo_rlhf.hooks.run_end import END_TAGS, end_tags, way_to_go_on
 from ppo_rlhf.hooks.tracking_store import (
-    ARTIFACTS,
     SQLITE,
     asked_twice,
+    check_artifacts,
     end_active_run,
     make_database,
     named_if_slow,
@@ -107,7 +107,7 @@ class TrackingHook(MlflowHook):
             if entry is not None and named is not None and named[1] is not None:
                 entry.resolve(named[1])
         else:
-            self._open_store(project_path)
+            self._open_store()
             try:
                 with deferring_signals():
                     self._start(run_params, pipeline, catalog, entry, named)
@@ -116,15 +116,16 @@ class TrackingHook(MlflowHook):
                 raise
         announce(str(self.run_id or f"untracked-{process_name()}"), None if entry is None else entry.checkpoint)
 
-    def _open_store(self, project_path: Path) -> None:
+    def _open_store(self) -> None:
         """Open the store; a signal may cut the wait for it."""
         if (active := mlflow.active_run()) is not None:
             raise ConfigError(f"MLflow run {active.info.run_id} is open already; end it first: mlflow.end_run().")
         with store_in_plain_words(self._complaint("cannot be used")):
             if self._uri.startswith(SQLITE):
-                make_database(Path(self._uri.removeprefix(SQLITE)), project_path / ARTIFACTS)
+                make_database(Path(self._uri.removeprefix(SQLITE)))
         with named_if_slow(self._uri), store_in_plain_words(self._complaint("cannot be used")):
             super().after_context_created(self._context)
+        check_artifacts(self.mlflow_config.tracking.experiment)
         if GIVEN_URI and GIVEN_URI.rstrip("/") != self._uri.rstrip("/"):
             logger.warning("MLFLOW_TRACKING_URI is not used: server.mlflow_tracking_uri in mlflow.yml is.")
 

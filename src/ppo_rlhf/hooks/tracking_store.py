@@ -9,13 +9,16 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import mlflow
-from kedro_mlflow.config.kedro_mlflow_config import KedroMlflowConfig
+from kedro_mlflow.config.kedro_mlflow_config import ExperimentOptions, KedroMlflowConfig
 from mlflow.entities import RunStatus
 from mlflow.environment_variables import MLFLOW_HTTP_REQUEST_MAX_RETRIES, MLFLOW_HTTP_REQUEST_TIMEOUT
 from mlflow.exceptions import MlflowException
 from mlflow.store.db.db_types import DATABASE_ENGINES
+from mlflow.utils.file_utils import local_file_uri_to_path
+from mlflow.utils.uri import is_local_uri
 from sqlalchemy import create_engine, inspect
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.pool import NullPool
@@ -35,15 +38,38 @@ SLOW_S = 5.0
 
 
 def place_in_project(settings: KedroMlflowConfig, project_path: Path) -> None:
-    """Place a relative sqlite file of mlflow.yml, and its artifacts, in the project's root.
+    """Place a relative sqlite file of mlflow.yml in the project's root, and the artifacts beside the file.
 
     MLflow takes both from the working directory: a run started in a subfolder or a notebook would get a second store.
     """
     uri = settings.server.mlflow_tracking_uri or ""
     if uri.startswith(SQLITE):
-        settings.server.mlflow_tracking_uri = f"{SQLITE}{project_path / uri.removeprefix(SQLITE)}"
+        database = project_path / uri.removeprefix(SQLITE)
+        settings.server.mlflow_tracking_uri = f"{SQLITE}{database}"
         created = settings.tracking.experiment.create_experiment_kwargs
-        created.artifact_location = created.artifact_location or str(project_path / ARTIFACTS)
+        created.artifact_location = created.artifact_location or str(database.parent / ARTIFACTS)
+
+
+def check_artifacts(experiment: ExperimentOptions) -> None:
+    """Refuse artifacts of an opened experiment that cannot be written; warn if they go elsewhere than settings say.
+
+    MLflow fixes the folder, by an absolute path, when it makes an experiment, and has no way to change it.
+
+    Raises:
+        ConfigError: The folder cannot be written. MLflow would find out at the end.
+    """
+    places = experiment._experiment.artifact_location, experiment.create_experiment_kwargs.artifact_location
+    fixed, wanted = (local_file_uri_to_path(uri or "") for uri in places)
+    remedy = "To have them elsewhere, give a new tracking.experiment.name in conf/local/mlflow.yml."
+    if wanted not in ("", fixed):
+        line = "Artifacts of the MLflow experiment %s go to %s, fixed when it was made, and not to %s. %s"
+        logger.warning(line, experiment.name, without_password(fixed), without_password(wanted), remedy)
+    if is_local_uri(fixed):
+        try:
+            Path(fixed).mkdir(parents=True, exist_ok=True)
+            TemporaryFile(dir=fixed).close()
+        except OSError as error:
+            raise ConfigError(f"{fixed}: MLflow's artifacts cannot be written: {error.strerror}. {remedy}") from error
 
 
 def check_writable(database: Path) -> None:
@@ -80,7 +106,7 @@ def check_answers(uri: str) -> None:
             mlflow.MlflowClient(uri).search_experiments(max_results=1)
 
 
-def make_database(database: Path, artifacts: Path) -> None:
+def make_database(database: Path) -> None:
     """Make MLflow's sqlite file if it is not there: under another name, then renamed, one process at a time.
 
     MLflow itself makes its tables one by one in the file: killed between two, it refuses the file for ever.
@@ -98,7 +124,7 @@ def make_database(database: Path, artifacts: Path) -> None:
         if not database.exists():
             logger.info("Making the tracking database %s.", database)
             with written_whole(database) as draft:
-                SqlAlchemyStore(f"{SQLITE}{draft}", str(artifacts)).engine.dispose()
+                SqlAlchemyStore(f"{SQLITE}{draft}", str(database.parent / ARTIFACTS)).engine.dispose()
 
 
 def without_password(text: str) -> str:
