@@ -137,6 +137,20 @@ def test_values_and_changes_have_the_decimals_and_sign_of_their_measure(name, be
 
 
 @pytest.mark.parametrize(
+    ("name", "before", "after", "error", "text"),
+    [
+        ("reward", 1.0, -0.071, 0.249, "−1.07 ± 0.25"),
+        ("reward", 1.0, 1.001, 0.02, "0 ± 0.02"),
+        ("very_polite_rate", 0.9, 0.925, 0.0132, "+2.5 ± 1.3 points"),
+        ("reward", 1.0, 2.0, float("nan"), "+1.00"),
+        ("kl", 0.0, 0.0, 0.0, "±0"),
+    ],
+)
+def test_a_change_has_its_standard_error(name, before, after, error, text):
+    assert write_change(measure(name), before, after, error) == text
+
+
+@pytest.mark.parametrize(
     ("name", "value", "error", "text"),
     [
         ("reward", -0.5, 0.024, "−0.50 ± 0.02"),
@@ -326,8 +340,11 @@ def test_terminal_shows_the_table_and_never_cuts_a_path():
     assert re.search(r"Grammatical\s+90.0%\s+92.0%\s+\+2.0 points", text)
     assert path in "".join(re.findall(r"[\w/-]+", text.partition("Policy")[2]))
     console = Console(file=io.StringIO(), width=80)
-    nodes.print_result(console, "PPO wins.", before_after().assign(sft_se=0.004, ppo_se=0.013), [], [])
-    assert re.search(r"Grammatical\s+90.0 ± 0.4%\s+92.0 ± 1.3%\s+\+2.0 points", console.file.getvalue())
+    table = before_after().assign(sft_se=0.004, ppo_se=0.013, change_se=0.006)
+    nodes.print_result(console, "PPO wins.", table, [], [])
+    assert re.search(r"Grammatical\s+90.0 ± 0.4%\s+92.0 ± 1.3%\s+\+2.0 ± 0.6 points", console.file.getvalue())
+    page = Page(run_reporting(before_after=table)["report"]).text
+    assert "+2.0 ± 0.6 points" in page
 
 
 def test_page_gives_the_advice_that_follows_from_settings_and_curves():

@@ -172,9 +172,9 @@ def test_table_before_and_after_has_both_policies_measures():
     policy = evaluation([1, 3], judge_scores=[1, 1], completions=["a a", "a a"], kl=[2, 4])
     sft = evaluation([0, 0], judge_scores=[0, 1], completions=["a b", "c d"])
     table = before_after(policy, sft).set_index("measure")
-    errors = table[["sft_se", "ppo_se"]]
-    assert errors.loc["judge_score"].tolist() == pytest.approx([0.5, 0.0])  # sd of 0 and 1: sqrt(1/2); by sqrt(2)
-    assert errors.loc["reward"].tolist() == pytest.approx([0.0, 1.0])
+    errors = table[["sft_se", "ppo_se", "change_se"]]
+    assert errors.loc["judge_score"].tolist() == pytest.approx([0.5, 0.0, 0.5])  # sd of 0, 1: sqrt(1/2); by sqrt(2)
+    assert errors.loc["reward"].tolist() == pytest.approx([0.0, 1.0, 1.0])
     assert errors.loc[["distinct_1", "distinct_2"]].isna().all(axis=None)
     table = table[["sft", "ppo"]]
     assert table.loc["judge_score"].tolist() == [0.5, 1.0]
@@ -185,10 +185,21 @@ def test_table_before_and_after_has_both_policies_measures():
     assert table.loc["truncated_fraction"].tolist() == [0.0, 0.0]
 
 
+def test_the_error_of_a_change_is_that_of_the_differences_by_prompt():
+    """Rewards differ by 9 from prompt to prompt, and rise by 1, 2 and 3: sd 1, by sqrt(3). Unpaired it would be 7.8."""
+    policy, sft = evaluation([1, 11, 21]), evaluation([0, 9, 18])
+    table = before_after(policy, sft).set_index("measure")
+    assert table.loc["reward", "change_se"] == pytest.approx(1 / math.sqrt(3), rel=1e-12)
+    assert table.loc["reward", "sft_se"] == pytest.approx(9 / math.sqrt(3), rel=1e-12)
+    twice = before_after(evaluation([1, 3, 2, 4], samples=2), evaluation([0, 0, 0, 0], samples=2)).set_index("measure")
+    assert twice.loc["reward", "change_se"] == pytest.approx(0.5, rel=1e-12)  # prompts rise by 2 and 3
+
+
 def test_a_single_prompt_has_no_standard_error():
     metrics = compare_evaluations(evaluation([1]), evaluation([0]), seed=0, bootstrap_samples=200)
     assert not [key for key in metrics if key.endswith("_se")]
-    assert before_after(evaluation([1]), evaluation([0]))[["sft_se", "ppo_se"]].isna().all(axis=None)
+    errors = before_after(evaluation([1]), evaluation([0]))[["sft_se", "ppo_se", "change_se"]]
+    assert errors.isna().all(axis=None)
 
 
 def test_further_judges_have_means_and_win_rates_and_decide_nothing_else():

@@ -192,8 +192,9 @@ def compare_evaluations(
 def before_after(policy: PolicyEvaluation, sft: PolicyEvaluation, pass_at: Sequence[int] = ()) -> pd.DataFrame:
     """Return the table before and after, one row a measure.
 
-    Columns: `measure`, the means `sft` and `ppo`, and their standard errors over prompts `sft_se` and `ppo_se`, NaN of
-    distinct-n, which is no mean over prompts.
+    Columns: `measure`, the means `sft` and `ppo`, and the standard errors over prompts of the two, `sft_se` and
+    `ppo_se`, and of their difference, `change_se`: both answered the same prompts, so it is that of the differences by
+    prompt. Errors are NaN of distinct-n, which is no mean over prompts.
     """
     _check_comparable(policy, sft)
     before, after = measure_prompts(sft, pass_at), measure_prompts(policy, pass_at)
@@ -201,6 +202,7 @@ def before_after(policy: PolicyEvaluation, sft: PolicyEvaluation, pass_at: Seque
         {
             **{"measure": name, "sft": before[name].mean(), "ppo": after[name].mean()},
             **{"sft_se": standard_error(before[name]), "ppo_se": standard_error(after[name])},
+            "change_se": standard_error(after[name] - before[name]),
         }
         for name in after
     ]

@@ -142,7 +142,7 @@ def print_result(
     next_steps: Sequence[tuple[str, str]],
 ) -> None:
     """Print the result. Square brackets are printed as they are, and long paths fold: people copy them."""
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("Held-out mean ± standard error")
     for heading in ("SFT", "PPO", "change"):
         table.add_column(heading, justify="right")

@@ -55,14 +55,15 @@ def table_rows(before_after: pd.DataFrame) -> list[tuple[Measure, str, str, str]
     """Return each measure with its values for SFT and PPO and the change, as text; values with their standard errors.
 
     Args:
-        before_after: Columns `measure`, `sft`, `ppo`, and `sft_se` and `ppo_se` if there are standard errors.
+        before_after: Columns `measure`, `sft`, `ppo`, and `sft_se`, `ppo_se` and `change_se` if there are errors.
     """
     rows = []
     for row in before_after.to_dict("records"):
         shown = measure(row["measure"])
         sft, ppo = float(row["sft"]), float(row["ppo"])
         written = [write_value(shown, float(row[side]), float(row.get(f"{side}_se", math.nan))) for side in _SIDES]
-        rows.append((shown, written[0], written[1], write_change(shown, sft, ppo)))
+        change = write_change(shown, sft, ppo, float(row.get("change_se", math.nan)))
+        rows.append((shown, written[0], written[1], change))
     return rows
 
 
@@ -79,14 +80,16 @@ def write_value(shown: Measure, value: float, standard_error: float = math.nan) 
     return " ± ".join(parts) + ("%" if shown.is_share else "")
 
 
-def write_change(shown: Measure, before: float, after: float) -> str:
-    """Return the difference with its sign; shares differ in percentage points."""
-    change = (after - before) * (100.0 if shown.is_share else 1.0)
+def write_change(shown: Measure, before: float, after: float, standard_error: float = math.nan) -> str:
+    """Return the difference with its sign, and ± its standard error if there is one; shares differ in points."""
+    scale = 100.0 if shown.is_share else 1.0
+    change = (after - before) * scale
     if not math.isfinite(change):
         return "–"
+    error = f" ± {write_number(scale * standard_error, shown.decimals)}" if standard_error > 0.0 else ""
     is_zero = round(change, shown.decimals) == 0.0
-    text = "±0" if is_zero else f"{change:+.{shown.decimals}f}".replace("-", "−")
-    return text + (" points" if shown.is_share else "")
+    text = ("0" if error else "±0") if is_zero else f"{change:+.{shown.decimals}f}".replace("-", "−")
+    return text + error + (" points" if shown.is_share else "")
 
 
 def write_share(value: float, decimals: int = 1) -> str:
