@@ -21,6 +21,7 @@ def create_pipeline(**kwargs: object) -> Pipeline:
         "reward": "params:reward",
         "evaluation": "params:evaluation",
     }
+    without_reward_model = {name: source for name, source in shared.items() if name != "reward_model"}
     evaluations = {
         "sft_evaluation": "sft_evaluation",
         "ppo_evaluation": "ppo_evaluation",
@@ -37,7 +38,7 @@ def create_pipeline(**kwargs: object) -> Pipeline:
             ),
             Node(
                 compare_policies,
-                inputs=evaluations,
+                inputs={**evaluations, **without_reward_model},
                 outputs={"evaluation_summary": "evaluation_summary", "before_after": "before_after"},
                 name="compare_policies",
             ),
@@ -46,7 +47,6 @@ def create_pipeline(**kwargs: object) -> Pipeline:
                 write_model_card,
                 inputs={
                     **{name: source for name, source in shared.items() if name != "evaluation_prompts"},
-                    **evaluations,
                     "evaluation_summary": "evaluation_summary",
                     "before_after": "before_after",
                     "ppo_policy": "ppo_policy",
