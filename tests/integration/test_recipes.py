@@ -15,6 +15,7 @@ import pytest
 from click.testing import Result
 from transformers import GPT2ForSequenceClassification
 
+from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.rewards import sentiment
 from tests.tiny_models import CHAT_TEMPLATE, save, tiny_model, word_tokenizer
 
@@ -83,4 +84,6 @@ def test_a_recipe_runs_on_stand_ins(
         summary = json.loads((root / "08_reporting/evaluation_summary.json").read_text())
         assert {"eval/pass_at_2", "eval/pass_at_2_sft_se", "eval/judge_score_last_number"} <= set(summary)
     with sqlite3.connect(project / "mlflow.db") as database:  # beside the demo's, not a version of it
-        assert database.execute("select name from registered_models").fetchall() == [(f"ppo_rlhf_{recipe}",)]
+        ((name,),) = database.execute("select name from registered_models").fetchall()
+    start = PretrainedHandle(str(models["policy"]))
+    assert name == f"ppo_rlhf_{recipe}-{Path(start.source).name}-{start.fingerprint()[:8]}"
