@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import mlflow
@@ -18,6 +22,7 @@ from ppo_rlhf.hooks import model_log
 from ppo_rlhf.hooks.run_log import RunLog
 from ppo_rlhf.models.adapters import LoraSettings, save_adapter, with_adapter
 from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.ppo.comparison import LOSS, NO_DIFFERENCE, ROSE, TOO_FEW_PROMPTS, WIN
 from tests.own_code import save_with_own_code
 
 
@@ -66,6 +71,133 @@ def test_a_policys_own_code_runs_just_where_the_catalog_trusts_it(
         log.close(is_finished=False)
     models = mlflow.search_logged_models([experiment], output_format="list")
     assert sorted(model.name for model in models) == (["best_checkpoint", "ppo_policy"] if is_trusted else [])
+
+
+@pytest.fixture
+def store(
+    tmp_path: Path, migrated_database: Path, no_mlflow_left_over: None, caplog: pytest.LogCaptureFixture
+) -> Iterator[Path]:
+    """An MLflow database of its own with the experiment `mine/sweep`."""
+    database = tmp_path / "mlflow.db"
+    database.write_bytes(migrated_database.read_bytes())
+    mlflow.set_tracking_uri(f"sqlite:///{database}")
+    mlflow.set_experiment(experiment_id=mlflow.create_experiment("mine/sweep", artifact_location=str(tmp_path / "a")))
+    with caplog.at_level(logging.INFO, logger="ppo_rlhf"):
+        yield database
+
+
+def logged_model() -> str:
+    """The id of a logged model of a new run."""
+    with mlflow.start_run():
+        return str(mlflow.initialize_logged_model("ppo_policy").model_id)
+
+
+def summary_of(win_rate: float, verdict: str = WIN, start_model: str = "aaaabbbbcccc", **conditions: str) -> dict:
+    usual = {"prompts": "64 of them", "judge": "the judge j", "sampling": "temperature=1.0"}
+    return {
+        "eval/win_rate": win_rate,
+        "verdict": verdict,
+        "conditions": {"start_model": start_model, **usual, **conditions},
+    }
+
+
+NAME = "mine_sweep-sft-aaaabbbb"
+
+
+def champion(name: str = NAME) -> str | None:
+    """The version that the alias names, as people load it: models:/<name>@champion."""
+    version = mlflow.MlflowClient().get_registered_model(name).aliases.get("champion")
+    return None if version is None else str(version)
+
+
+SWEEP = [  # the end of a run, and the champion's version after it
+    (summary_of(0.99, TOO_FEW_PROMPTS), None),  # two of two prompts won
+    (summary_of(0.55, NO_DIFFERENCE), None),
+    (summary_of(0.20, LOSS), None),
+    (summary_of(0.99, ROSE), None),  # the trained reward itself is the judge
+    (summary_of(0.68), "5"),
+    (summary_of(0.945), "6"),
+    (summary_of(0.945), "6"),
+    (summary_of(0.68), "6"),
+    (summary_of(0.99, TOO_FEW_PROMPTS), "6"),
+    (summary_of(0.99, prompts="others"), "6"),
+    (summary_of(0.99, judge="the judge k"), "6"),
+    (summary_of(0.99, sampling="temperature=0.0"), "6"),
+    (summary_of(0.95), "13"),
+]
+
+
+def test_the_champion_of_a_sweep_is_the_best_that_beats_sft_under_the_same_conditions(
+    store: Path, caplog: pytest.LogCaptureFixture
+):
+    for number, (summary, expected) in enumerate(SWEEP, 1):
+        caplog.clear()
+        model_log.register(logged_model(), "sft", summary)
+        assert champion() == expected, (number, summary)
+        (line,) = [line for line in caplog.messages if line.startswith("The policy is")]
+        assert line.startswith(f"The policy is version {number} of the registered model {NAME}, ")
+    assert mlflow.MlflowClient().get_model_version_by_alias(NAME, "champion").tags["win_rate"] == "0.95"
+
+
+def test_each_start_model_has_a_champion_of_its_own(store: Path):
+    """The demo's champion does not stand in the way of a person's own model, of the same folder's name even."""
+    model_log.register(logged_model(), "sft", summary_of(0.99))
+    model_log.register(logged_model(), "sft", summary_of(0.60, start_model="ffff00001111"))
+    model_log.register(logged_model(), "Qwen 3: 0.6B", summary_of(0.60))
+    assert champion() == champion("mine_sweep-sft-ffff0000") == champion("mine_sweep-Qwen_3_0.6B-aaaabbbb") == "1"
+
+
+def test_a_champion_of_other_conditions_is_moved_by_hand_and_then_defended_there(
+    store: Path, caplog: pytest.LogCaptureFixture
+):
+    others = {"prompts": "others", "judge": "the judge k"}
+    model_log.register(logged_model(), "sft", summary_of(0.90))
+    model_log.register(logged_model(), "sft", summary_of(0.70, **others))
+    assert champion() == "1"
+    assert caplog.messages[-1].endswith(
+        "but the champion stays version 1, which was evaluated with other prompts and judge. To move it by hand: "
+        f"kedro mlflow ui, #/models/{NAME}/versions/2, Aliases."
+    )
+    mlflow.MlflowClient().set_registered_model_alias(NAME, "champion", "2")  # the request of that page
+    model_log.register(logged_model(), "sft", summary_of(0.95))
+    assert champion() == "2"
+    model_log.register(logged_model(), "sft", summary_of(0.71, **others))
+    assert champion() == "4"
+
+
+def test_a_run_that_goes_on_is_registered_once_and_takes_the_place_that_a_kill_kept_from_it(store: Path):
+    model = logged_model()
+    model_log.register(model, "sft", summary_of(0.90))
+    mlflow.MlflowClient().delete_registered_model_alias(NAME, "champion")  # as killed before it was set
+    model_log.register(model, "sft", summary_of(0.90))
+    assert len(mlflow.MlflowClient().search_model_versions(f"name = '{NAME}'")) == 1
+    assert champion() == "1"
+
+
+def test_of_two_runs_that_end_at_once_the_better_one_becomes_champion(store: Path, monkeypatch: pytest.MonkeyPatch):
+    """Each would find no champion, and the worse one, which is slower, would set the alias last."""
+    both_have_looked, set_alias = threading.Barrier(2), mlflow.MlflowClient.set_registered_model_alias
+    model_log.register(logged_model(), "sft", summary_of(0.5, NO_DIFFERENCE))
+    models = {0.9: logged_model(), 0.6: logged_model()}
+
+    def late(client: mlflow.MlflowClient, name: str, alias: str, version: str) -> None:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both_have_looked.wait(timeout=1.0)  # if the other one is let in, too
+        rate = client.get_model_version(name, version).tags["win_rate"]
+        threading.Event().wait(0.5 if rate == "0.6" else 0.0)
+        set_alias(client, name, alias, version)
+
+    monkeypatch.setattr(mlflow.MlflowClient, "set_registered_model_alias", late)
+    runs = [
+        threading.Thread(target=model_log.register, args=(model, "sft", summary_of(rate)))
+        for rate, model in models.items()
+    ]
+    for run in runs:
+        run.start()
+    for run in runs:
+        run.join()
+    assert len(mlflow.MlflowClient().search_model_versions(f"name = '{NAME}'")) == 3
+    assert mlflow.MlflowClient().get_model_version(NAME, str(champion())).tags["win_rate"] == "0.9"
 
 
 def test_the_best_checkpoint_is_the_best_evaluated_one_that_is_still_there(

@@ -34,7 +34,6 @@ from sqlalchemy.engine import Engine
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.hooks import TrackingHook, mlflow_hook, run_log, tracking_store
-from ppo_rlhf.hooks.model_log import register
 from ppo_rlhf.hooks.run_description import _git_tags, flattened, pipeline_names
 from ppo_rlhf.hooks.tracking_store import place_in_project
 from ppo_rlhf.rewards.scorers import RewardConfig
@@ -165,19 +164,20 @@ def test_the_exported_policy_is_a_model_that_generates_with_its_metrics_linked(t
     assert answer["generated_text"].startswith("the film")
 
 
-def test_the_policy_is_registered_and_the_champion_only_if_it_clearly_beats_sft(tracked: TrackedRun):
-    (version,) = tracked.client.search_model_versions("name = 'ppo_rlhf'")
+def test_the_policy_is_registered_by_its_start_model_with_what_it_was_evaluated_by(tracked: TrackedRun):
+    (version,) = tracked.client.search_model_versions("name = 'ppo_rlhf-sft_policy-01234567'")
     assert version.run_id == tracked.run.info.run_id
-    assert version.aliases == []  # the toy's evaluation gives no interval
     (model,) = mlflow.search_logged_models(experiment_ids=[tracked.run.info.experiment_id], output_format="list")
-    register(model.model_id, beats_sft=True)
-    assert (
-        len(tracked.client.search_model_versions("name = 'ppo_rlhf'")) == 1
-    )  # a run that goes on registers none twice
-    tracked.client.delete_model_version("ppo_rlhf", version.version)
-    register(model.model_id, beats_sft=True)
-    (champion,) = tracked.client.search_model_versions("name = 'ppo_rlhf'")
-    assert tracked.client.get_model_version_by_alias("ppo_rlhf", "champion").version == champion.version
+    assert version.source == f"models:/{model.model_id}"
+    assert version.tags == {
+        "start_model": "0123456789abcdef",
+        "prompts": "three",
+        "judge": "the toy",
+        "sampling": "none",
+        "win_rate": "0.75",
+        "verdict": "Too few held-out prompts to tell PPO and SFT apart",
+    }
+    assert tracked.client.get_registered_model(version.name).aliases == {}  # three prompts make no champion
 
 
 def test_database_and_artifacts_lie_in_the_projects_root(tracked: TrackedRun):

@@ -45,7 +45,7 @@ class OwnProject:
                 "missing_eos_penalty": None,
             },
             "reward": {"components": [{"type": "function", "function": f"{MODULE}:score"}]},
-            "evaluation": {"bootstrap_samples": 100},
+            "evaluation": {"sample_pairs": 4},
         }
         save(project / "models" / "mine", tiny_model())
         self.write_rows("prompts", *({"prompt": prompt, "genre": "drama"} for prompt in PROMPTS))

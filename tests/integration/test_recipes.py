@@ -15,6 +15,7 @@ import pytest
 from click.testing import Result
 from transformers import GPT2ForSequenceClassification
 
+from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.rewards import sentiment
 from tests.tiny_models import CHAT_TEMPLATE, save, tiny_model, word_tokenizer
 
@@ -92,4 +93,6 @@ def test_a_recipe_runs_on_stand_ins(
         assert refused.exit_code == 1
         assert str(mine) in refused.stderr
     with sqlite3.connect(project / "mlflow.db") as database:  # beside the demo's, not a version of it
-        assert database.execute("select name from registered_models").fetchall() == [(f"ppo_rlhf_{recipe}",)]
+        ((name,),) = database.execute("select name from registered_models").fetchall()
+    start = PretrainedHandle(str(models["policy"]))
+    assert name == f"ppo_rlhf_{recipe}-{Path(start.source).name}-{start.fingerprint()[:8]}"

@@ -1,6 +1,8 @@
 """The pipeline `evaluation` on tiny models from disk, its parameters, and tables that survive their files."""
 
+import itertools
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +21,7 @@ from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.data.prompts import PromptDataset, PromptsConfig
 from ppo_rlhf.models.loading import CARD, PretrainedHandle
 from ppo_rlhf.pipelines.evaluation import create_pipeline
+from ppo_rlhf.pipelines.evaluation.nodes import compare_policies
 from ppo_rlhf.pipelines.reporting.wording import headline
 from ppo_rlhf.ppo.evaluation import EvaluationConfig
 from ppo_rlhf.rewards.scorers import RewardComponentConfig, RewardConfig
@@ -42,6 +45,7 @@ COLUMNS = {
         *(f"eval/{name}{side}_se" for name in ("judge_score", "reward", "wordy_rate") for side in ("", "_sft")),
         *("eval/kl_se", "eval/response_length_se"),
         *("eval/wordy_rate", "eval/wordy_rate_sft", "prompts", "decided_by"),
+        *("verdict", "by_trained_reward", "wins", "losses", "conditions"),
     },
     "sample_pairs": {
         *("chosen", "outcome", "prompt", "sft_response", "ppo_response", "sft_score", "ppo_score", "ppo_kl"),
@@ -59,6 +63,14 @@ def word_count(prompts, completions, **columns):
 
 def is_wordy(prompts, completions, **columns):
     return [float(len(completion.split()) > 2) for completion in completions]
+
+
+calls = itertools.count()
+
+
+def moody(prompts, completions, **columns):
+    """Scores nothing twice the same, as a model does with the same text in another batch, only more."""
+    return [float(next(calls)) for _ in completions]
 
 
 def save_policy(folder, seed):
@@ -93,11 +105,18 @@ def inputs(tmp_path_factory):
         "params:evaluation": EvaluationConfig(
             judge=f"{__name__}:word_count",
             rates={"wordy_rate": f"{__name__}:is_wordy"},
-            bootstrap_samples=200,
             sample_pairs=2,
             prompts_path="own.jsonl",
         ),
     }
+
+
+def summary_of(outputs, inputs, **changed):
+    """What the node `compare_policies` says of tables that are there."""
+    given = {name.removeprefix("params:"): value for name, value in {**inputs, **changed}.items()}
+    named = ("sft_policy", "evaluation_prompts", "ppo", "reward", "evaluation")
+    tables = {name: outputs[name] for name in ("sft_evaluation", "ppo_evaluation")}
+    return compare_policies(**tables, **{name: given[name] for name in named})["evaluation_summary"]
 
 
 def run_evaluation(inputs):
@@ -164,11 +183,22 @@ def test_summary_holds_the_metrics_and_who_decided(outputs):
 def test_policy_compared_with_itself_ties_everywhere(inputs):
     outputs = run_evaluation({**inputs, "ppo_policy": inputs["sft_policy"]})
     summary = outputs["evaluation_summary"]
-    assert [summary[f"eval/win_rate{end}"] for end in ("", "_low", "_high")] == [0.5, 0.5, 0.5]
+    assert summary["eval/win_rate"] == 0.5
+    assert summary["eval/win_rate_low"] < 0.5 < summary["eval/win_rate_high"]
     assert summary["eval/kl"] == pytest.approx(0.0, abs=1e-6)
     table = outputs["before_after"]
     assert table["sft"].tolist() == pytest.approx(table["ppo"].tolist(), abs=1e-6)
     assert set(outputs["sample_pairs"]["chosen"]) == {"drawn at random"}
+
+
+def test_equal_responses_are_ties_to_a_judge_that_scores_them_differently(inputs):
+    settings = replace(inputs["params:evaluation"], judge=f"{__name__}:moody", judges={"other": f"{__name__}:moody"})
+    summary = run_evaluation({**inputs, "ppo_policy": inputs["sft_policy"], "params:evaluation": settings})[
+        "evaluation_summary"
+    ]
+    assert summary["eval/judge_score"] != summary["eval/judge_score_sft"]
+    assert (summary["eval/win_rate"], summary["eval/win_rate_other"]) == (0.5, 0.5)
+    assert (summary["wins"], summary["losses"]) == (0, 0)
 
 
 def test_same_inputs_give_the_same_numbers(inputs, outputs):
@@ -178,10 +208,52 @@ def test_same_inputs_give_the_same_numbers(inputs, outputs):
 
 
 def test_reward_decides_when_there_is_no_judge(inputs):
-    settings = EvaluationConfig(bootstrap_samples=200, prompts_path="own.jsonl")
+    settings = EvaluationConfig(prompts_path="own.jsonl")
     summary = run_evaluation({**inputs, "params:evaluation": settings})["evaluation_summary"]
     assert not {"eval/judge_score", "eval/judge_score_sft"} & set(summary)
     assert summary["decided_by"].startswith("the reward")
+    assert summary["by_trained_reward"] is True
+
+
+@pytest.mark.parametrize(
+    ("judge", "weight", "expected"), [("letter_a", 1.0, True), ("letter_a", 0.0, False), ("word_count", 1.0, False)]
+)
+def test_a_judge_that_is_a_part_of_the_reward_is_the_trained_reward(inputs, outputs, judge, weight, expected):
+    """A part of weight 0 is only measured."""
+    parts = [("letter_a", weight), ("is_wordy", 1.0)]
+    reward = [RewardComponentConfig(type="function", function=f"{__name__}:{name}", weight=w) for name, w in parts]
+    settings = replace(inputs["params:evaluation"], judge=f"{__name__}:{judge}")
+    changed = {"params:reward": RewardConfig(components=reward), "params:evaluation": settings}
+    assert summary_of(outputs, inputs, **changed)["by_trained_reward"] is expected
+
+
+def test_conditions_differ_where_start_model_prompts_judge_or_sampling_differ(inputs, outputs):
+    shown = outputs["evaluation_summary"]["conditions"]
+    assert shown["start_model"] == inputs["sft_policy"].fingerprint()
+    prompts, settings, ppo = (inputs[name] for name in ("evaluation_prompts", "params:evaluation", "params:ppo"))
+    changes = {
+        "start_model": {"sft_policy": inputs["ppo_policy"]},
+        "prompts": {"evaluation_prompts": prompts.assign(answer='"7"')},  # a column that a judge may read
+        "judge": {"params:evaluation": replace(settings, judge=f"{__name__}:is_wordy")},
+        "sampling": {"params:evaluation": replace(settings, temperature=0.5)},
+    }
+    for name, change in changes.items():
+        changed = summary_of(outputs, inputs, **change)["conditions"]
+        assert {key for key in shown if shown[key] != changed[key]} == {name}
+    same = {"params:evaluation": replace(settings, temperature=1.0, seed=7), "params:ppo": replace(ppo, kl_coef=0.5)}
+    assert summary_of(outputs, inputs, **same)["conditions"] == shown
+
+
+def test_a_judge_that_was_edited_is_another_judge(inputs, outputs, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "edited_judge", raising=False)
+    code, found = "def judge(prompts, completions, **columns):\n    return [{}] * len(completions)\n", []
+    for score in (1.0, 2.0, 1.0):
+        (tmp_path / "edited_judge.py").write_text(code.format(score))
+        sys.modules.pop("edited_judge", None)
+        settings = replace(inputs["params:evaluation"], judge="edited_judge:judge")
+        found.append(summary_of(outputs, inputs, **{"params:evaluation": settings})["conditions"]["judge"])
+    assert found[0] == found[2] != found[1]
 
 
 def test_several_responses_and_judges_reach_the_summary_and_the_table(inputs):
@@ -241,6 +313,7 @@ def test_the_result_is_put_into_the_card_of_a_policy_that_a_run_exported_and_int
     assert (directory, card) == (exported.source, f"above\n{BEGIN}\n\n{result}\n\n{END}\nbelow")
     assert nobody is None
     assert headline(outputs["evaluation_summary"]) in result
+    assert f"**{outputs['evaluation_summary']['verdict']}.**" in result
     assert "| KL from SFT (nats per response) | 0.0 |" in result
 
 

@@ -28,19 +28,8 @@ from ppo_rlhf.pipelines.reporting.charts import (
     training_curves,
 )
 from ppo_rlhf.pipelines.reporting.page import MAX_TEXT, render_page
-from ppo_rlhf.pipelines.reporting.wording import (
-    LOSS,
-    NO_DIFFERENCE,
-    TOO_FEW_PROMPTS,
-    WIN,
-    headline,
-    measure,
-    remarks,
-    verdict,
-    write_change,
-    write_value,
-)
-from ppo_rlhf.ppo.comparison import Decided
+from ppo_rlhf.pipelines.reporting.wording import headline, measure, remarks, write_change, write_value
+from ppo_rlhf.ppo.comparison import FELL, LOSS, NO_DIFFERENCE, ROSE, TOO_FEW_PROMPTS, WIN
 from ppo_rlhf.ppo.evaluation import EvaluationConfig
 from ppo_rlhf.rewards.scorers import RewardComponentConfig, RewardConfig
 from ppo_rlhf.token_view.page import QUANTITIES
@@ -48,9 +37,11 @@ from tests.pipelines.support import outputs_of
 
 PROJECT = Path(__file__).parents[2]
 SCRIPT = "</script><script>alert('x')</script> & \"quoted\" {{ title }}"
-MANY = Decided(wins=450, losses=62)
-GOOD = {"eval/win_rate": 0.88, "eval/win_rate_low": 0.85, "eval/win_rate_high": 0.91, "eval/kl": 4.0}
-SAID = {"prompts": 1512, "decided_by": "the reward"}
+GOOD = {
+    **{"eval/win_rate": 0.88, "eval/win_rate_low": 0.85, "eval/win_rate_high": 0.91, "eval/kl": 4.0},
+    **{"verdict": WIN, "wins": 1330, "losses": 182, "by_trained_reward": False},
+}
+SAID = {"prompts": 1512, "decided_by": "the judge mine:judge"}
 
 
 def history(iterations=20):
@@ -76,6 +67,7 @@ def run_reporting(prompts=6, **changed):
     scores = np.linspace(0.0, 1.0, prompts)
     texts = {"prompt": [f"prompt {row}" for row in range(prompts)], "response": "warm film"}
     evaluation = pd.DataFrame({**texts, "reward": scores, "kl": 1.0, "length": 3, "terminated": True})
+    evaluation["response_ids"] = [[1, 2, 3]] * prompts
     inputs = {
         "training_history": history(),
         "evaluation_summary": GOOD | SAID,
@@ -137,6 +129,20 @@ def test_values_and_changes_have_the_decimals_and_sign_of_their_measure(name, be
 
 
 @pytest.mark.parametrize(
+    ("name", "before", "after", "error", "text"),
+    [
+        ("reward", 1.0, -0.071, 0.249, "−1.07 ± 0.25"),
+        ("reward", 1.0, 1.001, 0.02, "0 ± 0.02"),
+        ("very_polite_rate", 0.9, 0.925, 0.0132, "+2.5 ± 1.3 points"),
+        ("reward", 1.0, 2.0, float("nan"), "+1.00"),
+        ("kl", 0.0, 0.0, 0.0, "±0"),
+    ],
+)
+def test_a_change_has_its_standard_error(name, before, after, error, text):
+    assert write_change(measure(name), before, after, error) == text
+
+
+@pytest.mark.parametrize(
     ("name", "value", "error", "text"),
     [
         ("reward", -0.5, 0.024, "−0.50 ± 0.02"),
@@ -149,27 +155,22 @@ def test_a_value_has_its_standard_error(name, value, error, text):
     assert write_value(measure(name), value, error) == text
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "decided", "text"),
-    [
-        (0.51, 0.6, MANY, WIN),
-        (0.4, 0.49, MANY, LOSS),
-        (0.5, 0.7, MANY, NO_DIFFERENCE),
-        # The bootstrap interval of prompts that were all won is the point 1; the sign test needs six of them.
-        (1.0, 1.0, Decided(5, 0), TOO_FEW_PROMPTS),
-        (1.0, 1.0, Decided(6, 0), WIN),
-        (0.0, 0.0, Decided(0, 5), TOO_FEW_PROMPTS),
-    ],
-)
-def test_a_winner_is_named_only_from_an_interval_on_one_side_and_enough_prompts(low, high, decided, text):
-    summary = GOOD | {"eval/win_rate_low": low, "eval/win_rate_high": high}
-    assert verdict(summary, decided) == text
-    assert len(remarks(summary, decided, before_after())) == (text != WIN)
+@pytest.mark.parametrize("verdict", [WIN, LOSS, ROSE, FELL, NO_DIFFERENCE, TOO_FEW_PROMPTS])
+def test_report_and_terminal_give_the_verdict_of_the_comparison(verdict, capsys):
+    """Nothing else in it says who won: report, terminal, model card and champion cannot differ."""
+    summary = GOOD | SAID | {"verdict": verdict}
+    page = run_reporting(evaluation_summary=summary)["report"]
+    assert f"<h1>{verdict}</h1>" in page
+    assert f"{verdict}. PPO's response is the better one on 88.0%" in " ".join(capsys.readouterr().out.split())
+    assert len(remarks(summary, before_after())) == (verdict != WIN)
 
 
 def test_headline_gives_rate_interval_number_of_prompts_and_judge():
     said = headline(GOOD | SAID)
-    assert all(part in said for part in ("88.0%", "1,512", "85.0% to 91.0%", "the reward"))
+    assert all(part in said for part in ("better one on 88.0%", "1,512", "85.0% to 91.0%", "the judge mine:judge"))
+    by_reward = headline(GOOD | SAID | {"by_trained_reward": True})
+    assert "scores higher on 88.0%" in by_reward
+    assert "better" not in by_reward
 
 
 def test_headline_counts_pairs_of_several_responses_and_names_other_judges():
@@ -179,29 +180,31 @@ def test_headline_counts_pairs_of_several_responses_and_names_other_judges():
     assert said.endswith("By other judges: strict 60.0% (55.0% to 65.0%).")
 
 
-LOST = {"eval/win_rate_low": 0.3, "eval/win_rate_high": 0.45}
+LOST = {"verdict": LOSS}
 
 
 @pytest.mark.parametrize(
     ("summary", "table", "accuracy", "texts"),
     [
         ({}, {}, 0.74, []),
-        ({"eval/win_rate_low": 0.45}, {}, None, ["contains 50%"]),
-        (LOST, {}, None, ["PPO lost to SFT"]),
+        ({"verdict": NO_DIFFERENCE}, {}, None, ["contains 50%"]),
+        ({"verdict": TOO_FEW_PROMPTS, "wins": 2, "losses": 0}, {}, None, ["2 held-out prompts were won and 0 lost"]),
+        (LOST, {}, None, ["PPO loses to SFT"]),
+        ({"verdict": FELL}, {}, None, ["The reward fell"]),
         (LOST, {"judge_score": (0.5, 0.1)}, None, ["exploits its reward"]),
         ({}, {"grammatical_rate": (0.9, 0.8)}, None, ["95% of SFT's rate"]),
         ({}, {}, 0.55, ["right on only 55.0%"]),
     ],
 )
 def test_each_problem_of_the_result_draws_one_remark(summary, table, accuracy, texts):
-    found = remarks(GOOD | summary, MANY, before_after(**table), accuracy)
+    found = remarks(GOOD | summary, before_after(**table), accuracy)
     assert len(found) == len(texts)
     assert all(text in remark for text, remark in zip(texts, found, strict=True))
 
 
 def test_a_win_by_the_reward_that_ppo_raised_is_said_to_prove_little():
     table = before_after()
-    (found,) = remarks(GOOD, MANY, table[table["measure"] != "judge_score"])
+    (found,) = remarks(GOOD | {"verdict": ROSE}, table[table["measure"] != "judge_score"])
     assert "evaluation.judge" in found
 
 
@@ -326,8 +329,11 @@ def test_terminal_shows_the_table_and_never_cuts_a_path():
     assert re.search(r"Grammatical\s+90.0%\s+92.0%\s+\+2.0 points", text)
     assert path in "".join(re.findall(r"[\w/-]+", text.partition("Policy")[2]))
     console = Console(file=io.StringIO(), width=80)
-    nodes.print_result(console, "PPO wins.", before_after().assign(sft_se=0.004, ppo_se=0.013), [], [])
-    assert re.search(r"Grammatical\s+90.0 ± 0.4%\s+92.0 ± 1.3%\s+\+2.0 points", console.file.getvalue())
+    table = before_after().assign(sft_se=0.004, ppo_se=0.013, change_se=0.006)
+    nodes.print_result(console, "PPO wins.", table, [], [])
+    assert re.search(r"Grammatical\s+90.0 ± 0.4%\s+92.0 ± 1.3%\s+\+2.0 ± 0.6 points", console.file.getvalue())
+    page = Page(run_reporting(before_after=table)["report"]).text
+    assert "+2.0 ± 0.6 points" in page
 
 
 def test_page_gives_the_advice_that_follows_from_settings_and_curves():

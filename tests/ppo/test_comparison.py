@@ -1,17 +1,26 @@
-"""Win rate, interval, diversity and the eval/* metrics, against hand arithmetic, theory and a plain bootstrap."""
+"""Win rate, interval, verdict, diversity and the eval/* metrics, against hand arithmetic and exact probabilities."""
 
+import itertools
 import math
 
 import numpy as np
 import pytest
-from scipy.stats import binomtest
+from scipy.stats import binomtest, multinomial
 
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.ppo.comparison import (
-    Decided,
+    FELL,
+    LOSS,
+    NO_DIFFERENCE,
+    ROSE,
+    TOO_FEW_PROMPTS,
+    WIN,
     before_after,
+    by_chance,
     compare_evaluations,
+    conclude,
     distinct_n,
+    outcomes,
     sample_pairs,
     win_rate,
 )
@@ -29,13 +38,26 @@ def four(name):
     return {f"eval/{name}{end}" for end in ("", "_sft", "_se", "_sft_se")}
 
 
+number = itertools.count()
+
+
 def evaluation(
-    rewards, judge_scores=None, rates=None, completions=None, prompts=None, kl=None, other_judges=None, samples=1
+    rewards,
+    judge_scores=None,
+    rates=None,
+    completions=None,
+    prompts=None,
+    kl=None,
+    other_judges=None,
+    samples=1,
+    response_ids=None,
 ):
+    """An evaluation; unless they are given, no two responses have the same tokens."""
     rewards = np.asarray(rewards, dtype=float)
     return PolicyEvaluation(
         prompts=prompts or [f"prompt {row // samples}" for row in range(len(rewards))],
         completions=completions or ["a b c"] * len(rewards),
+        response_ids=response_ids or [[next(number)] for _ in rewards],
         rewards=rewards,
         judge_scores=None if judge_scores is None else np.asarray(judge_scores, dtype=float),
         rates={name: np.asarray(values, dtype=float) for name, values in (rates or {}).items()},
@@ -45,6 +67,12 @@ def evaluation(
         other_judges={name: np.asarray(scores, dtype=float) for name, scores in (other_judges or {}).items()},
         samples_per_prompt=samples,
     )
+
+
+def compared(ours, theirs):
+    """The outcomes of scores, one a prompt."""
+    policy, sft = evaluation(ours), evaluation(theirs)
+    return outcomes(policy, sft, policy.rewards, sft.rewards)
 
 
 @pytest.mark.parametrize(
@@ -58,22 +86,81 @@ def evaluation(
     ],
 )
 def test_win_rate_counts_wins_whole_and_ties_half(ours, theirs, expected):
-    assert win_rate(np.array(ours), np.array(theirs), seed=0).rate == pytest.approx(expected, abs=1e-12)
+    assert win_rate(compared(ours, theirs)).rate == pytest.approx(expected, abs=1e-12)
 
 
-@pytest.mark.parametrize(("ours", "rate"), [(1.0, 1.0), (0.0, 0.5), (-1.0, 0.0)])
-def test_interval_has_no_width_when_every_prompt_has_the_same_outcome(ours, rate):
-    wins = win_rate(np.full(50, ours), np.zeros(50), seed=0)
-    assert (wins.low, wins.rate, wins.high) == (rate, rate, rate)
+def test_responses_of_the_same_tokens_are_ties_whatever_their_scores():
+    """A model scores one text differently in another batch. Four prompts: the same tokens twice, a win and a loss."""
+    ids = [[1, 2], [3], [4], [5, 6]]
+    policy = evaluation([0.1, 0.2, 1, 0], response_ids=ids, judge_scores=[1, 0, 1, 0], other_judges={"b": [1, 1, 1, 0]})
+    others = [[1, 2], [3], [4, 4], [5]]
+    sft = evaluation([0.0, 0.3, 0, 1], response_ids=others, judge_scores=[0, 1, 0, 1], other_judges={"b": [0, 0, 0, 1]})
+    assert outcomes(policy, sft, policy.rewards, sft.rewards).tolist() == [[0.5], [0.5], [1.0], [0.0]]
+    metrics = compare_evaluations(policy, sft)
+    assert (metrics["eval/win_rate"], metrics["eval/win_rate_b"]) == (0.5, 0.5)
+    summary = conclude(policy, sft, by_trained_reward=False)
+    assert (summary["wins"], summary["losses"]) == (1, 1)
+    table = sample_pairs(policy, sft, count=4, seed=0).set_index("prompt")
+    assert table["outcome"].to_dict() == {"prompt 0": "tie", "prompt 1": "tie", "prompt 2": "win", "prompt 3": "loss"}
 
 
-def test_interval_with_ties_matches_the_normal_approximation_of_a_three_point_law():
-    """Half wins, a quarter ties, a quarter losses: mean 0.625, variance 0.5 + 0.25 / 4 - 0.625^2 = 0.171875."""
-    wins = win_rate(np.r_[np.ones(200), np.zeros(100), -np.ones(100)], np.zeros(400), seed=3, bootstrap_samples=20_000)
-    half_width = 1.96 * math.sqrt(0.171875 / 400)
-    assert wins.rate == 0.625
-    assert wins.low == pytest.approx(0.625 - half_width, abs=0.003)
-    assert wins.high == pytest.approx(0.625 + half_width, abs=0.003)
+@pytest.mark.parametrize(
+    ("wins", "losses", "low", "high"),
+    [
+        # Agresti and Coull with z = 1.96: of 20 prompts 19 won; centre (19 + 1.9207) / 23.8415, deviation by hand
+        (19, 1, 0.7459, 1.0),
+        (1, 19, 0.0, 0.2541),
+        (10, 10, 0.2993, 0.7007),
+        (1, 0, 0.1675, 1.0),  # one prompt says next to nothing
+    ],
+)
+def test_the_interval_without_ties_is_agresti_and_coulls(wins, losses, low, high):
+    found = win_rate(compared([1] * wins + [-1] * losses, [0] * (wins + losses)))
+    assert (found.low, found.high) == pytest.approx((low, high), abs=5e-5)
+
+
+WIN_RATES = np.round(np.arange(0.50, 0.991, 0.01), 2)
+
+
+def coverage(prompts, tie_share):
+    """Exact probability that the interval has the true win rate, for each of WIN_RATES.
+
+    Ties are `tie_share` of the most that the win rate allows: 2 (1 - rate).
+    """
+    counts = np.array([(w, prompts - w - n, n) for w in range(prompts + 1) for n in range(prompts + 1 - w)])
+    if tie_share == 0:
+        counts = counts[counts[:, 1] == 0]
+    found = [win_rate(np.repeat([1.0, 0.5, 0.0], count)[:, None]) for count in counts]
+    low, high = np.array([(interval.low, interval.high) for interval in found]).T
+    covered = []
+    for rate in WIN_RATES:
+        ties = 2.0 * tie_share * (1.0 - rate)
+        chances = multinomial.pmf(counts, prompts, [rate - ties / 2.0, ties, 1.0 - rate - ties / 2.0])
+        assert chances.sum() == pytest.approx(1.0, abs=1e-9)
+        covered.append(chances[(low <= rate + 1e-12) & (rate <= high + 1e-12)].sum())
+    return np.array(covered)
+
+
+@pytest.mark.parametrize("tie_share", [0.0, 0.3, 0.9])
+@pytest.mark.parametrize("prompts", [20, 64, 256])
+def test_the_interval_has_the_true_win_rate_as_often_as_it_says(prompts, tie_share):
+    covered = coverage(prompts, tie_share)
+    assert 0.93 <= covered.mean() <= 0.97
+    assert covered.min() >= 0.90
+
+
+@pytest.mark.parametrize("prompts", [20, 64, 256])
+def test_the_interval_of_several_responses_has_the_true_win_rate_as_often_as_it_says(prompts):
+    """Four responses to a prompt; prompts differ in how often they are won, Beta with the correlation 0.5, no ties."""
+    rng = np.random.default_rng(0)
+    covered = []
+    for rate in (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99):
+        of_prompts = rng.beta(rate, 1.0 - rate, size=(1500, prompts, 1))
+        runs = (rng.random((1500, prompts, 4)) < of_prompts).astype(float)
+        found = [win_rate(run) for run in runs]
+        covered.append(np.mean([interval.low <= rate <= interval.high for interval in found]))
+    assert 0.93 <= np.mean(covered) <= 0.97
+    assert np.min(covered) >= 0.90
 
 
 @pytest.mark.parametrize(
@@ -88,27 +175,50 @@ def test_interval_with_ties_matches_the_normal_approximation_of_a_three_point_la
     ],
 )
 def test_a_sign_test_worked_by_hand(wins, losses, expected):
-    assert Decided(wins, losses).by_chance == pytest.approx(expected, rel=1e-12)
+    assert by_chance(wins, losses) == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize(("wins", "losses"), [(17, 30), (30_000, 29_000), (100_000, 0)])
 def test_the_sign_test_of_many_prompts_is_scipys(wins, losses):
     expected = binomtest(wins, wins + losses).pvalue
-    assert Decided(wins, losses).by_chance == pytest.approx(expected, rel=1e-8, abs=1e-300)
+    assert by_chance(wins, losses) == pytest.approx(expected, rel=1e-8, abs=1e-300)
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs", "message"),
+    ("wins", "losses", "ties", "by_judge", "by_reward"),
     [
-        ([1.0], [1.0, 2.0], r"must be paired.*\(1,\) and \(2,\)"),
-        ([], [], "must be paired"),
-        ([float("nan")], [0.0], "must be finite"),
-        ([0.0], [float("inf")], "must be finite"),
+        (60, 20, 0, WIN, ROSE),
+        (20, 60, 0, LOSS, FELL),
+        (40, 30, 0, NO_DIFFERENCE, NO_DIFFERENCE),
+        (9, 0, 0, TOO_FEW_PROMPTS, TOO_FEW_PROMPTS),  # below ten prompts
+        (2, 0, 0, TOO_FEW_PROMPTS, TOO_FEW_PROMPTS),
+        (0, 0, 9, TOO_FEW_PROMPTS, TOO_FEW_PROMPTS),
+        (10, 0, 0, WIN, ROSE),
+        (12, 4, 0, TOO_FEW_PROMPTS, TOO_FEW_PROMPTS),  # the interval is above one half, and the sign test gives 0.077
+        (5, 0, 95, NO_DIFFERENCE, NO_DIFFERENCE),
+        (20, 1, 1000, WIN, ROSE),
     ],
 )
-def test_win_rate_refuses_scores_that_cannot_be_compared(ours, theirs, message):
-    with pytest.raises(DataError, match=message):
-        win_rate(np.array(ours), np.array(theirs), seed=0)
+def test_a_winner_is_named_only_from_ten_prompts_an_interval_on_one_side_and_an_unlikely_chance(
+    wins, losses, ties, by_judge, by_reward
+):
+    scores = [1] * wins + [-1] * losses + [0] * ties
+    sft = evaluation([0] * len(scores))
+    for is_reward, expected in ((False, by_judge), (True, by_reward)):
+        summary = conclude(evaluation(scores), sft, by_trained_reward=is_reward)
+        assert summary == {
+            "verdict": expected,
+            "by_trained_reward": is_reward,
+            "prompts": len(scores),
+            "wins": wins,
+            "losses": losses,
+        }
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [([float("nan")], [0.0]), ([0.0], [float("inf")])])
+def test_win_rate_refuses_scores_that_cannot_be_compared(ours, theirs):
+    with pytest.raises(DataError, match="must be finite"):
+        compared(ours, theirs)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +239,7 @@ def test_distinct_n_is_the_share_of_different_ngrams(completions, n, expected):
 def test_metrics_with_a_judge_have_exactly_the_documented_keys_and_the_judge_decides():
     policy = evaluation([0, 0], judge_scores=[2, 2], rates={"grammatical_rate": [1, 0]}, kl=[1, 3])
     sft = evaluation([9, 9], judge_scores=[1, 2], rates={"grammatical_rate": [1, 1]})
-    metrics = compare_evaluations(policy, sft, seed=0, bootstrap_samples=200)
+    metrics = compare_evaluations(policy, sft)
     assert set(metrics) == ALWAYS | four("judge_score") | four("grammatical_rate")
     assert metrics["eval/win_rate"] == 0.75  # a win and a tie by the judge, though the reward lost both
     assert metrics["eval/judge_score"] == 2.0
@@ -144,7 +254,7 @@ def test_metrics_with_a_judge_have_exactly_the_documented_keys_and_the_judge_dec
 
 
 def test_metrics_without_a_judge_leave_its_keys_out_and_the_reward_decides():
-    metrics = compare_evaluations(evaluation([1, 1]), evaluation([0, 2]), seed=0, bootstrap_samples=200)
+    metrics = compare_evaluations(evaluation([1, 1]), evaluation([0, 2]))
     assert set(metrics) == ALWAYS
     assert metrics["eval/win_rate"] == 0.5
 
@@ -160,7 +270,7 @@ def test_metrics_without_a_judge_leave_its_keys_out_and_the_reward_decides():
 )
 def test_evaluations_of_different_things_are_not_compared(other, message):
     for compare in (
-        lambda a, b: compare_evaluations(a, b, seed=0, bootstrap_samples=200),
+        lambda a, b: compare_evaluations(a, b),
         before_after,
         lambda a, b: sample_pairs(a, b, count=1, seed=0),
     ):
@@ -172,9 +282,9 @@ def test_table_before_and_after_has_both_policies_measures():
     policy = evaluation([1, 3], judge_scores=[1, 1], completions=["a a", "a a"], kl=[2, 4])
     sft = evaluation([0, 0], judge_scores=[0, 1], completions=["a b", "c d"])
     table = before_after(policy, sft).set_index("measure")
-    errors = table[["sft_se", "ppo_se"]]
-    assert errors.loc["judge_score"].tolist() == pytest.approx([0.5, 0.0])  # sd of 0 and 1: sqrt(1/2); by sqrt(2)
-    assert errors.loc["reward"].tolist() == pytest.approx([0.0, 1.0])
+    errors = table[["sft_se", "ppo_se", "change_se"]]
+    assert errors.loc["judge_score"].tolist() == pytest.approx([0.5, 0.0, 0.5])  # sd of 0, 1: sqrt(1/2); by sqrt(2)
+    assert errors.loc["reward"].tolist() == pytest.approx([0.0, 1.0, 1.0])
     assert errors.loc[["distinct_1", "distinct_2"]].isna().all(axis=None)
     table = table[["sft", "ppo"]]
     assert table.loc["judge_score"].tolist() == [0.5, 1.0]
@@ -185,23 +295,36 @@ def test_table_before_and_after_has_both_policies_measures():
     assert table.loc["truncated_fraction"].tolist() == [0.0, 0.0]
 
 
+def test_the_error_of_a_change_is_that_of_the_differences_by_prompt():
+    """Rewards differ by 9 from prompt to prompt, and rise by 1, 2 and 3: sd 1, by sqrt(3). Unpaired it would be 7.8."""
+    policy, sft = evaluation([1, 11, 21]), evaluation([0, 9, 18])
+    table = before_after(policy, sft).set_index("measure")
+    assert table.loc["reward", "change_se"] == pytest.approx(1 / math.sqrt(3), rel=1e-12)
+    assert table.loc["reward", "sft_se"] == pytest.approx(9 / math.sqrt(3), rel=1e-12)
+    twice = before_after(evaluation([1, 3, 2, 4], samples=2), evaluation([0, 0, 0, 0], samples=2)).set_index("measure")
+    assert twice.loc["reward", "change_se"] == pytest.approx(0.5, rel=1e-12)  # prompts rise by 2 and 3
+
+
 def test_a_single_prompt_has_no_standard_error():
-    metrics = compare_evaluations(evaluation([1]), evaluation([0]), seed=0, bootstrap_samples=200)
+    metrics = compare_evaluations(evaluation([1]), evaluation([0]))
     assert not [key for key in metrics if key.endswith("_se")]
-    assert before_after(evaluation([1]), evaluation([0]))[["sft_se", "ppo_se"]].isna().all(axis=None)
+    errors = before_after(evaluation([1]), evaluation([0]))[["sft_se", "ppo_se", "change_se"]]
+    assert errors.isna().all(axis=None)
 
 
 def test_further_judges_have_means_and_win_rates_and_decide_nothing_else():
     policy = evaluation([0, 0], judge_scores=[2, 2], other_judges={"strict": [1, 5], "mild": [0, 0]})
     sft = evaluation([9, 9], judge_scores=[1, 2], other_judges={"strict": [3, 4], "mild": [1, 1]})
-    metrics = compare_evaluations(policy, sft, seed=0, bootstrap_samples=200)
+    metrics = compare_evaluations(policy, sft)
     win_rates = {f"eval/win_rate_{judge}{end}" for judge in ("strict", "mild") for end in ("", "_low", "_high")}
     assert set(metrics) == ALWAYS.union(
         *map(four, ("judge_score", "judge_score_strict", "judge_score_mild")), win_rates
     )
     assert metrics["eval/win_rate"] == 0.75
-    assert [metrics[f"eval/win_rate_strict{end}"] for end in ("_low", "", "_high")] == [0.0, 0.5, 1.0]
-    assert [metrics[f"eval/win_rate_mild{end}"] for end in ("_low", "", "_high")] == [0.0, 0.0, 0.0]
+    assert (metrics["eval/win_rate_strict"], metrics["eval/win_rate_mild"]) == (0.5, 0.0)
+    for judge in ("strict", "mild"):
+        low, rate, high = (metrics[f"eval/win_rate_{judge}{end}"] for end in ("_low", "", "_high"))
+        assert 0.0 <= low <= rate < high <= 1.0
     assert [metrics[f"eval/judge_score_strict{end}"] for end in ("", "_sft")] == [3.0, 3.5]
 
 
@@ -211,34 +334,29 @@ def test_several_responses_to_a_prompt_are_one_observation():
     Pairs: win and tie, tie and tie: (1 + 1/2 + 1/2 + 1/2) / 4.
     """
     policy, sft = evaluation([1, 0, 1, 1], samples=2), evaluation([0, 0, 1, 1], samples=2)
-    metrics = compare_evaluations(policy, sft, seed=0, bootstrap_samples=200)
+    metrics = compare_evaluations(policy, sft)
     assert metrics["eval/reward"] == 0.75
     assert metrics["eval/reward_se"] == pytest.approx(0.25, rel=1e-12)
-    assert [metrics[f"eval/win_rate{end}"] for end in ("_low", "", "_high")] == [0.5, 0.625, 0.75]
-    decided = Decided.of(policy, sft)
-    assert (decided.wins, decided.losses) == (1, 0)
+    assert metrics["eval/win_rate"] == 0.625
+    summary = conclude(policy, sft, by_trained_reward=False)
+    assert [summary[name] for name in ("prompts", "samples_per_prompt", "wins", "losses")] == [2, 2, 1, 0]
     table = sample_pairs(policy, sft, count=9, seed=0)
     assert sorted(table["ppo_score"]) == [1.0, 1.0]  # of prompt 0 the first response, not the second
     with pytest.raises(DataError, match="same functions"):
-        compare_evaluations(policy, evaluation([0, 0, 1, 1], prompts=policy.prompts), seed=0, bootstrap_samples=200)
+        compare_evaluations(policy, evaluation([0, 0, 1, 1], prompts=policy.prompts))
 
 
-def test_the_interval_of_several_responses_is_the_bootstrap_over_prompts():
-    """Against prompts drawn one by one with replacement. Responses to one prompt are equal: drawing them is wrong."""
-    rng = np.random.default_rng(0)
-    margins = np.repeat(rng.choice([-1.0, 0.0, 1.0], size=(40, 1), p=[0.2, 0.1, 0.7]), 8, axis=1)
-    wins = win_rate(margins, np.zeros_like(margins), seed=1, bootstrap_samples=20_000)
-    worth = (np.sign(margins) + 1).mean(axis=1) / 2
-    means = worth[rng.integers(40, size=(20_000, 40))].mean(axis=1)
-    assert wins.rate == pytest.approx(worth.mean(), abs=1e-12)
-    assert [wins.low, wins.high] == pytest.approx(np.quantile(means, [0.025, 0.975]).tolist(), abs=0.0126)  # one step
+def test_equal_responses_to_one_prompt_give_the_interval_of_one_response():
+    """Eight responses that all win or all lose say no more about the prompts than one."""
+    worth = np.repeat([1.0, 0.5, 0.0], [28, 4, 8])
+    assert win_rate(np.repeat(worth[:, None], 8, axis=1)) == win_rate(worth[:, None])
 
 
 def test_pass_at_k_is_of_the_deciding_scores_with_its_error_over_prompts():
     """Two right of 4, then none: pass@2 is 1 - C(2,2) / C(4,2) = 5/6 and 0, with mean 5/12 and error 5/12."""
     policy = evaluation([9] * 8, judge_scores=[1, 0, 0, 1, 0, 0, 0, 0], samples=4)
     sft = evaluation([9] * 8, judge_scores=[1] * 8, samples=4)
-    metrics = compare_evaluations(policy, sft, seed=0, bootstrap_samples=200, pass_at=[1, 2])
+    metrics = compare_evaluations(policy, sft, pass_at=[1, 2])
     assert metrics["eval/pass_at_1"] == metrics["eval/judge_score"] == 0.25
     assert metrics["eval/pass_at_2"] == pytest.approx(5 / 12, rel=1e-12)
     assert metrics["eval/pass_at_2_se"] == pytest.approx(5 / 12, rel=1e-12)

@@ -139,6 +139,8 @@ def test_evaluation_survives_its_table(evaluate, policies, tmp_path):
     result.to_frame().to_parquet(tmp_path / "table.parquet")
     again = PolicyEvaluation.from_frame(pd.read_parquet(tmp_path / "table.parquet"))
     assert again.completions == result.completions
+    assert again.response_ids == result.response_ids
+    assert [len(ids) for ids in again.response_ids] == result.lengths.tolist()
     assert again.rates.keys() == result.rates.keys() == {"wordy_rate"}
     for name in ("rewards", "judge_scores", "kl", "lengths", "terminated"):
         assert np.array_equal(getattr(again, name), getattr(result, name)), name
@@ -211,7 +213,8 @@ def test_judge_that_cannot_be_found_is_named(reference):
     ("given", "message"),
     [
         ({"jugde": "a:b"}, "evaluation.jugde"),
-        ({"bootstrap_samples": 10}, "evaluation.bootstrap_samples=10"),
+        ({"bootstrap_samples": 10_000}, "evaluation.bootstrap_samples is not a parameter"),  # it was one once
+        ({"iteration_prompts": 0}, "evaluation.iteration_prompts=0"),
         ({"rates": {"kl": "a:b"}}, "'kl' cannot name a rate"),
         ({"rates": {"Polite Rate": "a:b"}}, "'Polite Rate' cannot name a rate"),
         ({"rates": {"polite_sft": "a:b"}}, "'polite_sft' cannot name a rate"),

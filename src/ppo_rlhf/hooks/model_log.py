@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
+import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import mlflow
 from mlflow.entities import LoggedModelStatus
@@ -15,8 +18,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ppo_rlhf.checkpoints.files import checkpoint_iterations, checkpoint_name
 from ppo_rlhf.checkpoints.store import best_iteration
 from ppo_rlhf.datasets.checkpoints import CheckpointDataset, read_evaluations, run_directory
+from ppo_rlhf.hooks.run_lock import one_at_a_time
+from ppo_rlhf.hooks.tracking_store import SQLITE
 from ppo_rlhf.models.adapters import is_adapter, load_merged
 from ppo_rlhf.models.quiet import errors_only, quiet_transformers
+from ppo_rlhf.ppo.comparison import WIN
 
 logger = logging.getLogger(__name__)
 
@@ -71,25 +77,55 @@ def _logged_model(name: str, step: int) -> str | None:
     return None
 
 
-def register(model_id: str, *, beats_sft: bool) -> None:
-    """Register a logged model under the experiment's name; the alias `champion` moves to it only if it beats SFT.
+def register(model_id: str, start: str, summary: Mapping[str, Any]) -> None:
+    """Register a logged model, and let the alias `champion` move to it if it is better than the champion.
+
+    All policies that started from one model are versions of one registered model: its name is that of the experiment,
+    the name of the model, and the model's fingerprint.
 
     Args:
         model_id: From `log_policy`.
-        beats_sft: Whether the whole interval of the paired win rate lies above one half.
+        start: Name of the model that PPO started from.
+        summary: From the node `compare_policies`.
     """
     client, model = mlflow.MlflowClient(), mlflow.get_logged_model(model_id)
-    name = client.get_experiment(model.experiment_id).name.strip("/").replace("/", "_")
-    if not client.search_registered_models(f"name = '{name}'"):
-        client.create_registered_model(name)
-    source = f"models:/{model_id}"
-    if any(version.source == source for version in client.search_model_versions(f"name = '{name}'")):
-        return  # before this run was interrupted
-    version = client.create_model_version(name, source, model.source_run_id, model_id=model_id).version
-    if beats_sft:
-        client.set_registered_model_alias(name, CHAMPION, version)
-    verdict = f"the new {CHAMPION}" if beats_sft else f"but not clearly better than SFT: the {CHAMPION} stays"
-    logger.info("The policy is version %s of the registered model %s, %s.", version, name, verdict)
+    experiment = client.get_experiment(model.experiment_id).name.strip("/")
+    name = re.sub(r"[^\w.-]+", "_", f"{experiment}-{start}-{summary['conditions']['start_model'][:8]}")
+    tags = {**summary["conditions"], "win_rate": str(summary["eval/win_rate"]), "verdict": summary["verdict"]}
+    uri, source = mlflow.get_tracking_uri(), f"models:/{model_id}"
+    with one_at_a_time(Path(uri.removeprefix(SQLITE)).parent if uri.startswith(SQLITE) else Path.cwd()):
+        if not client.search_registered_models(f"name = '{name}'"):
+            client.create_registered_model(name)
+        known = {version.source: version for version in client.search_model_versions(f"name = '{name}'")}
+        made = known.get(source) or client.create_model_version(  # known: made before this run was interrupted
+            name, source, model.source_run_id, tags=tags, model_id=model_id
+        )
+        verdict = _challenge(client, name, str(made.version), tags)
+    logger.info("The policy is version %s of the registered model %s, %s.", made.version, name, verdict)
+
+
+def _challenge(client: mlflow.MlflowClient, name: str, version: str, tags: dict[str, str]) -> str:
+    """Move the alias `champion` to a version that beats SFT and has a higher win rate under the same conditions.
+
+    Returns:
+        What became of the champion, as it reads in a sentence.
+    """
+    champion = client.get_registered_model(name).aliases.get(CHAMPION)  # versions that are searched for have no aliases
+    if tags["verdict"] != WIN:
+        return f"not its {CHAMPION} ({tags['verdict']})"
+    if champion is not None and str(champion) != version:  # a number or a text, as the store likes
+        theirs = client.get_model_version(name, champion).tags
+        others = [what for what in ("prompts", "judge", "sampling") if theirs.get(what) != tags[what]]
+        stays = f"but the {CHAMPION} stays version {champion}"
+        if others:
+            return (
+                f"{stays}, which was evaluated with other {' and '.join(others)}. To move it by hand: kedro mlflow ui, "
+                f"#/models/{name}/versions/{version}, Aliases"
+            )
+        if float(tags["win_rate"]) <= float(theirs["win_rate"]):
+            return f"{stays}, whose win rate of {100 * float(theirs['win_rate']):.1f} % is not lower"
+    client.set_registered_model_alias(name, CHAMPION, version)
+    return f"and its {CHAMPION}"
 
 
 def best_checkpoint(checkpoints: object, kl_alarm: float) -> tuple[Path, int] | None:

@@ -57,7 +57,7 @@ def describe_run(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: Cat
     inputs = _input_tags(sorted(pipeline.inputs().difference(unused)), catalog)
     for setting, model in MODELS.items():
         if params.get(f"ppo.{setting}") == "None" and model not in unused:
-            params[f"ppo.{setting}"] = inputs.get(f"data.{model}.path") or str(_path(catalog.get(model)))
+            params[f"ppo.{setting}"] = inputs.get(f"data.{model}.path") or str(path_of(catalog.get(model)))
     tags = {
         "pipeline": ",".join(pipeline_names(run_params)),
         "environment": run_params["env"] or "local",
@@ -76,12 +76,12 @@ def describe_run(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: Cat
 def _name(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: CatalogProtocol) -> str:
     """Return the model that a run starts from, its pipelines and the time: `Qwen3-0.6B align 11-25 04:10`."""
     names = ["all" if name == "__default__" else name for name in pipeline_names(run_params)]
-    path = _path(catalog.get("base_model" if "base_model" in pipeline.inputs() else "sft_policy"))
+    path = path_of(catalog.get("base_model" if "base_model" in pipeline.inputs() else "sft_policy"))
     model = "scratch" if path is None else Path(path).name
     return f"{model} {'+'.join(names)} {datetime.now():%m-%d %H:%M}"
 
 
-def _path(dataset: Any) -> str | None:
+def path_of(dataset: Any) -> str | None:
     """Return a dataset's path or hub id; None if it has none. Each dataset describes itself so."""
     path = None if dataset is None else dataset._describe().get("filepath")
     return None if path is None else str(path)
@@ -149,7 +149,7 @@ def _input_tags(names: list[str], catalog: CatalogProtocol) -> dict[str, str]:
     tags: dict[str, str] = {}
     for name in names:
         dataset: Any = None if name == "parameters" or name.startswith(PREFIX) else catalog.get(name)
-        path = _path(dataset)
+        path = path_of(dataset)
         if path is None:
             continue
         tags[f"data.{name}.path"] = path

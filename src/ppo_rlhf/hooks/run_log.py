@@ -14,7 +14,7 @@ from kedro.pipeline.node import Node
 
 from ppo_rlhf import progress
 from ppo_rlhf.hooks.mlflow_log import MlflowLog
-from ppo_rlhf.hooks.run_description import parameter
+from ppo_rlhf.hooks.run_description import parameter, path_of
 from ppo_rlhf.hooks.tracking_store import asked_twice, warning_of_refusals
 from ppo_rlhf.runner import deferring_signals
 
@@ -103,7 +103,7 @@ class RunLog:
         from ppo_rlhf.hooks.model_log import register
 
         with deferring_signals(), warning_of_refusals("the registered model"):
-            register(self._model_id, beats_sft=summary.get("eval/win_rate_low", 0.0) > 0.5)
+            register(self._model_id, Path(path_of(self._catalog.get("sft_policy")) or "model").name, summary)
 
     def close(self, *, is_finished: bool) -> bool:
         """Send the rest, of a finished run also the curves of stages that it left out; return whether all is sent."""

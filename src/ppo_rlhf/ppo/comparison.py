@@ -8,17 +8,26 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
 from numpy.typing import NDArray
+from scipy.special import bdtr, ndtri
 
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.core.success_rates import pass_at_k
 from ppo_rlhf.ppo.evaluation import JUDGE_COLUMN, PolicyEvaluation
 
+WIN, LOSS = "PPO beats SFT", "PPO loses to SFT"
+ROSE, FELL = "The reward rose", "The reward fell"
+"""Where the reward that was trained is the judge: a higher reward need not be a better policy."""
+NO_DIFFERENCE = "No clear difference between PPO and SFT"
+TOO_FEW_PROMPTS = "Too few held-out prompts to tell PPO and SFT apart"
+MIN_PROMPTS = 10
 CONFIDENCE = 0.95
+_Z2 = float(ndtri(0.5 + CONFIDENCE / 2.0)) ** 2
 EXTREMES = 3
 """Widest wins, and as many losses, that a table of samples shows besides its random rows."""
 
@@ -32,68 +41,71 @@ class WinRate:
     high: float
 
 
-@dataclass(frozen=True)
-class Decided:
-    """Prompts on which one policy's response scored higher than the other's; a tie decides nothing."""
+def outcomes(
+    policy: PolicyEvaluation, sft: PolicyEvaluation, ours: NDArray[np.float64], theirs: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Return [N, n]: 1 where our i-th response to a prompt beats their i-th, 0 where it loses, 1/2 for a tie.
 
-    wins: int
-    losses: int
-
-    @classmethod
-    def of(cls, policy: PolicyEvaluation, sft: PolicyEvaluation) -> Decided:
-        """Count them by the deciding scores; of several responses to a prompt, by which policy wins more pairs."""
-        margins = policy.by_prompt(np.sign(policy.deciding_scores - sft.deciding_scores)).sum(axis=1)
-        return cls(wins=int((margins > 0).sum()), losses=int((margins < 0).sum()))
-
-    @classmethod
-    def of_tables(cls, policy: pd.DataFrame, sft: pd.DataFrame) -> Decided:
-        """Count them in the tables of two evaluations (`PolicyEvaluation.to_frame`)."""
-        return cls.of(PolicyEvaluation.from_frame(policy), PolicyEvaluation.from_frame(sft))
-
-    @property
-    def by_chance(self) -> float:
-        """Probability that equal policies differ by this much or more: the exact two-sided sign test.
-
-        Six prompts that all go one way have 0.03, five 0.06. The bootstrap cannot tell: its resamples of prompts that
-        were all won are all won, so of one prompt, too, the interval is the point 1.
-        """
-        fewer, number = min(self.wins, self.losses), self.wins + self.losses
-        k = np.arange(1, fewer + 1)
-        log_ways = np.cumsum(np.r_[0.0, np.log((number - k + 1) / k)])  # of k of them to go the other way
-        return min(1.0, 2.0 * float(np.exp(log_ways - number * math.log(2.0)).sum()))
-
-
-def win_rate(
-    ours: NDArray[np.float64], theirs: NDArray[np.float64], *, seed: int, bootstrap_samples: int = 10_000
-) -> WinRate:
-    """Return the share of responses with `ours > theirs`; a tie counts one half.
-
-    The interval is the percentile bootstrap over prompts (Efron and Tibshirani 1993, chapter 13). A resample's mean
-    depends only on how many prompts it drew of each number of wins and ties, so resamples are drawn as multinomial
-    counts: the same distribution as drawing prompts with replacement, in memory that does not grow with their number.
+    Responses of the same tokens are a tie whatever their scores: a model scores one text differently in another batch.
 
     Args:
-        ours: Scores [N], one a prompt, or [N, n] of n responses to each.
-        theirs: Scores of the other policy on the same prompts, in the same shape; the i-th responses are compared.
-        seed: Fixes the resamples.
-        bootstrap_samples: Resamples that the interval is taken from.
+        policy: Our responses.
+        sft: Theirs.
+        ours: Scores of our responses, one each.
+        theirs: Scores of theirs.
 
     Raises:
-        DataError: If the scores are not paired, or there are none, or one is not finite.
+        DataError: If the two are not responses to the same prompts, or a score is not finite.
     """
-    ours, theirs = np.asarray(ours, dtype=np.float64), np.asarray(theirs, dtype=np.float64)
-    if ours.ndim not in (1, 2) or ours.shape != theirs.shape or ours.size == 0:
-        raise DataError(f"win rate: scores must be paired, one a prompt; got shapes {ours.shape} and {theirs.shape}")
+    _check_comparable(policy, sft)
     if not (np.isfinite(ours).all() and np.isfinite(theirs).all()):
         raise DataError("win rate: scores must be finite; a judge or reward returned NaN or infinity")
-    halves_N = (np.sign(ours - theirs).astype(np.int64) + 1).reshape(len(ours), -1).sum(axis=1)  # a tie 1, a win 2
-    number, most = len(halves_N), 2 * ours.size // len(ours)
-    worth = np.arange(most + 1) / most
-    counts = np.bincount(halves_N, minlength=most + 1)
-    resampled = np.random.default_rng(seed).multinomial(number, counts / number, size=bootstrap_samples)
-    tail = (1.0 - CONFIDENCE) / 2.0
-    low, high = np.quantile(resampled @ worth / number, [tail, 1.0 - tail])
-    return WinRate(rate=float(counts @ worth / number), low=float(low), high=float(high))
+    return policy.by_prompt((np.sign(_margins(policy, sft, ours, theirs)) + 1.0) / 2.0)
+
+
+def win_rate(outcomes: NDArray[np.float64]) -> WinRate:
+    """Return the mean of outcomes [N, n] over N prompts, and its interval.
+
+    The interval is that of Agresti and Coull (1998), widened to prompts that are worth any share: with z the normal
+    quantile, z² / 2 won and z² / 2 lost prompts are added, and it is mean ± z · deviation / √number of all of them.
+    Without ties it is theirs. Unlike a bootstrap's it covers near 0 and 1, and of prompts that all went one way.
+    """
+    worth_N = outcomes.mean(axis=1)
+    number = len(worth_N) + _Z2
+    centre = (worth_N.sum() + _Z2 / 2.0) / number
+    variance = (np.square(worth_N).sum() + _Z2 / 2.0) / number - centre**2
+    half = math.sqrt(_Z2 * variance / number)
+    return WinRate(float(worth_N.mean()), low=float(max(0.0, centre - half)), high=float(min(1.0, centre + half)))
+
+
+def conclude(policy: PolicyEvaluation, sft: PolicyEvaluation, *, by_trained_reward: bool) -> dict[str, Any]:
+    """Return the `verdict`, by which report, model card, terminal and champion go, with what it rests on.
+
+    A winner is named only if there are `MIN_PROMPTS` or more, the whole interval of the win rate lies on one side of
+    one half, and chance alone is an unlikely cause. Of several responses to a prompt, that policy wins it which wins
+    more pairs. `by_trained_reward` says that the reward that was trained is the judge.
+    """
+    decisions = outcomes(policy, sft, policy.deciding_scores, sft.deciding_scores)
+    rate, margins_N = win_rate(decisions), (decisions - 0.5).sum(axis=1)
+    prompts, wins, losses = len(margins_N), int((margins_N > 0).sum()), int((margins_N < 0).sum())
+    verdict = ((LOSS, WIN), (FELL, ROSE))[by_trained_reward][rate.low > 0.5]
+    if prompts < MIN_PROMPTS:
+        verdict = TOO_FEW_PROMPTS
+    elif rate.low <= 0.5 <= rate.high:
+        verdict = NO_DIFFERENCE
+    elif by_chance(wins, losses) > 1.0 - CONFIDENCE:
+        verdict = TOO_FEW_PROMPTS
+    several = {} if policy.samples_per_prompt == 1 else {"samples_per_prompt": policy.samples_per_prompt}
+    counts = {"prompts": prompts, "wins": wins, "losses": losses, **several}
+    return {"verdict": verdict, "by_trained_reward": by_trained_reward, **counts}
+
+
+def by_chance(wins: int, losses: int) -> float:
+    """Return the probability that equal policies differ by this much or more: the exact two-sided sign test.
+
+    Six prompts that all go one way have 0.03, five 0.06.
+    """
+    return min(1.0, 2.0 * float(bdtr(min(wins, losses), wins + losses, 0.5)))
 
 
 def standard_error(values_N: NDArray[np.float64]) -> float:
@@ -154,7 +166,7 @@ def check_right_or_wrong(evaluation: PolicyEvaluation) -> None:
 
 
 def compare_evaluations(
-    policy: PolicyEvaluation, sft: PolicyEvaluation, *, seed: int, bootstrap_samples: int, pass_at: Sequence[int] = ()
+    policy: PolicyEvaluation, sft: PolicyEvaluation, pass_at: Sequence[int] = ()
 ) -> dict[str, float]:
     """Return the eval/* metrics of a policy against the SFT policy it started from.
 
@@ -170,8 +182,7 @@ def compare_evaluations(
     decisions |= {f"_{name}": (policy.other_judges[name], sft.other_judges[name]) for name in policy.other_judges}
     metrics: dict[str, float] = {}
     for name, (ours, theirs) in decisions.items():
-        pair = policy.by_prompt(ours), sft.by_prompt(theirs)
-        wins = win_rate(*pair, seed=seed, bootstrap_samples=bootstrap_samples)
+        wins = win_rate(outcomes(policy, sft, ours, theirs))
         ends = {"": wins.rate, "_low": wins.low, "_high": wins.high}
         metrics |= {f"eval/win_rate{name}{end}": value for end, value in ends.items()}
     measured, of_sft = measure_prompts(policy, pass_at), measure_prompts(sft, pass_at)
@@ -192,8 +203,9 @@ def compare_evaluations(
 def before_after(policy: PolicyEvaluation, sft: PolicyEvaluation, pass_at: Sequence[int] = ()) -> pd.DataFrame:
     """Return the table before and after, one row a measure.
 
-    Columns: `measure`, the means `sft` and `ppo`, and their standard errors over prompts `sft_se` and `ppo_se`, NaN of
-    distinct-n, which is no mean over prompts.
+    Columns: `measure`, the means `sft` and `ppo`, and the standard errors over prompts of the two, `sft_se` and
+    `ppo_se`, and of their difference, `change_se`: both answered the same prompts, so it is that of the differences by
+    prompt. Errors are NaN of distinct-n, which is no mean over prompts.
     """
     _check_comparable(policy, sft)
     before, after = measure_prompts(sft, pass_at), measure_prompts(policy, pass_at)
@@ -201,12 +213,13 @@ def before_after(policy: PolicyEvaluation, sft: PolicyEvaluation, pass_at: Seque
         {
             **{"measure": name, "sft": before[name].mean(), "ppo": after[name].mean()},
             **{"sft_se": standard_error(before[name]), "ppo_se": standard_error(after[name])},
+            "change_se": standard_error(after[name] - before[name]),
         }
         for name in after
     ]
     for n in (1, 2):
         shares = {"sft": distinct_n(sft.completions, n), "ppo": distinct_n(policy.completions, n)}
-        rows.append({"measure": f"distinct_{n}", **shares, "sft_se": math.nan, "ppo_se": math.nan})
+        rows.append({"measure": f"distinct_{n}", **shares})
     return pd.DataFrame(rows)
 
 
@@ -219,7 +232,7 @@ def sample_pairs(policy: PolicyEvaluation, sft: PolicyEvaluation, *, count: int,
     """
     _check_comparable(policy, sft)
     first = np.arange(0, len(policy.prompts), policy.samples_per_prompt)
-    margins = (policy.deciding_scores - sft.deciding_scores)[first]
+    margins = _margins(policy, sft, policy.deciding_scores, sft.deciding_scores)[first]
     drawn = np.random.default_rng(seed).permutation(len(margins))[:count]
     rest = [int(row) for row in np.argsort(-margins, kind="stable") if row not in set(drawn.tolist())]
     wins = [row for row in rest if margins[row] > 0][:EXTREMES]
@@ -239,6 +252,14 @@ def sample_pairs(policy: PolicyEvaluation, sft: PolicyEvaluation, *, count: int,
         }
         for row, chosen in rows
     )
+
+
+def _margins(
+    policy: PolicyEvaluation, sft: PolicyEvaluation, ours: NDArray[np.float64], theirs: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Return by how much each of our responses scores higher; 0 where theirs has the same tokens."""
+    same = [our == their for our, their in zip(policy.response_ids, sft.response_ids, strict=True)]
+    return np.where(same, 0.0, ours - theirs)
 
 
 def _check_comparable(policy: PolicyEvaluation, sft: PolicyEvaluation) -> None:

@@ -35,7 +35,7 @@ NOISE_STREAM = "evaluation"
 
 JUDGE_COLUMN = "judge_score"
 """Column of the deciding judge's scores; `judge_score_<name>` has another judge's."""
-_FIXED_COLUMNS = ("prompt", "sample", "response", "reward", JUDGE_COLUMN, "kl", "length", "terminated")
+_FIXED_COLUMNS = ("prompt", "sample", "response", "response_ids", "reward", JUDGE_COLUMN, "kl", "length", "terminated")
 _TAKEN_RATE_NAMES = {*_FIXED_COLUMNS, "response_length", "truncated_fraction", "distinct_1", "distinct_2"}
 _TAKEN_BEGINNINGS = (f"{JUDGE_COLUMN}_", "win_rate", "pass_at_")
 _TAKEN_ENDINGS = ("_sft", "_se")
@@ -92,8 +92,6 @@ class EvaluationConfig:
     pass_at: list[Annotated[int, Field(ge=1)]] = field(default_factory=list)
     """Values of k for pass@k (Chen et al. 2021, arXiv:2107.03374, equation 1), each at most samples_per_prompt. What
     decides the win rate must then give 1 (right) or 0 (wrong)."""
-    bootstrap_samples: Annotated[int, Field(ge=100)] = 10_000
-    """Resamples of the prompts behind the win rate's 95 % interval."""
     iteration_prompts: Annotated[int, Field(ge=1)] = 64
     """Held-out prompts of an evaluation during training, at most; the final one uses all of them. With fewer, the last
     point of each curve is of another sample, and distinct-n, which falls as responses are added, jumps there."""
@@ -104,7 +102,7 @@ class EvaluationConfig:
     prompts_path: str | None = DEMO_PROMPTS_PATH
     """Where the prompts come from; only whether they are the demo's matters here."""
     seed: Seed = 42
-    """Fixes the sampling noise, the bootstrap and the choice of samples."""
+    """Fixes the sampling noise and the choice of samples."""
 
     def __post_init__(self) -> None:
         if self.samples_per_prompt > 1 and self.temperature == 0.0:
@@ -140,6 +138,8 @@ class ResolvedJudge:
     """Who decides the win rate, as it reads in a sentence."""
     judges: Mapping[str, RewardFunction] = field(default_factory=dict)
     """Further judges, which decide win rates of their own."""
+    reference: str | None = None
+    """`module:name` of the judge."""
 
 
 def resolve_judge(config: EvaluationConfig, project_path: Path | None = None) -> ResolvedJudge:
@@ -162,6 +162,7 @@ def resolve_judge(config: EvaluationConfig, project_path: Path | None = None) ->
         rates={name: load_function(reference, project_path) for name, reference in rates.items()},
         description=description,
         judges={name: load_function(reference, project_path) for name, reference in config.judges.items()},
+        reference=judge,
     )
 
 
@@ -175,6 +176,8 @@ class PolicyEvaluation:
     prompts: list[str]
     """Of each response: a prompt with n responses is there n times."""
     completions: list[str]
+    response_ids: list[list[int]]
+    """Tokens of each response; one that stopped ends in its stop token."""
     rewards: NDArray[np.float64]
     """Weighted sum of the reward's components, before any shaping or penalty."""
     judge_scores: NDArray[np.float64] | None
@@ -208,7 +211,7 @@ class PolicyEvaluation:
         columns: dict[str, object] = {"prompt": self.prompts}
         if self.samples_per_prompt > 1:
             columns["sample"] = np.arange(len(self.prompts)) % self.samples_per_prompt
-        columns |= {"response": self.completions, "reward": self.rewards}
+        columns |= {"response": self.completions, "response_ids": self.response_ids, "reward": self.rewards}
         if self.judge_scores is not None:
             columns[JUDGE_COLUMN] = self.judge_scores
         columns |= {f"{JUDGE_COLUMN}_{name}": scores for name, scores in self.other_judges.items()}
@@ -227,6 +230,7 @@ class PolicyEvaluation:
         return cls(
             prompts=frame["prompt"].tolist(),
             completions=frame["response"].tolist(),
+            response_ids=[[int(i) for i in ids] for ids in frame["response_ids"]],
             rewards=numbers("reward"),
             judge_scores=numbers(JUDGE_COLUMN) if JUDGE_COLUMN in frame else None,
             rates={str(name): numbers(name) for name in frame.columns if name not in (*_FIXED_COLUMNS, *judges)},
@@ -306,6 +310,7 @@ def evaluate_policy(
     return PolicyEvaluation(
         prompts=list(prompts.texts),
         completions=batch.completions,
+        response_ids=batch.response_ids,
         rewards=scored.total.double().numpy(),
         judge_scores=None if judge.judge is None else judged("evaluation.judge", judge.judge),
         rates={name: judged(f"evaluation.rates.{name}", function) for name, function in judge.rates.items()},

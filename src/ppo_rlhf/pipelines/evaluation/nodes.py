@@ -1,6 +1,9 @@
 """Nodes of the pipeline `evaluation`: both policies answer the held-out prompts, and their responses are compared."""
 
+import hashlib
 import logging
+import sys
+from pathlib import Path
 from typing import Any
 
 import mlflow
@@ -17,12 +20,18 @@ from ppo_rlhf.models.offloading import to_host
 from ppo_rlhf.models.tokenizers import same_vocabulary
 from ppo_rlhf.pipelines.reporting.wording import headline, remarks, result_section
 from ppo_rlhf.ppo.accelerator import frozen_dtype, resolve_device, trained_dtype
-from ppo_rlhf.ppo.comparison import Decided, before_after, compare_evaluations, sample_pairs
+from ppo_rlhf.ppo.comparison import before_after, compare_evaluations, conclude, sample_pairs
 from ppo_rlhf.ppo.evaluation import EvaluationConfig, PolicyEvaluation, evaluate_policy, resolve_judge
 from ppo_rlhf.ppo.state import sampling_settings
 from ppo_rlhf.rewards.scorers import RewardConfig, build_reward_scorer, reward_model_accuracy
 
 logger = logging.getLogger(__name__)
+
+DRAWN_BY = (
+    *("response_length", "min_response_length", "temperature", "top_k", "top_p", "stop_token", "stop_token_id"),
+    *("environment", "turn_length"),
+)
+"""Fields of PPOConfig that say how responses are drawn."""
 
 
 def choose_prompts(
@@ -51,9 +60,9 @@ def evaluate_sft_policy(
     """Let the SFT policy answer the held-out prompts, and score and judge its responses.
 
     Returns:
-        One row a response: prompt, sample (if a prompt has several), response, reward, judge_score (if there is a
-        judge), judge_score_<name> of further judges, rates, kl (0, since the policy is its own reference), length
-        (tokens), terminated.
+        One row a response: prompt, sample (if a prompt has several), response, response_ids, reward, judge_score (if
+        there is a judge), judge_score_<name> of further judges, rates, kl (0, since the policy is its own reference),
+        length (tokens), terminated.
     """
     reference = _load(sft_policy, frozen_dtype(ppo), ppo)
     return _evaluate(reference, None, sft_policy, reward_model, evaluation_prompts, ppo, reward, evaluation)
@@ -88,27 +97,35 @@ def evaluate_ppo_policy(
 
 
 def compare_policies(
-    sft_evaluation: pd.DataFrame, ppo_evaluation: pd.DataFrame, evaluation: EvaluationConfig
+    sft_evaluation: pd.DataFrame,
+    ppo_evaluation: pd.DataFrame,
+    sft_policy: PretrainedHandle,
+    evaluation_prompts: pd.DataFrame,
+    ppo: PPOConfig,
+    reward: RewardConfig,
+    evaluation: EvaluationConfig,
 ) -> dict[str, object]:
-    """Compare the two policies: win rate with its bootstrap interval, means, diversity.
+    """Compare the two policies: win rate with its interval, verdict, means, diversity.
 
     Returns:
-        `evaluation_summary`: the eval/* metrics, `prompts` (their number), `decided_by` (who decided the win rate), and
-        `samples_per_prompt` if there were several.
+        `evaluation_summary`: the eval/* metrics, the verdict with its reasons (`conclude`), `decided_by` (who decided
+        the win rate), and `conditions`: win rates can be compared where these are equal.
         `before_after`: one row a measure, for SFT and for PPO.
     """
     sft, policy = PolicyEvaluation.from_frame(sft_evaluation), PolicyEvaluation.from_frame(ppo_evaluation)
-    metrics = compare_evaluations(
-        policy,
-        sft,
-        seed=evaluation.seed,
-        bootstrap_samples=evaluation.bootstrap_samples,
-        pass_at=evaluation.pass_at,
-    )
-    n = policy.samples_per_prompt
-    context = {"prompts": len(policy.prompts) // n, "decided_by": resolve_judge(evaluation).description}
-    if n > 1:
-        context["samples_per_prompt"] = n
+    judge = resolve_judge(evaluation)
+    trained = {None, *(component.function for component in reward.components if component.weight > 0.0)}
+    metrics = compare_evaluations(policy, sft, evaluation.pass_at)
+    context: dict[str, Any] = {
+        **conclude(policy, sft, by_trained_reward=judge.reference in trained),
+        "decided_by": judge.description,
+        "conditions": {
+            "start_model": sft_policy.fingerprint(),
+            "prompts": _digest(evaluation_prompts.to_json(orient="values").encode()),
+            "judge": f"{judge.description} ({_code(judge.reference)})",
+            "sampling": _drawn(ppo, evaluation),
+        },
+    }
     low, high = (metrics[f"eval/win_rate_{end}"] for end in ("low", "high"))
     logger.info(
         "Win rate over SFT %.1f %% (95 %% interval %.1f to %.1f) on %d prompts, decided by %s; "
@@ -138,8 +155,6 @@ def pair_samples(
 def write_model_card(
     evaluation_summary: dict[str, Any],
     before_after: pd.DataFrame,
-    sft_evaluation: pd.DataFrame,
-    ppo_evaluation: pd.DataFrame,
     ppo_policy: PretrainedHandle,
     sft_policy: PretrainedHandle,
     reward_model: PretrainedHandle | None,
@@ -152,15 +167,15 @@ def write_model_card(
     Returns:
         The policy's directory and its card; of a policy without a card of ours None and the result alone.
     """
-    decided = Decided.of_tables(ppo_evaluation, sft_evaluation)
     accuracy = reward_model_accuracy(reward_model, reward)
     temperature = ppo.temperature if evaluation.temperature is None else evaluation.temperature
     drawn = f"at temperature {temperature:g}" if temperature else "greedily"
     notes = [
         f"SFT is `{place(sft_policy.source)}`. Both answered {drawn}.",
-        *(f"**{problem}**" for problem in remarks(evaluation_summary, decided, before_after, accuracy)),
+        *(f"**{problem}**" for problem in remarks(evaluation_summary, before_after, accuracy)),
     ]
-    result = result_section(headline(evaluation_summary), before_after, notes)
+    said = f"**{evaluation_summary['verdict']}.** {headline(evaluation_summary)}"
+    result = result_section(said, before_after, notes)
     card = with_result(ppo_policy.card() or "", result)
     return (None, result) if card is None else (ppo_policy.source, card)
 
@@ -199,6 +214,22 @@ def _evaluate(
         batch_size=evaluation.batch_size,
         samples_per_prompt=evaluation.samples_per_prompt,
     ).to_frame()
+
+
+def _drawn(ppo: PPOConfig, evaluation: EvaluationConfig) -> str:
+    """Return all settings that say how responses are drawn."""
+    given = {name: getattr(ppo, name) for name in DRAWN_BY} | {"samples_per_prompt": evaluation.samples_per_prompt}
+    given |= {} if evaluation.temperature is None else {"temperature": evaluation.temperature}
+    return ", ".join(f"{name}={value}" for name, value in given.items())
+
+
+def _code(reference: str | None) -> str:
+    """Return a digest of the file of a function `module:name` that was imported."""
+    return "" if reference is None else _digest(Path(str(sys.modules[reference.split(":")[0]].__file__)).read_bytes())
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def _load(handle: PretrainedHandle, dtype: torch.dtype, ppo: PPOConfig, *, waits: bool = False) -> PreTrainedModel:

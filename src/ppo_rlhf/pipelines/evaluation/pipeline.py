@@ -22,6 +22,7 @@ def create_pipeline(**kwargs: object) -> Pipeline:
         "reward": "params:reward",
         "evaluation": "params:evaluation",
     }
+    without_reward_model = {name: source for name, source in shared.items() if name != "reward_model"}
     evaluations = {
         "sft_evaluation": "sft_evaluation",
         "ppo_evaluation": "ppo_evaluation",
@@ -47,7 +48,7 @@ def create_pipeline(**kwargs: object) -> Pipeline:
             ),
             Node(
                 compare_policies,
-                inputs=evaluations,
+                inputs={**evaluations, **without_reward_model},
                 outputs={"evaluation_summary": "evaluation_summary", "before_after": "before_after"},
                 name="compare_policies",
             ),
@@ -56,7 +57,6 @@ def create_pipeline(**kwargs: object) -> Pipeline:
                 write_model_card,
                 inputs={
                     **{name: source for name, source in shared.items() if name != "evaluation_prompts"},
-                    **evaluations,
                     "evaluation_summary": "evaluation_summary",
                     "before_after": "before_after",
                     "ppo_policy": "ppo_policy",

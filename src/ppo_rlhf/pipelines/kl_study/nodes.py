@@ -53,12 +53,7 @@ def train_settings(
             )
             rest = (state, evaluation_prompt_dataset, reward_scorer, evaluation)
             sft = sft or _evaluate(reference, None, *rest)
-            last = compare_evaluations(
-                _evaluate(state.policy, reference, *rest),
-                sft,
-                seed=evaluation.seed,
-                bootstrap_samples=evaluation.bootstrap_samples,
-            )
+            last = compare_evaluations(_evaluate(state.policy, reference, *rest), sft)
             track(state.iteration, last)
         histories.append(pd.DataFrame(state.history).assign(setting=name))
         results.append(

@@ -216,10 +216,7 @@ def evaluate_iteration(
         seed=evaluation.seed,
         batch_size=evaluation.batch_size,
     )
-    metrics = compare_evaluations(
-        evaluated, reference_evaluation, seed=evaluation.seed, bootstrap_samples=evaluation.bootstrap_samples
-    )
-    return {"iteration": float(state.iteration), **metrics}
+    return {"iteration": float(state.iteration), **compare_evaluations(evaluated, reference_evaluation)}
 
 
 def export_policy(

@@ -25,8 +25,7 @@ from ppo_rlhf.pipelines.reporting.charts import (
     training_curves,
 )
 from ppo_rlhf.pipelines.reporting.page import render_page, training_note
-from ppo_rlhf.pipelines.reporting.wording import headline, remarks, table_rows, verdict
-from ppo_rlhf.ppo.comparison import Decided
+from ppo_rlhf.pipelines.reporting.wording import headline, remarks, table_rows
 from ppo_rlhf.ppo.evaluation import EvaluationConfig, PolicyEvaluation
 from ppo_rlhf.processes import is_main_process
 from ppo_rlhf.rewards.scorers import RewardConfig, reward_model_accuracy
@@ -82,7 +81,6 @@ def write_report(
         One HTML page that fetches nothing; plotly's script lies in it.
     """
     sft_scores, ppo_scores, score_label = _scores(sft_evaluation, ppo_evaluation)
-    decided = Decided.of_tables(ppo_evaluation, sft_evaluation)
     accuracy = reward_model_accuracy(reward_model, reward)
     curves = training_history.to_dict("records")
     panels = panels_of(training_history, reporting.expected_curve)
@@ -91,10 +89,10 @@ def write_report(
         models.append(("Reward model", _relative(reward_model.source)))
     return render_page(
         title=reporting.title,
-        verdict=verdict(evaluation_summary, decided),
+        verdict=evaluation_summary["verdict"],
         headline=headline(evaluation_summary),
         win_rate=[evaluation_summary[f"eval/win_rate{end}"] for end in ("", "_low", "_high")],
-        remarks=remarks(evaluation_summary, decided, before_after, accuracy),
+        remarks=remarks(evaluation_summary, before_after, accuracy),
         measures=table_rows(before_after),
         reward_model_accuracy=accuracy,
         score_label=score_label,
@@ -113,8 +111,6 @@ def print_summary(
     report: str,
     evaluation_summary: dict[str, Any],
     before_after: pd.DataFrame,
-    sft_evaluation: pd.DataFrame,
-    ppo_evaluation: pd.DataFrame,
     ppo_policy: PretrainedHandle,
     reward_model: PretrainedHandle | None,
     reward: RewardConfig,
@@ -124,12 +120,11 @@ def print_summary(
 
     The report is an input so that the page is written before its path is printed.
     """
-    decided = Decided.of_tables(ppo_evaluation, sft_evaluation)
     print_result(
         Console(quiet=not is_main_process()),
-        headline(evaluation_summary),
+        f"{evaluation_summary['verdict']}. {headline(evaluation_summary)}",
         before_after,
-        remarks(evaluation_summary, decided, before_after, reward_model_accuracy(reward_model, reward)),
+        remarks(evaluation_summary, before_after, reward_model_accuracy(reward_model, reward)),
         [("Report", reporting.report_path), *_next_steps(ppo_policy, reporting)],
     )
 
@@ -142,7 +137,7 @@ def print_result(
     next_steps: Sequence[tuple[str, str]],
 ) -> None:
     """Print the result. Square brackets are printed as they are, and long paths fold: people copy them."""
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("Held-out mean ± standard error")
     for heading in ("SFT", "PPO", "change"):
         table.add_column(heading, justify="right")

@@ -7,8 +7,6 @@ from ppo_rlhf.pipelines.reporting.nodes import plot_scores, plot_training, print
 _REPORTED = {
     "evaluation_summary": "evaluation_summary",
     "before_after": "before_after",
-    "sft_evaluation": "sft_evaluation",
-    "ppo_evaluation": "ppo_evaluation",
     "ppo_policy": "ppo_policy",
     "reward_model": "reward_model",
     "reward": "params:reward",
@@ -38,6 +36,8 @@ def create_pipeline(**kwargs: object) -> Pipeline:
                     **_REPORTED,
                     "training_history": "training_history",
                     "sample_pairs": "sample_pairs",
+                    "sft_evaluation": "sft_evaluation",
+                    "ppo_evaluation": "ppo_evaluation",
                     "token_samples": "token_samples",
                     "sft_policy": "sft_policy",
                     "ppo": "params:ppo",

@@ -9,14 +9,11 @@ from typing import Any
 
 import pandas as pd
 
-from ppo_rlhf.ppo.comparison import CONFIDENCE, Decided
+from ppo_rlhf.ppo.comparison import FELL, LOSS, MIN_PROMPTS, NO_DIFFERENCE, ROSE, TOO_FEW_PROMPTS, by_chance
 from ppo_rlhf.ppo.evaluation import JUDGE_COLUMN
 
 MIN_REWARD_ACCURACY = 0.65
 _SIDES = ("sft", "ppo")
-WIN, LOSS = "PPO beats SFT", "PPO loses to SFT"
-NO_DIFFERENCE = "No clear difference between PPO and SFT"
-TOO_FEW_PROMPTS = "Too few held-out prompts to tell PPO and SFT apart"
 
 
 @dataclass(frozen=True)
@@ -52,17 +49,18 @@ def measure(name: str) -> Measure:
 
 
 def table_rows(before_after: pd.DataFrame) -> list[tuple[Measure, str, str, str]]:
-    """Return each measure with its values for SFT and PPO and the change, as text; values with their standard errors.
+    """Return each measure with its values for SFT and PPO and the change, as text, each with its standard error.
 
     Args:
-        before_after: Columns `measure`, `sft`, `ppo`, and `sft_se` and `ppo_se` if there are standard errors.
+        before_after: Columns `measure`, `sft`, `ppo`, and `sft_se`, `ppo_se` and `change_se` if there are errors.
     """
     rows = []
     for row in before_after.to_dict("records"):
         shown = measure(row["measure"])
         sft, ppo = float(row["sft"]), float(row["ppo"])
         written = [write_value(shown, float(row[side]), float(row.get(f"{side}_se", math.nan))) for side in _SIDES]
-        rows.append((shown, written[0], written[1], write_change(shown, sft, ppo)))
+        change = write_change(shown, sft, ppo, float(row.get("change_se", math.nan)))
+        rows.append((shown, written[0], written[1], change))
     return rows
 
 
@@ -79,14 +77,16 @@ def write_value(shown: Measure, value: float, standard_error: float = math.nan) 
     return " ± ".join(parts) + ("%" if shown.is_share else "")
 
 
-def write_change(shown: Measure, before: float, after: float) -> str:
-    """Return the difference with its sign; shares differ in percentage points."""
-    change = (after - before) * (100.0 if shown.is_share else 1.0)
+def write_change(shown: Measure, before: float, after: float, standard_error: float = math.nan) -> str:
+    """Return the difference with its sign, and ± its standard error if there is one; shares differ in points."""
+    scale = 100.0 if shown.is_share else 1.0
+    change = (after - before) * scale
     if not math.isfinite(change):
         return "–"
+    error = f" ± {write_number(scale * standard_error, shown.decimals)}" if standard_error > 0.0 else ""
     is_zero = round(change, shown.decimals) == 0.0
-    text = "±0" if is_zero else f"{change:+.{shown.decimals}f}".replace("-", "−")
-    return text + (" points" if shown.is_share else "")
+    text = ("0" if error else "±0") if is_zero else f"{change:+.{shown.decimals}f}".replace("-", "−")
+    return text + error + (" points" if shown.is_share else "")
 
 
 def write_share(value: float, decimals: int = 1) -> str:
@@ -99,19 +99,6 @@ def write_number(value: float, decimals: int) -> str:
     return f"{value:.{decimals}f}".replace("-", "−") if math.isfinite(value) else "–"
 
 
-def verdict(summary: Mapping[str, float], decided: Decided) -> str:
-    """Return the winner in a few words.
-
-    A winner is named only if the whole interval lies on one side of one half and chance alone is an unlikely cause
-    (sign test on the decided prompts): the bootstrap interval of a few prompts is too narrow.
-    """
-    if summary["eval/win_rate_low"] <= 0.5 <= summary["eval/win_rate_high"]:
-        return NO_DIFFERENCE
-    if decided.by_chance > 1.0 - CONFIDENCE:
-        return TOO_FEW_PROMPTS
-    return WIN if summary["eval/win_rate_low"] > 0.5 else LOSS
-
-
 def headline(summary: Mapping[str, Any]) -> str:
     """Return the result in one sentence, from the node `compare_policies`'s `evaluation_summary`."""
     rate, low, high = (write_share(summary[f"eval/win_rate{end}"]) for end in ("", "_low", "_high"))
@@ -122,16 +109,16 @@ def headline(summary: Mapping[str, Any]) -> str:
         for key, value in summary.items()
         if (name := key.removeprefix("eval/win_rate_")) != key and not f"_{name}".endswith(("_low", "_high"))
     ]
+    better = "scores higher" if summary["by_trained_reward"] else "is the better one"
     return (
-        f"PPO's response is the better one on {rate} of {pairs}{prompts:,} held-out prompts "
+        f"PPO's response {better} on {rate} of {pairs}{prompts:,} held-out prompts "
         f"(95% interval {low} to {high}; ties count half), decided by {summary['decided_by']}."
         + (f" By other judges:{','.join(others)}." if others else "")
     )
 
 
 def remarks(
-    summary: Mapping[str, float],
-    decided: Decided,
+    summary: Mapping[str, Any],
     before_after: pd.DataFrame,
     reward_model_accuracy: float | None = None,
 ) -> list[str]:
@@ -141,15 +128,14 @@ def remarks(
     change. Remarks judge only the result itself.
 
     Args:
-        summary: The eval/* metrics.
-        decided: Numbers of held-out prompts won and lost.
+        summary: From the node `compare_policies`.
         before_after: Columns `measure`, `sft`, `ppo`.
         reward_model_accuracy: Accuracy on held-out preference pairs, if a reward model was trained here.
     """
     sft = dict(zip(before_after["measure"], before_after["sft"], strict=True))
     ppo = dict(zip(before_after["measure"], before_after["ppo"], strict=True))
     exploits = "judge_score" in ppo and ppo["reward"] > sft["reward"] and ppo["judge_score"] < sft["judge_score"]
-    result = verdict(summary, decided)
+    result = summary["verdict"]
     found = []
     if result == NO_DIFFERENCE:
         found.append(
@@ -158,18 +144,19 @@ def remarks(
         )
     elif result == TOO_FEW_PROMPTS:
         found.append(
-            f"{decided.wins} held-out prompts were won and {decided.losses} lost: equal policies would differ by that "
-            f"much with probability {decided.by_chance:.2g}. More held-out prompts (prompts.held_out_share, "
-            "evaluation_prompts_path) can tell the two policies apart."
+            f"{summary['wins']} held-out prompts were won and {summary['losses']} lost: equal policies would differ by "
+            f"that much with probability {by_chance(summary['wins'], summary['losses']):.2g}, and below {MIN_PROMPTS} "
+            "prompts no winner is named. More held-out prompts (prompts.held_out_share, evaluation_prompts_path) can "
+            "tell the two policies apart."
         )
-    elif result == LOSS and not exploits:
-        found.append("PPO lost to SFT. Look at the KL curve and the samples first.")
+    elif result in (LOSS, FELL) and not exploits:
+        found.append(f"{result}. Look at the KL curve and the samples first.")
     if exploits:
         found.append("The reward rose while the judge's score fell: the policy exploits its reward.")
-    if result == WIN and "judge_score" not in ppo:
+    if result == ROSE:
         found.append(
             "The reward that PPO raised also decides the win rate, so it cannot show that PPO exploits it. Set "
-            "evaluation.judge, and read the samples."
+            "evaluation.judge to another function, and read the samples."
         )
     if "grammatical_rate" in ppo and ppo["grammatical_rate"] < 0.95 * sft["grammatical_rate"]:
         found.append(f"{measure('grammatical_rate').label} responses fell below 95% of SFT's rate.")
