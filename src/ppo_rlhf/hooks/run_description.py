@@ -52,7 +52,7 @@ def describe_run(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: Cat
     ppo: Any = groups.get("ppo")
     changed = ppo.not_default() if hasattr(ppo, "not_default") else {}
     unused = [] if getattr(groups.get("reward"), "needs_model", True) else ["reward_model"]
-    unused += ["evaluation_prompts"] if _path(catalog.get("raw_evaluation_prompts")) else []
+    unused += ["evaluation_prompts"] if path_of(catalog.get("raw_evaluation_prompts")) else []
     unused += [] if getattr(ppo, "value_model", "") == "pretrained" else ["pretrained_critic"]
     inputs = _input_tags(sorted(pipeline.inputs().difference(unused)), catalog)
     for setting, model in MODELS.items():
