@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ppo_rlhf.checkpoints.files import checkpoint_iterations, checkpoint_name
 from ppo_rlhf.checkpoints.store import best_iteration
 from ppo_rlhf.datasets.checkpoints import CheckpointDataset, read_evaluations, run_directory
-from ppo_rlhf.hooks.run_lock import one_at_a_time
 from ppo_rlhf.hooks.tracking_store import SQLITE
+from ppo_rlhf.locks import one_at_a_time
 from ppo_rlhf.models.adapters import is_adapter, load_merged
 from ppo_rlhf.models.quiet import errors_only, quiet_transformers
 from ppo_rlhf.ppo.comparison import WIN
