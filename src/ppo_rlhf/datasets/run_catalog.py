@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Set
+from collections.abc import Callable, Set
 from pathlib import Path
 from typing import Any
 
@@ -43,19 +43,20 @@ class RunCatalog:
         self, catalog: CatalogProtocol, pipeline: Pipeline, outputs: StageOutputs | None = None, resumed: bool = False
     ) -> None:
         """Stand in for `catalog` while `pipeline` runs; without `outputs` nothing is remembered."""
-        self._catalog, self._outputs = catalog, outputs
-        self._checkpoint: Any = None
+        self._catalog: Any = catalog
+        entry: Callable[[str], Any] = catalog.get
+        self._outputs, self._checkpoint = outputs, None
         self._was_checkpoint_due = True
-        self._files = [name for name in sorted(pipeline.all_outputs()) if _file_of(catalog.get(name)) is not None]
-        for dataset in map(catalog.get, self._files):
+        self._files = [name for name in sorted(pipeline.all_outputs()) if _file_of(entry(name)) is not None]
+        for dataset in map(entry, self._files):
             usual = dataset._usual_filepath = getattr(dataset, "_usual_filepath", dataset._filepath)
             dataset._filepath = type(usual)(run_directory(Path(usual).parent / "runs") / Path(usual).name)
-        models = {name: model for name in pipeline.inputs() if _is_model(model := catalog.get(name))}
+        models = {name: model for name in pipeline.inputs() if _is_model(model := entry(name))}
         newest = {name: handle.source for name, model in models.items() if (handle := model.load()) is not None}
         found = outputs.find(catalog) if outputs is not None and resumed else {}
         self._found, versions = processes.from_main((found, {**newest, **found}))
         for name, path in versions.items():
-            if _is_model(dataset := catalog.get(name)):
+            if _is_model(dataset := entry(name)):
                 dataset.pin(Path(path))
 
     def has_written(self, name: str) -> bool:
@@ -86,7 +87,7 @@ class RunCatalog:
         """
         processes.wait_for_all()
         for name in self._files:
-            dataset: Any = self._catalog.get(name)
+            dataset = self._catalog.get(name)
             own, usual = Path(dataset._filepath), dataset._usual_filepath
             if processes.is_main_process():
                 self._publish(name)
@@ -98,7 +99,7 @@ class RunCatalog:
                         own.parent.rmdir()
 
     def _publish(self, name: str) -> None:
-        dataset: Any = self._catalog.get(name)
+        dataset = self._catalog.get(name)
         own, usual = Path(dataset._filepath), Path(dataset._usual_filepath)
         try:
             if own.is_dir():
@@ -153,7 +154,7 @@ class StageOutputs:
         found = {}
         for name, entry in self._noted().items():
             path = Path(os.path.normpath(self._file.parent / entry["path"]))
-            described = getattr(catalog.get(name), "_describe", dict)()
+            described: dict[str, Any] = getattr(catalog.get(name), "_describe", dict)()
             lies_there = os.path.abspath(str(described.get("filepath"))) in (str(path), str(path.parent))
             if name in self.names and lies_there and entry == self._entry(path):
                 found[name] = str(path)
