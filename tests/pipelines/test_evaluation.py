@@ -41,7 +41,7 @@ COLUMNS = {
         ),
         *(f"eval/{name}{side}_se" for name in ("judge_score", "reward", "wordy_rate") for side in ("", "_sft")),
         *("eval/kl_se", "eval/response_length_se"),
-        *("eval/wordy_rate", "eval/wordy_rate_sft", "prompts", "decided_by"),
+        *("eval/wordy_rate", "eval/wordy_rate_sft", "prompts", "decided_by", "exploits_reward"),
     },
     "sample_pairs": {
         *("chosen", "outcome", "prompt", "sft_response", "ppo_response", "sft_score", "ppo_score", "ppo_kl"),

@@ -188,7 +188,9 @@ LOST = {"eval/win_rate_low": 0.3, "eval/win_rate_high": 0.45}
         ({}, {}, 0.74, []),
         ({"eval/win_rate_low": 0.45}, {}, None, ["contains 50%"]),
         (LOST, {}, None, ["PPO lost to SFT"]),
-        (LOST, {"judge_score": (0.5, 0.1)}, None, ["exploits its reward"]),
+        (LOST | {"exploits_reward": True}, {}, None, ["exploits its reward"]),
+        (LOST, {"judge_score": (0.5, 0.1)}, None, ["PPO lost to SFT"]),  # the means alone do not tell
+        ({"exploits_reward": True}, {"judge_score": (0.5, 0.1)}, None, []),  # never beside a win by that judge
         ({}, {"grammatical_rate": (0.9, 0.8)}, None, ["95% of SFT's rate"]),
         ({}, {}, 0.55, ["right on only 55.0%"]),
     ],

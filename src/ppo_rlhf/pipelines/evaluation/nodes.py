@@ -19,6 +19,7 @@ from ppo_rlhf.pipelines.reporting.wording import headline, remarks, result_secti
 from ppo_rlhf.ppo.accelerator import frozen_dtype, resolve_device, trained_dtype
 from ppo_rlhf.ppo.comparison import Decided, before_after, compare_evaluations, sample_pairs
 from ppo_rlhf.ppo.evaluation import EvaluationConfig, PolicyEvaluation, evaluate_policy, resolve_judge
+from ppo_rlhf.ppo.since_best import exploits_reward
 from ppo_rlhf.ppo.state import sampling_settings
 from ppo_rlhf.rewards.scorers import RewardConfig, build_reward_scorer, reward_model_accuracy
 
@@ -78,8 +79,8 @@ def compare_policies(
     """Compare the two policies: win rate with its bootstrap interval, means, diversity.
 
     Returns:
-        `evaluation_summary`: the eval/* metrics, `prompts` (their number), `decided_by` (who decided the win rate), and
-        `samples_per_prompt` if there were several.
+        `evaluation_summary`: the eval/* metrics, `prompts` (their number), `decided_by` (who decided the win rate),
+        `exploits_reward` (whether the judge disagrees), and `samples_per_prompt` if there were several.
         `before_after`: one row a measure, for SFT and for PPO.
     """
     sft, policy = PolicyEvaluation.from_frame(sft_evaluation), PolicyEvaluation.from_frame(ppo_evaluation)
@@ -92,6 +93,7 @@ def compare_policies(
     )
     n = policy.samples_per_prompt
     context = {"prompts": len(policy.prompts) // n, "decided_by": resolve_judge(evaluation).description}
+    context["exploits_reward"] = exploits_reward(policy, sft)
     if n > 1:
         context["samples_per_prompt"] = n
     low, high = (metrics[f"eval/win_rate_{end}"] for end in ("low", "high"))

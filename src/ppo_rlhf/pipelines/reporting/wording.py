@@ -148,8 +148,8 @@ def remarks(
     """
     sft = dict(zip(before_after["measure"], before_after["sft"], strict=True))
     ppo = dict(zip(before_after["measure"], before_after["ppo"], strict=True))
-    exploits = "judge_score" in ppo and ppo["reward"] > sft["reward"] and ppo["judge_score"] < sft["judge_score"]
     result = verdict(summary, decided)
+    exploits = summary.get("exploits_reward") and result != WIN
     found = []
     if result == NO_DIFFERENCE:
         found.append(
@@ -165,7 +165,7 @@ def remarks(
     elif result == LOSS and not exploits:
         found.append("PPO lost to SFT. Look at the KL curve and the samples first.")
     if exploits:
-        found.append("The reward rose while the judge's score fell: the policy exploits its reward.")
+        found.append("The reward rose and the judge's score fell, both for certain: the policy exploits its reward.")
     if result == WIN and "judge_score" not in ppo:
         found.append(
             "The reward that PPO raised also decides the win rate, so it cannot show that PPO exploits it. Set "
