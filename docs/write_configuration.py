@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from annotated_types import Ge, Gt, Le, Lt
 
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.config.advice import Typical
+from ppo_rlhf.config.advice import LARGE, LORA_FACTOR, Typical
 from ppo_rlhf.data.prompts import PromptsConfig
 from ppo_rlhf.pipelines.reporting.charts import ExpectedCurve
 from ppo_rlhf.pipelines.reporting.nodes import ReportingConfig
@@ -83,7 +83,7 @@ def _group(name: str, group: Any) -> str:
     lines += ["| setting | type | default | meaning | typical range |", "| --- | --- | --- | --- | --- |"]
     for each in fields(group):
         typical = _typical(hints[each.name])
-        usual = f"{typical.low:g} to {typical.high:g} ({typical.source})" if typical else ""
+        usual = _range(typical) if typical else ""
         meaning = re.sub(r"\bNone\b", "null", meanings[each.name])
         cells = (f"`{each.name}`", _type(hints[each.name]), _default(each), meaning, usual)
         lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |".replace("|  |", "| |"))
@@ -124,6 +124,13 @@ def _type(hint: Any) -> str:
 def _typical(hint: Any) -> Typical | None:
     found = [extra for option in (hint, *get_args(hint)) for extra in getattr(option, "__metadata__", ())]
     return next((extra for extra in found if isinstance(extra, Typical)), None)
+
+
+def _range(typical: Typical) -> str:
+    """Return a range with its source, and what it holds for."""
+    policies = f"for policies of {LARGE / 1e6:g} million parameters or more; with LoRA {LORA_FACTOR:g} times that"
+    usual = f"{typical.low:g} to {typical.high:g} ({typical.source})"
+    return f"{usual} {policies}" if typical.is_rate else usual
 
 
 def _default(each: Any) -> str:

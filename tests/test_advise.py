@@ -12,7 +12,7 @@ import mlflow
 import pytest
 from click.testing import Result
 from kedro.io import DataCatalog, MemoryDataset
-from kedro.pipeline import Pipeline
+from kedro.pipeline import Node, Pipeline
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 from mlflow.exceptions import MlflowException
@@ -218,6 +218,16 @@ def test_training_metrics_and_evaluations_are_judged_together(caplog: pytest.Log
     assert logged(caplog)[0] == HEADLINE
     assert logged(caplog)[1].startswith("1. [KL: diversity_lost] eval/distinct_2 is 0.1, SFT's 0.23")
     assert len(logged(caplog)) == 2
+
+
+def test_of_an_evaluation_that_is_made_again_on_all_prompts_only_its_own_metrics_are_logged():
+    summary = Node(lambda: {}, None, "evaluation_summary", name="compare_policies")
+    log, logged = RunLog("run", Pipeline([summary]), DataCatalog({})), []
+    log._log = SimpleNamespace(log=lambda values, step, **_: logged.append((dict(values), step)))
+    state = SimpleNamespace(iteration=40, finished=True)
+    evaluated = {"iteration": 40.0, "eval/kl": 1.0, "eval/since_best_p": 0.5, "scores": [1.0, 2.0]}
+    log.node_ran(SimpleNamespace(name="b"), {"next_training_state": state}, {"evaluation_metrics": evaluated})
+    assert [entry for entry in logged if entry[0]] == [({"eval/since_best_p": 0.5}, 40)]
 
 
 def test_of_a_run_that_went_on_from_a_checkpoint_the_curves_before_it_are_judged_too(caplog: pytest.LogCaptureFixture):

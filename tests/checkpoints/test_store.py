@@ -22,6 +22,7 @@ from ppo_rlhf.checkpoints.files import (
 )
 from ppo_rlhf.checkpoints.resume import restore
 from ppo_rlhf.checkpoints.store import (
+    TRAINING_KL,
     CheckpointRequest,
     best_iteration,
     check_free_space,
@@ -437,6 +438,9 @@ def row(iteration, kl, reward, **judge):
         ([row(10, 1.0, 0.5), row(20, 2.0, 0.9), row(30, 3.0, 0.7)], 20),
         ([row(10, 20.0, 0.5), row(20, 20.1, 0.9)], 10),  # the second is beyond the alarm
         ([row(10, 1.0, 0.5), row(20, 1.0, 0.5)], 20),  # the later of equals
+        # of greedy evaluations the KL of the rollouts counts, not that of the most probable tokens
+        ([row(10, 1.0, 0.5) | {TRAINING_KL: 1.0}, row(20, 19.0, 0.9) | {TRAINING_KL: 21.0}], 10),
+        ([row(10, 1.0, 0.5) | {TRAINING_KL: 1.0}, row(20, 21.0, 0.9) | {TRAINING_KL: 19.0}], 20),
         ([row(10, 1.0, 0.9, **{"eval/judge_score": 0.1}), row(20, 1.0, 0.2, **{"eval/judge_score": 0.3})], 20),
     ],
 )

@@ -9,12 +9,29 @@ def test_changed_values_outside_the_typical_range_give_advice_and_defaults_never
     assert PPOConfig().advice() == []
     assert PPOConfig(learning_rate=1e-5, kl_coef=0.1, num_ppo_epochs=2, cliprange=0.3).advice() == []
     config = PPOConfig(learning_rate=4e-4, value_learning_rate=5e-4, cliprange=0.5, top_k=10_000, seed=10**6)
-    assert [line.split(" is ")[0] for line in config.advice()] == [
+    assert [line.split(" is ")[0] for line in config.advice(parameters=10**9)] == [
         "ppo.cliprange=0.5",
         "ppo.learning_rate=0.0004",
         "ppo.value_learning_rate=0.0005",
     ]
     assert "0.1 to 0.3 (arXiv:1707.06347, table 3)" in config.advice()[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "parameters", "objections"),
+    [
+        ({"learning_rate": 1e-4, "value_learning_rate": 5e-4}, 10**9, ["1e-06 to 5e-05", "1e-06 to 0.0001"]),
+        ({"learning_rate": 1e-4, "value_learning_rate": 5e-4}, 260_000, []),  # small models train at larger rates
+        ({"learning_rate": 1e-4, "value_learning_rate": 5e-4}, None, []),
+        ({"learning_rate": 1e-4, "value_learning_rate": 5e-4, "use_peft": True}, 10**9, []),
+        ({"learning_rate": 5e-6, "use_peft": True}, 10**9, ["with LoRA 1e-05 to 0.0005"]),
+        ({"learning_rate": 5e-6, "use_peft": True}, 260_000, []),
+    ],
+)
+def test_learning_rates_are_held_against_the_range_of_a_policy_of_their_size_and_kind(settings, parameters, objections):
+    found = PPOConfig(**settings).advice(parameters=parameters)
+    assert len(found) == len(objections)
+    assert all(objection in line for objection, line in zip(objections, found, strict=True))
 
 
 ADAPTIVE = {"kl_controller": "adaptive"}

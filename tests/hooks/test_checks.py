@@ -11,12 +11,15 @@ from kedro.config import OmegaConfigLoader
 from kedro.io import DataCatalog, MemoryDataset, Version
 from kedro.pipeline import Node, Pipeline
 from kedro_datasets.pandas import CSVDataset
+from transformers import PreTrainedModel
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError, ConfigError, LaunchError
+from ppo_rlhf.datasets import PretrainedModelDataset
 from ppo_rlhf.hooks.checks import ChecksHook, check_load_versions, check_runner
 from ppo_rlhf.hooks.own_settings import OwnSettings
 from ppo_rlhf.runner import LoopRunner
+from tests.tiny_models import save, tiny_model
 
 GLOBALS = "{base_model_path: null, sft_model_path: data/06_models/sft_policy, data_root: data, resume: null, seed: 1}"
 PARAMETERS = """
@@ -171,6 +174,21 @@ def test_unusual_values_are_warned_of_if_a_person_set_them(conf: Path):
     own = PPOConfig(learning_rate=4e-4, response_length=36, kl_coef=3.0)
     (line,) = settings(conf).unusual_values(PIPELINE, catalog(own))
     assert line.startswith("ppo.kl_coef=3.0 is outside its typical range")
+
+
+def test_learning_rates_are_held_against_no_range_of_large_models_if_the_policy_is_small(
+    conf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    save(tmp_path / "policy", tiny_model())
+    entries = {
+        "params:ppo": MemoryDataset(PPOConfig(learning_rate=3e-3, response_length=36)),
+        "sft_policy": PretrainedModelDataset(filepath=str(tmp_path / "policy")),
+    }
+    pipeline = Pipeline([Node(lambda ppo, model: ppo, ["params:ppo", "sft_policy"], "out", name="n")])
+    assert settings(conf).unusual_values(pipeline, DataCatalog(entries)) == []
+    monkeypatch.setattr(PreTrainedModel, "num_parameters", lambda *_: 10**9)
+    (line,) = settings(conf).unusual_values(pipeline, DataCatalog(entries))
+    assert line.startswith("ppo.learning_rate=0.003 is outside its typical range 1e-06 to 5e-05")
 
 
 def test_a_launch_that_would_train_each_process_alone_is_refused_first(monkeypatch: pytest.MonkeyPatch):

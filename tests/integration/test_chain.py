@@ -71,6 +71,7 @@ def test_each_iteration_is_logged_once_and_the_final_evaluation_at_the_last_step
     metrics = chain.metrics()
     assert [step for step, _ in metrics["objective/kl"]] == [1, 2, 3]
     assert [step for step, _ in metrics["eval/win_rate"]] == [2, 3]
+    assert [step for step, _ in metrics["eval/since_best_p"]] == [2, 3]  # only evaluations while training have it
 
 
 def test_optimiser_steps_are_batches_times_epochs_times_minibatches(chain: Run) -> None:

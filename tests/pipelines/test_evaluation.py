@@ -44,7 +44,7 @@ COLUMNS = {
         ),
         *(f"eval/{name}{side}_se" for name in ("judge_score", "reward", "wordy_rate") for side in ("", "_sft")),
         *("eval/kl_se", "eval/response_length_se"),
-        *("eval/wordy_rate", "eval/wordy_rate_sft", "prompts", "decided_by"),
+        *("eval/wordy_rate", "eval/wordy_rate_sft", "prompts", "decided_by", "exploits_reward"),
         *("verdict", "by_trained_reward", "wins", "losses", "conditions"),
     },
     "sample_pairs": {

@@ -191,7 +191,9 @@ LOST = {"verdict": LOSS}
         ({"verdict": TOO_FEW_PROMPTS, "wins": 2, "losses": 0}, {}, None, ["2 held-out prompts were won and 0 lost"]),
         (LOST, {}, None, ["PPO loses to SFT"]),
         ({"verdict": FELL}, {}, None, ["The reward fell"]),
-        (LOST, {"judge_score": (0.5, 0.1)}, None, ["exploits its reward"]),
+        (LOST | {"exploits_reward": True}, {}, None, ["exploits its reward"]),
+        (LOST, {"judge_score": (0.5, 0.1)}, None, ["PPO loses to SFT"]),  # the means alone do not tell
+        ({"exploits_reward": True}, {"judge_score": (0.5, 0.1)}, None, []),  # never beside a win by that judge
         ({}, {"grammatical_rate": (0.9, 0.8)}, None, ["95% of SFT's rate"]),
         ({}, {}, 0.55, ["right on only 55.0%"]),
     ],
@@ -211,7 +213,7 @@ def test_a_win_by_the_reward_that_ppo_raised_is_said_to_prove_little():
 def test_figures_hold_every_curve_and_survive_json_as_plain_lists():
     table = history()
     table.loc[3, "objective/kl"] = np.nan
-    traces = json.loads(training_curves(table).to_json())["data"]
+    traces = json.loads(training_curves(table, PPOConfig()).to_json())["data"]
     assert len(traces) == sum(len(panel.curves) + (panel.band is not None) for panel in PANELS)
     kl = traces[2]  # after the band and the curve of the score
     assert kl["x"] == [1, 2, 3, *range(5, 21)]
@@ -225,21 +227,33 @@ def test_long_curves_are_thinned_but_keep_their_ends():
 
 
 def test_level_is_drawn_only_where_the_curve_comes_near_it():
-    near, far = (panel_figure(PANELS[1], history().assign(**{"objective/kl": kl})) for kl in (12.0, 2.0))
+    kl_panel = panels_of(history(), PPOConfig())[1]
+    near, far = (panel_figure(kl_panel, history().assign(**{"objective/kl": kl})) for kl in (12.0, 2.0))
     assert (len(near.layout.shapes), len(far.layout.shapes)) == (1, 0)
+
+
+@pytest.mark.parametrize("limit", [8.0, 15.0, 40.0])
+def test_the_kl_chart_draws_the_runs_own_warning(limit):
+    far = {"training_history": history().assign(**{"objective/kl": 50.0})}
+    settings = PPOConfig(kl_warning=limit, kl_alarm=60.0)
+    outputs = run_reporting(**far, **{"params:ppo": settings})
+    drawn = [shape.y0 for shape in outputs["training_curves_plot"].layout.shapes]
+    assert limit in drawn
+    assert 15.0 not in drawn or limit == 15.0
+    assert panels_of(far["training_history"], settings)[1].level == limit
 
 
 def test_an_expected_curve_is_drawn_beside_the_runs_own_where_its_metric_was_measured():
     curve = ExpectedCurve(metric="eval/judge_score", label="a published run", points=[[5, 0.4], [30, 0.6]])
     table = history().assign(**{"eval/judge_score": 0.5})
-    first, *others = panels_of(table, curve)
-    assert others == panels_of(table)
+    first, *others = panels_of(table, PPOConfig(), curve)
+    assert others == panels_of(table, PPOConfig())
     figure = panel_figure(first, table)
     own, expected = figure.data
     assert (list(own.y), own.name) == ([0.5] * 20, "this run")
     assert (list(expected.x), list(expected.y), expected.line.dash) == ([5.0, 30.0], [0.4, 0.6], "dot")
     assert figure.layout.showlegend
-    assert panels_of(history(), curve) == panels_of(history())
+    assert panels_of(history(), PPOConfig(), curve) == panels_of(history(), PPOConfig())
     settings = nodes.ReportingConfig(expected_curve=curve)
     outputs = run_reporting(training_history=table, **{"params:reporting": settings})
     assert "a published run" in Page(outputs["report"]).text
@@ -255,7 +269,7 @@ def test_an_expected_curve_without_label_or_points_is_refused(curve):
 def test_page_fetches_nothing_and_is_whole_after_one_iteration():
     table = pd.DataFrame({"iteration": [1], "objective/scores": [0.5], "loss/policy_avg": [np.nan]})
     page = Page(run_reporting(training_history=table)["report"])
-    assert [panel.title for panel in panels_of(table)] == ["Score"]
+    assert [panel.title for panel in panels_of(table, PPOConfig())] == ["Score"]
     assert not {"link", "img", "iframe", "object"} & set(page.tags)
     assert not {name for name, _ in page.attributes} & {"src", "href", "srcset", "data"}
     assert "nan" not in page.text

@@ -5,14 +5,18 @@ import logging
 import pytest
 
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.core.errors import CheckpointError
-from ppo_rlhf.ppo.alarms import KLAlarms
+from ppo_rlhf.ppo.alarms import kl_alarms
+from ppo_rlhf.training.tuning import advise
+
+
+def rows(curve: list[float], coefficient: float = 0.05) -> list[dict[str, float]]:
+    return [{"objective/kl": kl, "objective/kl_coef": coefficient, "objective/scores_std": 1.0} for kl in curve]
 
 
 def lines(curve: list[float], **settings) -> dict[int, list[str]]:
     """The lines of each iteration (from 1) that had any."""
-    alarms = KLAlarms(PPOConfig(**settings))
-    found = {iteration: alarms.check(kl) for iteration, kl in enumerate(curve, start=1)}
+    config, history = PPOConfig(**settings), rows(curve)
+    found = {iteration: kl_alarms(config, history[:iteration]) for iteration in range(1, len(curve) + 1)}
     return {iteration: said for iteration, said in found.items() if said}
 
 
@@ -26,47 +30,71 @@ def test_a_usual_curve_raises_nothing():
 def test_the_warning_is_given_once_and_again_only_after_the_kl_came_back():
     found = lines([14.0, 16.0, 17.0, 18.0, 14.9, 15.1, 15.2])
     assert list(found) == [2, 6]
-    assert [line.startswith("KL warning: 16 ") for line in found[2]] == [True]
-    assert "raise ppo.kl_coef first" in found[2][0]
+    assert [line.startswith("KL warning: KL is 16 ") for line in found[2]] == [True]
+    assert found[2][0].endswith("Raise ppo.kl_coef from 0.05 to 0.08.")
 
 
 def test_the_alarm_is_given_once_and_no_warning_on_the_way_down():
     found = lines([14.0, 16.0, 21.0, 25.0, 18.0, 17.0, 22.0])
     assert list(found) == [2, 3, 7]
-    assert [line.startswith("KL alarm: 21 ") for line in found[3]] == [True]
-    assert "raise ppo.kl_coef first" in found[3][0]
+    assert [line.startswith("KL alarm: KL is 21 ") for line in found[3]] == [True]
+    assert found[3][0].endswith("Raise ppo.kl_coef from 0.05 to 0.11.")  # 2.1 times
     assert list(lines([14.0, 30.0, 16.0, 14.0, 16.0])) == [2, 5]
 
 
 def test_with_the_adaptive_controller_its_target_or_if_that_is_low_enough_its_start_is_the_setting_to_move():
     [line] = lines([30.0], kl_controller="adaptive", kl_target=20.0)[1]
-    assert "lower ppo.kl_target first" in line
+    assert line.endswith("Lower ppo.kl_target from 20 to 6.7.")
     [line] = lines([30.0], kl_controller="adaptive", kl_target=6.0)[1]
-    assert "start from a larger ppo.kl_coef, or shorten ppo.kl_horizon, first" in line
+    assert line.endswith("Lower ppo.kl_horizon from 10000 to 5000.")
     [line] = lines([16.0], kl_controller="adaptive", kl_target=15.0)[1]
-    assert "lower ppo.kl_target first" in line
+    assert line.endswith("Lower ppo.kl_target from 15 to 9.4.")
+    [line] = kl_alarms(PPOConfig(kl_controller="adaptive", kl_target=6.0), rows([30.0], coefficient=0.2))
+    assert line.endswith("Raise ppo.kl_coef from 0.05 to 0.2.")
     [line] = lines([*[4.0] * 10, *[0.0] * 10], kl_controller="adaptive")[20]
-    assert line.endswith("start from a smaller ppo.kl_coef, or shorten ppo.kl_horizon, first.")
+    assert line.endswith("Lower ppo.kl_horizon from 10000 to 5000.")
+
+
+@pytest.mark.parametrize("kl", [16.0, 25.0])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"kl_controller": "adaptive", "kl_target": 17.0},  # the alarm said kl_coef, the advice kl_target
+        {"kl_controller": "adaptive", "kl_target": 6.0},
+        {"kl_controller": "adaptive", "kl_target": 21.0},
+        {"kl_coef": 0.05},
+        {"kl_coef": 0.0, "reward_scale": 3.0},
+    ],
+)
+def test_an_alarm_names_the_change_that_the_advice_names_for_the_same_kl(settings, kl):
+    config, history = PPOConfig(**settings), rows([kl] * 3, settings.get("kl_coef", 0.05))
+    [advice] = advise(config, history)
+    [line] = kl_alarms(config, history[:1])
+    assert advice.rule.name == f"kl_{'alarm' if kl > 20 else 'warning'}"
+    assert advice.change is not None
+    assert line.endswith(f" {advice.change}")
 
 
 def test_without_a_penalty_a_collapse_is_not_blamed_on_it():
     [line] = lines([*[4.0] * 10, *[0.0] * 10], kl_coef=0.0)[20]
-    assert line.endswith("lower ppo.learning_rate first.")
+    assert line.endswith("Lower ppo.learning_rate from 3e-06 to 1.5e-06.")
 
 
 def test_a_collapse_is_a_running_mean_below_a_tenth_of_the_highest():
     """Over ten iterations: after ten at 4, the mean falls below 0.4 once at most one of the ten is left."""
     found = lines([*[4.0] * 10, *[0.0] * 25])
     assert list(found) == [20]
-    assert "lower ppo.kl_coef first" in found[20][0]
+    assert found[20][0].endswith("Lower ppo.kl_coef from 0.05 to 0.025.")
     assert lines([*[0.4] * 10, *[0.0] * 25]) == {}  # it never was anywhere
     assert lines([*[4.0] * 10, *[0.5] * 25]) == {}
 
 
 def test_a_running_mean_below_zero_says_where_responses_come_from():
-    found = lines([-0.3, -0.4] * 10)
+    found = lines([-0.3, -0.4] * 10, top_k=50)
     assert list(found) == [10]
     assert "policy/rollout_logprob_gap" in found[10][0]
+    assert found[10][0].endswith("Lower ppo.top_k from 50 to 0.")
+    assert lines([-0.3, -0.4] * 10)[10][0].endswith("too.")  # no filter is on
     assert lines([-0.04] * 20) == {}
     assert lines([-2.0, 1.8] * 10) == {}  # its mean of -0.1 is well within its noise
 
@@ -74,22 +102,6 @@ def test_a_running_mean_below_zero_says_where_responses_come_from():
 def test_limits_are_the_settings():
     assert list(lines([3.0, 5.0, 9.0], kl_warning=4.0, kl_alarm=8.0)) == [2, 3]
     assert list(lines([12.0], kl_alarm=10.0)) == [1]  # an alarm below the usual warning
-
-
-def test_alarms_go_on_from_their_state_without_saying_the_same_again():
-    curve = [14.0, 16.0, 17.0, 21.0, *[0.0] * 20]
-    whole = lines(curve)
-    for cut in range(1, len(curve)):
-        first, second = KLAlarms(PPOConfig()), KLAlarms(PPOConfig())
-        found = {i: first.check(kl) for i, kl in enumerate(curve[:cut], start=1)}
-        second.load_state_dict(first.state_dict())
-        found |= {i: second.check(kl) for i, kl in enumerate(curve[cut:], start=cut + 1)}
-        assert {i: said for i, said in found.items() if said} == whole
-
-
-def test_a_foreign_state_is_refused():
-    with pytest.raises(CheckpointError, match=r"KLAlarms\.load_state_dict"):
-        KLAlarms(PPOConfig()).load_state_dict({"kl_coef": 1.0})
 
 
 def test_a_run_logs_its_alarms_as_warnings(make_run, caplog):

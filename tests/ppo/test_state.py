@@ -51,7 +51,6 @@ def test_all_that_a_resume_needs_beside_weights_and_counters_goes_through_json(m
     assert fresh.state.extra_state() == run.state.extra_state()
     assert fresh.state.kl_controller.kl_coef != 0.05
     assert fresh.state.reward_moments.count == 12
-    assert fresh.state.kl_alarms.recent == [run.state.history[0]["objective/kl"]]
     assert fresh.state.early_stops >= 2
 
 

@@ -13,7 +13,14 @@ import torch
 from ppo_rlhf.ppo.best_of_n import PROMPT
 from ppo_rlhf.rewards.scorers import ResponseBatch, RewardScorer
 from ppo_rlhf.training import reward_audit
-from ppo_rlhf.training.reward_audit import RULES, audit_reward, judge_agreement, rank_correlation, repeated_pairs
+from ppo_rlhf.training.reward_audit import (
+    RULES,
+    audit_reward,
+    judge_agreement,
+    rank_correlation,
+    repeated_pairs,
+    verdict,
+)
 from ppo_rlhf.training.supervised.reward_training import RewardModellingConfig
 from tests.ppo_runs import END, WORDS, build_prompts, build_tokenizer
 
@@ -91,6 +98,15 @@ def test_a_reward_that_the_judge_disagrees_with_is_caught() -> None:
 
 def test_a_constant_reward_gives_ppo_nothing_to_learn() -> None:
     assert broken(lambda text: 1.0, judge=None) == {"audit/flat_prompts"}
+
+
+def test_the_verdict_counts_the_measures_that_were_made():
+    judged = ["audit/judge_agreement", "audit/judge_fall", "audit/judge_gain"]
+    assert verdict([], []) == "fit for PPO by 11 of 11 measures"
+    assert verdict([], [*judged]) == "fit for PPO by 8 of 11 measures"  # preferences were asked
+    assert verdict(["A reason."], [*judged, "audit/pair_accuracy"]) == "not fit for PPO"
+    alone = verdict([], [*judged, "audit/pair_accuracy"])
+    assert alone == f"nothing found by 7 of 11 measures; not measured: {', '.join(judged)}, audit/pair_accuracy"
 
 
 def test_the_rank_correlation_is_the_mean_over_prompts_of_spearmans() -> None:

@@ -31,6 +31,8 @@ from ppo_rlhf.ppo.state import TrainingState
 
 _COUNTERS = ("iteration", "episode", "optimiser_steps", "skipped_steps", "skipped_in_a_row")
 STATE, HISTORY = "state.json", "history.json"
+TRAINING_KL = "training_kl"
+"""Key of a logged evaluation: the iteration's `objective/kl`, if the evaluation was greedy."""
 _SMALL_FILES = 16 * 2**20
 """Generous allowance for tokenizer, configurations and history, in bytes."""
 
@@ -150,14 +152,15 @@ def check_free_space(run_directory: Path, state: TrainingState, copies: int) -> 
         )
 
 
-def best_iteration(evaluations: list[dict[str, float]], kl_alarm: float) -> int | None:
+def best_iteration(evaluations: list[dict[str, Any]], kl_alarm: float) -> int | None:
     """Return the iteration with the highest judge score (else reward) among evaluations with eval/kl ≤ kl_alarm.
 
     Args:
-        evaluations: Rows with `iteration`, `eval/kl`, `eval/reward` and, with a judge, `eval/judge_score`.
+        evaluations: Rows with `iteration`, `eval/kl`, `eval/reward`, with a judge `eval/judge_score`, and of greedy
+            responses, whose eval/kl estimates nothing, `TRAINING_KL`, which then counts.
         kl_alarm: Nats per response.
     """
-    candidates = [row for row in evaluations if row["eval/kl"] <= kl_alarm]
+    candidates = [row for row in evaluations if row.get(TRAINING_KL, row["eval/kl"]) <= kl_alarm]
     if not candidates:
         return None
     best = max(candidates, key=lambda row: (row.get("eval/judge_score", row["eval/reward"]), row["iteration"]))

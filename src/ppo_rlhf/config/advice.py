@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, NamedTuple, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, NamedTuple, get_args, get_type_hints
 
 if TYPE_CHECKING:
     from ppo_rlhf.config import PPOConfig
@@ -19,10 +19,16 @@ class Typical:
     low: float
     high: float
     source: str
+    is_rate: bool = False
+    """A learning rate: the range is that of policies of LARGE parameters or more, with LoRA LORA_FACTOR times it."""
 
 
 TUNING_GUIDE = "common practice in RLHF tuning guides"
 INSTRUCT_GPT = "InstructGPT (arXiv:2203.02155)"
+LARGE = 1e8
+"""No guide has learning rates of smaller policies, which are larger; GPT-2 small is the smallest in common use."""
+LORA_FACTOR = 10.0
+"""LoRA Without Regret (Schulman et al. 2025)."""
 
 
 class _Hint(NamedTuple):
@@ -80,28 +86,27 @@ _HINTS = (
 )
 
 
-def advice(config: PPOConfig, names: Container[str] | None) -> list[str]:
-    """Return one line for each changed setting, among `names` if given, that is unusual or of little effect."""
+def advice(config: PPOConfig, names: Container[str] | None, parameters: int | None) -> list[str]:
+    """Return one line for each changed setting that is unusual or of little effect; see `PPOConfig.advice`."""
     changed = {name: value for name, value in config.not_default().items() if names is None or name in names}
-    ranges = _typical_ranges(type(config))
-    return [
-        *(
-            f"ppo.{name}={value} is outside its typical range {typical.low:g} to {typical.high:g} ({typical.source})"
-            for name, value in changed.items()
-            if (typical := ranges.get(name)) is not None
-            and value is not None
-            and not typical.low <= value <= typical.high
-        ),
-        *(hint.text(config) for hint in _HINTS if changed.keys() & set(hint.names) and hint.applies(config)),
-    ]
+    ranges, lines = _typical_ranges(type(config)), []
+    for name, value in changed.items():
+        usual = ranges.get(name)
+        if usual is None or value is None or (usual.is_rate and (parameters or 0) < LARGE):
+            continue
+        lora = usual.is_rate and config.use_peft
+        low, high = (end * (LORA_FACTOR if lora else 1.0) for end in (usual.low, usual.high))
+        if not low <= value <= high:
+            where = f"its typical range {'with LoRA ' if lora else ''}{low:g} to {high:g} ({usual.source})"
+            lines.append(f"ppo.{name}={value} is outside {where}")
+    return lines + [hint.text(config) for hint in _HINTS if changed.keys() & set(hint.names) and hint.applies(config)]
 
 
 def _typical_ranges(config_class: type) -> dict[str, Typical]:
-    ranges = {}
-    for name, hint in get_type_hints(config_class, include_extras=True).items():
-        options = get_args(hint) if get_origin(hint) is not Annotated else (hint,)
-        for option in options:
-            found = [extra for extra in getattr(option, "__metadata__", ()) if isinstance(extra, Typical)]
-            if found:
-                ranges[name] = found[0]
-    return ranges
+    hints = get_type_hints(config_class, include_extras=True)
+    marks = (
+        (name, getattr(option, "__metadata__", ()))
+        for name in hints
+        for option in (hints[name], *get_args(hints[name]))
+    )
+    return {name: extra for name, extras in marks for extra in extras if isinstance(extra, Typical)}

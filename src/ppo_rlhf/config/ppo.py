@@ -143,9 +143,9 @@ class PPOConfig:
     overlong_buffer: Annotated[int, Field(ge=1)] | None = None
     """Tokens before response_length over which a penalty rises from 0 to 1 score unit (DAPO, arXiv:2503.14476)."""
 
-    learning_rate: Annotated[float, Field(gt=0.0), Typical(1e-6, 5e-5, TUNING_GUIDE)] = 3e-6
+    learning_rate: Annotated[float, Field(gt=0.0), Typical(1e-6, 5e-5, TUNING_GUIDE, is_rate=True)] = 3e-6
     """Peak learning rate of the policy's AdamW."""
-    value_learning_rate: Annotated[float, Field(gt=0.0), Typical(1e-6, 1e-4, TUNING_GUIDE)] | None = None
+    value_learning_rate: Annotated[float, Field(gt=0.0), Typical(1e-6, 1e-4, TUNING_GUIDE, is_rate=True)] | None = None
     """Peak learning rate of the critic's AdamW; None takes the policy's."""
     lr_scheduler_type: LearningRateSchedule = "linear"
     """Shape of both learning rates over iterations, after the warm-up: transformers' schedules without arguments."""
@@ -349,6 +349,9 @@ class PPOConfig:
             if getattr(self, field.name) != field.default
         }
 
-    def advice(self, names: Container[str] | None = None) -> list[str]:
-        """Return one line for each changed setting, among `names` if given, that is unusual or of little effect."""
-        return advice.advice(self, names)
+    def advice(self, names: Container[str] | None = None, parameters: int | None = None) -> list[str]:
+        """Return a line for each changed setting, among `names` if given, that is unusual or of little effect.
+
+        Learning rates are judged only if the number of the policy's `parameters` is given.
+        """
+        return advice.advice(self, names, parameters)

@@ -93,9 +93,10 @@ class CheckpointDataset(_RunDataset[CheckpointRequest, Path]):
         return bool(checkpoint_iterations(run_directory(self.root)))
 
 
-class EvaluationLogDataset(_RunDataset[dict[str, float], list[dict[str, float]]]):
+class EvaluationLogDataset(_RunDataset[dict[str, Any], list[dict[str, Any]]]):
     """The evaluations of this run, one row each, beside its checkpoints: they decide which checkpoint is the best.
 
+    A row has the metrics, and what a later evaluation or the choice of the best checkpoint needs beside them.
     Saving appends one row; an empty dict (no evaluation was due) changes nothing. Example:
 
     ```yaml
@@ -105,7 +106,7 @@ class EvaluationLogDataset(_RunDataset[dict[str, float], list[dict[str, float]]]
     ```
     """
 
-    def save(self, data: dict[str, float]) -> None:
+    def save(self, data: dict[str, Any]) -> None:
         """Append one evaluation; one of the same iteration is replaced."""
         if not data:
             return
@@ -114,7 +115,7 @@ class EvaluationLogDataset(_RunDataset[dict[str, float], list[dict[str, float]]]
         with written_whole(directory / EVALUATIONS) as draft:
             draft.write_text(json.dumps(rows, indent=1), encoding="utf-8")
 
-    def load(self) -> list[dict[str, float]]:
+    def load(self) -> list[dict[str, Any]]:
         """Return this run's evaluations, oldest first."""
         return read_evaluations(run_directory(self.root))
 
@@ -134,7 +135,7 @@ def run_directory(root: Path) -> Path:
     return root / (run_id or f"untracked-{process_name()}")
 
 
-def read_evaluations(directory: Path) -> list[dict[str, float]]:
+def read_evaluations(directory: Path) -> list[dict[str, Any]]:
     """Return the evaluations logged in a run's directory, oldest first; none if there is no log.
 
     Raises:
@@ -144,7 +145,7 @@ def read_evaluations(directory: Path) -> list[dict[str, float]]:
     if not path.is_file():
         return []
     try:
-        rows: list[dict[str, float]] = json.loads(path.read_bytes())
+        rows: list[dict[str, Any]] = json.loads(path.read_bytes())
         if not isinstance(rows, list) or not all(isinstance(row["iteration"], int | float) for row in rows):
             raise TypeError("a row has no iteration")
     except (ValueError, KeyError, TypeError, RecursionError) as error:

@@ -120,9 +120,14 @@ class OwnSettings:
         if "params:ppo" not in pipeline.inputs():
             return []
         from ppo_rlhf.ppo.accelerator import precision_warning, resolve_device  # heavy: only a run of PPO pays
+        from ppo_rlhf.preflight.request import RunRequest
 
         ppo, shipped = parameter(catalog, "ppo"), self._base["parameters"].get("ppo", {})
-        unusual = list(ppo.advice([name for name in ppo.not_default() if shipped.get(name) != getattr(ppo, name)]))
+        run = RunRequest(pipeline, catalog, Path(), "")
+        has_start = run.reads(run.start) and run.source(run.start) is not None  # else it is trained from scratch
+        size = catalog[run.start].load().empty_causal_lm().num_parameters() if has_start else None
+        own = [name for name in ppo.not_default() if shipped.get(name) != getattr(ppo, name)]
+        unusual = ppo.advice(own, size)
         slow = precision_warning(ppo, resolve_device(ppo.device))
         return [*unusual, slow] if slow else unusual
 

@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 STATE, NEXT_STATE = "training_state", "next_training_state"
 ITERATION_METRICS = "ppo_metrics"
 EVALUATION_METRICS = "evaluation_metrics"
+SINCE_BEST = "eval/since_best_"  # metrics that the final evaluation does not have
 FINAL_METRICS = "evaluation_summary"
 TOKEN_SAMPLES = "token_samples"
 SUMMARIES = ("reward_audit", "kl_study_summary")
@@ -64,8 +65,9 @@ class RunLog:
         if outputs.get(ITERATION_METRICS):
             self._curves[self._iteration] = {}
             self._measured(outputs[ITERATION_METRICS], self._iteration)
-        if outputs.get(EVALUATION_METRICS) and not self._is_superseded(inputs[NEXT_STATE]):
-            self._measured(_evaluations(outputs[EVALUATION_METRICS]), self._iteration)
+        if outputs.get(EVALUATION_METRICS):
+            of_training = SINCE_BEST if self._is_superseded(inputs[NEXT_STATE]) else "eval/"
+            self._measured(_evaluations(outputs[EVALUATION_METRICS], of_training), self._iteration)
         if outputs.get(FINAL_METRICS):
             self._measured(_evaluations(outputs[FINAL_METRICS]), self._iteration, model_id=self._model_id)
             self._register(outputs[FINAL_METRICS])
@@ -172,6 +174,6 @@ class RunLog:
         self._log.log_page(render_page([samples]), f"token_view/iteration_{samples['iteration']:06d}.html")
 
 
-def _evaluations(measured: Mapping[str, Any]) -> dict[str, float]:
+def _evaluations(measured: Mapping[str, Any], beginning: str = "eval/") -> dict[str, float]:
     """Return the metrics of an evaluation, which also names its iteration, its prompts and its judge."""
-    return {key: value for key, value in measured.items() if key.startswith("eval/")}
+    return {key: value for key, value in measured.items() if key.startswith(beginning)}

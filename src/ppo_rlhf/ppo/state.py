@@ -20,7 +20,6 @@ from ppo_rlhf.models.forward import backbone_of, logits_of, packs
 from ppo_rlhf.models.probe import check_causal
 from ppo_rlhf.models.tokenizers import stop_token_ids
 from ppo_rlhf.ppo.accelerator import make_accelerator, wrap
-from ppo_rlhf.ppo.alarms import KLAlarms
 from ppo_rlhf.ppo.build import prepare_to_train
 from ppo_rlhf.ppo.logprobs import CriticForward, PolicyForward
 from ppo_rlhf.ppo.optimisers import build_optimizer, check_trains, peak_learning_rates
@@ -43,7 +42,6 @@ class TrainingState:
         policy_optimizer: AdamW of the actor, and of the value head on a shared trunk.
         critic_optimizer: AdamW of the critic; with a shared trunk the same object as the policy's.
         kl_controller: Holds the current KL coefficient.
-        kl_alarms: Remembers which limits the KL has crossed.
         reward_moments: Mean and variance of all scores so far, as the rewards gave them.
         iteration: Iterations done.
         episode: Responses trained on.
@@ -69,7 +67,6 @@ class TrainingState:
     policy_optimizer: torch.optim.Optimizer
     critic_optimizer: torch.optim.Optimizer
     kl_controller: KLController
-    kl_alarms: KLAlarms
     reward_moments: RunningMoments
     iteration: int = 0
     episode: int = 0
@@ -160,7 +157,6 @@ class TrainingState:
             policy_optimizer=policy_optimizer,
             critic_optimizer=critic_optimizer,
             kl_controller=build_kl_controller(config),
-            kl_alarms=KLAlarms(config),
             reward_moments=RunningMoments(),
             policy_average=None if config.ema_decay is None else WeightAverage(policy, config.ema_decay),
         )
@@ -186,7 +182,7 @@ class TrainingState:
         self.early_stops = int(extra["early_stops"])
 
     def _parts(self) -> list[tuple[str, Any]]:
-        parts = [(name, getattr(self, name)) for name in ("kl_controller", "kl_alarms", "reward_moments")]
+        parts = [(name, getattr(self, name)) for name in ("kl_controller", "reward_moments")]
         return parts if self.accelerator.scaler is None else [*parts, ("loss_scale", self.accelerator.scaler)]
 
 

@@ -22,6 +22,7 @@ from ppo_rlhf.core.kl import kl_estimate
 from ppo_rlhf.core.losses import clipped_policy_loss, clipped_value_loss, importance_weights
 from ppo_rlhf.models.gradient_checkpointing import recomputing
 from ppo_rlhf.ppo.accelerator import autocast, deterministic
+from ppo_rlhf.ppo.alarms import kl_alarms
 from ppo_rlhf.ppo.batch import SequenceBatch
 from ppo_rlhf.ppo.experience import Experience, learning_mask
 from ppo_rlhf.ppo.metrics import StepSums, add_over_processes, iteration_metrics
@@ -57,9 +58,9 @@ def optimise_policy(state: TrainingState, experience: Experience, config: PPOCon
     observed_kl = metrics["objective/kl"]
     if iteration > config.held_iterations:
         state.kl_controller.update(observed_kl, config.batch_size)
-    for line in state.kl_alarms.check(observed_kl):
-        log.warning(line)
     state.history.append({"iteration": float(iteration), **metrics})
+    for line in kl_alarms(config, state.history):
+        log.warning(line)
     state.stopping = any_process(state.stop_requested)  # a signal may have reached one process only
     return metrics
 

@@ -18,7 +18,7 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import PPORLHFError, own_error
 from ppo_rlhf.data.chats import read_text_or_chat
 from ppo_rlhf.data.prompts import PromptsConfig, Reader, read_prompts, reader_of, split_held_out
-from ppo_rlhf.datasets import PretrainedModelDataset, RecordsDataset, ResumeCheckpointDataset
+from ppo_rlhf.datasets import EvaluationLogDataset, PretrainedModelDataset, RecordsDataset, ResumeCheckpointDataset
 from ppo_rlhf.models.adapters import check_critic_targets, check_targets
 from ppo_rlhf.models.compilation import layers_of
 from ppo_rlhf.models.forward import backbone_of
@@ -48,6 +48,7 @@ from ppo_rlhf.training.supervised.sft import SupervisedFinetuningConfig
 TRIED_PROMPTS = 2
 OWN_CODE = "transformers_modules."  # where transformers imports Python code that lies with a model
 CHECKED_BELOW = (MemoryDataset, RecordsDataset, PretrainedModelDataset, ResumeCheckpointDataset)
+READY = (*CHECKED_BELOW, EvaluationLogDataset)  # the log is empty before the first evaluation
 
 
 def find_problems(
@@ -106,7 +107,7 @@ def check_start(run: RunRequest) -> Iterator[str]:
     if nowhere:
         yield f"This run starts from {', '.join(nowhere)}, which no file holds: use --from-nodes with earlier nodes."
     for name in sorted(run.pipeline.inputs() - set(nowhere)):
-        if run.needs(name) and not isinstance(run.catalog[name], CHECKED_BELOW) and not run.catalog[name].exists():
+        if run.needs(name) and not isinstance(run.catalog[name], READY) and not run.catalog[name].exists():
             yield f"{run.source(name)}: nothing is there yet. Run the node that makes {name} first."
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -67,6 +67,7 @@ RULES = (
     Rule("audit/empty_gain", "at most", 0.0, "An empty response has more reward than the policy's own"),
 )
 """Gains are in standard deviations of the score among the responses to one prompt."""
+OF_OTHERS = {"audit/judge_gain", "audit/judge_fall", "audit/judge_agreement", "audit/pair_accuracy"}  # judge, person
 
 
 def probe_reward(
@@ -212,6 +213,16 @@ def audit_reward(
         }
     reasons = [r.reason(metrics[r.metric]) for r in RULES if r.metric in metrics and r.broken_by(metrics[r.metric])]
     return metrics, reasons
+
+
+def verdict(reasons: Sequence[str], missing: Sequence[str]) -> str:
+    """Return the audit's result; a reward that nobody but itself was asked about is not called fit."""
+    if reasons:
+        return "not fit for PPO"
+    made = f"by {sum(rule.metric not in missing for rule in RULES)} of {len(RULES)} measures"
+    if OF_OTHERS.issubset(missing):
+        return f"nothing found {made}; not measured: {', '.join(missing)}"
+    return f"fit for PPO {made}"
 
 
 def deviation_within_prompts(samples: pd.DataFrame, score: str) -> float:

@@ -308,7 +308,8 @@ class PPOTrainer:
 
     def _warn(self) -> None:
         slow = precision_warning(self.config, self.state.device)
-        for line in [*self.config.advice(), *([slow] if slow else [])]:
+        unusual = self.config.advice(parameters=self.state.policy.num_parameters())
+        for line in [*unusual, *([slow] if slow else [])]:
             log.warning("%s", line)
         idle = [f"ppo.{name}" for name in self.config.not_default() if name in _OF_THE_PIPELINE]
         if idle:

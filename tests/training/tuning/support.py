@@ -46,7 +46,10 @@ EVALUATED: dict[str, Any] = {  # at iterations 10, 20, 30, 40
     "eval/reward": [0.4, 1.0, 1.4, 1.6],
     "eval/reward_sft": [0.0] * 4,
     "eval/kl": [1.0, 2.0, 3.0, 4.0],
-    "eval/win_rate_high": [0.65, 0.8, 0.85, 0.9],
+    "eval/win_rate_low": [0.3, 0.4, 0.45, 0.45],  # no success for certain, which would refute rules
+    "eval/since_best_score": [0.1, 0.3, 0.1, 0.1],
+    "eval/since_best_reward": [0.4, 0.6, 0.4, 0.2],
+    "eval/since_best_p": [1.0] * 4,
     "eval/distinct_2": [0.23, 0.21, 0.2, 0.19],
     "eval/distinct_2_sft": [0.23] * 4,
 }

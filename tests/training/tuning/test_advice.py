@@ -39,7 +39,8 @@ def words(settings: dict[str, Any], rows: list[dict[str, float]], most: int | No
                 ("kl_alarm", "kl_coef", 0.05),
                 ("reward_hacked", "kl_coef", 0.05),
                 ("diversity_lost", "kl_coef", 0.05),
-                ("update_too_large", "learning_rate", 8.6e-4),
+                ("entropy_collapsed", "kl_coef", 0.05),
+                ("update_too_large", "learning_rate", 9e-4),
             ],
         ),
         (

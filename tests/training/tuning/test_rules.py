@@ -38,8 +38,8 @@ CASES = {
         ("rollout_engine", "static", "hf"),
     ),
     "kl_negative": Case(
-        {"objective/kl": [-0.2 + 0.5 * n for n in NOISE]},  # every window's mean is -0.2
-        {"objective/kl": curve(-0.2, -0.2, -0.2, 0.1)},
+        {"objective/kl": [-0.6 + 0.5 * n for n in NOISE]},  # the window's error is 0.5 x (10 / 9)^0.5 / 10^0.5 = 0.17
+        {"objective/kl": [-0.4 + 0.5 * n for n in NOISE]},  # below 0 throughout, but by less than three errors
         ("top_k", 50, 0),
         {"top_k": 50},
     ),
@@ -59,8 +59,8 @@ CASES = {
         ADAPTIVE,
     ),
     "reward_hacked": Case(
-        {"eval/judge_score": [0.2, 0.5, 0.3, 0.2]},  # 0.25 of 0.5 lost, at twice the KL of the best
-        {"eval/judge_score": [0.2, 0.5, 0.45, 0.35]},  # 0.1 of 0.5 lost
+        {"eval/since_best_score": [0.2, 0.3, -0.1, -0.2], "eval/since_best_p": [1.0, 1.0, 0.3, 0.04]},
+        {"eval/since_best_score": [0.2, 0.3, -0.3, -0.2], "eval/since_best_p": [1.0, 1.0, 0.01, 0.06]},
         ("kl_coef", 0.08, 0.16),
     ),
     "diversity_lost": Case(
@@ -189,7 +189,6 @@ BRANCHES: list[tuple[str, dict[str, Any], Spoilt, tuple[str, Any, Any] | None]] 
     ("rollout_mismatch", {}, {"policy/rollout_logprob_gap": [1e-2, *[1e-7] * 39]}, ("rollout_engine", "static", "hf")),
     ("entropy_collapsed", {}, {"objective/entropy": curve(1.5, 0.4), "objective/kl": curve(0.4)},
      ("entropy_coef", 0.0, 0.01)),
-    ("reward_hacked", {}, {"eval/judge_score": [-0.1] * 4, "eval/win_rate_high": [0.4] * 4}, ("kl_coef", 0.08, 0.16)),
     ("steps_skipped", {"dtype": "float16"}, {"optimiser/skipped_steps": (0.0, 8.0)}, ("dtype", "float16", "bfloat16")),
     ("critic_is_poor", {"value_learning_rate": None}, {"val/explained_variance": curve(0.0)},
      ("value_learning_rate", 4e-4, 8e-4)),
@@ -220,6 +219,8 @@ def test_the_change_depends_on_the_settings_and_the_curves(name: str, settings: 
         ("spread_lost", {"total_episodes": 40, "per_device_train_batch_size": 1}, {"objective/scores_std": curve(0.0)}),
         ("spread_lost", {}, {"objective/scores_std": [0.0] * 3 + [0.4] * 37}),  # a sparse reward
         ("critic_is_poor", {}, {"loss/value_avg": curve(0.2, 0.7), "val/explained_variance": curve(-0.5)}),
+        ("reward_hacked", {}, {"eval/since_best_p": [0.01] * 4, "eval/since_best_reward": [-0.1] * 4}),  # fell, too
+        ("kl_negative", {}, {"objective/kl": curve(-0.04)}),
     ],
 )
 def test_a_rule_does_not_fire_where_its_metric_says_nothing(name: str, settings: Any, curves: Spoilt):
@@ -232,3 +233,48 @@ def test_iterations_of_the_critics_warm_up_are_not_judged():
     drifting = {"response/length": curve(50.0, 17.0, 17.0, 17.0)}
     assert list(fired({}, drifting)) == ["length_drifted"]
     assert fired({"critic_warmup_iterations": 10}, drifting) == {}
+
+
+SOLVED = {  # a task of right and wrong answers, as far as it can be solved: one short answer to each prompt
+    "eval/judge_score": [0.85, 0.92, 0.97, 0.99],
+    "eval/judge_score_sft": [0.8] * 4,
+    "eval/reward": [0.85, 0.92, 0.97, 0.99],
+    "eval/reward_sft": [0.8] * 4,
+    "eval/win_rate_low": [0.51, 0.53, 0.55, 0.56],
+    "objective/entropy": curve(1.5, 0.3),
+    "objective/kl": curve(10.0),
+    "objective/kl_coef": curve(0.05),
+    "objective/scores_std": (0.4, 0.1),
+    "eval/distinct_2": [0.2, 0.15, 0.1, 0.05],
+    "response/length": curve(17.0, 8.0),
+    "val/explained_variance": curve(0.0),
+    "policy/clipfrac_avg": curve(0.4),
+}
+OF_EXPLOITATION = {"kl_off_target", "diversity_lost", "entropy_collapsed", "length_drifted"}
+OF_OPTIMISATION = {"critic_is_poor", "much_clipped"}
+CERTAIN_FALL = {"eval/since_best_p": [1.0, 1.0, 1.0, 0.01], "eval/since_best_reward": [0.0, 0.0, 0.0, -0.1]}
+
+
+def test_a_task_whose_judge_rose_from_080_to_099_gets_no_advice_that_contradicts_it():
+    assert fired(ADAPTIVE, SOLVED) == {}
+
+
+@pytest.mark.parametrize("doubt", [{"eval/win_rate_low": [0.4, 0.4, 0.4, 0.49]}, CERTAIN_FALL])
+def test_without_a_certain_rise_or_after_a_certain_fall_the_same_curves_get_advice(doubt: Spoilt):
+    assert set(fired(ADAPTIVE, SOLVED | doubt)) == OF_EXPLOITATION | OF_OPTIMISATION
+
+
+def test_a_success_by_the_reward_alone_does_not_silence_the_signs_of_its_exploitation():
+    unjudged = {"eval/judge_score": [math.nan] * 4, "eval/judge_score_sft": [math.nan] * 4}
+    assert set(fired(ADAPTIVE, SOLVED | unjudged)) == OF_EXPLOITATION
+
+
+def test_limits_that_a_person_set_speak_after_a_success_too():
+    assert list(fired({}, SOLVED | {"objective/kl": curve(25.0)})) == ["kl_alarm"]
+
+
+def test_the_page_lists_the_rules_that_a_success_refutes():
+    section = (DOCS / "tuning.md").read_text().split("## Advice that a success refutes")[1].split("## ")[0]
+    lists = section.split("\n\n")[2].split("\n- ")
+    for by, text in zip(("judged_success", "succeeded"), lists, strict=True):
+        assert set(re.findall(r"`(\w+)`", text)) == {rule.name for rule in RULES if rule.refuted_by == by}

@@ -104,11 +104,11 @@ def conclude_audit(
 ) -> dict[str, Any]:
     """Say whether the reward is fit for PPO, or why not, each reason with its number and its threshold."""
     metrics, reasons = reward_audit.audit_reward(best_of_n_samples, reward_probes, pair_agreement)
-    verdict = "not fit for PPO" if reasons else "fit for PPO"
+    missing = sorted({rule.metric for rule in reward_audit.RULES} - metrics.keys())
+    verdict = reward_audit.verdict(reasons, missing)
     log.info("Reward audit: %s%s", verdict, ", because:" if reasons else ".")
     for reason in reasons:
         log.warning("  %s", reason)
-    missing = sorted({rule.metric for rule in reward_audit.RULES} - metrics.keys())
     if missing:
         log.info("Not measured, for lack of a judge, of preferences or of suffixes: %s.", ", ".join(missing))
     return {"verdict": verdict, "reasons": reasons, "not_measured": missing, "metrics": metrics}

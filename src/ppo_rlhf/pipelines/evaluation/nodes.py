@@ -22,6 +22,7 @@ from ppo_rlhf.pipelines.reporting.wording import headline, remarks, result_secti
 from ppo_rlhf.ppo.accelerator import frozen_dtype, resolve_device, trained_dtype
 from ppo_rlhf.ppo.comparison import before_after, compare_evaluations, conclude, sample_pairs
 from ppo_rlhf.ppo.evaluation import EvaluationConfig, PolicyEvaluation, evaluate_policy, resolve_judge
+from ppo_rlhf.ppo.since_best import exploits_reward
 from ppo_rlhf.ppo.state import sampling_settings
 from ppo_rlhf.rewards.scorers import RewardConfig, build_reward_scorer, reward_model_accuracy
 
@@ -109,7 +110,8 @@ def compare_policies(
 
     Returns:
         `evaluation_summary`: the eval/* metrics, the verdict with its reasons (`conclude`), `decided_by` (who decided
-        the win rate), and `conditions`: win rates can be compared where these are equal.
+        the win rate), `exploits_reward` (whether the judge disagrees), and `conditions`: win rates can be compared
+        where these are equal.
         `before_after`: one row a measure, for SFT and for PPO.
     """
     sft, policy = PolicyEvaluation.from_frame(sft_evaluation), PolicyEvaluation.from_frame(ppo_evaluation)
@@ -119,6 +121,7 @@ def compare_policies(
     context: dict[str, Any] = {
         **conclude(policy, sft, by_trained_reward=judge.reference in trained),
         "decided_by": judge.description,
+        "exploits_reward": exploits_reward(policy, sft),
         "conditions": {
             "start_model": sft_policy.fingerprint(),
             "prompts": _digest(evaluation_prompts.to_json(orient="values").encode()),

@@ -3,6 +3,7 @@
 import logging
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import mlflow
 import pandas as pd
@@ -11,7 +12,7 @@ from transformers import PreTrainedModel
 from ppo_rlhf.checkpoints.model_card import place, render_card
 from ppo_rlhf.checkpoints.model_files import exported_policy
 from ppo_rlhf.checkpoints.resume import restore
-from ppo_rlhf.checkpoints.store import CheckpointRequest
+from ppo_rlhf.checkpoints.store import TRAINING_KL, CheckpointRequest
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.data.prompts import PromptDataset, PromptsConfig, find_evaluated, read_prompts, reader_of, split_held_out
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
@@ -21,6 +22,7 @@ from ppo_rlhf.ppo.build import build_critic, load_policies, load_stored_critic
 from ppo_rlhf.ppo.comparison import check_right_or_wrong, compare_evaluations
 from ppo_rlhf.ppo.evaluation import EvaluationConfig, PolicyEvaluation, evaluate_policy, resolve_judge
 from ppo_rlhf.ppo.loop import Experience, Rollouts, Scores, ShapedRewards
+from ppo_rlhf.ppo.since_best import since_best
 from ppo_rlhf.ppo.state import TrainingState, sampling_settings
 from ppo_rlhf.rewards.scorers import RewardConfig, RewardScorer, build_reward_scorer
 from ppo_rlhf.token_view import TokenSamples, sample_tokens
@@ -195,12 +197,13 @@ def evaluate_iteration(
     next_training_state: TrainingState,
     reference_policy: PreTrainedModel,
     reference_evaluation: PolicyEvaluation,
+    earlier_evaluations: list[dict[str, Any]],
     evaluation_prompt_dataset: PromptDataset,
     reward_scorer: RewardScorer,
     ppo_config: PPOConfig,
     evaluation: EvaluationConfig,
-) -> dict[str, float]:
-    """Compare the policy with SFT on held-out prompts under fixed noise, when an evaluation is due."""
+) -> dict[str, Any]:
+    """Compare the policy with SFT, and with its best so far, on held-out prompts under fixed noise, when it is due."""
     state = next_training_state
     if state.iteration % ppo_config.eval_interval and not state.finished:
         return {}
@@ -216,7 +219,12 @@ def evaluate_iteration(
         seed=evaluation.seed,
         batch_size=evaluation.batch_size,
     )
-    return {"iteration": float(state.iteration), **compare_evaluations(evaluated, reference_evaluation)}
+    metrics = compare_evaluations(evaluated, reference_evaluation)
+    before = [row for row in earlier_evaluations if row["iteration"] < state.iteration]  # a resumed run has later ones
+    row = {"iteration": float(state.iteration), **metrics, **since_best(evaluated, reference_evaluation, before)}
+    if evaluation.temperature == 0.0:  # the KL of greedy responses is no estimate of the policy's
+        row[TRAINING_KL] = state.history[-1]["objective/kl"]
+    return row
 
 
 def export_policy(
@@ -236,10 +244,11 @@ def export_policy(
     return replace(exported_policy(next_training_state), card=card)
 
 
-def summarise_training(next_training_state: TrainingState, evaluation_metrics: list[dict[str, float]]) -> pd.DataFrame:
+def summarise_training(next_training_state: TrainingState, evaluation_metrics: list[dict[str, Any]]) -> pd.DataFrame:
     """Collect the metrics of every iteration, and of its evaluation if there was one, in one table."""
     history = pd.DataFrame(next_training_state.history)
     evaluations = pd.DataFrame(evaluation_metrics, columns=None if evaluation_metrics else ["iteration"])
+    evaluations = evaluations.filter(regex="^(iteration$|eval/)")
     return history.merge(evaluations, on="iteration", how="left").astype({"iteration": int})
 
 

@@ -101,6 +101,7 @@ def create_pipeline() -> Pipeline:
                     "next_training_state",
                     "reference_policy",
                     "reference_evaluation",
+                    "earlier_evaluations",
                     "evaluation_prompt_dataset",
                     "reward_scorer",
                     "ppo_config",

@@ -18,10 +18,9 @@ from plotly import graph_objects as go
 from plotly.subplots import make_subplots
 from pydantic import Field
 
+from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.settings_group import settings_group
 
-KL_WARNING = 15.0
-"""Nats per response above which a policy often exploits its reward."""
 MAX_POINTS = 400
 """Longer curves are thinned to this many points, which keeps the page light."""
 COLOURS = ("#2f6fde", "#d9822b")
@@ -55,6 +54,8 @@ class Panel:
     """Metric keys of the lower and upper end of a shaded band."""
     level: float | None = None
     """A dashed horizontal line, drawn once a curve comes near it."""
+    limit: str | None = None
+    """The setting of PPO that is the level."""
     y_axis: Mapping[str, Any] = field(default_factory=dict)
     """Settings of plotly's y axis."""
     expected: ExpectedCurve | None = None
@@ -78,8 +79,8 @@ PANELS = (
         "KL from SFT",
         "nats per response",
         {"objective/kl": "mean over responses"},
-        f"The price of the reward. Beyond {KL_WARNING:g} (dashed) a policy often exploits its reward.",
-        level=KL_WARNING,
+        "The price of the reward. Beyond ppo.kl_warning (dashed) a policy often exploits its reward.",
+        limit="kl_warning",
         y_axis=_FROM_ZERO,
     ),
     Panel(
@@ -156,7 +157,7 @@ PANELS = (
 )
 
 
-def panels_of(history: pd.DataFrame, expected: ExpectedCurve | None = None) -> list[Panel]:
+def panels_of(history: pd.DataFrame, ppo: PPOConfig, expected: ExpectedCurve | None = None) -> list[Panel]:
     """Return the panels that the history has numbers for, each with only the curves that it has numbers for.
 
     An expected curve has a panel of its own, the first one, where its metric was measured.
@@ -165,7 +166,8 @@ def panels_of(history: pd.DataFrame, expected: ExpectedCurve | None = None) -> l
     for panel in (*_expected_panels(expected), *PANELS):
         curves = {key: label for key, label in panel.curves.items() if np.isfinite(column(history, key)).any()}
         if curves:
-            found.append(replace(panel, curves=curves))
+            level = panel.level if panel.limit is None else getattr(ppo, panel.limit)
+            found.append(replace(panel, curves=curves, level=level))
     return found
 
 
@@ -195,9 +197,9 @@ def panel_figure(panel: Panel, history: pd.DataFrame) -> go.Figure:
     return figure
 
 
-def training_curves(history: pd.DataFrame, expected: ExpectedCurve | None = None) -> go.Figure:
+def training_curves(history: pd.DataFrame, ppo: PPOConfig, expected: ExpectedCurve | None = None) -> go.Figure:
     """Return all panels as small multiples in one figure."""
-    panels = panels_of(history, expected)
+    panels = panels_of(history, ppo, expected)
     rows = max(1, math.ceil(len(panels) / _COLUMNS))
     titles = [f"{panel.title} ({panel.unit})" for panel in panels]
     figure = make_subplots(rows, _COLUMNS, subplot_titles=titles, vertical_spacing=0.4 / rows, horizontal_spacing=0.07)

@@ -48,9 +48,9 @@ class ReportingConfig:
     """A published curve to draw beside the run's own, a mapping with the settings of `reporting.expected_curve`."""
 
 
-def plot_training(training_history: pd.DataFrame, reporting: ReportingConfig) -> go.Figure:
+def plot_training(training_history: pd.DataFrame, ppo: PPOConfig, reporting: ReportingConfig) -> go.Figure:
     """Plot the curves of training: reward, KL, entropy, clip fractions, explained variance, losses and more."""
-    return training_curves(training_history, reporting.expected_curve)
+    return training_curves(training_history, ppo, reporting.expected_curve)
 
 
 def plot_scores(sft_evaluation: pd.DataFrame, ppo_evaluation: pd.DataFrame) -> go.Figure:
@@ -83,7 +83,7 @@ def write_report(
     sft_scores, ppo_scores, score_label = _scores(sft_evaluation, ppo_evaluation)
     accuracy = reward_model_accuracy(reward_model, reward)
     curves = training_history.to_dict("records")
-    panels = panels_of(training_history, reporting.expected_curve)
+    panels = panels_of(training_history, ppo, reporting.expected_curve)
     models = [("SFT policy", _relative(sft_policy.source))]
     if reward.needs_model and reward_model is not None:
         models.append(("Reward model", _relative(reward_model.source)))

@@ -20,7 +20,7 @@ def create_pipeline(**kwargs: object) -> Pipeline:
         [
             Node(
                 plot_training,
-                inputs={"training_history": "training_history", "reporting": "params:reporting"},
+                inputs={"training_history": "training_history", "ppo": "params:ppo", "reporting": "params:reporting"},
                 outputs="training_curves_plot",
                 name="plot_training",
             ),

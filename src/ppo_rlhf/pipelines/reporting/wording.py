@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from ppo_rlhf.ppo.comparison import FELL, LOSS, MIN_PROMPTS, NO_DIFFERENCE, ROSE, TOO_FEW_PROMPTS, by_chance
+from ppo_rlhf.ppo.comparison import FELL, LOSS, MIN_PROMPTS, NO_DIFFERENCE, ROSE, TOO_FEW_PROMPTS, WIN, by_chance
 from ppo_rlhf.ppo.evaluation import JUDGE_COLUMN
 
 MIN_REWARD_ACCURACY = 0.65
@@ -134,8 +134,8 @@ def remarks(
     """
     sft = dict(zip(before_after["measure"], before_after["sft"], strict=True))
     ppo = dict(zip(before_after["measure"], before_after["ppo"], strict=True))
-    exploits = "judge_score" in ppo and ppo["reward"] > sft["reward"] and ppo["judge_score"] < sft["judge_score"]
     result = summary["verdict"]
+    exploits = summary.get("exploits_reward") and result not in (WIN, ROSE)
     found = []
     if result == NO_DIFFERENCE:
         found.append(
@@ -152,7 +152,7 @@ def remarks(
     elif result in (LOSS, FELL) and not exploits:
         found.append(f"{result}. Look at the KL curve and the samples first.")
     if exploits:
-        found.append("The reward rose while the judge's score fell: the policy exploits its reward.")
+        found.append("The reward rose and the judge's score fell, both for certain: the policy exploits its reward.")
     if result == ROSE:
         found.append(
             "The reward that PPO raised also decides the win rate, so it cannot show that PPO exploits it. Set "

@@ -1,11 +1,11 @@
 """Tuning advice: the setting to change first, from a run's settings and metrics.
 
-`rules` holds the rules as one table, `changes` computes the new values, `curves` smooths a run's metrics, and `advice`
+`rules` holds the rules as one table (those on KL are `ppo.kl_rules`), `curves` smooths a run's metrics, and `advice`
 applies the rules and writes the lines. docs/tuning.md explains every rule.
 """
 
+from ppo_rlhf.ppo.kl_rules import Change
 from ppo_rlhf.training.tuning.advice import SHOWN, Advice, advise, in_words
-from ppo_rlhf.training.tuning.changes import Change
 from ppo_rlhf.training.tuning.rules import RULES, Rule, Stage
 
 __all__ = ["RULES", "SHOWN", "Advice", "Change", "Rule", "Stage", "advise", "in_words"]

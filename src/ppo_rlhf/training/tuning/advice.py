@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.training.tuning.changes import Change
+from ppo_rlhf.ppo.kl_rules import Change
 from ppo_rlhf.training.tuning.curves import Run
 from ppo_rlhf.training.tuning.rules import RULES, Rule
 
@@ -46,9 +46,11 @@ def advise(config: PPOConfig, history: History) -> list[Advice]:
     run = Run(config, history)
     found = []
     for rule in RULES:
-        if run.iterations >= rule.iterations and rule.fires(run):
+        is_refuted = getattr(run, rule.refuted_by, False)
+        if run.iterations >= rule.iterations and rule.fires(run) and not is_refuted:
             change = rule.change(run)
-            found.append(Advice(rule, rule.what_was_seen(run), change if change and change.is_allowed(run) else None))
+            is_allowed = change is not None and change.is_allowed(config)
+            found.append(Advice(rule, rule.seen.format(s=run), change if is_allowed else None))
     return found
 
 

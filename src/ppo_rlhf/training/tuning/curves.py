@@ -10,6 +10,8 @@ import numpy as np
 import pandas as pd
 
 from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.ppo.kl_rules import KLSituation
+from ppo_rlhf.ppo.since_best import CHANCE
 
 WINDOW = 10
 """Iterations, at most, that a mean is taken over."""
@@ -17,7 +19,7 @@ FIRST_RESPONSES = 64
 """Responses that the start of a run is measured by: with fewer, the noise of one batch would count."""
 
 
-class Run:
+class Run(KLSituation):
     """The settings and the metrics of a run. Values that are not finite are left out; an unmeasured level is NaN.
 
     Iterations in which only the critic trains (`critic_warmup_iterations`) are left out.
@@ -33,10 +35,24 @@ class Run:
         if len(table):
             table = table.sort_values("iteration")[lambda t: t["iteration"] > config.critic_warmup_iterations]
         self._table = table.replace([math.inf, -math.inf], math.nan)
-        self.config = config
         self.iterations = len(table)
         self.window = max(1, min(WINDOW, self.iterations // 4))
         self._start = min(self.window, math.ceil(FIRST_RESPONSES / config.batch_size))
+        super().__init__(
+            config,
+            kl=self.last("objective/kl"),
+            kl_error=float(self.values("objective/kl").tail(self.window).sem()),
+            highest_kl=self.highest("objective/kl"),
+            kl_coef=self.last("objective/kl_coef"),
+            # a sparse reward may begin with zeros
+            deviation=self.start("objective/scores_std") or self.highest("objective/scores_std"),
+        )
+
+    def __format__(self, level: str) -> str:
+        """Return a level with three digits: "last:objective/kl" is `last("objective/kl")`."""
+        name, _, key = level.partition(":")
+        value = getattr(self, name)(key)
+        return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
 
     def values(self, key: str) -> pd.Series:
         """Return the metric at each iteration, NaN where it was not measured."""
@@ -71,26 +87,6 @@ class Run:
         return self.values(key).rolling(self.window, min_periods=1).mean().iloc[self.window - 1 :]
 
     @property
-    def kl(self) -> float:
-        """KL at the end, nats per response."""
-        return self.last("objective/kl")
-
-    @property
-    def adaptive(self) -> bool:
-        """Whether a controller moves the KL coefficient."""
-        return self.config.kl_controller == "adaptive"
-
-    @property
-    def deviation(self) -> float:
-        """Standard deviation of the scores at the start; a sparse reward may begin with zeros, then the highest."""
-        return self.start("objective/scores_std") or self.highest("objective/scores_std")
-
-    @property
-    def spread(self) -> float:
-        """The same as the KL penalty is weighed against it: after the normalisation and the scale."""
-        return self.config.reward_scale * (self.deviation if self.config.reward_normalisation == "none" else 1.0)
-
-    @property
     def gain(self) -> float:
         """Rise of the score over the SFT policy's, in standard deviations of the scores at the start.
 
@@ -102,13 +98,19 @@ class Run:
         return rise / self.deviation if self.deviation > 0.0 else math.nan
 
     @property
-    def judge_lost(self) -> float:
-        """Share of the judge's best rise over SFT's that the last evaluation lost while the reward did not fall."""
-        judge, reward = self.values("eval/judge_score").dropna(), self.values("eval/reward")
-        if len(judge) < 3 or not self.end("eval/reward") >= reward[judge.idxmax()]:
-            return math.nan
-        rise = judge.max() - self.end("eval/judge_score_sft")
-        return float((judge.max() - judge.iloc[-2:].mean()) / rise) if rise > 0.0 else math.nan
+    def fell(self) -> bool:
+        """Whether the score that decides the win rate fell for certain since its best evaluation, SFT's included."""
+        return self.end("eval/since_best_p") < CHANCE
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether that score rose over SFT's for certain, and did not fall since."""
+        return self.end("eval/win_rate_low") > 0.5 and not self.fell
+
+    @property
+    def judged_success(self) -> bool:
+        """Whether it is a judge who says so: a reward that is exploited calls that a success."""
+        return self.succeeded and not math.isnan(self.end("eval/judge_score"))
 
     @property
     def rollout_gap(self) -> float:

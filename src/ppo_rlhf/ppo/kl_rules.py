@@ -1,0 +1,165 @@
+"""The rules on the KL from the reference policy: when each holds, what it means, and the setting to change first.
+
+The alarms while a run trains and the advice at its end (training.tuning) say what stands here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.core.errors import ConfigError
+
+MOVED, COLLAPSED = 0.5, 0.1
+"""Nats per response below which the policy has hardly moved; share of the highest KL, if that was more."""
+NEGATIVE, STANDARD_ERRORS = -0.05, 3.0
+"""Nats per response; and k1 is noisy around 0, so a mean must lie this many of its errors below it."""
+USUAL_KL, USUAL_KL_COEF = 10.0, 0.05
+"""TRL's FAQ keeps KL between 0 and 10 nats per response; TRL's default, for scores of standard deviation 1."""
+BETTER_START, SATURATED = 1.5, 10.0
+"""Factors of the first KL coefficient: from the one on, the controller's is a better start; from the other on, the size
+of the updates keeps KL from its target."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A setting of PPOConfig, its present value, and the value to try."""
+
+    setting: str
+    now: Any
+    next: Any
+
+    def __str__(self) -> str:
+        """Write it as an instruction."""
+        if any(isinstance(value, bool) or not isinstance(value, int | float) for value in (self.now, self.next)):
+            return f"Set ppo.{self.setting} to {self.next} (now {self.now})."
+        verb = "Raise" if self.next > self.now else "Lower"
+        return f"{verb} ppo.{self.setting} from {self.now:g} to {self.next:g}."
+
+    def is_opposite(self, other: Change) -> bool:
+        """Return whether another change moves the same setting the other way."""
+        if self.now is None or isinstance(self.now, str):
+            return bool(self.next != other.next)
+        return bool((self.next > self.now) != (other.next > other.now))
+
+    def is_allowed(self, config: PPOConfig) -> bool:
+        """Return whether it changes anything and leaves a valid configuration."""
+        try:
+            replace(config, **{self.setting: self.next})
+        except ConfigError:
+            return False
+        return bool(self.next != self.now)
+
+
+@dataclass
+class KLSituation:
+    """The KL of a run at some time, and the penalty that holds it; KL is in nats per response."""
+
+    config: PPOConfig
+    kl: float  # of an iteration, or the mean of several
+    kl_error: float  # standard error of that mean; NaN of one iteration
+    highest_kl: float  # highest mean so far
+    kl_coef: float  # now
+    deviation: float  # standard deviation of the scores at the start
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether a controller moves the KL coefficient."""
+        return self.config.kl_controller == "adaptive"
+
+    @property
+    def spread(self) -> float:
+        """The deviation as the KL penalty is weighed against it: after the normalisation and the scale."""
+        return self.config.reward_scale * (self.deviation if self.config.reward_normalisation == "none" else 1.0)
+
+
+class KLRule(NamedTuple):
+    """When it holds, the change to make (None if no setting helps), and a sentence: what is seen, what it means."""
+
+    holds: Callable[[KLSituation], bool]
+    change: Callable[[KLSituation], Change | None]
+    seen: str
+    meaning: str
+
+
+def set_to(s: KLSituation, setting: str, value: Any) -> Change:
+    """Set a setting to a value."""
+    return Change(setting, getattr(s.config, setting), value)
+
+
+def scaled(s: KLSituation, setting: str, factor: float) -> Change:
+    """Multiply a setting, rounded to two digits; a whole number stays one."""
+    now = getattr(s.config, setting)
+    moved = rounded(now * factor)
+    return Change(setting, now, max(1, round(moved)) if isinstance(now, int) else moved)
+
+
+def stronger_penalty(s: KLSituation, factor: float) -> Change:
+    """Hold the policy closer. KL falls about as fast as the coefficient rises."""
+    if s.adaptive:
+        return scaled(s, "kl_target", 1.0 / factor)
+    if s.config.kl_coef == 0.0:
+        return set_to(s, "kl_coef", float(f"{USUAL_KL_COEF * (s.spread or 1.0):.1g}"))
+    return scaled(s, "kl_coef", factor)
+
+
+def lower_kl(s: KLSituation) -> Change:
+    """Bring KL down to the usual level. A low target is not at fault: then the controller is."""
+    if s.adaptive and s.config.kl_target < s.config.kl_warning:
+        return help_controller(s)
+    return stronger_penalty(s, min(4.0, max(1.5, s.kl / USUAL_KL)))
+
+
+def help_controller(s: KLSituation) -> Change:
+    """Bring KL nearer to the target: another step size, a better start, or a quicker controller."""
+    too_high, moved = s.kl > s.config.kl_target, s.kl_coef / s.config.kl_coef
+    moved = moved if too_high else 1.0 / moved
+    if moved <= SATURATED and moved > BETTER_START:
+        return set_to(s, "kl_coef", rounded(s.kl_coef))
+    if moved <= SATURATED and s.config.kl_horizon > 2 * s.config.batch_size:
+        return scaled(s, "kl_horizon", 0.5)
+    return scaled(s, "learning_rate", 0.5 if too_high else 2.0)
+
+
+def weaker_penalty(s: KLSituation) -> Change:
+    """Let the policy move after KL collapsed; without a penalty its updates are too large."""
+    if s.adaptive:
+        return help_controller(s)
+    return scaled(s, "kl_coef" if s.config.kl_coef else "learning_rate", 0.5)
+
+
+def without_filter(s: KLSituation) -> Change | None:
+    """Turn off a filter of the sampler, if one is on."""
+    off = {"top_k": 0, "top_p": 1.0, "min_response_length": 0}
+    return next((set_to(s, name, value) for name, value in off.items() if getattr(s.config, name) != value), None)
+
+
+def rounded(value: float) -> float:
+    """Return a value of two digits."""
+    return float(f"{value:.2g}")
+
+
+# fmt: off
+KL_RULES = {
+    "negative": KLRule(
+        lambda s: s.kl < NEGATIVE and s.kl < -STANDARD_ERRORS * s.kl_error, without_filter,
+        "KL is {s.kl:.3g} nats per response, below 0 by more than its noise",
+        "responses are not drawn from the distribution that is trained, and the policy is paid for that; look at "
+        "policy/rollout_logprob_gap, too"),
+    "alarm": KLRule(
+        lambda s: s.kl > s.config.kl_alarm, lower_kl,
+        "KL is {s.kl:.3g} nats per response, above {s.config.kl_alarm:g}",
+        "the policy has left the SFT model's language, most likely to exploit the reward"),
+    "warning": KLRule(
+        lambda s: s.config.kl_warning < s.kl <= s.config.kl_alarm, lower_kl,
+        "KL is {s.kl:.3g} nats per response, above {s.config.kl_warning:g}",
+        "the policy is leaving the SFT model's language; read the samples"),
+    "collapsed": KLRule(
+        lambda s: s.highest_kl >= MOVED and s.kl < COLLAPSED * s.highest_kl, weaker_penalty,
+        "KL fell from {s.highest_kl:.3g} to {s.kl:.3g} nats per response",
+        "the policy is back where it started: the penalty outweighs the score, or without a penalty its updates undo "
+        "each other"),
+}
+# fmt: on

@@ -1,0 +1,73 @@
+"""The evaluations of a run while it trains: what a row holds, and what the next one makes of it."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ppo_rlhf.checkpoints.store import TRAINING_KL, best_iteration
+from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.pipelines.ppo import nodes
+from ppo_rlhf.ppo.evaluation import EvaluationConfig
+from ppo_rlhf.ppo.since_best import SCORES
+from tests.ppo.test_since_best import evaluation
+
+SFT = evaluation(np.zeros(8))
+SCORES_AT = {10: np.full(8, 2.0), 20: np.full(8, 1.0), 30: np.full(8, 3.0)}
+
+
+@pytest.fixture
+def evaluate(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Evaluate an iteration after a log of earlier ones; the policy's scores are SCORES_AT, its greedy KL is 1."""
+    monkeypatch.setattr(nodes, "resolve_judge", lambda _: None)
+    monkeypatch.setattr(nodes, "_first_prompts", lambda *_: None)
+
+    def evaluated(iteration: int, log: list[dict[str, Any]], **settings: Any) -> dict[str, Any]:
+        measured = evaluation(SCORES_AT[iteration])
+        measured.kl = np.ones(8)
+        monkeypatch.setattr(nodes, "evaluate_policy", lambda *_, **__: measured)
+        state = SimpleNamespace(iteration=iteration, finished=False, policy=None, tokenizer=None, sampling=None)
+        state.history = [{"iteration": float(iteration), "objective/kl": 2.0 * iteration}]
+        config = EvaluationConfig(**settings)
+        monkeypatch.setattr(EvaluationConfig, "sampling", lambda *_: None)
+        row = nodes.evaluate_iteration(state, None, SFT, log, None, None, PPOConfig(), config)
+        return dict(json.loads(json.dumps(row)))  # as it lies beside the checkpoints
+
+    return evaluated
+
+
+def test_a_row_keeps_each_prompts_score_only_if_it_is_the_best_so_far(evaluate):
+    log: list[dict[str, Any]] = []
+    for iteration in SCORES_AT:
+        log.append(evaluate(iteration, log))
+    assert [SCORES in row for row in log] == [True, False, True]
+    assert [row["eval/since_best_score"] for row in log] == [2.0, -1.0, 1.0]
+    assert log[1]["eval/since_best_p"] == pytest.approx(2 / 2**8)  # chosen from SFT's and the first
+
+
+def test_a_run_that_goes_on_from_an_earlier_checkpoint_evaluates_as_it_did_the_first_time(evaluate):
+    log: list[dict[str, Any]] = []
+    for iteration in SCORES_AT:
+        log.append(evaluate(iteration, log))
+    assert evaluate(20, log) == log[1]  # the log has what came after it, and itself
+
+
+def test_a_greedy_evaluation_is_gated_by_the_kl_of_its_iterations_rollouts(evaluate):
+    rows = [evaluate(iteration, [], temperature=0.0) for iteration in (10, 20, 30)]
+    assert [row["eval/kl"] for row in rows] == [1.0, 1.0, 1.0]
+    assert [row[TRAINING_KL] for row in rows] == [20.0, 40.0, 60.0]
+    assert best_iteration(rows, kl_alarm=20.0) == 10
+    assert TRAINING_KL not in evaluate(10, [])
+
+
+def test_the_history_has_the_metrics_of_evaluations_and_nothing_else_of_their_log(evaluate):
+    rows = [evaluate(10, [], temperature=0.0)]
+    history = [{"iteration": float(i), "objective/kl": float(i)} for i in (9, 10)]
+    table = nodes.summarise_training(SimpleNamespace(history=history), rows)
+    assert {"scores", TRAINING_KL}.isdisjoint(table.columns)
+    assert table["objective/kl"].tolist() == [9.0, 10.0]
+    assert table["eval/since_best_score"].tolist()[1] == 2.0
