@@ -201,8 +201,8 @@ def test_a_critic_in_4_bits_is_refused() -> None:
         pretraining_config(CriticPretrainingConfig(), ppo(value_model="separate", load_in_4bit=True, **LORA))
 
 
-def test_no_stored_critic_is_one_line_with_the_command_that_makes_one(sft: str) -> None:
-    with pytest.raises(ConfigError, match="kedro run --pipelines critic_pretraining"):
+def test_no_stored_critic_is_one_line_with_where_each_front_takes_one(sft: str) -> None:
+    with pytest.raises(ConfigError, match="PPOTrainer takes it as value_model, the pipeline at critic_path"):
         PPOTrainer(ppo(), sft)
 
 

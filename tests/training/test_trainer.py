@@ -839,6 +839,13 @@ def test_the_exported_policy_follows_the_umask(sft: str, tmp_path: Path):
     assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o640}
 
 
+def test_the_pipelines_card_names_the_command_that_evaluates_and_the_trainers_none(sft: str, tmp_path: Path):
+    settings = config(total_episodes=4)
+    assert "`kedro run --pipelines evaluation`" in pipeline_run(sft, settings, FUNCTION)["ppo_policy"].load().card
+    PPOTrainer(settings, sft).save_pretrained(tmp_path / "policy")
+    assert "kedro" not in (tmp_path / "policy" / "README.md").read_text()
+
+
 def test_the_models_directory_is_only_read(sft: str):
     before = {path.name: path.read_bytes() for path in Path(sft).iterdir()}
     trainer_of(sft).train()

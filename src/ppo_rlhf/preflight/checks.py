@@ -15,7 +15,7 @@ from kedro.io import CatalogProtocol, DatasetError, MemoryDataset
 from kedro.pipeline import Pipeline
 from transformers import PreTrainedTokenizerBase
 
-from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.config import MODEL_PATHS, PPOConfig
 from ppo_rlhf.core.errors import PPORLHFError, own_error
 from ppo_rlhf.data.prompts import PromptsConfig, is_prompt, split_held_out, tokenise_prompts
 from ppo_rlhf.datasets import PretrainedModelDataset, RecordsDataset, ResumeCheckpointDataset
@@ -129,7 +129,8 @@ def check_settings(run: RunRequest) -> Iterator[str]:
         yield f"{setting} is not set. Set it in conf/local/globals.yml or with --params {setting}=…"
     ppo = run.group("ppo", PPOConfig)
     if ppo is not None:
-        yield from ppo.misplaced_paths()
+        for name in (path for path in MODEL_PATHS if getattr(ppo, path) is not None):
+            yield f"ppo.{name} is not a parameter of this group. Set {name} in conf/local/globals.yml or with --params."
         check_device(ppo, resolve_device(ppo.device))
 
 

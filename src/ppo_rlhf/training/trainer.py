@@ -263,7 +263,7 @@ class PPOTrainer:
 
         loop.train(self.state, self.reference_policy, self._prompts, self._scorer, after_iteration)
         if is_main_process():
-            for line in in_words(self.config, advise(self.config, self.history), list(self.history)):
+            for line in in_words(self.config, advise(self.config, self.history), list(self.history), most=None):
                 log.info("%s", line)
         return self.history
 
