@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError, DataError, ModelError, RewardError
 from ppo_rlhf.core.responses import response_lengths
-from ppo_rlhf.data.prompts import PromptDataset, tokenise_prompts
+from ppo_rlhf.data.prompts import PromptDataset, fitted, is_prompt, tokenise_prompts
 from ppo_rlhf.data.tables import table_of_columns, table_of_rows
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.models.offloading import to_host
@@ -33,6 +34,7 @@ from ppo_rlhf.rewards.scorers import (
 )
 from ppo_rlhf.training.trainer_models import HOST, check_same_vocabulary, take_over
 
+TOKENS, MASK = "input_ids", "attention_mask"
 _MODEL_ALONE = RewardConfig(components=[RewardComponentConfig(type="model")])
 
 
@@ -42,8 +44,8 @@ def take_prompts(
     """Return prompts as a tokenised dataset.
 
     Args:
-        prompts: Texts or chats in a list; a table (pandas, `datasets`, a mapping of columns) with a column `prompt`,
-            whose other columns go to reward functions; or a PromptDataset.
+        prompts: Texts, chats or token ids in a list; a table (pandas, `datasets`, rows, a mapping of columns) with a
+            column `prompt`, or else `input_ids`, whose other columns go to reward functions; or a PromptDataset.
         policy: The policy with its tokenizer.
         config: Hyperparameters.
         context: Most tokens of a prompt and its response; None without a limit.
@@ -55,30 +57,48 @@ def take_prompts(
     if isinstance(prompts, PromptDataset):
         check_room(prompts.prompt_ids, [config.response_length] * len(prompts), context, why)
         return prompts
-    if isinstance(prompts, list | tuple) and not (prompts and isinstance(prompts[0], Mapping)):
-        frame = pd.DataFrame({"prompt": pd.Series(list(prompts), dtype=object)})
-    elif isinstance(prompts, pd.DataFrame):
-        frame = prompts
-    elif isinstance(prompts, list | tuple):
-        frame = table_of_rows(prompts)
-    elif hasattr(prompts, "column_names"):  # Hugging Face's tables give columns of Python values for a slice
-        frame = table_of_columns(prompts[:])
-    elif isinstance(prompts, Mapping):
-        frame = table_of_columns(prompts)
-    else:
-        raise DataError(
-            f"PPOTrainer: prompts has the unknown type {type(prompts).__name__}; give a list of texts or chats, a "
-            "table with a column `prompt`, or a PromptDataset"
+    frame, tokenizer = _table(prompts), policy.tokenizer
+    if "prompt" in frame.columns:
+        return tokenise_prompts(
+            frame,
+            tokenizer,
+            column="prompt",
+            response_length=config.response_length,
+            context=context,
+            overlong=config.overlong_prompts,
+            why=why,
         )
-    return tokenise_prompts(
-        frame,
-        policy.tokenizer,
-        column="prompt",
-        response_length=config.response_length,
-        context=context,
-        overlong=config.overlong_prompts,
-        why=why,
-    )
+    if TOKENS not in frame.columns:
+        found = ", ".join(map(str, frame.columns))
+        raise DataError(f"PPOTrainer: prompts has no column `prompt` or `{TOKENS}`; the columns are {found}")
+    rows = frame[TOKENS].tolist()
+    if MASK in frame.columns:
+        rows = [list(itertools.compress(*row)) for row in zip(rows, frame[MASK], strict=True)]
+    ids = token_lists(rows, "prompt", policy.model.config.get_text_config().vocab_size)
+    columns = {str(name): frame[name].tolist() for name in frame.columns.drop([TOKENS, MASK], errors="ignore")}
+    room = (context, config.response_length, config.overlong_prompts, tokenizer.bos_token_id)
+    return fitted(PromptDataset(ids, tokenizer.batch_decode(ids), columns), *room, "prompts", why)
+
+
+def _table(prompts: Any) -> pd.DataFrame:
+    advice = "give a list or a table (column `prompt` or `input_ids`) of texts, chats or token ids, or a PromptDataset"
+    if isinstance(prompts, pd.DataFrame):
+        return prompts
+    if isinstance(prompts, list | tuple):
+        first = prompts[0] if prompts else ""
+        if isinstance(first, Mapping):
+            return table_of_rows(prompts)
+        return pd.DataFrame({"prompt" if is_prompt(first) else TOKENS: pd.Series(list(prompts), dtype=object)})
+    if hasattr(prompts, "column_names"):  # one of Hugging Face's: a table gives columns of Python values for a slice
+        if isinstance(prompts, Mapping):
+            advice = f'give one of the splits, prompts["{next(iter(prompts))}"]'
+        elif hasattr(prompts, "__len__"):
+            return table_of_columns(prompts[:])
+        else:
+            advice = "prompts are drawn from a whole table: load it without streaming, or by Dataset.from_list"
+    elif isinstance(prompts, Mapping):
+        return table_of_columns(prompts)
+    raise DataError(f"PPOTrainer: prompts is of the type {type(prompts).__name__}; {advice}")
 
 
 def take_reward(reward: Any, policy: TrainedModel, config: PPOConfig) -> RewardScorer | None:
