@@ -664,7 +664,7 @@ def test_columns_go_to_the_reward_function(sft: str):
 
     frame = pd.DataFrame({"prompt": PROMPTS, "genre": ["good"] * 7})
     assert trainer_of(sft, reward=wanted, prompts=frame).train()[0]["reward/wanted"] == 1.0
-    assert seen == ["good"] * 12
+    assert seen == ["good"] * (2 + 12)  # two prompts are tried before the run
 
 
 def test_columns_that_reward_functions_could_not_be_given_are_refused(sft: str, reward_model: str):

@@ -10,7 +10,8 @@ import pandas as pd
 import pytest
 import torch
 
-from ppo_rlhf.core.errors import DataError
+from ppo_rlhf.core.errors import ConfigError, DataError, RewardError
+from ppo_rlhf.rewards.scorers import RewardConfig, RewardScorer
 from ppo_rlhf.training import PPOTrainer
 from tests.tiny_models import save, tiny_model, word_tokenizer
 from tests.training.test_trainer import PROMPTS, config, early_letters, repeatable
@@ -90,3 +91,71 @@ def test_a_dataset_that_is_no_table_of_prompts_is_refused_in_one_line(sft: str, 
         prompts_of(sft, prompts)
     assert len(str(caught.value).splitlines()) == 1
     assert "prompts.column" not in str(caught.value)
+
+
+def recording(calls: list[dict[str, Any]], answer: Any) -> Any:
+    def reward(prompts: list[str], completions: list[str], completion_ids: list[list[int]], **columns: Any) -> Any:
+        calls.append({"prompts": prompts, "completions": completions, "completion_ids": completion_ids, **columns})
+        return answer(completion_ids)
+
+    return reward
+
+
+TABLE = pd.DataFrame({"prompt": PROMPTS, "genre": [f"g{row}" for row in range(7)]})
+
+
+def test_the_reward_is_tried_with_two_prompts_before_the_run(sft: str):
+    calls: list[dict[str, Any]] = []
+    PPOTrainer(config(), sft, reward=recording(calls, lambda ids: [0.0 for _ in ids]), prompts=TABLE)
+    (call,) = calls
+    assert call["prompts"] == call["completions"] == PROMPTS[:2]
+    assert call["completion_ids"] == IDS[:2]
+    assert call["genre"] == ["g0", "g1"]
+
+
+def one_score_alone(prompts: list[str], completions: list[str]) -> list[float]:
+    return [0.0]
+
+
+def one_number_a_token(prompts: list[str], completion_ids: list[list[int]]) -> list[list[float]]:
+    return [[0.0] * len(ids) for ids in completion_ids]
+
+
+@pytest.mark.parametrize("as_component", [False, True])
+def test_a_reward_that_would_fail_is_refused_before_anything_is_generated(
+    sft: str, as_component: bool, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+):
+    monkeypatch.chdir(request.config.rootpath)
+
+    def given(function: Any) -> Any:
+        reference = f"tests.training.test_trainer_given:{function.__name__}"
+        components: list[Any] = [{"type": "function", "function": reference}]
+        return RewardConfig(components=components) if as_component else function
+
+    with pytest.raises(RewardError, match="one_score_alone returned 1 values for 2 responses"):
+        PPOTrainer(config(), sft, reward=given(one_score_alone), prompts=PROMPTS)
+    with pytest.raises(ConfigError, match=r"ppo\.reward_clip=2"):
+        PPOTrainer(config(reward_clip=2.0), sft, reward=given(one_number_a_token), prompts=PROMPTS)
+    PPOTrainer(config(), sft, reward=given(one_number_a_token), prompts=PROMPTS)
+
+
+def test_a_reward_without_prompts_and_a_scorer_of_ones_own_are_not_tried(sft: str):
+    calls: list[dict[str, Any]] = []
+    reward = recording(calls, lambda ids: [])
+    PPOTrainer(config(), sft, reward=reward)
+    PPOTrainer(config(), sft, reward=RewardScorer([("own", 1.0, reward)]), prompts=PROMPTS)
+    assert calls == []
+
+
+def test_of_several_processes_the_main_one_alone_calls_the_reward(sft: str, monkeypatch: pytest.MonkeyPatch):
+    calls: list[dict[str, Any]] = []
+    monkeypatch.setattr("ppo_rlhf.processes.is_main_process", lambda: False)
+    monkeypatch.setattr("ppo_rlhf.processes.from_main", lambda _: [0.0, 1.0])  # what the main process says
+    PPOTrainer(config(), sft, reward=recording(calls, lambda ids: [0.0 for _ in ids]), prompts=PROMPTS)
+    assert calls == []
+
+
+def test_a_single_prompt_is_tried_alone(sft: str):
+    calls: list[dict[str, Any]] = []
+    PPOTrainer(config(), sft, reward=recording(calls, lambda ids: [0.0 for _ in ids]), prompts=["a b"])
+    assert calls[0]["prompts"] == ["a b"]

@@ -30,7 +30,6 @@ from ppo_rlhf.ppo.accelerator import precision_warning, resolve_device
 from ppo_rlhf.ppo.rollout import complete_rollouts
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.processes import from_main, is_main_process, wait_for_all
-from ppo_rlhf.rewards.functions import check_column_names
 from ppo_rlhf.training import trainer_inputs
 from ppo_rlhf.training.query_sampler import QuerySampler
 from ppo_rlhf.training.trainer_models import ModelSource, context_of_all, take_critic, take_policies
@@ -103,8 +102,8 @@ class PPOTrainer:
         critic = take_critic(config, start, self.reference_policy, reward_model, value_model)
         limit = context_of_all(start.model, self.reference_policy, critic)
         self._prompts = None if prompts is None else trainer_inputs.take_prompts(prompts, start, config, *limit)
-        if self._prompts is not None and trainer_inputs.calls_functions(reward):
-            check_column_names(self._prompts.columns, "prompts")
+        if self._scorer is not None and self._prompts is not None and self._scorer is not reward:
+            trainer_inputs.try_functions(self._scorer, self._prompts, config)
         self.state = TrainingState.create(start.model, critic, start.tokenizer, config)
         self._sampler = QuerySampler(self.state, limit)
         if self._scorer is not None and self._prompts is not None:

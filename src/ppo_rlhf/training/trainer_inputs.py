@@ -23,15 +23,18 @@ from ppo_rlhf.models.offloading import to_host
 from ppo_rlhf.models.tokenizers import ensure_pad_id, ensure_pad_token, same_vocabulary
 from ppo_rlhf.ppo.accelerator import frozen_dtype
 from ppo_rlhf.ppo.sampling import Responses, SamplingSettings
+from ppo_rlhf.rewards.functions import check_column_names
 from ppo_rlhf.rewards.scorers import (
     NOTHING_TO_OFFLOAD,
     ModelScorer,
+    ResponseBatch,
     RewardComponentConfig,
     RewardConfig,
     RewardScorer,
     build_reward_scorer,
     score_by_function,
 )
+from ppo_rlhf.rewards.shaping import check_token_rewards
 from ppo_rlhf.training.trainer_models import HOST, check_same_vocabulary, take_over
 
 TOKENS, MASK = "input_ids", "attention_mask"
@@ -157,14 +160,14 @@ def take_reward(reward: Any, policy: TrainedModel, config: PPOConfig) -> RewardS
     return _function_scorer(reward)
 
 
-def calls_functions(reward: Any) -> bool:
-    """Return whether a reward for `take_reward` calls Python functions with the prompts' other columns.
-
-    It is False for a RewardScorer, whose parts are unknown.
-    """
-    if isinstance(reward, RewardConfig):
-        return any(component.function is not None for component in reward.components)
-    return callable(reward) and not isinstance(reward, nn.Module)
+def try_functions(scorer: RewardScorer, prompts: PromptDataset, config: PPOConfig) -> None:
+    """Raise if a function fails on two prompts that stand for responses, as the pipeline does before a run."""
+    if scorer.functions:
+        check_column_names(prompts.columns, "prompts")
+    few = prompts.select(range(min(2, len(prompts))))
+    batch = ResponseBatch(few.texts, few.texts, few.columns, few.prompt_ids, few.prompt_ids, [True] * len(few))
+    if 2 in [function(batch).dim() for function in scorer.functions]:
+        check_token_rewards(config)
 
 
 def given_scores(scores: Any, rows: int) -> RewardScorer:
