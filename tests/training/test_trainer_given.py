@@ -7,13 +7,15 @@ from typing import Any
 
 import datasets
 import pandas as pd
+import peft
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
-from ppo_rlhf.core.errors import ConfigError, DataError, RewardError
+from ppo_rlhf.core.errors import ConfigError, DataError, ModelError, RewardError
 from ppo_rlhf.rewards.scorers import RewardConfig, RewardScorer
 from ppo_rlhf.training import PPOTrainer
-from tests.tiny_models import save, tiny_model, word_tokenizer
+from tests.tiny_models import PAD, save, tiny_model, word_tokenizer
 from tests.training.test_trainer import PROMPTS, config, early_letters, repeatable
 
 IDS = [word_tokenizer()(text)["input_ids"] for text in PROMPTS]
@@ -159,3 +161,48 @@ def test_a_single_prompt_is_tried_alone(sft: str):
     calls: list[dict[str, Any]] = []
     PPOTrainer(config(), sft, reward=recording(calls, lambda ids: [0.0 for _ in ids]), prompts=["a b"])
     assert calls[0]["prompts"] == ["a b"]
+
+
+def with_adapter(model: Any, task: str) -> Any:
+    settings = peft.LoraConfig(target_modules="all-linear", task_type=task, init_lora_weights=False)
+    return peft.get_peft_model(model, settings)
+
+
+def refusal(**given: Any) -> str:
+    with pytest.raises(ModelError) as caught:
+        PPOTrainer(config(), **{"tokenizer": word_tokenizer(), **given})
+    (line,) = str(caught.value).splitlines()
+    return line
+
+
+def test_the_advice_on_an_adapter_works_at_once(sft: str, tmp_path: Path):
+    """For the PeftModel itself, and for what transformers loads of the folder that it was saved to."""
+    adapted = with_adapter(AutoModelForCausalLM.from_pretrained(sft), "CAUSAL_LM")
+    adapted.save_pretrained(tmp_path / "adapter")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "adapter")
+    lines = [refusal(policy=adapted), refusal(policy=loaded)]
+    assert lines[0] == lines[1]
+    for part in ("the policy has an adapter", "merge_and_unload().requires_grad_(True)", "AutoPeftModelForCausalLM"):
+        assert part in lines[0]
+    again = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
+    ids = torch.tensor([[4, 7, 9]])
+    expected = adapted(ids).logits.detach()
+    for model in (adapted, again):
+        merged = model.merge_and_unload().requires_grad_(True)
+        torch.testing.assert_close(merged(ids).logits, expected, rtol=0.0, atol=1e-5)
+        trainer = PPOTrainer(config(), merged, None, word_tokenizer(), reward=early_letters, prompts=PROMPTS)
+        assert abs(trainer.train()[0]["objective/kl"]) < 1e-5
+
+
+def test_the_advice_on_an_adapter_works_for_classifiers_and_the_reference_too(sft: str):
+    classifier = tiny_model("gpt2", reward=True, num_labels=1, pad_token_id=PAD)
+    for name in ("reward", "value_model", "reference_policy"):
+        model, task = (tiny_model(), "CAUSAL_LM") if name == "reference_policy" else (classifier, "SEQ_CLS")
+        adapted = with_adapter(model, task)
+        assert "merge_and_unload().requires_grad_(True)" in refusal(policy=sft, **{name: adapted})
+        PPOTrainer(config(), sft, **{name: adapted.merge_and_unload().requires_grad_(True)})
+
+
+def test_the_folder_of_an_adapter_alone_is_refused_with_the_way_to_merge_it(tmp_path: Path):
+    with_adapter(tiny_model(), "CAUSAL_LM").save_pretrained(tmp_path)
+    assert "save merge_and_unload() of peft's AutoPeftModelForCausalLM" in refusal(policy=str(tmp_path))
