@@ -721,7 +721,7 @@ def test_warnings_are_given_when_the_trainer_is_made_and_not_again_at_the_end(sf
 
 
 def test_only_the_main_process_warns_logs_and_writes(sft: str, tmp_path: Path, caplog, monkeypatch):
-    for place in ("training.trainer", "training.query_sampler", "checkpoints.resume"):
+    for place in ("training.trainer", "training.trainer_progress", "training.query_sampler", "checkpoints.resume"):
         monkeypatch.setattr(f"ppo_rlhf.{place}.is_main_process", lambda: False)
     with caplog.at_level(logging.INFO, logger="ppo_rlhf"):
         trainer = trainer_of(sft, config(vf_coef=0.5, save_interval=1))

@@ -33,6 +33,7 @@ from ppo_rlhf.processes import from_main, is_main_process, wait_for_all
 from ppo_rlhf.training import trainer_inputs
 from ppo_rlhf.training.query_sampler import QuerySampler
 from ppo_rlhf.training.trainer_models import ModelSource, context_of_all, take_critic, take_policies
+from ppo_rlhf.training.trainer_progress import say, watched
 from ppo_rlhf.training.tuning import advise, in_words
 
 log = logging.getLogger(__name__)
@@ -212,20 +213,16 @@ class PPOTrainer:
         return metrics
 
     def log_stats(self, stats: Mapping[str, float], batch: Mapping[str, Sequence[Any]], rewards: Any) -> None:
-        """Log one line about an iteration, and the first query with its response.
+        """Log one line about an iteration, and the first query with its response; without logging set up, print it.
 
         Args:
             stats: The metrics that `step` returned; `history` keeps them already.
             batch: The texts under `query` and `response`; other entries are ignored.
             rewards: The scores.
         """
-        if not is_main_process():
-            return
-        pair = ""
         texts = [batch.get(name, ()) for name in ("query", "response")]
-        if all(map(len, texts)):
-            pair = "; {!r} -> {!r}".format(*(column[0] for column in texts))
-        log.info("%s, mean reward %.4g%s", self._line(stats), trainer_inputs.mean_of(rewards), pair)
+        pair = "; {!r} -> {!r}".format(*(column[0] for column in texts)) if all(map(len, texts)) else ""
+        say(f"{self._line(stats)}, mean reward {trainer_inputs.mean_of(rewards):.4g}{pair}")
 
     def train(
         self, resume_from_checkpoint: str | Path | bool | None = None, output_dir: str | Path | None = None
@@ -236,7 +233,7 @@ class PPOTrainer:
             resume_from_checkpoint: Directory of a checkpoint to resume from; True takes the newest whole one in
                 `output_dir`.
             output_dir: Directory of the checkpoints: one every `save_interval` iterations and at the end, of which the
-                newest `save_total_limit` are kept. None saves none.
+                newest `save_total_limit` are kept. An exception saves the last whole iteration. None saves none.
 
         Returns:
             The metrics of every iteration.
@@ -253,17 +250,17 @@ class PPOTrainer:
             self.load_checkpoint(_checkpoint(resume_from_checkpoint, directory))
 
         def after_iteration(metrics: dict[str, float]) -> None:
-            if is_main_process():
-                log.info("%s", self._line(metrics))
+            say(self._line(metrics))
+            bar.update()
             if directory is not None and CheckpointRequest(self.state).due:
                 self.save_checkpoint(directory)
                 if is_main_process():
                     prune_checkpoints(directory, self.config.save_total_limit, None, self.state.iteration)
 
-        loop.train(self.state, self.reference_policy, self._prompts, self._scorer, after_iteration)
-        if is_main_process():
-            for line in in_words(self.config, advise(self.config, self.history), list(self.history), most=None):
-                log.info("%s", line)
+        with watched(self.state, directory) as bar:
+            loop.train(self.state, self.reference_policy, self._prompts, self._scorer, after_iteration)
+        for line in in_words(self.config, advise(self.config, self.history), list(self.history), most=None):
+            say(line)
         return self.history
 
     def save_pretrained(self, save_directory: str | Path) -> None:
@@ -298,6 +295,7 @@ class PPOTrainer:
             ConfigError: Its run had other settings.
         """
         restore(self.state, Path(directory))
+        self.state.updating = False
         self._sampler.start_iteration()
 
     def _warn(self) -> None:
