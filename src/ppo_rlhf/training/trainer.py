@@ -34,6 +34,7 @@ from ppo_rlhf.training import trainer_inputs
 from ppo_rlhf.training.query_sampler import QuerySampler
 from ppo_rlhf.training.trainer_models import ModelSource, context_of_all, take_critic, take_policies
 from ppo_rlhf.training.trainer_progress import say, watched
+from ppo_rlhf.training.trl_scripts import answers_trl
 from ppo_rlhf.training.tuning import advise, in_words
 
 log = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ _SHOWN = {
 }
 
 
+@answers_trl
 class PPOTrainer:
     """Trains a policy by PPO.
 
