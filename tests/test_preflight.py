@@ -208,7 +208,7 @@ def test_a_reward_by_token_is_tried_with_the_policys_tokens(user: User):
             id="no judge module",
         ),
         pytest.param(ppo(value_model="reward_init"), "ppo.value_model", id="critic from no reward model"),
-        pytest.param(ppo(sft_model_path="models/mine"), "ppo.sft_model_path", id="path in another group"),
+        pytest.param(ppo(sft_model_path="models/mine"), "conf/local/globals.yml", id="path in another group"),
         pytest.param(ppo(device="cuda:99"), "cuda:99", id="no such device"),
         pytest.param(ppo(use_peft=True, lora_target_modules="q_proj"), "ppo.lora_target_modules", id="no such layer"),
         pytest.param(

@@ -195,17 +195,11 @@ def test_a_wrong_value_or_name_is_refused_in_one_line_that_names_it(values):
 
 @pytest.mark.parametrize(
     ("name", "where"),
-    [("init_kl_coef", "ppo.kl_coef"), ("align_overflow", "skips"), ("model_name", "globals.yml")],
+    [("init_kl_coef", "ppo.kl_coef"), ("align_overflow", "skips"), ("model_name", "sft_model_path")],
 )
 def test_a_name_of_other_libraries_is_refused_with_where_the_setting_lives(name, where):
     with pytest.raises(ConfigError, match=where):
         PPOConfig(**{name: 1})
-
-
-def test_a_path_that_the_pipeline_reads_elsewhere_is_told():
-    (line,) = PPOConfig(sft_model_path="a").misplaced_paths()
-    assert "globals.yml" in line
-    assert PPOConfig().misplaced_paths() == []
 
 
 def test_batch_sizes_count_all_processes(monkeypatch):

@@ -206,8 +206,8 @@ def test_targets_that_hold_the_critics_own_values_are_refused() -> None:
         pretraining_config(CriticPretrainingConfig(), ppo(truncated_responses="bootstrap"))
 
 
-def test_no_stored_critic_is_one_line_with_the_command_that_makes_one(sft: str) -> None:
-    with pytest.raises(ConfigError, match="kedro run --pipelines critic_pretraining"):
+def test_no_stored_critic_is_one_line_with_where_each_front_takes_one(sft: str) -> None:
+    with pytest.raises(ConfigError, match="PPOTrainer takes it as value_model, the pipeline at critic_path"):
         PPOTrainer(ppo(), sft)
 
 

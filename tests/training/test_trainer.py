@@ -658,8 +658,6 @@ def test_prompts_may_come_in_any_table(sft: str):
     assert [trainer._prompts.columns for trainer in trainers[:4]] == [{"genre": [f"g{i}" for i in range(7)]}] * 4
     ready = PromptDataset(tokens, PROMPTS, {})
     assert PPOTrainer(config(), sft, prompts=ready)._prompts is ready
-    with pytest.raises(DataError, match="no column `prompt`"):
-        PPOTrainer(config(), sft, prompts=datasets.Dataset.from_dict({"input_ids": [[4]]}))
 
 
 def test_chats_in_a_list_are_prompts(sft: str):
@@ -680,7 +678,7 @@ def test_columns_go_to_the_reward_function(sft: str):
 
     frame = pd.DataFrame({"prompt": PROMPTS, "genre": ["good"] * 7})
     assert trainer_of(sft, reward=wanted, prompts=frame).train()[0]["reward/wanted"] == 1.0
-    assert seen == ["good"] * 12
+    assert seen == ["good"] * (2 + 12)  # two prompts are tried before the run
 
 
 def test_columns_that_reward_functions_could_not_be_given_are_refused(sft: str, reward_model: str):
@@ -747,7 +745,8 @@ def test_warnings_are_given_when_the_trainer_is_made_and_not_again_at_the_end(sf
 
 
 def test_only_the_main_process_warns_logs_and_writes(sft: str, tmp_path: Path, caplog, monkeypatch):
-    for place in ("training.trainer", "training.query_sampler", "checkpoints.resume", "processes"):
+    places = ("trainer", "trainer_progress", "query_sampler")
+    for place in (*(f"training.{name}" for name in places), "checkpoints.resume", "processes"):
         monkeypatch.setattr(f"ppo_rlhf.{place}.is_main_process", lambda: False)
     with caplog.at_level(logging.INFO, logger="ppo_rlhf"):
         trainer = trainer_of(sft, config(vf_coef=0.5, save_interval=1))
@@ -884,6 +883,13 @@ def test_the_exported_policy_follows_the_umask(sft: str, tmp_path: Path):
     files = [path for path in (tmp_path / "policy").rglob("*") if path.is_file()]
     assert "ema" in {path.parent.name for path in files}
     assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o640}
+
+
+def test_the_pipelines_card_names_the_command_that_evaluates_and_the_trainers_none(sft: str, tmp_path: Path):
+    settings = config(total_episodes=4)
+    assert "`kedro run --pipelines evaluation`" in pipeline_run(sft, settings, FUNCTION)["ppo_policy"].load().card
+    PPOTrainer(settings, sft).save_pretrained(tmp_path / "policy")
+    assert "kedro" not in (tmp_path / "policy" / "README.md").read_text()
 
 
 def test_the_models_directory_is_only_read(sft: str):

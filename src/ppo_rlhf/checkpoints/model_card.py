@@ -17,7 +17,7 @@ from ppo_rlhf.ppo.state import TrainingState
 PACKAGES = ("ppo_rlhf", "torch", "transformers")
 BEGIN, END = "<!-- ppo_rlhf: result -->", "<!-- ppo_rlhf: end of result -->"
 """Between them lies the result, which an evaluation replaces."""
-NOT_EVALUATED = "Not evaluated yet: `kedro run --pipelines evaluation` writes the result here."
+NOT_EVALUATED = "Not evaluated yet."
 LIMITS = (
     "PPO raised the reward named above. Rewards and judges are programs, not people: a higher score may come from text "
     "that exploits them. Read samples before you use the policy.",

@@ -148,7 +148,7 @@ def check_free_space(run_directory: Path, state: TrainingState, copies: int) -> 
     if copies * size > free:
         raise CheckpointError(
             f"{run_directory}: {copies} checkpoint(s) of about {size / 1e6:,.0f} MB do not fit, {free / 1e6:,.0f} MB "
-            "are free. Free space, lower ppo.save_total_limit, or set data_root to a place on a larger disk"
+            "are free. Free space, lower ppo.save_total_limit, or set data_root (PPOTrainer: output_dir) elsewhere"
         )
 
 

@@ -18,16 +18,15 @@ from ppo_rlhf.processes import process_count
 
 MODEL_PATHS = ("sft_model_path", "reward_model_path")
 """Fields of PPOTrainer alone: the pipeline has them as globals."""
-_GLOBALS = "set it in conf/local/globals.yml or with --params"
 _LIVES_ELSEWHERE = {
-    "model_name": f"{_GLOBALS} sft_model_path=…",
-    "model_name_or_path": f"{_GLOBALS} sft_model_path=…",
-    "output_dir": "outputs are catalog entries, conf/base/catalog_ppo.yml",
+    "model_name": "it is sft_model_path, a global of the pipeline",
+    "model_name_or_path": "it is sft_model_path, a global of the pipeline",
+    "output_dir": "it is an argument of PPOTrainer.train; the pipeline's outputs are catalog entries",
     "save_steps": "it is ppo.save_interval, counted in iterations",
     "eval_steps": "it is ppo.eval_interval, counted in iterations",
     "logging_steps": "every iteration is logged; ppo.sample_interval sets how often samples are",
-    "report_to": "tracking is configured in conf/base/mlflow.yml",
-    "run_name": "name the run in conf/base/mlflow.yml (tracking.run.name)",
+    "report_to": "PPOTrainer keeps the metrics in its `history`; the pipeline tracks them in MLflow (mlflow.yml)",
+    "run_name": "PPOTrainer's runs have no name; the pipeline's is tracking.run.name in mlflow.yml",
     "bf16": "precision is ppo.dtype",
     "fp16": "precision is ppo.dtype",
     "num_train_epochs": "the length of training is ppo.total_episodes",
@@ -332,14 +331,6 @@ class PPOConfig:
     def held_iterations(self) -> int:
         """Iterations at the start in which the KL controller holds still."""
         return self.critic_warmup_iterations + self.kl_hold_iterations
-
-    def misplaced_paths(self) -> list[str]:
-        """Return one line for each model path that is set here instead of among the pipeline's globals."""
-        return [
-            f"ppo.{name} is not a parameter of this group: {_GLOBALS} {name}=…"
-            for name in MODEL_PATHS
-            if getattr(self, name) is not None
-        ]
 
     def not_default(self) -> dict[str, Any]:
         """Return the settings whose value differs from the default, in order of declaration."""

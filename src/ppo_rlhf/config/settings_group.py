@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from types import MappingProxyType
-from typing import Annotated, Any, TypeVar, dataclass_transform, get_args, get_type_hints
+from typing import Annotated, Any, NoReturn, TypeVar, dataclass_transform, get_args, get_type_hints
 
 from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass as pydantic_dataclass
@@ -49,7 +49,11 @@ def settings_group(group: str, *, lives_elsewhere: Mapping[str, str] | None = No
             if problems:
                 raise ConfigError("\n".join(problems))
 
+        def absent(_: Any, name: str) -> NoReturn:
+            raise AttributeError(_unknown(group, name, [field.name for field in fields(checked)], elsewhere))
+
         checked.__init__ = check_and_init
+        checked.__getattr__ = absent
         return checked
 
     return decorate

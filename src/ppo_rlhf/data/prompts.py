@@ -173,14 +173,12 @@ def tokenise_prompts(
     if [] in ids:
         raise DataError(f"{_where(name, ids.index([]), column)}: the prompt has no tokens")
     prompts = PromptDataset(ids, texts, {str(n): frame[n].tolist() for n in frame.columns if n != "prompt"})
-    if context is None:
-        return prompts
-    return _fitted(prompts, context, response_length, overlong, tokenizer.bos_token_id, name, why)
+    return fitted(prompts, context, response_length, overlong, tokenizer.bos_token_id, name, why)
 
 
-def _fitted(
+def fitted(
     prompts: PromptDataset,
-    context: int,
+    context: int | None,
     response_length: int,
     overlong: Literal["error", "drop", "truncate_left"],
     bos: int | None,
@@ -188,6 +186,8 @@ def _fitted(
     why: str,
 ) -> PromptDataset:
     """Return the prompts that leave room for a response, after `overlong` is done to the others."""
+    if context is None:
+        return prompts
     room = context - response_length
     if room < 1:
         raise DataError(

@@ -34,7 +34,7 @@ def check_model_directory(source: str | Path) -> None:
     if not has_weights or not (folder / CONFIG).is_file():
         hint = "A model directory has config.json and safetensors; convert pickled weights with save_pretrained"
         if (folder / ADAPTER_CONFIG).is_file():
-            hint = "It holds a LoRA adapter alone: merge that into its base"
+            hint = "It holds a LoRA adapter alone: save merge_and_unload() of peft's AutoPeftModelForCausalLM instead"
         raise ModelError(f"{source}: no {CONFIG if has_weights else WEIGHTS} in this directory. {hint}.")
     for file in weight_files(folder):
         try:

@@ -321,8 +321,8 @@ def why_unreadable(error: Exception) -> str:
     """Return in one line why transformers could not read a model."""
     if "trust_remote_code=True" in str(error):  # transformers' advice, lines below the first
         return (
-            "Python code in the model's repository would have to run. If you trust that code, set "
-            "trust_remote_code=true (conf/local/globals.yml, or --params); PPOTrainer takes the loaded model"
+            "Python code in the model's repository would have to run. If you trust that code, give "
+            "PPOTrainer the loaded model, or set the pipeline's global trust_remote_code=true"
         )
     return first_line(error)
 

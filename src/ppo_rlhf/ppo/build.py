@@ -126,8 +126,8 @@ def build_critic(
     if config.value_model == "pretrained":
         if stored_critic is None:
             raise ConfigError(
-                "ppo.value_model=pretrained: no stored critic is given. `kedro run --pipelines critic_pretraining` "
-                "makes one at critic_path; PPOTrainer takes it as value_model"
+                "ppo.value_model=pretrained: no stored critic is given; PPOTrainer takes it as value_model, "
+                "the pipeline at critic_path, where critic_pretraining stores one"
             )
         return Critic.from_reward_model(stored_critic, policy, own_backbone=own_backbone, setting="pretrained")
     if reward_model is None:

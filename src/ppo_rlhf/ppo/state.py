@@ -51,6 +51,7 @@ class TrainingState:
         early_stops: Iterations whose update ended early because of `target_kl`.
         policy_average: Moving average of the actor's weights, if `ema_decay` asks for one.
         history: The metrics of each iteration so far, with `iteration`.
+        updating: True from the first optimiser step of an iteration until the iteration is complete.
         stop_requested: True once this process was asked to stop, by a signal say.
         stopping: True once all processes know at the end of an iteration that one of them was asked to stop: that
             iteration is saved, and is the last one of this run.
@@ -76,6 +77,7 @@ class TrainingState:
     early_stops: int = 0
     policy_average: WeightAverage | None = None
     history: list[dict[str, float]] = field(default_factory=list)
+    updating: bool = False
     stop_requested: bool = False
     stopping: bool = False
 

@@ -61,6 +61,7 @@ def optimise_policy(state: TrainingState, experience: Experience, config: PPOCon
     state.history.append({"iteration": float(iteration), **metrics})
     for line in kl_alarms(config, state.history):
         log.warning(line)
+    state.updating = False
     state.stopping = any_process(state.stop_requested)  # a signal may have reached one process only
     return metrics
 
@@ -81,6 +82,7 @@ def run_epochs(state: TrainingState, experience: Experience, config: PPOConfig) 
         for minibatch in epoch:
             step = compute_gradients(state, experience, minibatch, mask, advantages)
             steps.append(step)
+            state.updating = True
             if config.target_kl is not None:
                 (over_processes,) = add_over_processes([step])
                 if over_processes.mean("approxkl") > EARLY_STOP_FACTOR * config.target_kl:

@@ -14,7 +14,7 @@ from typing import Any
 from kedro.io import CatalogProtocol, DatasetError, MemoryDataset
 from kedro.pipeline import Pipeline
 
-from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.config import MODEL_PATHS, PPOConfig
 from ppo_rlhf.core.errors import PPORLHFError, own_error
 from ppo_rlhf.data.chats import read_text_or_chat
 from ppo_rlhf.data.prompts import PromptsConfig, Reader, read_prompts, reader_of, split_held_out
@@ -126,7 +126,8 @@ def check_settings(run: RunRequest) -> Iterator[str]:
         yield f"{setting} is not set. Set it in conf/local/globals.yml or with --params {setting}=…"
     ppo = run.group("ppo", PPOConfig)
     if ppo is not None:
-        yield from ppo.misplaced_paths()
+        for name in (path for path in MODEL_PATHS if getattr(ppo, path) is not None):
+            yield f"ppo.{name} is not a parameter of this group. Set {name} in conf/local/globals.yml or with --params."
         check_device(ppo, resolve_device(ppo.device))
 
 

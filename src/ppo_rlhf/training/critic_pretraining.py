@@ -61,7 +61,7 @@ def pretraining_config(pretraining: CriticPretrainingConfig, ppo: PPOConfig) -> 
     """
     if ppo.load_in_4bit:
         raise ConfigError(
-            "ppo.load_in_4bit=true: a stored critic has whole weights; train it with --params ppo.load_in_4bit=false"
+            "ppo.load_in_4bit=true: a stored critic has whole weights; train it with ppo.load_in_4bit=false"
         )
     if ppo.truncated_responses == "bootstrap":
         raise ConfigError(

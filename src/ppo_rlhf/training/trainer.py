@@ -33,10 +33,11 @@ from ppo_rlhf.ppo.accelerator import precision_warning, resolve_device
 from ppo_rlhf.ppo.rollout import complete_rollouts
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.processes import from_main, is_main_process, on_main, wait_for_all
-from ppo_rlhf.rewards.functions import check_column_names
 from ppo_rlhf.training import trainer_inputs
 from ppo_rlhf.training.query_sampler import QuerySampler
 from ppo_rlhf.training.trainer_models import ModelSource, context_of_all, take_critic, take_policies
+from ppo_rlhf.training.trainer_progress import say, watched
+from ppo_rlhf.training.trl_scripts import answers_trl
 from ppo_rlhf.training.tuning import advise, in_words
 
 log = logging.getLogger(__name__)
@@ -51,6 +52,7 @@ _SHOWN = {
 }
 
 
+@answers_trl
 class PPOTrainer:
     """Trains a policy by PPO.
 
@@ -106,8 +108,8 @@ class PPOTrainer:
         critic = take_critic(config, start, self.reference_policy, reward_model, value_model)
         limit = context_of_all(start.model, self.reference_policy, critic)
         self._prompts = None if prompts is None else trainer_inputs.take_prompts(prompts, start, config, *limit)
-        if self._prompts is not None and trainer_inputs.calls_functions(reward):
-            check_column_names(self._prompts.columns, "prompts")
+        if self._scorer is not None and self._prompts is not None and self._scorer is not reward:
+            trainer_inputs.try_functions(self._scorer, self._prompts, config)
         self.state = TrainingState.create(start.model, critic, start.tokenizer, config)
         self._sampler = QuerySampler(self.state, limit)
         if self._scorer is not None and self._prompts is not None:
@@ -216,20 +218,16 @@ class PPOTrainer:
         return metrics
 
     def log_stats(self, stats: Mapping[str, float], batch: Mapping[str, Sequence[Any]], rewards: Any) -> None:
-        """Log one line about an iteration, and the first query with its response.
+        """Log one line about an iteration, and the first query with its response; without logging set up, print it.
 
         Args:
             stats: The metrics that `step` returned; `history` keeps them already.
             batch: The texts under `query` and `response`; other entries are ignored.
             rewards: The scores.
         """
-        if not is_main_process():
-            return
-        pair = ""
         texts = [batch.get(name, ()) for name in ("query", "response")]
-        if all(map(len, texts)):
-            pair = "; {!r} -> {!r}".format(*(column[0] for column in texts))
-        log.info("%s, mean reward %.4g%s", self._line(stats), trainer_inputs.mean_of(rewards), pair)
+        pair = "; {!r} -> {!r}".format(*(column[0] for column in texts)) if all(map(len, texts)) else ""
+        say(f"{self._line(stats)}, mean reward {trainer_inputs.mean_of(rewards):.4g}{pair}")
 
     def train(
         self, resume_from_checkpoint: str | Path | bool | None = None, output_dir: str | Path | None = None
@@ -240,7 +238,7 @@ class PPOTrainer:
             resume_from_checkpoint: Directory of a checkpoint to resume from; True takes the newest whole one in
                 `output_dir`.
             output_dir: Directory of the checkpoints: one every `save_interval` iterations and at the end, of which the
-                newest `save_total_limit` are kept. None saves none.
+                newest `save_total_limit` are kept. An exception saves the last whole iteration. None saves none.
 
         Returns:
             The metrics of every iteration.
@@ -255,8 +253,8 @@ class PPOTrainer:
         directory = None if output_dir is None else Path(output_dir)
 
         def after_iteration(metrics: dict[str, float]) -> None:
-            if is_main_process():
-                log.info("%s", self._line(metrics))
+            say(self._line(metrics))
+            bar.update()
             if directory is not None and CheckpointRequest(self.state).due:
                 self.save_checkpoint(directory)
                 if is_main_process():
@@ -266,10 +264,10 @@ class PPOTrainer:
             on_main(partial(_lock, directory, held))
             if resume_from_checkpoint:
                 self.load_checkpoint(_checkpoint(resume_from_checkpoint, directory))
+            bar = held.enter_context(watched(self.state, directory))
             loop.train(self.state, self.reference_policy, self._prompts, self._scorer, after_iteration)
-        if is_main_process():
-            for line in in_words(self.config, advise(self.config, self.history), list(self.history)):
-                log.info("%s", line)
+        for line in in_words(self.config, advise(self.config, self.history), list(self.history), most=None):
+            say(line)
         return self.history
 
     def save_pretrained(self, save_directory: str | Path) -> None:
@@ -304,6 +302,7 @@ class PPOTrainer:
             ConfigError: Its run had other settings.
         """
         restore(self.state, Path(directory))
+        self.state.updating = False
         self._sampler.start_iteration()
 
     def _warn(self) -> None:

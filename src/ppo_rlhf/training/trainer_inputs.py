@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,24 +16,28 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError, DataError, ModelError, RewardError
 from ppo_rlhf.core.responses import response_lengths
-from ppo_rlhf.data.prompts import PromptDataset, read_prompts
+from ppo_rlhf.data.prompts import PromptDataset, fitted, read_prompts
 from ppo_rlhf.data.tables import table_of_columns, table_of_rows
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.models.offloading import to_host
 from ppo_rlhf.models.tokenizers import ensure_pad_id, ensure_pad_token, same_vocabulary
 from ppo_rlhf.ppo.accelerator import frozen_dtype
 from ppo_rlhf.ppo.sampling import Responses, SamplingSettings
+from ppo_rlhf.rewards.functions import check_column_names
 from ppo_rlhf.rewards.scorers import (
     NOTHING_TO_OFFLOAD,
     ModelScorer,
+    ResponseBatch,
     RewardComponentConfig,
     RewardConfig,
     RewardScorer,
     build_reward_scorer,
     score_by_function,
 )
+from ppo_rlhf.rewards.shaping import check_token_rewards
 from ppo_rlhf.training.trainer_models import HOST, check_same_vocabulary, take_over
 
+TOKENS, MASK = "input_ids", "attention_mask"
 _MODEL_ALONE = RewardConfig(components=[RewardComponentConfig(type="model")])
 
 
@@ -42,8 +47,8 @@ def take_prompts(
     """Return prompts as a tokenised dataset.
 
     Args:
-        prompts: Texts or chats in a list; a table (pandas, `datasets`, a mapping of columns) with a column `prompt`,
-            whose other columns go to reward functions; or a PromptDataset.
+        prompts: Texts, chats or token ids in a list; a table (pandas, `datasets`, rows, a mapping of columns) with a
+            column `prompt`, or else `input_ids`, whose other columns go to reward functions; or a PromptDataset.
         policy: The policy with its tokenizer.
         config: Hyperparameters.
         context: Most tokens of a prompt and its response; None without a limit.
@@ -55,22 +60,41 @@ def take_prompts(
     if isinstance(prompts, PromptDataset):
         check_room(prompts.prompt_ids, [config.response_length] * len(prompts), context, why)
         return prompts
-    if isinstance(prompts, list | tuple) and not (prompts and isinstance(prompts[0], Mapping)):
-        frame = pd.DataFrame({"prompt": pd.Series(list(prompts), dtype=object)})
-    elif isinstance(prompts, pd.DataFrame):
-        frame = prompts
-    elif isinstance(prompts, list | tuple):
-        frame = table_of_rows(prompts)
-    elif hasattr(prompts, "column_names"):  # Hugging Face's tables give columns of Python values for a slice
-        frame = table_of_columns(prompts[:])
+    frame, tokenizer = _table(prompts), policy.tokenizer
+    if "prompt" in frame.columns:
+        return read_prompts((tokenizer, context, why), frame, config, "prompt", "prompts")
+    if TOKENS not in frame.columns:
+        found = ", ".join(map(str, frame.columns))
+        raise DataError(f"PPOTrainer: prompts has no column `prompt` or `{TOKENS}`; the columns are {found}")
+    rows = frame[TOKENS].tolist()
+    if MASK in frame.columns:
+        rows = [list(itertools.compress(*row)) for row in zip(rows, frame[MASK], strict=True)]
+    ids = token_lists(rows, "prompt", policy.model.config.get_text_config().vocab_size)
+    columns = {str(name): frame[name].tolist() for name in frame.columns.drop([TOKENS, MASK], errors="ignore")}
+    room = (context, config.response_length, config.overlong_prompts, tokenizer.bos_token_id)
+    return fitted(PromptDataset(ids, tokenizer.batch_decode(ids), columns), *room, "prompts", why)
+
+
+def _table(prompts: Any) -> pd.DataFrame:
+    advice = "give a list or a table (column `prompt` or `input_ids`) of texts, chats or token ids, or a PromptDataset"
+    if isinstance(prompts, pd.DataFrame):
+        return prompts
+    if isinstance(prompts, list | tuple):
+        first = prompts[0] if prompts else ""
+        if isinstance(first, Mapping):
+            return table_of_rows(prompts)
+        is_text = isinstance(first, str) or (isinstance(first, list) and first and isinstance(first[0], Mapping))
+        return pd.DataFrame({"prompt" if is_text else TOKENS: pd.Series(list(prompts), dtype=object)})
+    if hasattr(prompts, "column_names"):  # one of Hugging Face's: a table gives columns of Python values for a slice
+        if isinstance(prompts, Mapping):
+            advice = f'give one of the splits, prompts["{next(iter(prompts))}"]'
+        elif hasattr(prompts, "__len__"):
+            return table_of_columns(prompts[:])
+        else:
+            advice = "prompts are drawn from a whole table: load it without streaming, or by Dataset.from_list"
     elif isinstance(prompts, Mapping):
-        frame = table_of_columns(prompts)
-    else:
-        raise DataError(
-            f"PPOTrainer: prompts has the unknown type {type(prompts).__name__}; give a list of texts or chats, a "
-            "table with a column `prompt`, or a PromptDataset"
-        )
-    return read_prompts((policy.tokenizer, context, why), frame, config, "prompt", "prompts")
+        return table_of_columns(prompts)
+    raise DataError(f"PPOTrainer: prompts is of the type {type(prompts).__name__}; {advice}")
 
 
 def take_reward(reward: Any, policy: TrainedModel, config: PPOConfig) -> RewardScorer | None:
@@ -129,14 +153,14 @@ def take_reward(reward: Any, policy: TrainedModel, config: PPOConfig) -> RewardS
     return _function_scorer(reward)
 
 
-def calls_functions(reward: Any) -> bool:
-    """Return whether a reward for `take_reward` calls Python functions with the prompts' other columns.
-
-    It is False for a RewardScorer, whose parts are unknown.
-    """
-    if isinstance(reward, RewardConfig):
-        return any(component.function is not None for component in reward.components)
-    return callable(reward) and not isinstance(reward, nn.Module)
+def try_functions(scorer: RewardScorer, prompts: PromptDataset, config: PPOConfig) -> None:
+    """Raise if a function fails on two prompts that stand for responses, as the pipeline does before a run."""
+    if scorer.functions:
+        check_column_names(prompts.columns, "prompts")
+    few = prompts.select(range(min(2, len(prompts))))
+    batch = ResponseBatch(few.texts, few.texts, few.columns, few.prompt_ids, few.prompt_ids, [True] * len(few))
+    if 2 in [function(batch).dim() for function in scorer.functions]:
+        check_token_rewards(config)
 
 
 def given_scores(scores: Any, rows: int) -> RewardScorer:

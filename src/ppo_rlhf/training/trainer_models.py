@@ -210,16 +210,17 @@ def _check_head(head: Any, name: str) -> None:
 
 def _check_model(model: Any, what: str) -> None:
     saved = "save it, and give what from_pretrained loads of it"
+    if isinstance(model, nn.Module) and has_adapter(model):
+        raise ModelError(
+            f"PPOTrainer: the {what} has an adapter; give merge_and_unload().requires_grad_(True) of its PeftModel, "
+            "which peft's AutoPeftModelForCausalLM and the like load from a folder. ppo.use_peft trains a new adapter"
+        )
     if not isinstance(model, transformers.PreTrainedModel):
         raise ModelError(f"PPOTrainer: the {what} is a {type(model).__name__}, not a transformers model; {saved}")
     if getattr(model, "is_quantized", False):
         raise ModelError(
             f"PPOTrainer: the {what} is quantised; give the directory or hub id of the model itself, for 4 bits with "
             "ppo.load_in_4bit=true"
-        )
-    if has_adapter(model):
-        raise ModelError(
-            f"PPOTrainer: the {what} has an adapter; merge it (merge_and_unload). ppo.use_peft trains a new one"
         )
     if any("forward" in vars(module) for module in model.modules()):
         raise ModelError(

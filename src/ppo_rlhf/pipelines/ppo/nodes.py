@@ -9,7 +9,7 @@ import mlflow
 import pandas as pd
 from transformers import PreTrainedModel
 
-from ppo_rlhf.checkpoints.model_card import place, render_card
+from ppo_rlhf.checkpoints.model_card import NOT_EVALUATED, place, render_card
 from ppo_rlhf.checkpoints.model_files import exported_policy
 from ppo_rlhf.checkpoints.resume import restore
 from ppo_rlhf.checkpoints.store import TRAINING_KL, CheckpointRequest
@@ -241,6 +241,7 @@ def export_policy(
     run = mlflow.active_run()
     run_id = None if run is None else run.info.run_id
     card = render_card(next_training_state, rewards, evaluation.prompts_path, run_id)
+    card = card.replace(NOT_EVALUATED, f"{NOT_EVALUATED} `kedro run --pipelines evaluation` writes the result here.")
     return replace(exported_policy(next_training_state), card=card)
 
 
