@@ -23,7 +23,7 @@ TIMEOUT = timedelta(hours=2)
 """How long a process waits for another one: a reward function or an evaluation may keep the main process busy."""
 
 _OTHER_LAUNCHERS = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
-_SMALLER = "ppo.use_peft, ppo.load_in_4bit or ppo.gradient_checkpointing, as models are not cut up"
+_SMALLER = "ppo.use_peft, ppo.load_in_4bit or ppo.gradient_checkpointing (models are not sharded here)"
 _INSTEAD = {
     "GRADIENT_ACCUMULATION_STEPS": "ppo.gradient_accumulation_steps",
     "GRADIENT_CLIPPING": "ppo.max_grad_norm",
@@ -59,7 +59,7 @@ def check_launch(environment: Mapping[str, str] = os.environ) -> None:
         value = environment.get(f"ACCELERATE_{name}", "")
         if value.lower() not in ("", "0", "no", "none", "false", "" if name.startswith("USE") else "1"):
             raise ConfigError(
-                f"ACCELERATE_{name}={value}: here set {ours}. Unset it, or take accelerate's file conf/accelerate.yaml."
+                f"ACCELERATE_{name}={value}: set {ours} instead, and unset it or launch with conf/accelerate.yaml."
             )
     if "RANK" in environment and "LOCAL_RANK" in environment:
         return

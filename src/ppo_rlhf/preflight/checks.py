@@ -74,13 +74,7 @@ def find_problems(
                 raise
             problems.extend(str(ours).splitlines())
 
-    for first in (
-        check_start,
-        check_settings,
-        check_optional_packages,
-        check_protection,
-        check_demo_parts,
-    ):
+    for first in (check_start, check_settings, check_optional_packages, check_protection, check_demo_parts):
         ask(first)
     for name in filter(run.reads, TABLES):
         ask(check_table, name)
