@@ -19,6 +19,7 @@ def evaluation(judge=None, reward=None) -> PolicyEvaluation:
     return PolicyEvaluation(
         prompts=[f"prompt {row}" for row in range(len(reward))],
         completions=["a b"] * len(reward),
+        response_ids=[[1, 2]] * len(reward),
         rewards=reward,
         judge_scores=None if judge is None else np.asarray(judge, dtype=float),
         rates={},
