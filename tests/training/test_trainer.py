@@ -212,7 +212,7 @@ def test_generate_and_step_over_the_same_prompts_are_the_loop(sft: str):
         assert [row[0].tolist() for row in single] == [row.tolist() for row in answers]
         scores = early_letters([], whole.tokenizer.batch_decode(answers, skip_special_tokens=True))
         whole.step(queries, answers, scores)
-        one_by_one.step(queries, single, [torch.tensor(score) for score in scores])
+        one_by_one.step(queries, single, [torch.tensor(score, dtype=torch.float64) for score in scores])
     without = ("reward/", "policy/rollout_logprob_gap")
     for found, expected in zip(repeatable(whole.history, *without), repeatable(loop.history, *without), strict=True):
         assert found == pytest.approx(expected, rel=1e-6, abs=1e-9)
