@@ -92,6 +92,7 @@ def test_outside_a_project_the_command_says_where_to_go(tmp_path: Path, monkeypa
         (["--params", "ppo.kl_coef=much,ppo.gamma=2"], ["ppo.gamma=2", "ppo.kl_coef='much'"]),
         (["--params", "ppo.kl_coef=[1"], ["parsing"]),
         (["--params", "sead=3"], ["`seed`"]),
+        (["--pipelines", "supervised_finetuning", "--params", "ppo.kl_coef=0.1,prompts_path=x"], ["kl_coef", "_path"]),
         (["--pipelines", "algin"], ["align"]),
         (["--to-nodes", "generate_rolouts"], ["`generate_rollouts`"]),
         (["--runner", "SequentialRunner"], ["--runner"]),
