@@ -24,7 +24,8 @@ TIMEOUT = timedelta(hours=2)
 
 _OTHER_LAUNCHERS = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 _HOW = (
-    "Start it with `torchrun --nproc_per_node N -m kedro run` or `accelerate launch --config_file conf/accelerate.yaml`"
+    "Start it with `torchrun --nproc_per_node N -m kedro run`, a script with `torchrun --nproc_per_node N script.py`; "
+    "`accelerate launch --config_file conf/accelerate.yaml` takes the place of torchrun"
 )
 
 

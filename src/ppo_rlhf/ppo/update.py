@@ -41,10 +41,13 @@ def optimise_policy(state: TrainingState, experience: Experience, config: PPOCon
     Raises:
         DivergenceError: The rollouts' KL exceeds `kl_stop` (nothing was changed), or `max_skipped_steps` optimiser
             steps in a row had a non-finite gradient.
+        TrainingError: The update before was interrupted.
     """
+    state.check_whole()
     started = time.perf_counter()
     iteration = experience.rollouts.iteration
     _check_kl(float(experience.shaped_rewards.kl.sum(-1).mean()), iteration, config)
+    state.whole = False
     rates = set_learning_rates(state, iteration)
     _drop_gradients(state)  # of an update that was interrupted
     with deterministic(config), recomputing(state.policy, state.critic):
@@ -61,6 +64,7 @@ def optimise_policy(state: TrainingState, experience: Experience, config: PPOCon
         log.warning(line)
     state.history.append({"iteration": float(iteration), **metrics})
     state.stopping = any_process(state.stop_requested)  # a signal may have reached one process only
+    state.whole = True
     return metrics
 
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -22,14 +23,14 @@ from ppo_rlhf.checkpoints.model_files import exported_policy
 from ppo_rlhf.checkpoints.resume import restore
 from ppo_rlhf.checkpoints.store import CheckpointRequest, write_checkpoint
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.core.errors import CheckpointError, ConfigError, DataError
+from ppo_rlhf.core.errors import CheckpointError, ConfigError, DataError, TrainingError
 from ppo_rlhf.data.prompts import PromptDataset
 from ppo_rlhf.models.critic import Critic
 from ppo_rlhf.ppo import loop
 from ppo_rlhf.ppo.accelerator import precision_warning, resolve_device
 from ppo_rlhf.ppo.rollout import complete_rollouts
 from ppo_rlhf.ppo.state import TrainingState
-from ppo_rlhf.processes import from_main, is_main_process, wait_for_all
+from ppo_rlhf.processes import check_launch, from_main, is_main_process, wait_for_all
 from ppo_rlhf.rewards.functions import check_column_names
 from ppo_rlhf.training import trainer_inputs
 from ppo_rlhf.training.query_sampler import QuerySampler
@@ -88,7 +89,9 @@ class PPOTrainer:
 
         Raises:
             ConfigError, DataError, ModelError, RewardError: An argument cannot be used.
+            LaunchError: The processes would train one run each.
         """
+        check_launch()
         if not isinstance(config, PPOConfig):
             raise ConfigError(
                 f"PPOTrainer: config is a {type(config).__module__}.{type(config).__name__}, not a PPOConfig of this "
@@ -178,9 +181,11 @@ class PPOTrainer:
         Raises:
             ConfigError: `total_episodes` are done.
             DataError, RewardError: Rows, tokens, lengths or scores cannot be used.
+            TrainingError: Gradients are switched off, or the update before was interrupted.
         """
         config, sampler = self.config, self._sampler
         trainer_inputs.check_one_turn(config)
+        self._check_ready("step")
         if self.state.finished:
             raise ConfigError(
                 f"step: ppo.total_episodes={config.total_episodes} are done ({config.num_total_batches} iterations, "
@@ -245,6 +250,7 @@ class PPOTrainer:
         Raises:
             ConfigError: Reward or prompts are missing, or the checkpoint's run had other settings.
             CheckpointError: There is no whole checkpoint.
+            TrainingError: As `step`.
         """
         missing = [name for name, given in {"reward": self._scorer, "prompts": self._prompts}.items() if given is None]
         if self._scorer is None or self._prompts is None:
@@ -252,6 +258,7 @@ class PPOTrainer:
         directory = None if output_dir is None else Path(output_dir)
         if resume_from_checkpoint:
             self.load_checkpoint(_checkpoint(resume_from_checkpoint, directory))
+        self._check_ready("train")
 
         def after_iteration(metrics: dict[str, float]) -> None:
             if is_main_process():
@@ -300,6 +307,13 @@ class PPOTrainer:
         """
         restore(self.state, Path(directory))
         self._sampler.start_iteration()
+
+    def _check_ready(self, call: str) -> None:
+        if not torch.is_grad_enabled():
+            raise TrainingError(
+                f"{call}: gradients are off (torch.no_grad, inference_mode); call it outside that block"
+            )
+        self.state.check_whole()
 
     def _warn(self) -> None:
         slow = precision_warning(self.config, self.state.device)

@@ -207,6 +207,12 @@ def _check_head(head: Any, name: str) -> None:
 
 def _check_model(model: Any, what: str) -> None:
     saved = "save it, and give what from_pretrained loads of it"
+    parts = model.modules() if isinstance(model, nn.Module) else ()
+    if any(hasattr(part, "_orig_mod") or part._compiled_call_impl is not None for part in parts):
+        raise ModelError(
+            f"PPOTrainer: the {what} is compiled (torch.compile), so its parts would not compute what it computes; "
+            "give what from_pretrained loads. ppo.compile=true compiles its layers"
+        )
     if not isinstance(model, transformers.PreTrainedModel):
         raise ModelError(f"PPOTrainer: the {what} is a {type(model).__name__}, not a transformers model; {saved}")
     if getattr(model, "is_quantized", False):

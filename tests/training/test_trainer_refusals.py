@@ -1,0 +1,125 @@
+"""What a script would get silently wrong, or in the middle of a run, is refused in one line at the start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ppo_rlhf.core.errors import LaunchError, ModelError, TrainingError
+from ppo_rlhf.training import PPOTrainer
+from tests.tiny_models import tiny_model, word_tokenizer
+from tests.training.test_trainer import (
+    GOOD_STEP,
+    PROMPTS,
+    assert_same_bits,
+    config,
+    early_letters,
+    repeatable,
+    weights,
+)
+
+
+def trainer_of(policy: Any = None, **given: Any) -> PPOTrainer:
+    settings = {name: given.pop(name) for name in list(given) if name not in ("reward", "prompts", "value_model")}
+    given = {"reward": early_letters, "prompts": PROMPTS, **given}
+    return PPOTrainer(config(**settings), tiny_model() if policy is None else policy, None, word_tokenizer(), **given)
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{"OMPI_COMM_WORLD_SIZE": "2"}, {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1"}],
+    ids=["Open MPI", "accelerate launch --cpu"],
+)
+def test_a_launch_that_would_train_each_process_alone_is_refused_with_the_command_for_scripts(environment, monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(LaunchError, match=r"torchrun --nproc_per_node N script\.py"):
+        trainer_of()
+
+
+def compiled_in_place(model: Any) -> Any:
+    model.compile(backend="eager")
+    return model
+
+
+@pytest.mark.parametrize("compiled", [lambda model: torch.compile(model, backend="eager"), compiled_in_place])
+def test_a_model_that_is_compiled_already_is_refused(compiled):
+    with pytest.raises(ModelError, match=r"the policy is compiled .*ppo\.compile=true"):
+        trainer_of(compiled(tiny_model()))
+    with pytest.raises(ModelError, match="the value model is compiled"):
+        trainer_of(value_model=compiled(tiny_model()))
+
+
+@pytest.mark.parametrize("switched_off", [torch.no_grad, torch.inference_mode])
+def test_training_without_gradients_is_refused_at_the_start(switched_off):
+    trainer, asked = trainer_of(reward=lambda completions: asked.append(1) or [0.0] * len(completions)), []
+    with switched_off():
+        with pytest.raises(TrainingError, match="train: gradients are off"):
+            trainer.train()
+        with pytest.raises(TrainingError, match="step: gradients are off"):
+            trainer.step(**GOOD_STEP)
+    assert (asked, trainer.state.iteration) == ([], 0)
+
+
+def test_a_model_that_was_made_without_gradients_is_refused():
+    with torch.inference_mode():
+        model = tiny_model()
+    with pytest.raises(ModelError, match=r"weights of the policy were made under torch\.inference_mode"):
+        trainer_of(model)
+
+
+class Interruption:
+    """Stands in for `ppo.update.take_step`, and raises at one of its calls as Ctrl-C would."""
+
+    def __init__(self, at: int) -> None:
+        from ppo_rlhf.ppo import update
+
+        self._take_step, self._left = update.take_step, at
+
+    def __call__(self, *arguments: Any) -> None:
+        self._left -= 1
+        if self._left == 0:
+            raise KeyboardInterrupt
+        self._take_step(*arguments)
+
+
+def test_after_an_interrupted_update_nothing_goes_on_until_a_checkpoint_is_loaded(tmp_path: Path, monkeypatch):
+    """The interruption comes before the third of the second iteration's four optimiser steps."""
+    settings = {"save_interval": 1, "ema_decay": 0.9, "kl_controller": "adaptive", "kl_target": 1.0, "kl_horizon": 8.0}
+    whole, trainer = trainer_of(**settings), trainer_of(**settings)
+    whole.train()
+    with monkeypatch.context() as patched:
+        patched.setattr("ppo_rlhf.ppo.update.take_step", Interruption(at=7))
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train(output_dir=tmp_path)
+    with pytest.raises(TrainingError, match="interrupted after iteration 1"):
+        trainer.train()
+    with pytest.raises(TrainingError, match="interrupted after iteration 1"):
+        trainer.step(**GOOD_STEP)
+    with pytest.raises(TrainingError, match="interrupted after iteration 1"):
+        trainer.save_checkpoint(tmp_path)
+    trainer.train(resume_from_checkpoint=True, output_dir=tmp_path)
+    assert repeatable(trainer.history) == repeatable(whole.history)
+    assert_same_bits(weights(trainer.policy), weights(whole.policy))
+    assert_same_bits(weights(trainer.state.critic), weights(whole.state.critic))
+
+
+def test_an_interruption_outside_the_update_takes_nothing_away():
+    def reward(completions: list[str]) -> list[float]:
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return early_letters([], completions)
+
+    calls: list[int] = []
+    trainer, whole = trainer_of(reward=reward), trainer_of()
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    trainer.train()
+    whole.train()
+    assert_same_bits(weights(trainer.policy), weights(whole.policy))
