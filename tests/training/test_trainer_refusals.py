@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2ForTokenClassification
 
 from ppo_rlhf.core.errors import LaunchError, ModelError, TrainingError
+from ppo_rlhf.models.loading import TrainedModel
 from ppo_rlhf.training import PPOTrainer
 from tests.tiny_models import tiny_model, word_tokenizer
 from tests.training.test_trainer import (
@@ -123,3 +125,41 @@ def test_an_interruption_outside_the_update_takes_nothing_away():
     trainer.train()
     whole.train()
     assert_same_bits(weights(trainer.policy), weights(whole.policy))
+
+
+def test_a_classifier_whose_head_the_critic_would_lose_is_refused():
+    shape = {"vocab_size": 25, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32, "num_labels": 1}
+    classifier = GPT2ForTokenClassification(GPT2Config(**shape))  # its head is called `classifier`
+    with pytest.raises(ModelError, match=r"the value model, a GPT2ForTokenClassification, has a head `classifier`"):
+        trainer_of(value_model=classifier)
+    critic = trainer_of(value_model=classifier.base_model).state.critic
+    assert_same_bits(weights(critic.backbone), weights(classifier.base_model))
+
+
+@pytest.fixture
+def folder_with_value_head(tmp_path: Path) -> tuple[str, torch.nn.Linear]:
+    """A policy with the value head of TRL's AutoModelForCausalLMWithValueHead, which transformers does not load."""
+    head = torch.nn.Linear(16, 1)
+    TrainedModel(tiny_model(seed=3), word_tokenizer(), value_head=head).save(tmp_path / "policy")
+    return str(tmp_path / "policy"), head
+
+
+@pytest.mark.parametrize("what", ["policy", "value model"])
+def test_an_object_starts_with_the_value_head_of_its_folder_as_the_path_does(folder_with_value_head, what, caplog):
+    folder, head = folder_with_value_head
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    trainer = trainer_of(model) if what == "policy" else trainer_of(value_model=model)
+    assert_same_bits(weights(trainer.state.critic.value_head), weights(head))
+    assert_same_bits(weights(PPOTrainer(config(), folder).state.critic.value_head), weights(head))
+    own = [record.getMessage() for record in caplog.records if record.name.startswith("ppo_rlhf")]
+    (line,) = [text for text in own if "v_head" in text]
+    assert line.startswith(f"The value head of the {what} is read from {folder}")
+
+
+def test_an_object_whose_folder_is_gone_or_holds_no_weights_starts_with_a_new_value_head(
+    folder_with_value_head, tmp_path
+):
+    model = AutoModelForCausalLM.from_pretrained(folder_with_value_head[0])
+    for place in (tmp_path, tmp_path / "gone", "hub-id/never-loaded"):
+        model.name_or_path = str(place)
+        assert not trainer_of(model).state.critic.value_head.weight.any()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,15 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError, ModelError
 from ppo_rlhf.models.adapters import has_adapter
 from ppo_rlhf.models.critic import Critic
-from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel, check_vocabulary, prepare, steady_context
+from ppo_rlhf.models.forward import backbone_of
+from ppo_rlhf.models.loading import (
+    PretrainedHandle,
+    TrainedModel,
+    check_vocabulary,
+    left_out_value_head,
+    prepare,
+    steady_context,
+)
 from ppo_rlhf.models.offloading import to_host
 from ppo_rlhf.models.tokenizers import ensure_pad_token
 from ppo_rlhf.ppo.accelerator import frozen_dtype, trained_dtype
@@ -29,6 +38,9 @@ from ppo_rlhf.ppo.build import (
     policy_to_train,
     prepare_to_score,
 )
+from ppo_rlhf.processes import is_main_process
+
+log = logging.getLogger(__name__)
 
 HOST = torch.device("cpu")
 ModelSource = PreTrainedModel | str | Path
@@ -68,6 +80,8 @@ def take_policies(
         raise ConfigError("PPOTrainer: tokenizer is missing: a policy that is an object comes without one; give it too")
     base_dtype = frozen_dtype(config) if config.use_peft else trained_dtype(config)
     base = _causal_lm(source, "policy", base_dtype, config, device)
+    if base is source:
+        head = _left_out_head(base, "policy")
     ensure_pad_token(tokenizer, base.config)
     check_vocabulary(tokenizer, base.config, "PPOTrainer")
     check_device(config, device)
@@ -135,8 +149,11 @@ def take_critic(
     if isinstance(value_model, Critic):
         return _critic_to_train(value_model, config)
     score = getattr(start, "score", None)
+    if start.get_output_embeddings() is None:
+        _check_no_other_head(start)
     if score is None:
-        return Critic.from_policy(start, own_backbone=critic_backbone(config))
+        head = _left_out_head(start, "value model")
+        return Critic.from_policy(start, value_head=head, own_backbone=critic_backbone(config))
     _check_head(score, "score")
     return Critic.from_reward_model(start, policy.model, own_backbone=critic_backbone(config))
 
@@ -195,6 +212,24 @@ def _critic_to_train(critic: Critic, config: PPOConfig) -> Critic:
     if own_backbone is None:
         return critic
     return Critic(own_backbone(critic.backbone), copy.deepcopy(critic.value_head))
+
+
+def _left_out_head(model: PreTrainedModel, what: str) -> nn.Linear | None:
+    head = left_out_value_head(model)
+    if head is not None and is_main_process():
+        log.warning("The value head of the %s is read from %s: the object has none (v_head).", what, model.name_or_path)
+    return head
+
+
+def _check_no_other_head(model: PreTrainedModel) -> None:
+    """Raise `ModelError` if a classifier has weights behind its backbone that no critic takes over."""
+    taken = {id(parameter) for parameter in backbone_of(model).parameters()}
+    heads = {name.partition(".")[0] for name, parameter in model.named_parameters() if id(parameter) not in taken}
+    if lost := sorted(heads - {"score"}):
+        raise ModelError(
+            f"PPOTrainer: the value model, a {type(model).__name__}, has a head `{lost[0]}`, and a critic takes over "
+            "a linear head `score` alone; give a model with such a head, or without one (model.base_model)"
+        )
 
 
 def _check_head(head: Any, name: str) -> None:
