@@ -151,7 +151,11 @@ class PretrainedHandle:
         """
         if is_local(self.source):
             check_model_directory(self.source)
-        return _stored_value_head(self._place)
+        for name in (WEIGHTS_INDEX, WEIGHTS):
+            file = cached_file(self._place, name, local_files_only=True, _raise_exceptions_for_missing_entries=False)
+            if file is not None:
+                return read_value_head(Path(file).parent)
+        return None
 
     def check_reward_model(self, what: str = "reward model", stage: str = "reward_modelling") -> None:
         """Raise `ModelError` if the configuration does not have exactly one label.
@@ -257,27 +261,6 @@ class TrainedModel:
         follow_umask(folder)
         if self.average is not None:
             TrainedModel(self.average, self.tokenizer).save(folder / AVERAGE)
-
-
-def left_out_value_head(model: PreTrainedModel) -> nn.Linear | None:
-    """Return the value head among the weights that a model was loaded from; transformers leaves it out.
-
-    None without one, or if the place is not there any more.
-    """
-    place = model.name_or_path
-    if not place or (is_local(place) and not Path(place).is_dir()):
-        return None
-    with contextlib.suppress(OSError):  # a hub id that was never loaded
-        return _stored_value_head(place)
-    return None
-
-
-def _stored_value_head(place: str) -> nn.Linear | None:
-    for name in (WEIGHTS_INDEX, WEIGHTS):
-        file = cached_file(place, name, local_files_only=True, _raise_exceptions_for_missing_entries=False)
-        if file is not None:
-            return read_value_head(Path(file).parent)
-    return None
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig, where: str) -> None:

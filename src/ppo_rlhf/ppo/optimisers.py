@@ -24,18 +24,12 @@ FEWEST_IN_EIGHT_BITS, BLOCK = 4096, 256
 
 
 def check_trains(model: nn.Module, what: str) -> None:
-    """Raise `ModelError` if all weights of a model are frozen, or torch keeps no gradients of them.
-
-    AdamW takes no empty list, and nothing would train.
-    """
-    if any(parameter.is_inference() for parameter in model.parameters()):
+    """Raise `ModelError` if all weights of a model are frozen: AdamW takes no empty list, and nothing would train."""
+    if not any(parameter.requires_grad and not parameter.is_inference() for parameter in model.parameters()):
         raise ModelError(
-            f"the weights of the {what} were made under torch.inference_mode: load it outside of that block"
-        )
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ModelError(
-            f"no weight of the {what} trains: requires_grad is False of all of them. Set it where weights are to "
-            "train (requires_grad_(True) on the model, for all), or train adapters (ppo.use_peft=true)"
+            f"no weight of the {what} trains: requires_grad is False of all of them, or they were made under "
+            "torch.inference_mode. Set it where weights are to train (requires_grad_(True) on the model, for all), or "
+            "train adapters (ppo.use_peft=true)"
         )
 
 

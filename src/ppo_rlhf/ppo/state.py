@@ -169,9 +169,8 @@ class TrainingState:
         """Raise `TrainingError` if an update or the loading of a checkpoint ended half done."""
         if not self.whole:
             raise TrainingError(
-                f"an update or the loading of a checkpoint was interrupted after iteration {self.iteration}, so some "
-                "weights have moved and others have not: load a checkpoint (load_checkpoint, or "
-                "train(resume_from_checkpoint=…)), or begin anew with models as they were"
+                f"an update, or a checkpoint's loading, was interrupted after iteration {self.iteration}: load a whole "
+                "checkpoint (in PPOTrainer resume_from_checkpoint), or begin anew with models as they were"
             )
 
     def extra_state(self) -> dict[str, Any]:

@@ -17,15 +17,9 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError, ModelError
 from ppo_rlhf.models.adapters import has_adapter
 from ppo_rlhf.models.critic import Critic
+from ppo_rlhf.models.directories import WEIGHTS, WEIGHTS_INDEX, is_local
 from ppo_rlhf.models.forward import backbone_of
-from ppo_rlhf.models.loading import (
-    PretrainedHandle,
-    TrainedModel,
-    check_vocabulary,
-    left_out_value_head,
-    prepare,
-    steady_context,
-)
+from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel, check_vocabulary, prepare, steady_context
 from ppo_rlhf.models.offloading import to_host
 from ppo_rlhf.models.tokenizers import ensure_pad_token
 from ppo_rlhf.ppo.accelerator import frozen_dtype, trained_dtype
@@ -215,7 +209,10 @@ def _critic_to_train(critic: Critic, config: PPOConfig) -> Critic:
 
 
 def _left_out_head(model: PreTrainedModel, what: str) -> nn.Linear | None:
-    head = left_out_value_head(model)
+    """Return the value head among the weights that a model was loaded from: transformers left it out."""
+    place = model.name_or_path
+    is_there = any(Path(place, name).is_file() for name in (WEIGHTS, WEIGHTS_INDEX)) or not is_local(place)
+    head = PretrainedHandle(place).value_head() if place and is_there else None
     if head is not None and is_main_process():
         log.warning("The value head of the %s is read from %s: the object has none (v_head).", what, model.name_or_path)
     return head
