@@ -180,6 +180,7 @@ def _write_state(directory: Path, state: TrainingState) -> None:
         "extra": state.extra_state(),
         "config": dataclasses.asdict(state.config),
         "batch_size": state.config.batch_size,
+        "origin": state.origin,
         **groups,
     }
     (directory / STATE).write_text(json.dumps(values, indent=1))

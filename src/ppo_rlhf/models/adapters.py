@@ -166,16 +166,15 @@ def save_adapter(model: PreTrainedModel, directory: str | Path, settings: LoraSe
     `peft.PeftModel.from_pretrained` and transformers load it onto the model that it was trained on.
     `save_pretrained(directory)` of an adapted model does the same: transformers' own writes names that it cannot load.
     """
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
+    Path(directory).mkdir(parents=True, exist_ok=True)
     config = settings.to_peft(without_adapter(model))
     is_lm = model.get_output_embeddings() is not None
     config.task_type = TaskType.CAUSAL_LM if is_lm else TaskType.FEATURE_EXTRACTION  # the class of the base model
     config.save_pretrained(str(directory))
     tensors = {_peft_name(name): p.detach().contiguous() for name, p in trained_parameters(model).items()}
-    save_file(tensors, directory / WEIGHTS_FILE)
+    save_file(tensors, Path(directory, WEIGHTS_FILE))
     if quantisation_states(model):
-        model.config.quantization_config.to_json_file(directory / QUANTISATION_FILE)
+        model.config.quantization_config.to_json_file(Path(directory, QUANTISATION_FILE))
 
 
 def load_adapter(model: PreTrainedModel, directory: Path) -> None:

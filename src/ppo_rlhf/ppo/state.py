@@ -56,6 +56,7 @@ class TrainingState:
         stopping: True once all processes know at the end of an iteration that one of them was asked to stop: that
             iteration is saved, and is the last one of this run.
         whole: False while an update or a loaded checkpoint replaces weights, and after it if that was interrupted.
+        origin: Fingerprints of what a script began with: models, reward, prompts. The pipeline has them in MLflow.
     """
 
     policy: PreTrainedModel
@@ -82,6 +83,7 @@ class TrainingState:
     stop_requested: bool = False
     stopping: bool = False
     whole: bool = True
+    origin: dict[str, str] = field(default_factory=dict)
 
     @property
     def total_iterations(self) -> int:

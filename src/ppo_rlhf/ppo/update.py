@@ -41,7 +41,6 @@ def optimise_policy(state: TrainingState, experience: Experience, config: PPOCon
     Raises:
         DivergenceError: The rollouts' KL exceeds `kl_stop` (nothing was changed), or `max_skipped_steps` optimiser
             steps in a row had a non-finite gradient.
-        TrainingError: The update before was interrupted.
     """
     state.check_whole()
     started = time.perf_counter()

@@ -211,7 +211,7 @@ def build_reward_scorer(
         ModelError: The reward model cannot be loaded.
     """
     scorings: dict[str, Scoring] = {
-        c.title: partial(_score_on_main, load_function(c.function), c.title)
+        c.title: partial(score_on_main, load_function(c.function), c.title)
         for c in config.components
         if c.function is not None
     }
@@ -371,5 +371,6 @@ def reward_model_accuracy(reward_model: PretrainedHandle | None, reward: RewardC
     return None if accuracy is None else float(accuracy)
 
 
-def _score_on_main(function: RewardFunction, name: str, batch: ResponseBatch) -> Tensor:
+def score_on_main(function: RewardFunction, name: str, batch: ResponseBatch) -> Tensor:
+    """Return what `score_by_function` returns on the main process, in every process."""
     return processes.on_main(lambda: score_by_function(function, name, batch))

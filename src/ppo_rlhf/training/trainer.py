@@ -17,20 +17,21 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ppo_rlhf.checkpoints.files import checkpoint_name, newest_whole_checkpoint, prune_checkpoints
+from ppo_rlhf.checkpoints import files
 from ppo_rlhf.checkpoints.model_card import may_write_card, render_card
 from ppo_rlhf.checkpoints.model_files import exported_policy
 from ppo_rlhf.checkpoints.resume import restore
 from ppo_rlhf.checkpoints.store import CheckpointRequest, write_checkpoint
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError, ConfigError, DataError, TrainingError
+from ppo_rlhf.core.fingerprints import fingerprint
 from ppo_rlhf.data.prompts import PromptDataset
 from ppo_rlhf.models.critic import Critic
 from ppo_rlhf.ppo import loop
 from ppo_rlhf.ppo.accelerator import precision_warning, resolve_device
 from ppo_rlhf.ppo.rollout import complete_rollouts
 from ppo_rlhf.ppo.state import TrainingState
-from ppo_rlhf.processes import check_launch, from_main, is_main_process, wait_for_all
+from ppo_rlhf.processes import check_alike, check_launch, from_main, is_main_process, on_main, wait_for_all
 from ppo_rlhf.rewards.functions import check_column_names
 from ppo_rlhf.training import trainer_inputs
 from ppo_rlhf.training.query_sampler import QuerySampler
@@ -52,8 +53,8 @@ _SHOWN = {
 class PPOTrainer:
     """Trains a policy by PPO.
 
-    Under torchrun or `accelerate launch` every process makes the same calls with the same arguments; only the main
-    process logs and writes files.
+    Under torchrun or `accelerate launch` every process makes the same calls with the same arguments (`DataError`
+    otherwise); only the main process logs and writes files.
 
     Attributes:
         config: Hyperparameters.
@@ -89,7 +90,6 @@ class PPOTrainer:
 
         Raises:
             ConfigError, DataError, ModelError, RewardError: An argument cannot be used.
-            LaunchError: The processes would train one run each.
         """
         check_launch()
         if not isinstance(config, PPOConfig):
@@ -108,7 +108,16 @@ class PPOTrainer:
         self._prompts = None if prompts is None else trainer_inputs.take_prompts(prompts, start, config, *limit)
         if self._prompts is not None and trainer_inputs.calls_functions(reward):
             check_column_names(self._prompts.columns, "prompts")
+        models = {"policy": start.model, "reference_policy": self.reference_policy, "value_model": critic}
+        rest = {
+            "reward": self._scorer and [type(self._scorer), vars(self._scorer)],
+            "prompts": self._prompts and vars(self._prompts),
+        }
+        origin = {name: fingerprint(value) for name, value in {**models, **rest}.items() if value is not None}
+        check_alike("PPOTrainer", config=config, **origin)
         self.state = TrainingState.create(start.model, critic, start.tokenizer, config)
+        self.state.origin = origin
+        self._folders: set[Path] = set()  # of checkpoints, which are this run's
         self._sampler = QuerySampler(self.state, limit)
         if self._scorer is not None and self._prompts is not None:
             stops = self.state.sampling.stop_token_ids
@@ -146,7 +155,7 @@ class PPOTrainer:
         gets the noise of row i of the pipeline's rollouts.
 
         Args:
-            queries: 1-D tensors of token ids without padding; or a tensor, `[N, P]` for N queries, `[P]` for one.
+            queries: 1-D tensors of token ids; or a tensor, `[N, P]` for N queries, `[P]` for one.
             return_prompt: Whether each response starts with its query.
             batch_size: Queries decoded at a time; None takes `local_rollout_forward_batch_size`.
             length_sampler: Called once for `max_new_tokens`.
@@ -158,10 +167,11 @@ class PPOTrainer:
 
         Raises:
             ConfigError: An argument is unknown or cannot be used.
-            DataError: A query is not token ids, or leaves no room for a response.
+            DataError: A query is not token ids, has ends that may be padding or text, or leaves no room for a response.
         """
         if length_sampler is not None:
-            generation = {"max_new_tokens": length_sampler(), **generation}
+            generation = {"max_new_tokens": from_main(length_sampler()), **generation}
+        check_alike("generate", queries=queries, arguments=[batch_size, generation])
         return self._sampler.generate(queries, return_prompt, batch_size, generation)
 
     def step(self, queries: Sequence[Tensor], responses: Sequence[Tensor], scores: Any) -> dict[str, float]:
@@ -171,8 +181,8 @@ class PPOTrainer:
         policy as it is now, whatever sampled the responses.
 
         Args:
-            queries: `batch_size` queries as token ids without padding.
-            responses: The response to each, without the query.
+            queries: `batch_size` queries as token ids; pad tokens at both ends are padding.
+            responses: The response to each, without the query; those from `generate` are taken as they are.
             scores: One finite number each: floats, 0-d tensors, or a tensor `[batch_size]`.
 
         Returns:
@@ -186,15 +196,15 @@ class PPOTrainer:
         config, sampler = self.config, self._sampler
         trainer_inputs.check_one_turn(config)
         self._check_ready("step")
+        check_alike("step", queries=queries, responses=responses, scores=scores)
         if self.state.finished:
             raise ConfigError(
                 f"step: ppo.total_episodes={config.total_episodes} are done ({config.num_total_batches} iterations, "
                 "over which the learning rate falls); raise it for a longer run"
             )
-        sizes = {"queries": len(queries), "responses": len(responses)}
-        if set(sizes.values()) != {config.batch_size}:
+        if not len(queries) == len(responses) == config.batch_size:
             raise DataError(
-                f"step: {sizes['queries']} queries and {sizes['responses']} responses; batch_size is "
+                f"step: {len(queries)} queries and {len(responses)} responses; batch_size is "
                 f"{config.batch_size} (ppo.per_device_train_batch_size {config.per_device_train_batch_size} x "
                 f"ppo.gradient_accumulation_steps {config.gradient_accumulation_steps} x {config.world_size} processes)"
             )
@@ -231,7 +241,8 @@ class PPOTrainer:
         texts = [batch.get(name, ()) for name in ("query", "response")]
         if all(map(len, texts)):
             pair = "; {!r} -> {!r}".format(*(column[0] for column in texts))
-        log.info("%s, mean reward %.4g%s", self._line(stats), trainer_inputs.mean_of(rewards), pair)
+        mean = float(torch.tensor([float(reward) for reward in rewards], dtype=torch.float64).mean())
+        log.info("%s, mean reward %.4g%s", self._line(stats), mean, pair)
 
     def train(
         self, resume_from_checkpoint: str | Path | bool | None = None, output_dir: str | Path | None = None
@@ -248,17 +259,21 @@ class PPOTrainer:
             The metrics of every iteration.
 
         Raises:
-            ConfigError: Reward or prompts are missing, or the checkpoint's run had other settings.
+            ConfigError: Reward or prompts are missing, `output_dir` holds another run, or the checkpoint's run had
+                other settings, models, rewards or prompts.
             CheckpointError: There is no whole checkpoint.
             TrainingError: As `step`.
         """
         missing = [name for name, given in {"reward": self._scorer, "prompts": self._prompts}.items() if given is None]
         if self._scorer is None or self._prompts is None:
             raise ConfigError(f"train: PPOTrainer was given no {' and no '.join(missing)}")
+        check_alike("train", resume_from_checkpoint=resume_from_checkpoint, output_dir=output_dir)
         directory = None if output_dir is None else Path(output_dir)
         if resume_from_checkpoint:
             self.load_checkpoint(_checkpoint(resume_from_checkpoint, directory))
         self._check_ready("train")
+        if directory is not None:
+            self._take_folder(directory)
 
         def after_iteration(metrics: dict[str, float]) -> None:
             if is_main_process():
@@ -266,7 +281,7 @@ class PPOTrainer:
             if directory is not None and CheckpointRequest(self.state).due:
                 self.save_checkpoint(directory)
                 if is_main_process():
-                    prune_checkpoints(directory, self.config.save_total_limit, None, self.state.iteration)
+                    files.prune_checkpoints(directory, self.config.save_total_limit, None, self.state.iteration)
 
         loop.train(self.state, self.reference_policy, self._prompts, self._scorer, after_iteration)
         if is_main_process():
@@ -292,27 +307,37 @@ class PPOTrainer:
 
         Raises:
             CheckpointError: It cannot be written.
+            ConfigError: The directory holds another run.
         """
+        self._take_folder(Path(output_dir))
         if is_main_process():
             write_checkpoint(Path(output_dir), self.state)
         wait_for_all()
-        return Path(output_dir) / checkpoint_name(self.state.iteration)
+        return Path(output_dir) / files.checkpoint_name(self.state.iteration)
 
     def load_checkpoint(self, directory: str | Path) -> None:
         """Replace the state by a checkpoint's.
 
         Raises:
             CheckpointError: The checkpoint is damaged, or was made for other models.
-            ConfigError: Its run had other settings.
+            ConfigError: Its run had other settings, models, rewards or prompts.
         """
         restore(self.state, Path(directory))
+        self._folders.add(Path(directory).resolve().parent)
         self._sampler.start_iteration()
+
+    def _take_folder(self, folder: Path) -> None:
+        newest = on_main(lambda: files.checkpoint_iterations(folder))[-1:]
+        if newest and folder.resolve() not in self._folders:
+            raise ConfigError(
+                f"{folder} holds another run, up to iteration {newest[0]}: go on with it by "
+                "train(resume_from_checkpoint=True, output_dir=…), or give a new run another folder"
+            )
+        self._folders.add(folder.resolve())
 
     def _check_ready(self, call: str) -> None:
         if not torch.is_grad_enabled():
-            raise TrainingError(
-                f"{call}: gradients are off (torch.no_grad, inference_mode); call it outside that block"
-            )
+            raise TrainingError(f"{call}: gradients are off (torch.no_grad or inference_mode); call it outside")
         self.state.check_whole()
 
     def _warn(self) -> None:
@@ -333,7 +358,7 @@ def _checkpoint(asked: str | Path | bool, output_dir: Path | None) -> Path:
         return Path(asked)
     if output_dir is None:
         raise ConfigError("train: resume_from_checkpoint=True looks in output_dir; give that, or the checkpoint itself")
-    newest = from_main(newest_whole_checkpoint(output_dir) if is_main_process() else None)
+    newest = from_main(files.newest_whole_checkpoint(output_dir) if is_main_process() else None)
     if newest is None:
         raise CheckpointError(f"{output_dir}: this directory has no whole checkpoint to resume from")
     return newest

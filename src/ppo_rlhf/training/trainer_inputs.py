@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 import torch
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError, DataError, ModelError, RewardError
@@ -29,7 +29,7 @@ from ppo_rlhf.rewards.scorers import (
     RewardConfig,
     RewardScorer,
     build_reward_scorer,
-    score_by_function,
+    score_on_main,
 )
 from ppo_rlhf.training.trainer_models import HOST, check_same_vocabulary, take_over
 
@@ -96,7 +96,8 @@ def take_reward(reward: Any, policy: TrainedModel, config: PPOConfig) -> RewardS
         ModelError: The reward model cannot be used, or cannot be the start of the critic.
     """
     if (reward is None and config.reward_model_path is None) or isinstance(reward, RewardScorer):
-        _check_nothing_to_offload(config)
+        if config.offload_reward_model:
+            raise ConfigError(NOTHING_TO_OFFLOAD)
         return reward
     device, batch_size = policy.model.device, config.local_rollout_forward_batch_size
     if reward is None or isinstance(reward, str | Path | RewardConfig):
@@ -117,7 +118,10 @@ def take_reward(reward: Any, policy: TrainedModel, config: PPOConfig) -> RewardS
     model, tokenizer = reward if isinstance(reward, tuple) and len(reward) == 2 else (reward, None)
     if isinstance(model, nn.Module):
         _check_ids_of_critic(tokenizer or policy.tokenizer, policy, config)
-        model = _reward_model(model, config, HOST if config.offload_reward_model else device)
+        place = HOST if config.offload_reward_model else device
+        model = take_over(model, "reward model", frozen_dtype(config), place).requires_grad_(False)
+        if (labels := model.config.num_labels) != 1:
+            raise ConfigError(f"PPOTrainer: a reward model has one output (num_labels 1), this one has {labels}")
         if config.offload_reward_model:
             to_host(model)
         if tokenizer is None:
@@ -133,8 +137,11 @@ def take_reward(reward: Any, policy: TrainedModel, config: PPOConfig) -> RewardS
             f"PPOTrainer: reward has the unknown type {type(reward).__name__}; give a function, a reward model or its "
             "directory, (reward model, tokenizer), a RewardConfig or a RewardScorer"
         )
-    _check_nothing_to_offload(config)
-    return _function_scorer(reward)
+    if config.offload_reward_model:
+        raise ConfigError(NOTHING_TO_OFFLOAD)
+    name = getattr(reward, "__name__", "reward")
+    name = name if name.isidentifier() else "reward"
+    return RewardScorer([(name, 1.0, partial(score_on_main, reward, name))])
 
 
 def calls_functions(reward: Any) -> bool:
@@ -170,7 +177,7 @@ def token_lists(rows: Any, what: str, vocabulary: int) -> list[list[int]]:
     """Return token ids as lists.
 
     Args:
-        rows: Sequences of ids: 1-D tensors, tensors `[1, n]`, or lists; a tensor `[N, n]` has N rows without padding.
+        rows: Sequences of ids: 1-D tensors, tensors `[1, n]`, or lists; a tensor `[N, n]` has N rows.
         what: Name of a row in errors.
         vocabulary: Number of token ids.
 
@@ -248,16 +255,6 @@ def take_responses(rows: list[list[int]], sampling: SamplingSettings) -> Respons
     return Responses(torch.where(is_response, response_ids, sampling.pad_token_id), lengths, terminated)
 
 
-def mean_of(scores: Iterable[Any]) -> float:
-    """Return the mean of numbers or 0-d tensors; NaN if there are none."""
-    return float(torch.tensor([float(score) for score in scores], dtype=torch.float64).mean())
-
-
-def _check_nothing_to_offload(config: PPOConfig) -> None:
-    if config.offload_reward_model:
-        raise ConfigError(NOTHING_TO_OFFLOAD)
-
-
 def _check_ids_of_critic(tokenizer: PreTrainedTokenizerBase, policy: TrainedModel, config: PPOConfig) -> None:
     """Raise `ModelError` if the critic starts from a reward model whose tokenizer differs from the policy's."""
     if config.value_model == "reward_init" and not same_vocabulary(tokenizer, policy.tokenizer):
@@ -265,18 +262,3 @@ def _check_ids_of_critic(tokenizer: PreTrainedTokenizerBase, policy: TrainedMode
             "PPOTrainer: ppo.value_model=reward_init: the reward model reads another vocabulary than the policy; set "
             "ppo.value_model=separate"
         )
-
-
-def _reward_model(model: nn.Module, config: PPOConfig, device: torch.device) -> PreTrainedModel:
-    taken = take_over(model, "reward model", frozen_dtype(config), device).requires_grad_(False)
-    if taken.config.num_labels != 1:
-        raise ConfigError(
-            f"PPOTrainer: a reward model has one output (num_labels 1), this one has {taken.config.num_labels}"
-        )
-    return taken
-
-
-def _function_scorer(function: Any) -> RewardScorer:
-    name = getattr(function, "__name__", "reward")
-    name = name if name.isidentifier() else "reward"
-    return RewardScorer([(name, 1.0, partial(score_by_function, function, name))])

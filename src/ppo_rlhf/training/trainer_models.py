@@ -18,7 +18,6 @@ from ppo_rlhf.core.errors import ConfigError, ModelError
 from ppo_rlhf.models.adapters import has_adapter
 from ppo_rlhf.models.critic import Critic
 from ppo_rlhf.models.directories import WEIGHTS, WEIGHTS_INDEX, is_local
-from ppo_rlhf.models.forward import backbone_of
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel, check_vocabulary, prepare, steady_context
 from ppo_rlhf.models.offloading import to_host
 from ppo_rlhf.models.tokenizers import ensure_pad_token
@@ -143,9 +142,7 @@ def take_critic(
     if isinstance(value_model, Critic):
         return _critic_to_train(value_model, config)
     score = getattr(start, "score", None)
-    if start.get_output_embeddings() is None:
-        _check_no_other_head(start)
-    if score is None:
+    if score is None and (start.get_output_embeddings() is not None or start.base_model is start):
         head = _left_out_head(start, "value model")
         return Critic.from_policy(start, value_head=head, own_backbone=critic_backbone(config))
     _check_head(score, "score")
@@ -218,33 +215,16 @@ def _left_out_head(model: PreTrainedModel, what: str) -> nn.Linear | None:
     return head
 
 
-def _check_no_other_head(model: PreTrainedModel) -> None:
-    """Raise `ModelError` if a classifier has weights behind its backbone that no critic takes over."""
-    taken = {id(parameter) for parameter in backbone_of(model).parameters()}
-    heads = {name.partition(".")[0] for name, parameter in model.named_parameters() if id(parameter) not in taken}
-    if lost := sorted(heads - {"score"}):
-        raise ModelError(
-            f"PPOTrainer: the value model, a {type(model).__name__}, has a head `{lost[0]}`, and a critic takes over "
-            "a linear head `score` alone; give a model with such a head, or without one (model.base_model)"
-        )
-
-
 def _check_head(head: Any, name: str) -> None:
     if not isinstance(head, nn.Linear) or head.out_features != 1:
         raise ModelError(
-            f"PPOTrainer: the value model's `{name}` is not a linear head with one output; give a sequence classifier "
-            "with num_labels=1, or a causal language model"
+            f"PPOTrainer: the value model has no linear head `{name}` with one output; give a sequence classifier with "
+            "such a `score` (num_labels=1), a causal language model, or a backbone alone (model.base_model)"
         )
 
 
 def _check_model(model: Any, what: str) -> None:
     saved = "save it, and give what from_pretrained loads of it"
-    parts = model.modules() if isinstance(model, nn.Module) else ()
-    if any(hasattr(part, "_orig_mod") or part._compiled_call_impl is not None for part in parts):
-        raise ModelError(
-            f"PPOTrainer: the {what} is compiled (torch.compile), so its parts would not compute what it computes; "
-            "give what from_pretrained loads. ppo.compile=true compiles its layers"
-        )
     if not isinstance(model, transformers.PreTrainedModel):
         raise ModelError(f"PPOTrainer: the {what} is a {type(model).__name__}, not a transformers model; {saved}")
     if getattr(model, "is_quantized", False):
@@ -261,6 +241,8 @@ def _check_model(model: Any, what: str) -> None:
             f"PPOTrainer: the {what} was wrapped by a trainer or by accelerate, so its copies would use the "
             f"original's weights; {saved}"
         )
+    if any(module._compiled_call_impl is not None for module in model.modules()):
+        raise ModelError(f"PPOTrainer: the {what} is compiled; {saved}. ppo.compile=true compiles its layers")
 
 
 def _check_apart(trained: nn.Module, other: PreTrainedModel, config: PPOConfig, complaint: str) -> None:
