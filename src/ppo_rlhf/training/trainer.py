@@ -145,6 +145,7 @@ class PPOTrainer:
         queries: Tensor | Sequence[Tensor],
         return_prompt: bool = True,
         *,
+        attention_mask: Tensor | None = None,
         batch_size: int | None = None,
         length_sampler: Callable[[], int] | None = None,
         **generation: Any,
@@ -157,6 +158,7 @@ class PPOTrainer:
         Args:
             queries: 1-D tensors of token ids; or a tensor, `[N, P]` for N queries, `[P]` for one.
             return_prompt: Whether each response starts with its query.
+            attention_mask: 0 where a query has padding. Without it pad tokens at both ends are padding.
             batch_size: Queries decoded at a time; None takes `local_rollout_forward_batch_size`.
             length_sampler: Called once for `max_new_tokens`.
             **generation: max_new_tokens, min_new_tokens, min_length (0 or less), temperature, top_k, top_p, do_sample,
@@ -171,8 +173,8 @@ class PPOTrainer:
         """
         if length_sampler is not None:
             generation = {"max_new_tokens": from_main(length_sampler()), **generation}
-        check_alike("generate", queries=queries, arguments=[batch_size, generation])
-        return self._sampler.generate(queries, return_prompt, batch_size, generation)
+        check_alike("generate", queries=queries, attention_mask=attention_mask, arguments=[batch_size, generation])
+        return self._sampler.generate(queries, attention_mask, return_prompt, batch_size, generation)
 
     def step(self, queries: Sequence[Tensor], responses: Sequence[Tensor], scores: Any) -> dict[str, float]:
         """Train on one batch of scored responses: one iteration of PPO.
@@ -208,8 +210,12 @@ class PPOTrainer:
                 f"{config.batch_size} (ppo.per_device_train_batch_size {config.per_device_train_batch_size} x "
                 f"ppo.gradient_accumulation_steps {config.gradient_accumulation_steps} x {config.world_size} processes)"
             )
-        prompt_ids = trainer_inputs.token_lists(queries, "query", sampler.vocabulary)
+        prompt_ids = trainer_inputs.without_padding(queries, "query", self.state)
         response_ids = trainer_inputs.token_lists(responses, "response", sampler.vocabulary)
+        if not sampler.answers.issuperset(map(tuple, response_ids)):
+            response_ids = trainer_inputs.without_padding(responses, "response", self.state)
+            if all(row[: len(query)] == query != row for query, row in zip(prompt_ids, response_ids, strict=True)):
+                raise DataError("step: each response begins with its query; give generate(return_prompt=False)")
         scorer = trainer_inputs.given_scores(scores, config.batch_size)
         taken = trainer_inputs.take_responses(response_ids, self.state.sampling)
         trainer_inputs.check_room(prompt_ids, taken.lengths.tolist(), *sampler.limit)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from ppo_rlhf.models.offloading import to_host
 from ppo_rlhf.models.tokenizers import ensure_pad_id, ensure_pad_token, same_vocabulary
 from ppo_rlhf.ppo.accelerator import frozen_dtype
 from ppo_rlhf.ppo.sampling import Responses, SamplingSettings
+from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.rewards.scorers import (
     NOTHING_TO_OFFLOAD,
     ModelScorer,
@@ -205,6 +207,32 @@ def token_lists(rows: Any, what: str, vocabulary: int) -> list[list[int]]:
     if not result:
         raise DataError(f"there is no {what}")
     return result
+
+
+def without_padding(rows: Any, what: str, state: TrainingState) -> list[list[int]]:
+    """Return token ids (`token_lists`) without the pad tokens at both ends of their rows.
+
+    A pad token that also ends, begins or fills texts is left where all rows have one, or where it ends a response.
+
+    Raises:
+        DataError: Elsewhere such a pad token may be padding or not; or `token_lists` refuses a row.
+    """
+    vocabulary, tokenizer = state.policy.config.get_text_config().vocab_size, state.tokenizer
+    ids, pad = token_lists(rows, what, vocabulary), tokenizer.pad_token_id
+    lasts = [len(list(takewhile(pad.__eq__, reversed(row)))) for row in ids]
+    firsts = [len(list(takewhile(pad.__eq__, row[: len(row) - last]))) for row, last in zip(ids, lasts, strict=True)]
+    texts = [row[first : len(row) - last] for row, first, last in zip(ids, firsts, lasts, strict=True)]
+    meanings = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id, *state.sampling.stop_token_ids}
+    if pad not in meanings and not any(pad in text and text != row for text, row in zip(texts, ids, strict=True)):
+        return token_lists(texts, what, vocabulary)
+    stops = what == "response" and pad in state.sampling.stop_token_ids
+    for row, (first, last) in enumerate(zip(firsts, lasts, strict=True)):
+        if first > min(1, *firsts) or last > (stops or min(1, *lasts)):
+            raise DataError(
+                f"{what} {row} has {tokenizer.pad_token!r} at an end, which may be padding or text: give rows without "
+                "padding, generate() the attention_mask, or the tokenizer a pad token of its own"
+            )
+    return ids
 
 
 def check_room(queries: Sequence[Sequence[int]], lengths: Sequence[int], context: int | None, why: str = "") -> None:
