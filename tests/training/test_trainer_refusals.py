@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2ForTokenClassification
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertForSequenceClassification,
+    CTRLConfig,
+    CTRLForSequenceClassification,
+    GPT2Config,
+    GPT2ForTokenClassification,
+)
 
 from ppo_rlhf.core.errors import LaunchError, ModelError, TrainingError
 from ppo_rlhf.models.loading import TrainedModel
@@ -44,17 +52,26 @@ def test_a_launch_that_would_train_each_process_alone_is_refused_with_the_comman
         trainer_of()
 
 
-def compiled_in_place(model: Any) -> Any:
+def compiled(model: Any) -> Any:
     model.compile(backend="eager")
     return model
 
 
-@pytest.mark.parametrize("compiled", [lambda model: torch.compile(model, backend="eager"), compiled_in_place])
-def test_a_model_that_is_compiled_already_is_refused(compiled):
-    with pytest.raises(ModelError, match=r"the policy is compiled .*ppo\.compile=true"):
-        trainer_of(compiled(tiny_model()))
-    with pytest.raises(ModelError, match="the value model is compiled"):
-        trainer_of(value_model=compiled(tiny_model()))
+def with_a_compiled_layer(model: Any) -> Any:
+    compiled(model.model.layers[0])
+    return model
+
+
+@pytest.mark.parametrize("spoil", [compiled, with_a_compiled_layer])
+def test_a_model_that_is_compiled_already_is_refused(spoil):
+    for what, given in {
+        "policy": {"policy": spoil(tiny_model())},
+        "value model": {"value_model": spoil(tiny_model())},
+    }.items():
+        with pytest.raises(ModelError, match=rf"^PPOTrainer: the {what} is compiled; .*ppo\.compile=true"):
+            trainer_of(**given)
+    with pytest.raises(ModelError, match="the policy is a OptimizedModule, not a transformers model"):
+        trainer_of(torch.compile(tiny_model(), backend="eager"))
 
 
 @pytest.mark.parametrize("switched_off", [torch.no_grad, torch.inference_mode])
@@ -127,13 +144,24 @@ def test_an_interruption_outside_the_update_takes_nothing_away():
     assert_same_bits(weights(trainer.policy), weights(whole.policy))
 
 
-def test_a_classifier_whose_head_the_critic_would_lose_is_refused():
-    shape = {"vocab_size": 25, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32, "num_labels": 1}
-    classifier = GPT2ForTokenClassification(GPT2Config(**shape))  # its head is called `classifier`
-    with pytest.raises(ModelError, match=r"the value model, a GPT2ForTokenClassification, has a head `classifier`"):
-        trainer_of(value_model=classifier)
-    critic = trainer_of(value_model=classifier.base_model).state.critic
-    assert_same_bits(weights(critic.backbone), weights(classifier.base_model))
+SHAPE = {"vocab_size": 25, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_labels": 1}
+
+
+@pytest.mark.parametrize(
+    "kind", [(CTRLConfig, CTRLForSequenceClassification), (BertConfig, BertForSequenceClassification)]
+)
+def test_a_classifier_whose_head_the_critic_would_lose_is_refused(kind):
+    """Both call their heads `classifier`."""
+    model = kind[1](kind[0](**SHAPE))
+    with pytest.raises(ModelError, match=r"^PPOTrainer: the value model has no linear head `score` with one output"):
+        trainer_of(value_model=model)
+
+
+def test_a_backbone_alone_starts_the_critic():
+    model = GPT2ForTokenClassification(GPT2Config(**SHAPE, intermediate_size=32))
+    critic = trainer_of(value_model=model.base_model).state.critic
+    assert_same_bits(weights(critic.backbone), weights(model.base_model))
+    assert not critic.value_head.weight.any()
 
 
 @pytest.fixture
