@@ -25,10 +25,10 @@ FEWEST_IN_EIGHT_BITS, BLOCK = 4096, 256
 
 def check_trains(model: nn.Module, what: str) -> None:
     """Raise `ModelError` if all weights of a model are frozen: AdamW takes no empty list, and nothing would train."""
-    if not any(parameter.requires_grad and not parameter.is_inference() for parameter in model.parameters()):
+    if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ModelError(
-            f"no weight of the {what} trains: requires_grad is False, or torch.inference_mode made them. Set it to "
-            "True (requires_grad_) where weights are to train, make them outside, or train adapters (ppo.use_peft=true)"
+            f"no weight of the {what} trains: requires_grad is False of all of them. Set it where weights are to "
+            "train (requires_grad_(True) on the model, for all), or train adapters (ppo.use_peft=true)"
         )
 
 

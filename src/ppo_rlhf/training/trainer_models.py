@@ -207,7 +207,7 @@ def _critic_to_train(critic: Critic, config: PPOConfig) -> Critic:
 
 def _left_out_head(model: PreTrainedModel, what: str) -> nn.Linear | None:
     """Return the value head among the weights that a model was loaded from: transformers left it out."""
-    place = model.name_or_path
+    place = model.name_or_path or ""
     is_there = any(Path(place, name).is_file() for name in (WEIGHTS, WEIGHTS_INDEX)) or not is_local(place)
     head = PretrainedHandle(place).value_head() if place and is_there else None
     if head is not None and is_main_process():
@@ -241,6 +241,8 @@ def _check_model(model: Any, what: str) -> None:
             f"PPOTrainer: the {what} was wrapped by a trainer or by accelerate, so its copies would use the "
             f"original's weights; {saved}"
         )
+    if any(parameter.is_inference() for parameter in model.parameters()):
+        raise ModelError(f"PPOTrainer: the {what} was made under torch.inference_mode; load it outside of that block")
     if any(module._compiled_call_impl is not None for module in model.modules()):
         raise ModelError(f"PPOTrainer: the {what} is compiled; {saved}. ppo.compile=true compiles its layers")
 
