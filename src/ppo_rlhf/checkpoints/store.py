@@ -80,7 +80,7 @@ def read_checkpoint(directory: Path, state: TrainingState) -> None:
         CheckpointError: The checkpoint was made for other models.
     """
     values = _state_values(directory)
-    state.whole = False
+    state.updating = True
     try:
         read_models(directory, state)
         for name, optimizer in optimizers(state).items():
@@ -94,7 +94,7 @@ def read_checkpoint(directory: Path, state: TrainingState) -> None:
         reason = str(error).strip().partition("\n")[0]
         raise CheckpointError(f"{directory}: made for other models: {reason}") from error
     state.history = saved_history(directory)
-    state.whole = True
+    state.updating = False
 
 
 def saved_config(directory: Path) -> dict[str, Any]:

@@ -30,8 +30,6 @@ def _as_plain(value: Any) -> Any:
         return value.tolist()
     if isinstance(value, partial):
         return [value.func, value.args, value.keywords]
-    if isinstance(value, set | frozenset):
-        return sorted(map(repr, value))
     if callable(value):
         named = value if hasattr(value, "__qualname__") else type(value)
         with contextlib.suppress(OSError, TypeError, AttributeError):

@@ -52,10 +52,10 @@ class TrainingState:
         early_stops: Iterations whose update ended early because of `target_kl`.
         policy_average: Moving average of the actor's weights, if `ema_decay` asks for one.
         history: The metrics of each iteration so far, with `iteration`.
+        updating: True from the first optimiser step of an iteration until the iteration is complete.
         stop_requested: True once this process was asked to stop, by a signal say.
         stopping: True once all processes know at the end of an iteration that one of them was asked to stop: that
             iteration is saved, and is the last one of this run.
-        whole: False while an update or a loaded checkpoint replaces weights, and after it if that was interrupted.
         origin: Fingerprints of what a script began with: models, reward, prompts. The pipeline has them in MLflow.
     """
 
@@ -80,9 +80,9 @@ class TrainingState:
     early_stops: int = 0
     policy_average: WeightAverage | None = None
     history: list[dict[str, float]] = field(default_factory=list)
+    updating: bool = False
     stop_requested: bool = False
     stopping: bool = False
-    whole: bool = True
     origin: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -169,7 +169,7 @@ class TrainingState:
 
     def check_whole(self) -> None:
         """Raise `TrainingError` if an update or the loading of a checkpoint ended half done."""
-        if not self.whole:
+        if self.updating:
             raise TrainingError(
                 f"an update, or a checkpoint's loading, was interrupted after iteration {self.iteration}: load a whole "
                 "checkpoint (in PPOTrainer resume_from_checkpoint), or begin anew with models as they were"

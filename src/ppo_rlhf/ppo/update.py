@@ -46,7 +46,6 @@ def optimise_policy(state: TrainingState, experience: Experience, config: PPOCon
     started = time.perf_counter()
     iteration = experience.rollouts.iteration
     _check_kl(float(experience.shaped_rewards.kl.sum(-1).mean()), iteration, config)
-    state.whole = False
     rates = set_learning_rates(state, iteration)
     _drop_gradients(state)  # of an update that was interrupted
     with deterministic(config), recomputing(state.policy, state.critic):
@@ -62,8 +61,8 @@ def optimise_policy(state: TrainingState, experience: Experience, config: PPOCon
     for line in state.kl_alarms.check(observed_kl):
         log.warning(line)
     state.history.append({"iteration": float(iteration), **metrics})
+    state.updating = False
     state.stopping = any_process(state.stop_requested)  # a signal may have reached one process only
-    state.whole = True
     return metrics
 
 
@@ -83,6 +82,7 @@ def run_epochs(state: TrainingState, experience: Experience, config: PPOConfig) 
         for minibatch in epoch:
             step = compute_gradients(state, experience, minibatch, mask, advantages)
             steps.append(step)
+            state.updating = True
             if config.target_kl is not None:
                 (over_processes,) = add_over_processes([step])
                 if over_processes.mean("approxkl") > EARLY_STOP_FACTOR * config.target_kl:

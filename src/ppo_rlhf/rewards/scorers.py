@@ -211,7 +211,7 @@ def build_reward_scorer(
         ModelError: The reward model cannot be loaded.
     """
     scorings: dict[str, Scoring] = {
-        c.title: partial(score_on_main, load_function(c.function), c.title)
+        c.title: partial(score_by_function, load_function(c.function), c.title)
         for c in config.components
         if c.function is not None
     }
@@ -348,14 +348,13 @@ def score_sequences(model: PreTrainedModel, sequences: list[list[int]], pad_id: 
 
 
 def score_by_function(function: RewardFunction, name: str, batch: ResponseBatch) -> Tensor:
-    """Return a function's scores [N], or its numbers for each token [N, longest response]; float64.
+    """Return a function's scores [N], or its numbers for each token [N, longest response]; float64, in every process.
 
     Raises:
         RewardError: As `call_token_reward_function`.
     """
-    values = call_token_reward_function(
-        function, name, batch.prompts, batch.completions, batch.response_ids, batch.columns_with_turns
-    )
+    given = (batch.prompts, batch.completions, batch.response_ids, batch.columns_with_turns)
+    values = processes.on_main(lambda: call_token_reward_function(function, name, *given))
     rows = [torch.tensor(value, dtype=torch.float64) for value in values]
     return pad_sequence(rows, batch_first=True) if rows and rows[0].dim() else torch.tensor(values, dtype=torch.float64)
 
@@ -369,8 +368,3 @@ def reward_model_accuracy(reward_model: PretrainedHandle | None, reward: RewardC
         return None
     accuracy = getattr(reward_model.config(), "held_out_accuracy", None)
     return None if accuracy is None else float(accuracy)
-
-
-def score_on_main(function: RewardFunction, name: str, batch: ResponseBatch) -> Tensor:
-    """Return what `score_by_function` returns on the main process, in every process."""
-    return processes.on_main(lambda: score_by_function(function, name, batch))

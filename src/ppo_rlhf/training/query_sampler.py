@@ -62,7 +62,7 @@ class QuerySampler:
         is_one = isinstance(queries, Tensor) and queries.dim() == 1
         rows: Any = [queries] if is_one else queries
         if attention_mask is None:
-            prompt_ids = without_padding(rows, "query", state)
+            prompt_ids = without_padding(rows, "query", state.policy, state.tokenizer, config)
         elif getattr(queries, "shape", None) != getattr(attention_mask, "shape", ()):
             raise DataError("generate: attention_mask is for queries in one tensor, and has the shape of that")
         else:

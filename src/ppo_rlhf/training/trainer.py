@@ -109,10 +109,7 @@ class PPOTrainer:
         if self._prompts is not None and trainer_inputs.calls_functions(reward):
             check_column_names(self._prompts.columns, "prompts")
         models = {"policy": start.model, "reference_policy": self.reference_policy, "value_model": critic}
-        rest = {
-            "reward": self._scorer and [type(self._scorer), vars(self._scorer)],
-            "prompts": self._prompts and vars(self._prompts),
-        }
+        rest = {"reward": self._scorer and [type(self._scorer), vars(self._scorer)], "prompts": self._prompts}
         origin = {name: fingerprint(value) for name, value in {**models, **rest}.items() if value is not None}
         check_alike("PPOTrainer", config=config, **origin)
         self.state = TrainingState.create(start.model, critic, start.tokenizer, config)
@@ -210,10 +207,11 @@ class PPOTrainer:
                 f"{config.batch_size} (ppo.per_device_train_batch_size {config.per_device_train_batch_size} x "
                 f"ppo.gradient_accumulation_steps {config.gradient_accumulation_steps} x {config.world_size} processes)"
             )
-        prompt_ids = trainer_inputs.without_padding(queries, "query", self.state)
+        models = self.policy, self.tokenizer, config
+        prompt_ids = trainer_inputs.without_padding(queries, "query", *models)
         response_ids = trainer_inputs.token_lists(responses, "response", sampler.vocabulary)
         if not sampler.answers.issuperset(map(tuple, response_ids)):
-            response_ids = trainer_inputs.without_padding(responses, "response", self.state)
+            response_ids = trainer_inputs.without_padding(responses, "response", *models)
             if all(row[: len(query)] == query != row for query, row in zip(prompt_ids, response_ids, strict=True)):
                 raise DataError("step: each response begins with its query; give generate(return_prompt=False)")
         scorer = trainer_inputs.given_scores(scores, config.batch_size)
@@ -247,8 +245,7 @@ class PPOTrainer:
         texts = [batch.get(name, ()) for name in ("query", "response")]
         if all(map(len, texts)):
             pair = "; {!r} -> {!r}".format(*(column[0] for column in texts))
-        mean = float(torch.tensor([float(reward) for reward in rewards], dtype=torch.float64).mean())
-        log.info("%s, mean reward %.4g%s", self._line(stats), mean, pair)
+        log.info("%s, mean reward %.4g%s", self._line(stats), trainer_inputs.mean_of(rewards), pair)
 
     def train(
         self, resume_from_checkpoint: str | Path | bool | None = None, output_dir: str | Path | None = None

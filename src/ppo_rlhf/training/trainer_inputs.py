@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 import torch
 from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError, DataError, ModelError, RewardError
@@ -23,7 +23,7 @@ from ppo_rlhf.models.offloading import to_host
 from ppo_rlhf.models.tokenizers import ensure_pad_id, ensure_pad_token, same_vocabulary
 from ppo_rlhf.ppo.accelerator import frozen_dtype
 from ppo_rlhf.ppo.sampling import Responses, SamplingSettings
-from ppo_rlhf.ppo.state import TrainingState
+from ppo_rlhf.ppo.state import sampling_settings
 from ppo_rlhf.rewards.scorers import (
     NOTHING_TO_OFFLOAD,
     ModelScorer,
@@ -31,7 +31,7 @@ from ppo_rlhf.rewards.scorers import (
     RewardConfig,
     RewardScorer,
     build_reward_scorer,
-    score_on_main,
+    score_by_function,
 )
 from ppo_rlhf.training.trainer_models import HOST, check_same_vocabulary, take_over
 
@@ -143,7 +143,7 @@ def take_reward(reward: Any, policy: TrainedModel, config: PPOConfig) -> RewardS
         raise ConfigError(NOTHING_TO_OFFLOAD)
     name = getattr(reward, "__name__", "reward")
     name = name if name.isidentifier() else "reward"
-    return RewardScorer([(name, 1.0, partial(score_on_main, reward, name))])
+    return RewardScorer([(name, 1.0, partial(score_by_function, reward, name))])
 
 
 def calls_functions(reward: Any) -> bool:
@@ -209,7 +209,9 @@ def token_lists(rows: Any, what: str, vocabulary: int) -> list[list[int]]:
     return result
 
 
-def without_padding(rows: Any, what: str, state: TrainingState) -> list[list[int]]:
+def without_padding(
+    rows: Any, what: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: PPOConfig
+) -> list[list[int]]:
     """Return token ids (`token_lists`) without the pad tokens at both ends of their rows.
 
     A pad token that also ends, begins or fills texts is left where all rows have one, or where it ends a response.
@@ -217,15 +219,16 @@ def without_padding(rows: Any, what: str, state: TrainingState) -> list[list[int
     Raises:
         DataError: Elsewhere such a pad token may be padding or not; or `token_lists` refuses a row.
     """
-    vocabulary, tokenizer = state.policy.config.get_text_config().vocab_size, state.tokenizer
+    vocabulary = model.config.get_text_config().vocab_size
+    ends = sampling_settings(config, tokenizer, model).stop_token_ids
     ids, pad = token_lists(rows, what, vocabulary), tokenizer.pad_token_id
     lasts = [len(list(takewhile(pad.__eq__, reversed(row)))) for row in ids]
     firsts = [len(list(takewhile(pad.__eq__, row[: len(row) - last]))) for row, last in zip(ids, lasts, strict=True)]
     texts = [row[first : len(row) - last] for row, first, last in zip(ids, firsts, lasts, strict=True)]
-    meanings = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id, *state.sampling.stop_token_ids}
+    meanings = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id, *ends}
     if pad not in meanings and not any(pad in text and text != row for text, row in zip(texts, ids, strict=True)):
         return token_lists(texts, what, vocabulary)
-    stops = what == "response" and pad in state.sampling.stop_token_ids
+    stops = what == "response" and pad in ends
     for row, (first, last) in enumerate(zip(firsts, lasts, strict=True)):
         if first > min(1, *firsts) or last > (stops or min(1, *lasts)):
             raise DataError(
@@ -281,6 +284,11 @@ def take_responses(rows: list[list[int]], sampling: SamplingSettings) -> Respons
     lengths = lengths.minimum(given)
     is_response = torch.arange(width) < lengths[:, None]
     return Responses(torch.where(is_response, response_ids, sampling.pad_token_id), lengths, terminated)
+
+
+def mean_of(scores: Iterable[Any]) -> float:
+    """Return the mean of numbers or 0-d tensors; NaN if there are none."""
+    return float(torch.tensor([float(score) for score in scores], dtype=torch.float64).mean())
 
 
 def _check_ids_of_critic(tokenizer: PreTrainedTokenizerBase, policy: TrainedModel, config: PPOConfig) -> None:
