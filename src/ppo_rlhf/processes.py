@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from ppo_rlhf.core.errors import ConfigError, LaunchError, PPORLHFError
+from ppo_rlhf.core.errors import ConfigError, DataError, LaunchError, PPORLHFError
+from ppo_rlhf.core.fingerprints import fingerprint
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +35,8 @@ _INSTEAD = {
 }
 """Settings of accelerate that would do nothing here, or change numbers unseen; and ours."""
 _HOW = (
-    "Start it with `torchrun --nproc_per_node N -m kedro run` or `accelerate launch --config_file conf/accelerate.yaml`"
+    "Start it with `torchrun --nproc_per_node N -m kedro run`, a script with `torchrun --nproc_per_node N script.py`; "
+    "`accelerate launch --config_file conf/accelerate.yaml` takes the place of torchrun"
 )
 
 
@@ -157,6 +159,19 @@ def from_all(value: T) -> list[T]:
 
     join_processes()
     return list(gather_object([value]))
+
+
+def check_alike(call: str, **arguments: Any) -> None:
+    """Raise `DataError` in every process unless all of them come here with equal arguments of a call."""
+    if process_count() == 1:
+        return
+    own = {name: fingerprint(value) for name, value in arguments.items()}
+    all_of_them = from_all(own)
+    if differing := [name for name in own if any(one.get(name) != own[name] for one in all_of_them)]:
+        raise DataError(
+            f"{call}: the processes give different {' and '.join(differing)}. Each gives the same arguments, and the "
+            "trainer shares the work; ppo_rlhf.processes.from_main(value) hands the main process's value to all"
+        )
 
 
 def own_share(count: int) -> range:

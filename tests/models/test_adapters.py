@@ -1,14 +1,18 @@
 """LoRA: its equation, its start, weights that are in memory once, and what merging and saving leave. Oracle: peft."""
 
+import copy
+
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from torch.testing import assert_close
-from transformers import AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM
 
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models.adapters import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
     LoraSettings,
     check_critic_targets,
     check_targets,
@@ -161,6 +165,22 @@ def test_peft_loads_the_saved_adapter_and_switched_off_it_is_our_reference(tmp_p
         assert_close(theirs(IDS).logits, without_adapter(policy)(IDS).logits, rtol=0.0, atol=1e-5)
     by_name = AutoModelForCausalLM.from_pretrained(tmp_path / "adapter")  # the adapter knows its base's directory
     assert_close(by_name.eval()(IDS).logits, policy(IDS).logits, rtol=0.0, atol=1e-5)
+
+
+@pytest.mark.parametrize("part", ["policy", "its backbone", "critic's backbone"])
+def test_an_adapted_model_saves_its_adapter_alone_by_its_own_save_pretrained(tmp_path, part):
+    """transformers' would write the names of the layers below the adapter, which load as random weights."""
+    base = AutoModelForCausalLM.from_pretrained(save(tmp_path / "base", tiny_model()))
+    model = adapted(base if part != "critic's backbone" else base.base_model)
+    saved = model.base_model if part == "its backbone" else model
+    copy.deepcopy(saved).save_pretrained(tmp_path / "adapter")
+    assert sorted(path.name for path in (tmp_path / "adapter").iterdir()) == [CONFIG_FILE, WEIGHTS_FILE]
+    auto = AutoModelForCausalLM if part == "policy" else AutoModel
+    theirs = PeftModel.from_pretrained(auto.from_pretrained(tmp_path / "base"), tmp_path / "adapter")
+    assert_close(theirs(IDS)[0], saved(IDS)[0], rtol=0.0, atol=0.0)
+    plain = merged(saved) if part == "policy" else without_adapter(saved)
+    plain.save_pretrained(tmp_path / "plain")
+    assert (tmp_path / "plain" / "config.json").is_file()
 
 
 def test_an_adapter_of_pefts_own_is_loaded_and_one_of_another_shape_is_refused(tmp_path):

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ppo_rlhf.checkpoints.files import verify_checkpoint
-from ppo_rlhf.checkpoints.store import read_checkpoint, saved_batch_size, saved_config
+from ppo_rlhf.checkpoints.files import read_json, verify_checkpoint
+from ppo_rlhf.checkpoints.store import STATE, read_checkpoint, saved_batch_size, saved_config
 from ppo_rlhf.config import MODEL_PATHS, PPOConfig
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.ppo.state import TrainingState
@@ -58,10 +58,10 @@ def config_changes(saved: Mapping[str, Any], config: PPOConfig) -> dict[str, tup
 def restore(state: TrainingState, directory: Path) -> None:
     """Load a checkpoint into a freshly made state.
 
-    Model paths may be None on one side: the pipeline has them as globals, and PPOTrainer takes models as arguments.
+    Model paths and the origin may be unknown on one side: the pipeline has them as globals, PPOTrainer as arguments.
 
     Raises:
-        ConfigError: A setting differs that must not, or the batch has another size. Each has a line.
+        ConfigError: A setting or the origin differs that must not, or the batch has another size. Each has a line.
         CheckpointError: The checkpoint is damaged, or was made for other models.
     """
     verify_checkpoint(directory)
@@ -78,6 +78,12 @@ def restore(state: TrainingState, directory: Path) -> None:
             "set ppo.per_device_train_batch_size and ppo.gradient_accumulation_steps so that their product times the "
             "number of processes is the same"
         )
+    origin = read_json(directory / STATE).get("origin", {})
+    refused += [
+        f"{name}: not what the run of {directory} began with; give the same, or begin a new run in another folder"
+        for name, now in state.origin.items()
+        if origin.get(name, now) != now
+    ]
     if refused:
         raise ConfigError("\n".join(refused))
     read_checkpoint(directory, state)

@@ -59,7 +59,9 @@ def write_checkpoint(run_directory: Path, state: TrainingState) -> Path:
 
     Raises:
         CheckpointError: The checkpoint cannot be written; earlier checkpoints are untouched.
+        TrainingError: The state is that of an interrupted update.
     """
+    state.check_whole()
     target = run_directory / checkpoint_name(state.iteration)
     check_free_space(run_directory, state, copies=1)
     try:
@@ -80,6 +82,7 @@ def read_checkpoint(directory: Path, state: TrainingState) -> None:
         CheckpointError: The checkpoint was made for other models.
     """
     values = _state_values(directory)
+    state.updating = True
     try:
         read_models(directory, state)
         for name, optimizer in optimizers(state).items():
@@ -93,6 +96,7 @@ def read_checkpoint(directory: Path, state: TrainingState) -> None:
         reason = str(error).strip().partition("\n")[0]
         raise CheckpointError(f"{directory}: made for other models: {reason}") from error
     state.history = saved_history(directory)
+    state.updating = False
 
 
 def saved_config(directory: Path) -> dict[str, Any]:
@@ -179,6 +183,7 @@ def _write_state(directory: Path, state: TrainingState) -> None:
         "extra": state.extra_state(),
         "config": dataclasses.asdict(state.config),
         "batch_size": state.config.batch_size,
+        "origin": state.origin,
         **groups,
     }
     (directory / STATE).write_text(json.dumps(values, indent=1))

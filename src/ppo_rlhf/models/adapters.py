@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -159,19 +160,21 @@ def frozen_fingerprint(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def save_adapter(model: PreTrainedModel, directory: Path, settings: LoraSettings) -> None:
-    """Write a language model's adapter in peft's format: adapter_config.json and adapter_model.safetensors.
+def save_adapter(model: PreTrainedModel, directory: str | Path, settings: LoraSettings) -> None:
+    """Write a model's adapter in peft's format: adapter_config.json and adapter_model.safetensors.
 
     `peft.PeftModel.from_pretrained` and transformers load it onto the model that it was trained on.
+    `save_pretrained(directory)` of an adapted model does the same: transformers' own writes names that it cannot load.
     """
-    directory.mkdir(parents=True, exist_ok=True)
+    Path(directory).mkdir(parents=True, exist_ok=True)
     config = settings.to_peft(without_adapter(model))
-    config.task_type = TaskType.CAUSAL_LM  # tells peft the class of the base model
+    is_lm = model.get_output_embeddings() is not None
+    config.task_type = TaskType.CAUSAL_LM if is_lm else TaskType.FEATURE_EXTRACTION  # the class of the base model
     config.save_pretrained(str(directory))
     tensors = {_peft_name(name): p.detach().contiguous() for name, p in trained_parameters(model).items()}
-    save_file(tensors, directory / WEIGHTS_FILE)
+    save_file(tensors, Path(directory, WEIGHTS_FILE))
     if quantisation_states(model):
-        model.config.quantization_config.to_json_file(directory / QUANTISATION_FILE)
+        model.config.quantization_config.to_json_file(Path(directory, QUANTISATION_FILE))
 
 
 def load_adapter(model: PreTrainedModel, directory: Path) -> None:
@@ -244,6 +247,9 @@ def _inject(model: PreTrainedModel, settings: LoraSettings) -> PreTrainedModel:
                 f"{type(layer.get_base_layer()).__name__}, into which no adapter can be merged exactly. Name plain "
                 "linear layers, or set ppo.use_peft=false"
             )
+    for part in injected.modules():
+        if isinstance(part, PreTrainedModel):
+            vars(part)["save_pretrained"] = partial(save_adapter, part, settings=settings)
     return cast(PreTrainedModel, injected)
 
 
@@ -300,6 +306,8 @@ def _restore_quantised_layers(model: PreTrainedModel) -> None:
 def _replace_adapted_layers(model: PreTrainedModel) -> None:
     for name, layer in _adapted_layers(model).items():
         model.set_submodule(name, layer.get_base_layer())
+    for part in model.modules():
+        vars(part).pop("save_pretrained", None)
     vars(model).pop("peft_config", None)
     model._hf_peft_config_loaded = False  # else save_pretrained would look for an adapter to save
 

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.core.errors import CheckpointError
+from ppo_rlhf.core.errors import CheckpointError, TrainingError
 from ppo_rlhf.core.kl import AdaptiveKLController, FixedKLController, KLController
 from ppo_rlhf.core.statistics import RunningMoments
 from ppo_rlhf.models.averages import WeightAverage
@@ -55,6 +55,7 @@ class TrainingState:
         stop_requested: True once this process was asked to stop, by a signal say.
         stopping: True once all processes know at the end of an iteration that one of them was asked to stop: that
             iteration is saved, and is the last one of this run.
+        origin: Fingerprints of what a script began with: models, reward, prompts. The pipeline has them in MLflow.
     """
 
     policy: PreTrainedModel
@@ -80,6 +81,7 @@ class TrainingState:
     updating: bool = False
     stop_requested: bool = False
     stopping: bool = False
+    origin: dict[str, str] = field(default_factory=dict)
 
     @property
     def total_iterations(self) -> int:
@@ -162,6 +164,14 @@ class TrainingState:
             reward_moments=RunningMoments(),
             policy_average=None if config.ema_decay is None else WeightAverage(policy, config.ema_decay),
         )
+
+    def check_whole(self) -> None:
+        """Raise `TrainingError` if an update or the loading of a checkpoint ended half done."""
+        if self.updating:
+            raise TrainingError(
+                f"an update, or a checkpoint's loading, was interrupted after iteration {self.iteration}: load a whole "
+                "checkpoint (in PPOTrainer resume_from_checkpoint), or begin anew with models as they were"
+            )
 
     def extra_state(self) -> dict[str, Any]:
         """Return the parts of a checkpoint beside weights, moments of the optimisers and counters; JSON-able."""

@@ -43,6 +43,7 @@ def optimise_policy(state: TrainingState, experience: Experience, config: PPOCon
         DivergenceError: The rollouts' KL exceeds `kl_stop` (nothing was changed), or `max_skipped_steps` optimiser
             steps in a row had a non-finite gradient.
     """
+    state.check_whole()
     started = time.perf_counter()
     iteration = experience.rollouts.iteration
     _check_kl(float(experience.shaped_rewards.kl.sum(-1).mean()), iteration, config)

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ppo_rlhf.core.errors import ConfigError
+from ppo_rlhf.core.errors import ConfigError, DataError
 from ppo_rlhf.core.randomness import episode_uniforms
 from ppo_rlhf.data.prompts import PromptDataset
 from ppo_rlhf.ppo.rollout import sample_responses
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.processes import is_main_process
 from ppo_rlhf.training.generation_arguments import sampling_from_arguments
-from ppo_rlhf.training.trainer_inputs import check_one_turn, check_room, token_lists
+from ppo_rlhf.training.trainer_inputs import check_one_turn, check_room, token_lists, without_padding
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +29,7 @@ class QuerySampler:
         started: `time.perf_counter()` of the iteration's first call, None before it.
         seconds: Time spent on decoding.
         rows: Number of responses sampled.
+        answers: Those responses, without their queries.
         vocabulary: Number of token ids of the policy.
         limit: Most tokens of a query and its response, and the reason for that (`trainer_models.context_of_all`).
     """
@@ -45,10 +46,12 @@ class QuerySampler:
         self.started: float | None = None
         self.seconds = 0.0
         self.rows = 0
+        self.answers: set[tuple[int, ...]] = set()
 
     def generate(
         self,
         queries: Tensor | Sequence[Tensor],
+        attention_mask: Tensor | None,
         return_prompt: bool,
         batch_size: int | None,
         arguments: Mapping[str, Any],
@@ -58,7 +61,14 @@ class QuerySampler:
         check_one_turn(config)
         is_one = isinstance(queries, Tensor) and queries.dim() == 1
         rows: Any = [queries] if is_one else queries
-        prompt_ids = token_lists(rows, "query", self.vocabulary)
+        if attention_mask is None:
+            prompt_ids = without_padding(rows, "query", state.policy, state.tokenizer, config)
+        elif getattr(queries, "shape", None) != getattr(attention_mask, "shape", ()):
+            raise DataError("generate: attention_mask is for queries in one tensor, and has the shape of that")
+        else:
+            masks = attention_mask.bool().reshape(len(rows), -1)
+            real = [row[mask] for row, mask in zip(rows, masks, strict=True)]
+            prompt_ids = token_lists(real, "query", self.vocabulary)
         at_a_time = config.local_rollout_forward_batch_size if batch_size is None else batch_size
         if at_a_time < 1:
             raise ConfigError(
@@ -82,9 +92,11 @@ class QuerySampler:
         self.started = self.started or started
         self.seconds += time.perf_counter() - started
         self.rows += len(prompt_ids)
+        responses = generated.token_lists()
+        self.answers.update(map(tuple, responses))
         answers = [
             torch.tensor([*prompt, *response] if return_prompt else response, device=getattr(row, "device", None))
-            for row, prompt, response in zip(rows, prompt_ids, generated.token_lists(), strict=True)
+            for row, prompt, response in zip(rows, prompt_ids, responses, strict=True)
         ]
         return answers[0][None] if is_one else answers
 

@@ -15,16 +15,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ppo_rlhf.checkpoints.files import checkpoint_name, newest_whole_checkpoint, prune_checkpoints
+from ppo_rlhf.checkpoints import files
 from ppo_rlhf.checkpoints.model_card import may_write_card, render_card
 from ppo_rlhf.checkpoints.model_files import exported_policy
 from ppo_rlhf.checkpoints.resume import restore
 from ppo_rlhf.checkpoints.store import CheckpointRequest, write_checkpoint
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.core.errors import CheckpointError, ConfigError, DataError
+from ppo_rlhf.core.errors import CheckpointError, ConfigError, DataError, TrainingError
+from ppo_rlhf.core.fingerprints import fingerprint
 from ppo_rlhf.data.prompts import PromptDataset
 from ppo_rlhf.locks import lock_run
 from ppo_rlhf.models.critic import Critic
@@ -32,7 +34,7 @@ from ppo_rlhf.ppo import loop
 from ppo_rlhf.ppo.accelerator import precision_warning, resolve_device
 from ppo_rlhf.ppo.rollout import complete_rollouts
 from ppo_rlhf.ppo.state import TrainingState
-from ppo_rlhf.processes import from_main, is_main_process, on_main, wait_for_all
+from ppo_rlhf.processes import check_alike, check_launch, from_main, is_main_process, on_main, wait_for_all
 from ppo_rlhf.training import trainer_inputs
 from ppo_rlhf.training.query_sampler import QuerySampler
 from ppo_rlhf.training.trainer_models import ModelSource, context_of_all, take_critic, take_policies
@@ -56,8 +58,8 @@ _SHOWN = {
 class PPOTrainer:
     """Trains a policy by PPO.
 
-    Under torchrun or `accelerate launch` every process makes the same calls with the same arguments; only the main
-    process logs and writes files.
+    Under torchrun or `accelerate launch` every process makes the same calls with the same arguments (`DataError`
+    otherwise); only the main process logs and writes files.
 
     Attributes:
         config: Hyperparameters.
@@ -94,6 +96,7 @@ class PPOTrainer:
         Raises:
             ConfigError, DataError, ModelError, RewardError: An argument cannot be used.
         """
+        check_launch()
         if not isinstance(config, PPOConfig):
             raise ConfigError(
                 f"PPOTrainer: config is a {type(config).__module__}.{type(config).__name__}, not a PPOConfig of this "
@@ -110,7 +113,13 @@ class PPOTrainer:
         self._prompts = None if prompts is None else trainer_inputs.take_prompts(prompts, start, config, *limit)
         if self._scorer is not None and self._prompts is not None and self._scorer is not reward:
             trainer_inputs.try_functions(self._scorer, self._prompts, config)
+        models = {"policy": start.model, "reference_policy": self.reference_policy, "value_model": critic}
+        rest = {"reward": self._scorer and [type(self._scorer), vars(self._scorer)], "prompts": self._prompts}
+        origin = {name: fingerprint(value) for name, value in {**models, **rest}.items() if value is not None}
+        check_alike("PPOTrainer", config=config, **origin)
         self.state = TrainingState.create(start.model, critic, start.tokenizer, config)
+        self.state.origin = origin
+        self._folders: set[Path] = set()  # of checkpoints, which are this run's
         self._sampler = QuerySampler(self.state, limit)
         if self._scorer is not None and self._prompts is not None:
             stops = self.state.sampling.stop_token_ids
@@ -138,6 +147,7 @@ class PPOTrainer:
         queries: Tensor | Sequence[Tensor],
         return_prompt: bool = True,
         *,
+        attention_mask: Tensor | None = None,
         batch_size: int | None = None,
         length_sampler: Callable[[], int] | None = None,
         **generation: Any,
@@ -148,8 +158,9 @@ class PPOTrainer:
         gets the noise of row i of the pipeline's rollouts.
 
         Args:
-            queries: 1-D tensors of token ids without padding; or a tensor, `[N, P]` for N queries, `[P]` for one.
+            queries: 1-D tensors of token ids; or a tensor, `[N, P]` for N queries, `[P]` for one.
             return_prompt: Whether each response starts with its query.
+            attention_mask: 0 where a query has padding. Without it pad tokens at both ends are padding.
             batch_size: Queries decoded at a time; None takes `local_rollout_forward_batch_size`.
             length_sampler: Called once for `max_new_tokens`.
             **generation: max_new_tokens, min_new_tokens, min_length (0 or less), temperature, top_k, top_p, do_sample,
@@ -160,11 +171,12 @@ class PPOTrainer:
 
         Raises:
             ConfigError: An argument is unknown or cannot be used.
-            DataError: A query is not token ids, or leaves no room for a response.
+            DataError: A query is not token ids, has ends that may be padding or text, or leaves no room for a response.
         """
         if length_sampler is not None:
-            generation = {"max_new_tokens": length_sampler(), **generation}
-        return self._sampler.generate(queries, return_prompt, batch_size, generation)
+            generation = {"max_new_tokens": from_main(length_sampler()), **generation}
+        check_alike("generate", queries=queries, attention_mask=attention_mask, arguments=[batch_size, generation])
+        return self._sampler.generate(queries, attention_mask, return_prompt, batch_size, generation)
 
     def step(self, queries: Sequence[Tensor], responses: Sequence[Tensor], scores: Any) -> dict[str, float]:
         """Train on one batch of scored responses: one iteration of PPO.
@@ -173,8 +185,8 @@ class PPOTrainer:
         policy as it is now, whatever sampled the responses.
 
         Args:
-            queries: `batch_size` queries as token ids without padding.
-            responses: The response to each, without the query.
+            queries: `batch_size` queries as token ids; pad tokens at both ends are padding.
+            responses: The response to each, without the query; those from `generate` are taken as they are.
             scores: One finite number each: floats, 0-d tensors, or a tensor `[batch_size]`.
 
         Returns:
@@ -183,23 +195,30 @@ class PPOTrainer:
         Raises:
             ConfigError: `total_episodes` are done.
             DataError, RewardError: Rows, tokens, lengths or scores cannot be used.
+            TrainingError: Gradients are switched off, or the update before was interrupted.
         """
         config, sampler = self.config, self._sampler
         trainer_inputs.check_one_turn(config)
+        self._check_ready("step")
+        check_alike("step", queries=queries, responses=responses, scores=scores)
         if self.state.finished:
             raise ConfigError(
                 f"step: ppo.total_episodes={config.total_episodes} are done ({config.num_total_batches} iterations, "
                 "over which the learning rate falls); raise it for a longer run"
             )
-        sizes = {"queries": len(queries), "responses": len(responses)}
-        if set(sizes.values()) != {config.batch_size}:
+        if not len(queries) == len(responses) == config.batch_size:
             raise DataError(
-                f"step: {sizes['queries']} queries and {sizes['responses']} responses; batch_size is "
+                f"step: {len(queries)} queries and {len(responses)} responses; batch_size is "
                 f"{config.batch_size} (ppo.per_device_train_batch_size {config.per_device_train_batch_size} x "
                 f"ppo.gradient_accumulation_steps {config.gradient_accumulation_steps} x {config.world_size} processes)"
             )
-        prompt_ids = trainer_inputs.token_lists(queries, "query", sampler.vocabulary)
+        models = self.policy, self.tokenizer, config
+        prompt_ids = trainer_inputs.without_padding(queries, "query", *models)
         response_ids = trainer_inputs.token_lists(responses, "response", sampler.vocabulary)
+        if not sampler.answers.issuperset(map(tuple, response_ids)):
+            response_ids = trainer_inputs.without_padding(responses, "response", *models)
+            if all(row[: len(query)] == query != row for query, row in zip(prompt_ids, response_ids, strict=True)):
+                raise DataError("step: each response begins with its query; give generate(return_prompt=False)")
         scorer = trainer_inputs.given_scores(scores, config.batch_size)
         taken = trainer_inputs.take_responses(response_ids, self.state.sampling)
         trainer_inputs.check_room(prompt_ids, taken.lengths.tolist(), *sampler.limit)
@@ -244,12 +263,15 @@ class PPOTrainer:
             The metrics of every iteration.
 
         Raises:
-            ConfigError: Reward or prompts are missing, or the checkpoint's run had other settings.
+            ConfigError: Reward or prompts are missing, `output_dir` holds another run, or the checkpoint's run had
+                other settings, models, rewards or prompts.
             CheckpointError: There is no whole checkpoint, or another process trains in `output_dir`.
+            TrainingError: As `step`.
         """
         missing = [name for name, given in {"reward": self._scorer, "prompts": self._prompts}.items() if given is None]
         if self._scorer is None or self._prompts is None:
             raise ConfigError(f"train: PPOTrainer was given no {' and no '.join(missing)}")
+        check_alike("train", resume_from_checkpoint=resume_from_checkpoint, output_dir=output_dir)
         directory = None if output_dir is None else Path(output_dir)
 
         def after_iteration(metrics: dict[str, float]) -> None:
@@ -258,12 +280,15 @@ class PPOTrainer:
             if directory is not None and CheckpointRequest(self.state).due:
                 self.save_checkpoint(directory)
                 if is_main_process():
-                    prune_checkpoints(directory, self.config.save_total_limit, None, self.state.iteration)
+                    files.prune_checkpoints(directory, self.config.save_total_limit, None, self.state.iteration)
 
         with ExitStack() as held:
             on_main(partial(_lock, directory, held))
             if resume_from_checkpoint:
                 self.load_checkpoint(_checkpoint(resume_from_checkpoint, directory))
+            self._check_ready("train")
+            if directory is not None:
+                self._take_folder(directory)
             bar = held.enter_context(watched(self.state, directory))
             loop.train(self.state, self.reference_policy, self._prompts, self._scorer, after_iteration)
         for line in in_words(self.config, advise(self.config, self.history), list(self.history), most=None):
@@ -288,22 +313,39 @@ class PPOTrainer:
 
         Raises:
             CheckpointError: It cannot be written.
+            ConfigError: The directory holds another run.
         """
+        self._take_folder(Path(output_dir))
         if is_main_process():
             write_checkpoint(Path(output_dir), self.state)
         wait_for_all()
-        return Path(output_dir) / checkpoint_name(self.state.iteration)
+        return Path(output_dir) / files.checkpoint_name(self.state.iteration)
 
     def load_checkpoint(self, directory: str | Path) -> None:
         """Replace the state by a checkpoint's.
 
         Raises:
             CheckpointError: The checkpoint is damaged, or was made for other models.
-            ConfigError: Its run had other settings.
+            ConfigError: Its run had other settings, models, rewards or prompts.
         """
         restore(self.state, Path(directory))
         self.state.updating = False
+        self._folders.add(Path(directory).resolve().parent)
         self._sampler.start_iteration()
+
+    def _take_folder(self, folder: Path) -> None:
+        newest = on_main(lambda: files.checkpoint_iterations(folder))[-1:]
+        if newest and folder.resolve() not in self._folders:
+            raise ConfigError(
+                f"{folder} holds another run, up to iteration {newest[0]}: go on with it by "
+                "train(resume_from_checkpoint=True, output_dir=…), or give a new run another folder"
+            )
+        self._folders.add(folder.resolve())
+
+    def _check_ready(self, call: str) -> None:
+        if not torch.is_grad_enabled():
+            raise TrainingError(f"{call}: gradients are off (torch.no_grad or inference_mode); call it outside")
+        self.state.check_whole()
 
     def _warn(self) -> None:
         slow = precision_warning(self.config, self.state.device)
@@ -332,7 +374,7 @@ def _checkpoint(asked: str | Path | bool, output_dir: Path | None) -> Path:
         return Path(asked)
     if output_dir is None:
         raise ConfigError("train: resume_from_checkpoint=True looks in output_dir; give that, or the checkpoint itself")
-    newest = from_main(newest_whole_checkpoint(output_dir) if is_main_process() else None)
+    newest = from_main(files.newest_whole_checkpoint(output_dir) if is_main_process() else None)
     if newest is None:
         raise CheckpointError(f"{output_dir}: this directory has no whole checkpoint to resume from")
     return newest

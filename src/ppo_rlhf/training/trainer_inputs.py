@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from itertools import compress, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from ppo_rlhf.models.offloading import to_host
 from ppo_rlhf.models.tokenizers import ensure_pad_id, ensure_pad_token, same_vocabulary
 from ppo_rlhf.ppo.accelerator import frozen_dtype
 from ppo_rlhf.ppo.sampling import Responses, SamplingSettings
+from ppo_rlhf.ppo.state import sampling_settings
 from ppo_rlhf.rewards.functions import check_column_names
 from ppo_rlhf.rewards.scorers import (
     NOTHING_TO_OFFLOAD,
@@ -68,7 +69,7 @@ def take_prompts(
         raise DataError(f"PPOTrainer: prompts has no column `prompt` or `{TOKENS}`; the columns are {found}")
     rows = frame[TOKENS].tolist()
     if MASK in frame.columns:
-        rows = [list(itertools.compress(*row)) for row in zip(rows, frame[MASK], strict=True)]
+        rows = [list(compress(*row)) for row in zip(rows, frame[MASK], strict=True)]
     ids = token_lists(rows, "prompt", policy.model.config.get_text_config().vocab_size)
     columns = {str(name): frame[name].tolist() for name in frame.columns.drop([TOKENS, MASK], errors="ignore")}
     room = (context, config.response_length, config.overlong_prompts, tokenizer.bos_token_id)
@@ -112,7 +113,8 @@ def take_reward(reward: Any, policy: TrainedModel, config: PPOConfig) -> RewardS
         ModelError: The reward model cannot be used, or cannot be the start of the critic.
     """
     if (reward is None and config.reward_model_path is None) or isinstance(reward, RewardScorer):
-        _check_nothing_to_offload(config)
+        if config.offload_reward_model:
+            raise ConfigError(NOTHING_TO_OFFLOAD)
         return reward
     device, batch_size = policy.model.device, config.local_rollout_forward_batch_size
     if reward is None or isinstance(reward, str | Path | RewardConfig):
@@ -133,7 +135,10 @@ def take_reward(reward: Any, policy: TrainedModel, config: PPOConfig) -> RewardS
     model, tokenizer = reward if isinstance(reward, tuple) and len(reward) == 2 else (reward, None)
     if isinstance(model, nn.Module):
         _check_ids_of_critic(tokenizer or policy.tokenizer, policy, config)
-        model = _reward_model(model, config, HOST if config.offload_reward_model else device)
+        place = HOST if config.offload_reward_model else device
+        model = take_over(model, "reward model", frozen_dtype(config), place).requires_grad_(False)
+        if (labels := model.config.num_labels) != 1:
+            raise ConfigError(f"PPOTrainer: a reward model has one output (num_labels 1), this one has {labels}")
         if config.offload_reward_model:
             to_host(model)
         if tokenizer is None:
@@ -149,8 +154,11 @@ def take_reward(reward: Any, policy: TrainedModel, config: PPOConfig) -> RewardS
             f"PPOTrainer: reward has the unknown type {type(reward).__name__}; give a function, a reward model or its "
             "directory, (reward model, tokenizer), a RewardConfig or a RewardScorer"
         )
-    _check_nothing_to_offload(config)
-    return _function_scorer(reward)
+    if config.offload_reward_model:
+        raise ConfigError(NOTHING_TO_OFFLOAD)
+    name = getattr(reward, "__name__", "reward")
+    name = name if name.isidentifier() else "reward"
+    return RewardScorer([(name, 1.0, partial(score_by_function, reward, name))])
 
 
 def try_functions(scorer: RewardScorer, prompts: PromptDataset, config: PPOConfig) -> None:
@@ -186,7 +194,7 @@ def token_lists(rows: Any, what: str, vocabulary: int) -> list[list[int]]:
     """Return token ids as lists.
 
     Args:
-        rows: Sequences of ids: 1-D tensors, tensors `[1, n]`, or lists; a tensor `[N, n]` has N rows without padding.
+        rows: Sequences of ids: 1-D tensors, tensors `[1, n]`, or lists; a tensor `[N, n]` has N rows.
         what: Name of a row in errors.
         vocabulary: Number of token ids.
 
@@ -214,6 +222,35 @@ def token_lists(rows: Any, what: str, vocabulary: int) -> list[list[int]]:
     if not result:
         raise DataError(f"there is no {what}")
     return result
+
+
+def without_padding(
+    rows: Any, what: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: PPOConfig
+) -> list[list[int]]:
+    """Return token ids (`token_lists`) without the pad tokens at both ends of their rows.
+
+    A pad token that also ends, begins or fills texts is left where all rows have one, or where it ends a response.
+
+    Raises:
+        DataError: Elsewhere such a pad token may be padding or not; or `token_lists` refuses a row.
+    """
+    vocabulary = model.config.get_text_config().vocab_size
+    ends = sampling_settings(config, tokenizer, model).stop_token_ids
+    ids, pad = token_lists(rows, what, vocabulary), tokenizer.pad_token_id
+    lasts = [len(list(takewhile(pad.__eq__, reversed(row)))) for row in ids]
+    firsts = [len(list(takewhile(pad.__eq__, row[: len(row) - last]))) for row, last in zip(ids, lasts, strict=True)]
+    texts = [row[first : len(row) - last] for row, first, last in zip(ids, firsts, lasts, strict=True)]
+    meanings = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id, *ends}
+    if pad not in meanings and not any(pad in text and text != row for text, row in zip(texts, ids, strict=True)):
+        return token_lists(texts, what, vocabulary)
+    stops = what == "response" and pad in ends
+    for row, (first, last) in enumerate(zip(firsts, lasts, strict=True)):
+        if first > min(1, *firsts) or last > (stops or min(1, *lasts)):
+            raise DataError(
+                f"{what} {row} has {tokenizer.pad_token!r} at an end, which may be padding or text: give rows without "
+                "padding, generate() the attention_mask, or the tokenizer a pad token of its own"
+            )
+    return ids
 
 
 def check_room(queries: Sequence[Sequence[int]], lengths: Sequence[int], context: int | None, why: str = "") -> None:
@@ -269,11 +306,6 @@ def mean_of(scores: Iterable[Any]) -> float:
     return float(torch.tensor([float(score) for score in scores], dtype=torch.float64).mean())
 
 
-def _check_nothing_to_offload(config: PPOConfig) -> None:
-    if config.offload_reward_model:
-        raise ConfigError(NOTHING_TO_OFFLOAD)
-
-
 def _check_ids_of_critic(tokenizer: PreTrainedTokenizerBase, policy: TrainedModel, config: PPOConfig) -> None:
     """Raise `ModelError` if the critic starts from a reward model whose tokenizer differs from the policy's."""
     if config.value_model == "reward_init" and not same_vocabulary(tokenizer, policy.tokenizer):
@@ -281,18 +313,3 @@ def _check_ids_of_critic(tokenizer: PreTrainedTokenizerBase, policy: TrainedMode
             "PPOTrainer: ppo.value_model=reward_init: the reward model reads another vocabulary than the policy; set "
             "ppo.value_model=separate"
         )
-
-
-def _reward_model(model: nn.Module, config: PPOConfig, device: torch.device) -> PreTrainedModel:
-    taken = take_over(model, "reward model", frozen_dtype(config), device).requires_grad_(False)
-    if taken.config.num_labels != 1:
-        raise ConfigError(
-            f"PPOTrainer: a reward model has one output (num_labels 1), this one has {taken.config.num_labels}"
-        )
-    return taken
-
-
-def _function_scorer(function: Any) -> RewardScorer:
-    name = getattr(function, "__name__", "reward")
-    name = name if name.isidentifier() else "reward"
-    return RewardScorer([(name, 1.0, partial(score_by_function, function, name))])

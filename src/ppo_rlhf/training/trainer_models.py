@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError, ModelError
 from ppo_rlhf.models.adapters import has_adapter
 from ppo_rlhf.models.critic import Critic
+from ppo_rlhf.models.directories import WEIGHTS, WEIGHTS_INDEX, is_local
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel, check_vocabulary, prepare, steady_context
 from ppo_rlhf.models.offloading import to_host
 from ppo_rlhf.models.probe import check_causal
@@ -30,6 +32,9 @@ from ppo_rlhf.ppo.build import (
     policy_to_train,
     prepare_to_score,
 )
+from ppo_rlhf.processes import is_main_process
+
+log = logging.getLogger(__name__)
 
 HOST = torch.device("cpu")
 ModelSource = PreTrainedModel | str | Path
@@ -69,6 +74,8 @@ def take_policies(
         raise ConfigError("PPOTrainer: tokenizer is missing: a policy that is an object comes without one; give it too")
     base_dtype = frozen_dtype(config) if config.use_peft else trained_dtype(config)
     base = _causal_lm(source, "policy", base_dtype, config, device)
+    if base is source:
+        head = _left_out_head(base, "policy")
     ensure_pad_token(tokenizer, base.config)
     check_vocabulary(tokenizer, base.config, "PPOTrainer")
     check_device(config, device)
@@ -136,8 +143,9 @@ def take_critic(
     if isinstance(value_model, Critic):
         return _critic_to_train(value_model, config)
     score = getattr(start, "score", None)
-    if score is None:
-        return Critic.from_policy(start, own_backbone=critic_backbone(config))
+    if score is None and (start.get_output_embeddings() is not None or start.base_model is start):
+        head = _left_out_head(start, "value model")
+        return Critic.from_policy(start, value_head=head, own_backbone=critic_backbone(config))
     _check_head(score, "score")
     return Critic.from_reward_model(start, policy.model, own_backbone=critic_backbone(config))
 
@@ -200,11 +208,21 @@ def _critic_to_train(critic: Critic, config: PPOConfig) -> Critic:
     return Critic(own_backbone(critic.backbone), copy.deepcopy(critic.value_head))
 
 
+def _left_out_head(model: PreTrainedModel, what: str) -> nn.Linear | None:
+    """Return the value head among the weights that a model was loaded from: transformers left it out."""
+    place = model.name_or_path or ""
+    is_there = any(Path(place, name).is_file() for name in (WEIGHTS, WEIGHTS_INDEX)) or not is_local(place)
+    head = PretrainedHandle(place).value_head() if place and is_there else None
+    if head is not None and is_main_process():
+        log.warning("The value head of the %s is read from %s: the object has none (v_head).", what, model.name_or_path)
+    return head
+
+
 def _check_head(head: Any, name: str) -> None:
     if not isinstance(head, nn.Linear) or head.out_features != 1:
         raise ModelError(
-            f"PPOTrainer: the value model's `{name}` is not a linear head with one output; give a sequence classifier "
-            "with num_labels=1, or a causal language model"
+            f"PPOTrainer: the value model has no linear head `{name}` with one output; give a sequence classifier with "
+            "such a `score` (num_labels=1), a causal language model, or a backbone alone (model.base_model)"
         )
 
 
@@ -227,6 +245,10 @@ def _check_model(model: Any, what: str) -> None:
             f"PPOTrainer: the {what} was wrapped by a trainer or by accelerate, so its copies would use the "
             f"original's weights; {saved}"
         )
+    if any(parameter.is_inference() for parameter in model.parameters()):
+        raise ModelError(f"PPOTrainer: the {what} was made under torch.inference_mode; load it outside of that block")
+    if any(module._compiled_call_impl is not None for module in model.modules()):
+        raise ModelError(f"PPOTrainer: the {what} is compiled; {saved}. ppo.compile=true compiles its layers")
 
 
 def _check_apart(trained: nn.Module, other: PreTrainedModel, config: PPOConfig, complaint: str) -> None:
