@@ -143,8 +143,8 @@ def test_the_final_evaluation_is_logged_once_at_the_last_iteration(tracked: Trac
 
 
 def test_histories_of_other_stages_lie_at_their_optimiser_steps(tracked: TrackedRun):
-    assert tracked.history("sft/loss") == [(1, 3.0), (2, 2.5)]
-    assert tracked.history("sft/eval_loss") == [(2, 2.75)]
+    assert tracked.history("sft/loss") == [(1, 3.0), (2, 2.5), (3, 2.25)]
+    assert tracked.history("sft/eval_loss") == [(3, 2.75)]
 
 
 def test_samples_are_a_table_of_the_first_and_every_second_iteration(tracked: TrackedRun):
@@ -157,9 +157,19 @@ def test_samples_are_a_table_of_the_first_and_every_second_iteration(tracked: Tr
 
 
 def test_the_exported_policy_is_a_model_that_generates_with_its_metrics_linked(tracked: TrackedRun):
+    """And with those alone: the loss of another stage at step 3 is no metric of the policy after iteration 3."""
     (model,) = mlflow.search_logged_models(experiment_ids=[tracked.run.info.experiment_id], output_format="list")
     assert model.source_run_id == tracked.run.info.run_id
-    assert {m.key: m.value for m in model.metrics if m.key.startswith("eval/")} == {"eval/win_rate": 0.75}
+    assert [output.step for output in tracked.run.outputs.model_outputs] == [3]
+    assert {m.key: m.value for m in model.metrics} == {
+        "objective/scores": 0.75,
+        "at_a_glance/reward": 0.75,
+        "episode": 24.0,
+        "eval/win_rate": 0.75,
+        "at_a_glance/win_rate": 0.75,
+    }
+    assert {m.step for m in model.metrics} == {3}
+    assert model.params == tracked.run.data.params
     generator = mlflow.transformers.load_model(f"models:/{model.model_id}")
     (answer,) = generator("the film", max_new_tokens=2, do_sample=False)
     assert answer["generated_text"].startswith("the film")

@@ -34,7 +34,8 @@ class ToyState:
 
 
 def train_sft(prompts: PromptsConfig) -> tuple[TrainedModel, list[dict[str, float]]]:
-    return tiny_model(), [{"step": 1, "sft/loss": 3.0}, {"step": 2, "sft/loss": 2.5, "sft/eval_loss": 2.75}]
+    losses = [{"step": step, "sft/loss": loss} for step, loss in ((1, 3.0), (2, 2.5), (3, 2.25))]
+    return tiny_model(), [*losses, {"step": 3, "sft/eval_loss": 2.75}]
 
 
 def configure_ppo(ppo: PPOConfig) -> PPOConfig:
