@@ -16,7 +16,7 @@ from ppo_rlhf import progress
 from ppo_rlhf.hooks.mlflow_log import MlflowLog
 from ppo_rlhf.hooks.run_description import parameter
 from ppo_rlhf.hooks.tracking_store import asked_twice, warning_of_refusals
-from ppo_rlhf.runner import deferring_signals
+from ppo_rlhf.signals import deferring_signals
 
 logger = logging.getLogger(__name__)
 
