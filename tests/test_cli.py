@@ -192,6 +192,28 @@ def test_a_signal_in_the_loop_ends_the_run_as_killed(toy_project: Path):
     assert [metric.step for metric in logged] == [1, 2]  # the iteration was finished, and its metrics are not lost
 
 
+def test_a_run_whose_output_nobody_reads_any_more_is_killed_and_says_so(toy_project: Path):
+    """`kedro run | head -1`: MLflow would call it finished."""
+    running = subprocess.Popen(
+        [PROGRAM, "run", "--pipelines", "align"],
+        cwd=toy_project,
+        env=os.environ | QUIET,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert running.stdout is not None
+    running.stdout.readline()
+    running.stdout.close()
+    assert running.stderr is not None
+    why = "The run was stopped by SIGPIPE: nobody reads its output any more."
+    assert running.stderr.read() == f"{why}\n"
+    assert running.wait(60) == 128 + signal.SIGPIPE
+    (killed,) = runs(toy_project)
+    assert killed.info.status == "KILLED"
+    assert killed.data.tags["error"] == f"RunInterruptedError: {why}"
+
+
 def test_a_notebooks_session_shows_errors_as_exceptions(toy_project: Path, monkeypatch: pytest.MonkeyPatch):
     from kedro.framework.session import KedroSession
     from kedro.framework.startup import bootstrap_project

@@ -15,7 +15,8 @@ from kedro.io import AbstractDataset, DataCatalog, MemoryDataset
 from kedro.pipeline import Node, Pipeline
 
 from ppo_rlhf import processes, signals
-from ppo_rlhf.runner import ITERATION_TAG, LoopRunner, RunInterruptedError
+from ppo_rlhf.runner import ITERATION_TAG, LoopRunner
+from ppo_rlhf.signals import RunInterruptedError
 
 
 @dataclass

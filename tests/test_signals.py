@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -14,16 +16,18 @@ from pathlib import Path
 import pytest
 
 from ppo_rlhf import signals
+from ppo_rlhf.core.errors import PPORLHFError
 from ppo_rlhf.signals import (
     RunInterruptedError,
     TerminationSignal,
+    as_error,
     deferring_signals,
     finishing_first,
     raising_on_signals,
 )
 
 
-@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", 130)])
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", 130), ("SIGHUP", 129)])
 def test_a_signal_is_raised_even_in_code_that_catches_exceptions_and_the_handlers_are_restored(name, code):
     before = [signal.getsignal(signum) for signum in signals.SIGNALS]
     with pytest.raises(TerminationSignal) as stopped, raising_on_signals():  # noqa: PT012
@@ -49,13 +53,36 @@ def test_outside_the_main_thread_signal_handlers_are_left_alone():
     assert inside == [before]
 
 
-def test_a_signal_that_is_ignored_from_outside_stays_ignored():
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGHUP])  # of a shell's background job, and of nohup
+def test_a_signal_that_is_ignored_from_outside_stays_ignored(signum):
+    before = signal.signal(signum, signal.SIG_IGN)
     try:
         with raising_on_signals():
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signum)
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signum, before)
+
+
+@pytest.mark.parametrize(
+    ("stop", "context", "line"),
+    [
+        (TerminationSignal(signal.SIGHUP), None, "The run was stopped by SIGHUP."),
+        (KeyboardInterrupt(), None, "The run was stopped by SIGINT."),
+        (SystemExit(1), BrokenPipeError(), "The run was stopped by SIGPIPE: nobody reads its output any more."),
+        (SystemExit("no licence"), None, "The run was ended by SystemExit: no licence."),
+        (asyncio.CancelledError(), None, "The run was ended by CancelledError: no reason."),
+    ],
+)
+def test_whatever_ends_a_run_becomes_an_error_of_ours_with_the_reason(stop, context, line):
+    stop.__context__ = context
+    error = as_error(stop)
+    assert isinstance(error, PPORLHFError)
+    assert (str(error), error.__cause__) == (line, stop)
+
+
+def test_an_exception_stays_what_it_is():
+    error = ValueError("one")
+    assert as_error(error) is error
 
 
 def test_a_signal_during_work_that_must_not_be_cut_waits_for_its_end():
@@ -129,6 +156,33 @@ HANGING = """
         signal.raise_signal(signal.SIGTERM)
         time.sleep(60)
 """
+
+
+CLOSED = """
+    import pathlib, sys, time
+    from ppo_rlhf import signals
+
+    asked = []
+    with signals.raising_on_signals(), signals.finishing_first(60.0, lambda signum: asked.append(signum) or "", print):
+        print("ready", flush=True)
+        while not asked:
+            time.sleep(0.01)
+        print("one more line", flush=True)
+    pathlib.Path(sys.argv[1]).write_text("done")
+"""
+
+
+def test_what_is_printed_to_a_terminal_that_was_closed_does_not_end_the_work(tmp_path: Path):
+    script, done = tmp_path / "closed.py", tmp_path / "done"
+    script.write_text(textwrap.dedent(CLOSED))
+    child, terminal = pty.fork()
+    if child == 0:
+        os.execv(sys.executable, [sys.executable, str(script), str(done)])
+    while b"ready" not in os.read(terminal, 1000):
+        pass
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert done.read_text() == "done"
 
 
 def test_a_second_signal_while_one_waits_for_a_call_ends_the_process_in_one_line(tmp_path: Path):

@@ -25,30 +25,10 @@ from pluggy import PluginManager
 from ppo_rlhf import processes
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.progress import reporting, say, silenced
-from ppo_rlhf.signals import (
-    RunInterruptedError,
-    TerminationSignal,
-    deferring_signals,
-    finishing_first,
-    raising_on_signals,
-)
+from ppo_rlhf.signals import TerminationSignal, as_error, finishing_first, raising_on_signals
 
 if TYPE_CHECKING:
     from ppo_rlhf.datasets.run_catalog import RunCatalog
-
-__all__ = [
-    "CARRY_IN",
-    "CARRY_OUT",
-    "ITERATION_TAG",
-    "LoopRunner",
-    "LoopSession",
-    "PreparedRun",
-    "RunInterruptedError",
-    "TerminationSignal",
-    "deferring_signals",
-    "plan_loop",
-    "raising_on_signals",
-]
 
 ITERATION_TAG = "iteration"
 CARRY_IN = "training_state"
@@ -180,7 +160,7 @@ class LoopRunner(SequentialRunner):
         """Run the pipeline as `AbstractRunner.run` does.
 
         Raises:
-            RunInterruptedError: SIGTERM or SIGINT came.
+            RunInterruptedError: A signal came, or nobody reads the output; a TrainingError for other BaseExceptions.
         """
         try:
             with raising_on_signals():
@@ -190,8 +170,8 @@ class LoopRunner(SequentialRunner):
                 made = super().run(_without_finished(pipeline, own), own, hook_manager, run_id)
                 own.finish()
                 return made
-        except TerminationSignal as stop:
-            raise RunInterruptedError(stop.signum) from None
+        except BaseException as stop:
+            raise as_error(stop)  # noqa: B904  # which sets the cause
 
     def _run(
         self,
@@ -231,10 +211,16 @@ class LoopSession(KedroSession):
     """Kedro's session, but with LoopRunner where no runner is given. Kedro has no setting for that."""
 
     def run(self, *args: Any, **options: Any) -> dict[str, Any]:
-        """Run as `KedroSession.run` does; the runner is its fourth argument."""
+        """Run as `KedroSession.run` does (the runner is its fourth argument); tell `on_session_error` of any error."""
         if len(args) < 4 and options.get("runner") is None:
             options["runner"] = LoopRunner()
-        return super().run(*args, **options)
+        try:
+            return super().run(*args, **options)
+        except BaseException as stop:
+            error = as_error(stop)
+            for hook in self._hook_manager.get_plugins():
+                getattr(hook, "on_session_error", lambda error: None)(error)
+            raise error  # noqa: B904  # as_error sets the cause
 
     def prepare(self, **options: Any) -> PreparedRun:
         """Return the run that `run` with the same options would start, with validated parameters; nothing is run."""

@@ -1,13 +1,14 @@
-"""SIGTERM and SIGINT as exceptions, so that a run that is stopped closes its files and its MLflow run.
+"""SIGTERM, SIGINT and SIGHUP as exceptions, so that a run that is stopped closes its files and its MLflow run.
 
 A node's code may contain `except Exception`, so the exception that interrupts it is a BaseException. Kedro's session
-tells its hooks only of Exceptions, so LoopRunner raises a `RunInterruptedError` in its place.
+tells its hooks only of Exceptions, so LoopRunner raises an error in its place, and in place of any other BaseException.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import stat
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -16,9 +17,9 @@ from queue import Empty, SimpleQueue
 from time import monotonic
 from types import FrameType
 
-from ppo_rlhf.core.errors import PPORLHFError
+from ppo_rlhf.core.errors import PPORLHFError, TrainingError
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 SAME_REQUEST_S = 0.3
 """A signal this soon after the first one repeats it: `timeout` and launchers signal a process and then its group."""
 
@@ -35,13 +36,27 @@ class RunInterruptedError(PPORLHFError, RuntimeError):
     """A run was stopped by a signal."""
 
     def __init__(self, signum: int) -> None:
-        super().__init__(f"The run was stopped by {signal.Signals(signum).name}.")
+        why = ": nobody reads its output any more" if signum == signal.SIGPIPE else ""
+        super().__init__(f"The run was stopped by {signal.Signals(signum).name}{why}.")
         self.signum = signum
 
     @property
     def exit_code(self) -> int:
         """The exit code that a shell reports for this signal: 143 for SIGTERM, 130 for SIGINT."""
         return 128 + self.signum
+
+
+def as_error(stop: BaseException) -> Exception:
+    """Return what ended a run as an Exception: Kedro's session tells its hooks of nothing else."""
+    if isinstance(stop, Exception):
+        return stop
+    error: Exception = TrainingError(f"The run was ended by {type(stop).__name__}: {str(stop) or 'no reason'}.")
+    if isinstance(stop, TerminationSignal | KeyboardInterrupt):
+        error = RunInterruptedError(getattr(stop, "signum", signal.SIGINT))
+    elif isinstance(stop.__context__, BrokenPipeError):  # rich ends the process so
+        error = RunInterruptedError(signal.SIGPIPE)
+    error.__cause__ = stop
+    return error
 
 
 @dataclass
@@ -72,7 +87,7 @@ Requests = SimpleQueue[tuple[int, str] | None]
 
 @contextmanager
 def raising_on_signals() -> Iterator[None]:
-    """Raise `TerminationSignal` on SIGTERM and SIGINT within the block; restore the former handlers after it.
+    """Raise `TerminationSignal` on the SIGNALS within the block; restore the former handlers after it.
 
     Does nothing outside the main thread, where Python allows no handlers. A signal that is ignored (`nohup`, a shell's
     background job) stays ignored. Blocks may be nested: the outermost one decides which signal is the first.
@@ -163,6 +178,10 @@ def _watch(requests: Requests, grace_s: float, say: Callable[[str], None]) -> No
 
 
 def _handle(signum: int, frame: FrameType | None) -> None:
+    if signum == signal.SIGHUP:  # the terminal is being closed: the run would fail as it prints to it
+        for descriptor in (1, 2):
+            if stat.S_ISCHR(os.fstat(descriptor).st_mode):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
     if os.getpid() != _state.process:  # a forked worker has no iteration to finish, and its pool waits for its end
         raise TerminationSignal(signum)
     now = monotonic()

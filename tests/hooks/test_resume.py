@@ -8,6 +8,7 @@ import hashlib
 import io
 import json
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ from click.testing import Result
 from kedro.io import DataCatalog, DatasetError, MemoryDataset
 from kedro.pipeline import Node, Pipeline
 from kedro_mlflow.config.kedro_mlflow_config import KedroMlflowConfig
-from mlflow.entities import Param, Run, RunData, RunInfo, RunTag
+from mlflow.entities import LoggedModel, LoggedModelStatus, Param, Run, RunData, RunInfo, RunTag
 
 from ppo_rlhf.checkpoints.files import checkpoint_name, write_directory
 from ppo_rlhf.core.errors import CheckpointError, ConfigError
@@ -110,6 +111,15 @@ class Toy:
         run = self.client.create_run(experiment, tags={"pipeline": "align", "environment": "local", **data, **tags})
         (self.root / run.info.run_id).mkdir(parents=True)
         return str(run.info.run_id)
+
+    def killed_at(self, place: str, *params: str) -> None:
+        """Run in a process that dies as it comes to this function, named by its module and name."""
+        child = os.fork()
+        if child == 0:
+            self.monkeypatch.setattr(place, lambda *_, **__: os._exit(9))
+            self.kedro(*params)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
 
     def runs(self) -> list[Run]:
         """All runs, the one that started last first."""
@@ -210,6 +220,23 @@ def test_a_run_without_checkpoint_and_with_other_settings_is_left_alone(toy: Toy
     with caplog.at_level(logging.INFO):
         assert toy.run("resume=latest").info.run_id != run_id
     assert "has no checkpoint, and was started otherwise: ppo.kl_coef (0.5 before, 0.05 now)" in caplog.text
+
+
+@pytest.mark.parametrize("place", ["mlflow.transformers.save_model", "mlflow.MlflowClient.log_outputs"])
+def test_a_model_that_a_kill_left_half_logged_is_logged_anew_and_the_half_is_gone(toy: Toy, place: str):
+    toy.killed_at(place)
+    (left,) = mlflow_models(toy)
+    whole = toy.run("resume=latest")
+    (model,) = mlflow_models(toy)
+    assert model.model_id != left.model_id
+    assert model.status == LoggedModelStatus.READY
+    assert [output.model_id for output in whole.outputs.model_outputs] == [model.model_id]
+
+
+def mlflow_models(toy: Toy) -> list[LoggedModel]:
+    experiment = toy.client.get_experiment_by_name("ppo_rlhf")
+    assert experiment is not None
+    return list(toy.client.search_logged_models([experiment.experiment_id]))
 
 
 @pytest.mark.slow

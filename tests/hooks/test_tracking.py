@@ -12,6 +12,7 @@ import signal
 import socket
 import sqlite3
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +24,8 @@ from typing import Any
 import mlflow
 import pytest
 from click.testing import Result
+from kedro.framework.hooks import hook_impl
+from kedro.framework.startup import bootstrap_project
 from kedro.io import DataCatalog
 from kedro_datasets.text import TextDataset
 from kedro_mlflow.config.kedro_mlflow_config import KedroMlflowConfig
@@ -33,10 +36,12 @@ from mlflow.exceptions import MlflowException
 from sqlalchemy.engine import Engine
 
 from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.core.errors import PPORLHFError
 from ppo_rlhf.hooks import TrackingHook, mlflow_hook, run_log, tracking_store
 from ppo_rlhf.hooks.run_description import _git_tags, flattened, pipeline_names
 from ppo_rlhf.hooks.tracking_store import place_in_project
 from ppo_rlhf.rewards.scorers import RewardConfig
+from ppo_rlhf.runner import LoopSession
 
 Kedro = Callable[..., Result]
 
@@ -142,8 +147,8 @@ def test_the_final_evaluation_is_logged_once_at_the_last_iteration(tracked: Trac
 
 
 def test_histories_of_other_stages_lie_at_their_optimiser_steps(tracked: TrackedRun):
-    assert tracked.history("sft/loss") == [(1, 3.0), (2, 2.5)]
-    assert tracked.history("sft/eval_loss") == [(2, 2.75)]
+    assert tracked.history("sft/loss") == [(1, 3.0), (2, 2.5), (3, 2.25)]
+    assert tracked.history("sft/eval_loss") == [(3, 2.75)]
 
 
 def test_samples_are_a_table_of_the_first_and_every_second_iteration(tracked: TrackedRun):
@@ -156,9 +161,19 @@ def test_samples_are_a_table_of_the_first_and_every_second_iteration(tracked: Tr
 
 
 def test_the_exported_policy_is_a_model_that_generates_with_its_metrics_linked(tracked: TrackedRun):
+    """And with those alone: the loss of another stage at step 3 is no metric of the policy after iteration 3."""
     (model,) = mlflow.search_logged_models(experiment_ids=[tracked.run.info.experiment_id], output_format="list")
     assert model.source_run_id == tracked.run.info.run_id
-    assert {m.key: m.value for m in model.metrics if m.key.startswith("eval/")} == {"eval/win_rate": 0.75}
+    assert [output.step for output in tracked.run.outputs.model_outputs] == [3]
+    assert {m.key: m.value for m in model.metrics} == {
+        "objective/scores": 0.75,
+        "at_a_glance/reward": 0.75,
+        "episode": 24.0,
+        "eval/win_rate": 0.75,
+        "at_a_glance/win_rate": 0.75,
+    }
+    assert {m.step for m in model.metrics} == {3}
+    assert model.params == tracked.run.data.params
     generator = mlflow.transformers.load_model(f"models:/{model.model_id}")
     (answer,) = generator("the film", max_new_tokens=2, do_sample=False)
     assert answer["generated_text"].startswith("the film")
@@ -324,6 +339,58 @@ def test_a_failed_run_says_why(kedro: Kedro, toy_project: Path, monkeypatch: pyt
     assert run.data.metrics["objective/scores"] == 0.25
 
 
+@pytest.mark.parametrize("error", ["SystemExit", "CancelledError"])
+def test_a_run_that_is_ended_by_what_is_no_exception_has_failed_and_says_why(
+    kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch, error: str
+):
+    """Kedro tells no hook of it, and MLflow would call a run that is still open at the end finished."""
+    monkeypatch.setenv("TOY_FAIL_AT", "2")
+    monkeypatch.setenv("TOY_ERROR", error)
+    result = kedro(toy_project, "run", "--pipelines", "align")
+    assert result.exit_code == 1
+    line = f"The run was ended by {error}: the update went wrong."
+    assert result.stderr == f"Error: {line}\n"
+    run = last_run(toy_project)
+    assert (run.info.status, run.data.tags["error"]) == ("FAILED", f"TrainingError: {line}")
+    assert mlflow.active_run() is None
+
+
+@pytest.mark.parametrize("is_broken_pipe", [False, True])
+def test_an_error_after_the_last_node_ends_the_run_with_its_reason(
+    toy_project: Path, monkeypatch: pytest.MonkeyPatch, is_broken_pipe: bool
+):
+    monkeypatch.chdir(toy_project)
+    bootstrap_project(toy_project)
+    error = SystemExit("the disk is full")
+    error.__context__ = BrokenPipeError() if is_broken_pipe else None  # as rich ends a process that nobody reads
+    why = "stopped by SIGPIPE: nobody reads its output any more" if is_broken_pipe else f"ended by SystemExit: {error}"
+
+    class Fails:
+        @hook_impl
+        def after_pipeline_run(self) -> None:
+            raise error
+
+    with LoopSession.create(project_path=toy_project) as session:
+        session._hook_manager.register(Fails())
+        with pytest.raises(PPORLHFError, match=why):
+            session.run(pipeline_names=["align"])
+    run = last_run(toy_project)
+    assert run.info.status == ("KILLED" if is_broken_pipe else "FAILED")
+    assert run.data.tags["error"].endswith(f"The run was {why}.")
+    assert run.data.metrics["objective/scores"] == 0.75
+
+
+def test_what_is_said_of_a_run_that_failed_does_not_hide_why_if_nobody_reads_it(
+    kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("TOY_FAIL_AT", "2")
+    monkeypatch.setattr(run_log.RunLog, "log_advice", lambda log: sys.exit(1))
+    assert isinstance(kedro(toy_project, "run", "--pipelines", "align").exception, ZeroDivisionError)
+    run = last_run(toy_project)
+    assert run.info.status == "FAILED"
+    assert run.data.tags["error"] == "ZeroDivisionError: the update went wrong"
+
+
 def refuse_to_record(project: Path, *what: str) -> None:
     """Make the store refuse some changes, as a full disk would."""
     with contextlib.closing(sqlite3.connect(project / "mlflow.db")) as database:
@@ -372,7 +439,7 @@ def test_a_signal_before_the_first_node_ends_the_run_as_killed(
     assert result.exit_code == 143
     run = last_run(toy_project)
     assert run.info.status == "KILLED"
-    assert run.data.tags["error"] == "TerminationSignal: SIGTERM"
+    assert run.data.tags["error"] == "RunInterruptedError: The run was stopped by SIGTERM."
     assert run.data.params["ppo.kl_coef"] == "0.05"
     assert mlflow.active_run() is None
 

@@ -15,7 +15,6 @@ import rich
 from kedro.framework.cli.project import run as kedro_run
 from kedro.framework.cli.utils import CONTEXT_SETTINGS
 from kedro.framework.project import pipelines
-from mlflow.entities import RunStatus
 
 from ppo_rlhf.cli.advise import advise
 from ppo_rlhf.cli.convert_config import convert_config
@@ -24,9 +23,8 @@ from ppo_rlhf.cli.errors import one_line_each, project_here
 from ppo_rlhf.cli.generate import generate
 from ppo_rlhf.cli.plan_memory import plan_memory
 from ppo_rlhf.config.settings_group import closest
-from ppo_rlhf.hooks import end_active_run
 from ppo_rlhf.processes import check_launch, is_main_process
-from ppo_rlhf.runner import RunInterruptedError, TerminationSignal, raising_on_signals
+from ppo_rlhf.signals import RunInterruptedError, TerminationSignal, raising_on_signals
 
 T = TypeVar("T")
 
@@ -88,8 +86,7 @@ def _with_one_line_errors(action: Callable[[], T]) -> T:
             return action()
     except RunInterruptedError as stopped:
         _stop(stopped)
-    except TerminationSignal as stop:  # before the first node or after the last, where Kedro tells no hook
-        end_active_run(RunStatus.KILLED)
+    except TerminationSignal as stop:  # outside the session
         _stop(RunInterruptedError(stop.signum))
     except Exception as error:
         lines = one_line_each(error)

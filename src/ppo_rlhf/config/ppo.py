@@ -272,8 +272,8 @@ class PPOConfig:
     sample_interval: Count = 5
     """Iterations between samples in MLflow: a table, and some responses token by token."""
     shutdown_grace_s: Annotated[float, Field(ge=0.0)] = 25.0
-    """Seconds that a run has to finish and save its iteration after SIGTERM or SIGINT. Then it stops, and the last
-    checkpoint stands (Kubernetes kills after 30 seconds); 0 stops at once."""
+    """Seconds that a run has to finish and save its iteration after SIGTERM, SIGINT or SIGHUP. Then it stops, and the
+    last checkpoint stands (Kubernetes kills after 30 seconds); 0 stops at once."""
     max_skipped_steps: Count = 5
     """Optimiser steps in a row that may be skipped for a non-finite gradient before the run stops."""
 

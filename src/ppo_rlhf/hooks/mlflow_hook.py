@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -40,7 +40,7 @@ from ppo_rlhf.hooks.tracking_store import (
     without_password,
 )
 from ppo_rlhf.locks import lock_run
-from ppo_rlhf.runner import RunInterruptedError, TerminationSignal, deferring_signals
+from ppo_rlhf.signals import RunInterruptedError, as_error, deferring_signals
 from ppo_rlhf.whole_files import process_name
 
 if TYPE_CHECKING:  # heavy: only a run pays for them
@@ -95,7 +95,6 @@ class TrackingHook(MlflowHook):
         from ppo_rlhf.hooks.resume import LATEST, find_named, resume_entry
 
         self._let_go()
-        self.run_id = None  # of an earlier run in this process
         project_path = Path(run_params["project_path"])
         entry = resume_entry(pipeline, catalog)
         named = None
@@ -111,8 +110,8 @@ class TrackingHook(MlflowHook):
             try:
                 with deferring_signals():
                     self._start(run_params, pipeline, catalog, entry, named)
-            except BaseException as error:  # Kedro tells no hook of an error that comes before the first node
-                self._end(error, project_path)
+            except BaseException as stop:  # of which Kedro's own session tells no hook
+                self.on_pipeline_error(as_error(stop))
                 raise
         announce(str(self.run_id or f"untracked-{process_name()}"), None if entry is None else entry.checkpoint)
 
@@ -240,39 +239,41 @@ class TrackingHook(MlflowHook):
                     with nullcontext() if has_everything else asked_twice():
                         super().after_pipeline_run(run_params, pipeline, catalog)
             finally:
-                if self._log is not None:
-                    self._log.log_advice()
+                log = self._log
                 self._let_go()
+                if log is not None:
+                    log.log_advice()
 
     @hook_impl
-    def on_pipeline_error(
-        self, error: Exception, run_params: dict[str, Any], pipeline: Pipeline, catalog: CatalogProtocol
-    ) -> None:
-        """End the run: KILLED if a signal stopped it, else FAILED. Log how it can go on."""
-        with deferring_signals():
-            if self._log is not None and not isinstance(error, RunInterruptedError):
-                self._log.log_advice()
-            self._end(error, Path(run_params["project_path"]))
+    def on_pipeline_error(self, error: Exception) -> None:
+        """End the run if it is open: KILLED if a signal stopped it, else FAILED. Log how it can go on."""
+        with deferring_signals(), suppress(SystemExit):  # rich's, the first time that nobody reads what it prints
+            if self.run_id is not None:
+                self._end(error)
+            self._let_go()
 
-    def _end(self, error: BaseException, project_path: Path) -> None:
+    on_session_error = on_pipeline_error  # LoopSession calls it again, and for errors outside of the nodes
+
+    def _end(self, error: Exception) -> None:
+        assert self._context is not None
+        project_path, is_stopped = Path(self._context.project_path), isinstance(error, RunInterruptedError)
         self._saving.close()
         with named_if_slow(self._uri), asked_twice():
+            with warning_of_refusals("why the run ended"):
+                tags = end_tags(error, self._checkpoints, project_path)
+                mlflow.MlflowClient().log_batch(self.run_id, tags=[RunTag(*tag) for tag in tags.items()])
             if self._log is not None:
                 self._log.close(is_finished=False)
-            if self.run_id is not None:
-                tags = end_tags(error, self._checkpoints, project_path)
-                with warning_of_refusals("why the run ended"):
-                    mlflow.MlflowClient().log_batch(self.run_id, tags=[RunTag(*tag) for tag in tags.items()])
-                is_stopped = isinstance(error, RunInterruptedError | TerminationSignal)
-                end_active_run(RunStatus.KILLED if is_stopped else RunStatus.FAILED)
+            end_active_run(RunStatus.KILLED if is_stopped else RunStatus.FAILED)
+        if self._log is not None and not is_stopped:
+            self._log.log_advice()
         if self._checkpoints is not None:
             logger.info("%s", way_to_go_on(error, self._checkpoints, project_path))
-        self._let_go()
 
     def _let_go(self) -> None:
         """Forget the run, and let other processes have it."""
         self._saving.close()
-        self._log = self._catalog = self._checkpoints = None
+        self.run_id = self._log = self._catalog = self._checkpoints = None
         if self._lock is not None:
             self._lock.close()
             self._lock = None

@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import mlflow
-from mlflow.entities import LoggedModelStatus
-from mlflow.models import ModelSignature
+from mlflow.entities import LoggedModelOutput, LoggedModelStatus, Metric, Run
+from mlflow.models import Model, ModelSignature
 from mlflow.types import ColSpec, DataType, Schema
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -31,20 +32,25 @@ REQUIRED = ("torch", "transformers", "accelerate")
 SIGNATURE = ModelSignature(Schema([ColSpec(DataType.string)]), Schema([ColSpec(DataType.string)]))
 
 
-def log_policy(directory: Path, name: str, step: int, *, trust_remote_code: bool = False) -> str:
+def log_policy(directory: Path, name: str, step: int, keys: Collection[str], *, trust_remote_code: bool = False) -> str:
     """Log a Hugging Face model directory to the active run, if it is not logged yet, and return the logged model's id.
+
+    `mlflow.transformers.log_model` would link it with all metrics of the run at this step, other stages' among them.
 
     Args:
         directory: With config.json, weights and tokenizer: an export, or a checkpoint's policy.
         name: The model's name in MLflow.
-        step: The PPO iteration of the model; MLflow links the run's metrics at this step with it.
+        step: The PPO iteration of the model.
+        keys: Names of the metrics that are linked with it, as the run has them at this step.
         trust_remote_code: Whether Python code beside the model, or beside an adapter's base, may run.
     """
-    logged_before = _logged_model(name, step)
+    client, run = mlflow.MlflowClient(), mlflow.get_run(mlflow.active_run().info.run_id)  # type: ignore[union-attr]
+    logged_before = _logged_model(run, name, step)
     if logged_before is not None:
         logger.info("The MLflow model %s of iteration %d is there already.", name, step)
         return logged_before
-    with errors_only("mlflow"), quiet_transformers():  # not its advice on input examples and model cards
+    # not MLflow's advice on input examples and model cards
+    with errors_only("mlflow"), quiet_transformers(), TemporaryDirectory() as folder:
         # loaded, because MLflow 3.17 cannot log a path under transformers 5 (its lookup of the task fails)
         if is_adapter(directory):  # a LoRA run's checkpoint: MLflow gets a model that needs no other one
             model = load_merged(directory, trust_remote_code=trust_remote_code)
@@ -53,27 +59,35 @@ def log_policy(directory: Path, name: str, step: int, *, trust_remote_code: bool
                 directory, dtype="auto", local_files_only=True, trust_remote_code=trust_remote_code
             )
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=trust_remote_code)
-        logged = mlflow.transformers.log_model(
-            transformers_model={"model": model, "tokenizer": tokenizer},
-            name=name,
+        logged = mlflow.initialize_logged_model(name, params=run.data.params)
+        ids = {"run_id": run.info.run_id, "model_id": logged.model_id}
+        mlflow.transformers.save_model(
+            {"model": model, "tokenizer": tokenizer},
+            f"{folder}/model",
             task="text-generation",
             signature=SIGNATURE,
             # given, because MLflow would load the model to find them, and asks for torchvision then
             pip_requirements=[f"{package}=={importlib.metadata.version(package)}" for package in REQUIRED],
-            step=step,
+            mlflow_model=Model(artifact_path=logged.artifact_location, model_uuid=logged.model_id, **ids),
         )
+        client.log_model_artifacts(logged.model_id, f"{folder}/model")
+    points = [each for key in keys for each in client.get_metric_history(run.info.run_id, key)]
+    linked = [Metric(each.key, each.value, each.timestamp, step, **ids) for each in points if each.step == step]
+    client.log_batch(run.info.run_id, metrics=linked)
+    client.finalize_logged_model(logged.model_id, LoggedModelStatus.READY)
+    client.log_outputs(run.info.run_id, [LoggedModelOutput(logged.model_id, step)])
     return str(logged.model_id)
 
 
-def _logged_model(name: str, step: int) -> str | None:
-    """Return the id of the active run's whole model of this name and iteration: a run that goes on may have it."""
-    active = mlflow.active_run()
-    outputs = mlflow.get_run(active.info.run_id).outputs if active else None
-    for output in outputs.model_outputs if outputs else ():
-        if output.step == step:
-            model = mlflow.get_logged_model(output.model_id)
-            if model.name == name and model.status == LoggedModelStatus.READY:
-                return str(model.model_id)
+def _logged_model(run: Run, name: str, step: int) -> str | None:
+    """Return the id of the run's whole model of this name and iteration; delete those that a kill left half made."""
+    steps = {output.model_id: output.step for output in (run.outputs.model_outputs if run.outputs else ())}
+    query = f"source_run_id = '{run.info.run_id}' AND name = '{name}'"
+    for model in mlflow.search_logged_models([run.info.experiment_id], query, output_format="list"):
+        if model.model_id not in steps or model.status != LoggedModelStatus.READY:
+            mlflow.MlflowClient().delete_logged_model(model.model_id)
+        elif steps[model.model_id] == step:
+            return str(model.model_id)
     return None
 
 

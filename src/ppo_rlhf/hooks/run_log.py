@@ -16,7 +16,7 @@ from ppo_rlhf import progress
 from ppo_rlhf.hooks.mlflow_log import MlflowLog
 from ppo_rlhf.hooks.run_description import parameter, path_of
 from ppo_rlhf.hooks.tracking_store import asked_twice, warning_of_refusals
-from ppo_rlhf.runner import deferring_signals
+from ppo_rlhf.signals import deferring_signals
 
 logger = logging.getLogger(__name__)
 
@@ -89,15 +89,15 @@ class RunLog:
             return
         from ppo_rlhf.hooks.model_log import best_checkpoint, log_policy  # heavy: only runs that export pay for it
 
-        # MLflow links a model with the metrics that the run has at the model's step
+        # a model is linked with the metrics that the run has of its iteration
         has_metrics = self._log.flush(PATIENCE_AT_THE_END)
         with deferring_signals(), nullcontext() if has_metrics else asked_twice():
             handle = self._catalog[POLICY].load()
-            trust = handle.trust_remote_code
-            self._model_id = log_policy(Path(handle.source), POLICY, self._iteration, trust_remote_code=trust)
+            trust, keys = handle.trust_remote_code, self._curves.get(self._iteration, {})
+            self._model_id = log_policy(Path(handle.source), POLICY, self._iteration, keys, trust_remote_code=trust)
             best = best_checkpoint(self._catalog.get("checkpoint"), parameter(self._catalog, "ppo").kl_alarm)
             if best is not None and best[1] != self._iteration:
-                log_policy(best[0], BEST, best[1], trust_remote_code=trust)
+                log_policy(best[0], BEST, best[1], self._curves.get(best[1], {}), trust_remote_code=trust)
 
     def _register(self, summary: Mapping[str, Any]) -> None:
         if self._model_id is None:
@@ -141,8 +141,8 @@ class RunLog:
                 self._measured(_evaluations(row), int(row["iteration"]))
 
     def _measured(self, metrics: Mapping[str, float], iteration: int, *, model_id: str | None = None) -> None:
-        glance = {AT_A_GLANCE[key]: value for key, value in metrics.items() if key in AT_A_GLANCE}
-        self._log.log({**metrics, **glance}, iteration, model_id=model_id)
+        metrics = {**metrics, **{AT_A_GLANCE[key]: value for key, value in metrics.items() if key in AT_A_GLANCE}}
+        self._log.log(metrics, iteration, model_id=model_id)
         if iteration in self._curves:
             self._curves[iteration].update(metrics)
 

@@ -10,6 +10,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, parse_flag_from_env
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError
@@ -96,14 +97,28 @@ def make_accelerator(config: PPOConfig, device: torch.device, *, finds_unused: b
 
 
 def wrap(accelerator: Accelerator, forward: nn.Module) -> nn.Module:
-    """Return a forward pass whose gradients are averaged over the run's processes; of one process the pass itself.
+    """Return a forward pass whose gradients are summed over the run's processes; of one process the pass itself.
 
     The pass lies on its device already.
     """
     with warnings.catch_warnings():  # torch renames the option, accelerate does not know the new name yet
         warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
         wrapped: nn.Module = accelerator.prepare_model(forward, device_placement=False)
+    if isinstance(wrapped, DistributedDataParallel):
+        wrapped.register_comm_hook(None, _sum_over_processes)  # type: ignore[no-untyped-call]
     return wrapped
+
+
+def _sum_over_processes(_, bucket):  # type: ignore[no-untyped-def]  # torch wants types here, not texts
+    """Sum the gradients of all processes.
+
+    DDP itself averages. The loss would be multiplied by their number then, and three times a gradient rounds otherwise
+    than the gradient in a norm that computes in float32.
+    """
+    work = torch.distributed.all_reduce(bucket.buffer(), async_op=True)
+    if not bucket.buffer().is_cuda:
+        work.wait()  # else a thread of gloo calls `then`, and needs Python while the process may be ending
+    return work.get_future().then(lambda done: done.value()[0])
 
 
 def autocast(config: PPOConfig, device: torch.device) -> AbstractContextManager[None]:

@@ -114,8 +114,6 @@ def compute_gradients(
     whole_mask, aggregation = mask[minibatch.rows], config.loss_aggregation  # of all processes
     step = StepSums(tokens=int(whole_mask.sum()))
     denominator = aggregation_count(whole_mask, aggregation, fixed_length=config.response_length).to(state.device)
-    # DDP averages the gradients of all processes, and their sum is needed
-    num_processes = accelerator.num_processes
 
     for number, rows in enumerate(minibatch.micro_batches, start=1):
         batch = rollouts.sequences(rows, state.sampling.pad_token_id, state.device)
@@ -143,7 +141,7 @@ def compute_gradients(
                 entropy = aggregate_loss(output.entropy, loss_mask, aggregation, denominator)
             policy_loss = policy_terms.loss + experience.shaped_rewards.kl_coef * kl - config.entropy_coef * entropy
             if learns and not state.shares_trunk:
-                accelerator.backward(num_processes * policy_loss)
+                accelerator.backward(policy_loss)
 
             values = output.values
             if state.critic_forward is not None:
@@ -161,7 +159,7 @@ def compute_gradients(
             loss = config.vf_coef * value_terms.loss
             if learns and state.shares_trunk:
                 loss = loss + policy_loss
-            accelerator.backward(num_processes * loss)
+            accelerator.backward(loss)
         step.add(policy=policy_terms, value=value_terms, kl=kl, entropy=entropy, own_tokens=loss_mask.sum())
     return step
 
@@ -222,7 +220,7 @@ def _skip_step(state: TrainingState, culprits: str) -> None:
 
 @contextmanager
 def synchronised(state: TrainingState, *, is_last: bool) -> Iterator[None]:
-    """Average gradients over processes in the backward passes of a minibatch's last micro-batch alone."""
+    """Sum gradients over processes in the backward passes of a minibatch's last micro-batch alone."""
     with ExitStack() as stack:
         if not is_last:
             for forward in (state.policy_forward, state.critic_forward):

@@ -9,7 +9,7 @@ from dataclasses import asdict
 import mlflow
 
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.signals import TerminationSignal, deferring_signals
+from ppo_rlhf.signals import RunInterruptedError, as_error, deferring_signals
 
 Log = Callable[[int, Mapping[str, float]], None]
 """Takes an iteration and its metrics."""
@@ -31,15 +31,14 @@ def child_run(name: str, config: PPOConfig) -> Iterator[Log]:
         with deferring_signals():
             mlflow.log_metrics({key: float(value) for key, value in metrics.items()}, step=iteration)
 
-    status = "FAILED"
+    status = "FINISHED"
     try:
         with deferring_signals():
             mlflow.start_run(run_name=name, nested=True)
             mlflow.log_params({f"ppo.{setting}": str(value) for setting, value in asdict(config).items()})
         yield log
-        status = "FINISHED"
-    except TerminationSignal:
-        status = "KILLED"
+    except BaseException as stop:
+        status = "KILLED" if isinstance(as_error(stop), RunInterruptedError) else "FAILED"
         raise
     finally:
         active = mlflow.active_run()

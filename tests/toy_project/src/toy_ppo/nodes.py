@@ -1,5 +1,6 @@
 """Toy nodes with the dataset names and the state protocol of the real ones."""
 
+import asyncio
 import os
 import signal
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from ppo_rlhf.models.loading import TrainedModel
 from ppo_rlhf.rewards.scorers import RewardConfig
 from toy_ppo.saves import SaveRequest
 
+ERRORS = {error.__name__: error for error in (ZeroDivisionError, SystemExit, asyncio.CancelledError)}
 VOCABULARY = {"<unk>": 0, "</s>": 1, "the": 2, "film": 3, "was": 4}
 
 
@@ -34,7 +36,8 @@ class ToyState:
 
 
 def train_sft(prompts: PromptsConfig) -> tuple[TrainedModel, list[dict[str, float]]]:
-    return tiny_model(), [{"step": 1, "sft/loss": 3.0}, {"step": 2, "sft/loss": 2.5, "sft/eval_loss": 2.75}]
+    losses = [{"step": step, "sft/loss": loss} for step, loss in ((1, 3.0), (2, 2.5), (3, 2.25))]
+    return tiny_model(), [*losses, {"step": 3, "sft/eval_loss": 2.75}]
 
 
 def configure_ppo(ppo: PPOConfig) -> PPOConfig:
@@ -76,7 +79,7 @@ def optimise_policy(training_state: ToyState, experience: float) -> dict[str, ob
     if stop_at and stop_at.startswith(f"{training_state.iteration}:"):
         os.kill(os.getpid(), signal.Signals[stop_at.split(":")[1]])
     if os.environ.get("TOY_FAIL_AT") == str(training_state.iteration):
-        raise ZeroDivisionError("the update went wrong")
+        raise ERRORS[os.environ.get("TOY_ERROR", "ZeroDivisionError")]("the update went wrong")
     training_state.stopping = training_state.stop_requested
     metrics = {"objective/scores": training_state.iteration / 4, "episode": 8.0 * training_state.iteration}
     return {"state": training_state, "metrics": metrics, "checkpoint": SaveRequest(training_state)}
