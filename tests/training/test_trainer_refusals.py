@@ -76,7 +76,9 @@ def test_a_model_that_is_compiled_already_is_refused(spoil):
 
 @pytest.mark.parametrize("switched_off", [torch.no_grad, torch.inference_mode])
 def test_training_without_gradients_is_refused_at_the_start(switched_off):
-    trainer, asked = trainer_of(reward=lambda completions: asked.append(1) or [0.0] * len(completions)), []
+    asked: list[int] = []
+    trainer = trainer_of(reward=lambda completions: asked.append(1) or [0.0] * len(completions))
+    asked.clear()
     with switched_off():
         with pytest.raises(TrainingError, match="train: gradients are off"):
             trainer.train()
