@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import signal
 import socket
 import sqlite3
@@ -389,6 +390,29 @@ def test_what_is_said_of_a_run_that_failed_does_not_hide_why_if_nobody_reads_it(
     run = last_run(toy_project)
     assert run.info.status == "FAILED"
     assert run.data.tags["error"] == "ZeroDivisionError: the update went wrong"
+
+
+def test_a_function_that_leaves_mlflow_with_another_store_experiment_and_run_does_not_break_the_run(
+    kedro: Kedro, toy_project: Path, migrated_database: Path
+):
+    shutil.copy(migrated_database, toy_project / "other.db")
+    (toy_project / "meddler.py").write_text(
+        "import mlflow\n\n\ndef prepare(table):\n"
+        "    if mlflow.active_run():\n"
+        "        mlflow.end_run()\n"
+        f"        mlflow.set_tracking_uri('sqlite:///{toy_project}/other.db')\n"
+        "        mlflow.set_experiment('other')\n"
+        "        mlflow.start_run()\n"
+        "    return table\n"
+    )
+    entry = "raw_prompts:\n  type: ppo_rlhf.datasets.RecordsDataset\n  filepath: data/01_raw/prompts.jsonl\n"
+    (toy_project / "conf" / "local" / "catalog.yml").write_text(f"{entry}  prepare: meddler:prepare\n")
+    result = kedro(toy_project, "run", "--pipelines", "align")
+    assert result.exit_code == 0, result.output
+    run = last_run(toy_project)
+    assert run.info.status == "FINISHED"
+    assert run.data.metrics["objective/scores"] == 0.75
+    assert len(mlflow.search_logged_models([run.info.experiment_id], output_format="list")) == 1
 
 
 def refuse_to_record(project: Path, *what: str) -> None:

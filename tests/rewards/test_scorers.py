@@ -1,8 +1,10 @@
 """Rewards: sequences that a reward model reads, weighted sums, configurations, and users' functions."""
 
+import asyncio
 import logging
 import math
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -362,7 +364,12 @@ def test_a_result_that_is_not_one_finite_number_a_response_is_refused(result, me
 
 
 @pytest.mark.parametrize(
-    ("error", "told"), [(ValueError("one\n two"), "ValueError: one two"), (SystemExit(3), "SystemExit: 3")]
+    ("error", "told"),
+    [
+        (ValueError("one\n two"), "ValueError: one two"),
+        (SystemExit(3), "SystemExit: 3"),
+        (asyncio.CancelledError("late"), "CancelledError: late"),
+    ],
 )
 def test_an_exception_inside_a_function_is_one_line_with_its_place(error, told):
     def broken(prompts, completions):
@@ -370,6 +377,51 @@ def test_an_exception_inside_a_function_is_one_line_with_its_place(error, told):
 
     with pytest.raises(RewardError, match=rf"^reward function mine raised {told} \(test_scorers.py, line \d+\)$"):
         call(broken)
+
+
+MEDDLES = """
+import os, tempfile, torch
+
+def meddle(place):
+    torch.set_grad_enabled(False)
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
+    torch.set_num_threads(torch.get_num_threads() + 1)
+    torch.set_float32_matmul_precision("medium")
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+
+meddle("import")
+
+def score(prompts, completions):
+    meddle("call")
+    if completions[0] == "fail":
+        raise ValueError("late")
+    return [1.0] * len(completions)
+"""
+
+
+def test_what_a_function_leaves_changed_in_torch_and_the_working_directory_is_put_back(tmp_path):
+    def state():
+        return (
+            torch.is_grad_enabled(),
+            torch.get_default_dtype(),
+            torch.get_default_device(),
+            torch.get_num_threads(),
+            torch.get_float32_matmul_precision(),
+            Path.cwd(),
+        )
+
+    before = state()
+    (tmp_path / "rewards_that_meddle.py").write_text(MEDDLES)
+    function = load_function("rewards_that_meddle:score", tmp_path)
+    assert state() == before
+    assert call(function) == [1.0, 1.0]
+    assert state() == before
+    for plain in (function, sys.modules["rewards_that_meddle"].score):  # PPOTrainer is given the function itself
+        with pytest.raises(RewardError, match="late"):
+            call(plain, completions=["fail"])
+        assert state() == before
 
 
 def test_an_episode_that_is_cut_off_behind_the_stop_token_of_a_turn_has_no_end_of_text():

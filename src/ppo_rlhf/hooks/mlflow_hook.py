@@ -199,16 +199,13 @@ class TrackingHook(MlflowHook):
 
     @hook_impl
     def before_node_run(self, node: Node, catalog: CatalogProtocol, inputs: dict[str, Any], is_async: bool) -> None:
-        """Reopen the run only in a thread that another runner started.
-
-        kedro-mlflow reopens the run at each node and logs its parameters, several database calls each.
-        """
-        if self._log is not None and mlflow.active_run() is None:
-            mlflow.start_run(run_id=self.run_id)
+        """Reopen the run where it is not the active one, as in another thread; kedro-mlflow does so at each node."""
+        self._take_mlflow_back()
 
     @hook_impl
     def after_node_run(self, node: Node, inputs: dict[str, Any], outputs: dict[str, Any]) -> None:
         """Log what the node measured."""
+        self._take_mlflow_back()
         if self._log is not None:
             with named_if_slow(self._uri):
                 self._log.node_ran(node, inputs, outputs)
@@ -260,6 +257,7 @@ class TrackingHook(MlflowHook):
         self._saving.close()
         with named_if_slow(self._uri), asked_twice():
             with warning_of_refusals("why the run ended"):
+                self._take_mlflow_back()
                 tags = end_tags(error, self._checkpoints, project_path)
                 mlflow.MlflowClient().log_batch(self.run_id, tags=[RunTag(*tag) for tag in tags.items()])
             if self._log is not None:
@@ -269,6 +267,18 @@ class TrackingHook(MlflowHook):
             self._log.log_advice()
         if self._checkpoints is not None:
             logger.info("%s", way_to_go_on(error, self._checkpoints, project_path))
+
+    def _take_mlflow_back(self) -> None:
+        """Make this run the active one of its store again: a reward function may have changed either."""
+        if self._log is None:
+            return
+        while (active := mlflow.active_run()) is not None and active.info.run_id != self.run_id:
+            end_active_run(RunStatus.FINISHED)
+        if mlflow.get_tracking_uri() != self._uri:
+            mlflow.set_tracking_uri(self._uri)
+        if active is None:
+            mlflow.set_experiment(experiment_id=self.mlflow_config.tracking.experiment._experiment.experiment_id)
+            mlflow.start_run(run_id=self.run_id)
 
     def _let_go(self) -> None:
         """Forget the run, and let other processes have it."""

@@ -40,7 +40,7 @@ def load_function(reference: str, project_path: Path | None = None) -> RewardFun
     searched = [str(project), str(project / "src")]
     try:
         importlib.invalidate_caches()
-        with _first_on_path(searched):
+        with _first_on_path(searched), _left_as_found():
             module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is not None and (module_name + ".").startswith(error.name + "."):
@@ -59,7 +59,7 @@ def load_function(reference: str, project_path: Path | None = None) -> RewardFun
 
     @functools.wraps(function)  # its signature decides what it is called with
     def in_its_project(*positional: Any, **named: Any) -> list[float]:
-        with _first_on_path(searched):  # it may import its neighbours when it is called
+        with _first_on_path(searched), _left_as_found():  # it may import its neighbours when it is called
             return cast("list[float]", _awaited(function(*positional, **named)))
 
     return in_its_project
@@ -75,6 +75,22 @@ def _first_on_path(folders: list[str]) -> Iterator[None]:
     finally:
         for path in added:
             sys.path.remove(path)
+
+
+@contextlib.contextmanager
+def _left_as_found() -> Iterator[None]:
+    """Put back what a user's code leaves changed, once it has run."""
+    dtype, device, threads = torch.get_default_dtype(), torch.get_default_device(), torch.get_num_threads()
+    precision = torch.get_float32_matmul_precision()
+    try:
+        with torch.set_grad_enabled(torch.is_grad_enabled()), contextlib.chdir("."):  # both put back what they found
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+        torch.set_num_threads(threads)
+        torch.set_float32_matmul_precision(precision)
+        if torch.get_default_device() != device:
+            torch.set_default_device(device)
 
 
 def check_column_names(columns: Iterable[str], where: str, own: str | None = None) -> None:
@@ -164,10 +180,11 @@ def call_function(
         RewardError: It raised, or returned something else.
     """
     try:
-        result = _awaited(_bound(function, list(prompts), list(completions), columns)())
+        with _left_as_found():
+            result = _awaited(_bound(function, list(prompts), list(completions), columns)())
         values = result.tolist() if hasattr(result, "tolist") else result  # tensors, arrays, series
         values = list(values) if isinstance(values, list | tuple) else values
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
         source = getattr(inspect.unwrap(function), "__code__", None)
         place = "" if source is None else _place(error, lambda file: file == source.co_filename)
         raise RewardError(f"{title} raised {_told(error)}{place}") from error
