@@ -121,3 +121,16 @@ def test_a_response_may_repeat_its_query_where_others_do_not():
     trainer = trainer_of()
     trainer.step(QUERIES, [torch.cat([QUERIES[0], QUERIES[0]]), *RESPONSES[1:]], SCORES)
     assert trainer.state.iteration == 1
+
+
+def test_padding_of_prompts_that_are_token_ids_is_taken_off():
+    rows = {"input_ids": [[PAD, PAD, 4], [4, 5, 6]]}
+    assert prompt_ids(rows) == [[4], [4, 5, 6]]
+    assert prompt_ids({**rows, "attention_mask": [[0, 1, 1], [1, 1, 1]]}) == [[PAD, 4], [4, 5, 6]]
+    with pytest.raises(DataError, match=r"^prompt 0 has '</s>' at an end"):
+        prompt_ids({"input_ids": [[END, 4], [4, 5]]}, pad_token="</s>")
+
+
+def prompt_ids(prompts: Any, **tokenizer: Any) -> list[list[int]]:
+    trainer = PPOTrainer(config(), tiny_model(), None, word_tokenizer(**tokenizer), prompts=prompts)
+    return trainer._prompts.prompt_ids

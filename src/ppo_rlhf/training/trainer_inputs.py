@@ -70,7 +70,9 @@ def take_prompts(
     rows = frame[TOKENS].tolist()
     if MASK in frame.columns:
         rows = [list(compress(*row)) for row in zip(rows, frame[MASK], strict=True)]
-    ids = token_lists(rows, "prompt", policy.model.config.get_text_config().vocab_size)
+        ids = token_lists(rows, "prompt", policy.model.config.get_text_config().vocab_size)
+    else:
+        ids = without_padding(rows, "prompt", policy.model, tokenizer, config)
     columns = {str(name): frame[name].tolist() for name in frame.columns.drop([TOKENS, MASK], errors="ignore")}
     room = (context, config.response_length, config.overlong_prompts, tokenizer.bos_token_id)
     return fitted(PromptDataset(ids, tokenizer.batch_decode(ids), columns), *room, "prompts", why)
