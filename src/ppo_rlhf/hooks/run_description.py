@@ -8,7 +8,9 @@ import importlib.metadata
 import json
 import platform
 import re
+import shlex
 import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -18,7 +20,9 @@ from typing import Any
 import mlflow
 from kedro.io import CatalogProtocol, DatasetError
 from kedro.pipeline import Pipeline
+from mlflow.utils.validation import MAX_TAG_VAL_LENGTH
 
+from ppo_rlhf.hooks.run_end import typed_command
 from ppo_rlhf.processes import process_count
 
 PREFIX = "params:"
@@ -57,9 +61,13 @@ def describe_run(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: Cat
     for setting, model in MODELS.items():
         if params.get(f"ppo.{setting}") == "None" and model not in unused:
             params[f"ppo.{setting}"] = inputs.get(f"data.{model}.path") or str(_path(catalog.get(model)))
+    command = typed_command(sys.argv)
     tags = {
+        **{name: str(value)[:MAX_TAG_VAL_LENGTH] for name, value in run_params.items() if value},  # kedro-mlflow's
+        **({} if command is None else {"kedro_command": shlex.join(command)}),
         "pipeline": ",".join(pipeline_names(run_params)),
         "environment": run_params["env"] or "local",
+        "host": platform.node(),
         **({} if seed is None else {"seed": str(seed)}),
         **({"ppo.not_default": ", ".join(f"{name}={value}" for name, value in changed.items())} if changed else {}),
         "launch.processes": str(process_count()),
