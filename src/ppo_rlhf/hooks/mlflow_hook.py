@@ -160,6 +160,7 @@ class TrackingHook(MlflowHook):
                 sweep_leftovers(self._checkpoints)
             self._catalog, self._log = catalog, RunLog(run.info.run_id, pipeline, catalog, is_resumed=bool(resumption))
             if resumption is not None:
+                self._log.repeat(resumption.make_anew(this, pipeline))
                 for name in END_TAGS & run.data.tags.keys():
                     mlflow.delete_tag(name)
                 tags = {name: value for name, value in this.tags.items() if name not in run.data.tags}

@@ -28,7 +28,7 @@ from ppo_rlhf.processes import process_count
 PREFIX = "params:"
 DIGITS = 8  # of a fingerprint; MLflow takes 36 at most, and shows them all
 PACKAGES = ("ppo_rlhf", "kedro", "mlflow", "torch", "transformers", "trl")
-_FUNCTION = re.compile(r'(?:^|")([A-Za-z_][\w.]*):[A-Za-z_]\w*(?:$|")')
+FUNCTION = re.compile(r'(?:^|")([A-Za-z_][\w.]*):[A-Za-z_]\w*(?:$|")')
 """A text `module:name`, by which parameters name functions."""
 
 
@@ -170,7 +170,7 @@ def _input_tags(names: list[str], catalog: CatalogProtocol) -> dict[str, str]:
 def _function_tags(params: Mapping[str, str], project_path: Path) -> dict[str, str]:
     """Return path and fingerprint of each file of the project that holds a function which the settings name."""
     tags: dict[str, str] = {}
-    for module in sorted({module for text in params.values() for module in _FUNCTION.findall(text)}):
+    for module in sorted({module for text in params.values() for module in FUNCTION.findall(text)}):
         inner = Path(*module.split("."))
         places = (root / inner for root in (project_path, project_path / "src"))
         files = (file for place in places for file in (place.with_suffix(".py"), place / "__init__.py"))
