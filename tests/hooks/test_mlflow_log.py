@@ -180,6 +180,17 @@ def test_of_a_stage_that_a_resumed_run_leaves_out_the_curves_on_the_disk_are_sen
         assert points(run_id, "sft/loss") == expected
 
 
+def test_of_a_stage_that_is_made_anew_all_is_logged_and_of_the_others_what_is_missing(run_id: str):
+    for key in ("sft/loss", "reward_model/loss"):
+        MlflowClient().log_metric(run_id, key, 3.0, step=1)
+    log = MlflowLog(run_id, is_continued=True)
+    log.repeated = ("reward_model/",)
+    log.log({"sft/loss": 2.0, "reward_model/loss": 2.0}, 1)
+    assert log.close(10.0)
+    assert points(run_id, "sft/loss") == [(1, 3.0)]
+    assert sorted(points(run_id, "reward_model/loss")) == [(1, 2.0), (1, 3.0)]
+
+
 def test_a_stage_that_is_one_node_reaches_mlflow_while_it_runs_and_once(run_id: str):
     node = Node(lambda: [], None, "sft_metrics", name="train")
     log = RunLog(run_id, Pipeline([node]), DataCatalog({}))

@@ -9,6 +9,7 @@ import io
 import json
 import logging
 import os
+import platform
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -31,6 +32,7 @@ from ppo_rlhf.datasets import PretrainedModelDataset, RecordsDataset, ResumeChec
 from ppo_rlhf.hooks import TrackingHook
 from ppo_rlhf.hooks.resume import Resumption, as_last_resumed, differences, find_named
 from ppo_rlhf.hooks.run_description import RunDescription, describe_run
+from ppo_rlhf.pipeline_registry import register_pipelines
 from ppo_rlhf.rewards.scorers import RewardConfig
 from ppo_rlhf.runner import ITERATION_TAG
 from tests.integration.processes import kedro_run
@@ -207,6 +209,10 @@ def test_latest_takes_the_newest_run_of_this_pipeline_environment_and_machine_th
     toy.left(pipeline="__default__")
     toy.left(environment="other")
     (toy.root / toy.left()).rmdir()  # of another machine
+    (toy.root / toy.left(host="elsewhere", project_path=str(toy.project))).rmdir()
+    alike = toy.left(host=platform.node(), project_path=str(toy.project))  # of a machine that is called like this one
+    toy.client.log_param(alike, "ppo.kl_coef", 0.05)  # it has begun there
+    (toy.root / alike).rmdir()
     running = toy.left()
     with held_by_another_process(toy.root / running / "run.lock"), caplog.at_level(logging.INFO):
         toy.run("resume=latest")
@@ -214,12 +220,44 @@ def test_latest_takes_the_newest_run_of_this_pipeline_environment_and_machine_th
     assert [run.info.run_id for run in toy.runs() if run.info.status == "FINISHED"] == [meant]
 
 
-def test_a_run_without_checkpoint_and_with_other_settings_is_left_alone(toy: Toy, caplog: pytest.LogCaptureFixture):
-    run_id = toy.left()
-    toy.client.log_param(run_id, "ppo.kl_coef", 0.5)
+def test_latest_takes_the_newest_run_with_these_settings_and_names_those_that_it_leaves(
+    toy: Toy, caplog: pytest.LogCaptureFixture
+):
+    meant = toy.left()
+    other = toy.left()
+    toy.client.log_param(other, "ppo.kl_coef", 0.5)
+    whole = checkpoint(toy.root, other, 1)
+    finished = toy.run()  # a newer one hides none of them
     with caplog.at_level(logging.INFO):
-        assert toy.run("resume=latest").info.run_id != run_id
-    assert "has no checkpoint, and was started otherwise: ppo.kl_coef (0.5 before, 0.05 now)" in caplog.text
+        toy.run("resume=latest")
+    assert toy.get(meant).info.status == "FINISHED"
+    assert toy.get(other).info.status == "RUNNING"
+    left = "was started otherwise and is left: ppo.kl_coef (0.5 before, 0.05 now)"
+    line = f"resume=latest: MLflow run {other} {left}. With its own settings resume={other} goes on."
+    assert caplog.messages.count(line) == 1
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        new = toy.run("resume=latest")
+    assert new.info.run_id not in (meant, other, finished.info.run_id)
+    assert caplog.messages.count(line) == 1
+    assert "a new one starts from the beginning" in caplog.text
+    assert toy.run("ppo.kl_coef=0.5", f"resume={other}").info.status == "FINISHED"  # what the line advises
+    assert toy.get(other).data.tags["resume.checkpoint"] == str(whole.relative_to(toy.project))
+
+
+@pytest.mark.parametrize(
+    "place", ["ppo_rlhf.hooks.mlflow_hook.lock_run", "mlflow.log_params", "ppo_rlhf.hooks.mlflow_hook.log_inputs"]
+)
+def test_a_run_that_was_killed_while_it_started_goes_on_and_has_all_that_a_run_has(toy: Toy, place: str):
+    """As it is made: without a folder; without params; without inputs."""
+    toy.killed_at(place)
+    (killed,) = toy.runs()
+    whole = toy.run("resume=latest")
+    assert [run.info.run_id for run in toy.runs()] == [killed.info.run_id]
+    assert whole.info.status == "FINISHED"
+    assert [each.dataset.name for each in whole.inputs.dataset_inputs] == ["raw_prompts"]
+    assert whole.data.params["ppo.kl_coef"] == "0.05"
+    assert {"pipeline", "environment", "seed", "version.torch", "data.raw_prompts.path"} <= whole.data.tags.keys()
 
 
 @pytest.mark.parametrize("place", ["mlflow.transformers.save_model", "mlflow.MlflowClient.log_outputs"])
@@ -256,7 +294,24 @@ def test_two_jobs_with_one_command_take_a_run_each(toy: Toy):
 # --- what may change and what must not
 
 
-def test_changed_settings_data_and_functions_are_refused_by_one_line_and_nothing_is_written(toy: Toy):
+def test_a_run_that_is_named_with_other_settings_and_data_is_refused_by_one_line_and_nothing_is_written(toy: Toy):
+    run_id = toy.interrupted()
+    checkpoint(toy.root, run_id, 1)
+    prompts = toy.project / "data" / "01_raw" / "prompts.jsonl"
+    prompts.write_text(prompts.read_text() + '{"prompt": "one more", "genre": "war"}\n')
+    untouched = toy.state_of_everything()
+    line = error(toy.kedro("ppo.kl_coef=0.1", "ppo.gamma=0.9", "ppo.save_interval=3", f"resume={run_id}"))
+    assert line == (
+        f"resume={run_id}: MLflow run {run_id} goes on only as it was started, but these differ: the data raw_prompts "
+        f"({prompts}); ppo.gamma (1.0 before, 0.9 now); ppo.kl_coef (0.05 before, 0.1 now). Take them back, or leave "
+        "out resume to start a new run."
+    )
+    assert toy.state_of_everything() == untouched
+
+
+def test_a_run_goes_on_with_a_function_that_was_mended_and_says_that_it_is_not_bit_identical(
+    toy: Toy, caplog: pytest.LogCaptureFixture
+):
     rewards = toy.project / "edited_rewards.py"
     rewards.write_text("def score(prompts, completions, **columns):\n    return [float(len(c)) for c in completions]\n")
     (toy.project / "conf" / "local" / "parameters.yml").write_text(
@@ -264,18 +319,45 @@ def test_changed_settings_data_and_functions_are_refused_by_one_line_and_nothing
     )
     run_id = toy.interrupted()
     checkpoint(toy.root, run_id, 1)
+    before = hashlib.sha256(rewards.read_bytes()).hexdigest()
     rewards.write_text(rewards.read_text().replace("float(len(c))", "-float(len(c))"))
-    prompts = toy.project / "data" / "01_raw" / "prompts.jsonl"
-    prompts.write_text(prompts.read_text() + '{"prompt": "one more", "genre": "war"}\n')
-    untouched = toy.state_of_everything()
-    for resume in ("latest", run_id):
-        line = error(toy.kedro("ppo.kl_coef=0.1", "ppo.gamma=0.9", "ppo.save_interval=3", f"resume={resume}"))
-        assert line == (
-            f"resume={resume}: MLflow run {run_id} goes on only as it was started, but these differ: the data "
-            f"edited_rewards ({rewards}); the data raw_prompts ({prompts}); ppo.gamma (1.0 before, 0.9 now); "
-            "ppo.kl_coef (0.05 before, 0.1 now). Take them back, or leave out resume to start a new run."
-        )
-    assert toy.state_of_everything() == untouched
+    mended = hashlib.sha256(rewards.read_bytes()).hexdigest()
+    with caplog.at_level(logging.INFO):
+        run = toy.run("resume=latest")
+    assert run.info.run_id == run_id
+    assert run.info.status == "FINISHED"
+    name = "data.edited_rewards.fingerprint"
+    assert f"Changed since it was interrupted: {name} was {before[:40]}, is {mended[:40]}." in caplog.messages
+    assert run.data.tags[name] == before
+    assert run.data.tags[f"resume.{name}"] == mended
+    assert run.data.tags["bit_identical"] == "false"
+
+
+OUTPUTS = {"demonstrations", "sft_policy", "preferences", "reward_model", "sft_evaluation"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "read", "left"),
+    [
+        ("my_labels", {}, {"demonstrations", "sft_policy"}),
+        ("my_labels", {"data.raw_preferences.path": "given.jsonl"}, OUTPUTS - {"sft_evaluation"}),
+        ("my_rewards", {}, OUTPUTS - {"sft_evaluation"}),  # compared with PPO's, which the changed function scores
+        (None, {}, OUTPUTS),
+    ],
+)
+def test_what_a_changed_function_made_before_ppo_is_made_anew_with_all_that_depends_on_it(
+    tmp_path: Path, changed: str | None, read: dict[str, str], left: set[str]
+):
+    outputs = tmp_path / "outputs.json"
+    outputs.write_text(json.dumps({name: {} for name in OUTPUTS}))
+    this = now({"reward_modelling.labeller": "my_labels:score", "reward.components": '[{"function": "my_rewards:f"}]'})
+    this.tags.update(read)
+    changes = {f"data.{changed}.fingerprint": ("a", "b")} if changed else {"total_episodes": ("24", "32")}
+    with (tmp_path / "run.lock").open("ab") as lock:
+        beginnings = Resumption(earlier({}), None, lock, changes).make_anew(this, register_pipelines()["__default__"])
+    assert set(json.loads(outputs.read_text())) == left
+    assert ("reward_model/" in beginnings) is ("reward_model" not in left)
+    assert "sft/" not in beginnings
 
 
 def test_what_may_change_becomes_a_tag_and_a_longer_run_is_not_bit_identical(

@@ -340,6 +340,20 @@ def test_a_failed_run_says_why(kedro: Kedro, toy_project: Path, monkeypatch: pyt
     assert run.data.metrics["objective/scores"] == 0.25
 
 
+@pytest.mark.parametrize(
+    ("program", "is_known"),
+    [("/bin/kedro", True), ("/lib/kedro/__main__.py", True), ("/bin/ppo_rlhf", True), ("/home/me/train.py", False)],
+)
+def test_the_command_is_a_tag_as_it_was_typed_and_another_program_has_none(
+    kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch, program: str, is_known: bool
+):
+    typed = ["run", "--env", "other", "--pipelines", "supervised_finetuning,align", "--params", "prompts.column=a b"]
+    monkeypatch.setattr("sys.argv", [program, *typed])
+    kedro(toy_project, "run", "--pipelines", "align", "--to-nodes", "configure_ppo")
+    command = "kedro run --env other --pipelines supervised_finetuning,align --params 'prompts.column=a b'"
+    assert last_run(toy_project).data.tags.get("kedro_command") == (command if is_known else None)
+
+
 @pytest.mark.parametrize("error", ["SystemExit", "CancelledError"])
 def test_a_run_that_is_ended_by_what_is_no_exception_has_failed_and_says_why(
     kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch, error: str

@@ -149,6 +149,12 @@ class StageOutputs:
         except OSError as error:
             logger.warning("%s: cannot be written, so a resumed run will write %s again: %s", self._file, name, error)
 
+    def forget(self, names: Set[str]) -> None:
+        """Let a resumed run write these datasets again."""
+        left = {name: entry for name, entry in self._noted().items() if name not in names}
+        with written_whole(self._file) as draft:
+            draft.write_text(json.dumps(left, indent=1), encoding="utf-8")
+
     def find(self, catalog: CatalogProtocol) -> dict[str, str]:
         """Return the paths of those that this run has written, by dataset."""
         found = {}

@@ -39,7 +39,7 @@ from ppo_rlhf.hooks.tracking_store import (
     warning_of_refusals,
     without_password,
 )
-from ppo_rlhf.locks import lock_run
+from ppo_rlhf.locks import lock_run, one_at_a_time
 from ppo_rlhf.signals import RunInterruptedError, as_error, deferring_signals
 from ppo_rlhf.whole_files import process_name
 
@@ -58,7 +58,7 @@ class TrackingHook(MlflowHook):
 
     The store is opened when a run starts, not when a context is made: a run that is refused leaves no database behind.
     Hyperparameters are logged one by one (kedro-mlflow logs a validated group as one string), and not at every node.
-    `resume` continues a run. A run that a signal stopped ends KILLED.
+    `resume` continues a run, which has its tags from the moment it is there. A run that a signal stopped ends KILLED.
     With tracking disabled for the pipelines (`disable_tracking` in mlflow.yml) nothing happens.
     """
 
@@ -108,7 +108,7 @@ class TrackingHook(MlflowHook):
         else:
             self._open_store()
             try:
-                with deferring_signals():
+                with deferring_signals(), one_at_a_time(project_path):
                     self._start(run_params, pipeline, catalog, entry, named)
             except BaseException as stop:  # of which Kedro's own session tells no hook
                 self.on_pipeline_error(as_error(stop))
@@ -139,27 +139,36 @@ class TrackingHook(MlflowHook):
         from ppo_rlhf.checkpoints.files import sweep_leftovers
         from ppo_rlhf.hooks.run_log import RunLog
 
-        project_path = Path(run_params["project_path"])
+        project_path, tracking = Path(run_params["project_path"]), self.mlflow_config.tracking
         this = describe_run(run_params, pipeline, catalog)
         with named_if_slow(self._uri), store_in_plain_words(self._complaint("cannot be used")):
             resumption = None if entry is None else self._resumption(this, entry, named)
             if resumption is not None:
                 resumption.say(project_path)
-                self.mlflow_config.tracking.run.id = resumption.run.info.run_id
-                self.mlflow_config.tracking.run.name = resumption.run.info.run_name
-            self.mlflow_config.tracking.run.name = self.mlflow_config.tracking.run.name or this.name
+                tracking.run.id, tracking.run.name = resumption.run.info.run_id, resumption.run.info.run_name
             MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING.set(self._has_system_metrics)
-            super().before_pipeline_run(run_params, pipeline, catalog)
+            run = mlflow.start_run(
+                run_id=tracking.run.id,
+                experiment_id=tracking.experiment._experiment.experiment_id,
+                run_name=tracking.run.name or this.name,
+                nested=tracking.run.nested,
+                tags=this.tags if resumption is None else None,
+            )
+            self.run_id, self._is_mlflow_enabled = run.info.run_id, True
             logger.info("MLflow run %s: %s", self.run_id, self._page)
             if entry is not None:
-                self._checkpoints = entry.root / str(self.run_id)
+                self._checkpoints = entry.root / run.info.run_id
                 self._lock = self._lock or lock_run(self._checkpoints)
                 sweep_leftovers(self._checkpoints)
-            self._describe(this, resumption, project_path)
-        self._log, self._catalog = (
-            RunLog(str(self.run_id), pipeline, catalog, is_resumed=resumption is not None),
-            catalog,
-        )
+            self._catalog, self._log = catalog, RunLog(run.info.run_id, pipeline, catalog, is_resumed=bool(resumption))
+            if resumption is not None:
+                self._log.repeat(resumption.make_anew(this, pipeline))
+                for name in END_TAGS & run.data.tags.keys():
+                    mlflow.delete_tag(name)
+                tags = {name: value for name, value in this.tags.items() if name not in run.data.tags}
+                mlflow.set_tags({**tags, **resumption.tags(project_path)})
+            mlflow.log_params({name: value for name, value in this.params.items() if name not in run.data.params})
+            log_inputs(this)
 
     def _resumption(
         self, this: RunDescription, entry: ResumeCheckpointDataset, named: Named | None
@@ -182,20 +191,6 @@ class TrackingHook(MlflowHook):
                 "out tracking.run.id in mlflow.yml, or MLFLOW_RUN_ID."
             )
         return None
-
-    def _describe(self, this: RunDescription, resumption: Resumption | None, project_path: Path) -> None:
-        """Log what the MLflow run does not have yet."""
-        if resumption is not None:
-            run = resumption.run
-            for name in END_TAGS & run.data.tags.keys():
-                mlflow.delete_tag(name)
-            mlflow.log_params({name: value for name, value in this.params.items() if name not in run.data.params})
-            tags = {name: value for name, value in this.tags.items() if name not in run.data.tags}
-            mlflow.set_tags({**tags, **resumption.tags(project_path)})
-        else:
-            mlflow.log_params(this.params)
-            mlflow.set_tags(this.tags)
-            log_inputs(this)
 
     @hook_impl
     def before_node_run(self, node: Node, catalog: CatalogProtocol, inputs: dict[str, Any], is_async: bool) -> None:

@@ -31,6 +31,7 @@ class MlflowLog:
     def __init__(self, run_id: str, *, is_continued: bool = False) -> None:
         """Log to the MLflow run with this id; `is_continued` if it may have metrics already."""
         self._run_id, self._is_continued = run_id, is_continued
+        self.repeated: tuple[str, ...] = ()
         self._client = MlflowClient()
         self._metrics: deque[Metric] = deque()
         self._samples: deque[Callable[[], object]] = deque()
@@ -116,6 +117,7 @@ class MlflowLog:
     def _sent_steps(self, key: str) -> set[int]:
         """Return the steps of a metric that MLflow has."""
         if key not in self._sent:
-            points = self._client.get_metric_history(self._run_id, key) if self._is_continued else []
+            may_have = self._is_continued and not key.startswith(self.repeated)
+            points = self._client.get_metric_history(self._run_id, key) if may_have else []
             self._sent[key] = {point.step for point in points}
         return self._sent[key]

@@ -22,7 +22,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH
 
 from ppo_rlhf.core.errors import ConfigError
-from ppo_rlhf.hooks.run_description import RunDescription
+from ppo_rlhf.hooks.run_description import FUNCTION, RunDescription
 from ppo_rlhf.hooks.run_end import relative_to
 from ppo_rlhf.locks import lock_run
 from ppo_rlhf.runner import plan_loop
@@ -34,9 +34,10 @@ logger = logging.getLogger(__name__)
 
 RESUME_CHECKPOINT = "resume_checkpoint"
 LATEST = "latest"
-TAG = "resume."
+TAG, DATA, PLACE = "resume.", "data.", ("host", "project_path")
 CHECKPOINT = "checkpoint"
 BIT_IDENTICAL = "bit_identical"
+LABELLER, LABELLED, EVALUATION = "reward_modelling.labeller", "preferences", "params:evaluation"
 _COMPARED_TAG = re.compile(r"pipeline|environment|version\..+|launch\..+|data\..+\.fingerprint")
 _OF_THE_MACHINE = ("version.", "launch.")
 """Tags of the software and of the launch: they may change, but then numbers are not the same to the last bit."""
@@ -70,7 +71,7 @@ class Resumption:
             where = relative_to(self.checkpoint, project_path)
         logger.info("Going on with MLflow run %s from %s.", self.run.info.run_id, where)
         for name, (before, now) in self.changes.items():
-            logger.info("Changed since it was interrupted: %s was %s, is %s.", name, before, now)
+            logger.info("Changed since it was interrupted: %s was %.40s, is %.40s.", name, before, now)
 
     def tags(self, project_path: Path) -> dict[str, str]:
         """Return the tags of this resume: its checkpoint, and the values that changed."""
@@ -78,9 +79,24 @@ class Resumption:
 
         where = "none" if self.checkpoint is None else relative_to(self.checkpoint, project_path)
         tags = {f"{TAG}{CHECKPOINT}": where, **{f"{TAG}{name}": now for name, (_, now) in self.changes.items()}}
-        if any(name in CHANGES_NUMBERS or name.startswith(_OF_THE_MACHINE) for name in self.changes):
+        if any(name in CHANGES_NUMBERS or name.startswith((*_OF_THE_MACHINE, DATA)) for name in self.changes):
             tags[BIT_IDENTICAL] = "false"
         return tags
+
+    def make_anew(self, this: RunDescription, pipeline: Pipeline) -> tuple[str, ...]:
+        """Have the nodes before PPO run again that depend on a changed function; return how their metrics begin."""
+        from ppo_rlhf.datasets.run_catalog import StageOutputs
+
+        functions = {name for name in self.changes if name.startswith(DATA)}
+        stages = [node for node in pipeline.nodes if functions and EVALUATION in node.inputs]
+        labeller = f"{DATA}{this.params.get(LABELLER, '').partition(':')[0]}.fingerprint"
+        if labeller in functions and "data.raw_preferences.path" not in this.tags:
+            stages += [node for node in pipeline.nodes if LABELLED in node.outputs]
+        anew = pipeline.from_nodes(*(node.name for node in stages)).all_outputs() if stages else set()
+        if anew:
+            logger.info("What depends on the changed functions is made anew.")
+            StageOutputs(Path(self.lock.name).parent, frozenset(), frozenset()).forget(anew)
+        return tuple(f"{name.removesuffix('_metrics')}/" for name in anew if name.endswith("_metrics"))
 
 
 def resume_entry(pipeline: Pipeline, catalog: CatalogProtocol) -> ResumeCheckpointDataset | None:
@@ -129,8 +145,8 @@ def find_resumption(
 ) -> Resumption | None:
     """Return the run to go on with, locked; None (which is logged) for a new run. Nothing is written.
 
-    `latest` is the newest unfinished run of this pipeline, environment and machine that is not trained now. If it has
-    no checkpoint and was started otherwise, it is left alone: a new run loses nothing.
+    `latest` is the newest unfinished run of this pipeline, environment and machine, with the same settings and data,
+    that is not trained now. Those with others are named and left.
 
     Args:
         requested: The person's words.
@@ -142,25 +158,42 @@ def find_resumption(
     Raises:
         ConfigError: The run is not there, is being trained, or has other settings or data.
     """
+    from ppo_rlhf.checkpoints.files import newest_whole_checkpoint
+
     for run in _unfinished(this, experiment_id) if named is None else [_recorded(requested, named[0])]:
-        directory = root / run.info.run_id
-        if not directory.is_dir():
+        run_id, directory = run.info.run_id, root / run.info.run_id
+        is_begun_here = not run.data.params and all(run.data.tags.get(name) == this.tags[name] for name in PLACE)
+        if not (directory.is_dir() or is_begun_here):
             continue  # of another machine
         lock = lock_run(directory)
         if lock is None:
-            still_runs = f"MLflow run {run.info.run_id} still runs"
             if named is not None:
-                raise ConfigError(f"resume={requested}: {still_runs}; stop it first, or wait for its end.")
-            logger.info("%s; it is left out.", still_runs)
-        elif named is None and mlflow.get_run(run.info.run_id).info.status == "FINISHED":
-            lock.close()  # another process has gone on with it meanwhile
-        else:
-            with ExitStack() as refusal:
-                refusal.enter_context(lock)
-                resumption = _resumption(requested, named, this, run, lock, root)
-                if resumption is not None:
-                    refusal.pop_all()
-                return resumption
+                raise ConfigError(f"resume={requested}: MLflow run {run_id} still runs; stop it first, or wait for it.")
+            logger.info("MLflow run %s still runs; it is left out.", run_id)
+            continue
+        with ExitStack() as refusal:
+            refusal.enter_context(lock)
+            if named is None and mlflow.get_run(run_id).info.status == "FINISHED":
+                continue  # another process has gone on with it meanwhile
+            refused, changes = differences(this, run)
+            if refused and named is None:
+                left = "was started otherwise and is left: %s. With its own settings resume=%s goes on."
+                logger.info(f"resume={requested}: MLflow run %s {left}", run_id, "; ".join(refused), run_id)
+                continue
+            if refused:
+                raise ConfigError(
+                    f"resume={requested}: MLflow run {run_id} goes on only as it was started, but these differ: "
+                    f"{'; '.join(refused)}. Take them back, or leave out resume to start a new run."
+                )
+            newest = newest_whole_checkpoint(directory)
+            checkpoint = (named[1] if named else None) or newest
+            if "total_episodes" in changes and checkpoint != newest:
+                raise ConfigError(
+                    f"resume={requested}: with another ppo.total_episodes a run goes on only from its newest "
+                    f"checkpoint, {newest}."
+                )
+            refusal.pop_all()
+            return Resumption(run, checkpoint, lock, changes)
     logger.info(
         "resume=%s: pipeline %s has no unfinished run in environment %s to go on with; a new one starts from the "
         "beginning.",
@@ -190,37 +223,11 @@ def _recorded(requested: str, run_id: str) -> Run:
         ) from None
 
 
-def _resumption(
-    requested: str, named: Named | None, this: RunDescription, run: Run, lock: IO[bytes], root: Path
-) -> Resumption | None:
-    from ppo_rlhf.checkpoints.files import newest_whole_checkpoint
-
-    newest = newest_whole_checkpoint(root / run.info.run_id)
-    checkpoint = (named[1] if named else None) or newest
-    refused, changes = differences(this, run)
-    if refused and named is None and checkpoint is None:
-        logger.info(
-            "resume=%s: MLflow run %s has no checkpoint, and was started otherwise: %s. A new run starts.",
-            *(requested, run.info.run_id, "; ".join(refused)),
-        )
-        return None
-    if refused:
-        raise ConfigError(
-            f"resume={requested}: MLflow run {run.info.run_id} goes on only as it was started, but these differ: "
-            f"{'; '.join(refused)}. Take them back, or leave out resume to start a new run."
-        )
-    if "total_episodes" in changes and checkpoint != newest:
-        raise ConfigError(
-            f"resume={requested}: with another ppo.total_episodes a run goes on only from its newest checkpoint, "
-            f"{newest}."
-        )
-    return Resumption(run, checkpoint, lock, changes)
-
-
 def differences(this: RunDescription, run: Run) -> tuple[list[str], dict[str, Change]]:
     """Compare this run with the MLflow run that it is to go on with.
 
-    Params that the earlier run did not have are new, and compared with nothing.
+    Params that the earlier run did not have are new, and compared with nothing. Files with functions may change: one
+    that failed can be mended.
 
     Returns:
         The differences that are refused, in words; and the changes that may be, by their name in a tag.
@@ -231,13 +238,14 @@ def differences(this: RunDescription, run: Run) -> tuple[list[str], dict[str, Ch
     before = {name: value for name, value in run.data.params.items() if name.split(".")[0] in groups}
     before |= {**_compared(run.data.tags), **as_last_resumed(run.data.tags)}
     now = {**this.params, **_compared(this.tags)}
+    functions = {f"{DATA}{module}.fingerprint" for text in this.params.values() for module in FUNCTION.findall(text)}
     refused, changes = [], {}
-    for name in sorted(before.keys() | {name for name in now if name.startswith("data.")}):
+    for name in sorted(before.keys() | {name for name in now if name.startswith(DATA)}):
         was, is_now = before.get(name, "none"), now.get(name, "none")
         group, _, setting = name.partition(".")
         if was == is_now or (len(was) == MAX_PARAM_VAL_LENGTH and is_now.startswith(was)):  # MLflow cuts longer ones
             continue
-        may_change = group == "reporting" or (group == "ppo" and setting in MAY_CHANGE)
+        may_change = group == "reporting" or (group == "ppo" and setting in MAY_CHANGE) or name in functions
         if may_change or name.startswith(_OF_THE_MACHINE):
             changes[setting if group == "ppo" else name] = (was, is_now)
         elif group == "data":

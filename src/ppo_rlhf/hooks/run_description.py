@@ -8,7 +8,9 @@ import importlib.metadata
 import json
 import platform
 import re
+import shlex
 import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -18,13 +20,15 @@ from typing import Any
 import mlflow
 from kedro.io import CatalogProtocol, DatasetError
 from kedro.pipeline import Pipeline
+from mlflow.utils.validation import MAX_TAG_VAL_LENGTH
 
+from ppo_rlhf.hooks.run_end import typed_command
 from ppo_rlhf.processes import process_count
 
 PREFIX = "params:"
 DIGITS = 8  # of a fingerprint; MLflow takes 36 at most, and shows them all
 PACKAGES = ("ppo_rlhf", "kedro", "mlflow", "torch", "transformers", "trl")
-_FUNCTION = re.compile(r'(?:^|")([A-Za-z_][\w.]*):[A-Za-z_]\w*(?:$|")')
+FUNCTION = re.compile(r'(?:^|")([A-Za-z_][\w.]*):[A-Za-z_]\w*(?:$|")')
 """A text `module:name`, by which parameters name functions."""
 
 
@@ -58,9 +62,13 @@ def describe_run(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: Cat
     for setting, model in MODELS.items():
         if params.get(f"ppo.{setting}") == "None" and model not in unused:
             params[f"ppo.{setting}"] = inputs.get(f"data.{model}.path") or str(path_of(catalog.get(model)))
+    command = typed_command(sys.argv)
     tags = {
+        **{name: str(value)[:MAX_TAG_VAL_LENGTH] for name, value in run_params.items() if value},  # kedro-mlflow's
+        **({} if command is None else {"kedro_command": shlex.join(command)}),
         "pipeline": ",".join(pipeline_names(run_params)),
         "environment": run_params["env"] or "local",
+        "host": platform.node(),
         **({} if seed is None else {"seed": str(seed)}),
         **({"ppo.not_default": ", ".join(f"{name}={value}" for name, value in changed.items())} if changed else {}),
         "launch.processes": str(process_count()),
@@ -164,7 +172,7 @@ def _input_tags(names: list[str], catalog: CatalogProtocol) -> dict[str, str]:
 def _function_tags(params: Mapping[str, str], project_path: Path) -> dict[str, str]:
     """Return path and fingerprint of each file of the project that holds a function which the settings name."""
     tags: dict[str, str] = {}
-    for module in sorted({module for text in params.values() for module in _FUNCTION.findall(text)}):
+    for module in sorted({module for text in params.values() for module in FUNCTION.findall(text)}):
         inner = Path(*module.split("."))
         places = (root / inner for root in (project_path, project_path / "src"))
         files = (file for place in places for file in (place.with_suffix(".py"), place / "__init__.py"))

@@ -6,7 +6,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from ppo_rlhf.core.errors import DivergenceError
+from ppo_rlhf.core.errors import DivergenceError, own_error
 
 ERROR = "error"
 LAST_CHECKPOINT = "last_checkpoint"
@@ -38,15 +38,21 @@ def way_to_go_on(error: BaseException, checkpoints: Path, project_path: Path) ->
     return f"{where}. With the same settings training would diverge again; see docs/resume.md, When training diverges."
 
 
+def typed_command(typed: list[str]) -> list[str] | None:
+    """Return the words of the `kedro run` that was typed (`sys.argv`); None in a notebook or another program."""
+    is_ours = typed[1:2] == ["run"] and {"kedro", "ppo_rlhf"} & {*Path(typed[0]).parts[-2:]}
+    return ["kedro", *typed[1:]] if is_ours else None
+
+
 def resume_command(typed: list[str]) -> str:
     """Return the command that was typed (`sys.argv`), with `resume=latest`; in a notebook, the parameter alone."""
-    if typed[1:2] != ["run"]:
+    if (command := typed_command(typed)) is None:
         return "resume=latest among the parameters"
-    words = [part for word in typed[1:] for part in (word.split("=", 1) if word.startswith("--params=") else [word])]
+    words = [part for word in command for part in (word.split("=", 1) if word.startswith("--params=") else [word])]
     if "--params" in words[:-1]:
         words[words.index("--params") + 1] += ",resume=latest"
-        return shlex.join(["kedro", *words])
-    return shlex.join(["kedro", *words, "--params", "resume=latest"])
+        return shlex.join(words)
+    return shlex.join([*words, "--params", "resume=latest"])
 
 
 def last_checkpoint(error: BaseException, checkpoints: Path) -> Path | None:
@@ -65,8 +71,7 @@ def relative_to(path: Path, project_path: Path) -> str:
     return str(path.relative_to(project_path) if path.is_relative_to(project_path) else path)
 
 
-def _divergence(error: BaseException | None) -> DivergenceError | None:
+def _divergence(error: BaseException) -> DivergenceError | None:
     """Return the DivergenceError that `error` is or was caused by: Kedro wraps the errors of datasets."""
-    while error is not None and not isinstance(error, DivergenceError):
-        error = error.__cause__
-    return error
+    found = own_error(error)
+    return found if isinstance(found, DivergenceError) else None

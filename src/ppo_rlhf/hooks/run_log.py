@@ -56,6 +56,10 @@ class RunLog:
         self._curves: dict[int, dict[str, float]] = {}
         progress.listeners[:] = [self._log_live]
 
+    def repeat(self, beginnings: tuple[str, ...]) -> None:
+        """Log metrics that begin so even if MLflow has them: they are measured anew."""
+        self._log.repeated = beginnings
+
     def node_ran(self, node: Node, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> None:
         """Log what a node measured."""
         for state in (inputs.get(NEXT_STATE), outputs.get(STATE), outputs.get(NEXT_STATE)):

@@ -10,7 +10,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, parse_flag_from_env
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError
@@ -104,17 +103,13 @@ def wrap(accelerator: Accelerator, forward: nn.Module) -> nn.Module:
     with warnings.catch_warnings():  # torch renames the option, accelerate does not know the new name yet
         warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
         wrapped: nn.Module = accelerator.prepare_model(forward, device_placement=False)
-    if isinstance(wrapped, DistributedDataParallel):
-        wrapped.register_comm_hook(None, _sum_over_processes)  # type: ignore[no-untyped-call]
+    if hasattr(wrapped, "register_comm_hook"):  # DDP's wrapper
+        wrapped.register_comm_hook(None, _sum_over_processes)  # type: ignore[operator]
     return wrapped
 
 
 def _sum_over_processes(_, bucket):  # type: ignore[no-untyped-def]  # torch wants types here, not texts
-    """Sum the gradients of all processes.
-
-    DDP itself averages. The loss would be multiplied by their number then, and three times a gradient rounds otherwise
-    than the gradient in a norm that computes in float32.
-    """
+    """Sum gradients. DDP averages, and a norm in float32 rounds the backward pass of three times a loss otherwise."""
     work = torch.distributed.all_reduce(bucket.buffer(), async_op=True)
     if not bucket.buffer().is_cuda:
         work.wait()  # else a thread of gloo calls `then`, and needs Python while the process may be ending
