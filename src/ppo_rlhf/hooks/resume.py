@@ -95,7 +95,7 @@ class Resumption:
         anew = pipeline.from_nodes(*(node.name for node in stages)).all_outputs() if stages else set()
         if anew:
             logger.info("What depends on the changed functions is made anew.")
-            StageOutputs(Path(self.lock.name).parent, frozenset(), frozenset()).forget(anew)
+            StageOutputs(Path(self.lock.name).parent, frozenset()).forget(anew)
         return tuple(f"{name.removesuffix('_metrics')}/" for name in anew if name.endswith("_metrics"))
 
 
