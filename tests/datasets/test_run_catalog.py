@@ -156,7 +156,7 @@ def test_what_a_run_that_failed_has_written_stays_and_is_published(tmp_path: Pat
 
 
 class HalfDataset(AbstractDataset[str, str]):
-    """Writes half, and then the process is killed."""
+    """Writes half, and then the disk is full."""
 
     def __init__(self, filepath: str) -> None:
         self._filepath = Path(filepath)
@@ -164,7 +164,7 @@ class HalfDataset(AbstractDataset[str, str]):
     def save(self, data: str) -> None:
         self._filepath.parent.mkdir(parents=True, exist_ok=True)
         self._filepath.write_text(data[:2])
-        raise KeyboardInterrupt
+        raise OSError(28, "No space left on device")
 
     def load(self) -> str:
         return self._filepath.read_text()
@@ -174,11 +174,11 @@ class HalfDataset(AbstractDataset[str, str]):
 
 
 def test_a_file_written_half_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    in_run("killed", monkeypatch)
+    in_run("failed", monkeypatch)
     (tmp_path / "x").write_text("of another run")
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(DatasetError, match="No space left"):
         run("whole", {"type": HalfDataset, "filepath": str(tmp_path / "x")})
-    assert files(tmp_path) == {"x": "of another run", "runs/killed/x": "wh"}
+    assert files(tmp_path) == {"x": "of another run", "runs/failed/x": "wh"}
 
 
 def test_a_file_that_cannot_be_published_ends_the_run_with_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
