@@ -75,6 +75,17 @@ def test_a_run_does_not_go_on_with_other_prompts_models_or_another_reward(folder
     assert trainer.state.iteration == 0
 
 
+def test_a_run_goes_on_with_a_reward_function_that_was_mended(folder: Path, caplog: pytest.LogCaptureFixture):
+    def early_letters(prompts: list[str], completions: list[str]) -> list[float]:
+        return [0.5] * len(completions)
+
+    trainer = trainer_of(reward=early_letters)
+    with caplog.at_level("WARNING", "ppo_rlhf"):
+        trainer.train(resume_from_checkpoint=True, output_dir=folder)
+    assert "The reward's functions were changed since" in caplog.text
+    assert trainer.state.iteration == 3
+
+
 def test_a_reward_model_is_known_by_its_weights(tmp_path: Path):
     """The same one may come as an object or as a path; another one of the same form is not taken."""
     path = save(tmp_path / "reward", REWARD_MODEL)

@@ -45,6 +45,10 @@ CHANGES_NUMBERS = frozenset({"total_episodes", "device", "per_device_train_batch
 """Settings of MAY_CHANGE after which a run is no longer bit for bit what it would have been."""
 
 
+MENDABLE = "reward_functions"
+"""The part of a script's origin that a resumed run may have changed: the source of its reward functions."""
+
+
 def config_changes(saved: Mapping[str, Any], config: PPOConfig) -> dict[str, tuple[Any, Any]]:
     """Return `name: (saved, now)` for every setting that differs.
 
@@ -79,13 +83,16 @@ def restore(state: TrainingState, directory: Path) -> None:
             "number of processes is the same"
         )
     origin = read_json(directory / STATE).get("origin", {})
+    others = [name for name, now in state.origin.items() if origin.get(name, now) != now]
     refused += [
         f"{name}: not what the run of {directory} began with; give the same, or begin a new run in another folder"
-        for name, now in state.origin.items()
-        if origin.get(name, now) != now
+        for name in others
+        if name != MENDABLE
     ]
     if refused:
         raise ConfigError("\n".join(refused))
     read_checkpoint(directory, state)
+    if MENDABLE in others and is_main_process():
+        log.warning("The reward's functions were changed since %s: the run goes on with the new ones.", directory)
     if is_main_process():
         log.info("Resumed after iteration %d of %d from %s.", state.iteration, state.total_iterations, directory)

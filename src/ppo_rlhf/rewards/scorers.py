@@ -152,6 +152,7 @@ class RewardScorer:
     def __init__(self, components: Sequence[tuple[str, float, Scoring]], model: PreTrainedModel | None = None) -> None:
         """Take (name, weight, scoring) of each component, and the reward model if one of them is."""
         self.names = [name for name, _, _ in components]
+        self.weights = [weight for _, weight, _ in components]
         self.model = model
         self.functions = [scoring for _, _, scoring in components if not isinstance(scoring, ModelScorer)]
         self._components = list(components)

@@ -114,7 +114,7 @@ class PPOTrainer:
         if self._scorer is not None and self._prompts is not None and self._scorer is not reward:
             trainer_inputs.try_functions(self._scorer, self._prompts, config)
         models = {"policy": start.model, "reference_policy": self.reference_policy, "value_model": critic}
-        rest = {"reward": self._scorer and [type(self._scorer), vars(self._scorer)], "prompts": self._prompts}
+        rest = {**trainer_inputs.origin_of(self._scorer), "prompts": self._prompts}
         origin = {name: fingerprint(value) for name, value in {**models, **rest}.items() if value is not None}
         check_alike("PPOTrainer", config=config, **origin)
         self.state = TrainingState.create(start.model, critic, start.tokenizer, config)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ppo_rlhf.checkpoints.resume import MENDABLE
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError, DataError, ModelError, RewardError
 from ppo_rlhf.core.responses import response_lengths
@@ -161,6 +162,14 @@ def take_reward(reward: Any, policy: TrainedModel, config: PPOConfig) -> RewardS
     name = getattr(reward, "__name__", "reward")
     name = name if name.isidentifier() else "reward"
     return RewardScorer([(name, 1.0, partial(score_by_function, reward, name))])
+
+
+def origin_of(scorer: RewardScorer | None) -> dict[str, Any]:
+    """Return what a resumed run compares of its reward: its parts, and its functions, which may be mended."""
+    if scorer is None:
+        return {}
+    parts = {name: value for name, value in vars(scorer).items() if name not in ("functions", "_components")}
+    return {"reward": [type(scorer), parts], MENDABLE: scorer.functions or None}
 
 
 def try_functions(scorer: RewardScorer, prompts: PromptDataset, config: PPOConfig) -> None:
