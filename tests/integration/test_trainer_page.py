@@ -36,7 +36,8 @@ def test_the_scripts_run_and_learn(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert len(names["history"]) == 4
     for name, tensor in names["trainer"].policy.state_dict().items():
         assert torch.equal(tensor, names["again"].policy.state_dict()[name]), name
-    assert sorted(path.name for path in Path("brevity-run").iterdir()) == ["iteration_000002", "iteration_000004"]
+    kept = ["iteration_000002", "iteration_000004", "run.lock"]
+    assert sorted(path.name for path in Path("brevity-run").iterdir()) == kept
     assert AutoModelForCausalLM.from_pretrained("brief-policy").config.vocab_size == 14
 
 

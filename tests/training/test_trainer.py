@@ -746,8 +746,9 @@ def test_warnings_are_given_when_the_trainer_is_made_and_not_again_at_the_end(sf
 
 def test_only_the_main_process_warns_logs_and_writes(sft: str, tmp_path: Path, caplog, monkeypatch):
     places = ("trainer", "trainer_progress", "query_sampler")
-    for place in (*(f"training.{name}" for name in places), "checkpoints.resume", "processes"):
+    for place in (*(f"training.{name}" for name in places), "checkpoints.resume"):
         monkeypatch.setattr(f"ppo_rlhf.{place}.is_main_process", lambda: False)
+    monkeypatch.setattr("ppo_rlhf.training.trainer.on_main", lambda work: [])  # locks and looks for checkpoints
     with caplog.at_level(logging.INFO, logger="ppo_rlhf"):
         trainer = trainer_of(sft, config(vf_coef=0.5, save_interval=1))
         trainer.train(output_dir=tmp_path / "run")

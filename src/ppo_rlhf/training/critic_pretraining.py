@@ -66,7 +66,7 @@ def pretraining_config(pretraining: CriticPretrainingConfig, ppo: PPOConfig) -> 
     if ppo.truncated_responses == "bootstrap":
         raise ConfigError(
             "ppo.truncated_responses=bootstrap: the critic's own value would stand in the targets that it is to learn, "
-            "instead of a cut-off response's score; train it with --params ppo.truncated_responses=keep, or mask"
+            "instead of a cut-off response's score; train it with ppo.truncated_responses=keep, or mask"
         )
     return replace(
         ppo,
