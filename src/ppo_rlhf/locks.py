@@ -1,4 +1,4 @@
-"""Locks between processes: on a run's directory, and on the project's folder while a tracking database is made."""
+"""Locks between processes: on a run's directory while it trains, and on a folder for short work that must not meet."""
 
 from __future__ import annotations
 

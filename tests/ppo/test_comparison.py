@@ -16,12 +16,12 @@ from ppo_rlhf.ppo.comparison import (
     TOO_FEW_PROMPTS,
     WIN,
     before_after,
-    by_chance,
     compare_evaluations,
     conclude,
     distinct_n,
     outcomes,
     sample_pairs,
+    sign_test,
     win_rate,
 )
 from ppo_rlhf.ppo.evaluation import PolicyEvaluation
@@ -175,13 +175,13 @@ def test_the_interval_of_several_responses_has_the_true_win_rate_as_often_as_it_
     ],
 )
 def test_a_sign_test_worked_by_hand(wins, losses, expected):
-    assert by_chance(wins, losses) == pytest.approx(expected, rel=1e-12)
+    assert sign_test(wins, losses) == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize(("wins", "losses"), [(17, 30), (30_000, 29_000), (100_000, 0)])
 def test_the_sign_test_of_many_prompts_is_scipys(wins, losses):
     expected = binomtest(wins, wins + losses).pvalue
-    assert by_chance(wins, losses) == pytest.approx(expected, rel=1e-8, abs=1e-300)
+    assert sign_test(wins, losses) == pytest.approx(expected, rel=1e-8, abs=1e-300)
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def restore(state: TrainingState, directory: Path) -> None:
     if refused:
         raise ConfigError("\n".join(refused))
     read_checkpoint(directory, state)
-    if MENDABLE in others and is_main_process():
-        log.warning("The reward's functions were changed since %s: the run goes on with the new ones.", directory)
     if is_main_process():
+        if MENDABLE in others:
+            log.warning("The reward's functions were changed since %s: the run goes on with the new ones.", directory)
         log.info("Resumed after iteration %d of %d from %s.", state.iteration, state.total_iterations, directory)

@@ -93,14 +93,14 @@ def conclude(policy: PolicyEvaluation, sft: PolicyEvaluation, *, by_trained_rewa
         verdict = TOO_FEW_PROMPTS
     elif rate.low <= 0.5 <= rate.high:
         verdict = NO_DIFFERENCE
-    elif by_chance(wins, losses) > 1.0 - CONFIDENCE:
+    elif sign_test(wins, losses) > 1.0 - CONFIDENCE:
         verdict = TOO_FEW_PROMPTS
     several = {} if policy.samples_per_prompt == 1 else {"samples_per_prompt": policy.samples_per_prompt}
     counts = {"prompts": prompts, "wins": wins, "losses": losses, **several}
     return {"verdict": verdict, "by_trained_reward": by_trained_reward, **counts}
 
 
-def by_chance(wins: int, losses: int) -> float:
+def sign_test(wins: int, losses: int) -> float:
     """Return the probability that equal policies differ by this much or more: the exact two-sided sign test.
 
     Six prompts that all go one way have 0.03, five 0.06.

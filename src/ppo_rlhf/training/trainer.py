@@ -329,7 +329,6 @@ class PPOTrainer:
             ConfigError: Its run had other settings, models, rewards or prompts.
         """
         restore(self.state, Path(directory))
-        self.state.updating = False
         self._folders.add(Path(directory).resolve().parent)
         self._sampler.start_iteration()
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from ppo_rlhf.ppo.comparison import FELL, LOSS, MIN_PROMPTS, NO_DIFFERENCE, ROSE, TOO_FEW_PROMPTS, WIN, by_chance
+from ppo_rlhf.ppo.comparison import FELL, LOSS, MIN_PROMPTS, NO_DIFFERENCE, ROSE, TOO_FEW_PROMPTS, WIN, sign_test
 from ppo_rlhf.ppo.evaluation import JUDGE_COLUMN
 
 MIN_REWARD_ACCURACY = 0.65
@@ -145,7 +145,7 @@ def remarks(
     elif result == TOO_FEW_PROMPTS:
         found.append(
             f"{summary['wins']} held-out prompts were won and {summary['losses']} lost: equal policies would differ by "
-            f"that much with probability {by_chance(summary['wins'], summary['losses']):.2g}, and below {MIN_PROMPTS} "
+            f"that much with probability {sign_test(summary['wins'], summary['losses']):.2g}, and below {MIN_PROMPTS} "
             "prompts no winner is named. More held-out prompts (prompts.held_out_share, evaluation_prompts_path) can "
             "tell the two policies apart."
         )
