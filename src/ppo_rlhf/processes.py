@@ -6,9 +6,12 @@ here returns at once and no process group exists.
 
 from __future__ import annotations
 
+import atexit
 import os
+import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ppo_rlhf.core.errors import ConfigError, DataError, LaunchError, PPORLHFError
@@ -96,7 +99,15 @@ def join_processes() -> PartialState:
             f"The launcher started {process_count()} processes, but accelerate joined {found.num_processes}: each "
             f"would train a run of its own. {_HOW}."
         )
+    if found.backend == "gloo":
+        _linger()
     return found
+
+
+@cache
+def _linger() -> None:
+    """Let gloo's threads drop their last tensors before Python ends: one that is late aborts the process."""
+    atexit.register(time.sleep, 0.2)
 
 
 def forget_accelerator() -> None:

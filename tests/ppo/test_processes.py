@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -170,3 +171,32 @@ def test_the_shares_of_all_processes_are_all_rows_in_order_and_nearly_equal(monk
         shares.append(list(processes.own_share(count)))
     assert [row for share in shares for row in share] == list(range(count))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+ENDS_AT_ONCE = """
+import os, sys
+from ppo_rlhf.processes import from_all, join_processes
+
+import torch, accelerate.utils
+
+children = []
+for rank in range(8):
+    if (child := os.fork()) == 0:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="8", MASTER_ADDR="127.0.0.1")
+        os.environ["MASTER_PORT"] = sys.argv[1]
+        torch.set_num_threads(1)
+        join_processes()
+        sys.setswitchinterval(10)  # gloo's threads get Python only where this one gives it up
+        from_all(rank)
+        sys.exit()
+    children.append(child)
+sys.exit(any(os.waitpid(child, 0)[1] for child in children))
+"""
+
+
+def test_a_process_that_ends_right_after_it_heard_from_the_others_ends_well():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    done = subprocess.run([sys.executable, "-c", ENDS_AT_ONCE, port], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]

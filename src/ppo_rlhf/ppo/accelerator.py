@@ -111,8 +111,6 @@ def wrap(accelerator: Accelerator, forward: nn.Module) -> nn.Module:
 def _sum_over_processes(_, bucket):  # type: ignore[no-untyped-def]  # torch wants types here, not texts
     """Sum gradients. DDP averages, and a norm in float32 rounds the backward pass of three times a loss otherwise."""
     work = torch.distributed.all_reduce(bucket.buffer(), async_op=True)
-    if not bucket.buffer().is_cuda:
-        work.wait()  # else a thread of gloo calls `then`, and needs Python while the process may be ending
     return work.get_future().then(lambda done: done.value()[0])
 
 
