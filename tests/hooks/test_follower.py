@@ -61,3 +61,9 @@ def test_only_the_main_process_checks_and_tracks(monkeypatch: pytest.MonkeyPatch
     finally:
         monkeypatch.delenv("RANK")
         importlib.reload(settings)
+
+
+def test_older_pluggy_can_register_the_hooks_for_it_reads_every_attribute_then():
+    for hook in (ChecksHook(), TrackingHook(), FollowerHook()):
+        for name in dir(hook):
+            getattr(hook, name)

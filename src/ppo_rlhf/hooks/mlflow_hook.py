@@ -120,12 +120,12 @@ class TrackingHook(MlflowHook):
         if (active := mlflow.active_run()) is not None:
             raise ConfigError(f"MLflow run {active.info.run_id} is open already; end it first: mlflow.end_run().")
         with store_in_plain_words(self._complaint("cannot be used")):
-            if self._uri.startswith(SQLITE):
-                make_database(Path(self._uri.removeprefix(SQLITE)))
-        with named_if_slow(self._uri), store_in_plain_words(self._complaint("cannot be used")):
+            if self._uri().startswith(SQLITE):
+                make_database(Path(self._uri().removeprefix(SQLITE)))
+        with named_if_slow(self._uri()), store_in_plain_words(self._complaint("cannot be used")):
             super().after_context_created(self._context)
         check_artifacts(self.mlflow_config.tracking.experiment)
-        if GIVEN_URI and GIVEN_URI.rstrip("/") != self._uri.rstrip("/"):
+        if GIVEN_URI and GIVEN_URI.rstrip("/") != self._uri().rstrip("/"):
             logger.warning("MLFLOW_TRACKING_URI is not used: server.mlflow_tracking_uri in mlflow.yml is.")
 
     def _start(
@@ -141,7 +141,7 @@ class TrackingHook(MlflowHook):
 
         project_path, tracking = Path(run_params["project_path"]), self.mlflow_config.tracking
         this = describe_run(run_params, pipeline, catalog)
-        with named_if_slow(self._uri), store_in_plain_words(self._complaint("cannot be used")):
+        with named_if_slow(self._uri()), store_in_plain_words(self._complaint("cannot be used")):
             resumption = None if entry is None else self._resumption(this, entry, named)
             if resumption is not None:
                 resumption.say(project_path)
@@ -155,7 +155,7 @@ class TrackingHook(MlflowHook):
                 tags=this.tags if resumption is None else None,
             )
             self.run_id, self._is_mlflow_enabled = run.info.run_id, True
-            logger.info("MLflow run %s: %s", self.run_id, self._page)
+            logger.info("MLflow run %s: %s", self.run_id, self._page())
             if entry is not None:
                 self._checkpoints = entry.root / run.info.run_id
                 self._lock = self._lock or lock_run(self._checkpoints)
@@ -202,7 +202,7 @@ class TrackingHook(MlflowHook):
         """Log what the node measured."""
         self._take_mlflow_back()
         if self._log is not None:
-            with named_if_slow(self._uri):
+            with named_if_slow(self._uri()):
                 self._log.node_ran(node, inputs, outputs)
 
     @hook_impl
@@ -210,14 +210,14 @@ class TrackingHook(MlflowHook):
         """Name the store if it does not take what kedro-mlflow logs of a dataset; let no signal cut the call."""
         if self._catalog is not None and type(self._catalog.get(dataset_name)).__name__.startswith("Mlflow"):
             self._saving.enter_context(deferring_signals())
-            self._saving.enter_context(named_if_slow(self._uri))
+            self._saving.enter_context(named_if_slow(self._uri()))
 
     @hook_impl
     def after_dataset_saved(self, dataset_name: str) -> None:
         """Log the exported policy as a model; a signal may cut the wait for the metrics before it, but not that."""
         self._saving.close()
         if self._log is not None:
-            with named_if_slow(self._uri), store_in_plain_words(self._complaint("did not take the model")):
+            with named_if_slow(self._uri()), store_in_plain_words(self._complaint("did not take the model")):
                 self._log.saved(dataset_name)
 
     @hook_impl
@@ -226,7 +226,7 @@ class TrackingHook(MlflowHook):
         complaint = f"Everything is done and saved, but {self._complaint('could not record the end')}"
         with deferring_signals():
             try:
-                with named_if_slow(self._uri), store_in_plain_words(complaint):
+                with named_if_slow(self._uri()), store_in_plain_words(complaint):
                     has_everything = self._log is None or self._log.close(is_finished=True)
                     with nullcontext() if has_everything else asked_twice():
                         super().after_pipeline_run(run_params, pipeline, catalog)
@@ -250,7 +250,7 @@ class TrackingHook(MlflowHook):
         assert self._context is not None
         project_path, is_stopped = Path(self._context.project_path), isinstance(error, RunInterruptedError)
         self._saving.close()
-        with named_if_slow(self._uri), asked_twice():
+        with named_if_slow(self._uri()), asked_twice():
             with warning_of_refusals("why the run ended"):
                 self._take_mlflow_back()
                 tags = end_tags(error, self._checkpoints, project_path)
@@ -269,8 +269,8 @@ class TrackingHook(MlflowHook):
             return
         while (active := mlflow.active_run()) is not None and active.info.run_id != self.run_id:
             end_active_run(RunStatus.FINISHED)
-        if mlflow.get_tracking_uri() != self._uri:
-            mlflow.set_tracking_uri(self._uri)
+        if mlflow.get_tracking_uri() != self._uri():
+            mlflow.set_tracking_uri(self._uri())
         if active is None:
             mlflow.set_experiment(experiment_id=self.mlflow_config.tracking.experiment._experiment.experiment_id)
             mlflow.start_run(run_id=self.run_id)
@@ -283,20 +283,18 @@ class TrackingHook(MlflowHook):
             self._lock.close()
             self._lock = None
 
-    @property
     def _page(self) -> str:
         """The page of the run, in MLflow's view for model training: without the parameter it is the one for agents."""
         settings = self.mlflow_config
-        is_server = self._uri.startswith("http")
-        server = self._uri if is_server else f"http://{settings.ui.host}:{settings.ui.port}"
+        is_server = self._uri().startswith("http")
+        server = self._uri() if is_server else f"http://{settings.ui.host}:{settings.ui.port}"
         experiment = settings.tracking.experiment._experiment.experiment_id
         page = f"{server}/#/experiments/{experiment}/runs/{self.run_id}?workflowType=machine_learning"
         return without_password(page).replace("***@", "") if is_server else f"kedro mlflow ui, then {page}"
 
     def _complaint(self, what: str) -> str:
-        return f"mlflow.yml: the tracking store {without_password(self._uri)} {what}"
+        return f"mlflow.yml: the tracking store {without_password(self._uri())} {what}"
 
-    @property
     def _uri(self) -> str:
         return str(self.mlflow_config.server.mlflow_tracking_uri or mlflow.get_tracking_uri())
 
