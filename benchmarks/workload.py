@@ -59,7 +59,8 @@ class Job:
     seed: int = 0
     overrides: dict[str, Any] = field(default_factory=dict)
     """Fields of this project's PPOConfig."""
-    learning_rate: float = 1e-5
+    learning_rate: float = 1e-7
+    """So small that the planted probability of a stop stays what it is."""
     kl_coef: float = 0.05
 
     @property
