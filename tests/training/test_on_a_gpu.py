@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.models.reward_model import CausalLMRewardConfig, CausalLMRewardModel
+from ppo_rlhf.ppo.accelerator import trained_dtype
 from ppo_rlhf.training import PPOTrainer
 from ppo_rlhf.training.memory import RunShape, plan_memory
 from tests.tiny_models import tiny_model, word_tokenizer
@@ -39,11 +40,10 @@ VARIANTS: list[dict[str, Any]] = [
 ]
 
 
-def history(kind: str = "llama", policy: PreTrainedModel | None = None, **settings: Any) -> list[dict[str, float]]:
+def history(kind: str = "llama", **settings: Any) -> list[dict[str, float]]:
     config = PPOConfig(**{**SETTINGS, "dtype": "float64", **settings})
-    dtype = getattr(torch, config.dtype)
     width = {"n_embd": 32} if kind == "gpt2" else {"hidden_size": 32}  # heads of 16: FlashAttention takes 8, 16, …
-    policy = policy or tiny_model(kind, **width).to(dtype if dtype == torch.float64 else torch.float32)
+    policy = tiny_model(kind, **width).to(trained_dtype(config))
     torch.manual_seed(0)  # of the reward model's head
     reward = CausalLMRewardModel.from_causal_lm(tiny_model(seed=2)).double()
     trainer = PPOTrainer(config, policy, None, word_tokenizer(), reward=reward, prompts=PROMPTS)
@@ -115,7 +115,7 @@ def test_the_plan_of_the_memory_is_within_35_percent_of_the_peak(settings):
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     reward = CausalLMRewardModel.from_causal_lm(GPT2LMHeadModel(shape))
-    list(PPOTrainer(config, policy, None, words, reward=reward, prompts=["a " * 64] * 64).train())
+    PPOTrainer(config, policy, None, words, reward=reward, prompts=["a " * 64] * 64).train()
     peak = torch.cuda.max_memory_allocated() - before
     reward_shape = CausalLMRewardConfig(text_config=shape)
     planned = plan_memory(config, RunShape(shape, 64, reward_shape, on_cpu=False)).needed
