@@ -13,10 +13,9 @@ from click.testing import CliRunner, Result
 from kedro.config import OmegaConfigLoader
 
 from ppo_rlhf.cli import cli
-from ppo_rlhf.compat import Conversion, from_deepspeed_chat, from_trl
+from ppo_rlhf.compat import Conversion, from_trl
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.settings import CONFIG_LOADER_ARGS
-from tests.compat.deepspeed_source import DEEPSPEED_COMMAND
 from tests.compat.trl_source import LEGACY_SCRIPT, TRL_LEGACY
 
 ROOT = Path(__file__).parents[2]
@@ -27,7 +26,6 @@ CONVERSIONS = {
         {"kl_coef": -1, "learning_rate": 0, "response_length": 0, "temperature": 0, "missing_eos_penalty": -1}
         | {"total_episodes": 64, "stop_token_id": 5}
     ),
-    "DeepSpeed-Chat, the script": from_deepspeed_chat(DEEPSPEED_COMMAND, num_prompts=30_000),
 }
 
 
@@ -107,15 +105,6 @@ def test_json_is_read_too(folder: Path):
     assert written(folder) == parameters(from_trl({"kl_coef": 0.1, "total_episodes": 64}))
 
 
-def test_a_command_of_deepspeed_chat_is_read_from_settings_or_from_its_words(folder: Path):
-    command = "deepspeed --num_gpus 1 main.py --actor_model_name_or_path models/x --ppo_epochs 2"
-    (folder / "run.yaml").write_text("actor_model_name_or_path: models/x\nppo_epochs: 2")
-    for source in (["run.yaml"], ["--", *command.split()]):
-        result = convert("deepspeed-chat", "--to", "parameters.yml", "--force", *source)
-        assert result.exit_code == 0, result.output
-        assert written(folder) == parameters(from_deepspeed_chat(command.split()))
-
-
 def test_a_dash_prints_the_parameters_and_writes_nothing(folder: Path):
     result = convert("trl", "--to", "-", "legacy.yaml")
     assert yaml.safe_load(result.stdout) == parameters(from_trl(LEGACY_SCRIPT))
@@ -141,9 +130,7 @@ def test_existing_files_are_replaced_only_by_force(folder: Path):
         ("{ppo_epochs: 4, kl_coef: 0.1}", ["trl", "config"], "kl_coef"),
         ("{per_device_train_batch_size: 4, num_mini_batches: 3}", ["trl", "config"], "ppo.num_mini_batches=3"),
         ("kl_coef: 0.1", ["trl", "--to", "conf/globals.yml", "config"], "conf/globals.yml"),
-        ("kl_coef: 0.1", ["trl", "config", "another"], "another"),
-        ("deepspeed main.py --seed 1", ["deepspeed-chat", "config"], "config"),
-        ("", ["deepspeed-chat", "run.sh"], "run.sh"),
+        ("", ["trl", "absent.yaml"], "absent.yaml"),
     ],
 )
 def test_a_source_that_cannot_be_converted_is_one_line_and_writes_nothing(

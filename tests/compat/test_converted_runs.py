@@ -11,8 +11,6 @@ import pytest
 import yaml
 from click.testing import Result
 
-from ppo_rlhf.models.reward_model import CausalLMRewardModel
-from tests.compat.deepspeed_source import DEEPSPEED_COMMAND
 from tests.compat.trl_source import LEGACY_SCRIPT
 from tests.tiny_models import save, tiny_model
 
@@ -23,9 +21,8 @@ PROMPTS = [f"{a} {b} c" for a in "abcdefghij" for b in "klmnopqrst"]
 
 @pytest.fixture
 def desk(project: Path) -> Path:
-    """A project with a tiny policy, a tiny reward model, prompts and a reward function."""
+    """A project with a tiny policy, prompts and a reward function."""
     save(project / "models" / "policy", tiny_model())
-    save(project / "models" / "reward", CausalLMRewardModel.from_causal_lm(tiny_model(seed=1)))
     (project / "data" / "prompts.jsonl").write_text("".join(f"{json.dumps({'prompt': p})}\n" for p in PROMPTS))
     (project / "own_reward.py").write_text(
         "def score(prompts, completions, **columns):\n    return [float(text.count('a')) for text in completions]\n"
@@ -63,19 +60,3 @@ def test_the_script_of_trls_legacy_api_runs(kedro: Kedro, desk: Path, tmp_path: 
     row = dict(zip(history[0].split(","), history[-1].split(","), strict=True))
     assert float(row["optimiser/steps"]) == 32  # 4 epochs of 256 / 32 minibatches
     assert float(row["episode"]) == 256
-
-
-@pytest.mark.slow
-def test_a_script_of_deepspeed_chat_runs(kedro: Kedro, desk: Path):
-    source = ["--from", "deepspeed-chat", "--prompts", "30000", "--", *DEEPSPEED_COMMAND]
-    assert kedro(desk, "convert-config", *source).exit_code == 0
-    models = {"reward_model_path": "models/reward", "ppo.dtype": "float32"}
-    params = run(kedro, desk, **models, **{"ppo.total_episodes": 8, "ppo.response_length": 6})
-    assert {name: params[f"ppo.{name}"] for name in ("kl_coef", "reward_clip", "value_model", "ema_decay")} == {
-        "kl_coef": "0.1",
-        "reward_clip": "5.0",
-        "value_model": "reward_init",
-        "ema_decay": "0.992",
-    }
-    history = (desk / "data" / "08_reporting" / "training_history" / "training_history.csv").read_text().splitlines()
-    assert len(history) == 3  # two iterations below the names

@@ -1,8 +1,7 @@
-"""`convert-config`: a configuration of TRL or DeepSpeed-Chat, written as parameters of this project."""
+"""`convert-config`: a configuration of TRL, written as parameters of this project."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,26 +15,22 @@ if TYPE_CHECKING:  # imported at run time where it is used: other commands need 
     from ppo_rlhf.compat import Conversion
 
 
-@click.command("convert-config", context_settings={"ignore_unknown_options": True})
-@click.option(
-    "--from", "library", type=click.Choice(["trl", "deepspeed-chat"]), required=True, help="Whose configuration it is."
-)
+@click.command("convert-config")
+@click.option("--from", "library", type=click.Choice(["trl"]), required=True, help="Whose configuration it is.")
 @click.option("--to", "target", help="The parameters file to write; - prints. By default conf/local/parameters.yml.")
 @click.option("--prompts", "num_prompts", type=click.IntRange(min=1), help="Training prompts, if epochs are counted.")
 @click.option("--force", is_flag=True, help="Replace existing files.")
-@click.argument("source", nargs=-1, required=True, type=click.UNPROCESSED)
-def convert_config(
-    library: str, target: str | None, num_prompts: int | None, force: bool, source: tuple[str, ...]
-) -> None:
-    """Write parameters that do what a configuration of TRL or DeepSpeed-Chat does.
+@click.argument("source", type=click.Path(path_type=Path))
+def convert_config(library: str, target: str | None, num_prompts: int | None, force: bool, source: Path) -> None:
+    """Write parameters that do what a configuration of TRL does.
 
-    SOURCE is a YAML or JSON file of settings. Of DeepSpeed-Chat it may also be the command itself, after two dashes:
-    `kedro convert-config --from deepspeed-chat -- deepspeed main.py --ppo_epochs 1 …`. Paths of models and prompts go
-    to globals.yml, in the same folder; those that the source does not name are written there to be filled in. Settings
-    that cannot be carried over are printed.
+    SOURCE is a YAML or JSON file of settings. Paths of models and prompts go to globals.yml, in the same folder; those
+    that the source does not name are written there to be filled in. Settings that cannot be carried over are printed.
     """
+    from ppo_rlhf.compat import from_trl
+
     try:
-        conversion = _read(library, source, num_prompts)
+        conversion = from_trl(_mapping(source), num_prompts=num_prompts)
         conversion.ppo_config()
         parameters = Path("parameters.yml") if target == "-" else _parameters_path(target)
         globals_ = parameters.with_name("globals.yml")
@@ -48,17 +43,6 @@ def convert_config(
     except PPORLHFError as error:
         raise click.ClickException("\nError: ".join(str(error).splitlines())) from None
     click.echo(_report(conversion, globals_), err=True)
-
-
-def _read(library: str, source: Sequence[str], num_prompts: int | None) -> Conversion:
-    from ppo_rlhf.compat import from_deepspeed_chat, from_trl
-
-    is_file = len(source) == 1 and Path(source[0]).is_file()
-    if library == "trl" and not is_file:
-        raise ConfigError(f"{' '.join(source)} is not a file: --from trl takes one file, YAML or JSON.")
-    if library == "trl":
-        return from_trl(_mapping(Path(source[0])), num_prompts=num_prompts)
-    return from_deepspeed_chat(_mapping(Path(source[0])) if is_file else source, num_prompts=num_prompts)
 
 
 def _mapping(path: Path) -> dict[str, Any]:

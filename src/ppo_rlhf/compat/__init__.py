@@ -1,7 +1,6 @@
-"""Configurations of other libraries, converted to this project's parameters."""
+"""Configurations of TRL, converted to this project's parameters."""
 
 from ppo_rlhf.compat.conversion import Conversion, NotCarried
-from ppo_rlhf.compat.deepspeed_chat import from_deepspeed_chat
 from ppo_rlhf.compat.trl import from_trl
 
-__all__ = ["Conversion", "NotCarried", "from_deepspeed_chat", "from_trl"]
+__all__ = ["Conversion", "NotCarried", "from_trl"]
