@@ -28,15 +28,16 @@ os.environ.update(DO_NOT_TRACK="true", HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="
 
 
 @pytest.fixture(scope="session")
-def migrated_database(request: pytest.FixtureRequest) -> Path:
-    """An MLflow database with its tables made and nothing in it; making one takes seconds, so it is kept in the cache.
+def migrated_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An MLflow database with its tables made and nothing in it; making one takes seconds, so the workers share it.
 
     It knows no experiment of the project: an experiment holds the absolute path of its artifacts.
     """
-    import mlflow
     from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
-    folder = Path(request.config.cache.mkdir(f"mlflow-{mlflow.__version__}"))
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:  # whose own folders lie in one of the whole session
+        folder = folder.parent
     database = folder / "mlflow.db"
     if not database.exists():
         temporary = folder / f"mlflow-{os.getpid()}.db"
