@@ -78,7 +78,8 @@ def test_every_command_in_readme_and_docs_is_one_that_the_command_line_takes(com
             refused[words] = error.format_message()
             continue
         environment = options.get("env") or "base"
-        if unknown := [name for name in options.get("pipelines") or () if name not in pipelines]:
+        names = [*(options.get("pipelines") or ()), options.get("pipeline") or "__default__"]
+        if unknown := [name for name in names if name not in pipelines]:
             refused[words] = f"no pipeline {unknown}"
         if environment not in (OPEN, "<recipe>") and not (REPOSITORY / "conf" / environment).is_dir():
             refused[words] = f"no environment {environment}"

@@ -30,6 +30,8 @@ TOLD = {  # a value that is not the default, and what TRL is told by it
     "device": ("cpu", {"use_cpu": True}),
     "seed": (11, {"seed": 11}),
 }
+BY_DEFAULT = {"train_sampling_strategy": "group_by_length", "activation_checkpointing": False, "bf16": False}
+"""What is told by our defaults where TRL's are others."""
 
 
 @pytest.mark.parametrize("training", ["SFT", "reward"])
@@ -39,13 +41,13 @@ def test_every_setting_of_a_training_reaches_trl(training, monkeypatch):
     assert TOLD.keys() == {field.name for field in dataclasses.fields(OptimisationConfig)}
     config = OptimisationConfig(**{name: value for name, (value, _) in TOLD.items()})
     assert all(getattr(config, field.name) != field.default for field in dataclasses.fields(config))
-    model, tokenizer = tiny_model(), word_tokenizer()
-    if training == "SFT":
-        rows = TokenisedDemonstrations([ROW], [ROW])
-        trl_support.run_sft_trainer(model, tokenizer, rows, config, lambda model: {})
-    else:
-        reward_model = CausalLMRewardModel.from_causal_lm(model)
-        trl_support.run_reward_trainer(reward_model, tokenizer, [ROW], [ROW], config, lambda model: {})
-    [arguments] = seen
     told = {name: value for _, words in TOLD.values() for name, value in words.items()}
-    assert {name: getattr(arguments, name) for name in told} == told
+    for given, expected in ((config, told), (OptimisationConfig(device="cpu"), BY_DEFAULT)):
+        model, tokenizer = tiny_model(), word_tokenizer()
+        if training == "SFT":
+            rows = TokenisedDemonstrations([ROW], [ROW])
+            trl_support.run_sft_trainer(model, tokenizer, rows, given, lambda model: {})
+        else:
+            reward_model = CausalLMRewardModel.from_causal_lm(model)
+            trl_support.run_reward_trainer(reward_model, tokenizer, [ROW], [ROW], given, lambda model: {})
+        assert {name: getattr(seen[-1], name) for name in expected} == expected
