@@ -75,6 +75,23 @@ def test_an_own_model_passes_with_its_memory_and_disk(kedro: Kedro, own: Path, m
     assert "ppo.save_total_limit" in found["problem", "Disk"][0]
 
 
+@pytest.mark.parametrize("missing", [0, 1])
+def test_memory_and_disk_suffice_to_the_last_byte(
+    kedro: Kedro, own: Path, monkeypatch: pytest.MonkeyPatch, missing: int
+):
+    """Two GiB of memory; three checkpoints of one GiB and an export of four on the disk."""
+    plan = SimpleNamespace(peak="update", checkpoint=2**30, exported=4 * 2**30)
+    config = SimpleNamespace(num_total_batches=10)
+    planned = SimpleNamespace(needed=2 * 2**30, share=2 * 2**30 - missing, device="cpu", plan=plan, config=config)
+    monkeypatch.setattr("ppo_rlhf.cli.doctor.plan", lambda *_, **__: planned)
+    monkeypatch.setattr("ppo_rlhf.datasets.checkpoints.most_checkpoints", lambda *_: 3)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=7 * 2**30 - missing))
+    found = examined(kedro, own, *ALIGN, exit_code=missing)
+    assert {part: level for level, part in found if part in ("Memory", "Disk")} == dict.fromkeys(
+        ("Memory", "Disk"), "problem" if missing else "ok"
+    )
+
+
 def test_settings_files_and_functions_are_checked_as_before_a_run(kedro: Kedro, own: Path):
     wrong = "prompts_path=missing.jsonl,ppo.gradient_checkpointing=true,ppo.sft_model_path=x"
     lines = examined(kedro, own, *ALIGN, "--params", wrong, exit_code=1)["problem", "Settings"]

@@ -7,9 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import Result
+from transformers import LlamaConfig
 
-from ppo_rlhf.training.memory import Suggestion
+from ppo_rlhf.cli.plan_memory import Planned, _report
+from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.training.memory import PROCESS_BYTES, MemoryPlan, RunShape, Suggestion
 from tests.own_code import save_with_own_code
 from tests.tiny_models import save, tiny_model, word_tokenizer
 
@@ -154,6 +158,23 @@ def test_a_plan_may_be_made_for_memory_that_is_not_here(kedro: Kedro, own: Path,
     assert lines[-1] == "It fits."
     lines = said(kedro, own, *SHORT, "--memory", "0.0001", "--params", f"ppo.device={device}")
     assert any(line.startswith("It does not fit") for line in lines)
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_what_is_needed_suffices_to_the_last_byte(monkeypatch: pytest.MonkeyPatch, on_cpu: bool, missing: int):
+    """Four processes of 7 bytes: on the CPU with their libraries, in one memory; else those and the offloaded models
+    lie in the host's.
+    """
+    shape = RunShape(LlamaConfig(), 6, on_cpu=on_cpu, processes=4)
+    plan = MemoryPlan({}, {"rollout": 5, "update": 7}, on_host=3, trained=0, exported=0)
+    free = 4 * (7 + PROCESS_BYTES) if on_cpu else 7
+    device, on_host = torch.device("cpu"), 4 * (3 + PROCESS_BYTES) - missing
+    planned = Planned("model", PPOConfig(), shape, plan, device, free - missing, on_host)
+    monkeypatch.setattr("ppo_rlhf.training.memory.suggestions", lambda *_: iter(()))
+    lines = list(_report(planned))
+    assert lines[-1].startswith("It does not fit" if missing else "It fits.")
+    assert any(line.startswith("The host needs") for line in lines) == (missing == 1 and not on_cpu)
 
 
 def test_settings_that_are_typed_and_not_planned_with_are_refused(kedro: Kedro, own: Path):

@@ -1,6 +1,8 @@
 """Restoring a run: the settings that must be the same, those that may differ, and all of the state."""
 
 import dataclasses
+import re
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +11,7 @@ from ppo_rlhf.checkpoints.store import write_checkpoint
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError, ConfigError
 
+PAGE = Path(__file__).parents[2] / "docs" / "resume.md"
 SETTINGS = dataclasses.asdict(PPOConfig())
 
 
@@ -34,12 +37,22 @@ def test_the_lists_name_settings():
     assert set(SETTINGS) > MAY_CHANGE > CHANGES_NUMBERS
 
 
+def test_what_may_change_is_what_the_page_says():
+    """A setting that is added here by mistake would let a run go on as another one."""
+    (said,) = re.findall(r"These settings of `ppo`, .* may change:\n\n(.*?)\n\n", PAGE.read_text(), flags=re.DOTALL)
+    assert set(re.findall(r"`(\w+)`", said)) == MAY_CHANGE
+
+
 def test_a_run_with_other_settings_is_refused_with_a_line_for_each(make_run, saved, snapshot, same_tensors):
-    other = make_run(kl_coef=0.125, gamma=0.9, total_episodes=60)
+    other = make_run(kl_coef=0.125, gamma=0.9, learning_rate=2e-3, total_episodes=60)
     before = snapshot(other.state.critic)
     with pytest.raises(ConfigError) as caught:
         restore(other.state, saved)
-    assert [line.split(":")[0] for line in str(caught.value).splitlines()] == ["ppo.gamma", "ppo.kl_coef"]
+    assert [line.split(":")[0] for line in str(caught.value).splitlines()] == [
+        "ppo.gamma",
+        "ppo.kl_coef",
+        "ppo.learning_rate",
+    ]
     assert same_tensors(snapshot(other.state.critic), before)
 
 

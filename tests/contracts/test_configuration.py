@@ -10,6 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, get_type_hints
 
 import pytest
+import yaml
 from kedro.config import OmegaConfigLoader
 from kedro.framework.project import configure_project, pipelines
 from kedro.io import DataCatalog
@@ -106,6 +107,12 @@ def test_every_parameter_is_a_field_of_a_validated_group_and_valid(environment: 
         assert is_dataclass(group), name
         assert set(parameters[name]) <= {field.name for field in fields(group)}
         group(**parameters[name])
+
+
+def test_the_page_of_mlflow_is_served_to_this_machine_alone() -> None:
+    """MLflow's server asks nobody for a password."""
+    hosts = [yaml.safe_load(path.read_text()).get("ui", {}).get("host") for path in CONF.glob("*/mlflow.yml")]
+    assert set(hosts) == {"127.0.0.1", None}  # an environment that says nothing has base's
 
 
 def test_every_node_has_the_name_and_a_docstring_of_its_function() -> None:

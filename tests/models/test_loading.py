@@ -219,6 +219,21 @@ def test_hub_ids_and_paths_are_told_apart(tmp_path, monkeypatch):
         PretrainedHandle("modles/mine").config()
 
 
+def test_of_a_hub_model_too_only_safetensors_are_loaded(tmp_path, monkeypatch):
+    """Pickled weights may run code. The cache is laid out as the hub's client does."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    for name in ("safe", "pickled"):
+        cached = tmp_path / f"models--org--{name}"
+        save(cached / "snapshots" / ("0" * 40), model := tiny_model())
+        (cached / "refs").mkdir()
+        (cached / "refs" / "main").write_text("0" * 40)
+    (cached / "snapshots" / ("0" * 40) / "model.safetensors").unlink()
+    torch.save(model.state_dict(), cached / "snapshots" / ("0" * 40) / "pytorch_model.bin")
+    assert torch.equal(PretrainedHandle("org/safe").causal_lm()(IDS).logits, model(IDS).logits)
+    with pytest.raises(ModelError, match=r"org/pickled: .* language model cannot be loaded: .*safetensors"):
+        PretrainedHandle("org/pickled").causal_lm()
+
+
 def test_reward_models_of_transformers_and_ours_are_loaded(tmp_path):
     theirs = save(tmp_path / "a", tiny_model("gpt2", reward=True, num_labels=1), word_tokenizer(pad_token=None))
     model = PretrainedHandle(theirs).reward_model()

@@ -1,6 +1,7 @@
 """The pipeline `evaluation` on tiny models from disk, its parameters, and tables that survive their files."""
 
 import itertools
+import json
 import shutil
 import sys
 from dataclasses import replace
@@ -289,6 +290,24 @@ def test_at_temperature_zero_each_policy_says_its_most_probable_tokens(inputs):
         assert responses[0][0] == tokenizer.decode(found, skip_special_tokens=True)
     warmer = run_evaluation({**inputs, "params:evaluation": replace(greedy, temperature=5.0)})
     assert warmer["ppo_evaluation"]["response"].tolist() != seeds[0]["ppo_evaluation"]["response"].tolist()
+
+
+def test_the_stop_tokens_of_the_sft_policy_end_the_responses_of_both(inputs, outputs, tmp_path):
+    """The policy's own file counts for nothing: of two rules the shorter one might win by its length alone."""
+
+    def stops_at(name, token):
+        folder = tmp_path / name / str(token)
+        shutil.copytree(inputs[name].source, folder)
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, token]}))
+        return PretrainedHandle(str(folder))
+
+    of_policy = run_evaluation({**inputs, "ppo_policy": stops_at("ppo_policy", 4)})
+    pd.testing.assert_frame_equal(of_policy["ppo_evaluation"], outputs["ppo_evaluation"])
+    of_sft = run_evaluation({**inputs, "sft_policy": stops_at("sft_policy", 4)})
+    for name in ("sft_evaluation", "ppo_evaluation"):
+        ended = [4 in ids for ids in of_sft[name]["response_ids"]]
+        assert any(ended)
+        assert all(list(ids).index(4) == len(ids) - 1 for ids in of_sft[name]["response_ids"] if 4 in ids)
 
 
 def test_an_evaluation_says_what_is_evaluated_its_result_and_where_it_is_kept(inputs, caplog, monkeypatch):

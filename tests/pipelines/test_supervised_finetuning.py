@@ -1,22 +1,29 @@
 import json
+import signal
 from pathlib import Path
 
 import pandas as pd
 import pytest
 import torch
+from kedro.framework.hooks.manager import _create_hook_manager
 from kedro.io import DataCatalog
-from kedro.runner import SequentialRunner
+from kedro.runner import AbstractRunner, SequentialRunner
 from kedro_datasets.pandas import ParquetDataset
 
 from ppo_rlhf.datasets import PretrainedModelDataset
 from ppo_rlhf.pipelines.supervised_finetuning import create_pipeline
+from ppo_rlhf.runner import LoopRunner
+from ppo_rlhf.signals import RunInterruptedError
 from ppo_rlhf.training.supervised.sft import SupervisedFinetuningConfig
+from ppo_rlhf.training.supervised.trl_support import HistoryCallback
 from tests.tiny_models import CHAT_TEMPLATE, save, tiny_model, word_tokenizer
 
 CHAT = [{"role": "user", "content": "b"}, {"role": "assistant", "content": "c"}]
 
 
-def run(tmp_path: Path, frame: pd.DataFrame, base_model: str | None = None) -> tuple[DataCatalog, list[dict]]:
+def run(
+    tmp_path: Path, frame: pd.DataFrame, base_model: str | None = None, runner: AbstractRunner | None = None
+) -> tuple[DataCatalog, list[dict]]:
     """Run the pipeline over files, as the project's catalog does."""
     catalog = DataCatalog(
         {
@@ -37,7 +44,7 @@ def run(tmp_path: Path, frame: pd.DataFrame, base_model: str | None = None) -> t
     )
     catalog["demonstrations"].save(frame)
     catalog["evaluation_demonstrations"].save(frame.head(2))
-    outputs = SequentialRunner().run(create_pipeline(), catalog)
+    outputs = (runner or SequentialRunner()).run(create_pipeline(), catalog, _create_hook_manager())
     return catalog, outputs["sft_metrics"].load()
 
 
@@ -63,3 +70,17 @@ def test_chats_from_a_file_are_learnt_by_a_base_model_with_a_template(tmp_path):
     catalog, metrics = run(tmp_path, pd.DataFrame({"messages": [json.dumps(CHAT)] * 8}), base)
     assert len(metrics) == 2
     assert catalog["sft_policy"].load().tokenizer().chat_template == CHAT_TEMPLATE
+
+
+def test_a_signal_in_the_training_stops_it_at_once_and_no_policy_is_saved(tmp_path, monkeypatch):
+    steps = []
+
+    def on_log(callback, arguments, state, control, **kwargs):
+        steps.append(state.global_step)
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(HistoryCallback, "on_log", on_log)
+    with pytest.raises(RunInterruptedError, match="SIGTERM"):
+        run(tmp_path, pd.DataFrame({"text": ["a b c", "b c", "c a"] * 4}), runner=LoopRunner())
+    assert steps == [1]
+    assert not (tmp_path / "sft_policy").exists()

@@ -76,8 +76,8 @@ def evaluate(tokenizer, prompts):
     scorer = build_reward_scorer(RewardConfig(components=[component]), None, tokenizer)
     judge = ResolvedJudge(count_words, {"wordy_rate": lambda prompts, completions: [1.0] * len(completions)}, "words")
 
-    def run(policy, reference, *, judge=judge, prompts=prompts, seed=0, batch_size=64, samples=1):
-        sampling = sampling_settings(ppo, tokenizer, policy)
+    def run(policy, reference, *, judge=judge, prompts=prompts, seed=0, batch_size=64, samples=1, temperature=None):
+        sampling = EvaluationConfig(temperature=temperature).sampling(sampling_settings(ppo, tokenizer, policy))
         return evaluate_policy(
             *(policy, reference, tokenizer, prompts, scorer, judge, ppo, sampling),
             **{"seed": seed, "batch_size": batch_size, "samples_per_prompt": samples},
@@ -101,18 +101,20 @@ def test_every_response_is_measured_by_reward_judge_and_rates(evaluate, policies
     assert 0 < result.terminated.sum() < len(prompts), "both kinds of response must occur for this test to mean much"
 
 
+@pytest.mark.parametrize(
+    ("given", "of_kl"), [(None, TEMPERATURE), (1.7, 1.7), (0.0, TEMPERATURE)], ids=["training's", "its own", "greedy"]
+)
 def test_kl_is_the_summed_log_ratio_of_unpadded_forward_passes_at_the_sampling_temperature(
-    evaluate, policies, prompts, tokenizer
+    evaluate, policies, prompts, tokenizer, given, of_kl
 ):
     policy, reference = policies
-    result = evaluate(policy, reference)
+    result = evaluate(policy, reference, temperature=given)
     for row, prompt in enumerate(prompts.prompt_ids):
         response = tokenizer(result.completions[row])["input_ids"] + [EOS] * int(result.terminated[row])
         ids = torch.tensor([prompt + response])
         with torch.no_grad():
             ours, theirs = (
-                (model(ids).logits[0, len(prompt) - 1 : -1] / TEMPERATURE).log_softmax(-1)
-                for model in (policy, reference)
+                (model(ids).logits[0, len(prompt) - 1 : -1] / of_kl).log_softmax(-1) for model in (policy, reference)
             )
         steps = torch.arange(len(response))
         expected = (ours - theirs)[steps, response].sum()

@@ -82,6 +82,15 @@ def test_the_next_iteration_goes_on_behind_the_prompts_of_the_last_one(make_run)
     assert sorted(seen) == sorted(run.prompts.prompt_ids)  # 2 x 3 prompts: a whole pass over the six
 
 
+def test_each_iteration_has_noise_of_its_own(make_run, make_prompts):
+    """The same policy answers the same prompt anew."""
+    run = make_run(prompts=make_prompts((4,)))
+    first = run.rollouts().token_lists()
+    assert run.rollouts().token_lists() == first
+    run.state.iteration = 1
+    assert run.rollouts().token_lists() != first
+
+
 def test_what_a_reward_sees_are_the_sampled_tokens_and_their_text_without_special_tokens(make_run, make_tokenizer):
     run = make_run()
     rollouts = run.rollouts()

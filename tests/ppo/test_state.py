@@ -35,6 +35,14 @@ def test_a_run_is_finished_after_its_last_iteration_and_not_before(make_run):
     assert finished == [False, False, False, True, True]
 
 
+@pytest.mark.parametrize("needy", ["neither", "policy", "critic"])
+def test_padding_is_computed_if_one_of_the_two_models_needs_it(make_run, needy):
+    models = {name: {"sliding_window": 64} if name == needy else {} for name in ("policy", "critic")}
+    state = make_run(model=models["policy"]).state
+    state.critic = make_run(model=models["critic"]).state.critic
+    assert state.computes_padding is (needy != "neither")
+
+
 def test_all_that_a_resume_needs_beside_weights_and_counters_goes_through_json(make_run):
     settings = {
         "kl_controller": "adaptive",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Collection
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -16,6 +18,7 @@ from ppo_rlhf.training import reward_audit
 from ppo_rlhf.training.reward_audit import (
     RULES,
     audit_reward,
+    deviation_within_prompts,
     judge_agreement,
     rank_correlation,
     repeated_pairs,
@@ -24,6 +27,7 @@ from ppo_rlhf.training.reward_audit import (
 from ppo_rlhf.training.supervised.reward_training import RewardModellingConfig
 from tests.ppo_runs import END, WORDS, build_prompts, build_tokenizer
 
+PAGE = Path(__file__).parents[2] / "docs" / "studies.md"
 PROMPTS, SAMPLES, LENGTH = 6, 24, 12
 Reward = Callable[[str], float]
 
@@ -35,6 +39,15 @@ def share_of_first_letters(text: str) -> float:
 
 def broken(reward: Reward, judge: Reward | None = share_of_first_letters) -> set[str]:
     """Return the metrics whose rules a reward breaks."""
+    metrics, reasons = audited(reward, judge)
+    found = {rule.metric for rule in RULES if rule.metric in metrics and rule.broken_by(metrics[rule.metric])}
+    assert len(reasons) == len(found)
+    assert all(any(f"{metric} = {metrics[metric]:.2f}" in reason for reason in reasons) for metric in found)
+    return found
+
+
+def audited(reward: Reward, judge: Reward | None) -> tuple[dict[str, float], Collection[str]]:
+    """Return the metrics of a reward on random texts, and the reasons against it."""
     rng = random.Random(0)
     texts = [" ".join(rng.choices(WORDS, k=rng.randint(1, 10))) for _ in range(PROMPTS * SAMPLES)]
     samples = pd.DataFrame(
@@ -57,11 +70,7 @@ def broken(reward: Reward, judge: Reward | None = share_of_first_letters) -> set
         stop_token_ids=(END,),
         suffixes=["t t", "q q"],
     )
-    metrics, reasons = audit_reward(samples, probes, {})
-    found = {rule.metric for rule in RULES if rule.metric in metrics and rule.broken_by(metrics[rule.metric])}
-    assert len(reasons) == len(found)
-    assert all(any(f"{metric} = {metrics[metric]:.2f}" in reason for reason in reasons) for metric in found)
-    return found
+    return audit_reward(samples, probes, {})
 
 
 def scorer_of(reward: Reward) -> RewardScorer:
@@ -98,6 +107,26 @@ def test_a_reward_that_the_judge_disagrees_with_is_caught() -> None:
 
 def test_a_constant_reward_gives_ppo_nothing_to_learn() -> None:
     assert broken(lambda text: 1.0, judge=None) == {"audit/flat_prompts"}
+
+
+def test_the_thresholds_are_those_of_the_page_and_a_metric_may_be_equal_to_them() -> None:
+    rows = re.findall(r"^\| `(audit/\w+)` \|.*\| (above|below|beyond) (±?)([\d.]+) \|$", PAGE.read_text(), flags=re.M)
+    said = {(metric, "at least" if side == "below" else "at most", float(number)) for metric, side, _, number in rows}
+    said |= {(metric, "at least", -float(number)) for metric, _, both, number in rows if both}
+    assert {(rule.metric, rule.side, rule.threshold) for rule in RULES} == said
+    for rule in RULES:
+        outside = 1e-6 if rule.side == "at most" else -1e-6
+        broken_at = [rule.broken_by(rule.threshold + shift) for shift in (-outside, 0.0, outside)]
+        assert broken_at == [False, False, True], rule.metric
+
+
+def test_gains_are_counted_in_the_deviation_of_the_score_so_that_its_scale_does_not_matter() -> None:
+    plain, _ = audited(share_of_first_letters, share_of_first_letters)
+    scaled, _ = audited(lambda text: 3.0 + 50.0 * share_of_first_letters(text), lambda text: len(text) / 1000.0)
+    of_reward = [name for name in plain if not name.startswith("audit/judge")]
+    assert {name: scaled[name] for name in of_reward} == pytest.approx({name: plain[name] for name in of_reward})
+    table = pd.DataFrame({PROMPT: [0, 0, 1, 1], "reward": [0.0, 4.0, 7.0, 7.0]})
+    assert deviation_within_prompts(table, "reward") == 2.0  # variances 8 and 0
 
 
 def test_the_verdict_counts_the_measures_that_were_made():

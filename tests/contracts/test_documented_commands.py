@@ -1,0 +1,105 @@
+"""Every command in README and docs is parsed by the real command line, and every test that they cite exists."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+from kedro.framework.cli.cli import KedroCLI
+from kedro.framework.project import pipelines
+
+REPOSITORY = Path(__file__).parents[2]
+PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
+SHELL = ("", "bash")
+"""Languages of fenced blocks that hold commands; the others hold code, output and settings."""
+PROGRAM = re.compile(r"(?:^|[\s/])(?:kedro|ppo_rlhf) +(?P<arguments>[a-z].*)")
+ELSEWHERE = ("airflow",)
+"""Commands of plugins that the project does not depend on."""
+OPEN = "…"
+"""Stands for a value, or for whatever follows."""
+CITED = re.compile(r"\b(?P<file>(?:\w+/)*test_\w+\.py)(?:::(?P<test>test_\w+))?")
+
+
+def code_of(text: str) -> Iterator[str]:
+    """Yield the lines of a page's shell blocks, continued ones as one, and its code spans."""
+    for language, block in re.findall(r"^ *```(\w*)\n(.*?)^ *```", text, flags=re.M | re.S):
+        if language in SHELL:
+            yield from block.replace("\\\n", " ").splitlines()
+    prose = re.sub(r"^ *```.*?^ *```", "", text, flags=re.M | re.S)
+    for span in re.findall(r"(?<!`)`([^`]+)`(?!`)", prose):
+        yield " ".join(span.split())
+
+
+def commands_of(text: str) -> Iterator[list[str]]:
+    """Yield the arguments of each command of Kedro or of the project."""
+    for line in code_of(text):
+        without_comment = re.sub(r"\s#\s.*", "", line)
+        for part in re.split(r"&&|[;|]| >", without_comment):
+            found = PROGRAM.search(part)
+            if found is not None:
+                *words, last = shlex.split(found["arguments"])
+                has_more = last == OPEN and not words[-1].startswith("-")
+                yield words if has_more else [*words, last]
+
+
+COMMANDS = [(page, arguments) for page in PAGES for arguments in commands_of(page.read_text(encoding="utf-8"))]
+
+
+@pytest.fixture(scope="module")
+def command_line() -> KedroCLI:
+    """The command `kedro` as it is in the project's folder."""
+    return KedroCLI(REPOSITORY)
+
+
+def parsed(group: click.Group | click.CommandCollection, arguments: list[str], parent: click.Context) -> click.Context:
+    """Parse arguments as the command line does, and run nothing."""
+    name, command, rest = group.resolve_command(parent, list(arguments))
+    assert command is not None
+    if isinstance(command, click.Group) and rest:
+        return parsed(command, rest, parent)
+    return command.make_context(name, rest, parent=parent)
+
+
+def test_every_command_in_readme_and_docs_is_one_that_the_command_line_takes(command_line: KedroCLI) -> None:
+    refused = {}
+    for page, arguments in COMMANDS:
+        if arguments[0] in ELSEWHERE:
+            continue
+        words = f"{page.relative_to(REPOSITORY)}: kedro {shlex.join(arguments)}"
+        try:
+            options = parsed(command_line, arguments, click.Context(command_line)).params
+        except click.MissingParameter:
+            continue  # prose names a command without what it takes
+        except click.ClickException as error:
+            refused[words] = error.format_message()
+            continue
+        environment = options.get("env") or "base"
+        names = [*(options.get("pipelines") or ()), options.get("pipeline") or "__default__"]
+        if unknown := [name for name in names if name not in pipelines]:
+            refused[words] = f"no pipeline {unknown}"
+        if environment not in (OPEN, "<recipe>") and not (REPOSITORY / "conf" / environment).is_dir():
+            refused[words] = f"no environment {environment}"
+    assert refused == {}
+    assert len({tuple(arguments) for _, arguments in COMMANDS}) > 30, "the pages' commands are not found any more"
+
+
+def test_commands_are_found_in_blocks_and_spans_without_comments_and_in_no_output() -> None:
+    block = "```bash\nkedro a \\\n  --b 'c d' && x | kedro e > f  # kedro g\n```\n```python\nkedro h\n```"
+    text = f"`kedro run --env x …`, `kedro run --env …`, `pip install kedro`\n{block}"
+    spans = [["run", "--env", "x"], ["run", "--env", "…"]]
+    assert list(commands_of(text)) == [["a", "--b", "c d"], ["e"], *spans]
+
+
+def test_every_test_that_a_page_cites_exists() -> None:
+    missing = set()
+    for page in PAGES:
+        for found in CITED.finditer(page.read_text(encoding="utf-8")):
+            file = REPOSITORY / "tests" / found["file"].removeprefix("tests/")
+            text = file.read_text() if file.is_file() else ""
+            if not re.search(rf"^ *def {found['test'] or 'test_'}", text, flags=re.M):
+                missing.add(f"{page.relative_to(REPOSITORY)}: {found[0]}")
+    assert missing == set()
