@@ -68,17 +68,22 @@ class Case:
 
 
 def cases(topic: str, *sources: str, skip: tuple[str, ...] = ()) -> pytest.MarkDecorator:
-    """Parametrise `case` over a topic's files; `skip` names variants (each test's docstring says why)."""
-    found, skipped = [], set()
+    """Parametrise `case` over a topic's files: the first case of each by default, the rest as slow tests.
+
+    `skip` names variants (each test's docstring says why).
+    """
+    found, marks, skipped = [], [], set()
     for source in sources:
         path = CONFORMANCE / f"{topic}__{source}.json"
         FILES_READ.add(path.name)
+        first = len(found)
         for raw in json.loads(path.read_text()):
             variant = raw["name"].split("/")[-1]
             if variant in skip:
                 skipped.add(variant)
                 continue
             dtype = getattr(torch, raw["dtype"])
+            marks.append([] if len(found) == first else [pytest.mark.slow])
             found.append(
                 Case(
                     name=raw["name"],
@@ -90,7 +95,8 @@ def cases(topic: str, *sources: str, skip: tuple[str, ...] = ()) -> pytest.MarkD
             )
     assert found, (topic, sources)
     assert skipped == set(skip), f"no such variants: {set(skip) - skipped}"
-    return pytest.mark.parametrize("case", found, ids=[case.name for case in found])
+    parameters = [pytest.param(case, id=case.name, marks=mark) for case, mark in zip(found, marks, strict=True)]
+    return pytest.mark.parametrize("case", parameters)
 
 
 def _decode(key: str, value: Any, dtype: torch.dtype) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -15,10 +14,10 @@ import pytest
 from ppo_rlhf import processes
 from ppo_rlhf.core.errors import ConfigError, LaunchError
 from ppo_rlhf.ppo.accelerator import resolve_device
+from tests.launch import REPOSITORY, launch
 from tests.ppo import process_cases
 from tests.training.supervised import process_case
 
-REPOSITORY = Path(__file__).parents[2]
 CLOSE = 1e-9
 CLOSE_FOR_THREE = 1e-12
 CLOSE_IN_FLOAT32 = 1e-4
@@ -27,11 +26,7 @@ CLOSE_IN_FLOAT32 = 1e-4
 def by_processes(number: int, folder: Path) -> dict[str, Any]:
     """Run all cases on so many processes."""
     results = folder / f"results_{number}.json"
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(number)]
-    command = [sys.executable, *launch, "-m", "tests.ppo.process_cases", str(results), str(folder)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr[-4000:]
+    launch("tests.ppo.process_cases", str(results), str(folder), processes=number, folder=REPOSITORY)
     found: dict[str, Any] = json.loads(results.read_text())
     return found
 
