@@ -13,3 +13,12 @@ def test_each_stage_has_a_name_and_the_chain_has_them_all():
     assert set(pipelines) == {*STAGES, *BESIDE_THE_CHAIN, "align", "__default__"}
     for name, stages in {**{stage: {stage} for stage in STAGES}, "align": set(ALIGN), "__default__": STAGES}.items():
         assert {node.name.partition(".")[0] for node in pipelines[name].nodes} == stages
+
+
+def test_an_iteration_takes_its_settings_from_the_state_so_kedro_viz_draws_its_phases_in_a_line():
+    ppo = register_pipelines()["ppo"]
+    taken = ppo.only_nodes_with_tags("iteration").inputs() & ppo.all_outputs()
+    assert taken == {
+        *("training_state", "reference_policy", "reward_scorer", "prompt_dataset"),
+        *("evaluation_prompt_dataset", "reference_evaluation"),
+    }
