@@ -25,6 +25,7 @@ from ppo_rlhf.pipelines.reporting.charts import (
     ExpectedCurve,
     panel_figure,
     panels_of,
+    score_distribution,
     training_curves,
 )
 from ppo_rlhf.pipelines.reporting.page import MAX_TEXT, render_page
@@ -218,6 +219,16 @@ def test_figures_hold_every_curve_and_survive_json_as_plain_lists():
     kl = traces[2]  # after the band and the curve of the score
     assert kl["x"] == [1, 2, 3, *range(5, 21)]
     assert kl["y"] == table["objective/kl"].drop(3).tolist()
+
+
+def test_charts_are_of_kinds_that_the_committed_script_has_and_scores_are_shares_of_one_grid():
+    sft, ppo = score_distribution([0.0, 0.0, 3.0], [0.0, 1.5, 3.0], "Reward").data
+    assert {sft.type, ppo.type, *(trace.type for trace in training_curves(history(), PPOConfig()).data)} == {
+        *("bar", "scatter")
+    }
+    assert sft.x == ppo.x == tuple(pytest.approx(0.05 + 0.1 * i) for i in range(30))
+    assert [(i, share) for i, share in enumerate(sft.y) if share] == [(0, 2 / 3), (29, 1 / 3)]
+    assert [(i, share) for i, share in enumerate(ppo.y) if share] == [(0, 1 / 3), (15, 1 / 3), (29, 1 / 3)]
 
 
 def test_long_curves_are_thinned_but_keep_their_ends():
