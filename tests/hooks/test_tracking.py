@@ -655,7 +655,7 @@ def test_an_evaluation_names_its_policy_and_links_the_run_that_trained_it(kedro:
     (policy / "README.md").write_text("- MLflow run: `0123abcd`\n")
     assert kedro(toy_project, "run", "--pipelines", "evaluation").exit_code == 0
     run = last_run(toy_project)
-    assert run.info.run_name.startswith(f"evaluation · {policy.name} · ")
+    assert run.info.run_name.startswith("evaluation · ppo_policy · ")
     assert run.data.tags["mlflow.note.content"].endswith(f"Policy: {policy} of run [0123abcd](#/runs/0123abcd)")
 
 

@@ -17,6 +17,7 @@ from transformers import LlamaConfig
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError
+from ppo_rlhf.datasets import TrainingHistoryDataset
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.pipelines.reporting import create_pipeline, nodes
 from ppo_rlhf.pipelines.reporting.charts import (
@@ -284,6 +285,18 @@ def test_page_fetches_nothing_and_is_whole_after_one_iteration():
     assert not {"link", "img", "iframe", "object"} & set(page.tags)
     assert not {name for name, _ in page.attributes} & {"src", "href", "srcset", "data"}
     assert "nan" not in page.text
+
+
+def test_a_policy_of_another_origin_is_reported_without_curves_advice_and_tokens(tmp_path):
+    shown = [{"iteration": 1, "responses": 64, "samples": []}]
+    page = Page(run_reporting(training_history=pd.DataFrame(), token_samples=shown)["report"]).text
+    assert "Before and after" in page
+    assert not [word for word in ("Training", "What to change", "Token by token") if word in page]
+    file = tmp_path / "history.csv"
+    assert TrainingHistoryDataset(filepath=str(file)).load().empty
+    TrainingHistoryDataset(filepath=str(file), save_args={"index": False}).save(history(2))
+    assert len(TrainingHistoryDataset(filepath=str(file)).load()) == 2
+    assert TrainingHistoryDataset(filepath=str(file), policy_path="elsewhere").load().empty
 
 
 def test_texts_of_models_and_users_cannot_become_markup():

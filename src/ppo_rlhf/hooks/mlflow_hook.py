@@ -287,10 +287,7 @@ class TrackingHook(MlflowHook):
             self._lock = None
 
     def _say_where(self, experiment: str) -> None:
-        """Log where the run is shown, and the table of all runs with columns of ours: MLflow keeps what is shared.
-
-        Without `workflowType` the table is the one of agents' runs.
-        """
+        """Log where the run and the table of all runs are shown; the table has columns of ours, as a shared view."""
         with warning_of_refusals("the columns of its table of runs"):
             mlflow.MlflowClient().set_experiment_tag(experiment, f"mlflow.sharedViewState.{VIEW}", COLUMNS)
         is_server, ui = self._uri().startswith("http"), self.mlflow_config.ui

@@ -78,10 +78,10 @@ def describe_run(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: Cat
         **inputs,
         **_function_tags(params, project_path),
     }
-    return RunDescription(params, tags, _name(run_params, pipeline, catalog, inputs.get("data.ppo_policy.path")))
+    return RunDescription(params, tags, _name(run_params, pipeline, catalog))
 
 
-def _name(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: CatalogProtocol, policy: str | None) -> str:
+def _name(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: CatalogProtocol) -> str:
     """Return what was set on the command line, pipelines, model and time: `kl_coef=0.1 seed=2 · my-sft · 11-25 18:35`.
 
     The model is the one that a run starts from, or the policy that it evaluates. `all` and `align` go without saying.
@@ -90,7 +90,8 @@ def _name(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: CatalogPro
     texts = [each for group, values in given if group != "resume" for each in flattened(group, values).items()]
     changed = " ".join(f"{name.rpartition('.')[2]}={text}" for name, text in texts if not name.endswith("_path"))
     names = "+".join("all" if name == "__default__" else name for name in pipeline_names(run_params))
-    path = policy or path_of(catalog.get("base_model" if "base_model" in pipeline.inputs() else "sft_policy"))
+    start = next((name for name in ("ppo_policy", "base_model") if name in pipeline.inputs()), "sft_policy")
+    path = path_of(catalog.get(start))
     model = "scratch" if path is None else Path(path).name
     parts = (changed, "" if changed and names in ("all", "align") else names, model, f"{datetime.now():%m-%d %H:%M}")
     return " · ".join(filter(None, parts))

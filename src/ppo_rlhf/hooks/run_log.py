@@ -41,8 +41,7 @@ AT_A_GLANCE = {
 """Metrics that are logged under a second key: MLflow sorts its charts by key, and has no setting for their order."""
 POLICY = "ppo_policy"
 BEST = "best_checkpoint"
-ERROR, OF_SFT = "_se", "_sft"
-"""Ends of the keys of standard errors, and of what was measured of SFT."""
+ERROR, OF_SFT = "_se", "_sft"  # ends of metrics' keys
 PATIENCE, PATIENCE_AT_THE_END = 5.0, 30.0
 """Seconds to wait for a tracking server that may not answer. A stopped run waits less: its metrics are in the last
 checkpoint, too, and the run that goes on sends them."""
