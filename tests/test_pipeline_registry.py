@@ -11,5 +11,22 @@ BESIDE_THE_CHAIN = {"audit_reward", "critic_pretraining", "kl_study"}
 def test_each_stage_has_a_name_and_the_chain_has_them_all():
     pipelines = register_pipelines()
     assert set(pipelines) == {*STAGES, *BESIDE_THE_CHAIN, "align", "__default__"}
-    for name, stages in {**{stage: {stage} for stage in STAGES}, "align": set(ALIGN), "__default__": STAGES}.items():
+    evaluated = {"evaluation": {"evaluation", "reporting"}}  # the table is printed, and the report is written
+    alone = {stage: {stage} for stage in STAGES}
+    for name, stages in {**alone, **evaluated, "align": set(ALIGN), "__default__": STAGES}.items():
         assert {node.name.partition(".")[0] for node in pipelines[name].nodes} == stages
+
+
+def test_an_iteration_takes_its_settings_from_the_state_so_kedro_viz_draws_its_phases_in_a_line():
+    ppo = register_pipelines()["ppo"]
+    taken = ppo.only_nodes_with_tags("iteration").inputs() & ppo.all_outputs()
+    assert taken == {
+        *("training_state", "reference_policy", "reward_scorer", "prompt_dataset"),
+        *("evaluation_prompt_dataset", "reference_evaluation"),
+    }
+
+
+def test_an_evaluation_can_be_asked_for_beside_the_stages_around_it():
+    pipelines = register_pipelines()
+    both = pipelines["ppo"] + pipelines["evaluation"] + pipelines["reporting"]
+    assert {node.name for node in both.nodes} == {node.name for node in pipelines["align"].nodes}

@@ -376,6 +376,12 @@ def test_where_the_parts_of_a_run_come_from_is_one_line(user: User):
     assert "Policy: trained by this run, from random weights." in str(describe_parts(*user.request(), user.folder))
 
 
+def test_a_run_that_reads_no_prompts_has_no_line_of_its_parts(user: User):
+    """`--pipelines reporting` has groups of both, and neither trains nor evaluates."""
+    user.paths["raw_prompts"] = None
+    assert describe_parts(*user.request(), user.folder) is None
+
+
 @pytest.mark.parametrize(
     ("name", "setting"),
     [

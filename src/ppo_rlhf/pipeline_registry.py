@@ -23,6 +23,7 @@ ALIGN = ("ppo", "evaluation", "reporting")
 def register_pipelines() -> dict[str, Pipeline]:
     """Return each stage, `align` (for models of one's own) and `__default__`, the whole chain; and what is beside it.
 
+    The stage `evaluation` is registered with its report.
     Kedro's `find_pipelines` is not used: with `--pipelines align` it looks for a folder of that name, and fails.
     """
     stages, others = (
@@ -30,4 +31,5 @@ def register_pipelines() -> dict[str, Pipeline]:
         for each in (STAGES, (*OPTIONAL, *STUDIES))
     )
     align = Pipeline([stages[name] for name in ALIGN])
-    return {**stages, **others, "align": align, "__default__": Pipeline(list(stages.values()))}
+    alone = {"evaluation": stages["evaluation"] + stages["reporting"]}
+    return {**stages, **others, **alone, "align": align, "__default__": Pipeline(list(stages.values()))}

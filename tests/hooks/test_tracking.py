@@ -25,6 +25,7 @@ from typing import Any
 import mlflow
 import pytest
 from click.testing import Result
+from kedro.config import OmegaConfigLoader
 from kedro.framework.hooks import hook_impl
 from kedro.framework.startup import bootstrap_project
 from kedro.io import DataCatalog
@@ -84,9 +85,9 @@ def tracked(
     mlflow.set_tracking_uri(None)
 
 
-def test_the_run_is_finished_and_named_after_its_model_its_pipelines_and_the_time(tracked: TrackedRun):
+def test_the_run_is_finished_and_named_after_what_was_set_its_model_and_the_time(tracked: TrackedRun):
     assert tracked.run.info.status == "FINISHED"
-    assert re.fullmatch(r"sft_policy all \d\d-\d\d \d\d:\d\d", tracked.run.info.run_name)
+    assert re.fullmatch(r"kl_coef=0.25 seed=11 · sft_policy · \d\d-\d\d \d\d:\d\d", tracked.run.info.run_name)
     assert mlflow.active_run() is None
 
 
@@ -136,12 +137,15 @@ def test_metrics_lie_at_the_iteration_that_they_measured(tracked: TrackedRun):
 def test_the_final_evaluation_is_logged_once_at_the_last_iteration(tracked: TrackedRun):
     # Due at iteration 2 and at the end; at the end the evaluation over all prompts (0.75) stands in its place.
     assert tracked.history("eval/win_rate") == [(2, 0.5), (3, 0.75)]
+    assert tracked.history("eval/reward_sft") == [(3, -1.0)]  # SFT does not change
+    assert tracked.run.data.tags["eval/reward_se"] == "0.125"
     assert set(tracked.run.data.metrics) == {
         "at_a_glance/reward",
         "at_a_glance/win_rate",
         "objective/scores",
         "episode",
         "eval/win_rate",
+        "eval/reward_sft",
         "sft/loss",
         "sft/eval_loss",
     }
@@ -171,6 +175,7 @@ def test_the_exported_policy_is_a_model_that_generates_with_its_metrics_linked(t
         "at_a_glance/reward": 0.75,
         "episode": 24.0,
         "eval/win_rate": 0.75,
+        "eval/reward_sft": -1.0,
         "at_a_glance/win_rate": 0.75,
     }
     assert {m.step for m in model.metrics} == {3}
@@ -624,8 +629,40 @@ def test_lines_of_the_log_say_which_run_it_is(kedro: Kedro, toy_project: Path, c
     with caplog.at_level(logging.INFO):
         kedro(toy_project, "run", "--to-nodes", "configure_ppo")
     info = last_run(toy_project).info
-    page = f"http://127.0.0.1:5000/#/experiments/{info.experiment_id}/runs/{info.run_id}?workflowType=machine_learning"
-    assert f"MLflow run {info.run_id}: kedro mlflow ui, then {page}" in caplog.messages
+    view = f"{info.experiment_id}/runs?workflowType=machine_learning&viewStateShareKey=ppo_rlhf"
+    first = caplog.messages.index(f"MLflow run {info.run_id}, and all runs, in `kedro mlflow ui`:")
+    assert caplog.messages[first + 1 : first + 3] == [
+        f"http://127.0.0.1:5000/#/runs/{info.run_id}",
+        f"http://127.0.0.1:5000/#/experiments/{view}",
+    ]
+
+
+def test_the_table_of_runs_has_win_rate_reward_and_kl_as_columns(tracked: TrackedRun):
+    tags = tracked.client.get_experiment(tracked.run.info.experiment_id).tags
+    columns = [f"metrics.`at_a_glance/{name}`" for name in ("win_rate", "reward", "kl")]
+    assert json.loads(tags["mlflow.sharedViewState.ppo_rlhf"]) == {"selectedColumns": columns}
+
+
+def test_the_run_and_its_model_version_are_described_by_the_verdict(tracked: TrackedRun):
+    said = "Too few held-out prompts to tell PPO and SFT apart (win rate 75.0 %)."
+    (version,) = tracked.client.search_model_versions("name = 'ppo_rlhf-sft_policy-01234567'")
+    assert tracked.run.data.tags["mlflow.note.content"] == version.description == said
+
+
+def test_an_evaluation_names_its_policy_and_links_the_run_that_trained_it(kedro: Kedro, toy_project: Path):
+    assert kedro(toy_project, "run", "--pipelines", "align").exit_code == 0
+    (policy,) = (toy_project / "data" / "06_models" / "ppo_policy").iterdir()
+    (policy / "README.md").write_text("- MLflow run: `0123abcd`\n")
+    assert kedro(toy_project, "run", "--pipelines", "evaluation").exit_code == 0
+    run = last_run(toy_project)
+    assert run.info.run_name.startswith("evaluation · ppo_policy · ")
+    assert run.data.tags["mlflow.note.content"].endswith(f"Policy: {policy} of run [0123abcd](#/runs/0123abcd)")
+
+
+def test_a_report_drawn_anew_is_no_run_of_its_own():
+    loader = OmegaConfigLoader(str(Path(__file__).parents[2] / "conf"), base_env="base", default_run_env="base")
+    loader.config_patterns["mlflow"] = ["mlflow*"]
+    assert loader["mlflow"]["tracking"]["disable_tracking"]["pipelines"] == ["reporting"]
 
 
 def test_mlflow_prints_no_address_with_the_stores_password(kedro_logging: None):

@@ -64,6 +64,8 @@ def test_the_metrics_logged_are_those_documented(chain: Run) -> None:
     documented = checkers.documented_metrics((ROOT / "docs/metrics.md").read_text())
     of_others = {"throughput/mfu", "eval/pass_at_<k>", "response/turns"}  # of some GPUs and settings
     of_others |= {"critic/loss", "critic/explained_variance", "critic/learning_rate", "critic/eval_explained_variance"}
+    of_others |= {"eval/<name>_se"}  # tags
+    assert {"eval/kl_se", "eval/reward_sft_se"} <= set(chain.tracked.data.tags)
     assert set(checkers.metric_problems(chain.metrics(), documented)) <= {f"never logged: {key}" for key in of_others}
 
 
@@ -71,6 +73,7 @@ def test_each_iteration_is_logged_once_and_the_final_evaluation_at_the_last_step
     metrics = chain.metrics()
     assert [step for step, _ in metrics["objective/kl"]] == [1, 2, 3]
     assert [step for step, _ in metrics["eval/win_rate"]] == [2, 3]
+    assert [step for step, _ in metrics["eval/reward_sft"]] == [3]
     assert [step for step, _ in metrics["eval/since_best_p"]] == [2, 3]  # only evaluations while training have it
 
 

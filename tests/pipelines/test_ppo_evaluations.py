@@ -31,10 +31,11 @@ def evaluate(monkeypatch: pytest.MonkeyPatch) -> Any:
         measured.kl = np.ones(8)
         monkeypatch.setattr(nodes, "evaluate_policy", lambda *_, **__: measured)
         state = SimpleNamespace(iteration=iteration, finished=False, policy=None, tokenizer=None, sampling=None)
+        state.config = PPOConfig()
         state.history = [{"iteration": float(iteration), "objective/kl": 2.0 * iteration}]
         config = EvaluationConfig(**settings)
         monkeypatch.setattr(EvaluationConfig, "sampling", lambda *_: None)
-        row = nodes.evaluate_iteration(state, None, SFT, log, None, None, PPOConfig(), config)
+        row = nodes.evaluate_iteration(state, None, SFT, log, None, None, config)
         return dict(json.loads(json.dumps(row)))  # as it lies beside the checkpoints
 
     return evaluated

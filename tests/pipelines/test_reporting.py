@@ -17,6 +17,7 @@ from transformers import LlamaConfig
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError
+from ppo_rlhf.datasets import TrainingHistoryDataset
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.pipelines.reporting import create_pipeline, nodes
 from ppo_rlhf.pipelines.reporting.charts import (
@@ -25,6 +26,7 @@ from ppo_rlhf.pipelines.reporting.charts import (
     ExpectedCurve,
     panel_figure,
     panels_of,
+    score_distribution,
     training_curves,
 )
 from ppo_rlhf.pipelines.reporting.page import MAX_TEXT, render_page
@@ -220,6 +222,16 @@ def test_figures_hold_every_curve_and_survive_json_as_plain_lists():
     assert kl["y"] == table["objective/kl"].drop(3).tolist()
 
 
+def test_charts_are_of_kinds_that_the_committed_script_has_and_scores_are_shares_of_one_grid():
+    sft, ppo = score_distribution([0.0, 0.0, 3.0], [0.0, 1.5, 3.0], "Reward").data
+    assert {sft.type, ppo.type, *(trace.type for trace in training_curves(history(), PPOConfig()).data)} == {
+        *("bar", "scatter")
+    }
+    assert sft.x == ppo.x == tuple(pytest.approx(0.05 + 0.1 * i) for i in range(30))
+    assert [(i, share) for i, share in enumerate(sft.y) if share] == [(0, 2 / 3), (29, 1 / 3)]
+    assert [(i, share) for i, share in enumerate(ppo.y) if share] == [(0, 1 / 3), (15, 1 / 3), (29, 1 / 3)]
+
+
 def test_long_curves_are_thinned_but_keep_their_ends():
     trace = panel_figure(PANELS[3], history(5_000)).data[0]
     assert len(trace.x) == MAX_POINTS
@@ -273,6 +285,18 @@ def test_page_fetches_nothing_and_is_whole_after_one_iteration():
     assert not {"link", "img", "iframe", "object"} & set(page.tags)
     assert not {name for name, _ in page.attributes} & {"src", "href", "srcset", "data"}
     assert "nan" not in page.text
+
+
+def test_a_policy_of_another_origin_is_reported_without_curves_advice_and_tokens(tmp_path):
+    shown = [{"iteration": 1, "responses": 64, "samples": []}]
+    page = Page(run_reporting(training_history=pd.DataFrame(), token_samples=shown)["report"]).text
+    assert "Before and after" in page
+    assert not [word for word in ("Training", "What to change", "Token by token") if word in page]
+    file = tmp_path / "history.csv"
+    assert TrainingHistoryDataset(filepath=str(file)).load().empty
+    TrainingHistoryDataset(filepath=str(file), save_args={"index": False}).save(history(2))
+    assert len(TrainingHistoryDataset(filepath=str(file)).load()) == 2
+    assert TrainingHistoryDataset(filepath=str(file), policy_path="elsewhere").load().empty
 
 
 def test_texts_of_models_and_users_cannot_become_markup():

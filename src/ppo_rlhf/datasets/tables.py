@@ -1,11 +1,12 @@
 """Tables that the pipelines write, and how any table is shown in Kedro-Viz."""
 
 import json
+from typing import Any
 
 import pandas as pd
 import pyarrow.parquet
 from kedro_datasets._typing import TablePreview
-from kedro_datasets.pandas import ParquetDataset
+from kedro_datasets.pandas import CSVDataset, ParquetDataset
 
 
 class TableDataset(ParquetDataset):
@@ -29,6 +30,22 @@ class OptionalTableDataset(TableDataset):
     def load(self) -> pd.DataFrame | None:
         """Return the table, None if there is none yet."""
         return super().load() if self.exists() else None
+
+
+class TrainingHistoryDataset(CSVDataset):
+    """The newest run's history as CSV; empty if there is none, or if `policy_path` names a policy of another origin."""
+
+    def __init__(self, policy_path: str | None = None, **settings: Any) -> None:
+        """Take the settings of kedro-datasets' CSVDataset, too."""
+        super().__init__(**settings)
+        self._is_of_another = policy_path is not None
+
+    def load(self) -> pd.DataFrame:
+        """Return the table."""
+        return pd.DataFrame() if self._is_of_another or not super()._exists() else super().load()
+
+    def _exists(self) -> bool:
+        return True  # without a history a report is made as well
 
 
 def table_preview(rows: pd.DataFrame) -> TablePreview:

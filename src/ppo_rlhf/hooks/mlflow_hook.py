@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Mapping
@@ -50,6 +51,8 @@ if TYPE_CHECKING:  # heavy: only a run pays for them
 
 logger = logging.getLogger(__name__)
 
+VIEW = "ppo_rlhf"
+COLUMNS = json.dumps({"selectedColumns": [f"metrics.`at_a_glance/{name}`" for name in ("win_rate", "reward", "kl")]})
 GIVEN_URI = os.environ.get("MLFLOW_TRACKING_URI")  # of the person: MLflow sets the variable itself once a store is open
 
 
@@ -155,7 +158,7 @@ class TrackingHook(MlflowHook):
                 tags=this.tags if resumption is None else None,
             )
             self.run_id, self._is_mlflow_enabled = run.info.run_id, True
-            logger.info("MLflow run %s: %s", self.run_id, self._page())
+            self._say_where(run.info.experiment_id)
             if entry is not None:
                 self._checkpoints = entry.root / run.info.run_id
                 self._lock = self._lock or lock_run(self._checkpoints)
@@ -283,14 +286,17 @@ class TrackingHook(MlflowHook):
             self._lock.close()
             self._lock = None
 
-    def _page(self) -> str:
-        """The page of the run, in MLflow's view for model training: without the parameter it is the one for agents."""
-        settings = self.mlflow_config
-        is_server = self._uri().startswith("http")
-        server = self._uri() if is_server else f"http://{settings.ui.host}:{settings.ui.port}"
-        experiment = settings.tracking.experiment._experiment.experiment_id
-        page = f"{server}/#/experiments/{experiment}/runs/{self.run_id}?workflowType=machine_learning"
-        return without_password(page).replace("***@", "") if is_server else f"kedro mlflow ui, then {page}"
+    def _say_where(self, experiment: str) -> None:
+        """Log where the run and the table of all runs are shown; the table has columns of ours, as a shared view."""
+        with warning_of_refusals("the columns of its table of runs"):
+            mlflow.MlflowClient().set_experiment_tag(experiment, f"mlflow.sharedViewState.{VIEW}", COLUMNS)
+        is_server, ui = self._uri().startswith("http"), self.mlflow_config.ui
+        server = without_password(self._uri()).replace("***@", "") if is_server else f"http://{ui.host}:{ui.port}"
+        ui_too = "" if is_server else ", and all runs, in `kedro mlflow ui`"
+        logger.info("MLflow run %s%s:", self.run_id, ui_too)
+        logger.info("%s/#/runs/%s", server, self.run_id)
+        table = "%s/#/experiments/%s/runs?workflowType=machine_learning&viewStateShareKey=%s"
+        logger.info(table, server, experiment, VIEW)
 
     def _complaint(self, what: str) -> str:
         return f"mlflow.yml: the tracking store {without_password(self._uri())} {what}"

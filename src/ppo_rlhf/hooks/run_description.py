@@ -82,11 +82,24 @@ def describe_run(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: Cat
 
 
 def _name(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: CatalogProtocol) -> str:
-    """Return the model that a run starts from, its pipelines and the time: `Qwen3-0.6B align 11-25 04:10`."""
-    names = ["all" if name == "__default__" else name for name in pipeline_names(run_params)]
-    path = path_of(catalog.get("base_model" if "base_model" in pipeline.inputs() else "sft_policy"))
+    """Return what was set on the command line, pipelines, model and time: `kl_coef=0.1 seed=2 · my-sft · 11-25 18:35`.
+
+    The model is the one that a run starts from, or the policy that it evaluates. `all` and `align` go without saying.
+    """
+    given = (run_params.get("runtime_params") or {}).items()
+    texts = [each for group, values in given if group != "resume" for each in flattened(group, values).items()]
+    changed = " ".join(f"{name.rpartition('.')[2]}={text}" for name, text in texts if not name.endswith("_path"))
+    names = "+".join("all" if name == "__default__" else name for name in pipeline_names(run_params))
+    start = next((name for name in ("ppo_policy", "base_model") if name in pipeline.inputs()), "sft_policy")
+    path = path_of(catalog.get(start))
     model = "scratch" if path is None else Path(path).name
-    return f"{model} {'+'.join(names)} {datetime.now():%m-%d %H:%M}"
+    parts = (changed, "" if changed and names in ("all", "align") else names, model, f"{datetime.now():%m-%d %H:%M}")
+    return " · ".join(filter(None, parts))
+
+
+def in_one_line(summary: Mapping[str, Any]) -> str:
+    """Return the verdict of `compare_policies` with its win rate, as runs and model versions are described."""
+    return f"{summary['verdict']} (win rate {100 * summary['eval/win_rate']:.1f} %)."
 
 
 def path_of(dataset: Any) -> str | None:

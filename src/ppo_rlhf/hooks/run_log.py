@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import mlflow
 from kedro.io import CatalogProtocol
 from kedro.pipeline import Pipeline
 from kedro.pipeline.node import Node
+from mlflow.utils.mlflow_tags import MLFLOW_RUN_NOTE
 
 from ppo_rlhf import progress
 from ppo_rlhf.hooks.mlflow_log import MlflowLog
-from ppo_rlhf.hooks.run_description import parameter, path_of
+from ppo_rlhf.hooks.run_description import in_one_line, parameter, path_of
 from ppo_rlhf.hooks.tracking_store import asked_twice, warning_of_refusals
 from ppo_rlhf.signals import deferring_signals
 
@@ -38,6 +41,7 @@ AT_A_GLANCE = {
 """Metrics that are logged under a second key: MLflow sorts its charts by key, and has no setting for their order."""
 POLICY = "ppo_policy"
 BEST = "best_checkpoint"
+ERROR, OF_SFT = "_se", "_sft"  # ends of metrics' keys
 PATIENCE, PATIENCE_AT_THE_END = 5.0, 30.0
 """Seconds to wait for a tracking server that may not answer. A stopped run waits less: its metrics are in the last
 checkpoint, too, and the run that goes on sends them."""
@@ -71,9 +75,12 @@ class RunLog:
             self._measured(outputs[ITERATION_METRICS], self._iteration)
         if outputs.get(EVALUATION_METRICS):
             of_training = SINCE_BEST if self._is_superseded(inputs[NEXT_STATE]) else "eval/"
-            self._measured(_evaluations(outputs[EVALUATION_METRICS], of_training), self._iteration)
+            measured = _evaluations(outputs[EVALUATION_METRICS], of_training)
+            self._measured(measured, self._iteration, is_last=inputs[NEXT_STATE].finished)
         if outputs.get(FINAL_METRICS):
-            self._measured(_evaluations(outputs[FINAL_METRICS]), self._iteration, model_id=self._model_id)
+            measured = _evaluations(outputs[FINAL_METRICS])
+            self._measured(measured, self._iteration, model_id=self._model_id, is_last=True)
+            self._describe(outputs[FINAL_METRICS])
             self._register(outputs[FINAL_METRICS])
         for name in SUMMARIES:
             self._log.log((outputs.get(name) or {}).get("metrics", {}), 0)
@@ -144,11 +151,26 @@ class RunLog:
             if row["iteration"] <= last:
                 self._measured(_evaluations(row), int(row["iteration"]))
 
-    def _measured(self, metrics: Mapping[str, float], iteration: int, *, model_id: str | None = None) -> None:
+    def _measured(
+        self, metrics: Mapping[str, float], iteration: int, *, model_id: str | None = None, is_last: bool = False
+    ) -> None:
+        """Log metrics: standard errors never, and those of SFT, which are constant, once, at the last iteration."""
         metrics = {**metrics, **{AT_A_GLANCE[key]: value for key, value in metrics.items() if key in AT_A_GLANCE}}
-        self._log.log(metrics, iteration, model_id=model_id)
+        left_out = (ERROR,) if is_last else (ERROR, OF_SFT)
+        charts = {key: x for key, x in metrics.items() if not (key.startswith("eval/") and key.endswith(left_out))}
+        self._log.log(charts, iteration, model_id=model_id)
         if iteration in self._curves:
             self._curves[iteration].update(metrics)
+
+    def _describe(self, summary: Mapping[str, Any]) -> None:
+        """Describe the run by its verdict, and by the run that trained the policy; its standard errors become tags."""
+        note, errors = in_one_line(summary), {name: x for name, x in summary.items() if name.endswith(ERROR)}
+        if POLICY not in self._outputs:
+            policy = self._catalog[POLICY].load()
+            trained = re.search(r"MLflow run: `(\w+)`", policy.card() or "")
+            note += f" Policy: {policy.source}" + (f" of run [{trained[1]}](#/runs/{trained[1]})" if trained else "")
+        with warning_of_refusals("the verdict"):
+            mlflow.set_tags({MLFLOW_RUN_NOTE: note, **errors})
 
     def _is_superseded(self, state: Any) -> bool:
         """Whether the evaluation pipeline evaluates this state again, on all prompts: one point is logged, not two."""
@@ -166,7 +188,7 @@ class RunLog:
 
     def _log_samples(self, inputs: Mapping[str, Any]) -> None:
         iteration = inputs["rollouts"].iteration
-        if iteration == 1 or iteration % inputs["ppo_config"].sample_interval == 0:
+        if iteration == 1 or iteration % parameter(self._catalog, "ppo").sample_interval == 0:
             from ppo_rlhf.ppo.experience import sample_table  # heavy: only runs that train pay for it
 
             table = sample_table(inputs["rollouts"], inputs["scores"], inputs["shaped_rewards"])

@@ -118,7 +118,8 @@ def describe_parts(pipeline: Pipeline, catalog: CatalogProtocol, project_path: P
     """
     run = RunRequest(pipeline, catalog, project_path, "")
     reward, evaluation = run.group("reward", RewardConfig), run.group("evaluation", EvaluationConfig)
-    if reward is None or evaluation is None:
+    read = next((name for name in (*PROMPTS, "evaluation_prompts") if run.reads(name) and run.source(name)), None)
+    if reward is None or evaluation is None or read is None:
         return None
 
     def made(name: str, start: str | None) -> str:
@@ -128,6 +129,5 @@ def describe_parts(pipeline: Pipeline, catalog: CatalogProtocol, project_path: P
     terms = [c.function or made("reward_model", "the policy") for c in reward.components]
     if len(terms) > 1:
         terms = [f"{c.weight:g} x ({term})" for c, term in zip(reward.components, terms, strict=True)]
-    read = (name for name in (*PROMPTS, "evaluation_prompts") if run.reads(name) and run.source(name))
-    prompts, judge = run.shown(next(read)), resolve_judge(evaluation, project_path).description
+    prompts, judge = run.shown(read), resolve_judge(evaluation, project_path).description
     return f"Policy: {policy}. Reward: {' + '.join(terms)}. Prompts: {prompts}. The win rate is decided by {judge}."

@@ -149,13 +149,10 @@ def evaluate_reference_policy(
 
 
 def generate_rollouts(
-    training_state: TrainingState,
-    reference_policy: PreTrainedModel,
-    prompt_dataset: PromptDataset,
-    ppo_config: PPOConfig,
+    training_state: TrainingState, reference_policy: PreTrainedModel, prompt_dataset: PromptDataset
 ) -> Rollouts:
     """Sample responses; compute their log-probabilities under policy and reference policy."""
-    return loop.generate_rollouts(training_state, reference_policy, prompt_dataset, ppo_config)
+    return loop.generate_rollouts(training_state, reference_policy, prompt_dataset, training_state.config)
 
 
 def score_responses(rollouts: Rollouts, reward_scorer: RewardScorer, training_state: TrainingState) -> Scores:
@@ -169,10 +166,10 @@ def shape_rewards(rollouts: Rollouts, scores: Scores, training_state: TrainingSt
 
 
 def estimate_advantages(
-    rollouts: Rollouts, scores: Scores, shaped_rewards: ShapedRewards, ppo_config: PPOConfig
+    rollouts: Rollouts, scores: Scores, shaped_rewards: ShapedRewards, ppo: PPOConfig
 ) -> Experience:
     """Estimate advantages and returns by GAE and whiten the advantages."""
-    return loop.estimate_advantages(rollouts, scores, shaped_rewards, ppo_config)
+    return loop.estimate_advantages(rollouts, scores, shaped_rewards, ppo)
 
 
 def show_tokens(training_state: TrainingState, experience: Experience) -> TokenSamples | dict[str, object]:
@@ -183,9 +180,9 @@ def show_tokens(training_state: TrainingState, experience: Experience) -> TokenS
     return sample_tokens(experience, training_state.tokenizer)
 
 
-def optimise_policy(training_state: TrainingState, experience: Experience, ppo_config: PPOConfig) -> dict[str, object]:
+def optimise_policy(training_state: TrainingState, experience: Experience) -> dict[str, object]:
     """Run PPO's epochs of clipped policy and value updates; ask for a checkpoint when one is due."""
-    metrics = loop.optimise_policy(training_state, experience, ppo_config)
+    metrics = loop.optimise_policy(training_state, experience, training_state.config)
     return {
         "next_training_state": training_state,
         "ppo_metrics": metrics,
@@ -200,12 +197,11 @@ def evaluate_iteration(
     earlier_evaluations: list[dict[str, Any]],
     evaluation_prompt_dataset: PromptDataset,
     reward_scorer: RewardScorer,
-    ppo_config: PPOConfig,
     evaluation: EvaluationConfig,
 ) -> dict[str, Any]:
     """Compare the policy with SFT, and with its best so far, on held-out prompts under fixed noise, when it is due."""
     state = next_training_state
-    if state.iteration % ppo_config.eval_interval and not state.finished:
+    if state.iteration % state.config.eval_interval and not state.finished:
         return {}
     evaluated = evaluate_policy(
         state.policy,
@@ -214,7 +210,7 @@ def evaluate_iteration(
         _first_prompts(evaluation_prompt_dataset, evaluation),
         reward_scorer,
         resolve_judge(evaluation),
-        ppo_config,
+        state.config,
         evaluation.sampling(state.sampling),
         seed=evaluation.seed,
         batch_size=evaluation.batch_size,

@@ -60,7 +60,7 @@ def create_pipeline() -> Pipeline:
     iteration = [
         Node(
             nodes.generate_rollouts,
-            _same("training_state", "reference_policy", "prompt_dataset", "ppo_config"),
+            _same("training_state", "reference_policy", "prompt_dataset"),
             "rollouts",
             name="generate_rollouts",
         ),
@@ -78,7 +78,7 @@ def create_pipeline() -> Pipeline:
         ),
         Node(
             nodes.estimate_advantages,
-            _same("rollouts", "scores", "shaped_rewards", "ppo_config"),
+            {**_same("rollouts", "scores", "shaped_rewards"), "ppo": "params:ppo"},
             "experience",
             name="estimate_advantages",
         ),
@@ -90,7 +90,7 @@ def create_pipeline() -> Pipeline:
         ),
         Node(
             nodes.optimise_policy,
-            _same("training_state", "experience", "ppo_config"),
+            _same("training_state", "experience"),
             _same("next_training_state", "ppo_metrics", "checkpoint"),
             name="optimise_policy",
         ),
@@ -104,7 +104,6 @@ def create_pipeline() -> Pipeline:
                     "earlier_evaluations",
                     "evaluation_prompt_dataset",
                     "reward_scorer",
-                    "ppo_config",
                 ),
                 "evaluation": "params:evaluation",
             },

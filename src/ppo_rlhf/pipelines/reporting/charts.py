@@ -213,13 +213,15 @@ def training_curves(history: pd.DataFrame, ppo: PPOConfig, expected: ExpectedCur
 
 def score_distribution(sft_scores: Sequence[float], ppo_scores: Sequence[float], score_label: str) -> go.Figure:
     """Return the histograms of both policies' scores on the held-out prompts, one over the other."""
-    figure = go.Figure()
+    figure, edges = go.Figure(), np.histogram_bin_edges([*sft_scores, *ppo_scores], bins=30)
+    middles = ((edges[:-1] + edges[1:]) / 2).tolist()
     for name, scores, colour in (("SFT", sft_scores, COLOURS[1]), ("PPO", ppo_scores, COLOURS[0])):
-        figure.add_histogram(
-            x=list(scores), name=name, opacity=0.6, nbinsx=30, bingroup=1, histnorm="probability", marker_color=colour
-        )
+        shares = np.histogram(scores, edges)[0] / len(scores)
+        figure.add_bar(x=middles, y=shares.tolist(), name=name, opacity=0.6, marker_color=colour)
     style(figure, height=300, showlegend=True)
-    figure.update_layout(barmode="overlay", xaxis_title=score_label, yaxis_title="share of responses", margin_b=40)
+    figure.update_layout(
+        barmode="overlay", bargap=0, xaxis_title=score_label, yaxis_title="share of responses", margin_b=40
+    )
     return figure
 
 

@@ -99,9 +99,9 @@ def write_report(
         distribution=score_distribution(sft_scores, ppo_scores, score_label),
         training_note=training_note(training_history),
         panels=[(panel, panel_figure(panel, training_history)) for panel in panels],
-        advice=in_words(ppo, advise(ppo, curves), curves),
+        advice=in_words(ppo, advise(ppo, curves), curves) if curves else [],
         samples=sample_pairs.to_dict("records"),
-        token_view=render_view(token_samples) if token_samples else None,
+        token_view=render_view(token_samples) if token_samples and panels else None,
         settings=_settings(ppo, reward, evaluation),
         next_steps=[("This page", reporting.report_path), *_next_steps(ppo_policy, reporting), *models],
     )

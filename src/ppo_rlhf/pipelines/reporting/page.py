@@ -3,16 +3,19 @@
 Jinja escapes every text that a model, a data file or a configuration wrote.
 """
 
+from pathlib import Path
+
 import jinja2
 import numpy as np
 import pandas as pd
 from markupsafe import Markup
 from plotly import graph_objects as go
-from plotly.offline import get_plotlyjs
 
 from ppo_rlhf.pipelines.reporting.charts import column
 from ppo_rlhf.pipelines.reporting.wording import write_number, write_share
 
+PLOTLY = Path(__file__).parent / "plotly" / "plotly-basic.min.js"
+"""A quarter of the script that Python's plotly brings; it has bars and scatters, all that the charts use."""
 MAX_TEXT = 2_000
 """Characters of a prompt or response that the page shows; the table of samples holds all."""
 
@@ -33,7 +36,7 @@ def render_page(**content: object) -> str:
         trim_blocks=True,
     )
     environment.filters |= {"share": write_share, "number": write_number, "shorten": shorten, "embed": embed}
-    return environment.get_template("report.html").render(plotly_js=Markup(get_plotlyjs()), **content)
+    return environment.get_template("report.html").render(plotly_js=Markup(PLOTLY.read_text("utf-8")), **content)
 
 
 def embed(figure: go.Figure) -> Markup:

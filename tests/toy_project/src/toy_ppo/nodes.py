@@ -88,7 +88,8 @@ def optimise_policy(training_state: ToyState, experience: float) -> dict[str, ob
 def evaluate_iteration(next_training_state: ToyState) -> dict[str, float]:
     if next_training_state.iteration % 2 and not next_training_state.finished:
         return {}
-    return {"iteration": float(next_training_state.iteration), "eval/win_rate": 0.5}
+    measured = {"eval/win_rate": 0.5, "eval/reward_sft": -1.0, "eval/reward_se": 0.25}
+    return {"iteration": float(next_training_state.iteration), **measured}
 
 
 def export_policy(next_training_state: ToyState) -> TrainedModel:
@@ -98,7 +99,8 @@ def export_policy(next_training_state: ToyState) -> TrainedModel:
 def compare_policies(ppo_policy: object) -> dict[str, object]:
     conditions = {"start_model": "0123456789abcdef", "prompts": "three", "judge": "the toy", "sampling": "none"}
     verdict = {"verdict": "Too few held-out prompts to tell PPO and SFT apart", "prompts": 3, "decided_by": "the toy"}
-    return {"eval/win_rate": 0.75, **verdict, "conditions": conditions}
+    measured = {"eval/win_rate": 0.75, "eval/reward_sft": -1.0, "eval/reward_se": 0.125}
+    return {**measured, **verdict, "conditions": conditions}
 
 
 def tiny_model() -> TrainedModel:

@@ -1,0 +1,81 @@
+"""The report and the token view in a real browser: drawn, quiet, and as wide as the screen."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from plotly.offline import get_plotlyjs_version
+
+from ppo_rlhf.pipelines.reporting.charts import PANELS
+from ppo_rlhf.pipelines.reporting.page import PLOTLY
+from ppo_rlhf.token_view import render_page
+from ppo_rlhf.token_view.page import QUANTITIES
+from tests.pipelines.test_reporting import before_after, run_reporting
+
+WORDS = ["the", "film", "was", "a", "slow", "and", "unbelievably_long_word_that_no_line_has_room_for"]
+NUMBERS = {quantity.name: [0.5, -0.2, 0.0, 1.5, -3.0, 0.1, 0.2] for quantity in QUANTITIES}
+SAMPLE = {"prompt": "once", "tokens": [f" {word}" for word in WORDS], "is_policy": [True] * 7, "score": 1.0}
+SAMPLES: Any = [{"iteration": 3, "responses": 64, "samples": [{**SAMPLE, "terminated": True, "numbers": NUMBERS}]}]
+MEASURES = before_after(kl=(0.0, 14.4), cut_off_rate=(0.938, 0.938)).assign(sft_se=0.062, ppo_se=0.062, change_se=0.066)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    names = ("chromium", "chromium-browser", "google-chrome")
+    program = next((found for name in names if (found := shutil.which(name))), None)
+    if program is None:
+        pytest.skip("no Chromium is installed")
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("pages")
+    report = run_reporting(token_samples=SAMPLES, before_after=MEASURES)["report"]
+    for name, page in (("report", report), ("token_view", render_page(SAMPLES))):
+        (folder / f"{name}.html").write_text(page)
+    return {file.stem: file for file in folder.iterdir()}
+
+
+@pytest.mark.parametrize("width", [1400, 390])
+@pytest.mark.parametrize(("name", "charts"), [("report", len(PANELS) + 1), ("token_view", 0)])
+def test_a_page_is_drawn_without_errors_requests_and_horizontal_scroll(browser, pages, name, charts, width):
+    with browser.new_page(viewport={"width": width, "height": 844}, is_mobile=width == 390) as page:
+        said: list[str] = []
+        asked: list[str] = []
+        page.on("console", lambda message: said.append(message.text))
+        page.on("pageerror", lambda error: said.append(str(error)))
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto(pages[name].as_uri(), wait_until="networkidle")
+        page.wait_for_function(
+            "n => document.querySelectorAll('.js-plotly-plot:has(.trace path, .trace .point)').length == n",
+            arg=charts,
+            timeout=20_000,
+        )
+        assert said == []
+        assert asked == [pages[name].as_uri()]
+        assert page.evaluate("document.documentElement.scrollWidth") == page.evaluate("innerWidth") == width
+        hidden = "Array.from(document.querySelectorAll('.scroll'), box => box.scrollWidth - box.clientWidth)"
+        assert set(page.evaluate(hidden)) <= {0}  # the column Change is in sight
+        page.locator(".token").first.click()
+        assert page.locator(".tip").is_visible()
+
+
+def test_the_script_of_the_charts_is_npms_in_the_version_that_plotly_draws_for():
+    script, told = PLOTLY.read_bytes(), (PLOTLY.parent / "README.md").read_text()
+    assert hashlib.sha256(script).hexdigest() in told
+    assert f"v{get_plotlyjs_version()}\n".encode() in script[:100]
+    assert "MIT License" in (PLOTLY.parent / "LICENSE").read_text()
+
+
+def test_a_report_takes_less_than_two_megabytes(pages):
+    assert pages["report"].stat().st_size < 2_000_000
