@@ -90,7 +90,7 @@ def test_under_autocast_the_cache_is_in_its_type_and_the_logits_are_those_of_flo
 
 
 @pytest.mark.parametrize("fault", ["wrong", "impossible"])
-def test_a_model_that_is_not_decoded_as_whole_passes_are_is_found_out_and_sampled_plainly(monkeypatch, caplog, fault):
+def test_a_model_whose_decoding_differs_from_whole_passes_is_sampled_by_generate(monkeypatch, caplog, fault):
     def attend(self, query_NHD, *others):
         if fault == "impossible":
             raise RuntimeError("shapes do not fit")
@@ -106,7 +106,7 @@ def test_a_model_that_is_not_decoded_as_whole_passes_are_is_found_out_and_sample
     sampling = SamplingSettings(4, 1.0, 0, 1.0, (3,), 0)
     uniforms = torch.rand(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     found, expected = (
-        generate_responses(model, PROMPTS, uniforms, sampling, engine=engine) for engine in ("static", "plain")
+        generate_responses(model, PROMPTS, uniforms, sampling, engine=engine) for engine in ("static", "hf")
     )
     assert torch.equal(found.response_ids, expected.response_ids)
 

@@ -249,9 +249,9 @@ class PPOConfig:
     saves one copy of the policy in `dtype` on the GPU, costs a transfer each iteration, and changes no number."""
     offload_reward_model: bool = False
     """The same for the reward model."""
-    rollout_engine: Literal["static", "plain", "hf"] = "static"
-    """static: decodes without padding and drops the sequences that have ended. plain: one forward pass a token over
-    transformers' cache. hf: transformers' generate. The last two are slower and check the first."""
+    rollout_engine: Literal["static", "hf"] = "static"
+    """static: decodes without padding and drops the sequences that have ended. hf: transformers' generate, which is
+    slower, checks the first, and decodes the architectures that need padding."""
     device: str = "auto"
     """auto takes this process's GPU, or the CPU if there is none; or a torch device such as cuda:1."""
     deterministic: bool = False

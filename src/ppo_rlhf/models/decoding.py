@@ -9,13 +9,11 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, PreTrainedModel
-from transformers.utils import ModelOutput
+from transformers import PreTrainedModel
 
 from ppo_rlhf.models.forward import backbone_of, logits_of, packs
 from ppo_rlhf.models.packed_attention import PackedLayout, as_autocast, packed_hidden_states, take_rows
@@ -98,30 +96,8 @@ def decodes(model: PreTrainedModel) -> bool:
     if model not in _decodes:
         _decodes[model] = packs(backbone_of(model)) and _decodes_like_whole_passes(model)
         if not _decodes[model]:
-            log.info("%s is decoded with transformers' cache, which takes longer.", type(model).__name__)
+            log.info("%s is decoded by transformers' generate, which takes longer.", type(model).__name__)
     return _decodes[model]
-
-
-def caches_keys(model: PreTrainedModel) -> bool:
-    """Return whether every layer's cache holds keys and values: Mamba's holds states, GPT-1 has none."""
-    with probing(model):
-        output = model(input_ids=probe_ids(model, 1)[None].to(model.device), use_cache=True)
-    return holds_keys(cache_of(output))
-
-
-def holds_keys(cache: dict[str, Any]) -> bool:
-    """Return whether every layer of what `cache_of` returned holds keys and values."""
-    return bool(cache) and all(
-        isinstance(held, Cache) and all(hasattr(layer, "keys") for layer in held.layers) for held in cache.values()
-    )
-
-
-def cache_of(output: ModelOutput) -> dict[str, Any]:
-    """Return a model's cache by the name under which its next forward pass takes it, or nothing.
-
-    transformers calls it `cache` since 5.24 and `past_key_values` before.
-    """
-    return {name: output[name] for name in ("cache", "past_key_values") if output.get(name) is not None}
 
 
 def _decodes_like_whole_passes(model: PreTrainedModel) -> bool:

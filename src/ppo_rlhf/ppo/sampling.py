@@ -1,26 +1,23 @@
 """Sampling responses from a causal language model with given noise.
 
-Three engines make the same tokens from the same uniforms. `static` decodes without padding and drops the sequences that
-have ended. `plain` is one forward pass a token over transformers' cache, and `hf` is transformers' `generate` with the
-tokens forced through a logits processor: the oracles of the first.
+Two engines make the same tokens from the same uniforms. `static` decodes without padding and drops the sequences that
+have ended. `hf` is transformers' `generate` with the tokens forced through a logits processor: the oracle of the first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
-from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.core.logprobs import token_logprobs
 from ppo_rlhf.core.responses import length_mask, response_lengths
 from ppo_rlhf.core.sampling import sample_tokens
-from ppo_rlhf.models.decoding import Decoder, cache_of, caches_keys, decodes, holds_keys
+from ppo_rlhf.models.decoding import Decoder, decodes
 from ppo_rlhf.ppo.batch import left_pad, without_padding
 
 STEPS_BETWEEN_LOOKS = 16
@@ -98,18 +95,14 @@ def generate_responses(
         prompt_ids: N prompts as token ids, at least one token each; N may be 0.
         uniforms: `[N, T]` float64 in [0, 1), one for each (episode, step).
         settings: Length, temperature, filters, stop tokens.
-        engine: `static`, `plain` or `hf`. For `static`, an architecture that needs padding is decoded plainly, and by
-            `hf` if it has no cache of keys and values.
+        engine: `static` or `hf`, which also decodes architectures that need padding.
         batch_size: Prompts decoded at a time; the tokens do not depend on it but for rounding.
-
-    Raises:
-        ModelError: `plain` is asked for, and the model has no cache of keys and values.
     """
     dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
     tokens = [torch.empty(0, settings.response_length, dtype=torch.long)]  # a process may have no prompts
     logprobs = [torch.empty(0, settings.response_length, dtype=dtype)]
     with torch.no_grad():
-        decode = _engine(engine, model)
+        decode = _decode_packed if engine == "static" and decodes(model) else _decode_with_generate
         for start in range(0, len(prompt_ids), batch_size):
             noise = uniforms[start : start + batch_size].to(model.device)
             rows, row_logprobs = decode(model, prompt_ids[start : start + batch_size], noise, settings)
@@ -124,17 +117,6 @@ def generate_responses(
         terminated,
         sampler_logprobs=torch.where(is_response, torch.cat(logprobs), 0.0),
     )
-
-
-Decode = Callable[[PreTrainedModel, list[list[int]], Tensor, SamplingSettings], tuple[Tensor, Tensor]]
-"""Samples responses to B prompts with uniforms `[B, T]`; returns tokens and their log-probabilities, `[B, up to T]`."""
-
-
-def _engine(name: str, model: PreTrainedModel) -> Decode:
-    """Return the function that decodes with this model."""
-    if name == "static" and not decodes(model):
-        name = "plain" if caches_keys(model) else "hf"
-    return {"static": _decode_packed, "plain": _decode_plainly, "hf": _decode_with_generate}[name]
 
 
 def _decode_packed(
@@ -171,44 +153,6 @@ def _decode_packed(
 def _is_time_to_look(step: int, device: torch.device) -> bool:
     """Return whether to look which sequences have ended: a look waits for an accelerator."""
     return device.type == "cpu" or step % STEPS_BETWEEN_LOOKS == STEPS_BETWEEN_LOOKS - 1
-
-
-def _decode_plainly(
-    model: PreTrainedModel, prompt_ids: list[list[int]], uniforms: Tensor, settings: SamplingSettings
-) -> tuple[Tensor, Tensor]:
-    """Prefill the prompts, then one forward a token over transformers' cache, until every row has stopped."""
-    stops = torch.tensor(settings.stop_token_ids, dtype=torch.long, device=model.device)
-    prompts = left_pad(prompt_ids, settings.pad_token_id, model.device)
-    attention_mask, position_ids = prompts.attention_mask, prompts.position_ids
-    step_ids, cache = prompts.input_ids, dict[str, Any]()
-    finished = torch.zeros(len(step_ids), dtype=torch.bool, device=model.device)
-    tokens: list[Tensor] = []
-    logprobs: list[Tensor] = []
-    for step in range(settings.response_length):
-        output = model(
-            input_ids=step_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            use_cache=True,
-            logits_to_keep=1,
-            **cache,
-        )
-        cache = cache_of(output)
-        if not holds_keys(cache):
-            raise ModelError(
-                f"ppo.rollout_engine=plain: {type(model).__name__} has no cache of keys and values. "
-                "Set it to static or hf"
-            )
-        token, logprob = _sample(output.logits[:, -1], uniforms, step, settings)
-        tokens.append(torch.where(finished, settings.pad_token_id, token))
-        logprobs.append(logprob)
-        finished = finished | torch.isin(token, stops)
-        if bool(finished.all()):
-            break
-        step_ids = tokens[-1][:, None]
-        attention_mask = torch.cat([attention_mask, attention_mask.new_ones(len(token), 1)], dim=1)
-        position_ids = position_ids[:, -1:] + 1
-    return torch.stack(tokens, dim=1), torch.stack(logprobs, dim=1)
 
 
 class _ForcedSampling(LogitsProcessor):
