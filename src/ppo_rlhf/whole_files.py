@@ -2,15 +2,18 @@
 
 import os
 import platform
+import re
 import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil
+
 DRAFT = ".{name}.{process}.draft"
 ABANDONED_S = 24 * 3600
-"""A draft this old belongs to a process that was killed."""
+"""A draft this old belongs to a process that was killed on another machine."""
 
 
 @contextmanager
@@ -23,11 +26,12 @@ def written_whole(target: Path) -> Iterator[Path]:
         OSError: It cannot be written, or `target` is a folder that is not empty.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    for old in target.parent.glob(DRAFT.format(name="*", process="*")):
+    for old in target.parent.glob(DRAFT.format(name="*", process="*") + "*"):  # SQLite adds -journal
         with suppress(FileNotFoundError):  # another process has just renamed it
-            if time.time() - old.stat().st_mtime > ABANDONED_S:
+            if _writer_is_gone(old.name) or time.time() - old.stat().st_mtime > ABANDONED_S:
                 delete(old)
     draft = target.with_name(DRAFT.format(name=target.name, process=process_name()))
+    delete(draft)  # of a process that had the same number
     try:
         yield draft
         for path in [*draft.rglob("*"), draft]:
@@ -41,6 +45,12 @@ def written_whole(target: Path) -> Iterator[Path]:
 def process_name() -> str:
     """Return a name that no other process has, on this machine or on another one that shares its disk."""
     return f"{platform.node()}-{os.getpid()}"
+
+
+def _writer_is_gone(draft: str) -> bool:
+    """Return whether a draft was begun on this machine by a process that runs no more."""
+    number = re.search(rf"\.{re.escape(platform.node())}-(\d+)\.draft", draft)
+    return number is not None and not psutil.pid_exists(int(number[1]))
 
 
 def delete(path: Path) -> None:
