@@ -112,7 +112,8 @@ def caches_keys(model: PreTrainedModel) -> bool:
 def holds_keys(cache: dict[str, Any]) -> bool:
     """Return whether every layer of what `cache_of` returned holds keys and values."""
     return bool(cache) and all(
-        isinstance(held, Cache) and all(hasattr(layer, "keys") for layer in held.layers) for held in cache.values()
+        isinstance(held, Cache) and all(hasattr(layer, "keys") for layer in getattr(held, "layers", [None]))
+        for held in cache.values()  # an encoder-decoder's has no layers
     )
 
 
