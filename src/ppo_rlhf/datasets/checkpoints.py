@@ -18,6 +18,7 @@ from ppo_rlhf.processes import is_main_process
 from ppo_rlhf.whole_files import process_name, written_whole
 
 EVALUATIONS = "evaluations.json"
+NEEDED = ("iteration", "eval/kl", "eval/reward")
 RUN_ID = "PPO_RLHF_RUN_ID"
 """The environment variable by which all processes of a run know its MLflow run id."""
 
@@ -146,8 +147,8 @@ def read_evaluations(directory: Path) -> list[dict[str, Any]]:
         return []
     try:
         rows: list[dict[str, Any]] = json.loads(path.read_bytes())
-        if not isinstance(rows, list) or not all(isinstance(row["iteration"], int | float) for row in rows):
-            raise TypeError("a row has no iteration")
+        if not isinstance(rows, list) or not all(isinstance(row[name], int | float) for row in rows for name in NEEDED):
+            raise TypeError(f"it is not a list of rows with the numbers {', '.join(NEEDED)}")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(
             f"{path}: damaged ({error}). Mend it, or move it away: then the run goes on, but no longer knows which "

@@ -174,9 +174,11 @@ class StageOutputs:
     def _noted(self) -> dict[str, Any]:
         try:
             noted: dict[str, Any] = json.loads(self._file.read_text(encoding="utf-8"))
+            if not all(isinstance(entry["path"], str) for entry in noted.values()):
+                raise TypeError("an entry has no path")
         except FileNotFoundError:
             return {}
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             logger.warning("%s: cannot be read, so no stage is skipped: %s", self._file, error)
             return {}
         return noted
