@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from kedro.framework.cli.utils import _split_params
 from kedro.framework.session import KedroSession
 from rich.console import Console
 from rich.padding import Padding
@@ -18,6 +17,7 @@ from rich.text import Text
 
 from ppo_rlhf.cli.advise import show
 from ppo_rlhf.cli.errors import project_here
+from ppo_rlhf.cli.params import split_params
 from ppo_rlhf.core.errors import DataError, ModelError
 from ppo_rlhf.hooks.checks import refuse_unread
 
@@ -47,7 +47,7 @@ SIDE_BY_SIDE = 100
 @click.option("--seed", type=click.IntRange(0, 2**32 - 1), help="Of the noise, the same for both policies.")
 @click.option("--reward", "with_reward", is_flag=True, help="Score each answer by the project's reward.")
 @click.option("--plain", is_flag=True, help="Take a typed prompt as text even if the tokenizer has a chat template.")
-@click.option("--params", callback=_split_params, default="", help="Settings, as `kedro run` takes them.")
+@click.option("--params", callback=split_params, default="", help="Settings, as `kedro run` takes them.")
 @click.option("--env", "-e", help="Kedro's environment.")
 def generate(**options: Any) -> None:
     """Let the SFT policy and the PPO policy answer PROMPT with the same noise, and show both answers.
