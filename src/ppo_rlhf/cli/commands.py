@@ -47,11 +47,11 @@ class RunCommand(click.Command):
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
         """Parse the options."""
-        return _with_one_line_errors(lambda: super(RunCommand, self).make_context(*args, **kwargs))
+        return _with_one_line_errors(super().make_context, *args, **kwargs)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run."""
-        return _with_one_line_errors(lambda: super(RunCommand, self).invoke(ctx))
+        return _with_one_line_errors(super().invoke, ctx)
 
 
 def _run(**options: Any) -> Any:
@@ -78,12 +78,13 @@ def _run_options() -> list[click.Parameter]:
     return options
 
 
-def _with_one_line_errors(action: Callable[[], T]) -> T:
+def _with_one_line_errors(action: Callable[..., T] | None, *args: Any, **options: Any) -> T:
     """Show errors that a person can mend as lines without a traceback, and turn signals into exit codes."""
     try:
         # another process has nothing to clean up, and may wait for the main one where Python handles no signal
         with raising_on_signals() if is_main_process() else nullcontext():
-            return action()
+            assert action is not None
+            return action(*args, **options)
     except RunInterruptedError as stopped:
         _stop(stopped)
     except TerminationSignal as stop:  # outside the session
@@ -95,10 +96,6 @@ def _with_one_line_errors(action: Callable[[], T]) -> T:
         if lines is None:
             raise
         raise click.ClickException("\nError: ".join(lines)) from None
-
-
-def _in_one_line(callback: Any, *args: Any, **options: Any) -> Any:
-    return _with_one_line_errors(lambda: callback(*args, **options))
 
 
 def _stop(stopped: RunInterruptedError) -> NoReturn:
@@ -144,4 +141,4 @@ run = RunCommand("run", callback=_run, params=_run_options(), help="Run pipeline
 for command in (run, advise, convert_config, doctor, generate, plan_memory):
     cli.add_command(command)
 for command in catalog.commands.values():  # Kedro's own, which read the parameters, too
-    command.callback = partial(_in_one_line, command.callback)
+    command.callback = partial(_with_one_line_errors, command.callback)

@@ -19,6 +19,7 @@ from ppo_rlhf.cli.advise import show
 from ppo_rlhf.cli.errors import project_here
 from ppo_rlhf.cli.params import split_params
 from ppo_rlhf.core.errors import DataError, ModelError
+from ppo_rlhf.core.visible import visible
 from ppo_rlhf.hooks.checks import refuse_unread
 
 if TYPE_CHECKING:  # imported where they are used: they import torch, which other commands do without
@@ -123,7 +124,7 @@ def _lines(project_path: Path, options: dict[str, Any]) -> Iterator[str]:
         except DataError as error:
             if options["prompt"] is not None:
                 raise
-            yield f"Error: {error}"  # one prompt too long must not end the conversation
+            yield visible(f"Error: {error}")  # one prompt too long must not end the conversation
 
 
 def _typed() -> Iterator[str]:
@@ -212,7 +213,7 @@ def _shown(console: Console, prompt: str, answers: Mapping[str, Sequence[Answer]
             for name, answer in zip(answers, drawn, strict=True):
                 table.add_row(Text(name, style="bold"), _written(answer))
     with console.capture() as captured:
-        console.print("", Text(prompt, style="cyan"), Padding(table, (0, 0, 0, 2)), sep="\n")
+        console.print("", Text(visible(prompt), style="cyan"), Padding(table, (0, 0, 0, 2)), sep="\n")
     return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 
@@ -220,4 +221,4 @@ def _written(answer: Answer) -> Text:
     facts = [f"{answer.tokens} tokens"] + (["cut off"] if answer.is_cut_off else [])
     if answer.reward is not None:
         facts.insert(0, f"reward {answer.reward:.2f}")
-    return Text.assemble(answer.text.strip() or "(nothing)", "\n", (", ".join(facts), "dim"))
+    return Text.assemble(visible(answer.text.strip()) or "(nothing)", "\n", (", ".join(facts), "dim"))

@@ -5,7 +5,9 @@ import json
 import pandas as pd
 import pyarrow.parquet
 from kedro_datasets._typing import TablePreview
-from kedro_datasets.pandas import ParquetDataset
+from kedro_datasets.pandas import CSVDataset, ParquetDataset
+
+FORMULA = [*"=+-@\t\r'"]
 
 
 class TableDataset(ParquetDataset):
@@ -29,6 +31,18 @@ class OptionalTableDataset(TableDataset):
     def load(self) -> pd.DataFrame | None:
         """Return the table, None if there is none yet."""
         return super().load() if self.exists() else None
+
+
+class SpreadsheetDataset(CSVDataset):
+    """CSV as kedro-datasets has it, in which a spreadsheet finds no formula: an apostrophe hides each, until loaded."""
+
+    def save(self, data: pd.DataFrame) -> None:
+        """Save with an apostrophe before each text that begins as a formula does."""
+        super().save(data.map(lambda cell: f"'{cell}" if str(cell)[:1] in FORMULA and isinstance(cell, str) else cell))
+
+    def load(self) -> pd.DataFrame:
+        """Load without these apostrophes."""
+        return super().load().map(lambda cell: cell[1:] if isinstance(cell, str) and cell[:1] == "'" else cell)
 
 
 def table_preview(rows: pd.DataFrame) -> TablePreview:
