@@ -28,7 +28,9 @@ def written_whole(target: Path) -> Iterator[Path]:
     target.parent.mkdir(parents=True, exist_ok=True)
     for old in target.parent.glob(DRAFT.format(name="*", process="*") + "*"):  # SQLite adds -journal
         with suppress(FileNotFoundError):  # another process has just renamed it
-            if _writer_is_gone(old.name) or time.time() - old.stat().st_mtime > ABANDONED_S:
+            number = re.search(rf"\.{re.escape(platform.node())}-(\d+)\.draft", old.name)
+            has_ended = number is not None and not psutil.pid_exists(int(number[1]))
+            if has_ended or time.time() - old.stat().st_mtime > ABANDONED_S:
                 delete(old)
     draft = target.with_name(DRAFT.format(name=target.name, process=process_name()))
     delete(draft)  # of a process that had the same number
@@ -45,12 +47,6 @@ def written_whole(target: Path) -> Iterator[Path]:
 def process_name() -> str:
     """Return a name that no other process has, on this machine or on another one that shares its disk."""
     return f"{platform.node()}-{os.getpid()}"
-
-
-def _writer_is_gone(draft: str) -> bool:
-    """Return whether a draft was begun on this machine by a process that runs no more."""
-    number = re.search(rf"\.{re.escape(platform.node())}-(\d+)\.draft", draft)
-    return number is not None and not psutil.pid_exists(int(number[1]))
 
 
 def delete(path: Path) -> None:

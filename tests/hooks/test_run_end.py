@@ -53,7 +53,7 @@ def test_without_a_checkpoint_the_run_still_can_go_on(tmp_path: Path):
         ("run", "kedro run --params resume=latest"),
         ("run --env test --params a=1,resume=x", "kedro run --env test --params a=1,resume=latest"),
         ("run --params resume=latest", "kedro run --params resume=latest"),
-        ("run --params 'resume=x, a=[1,2]'", "kedro run --params ' a=[1,2],resume=latest'"),
+        ("run --params 'resume=x, a=[1,2]'", "kedro run --params 'a=[1,2],resume=latest'"),
         ("run '--params=a=b c' --conf-source conf", "kedro run --params 'a=b c,resume=latest' --conf-source conf"),
         ("-f kernel.json", "resume=latest among the parameters"),  # a notebook
     ],

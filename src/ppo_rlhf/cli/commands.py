@@ -26,6 +26,7 @@ from ppo_rlhf.cli.generate import generate
 from ppo_rlhf.cli.params import split_params
 from ppo_rlhf.cli.plan_memory import plan_memory
 from ppo_rlhf.config.settings_group import closest
+from ppo_rlhf.core.visible import visible
 from ppo_rlhf.processes import check_launch, is_main_process
 from ppo_rlhf.signals import RunInterruptedError, TerminationSignal, raising_on_signals
 
@@ -78,12 +79,11 @@ def _run_options() -> list[click.Parameter]:
     return options
 
 
-def _with_one_line_errors(action: Callable[..., T] | None, *args: Any, **options: Any) -> T:
+def _with_one_line_errors(action: Callable[..., T], *args: Any, **options: Any) -> T:
     """Show errors that a person can mend as lines without a traceback, and turn signals into exit codes."""
     try:
         # another process has nothing to clean up, and may wait for the main one where Python handles no signal
         with raising_on_signals() if is_main_process() else nullcontext():
-            assert action is not None
             return action(*args, **options)
     except RunInterruptedError as stopped:
         _stop(stopped)
@@ -95,7 +95,7 @@ def _with_one_line_errors(action: Callable[..., T] | None, *args: Any, **options
             lines = _lines_of_this_process_alone(lines)
         if lines is None:
             raise
-        raise click.ClickException("\nError: ".join(lines)) from None
+        raise click.ClickException(visible("\nError: ".join(lines))) from None
 
 
 def _stop(stopped: RunInterruptedError) -> NoReturn:
@@ -141,4 +141,4 @@ run = RunCommand("run", callback=_run, params=_run_options(), help="Run pipeline
 for command in (run, advise, convert_config, doctor, generate, plan_memory):
     cli.add_command(command)
 for command in catalog.commands.values():  # Kedro's own, which read the parameters, too
-    command.callback = partial(_with_one_line_errors, command.callback)
+    command.callback = partial(_with_one_line_errors, command.callback)  # type: ignore[arg-type]

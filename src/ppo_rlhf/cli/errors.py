@@ -15,7 +15,6 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError
 
 from ppo_rlhf.core.errors import own_error
-from ppo_rlhf.core.visible import visible
 
 CONFIGURATION = (OmegaConfBaseException, YAMLError, MissingConfigException, BadConfigException)
 CATALOG_ENTRY = ("An exception occurred when parsing config for dataset", "'load_versions' keys")
@@ -24,11 +23,6 @@ _KEDRO_PREFIX = re.compile(r"^- (Parameter '[^']*': Failed to instantiate \w+ fo
 
 def one_line_each(error: Exception) -> list[str] | None:
     """Return the lines to show for an error, None if it is unexpected and its traceback is wanted."""
-    lines = _lines_of(error)
-    return None if lines is None else [visible(line) for line in lines]
-
-
-def _lines_of(error: Exception) -> list[str] | None:
     if isinstance(error, ParameterValidationError):
         _, *lines = str(error).splitlines()
         return [_KEDRO_PREFIX.sub("", line) for line in lines if line]

@@ -7,7 +7,7 @@ import pyarrow.parquet
 from kedro_datasets._typing import TablePreview
 from kedro_datasets.pandas import CSVDataset, ParquetDataset
 
-FORMULA = [*"=+-@\t\r'"]
+FORMULA = (*"=+-@\t\r'",)
 
 
 class TableDataset(ParquetDataset):
@@ -38,7 +38,7 @@ class SpreadsheetDataset(CSVDataset):
 
     def save(self, data: pd.DataFrame) -> None:
         """Save with an apostrophe before each text that begins as a formula does."""
-        super().save(data.map(lambda cell: f"'{cell}" if str(cell)[:1] in FORMULA and isinstance(cell, str) else cell))
+        super().save(data.map(lambda cell: f"'{cell}" if isinstance(cell, str) and cell[:1] in FORMULA else cell))
 
     def load(self) -> pd.DataFrame:
         """Load without these apostrophes."""

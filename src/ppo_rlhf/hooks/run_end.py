@@ -63,8 +63,7 @@ def resume_command(typed: list[str]) -> str:
     words = [part for word in command for part in (word.split("=", 1) if word.startswith("--params=") else [word])]
     if "--params" in words[:-1]:
         at = words.index("--params") + 1
-        given = re.split(r",(?=[^,=]+=)", words[at])  # a list has commas, too
-        words[at] = ",".join([*(each for each in given if not each.strip().startswith("resume=")), "resume=latest"])
+        words[at] = f"{re.sub(r'(^|,) *resume=[^,]*', '', words[at])},resume=latest".lstrip(", ")
         return shlex.join(words)
     return shlex.join([*words, "--params", "resume=latest"])
 

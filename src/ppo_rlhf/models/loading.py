@@ -45,10 +45,7 @@ from ppo_rlhf.models.directories import (
 from ppo_rlhf.models.probe import check_causal
 from ppo_rlhf.models.quantisation import check_bitsandbytes, four_bit_config, settle_quantised
 from ppo_rlhf.models.quiet import errors_only, quiet_transformers
-from ppo_rlhf.models.reward_model import (  # the import also registers our reward model with transformers
-    MODEL_TYPE,
-    why_no_reward_model,
-)
+from ppo_rlhf.models.reward_model import MODEL_TYPE, why_no_reward_model  # registers our reward model, too
 from ppo_rlhf.models.tokenizers import ensure_pad_id, ensure_pad_token
 from ppo_rlhf.models.value_heads import VALUE_HEAD, read_value_head, value_head_tensors
 
