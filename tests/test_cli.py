@@ -164,6 +164,22 @@ def test_a_bare_name_of_two_nodes_is_refused(monkeypatch: pytest.MonkeyPatch):
     assert commands._full_names(["ppo.evaluate"], [None]) == ["ppo.evaluate"]
 
 
+def test_a_list_is_written_in_brackets_on_the_command_line_too():
+    name = ["--params", "evaluation.pass_at=[1,2],evaluation.samples_per_prompt=4,seed=3"]
+    context = run.make_context("run", name)
+    assert context.params["params"] == {"evaluation": {"pass_at": [1, 2], "samples_per_prompt": 4}, "seed": 3}
+    assert run.make_context("run", ["--params", "a=[],b=[7]"]).params["params"] == {"a": [], "b": [7]}
+
+
+def test_kedros_catalog_commands_show_a_wrong_parameter_in_the_line_of_a_run(kedro: Kedro, toy_project: Path):
+    (toy_project / "conf" / "local" / "parameters.yml").write_text("ppo: {kl_coeff: 0.3}\n")
+    result = kedro(toy_project, "catalog", "describe-datasets")
+    assert result.exit_code == 1
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("Error: ppo.kl_coeff")
+    assert [line] == refused(kedro, toy_project)
+
+
 def test_another_environment_says_which_personal_settings_it_leaves_unused(
     kedro: Kedro, toy_project: Path, caplog: pytest.LogCaptureFixture
 ):

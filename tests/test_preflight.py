@@ -12,7 +12,7 @@ import pytest
 from kedro.io import DataCatalog, MemoryDataset
 from kedro.pipeline import Node, Pipeline
 from packaging.requirements import Requirement
-from transformers import GPT2LMHeadModel
+from transformers import GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.data.prompts import PromptsConfig
@@ -260,11 +260,18 @@ def test_gradient_checkpointing_that_the_model_lacks_is_found(user: User, monkey
 
 
 def test_a_reward_model_is_checked_only_if_the_reward_uses_it(user: User, models: Path):
-    user.paths["reward_model"] = str(models / "policy")  # of the other kind: it has two labels
+    user.paths["reward_model"] = str(models / "policy")  # of the other kind
     assert user.problems() == []
     user.groups["reward"] = RewardConfig(components=[MODEL])
     (problem,) = user.problems()
-    assert "num_labels" in problem
+    assert "num_labels=1, this is a GPT2LMHeadModel" in problem
+
+
+def test_an_encoder_decoder_is_found_before_the_run(user: User):
+    config = T5Config(vocab_size=25, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    user.paths["sft_policy"] = save(user.folder / "t5", T5ForConditionalGeneration(config))
+    (problem,) = user.problems()
+    assert "T5Config is of no causal language model" in problem
 
 
 def test_a_critic_from_a_reward_model_with_other_words_is_found(user: User, models: Path):
@@ -287,7 +294,7 @@ def test_a_stored_critic_is_checked_only_if_it_is_asked_for(user: User, models: 
     assert problem.startswith("critic_path is not set")
     user.paths["pretrained_critic"] = str(models / "policy")
     (problem,) = user.problems()
-    assert "a critic has num_labels=1" in problem
+    assert "a critic is a sequence classifier with num_labels=1" in problem
     user.paths["pretrained_critic"] = str(models / "other_words")
     (problem,) = user.problems()
     assert problem.startswith("ppo.value_model=pretrained")

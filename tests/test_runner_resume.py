@@ -185,7 +185,7 @@ def test_an_output_that_is_gone_or_not_whole_is_made_again(project, spoil, again
     assert project.run("latest") == [again, "ppo.start", "ppo.optimise", "export"]
 
 
-@pytest.mark.parametrize("content", ["{half", '{"rows": {"path": "rows.json"}}'])
+@pytest.mark.parametrize("content", ["{half", '{"rows": {"path": "rows.json"}}', "[]", '{"rows": 3}', '{"rows": {}}'])
 def test_a_record_that_cannot_be_used_skips_nothing(project, content):
     project.run()
     (project.folder / "checkpoints/run/outputs.json").write_text(content)

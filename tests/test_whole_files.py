@@ -1,7 +1,9 @@
 """A file or a folder is whole or not there."""
 
 import os
+import platform
 import stat
+import subprocess
 
 import pytest
 
@@ -55,3 +57,21 @@ def test_the_drafts_of_killed_processes_are_deleted_and_those_of_others_stay(tmp
         draft.write_text("new")
     assert sorted(path.name for path in tmp_path.iterdir()) == [".gone.3.draft", ".model.2.draft", "file"]
     assert whole_files.ABANDONED_S >= 3600
+
+
+def test_the_drafts_of_processes_of_this_machine_that_run_no_more_are_deleted_at_once(tmp_path):
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    here, others = platform.node(), f".file.{platform.node()}-{os.getppid()}.draft"
+    for name in (f".old.db.{here}-{ended.pid}.draft", f".old.db.{here}-{ended.pid}.draft-journal", others):
+        (tmp_path / name).write_text("half")
+    (tmp_path / f".model.{here}-{os.getpid()}.draft").mkdir()  # a process of the same number was killed
+    (tmp_path / f".model.{here}-{os.getpid()}.draft" / "stale").touch()
+    with written_whole(tmp_path / "model") as draft:
+        draft.mkdir()
+        (draft / "inner").write_text("new")
+    assert sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")) == [
+        others,
+        "model",
+        "model/inner",
+    ]

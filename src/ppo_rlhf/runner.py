@@ -287,7 +287,7 @@ def _repeat(plan: LoopPlan, catalog: RunCatalog, execute: Callable[[Node], None]
         for node in plan.repeatable:
             execute(node)
     if state.finished:
-        say("No iteration is left to do: %d of %d are done.", state.iteration, state.total_iterations)
+        say("Training is already complete (%d of %d iterations).", state.iteration, state.total_iterations)
         return
     say("Training: %d iterations.", state.total_iterations - state.iteration)
     shutdown = _Shutdown(state)

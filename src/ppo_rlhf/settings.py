@@ -6,6 +6,7 @@ import warnings
 
 import mlflow.telemetry
 
+from ppo_rlhf.core.visible import VisibleRecord
 from ppo_rlhf.hooks import ChecksHook, FollowerHook, TrackingHook
 from ppo_rlhf.processes import is_main_process
 from ppo_rlhf.runner import LoopSession
@@ -13,6 +14,8 @@ from ppo_rlhf.runner import LoopSession
 # Kedro's own, four times a command; conf/logging.yml holds back the warnings before this line.
 warnings.filterwarnings("ignore", message=r"register_new_resolver\(\) is deprecated")
 logging.getLogger("py.warnings").setLevel(logging.WARNING)
+
+logging.setLogRecordFactory(VisibleRecord)  # Kedro's logging.yml takes no class of a project
 
 os.environ.setdefault("DO_NOT_TRACK", "true")
 mlflow.telemetry.set_telemetry_client()  # obeys the line above; MLflow was imported before it

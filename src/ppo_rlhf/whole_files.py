@@ -2,15 +2,18 @@
 
 import os
 import platform
+import re
 import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil
+
 DRAFT = ".{name}.{process}.draft"
 ABANDONED_S = 24 * 3600
-"""A draft this old belongs to a process that was killed."""
+"""A draft this old belongs to a process that was killed on another machine."""
 
 
 @contextmanager
@@ -23,11 +26,14 @@ def written_whole(target: Path) -> Iterator[Path]:
         OSError: It cannot be written, or `target` is a folder that is not empty.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    for old in target.parent.glob(DRAFT.format(name="*", process="*")):
+    for old in target.parent.glob(DRAFT.format(name="*", process="*") + "*"):  # SQLite adds -journal
         with suppress(FileNotFoundError):  # another process has just renamed it
-            if time.time() - old.stat().st_mtime > ABANDONED_S:
+            number = re.search(rf"\.{re.escape(platform.node())}-(\d+)\.draft", old.name)
+            has_ended = number is not None and not psutil.pid_exists(int(number[1]))
+            if has_ended or time.time() - old.stat().st_mtime > ABANDONED_S:
                 delete(old)
     draft = target.with_name(DRAFT.format(name=target.name, process=process_name()))
+    delete(draft)  # of a process that had the same number
     try:
         yield draft
         for path in [*draft.rglob("*"), draft]:

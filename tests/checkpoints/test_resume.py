@@ -1,11 +1,13 @@
 """Restoring a run: the settings that must be the same, those that may differ, and all of the state."""
 
 import dataclasses
+import json
 import re
 from pathlib import Path
 
 import pytest
 
+from ppo_rlhf.checkpoints import files
 from ppo_rlhf.checkpoints.resume import CHANGES_NUMBERS, MAY_CHANGE, config_changes, restore
 from ppo_rlhf.checkpoints.store import write_checkpoint
 from ppo_rlhf.config import PPOConfig
@@ -80,6 +82,37 @@ def test_a_damaged_checkpoint_is_refused(make_run, saved):
     (saved / "critic.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"critic\.safetensors: missing"):
         restore(make_run().state, saved)
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "value"),
+    [
+        ("history.json", [], {"kl": 1}),
+        ("history.json", [0], 3),
+        ("state.json", [], []),
+        ("state.json", ["config"], []),
+        ("state.json", ["iteration"], "1"),
+        ("state.json", ["origin"], []),
+        ("state.json", ["policy_optimizer"], 3),
+        ("state.json", ["extra", "kl_controller"], 3),
+        ("state.json", ["extra", "early_stops"], None),
+    ],
+)
+def test_whole_files_of_another_shape_are_refused_in_one_line(make_run, saved, name, path, value):
+    """Their manifest fits, as if another program had written them."""
+    content = json.loads((saved / name).read_bytes())
+    holder = content
+    for key in path[:-1]:
+        holder = holder[key]
+    if path:
+        holder[path[-1]] = value
+    (saved / name).write_text(json.dumps(content if path else value))
+    (saved / files.MANIFEST).unlink()
+    files._write_manifest(saved, saved.parent.name, 1)
+    with pytest.raises(CheckpointError) as refused:
+        restore(make_run().state, saved)
+    assert "damaged" not in str(refused.value)
+    assert "\n" not in str(refused.value)
 
 
 def test_damaged_settings_are_not_compared(make_run, saved):

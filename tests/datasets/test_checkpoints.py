@@ -15,7 +15,13 @@ from ppo_rlhf.checkpoints.store import CheckpointRequest
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError, own_error
 from ppo_rlhf.datasets import checkpoints
-from ppo_rlhf.datasets.checkpoints import CheckpointDataset, EvaluationLogDataset, read_evaluations, run_directory
+from ppo_rlhf.datasets.checkpoints import (
+    RANKED_BY,
+    CheckpointDataset,
+    EvaluationLogDataset,
+    read_evaluations,
+    run_directory,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -170,11 +176,11 @@ def test_evaluations_are_appended_and_read_back_oldest_first(tmp_path):
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["evaluations.json"]
 
 
-@pytest.mark.parametrize("content", ["{}", "3", "[1]", "[{}]", '[{"iteration": []}]', "[" * 100_000])
+@pytest.mark.parametrize("content", ["{}", "3", "[1]", "[{}]", '[{"iteration": 1}]', "[" * 100_000])
 def test_a_log_of_evaluations_that_holds_something_else_is_damaged(tmp_path, content):
     (tmp_path / "evaluations.json").write_text(content)
     with pytest.raises(CheckpointError, match="damaged"):
-        read_evaluations(tmp_path)
+        read_evaluations(tmp_path, RANKED_BY)
 
 
 def test_a_damaged_log_of_evaluations_is_named_and_left_as_it_is_and_no_checkpoint_is_deleted(tmp_path):

@@ -2,7 +2,7 @@ import json
 
 import pandas as pd
 
-from ppo_rlhf.datasets import OptionalTableDataset, TableDataset
+from ppo_rlhf.datasets import OptionalTableDataset, SpreadsheetDataset, TableDataset
 
 CHAT = [{"role": "user", "content": "hé"}]
 
@@ -23,3 +23,16 @@ def test_an_optional_table_is_none_until_it_is_written(tmp_path):
     assert dataset.load() is None
     dataset.save(pd.DataFrame({"text": ["a"]}))
     assert dataset.load()["text"].tolist() == ["a"]
+
+
+def test_no_text_of_a_spreadsheet_is_a_formula_and_what_is_read_is_what_was_saved(tmp_path):
+    texts = ["=1+1", "+a", "-a", "@a", "'a", "a", "", "7"]
+    table = pd.DataFrame({"text": texts, "n": [-1.5] * len(texts)})
+    path = tmp_path / "pairs.csv"
+    options = {"save_args": {"index": False}, "load_args": {"keep_default_na": False, "dtype": {"text": str}}}
+    dataset = SpreadsheetDataset(filepath=str(path), **options)
+    dataset.save(table)
+    cells = [line.split(",") for line in path.read_text().splitlines()[1:]]
+    assert [text for text, _ in cells] == ["'=1+1", "'+a", "'-a", "'@a", "''a", "a", "", "7"]
+    assert {number for _, number in cells} == {"-1.5"}
+    pd.testing.assert_frame_equal(dataset.load(), table)

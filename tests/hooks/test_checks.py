@@ -206,7 +206,7 @@ def test_another_runner_is_refused_for_the_loop_and_welcome_elsewhere():
     check_runner(parallel, Pipeline([first]))
     with pytest.raises(ConfigError, match="only-missing-outputs"):
         check_runner(parallel, Pipeline([first, step]))
-    with pytest.raises(ConfigError, match=r"ParallelRunner .* drop --runner"):
+    with pytest.raises(ConfigError, match=r'drop --runner, .* "runner": "ppo_rlhf\.runner\.LoopRunner"'):
         check_runner({**parallel, "only_missing_outputs": False}, Pipeline([first, step]))
     with pytest.raises(ConfigError, match=r"session.run\(runner=LoopRunner\(\)\)"):
         check_runner({"runner": "None", "only_missing_outputs": False}, Pipeline([first, step]))

@@ -69,9 +69,7 @@ def test_refused_metrics_are_sent_again_and_it_is_said_once(
     for step in (1, 2):
         log.log({"objective/scores": step / 4, "iteration": step}, step)
         assert not log.flush(10.0)
-    assert caplog.messages == [
-        f"MLflow refuses metrics of run {run_id}; they are sent again: no route to http://***@host"
-    ]
+    assert caplog.messages == [f"MLflow rejected metrics of run {run_id}; retrying: no route to http://***@host"]
     refusals.clear()
     log.log({"objective/scores": 0.75}, 3)
     assert log.close(10.0)

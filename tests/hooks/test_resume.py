@@ -302,9 +302,9 @@ def test_a_run_that_is_named_with_other_settings_and_data_is_refused_by_one_line
     untouched = toy.state_of_everything()
     line = error(toy.kedro("ppo.kl_coef=0.1", "ppo.gamma=0.9", "ppo.save_interval=3", f"resume={run_id}"))
     assert line == (
-        f"resume={run_id}: MLflow run {run_id} goes on only as it was started, but these differ: the data raw_prompts "
-        f"({prompts}); ppo.gamma (1.0 before, 0.9 now); ppo.kl_coef (0.05 before, 0.1 now). Take them back, or leave "
-        "out resume to start a new run."
+        f"resume={run_id}: MLflow run {run_id} resumes only with its original settings. Changed since: the data "
+        f"raw_prompts ({prompts}); ppo.gamma (1.0 before, 0.9 now); ppo.kl_coef (0.05 before, 0.1 now). Restore them, "
+        "or leave out resume to start a new run."
     )
     assert toy.state_of_everything() == untouched
 
@@ -349,7 +349,7 @@ def test_what_a_changed_function_made_before_ppo_is_made_anew_with_all_that_depe
     tmp_path: Path, changed: str | None, read: dict[str, str], left: set[str]
 ):
     outputs = tmp_path / "outputs.json"
-    outputs.write_text(json.dumps({name: {} for name in OUTPUTS}))
+    outputs.write_text(json.dumps({name: {"path": name} for name in OUTPUTS}))
     this = now({"reward_modelling.labeller": "my_labels:score", "reward.components": '[{"function": "my_rewards:f"}]'})
     this.tags.update(read)
     changes = {f"data.{changed}.fingerprint": ("a", "b")} if changed else {"total_episodes": ("24", "32")}

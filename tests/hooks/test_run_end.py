@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -50,10 +51,28 @@ def test_without_a_checkpoint_the_run_still_can_go_on(tmp_path: Path):
     ("typed", "expected"),
     [
         ("run", "kedro run --params resume=latest"),
-        ("run --env test --params a=1,resume=x", "kedro run --env test --params a=1,resume=x,resume=latest"),
+        ("run --env test --params a=1,resume=x", "kedro run --env test --params a=1,resume=latest"),
+        ("run --params resume=latest", "kedro run --params resume=latest"),
+        ("run --params 'resume=x, a=[1,2]'", "kedro run --params 'a=[1,2],resume=latest'"),
         ("run '--params=a=b c' --conf-source conf", "kedro run --params 'a=b c,resume=latest' --conf-source conf"),
         ("-f kernel.json", "resume=latest among the parameters"),  # a notebook
     ],
 )
 def test_the_command_to_go_on_is_what_was_typed_with_resume(typed: str, expected: str):
     assert resume_command(["/bin/kedro", *shlex.split(typed)]) == expected
+
+
+@pytest.mark.parametrize(
+    ("launcher", "expected"),
+    [
+        ("/v/bin/python3 /v/bin/torchrun --nproc_per_node 2 -m kedro", "torchrun --nproc_per_node 2 -m kedro"),
+        ("/v/bin/python3 -m torch.distributed.run -m kedro", "python3 -m torch.distributed.run -m kedro"),
+        ("/bin/bash", "kedro"),
+    ],
+)
+def test_the_command_to_go_on_on_several_processes_is_the_launchers(launcher: str, expected: str, monkeypatch):
+    words = shlex.split(launcher) + (["run", "--env", "test"] if "kedro" in launcher else [])
+    monkeypatch.setattr("psutil.Process", lambda _: SimpleNamespace(cmdline=lambda: words))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    typed = ["/lib/kedro/__main__.py", "run", "--env", "test"]
+    assert resume_command(typed) == f"{expected} run --env test --params resume=latest"

@@ -264,7 +264,7 @@ def test_a_project_that_cannot_be_written_is_refused_at_once(
 ):
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     result = kedro(toy_project, "run", "--pipelines", "align")
-    assert result.stderr.startswith(f"Error: {toy_project}: no right to write")
+    assert result.stderr.startswith(f"Error: {toy_project}: no write permission")
 
 
 def test_a_signal_stops_a_run_at_once_that_waits_for_its_store(

@@ -67,7 +67,7 @@ def test_a_finished_run_that_is_named_is_exported_and_reported_again_and_with_mo
     models, points = [model.model_id for model in story.logged_models()], story.points()
     versions = len(list((story.project / "data/test/06_models/ppo_policy").iterdir()))
     again = go_on(story.project, f"resume={story.tracked.info.run_id}")
-    assert again.says("No iteration is left to do: 3 of 3 are done.")
+    assert again.says("Training is already complete (3 of 3 iterations).")
     assert again.outcome() == chain.outcome()
     assert again.points() == points
     assert [model.model_id for model in again.logged_models()] == models

@@ -10,6 +10,8 @@ from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import (
     AutoConfig,
+    BartConfig,
+    BartForConditionalGeneration,
     BertConfig,
     BertLMHeadModel,
     BloomConfig,
@@ -79,6 +81,11 @@ def test_a_causal_model_with_the_small_weights_of_a_new_model_is_loaded(tmp_path
 def test_an_encoder_decoder_is_refused_from_its_configuration(tmp_path):
     config = T5Config(vocab_size=25, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2, decoder_start_token_id=0)
     save(tmp_path / "t5", T5ForConditionalGeneration(config))
+    shape = {"d_model": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "encoder_layers": 1, "decoder_layers": 1}
+    ends = {"bos_token_id": 2, "eos_token_id": 3, "forced_eos_token_id": 3, "decoder_start_token_id": 3}
+    save(tmp_path / "bart", BartForConditionalGeneration(BartConfig(vocab_size=25, **shape, **ends)))
+    with pytest.raises(ModelError, match=r"/bart: BartConfig is of no causal language model"):
+        PretrainedHandle(str(tmp_path / "bart")).check_causal_lm()
     with pytest.raises(ModelError, match=r"/t5: T5Config is of no causal language model"):
         PretrainedHandle(str(tmp_path / "t5")).check_causal_lm()
 
@@ -246,8 +253,14 @@ def test_reward_models_of_transformers_and_ours_are_loaded(tmp_path):
 def test_a_reward_model_needs_one_label_and_a_head(tmp_path):
     with pytest.raises(ModelError, match="num_labels=1, this model has 2"):
         PretrainedHandle(save(tmp_path / "a", tiny_model("gpt2", reward=True, num_labels=2))).reward_model()
+    for labels in (1, 2):
+        with pytest.raises(ModelError, match="this is a GPT2LMHeadModel"):
+            PretrainedHandle(save(tmp_path / "b", tiny_model("gpt2", num_labels=labels))).reward_model()
+    nobody_says_of_what_class = save(tmp_path / "c", tiny_model("gpt2", num_labels=1))
+    config = Path(nobody_says_of_what_class, "config.json")
+    config.write_text(json.dumps({**json.loads(config.read_text()), "architectures": None}))
     with pytest.raises(ModelError, match=r"score\.weight"):
-        PretrainedHandle(save(tmp_path / "b", tiny_model("gpt2", num_labels=1))).reward_model()
+        PretrainedHandle(nobody_says_of_what_class).reward_model()
 
 
 def test_our_reward_model_cannot_be_a_policy(tmp_path):

@@ -49,6 +49,12 @@ def test_every_end_of_text_of_generation_config_and_tokenizer_stops(configured, 
     assert stop_token_ids(word_tokenizer(), GenerationConfig(eos_token_id=configured)) == ids
 
 
+@pytest.mark.parametrize("configured", ["abc", ["abc"], 3.5])
+def test_an_end_of_text_that_is_no_id_is_refused(configured):
+    with pytest.raises(ModelError, match=r"^generation_config\.json: eos_token_id=.* is neither"):
+        stop_token_ids(word_tokenizer(), GenerationConfig(eos_token_id=configured))
+
+
 def test_the_chat_templates_end_of_turn_stops_too():
     tokenizer = word_tokenizer(chat_template=CHAT_TEMPLATE)
     assert end_of_turn_id(tokenizer) == BEGIN

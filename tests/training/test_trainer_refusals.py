@@ -9,12 +9,22 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    BartConfig,
+    BartForCausalLM,
     BertConfig,
     BertForSequenceClassification,
     CTRLConfig,
     CTRLForSequenceClassification,
     GPT2Config,
+    GPT2ForSequenceClassification,
     GPT2ForTokenClassification,
+    GPT2Model,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+    RemBertConfig,
+    RemBertForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
 )
 
 from ppo_rlhf.core.errors import LaunchError, ModelError, TrainingError
@@ -148,6 +158,59 @@ def test_an_interruption_outside_the_update_takes_nothing_away():
 
 
 SHAPE = {"vocab_size": 25, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_labels": 1}
+
+
+def gpt2(kind: Any, **given: Any) -> Any:
+    return kind(GPT2Config(**SHAPE | given, n_inner=32))
+
+
+def rembert(**given: Any) -> Any:
+    widths = {"input_embedding_size": 16, "output_embedding_size": 16, "intermediate_size": 16}
+    return RemBertForCausalLM(RemBertConfig(**SHAPE, **widths, bos_token_id=2, eos_token_id=3, **given))
+
+
+def bart() -> Any:
+    sides = {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in HALF_OF_BART.items()}
+    return BartForCausalLM(BartConfig(vocab_size=25, d_model=16, bos_token_id=2, eos_token_id=3, **sides))
+
+
+HALF_OF_BART = {"layers": 1, "attention_heads": 2, "ffn_dim": 16}
+T5 = {"vocab_size": 25, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+LLAMA4 = {"intermediate_size": 16, "intermediate_size_mlp": 16, "num_key_value_heads": 1, "head_dim": 8}
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (
+            lambda: T5ForConditionalGeneration(T5Config(**T5)),
+            "is an encoder-decoder, or its base model gives no hidden",
+        ),
+        (bart, "is an encoder-decoder, or its base model gives no hidden states"),
+        (lambda: Llama4ForCausalLM(Llama4TextConfig(**SHAPE, **LLAMA4)), "its base model gives no hidden states"),
+        (rembert, "reads tokens that come later"),
+        (lambda: gpt2(GPT2ForSequenceClassification), "has no language-modelling head"),
+        (lambda: gpt2(GPT2ForTokenClassification), "has no language-modelling head"),
+        (lambda: gpt2(GPT2Model), "has no language-modelling head"),
+    ],
+)
+def test_a_policy_of_another_kind_is_refused_in_one_line(make, why):
+    with pytest.raises(ModelError, match=f"^PPOTrainer: the policy.*{why}") as refused:
+        trainer_of(make())
+    assert "\n" not in str(refused.value)
+
+
+def test_a_decoder_with_the_cache_of_an_encoder_decoder_trains():
+    assert len(trainer_of(rembert(is_decoder=True)).train()) > 0
+
+
+@pytest.mark.parametrize("kind", [type(tiny_model("gpt2")), GPT2ForTokenClassification, GPT2Model])
+def test_a_reward_model_that_gives_no_text_one_score_is_refused_by_its_kind(kind):
+    for labels in (1, 2):
+        with pytest.raises(ModelError, match=f"sequence classifier with num_labels=1, this is a {kind.__name__}$"):
+            trainer_of(reward=gpt2(kind, num_labels=labels))
+    with pytest.raises(ModelError, match=r"num_labels=1, this model has 2$"):
+        trainer_of(reward=gpt2(GPT2ForSequenceClassification, num_labels=2))
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ LIMITS = (
     "PPO raised the reward named above. Rewards and judges are programs, not people: a higher score may come from text "
     "that exploits them. Read samples before you use the policy.",
     "It was trained on prompts of one kind, and nothing is known about others. Its safety was not examined.",
-    "Licence and limits of the model and the data that it was made from hold for it, too.",
+    "The licences and limitations of the base model and the training data also apply to this model.",
 )
 _HUB_DATASET = "hf://datasets/"
 

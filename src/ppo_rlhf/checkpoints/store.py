@@ -92,7 +92,7 @@ def read_checkpoint(directory: Path, state: TrainingState) -> None:
             setattr(state, name, values[name])
     except CheckpointError:
         raise
-    except (OSError, KeyError, RuntimeError, ValueError) as error:
+    except (OSError, LookupError, RuntimeError, ValueError, TypeError, AttributeError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise CheckpointError(f"{directory}: made for other models: {reason}") from error
     state.history = saved_history(directory)
@@ -123,7 +123,10 @@ def saved_history(directory: Path) -> list[dict[str, float]]:
     Raises:
         CheckpointError: They cannot be read.
     """
-    return list(read_json(directory / HISTORY))
+    rows = read_json(directory / HISTORY)
+    if not isinstance(rows, list) or not all(isinstance(row, dict) and "iteration" in row for row in rows):
+        raise CheckpointError(f"{directory / HISTORY}: not a list of iterations with their metrics")
+    return rows
 
 
 def checkpoint_bytes(state: TrainingState) -> int:
@@ -191,6 +194,7 @@ def _write_state(directory: Path, state: TrainingState) -> None:
 
 def _state_values(directory: Path) -> dict[str, Any]:
     values = read_json(directory / STATE)
-    if not isinstance(values, dict) or not {"config", "batch_size", "extra", *_COUNTERS} <= values.keys():
+    kinds = {"config": dict, "extra": dict, "origin": dict, **dict.fromkeys(("batch_size", *_COUNTERS), int)}
+    if not isinstance(values, dict) or not all(isinstance(values.get(name), kind) for name, kind in kinds.items()):
         raise CheckpointError(f"{directory / STATE}: not the state of a checkpoint")
     return values

@@ -13,6 +13,7 @@ from mlflow import MlflowClient
 
 from ppo_rlhf.cli.errors import one_line_each, project_here
 from ppo_rlhf.core.errors import PPORLHFError
+from ppo_rlhf.core.visible import visible
 from ppo_rlhf.hooks.tracking_store import SQLITE, store_in_plain_words, without_password
 
 
@@ -36,7 +37,7 @@ def show(lines: Callable[[], Iterable[str]]) -> None:
         problems = one_line_each(error)
         if problems is None:
             raise
-        raise click.ClickException("\nError: ".join(problems)) from None
+        raise click.ClickException(visible("\nError: ".join(problems))) from None
 
 
 def _lines(project_path: Path, run_id: str | None, everything: bool, env: str | None) -> list[str]:

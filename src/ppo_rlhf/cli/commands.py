@@ -8,10 +8,12 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 import click
 import rich
+from kedro.framework.cli.catalog import catalog
 from kedro.framework.cli.project import run as kedro_run
 from kedro.framework.cli.utils import CONTEXT_SETTINGS
 from kedro.framework.project import pipelines
@@ -21,8 +23,10 @@ from ppo_rlhf.cli.convert_config import convert_config
 from ppo_rlhf.cli.doctor import doctor
 from ppo_rlhf.cli.errors import one_line_each, project_here
 from ppo_rlhf.cli.generate import generate
+from ppo_rlhf.cli.params import split_params
 from ppo_rlhf.cli.plan_memory import plan_memory
 from ppo_rlhf.config.settings_group import closest
+from ppo_rlhf.core.visible import visible
 from ppo_rlhf.processes import check_launch, is_main_process
 from ppo_rlhf.signals import RunInterruptedError, TerminationSignal, raising_on_signals
 
@@ -44,11 +48,11 @@ class RunCommand(click.Command):
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
         """Parse the options."""
-        return _with_one_line_errors(lambda: super(RunCommand, self).make_context(*args, **kwargs))
+        return _with_one_line_errors(super().make_context, *args, **kwargs)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run."""
-        return _with_one_line_errors(lambda: super(RunCommand, self).invoke(ctx))
+        return _with_one_line_errors(super().invoke, ctx)
 
 
 def _run(**options: Any) -> Any:
@@ -70,20 +74,17 @@ def _run_options() -> list[click.Parameter]:
         if option.name == "runner" and isinstance(option, click.Option):
             option.default = RUNNER
             option.help = f"The runner, by default {RUNNER}. Another one cannot repeat PPO's iterations."
+        if option.name == "params":
+            option.callback = split_params
     return options
 
 
-run = RunCommand("run", callback=_run, params=_run_options(), help="Run pipelines, by default the whole chain.")
-for command in (run, advise, convert_config, doctor, generate, plan_memory):
-    cli.add_command(command)
-
-
-def _with_one_line_errors(action: Callable[[], T]) -> T:
+def _with_one_line_errors(action: Callable[..., T], *args: Any, **options: Any) -> T:
     """Show errors that a person can mend as lines without a traceback, and turn signals into exit codes."""
     try:
         # another process has nothing to clean up, and may wait for the main one where Python handles no signal
         with raising_on_signals() if is_main_process() else nullcontext():
-            return action()
+            return action(*args, **options)
     except RunInterruptedError as stopped:
         _stop(stopped)
     except TerminationSignal as stop:  # outside the session
@@ -94,7 +95,7 @@ def _with_one_line_errors(action: Callable[[], T]) -> T:
             lines = _lines_of_this_process_alone(lines)
         if lines is None:
             raise
-        raise click.ClickException("\nError: ".join(lines)) from None
+        raise click.ClickException(visible("\nError: ".join(lines))) from None
 
 
 def _stop(stopped: RunInterruptedError) -> NoReturn:
@@ -134,3 +135,10 @@ def _only_node(name: str, nodes: set[str]) -> str:
         hint = closest(name.rpartition(".")[2], sorted(set(bare_names.values())))
         raise click.ClickException(f"No node of this run is called {name}.{hint}")
     return alike[0]
+
+
+run = RunCommand("run", callback=_run, params=_run_options(), help="Run pipelines, by default the whole chain.")
+for command in (run, advise, convert_config, doctor, generate, plan_memory):
+    cli.add_command(command)
+for command in catalog.commands.values():  # Kedro's own, which read the parameters, too
+    command.callback = partial(_with_one_line_errors, command.callback)  # type: ignore[arg-type]

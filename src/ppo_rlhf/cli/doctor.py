@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 import mlflow
-from kedro.framework.cli.utils import _split_params, split_string
+from kedro.framework.cli.utils import split_string
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from ppo_rlhf.cli.errors import one_line_each, project_here
+from ppo_rlhf.cli.params import split_params
 from ppo_rlhf.cli.plan_memory import gib, plan
 from ppo_rlhf.core.errors import ConfigError, PPORLHFError
 from ppo_rlhf.hooks.checks import judge_settings
@@ -37,7 +38,7 @@ Finding = tuple[Literal["ok", "advice", "problem"], str, str]
 
 @click.command()
 @click.option("--pipelines", callback=split_string, default="", help="As `kedro run` takes them; else the whole chain.")
-@click.option("--params", callback=_split_params, default="", help="Settings, as `kedro run` takes them.")
+@click.option("--params", callback=split_params, default="", help="Settings, as `kedro run` takes them.")
 @click.option("--env", "-e", help="Kedro's environment.")
 def doctor(**options: Any) -> None:
     """Say what would stop or spoil a run with these options: versions, device, tracking store, settings, files, memory

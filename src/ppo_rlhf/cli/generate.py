@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from kedro.framework.cli.utils import _split_params
 from kedro.framework.session import KedroSession
 from rich.console import Console
 from rich.padding import Padding
@@ -18,7 +17,9 @@ from rich.text import Text
 
 from ppo_rlhf.cli.advise import show
 from ppo_rlhf.cli.errors import project_here
+from ppo_rlhf.cli.params import split_params
 from ppo_rlhf.core.errors import DataError, ModelError
+from ppo_rlhf.core.visible import visible
 from ppo_rlhf.hooks.checks import refuse_unread
 
 if TYPE_CHECKING:  # imported where they are used: they import torch, which other commands do without
@@ -47,7 +48,7 @@ SIDE_BY_SIDE = 100
 @click.option("--seed", type=click.IntRange(0, 2**32 - 1), help="Of the noise, the same for both policies.")
 @click.option("--reward", "with_reward", is_flag=True, help="Score each answer by the project's reward.")
 @click.option("--plain", is_flag=True, help="Take a typed prompt as text even if the tokenizer has a chat template.")
-@click.option("--params", callback=_split_params, default="", help="Settings, as `kedro run` takes them.")
+@click.option("--params", callback=split_params, default="", help="Settings, as `kedro run` takes them.")
 @click.option("--env", "-e", help="Kedro's environment.")
 def generate(**options: Any) -> None:
     """Let the SFT policy and the PPO policy answer PROMPT with the same noise, and show both answers.
@@ -123,7 +124,7 @@ def _lines(project_path: Path, options: dict[str, Any]) -> Iterator[str]:
         except DataError as error:
             if options["prompt"] is not None:
                 raise
-            yield f"Error: {error}"  # one prompt too long must not end the conversation
+            yield visible(f"Error: {error}")  # one prompt too long must not end the conversation
 
 
 def _typed() -> Iterator[str]:
@@ -212,7 +213,7 @@ def _shown(console: Console, prompt: str, answers: Mapping[str, Sequence[Answer]
             for name, answer in zip(answers, drawn, strict=True):
                 table.add_row(Text(name, style="bold"), _written(answer))
     with console.capture() as captured:
-        console.print("", Text(prompt, style="cyan"), Padding(table, (0, 0, 0, 2)), sep="\n")
+        console.print("", Text(visible(prompt), style="cyan"), Padding(table, (0, 0, 0, 2)), sep="\n")
     return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 
@@ -220,4 +221,4 @@ def _written(answer: Answer) -> Text:
     facts = [f"{answer.tokens} tokens"] + (["cut off"] if answer.is_cut_off else [])
     if answer.reward is not None:
         facts.insert(0, f"reward {answer.reward:.2f}")
-    return Text.assemble(answer.text.strip() or "(nothing)", "\n", (", ".join(facts), "dim"))
+    return Text.assemble(visible(answer.text.strip()) or "(nothing)", "\n", (", ".join(facts), "dim"))

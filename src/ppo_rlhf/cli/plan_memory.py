@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from kedro.framework.cli.utils import _split_params
 from kedro.framework.session import KedroSession
 from kedro.pipeline import Pipeline
 
 from ppo_rlhf.cli.advise import show
 from ppo_rlhf.cli.errors import project_here
+from ppo_rlhf.cli.params import split_params
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.hooks.checks import refuse_unread
 from ppo_rlhf.processes import process_count
@@ -42,7 +42,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 @click.option("--dtype", type=click.Choice(DTYPES), help="ppo.dtype.")
 @click.option("--processes", type=click.IntRange(min=1), help="Processes of the run; else 1, or the launcher's.")
 @click.option("--memory", type=click.FloatRange(0, min_open=True), help="GiB to fit into; else what is free here.")
-@click.option("--params", callback=_split_params, default="", help="Other settings, as `kedro run` takes them.")
+@click.option("--params", callback=split_params, default="", help="Other settings, as `kedro run` takes them.")
 @click.option("--env", "-e", help="Kedro's environment.")
 def plan_memory(**options: Any) -> None:
     """Say how much memory PPO needs with the project's settings, phase by phase, and what to change first if there is

@@ -14,27 +14,30 @@ ADAPTIVE_FIELDS = ("kl_target", "kl_horizon", "kl_hold_iterations")
 LORA_FIELDS = ("lora_r", "lora_alpha", "lora_target_modules")
 OFFLOADING_FIELDS = ("offload_reference_policy", "offload_reward_model")
 NO_STOP = "without a stop token every response has ppo.response_length tokens and counts as cut off; leave one out"
-
-TOO_LONG = "the first is above the second; lower it or raise the other"
+LENGTHS = {
+    "response_length": ("min_response_length", "overlong_buffer", "turn_length"),
+    "turn_length": ("min_response_length",),
+}
 
 
 class _Rule(NamedTuple):
-    """Settings that do not go together if `broken` is True, and why, with the way out."""
+    """Settings that do not go together if `broken` is True, and why, with the way out; {0} is the first one's name."""
 
     names: tuple[str, ...]
     broken: Callable[[PPOConfig], bool]
     why: str
 
     def line(self, c: PPOConfig) -> str:
-        return f"{' and '.join(f'ppo.{name}={_word(getattr(c, name))}' for name in self.names)}: {self.why}"
+        why = self.why.format(*(f"ppo.{name}" for name in self.names))
+        return f"{' and '.join(f'ppo.{name}={_word(getattr(c, name))}' for name in self.names)}: {why}"
 
 
 def _changed_beside(name: str, other: str, value: Any) -> Callable[[PPOConfig], bool]:
     return lambda c: getattr(c, other) == value and name in c.not_default()
 
 
-def _too_long(name: str) -> Callable[[PPOConfig], bool]:
-    return lambda c: (getattr(c, name) or 0) > c.response_length
+def _too_long(name: str, limit: str) -> Callable[[PPOConfig], bool]:
+    return lambda c: getattr(c, limit) is not None and (getattr(c, name) or 0) > getattr(c, limit)
 
 
 def _too_slow(name: str) -> Callable[[PPOConfig], bool]:
@@ -54,7 +57,7 @@ _RULES = (
     _Rule(
         ("reward_normalisation", "batch_size"),
         lambda c: c.reward_normalisation == "batch" and c.batch_size == 1,
-        "a single score is normalised to 0; raise ppo.per_device_train_batch_size, or set the first to running",
+        "a single score is normalised to 0; raise ppo.per_device_train_batch_size, or set {0} to running",
     ),
     # Ends of responses.
     _Rule(
@@ -63,12 +66,9 @@ _RULES = (
         "both say what ends a response; leave one out",
     ),
     *(
-        _Rule(
-            (name, "response_length"),
-            _too_long(name),
-            TOO_LONG,
-        )
-        for name in ("min_response_length", "overlong_buffer")
+        _Rule((name, limit), _too_long(name, limit), "{0} is above {1}; lower {0} or raise {1}")
+        for limit, names in LENGTHS.items()
+        for name in names
     ),
     *(
         _Rule(("stop_token", name), _changed_beside(name, "stop_token", "none"), NO_STOP)
@@ -82,7 +82,7 @@ _RULES = (
     _Rule(
         ("truncated_responses", "missing_eos_penalty"),
         lambda c: c.truncated_responses in ("penalise", "replace") and c.missing_eos_penalty is None,
-        "the first needs the second, in score units; set it",
+        "{0} needs {1}, in score units; set {1}",
     ),
     _Rule(
         ("truncated_responses", "missing_eos_penalty"),
@@ -98,23 +98,17 @@ _RULES = (
     _Rule(
         ("environment", "turn_length"),
         lambda c: c.environment is not None and c.turn_length is None,
-        "an environment answers turns, and the second is the most tokens of one; set it",
+        "an environment answers turns; set {1}, the most tokens of one turn",
     ),
     _Rule(
         ("turn_length", "environment"),
         lambda c: c.turn_length is not None and c.environment is None,
-        "there are no turns without an environment; set the second, or leave the first out",
-    ),
-    _Rule(("turn_length", "response_length"), _too_long("turn_length"), TOO_LONG),
-    _Rule(
-        ("min_response_length", "turn_length"),
-        lambda c: c.turn_length is not None and c.min_response_length > c.turn_length,
-        TOO_LONG,
+        "there are no turns without an environment; set {1}, or leave out {0}",
     ),
     _Rule(
         ("environment", "truncated_responses"),
         lambda c: c.environment is not None and c.truncated_responses == "bootstrap",
-        "the critic does not learn the value behind a turn whose reply had no room; choose another treatment",
+        "the critic does not learn the value after a turn whose reply had no room; set {1} to another value",
     ),
     _Rule(
         ("environment", "overlong_buffer"),
@@ -124,34 +118,34 @@ _RULES = (
     _Rule(
         ("environment", "stop_token"),
         lambda c: c.environment is not None and c.stop_token == "none",
-        "a turn ends with a stop token; set the second to eos, or leave the first out",
+        "a turn ends with a stop token; set {1} to eos, or leave out {0}",
     ),
     # KL.
     _Rule(
         ("kl_in", "kl_estimator"),
         lambda c: c.kl_in == "loss" and c.kl_estimator == "k1",
-        "the gradient of k1 is 0 on average and holds nothing back; set the second to k2, or the first to reward",
+        "the gradient of k1 is 0 on average and holds nothing back; set {1} to k2, or {0} to reward",
     ),
     _Rule(
         ("kl_warning", "kl_alarm"),
         lambda c: c.kl_warning > c.kl_alarm and "kl_warning" in c.not_default(),
-        "the warning would never come first; lower it, or raise the other",
+        "the alarm would come before the warning; lower {0} or raise {1}",
     ),
     _Rule(
         ("kl_controller", "kl_coef"),
         lambda c: c.kl_controller == "adaptive" and c.kl_coef == 0,
-        "the controller multiplies, so 0 would stay 0; give a first coefficient such as 0.05, or a fixed controller",
+        "the controller multiplies, so 0 would stay 0; set {1} to a positive value such as 0.05, or {0} to fixed",
     ),
     _Rule(
         ("kl_hold_iterations", "critic_warmup_iterations", "num_total_batches"),
         lambda c: c.kl_hold_iterations > 0 and c.held_iterations >= c.num_total_batches,
-        "the controller is left no iteration; lower the first, or set ppo.kl_controller=fixed",
+        "{0} plus {1} must be less than {2}; lower {0}, or set ppo.kl_controller=fixed",
     ),
     *(
         _Rule(
             (name, "kl_controller"),
             _changed_beside(name, "kl_controller", "fixed"),
-            "the first belongs to the adaptive controller; set the second to adaptive, or leave the first out",
+            "{0} belongs to the adaptive controller; set {1} to adaptive, or leave out {0}",
         )
         for name in ADAPTIVE_FIELDS
     ),
@@ -159,7 +153,7 @@ _RULES = (
     _Rule(
         ("critic_warmup_iterations", "total_episodes", "num_total_batches"),
         lambda c: c.critic_warmup_iterations >= c.num_total_batches,
-        "the policy is left no iteration; lower the first or raise the second",
+        "{0} must be less than {2}; lower {0} or raise {1}",
     ),
     *(
         _Rule(
@@ -173,12 +167,12 @@ _RULES = (
     _Rule(
         ("value_model", "value_learning_rate"),
         lambda c: c.value_model == "shared" and c.value_learning_rate is not None,
-        "one optimiser trains policy and value head; set the second to null, ppo.vf_coef weighs the value loss",
+        "one optimiser trains policy and value head; set {1} to null, ppo.vf_coef weighs the value loss",
     ),
     _Rule(
         ("export_value_head", "value_model"),
         lambda c: c.export_value_head and c.value_model != "shared",
-        "only the head of a shared trunk reads the policy's hidden states; set the second to shared, or drop the first",
+        "only the head of a shared trunk reads the policy's hidden states; set {1} to shared, or leave out {0}",
     ),
     _Rule(
         ("lora_dropout",),
@@ -189,20 +183,20 @@ _RULES = (
         _Rule(
             (name, "use_peft"),
             _changed_beside(name, "use_peft", False),
-            "there is no adapter; set the second to true, or leave the first out",
+            "there is no adapter; set {1} to true, or leave out {0}",
         )
         for name in LORA_FIELDS
     ),
     _Rule(
         ("load_in_4bit", "use_peft"),
         lambda c: c.load_in_4bit and not c.use_peft,
-        "4-bit weights are frozen, so something else must train; set the second to true, or leave the first out",
+        "4-bit weights are frozen, so something else must train; set {1} to true, or leave out {0}",
     ),
     *(
         _Rule(
             (name, "dtype"),
             _beside_float64(name, value),
-            "bitsandbytes computes in 32 bits at most; leave the first out, or set the second to float32 or bfloat16",
+            "bitsandbytes computes in 32 bits at most; leave out {0}, or set {1} to float32 or bfloat16",
         )
         for name, value in (("load_in_4bit", True), ("optim", "adamw_8bit"))
     ),
@@ -214,12 +208,12 @@ _RULES = (
     _Rule(
         ("offload_reference_policy", "use_peft"),
         lambda c: c.offload_reference_policy and c.use_peft,
-        "the reference policy is the policy without its adapter and takes no memory of its own; leave the first out",
+        "the reference policy is the policy without its adapter and takes no memory of its own; leave out {0}",
     ),
     _Rule(
         ("offload_reward_model", "use_peft", "value_model"),
         lambda c: c.offload_reward_model and c.use_peft and c.value_model == "reward_init",
-        "the critic is an adapter on the reward model's weights, which therefore stay on the GPU; leave the first out",
+        "the critic is an adapter on the reward model's weights, which therefore stay on the GPU; leave out {0}",
     ),
 )
 

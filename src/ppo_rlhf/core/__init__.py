@@ -11,6 +11,7 @@ Imports torch and the standard library only; knows no model, tokenizer, file, or
 | `rewards` | score on the last token minus the per-token KL penalty |
 | `advantages` | generalised advantage estimation |
 | `turns` | tokens of several turns taken together, without what an environment wrote between them |
+| `visible` | control characters in texts, made harmless |
 | `statistics` | masked mean, variance, whitening, explained variance, running moments |
 | `aggregation` | from a `[B, T]` matrix of token losses to one number, and its denominator |
 | `best_of_n` | expectations of the response that a reward picks among n, and their KL |

@@ -5,7 +5,7 @@ from ppo_rlhf.datasets.model_card import ModelCardDataset
 from ppo_rlhf.datasets.pretrained_model import PretrainedModelDataset
 from ppo_rlhf.datasets.records import RecordsDataset
 from ppo_rlhf.datasets.resume_checkpoint import ResumeCheckpointDataset
-from ppo_rlhf.datasets.tables import OptionalTableDataset, TableDataset, TrainingHistoryDataset
+from ppo_rlhf.datasets.tables import OptionalTableDataset, SpreadsheetDataset, TableDataset, TrainingHistoryDataset
 from ppo_rlhf.datasets.token_samples import TokenSamplesDataset
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "PretrainedModelDataset",
     "RecordsDataset",
     "ResumeCheckpointDataset",
+    "SpreadsheetDataset",
     "TableDataset",
     "TokenSamplesDataset",
     "TrainingHistoryDataset",

@@ -173,13 +173,13 @@ class StageOutputs:
 
     def _noted(self) -> dict[str, Any]:
         try:
-            noted: dict[str, Any] = json.loads(self._file.read_text(encoding="utf-8"))
+            noted = json.loads(self._file.read_text(encoding="utf-8"))
+            return {str(name): {**entry, "path": str(entry["path"])} for name, entry in noted.items()}
         except FileNotFoundError:
             return {}
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             logger.warning("%s: cannot be read, so no stage is skipped: %s", self._file, error)
             return {}
-        return noted
 
 
 def _file_of(dataset: Any) -> Path | None:

@@ -8,6 +8,8 @@ import pyarrow.parquet
 from kedro_datasets._typing import TablePreview
 from kedro_datasets.pandas import CSVDataset, ParquetDataset
 
+FORMULA = (*"=+-@\t\r'",)
+
 
 class TableDataset(ParquetDataset):
     """Parquet as kedro-datasets has it, but a preview of lists (token ids) too: its own gives arrays, not JSON.
@@ -46,6 +48,18 @@ class TrainingHistoryDataset(CSVDataset):
 
     def _exists(self) -> bool:
         return True  # without a history a report is made as well
+
+
+class SpreadsheetDataset(CSVDataset):
+    """CSV as kedro-datasets has it, in which a spreadsheet finds no formula: an apostrophe hides each, until loaded."""
+
+    def save(self, data: pd.DataFrame) -> None:
+        """Save with an apostrophe before each text that begins as a formula does."""
+        super().save(data.map(lambda cell: f"'{cell}" if isinstance(cell, str) and cell[:1] in FORMULA else cell))
+
+    def load(self) -> pd.DataFrame:
+        """Load without these apostrophes."""
+        return super().load().map(lambda cell: cell[1:] if isinstance(cell, str) and cell[:1] == "'" else cell)
 
 
 def table_preview(rows: pd.DataFrame) -> TablePreview:

@@ -122,8 +122,9 @@ def check_runner(run_params: Mapping[str, Any], pipeline: Pipeline) -> None:
         )
     if run_params["runner"] != str(LoopRunner()):
         raise ConfigError(
-            f"The runner {run_params['runner']} would run PPO's loop once instead of until training is finished: drop "
-            "--runner, or in Python give session.run(runner=LoopRunner()) with LoopRunner of ppo_rlhf.runner."
+            "Another runner than ppo_rlhf.runner.LoopRunner would run PPO's loop once instead of until training is "
+            'finished: drop --runner, give `kedro server` "runner": "ppo_rlhf.runner.LoopRunner", and Python '
+            "session.run(runner=LoopRunner())."
         )
 
 

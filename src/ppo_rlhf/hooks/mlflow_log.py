@@ -107,9 +107,7 @@ class MlflowLog:
                 self._samples.popleft()
         except Exception as error:  # artifact stores raise their own libraries' errors
             if not self._refusal:
-                logger.warning(
-                    "MLflow refuses metrics of run %s; they are sent again: %s", self._run_id, one_line(error)
-                )
+                logger.warning("MLflow rejected metrics of run %s; retrying: %s", self._run_id, one_line(error))
             self._refusal = one_line(error)
         else:
             self._refusal = ""

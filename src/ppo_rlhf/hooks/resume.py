@@ -182,8 +182,8 @@ def find_resumption(
                 continue
             if refused:
                 raise ConfigError(
-                    f"resume={requested}: MLflow run {run_id} goes on only as it was started, but these differ: "
-                    f"{'; '.join(refused)}. Take them back, or leave out resume to start a new run."
+                    f"resume={requested}: MLflow run {run_id} resumes only with its original settings. Changed since: "
+                    f"{'; '.join(refused)}. Restore them, or leave out resume to start a new run."
                 )
             newest = newest_whole_checkpoint(directory)
             checkpoint = (named[1] if named else None) or newest

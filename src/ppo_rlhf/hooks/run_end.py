@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shlex
 import sys
 from pathlib import Path
 
+import psutil
+
 from ppo_rlhf.core.errors import DivergenceError, own_error
+from ppo_rlhf.processes import process_count
 
 ERROR = "error"
 LAST_CHECKPOINT = "last_checkpoint"
@@ -39,9 +44,16 @@ def way_to_go_on(error: BaseException, checkpoints: Path, project_path: Path) ->
 
 
 def typed_command(typed: list[str]) -> list[str] | None:
-    """Return the words of the `kedro run` that was typed (`sys.argv`); None in a notebook or another program."""
-    is_ours = typed[1:2] == ["run"] and {"kedro", "ppo_rlhf"} & {*Path(typed[0]).parts[-2:]}
-    return ["kedro", *typed[1:]] if is_ours else None
+    """Return the words of the `kedro run` that was typed (`sys.argv`), with those of torchrun or accelerate before it.
+
+    None in a notebook or another program.
+    """
+    if typed[1:2] != ["run"] or not {"kedro", "ppo_rlhf"} & {*Path(typed[0]).parts[-2:]}:
+        return None
+    python, *launcher = psutil.Process(os.getppid()).cmdline() if process_count() > 1 else [""]
+    if launcher[1 - len(typed) :] != typed[1:]:
+        return ["kedro", *typed[1:]]
+    return [Path(python).name, *launcher] if launcher[0] == "-m" else [Path(launcher[0]).name, *launcher[1:]]
 
 
 def resume_command(typed: list[str]) -> str:
@@ -50,7 +62,8 @@ def resume_command(typed: list[str]) -> str:
         return "resume=latest among the parameters"
     words = [part for word in command for part in (word.split("=", 1) if word.startswith("--params=") else [word])]
     if "--params" in words[:-1]:
-        words[words.index("--params") + 1] += ",resume=latest"
+        at = words.index("--params") + 1
+        words[at] = f"{re.sub(r'(^|,) *resume=[^,]*', '', words[at])},resume=latest".lstrip(", ")
         return shlex.join(words)
     return shlex.join([*words, "--params", "resume=latest"])
 

@@ -77,7 +77,7 @@ def check_writable(database: Path) -> None:
     for path in (database.parent, database):
         if path.exists() and not os.access(path, os.W_OK):
             raise ConfigError(
-                f"{path}: no right to write, and the tracking database has to be. Get the right, or set another "
+                f"{path}: no write permission, but the tracking database is written here. Fix it, or set another "
                 "server.mlflow_tracking_uri in conf/local/mlflow.yml."
             )
 

@@ -45,7 +45,7 @@ from ppo_rlhf.models.directories import (
 from ppo_rlhf.models.probe import check_causal
 from ppo_rlhf.models.quantisation import check_bitsandbytes, four_bit_config, settle_quantised
 from ppo_rlhf.models.quiet import errors_only, quiet_transformers
-from ppo_rlhf.models.reward_model import MODEL_TYPE  # the import also registers our reward model with transformers
+from ppo_rlhf.models.reward_model import MODEL_TYPE, why_no_reward_model  # registers our reward model, too
 from ppo_rlhf.models.tokenizers import ensure_pad_id, ensure_pad_token
 from ppo_rlhf.models.value_heads import VALUE_HEAD, read_value_head, value_head_tensors
 
@@ -162,17 +162,17 @@ class PretrainedHandle:
         return None
 
     def check_reward_model(self, what: str = "reward model", stage: str = "reward_modelling") -> None:
-        """Raise `ModelError` if the configuration does not have exactly one label.
+        """Raise `ModelError` if the configuration is not that of a sequence classifier with one label.
 
         Args:
             what: What the model is to be: a stored critic has the form of a reward model.
             stage: The pipeline that trains one.
         """
-        labels = self.config().num_labels
-        if labels != 1:
+        config = self.config()
+        if why := why_no_reward_model(next(iter(config.architectures or ()), None), config):
             raise ModelError(
-                f"{self.source}: a {what} has num_labels=1, this model has {labels}. Give a "
-                f"sequence-classification model with one label, or train one ({stage})."
+                f"{self.source}: a {what} is a sequence classifier with num_labels=1, {why}. Give such a model, or "
+                f"train one ({stage})."
             )
 
     def check_causal_lm(self) -> None:
@@ -181,7 +181,8 @@ class PretrainedHandle:
         if config.model_type == MODEL_TYPE:
             raise ModelError(f"{self.source}: a reward model cannot generate. Give a causal language model.")
         own_code = getattr(config, "auto_map", None) or {}
-        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and AutoModelForCausalLM.__name__ not in own_code:
+        is_known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or AutoModelForCausalLM.__name__ in own_code
+        if config.is_encoder_decoder or not is_known:
             kind = type(config).__name__
             raise ModelError(f"{self.source}: {kind} is of no causal language model. Give one that is decoder-only.")
         if (getattr(config, "quantization_config", None) or {}).get("quant_method") == "bitsandbytes":

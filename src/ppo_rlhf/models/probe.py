@@ -70,7 +70,8 @@ def check_causal(model: PreTrainedModel, where: str) -> None:
         if not gradient.flatten(0, 1)[2:].any():  # XLNet's embeddings have the tokens in their first dimension
             return
     except PROBE_ERRORS as error:
-        problem = f"makes no hidden states of tokens alone, as an encoder-decoder ({error})"
+        reason = str(error).partition("\n")[0]
+        problem = f"is an encoder-decoder, or its base model gives no hidden states of token ids alone ({reason})"
     raise ModelError(f"{where}: {type(model).__name__} {problem}; give a language model that reads from left to right")
 
 

@@ -13,6 +13,7 @@ import inspect
 from typing import Any, ClassVar
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -23,6 +24,7 @@ from transformers import (
 )
 from transformers import initialization as init
 from transformers.modeling_outputs import SequenceClassifierOutput
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 MODEL_TYPE = "causal_lm_reward"
 
@@ -141,6 +143,14 @@ class CausalLMRewardModel(PreTrainedModel):
         if module is self.score:
             init.normal_(module.weight, mean=0.0, std=(module.in_features + 1) ** -0.5)
             init.zeros_(module.bias)
+
+
+def why_no_reward_model(architecture: str | None, config: PretrainedConfig) -> str | None:
+    """Return what a model, by its class and configuration, is instead of a classifier with one label; else None."""
+    classifiers = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values()
+    if architecture is not None and hasattr(transformers, architecture) and architecture not in classifiers:
+        return f"this is a {architecture}"
+    return None if config.num_labels == 1 else f"this model has {config.num_labels}"
 
 
 AutoConfig.register(MODEL_TYPE, CausalLMRewardConfig, exist_ok=True)

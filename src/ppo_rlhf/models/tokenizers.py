@@ -95,6 +95,8 @@ def stop_token_ids(
     elif stop_token == "eos":
         configured = generation_config.eos_token_id if generation_config is not None else None
         several = configured if isinstance(configured, list | tuple) else [configured]
+        if not all(isinstance(index, int | None) for index in several):
+            raise ModelError(f"generation_config.json: eos_token_id={configured!r} is neither a token id nor ids.")
         ids = {*several, tokenizer.eos_token_id, end_of_turn_id(tokenizer)} - {None}
     else:
         raise ConfigError(f"stop_token={stop_token!r} is not one of eos, period, none.")

@@ -99,7 +99,7 @@ def check_start(run: RunRequest) -> Iterator[str]:
     """Find inputs that are nowhere, or not yet: the run starts behind the nodes that make them."""
     nowhere = sorted(name for name in run.pipeline.inputs() if run.is_nowhere(name))
     if nowhere:
-        yield f"This run starts from {', '.join(nowhere)}, which no file holds: use --from-nodes with earlier nodes."
+        yield f"{', '.join(nowhere)} is in no file, so the run cannot start there: use --from-nodes with earlier nodes."
     for name in sorted(run.pipeline.inputs() - set(nowhere)):
         if run.needs(name) and not isinstance(run.catalog[name], READY) and not run.catalog[name].exists():
             yield f"{run.source(name)}: nothing is there yet. Run the node that makes {name} first."

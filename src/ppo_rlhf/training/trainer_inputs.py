@@ -21,6 +21,7 @@ from ppo_rlhf.data.prompts import PromptDataset, fitted, read_prompts
 from ppo_rlhf.data.tables import table_of_columns, table_of_rows
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.models.offloading import to_host
+from ppo_rlhf.models.reward_model import why_no_reward_model
 from ppo_rlhf.models.tokenizers import ensure_pad_id, ensure_pad_token, same_vocabulary
 from ppo_rlhf.ppo.accelerator import frozen_dtype
 from ppo_rlhf.ppo.sampling import Responses, SamplingSettings
@@ -140,8 +141,8 @@ def take_reward(reward: Any, policy: TrainedModel, config: PPOConfig) -> RewardS
         _check_ids_of_critic(tokenizer or policy.tokenizer, policy, config)
         place = HOST if config.offload_reward_model else device
         model = take_over(model, "reward model", frozen_dtype(config), place).requires_grad_(False)
-        if (labels := model.config.num_labels) != 1:
-            raise ConfigError(f"PPOTrainer: a reward model has one output (num_labels 1), this one has {labels}")
+        if why := why_no_reward_model(type(model).__name__, model.config):
+            raise ModelError(f"PPOTrainer: a reward model is a sequence classifier with num_labels=1, {why}")
         if config.offload_reward_model:
             to_host(model)
         if tokenizer is None:

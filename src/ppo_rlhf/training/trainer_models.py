@@ -194,6 +194,9 @@ def _causal_lm(
             "give its directory or hub id"
         )
     model = take_over(source, what, dtype, device)
+    if not model.can_generate():
+        kind = type(model).__name__
+        raise ModelError(f"PPOTrainer: the {what} is a {kind}, which has no language-modelling head; give a causal one")
     check_causal(model, f"PPOTrainer: the {what}")
     return model
 

@@ -51,7 +51,7 @@ def run_sft_trainer(
     table = {"input_ids": rows.input_ids, "labels": rows.labels, "length": [len(ids) for ids in rows.input_ids]}
     own = {"packing": False, "dataset_kwargs": {"skip_prepare_dataset": True}}
     callback = HistoryCallback("sft", evaluate, watch)
-    return _train("supervised_finetuning", _SilentSFTTrainer, SFTConfig, own, model, tokenizer, table, config, callback)
+    return _train("supervised_finetuning", SFTTrainer, SFTConfig, own, model, tokenizer, table, config, callback)
 
 
 def run_reward_trainer(
@@ -67,7 +67,7 @@ def run_reward_trainer(
     lengths = [max(len(a), len(b)) for a, b in zip(chosen_ids, rejected_ids, strict=True)]
     table = {"chosen_ids": chosen_ids, "rejected_ids": rejected_ids, "length": lengths}
     callback = HistoryCallback("reward_model", evaluate, watch)
-    return _train("reward_modelling", _SilentRewardTrainer, RewardConfig, {}, model, tokenizer, table, config, callback)
+    return _train("reward_modelling", RewardTrainer, RewardConfig, {}, model, tokenizer, table, config, callback)
 
 
 def trainer_options(config: OptimisationConfig, output_dir: str) -> dict[str, Any]:
@@ -101,20 +101,6 @@ def trainer_options(config: OptimisationConfig, output_dir: str) -> dict[str, An
         "save_strategy": "no",
         "disable_tqdm": True,
     }
-
-
-class _SilentSFTTrainer(SFTTrainer):
-    """TRL's SFTTrainer without telemetry: a run uses nothing from the network."""
-
-    def _send_telemetry(self) -> None:
-        """Tell nobody."""
-
-
-class _SilentRewardTrainer(RewardTrainer):
-    """TRL's RewardTrainer without telemetry."""
-
-    def _send_telemetry(self) -> None:
-        """Tell nobody."""
 
 
 class HistoryCallback(TrainerCallback):
@@ -189,7 +175,9 @@ def _train(
         tempfile.TemporaryDirectory() as output_dir,
         closing(callback),
     ):
-        trainer = trainer_class(
+        # a run uses nothing from the network
+        silent: Any = type(trainer_class.__name__, (trainer_class,), {"_send_telemetry": lambda self: None})
+        trainer = silent(
             model,
             config_class(**trainer_options(config, output_dir), **own_options),
             train_dataset=Dataset.from_dict(table),
