@@ -17,7 +17,7 @@ from typing import Any
 
 from ppo_rlhf.core.errors import CheckpointError
 from ppo_rlhf.models.directories import follow_umask
-from ppo_rlhf.whole_files import sync
+from ppo_rlhf.whole_files import delete, sync
 
 log = logging.getLogger(__name__)
 
@@ -138,10 +138,10 @@ def sweep_leftovers(run_directory: Path) -> None:
         match = _LEFTOVER.fullmatch(path.name)
         if match is None:
             continue
-        if match[2] == "replaced" and not (run_directory / match[1]).exists():
+        if match[2] == "replaced" and path.is_dir() and not (run_directory / match[1]).exists():
             path.rename(run_directory / match[1])
         else:
-            shutil.rmtree(path)
+            delete(path)
 
 
 def read_json(path: Path) -> Any:
