@@ -28,6 +28,7 @@ from ppo_rlhf.locks import one_at_a_time
 from ppo_rlhf.whole_files import written_whole
 
 logger = logging.getLogger(__name__)
+logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # it prints the traceback of what it raises, too
 
 SQLITE = "sqlite:///"
 ARTIFACTS = "mlartifacts"
