@@ -75,6 +75,12 @@ def test_an_own_model_passes_with_its_memory_and_disk(kedro: Kedro, own: Path, m
     assert "ppo.save_total_limit" in found["problem", "Disk"][0]
 
 
+def test_of_an_own_sft_model_align_is_checked_since_the_whole_chain_would_write_it(kedro: Kedro, own: Path):
+    found = examined(kedro, own, exit_code=0)
+    assert "align, " in found["ok", "Settings"][0]
+    assert "kedro run --pipelines align" in found["advice", "Settings"][0]
+
+
 def test_settings_files_and_functions_are_checked_as_before_a_run(kedro: Kedro, own: Path):
     wrong = "prompts_path=missing.jsonl,ppo.gradient_checkpointing=true,ppo.sft_model_path=x"
     lines = examined(kedro, own, *ALIGN, "--params", wrong, exit_code=1)["problem", "Settings"]
