@@ -71,8 +71,8 @@ def diagnose(project_path: Path, pipelines: list[str], params: dict[str, Any], e
         try:
             context = session.load_context()
             if not pipelines and _has_own_sft_model(context):
-                pipelines, line = ["align"], "sft_model_path is your own model: start with `kedro run --pipelines align`"
-                yield "advice", "Settings", f"{line}, which is checked here"
+                pipelines, start = ["align"], "start with `kedro run --pipelines align`, which is checked here"
+                yield "advice", "Settings", f"sft_model_path is a model of your own: {start}"
         except Exception as error:
             yield from _refusals("Settings", error)
             return

@@ -23,7 +23,7 @@ from mlflow.environment_variables import MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING
 from omegaconf import OmegaConf
 from pydantic import ValidationError
 
-from ppo_rlhf.core.errors import ConfigError
+from ppo_rlhf.core.errors import ConfigError, RewardError, own_error
 from ppo_rlhf.hooks.follower import announce
 from ppo_rlhf.hooks.run_description import RunDescription, describe_run, log_inputs, pipeline_names
 from ppo_rlhf.hooks.run_end import END_TAGS, end_tags, way_to_go_on
@@ -258,7 +258,7 @@ class TrackingHook(MlflowHook):
             if self._log is not None:
                 self._log.close(is_finished=False)
             end_active_run(RunStatus.KILLED if is_stopped else RunStatus.FAILED)
-        if self._log is not None and not is_stopped:
+        if self._log is not None and not is_stopped and not isinstance(own_error(error), RewardError):
             self._log.log_advice()
         if self._checkpoints is not None:
             logger.info("%s", way_to_go_on(error, self._checkpoints, project_path))
