@@ -143,7 +143,7 @@ def test_a_signal_names_the_call_that_it_waits_for():
             end = time.monotonic() + 5
             while len(said) < 2 and time.monotonic() < end:
                 time.sleep(0.01)
-        assert said == ["stopping", "SIGTERM: waiting for reward function mine."]
+        assert said == ["stopping", "SIGTERM: reward function mine has not answered yet."]
 
 
 def test_a_forked_worker_never_waits_so_that_a_pool_of_them_can_be_ended():

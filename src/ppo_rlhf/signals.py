@@ -191,7 +191,7 @@ def _watch(requests: Requests, grace_s: float, say: Callable[[str], None]) -> No
     signum, line = request
     say(line)
     for what in _state.waits_for:
-        say(f"{signal.Signals(signum).name}: waiting for {what}.")
+        say(f"{signal.Signals(signum).name}: {what} has not answered yet.")
     with suppress(Empty):
         requests.get(timeout=grace_s)
         return  # the block has ended

@@ -57,3 +57,10 @@ def test_without_a_checkpoint_the_run_still_can_go_on(tmp_path: Path):
 )
 def test_the_command_to_go_on_is_what_was_typed_with_resume(typed: str, expected: str):
     assert resume_command(["/bin/kedro", *shlex.split(typed)]) == expected
+
+
+def test_the_command_that_goes_on_has_the_launcher_of_several_processes(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    expected = "torchrun --nproc_per_node 2 -m kedro run --params resume=latest"
+    assert resume_command(["/lib/kedro/__main__.py", "run"]) == expected

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from pathlib import Path
 
 from ppo_rlhf.core.errors import DivergenceError, own_error
+from ppo_rlhf.processes import process_count
 
 ERROR = "error"
 LAST_CHECKPOINT = "last_checkpoint"
@@ -39,9 +41,10 @@ def way_to_go_on(error: BaseException, checkpoints: Path, project_path: Path) ->
 
 
 def typed_command(typed: list[str]) -> list[str] | None:
-    """Return the words of the `kedro run` that was typed (`sys.argv`); None in a notebook or another program."""
+    """Return the words of the `kedro run` that was typed (`sys.argv`), with the launcher; None in another program."""
     is_ours = typed[1:2] == ["run"] and {"kedro", "ppo_rlhf"} & {*Path(typed[0]).parts[-2:]}
-    return ["kedro", *typed[1:]] if is_ours else None
+    launcher = ["torchrun", "--nproc_per_node", os.environ["LOCAL_WORLD_SIZE"], "-m"] if process_count() > 1 else []
+    return [*launcher, "kedro", *typed[1:]] if is_ours else None
 
 
 def resume_command(typed: list[str]) -> str:
