@@ -241,7 +241,7 @@ def test_of_a_run_that_went_on_from_a_checkpoint_the_curves_before_it_are_judged
     assert logged(caplog)[1].startswith(EXPECTED)
 
 
-def test_a_run_that_failed_is_judged_and_one_that_was_stopped_is_not(
+def test_a_run_that_failed_is_judged_and_one_that_was_stopped_or_whose_reward_raised_is_not(
     kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     with caplog.at_level(logging.INFO):
@@ -249,6 +249,8 @@ def test_a_run_that_failed_is_judged_and_one_that_was_stopped_is_not(
         kedro(toy_project, "run", "--pipelines", "align")
         assert logged(caplog)[0] == HEADLINE
         caplog.clear()
+        monkeypatch.setenv("TOY_ERROR", "RewardError")
+        kedro(toy_project, "run", "--pipelines", "align")
         monkeypatch.delenv("TOY_FAIL_AT")
         monkeypatch.setenv("TOY_SIGNAL_AT", "2:SIGTERM")
         kedro(toy_project, "run", "--pipelines", "align")

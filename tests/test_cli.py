@@ -18,6 +18,7 @@ import pytest
 from click.testing import CliRunner, Result
 from kedro.framework.cli.project import run as kedro_run
 from kedro.io import DatasetError
+from safetensors import SafetensorError
 
 from ppo_rlhf.cli import cli, commands, run
 from ppo_rlhf.cli.errors import one_line_each
@@ -132,10 +133,12 @@ def test_a_mistake_in_a_configuration_file_is_one_line(
 
 
 def test_a_full_disk_is_one_line_and_an_unexpected_error_none():
-    error = DatasetError("Failed while saving data to dataset ParquetDataset(…).\nNo space")
-    error.__cause__ = OSError(errno.ENOSPC, "No space left on device", "/p/pairs.parquet")
-    (line,) = one_line_each(error)
-    assert "/p/pairs.parquet" in line
+    saving = "sft_policy: Failed while saving data to dataset ppo_rlhf.datasets.Model(filepath='/p/sft')"
+    error = DatasetError(f"{saving}.\nNo space")
+    error.__cause__ = OSError(errno.ENOSPC, "No space left on device")
+    assert one_line_each(error) == [f"{saving}: [Errno 28] No space left on device"]
+    error.__cause__ = SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+    assert one_line_each(error) == [f"{saving}: {error.__cause__}"]
     error.__cause__ = TypeError("a mistake of ours")
     assert one_line_each(error) is None
     assert one_line_each(ValueError("a mistake of ours")) is None

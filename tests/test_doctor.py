@@ -92,6 +92,12 @@ def test_memory_and_disk_suffice_to_the_last_byte(
     )
 
 
+def test_of_an_own_sft_model_align_is_checked_since_the_whole_chain_would_write_it(kedro: Kedro, own: Path):
+    found = examined(kedro, own, exit_code=0)
+    assert "align, " in found["ok", "Settings"][0]
+    assert "kedro run --pipelines align" in found["advice", "Settings"][0]
+
+
 def test_settings_files_and_functions_are_checked_as_before_a_run(kedro: Kedro, own: Path):
     wrong = "prompts_path=missing.jsonl,ppo.gradient_checkpointing=true,ppo.sft_model_path=x"
     lines = examined(kedro, own, *ALIGN, "--params", wrong, exit_code=1)["problem", "Settings"]

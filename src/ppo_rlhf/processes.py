@@ -7,9 +7,12 @@ here returns at once and no process group exists.
 from __future__ import annotations
 
 import atexit
+import contextlib
+import logging
 import os
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,8 +26,14 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+logger = logging.getLogger(__name__)
+
 TIMEOUT = timedelta(hours=2)
-"""How long a process waits for another one: a reward function or an evaluation may keep the main process busy."""
+"""How long a process waits for the main one, which a reward function, a judge, MLflow or a disk may keep busy."""
+PATIENCE = timedelta(minutes=10)
+"""How long a process waits in rollouts and updates, where all of them compute."""
+SLOW_S = 60.0
+"""A process that comes later than this is named."""
 
 _OTHER_LAUNCHERS = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 _SMALLER = "ppo.use_peft, ppo.load_in_4bit or ppo.gradient_checkpointing (models are not sharded here)"
@@ -122,10 +131,73 @@ def forget_accelerator() -> None:
     GradientState._reset_state()  # an interrupted accumulation would leave `sync_gradients` False
 
 
+@cache
+def quick_group(backend: str | None = None) -> Any:
+    """Return a group of all processes that wait for each other for PATIENCE; they call this in the same order."""
+    import torch
+
+    join_processes()
+    return torch.distributed.new_group(timeout=PATIENCE, backend=backend)
+
+
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """Name the processes that do not come to this block within SLOW_S."""
+    if process_count() == 1:
+        yield
+        return
+    join_processes()
+    place = _places(os.environ["RANK"], 1)
+    timer = threading.Timer(SLOW_S, _name_late, [place])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _name_late(place: int) -> None:
+    if late := _late(place):
+        logger.warning("Process %s has waited %.0f s for process %s.", os.environ["RANK"], SLOW_S, late)
+
+
+def _late(place: int) -> str:
+    return ", ".join(str(rank) for rank in range(process_count()) if _places(rank) < place)
+
+
+def first_error(error: Exception, *, was_stopped: bool = False) -> Exception:
+    """Return what ended the run: this error, or a LaunchError with that of the process that failed before this one."""
+    import torch.distributed as dist
+
+    if process_count() == 1 or not dist.is_initialized():
+        return error
+    with contextlib.suppress(dist.DistError):  # the launcher itself has ended
+        if isinstance(error, dist.DistError) or "third_party/gloo" in str(error):
+            late = _late(_places(os.environ["RANK"])) or "unknown"
+            error = LaunchError(f"process {late} has ended, or has not come for {PATIENCE.seconds / 60:.0f} minutes.")
+        is_told = isinstance(error, LaunchError)
+        own = str(error) if is_told else f"process {os.environ['RANK']} failed: {type(error).__name__}: {error}"
+        first = _store().compare_set("ppo_rlhf/failed", "-" if was_stopped else "", own).decode()
+        return error if first in (own, "-") else LaunchError(" ".join(first.split()))
+    return error
+
+
+def _store() -> Any:
+    from torch.distributed.distributed_c10d import _get_default_store  # torch has no public way to it
+
+    return _get_default_store()
+
+
+def _places(rank: int | str, more: int = 0) -> int:
+    return int(_store().add(f"ppo_rlhf/places/{rank}", more))
+
+
 def wait_for_all() -> None:
     """Wait until every process has come here."""
     if process_count() > 1:
-        join_processes().wait_for_everyone()
+        with together():
+            join_processes().wait_for_everyone()
 
 
 def from_main(value: T) -> T:
@@ -134,8 +206,8 @@ def from_main(value: T) -> T:
         return value
     from accelerate.utils import broadcast_object_list
 
-    join_processes()
-    (received,) = broadcast_object_list([value])
+    with together():
+        (received,) = broadcast_object_list([value])
     return received
 
 
@@ -166,10 +238,12 @@ def from_all(value: T) -> list[T]:
     """Return each process's value, in the order of their ranks; it must be picklable."""
     if process_count() == 1:
         return [value]
-    from accelerate.utils import gather_object
+    import torch
 
-    join_processes()
-    return list(gather_object([value]))
+    found: list[Any] = [None] * process_count()
+    with together():
+        torch.distributed.all_gather_object(found, value, group=quick_group("gloo"))
+    return found
 
 
 def check_alike(call: str, **arguments: Any) -> None:

@@ -25,7 +25,7 @@ from pluggy import PluginManager
 from ppo_rlhf import processes
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.progress import reporting, say, silenced
-from ppo_rlhf.signals import TerminationSignal, as_error, finishing_first, raising_on_signals
+from ppo_rlhf.signals import RunInterruptedError, TerminationSignal, as_error, finishing_first, raising_on_signals
 
 if TYPE_CHECKING:
     from ppo_rlhf.datasets.run_catalog import RunCatalog
@@ -171,7 +171,7 @@ class LoopRunner(SequentialRunner):
                 own.finish()
                 return made
         except BaseException as stop:
-            raise as_error(stop)  # noqa: B904  # which sets the cause
+            raise _first_error(stop)  # noqa: B904  # as_error sets the cause
 
     def _run(
         self,
@@ -217,7 +217,7 @@ class LoopSession(KedroSession):
         try:
             return super().run(*args, **options)
         except BaseException as stop:
-            error = as_error(stop)
+            error = _first_error(stop)
             for hook in self._hook_manager.get_plugins():
                 getattr(hook, "on_session_error", lambda error: None)(error)
             raise error  # noqa: B904  # as_error sets the cause
@@ -238,6 +238,11 @@ class PreparedRun(Exception):  # noqa: N818  # no error: the way out of Kedro's 
     def __init__(self, run_params: dict[str, Any], pipeline: Pipeline, catalog: CatalogProtocol) -> None:
         super().__init__()
         self.run_params, self.pipeline, self.catalog = run_params, pipeline, catalog
+
+
+def _first_error(stop: BaseException) -> Exception:
+    error = as_error(stop)
+    return processes.first_error(error, was_stopped=isinstance(error, RunInterruptedError))
 
 
 class _BeforeTheRun:

@@ -6,13 +6,14 @@ tells its hooks only of Exceptions, so LoopRunner raises an error in its place, 
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import stat
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from time import monotonic
 from types import FrameType
@@ -20,8 +21,12 @@ from types import FrameType
 from ppo_rlhf.core.errors import PPORLHFError, TrainingError
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+SLOW_S = 60.0
+"""A call of somebody else's code that takes longer is named."""
 SAME_REQUEST_S = 0.3
 """A signal this soon after the first one repeats it: `timeout` and launchers signal a process and then its group."""
+
+logger = logging.getLogger(__name__)
 
 
 class TerminationSignal(BaseException):
@@ -70,6 +75,7 @@ class _State:
         held: The signal that waits for the end of those.
         first_at: Time of the first signal, in seconds.
         finish_first: Takes the first signal in place of the exception.
+        waits_for: Calls of somebody else's code that are under way.
     """
 
     process: int = 0
@@ -78,6 +84,7 @@ class _State:
     held: int | None = None
     first_at: float | None = None
     finish_first: Callable[[int], None] | None = None
+    waits_for: list[str] = field(default_factory=list)
 
 
 _state = _State()
@@ -132,6 +139,21 @@ def deferring_signals() -> Iterator[None]:
 
 
 @contextmanager
+def named_if_slow(what: str, advice: str = "", *, seconds: float = SLOW_S) -> Iterator[None]:
+    """Log what is waited for if the block takes long, and at once where a signal waits for the end of the block."""
+    line = f"{what} has not answered for {seconds:.0f} s. {advice}".strip()
+    timer = threading.Timer(seconds, logger.warning, ["%s", line])
+    timer.daemon = True
+    timer.start()
+    _state.waits_for.append(what)
+    try:
+        yield
+    finally:
+        timer.cancel()
+        _state.waits_for.remove(what)
+
+
+@contextmanager
 def finishing_first(grace_s: float, ask: Callable[[int], str], say: Callable[[str], None]) -> Iterator[None]:
     """Let the first signal within the block call `ask(signum)` instead of raising an exception.
 
@@ -168,6 +190,8 @@ def _watch(requests: Requests, grace_s: float, say: Callable[[str], None]) -> No
         return
     signum, line = request
     say(line)
+    for what in _state.waits_for:
+        say(f"{signal.Signals(signum).name}: {what} has not answered yet.")
     with suppress(Empty):
         requests.get(timeout=grace_s)
         return  # the block has ended

@@ -308,7 +308,8 @@ def test_leftovers_of_a_killed_writer_are_swept_and_nothing_else(saved):
     run = saved.parent
     for name in (".iteration_000002.17.tmp", ".iteration_000001.17.replaced", ".iteration_000000.17.deleted"):
         (run / name / "policy").mkdir(parents=True)
-    (run / ".iteration_000003.1.tmp").write_text("a stray file")
+    for name in (".iteration_000003.1.tmp", ".iteration_000003.1.replaced"):
+        (run / name).write_text("a file")
     (run / ".nfs0001").write_text("of a file system")
     (run / "evaluations.json").write_text("[]")
     sweep_leftovers(run)

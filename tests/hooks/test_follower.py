@@ -11,6 +11,7 @@ import pytest
 from kedro.io import DataCatalog
 
 from ppo_rlhf import processes, settings
+from ppo_rlhf.core.errors import LaunchError
 from ppo_rlhf.datasets import ResumeCheckpointDataset
 from ppo_rlhf.hooks import ChecksHook, FollowerHook, TrackingHook
 from ppo_rlhf.hooks.follower import RUN_ID, announce
@@ -29,9 +30,10 @@ def test_the_main_process_tells_the_run_and_its_checkpoint_to_the_others(
     told = []
     monkeypatch.setenv(RUN_ID, "")  # restored afterwards
     monkeypatch.setattr(processes, "process_count", lambda: 2)
-    monkeypatch.setattr(processes, "from_main", lambda value: told.append(value) or ("run", tmp_path))
-    announce("run", tmp_path)
-    assert told == [("run", tmp_path)]
+    monkeypatch.setattr(processes, "from_main", lambda value: told.append(value) or ("run", tmp_path, tmp_path))
+    monkeypatch.setattr(processes, "from_all", lambda sees: [True, sees])
+    announce("run", tmp_path, tmp_path)
+    assert told == [("run", tmp_path, tmp_path)]
     assert os.environ[RUN_ID] == "run"
     monkeypatch.setenv(RUN_ID, "")
     entry = ResumeCheckpointDataset(str(tmp_path), "latest")
@@ -40,11 +42,26 @@ def test_the_main_process_tells_the_run_and_its_checkpoint_to_the_others(
     assert entry.load() == tmp_path
 
 
+def test_nodes_without_a_shared_folder_are_refused_in_every_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    lost = tmp_path / "run"
+    monkeypatch.setenv(RUN_ID, "")
+    monkeypatch.setattr(processes, "process_count", lambda: 2)
+    monkeypatch.setattr(processes, "from_main", lambda value: ("run", None, lost))
+    monkeypatch.setattr(processes, "from_all", lambda sees: [True, sees])
+    for process in (
+        lambda: announce("run", None, lost),
+        lambda: FollowerHook().before_pipeline_run(DataCatalog({})),
+    ):
+        with pytest.raises(LaunchError, match=f"^process 1 does not see {lost}: all nodes need"):
+            process()
+
+
 def test_a_follower_logs_errors_alone(monkeypatch: pytest.MonkeyPatch):
-    levels = {name: logging.getLogger(name).level for name in ("kedro", "ppo_rlhf")}
+    levels = {name: logging.getLogger(name).level for name in ("kedro", "ppo_rlhf", "ppo_rlhf.processes")}
     try:
         FollowerHook().after_context_created()
         assert not logging.getLogger("ppo_rlhf.runner").isEnabledFor(logging.WARNING)
+        assert logging.getLogger("ppo_rlhf.processes").isEnabledFor(logging.WARNING)  # the main process hangs
     finally:
         for name, level in levels.items():
             logging.getLogger(name).setLevel(level)

@@ -6,8 +6,12 @@ import os
 
 import pytest
 from mlflow.exceptions import MlflowException
+from mlflow.store.db.utils import _get_managed_session_maker
+from sqlalchemy import create_engine, text
+from sqlalchemy.orm import sessionmaker
 
-from ppo_rlhf.hooks.tracking_store import asked_twice, one_line, without_password
+from ppo_rlhf.core.errors import ConfigError
+from ppo_rlhf.hooks.tracking_store import asked_twice, one_line, store_in_plain_words, without_password
 
 RETRIES, SECONDS = "MLFLOW_HTTP_REQUEST_MAX_RETRIES", "MLFLOW_HTTP_REQUEST_TIMEOUT"
 
@@ -31,6 +35,16 @@ def test_who_asks_less_often_anyway_goes_on_to(monkeypatch: pytest.MonkeyPatch):
 def test_an_error_is_one_line_without_what_sqlalchemy_adds():
     text = "(sqlite3.OperationalError) database\n is locked\n[SQL: INSERT INTO x]\n(Background on this error at: …)"
     assert one_line(MlflowException(text)) == "(sqlite3.OperationalError) database is locked"
+
+
+def test_a_database_that_fails_is_one_line_without_a_traceback_also_where_no_logging_yml_is(
+    capsys: pytest.CaptureFixture[str],
+):
+    session = _get_managed_session_maker(sessionmaker(create_engine("sqlite://")), "sqlite")
+    refusal = pytest.raises(ConfigError, match=r"^The store: .*no such table: lost$")
+    with refusal, store_in_plain_words("The store"), session() as opened:
+        opened.execute(text("SELECT 1 FROM lost"))
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(

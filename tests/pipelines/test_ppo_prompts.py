@@ -7,7 +7,7 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.data.prompts import PromptDataset, PromptsConfig
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
-from ppo_rlhf.pipelines.ppo.nodes import initialise_training_state, prepare_prompts
+from ppo_rlhf.pipelines.ppo.nodes import configure_ppo, initialise_training_state, prepare_prompts
 from ppo_rlhf.rewards.scorers import ModelScorer, RewardScorer
 from tests.tiny_models import save, tiny_model, word_tokenizer
 
@@ -59,3 +59,10 @@ def test_prompts_whose_responses_the_reward_model_cannot_read_are_refused_before
     else:
         with pytest.raises(ModelError, match="it would have 9, the reward model reads 8"):
             initialise_training_state(*arguments)
+
+
+def test_the_start_says_how_many_processes_share_the_batch(caplog, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with caplog.at_level(logging.INFO):
+        configure_ppo(PPOConfig(per_device_train_batch_size=4, gradient_accumulation_steps=2, num_mini_batches=1))
+    assert caplog.messages[-1] == "Processes: 2. Batch: 16 responses an iteration, 8 in each process."

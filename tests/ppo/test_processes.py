@@ -6,6 +6,7 @@ import json
 import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -189,9 +190,55 @@ sys.exit(any(os.waitpid(child, 0)[1] for child in children))
 """
 
 
+ENDS_OR_HANGS = """
+import logging, os, sys, time
+from datetime import timedelta
+from ppo_rlhf import processes
+
+import torch, accelerate.utils
+
+logging.basicConfig(format="%(message)s", stream=sys.stdout)
+processes.SLOW_S, processes.PATIENCE = 0.5, timedelta(seconds=2)
+for other, port in zip(["hangs", "fails", "ends"], sys.argv[1:]):
+    children = []
+    for rank in range(2):
+        if (child := os.fork()) == 0:
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+            processes.from_all(rank)
+            if rank == 1:
+                if other == "fails":
+                    processes.first_error(ValueError("odd"))
+                time.sleep({"hangs": 6, "fails": 1, "ends": 0}[other])
+                os._exit(1)
+            try:
+                processes.from_all(rank)
+            except Exception as error:
+                print(processes.first_error(processes.first_error(error)), flush=True)
+            os._exit(0)
+        children.append(child)
+    for child in children:
+        os.waitpid(child, 0)
+"""
+
+
+def free_ports(number: int) -> list[str]:
+    with ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(number)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [str(probe.getsockname()[1]) for probe in probes]
+
+
+def test_a_process_that_hangs_fails_or_ends_is_named_by_the_one_that_waits_for_it():
+    command = [sys.executable, "-c", ENDS_OR_HANGS, *free_ports(3)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    late, ended = "Process 0 has waited 0 s for process 1.", "process 1 has ended, or has not come for 0 minutes."
+    assert done.stdout.splitlines() == [late, ended, late, "process 1 failed: ValueError: odd", ended], done.stderr
+
+
 def test_a_process_that_ends_right_after_it_heard_from_the_others_ends_well():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    done = subprocess.run([sys.executable, "-c", ENDS_AT_ONCE, port], capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS_AT_ONCE, *free_ports(1)], capture_output=True, text=True, timeout=200
+    )
     assert done.returncode == 0, done.stderr[-2000:]

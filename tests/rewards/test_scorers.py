@@ -3,7 +3,10 @@
 import asyncio
 import logging
 import math
+import os
 import sys
+import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,10 +14,12 @@ import pytest
 import torch
 from torch import nn
 
+from ppo_rlhf import signals
 from ppo_rlhf.core.errors import ConfigError, ModelError, RewardError
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.models.tokenizers import train_word_tokenizer
+from ppo_rlhf.rewards import functions
 from ppo_rlhf.rewards.functions import call_reward_function, load_function
 from ppo_rlhf.rewards.scorers import (
     ModelScorer,
@@ -369,14 +374,69 @@ def test_a_result_that_is_not_one_finite_number_a_response_is_refused(result, me
         (ValueError("one\n two"), "ValueError: one two"),
         (SystemExit(3), "SystemExit: 3"),
         (asyncio.CancelledError("late"), "CancelledError: late"),
+        (GeneratorExit("odd"), "GeneratorExit: odd"),
     ],
 )
 def test_an_exception_inside_a_function_is_one_line_with_its_place(error, told):
     def broken(prompts, completions):
         raise error
 
-    with pytest.raises(RewardError, match=rf"^reward function mine raised {told} \(test_scorers.py, line \d+\)$"):
+    place = r"\(test_scorers.py, line \d+\)"
+    with pytest.raises(RewardError, match=rf"^reward function mine raised {told} {place}\. Traceback: \S+$") as caught:
         call(broken)
+    assert "in broken" in written(caught.value)
+
+
+def written(error: RewardError) -> str:
+    """Return the report that the error names, and delete it."""
+    file = Path(str(error).rpartition("Traceback: ")[2])
+    report = file.read_text()
+    file.unlink()
+    return report
+
+
+def test_an_exception_names_the_row_that_the_function_was_at():
+    def of_one(text):
+        return 1 / len(text.split())
+
+    def broken(prompts, completions):
+        return [of_one(text) for text in completions]
+
+    async def asynchronous(prompts, completions):
+        return await asyncio.gather(*(asyncio.to_thread(of_one, text) for text in completions))
+
+    prompts = ["p 0", "p 1", "p 2"]
+    for function in (broken, asynchronous):
+        with pytest.raises(RewardError, match=r"at row 1, prompt 'p 1', response ''\. Traceback") as caught:
+            call_reward_function(function, "mine", prompts, ["x", "", "z"], {})
+        assert written(caught.value).startswith("Row 1\nPrompt: p 1\nResponse: \n\nTraceback")
+
+
+def test_a_function_that_would_end_the_process_is_refused_and_its_forked_workers_may():
+    def leaves(prompts, completions):
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        os._exit(3)
+
+    leave = os._exit
+    with pytest.raises(RewardError, match=r"raised SystemExit: os\._exit\(3\)") as caught:
+        call(leaves)
+    written(caught.value)
+    assert os._exit is leave
+
+
+def test_a_function_that_does_not_answer_is_named_with_its_batch(monkeypatch, caplog):
+    monkeypatch.setattr(functions, "named_if_slow", partial(signals.named_if_slow, seconds=0.01))
+
+    def slow(prompts, completions):
+        time.sleep(0.2)
+        return [0.0, 0.0]
+
+    assert call(slow) == [0.0, 0.0]
+    (line,) = caplog.messages
+    assert line.startswith("reward function mine (2 responses to ['p'], …) has not answered for ")
 
 
 MEDDLES = """

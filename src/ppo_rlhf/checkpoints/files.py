@@ -138,7 +138,7 @@ def sweep_leftovers(run_directory: Path) -> None:
         match = _LEFTOVER.fullmatch(path.name)
         if match is None:
             continue
-        if match[2] == "replaced" and not (run_directory / match[1]).exists():
+        if match[2] == "replaced" and path.is_dir() and not (run_directory / match[1]).exists():
             path.rename(run_directory / match[1])
         else:
             delete(path)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 import mlflow
 from kedro.framework.cli.utils import split_string
+from kedro.pipeline import Pipeline
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
@@ -37,7 +38,7 @@ Finding = tuple[Literal["ok", "advice", "problem"], str, str]
 
 
 @click.command()
-@click.option("--pipelines", callback=split_string, default="", help="As `kedro run` takes them; else the whole chain.")
+@click.option("--pipelines", callback=split_string, default="", help="As `kedro run` takes them.")
 @click.option("--params", callback=split_params, default="", help="Settings, as `kedro run` takes them.")
 @click.option("--env", "-e", help="Kedro's environment.")
 def doctor(**options: Any) -> None:
@@ -58,7 +59,7 @@ def diagnose(project_path: Path, pipelines: list[str], params: dict[str, Any], e
 
     Args:
         project_path: The project's directory.
-        pipelines: Their names; none is the whole chain.
+        pipelines: Their names; none is the whole chain, or `align` where that would write a person's own SFT model.
         params: The run's own settings.
         env: Kedro's environment.
     """
@@ -70,6 +71,9 @@ def diagnose(project_path: Path, pipelines: list[str], params: dict[str, Any], e
         assert isinstance(session, LoopSession)  # Kedro types it as an abstract one
         try:
             context = session.load_context()
+            if not pipelines and _has_own_sft_model(context):
+                pipelines, start = ["align"], "start with `kedro run --pipelines align`, which is checked here"
+                yield "advice", "Settings", f"sft_model_path is a model of your own: {start}"
         except Exception as error:
             yield from _refusals("Settings", error)
             return
@@ -82,6 +86,15 @@ def diagnose(project_path: Path, pipelines: list[str], params: dict[str, Any], e
         yield from found
         if all(level != "problem" for level, *_ in found) and plan_loop(run.pipeline) is not None:
             yield from _memory(context, run)
+
+
+def _has_own_sft_model(context: KedroContext) -> bool:
+    from ppo_rlhf.preflight.request import RunRequest
+
+    data_root = context.config_loader["globals"].get("data_root", "data")
+    request = RunRequest(Pipeline([]), context.catalog, context.project_path, data_root)
+    source = request.source("sft_policy")
+    return source is not None and not request.is_ours(source)
 
 
 def _refusals(part: str, error: Exception) -> Iterator[Finding]:

@@ -12,12 +12,15 @@ from kedro.io import DatasetError
 from kedro.utils import find_kedro_project
 from kedro.validation import ParameterValidationError
 from omegaconf.errors import OmegaConfBaseException
+from safetensors import SafetensorError
 from yaml import MarkedYAMLError, YAMLError
 
 from ppo_rlhf.core.errors import own_error
 
 CONFIGURATION = (OmegaConfBaseException, YAMLError, MissingConfigException, BadConfigException)
 CATALOG_ENTRY = ("An exception occurred when parsing config for dataset", "'load_versions' keys")
+KEDRO_END = ".\n"
+"""Stands between Kedro's own words and those of the error that a dataset raised."""
 _KEDRO_PREFIX = re.compile(r"^- (Parameter '[^']*': Failed to instantiate \w+ for parameter '[^']*': )?")
 
 
@@ -33,9 +36,9 @@ def one_line_each(error: Exception) -> list[str] | None:
         file = str(error).partition(", unable to read")[0]  # Kedro counts lines from 0
         return [f"{file}: {_flat(error.__cause__)}"]
     if isinstance(error, DatasetError):
-        system_error = next((cause for cause in _causes(error) if isinstance(cause, OSError)), None)
+        system_error = next((c for c in _causes(error) if isinstance(c, OSError | SafetensorError)), None)
         if system_error is not None:  # a full disk, a folder without the right to write
-            return [f"{_flat(error).partition('.')[0]}: {_flat(system_error)}"]
+            return [f"{str(error).partition(KEDRO_END)[0]}: {_flat(system_error)}"]
         return [_flat(error)] if str(error).startswith(CATALOG_ENTRY) else None
     return [_flat(error)] if isinstance(error, CONFIGURATION) or _is_refusal_of_kedro(error) else None
 

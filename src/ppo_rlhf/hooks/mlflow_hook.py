@@ -24,7 +24,7 @@ from mlflow.environment_variables import MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING
 from omegaconf import OmegaConf
 from pydantic import ValidationError
 
-from ppo_rlhf.core.errors import ConfigError
+from ppo_rlhf.core.errors import ConfigError, LaunchError, RewardError, own_error
 from ppo_rlhf.hooks.follower import announce
 from ppo_rlhf.hooks.run_description import RunDescription, describe_run, log_inputs, pipeline_names
 from ppo_rlhf.hooks.run_end import END_TAGS, end_tags, way_to_go_on
@@ -116,7 +116,8 @@ class TrackingHook(MlflowHook):
             except BaseException as stop:  # of which Kedro's own session tells no hook
                 self.on_pipeline_error(as_error(stop))
                 raise
-        announce(str(self.run_id or f"untracked-{process_name()}"), None if entry is None else entry.checkpoint)
+        run = str(self.run_id or f"untracked-{process_name()}")
+        announce(run, None if entry is None else entry.checkpoint, self._checkpoints)
 
     def _open_store(self) -> None:
         """Open the store; a signal may cut the wait for it."""
@@ -261,7 +262,7 @@ class TrackingHook(MlflowHook):
             if self._log is not None:
                 self._log.close(is_finished=False)
             end_active_run(RunStatus.KILLED if is_stopped else RunStatus.FAILED)
-        if self._log is not None and not is_stopped:
+        if self._log is not None and not is_stopped and not isinstance(own_error(error), RewardError | LaunchError):
             self._log.log_advice()
         if self._checkpoints is not None:
             logger.info("%s", way_to_go_on(error, self._checkpoints, project_path))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,11 +22,13 @@ from sqlalchemy import create_engine, inspect
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
+from ppo_rlhf import signals
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.locks import one_at_a_time
 from ppo_rlhf.whole_files import written_whole
 
 logger = logging.getLogger(__name__)
+logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # it prints the traceback of what it raises, too
 
 SQLITE = "sqlite:///"
 ARTIFACTS = "mlartifacts"
@@ -136,14 +137,9 @@ def without_password(text: str) -> str:
 @contextmanager
 def named_if_slow(uri: str) -> Iterator[None]:
     """Log which store is waited for if the block takes long."""
-    line = "The tracking store %s has not answered for %d s. MLflow goes on asking; Ctrl-C twice stops at once."
-    timer = threading.Timer(SLOW_S, logger.warning, [line, without_password(uri), SLOW_S])
-    timer.daemon = True
-    timer.start()
-    try:
+    advice = "MLflow goes on asking; Ctrl-C twice stops at once."
+    with signals.named_if_slow(f"The tracking store {without_password(uri)}", advice, seconds=SLOW_S):
         yield
-    finally:
-        timer.cancel()
 
 
 def end_active_run(status: int = RunStatus.FAILED) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError
-from ppo_rlhf.processes import check_launch, forget_accelerator, join_processes, process_count
+from ppo_rlhf.processes import check_launch, forget_accelerator, join_processes, process_count, quick_group
 
 _REDUCED = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _FULL = {"float32": torch.float32, "float64": torch.float64}
@@ -104,13 +104,13 @@ def wrap(accelerator: Accelerator, forward: nn.Module) -> nn.Module:
         warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
         wrapped: nn.Module = accelerator.prepare_model(forward, device_placement=False)
     if hasattr(wrapped, "register_comm_hook"):  # DDP's wrapper
-        wrapped.register_comm_hook(None, _sum_over_processes)  # type: ignore[operator]
+        wrapped.register_comm_hook(quick_group(), _sum_over_processes)  # type: ignore[operator]
     return wrapped
 
 
-def _sum_over_processes(_, bucket):  # type: ignore[no-untyped-def]  # torch wants types here, not texts
+def _sum_over_processes(group, bucket):  # type: ignore[no-untyped-def]  # torch wants types here, not texts
     """Sum gradients. DDP averages, and a norm in float32 rounds the backward pass of three times a loss otherwise."""
-    work = torch.distributed.all_reduce(bucket.buffer(), async_op=True)
+    work = torch.distributed.all_reduce(bucket.buffer(), group=group, async_op=True)
     return work.get_future().then(lambda done: done.value()[0])
 
 

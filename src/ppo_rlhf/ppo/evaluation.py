@@ -23,6 +23,7 @@ from ppo_rlhf.data.prompts import PromptDataset
 from ppo_rlhf.models.offloading import on_device
 from ppo_rlhf.ppo.rollout import compute_logprobs, response_batch, sample_responses
 from ppo_rlhf.ppo.sampling import SamplingSettings
+from ppo_rlhf.processes import on_main
 from ppo_rlhf.rewards.functions import RewardFunction, call_reward_function, load_function
 from ppo_rlhf.rewards.scorers import LONGEST_METRIC_NAME, RewardScorer
 
@@ -304,7 +305,8 @@ def evaluate_policy(
     scored = reward_scorer.score(batch)
 
     def judged(name: str, function: RewardFunction) -> NDArray[np.float64]:
-        scores = call_reward_function(function, name, prompts.texts, batch.completions, batch.columns_with_turns)
+        given = (prompts.texts, batch.completions, batch.columns_with_turns)
+        scores = on_main(lambda: call_reward_function(function, name, *given))
         return np.asarray(scores, dtype=np.float64)
 
     return PolicyEvaluation(

@@ -29,7 +29,7 @@ from ppo_rlhf.ppo.metrics import StepSums, add_over_processes, iteration_metrics
 from ppo_rlhf.ppo.minibatches import Minibatch
 from ppo_rlhf.ppo.optimisers import set_learning_rates
 from ppo_rlhf.ppo.state import TrainingState
-from ppo_rlhf.processes import any_process
+from ppo_rlhf.processes import any_process, together
 
 log = logging.getLogger(__name__)
 
@@ -226,6 +226,8 @@ def synchronised(state: TrainingState, *, is_last: bool) -> Iterator[None]:
             for forward in (state.policy_forward, state.critic_forward):
                 if forward is not None:
                     stack.enter_context(state.accelerator.no_sync(forward))
+        else:
+            stack.enter_context(together())
         yield
 
 

@@ -6,16 +6,19 @@ import functools
 import importlib
 import inspect
 import math
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any, cast
 
 import torch
 
 from ppo_rlhf.core.errors import DataError, RewardError
+from ppo_rlhf.signals import TerminationSignal, named_if_slow
 
 RewardFunction = Callable[..., list[float]]
 
@@ -49,7 +52,9 @@ def load_function(reference: str, project_path: Path | None = None) -> RewardFun
                 f"Put {module_name.replace('.', '/')}.py into the project's directory."
             ) from error
         raise RewardError(f"{reference}: importing {module_name} fails: {error}.") from error
-    except (Exception, SystemExit) as error:  # a user's file can raise anything, and a script may end itself
+    except BaseException as error:  # a user's file can raise anything, and a script may end itself
+        if isinstance(error, TerminationSignal | KeyboardInterrupt):
+            raise
         place = _place(error, lambda file: Path(file).is_relative_to(project))
         raise RewardError(f"{reference}: importing {module_name} fails: {_told(error)}{place}") from error
     function = getattr(module, name, None)
@@ -81,11 +86,19 @@ def _first_on_path(folders: list[str]) -> Iterator[None]:
 def _left_as_found() -> Iterator[None]:
     """Put back what a user's code leaves changed, once it has run."""
     dtype, device, threads = torch.get_default_dtype(), torch.get_default_device(), torch.get_num_threads()
-    precision = torch.get_float32_matmul_precision()
+    precision, leave, process = torch.get_float32_matmul_precision(), os._exit, os.getpid()
+
+    def refuse(code: int) -> None:
+        if os.getpid() != process:
+            leave(code)  # a forked worker of theirs may end
+        raise SystemExit(f"os._exit({code})")
+
+    os._exit = refuse  # type: ignore[assignment]  # it would end the run without a word
     try:
         with torch.set_grad_enabled(torch.is_grad_enabled()), contextlib.chdir("."):  # both put back what they found
             yield
     finally:
+        os._exit = leave
         torch.set_default_dtype(dtype)
         torch.set_num_threads(threads)
         torch.set_float32_matmul_precision(precision)
@@ -180,14 +193,21 @@ def call_function(
         RewardError: It raised, or returned something else.
     """
     try:
-        with _left_as_found():
+        with _left_as_found(), named_if_slow(f"{title} ({len(completions)} responses to {prompts[:1]!r:.60}, …)"):
             result = _awaited(_bound(function, list(prompts), list(completions), columns)())
         values = result.tolist() if hasattr(result, "tolist") else result  # tensors, arrays, series
         values = list(values) if isinstance(values, list | tuple) else values
-    except (Exception, SystemExit, asyncio.CancelledError) as error:
+    except BaseException as error:
+        if isinstance(error, TerminationSignal | KeyboardInterrupt):  # Ctrl-C, and no doing of theirs
+            raise
         source = getattr(inspect.unwrap(function), "__code__", None)
         place = "" if source is None else _place(error, lambda file: file == source.co_filename)
-        raise RewardError(f"{title} raised {_told(error)}{place}") from error
+        row, report = _row_at_hand(error, prompts, completions), traceback.format_exception(error)
+        at = ""
+        if row is not None:
+            at = f" at row {row}, prompt {prompts[row][:60]!r}, response {completions[row][:60]!r}"
+            report = [f"Row {row}\nPrompt: {prompts[row]}\nResponse: {completions[row]}\n\n", *report]
+        raise RewardError(f"{title} raised {_told(error)}{place}{at}{_written(report)}") from error
     if not isinstance(values, list):
         raise RewardError(f"{title} returned a {type(values).__name__}. Return a list, one entry a response.")
     if len(values) != len(completions):
@@ -252,6 +272,24 @@ def _place(error: BaseException, is_theirs: Callable[[str], bool]) -> str:
     """Return ' (file, line n)' of the innermost call in the user's files, empty if there is none."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_theirs(frame.filename)]
     return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+
+
+def _row_at_hand(error: BaseException, prompts: Sequence[str], completions: Sequence[str]) -> int | None:
+    """Return the row whose texts the innermost call held as it raised, None if no call held one by itself."""
+    for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
+        held = {id(value) for value in frame.f_locals.values() if isinstance(value, str)}
+        found = [(id(c) in held) + (id(p) in held) for p, c in zip(prompts, completions, strict=True)]
+        if any(found):
+            return found.index(max(found))
+    return None
+
+
+def _written(report: list[str]) -> str:
+    """Write a report to a file of its own, and return ' Traceback: <file>'; nothing where no file can be written."""
+    with contextlib.suppress(OSError), NamedTemporaryFile("w", prefix="traceback_", delete=False) as file:
+        file.writelines(report)
+        return f". Traceback: {file.name}"
+    return ""
 
 
 def split_reference(reference: str) -> tuple[str, str]:

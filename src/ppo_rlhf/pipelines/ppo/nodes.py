@@ -34,6 +34,8 @@ def configure_ppo(ppo: PPOConfig) -> PPOConfig:
     """Parse and validate every hyperparameter before anything is loaded; say what differs from the defaults."""
     changed = ", ".join(f"{name}={value}" for name, value in ppo.not_default().items())
     log.info("PPO settings that differ from the defaults: %s", changed or "none")
+    sizes = (ppo.world_size, ppo.batch_size, ppo.local_batch_size)
+    log.info("Processes: %d. Batch: %d responses an iteration, %d in each process.", *sizes)
     return ppo
 
 

@@ -13,12 +13,13 @@ from tokenizers.models import WordLevel
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.core.errors import RewardError
 from ppo_rlhf.data.prompts import PromptsConfig
 from ppo_rlhf.models.loading import TrainedModel
 from ppo_rlhf.rewards.scorers import RewardConfig
 from toy_ppo.saves import SaveRequest
 
-ERRORS = {error.__name__: error for error in (ZeroDivisionError, SystemExit, asyncio.CancelledError)}
+ERRORS = {error.__name__: error for error in (ZeroDivisionError, SystemExit, asyncio.CancelledError, RewardError)}
 VOCABULARY = {"<unk>": 0, "</s>": 1, "the": 2, "film": 3, "was": 4}
 
 
