@@ -126,6 +126,8 @@ def test_tags_say_where_the_run_came_from(tracked: TrackedRun):
     assert tags["data.raw_prompts.fingerprint"] == hashlib.sha256(prompts.read_bytes()).hexdigest()
     assert tags["data.raw_prompts.path"] == str(prompts)
     assert tags["ppo.not_default"] == "kl_coef=0.25, total_episodes=24, seed=11, sample_interval=2"
+    policy = next((tracked.project / "data" / "06_models" / "ppo_policy").iterdir())
+    assert tags[f"written.ppo_policy.{policy.name}"] == str(policy)
     assert {"version.ppo_rlhf", "version.torch", "version.transformers", "version.python"} <= set(tags)
 
 

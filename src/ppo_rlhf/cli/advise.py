@@ -9,6 +9,7 @@ from typing import Any
 import click
 import mlflow
 from kedro.framework.session import KedroSession
+from kedro_mlflow.config.kedro_mlflow_config import KedroMlflowConfig
 from mlflow import MlflowClient
 
 from ppo_rlhf.cli.errors import one_line_each, project_here
@@ -40,6 +41,14 @@ def show(lines: Callable[[], Iterable[str]]) -> None:
         raise click.ClickException(visible("\nError: ".join(problems))) from None
 
 
+def existing_store(settings: KedroMlflowConfig) -> str:
+    """Return the tracking store's URI; raise PPORLHFError if it is a file that is not there. MLflow would make one."""
+    uri = settings.server.mlflow_tracking_uri or mlflow.get_tracking_uri()
+    if uri.startswith(SQLITE) and not Path(uri.removeprefix(SQLITE)).is_file():
+        raise PPORLHFError(f"There is no run yet: {uri.removeprefix(SQLITE)} does not exist. `kedro run` makes it.")
+    return uri
+
+
 def _lines(project_path: Path, run_id: str | None, everything: bool, env: str | None) -> list[str]:
     from ppo_rlhf.cli.recorded_run import newest_run, recorded_run  # heavy: other commands do not wait for them
     from ppo_rlhf.training.tuning import SHOWN, in_words
@@ -48,9 +57,7 @@ def _lines(project_path: Path, run_id: str | None, everything: bool, env: str | 
     session: Any = KedroSession.create(project_path, env=env)
     with session:
         settings = session.load_context().mlflow
-    uri = settings.server.mlflow_tracking_uri or mlflow.get_tracking_uri()
-    if uri.startswith(SQLITE) and not Path(uri.removeprefix(SQLITE)).is_file():  # MLflow would make an empty one
-        raise PPORLHFError(f"There is no run yet: {uri.removeprefix(SQLITE)} does not exist. `kedro run` makes it.")
+    uri = existing_store(settings)
     with store_in_plain_words(f"The tracking store {without_password(uri)} cannot be read"):
         client = MlflowClient(uri)
         run = recorded_run(client, run_id or newest_run(client, settings.tracking.experiment.name))

@@ -19,6 +19,7 @@ from kedro.framework.cli.utils import CONTEXT_SETTINGS
 from kedro.framework.project import pipelines
 
 from ppo_rlhf.cli.advise import advise
+from ppo_rlhf.cli.clean import clean
 from ppo_rlhf.cli.convert_config import convert_config
 from ppo_rlhf.cli.doctor import doctor
 from ppo_rlhf.cli.errors import one_line_each, project_here
@@ -138,7 +139,7 @@ def _only_node(name: str, nodes: set[str]) -> str:
 
 
 run = RunCommand("run", callback=_run, params=_run_options(), help="Run pipelines, by default the whole chain.")
-for command in (run, advise, convert_config, doctor, generate, plan_memory):
+for command in (run, advise, clean, convert_config, doctor, generate, plan_memory):
     cli.add_command(command)
 for command in catalog.commands.values():  # Kedro's own, which read the parameters, too
     command.callback = partial(_with_one_line_errors, command.callback)  # type: ignore[arg-type]

@@ -47,16 +47,16 @@ class RunCatalog:
         entry: Callable[[str], Any] = catalog.get
         self._outputs, self._checkpoint = outputs, None
         self._was_checkpoint_due = True
-        self._files = [name for name in sorted(pipeline.all_outputs()) if _file_of(entry(name)) is not None]
+        self._files = [name for name in sorted(pipeline.all_outputs()) if file_of(entry(name)) is not None]
         for dataset in map(entry, self._files):
             usual = dataset._usual_filepath = getattr(dataset, "_usual_filepath", dataset._filepath)
             dataset._filepath = type(usual)(run_directory(Path(usual).parent / "runs") / Path(usual).name)
-        models = {name: model for name in pipeline.inputs() if _is_model(model := entry(name))}
+        models = {name: model for name in pipeline.inputs() if is_model(model := entry(name))}
         newest = {name: handle.source for name, model in models.items() if (handle := model.load()) is not None}
         found = outputs.find(catalog) if outputs is not None and resumed else {}
         self._found, versions = processes.from_main((found, {**newest, **found}))
         for name, path in versions.items():
-            if _is_model(dataset := entry(name)):
+            if is_model(dataset := entry(name)):
                 dataset.pin(Path(path))
 
     def has_written(self, name: str) -> bool:
@@ -140,7 +140,7 @@ class StageOutputs:
 
     def note(self, name: str, dataset: Any) -> None:
         """Remember that this run has written a dataset. If that fails, a resumed run writes it again."""
-        path = getattr(dataset, "saved", None) or _file_of(dataset)
+        path = getattr(dataset, "saved", None) or file_of(dataset)
         if name not in self.names or path is None:
             return
         try:
@@ -182,20 +182,20 @@ class StageOutputs:
             return {}
 
 
-def _file_of(dataset: Any) -> Path | None:
+def file_of(dataset: Any) -> Path | None:
     """Return the file that an entry has on this machine; None if it has versions, or is none of a file."""
     path = getattr(dataset, "_filepath", None)
     is_local = getattr(dataset, "_protocol", "file") == "file" and getattr(dataset, "_version", None) is None
     return Path(path) if path is not None and is_local else None
 
 
-def _is_model(dataset: Any) -> bool:
+def is_model(dataset: Any) -> bool:
     return isinstance(dataset, PretrainedModelDataset)
 
 
 def _pin_version(dataset: Any) -> None:
     """Let every process read the version that the main one has just written, though another run may write a newer."""
-    if _is_model(dataset):
+    if is_model(dataset):
         dataset.pin(processes.from_main(dataset.saved))
     elif getattr(dataset, "_version", None) is not None:
         version = processes.from_main(dataset.resolve_save_version())

@@ -40,6 +40,8 @@ AT_A_GLANCE = {
 }
 """Metrics that are logged under a second key: MLflow sorts its charts by key, and has no setting for their order."""
 POLICY = "ppo_policy"
+WRITTEN = "written."
+"""So begin the tags with the path of each model that the run wrote."""
 BEST = "best_checkpoint"
 ERROR, OF_SFT = "_se", "_sft"  # ends of metrics' keys
 PATIENCE, PATIENCE_AT_THE_END = 5.0, 30.0
@@ -92,10 +94,13 @@ class RunLog:
             self._log_token_view(outputs[TOKEN_SAMPLES])
 
     def saved(self, name: str) -> None:
-        """Log the exported policy as a model, and the best checkpoint's if that is another one.
+        """Log where a model lies, and the exported policy as a model, and the best checkpoint's if that is another.
 
         A signal may cut the wait for the metrics before it, but not the logging.
         """
+        if (version := getattr(self._catalog.get(name), "saved", None)) is not None:
+            with warning_of_refusals(f"where {name} lies"):
+                mlflow.set_tag(f"{WRITTEN}{name}.{version.name}".replace("+", "_"), str(version))
         if name != POLICY:
             return
         from ppo_rlhf.hooks.model_log import best_checkpoint, log_policy  # heavy: only runs that export pay for it

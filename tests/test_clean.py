@@ -1,0 +1,223 @@
+"""`kedro clean`: what runs left is deleted run by run, and never what is still needed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import mlflow
+import pytest
+from click.testing import Result
+from mlflow import MlflowClient
+from mlflow.entities import LoggedModelStatus
+
+from tests.conftest import REPOSITORY
+
+Kedro = Callable[..., Result]
+
+VERSIONS = ("2026-01-01T00.00.01.000Z", "2026-01-01T00.00.02.000Z", "2026-01-01T00.00.03.000Z")
+
+
+class Recorded:
+    """A project whose runs lie in MLflow and on the disk as `kedro run` leaves them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.models = folder, folder / "data" / "06_models"
+        mlflow.set_tracking_uri(f"sqlite:///{folder / 'mlflow.db'}")
+        self.client = MlflowClient()
+        self._experiment = self.client.create_experiment("ppo_rlhf", str(folder / "mlartifacts"))
+        self._count = 0
+
+    def version(self, model: str, version: str) -> str:
+        """A model's folder."""
+        folder = self.models / model / version
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text("{}")
+        (folder / "model.safetensors").write_bytes(bytes(1_000_000))
+        return str(folder)
+
+    def run(self, status: str = "FINISHED", *, environment: str = "local", trained: bool = True, **tags: str) -> str:
+        """One run, younger than those before, with a report, an artifact and, if it trained, a checkpoint and a model.
+
+        Args:
+            status: MLflow's.
+            environment: Kedro's.
+            trained: Whether it has a folder among the checkpoints.
+            tags: `reads` and `writes`: paths of models; other tags by their name.
+        """
+        self._count += 1
+        paths = {"reads": "data.sft_policy.path", "writes": "written.sft_policy"}
+        tags = {"environment": environment, **{paths.get(name, name): text for name, text in tags.items()}}
+        run = self.client.create_run(self._experiment, start_time=self._count, tags=tags, run_name=f"n{self._count}")
+        self.client.log_text(run.info.run_id, "a report", "report/report.html")
+        if status != "RUNNING":
+            self.client.set_terminated(run.info.run_id, status)
+        data = self.folder / "data"
+        places = [data / "08_reporting" / "runs" / run.info.run_id / "report.html"]
+        if trained:
+            places.append(self.models / "ppo_checkpoints" / run.info.run_id / "iteration_000001" / "state.json")
+            places.append(self.models / "ppo_checkpoints" / run.info.run_id / "run.lock")
+        for place in places:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_text("")
+        return str(run.info.run_id)
+
+    def logged_model(self, run_id: str) -> str:
+        """A model in MLflow, with an artifact."""
+        model = self.client.create_logged_model(self._experiment, "ppo_policy", source_run_id=run_id)
+        (self.folder / "weights").write_text("")
+        self.client.log_model_artifact(model.model_id, str(self.folder / "weights"))
+        self.client.finalize_logged_model(model.model_id, LoggedModelStatus.READY)
+        return str(model.model_id)
+
+    def register(self, run_id: str, win_rate: float, alias: str | None = None) -> None:
+        """A version of the registered model `aligned`."""
+        if not self.client.search_registered_models():
+            self.client.create_registered_model("aligned")
+        source, tags = f"models:/{self.logged_model(run_id)}", {"win_rate": str(win_rate)}
+        made = self.client.create_model_version("aligned", source, run_id, tags=tags)
+        if alias is not None:
+            self.client.set_registered_model_alias("aligned", alias, made.version)
+
+    def left(self) -> set[str]:
+        """Ids of the runs that MLflow shows; each has all that it had, and of the others nothing is on the disk."""
+        shown = {run.info.run_id for run in self.client.search_runs([self._experiment])}
+        for home in ("mlartifacts", "data/08_reporting/runs", "data/06_models/ppo_checkpoints"):
+            found = {path.name for path in (self.folder / home).iterdir()} - {"models"}
+            assert found <= shown, home
+        assert {path.name for path in (self.folder / "data/08_reporting/runs").iterdir()} == shown
+        return shown
+
+
+@pytest.fixture
+def recorded(project: Path) -> Recorded:
+    return Recorded(project)
+
+
+def cleaned(kedro: Kedro, project: Path, *arguments: str) -> list[str]:
+    result = kedro(project, "clean", *arguments)
+    assert result.exit_code == 0, result.output
+    return result.stdout.splitlines()
+
+
+def test_without_yes_everything_is_listed_with_its_size_and_nothing_is_deleted(kedro: Kedro, recorded: Recorded):
+    version = recorded.version("sft_policy", VERSIONS[0])
+    recorded.version("sft_policy", VERSIONS[1])
+    old, new = recorded.run(writes=version), recorded.run()
+    before = sorted(recorded.folder.rglob("*"))
+    lines = cleaned(kedro, recorded.folder, "--keep", "1")
+    assert recorded.left() == {old, new}
+    assert sorted(recorded.folder.rglob("*")) == before
+    assert lines[0] == f"MLflow run {old} (n1, FINISHED)"
+    assert f"       1.0 MB  data/06_models/sft_policy/{VERSIONS[0]}" in lines
+    assert f"       0.0 MB  data/06_models/ppo_checkpoints/{old}" in lines
+    assert f"       0.0 MB  mlartifacts/{old}" in lines
+    assert lines[-2:] == ["1 runs, 1.0 MB: kedro clean --yes deletes them.", "Left: 1 newest."]
+
+
+def test_the_newest_finished_runs_stay_and_of_older_ones_all_goes(kedro: Kedro, recorded: Recorded):
+    versions = [recorded.version("sft_policy", version) for version in VERSIONS]
+    old, newer, newest = (recorded.run(writes=version) for version in versions)
+    recorded.register(old, 0.5)
+    recorded.register(newer, 0.6)
+    lines = cleaned(kedro, recorded.folder, "--keep", "2", "--yes")
+    assert recorded.left() == {newer, newest}
+    assert [Path(version).exists() for version in versions] == [False, True, True]
+    assert len(list((recorded.folder / "mlartifacts" / "models").iterdir())) == 1
+    [version] = recorded.client.search_model_versions("name = 'aligned'")
+    assert version.run_id == newer
+    assert lines[-2:] == ["1 runs, 1.0 MB: deleted.", "Left: 2 newest."]
+    assert cleaned(kedro, recorded.folder, "--keep", "2")[0].startswith("0 runs, 0.0 MB")
+
+
+def test_champion_best_unfinished_and_running_runs_stay(kedro: Kedro, recorded: Recorded):
+    best, champion, other = recorded.run(), recorded.run(), recorded.run()
+    for run_id, rate, alias in ((best, 0.9, None), (champion, 0.7, "champion"), (other, 0.6, None)):
+        recorded.register(run_id, rate, alias)
+    failed, early = recorded.run("FAILED"), recorded.run("FAILED", trained=False)
+    running = recorded.run("RUNNING", trained=False)
+    lines = cleaned(kedro, recorded.folder, "--keep", "0", "--yes")
+    assert recorded.left() == {best, champion, failed, running}
+    assert not (recorded.folder / "data/08_reporting/runs" / early).exists()
+    assert lines[-1] == "Left: 1 running, 1 to be resumed, 2 champion or best."
+
+
+def test_a_run_that_was_deleted_in_mlflow_goes_whatever_it_was(kedro: Kedro, recorded: Recorded):
+    failed = recorded.run("FAILED")
+    recorded.client.delete_run(failed)
+    cleaned(kedro, recorded.folder, "--yes")
+    assert recorded.left() == set()
+
+
+def test_what_a_command_reads_next_and_runs_of_other_environments_stay_with_what_they_read(
+    kedro: Kedro, recorded: Recorded
+):
+    first, second = (recorded.version("sft_policy", version) for version in VERSIONS[:2])
+    wrote_first, wrote_newest, old = recorded.run(writes=first), recorded.run(writes=second), recorded.run()
+    elsewhere = recorded.run(environment="gsm8k", reads=first)
+    lines = cleaned(kedro, recorded.folder, "--keep", "0", "--yes")
+    assert recorded.left() == {wrote_first, wrote_newest, elsewhere}
+    assert old not in recorded.left()
+    assert lines[-1] == "Left: 1 of other environments, 2 read by another."
+
+
+def test_a_chain_of_runs_stays_from_the_one_that_is_kept(kedro: Kedro, recorded: Recorded):
+    first = recorded.version("sft_policy", VERSIONS[0])
+    recorded.version("sft_policy", VERSIONS[1])  # no run is known to have written it
+    wrote, other = recorded.run(writes=first), recorded.run()
+    trained = recorded.run(reads=first)
+    checkpoint = recorded.models / "ppo_checkpoints" / trained / "iteration_000001" / "policy"
+    newest = recorded.run(reads=str(checkpoint))
+    child = recorded.run(**{"mlflow.parentRunId": newest}, trained=False)
+    cleaned(kedro, recorded.folder, "--keep", "1", "--yes")
+    assert recorded.left() == {wrote, trained, newest, child}
+    assert other not in recorded.left()
+    assert (recorded.models / "sft_policy" / VERSIONS[1]).is_dir()
+
+
+def test_a_run_that_another_process_goes_on_with_is_not_touched(kedro: Kedro, recorded: Recorded):
+    alive = recorded.run()
+    code = (
+        "import sys; from pathlib import Path; from ppo_rlhf.locks import lock_run; lock = lock_run(Path(sys.argv[1]))"
+    )
+    folder = recorded.models / "ppo_checkpoints" / alive
+    with subprocess.Popen(
+        [sys.executable, "-c", f"{code}; print(flush=True); sys.stdin.read()", str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=REPOSITORY,
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        lines = cleaned(kedro, recorded.folder, "--keep", "0", "--yes")
+        process.communicate()
+    assert recorded.left() == {alive}
+    assert lines[-1] == "Left: 1 running."
+
+
+def test_nothing_outside_the_project_and_nothing_of_an_unknown_run_is_deleted(kedro: Kedro, recorded: Recorded):
+    outside = recorded.folder.parent / "elsewhere"
+    outside.mkdir()
+    recorded.models.mkdir()
+    (recorded.models / "sft_policy").symlink_to(outside)
+    version = recorded.version("sft_policy", VERSIONS[0])
+    recorded.version("sft_policy", VERSIONS[1])
+    old = recorded.run(writes=version)
+    recorded.run(environment="test")
+    unknown = recorded.models / "ppo_checkpoints" / "untracked-vm-1"
+    unknown.mkdir()
+    lines = cleaned(kedro, recorded.folder, "--keep", "0", "--yes")
+    assert recorded.client.get_run(old).info.lifecycle_stage == "deleted"
+    assert unknown.is_dir()
+    assert (outside / VERSIONS[0] / "config.json").is_file()
+    assert lines[-1] == "Left: 1 of other environments, 1 folders of outside the project, 1 folders of untracked-vm-1."
+
+
+def test_without_a_tracking_database_there_is_nothing_to_clean(kedro: Kedro, project: Path):
+    (project / "mlflow.db").unlink()
+    result = kedro(project, "clean", "--yes")
+    assert result.exit_code == 1
+    assert result.stderr.splitlines()[-1].startswith("Error: There is no run yet: ")
+    assert not (project / "mlflow.db").exists()
