@@ -7,3 +7,12 @@ __version__ = "0.1.0"
 # cuBLAS repeats its sums (ppo.deterministic) only with a workspace of fixed size, and reads this at its first product.
 # These are the 32 MiB that torch takes on newer devices by itself.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+def __getattr__(name: str) -> object:
+    """Import PPOConfig and PPOTrainer at their first use: torch and transformers take seconds."""
+    if name in ("PPOConfig", "PPOTrainer"):
+        from ppo_rlhf import training
+
+        return getattr(training, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
