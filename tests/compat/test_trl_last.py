@@ -32,7 +32,7 @@ def test_every_field_of_the_configuration_and_of_the_scripts_is_carried_or_left_
 
 def test_what_is_called_carried_has_an_effect_and_nothing_else_has_one():
     others = {"kl_estimator": "k3", "gamma": 0.9, "lam": 0.9, "adam_beta1": 0.8, "adam_beta2": 0.95}
-    others |= {"lr_scheduler_type": "cosine", "optim": "adamw_torch", "num_mini_batches": 2, "stop_token": None}
+    others |= {"lr_scheduler_type": "cosine", "optim": "adamw_bnb_8bit", "num_mini_batches": 2, "stop_token": None}
     others |= {"bf16": False, "warmup_steps": 10, "save_total_limit": 3, "missing_eos_penalty": 1.0}
     others |= {"dataset_name": "prompts.csv"}
     sizes = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "total_episodes": 1000}

@@ -78,7 +78,6 @@ DEFAULTS = {
     "load_in_4bit": False,
     "lora_r": 16,
     "lora_alpha": 32,
-    "lora_dropout": 0.0,
     "lora_target_modules": "all-linear",
     "gradient_checkpointing": False,
     "compile": False,
@@ -115,7 +114,6 @@ def test_every_field_has_its_contracted_default():
 DEPARTURES = {
     "dtype",
     "gradient_checkpointing",
-    "lora_dropout",
     "lora_target_modules",
     "reward_model_path",
     "save_interval",
@@ -138,7 +136,7 @@ def test_defaults_are_trls_but_for_the_departures():
     trl = {**TRL_MODEL, **TRL_LAST}
     trl |= {ours: trl[theirs] for ours, theirs in other_names.items()}
     shared = trl.keys() & DEFAULTS.keys()
-    assert len(shared) == 43
+    assert len(shared) == 42
     assert {name for name in shared if trl[name] != DEFAULTS[name]} == DEPARTURES
 
 
@@ -195,7 +193,12 @@ def test_a_wrong_value_or_name_is_refused_in_one_line_that_names_it(values):
 
 @pytest.mark.parametrize(
     ("name", "where"),
-    [("init_kl_coef", "ppo.kl_coef"), ("align_overflow", "skips"), ("model_name", "sft_model_path")],
+    [
+        ("init_kl_coef", "ppo.kl_coef"),
+        ("align_overflow", "skips"),
+        ("lora_dropout", "dropout is always off"),
+        ("model_name", "sft_model_path"),
+    ],
 )
 def test_a_name_of_other_libraries_is_refused_with_where_the_setting_lives(name, where):
     with pytest.raises(ConfigError, match=where):

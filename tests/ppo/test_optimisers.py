@@ -146,13 +146,12 @@ def test_a_model_must_have_a_weight_that_trains():
         check_trains(layer, "policy")
 
 
-@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch"])
-def test_adams_betas_and_epsilon_have_their_textbook_effect(optim):
+def test_adams_betas_and_epsilon_have_their_textbook_effect():
     """Two steps with gradients 1 and 3, worked by hand from Kingma and Ba (2015), algorithm 1."""
     weight = torch.nn.Parameter(torch.tensor([[1.0]], dtype=torch.float64))
     module = torch.nn.Module()
     module.weight = weight
-    config = PPOConfig(adam_beta1=0.5, adam_beta2=0.75, adam_epsilon=0.25, optim=optim)
+    config = PPOConfig(adam_beta1=0.5, adam_beta2=0.75, adam_epsilon=0.25)
     optimizer = build_optimizer(module, 0.1, config)
     for gradient in (1.0, 3.0):
         weight.grad = torch.full_like(weight, gradient)
@@ -186,7 +185,7 @@ def test_8_bit_adamw_without_bitsandbytes_is_refused_in_one_line(monkeypatch):
 
 @pytest.mark.parametrize(
     ("optim", "numbers", "size"),
-    [("adamw_torch", 8192, 8192 * 8), ("adamw_8bit", 8192, 2 * (8192 + 32 * 4)), ("adamw_8bit", 4095, 4095 * 8)],
+    [("adamw_torch_fused", 8192, 8192 * 8), ("adamw_8bit", 8192, 2 * (8192 + 32 * 4)), ("adamw_8bit", 4095, 4095 * 8)],
 )
 def test_moments_take_4_bytes_each_or_1_and_a_scale_for_256_of_them(optim, numbers, size):
     assert moment_bytes(torch.empty(numbers, device="meta"), PPOConfig(optim=optim)) == size

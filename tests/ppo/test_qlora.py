@@ -194,7 +194,7 @@ def test_8_bit_adamw_follows_adamw_and_decays_matrices_alone():
     modules = [torch.nn.Linear(64, 64) for _ in range(2)]
     modules[1].load_state_dict(modules[0].state_dict())
     start_of = modules[0].weight.detach().clone()
-    choices = ("adamw_torch", "adamw_8bit")
+    choices = ("adamw_torch_fused", "adamw_8bit")
     built = [
         build_optimizer(module, 1e-2, PPOConfig(optim=optim, weight_decay=0.1))
         for module, optim in zip(modules, choices, strict=True)

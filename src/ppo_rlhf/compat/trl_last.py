@@ -139,7 +139,7 @@ SETTINGS: Table = {  # with the defaults of TRL 1.12
     "seed": to("seed", 42),
     "sft_model_path": to("sft_model_path"),
     "reward_model_path": to("reward_model_path"),
-    "optim": to("ppo.optim", ours={"adamw_bnb_8bit": "adamw_8bit"}),
+    "optim": to("ppo.optim", ours={"adamw_bnb_8bit": "adamw_8bit", "adamw_torch": "adamw_torch_fused"}),
     "save_steps": to("ppo.save_interval"),
     "save_total_limit": to("ppo.save_total_limit"),
     "full_determinism": to("ppo.deterministic"),

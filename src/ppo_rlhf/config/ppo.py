@@ -45,9 +45,8 @@ _LIVES_ELSEWHERE = {
     "use_score_norm": "it is ppo.reward_normalisation=running",
     "lr_scheduler_kwargs": "ppo.lr_scheduler_type has the schedules that need no arguments",
     "full_determinism": "it is ppo.deterministic",
-    "side_by_side": "it is gone: policy and critic train one after the other",
-    "cuda_graphs": "it is gone: decoding runs without CUDA graphs",
-    "align_overflow": "it is gone: a non-finite gradient of policy or critic always skips the step of both",
+    "align_overflow": "a non-finite gradient of policy or critic always skips the step of both",
+    "lora_dropout": "dropout is always off: with it the policy that trains would not be the one that sampled",
 }
 
 
@@ -153,9 +152,9 @@ class PPOConfig:
     iterations are those behind critic_warmup_iterations."""
     critic_warmup_iterations: Annotated[int, Field(ge=0), Typical(0, 100, "VC-PPO, arXiv:2503.01491: 50")] = 0
     """Iterations at the start in which only the critic is trained; the policy and the KL controller stand still."""
-    optim: Literal["adamw_torch_fused", "adamw_torch", "adamw_8bit"] = "adamw_torch_fused"
-    """AdamW in one kernel, or torch's own choice of implementation (slower); the same numbers but for rounding.
-    adamw_8bit: bitsandbytes' AdamW, whose moments take a quarter of the memory (arXiv:2110.02861)."""
+    optim: Literal["adamw_torch_fused", "adamw_8bit"] = "adamw_torch_fused"
+    """adamw_torch_fused: torch's AdamW in one kernel. adamw_8bit: bitsandbytes' AdamW, whose moments take a quarter of
+    the memory (arXiv:2110.02861)."""
     adam_beta1: Annotated[float, Field(ge=0.0, lt=1.0), Typical(0.8, 0.95, "arXiv:1412.6980: 0.9")] = 0.9
     """AdamW's decay of the mean gradient."""
     adam_beta2: Annotated[float, Field(ge=0.0, lt=1.0), Typical(0.95, 0.999, "arXiv:1412.6980: 0.999")] = 0.999
@@ -223,8 +222,6 @@ class PPOConfig:
     """Rank of the adapters."""
     lora_alpha: Annotated[int, Field(ge=1), Typical(4, 512, "arXiv:2106.09685; TRL: 32")] = 32
     """The adapter's output is scaled by lora_alpha / lora_r."""
-    lora_dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
-    """Must be 0: with dropout the trained policy would differ from the one that sampled. TRL has the setting."""
     lora_target_modules: str = "all-linear"
     """Names of the linear layers that get an adapter, comma-separated; all-linear: all but the language-model head;
     all-linear+head: all. A small model whose head is tied to its embeddings learns little without it

@@ -174,11 +174,6 @@ _RULES = (
         lambda c: c.export_value_head and c.value_model != "shared",
         "only the head of a shared trunk reads the policy's hidden states; set {1} to shared, or leave out {0}",
     ),
-    _Rule(
-        ("lora_dropout",),
-        lambda c: c.lora_dropout > 0,
-        "it must be 0: with dropout the policy that is trained is not the one that sampled; leave it out",
-    ),
     *(
         _Rule(
             (name, "use_peft"),

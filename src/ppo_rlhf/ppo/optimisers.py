@@ -54,8 +54,7 @@ def build_optimizer(module: nn.Module, learning_rate: float, config: PPOConfig) 
         from bitsandbytes.optim import AdamW8bit
 
         return cast(torch.optim.Optimizer, AdamW8bit(groups, lr=learning_rate, betas=betas, eps=config.adam_epsilon))
-    fused = True if config.optim == "adamw_torch_fused" else None
-    return AdamW(groups, lr=learning_rate, betas=betas, eps=config.adam_epsilon, fused=fused)
+    return AdamW(groups, lr=learning_rate, betas=betas, eps=config.adam_epsilon, fused=True)
 
 
 def moment_bytes(parameter: Tensor, config: PPOConfig) -> int:

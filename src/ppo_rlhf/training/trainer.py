@@ -29,7 +29,6 @@ from ppo_rlhf.core.errors import CheckpointError, ConfigError, DataError, Traini
 from ppo_rlhf.core.fingerprints import fingerprint
 from ppo_rlhf.data.prompts import PromptDataset
 from ppo_rlhf.locks import lock_run
-from ppo_rlhf.models.critic import Critic
 from ppo_rlhf.ppo import loop
 from ppo_rlhf.ppo.accelerator import precision_warning, resolve_device
 from ppo_rlhf.ppo.rollout import complete_rollouts
@@ -77,7 +76,7 @@ class PPOTrainer:
         *,
         reward: Any = None,
         prompts: Any = None,
-        value_model: ModelSource | Critic | None = None,
+        value_model: ModelSource | None = None,
     ) -> None:
         """Prepare the models and check everything that can be checked before training.
 
@@ -90,8 +89,7 @@ class PPOTrainer:
             reward: For `train()`: see `trainer_inputs.take_reward`; None takes `config.reward_model_path`.
             prompts: For `train()`: see `trainer_inputs.take_prompts`.
             value_model: The critic's start: a language model or a sequence classifier with one label, which is copied;
-                the directory of a stored critic; or a Critic, which trains in place as the policy does. None follows
-                `config.value_model`.
+                or the directory of a stored critic. None follows `config.value_model`.
 
         Raises:
             ConfigError, DataError, ModelError, RewardError: An argument cannot be used.
@@ -108,7 +106,7 @@ class PPOTrainer:
         )
         self._scorer = trainer_inputs.take_reward(reward, start, config)
         reward_model = None if self._scorer is None else self._scorer.model
-        critic = take_critic(config, start, self.reference_policy, reward_model, value_model)
+        critic = take_critic(config, start, reward_model, value_model)
         limit = context_of_all(start.model, self.reference_policy, critic)
         self._prompts = None if prompts is None else trainer_inputs.take_prompts(prompts, start, config, *limit)
         if self._scorer is not None and self._prompts is not None and self._scorer is not reward:

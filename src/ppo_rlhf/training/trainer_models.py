@@ -103,17 +103,15 @@ def take_policies(
 def take_critic(
     config: PPOConfig,
     policy: TrainedModel,
-    reference: PreTrainedModel,
     reward_model: PreTrainedModel | None,
-    value_model: ModelSource | Critic | None,
+    value_model: ModelSource | None,
 ) -> AnyCritic:
     """Return the critic: from `value_model` if it is given, else as `ppo.value_model` says.
 
-    A model is copied, and a path is that of a stored critic. A Critic changes in place as the policy does: it trains,
-    unless LoRA does, and its frozen weights stay frozen.
+    A model is copied, and a path is that of a stored critic.
 
     Raises:
-        ConfigError: `value_model` and `ppo.value_model` are both given, or a Critic shares weights with another model.
+        ConfigError: `value_model` and `ppo.value_model` are both given.
         ModelError: `value_model` cannot be used with this policy.
     """
     if value_model is None:
@@ -128,20 +126,8 @@ def take_critic(
         handle = PretrainedHandle(str(value_model))
         handle.check_reward_model("value model", "critic_pretraining")
         value_model = handle.reward_model(dtype)
-    given = value_model.backbone if isinstance(value_model, Critic) else value_model
-    if isinstance(value_model, Critic):
-        others = {"policy": policy.model, "reference policy": reference, "reward model": reward_model}
-        for what, other in others.items():
-            complaint = (
-                f"value_model, a Critic, shares weights with the {what}, which would change too; give it a copy of the "
-                "model, or set ppo.value_model=shared for one trunk"
-            )
-            if other is not None:
-                _check_apart(given, other, config, complaint)
-    start = take_over(given, "value model", dtype, policy.model.device)
+    start = take_over(value_model, "value model", dtype, policy.model.device)
     check_same_vocabulary(start, policy.model, "value model")
-    if isinstance(value_model, Critic):
-        return _critic_to_train(value_model, config)
     score = getattr(start, "score", None)
     if score is None and (start.get_output_embeddings() is not None or start.base_model is start):
         head = _left_out_head(start, "value model")
@@ -199,16 +185,6 @@ def _causal_lm(
         raise ModelError(f"PPOTrainer: the {what} is a {kind}, which has no language-modelling head; give a causal one")
     check_causal(model, f"PPOTrainer: the {what}")
     return model
-
-
-def _critic_to_train(critic: Critic, config: PPOConfig) -> Critic:
-    """Return the critic itself; with `use_peft` a new one: an adapter over its frozen backbone, and a copied head."""
-    _check_head(critic.value_head, "value_head")
-    critic.value_head.to(critic.backbone.device, trained_dtype(config))
-    own_backbone = critic_backbone(config)
-    if own_backbone is None:
-        return critic
-    return Critic(own_backbone(critic.backbone), copy.deepcopy(critic.value_head))
 
 
 def _left_out_head(model: PreTrainedModel, what: str) -> nn.Linear | None:
