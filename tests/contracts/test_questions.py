@@ -27,8 +27,10 @@ def test_a_command_of_the_questions_page_is_parsed(command: str) -> None:
         assert setting in PPOConfig.__dataclass_fields__
 
 
-def test_what_the_readme_trains_from_own_pairs_reads_the_sft_model_and_the_pairs() -> None:
-    [names] = re.findall(r"from your pairs.*?--pipelines ([\w,]+)`", (ROOT / "README.md").read_text(), re.DOTALL)
+def test_what_the_page_trains_from_own_pairs_reads_the_sft_model_and_the_pairs() -> None:
+    [names] = re.findall(
+        r"from your pairs.*?--pipelines ([\w,]+)`", (ROOT / "docs" / "your_model.md").read_text(), re.DOTALL
+    )
     pipelines = register_pipelines()
     inputs = sum((pipelines[name] for name in names.split(",")), start=pipelines["align"]).inputs()
     assert {"sft_policy", "raw_preferences", "raw_prompts"} <= inputs
