@@ -56,4 +56,5 @@ def test_without_a_checkpoint_the_run_still_can_go_on(tmp_path: Path):
     ],
 )
 def test_the_command_to_go_on_is_what_was_typed_with_resume(typed: str, expected: str):
-    assert resume_command(["/bin/kedro", *shlex.split(typed)]) == expected
+    for program in ("/bin/kedro", "python -m kedro"):  # what Kedro makes of the path of its `__main__`
+        assert resume_command([program, *shlex.split(typed)]) == expected

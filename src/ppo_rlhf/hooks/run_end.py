@@ -39,8 +39,8 @@ def way_to_go_on(error: BaseException, checkpoints: Path, project_path: Path) ->
 
 
 def typed_command(typed: list[str]) -> list[str] | None:
-    """Return the words of the `kedro run` that was typed (`sys.argv`); None in a notebook or another program."""
-    is_ours = typed[1:2] == ["run"] and {"kedro", "ppo_rlhf"} & {*Path(typed[0]).parts[-2:]}
+    """Return the words of the `kedro run` that was typed (`sys.argv` as Kedro leaves it); None in another program."""
+    is_ours = typed[1:2] == ["run"] and {"kedro", "python -m kedro", "ppo_rlhf"} & {*Path(typed[0]).parts[-2:]}
     return ["kedro", *typed[1:]] if is_ours else None
 
 
