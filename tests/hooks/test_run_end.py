@@ -6,9 +6,19 @@ import shlex
 from pathlib import Path
 
 import pytest
+from kedro.io import DatasetError
 
-from ppo_rlhf.core.errors import DivergenceError
+from ppo_rlhf.core.errors import (
+    ConfigError,
+    DataError,
+    DivergenceError,
+    ModelError,
+    PPORLHFError,
+    RewardError,
+    TrainingError,
+)
 from ppo_rlhf.hooks.run_end import end_tags, resume_command, way_to_go_on
+from ppo_rlhf.signals import as_error
 
 
 @pytest.fixture
@@ -37,6 +47,20 @@ def test_after_divergence_it_is_the_newest_that_is_known_to_be_good(tmp_path: Pa
     assert line.startswith("Last good one: data/ppo_checkpoints/run/iteration_000020. With the same settings")
     at_once = way_to_go_on(DivergenceError("at once", last_good_iteration=0), checkpoints, tmp_path)
     assert at_once.startswith("No checkpoint is known to be good. With the same settings")
+
+
+@pytest.mark.parametrize("kind", [ConfigError, DataError, ModelError, TrainingError])
+def test_no_command_to_go_on_is_named_where_the_same_input_would_fail_again(
+    tmp_path: Path, checkpoints: Path, kind: type[PPORLHFError]
+):
+    wrapped = DatasetError("Failed while loading")
+    wrapped.__cause__ = kind("what was given does not fit")
+    for folder in (checkpoints, tmp_path / "nothing"):
+        line = way_to_go_on(wrapped, folder, tmp_path)
+        assert line.endswith("would fail again; docs/resume.md says what a resumed run may change.")
+        assert "To go on" not in line
+    for mended in (RewardError("raised"), as_error(SystemExit("from outside"))):
+        assert "To go on" in way_to_go_on(mended, checkpoints, tmp_path)
 
 
 def test_without_a_checkpoint_the_run_still_can_go_on(tmp_path: Path):

@@ -6,7 +6,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from ppo_rlhf.core.errors import DivergenceError, own_error
+from ppo_rlhf.core.errors import ConfigError, DataError, DivergenceError, ModelError, TrainingError, own_error
 
 ERROR = "error"
 LAST_CHECKPOINT = "last_checkpoint"
@@ -33,6 +33,11 @@ def way_to_go_on(error: BaseException, checkpoints: Path, project_path: Path) ->
     last = last_checkpoint(error, checkpoints)
     if _divergence(error) is None:
         where = "There is no checkpoint yet" if last is None else f"Last checkpoint: {relative_to(last, project_path)}"
+        own = own_error(error)
+        is_training = isinstance(own, TrainingError) and own.__cause__ is None  # else something from outside ended it
+        if is_training or isinstance(own, ConfigError | DataError | ModelError):
+            again = "The same models, data and settings would fail again"
+            return f"{where}. {again}; docs/resume.md says what a resumed run may change."
         return f"{where}. To go on: {resume_command(sys.argv)}"
     where = "No checkpoint is known to be good" if last is None else f"Last good one: {relative_to(last, project_path)}"
     return f"{where}. With the same settings training would diverge again; see docs/resume.md, When training diverges."
