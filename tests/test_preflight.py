@@ -25,6 +25,7 @@ from ppo_rlhf.datasets import (
 from ppo_rlhf.models import quantisation
 from ppo_rlhf.ppo.evaluation import DEMO_JUDGE, DEMO_PROMPTS_PATH, EvaluationConfig
 from ppo_rlhf.preflight import describe_parts, find_problems
+from ppo_rlhf.preflight.request import RunRequest
 from ppo_rlhf.rewards.scorers import RewardConfig
 from ppo_rlhf.training.critic_pretraining import CriticPretrainingConfig
 from ppo_rlhf.training.supervised.demonstrations import DataPreparationConfig
@@ -281,6 +282,14 @@ def test_a_critic_from_a_reward_model_with_other_words_is_found(user: User, mode
     user.paths["reward_model"] = str(models / "other_words")
     (problem,) = user.problems()
     assert "ppo.value_model" in problem
+
+
+def test_the_inputs_that_the_settings_leave_unused_are_those_that_the_run_does_not_make(user: User):
+    user.paths["pretrained_critic"] = "critic"
+    assert RunRequest(*user.request(), user.folder, "data").unused == {"reward_model", "pretrained_critic"}
+    user.made = ["reward_model"]
+    user.set_ppo(value_model="pretrained")
+    assert RunRequest(*user.request(), user.folder, "data").unused == set()
 
 
 def test_a_stored_critic_is_checked_only_if_it_is_asked_for(user: User, models: Path):

@@ -148,15 +148,47 @@ def test_a_setting_that_is_filled_from_the_globals_is_refused_with_the_names_to_
     (conf / "base/parameters_evaluation.yml").write_text(name)
     (conf / "base/globals.yml").write_text(f"{GLOBALS[:-1]}, prompts_path: shipped.jsonl}}")
     (conf / "local/globals.yml").write_text("prompts_path: mine.jsonl")
+    (conf / "local/catalog.yml").write_text("raw_prompts: {type: a.B, filepath: '${runtime_params:prompts_path, a}'}")
     reads = {"params:evaluation"}
     assert settings(conf).unread(reads, {}) == []
-    assert settings(conf, prompts_path="other.jsonl").unread(reads, {}) == []
+    assert settings(conf, prompts_path="other.jsonl").unread({*reads, "raw_prompts"}, {}) == []
     (typed,) = settings(conf, evaluation={"prompts_path": "other.jsonl"}).unread(reads, {})
     (conf / "local/parameters.yml").write_text("evaluation: {prompts_path: other.jsonl}")
     (in_a_file,) = settings(conf).unread(reads, {})
     assert typed == in_a_file
     assert typed.startswith("evaluation.prompts_path=other.jsonl: ")
     assert "evaluation_prompts_path" in typed
+
+
+def test_prompts_that_only_choose_the_judge_of_an_evaluation_are_refused_unless_others_are_evaluated(conf: Path):
+    entry = "{type: a.B, filepath: '${runtime_params:%s, a}'}"
+    names = {"raw_prompts": "prompts_path", "raw_evaluation_prompts": "evaluation_prompts_path"}
+    text = "".join(f"{name}: {entry % path}\n" for name, path in names.items())
+    (conf / "base/catalog.yml").write_text(text)
+    (conf / "base/globals.yml").write_text(f"{GLOBALS[:-1]}, prompts_path: a, evaluation_prompts_path: null}}")
+    (conf / "base/parameters_evaluation.yml").write_text(
+        "evaluation: {prompts_path: '${runtime_params:prompts_path, a}'}"
+    )
+    reads = ("params:evaluation", "raw_evaluation_prompts")
+    evaluation = Pipeline([Node(lambda *_: 0, [*reads], "y", name="evaluate")])
+    align = Pipeline([Node(lambda *_: 0, [*reads, "raw_prompts"], "z", name="align")])
+    pipelines = {"evaluation": evaluation, "align": align}
+    given = settings(conf, prompts_path="x.jsonl")
+    assert given.unread(align.datasets(), pipelines) == []
+    (line,) = given.unread(evaluation.datasets(), pipelines)
+    assert line.startswith("--params prompts_path: nothing in this command reads it; align would.")
+    assert line.endswith(
+        "To evaluate other prompts, set evaluation_prompts_path in conf/local/globals.yml or with --params."
+    )
+    both = settings(conf, prompts_path="x.jsonl", evaluation_prompts_path="y.jsonl")
+    assert both.unread(evaluation.datasets(), pipelines) == []
+
+
+def test_what_the_settings_leave_unused_is_refused_with_those_settings(conf: Path):
+    given = settings(conf, my_file="b")  # of the entry x
+    assert given.unread({"x"}, TWO_STAGES) == []
+    (line,) = given.unread({"x"}, TWO_STAGES, frozenset({"x"}))
+    assert line == "--params my_file: reward.components and ppo.value_model of this run leave it unused; leave it out."
 
 
 def test_the_demos_values_are_warned_of_with_another_model_alone(conf: Path):

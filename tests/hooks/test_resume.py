@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import platform
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -243,6 +244,15 @@ def test_latest_takes_the_newest_run_with_these_settings_and_names_those_that_it
     assert "a new one starts from the beginning" in caplog.text
     assert toy.run("ppo.kl_coef=0.5", f"resume={other}").info.status == "FINISHED"  # what the line advises
     assert toy.get(other).data.tags["resume.checkpoint"] == str(whole.relative_to(toy.project))
+
+
+def test_latest_is_the_run_that_was_written_last_though_the_clock_was_set_back(toy: Toy):
+    older, newer = toy.left(), toy.left()
+    os.utime(toy.root / older, (1.0, 1.0))  # MLflow has the times of a clock that was ahead
+    with sqlite3.connect(toy.project / "mlflow.db") as database:
+        database.execute("UPDATE runs SET start_time = 9999999999999 WHERE run_uuid = ?", (older,))
+    toy.run("resume=latest")
+    assert [toy.get(run).info.status for run in (older, newer)] == ["RUNNING", "FINISHED"]
 
 
 @pytest.mark.parametrize(

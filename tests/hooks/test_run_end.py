@@ -7,9 +7,19 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from kedro.io import DatasetError
 
-from ppo_rlhf.core.errors import DivergenceError
+from ppo_rlhf.core.errors import (
+    ConfigError,
+    DataError,
+    DivergenceError,
+    ModelError,
+    PPORLHFError,
+    RewardError,
+    TrainingError,
+)
 from ppo_rlhf.hooks.run_end import end_tags, resume_command, way_to_go_on
+from ppo_rlhf.signals import as_error
 
 
 @pytest.fixture
@@ -40,6 +50,20 @@ def test_after_divergence_it_is_the_newest_that_is_known_to_be_good(tmp_path: Pa
     assert at_once.startswith("No checkpoint is known to be good. With the same settings")
 
 
+@pytest.mark.parametrize("kind", [ConfigError, DataError, ModelError, TrainingError])
+def test_no_command_to_go_on_is_named_where_the_same_input_would_fail_again(
+    tmp_path: Path, checkpoints: Path, kind: type[PPORLHFError]
+):
+    wrapped = DatasetError("Failed while loading")
+    wrapped.__cause__ = kind("what was given does not fit")
+    for folder in (checkpoints, tmp_path / "nothing"):
+        line = way_to_go_on(wrapped, folder, tmp_path)
+        assert line.endswith("would fail again; docs/resume.md says what a resumed run may change.")
+        assert "To go on" not in line
+    for mended in (RewardError("raised"), as_error(SystemExit("from outside"))):
+        assert "To go on" in way_to_go_on(mended, checkpoints, tmp_path)
+
+
 def test_without_a_checkpoint_the_run_still_can_go_on(tmp_path: Path):
     error = ZeroDivisionError("early")
     assert end_tags(error, tmp_path / "nothing", tmp_path) == {"error": "ZeroDivisionError: early"}
@@ -59,7 +83,8 @@ def test_without_a_checkpoint_the_run_still_can_go_on(tmp_path: Path):
     ],
 )
 def test_the_command_to_go_on_is_what_was_typed_with_resume(typed: str, expected: str):
-    assert resume_command(["/bin/kedro", *shlex.split(typed)]) == expected
+    for program in ("/bin/kedro", "python -m kedro"):  # what Kedro makes of the path of its `__main__`
+        assert resume_command([program, *shlex.split(typed)]) == expected
 
 
 @pytest.mark.parametrize(
@@ -74,5 +99,5 @@ def test_the_command_to_go_on_on_several_processes_is_the_launchers(launcher: st
     words = shlex.split(launcher) + (["run", "--env", "test"] if "kedro" in launcher else [])
     monkeypatch.setattr("psutil.Process", lambda _: SimpleNamespace(cmdline=lambda: words))
     monkeypatch.setenv("WORLD_SIZE", "2")
-    typed = ["/lib/kedro/__main__.py", "run", "--env", "test"]
+    typed = ["python -m kedro", "run", "--env", "test"]
     assert resume_command(typed) == f"{expected} run --env test --params resume=latest"

@@ -349,7 +349,12 @@ def test_a_failed_run_says_why(kedro: Kedro, toy_project: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize(
     ("program", "is_known"),
-    [("/bin/kedro", True), ("/lib/kedro/__main__.py", True), ("/bin/ppo_rlhf", True), ("/home/me/train.py", False)],
+    [
+        ("/bin/kedro", True),
+        ("python -m kedro", True),
+        ("/lib/ppo_rlhf/__main__.py", True),
+        ("/home/me/train.py", False),
+    ],
 )
 def test_the_command_is_a_tag_as_it_was_typed_and_another_program_has_none(
     kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch, program: str, is_known: bool

@@ -126,9 +126,9 @@ MISTAKES = {
     "reward of the wrong count": (ALIGN, lambda own: own.write_reward("[1.0]"), [f"{MODULE}:score"]),
     "run to go on with that is not there": (ALIGN, set_global("resume", "no_such_run"), ["resume=no_such_run"]),
     "typed for another pipeline": (
-        [*ALIGN, "--params", "demonstrations_path=x,evaluation.prompts_path=y"],
+        [*ALIGN, "--params", "demonstrations_path=x,evaluation.prompts_path=y,reward_model_path=z,critic_path=z"],
         lambda own: None,
-        ["demonstrations_path", "evaluation_prompts_path"],
+        ["critic_path", "demonstrations_path", "reward_model_path", "evaluation_prompts_path"],
     ),
     "several mistakes": (ALIGN, three_mistakes, ["prompts.jsonl", "model.safetensors", MODULE]),
 }

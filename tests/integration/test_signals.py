@@ -1,4 +1,4 @@
-"""SIGTERM, and Ctrl-C twice: the run ends in order."""
+"""SIGTERM, Ctrl-C twice, and a reader of the output that ends: the run ends in order."""
 
 from __future__ import annotations
 
@@ -26,6 +26,28 @@ def test_sigterm_finishes_and_saves_the_iteration(make_project: Callable[[], Pat
     assert run.tracked.info.status == "KILLED"
     assert run.tracked.data.tags["last_checkpoint"].endswith("iteration_000002")
     assert (run.folder / "iteration_000002/manifest.json").is_file()
+
+
+@pytest.mark.slow
+def test_a_run_whose_reader_has_ended_is_killed_and_goes_on(make_project: Callable[[], Path]) -> None:
+    """As `kedro run | head` does; nothing it prints is kept back, so the reader can end in the loop."""
+    project = make_project()
+    command = [sys.executable, "-m", "kedro", "run", "--env", "test"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=project, text=True, **pipes) as running:
+        assert running.stdout is not None
+        assert running.stderr is not None
+        assert any("Iteration 1/" in line for line in running.stdout)
+        running.stdout.close()
+        assert "SIGPIPE" in running.stderr.read()
+    left = Run(project, "").tracked
+    assert (running.returncode, left.info.status) == (128 + signal.SIGPIPE, "KILLED")
+    resumed = kedro_run(project, "--env", "test", "--params", "resume=latest")
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    whole = Run(project, resumed.stdout)
+    assert whole.says(f"Going on with MLflow run {left.info.run_id} from ")
+    assert (whole.tracked.info.run_id, whole.tracked.info.status) == (left.info.run_id, "FINISHED")
+    assert [step for step, _ in whole.metrics()["objective/kl"]] == [1, 2, 3]
 
 
 @pytest.mark.slow

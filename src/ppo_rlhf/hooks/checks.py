@@ -92,10 +92,12 @@ def judge_settings(
         project_path: The project's directory.
     """
     from ppo_rlhf.preflight import find_problems  # heavy: only a run pays for it
+    from ppo_rlhf.preflight.request import RunRequest
 
     settings, data_root = OwnSettings(loader), loader["globals"].get("data_root", "data")
     read = pipeline.datasets() | ({RESUME_CHECKPOINT} if plan_loop(pipeline) else set())
-    problems = [*settings.unread(read, pipelines), *find_problems(pipeline, catalog, project_path, data_root)]
+    unused = RunRequest(pipeline, catalog, project_path, data_root).unused
+    problems = [*settings.unread(read, pipelines, unused), *find_problems(pipeline, catalog, project_path, data_root)]
     advice = [] if problems else [*settings.demo_values(pipeline, catalog), *settings.unusual_values(pipeline, catalog)]
     return problems, advice
 

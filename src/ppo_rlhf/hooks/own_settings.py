@@ -20,6 +20,8 @@ TUNED = {
     "ppo": ("learning_rate", "value_learning_rate", "response_length", "per_device_train_batch_size"),
 }
 """Settings of the demo that suit its tiny model alone."""
+PROMPTS, EVALUATION = "prompts_path", "params:evaluation"
+OTHER_PROMPTS = " To evaluate other prompts, set evaluation_prompts_path in conf/local/globals.yml or with --params."
 REFERENCES = {"parameters": r"\$\{\s*(\w+)\s*[}.\[]", "globals": r"\$\{(?:globals:)?\s*(\w+)\s*[},.\[]"}
 """How a file refers to a name of each kind."""
 
@@ -45,7 +47,9 @@ class OwnSettings:
         # the loader that was made last resolves ${globals:…} for all: like the run's own from now on
         OmegaConfigLoader(loader.conf_source, loader.env, self._given, **alike)
 
-    def unread(self, datasets: Set[str], pipelines: Mapping[str, Pipeline]) -> list[str]:
+    def unread(
+        self, datasets: Set[str], pipelines: Mapping[str, Pipeline], unused: Set[str] = frozenset()
+    ) -> list[str]:
         """Return one line for each name that a person gave and nothing reads; Kedro ignores such names.
 
         What is typed must be read by this command: its groups of parameters, its catalog entries, or mlflow.yml. Files
@@ -55,6 +59,7 @@ class OwnSettings:
         Args:
             datasets: What this command reads or writes; groups of parameters are called `params:name`.
             pipelines: All registered ones; looked at only if a name is not known otherwise, since it imports them.
+            unused: Those of the datasets that the settings leave unused.
         """
         loader = self._loader
         own = Path(loader.conf_source, loader.env or str(loader.default_run_env))
@@ -64,15 +69,18 @@ class OwnSettings:
         follows = {**loader["globals"], **self._given}.get("prompts_path")
         given = loader["parameters"].get("evaluation", {}).get("prompts_path", follows)
         if given != follows:
-            lines.append(
-                f"evaluation.prompts_path={given}: it only follows prompts_path. To evaluate other prompts, set "
-                "evaluation_prompts_path in conf/local/globals.yml or with --params."
-            )
-        for name in (name for name in self._given if not self._is_read(name, datasets)):
+            lines.append(f"evaluation.prompts_path={given}: it only follows prompts_path.{OTHER_PROMPTS}")
+        for name in (name for name in self._given if not self._is_read(name, datasets - unused)):
+            typed = f"--params {', '.join(flattened(name, self._given[name]))}"
+            if self._is_read(name, datasets):
+                lines.append(
+                    f"{typed}: reward.components and ppo.value_model of this run leave it unused; leave it out."
+                )
+                continue
             readers = sorted(other for other in pipelines if self._is_read(name, pipelines[other].datasets()))
             if readers:
-                typed = ", ".join(flattened(name, self._given[name]))
-                lines.append(f"--params {typed}: nothing in this command reads it; {', '.join(readers)} would.")
+                advice = OTHER_PROMPTS if name == PROMPTS and EVALUATION in datasets else ""
+                lines.append(f"{typed}: nothing in this command reads it; {', '.join(readers)} would.{advice}")
             else:
                 unknown[f"--params {name}"] = name
         for kind, reference in REFERENCES.items():
@@ -90,6 +98,8 @@ class OwnSettings:
     def _is_read(self, name: str, datasets: Set[str]) -> bool:
         read = {each.split(".")[0] if each.startswith("params:") else each for each in datasets} | {"mlflow"}
         marked = {entry for entry, values in self._entries.items() if f"<{name}>" in str(values)}
+        if name == PROMPTS and "evaluation_prompts_path" not in self._given:
+            marked -= {EVALUATION}  # which only takes the judge from them
         return any(entry in read or "{" in entry for entry in marked)  # a pattern serves datasets of many names
 
     def demo_values(self, pipeline: Pipeline, catalog: CatalogProtocol) -> list[str]:

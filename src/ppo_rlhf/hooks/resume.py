@@ -160,7 +160,7 @@ def find_resumption(
     """
     from ppo_rlhf.checkpoints.files import newest_whole_checkpoint
 
-    for run in _unfinished(this, experiment_id) if named is None else [_recorded(requested, named[0])]:
+    for run in _unfinished(this, root, experiment_id) if named is None else [_recorded(requested, named[0])]:
         run_id, directory = run.info.run_id, root / run.info.run_id
         is_begun_here = not run.data.params and all(run.data.tags.get(name) == this.tags[name] for name in PLACE)
         if not (directory.is_dir() or is_begun_here):
@@ -202,13 +202,19 @@ def find_resumption(
     return None
 
 
-def _unfinished(this: RunDescription, experiment_id: str) -> list[Run]:
+def _unfinished(this: RunDescription, root: Path, experiment_id: str) -> list[Run]:
+    """Return the runs, the one that was written last first: a clock may have been set back."""
     same = "".join(f"tags.{name} = '{this.tags[name]}' and " for name in ("pipeline", "environment"))
     order = ["attributes.start_time DESC"]
     found: list[Run] = mlflow.search_runs(
         [experiment_id], filter_string=f"{same}status != 'FINISHED'", order_by=order, output_format="list"
     )
-    return found
+
+    def written_at(run: Run) -> float:
+        folder = root / run.info.run_id
+        return folder.stat().st_mtime if folder.is_dir() else run.info.start_time / 1000
+
+    return sorted(found, key=written_at, reverse=True)
 
 
 def _recorded(requested: str, run_id: str) -> Run:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from ppo_rlhf.core.errors import DivergenceError, own_error
+from ppo_rlhf.core.errors import ConfigError, DataError, DivergenceError, ModelError, TrainingError, own_error
 from ppo_rlhf.processes import process_count
 
 ERROR = "error"
@@ -38,17 +38,22 @@ def way_to_go_on(error: BaseException, checkpoints: Path, project_path: Path) ->
     last = last_checkpoint(error, checkpoints)
     if _divergence(error) is None:
         where = "There is no checkpoint yet" if last is None else f"Last checkpoint: {relative_to(last, project_path)}"
+        own = own_error(error)
+        is_training = isinstance(own, TrainingError) and own.__cause__ is None  # else something from outside ended it
+        if is_training or isinstance(own, ConfigError | DataError | ModelError):
+            again = "The same models, data and settings would fail again"
+            return f"{where}. {again}; docs/resume.md says what a resumed run may change."
         return f"{where}. To go on: {resume_command(sys.argv)}"
     where = "No checkpoint is known to be good" if last is None else f"Last good one: {relative_to(last, project_path)}"
     return f"{where}. With the same settings training would diverge again; see docs/resume.md, When training diverges."
 
 
 def typed_command(typed: list[str]) -> list[str] | None:
-    """Return the words of the `kedro run` that was typed (`sys.argv`), with those of torchrun or accelerate before it.
+    """Return the words of the `kedro run` that was typed (`sys.argv` as Kedro leaves it), with those of torchrun or accelerate before it.
 
     None in a notebook or another program.
     """
-    if typed[1:2] != ["run"] or not {"kedro", "ppo_rlhf"} & {*Path(typed[0]).parts[-2:]}:
+    if typed[1:2] != ["run"] or not {"kedro", "python -m kedro", "ppo_rlhf"} & {*Path(typed[0]).parts[-2:]}:
         return None
     python, *launcher = psutil.Process(os.getppid()).cmdline() if process_count() > 1 else [""]
     if launcher[1 - len(typed) :] != typed[1:]:

@@ -91,6 +91,11 @@ class RunRequest:
         }
         return is_needed.get(name, True)
 
+    @property
+    def unused(self) -> set[str]:
+        """The inputs that no node of the run makes and that the settings do not use."""
+        return {name for name in self.pipeline.inputs() if not self.needs(name)}
+
     def is_nowhere(self, name: str) -> bool:
         """Return whether an input is in no file and was not given."""
         entry = self.catalog.get(name)
