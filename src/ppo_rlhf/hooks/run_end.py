@@ -49,7 +49,7 @@ def way_to_go_on(error: BaseException, checkpoints: Path, project_path: Path) ->
 
 
 def typed_command(typed: list[str]) -> list[str] | None:
-    """Return the words of the `kedro run` that was typed (`sys.argv` as Kedro leaves it), with those of torchrun or accelerate before it.
+    """Return the words of the typed `kedro run` (`sys.argv` as Kedro leaves it), those of torchrun or accelerate first.
 
     None in a notebook or another program.
     """
