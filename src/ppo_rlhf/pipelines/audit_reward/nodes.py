@@ -100,17 +100,23 @@ def order_held_out_pairs(
 
 
 def conclude_audit(
-    best_of_n_samples: pd.DataFrame, reward_probes: pd.DataFrame, pair_agreement: dict[str, float]
+    best_of_n_samples: pd.DataFrame,
+    reward_probes: pd.DataFrame,
+    pair_agreement: dict[str, float],
+    reward: RewardConfig,
+    evaluation: EvaluationConfig,
 ) -> dict[str, Any]:
     """Say whether the reward is fit for PPO, or why not, each reason with its number and its threshold."""
-    metrics, reasons = reward_audit.audit_reward(best_of_n_samples, reward_probes, pair_agreement)
+    judge = resolve_judge(evaluation).reference
+    is_judge = judge is not None and reward.is_judge(judge)
+    metrics, reasons = reward_audit.audit_reward(best_of_n_samples, reward_probes, pair_agreement, is_judge=is_judge)
     missing = sorted({rule.metric for rule in reward_audit.RULES} - metrics.keys())
-    verdict = reward_audit.verdict(reasons, missing)
+    verdict = reward_audit.verdict(reasons, missing, is_judge=is_judge)
     log.info("Reward audit: %s%s", verdict, ", because:" if reasons else ".")
     for reason in reasons:
         log.warning("  %s", reason)
     if missing:
-        log.info("Not measured, for lack of a judge, of preferences or of suffixes: %s.", ", ".join(missing))
+        log.info("Not measured, for lack of another judge, of preferences or of suffixes: %s.", ", ".join(missing))
     return {"verdict": verdict, "reasons": reasons, "not_measured": missing, "metrics": metrics}
 
 
