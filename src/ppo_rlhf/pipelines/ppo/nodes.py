@@ -19,7 +19,7 @@ from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.ppo import loop
 from ppo_rlhf.ppo.accelerator import frozen_dtype, resolve_device
 from ppo_rlhf.ppo.build import build_critic, load_policies, load_stored_critic
-from ppo_rlhf.ppo.comparison import check_right_or_wrong, compare_evaluations
+from ppo_rlhf.ppo.comparison import check_right_or_wrong, compare_evaluations, conclude
 from ppo_rlhf.ppo.evaluation import EvaluationConfig, PolicyEvaluation, evaluate_policy, resolve_judge
 from ppo_rlhf.ppo.loop import Experience, Rollouts, Scores, ShapedRewards
 from ppo_rlhf.ppo.since_best import since_best
@@ -201,15 +201,17 @@ def evaluate_iteration(
 ) -> dict[str, Any]:
     """Compare the policy with SFT, and with its best so far, on held-out prompts under fixed noise, when it is due."""
     state = next_training_state
+    reward: RewardConfig,
     if state.iteration % state.config.eval_interval and not state.finished:
         return {}
     evaluated = evaluate_policy(
         state.policy,
         reference_policy,
         state.tokenizer,
+    judge = resolve_judge(evaluation)
         _first_prompts(evaluation_prompt_dataset, evaluation),
         reward_scorer,
-        resolve_judge(evaluation),
+        judge,
         state.config,
         evaluation.sampling(state.sampling),
         seed=evaluation.seed,
@@ -220,6 +222,8 @@ def evaluate_iteration(
     row = {"iteration": float(state.iteration), **metrics, **since_best(evaluated, reference_evaluation, before)}
     if evaluation.temperature == 0.0:  # the KL of greedy responses is no estimate of the policy's
         row[TRAINING_KL] = state.history[-1]["objective/kl"]
+    by_reward = reward.is_judge(judge.reference)
+    metrics["eval/verdict"] = conclude(evaluated, reference_evaluation, by_trained_reward=by_reward)["eval/verdict"]
     return row
 
 

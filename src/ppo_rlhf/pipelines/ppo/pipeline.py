@@ -105,6 +105,7 @@ def create_pipeline() -> Pipeline:
                     "evaluation_prompt_dataset",
                     "reward_scorer",
                 ),
+                "reward": "params:reward",
                 "evaluation": "params:evaluation",
             },
             "evaluation_metrics",
