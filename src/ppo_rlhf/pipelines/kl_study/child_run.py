@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
 
@@ -25,13 +25,9 @@ def child_runs() -> Callable[[str, PPOConfig], AbstractContextManager[Log]]:
 
     Without an active run (tracking is switched off, or this is not the main process) they log nothing.
     """
-    parent = mlflow.active_run()
-    return _untracked if parent is None else partial(_child_run, parent, mlflow.MlflowClient())
-
-
-@contextmanager
-def _untracked(name: str, config: PPOConfig) -> Iterator[Log]:
-    yield lambda iteration, metrics: None
+    if (parent := mlflow.active_run()) is None:
+        return lambda name, config: nullcontext(lambda iteration, metrics: None)
+    return partial(_child_run, parent, mlflow.MlflowClient())
 
 
 @contextmanager

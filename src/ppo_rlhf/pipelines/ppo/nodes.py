@@ -62,8 +62,12 @@ def prepare_prompts(
     training = read_prompts(reader, tables[0], ppo_config, prompts.column, "training prompts")
     held_out = read_prompts(reader, tables[1], ppo_config, prompts.column, "evaluation prompts")
     log.info("%d prompts to train on, %d held out.", len(training), len(held_out))
-    stored = held_out.to_frame()
-    return {"prompt_dataset": training, "evaluation_prompt_dataset": held_out, "evaluation_prompts": stored}
+    return {
+        "prompt_dataset": training,
+        "evaluation_prompt_dataset": held_out,
+        "training_prompts": pd.DataFrame({"prompt": training.texts}),
+        "evaluation_prompts": held_out.to_frame(),
+    }
 
 
 def load_sft_policy(sft_policy: PretrainedHandle, ppo_config: PPOConfig) -> dict[str, object]:
@@ -197,18 +201,18 @@ def evaluate_iteration(
     earlier_evaluations: list[dict[str, Any]],
     evaluation_prompt_dataset: PromptDataset,
     reward_scorer: RewardScorer,
+    reward: RewardConfig,
     evaluation: EvaluationConfig,
 ) -> dict[str, Any]:
     """Compare the policy with SFT, and with its best so far, on held-out prompts under fixed noise, when it is due."""
     state = next_training_state
-    reward: RewardConfig,
     if state.iteration % state.config.eval_interval and not state.finished:
         return {}
+    judge = resolve_judge(evaluation)
     evaluated = evaluate_policy(
         state.policy,
         reference_policy,
         state.tokenizer,
-    judge = resolve_judge(evaluation)
         _first_prompts(evaluation_prompt_dataset, evaluation),
         reward_scorer,
         judge,
@@ -218,12 +222,12 @@ def evaluate_iteration(
         batch_size=evaluation.batch_size,
     )
     metrics = compare_evaluations(evaluated, reference_evaluation)
+    by_reward = reward.is_judge(judge.reference)
+    metrics["eval/verdict"] = conclude(evaluated, reference_evaluation, by_trained_reward=by_reward)["eval/verdict"]
     before = [row for row in earlier_evaluations if row["iteration"] < state.iteration]  # a resumed run has later ones
     row = {"iteration": float(state.iteration), **metrics, **since_best(evaluated, reference_evaluation, before)}
     if evaluation.temperature == 0.0:  # the KL of greedy responses is no estimate of the policy's
         row[TRAINING_KL] = state.history[-1]["objective/kl"]
-    by_reward = reward.is_judge(judge.reference)
-    metrics["eval/verdict"] = conclude(evaluated, reference_evaluation, by_trained_reward=by_reward)["eval/verdict"]
     return row
 
 
