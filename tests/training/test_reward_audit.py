@@ -149,7 +149,8 @@ def test_a_reward_that_is_its_own_judge_is_not_found_fit_by_it(monkeypatch: pyte
     given = (table.assign(judge_score=table["reward"]), probes, {}, RewardConfig(components=parts))
     own, other = (conclude_audit(*given, EvaluationConfig(judge=f"words:{name}")) for name in ("count", "judge"))
     assert other["verdict"] == "fit for PPO by 10 of 11 measures"
-    assert own["verdict"].startswith("nothing found by 7 of 11 measures, none of them the judge's, which is the reward")
+    assert own["verdict"].startswith("nothing found by 7 of 11 measures; not measured: audit/judge_agreement")
+    assert own["verdict"].endswith("; no judge but the reward itself")
     assert {"audit/judge_agreement", "audit/judge_gain", "audit/judge_fall"} <= {*own["not_measured"]}
 
 

@@ -11,8 +11,7 @@ from ppo_rlhf.core.errors import DataError
 CHAT = 'a list of {"role": …, "content": …}'
 """The form of a chat, for errors."""
 ASSISTANT = "assistant"
-CALLS = ("tool_calls", "function_call")
-"""Keys of a message that calls a tool: beside them content may be absent."""
+CALLS = ("tool_calls", "function_call")  # beside these keys content may be absent
 
 Chat = list[dict[str, Any]]
 

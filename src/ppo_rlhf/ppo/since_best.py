@@ -43,8 +43,7 @@ def exploits_reward(policy: PolicyEvaluation, sft: PolicyEvaluation) -> bool:
 def exploits_since_best(history: pd.DataFrame) -> bool:
     """Return whether, by a run's last evaluation, the deciding score fell since its best and the reward did not.
 
-    It asks for half of `CHANCE`: the report's sentence goes by this or by `exploits_reward`, so both together appear by
-    chance in at most 5 % of the runs.
+    It asks for half of `CHANCE`, as `exploits_reward` does: the report's sentence goes by either.
     """
     last = history.reindex(columns=["eval/since_best_p", "eval/since_best_reward"]).dropna().tail(1)
     return any(p < CHANCE / 2.0 and reward >= 0.0 for p, reward in last.to_numpy())

@@ -180,7 +180,7 @@ def score_pairs(scorer: RewardScorer, table: pd.DataFrame) -> dict[str, float]:
 
 
 def audit_reward(
-    samples: pd.DataFrame, probes: pd.DataFrame, pair_agreement: Mapping[str, float], *, is_judge: bool = False
+    samples: pd.DataFrame, probes: pd.DataFrame, pair_agreement: Mapping[str, float]
 ) -> tuple[dict[str, float], list[str]]:
     """Return the audit/* metrics, and the reasons why PPO should not maximise this reward; none if it is fit.
 
@@ -190,7 +190,6 @@ def audit_reward(
         samples: From `ppo.best_of_n.sample_best_of_n`.
         probes: From `probe_reward`.
         pair_agreement: `audit/pair_accuracy`, or nothing.
-        is_judge: Whether the reward is the judge, too. Then it agrees with itself, and that is no measure.
     """
     rewards, curve = by_prompt(samples, "reward"), best_of_n_curve(samples)
     repetition = samples["response"].map(repeated_pairs)
@@ -205,7 +204,7 @@ def audit_reward(
     }
     if (suffixes := probes.loc[probes["probe"] == SUFFIX, "change"]).size:
         metrics["audit/suffix_gain"] = float(suffixes.max())
-    if "judge_score" in samples and not is_judge:
+    if "judge_score" in samples:
         gains = _gains(curve, samples, "judge_score")
         metrics |= {
             "audit/judge_gain": float(gains.iloc[-1]),
@@ -216,12 +215,11 @@ def audit_reward(
     return metrics, reasons
 
 
-def verdict(reasons: Sequence[str], missing: Sequence[str], *, is_judge: bool = False) -> str:
+def verdict(reasons: Sequence[str], missing: Sequence[str]) -> str:
     """Return the audit's result; a reward that nobody but itself was asked about is not called fit."""
     if reasons:
         return "not fit for PPO"
     made = f"by {sum(rule.metric not in missing for rule in RULES)} of {len(RULES)} measures"
-    made += ", none of them the judge's, which is the reward itself" if is_judge else ""
     if OF_OTHERS.issubset(missing):
         return f"nothing found {made}; not measured: {', '.join(missing)}"
     return f"fit for PPO {made}"

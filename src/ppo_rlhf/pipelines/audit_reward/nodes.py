@@ -107,11 +107,11 @@ def conclude_audit(
     evaluation: EvaluationConfig,
 ) -> dict[str, Any]:
     """Say whether the reward is fit for PPO, or why not, each reason with its number and its threshold."""
-    judge = resolve_judge(evaluation).reference
-    is_judge = judge is not None and reward.is_judge(judge)
-    metrics, reasons = reward_audit.audit_reward(best_of_n_samples, reward_probes, pair_agreement, is_judge=is_judge)
+    is_judge = reward.is_judge(resolve_judge(evaluation).reference)  # it agrees with itself, which is no measure
+    samples = best_of_n_samples.drop(columns=["judge_score"] if is_judge else [], errors="ignore")
+    metrics, reasons = reward_audit.audit_reward(samples, reward_probes, pair_agreement)
     missing = sorted({rule.metric for rule in reward_audit.RULES} - metrics.keys())
-    verdict = reward_audit.verdict(reasons, missing, is_judge=is_judge)
+    verdict = reward_audit.verdict(reasons, missing) + ("; no judge but the reward itself" if is_judge else "")
     log.info("Reward audit: %s%s", verdict, ", because:" if reasons else ".")
     for reason in reasons:
         log.warning("  %s", reason)

@@ -43,11 +43,7 @@ def choose_prompts(
     ppo: PPOConfig,
     prompts: PromptsConfig,
 ) -> tuple[pd.DataFrame | None, int]:
-    """Take the person's evaluation prompts, read as training reads them; without any, those that training held out.
-
-    Returns:
-        The prompts, and on how many of them PPO trained here; without training prompts none is known.
-    """
+    """Take the person's evaluation prompts and count those that PPO trained on; without any, those that it held out."""
     if raw_evaluation_prompts is None:
         return evaluation_prompts, 0
     table = raw_evaluation_prompts.head(prompts.max_held_out)
@@ -55,9 +51,7 @@ def choose_prompts(
     chosen = read_prompts(reader_of(sft_policy), table, ppo, prompts.column, "evaluation prompts").to_frame()
     trained = 0 if training_prompts is None else int(chosen["prompt"].isin(training_prompts["prompt"]).sum())
     if trained:
-        logger.warning(
-            "PPO trained on %d of these %d prompts: of them the result is not held-out.", trained, len(chosen)
-        )
+        logger.warning("PPO trained on %d of these %d prompts: they are not held-out.", trained, len(chosen))
     return chosen, trained
 
 

@@ -11,7 +11,6 @@ from functools import partial
 import mlflow
 from mlflow.entities import Metric, Param, Run
 from mlflow.tracking.context.registry import resolve_tags
-from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.signals import RunInterruptedError, as_error, deferring_signals
@@ -45,10 +44,9 @@ def _child_run(parent: Run, client: mlflow.MlflowClient, name: str, config: PPOC
 
     try:
         with deferring_signals():
-            tags = resolve_tags({MLFLOW_PARENT_RUN_ID: parent.info.run_id})
+            tags = resolve_tags({"mlflow.parentRunId": parent.info.run_id})
             run_id = client.create_run(parent.info.experiment_id, tags=tags, run_name=name).info.run_id
-            settings = asdict(config).items()
-            client.log_batch(run_id, params=[Param(f"ppo.{setting}", str(value)) for setting, value in settings])
+            client.log_batch(run_id, params=[Param(f"ppo.{key}", str(value)) for key, value in asdict(config).items()])
         yield log
     except BaseException as stop:
         status = "KILLED" if isinstance(as_error(stop), RunInterruptedError) else "FAILED"

@@ -62,12 +62,8 @@ def prepare_prompts(
     training = read_prompts(reader, tables[0], ppo_config, prompts.column, "training prompts")
     held_out = read_prompts(reader, tables[1], ppo_config, prompts.column, "evaluation prompts")
     log.info("%d prompts to train on, %d held out.", len(training), len(held_out))
-    return {
-        "prompt_dataset": training,
-        "evaluation_prompt_dataset": held_out,
-        "training_prompts": pd.DataFrame({"prompt": training.texts}),
-        "evaluation_prompts": held_out.to_frame(),
-    }
+    stored = {"training_prompts": pd.DataFrame({"prompt": training.texts}), "evaluation_prompts": held_out.to_frame()}
+    return {"prompt_dataset": training, "evaluation_prompt_dataset": held_out, **stored}
 
 
 def load_sft_policy(sft_policy: PretrainedHandle, ppo_config: PPOConfig) -> dict[str, object]:
@@ -208,21 +204,20 @@ def evaluate_iteration(
     state = next_training_state
     if state.iteration % state.config.eval_interval and not state.finished:
         return {}
-    judge = resolve_judge(evaluation)
     evaluated = evaluate_policy(
         state.policy,
         reference_policy,
         state.tokenizer,
         _first_prompts(evaluation_prompt_dataset, evaluation),
         reward_scorer,
-        judge,
+        resolve_judge(evaluation),
         state.config,
         evaluation.sampling(state.sampling),
         seed=evaluation.seed,
         batch_size=evaluation.batch_size,
     )
     metrics = compare_evaluations(evaluated, reference_evaluation)
-    by_reward = reward.is_judge(judge.reference)
+    by_reward = reward.is_judge(resolve_judge(evaluation).reference)
     metrics["eval/verdict"] = conclude(evaluated, reference_evaluation, by_trained_reward=by_reward)["eval/verdict"]
     before = [row for row in earlier_evaluations if row["iteration"] < state.iteration]  # a resumed run has later ones
     row = {"iteration": float(state.iteration), **metrics, **since_best(evaluated, reference_evaluation, before)}

@@ -155,14 +155,9 @@ def remarks(
     if exploits:
         found.append("The reward rose and the judge's score fell, both for certain: the policy exploits its reward.")
     elif summary.get("exploits_since_best"):
-        found.append(
-            "Since the best evaluation while training the judge's score fell for certain, and the reward did not: the "
-            "policy exploits its reward. The best checkpoint may be the better policy."
-        )
+        found.append("The judge's score fell for certain since its best evaluation: the policy exploits its reward.")
     if trained := summary.get("trained_prompts"):
-        found.append(
-            f"PPO trained on {trained:,} of the {summary['prompts']:,} prompts: of them the result is not held-out."
-        )
+        found.append(f"PPO trained on {trained:,} of the {summary['prompts']:,} prompts: they are not held-out.")
     if result == ROSE:
         found.append(
             "The reward that PPO raised also decides the win rate, so it cannot show that PPO exploits it. Set "
