@@ -46,7 +46,8 @@ COLUMNS = {
         *(f"eval/{name}{side}_se" for name in ("judge_score", "reward", "wordy_rate") for side in ("", "_sft")),
         *("eval/kl_se", "eval/response_length_se"),
         *("eval/wordy_rate", "eval/wordy_rate_sft", "prompts", "decided_by", "exploits_reward"),
-        *("verdict", "by_trained_reward", "wins", "losses", "conditions"),
+        *("verdict", "eval/verdict", "by_trained_reward", "wins", "losses", "conditions"),
+        *("exploits_since_best", "trained_prompts"),
     },
     "sample_pairs": {
         *("chosen", "outcome", "prompt", "sft_response", "ppo_response", "sft_score", "ppo_score", "ppo_kl"),
@@ -100,6 +101,8 @@ def inputs(tmp_path_factory):
         "reward_model": None,
         "evaluation_prompts": prompts.to_frame(),
         "raw_evaluation_prompts": None,
+        "training_prompts": None,
+        "training_history": pd.DataFrame(),
         "params:prompts": PromptsConfig(),
         "params:ppo": PPOConfig(response_length=5, temperature=1.0),
         "params:reward": RewardConfig(components=[reward]),
@@ -115,7 +118,8 @@ def inputs(tmp_path_factory):
 def summary_of(outputs, inputs, **changed):
     """What the node `compare_policies` says of tables that are there."""
     given = {name.removeprefix("params:"): value for name, value in {**inputs, **changed}.items()}
-    named = ("sft_policy", "evaluation_prompts", "ppo", "reward", "evaluation")
+    given.setdefault("trained_prompts", 0)
+    named = ("sft_policy", "evaluation_prompts", "trained_prompts", "training_history", "ppo", "reward", "evaluation")
     tables = {name: outputs[name] for name in ("sft_evaluation", "ppo_evaluation")}
     return compare_policies(**tables, **{name: given[name] for name in named})["evaluation_summary"]
 
@@ -141,6 +145,7 @@ def test_pipeline_is_one_namespace_and_leaves_dataset_names_alone():
     }
     assert pipeline.inputs() == {
         *("sft_policy", "ppo_policy", "reward_model", "evaluation_prompts", "raw_evaluation_prompts"),
+        *("training_prompts", "training_history"),
         *("params:ppo", "params:prompts", "params:reward", "params:evaluation"),
     }
 
@@ -169,6 +174,28 @@ def test_prompts_that_are_given_are_evaluated_instead_of_stored_ones(inputs, sto
     assert outputs["evaluation_summary"]["prompts"] == 2
     chosen = PromptDataset.from_frame(outputs["chosen_prompts"])
     assert (chosen.prompt_ids, chosen.columns["level"]) == ([[11], [10, 9]], [1, 2])
+
+
+def test_given_prompts_that_were_trained_on_are_counted_and_the_result_says_so(inputs, caplog):
+    changed = {
+        "raw_evaluation_prompts": pd.DataFrame({"prompt": ["k", "a", "j i", "b c"]}),
+        "training_prompts": pd.DataFrame({"prompt": ["a", "b c", "d"]}),
+    }
+    outputs = run_evaluation({**inputs, **changed})
+    assert outputs["evaluation_summary"]["trained_prompts"] == 2
+    assert "PPO trained on 2 of these 4 prompts: they are not held-out." in caplog.messages
+    assert "PPO trained on 2 of the 4 prompts" in outputs["model_card"][1]
+
+
+def test_a_fall_since_the_best_evaluation_reaches_the_summary(inputs, outputs):
+    for p, reward, expected in ((0.02, 0.1, True), (0.03, 0.1, False), (0.02, -0.1, False)):
+        rows = {
+            "iteration": [1, 2, 3],
+            "eval/since_best_p": [1.0, p, None],
+            "eval/since_best_reward": [0, reward, None],
+        }
+        changed = {"training_history": pd.DataFrame(rows)}
+        assert summary_of(outputs, inputs, **changed)["exploits_since_best"] is expected
 
 
 def test_summary_holds_the_metrics_and_who_decided(outputs):
@@ -277,9 +304,13 @@ def test_several_responses_and_judges_reach_the_summary_and_the_table(inputs):
     assert {"pass_at_1", "pass_at_4", "judge_score_length"} <= set(outputs["before_after"]["measure"])
 
 
-def test_at_temperature_zero_each_policy_says_its_most_probable_tokens(inputs):
+def test_at_temperature_zero_each_policy_says_its_most_probable_tokens(inputs, caplog):
     greedy = replace(inputs["params:evaluation"], temperature=0.0)
-    seeds = [run_evaluation({**inputs, "params:evaluation": replace(greedy, seed=seed)}) for seed in (1, 2)]
+    with caplog.at_level("INFO", logger="ppo_rlhf"):
+        seeds = [run_evaluation({**inputs, "params:evaluation": replace(greedy, seed=seed)}) for seed in (1, 2)]
+    for said in (caplog.text, seeds[0]["model_card"][1]):  # greedy responses are not drawn from the policy
+        assert "of greedy responses (no estimate of the KL)" in said
+        assert "KL from SFT" not in said
     for name in ("sft", "ppo"):
         responses = [outputs[f"{name}_evaluation"]["response"].tolist() for outputs in seeds]
         handle = inputs[f"{name}_policy"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,28 +16,30 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.pipelines.ppo import nodes
 from ppo_rlhf.ppo.evaluation import EvaluationConfig
 from ppo_rlhf.ppo.since_best import SCORES
+from ppo_rlhf.rewards.scorers import RewardComponentConfig, RewardConfig
 from tests.ppo.test_since_best import evaluation
 
 SFT = evaluation(np.zeros(8))
+REWARD = RewardConfig(components=[RewardComponentConfig(type="function", function="mine:reward")])
 SCORES_AT = {10: np.full(8, 2.0), 20: np.full(8, 1.0), 30: np.full(8, 3.0)}
 
 
 @pytest.fixture
 def evaluate(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Evaluate an iteration after a log of earlier ones; the policy's scores are SCORES_AT, its greedy KL is 1."""
-    monkeypatch.setattr(nodes, "resolve_judge", lambda _: None)
+    monkeypatch.setattr(nodes, "resolve_judge", lambda config: SimpleNamespace(reference=config.judge))
     monkeypatch.setattr(nodes, "_first_prompts", lambda *_: None)
 
     def evaluated(iteration: int, log: list[dict[str, Any]], **settings: Any) -> dict[str, Any]:
         measured = evaluation(SCORES_AT[iteration])
-        measured.kl = np.ones(8)
+        measured.kl = np.ones(len(SCORES_AT[iteration]))
         monkeypatch.setattr(nodes, "evaluate_policy", lambda *_, **__: measured)
         state = SimpleNamespace(iteration=iteration, finished=False, policy=None, tokenizer=None, sampling=None)
         state.config = PPOConfig()
         state.history = [{"iteration": float(iteration), "objective/kl": 2.0 * iteration}]
         config = EvaluationConfig(**settings)
         monkeypatch.setattr(EvaluationConfig, "sampling", lambda *_: None)
-        row = nodes.evaluate_iteration(state, None, SFT, log, None, None, config)
+        row = nodes.evaluate_iteration(state, None, SFT, log, None, None, REWARD, config)
         return dict(json.loads(json.dumps(row)))  # as it lies beside the checkpoints
 
     return evaluated
@@ -48,6 +52,19 @@ def test_a_row_keeps_each_prompts_score_only_if_it_is_the_best_so_far(evaluate):
     assert [SCORES in row for row in log] == [True, False, True]
     assert [row["eval/since_best_score"] for row in log] == [2.0, -1.0, 1.0]
     assert log[1]["eval/since_best_p"] == pytest.approx(2 / 2**8)  # chosen from SFT's and the first
+
+
+@pytest.mark.parametrize(
+    ("prompts", "judge", "level"), [(5, "mine:judge", 0), (10, "mine:judge", 1), (10, "mine:reward", 0.5)]
+)
+def test_a_row_has_the_verdict_of_the_final_evaluation_and_no_other(evaluate, monkeypatch, prompts, judge, level):
+    """Five of five prompts won have an interval above one half, and are too few for a verdict."""
+    monkeypatch.setitem(SCORES_AT, 10, np.ones(prompts))
+    sft = replace(evaluation(np.zeros(prompts)), response_ids=[[3]] * prompts)  # the same tokens would be ties
+    monkeypatch.setattr(sys.modules[__name__], "SFT", sft)
+    row = evaluate(10, [], judge=judge)
+    assert row["eval/win_rate_low"] > 0.5
+    assert row["eval/verdict"] == level
 
 
 def test_a_run_that_goes_on_from_an_earlier_checkpoint_evaluates_as_it_did_the_first_time(evaluate):

@@ -196,6 +196,9 @@ LOST = {"verdict": LOSS}
         (LOST | {"exploits_reward": True}, {}, None, ["exploits its reward"]),
         (LOST, {"judge_score": (0.5, 0.1)}, None, ["PPO loses to SFT"]),  # the means alone do not tell
         ({"exploits_reward": True}, {"judge_score": (0.5, 0.1)}, None, []),  # never beside a win by that judge
+        ({"exploits_since_best": True}, {}, None, ["since its best evaluation"]),  # beside a win, too
+        (LOST | {"exploits_reward": True, "exploits_since_best": True}, {}, None, ["both for certain"]),
+        ({"trained_prompts": 12, "prompts": 1512}, {}, None, ["PPO trained on 12 of the 1,512 prompts"]),
         ({}, {"grammatical_rate": (0.9, 0.8)}, None, ["95% of SFT's rate"]),
         ({}, {}, 0.55, ["right on only 55.0%"]),
     ],

@@ -208,6 +208,7 @@ def test_a_winner_is_named_only_from_ten_prompts_an_interval_on_one_side_and_an_
         summary = conclude(evaluation(scores), sft, by_trained_reward=is_reward)
         assert summary == {
             "verdict": expected,
+            "eval/verdict": {WIN: 1.0, ROSE: 0.5, FELL: -0.5, LOSS: -1.0}.get(expected, 0.0),
             "by_trained_reward": is_reward,
             "prompts": len(scores),
             "wins": wins,

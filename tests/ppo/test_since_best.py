@@ -6,12 +6,13 @@ import itertools
 import json
 
 import numpy as np
+import pandas as pd
 import pytest
 from scipy.stats import ttest_1samp
 
 from ppo_rlhf.ppo import since_best as module
 from ppo_rlhf.ppo.evaluation import PolicyEvaluation
-from ppo_rlhf.ppo.since_best import CHANCE, SCORES, by_chance, exploits_reward, since_best
+from ppo_rlhf.ppo.since_best import CHANCE, SCORES, by_chance, exploits_reward, exploits_since_best, since_best
 
 
 def evaluation(judge=None, reward=None) -> PolicyEvaluation:
@@ -100,8 +101,22 @@ def test_without_a_change_of_the_judge_a_reward_is_rarely_called_exploited(monke
     """Before, the two means alone were compared: half of the runs whose reward rose."""
     monkeypatch.setattr(module, "RESAMPLES", 999)
     rng = np.random.default_rng(5)
-    found = []
+    found, since = [], []
     for _ in range(200):
         rows = rng.normal(size=(4, 64))
-        found.append(exploits_reward(evaluation(rows[0], rows[1] + 1.0), evaluation(rows[2], rows[3])))
-    assert np.mean(found) <= CHANCE
+        sft, policy = evaluation(rows[2], rows[3]), evaluation(rows[0], rows[1] + 1.0)
+        row = since_best(evaluation(rows[0] + rng.normal(size=64), rows[1] + 1.0), sft, [])  # of the same policy
+        found.append(exploits_reward(policy, sft))
+        since.append(exploits_since_best(pd.DataFrame([{"iteration": 1.0}, row, {"iteration": 3.0}])))
+    assert np.mean(np.logical_or(found, since)) <= CHANCE
+    assert sum(since) > 0  # the sentence goes by either
+
+
+def test_a_fall_to_sfts_level_from_a_better_evaluation_is_an_exploited_reward_unless_the_reward_fell_too():
+    ups, zeros, sft = np.ones(16), np.zeros(16), evaluation(np.zeros(16), np.zeros(16))
+    best = {"eval/reward": 0.5, SCORES: ups.tolist()}
+    for reward, expected in ((1.0, True), (0.0, False)):
+        last = since_best(evaluation(zeros, zeros + reward), sft, [best])
+        assert not exploits_reward(evaluation(zeros, ups), sft)
+        assert exploits_since_best(pd.DataFrame([{"iteration": 10.0}, last])) is expected
+    assert not exploits_since_best(pd.DataFrame())

@@ -12,8 +12,10 @@ import pytest
 import scipy.stats
 import torch
 
+from ppo_rlhf.pipelines.audit_reward.nodes import conclude_audit
 from ppo_rlhf.ppo.best_of_n import PROMPT
-from ppo_rlhf.rewards.scorers import ResponseBatch, RewardScorer
+from ppo_rlhf.ppo.evaluation import EvaluationConfig
+from ppo_rlhf.rewards.scorers import ResponseBatch, RewardComponentConfig, RewardConfig, RewardScorer
 from ppo_rlhf.training import reward_audit
 from ppo_rlhf.training.reward_audit import (
     RULES,
@@ -136,6 +138,20 @@ def test_the_verdict_counts_the_measures_that_were_made():
     assert verdict(["A reason."], [*judged, "audit/pair_accuracy"]) == "not fit for PPO"
     alone = verdict([], [*judged, "audit/pair_accuracy"])
     assert alone == f"nothing found by 7 of 11 measures; not measured: {', '.join(judged)}, audit/pair_accuracy"
+
+
+def test_a_reward_that_is_its_own_judge_is_not_found_fit_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = ["a", "a b", "a b c", "a b c d"]
+    table = pd.DataFrame({PROMPT: [0, 0, 1, 1], "response": texts, "length": [4, 3, 3, 4], "reward": [1.0, 2, 3, 4]})
+    probes = pd.DataFrame({"probe": ["empty", "repeated", "suffix"], "change": [-1.0, 0.0, 0.0]})
+    parts = [RewardComponentConfig(type="function", function=f"words:{name}") for name in ("count", "other")]
+    monkeypatch.setattr("ppo_rlhf.ppo.evaluation.load_function", lambda reference, project_path: len)
+    given = (table.assign(judge_score=table["reward"]), probes, {}, RewardConfig(components=parts))
+    own, other = (conclude_audit(*given, EvaluationConfig(judge=f"words:{name}")) for name in ("count", "judge"))
+    assert other["verdict"] == "fit for PPO by 10 of 11 measures"
+    assert own["verdict"].startswith("nothing found by 7 of 11 measures; not measured: audit/judge_agreement")
+    assert own["verdict"].endswith("; no judge but the reward itself")
+    assert {"audit/judge_agreement", "audit/judge_gain", "audit/judge_fall"} <= {*own["not_measured"]}
 
 
 def test_the_rank_correlation_is_the_mean_over_prompts_of_spearmans() -> None:

@@ -11,6 +11,7 @@ from ppo_rlhf.core.errors import DataError
 CHAT = 'a list of {"role": …, "content": …}'
 """The form of a chat, for errors."""
 ASSISTANT = "assistant"
+CALLS = ("tool_calls", "function_call")  # beside these keys content may be absent
 
 Chat = list[dict[str, Any]]
 
@@ -80,7 +81,7 @@ def _read_message(given: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise DataError(f'{where} is {str(given)[:60]}; give it a role, and content: {{"role": …, "content": …}}')
     content = message.get("content")
-    if content is None and len(message) == 1:
+    if content is None and not any(map(message.get, CALLS)):
         raise DataError(f"{where} is {str(given)[:60]}; it has neither content nor a call of a tool")
     if content is not None and not isinstance(content, str):
         for part in content if isinstance(content, list) else [content]:

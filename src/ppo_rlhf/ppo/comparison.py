@@ -25,6 +25,7 @@ ROSE, FELL = "The reward rose", "The reward fell"
 """Where the reward that was trained is the judge: a higher reward need not be a better policy."""
 NO_DIFFERENCE = "No clear difference between PPO and SFT"
 TOO_FEW_PROMPTS = "Too few held-out prompts to tell PPO and SFT apart"
+LEVELS = {WIN: 1.0, ROSE: 0.5, FELL: -0.5, LOSS: -1.0}  # the verdict as the metric eval/verdict; 0 without a winner
 MIN_PROMPTS = 10
 CONFIDENCE = 0.95
 _Z2 = float(ndtri(0.5 + CONFIDENCE / 2.0)) ** 2
@@ -79,7 +80,7 @@ def win_rate(outcomes: NDArray[np.float64]) -> WinRate:
 
 
 def conclude(policy: PolicyEvaluation, sft: PolicyEvaluation, *, by_trained_reward: bool) -> dict[str, Any]:
-    """Return the `verdict`, by which report, model card, terminal and champion go, with what it rests on.
+    """Return the `verdict`, by which report, model card, terminal, champion and advice go, with what it rests on.
 
     A winner is named only if there are `MIN_PROMPTS` or more, the whole interval of the win rate lies on one side of
     one half, and chance alone is an unlikely cause. Of several responses to a prompt, that policy wins it which wins
@@ -96,7 +97,8 @@ def conclude(policy: PolicyEvaluation, sft: PolicyEvaluation, *, by_trained_rewa
     elif sign_test(wins, losses) > 1.0 - CONFIDENCE:
         verdict = TOO_FEW_PROMPTS
     several = {} if policy.samples_per_prompt == 1 else {"samples_per_prompt": policy.samples_per_prompt}
-    counts = {"prompts": prompts, "wins": wins, "losses": losses, **several}
+    counts: dict[str, Any] = {"prompts": prompts, "wins": wins, "losses": losses, **several}
+    counts["eval/verdict"] = LEVELS.get(verdict, 0.0)
     return {"verdict": verdict, "by_trained_reward": by_trained_reward, **counts}
 
 

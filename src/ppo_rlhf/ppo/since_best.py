@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 from scipy.stats import permutation_test
 
@@ -37,6 +38,15 @@ def exploits_reward(policy: PolicyEvaluation, sft: PolicyEvaluation) -> bool:
         return False
     changes = (policy.rewards - sft.rewards, sft.judge_scores - policy.judge_scores)
     return all(by_chance(policy.by_prompt(change).mean(axis=1)) < CHANCE / 2.0 for change in changes)
+
+
+def exploits_since_best(history: pd.DataFrame) -> bool:
+    """Return whether, by a run's last evaluation, the deciding score fell since its best and the reward did not.
+
+    It asks for half of `CHANCE`, as `exploits_reward` does: the report's sentence goes by either.
+    """
+    last = history.reindex(columns=["eval/since_best_p", "eval/since_best_reward"]).dropna().tail(1)
+    return any(p < CHANCE / 2.0 and reward >= 0.0 for p, reward in last.to_numpy())
 
 
 def since_best(

@@ -87,6 +87,7 @@ class RunRequest:
         is_needed = {
             "reward_model": self.needs_reward_model,
             "pretrained_critic": ppo is not None and ppo.value_model == "pretrained",
+            "training_prompts": False,
             "evaluation_prompts": self.source("raw_evaluation_prompts") is None,
         }
         return is_needed.get(name, True)

@@ -94,6 +94,10 @@ class RewardConfig:
         """Whether any component is the reward model."""
         return any(component.type == "model" for component in self.components)
 
+    def is_judge(self, judge: str | None) -> bool:
+        """Return whether a judge `module:name` is this reward or a part of it; None: the reward decides."""
+        return judge in {None, *(component.function for component in self.components if component.weight > 0.0)}
+
 
 @dataclass(frozen=True)
 class ResponseBatch:

@@ -46,7 +46,7 @@ EVALUATED: dict[str, Any] = {  # at iterations 10, 20, 30, 40
     "eval/reward": [0.4, 1.0, 1.4, 1.6],
     "eval/reward_sft": [0.0] * 4,
     "eval/kl": [1.0, 2.0, 3.0, 4.0],
-    "eval/win_rate_low": [0.3, 0.4, 0.45, 0.45],  # no success for certain, which would refute rules
+    "eval/verdict": [0.0] * 4,  # no success for certain, which would refute rules
     "eval/since_best_score": [0.1, 0.3, 0.1, 0.1],
     "eval/since_best_reward": [0.4, 0.6, 0.4, 0.2],
     "eval/since_best_p": [1.0] * 4,

@@ -240,7 +240,7 @@ SOLVED = {  # a task of right and wrong answers, as far as it can be solved: one
     "eval/judge_score_sft": [0.8] * 4,
     "eval/reward": [0.85, 0.92, 0.97, 0.99],
     "eval/reward_sft": [0.8] * 4,
-    "eval/win_rate_low": [0.51, 0.53, 0.55, 0.56],
+    "eval/verdict": [0.0, 1.0, 1.0, 1.0],
     "objective/entropy": curve(1.5, 0.3),
     "objective/kl": curve(10.0),
     "objective/kl_coef": curve(0.05),
@@ -259,14 +259,14 @@ def test_a_task_whose_judge_rose_from_080_to_099_gets_no_advice_that_contradicts
     assert fired(ADAPTIVE, SOLVED) == {}
 
 
-@pytest.mark.parametrize("doubt", [{"eval/win_rate_low": [0.4, 0.4, 0.4, 0.49]}, CERTAIN_FALL])
+@pytest.mark.parametrize("doubt", [{"eval/verdict": [0.0] * 4}, {"eval/verdict": [-1.0] * 4}, CERTAIN_FALL])
 def test_without_a_certain_rise_or_after_a_certain_fall_the_same_curves_get_advice(doubt: Spoilt):
     assert set(fired(ADAPTIVE, SOLVED | doubt)) == OF_EXPLOITATION | OF_OPTIMISATION
 
 
 def test_a_success_by_the_reward_alone_does_not_silence_the_signs_of_its_exploitation():
-    unjudged = {"eval/judge_score": [math.nan] * 4, "eval/judge_score_sft": [math.nan] * 4}
-    assert set(fired(ADAPTIVE, SOLVED | unjudged)) == OF_EXPLOITATION
+    """Also where `evaluation.judge` names that reward, so that there are scores of a judge."""
+    assert set(fired(ADAPTIVE, SOLVED | {"eval/verdict": [0.0, 0.5, 0.5, 0.5]})) == OF_EXPLOITATION
 
 
 def test_limits_that_a_person_set_speak_after_a_success_too():

@@ -100,17 +100,23 @@ def order_held_out_pairs(
 
 
 def conclude_audit(
-    best_of_n_samples: pd.DataFrame, reward_probes: pd.DataFrame, pair_agreement: dict[str, float]
+    best_of_n_samples: pd.DataFrame,
+    reward_probes: pd.DataFrame,
+    pair_agreement: dict[str, float],
+    reward: RewardConfig,
+    evaluation: EvaluationConfig,
 ) -> dict[str, Any]:
     """Say whether the reward is fit for PPO, or why not, each reason with its number and its threshold."""
-    metrics, reasons = reward_audit.audit_reward(best_of_n_samples, reward_probes, pair_agreement)
+    is_judge = reward.is_judge(resolve_judge(evaluation).reference)  # it agrees with itself, which is no measure
+    samples = best_of_n_samples.drop(columns=["judge_score"] if is_judge else [], errors="ignore")
+    metrics, reasons = reward_audit.audit_reward(samples, reward_probes, pair_agreement)
     missing = sorted({rule.metric for rule in reward_audit.RULES} - metrics.keys())
-    verdict = reward_audit.verdict(reasons, missing)
+    verdict = reward_audit.verdict(reasons, missing) + ("; no judge but the reward itself" if is_judge else "")
     log.info("Reward audit: %s%s", verdict, ", because:" if reasons else ".")
     for reason in reasons:
         log.warning("  %s", reason)
     if missing:
-        log.info("Not measured, for lack of a judge, of preferences or of suffixes: %s.", ", ".join(missing))
+        log.info("Not measured, for lack of another judge, of preferences or of suffixes: %s.", ", ".join(missing))
     return {"verdict": verdict, "reasons": reasons, "not_measured": missing, "metrics": metrics}
 
 

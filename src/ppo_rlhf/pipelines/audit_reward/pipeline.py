@@ -41,7 +41,7 @@ def create_pipeline() -> Pipeline:
         ),
         Node(
             nodes.conclude_audit,
-            _same("best_of_n_samples", "reward_probes", "pair_agreement"),
+            {**_same("best_of_n_samples", "reward_probes", "pair_agreement"), **_settings("reward", "evaluation")},
             "reward_audit",
             name="conclude_audit",
         ),

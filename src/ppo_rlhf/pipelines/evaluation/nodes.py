@@ -18,11 +18,11 @@ from ppo_rlhf.data.prompts import PromptDataset, PromptsConfig, read_prompts, re
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.offloading import to_host
 from ppo_rlhf.models.tokenizers import same_vocabulary
-from ppo_rlhf.pipelines.reporting.wording import headline, remarks, result_section
+from ppo_rlhf.pipelines.reporting.wording import headline, measure, remarks, result_section
 from ppo_rlhf.ppo.accelerator import frozen_dtype, resolve_device, trained_dtype
 from ppo_rlhf.ppo.comparison import before_after, compare_evaluations, conclude, sample_pairs
 from ppo_rlhf.ppo.evaluation import EvaluationConfig, PolicyEvaluation, evaluate_policy, resolve_judge
-from ppo_rlhf.ppo.since_best import exploits_reward
+from ppo_rlhf.ppo.since_best import exploits_reward, exploits_since_best
 from ppo_rlhf.ppo.state import sampling_settings
 from ppo_rlhf.rewards.scorers import RewardConfig, build_reward_scorer, reward_model_accuracy
 
@@ -38,16 +38,21 @@ DRAWN_BY = (
 def choose_prompts(
     evaluation_prompts: pd.DataFrame | None,
     raw_evaluation_prompts: pd.DataFrame | None,
+    training_prompts: pd.DataFrame | None,
     sft_policy: PretrainedHandle,
     ppo: PPOConfig,
     prompts: PromptsConfig,
-) -> pd.DataFrame | None:
-    """Take the person's evaluation prompts, read as training reads them; without any, those that training held out."""
+) -> tuple[pd.DataFrame | None, int]:
+    """Take the person's evaluation prompts and count those that PPO trained on; without any, those that it held out."""
     if raw_evaluation_prompts is None:
-        return evaluation_prompts
+        return evaluation_prompts, 0
     table = raw_evaluation_prompts.head(prompts.max_held_out)
     logger.info("Prompts of evaluation_prompts_path: %d of %d.", len(table), len(raw_evaluation_prompts))
-    return read_prompts(reader_of(sft_policy), table, ppo, prompts.column, "evaluation prompts").to_frame()
+    chosen = read_prompts(reader_of(sft_policy), table, ppo, prompts.column, "evaluation prompts").to_frame()
+    trained = 0 if training_prompts is None else int(chosen["prompt"].isin(training_prompts["prompt"]).sum())
+    if trained:
+        logger.warning("PPO trained on %d of these %d prompts: they are not held-out.", trained, len(chosen))
+    return chosen, trained
 
 
 def evaluate_sft_policy(
@@ -102,6 +107,8 @@ def compare_policies(
     ppo_evaluation: pd.DataFrame,
     sft_policy: PretrainedHandle,
     evaluation_prompts: pd.DataFrame,
+    trained_prompts: int,
+    training_history: pd.DataFrame,
     ppo: PPOConfig,
     reward: RewardConfig,
     evaluation: EvaluationConfig,
@@ -110,18 +117,19 @@ def compare_policies(
 
     Returns:
         `evaluation_summary`: the eval/* metrics, the verdict with its reasons (`conclude`), `decided_by` (who decided
-        the win rate), `exploits_reward` (whether the judge disagrees), and `conditions`: win rates can be compared
-        where these are equal.
+        the win rate), `exploits_reward` and `exploits_since_best` (whether the judge disagrees), `trained_prompts` (how
+        many of the prompts PPO trained on), and `conditions`: win rates can be compared where these are equal.
         `before_after`: one row a measure, for SFT and for PPO.
     """
     sft, policy = PolicyEvaluation.from_frame(sft_evaluation), PolicyEvaluation.from_frame(ppo_evaluation)
     judge = resolve_judge(evaluation)
-    trained = {None, *(component.function for component in reward.components if component.weight > 0.0)}
     metrics = compare_evaluations(policy, sft, evaluation.pass_at)
     context: dict[str, Any] = {
-        **conclude(policy, sft, by_trained_reward=judge.reference in trained),
+        **conclude(policy, sft, by_trained_reward=reward.is_judge(judge.reference)),
         "decided_by": judge.description,
         "exploits_reward": exploits_reward(policy, sft),
+        "exploits_since_best": exploits_since_best(training_history),
+        "trained_prompts": trained_prompts,
         "conditions": {
             "start_model": sft_policy.fingerprint(),
             "prompts": _digest(evaluation_prompts.to_json(orient="values").encode()),
@@ -129,18 +137,20 @@ def compare_policies(
             "sampling": _drawn(ppo, evaluation),
         },
     }
+    kl = "greedy_kl" if evaluation.temperature == 0.0 else "kl"
     low, high = (metrics[f"eval/win_rate_{end}"] for end in ("low", "high"))
     logger.info(
         "Win rate over SFT %.1f %% (95 %% interval %.1f to %.1f) on %d prompts, decided by %s; "
-        "reward %.3f, SFT's %.3f; KL %.2f nats.",
+        "reward %.3f, SFT's %.3f; %s %.2f nats.",
         *(100 * rate for rate in (metrics["eval/win_rate"], low, high)),
         *(context["prompts"], context["decided_by"]),
-        *(metrics[f"eval/{name}"] for name in ("reward", "reward_sft", "kl")),
+        *(metrics["eval/reward"], metrics["eval/reward_sft"], measure(kl).label, metrics["eval/kl"]),
     )
     run = mlflow.active_run()
     if run is not None:
         logger.info("The run keeps results and report below %s; in data/ are the newest run's.", run.info.artifact_uri)
-    return {"evaluation_summary": {**metrics, **context}, "before_after": before_after(policy, sft, evaluation.pass_at)}
+    table = before_after(policy, sft, evaluation.pass_at).replace({"measure": {"kl": kl}})
+    return {"evaluation_summary": {**metrics, **context}, "before_after": table}
 
 
 def pair_samples(

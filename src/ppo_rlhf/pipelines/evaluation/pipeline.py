@@ -22,6 +22,8 @@ def create_pipeline(**kwargs: object) -> Pipeline:
         "reward": "params:reward",
         "evaluation": "params:evaluation",
     }
+    prompts = ("evaluation_prompts", "raw_evaluation_prompts", "training_prompts")
+    of_training = {name: name for name in ("trained_prompts", "training_history")}
     without_reward_model = {name: source for name, source in shared.items() if name != "reward_model"}
     evaluations = {
         "sft_evaluation": "sft_evaluation",
@@ -33,10 +35,10 @@ def create_pipeline(**kwargs: object) -> Pipeline:
             Node(
                 choose_prompts,
                 inputs={
-                    **{name: name for name in ("evaluation_prompts", "raw_evaluation_prompts", "sft_policy")},
+                    **{name: name for name in (*prompts, "sft_policy")},
                     **{name: f"params:{name}" for name in ("ppo", "prompts")},
                 },
-                outputs="chosen_prompts",
+                outputs=["chosen_prompts", "trained_prompts"],
                 name="choose_prompts",
             ),
             Node(evaluate_sft_policy, inputs=shared, outputs="sft_evaluation", name="evaluate_sft_policy"),
@@ -48,7 +50,7 @@ def create_pipeline(**kwargs: object) -> Pipeline:
             ),
             Node(
                 compare_policies,
-                inputs={**evaluations, **without_reward_model},
+                inputs={**evaluations, **without_reward_model, **of_training},
                 outputs={"evaluation_summary": "evaluation_summary", "before_after": "before_after"},
                 name="compare_policies",
             ),

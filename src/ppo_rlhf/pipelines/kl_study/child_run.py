@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
+from functools import partial
 
 import mlflow
+from mlflow.entities import Metric, Param, Run
+from mlflow.tracking.context.registry import resolve_tags
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.signals import RunInterruptedError, as_error, deferring_signals
@@ -15,33 +19,39 @@ Log = Callable[[int, Mapping[str, float]], None]
 """Takes an iteration and its metrics."""
 
 
-@contextmanager
-def child_run(name: str, config: PPOConfig) -> Iterator[Log]:
-    """Open a run below the active one, with the training's settings as params, and yield a function that logs to it.
+def child_runs() -> Callable[[str, PPOConfig], AbstractContextManager[Log]]:
+    """Return what opens runs below the active one, in its store even if a reward function leads MLflow to another.
 
-    Without an active run (tracking is switched off, or this is not the main process) the function does nothing. The run
-    ends FINISHED, KILLED by a signal, or FAILED.
+    Without an active run (tracking is switched off, or this is not the main process) they log nothing.
     """
-    parent = mlflow.active_run()
-    if parent is None:
-        yield lambda iteration, metrics: None
-        return
+    if (parent := mlflow.active_run()) is None:
+        return lambda name, config: nullcontext(lambda iteration, metrics: None)
+    return partial(_child_run, parent, mlflow.MlflowClient())
+
+
+@contextmanager
+def _child_run(parent: Run, client: mlflow.MlflowClient, name: str, config: PPOConfig) -> Iterator[Log]:
+    """Open a run with the training's settings as params, and yield a function that logs to it.
+
+    The run ends FINISHED, KILLED by a signal, or FAILED.
+    """
+    status, run_id = "FINISHED", ""
 
     def log(iteration: int, metrics: Mapping[str, float]) -> None:
+        now = int(1000 * time.time())
         with deferring_signals():
-            mlflow.log_metrics({key: float(value) for key, value in metrics.items()}, step=iteration)
+            client.log_batch(run_id, [Metric(key, float(value), now, iteration) for key, value in metrics.items()])
 
-    status = "FINISHED"
     try:
         with deferring_signals():
-            mlflow.start_run(run_name=name, nested=True)
-            mlflow.log_params({f"ppo.{setting}": str(value) for setting, value in asdict(config).items()})
+            tags = resolve_tags({"mlflow.parentRunId": parent.info.run_id})
+            run_id = client.create_run(parent.info.experiment_id, tags=tags, run_name=name).info.run_id
+            client.log_batch(run_id, params=[Param(f"ppo.{key}", str(value)) for key, value in asdict(config).items()])
         yield log
     except BaseException as stop:
         status = "KILLED" if isinstance(as_error(stop), RunInterruptedError) else "FAILED"
         raise
     finally:
-        active = mlflow.active_run()
-        if active is not None and active.info.run_id != parent.info.run_id:
+        if run_id:
             with deferring_signals():
-                mlflow.end_run(status)
+                client.set_terminated(run_id, status)

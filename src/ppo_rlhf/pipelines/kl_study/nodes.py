@@ -13,7 +13,7 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.data.prompts import PromptDataset
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.pipelines.kl_study.charts import frontier_figure, kl_figure
-from ppo_rlhf.pipelines.kl_study.child_run import Log, child_run
+from ppo_rlhf.pipelines.kl_study.child_run import Log, child_runs
 from ppo_rlhf.ppo.best_of_n import best_of_n_curve
 from ppo_rlhf.ppo.comparison import compare_evaluations
 from ppo_rlhf.ppo.evaluation import EvaluationConfig, PolicyEvaluation, evaluate_policy, resolve_judge
@@ -43,7 +43,7 @@ def train_settings(
         Responses are drawn as in training: their KL is the one that the penalty acts on.
     """
     sft: PolicyEvaluation | None = None
-    histories, results = [], []
+    histories, results, child_run = [], [], child_runs()
     settings = settings_of(kl_study, ppo_config)
     for number, (name, config) in enumerate(((s.name, s.config) for s in settings), 1):
         log.info("Training %d of %d: %s.", number, len(settings), name)

@@ -19,7 +19,7 @@ from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.ppo import loop
 from ppo_rlhf.ppo.accelerator import frozen_dtype, resolve_device
 from ppo_rlhf.ppo.build import build_critic, load_policies, load_stored_critic
-from ppo_rlhf.ppo.comparison import check_right_or_wrong, compare_evaluations
+from ppo_rlhf.ppo.comparison import check_right_or_wrong, compare_evaluations, conclude
 from ppo_rlhf.ppo.evaluation import EvaluationConfig, PolicyEvaluation, evaluate_policy, resolve_judge
 from ppo_rlhf.ppo.loop import Experience, Rollouts, Scores, ShapedRewards
 from ppo_rlhf.ppo.since_best import since_best
@@ -64,8 +64,8 @@ def prepare_prompts(
     training = read_prompts(reader, tables[0], ppo_config, prompts.column, "training prompts")
     held_out = read_prompts(reader, tables[1], ppo_config, prompts.column, "evaluation prompts")
     log.info("%d prompts to train on, %d held out.", len(training), len(held_out))
-    stored = held_out.to_frame()
-    return {"prompt_dataset": training, "evaluation_prompt_dataset": held_out, "evaluation_prompts": stored}
+    stored = {"training_prompts": pd.DataFrame({"prompt": training.texts}), "evaluation_prompts": held_out.to_frame()}
+    return {"prompt_dataset": training, "evaluation_prompt_dataset": held_out, **stored}
 
 
 def load_sft_policy(sft_policy: PretrainedHandle, ppo_config: PPOConfig) -> dict[str, object]:
@@ -199,6 +199,7 @@ def evaluate_iteration(
     earlier_evaluations: list[dict[str, Any]],
     evaluation_prompt_dataset: PromptDataset,
     reward_scorer: RewardScorer,
+    reward: RewardConfig,
     evaluation: EvaluationConfig,
 ) -> dict[str, Any]:
     """Compare the policy with SFT, and with its best so far, on held-out prompts under fixed noise, when it is due."""
@@ -218,6 +219,8 @@ def evaluate_iteration(
         batch_size=evaluation.batch_size,
     )
     metrics = compare_evaluations(evaluated, reference_evaluation)
+    by_reward = reward.is_judge(resolve_judge(evaluation).reference)
+    metrics["eval/verdict"] = conclude(evaluated, reference_evaluation, by_trained_reward=by_reward)["eval/verdict"]
     before = [row for row in earlier_evaluations if row["iteration"] < state.iteration]  # a resumed run has later ones
     row = {"iteration": float(state.iteration), **metrics, **since_best(evaluated, reference_evaluation, before)}
     if evaluation.temperature == 0.0:  # the KL of greedy responses is no estimate of the policy's

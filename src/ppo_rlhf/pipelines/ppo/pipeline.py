@@ -26,7 +26,7 @@ def create_pipeline() -> Pipeline:
                 **_same("raw_prompts", "raw_evaluation_prompts", "sft_policy", "ppo_config"),
                 "prompts": "params:prompts",
             },
-            _same("prompt_dataset", "evaluation_prompt_dataset", "evaluation_prompts"),
+            _same("prompt_dataset", "evaluation_prompt_dataset", "training_prompts", "evaluation_prompts"),
             name="prepare_prompts",
         ),
         Node(
@@ -105,6 +105,7 @@ def create_pipeline() -> Pipeline:
                     "evaluation_prompt_dataset",
                     "reward_scorer",
                 ),
+                "reward": "params:reward",
                 "evaluation": "params:evaluation",
             },
             "evaluation_metrics",

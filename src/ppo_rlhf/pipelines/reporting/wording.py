@@ -31,6 +31,7 @@ _KNOWN = {
     "judge_score": Measure("Judge score"),
     "reward": Measure("Reward"),
     "kl": Measure("KL from SFT", "nats per response", 1),
+    "greedy_kl": Measure("Log-ratio to SFT of greedy responses (no estimate of the KL)", "nats per response", 1),
     "response_length": Measure("Response length", "tokens", 1),
     "truncated_fraction": Measure("Cut off before a stop token", is_share=True, decimals=1),
     "distinct_1": Measure("Distinct words", "distinct-1", 3),
@@ -153,6 +154,10 @@ def remarks(
         found.append(f"{result}. Look at the KL curve and the samples first.")
     if exploits:
         found.append("The reward rose and the judge's score fell, both for certain: the policy exploits its reward.")
+    elif summary.get("exploits_since_best"):
+        found.append("The judge's score fell for certain since its best evaluation: the policy exploits its reward.")
+    if trained := summary.get("trained_prompts"):
+        found.append(f"PPO trained on {trained:,} of the {summary['prompts']:,} prompts: they are not held-out.")
     if result == ROSE:
         found.append(
             "The reward that PPO raised also decides the win rate, so it cannot show that PPO exploits it. Set "

@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 
 from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.ppo.comparison import LEVELS, WIN
 from ppo_rlhf.ppo.kl_rules import KLSituation
 from ppo_rlhf.ppo.since_best import CHANCE
 
@@ -104,13 +105,17 @@ class Run(KLSituation):
 
     @property
     def succeeded(self) -> bool:
-        """Whether that score rose over SFT's for certain, and did not fall since."""
-        return self.end("eval/win_rate_low") > 0.5 and not self.fell
+        """Whether the verdict names PPO the winner, and that score did not fall since its best."""
+        return self.end("eval/verdict") > 0.0 and not self.fell
 
     @property
     def judged_success(self) -> bool:
-        """Whether it is a judge who says so: a reward that is exploited calls that a success."""
-        return self.succeeded and not math.isnan(self.end("eval/judge_score"))
+        """Whether it is a judge of its own who says so: a reward that is exploited calls that a success.
+
+        A checker of answers that is both reward and judge, as GSM8K's, counts as the reward: settings do not tell a
+        checker from a reward that can be exploited, and a checker can be, by a guess without a reason for it, say.
+        """
+        return self.succeeded and self.end("eval/verdict") == LEVELS[WIN]
 
     @property
     def rollout_gap(self) -> float:
