@@ -211,6 +211,7 @@ def test_a_signal_in_the_loop_ends_the_run_as_killed(toy_project: Path):
     assert [metric.step for metric in logged] == [1, 2]  # the iteration was finished, and its metrics are not lost
 
 
+@pytest.mark.slow
 def test_a_run_whose_output_nobody_reads_any_more_is_killed_and_says_so(toy_project: Path):
     """`kedro run | head -1`: MLflow would call it finished."""
     running = subprocess.Popen(

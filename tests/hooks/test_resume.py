@@ -256,7 +256,12 @@ def test_latest_is_the_run_that_was_written_last_though_the_clock_was_set_back(t
 
 
 @pytest.mark.parametrize(
-    "place", ["ppo_rlhf.hooks.mlflow_hook.lock_run", "mlflow.log_params", "ppo_rlhf.hooks.mlflow_hook.log_inputs"]
+    "place",
+    [
+        "ppo_rlhf.hooks.mlflow_hook.lock_run",
+        pytest.param("mlflow.log_params", marks=pytest.mark.slow),
+        pytest.param("ppo_rlhf.hooks.mlflow_hook.log_inputs", marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_that_was_killed_while_it_started_goes_on_and_has_all_that_a_run_has(toy: Toy, place: str):
     """As it is made: without a folder; without params; without inputs."""
@@ -270,7 +275,10 @@ def test_a_run_that_was_killed_while_it_started_goes_on_and_has_all_that_a_run_h
     assert {"pipeline", "environment", "seed", "version.torch", "data.raw_prompts.path"} <= whole.data.tags.keys()
 
 
-@pytest.mark.parametrize("place", ["mlflow.transformers.save_model", "mlflow.MlflowClient.log_outputs"])
+@pytest.mark.parametrize(
+    "place",
+    ["mlflow.transformers.save_model", pytest.param("mlflow.MlflowClient.log_outputs", marks=pytest.mark.slow)],
+)
 def test_a_model_that_a_kill_left_half_logged_is_logged_anew_and_the_half_is_gone(toy: Toy, place: str):
     toy.killed_at(place)
     (left,) = mlflow_models(toy)

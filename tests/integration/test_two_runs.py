@@ -34,6 +34,7 @@ def told(project: Path, seed: int) -> dict[str, object]:
     }
 
 
+@pytest.mark.slow
 def test_two_runs_at_once_in_one_project_each_tell_what_they_tell_alone(
     chain: Run, make_project: Callable[[], Path], tmp_path: Path
 ) -> None:

@@ -12,12 +12,12 @@ from ppo_rlhf.ppo.build import load_policies
 from tests import tiny_models
 from tests.ppo.support import ONE_STEP, gradients, moved_on
 
-pytestmark = pytest.mark.usefixtures("quick_compiler")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compiler")]  # tests/models/test_compilation.py is not
 
 TIMED = ("time/", "throughput/", "memory/")
 VARIANTS = [
     ("gpt2", {"gradient_checkpointing": True}),
-    pytest.param("llama", {"use_peft": True, "value_model": "shared", "lora_r": 2}, marks=pytest.mark.slow),
+    ("llama", {"use_peft": True, "value_model": "shared", "lora_r": 2}),
 ]
 
 
@@ -37,7 +37,6 @@ def test_an_iteration_is_that_of_the_layers_as_they_are(make_run, snapshot, kind
         assert not weights
 
 
-@pytest.mark.slow
 def test_later_iterations_compile_nothing_anew(make_run):
     run = make_run("gpt2", dtype="float32", compile=True)
     run.iteration()
@@ -48,7 +47,6 @@ def test_later_iterations_compile_nothing_anew(make_run):
     assert counters["stats"]["unique_graphs"] == compiled > 0
 
 
-@pytest.mark.slow
 def test_with_torchs_own_compiler_gradients_and_first_ratio_are_right_but_for_rounding(make_run, monkeypatch):
     monkeypatch.setattr(compilation, "BACKEND", "inductor")
     experience = moved_on(make_run("gpt2", dtype="float32", **ONE_STEP).before_update()[-1])
@@ -61,7 +59,7 @@ def test_with_torchs_own_compiler_gradients_and_first_ratio_are_right_but_for_ro
     assert metrics["val/ratio"] == pytest.approx(1.0, abs=1e-5)
 
 
-@pytest.mark.parametrize("use_peft", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("use_peft", [False, True])
 def test_the_reference_policy_is_compiled_too(tmp_path, use_peft):
     handle = PretrainedHandle(tiny_models.save(tmp_path / "sft", tiny_models.tiny_model("gpt2")))
     config = PPOConfig(compile=True, use_peft=use_peft)

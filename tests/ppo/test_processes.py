@@ -81,6 +81,7 @@ def test_a_run_resumes_on_another_number_of_processes(by_two, folder):
     assert files[0] == files[1]
 
 
+@pytest.mark.slow
 def test_three_processes_give_what_one_does_to_the_last_digits(folder):
     """Llama's norms compute in float32: three times a gradient rounds otherwise there than the gradient itself."""
     found = by_processes(3, folder)
@@ -230,6 +231,7 @@ def free_ports(number: int) -> list[str]:
         return [str(probe.getsockname()[1]) for probe in probes]
 
 
+@pytest.mark.slow
 def test_a_process_that_hangs_fails_or_ends_is_named_by_the_one_that_waits_for_it():
     command = [sys.executable, "-c", ENDS_OR_HANGS, *free_ports(3)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
@@ -237,6 +239,7 @@ def test_a_process_that_hangs_fails_or_ends_is_named_by_the_one_that_waits_for_i
     assert done.stdout.splitlines() == [late, ended, late, "process 1 failed: ValueError: odd", ended], done.stderr
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_right_after_it_heard_from_the_others_ends_well():
     done = subprocess.run(
         [sys.executable, "-c", ENDS_AT_ONCE, *free_ports(1)], capture_output=True, text=True, timeout=200

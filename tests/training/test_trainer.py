@@ -762,7 +762,11 @@ def test_training_goes_on_from_a_checkpoint_bit_for_bit(sft: str, tmp_path: Path
     assert_same_bits(weights(interrupted.state.critic), weights(whole.state.critic))
 
 
-@pytest.mark.parametrize("settings", OPTIONS, ids=lambda settings: "-".join(settings) or "default")
+@pytest.mark.parametrize(
+    "settings",
+    [OPTIONS[0], *(pytest.param(settings, marks=pytest.mark.slow) for settings in OPTIONS[1:])],
+    ids=lambda settings: "-".join(settings) or "default",
+)
 def test_trainer_and_pipeline_go_on_from_each_others_checkpoints_bit_for_bit(
     sft: str, tmp_path: Path, settings: dict[str, Any]
 ):
