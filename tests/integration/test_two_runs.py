@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
 from mlflow import MlflowClient
 
 from tests.integration.outcomes import OF_THE_CLOCK, Run
