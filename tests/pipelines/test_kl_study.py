@@ -17,7 +17,7 @@ def test_runs_below_a_study_stay_in_its_store_whatever_a_reward_function_does_to
     (tmp_path / "mlflow.db").write_bytes(migrated_database.read_bytes())
     store = f"sqlite:///{tmp_path / 'mlflow.db'}"
     mlflow.set_tracking_uri(store)
-    with mlflow.start_run() as parent:
+    with mlflow.start_run(experiment_id="0") as parent:  # whatever experiment an earlier test has left
         child_run = child_runs()
         for name in ("first", "second"):
             with child_run(name, PPOConfig(kl_coef=0.25)) as log:
