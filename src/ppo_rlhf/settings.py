@@ -4,6 +4,11 @@ import logging
 import os
 import warnings
 
+from ppo_rlhf.terminal import prepare_terminal
+
+prepare_terminal()  # before the imports that take seconds
+
+# ruff: noqa: E402
 import mlflow.telemetry
 
 from ppo_rlhf.core.visible import VisibleRecord

@@ -1,0 +1,56 @@
+"""A command without a terminal: its output may be closed or full, and Ctrl-C may come while Python imports."""
+
+import io
+import os
+import sys
+from contextlib import suppress
+from types import TracebackType
+from typing import Any
+
+_LOST = "{} cannot be written to ({}): what is printed there is lost, the command goes on.\n"
+
+
+def prepare_terminal() -> None:
+    """Make what cannot be printed no error, except in a pipe that nobody reads, and an early Ctrl-C one line.
+
+    Does nothing to streams that were replaced: a notebook's, a test's.
+    """
+    closed = [name for name in ("stdin", "stdout", "stderr") if getattr(sys, name) is None]
+    for name in closed:  # in this order each takes its own number, which a file of the run would take
+        setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115
+    for name, stream in (("stdout", sys.__stdout__), ("stderr", sys.__stderr__)):
+        if stream is not None and stream is getattr(sys, name):
+            output = io.BufferedWriter(_Output(stream.fileno(), name))
+            setattr(sys, name, io.TextIOWrapper(output, stream.encoding, "backslashreplace", line_buffering=True))
+    if "stdout" in closed:
+        sys.stderr.write(_LOST.format("stdout", "it is closed"))
+    show = sys.excepthook
+
+    def show_in_one_line(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        if issubclass(kind, KeyboardInterrupt):
+            sys.stderr.write("Stopped by SIGINT.\n")
+        else:
+            show(kind, error, traceback)
+
+    sys.excepthook = show_in_one_line
+
+
+class _Output(io.FileIO):
+    """Standard output or error."""
+
+    def __init__(self, descriptor: int, label: str) -> None:
+        super().__init__(descriptor, "w", closefd=False)
+        self._label, self._is_full = label, False
+
+    def write(self, data: Any) -> int:
+        """Write, or lose what cannot be written and say so once."""
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            if not self._is_full:
+                self._is_full = True
+                with suppress(OSError):
+                    os.write(2, _LOST.format(self._label, error.strerror).encode())
+            return len(data)
