@@ -12,6 +12,8 @@ import pytest
 from kedro.framework.cli.cli import KedroCLI
 from kedro.framework.project import pipelines
 
+from ppo_rlhf.config import PPOConfig
+
 REPOSITORY = Path(__file__).parents[2]
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 SHELL = ("", "bash")
@@ -81,6 +83,9 @@ def test_every_command_in_readme_and_docs_is_one_that_the_command_line_takes(com
         names = [*(options.get("pipelines") or ()), options.get("pipeline") or "__default__"]
         if unknown := [name for name in names if name not in pipelines]:
             refused[words] = f"no pipeline {unknown}"
+        given = options.get("params") or {}
+        if unknown := [name for name in given.get("ppo", {}) if name not in PPOConfig.__dataclass_fields__]:
+            refused[words] = f"no setting of ppo {unknown}"
         if environment not in (OPEN, "<recipe>") and not (REPOSITORY / "conf" / environment).is_dir():
             refused[words] = f"no environment {environment}"
     assert refused == {}
