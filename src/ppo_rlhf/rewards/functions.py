@@ -52,9 +52,9 @@ def load_function(reference: str, project_path: Path | None = None) -> RewardFun
                 f"Put {module_name.replace('.', '/')}.py into the project's directory."
             ) from error
         raise RewardError(f"{reference}: importing {module_name} fails: {error}.") from error
+    except (TerminationSignal, KeyboardInterrupt):
+        raise
     except BaseException as error:  # a user's file can raise anything, and a script may end itself
-        if isinstance(error, TerminationSignal | KeyboardInterrupt):
-            raise
         place = _place(error, lambda file: Path(file).is_relative_to(project))
         raise RewardError(f"{reference}: importing {module_name} fails: {_told(error)}{place}") from error
     function = getattr(module, name, None)
@@ -197,9 +197,9 @@ def call_function(
             result = _awaited(_bound(function, list(prompts), list(completions), columns)())
         values = result.tolist() if hasattr(result, "tolist") else result  # tensors, arrays, series
         values = list(values) if isinstance(values, list | tuple) else values
+    except (TerminationSignal, KeyboardInterrupt):  # no doing of theirs
+        raise
     except BaseException as error:
-        if isinstance(error, TerminationSignal | KeyboardInterrupt):  # Ctrl-C, and no doing of theirs
-            raise
         source = getattr(inspect.unwrap(function), "__code__", None)
         place = "" if source is None else _place(error, lambda file: file == source.co_filename)
         row, report = _row_at_hand(error, prompts, completions), traceback.format_exception(error)

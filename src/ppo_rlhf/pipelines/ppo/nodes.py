@@ -206,20 +206,21 @@ def evaluate_iteration(
     state = next_training_state
     if state.iteration % state.config.eval_interval and not state.finished:
         return {}
+    judge = resolve_judge(evaluation)
     evaluated = evaluate_policy(
         state.policy,
         reference_policy,
         state.tokenizer,
         _first_prompts(evaluation_prompt_dataset, evaluation),
         reward_scorer,
-        resolve_judge(evaluation),
+        judge,
         state.config,
         evaluation.sampling(state.sampling),
         seed=evaluation.seed,
         batch_size=evaluation.batch_size,
     )
     metrics = compare_evaluations(evaluated, reference_evaluation)
-    by_reward = reward.is_judge(resolve_judge(evaluation).reference)
+    by_reward = reward.is_judge(judge.reference)
     metrics["eval/verdict"] = conclude(evaluated, reference_evaluation, by_trained_reward=by_reward)["eval/verdict"]
     before = [row for row in earlier_evaluations if row["iteration"] < state.iteration]  # a resumed run has later ones
     row = {"iteration": float(state.iteration), **metrics, **since_best(evaluated, reference_evaluation, before)}
