@@ -19,15 +19,15 @@ from ppo_rlhf.config.advice import LARGE, LORA_FACTOR, Typical
 from ppo_rlhf.data.prompts import PromptsConfig
 from ppo_rlhf.pipelines.reporting.charts import ExpectedCurve
 from ppo_rlhf.pipelines.reporting.nodes import ReportingConfig
-from ppo_rlhf.ppo.best_of_n import BestOfNConfig
-from ppo_rlhf.ppo.evaluation import EvaluationConfig
+from ppo_rlhf.evaluation.best_of_n import BestOfNConfig
+from ppo_rlhf.evaluation.policy import EvaluationConfig
 from ppo_rlhf.rewards.scorers import RewardComponentConfig, RewardConfig
-from ppo_rlhf.training.critic_pretraining import CriticPretrainingConfig
-from ppo_rlhf.training.kl_study import KLStudyConfig
-from ppo_rlhf.training.reward_audit import AuditConfig
-from ppo_rlhf.training.supervised.demonstrations import DataPreparationConfig
-from ppo_rlhf.training.supervised.reward_training import RewardModellingConfig
-from ppo_rlhf.training.supervised.sft import SupervisedFinetuningConfig
+from ppo_rlhf.studies.critic_pretraining import CriticPretrainingConfig
+from ppo_rlhf.studies.kl_study import KLStudyConfig
+from ppo_rlhf.studies.reward_audit import AuditConfig
+from ppo_rlhf.supervised.demonstrations import DataPreparationConfig
+from ppo_rlhf.supervised.reward_training import RewardModellingConfig
+from ppo_rlhf.supervised.sft import SupervisedFinetuningConfig
 
 PAGE = Path(__file__).with_name("configuration.md")
 GLOBALS = Path(__file__).parents[1] / "conf" / "base" / "globals.yml"

@@ -24,10 +24,10 @@ from transformers import (
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.data.prompts import PromptDataset
 from ppo_rlhf.ppo import loop
-from ppo_rlhf.ppo.accelerator import frozen_dtype, trained_dtype
-from ppo_rlhf.ppo.build import build_critic, policy_to_train
 from ppo_rlhf.ppo.experience import Experience, Scores, ShapedRewards
 from ppo_rlhf.ppo.minibatches import Minibatch
+from ppo_rlhf.ppo.models import build_critic, policy_to_train
+from ppo_rlhf.ppo.precision import frozen_dtype, trained_dtype
 from ppo_rlhf.ppo.rollout import Rollouts
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.rewards.scorers import ResponseBatch, RewardScorer

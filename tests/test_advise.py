@@ -21,7 +21,7 @@ from sqlalchemy.exc import OperationalError
 from ppo_rlhf.cli.recorded_run import recorded_run
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.hooks.run_log import RunLog
-from tests.training.tuning.support import config, curve, history
+from tests.advice.support import config, curve, history
 
 Kedro = Callable[..., Result]
 FAR = {"objective/kl": curve(30)}

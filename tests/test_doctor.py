@@ -63,12 +63,12 @@ def test_a_fresh_project_passes_and_the_store_need_not_exist_yet(kedro: Kedro, p
 
 
 def test_an_own_model_passes_with_its_memory_and_disk(kedro: Kedro, own: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("ppo_rlhf.training.memory.available_memory", lambda _: (2**40, 2**40))
+    monkeypatch.setattr("ppo_rlhf.memory.available_memory", lambda _: (2**40, 2**40))
     found = examined(kedro, own, *ALIGN, "--params", "ppo.kl_coef=9", exit_code=0)
     assert "of 1024.00 GiB free on cpu" in found["ok", "Memory"][0]
     assert "data" in found["ok", "Disk"][0]
     assert "ppo.kl_coef=9" in found["advice", "Settings"][0]
-    monkeypatch.setattr("ppo_rlhf.training.memory.available_memory", lambda _: (2**20, 2**20))
+    monkeypatch.setattr("ppo_rlhf.memory.available_memory", lambda _: (2**20, 2**20))
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=2**10))
     found = examined(kedro, own, *ALIGN, exit_code=1)
     assert "kedro plan-memory" in found["problem", "Memory"][0]

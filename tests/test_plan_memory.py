@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 
 from ppo_rlhf.cli.plan_memory import Planned, _report
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.training.memory import PROCESS_BYTES, MemoryPlan, RunShape, Suggestion
+from ppo_rlhf.memory import PROCESS_BYTES, MemoryPlan, RunShape, Suggestion
 from tests.own_code import save_with_own_code
 from tests.tiny_models import save, tiny_model, word_tokenizer
 
@@ -25,7 +25,7 @@ PLENTY, NOTHING = (2**40, 2**40), (2**20, 2**20)
 @pytest.fixture
 def own(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A project with a person's own small model and prompts."""
-    monkeypatch.setattr("ppo_rlhf.training.memory.available_memory", lambda _: PLENTY)
+    monkeypatch.setattr("ppo_rlhf.memory.available_memory", lambda _: PLENTY)
     model = save(tmp_path / "own", tiny_model())
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a b c d e"}\n{"prompt": "a b"}\n')
     settings = f"sft_model_path: {model}\nprompts_path: {tmp_path / 'prompts.jsonl'}\n"
@@ -103,9 +103,9 @@ def test_a_models_own_code_runs_only_where_the_project_trusts_it(
 
 
 def test_what_to_change_first_is_said_if_it_does_not_fit(kedro: Kedro, own: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("ppo_rlhf.training.memory.available_memory", lambda _: NOTHING)
+    monkeypatch.setattr("ppo_rlhf.memory.available_memory", lambda _: NOTHING)
     found = [Suggestion({"value_model": "shared", "value_learning_rate": None}, "another critic", 2**20)]
-    monkeypatch.setattr("ppo_rlhf.training.memory.suggestions", lambda *_: iter(found))
+    monkeypatch.setattr("ppo_rlhf.memory.suggestions", lambda *_: iter(found))
     *_, heading, line = said(kedro, own, *SHORT)
     assert heading.startswith("It does not fit. Each of these")
     assert line == "1. ppo.value_model=shared, ppo.value_learning_rate=null (another critic): 0.59 GiB"
@@ -171,7 +171,7 @@ def test_what_is_needed_suffices_to_the_last_byte(monkeypatch: pytest.MonkeyPatc
     free = 4 * (7 + PROCESS_BYTES) if on_cpu else 7
     device, on_host = torch.device("cpu"), 4 * (3 + PROCESS_BYTES) - missing
     planned = Planned("model", PPOConfig(), shape, plan, device, free - missing, on_host)
-    monkeypatch.setattr("ppo_rlhf.training.memory.suggestions", lambda *_: iter(()))
+    monkeypatch.setattr("ppo_rlhf.memory.suggestions", lambda *_: iter(()))
     lines = list(_report(planned))
     assert lines[-1].startswith("It does not fit" if missing else "It fits.")
     assert any(line.startswith("The host needs") for line in lines) == (missing == 1 and not on_cpu)

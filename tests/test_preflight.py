@@ -22,15 +22,15 @@ from ppo_rlhf.datasets import (
     RecordsDataset,
     TableDataset,
 )
+from ppo_rlhf.evaluation.policy import DEMO_JUDGE, DEMO_PROMPTS_PATH, EvaluationConfig
 from ppo_rlhf.models import quantisation
-from ppo_rlhf.ppo.evaluation import DEMO_JUDGE, DEMO_PROMPTS_PATH, EvaluationConfig
 from ppo_rlhf.preflight import describe_parts, find_problems
 from ppo_rlhf.preflight.request import RunRequest
 from ppo_rlhf.rewards.scorers import RewardConfig
-from ppo_rlhf.training.critic_pretraining import CriticPretrainingConfig
-from ppo_rlhf.training.supervised.demonstrations import DataPreparationConfig
-from ppo_rlhf.training.supervised.reward_training import RewardModellingConfig
-from ppo_rlhf.training.supervised.sft import SupervisedFinetuningConfig
+from ppo_rlhf.studies.critic_pretraining import CriticPretrainingConfig
+from ppo_rlhf.supervised.demonstrations import DataPreparationConfig
+from ppo_rlhf.supervised.reward_training import RewardModellingConfig
+from ppo_rlhf.supervised.sft import SupervisedFinetuningConfig
 from tests.own_code import save_with_own_code
 from tests.tiny_models import save, tiny_model, word_tokenizer
 

@@ -12,7 +12,7 @@ prepare_terminal()  # before the imports that take seconds
 import mlflow.telemetry
 
 from ppo_rlhf.core.visible import VisibleRecord
-from ppo_rlhf.hooks import ChecksHook, FollowerHook, TrackingHook
+from ppo_rlhf.hooks import ChecksHook, TrackingHook, WorkerHook
 from ppo_rlhf.processes import is_main_process
 from ppo_rlhf.runner import LoopSession
 
@@ -32,7 +32,7 @@ os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")  # and one that hangs
 SESSION_CLASS = LoopSession  # with LoopRunner by default
 
 # Plugins are named as their distributions are; TrackingHook takes the place of kedro-mlflow's hook.
-HOOKS = (ChecksHook(), TrackingHook()) if is_main_process() else (FollowerHook(),)
+HOOKS = (ChecksHook(), TrackingHook()) if is_main_process() else (WorkerHook(),)
 DISABLE_HOOKS_FOR_PLUGINS = ("kedro_mlflow", "kedro-telemetry", *(() if is_main_process() else ("kedro-viz",)))
 
 CONFIG_LOADER_ARGS = {

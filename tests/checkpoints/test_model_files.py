@@ -16,7 +16,7 @@ from ppo_rlhf.core.errors import CheckpointError
 from ppo_rlhf.models.adapters import trained_parameters
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.ppo.update import optimise_policy
-from ppo_rlhf.training.trainer import PPOTrainer
+from ppo_rlhf.trainer.trainer import PPOTrainer
 from tests.checkpoints.support import assert_same, everything
 
 IDS = torch.tensor([[3, 9, 14, 6], [5, 7, 4, 12]])

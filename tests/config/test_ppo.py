@@ -8,7 +8,7 @@ from ppo_rlhf import training
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.ppo.state import TrainingState
-from ppo_rlhf.training.trainer import PPOTrainer
+from ppo_rlhf.trainer.trainer import PPOTrainer
 from tests.compat.trl_source import TRL_LAST, TRL_MODEL
 
 # A contract, written out by hand: TRL's where TRL has the setting, but for the departures in docs/algorithm.md.

@@ -14,10 +14,10 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.settings_group import closest, settings_group
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.data.prompts import PromptsConfig
-from ppo_rlhf.ppo.evaluation import EvaluationConfig
-from ppo_rlhf.training.supervised.demonstrations import DataPreparationConfig
-from ppo_rlhf.training.supervised.reward_training import RewardModellingConfig
-from ppo_rlhf.training.supervised.sft import SupervisedFinetuningConfig
+from ppo_rlhf.evaluation.policy import EvaluationConfig
+from ppo_rlhf.supervised.demonstrations import DataPreparationConfig
+from ppo_rlhf.supervised.reward_training import RewardModellingConfig
+from ppo_rlhf.supervised.sft import SupervisedFinetuningConfig
 
 
 @settings_group("inner")

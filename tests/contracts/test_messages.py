@@ -8,10 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[2] / "src" / "ppo_rlhf"
-SHARED = ("checkpoints", "config", "core", "data", "models", "ppo", "rewards", "token_view", "training")
+SHARED = (
+    *("advice", "checkpoints", "config", "core", "data", "evaluation", "models", "ppo", "rewards", "studies"),
+    *("supervised", "token_view", "trainer", "training"),
+)
 KEDROS = re.compile(r"\bkedro (run|advise)|--params|--pipelines|\bconf/|globals\.yml|\bprompts\.column\b")
 OF_THE_PIPELINE = {
-    "training/tuning/advice.py": "more after that: kedro advise --all",  # PPOTrainer has all advice said
+    "advice/advise.py": "more after that: kedro advise --all",  # PPOTrainer has all advice said
     "data/prompts.py": "` (prompts.column); the columns are",  # PPOTrainer looks for its columns itself
 }
 

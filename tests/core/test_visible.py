@@ -10,7 +10,7 @@ from ppo_rlhf.cli.advise import show
 from ppo_rlhf.cli.generate import _shown
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.core.visible import visible
-from ppo_rlhf.ppo.answers import Answer
+from ppo_rlhf.evaluation.answers import Answer
 
 EVIL = "\x1b]0;title\x07\x9b2Jred"
 

@@ -12,7 +12,7 @@ from ppo_rlhf.core.errors import ConfigError, DataError
 from ppo_rlhf.data.prompts import PromptDataset, PromptsConfig, split_held_out, tokenise_prompts
 from ppo_rlhf.datasets.records import read_records
 from ppo_rlhf.models.loading import TrainedModel
-from ppo_rlhf.training.trainer import PPOTrainer
+from ppo_rlhf.trainer.trainer import PPOTrainer
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ m['role'][0] }} {{ m['content'] }} </s> {% endfor %}"

@@ -18,11 +18,11 @@ from kedro.pipeline import Pipeline
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.datasets import PretrainedModelDataset
 from ppo_rlhf.datasets.checkpoints import CheckpointDataset
+from ppo_rlhf.evaluation.comparison import LOSS, NO_DIFFERENCE, ROSE, TOO_FEW_PROMPTS, WIN
 from ppo_rlhf.hooks import model_log
 from ppo_rlhf.hooks.run_log import RunLog
 from ppo_rlhf.models.adapters import LoraSettings, save_adapter, with_adapter
 from ppo_rlhf.models.loading import PretrainedHandle
-from ppo_rlhf.ppo.comparison import LOSS, NO_DIFFERENCE, ROSE, TOO_FEW_PROMPTS, WIN
 from tests.own_code import save_with_own_code
 
 

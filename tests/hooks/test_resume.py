@@ -258,9 +258,9 @@ def test_latest_is_the_run_that_was_written_last_though_the_clock_was_set_back(t
 @pytest.mark.parametrize(
     "place",
     [
-        "ppo_rlhf.hooks.mlflow_hook.lock_run",
+        "ppo_rlhf.hooks.tracking.lock_run",
         pytest.param("mlflow.log_params", marks=pytest.mark.slow),
-        pytest.param("ppo_rlhf.hooks.mlflow_hook.log_inputs", marks=pytest.mark.slow),
+        pytest.param("ppo_rlhf.hooks.tracking.log_inputs", marks=pytest.mark.slow),
     ],
 )
 def test_a_run_that_was_killed_while_it_started_goes_on_and_has_all_that_a_run_has(toy: Toy, place: str):

@@ -39,7 +39,8 @@ from sqlalchemy.engine import Engine
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import PPORLHFError
-from ppo_rlhf.hooks import TrackingHook, mlflow_hook, run_log, tracking_store
+from ppo_rlhf.hooks import TrackingHook, run_log, tracking_store
+from ppo_rlhf.hooks import tracking as mlflow_hook
 from ppo_rlhf.hooks.run_description import _git_tags, flattened, pipeline_names
 from ppo_rlhf.hooks.tracking_store import place_in_project
 from ppo_rlhf.rewards.scorers import RewardConfig

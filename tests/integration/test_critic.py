@@ -17,7 +17,7 @@ from mlflow.entities import Run as TrackedRun
 from safetensors.torch import load_file
 
 from ppo_rlhf.models.loading import PretrainedHandle
-from ppo_rlhf.training.critic_pretraining import HELD_OUT
+from ppo_rlhf.studies.critic_pretraining import HELD_OUT
 from tests.integration.outcomes import Run
 
 Kedro = Callable[..., Result]

@@ -5,7 +5,7 @@ from kedro.runner import SequentialRunner
 
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.pipelines.data_preparation import create_pipeline
-from ppo_rlhf.training.supervised.demonstrations import DataPreparationConfig
+from ppo_rlhf.supervised.demonstrations import DataPreparationConfig
 
 
 def run(frame: pd.DataFrame, **settings) -> dict[str, pd.DataFrame]:

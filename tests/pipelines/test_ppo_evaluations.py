@@ -13,11 +13,11 @@ import pytest
 
 from ppo_rlhf.checkpoints.store import TRAINING_KL, best_iteration
 from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.evaluation.policy import EvaluationConfig
+from ppo_rlhf.evaluation.since_best import SCORES
 from ppo_rlhf.pipelines.ppo import nodes
-from ppo_rlhf.ppo.evaluation import EvaluationConfig
-from ppo_rlhf.ppo.since_best import SCORES
 from ppo_rlhf.rewards.scorers import RewardComponentConfig, RewardConfig
-from tests.ppo.test_since_best import evaluation
+from tests.evaluation.test_since_best import evaluation
 
 SFT = evaluation(np.zeros(8))
 REWARD = RewardConfig(components=[RewardComponentConfig(type="function", function="mine:reward")])

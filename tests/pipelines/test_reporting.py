@@ -18,6 +18,8 @@ from transformers import LlamaConfig
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.datasets import TrainingHistoryDataset
+from ppo_rlhf.evaluation.comparison import FELL, LOSS, NO_DIFFERENCE, ROSE, TOO_FEW_PROMPTS, WIN
+from ppo_rlhf.evaluation.policy import EvaluationConfig
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.pipelines.reporting import create_pipeline, nodes
 from ppo_rlhf.pipelines.reporting.charts import (
@@ -31,8 +33,6 @@ from ppo_rlhf.pipelines.reporting.charts import (
 )
 from ppo_rlhf.pipelines.reporting.page import MAX_TEXT, render_page
 from ppo_rlhf.pipelines.reporting.wording import headline, measure, remarks, write_change, write_value
-from ppo_rlhf.ppo.comparison import FELL, LOSS, NO_DIFFERENCE, ROSE, TOO_FEW_PROMPTS, WIN
-from ppo_rlhf.ppo.evaluation import EvaluationConfig
 from ppo_rlhf.rewards.scorers import RewardComponentConfig, RewardConfig
 from ppo_rlhf.token_view.page import QUANTITIES
 from tests.pipelines.support import outputs_of

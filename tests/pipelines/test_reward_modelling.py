@@ -12,7 +12,7 @@ from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.data.prompts import PromptsConfig, split_held_out
 from ppo_rlhf.datasets import PretrainedModelDataset, RecordsDataset
 from ppo_rlhf.pipelines.reward_modelling import create_pipeline
-from ppo_rlhf.training.supervised.reward_training import RewardModellingConfig
+from ppo_rlhf.supervised.reward_training import RewardModellingConfig
 from tests.tiny_models import save, tiny_model
 
 PROMPTS = pd.DataFrame({"prompt": [f"{a} {b}" for a in "abcdef" for b in "ghij"], "number": range(24)})

@@ -14,8 +14,8 @@ from ppo_rlhf.datasets import PretrainedModelDataset
 from ppo_rlhf.pipelines.supervised_finetuning import create_pipeline
 from ppo_rlhf.runner import LoopRunner
 from ppo_rlhf.signals import RunInterruptedError
-from ppo_rlhf.training.supervised.sft import SupervisedFinetuningConfig
-from ppo_rlhf.training.supervised.trl_support import HistoryCallback
+from ppo_rlhf.supervised.sft import SupervisedFinetuningConfig
+from ppo_rlhf.supervised.trl_support import HistoryCallback
 from tests.tiny_models import CHAT_TEMPLATE, save, tiny_model, word_tokenizer
 
 CHAT = [{"role": "user", "content": "b"}, {"role": "assistant", "content": "c"}]

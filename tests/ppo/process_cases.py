@@ -15,10 +15,10 @@ import torch
 from ppo_rlhf.checkpoints.resume import restore
 from ppo_rlhf.checkpoints.store import write_checkpoint
 from ppo_rlhf.core.choices import LossAggregation
-from ppo_rlhf.ppo.evaluation import ResolvedJudge, evaluate_policy
+from ppo_rlhf.evaluation.policy import ResolvedJudge, evaluate_policy
 from ppo_rlhf.processes import any_process, from_main, is_main_process, process_count, wait_for_all
 from tests.ppo_runs import Run, build_run, weights_of
-from tests.training.supervised import process_case
+from tests.supervised import process_case
 
 ITERATIONS = 2
 CASES: dict[str, dict[str, Any]] = {

@@ -5,7 +5,8 @@ import torch
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError
-from ppo_rlhf.ppo.accelerator import (
+from ppo_rlhf.ppo.models import check_device
+from ppo_rlhf.ppo.precision import (
     autocast,
     deterministic,
     frozen_dtype,
@@ -14,7 +15,6 @@ from ppo_rlhf.ppo.accelerator import (
     resolve_device,
     trained_dtype,
 )
-from ppo_rlhf.ppo.build import check_device
 
 CPU = torch.device("cpu")
 

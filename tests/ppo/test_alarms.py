@@ -4,9 +4,9 @@ import logging
 
 import pytest
 
+from ppo_rlhf.advice import advise
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.ppo.alarms import kl_alarms
-from ppo_rlhf.training.tuning import advise
 
 
 def rows(curve: list[float], coefficient: float = 0.05) -> list[dict[str, float]]:

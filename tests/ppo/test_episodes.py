@@ -13,8 +13,8 @@ from torch.testing import assert_close
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError, RewardError
 from ppo_rlhf.core.randomness import episode_uniforms
+from ppo_rlhf.evaluation.policy import ResolvedJudge, evaluate_policy
 from ppo_rlhf.ppo import loop
-from ppo_rlhf.ppo.evaluation import ResolvedJudge, evaluate_policy
 from ppo_rlhf.ppo.sampling import generate_responses
 from ppo_rlhf.rewards.scorers import RewardScorer, score_by_function
 from tests.ppo.support import ONE_STEP, freeze

@@ -8,7 +8,7 @@ from ppo_rlhf.checkpoints.model_files import exported_policy
 from ppo_rlhf.models.adapters import has_adapter, trained_parameters
 from ppo_rlhf.models.forward import packs
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
-from ppo_rlhf.ppo.build import policy_to_train
+from ppo_rlhf.ppo.models import policy_to_train
 from ppo_rlhf.ppo.update import optimise_policy
 from tests.ppo.test_update import poisoned, recorded
 

@@ -14,10 +14,10 @@ import pytest
 
 from ppo_rlhf import processes
 from ppo_rlhf.core.errors import ConfigError, LaunchError
-from ppo_rlhf.ppo.accelerator import resolve_device
+from ppo_rlhf.ppo.precision import resolve_device
 from tests.launch import REPOSITORY, launch
 from tests.ppo import process_cases
-from tests.training.supervised import process_case
+from tests.supervised import process_case
 
 CLOSE = 1e-9
 CLOSE_FOR_THREE = 1e-12

@@ -11,15 +11,15 @@ from ppo_rlhf.checkpoints.resume import restore
 from ppo_rlhf.checkpoints.store import write_checkpoint
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError, ConfigError, ModelError
+from ppo_rlhf.memory import MOMENTS, RunShape, plan_memory
 from ppo_rlhf.models.adapters import has_adapter, load_merged, trained_parameters
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.quantisation import is_quantised
-from ppo_rlhf.ppo.build import build_critic, load_policies
+from ppo_rlhf.ppo.models import build_critic, load_policies
 from ppo_rlhf.ppo.optimisers import build_optimizer
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.rewards.scorers import RewardScorer
-from ppo_rlhf.training.memory import MOMENTS, RunShape, plan_memory
-from ppo_rlhf.training.trainer import PPOTrainer
+from ppo_rlhf.trainer.trainer import PPOTrainer
 from tests.checkpoints.support import assert_same
 from tests.ppo.test_update import recorded
 from tests.ppo_runs import Run, build_model, build_prompts, build_tokenizer, first_letters

@@ -31,7 +31,7 @@ from ppo_rlhf.models.adapters import (
 )
 from ppo_rlhf.models.loading import TrainedModel
 from ppo_rlhf.models.quiet import quiet_transformers
-from ppo_rlhf.ppo.build import lora_settings
+from ppo_rlhf.ppo.models import lora_settings
 from ppo_rlhf.ppo.state import TrainingState
 
 POLICY, CRITIC, AVERAGE = "policy", "critic.safetensors", "policy_average.safetensors"

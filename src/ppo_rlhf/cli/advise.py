@@ -50,9 +50,9 @@ def existing_store(settings: KedroMlflowConfig) -> str:
 
 
 def _lines(project_path: Path, run_id: str | None, everything: bool, env: str | None) -> list[str]:
+    from ppo_rlhf.advice import SHOWN, in_words
+    from ppo_rlhf.advice import advise as judge
     from ppo_rlhf.cli.recorded_run import newest_run, recorded_run  # heavy: other commands do not wait for them
-    from ppo_rlhf.training.tuning import SHOWN, in_words
-    from ppo_rlhf.training.tuning import advise as judge
 
     session: Any = KedroSession.create(project_path, env=env)
     with session:

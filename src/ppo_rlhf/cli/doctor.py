@@ -138,7 +138,7 @@ def _versions(project_path: Path) -> Iterator[Finding]:
 def _devices() -> Iterator[Finding]:
     import torch
 
-    from ppo_rlhf.ppo.accelerator import has_bfloat16
+    from ppo_rlhf.ppo.precision import has_bfloat16
 
     def bfloat16(device: torch.device) -> str:
         return f"bfloat16 {'by instructions' if has_bfloat16(device) else 'slow'}"

@@ -29,8 +29,8 @@ if TYPE_CHECKING:  # imported where they are used: they import torch, which othe
 
     from ppo_rlhf.config import PPOConfig
     from ppo_rlhf.data.prompts import PromptDataset
+    from ppo_rlhf.evaluation.answers import Answer
     from ppo_rlhf.models.loading import PretrainedHandle
-    from ppo_rlhf.ppo.answers import Answer
     from ppo_rlhf.ppo.sampling import SamplingSettings
     from ppo_rlhf.rewards.scorers import RewardScorer
 
@@ -79,7 +79,7 @@ class _Policies:
 
     def answers(self, prompts: PromptDataset, samples: int, turn: int) -> Iterator[tuple[str, dict[str, list[Answer]]]]:
         """Yield each prompt with its answers by policy."""
-        from ppo_rlhf.ppo.answers import answer_prompts
+        from ppo_rlhf.evaluation.answers import answer_prompts
 
         repeated = prompts.select([row for row in range(len(prompts)) for _ in range(samples)])
         drawn = {
@@ -141,10 +141,10 @@ def _typed() -> Iterator[str]:
 
 def _load(context: KedroContext, options: dict[str, Any]) -> _Policies:
     from ppo_rlhf.config import PPOConfig
+    from ppo_rlhf.evaluation.policy import EvaluationConfig
     from ppo_rlhf.models.loading import steady_context
     from ppo_rlhf.models.tokenizers import same_vocabulary
-    from ppo_rlhf.ppo.accelerator import frozen_dtype, resolve_device
-    from ppo_rlhf.ppo.evaluation import EvaluationConfig
+    from ppo_rlhf.ppo.precision import frozen_dtype, resolve_device
     from ppo_rlhf.ppo.state import sampling_settings
     from ppo_rlhf.rewards.scorers import RewardConfig, build_reward_scorer
 

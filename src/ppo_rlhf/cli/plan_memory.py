@@ -26,8 +26,8 @@ if TYPE_CHECKING:  # imported where they are used: they import torch, which othe
     from transformers import PretrainedConfig
 
     from ppo_rlhf.config import PPOConfig
+    from ppo_rlhf.memory import MemoryPlan, RunShape
     from ppo_rlhf.models.loading import PretrainedHandle
-    from ppo_rlhf.training.memory import MemoryPlan, RunShape
 
 READ = {"sft_policy", "base_model", "reward_model", "raw_prompts"}
 READ |= {f"params:{group}" for group in ("ppo", "evaluation", "reward", "prompts")}
@@ -66,7 +66,7 @@ class Planned:
     @property
     def process(self) -> int:
         """Bytes of the process itself, where it lies in the same memory as the models."""
-        from ppo_rlhf.training.memory import PROCESS_BYTES
+        from ppo_rlhf.memory import PROCESS_BYTES
 
         return PROCESS_BYTES if self.shape.on_cpu else 0
 
@@ -99,11 +99,11 @@ def plan(context: KedroContext, **options: Any) -> Planned:
     """
     import torch
 
+    from ppo_rlhf import memory
     from ppo_rlhf.config import PPOConfig
-    from ppo_rlhf.ppo.accelerator import resolve_device
-    from ppo_rlhf.ppo.build import check_device
-    from ppo_rlhf.ppo.evaluation import EvaluationConfig
-    from ppo_rlhf.training import memory
+    from ppo_rlhf.evaluation.policy import EvaluationConfig
+    from ppo_rlhf.ppo.models import check_device
+    from ppo_rlhf.ppo.precision import resolve_device
 
     names = {"per_device_train_batch_size": "batch", "response_length": "response_length", "dtype": "dtype"}
     given = {name: options[option] for name, option in names.items() if options.get(option) is not None}
@@ -131,7 +131,7 @@ def plan(context: KedroContext, **options: Any) -> Planned:
 
 
 def _report(planned: Planned) -> Iterator[str]:
-    from ppo_rlhf.training.memory import PROCESS_BYTES, micro_batch_rows, suggestions
+    from ppo_rlhf.memory import PROCESS_BYTES, micro_batch_rows, suggestions
 
     plan, config, shape, free = planned.plan, planned.config, planned.shape, planned.share
     rollout = min(config.local_rollout_forward_batch_size, config.local_batch_size)

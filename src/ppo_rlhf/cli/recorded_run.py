@@ -31,7 +31,7 @@ class RecordedRun:
 
     config: PPOConfig
     history: list[dict[str, float]]
-    """One mapping an iteration, as `ppo_rlhf.training.tuning.advise` takes it."""
+    """One mapping an iteration, as `ppo_rlhf.advice.advise` takes it."""
     heading: list[str]
     """Which run it is, its last iteration, and its settings that this version does not know."""
 

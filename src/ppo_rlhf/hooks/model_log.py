@@ -19,12 +19,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ppo_rlhf.checkpoints.files import checkpoint_iterations, checkpoint_name
 from ppo_rlhf.checkpoints.store import best_iteration
 from ppo_rlhf.datasets.checkpoints import RANKED_BY, CheckpointDataset, read_evaluations, run_directory
+from ppo_rlhf.evaluation.comparison import WIN
 from ppo_rlhf.hooks.run_description import in_one_line
 from ppo_rlhf.hooks.tracking_store import SQLITE
 from ppo_rlhf.locks import one_at_a_time
 from ppo_rlhf.models.adapters import is_adapter, load_merged
 from ppo_rlhf.models.quiet import errors_only, quiet_transformers
-from ppo_rlhf.ppo.comparison import WIN
 
 logger = logging.getLogger(__name__)
 

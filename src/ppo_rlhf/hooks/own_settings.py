@@ -129,7 +129,7 @@ class OwnSettings:
         """Return one line for each setting of PPO that a person set to an unusual value, or that saves nothing here."""
         if "params:ppo" not in pipeline.inputs():
             return []
-        from ppo_rlhf.ppo.accelerator import precision_warning, resolve_device  # heavy: only a run of PPO pays
+        from ppo_rlhf.ppo.precision import precision_warning, resolve_device  # heavy: only a run of PPO pays
         from ppo_rlhf.preflight.request import RunRequest
 
         ppo, shipped = parameter(catalog, "ppo"), self._base["parameters"].get("ppo", {})

@@ -135,7 +135,7 @@ class RunLog:
         """Say what to change first, by the tuning guide's rules on the curves; nothing if no iteration was measured."""
         if not self._curves:
             return
-        from ppo_rlhf.training.tuning import advise, in_words  # heavy: only runs that train pay for it
+        from ppo_rlhf.advice import advise, in_words  # heavy: only runs that train pay for it
 
         config = parameter(self._catalog, "ppo")
         history = [{**row, "iteration": float(iteration)} for iteration, row in sorted(self._curves.items())]

@@ -14,8 +14,8 @@ from ppo_rlhf.core import rewards as core_rewards
 from ppo_rlhf.core.kl import kl_estimate
 from ppo_rlhf.core.statistics import masked_whiten
 from ppo_rlhf.core.turns import compact, compact_mask, spread
-from ppo_rlhf.ppo.accelerator import autocast, deterministic
 from ppo_rlhf.ppo.logprobs import fill_rows
+from ppo_rlhf.ppo.precision import autocast, deterministic
 from ppo_rlhf.ppo.rollout import Rollouts, gather_scattered
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.rewards.scorers import RewardScorer

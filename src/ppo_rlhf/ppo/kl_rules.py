@@ -1,6 +1,6 @@
 """The rules on the KL from the reference policy: when each holds, what it means, and the setting to change first.
 
-The alarms while a run trains and the advice at its end (training.tuning) say what stands here.
+The alarms while a run trains and the advice at its end (`advice`) say what stands here.
 """
 
 from __future__ import annotations

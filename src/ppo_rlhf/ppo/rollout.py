@@ -13,11 +13,11 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.randomness import episode_prompts, episode_uniforms
 from ppo_rlhf.data.prompts import PromptDataset
 from ppo_rlhf.models.offloading import on_device
-from ppo_rlhf.ppo.accelerator import autocast, deterministic
 from ppo_rlhf.ppo.batch import SequenceBatch, make_batch, without_padding
 from ppo_rlhf.ppo.episodes import Environment, sample_episodes, turn_texts
 from ppo_rlhf.ppo.logprobs import fill_rows, response_logprobs
 from ppo_rlhf.ppo.minibatches import Epochs, cut_batch
+from ppo_rlhf.ppo.precision import autocast, deterministic
 from ppo_rlhf.ppo.sampling import (
     GeneratedResponses,
     Responses,

@@ -19,10 +19,10 @@ from ppo_rlhf.models.critic import Critic, SharedCritic
 from ppo_rlhf.models.forward import backbone_of, logits_of, packs
 from ppo_rlhf.models.probe import check_causal
 from ppo_rlhf.models.tokenizers import stop_token_ids
-from ppo_rlhf.ppo.accelerator import make_accelerator, wrap
-from ppo_rlhf.ppo.build import prepare_to_train
 from ppo_rlhf.ppo.logprobs import CriticForward, PolicyForward
+from ppo_rlhf.ppo.models import prepare_to_train
 from ppo_rlhf.ppo.optimisers import build_optimizer, check_trains, peak_learning_rates
+from ppo_rlhf.ppo.precision import make_accelerator, wrap
 from ppo_rlhf.ppo.sampling import SamplingSettings
 
 

@@ -19,15 +19,15 @@ from ppo_rlhf.core.errors import PPORLHFError, own_error
 from ppo_rlhf.data.chats import read_text_or_chat
 from ppo_rlhf.data.prompts import PromptsConfig, Reader, read_prompts, reader_of, split_held_out
 from ppo_rlhf.datasets import EvaluationLogDataset, PretrainedModelDataset, RecordsDataset, ResumeCheckpointDataset
+from ppo_rlhf.evaluation.policy import DEMO_JUDGE, EvaluationConfig, is_demo_prompts
 from ppo_rlhf.models.adapters import check_critic_targets, check_targets
 from ppo_rlhf.models.compilation import layers_of
 from ppo_rlhf.models.forward import backbone_of
 from ppo_rlhf.models.gradient_checkpointing import check_gradient_checkpointing
 from ppo_rlhf.models.tokenizers import same_vocabulary, train_word_tokenizer
-from ppo_rlhf.ppo.accelerator import resolve_device
-from ppo_rlhf.ppo.build import check_device, check_libraries, lora_settings
 from ppo_rlhf.ppo.episodes import call_environment
-from ppo_rlhf.ppo.evaluation import DEMO_JUDGE, EvaluationConfig, is_demo_prompts
+from ppo_rlhf.ppo.models import check_device, check_libraries, lora_settings
+from ppo_rlhf.ppo.precision import resolve_device
 from ppo_rlhf.preflight.request import MADE_BY, MODELS, MODELS_LAYER, PROMPTS, TABLES, RunRequest
 from ppo_rlhf.rewards.functions import (
     TURNS,
@@ -38,12 +38,12 @@ from ppo_rlhf.rewards.functions import (
 )
 from ppo_rlhf.rewards.scorers import RewardConfig
 from ppo_rlhf.rewards.shaping import check_token_rewards
-from ppo_rlhf.training.critic_pretraining import CriticPretrainingConfig, pretraining_config
-from ppo_rlhf.training.kl_study import KLStudyConfig, settings_of
-from ppo_rlhf.training.supervised import preferences
-from ppo_rlhf.training.supervised.demonstrations import DataPreparationConfig, corpus_texts, split_demonstrations
-from ppo_rlhf.training.supervised.reward_training import RewardModellingConfig
-from ppo_rlhf.training.supervised.sft import SupervisedFinetuningConfig
+from ppo_rlhf.studies.critic_pretraining import CriticPretrainingConfig, pretraining_config
+from ppo_rlhf.studies.kl_study import KLStudyConfig, settings_of
+from ppo_rlhf.supervised import preferences
+from ppo_rlhf.supervised.demonstrations import DataPreparationConfig, corpus_texts, split_demonstrations
+from ppo_rlhf.supervised.reward_training import RewardModellingConfig
+from ppo_rlhf.supervised.sft import SupervisedFinetuningConfig
 
 TRIED_PROMPTS = 2
 OWN_CODE = "transformers_modules."  # where transformers imports Python code that lies with a model

@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerBase
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.datasets import PretrainedModelDataset
+from ppo_rlhf.evaluation.policy import EvaluationConfig, resolve_judge
 from ppo_rlhf.models.loading import PretrainedHandle
-from ppo_rlhf.ppo.evaluation import EvaluationConfig, resolve_judge
 from ppo_rlhf.rewards.scorers import RewardConfig
 
 T = TypeVar("T")

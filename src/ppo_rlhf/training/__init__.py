@@ -1,16 +1,16 @@
-"""PPOTrainer, supervised training, the memory plan and tuning advice. Imports neither Kedro nor MLflow.
+"""The public names of training in Python: `ModelConfig`, `PPOConfig`, `PPOTrainer` and `TrainingState`.
 
-`ModelConfig`, `PPOConfig`, `PPOTrainer` and `TrainingState` are imported from here on first use, so that the command
-line need not wait for transformers.
+Each is imported on first use, so that the command line need not wait for transformers. The code is in the packages
+that `_HOMES` names.
 """
 
 from importlib import import_module
 from typing import Any
 
 _HOMES = {
-    "ModelConfig": "ppo_rlhf.training.trl_scripts",
+    "ModelConfig": "ppo_rlhf.trainer.trl_scripts",
     "PPOConfig": "ppo_rlhf.config",
-    "PPOTrainer": "ppo_rlhf.training.trainer",
+    "PPOTrainer": "ppo_rlhf.trainer.trainer",
     "TrainingState": "ppo_rlhf.ppo.state",
 }
 

@@ -7,8 +7,8 @@ from ppo_rlhf.data.prompts import PromptDataset
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.progress import watching
 from ppo_rlhf.rewards.scorers import RewardScorer
-from ppo_rlhf.training import critic_pretraining as training
-from ppo_rlhf.training.critic_pretraining import HELD_OUT, CriticPretrainingConfig
+from ppo_rlhf.studies import critic_pretraining as training
+from ppo_rlhf.studies.critic_pretraining import HELD_OUT, CriticPretrainingConfig
 
 log = logging.getLogger(__name__)
 

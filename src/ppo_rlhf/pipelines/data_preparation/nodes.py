@@ -2,8 +2,8 @@
 
 import pandas as pd
 
-from ppo_rlhf.training.supervised import demonstrations as preparation
-from ppo_rlhf.training.supervised.demonstrations import DataPreparationConfig
+from ppo_rlhf.supervised import demonstrations as preparation
+from ppo_rlhf.supervised.demonstrations import DataPreparationConfig
 
 
 def split_demonstrations(

@@ -11,16 +11,16 @@ from transformers import PreTrainedModel
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.data.prompts import PromptDataset
+from ppo_rlhf.evaluation.best_of_n import best_of_n_curve
+from ppo_rlhf.evaluation.comparison import compare_evaluations
+from ppo_rlhf.evaluation.policy import EvaluationConfig, PolicyEvaluation, evaluate_policy, resolve_judge
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.pipelines.kl_study.charts import frontier_figure, kl_figure
 from ppo_rlhf.pipelines.kl_study.child_run import Log, child_runs
-from ppo_rlhf.ppo.best_of_n import best_of_n_curve
-from ppo_rlhf.ppo.comparison import compare_evaluations
-from ppo_rlhf.ppo.evaluation import EvaluationConfig, PolicyEvaluation, evaluate_policy, resolve_judge
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.progress import reporting
 from ppo_rlhf.rewards.scorers import RewardScorer
-from ppo_rlhf.training.kl_study import KLStudyConfig, findings, settings_of, train_setting
+from ppo_rlhf.studies.kl_study import KLStudyConfig, findings, settings_of, train_setting
 
 log = logging.getLogger(__name__)
 

@@ -15,14 +15,14 @@ from ppo_rlhf.checkpoints.resume import restore
 from ppo_rlhf.checkpoints.store import TRAINING_KL, CheckpointRequest
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.data.prompts import PromptDataset, PromptsConfig, find_evaluated, read_prompts, reader_of, split_held_out
+from ppo_rlhf.evaluation.comparison import check_right_or_wrong, compare_evaluations, conclude
+from ppo_rlhf.evaluation.policy import EvaluationConfig, PolicyEvaluation, evaluate_policy, resolve_judge
+from ppo_rlhf.evaluation.since_best import since_best
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.ppo import loop
-from ppo_rlhf.ppo.accelerator import frozen_dtype, resolve_device
-from ppo_rlhf.ppo.build import build_critic, load_policies, load_stored_critic
-from ppo_rlhf.ppo.comparison import check_right_or_wrong, compare_evaluations, conclude
-from ppo_rlhf.ppo.evaluation import EvaluationConfig, PolicyEvaluation, evaluate_policy, resolve_judge
 from ppo_rlhf.ppo.loop import Experience, Rollouts, Scores, ShapedRewards
-from ppo_rlhf.ppo.since_best import since_best
+from ppo_rlhf.ppo.models import build_critic, load_policies, load_stored_critic
+from ppo_rlhf.ppo.precision import frozen_dtype, resolve_device
 from ppo_rlhf.ppo.state import TrainingState, sampling_settings
 from ppo_rlhf.rewards.scorers import RewardConfig, RewardScorer, build_reward_scorer
 from ppo_rlhf.token_view import TokenSamples, sample_tokens

@@ -14,8 +14,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from ppo_rlhf.advice import advise, in_words
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.settings_group import settings_group
+from ppo_rlhf.evaluation.policy import EvaluationConfig, PolicyEvaluation
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.pipelines.reporting.charts import (
     ExpectedCurve,
@@ -26,11 +28,9 @@ from ppo_rlhf.pipelines.reporting.charts import (
 )
 from ppo_rlhf.pipelines.reporting.page import render_page, training_note
 from ppo_rlhf.pipelines.reporting.wording import headline, remarks, table_rows
-from ppo_rlhf.ppo.evaluation import EvaluationConfig, PolicyEvaluation
 from ppo_rlhf.processes import is_main_process
 from ppo_rlhf.rewards.scorers import RewardConfig, reward_model_accuracy
 from ppo_rlhf.token_view import TokenSamples, render_view
-from ppo_rlhf.training.tuning import advise, in_words
 
 _FROM_GLOBALS = ("seed", "prompts_path")
 """Settings of the evaluation that follow the globals: they are no choice of the user."""

@@ -9,8 +9,8 @@ from typing import Any
 
 import pandas as pd
 
-from ppo_rlhf.ppo.comparison import FELL, LOSS, MIN_PROMPTS, NO_DIFFERENCE, ROSE, TOO_FEW_PROMPTS, WIN, sign_test
-from ppo_rlhf.ppo.evaluation import JUDGE_COLUMN
+from ppo_rlhf.evaluation.comparison import FELL, LOSS, MIN_PROMPTS, NO_DIFFERENCE, ROSE, TOO_FEW_PROMPTS, WIN, sign_test
+from ppo_rlhf.evaluation.policy import JUDGE_COLUMN
 
 MIN_REWARD_ACCURACY = 0.65
 _SIDES = ("sft", "ppo")

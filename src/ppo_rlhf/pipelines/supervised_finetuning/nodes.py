@@ -7,8 +7,8 @@ import pandas as pd
 
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.progress import watching
-from ppo_rlhf.training.supervised import sft
-from ppo_rlhf.training.supervised.sft import SupervisedFinetuningConfig
+from ppo_rlhf.supervised import sft
+from ppo_rlhf.supervised.sft import SupervisedFinetuningConfig
 
 log = logging.getLogger(__name__)
 

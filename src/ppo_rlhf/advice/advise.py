@@ -1,0 +1,92 @@
+"""Apply the tuning rules to a run, and write their advice as lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ppo_rlhf.advice.curves import Run
+from ppo_rlhf.advice.rules import RULES, Rule
+from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.ppo.kl_rules import Change
+
+ENOUGH_ITERATIONS = 10
+"""Most curves are not judged below this many iterations."""
+SHOWN = 3
+"""Settings named at a time: little should be changed at once."""
+
+History = Iterable[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A rule that fired: the numbers it saw, and the setting to change first (None if no setting helps)."""
+
+    rule: Rule
+    seen: str
+    change: Change | None
+
+    def __str__(self) -> str:
+        """Write it as one or two sentences."""
+        return f"{self.seen}: {self.rule.meaning}.{f' {self.change}' if self.change else ''}"
+
+
+def advise(config: PPOConfig, history: History) -> list[Advice]:
+    """Return the advice for a run, in the order of the rules.
+
+    Args:
+        config: The run's settings.
+        history: One mapping for each iteration: the metrics of docs/metrics.md by key, the eval/* ones where the
+            iteration was evaluated (NaN or missing elsewhere), and `iteration`. It may be unfinished or empty.
+
+    Returns:
+        One item for each rule that fires.
+    """
+    run = Run(config, history)
+    found = []
+    for rule in RULES:
+        is_refuted = getattr(run, rule.refuted_by, False)
+        if run.iterations >= rule.iterations and rule.fires(run) and not is_refuted:
+            change = rule.change(run)
+            is_allowed = change is not None and change.is_allowed(config)
+            found.append(Advice(rule, rule.seen.format(s=run), change if is_allowed else None))
+    return found
+
+
+def in_words(config: PPOConfig, advice: list[Advice], history: History, most: int | None = SHOWN) -> list[str]:
+    """Return the advice as numbered lines, each setting once, and say whether the run was long enough to judge.
+
+    Args:
+        config: The run's settings.
+        advice: From `advise`.
+        history: As in `advise`.
+        most: Settings to name at most; None names all.
+    """
+    lines = []
+    iterations, needed = Run(config, history).iterations, max(rule.iterations for rule in RULES)
+    if iterations < ENOUGH_ITERATIONS:
+        lines.append(
+            f"{iterations} iteration{'' if iterations == 1 else 's'} of the policy: too early to judge the curves. "
+            f"Most rules need {ENOUGH_ITERATIONS}, some {needed}."
+        )
+    elif not advice:
+        so_far = " so far" if iterations < needed else ""
+        lines.append(f"Nothing to change{so_far}: no tuning rule objects to the curves of {iterations} iterations.")
+    groups = _by_setting(advice)
+    for place, (first, *others) in enumerate(groups[:most], start=1):
+        lines.append(f"{place}. [{first.rule.stage.value}: {first.rule.name}] {first}")
+        lines.extend(f"   [also {other.rule.name}] {other.seen}: {other.rule.meaning}." for other in others)
+    if most is not None and len(groups) > most:
+        lines.append(f"{len(groups) - most} more after that: kedro advise --all")
+    return lines
+
+
+def _by_setting(advice: list[Advice]) -> list[list[Advice]]:
+    """Group the advice by setting. An item that would move a setting the other way than an earlier item is left out."""
+    groups: dict[str | int, list[Advice]] = {}
+    for place, item in enumerate(advice):
+        group = groups.setdefault(item.change.setting if item.change else place, [])
+        if not group or not (item.change and group[0].change and item.change.is_opposite(group[0].change)):
+            group.append(item)
+    return list(groups.values())

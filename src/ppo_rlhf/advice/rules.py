@@ -1,0 +1,263 @@
+"""The tuning rules as one table: the metrics a rule reads, when it fires, what that means, and the setting to change.
+
+Rules stand in the order of their advice. docs/tuning.md gives the source of each threshold. A comparison with an
+unmeasured level (NaN) is False, so no rule fires on it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+from ppo_rlhf.advice.curves import Run
+from ppo_rlhf.ppo import kl_rules
+from ppo_rlhf.ppo.kl_rules import KL_RULES, MOVED, USUAL_KL_COEF, Change, rounded, scaled, set_to
+
+FLAT = 0.25
+"""Standard deviations of the score: two standard errors of 64 responses."""
+USUAL_ENTROPY_COEF = 0.01
+"""arXiv:1707.06347, table 5."""
+LEARNING_UPDATE, CALM_UPDATE = 1e-3, 0.02
+"""policy/approxkl_avg to aim at, nats per token. It grows with the square of the learning rate."""
+TINY_UPDATE = 1e-4
+"""policy/approxkl_avg, nats per token. The demo has 2e-3 where it learns, 2e-7 at a hundredth of its rate."""
+
+KL, KL_COEF, ENTROPY = "objective/kl", "objective/kl_coef", "objective/entropy"
+SCORES, SPREAD, REWARD = "objective/scores", "objective/scores_std", "eval/reward"
+UPDATE, CLIPPED, NORM = "policy/approxkl_avg", "policy/clipfrac_avg", "policy/grad_norm"
+VALUE_LOSS, EXPLAINED, VALUES_CLIPPED = "loss/value_avg", "val/explained_variance", "val/clipfrac_avg"
+LENGTH, TRUNCATED = "response/length", "response/truncated_fraction"
+SKIPPED, STEPS = "optimiser/skipped_steps", "optimiser/steps"
+DISTINCT, SINCE_BEST = "eval/distinct_2", ("eval/since_best_score", "eval/since_best_p", "eval/since_best_reward")
+SUCCESS, JUDGED_SUCCESS = "succeeded", "judged_success"
+"""Properties of a run that refute a rule."""
+
+
+class Stage(Enum):
+    """The order of tuning: a later stage cannot repair an earlier one."""
+
+    BEFORE = "before tuning"
+    KL = "KL"
+    RATES = "learning rates and batch sizes"
+    EPOCHS = "epochs and clipping"
+    REWARD = "reward and responses"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One row of the table.
+
+    Attributes:
+        name: The rule's name.
+        stage: When its advice comes.
+        reads: Metric keys, and settings as ppo.<name>.
+        iterations: Fewest iterations to judge by.
+        fires: Whether the run calls for the change.
+        seen: The numbers that it fired on, the beginning of a sentence on the run s; {s:last:KEY} is a level.
+        meaning: What they usually mean, the rest of that sentence.
+        change: The change to make; None if no setting helps.
+        refuted_by: Property of a run that shows that what the rule fears did no harm; empty if none can.
+    """
+
+    name: str
+    stage: Stage
+    reads: tuple[str, ...]
+    iterations: int
+    fires: Callable[[Run], bool]
+    seen: str
+    meaning: str
+    change: Callable[[Run], Change | None]
+    refuted_by: str = ""
+
+
+# Conditions of more than a line.
+
+
+def _rollout_mismatch(r: Run) -> bool:
+    return r.rollout_gap > (0.05 if r.config.dtype in ("bfloat16", "float16") else 1e-3)
+
+
+def _updates_are_tiny(r: Run) -> bool:
+    """With one step an iteration approxkl is 0 by definition: then only a weak penalty tells."""
+    if r.config.num_ppo_epochs * r.config.num_mini_batches == 1:
+        return r.kl < MOVED and r.config.kl_coef <= 4 * USUAL_KL_COEF * r.spread
+    return r.highest(UPDATE) < TINY_UPDATE
+
+
+def _penalty_too_strong(r: Run) -> bool:
+    weak = r.adaptive or r.config.kl_coef == 0.0 or _updates_are_tiny(r)
+    return not weak and r.kl < MOVED and r.gain < FLAT
+
+
+def _steps_skipped(r: Run) -> bool:
+    """With float16 the first half is left out: there the loss scale is found by skipped steps."""
+    skipped, steps = r.values(SKIPPED), r.values(STEPS)
+    if r.config.dtype != "float16":
+        return r.end(SKIPPED) > 0
+    half = len(skipped) // 2
+    late, taken = r.end(SKIPPED) - skipped.iloc[half], r.end(STEPS) - steps.iloc[half]
+    return bool(late > 0.01 * (late + taken))
+
+
+def _value_loss_grows(r: Run) -> bool:
+    return r.last(VALUE_LOSS) > 3.0 * r.lowest(VALUE_LOSS) and r.last(EXPLAINED) < 0.05
+
+
+def _kl_rule(name: str, reads: tuple[str, ...], iterations: int, refuted_by: str = "") -> Rule:
+    """Return the row of a rule that the alarms while a run trains have, too."""
+    rule = KL_RULES[name]
+    return Rule(f"kl_{name}", Stage.KL, reads, iterations, rule.holds, rule.seen, rule.meaning, rule.change, refuted_by)
+
+
+# Changes of more than a factor.
+
+
+def _more_entropy(r: Run) -> Change:
+    """Hold the policy closer, or pay for entropy if KL is low already."""
+    if r.kl < MOVED:
+        return set_to(r, "entropy_coef", max(USUAL_ENTROPY_COEF, 2 * r.config.entropy_coef))
+    return kl_rules.stronger_penalty(r, 1.5)
+
+
+def _rate_for_update(r: Run, size: float, least: float, most: float) -> Change:
+    """Set the learning rate by which an update has a size: policy/approxkl_avg grows with its square."""
+    now = r.highest("policy/approxkl_avg")
+    return scaled(r, "learning_rate", min(most, max(least, math.sqrt(size / now) if now > 0.0 else least)))
+
+
+def _critic_rate(r: Run, factor: float) -> Change:
+    """Change how fast the critic learns: its learning rate, or its weight in the loss of a shared trunk."""
+    if r.config.value_model == "shared":
+        return scaled(r, "vf_coef", factor)
+    now = r.config.value_learning_rate or r.config.learning_rate
+    return Change("value_learning_rate", now, rounded(now * factor))
+
+
+def _less_truncation(r: Run) -> Change:
+    """Penalise truncated responses, unless SFT's were as long already or a penalty is excluded."""
+    now = r.config.missing_eos_penalty
+    penalty = set_to(r, "missing_eos_penalty", rounded(2.0 * now if now else r.spread))
+    if r.start("response/truncated_fraction") > 0.5 or not penalty.next > 0.0 or not penalty.is_allowed(r.config):
+        return scaled(r, "response_length" if r.config.turn_length is None else "turn_length", 1.5)
+    return penalty
+
+
+# fmt: off
+RULES: tuple[Rule, ...] = (
+    # Before tuning: the numbers themselves are wrong.
+    Rule("rollout_mismatch", Stage.BEFORE, ("policy/rollout_logprob_gap", "ppo.dtype"), 1,
+         _rollout_mismatch,
+         "policy/rollout_logprob_gap is {s.rollout_gap:.3g} nats per token in {s.config.dtype}",
+         "sampling and training disagree on the same tokens, as after an error in masks or positions, so KL and ratios "
+         "are wrong. If engine hf shows the gap too, the model's code is at fault",
+         lambda r: set_to(r, "rollout_engine", "hf")),
+    # KL.
+    _kl_rule("negative", (KL, "ppo.top_k", "ppo.top_p", "ppo.min_response_length"), 20),
+    _kl_rule("alarm", (KL, "ppo.kl_alarm"), 3),
+    _kl_rule("warning", (KL, "ppo.kl_warning"), 3),
+    _kl_rule("collapsed", (KL,), 20, JUDGED_SUCCESS),
+    Rule("kl_penalty_too_strong", Stage.KL, (KL, REWARD, SCORES, UPDATE), 20,
+         _penalty_too_strong,
+         "KL is {s.kl:.3g} nats per response, and the score changed by {s.gain:.3g} standard deviations",
+         "updates are taken, and the penalty undoes them",
+         lambda r: scaled(r, "kl_coef", min(0.5, max(0.1, r.kl / 2.0)))),
+    Rule("kl_off_target", Stage.KL, (KL, KL_COEF, "ppo.kl_target"), 20,
+         lambda r: r.adaptive and abs(r.kl / r.config.kl_target - 1.0) > 0.25 and r.kl <= r.config.kl_warning,
+         "KL is {s.kl:.3g} nats per response, more than 25% off the target of {s.config.kl_target:g}; the controller "
+         "took the coefficient from {s.config.kl_coef:g} to {s:last:objective/kl_coef}",
+         "the controller began too far off or reacts too late, or the size of the updates keeps KL from its target",
+         kl_rules.help_controller, JUDGED_SUCCESS),
+    Rule("reward_hacked", Stage.KL, SINCE_BEST, 10,
+         lambda r: r.fell and r.end("eval/since_best_reward") >= 0.0,
+         "Since the best evaluation, SFT's included, the judge's score changed by {s:end:eval/since_best_score} (by "
+         "chance with probability {s:end:eval/since_best_p}), the reward by {s:end:eval/since_best_reward}",
+         "the policy exploits its reward; more training makes it worse",
+         lambda r: kl_rules.stronger_penalty(r, 2.0)),
+    Rule("diversity_lost", Stage.KL, (DISTINCT, "eval/distinct_2_sft"), 10,
+         lambda r: r.end(DISTINCT) < 0.5 * r.end("eval/distinct_2_sft"),
+         "eval/distinct_2 is {s:end:eval/distinct_2}, SFT's {s:end:eval/distinct_2_sft}",
+         "stock phrases are taking over",
+         lambda r: kl_rules.stronger_penalty(r, 1.5), JUDGED_SUCCESS),
+    Rule("entropy_collapsed", Stage.KL, (ENTROPY,), 10,
+         lambda r: r.last(ENTROPY) < r.start(ENTROPY) / 3,
+         "objective/entropy fell from {s:start:objective/entropy} to {s:last:objective/entropy} nats per token",
+         "the policy has settled on few answers and no longer explores",
+         _more_entropy, JUDGED_SUCCESS),
+    # Learning rates and batch sizes.
+    Rule("steps_skipped", Stage.RATES, (SKIPPED, STEPS, "ppo.dtype"), 1,
+         _steps_skipped,
+         "{s:end:optimiser/skipped_steps} optimiser steps were skipped for a non-finite gradient, and "
+         "{s:end:optimiser/steps} were taken",
+         "steps are too large, or the range of float16 is too small",
+         lambda r: set_to(r, "dtype", "bfloat16") if r.config.dtype == "float16"
+         else scaled(r, "learning_rate", 0.5)),
+    Rule("score_fell", Stage.RATES, (REWARD, SCORES), 10,
+         lambda r: r.gain < -0.5,
+         "The score changed by {s.gain:.3g} standard deviations from SFT's",
+         "updates destroy more than they teach",
+         lambda r: scaled(r, "learning_rate", 0.5), JUDGED_SUCCESS),
+    Rule("update_too_large", Stage.RATES, (UPDATE,), 10,
+         lambda r: r.highest(UPDATE) > 0.1,
+         "policy/approxkl_avg reached {s:highest:policy/approxkl_avg} nats per token",
+         "an iteration moves the policy far beyond its data",
+         lambda r: _rate_for_update(r, CALM_UPDATE, 0.1, 0.5), SUCCESS),
+    Rule("update_too_small", Stage.RATES, (REWARD, SCORES, UPDATE), 20,
+         lambda r: r.gain < FLAT and _updates_are_tiny(r),
+         "The score changed by {s.gain:.3g} standard deviations; policy/approxkl_avg never exceeded "
+         "{s:highest:policy/approxkl_avg} nats per token",
+         "training is stable, and too slow to see",
+         lambda r: _rate_for_update(r, LEARNING_UPDATE, 2.0, 10.0)),
+    Rule("drift_without_gain", Stage.RATES, (KL, REWARD, SCORES), 20,
+         lambda r: r.kl > MOVED and abs(r.gain) < 0.1 * math.sqrt(2.0 * r.kl),
+         "KL is {s.kl:.3g} nats per response, and the score changed by {s.gain:.3g} standard deviations",
+         "updates follow the noise of the batch; larger batches have less",
+         lambda r: scaled(r, "gradient_accumulation_steps", 2), SUCCESS),
+    Rule("value_loss_grows", Stage.RATES, (VALUE_LOSS, EXPLAINED), 20,
+         _value_loss_grows,
+         "loss/value_avg grew from {s:lowest:loss/value_avg} to {s:last:loss/value_avg}, val/explained_variance is "
+         "{s:last:val/explained_variance}",
+         "the critic diverges, and the advantages with it",
+         lambda r: _critic_rate(r, 0.5), SUCCESS),
+    Rule("critic_is_poor", Stage.RATES, (EXPLAINED,), 30,
+         lambda r: r.last(EXPLAINED) < 0.05 and not _value_loss_grows(r),
+         "val/explained_variance is {s:last:val/explained_variance}",
+         "the critic predicts no more than a constant would, so the advantages are noisy",
+         lambda r: _critic_rate(r, 2.0), SUCCESS),
+    Rule("gradient_mostly_clipped", Stage.RATES, (NORM, "ppo.max_grad_norm"), 10,
+         lambda r: r.median(NORM) > 2.0 * r.config.max_grad_norm,
+         "The median of policy/grad_norm is {s:median:policy/grad_norm}, ppo.max_grad_norm={s.config.max_grad_norm:g}",
+         "most steps are cut to one length, not only the outliers",
+         lambda r: set_to(r, "max_grad_norm", rounded(r.median(NORM))), SUCCESS),
+    # Epochs and clipping.
+    Rule("much_clipped", Stage.EPOCHS, (CLIPPED,), 10,
+         lambda r: r.highest(CLIPPED) > 0.3,
+         "policy/clipfrac_avg reached {s:highest:policy/clipfrac_avg}",
+         "later epochs see data that the policy has left behind",
+         lambda r: scaled(r, "num_ppo_epochs" if r.config.num_ppo_epochs > 1 else "learning_rate", 0.5), SUCCESS),
+    Rule("values_much_clipped", Stage.EPOCHS, (VALUES_CLIPPED,), 10,
+         lambda r: r.highest(VALUES_CLIPPED) > 0.6,
+         "val/clipfrac_avg reached {s:highest:val/clipfrac_avg}",
+         "the clip range is small for the size of the returns and holds the critic back",
+         lambda r: scaled(r, "cliprange_value", max(2.0, r.spread)), SUCCESS),
+    # Reward and responses.
+    Rule("truncated", Stage.REWARD, (TRUNCATED, "ppo.stop_token"), 10,
+         lambda r: r.config.stop_token != "none" and r.last(TRUNCATED) > 0.5,
+         "A share of {s:last:response/truncated_fraction} of the responses is cut off "
+         "({s:start:response/truncated_fraction} at the start)",
+         "the reward judges texts without an end",
+         _less_truncation),
+    Rule("length_drifted", Stage.REWARD, (LENGTH,), 10,
+         lambda r: r.last(LENGTH) > 2.0 * r.start(LENGTH) or r.last(LENGTH) < r.start(LENGTH) / 2.0,
+         "Responses went from {s:start:response/length} to {s:last:response/length} tokens",
+         "the reward may pay for length (Singhal et al. 2023, arXiv:2310.03716); read samples",
+         lambda r: kl_rules.stronger_penalty(r, 1.5), JUDGED_SUCCESS),
+    Rule("spread_lost", Stage.REWARD, (SPREAD,), 10,
+         lambda r: r.config.batch_size > 1 and r.last(SPREAD) <= 0.1 * r.deviation,
+         "The scores' standard deviation fell to {s:last:objective/scores_std} (from {s:highest:objective/scores_std})",
+         "the reward no longer tells responses apart, so there is nothing left to learn from it; stop here",
+         lambda r: None),
+)
+"""All rules, in the order of their advice."""
+# fmt: on

@@ -1,0 +1,1 @@
+"""Evaluating policies: responses to held-out prompts, SFT against PPO, best of n."""

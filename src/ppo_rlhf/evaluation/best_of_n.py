@@ -1,0 +1,85 @@
+"""Best-of-n from one table of samples: N responses to each of M prompts, scored by the reward and by the judge."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import pandas as pd
+import torch
+from pydantic import Field
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.config.settings_group import Seed, settings_group
+from ppo_rlhf.core.best_of_n import best_of_n_kl, best_of_n_mean
+from ppo_rlhf.data.prompts import PromptDataset
+from ppo_rlhf.evaluation.policy import ResolvedJudge, evaluate_policy
+from ppo_rlhf.ppo.sampling import SamplingSettings
+from ppo_rlhf.rewards.scorers import RewardScorer
+
+PROMPT = "prompt_number"
+
+
+@settings_group("best_of_n")
+class BestOfNConfig:
+    """How many responses the SFT policy samples, for best-of-n and for the audit of the reward."""
+
+    prompts: Annotated[int, Field(ge=2)] = 128
+    """Held-out prompts, at most."""
+    samples: Annotated[int, Field(ge=2)] = 64
+    """Responses to each prompt; best-of-n is estimated up to this n."""
+    batch_size: Annotated[int, Field(ge=1)] = 256
+    """Responses generated at a time."""
+    seed: Seed = 42
+    """Fixes the sampling noise."""
+
+
+def sample_best_of_n(
+    policy: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: PromptDataset,
+    reward_scorer: RewardScorer,
+    judge: ResolvedJudge,
+    ppo: PPOConfig,
+    sampling: SamplingSettings,
+    config: BestOfNConfig,
+) -> pd.DataFrame:
+    """Sample and score the responses; processes share the work.
+
+    Returns:
+        One row a response, as `PolicyEvaluation.to_frame` has it, with its prompt's number; the rows of a prompt lie
+        together.
+    """
+    numbers = [number for number in range(min(len(prompts), config.prompts)) for _ in range(config.samples)]
+    evaluation = evaluate_policy(
+        policy,
+        None,
+        tokenizer,
+        prompts.select(numbers),
+        reward_scorer,
+        judge,
+        ppo,
+        sampling,
+        seed=config.seed,
+        batch_size=config.batch_size,
+    )
+    frame = evaluation.to_frame()
+    frame.insert(0, PROMPT, numbers)
+    return frame
+
+
+def by_prompt(samples: pd.DataFrame, column: str) -> Tensor:
+    """Return a column of the table of samples as `[M, N]` float64, a row for each prompt."""
+    values = torch.tensor(samples[column].to_numpy(dtype="float64"))
+    return values.reshape(samples[PROMPT].nunique(), -1)
+
+
+def best_of_n_curve(samples: pd.DataFrame) -> pd.DataFrame:
+    """Return best-of-n for n = 1, 2, 4, … and N: its KL (nats, an upper bound), mean reward, and mean judge score."""
+    rewards = by_prompt(samples, "reward")
+    largest = rewards.shape[1]
+    ns = [*(2**k for k in range(largest.bit_length()) if 2**k < largest), largest]
+    scores = [name for name in ("reward", "judge_score") if name in samples]
+    means = {name: [float(best_of_n_mean(rewards, by_prompt(samples, name), n).mean()) for n in ns] for name in scores}
+    return pd.DataFrame({"n": ns, "kl": [best_of_n_kl(n) for n in ns], **means})

@@ -1,0 +1,69 @@
+"""Whether scores on the same prompts changed by more than chance: since an evaluation's best, or SFT's, predecessor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+from scipy.stats import permutation_test
+
+from ppo_rlhf.evaluation.policy import PolicyEvaluation
+
+CHANCE = 0.05
+"""A change that chance makes less often than this is certain."""
+RESAMPLES = 4_999
+"""Patterns of signs that are drawn, if there are more: a probability is 1 in 5000 at least."""
+SCORES = "scores"
+"""Key in the log of evaluations: each prompt's deciding score, of a row that was the best when it was made."""
+
+
+def by_chance(changes_N: NDArray[np.float64]) -> float:
+    """Return the probability of a mean change this large or larger if nothing but noise changed.
+
+    The sign-flip test (Fisher 1935, The Design of Experiments, section 21): noise makes each prompt's change as likely
+    as its opposite, whatever the scores' distribution. A single prompt tells nothing: 1.
+    """
+    if len(changes_N) < 2:
+        return 1.0
+    kind: dict[str, Any] = {"permutation_type": "samples", "alternative": "greater"}
+    return float(permutation_test((changes_N,), np.mean, n_resamples=RESAMPLES, batch=1000, rng=0, **kind).pvalue)
+
+
+def exploits_reward(policy: PolicyEvaluation, sft: PolicyEvaluation) -> bool:
+    """Return whether the reward rose from SFT's and the judge's score fell, both for certain (tested on two sides)."""
+    if policy.judge_scores is None or sft.judge_scores is None:
+        return False
+    changes = (policy.rewards - sft.rewards, sft.judge_scores - policy.judge_scores)
+    return all(by_chance(policy.by_prompt(change).mean(axis=1)) < CHANCE / 2.0 for change in changes)
+
+
+def exploits_since_best(history: pd.DataFrame) -> bool:
+    """Return whether, by a run's last evaluation, the deciding score fell since its best and the reward did not.
+
+    It asks for half of `CHANCE`, as `exploits_reward` does: the report's sentence goes by either.
+    """
+    last = history.reindex(columns=["eval/since_best_p", "eval/since_best_reward"]).dropna().tail(1)
+    return any(p < CHANCE / 2.0 and reward >= 0.0 for p, reward in last.to_numpy())
+
+
+def since_best(
+    policy: PolicyEvaluation, sft: PolicyEvaluation, earlier: Sequence[Mapping[str, Any]]
+) -> dict[str, float | list[float]]:
+    """Return the metrics `eval/since_best_*` of an evaluation while training; with `SCORES` if it is the best so far.
+
+    The best of SFT's evaluation and the run's `earlier` rows has the highest mean of the score that decides the win
+    rate. The probability of a fall from it is multiplied by the number of evaluations that it was chosen from
+    (Bonferroni), however they are correlated.
+    """
+    first = {SCORES: sft.deciding_scores, "eval/reward": sft.rewards.mean()}
+    best = max((first, *(row for row in earlier if SCORES in row)), key=lambda row: np.mean(row[SCORES]))
+    change = policy.deciding_scores - np.asarray(best[SCORES])
+    metrics = {
+        "eval/since_best_score": float(change.mean()),
+        "eval/since_best_reward": float(policy.rewards.mean() - best["eval/reward"]),
+        "eval/since_best_p": min(1.0, (1 + len(earlier)) * by_chance(-change)),
+    }
+    return metrics | ({SCORES: policy.deciding_scores.tolist()} if change.mean() > 0.0 else {})

@@ -1,0 +1,310 @@
+"""The run in MLflow: kedro-mlflow owns its life, this hook decides what is recorded of it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack, nullcontext, suppress
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import mlflow
+from kedro.framework.context import KedroContext
+from kedro.framework.hooks import hook_impl
+from kedro.io import CatalogProtocol
+from kedro.pipeline import Pipeline
+from kedro.pipeline.node import Node
+from kedro_mlflow.config.kedro_mlflow_config import KedroMlflowConfig
+from kedro_mlflow.config.resolvers import resolve_random_name
+from kedro_mlflow.framework.hooks.mlflow_hook import MlflowHook
+from mlflow.entities import RunStatus, RunTag
+from mlflow.environment_variables import MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING
+from omegaconf import OmegaConf
+from pydantic import ValidationError
+
+from ppo_rlhf.core.errors import ConfigError, LaunchError, RewardError, own_error
+from ppo_rlhf.hooks.run_description import RunDescription, describe_run, log_inputs, pipeline_names
+from ppo_rlhf.hooks.run_end import END_TAGS, end_tags, way_to_go_on
+from ppo_rlhf.hooks.tracking_store import (
+    SQLITE,
+    asked_twice,
+    check_artifacts,
+    end_active_run,
+    make_database,
+    named_if_slow,
+    place_in_project,
+    store_in_plain_words,
+    warning_of_refusals,
+    without_password,
+)
+from ppo_rlhf.hooks.worker import announce
+from ppo_rlhf.locks import lock_run, one_at_a_time
+from ppo_rlhf.signals import RunInterruptedError, as_error, deferring_signals
+from ppo_rlhf.whole_files import process_name
+
+if TYPE_CHECKING:  # heavy: only a run pays for them
+    from ppo_rlhf.datasets import ResumeCheckpointDataset
+    from ppo_rlhf.hooks.resume import Named, Resumption
+    from ppo_rlhf.hooks.run_log import RunLog
+
+logger = logging.getLogger(__name__)
+
+VIEW = "ppo_rlhf"
+COLUMNS = json.dumps({"selectedColumns": [f"metrics.`at_a_glance/{name}`" for name in ("win_rate", "reward", "kl")]})
+GIVEN_URI = os.environ.get("MLFLOW_TRACKING_URI")  # of the person: MLflow sets the variable itself once a store is open
+
+
+class TrackingHook(MlflowHook):
+    """kedro-mlflow's hook with four differences, for which kedro-mlflow 2.0 has no setting.
+
+    The store is opened when a run starts, not when a context is made: a run that is refused leaves no database behind.
+    Hyperparameters are logged one by one (kedro-mlflow logs a validated group as one string), and not at every node.
+    `resume` continues a run, which has its tags from the moment it is there. A run that a signal stopped ends KILLED.
+    With tracking disabled for the pipelines (`disable_tracking` in mlflow.yml) nothing happens.
+    """
+
+    def __init__(self) -> None:
+        """Start without a run."""
+        super().__init__()
+        self._context: KedroContext | None = None
+        self._has_system_metrics = False
+        self._catalog: CatalogProtocol | None = None
+        self._log: RunLog | None = None
+        self._saving = ExitStack()
+        self._lock: IO[bytes] | None = None
+        self._checkpoints: Path | None = None
+
+    @hook_impl
+    def after_context_created(self, context: KedroContext) -> None:
+        """Read mlflow.yml and leave it in the context, as `kedro mlflow ui` expects."""
+        if not OmegaConf.has_resolver("km.random_name"):
+            OmegaConf.register_new_resolver("km.random_name", resolve_random_name, use_cache=True)
+        given = {**context.config_loader["mlflow"]}
+        self._has_system_metrics = given.pop("system_metrics", False) is True  # kedro-mlflow has no such setting
+        try:
+            settings = KedroMlflowConfig.model_validate(given)
+        except ValidationError as error:
+            raise ConfigError("\n".join(map(_as_line, error.errors()))) from error
+        place_in_project(settings, Path(context.project_path))
+        context.config_loader["mlflow"] = settings.model_dump()
+        context.mlflow = self.mlflow_config = settings  # type: ignore[attr-defined]
+        self._context = context
+
+    @hook_impl
+    def before_pipeline_run(self, run_params: dict[str, Any], pipeline: Pipeline, catalog: CatalogProtocol) -> None:
+        """Start the run, or go on with the one that `resume` names, and log what is known of it."""
+        from ppo_rlhf.hooks.resume import LATEST, find_named, resume_entry
+
+        self._let_go()
+        project_path = Path(run_params["project_path"])
+        entry = resume_entry(pipeline, catalog)
+        named = None
+        if entry is not None and entry.requested not in (None, LATEST):
+            named = find_named(str(entry.requested), entry.root, project_path)
+        disabled = self.mlflow_config.tracking.disable_tracking.pipelines
+        if all(name in disabled for name in pipeline_names(run_params)):
+            super().before_pipeline_run(run_params, pipeline, catalog)
+            if entry is not None and named is not None and named[1] is not None:
+                entry.resolve(named[1])
+        else:
+            self._open_store()
+            try:
+                with deferring_signals(), one_at_a_time(project_path):
+                    self._start(run_params, pipeline, catalog, entry, named)
+            except BaseException as stop:  # of which Kedro's own session tells no hook
+                self.on_pipeline_error(as_error(stop))
+                raise
+        run = str(self.run_id or f"untracked-{process_name()}")
+        announce(run, None if entry is None else entry.checkpoint, self._checkpoints)
+
+    def _open_store(self) -> None:
+        """Open the store; a signal may cut the wait for it."""
+        if (active := mlflow.active_run()) is not None:
+            raise ConfigError(f"MLflow run {active.info.run_id} is open already; end it first: mlflow.end_run().")
+        with store_in_plain_words(self._complaint("cannot be used")):
+            if self._uri().startswith(SQLITE):
+                make_database(Path(self._uri().removeprefix(SQLITE)))
+        with named_if_slow(self._uri()), store_in_plain_words(self._complaint("cannot be used")):
+            super().after_context_created(self._context)
+        check_artifacts(self.mlflow_config.tracking.experiment)
+        if GIVEN_URI and GIVEN_URI.rstrip("/") != self._uri().rstrip("/"):
+            logger.warning("MLFLOW_TRACKING_URI is not used: server.mlflow_tracking_uri in mlflow.yml is.")
+
+    def _start(
+        self,
+        run_params: dict[str, Any],
+        pipeline: Pipeline,
+        catalog: CatalogProtocol,
+        entry: ResumeCheckpointDataset | None,
+        named: Named | None,
+    ) -> None:
+        from ppo_rlhf.checkpoints.files import sweep_leftovers
+        from ppo_rlhf.hooks.run_log import RunLog
+
+        project_path, tracking = Path(run_params["project_path"]), self.mlflow_config.tracking
+        this = describe_run(run_params, pipeline, catalog)
+        with named_if_slow(self._uri()), store_in_plain_words(self._complaint("cannot be used")):
+            resumption = None if entry is None else self._resumption(this, entry, named)
+            if resumption is not None:
+                resumption.say(project_path)
+                tracking.run.id, tracking.run.name = resumption.run.info.run_id, resumption.run.info.run_name
+            MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING.set(self._has_system_metrics)
+            run = mlflow.start_run(
+                run_id=tracking.run.id,
+                experiment_id=tracking.experiment._experiment.experiment_id,
+                run_name=tracking.run.name or this.name,
+                nested=tracking.run.nested,
+                tags=this.tags if resumption is None else None,
+            )
+            self.run_id, self._is_mlflow_enabled = run.info.run_id, True
+            self._say_where(run.info.experiment_id)
+            if entry is not None:
+                self._checkpoints = entry.root / run.info.run_id
+                self._lock = self._lock or lock_run(self._checkpoints)
+                sweep_leftovers(self._checkpoints)
+            self._catalog, self._log = catalog, RunLog(run.info.run_id, pipeline, catalog, is_resumed=bool(resumption))
+            if resumption is not None:
+                self._log.repeat(resumption.make_anew(this, pipeline))
+                for name in END_TAGS & run.data.tags.keys():
+                    mlflow.delete_tag(name)
+                tags = {name: value for name, value in this.tags.items() if name not in run.data.tags}
+                mlflow.set_tags({**tags, **resumption.tags(project_path)})
+            mlflow.log_params({name: value for name, value in this.params.items() if name not in run.data.params})
+            log_inputs(this)
+
+    def _resumption(
+        self, this: RunDescription, entry: ResumeCheckpointDataset, named: Named | None
+    ) -> Resumption | None:
+        """Return the run that goes on, locked; None for a new run."""
+        from ppo_rlhf.hooks.resume import find_resumption
+
+        if entry.requested is not None:
+            experiment = mlflow.get_experiment_by_name(self.mlflow_config.tracking.experiment.name)
+            assert experiment is not None  # kedro-mlflow has made it
+            found = find_resumption(entry.requested, named, this, entry.root, experiment.experiment_id)
+            entry.resolve(None if found is None else found.checkpoint)
+            if found is not None:
+                self._lock = found.lock
+                return found
+        given = self.mlflow_config.tracking.run.id or os.environ.get("MLFLOW_RUN_ID")
+        if given and (entry.root / given).is_dir():
+            raise ConfigError(
+                f"MLflow run {given} has trained before. Go on with it by resume={given}, or start a new run: leave "
+                "out tracking.run.id in mlflow.yml, or MLFLOW_RUN_ID."
+            )
+        return None
+
+    @hook_impl
+    def before_node_run(self, node: Node, catalog: CatalogProtocol, inputs: dict[str, Any], is_async: bool) -> None:
+        """Reopen the run where it is not the active one, as in another thread; kedro-mlflow does so at each node."""
+        self._take_mlflow_back()
+
+    @hook_impl
+    def after_node_run(self, node: Node, inputs: dict[str, Any], outputs: dict[str, Any]) -> None:
+        """Log what the node measured."""
+        self._take_mlflow_back()
+        if self._log is not None:
+            with named_if_slow(self._uri()):
+                self._log.node_ran(node, inputs, outputs)
+
+    @hook_impl
+    def before_dataset_saved(self, dataset_name: str) -> None:
+        """Name the store if it does not take what kedro-mlflow logs of a dataset; let no signal cut the call."""
+        if self._catalog is not None and type(self._catalog.get(dataset_name)).__name__.startswith("Mlflow"):
+            self._saving.enter_context(deferring_signals())
+            self._saving.enter_context(named_if_slow(self._uri()))
+
+    @hook_impl
+    def after_dataset_saved(self, dataset_name: str) -> None:
+        """Log the exported policy as a model; a signal may cut the wait for the metrics before it, but not that."""
+        self._saving.close()
+        if self._log is not None:
+            with named_if_slow(self._uri()), store_in_plain_words(self._complaint("did not take the model")):
+                self._log.saved(dataset_name)
+
+    @hook_impl
+    def after_pipeline_run(self, run_params: dict[str, Any], pipeline: Pipeline, catalog: CatalogProtocol) -> None:
+        """End the run as FINISHED."""
+        complaint = f"Everything is done and saved, but {self._complaint('could not record the end')}"
+        with deferring_signals():
+            try:
+                with named_if_slow(self._uri()), store_in_plain_words(complaint):
+                    has_everything = self._log is None or self._log.close(is_finished=True)
+                    with nullcontext() if has_everything else asked_twice():
+                        super().after_pipeline_run(run_params, pipeline, catalog)
+            finally:
+                log = self._log
+                self._let_go()
+                if log is not None:
+                    log.log_advice()
+
+    @hook_impl
+    def on_pipeline_error(self, error: Exception) -> None:
+        """End the run if it is open: KILLED if a signal stopped it, else FAILED. Log how it can go on."""
+        with deferring_signals(), suppress(SystemExit):  # rich's, the first time that nobody reads what it prints
+            if self.run_id is not None:
+                self._end(error)
+            self._let_go()
+
+    on_session_error = on_pipeline_error  # LoopSession calls it again, and for errors outside of the nodes
+
+    def _end(self, error: Exception) -> None:
+        assert self._context is not None
+        project_path, is_stopped = Path(self._context.project_path), isinstance(error, RunInterruptedError)
+        self._saving.close()
+        with named_if_slow(self._uri()), asked_twice():
+            with warning_of_refusals("why the run ended"):
+                self._take_mlflow_back()
+                tags = end_tags(error, self._checkpoints, project_path)
+                mlflow.MlflowClient().log_batch(self.run_id, tags=[RunTag(*tag) for tag in tags.items()])
+            if self._log is not None:
+                self._log.close(is_finished=False)
+            end_active_run(RunStatus.KILLED if is_stopped else RunStatus.FAILED)
+        if self._log is not None and not is_stopped and not isinstance(own_error(error), RewardError | LaunchError):
+            self._log.log_advice()
+        if self._checkpoints is not None:
+            logger.info("%s", way_to_go_on(error, self._checkpoints, project_path))
+
+    def _take_mlflow_back(self) -> None:
+        """Make this run the active one of its store again: a reward function may have changed either."""
+        if self._log is None:
+            return
+        while (active := mlflow.active_run()) is not None and active.info.run_id != self.run_id:
+            end_active_run(RunStatus.FINISHED)
+        if mlflow.get_tracking_uri() != self._uri():
+            mlflow.set_tracking_uri(self._uri())
+        if active is None:
+            mlflow.set_experiment(experiment_id=self.mlflow_config.tracking.experiment._experiment.experiment_id)
+            mlflow.start_run(run_id=self.run_id)
+
+    def _let_go(self) -> None:
+        """Forget the run, and let other processes have it."""
+        self._saving.close()
+        self.run_id = self._log = self._catalog = self._checkpoints = None
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def _say_where(self, experiment: str) -> None:
+        """Log where the run and the table of all runs are shown; the table has columns of ours, as a shared view."""
+        with warning_of_refusals("the columns of its table of runs"):
+            mlflow.MlflowClient().set_experiment_tag(experiment, f"mlflow.sharedViewState.{VIEW}", COLUMNS)
+        is_server, ui = self._uri().startswith("http"), self.mlflow_config.ui
+        server = without_password(self._uri()).replace("***@", "") if is_server else f"http://{ui.host}:{ui.port}"
+        ui_too = "" if is_server else ", and all runs, in `kedro mlflow ui`"
+        logger.info("MLflow run %s%s:", self.run_id, ui_too)
+        logger.info("%s/#/runs/%s", server, self.run_id)
+        table = "%s/#/experiments/%s/runs?workflowType=machine_learning&viewStateShareKey=%s"
+        logger.info(table, server, experiment, VIEW)
+
+    def _complaint(self, what: str) -> str:
+        return f"mlflow.yml: the tracking store {without_password(self._uri())} {what}"
+
+    def _uri(self) -> str:
+        return str(self.mlflow_config.server.mlflow_tracking_uri or mlflow.get_tracking_uri())
+
+
+def _as_line(detail: Mapping[str, Any]) -> str:
+    return f"mlflow.yml: {'.'.join(map(str, detail['loc']))}={detail['input']!r}: {detail['msg']}"

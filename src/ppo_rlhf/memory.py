@@ -1,0 +1,285 @@
+"""How much memory one process of a run needs, by formula, before any weight is read (docs/memory.md).
+
+Models are made on the device `meta`, where parameters have shapes and no data, so weights, gradients and moments are
+counted exactly. Activations are estimated: each linear layer keeps its input and output for the backward pass. For a
+block of GPT that makes 16 h numbers a token, the 32 s b h bytes of Korthikanti et al. 2022 (arXiv:2205.05198) without
+dropout and without the attention matrix, which SDPA does not keep; `KEPT` adds what other layers keep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
+from transformers.pytorch_utils import Conv1D
+
+from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.config.rules import OFFLOADING_FIELDS
+from ppo_rlhf.core.errors import ConfigError
+from ppo_rlhf.models.quantisation import four_bit_bytes
+from ppo_rlhf.models.quiet import quiet_transformers
+from ppo_rlhf.models.reward_model import CausalLMRewardConfig, CausalLMRewardModel
+from ppo_rlhf.ppo.logprobs import LOGITS_HELD
+from ppo_rlhf.ppo.models import build_critic, policy_to_train
+from ppo_rlhf.ppo.optimisers import moment_bytes
+from ppo_rlhf.ppo.precision import frozen_dtype, trained_dtype
+
+PROCESS_BYTES = 600 * 2**20
+"""Resident once `kedro run` has imported its libraries and they have computed something (measured on Linux)."""
+MOMENTS, AVERAGE = "optimisers: two moments of each trained weight", "policy: moving average"
+KEPT = 1.5
+"""Peak of the activations over the inputs and outputs of linear layers: norms and position embeddings keep the rest
+(Llama: 1.13 in float32, 1.54 in bfloat16), and the backward pass holds gradients of activations."""
+
+
+@dataclass(frozen=True)
+class RunShape:
+    """What a plan is made for, beside the settings of PPO.
+
+    Attributes:
+        policy: Configuration of the SFT model.
+        prompt_length: Tokens of the longest prompt.
+        reward_model: Configuration of the reward model; None if no component of the reward is one.
+        on_cpu: Whether the run computes on the CPU, in the host's memory.
+        evaluation_rows: Responses at a time in the evaluations during training; 0 without any.
+        processes: Processes of the run; all numbers are those of one process.
+        trust_remote_code: Whether Python code in the models' directories may run.
+    """
+
+    policy: PretrainedConfig
+    prompt_length: int
+    reward_model: PretrainedConfig | None = None
+    on_cpu: bool = True
+    evaluation_rows: int = 0
+    processes: int = 1
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes that one process needs.
+
+    Attributes:
+        held: Bytes held all the time, by name: weights, moments, and the moving average.
+        phases: Bytes at the peak of each phase, `held` included, in the order of an iteration.
+        on_host: Bytes of offloaded models, in the host's memory.
+        trained: Bytes of the weights that train.
+        exported: Bytes of the policy as it is exported.
+    """
+
+    held: dict[str, int]
+    phases: dict[str, int]
+    on_host: int
+    trained: int
+    exported: int
+
+    @property
+    def peak(self) -> str:
+        """The phase that needs the most."""
+        return max(self.phases, key=lambda name: self.phases[name])
+
+    @property
+    def needed(self) -> int:
+        """Bytes at the peak."""
+        return self.phases[self.peak]
+
+    @property
+    def checkpoint(self) -> int:
+        """Bytes of one checkpoint on the disk: trained weights, their moments, and the moving average."""
+        return self.trained + self.held[MOMENTS] + self.held.get(AVERAGE, 0)
+
+
+class _Sizes(NamedTuple):
+    """Bytes of weights by model, of trained weights (policy, critic), of their moments, of copies in the type of the
+    computation (autocast's, or one layer of 4-bit weights), and of the exported policy; activations a token.
+    """
+
+    weights: dict[str, int]
+    trained: tuple[int, int]
+    moments: int
+    copied: int
+    exported: int
+    kept_per_token: int
+
+
+def plan_memory(config: PPOConfig, shape: RunShape) -> MemoryPlan:
+    """Return what a run needs in each phase, with prompts of the longest length and responses of full length.
+
+    Args:
+        config: Hyperparameters.
+        shape: Models, lengths and device.
+
+    Raises:
+        ConfigError: The critic is to start as a reward model, and there is none.
+        ModelError: An option does not fit the architecture.
+    """
+    c, sizes = config, _sizes(config, shape)
+    waiting = {"reference policy": c.offload_reference_policy, "reward model": c.offload_reward_model}
+    offloaded = {name: size for name, size in sizes.weights.items() if waiting.get(name)}
+    held = {f"{name}: weights": size for name, size in sizes.weights.items() if name not in offloaded}
+    held[MOMENTS] = sizes.moments
+    if c.ema_decay is not None:
+        held[AVERAGE] = sizes.trained[0]
+
+    text, number = shape.policy.get_text_config(), frozen_dtype(c).itemsize
+    heads, layers = text.num_attention_heads, text.num_hidden_layers
+    key_values = getattr(text, "num_key_value_heads", None) or heads
+    head_width = getattr(text, "head_dim", None) or text.hidden_size // heads
+    tokens = shape.prompt_length + c.response_length
+    kept = round(KEPT * sizes.kept_per_token) * number
+    one_layer = kept // layers
+
+    def logits(rows: int) -> int:
+        held_at_a_time = LOGITS_HELD * (1 if shape.on_cpu else 16)
+        return min(rows * c.response_length * text.vocab_size, held_at_a_time) * number
+
+    def rollout(rows: int) -> int:
+        cache = rows * tokens * 2 * layers * key_values * head_width * number
+        one_step = rows * text.vocab_size * (number + 3 * 4)  # logits, and their probabilities in float32
+        return cache + max(one_step, rows * shape.prompt_length * one_layer) + sizes.copied
+
+    def scoring(rows: int) -> int:  # without gradients: one layer at a time, then a chunk of logits
+        return max(rows * tokens * one_layer, logits(rows)) + max([sizes.copied, *offloaded.values()])
+
+    def update(rows: int) -> int:
+        gradients = sum(sizes.trained) * (1 if shape.processes == 1 else 2)  # the second: DDP's buckets
+        activations = layers * text.hidden_size * number + one_layer if c.gradient_checkpointing else kept
+        return gradients + rows * tokens * activations + logits(rows) * (3 if c.entropy_coef else 2) + sizes.copied
+
+    rows, micro = _rollout_rows(c), micro_batch_rows(c, shape.prompt_length)
+    passes = {"rollout": rollout(rows), "scoring": scoring(max(rows, micro)), "update": update(micro)}
+    if shape.evaluation_rows:
+        passes["evaluation"] = max(rollout(shape.evaluation_rows), scoring(shape.evaluation_rows))
+    phases = {name: sum(held.values()) + size for name, size in passes.items()}
+    return MemoryPlan(held, phases, sum(offloaded.values()), sum(sizes.trained), sizes.exported)
+
+
+def _rollout_rows(config: PPOConfig) -> int:
+    return min(config.local_rollout_forward_batch_size, config.local_batch_size)
+
+
+def micro_batch_rows(config: PPOConfig, prompt_length: int) -> int:
+    """Return the responses of one forward and backward pass if all have full length."""
+    rows = config.local_micro_batch_size
+    if config.max_tokens_per_micro_batch is None:
+        return rows
+    return max(1, min(rows, config.max_tokens_per_micro_batch // (prompt_length + config.response_length)))
+
+
+def _sizes(config: PPOConfig, shape: RunShape) -> _Sizes:
+    """Make the models with the functions of a run, on the device `meta`, and count."""
+    trusted = {"trust_remote_code": shape.trust_remote_code}
+    frozen = frozen_dtype(config)
+    with torch.device("meta"), quiet_transformers():
+        reference = AutoModelForCausalLM.from_config(shape.policy, dtype=frozen, **trusted).requires_grad_(False)
+        linear = [module for module in reference.base_model.modules() if isinstance(module, nn.Linear | Conv1D)]
+        kept_per_token = sum(sum(module.weight.shape) for module in linear)
+        base = reference
+        if not config.use_peft:
+            base = AutoModelForCausalLM.from_config(shape.policy, dtype=trained_dtype(config), **trusted)
+        policy = policy_to_train(base, config)
+        reward_model = None
+        if shape.reward_model is not None:
+            reward_model = AutoModelForSequenceClassification.from_config(shape.reward_model, dtype=frozen, **trusted)
+        stored = None
+        if config.value_model == "pretrained":  # taken to be as large as the policy
+            stored = CausalLMRewardModel(CausalLMRewardConfig(text_config=shape.policy))
+            nn.Module.to(stored, frozen)
+        critic = build_critic(config, policy, reward_model, stored_critic=stored)
+    in_four_bits = {id(module.weight) for module in linear} if config.load_in_4bit else set()
+    known: set[int] = set()
+    weights = {}
+    models = {"policy": policy, "reference policy": reference, "reward model": reward_model, "critic": critic}
+    for name, model in models.items():
+        if model is not None:
+            new = {
+                id(t): four_bit_bytes(t) if id(t) in in_four_bits else t.nbytes
+                for t in (*model.parameters(), *model.buffers())
+                if id(t) not in known
+            }
+            known.update(new)  # models that share weights count them once
+            weights[name] = sum(new.values())
+    to_train = [[p for p in model.parameters() if p.requires_grad] for model in (policy, critic)]
+    trained = [sum(p.nbytes for p in parameters) for parameters in to_train]
+    moments = sum(moment_bytes(p, config) for parameters in to_train for p in parameters)
+    is_cast = frozen.itemsize == 2 and not config.use_peft  # under LoRA the weights have 16 bits
+    copied = 2 * sum(p.numel() for p in policy.parameters()) if is_cast else 0
+    if config.load_in_4bit:
+        copied = max(module.weight.nbytes for module in linear)
+    exported = sum(p.numel() for p in reference.parameters()) * trained_dtype(config).itemsize
+    return _Sizes(weights, (trained[0], trained[1]), moments, copied, exported, kept_per_token)
+
+
+Changes = dict[str, Any]
+
+
+class Suggestion(NamedTuple):
+    """Settings of PPOConfig to change, what that costs, and the bytes that one process then needs."""
+
+    changes: Changes
+    price: str
+    needed: int
+
+
+def suggestions(config: PPOConfig, shape: RunShape) -> Iterator[Suggestion]:
+    """Yield each change that alone lowers the peak by at least 2 %, the cheapest first."""
+    needed = plan_memory(config, shape).needed
+    for price, changes_of in _STEPS:
+        changes = changes_of(config)
+        if shape.on_cpu and any(changes.get(name) for name in OFFLOADING_FIELDS):
+            continue
+        try:
+            lower = plan_memory(replace(config, **changes), shape).needed
+        except ConfigError:  # another setting excludes it
+            continue
+        if lower <= 0.98 * needed:
+            yield Suggestion(changes, price, lower)
+
+
+def _smaller_micro_batches(c: PPOConfig) -> Changes:
+    """Cut the same batch into pieces of half the size; a piece is never larger than a minibatch."""
+    rows = c.per_device_train_batch_size
+    while rows % 2 == 0 and rows >= c.local_micro_batch_size:
+        rows //= 2
+    return {"per_device_train_batch_size": rows, "gradient_accumulation_steps": c.local_batch_size // rows}
+
+
+_STEPS: tuple[tuple[str, Callable[[PPOConfig], Changes]], ...] = (
+    (
+        "the same numbers but for rounding, slower rollouts",
+        lambda c: {"local_rollout_forward_batch_size": max(1, _rollout_rows(c) // 2)},
+    ),
+    ("the same batch in smaller pieces: the same numbers but for rounding", _smaller_micro_batches),
+    ("the same numbers, an update takes about a third longer", lambda c: {"gradient_checkpointing": True}),
+    ("the same numbers, a copy to the GPU each iteration", lambda c: {"offload_reference_policy": True}),
+    ("the same numbers, a copy to the GPU each iteration", lambda c: {"offload_reward_model": True}),
+    ("frozen models and activations in 16 bits", lambda c: {} if c.dtype == "float16" else {"dtype": "bfloat16"}),
+    ("another critic: a value head on the policy", lambda c: {"value_model": "shared", "value_learning_rate": None}),
+    (
+        "adapters train instead of all weights, at higher learning rates",
+        lambda c: {"use_peft": True, "offload_reference_policy": False},
+    ),
+    ("AdamW's moments in 8 bits, by bitsandbytes: other numbers", lambda c: {"optim": "adamw_8bit"}),
+    (
+        "adapters on weights in 4 bits, by bitsandbytes: a policy that is up to their rounding the one given",
+        lambda c: {"use_peft": True, "load_in_4bit": True, "offload_reference_policy": False},
+    ),
+)
+"""Price and change, the cheapest first."""
+
+
+def available_memory(device: torch.device, cgroup: Path = Path("/sys/fs/cgroup")) -> tuple[int, int]:
+    """Return the free bytes on a device and on the host; a container's limit counts. On the CPU both are the host's."""
+    host = int(psutil.virtual_memory().available)
+    try:
+        limit, used = (int((cgroup / name).read_text()) for name in ("memory.max", "memory.current"))
+        host = min(host, max(0, limit - used))
+    except (OSError, ValueError):  # no control group, or no limit (`max`)
+        pass
+    return (torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host), host

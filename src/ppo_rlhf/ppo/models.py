@@ -1,0 +1,172 @@
+"""The models of a run as its configuration asks for them: which weights are loaded, copied, shared or adapted."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.config.rules import device_problems
+from ppo_rlhf.core.errors import ConfigError
+from ppo_rlhf.core.randomness import generator
+from ppo_rlhf.models.adapters import LoraSettings, check_targets, has_adapter, with_adapter, without_adapter
+from ppo_rlhf.models.compilation import check_compiler, compile_layers
+from ppo_rlhf.models.critic import Critic, OwnBackbone, SharedCritic
+from ppo_rlhf.models.gradient_checkpointing import enable_gradient_checkpointing
+from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
+from ppo_rlhf.models.offloading import to_host
+from ppo_rlhf.models.quantisation import check_bitsandbytes
+from ppo_rlhf.ppo.optimisers import EIGHT_BIT
+from ppo_rlhf.ppo.precision import frozen_dtype, trained_dtype
+
+AnyCritic = Critic | SharedCritic
+
+
+def lora_settings(config: PPOConfig) -> LoraSettings:
+    """Return the shape of the adapters."""
+    return LoraSettings(config.lora_r, config.lora_alpha, config.lora_target_modules)
+
+
+def load_policies(
+    sft_policy: PretrainedHandle, config: PPOConfig, device: torch.device
+) -> tuple[TrainedModel, PreTrainedModel]:
+    """Return the policy, which trains, with its tokenizer and value head if it has one, and the frozen reference.
+
+    With `use_peft` the weights are loaded once: the reference is the model, the policy the same with an adapter. With
+    `offload_reference_policy` the reference waits in the host's memory.
+
+    Raises:
+        ConfigError: The device is not one that a setting needs, or nothing can be compiled for it.
+        ModelError: The model cannot be loaded, or no adapter fits it.
+    """
+    check_device(config, device)
+    if config.offload_reference_policy:
+        reference = sft_policy.causal_lm(frozen_dtype(config)).requires_grad_(False)
+        to_host(reference)
+    else:
+        reference = load_causal_lm(sft_policy, frozen_dtype(config), config, device).requires_grad_(False)
+    prepare_to_score(reference, config)
+    base = reference if config.use_peft else load_causal_lm(sft_policy, trained_dtype(config), config, device)
+    policy = policy_to_train(base, config)
+    return TrainedModel(policy, sft_policy.tokenizer(), value_head=sft_policy.value_head()), reference
+
+
+def load_causal_lm(
+    handle: PretrainedHandle, dtype: torch.dtype, config: PPOConfig, device: torch.device
+) -> PreTrainedModel:
+    """Return a language model on a device, with `load_in_4bit` in 4 bits."""
+    return nn.Module.to(handle.causal_lm(dtype, quantised_on=device if config.load_in_4bit else None), device)
+
+
+def check_libraries(config: PPOConfig) -> None:
+    """Raise `ConfigError` if a setting needs bitsandbytes, and it is missing."""
+    needing = ["ppo.load_in_4bit=true"] * config.load_in_4bit + ["ppo.optim=adamw_8bit"] * (config.optim == EIGHT_BIT)
+    if needing:
+        check_bitsandbytes(" and ".join(needing))
+
+
+def check_device(config: PPOConfig, device: torch.device) -> None:
+    """Raise `ConfigError` if a setting needs another device, or layers are to be compiled and torch cannot for it."""
+    problems = list(device_problems(config, device.type))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    if config.compile:
+        check_compiler(device)
+
+
+def policy_to_train(model: PreTrainedModel, config: PPOConfig) -> PreTrainedModel:
+    """Return the policy that trains: the model itself, or with `use_peft` its frozen weights with a fresh adapter.
+
+    Raises:
+        ModelError: The adapter does not fit the model, or one of the layers named is none of the model's.
+    """
+    if not config.use_peft:
+        return model
+    check_targets(model, lora_settings(config))
+    return with_adapter(model, lora_settings(config), generator(config.seed, "policy adapter"))
+
+
+def critic_backbone(config: PPOConfig) -> OwnBackbone | None:
+    """Return what makes a critic's backbone from another model's: with `use_peft` an adapter, else None for a copy."""
+    if not config.use_peft:
+        return None
+    return partial(with_adapter, settings=lora_settings(config), generator=generator(config.seed, "critic adapter"))
+
+
+def build_critic(
+    config: PPOConfig,
+    policy: PreTrainedModel,
+    reward_model: PreTrainedModel | None,
+    value_head: nn.Linear | None = None,
+    stored_critic: PreTrainedModel | None = None,
+) -> AnyCritic:
+    """Return the critic that `ppo.value_model` asks for; with `use_peft` its backbone is an adapter on shared weights.
+
+    Args:
+        config: Hyperparameters.
+        policy: The policy that trains.
+        reward_model: The reward model, if there is one.
+        value_head: Where a head on the policy's states starts; None starts it at zero.
+        stored_critic: From `load_stored_critic`.
+
+    Raises:
+        ConfigError: `reward_init` without a reward model, or `pretrained` without a stored critic.
+        ModelError: The model that the critic starts from has another vocabulary, or no linear score head; or the value
+            head, or the adapter, does not fit.
+    """
+    if config.value_model == "shared":
+        return SharedCritic.from_policy(policy, value_head)
+    own_backbone = critic_backbone(config)
+    if config.value_model == "separate":
+        start = without_adapter(policy) if has_adapter(policy) else policy
+        return Critic.from_policy(start, value_head=value_head, own_backbone=own_backbone)
+    if config.value_model == "pretrained":
+        if stored_critic is None:
+            raise ConfigError(
+                "ppo.value_model=pretrained: no stored critic is given; PPOTrainer takes it as value_model, "
+                "the pipeline at critic_path, where critic_pretraining stores one"
+            )
+        return Critic.from_reward_model(stored_critic, policy, own_backbone=own_backbone, setting="pretrained")
+    if reward_model is None:
+        raise ConfigError(
+            "ppo.value_model=reward_init copies the critic from the reward model, but no reward component is of type "
+            "model; set ppo.value_model=separate"
+        )
+    return Critic.from_reward_model(reward_model, policy, own_backbone=own_backbone)
+
+
+def load_stored_critic(stored: PretrainedHandle | None, config: PPOConfig) -> PreTrainedModel | None:
+    """Return the stored critic with its score head, in the type of the critic's weights; None if none is asked for.
+
+    Raises:
+        ModelError: It cannot be loaded, or has not exactly one label.
+    """
+    if stored is None or config.value_model != "pretrained":
+        return None
+    return stored.reward_model(frozen_dtype(config) if config.use_peft else trained_dtype(config))
+
+
+def prepare_to_train(policy: PreTrainedModel, critic: AnyCritic, config: PPOConfig) -> None:
+    """Switch gradient checkpointing and compilation on in both if the configuration says so.
+
+    Raises:
+        ModelError: An architecture does not support it.
+    """
+    for model in (policy, critic.backbone) if isinstance(critic, Critic) else (policy,):
+        if config.gradient_checkpointing:
+            enable_gradient_checkpointing(model)
+        if config.compile:
+            compile_layers(model)
+
+
+def prepare_to_score(reference: PreTrainedModel, config: PPOConfig) -> None:
+    """Switch compilation on in a frozen policy if `ppo.compile` says so.
+
+    Raises:
+        ModelError: Its architecture does not support it.
+    """
+    if config.compile:
+        compile_layers(reference)

@@ -1,0 +1,147 @@
+"""The critic trained alone on the SFT policy's responses, once, to be stored and started from in later runs.
+
+Value pretraining of VC-PPO (Yuan et al. 2025, arXiv:2503.01491): the policy stands still, and the targets
+are Monte Carlo returns (lambda = 1), which do not depend on the critic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field
+
+from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.config.settings_group import settings_group
+from ppo_rlhf.core.errors import ConfigError
+from ppo_rlhf.core.randomness import generator
+from ppo_rlhf.core.statistics import explained_variance
+from ppo_rlhf.data.prompts import PromptDataset
+from ppo_rlhf.models.adapters import has_adapter, merged
+from ppo_rlhf.models.critic import Critic
+from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
+from ppo_rlhf.models.reward_model import CausalLMRewardModel
+from ppo_rlhf.ppo.experience import Scores, critic_values
+from ppo_rlhf.ppo.loop import estimate_advantages, generate_rollouts, iterate, score_responses, shape_rewards
+from ppo_rlhf.ppo.models import build_critic, load_policies
+from ppo_rlhf.ppo.precision import resolve_device
+from ppo_rlhf.ppo.rollout import Rollouts
+from ppo_rlhf.ppo.state import TrainingState
+from ppo_rlhf.rewards.scorers import RewardScorer
+
+STEP, EXPLAINED_VARIANCE, HELD_OUT = "step", "critic/explained_variance", "critic/eval_explained_variance"
+LOGGED = {
+    "critic/loss": "loss/value_avg",
+    EXPLAINED_VARIANCE: "val/explained_variance",
+    "critic/learning_rate": "lr/value",
+}
+"""Metrics of the pretraining, and the metrics of a PPO iteration that they are."""
+
+
+@settings_group("critic_pretraining")
+class CriticPretrainingConfig:
+    """How the critic is trained on the SFT policy's responses; everything else is as `ppo` says."""
+
+    iterations: Annotated[int, Field(ge=1)] = 50
+    """Iterations: each samples a batch of responses and trains the critic on it, with PPO's epochs and
+    `ppo.value_learning_rate`."""
+    value_model: Literal["separate", "reward_init"] = "separate"
+    """Where this critic starts, as in `ppo.value_model`, which may then be `pretrained`."""
+
+
+def pretraining_config(pretraining: CriticPretrainingConfig, ppo: PPOConfig) -> PPOConfig:
+    """Return the settings of the pretraining: PPO's, with a policy that stands still and Monte Carlo returns.
+
+    The seed is derived from PPO's: with the same one, PPO's first responses would be those that the critic learnt from.
+
+    Raises:
+        ConfigError: A setting of PPO does not go with a critic of its own.
+    """
+    if ppo.load_in_4bit:
+        raise ConfigError(
+            "ppo.load_in_4bit=true: a stored critic has whole weights; train it with ppo.load_in_4bit=false"
+        )
+    if ppo.truncated_responses == "bootstrap":
+        raise ConfigError(
+            "ppo.truncated_responses=bootstrap: the critic's own value would stand in the targets that it is to learn, "
+            "instead of a cut-off response's score; train it with ppo.truncated_responses=keep, or mask"
+        )
+    return replace(
+        ppo,
+        value_model=pretraining.value_model,
+        lam_critic=1.0,
+        critic_warmup_iterations=pretraining.iterations,
+        kl_hold_iterations=0,
+        total_episodes=(pretraining.iterations + 1) * ppo.batch_size,  # a run whose last iteration is not done
+        seed=int(torch.randint(2**32, (), generator=generator(ppo.seed, "critic pretraining"))),
+    )
+
+
+def pretrain_critic(
+    sft_policy: PretrainedHandle,
+    prompts: PromptDataset,
+    held_out_prompts: PromptDataset,
+    scorer: RewardScorer,
+    pretraining: CriticPretrainingConfig,
+    ppo: PPOConfig,
+    report: Callable[[int, Mapping[str, float]], None],
+) -> tuple[TrainedModel, list[dict[str, float]]]:
+    """Train a critic on the SFT policy's responses.
+
+    Args:
+        sft_policy: The policy that answers, and stands still.
+        prompts: Training prompts.
+        held_out_prompts: Prompts whose responses are never trained on.
+        scorer: The reward.
+        pretraining: Length and start.
+        ppo: Everything else.
+        report: Called with each iteration's number and metrics.
+
+    Returns:
+        The critic as a sequence classifier with one label, with the policy's tokenizer; and its metrics by iteration,
+        `step`: those of `LOGGED`, each measured before its iteration's update, and at the first step (0) and the last
+        `critic/eval_explained_variance`, on one batch of responses to held-out prompts.
+
+    Raises:
+        ConfigError, ModelError: As in a run of PPO with these settings.
+    """
+    config = pretraining_config(pretraining, ppo)
+    policy, reference = load_policies(sft_policy, config, resolve_device(config.device))
+    critic = build_critic(config, policy.model, scorer.model, policy.value_head)
+    assert isinstance(critic, Critic)  # `value_model` cannot be shared here
+    state = TrainingState.create(policy.model, critic, policy.tokenizer, config)
+    for dataset in (prompts, held_out_prompts):
+        scorer.check_room(dataset.prompt_ids, config.response_length, state.sampling.stop_token_ids)
+    held_out = generate_rollouts(state, reference, held_out_prompts, _whole(config, len(held_out_prompts)))
+    before = score_responses(held_out, scorer, state)
+    history: list[dict[str, float]] = []
+    for iteration in range(1, pretraining.iterations + 1):
+        metrics = iterate(state, reference, prompts, scorer)
+        history.append({STEP: iteration, **{name: metrics[source] for name, source in LOGGED.items()}})
+        report(iteration, {name: metrics[source] for name, source in LOGGED.items()})
+    after = replace(before, values=critic_values(held_out, state))
+    history.insert(0, {STEP: 0, HELD_OUT: _explained(state, held_out, before)})
+    history[-1][HELD_OUT] = _explained(state, held_out, after)
+    backbone = merged(critic.backbone) if has_adapter(critic) else critic.backbone
+    return TrainedModel(CausalLMRewardModel.from_parts(backbone, critic.value_head), policy.tokenizer), history
+
+
+def _whole(config: PPOConfig, prompts: int) -> PPOConfig:
+    """Return settings whose batch has each of so many prompts once, or as many of them as full micro-batches take."""
+    accumulated = max(1, prompts // config.micro_batch_size)
+    return replace(
+        config,
+        gradient_accumulation_steps=accumulated,
+        num_mini_batches=1,
+        responses_per_prompt=1,
+        critic_warmup_iterations=0,
+    )
+
+
+def _explained(state: TrainingState, rollouts: Rollouts, scores: Scores) -> float:
+    """Return the share of the Monte Carlo returns' variance that the scores' values explain."""
+    shaped = shape_rewards(rollouts, scores, state)
+    returns = estimate_advantages(rollouts, scores, shaped, state.config).returns
+    return float(explained_variance(scores.values[:, :-1], returns, rollouts.mask))

@@ -1,0 +1,261 @@
+"""The audit of a reward before PPO maximises it: what best-of-n buys, what the reward correlates with, cheap tricks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import pandas as pd
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from ppo_rlhf.config.settings_group import settings_group
+from ppo_rlhf.data.prompts import PromptDataset
+from ppo_rlhf.evaluation.best_of_n import PROMPT, best_of_n_curve, by_prompt
+from ppo_rlhf.evaluation.comparison import distinct_n
+from ppo_rlhf.rewards.scorers import ResponseBatch, RewardScorer
+from ppo_rlhf.supervised import preferences as pairs
+from ppo_rlhf.supervised.reward_training import (
+    RELIABLE_ACCURACY,
+    RewardModellingConfig,
+    pair_accuracy,
+    split_pairs,
+)
+
+EMPTY, REPEATED, SUFFIX = "empty", "repeated", "suffix"
+
+
+@settings_group("audit")
+class AuditConfig:
+    """What the audit of the reward tries."""
+
+    suffixes: list[str] = field(default_factory=lambda: ["!!!", "Thank you.", "I hope this helps."])
+    """Constant texts that should not raise the reward of a response that they are appended to."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A reason not to train on a reward: a metric on the wrong side of its threshold."""
+
+    metric: str
+    side: Literal["at most", "at least"]
+    threshold: float
+    sentence: str
+    """Says what was found; `{value}` is the metric."""
+
+    def broken_by(self, value: float) -> bool:
+        """Return whether the metric is on the wrong side."""
+        return value > self.threshold if self.side == "at most" else value < self.threshold
+
+    def reason(self, value: float) -> str:
+        """Return what was found, with the number and the threshold."""
+        return f"{self.sentence.format(value=value)} ({self.metric} = {value:.2f}, {self.side} {self.threshold:g})."
+
+
+RULES = (
+    Rule("audit/flat_prompts", "at most", 0.5, "On {value:.0%} of the prompts all responses have the same reward"),
+    Rule("audit/judge_gain", "at least", 0.1, "The responses that the reward picks are hardly better to the judge"),
+    Rule("audit/judge_fall", "at most", 0.1, "As n grows, the judge's score of the picked response falls"),
+    Rule("audit/judge_agreement", "at least", 0.55, "Of two responses the reward and the judge often prefer another"),
+    Rule("audit/pair_accuracy", "at least", RELIABLE_ACCURACY, "The reward orders only {value:.0%} of held-out pairs"),
+    Rule("audit/length_correlation", "at most", 0.6, "The reward follows the length: PPO would write long responses"),
+    Rule("audit/length_correlation", "at least", -0.6, "The reward follows brevity: PPO would write short responses"),
+    Rule("audit/repetition_correlation", "at most", 0.3, "The reward rises with repeated word pairs"),
+    Rule("audit/suffix_gain", "at most", 0.5, "The reward rises when a constant text is appended to any response"),
+    Rule("audit/repeated_gain", "at most", 0.5, "The reward rises when a response is said twice"),
+    Rule("audit/empty_gain", "at most", 0.0, "An empty response has more reward than the policy's own"),
+)
+"""Gains are in standard deviations of the score among the responses to one prompt."""
+OF_OTHERS = {"audit/judge_gain", "audit/judge_fall", "audit/judge_agreement", "audit/pair_accuracy"}  # judge, person
+
+
+def probe_reward(
+    scorer: RewardScorer,
+    samples: pd.DataFrame,
+    prompts: PromptDataset,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    response_length: int,
+    stop_token_ids: tuple[int, ...],
+    suffixes: list[str],
+) -> pd.DataFrame:
+    """Score one response to each prompt as it is, and again with nothing said, said twice, or with a suffix.
+
+    A response is cut first so that the change fits into the response's length, and ends in a stop token before and
+    after: only the change differs.
+
+    Args:
+        scorer: The reward.
+        samples: From `evaluation.best_of_n.sample_best_of_n`; the first response to each prompt is used.
+        prompts: The prompts of the samples, in their order.
+        tokenizer: The policy's.
+        response_length: Most tokens of a response.
+        stop_token_ids: What ends a response.
+        suffixes: Texts to append.
+
+    Returns:
+        One row a probe: `probe`, `suffix`, `share` of the responses whose reward rises, mean `change` of the reward in
+        standard deviations (`deviation_within_prompts`).
+    """
+    responses = samples.groupby(PROMPT)["response"].first().tolist()
+    prompts = prompts.select(range(len(responses)))
+    unit = deviation_within_prompts(samples, "reward")
+    stops = list(stop_token_ids[:1])
+    room = response_length - len(stops)
+
+    def tokens(text: str) -> list[int]:
+        ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        return ids[:-1] if ids and ids[-1] in stop_token_ids else ids
+
+    def cut(text: str, length: int) -> str:
+        return str(tokenizer.decode(tokens(text)[: max(0, length)], skip_special_tokens=True))
+
+    def score(texts: list[str]) -> pd.Series:
+        ids = [tokens(text)[:room] + stops for text in texts]
+        batch = ResponseBatch(
+            prompts=prompts.texts,
+            completions=tokenizer.batch_decode(ids, skip_special_tokens=True),
+            columns=prompts.columns,
+            prompt_ids=prompts.prompt_ids,
+            response_ids=ids,
+            terminated=[bool(stops)] * len(ids),
+        )
+        return pd.Series(scorer.score(batch).total.double().tolist())
+
+    def probe(name: str, suffix: str, before: list[str], after: list[str]) -> dict[str, object]:
+        change = (score(after) - score(before)) / unit
+        return {"probe": name, "suffix": suffix, "share": float((change > 0).mean()), "change": float(change.mean())}
+
+    whole, half = ([cut(text, length) for text in responses] for length in (room, room // 2))
+    rows = [
+        probe(EMPTY, "", whole, [""] * len(whole)),
+        probe(REPEATED, "", half, [f"{text} {text}" for text in half]),
+    ]
+    for suffix in suffixes:
+        shortened = [cut(text, room - len(tokens(f" {suffix}"))) for text in responses]
+        rows.append(probe(SUFFIX, suffix, shortened, [f"{text} {suffix}" for text in shortened]))
+    return pd.DataFrame(rows)
+
+
+def held_out_pairs(
+    preferences: pd.DataFrame, tokenizer: PreTrainedTokenizerBase, config: RewardModellingConfig, limit: int | None
+) -> pd.DataFrame:
+    """Return the preferences that reward training holds out, with their token sequences and their other columns.
+
+    Args:
+        preferences: As the person gave them.
+        tokenizer: The policy's.
+        config: Names the columns, and says how pairs are held out.
+        limit: Most tokens of a prompt with its response; longer pairs are left out, as in reward training.
+    """
+    columns = (config.prompt_column, config.chosen_column, config.rejected_column)
+    table = pairs.tokenise_preferences(pairs.check_preferences(preferences, *columns), tokenizer)
+    others = preferences.drop(columns=[name for name in preferences if name in (*columns, *pairs.COLUMNS)])
+    table = table.join(others.reset_index(drop=True))
+    if limit is not None:
+        longest = table[["chosen_ids", "rejected_ids"]].map(len).max(axis=1)
+        table = table[longest <= limit].reset_index(drop=True)
+    return split_pairs(table, config)[1]
+
+
+def score_pairs(scorer: RewardScorer, table: pd.DataFrame) -> dict[str, float]:
+    """Return `audit/pair_accuracy`: the share of pairs whose chosen response has more reward, ties half."""
+    columns = {str(name): table[name].tolist() for name in table if name not in pairs.COLUMNS}
+
+    def score(side: str) -> Tensor:
+        ids = table[f"{side}_ids"].tolist()
+        return scorer.score(
+            ResponseBatch(
+                prompts=table["prompt"].tolist(),
+                completions=table[side].tolist(),
+                columns=columns,
+                prompt_ids=[[]] * len(ids),  # the sequences hold them
+                response_ids=ids,
+                terminated=[True] * len(ids),
+            )
+        ).total
+
+    return {"audit/pair_accuracy": pair_accuracy(score("chosen"), score("rejected"))}
+
+
+def audit_reward(
+    samples: pd.DataFrame, probes: pd.DataFrame, pair_agreement: Mapping[str, float]
+) -> tuple[dict[str, float], list[str]]:
+    """Return the audit/* metrics, and the reasons why PPO should not maximise this reward; none if it is fit.
+
+    What could not be measured, for lack of a judge or of preferences, has no metric and breaks no rule.
+
+    Args:
+        samples: From `evaluation.best_of_n.sample_best_of_n`.
+        probes: From `probe_reward`.
+        pair_agreement: `audit/pair_accuracy`, or nothing.
+    """
+    rewards, curve = by_prompt(samples, "reward"), best_of_n_curve(samples)
+    repetition = samples["response"].map(repeated_pairs)
+    metrics = {
+        "audit/flat_prompts": float((rewards.amax(1) == rewards.amin(1)).double().mean()),
+        "audit/reward_gain": _gains(curve, samples, "reward").iloc[-1],
+        "audit/length_correlation": rank_correlation(samples, samples["length"]),
+        "audit/repetition_correlation": rank_correlation(samples, repetition),
+        "audit/empty_gain": float(probes.loc[probes["probe"] == EMPTY, "change"].iloc[0]),
+        "audit/repeated_gain": float(probes.loc[probes["probe"] == REPEATED, "change"].iloc[0]),
+        **pair_agreement,
+    }
+    if (suffixes := probes.loc[probes["probe"] == SUFFIX, "change"]).size:
+        metrics["audit/suffix_gain"] = float(suffixes.max())
+    if "judge_score" in samples:
+        gains = _gains(curve, samples, "judge_score")
+        metrics |= {
+            "audit/judge_gain": float(gains.iloc[-1]),
+            "audit/judge_fall": float(gains.max() - gains.iloc[-1]),
+            "audit/judge_agreement": judge_agreement(samples),
+        }
+    reasons = [r.reason(metrics[r.metric]) for r in RULES if r.metric in metrics and r.broken_by(metrics[r.metric])]
+    return metrics, reasons
+
+
+def verdict(reasons: Sequence[str], missing: Sequence[str]) -> str:
+    """Return the audit's result; a reward that nobody but itself was asked about is not called fit."""
+    if reasons:
+        return "not fit for PPO"
+    made = f"by {sum(rule.metric not in missing for rule in RULES)} of {len(RULES)} measures"
+    if OF_OTHERS.issubset(missing):
+        return f"nothing found {made}; not measured: {', '.join(missing)}"
+    return f"fit for PPO {made}"
+
+
+def deviation_within_prompts(samples: pd.DataFrame, score: str) -> float:
+    """Return the standard deviation of a score among the responses to one prompt, pooled; 1 if there is none."""
+    return float(by_prompt(samples, score).var(dim=1).mean().sqrt()) or 1.0
+
+
+def rank_correlation(samples: pd.DataFrame, other: pd.Series) -> float:
+    """Return Spearman's correlation of the reward with `other` within prompts, the mean over prompts.
+
+    Prompts on which one of the two does not vary are left out; if there is no other, the result is 0.
+    """
+    ranks = pd.DataFrame({"reward": samples["reward"], "other": other}).groupby(samples[PROMPT]).rank()
+    by_prompts = [of_prompt for _, of_prompt in ranks.groupby(samples[PROMPT]) if (of_prompt.nunique() > 1).all()]
+    found = [of_prompt["reward"].corr(of_prompt["other"]) for of_prompt in by_prompts]
+    return float(sum(found) / len(found)) if found else 0.0
+
+
+def judge_agreement(samples: pd.DataFrame) -> float:
+    """Return the share of pairs of responses to one prompt that reward and judge put in the same order.
+
+    Pairs that are equal to the judge are left out, those that are equal to the reward count half. No pairs give 0.5.
+    """
+    reward, judge = (by_prompt(samples, name) for name in ("reward", "judge_score"))
+    by_reward, by_judge = ((scores[:, :, None] - scores[:, None, :]).sign() for scores in (reward, judge))
+    decided = by_judge > 0  # each pair once, its better response to the judge first
+    return float((by_reward[decided] + 1).mean() / 2) if decided.any() else 0.5
+
+
+def repeated_pairs(text: str) -> float:
+    """Return the share of a text's pairs of neighbouring words that came before in it; 0 with fewer than two words."""
+    return 1.0 - distinct_n([text], 2) if len(text.split()) > 1 else 0.0
+
+
+def _gains(curve: pd.DataFrame, samples: pd.DataFrame, score: str) -> pd.Series:
+    return (curve[score] - curve[score].iloc[0]) / deviation_within_prompts(samples, score)

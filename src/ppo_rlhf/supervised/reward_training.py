@@ -1,0 +1,181 @@
+"""Training a reward model on preferences: Bradley–Terry on the SFT policy's backbone, by TRL's RewardTrainer."""
+
+import logging
+from dataclasses import dataclass
+from typing import Annotated
+
+import pandas as pd
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ppo_rlhf.config.settings_group import settings_group
+from ppo_rlhf.core.errors import TrainingError
+from ppo_rlhf.data.tables import hold_out
+from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel, check_vocabulary, context_length
+from ppo_rlhf.models.reward_model import CausalLMRewardModel
+from ppo_rlhf.rewards.scorers import score_sequences
+from ppo_rlhf.supervised.optimisation import History, OptimisationConfig, Watch, advice
+
+logger = logging.getLogger(__name__)
+
+RELIABLE_ACCURACY = 0.65
+"""A run warns below this accuracy: PPO then spent its KL on the reward model's errors."""
+
+
+@settings_group("reward_modelling")
+@dataclass(frozen=True, kw_only=True)
+class RewardModellingConfig(OptimisationConfig):
+    """Where preferences come from and how the reward model is trained."""
+
+    num_train_epochs: Annotated[float, Field(gt=0.0)] = 1.0
+    """Passes over the pairs (TRL's default is 3; more than one overfits quickly: Ouyang et al. 2022, appendix C.2)."""
+    learning_rate: Annotated[float, Field(gt=0.0)] = 1e-4
+    """Peak learning rate of AdamW (TRL's default for reward models)."""
+    prompt_column: str = "prompt"
+    """Column of prompts in given preferences; without such a column, responses are whole texts."""
+    chosen_column: str = "chosen"
+    """Column of the preferred responses."""
+    rejected_column: str = "rejected"
+    """Column of the rejected responses."""
+    held_out_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
+    """Share of the prompts (without prompts, of the distinct pairs) that are held out: they measure the accuracy."""
+    max_held_out: Annotated[int, Field(ge=1)] = 1000
+    """Most prompts held out."""
+    minimum_accuracy: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5
+    """The run stops if the accuracy on held-out pairs is lower: PPO would learn nothing from such a model."""
+    normalise: bool = True
+    """Shift and scale the scores to mean 0 and standard deviation 1 over all training responses, in the saved weights.
+    If the responses are samples of the SFT policy, as in the demo, PPO starts at score 0."""
+
+    labeller: str | None = None
+    """`module:name` of a function `score(prompts, completions, **columns)` that labels pairs sampled from the SFT
+    policy; used if no preferences are given."""
+    pairs: Annotated[int, Field(ge=2)] = 7000
+    """Pairs to sample."""
+    label_beta: Annotated[float, Field(ge=0.0)] = 6.0
+    """Reliability of the sampled labels: P(first is chosen) = sigmoid(beta x difference of scores)."""
+    sampling_batch_size: Annotated[int, Field(ge=1)] = 256
+    """Responses sampled at a time."""
+
+
+def train_reward_model(
+    sft_policy: PretrainedHandle,
+    preferences: pd.DataFrame,
+    config: RewardModellingConfig,
+    watch: Watch | None = None,
+) -> tuple[TrainedModel, History]:
+    """Train a score head and the SFT policy's backbone so that chosen responses score above rejected ones.
+
+    Minimises -log sigmoid(score of the chosen - score of the rejected) (Bradley–Terry; Ouyang et al. 2022, eq. 1).
+
+    Args:
+        sft_policy: Gives the backbone and the tokenizer.
+        preferences: Table with `prompt`, `chosen_ids` and `rejected_ids`.
+        config: Settings.
+        watch: Shows the training while it runs.
+
+    Returns:
+        The reward model with its tokenizer, and its metrics by optimiser step: `reward_model/loss` (mean over the
+        steps since the last), `reward_model/learning_rate`, and once an epoch `reward_model/eval_accuracy` (share of
+        all held-out pairs in the right order, ties half).
+
+    Raises:
+        TrainingError: The final accuracy is below `minimum_accuracy`.
+    """
+    tokenizer = sft_policy.tokenizer()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        model = CausalLMRewardModel.from_causal_lm(sft_policy.causal_lm())
+    check_vocabulary(tokenizer, model.config, sft_policy.source)
+    pairs = _short_enough(preferences, config.longest_sequence(context_length(model.config)))
+    trained, held_out = split_pairs(pairs, config)
+    pad_id, batch_size = int(tokenizer.pad_token_id), config.per_device_train_batch_size
+
+    def evaluate(model: PreTrainedModel) -> dict[str, float]:
+        return {"eval_accuracy": pair_accuracy(*_score_pairs(model, held_out, pad_id, 2 * batch_size))}
+
+    for line in advice("reward_modelling", config, model.num_parameters()):
+        logger.warning("%s", line)
+    from ppo_rlhf.supervised import trl_support
+
+    chosen, rejected = _token_lists(trained, "chosen_ids"), _token_lists(trained, "rejected_ids")
+    history = trl_support.run_reward_trainer(model, tokenizer, chosen, rejected, config, evaluate, watch)
+    accuracy = [entry["reward_model/eval_accuracy"] for entry in history if "reward_model/eval_accuracy" in entry][-1]
+    _check_accuracy(accuracy, len(held_out), config.minimum_accuracy)
+    model.config.held_out_accuracy = accuracy  # saved with the model, so that a report shows this model's accuracy
+    if config.normalise:
+        normalise_scores(model, torch.cat(_score_pairs(model, trained, pad_id, 2 * batch_size)))
+    return TrainedModel(nn.Module.to(model, "cpu"), tokenizer), history
+
+
+def split_pairs(pairs: pd.DataFrame, config: RewardModellingConfig) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Return (pairs to train on, pairs held out); all pairs of one prompt go to one side.
+
+    Without prompts, copies of one pair go to one side, and are held out once.
+
+    Raises:
+        DataError: There are fewer than two prompts (without prompts, distinct pairs).
+    """
+    has_prompts = bool(pairs["prompt"].astype(bool).any())
+    sides = zip(pairs["chosen"].map(str), pairs["rejected"].map(str), strict=True)  # chats are lists, with no hash
+    keys = pairs["prompt"].tolist() if has_prompts else list(sides)
+    share, most = config.held_out_share, config.max_held_out
+    advice = "Give pairs of more prompts." if has_prompts else "Give more."
+    rows = hold_out(
+        keys, share, most, config.seed, "held_out_pairs", name="preferences", advice=advice, copies=has_prompts
+    )
+    trained, held_out = (pairs.iloc[part].reset_index(drop=True) for part in rows)
+    return trained, held_out
+
+
+def pair_accuracy(chosen: Tensor, rejected: Tensor) -> float:
+    """Return the share of pairs [N] whose chosen response scores higher; ties count half."""
+    return float(((chosen > rejected).double() + 0.5 * (chosen == rejected).double()).mean())
+
+
+def normalise_scores(model: CausalLMRewardModel, scores: Tensor) -> None:
+    """Rescale the head so that responses with these scores [N] get mean 0 and standard deviation 1.
+
+    Raises:
+        TrainingError: All scores are equal, or not finite.
+    """
+    mean, deviation = float(scores.double().mean()), float(scores.double().std())
+    if not deviation > 0.0:  # NaN included
+        raise TrainingError(f"reward_modelling: the scores of all responses have mean {mean}, deviation {deviation}.")
+    model.rescale(mean, deviation)
+
+
+def _score_pairs(model: PreTrainedModel, pairs: pd.DataFrame, pad_id: int, batch_size: int) -> tuple[Tensor, Tensor]:
+    chosen, rejected = (
+        score_sequences(model, _token_lists(pairs, name), pad_id, batch_size) for name in ("chosen_ids", "rejected_ids")
+    )
+    return chosen, rejected
+
+
+def _token_lists(pairs: pd.DataFrame, column: str) -> list[list[int]]:
+    return [[int(i) for i in ids] for ids in pairs[column]]  # from Parquet they are arrays
+
+
+def _short_enough(preferences: pd.DataFrame, limit: int | None) -> pd.DataFrame:
+    if limit is None:
+        return preferences
+    longest = [max(len(row.chosen_ids), len(row.rejected_ids)) for row in preferences.itertuples()]
+    fits = pd.Series(longest, index=preferences.index) <= limit
+    if not fits.all():
+        logger.warning("%d of %d pairs are longer than %d tokens and left out", (~fits).sum(), len(fits), limit)
+    return preferences[fits]
+
+
+def _check_accuracy(accuracy: float, pairs: int, minimum: float) -> None:
+    text = f"the reward model puts {accuracy:.1%} of {pairs} held-out pairs in the right order"
+    if accuracy < minimum:
+        raise TrainingError(
+            f"reward_modelling: {text}, below minimum_accuracy={minimum}. Give more pairs, another learning_rate or "
+            "more epochs."
+        )
+    if accuracy < RELIABLE_ACCURACY:
+        logger.warning(
+            "%s. Below %.0f %% PPO tends to learn its errors: give more pairs or epochs.", text, 100 * RELIABLE_ACCURACY
+        )

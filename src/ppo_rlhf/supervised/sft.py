@@ -1,0 +1,150 @@
+"""Supervised fine-tuning of a language model on demonstrations, or its training from scratch."""
+
+import logging
+from dataclasses import dataclass
+from typing import Annotated
+
+import pandas as pd
+import torch
+import transformers
+from pydantic import Field
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
+
+from ppo_rlhf import processes
+from ppo_rlhf.config.settings_group import settings_group
+from ppo_rlhf.core.errors import ConfigError
+from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel, context_length
+from ppo_rlhf.models.tokenizers import train_word_tokenizer
+from ppo_rlhf.supervised.demonstrations import (
+    IGNORED,
+    PARTS,
+    TokenisedDemonstrations,
+    corpus_texts,
+    tokenise_demonstrations,
+)
+from ppo_rlhf.supervised.optimisation import History, OptimisationConfig, Watch, advice
+
+logger = logging.getLogger(__name__)
+
+Size = Annotated[int, Field(ge=1)]
+
+
+@settings_group("supervised_finetuning")
+@dataclass(frozen=True, kw_only=True)
+class SupervisedFinetuningConfig(OptimisationConfig):
+    """How the SFT policy is trained. Without a base model it is a small Llama of the shape given here."""
+
+    hidden_size: Size = 64
+    """Width of the hidden states; an even multiple of the attention heads."""
+    intermediate_size: Size = 176
+    """Width inside the feed-forward layers."""
+    num_hidden_layers: Size = 3
+    """Transformer layers."""
+    num_attention_heads: Size = 4
+    """Attention heads of a layer."""
+    max_position_embeddings: Size = 64
+    """Context in tokens, prompt and response together."""
+
+    def __post_init__(self) -> None:
+        if self.hidden_size % (2 * self.num_attention_heads):  # RoPE rotates pairs of a head's dimensions
+            raise ConfigError(
+                f"supervised_finetuning.hidden_size={self.hidden_size} is not an even multiple of "
+                f"num_attention_heads={self.num_attention_heads}"
+            )
+
+
+def train_sft_policy(
+    base_model: PretrainedHandle | None,
+    demonstrations: pd.DataFrame,
+    evaluation_demonstrations: pd.DataFrame,
+    config: SupervisedFinetuningConfig,
+    watch: Watch | None = None,
+) -> tuple[TrainedModel, History]:
+    """Fine-tune the base model, or train a small one from scratch, with TRL's SFTTrainer.
+
+    Args:
+        base_model: The model to fine-tune; None: random weights, and a word-level tokenizer trained on the corpus.
+        demonstrations: Table that `split_demonstrations` made.
+        evaluation_demonstrations: Its held-out part.
+        config: Settings.
+        watch: Shows the training while it runs.
+
+    Returns:
+        The SFT policy with its tokenizer, and its metrics by optimiser step: `sft/loss` (mean over the steps since the
+        last), `sft/learning_rate`, and once an epoch `sft/eval_loss` (nats per learnt token over all held-out
+        demonstrations).
+    """
+    start = _from_scratch(demonstrations, config) if base_model is None else _from_base(base_model)
+    model, tokenizer = start.model, start.tokenizer
+    max_length = config.longest_sequence(context_length(model.config))
+    trained, held_out = (
+        tokenise_demonstrations(frame, tokenizer, max_length, name)
+        for name, frame in zip(PARTS, (demonstrations, evaluation_demonstrations), strict=True)
+    )
+
+    def evaluate(model: PreTrainedModel) -> dict[str, float]:
+        return {"eval_loss": mean_token_loss(model, held_out, config.per_device_train_batch_size)}
+
+    for line in advice("supervised_finetuning", config, model.num_parameters()):
+        logger.warning("%s", line)
+    from ppo_rlhf.supervised import trl_support
+
+    history = trl_support.run_sft_trainer(model, tokenizer, trained, config, evaluate, watch)
+    return TrainedModel(nn.Module.to(model, "cpu"), tokenizer), history
+
+
+@torch.no_grad()
+def mean_token_loss(model: PreTrainedModel, rows: TokenisedDemonstrations, batch_size: int) -> float:
+    """Return the cross entropy in nats per learnt token: the mean over all tokens, not over batches.
+
+    Each process computes its share of the rows.
+
+    Args:
+        model: With TRL's fused head (`trl.trainer.utils.add_fused_lm_head`), which never holds the logits of a batch.
+        rows: Demonstrations, at least one with a token to learn.
+        batch_size: Rows in one forward pass.
+    """
+    order = sorted(range(len(rows.input_ids)), key=lambda row: len(rows.input_ids[row]))
+    own = [order[i] for i in processes.own_share(len(order))]
+    total, count = 0.0, 0
+    for start in range(0, len(own), batch_size):
+        batch = own[start : start + batch_size]
+        ids, labels = ([torch.tensor(table[row]) for row in batch] for table in (rows.input_ids, rows.labels))
+        mask = [torch.ones_like(row) for row in ids]
+        padded = (pad_sequence(part, True, fill) for part, fill in ((ids, 0), (mask, 0), (labels, IGNORED)))
+        input_ids, attention_mask, targets = (part.to(model.device) for part in padded)
+        output = model(input_ids=input_ids, attention_mask=attention_mask, labels=targets, fused_lm_head=True)
+        total -= float(output.log_probs.double().sum())
+        count += int(output.label_mask.sum())
+    sums = processes.from_all((total, count))
+    return sum(loss for loss, _ in sums) / sum(tokens for _, tokens in sums)
+
+
+def _from_base(base_model: PretrainedHandle) -> TrainedModel:
+    return TrainedModel(base_model.causal_lm(), base_model.tokenizer())
+
+
+def _from_scratch(demonstrations: pd.DataFrame, config: SupervisedFinetuningConfig) -> TrainedModel:
+    tokenizer = train_word_tokenizer(corpus_texts(demonstrations), config.max_position_embeddings)
+    shape = transformers.LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_hidden_layers,
+        num_attention_heads=config.num_attention_heads,
+        max_position_embeddings=config.max_position_embeddings,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        model = transformers.LlamaForCausalLM(shape)
+    model.generation_config = transformers.GenerationConfig(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=True
+    )
+    return TrainedModel(model.eval(), tokenizer)

@@ -1,0 +1,223 @@
+"""TRL's trainers as functions: quiet, offline, seeded, and one training on all processes.
+
+Both trainers take token sequences that were made here, so TRL neither tokenises nor truncates, and one place decides
+which sequences end in an end of text.
+
+Imported only when something is trained: TRL and the Trainer take most of a second.
+"""
+
+import copy
+import random
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+from trl import RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+
+from ppo_rlhf import processes
+from ppo_rlhf.core.errors import ConfigError, TrainingError
+from ppo_rlhf.models.quiet import errors_only
+from ppo_rlhf.ppo.precision import resolve_device
+from ppo_rlhf.supervised.demonstrations import TokenisedDemonstrations
+from ppo_rlhf.supervised.optimisation import History, OptimisationConfig, Watch
+
+Evaluation = Callable[[PreTrainedModel], dict[str, float]]
+
+
+def run_sft_trainer(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: TokenisedDemonstrations,
+    config: OptimisationConfig,
+    evaluate: Evaluation,
+    watch: Watch | None = None,
+) -> History:
+    """Train a language model in place on token sequences and their labels; return `sft/*` metrics.
+
+    `evaluate` gets the model with TRL's fused head (`trl.trainer.utils.add_fused_lm_head`).
+    """
+    table = {"input_ids": rows.input_ids, "labels": rows.labels, "length": [len(ids) for ids in rows.input_ids]}
+    own = {"packing": False, "dataset_kwargs": {"skip_prepare_dataset": True}}
+    callback = HistoryCallback("sft", evaluate, watch)
+    return _train("supervised_finetuning", SFTTrainer, SFTConfig, own, model, tokenizer, table, config, callback)
+
+
+def run_reward_trainer(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    chosen_ids: list[list[int]],
+    rejected_ids: list[list[int]],
+    config: OptimisationConfig,
+    evaluate: Evaluation,
+    watch: Watch | None = None,
+) -> History:
+    """Train a reward model in place on pairs of token sequences; return `reward_model/*` metrics."""
+    lengths = [max(len(a), len(b)) for a, b in zip(chosen_ids, rejected_ids, strict=True)]
+    table = {"chosen_ids": chosen_ids, "rejected_ids": rejected_ids, "length": lengths}
+    callback = HistoryCallback("reward_model", evaluate, watch)
+    return _train("reward_modelling", RewardTrainer, RewardConfig, {}, model, tokenizer, table, config, callback)
+
+
+def trainer_options(config: OptimisationConfig, output_dir: str) -> dict[str, Any]:
+    """Return keyword arguments for TRL's SFTConfig and RewardConfig."""
+    warms_up = config.lr_scheduler_type == "constant" and config.warmup_ratio > 0.0
+    return {
+        "output_dir": output_dir,
+        "num_train_epochs": config.num_train_epochs,
+        "max_steps": config.max_steps or -1,
+        "learning_rate": config.learning_rate,
+        "lr_scheduler_type": "constant_with_warmup" if warms_up else config.lr_scheduler_type,
+        "warmup_steps": config.warmup_ratio,  # below 1 it is a share of the steps
+        "weight_decay": config.weight_decay,
+        "max_grad_norm": config.max_grad_norm,
+        "per_device_train_batch_size": config.per_device_train_batch_size,
+        "accelerator_config": {"split_batches": True},  # each step sees this batch, whatever the number of processes
+        "gradient_accumulation_steps": config.gradient_accumulation_steps,
+        "activation_checkpointing": config.gradient_checkpointing,
+        "bf16": config.bf16,  # TRL's default is True
+        "logging_steps": config.logging_steps,
+        "seed": config.seed,
+        "use_cpu": resolve_device(config.device).type == "cpu",
+        "ddp_timeout": int(processes.TIMEOUT.total_seconds()),
+        "dataloader_pin_memory": torch.cuda.is_available(),
+        "train_sampling_strategy": "group_by_length" if config.group_by_length else "random",
+        "length_column_name": "length",
+        "remove_unused_columns": False,  # would remove the lengths; the collators pick their columns by name
+        "max_length": None,  # cut before, where it is counted
+        "logging_nan_inf_filter": False,  # would log the last finite loss instead of NaN
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
+
+
+class HistoryCallback(TrainerCallback):
+    """Collects training losses and learning rates by optimiser step, and our own evaluation of each epoch."""
+
+    def __init__(self, prefix: str, evaluate: Evaluation, watch: Watch | None) -> None:
+        """Metrics become `<prefix>/loss` and `<prefix>/<name>` for each name that `evaluate` returns."""
+        self.history: History = []
+        self._prefix = prefix
+        self._evaluate = evaluate
+        self._watch = watch
+        self._display = ExitStack()
+        self._report: Callable[[int, dict[str, float]], None] = lambda step, metrics: None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Open the display, now that the number of steps is known."""
+        if self._watch is not None:
+            self._report = self._display.enter_context(self._watch(state.max_steps))
+
+    def close(self) -> None:
+        """Close the display."""
+        self._display.close()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        """Keep the mean loss since the last log, and the learning rate."""
+        if logs is not None and "loss" in logs:
+            self._record(state.global_step, {name: float(logs[name]) for name in ("loss", "learning_rate")})
+
+    def on_epoch_end(
+        self, args: Any, state: Any, control: Any, model: PreTrainedModel | None = None, **kwargs: Any
+    ) -> None:
+        """Evaluate on the held-out rows."""
+        if model is not None:
+            model.eval()
+            with torch.no_grad():
+                self._record(state.global_step, self._evaluate(model))
+            model.train()
+
+    def _record(self, step: int, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            if not np.isfinite(value):
+                raise TrainingError(
+                    f"{self._prefix}: the {name.replace('_', ' ')} is {value} at step {step}. Lower learning_rate."
+                )
+        named = {f"{self._prefix}/{name}": value for name, value in metrics.items()}
+        if self.history and self.history[-1]["step"] == step:
+            self.history[-1].update(named)
+        else:
+            self.history.append({"step": step, **named})
+        self._report(step, named)
+
+
+def _train(
+    group: str,
+    trainer_class: type[Trainer],
+    config_class: type[TrainingArguments],
+    own_options: dict[str, Any],
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    table: dict[str, Any],
+    config: OptimisationConfig,
+    callback: HistoryCallback,
+) -> History:
+    """Train `model` in place; its configurations stay as they were, and it stays on the device of the training."""
+    _check_processes(group, config)
+    kept = {  # trainers align them with the tokenizer; classifiers have no generation_config
+        name: copy.deepcopy(vars(model)[name]) for name in ("config", "generation_config") if name in vars(model)
+    }
+    with (
+        _global_randomness_restored(),
+        errors_only("transformers.trainer_utils"),  # warns of the alignment, which is undone below
+        tempfile.TemporaryDirectory() as output_dir,
+        closing(callback),
+    ):
+        # a run uses nothing from the network
+        silent: Any = type(trainer_class.__name__, (trainer_class,), {"_send_telemetry": lambda self: None})
+        trainer = silent(
+            model,
+            config_class(**trainer_options(config, output_dir), **own_options),
+            train_dataset=Dataset.from_dict(table),
+            processing_class=copy.deepcopy(tokenizer),
+            callbacks=[callback],
+        )
+        trainer.remove_callback(PrinterCallback)  # prints every log to standard output
+        trainer.train()
+    # TRL and accelerate put a forward of their own on the object: copies of it would run the original's weights
+    vars(model).pop("forward", None)
+    if model.is_activation_checkpointing:
+        model.activation_checkpointing_disable()
+    for name, configuration in kept.items():
+        setattr(model, name, configuration)
+    model.eval()
+    return callback.history
+
+
+def _check_processes(group: str, config: OptimisationConfig) -> None:
+    """Raise `ConfigError` if the processes of this run cannot train with these settings."""
+    count, rows = processes.process_count(), config.per_device_train_batch_size
+    if rows % count:
+        raise ConfigError(
+            f"{group}.per_device_train_batch_size={rows} is the batch of all processes, and {count} processes cannot "
+            f"share it evenly. Set it to a multiple of {count}."
+        )
+    if count == 1 and config.device != "cpu" and torch.cuda.device_count() > 1:
+        raise ConfigError(
+            f"{group}: this process sees {torch.cuda.device_count()} GPUs, and TRL's trainers use one a process. Start "
+            "one process for each with torchrun --nproc_per_node, or set CUDA_VISIBLE_DEVICES to one of them."
+        )
+
+
+@contextmanager
+def _global_randomness_restored() -> Iterator[None]:
+    """Give the global random generators back as they were: trainers seed them."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_available() else []):
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)

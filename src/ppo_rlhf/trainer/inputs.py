@@ -1,0 +1,327 @@
+"""Inputs of PPOTrainer beside its models: prompts, rewards, queries, responses and scores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from itertools import compress, takewhile
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ppo_rlhf.checkpoints.resume import MENDABLE
+from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.core.errors import ConfigError, DataError, ModelError, RewardError
+from ppo_rlhf.core.responses import response_lengths
+from ppo_rlhf.data.prompts import PromptDataset, fitted, read_prompts
+from ppo_rlhf.data.tables import table_of_columns, table_of_rows
+from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
+from ppo_rlhf.models.offloading import to_host
+from ppo_rlhf.models.reward_model import why_no_reward_model
+from ppo_rlhf.models.tokenizers import ensure_pad_id, ensure_pad_token, same_vocabulary
+from ppo_rlhf.ppo.precision import frozen_dtype
+from ppo_rlhf.ppo.sampling import Responses, SamplingSettings
+from ppo_rlhf.ppo.state import sampling_settings
+from ppo_rlhf.rewards.functions import check_column_names
+from ppo_rlhf.rewards.scorers import (
+    NOTHING_TO_OFFLOAD,
+    ModelScorer,
+    ResponseBatch,
+    RewardComponentConfig,
+    RewardConfig,
+    RewardScorer,
+    build_reward_scorer,
+    score_by_function,
+)
+from ppo_rlhf.rewards.shaping import check_token_rewards
+from ppo_rlhf.trainer.models import HOST, check_same_vocabulary, take_over
+
+TOKENS, MASK = "input_ids", "attention_mask"
+_MODEL_ALONE = RewardConfig(components=[RewardComponentConfig(type="model")])
+
+
+def take_prompts(
+    prompts: Any, policy: TrainedModel, config: PPOConfig, context: int | None, why: str = ""
+) -> PromptDataset:
+    """Return prompts as a tokenised dataset.
+
+    Args:
+        prompts: Texts, chats or token ids in a list; a table (pandas, `datasets`, rows, a mapping of columns) with a
+            column `prompt`, or else `input_ids`, whose other columns go to reward functions; or a PromptDataset.
+        policy: The policy with its tokenizer.
+        config: Hyperparameters.
+        context: Most tokens of a prompt and its response; None without a limit.
+        why: Reason for a limit that is not the policy's context, for errors.
+
+    Raises:
+        DataError: The type is unknown, there is no prompt, or a prompt cannot be read or is too long.
+    """
+    if isinstance(prompts, PromptDataset):
+        check_room(prompts.prompt_ids, [config.response_length] * len(prompts), context, why)
+        return prompts
+    frame, tokenizer = _table(prompts), policy.tokenizer
+    if "prompt" in frame.columns:
+        return read_prompts((tokenizer, context, why), frame, config, "prompt", "prompts")
+    if TOKENS not in frame.columns:
+        found = ", ".join(map(str, frame.columns))
+        raise DataError(f"PPOTrainer: prompts has no column `prompt` or `{TOKENS}`; the columns are {found}")
+    rows = frame[TOKENS].tolist()
+    if MASK in frame.columns:
+        rows = [list(compress(*row)) for row in zip(rows, frame[MASK], strict=True)]
+        ids = token_lists(rows, "prompt", policy.model.config.get_text_config().vocab_size)
+    else:
+        ids = without_padding(rows, "prompt", policy.model, tokenizer, config)
+    columns = {str(name): frame[name].tolist() for name in frame.columns.drop([TOKENS, MASK], errors="ignore")}
+    room = (context, config.response_length, config.overlong_prompts, tokenizer.bos_token_id)
+    return fitted(PromptDataset(ids, tokenizer.batch_decode(ids), columns), *room, "prompts", why)
+
+
+def _table(prompts: Any) -> pd.DataFrame:
+    advice = "give a list or a table (column `prompt` or `input_ids`) of texts, chats or token ids, or a PromptDataset"
+    if isinstance(prompts, pd.DataFrame):
+        return prompts
+    if isinstance(prompts, list | tuple):
+        first = prompts[0] if prompts else ""
+        if isinstance(first, Mapping):
+            return table_of_rows(prompts)
+        is_text = isinstance(first, str) or (isinstance(first, list) and first and isinstance(first[0], Mapping))
+        return pd.DataFrame({"prompt" if is_text else TOKENS: pd.Series(list(prompts), dtype=object)})
+    if hasattr(prompts, "column_names"):  # one of Hugging Face's: a table gives columns of Python values for a slice
+        if isinstance(prompts, Mapping):
+            advice = f'give one of the splits, prompts["{next(iter(prompts))}"]'
+        elif hasattr(prompts, "__len__"):
+            return table_of_columns(prompts[:])
+        else:
+            advice = "prompts are drawn from a whole table: load it without streaming, or by Dataset.from_list"
+    elif isinstance(prompts, Mapping):
+        return table_of_columns(prompts)
+    raise DataError(f"PPOTrainer: prompts is of the type {type(prompts).__name__}; {advice}")
+
+
+def take_reward(reward: Any, policy: TrainedModel, config: PPOConfig) -> RewardScorer | None:
+    """Return the scorer of responses, None if no reward is given.
+
+    Args:
+        reward: A function `reward(prompts, completions, **columns)`; a reward model as an object, or in a tuple with
+            its tokenizer if that is not the policy's; its directory; a RewardConfig; or a RewardScorer. None takes
+            `reward_model_path`.
+        policy: The policy with its tokenizer.
+        config: Hyperparameters.
+
+    Raises:
+        ConfigError: The type of the reward is unknown.
+        ModelError: The reward model cannot be used, or cannot be the start of the critic.
+    """
+    if (reward is None and config.reward_model_path is None) or isinstance(reward, RewardScorer):
+        if config.offload_reward_model:
+            raise ConfigError(NOTHING_TO_OFFLOAD)
+        return reward
+    device, batch_size = policy.model.device, config.local_rollout_forward_batch_size
+    if reward is None or isinstance(reward, str | Path | RewardConfig):
+        path = str(reward) if isinstance(reward, str | Path) else config.reward_model_path
+        components = reward if isinstance(reward, RewardConfig) else _MODEL_ALONE
+        handle = None if path is None else PretrainedHandle(path)
+        if handle is not None and components.needs_model:
+            _check_ids_of_critic(handle.tokenizer(), policy, config)
+        return build_reward_scorer(
+            components,
+            handle,
+            policy.tokenizer,
+            batch_size=batch_size,
+            device=device,
+            dtype=frozen_dtype(config),
+            offload=config.offload_reward_model,
+        )
+    model, tokenizer = reward if isinstance(reward, tuple) and len(reward) == 2 else (reward, None)
+    if isinstance(model, nn.Module):
+        _check_ids_of_critic(tokenizer or policy.tokenizer, policy, config)
+        place = HOST if config.offload_reward_model else device
+        model = take_over(model, "reward model", frozen_dtype(config), place).requires_grad_(False)
+        if why := why_no_reward_model(type(model).__name__, model.config):
+            raise ModelError(f"PPOTrainer: a reward model is a sequence classifier with num_labels=1, {why}")
+        if config.offload_reward_model:
+            to_host(model)
+        if tokenizer is None:
+            remedy = "; give reward=(model, tokenizer)"
+            check_same_vocabulary(model, policy.model, "reward model", remedy)
+        own = tokenizer or policy.tokenizer
+        ensure_pad_token(own, model.config)
+        ensure_pad_id(model, own)
+        scorer = ModelScorer(model, own, policy.tokenizer, batch_size, device)
+        return RewardScorer([("model", 1.0, scorer)], model)
+    if not callable(reward):
+        raise ConfigError(
+            f"PPOTrainer: reward has the unknown type {type(reward).__name__}; give a function, a reward model or its "
+            "directory, (reward model, tokenizer), a RewardConfig or a RewardScorer"
+        )
+    if config.offload_reward_model:
+        raise ConfigError(NOTHING_TO_OFFLOAD)
+    name = getattr(reward, "__name__", "reward")
+    name = name if name.isidentifier() else "reward"
+    return RewardScorer([(name, 1.0, partial(score_by_function, reward, name))])
+
+
+def origin_of(scorer: RewardScorer | None) -> dict[str, Any]:
+    """Return what a resumed run compares of its reward: its parts, and its functions, which may be mended."""
+    if scorer is None:
+        return {}
+    parts = {name: value for name, value in vars(scorer).items() if name not in ("functions", "_components")}
+    return {"reward": [type(scorer), parts], MENDABLE: scorer.functions or None}
+
+
+def try_functions(scorer: RewardScorer, prompts: PromptDataset, config: PPOConfig) -> None:
+    """Raise if a function fails on two prompts that stand for responses, as the pipeline does before a run."""
+    if scorer.functions:
+        check_column_names(prompts.columns, "prompts")
+    few = prompts.select(range(min(2, len(prompts))))
+    batch = ResponseBatch(few.texts, few.texts, few.columns, few.prompt_ids, few.prompt_ids, [True] * len(few))
+    if 2 in [function(batch).dim() for function in scorer.functions]:
+        check_token_rewards(config)
+
+
+def given_scores(scores: Any, rows: int) -> RewardScorer:
+    """Return a scorer that gives these scores to any responses.
+
+    Raises:
+        RewardError: The scores are not one number for each row, finite in float32.
+    """
+    try:
+        values = [float(score) for score in scores]
+    except (TypeError, ValueError, RuntimeError) as error:  # torch's own for a tensor of several numbers
+        raise RewardError(f"step: scores must be one number for each response: {error}") from None
+    if len(values) != rows:
+        raise RewardError(f"step: {len(values)} scores for {rows} responses; give one each")
+    taken = torch.tensor(values, dtype=torch.float32)
+    for row, is_finite in enumerate(taken.isfinite().tolist()):
+        if not is_finite:
+            raise RewardError(f"step: the score of response {row} is {values[row]}; give finite numbers in float32")
+    return RewardScorer([("given", 1.0, lambda _: torch.tensor(values, dtype=torch.float64))])
+
+
+def token_lists(rows: Any, what: str, vocabulary: int) -> list[list[int]]:
+    """Return token ids as lists.
+
+    Args:
+        rows: Sequences of ids: 1-D tensors, tensors `[1, n]`, or lists; a tensor `[N, n]` has N rows.
+        what: Name of a row in errors.
+        vocabulary: Number of token ids.
+
+    Raises:
+        DataError: There are no rows, or a row is empty or is not token ids of this vocabulary.
+    """
+    result = []
+    for row, ids in enumerate(rows):
+        try:
+            tensor = torch.as_tensor(ids)
+        except (TypeError, ValueError, RuntimeError):
+            raise DataError(
+                f"{what} {row}: expected a 1-D tensor of token ids, got a {type(ids).__name__}; make ids of "
+                "texts with the tokenizer"
+            ) from None
+        tensor = tensor[0] if tensor.dim() == 2 and len(tensor) == 1 else tensor
+        if tensor.dim() != 1 or tensor.is_floating_point() or not len(tensor):
+            raise DataError(
+                f"{what} {row}: expected a 1-D tensor of token ids with at least one token, got {tensor.dtype} "
+                f"{list(tensor.shape)}"
+            )
+        if int(tensor.min()) < 0 or int(tensor.max()) >= vocabulary:
+            raise DataError(f"{what} {row}: token ids must lie in 0 to {vocabulary - 1}, the model's vocabulary")
+        result.append(tensor.tolist())
+    if not result:
+        raise DataError(f"there is no {what}")
+    return result
+
+
+def without_padding(
+    rows: Any, what: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: PPOConfig
+) -> list[list[int]]:
+    """Return token ids (`token_lists`) without the pad tokens at both ends of their rows.
+
+    A pad token that also ends, begins or fills texts is left where all rows have one, or where it ends a response.
+
+    Raises:
+        DataError: Elsewhere such a pad token may be padding or not; or `token_lists` refuses a row.
+    """
+    vocabulary = model.config.get_text_config().vocab_size
+    ends = sampling_settings(config, tokenizer, model).stop_token_ids
+    ids, pad = token_lists(rows, what, vocabulary), tokenizer.pad_token_id
+    lasts = [len(list(takewhile(pad.__eq__, reversed(row)))) for row in ids]
+    firsts = [len(list(takewhile(pad.__eq__, row[: len(row) - last]))) for row, last in zip(ids, lasts, strict=True)]
+    texts = [row[first : len(row) - last] for row, first, last in zip(ids, firsts, lasts, strict=True)]
+    meanings = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id, *ends}
+    if pad not in meanings and not any(pad in text and text != row for text, row in zip(texts, ids, strict=True)):
+        return token_lists(texts, what, vocabulary)
+    stops = what == "response" and pad in ends
+    for row, (first, last) in enumerate(zip(firsts, lasts, strict=True)):
+        if first > min(1, *firsts) or last > (stops or min(1, *lasts)):
+            raise DataError(
+                f"{what} {row} has {tokenizer.pad_token!r} at an end, which may be padding or text: give rows without "
+                "padding, generate() the attention_mask, or the tokenizer a pad token of its own"
+            )
+    return ids
+
+
+def check_room(queries: Sequence[Sequence[int]], lengths: Sequence[int], context: int | None, why: str = "") -> None:
+    """Raise `DataError` if a query and its response have more tokens than the model's context.
+
+    Args:
+        queries: Token ids of each query.
+        lengths: Tokens of each response.
+        context: Most tokens of both together; None without a limit.
+        why: Reason for a context that is not the policy's, for the error.
+    """
+    for query, length in zip(queries, lengths, strict=True):
+        if context is not None and len(query) + length > context:
+            raise DataError(
+                f"a query of {len(query)} tokens leaves no room for a response of {length} in the model's context of "
+                f"{context}; shorten one of them{why}"
+            )
+
+
+def check_one_turn(config: PPOConfig) -> None:
+    """Raise `ConfigError` if responses have turns, whose tokens `generate` and `step` could not tell apart."""
+    if config.environment is not None:
+        raise ConfigError(
+            f"ppo.environment={config.environment} is for train(); generate() and step() have responses of one turn"
+        )
+
+
+def take_responses(rows: list[list[int]], sampling: SamplingSettings) -> Responses:
+    """Return given responses, cut after their first stop token.
+
+    Raises:
+        DataError: A response is longer than `response_length`.
+    """
+    longest, width = max(map(len, rows)), sampling.response_length
+    if longest > width:
+        raise DataError(
+            f"step: a response has {longest} tokens, ppo.response_length is {width}; raise that, or give responses "
+            "without their query (generate with return_prompt=False)"
+        )
+    given = torch.tensor([len(row) for row in rows])
+    response_ids = torch.full((len(rows), width), sampling.pad_token_id)
+    for row, ids in enumerate(rows):
+        response_ids[row, : len(ids)] = torch.tensor(ids)
+    lengths, terminated = response_lengths(response_ids, sampling.stop_token_ids)
+    terminated &= lengths <= given  # a pad token that is a stop token ends no response
+    lengths = lengths.minimum(given)
+    is_response = torch.arange(width) < lengths[:, None]
+    return Responses(torch.where(is_response, response_ids, sampling.pad_token_id), lengths, terminated)
+
+
+def mean_of(scores: Iterable[Any]) -> float:
+    """Return the mean of numbers or 0-d tensors; NaN if there are none."""
+    return float(torch.tensor([float(score) for score in scores], dtype=torch.float64).mean())
+
+
+def _check_ids_of_critic(tokenizer: PreTrainedTokenizerBase, policy: TrainedModel, config: PPOConfig) -> None:
+    """Raise `ModelError` if the critic starts from a reward model whose tokenizer differs from the policy's."""
+    if config.value_model == "reward_init" and not same_vocabulary(tokenizer, policy.tokenizer):
+        raise ModelError(
+            "PPOTrainer: ppo.value_model=reward_init: the reward model reads another vocabulary than the policy; set "
+            "ppo.value_model=separate"
+        )

@@ -1,0 +1,237 @@
+"""The models given to PPOTrainer, as objects or paths, prepared as a run of the pipeline loads them."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.core.errors import ConfigError, ModelError
+from ppo_rlhf.models.adapters import has_adapter
+from ppo_rlhf.models.critic import Critic
+from ppo_rlhf.models.directories import WEIGHTS, WEIGHTS_INDEX, is_local
+from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel, check_vocabulary, prepare, steady_context
+from ppo_rlhf.models.offloading import to_host
+from ppo_rlhf.models.probe import check_causal
+from ppo_rlhf.models.tokenizers import ensure_pad_token
+from ppo_rlhf.ppo.models import (
+    AnyCritic,
+    build_critic,
+    check_device,
+    critic_backbone,
+    load_causal_lm,
+    policy_to_train,
+    prepare_to_score,
+)
+from ppo_rlhf.ppo.precision import frozen_dtype, trained_dtype
+from ppo_rlhf.processes import is_main_process
+
+log = logging.getLogger(__name__)
+
+HOST = torch.device("cpu")
+ModelSource = PreTrainedModel | str | Path
+"""A model, or its directory or hub id."""
+
+
+def take_policies(
+    config: PPOConfig,
+    policy: ModelSource | None,
+    reference: ModelSource | None,
+    tokenizer: PreTrainedTokenizerBase | None,
+    device: torch.device,
+) -> tuple[TrainedModel, PreTrainedModel]:
+    """Return the policy, which trains, with tokenizer and value head, and the frozen reference.
+
+    Args:
+        config: Hyperparameters; `sft_model_path` is the policy if none is given.
+        policy: A causal language model. An object changes in place: device, precision, no dropout, and, without LoRA,
+            training.
+        reference: Another one, which is frozen. None takes the policy as it is now; with LoRA its weights without the
+            adapter.
+        tokenizer: The policy's; None takes the one in the policy's directory.
+        device: Device of the models.
+
+    Raises:
+        ConfigError: The policy or its tokenizer is missing, or policy and reference share weights.
+        ModelError: A model cannot be used.
+    """
+    source = config.sft_model_path if policy is None else policy
+    if source is None:
+        raise ConfigError("PPOTrainer has no policy: give one, or set sft_model_path in the PPOConfig")
+    head = None
+    if isinstance(source, str | Path):
+        handle = PretrainedHandle(str(source))
+        head, tokenizer = handle.value_head(), tokenizer or handle.tokenizer()
+    if tokenizer is None:
+        raise ConfigError("PPOTrainer: tokenizer is missing: a policy that is an object comes without one; give it too")
+    base_dtype = frozen_dtype(config) if config.use_peft else trained_dtype(config)
+    base = _causal_lm(source, "policy", base_dtype, config, device)
+    if base is source:
+        head = _left_out_head(base, "policy")
+    ensure_pad_token(tokenizer, base.config)
+    check_vocabulary(tokenizer, base.config, "PPOTrainer")
+    check_device(config, device)
+    waits = HOST if config.offload_reference_policy else device
+    if reference is not None:
+        frozen = _causal_lm(reference, "reference policy", frozen_dtype(config), config, waits)
+        complaint = (
+            "policy and reference_policy share weights, so the reference would train too and the KL would stay 0; give "
+            "reference_policy=None for a frozen copy"
+        )
+        _check_apart(base, frozen, config, complaint)
+        check_same_vocabulary(frozen, base, "reference policy")
+    elif config.use_peft:
+        frozen = base
+    else:
+        again = source if isinstance(source, str | Path) else copy.deepcopy(base)
+        frozen = _causal_lm(again, "reference policy", frozen_dtype(config), config, waits)
+    frozen.requires_grad_(False)
+    if config.offload_reference_policy:
+        to_host(frozen)
+    prepare_to_score(frozen, config)
+    return TrainedModel(policy_to_train(base, config), tokenizer, value_head=head), frozen
+
+
+def take_critic(
+    config: PPOConfig,
+    policy: TrainedModel,
+    reward_model: PreTrainedModel | None,
+    value_model: ModelSource | None,
+) -> AnyCritic:
+    """Return the critic: from `value_model` if it is given, else as `ppo.value_model` says.
+
+    A model is copied, and a path is that of a stored critic.
+
+    Raises:
+        ConfigError: `value_model` and `ppo.value_model` are both given.
+        ModelError: `value_model` cannot be used with this policy.
+    """
+    if value_model is None:
+        return build_critic(config, policy.model, reward_model, policy.value_head)
+    if config.value_model not in ("separate", "pretrained"):
+        raise ConfigError(
+            f"PPOTrainer: value_model and ppo.value_model={config.value_model} exclude each other: both give the "
+            "critic's start; leave one out"
+        )
+    dtype = frozen_dtype(config) if config.use_peft else trained_dtype(config)
+    if isinstance(value_model, str | Path):
+        handle = PretrainedHandle(str(value_model))
+        handle.check_reward_model("value model", "critic_pretraining")
+        value_model = handle.reward_model(dtype)
+    start = take_over(value_model, "value model", dtype, policy.model.device)
+    check_same_vocabulary(start, policy.model, "value model")
+    score = getattr(start, "score", None)
+    if score is None and (start.get_output_embeddings() is not None or start.base_model is start):
+        head = _left_out_head(start, "value model")
+        return Critic.from_policy(start, value_head=head, own_backbone=critic_backbone(config))
+    _check_head(score, "score")
+    return Critic.from_reward_model(start, policy.model, own_backbone=critic_backbone(config))
+
+
+def take_over(model: Any, what: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """Prepare a model in place as if it were loaded from its directory: precision, device, no dropout.
+
+    Only parameters get the precision. Buffers such as rotary frequencies keep theirs, as when weights are loaded.
+
+    Raises:
+        ModelError: It is not a transformers model, has an adapter, or was wrapped by a trainer.
+    """
+    _check_model(model, what)
+    prepare(model, f"PPOTrainer: the {what}")
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(device, dtype)
+    return nn.Module.to(model, device)
+
+
+def check_same_vocabulary(model: PreTrainedModel, policy: PreTrainedModel, what: str, remedy: str = "") -> None:
+    """Raise `ModelError` if a model's vocabulary has another size than the policy's."""
+    theirs, ours = (each.config.get_text_config().vocab_size for each in (model, policy))
+    if theirs != ours:
+        raise ModelError(f"PPOTrainer: the {what}'s vocabulary has {theirs} tokens, the policy's {ours}{remedy}")
+
+
+def context_of_all(policy: PreTrainedModel, reference: PreTrainedModel, critic: AnyCritic) -> tuple[int | None, str]:
+    """Return the shortest context of a run's models in tokens, and the reason for it (`steady_context`)."""
+    models = {"policy": policy, "reference policy": reference, "critic": critic.backbone}
+    limits = {what: steady_context(model.config) for what, model in models.items()}
+    shortest = min(limits, key=lambda what: limits[what][0] or math.inf)
+    context, why = limits[shortest]
+    if shortest == "policy":
+        return context, why
+    return context, f". This is the context of the {shortest}; the policy's is longer{why}"
+
+
+def _causal_lm(
+    source: ModelSource, what: str, dtype: torch.dtype, config: PPOConfig, device: torch.device
+) -> PreTrainedModel:
+    if isinstance(source, str | Path):
+        return load_causal_lm(PretrainedHandle(str(source)), dtype, config, device)
+    if config.load_in_4bit:
+        raise ConfigError(
+            f"PPOTrainer: ppo.load_in_4bit=true quantises a model while it is loaded, and the {what} is an object; "
+            "give its directory or hub id"
+        )
+    model = take_over(source, what, dtype, device)
+    if not model.can_generate():
+        kind = type(model).__name__
+        raise ModelError(f"PPOTrainer: the {what} is a {kind}, which has no language-modelling head; give a causal one")
+    check_causal(model, f"PPOTrainer: the {what}")
+    return model
+
+
+def _left_out_head(model: PreTrainedModel, what: str) -> nn.Linear | None:
+    """Return the value head among the weights that a model was loaded from: transformers left it out."""
+    place = model.name_or_path or ""
+    is_there = any(Path(place, name).is_file() for name in (WEIGHTS, WEIGHTS_INDEX)) or not is_local(place)
+    head = PretrainedHandle(place).value_head() if place and is_there else None
+    if head is not None and is_main_process():
+        log.warning("The value head of the %s is read from %s: the object has none (v_head).", what, model.name_or_path)
+    return head
+
+
+def _check_head(head: Any, name: str) -> None:
+    if not isinstance(head, nn.Linear) or head.out_features != 1:
+        raise ModelError(
+            f"PPOTrainer: the value model has no linear head `{name}` with one output; give a sequence classifier with "
+            "such a `score` (num_labels=1), a causal language model, or a backbone alone (model.base_model)"
+        )
+
+
+def _check_model(model: Any, what: str) -> None:
+    saved = "save it, and give what from_pretrained loads of it"
+    if isinstance(model, nn.Module) and has_adapter(model):
+        raise ModelError(
+            f"PPOTrainer: the {what} has an adapter; give merge_and_unload().requires_grad_(True) of its PeftModel, "
+            "which peft's AutoPeftModelForCausalLM and the like load from a folder. ppo.use_peft trains a new adapter"
+        )
+    if not isinstance(model, transformers.PreTrainedModel):
+        raise ModelError(f"PPOTrainer: the {what} is a {type(model).__name__}, not a transformers model; {saved}")
+    if getattr(model, "is_quantized", False):
+        raise ModelError(
+            f"PPOTrainer: the {what} is quantised; give the directory or hub id of the model itself, for 4 bits with "
+            "ppo.load_in_4bit=true"
+        )
+    if any("forward" in vars(module) for module in model.modules()):
+        raise ModelError(
+            f"PPOTrainer: the {what} was wrapped by a trainer or by accelerate, so its copies would use the "
+            f"original's weights; {saved}"
+        )
+    if any(parameter.is_inference() for parameter in model.parameters()):
+        raise ModelError(f"PPOTrainer: the {what} was made under torch.inference_mode; load it outside of that block")
+    if any(module._compiled_call_impl is not None for module in model.modules()):
+        raise ModelError(f"PPOTrainer: the {what} is compiled; {saved}. ppo.compile=true compiles its layers")
+
+
+def _check_apart(trained: nn.Module, other: PreTrainedModel, config: PPOConfig, complaint: str) -> None:
+    """Raise `ConfigError` with the complaint if a model that trains shares a weight with another model."""
+    own = {id(parameter) for parameter in trained.parameters()}
+    if not config.use_peft and any(id(parameter) in own for parameter in other.parameters()):
+        raise ConfigError(f"PPOTrainer: {complaint}")

@@ -1,0 +1,377 @@
+"""PPOTrainer: PPO without Kedro and MLflow, by the functions that the pipeline's nodes call.
+
+`train()` runs the whole loop. `generate`, `step` and `log_stats` are one iteration in three calls, with any scores, as
+in TRL's first PPOTrainer.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ppo_rlhf.advice import advise, in_words
+from ppo_rlhf.checkpoints import files
+from ppo_rlhf.checkpoints.model_card import may_write_card, render_card
+from ppo_rlhf.checkpoints.model_files import exported_policy
+from ppo_rlhf.checkpoints.resume import restore
+from ppo_rlhf.checkpoints.store import CheckpointRequest, write_checkpoint
+from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.core.errors import CheckpointError, ConfigError, DataError, TrainingError
+from ppo_rlhf.core.fingerprints import fingerprint
+from ppo_rlhf.data.prompts import PromptDataset
+from ppo_rlhf.locks import lock_run
+from ppo_rlhf.ppo import loop
+from ppo_rlhf.ppo.precision import precision_warning, resolve_device
+from ppo_rlhf.ppo.rollout import complete_rollouts
+from ppo_rlhf.ppo.state import TrainingState
+from ppo_rlhf.processes import check_alike, check_launch, from_main, is_main_process, on_main, wait_for_all
+from ppo_rlhf.trainer import inputs as trainer_inputs
+from ppo_rlhf.trainer.models import ModelSource, context_of_all, take_critic, take_policies
+from ppo_rlhf.trainer.progress import say, watched
+from ppo_rlhf.trainer.query_sampler import QuerySampler
+from ppo_rlhf.trainer.trl_scripts import answers_trl
+
+log = logging.getLogger(__name__)
+
+_OF_THE_PIPELINE = ("eval_interval", "sample_interval", "shutdown_grace_s")
+_SHOWN = {
+    "objective/scores": "score {:.3f}",
+    "objective/kl": "KL {:.2f} nats a response",
+    "objective/entropy": "entropy {:.2f} nats a token",
+    "response/length": "length {:.1f} tokens",
+    "throughput/episodes_per_s": "{:.1f} episodes/s",
+}
+
+
+@answers_trl
+class PPOTrainer:
+    """Trains a policy by PPO.
+
+    Under torchrun or `accelerate launch` every process makes the same calls with the same arguments (`DataError`
+    otherwise); only the main process logs and writes files.
+
+    Attributes:
+        config: Hyperparameters.
+        state: Everything that changes while PPO trains.
+        reference_policy: The frozen policy of the KL divergence.
+        tokenizer: The policy's tokenizer.
+    """
+
+    def __init__(
+        self,
+        config: PPOConfig,
+        policy: ModelSource | None = None,
+        reference_policy: ModelSource | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        *,
+        reward: Any = None,
+        prompts: Any = None,
+        value_model: ModelSource | None = None,
+    ) -> None:
+        """Prepare the models and check everything that can be checked before training.
+
+        Args:
+            config: Hyperparameters.
+            policy: A causal language model, its directory or hub id; None takes `config.sft_model_path`. An object is
+                trained in place; with `use_peft` its weights stay as they are.
+            reference_policy: The same kinds of model; None takes a frozen copy of the policy.
+            tokenizer: The policy's; optional if the policy is a path.
+            reward: For `train()`: see `trainer_inputs.take_reward`; None takes `config.reward_model_path`.
+            prompts: For `train()`: see `trainer_inputs.take_prompts`.
+            value_model: The critic's start: a language model or a sequence classifier with one label, which is copied;
+                or the directory of a stored critic. None follows `config.value_model`.
+
+        Raises:
+            ConfigError, DataError, ModelError, RewardError: An argument cannot be used.
+        """
+        check_launch()
+        if not isinstance(config, PPOConfig):
+            raise ConfigError(
+                f"PPOTrainer: config is a {type(config).__module__}.{type(config).__name__}, not a PPOConfig of this "
+                "project; ppo_rlhf.compat.from_trl(…).ppo_config() makes one of TRL's"
+            )
+        self.config = config
+        start, self.reference_policy = take_policies(
+            config, policy, reference_policy, tokenizer, resolve_device(config.device)
+        )
+        self._scorer = trainer_inputs.take_reward(reward, start, config)
+        reward_model = None if self._scorer is None else self._scorer.model
+        critic = take_critic(config, start, reward_model, value_model)
+        limit = context_of_all(start.model, self.reference_policy, critic)
+        self._prompts = None if prompts is None else trainer_inputs.take_prompts(prompts, start, config, *limit)
+        if self._scorer is not None and self._prompts is not None and self._scorer is not reward:
+            trainer_inputs.try_functions(self._scorer, self._prompts, config)
+        models = {"policy": start.model, "reference_policy": self.reference_policy, "value_model": critic}
+        rest = {**trainer_inputs.origin_of(self._scorer), "prompts": self._prompts}
+        origin = {name: fingerprint(value) for name, value in {**models, **rest}.items() if value is not None}
+        check_alike("PPOTrainer", config=config, **origin)
+        self.state = TrainingState.create(start.model, critic, start.tokenizer, config)
+        self.state.origin = origin
+        self._folders: set[Path] = set()  # of checkpoints, which are this run's
+        self._sampler = QuerySampler(self.state, limit)
+        if self._scorer is not None and self._prompts is not None:
+            stops = self.state.sampling.stop_token_ids
+            self._scorer.check_room(self._prompts.prompt_ids, config.response_length, stops)
+        if is_main_process():
+            self._warn()
+
+    @property
+    def policy(self) -> PreTrainedModel:
+        """The trained policy; with `use_peft` it has the adapter."""
+        return self.state.policy
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The policy's tokenizer."""
+        return self.state.tokenizer
+
+    @property
+    def history(self) -> list[dict[str, float]]:
+        """The metrics of each iteration so far (docs/metrics.md), with `iteration`."""
+        return self.state.history
+
+    def generate(
+        self,
+        queries: Tensor | Sequence[Tensor],
+        return_prompt: bool = True,
+        *,
+        attention_mask: Tensor | None = None,
+        batch_size: int | None = None,
+        length_sampler: Callable[[], int] | None = None,
+        **generation: Any,
+    ) -> list[Tensor] | Tensor:
+        """Sample a response to each query from the policy as it is now.
+
+        The noise is a function of seed, iteration and row. Rows are counted over all calls since the last `step`. Row i
+        gets the noise of row i of the pipeline's rollouts.
+
+        Args:
+            queries: 1-D tensors of token ids; or a tensor, `[N, P]` for N queries, `[P]` for one.
+            return_prompt: Whether each response starts with its query.
+            attention_mask: 0 where a query has padding. Without it pad tokens at both ends are padding.
+            batch_size: Queries decoded at a time; None takes `local_rollout_forward_batch_size`.
+            length_sampler: Called once for `max_new_tokens`.
+            **generation: max_new_tokens, min_new_tokens, min_length (0 or less), temperature, top_k, top_p, do_sample,
+                pad_token_id, eos_token_id as in transformers. The defaults are those of the PPOConfig.
+
+        Returns:
+            1-D tensors without padding; for a single query `[P]` one tensor `[1, n]`, as in TRL.
+
+        Raises:
+            ConfigError: An argument is unknown or cannot be used.
+            DataError: A query is not token ids, has ends that may be padding or text, or leaves no room for a response.
+        """
+        if length_sampler is not None:
+            generation = {"max_new_tokens": from_main(length_sampler()), **generation}
+        check_alike("generate", queries=queries, attention_mask=attention_mask, arguments=[batch_size, generation])
+        return self._sampler.generate(queries, attention_mask, return_prompt, batch_size, generation)
+
+    def step(self, queries: Sequence[Tensor], responses: Sequence[Tensor], scores: Any) -> dict[str, float]:
+        """Train on one batch of scored responses: one iteration of PPO.
+
+        Responses end with their first stop token; later tokens are dropped. The old log-probabilities come from the
+        policy as it is now, whatever sampled the responses.
+
+        Args:
+            queries: `batch_size` queries as token ids; pad tokens at both ends are padding.
+            responses: The response to each, without the query; those from `generate` are taken as they are.
+            scores: One finite number each: floats, 0-d tensors, or a tensor `[batch_size]`.
+
+        Returns:
+            The iteration's metrics (docs/metrics.md).
+
+        Raises:
+            ConfigError: `total_episodes` are done.
+            DataError, RewardError: Rows, tokens, lengths or scores cannot be used.
+            TrainingError: Gradients are switched off, or the update before was interrupted.
+        """
+        config, sampler = self.config, self._sampler
+        trainer_inputs.check_one_turn(config)
+        self._check_ready("step")
+        check_alike("step", queries=queries, responses=responses, scores=scores)
+        if self.state.finished:
+            raise ConfigError(
+                f"step: ppo.total_episodes={config.total_episodes} are done ({config.num_total_batches} iterations, "
+                "over which the learning rate falls); raise it for a longer run"
+            )
+        if not len(queries) == len(responses) == config.batch_size:
+            raise DataError(
+                f"step: {len(queries)} queries and {len(responses)} responses; batch_size is "
+                f"{config.batch_size} (ppo.per_device_train_batch_size {config.per_device_train_batch_size} x "
+                f"ppo.gradient_accumulation_steps {config.gradient_accumulation_steps} x {config.world_size} processes)"
+            )
+        models = self.policy, self.tokenizer, config
+        prompt_ids = trainer_inputs.without_padding(queries, "query", *models)
+        response_ids = trainer_inputs.token_lists(responses, "response", sampler.vocabulary)
+        if not sampler.answers.issuperset(map(tuple, response_ids)):
+            response_ids = trainer_inputs.without_padding(responses, "response", *models)
+            if all(row[: len(query)] == query != row for query, row in zip(prompt_ids, response_ids, strict=True)):
+                raise DataError("step: each response begins with its query; give generate(return_prompt=False)")
+        scorer = trainer_inputs.given_scores(scores, config.batch_size)
+        taken = trainer_inputs.take_responses(response_ids, self.state.sampling)
+        trainer_inputs.check_room(prompt_ids, taken.lengths.tolist(), *sampler.limit)
+        rollouts = complete_rollouts(
+            self.state,
+            self.reference_policy,
+            PromptDataset(prompt_ids, self.tokenizer.batch_decode(prompt_ids), {}),
+            taken,
+            config,
+            sampler_logprobs=None,
+            started=sampler.started or time.perf_counter(),
+            generation_seconds=sampler.seconds or None,
+        )
+        metrics = loop.learn(self.state, rollouts, scorer)
+        self._sampler.start_iteration()
+        return metrics
+
+    def log_stats(self, stats: Mapping[str, float], batch: Mapping[str, Sequence[Any]], rewards: Any) -> None:
+        """Log one line about an iteration, and the first query with its response; without logging set up, print it.
+
+        Args:
+            stats: The metrics that `step` returned; `history` keeps them already.
+            batch: The texts under `query` and `response`; other entries are ignored.
+            rewards: The scores.
+        """
+        texts = [batch.get(name, ()) for name in ("query", "response")]
+        pair = "; {!r} -> {!r}".format(*(column[0] for column in texts)) if all(map(len, texts)) else ""
+        say(f"{self._line(stats)}, mean reward {trainer_inputs.mean_of(rewards):.4g}{pair}")
+
+    def train(
+        self, resume_from_checkpoint: str | Path | bool | None = None, output_dir: str | Path | None = None
+    ) -> list[dict[str, float]]:
+        """Run all iterations that are left, with `reward` and `prompts`.
+
+        Args:
+            resume_from_checkpoint: Directory of a checkpoint to resume from; True takes the newest whole one in
+                `output_dir`.
+            output_dir: Directory of the checkpoints: one every `save_interval` iterations and at the end, of which the
+                newest `save_total_limit` are kept. An exception saves the last whole iteration. None saves none.
+
+        Returns:
+            The metrics of every iteration.
+
+        Raises:
+            ConfigError: Reward or prompts are missing, `output_dir` holds another run, or the checkpoint's run had
+                other settings, models, rewards or prompts.
+            CheckpointError: There is no whole checkpoint, or another process trains in `output_dir`.
+            TrainingError: As `step`.
+        """
+        missing = [name for name, given in {"reward": self._scorer, "prompts": self._prompts}.items() if given is None]
+        if self._scorer is None or self._prompts is None:
+            raise ConfigError(f"train: PPOTrainer was given no {' and no '.join(missing)}")
+        check_alike("train", resume_from_checkpoint=resume_from_checkpoint, output_dir=output_dir)
+        directory = None if output_dir is None else Path(output_dir)
+
+        def after_iteration(metrics: dict[str, float]) -> None:
+            say(self._line(metrics))
+            bar.update()
+            if directory is not None and CheckpointRequest(self.state).due:
+                self.save_checkpoint(directory)
+                if is_main_process():
+                    files.prune_checkpoints(directory, self.config.save_total_limit, None, self.state.iteration)
+
+        with ExitStack() as held:
+            on_main(partial(_lock, directory, held))
+            if resume_from_checkpoint:
+                self.load_checkpoint(_checkpoint(resume_from_checkpoint, directory))
+            self._check_ready("train")
+            if directory is not None:
+                self._take_folder(directory)
+            bar = held.enter_context(watched(self.state, directory))
+            loop.train(self.state, self.reference_policy, self._prompts, self._scorer, after_iteration)
+        for line in in_words(self.config, advise(self.config, self.history), list(self.history), most=None):
+            say(line)
+        return self.history
+
+    def save_pretrained(self, save_directory: str | Path) -> None:
+        """Write the policy as a plain model directory with its tokenizer, as the pipeline exports it.
+
+        An adapter is merged. The moving average of the weights, if there is one, is written to the folder `ema`. The
+        model card README.md is written, too, unless a README.md of another hand lies there.
+        """
+        if is_main_process():
+            folder = Path(save_directory)
+            rewards = [] if self._scorer is None else [f"`{name}`" for name in self._scorer.names]
+            card = render_card(self.state, rewards) if may_write_card(folder) else None
+            replace(exported_policy(self.state), card=card).save(folder)
+        wait_for_all()
+
+    def save_checkpoint(self, output_dir: str | Path) -> Path:
+        """Write the whole state to `<output_dir>/iteration_NNNNNN` and return this directory.
+
+        Raises:
+            CheckpointError: It cannot be written.
+            ConfigError: The directory holds another run.
+        """
+        self._take_folder(Path(output_dir))
+        if is_main_process():
+            write_checkpoint(Path(output_dir), self.state)
+        wait_for_all()
+        return Path(output_dir) / files.checkpoint_name(self.state.iteration)
+
+    def load_checkpoint(self, directory: str | Path) -> None:
+        """Replace the state by a checkpoint's.
+
+        Raises:
+            CheckpointError: The checkpoint is damaged, or was made for other models.
+            ConfigError: Its run had other settings, models, rewards or prompts.
+        """
+        restore(self.state, Path(directory))
+        self._folders.add(Path(directory).resolve().parent)
+        self._sampler.start_iteration()
+
+    def _take_folder(self, folder: Path) -> None:
+        newest = on_main(lambda: files.checkpoint_iterations(folder))[-1:]
+        if newest and folder.resolve() not in self._folders:
+            raise ConfigError(
+                f"{folder} holds another run, up to iteration {newest[0]}: go on with it by "
+                "train(resume_from_checkpoint=True, output_dir=…), or give a new run another folder"
+            )
+        self._folders.add(folder.resolve())
+
+    def _check_ready(self, call: str) -> None:
+        if not torch.is_grad_enabled():
+            raise TrainingError(f"{call}: gradients are off (torch.no_grad or inference_mode); call it outside")
+        self.state.check_whole()
+
+    def _warn(self) -> None:
+        slow = precision_warning(self.config, self.state.device)
+        unusual = self.config.advice(parameters=self.state.policy.num_parameters())
+        for line in [*unusual, *([slow] if slow else [])]:
+            log.warning("%s", line)
+        idle = [f"ppo.{name}" for name in self.config.not_default() if name in _OF_THE_PIPELINE]
+        if idle:
+            log.warning("%s: no effect in PPOTrainer, which neither evaluates nor logs samples", ", ".join(idle))
+
+    def _line(self, metrics: Mapping[str, float]) -> str:
+        shown = [text.format(metrics[key]) for key, text in _SHOWN.items() if key in metrics]
+        return ", ".join([f"Iteration {self.state.iteration}/{self.state.total_iterations}", *shown])
+
+
+def _lock(directory: Path | None, held: ExitStack) -> None:
+    file = None if directory is None else lock_run(directory)
+    if file is not None:
+        held.enter_context(file)
+    elif directory is not None:
+        raise CheckpointError(f"output_dir={directory}: another process trains there; give another directory")
+
+
+def _checkpoint(asked: str | Path | bool, output_dir: Path | None) -> Path:
+    if not isinstance(asked, bool):
+        return Path(asked)
+    if output_dir is None:
+        raise ConfigError("train: resume_from_checkpoint=True looks in output_dir; give that, or the checkpoint itself")
+    newest = from_main(files.newest_whole_checkpoint(output_dir) if is_main_process() else None)
+    if newest is None:
+        raise CheckpointError(f"{output_dir}: this directory has no whole checkpoint to resume from")
+    return newest

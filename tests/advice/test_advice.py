@@ -1,0 +1,113 @@
+"""The lines that a person reads, and the advice on measured runs of the demo."""
+
+from __future__ import annotations
+
+import csv
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ppo_rlhf.advice import SHOWN, Stage, advise, in_words
+from tests.advice.support import config, curve, history
+
+MEASURED = Path(__file__).parents[1] / "data" / "tuning"
+DEMO = {"total_episodes": 5120, "missing_eos_penalty": 1.0, "value_model": "reward_init"}
+BROKEN = {  # a rule of every stage fires
+    "policy/rollout_logprob_gap": curve(0.1),
+    "objective/kl": curve(30),
+    "eval/distinct_2": [0.1] * 4,
+    "policy/approxkl_avg": curve(0.2),
+    "policy/clipfrac_avg": curve(0.5),
+    "response/truncated_fraction": curve(0.9),
+}
+
+
+def words(settings: dict[str, Any], rows: list[dict[str, float]], most: int | None = SHOWN) -> list[str]:
+    return in_words(config(**settings), advise(config(**settings), rows), rows, most)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "expected"),
+    [
+        ("demo", {}, []),
+        (
+            "no_penalty_ten_times_the_rate",
+            {"kl_coef": 0.0, "learning_rate": 4e-3},
+            [
+                ("kl_alarm", "kl_coef", 0.05),
+                ("reward_hacked", "kl_coef", 0.05),
+                ("diversity_lost", "kl_coef", 0.05),
+                ("entropy_collapsed", "kl_coef", 0.05),
+                ("update_too_large", "learning_rate", 9e-4),
+            ],
+        ),
+        (
+            "no_penalty",
+            {"kl_coef": 0.0, "total_episodes": 7680},
+            [(rule, "kl_coef", 0.05) for rule in ("kl_alarm", "reward_hacked", "diversity_lost", "entropy_collapsed")],
+        ),
+        ("hundredth_of_the_rate", {"learning_rate": 4e-6}, [("update_too_small", "learning_rate", 4e-5)]),
+        ("sixty_times_the_penalty", {"kl_coef": 5.0}, [("kl_penalty_too_strong", "kl_coef", 0.5)]),
+    ],
+)
+def test_measured_runs_get_the_advice_that_helped_them(name: str, settings: dict[str, Any], expected: list[Any]):
+    with (MEASURED / f"{name}.csv").open() as file:
+        rows = [{key: float(value or "nan") for key, value in row.items()} for row in csv.DictReader(file)]
+    changes = [(item.rule.name, item.change) for item in advise(config(**DEMO | settings), rows)]
+    assert [(rule, change.setting, change.next) for rule, change in changes if change] == expected
+    if not expected:
+        for iterations in range(0, len(rows), 5):
+            assert advise(config(**DEMO), rows[:iterations]) == []
+
+
+@pytest.mark.parametrize(
+    ("iterations", "settings", "begins"),
+    [
+        (40, {}, "Nothing to change: "),
+        (20, {}, "Nothing to change so far: "),
+        (9, {}, "9 iterations of the policy: too early"),
+        (1, {}, "1 iteration of the policy: too early"),
+        (0, {}, "0 iterations of the policy: too early"),
+        (40, {"critic_warmup_iterations": 35}, "5 iterations of the policy: too early"),
+    ],
+)
+def test_a_run_without_advice_is_well_or_too_short(iterations: int, settings: dict[str, Any], begins: str):
+    [line] = words(settings, history(iterations=iterations))
+    assert line.startswith(begins)
+
+
+def test_an_alarm_is_given_even_if_the_run_is_too_short_for_the_rest():
+    first, second = words({}, history({"objective/kl": curve(30)}, iterations=3))
+    assert "too early" in first
+    assert second.startswith("1. [KL: kl_alarm] KL is 30 nats per response, above 20: ")
+    assert second.endswith("Raise ppo.kl_coef from 0.08 to 0.24.")
+
+
+def test_three_settings_at_a_time_are_shown_in_the_order_of_the_stages():
+    lines = words({}, history(BROKEN))
+    assert [line[:22] for line in lines] == [
+        "1. [before tuning: rol",
+        "2. [KL: kl_alarm] KL i",
+        "   [also diversity_los",
+        "3. [learning rates and",
+        "2 more after that: ked",
+    ]
+    everything = [line for line in words({}, history(BROKEN), most=None) if re.match(r"\d\.", line)]
+    assert [line[4:].split(":")[0] for line in everything] == [stage.value for stage in Stage]
+
+
+def test_a_setting_is_changed_once_and_a_rule_that_would_move_it_the_other_way_is_left_out():
+    # skipped steps ask for a lower learning rate, a flat score under tiny updates for a higher one
+    flat = {"policy/approxkl_avg": curve(1e-6), "objective/kl": curve(0.01), "eval/reward": [0.0] * 4}
+    rows = history(flat | {"optimiser/skipped_steps": (0.0, 3.0)})
+    assert [item.rule.name for item in advise(config(), rows)] == ["steps_skipped", "update_too_small"]
+    [line] = words({}, rows)
+    assert "Lower ppo.learning_rate from 0.0004 to 0.0002." in line
+
+
+def test_the_history_may_come_in_any_order_and_as_any_iterable():
+    rows = history(BROKEN)
+    shuffled = (rows[7 * step % 40] for step in range(40))
+    assert [str(item) for item in advise(config(), shuffled)] == [str(item) for item in advise(config(), rows)]

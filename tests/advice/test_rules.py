@@ -1,0 +1,280 @@
+"""Each rule fires on a curve that calls for it, advises a change worked out by hand, and is silent just below."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ppo_rlhf.advice import RULES, Advice, Change, Stage, advise
+from ppo_rlhf.config import PPOConfig
+from tests.advice.support import ADAPTIVE, ITERATIONS, Spoilt, config, curve, history
+
+DOCS = Path(__file__).parents[2] / "docs"
+NOISE = [1.0, -1.0] * (ITERATIONS // 2)
+SHARED = {"value_model": "shared", "value_learning_rate": None}
+FLAT_SCORE = {"eval/reward": [0.0] * 4}
+
+
+@dataclass
+class Case:
+    """Curves on which the rule must fire, the change it must advise, and curves on which it must not fire."""
+
+    fires: Spoilt
+    silent: Spoilt
+    change: tuple[str, Any, Any] | None
+    settings: dict[str, Any] = field(default_factory=dict)
+    settings_silent: dict[str, Any] = field(default_factory=dict)
+
+
+CASES = {
+    "rollout_mismatch": Case(
+        {"policy/rollout_logprob_gap": curve(2e-3)},
+        {"policy/rollout_logprob_gap": curve(9e-4)},
+        ("rollout_engine", "static", "hf"),
+    ),
+    "kl_negative": Case(
+        {"objective/kl": [-0.6 + 0.5 * n for n in NOISE]},  # the window's error is 0.5 x (10 / 9)^0.5 / 10^0.5 = 0.17
+        {"objective/kl": [-0.4 + 0.5 * n for n in NOISE]},  # below 0 throughout, but by less than three errors
+        ("top_k", 50, 0),
+        {"top_k": 50},
+    ),
+    "kl_alarm": Case({"objective/kl": curve(30)}, {"objective/kl": curve(19.9)}, ("kl_coef", 0.08, 0.24)),
+    "kl_warning": Case({"objective/kl": curve(18)}, {"objective/kl": curve(14.9)}, ("kl_coef", 0.08, 0.14)),
+    "kl_collapsed": Case({"objective/kl": curve(4, 0.3)}, {"objective/kl": curve(4, 0.5)}, ("kl_coef", 0.08, 0.04)),
+    "kl_penalty_too_strong": Case(
+        {"objective/kl": curve(0.4), **FLAT_SCORE},
+        {"objective/kl": curve(0.4), "eval/reward": [0.0, 0.0, 0.0, 0.3]},
+        ("kl_coef", 0.5, 0.1),
+        {"kl_coef": 0.5},
+    ),
+    "kl_off_target": Case(
+        {"objective/kl": curve(8), "objective/kl_coef": curve(0.05)},
+        {"objective/kl": curve(7.4), "objective/kl_coef": curve(0.05)},
+        ("kl_horizon", 200.0, 100.0),
+        ADAPTIVE,
+    ),
+    "reward_hacked": Case(
+        {"eval/since_best_score": [0.2, 0.3, -0.1, -0.2], "eval/since_best_p": [1.0, 1.0, 0.3, 0.04]},
+        {"eval/since_best_score": [0.2, 0.3, -0.3, -0.2], "eval/since_best_p": [1.0, 1.0, 0.01, 0.06]},
+        ("kl_coef", 0.08, 0.16),
+    ),
+    "diversity_lost": Case(
+        {"eval/distinct_2": [0.23, 0.2, 0.15, 0.11]},
+        {"eval/distinct_2": [0.23, 0.1, 0.15, 0.12]},
+        ("kl_coef", 0.08, 0.12),
+    ),
+    "entropy_collapsed": Case(
+        {"objective/entropy": curve(1.5, 0.49)},
+        {"objective/entropy": curve(1.5, 0.51)},
+        ("kl_coef", 0.08, 0.12),
+    ),
+    "steps_skipped": Case(
+        {"optimiser/skipped_steps": (0.0, 1.0)}, {"optimiser/skipped_steps": curve(0)}, ("learning_rate", 4e-4, 2e-4)
+    ),
+    "score_fell": Case(
+        {"eval/reward": [0.0, -0.2, -0.4, -0.6]},
+        {"eval/reward": [0.0, -0.2, -0.6, -0.4]},
+        ("learning_rate", 4e-4, 2e-4),
+    ),
+    "update_too_large": Case(
+        {"policy/approxkl_avg": curve(0.0, 0.32, 0.0, 0.0)},  # a window of it; (0.02 / 0.32) ** 0.5 = 1/4
+        {"policy/approxkl_avg": [0.0, 0.9, *[0.0] * 38]},  # one batch
+        ("learning_rate", 4e-4, 1e-4),
+    ),
+    "update_too_small": Case(
+        {"policy/approxkl_avg": curve(4e-5), "objective/kl": curve(0.01), **FLAT_SCORE},
+        {"policy/approxkl_avg": curve(4e-5), "objective/kl": curve(0.01), "eval/reward": [0.0, 0.1, 0.2, 0.3]},
+        ("learning_rate", 4e-4, 2e-3),  # (1e-3 / 4e-5) ** 0.5 = 5
+    ),
+    "drift_without_gain": Case(
+        {"objective/kl": curve(8), "eval/reward": [0.3] * 4},  # a tenth of (2 x 8) ** 0.5 is 0.4
+        {"objective/kl": curve(8), "eval/reward": [0.5] * 4},
+        ("gradient_accumulation_steps", 1, 2),
+    ),
+    "value_loss_grows": Case(
+        {"loss/value_avg": curve(0.2, 0.7), "val/explained_variance": curve(0.0)},
+        {"loss/value_avg": curve(0.2, 0.7), "val/explained_variance": curve(0.3)},
+        ("value_learning_rate", 5e-4, 2.5e-4),
+    ),
+    "critic_is_poor": Case(
+        {"val/explained_variance": curve(0.04)},
+        {"val/explained_variance": curve(0.0, 0.06)},
+        ("value_learning_rate", 5e-4, 1e-3),
+    ),
+    "gradient_mostly_clipped": Case(
+        {"policy/grad_norm": [0.3] * 30 + [5.0] * 6 + [0.3] * 4},  # six of the last ten iterations
+        {"policy/grad_norm": [0.3] * 30 + [500.0] * 4 + [1.9] * 6},  # four of them, and far
+        ("max_grad_norm", 1.0, 5.0),
+    ),
+    "much_clipped": Case(
+        {"policy/clipfrac_avg": curve(0.31, 0.1)}, {"policy/clipfrac_avg": curve(0.29)}, ("num_ppo_epochs", 4, 2)
+    ),
+    "values_much_clipped": Case(
+        {"val/clipfrac_avg": curve(0.7, 0.1)}, {"val/clipfrac_avg": curve(0.59)}, ("cliprange_value", 0.2, 0.4)
+    ),
+    "truncated": Case(
+        {"response/truncated_fraction": curve(0.1, 0.6)},
+        {"response/truncated_fraction": curve(0.1, 0.49)},
+        ("missing_eos_penalty", None, 1.0),
+    ),
+    "length_drifted": Case(
+        {"response/length": curve(10, 21)}, {"response/length": curve(10, 5.1)}, ("kl_coef", 0.08, 0.12)
+    ),
+    "spread_lost": Case(
+        {"objective/scores_std": curve(1.0, 0.09)},  # from iteration 21 on
+        {"objective/scores_std": curve(1.0, 0.11)},
+        None,
+    ),
+}
+
+
+def fired(settings: dict[str, Any], spoilt: Spoilt | None = None, iterations: int = ITERATIONS) -> dict[str, Advice]:
+    return {item.rule.name: item for item in advise(config(**settings), history(spoilt, iterations))}
+
+
+@pytest.mark.parametrize("iterations", [0, 1, 9, 20, ITERATIONS])
+def test_no_rule_fires_on_a_healthy_run(iterations: int):
+    assert fired({}, iterations=iterations) == {}
+
+
+def test_every_rule_has_a_case():
+    assert list(CASES) == [rule.name for rule in RULES]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_a_rule_fires_where_it_must_and_nowhere_else(rule):
+    case = CASES[rule.name]
+    advice = fired(case.settings, case.fires)[rule.name]
+    assert advice.change == (Change(*case.change) if case.change else None)
+    assert re.search(r"\d", advice.seen)
+    assert rule.name not in fired(case.settings_silent or case.settings, case.silent)
+    assert rule.name not in fired(case.settings, case.fires, rule.iterations - 1)
+    unmeasured = [{"iteration": i} | dict.fromkeys(history()[0].keys() - {"iteration"}, math.nan) for i in range(40)]
+    assert rule.name not in {item.rule.name for item in advise(config(**case.settings), unmeasured)}
+
+
+def test_rules_stand_in_the_order_of_their_stages_and_read_metrics_and_settings_that_exist():
+    assert [rule.stage for rule in RULES] == sorted((rule.stage for rule in RULES), key=list(Stage).index)
+    metrics = set(re.findall(r"^\| `([a-z_]+/[a-z0-9_]+)` \|", (DOCS / "metrics.md").read_text(), re.MULTILINE))
+    settings = {f"ppo.{entry.name}" for entry in fields(PPOConfig)}
+    for rule in RULES:
+        assert set(rule.reads) <= metrics | settings, rule.name
+
+
+HIGH, LOW = {"objective/kl": curve(12)}, {"objective/kl": curve(2)}
+CUT = {"response/truncated_fraction": curve(0.1, 0.8)}
+CLIPPED = {"policy/clipfrac_avg": curve(0.5)}
+
+# rule, settings, curves, the change
+BRANCHES: list[tuple[str, dict[str, Any], Spoilt, tuple[str, Any, Any] | None]] = [
+    ("kl_alarm", {"kl_coef": 0.05}, {"objective/kl": curve(500)}, ("kl_coef", 0.05, 0.2)),  # fourfold at most
+    ("kl_alarm", {"kl_coef": 0.0}, {"objective/kl": curve(25), "objective/scores_std": curve(10)},
+     ("kl_coef", 0.0, 0.5)),
+    ("kl_alarm", {"kl_coef": 0.0, "reward_normalisation": "running", "reward_scale": 2.0},
+     {"objective/kl": curve(25), "objective/scores_std": curve(10)}, ("kl_coef", 0.0, 0.1)),
+    ("kl_alarm", ADAPTIVE | {"kl_target": 30.0}, {"objective/kl": curve(25)}, ("kl_target", 30.0, 12.0)),
+    ("kl_alarm", ADAPTIVE, {"objective/kl": curve(25), "objective/kl_coef": curve(0.05)}, ("kl_horizon", 200.0, 100.0)),
+    ("kl_collapsed", {"kl_coef": 0.0}, {"objective/kl": curve(4, 0.3)}, ("learning_rate", 4e-4, 2e-4)),
+    ("kl_off_target", ADAPTIVE, HIGH | {"objective/kl_coef": (0.05, 0.1)}, ("kl_coef", 0.05, 0.094)),
+    ("kl_off_target", ADAPTIVE, LOW | {"objective/kl_coef": (0.05, 0.025)}, ("kl_coef", 0.05, 0.028)),
+    ("kl_off_target", ADAPTIVE, HIGH | {"objective/kl_coef": (0.05, 0.8)}, ("learning_rate", 4e-4, 2e-4)),
+    ("kl_off_target", ADAPTIVE | {"kl_horizon": 128.0}, LOW | {"objective/kl_coef": curve(0.05)},
+     ("learning_rate", 4e-4, 8e-4)),
+    ("rollout_mismatch", {"rollout_engine": "hf"}, {"policy/rollout_logprob_gap": curve(0.2)}, None),
+    ("rollout_mismatch", {}, {"policy/rollout_logprob_gap": [1e-2, *[1e-7] * 39]}, ("rollout_engine", "static", "hf")),
+    ("entropy_collapsed", {}, {"objective/entropy": curve(1.5, 0.4), "objective/kl": curve(0.4)},
+     ("entropy_coef", 0.0, 0.01)),
+    ("steps_skipped", {"dtype": "float16"}, {"optimiser/skipped_steps": (0.0, 8.0)}, ("dtype", "float16", "bfloat16")),
+    ("critic_is_poor", {"value_learning_rate": None}, {"val/explained_variance": curve(0.0)},
+     ("value_learning_rate", 4e-4, 8e-4)),
+    ("critic_is_poor", SHARED, {"val/explained_variance": curve(0.0)}, ("vf_coef", 0.1, 0.2)),
+    ("much_clipped", {"num_ppo_epochs": 1, "num_mini_batches": 2}, CLIPPED, ("learning_rate", 4e-4, 2e-4)),
+    ("truncated", {"missing_eos_penalty": 1.0}, CUT, ("missing_eos_penalty", 1.0, 2.0)),
+    ("truncated", {"reward_scale": 0.2}, CUT | {"objective/scores_std": curve(3)}, ("missing_eos_penalty", None, 0.6)),
+    ("truncated", {}, {"response/truncated_fraction": curve(0.9, 0.8)}, ("response_length", 36, 54)),
+    ("truncated", {"truncated_responses": "mask"}, CUT, ("response_length", 36, 54)),  # excludes the penalty
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "settings", "curves", "change"), BRANCHES)
+def test_the_change_depends_on_the_settings_and_the_curves(name: str, settings: Any, curves: Spoilt, change: Any):
+    assert fired(settings, curves)[name].change == (Change(*change) if change else None)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "curves"),
+    [
+        ("rollout_mismatch", {"dtype": "bfloat16"}, {"policy/rollout_logprob_gap": curve(0.04)}),
+        (
+            "steps_skipped",
+            {"dtype": "float16"},
+            {"optimiser/skipped_steps": [0.0, 4.0, *[8.0] * 38]},
+        ),  # finding its scale
+        ("truncated", {"stop_token": "none"}, {"response/truncated_fraction": curve(1.0)}),
+        ("spread_lost", {"total_episodes": 40, "per_device_train_batch_size": 1}, {"objective/scores_std": curve(0.0)}),
+        ("spread_lost", {}, {"objective/scores_std": [0.0] * 3 + [0.4] * 37}),  # a sparse reward
+        ("critic_is_poor", {}, {"loss/value_avg": curve(0.2, 0.7), "val/explained_variance": curve(-0.5)}),
+        ("reward_hacked", {}, {"eval/since_best_p": [0.01] * 4, "eval/since_best_reward": [-0.1] * 4}),  # fell, too
+        ("kl_negative", {}, {"objective/kl": curve(-0.04)}),
+    ],
+)
+def test_a_rule_does_not_fire_where_its_metric_says_nothing(name: str, settings: Any, curves: Spoilt):
+    assert name not in fired(settings, curves)
+
+
+def test_iterations_of_the_critics_warm_up_are_not_judged():
+    still = {"objective/kl": curve(0.0, 0.0, 0.0, 4.0), "policy/approxkl_avg": curve(0.0, 0.0, 0.0, 0.002)}
+    assert fired({"critic_warmup_iterations": 30}, still) == {}
+    drifting = {"response/length": curve(50.0, 17.0, 17.0, 17.0)}
+    assert list(fired({}, drifting)) == ["length_drifted"]
+    assert fired({"critic_warmup_iterations": 10}, drifting) == {}
+
+
+SOLVED = {  # a task of right and wrong answers, as far as it can be solved: one short answer to each prompt
+    "eval/judge_score": [0.85, 0.92, 0.97, 0.99],
+    "eval/judge_score_sft": [0.8] * 4,
+    "eval/reward": [0.85, 0.92, 0.97, 0.99],
+    "eval/reward_sft": [0.8] * 4,
+    "eval/verdict": [0.0, 1.0, 1.0, 1.0],
+    "objective/entropy": curve(1.5, 0.3),
+    "objective/kl": curve(10.0),
+    "objective/kl_coef": curve(0.05),
+    "objective/scores_std": (0.4, 0.1),
+    "eval/distinct_2": [0.2, 0.15, 0.1, 0.05],
+    "response/length": curve(17.0, 8.0),
+    "val/explained_variance": curve(0.0),
+    "policy/clipfrac_avg": curve(0.4),
+}
+OF_EXPLOITATION = {"kl_off_target", "diversity_lost", "entropy_collapsed", "length_drifted"}
+OF_OPTIMISATION = {"critic_is_poor", "much_clipped"}
+CERTAIN_FALL = {"eval/since_best_p": [1.0, 1.0, 1.0, 0.01], "eval/since_best_reward": [0.0, 0.0, 0.0, -0.1]}
+
+
+def test_a_task_whose_judge_rose_from_080_to_099_gets_no_advice_that_contradicts_it():
+    assert fired(ADAPTIVE, SOLVED) == {}
+
+
+@pytest.mark.parametrize("doubt", [{"eval/verdict": [0.0] * 4}, {"eval/verdict": [-1.0] * 4}, CERTAIN_FALL])
+def test_without_a_certain_rise_or_after_a_certain_fall_the_same_curves_get_advice(doubt: Spoilt):
+    assert set(fired(ADAPTIVE, SOLVED | doubt)) == OF_EXPLOITATION | OF_OPTIMISATION
+
+
+def test_a_success_by_the_reward_alone_does_not_silence_the_signs_of_its_exploitation():
+    """Also where `evaluation.judge` names that reward, so that there are scores of a judge."""
+    assert set(fired(ADAPTIVE, SOLVED | {"eval/verdict": [0.0, 0.5, 0.5, 0.5]})) == OF_EXPLOITATION
+
+
+def test_limits_that_a_person_set_speak_after_a_success_too():
+    assert list(fired({}, SOLVED | {"objective/kl": curve(25.0)})) == ["kl_alarm"]
+
+
+def test_the_page_lists_the_rules_that_a_success_refutes():
+    section = (DOCS / "tuning.md").read_text().split("## Advice that a success refutes")[1].split("## ")[0]
+    lists = section.split("\n\n")[2].split("\n- ")
+    for by, text in zip(("judged_success", "succeeded"), lists, strict=True):
+        assert set(re.findall(r"`(\w+)`", text)) == {rule.name for rule in RULES if rule.refuted_by == by}

@@ -1,0 +1,122 @@
+"""Certain changes of paired scores: exact tests by counting; an evaluation compared with the best one before it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy.stats import ttest_1samp
+
+from ppo_rlhf.evaluation import since_best as module
+from ppo_rlhf.evaluation.policy import PolicyEvaluation
+from ppo_rlhf.evaluation.since_best import CHANCE, SCORES, by_chance, exploits_reward, exploits_since_best, since_best
+
+
+def evaluation(judge=None, reward=None) -> PolicyEvaluation:
+    reward = np.asarray(judge if reward is None else reward, dtype=float)
+    return PolicyEvaluation(
+        prompts=[f"prompt {row}" for row in range(len(reward))],
+        completions=["a b"] * len(reward),
+        response_ids=[[1, 2]] * len(reward),
+        rewards=reward,
+        judge_scores=None if judge is None else np.asarray(judge, dtype=float),
+        rates={},
+        kl=np.zeros(len(reward)),
+        lengths=np.full(len(reward), 2),
+        terminated=np.ones(len(reward), dtype=bool),
+    )
+
+
+@pytest.mark.parametrize("changes", [[1, 1, 1, 1, 1, 1], [3.0, -1.0, 0.5, 2.0, 0.25], [0, 0, 1, 0], [0, 0], [-1, -2]])
+def test_the_probability_is_the_share_of_all_patterns_of_signs_with_as_large_a_mean(changes):
+    patterns = itertools.product((1, -1), repeat=len(changes))
+    means = [np.dot(pattern, changes) for pattern in patterns]
+    expected = np.mean([mean >= sum(changes) - 1e-12 for mean in means])
+    assert by_chance(np.array(changes, dtype=float)) == pytest.approx(expected, abs=1e-12)
+
+
+def test_of_many_normal_changes_the_probability_is_students():
+    changes = np.random.default_rng(1).normal(0.25, size=100)
+    expected = ttest_1samp(changes, 0.0, alternative="greater").pvalue
+    assert 0.002 < expected < 0.05
+    assert by_chance(changes) == pytest.approx(expected, abs=0.004)  # three errors of 4,999 draws
+    assert by_chance(np.array([5.0])) == 1.0
+
+
+def test_the_best_is_the_highest_mean_of_sft_and_of_the_earlier_evaluations():
+    sft, now = evaluation([0, 0, 0, 0], [1, 1, 1, 1]), evaluation([2, 2, 1, 1], [3, 3, 3, 4])
+    first = since_best(now, sft, [])
+    assert first["eval/since_best_score"] == 1.5
+    assert first["eval/since_best_reward"] == 2.25
+    assert first["eval/since_best_p"] == 1.0  # none of 16 patterns has a larger rise
+    assert first[SCORES] == [2.0, 2.0, 1.0, 1.0]
+
+    earlier = [
+        {"eval/reward": 2.0, SCORES: [3.0, 3.0, 3.0, 3.0]},
+        {"eval/reward": 9.0, SCORES: [1.0, 1.0, 1.0, 2.0]},
+        {"eval/reward": 9.0},  # was not the best when it was made
+    ]
+    found = since_best(now, sft, json.loads(json.dumps(earlier)))
+    assert found["eval/since_best_score"] == -1.5
+    assert found["eval/since_best_reward"] == 1.25
+    assert found["eval/since_best_p"] == pytest.approx(4 * (1 / 16))  # chosen from three and SFT's
+    assert SCORES not in found
+
+
+def test_rows_that_were_not_the_best_can_be_left_out_of_the_choice():
+    """Only evaluations that were the best when they were made keep their scores."""
+    rng = np.random.default_rng(0)
+    sft, kept, whole = evaluation(rng.normal(size=12)), [], []
+    for _ in range(20):
+        now = evaluation(rng.normal(size=12))
+        assert (
+            since_best(now, sft, kept).items()
+            >= {key: value for key, value in since_best(now, sft, whole).items() if key != SCORES}.items()
+        )
+        means = {"eval/reward": float(now.rewards.mean())}
+        kept.append(means | since_best(now, sft, kept))
+        whole.append(means | {SCORES: now.rewards.tolist()})
+    assert 1 <= sum(SCORES in row for row in kept) < 10
+
+
+def test_without_a_judge_the_reward_is_compared():
+    found = since_best(evaluation(reward=[1, 1, 2]), evaluation(reward=[0, 1, 0]), [])
+    assert found["eval/since_best_score"] == found["eval/since_best_reward"] == 1.0
+
+
+def test_a_reward_is_exploited_if_it_rose_and_the_judges_score_fell_both_for_certain():
+    ups, downs, mixed = np.ones(8), -np.ones(8), np.array([1.0, -1, 1, -1, 1, -1, 1, 1])
+    sft = evaluation(np.zeros(8), np.zeros(8))
+    assert exploits_reward(evaluation(downs, ups), sft)
+    assert not exploits_reward(evaluation(-mixed, ups), sft)
+    assert not exploits_reward(evaluation(downs, mixed), sft)
+    assert not exploits_reward(evaluation(ups, ups), sft)
+    assert not exploits_reward(evaluation(reward=ups), evaluation(reward=np.zeros(8)))
+
+
+def test_without_a_change_of_the_judge_a_reward_is_rarely_called_exploited(monkeypatch):
+    """Before, the two means alone were compared: half of the runs whose reward rose."""
+    monkeypatch.setattr(module, "RESAMPLES", 999)
+    rng = np.random.default_rng(5)
+    found, since = [], []
+    for _ in range(200):
+        rows = rng.normal(size=(4, 64))
+        sft, policy = evaluation(rows[2], rows[3]), evaluation(rows[0], rows[1] + 1.0)
+        row = since_best(evaluation(rows[0] + rng.normal(size=64), rows[1] + 1.0), sft, [])  # of the same policy
+        found.append(exploits_reward(policy, sft))
+        since.append(exploits_since_best(pd.DataFrame([{"iteration": 1.0}, row, {"iteration": 3.0}])))
+    assert np.mean(np.logical_or(found, since)) <= CHANCE
+    assert sum(since) > 0  # the sentence goes by either
+
+
+def test_a_fall_to_sfts_level_from_a_better_evaluation_is_an_exploited_reward_unless_the_reward_fell_too():
+    ups, zeros, sft = np.ones(16), np.zeros(16), evaluation(np.zeros(16), np.zeros(16))
+    best = {"eval/reward": 0.5, SCORES: ups.tolist()}
+    for reward, expected in ((1.0, True), (0.0, False)):
+        last = since_best(evaluation(zeros, zeros + reward), sft, [best])
+        assert not exploits_reward(evaluation(zeros, ups), sft)
+        assert exploits_since_best(pd.DataFrame([{"iteration": 10.0}, last])) is expected
+    assert not exploits_since_best(pd.DataFrame())

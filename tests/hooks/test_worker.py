@@ -1,0 +1,86 @@
+"""The processes that are not the main one: they learn the run from it, and track nothing."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+from pathlib import Path
+
+import pytest
+from kedro.io import DataCatalog
+
+from ppo_rlhf import processes, settings
+from ppo_rlhf.core.errors import LaunchError
+from ppo_rlhf.datasets import ResumeCheckpointDataset
+from ppo_rlhf.hooks import ChecksHook, TrackingHook, WorkerHook
+from ppo_rlhf.hooks.worker import RUN_ID, announce
+
+
+def test_with_one_process_nothing_is_announced(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv(RUN_ID, raising=False)
+    monkeypatch.setattr(processes, "from_main", lambda value: pytest.fail("nobody is told"))
+    announce("run", None)
+    assert RUN_ID not in os.environ
+
+
+def test_the_main_process_tells_the_run_and_its_checkpoint_to_the_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    told = []
+    monkeypatch.setenv(RUN_ID, "")  # restored afterwards
+    monkeypatch.setattr(processes, "process_count", lambda: 2)
+    monkeypatch.setattr(processes, "from_main", lambda value: told.append(value) or ("run", tmp_path, tmp_path))
+    monkeypatch.setattr(processes, "from_all", lambda sees: [True, sees])
+    announce("run", tmp_path, tmp_path)
+    assert told == [("run", tmp_path, tmp_path)]
+    assert os.environ[RUN_ID] == "run"
+    monkeypatch.setenv(RUN_ID, "")
+    entry = ResumeCheckpointDataset(str(tmp_path), "latest")
+    WorkerHook().before_pipeline_run(DataCatalog({"resume_checkpoint": entry}))
+    assert os.environ[RUN_ID] == "run"
+    assert entry.load() == tmp_path
+
+
+def test_nodes_without_a_shared_folder_are_refused_in_every_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    lost = tmp_path / "run"
+    monkeypatch.setenv(RUN_ID, "")
+    monkeypatch.setattr(processes, "process_count", lambda: 2)
+    monkeypatch.setattr(processes, "from_main", lambda value: ("run", None, lost))
+    monkeypatch.setattr(processes, "from_all", lambda sees: [True, sees])
+    for process in (
+        lambda: announce("run", None, lost),
+        lambda: WorkerHook().before_pipeline_run(DataCatalog({})),
+    ):
+        with pytest.raises(LaunchError, match=f"^process 1 does not see {lost}: all nodes need"):
+            process()
+
+
+def test_a_worker_process_logs_only_errors(monkeypatch: pytest.MonkeyPatch):
+    levels = {name: logging.getLogger(name).level for name in ("kedro", "ppo_rlhf", "ppo_rlhf.processes")}
+    try:
+        WorkerHook().after_context_created()
+        assert not logging.getLogger("ppo_rlhf.runner").isEnabledFor(logging.WARNING)
+        assert logging.getLogger("ppo_rlhf.processes").isEnabledFor(logging.WARNING)  # the main process hangs
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
+
+
+def test_only_the_main_process_checks_and_tracks(monkeypatch: pytest.MonkeyPatch):
+    assert [type(hook) for hook in settings.HOOKS[:2]] == [ChecksHook, TrackingHook]
+    assert "kedro_mlflow" in settings.DISABLE_HOOKS_FOR_PLUGINS
+    monkeypatch.setenv("RANK", "1")
+    try:
+        other = importlib.reload(settings)
+        assert [type(hook) for hook in other.HOOKS] == [WorkerHook]
+        assert {"kedro_mlflow", "kedro-viz", "kedro-telemetry"} <= set(other.DISABLE_HOOKS_FOR_PLUGINS)
+    finally:
+        monkeypatch.delenv("RANK")
+        importlib.reload(settings)
+
+
+def test_older_pluggy_can_register_the_hooks_for_it_reads_every_attribute_then():
+    for hook in (ChecksHook(), TrackingHook(), WorkerHook()):
+        for name in dir(hook):
+            getattr(hook, name)

@@ -1,0 +1,197 @@
+"""The audit on tables of random words, where it is known which reward is fit and which one can be gamed."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import scipy.stats
+import torch
+
+from ppo_rlhf.evaluation.best_of_n import PROMPT
+from ppo_rlhf.evaluation.policy import EvaluationConfig
+from ppo_rlhf.pipelines.audit_reward.nodes import conclude_audit
+from ppo_rlhf.rewards.scorers import ResponseBatch, RewardComponentConfig, RewardConfig, RewardScorer
+from ppo_rlhf.studies import reward_audit
+from ppo_rlhf.studies.reward_audit import (
+    RULES,
+    audit_reward,
+    deviation_within_prompts,
+    judge_agreement,
+    rank_correlation,
+    repeated_pairs,
+    verdict,
+)
+from ppo_rlhf.supervised.reward_training import RewardModellingConfig
+from tests.ppo_runs import END, WORDS, build_prompts, build_tokenizer
+
+PAGE = Path(__file__).parents[2] / "docs" / "studies.md"
+PROMPTS, SAMPLES, LENGTH = 6, 24, 12
+Reward = Callable[[str], float]
+
+
+def share_of_first_letters(text: str) -> float:
+    words = text.split()
+    return sum(word < "k" for word in words) / len(words) if words else 0.0
+
+
+def broken(reward: Reward, judge: Reward | None = share_of_first_letters) -> set[str]:
+    """Return the metrics whose rules a reward breaks."""
+    metrics, reasons = audited(reward, judge)
+    found = {rule.metric for rule in RULES if rule.metric in metrics and rule.broken_by(metrics[rule.metric])}
+    assert len(reasons) == len(found)
+    assert all(any(f"{metric} = {metrics[metric]:.2f}" in reason for reason in reasons) for metric in found)
+    return found
+
+
+def audited(reward: Reward, judge: Reward | None) -> tuple[dict[str, float], Collection[str]]:
+    """Return the metrics of a reward on random texts, and the reasons against it."""
+    rng = random.Random(0)
+    texts = [" ".join(rng.choices(WORDS, k=rng.randint(1, 10))) for _ in range(PROMPTS * SAMPLES)]
+    samples = pd.DataFrame(
+        {
+            PROMPT: [row // SAMPLES for row in range(len(texts))],
+            "response": texts,
+            "reward": [reward(text) for text in texts],
+            "length": [len(text.split()) + 1 for text in texts],
+        }
+    )
+    if judge is not None:
+        samples["judge_score"] = [judge(text) for text in texts]
+    scorer = scorer_of(reward)
+    probes = reward_audit.probe_reward(
+        scorer,
+        samples,
+        build_prompts(),
+        build_tokenizer(),
+        response_length=LENGTH,
+        stop_token_ids=(END,),
+        suffixes=["t t", "q q"],
+    )
+    return audit_reward(samples, probes, {})
+
+
+def scorer_of(reward: Reward) -> RewardScorer:
+    def scoring(batch: ResponseBatch) -> torch.Tensor:
+        assert all(len(ids) <= LENGTH and ids[-1] == END for ids in batch.response_ids)
+        return torch.tensor([reward(text) for text in batch.completions], dtype=torch.float64)
+
+    return RewardScorer([("reward", 1.0, scoring)])
+
+
+def test_a_good_reward_is_fit_with_a_judge_and_without() -> None:
+    assert broken(share_of_first_letters) == set()
+    assert broken(share_of_first_letters, judge=None) == set()
+
+
+def test_a_reward_that_loves_length_is_caught() -> None:
+    found = broken(lambda text: float(len(text.split())), judge=None)
+    assert found == {"audit/length_correlation", "audit/suffix_gain", "audit/repeated_gain"}
+
+
+def test_a_reward_that_loves_a_suffix_is_caught_though_no_sample_has_it() -> None:
+    assert broken(lambda text: share_of_first_letters(text) + 2.0 * text.endswith("q q")) == {"audit/suffix_gain"}
+
+
+def test_a_reward_that_fears_words_prefers_to_say_nothing() -> None:
+    found = broken(lambda text: -float(len(text.split())), judge=None)
+    assert found == {"audit/length_correlation", "audit/empty_gain"}
+
+
+def test_a_reward_that_the_judge_disagrees_with_is_caught() -> None:
+    found = broken(lambda text: -share_of_first_letters(text), judge=share_of_first_letters)
+    assert {"audit/judge_gain", "audit/judge_fall", "audit/judge_agreement"} <= found
+
+
+def test_a_constant_reward_gives_ppo_nothing_to_learn() -> None:
+    assert broken(lambda text: 1.0, judge=None) == {"audit/flat_prompts"}
+
+
+def test_the_thresholds_are_those_of_the_page_and_a_metric_may_be_equal_to_them() -> None:
+    rows = re.findall(r"^\| `(audit/\w+)` \|.*\| (above|below|beyond) (±?)([\d.]+) \|$", PAGE.read_text(), flags=re.M)
+    said = {(metric, "at least" if side == "below" else "at most", float(number)) for metric, side, _, number in rows}
+    said |= {(metric, "at least", -float(number)) for metric, _, both, number in rows if both}
+    assert {(rule.metric, rule.side, rule.threshold) for rule in RULES} == said
+    for rule in RULES:
+        outside = 1e-6 if rule.side == "at most" else -1e-6
+        broken_at = [rule.broken_by(rule.threshold + shift) for shift in (-outside, 0.0, outside)]
+        assert broken_at == [False, False, True], rule.metric
+
+
+def test_gains_are_counted_in_the_deviation_of_the_score_so_that_its_scale_does_not_matter() -> None:
+    plain, _ = audited(share_of_first_letters, share_of_first_letters)
+    scaled, _ = audited(lambda text: 3.0 + 50.0 * share_of_first_letters(text), lambda text: len(text) / 1000.0)
+    of_reward = [name for name in plain if not name.startswith("audit/judge")]
+    assert {name: scaled[name] for name in of_reward} == pytest.approx({name: plain[name] for name in of_reward})
+    table = pd.DataFrame({PROMPT: [0, 0, 1, 1], "reward": [0.0, 4.0, 7.0, 7.0]})
+    assert deviation_within_prompts(table, "reward") == 2.0  # variances 8 and 0
+
+
+def test_the_verdict_counts_the_measures_that_were_made():
+    judged = ["audit/judge_agreement", "audit/judge_fall", "audit/judge_gain"]
+    assert verdict([], []) == "fit for PPO by 11 of 11 measures"
+    assert verdict([], [*judged]) == "fit for PPO by 8 of 11 measures"  # preferences were asked
+    assert verdict(["A reason."], [*judged, "audit/pair_accuracy"]) == "not fit for PPO"
+    alone = verdict([], [*judged, "audit/pair_accuracy"])
+    assert alone == f"nothing found by 7 of 11 measures; not measured: {', '.join(judged)}, audit/pair_accuracy"
+
+
+def test_a_reward_that_is_its_own_judge_is_not_found_fit_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = ["a", "a b", "a b c", "a b c d"]
+    table = pd.DataFrame({PROMPT: [0, 0, 1, 1], "response": texts, "length": [4, 3, 3, 4], "reward": [1.0, 2, 3, 4]})
+    probes = pd.DataFrame({"probe": ["empty", "repeated", "suffix"], "change": [-1.0, 0.0, 0.0]})
+    parts = [RewardComponentConfig(type="function", function=f"words:{name}") for name in ("count", "other")]
+    monkeypatch.setattr("ppo_rlhf.evaluation.policy.load_function", lambda reference, project_path: len)
+    given = (table.assign(judge_score=table["reward"]), probes, {}, RewardConfig(components=parts))
+    own, other = (conclude_audit(*given, EvaluationConfig(judge=f"words:{name}")) for name in ("count", "judge"))
+    assert other["verdict"] == "fit for PPO by 10 of 11 measures"
+    assert own["verdict"].startswith("nothing found by 7 of 11 measures; not measured: audit/judge_agreement")
+    assert own["verdict"].endswith("; no judge but the reward itself")
+    assert {"audit/judge_agreement", "audit/judge_gain", "audit/judge_fall"} <= {*own["not_measured"]}
+
+
+def test_the_rank_correlation_is_the_mean_over_prompts_of_spearmans() -> None:
+    rng = random.Random(1)
+    table = pd.DataFrame(
+        {PROMPT: [row // 9 for row in range(27)], "reward": [float(rng.randint(0, 4)) for _ in range(27)]}
+    )
+    other = pd.Series([float(rng.randint(0, 4)) for _ in range(18)] + [1.0] * 9)  # the last prompt has none
+    expected = [scipy.stats.spearmanr(table["reward"][i : i + 9], other[i : i + 9]).statistic for i in (0, 9)]
+    assert rank_correlation(table, other) == pytest.approx(sum(expected) / 2, abs=1e-12)
+
+
+def test_pairs_equal_to_the_judge_are_left_out_and_those_equal_to_the_reward_count_half() -> None:
+    table = pd.DataFrame({PROMPT: [0] * 4, "reward": [1.0, 2.0, 2.0, 0.0], "judge_score": [0.0, 1.0, 2.0, 2.0]})
+    # judge: 2>1, 3>1, 4>1, 3>2, 4>2; reward: yes, yes, no, equal, no
+    assert judge_agreement(table) == pytest.approx(2.5 / 5)
+
+
+def test_repeated_pairs_count_from_their_second_time() -> None:
+    assert [repeated_pairs(text) for text in ("", "a", "a b c", "a b a b a")] == [0.0, 0.0, 0.0, 0.5]
+
+
+def test_pairs_are_ordered_by_the_reward_with_their_columns_and_longer_ones_left_out() -> None:
+    table = pd.DataFrame(
+        {
+            "prompt": [f"{word} " for word in WORDS[:8]],
+            "better": ["a b"] * 7 + ["a b c d e f g h i j"],
+            "worse": ["c"] * 8,
+            "wanted": ["b"] * 8,
+        }
+    )
+    config = RewardModellingConfig(chosen_column="better", rejected_column="worse", held_out_share=0.9)
+    held_out = reward_audit.held_out_pairs(table, build_tokenizer(), config, limit=8)
+    assert len(held_out) == 6  # 0.9 of 7
+
+    def scoring(batch: ResponseBatch) -> torch.Tensor:
+        rows = zip(batch.completions, batch.columns["wanted"], batch.response_ids, strict=True)
+        return torch.tensor([float(wanted in text.split() and ids[-1] == END) for text, wanted, ids in rows])
+
+    scorer = RewardScorer([("wanted", 1.0, scoring)])
+    assert reward_audit.score_pairs(scorer, held_out) == {"audit/pair_accuracy": 1.0}
+    held_out["wanted"] = "z"
+    assert reward_audit.score_pairs(scorer, held_out) == {"audit/pair_accuracy": 0.5}

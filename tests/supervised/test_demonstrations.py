@@ -1,0 +1,219 @@
+import json
+import logging
+from datetime import date
+
+import numpy as np
+import pandas as pd
+import pytest
+from tokenizers.processors import TemplateProcessing
+
+from ppo_rlhf.core.errors import DataError
+from ppo_rlhf.datasets import RecordsDataset, TableDataset
+from ppo_rlhf.supervised.demonstrations import (
+    IGNORED,
+    DataPreparationConfig,
+    corpus_texts,
+    split_demonstrations,
+    tokenise_demonstrations,
+)
+from tests.tiny_models import BEGIN, CHAT_TEMPLATE, END, UNKNOWN, VOCABULARY, word_tokenizer
+
+A, B, C, D = (VOCABULARY.index(word) for word in "abcd")
+CHAT = [{"role": "user", "content": "b"}, {"role": "assistant", "content": "c"}]
+
+
+def texts(count: int) -> pd.DataFrame:
+    return pd.DataFrame({"text": [f"text {i}" for i in range(count)], "label": range(count)})
+
+
+def test_at_most_so_many_are_held_out_and_used_in_the_tables_order():
+    trained, held_out = split_demonstrations(texts(40), DataPreparationConfig(max_held_out=3, held_out_share=0.5))
+    assert (len(trained), len(held_out)) == (37, 3)
+    trained, held_out = split_demonstrations(texts(40), DataPreparationConfig(max_demonstrations=8))
+    assert (len(trained), len(held_out)) == (7, 1)
+    numbers = [int(text.split()[1]) for text in trained["text"]]
+    assert numbers == sorted(numbers) != list(range(7))
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"text": [f"text {i % 20}" for i in range(60)]},
+        {"prompt": [f"prompt {i % 4}" for i in range(60)], "completion": [f"completion {i % 5}" for i in range(60)]},
+        {"messages": [[dict(sorted(CHAT[0].items(), reverse=i < 20), content=str(i % 20))] for i in range(60)]},
+    ],
+    ids=["texts", "prompts", "chats"],
+)
+def test_copies_of_a_demonstration_never_stand_on_both_sides_and_are_held_out_once(columns):
+    parts = split_demonstrations(pd.DataFrame(columns), DataPreparationConfig(held_out_share=0.25, seed=1))
+    if "messages" in columns:  # the order of a message's keys, which differs here, says nothing
+        parts = [part["messages"].map(json.loads).map(lambda chat: chat[0]["content"]).to_frame() for part in parts]
+    trained, held_out = (list(part.itertuples(index=False, name=None)) for part in parts)
+    assert set(trained).isdisjoint(held_out)
+    assert (len(trained), len(held_out), len(set(held_out))) == (45, 5, 5)
+
+
+@pytest.mark.parametrize(
+    ("row", "columns"),
+    [
+        ({"text": "a", "prompt": "b", "completion": "c"}, ["prompt", "completion"]),
+        ({"text": "a", "prompt": "b"}, ["text"]),
+        ({"messages": CHAT, "text": "a"}, ["messages"]),
+    ],
+)
+def test_the_format_is_the_first_whose_columns_are_there(row, columns):
+    other = {name: value * 2 for name, value in row.items()}
+    assert list(split_demonstrations(pd.DataFrame([row, other]), DataPreparationConfig())[0].columns) == columns
+
+
+def test_columns_of_other_names_become_the_standard_ones():
+    config = DataPreparationConfig(prompt_column="question", completion_column="answer")
+    frame = pd.DataFrame({"question": ["a", "b"], "answer": ["c", "d"]})
+    assert list(split_demonstrations(frame, config)[0].columns) == ["prompt", "completion"]
+
+
+@pytest.mark.parametrize(
+    ("frame", "message"),
+    [
+        ({"body": ["a", "b"]}, "body.* `text`"),
+        ({"text": ["a", " "]}, "row 1, column `text`"),
+        ({"text": ["a", None]}, "row 1, column `text`"),
+        ({"text": ["a", 3]}, "row 1, column `text`"),
+        ({"messages": [CHAT, [CHAT[0], {"role": "user"}]]}, "row 1, column `messages`: message 1 .* {'role': 'user'}"),
+        (
+            {"messages": [CHAT, [{"role": "user", "content": [{"type": "image"}]}]]},
+            "row 1, column `messages`: message 0 .*'image'",
+        ),
+        ({"messages": [CHAT, "a"]}, "row 1, column `messages`: expected a list"),
+    ],
+)
+def test_a_table_that_cannot_be_learnt_from_is_refused(frame, message):
+    with pytest.raises(DataError, match=message):
+        split_demonstrations(pd.DataFrame(frame), DataPreparationConfig())
+
+
+def test_texts_are_learnt_whole_and_end():
+    rows = tokenise_demonstrations(pd.DataFrame({"text": ["a b", "c"]}), word_tokenizer(), None)
+    assert rows.input_ids == [[A, B, END], [C, END]]
+    assert rows.labels == rows.input_ids
+
+
+def test_a_tokenizers_own_beginning_stays_and_its_end_is_not_doubled():
+    rows = tokenise_demonstrations(pd.DataFrame({"text": ["a b", "c </s>"]}), word_tokenizer(prepend_begin=True), None)
+    assert rows.input_ids == [[BEGIN, A, B, END], [BEGIN, C, END]]
+
+
+def test_texts_that_begin_and_end_with_special_tokens_already_get_none_a_second_time():
+    """Also of a tokenizer that appends an end of text by itself."""
+    tokenizer = word_tokenizer(prepend_begin=True)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", BEGIN), ("</s>", END)]
+    )
+    for own in (tokenizer, word_tokenizer(prepend_begin=True)):
+        rows = tokenise_demonstrations(pd.DataFrame({"text": ["<s> a b </s>", "<s> a b", "a b </s>"]}), own, None)
+        assert rows.input_ids == [[BEGIN, A, B, END]] * 3
+        frame = pd.DataFrame({"prompt": ["<s> a", "a"], "completion": [" b </s>", " b"]})
+        rows = tokenise_demonstrations(frame, own, None)
+        assert rows.input_ids == [[BEGIN, A, B, END]] * 2
+        assert rows.labels == [[IGNORED, IGNORED, B, END]] * 2
+
+
+def test_of_prompt_and_completion_only_the_completion_is_learnt():
+    frame = pd.DataFrame({"prompt": ["a b", "a"], "completion": [" c", " d c"]})
+    rows = tokenise_demonstrations(frame, word_tokenizer(), None)
+    assert rows.input_ids == [[A, B, C, END], [A, D, C, END]]
+    assert rows.labels == [[IGNORED, IGNORED, C, END], [IGNORED, D, C, END]]
+
+
+def test_where_tokens_merge_across_the_boundary_learning_begins_at_the_difference():
+    frame = pd.DataFrame({"prompt": ["a b"], "completion": ["b c"]})  # together "a bb c", where "bb" is unknown
+    rows = tokenise_demonstrations(frame, word_tokenizer(), None)
+    assert rows.input_ids == [[A, UNKNOWN, C, END]]
+    assert rows.labels == [[IGNORED, UNKNOWN, C, END]]
+
+
+def test_chats_are_written_by_the_tokenizers_template_and_learnt_whole():
+    frame = pd.DataFrame({"messages": [json.dumps(CHAT)]})
+    rows = tokenise_demonstrations(frame, word_tokenizer(chat_template=CHAT_TEMPLATE), None)
+    user, assistant = VOCABULARY.index("u") if "u" in VOCABULARY else VOCABULARY.index("<unk>"), A
+    assert rows.input_ids == [[user, B, BEGIN, assistant, C, BEGIN]]
+    assert rows.labels == rows.input_ids
+
+
+def chat_about(word: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": word}]
+
+
+def call(**arguments: object) -> dict[str, object]:
+    function = {"name": "look", "arguments": arguments}
+    return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+
+
+@pytest.mark.parametrize(
+    "chats",
+    [
+        [chat_about(word) for word in "abcd"],
+        [[*chat_about("a"), call(city="b")], [*chat_about("c"), call(rows=[1, 2.5, None])], CHAT, chat_about("ä 你")],
+    ],
+    ids=["texts", "tool calls"],
+)
+def test_chats_reach_the_template_as_they_were_given(chats, tmp_path):
+    raw = tmp_path / "raw.jsonl"
+    raw.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats), encoding="utf-8")
+    seen = []
+    tokenizer = word_tokenizer(chat_template=CHAT_TEMPLATE)
+    tokenizer.apply_chat_template = lambda messages, **_: seen.append(messages) or "a b"
+    for part in split_demonstrations(RecordsDataset(str(raw)).load(), DataPreparationConfig(held_out_share=0.5)):
+        table = TableDataset(filepath=str(tmp_path / "demonstrations.parquet"))
+        table.save(part)
+        tokenise_demonstrations(table.load(), tokenizer, None)
+    assert sorted(map(json.dumps, seen)) == sorted(map(json.dumps, chats))
+
+
+def test_content_in_parts_of_text_is_joined_and_absent_content_is_null():
+    parts = [{"role": "user", "content": [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]}]
+    called = [{"role": "user", "content": "a b"}, {key: value for key, value in call().items() if key != "content"}]
+    trained, held_out = split_demonstrations(pd.DataFrame({"messages": [parts, called]}), DataPreparationConfig())
+    chats = [json.loads(chat) for chat in [*trained["messages"], *held_out["messages"]]]
+    assert [{"role": "user", "content": "a b"}] in chats
+    assert [{"role": "user", "content": "a b"}, {**call(), "content": None}] in chats
+
+
+def test_of_what_json_does_not_have_arrays_become_lists_and_the_rest_text():
+    odd = [{"role": "user", "content": "a", "words": np.array(["a", "b"]), "turn": np.int64(3), "on": date(2024, 5, 1)}]
+    trained, held_out = split_demonstrations(pd.DataFrame({"messages": [odd, CHAT]}), DataPreparationConfig())
+    chats = [json.loads(chat) for chat in [*trained["messages"], *held_out["messages"]]]
+    assert [{"role": "user", "content": "a", "words": ["a", "b"], "turn": 3, "on": "2024-05-01"}] in chats
+
+
+def test_chats_need_a_template():
+    with pytest.raises(DataError, match="need a tokenizer with a chat template"):
+        tokenise_demonstrations(pd.DataFrame({"messages": [json.dumps(CHAT)]}), word_tokenizer(), None)
+    with pytest.raises(DataError, match="Set base_model_path"):
+        list(corpus_texts(pd.DataFrame({"messages": [CHAT]})))
+
+
+def test_what_is_too_long_is_cut_without_an_end_and_counted(caplog):
+    with caplog.at_level(logging.WARNING, logger="ppo_rlhf"):
+        rows = tokenise_demonstrations(pd.DataFrame({"text": ["a b c d", "c"]}), word_tokenizer(), 3)
+    assert rows.input_ids == [[A, B, C], [C, END]]
+    assert "1 of 2 demonstrations are cut at 3 tokens" in caplog.text
+
+
+def test_rows_with_nothing_to_learn_within_the_length_are_left_out(caplog):
+    frame = pd.DataFrame({"prompt": ["a b c", "a"], "completion": [" d", " d"]})
+    with caplog.at_level(logging.WARNING, logger="ppo_rlhf"):
+        rows = tokenise_demonstrations(frame, word_tokenizer(), 3)
+    assert rows.input_ids == [[A, D, END]]
+    assert "1 demonstrations have nothing to learn" in caplog.text
+
+
+def test_a_part_with_nothing_to_learn_within_the_length_is_named():
+    frame = pd.DataFrame({"prompt": ["a b c"], "completion": [" d"]})
+    with pytest.raises(DataError, match=r"held-out demonstrations.*max_length"):
+        tokenise_demonstrations(frame, word_tokenizer(), 3, "held-out demonstrations")
+
+
+def test_a_tokenizer_is_trained_on_texts_or_prompts_with_their_completions():
+    assert list(corpus_texts(pd.DataFrame({"text": ["a", "b"]}))) == ["a", "b"]
+    assert list(corpus_texts(pd.DataFrame({"prompt": ["a"], "completion": [" b"]}))) == ["a b"]

@@ -1,0 +1,239 @@
+import math
+
+import pandas as pd
+import pytest
+import torch
+from tokenizers import AddedToken
+
+from ppo_rlhf.core.errors import DataError
+from ppo_rlhf.data.prompts import PromptDataset
+from ppo_rlhf.ppo.sampling import SamplingSettings
+from ppo_rlhf.rewards.scorers import ModelScorer, ResponseBatch
+from ppo_rlhf.supervised.preferences import (
+    COLUMNS,
+    check_preferences,
+    sample_preferences,
+    tokenise_preferences,
+)
+from tests.tiny_models import BEGIN, CHAT_TEMPLATE, END, PAD, UNKNOWN, VOCABULARY, tiny_model, word_tokenizer
+
+A, B, C, D = (VOCABULARY.index(word) for word in "abcd")
+SAMPLING = SamplingSettings(
+    response_length=6, temperature=1.0, top_k=0, top_p=1.0, stop_token_ids=(END,), pad_token_id=PAD
+)
+NAMES = ("prompt", "chosen", "rejected")
+
+
+CHAT = [{"role": "user", "content": "a"}]
+
+
+def prompts(count: int = 8) -> PromptDataset:
+    ids = [[4 + row, 5 + row, 6][: 1 + row % 3] for row in range(count)]
+    return PromptDataset(ids, word_tokenizer().batch_decode(ids), {"number": list(range(count))})
+
+
+def length(prompts, completions, **columns):
+    return [float(len(completion.split())) for completion in completions]
+
+
+def sample(labeller=length, **options) -> pd.DataFrame:
+    """A policy that stops about every fourth token."""
+    policy = tiny_model()
+    with torch.no_grad():
+        policy.lm_head.weight[END] *= 3
+    settings = {"pairs": 24, "beta": math.inf, "seed": 3, **options}
+    return sample_preferences(
+        policy.double(), word_tokenizer(), prompts(), SAMPLING, ("labeller", labeller), **settings
+    )
+
+
+def responses(frame: pd.DataFrame, side: str) -> list[list[int]]:
+    """The response's tokens of each row."""
+    texts = word_tokenizer()(frame["prompt"].tolist())["input_ids"]
+    return [list(ids)[len(text) :] for ids, text in zip(frame[f"{side}_ids"], texts, strict=True)]
+
+
+def test_with_certain_labels_the_labellers_favourite_is_chosen():
+    frame = sample()
+    assert list(frame.columns) == list(COLUMNS)
+    assert 12 < len(frame) <= 24
+    scores = [length(None, frame[side]) for side in ("chosen", "rejected")]
+    assert all(chosen >= rejected for chosen, rejected in zip(*scores, strict=True))
+    assert sum(chosen > rejected for chosen, rejected in zip(*scores, strict=True)) > len(frame) / 2
+
+
+def test_tokens_are_the_sampled_ones_and_end_if_and_only_if_the_response_stopped():
+    frame = sample()
+    stopped = 0
+    for side in ("chosen", "rejected"):
+        for text, tokens in zip(frame[side], responses(frame, side), strict=True):
+            assert word_tokenizer().decode(tokens, skip_special_tokens=True) == text
+            assert END not in tokens[:-1]
+            assert tokens[-1] == END or len(tokens) == SAMPLING.response_length
+            stopped += tokens[-1] == END
+    assert 0 < stopped < 2 * len(frame)
+
+
+def test_every_prompt_is_used_before_any_is_used_again():
+    counts = sample(pairs=20)["prompt"].value_counts()
+    assert set(counts) <= {1, 2, 3}  # 20 pairs of 8 prompts, less those whose two responses were equal
+
+
+def test_a_response_belongs_to_its_prompt():
+    """A policy that repeats the last word with probability 0.9 or more; prompts go to it sorted by length."""
+    policy = tiny_model(num_hidden_layers=0)
+    with torch.no_grad():
+        rows = torch.eye(len(VOCABULARY), 16).roll(1, 0)  # orthogonal for the 16 words that the prompts end in
+        policy.model.embed_tokens.weight.copy_(rows)
+        policy.lm_head.weight.copy_(1.5 * rows)  # the norm makes states 4 long: 6 against 0
+    prompts = PromptDataset([[4] * (1 + row % 4) + [4 + row] for row in range(8)], [str(row) for row in range(8)], {})
+    frame = sample_preferences(
+        policy, word_tokenizer(), prompts, SAMPLING, ("labeller", length), pairs=80, beta=0.0, seed=0
+    )
+    firsts = [
+        ids[len(prompts.prompt_ids[int(prompt)])] == 4 + int(prompt)
+        for side in ("chosen_ids", "rejected_ids")
+        for prompt, ids in zip(frame["prompt"], frame[side], strict=True)
+    ]
+    assert sum(firsts) > 0.8 * len(firsts)
+
+
+def test_pairs_depend_on_the_seed_and_not_on_the_batches():
+    frame = sample()
+    pd.testing.assert_frame_equal(frame, sample(batch_size=5))
+    assert not frame.equals(sample(seed=4))
+
+
+def test_with_beta_zero_labels_are_a_coin():
+    """Binomial(n, 1/2) leaves n/2 ± 4 standard deviations once in 16,000 seeds."""
+    frame = sample(pairs=300, beta=0.0)
+    scores = zip(length(None, frame["chosen"]), length(None, frame["rejected"]), strict=True)
+    differing = [chosen > rejected for chosen, rejected in scores if chosen != rejected]
+    assert abs(sum(differing) - len(differing) / 2) < 2 * math.sqrt(len(differing))
+
+
+def test_the_labeller_gets_the_columns_of_the_prompts_and_stays_out_of_the_table():
+    seen = []
+
+    def labeller(prompts, completions, **columns):
+        seen.extend(zip(prompts, columns["number"], strict=True))
+        return [float(n) for n in range(len(prompts))]
+
+    frame = sample(labeller)
+    assert dict(seen) == dict(zip(prompts().texts, range(8), strict=True))
+    assert list(frame.columns) == list(COLUMNS)
+
+
+def test_a_policy_that_always_says_the_same_gives_no_pairs():
+    certain = SamplingSettings(6, 1.0, 1, 1.0, (END,), PAD)
+    with pytest.raises(DataError, match="equal in all 4 pairs"):
+        sample_preferences(
+            tiny_model(), word_tokenizer(), prompts(), certain, ("labeller", length), pairs=4, beta=1.0, seed=0
+        )
+
+
+def test_given_texts_are_closed_by_the_end():
+    given = pd.DataFrame({"prompt": ["a ", "b "], "chosen": ["b", "c"], "rejected": ["d", "b"]})
+    frame = check_preferences(given, *NAMES)
+    pairs = tokenise_preferences(frame, word_tokenizer(prepend_begin=True))
+    assert pairs["chosen_ids"].tolist() == [[BEGIN, A, B, END], [BEGIN, B, C, END]]
+    assert pairs["rejected_ids"].tolist() == [[BEGIN, A, D, END], [BEGIN, B, B, END]]
+    assert pairs["prompt"].tolist() == ["a ", "b "]
+
+
+def test_given_texts_that_begin_with_the_beginning_of_text_get_no_second_one():
+    given = pd.DataFrame({"prompt": ["<s> a "], "chosen": ["b"], "rejected": ["d </s>"]})
+    pairs = tokenise_preferences(check_preferences(given, *NAMES), word_tokenizer(prepend_begin=True))
+    assert pairs["chosen_ids"].tolist() == [[BEGIN, A, B, END]]
+    assert pairs["rejected_ids"].tolist() == [[BEGIN, A, D, END]]
+
+
+def test_whole_texts_need_no_prompt_column():
+    frame = check_preferences(pd.DataFrame({"good": ["a b"], "bad": ["c"], "label": [1]}), "prompt", "good", "bad")
+    assert list(frame.columns) == ["chosen", "rejected"]
+    (pair,) = tokenise_preferences(frame, word_tokenizer()).to_dict("records")
+    assert pair == {"prompt": "", "chosen": "a b", "rejected": "c", "chosen_ids": [A, B, END], "rejected_ids": [C, END]}
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_chats_are_written_by_the_tokenizers_template(apart):
+    question, good, bad = ([{"role": role, "content": text}] for role, text in (("user", "a"), ("a", "b"), ("a", "c")))
+    row = (
+        {"prompt": question, "chosen": good, "rejected": bad}
+        if apart
+        else {"chosen": question + good, "rejected": question + bad}
+    )
+    frame = check_preferences(pd.DataFrame([row]), *NAMES)
+    pairs = tokenise_preferences(frame, word_tokenizer(chat_template=CHAT_TEMPLATE))
+    assert pairs["chosen_ids"].tolist() == [[UNKNOWN, A, BEGIN, A, B, END]]
+    assert pairs["rejected_ids"].tolist() == [[UNKNOWN, A, BEGIN, A, C, END]]
+    assert pairs["chosen"][0].endswith("a: b")
+    with pytest.raises(DataError, match="need a tokenizer with a chat template"):
+        tokenise_preferences(frame, word_tokenizer())
+
+
+def test_content_in_parts_is_joined_and_a_call_of_a_tool_has_none():
+    template = CHAT_TEMPLATE.replace("m['content']", "(m['content'] or 'd')")
+    prompt = [{"role": "user", "content": [{"type": "text", "text": "a"}]}, {"role": "a", "tool_calls": ["x"]}]
+    row = {"prompt": prompt, "chosen": [{"role": "a", "content": "b"}], "rejected": [{"role": "a", "content": "c"}]}
+    frame = check_preferences(pd.DataFrame([row]), *NAMES)
+    (pair,) = tokenise_preferences(frame, word_tokenizer(chat_template=template)).to_dict("records")
+    assert pair["chosen_ids"] == [UNKNOWN, A, BEGIN, A, D, BEGIN, A, B, END]
+    assert pair["prompt"] == "user: a\na: "
+
+
+def test_an_answer_goes_on_with_the_assistants_message_that_ends_the_prompt():
+    """As PPO's prompt does: the policy continues that message, and opens no other."""
+    user, begun = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b "}
+    good, bad = ([{"role": "assistant", "content": text}] for text in "cd")
+    frame = check_preferences(pd.DataFrame([{"prompt": [user, begun], "chosen": good, "rejected": bad}]), *NAMES)
+    (pair,) = tokenise_preferences(frame, word_tokenizer(chat_template=CHAT_TEMPLATE)).to_dict("records")
+    assert pair["chosen_ids"] == [UNKNOWN, A, BEGIN, A, B, C, END]
+    assert pair["rejected_ids"] == [UNKNOWN, A, BEGIN, A, B, D, END]
+
+
+@pytest.mark.parametrize("tail", ["", " d"], ids=["no tail", "a tail"])
+@pytest.mark.parametrize("closes", ["<s>", "</s>", "<|end|>"])
+def test_chats_end_as_responses_do_that_are_scored(closes, tail):
+    """Whatever closes a turn: the end of text, a named special token, or one that is only marked as special."""
+    template = (
+        "{% for m in messages %}{{ m['role'][0] + ' ' + m['content'] + ' CLOSES' }}TAIL{{ ' ' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'a ' }}{% endif %}"
+    )
+    tokenizer = word_tokenizer(chat_template=template.replace("CLOSES", closes).replace("TAIL", tail))
+    tokenizer.add_tokens([AddedToken("<|end|>", special=True)])
+    question, answer = [{"role": "user", "content": "a"}], [{"role": "a", "content": "b"}]
+    frame = check_preferences(pd.DataFrame([{"prompt": question, "chosen": answer, "rejected": answer}]), *NAMES)
+    (trained,) = tokenise_preferences(frame, tokenizer)["chosen_ids"]
+    prompt = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
+    batch = ResponseBatch(
+        prompts=[prompt],
+        completions=["b"],
+        columns={},
+        prompt_ids=[tokenizer(prompt, add_special_tokens=False)["input_ids"]],
+        response_ids=[[B, tokenizer.convert_tokens_to_ids(closes)]],
+        terminated=[True],
+    )
+    (scored,) = ModelScorer(tiny_model(), tokenizer, tokenizer)._token_sequences(batch)
+    assert list(trained) == scored
+    assert scored[-2:] == [B, END]
+
+
+@pytest.mark.parametrize(
+    ("frame", "message"),
+    [
+        ({"chosen": ["a"]}, "`rejected`.*reward_modelling.rejected_column"),
+        ({"chosen": ["a", ""], "rejected": ["b", "c"]}, "row 1, column `chosen`"),
+        ({"chosen": ["a"], "rejected": [None]}, "row 0, column `rejected`"),
+        ({"prompt": [3], "chosen": ["a"], "rejected": ["b"]}, "row 0, column `prompt`"),
+        (
+            {"chosen": [CHAT, [CHAT[0], {"role": "a", "content": 3}]], "rejected": [CHAT, CHAT]},
+            "row 1, column `chosen`: message 1 .*3",
+        ),
+        ({"prompt": ["a"], "chosen": [CHAT], "rejected": [CHAT]}, "row 0.*reward_modelling.prompt_column"),
+        ({"prompt": [CHAT], "chosen": ["a"], "rejected": [CHAT]}, "row 0 has both"),
+    ],
+)
+def test_a_table_that_holds_no_preferences_is_refused(frame, message):
+    with pytest.raises(DataError, match=message):
+        check_preferences(pd.DataFrame(frame), *NAMES)

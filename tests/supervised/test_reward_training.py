@@ -1,0 +1,168 @@
+"""Reward modelling through TRL: a rule that can be learnt, what comes back, and when the run stops."""
+
+import logging
+import random
+
+import pandas as pd
+import pytest
+import torch
+
+from ppo_rlhf.core.errors import TrainingError
+from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.models.reward_model import CausalLMRewardModel
+from ppo_rlhf.supervised import reward_training
+from ppo_rlhf.supervised.preferences import tokenise_preferences
+from ppo_rlhf.supervised.reward_training import (
+    RewardModellingConfig,
+    normalise_scores,
+    pair_accuracy,
+    split_pairs,
+    train_reward_model,
+)
+from tests.tiny_models import KINDS, save, tiny_model, word_tokenizer
+
+
+def config(**settings) -> RewardModellingConfig:
+    defaults = {
+        "num_train_epochs": 6,
+        "learning_rate": 0.01,
+        "per_device_train_batch_size": 16,
+        "logging_steps": 1,
+        "held_out_share": 0.25,
+        "device": "cpu",
+    }
+    return RewardModellingConfig(**{**defaults, **settings})
+
+
+def pairs(count: int = 128, seed: int = 0, prompts: bool = True) -> pd.DataFrame:
+    """The chosen text has more of the words a, b, c than the rejected one."""
+    generator = random.Random(seed)
+    rows = []
+    for row in range(count):
+        good = generator.choices("abc", k=4) + generator.choices("defgh", k=1)
+        bad = generator.choices("abc", k=1) + generator.choices("defgh", k=4)
+        generator.shuffle(good), generator.shuffle(bad)
+        prompt = {"prompt": f"{'ijkl'[row % 4]} {'mnop'[row // 4 % 4]} "} if prompts else {}
+        rows.append({**prompt, "chosen": " ".join(good), "rejected": " ".join(bad)})
+    return tokenise_preferences(pd.DataFrame(rows), word_tokenizer())
+
+
+@pytest.fixture(scope="module")
+def policies(tmp_path_factory) -> dict[str, PretrainedHandle]:
+    folder = tmp_path_factory.mktemp("policies")
+    return {
+        kind: PretrainedHandle(save(folder / kind, tiny_model(kind), word_tokenizer(pad_token=None))) for kind in KINDS
+    }
+
+
+@pytest.fixture(scope="module")
+def two_epochs(policies):
+    return train_reward_model(policies["llama"], pairs(), config(num_train_epochs=2))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_simple_rule_is_learnt_by_every_architecture(policies, kind):
+    trained, history = train_reward_model(policies[kind], pairs(), config())
+    assert isinstance(trained.model, CausalLMRewardModel)
+    assert history[0]["reward_model/loss"] == pytest.approx(0.69, abs=0.35)  # log 2 before anything is learnt
+    assert history[-1]["reward_model/eval_accuracy"] >= 0.9
+
+
+def test_metrics_come_by_optimiser_step_and_once_an_epoch(two_epochs):
+    _, history = two_epochs
+    steps = [entry["step"] for entry in history]
+    assert steps == list(range(1, 13))  # 96 pairs of 12 prompts, 16 a step
+    assert [e["step"] for e in history if "reward_model/eval_accuracy" in e] == [6, 12]
+    assert {key for e in history for key in e} == {
+        *("step", "reward_model/loss", "reward_model/learning_rate", "reward_model/eval_accuracy")
+    }
+
+
+def test_the_last_accuracy_is_that_of_the_saved_model_over_all_held_out_pairs(two_epochs, tmp_path):
+    trained, history = two_epochs
+    model = PretrainedHandle(save(tmp_path / "reward", trained.model, trained.tokenizer)).reward_model()
+    _, held_out = split_pairs(pairs(), config())
+    right = [
+        float(model(torch.tensor([chosen])).logits > model(torch.tensor([rejected])).logits)
+        for chosen, rejected in zip(held_out["chosen_ids"], held_out["rejected_ids"], strict=True)
+    ]
+    assert history[-1]["reward_model/eval_accuracy"] == pytest.approx(sum(right) / len(right))
+    assert model.config.held_out_accuracy == history[-1]["reward_model/eval_accuracy"]
+
+
+def test_scores_of_the_training_responses_have_mean_zero_and_deviation_one(two_epochs, policies):
+    trained, _ = two_epochs
+    plain, _ = train_reward_model(policies["llama"], pairs(), config(num_train_epochs=2, normalise=False))
+    rows, _ = split_pairs(pairs(), config())
+    sequences = [*rows["chosen_ids"], *rows["rejected_ids"]]
+    with torch.no_grad():
+        scores, raw = (
+            torch.cat([model(torch.tensor([ids])).logits[:, 0] for ids in sequences])
+            for model in (trained.model, plain.model)
+        )
+    assert float(scores.mean()) == pytest.approx(0.0, abs=1e-4)
+    assert float(scores.std()) == pytest.approx(1.0, abs=1e-4)
+    torch.testing.assert_close(scores, (raw - raw.mean()) / raw.std(), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_all_scores_are_computed_there_and_the_model_comes_back(policies, monkeypatch):
+    score, devices = reward_training.score_sequences, set()
+
+    def watched(model, *rest):
+        devices.add(model.device.type)
+        return score(model, *rest)
+
+    monkeypatch.setattr(reward_training, "score_sequences", watched)
+    trained, _ = train_reward_model(policies["llama"], pairs(), config(device="cuda"))
+    assert devices == {"cuda"}
+    assert trained.model.device.type == "cpu"
+
+
+def test_an_accuracy_below_the_minimum_stops_the_run(policies):
+    mislabelled = pairs().rename(columns={"chosen_ids": "rejected_ids", "rejected_ids": "chosen_ids"})
+    frame = pd.concat([pairs(64), mislabelled.tail(64)], ignore_index=True)  # half of the labels are wrong
+    with pytest.raises(TrainingError, match=r"minimum_accuracy=0\.99"):
+        train_reward_model(policies["llama"], frame, config(num_train_epochs=1, minimum_accuracy=0.99))
+
+
+def test_a_low_accuracy_is_warned_of_and_pairs_longer_than_the_context_are_left_out(policies, caplog):
+    coin = pairs(128)
+    swap = coin.index % 2 == 0
+    columns = ["chosen_ids", "rejected_ids"]
+    coin.loc[swap, columns] = coin.loc[swap, columns[::-1]].to_numpy()
+    coin.at[0, "chosen_ids"] = list(range(4, 20)) * 3
+    with caplog.at_level(logging.WARNING, logger="ppo_rlhf"):
+        train_reward_model(policies["llama"], coin, config(num_train_epochs=1, minimum_accuracy=0.0))
+    assert "1 of 128 pairs are longer than 32 tokens and left out" in caplog.text
+    assert "Below 65 % PPO tends to learn its errors" in caplog.text
+
+
+def test_all_pairs_of_a_prompt_go_to_one_side():
+    trained, held_out = split_pairs(pairs(128), config())
+    assert set(trained["prompt"]).isdisjoint(held_out["prompt"])
+    assert (trained["prompt"].nunique(), held_out["prompt"].nunique()) == (12, 4)
+    assert len(trained) + len(held_out) == 128
+
+
+@pytest.mark.parametrize("chats", [False, True], ids=["texts", "chats that are not written out yet"])
+def test_copies_of_a_pair_without_a_prompt_go_to_one_side_and_are_held_out_once(chats):
+    sides = {"chosen": [f"good {row % 20}" for row in range(60)], "rejected": [f"bad {row % 10}" for row in range(60)]}
+    if chats:
+        sides = {side: [[{"role": "user", "content": text}] for text in texts] for side, texts in sides.items()}
+    trained, held_out = split_pairs(pd.DataFrame({"prompt": "", **sides}), config())
+    trained, held_out = (part["chosen"].map(str).tolist() for part in (trained, held_out))
+    assert set(trained).isdisjoint(held_out)
+    assert (len(trained), len(held_out), len(set(held_out))) == (45, 5, 5)
+
+
+def test_the_accuracy_counts_ties_half():
+    assert pair_accuracy(torch.tensor([1.0, 2.0, 3.0, 0.0]), torch.tensor([0.0, 2.0, 4.0, 5.0])) == 0.375
+
+
+def test_equal_scores_cannot_be_normalised():
+    model = CausalLMRewardModel.from_causal_lm(tiny_model())
+    with pytest.raises(TrainingError, match=r"deviation 0\.0"):
+        normalise_scores(model, torch.ones(4))
+    with pytest.raises(TrainingError, match="deviation nan"):
+        normalise_scores(model, torch.tensor([1.0, float("nan")]))

@@ -1,0 +1,225 @@
+"""The plan of a run's memory: exact where it can be counted, else within 35 % of a measured peak."""
+
+from __future__ import annotations
+
+import multiprocessing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModel, LlamaConfig
+
+from ppo_rlhf import memory
+from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.core.errors import ConfigError
+from ppo_rlhf.memory import MemoryPlan, RunShape, available_memory, plan_memory, suggestions
+from ppo_rlhf.models.reward_model import CausalLMRewardConfig
+from tests.ppo_runs import build_prompts, build_run
+
+LLAMA = LlamaConfig(
+    vocab_size=23,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    max_position_embeddings=64,
+    bos_token_id=None,
+    eos_token_id=2,
+)
+WIDE = LlamaConfig(**{**LLAMA.to_dict(), "hidden_size": 256, "intermediate_size": 512})
+REWARD_MODEL = CausalLMRewardConfig(text_config=LLAMA)
+SETTINGS: dict[str, Any] = {"per_device_train_batch_size": 8, "response_length": 8}
+MOMENTS = "optimisers: two moments of each trained weight"
+
+
+def plan(shape: RunShape | None = None, **settings: Any) -> MemoryPlan:
+    return plan_memory(PPOConfig(**{**SETTINGS, **settings}), shape or RunShape(LLAMA, 6))
+
+
+def passing(planned: MemoryPlan, phase: str) -> int:
+    return planned.phases[phase] - sum(planned.held.values())
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"dtype": "float64"},
+        {"value_model": "shared"},
+        {"use_peft": True, "dtype": "bfloat16"},
+        {"use_peft": True, "value_model": "shared", "lora_r": 3},
+    ],
+    ids=str,
+)
+def test_weights_and_moments_are_those_of_a_run_to_the_byte(make_run, settings: dict[str, Any]):
+    run = make_run("llama", **{"dtype": "float32", **settings})
+    models = (run.state.policy, run.reference, run.state.critic)
+    planned = plan(**settings)
+    unique = {p.untyped_storage().data_ptr(): p.nbytes for model in models for p in model.parameters()}
+    buffers = sum(planned.held.values()) - planned.held[MOMENTS] - sum(unique.values())
+    assert 0 <= buffers < 200 * len(models)
+    run.iteration()
+    optimizers = {id(o): o for o in (run.state.policy_optimizer, run.state.critic_optimizer) if o is not None}
+    moments = [state for optimizer in optimizers.values() for state in optimizer.state.values()]
+    assert planned.held[MOMENTS] == sum(m[name].nbytes for m in moments for name in ("exp_avg", "exp_avg_sq"))
+    trained = {p.untyped_storage().data_ptr(): p.nbytes for o in optimizers.values() for p in parameters_of(o)}
+    assert planned.checkpoint == planned.held[MOMENTS] + sum(trained.values())
+
+
+def test_the_numbers_of_a_tiny_model_are_those_worked_out_by_hand():
+    """Rows of 14 tokens, 8 at a time; a token keeps the input and output of each linear layer, 1.5-fold."""
+    layer = (16 + 16) + 2 * (16 + 8) + (16 + 16) + 2 * (16 + 24) + (24 + 16)
+    one_layer, kept = int(1.5 * layer * 4), int(1.5 * 2 * layer * 4)
+    logits, cache = 8 * 8 * 23 * 4, 8 * 14 * (2 * 2 * 1 * 8) * 4
+    gradients = plan().held[MOMENTS] // 2
+    assert passing(plan(), "update") == gradients + 8 * 14 * kept + 2 * logits
+    assert passing(plan(entropy_coef=0.01), "update") == gradients + 8 * 14 * kept + 3 * logits
+    checkpointed = gradients + 8 * 14 * (2 * 16 * 4 + one_layer) + 2 * logits
+    assert passing(plan(gradient_checkpointing=True), "update") == checkpointed
+    assert passing(plan(), "scoring") == 8 * 14 * one_layer
+    assert passing(plan(), "rollout") == cache + 8 * 6 * one_layer
+    two = plan(replace(RunShape(LLAMA, 6), processes=2))
+    assert passing(two, "update") - passing(plan(), "update") == gradients
+
+
+def test_logits_beyond_what_is_held_at_a_time_do_not_count(monkeypatch: pytest.MonkeyPatch):
+    before = passing(plan(), "update")
+    monkeypatch.setattr(memory, "LOGITS_HELD", 100)
+    assert before - passing(plan(), "update") == 2 * (8 * 8 * 23 - 100) * 4
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [(None, 8), (1000, 8), (28, 2), (27, 1), (5, 1)])
+def test_rows_of_a_micro_batch_follow_the_token_budget(tokens: int | None, rows: int):
+    assert memory.micro_batch_rows(PPOConfig(**SETTINGS, max_tokens_per_micro_batch=tokens), 6) == rows
+
+
+def test_offloaded_models_count_on_the_host_and_while_they_score():
+    shape = RunShape(LLAMA, 6, REWARD_MODEL, on_cpu=False)
+    near, far = (plan(shape, offload_reference_policy=waits, offload_reward_model=waits) for waits in (False, True))
+    moved = {name: near.held[f"{name}: weights"] for name in ("reference policy", "reward model")}
+    assert sum(near.held.values()) - sum(far.held.values()) == far.on_host == sum(moved.values())
+    assert passing(far, "scoring") == passing(near, "scoring") + max(moved.values())  # one at a time
+
+
+def test_a_moving_average_an_evaluation_and_casts_to_16_bits_count():
+    averaged = plan(ema_decay=0.9, value_model="shared").held
+    assert 0 < averaged[MOMENTS] // 2 - averaged["policy: moving average"] <= 17 * 4  # the value head has no average
+    assert "evaluation" not in plan().phases
+    evaluated = plan(RunShape(LLAMA, 6, evaluation_rows=64))
+    assert passing(evaluated, "evaluation") == 8 * passing(evaluated, "scoring")
+    weights = plan().held["policy: weights"] // 4
+    full, cast = (passing(plan(dtype=dtype), "rollout") for dtype in ("float32", "bfloat16"))
+    assert full // 2 + 1.9 * weights < cast < full // 2 + 2 * weights
+
+
+@pytest.mark.parametrize("settings", [{}, {"use_peft": True}], ids=str)
+def test_a_stored_critic_counts_as_large_as_the_policy(settings):
+    separate, pretrained = (plan(value_model=name, **settings).held for name in ("separate", "pretrained"))
+    with torch.device("meta"):
+        backbone = sum(parameter.nbytes for parameter in AutoModel.from_config(LLAMA).parameters())
+    more = pretrained["critic: weights"] - separate["critic: weights"]
+    assert more == (pytest.approx(backbone, rel=0.01) if settings else 0)  # with LoRA `separate` shares the policy's
+    assert pretrained[MOMENTS] == separate[MOMENTS]
+
+
+def test_4_bit_weights_count_with_their_scales_and_one_layer_unpacked():
+    """Worked by hand: a block has queries and output of two heads, 8 wide, keys and values of one, and an MLP."""
+    settings = {"use_peft": True, "dtype": "bfloat16"}
+    whole, packed = (plan(RunShape(WIDE, 6), **settings, load_in_4bit=four) for four in (False, True))
+    matrices = [16 * 256, 8 * 256, 8 * 256, 16 * 256, *[256 * 512] * 3]
+    saved = sum(2 * n - (n // 2 + n // 64 + 4 * -(-n // 64 // 256)) for n in matrices)
+    found = whole.held["policy: weights"] - packed.held["policy: weights"]
+    assert found == 2 * saved
+    assert passing(packed, "update") - passing(whole, "update") == 256 * 512 * 2
+    assert (whole.trained, whole.exported) == (packed.trained, packed.exported)
+
+
+def test_8_bit_moments_and_4_bit_weights_are_suggested_last():
+    found = list(suggestions(PPOConfig(**SETTINGS), RunShape(WIDE, 6)))
+    assert [each.changes.get("load_in_4bit", each.changes.get("optim")) for each in found[-2:]] == ["adamw_8bit", True]
+
+
+def test_a_critic_from_a_reward_model_needs_one():
+    with pytest.raises(ConfigError, match="value_model=reward_init"):
+        plan(value_model="reward_init")
+
+
+def test_changes_that_lower_the_peak_are_suggested_alone_and_the_cheapest_first():
+    config, shape = PPOConfig(**{**SETTINGS, "per_device_train_batch_size": 16}), RunShape(WIDE, 6, on_cpu=False)
+    found = list(suggestions(config, shape))
+    assert found[0].changes == {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}
+    settings = [next(iter(each.changes)) for each in found]
+    assert settings.index("offload_reference_policy") < settings.index("value_model") < settings.index("use_peft")
+    for each in found:
+        assert each.needed == plan_memory(replace(config, **each.changes), shape).needed
+        assert each.needed < plan_memory(config, shape).needed
+
+
+def test_nothing_that_the_settings_or_the_device_exclude_is_suggested():
+    config = PPOConfig(**SETTINGS, value_model="reward_init", offload_reward_model=True)
+    shape = RunShape(WIDE, 6, CausalLMRewardConfig(text_config=WIDE), on_cpu=False)
+    assert not any("use_peft" in each.changes for each in suggestions(config, shape))
+    assert not any(
+        each.changes.get("offload_reference_policy") for each in suggestions(PPOConfig(**SETTINGS), RunShape(WIDE, 6))
+    )
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, 1000),
+        ({"memory.max": "max\n", "memory.current": "700\n"}, 1000),
+        ({"memory.max": "900\n", "memory.current": "700\n"}, 200),
+    ],
+    ids=str,
+)
+def test_a_containers_limit_counts(files: dict[str, str], expected: int, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: type("Memory", (), {"available": 1000}))
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert available_memory(torch.device("cpu"), tmp_path) == (expected, expected)
+
+
+# Against a measured peak.
+
+
+def resident(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+
+
+def measure(model: dict[str, Any], settings: dict[str, Any], result: Any) -> None:
+    """Put planned and measured bytes of a run into `result`; growth is counted from behind a small first run."""
+    fixed = {"total_episodes": 64, "stop_token": "none", "missing_eos_penalty": None, "dtype": "float32"}
+    settings = {**fixed, "num_mini_batches": 2, "num_ppo_epochs": 1, "gradient_accumulation_steps": 1, **settings}
+    prompts = build_prompts((32,) * 8)
+    build_run("llama", prompts=prompts, **{**settings, "per_device_train_batch_size": 2}).iteration()
+    before = resident("VmRSS")
+    run = build_run("llama", model=model, prompts=prompts, **settings)
+    run.iteration()  # the second minibatch meets the moments of the first
+    measured = resident("VmHWM") - before
+    planned = plan_memory(run.config, RunShape(run.reference.config, 32))
+    result.put((planned.needed, measured))
+
+
+@pytest.mark.slow
+def test_the_plan_is_within_35_percent_of_a_measured_peak(monkeypatch: pytest.MonkeyPatch):
+    """glibc gives freed blocks back only with this setting; without it the measured peak says more about glibc."""
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(2**20))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    model = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 2, "vocab_size": 8192}
+    settings = {"per_device_train_batch_size": 32, "response_length": 8, "local_rollout_forward_batch_size": 32}
+    context = multiprocessing.get_context("spawn")
+    result = context.Queue()
+    process = context.Process(target=measure, args=(model, settings, result))
+    process.start()
+    planned, measured = result.get(timeout=120)
+    process.join()
+    assert planned == pytest.approx(measured, rel=0.35)

@@ -1,0 +1,112 @@
+"""A folder of checkpoints belongs to one run: its settings, models, reward and prompts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ppo_rlhf.core.errors import ConfigError
+from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.models.reward_model import CausalLMRewardModel
+from ppo_rlhf.training import PPOTrainer
+from tests.tiny_models import save, tiny_model, word_tokenizer
+from tests.trainer.test_trainer import GOOD_STEP, PROMPTS, assert_same_bits, config, early_letters, weights
+
+
+def late_letters(completions: list[str]) -> list[float]:
+    return [sum(c > "k" for c in text.split()) for text in completions]
+
+
+def trainer_of(policy: Any = None, **given: Any) -> PPOTrainer:
+    given = {"reward": early_letters, "prompts": PROMPTS, **given}
+    return PPOTrainer(config(save_interval=1), policy or tiny_model(), None, word_tokenizer(), **given)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Checkpoints of a run's iterations 2 and 3, its last."""
+    trainer_of().train(output_dir=tmp_path / "run")
+    return tmp_path / "run"
+
+
+def test_a_new_run_is_not_written_among_the_checkpoints_of_another(folder: Path):
+    before = sorted(folder.rglob("*"))
+    for trainer in (trainer_of(), trainer_of(reward=late_letters)):
+        with pytest.raises(ConfigError, match=rf"^{folder} holds another run, up to iteration 3: .*another folder$"):
+            trainer.train(output_dir=folder)
+        assert trainer.state.iteration == 0
+        trainer.step(**GOOD_STEP)
+        with pytest.raises(ConfigError, match="holds another run"):
+            trainer.save_checkpoint(folder)
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_a_run_goes_on_in_its_own_folder(folder: Path, tmp_path: Path):
+    """Also after it was loaded from there by hand, and with steps of one's own."""
+    resumed, stepped = trainer_of(), trainer_of()
+    resumed.load_checkpoint(folder / "iteration_000002")
+    resumed.train(output_dir=folder)
+    stepped.step(**GOOD_STEP)
+    stepped.save_checkpoint(tmp_path / "steps")
+    stepped.step(**GOOD_STEP)
+    stepped.save_checkpoint(tmp_path / "steps")
+    stepped.train(output_dir=tmp_path / "steps")
+    assert resumed.state.iteration == stepped.state.iteration == 3
+
+
+REWARD_MODEL = CausalLMRewardModel.from_causal_lm(tiny_model(seed=5))
+OTHERS: list[tuple[str, dict[str, Any]]] = [
+    ("reward", {"reward": late_letters}),
+    ("reward", {"reward": REWARD_MODEL}),
+    ("prompts", {"prompts": [*PROMPTS[:-1], "p"]}),
+    ("prompts", {"prompts": {"prompt": PROMPTS, "answer": list("abcdefg")}}),
+    ("value_model", {"value_model": tiny_model(seed=3)}),
+    ("policy", {"policy": tiny_model(seed=3)}),
+]
+
+
+@pytest.mark.parametrize(("named", "given"), OTHERS)
+def test_a_run_does_not_go_on_with_other_prompts_models_or_another_reward(folder: Path, named: str, given: Any):
+    trainer = trainer_of(**given)
+    with pytest.raises(ConfigError, match=rf"(?m)^{named}: not what the run of \S+_000003 began with"):
+        trainer.train(resume_from_checkpoint=True, output_dir=folder)
+    assert trainer.state.iteration == 0
+
+
+def test_a_run_goes_on_with_a_reward_function_that_was_mended(folder: Path, caplog: pytest.LogCaptureFixture):
+    def early_letters(prompts: list[str], completions: list[str]) -> list[float]:
+        return [0.5] * len(completions)
+
+    trainer = trainer_of(reward=early_letters)
+    with caplog.at_level("WARNING", "ppo_rlhf"):
+        trainer.train(resume_from_checkpoint=True, output_dir=folder)
+    assert "The reward's functions were changed since" in caplog.text
+    assert trainer.state.iteration == 3
+
+
+def test_a_reward_model_is_known_by_its_weights(tmp_path: Path):
+    """The same one may come as an object or as a path; another one of the same form is not taken."""
+    path = save(tmp_path / "reward", REWARD_MODEL)
+    trainer_of(reward=REWARD_MODEL).train(output_dir=tmp_path / "run")
+    given = CausalLMRewardModel.from_pretrained(path), PretrainedHandle(path).tokenizer()
+    for reward in (path, given):
+        again = trainer_of(reward=reward)
+        again.train(resume_from_checkpoint=tmp_path / "run" / "iteration_000002")
+        assert len(again.history) == 3
+    other = trainer_of(reward=CausalLMRewardModel.from_causal_lm(tiny_model(seed=6)))
+    with pytest.raises(ConfigError, match="reward: not what the run"):
+        other.train(resume_from_checkpoint=True, output_dir=tmp_path / "run")
+
+
+def test_a_trainer_without_reward_and_prompts_loads_the_checkpoint_of_one_with_them(folder: Path):
+    trainer = PPOTrainer(config(save_interval=1), tiny_model(), None, word_tokenizer())
+    trainer.load_checkpoint(folder / "iteration_000003")
+    with pytest.raises(ConfigError, match="reference_policy: not what the run"):
+        PPOTrainer(config(), tiny_model(), tiny_model(seed=1), word_tokenizer()).load_checkpoint(
+            folder / "iteration_000003"
+        )
+    whole = trainer_of()
+    whole.train()
+    assert_same_bits(weights(trainer.policy), weights(whole.policy))

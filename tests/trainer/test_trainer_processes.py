@@ -1,0 +1,38 @@
+"""On several processes PPOTrainer shares the work of one batch, so every process must give it the same arguments."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.launch import launch
+from tests.trainer.trainer_process_case import REFUSED
+
+
+@pytest.fixture(scope="module")
+def by_rank(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("trainer")
+    launch("tests.trainer.trainer_process_case", str(folder / "results.json"), processes=2, folder=folder)
+    found: list[dict[str, Any]] = json.loads((folder / "results.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_arguments_that_differ_between_the_processes_are_refused_in_each_by_name(by_rank, name):
+    call, what = name.split(": ")
+    for found in by_rank:
+        assert found[name].startswith(f"{call}: the processes give different ")
+        assert what in found[name].partition(".")[0]
+        assert "Each gives the same arguments, and the trainer shares the work" in found[name]
+        assert "\n" not in found[name]
+
+
+def test_a_length_that_is_drawn_is_the_main_processs_and_the_first_kl_is_zero(by_rank):
+    assert [found["lengths"] for found in by_rank] == [2, 2]
+    assert [found["first KL"] for found in by_rank] == [pytest.approx(0.0, abs=1e-6)] * 2
+
+
+def test_a_reward_function_is_called_on_the_main_process(by_rank):
+    assert [found["scores"] for found in by_rank] == [[0.0] * 3] * 2

@@ -1,0 +1,179 @@
+"""What a script sees while PPOTrainer trains, and what is on disk when it ends by an exception."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ppo_rlhf.core.errors import CheckpointError, RewardError
+from ppo_rlhf.ppo import update
+from ppo_rlhf.training import PPOTrainer
+from tests.tiny_models import save, tiny_model
+from tests.trainer.test_trainer import (
+    GOOD_STEP,
+    assert_same_bits,
+    config,
+    early_letters,
+    repeatable,
+    trainer_of,
+    weights,
+)
+
+
+@pytest.fixture
+def sft(tmp_path: Path) -> str:
+    return save(tmp_path / "sft", tiny_model())
+
+
+def forget_logging(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a script in which nobody has set up logging; pytest and Kedro have."""
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    assert not logging.getLogger("ppo_rlhf.trainer.trainer").hasHandlers()
+
+
+def test_a_script_without_logging_sees_each_iteration(sft: str, capsys: pytest.CaptureFixture[str], monkeypatch):
+    forget_logging(monkeypatch)
+    trainer_of(sft).train()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(",")[0] for line in lines[:3]] == [f"Iteration {i}/3" for i in (1, 2, 3)]
+    assert "score" in lines[0]
+    assert lines[3].startswith("3 iterations of the policy")
+
+
+def test_log_stats_is_seen_without_logging(sft: str, capsys: pytest.CaptureFixture[str], monkeypatch):
+    forget_logging(monkeypatch)
+    trainer = PPOTrainer(config(), sft)
+    trainer.log_stats(trainer.step(**GOOD_STEP), {"query": ["a"], "response": ["b c"]}, [1.0])
+    assert capsys.readouterr().out.endswith("mean reward 1; 'a' -> 'b c'\n")
+
+
+class Terminal(StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_on_a_terminal_there_is_a_bar_with_the_time_left(sft: str, monkeypatch: pytest.MonkeyPatch):
+    forget_logging(monkeypatch)
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    trainer_of(sft).train()
+    assert "| 3/3 [" in sys.stderr.getvalue()  # type: ignore[attr-defined]
+    assert "<" in sys.stderr.getvalue()  # type: ignore[attr-defined]
+
+
+def test_with_logging_set_up_the_log_has_the_lines_and_nothing_is_printed(
+    sft: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(logging.getLogger(), "handlers", [caplog.handler])
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    with caplog.at_level(logging.INFO, "ppo_rlhf"):
+        trainer_of(sft).train()
+    assert len([record for record in caplog.records if record.message.startswith("Iteration ")]) == 3
+    assert (capsys.readouterr().out, sys.stderr.getvalue()) == ("", "")  # type: ignore[attr-defined]
+
+
+def failing(calls: int, error: BaseException) -> Any:
+    """The reward of the other tests, which raises once it was called so often."""
+    left = [calls]
+
+    def reward(prompts: list[str], completions: list[str]) -> list[float]:
+        left[0] -= 1
+        if left[0] < 0:
+            raise error
+        return early_letters(prompts, completions)
+
+    reward.__name__ = "early_letters"  # names its metric
+    return reward
+
+
+def saved(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.name != "run.lock") if folder.exists() else []
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("x"), KeyboardInterrupt()], ids=["error", "Ctrl-C"])
+def test_an_exception_saves_the_last_whole_iteration_and_training_goes_on_from_it(
+    sft: str, tmp_path: Path, error: BaseException
+):
+    """With the default save_interval nothing would be on disk. The reward is called once before the run."""
+    with pytest.raises((RewardError, KeyboardInterrupt)):
+        trainer_of(sft, reward=failing(1 + 2, error)).train(output_dir=tmp_path / "run")
+    assert saved(tmp_path / "run") == ["iteration_000002"]
+    whole, again = trainer_of(sft), trainer_of(sft)
+    whole.train()
+    again.train(resume_from_checkpoint=True, output_dir=tmp_path / "run")
+    assert repeatable(again.history) == repeatable(whole.history)
+    assert_same_bits(weights(again.policy), weights(whole.policy))
+    assert_same_bits(weights(again.state.critic), weights(whole.state.critic))
+
+
+def test_nothing_is_saved_without_a_directory_or_a_whole_iteration(sft: str, tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    before = saved(tmp_path)
+    with pytest.raises(RewardError):
+        trainer_of(sft, reward=failing(1 + 2, ZeroDivisionError())).train()
+    assert saved(tmp_path) == before
+    with pytest.raises(RewardError):
+        trainer_of(sft, reward=failing(1, ZeroDivisionError())).train(output_dir=tmp_path / "run")
+    assert saved(tmp_path / "run") == []
+
+
+def raising_at(call: int, function: Any) -> Any:
+    calls = []
+
+    def wrapped(*arguments: Any) -> Any:
+        calls.append(1)
+        if len(calls) == call:
+            raise torch.OutOfMemoryError("no memory")
+        return function(*arguments)
+
+    return wrapped
+
+
+STEPS = 4  # of an iteration: 2 epochs of 2 minibatches
+
+
+def test_an_update_that_took_no_step_yet_is_no_loss(sft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(update, "compute_gradients", raising_at(STEPS + 1, update.compute_gradients))
+    with pytest.raises(torch.OutOfMemoryError):
+        trainer_of(sft).train(output_dir=tmp_path / "run")
+    assert saved(tmp_path / "run") == ["iteration_000001"]
+
+
+def test_a_half_done_update_is_not_saved_and_a_line_says_so(
+    sft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(update, "compute_gradients", raising_at(2 * STEPS + 2, update.compute_gradients))
+    trainer = trainer_of(sft, config(save_interval=1))
+    with pytest.raises(torch.OutOfMemoryError):
+        trainer.train(output_dir=tmp_path / "run")
+    assert saved(tmp_path / "run") == ["iteration_000001", "iteration_000002"]
+    monkeypatch.setattr(update, "compute_gradients", raising_at(STEPS + 2, update.compute_gradients))
+    with pytest.raises(torch.OutOfMemoryError):
+        trainer_of(sft).train(output_dir=tmp_path / "other")
+    assert saved(tmp_path / "other") == []
+    assert "iteration 2 was half-way through its update" in caplog.records[-1].message
+
+
+def test_a_checkpoint_that_cannot_be_written_does_not_hide_the_exception(
+    sft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def full(*_: Any) -> None:
+        raise CheckpointError("the disk is full")
+
+    monkeypatch.setattr("ppo_rlhf.trainer.progress.write_checkpoint", full)
+    with pytest.raises(RewardError, match="ZeroDivisionError"):
+        trainer_of(sft, reward=failing(1 + 2, ZeroDivisionError())).train(output_dir=tmp_path / "run")
+    assert "the disk is full" in caplog.records[-1].message
+
+
+def test_only_the_main_process_saves(sft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for module in ("trainer", "progress"):
+        monkeypatch.setattr(f"ppo_rlhf.trainer.{module}.is_main_process", lambda: False)
+    with pytest.raises(RewardError):
+        trainer_of(sft, reward=failing(1 + 2, ZeroDivisionError())).train(output_dir=tmp_path / "run")
+    assert saved(tmp_path / "run") == []
