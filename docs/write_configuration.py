@@ -17,10 +17,10 @@ from annotated_types import Ge, Gt, Le, Lt
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.advice import LARGE, LORA_FACTOR, Typical
 from ppo_rlhf.data.prompts import PromptsConfig
-from ppo_rlhf.pipelines.reporting.charts import ExpectedCurve
-from ppo_rlhf.pipelines.reporting.nodes import ReportingConfig
 from ppo_rlhf.evaluation.best_of_n import BestOfNConfig
 from ppo_rlhf.evaluation.policy import EvaluationConfig
+from ppo_rlhf.pipelines.reporting.charts import ExpectedCurve
+from ppo_rlhf.pipelines.reporting.nodes import ReportingConfig
 from ppo_rlhf.rewards.scorers import RewardComponentConfig, RewardConfig
 from ppo_rlhf.studies.critic_pretraining import CriticPretrainingConfig
 from ppo_rlhf.studies.kl_study import KLStudyConfig

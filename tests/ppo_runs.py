@@ -96,6 +96,13 @@ def first_letters(batch: ResponseBatch) -> Tensor:
     return torch.tensor(shares, dtype=torch.float64)
 
 
+def learn_from(state: TrainingState, experience: Experience) -> dict[str, float]:
+    """Complete an iteration from its experience on, as `loop.learn` does, and return its metrics."""
+    metrics = loop.iteration_metrics(state, experience, loop.optimise_policy(state, experience))
+    state.advance(experience.scores.total, metrics)
+    return metrics
+
+
 @dataclass
 class Run:
     """A run of PPO and what its nodes are called with."""
@@ -116,7 +123,7 @@ class Run:
         return rollouts, scores, shaped, loop.estimate_advantages(rollouts, scores, shaped, self.config)
 
     def iteration(self) -> dict[str, float]:
-        return loop.optimise_policy(self.state, self.before_update()[-1], self.config)
+        return learn_from(self.state, self.before_update()[-1])
 
 
 def build_run(

@@ -15,9 +15,9 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError
 from ppo_rlhf.models.adapters import trained_parameters
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
-from ppo_rlhf.ppo.update import optimise_policy
 from ppo_rlhf.trainer.trainer import PPOTrainer
 from tests.checkpoints.support import assert_same, everything
+from tests.ppo_runs import learn_from
 
 IDS = torch.tensor([[3, 9, 14, 6], [5, 7, 4, 12]])
 LORA = {"use_peft": True, "lora_r": 2}
@@ -196,7 +196,7 @@ def test_the_average_follows_each_optimiser_step_and_no_skipped_one(make_run):
     before = {name: weight.clone() for name, weight in run.state.policy_average.weights.items()}
     experience = run.before_update()[-1]
     experience.advantages[:, 0] = float("nan")
-    optimise_policy(run.state, experience, run.config)
+    learn_from(run.state, experience)
     assert run.state.skipped_steps == 6
     assert all(torch.equal(before[name], weight) for name, weight in run.state.policy_average.weights.items())
 

@@ -8,7 +8,7 @@ from torch.testing import assert_close
 
 from ppo_rlhf.ppo.experience import Experience
 from ppo_rlhf.ppo.minibatches import cut_batch
-from ppo_rlhf.ppo.update import optimise_policy
+from tests.ppo_runs import learn_from
 
 ONE_STEP = {"num_ppo_epochs": 1, "num_mini_batches": 1, "max_grad_norm": 1e9}
 
@@ -59,7 +59,7 @@ def moved_on(experience: Experience) -> Experience:
 def gradients(make_run, experience, kind="llama", **settings) -> dict[str, torch.Tensor]:
     run = make_run(kind, **{**ONE_STEP, **settings})
     seen = freeze(run)
-    optimise_policy(run.state, cut_anew(run, experience), run.config)
+    learn_from(run.state, cut_anew(run, experience))
     (found,) = seen
     return found
 

@@ -14,11 +14,10 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError, RewardError
 from ppo_rlhf.core.randomness import episode_uniforms
 from ppo_rlhf.evaluation.policy import ResolvedJudge, evaluate_policy
-from ppo_rlhf.ppo import loop
 from ppo_rlhf.ppo.sampling import generate_responses
 from ppo_rlhf.rewards.scorers import RewardScorer, score_by_function
 from tests.ppo.support import ONE_STEP, freeze
-from tests.ppo_runs import VOCABULARY, Run, build_run
+from tests.ppo_runs import VOCABULARY, Run, build_run, learn_from
 
 REPLY = ["s", "t", "r"]
 REPLY_IDS = [VOCABULARY.index(word) for word in REPLY]
@@ -139,7 +138,7 @@ def test_the_first_update_has_ratio_one_and_kl_is_that_of_the_policys_tokens() -
     run = build_run(**SETTINGS, num_ppo_epochs=1)
     run.reference = build_run(model={"seed": 7}, **SETTINGS).reference
     rollouts, _, shaped, experience = run.before_update()
-    metrics = loop.optimise_policy(run.state, experience, run.config)
+    metrics = learn_from(run.state, experience)
     gaps = (rollouts.old_logprobs - rollouts.reference_logprobs)[rollouts.mask]
     assert metrics["val/ratio"] == 1.0
     assert metrics["objective/kl"] == pytest.approx(float(gaps.sum()) / 12)
@@ -170,9 +169,9 @@ def test_nothing_between_the_turns_changes_a_gradient() -> None:
         returns=poisoned(experience.returns),
     )
     seen, others = freeze(run), build_run(**{**SETTINGS, **ONE_STEP}, entropy_coef=0.1, importance_cap=2.0)
-    loop.optimise_policy(run.state, experience, run.config)
+    learn_from(run.state, experience)
     seen_spoilt = freeze(others)
-    loop.optimise_policy(others.state, spoilt, others.config)
+    learn_from(others.state, spoilt)
     assert seen[0].keys() == seen_spoilt[0].keys()
     for name, gradient in seen[0].items():
         assert torch.equal(gradient, seen_spoilt[0][name]), name

@@ -6,7 +6,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models.gradient_checkpointing import enable_gradient_checkpointing, recomputing
-from ppo_rlhf.ppo.update import optimise_policy
+from tests.ppo_runs import learn_from
 
 TIMED = ("time/", "throughput/", "memory/")
 VARIANTS = [
@@ -40,7 +40,7 @@ def test_every_layer_is_recomputed_once_in_the_update_and_no_number_changes(
         experience = run.before_update()[-1]
         assert not run.state.policy.training
         before, calls[0] = calls[0], 0
-        found = optimise_policy(run.state, experience, run.config)
+        found = learn_from(run.state, experience)
         counted.append((before, calls[0]))
         metrics.append({name: value for name, value in found.items() if not name.startswith(TIMED)})
         runs.append(run)
@@ -84,7 +84,7 @@ def test_models_are_put_back_after_an_update_that_fails(make_run, monkeypatch):
 
     monkeypatch.setattr(run.state.policy_optimizer, "step", fail)
     with pytest.raises(RuntimeError, match="no memory"):
-        optimise_policy(run.state, experience, run.config)
+        learn_from(run.state, experience)
     assert not any(module.training for module in run.state.policy.modules())
 
 

@@ -9,8 +9,8 @@ from ppo_rlhf.models.adapters import has_adapter, trained_parameters
 from ppo_rlhf.models.forward import packs
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.ppo.models import policy_to_train
-from ppo_rlhf.ppo.update import optimise_policy
 from tests.ppo.test_update import poisoned, recorded
+from tests.ppo_runs import learn_from
 
 from .support import ONE_STEP, assert_same_gradients, cut_anew, moved_on
 
@@ -30,7 +30,7 @@ def gradient(make_run, experience, kind: str, **settings) -> dict[str, torch.Ten
             seen.update({f"{name}.{n}": p.grad.clone() for n, p in found if p.grad is not None})
 
     run.state.policy_optimizer.step = run.state.critic_optimizer.step = look
-    optimise_policy(run.state, cut_anew(run, experience), run.config)
+    learn_from(run.state, cut_anew(run, experience))
     assert {name.partition(".")[0] for name in seen} == {"policy", "critic"}
     return seen
 

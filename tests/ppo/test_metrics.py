@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ppo_rlhf.ppo.experience import Experience, Scores, ShapedRewards
-from ppo_rlhf.ppo.metrics import StepSums, iteration_metrics, peak_memory_bytes
+from ppo_rlhf.ppo.metrics import StepSums, Update, iteration_metrics, peak_memory_bytes
 
 NAN = torch.nan
 STATUS = Path("/proc/self/status")
@@ -87,8 +87,8 @@ STEPS = [
 
 
 def state_after(episode: int, steps: int, skipped: int, scaler: object = None, **config: object) -> SimpleNamespace:
-    settings = {"vf_coef": 0.25, "entropy_coef": 0.0, "kl_in": "reward", "dtype": "float32", **config}
-    counters = {"episode": episode, "optimiser_steps": steps, "skipped_steps": skipped, "early_stops": 2}
+    settings = {"vf_coef": 0.25, "entropy_coef": 0.0, "kl_in": "reward", "dtype": "float32", "batch_size": 4, **config}
+    counters = {"episode": episode - 4, "optimiser_steps": steps, "skipped_steps": skipped, "early_stops": 2}
     accelerator = SimpleNamespace(scaler=scaler, num_processes=1)
     return SimpleNamespace(
         config=SimpleNamespace(**settings), device=torch.device("cpu"), accelerator=accelerator, **counters
@@ -97,7 +97,7 @@ def state_after(episode: int, steps: int, skipped: int, scaler: object = None, *
 
 @pytest.fixture
 def metrics(experience):
-    return iteration_metrics(experience, STEPS, state_after(96, 11, 1), (1e-5, 3e-5), optimise_seconds=4.0)
+    return iteration_metrics(state_after(96, 11, 1), experience, Update(STEPS, (1e-5, 3e-5), seconds=4.0))
 
 
 def test_the_keys_are_the_fixed_ones_and_one_for_each_component_and_every_value_is_a_finite_number(metrics):
@@ -153,7 +153,7 @@ def test_statistics_of_the_update_are_means_over_its_optimiser_steps(metrics):
 def test_the_total_loss_has_every_term_with_its_coefficient(experience):
     """Policy 0.1, value 1, KL 1 (price 0.1), entropy 3. KL in the reward leaves steps with KL 0."""
     state = state_after(96, 11, 1, vf_coef=0.25, entropy_coef=0.02, kl_in="loss")
-    metrics = iteration_metrics(experience, STEPS, state, (1.0, 1.0), 1.0)
+    metrics = iteration_metrics(state, experience, Update(STEPS, (1.0, 1.0), 1.0))
     assert metrics["loss/total"] == close(0.1 + 0.25 * 1.0 + 0.1 * 1.0 - 0.02 * 3.0)
     assert metrics["objective/non_score_reward"] == 0.0
     assert metrics["objective/kl_estimate"] == close(sum(flat(PENALTY)) / 4)
@@ -161,7 +161,7 @@ def test_the_total_loss_has_every_term_with_its_coefficient(experience):
 
 def test_the_loss_scale_is_the_scalers_in_float16_and_else_1(experience, metrics):
     state = state_after(96, 11, 1, scaler=SimpleNamespace(get_scale=lambda: 1024.0))
-    assert iteration_metrics(experience, STEPS, state, (1.0, 1.0), 1.0)["optimiser/loss_scale"] == 1024.0
+    assert iteration_metrics(state, experience, Update(STEPS, (1.0, 1.0), 1.0))["optimiser/loss_scale"] == 1024.0
     assert metrics["optimiser/loss_scale"] == 1.0
 
 
@@ -209,7 +209,7 @@ def test_counters_rates_and_times_are_passed_on(metrics):
 
 def test_throughput_is_per_second_of_the_iteration_and_of_generation(experience, monkeypatch):
     monkeypatch.setattr("ppo_rlhf.ppo.metrics.time.perf_counter", lambda: 8.0)  # started at 0
-    metrics = iteration_metrics(experience, STEPS, state_after(4, 3, 0), (1.0, 1.0), 1.0)
+    metrics = iteration_metrics(state_after(4, 3, 0), experience, Update(STEPS, (1.0, 1.0), 1.0))
     assert metrics["time/iteration_s"] == 8.0
     assert metrics["throughput/episodes_per_s"] == 4 / 8.0
     assert metrics["throughput/generated_tokens_per_s"] == TOKENS / 2.0
@@ -220,7 +220,7 @@ def test_one_response_and_one_step_have_deviation_zero_not_nan(make_rollouts):
     scores = Scores(torch.tensor([3.0]), {}, torch.zeros(1, 3), 1.0)
     zeros = torch.zeros(1, 2)
     experience = Experience(rollouts, scores, ShapedRewards(zeros, zeros, zeros, 0.1, scores.total), zeros, zeros)
-    metrics = iteration_metrics(experience, STEPS[:1], state_after(1, 1, 0), (1.0, 1.0), 1.0)
+    metrics = iteration_metrics(state_after(1, 1, 0), experience, Update(STEPS[:1], (1.0, 1.0), 1.0))
     assert metrics["objective/scores_std"] == 0.0
     assert metrics["val/ratio_var"] == 0.0
     assert metrics["val/explained_variance"] == 0.0

@@ -21,6 +21,7 @@ from ppo_rlhf.ppo.optimisers import (
     moment_bytes,
     set_learning_rates,
 )
+from tests.ppo_runs import Run
 
 
 def factors(iterations: int, **settings) -> list[float]:
@@ -53,6 +54,11 @@ def test_a_warm_up_is_its_share_of_the_iterations_rounded_up(ratio, warmup):
     assert found == pytest.approx([min(1.0, i / max(1, warmup)) for i in range(1, 14)], rel=0.0, abs=1e-12)
 
 
+def rates_of(run: Run, iteration: int) -> tuple[float, float]:
+    state = run.state
+    return set_learning_rates(state.policy_optimizer, state.critic_optimizer, run.config, iteration)
+
+
 @pytest.mark.parametrize("name", get_args(LearningRateSchedule))
 def test_no_rate_of_any_schedule_is_zero_or_above_the_peak(name):
     for ratio in (0.0, 0.01, 0.5, 0.99):
@@ -65,11 +71,11 @@ def test_no_rate_of_any_schedule_is_zero_or_above_the_peak(name):
 def test_both_optimisers_follow_one_schedule_with_their_own_peaks_or_the_policys(make_run):
     run = make_run(learning_rate=1e-3, value_learning_rate=4e-3, total_episodes=36)  # 3 iterations
     for iteration, factor in [(1, 1.0), (2, 2 / 3), (3, 1 / 3)]:
-        rates = set_learning_rates(run.state, iteration)
+        rates = rates_of(run, iteration)
         assert rates == pytest.approx((1e-3 * factor, 4e-3 * factor), rel=1e-12)
         assert run.state.policy_optimizer.param_groups[0]["lr"] == rates[0]
         assert run.state.critic_optimizer.param_groups[0]["lr"] == rates[1]
-    assert set_learning_rates(make_run(learning_rate=1e-3, value_learning_rate=None).state, 1) == (1e-3, 1e-3)
+    assert rates_of(make_run(learning_rate=1e-3, value_learning_rate=None), 1) == (1e-3, 1e-3)
 
 
 RESTING = {"critic_warmup_iterations": 2, "total_episodes": 72, "warmup_ratio": 0.5}  # 6 iterations, 4 of the policy
@@ -78,7 +84,7 @@ POLICYS, CRITICS = [1 / 2, 2 / 2, 1.0, 1 / 2], [1 / 3, 2 / 3, 3 / 3, 1.0, 2 / 3,
 
 def test_the_policys_schedule_begins_when_the_policy_does_and_the_critics_with_the_run(make_run):
     run = make_run(learning_rate=1e-3, value_learning_rate=4e-3, **RESTING)
-    found = [set_learning_rates(run.state, iteration) for iteration in range(1, 7)]
+    found = [rates_of(run, iteration) for iteration in range(1, 7)]
     assert [rate for rate, _ in found] == pytest.approx([0.0, 0.0, *(1e-3 * f for f in POLICYS)], rel=1e-12)
     assert [rate for _, rate in found] == pytest.approx([4e-3 * f for f in CRITICS], rel=1e-12)
 
@@ -87,7 +93,7 @@ def test_a_shared_trunk_has_the_critics_schedule_while_the_head_alone_learns_and
     run = make_run(learning_rate=1e-3, value_model="shared", **RESTING)
     expected = [1e-3 * f for f in (*CRITICS[:2], *POLICYS)]
     for iteration, rate in enumerate(expected, start=1):
-        assert set_learning_rates(run.state, iteration) == pytest.approx((rate, rate), rel=1e-12)
+        assert rates_of(run, iteration) == pytest.approx((rate, rate), rel=1e-12)
         assert run.state.policy_optimizer.param_groups[0]["lr"] == pytest.approx(rate, rel=1e-12)
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from ppo_rlhf.ppo.update import optimise_policy
 from tests.ppo.test_update import poisoned, recorded, with_nan
+from tests.ppo_runs import learn_from
 
 from .support import ONE_STEP, assert_same_gradients, cut_anew, moved_on
 
@@ -23,7 +23,7 @@ def gradient(make_run, experience, kind: str = "llama", **settings) -> dict[str,
         seen.update({f"{m}.{n}": p.grad.clone() for m, model in models.items() for n, p in model.named_parameters()})
 
     run.state.policy_optimizer.step = look
-    optimise_policy(run.state, cut_anew(run, experience), run.config)
+    learn_from(run.state, cut_anew(run, experience))
     return seen
 
 
@@ -95,7 +95,7 @@ def test_a_non_finite_gradient_moves_neither_trunk_nor_head_and_is_counted(make_
     run = make_run(**{**SHARED, **ONE_STEP})
     experience = run.before_update()[-1]
     before = [snapshot(model) for model in (run.state.policy, run.state.critic)]
-    optimise_policy(run.state, with_nan(experience, 0, ("returns",)), run.config)
+    learn_from(run.state, with_nan(experience, 0, ("returns",)))
     assert all(
         same_tensors(old, snapshot(model))
         for old, model in zip(before, (run.state.policy, run.state.critic), strict=True)
@@ -114,7 +114,7 @@ def count_passes(run) -> tuple[int, int]:
         backbone.register_forward_hook(lambda *_: passes.append(1))
     experience = run.before_update()[-1]
     before = len(passes)
-    optimise_policy(run.state, experience, run.config)
+    learn_from(run.state, experience)
     return before, len(passes) - before
 
 
@@ -133,7 +133,7 @@ def test_trunk_and_head_are_clipped_as_one_gradient(make_run, experience):
     for name in free:
         assert_close(clipped[name], 0.1 * free[name], rtol=1e-4, atol=1e-10)
     run = make_run(**{**SHARED, **ONE_STEP})
-    metrics = optimise_policy(run.state, cut_anew(run, experience), run.config)
+    metrics = learn_from(run.state, cut_anew(run, experience))
     assert metrics["policy/grad_norm"] == metrics["value/grad_norm"] == pytest.approx(float(norm), rel=1e-9)
 
 

@@ -13,9 +13,9 @@ from ppo_rlhf.core.errors import DivergenceError, TrainingError
 from ppo_rlhf.models.loading import disable_dropout
 from ppo_rlhf.ppo import update
 from ppo_rlhf.ppo.experience import Experience
-from ppo_rlhf.ppo.update import optimise_policy
 from ppo_rlhf.rewards.scorers import RewardScorer
 from tests.ppo.support import ONE_STEP, assert_same_gradients, freeze, gradients, moved_on
+from tests.ppo_runs import learn_from
 
 KINDS = ["gpt2", "llama", "bitnet"]
 NAN = float("nan")
@@ -90,7 +90,7 @@ def test_the_ratio_of_the_first_minibatch_is_one_to_the_last_bit(make_run, monke
     policy_calls, value_calls = (recorded(monkeypatch, f"clipped_{name}_loss") for name in ("policy", "value"))
     experience = run.before_update()[-1]
     assert len(set(map(len, experience.rollouts.prompts.prompt_ids))) > 1
-    optimise_policy(run.state, experience, run.config)
+    learn_from(run.state, experience)
     config = run.config
     in_first = -(-config.local_mini_batch_size // config.local_micro_batch_size)
     for call in [*policy_calls[:in_first], *value_calls[:in_first]]:
@@ -168,7 +168,7 @@ def test_each_epoch_visits_each_response_once_in_other_minibatches(make_run, mon
         return original(self, rows, *arguments)
 
     monkeypatch.setattr(type(experience.rollouts), "sequences", spy)
-    optimise_policy(run.state, experience, run.config)
+    learn_from(run.state, experience)
     epochs = [visited[start : start + 2] for start in (0, 2, 4)]
     assert [sorted(row for rows in epoch for row in rows) for epoch in epochs] == [list(range(12))] * 3
     assert len({frozenset(map(frozenset, epoch)) for epoch in epochs}) == 3
@@ -257,7 +257,7 @@ def test_nan_in_every_padded_slot_changes_neither_gradients_nor_statistics(make_
     expected = gradients(make_run, experience)
     assert_same_gradients(gradients(make_run, poisoned(experience)), expected)
     freeze(run)
-    metrics = optimise_policy(run.state, poisoned(experience), run.config)
+    metrics = learn_from(run.state, poisoned(experience))
     assert all(value == value for value in metrics.values())
 
 
@@ -269,7 +269,7 @@ def test_the_gradient_of_a_minibatch_does_not_depend_on_the_other_minibatches(ma
     run = make_run("gpt2", **{**ONE_STEP, "num_mini_batches": 2})
     experience = moved_on(run.before_update()[-1])
     seen = freeze(run)
-    optimise_policy(run.state, experience, run.config)
+    learn_from(run.state, experience)
     halves = randomness.minibatch_partition(run.config.seed, 1, 0, 12, 2)
     tokens = [int(experience.rollouts.lengths[rows].sum()) for rows in halves]
     assert tokens[0] != tokens[1]
@@ -284,7 +284,7 @@ def test_gradients_of_policy_and_critic_are_each_clipped_to_the_norm(make_run):
     experience = moved_on(run.before_update()[-1])
     free = gradients(make_run, experience)
     clipped = gradients(make_run, experience, max_grad_norm=1e-3)
-    metrics = optimise_policy(run.state, experience, run.config)
+    metrics = learn_from(run.state, experience)
     for name in ("policy", "critic"):
         norms = [
             float(torch.stack([g.norm() for n, g in found.items() if n.startswith(name)]).norm())
@@ -308,7 +308,7 @@ def test_the_logged_statistics_are_means_over_the_tokens_of_the_minibatch(make_r
     ratio = (new - old).exp()
     unclipped, clipped = advantages * ratio, advantages * ratio.clamp(0.8, 1.2)
     freeze(run)
-    metrics = optimise_policy(run.state, experience, run.config)
+    metrics = learn_from(run.state, experience)
     close = {"rel": 0.0, "abs": 1e-10}
     assert metrics["val/ratio"] == pytest.approx(float(ratio.mean()), **close)
     assert metrics["policy/approxkl_avg"] == pytest.approx(float(0.5 * (new - old).square().mean()), **close)
@@ -329,7 +329,7 @@ def test_a_non_finite_gradient_of_either_model_skips_the_step_of_both(make_run, 
     models = run.state.policy, run.state.critic
     before = [snapshot(model) for model in models]
     with caplog.at_level(logging.WARNING):
-        metrics = optimise_policy(run.state, experience, run.config)
+        metrics = learn_from(run.state, experience)
     assert all(same_tensors(old, snapshot(model)) for old, model in zip(before, models, strict=True))
     assert not run.state.policy_optimizer.state
     assert not run.state.critic_optimizer.state
@@ -342,7 +342,7 @@ def test_a_non_finite_gradient_of_either_model_skips_the_step_of_both(make_run, 
 def test_only_the_minibatch_with_the_bad_row_is_skipped_and_training_goes_on(make_run, snapshot, same_tensors):
     run = make_run(**{**ONE_STEP, "num_mini_batches": 3, "num_ppo_epochs": 2, "max_skipped_steps": 2})
     before = snapshot(run.state.policy)
-    optimise_policy(run.state, with_nan(run.before_update()[-1], 0), run.config)
+    learn_from(run.state, with_nan(run.before_update()[-1], 0))
     assert (run.state.optimiser_steps, run.state.skipped_steps) == (4, 2)
     assert run.state.iteration == 1
     weights = snapshot(run.state.policy)
@@ -357,7 +357,7 @@ def test_too_many_skipped_steps_in_a_row_stop_the_run_and_say_where(make_run, sn
     experience = dataclasses.replace(experience, advantages=experience.advantages * NAN)
     before = [snapshot(module) for module in (run.state.policy, run.state.critic)]
     with pytest.raises(TrainingError) as caught:
-        optimise_policy(run.state, experience, run.config)
+        learn_from(run.state, experience)
     assert "ppo.max_skipped_steps=3" in str(caught.value)
     assert "iteration 2, optimiser step 11" in str(caught.value)
     after = [snapshot(module) for module in (run.state.policy, run.state.critic)]
@@ -380,7 +380,7 @@ def test_rollouts_too_far_from_the_reference_stop_the_run_before_anything_change
     shaped = dataclasses.replace(experience.shaped_rewards, kl=kl)
     before = [snapshot(module) for module in (run.state.policy, run.state.critic)]
     with pytest.raises(DivergenceError) as caught:
-        optimise_policy(run.state, dataclasses.replace(experience, shaped_rewards=shaped), run.config)
+        learn_from(run.state, dataclasses.replace(experience, shaped_rewards=shaped))
     assert "ppo.kl_stop=2.5" in str(caught.value)
     assert caught.value.last_good_iteration == 1  # iteration 2's own rollouts were near; what it led to is not
     after = [snapshot(module) for module in (run.state.policy, run.state.critic)]
@@ -391,7 +391,7 @@ def test_rollouts_too_far_from_the_reference_stop_the_run_before_anything_change
 def test_a_step_taken_ends_the_row_of_skipped_ones(make_run):
     run = make_run(**{**ONE_STEP, "max_skipped_steps": 2, "total_episodes": 60})
     for _ in range(2):
-        optimise_policy(run.state, with_nan(run.before_update()[-1], 0), run.config)
+        learn_from(run.state, with_nan(run.before_update()[-1], 0))
         assert run.state.skipped_in_a_row == 1
         run.iteration()
         assert run.state.skipped_in_a_row == 0
@@ -400,9 +400,9 @@ def test_a_step_taken_ends_the_row_of_skipped_ones(make_run):
 
 def test_skipped_steps_in_a_row_are_counted_across_iterations(make_run):
     run = make_run(**{**ONE_STEP, "max_skipped_steps": 2, "total_episodes": 60})
-    optimise_policy(run.state, with_nan(run.before_update()[-1], 0), run.config)
+    learn_from(run.state, with_nan(run.before_update()[-1], 0))
     with pytest.raises(TrainingError, match=r"^2 optimiser steps in a row .* iteration 2, optimiser step 2 "):
-        optimise_policy(run.state, with_nan(run.before_update()[-1], 0), run.config)
+        learn_from(run.state, with_nan(run.before_update()[-1], 0))
 
 
 def test_a_score_that_is_not_a_number_never_reaches_the_weights(make_run, snapshot, same_tensors):
@@ -445,7 +445,7 @@ def test_the_update_leaves_the_experience_and_the_reference_alone(make_run, snap
     records = (experience, experience.rollouts, experience.scores, experience.shaped_rewards)
     kept = [{n: v.clone() for n, v in vars(record).items() if isinstance(v, torch.Tensor)} for record in records]
     reference = snapshot(run.reference)
-    optimise_policy(run.state, experience, run.config)
+    learn_from(run.state, experience)
     for record, tensors in zip(records, kept, strict=True):
         assert all(torch.equal(getattr(record, name), tensor) for name, tensor in tensors.items())
     assert same_tensors(snapshot(run.reference), reference)

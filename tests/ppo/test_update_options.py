@@ -9,8 +9,8 @@ import torch
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.ppo.experience import Experience
-from ppo_rlhf.ppo.update import optimise_policy
 from tests.ppo.support import ONE_STEP, assert_same_gradients, gradients, moved_on
+from tests.ppo_runs import learn_from
 
 NAN = float("nan")
 
@@ -147,7 +147,7 @@ def test_a_token_budget_cuts_the_minibatch_and_the_first_ratio_stays_exactly_one
         prompts = [len(experience.rollouts.prompts.prompt_ids[row]) for row in piece]
         tokens = [a + b for a, b in zip(prompts, experience.rollouts.lengths[piece].tolist(), strict=True)]
         assert (len(piece) * max(tokens) if window else sum(tokens)) <= 30
-    metrics = optimise_policy(run.state, experience, run.config)
+    metrics = learn_from(run.state, experience)
     assert (metrics["val/ratio"], metrics["policy/approxkl_avg"]) == (1.0, 0.0)
 
 
@@ -168,12 +168,12 @@ def test_the_update_ends_before_a_step_once_the_policy_has_moved_one_and_a_half_
     limit = float(moved) / 1.5
     stopped = make_run(num_ppo_epochs=3, num_mini_batches=1, target_kl=limit * 0.999)
     before = snapshot(stopped.state.policy)
-    metrics = optimise_policy(stopped.state, experience, stopped.config)
+    metrics = learn_from(stopped.state, experience)
     assert (stopped.state.optimiser_steps, stopped.state.early_stops, metrics["optimiser/early_stops"]) == (0, 1, 1.0)
     assert same_tensors(before, snapshot(stopped.state.policy))
     assert metrics["policy/approxkl_avg"] == pytest.approx(float(moved), rel=1e-9)
     going_on = make_run(num_ppo_epochs=3, num_mini_batches=1, target_kl=limit * 1.001)
-    optimise_policy(going_on.state, experience, going_on.config)
+    learn_from(going_on.state, experience)
     assert going_on.state.optimiser_steps >= 1
 
 
@@ -224,7 +224,7 @@ def test_a_minibatch_of_cut_off_responses_alone_is_no_step_and_a_batch_of_them_i
     rollouts = dataclasses.replace(experience.rollouts, terminated=torch.zeros(12, dtype=torch.bool))
     before = [snapshot(module) for module in (run.state.policy, run.state.critic)]
     with caplog.at_level(logging.WARNING):
-        metrics = optimise_policy(run.state, dataclasses.replace(experience, rollouts=rollouts), run.config)
+        metrics = learn_from(run.state, dataclasses.replace(experience, rollouts=rollouts))
     assert all(
         same_tensors(*pair) for pair in zip(before, map(snapshot, (run.state.policy, run.state.critic)), strict=True)
     )
@@ -236,15 +236,13 @@ def test_a_minibatch_of_cut_off_responses_alone_is_no_step_and_a_batch_of_them_i
 
 
 def test_minibatches_of_cut_off_responses_are_not_in_the_averages_over_steps(make_run):
-    run = make_run(truncated_responses="mask", missing_eos_penalty=None, num_ppo_epochs=1, num_mini_batches=12)
+    settings = {"truncated_responses": "mask", "missing_eos_penalty": None, "num_ppo_epochs": 1}
+    run = make_run(num_mini_batches=12, learning_rate=1e-12, **settings)
     experience = run.before_update()[-1]
     terminated = torch.zeros(12, dtype=torch.bool)
     terminated[[2, 7]] = True
     rollouts = dataclasses.replace(experience.rollouts, terminated=terminated)
-    config = dataclasses.replace(run.config, learning_rate=1e-12)
-    for group in run.state.policy_optimizer.param_groups:
-        group["lr"] = 0.0
-    metrics = optimise_policy(run.state, dataclasses.replace(experience, rollouts=rollouts), config)
+    metrics = learn_from(run.state, dataclasses.replace(experience, rollouts=rollouts))
     assert run.state.optimiser_steps == 2
     assert metrics["val/ratio"] == pytest.approx(1.0, abs=1e-6)
     assert metrics["val/ratio_var"] == pytest.approx(0.0, abs=1e-9)

@@ -1,6 +1,6 @@
 """The PPO loop: one iteration as the calls that the pipeline's nodes and `PPOTrainer.train` make.
 
-    rollouts -> scores -> shaped rewards -> advantages -> update -> (evaluation, checkpoint)
+    rollouts -> scores -> shaped rewards -> advantages -> update -> metrics -> advance -> (checkpoint, evaluation)
 
 Where to add things: a loss term in `ppo/update.py` (`compute_gradients`), a sampler in `ppo/sampling.py` (an engine), a
 kind of reward in `rewards/scorers.py` (a Python reward function of your own is configuration alone).
@@ -21,6 +21,7 @@ from ppo_rlhf.ppo.experience import (
     score_responses,
     shape_rewards,
 )
+from ppo_rlhf.ppo.metrics import Update, iteration_metrics
 from ppo_rlhf.ppo.rollout import Rollouts, generate_rollouts
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.ppo.update import optimise_policy
@@ -31,9 +32,11 @@ __all__ = [
     "Rollouts",
     "Scores",
     "ShapedRewards",
+    "Update",
     "estimate_advantages",
     "generate_rollouts",
     "iterate",
+    "iteration_metrics",
     "learn",
     "optimise_policy",
     "score_responses",
@@ -56,7 +59,8 @@ def train(
         reference_policy: The frozen SFT policy.
         prompts: Training prompts.
         scorer: The reward.
-        after_iteration: Called with the metrics of each iteration: it evaluates, saves and logs when that is due.
+        after_iteration: Called with the metrics of each iteration. It logs, saves a checkpoint when one is due, and
+            then evaluates when that is due: an evaluation that fails loses no iteration (decision 0011).
     """
     while not state.finished:
         after_iteration(iterate(state, reference_policy, prompts, scorer))
@@ -74,4 +78,7 @@ def learn(state: TrainingState, rollouts: Rollouts, scorer: RewardScorer) -> dic
     scores = score_responses(rollouts, scorer, state)
     shaped_rewards = shape_rewards(rollouts, scores, state)
     experience = estimate_advantages(rollouts, scores, shaped_rewards, state.config)
-    return optimise_policy(state, experience, state.config)
+    update = optimise_policy(state, experience)
+    metrics = iteration_metrics(state, experience, update)
+    state.advance(scores.total, metrics)
+    return metrics

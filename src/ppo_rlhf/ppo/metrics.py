@@ -68,6 +68,15 @@ class StepSums:
         return float(getattr(self, name)) / max(1, self.tokens)
 
 
+@dataclass(frozen=True)
+class Update:
+    """What one iteration's update measured."""
+
+    steps: list[StepSums]  # one a minibatch, of all processes
+    learning_rates: tuple[float, float]  # the policy's and the critic's
+    seconds: float
+
+
 def add_over_processes(steps: list[StepSums]) -> list[StepSums]:
     """Return the statistics of each step with the sums of all processes, as numbers."""
     own = [{name: float(getattr(step, name)) for name in SUMMED} for step in steps]
@@ -79,35 +88,27 @@ def add_over_processes(steps: list[StepSums]) -> list[StepSums]:
     return added
 
 
-def iteration_metrics(
-    experience: Experience,
-    steps: list[StepSums],
-    state: TrainingState,
-    learning_rates: tuple[float, float],
-    optimise_seconds: float,
-) -> dict[str, float]:
+def iteration_metrics(state: TrainingState, experience: Experience, update: Update) -> dict[str, float]:
     """Return every metric of an iteration, in the order of docs/metrics.md.
 
     Args:
+        state: After the update, before it advances to the next iteration.
         experience: What the update was done on.
-        steps: One record for each minibatch. Those without a token are left out of the averages, unless all are.
-        state: After the update, its counters advanced.
-        learning_rates: The policy's and the critic's in this iteration.
-        optimise_seconds: Duration of the update.
+        update: What the update measured. Steps without a token are left out of the averages, unless all are.
     """
     metrics = {
         **_objective(experience, state.config),
-        **_update(steps, state.config, experience.shaped_rewards.kl_coef),
+        **_update(update.steps, state.config, experience.shaped_rewards.kl_coef),
         **_responses(experience),
-        "lr/policy": learning_rates[0],
-        "lr/value": learning_rates[1],
-        "episode": state.episode,
+        "lr/policy": update.learning_rates[0],
+        "lr/value": update.learning_rates[1],
+        "episode": state.episode + state.config.batch_size,
         "optimiser/steps": state.optimiser_steps,
         "optimiser/skipped_steps": state.skipped_steps,
         "optimiser/early_stops": state.early_stops,
         "optimiser/loss_scale": 1.0 if state.accelerator.scaler is None else state.accelerator.scaler.get_scale(),
-        **_speed(experience, optimise_seconds),
-        **_utilisation(experience, len(steps), state, optimise_seconds),
+        **_speed(experience, update.seconds),
+        **_utilisation(experience, len(update.steps), state, update.seconds),
         "memory/peak_bytes": peak_memory_bytes(state.device),
     }
     return {name: float(value) for name, value in metrics.items()}

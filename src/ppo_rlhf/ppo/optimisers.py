@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import transformers
@@ -14,9 +14,6 @@ from torch.optim import AdamW
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models.quantisation import check_bitsandbytes
-
-if TYPE_CHECKING:
-    from ppo_rlhf.ppo.state import TrainingState
 
 EIGHT_BIT = "adamw_8bit"
 FEWEST_IN_EIGHT_BITS, BLOCK = 4096, 256
@@ -119,18 +116,21 @@ def learning_rate_factor(config: PPOConfig, iteration: int, peak: float | None =
     return float(schedule.lr_lambdas[0](step))
 
 
-def set_learning_rates(state: TrainingState, iteration: int) -> tuple[float, float]:
+def set_learning_rates(
+    policy_optimizer: torch.optim.Optimizer, critic_optimizer: torch.optim.Optimizer, config: PPOConfig, iteration: int
+) -> tuple[float, float]:
     """Set both optimisers' rates for an iteration, counted from 1, and return (policy's, critic's).
 
-    The one optimiser of a shared trunk has the critic's schedule while the policy rests, and the policy's after.
+    With a shared trunk both are one optimiser. It has the critic's schedule while the policy rests, and the policy's
+    after.
     """
-    config, (policy_peak, critic_peak) = state.config, peak_learning_rates(state.config)
+    policy_peak, critic_peak = peak_learning_rates(config)
     resting = config.critic_warmup_iterations
     policy_rate = policy_peak * learning_rate_factor(config, iteration, policy_peak, resting)
     critic_rate = critic_peak * learning_rate_factor(config, iteration, critic_peak)
-    if state.shares_trunk:
+    if policy_optimizer is critic_optimizer:
         policy_rate = critic_rate = critic_rate if iteration <= resting else policy_rate
-    for optimizer, rate in ((state.policy_optimizer, policy_rate), (state.critic_optimizer, critic_rate)):
+    for optimizer, rate in ((policy_optimizer, policy_rate), (critic_optimizer, critic_rate)):
         for group in optimizer.param_groups:
             group["lr"] = rate
     return policy_rate, critic_rate

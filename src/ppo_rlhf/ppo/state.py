@@ -1,13 +1,14 @@
-"""TrainingState: everything that changes while PPO trains. Only the update changes it."""
+"""TrainingState: everything that changes while PPO trains. The update steps its models, `advance` does the rest."""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf.config import PPOConfig
@@ -19,11 +20,15 @@ from ppo_rlhf.models.critic import Critic, SharedCritic
 from ppo_rlhf.models.forward import backbone_of, logits_of, packs
 from ppo_rlhf.models.probe import check_causal
 from ppo_rlhf.models.tokenizers import stop_token_ids
+from ppo_rlhf.ppo.alarms import kl_alarms
 from ppo_rlhf.ppo.logprobs import CriticForward, PolicyForward
 from ppo_rlhf.ppo.models import prepare_to_train
 from ppo_rlhf.ppo.optimisers import build_optimizer, check_trains, peak_learning_rates
 from ppo_rlhf.ppo.precision import make_accelerator, wrap
 from ppo_rlhf.ppo.sampling import SamplingSettings
+from ppo_rlhf.processes import any_process
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -47,14 +52,13 @@ class TrainingState:
         episode: Responses trained on.
         optimiser_steps: Optimiser steps taken; one moves policy and critic. A skipped one does not count.
         skipped_steps: Optimiser steps that were not taken because of a non-finite gradient.
-        skipped_in_a_row: Those since the last step taken, without those that float16's loss scale is to blame for.
+        skipped_in_a_row: Consecutive skipped steps, not counting float16 loss-scale overflows.
         early_stops: Iterations whose update ended early because of `target_kl`.
         policy_average: Moving average of the actor's weights, if `ema_decay` asks for one.
         history: The metrics of each iteration so far, with `iteration`.
         updating: True from the first optimiser step of an iteration until the iteration is complete.
-        stop_requested: True once this process was asked to stop, by a signal say.
-        stopping: True once all processes know at the end of an iteration that one of them was asked to stop: that
-            iteration is saved, and is the last one of this run.
+        stop_requested: True once this process was asked to stop, for example by a signal.
+        stopping: True once all processes agreed to stop after this iteration, which is saved.
         origin: Fingerprints of what a script began with: models, reward, prompts. The pipeline has them in MLflow.
     """
 
@@ -164,6 +168,24 @@ class TrainingState:
             reward_moments=RunningMoments(),
             policy_average=None if config.ema_decay is None else WeightAverage(policy, config.ema_decay),
         )
+
+    def advance(self, scores: Tensor, metrics: dict[str, float]) -> None:
+        """Complete an iteration after its update: counters, reward moments, KL controller, history, stopping.
+
+        Args:
+            scores: The scores `[B]` of the iteration's responses, as the rewards gave them.
+            metrics: Those of the iteration; the KL controller reads `objective/kl`, and alarms on KL are logged.
+        """
+        self.iteration += 1
+        self.episode += self.config.batch_size
+        self.reward_moments.update(scores, scores.isfinite())  # a NaN would poison the running mean
+        if self.iteration > self.config.held_iterations:
+            self.kl_controller.update(metrics["objective/kl"], self.config.batch_size)
+        self.history.append({"iteration": float(self.iteration), **metrics})
+        for line in kl_alarms(self.config, self.history):
+            log.warning(line)
+        self.updating = False
+        self.stopping = any_process(self.stop_requested)  # a signal may have reached one process only
 
     def check_whole(self) -> None:
         """Raise `TrainingError` if an update or the loading of a checkpoint ended half done."""

@@ -21,54 +21,40 @@ from ppo_rlhf.core.errors import ConfigError, DivergenceError
 from ppo_rlhf.core.kl import kl_estimate
 from ppo_rlhf.core.losses import clipped_policy_loss, clipped_value_loss, importance_weights
 from ppo_rlhf.models.gradient_checkpointing import recomputing
-from ppo_rlhf.ppo.alarms import kl_alarms
 from ppo_rlhf.ppo.batch import SequenceBatch
 from ppo_rlhf.ppo.experience import Experience, learning_mask
-from ppo_rlhf.ppo.metrics import StepSums, add_over_processes, iteration_metrics
+from ppo_rlhf.ppo.metrics import StepSums, Update, add_over_processes
 from ppo_rlhf.ppo.minibatches import Minibatch
 from ppo_rlhf.ppo.optimisers import set_learning_rates
 from ppo_rlhf.ppo.precision import autocast, deterministic
 from ppo_rlhf.ppo.state import TrainingState
-from ppo_rlhf.processes import any_process, together
+from ppo_rlhf.processes import together
 
 log = logging.getLogger(__name__)
 
 EARLY_STOP_FACTOR = 1.5  # on target_kl, as in TRL's first PPO, Spinning Up and stable-baselines3
 
 
-def optimise_policy(state: TrainingState, experience: Experience, config: PPOConfig) -> dict[str, float]:
-    """Run all epochs of one iteration, advance the state's counters, and return the iteration's metrics.
+def optimise_policy(state: TrainingState, experience: Experience) -> Update:
+    """Run all epochs of one iteration. `TrainingState.advance` completes the iteration.
 
     Raises:
         DivergenceError: The rollouts' KL exceeds `kl_stop` (nothing was changed), or `max_skipped_steps` optimiser
             steps in a row had a non-finite gradient.
     """
+    config, iteration, started = state.config, experience.rollouts.iteration, time.perf_counter()
     state.check_whole()
-    started = time.perf_counter()
-    iteration = experience.rollouts.iteration
     _check_kl(float(experience.shaped_rewards.kl.sum(-1).mean()), iteration, config)
-    rates = set_learning_rates(state, iteration)
+    rates = set_learning_rates(state.policy_optimizer, state.critic_optimizer, config, iteration)
     _drop_gradients(state)  # of an update that was interrupted
     with deterministic(config), recomputing(state.policy, state.critic):
-        steps = run_epochs(state, experience, config)
-    state.iteration = iteration
-    state.episode += config.batch_size
-    scores = experience.scores.total
-    state.reward_moments.update(scores, scores.isfinite())  # one score that is not a number would stay for ever
-    metrics = iteration_metrics(experience, steps, state, rates, time.perf_counter() - started)
-    observed_kl = metrics["objective/kl"]
-    if iteration > config.held_iterations:
-        state.kl_controller.update(observed_kl, config.batch_size)
-    state.history.append({"iteration": float(iteration), **metrics})
-    for line in kl_alarms(config, state.history):
-        log.warning(line)
-    state.updating = False
-    state.stopping = any_process(state.stop_requested)  # a signal may have reached one process only
-    return metrics
+        steps = run_epochs(state, experience)
+    return Update(steps, rates, time.perf_counter() - started)
 
 
-def run_epochs(state: TrainingState, experience: Experience, config: PPOConfig) -> list[StepSums]:
+def run_epochs(state: TrainingState, experience: Experience) -> list[StepSums]:
     """Take one optimiser step for each minibatch of each epoch; return the statistics of every step."""
+    config = state.config
     mask = learning_mask(experience.rollouts, config)
     advantages = _weighted_advantages(experience, config)
     if not bool(mask.any()):
@@ -178,10 +164,8 @@ def take_step(state: TrainingState, step: StepSums) -> None:
     policy_learns = _has_gradients(state.policy)  # not in a warm-up of the critic
     norms = {}
     for name, (model, optimizer) in learners.items():
-        if (
-            scaler is not None
-        ):  # by hand: accelerate unscales and steps its prepared optimisers one by one, these are not
-            scaler.unscale_(optimizer)
+        if scaler is not None:
+            scaler.unscale_(optimizer)  # accelerate does it only for optimisers that it prepared, one by one
         norms[name] = state.accelerator.clip_grad_norm_(model.parameters(), config.max_grad_norm)
     step.note_gradient_norms(norms, shared=state.shares_trunk, policy_learns=policy_learns)
     faulty = [name for name, norm in norms.items() if not bool(norm.isfinite())]

@@ -183,8 +183,10 @@ def show_tokens(training_state: TrainingState, experience: Experience) -> TokenS
 
 
 def optimise_policy(training_state: TrainingState, experience: Experience) -> dict[str, object]:
-    """Run PPO's epochs of clipped policy and value updates; ask for a checkpoint when one is due."""
-    metrics = loop.optimise_policy(training_state, experience, training_state.config)
+    """Run PPO's epochs of clipped updates and advance to the next iteration; ask for a checkpoint when one is due."""
+    update = loop.optimise_policy(training_state, experience)
+    metrics = loop.iteration_metrics(training_state, experience, update)
+    training_state.advance(experience.scores.total, metrics)
     return {
         "next_training_state": training_state,
         "ppo_metrics": metrics,
