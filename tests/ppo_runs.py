@@ -1,7 +1,7 @@
 """Tiny models, tokenizers and runs, made on the fly. Every model is random, small, and far from uniform."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -29,6 +29,7 @@ from ppo_rlhf.ppo.minibatches import Minibatch
 from ppo_rlhf.ppo.models import build_critic, policy_to_train
 from ppo_rlhf.ppo.precision import frozen_dtype, trained_dtype
 from ppo_rlhf.ppo.rollout import Rollouts
+from ppo_rlhf.ppo.sampling import Responses
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.rewards.scorers import ResponseBatch, RewardScorer
 
@@ -94,6 +95,11 @@ def first_letters(batch: ResponseBatch) -> Tensor:
     """Share of response tokens among the first half of the words."""
     shares = [sum(3 <= i < 13 for i in ids) / len(ids) for ids in batch.response_ids]
     return torch.tensor(shares, dtype=torch.float64)
+
+
+def with_responses(rollouts: Rollouts, **columns: Tensor) -> Rollouts:
+    """The rollouts with other columns of their responses."""
+    return replace(rollouts, responses=replace(rollouts.responses, **columns))
 
 
 def learn_from(state: TrainingState, experience: Experience) -> dict[str, float]:
@@ -177,14 +183,23 @@ def build_rollouts(lengths: list[int], terminated: list[bool], width: int, **ten
     is_response_BT = torch.arange(width) < lengths_B[:, None]
     blank = torch.where(is_response_BT, 0.0, torch.nan).double()
     names = ("sampler_logprobs", "old_logprobs", "reference_logprobs", "entropy")
+    given = {name: torch.where(is_response_BT, tensors.get(name, blank), torch.nan) for name in names}
+    prompts = build_prompts(tuple(1 + row % 3 for row in range(len(lengths))))
+    responses = Responses(
+        torch.full((len(lengths), width), 3),
+        lengths_B,
+        torch.tensor(terminated),
+        sampler_logprobs=given.pop("sampler_logprobs"),
+    )
+    completions = [f"response {row}" for row in range(len(lengths))]
     return Rollouts(
         iteration=1,
-        prompts=build_prompts(tuple(1 + row % 3 for row in range(len(lengths)))),
-        completions=[f"response {row}" for row in range(len(lengths))],
-        response_ids=torch.full((len(lengths), width), 3),
-        lengths=lengths_B,
-        terminated=torch.tensor(terminated),
-        **{name: torch.where(is_response_BT, tensors.get(name, blank), torch.nan) for name in names},
+        prompts=prompts,
+        responses=responses,
+        texts=ResponseBatch(
+            prompts.texts, completions, prompts.columns, prompts.prompt_ids, responses.token_lists(), terminated
+        ),
+        **given,
         started=0.0,
         epochs=[[Minibatch(list(range(len(lengths))), [list(range(len(lengths)))])]],
         generation_seconds=2.0,

@@ -276,3 +276,16 @@ def gather_rows(own_rows: torch.Tensor) -> torch.Tensor:
     import torch
 
     return torch.cat(from_all(own_rows.cpu()))
+
+
+def gather_scattered(values: torch.Tensor, own_rows: list[int]) -> torch.Tensor:
+    """Return `[B, …]` with each row from the process that computed it.
+
+    Args:
+        values: `[B, …]`, computed in `own_rows`.
+        own_rows: Rows of this process; each row is one process's.
+    """
+    gathered = values.clone()
+    for rows, found in from_all((own_rows, values[own_rows])):
+        gathered[rows] = found
+    return gathered

@@ -63,7 +63,7 @@ def results(settings: dict[str, Any], responses: int = 16) -> dict[str, Any]:
     run = build(settings, responses)
     rollouts, scores, _, experience = run.before_update()
     found: dict[str, Any] = {
-        "tokens": rollouts.response_ids.tolist(),
+        "tokens": rollouts.responses.response_ids.tolist(),
         "values": scores.values.tolist(),
         "advantages": experience.advantages.tolist(),
     }

@@ -37,7 +37,7 @@ def cut_anew(run, experience: Experience) -> Experience:
         run.config,
         rollouts.iteration,
         [len(ids) for ids in rollouts.prompts.prompt_ids],
-        rollouts.lengths.tolist(),
+        rollouts.responses.lengths.tolist(),
         padded=run.state.computes_padding,
     )
     return dataclasses.replace(experience, rollouts=dataclasses.replace(rollouts, epochs=epochs))

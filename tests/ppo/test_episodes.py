@@ -17,7 +17,7 @@ from ppo_rlhf.evaluation.policy import ResolvedJudge, evaluate_policy
 from ppo_rlhf.ppo.sampling import generate_responses
 from ppo_rlhf.rewards.scorers import RewardScorer, score_by_function
 from tests.ppo.support import ONE_STEP, freeze
-from tests.ppo_runs import VOCABULARY, Run, build_run, learn_from
+from tests.ppo_runs import VOCABULARY, Run, build_run, learn_from, with_responses
 
 REPLY = ["s", "t", "r"]
 REPLY_IDS = [VOCABULARY.index(word) for word in REPLY]
@@ -108,14 +108,14 @@ def test_episodes_are_those_of_single_rows_sampled_turn_by_turn(kind: str, setti
     rollouts, expected = run.rollouts(), by_hand(run)
     assert {len(episode.parts) for episode in expected} >= {1, 3}
     assert any(episode.terminated for episode in expected) == bool(settings)
-    assert rollouts.token_lists() == [episode.ids for episode in expected]
-    assert rollouts.terminated.tolist() == [episode.terminated for episode in expected]
+    assert rollouts.responses.token_lists() == [episode.ids for episode in expected]
+    assert rollouts.responses.terminated.tolist() == [episode.terminated for episode in expected]
     width = run.config.response_length
     assert torch.equal(rollouts.mask, as_mask([episode.is_policy for episode in expected], width))
     words = [[" ".join(VOCABULARY[i] for i in part) for part in episode.parts] for episode in expected]
     special = ("<pad>", "<unk>", "</s>")
     without = [[" ".join(w for w in text.split() if w not in special) for text in texts] for texts in words]
-    assert rollouts.turns == without
+    assert rollouts.texts.turns == without
 
 
 def test_logprobs_are_those_of_the_policys_tokens_in_single_unpadded_rows() -> None:
@@ -123,13 +123,15 @@ def test_logprobs_are_those_of_the_policys_tokens_in_single_unpadded_rows() -> N
     rollouts = run.rollouts()
     for found, model in ((rollouts.old_logprobs, run.state.policy), (rollouts.reference_logprobs, run.reference)):
         expected = torch.zeros_like(found)
-        for row, (prompt, ids) in enumerate(zip(rollouts.prompts.prompt_ids, rollouts.token_lists(), strict=True)):
+        for row, (prompt, ids) in enumerate(
+            zip(rollouts.prompts.prompt_ids, rollouts.responses.token_lists(), strict=True)
+        ):
             with torch.no_grad():
                 logits = model(torch.tensor([prompt + ids]), use_cache=False).logits[0, len(prompt) - 1 : -1]
             table = torch.log_softmax(logits / run.config.temperature, dim=-1)
             expected[row, : len(ids)] = table[torch.arange(len(ids)), ids]
         assert_close(found, torch.where(rollouts.mask, expected, 0.0), rtol=0.0, atol=1e-10)
-    assert_close(rollouts.sampler_logprobs, rollouts.old_logprobs, rtol=0.0, atol=1e-10)
+    assert_close(rollouts.responses.sampler_logprobs, rollouts.old_logprobs, rtol=0.0, atol=1e-10)
     assert not rollouts.entropy[~rollouts.mask].any()
     assert bool((rollouts.entropy[rollouts.mask] > 0).all())
 
@@ -143,7 +145,7 @@ def test_the_first_update_has_ratio_one_and_kl_is_that_of_the_policys_tokens() -
     assert metrics["val/ratio"] == 1.0
     assert metrics["objective/kl"] == pytest.approx(float(gaps.sum()) / 12)
     assert metrics["response/length"] == float(rollouts.mask.sum()) / 12
-    assert metrics["response/turns"] == np.mean([(len(turns) + 1) / 2 for turns in rollouts.turns])
+    assert metrics["response/turns"] == np.mean([(len(turns) + 1) / 2 for turns in rollouts.texts.turns])
     assert not shaped.rewards[~rollouts.mask].any()
 
 
@@ -152,7 +154,7 @@ def test_nothing_between_the_turns_changes_a_gradient() -> None:
     run = build_run(**{**SETTINGS, **ONE_STEP}, entropy_coef=0.1, importance_cap=2.0)
     experience = run.before_update()[-1]
     mask, rollouts = experience.rollouts.mask, experience.rollouts
-    between = ~mask & (torch.arange(mask.shape[1]) < rollouts.lengths[:, None])
+    between = ~mask & (torch.arange(mask.shape[1]) < rollouts.responses.lengths[:, None])
     assert int(between.sum()) >= len(REPLY_IDS)
 
     def poisoned(values: torch.Tensor) -> torch.Tensor:
@@ -160,10 +162,11 @@ def test_nothing_between_the_turns_changes_a_gradient() -> None:
         spoilt[:, : mask.shape[1]][between] = torch.nan
         return spoilt
 
-    names = ("old_logprobs", "reference_logprobs", "sampler_logprobs", "entropy")
+    names = ("old_logprobs", "reference_logprobs", "entropy")
+    sampled = with_responses(rollouts, sampler_logprobs=poisoned(rollouts.responses.sampler_logprobs))
     spoilt = dataclasses.replace(
         experience,
-        rollouts=dataclasses.replace(rollouts, **{name: poisoned(getattr(rollouts, name)) for name in names}),
+        rollouts=dataclasses.replace(sampled, **{name: poisoned(getattr(rollouts, name)) for name in names}),
         scores=dataclasses.replace(experience.scores, values=poisoned(experience.scores.values)),
         advantages=poisoned(experience.advantages),
         returns=poisoned(experience.returns),
@@ -185,7 +188,7 @@ def test_a_reward_by_token_leaves_out_what_the_environment_wrote() -> None:
     run = build_run(scorer=scorer, **SETTINGS)
     rollouts, scores, *_ = run.before_update()
     counted = torch.where(rollouts.mask, 2.0 * (1.0 + torch.arange(14)), 0.0).double()
-    assert bool((rollouts.mask.sum(1) < rollouts.lengths).any())
+    assert bool((rollouts.mask.sum(1) < rollouts.responses.lengths).any())
     assert torch.equal(scores.token_rewards, counted)
     assert torch.equal(scores.total, counted.sum(-1))
 
@@ -206,10 +209,10 @@ def test_a_reward_function_that_names_turns_gets_them_and_one_that_does_not_gets
         [(name, 1.0, lambda batch, f=f, name=name: score_by_function(f, name, batch)) for name, f in functions.items()]
     )
     rollouts, scores, *_ = build_run(scorer=scorer, **SETTINGS).before_update()
-    assert seen["turns"] == rollouts.turns
-    assert [" ".join(filter(None, texts)) for texts in rollouts.turns] == seen["completions"]
+    assert seen["turns"] == rollouts.texts.turns
+    assert [" ".join(filter(None, texts)) for texts in rollouts.texts.turns] == seen["completions"]
     assert seen["columns"] == {"wanted"}
-    assert scores.total.tolist() == [len(texts) for texts in rollouts.turns]
+    assert scores.total.tolist() == [len(texts) for texts in rollouts.texts.turns]
     build_run(scorer=scorer).before_update()
     assert seen["turns"] == [[text] for text in seen["completions"]]  # without an environment
 

@@ -162,7 +162,9 @@ def test_value_t_is_the_critics_output_at_the_token_before_response_token_t(make
     values = score_responses(rollouts, run.scorer, run.state).values
     assert values.shape == (12, 9)
     critic = run.state.critic
-    for row, (prompt, tokens) in enumerate(zip(rollouts.prompts.prompt_ids, rollouts.token_lists(), strict=True)):
+    for row, (prompt, tokens) in enumerate(
+        zip(rollouts.prompts.prompt_ids, rollouts.responses.token_lists(), strict=True)
+    ):
         ids = torch.tensor([prompt + tokens])
         with torch.no_grad():
             states = critic.backbone(ids, use_cache=False).last_hidden_state[0]
@@ -178,7 +180,7 @@ def test_the_total_is_the_weighted_sum_and_components_are_kept_unweighted(make_r
     run = make_run(scorer=RewardScorer(by_length + stopped))
     rollouts = run.rollouts()
     scores = score_responses(rollouts, run.scorer, run.state)
-    lengths, ended = rollouts.lengths.double(), rollouts.terminated.double()
+    lengths, ended = rollouts.responses.lengths.double(), rollouts.responses.terminated.double()
     assert_close(scores.total, 2.0 * lengths - 0.5 * ended, rtol=0.0, atol=1e-6)
     assert torch.equal(scores.components["length"], lengths)
     assert torch.equal(scores.components["stopped"], ended)

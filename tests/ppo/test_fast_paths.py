@@ -33,9 +33,8 @@ def replayed(run, recorded: list) -> list[dict[str, float]]:
             run.state,
             run.reference,
             rollouts.prompts,
-            Responses(rollouts.response_ids, rollouts.lengths, rollouts.terminated),
+            Responses(rollouts.responses.response_ids, rollouts.responses.lengths, rollouts.responses.terminated),
             run.config,
-            sampler_logprobs=None,
             started=0.0,
             generation_seconds=None,
         )
@@ -73,7 +72,7 @@ def test_a_float64_run_samples_the_tokens_of_one_on_the_plain_path(make_run, mon
         sampled = []
         for _ in range(ITERATIONS):
             rollouts = run.rollouts()
-            sampled.append(rollouts.response_ids)
+            sampled.append(rollouts.responses.response_ids)
             loop.learn(run.state, rollouts, run.scorer)
         return sampled
 

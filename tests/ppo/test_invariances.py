@@ -57,7 +57,7 @@ def test_padding_on_either_side_changes_neither_rollouts_nor_gradients_of_a_mode
     expected = gradients(make_run, moved_on(plain), kind, **EVERY_LOSS)
     monkeypatch.setattr(rollout, "make_batch", padded_more(*sides))
     found = make_run(kind, **ONE_STEP, **EVERY_LOSS).before_update()[-1]
-    assert torch.equal(found.rollouts.response_ids, plain.rollouts.response_ids)
+    assert torch.equal(found.rollouts.responses.response_ids, plain.rollouts.responses.response_ids)
     assert_close(found.rollouts.old_logprobs, plain.rollouts.old_logprobs, rtol=0.0, atol=1e-10)
     assert_close(found.scores.values, plain.scores.values, rtol=0.0, atol=1e-6)  # a Llama's norm is float32
     assert_same_gradients(gradients(make_run, moved_on(plain), kind, **EVERY_LOSS), expected)

@@ -11,7 +11,7 @@ KINDS = ["gpt2", "llama", "bitnet"]
 
 def tables(model, rollouts, temperature):
     """For each row the tempered log-probabilities `[length, V]` at its response positions; no padding, no mask."""
-    for prompt, tokens in zip(rollouts.prompts.prompt_ids, rollouts.token_lists(), strict=True):
+    for prompt, tokens in zip(rollouts.prompts.prompt_ids, rollouts.responses.token_lists(), strict=True):
         with torch.no_grad():
             logits = model(torch.tensor([prompt + tokens]), use_cache=False).logits[0].double()
         table = torch.log_softmax(logits / temperature, dim=-1)
@@ -23,7 +23,7 @@ def test_logprobs_and_entropy_equal_those_of_single_unpadded_rows(make_run, make
     run = make_run(kind)
     run.reference = make_model(kind, seed=5)
     rollouts = run.rollouts()
-    assert len(set(rollouts.lengths.tolist())) > 1
+    assert len(set(rollouts.responses.lengths.tolist())) > 1
     assert len(set(map(len, rollouts.prompts.prompt_ids))) > 1
     for found, model in ((rollouts.old_logprobs, run.state.policy), (rollouts.reference_logprobs, run.reference)):
         expected = torch.zeros_like(found)
@@ -38,16 +38,21 @@ def test_logprobs_and_entropy_equal_those_of_single_unpadded_rows(make_run, make
 
 def test_the_samplers_logprobs_are_those_of_the_trained_forward_up_to_rounding(make_run):
     rollouts = make_run("llama", top_k=5, top_p=0.9).rollouts()
-    assert_close(rollouts.sampler_logprobs, rollouts.old_logprobs, rtol=0.0, atol=1e-10)
+    assert_close(rollouts.responses.sampler_logprobs, rollouts.old_logprobs, rtol=0.0, atol=1e-10)
 
 
 def test_padding_is_zero_and_the_mask_is_true_on_response_tokens_only(make_run):
     rollouts = make_run().rollouts()
     mask = rollouts.mask
-    assert mask.sum(1).tolist() == rollouts.lengths.tolist()
+    assert mask.sum(1).tolist() == rollouts.responses.lengths.tolist()
     assert bool(mask[:, 0].all())
     assert not bool(mask.all())
-    for values in (rollouts.sampler_logprobs, rollouts.old_logprobs, rollouts.reference_logprobs, rollouts.entropy):
+    for values in (
+        rollouts.responses.sampler_logprobs,
+        rollouts.old_logprobs,
+        rollouts.reference_logprobs,
+        rollouts.entropy,
+    ):
         assert values.shape == (12, 8)
         assert bool((values[~mask] == 0.0).all())
         assert bool((values[mask] != 0.0).all())
@@ -69,7 +74,7 @@ def test_several_responses_to_one_prompt_stand_side_by_side_each_with_noise_of_i
     chosen, found = one.rollouts().prompts, three.rollouts()
     assert found.prompts.prompt_ids == [ids for ids in chosen.prompt_ids for _ in range(3)]
     assert found.prompts.columns["wanted"] == [word for word in chosen.columns["wanted"] for _ in range(3)]
-    responses = [tuple(ids) for ids in found.token_lists()]
+    responses = [tuple(ids) for ids in found.responses.token_lists()]
     assert all(len(set(responses[start : start + 3])) > 1 for start in range(0, 12, 3))
 
 
@@ -85,23 +90,23 @@ def test_the_next_iteration_goes_on_behind_the_prompts_of_the_last_one(make_run)
 def test_each_iteration_has_noise_of_its_own(make_run, make_prompts):
     """The same policy answers the same prompt anew."""
     run = make_run(prompts=make_prompts((4,)))
-    first = run.rollouts().token_lists()
-    assert run.rollouts().token_lists() == first
+    first = run.rollouts().responses.token_lists()
+    assert run.rollouts().responses.token_lists() == first
     run.state.iteration = 1
-    assert run.rollouts().token_lists() != first
+    assert run.rollouts().responses.token_lists() != first
 
 
 def test_what_a_reward_sees_are_the_sampled_tokens_and_their_text_without_special_tokens(make_run, make_tokenizer):
     run = make_run()
     rollouts = run.rollouts()
-    batch = rollouts.response_batch()
+    batch = rollouts.texts
     words = make_tokenizer().convert_ids_to_tokens
     special = {"<pad>", "<unk>", "</s>"}
     for row in range(12):
-        length = int(rollouts.lengths[row])
-        tokens = rollouts.response_ids[row, :length].tolist()
+        length = int(rollouts.responses.lengths[row])
+        tokens = rollouts.responses.response_ids[row, :length].tolist()
         assert batch.response_ids[row] == tokens
-        assert (tokens[-1] == 2) == batch.terminated[row] == bool(rollouts.terminated[row])
+        assert (tokens[-1] == 2) == batch.terminated[row] == bool(rollouts.responses.terminated[row])
         assert batch.completions[row].split() == [word for word in words(tokens) if word not in special]
     assert batch.prompts == rollouts.prompts.texts
     assert batch.prompt_ids == rollouts.prompts.prompt_ids
@@ -123,8 +128,8 @@ def test_every_epoch_cuts_the_batch_into_minibatches_and_those_into_micro_batche
 
 def test_a_batch_of_rows_is_trimmed_to_the_longest_of_them(make_run):
     rollouts = make_run().rollouts()
-    rows = [int(i) for i in rollouts.lengths.argsort()[:2]]
+    rows = [int(i) for i in rollouts.responses.lengths.argsort()[:2]]
     batch = rollouts.sequences(rows, 0, torch.device("cpu"))
-    lengths = [(len(rollouts.prompts.prompt_ids[i]), int(rollouts.lengths[i])) for i in rows]
+    lengths = [(len(rollouts.prompts.prompt_ids[i]), int(rollouts.responses.lengths[i])) for i in rows]
     assert batch.rows.input_ids.shape == (2, max(prompt + response for prompt, response in lengths))
     assert batch.is_response.shape == (2, max(response for _, response in lengths))

@@ -64,9 +64,9 @@ def test_first_ratio_and_first_values_repeat_the_rollouts_to_the_last_bit(make_r
 def test_the_gradient_is_that_of_one_loss_worked_one_row_at_a_time(make_run, experience):
     run, found = make_run(**SHARED), gradient(make_run, experience)
     config, rollouts, policy, head = run.config, experience.rollouts, run.state.policy, run.state.critic.value_head
-    tokens = int(rollouts.lengths.sum())
-    for row, length in enumerate(rollouts.lengths.tolist()):
-        prompt, response = rollouts.prompts.prompt_ids[row], rollouts.token_lists()[row]
+    tokens = int(rollouts.responses.lengths.sum())
+    for row, length in enumerate(rollouts.responses.lengths.tolist()):
+        prompt, response = rollouts.prompts.prompt_ids[row], rollouts.responses.token_lists()[row]
         output = policy(torch.tensor([prompt + response]), output_hidden_states=True)
         steps = slice(len(prompt) - 1, -1)
         log_p = torch.log_softmax(output.logits[0, steps] / config.temperature, dim=-1)

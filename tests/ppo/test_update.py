@@ -15,7 +15,7 @@ from ppo_rlhf.ppo import update
 from ppo_rlhf.ppo.experience import Experience
 from ppo_rlhf.rewards.scorers import RewardScorer
 from tests.ppo.support import ONE_STEP, assert_same_gradients, freeze, gradients, moved_on
-from tests.ppo_runs import learn_from
+from tests.ppo_runs import learn_from, with_responses
 
 KINDS = ["gpt2", "llama", "bitnet"]
 NAN = float("nan")
@@ -42,10 +42,13 @@ def poisoned(experience: Experience) -> Experience:
         wide = torch.cat([mask, torch.zeros(len(mask), values.shape[1] - mask.shape[1], dtype=torch.bool)], dim=1)
         return torch.where(wide, values, NAN)
 
-    names = ("old_logprobs", "reference_logprobs", "sampler_logprobs", "entropy")
+    names, responses = ("old_logprobs", "reference_logprobs", "entropy"), experience.rollouts.responses
     rollouts = dataclasses.replace(
-        experience.rollouts,
-        response_ids=torch.where(mask, experience.rollouts.response_ids, 10**9),  # no such token
+        with_responses(
+            experience.rollouts,
+            response_ids=torch.where(mask, responses.response_ids, 10**9),  # no such token
+            sampler_logprobs=poison(responses.sampler_logprobs),
+        ),
         **{name: poison(getattr(experience.rollouts, name)) for name in names},
     )
     return dataclasses.replace(
@@ -207,10 +210,12 @@ def test_policy_and_critic_step_at_their_own_learning_rates(make_run, snapshot):
 def gradients_by_hand(run, experience: Experience, config: PPOConfig) -> dict[str, torch.Tensor]:
     """One unpadded row at a time in plain torch: sums of the clipped losses over tokens, divided by all tokens once."""
     policy, critic, rollouts = run.state.policy, run.state.critic, experience.rollouts
-    tokens = int(rollouts.lengths.sum())
+    tokens = int(rollouts.responses.lengths.sum())
     policy.zero_grad()
     critic.zero_grad()
-    for row, (prompt, response) in enumerate(zip(rollouts.prompts.prompt_ids, rollouts.token_lists(), strict=True)):
+    for row, (prompt, response) in enumerate(
+        zip(rollouts.prompts.prompt_ids, rollouts.responses.token_lists(), strict=True)
+    ):
         ids, length, start = torch.tensor([prompt + response]), len(response), len(prompt) - 1
         logits = policy(ids, use_cache=False).logits[0, start:-1] / config.temperature
         logprobs = (logits - logits.logsumexp(-1, keepdim=True))[torch.arange(length), response]
@@ -271,7 +276,7 @@ def test_the_gradient_of_a_minibatch_does_not_depend_on_the_other_minibatches(ma
     seen = freeze(run)
     learn_from(run.state, experience)
     halves = randomness.minibatch_partition(run.config.seed, 1, 0, 12, 2)
-    tokens = [int(experience.rollouts.lengths[rows].sum()) for rows in halves]
+    tokens = [int(experience.rollouts.responses.lengths[rows].sum()) for rows in halves]
     assert tokens[0] != tokens[1]
     whole = gradients(make_run, experience, "gpt2")
     for name, expected in whole.items():

@@ -9,8 +9,9 @@ import torch
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.ppo.experience import Experience
+from ppo_rlhf.ppo.minibatches import first_epoch
 from tests.ppo.support import ONE_STEP, assert_same_gradients, gradients, moved_on
-from tests.ppo_runs import learn_from
+from tests.ppo_runs import learn_from, with_responses
 
 NAN = float("nan")
 
@@ -21,8 +22,9 @@ def off_policy(experience: Experience) -> Experience:
     rollouts = experience.rollouts
     noise = [torch.randn(rollouts.mask.shape, generator=generator, dtype=torch.float64) for _ in range(2)]
     rollouts = dataclasses.replace(
-        rollouts,
-        sampler_logprobs=torch.where(rollouts.mask, rollouts.old_logprobs + 0.3 * noise[0], NAN),
+        with_responses(
+            rollouts, sampler_logprobs=torch.where(rollouts.mask, rollouts.old_logprobs + 0.3 * noise[0], NAN)
+        ),
         reference_logprobs=torch.where(rollouts.mask, rollouts.old_logprobs + 0.7 * noise[1], NAN),
     )
     return dataclasses.replace(experience, rollouts=rollouts)
@@ -31,14 +33,14 @@ def off_policy(experience: Experience) -> Experience:
 def row_losses(run, experience: Experience, config: PPOConfig, row: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The policy's and the critic's loss of each token of one response, `[length]`; no padding, no mask, no core."""
     rollouts, policy, critic = experience.rollouts, run.state.policy, run.state.critic
-    prompt, response = rollouts.prompts.prompt_ids[row], rollouts.token_lists()[row]
+    prompt, response = rollouts.prompts.prompt_ids[row], rollouts.responses.token_lists()[row]
     ids, length, start = torch.tensor([prompt + response]), len(response), len(prompt) - 1
     log_p = torch.log_softmax(policy(ids, use_cache=False).logits[0, start:-1] / config.temperature, dim=-1)
     logprobs = log_p[torch.arange(length), response]
     ratio = (logprobs - rollouts.old_logprobs[row, :length]).exp()
     advantage = experience.advantages[row, :length]
     if config.importance_cap is not None:
-        mismatch = rollouts.old_logprobs[row, :length] - rollouts.sampler_logprobs[row, :length]
+        mismatch = rollouts.old_logprobs[row, :length] - rollouts.responses.sampler_logprobs[row, :length]
         advantage = advantage * mismatch.exp().clamp(max=config.importance_cap)
     high = config.cliprange if config.cliprange_high is None else config.cliprange_high
     gain = torch.minimum(advantage * ratio, advantage * ratio.clamp(1 - config.cliprange, 1 + high))
@@ -60,15 +62,17 @@ def row_losses(run, experience: Experience, config: PPOConfig, row: int) -> tupl
 def gradients_by_hand(run, experience: Experience, config: PPOConfig) -> dict[str, torch.Tensor]:
     rollouts = experience.rollouts
     masked = config.truncated_responses == "mask"
-    rows = [row for row in range(len(rollouts.lengths)) if bool(rollouts.terminated[row]) or not masked]
-    tokens = sum(int(rollouts.lengths[row]) for row in rows)
+    rows = [
+        row for row in range(len(rollouts.responses.lengths)) if bool(rollouts.responses.terminated[row]) or not masked
+    ]
+    tokens = sum(int(rollouts.responses.lengths[row]) for row in rows)
     run.state.policy.zero_grad()
     run.state.critic.zero_grad()
     for row in rows:
         divisor = {
             "token_mean": tokens,
             "seq_mean_token_sum": len(rows),
-            "seq_mean_token_mean": len(rows) * int(rollouts.lengths[row]),
+            "seq_mean_token_mean": len(rows) * int(rollouts.responses.lengths[row]),
             "token_sum_fixed_length": len(rows) * config.response_length,
         }[config.loss_aggregation]
         policy_loss, value_loss = row_losses(run, experience, config, row)
@@ -107,7 +111,7 @@ NAMES = ["-".join(f"{v}" for k, v in option.items() if v is not None) for option
 def experience(make_run) -> Experience:
     """Twelve responses of different lengths, some of them cut off."""
     experience = off_policy(make_run(**ONE_STEP, kl_coef=0.4).before_update()[-1])
-    assert 0 < int(experience.rollouts.terminated.sum()) < 12
+    assert 0 < int(experience.rollouts.responses.terminated.sum()) < 12
     return experience
 
 
@@ -140,12 +144,12 @@ def test_a_token_budget_cuts_the_minibatch_and_the_first_ratio_stays_exactly_one
     settings = {"max_tokens_per_micro_batch": 30, "num_ppo_epochs": 1, "num_mini_batches": 1, "dtype": "float32"}
     run = make_run(model={"sliding_window": window}, **settings)
     experience = run.before_update()[-1]
-    pieces = experience.rollouts.first_epoch()
+    pieces = first_epoch(experience.rollouts.epochs)
     assert len(pieces) > 2
     assert sorted(row for piece in pieces for row in piece) == list(range(12))
     for piece in pieces:
         prompts = [len(experience.rollouts.prompts.prompt_ids[row]) for row in piece]
-        tokens = [a + b for a, b in zip(prompts, experience.rollouts.lengths[piece].tolist(), strict=True)]
+        tokens = [a + b for a, b in zip(prompts, experience.rollouts.responses.lengths[piece].tolist(), strict=True)]
         assert (len(piece) * max(tokens) if window else sum(tokens)) <= 30
     metrics = learn_from(run.state, experience)
     assert (metrics["val/ratio"], metrics["policy/approxkl_avg"]) == (1.0, 0.0)
@@ -221,7 +225,7 @@ def test_a_minibatch_of_cut_off_responses_alone_is_no_step_and_a_batch_of_them_i
 ):
     run = make_run(truncated_responses="mask", missing_eos_penalty=None, num_ppo_epochs=1)
     experience = run.before_update()[-1]
-    rollouts = dataclasses.replace(experience.rollouts, terminated=torch.zeros(12, dtype=torch.bool))
+    rollouts = with_responses(experience.rollouts, terminated=torch.zeros(12, dtype=torch.bool))
     before = [snapshot(module) for module in (run.state.policy, run.state.critic)]
     with caplog.at_level(logging.WARNING):
         metrics = learn_from(run.state, dataclasses.replace(experience, rollouts=rollouts))
@@ -241,7 +245,7 @@ def test_minibatches_of_cut_off_responses_are_not_in_the_averages_over_steps(mak
     experience = run.before_update()[-1]
     terminated = torch.zeros(12, dtype=torch.bool)
     terminated[[2, 7]] = True
-    rollouts = dataclasses.replace(experience.rollouts, terminated=terminated)
+    rollouts = with_responses(experience.rollouts, terminated=terminated)
     metrics = learn_from(run.state, dataclasses.replace(experience, rollouts=rollouts))
     assert run.state.optimiser_steps == 2
     assert metrics["val/ratio"] == pytest.approx(1.0, abs=1e-6)

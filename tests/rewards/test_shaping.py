@@ -95,7 +95,7 @@ def test_small_differences_of_large_scores_survive_until_they_are_normalised(mak
         scorer=RewardScorer([("numbered", 1.0, numbered)]), **options
     ).before_update()
     assert scores.total.tolist() == [1e8 + i for i in range(12)]
-    paid = shaped_rewards.rewards.gather(1, rollouts.lengths[:, None] - 1)[:, 0]
+    paid = shaped_rewards.rewards.gather(1, rollouts.responses.lengths[:, None] - 1)[:, 0]
     assert paid.dtype == getattr(torch, dtype)
     assert_close(paid.double(), (torch.arange(12.0).double() - 5.5) / 13**0.5, rtol=1e-6, atol=0.0)
 

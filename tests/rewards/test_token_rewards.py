@@ -180,12 +180,12 @@ def test_the_rollouts_own_tokens_are_scored_and_padded_to_the_response_length(ma
     run = make_run(scorer=RewardScorer([("ids", 1.0, lambda batch: score_by_function(by_token, "ids", batch))]))
     rollouts = run.rollouts()
     scores = score_responses(rollouts, run.scorer, run.state)
-    expected = torch.where(rollouts.mask, rollouts.response_ids, 0).double()
+    expected = torch.where(rollouts.mask, rollouts.responses.response_ids, 0).double()
     assert torch.equal(scores.token_rewards, expected)
     assert torch.equal(scores.total, expected.sum(-1))
     rewards = shape_rewards(rollouts, scores, run.state).rewards
-    last = rollouts.lengths - 1
-    penalties = torch.where(rollouts.terminated, 0.0, 0.5)  # the run's missing_eos_penalty; its KL is 0
+    last = rollouts.responses.lengths - 1
+    penalties = torch.where(rollouts.responses.terminated, 0.0, 0.5)  # the run's missing_eos_penalty; its KL is 0
     expected[torch.arange(len(last)), last] -= penalties
     assert_close(rewards, expected, rtol=0.0, atol=1e-12)
 

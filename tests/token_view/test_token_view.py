@@ -14,7 +14,7 @@ from ppo_rlhf.models.tokenizers import token_texts
 from ppo_rlhf.ppo.experience import Experience, Scores, ShapedRewards
 from ppo_rlhf.token_view import render_page, render_view, sample_tokens
 from ppo_rlhf.token_view.page import QUANTITIES
-from tests.ppo_runs import build_rollouts, build_tokenizer
+from tests.ppo_runs import build_rollouts, build_tokenizer, with_responses
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\" ' {{ 7 * 7 }}"
 
@@ -115,9 +115,9 @@ def test_the_numbers_are_those_of_the_tensors_and_never_of_padding():
     assert (shown["iteration"], shown["responses"]) == (1, 5)
     for row, sample in zip([4, 2, 0], json.loads(json.dumps(shown))["samples"], strict=True):  # by score
         assert sample["score"] == row
-        assert len(sample["tokens"]) == rollouts.lengths[row]
+        assert len(sample["tokens"]) == rollouts.responses.lengths[row]
         assert sample["numbers"] == {
-            name: tensor[row, : rollouts.lengths[row]].tolist() for name, tensor in tensors.items()
+            name: tensor[row, : rollouts.responses.lengths[row]].tolist() for name, tensor in tensors.items()
         }
         assert all(math.isfinite(number) for numbers in sample["numbers"].values() for number in numbers)
 
@@ -125,7 +125,7 @@ def test_the_numbers_are_those_of_the_tensors_and_never_of_padding():
 def test_tokens_of_an_environment_are_read_without_numbers():
     experience = hand_made_experience([3], width=3)
     policy_mask = torch.tensor([[True, False, True]])
-    rollouts = replace(experience.rollouts, policy_mask=policy_mask)
+    rollouts = with_responses(experience.rollouts, policy_mask=policy_mask)
     shown = sample_tokens(replace(experience, rollouts=rollouts), build_tokenizer())
     assert shown["samples"][0]["is_policy"] == [True, False, True]
     page = Page(

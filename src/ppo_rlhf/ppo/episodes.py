@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf.core.errors import RewardError
 from ppo_rlhf.data.prompts import PromptDataset
-from ppo_rlhf.ppo.sampling import GeneratedResponses, Responses, SamplingSettings, generate_responses
+from ppo_rlhf.ppo.sampling import Responses, SamplingSettings, generate_responses
 from ppo_rlhf.rewards.functions import TURNS, RewardFunction, call_function
 
 
@@ -97,7 +97,7 @@ def sample_episodes(
     *,
     engine: str = "static",
     batch_size: int = 64,
-) -> GeneratedResponses:
+) -> Responses:
     """Sample an episode for each of N prompts; the token in column t is drawn with the uniform of column t.
 
     An episode is over when the environment has no reply. It is cut off when a turn has no stop token, or when the reply
@@ -127,6 +127,7 @@ def sample_episodes(
         columns = torch.tensor([len(episodes[row].ids) for row in live])[:, None] + torch.arange(turn_length)
         noise = uniforms[live].gather(1, columns)
         turns = generate_responses(policy, so_far, noise, a_turn, engine=engine, batch_size=batch_size)
+        assert turns.sampler_logprobs is not None  # they were sampled here
         logprobs[torch.tensor(live)[:, None], columns] = turns.sampler_logprobs
         for row, ids in zip(live, turns.token_lists(), strict=True):
             episodes[row].add(ids, is_policy=True)
@@ -145,7 +146,7 @@ def sample_episodes(
         response_ids[row, : len(episode.ids)] = torch.tensor(episode.ids)
         policy_mask[row, : len(episode.ids)] = torch.tensor(episode.is_policy)
     lengths = torch.tensor([len(episode.ids) for episode in episodes], dtype=torch.long)
-    return GeneratedResponses(response_ids, lengths, terminated, policy_mask, sampler_logprobs=logprobs)
+    return Responses(response_ids, lengths, terminated, policy_mask, sampler_logprobs=logprobs)
 
 
 def turn_texts(responses: Responses, tokenizer: PreTrainedTokenizerBase) -> list[list[str]]:

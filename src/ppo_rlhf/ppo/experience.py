@@ -15,9 +15,11 @@ from ppo_rlhf.core.kl import kl_estimate
 from ppo_rlhf.core.statistics import masked_whiten
 from ppo_rlhf.core.turns import compact, compact_mask, spread
 from ppo_rlhf.ppo.logprobs import fill_rows
+from ppo_rlhf.ppo.minibatches import first_epoch
 from ppo_rlhf.ppo.precision import autocast, deterministic
-from ppo_rlhf.ppo.rollout import Rollouts, gather_scattered
+from ppo_rlhf.ppo.rollout import Rollouts
 from ppo_rlhf.ppo.state import TrainingState
+from ppo_rlhf.processes import gather_scattered
 from ppo_rlhf.rewards.scorers import RewardScorer
 from ppo_rlhf.rewards.shaping import final_scores, final_token_rewards
 
@@ -58,26 +60,26 @@ class Experience:
 def score_responses(rollouts: Rollouts, scorer: RewardScorer, state: TrainingState) -> Scores:
     """Score each response and compute the critic's value of each of its states."""
     started = time.perf_counter()
-    scored = scorer.score(rollouts.response_batch())
+    scored = scorer.score(rollouts.texts)
     values = critic_values(rollouts, state) if rollouts.values is None else rollouts.values
     token_rewards = scored.token_rewards
     if token_rewards is not None:
-        missing = rollouts.response_ids.shape[1] - token_rewards.shape[1]
+        missing = rollouts.responses.response_ids.shape[1] - token_rewards.shape[1]
         token_rewards = nn.functional.pad(token_rewards, (0, missing))
     return Scores(scored.total, scored.components, values, time.perf_counter() - started, token_rewards)
 
 
 def critic_values(rollouts: Rollouts, state: TrainingState) -> Tensor:
     """Return the values `[B, T + 1]` of a critic of its own, from the forward passes that the first epoch repeats."""
-    rows, width = rollouts.response_ids.shape
+    rows, width = rollouts.responses.response_ids.shape
     values = torch.zeros(rows, width + 1, dtype=state.statistics_dtype)
     forward = state.accelerator.unwrap_model(state.critic_forward)
     with torch.no_grad(), deterministic(state.config):
-        for group in rollouts.first_epoch():
+        for group in first_epoch(rollouts.epochs):
             batch = rollouts.sequences(group, state.sampling.pad_token_id, state.device)
             with autocast(state.config, state.device):
                 fill_rows(values, group, forward(batch))
-    return gather_scattered(values, [row for group in rollouts.first_epoch() for row in group])
+    return gather_scattered(values, [row for group in first_epoch(rollouts.epochs) for row in group])
 
 
 def shape_rewards(rollouts: Rollouts, scores: Scores, state: TrainingState) -> ShapedRewards:
@@ -85,7 +87,7 @@ def shape_rewards(rollouts: Rollouts, scores: Scores, state: TrainingState) -> S
 
     The policy's tokens alone have rewards, and the score is on the last of them.
     """
-    config, mask = state.config, rollouts.mask
+    config, mask, responses = state.config, rollouts.mask, rollouts.responses
     kl = torch.where(mask, rollouts.old_logprobs - rollouts.reference_logprobs, 0.0)
     penalty = torch.where(
         mask, kl_estimate(rollouts.old_logprobs, rollouts.reference_logprobs, config.kl_estimator), 0.0
@@ -94,9 +96,9 @@ def shape_rewards(rollouts: Rollouts, scores: Scores, state: TrainingState) -> S
     whole, by_token = scores.total, scores.token_rewards
     if by_token is not None:
         whole = whole - by_token.sum(-1)
-        by_token = compact(final_token_rewards(by_token, rollouts.terminated, config), mask).to(kl.dtype)
+        by_token = compact(final_token_rewards(by_token, responses.terminated, config), mask).to(kl.dtype)
     rewards = core_rewards.shape_rewards(
-        final_scores(whole, rollouts.terminated, rollouts.lengths, state.reward_moments, config).to(kl.dtype),
+        final_scores(whole, responses.terminated, responses.lengths, state.reward_moments, config).to(kl.dtype),
         compact(penalty, mask),
         compact_mask(mask),
         kl_coef if config.kl_in == "reward" else 0.0,
@@ -112,7 +114,7 @@ def learning_mask(rollouts: Rollouts, config: PPOConfig) -> Tensor:
     """Return `[B, T]` bool, True on the tokens that both losses count: without cut-off responses if they are masked."""
     if config.truncated_responses != "mask":
         return rollouts.mask
-    return rollouts.mask & rollouts.terminated[:, None]
+    return rollouts.mask & rollouts.responses.terminated[:, None]
 
 
 def estimate_advantages(
@@ -127,8 +129,8 @@ def estimate_advantages(
     mask = rollouts.mask
     bootstrap_values = None
     if config.truncated_responses == "bootstrap":
-        after_end = scores.values.gather(1, rollouts.lengths[:, None])[:, 0]
-        bootstrap_values = torch.where(rollouts.terminated, 0.0, after_end)
+        after_end = scores.values.gather(1, rollouts.responses.lengths[:, None])[:, 0]
+        bootstrap_values = torch.where(rollouts.responses.terminated, 0.0, after_end)
 
     def estimate(lam: float) -> tuple[Tensor, Tensor]:
         estimated = core_advantages.generalized_advantage_estimate(
@@ -155,8 +157,8 @@ def sample_table(
     """Return the first `limit` rollouts as columns: prompt, response, score, KL (nats over the response), stopped."""
     return {
         "prompt": list(rollouts.prompts.texts[:limit]),
-        "response": list(rollouts.completions[:limit]),
+        "response": list(rollouts.texts.completions[:limit]),
         "score": scores.total[:limit].tolist(),
         "kl": shaped_rewards.kl.sum(-1)[:limit].tolist(),
-        "stopped": rollouts.terminated[:limit].tolist(),
+        "stopped": rollouts.responses.terminated[:limit].tolist(),
     }

@@ -170,21 +170,21 @@ def _variance(values: list[float]) -> float:
 
 
 def _responses(experience: Experience) -> dict[str, Tensor]:
-    rollouts = experience.rollouts
+    rollouts, sampled = experience.rollouts, experience.rollouts.responses.sampler_logprobs
     gap: dict[str, Tensor] = {}
-    if rollouts.sampler_logprobs is not None:
-        distance = (rollouts.sampler_logprobs.to(rollouts.old_logprobs.dtype) - rollouts.old_logprobs).abs()
+    if sampled is not None:
+        distance = (sampled.to(rollouts.old_logprobs.dtype) - rollouts.old_logprobs).abs()
         gap = {"policy/rollout_logprob_gap": masked_mean(distance, rollouts.mask)}
-    turns = torch.tensor([(len(turns) + 1) // 2 for turns in rollouts.turns], dtype=torch.float64)
+    turns = torch.tensor([(len(turns) + 1) // 2 for turns in rollouts.texts.turns], dtype=torch.float64)
     return {
         **gap,
         "val/explained_variance": explained_variance(
             experience.scores.values[:, :-1], experience.returns, rollouts.mask
         ),
-        "val/num_eos_tokens": rollouts.terminated.sum(),
+        "val/num_eos_tokens": rollouts.responses.terminated.sum(),
         "response/length": rollouts.mask.sum(-1).double().mean(),
-        "response/truncated_fraction": (~rollouts.terminated).double().mean(),
-        **({"response/turns": turns.mean()} if rollouts.turns else {}),
+        "response/truncated_fraction": (~rollouts.responses.terminated).double().mean(),
+        **({"response/turns": turns.mean()} if rollouts.texts.turns else {}),
     }
 
 
@@ -199,7 +199,7 @@ def _speed(experience: Experience, optimise_seconds: float) -> dict[str, float]:
         "time/score_s": experience.scores.seconds,
         "time/optimise_s": optimise_seconds,
         "time/iteration_s": iteration_seconds,
-        "throughput/episodes_per_s": len(rollouts.lengths) / iteration_seconds,
+        "throughput/episodes_per_s": len(rollouts.responses.lengths) / iteration_seconds,
         **rate,
     }
 
@@ -223,7 +223,7 @@ def _utilisation(experience: Experience, steps: int, state: TrainingState, secon
     if peak is None:
         return {}
     rollouts = experience.rollouts
-    tokens = sum(len(ids) for ids in rollouts.prompts.prompt_ids) + int(rollouts.lengths.sum())
+    tokens = sum(len(ids) for ids in rollouts.prompts.prompt_ids) + int(rollouts.responses.lengths.sum())
     share = steps / max(1, sum(len(epoch) for epoch in rollouts.epochs))
     weights = sum(p.numel() for model in (state.policy, state.critic) for p in model.parameters())
     operations = 6.0 * weights * tokens * state.config.num_ppo_epochs * share

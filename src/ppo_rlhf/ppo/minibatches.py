@@ -26,6 +26,11 @@ Epochs = list[list[Minibatch]]
 """The minibatches of each epoch."""
 
 
+def first_epoch(epochs: Epochs) -> list[list[int]]:
+    """Return the micro-batches of the first epoch that this process computes."""
+    return [rows for minibatch in epochs[0] for rows in minibatch.micro_batches]
+
+
 def cut_batch(
     config: PPOConfig,
     iteration: int,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ class SamplingSettings:
 
 @dataclass(frozen=True)
 class Responses:
-    """Responses to N prompts, right-padded to `T = response_length`, wherever they come from.
+    """Responses to N prompts, right-padded to `T = response_length`; on the CPU, 0 or the pad token in padding.
 
     `terminated` is True where a stop token ended the response; it is the response's last token then. A response of
     several turns has the environment's replies between them.
@@ -52,31 +52,20 @@ class Responses:
     lengths: Tensor  # [N] long
     terminated: Tensor  # [N] bool
     policy_mask: Tensor | None = None  # [N, T] bool, True on the policy's tokens; None: all tokens are the policy's
+    sampler_logprobs: Tensor | None = None
+    """`[N, T]`, of the decoding loop: tempered, before top-k, top-p and the exclusion of stop tokens. None if the
+    responses were sampled elsewhere."""
 
     @property
     def mask(self) -> Tensor:
-        """`[N, T]` bool, True on the tokens that the policy wrote."""
-        return policy_tokens(self.lengths, self.response_ids, self.policy_mask)
+        """`[N, T]` bool, True on the tokens that the policy wrote: all real tokens, unless the responses have turns."""
+        if self.policy_mask is None:
+            return length_mask(self.lengths, self.response_ids.shape[1])
+        return self.policy_mask
 
     def token_lists(self) -> list[list[int]]:
         """Return each response's tokens without padding."""
         return without_padding(self.response_ids, self.lengths)
-
-
-@dataclass(frozen=True)
-class GeneratedResponses(Responses):
-    """Responses that were sampled here.
-
-    Log-probabilities are the sampler's own (tempered, before top-k, top-p and the exclusion of stop tokens), 0 in
-    padding.
-    """
-
-    sampler_logprobs: Tensor = field(kw_only=True)  # [N, T]
-
-
-def policy_tokens(lengths: Tensor, response_ids: Tensor, policy_mask: Tensor | None) -> Tensor:
-    """Return the mask `[N, T]` of the policy's tokens: all real tokens, unless the responses have turns."""
-    return length_mask(lengths, response_ids.shape[1]) if policy_mask is None else policy_mask
 
 
 def generate_responses(
@@ -87,7 +76,7 @@ def generate_responses(
     *,
     engine: str = "static",
     batch_size: int = 64,
-) -> GeneratedResponses:
+) -> Responses:
     """Sample one response to each prompt by inverse-CDF sampling with the given uniforms.
 
     Args:
@@ -111,7 +100,7 @@ def generate_responses(
     response_ids = torch.cat(tokens)
     lengths, terminated = response_lengths(response_ids, settings.stop_token_ids)
     is_response = length_mask(lengths, settings.response_length)
-    return GeneratedResponses(
+    return Responses(
         torch.where(is_response, response_ids, settings.pad_token_id),
         lengths,
         terminated,

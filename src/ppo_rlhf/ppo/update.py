@@ -221,15 +221,15 @@ def _weighted_advantages(experience: Experience, config: PPOConfig) -> Tensor:
     Raises:
         ConfigError: The responses were sampled elsewhere, without their sampler's log-probabilities.
     """
-    rollouts = experience.rollouts
+    rollouts, sampler_logprobs = experience.rollouts, experience.rollouts.responses.sampler_logprobs
     if config.importance_cap is None:
         return experience.advantages
-    if rollouts.sampler_logprobs is None:
+    if sampler_logprobs is None:
         raise ConfigError(
             f"ppo.importance_cap={config.importance_cap:g} compares with the log-probabilities of the sampler, "
             "which responses from elsewhere come without: leave it out, or let PPOTrainer.train() sample"
         )
-    weights = importance_weights(rollouts.old_logprobs, rollouts.sampler_logprobs, rollouts.mask, config.importance_cap)
+    weights = importance_weights(rollouts.old_logprobs, sampler_logprobs, rollouts.mask, config.importance_cap)
     return experience.advantages * weights
 
 

@@ -44,7 +44,7 @@ def sample_tokens(experience: Experience, tokenizer: PreTrainedTokenizerBase, li
     """
     rollouts = experience.rollouts
     quantities = _quantities(experience)
-    ids, scores = rollouts.token_lists(), experience.scores.total
+    ids, scores = rollouts.responses.token_lists(), experience.scores.total
     ranked = scores.argsort(descending=True, stable=True)
     rows = ranked[torch.linspace(0, len(ranked) - 1, min(limit, len(ranked))).round().long()].tolist()
     samples = [
@@ -53,7 +53,7 @@ def sample_tokens(experience: Experience, tokenizer: PreTrainedTokenizerBase, li
             tokens=token_texts(tokenizer, rollouts.prompts.prompt_ids[row], ids[row]),
             is_policy=rollouts.mask[row, : len(ids[row])].tolist(),
             score=scores[row].item(),
-            terminated=bool(rollouts.terminated[row]),
+            terminated=bool(rollouts.responses.terminated[row]),
             numbers={name: values[row, : len(ids[row])].tolist() for name, values in quantities.items()},
         )
         for row in rows

@@ -226,7 +226,6 @@ class PPOTrainer:
             PromptDataset(prompt_ids, self.tokenizer.batch_decode(prompt_ids), {}),
             taken,
             config,
-            sampler_logprobs=None,
             started=sampler.started or time.perf_counter(),
             generation_seconds=sampler.seconds or None,
         )

@@ -57,14 +57,14 @@ def generate_rollouts(training_state: ToyState, prompt_texts: list[str]) -> Simp
     completions = [f"answer {i}" for i in range(len(prompt_texts))]
     return SimpleNamespace(
         prompts=SimpleNamespace(texts=prompt_texts),
-        completions=completions,
-        terminated=torch.ones(len(completions), dtype=torch.bool),
+        texts=SimpleNamespace(completions=completions),
+        responses=SimpleNamespace(terminated=torch.ones(len(completions), dtype=torch.bool)),
         iteration=training_state.iteration + 1,
     )
 
 
 def score_responses(rollouts: SimpleNamespace, training_state: ToyState) -> dict[str, SimpleNamespace]:
-    rows = len(rollouts.completions)
+    rows = len(rollouts.texts.completions)
     return {"scores": SimpleNamespace(total=torch.arange(float(rows))), "kl": SimpleNamespace(kl=torch.ones(rows, 4))}
 
 
