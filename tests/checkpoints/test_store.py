@@ -26,8 +26,8 @@ from ppo_rlhf.checkpoints.store import (
     CheckpointRequest,
     best_iteration,
     read_checkpoint,
-    saved_config,
     saved_history,
+    saved_values,
     write_checkpoint,
 )
 from ppo_rlhf.core.errors import CheckpointError
@@ -67,7 +67,7 @@ def test_a_checkpoint_gives_back_every_bit_of_the_state(make_run, tmp_path):
         assert getattr(fresh.state, name) == getattr(run.state, name)
     assert fresh.state.kl_controller.kl_coef == 0.0625
     assert fresh.state.history == run.state.history == saved_history(directory)
-    assert saved_config(directory)["seed"] == run.config.seed
+    assert saved_values(directory)["config"]["seed"] == run.config.seed
 
 
 EVERY_STATE = {
@@ -183,7 +183,7 @@ def test_a_manifest_of_another_format_is_refused(saved):
 def test_a_state_that_is_none_is_refused(saved, content):
     (saved / "state.json").write_text(content)
     with pytest.raises(CheckpointError, match=r"state\.json"):
-        saved_config(saved)
+        saved_values(saved)
 
 
 def test_a_file_that_was_added_is_refused_unless_it_is_hidden(saved):

@@ -76,7 +76,7 @@ def read_checkpoint(directory: Path, state: TrainingState) -> None:
     Raises:
         CheckpointError: The checkpoint was made for other models.
     """
-    values = _state_values(directory)
+    values = saved_values(directory)
     state.updating = True
     try:
         read_models(directory, state)
@@ -94,22 +94,17 @@ def read_checkpoint(directory: Path, state: TrainingState) -> None:
     state.updating = False
 
 
-def saved_config(directory: Path) -> dict[str, Any]:
-    """Return the hyperparameters that a checkpoint was made with.
+def saved_values(directory: Path) -> dict[str, Any]:
+    """Return the content of a checkpoint's state.json: counters, `config`, `batch_size` over all processes, `origin`, …
 
     Raises:
-        CheckpointError: They cannot be read.
+        CheckpointError: It cannot be read.
     """
-    return dict(_state_values(directory)["config"])
-
-
-def saved_batch_size(directory: Path) -> int:
-    """Return the responses of one iteration, over all processes, of the run that wrote a checkpoint.
-
-    Raises:
-        CheckpointError: The number cannot be read.
-    """
-    return int(_state_values(directory)["batch_size"])
+    values = read_json(directory / STATE)
+    kinds = {"config": dict, "extra": dict, "origin": dict, **dict.fromkeys(("batch_size", *_COUNTERS), int)}
+    if not isinstance(values, dict) or not all(isinstance(values.get(name), kind) for name, kind in kinds.items()):
+        raise CheckpointError(f"{directory / STATE}: not the state of a checkpoint")
+    return values
 
 
 def saved_history(directory: Path) -> list[dict[str, float]]:
@@ -155,11 +150,3 @@ def _write_state(directory: Path, state: TrainingState) -> None:
         **groups,
     }
     (directory / STATE).write_text(json.dumps(values, indent=1))
-
-
-def _state_values(directory: Path) -> dict[str, Any]:
-    values = read_json(directory / STATE)
-    kinds = {"config": dict, "extra": dict, "origin": dict, **dict.fromkeys(("batch_size", *_COUNTERS), int)}
-    if not isinstance(values, dict) or not all(isinstance(values.get(name), kind) for name, kind in kinds.items()):
-        raise CheckpointError(f"{directory / STATE}: not the state of a checkpoint")
-    return values
