@@ -46,6 +46,10 @@ from ppo_rlhf.supervised.sft import SupervisedFinetuningConfig
 
 TRIED_PROMPTS = 2
 OWN_CODE = "transformers_modules."  # where transformers imports Python code that lies with a model
+_WITHOUT_OWN_CODE = {
+    "reward_model": "Set reward_model_path or give functions as reward, and run `--pipelines align`.",
+    "pretrained_critic": "Set ppo.critic_warmup_iterations, which trains a critic at the start of each run.",
+}
 CHECKED_BELOW = (MemoryDataset, RecordsDataset, PretrainedModelDataset, ResumeCheckpointDataset)
 READY = (*CHECKED_BELOW, EvaluationLogDataset)  # the log is empty before the first evaluation
 
@@ -176,16 +180,9 @@ def check_model(run: RunRequest, name: str) -> Iterator[str]:
     else:
         handle.check_causal_lm()
     has_own_code = name == run.start and type(handle.config()).__module__.startswith(OWN_CODE)
-    if has_own_code and run.writes("reward_model"):
-        yield (
-            f"{handle.source} has Python code of its own, without which a reward model trained on it would be saved. "
-            "Set reward_model_path or give functions as reward, and run `--pipelines align`."
-        )
-    if has_own_code and run.writes("pretrained_critic"):
-        yield (
-            f"{handle.source} has Python code of its own, without which a critic trained on it would be saved. Set "
-            "ppo.critic_warmup_iterations, which trains it at the start of each run."
-        )
+    for made, fix in _WITHOUT_OWN_CODE.items() if has_own_code else ():
+        if run.writes(made):
+            yield f"{handle.source} has Python code of its own, which is not saved with a {made} trained on it. {fix}"
     run.models[name], run.tokenizers[name] = handle, tokenizer
 
 

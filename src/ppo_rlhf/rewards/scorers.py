@@ -40,6 +40,21 @@ LONGEST_METRIC_NAME = 250
 """The most characters of a metric's key in MLflow."""
 
 
+def check_metric_name(name: str, what: str, key: str, *, taken: bool = False, snake_case: bool = False) -> None:
+    """Raise `ConfigError` if a user's name for `what` does not make a metric `key` that is new and that MLflow takes.
+
+    A key that breaks MLflow's rules loses all metrics that are logged with it.
+    """
+    pattern, allowed = r"\w[\w.\- ]*", "letters, digits, underscores, dashes, periods and spaces"
+    if snake_case:
+        pattern, allowed = r"[a-z][a-z0-9_]*", "lower-case letters, digits and underscores, not end in _sft or _se"
+    if taken or not re.fullmatch(pattern, name) or len(key) > LONGEST_METRIC_NAME:
+        raise ConfigError(
+            f"{name!r} cannot name {what}: it makes the metric {key}, of at most {LONGEST_METRIC_NAME} characters, so "
+            f"it must be {allowed}, and not be, or begin or end like, a metric that exists"
+        )
+
+
 @settings_group("reward.components")
 class RewardComponentConfig:
     """One term of the reward."""
@@ -61,14 +76,8 @@ class RewardComponentConfig:
             raise ConfigError(f"function={self.function} belongs to type function, not model.")
         if self.function is not None:
             split_reference(self.function)
-        # within MLflow's rules for keys: a key that breaks them loses all metrics that are logged with it
         title = self.title if self.name is None else self.name
-        if not re.fullmatch(r"\w[\w.\- ]*", title) or len(f"reward/{title}") > LONGEST_METRIC_NAME:
-            raise ConfigError(
-                f"name={title!r} cannot name a component: it becomes the metric reward/<name>, of at most "
-                f"{LONGEST_METRIC_NAME} letters, digits, underscores, dashes, periods and spaces; <name> begins with a "
-                "letter, digit or underscore."
-            )
+        check_metric_name(title, "a component of reward", f"reward/{title}")
 
     @property
     def title(self) -> str:
@@ -156,7 +165,6 @@ class RewardScorer:
     def __init__(self, components: Sequence[tuple[str, float, Scoring]], model: PreTrainedModel | None = None) -> None:
         """Take (name, weight, scoring) of each component, and the reward model if one of them is."""
         self.names = [name for name, _, _ in components]
-        self.weights = [weight for _, weight, _ in components]
         self.model = model
         self.functions = [scoring for _, _, scoring in components if not isinstance(scoring, ModelScorer)]
         self._components = list(components)
