@@ -145,7 +145,7 @@ def test_a_source_that_cannot_be_converted_is_one_line_and_writes_nothing(
     assert sorted(path.name for path in folder.iterdir()) == ["config", "legacy.yaml"]
 
 
-def test_outside_a_project_it_asks_where_to_write(folder: Path):
+def test_outside_a_project_it_needs_to_be_told_where_to_write(folder: Path):
     refused = convert("trl", "legacy.yaml")
     assert refused.exit_code == 1
-    assert "--to" in refused.stderr
+    assert "is not in a Kedro project" in refused.stderr

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 import yaml
-from kedro.utils import find_kedro_project
 
+from ppo_rlhf.cli.errors import project_here
 from ppo_rlhf.core.errors import ConfigError, PPORLHFError
 
 if TYPE_CHECKING:  # imported at run time where it is used: other commands need no PPOConfig
@@ -32,7 +32,10 @@ def convert_config(library: str, target: str | None, num_prompts: int | None, fo
     try:
         conversion = from_trl(_read(source), num_prompts=num_prompts)
         conversion.ppo_config()
-        parameters = Path("parameters.yml") if target == "-" else _parameters_path(target)
+        printed = Path("parameters.yml")
+        parameters = printed if target == "-" else Path(target or project_here() / "conf" / "local" / printed)
+        if parameters.name == "globals.yml":
+            raise ConfigError(f"--to {target}: name the parameters file; globals.yml is written beside it.")
         globals_ = parameters.with_name("globals.yml")
         texts = {parameters: conversion.parameters_text(), globals_: conversion.globals_text()}
         if target == "-":
@@ -55,16 +58,6 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds no settings: a mapping (name: value) is expected.")
     return {str(name): value for name, value in values.items()}
-
-
-def _parameters_path(target: str | None) -> Path:
-    project = find_kedro_project(Path.cwd())
-    if target is None and project is None:
-        raise ConfigError(f"{Path.cwd()} is not in a Kedro project: change to it, or name the file to write with --to.")
-    path = Path(target) if target is not None else Path(project, "conf", "local", "parameters.yml")
-    if path.name == "globals.yml":
-        raise ConfigError(f"--to {target}: name the parameters file; globals.yml is written beside it.")
-    return path
 
 
 def _write(files: dict[Path, str], *, force: bool) -> None:
