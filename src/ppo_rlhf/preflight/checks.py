@@ -50,8 +50,8 @@ _WITHOUT_OWN_CODE = {
     "reward_model": "Set reward_model_path or give functions as reward, and run `--pipelines align`.",
     "pretrained_critic": "Set ppo.critic_warmup_iterations, which trains a critic at the start of each run.",
 }
-CHECKED_BELOW = (MemoryDataset, RecordsDataset, PretrainedModelDataset, ResumeCheckpointDataset)
-READY = (*CHECKED_BELOW, EvaluationLogDataset)  # the log is empty before the first evaluation
+# those of tables and models are checked apart; the log is empty before the first evaluation
+READY = (MemoryDataset, RecordsDataset, PretrainedModelDataset, ResumeCheckpointDataset, EvaluationLogDataset)
 
 
 def find_problems(
