@@ -25,6 +25,7 @@ TO_FILL_IN = {
 _GLOBALS: dict[str, Any] = {"seed": Annotated[int, Field(ge=0)], **dict.fromkeys(TO_FILL_IN, str)}
 _MAY_BE_MISSING = ("total_episodes", "response_length", "missing_eos_penalty")  # the demo sets them, a source may not
 _FINITE = ConfigDict(allow_inf_nan=False)
+_AS_IT_IS = object()
 
 
 class Conversion:
@@ -62,8 +63,8 @@ class Conversion:
         self._reasons: dict[str, str] = {}
         for name in _MAY_BE_MISSING:
             self.write(f"ppo.{name}", getattr(PPOConfig, name), "not in the source; PPOConfig's default")
-        for name, (target, default) in renamed.items():
-            self.carry(target, name, value=self[name], otherwise=default)
+        for name, (target, _) in renamed.items():
+            self.carry(target, name)
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -131,8 +132,13 @@ class Conversion:
         """Set a parameter, named with its group."""
         self._values[target], self.origins[target] = value, origin
 
-    def carry(self, target: str, *settings: str, value: Any, otherwise: Any = None) -> None:
-        """Write a parameter that comes from settings. If it is refused they are listed, and `otherwise` is written."""
+    def carry(self, target: str, *settings: str, value: Any = _AS_IT_IS, otherwise: Any = None) -> None:
+        """Write a parameter that comes from settings. If it is refused they are listed, and `otherwise` is written.
+
+        Without a value it is the first setting's, and otherwise that setting's default.
+        """
+        if value is _AS_IT_IS:
+            value, otherwise = self[settings[0]], self._defaults.get(settings[0])
         given, default = [name for name in settings if name in self.given], f"default of {settings[0]}"
         self._carried.update(given)
         try:

@@ -170,28 +170,27 @@ def _from_legacy(settings: Mapping[str, Any]) -> Conversion:
     c.carry("ppo.kl_estimator", "kl_penalty", value=penalty, otherwise="k1")
     if c.checked("init_kl_coef", float) == 0:  # TRL's adaptive controller multiplies it: it stays at 0
         c.carry("ppo.kl_controller", "init_kl_coef", value="fixed")
-    elif c.flag("adap_kl_ctrl"):
-        c.carry("ppo.kl_controller", "adap_kl_ctrl", value="adaptive")
-        c.carry("ppo.kl_target", "target", value=c["target"], otherwise=LEGACY_DERIVED["target"])
-        c.carry("ppo.kl_horizon", "horizon", value=c["horizon"], otherwise=LEGACY_DERIVED["horizon"])
     else:
-        c.carry("ppo.kl_controller", "adap_kl_ctrl", value="fixed")
+        c.carry("ppo.kl_controller", "adap_kl_ctrl", value="adaptive" if c.flag("adap_kl_ctrl") else "fixed")
+        if c.flag("adap_kl_ctrl"):
+            c.carry("ppo.kl_target", "target")
+            c.carry("ppo.kl_horizon", "horizon")
 
     c.carry("ppo.target_kl", "early_stopping", value=None)
     if c.flag("early_stopping"):
-        c.carry("ppo.target_kl", "target_kl", value=c["target_kl"], otherwise=LEGACY_DERIVED["target_kl"])
+        c.carry("ppo.target_kl", "target_kl")
         c.remarks.append(
             "TRL's legacy trainer ends an update after a step, when the mean of old minus new log-probabilities passes "
             "1.5 x target_kl; here it ends before the step, when half the mean of their squared difference does."
         )
-    scaled, centred = c.flag("use_score_scaling"), c.flag("use_score_norm")
-    scaling = ("use_score_scaling", "use_score_norm") if scaled else ("use_score_scaling",)
-    c.carry("ppo.reward_normalisation", *scaling, value="running" if scaled and centred else "none")
-    if scaled and not centred:
+    c.carry("ppo.reward_normalisation", "use_score_scaling", value="none")
+    if c.flag("use_score_scaling") and c.flag("use_score_norm"):
+        c.carry("ppo.reward_normalisation", "use_score_scaling", "use_score_norm", value="running")
+    elif c.flag("use_score_scaling"):
         c.leave(
             "use_score_scaling without use_score_norm divides and keeps the mean, which is not offered: "
             "ppo.reward_normalisation=running also centres, ppo.reward_scale divides",
-            *scaling,
+            *("use_score_scaling", "use_score_norm"),
         )
     if c["max_grad_norm"] is None:
         c.remarks.append("Without max_grad_norm TRL's legacy trainer clips no gradients; here they are always clipped.")
@@ -207,7 +206,7 @@ def _from_last(settings: Mapping[str, Any], num_prompts: int | None) -> Conversi
     if c["stop_token_id"] is None:
         c.carry("ppo.stop_token", "stop_token", value=c["stop_token"] or "none", otherwise="none")
     if c["stop_token_id"] is not None or c["stop_token"] is not None:
-        c.carry("ppo.missing_eos_penalty", "missing_eos_penalty", value=c["missing_eos_penalty"])
+        c.carry("ppo.missing_eos_penalty", "missing_eos_penalty")
     else:
         c.remarks.append(
             "Without stop_token TRL's responses never stop (ppo.stop_token=none): each has response_length tokens, and "
@@ -244,7 +243,7 @@ def _carry_lengths(c: Conversion, num_prompts: int | None) -> None:
     if c["lr_scheduler_type"] == "constant":  # it has no warm-up in transformers
         return
     if steps == 0 and c["warmup_ratio"] is not None:
-        c.carry("ppo.warmup_ratio", "warmup_ratio", "warmup_steps", value=c["warmup_ratio"])
+        c.carry("ppo.warmup_ratio", "warmup_ratio", "warmup_steps")
     elif steps < 1:
         c.carry("ppo.warmup_ratio", "warmup_steps", value=steps)
     elif episodes is None:
@@ -266,14 +265,14 @@ def _carry_same(c: Conversion, always: Mapping[str, Any], alone: Mapping[str, st
         c.write(f"ppo.{name}", value, "always so in the source")
     for setting, target in alone.items():
         if setting in c.given:
-            c.carry(target, setting, value=c[setting])
+            c.carry(target, setting)
     if str(c[prompts]).endswith(PROMPT_FILES):
-        c.carry("prompts_path", prompts, value=c[prompts])
+        c.carry("prompts_path", prompts)
     c.carry("ppo.use_peft", "use_peft", value=c.flag("use_peft"))
     if not c.flag("use_peft"):
         return
     for name in ("lora_r", "lora_alpha"):
-        c.carry(f"ppo.{name}", name, value=c[name], otherwise=MODEL_CONFIG[name])
+        c.carry(f"ppo.{name}", name)
     c.carry("ppo.load_in_4bit", "load_in_4bit", value=c.flag("load_in_4bit"))
     if c.flag("load_in_4bit"):
         c.remarks.append("TRL puts critic and reward model in 4 bits, too; here the reward model keeps ppo.dtype.")
