@@ -356,9 +356,8 @@ def test_iterations_are_listed_in_order_without_temporaries_and_strangers(tmp_pa
 )
 def test_pruning_keeps_the_newest_and_the_best(tmp_path, keep, best, newest, left):
     run_with(tmp_path, 10, 20, 30, 40, 50)
-    deleted = prune_checkpoints(tmp_path, keep, best, newest)
+    prune_checkpoints(tmp_path, keep, best, newest)
     assert checkpoint_iterations(tmp_path) == left
-    assert sorted(path.name for path in deleted) == [checkpoint_name(i) for i in (10, 20, 30, 40, 50) if i not in left]
     assert len(list(tmp_path.iterdir())) == len(left)
 
 

@@ -104,8 +104,8 @@ def newest_whole_checkpoint(run_directory: Path) -> Path | None:
     return None
 
 
-def prune_checkpoints(run_directory: Path, keep_newest: int, best: int | None, newest: int | None = None) -> list[Path]:
-    """Delete all checkpoints of a run but the newest and the best, and return the deleted ones.
+def prune_checkpoints(run_directory: Path, keep_newest: int, best: int | None, newest: int | None = None) -> None:
+    """Delete all checkpoints of a run except the newest and the best.
 
     Args:
         run_directory: Directory of the run's checkpoints.
@@ -115,10 +115,9 @@ def prune_checkpoints(run_directory: Path, keep_newest: int, best: int | None, n
             went back to an earlier checkpoint replaces them when it gets there.
     """
     found = [i for i in checkpoint_iterations(run_directory) if newest is None or i <= newest]
-    surplus = [run_directory / checkpoint_name(i) for i in found[:-keep_newest] if i != best]
-    for path in surplus:
-        discard(path)
-    return surplus
+    for iteration in found[:-keep_newest]:
+        if iteration != best:
+            discard(run_directory / checkpoint_name(iteration))
 
 
 def sweep_leftovers(run_directory: Path) -> None:

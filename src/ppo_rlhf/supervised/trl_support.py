@@ -142,10 +142,9 @@ class HistoryCallback(TrainerCallback):
                     f"{self._prefix}: the {name.replace('_', ' ')} is {value} at step {step}. Lower learning_rate."
                 )
         named = {f"{self._prefix}/{name}": value for name, value in metrics.items()}
-        if self.history and self.history[-1]["step"] == step:
-            self.history[-1].update(named)
-        else:
-            self.history.append({"step": step, **named})
+        if not self.history or self.history[-1]["step"] != step:
+            self.history.append({"step": step})
+        self.history[-1].update(named)
         self._report(step, named)
 
 
