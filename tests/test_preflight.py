@@ -347,7 +347,7 @@ def test_an_environment_is_tried_with_prompts_of_each_table(user: User):
     user.paths["raw_evaluation_prompts"] = str(user.folder / "evaluation.jsonl")
     (problem,) = user.problems()
     assert problem.startswith("environment my_environment:reply on ")
-    assert "evaluation.jsonl raised TypeError" in problem
+    assert "evaluation.jsonl cannot be called by the names of its arguments" in problem
 
 
 def test_the_audit_has_no_probes_for_episodes(user: User):

@@ -11,37 +11,48 @@ from pathlib import Path
 
 import psutil
 
-DRAFT = ".{name}.{process}.draft"
 ABANDONED_S = 24 * 3600
 """A draft this old belongs to a process that was killed on another machine."""
 
 
 @contextmanager
-def written_whole(target: Path) -> Iterator[Path]:
+def written_whole(target: Path, *, replaces_folder: bool = False) -> Iterator[Path]:
     """Yield a hidden path beside `target` to write to; after the block it is on the disk and is renamed to `target`.
 
     A file that was there is replaced. If the block fails, nothing changes. Drafts of killed processes are deleted.
 
     Raises:
-        OSError: It cannot be written, or `target` is a folder that is not empty.
+        OSError: It cannot be written, or `target` is a folder that is not empty, unless a folder is to be replaced.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    for old in target.parent.glob(DRAFT.format(name="*", process="*") + "*"):  # SQLite adds -journal
+    for old in target.parent.glob(draft_of("*", process="*") + "*"):  # SQLite adds -journal
         with suppress(FileNotFoundError):  # another process has just renamed it
             number = re.search(rf"\.{re.escape(platform.node())}-(\d+)\.draft", old.name)
             has_ended = number is not None and not psutil.pid_exists(int(number[1]))
             if has_ended or time.time() - old.stat().st_mtime > ABANDONED_S:
                 delete(old)
-    draft = target.with_name(DRAFT.format(name=target.name, process=process_name()))
+    draft = target.with_name(draft_of(target.name))
     delete(draft)  # of a process that had the same number
     try:
         yield draft
         for path in [*draft.rglob("*"), draft]:
             sync(path)
+        if replaces_folder and target.exists():
+            discard(target)
         draft.replace(target)
         sync(target.parent)
     finally:
         delete(draft)
+
+
+def draft_of(name: str, process: str | None = None) -> str:
+    """Return the hidden name under which a process, by default this one, writes a file of this name."""
+    return f".{name}.{process or process_name()}.draft"
+
+
+def discard(folder: Path) -> None:
+    """Delete a folder; its name goes first, so that nobody finds half of it."""
+    delete(folder.rename(folder.with_name(draft_of(f"{folder.name}.old"))))
 
 
 def process_name() -> str:

@@ -9,18 +9,18 @@ import pytest
 
 from ppo_rlhf.config import PPOConfig
 
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def written() -> str:
-    page: str = runpy.run_path(str(DOCS / "write_configuration.py"))["page"]()
+    page: str = runpy.run_path(str(ROOT / "scripts" / "write_configuration.py"))["page"]()
     return page
 
 
 def test_the_page_is_not_stale(written: str) -> None:
-    page = (DOCS / "configuration.md").read_text(encoding="utf-8")
-    assert page == written, "run: python docs/write_configuration.py"
+    page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    assert page == written, "run: python scripts/write_configuration.py"
 
 
 def test_a_row_has_the_type_default_meaning_and_typical_range_of_the_field(written: str) -> None:

@@ -80,23 +80,12 @@ def test_a_run_that_went_back_replaces_later_checkpoints_only_when_it_gets_there
     assert checkpoint_iterations(tmp_path / "run") == [40, 60]
 
 
-def test_space_is_asked_for_as_many_checkpoints_as_will_lie_there_at_once(tmp_path, monkeypatch):
-    asked = []
-    monkeypatch.setattr(checkpoints, "check_free_space", lambda directory, state, copies: asked.append(copies))
-    dataset = CheckpointDataset(str(tmp_path))
-
-    def check(total: int, **settings) -> int:
-        state = request(0, **settings).state
-        state.total_iterations = total
-        dataset.check_space(state)
-        return asked[-1]
-
-    assert check(60, save_total_limit=2) == 4  # two, the best, and one being written
-    assert check(60, save_total_limit=5) == 7
-    assert check(10, save_total_limit=5) == 2  # one in all, which is first a temporary
-    for iteration in (10, 20):
-        (tmp_path / "run" / f"iteration_{iteration:06d}").mkdir(parents=True)
-    assert check(60, save_total_limit=2) == 2  # of a resumed run two lie there already
+@pytest.mark.parametrize(
+    ("iterations", "keep", "most"),
+    [(60, 2, 4), (60, 5, 7), (10, 5, 2)],  # the newest, the best, and one being written; one in all, and its draft
+)
+def test_as_many_checkpoints_lie_there_at_once_as_are_counted(iterations, keep, most):
+    assert checkpoints.most_checkpoints(PPOConfig(save_interval=10, save_total_limit=keep), iterations) == most
 
 
 def test_checkpoints_are_written_only_when_due(tmp_path, written):

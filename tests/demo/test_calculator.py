@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
-from ppo_rlhf.demo.calculator import calls_calculator, is_right, main, reply, write_files
+from scripts.write_calculator import main, write_files
+
+from ppo_rlhf.demo.calculator import calls_calculator, is_right, reply
 
 RAW = Path(__file__).parents[2] / "data" / "01_raw"
 

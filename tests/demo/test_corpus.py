@@ -7,9 +7,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from scripts.write_corpus import main, write_corpus
 
 import ppo_rlhf.demo
-from ppo_rlhf.demo.corpus import main, write_corpus
 from ppo_rlhf.demo.grammar import VOCABULARY
 
 RAW = Path(__file__).parents[2] / "data" / "01_raw"
@@ -34,7 +34,7 @@ def test_the_committed_files_are_what_the_script_writes_byte_for_byte(tmp_path):
     main(["--output", str(tmp_path), "--seed", "0"])
     for name in FILES:
         assert (tmp_path / name).read_bytes() == (RAW / name).read_bytes(), (
-            f"data/01_raw/{name} is out of date: run python -m ppo_rlhf.demo.corpus"
+            f"data/01_raw/{name} is out of date: run python scripts/write_corpus.py"
         )
 
 

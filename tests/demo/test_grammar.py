@@ -3,20 +3,16 @@
 import random
 
 import pytest
+from scripts.write_corpus import ASPECTS, MAX_BODY, MIN_BODY, all_titles, write_review
 
 from ppo_rlhf.demo.grammar import (
-    _PRODUCTIONS,
-    ASPECTS,
     END,
-    MAX_BODY,
-    MIN_BODY,
+    PRODUCTIONS,
     VOCABULARY,
-    all_titles,
     header_length,
     is_sentence,
     is_sentence_start,
     tokenize,
-    write_review,
 )
 from ppo_rlhf.demo.judge import sentiment_values
 
@@ -162,15 +158,15 @@ def test_praise_and_blame_balance_and_about_half_of_the_reviews_mix_them(reviews
 
 
 def test_every_symbol_of_the_rules_is_defined_and_no_production_is_empty():
-    for head, productions in _PRODUCTIONS.items():
+    for head, productions in PRODUCTIONS.items():
         for weight, production in productions:
             assert weight > 0, head
             assert production, head
-            assert all(part in _PRODUCTIONS for part in production if part[0].isupper()), (head, production)
+            assert all(part in PRODUCTIONS for part in production if part[0].isupper()), (head, production)
             assert not any(mark in part for part in production for mark in "~!"), (head, production)
 
 
 def test_the_two_polarities_have_as_many_words_in_every_class():
-    for head, productions in _PRODUCTIONS.items():
+    for head, productions in PRODUCTIONS.items():
         if head.endswith("+"):
-            assert len(productions) == len(_PRODUCTIONS[head[:-1] + "-"]), head
+            assert len(productions) == len(PRODUCTIONS[head[:-1] + "-"]), head

@@ -14,7 +14,7 @@ from kedro_datasets.pandas import CSVDataset
 from transformers import PreTrainedModel
 
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.core.errors import CheckpointError, ConfigError, LaunchError
+from ppo_rlhf.core.errors import ConfigError, LaunchError
 from ppo_rlhf.datasets import PretrainedModelDataset
 from ppo_rlhf.hooks.checks import ChecksHook, check_load_versions, check_runner
 from ppo_rlhf.hooks.own_settings import OwnSettings
@@ -257,15 +257,3 @@ def test_a_version_of_an_entry_that_is_not_read_or_has_no_versions_is_refused(tm
     for name in ("plain", "made", "unknown"):
         with pytest.raises(ConfigError, match=f"^--load-versions {name}: .* versions have kept$"):
             check_load_versions({"load_versions": {"kept": "then", name: "then"}}, pipeline, entries)
-
-
-def test_a_disk_that_checkpoints_do_not_fit_on_ends_the_run_as_soon_as_there_is_a_state():
-    class Checkpoints:
-        def check_space(self, state: object) -> None:
-            raise CheckpointError(f"{state}: 3 checkpoints do not fit")
-
-    hook, entries = ChecksHook(), {"checkpoint": Checkpoints()}
-    hook.after_node_run(catalog=entries, outputs={"policy": 1})
-    with pytest.raises(CheckpointError, match="the state: 3"):
-        hook.after_node_run(catalog=entries, outputs={"training_state": "the state"})
-    hook.after_node_run(catalog={}, outputs={"training_state": "the state"})  # nothing is saved, so nothing must fit

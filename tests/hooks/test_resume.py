@@ -383,7 +383,7 @@ def test_what_may_change_becomes_a_tag_and_a_longer_run_is_not_bit_identical(
 ):
     run_id = toy.interrupted()
     checkpoint(toy.root, run_id, 1)
-    leftover = toy.root / run_id / ".iteration_000002.4711.tmp"  # of a killed writer
+    leftover = toy.root / run_id / ".iteration_000002.elsewhere-4711.draft"  # of a killed writer
     leftover.mkdir()
     with caplog.at_level(logging.INFO):
         run = toy.run("ppo.total_episodes=32", "ppo.save_interval=3", "resume=latest")

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 from click.testing import Result
-
-from ppo_rlhf.demo.calculator import write_files
+from scripts.write_calculator import write_files
 
 SMALLER = (
     "supervised_finetuning.num_train_epochs=12,supervised_finetuning.per_device_train_batch_size=64,"

@@ -240,8 +240,8 @@ def test_the_trainer_takes_a_path_in_4_bits_and_no_object(saved):
     handle = saved()
     settings = PPOConfig(**SETTINGS)
 
-    def reward(prompts, responses, **columns):
-        return [float(len(response)) for response in responses]
+    def reward(prompts, completions, **columns):
+        return [float(len(response)) for response in completions]
 
     trainer = PPOTrainer(config=settings, policy=handle.source, reward=reward, prompts=["a b", "c"] * 6)
     trainer.train()

@@ -225,7 +225,7 @@ def test_a_components_metric_is_called_by_its_name_or_its_function():
 
 @pytest.mark.parametrize("name", ["helpful (0-1)", "50%", "a/b", "", "a\n", "..", "a" * 244])
 def test_a_name_that_cannot_be_a_metric_is_refused(name):
-    with pytest.raises(ConfigError, match="name="):
+    with pytest.raises(ConfigError, match="cannot name a component of reward"):
         RewardComponentConfig(type="model", name=name)
 
 
@@ -321,7 +321,7 @@ def test_a_function_gets_the_columns_that_it_takes():
     assert call(plain, label=[3, 4]) == [0.0, 1.0]
 
 
-def test_prompts_and_completions_go_in_by_name_or_as_the_first_two_arguments():
+def test_prompts_and_completions_go_in_by_name():
     def turned(completions, prompts):
         return [float(prompts == ["p", "p"]), float(completions == ["x", "y"])]
 
@@ -331,17 +331,22 @@ def test_prompts_and_completions_go_in_by_name_or_as_the_first_two_arguments():
     def completions_alone(completions):
         return [1.0, float(completions == ["x", "y"])]
 
-    def half_named(texts, completions):
-        return [float(texts == ["p", "p"]), float(completions == ["x", "y"])]
+    for function in (turned, of_trl, completions_alone):
+        assert call(function, completion=["a", "b"], label=[3, 4]) == [1.0, 1.0]
+
+
+def test_a_function_with_arguments_of_other_names_is_refused_with_the_names_to_choose_from():
+    def other_names(prompt, completion, **columns):
+        return [1.0, 1.0]
 
     def positional(prompts, completions, /):
-        return [float(prompts == ["p", "p"]), float(completions == ["x", "y"])]
+        return [1.0, 1.0]
 
-    def other_names(prompt, completion, **columns):  # the table also has a column called completion
-        return [float(prompt == ["p", "p"] and list(columns) == ["label"]), float(completion == ["x", "y"])]
-
-    for function in (turned, of_trl, completions_alone, half_named, positional, other_names):
-        assert call(function, completion=["a", "b"], label=[3, 4]) == [1.0, 1.0]
+    for function in (other_names, positional):
+        with pytest.raises(RewardError, match=r"^reward function mine cannot be called .*\(prompts, completions, "):
+            call(function, label=[3, 4])
+    with pytest.raises(RewardError, match=r"missing a required argument: 'answer'.*turns, label\.$"):
+        call(lambda completions, answer: [1.0, 1.0], label=[3, 4])
 
 
 @pytest.mark.parametrize("result", [[1, 0], (True, False), torch.tensor([1.0, 0.0])])

@@ -8,23 +8,20 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ppo_rlhf.core.errors import CheckpointError
 from ppo_rlhf.models.directories import follow_umask
-from ppo_rlhf.whole_files import delete, sync
+from ppo_rlhf.whole_files import delete, discard, draft_of, written_whole
 
 log = logging.getLogger(__name__)
 
 FORMAT = 3
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"iteration_(\d+)")
-_LEFTOVER = re.compile(r"\.(iteration_\d+)\.\d+\.(tmp|replaced|deleted)")
 
 
 def checkpoint_name(iteration: int) -> str:
@@ -39,22 +36,17 @@ def checkpoint_iterations(run_directory: Path) -> list[int]:
 
 
 def write_directory(target: Path, iteration: int, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a temporary directory beside `target`, add a manifest, and rename the directory to `target`.
+    """Let `write` fill a directory, add a manifest, and give it the name `target` once it is whole.
 
     A kill at any moment leaves earlier checkpoints whole. A checkpoint of the same name is replaced.
 
     Raises:
         OSError: A file or directory cannot be written.
     """
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        temporary.mkdir(parents=True)
-        write(temporary)
-        _write_manifest(temporary, target.parent.name, iteration)
-        _replace(target, temporary)
-        sync(target.parent)
-    finally:  # also after a signal
-        shutil.rmtree(temporary, ignore_errors=True)
+    with written_whole(target, replaces_folder=True) as draft:
+        draft.mkdir()
+        write(draft)
+        _write_manifest(draft, target.parent.name, iteration)
 
 
 def verify_checkpoint(directory: Path) -> dict[str, Any]:
@@ -112,8 +104,8 @@ def newest_whole_checkpoint(run_directory: Path) -> Path | None:
     return None
 
 
-def prune_checkpoints(run_directory: Path, keep_newest: int, best: int | None, newest: int | None = None) -> list[Path]:
-    """Delete all checkpoints of a run but the newest and the best, and return the deleted ones.
+def prune_checkpoints(run_directory: Path, keep_newest: int, best: int | None, newest: int | None = None) -> None:
+    """Delete all checkpoints of a run except the newest and the best.
 
     Args:
         run_directory: Directory of the run's checkpoints.
@@ -123,25 +115,15 @@ def prune_checkpoints(run_directory: Path, keep_newest: int, best: int | None, n
             went back to an earlier checkpoint replaces them when it gets there.
     """
     found = [i for i in checkpoint_iterations(run_directory) if newest is None or i <= newest]
-    surplus = [run_directory / checkpoint_name(i) for i in found[:-keep_newest] if i != best]
-    for path in surplus:  # the name goes first, so that nobody finds half a checkpoint
-        shutil.rmtree(path.rename(path.with_name(f".{path.name}.{os.getpid()}.deleted")))
-    return surplus
+    for iteration in found[:-keep_newest]:
+        if iteration != best:
+            discard(run_directory / checkpoint_name(iteration))
 
 
 def sweep_leftovers(run_directory: Path) -> None:
-    """Remove what a killed process left half written or half deleted. Only the process that owns the run may do this.
-
-    A checkpoint that was being replaced gets its name back, unless the new one has it already.
-    """
-    for path in run_directory.glob(".iteration_*"):
-        match = _LEFTOVER.fullmatch(path.name)
-        if match is None:
-            continue
-        if match[2] == "replaced" and path.is_dir() and not (run_directory / match[1]).exists():
-            path.rename(run_directory / match[1])
-        else:
-            delete(path)
+    """Delete what killed processes left half written or half deleted. Only the process that owns the run may."""
+    for path in run_directory.glob(draft_of("iteration_*", process="*")):
+        delete(path)
 
 
 def read_json(path: Path) -> Any:
@@ -156,28 +138,12 @@ def read_json(path: Path) -> Any:
         raise CheckpointError(f"{path}: cannot be read as a checkpoint's JSON ({error})") from None
 
 
-def _replace(target: Path, new: Path) -> None:
-    """Rename `new` to `target`, then delete the directory that had this name before."""
-    if not target.exists():
-        new.rename(target)
-        return
-    old = target.rename(target.with_name(f".{target.name}.{os.getpid()}.replaced"))
-    try:
-        new.rename(target)
-    except OSError:
-        old.rename(target)
-        raise
-    shutil.rmtree(old)
-
-
 def _write_manifest(directory: Path, run: str, iteration: int) -> None:
-    manifest, files = directory / MANIFEST, _files(directory)
-    sizes = {path.relative_to(directory).as_posix(): _size_and_hash(path) for path in files}
+    sizes = {path.relative_to(directory).as_posix(): _size_and_hash(path) for path in _files(directory)}
     entries = {name: {"bytes": size, "sha256": digest} for name, (size, digest) in sizes.items()}
-    manifest.write_text(json.dumps({"format": FORMAT, "run": run, "iteration": iteration, "files": entries}, indent=1))
+    manifest = {"format": FORMAT, "run": run, "iteration": iteration, "files": entries}
+    (directory / MANIFEST).write_text(json.dumps(manifest, indent=1))
     follow_umask(directory)
-    for path in [*files, manifest, *(p for p in directory.rglob("*") if p.is_dir()), directory]:
-        sync(path)
 
 
 def _files(directory: Path) -> list[Path]:

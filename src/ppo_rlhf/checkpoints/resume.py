@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ppo_rlhf.checkpoints.files import read_json, verify_checkpoint
-from ppo_rlhf.checkpoints.store import STATE, read_checkpoint, saved_batch_size, saved_config
+from ppo_rlhf.checkpoints.files import verify_checkpoint
+from ppo_rlhf.checkpoints.store import read_checkpoint, saved_values
 from ppo_rlhf.config import MODEL_PATHS, PPOConfig
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.ppo.state import TrainingState
@@ -69,21 +69,20 @@ def restore(state: TrainingState, directory: Path) -> None:
         CheckpointError: The checkpoint is damaged, or was made for other models.
     """
     verify_checkpoint(directory)
-    changes = config_changes(saved_config(directory), state.config)
+    saved = saved_values(directory)
+    changes = config_changes(saved["config"], state.config)
     refused = [
         f"ppo.{name}: {before} in {directory}, {now} now; a resumed run keeps the settings that it began with"
         for name, (before, now) in changes.items()
         if name not in MAY_CHANGE and not (name in MODEL_PATHS and None in (before, now))
     ]
-    batch_size, processes = saved_batch_size(directory), state.config.world_size
-    if batch_size != state.config.batch_size:
+    if saved["batch_size"] != state.config.batch_size:
         refused.append(
-            f"ppo.batch_size: {batch_size} in {directory}, {state.config.batch_size} now, on {processes} processes; "
-            "set ppo.per_device_train_batch_size and ppo.gradient_accumulation_steps so that their product times the "
-            "number of processes is the same"
+            f"ppo.batch_size: {saved['batch_size']} in {directory}, {state.config.batch_size} now, on "
+            f"{state.config.world_size} processes; set ppo.per_device_train_batch_size and "
+            "ppo.gradient_accumulation_steps so that their product times the number of processes is the same"
         )
-    origin = read_json(directory / STATE).get("origin", {})
-    others = [name for name, now in state.origin.items() if origin.get(name, now) != now]
+    others = [name for name, now in state.origin.items() if saved["origin"].get(name, now) != now]
     refused += [
         f"{name}: not what the run of {directory} began with; give the same, or begin a new run in another folder"
         for name in others

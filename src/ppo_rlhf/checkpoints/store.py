@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +24,13 @@ from safetensors.torch import load_file
 from ppo_rlhf.checkpoints.files import checkpoint_name, read_json, write_directory
 from ppo_rlhf.checkpoints.model_files import optimizers, read_models, save_tensors, write_models
 from ppo_rlhf.core.errors import CheckpointError
-from ppo_rlhf.models.adapters import has_adapter
-from ppo_rlhf.ppo.optimisers import load_moments, moment_bytes, saved_moments
+from ppo_rlhf.ppo.optimisers import load_moments, saved_moments
 from ppo_rlhf.ppo.state import TrainingState
 
 _COUNTERS = ("iteration", "episode", "optimiser_steps", "skipped_steps", "skipped_in_a_row")
 STATE, HISTORY = "state.json", "history.json"
 TRAINING_KL = "training_kl"
 """Key of a logged evaluation: the iteration's `objective/kl`, if the evaluation was greedy."""
-_SMALL_FILES = 16 * 2**20
-"""Generous allowance for tokenizer, configurations and history, in bytes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +59,6 @@ def write_checkpoint(run_directory: Path, state: TrainingState) -> Path:
     """
     state.check_whole()
     target = run_directory / checkpoint_name(state.iteration)
-    check_free_space(run_directory, state, copies=1)
     try:
         write_directory(target, state.iteration, lambda directory: _write_state(directory, state))
     except (OSError, SafetensorError, RuntimeError, ValueError) as error:
@@ -81,7 +76,7 @@ def read_checkpoint(directory: Path, state: TrainingState) -> None:
     Raises:
         CheckpointError: The checkpoint was made for other models.
     """
-    values = _state_values(directory)
+    values = saved_values(directory)
     state.updating = True
     try:
         read_models(directory, state)
@@ -99,22 +94,17 @@ def read_checkpoint(directory: Path, state: TrainingState) -> None:
     state.updating = False
 
 
-def saved_config(directory: Path) -> dict[str, Any]:
-    """Return the hyperparameters that a checkpoint was made with.
+def saved_values(directory: Path) -> dict[str, Any]:
+    """Return the content of a checkpoint's state.json: counters, `config`, `batch_size` over all processes, `origin`, …
 
     Raises:
-        CheckpointError: They cannot be read.
+        CheckpointError: It cannot be read.
     """
-    return dict(_state_values(directory)["config"])
-
-
-def saved_batch_size(directory: Path) -> int:
-    """Return the responses of one iteration, over all processes, of the run that wrote a checkpoint.
-
-    Raises:
-        CheckpointError: The number cannot be read.
-    """
-    return int(_state_values(directory)["batch_size"])
+    values = read_json(directory / STATE)
+    kinds = {"config": dict, "extra": dict, "origin": dict, **dict.fromkeys(("batch_size", *_COUNTERS), int)}
+    if not isinstance(values, dict) or not all(isinstance(values.get(name), kind) for name, kind in kinds.items()):
+        raise CheckpointError(f"{directory / STATE}: not the state of a checkpoint")
+    return values
 
 
 def saved_history(directory: Path) -> list[dict[str, float]]:
@@ -127,36 +117,6 @@ def saved_history(directory: Path) -> list[dict[str, float]]:
     if not isinstance(rows, list) or not all(isinstance(row, dict) and "iteration" in row for row in rows):
         raise CheckpointError(f"{directory / HISTORY}: not a list of iterations with their metrics")
     return rows
-
-
-def checkpoint_bytes(state: TrainingState) -> int:
-    """Return about how many bytes a checkpoint of this state takes: weights, Adam's two moments, small files.
-
-    With LoRA frozen weights do not count.
-    """
-    total = _SMALL_FILES
-    for model in (state.policy, state.critic):
-        saved = [p for p in model.parameters() if p.requires_grad or not has_adapter(model)]
-        for parameter in saved:
-            total += parameter.nbytes + (moment_bytes(parameter, state.config) if parameter.requires_grad else 0)
-    if state.policy_average is not None:
-        total += sum(tensor.numel() * tensor.element_size() for tensor in state.policy_average.weights.values())
-    return total
-
-
-def check_free_space(run_directory: Path, state: TrainingState, copies: int) -> None:
-    """Check that a number of checkpoints fits on the disk of the run's directory.
-
-    Raises:
-        CheckpointError: They do not fit.
-    """
-    place = next(path for path in (run_directory, *run_directory.absolute().parents) if path.exists())
-    size, free = checkpoint_bytes(state), shutil.disk_usage(place).free
-    if copies * size > free:
-        raise CheckpointError(
-            f"{run_directory}: {copies} checkpoint(s) of about {size / 1e6:,.0f} MB do not fit, {free / 1e6:,.0f} MB "
-            "are free. Free space, lower ppo.save_total_limit, or set data_root (PPOTrainer: output_dir) elsewhere"
-        )
 
 
 def best_iteration(evaluations: list[dict[str, Any]], kl_alarm: float) -> int | None:
@@ -190,11 +150,3 @@ def _write_state(directory: Path, state: TrainingState) -> None:
         **groups,
     }
     (directory / STATE).write_text(json.dumps(values, indent=1))
-
-
-def _state_values(directory: Path) -> dict[str, Any]:
-    values = read_json(directory / STATE)
-    kinds = {"config": dict, "extra": dict, "origin": dict, **dict.fromkeys(("batch_size", *_COUNTERS), int)}
-    if not isinstance(values, dict) or not all(isinstance(values.get(name), kind) for name, kind in kinds.items()):
-        raise CheckpointError(f"{directory / STATE}: not the state of a checkpoint")
-    return values

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 import yaml
-from kedro.utils import find_kedro_project
 
+from ppo_rlhf.cli.errors import project_here
 from ppo_rlhf.core.errors import ConfigError, PPORLHFError
 
 if TYPE_CHECKING:  # imported at run time where it is used: other commands need no PPOConfig
@@ -30,9 +30,12 @@ def convert_config(library: str, target: str | None, num_prompts: int | None, fo
     from ppo_rlhf.compat import from_trl
 
     try:
-        conversion = from_trl(_mapping(source), num_prompts=num_prompts)
+        conversion = from_trl(_read(source), num_prompts=num_prompts)
         conversion.ppo_config()
-        parameters = Path("parameters.yml") if target == "-" else _parameters_path(target)
+        printed = Path("parameters.yml")
+        parameters = printed if target == "-" else Path(target or project_here() / "conf" / "local" / printed)
+        if parameters.name == "globals.yml":
+            raise ConfigError(f"--to {target}: name the parameters file; globals.yml is written beside it.")
         globals_ = parameters.with_name("globals.yml")
         texts = {parameters: conversion.parameters_text(), globals_: conversion.globals_text()}
         if target == "-":
@@ -40,30 +43,21 @@ def convert_config(library: str, target: str | None, num_prompts: int | None, fo
         else:
             _write(texts, force=force)
             click.echo(f"Written: {parameters}, {globals_}.", err=True)
+    except OSError as error:
+        raise click.ClickException(f"{error.filename}: {error.strerror}.") from None
     except PPORLHFError as error:
         raise click.ClickException("\nError: ".join(str(error).splitlines())) from None
     click.echo(_report(conversion, globals_), err=True)
 
 
-def _mapping(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> dict[str, Any]:
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8").replace("\t", " "))  # JSON is YAML but for tabs
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}.") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds no settings: a mapping (name: value) is expected.")
     return {str(name): value for name, value in values.items()}
-
-
-def _parameters_path(target: str | None) -> Path:
-    if target is not None:
-        if Path(target).name == "globals.yml":
-            raise ConfigError(f"--to {target}: name the parameters file; globals.yml is written beside it.")
-        return Path(target)
-    project = find_kedro_project(Path.cwd())
-    if project is None:
-        raise ConfigError(f"{Path.cwd()} is not in a Kedro project: change to it, or name the file to write with --to.")
-    return project / "conf" / "local" / "parameters.yml"
 
 
 def _write(files: dict[Path, str], *, force: bool) -> None:
@@ -73,27 +67,20 @@ def _write(files: dict[Path, str], *, force: bool) -> None:
             f"{' and '.join(existing)} exists already: give --force to replace, --to FILE to write elsewhere, or --to "
             "- to print."
         )
-    try:
-        for path, text in files.items():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{error.filename}: {error.strerror}.") from None
+    for path, text in files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
 
 
 def _report(conversion: Conversion, globals_: Path) -> str:
     """Return the settings that are not carried over by reason, the remarks, and what is left to do."""
-    from ppo_rlhf.compat.conversion import TO_FILL_IN
-
     by_reason: dict[str, list[str]] = {}
     for setting, reason in conversion.not_carried:
         by_reason.setdefault(reason, []).append(setting)
-    lines = [f"Carried over: {len(conversion.carried)} settings. Not carried over: {len(conversion.not_carried)}."]
+    left = len(conversion.not_carried)
+    lines = [f"Carried over: {len(conversion.given) - left} settings. Not carried over: {left}."]
     lines += [f"  {', '.join(settings)}: {reason}." for reason, settings in by_reason.items()]
     lines += ["Different from the source:", *(f"  {remark}" for remark in conversion.remarks)]
-    run = "kedro run --pipelines align"
     if conversion.missing:
-        lines.append(f"Fill in before you run, in {globals_}:")
-        lines += [f"  {name}: {TO_FILL_IN[name]}." for name in conversion.missing]
-        return "\n".join([*lines, f"Then: {run}"])
-    return "\n".join([*lines, f"Look through both files, then: {run}"])
+        lines.append(f"Fill in before you run: {', '.join(conversion.missing)} in {globals_}.")
+    return "\n".join([*lines, "Then: kedro run --pipelines align"])

@@ -1,13 +1,20 @@
-"""What a conversion returns, and its two files: parameters.yml and globals.yml."""
+"""A configuration of another library on its way to this project's parameters, and the two files that hold them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+import difflib
+import functools
+from collections.abc import Mapping
+from dataclasses import fields
+from enum import Enum
+from fnmatch import fnmatchcase
+from typing import Annotated, Any, get_type_hints
 
 import yaml
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.core.errors import ConfigError
 
 TO_FILL_IN = {
     "sft_model_path": "your SFT model, a directory or hub id",
@@ -15,47 +22,71 @@ TO_FILL_IN = {
     "prompts_path": "your prompts: .jsonl, .json, .csv, .parquet or .txt",
 }
 """Globals without which a run would take the shipped demo's part."""
+_GLOBALS: dict[str, Any] = {"seed": Annotated[int, Field(ge=0)], **dict.fromkeys(TO_FILL_IN, str)}
+_MAY_BE_MISSING = ("total_episodes", "response_length", "missing_eos_penalty")  # the demo sets them, a source may not
+_FINITE = ConfigDict(allow_inf_nan=False)
+_AS_IT_IS = object()
 
 
-class NotCarried(NamedTuple):
-    """A setting of the source that has no place here, and why."""
-
-    setting: str
-    reason: str
-
-
-@dataclass(frozen=True)
 class Conversion:
     """A configuration of another library, in this project's terms.
 
     Attributes:
         source: The kind of configuration that was read, such as "TRL's legacy PPOConfig".
-        parameters: Nested as `--params` and `KedroSession.create(runtime_params=…)` take it: a mapping is a parameter
-            group (`ppo`), anything else a global (`seed`, `sft_model_path`).
-        not_carried: Settings of the source without a place here, each with the reason, in the order given.
-        carried: The other settings of the source, each with the parameters that it went to (`ppo.kl_coef`, `seed`).
-        origins: The setting that each parameter comes from, by dotted name.
-        missing: Globals that the source does not name and a person has to fill in, of `TO_FILL_IN`.
-        remarks: Other differences from a run of the source, one or two sentences each.
+        given: The settings that were given.
+        origins: The settings that each parameter comes from, by dotted name (`ppo.kl_coef`, `seed`).
+        remarks: Differences from a run of the source, one or two sentences each.
     """
 
-    source: str
-    parameters: dict[str, Any]
-    not_carried: list[NotCarried]
-    carried: dict[str, list[str]]
-    origins: dict[str, str]
-    missing: list[str]
-    remarks: list[str]
+    def __init__(
+        self,
+        source: str,
+        given: Mapping[str, Any],
+        renamed: Mapping[str, tuple[str, Any]],
+        derived: Mapping[str, Any],
+    ) -> None:
+        """Carry over the settings that become one parameter each.
+
+        Args:
+            source: For errors and comments.
+            given: The settings that were given.
+            renamed: The parameter of each such setting, and the setting's default in the source.
+            derived: The defaults of settings that the caller carries over.
+        """
+        self.source = source
+        self.given = {name: value.value if isinstance(value, Enum) else value for name, value in given.items()}
+        self.origins: dict[str, str] = {}
+        self.remarks: list[str] = []
+        self._defaults = {**{name: default for name, (_, default) in renamed.items()}, **derived}
+        self._values: dict[str, Any] = {}
+        self._carried: set[str] = set()
+        self._reasons: dict[str, str] = {}
+        for name in _MAY_BE_MISSING:
+            self.write(f"ppo.{name}", getattr(PPOConfig, name), "not in the source; PPOConfig's default")
+        for name, (target, _) in renamed.items():
+            self.carry(target, name)
 
     @property
-    def groups(self) -> dict[str, dict[str, Any]]:
-        """The parameter groups: the content of parameters.yml."""
-        return {name: value for name, value in self.parameters.items() if isinstance(value, dict)}
+    def parameters(self) -> dict[str, Any]:
+        """The parameters, nested as `--params` takes them: a mapping is a group, anything else a global."""
+        names = [f"ppo.{each.name}" for each in fields(PPOConfig)]
+        group = {name.removeprefix("ppo."): self._values[name] for name in names if name in self._values}
+        return {"ppo": group} | self.globals
 
     @property
     def globals(self) -> dict[str, Any]:
-        """The other parameters: the content of globals.yml."""
-        return {name: value for name, value in self.parameters.items() if not isinstance(value, dict)}
+        """The parameters outside of groups: the content of globals.yml."""
+        return {name: self._values[name] for name in _GLOBALS if name in self._values}
+
+    @property
+    def not_carried(self) -> list[tuple[str, str]]:
+        """The settings without a place here, each with the reason, in the order given."""
+        return [(name, self._reasons[name]) for name in self.given if name in self._reasons]
+
+    @property
+    def missing(self) -> list[str]:
+        """The globals that the source does not name and that have to be filled in."""
+        return [name for name in TO_FILL_IN if name not in self._values]
 
     def ppo_config(self, **changes: Any) -> PPOConfig:
         """Return the settings as a PPOConfig, with the globals that are fields of it, and `changes` on top.
@@ -63,22 +94,79 @@ class Conversion:
         Raises:
             ConfigError: Settings that the source allows together exclude each other here.
         """
-        known = {each.name for each in fields(PPOConfig)}
-        from_globals = {name: value for name, value in self.globals.items() if name in known}
-        return PPOConfig(**from_globals | self.parameters["ppo"] | changes)
+        of_config = {each.name for each in fields(PPOConfig)}
+        shared = {name: value for name, value in self.globals.items() if name in of_config}
+        return PPOConfig(**shared | self.parameters["ppo"] | changes)
 
     def parameters_text(self) -> str:
         """Return parameters.yml: each value with the setting that it comes from."""
-        lines = self._heading()
-        for group, values in self.groups.items():
-            lines += [f"{group}:", *(f"  {self._line(name, value, f'{group}.')}" for name, value in values.items())]
-        return "\n".join(lines) + "\n"
+        lines = [f"  {self._line(name, value, 'ppo.')}" for name, value in self.parameters["ppo"].items()]
+        return "\n".join([*self._heading(), "ppo:", *lines]) + "\n"
 
     def globals_text(self) -> str:
         """Return globals.yml in the same form; what is missing is null, with a comment that says what to fill in."""
         lines = [self._line(name, value) for name, value in self.globals.items()]
         lines += [f"{name}: null # FILL IN: {TO_FILL_IN[name]}" for name in self.missing]
         return "\n".join([*self._heading(), *lines]) + "\n"
+
+    def __getitem__(self, setting: str) -> Any:
+        """Return a setting as it was given, else its default in the source."""
+        return self.given.get(setting, self._defaults.get(setting))
+
+    def checked(self, setting: str, kind: Any) -> Any:
+        """Return a setting as a value of the type; raise ConfigError if it is of another."""
+        try:
+            return TypeAdapter(kind, config=_FINITE).validate_python(self[setting])
+        except ValidationError as error:
+            raise ConfigError(f"{self.source}: {setting}={self[setting]!r}: {_message(error)}") from None
+
+    def count(self, setting: str) -> int:
+        """Return a setting as a whole number of at least 1."""
+        return int(self.checked(setting, Annotated[int, Field(ge=1)]))
+
+    def flag(self, setting: str) -> bool:
+        """Return a setting as true or false; None is false."""
+        return self[setting] is not None and bool(self.checked(setting, bool))
+
+    def write(self, target: str, value: Any, origin: str) -> None:
+        """Set a parameter, named with its group."""
+        self._values[target], self.origins[target] = value, origin
+
+    def carry(self, target: str, *settings: str, value: Any = _AS_IT_IS, otherwise: Any = None) -> None:
+        """Write a parameter that comes from settings. If it is refused they are listed, and `otherwise` is written.
+
+        Without a value it is the first setting's, and otherwise that setting's default.
+        """
+        if value is _AS_IT_IS:
+            value, otherwise = self[settings[0]], self._defaults.get(settings[0])
+        given, default = [name for name in settings if name in self.given], f"default of {settings[0]}"
+        self._carried.update(given)
+        try:
+            self.write(target, _adapter(target).validate_python(value), ", ".join(given) or default)
+        except ValidationError as error:
+            self.leave(f"{target} does not take {value!r}: {_message(error)}", *settings)
+            if otherwise is not None:
+                self.write(target, otherwise, default)
+
+    def leave(self, reason: str, *settings: str) -> None:
+        """List those of the settings that were given as not carried over."""
+        self._reasons |= {name: reason for name in settings if name in self.given}
+
+    def finish(self, reasons: Mapping[str, str], *remarks: str) -> Conversion:
+        """List the settings that nothing was said about, add remarks, and return this conversion.
+
+        `reasons` are by names of settings, separated by blanks, `*` as in fnmatch.
+        """
+        for setting in self.given.keys() - self._carried - self._reasons.keys():
+            found = (why for names, why in reasons.items() for name in names.split() if fnmatchcase(setting, name))
+            reason = "it has no effect with the other settings" if setting in self._defaults else next(found, "")
+            if not reason:
+                near = difflib.get_close_matches(setting, self._defaults, n=1)
+                reason = f"{self.source} has no such setting, or nothing here corresponds to it"
+                reason += f"; the closest is {near[0]}" if near else ""
+            self.leave(reason, setting)
+        self.remarks += remarks
+        return self
 
     def _heading(self) -> list[str]:
         return [
@@ -89,3 +177,15 @@ class Conversion:
     def _line(self, name: str, value: Any, group: str = "") -> str:
         text = yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("\n").removesuffix("\n...")
         return f"{name}: {text} # {self.origins[group + name]}"
+
+
+@functools.cache
+def _adapter(target: str) -> TypeAdapter[Any]:
+    group, _, name = target.rpartition(".")
+    hints = get_type_hints(PPOConfig, include_extras=True) if group else _GLOBALS
+    return TypeAdapter(hints[name], config=_FINITE)
+
+
+def _message(error: ValidationError) -> str:
+    text = error.errors()[0]["msg"]
+    return f"{text[:1].lower()}{text[1:]}"

@@ -2,16 +2,125 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from types import ModuleType
-from typing import Any
+from typing import Annotated, Any
 
-from ppo_rlhf.compat import trl_last, trl_legacy
+from pydantic import Field
+
 from ppo_rlhf.compat.conversion import Conversion
-from ppo_rlhf.compat.table import Carried, rule_of
+from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError
 
-_USUALLY_LEGACY = {"batch_size", "mini_batch_size"}  # TRL's last PPOConfig works them out while it trains
+PROMPT_FILES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
+MODEL_CONFIG = {"use_peft": False, "lora_r": 16, "lora_alpha": 32, "lora_target_modules": None, "load_in_4bit": False}
+"""Defaults of TRL's ModelConfig, which scripts read beside either PPOConfig."""
+LEFT = {
+    "lora_dropout": "dropout is always off",
+    "lora_* use_rslora use_dora": "LoRA is put on linear layers, without variants",
+    "model_name_or_path": "the tokenizer is the SFT policy's own, and the policy is sft_model_path",
+    "dtype torch_dtype": "trainable weights are float32 or wider; ppo.dtype is the precision of the computation",
+    "trust_remote_code": "set trust_remote_code in conf/local/globals.yml to run a model's own code",
+    "load_in_8bit": "quantised weights have 4 bits (load_in_4bit)",
+    "bnb_4bit_* use_bnb_nested_quant": "4-bit weights are always NF4, doubly quantised",
+    "dataset_num_proc dataloader_*": "prompts are tokenised once, before training",
+    "dataset_* query_dataset": f"prompts come from a file ({', '.join(PROMPT_FILES)}): write one, and set prompts_path",
+    "reward_model": "TRL only tracks its name: set reward_model_path, or a function in reward.components",
+    "report_to run_name exp_name project* log_with tracker_* task_name output_dir logging_* log_level* trackio_* hub_* "
+    "push_to_hub* disable_tqdm": "outputs, logs and tracking are set in conf/base: catalog_ppo.yml and mlflow.yml",
+    "*eval_* *eval": "TRL's PPO does not evaluate while it trains; here ppo.eval_interval says how often",
+    "save_* *_best_model": "checkpoints are whole, every ppo.save_interval iterations; the newest and the best stay",
+    "optim_* adafactor tf32 half_precision_backend": "the optimiser is AdamW, and the precision is ppo.dtype",
+    "local_rank ddp_* fsdp* deepspeed accelerator_*": "the launcher and accelerate's file say how processes share work",
+    "world_size num_total_batches micro_batch_size mini_batch_size batch_size local_* *backward_batch_size "
+    "global_batch_size max_steps": "TRL works it out itself, and overwrites the given value",
+    "remove_unused_columns": "all columns of the prompts are kept: reward functions are called with them",
+    "ratio_threshold compare_steps is_* optimize_*": "nothing here needs it",
+}
+"""Settings without a counterpart, and why. `*` is any text; the first that matches counts."""
+REMARK = (
+    "Sizes are those of one process: with fewer processes than the source had, raise ppo.gradient_accumulation_steps "
+    "by the same factor."
+)
+
+# TRL 0.4 to 0.11, with a value head on the policy and `step` for scores of the script. Defaults are those of 0.11.4.
+LEGACY = {
+    "learning_rate": ("ppo.learning_rate", 1.41e-5),
+    "steps": ("ppo.total_episodes", 20_000),
+    "ppo_epochs": ("ppo.num_ppo_epochs", 4),
+    "cliprange": ("ppo.cliprange", 0.2),
+    "cliprange_value": ("ppo.cliprange_value", 0.2),
+    "vf_coef": ("ppo.vf_coef", 0.1),
+    "gamma": ("ppo.gamma", 1.0),
+    "lam": ("ppo.lam", 0.95),
+    "init_kl_coef": ("ppo.kl_coef", 0.2),
+    "score_clip": ("ppo.reward_clip", None),
+    "whiten_rewards": ("ppo.whiten_rewards", False),
+    "gradient_checkpointing": ("ppo.gradient_checkpointing", False),
+    "seed": ("seed", 0),
+}
+LEGACY_ALONE = {"max_grad_norm": "ppo.max_grad_norm", "model_name": "sft_model_path"}
+"""Carried over only if given: the source has no default that counts here."""
+LEGACY_DERIVED = {
+    **{"batch_size": 128, "mini_batch_size": 128, "forward_batch_size": None, "gradient_accumulation_steps": 1},
+    **{"kl_penalty": "kl", "adap_kl_ctrl": True, "target": 6.0, "horizon": 10_000},
+    **{"early_stopping": False, "target_kl": 1.0, "use_score_scaling": False, "use_score_norm": False},
+}
+LEGACY_ALWAYS = {
+    "value_model": "shared",  # the value head is on the policy's trunk
+    "value_learning_rate": None,  # one optimiser for policy and value head
+    "lr_scheduler_type": "constant",  # unless the script makes a schedule
+    "whiten_advantages": True,
+    "kl_in": "reward",
+    "stop_token": "eos",  # as generate does
+    "temperature": 1.0,  # log-probabilities are not tempered
+}
+LEGACY_REMARK = (
+    "The arguments that the script gives to generate are not in the configuration: set ppo.response_length, and "
+    "ppo.temperature, ppo.top_k and ppo.top_p if need be. Log-probabilities, KL and entropy are those of the tempered "
+    "policy here; TRL's legacy trainer trains at temperature 1."
+)
+
+# TRL's last PPOConfig: `trl.experimental.ppo`, and TRL 0.12 and later before it. Defaults are those of TRL 1.12.
+SAME = (  # PPOConfig has TRL's names and defaults for these
+    "num_ppo_epochs cliprange cliprange_value vf_coef gamma lam whiten_rewards kl_coef kl_estimator learning_rate "
+    "lr_scheduler_type weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm per_device_train_batch_size "
+    "gradient_accumulation_steps num_mini_batches local_rollout_forward_batch_size response_length temperature"
+)
+LAST = {
+    **{name: (f"ppo.{name}", getattr(PPOConfig, name)) for name in SAME.split()},
+    "gradient_checkpointing": ("ppo.gradient_checkpointing", True),
+    "stop_token_id": ("ppo.stop_token_id", None),
+    "seed": ("seed", 42),
+}
+LAST_ALONE = {
+    "sft_model_path": "sft_model_path",
+    "reward_model_path": "reward_model_path",
+    "save_steps": "ppo.save_interval",
+    "save_total_limit": "ppo.save_total_limit",
+    "full_determinism": "ppo.deterministic",
+    "torch_compile": "ppo.compile",
+    "optim": "ppo.optim",
+}
+LAST_DERIVED = {
+    **{"total_episodes": None, "num_train_epochs": 3.0, "warmup_steps": 0, "warmup_ratio": None},
+    **{"stop_token": None, "missing_eos_penalty": None, "bf16": None, "fp16": False, "use_cpu": False},
+}
+LAST_ALWAYS = {
+    "value_model": "reward_init",  # TRL's scripts load the critic from reward_model_path
+    "value_learning_rate": None,  # one optimiser for policy and critic
+    "kl_controller": "fixed",
+    "kl_in": "reward",
+    "whiten_advantages": True,
+}
+LAST_REMARKS = (
+    "TRL's PPO does not clip gradients, whatever max_grad_norm says; here they are clipped to it.",
+    "With gradient_accumulation_steps above 1 TRL takes one optimiser step every gradient_accumulation_steps "
+    "micro-batches, wherever minibatches end; here each of the num_mini_batches minibatches ends with a step.",
+)
+
+_LEGACY_NAMES = {*LEGACY, *LEGACY_ALONE, *LEGACY_DERIVED, "query_dataset"}
+_LAST_NAMES = {*LAST, *LAST_ALONE, *LAST_DERIVED, "batch_size", "mini_batch_size"}
 
 
 def from_trl(settings: Mapping[str, Any], *, num_prompts: int | None = None) -> Conversion:
@@ -30,17 +139,146 @@ def from_trl(settings: Mapping[str, Any], *, num_prompts: int | None = None) -> 
     """
     if not isinstance(settings, Mapping):
         raise ConfigError(f"a configuration of TRL is a mapping of names to values, got {type(settings).__name__}.")
-    legacy, last = (_only_in(one, other, settings) for one, other in ((trl_legacy, trl_last), (trl_last, trl_legacy)))
+    legacy = [name for name in settings if name in _LEGACY_NAMES - _LAST_NAMES]
+    last = [name for name in settings if name in _LAST_NAMES - _LEGACY_NAMES]
     if legacy and last:
         raise ConfigError(
             f"{legacy[0]} is a setting of TRL's legacy PPOConfig and {last[0]} of its last: give the settings of one."
         )
-    if legacy or (not last and _USUALLY_LEGACY & settings.keys()):
-        return trl_legacy.from_trl_legacy(settings)
-    return trl_last.from_trl_last(settings, num_prompts)
+    # TRL's last PPOConfig has these sizes, too, but works them out while it trains
+    if legacy or (not last and {"batch_size", "mini_batch_size"} & settings.keys()):
+        return _from_legacy(settings)
+    return _from_last(settings, num_prompts)
 
 
-def _only_in(one: ModuleType, other: ModuleType, settings: Mapping[str, Any]) -> list[str]:
-    """Return the settings that tell `one` from `other`: `one` carries them over, and `other` does not know them."""
-    carried = [name for name in settings if isinstance(rule_of(name, one.SETTINGS), Carried)]
-    return [name for name in carried if rule_of(name, other.SETTINGS) is None]
+def _from_legacy(settings: Mapping[str, Any]) -> Conversion:
+    c = Conversion("TRL's legacy PPOConfig", settings, LEGACY, LEGACY_DERIVED | MODEL_CONFIG)
+    _carry_same(c, LEGACY_ALWAYS, LEGACY_ALONE, prompts="query_dataset")
+    small = "mini_batch_size" if c["forward_batch_size"] is None else "forward_batch_size"
+    sizes = ("batch_size", small, "gradient_accumulation_steps")
+    batch, mini, accumulated = map(c.count, sizes)
+    if batch % (mini * accumulated):
+        raise ConfigError(
+            f"{c.source}: batch_size={batch} is not a multiple of {small}={mini} x "
+            f"gradient_accumulation_steps={accumulated}, which TRL refuses too; change one of them"
+        )
+    c.carry("ppo.per_device_train_batch_size", small, "forward_batch_size", value=mini)
+    c.carry("ppo.gradient_accumulation_steps", *sizes[:2], value=batch // mini)
+    c.carry("ppo.num_mini_batches", *sizes, value=batch // (mini * accumulated))
+
+    penalty = {"kl": "k1", "mse": "k2"}.get(c["kl_penalty"], c["kl_penalty"])
+    c.carry("ppo.kl_estimator", "kl_penalty", value=penalty, otherwise="k1")
+    if c.checked("init_kl_coef", float) == 0:  # TRL's adaptive controller multiplies it: it stays at 0
+        c.carry("ppo.kl_controller", "init_kl_coef", value="fixed")
+    else:
+        c.carry("ppo.kl_controller", "adap_kl_ctrl", value="adaptive" if c.flag("adap_kl_ctrl") else "fixed")
+        if c.flag("adap_kl_ctrl"):
+            c.carry("ppo.kl_target", "target")
+            c.carry("ppo.kl_horizon", "horizon")
+
+    c.carry("ppo.target_kl", "early_stopping", value=None)
+    if c.flag("early_stopping"):
+        c.carry("ppo.target_kl", "target_kl")
+        c.remarks.append(
+            "TRL's legacy trainer ends an update after a step, when the mean of old minus new log-probabilities passes "
+            "1.5 x target_kl; here it ends before the step, when half the mean of their squared difference does."
+        )
+    c.carry("ppo.reward_normalisation", "use_score_scaling", value="none")
+    if c.flag("use_score_scaling") and c.flag("use_score_norm"):
+        c.carry("ppo.reward_normalisation", "use_score_scaling", "use_score_norm", value="running")
+    elif c.flag("use_score_scaling"):
+        c.leave(
+            "use_score_scaling without use_score_norm divides and keeps the mean, which is not offered: "
+            "ppo.reward_normalisation=running also centres, ppo.reward_scale divides",
+            *("use_score_scaling", "use_score_norm"),
+        )
+    if c["max_grad_norm"] is None:
+        c.remarks.append("Without max_grad_norm TRL's legacy trainer clips no gradients; here they are always clipped.")
+    return c.finish(LEFT, LEGACY_REMARK, REMARK)
+
+
+def _from_last(settings: Mapping[str, Any], num_prompts: int | None) -> Conversion:
+    optim = {"adamw_bnb_8bit": "adamw_8bit", "adamw_torch": "adamw_torch_fused"}
+    given = {name: optim.get(value, value) if name == "optim" else value for name, value in settings.items()}
+    c = Conversion("TRL's PPOConfig", given, LAST, LAST_DERIVED | MODEL_CONFIG)
+    _carry_same(c, LAST_ALWAYS, LAST_ALONE, prompts="dataset_name")
+    _carry_lengths(c, num_prompts)
+    if c["stop_token_id"] is None:
+        c.carry("ppo.stop_token", "stop_token", value=c["stop_token"] or "none", otherwise="none")
+    if c["stop_token_id"] is not None or c["stop_token"] is not None:
+        c.carry("ppo.missing_eos_penalty", "missing_eos_penalty")
+    else:
+        c.remarks.append(
+            "Without stop_token TRL's responses never stop (ppo.stop_token=none): each has response_length tokens, and "
+            "would pay missing_eos_penalty, which is not carried over. ppo.stop_token=eos lets them end."
+        )
+    fp16 = c.flag("fp16")
+    bf16 = not fp16 if c["bf16"] is None else c.flag("bf16")
+    c.carry("ppo.dtype", "bf16", "fp16", value="bfloat16" if bf16 else "float16" if fp16 else "float32")
+    if bf16 or fp16:
+        c.remarks.append(
+            "TRL's PPO computes in float32 whatever bf16 and fp16 say, unless ACCELERATE_MIXED_PRECISION is set; here "
+            "ppo.dtype counts. ppo.dtype=float32 does what TRL's run did."
+        )
+    c.carry("ppo.device", "use_cpu", value="cpu" if c.flag("use_cpu") else "auto")
+    return c.finish(LEFT, *LAST_REMARKS, REMARK)
+
+
+def _carry_lengths(c: Conversion, num_prompts: int | None) -> None:
+    """Carry over the number of responses, and the warm-up as a share of the iterations."""
+    episodes, setting = None, "num_train_epochs" if c["total_episodes"] is None else "total_episodes"
+    if setting == "total_episodes":
+        episodes = c.count("total_episodes")
+    elif num_prompts is not None:
+        episodes = max(1, int(c.checked("num_train_epochs", Annotated[float, Field(gt=0)]) * num_prompts))
+    why = "it counts passes over the prompts: give their number (--prompts), or total_episodes"
+    if episodes is not None:
+        c.carry("ppo.total_episodes", setting, "total_episodes", value=episodes)
+    else:
+        c.leave(why, "total_episodes", "num_train_epochs")
+        if "num_train_epochs" not in c.given:
+            c.remarks.append(f"The default of num_train_epochs is not carried over: {why}.")
+
+    steps = c.checked("warmup_steps", Annotated[float, Field(ge=0)] | None) or 0.0
+    if c["lr_scheduler_type"] == "constant":  # it has no warm-up in transformers
+        return
+    if steps == 0 and c["warmup_ratio"] is not None:
+        c.carry("ppo.warmup_ratio", "warmup_ratio", "warmup_steps")
+    elif steps < 1:
+        c.carry("ppo.warmup_ratio", "warmup_steps", value=steps)
+    elif episodes is None:
+        c.leave(why, "warmup_steps")
+    else:
+        batch_size = c.count("per_device_train_batch_size") * c.count("gradient_accumulation_steps")
+        c.carry("ppo.warmup_ratio", "warmup_steps", value=share_of(int(steps), math.ceil(episodes / batch_size)))
+
+
+def share_of(steps: int, total: int) -> float:
+    """Return a ratio of `total` that is `steps` again when it is rounded up: steps / total, or just below it."""
+    ratio = steps / total
+    return ratio if math.ceil(ratio * total) == steps else (steps - 0.5) / total
+
+
+def _carry_same(c: Conversion, always: Mapping[str, Any], alone: Mapping[str, str], prompts: str) -> None:
+    """Write what both configurations have in common: constants, what is given alone, prompts, LoRA."""
+    for name, value in always.items():
+        c.write(f"ppo.{name}", value, "always so in the source")
+    for setting, target in alone.items():
+        if setting in c.given:
+            c.carry(target, setting)
+    if str(c[prompts]).endswith(PROMPT_FILES):
+        c.carry("prompts_path", prompts)
+    c.carry("ppo.use_peft", "use_peft", value=c.flag("use_peft"))
+    if not c.flag("use_peft"):
+        return
+    for name in ("lora_r", "lora_alpha"):
+        c.carry(f"ppo.{name}", name)
+    c.carry("ppo.load_in_4bit", "load_in_4bit", value=c.flag("load_in_4bit"))
+    if c.flag("load_in_4bit"):
+        c.remarks.append("TRL puts critic and reward model in 4 bits, too; here the reward model keeps ppo.dtype.")
+    modules = c["lora_target_modules"]
+    if modules is None:
+        c.remarks.append("Without lora_target_modules peft chooses (in Llama q_proj,v_proj); here it is all-linear.")
+        modules = "all-linear"
+    modules = modules if isinstance(modules, str) else ",".join(map(str, modules))
+    c.carry("ppo.lora_target_modules", "lora_target_modules", value=modules, otherwise="all-linear")

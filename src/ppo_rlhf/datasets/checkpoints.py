@@ -11,10 +11,9 @@ import mlflow
 from kedro.io import AbstractDataset, DatasetError
 
 from ppo_rlhf.checkpoints.files import checkpoint_iterations, checkpoint_name, prune_checkpoints
-from ppo_rlhf.checkpoints.store import CheckpointRequest, best_iteration, check_free_space, write_checkpoint
+from ppo_rlhf.checkpoints.store import CheckpointRequest, best_iteration, write_checkpoint
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError
-from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.processes import is_main_process
 from ppo_rlhf.whole_files import process_name, written_whole
 
@@ -56,16 +55,6 @@ class CheckpointDataset(_RunDataset[CheckpointRequest, Path]):
       filepath: data/06_models/ppo_checkpoints
     ```
     """
-
-    def check_space(self, state: TrainingState) -> None:
-        """Check, before training, that as many checkpoints as this run will keep fit on the disk.
-
-        Raises:
-            CheckpointError: They do not.
-        """
-        directory = run_directory(self.root)
-        most = most_checkpoints(state.config, state.total_iterations)
-        check_free_space(directory, state, copies=max(1, most - len(checkpoint_iterations(directory))))
 
     def save(self, data: CheckpointRequest) -> None:
         """Write a checkpoint if one is due, then delete those that are neither new nor the best."""

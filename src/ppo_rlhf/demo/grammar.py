@@ -1,29 +1,20 @@
-"""A seeded grammar of movie reviews: it writes reviews, and it recognises its sentences.
+"""A grammar of movie reviews, and the recogniser of its sentences.
 
 A review reads `TITLE ( ASPECT ) : BODY`; the body is one to four sentences, each ending in a full stop. The grammar has
 no recursion and no empty production, so a sentence is recognised by derivatives (Brzozowski 1964): the state after some
 words is the set of symbol sequences that may still follow, and a step to the next word is looked up in a cache.
 
-Sentiment steers the writing only. In the rules `~` stands for the polarity of the head, `!` for the opposite one. The
-recogniser drops both: "brilliant but superb" is odd, and grammatical.
+Weights and sentiment steer the writing only (`scripts/write_corpus.py`). In the rules `~` stands for the polarity of
+the head, `!` for the opposite one. The recogniser drops both: "brilliant but superb" is odd, and grammatical.
 """
 
-import random
 import re
-from bisect import bisect
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import cache
-from itertools import accumulate
 
 from ppo_rlhf.demo.lexicon import WORDS
 
-ASPECTS = WORDS["ASPECT"]
 END = "."
-MIN_BODY, MAX_BODY = 8, 32  # tokens, punctuation included
-SENTENCE_COUNTS = (0.15, 0.50, 0.28, 0.07)  # probability of 1, 2, 3, 4 sentences
-KEEP_POLARITY = 0.9  # probability that a sentence has the polarity of its review
-KEEP_ASPECT = 0.4  # probability that "the ASPECT" is the aspect of the header
 
 RULES = """
 SENTENCE~
@@ -114,26 +105,7 @@ DIRECTOR
 Production = tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Review:
-    """One review; `text` is what a language model is trained on."""
-
-    title: str
-    aspect: str
-    body: tuple[str, ...]  # tokens
-
-    @property
-    def header(self) -> tuple[str, ...]:
-        """The tokens before the body."""
-        return (*self.title.split(), "(", self.aspect, ")", ":")
-
-    @property
-    def text(self) -> str:
-        """Header and body, separated by single spaces."""
-        return " ".join((*self.header, *self.body))
-
-
-def _is_terminal(symbol: str) -> bool:
+def is_terminal(symbol: str) -> bool:
     return not symbol[0].isupper()
 
 
@@ -162,18 +134,17 @@ def _read_rules() -> dict[str, list[tuple[float, Production]]]:
     return rules
 
 
-_PRODUCTIONS = _read_rules()
-_CUMULATIVE = {head: list(accumulate(weight for weight, _ in options)) for head, options in _PRODUCTIONS.items()}
+PRODUCTIONS = _read_rules()
 
 
 def _without_polarity(symbol: str) -> str:
-    return symbol if _is_terminal(symbol) else symbol.rstrip("+-")
+    return symbol if is_terminal(symbol) else symbol.rstrip("+-")
 
 
 def _read_syntax() -> dict[str, frozenset[Production]]:
     """The same productions without weights and polarities."""
     syntax: dict[str, set[Production]] = {}
-    for head, options in _PRODUCTIONS.items():
+    for head, options in PRODUCTIONS.items():
         stripped = {tuple(map(_without_polarity, production)) for _, production in options}
         syntax.setdefault(_without_polarity(head), set()).update(stripped)
     return {head: frozenset(productions) for head, productions in syntax.items()}
@@ -181,64 +152,9 @@ def _read_syntax() -> dict[str, frozenset[Production]]:
 
 _SYNTAX = _read_syntax()
 VOCABULARY = frozenset("():").union(
-    word for productions in _SYNTAX.values() for production in productions for word in production if _is_terminal(word)
+    word for productions in _SYNTAX.values() for production in productions for word in production if is_terminal(word)
 )
 
-
-# ---- writing
-
-
-def _choose(rng: random.Random, cumulative: Sequence[float]) -> int:
-    # random.random() is the one method whose sequence Python promises to keep between versions.
-    return bisect(cumulative, rng.random() * cumulative[-1], hi=len(cumulative) - 1)
-
-
-def _expand(symbol: str, rng: random.Random, bound: Mapping[str, tuple[float, str]]) -> list[str]:
-    """Write out `symbol`; one in `bound` is, with the probability given there, the words given there."""
-    if _is_terminal(symbol):
-        return [symbol]
-    probability, words = bound.get(symbol, (0.0, ""))
-    if probability and rng.random() < probability:
-        return words.split()
-    _, production = _PRODUCTIONS[symbol][_choose(rng, _CUMULATIVE[symbol])]
-    return [word for part in production for word in _expand(part, rng, bound)]
-
-
-def all_titles() -> list[str]:
-    """Every title of the grammar, in a fixed order."""
-    return [f"{first} {second}" for first in WORDS["TITLE_FIRST"] for second in WORDS["TITLE_SECOND"]]
-
-
-def write_review(rng: random.Random, titles: Sequence[str]) -> Review:
-    """Draw one review about one of `titles`.
-
-    Director, actor and (mostly) role stay the same within a review; each sentence keeps the review's polarity with
-    probability `KEEP_POLARITY`.
-
-    Args:
-        rng: the only source of chance; it is advanced.
-        titles: the titles to draw from, two words each.
-    """
-    title = titles[int(rng.random() * len(titles))]
-    aspect = ASPECTS[int(rng.random() * len(ASPECTS))]
-    polarity = "+" if rng.random() < 0.5 else "-"
-    bound = {
-        "TITLE": (1.0, title),
-        "ASPECT": (KEEP_ASPECT, aspect),
-        "ACTOR": (1.0, " ".join(_expand("ACTOR", rng, {}))),
-        "DIRECTOR": (1.0, " ".join(_expand("DIRECTOR", rng, {}))),
-        "ROLE": (0.7, " ".join(_expand("ROLE", rng, {}))),
-    }
-    other = "-" if polarity == "+" else "+"
-    while True:
-        count = 1 + _choose(rng, list(accumulate(SENTENCE_COUNTS)))
-        signs = [polarity if rng.random() < KEEP_POLARITY else other for _ in range(count)]
-        body = [word for sign in signs for word in _expand(f"SENTENCE{sign}", rng, bound)]
-        if MIN_BODY <= len(body) <= MAX_BODY:
-            return Review(title, aspect, tuple(body))
-
-
-# ---- recognising
 
 State = frozenset[Production]
 _START: State = frozenset({("SENTENCE",)})
@@ -254,7 +170,7 @@ def tokenize(text: str) -> list[str]:
 @cache
 def _after(symbol: str, word: str) -> frozenset[Production]:
     """Return the symbols that may still follow within `symbol` after its first word `word`."""
-    if _is_terminal(symbol):
+    if is_terminal(symbol):
         return _FINISHED if symbol == word else _NOTHING
     return frozenset(rest + p[1:] for p in _SYNTAX[symbol] for rest in _after(p[0], word))
 

@@ -19,11 +19,9 @@ completion ends is judged whole; the header is never judged. With S those senten
 - mentions_aspect, 0 or 1: the column `aspect`, or the header's aspect where there is no such column.
 
 A completion without a word scores -1.5. Policy and reward model never see these numbers, only labels drawn by
-`noisy_preference`.
+`supervised.preferences.noisy_preference`.
 """
 
-import math
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -150,23 +148,3 @@ def is_grammatical(prompts: Sequence[str], completions: Sequence[str], **columns
         float(judged is not None and END in judged.tokens and all(map(_is_well_formed, judged.sentences)))
         for judged in _judged_rows(prompts, completions, columns)
     ]
-
-
-def noisy_preference(
-    first_scores: Sequence[float], second_scores: Sequence[float], beta: float, seed: int
-) -> list[bool]:
-    """Return Bradley–Terry labels: the first of a pair is preferred (True) with probability σ(beta (first - second)).
-
-    Args:
-        first_scores: gold scores of the first responses.
-        second_scores: gold scores of the second responses, as many.
-        beta: how reliable the labels are; 0 is a coin, infinity always right (and a coin between equals).
-        seed: of the labels' own random stream; the label of pair i depends only on it, i and the scores.
-    """
-    rng = random.Random(seed)
-    labels = []
-    for first, second in zip(first_scores, second_scores, strict=True):
-        logit = 0.0 if first == second else beta * (first - second)
-        # σ(x) = (1 + tanh(x / 2)) / 2 does not overflow.
-        labels.append(rng.random() < 0.5 * (1.0 + math.tanh(0.5 * logit)))
-    return labels

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,7 +24,7 @@ from ppo_rlhf.ppo.rollout import compute_logprobs, response_batch, sample_respon
 from ppo_rlhf.ppo.sampling import SamplingSettings
 from ppo_rlhf.processes import on_main
 from ppo_rlhf.rewards.functions import RewardFunction, call_reward_function, load_function
-from ppo_rlhf.rewards.scorers import LONGEST_METRIC_NAME, RewardScorer
+from ppo_rlhf.rewards.scorers import RewardScorer, check_metric_name
 
 DEMO_PROMPTS_PATH = "data/01_raw/prompts.jsonl"
 DEMO_JUDGE = "ppo_rlhf.demo.judge:gold_score"
@@ -45,7 +44,7 @@ _TAKEN_ENDINGS = ("_sft", "_se")
 def _check_rate_names(rates: dict[str, str]) -> dict[str, str]:
     for name in rates:
         taken = name in _TAKEN_RATE_NAMES or name.startswith(_TAKEN_BEGINNINGS) or name.endswith(_TAKEN_ENDINGS)
-        _check_metric_name(name, "a rate", f"eval/{name}", taken)
+        check_metric_name(name, "a rate", f"eval/{name}_sft_se", taken=taken, snake_case=True)
     return rates
 
 
@@ -53,22 +52,8 @@ def _check_judge_names(judges: dict[str, str]) -> dict[str, str]:
     for name in judges:
         # eval/win_rate_low, eval/judge_score_sft and the like exist
         taken = f"_{name}".endswith((*_TAKEN_ENDINGS, "_low", "_high"))
-        _check_metric_name(name, "a judge", f"eval/{JUDGE_COLUMN}_{name}", taken)
+        check_metric_name(name, "a judge", f"eval/{JUDGE_COLUMN}_{name}_sft_se", taken=taken, snake_case=True)
     return judges
-
-
-def _check_metric_name(name: str, what: str, key: str, taken: bool) -> None:
-    if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or taken:
-        raise ValueError(
-            f"{name!r} cannot name {what}: it becomes the metric {key}, so it must be lower-case letters, digits and "
-            "underscores, not end in _sft or _se, and not be, or begin or end like, a metric that exists"
-        )
-    longest = f"{key}_sft_se"  # of its metrics
-    if len(longest) > LONGEST_METRIC_NAME:
-        raise ValueError(
-            f"{name!r} cannot name {what}: its metric {longest} has {len(longest)} characters and may have "
-            f"{LONGEST_METRIC_NAME}"
-        )
 
 
 @settings_group("evaluation")

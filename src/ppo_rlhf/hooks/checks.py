@@ -22,9 +22,6 @@ from ppo_rlhf.runner import LoopRunner, plan_loop
 
 logger = logging.getLogger(__name__)
 
-CHECKPOINT = "checkpoint"
-STATE = "training_state"
-
 
 class ChecksHook:
     """Runs before every other hook."""
@@ -70,14 +67,6 @@ class ChecksHook:
             logger.info("%s", parts)
         for line in advice:
             logger.warning("%s", line)
-
-    @hook_impl
-    def after_node_run(self, catalog: CatalogProtocol, outputs: dict[str, Any]) -> None:
-        """Refuse to train if the disk has no room for the checkpoints: known as soon as there is a state to save."""
-        if STATE in outputs:
-            check_space = getattr(catalog.get(CHECKPOINT), "check_space", None)
-            if check_space is not None:
-                check_space(outputs[STATE])
 
 
 def judge_settings(

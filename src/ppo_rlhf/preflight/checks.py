@@ -39,7 +39,6 @@ from ppo_rlhf.rewards.functions import (
 from ppo_rlhf.rewards.scorers import RewardConfig
 from ppo_rlhf.rewards.shaping import check_token_rewards
 from ppo_rlhf.studies.critic_pretraining import CriticPretrainingConfig, pretraining_config
-from ppo_rlhf.studies.kl_study import KLStudyConfig, settings_of
 from ppo_rlhf.supervised import preferences
 from ppo_rlhf.supervised.demonstrations import DataPreparationConfig, corpus_texts, split_demonstrations
 from ppo_rlhf.supervised.reward_training import RewardModellingConfig
@@ -47,8 +46,12 @@ from ppo_rlhf.supervised.sft import SupervisedFinetuningConfig
 
 TRIED_PROMPTS = 2
 OWN_CODE = "transformers_modules."  # where transformers imports Python code that lies with a model
-CHECKED_BELOW = (MemoryDataset, RecordsDataset, PretrainedModelDataset, ResumeCheckpointDataset)
-READY = (*CHECKED_BELOW, EvaluationLogDataset)  # the log is empty before the first evaluation
+_WITHOUT_OWN_CODE = {
+    "reward_model": "Set reward_model_path or give functions as reward, and run `--pipelines align`.",
+    "pretrained_critic": "Set ppo.critic_warmup_iterations, which trains a critic at the start of each run.",
+}
+# those of tables and models are checked apart; the log is empty before the first evaluation
+READY = (MemoryDataset, RecordsDataset, PretrainedModelDataset, ResumeCheckpointDataset, EvaluationLogDataset)
 
 
 def find_problems(
@@ -74,20 +77,13 @@ def find_problems(
                 raise
             problems.extend(str(ours).splitlines())
 
-    for first in (check_start, check_settings, check_optional_packages, check_protection, check_demo_parts):
+    for first in (check_start, check_settings, check_protection, check_demo_parts):
         ask(first)
     for name in filter(run.reads, TABLES):
         ask(check_table, name)
     for name in filter(run.reads, MODELS):
         ask(check_model, name)
-    for last in (
-        check_model_options,
-        check_critic,
-        check_study,
-        check_demonstrations,
-        check_preferences,
-        check_prompts,
-    ):
+    for last in (check_model_options, check_critic, check_demonstrations, check_preferences, check_prompts):
         ask(last)
     for reference, tables in functions_of(run).items():
         ask(check_function, reference, tables)
@@ -106,7 +102,7 @@ def check_start(run: RunRequest) -> Iterator[str]:
 
 
 def check_settings(run: RunRequest) -> Iterator[str]:
-    """Find paths that the run needs and that are null, paths in a group that does not read them, absent devices."""
+    """Find paths that are null or in a group that does not read them, and a device or a package that is absent."""
     is_missing = {
         "demonstrations_path": run.reads("raw_demonstrations") and run.source("raw_demonstrations") is None,
         "prompts_path": run.writes("prompt_dataset") and run.source("raw_prompts") is None,
@@ -123,13 +119,8 @@ def check_settings(run: RunRequest) -> Iterator[str]:
         for name in (path for path in MODEL_PATHS if getattr(ppo, path) is not None):
             yield f"ppo.{name} is not a parameter of this group. Set {name} in conf/local/globals.yml or with --params."
         check_device(ppo, resolve_device(ppo.device))
-
-
-def check_optional_packages(run: RunRequest) -> None:
-    """Find settings that need a package which is not installed, if this run trains by PPO."""
-    ppo = run.group("ppo", PPOConfig)
-    if ppo is not None and run.writes("prompt_dataset"):
-        check_libraries(ppo)
+        if run.writes("prompt_dataset"):  # it trains by PPO
+            check_libraries(ppo)
 
 
 def check_protection(run: RunRequest) -> Iterator[str]:
@@ -189,16 +180,9 @@ def check_model(run: RunRequest, name: str) -> Iterator[str]:
     else:
         handle.check_causal_lm()
     has_own_code = name == run.start and type(handle.config()).__module__.startswith(OWN_CODE)
-    if has_own_code and run.writes("reward_model"):
-        yield (
-            f"{handle.source} has Python code of its own, without which a reward model trained on it would be saved. "
-            "Set reward_model_path or give functions as reward, and run `--pipelines align`."
-        )
-    if has_own_code and run.writes("pretrained_critic"):
-        yield (
-            f"{handle.source} has Python code of its own, without which a critic trained on it would be saved. Set "
-            "ppo.critic_warmup_iterations, which trains it at the start of each run."
-        )
+    for made, fix in _WITHOUT_OWN_CODE.items() if has_own_code else ():
+        if run.writes(made):
+            yield f"{handle.source} has Python code of its own, which is not saved with a {made} trained on it. {fix}"
     run.models[name], run.tokenizers[name] = handle, tokenizer
 
 
@@ -236,13 +220,6 @@ def check_critic(run: RunRequest) -> Iterator[str]:
             yield f"{setting}: {run.source('sft_policy')} and {run.source(start)} have different vocabularies. {fix}"
     if ppo is not None and pretraining is not None:
         pretraining_config(pretraining, ppo)
-
-
-def check_study(run: RunRequest) -> None:
-    """Find a KL penalty of the study that PPO refuses."""
-    study, ppo = run.group("kl_study", KLStudyConfig), run.group("ppo", PPOConfig)
-    if study is not None and ppo is not None:
-        settings_of(study, ppo)
 
 
 def check_demonstrations(run: RunRequest) -> None:
@@ -318,30 +295,28 @@ def check_function(run: RunRequest, reference: str, tables: list[str]) -> None:
     It is called with two prompts of each table, which stand for responses, too.
     """
     function = load_function(reference, run.project_path)
-    settings, reward, ppo = (
-        run.group("prompts", PromptsConfig),
-        run.group("reward", RewardConfig),
-        run.group("ppo", PPOConfig),
-    )
+    reward, ppo = run.group("reward", RewardConfig), run.group("ppo", PPOConfig)
+    tokenizer = run.tokenizers.get(run.start) or next(iter(run.tokenizers.values()), None)
     is_reward = reward is not None and any(component.function == reference for component in reward.components)
-    for prompts, columns, source in _tried(run, settings, tables):
+    for prompts, columns, source in _tried(run, tables):
         columns, title = {**columns, TURNS: [[text] for text in prompts]}, f"{reference} on {source}"
         if not is_reward:
             call_reward_function(function, title, prompts, prompts, columns)
             continue
-        scores = call_token_reward_function(function, title, prompts, prompts, _token_ids(run, prompts), columns)
+        # the bytes stand for tokens if this run makes the tokenizer
+        ids = [[*text.encode()] for text in prompts] if tokenizer is None else tokenizer(prompts)["input_ids"]
+        scores = call_token_reward_function(function, title, prompts, prompts, ids, columns)
         if ppo is not None and isinstance(scores[0], list):
             check_token_rewards(ppo)
 
 
-def _tried(
-    run: RunRequest, settings: PromptsConfig | None, tables: list[str]
-) -> Iterator[tuple[list[str], dict[str, Any], str]]:
+def _tried(run: RunRequest, tables: list[str]) -> Iterator[tuple[list[str], dict[str, Any], str]]:
     """Yield some prompts of each table, their other columns, and where they come from.
 
     Raises:
         DataError: A column has a name that functions get something else by, or a prompt is neither text nor chat.
     """
+    settings = run.group("prompts", PromptsConfig)
     if settings is None:
         return
     for name in tables:
@@ -356,7 +331,7 @@ def _tried(
 
 def check_environment(run: RunRequest) -> Iterator[str]:
     """Find an environment that cannot be imported, raises, or does not answer two prompts whose first turn is empty."""
-    ppo, settings = run.group("ppo", PPOConfig), run.group("prompts", PromptsConfig)
+    ppo = run.group("ppo", PPOConfig)
     if ppo is None or ppo.environment is None:
         return
     if run.writes("reward_audit"):
@@ -371,16 +346,10 @@ def check_environment(run: RunRequest) -> Iterator[str]:
         )
     function = load_function(ppo.environment, run.project_path)
     tables = [name for name in PROMPTS if name in run.tables]
-    for prompts, columns, source in _tried(run, settings, tables):
+    for prompts, columns, source in _tried(run, tables):
         empty = [""] * len(prompts)
         turns = [[text] for text in empty]
         call_environment(function, f"{ppo.environment} on {source}", prompts, empty, turns, columns)
-
-
-def _token_ids(run: RunRequest, texts: list[str]) -> list[list[int]]:
-    """Return the tokens of texts; their bytes, if this run makes the tokenizer."""
-    tokenizer = run.tokenizers.get(run.start) or next(iter(run.tokenizers.values()), None)
-    return [list(text.encode()) for text in texts] if tokenizer is None else tokenizer(texts)["input_ids"]
 
 
 def _text(value: Any, where: str) -> str:

@@ -64,7 +64,7 @@ def load_function(reference: str, project_path: Path | None = None) -> RewardFun
 
     @functools.wraps(function)  # its signature decides what it is called with
     def in_its_project(*positional: Any, **named: Any) -> list[float]:
-        with _first_on_path(searched), _left_as_found():  # it may import its neighbours when it is called
+        with _first_on_path(searched):  # it may import its neighbours when it is called
             return cast("list[float]", _awaited(function(*positional, **named)))
 
     return in_its_project
@@ -130,12 +130,12 @@ def call_reward_function(
 ) -> list[float]:
     """Call a user's function and check its result: one finite number a response.
 
-    A function with a parameter `completions` gets prompts and completions by name, any other as its first two
-    arguments. Columns are keyword arguments; a function without `**columns` gets those that it names. What a coroutine
-    function (`async def`) returns is awaited.
+    Prompts, completions and columns are keyword arguments; a function without `**columns` gets those that it names.
+    What a coroutine function (`async def`) returns is awaited.
 
     Raises:
-        RewardError: It raised, or returned another count, or something that is not a finite float32 number.
+        RewardError: It takes other arguments, raised, or returned another count, or something that is not a finite
+            float32 number.
     """
     values = call_function(function, f"reward function {name}", prompts, completions, columns)
     return [_score(value, name, row, completions[row]) for row, value in enumerate(values)]
@@ -190,11 +190,12 @@ def call_function(
     `title` opens the text of errors.
 
     Raises:
-        RewardError: It raised, or returned something else.
+        RewardError: It takes other arguments, raised, or returned something else.
     """
+    arguments = _arguments(function, title, {"prompts": list(prompts), "completions": list(completions)}, columns)
     try:
         with _left_as_found(), named_if_slow(f"{title} ({len(completions)} responses to {prompts[:1]!r:.60}, …)"):
-            result = _awaited(_bound(function, list(prompts), list(completions), columns)())
+            result = _awaited(function(**arguments))
         values = result.tolist() if hasattr(result, "tolist") else result  # tensors, arrays, series
         values = list(values) if isinstance(values, list | tuple) else values
     except (TerminationSignal, KeyboardInterrupt):  # no doing of theirs
@@ -229,25 +230,25 @@ def _awaited(result: Any) -> Any:
         return thread.submit(asyncio.run, result).result()
 
 
-def _bound(
-    function: RewardFunction, prompts: list[str], completions: list[str], columns: dict[str, list[Any]]
-) -> Callable[[], Any]:
-    """Return the function with its arguments."""
+def _arguments(
+    function: RewardFunction, title: str, texts: dict[str, list[str]], columns: dict[str, list[Any]]
+) -> dict[str, list[Any]]:
+    """Return the keyword arguments that a function takes; raise `RewardError` if it does not take them by name."""
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some built-ins have no signature
-        return functools.partial(function, prompts, completions, **{n: columns[n] for n in columns if n not in _OURS})
-    names = list(signature.parameters)
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
-    texts = {"prompts": prompts, "completions": completions}
-    takes = [n for n in (*columns, *texts) if n in names or (takes_all and n not in _ON_REQUEST)]
-    named = {n: {**columns, **texts}[n] for n in takes}
-    if {"completions", *_ON_REQUEST}.intersection(names):
-        with contextlib.suppress(TypeError):  # positional only, or another required parameter
-            signature.bind(**named)
-            return functools.partial(function, **named)
-    others = {n: values for n, values in named.items() if n not in (*texts, *names[:2])}
-    return functools.partial(function, prompts, completions, **others)
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
+        named = {
+            name: values
+            for name, values in {**columns, **texts}.items()
+            if name in signature.parameters or (takes_all and name not in _ON_REQUEST)
+        }
+        signature.bind(**named)
+    except (TypeError, ValueError) as error:  # some built-ins have no signature
+        raise RewardError(
+            f"{title} cannot be called by the names of its arguments ({error}). Write it as (prompts, completions, "
+            f"**columns), or with some of {', '.join([*_OURS, *(name for name in columns if name not in _OURS)])}."
+        ) from None
+    return named
 
 
 def _score(value: Any, name: str, row: int, completion: str) -> float:

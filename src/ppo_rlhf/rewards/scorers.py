@@ -40,6 +40,21 @@ LONGEST_METRIC_NAME = 250
 """The most characters of a metric's key in MLflow."""
 
 
+def check_metric_name(name: str, what: str, key: str, *, taken: bool = False, snake_case: bool = False) -> None:
+    """Raise `ConfigError` if a user's name for `what` does not make a metric `key` that is new and that MLflow takes.
+
+    A key that breaks MLflow's rules loses all metrics that are logged with it.
+    """
+    pattern, allowed = r"\w[\w.\- ]*", "letters, digits, underscores, dashes, periods and spaces"
+    if snake_case:
+        pattern, allowed = r"[a-z][a-z0-9_]*", "lower-case letters, digits and underscores, not end in _sft or _se"
+    if taken or not re.fullmatch(pattern, name) or len(key) > LONGEST_METRIC_NAME:
+        raise ConfigError(
+            f"{name!r} cannot name {what}: it makes the metric {key}, of at most {LONGEST_METRIC_NAME} characters, so "
+            f"it must be {allowed}, and not be, or begin or end like, a metric that exists"
+        )
+
+
 @settings_group("reward.components")
 class RewardComponentConfig:
     """One term of the reward."""
@@ -61,14 +76,8 @@ class RewardComponentConfig:
             raise ConfigError(f"function={self.function} belongs to type function, not model.")
         if self.function is not None:
             split_reference(self.function)
-        # within MLflow's rules for keys: a key that breaks them loses all metrics that are logged with it
         title = self.title if self.name is None else self.name
-        if not re.fullmatch(r"\w[\w.\- ]*", title) or len(f"reward/{title}") > LONGEST_METRIC_NAME:
-            raise ConfigError(
-                f"name={title!r} cannot name a component: it becomes the metric reward/<name>, of at most "
-                f"{LONGEST_METRIC_NAME} letters, digits, underscores, dashes, periods and spaces; <name> begins with a "
-                "letter, digit or underscore."
-            )
+        check_metric_name(title, "a component of reward", f"reward/{title}")
 
     @property
     def title(self) -> str:
@@ -156,7 +165,6 @@ class RewardScorer:
     def __init__(self, components: Sequence[tuple[str, float, Scoring]], model: PreTrainedModel | None = None) -> None:
         """Take (name, weight, scoring) of each component, and the reward model if one of them is."""
         self.names = [name for name, _, _ in components]
-        self.weights = [weight for _, weight, _ in components]
         self.model = model
         self.functions = [scoring for _, _, scoring in components if not isinstance(scoring, ModelScorer)]
         self._components = list(components)
@@ -164,10 +172,21 @@ class RewardScorer:
     def check_room(
         self, prompt_ids: Sequence[Sequence[int]], response_length: int, stop_token_ids: Sequence[int]
     ) -> None:
-        """Raise `ModelError` if a response to one of the prompts could be longer than the reward model reads."""
-        for _, _, scoring in self._components:
-            if isinstance(scoring, ModelScorer):
-                scoring.check_room(prompt_ids, response_length, stop_token_ids)
+        """Raise `ModelError` if a response to one of the prompts could be longer than the reward model reads.
+
+        Only if that shares the policy's vocabulary: other lengths are not known before.
+        """
+        longest = max(map(len, prompt_ids), default=0)
+        for scorer in (scoring for _, _, scoring in self._components if isinstance(scoring, ModelScorer)):
+            closes = not scorer.special_ids.issuperset(stop_token_ids)  # then an end of text comes on top
+            needed = longest + response_length + closes
+            if scorer.reads_policy_ids and scorer.context is not None and needed > scorer.context:
+                end = " and an end of text after its stop token" if closes else ""
+                raise ModelError(
+                    f"the longest prompt has {longest} tokens: with a response of {response_length}{end} it would have "
+                    f"{needed}, the reward model reads {scorer.context}. Shorten the prompts or ppo.response_length, "
+                    "or use a reward model with a longer context"
+                )
 
     def score(self, batch: ResponseBatch) -> ScoredResponses:
         """Return the scores, float64 on the CPU: float32 would lose small differences of large scores.
@@ -257,11 +276,11 @@ class ModelScorer:
         self.model = model
         self._tokenizer = tokenizer
         self._policy_tokenizer = policy_tokenizer
-        self._reads_policy_ids = same_vocabulary(tokenizer, policy_tokenizer)
-        self._special_ids = special_ids(policy_tokenizer)
+        self.reads_policy_ids = same_vocabulary(tokenizer, policy_tokenizer)
+        self.special_ids = special_ids(policy_tokenizer)
         self._batch_size = batch_size
         self._device = device or model.device
-        self._context = context_length(model.config)
+        self.context = context_length(model.config)
         if not reads_end(model, tokenizer.eos_token_id):
             _warn_once(
                 f"The reward model ({type(model).__name__}) never reads the end of a text: it scores at the last token "
@@ -275,11 +294,11 @@ class ModelScorer:
             ModelError: A sequence is longer than the model's context.
             RewardError: A score is NaN or infinite.
         """
-        sequences = self._token_sequences(batch) if self._reads_policy_ids else self._text_sequences(batch)
+        sequences = self._token_sequences(batch) if self.reads_policy_ids else self._text_sequences(batch)
         longest = max((len(ids) for ids in sequences), default=0)
-        if self._context is not None and longest > self._context:
+        if self.context is not None and longest > self.context:
             raise ModelError(
-                f"a prompt with its response has {longest} tokens, the reward model reads {self._context}. "
+                f"a prompt with its response has {longest} tokens, the reward model reads {self.context}. "
                 "Shorten the prompts or ppo.response_length, or use a reward model with a longer context."
             )
         with on_device(self.model, self._device):
@@ -292,29 +311,11 @@ class ModelScorer:
             )
         return scores
 
-    def check_room(
-        self, prompt_ids: Sequence[Sequence[int]], response_length: int, stop_token_ids: Sequence[int]
-    ) -> None:
-        """Raise `ModelError` if a response to one of the prompts could be longer than the reward model reads.
-
-        Only if it shares the policy's vocabulary: other lengths are not known before.
-        """
-        closes = not self._special_ids.issuperset(stop_token_ids)  # then an end of text comes on top
-        longest = max(map(len, prompt_ids), default=0)
-        needed = longest + response_length + closes
-        if self._reads_policy_ids and self._context is not None and needed > self._context:
-            end = " and an end of text behind its stop token" if closes else ""
-            raise ModelError(
-                f"the longest prompt has {longest} tokens: with a response of {response_length}{end} it would have "
-                f"{needed}, the reward model reads {self._context}. Shorten the prompts or ppo.response_length, or use "
-                "a reward model with a longer context"
-            )
-
     def _token_sequences(self, batch: ResponseBatch) -> list[list[int]]:
         rows = zip(batch.prompt_ids, batch.response_ids, batch.terminated, strict=True)
         eos, has_turns = self._tokenizer.eos_token_id, bool(batch.turns)
         return [
-            prompt + close_response(response, stopped, eos, self._special_ids, has_turns=has_turns)
+            prompt + close_response(response, stopped, eos, self.special_ids, has_turns=has_turns)
             for prompt, response, stopped in rows
         ]
 

@@ -88,7 +88,7 @@ def tokenise_demonstrations(
     Raises:
         DataError: There are chats and no chat template, or nothing to learn within `max_length`.
     """
-    encode = _ENCODERS[next(name for name in _ENCODERS if name in frame.columns)]
+    encode = _encode_chats if "messages" in frame.columns else _encode_texts
     input_ids, labels, truncated = [], [], 0
     for ids, learnt in encode(frame, tokenizer):
         truncated += max_length is not None and len(ids) > max_length
@@ -157,16 +157,11 @@ Encoded = Iterator[tuple[list[int], list[int]]]
 
 
 def _encode_texts(frame: pd.DataFrame, tokenizer: PreTrainedTokenizerBase) -> Encoded:
-    for ids in encode_texts(frame["text"].tolist(), tokenizer):
-        closed = append_end(ids, tokenizer.eos_token_id)
-        yield closed, list(closed)
-
-
-def _encode_completions(frame: pd.DataFrame, tokenizer: PreTrainedTokenizerBase) -> Encoded:
-    prompts, completions = frame["prompt"].tolist(), frame["completion"].tolist()
-    prompt_ids = encode_texts(prompts, tokenizer)
+    whole_texts = "text" in frame.columns
+    prompts = [""] * len(frame) if whole_texts else frame["prompt"].tolist()
+    completions = frame["text" if whole_texts else "completion"].tolist()
     wholes = encode_texts([p + c for p, c in zip(prompts, completions, strict=True)], tokenizer)
-    for prompt, whole in zip(prompt_ids, wholes, strict=True):
+    for prompt, whole in zip(encode_texts(prompts, tokenizer), wholes, strict=True):
         closed = append_end(whole, tokenizer.eos_token_id)
         # tokens may merge across the boundary: learning begins where the two differ, as in TRL
         shared = next((i for i, (a, b) in enumerate(zip(prompt, closed, strict=False)) if a != b), len(prompt))
@@ -178,6 +173,3 @@ def _encode_chats(frame: pd.DataFrame, tokenizer: PreTrainedTokenizerBase) -> En
         text = render_chat(json.loads(chat), tokenizer, "demonstrations")
         ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
         yield ids, list(ids)
-
-
-_ENCODERS = {"messages": _encode_chats, "prompt": _encode_completions, "text": _encode_texts}

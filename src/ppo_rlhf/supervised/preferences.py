@@ -4,6 +4,9 @@ A pair has its texts and the token sequences of reward training. A sequence ends
 response stopped by itself, as when rewards are scored later.
 """
 
+import math
+import random
+from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
@@ -14,7 +17,6 @@ from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.core.randomness import episode_prompts, episode_uniforms
 from ppo_rlhf.data.chats import is_text, join_chats, read_text_or_chat, render_chat
 from ppo_rlhf.data.prompts import PromptDataset
-from ppo_rlhf.demo.judge import noisy_preference
 from ppo_rlhf.models.tokenizers import append_end, encode_texts, end_of_turn_id, special_ids
 from ppo_rlhf.ppo.sampling import SamplingSettings, generate_responses
 from ppo_rlhf.rewards.functions import RewardFunction, call_reward_function
@@ -72,6 +74,26 @@ def tokenise_preferences(frame: pd.DataFrame, tokenizer: PreTrainedTokenizerBase
             row[f"{side}_ids"] = _encode(prompt, record[side], tokenizer, end, special)
         rows.append(row)
     return pd.DataFrame(rows, columns=list(COLUMNS))
+
+
+def noisy_preference(
+    first_scores: Sequence[float], second_scores: Sequence[float], beta: float, seed: int
+) -> list[bool]:
+    """Return Bradley–Terry labels: the first of a pair is preferred (True) with probability σ(beta (first - second)).
+
+    Args:
+        first_scores: Of the labeller, for the first responses.
+        second_scores: For the second responses, as many.
+        beta: How reliable the labels are; 0 is a coin, infinity always right (and a coin between equals).
+        seed: Of the labels' own random stream; the label of pair i depends only on it, i and the scores.
+    """
+    rng = random.Random(seed)
+    labels = []
+    for first, second in zip(first_scores, second_scores, strict=True):
+        logit = 0.0 if first == second else beta * (first - second)
+        # σ(x) = (1 + tanh(x / 2)) / 2 does not overflow.
+        labels.append(rng.random() < 0.5 * (1.0 + math.tanh(0.5 * logit)))
+    return labels
 
 
 def sample_preferences(

@@ -10,7 +10,7 @@ import transformers
 from pydantic import Field
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import processes
 from ppo_rlhf.config.settings_group import settings_group
@@ -76,8 +76,10 @@ def train_sft_policy(
         last), `sft/learning_rate`, and once an epoch `sft/eval_loss` (nats per learnt token over all held-out
         demonstrations).
     """
-    start = _from_scratch(demonstrations, config) if base_model is None else _from_base(base_model)
-    model, tokenizer = start.model, start.tokenizer
+    if base_model is None:
+        model, tokenizer = _from_scratch(demonstrations, config)
+    else:
+        model, tokenizer = base_model.causal_lm(), base_model.tokenizer()
     max_length = config.longest_sequence(context_length(model.config))
     trained, held_out = (
         tokenise_demonstrations(frame, tokenizer, max_length, name)
@@ -122,11 +124,9 @@ def mean_token_loss(model: PreTrainedModel, rows: TokenisedDemonstrations, batch
     return sum(loss for loss, _ in sums) / sum(tokens for _, tokens in sums)
 
 
-def _from_base(base_model: PretrainedHandle) -> TrainedModel:
-    return TrainedModel(base_model.causal_lm(), base_model.tokenizer())
-
-
-def _from_scratch(demonstrations: pd.DataFrame, config: SupervisedFinetuningConfig) -> TrainedModel:
+def _from_scratch(
+    demonstrations: pd.DataFrame, config: SupervisedFinetuningConfig
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     tokenizer = train_word_tokenizer(corpus_texts(demonstrations), config.max_position_embeddings)
     shape = transformers.LlamaConfig(
         vocab_size=len(tokenizer),
@@ -147,4 +147,4 @@ def _from_scratch(demonstrations: pd.DataFrame, config: SupervisedFinetuningConf
     model.generation_config = transformers.GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=True
     )
-    return TrainedModel(model.eval(), tokenizer)
+    return model.eval(), tokenizer

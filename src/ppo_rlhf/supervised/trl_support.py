@@ -10,7 +10,7 @@ import copy
 import random
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -112,17 +112,13 @@ class HistoryCallback(TrainerCallback):
         self._prefix = prefix
         self._evaluate = evaluate
         self._watch = watch
-        self._display = ExitStack()
+        self.display = ExitStack()
         self._report: Callable[[int, dict[str, float]], None] = lambda step, metrics: None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Open the display, now that the number of steps is known."""
         if self._watch is not None:
-            self._report = self._display.enter_context(self._watch(state.max_steps))
-
-    def close(self) -> None:
-        """Close the display."""
-        self._display.close()
+            self._report = self.display.enter_context(self._watch(state.max_steps))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Keep the mean loss since the last log, and the learning rate."""
@@ -146,10 +142,9 @@ class HistoryCallback(TrainerCallback):
                     f"{self._prefix}: the {name.replace('_', ' ')} is {value} at step {step}. Lower learning_rate."
                 )
         named = {f"{self._prefix}/{name}": value for name, value in metrics.items()}
-        if self.history and self.history[-1]["step"] == step:
-            self.history[-1].update(named)
-        else:
-            self.history.append({"step": step, **named})
+        if not self.history or self.history[-1]["step"] != step:
+            self.history.append({"step": step})
+        self.history[-1].update(named)
         self._report(step, named)
 
 
@@ -173,7 +168,7 @@ def _train(
         _global_randomness_restored(),
         errors_only("transformers.trainer_utils"),  # warns of the alignment, which is undone below
         tempfile.TemporaryDirectory() as output_dir,
-        closing(callback),
+        callback.display,
     ):
         # a run uses nothing from the network
         silent: Any = type(trainer_class.__name__, (trainer_class,), {"_send_telemetry": lambda self: None})

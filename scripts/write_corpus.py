@@ -1,4 +1,4 @@
-"""Write the shipped corpus: `python -m ppo_rlhf.demo.corpus --output data/01_raw --seed 0`.
+"""Write the shipped corpus: `python scripts/write_corpus.py --output data/01_raw --seed 0`.
 
 Two JSON Lines files, the same bytes for the same arguments:
 
@@ -12,15 +12,95 @@ all their words, but cannot have learnt their continuations by heart. The files 
 import argparse
 import json
 import random
-from collections.abc import Iterable, Sequence
+from bisect import bisect
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
-from ppo_rlhf.demo.grammar import END, Review, all_titles, write_review
+from ppo_rlhf.demo.grammar import END, PRODUCTIONS, is_terminal
+from ppo_rlhf.demo.lexicon import WORDS
 
 DEMONSTRATIONS = 14_000
 PROMPTS = 6_000
 PROMPT_TITLES = 0.25  # share of the titles that only prompts have
 MAX_OPENING = 5  # words of the body in a prompt
+ASPECTS = WORDS["ASPECT"]
+MIN_BODY, MAX_BODY = 8, 32  # tokens, punctuation included
+SENTENCE_COUNTS = (0.15, 0.50, 0.28, 0.07)  # probability of 1, 2, 3, 4 sentences
+KEEP_POLARITY = 0.9  # probability that a sentence has the polarity of its review
+KEEP_ASPECT = 0.4  # probability that "the ASPECT" is the aspect of the header
+
+_CUMULATIVE = {head: list(accumulate(weight for weight, _ in options)) for head, options in PRODUCTIONS.items()}
+
+
+@dataclass(frozen=True)
+class Review:
+    """One review; `text` is what a language model is trained on."""
+
+    title: str
+    aspect: str
+    body: tuple[str, ...]  # tokens
+
+    @property
+    def header(self) -> tuple[str, ...]:
+        """The tokens before the body."""
+        return (*self.title.split(), "(", self.aspect, ")", ":")
+
+    @property
+    def text(self) -> str:
+        """Header and body, separated by single spaces."""
+        return " ".join((*self.header, *self.body))
+
+
+def _choose(rng: random.Random, cumulative: Sequence[float]) -> int:
+    # random.random() is the one method whose sequence Python promises to keep between versions.
+    return bisect(cumulative, rng.random() * cumulative[-1], hi=len(cumulative) - 1)
+
+
+def _expand(symbol: str, rng: random.Random, bound: Mapping[str, tuple[float, str]]) -> list[str]:
+    """Write out `symbol`; one in `bound` is, with the probability given there, the words given there."""
+    if is_terminal(symbol):
+        return [symbol]
+    probability, words = bound.get(symbol, (0.0, ""))
+    if probability and rng.random() < probability:
+        return words.split()
+    _, production = PRODUCTIONS[symbol][_choose(rng, _CUMULATIVE[symbol])]
+    return [word for part in production for word in _expand(part, rng, bound)]
+
+
+def all_titles() -> list[str]:
+    """Every title of the grammar, in a fixed order."""
+    return [f"{first} {second}" for first in WORDS["TITLE_FIRST"] for second in WORDS["TITLE_SECOND"]]
+
+
+def write_review(rng: random.Random, titles: Sequence[str]) -> Review:
+    """Draw one review about one of `titles`.
+
+    Director, actor and (mostly) role stay the same within a review; each sentence keeps the review's polarity with
+    probability `KEEP_POLARITY`.
+
+    Args:
+        rng: the only source of chance; it is advanced.
+        titles: the titles to draw from, two words each.
+    """
+    title = titles[int(rng.random() * len(titles))]
+    aspect = ASPECTS[int(rng.random() * len(ASPECTS))]
+    polarity = "+" if rng.random() < 0.5 else "-"
+    bound = {
+        "TITLE": (1.0, title),
+        "ASPECT": (KEEP_ASPECT, aspect),
+        "ACTOR": (1.0, " ".join(_expand("ACTOR", rng, {}))),
+        "DIRECTOR": (1.0, " ".join(_expand("DIRECTOR", rng, {}))),
+        "ROLE": (0.7, " ".join(_expand("ROLE", rng, {}))),
+    }
+    other = "-" if polarity == "+" else "+"
+    while True:
+        count = 1 + _choose(rng, list(accumulate(SENTENCE_COUNTS)))
+        signs = [polarity if rng.random() < KEEP_POLARITY else other for _ in range(count)]
+        body = [word for sign in signs for word in _expand(f"SENTENCE{sign}", rng, bound)]
+        if MIN_BODY <= len(body) <= MAX_BODY:
+            return Review(title, aspect, tuple(body))
 
 
 def split_titles(rng: random.Random) -> tuple[list[str], list[str]]:
@@ -73,7 +153,7 @@ def write_corpus(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Read the command line and write the corpus."""
-    parser = argparse.ArgumentParser(prog="python -m ppo_rlhf.demo.corpus", description="Write the demo corpus.")
+    parser = argparse.ArgumentParser(description="Write the demo corpus.")
     parser.add_argument("--output", type=Path, default=Path("data/01_raw"), help="folder to write into")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--demonstrations", type=int, default=DEMONSTRATIONS, help="how many reviews")

@@ -29,8 +29,9 @@ from ppo_rlhf.supervised.demonstrations import DataPreparationConfig
 from ppo_rlhf.supervised.reward_training import RewardModellingConfig
 from ppo_rlhf.supervised.sft import SupervisedFinetuningConfig
 
-PAGE = Path(__file__).with_name("configuration.md")
-GLOBALS = Path(__file__).parents[1] / "conf" / "base" / "globals.yml"
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "configuration.md"
+GLOBALS = ROOT / "conf" / "base" / "globals.yml"
 GROUPS = {
     "ppo": PPOConfig,
     "prompts": PromptsConfig,
@@ -49,8 +50,8 @@ GROUPS = {
 }
 INTRODUCTION = """# Configuration reference
 
-Written by `python docs/write_configuration.py` from the code; a test fails if the page is stale. Change a docstring or
-`conf/base/globals.yml`, not this page.
+Written by `python scripts/write_configuration.py` from the code; a test fails if the page is stale. Change a docstring
+or `conf/base/globals.yml`, not this page.
 
 Set a value in `conf/local/parameters.yml` under its group, or for one run with `--params ppo.kl_coef=0.1,seed=7`. The
 defaults are those of the code. `conf/base/parameters_*.yml` holds the demo's values over them, and your `conf/local`
