@@ -17,9 +17,9 @@ from kedro.pipeline import Pipeline
 from ppo_rlhf import processes
 from ppo_rlhf.datasets.checkpoints import run_directory
 from ppo_rlhf.datasets.pretrained_model import PretrainedModelDataset
+from ppo_rlhf.names import CHECKPOINT
 from ppo_rlhf.whole_files import delete, written_whole
 
-CHECKPOINT = "checkpoint"
 OUTPUTS = "outputs.json"
 KEPT_LAYER = "08_reporting"
 """The folder in which each run's files stay when it has ended."""

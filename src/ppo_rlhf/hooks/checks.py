@@ -17,13 +17,10 @@ from kedro.pipeline import Pipeline
 from ppo_rlhf import processes
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.hooks.own_settings import OwnSettings
-from ppo_rlhf.hooks.resume import RESUME_CHECKPOINT
+from ppo_rlhf.names import CHECKPOINT, RESUME_CHECKPOINT, STATE
 from ppo_rlhf.runner import LoopRunner, plan_loop
 
 logger = logging.getLogger(__name__)
-
-CHECKPOINT = "checkpoint"
-STATE = "training_state"
 
 
 class ChecksHook:

@@ -25,6 +25,7 @@ from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.hooks.run_description import FUNCTION, RunDescription
 from ppo_rlhf.hooks.run_end import relative_to
 from ppo_rlhf.locks import lock_run
+from ppo_rlhf.names import CHECKPOINT, LATEST, RESUME_CHECKPOINT
 from ppo_rlhf.runner import plan_loop
 
 if TYPE_CHECKING:  # heavy: only a run pays for it
@@ -32,10 +33,7 @@ if TYPE_CHECKING:  # heavy: only a run pays for it
 
 logger = logging.getLogger(__name__)
 
-RESUME_CHECKPOINT = "resume_checkpoint"
-LATEST = "latest"
 TAG, DATA, PLACE = "resume.", "data.", ("host", "project_path")
-CHECKPOINT = "checkpoint"
 BIT_IDENTICAL = "bit_identical"
 LABELLER, LABELLED, EVALUATION = "reward_modelling.labeller", "preferences", "params:evaluation"
 _COMPARED_TAG = re.compile(r"pipeline|environment|version\..+|launch\..+|data\..+\.fingerprint")
