@@ -24,6 +24,7 @@ from mlflow.utils.validation import MAX_TAG_VAL_LENGTH
 
 from ppo_rlhf.hooks.run_end import typed_command
 from ppo_rlhf.names import POLICY
+from ppo_rlhf.paths import path_of
 from ppo_rlhf.processes import process_count
 
 PREFIX = "params:"
@@ -101,12 +102,6 @@ def _name(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: CatalogPro
 def in_one_line(summary: Mapping[str, Any]) -> str:
     """Return the verdict of `compare_policies` with its win rate, as runs and model versions are described."""
     return f"{summary['verdict']} (win rate {100 * summary['eval/win_rate']:.1f} %)."
-
-
-def path_of(dataset: Any) -> str | None:
-    """Return a dataset's path or hub id; None if it has none. Each dataset describes itself so."""
-    path = None if dataset is None else dataset._describe().get("filepath")
-    return None if path is None else str(path)
 
 
 def log_inputs(this: RunDescription) -> None:

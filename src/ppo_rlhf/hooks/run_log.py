@@ -17,9 +17,10 @@ from mlflow.utils.mlflow_tags import MLFLOW_RUN_NOTE
 
 from ppo_rlhf import progress
 from ppo_rlhf.hooks.mlflow_log import MlflowLog
-from ppo_rlhf.hooks.run_description import in_one_line, parameter, path_of
+from ppo_rlhf.hooks.run_description import in_one_line, parameter
 from ppo_rlhf.hooks.tracking_store import asked_twice, warning_of_refusals
 from ppo_rlhf.names import CHECKPOINT, ITERATION_METRICS, NEXT_STATE, POLICY, STATE
+from ppo_rlhf.paths import path_of
 from ppo_rlhf.signals import deferring_signals
 
 logger = logging.getLogger(__name__)
