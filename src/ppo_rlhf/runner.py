@@ -24,6 +24,7 @@ from pluggy import PluginManager
 
 from ppo_rlhf import processes
 from ppo_rlhf.core.errors import ConfigError
+from ppo_rlhf.names import ITERATION_METRICS, NEXT_STATE, RESUME_CHECKPOINT, STATE
 from ppo_rlhf.progress import reporting, say, silenced
 from ppo_rlhf.signals import RunInterruptedError, TerminationSignal, as_error, finishing_first, raising_on_signals
 
@@ -31,10 +32,6 @@ if TYPE_CHECKING:
     from ppo_rlhf.datasets.run_catalog import RunCatalog
 
 ITERATION_TAG = "iteration"
-CARRY_IN = "training_state"
-CARRY_OUT = "next_training_state"
-METRICS = "ppo_metrics"
-RESUME = "resume_checkpoint"
 PPO = "ppo"
 NODE_LOGGERS = ("kedro.pipeline.node", "kedro.io.data_catalog")  # one INFO line a node, a load and a save
 
@@ -90,9 +87,9 @@ def plan_loop(pipeline: Pipeline) -> LoopPlan | None:
     """
     tagged = [node for node in pipeline.nodes if ITERATION_TAG in node.tags]
     untagged = [node for node in pipeline.nodes if ITERATION_TAG not in node.tags]
-    carry = next((node for node in tagged if CARRY_OUT in node.outputs), None)
-    is_begun = any(CARRY_IN in node.outputs for node in untagged)
-    if carry is None or not is_begun or not any(CARRY_IN in node.inputs for node in tagged):
+    carry = next((node for node in tagged if NEXT_STATE in node.outputs), None)
+    is_begun = any(STATE in node.outputs for node in untagged)
+    if carry is None or not is_begun or not any(STATE in node.inputs for node in tagged):
         return None
     inside = _dependent_on(set(tagged), pipeline)
     behind = [node for node in tagged if node in _dependent_on({carry}, pipeline) and node is not carry]
@@ -103,7 +100,7 @@ def plan_loop(pipeline: Pipeline) -> LoopPlan | None:
                 f"The loop's node {node.name} needs {', '.join(between)}, which depends on an iteration but has no tag "
                 f"'{ITERATION_TAG}'. Tag it, or take {node.name} out of the loop."
             )
-    of_iteration = {name for node in tagged for name in node.outputs} - {CARRY_OUT} | {CARRY_IN}
+    of_iteration = {name for node in tagged for name in node.outputs} - {NEXT_STATE} | {STATE}
     return LoopPlan(
         upstream=tuple(node for node in untagged if node not in inside),
         to_next_state=(*(node for node in tagged if node is not carry and node not in behind), carry),
@@ -259,7 +256,7 @@ def _catalog_of_run(pipeline: Pipeline, catalog: CatalogProtocol) -> Any:
     from ppo_rlhf.datasets.checkpoints import run_directory
     from ppo_rlhf.datasets.run_catalog import RunCatalog, StageOutputs
 
-    plan, resume = plan_loop(pipeline), catalog.get(RESUME)
+    plan, resume = plan_loop(pipeline), catalog.get(RESUME_CHECKPOINT)
     if plan is None or not isinstance(resume, ResumeCheckpointDataset):
         return RunCatalog(catalog, pipeline)
     reusable = {name for node in plan.upstream if (node.namespace or "").split(".")[0] != PPO for name in node.outputs}
@@ -286,9 +283,9 @@ def _repeat(plan: LoopPlan, catalog: RunCatalog, execute: Callable[[Node], None]
     Raises:
         TerminationSignal: A signal came, to this process or another one of the run; the last iteration is saved.
     """
-    state: LoopState = catalog.load(CARRY_IN)
+    state: LoopState = catalog.load(STATE)
     if state.iteration > 0 or state.finished:
-        catalog.save(CARRY_OUT, state)
+        catalog.save(NEXT_STATE, state)
         for node in plan.repeatable:
             execute(node)
     if state.finished:
@@ -296,7 +293,7 @@ def _repeat(plan: LoopPlan, catalog: RunCatalog, execute: Callable[[Node], None]
         return
     say("Training: %d iterations.", state.total_iterations - state.iteration)
     shutdown = _Shutdown(state)
-    has_metrics = any(METRICS in node.outputs for node in plan.iteration)
+    has_metrics = any(ITERATION_METRICS in node.outputs for node in plan.iteration)
     with (
         reporting(state.iteration, state.total_iterations) as report,
         finishing_first(state.shutdown_grace_s, shutdown.ask, say),
@@ -305,13 +302,13 @@ def _repeat(plan: LoopPlan, catalog: RunCatalog, execute: Callable[[Node], None]
             shutdown.iteration = state.iteration + 1
             for node in plan.to_next_state:
                 execute(node)
-            state = shutdown.state = catalog.load(CARRY_OUT)
-            report(state.iteration, catalog.load(METRICS) if has_metrics else {})
+            state = shutdown.state = catalog.load(NEXT_STATE)
+            report(state.iteration, catalog.load(ITERATION_METRICS) if has_metrics else {})
             shutdown.stop_if_asked(catalog)
             for node in plan.behind_it:
                 execute(node)
             shutdown.stop_if_asked(catalog)
-            catalog.save(CARRY_IN, state)
+            catalog.save(STATE, state)
 
 
 class _Shutdown:

@@ -6,6 +6,7 @@ import inspect
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
+from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Any, get_type_hints
 
@@ -16,6 +17,7 @@ from kedro.framework.project import configure_project, pipelines
 from kedro.io import DataCatalog
 from kedro.pipeline.node import Node
 
+from ppo_rlhf.rewards.scorers import RewardConfig
 from ppo_rlhf.settings import CONFIG_LOADER_ARGS
 from tests.contracts import checkers
 
@@ -23,6 +25,12 @@ CONF = Path(__file__).parents[2] / "conf"
 ENVIRONMENTS = ["base", *sorted(p.name for p in CONF.iterdir() if p.is_dir() and p.name not in ("base", "local"))]
 SHARED_ON_PURPOSE = ["checkpoint", "earlier_evaluations", "evaluation_metrics", "resume_checkpoint"]
 """One folder on purpose: evaluations lie beside the checkpoints that they choose among."""
+
+OF_ANOTHER_NAME = {
+    (function, "evaluation_prompts"): "chosen_prompts"
+    for function in ("evaluate_sft_policy", "evaluate_ppo_policy", "compare_policies")
+}
+"""Arguments that take a dataset of another name, by function."""
 
 each_environment = pytest.mark.parametrize("environment", ENVIRONMENTS)
 
@@ -51,15 +59,47 @@ def all_nodes() -> set[Node]:
     return {node for pipeline in pipelines.values() for node in pipeline.nodes}
 
 
+def wired(node: Node) -> list[tuple[str, Any, str]]:
+    """Return name and type of each argument of a node's function, with the dataset that it takes, by position."""
+    hints = get_type_hints(node.func)
+    arguments = zip(inspect.signature(node.func).parameters, node.inputs, strict=True)
+    return [(argument, hints[argument], dataset) for argument, dataset in arguments]
+
+
 def parameter_groups() -> dict[str, Any]:
     """Return the type of each `params:` input, by group."""
-    groups = {}
-    for node in all_nodes():
-        hints = get_type_hints(node.func)
-        for argument, name in node._inputs.items() if isinstance(node._inputs, dict) else ():
-            if name.startswith("params:"):
-                groups[name.removeprefix("params:")] = hints[argument]
-    return groups
+    taken = [each for node in all_nodes() for each in wired(node)]
+    return {name.removeprefix("params:"): hint for _, hint, name in taken if name.startswith("params:")}
+
+
+@cache
+def shipped_groups() -> set[str]:
+    return set(config("base")["parameters"])
+
+
+def misplaced(node: Node) -> list[str]:
+    """Return the arguments of a node's function that take another dataset than their name and type say."""
+    found = []
+    for argument, hint, dataset in wired(node):
+        is_group = argument in shipped_groups() and is_dataclass(hint)
+        expected = f"params:{argument}" if is_group else argument
+        if dataset not in (expected, OF_ANOTHER_NAME.get((node.func.__name__, argument))):
+            found.append(f"{node.name}: {argument} takes {dataset}")
+    return found
+
+
+def test_each_argument_of_a_node_takes_the_dataset_or_the_parameters_of_its_name() -> None:
+    """Inputs are lists: an exchange of two of them would be seen by nothing else."""
+    assert [line for node in all_nodes() for line in misplaced(node)] == []
+    assert parameter_groups().keys() == shipped_groups()
+
+
+def test_inputs_in_another_order_than_the_arguments_are_noticed() -> None:
+    def compare(sft_policy: str, reward: RewardConfig) -> None: ...
+
+    exchanged = Node(compare, ["params:reward", "sft_policy"], "verdict", name="compare")
+    assert misplaced(exchanged) == ["compare: sft_policy takes params:reward", "compare: reward takes sft_policy"]
+    assert misplaced(Node(compare, ["sft_policy", "params:reward"], "verdict", name="compare")) == []
 
 
 def test_the_catalog_has_the_datasets_of_the_pipelines_and_no_other() -> None:

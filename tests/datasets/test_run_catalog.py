@@ -132,7 +132,7 @@ def files(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): path.read_text() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def test_of_a_run_that_ended_well_only_the_reports_stay_in_a_place_of_its_own(
+def test_of_a_run_that_ended_well_only_reports_outside_mlflow_stay_in_a_place_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     for name in ("first", "second"):
@@ -146,6 +146,22 @@ def test_of_a_run_that_ended_well_only_the_reports_stay_in_a_place_of_its_own(
         "08_reporting/runs/second/x.txt": "second",
     }
     assert list(tmp_path.glob("07_model_output/runs/*")) == []
+
+
+@pytest.mark.parametrize("is_tracked", [True, False])
+def test_a_report_has_one_copy_a_run_in_mlflow_or_else_in_a_place_of_its_own(
+    is_tracked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    copies: list[str] = []
+    monkeypatch.setattr(mlflow, "log_artifact", lambda path, _: copies.append(Path(path).read_text()))
+    in_run("run", monkeypatch)
+    catalog = DataCatalog.from_config({"x": logged(ENTRIES["text"](f"{tmp_path}/08_reporting"))})
+    catalog["x"]._logging_activated = is_tracked  # as kedro-mlflow does where tracking is disabled
+    LoopRunner().run(Pipeline([Node(lambda: "made", None, "x", name="make")]), catalog)
+    assert copies == (["made"] if is_tracked else [])
+    own = {} if is_tracked else {"08_reporting/runs/run/x.txt": "made"}
+    assert files(tmp_path) == {"08_reporting/x.txt": "made", **own}
+    assert catalog["x"].load() == "made"
 
 
 def test_what_a_run_that_failed_has_written_stays_and_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -54,6 +54,6 @@ def test_two_runs_at_once_in_one_project_each_tell_what_they_tell_alone(
         expected, found = told(project, seed), told(together, seed)
         run_id = found.pop("id")
         assert found == {name: value for name, value in expected.items() if name != "id"}
-        for name in ("evaluation_summary.json", "sample_pairs.csv", "report.html"):
-            own = (together / REPORTING / "runs" / str(run_id) / name).read_text()
-            assert OF_ONE_RUN.sub("", own) == OF_ONE_RUN.sub("", str(found[name]))
+        own = together / REPORTING / "runs" / str(run_id)
+        assert {path.name for path in own.iterdir()}.isdisjoint(found)  # MLflow has the run's only copy
+        assert (own / "token_samples.json").is_file()

@@ -23,8 +23,9 @@ from ppo_rlhf.cli.params import split_params
 from ppo_rlhf.cli.plan_memory import gib, plan
 from ppo_rlhf.core.errors import ConfigError, PPORLHFError
 from ppo_rlhf.hooks.checks import judge_settings
-from ppo_rlhf.hooks.resume import LATEST, find_named, resume_entry
+from ppo_rlhf.hooks.resume import find_named, resume_entry
 from ppo_rlhf.hooks.tracking_store import check_answers, store_in_plain_words, without_password
+from ppo_rlhf.names import LATEST
 from ppo_rlhf.runner import LoopSession, PreparedRun, plan_loop
 
 if TYPE_CHECKING:

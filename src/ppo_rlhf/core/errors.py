@@ -53,6 +53,11 @@ class LaunchError(PPORLHFError, RuntimeError):
     """Several processes were started in a way that does not join them into one run."""
 
 
+def in_one_line(error: BaseException) -> str:
+    """Return an error's text in one line."""
+    return " ".join(str(error).split())
+
+
 def own_error(error: BaseException) -> PPORLHFError | None:
     """Return the error of ours that `error` is or was caused by, None if there is none.
 

@@ -14,14 +14,12 @@ from ppo_rlhf.checkpoints.files import checkpoint_iterations, checkpoint_name, p
 from ppo_rlhf.checkpoints.store import CheckpointRequest, best_iteration, write_checkpoint
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError
+from ppo_rlhf.names import RUN_ID
 from ppo_rlhf.processes import is_main_process
 from ppo_rlhf.whole_files import process_name, written_whole
 
 EVALUATIONS = "evaluations.json"
 RANKED_BY = ("iteration", "eval/kl", "eval/reward")
-RUN_ID = "PPO_RLHF_RUN_ID"
-"""The environment variable by which all processes of a run know its MLflow run id."""
-
 
 Saved = TypeVar("Saved")
 Loaded = TypeVar("Loaded")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from huggingface_hub import hf_hub_download
 
-from ppo_rlhf.core.errors import DataError
+from ppo_rlhf.core.errors import DataError, in_one_line
 
 HUB = "hf://datasets/"
 _ADDRESS = re.compile(HUB + r"(?P<repo_id>[\w.-]+/[\w.-]+)(@(?P<revision>[^/]+))?/(?P<filename>.+)")
@@ -28,4 +28,4 @@ def local_file(source: str) -> Path:
         repository, revision, file = address.group("repo_id", "revision", "filename")
         return Path(hf_hub_download(repository, file, repo_type="dataset", revision=revision))
     except (OSError, ValueError) as error:  # of the hub, of the network, of the cache, or HF_HUB_OFFLINE
-        raise DataError(f"{source}: cannot be downloaded: {' '.join(str(error).split())}") from error
+        raise DataError(f"{source}: cannot be downloaded: {in_one_line(error)}") from error

@@ -9,8 +9,8 @@ from kedro.io.core import generate_timestamp
 from kedro_datasets._typing import JSONPreview
 
 from ppo_rlhf.core.errors import ConfigError
-from ppo_rlhf.datasets.paths import expand_home
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
+from ppo_rlhf.paths import expand_home
 from ppo_rlhf.whole_files import written_whole
 
 _PREVIEWED = ("architectures", "model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")

@@ -9,11 +9,11 @@ import pyarrow.parquet
 from kedro.io import AbstractDataset, DatasetError
 from kedro_datasets._typing import TablePreview
 
-from ppo_rlhf.core.errors import DataError
+from ppo_rlhf.core.errors import DataError, in_one_line
 from ppo_rlhf.data.tables import table_of_columns, table_of_rows
 from ppo_rlhf.datasets.hub import HUB, local_file
-from ppo_rlhf.datasets.paths import expand_home
 from ppo_rlhf.datasets.tables import table_preview
+from ppo_rlhf.paths import expand_home
 from ppo_rlhf.rewards.functions import load_function
 
 _PREVIEW_ROWS = 5
@@ -93,7 +93,7 @@ def _prepared(frame: pd.DataFrame, prepare: str, source: str) -> pd.DataFrame:
     try:
         made = function(frame)
     except Exception as error:  # a user's function can raise anything
-        raise DataError(f"{source}: {prepare} raised {type(error).__name__}: {' '.join(str(error).split())}") from error
+        raise DataError(f"{source}: {prepare} raised {type(error).__name__}: {in_one_line(error)}") from error
     if not isinstance(made, pd.DataFrame) or made.empty:
         what = "no rows" if isinstance(made, pd.DataFrame) else f"a value of type {type(made).__name__}"
         raise DataError(f"{source}: {prepare} returned {what}. Return a DataFrame with rows.")
@@ -185,7 +185,7 @@ def _read_csv(path: Path, text_column: str) -> pd.DataFrame:
             na_values=[""],
         )
     except ValueError as error:  # also a UnicodeDecodeError and pandas' parser errors, which name the line
-        reason = " ".join(str(error).split())
+        reason = in_one_line(error)
         raise DataError(
             f"{path}: this CSV file is damaged: {reason}{f'. {surplus}' if 'saw' in reason else ''}"
         ) from error
@@ -202,4 +202,4 @@ def _read_parquet(path: Path) -> pd.DataFrame:
     except OverflowError as error:
         raise DataError(f"{path}: a time is outside the years 1 to 9999, or too long a duration: {error}.") from error
     except (OSError, ValueError) as error:  # pyarrow's ArrowInvalid is a ValueError
-        raise DataError(f"{path}: this Parquet file is damaged: {' '.join(str(error).split())}") from error
+        raise DataError(f"{path}: this Parquet file is damaged: {in_one_line(error)}") from error

@@ -7,8 +7,6 @@ from kedro.io import AbstractDataset, DatasetError
 
 from ppo_rlhf.checkpoints.files import MANIFEST
 
-LATEST = "latest"
-
 
 class ResumeCheckpointDataset(AbstractDataset[NoReturn, Path | None]):
     """The checkpoint that `resume` asks for, None for a run from the beginning.

@@ -17,12 +17,13 @@ from kedro.pipeline import Pipeline
 from ppo_rlhf import processes
 from ppo_rlhf.datasets.checkpoints import run_directory
 from ppo_rlhf.datasets.pretrained_model import PretrainedModelDataset
+from ppo_rlhf.names import CHECKPOINT
+from ppo_rlhf.paths import path_of
 from ppo_rlhf.whole_files import delete, written_whole
 
-CHECKPOINT = "checkpoint"
 OUTPUTS = "outputs.json"
-KEPT_LAYER = "08_reporting"
-"""The folder in which each run's files stay when it has ended."""
+REPORTS = "08_reporting"
+"""The folder of reports, of which one copy stays for each run that has ended."""
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +84,8 @@ class RunCatalog:
     def finish(self) -> None:
         """Publish the files of a run that ended well once more, so that the usual places hold those of one run.
 
-        Its own copies are deleted, but not in the layer of reports, nor what a longer run of it would go on from.
+        Its own copies are deleted, except reports that MLflow does not have, and outputs from which a longer run of it
+        would resume.
         """
         processes.wait_for_all()
         for name in self._files:
@@ -91,7 +93,8 @@ class RunCatalog:
             own, usual = Path(dataset._filepath), dataset._usual_filepath
             if processes.is_main_process():
                 self._publish(name)
-            if KEPT_LAYER not in own.parts and (self._outputs is None or name not in self._outputs.names):
+            is_report = REPORTS in own.parts and not is_in_mlflow(dataset)
+            if not is_report and (self._outputs is None or name not in self._outputs.names):
                 dataset._filepath = usual
                 if processes.is_main_process():
                     delete(own)
@@ -160,8 +163,8 @@ class StageOutputs:
         found = {}
         for name, entry in self._noted().items():
             path = Path(os.path.normpath(self._file.parent / entry["path"]))
-            described: dict[str, Any] = getattr(catalog.get(name), "_describe", dict)()
-            lies_there = os.path.abspath(str(described.get("filepath"))) in (str(path), str(path.parent))
+            usual = os.path.abspath(path_of(catalog.get(name)) or "")
+            lies_there = usual in (str(path), str(path.parent))
             if name in self.names and lies_there and entry == self._entry(path):
                 found[name] = str(path)
         return found
@@ -187,6 +190,11 @@ def file_of(dataset: Any) -> Path | None:
     path = getattr(dataset, "_filepath", None)
     is_local = getattr(dataset, "_protocol", "file") == "file" and getattr(dataset, "_version", None) is None
     return Path(path) if path is not None and is_local else None
+
+
+def is_in_mlflow(dataset: Any) -> bool:
+    """Return whether kedro-mlflow has logged an entry as an artifact of its run: it was not told to leave that."""
+    return getattr(dataset, "_logging_activated", False)
 
 
 def is_model(dataset: Any) -> bool:

@@ -17,7 +17,7 @@ from kedro.pipeline import Pipeline
 from ppo_rlhf import processes
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.hooks.own_settings import OwnSettings
-from ppo_rlhf.hooks.resume import RESUME_CHECKPOINT
+from ppo_rlhf.names import RESUME_CHECKPOINT
 from ppo_rlhf.runner import LoopRunner, plan_loop
 
 logger = logging.getLogger(__name__)

@@ -23,8 +23,9 @@ from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH
 
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.hooks.run_description import FUNCTION, RunDescription
-from ppo_rlhf.hooks.run_end import relative_to
 from ppo_rlhf.locks import lock_run
+from ppo_rlhf.names import CHECKPOINT, LATEST, RESUME_CHECKPOINT
+from ppo_rlhf.paths import shown
 from ppo_rlhf.runner import plan_loop
 
 if TYPE_CHECKING:  # heavy: only a run pays for it
@@ -32,10 +33,7 @@ if TYPE_CHECKING:  # heavy: only a run pays for it
 
 logger = logging.getLogger(__name__)
 
-RESUME_CHECKPOINT = "resume_checkpoint"
-LATEST = "latest"
 TAG, DATA, PLACE = "resume.", "data.", ("host", "project_path")
-CHECKPOINT = "checkpoint"
 BIT_IDENTICAL = "bit_identical"
 LABELLER, LABELLED, EVALUATION = "reward_modelling.labeller", "preferences", "params:evaluation"
 _COMPARED_TAG = re.compile(r"pipeline|environment|version\..+|launch\..+|data\..+\.fingerprint")
@@ -68,7 +66,7 @@ class Resumption:
         """Log the checkpoint that the run goes on from, and each change."""
         where = "its beginning: it has no checkpoint yet"
         if self.checkpoint is not None:
-            where = relative_to(self.checkpoint, project_path)
+            where = shown(self.checkpoint, project_path)
         logger.info("Going on with MLflow run %s from %s.", self.run.info.run_id, where)
         for name, (before, now) in self.changes.items():
             logger.info("Changed since it was interrupted: %s was %.40s, is %.40s.", name, before, now)
@@ -77,7 +75,7 @@ class Resumption:
         """Return the tags of this resume: its checkpoint, and the values that changed."""
         from ppo_rlhf.checkpoints.resume import CHANGES_NUMBERS
 
-        where = "none" if self.checkpoint is None else relative_to(self.checkpoint, project_path)
+        where = "none" if self.checkpoint is None else shown(self.checkpoint, project_path)
         tags = {f"{TAG}{CHECKPOINT}": where, **{f"{TAG}{name}": now for name, (_, now) in self.changes.items()}}
         if any(name in CHANGES_NUMBERS or name.startswith((*_OF_THE_MACHINE, DATA)) for name in self.changes):
             tags[BIT_IDENTICAL] = "false"

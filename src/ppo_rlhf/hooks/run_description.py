@@ -23,6 +23,8 @@ from kedro.pipeline import Pipeline
 from mlflow.utils.validation import MAX_TAG_VAL_LENGTH
 
 from ppo_rlhf.hooks.run_end import typed_command
+from ppo_rlhf.names import POLICY
+from ppo_rlhf.paths import path_of
 from ppo_rlhf.processes import process_count
 
 PREFIX = "params:"
@@ -90,7 +92,7 @@ def _name(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: CatalogPro
     texts = [each for group, values in given if group != "resume" for each in flattened(group, values).items()]
     changed = " ".join(f"{name.rpartition('.')[2]}={text}" for name, text in texts if not name.endswith("_path"))
     names = "+".join("all" if name == "__default__" else name for name in pipeline_names(run_params))
-    start = next((name for name in ("ppo_policy", "base_model") if name in pipeline.inputs()), "sft_policy")
+    start = next((name for name in (POLICY, "base_model") if name in pipeline.inputs()), "sft_policy")
     path = path_of(catalog.get(start))
     model = "scratch" if path is None else Path(path).name
     parts = (changed, "" if changed and names in ("all", "align") else names, model, f"{datetime.now():%m-%d %H:%M}")
@@ -100,12 +102,6 @@ def _name(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: CatalogPro
 def in_one_line(summary: Mapping[str, Any]) -> str:
     """Return the verdict of `compare_policies` with its win rate, as runs and model versions are described."""
     return f"{summary['verdict']} (win rate {100 * summary['eval/win_rate']:.1f} %)."
-
-
-def path_of(dataset: Any) -> str | None:
-    """Return a dataset's path or hub id; None if it has none. Each dataset describes itself so."""
-    path = None if dataset is None else dataset._describe().get("filepath")
-    return None if path is None else str(path)
 
 
 def log_inputs(this: RunDescription) -> None:

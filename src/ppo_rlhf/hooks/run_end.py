@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 
 from ppo_rlhf.core.errors import ConfigError, DataError, DivergenceError, ModelError, TrainingError, own_error
+from ppo_rlhf.paths import shown
 from ppo_rlhf.processes import process_count
 
 ERROR = "error"
@@ -30,21 +31,21 @@ def end_tags(error: BaseException, checkpoints: Path | None, project_path: Path)
     """
     last = None if checkpoints is None else last_checkpoint(error, checkpoints)
     why = f"{type(error).__name__}: {error}"[:MOST_TEXT]
-    return {ERROR: why, **({} if last is None else {LAST_CHECKPOINT: relative_to(last, project_path)})}
+    return {ERROR: why, **({} if last is None else {LAST_CHECKPOINT: shown(last, project_path)})}
 
 
 def way_to_go_on(error: BaseException, checkpoints: Path, project_path: Path) -> str:
     """Return the line that names the last checkpoint and the command that goes on from it, if one can."""
     last = last_checkpoint(error, checkpoints)
     if _divergence(error) is None:
-        where = "There is no checkpoint yet" if last is None else f"Last checkpoint: {relative_to(last, project_path)}"
+        where = "There is no checkpoint yet" if last is None else f"Last checkpoint: {shown(last, project_path)}"
         own = own_error(error)
         is_training = isinstance(own, TrainingError) and own.__cause__ is None  # else something from outside ended it
         if is_training or isinstance(own, ConfigError | DataError | ModelError):
             again = "The same models, data and settings would fail again"
             return f"{where}. {again}; docs/resume.md says what a resumed run may change."
         return f"{where}. To go on: {resume_command(sys.argv)}"
-    where = "No checkpoint is known to be good" if last is None else f"Last good one: {relative_to(last, project_path)}"
+    where = "No checkpoint is known to be good" if last is None else f"Last good one: {shown(last, project_path)}"
     return f"{where}. With the same settings training would diverge again; see docs/resume.md, When training diverges."
 
 
@@ -82,11 +83,6 @@ def last_checkpoint(error: BaseException, checkpoints: Path) -> Path | None:
     if divergence is not None:
         iterations = [iteration for iteration in iterations if iteration <= divergence.last_good_iteration]
     return checkpoints / checkpoint_name(iterations[-1]) if iterations else None
-
-
-def relative_to(path: Path, project_path: Path) -> str:
-    """Return a path as it is written in the project."""
-    return str(path.relative_to(project_path) if path.is_relative_to(project_path) else path)
 
 
 def _divergence(error: BaseException) -> DivergenceError | None:

@@ -17,14 +17,14 @@ from mlflow.utils.mlflow_tags import MLFLOW_RUN_NOTE
 
 from ppo_rlhf import progress
 from ppo_rlhf.hooks.mlflow_log import MlflowLog
-from ppo_rlhf.hooks.run_description import in_one_line, parameter, path_of
+from ppo_rlhf.hooks.run_description import in_one_line, parameter
 from ppo_rlhf.hooks.tracking_store import asked_twice, warning_of_refusals
+from ppo_rlhf.names import CHECKPOINT, ITERATION_METRICS, NEXT_STATE, POLICY, STATE
+from ppo_rlhf.paths import path_of
 from ppo_rlhf.signals import deferring_signals
 
 logger = logging.getLogger(__name__)
 
-STATE, NEXT_STATE = "training_state", "next_training_state"
-ITERATION_METRICS = "ppo_metrics"
 EVALUATION_METRICS = "evaluation_metrics"
 SINCE_BEST = "eval/since_best_"  # metrics that the final evaluation does not have
 FINAL_METRICS = "evaluation_summary"
@@ -39,7 +39,6 @@ AT_A_GLANCE = {
     "objective/kl": "at_a_glance/kl",
 }
 """Metrics that are logged under a second key: MLflow sorts its charts by key, and has no setting for their order."""
-POLICY = "ppo_policy"
 WRITTEN = "written."
 """So begin the tags with the path of each model that the run wrote."""
 BEST = "best_checkpoint"
@@ -111,7 +110,7 @@ class RunLog:
             handle = self._catalog[POLICY].load()
             trust, keys = handle.trust_remote_code, self._curves.get(self._iteration, {})
             self._model_id = log_policy(Path(handle.source), POLICY, self._iteration, keys, trust_remote_code=trust)
-            best = best_checkpoint(self._catalog.get("checkpoint"), parameter(self._catalog, "ppo").kl_alarm)
+            best = best_checkpoint(self._catalog.get(CHECKPOINT), parameter(self._catalog, "ppo").kl_alarm)
             if best is not None and best[1] != self._iteration:
                 log_policy(best[0], BEST, best[1], self._curves.get(best[1], {}), trust_remote_code=trust)
 

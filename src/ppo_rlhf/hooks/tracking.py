@@ -41,6 +41,7 @@ from ppo_rlhf.hooks.tracking_store import (
 )
 from ppo_rlhf.hooks.worker import announce
 from ppo_rlhf.locks import lock_run, one_at_a_time
+from ppo_rlhf.names import LATEST
 from ppo_rlhf.signals import RunInterruptedError, as_error, deferring_signals
 from ppo_rlhf.whole_files import process_name
 
@@ -95,7 +96,7 @@ class TrackingHook(MlflowHook):
     @hook_impl
     def before_pipeline_run(self, run_params: dict[str, Any], pipeline: Pipeline, catalog: CatalogProtocol) -> None:
         """Start the run, or go on with the one that `resume` names, and log what is known of it."""
-        from ppo_rlhf.hooks.resume import LATEST, find_named, resume_entry
+        from ppo_rlhf.hooks.resume import find_named, resume_entry
 
         self._let_go()
         project_path = Path(run_params["project_path"])

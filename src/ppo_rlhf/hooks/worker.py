@@ -12,9 +12,7 @@ from kedro.io import CatalogProtocol
 
 from ppo_rlhf import processes
 from ppo_rlhf.core.errors import LaunchError
-
-RUN_ID = "PPO_RLHF_RUN_ID"
-"""The environment variable that names the MLflow run in every process, by which checkpoints are found."""
+from ppo_rlhf.names import RESUME_CHECKPOINT, RUN_ID
 
 
 def announce(run_id: str, checkpoint: Path | None, folder: Path | None = None) -> None:
@@ -43,7 +41,7 @@ class WorkerHook:
         from ppo_rlhf.datasets import ResumeCheckpointDataset  # heavy: only a run pays for it
 
         checkpoint = _from_main("", None, None)
-        entry = catalog.get("resume_checkpoint")
+        entry = catalog.get(RESUME_CHECKPOINT)
         if isinstance(entry, ResumeCheckpointDataset):
             entry.resolve(checkpoint)
 

@@ -15,6 +15,7 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.datasets import PretrainedModelDataset
 from ppo_rlhf.evaluation.policy import EvaluationConfig, resolve_judge
 from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.paths import path_of, shown
 from ppo_rlhf.rewards.scorers import RewardConfig
 
 T = TypeVar("T")
@@ -58,12 +59,11 @@ class RunRequest:
 
     def source(self, name: str) -> str | None:
         """Return the path or hub id of a dataset, None if it has none."""
-        source = self.catalog[name]._describe().get("filepath") if name in self.catalog else None
-        return None if source is None else str(source)
+        return path_of(self.catalog[name]) if name in self.catalog else None
 
     def shown(self, name: str) -> str:
         """Return the source of a dataset as a person reads it: below the project relative to it."""
-        return str(self.source(name)).removeprefix(f"{self.project_path}/")
+        return shown(str(self.source(name)), self.project_path)
 
     @property
     def start(self) -> str:

@@ -51,8 +51,8 @@ def sample_responses(
 
 def probe_reward(
     best_of_n_samples: pd.DataFrame,
-    evaluation_prompt_dataset: PromptDataset,
     sft_policy: PretrainedHandle,
+    evaluation_prompt_dataset: PromptDataset,
     reward_scorer: RewardScorer,
     ppo_config: PPOConfig,
     audit: AuditConfig,

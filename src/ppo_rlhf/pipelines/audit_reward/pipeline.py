@@ -16,48 +16,35 @@ def create_pipeline() -> Pipeline:
     best_of_n_samples, reward_probes, pair_agreement → conclude_audit → reward_audit;  plot_audit → reward_audit_plot
     ```
     """
-    scored = ("sft_policy", "evaluation_prompt_dataset", "reward_scorer", "ppo_config")
+    scored = ["sft_policy", "evaluation_prompt_dataset", "reward_scorer", "ppo_config"]
+    preferences = ["raw_preferences", "reward_model", "sft_policy", "reward_scorer"]
+    found = ["best_of_n_samples", "reward_probes"]
     own = [
         Node(
             nodes.sample_responses,
-            {**_same(*scored), **_settings("evaluation", "best_of_n")},
+            [*scored, "params:evaluation", "params:best_of_n"],
             "best_of_n_samples",
             name="sample_responses",
         ),
         Node(
             nodes.probe_reward,
-            {**_same("best_of_n_samples", *scored), **_settings("audit")},
+            ["best_of_n_samples", *scored, "params:audit"],
             "reward_probes",
             name="probe_reward",
         ),
         Node(
             nodes.order_held_out_pairs,
-            {
-                **_same("raw_preferences", "reward_model", "sft_policy", "reward_scorer"),
-                **_settings("reward", "reward_modelling"),
-            },
+            [*preferences, "params:reward", "params:reward_modelling"],
             "pair_agreement",
             name="order_held_out_pairs",
         ),
         Node(
             nodes.conclude_audit,
-            {**_same("best_of_n_samples", "reward_probes", "pair_agreement"), **_settings("reward", "evaluation")},
+            [*found, "pair_agreement", "params:reward", "params:evaluation"],
             "reward_audit",
             name="conclude_audit",
         ),
-        Node(nodes.plot_audit, _same("best_of_n_samples", "reward_probes"), "reward_audit_plot", name="plot_audit"),
+        Node(nodes.plot_audit, found, "reward_audit_plot", name="plot_audit"),
     ]
-    return Pipeline(
-        [
-            ppo.create_preparation(),
-            Pipeline(own, namespace="audit_reward", prefix_datasets_with_namespace=False),
-        ]
-    )
-
-
-def _same(*names: str) -> dict[str, str]:
-    return {name: name for name in names}
-
-
-def _settings(*names: str) -> dict[str, str]:
-    return {name: f"params:{name}" for name in names}
+    audit = Pipeline(own, namespace="audit_reward", prefix_datasets_with_namespace=False)
+    return Pipeline([ppo.create_preparation(), audit])

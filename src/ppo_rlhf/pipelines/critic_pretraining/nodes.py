@@ -4,7 +4,7 @@ import logging
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.data.prompts import PromptDataset
-from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.progress import watching
 from ppo_rlhf.rewards.scorers import RewardScorer
 from ppo_rlhf.studies import critic_pretraining as training
@@ -20,7 +20,7 @@ def pretrain_critic(
     reward_scorer: RewardScorer,
     ppo_config: PPOConfig,
     critic_pretraining: CriticPretrainingConfig,
-) -> dict[str, object]:
+) -> tuple[TrainedModel, list[dict[str, float]]]:
     """Train the critic alone on responses of the SFT policy; say how much of the returns' variance it explains."""
     with watching("Critic", critic_pretraining.iterations) as report:
         critic, history = training.pretrain_critic(
@@ -38,4 +38,4 @@ def pretrain_critic(
         history[-1][HELD_OUT],
         history[0][HELD_OUT],
     )
-    return {"pretrained_critic": critic, "critic_metrics": history}
+    return critic, history

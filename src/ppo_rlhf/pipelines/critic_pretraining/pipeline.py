@@ -14,16 +14,12 @@ def create_pipeline() -> Pipeline:
     sft_policy, prompts, reward → pretrain_critic → pretrained_critic, critic_metrics
     ```
     """
-    inputs = ("sft_policy", "prompt_dataset", "evaluation_prompt_dataset", "reward_scorer", "ppo_config")
+    prompts = ["prompt_dataset", "evaluation_prompt_dataset"]
     own = Node(
         nodes.pretrain_critic,
-        {**{name: name for name in inputs}, "critic_pretraining": "params:critic_pretraining"},
-        {name: name for name in ("pretrained_critic", "critic_metrics")},
+        ["sft_policy", *prompts, "reward_scorer", "ppo_config", "params:critic_pretraining"],
+        ["pretrained_critic", "critic_metrics"],
         name="pretrain_critic",
     )
-    return Pipeline(
-        [
-            ppo.create_preparation(),
-            Pipeline([own], namespace="critic_pretraining", prefix_datasets_with_namespace=False),
-        ]
-    )
+    pretraining = Pipeline([own], namespace="critic_pretraining", prefix_datasets_with_namespace=False)
+    return Pipeline([ppo.create_preparation(), pretraining])

@@ -8,7 +8,6 @@ from ppo_rlhf.supervised.demonstrations import DataPreparationConfig
 
 def split_demonstrations(
     raw_demonstrations: pd.DataFrame, data_preparation: DataPreparationConfig
-) -> dict[str, pd.DataFrame]:
+) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Check the demonstrations, give their columns standard names, and hold a part out for evaluation."""
-    trained, held_out = preparation.split_demonstrations(raw_demonstrations, data_preparation)
-    return {"demonstrations": trained, "evaluation_demonstrations": held_out}
+    return preparation.split_demonstrations(raw_demonstrations, data_preparation)

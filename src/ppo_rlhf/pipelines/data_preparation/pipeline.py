@@ -7,15 +7,10 @@ from ppo_rlhf.pipelines.data_preparation import nodes
 
 def create_pipeline() -> Pipeline:
     """Wire `raw_demonstrations → split_demonstrations → demonstrations, evaluation_demonstrations`."""
-    return Pipeline(
-        [
-            Node(
-                nodes.split_demonstrations,
-                {"raw_demonstrations": "raw_demonstrations", "data_preparation": "params:data_preparation"},
-                {name: name for name in ("demonstrations", "evaluation_demonstrations")},
-                name="split_demonstrations",
-            )
-        ],
-        namespace="data_preparation",
-        prefix_datasets_with_namespace=False,
+    split = Node(
+        nodes.split_demonstrations,
+        ["raw_demonstrations", "params:data_preparation"],
+        ["demonstrations", "evaluation_demonstrations"],
+        name="split_demonstrations",
     )
+    return Pipeline([split], namespace="data_preparation", prefix_datasets_with_namespace=False)

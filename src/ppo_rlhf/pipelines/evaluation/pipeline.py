@@ -2,71 +2,45 @@
 
 from kedro.pipeline import Node, Pipeline
 
-from ppo_rlhf.pipelines.evaluation.nodes import (
-    choose_prompts,
-    compare_policies,
-    evaluate_ppo_policy,
-    evaluate_sft_policy,
-    pair_samples,
-    write_model_card,
-)
+from ppo_rlhf.pipelines.evaluation import nodes
 
 
-def create_pipeline(**kwargs: object) -> Pipeline:
+def create_pipeline() -> Pipeline:
     """Return held-out prompts and both policies → their evaluations, the metrics eval/*, samples side by side."""
-    shared = {
-        "sft_policy": "sft_policy",
-        "reward_model": "reward_model",
-        "evaluation_prompts": "chosen_prompts",
-        "ppo": "params:ppo",
-        "reward": "params:reward",
-        "evaluation": "params:evaluation",
-    }
-    prompts = ("evaluation_prompts", "raw_evaluation_prompts", "training_prompts")
-    of_training = {name: name for name in ("trained_prompts", "training_history")}
-    without_reward_model = {name: source for name, source in shared.items() if name != "reward_model"}
-    evaluations = {
-        "sft_evaluation": "sft_evaluation",
-        "ppo_evaluation": "ppo_evaluation",
-        "evaluation": "params:evaluation",
-    }
-    return Pipeline(
-        [
-            Node(
-                choose_prompts,
-                inputs={
-                    **{name: name for name in (*prompts, "sft_policy")},
-                    **{name: f"params:{name}" for name in ("ppo", "prompts")},
-                },
-                outputs=["chosen_prompts", "trained_prompts"],
-                name="choose_prompts",
-            ),
-            Node(evaluate_sft_policy, inputs=shared, outputs="sft_evaluation", name="evaluate_sft_policy"),
-            Node(
-                evaluate_ppo_policy,
-                inputs={"ppo_policy": "ppo_policy", **shared},
-                outputs="ppo_evaluation",
-                name="evaluate_ppo_policy",
-            ),
-            Node(
-                compare_policies,
-                inputs={**evaluations, **without_reward_model, **of_training},
-                outputs={"evaluation_summary": "evaluation_summary", "before_after": "before_after"},
-                name="compare_policies",
-            ),
-            Node(pair_samples, inputs=evaluations, outputs="sample_pairs", name="pair_samples"),
-            Node(
-                write_model_card,
-                inputs={
-                    **{name: source for name, source in shared.items() if name != "evaluation_prompts"},
-                    "evaluation_summary": "evaluation_summary",
-                    "before_after": "before_after",
-                    "ppo_policy": "ppo_policy",
-                },
-                outputs="model_card",
-                name="write_model_card",
-            ),
-        ],
-        namespace="evaluation",
-        prefix_datasets_with_namespace=False,
-    )
+    prompts = ["evaluation_prompts", "raw_evaluation_prompts", "training_prompts"]
+    models, evaluations = ["sft_policy", "reward_model"], ["sft_evaluation", "ppo_evaluation"]
+    settings = ["params:ppo", "params:reward", "params:evaluation"]
+    own = [
+        Node(
+            nodes.choose_prompts,
+            [*prompts, "sft_policy", "params:ppo", "params:prompts"],
+            ["chosen_prompts", "trained_prompts"],
+            name="choose_prompts",
+        ),
+        Node(
+            nodes.evaluate_sft_policy,
+            [*models, "chosen_prompts", *settings],
+            "sft_evaluation",
+            name="evaluate_sft_policy",
+        ),
+        Node(
+            nodes.evaluate_ppo_policy,
+            ["ppo_policy", *models, "chosen_prompts", *settings],
+            "ppo_evaluation",
+            name="evaluate_ppo_policy",
+        ),
+        Node(
+            nodes.compare_policies,
+            [*evaluations, "sft_policy", "chosen_prompts", "trained_prompts", "training_history", *settings],
+            {"evaluation_summary": "evaluation_summary", "before_after": "before_after"},
+            name="compare_policies",
+        ),
+        Node(nodes.pair_samples, [*evaluations, "params:evaluation"], "sample_pairs", name="pair_samples"),
+        Node(
+            nodes.write_model_card,
+            ["evaluation_summary", "before_after", "ppo_policy", *models, *settings],
+            "model_card",
+            name="write_model_card",
+        ),
+    ]
+    return Pipeline(own, namespace="evaluation", prefix_datasets_with_namespace=False)

@@ -34,7 +34,7 @@ def train_settings(
     ppo_config: PPOConfig,
     evaluation: EvaluationConfig,
     kl_study: KLStudyConfig,
-) -> dict[str, pd.DataFrame]:
+) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Train and evaluate the policy once for each KL penalty, each as a run of its own below the study's in MLflow.
 
     Returns:
@@ -67,7 +67,7 @@ def train_settings(
             }
         )
         del state, reference, rest  # before the next ones are loaded
-    return {"kl_study_history": pd.concat(histories, ignore_index=True), "kl_study_results": pd.DataFrame(results)}
+    return pd.concat(histories, ignore_index=True), pd.DataFrame(results)
 
 
 def plot_kl(kl_study_history: pd.DataFrame, kl_study_results: pd.DataFrame) -> go.Figure:

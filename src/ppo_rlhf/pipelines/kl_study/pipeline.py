@@ -15,40 +15,20 @@ def create_pipeline() -> Pipeline:
     history → plot_kl;  results, best_of_n_samples → plot_frontier, conclude_study
     ```
     """
-    found = {name: name for name in ("kl_study_results", "best_of_n_samples")}
+    prompts = ["prompt_dataset", "evaluation_prompt_dataset"]
+    trained, found = ["kl_study_history", "kl_study_results"], ["kl_study_results", "best_of_n_samples"]
+    settings = ["ppo_config", "params:evaluation", "params:kl_study"]
     own = [
         Node(
             nodes.train_settings,
-            {
-                **{
-                    name: name
-                    for name in (
-                        "sft_policy",
-                        "prompt_dataset",
-                        "evaluation_prompt_dataset",
-                        "reward_scorer",
-                        "pretrained_critic",
-                        "ppo_config",
-                    )
-                },
-                **{name: f"params:{name}" for name in ("evaluation", "kl_study")},
-            },
-            {name: name for name in ("kl_study_history", "kl_study_results")},
+            ["sft_policy", *prompts, "reward_scorer", "pretrained_critic", *settings],
+            trained,
             name="train_settings",
         ),
-        Node(
-            nodes.plot_kl,
-            {name: name for name in ("kl_study_history", "kl_study_results")},
-            "kl_study_kl_plot",
-            name="plot_kl",
-        ),
+        Node(nodes.plot_kl, trained, "kl_study_kl_plot", name="plot_kl"),
         Node(nodes.plot_frontier, found, "kl_study_frontier_plot", name="plot_frontier"),
         Node(nodes.conclude_study, found, "kl_study_summary", name="conclude_study"),
     ]
-    return Pipeline(
-        [
-            ppo.create_preparation(),
-            audit_reward.create_pipeline().only_nodes("audit_reward.sample_responses"),
-            Pipeline(own, namespace="kl_study", prefix_datasets_with_namespace=False),
-        ]
-    )
+    best_of_n = audit_reward.create_pipeline().only_nodes("audit_reward.sample_responses")
+    study = Pipeline(own, namespace="kl_study", prefix_datasets_with_namespace=False)
+    return Pipeline([ppo.create_preparation(), best_of_n, study])

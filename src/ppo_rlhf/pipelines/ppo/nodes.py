@@ -68,7 +68,7 @@ def prepare_prompts(
     return {"prompt_dataset": training, "evaluation_prompt_dataset": held_out, **stored}
 
 
-def load_sft_policy(sft_policy: PretrainedHandle, ppo_config: PPOConfig) -> dict[str, object]:
+def load_sft_policy(sft_policy: PretrainedHandle, ppo_config: PPOConfig) -> tuple[TrainedModel, PreTrainedModel]:
     """Load the SFT model as the policy, which trains, and the frozen reference policy; with LoRA they share weights."""
     device = resolve_device(ppo_config.device)
     policy, reference = load_policies(sft_policy, ppo_config, device)
@@ -76,7 +76,7 @@ def load_sft_policy(sft_policy: PretrainedHandle, ppo_config: PPOConfig) -> dict
     log.info("Policy: %s, %.3g M parameters, %.3g M train, on %s.", sft_policy.source, total, trained, device)
     if policy.value_head is not None and ppo_config.value_model in ("separate", "shared"):
         log.info("The value head starts as the one that lies with %s (v_head).", sft_policy.source)
-    return {"policy": policy, "reference_policy": reference}
+    return policy, reference
 
 
 def load_reward_model(

@@ -1,6 +1,5 @@
 """Nodes of the pipeline `reporting`: plots, one page and the result in the terminal."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -19,6 +18,7 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.settings_group import settings_group
 from ppo_rlhf.evaluation.policy import EvaluationConfig, PolicyEvaluation
 from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.paths import shown
 from ppo_rlhf.pipelines.reporting.charts import (
     ExpectedCurve,
     panel_figure,
@@ -84,9 +84,9 @@ def write_report(
     accuracy = reward_model_accuracy(reward_model, reward)
     curves = training_history.to_dict("records")
     panels = panels_of(training_history, ppo, reporting.expected_curve)
-    models = [("SFT policy", _relative(sft_policy.source))]
+    models = [("SFT policy", shown(sft_policy.source))]
     if reward.needs_model and reward_model is not None:
-        models.append(("Reward model", _relative(reward_model.source)))
+        models.append(("Reward model", shown(reward_model.source)))
     return render_page(
         title=reporting.title,
         verdict=evaluation_summary["verdict"],
@@ -176,13 +176,8 @@ def _settings(ppo: PPOConfig, reward: RewardConfig, evaluation: EvaluationConfig
 def _next_steps(ppo_policy: PretrainedHandle, reporting: ReportingConfig) -> list[tuple[str, str]]:
     run = mlflow.active_run()
     return [
-        ("Aligned policy", _relative(ppo_policy.source)),
+        ("Aligned policy", shown(ppo_policy.source)),
         ("Metrics, plots, models", "kedro mlflow ui" + (f", run {run.info.run_id}" if run else "")),
         ("The flow with its data", "kedro viz run"),
         ("Tables", f"{Path(reporting.report_path).parent.as_posix()}/"),
     ]
-
-
-def _relative(path: str) -> str:
-    """Return a path below the working directory relative to it; another path or a hub id is unchanged."""
-    return path.removeprefix(os.getcwd() + os.sep)

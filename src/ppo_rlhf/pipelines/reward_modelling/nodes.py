@@ -8,7 +8,7 @@ import pandas as pd
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.data.prompts import PromptsConfig, read_prompts, reader_of, split_held_out
-from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.ppo.precision import resolve_device
 from ppo_rlhf.ppo.state import sampling_settings
 from ppo_rlhf.progress import watching
@@ -67,7 +67,7 @@ def collect_preferences(
 
 def train_reward_model(
     sft_policy: PretrainedHandle, preferences: pd.DataFrame, reward_modelling: RewardModellingConfig
-) -> dict[str, object]:
+) -> tuple[TrainedModel, list[dict[str, float]]]:
     """Train a reward model on the preferences, starting from the SFT policy; stop if it learns nothing."""
     log.info("Training the reward model on %d pairs …", len(preferences))
     reward_model, history = reward_training.train_reward_model(
@@ -75,4 +75,4 @@ def train_reward_model(
     )
     accuracies = [entry["reward_model/eval_accuracy"] for entry in history if "reward_model/eval_accuracy" in entry]
     log.info("Reward model: %.1f %% of the held-out pairs are in the right order.", 100 * accuracies[-1])
-    return {"reward_model": reward_model, "reward_model_metrics": history}
+    return reward_model, history

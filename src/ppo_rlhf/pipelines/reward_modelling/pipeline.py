@@ -14,34 +14,25 @@ def create_pipeline() -> Pipeline:
     sft_policy, preferences → train_reward_model → reward_model, reward_model_metrics
     ```
     """
-    prompts = ("raw_prompts", "raw_evaluation_prompts")
-    return Pipeline(
-        [
-            Node(
-                nodes.check_preferences,
-                {"raw_preferences": "raw_preferences", "reward_modelling": "params:reward_modelling"},
-                "checked_preferences",
-                name="check_preferences",
-            ),
-            Node(
-                nodes.collect_preferences,
-                {
-                    **{name: name for name in ("checked_preferences", "sft_policy", *prompts)},
-                    **{name: f"params:{name}" for name in ("reward_modelling", "ppo", "prompts")},
-                },
-                "preferences",
-                name="collect_preferences",
-            ),
-            Node(
-                nodes.train_reward_model,
-                {
-                    **{name: name for name in ("sft_policy", "preferences")},
-                    "reward_modelling": "params:reward_modelling",
-                },
-                {name: name for name in ("reward_model", "reward_model_metrics")},
-                name="train_reward_model",
-            ),
-        ],
-        namespace="reward_modelling",
-        prefix_datasets_with_namespace=False,
-    )
+    sampled = ["sft_policy", "raw_prompts", "raw_evaluation_prompts"]
+    own = [
+        Node(
+            nodes.check_preferences,
+            ["raw_preferences", "params:reward_modelling"],
+            "checked_preferences",
+            name="check_preferences",
+        ),
+        Node(
+            nodes.collect_preferences,
+            ["checked_preferences", *sampled, "params:reward_modelling", "params:ppo", "params:prompts"],
+            "preferences",
+            name="collect_preferences",
+        ),
+        Node(
+            nodes.train_reward_model,
+            ["sft_policy", "preferences", "params:reward_modelling"],
+            ["reward_model", "reward_model_metrics"],
+            name="train_reward_model",
+        ),
+    ]
+    return Pipeline(own, namespace="reward_modelling", prefix_datasets_with_namespace=False)

@@ -5,7 +5,7 @@ from functools import partial
 
 import pandas as pd
 
-from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.progress import watching
 from ppo_rlhf.supervised import sft
 from ppo_rlhf.supervised.sft import SupervisedFinetuningConfig
@@ -18,7 +18,7 @@ def train_sft_policy(
     demonstrations: pd.DataFrame,
     evaluation_demonstrations: pd.DataFrame,
     supervised_finetuning: SupervisedFinetuningConfig,
-) -> dict[str, object]:
+) -> tuple[TrainedModel, list[dict[str, float]]]:
     """Fine-tune the base model on the demonstrations; without one, train a small model from scratch."""
     start = base_model.source if base_model is not None else "random weights"
     log.info("Supervised fine-tuning of %s on %d demonstrations …", start, len(demonstrations))
@@ -31,4 +31,4 @@ def train_sft_policy(
         policy.model.num_parameters() / 1e6,
         losses[-1],
     )
-    return {"sft_policy": policy, "sft_metrics": history}
+    return policy, history

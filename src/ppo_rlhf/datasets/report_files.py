@@ -1,0 +1,94 @@
+"""Catalog entries for files of the reports that kedro-datasets does not have."""
+
+import json
+from pathlib import Path
+from typing import Any, TypeVar
+
+from kedro.io import AbstractDataset
+
+from ppo_rlhf.models.loading import CARD
+from ppo_rlhf.paths import expand_home
+from ppo_rlhf.token_view import TokenSamples
+from ppo_rlhf.whole_files import written_whole
+
+Saved = TypeVar("Saved")
+Loaded = TypeVar("Loaded")
+
+
+class _ReportFile(AbstractDataset[Saved, Loaded]):
+    """A text file, written whole. A run gives it a place of its own by `_filepath`."""
+
+    def __init__(self, filepath: str, metadata: dict[str, Any] | None = None) -> None:
+        """Name the file; `metadata` is read by Kedro-Viz."""
+        self._filepath = Path(filepath)
+        self.metadata = metadata
+
+    def _exists(self) -> bool:
+        return self._filepath.is_file()
+
+    def _describe(self) -> dict[str, Any]:
+        return {"filepath": str(self._filepath)}
+
+
+class ModelCardDataset(_ReportFile[tuple[str | None, str], str]):
+    """The model card of an exported policy: a page of text, also written as README.md into the policy's own directory.
+
+    That is done only below `path`, where the project exports its policies. A policy elsewhere is the user's, and its
+    directory is left as it is. Saving takes (directory of the policy or None, text). Example:
+
+    ```yaml
+    model_card:
+      type: ppo_rlhf.datasets.ModelCardDataset
+      filepath: data/08_reporting/model_card.md
+      path: data/06_models/ppo_policy
+    ```
+    """
+
+    def __init__(self, filepath: str, path: str, metadata: dict[str, Any] | None = None) -> None:
+        """Name the file of the card and the folder of the policies; `metadata` is read by Kedro-Viz."""
+        super().__init__(filepath, metadata)
+        self._policies = Path(expand_home(path)).resolve()
+
+    def save(self, data: tuple[str | None, str]) -> None:
+        """Write the card, and into the policy's directory if it is the project's."""
+        directory, text = data
+        is_ours = directory is not None and self._policies in Path(directory).resolve().parents
+        for path in (self._filepath, *([Path(str(directory)) / CARD] if is_ours else [])):
+            with written_whole(path) as draft:
+                draft.write_text(text, encoding="utf-8")
+
+    def load(self) -> str:
+        """Return the card."""
+        return self._filepath.read_text(encoding="utf-8")
+
+
+class TokenSamplesDataset(_ReportFile[TokenSamples, list[TokenSamples]]):
+    """Sample responses token by token, of a run's first iteration and of its newest.
+
+    Saving an empty dict (no samples were due) changes nothing. Without a file, loading gives an empty list. Example:
+
+    ```yaml
+    token_samples:
+      type: ppo_rlhf.datasets.TokenSamplesDataset
+      filepath: data/08_reporting/token_samples.json
+    ```
+    """
+
+    def save(self, data: TokenSamples) -> None:
+        """Write an iteration's samples beside those of the run's first one."""
+        if not data:
+            return
+        earlier = [shown for shown in self.load() if shown["iteration"] < data["iteration"]]
+        with written_whole(self._filepath) as draft:
+            draft.write_text(json.dumps([*earlier[:1], data]), encoding="utf-8")
+
+    def load(self) -> list[TokenSamples]:
+        """Return the samples, the oldest iteration first; none if no run has made any."""
+        samples: list[TokenSamples] = []
+        if self._filepath.is_file():
+            samples = json.loads(self._filepath.read_text(encoding="utf-8"))
+        return samples
+
+    def _exists(self) -> bool:
+        """Return True: no file is no samples, with which a report is made as well."""
+        return True

@@ -1,0 +1,12 @@
+"""Names that more than one module knows: datasets of the loop, and what a run is called in other processes."""
+
+STATE, NEXT_STATE = "training_state", "next_training_state"
+"""Datasets with the training state before and after an iteration: the second becomes the first."""
+ITERATION_METRICS = "ppo_metrics"
+CHECKPOINT, RESUME_CHECKPOINT = "checkpoint", "resume_checkpoint"
+"""Datasets: the checkpoints that a run writes, and the one that it resumes from."""
+POLICY = "ppo_policy"
+LATEST = "latest"
+"""`resume=latest` resumes the newest unfinished run."""
+RUN_ID = "PPO_RLHF_RUN_ID"
+"""The environment variable by which all processes of a run know its MLflow run id."""

@@ -1,0 +1,28 @@
+"""Paths: of catalog entries, and as they are shown."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+
+def expand_home(filepath: str) -> str:
+    """Return a path that begins with `~` below the user's home directory, any other as it is.
+
+    Kedro puts the project in front of every relative `filepath`, and of these, too.
+    """
+    parts = Path(filepath).parts
+    return str(Path(*parts[parts.index("~") :]).expanduser()) if "~" in parts else filepath
+
+
+def path_of(dataset: Any) -> str | None:
+    """Return the path or hub id of a catalog entry; None if it has none, or there is no entry.
+
+    A dataset tells its path only by `_describe`, with which Kedro prints it.
+    """
+    path = None if dataset is None else dataset._describe().get("filepath")
+    return None if path is None else str(path)
+
+
+def shown(path: str | Path, project: Path | None = None) -> str:
+    """Return a path below the project (None: the working directory) relative to it; another one, or a hub id, as is."""
+    return str(path).removeprefix(f"{project or os.getcwd()}{os.sep}")
