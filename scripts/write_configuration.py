@@ -21,7 +21,7 @@ from ppo_rlhf.evaluation.best_of_n import BestOfNConfig
 from ppo_rlhf.evaluation.policy import EvaluationConfig
 from ppo_rlhf.pipelines.reporting.charts import ExpectedCurve
 from ppo_rlhf.pipelines.reporting.nodes import ReportingConfig
-from ppo_rlhf.rewards.scorers import RewardComponentConfig, RewardConfig
+from ppo_rlhf.rewards.config import RewardComponentConfig, RewardConfig
 from ppo_rlhf.studies.critic_pretraining import CriticPretrainingConfig
 from ppo_rlhf.studies.kl_study import KLStudyConfig
 from ppo_rlhf.studies.reward_audit import AuditConfig

@@ -22,16 +22,16 @@ from transformers import (
 )
 
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.data.prompts import PromptDataset
+from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.ppo import loop
+from ppo_rlhf.ppo.batch import Minibatch
 from ppo_rlhf.ppo.experience import Experience, Scores, ShapedRewards
-from ppo_rlhf.ppo.minibatches import Minibatch
-from ppo_rlhf.ppo.models import build_critic, policy_to_train
+from ppo_rlhf.ppo.models import build_critic, build_state, policy_to_train
 from ppo_rlhf.ppo.precision import frozen_dtype, trained_dtype
 from ppo_rlhf.ppo.rollout import Rollouts
 from ppo_rlhf.ppo.sampling import Responses
 from ppo_rlhf.ppo.state import TrainingState
-from ppo_rlhf.rewards.scorers import ResponseBatch, RewardScorer
+from ppo_rlhf.rewards.scoring import ResponseBatch, RewardScorer
 
 PAD, UNKNOWN, END = 0, 1, 2
 WORDS = [chr(ord("a") + i) for i in range(20)]
@@ -164,7 +164,7 @@ def build_run(
     critic = build_critic(config, policy, reward_model)
     with torch.no_grad():
         critic.value_head.weight.normal_(0.0, 0.3, generator=torch.Generator().manual_seed(1))
-    state = TrainingState.create(policy, critic, tokenizer or build_tokenizer(), config)
+    state = build_state(policy, critic, tokenizer or build_tokenizer(), config)
     scorer = scorer or RewardScorer([("first_letters", 2.0, first_letters)])
     return Run(state, reference, prompts or build_prompts(), scorer, config)
 

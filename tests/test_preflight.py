@@ -26,7 +26,7 @@ from ppo_rlhf.evaluation.policy import DEMO_JUDGE, DEMO_PROMPTS_PATH, Evaluation
 from ppo_rlhf.models import quantisation
 from ppo_rlhf.preflight import describe_parts, find_problems
 from ppo_rlhf.preflight.request import RunRequest
-from ppo_rlhf.rewards.scorers import RewardConfig
+from ppo_rlhf.rewards.config import RewardConfig
 from ppo_rlhf.studies.critic_pretraining import CriticPretrainingConfig
 from ppo_rlhf.supervised.demonstrations import DataPreparationConfig
 from ppo_rlhf.supervised.reward_training import RewardModellingConfig

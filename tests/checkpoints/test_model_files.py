@@ -13,7 +13,7 @@ from ppo_rlhf.checkpoints.model_files import exported_policy, read_models, write
 from ppo_rlhf.checkpoints.store import read_checkpoint, write_checkpoint
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError
-from ppo_rlhf.models.adapters import trained_parameters
+from ppo_rlhf.models.averages import trained_parameters
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.trainer.trainer import PPOTrainer
 from tests.checkpoints.support import assert_same, everything

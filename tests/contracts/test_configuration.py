@@ -17,7 +17,7 @@ from kedro.framework.project import configure_project, pipelines
 from kedro.io import DataCatalog
 from kedro.pipeline.node import Node
 
-from ppo_rlhf.rewards.scorers import RewardConfig
+from ppo_rlhf.rewards.config import RewardConfig
 from ppo_rlhf.settings import CONFIG_LOADER_ARGS
 from tests.contracts import checkers
 

@@ -9,7 +9,8 @@ from transformers import Phi3Config, Phi3ForCausalLM
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError, DataError
-from ppo_rlhf.data.prompts import PromptDataset, PromptsConfig, split_held_out, tokenise_prompts
+from ppo_rlhf.data.prompt_dataset import PromptDataset
+from ppo_rlhf.data.prompts import PromptsConfig, split_held_out, tokenise_prompts
 from ppo_rlhf.datasets.records import read_records
 from ppo_rlhf.models.loading import TrainedModel
 from ppo_rlhf.trainer.trainer import PPOTrainer

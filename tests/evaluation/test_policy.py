@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError, DataError, RewardError
-from ppo_rlhf.data.prompts import PromptDataset
+from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.evaluation import policy as module
 from ppo_rlhf.evaluation.policy import (
     EvaluationConfig,
@@ -21,8 +21,9 @@ from ppo_rlhf.evaluation.policy import (
     evaluate_policy,
     resolve_judge,
 )
-from ppo_rlhf.ppo.state import sampling_settings
-from ppo_rlhf.rewards.scorers import RewardComponentConfig, RewardConfig, build_reward_scorer
+from ppo_rlhf.ppo.models import sampling_settings
+from ppo_rlhf.rewards.config import RewardComponentConfig, RewardConfig
+from ppo_rlhf.rewards.scorers import build_reward_scorer
 
 WORDS = ["<eos>", *"abcdefghijklmno"]
 EOS = 0

@@ -34,7 +34,7 @@ from ppo_rlhf.hooks import TrackingHook
 from ppo_rlhf.hooks.resume import Resumption, as_last_resumed, differences, find_named
 from ppo_rlhf.hooks.run_description import RunDescription, describe_run
 from ppo_rlhf.pipeline_registry import register_pipelines
-from ppo_rlhf.rewards.scorers import RewardConfig
+from ppo_rlhf.rewards.config import RewardConfig
 from ppo_rlhf.runner import ITERATION_TAG
 from tests.integration.processes import kedro_run
 

@@ -43,7 +43,7 @@ from ppo_rlhf.hooks import TrackingHook, run_log, tracking_store
 from ppo_rlhf.hooks import tracking as mlflow_hook
 from ppo_rlhf.hooks.run_description import _git_tags, flattened, pipeline_names
 from ppo_rlhf.hooks.tracking_store import place_in_project
-from ppo_rlhf.rewards.scorers import RewardConfig
+from ppo_rlhf.rewards.config import RewardConfig
 from ppo_rlhf.runner import LoopSession
 
 Kedro = Callable[..., Result]

@@ -22,10 +22,10 @@ from ppo_rlhf.models.adapters import (
     load_merged,
     merged,
     save_adapter,
-    trained_parameters,
     with_adapter,
     without_adapter,
 )
+from ppo_rlhf.models.averages import trained_parameters
 from ppo_rlhf.models.loading import PretrainedHandle
 from tests.own_code import save_with_own_code
 from tests.tiny_models import KINDS, save, tiny_model

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from ppo_rlhf.models.adapters import LoraSettings, trained_parameters, with_adapter
-from ppo_rlhf.models.averages import WeightAverage
+from ppo_rlhf.models.adapters import LoraSettings, with_adapter
+from ppo_rlhf.models.averages import WeightAverage, trained_parameters
 from tests.tiny_models import KINDS, tiny_model
 
 IDS = torch.tensor([[4, 7, 9, 12]])

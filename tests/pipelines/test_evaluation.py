@@ -19,13 +19,14 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from ppo_rlhf.checkpoints.model_card import BEGIN, END
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ModelError
-from ppo_rlhf.data.prompts import PromptDataset, PromptsConfig
+from ppo_rlhf.data.prompt_dataset import PromptDataset
+from ppo_rlhf.data.prompts import PromptsConfig
 from ppo_rlhf.evaluation.policy import EvaluationConfig
 from ppo_rlhf.models.loading import CARD, PretrainedHandle
 from ppo_rlhf.pipelines.evaluation import create_pipeline
 from ppo_rlhf.pipelines.evaluation.nodes import compare_policies
 from ppo_rlhf.pipelines.reporting.wording import headline
-from ppo_rlhf.rewards.scorers import RewardComponentConfig, RewardConfig
+from ppo_rlhf.rewards.config import RewardComponentConfig, RewardConfig
 from tests.pipelines.support import outputs_of
 from tests.tiny_models import save, tiny_model
 

@@ -16,7 +16,7 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.evaluation.policy import EvaluationConfig
 from ppo_rlhf.evaluation.since_best import SCORES
 from ppo_rlhf.pipelines.ppo import nodes
-from ppo_rlhf.rewards.scorers import RewardComponentConfig, RewardConfig
+from ppo_rlhf.rewards.config import RewardComponentConfig, RewardConfig
 from tests.evaluation.test_since_best import evaluation
 
 SFT = evaluation(np.zeros(8))

@@ -5,10 +5,12 @@ import pytest
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ModelError
-from ppo_rlhf.data.prompts import PromptDataset, PromptsConfig
+from ppo_rlhf.data.prompt_dataset import PromptDataset
+from ppo_rlhf.data.prompts import PromptsConfig
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.pipelines.ppo.nodes import configure_ppo, initialise_training_state, prepare_prompts
-from ppo_rlhf.rewards.scorers import ModelScorer, RewardScorer
+from ppo_rlhf.rewards.model_scorer import ModelScorer
+from ppo_rlhf.rewards.scoring import RewardScorer
 from tests.tiny_models import save, tiny_model, word_tokenizer
 
 PROMPTS = pd.DataFrame({"prompt": [f"{a} {b}" for a in "abc" for b in "de"]})

@@ -33,7 +33,7 @@ from ppo_rlhf.pipelines.reporting.charts import (
 )
 from ppo_rlhf.pipelines.reporting.page import MAX_TEXT, render_page
 from ppo_rlhf.pipelines.reporting.wording import headline, measure, remarks, write_change, write_value
-from ppo_rlhf.rewards.scorers import RewardComponentConfig, RewardConfig
+from ppo_rlhf.rewards.config import RewardComponentConfig, RewardConfig
 from ppo_rlhf.token_view.page import QUANTITIES
 from tests.pipelines.support import outputs_of
 

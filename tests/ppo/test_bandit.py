@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from ppo_rlhf.data.prompts import PromptDataset
-from ppo_rlhf.rewards.scorers import RewardScorer
+from ppo_rlhf.data.prompt_dataset import PromptDataset
+from ppo_rlhf.rewards.scoring import RewardScorer
 
 TEMPERATURE = 0.8
 PROMPT = [3, 4]

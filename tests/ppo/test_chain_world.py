@@ -15,9 +15,9 @@ from torch import Tensor
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.kl import FixedKLController
 from ppo_rlhf.core.statistics import RunningMoments
-from ppo_rlhf.data.prompts import PromptDataset
+from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.ppo.experience import Experience, Scores, estimate_advantages, shape_rewards
-from ppo_rlhf.rewards.scorers import RewardScorer
+from ppo_rlhf.rewards.scoring import RewardScorer
 
 P, WIDTH, FAR = 0.8, 5, 400
 UNFINISHED = -3.0  # the score that a reward model gives to a response that was cut off

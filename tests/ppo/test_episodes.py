@@ -15,7 +15,8 @@ from ppo_rlhf.core.errors import ConfigError, RewardError
 from ppo_rlhf.core.randomness import episode_uniforms
 from ppo_rlhf.evaluation.policy import ResolvedJudge, evaluate_policy
 from ppo_rlhf.ppo.sampling import generate_responses
-from ppo_rlhf.rewards.scorers import RewardScorer, score_by_function
+from ppo_rlhf.rewards.scorers import score_by_function
+from ppo_rlhf.rewards.scoring import RewardScorer
 from tests.ppo.support import ONE_STEP, freeze
 from tests.ppo_runs import VOCABULARY, Run, build_run, learn_from, with_responses
 
@@ -262,9 +263,8 @@ def test_evaluation_plays_the_episodes_and_counts_the_policys_tokens_alone() -> 
     ],
 )
 def test_an_environment_that_does_not_do_its_part_is_told_by_name(function: str, told: str) -> None:
-    run = build_run(**{**SETTINGS, "environment": f"{HERE}:{function}"})
     with pytest.raises(RewardError, match=told) as error:
-        run.rollouts()
+        build_run(**{**SETTINGS, "environment": f"{HERE}:{function}"}).rollouts()
     assert f"{HERE}:{function}" in str(error.value)
 
 

@@ -16,7 +16,7 @@ from ppo_rlhf.ppo.experience import (
     score_responses,
     shape_rewards,
 )
-from ppo_rlhf.rewards.scorers import RewardScorer
+from ppo_rlhf.rewards.scoring import RewardScorer
 
 NAN = torch.nan
 LENGTHS, TERMINATED = [2, 4, 3], [True, False, True]

@@ -5,7 +5,8 @@ import torch
 from torch.testing import assert_close
 
 from ppo_rlhf.checkpoints.model_files import exported_policy
-from ppo_rlhf.models.adapters import has_adapter, trained_parameters
+from ppo_rlhf.models.adapters import has_adapter
+from ppo_rlhf.models.averages import trained_parameters
 from ppo_rlhf.models.forward import packs
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.ppo.models import policy_to_train

@@ -13,7 +13,7 @@ from torch.optim import AdamW
 from ppo_rlhf.config import LearningRateSchedule, PPOConfig
 from ppo_rlhf.core.errors import ConfigError, ModelError
 from ppo_rlhf.models import quantisation
-from ppo_rlhf.ppo import optimisers
+from ppo_rlhf.ppo.models import check_libraries
 from ppo_rlhf.ppo.optimisers import (
     build_optimizer,
     check_trains,
@@ -175,7 +175,6 @@ def test_8_bit_adamw_is_bitsandbytes_with_the_same_settings(monkeypatch):
         built.update(settings, decays=[group["weight_decay"] for group in groups])
         return torch.optim.SGD(groups)
 
-    monkeypatch.setattr(optimisers, "check_bitsandbytes", lambda settings: None)
     monkeypatch.setitem(sys.modules, "bitsandbytes.optim", SimpleNamespace(AdamW8bit=build))
     config = PPOConfig(optim="adamw_8bit", adam_beta1=0.5, adam_beta2=0.75, adam_epsilon=0.25, weight_decay=0.1)
     build_optimizer(torch.nn.Linear(2, 2), 0.3, config)
@@ -185,7 +184,7 @@ def test_8_bit_adamw_is_bitsandbytes_with_the_same_settings(monkeypatch):
 def test_8_bit_adamw_without_bitsandbytes_is_refused_in_one_line(monkeypatch):
     monkeypatch.setattr(quantisation, "NEEDED", Requirement("no-such-package>=1"))
     with pytest.raises(ConfigError, match=r"ppo\.optim=adamw_8bit") as refused:
-        build_optimizer(torch.nn.Linear(2, 2), 0.1, PPOConfig(optim="adamw_8bit"))
+        check_libraries(PPOConfig(optim="adamw_8bit"))
     assert "\n" not in str(refused.value)
 
 

@@ -12,13 +12,14 @@ from ppo_rlhf.checkpoints.store import write_checkpoint
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError, ConfigError, ModelError
 from ppo_rlhf.memory import MOMENTS, RunShape, plan_memory
-from ppo_rlhf.models.adapters import has_adapter, load_merged, trained_parameters
+from ppo_rlhf.models.adapters import has_adapter, load_merged
+from ppo_rlhf.models.averages import trained_parameters
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.quantisation import is_quantised
-from ppo_rlhf.ppo.models import build_critic, load_policies
+from ppo_rlhf.ppo.models import build_critic, build_state, load_policies
 from ppo_rlhf.ppo.optimisers import build_optimizer
 from ppo_rlhf.ppo.state import TrainingState
-from ppo_rlhf.rewards.scorers import RewardScorer
+from ppo_rlhf.rewards.scoring import RewardScorer
 from ppo_rlhf.trainer.trainer import PPOTrainer
 from tests.checkpoints.support import assert_same
 from tests.ppo.test_update import recorded
@@ -63,7 +64,7 @@ def start(handle: PretrainedHandle, **settings) -> Run:
     config = PPOConfig(**{**SETTINGS, **settings})
     policy, reference = load_policies(handle, config, CPU)
     critic = build_critic(config, policy.model, None)
-    state = TrainingState.create(policy.model, critic, policy.tokenizer, config)
+    state = build_state(policy.model, critic, policy.tokenizer, config)
     scorer = RewardScorer([("first_letters", 2.0, first_letters)])
     return Run(state, reference, build_prompts(), scorer, config)
 

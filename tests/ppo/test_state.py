@@ -10,8 +10,7 @@ from transformers import GenerationConfig
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError, ConfigError
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
-from ppo_rlhf.ppo.models import build_critic
-from ppo_rlhf.ppo.state import sampling_settings
+from ppo_rlhf.ppo.models import build_critic, sampling_settings
 
 # --- a fresh state ---------------------------------------------------------------------------------------------------
 

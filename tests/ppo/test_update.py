@@ -13,7 +13,7 @@ from ppo_rlhf.core.errors import DivergenceError, TrainingError
 from ppo_rlhf.models.loading import disable_dropout
 from ppo_rlhf.ppo import update
 from ppo_rlhf.ppo.experience import Experience
-from ppo_rlhf.rewards.scorers import RewardScorer
+from ppo_rlhf.rewards.scoring import RewardScorer
 from tests.ppo.support import ONE_STEP, assert_same_gradients, freeze, gradients, moved_on
 from tests.ppo_runs import learn_from, with_responses
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.ppo.batch import first_epoch
 from ppo_rlhf.ppo.experience import Experience
-from ppo_rlhf.ppo.minibatches import first_epoch
 from tests.ppo.support import ONE_STEP, assert_same_gradients, gradients, moved_on
 from tests.ppo_runs import learn_from, with_responses
 

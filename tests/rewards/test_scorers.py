@@ -20,18 +20,11 @@ from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.models.tokenizers import train_word_tokenizer
 from ppo_rlhf.rewards import functions
+from ppo_rlhf.rewards.config import RewardComponentConfig, RewardConfig
 from ppo_rlhf.rewards.functions import call_reward_function, load_function
-from ppo_rlhf.rewards.scorers import (
-    ModelScorer,
-    ResponseBatch,
-    RewardComponentConfig,
-    RewardConfig,
-    RewardScorer,
-    _warn_once,
-    build_reward_scorer,
-    close_response,
-    score_sequences,
-)
+from ppo_rlhf.rewards.model_scorer import ModelScorer, _warn_once, close_response, score_sequences
+from ppo_rlhf.rewards.scorers import build_reward_scorer
+from ppo_rlhf.rewards.scoring import ResponseBatch, RewardScorer
 from tests.tiny_models import BEGIN, END, PAD, VOCABULARY, save, tiny_model, word_tokenizer
 
 PERIOD = VOCABULARY.index(".")

@@ -10,7 +10,8 @@ from torch.testing import assert_close
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.statistics import RunningMoments
-from ppo_rlhf.rewards.scorers import RewardScorer, score_by_function
+from ppo_rlhf.rewards.scorers import score_by_function
+from ppo_rlhf.rewards.scoring import RewardScorer
 from ppo_rlhf.rewards.shaping import final_scores, normalised, penalised
 from tests.core.support import Case, cases
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from ppo_rlhf.core.errors import ConfigError, ModelError
-from ppo_rlhf.data.prompts import PromptDataset
+from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.datasets import PretrainedModelDataset
 from ppo_rlhf.models.adapters import has_adapter
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.ppo.models import build_critic, load_stored_critic
-from ppo_rlhf.rewards.scorers import ResponseBatch, RewardScorer
+from ppo_rlhf.rewards.scoring import ResponseBatch, RewardScorer
 from ppo_rlhf.studies import critic_pretraining as module
 from ppo_rlhf.studies.critic_pretraining import (
     HELD_OUT,

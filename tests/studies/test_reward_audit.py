@@ -15,7 +15,8 @@ import torch
 from ppo_rlhf.evaluation.best_of_n import PROMPT
 from ppo_rlhf.evaluation.policy import EvaluationConfig
 from ppo_rlhf.pipelines.audit_reward.nodes import conclude_audit
-from ppo_rlhf.rewards.scorers import ResponseBatch, RewardComponentConfig, RewardConfig, RewardScorer
+from ppo_rlhf.rewards.config import RewardComponentConfig, RewardConfig
+from ppo_rlhf.rewards.scoring import ResponseBatch, RewardScorer
 from ppo_rlhf.studies import reward_audit
 from ppo_rlhf.studies.reward_audit import (
     RULES,

@@ -6,9 +6,10 @@ import torch
 from tokenizers import AddedToken
 
 from ppo_rlhf.core.errors import DataError
-from ppo_rlhf.data.prompts import PromptDataset
+from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.ppo.sampling import SamplingSettings
-from ppo_rlhf.rewards.scorers import ModelScorer, ResponseBatch
+from ppo_rlhf.rewards.model_scorer import ModelScorer
+from ppo_rlhf.rewards.scoring import ResponseBatch
 from ppo_rlhf.supervised.preferences import (
     COLUMNS,
     check_preferences,

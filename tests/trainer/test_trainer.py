@@ -22,7 +22,8 @@ from transformers import GPT2Config, GPT2ForSequenceClassification, T5Config, T5
 
 from ppo_rlhf.core.errors import CheckpointError, ConfigError, DataError, ModelError, RewardError
 from ppo_rlhf.core.randomness import episode_prompts
-from ppo_rlhf.data.prompts import PromptDataset, PromptsConfig
+from ppo_rlhf.data.prompt_dataset import PromptDataset
+from ppo_rlhf.data.prompts import PromptsConfig
 from ppo_rlhf.datasets import CheckpointDataset
 from ppo_rlhf.evaluation.policy import EvaluationConfig
 from ppo_rlhf.models.critic import Critic
@@ -30,7 +31,8 @@ from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.models.tokenizers import train_word_tokenizer
 from ppo_rlhf.pipelines.ppo.pipeline import create_pipeline
-from ppo_rlhf.rewards.scorers import RewardConfig, RewardScorer
+from ppo_rlhf.rewards.config import RewardConfig
+from ppo_rlhf.rewards.scoring import RewardScorer
 from ppo_rlhf.runner import LoopRunner
 from ppo_rlhf.training import PPOConfig, PPOTrainer
 from tests.tiny_models import END, PAD, VOCABULARY, not_causal_models, save, tiny_model, word_tokenizer

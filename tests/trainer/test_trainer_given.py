@@ -13,7 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ppo_rlhf.core.errors import ConfigError, DataError, ModelError, RewardError
-from ppo_rlhf.rewards.scorers import RewardConfig, RewardScorer
+from ppo_rlhf.rewards.config import RewardConfig
+from ppo_rlhf.rewards.scoring import RewardScorer
 from ppo_rlhf.training import PPOTrainer
 from tests.tiny_models import PAD, save, tiny_model, word_tokenizer
 from tests.trainer.test_trainer import PROMPTS, config, early_letters, repeatable

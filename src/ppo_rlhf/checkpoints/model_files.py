@@ -20,15 +20,8 @@ from transformers import PreTrainedModel
 
 from ppo_rlhf.checkpoints.files import read_json
 from ppo_rlhf.core.errors import CheckpointError
-from ppo_rlhf.models.adapters import (
-    copy_tensors,
-    frozen_fingerprint,
-    has_adapter,
-    load_adapter,
-    merged,
-    save_adapter,
-    trained_parameters,
-)
+from ppo_rlhf.models.adapters import frozen_fingerprint, has_adapter, load_adapter, merged, save_adapter
+from ppo_rlhf.models.averages import copy_tensors, trained_parameters
 from ppo_rlhf.models.loading import TrainedModel
 from ppo_rlhf.models.quiet import quiet_transformers
 from ppo_rlhf.ppo.models import lora_settings

@@ -28,11 +28,11 @@ if TYPE_CHECKING:  # imported where they are used: they import torch, which othe
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from ppo_rlhf.config import PPOConfig
-    from ppo_rlhf.data.prompts import PromptDataset
+    from ppo_rlhf.data.prompt_dataset import PromptDataset
     from ppo_rlhf.evaluation.answers import Answer
     from ppo_rlhf.models.loading import PretrainedHandle
     from ppo_rlhf.ppo.sampling import SamplingSettings
-    from ppo_rlhf.rewards.scorers import RewardScorer
+    from ppo_rlhf.rewards.scoring import RewardScorer
 
 READ, OF_REWARD = {"sft_policy", "ppo_policy", "params:ppo", "params:prompts"}, {"reward_model", "params:reward"}
 SIDE_BY_SIDE = 100
@@ -144,9 +144,10 @@ def _load(context: KedroContext, options: dict[str, Any]) -> _Policies:
     from ppo_rlhf.evaluation.policy import EvaluationConfig
     from ppo_rlhf.models.loading import steady_context
     from ppo_rlhf.models.tokenizers import same_vocabulary
+    from ppo_rlhf.ppo.models import sampling_settings
     from ppo_rlhf.ppo.precision import frozen_dtype, resolve_device
-    from ppo_rlhf.ppo.state import sampling_settings
-    from ppo_rlhf.rewards.scorers import RewardConfig, build_reward_scorer
+    from ppo_rlhf.rewards.config import RewardConfig
+    from ppo_rlhf.rewards.scorers import build_reward_scorer
 
     parameters = context.config_loader["parameters"]
     config = PPOConfig(**parameters.get("ppo", {}))

@@ -228,7 +228,7 @@ def _reward_model(context: KedroContext, model: PretrainedHandle, policy: Pretra
     """
     from ppo_rlhf.models.reward_model import CausalLMRewardConfig
     from ppo_rlhf.preflight.request import RunRequest
-    from ppo_rlhf.rewards.scorers import RewardConfig
+    from ppo_rlhf.rewards.config import RewardConfig
 
     if not RewardConfig(**context.config_loader["parameters"].get("reward", {})).needs_model:
         return None

@@ -63,6 +63,9 @@ Count = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 
 
+EIGHT_BIT = "adamw_8bit"
+
+
 @settings_group("ppo", lives_elsewhere=_LIVES_ELSEWHERE)
 class PPOConfig:
     """Hyperparameters of PPO on a language model (Schulman et al. 2017, arXiv:1707.06347; Ouyang et al. 2022).

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import pandas as pd
@@ -15,13 +12,13 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.settings_group import Seed, settings_group
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.data.chats import read_text_or_chat, render_chat
-from ppo_rlhf.data.tables import as_json, hold_out
+from ppo_rlhf.data.prompt_dataset import PROMPT_COLUMNS, PromptDataset, as_json
+from ppo_rlhf.data.tables import hold_out
 from ppo_rlhf.models.loading import PretrainedHandle, steady_context
 from ppo_rlhf.models.tokenizers import encode_texts
 
 Reader = tuple[PreTrainedTokenizerBase, int | None, str]
 """A policy's tokenizer, the most tokens that it reads (None: no limit), and why no more."""
-_OWN_COLUMNS = ("prompt", "prompt_ids")
 
 
 @settings_group("prompts")
@@ -40,41 +37,6 @@ class PromptsConfig:
     train_on_evaluation_prompts: bool = False
     """Train on prompts of evaluation_prompts_path, too, if prompts_path has them: for tasks whose prompts are all there
     is. Else they are left out of training."""
-
-
-@dataclass(frozen=True)
-class PromptDataset:
-    """Tokenised prompts with the columns that reward functions are called with. Row i of every list is one prompt."""
-
-    prompt_ids: list[list[int]]
-    texts: list[str]
-    columns: dict[str, list[Any]]
-
-    def __len__(self) -> int:
-        return len(self.prompt_ids)
-
-    def select(self, indices: Sequence[int]) -> PromptDataset:
-        """Return the rows at `indices`, in that order; an index may come more than once."""
-        return PromptDataset(
-            [self.prompt_ids[i] for i in indices],
-            [self.texts[i] for i in indices],
-            {name: [values[i] for i in indices] for name, values in self.columns.items()},
-        )
-
-    def to_frame(self) -> pd.DataFrame:
-        """Return a table with `prompt`, `prompt_ids` and the other columns, whose values are JSON.
-
-        Parquet has no type for columns of nested or mixed values. A date, say, which JSON lacks as well, becomes text.
-        """
-        others = {name: [as_json(value) for value in values] for name, values in self.columns.items()}
-        return pd.DataFrame({**others, "prompt": self.texts, "prompt_ids": self.prompt_ids})
-
-    @classmethod
-    def from_frame(cls, frame: pd.DataFrame) -> PromptDataset:
-        """Return the dataset that `to_frame` made the table of."""
-        names = map(str, frame.columns.drop(list(_OWN_COLUMNS)))
-        columns = {name: [json.loads(value) for value in frame[name]] for name in names}
-        return cls([[int(i) for i in ids] for ids in frame["prompt_ids"]], frame["prompt"].tolist(), columns)
 
 
 def split_held_out(
@@ -161,7 +123,7 @@ def tokenise_prompts(
     _check_column(frame, column, name)
     if frame.empty:
         raise DataError(f"{name}: there is no prompt")
-    for taken in _OWN_COLUMNS:
+    for taken in PROMPT_COLUMNS:
         if taken in frame.columns and not taken == column == "prompt":
             raise DataError(
                 f"{name}: a column is called `{taken}`, a name that the table of tokenised prompts uses itself. Rename "

@@ -5,11 +5,9 @@ pandas turns whole numbers into floats where one is missing.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from ppo_rlhf.core.errors import DataError
@@ -64,15 +62,6 @@ def hold_out(
     trained = [row for row, key in enumerate(keys) if key not in chosen]
     held_out = [row for row, key in enumerate(keys) if key in chosen and (copies or first[key] == row)]
     return trained, held_out
-
-
-def as_json(value: Any, *, sort_keys: bool = False) -> str:
-    """Return a value as JSON: NumPy's arrays and numbers as Python's, anything else that JSON lacks as text."""
-    return json.dumps(value, ensure_ascii=False, sort_keys=sort_keys, default=_plain)
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, np.ndarray | np.generic) else str(value)
 
 
 def _dtype(values: Sequence[Any]) -> type | None:

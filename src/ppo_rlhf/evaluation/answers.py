@@ -8,10 +8,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.randomness import episode_uniforms
-from ppo_rlhf.data.prompts import PromptDataset
+from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.ppo.rollout import response_batch, sample_responses
 from ppo_rlhf.ppo.sampling import SamplingSettings
-from ppo_rlhf.rewards.scorers import RewardScorer
+from ppo_rlhf.rewards.scoring import RewardScorer
 
 NOISE_STREAM = "answers"
 
@@ -54,7 +54,7 @@ def answer_prompts(
         batch_size: Responses drawn at a time.
     """
     uniforms_NT = episode_uniforms(seed, NOISE_STREAM, turn, len(prompts), sampling.response_length)
-    responses = sample_responses(policy, tokenizer, prompts, uniforms_NT, sampling, config, batch_size=batch_size)
+    responses = sample_responses(policy, prompts, uniforms_NT, sampling, config, batch_size=batch_size)
     batch = response_batch(prompts, responses, tokenizer)
     rewards: list[float | None] = [None] * len(prompts)
     if scorer is not None:

@@ -18,13 +18,14 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.settings_group import Seed, settings_group
 from ppo_rlhf.core.errors import ConfigError, DataError
 from ppo_rlhf.core.randomness import episode_uniforms
-from ppo_rlhf.data.prompts import PromptDataset
+from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.models.offloading import on_device
 from ppo_rlhf.ppo.rollout import compute_logprobs, response_batch, sample_responses
 from ppo_rlhf.ppo.sampling import SamplingSettings
 from ppo_rlhf.processes import on_main
+from ppo_rlhf.rewards.config import check_metric_name
 from ppo_rlhf.rewards.functions import RewardFunction, call_reward_function, load_function
-from ppo_rlhf.rewards.scorers import RewardScorer, check_metric_name
+from ppo_rlhf.rewards.scoring import RewardScorer
 
 DEMO_PROMPTS_PATH = "data/01_raw/prompts.jsonl"
 DEMO_JUDGE = "ppo_rlhf.demo.judge:gold_score"
@@ -269,7 +270,7 @@ def evaluate_policy(
     uniforms_NT = episode_uniforms(seed, NOISE_STREAM, 0, len(prompts), sampling.response_length)
     device = device or policy.device
     with on_device(policy, device):
-        responses = sample_responses(policy, tokenizer, prompts, uniforms_NT, sampling, config, batch_size=batch_size)
+        responses = sample_responses(policy, prompts, uniforms_NT, sampling, config, batch_size=batch_size)
         kl = np.zeros(len(prompts))
         if reference_policy is not None:
             of_policy, of_reference = (

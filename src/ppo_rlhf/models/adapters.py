@@ -23,11 +23,12 @@ import torch
 from peft import AutoPeftModelForCausalLM, LoraConfig, TaskType, inject_adapter_in_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ppo_rlhf.core.errors import ModelError
+from ppo_rlhf.models.averages import copy_tensors, trained_parameters
 from ppo_rlhf.models.quantisation import (
     forget_quantisation,
     is_quantised,
@@ -145,11 +146,6 @@ def has_adapter(model: nn.Module) -> bool:
     return bool(_adapted_layers(model))
 
 
-def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that train, by name."""
-    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-
 def frozen_fingerprint(model: nn.Module) -> str:
     """Return the SHA-256 of names, shapes and first values of all frozen weights, to which an adapter belongs."""
     digest = hashlib.sha256()
@@ -216,21 +212,6 @@ def load_merged(directory: Path, *, trust_remote_code: bool = False) -> PreTrain
             **quantisation,
         )
     return _merge(adapted.get_base_model())
-
-
-def copy_tensors(source: dict[str, Tensor], target: dict[str, Any]) -> None:
-    """Copy tensors into those of the same names.
-
-    Raises:
-        ValueError: Names or shapes differ.
-    """
-    if source.keys() != target.keys():
-        odd = sorted(source.keys() ^ target.keys())
-        raise ValueError(f"weights of other names, such as {odd[0]}")
-    for name, tensor in source.items():
-        if tensor.shape != target[name].shape:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, not {tuple(target[name].shape)}")
-        target[name].data.copy_(tensor)
 
 
 def _inject(model: PreTrainedModel, settings: LoraSettings) -> PreTrainedModel:

@@ -1,15 +1,14 @@
-"""The moving average of a model's weights."""
+"""The weights of a model that train, and their moving average."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
-
-from ppo_rlhf.models.adapters import copy_tensors, trained_parameters
 
 
 class WeightAverage:
@@ -48,3 +47,23 @@ class WeightAverage:
             ValueError: Names or shapes differ.
         """
         copy_tensors(dict(weights), self.weights)
+
+
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that train, by name."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def copy_tensors(source: dict[str, Tensor], target: dict[str, Any]) -> None:
+    """Copy tensors into those of the same names.
+
+    Raises:
+        ValueError: Names or shapes differ.
+    """
+    if source.keys() != target.keys():
+        odd = sorted(source.keys() ^ target.keys())
+        raise ValueError(f"weights of other names, such as {odd[0]}")
+    for name, tensor in source.items():
+        if tensor.shape != target[name].shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, not {tuple(target[name].shape)}")
+        target[name].data.copy_(tensor)

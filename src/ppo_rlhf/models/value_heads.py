@@ -10,43 +10,11 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models.directories import weight_files
 
 VALUE_HEAD = WEIGHT, BIAS = "v_head.summary.weight", "v_head.summary.bias"
-
-
-def new_value_head(width: int, policy: PreTrainedModel) -> nn.Linear:
-    """Return a value head of zeros on the policy's device, float32 or wider: its first values are 0 everywhere."""
-    head = nn.Linear(width, 1, device=policy.device, dtype=torch.promote_types(policy.dtype, torch.float32))
-    nn.init.zeros_(head.weight)
-    nn.init.zeros_(head.bias)
-    return head
-
-
-def make_value_head(policy: PreTrainedModel, start: nn.Linear | None) -> nn.Linear:
-    """Return a value head that fits the policy: a copy of `start`, or zeros.
-
-    Raises:
-        ModelError: `start` reads hidden states of another width, or the policy's configuration names no width.
-    """
-    config = policy.config.get_text_config()
-    # OPT's smallest model projects its hidden states to another width; every other configuration has this one name
-    width = getattr(config, "word_embed_proj_dim", None) or getattr(config, "hidden_size", None)
-    if width is None:
-        raise ModelError(f"{type(policy).__name__}: its configuration has no hidden_size, so no value head fits it")
-    head = new_value_head(int(width), policy)
-    if start is None:
-        return head
-    if start.weight.shape != head.weight.shape:
-        raise ModelError(
-            f"The value head (v_head.summary) reads hidden states of width {start.in_features}, the policy's have "
-            f"{head.in_features}: they do not belong together"
-        )
-    head.load_state_dict(start.state_dict())
-    return head
 
 
 def read_value_head(folder: Path) -> nn.Linear | None:

@@ -7,72 +7,15 @@ environment writes is context, as the prompt is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ppo_rlhf.core.errors import RewardError
-from ppo_rlhf.data.prompts import PromptDataset
-from ppo_rlhf.ppo.sampling import Responses, SamplingSettings, generate_responses
-from ppo_rlhf.rewards.functions import TURNS, RewardFunction, call_function
-
-
-@dataclass(frozen=True)
-class Environment:
-    """A user's function that answers the policy's turns."""
-
-    function: RewardFunction
-    name: str
-    tokenizer: PreTrainedTokenizerBase
-
-    def reply(self, prompts: PromptDataset, episodes: Sequence[_Episode]) -> list[list[int] | None]:
-        """Return the tokens of the reply to each episode so far; None where the episode is over.
-
-        Raises:
-            RewardError: As `call_environment`.
-        """
-        ids, masks = ([getattr(episode, name) for episode in episodes] for name in ("ids", "is_policy"))
-        turns = [_texts_of_turns(*row, self.tokenizer) for row in zip(ids, masks, strict=True)]
-        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
-        replies = call_environment(self.function, self.name, prompts.texts, texts, turns, prompts.columns)
-        tokens = [None if text is None else self.tokenizer.encode(text, add_special_tokens=False) for text in replies]
-        if [] in tokens:
-            row = tokens.index([])
-            raise RewardError(
-                f"environment {self.name} returned {replies[row]!r} for the episode {texts[row][:60]!r}, a reply "
-                "without tokens. Return None where an episode is over."
-            )
-        return tokens
-
-
-def call_environment(
-    function: RewardFunction,
-    name: str,
-    prompts: Sequence[str],
-    completions: Sequence[str],
-    turns: list[list[str]],
-    columns: dict[str, list[Any]],
-) -> list[str | None]:
-    """Call a user's environment and check its result: for each episode a reply, or None where the episode is over.
-
-    It is called as a reward function is: with prompts, episodes so far, columns, and `turns` if it names them.
-
-    Raises:
-        RewardError: It raised, or returned something else.
-    """
-    replies = call_function(function, f"environment {name}", prompts, completions, {**columns, TURNS: turns})
-    for row, reply in enumerate(replies):
-        if reply is not None and not isinstance(reply, str):
-            raise RewardError(
-                f"environment {name} returned {reply!r:.40} for the episode {completions[row][:60]!r}. Return text, or "
-                "None where it is over."
-            )
-    return replies
+from ppo_rlhf.data.prompt_dataset import PromptDataset
+from ppo_rlhf.ppo.sampling import Environment, Responses, SamplingSettings, generate_responses
 
 
 class _Episode:
@@ -123,16 +66,19 @@ def sample_episodes(
     terminated = torch.zeros(rows, dtype=torch.bool)
     live = list(range(rows))
     while live:
-        so_far = [prompts.prompt_ids[row] + episodes[row].ids for row in live]
+        contexts = [prompts.prompt_ids[row] + episodes[row].ids for row in live]
         columns = torch.tensor([len(episodes[row].ids) for row in live])[:, None] + torch.arange(turn_length)
         noise = uniforms[live].gather(1, columns)
-        turns = generate_responses(policy, so_far, noise, a_turn, engine=engine, batch_size=batch_size)
+        turns = generate_responses(policy, contexts, noise, a_turn, engine=engine, batch_size=batch_size)
         assert turns.sampler_logprobs is not None  # they were sampled here
         logprobs[torch.tensor(live)[:, None], columns] = turns.sampler_logprobs
         for row, ids in zip(live, turns.token_lists(), strict=True):
             episodes[row].add(ids, is_policy=True)
         stopped = [row for row, has_stopped in zip(live, turns.terminated.tolist(), strict=True) if has_stopped]
-        replies = environment.reply(prompts.select(stopped), [episodes[row] for row in stopped]) if stopped else []
+        replies: list[list[int] | None] = []
+        if stopped:
+            so_far = [(episodes[row].ids, episodes[row].is_policy) for row in stopped]
+            replies = environment.reply(prompts.select(stopped), *map(list, zip(*so_far, strict=True)))
         live = []
         for row, reply in zip(stopped, replies, strict=True):
             if reply is None:
@@ -154,10 +100,10 @@ def turn_texts(responses: Responses, tokenizer: PreTrainedTokenizerBase) -> list
     if responses.policy_mask is None:
         return []
     rows = zip(responses.token_lists(), responses.policy_mask.tolist(), strict=True)
-    return [_texts_of_turns(ids, is_policy[: len(ids)], tokenizer) for ids, is_policy in rows]
+    return [texts_of_turns(ids, is_policy[: len(ids)], tokenizer) for ids, is_policy in rows]
 
 
-def _texts_of_turns(ids: list[int], is_policy: list[bool], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+def texts_of_turns(ids: list[int], is_policy: list[bool], tokenizer: PreTrainedTokenizerBase) -> list[str]:
     tokens = zip(ids, is_policy, strict=True)
     turns = [[token for token, _ in turn] for _, turn in groupby(tokens, key=lambda pair: pair[1])]
     texts: list[str] = tokenizer.batch_decode(turns, skip_special_tokens=True)

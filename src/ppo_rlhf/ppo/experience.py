@@ -14,13 +14,13 @@ from ppo_rlhf.core import rewards as core_rewards
 from ppo_rlhf.core.kl import kl_estimate
 from ppo_rlhf.core.statistics import masked_whiten
 from ppo_rlhf.core.turns import compact, compact_mask, spread
+from ppo_rlhf.ppo.batch import first_epoch
 from ppo_rlhf.ppo.logprobs import fill_rows
-from ppo_rlhf.ppo.minibatches import first_epoch
 from ppo_rlhf.ppo.precision import autocast, deterministic
 from ppo_rlhf.ppo.rollout import Rollouts
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.processes import gather_scattered
-from ppo_rlhf.rewards.scorers import RewardScorer
+from ppo_rlhf.rewards.scoring import RewardScorer
 from ppo_rlhf.rewards.shaping import final_scores, final_token_rewards
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from transformers import PreTrainedModel
 
-from ppo_rlhf.data.prompts import PromptDataset
+from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.ppo.experience import (
     Experience,
     Scores,
@@ -25,7 +25,7 @@ from ppo_rlhf.ppo.metrics import Update, iteration_metrics
 from ppo_rlhf.ppo.rollout import Rollouts, generate_rollouts
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.ppo.update import optimise_policy
-from ppo_rlhf.rewards.scorers import RewardScorer
+from ppo_rlhf.rewards.scoring import RewardScorer
 
 __all__ = [
     "Experience",

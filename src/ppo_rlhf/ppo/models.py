@@ -1,4 +1,4 @@
-"""The models of a run as its configuration asks for them: which weights are loaded, copied, shared or adapted."""
+"""The models and the state of a run as its configuration asks for them: weights loaded, copied, shared or adapted."""
 
 from __future__ import annotations
 
@@ -6,21 +6,27 @@ from functools import partial
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.config.ppo import EIGHT_BIT
 from ppo_rlhf.config.rules import device_problems
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.core.randomness import generator
 from ppo_rlhf.models.adapters import LoraSettings, check_targets, has_adapter, with_adapter, without_adapter
 from ppo_rlhf.models.compilation import check_compiler, compile_layers
 from ppo_rlhf.models.critic import Critic, OwnBackbone, SharedCritic
+from ppo_rlhf.models.forward import backbone_of, logits_of, packs
 from ppo_rlhf.models.gradient_checkpointing import enable_gradient_checkpointing
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.models.offloading import to_host
 from ppo_rlhf.models.quantisation import check_bitsandbytes
-from ppo_rlhf.ppo.optimisers import EIGHT_BIT
+from ppo_rlhf.models.tokenizers import stop_token_ids
+from ppo_rlhf.ppo.environments import FunctionEnvironment
 from ppo_rlhf.ppo.precision import frozen_dtype, trained_dtype
+from ppo_rlhf.ppo.sampling import SamplingSettings
+from ppo_rlhf.ppo.state import TrainingState
+from ppo_rlhf.rewards.functions import load_function
 
 AnyCritic = Critic | SharedCritic
 
@@ -170,3 +176,52 @@ def prepare_to_score(reference: PreTrainedModel, config: PPOConfig) -> None:
     """
     if config.compile:
         compile_layers(reference)
+
+
+def build_state(
+    policy: PreTrainedModel, critic: AnyCritic, tokenizer: PreTrainedTokenizerBase, config: PPOConfig
+) -> TrainingState:
+    """Prepare policy and critic to train, and start a run with them.
+
+    Raises:
+        ConfigError: The stop token cannot be resolved with this tokenizer, or a setting needs bitsandbytes.
+        ModelError: Gradient checkpointing or compilation does not fit an architecture, the policy has no stop token, or
+            as `TrainingState.create`.
+        RewardError: `ppo.environment` cannot be imported.
+    """
+    check_libraries(config)
+    sampling = sampling_settings(config, tokenizer, policy)
+    packs(backbone_of(policy))  # models are probed before they are wrapped and compiled
+    packs(critic.backbone)
+    logits_of(policy)
+    prepare_to_train(policy, critic, config)
+    return TrainingState.create(policy, critic, tokenizer, config, sampling)
+
+
+def sampling_settings(
+    config: PPOConfig, tokenizer: PreTrainedTokenizerBase, policy: PreTrainedModel
+) -> SamplingSettings:
+    """Return how responses are drawn with this tokenizer and model."""
+    return SamplingSettings(
+        response_length=config.response_length,
+        temperature=config.temperature,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        stop_token_ids=stop_token_ids(
+            tokenizer,
+            policy.generation_config,
+            stop_token=config.stop_token,
+            stop_token_id=config.stop_token_id,
+            vocabulary=policy.config.get_text_config().vocab_size,
+        ),
+        pad_token_id=int(tokenizer.pad_token_id),
+        min_response_length=config.min_response_length,
+        environment=_environment(config, tokenizer),
+        turn_length=config.turn_length,
+    )
+
+
+def _environment(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> FunctionEnvironment | None:
+    if config.environment is None:
+        return None
+    return FunctionEnvironment(load_function(config.environment), config.environment, tokenizer)

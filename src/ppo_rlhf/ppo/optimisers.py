@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.config.ppo import EIGHT_BIT
 from ppo_rlhf.core.errors import ModelError
-from ppo_rlhf.models.quantisation import check_bitsandbytes
 
-EIGHT_BIT = "adamw_8bit"
 FEWEST_IN_EIGHT_BITS, BLOCK = 4096, 256
 """bitsandbytes keeps the moments of smaller parameters in 32 bits; numbers that share a scale."""
 
@@ -34,8 +33,6 @@ def build_optimizer(module: nn.Module, learning_rate: float, config: PPOConfig) 
 
     Only matrices decay: biases and the weights of norms, which are vectors, are pulled towards 0 by nothing.
 
-    Raises:
-        ConfigError: `ppo.optim` needs bitsandbytes, and it is missing.
     """
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     groups = [{"params": trained, "weight_decay": 0.0}]
@@ -47,7 +44,6 @@ def build_optimizer(module: nn.Module, learning_rate: float, config: PPOConfig) 
     groups = [group for group in groups if group["params"]]
     betas = (config.adam_beta1, config.adam_beta2)
     if config.optim == EIGHT_BIT:
-        check_bitsandbytes(f"ppo.optim={EIGHT_BIT}")
         from bitsandbytes.optim import AdamW8bit
 
         return cast(torch.optim.Optimizer, AdamW8bit(groups, lr=learning_rate, betas=betas, eps=config.adam_epsilon))

@@ -11,18 +11,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.randomness import episode_prompts, episode_uniforms
-from ppo_rlhf.data.prompts import PromptDataset
+from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.models.offloading import on_device
-from ppo_rlhf.ppo.batch import SequenceBatch, make_batch
-from ppo_rlhf.ppo.episodes import Environment, sample_episodes, turn_texts
+from ppo_rlhf.ppo.batch import Epochs, SequenceBatch, cut_batch, first_epoch, make_batch
+from ppo_rlhf.ppo.episodes import sample_episodes, turn_texts
 from ppo_rlhf.ppo.logprobs import fill_rows, response_logprobs
-from ppo_rlhf.ppo.minibatches import Epochs, cut_batch, first_epoch
 from ppo_rlhf.ppo.precision import autocast, deterministic
 from ppo_rlhf.ppo.sampling import Responses, SamplingSettings, generate_responses
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.processes import gather_rows, gather_scattered, own_share
-from ppo_rlhf.rewards.functions import load_function
-from ppo_rlhf.rewards.scorers import ResponseBatch
+from ppo_rlhf.rewards.scoring import ResponseBatch
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,6 @@ def generate_rollouts(
     uniforms = episode_uniforms(config.seed, "rollout", iteration, config.batch_size, config.response_length)
     responses = sample_responses(
         state.policy,
-        state.tokenizer,
         chosen_prompts,
         uniforms,
         state.sampling,
@@ -95,7 +92,6 @@ def generate_rollouts(
 
 def sample_responses(
     policy: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
     prompts: PromptDataset,
     uniforms: Tensor,
     sampling: SamplingSettings,
@@ -105,11 +101,10 @@ def sample_responses(
 ) -> Responses:
     """Sample a response to each of N prompts; each process samples its own share, and all get all of them.
 
-    With `ppo.environment` a response has several turns.
+    With an environment a response has several turns.
 
     Args:
         policy: A causal language model.
-        tokenizer: The policy's.
         prompts: N prompts.
         uniforms: `[N, T]` float64 in [0, 1): the noise.
         sampling: How tokens are drawn.
@@ -121,18 +116,18 @@ def sample_responses(
     own_prompts = prompts.select(share)
     engine = config.rollout_engine
     with autocast(config, policy.device):
-        if config.environment is None or config.turn_length is None:
+        if sampling.environment is None or sampling.turn_length is None:
             own = generate_responses(
                 policy, own_prompts.prompt_ids, noise, sampling, engine=engine, batch_size=batch_size
             )
         else:
             own = sample_episodes(
                 policy,
-                Environment(load_function(config.environment), config.environment, tokenizer),
+                sampling.environment,
                 own_prompts,
                 noise,
                 sampling,
-                config.turn_length,
+                sampling.turn_length,
                 engine=engine,
                 batch_size=batch_size,
             )

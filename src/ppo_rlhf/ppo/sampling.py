@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from ppo_rlhf.core.logprobs import token_logprobs
 from ppo_rlhf.core.responses import length_mask, response_lengths
 from ppo_rlhf.core.sampling import sample_tokens
+from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.models.decoding import Decoder, decodes
 from ppo_rlhf.ppo.batch import left_pad, without_padding
 
@@ -24,11 +26,27 @@ STEPS_BETWEEN_LOOKS = 16
 """Decoding steps on an accelerator between two looks at which sequences have ended: each look waits for the device."""
 
 
+class Environment(Protocol):
+    """Answers the policy's turns (`ppo.environments`)."""
+
+    def reply(
+        self, prompts: PromptDataset, ids: list[list[int]], is_policy: list[list[bool]]
+    ) -> list[list[int] | None]:
+        """Return the tokens of the reply to each episode so far; None where the episode is over.
+
+        Args:
+            prompts: The prompt of each episode.
+            ids: The tokens of each so far.
+            is_policy: Whether the policy wrote each token.
+        """
+
+
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How tokens are drawn. Both lengths count the stop token; `top_k` 0 and `top_p` 1 are off.
+    """How responses are drawn. Lengths count the stop token; `top_k` 0 and `top_p` 1 are off.
 
-    Before the token `min_response_length` no stop token is drawn.
+    Before the token `min_response_length` no stop token is drawn. With an environment a response is an episode of
+    several turns, each of at most `turn_length` tokens.
     """
 
     response_length: int
@@ -38,6 +56,8 @@ class SamplingSettings:
     stop_token_ids: tuple[int, ...]
     pad_token_id: int
     min_response_length: int = 0
+    environment: Environment | None = None
+    turn_length: int | None = None
 
 
 @dataclass(frozen=True)

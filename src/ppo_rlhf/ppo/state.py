@@ -17,12 +17,10 @@ from ppo_rlhf.core.kl import AdaptiveKLController, FixedKLController, KLControll
 from ppo_rlhf.core.statistics import RunningMoments
 from ppo_rlhf.models.averages import WeightAverage
 from ppo_rlhf.models.critic import Critic, SharedCritic
-from ppo_rlhf.models.forward import backbone_of, logits_of, packs
+from ppo_rlhf.models.forward import backbone_of, packs
 from ppo_rlhf.models.probe import check_causal
-from ppo_rlhf.models.tokenizers import stop_token_ids
 from ppo_rlhf.ppo.alarms import kl_alarms
 from ppo_rlhf.ppo.logprobs import CriticForward, PolicyForward
-from ppo_rlhf.ppo.models import prepare_to_train
 from ppo_rlhf.ppo.optimisers import build_optimizer, check_trains, peak_learning_rates
 from ppo_rlhf.ppo.precision import make_accelerator, wrap
 from ppo_rlhf.ppo.sampling import SamplingSettings
@@ -129,21 +127,18 @@ class TrainingState:
         critic: Critic | SharedCritic,
         tokenizer: PreTrainedTokenizerBase,
         config: PPOConfig,
+        sampling: SamplingSettings,
     ) -> TrainingState:
         """Start a run: fresh optimisers, counters at zero, forward passes wrapped for the run's processes.
 
+        `ppo.models.build_state` prepares the models for it.
+
         Raises:
-            ConfigError: The stop token cannot be resolved with this tokenizer.
-            ModelError: The critic reads tokens that come later, gradient checkpointing or compilation does not fit an
-                architecture, all weights of a model are frozen, or the policy has no stop token.
+            ModelError: The critic reads tokens that come later, or all weights of a model are frozen.
         """
         check_trains(policy, "policy")
         check_trains(critic, "critic")
         check_causal(critic.backbone, "the value model")
-        packs(backbone_of(policy))  # models are probed before they are wrapped and compiled
-        packs(critic.backbone)
-        logits_of(policy)
-        prepare_to_train(policy, critic, config)
         shared = isinstance(critic, SharedCritic)
         accelerator = make_accelerator(
             config, policy.device, finds_unused=shared and config.critic_warmup_iterations > 0
@@ -158,7 +153,7 @@ class TrainingState:
             critic=critic,
             tokenizer=tokenizer,
             config=config,
-            sampling=sampling_settings(config, tokenizer, policy),
+            sampling=sampling,
             accelerator=accelerator,
             policy_forward=wrap(accelerator, policy_forward),
             critic_forward=None if critic_forward is None else wrap(accelerator, critic_forward),
@@ -225,24 +220,3 @@ def build_kl_controller(config: PPOConfig) -> KLController:
     if config.kl_controller == "fixed":
         return FixedKLController(config.kl_coef)
     return AdaptiveKLController(config.kl_coef, config.kl_target, config.kl_horizon)
-
-
-def sampling_settings(
-    config: PPOConfig, tokenizer: PreTrainedTokenizerBase, policy: PreTrainedModel
-) -> SamplingSettings:
-    """Return how responses are drawn with this tokenizer and model."""
-    return SamplingSettings(
-        response_length=config.response_length,
-        temperature=config.temperature,
-        top_k=config.top_k,
-        top_p=config.top_p,
-        stop_token_ids=stop_token_ids(
-            tokenizer,
-            policy.generation_config,
-            stop_token=config.stop_token,
-            stop_token_id=config.stop_token_id,
-            vocabulary=policy.config.get_text_config().vocab_size,
-        ),
-        pad_token_id=int(tokenizer.pad_token_id),
-        min_response_length=config.min_response_length,
-    )

@@ -21,10 +21,9 @@ from ppo_rlhf.core.errors import ConfigError, DivergenceError
 from ppo_rlhf.core.kl import kl_estimate
 from ppo_rlhf.core.losses import clipped_policy_loss, clipped_value_loss, importance_weights
 from ppo_rlhf.models.gradient_checkpointing import recomputing
-from ppo_rlhf.ppo.batch import SequenceBatch
+from ppo_rlhf.ppo.batch import Minibatch, SequenceBatch
 from ppo_rlhf.ppo.experience import Experience, learning_mask
 from ppo_rlhf.ppo.metrics import StepSums, Update, add_over_processes
-from ppo_rlhf.ppo.minibatches import Minibatch
 from ppo_rlhf.ppo.optimisers import set_learning_rates
 from ppo_rlhf.ppo.precision import autocast, deterministic
 from ppo_rlhf.ppo.state import TrainingState

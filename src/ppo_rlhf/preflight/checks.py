@@ -25,18 +25,18 @@ from ppo_rlhf.models.compilation import layers_of
 from ppo_rlhf.models.forward import backbone_of
 from ppo_rlhf.models.gradient_checkpointing import check_gradient_checkpointing
 from ppo_rlhf.models.tokenizers import same_vocabulary, train_word_tokenizer
-from ppo_rlhf.ppo.episodes import call_environment
+from ppo_rlhf.ppo.environments import call_environment
 from ppo_rlhf.ppo.models import check_device, check_libraries, lora_settings
 from ppo_rlhf.ppo.precision import resolve_device
 from ppo_rlhf.preflight.request import MADE_BY, MODELS, MODELS_LAYER, PROMPTS, TABLES, RunRequest
+from ppo_rlhf.rewards.config import RewardConfig
 from ppo_rlhf.rewards.functions import (
-    TURNS,
     call_reward_function,
     call_token_reward_function,
     check_column_names,
     load_function,
 )
-from ppo_rlhf.rewards.scorers import RewardConfig
+from ppo_rlhf.rewards.scoring import TURNS
 from ppo_rlhf.rewards.shaping import check_token_rewards
 from ppo_rlhf.studies.critic_pretraining import CriticPretrainingConfig, pretraining_config
 from ppo_rlhf.supervised import preferences

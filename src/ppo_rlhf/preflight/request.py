@@ -16,7 +16,7 @@ from ppo_rlhf.datasets import PretrainedModelDataset
 from ppo_rlhf.evaluation.policy import EvaluationConfig, resolve_judge
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.paths import path_of, shown
-from ppo_rlhf.rewards.scorers import RewardConfig
+from ppo_rlhf.rewards.config import RewardConfig
 
 T = TypeVar("T")
 

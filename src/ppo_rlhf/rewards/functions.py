@@ -18,12 +18,12 @@ from typing import Any, cast
 import torch
 
 from ppo_rlhf.core.errors import DataError, RewardError
+from ppo_rlhf.rewards.scoring import TURNS
 from ppo_rlhf.signals import TerminationSignal, named_if_slow
 
 RewardFunction = Callable[..., list[float]]
 
 RESPONSE_IDS = "completion_ids"
-TURNS = "turns"
 _ON_REQUEST = (RESPONSE_IDS, TURNS)  # for functions that name them
 _OURS = ("prompts", "completions", *_ON_REQUEST)
 

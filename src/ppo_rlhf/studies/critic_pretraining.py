@@ -18,18 +18,19 @@ from ppo_rlhf.config.settings_group import settings_group
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.core.randomness import generator
 from ppo_rlhf.core.statistics import explained_variance
-from ppo_rlhf.data.prompts import PromptDataset
+from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.models.adapters import has_adapter, merged
 from ppo_rlhf.models.critic import Critic
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.ppo.experience import Scores, critic_values
 from ppo_rlhf.ppo.loop import estimate_advantages, generate_rollouts, iterate, score_responses, shape_rewards
-from ppo_rlhf.ppo.models import build_critic, load_policies
+from ppo_rlhf.ppo.models import build_critic, build_state, load_policies
 from ppo_rlhf.ppo.precision import resolve_device
 from ppo_rlhf.ppo.rollout import Rollouts
 from ppo_rlhf.ppo.state import TrainingState
-from ppo_rlhf.rewards.scorers import RewardScorer
+from ppo_rlhf.rewards.scorers import check_room
+from ppo_rlhf.rewards.scoring import RewardScorer
 
 STEP, EXPLAINED_VARIANCE, HELD_OUT = "step", "critic/explained_variance", "critic/eval_explained_variance"
 LOGGED = {
@@ -111,9 +112,9 @@ def pretrain_critic(
     policy, reference = load_policies(sft_policy, config, resolve_device(config.device))
     critic = build_critic(config, policy.model, scorer.model, policy.value_head)
     assert isinstance(critic, Critic)  # `value_model` cannot be shared here
-    state = TrainingState.create(policy.model, critic, policy.tokenizer, config)
+    state = build_state(policy.model, critic, policy.tokenizer, config)
     for dataset in (prompts, held_out_prompts):
-        scorer.check_room(dataset.prompt_ids, config.response_length, state.sampling.stop_token_ids)
+        check_room(scorer, dataset.prompt_ids, config.response_length, state.sampling.stop_token_ids)
     held_out = generate_rollouts(state, reference, held_out_prompts, _whole(config, len(held_out_prompts)))
     before = score_responses(held_out, scorer, state)
     history: list[dict[str, float]] = []

@@ -12,13 +12,14 @@ from transformers import PreTrainedModel
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.settings_group import settings_group
-from ppo_rlhf.data.prompts import PromptDataset
+from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.ppo.loop import train
-from ppo_rlhf.ppo.models import build_critic, load_policies, load_stored_critic
+from ppo_rlhf.ppo.models import build_critic, build_state, load_policies, load_stored_critic
 from ppo_rlhf.ppo.precision import resolve_device
 from ppo_rlhf.ppo.state import TrainingState
-from ppo_rlhf.rewards.scorers import RewardScorer
+from ppo_rlhf.rewards.scorers import check_room
+from ppo_rlhf.rewards.scoring import RewardScorer
 
 TOLERANCE = 0.25
 """The adaptive controller reached its target if the KL at the end is at most this share of it away."""
@@ -76,8 +77,8 @@ def train_setting(
     policy, reference = load_policies(sft_policy, config, resolve_device(config.device))
     stored = load_stored_critic(stored_critic, config)
     critic = build_critic(config, policy.model, scorer.model, policy.value_head, stored)
-    state = TrainingState.create(policy.model, critic, policy.tokenizer, config)
-    scorer.check_room(prompts.prompt_ids, config.response_length, state.sampling.stop_token_ids)
+    state = build_state(policy.model, critic, policy.tokenizer, config)
+    check_room(scorer, prompts.prompt_ids, config.response_length, state.sampling.stop_token_ids)
     train(state, reference, prompts, scorer, after_iteration)
     return state, reference
 

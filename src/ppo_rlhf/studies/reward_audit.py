@@ -11,10 +11,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ppo_rlhf.config.settings_group import settings_group
-from ppo_rlhf.data.prompts import PromptDataset
+from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.evaluation.best_of_n import PROMPT, best_of_n_curve, by_prompt
 from ppo_rlhf.evaluation.comparison import distinct_n
-from ppo_rlhf.rewards.scorers import ResponseBatch, RewardScorer
+from ppo_rlhf.rewards.scoring import ResponseBatch, RewardScorer
 from ppo_rlhf.supervised import preferences as pairs
 from ppo_rlhf.supervised.reward_training import (
     RELIABLE_ACCURACY,

@@ -17,7 +17,8 @@ from ppo_rlhf.config.settings_group import Seed, settings_group
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.core.randomness import permutation
 from ppo_rlhf.data.chats import is_text, read_chat, render_chat
-from ppo_rlhf.data.tables import as_json, hold_out
+from ppo_rlhf.data.prompt_dataset import as_json
+from ppo_rlhf.data.tables import hold_out
 from ppo_rlhf.models.tokenizers import append_end, encode_texts
 
 logger = logging.getLogger(__name__)

@@ -16,11 +16,11 @@ from ppo_rlhf import processes
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.core.randomness import episode_prompts, episode_uniforms
 from ppo_rlhf.data.chats import is_text, join_chats, read_text_or_chat, render_chat
-from ppo_rlhf.data.prompts import PromptDataset
+from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.models.tokenizers import append_end, encode_texts, end_of_turn_id, special_ids
 from ppo_rlhf.ppo.sampling import SamplingSettings, generate_responses
 from ppo_rlhf.rewards.functions import RewardFunction, call_reward_function
-from ppo_rlhf.rewards.scorers import close_response
+from ppo_rlhf.rewards.model_scorer import close_response
 
 COLUMNS = ("prompt", "chosen", "rejected", "chosen_ids", "rejected_ids")
 _STREAM = "preferences"

@@ -15,7 +15,7 @@ from ppo_rlhf.core.errors import TrainingError
 from ppo_rlhf.data.tables import hold_out
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel, check_vocabulary, context_length
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
-from ppo_rlhf.rewards.scorers import score_sequences
+from ppo_rlhf.rewards.model_scorer import score_sequences
 from ppo_rlhf.supervised.optimisation import History, OptimisationConfig, Watch, advice
 
 logger = logging.getLogger(__name__)

@@ -17,26 +17,21 @@ from ppo_rlhf.checkpoints.resume import MENDABLE
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError, DataError, ModelError, RewardError
 from ppo_rlhf.core.responses import response_lengths
-from ppo_rlhf.data.prompts import PromptDataset, fitted, read_prompts
+from ppo_rlhf.data.prompt_dataset import PromptDataset
+from ppo_rlhf.data.prompts import fitted, read_prompts
 from ppo_rlhf.data.tables import table_of_columns, table_of_rows
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.models.offloading import to_host
 from ppo_rlhf.models.reward_model import why_no_reward_model
 from ppo_rlhf.models.tokenizers import ensure_pad_id, ensure_pad_token, same_vocabulary
+from ppo_rlhf.ppo.models import sampling_settings
 from ppo_rlhf.ppo.precision import frozen_dtype
 from ppo_rlhf.ppo.sampling import Responses, SamplingSettings
-from ppo_rlhf.ppo.state import sampling_settings
+from ppo_rlhf.rewards.config import RewardComponentConfig, RewardConfig
 from ppo_rlhf.rewards.functions import check_column_names
-from ppo_rlhf.rewards.scorers import (
-    NOTHING_TO_OFFLOAD,
-    ModelScorer,
-    ResponseBatch,
-    RewardComponentConfig,
-    RewardConfig,
-    RewardScorer,
-    build_reward_scorer,
-    score_by_function,
-)
+from ppo_rlhf.rewards.model_scorer import ModelScorer
+from ppo_rlhf.rewards.scorers import NOTHING_TO_OFFLOAD, build_reward_scorer, functions_of, score_by_function
+from ppo_rlhf.rewards.scoring import ResponseBatch, RewardScorer
 from ppo_rlhf.rewards.shaping import check_token_rewards
 from ppo_rlhf.trainer.models import HOST, check_same_vocabulary, take_over
 
@@ -169,17 +164,17 @@ def origin_of(scorer: RewardScorer | None) -> dict[str, Any]:
     """Return what a resumed run compares of its reward: its parts, and its functions, which may be mended."""
     if scorer is None:
         return {}
-    parts = {name: value for name, value in vars(scorer).items() if name not in ("functions", "_components")}
-    return {"reward": [type(scorer), parts], MENDABLE: scorer.functions or None}
+    parts = {name: value for name, value in vars(scorer).items() if name != "components"}
+    return {"reward": [type(scorer), parts], MENDABLE: functions_of(scorer) or None}
 
 
 def try_functions(scorer: RewardScorer, prompts: PromptDataset, config: PPOConfig) -> None:
     """Raise if a function fails on two prompts that stand for responses, as the pipeline does before a run."""
-    if scorer.functions:
+    if functions_of(scorer):
         check_column_names(prompts.columns, "prompts")
     few = prompts.select(range(min(2, len(prompts))))
     batch = ResponseBatch(few.texts, few.texts, few.columns, few.prompt_ids, few.prompt_ids, [True] * len(few))
-    if 2 in [function(batch).dim() for function in scorer.functions]:
+    if 2 in [function(batch).dim() for function in functions_of(scorer)]:
         check_token_rewards(config)
 
 

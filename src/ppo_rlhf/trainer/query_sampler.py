@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ppo_rlhf.core.errors import ConfigError, DataError
 from ppo_rlhf.core.randomness import episode_uniforms
-from ppo_rlhf.data.prompts import PromptDataset
+from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.ppo.rollout import sample_responses
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.processes import is_main_process
@@ -82,7 +82,6 @@ class QuerySampler:
         started = time.perf_counter()
         generated = sample_responses(
             state.policy,
-            state.tokenizer,
             PromptDataset(prompt_ids, [""] * len(prompt_ids), {}),
             self._noise(len(prompt_ids))[:, : settings.response_length],
             settings,

@@ -28,13 +28,14 @@ from ppo_rlhf.checkpoints.store import CheckpointRequest, write_checkpoint
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError, ConfigError, DataError, TrainingError
 from ppo_rlhf.core.fingerprints import fingerprint
-from ppo_rlhf.data.prompts import PromptDataset
+from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.locks import lock_run
 from ppo_rlhf.ppo import loop
+from ppo_rlhf.ppo.models import build_state
 from ppo_rlhf.ppo.precision import precision_warning, resolve_device
 from ppo_rlhf.ppo.rollout import complete_rollouts
-from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.processes import check_alike, check_launch, from_main, is_main_process, on_main, wait_for_all
+from ppo_rlhf.rewards.scorers import check_room
 from ppo_rlhf.trainer import inputs as trainer_inputs
 from ppo_rlhf.trainer.models import ModelSource, context_of_all, take_critic, take_policies
 from ppo_rlhf.trainer.progress import say, watched
@@ -115,13 +116,13 @@ class PPOTrainer:
         rest = {**trainer_inputs.origin_of(self._scorer), "prompts": self._prompts}
         origin = {name: fingerprint(value) for name, value in {**models, **rest}.items() if value is not None}
         check_alike("PPOTrainer", config=config, **origin)
-        self.state = TrainingState.create(start.model, critic, start.tokenizer, config)
+        self.state = build_state(start.model, critic, start.tokenizer, config)
         self.state.origin = origin
         self._folders: set[Path] = set()  # of checkpoints, which are this run's
         self._sampler = QuerySampler(self.state, limit)
         if self._scorer is not None and self._prompts is not None:
             stops = self.state.sampling.stop_token_ids
-            self._scorer.check_room(self._prompts.prompt_ids, config.response_length, stops)
+            check_room(self._scorer, self._prompts.prompt_ids, config.response_length, stops)
         if is_main_process():
             self._warn()
 

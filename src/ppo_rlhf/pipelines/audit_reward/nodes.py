@@ -7,16 +7,17 @@ import pandas as pd
 from plotly import graph_objects as go
 
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.data.prompts import PromptDataset
+from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.evaluation import best_of_n as sampled
 from ppo_rlhf.evaluation.best_of_n import BestOfNConfig, best_of_n_curve
 from ppo_rlhf.evaluation.policy import EvaluationConfig, resolve_judge
 from ppo_rlhf.models.loading import PretrainedHandle, context_length
 from ppo_rlhf.models.tokenizers import stop_token_ids
 from ppo_rlhf.pipelines.audit_reward.chart import audit_figure
+from ppo_rlhf.ppo.models import sampling_settings
 from ppo_rlhf.ppo.precision import frozen_dtype, resolve_device
-from ppo_rlhf.ppo.state import sampling_settings
-from ppo_rlhf.rewards.scorers import RewardConfig, RewardScorer
+from ppo_rlhf.rewards.config import RewardConfig
+from ppo_rlhf.rewards.scoring import RewardScorer
 from ppo_rlhf.studies import reward_audit
 from ppo_rlhf.studies.reward_audit import AuditConfig
 from ppo_rlhf.supervised.reward_training import RewardModellingConfig

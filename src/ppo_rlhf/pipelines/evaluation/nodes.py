@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 from ppo_rlhf.checkpoints.model_card import place, with_result
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ModelError
-from ppo_rlhf.data.prompts import PromptDataset, PromptsConfig, read_prompts, reader_of
+from ppo_rlhf.data.prompt_dataset import PromptDataset
+from ppo_rlhf.data.prompts import PromptsConfig, read_prompts, reader_of
 from ppo_rlhf.evaluation.comparison import before_after, compare_evaluations, conclude, sample_pairs
 from ppo_rlhf.evaluation.policy import EvaluationConfig, PolicyEvaluation, evaluate_policy, resolve_judge
 from ppo_rlhf.evaluation.since_best import exploits_reward, exploits_since_best
@@ -22,9 +23,10 @@ from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.offloading import to_host
 from ppo_rlhf.models.tokenizers import same_vocabulary
 from ppo_rlhf.pipelines.reporting.wording import headline, measure, remarks, result_section
+from ppo_rlhf.ppo.models import sampling_settings
 from ppo_rlhf.ppo.precision import frozen_dtype, resolve_device, trained_dtype
-from ppo_rlhf.ppo.state import sampling_settings
-from ppo_rlhf.rewards.scorers import RewardConfig, build_reward_scorer, reward_model_accuracy
+from ppo_rlhf.rewards.config import RewardConfig
+from ppo_rlhf.rewards.scorers import build_reward_scorer, reward_model_accuracy
 
 logger = logging.getLogger(__name__)
 

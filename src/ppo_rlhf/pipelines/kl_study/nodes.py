@@ -10,7 +10,7 @@ from plotly import graph_objects as go
 from transformers import PreTrainedModel
 
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.data.prompts import PromptDataset
+from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.evaluation.best_of_n import best_of_n_curve
 from ppo_rlhf.evaluation.comparison import compare_evaluations
 from ppo_rlhf.evaluation.policy import EvaluationConfig, PolicyEvaluation, evaluate_policy, resolve_judge
@@ -19,7 +19,7 @@ from ppo_rlhf.pipelines.kl_study.charts import frontier_figure, kl_figure
 from ppo_rlhf.pipelines.kl_study.child_run import Log, child_runs
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.progress import reporting
-from ppo_rlhf.rewards.scorers import RewardScorer
+from ppo_rlhf.rewards.scoring import RewardScorer
 from ppo_rlhf.studies.kl_study import KLStudyConfig, findings, settings_of, train_setting
 
 log = logging.getLogger(__name__)

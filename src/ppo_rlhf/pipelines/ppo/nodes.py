@@ -14,17 +14,20 @@ from ppo_rlhf.checkpoints.model_files import exported_policy
 from ppo_rlhf.checkpoints.resume import restore
 from ppo_rlhf.checkpoints.store import TRAINING_KL, CheckpointRequest
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.data.prompts import PromptDataset, PromptsConfig, find_evaluated, read_prompts, reader_of, split_held_out
+from ppo_rlhf.data.prompt_dataset import PromptDataset
+from ppo_rlhf.data.prompts import PromptsConfig, find_evaluated, read_prompts, reader_of, split_held_out
 from ppo_rlhf.evaluation.comparison import check_right_or_wrong, compare_evaluations, conclude
 from ppo_rlhf.evaluation.policy import EvaluationConfig, PolicyEvaluation, evaluate_policy, resolve_judge
 from ppo_rlhf.evaluation.since_best import since_best
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.ppo import loop
 from ppo_rlhf.ppo.loop import Experience, Rollouts, Scores, ShapedRewards
-from ppo_rlhf.ppo.models import build_critic, load_policies, load_stored_critic
+from ppo_rlhf.ppo.models import build_critic, build_state, load_policies, load_stored_critic, sampling_settings
 from ppo_rlhf.ppo.precision import frozen_dtype, resolve_device
-from ppo_rlhf.ppo.state import TrainingState, sampling_settings
-from ppo_rlhf.rewards.scorers import RewardConfig, RewardScorer, build_reward_scorer
+from ppo_rlhf.ppo.state import TrainingState
+from ppo_rlhf.rewards.config import RewardConfig
+from ppo_rlhf.rewards.scorers import build_reward_scorer, check_room
+from ppo_rlhf.rewards.scoring import RewardScorer
 from ppo_rlhf.token_view import TokenSamples, sample_tokens
 
 log = logging.getLogger(__name__)
@@ -111,8 +114,8 @@ def initialise_training_state(
     critic = build_critic(ppo_config, policy.model, reward_scorer.model, policy.value_head, stored)
     if pretrained_critic is not None and stored is not None:
         log.info("The critic starts as %s.", pretrained_critic.source)
-    state = TrainingState.create(policy.model, critic, policy.tokenizer, ppo_config)
-    reward_scorer.check_room(prompt_dataset.prompt_ids, ppo_config.response_length, state.sampling.stop_token_ids)
+    state = build_state(policy.model, critic, policy.tokenizer, ppo_config)
+    check_room(reward_scorer, prompt_dataset.prompt_ids, ppo_config.response_length, state.sampling.stop_token_ids)
     if resume_checkpoint is not None:
         restore(state, resume_checkpoint)
     return state

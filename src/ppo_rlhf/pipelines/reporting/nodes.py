@@ -29,7 +29,8 @@ from ppo_rlhf.pipelines.reporting.charts import (
 from ppo_rlhf.pipelines.reporting.page import render_page, training_note
 from ppo_rlhf.pipelines.reporting.wording import headline, remarks, table_rows
 from ppo_rlhf.processes import is_main_process
-from ppo_rlhf.rewards.scorers import RewardConfig, reward_model_accuracy
+from ppo_rlhf.rewards.config import RewardConfig
+from ppo_rlhf.rewards.scorers import reward_model_accuracy
 from ppo_rlhf.token_view import TokenSamples, render_view
 
 _FROM_GLOBALS = ("seed", "prompts_path")

@@ -9,8 +9,8 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.data.prompts import PromptsConfig, read_prompts, reader_of, split_held_out
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
+from ppo_rlhf.ppo.models import sampling_settings
 from ppo_rlhf.ppo.precision import resolve_device
-from ppo_rlhf.ppo.state import sampling_settings
 from ppo_rlhf.progress import watching
 from ppo_rlhf.rewards.functions import load_function
 from ppo_rlhf.supervised import preferences as pairs

@@ -16,7 +16,7 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import RewardError
 from ppo_rlhf.data.prompts import PromptsConfig
 from ppo_rlhf.models.loading import TrainedModel
-from ppo_rlhf.rewards.scorers import RewardConfig
+from ppo_rlhf.rewards.config import RewardConfig
 from toy_ppo.saves import SaveRequest
 
 ERRORS = {error.__name__: error for error in (ZeroDivisionError, SystemExit, asyncio.CancelledError, RewardError)}

@@ -1,0 +1,81 @@
+"""The settings of the reward: its components, their weights and names."""
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from ppo_rlhf.config.settings_group import settings_group
+from ppo_rlhf.core.errors import ConfigError
+from ppo_rlhf.rewards.functions import split_reference
+
+LONGEST_METRIC_NAME = 250
+"""The most characters of a metric's key in MLflow."""
+
+
+def check_metric_name(name: str, what: str, key: str, *, taken: bool = False, snake_case: bool = False) -> None:
+    """Raise `ConfigError` if a user's name for `what` does not make a metric `key` that is new and that MLflow takes.
+
+    A key that breaks MLflow's rules loses all metrics that are logged with it.
+    """
+    pattern, allowed = r"\w[\w.\- ]*", "letters, digits, underscores, dashes, periods and spaces"
+    if snake_case:
+        pattern, allowed = r"[a-z][a-z0-9_]*", "lower-case letters, digits and underscores, not end in _sft or _se"
+    if taken or not re.fullmatch(pattern, name) or len(key) > LONGEST_METRIC_NAME:
+        raise ConfigError(
+            f"{name!r} cannot name {what}: it makes the metric {key}, of at most {LONGEST_METRIC_NAME} characters, so "
+            f"it must be {allowed}, and not be, or begin or end like, a metric that exists"
+        )
+
+
+@settings_group("reward.components")
+class RewardComponentConfig:
+    """One term of the reward."""
+
+    type: Literal["model", "function"]
+    """`model`: the catalog's `reward_model`. `function`: Python, `reward(prompts, completions, **columns)`; see
+    docs/rewards.md."""
+    weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0
+    """Factor in the sum; negative for a penalty."""
+    function: str | None = None
+    """`module:name`, found from the project's directory, its `src`, and the Python path; for type `function`."""
+    name: str | None = None
+    """What its metric is called (`reward/<name>`); by default `model` or the function's name."""
+
+    def __post_init__(self) -> None:
+        if self.type == "function" and not self.function:
+            raise ConfigError("a component of type function needs function: module:name.")
+        if self.type == "model" and self.function:
+            raise ConfigError(f"function={self.function} belongs to type function, not model.")
+        if self.function is not None:
+            split_reference(self.function)
+        title = self.title if self.name is None else self.name
+        check_metric_name(title, "a component of reward", f"reward/{title}")
+
+    @property
+    def title(self) -> str:
+        """The component's name in metrics and errors."""
+        return self.name or (split_reference(self.function)[1] if self.function else self.type)
+
+
+@settings_group("reward")
+class RewardConfig:
+    """The reward of a response: the weighted sum of its components."""
+
+    components: Annotated[list[RewardComponentConfig], Field(min_length=1)]
+    """The terms, each a mapping with the settings of `reward.components`."""
+
+    def __post_init__(self) -> None:
+        titles = [component.title for component in self.components]
+        repeated = sorted({title for title in titles if titles.count(title) > 1})
+        if repeated:
+            raise ConfigError(f"reward.components: two components are called {repeated[0]}. Give each its own name.")
+
+    @property
+    def needs_model(self) -> bool:
+        """Whether any component is the reward model."""
+        return any(component.type == "model" for component in self.components)
+
+    def is_judge(self, judge: str | None) -> bool:
+        """Return whether a judge `module:name` is this reward or a part of it; None: the reward decides."""
+        return judge in {None, *(component.function for component in self.components if component.weight > 0.0)}

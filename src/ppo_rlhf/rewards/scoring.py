@@ -1,0 +1,96 @@
+"""Scores of responses: what rewards are given and return, and their weighted sum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+TURNS = "turns"
+
+
+@dataclass(frozen=True)
+class ResponseBatch:
+    """N responses, as text for functions and as tokens for models.
+
+    Attributes:
+        prompts: Texts of the prompts.
+        completions: Texts of the responses, special tokens left out.
+        columns: The prompt table's other columns, N entries each.
+        prompt_ids: Tokens of the prompts.
+        response_ids: Tokens of the responses; one that stopped ends in its stop token.
+        terminated: Whether each response stopped by itself (False: it was cut off at its length).
+        turns: Texts of the turns of each response: the policy's, the environment's reply, the policy's, ...; empty
+            where the policy writes one turn.
+        policy_mask: [N, T] bool, True on the policy's tokens; None: all tokens are the policy's.
+    """
+
+    prompts: list[str]
+    completions: list[str]
+    columns: dict[str, list[Any]]
+    prompt_ids: list[list[int]]
+    response_ids: list[list[int]]
+    terminated: list[bool]
+    turns: list[list[str]] = field(default_factory=list)
+    policy_mask: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    @property
+    def columns_with_turns(self) -> dict[str, list[Any]]:
+        """The columns and `turns`, which a function gets if it names them; a response without turns is one turn."""
+        return {**self.columns, TURNS: self.turns or [[text] for text in self.completions]}
+
+
+@dataclass(frozen=True)
+class ScoredResponses:
+    """Scores of N responses: `total` [N] is the weighted sum of `components`, each [N] and unweighted.
+
+    The score by a component that gives one number a token is the sum of its numbers. `token_rewards` [N, longest
+    response] is the weighted sum of such components by token, 0 behind a response; None if there is none.
+    """
+
+    total: Tensor
+    components: dict[str, Tensor]
+    token_rewards: Tensor | None = None
+
+
+Scoring = Callable[[ResponseBatch], Tensor]
+"""Returns one number a response, [N], or one a token, [N, longest response], 0 behind a response."""
+
+
+class RewardScorer:
+    """Scores responses by every component and sums them up."""
+
+    def __init__(self, components: Sequence[tuple[str, float, Scoring]], model: PreTrainedModel | None = None) -> None:
+        """Take (name, weight, scoring) of each component, and the reward model if one of them is."""
+        self.names = [name for name, _, _ in components]
+        self.model = model
+        self.components = list(components)
+
+    def score(self, batch: ResponseBatch) -> ScoredResponses:
+        """Return the scores, float64 on the CPU: float32 would lose small differences of large scores.
+
+        Of several processes each must be given the whole batch. The main process calls the functions, and each process
+        scores its share by the reward model; all get all scores.
+
+        Raises:
+            RewardError: A function raised, or a score is not a finite float32 number.
+        """
+        scores: dict[str, Tensor] = {}
+        total, token_rewards = torch.zeros(len(batch), dtype=torch.float64), None
+        for name, weight, scoring in self.components:
+            found = scoring(batch).to("cpu", torch.float64)
+            if found.dim() == 2:
+                if batch.policy_mask is not None:  # what the environment wrote is no action, and earns nothing
+                    found = torch.where(batch.policy_mask[:, : found.shape[1]], found, 0.0)
+                token_rewards = weight * found + (0.0 if token_rewards is None else token_rewards)
+                found = found.sum(-1)
+            scores[name] = found
+            total = total + weight * found
+        return ScoredResponses(total, scores, token_rewards)
