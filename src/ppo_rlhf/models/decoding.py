@@ -9,15 +9,14 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ppo_rlhf.models.capabilities import PROBE_ERRORS, are_close, hidden_states_alone, probe_ids, probed_once, probing
 from ppo_rlhf.models.forward import backbone_of, logits_of, packs
 from ppo_rlhf.models.packed_attention import PackedLayout, as_autocast, packed_hidden_states, take_rows
-from ppo_rlhf.models.probe import PROBE_ERRORS, are_close, hidden_states_alone, probe_ids, probing
 
 log = logging.getLogger(__name__)
 
@@ -88,16 +87,13 @@ class Decoder:
         return order
 
 
-_decodes: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
-
-
+@probed_once
 def decodes(model: PreTrainedModel) -> bool:
     """Return whether a `Decoder` gives the hidden states of whole passes; probed at the first call."""
-    if model not in _decodes:
-        _decodes[model] = packs(backbone_of(model)) and _decodes_like_whole_passes(model)
-        if not _decodes[model]:
-            log.info("%s is decoded by transformers' generate, which takes longer.", type(model).__name__)
-    return _decodes[model]
+    if packs(backbone_of(model)) and _decodes_like_whole_passes(model):
+        return True
+    log.info("%s is decoded by transformers' generate, which takes longer.", type(model).__name__)
+    return False
 
 
 def _decodes_like_whole_passes(model: PreTrainedModel) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from typing import cast
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +15,21 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from ppo_rlhf.core.errors import ModelError
+from ppo_rlhf.models.capabilities import (
+    PROBE_ERRORS,
+    are_close,
+    embedding_gradient,
+    hidden_states_alone,
+    probe_ids,
+    probed_once,
+    probing,
+)
 from ppo_rlhf.models.packed_attention import (
     packed_hidden_states,
     take_rows,
     use_packed_attention,
     use_padded_attention,
 )
-from ppo_rlhf.models.probe import PROBE_ERRORS, are_close, embedding_gradient, hidden_states_alone, probe_ids, probing
 from ppo_rlhf.models.token_rows import TokenRows, right_padded
 
 log = logging.getLogger(__name__)
@@ -48,18 +55,18 @@ def hidden_states_at(backbone: PreTrainedModel, rows: TokenRows, tokens: Tensor)
     return take_rows(hidden_states(backbone, rows), tokens)
 
 
+@probed_once
 def packs(backbone: PreTrainedModel) -> bool:
     """Return whether packed sequences get the hidden states that each gets alone; probed at the first call.
 
     Raises:
         ModelError: The model needs padding, and its hidden states beside padding are not those of the sequence alone.
     """
-    if backbone not in _packs:
-        _packs[backbone] = has_plain_attention(backbone) and _keeps_sequences_apart(backbone)
-        if not _packs[backbone]:
-            _check_padding(backbone)
-            log.info("%s needs padding: its forward passes compute padding, too.", type(backbone).__name__)
-    return _packs[backbone]
+    if has_plain_attention(backbone) and _keeps_sequences_apart(backbone):
+        return True
+    _check_padding(backbone)
+    log.info("%s needs padding: its forward passes compute padding, too.", type(backbone).__name__)
+    return False
 
 
 def logits_of(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
@@ -71,17 +78,11 @@ def logits_of(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
     Raises:
         ModelError: Neither gives the model's logits.
     """
-    if model not in _heads:
-        _heads[model] = _find_head(model)
-    output_class = _heads[model]
+    output_class = _find_head(model)
     if output_class is None:
         head: nn.Module = model.get_output_embeddings()
         return head
     return lambda states: _logits_by_own_forward(model, states, output_class)
-
-
-_packs: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
-_heads: WeakKeyDictionary[nn.Module, type[ModelOutput] | None] = WeakKeyDictionary()
 
 
 def has_plain_attention(backbone: PreTrainedModel) -> bool:
@@ -159,6 +160,7 @@ def _check_padding(backbone: PreTrainedModel) -> None:
         raise ModelError(f"{refusal} its gradients beside padding are not finite. It cannot be trained")
 
 
+@probed_once
 def _find_head(model: PreTrainedModel) -> type[ModelOutput] | None:
     """Return None where the output layer alone gives the logits, else the class of the backbone's output."""
     ids = probe_ids(model, 4)[None].to(model.device)

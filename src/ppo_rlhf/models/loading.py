@@ -32,6 +32,7 @@ from transformers.activations import NewGELUActivation
 from transformers.utils import cached_file
 
 from ppo_rlhf.core.errors import ModelError
+from ppo_rlhf.models.capabilities import check_causal
 from ppo_rlhf.models.directories import (
     CONFIG,
     WEIGHTS,
@@ -42,7 +43,6 @@ from ppo_rlhf.models.directories import (
     is_local,
     weight_files,
 )
-from ppo_rlhf.models.probe import check_causal
 from ppo_rlhf.models.quantisation import check_bitsandbytes, four_bit_config, settle_quantised
 from ppo_rlhf.models.quiet import errors_only, quiet_transformers
 from ppo_rlhf.models.reward_model import MODEL_TYPE, why_no_reward_model  # registers our reward model, too

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
+from ppo_rlhf.models.capabilities import PROBE_ERRORS, are_close, probe_ids, probed_once, probing
 from ppo_rlhf.models.forward import backbone_of, hidden_states_at, packs
-from ppo_rlhf.models.probe import PROBE_ERRORS, are_close, probe_ids, probing
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.models.token_rows import TokenRows, right_padded
 
 log = logging.getLogger(__name__)
-
-_ignores_padding: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
 def sequence_scores(model: PreTrainedModel, sequences: Sequence[Sequence[int]], pad_id: int) -> Tensor:
@@ -38,9 +35,7 @@ def sequence_scores(model: PreTrainedModel, sequences: Sequence[Sequence[int]], 
         last = rows.attention_mask.sum(-1).cumsum(0) - 1
         scores: Tensor = model.score(hidden_states_at(backbone_of(model), rows, last))
         return scores[:, 0]
-    if model not in _ignores_padding:
-        _ignores_padding[model] = _probe_padding(model)
-    return _padded_scores(model, rows) if _ignores_padding[model] else _scores_one_by_one(model, rows)
+    return _padded_scores(model, rows) if _ignores_padding(model) else _scores_one_by_one(model, rows)
 
 
 @torch.no_grad()
@@ -52,7 +47,8 @@ def reads_end(model: PreTrainedModel, eos: int | None) -> bool:
     return not are_close(*sequence_scores(model, [ids, [*ids, eos]], eos))
 
 
-def _probe_padding(model: PreTrainedModel) -> bool:
+@probed_once
+def _ignores_padding(model: PreTrainedModel) -> bool:
     """Return whether a model gives a padded batch the scores that its sequences have alone."""
     try:
         with probing(model):

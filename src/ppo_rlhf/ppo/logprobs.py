@@ -15,10 +15,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from ppo_rlhf.core.logprobs import token_entropy, token_logprobs
+from ppo_rlhf.models.capabilities import vocabulary_size
 from ppo_rlhf.models.critic import Critic, SharedCritic
 from ppo_rlhf.models.forward import backbone_of, hidden_states_at, logits_of
 from ppo_rlhf.models.packed_attention import take_rows
-from ppo_rlhf.models.probe import vocabulary_size
 from ppo_rlhf.ppo.batch import SequenceBatch, make_batch
 
 LOGITS_HELD = 2**24

@@ -16,9 +16,9 @@ from ppo_rlhf.core.errors import CheckpointError, TrainingError
 from ppo_rlhf.core.kl import AdaptiveKLController, FixedKLController, KLController
 from ppo_rlhf.core.statistics import RunningMoments
 from ppo_rlhf.models.averages import WeightAverage
+from ppo_rlhf.models.capabilities import check_causal
 from ppo_rlhf.models.critic import Critic, SharedCritic
 from ppo_rlhf.models.forward import backbone_of, packs
-from ppo_rlhf.models.probe import check_causal
 from ppo_rlhf.ppo.alarms import kl_alarms
 from ppo_rlhf.ppo.logprobs import CriticForward, PolicyForward
 from ppo_rlhf.ppo.optimisers import build_optimizer, check_trains, peak_learning_rates

@@ -16,11 +16,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError, ModelError
 from ppo_rlhf.models.adapters import has_adapter
+from ppo_rlhf.models.capabilities import check_causal
 from ppo_rlhf.models.critic import Critic
 from ppo_rlhf.models.directories import WEIGHTS, WEIGHTS_INDEX, is_local
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel, check_vocabulary, prepare, steady_context
 from ppo_rlhf.models.offloading import to_host
-from ppo_rlhf.models.probe import check_causal
 from ppo_rlhf.models.tokenizers import ensure_pad_token
 from ppo_rlhf.ppo.models import (
     AnyCritic,

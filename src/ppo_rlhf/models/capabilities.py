@@ -1,10 +1,15 @@
-"""Probes: forward passes of a few tokens that show what a model can do, without knowing its architecture's name."""
+"""What a model can do: found by probes, forward passes of a few tokens, without knowing its architecture's name.
+
+Each probe runs once a model: `probed_once` keeps what it found.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import cast
+from functools import wraps
+from typing import Any, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +23,22 @@ times the effect of rounding, so that a resumed run gets the same answer with ot
 differs by more."""
 PROBE_ERRORS = (TypeError, ValueError, RuntimeError, NotImplementedError, AttributeError, LookupError)
 """What models raise when they are asked for something that they do not know."""
+
+Found = TypeVar("Found")
+_found: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()
+
+
+def probed_once(probe: Callable[[PreTrainedModel], Found]) -> Callable[[PreTrainedModel], Found]:
+    """Let a probe run at the first call with a model; later calls return what it found."""
+
+    @wraps(probe)
+    def found(model: PreTrainedModel) -> Found:
+        known = _found.setdefault(model, {})
+        if probe.__name__ not in known:
+            known[probe.__name__] = probe(model)
+        return cast(Found, known[probe.__name__])
+
+    return found
 
 
 @contextmanager
