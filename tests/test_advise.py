@@ -83,7 +83,7 @@ def test_the_newest_run_that_trained_is_judged(kedro: Kedro, toy_project: Path):
     lines = advised(kedro, toy_project)
     assert lines[0] == f"MLflow run {newest} (align, FINISHED): iteration 40 of 40"
     assert lines[1].startswith(EXPECTED)
-    assert lines[1].endswith("Raise ppo.kl_coef from 0.08 to 0.24.")
+    assert lines[1].endswith("Raise ppo.kl_coef by about a factor of 3 (now 0.08).")
     assert len(lines) == 2
     assert mlflow.active_run() is None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ class Case:
 
     fires: Spoilt
     silent: Spoilt
-    change: tuple[str, Any, Any] | None
+    change: tuple[Any, ...] | None  # setting, present value, factor, value
     settings: dict[str, Any] = field(default_factory=dict)
     settings_silent: dict[str, Any] = field(default_factory=dict)
 
@@ -35,76 +35,76 @@ CASES = {
     "rollout_mismatch": Case(
         {"policy/rollout_logprob_gap": curve(2e-3)},
         {"policy/rollout_logprob_gap": curve(9e-4)},
-        ("rollout_engine", "static", "hf"),
+        ("rollout_engine", "static", 1.0, "hf"),
     ),
     "kl_negative": Case(
         {"objective/kl": [-0.6 + 0.5 * n for n in NOISE]},  # the window's error is 0.5 x (10 / 9)^0.5 / 10^0.5 = 0.17
         {"objective/kl": [-0.4 + 0.5 * n for n in NOISE]},  # below 0 throughout, but by less than three errors
-        ("top_k", 50, 0),
+        ("top_k", 50, 1.0, 0),
         {"top_k": 50},
     ),
-    "kl_alarm": Case({"objective/kl": curve(30)}, {"objective/kl": curve(19.9)}, ("kl_coef", 0.08, 0.24)),
-    "kl_warning": Case({"objective/kl": curve(18)}, {"objective/kl": curve(14.9)}, ("kl_coef", 0.08, 0.14)),
-    "kl_collapsed": Case({"objective/kl": curve(4, 0.3)}, {"objective/kl": curve(4, 0.5)}, ("kl_coef", 0.08, 0.04)),
+    "kl_alarm": Case({"objective/kl": curve(30)}, {"objective/kl": curve(19.9)}, ("kl_coef", 0.08, 3.0)),
+    "kl_warning": Case({"objective/kl": curve(18)}, {"objective/kl": curve(14.9)}, ("kl_coef", 0.08, 1.8)),
+    "kl_collapsed": Case({"objective/kl": curve(4, 0.3)}, {"objective/kl": curve(4, 0.5)}, ("kl_coef", 0.08, 0.5)),
     "kl_penalty_too_strong": Case(
         {"objective/kl": curve(0.4), **FLAT_SCORE},
         {"objective/kl": curve(0.4), "eval/reward": [0.0, 0.0, 0.0, 0.3]},
-        ("kl_coef", 0.5, 0.1),
+        ("kl_coef", 0.5, 0.2),
         {"kl_coef": 0.5},
     ),
     "kl_off_target": Case(
         {"objective/kl": curve(8), "objective/kl_coef": curve(0.05)},
         {"objective/kl": curve(7.4), "objective/kl_coef": curve(0.05)},
-        ("kl_horizon", 200.0, 100.0),
+        ("kl_horizon", 200.0, 0.5),
         ADAPTIVE,
     ),
     "reward_hacked": Case(
         {"eval/since_best_score": [0.2, 0.3, -0.1, -0.2], "eval/since_best_p": [1.0, 1.0, 0.3, 0.04]},
         {"eval/since_best_score": [0.2, 0.3, -0.3, -0.2], "eval/since_best_p": [1.0, 1.0, 0.01, 0.06]},
-        ("kl_coef", 0.08, 0.16),
+        ("kl_coef", 0.08, 2.0),
     ),
     "diversity_lost": Case(
         {"eval/distinct_2": [0.23, 0.2, 0.15, 0.11]},
         {"eval/distinct_2": [0.23, 0.1, 0.15, 0.12]},
-        ("kl_coef", 0.08, 0.12),
+        ("kl_coef", 0.08, 1.5),
     ),
     "entropy_collapsed": Case(
         {"objective/entropy": curve(1.5, 0.49)},
         {"objective/entropy": curve(1.5, 0.51)},
-        ("kl_coef", 0.08, 0.12),
+        ("kl_coef", 0.08, 1.5),
     ),
     "steps_skipped": Case(
-        {"optimiser/skipped_steps": (0.0, 1.0)}, {"optimiser/skipped_steps": curve(0)}, ("learning_rate", 4e-4, 2e-4)
+        {"optimiser/skipped_steps": (0.0, 1.0)}, {"optimiser/skipped_steps": curve(0)}, ("learning_rate", 4e-4, 0.5)
     ),
     "score_fell": Case(
         {"eval/reward": [0.0, -0.2, -0.4, -0.6]},
         {"eval/reward": [0.0, -0.2, -0.6, -0.4]},
-        ("learning_rate", 4e-4, 2e-4),
+        ("learning_rate", 4e-4, 0.5),
     ),
     "update_too_large": Case(
         {"policy/approxkl_avg": curve(0.0, 0.32, 0.0, 0.0)},  # a window of it; (0.02 / 0.32) ** 0.5 = 1/4
         {"policy/approxkl_avg": [0.0, 0.9, *[0.0] * 38]},  # one batch
-        ("learning_rate", 4e-4, 1e-4),
+        ("learning_rate", 4e-4, 0.25),
     ),
     "update_too_small": Case(
         {"policy/approxkl_avg": curve(4e-5), "objective/kl": curve(0.01), **FLAT_SCORE},
         {"policy/approxkl_avg": curve(4e-5), "objective/kl": curve(0.01), "eval/reward": [0.0, 0.1, 0.2, 0.3]},
-        ("learning_rate", 4e-4, 2e-3),  # (1e-3 / 4e-5) ** 0.5 = 5
+        ("learning_rate", 4e-4, 5.0),  # (1e-3 / 4e-5) ** 0.5 = 5
     ),
     "drift_without_gain": Case(
         {"objective/kl": curve(8), "eval/reward": [0.3] * 4},  # a tenth of (2 x 8) ** 0.5 is 0.4
         {"objective/kl": curve(8), "eval/reward": [0.5] * 4},
-        ("gradient_accumulation_steps", 1, 2),
+        ("gradient_accumulation_steps", 1, 2.0),
     ),
     "value_loss_grows": Case(
         {"loss/value_avg": curve(0.2, 0.7), "val/explained_variance": curve(0.0)},
         {"loss/value_avg": curve(0.2, 0.7), "val/explained_variance": curve(0.3)},
-        ("value_learning_rate", 5e-4, 2.5e-4),
+        ("value_learning_rate", 5e-4, 0.5),
     ),
     "critic_is_poor": Case(
         {"val/explained_variance": curve(0.04)},
         {"val/explained_variance": curve(0.0, 0.06)},
-        ("value_learning_rate", 5e-4, 1e-3),
+        ("value_learning_rate", 5e-4, 2.0),
     ),
     "gradient_mostly_clipped": Case(
         {"policy/grad_norm": [0.3] * 30 + [5.0] * 6 + [0.3] * 4},  # six of the last ten iterations
@@ -112,18 +112,18 @@ CASES = {
         ("max_grad_norm", 1.0, 5.0),
     ),
     "much_clipped": Case(
-        {"policy/clipfrac_avg": curve(0.31, 0.1)}, {"policy/clipfrac_avg": curve(0.29)}, ("num_ppo_epochs", 4, 2)
+        {"policy/clipfrac_avg": curve(0.31, 0.1)}, {"policy/clipfrac_avg": curve(0.29)}, ("num_ppo_epochs", 4, 0.5)
     ),
     "values_much_clipped": Case(
-        {"val/clipfrac_avg": curve(0.7, 0.1)}, {"val/clipfrac_avg": curve(0.59)}, ("cliprange_value", 0.2, 0.4)
+        {"val/clipfrac_avg": curve(0.7, 0.1)}, {"val/clipfrac_avg": curve(0.59)}, ("cliprange_value", 0.2, 2.0)
     ),
     "truncated": Case(
         {"response/truncated_fraction": curve(0.1, 0.6)},
         {"response/truncated_fraction": curve(0.1, 0.49)},
-        ("missing_eos_penalty", None, 1.0),
+        ("missing_eos_penalty", None, 1.0, 1.0),
     ),
     "length_drifted": Case(
-        {"response/length": curve(10, 21)}, {"response/length": curve(10, 5.1)}, ("kl_coef", 0.08, 0.12)
+        {"response/length": curve(10, 21)}, {"response/length": curve(10, 5.1)}, ("kl_coef", 0.08, 1.5)
     ),
     "spread_lost": Case(
         {"objective/scores_std": curve(1.0, 0.09)},  # from iteration 21 on
@@ -131,6 +131,13 @@ CASES = {
         None,
     ),
 }
+
+
+def same_change(change: Change | None, expected: tuple[Any, ...] | None) -> bool:
+    if change is None or expected is None:
+        return change is expected
+    wanted = Change(*expected)
+    return math.isclose(change.factor, wanted.factor, rel_tol=1e-4) and replace(change, factor=wanted.factor) == wanted
 
 
 def fired(settings: dict[str, Any], spoilt: Spoilt | None = None, iterations: int = ITERATIONS) -> dict[str, Advice]:
@@ -150,7 +157,7 @@ def test_every_rule_has_a_case():
 def test_a_rule_fires_where_it_must_and_nowhere_else(rule):
     case = CASES[rule.name]
     advice = fired(case.settings, case.fires)[rule.name]
-    assert advice.change == (Change(*case.change) if case.change else None)
+    assert same_change(advice.change, case.change)
     assert re.search(r"\d", advice.seen)
     assert rule.name not in fired(case.settings_silent or case.settings, case.silent)
     assert rule.name not in fired(case.settings, case.fires, rule.iterations - 1)
@@ -171,39 +178,37 @@ CUT = {"response/truncated_fraction": curve(0.1, 0.8)}
 CLIPPED = {"policy/clipfrac_avg": curve(0.5)}
 
 # rule, settings, curves, the change
-BRANCHES: list[tuple[str, dict[str, Any], Spoilt, tuple[str, Any, Any] | None]] = [
-    ("kl_alarm", {"kl_coef": 0.05}, {"objective/kl": curve(500)}, ("kl_coef", 0.05, 0.2)),  # fourfold at most
-    ("kl_alarm", {"kl_coef": 0.0}, {"objective/kl": curve(25), "objective/scores_std": curve(10)},
-     ("kl_coef", 0.0, 0.5)),
-    ("kl_alarm", {"kl_coef": 0.0, "reward_normalisation": "running", "reward_scale": 2.0},
-     {"objective/kl": curve(25), "objective/scores_std": curve(10)}, ("kl_coef", 0.0, 0.1)),
-    ("kl_alarm", ADAPTIVE | {"kl_target": 30.0}, {"objective/kl": curve(25)}, ("kl_target", 30.0, 12.0)),
-    ("kl_alarm", ADAPTIVE, {"objective/kl": curve(25), "objective/kl_coef": curve(0.05)}, ("kl_horizon", 200.0, 100.0)),
-    ("kl_collapsed", {"kl_coef": 0.0}, {"objective/kl": curve(4, 0.3)}, ("learning_rate", 4e-4, 2e-4)),
-    ("kl_off_target", ADAPTIVE, HIGH | {"objective/kl_coef": (0.05, 0.1)}, ("kl_coef", 0.05, 0.094)),
-    ("kl_off_target", ADAPTIVE, LOW | {"objective/kl_coef": (0.05, 0.025)}, ("kl_coef", 0.05, 0.028)),
-    ("kl_off_target", ADAPTIVE, HIGH | {"objective/kl_coef": (0.05, 0.8)}, ("learning_rate", 4e-4, 2e-4)),
+BRANCHES: list[tuple[str, dict[str, Any], Spoilt, tuple[Any, ...] | None]] = [
+    ("kl_alarm", {"kl_coef": 0.05}, {"objective/kl": curve(500)}, ("kl_coef", 0.05, 4.0)),  # fourfold at most
+    ("kl_alarm", {"kl_coef": 0.0}, {"objective/kl": curve(25)}, ("kl_coef", 0.0, 1.0, 0.05)),
+    ("kl_alarm", ADAPTIVE | {"kl_target": 30.0}, {"objective/kl": curve(25)}, ("kl_target", 30.0, 0.4)),
+    ("kl_alarm", ADAPTIVE, {"objective/kl": curve(25), "objective/kl_coef": curve(0.05)}, ("kl_horizon", 200.0, 0.5)),
+    ("kl_collapsed", {"kl_coef": 0.0}, {"objective/kl": curve(4, 0.3)}, ("learning_rate", 4e-4, 0.5)),
+    ("kl_off_target", ADAPTIVE, HIGH | {"objective/kl_coef": (0.05, 0.1)}, ("kl_coef", 0.05, 1.8846)),
+    ("kl_off_target", ADAPTIVE, LOW | {"objective/kl_coef": (0.05, 0.025)}, ("kl_coef", 0.05, 0.5577)),
+    ("kl_off_target", ADAPTIVE, HIGH | {"objective/kl_coef": (0.05, 0.8)}, ("learning_rate", 4e-4, 0.5)),
     ("kl_off_target", ADAPTIVE | {"kl_horizon": 128.0}, LOW | {"objective/kl_coef": curve(0.05)},
-     ("learning_rate", 4e-4, 8e-4)),
+     ("learning_rate", 4e-4, 2.0)),
     ("rollout_mismatch", {"rollout_engine": "hf"}, {"policy/rollout_logprob_gap": curve(0.2)}, None),
-    ("rollout_mismatch", {}, {"policy/rollout_logprob_gap": [1e-2, *[1e-7] * 39]}, ("rollout_engine", "static", "hf")),
+    ("rollout_mismatch", {}, {"policy/rollout_logprob_gap": [1e-2, *[1e-7] * 39]},
+     ("rollout_engine", "static", 1.0, "hf")),
     ("entropy_collapsed", {}, {"objective/entropy": curve(1.5, 0.4), "objective/kl": curve(0.4)},
-     ("entropy_coef", 0.0, 0.01)),
-    ("steps_skipped", {"dtype": "float16"}, {"optimiser/skipped_steps": (0.0, 8.0)}, ("dtype", "float16", "bfloat16")),
+     ("entropy_coef", 0.0, 1.0, 0.01)),
+    ("steps_skipped", {"dtype": "float16"}, {"optimiser/skipped_steps": (0.0, 8.0)},
+     ("dtype", "float16", 1.0, "bfloat16")),
     ("critic_is_poor", {"value_learning_rate": None}, {"val/explained_variance": curve(0.0)},
-     ("value_learning_rate", 4e-4, 8e-4)),
-    ("critic_is_poor", SHARED, {"val/explained_variance": curve(0.0)}, ("vf_coef", 0.1, 0.2)),
-    ("much_clipped", {"num_ppo_epochs": 1, "num_mini_batches": 2}, CLIPPED, ("learning_rate", 4e-4, 2e-4)),
+     ("value_learning_rate", 4e-4, 2.0)),
+    ("critic_is_poor", SHARED, {"val/explained_variance": curve(0.0)}, ("vf_coef", 0.1, 2.0)),
+    ("much_clipped", {"num_ppo_epochs": 1, "num_mini_batches": 2}, CLIPPED, ("learning_rate", 4e-4, 0.5)),
     ("truncated", {"missing_eos_penalty": 1.0}, CUT, ("missing_eos_penalty", 1.0, 2.0)),
-    ("truncated", {"reward_scale": 0.2}, CUT | {"objective/scores_std": curve(3)}, ("missing_eos_penalty", None, 0.6)),
-    ("truncated", {}, {"response/truncated_fraction": curve(0.9, 0.8)}, ("response_length", 36, 54)),
-    ("truncated", {"truncated_responses": "mask"}, CUT, ("response_length", 36, 54)),  # excludes the penalty
+    ("truncated", {}, {"response/truncated_fraction": curve(0.9, 0.8)}, ("response_length", 36, 1.5)),
+    ("truncated", {"truncated_responses": "mask"}, CUT, ("response_length", 36, 1.5)),  # excludes the penalty
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "settings", "curves", "change"), BRANCHES)
 def test_the_change_depends_on_the_settings_and_the_curves(name: str, settings: Any, curves: Spoilt, change: Any):
-    assert fired(settings, curves)[name].change == (Change(*change) if change else None)
+    assert same_change(fired(settings, curves)[name].change, change)
 
 
 @pytest.mark.parametrize(

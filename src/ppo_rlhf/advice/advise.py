@@ -9,7 +9,7 @@ from typing import Any
 from ppo_rlhf.advice.curves import Run
 from ppo_rlhf.advice.rules import RULES, Rule
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.ppo.kl_rules import Change
+from ppo_rlhf.ppo.kl_rules import Change, allowed
 
 ENOUGH_ITERATIONS = 10
 """Most curves are not judged below this many iterations."""
@@ -48,9 +48,7 @@ def advise(config: PPOConfig, history: History) -> list[Advice]:
     for rule in RULES:
         is_refuted = getattr(run, rule.refuted_by, False)
         if run.iterations >= rule.iterations and rule.fires(run) and not is_refuted:
-            change = rule.change(run)
-            is_allowed = change is not None and change.is_allowed(config)
-            found.append(Advice(rule, rule.seen.format(s=run), change if is_allowed else None))
+            found.append(Advice(rule, rule.seen.format(s=run), allowed(rule.change(run), config)))
     return found
 
 
@@ -84,9 +82,10 @@ def in_words(config: PPOConfig, advice: list[Advice], history: History, most: in
 
 def _by_setting(advice: list[Advice]) -> list[list[Advice]]:
     """Group the advice by setting. An item that would move a setting the other way than an earlier item is left out."""
-    groups: dict[str | int, list[Advice]] = {}
+    groups: dict[str | int, tuple[bool, list[Advice]]] = {}
     for place, item in enumerate(advice):
-        group = groups.setdefault(item.change.setting if item.change else place, [])
-        if not group or not (item.change and group[0].change and item.change.is_opposite(group[0].change)):
+        setting, raises = (item.change.setting, item.change.factor > 1.0) if item.change else (place, False)
+        first_raises, group = groups.setdefault(setting, (raises, []))
+        if raises == first_raises:
             group.append(item)
-    return list(groups.values())
+    return [group for _, group in groups.values()]

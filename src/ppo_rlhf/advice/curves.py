@@ -45,9 +45,9 @@ class Run(KLSituation):
             kl_error=float(self.values("objective/kl").tail(self.window).sem()),
             highest_kl=self.highest("objective/kl"),
             kl_coef=self.last("objective/kl_coef"),
-            # a sparse reward may begin with zeros
-            deviation=self.start("objective/scores_std") or self.highest("objective/scores_std"),
         )
+        # a sparse reward may begin with zeros
+        self.deviation = self.start("objective/scores_std") or self.highest("objective/scores_std")
 
     def __format__(self, level: str) -> str:
         """Return a level with three digits: "last:objective/kl" is `last("objective/kl")`."""

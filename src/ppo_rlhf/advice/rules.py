@@ -13,12 +13,14 @@ from enum import Enum
 
 from ppo_rlhf.advice.curves import Run
 from ppo_rlhf.ppo import kl_rules
-from ppo_rlhf.ppo.kl_rules import KL_RULES, MOVED, USUAL_KL_COEF, Change, rounded, scaled, set_to
+from ppo_rlhf.ppo.kl_rules import KL_RULES, MOVED, USUAL_KL_COEF, Change, allowed, scaled, set_to
 
 FLAT = 0.25
 """Standard deviations of the score: two standard errors of 64 responses."""
 USUAL_ENTROPY_COEF = 0.01
 """arXiv:1707.06347, table 5."""
+USUAL_EOS_PENALTY = 1.0
+"""For scores of standard deviation 1, as of the demo; TRL's examples have 1, too."""
 LEARNING_UPDATE, CALM_UPDATE = 1e-3, 0.02
 """policy/approxkl_avg to aim at, nats per token. It grows with the square of the learning rate."""
 TINY_UPDATE = 1e-4
@@ -75,14 +77,11 @@ class Rule:
 # Conditions of more than a line.
 
 
-def _rollout_mismatch(r: Run) -> bool:
-    return r.rollout_gap > (0.05 if r.config.dtype in ("bfloat16", "float16") else 1e-3)
-
-
 def _updates_are_tiny(r: Run) -> bool:
     """With one step an iteration approxkl is 0 by definition: then only a weak penalty tells."""
     if r.config.num_ppo_epochs * r.config.num_mini_batches == 1:
-        return r.kl < MOVED and r.config.kl_coef <= 4 * USUAL_KL_COEF * r.spread
+        spread = r.config.reward_scale * (r.deviation if r.config.reward_normalisation == "none" else 1.0)
+        return r.kl < MOVED and r.config.kl_coef <= 4 * USUAL_KL_COEF * spread
     return r.highest(UPDATE) < TINY_UPDATE
 
 
@@ -116,14 +115,14 @@ def _kl_rule(name: str, reads: tuple[str, ...], iterations: int, refuted_by: str
 
 def _more_entropy(r: Run) -> Change:
     """Hold the policy closer, or pay for entropy if KL is low already."""
-    if r.kl < MOVED:
-        return set_to(r, "entropy_coef", max(USUAL_ENTROPY_COEF, 2 * r.config.entropy_coef))
-    return kl_rules.stronger_penalty(r, 1.5)
+    if r.kl >= MOVED:
+        return kl_rules.stronger_penalty(r, 1.5)
+    return scaled(r, "entropy_coef", 2.0) if r.config.entropy_coef else set_to(r, "entropy_coef", USUAL_ENTROPY_COEF)
 
 
 def _rate_for_update(r: Run, size: float, least: float, most: float) -> Change:
-    """Set the learning rate by which an update has a size: policy/approxkl_avg grows with its square."""
-    now = r.highest("policy/approxkl_avg")
+    """Bring the updates to a size: policy/approxkl_avg grows with the square of the learning rate."""
+    now = r.highest(UPDATE)
     return scaled(r, "learning_rate", min(most, max(least, math.sqrt(size / now) if now > 0.0 else least)))
 
 
@@ -131,15 +130,14 @@ def _critic_rate(r: Run, factor: float) -> Change:
     """Change how fast the critic learns: its learning rate, or its weight in the loss of a shared trunk."""
     if r.config.value_model == "shared":
         return scaled(r, "vf_coef", factor)
-    now = r.config.value_learning_rate or r.config.learning_rate
-    return Change("value_learning_rate", now, rounded(now * factor))
+    return Change("value_learning_rate", r.config.value_learning_rate or r.config.learning_rate, factor)
 
 
 def _less_truncation(r: Run) -> Change:
     """Penalise truncated responses, unless SFT's were as long already or a penalty is excluded."""
     now = r.config.missing_eos_penalty
-    penalty = set_to(r, "missing_eos_penalty", rounded(2.0 * now if now else r.spread))
-    if r.start("response/truncated_fraction") > 0.5 or not penalty.next > 0.0 or not penalty.is_allowed(r.config):
+    penalty = scaled(r, "missing_eos_penalty", 2.0) if now else set_to(r, "missing_eos_penalty", USUAL_EOS_PENALTY)
+    if r.start(TRUNCATED) > 0.5 or not allowed(penalty, r.config):
         return scaled(r, "response_length" if r.config.turn_length is None else "turn_length", 1.5)
     return penalty
 
@@ -148,7 +146,7 @@ def _less_truncation(r: Run) -> Change:
 RULES: tuple[Rule, ...] = (
     # Before tuning: the numbers themselves are wrong.
     Rule("rollout_mismatch", Stage.BEFORE, ("policy/rollout_logprob_gap", "ppo.dtype"), 1,
-         _rollout_mismatch,
+         lambda r: r.rollout_gap > (0.05 if r.config.dtype in ("bfloat16", "float16") else 1e-3),
          "policy/rollout_logprob_gap is {s.rollout_gap:.3g} nats per token in {s.config.dtype}",
          "sampling and training disagree on the same tokens, as after an error in masks or positions, so KL and ratios "
          "are wrong. If engine hf shows the gap too, the model's code is at fault",
@@ -229,7 +227,7 @@ RULES: tuple[Rule, ...] = (
          lambda r: r.median(NORM) > 2.0 * r.config.max_grad_norm,
          "The median of policy/grad_norm is {s:median:policy/grad_norm}, ppo.max_grad_norm={s.config.max_grad_norm:g}",
          "most steps are cut to one length, not only the outliers",
-         lambda r: set_to(r, "max_grad_norm", rounded(r.median(NORM))), SUCCESS),
+         lambda r: scaled(r, "max_grad_norm", r.median(NORM) / r.config.max_grad_norm), SUCCESS),
     # Epochs and clipping.
     Rule("much_clipped", Stage.EPOCHS, (CLIPPED,), 10,
          lambda r: r.highest(CLIPPED) > 0.3,
@@ -240,7 +238,7 @@ RULES: tuple[Rule, ...] = (
          lambda r: r.highest(VALUES_CLIPPED) > 0.6,
          "val/clipfrac_avg reached {s:highest:val/clipfrac_avg}",
          "the clip range is small for the size of the returns and holds the critic back",
-         lambda r: scaled(r, "cliprange_value", max(2.0, r.spread)), SUCCESS),
+         lambda r: scaled(r, "cliprange_value", 2.0), SUCCESS),
     # Reward and responses.
     Rule("truncated", Stage.REWARD, (TRUNCATED, "ppo.stop_token"), 10,
          lambda r: r.config.stop_token != "none" and r.last(TRUNCATED) > 0.5,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, get_args, get_type_hints
+from typing import TYPE_CHECKING, get_args, get_type_hints
 
 if TYPE_CHECKING:
     from ppo_rlhf.config import PPOConfig
@@ -31,64 +31,46 @@ LORA_FACTOR = 10.0
 """LoRA Without Regret (Schulman et al. 2025)."""
 
 
-class _Hint(NamedTuple):
-    """Given if `applies` is True and one of the settings `names` is not the default."""
-
-    names: tuple[str, ...]
-    applies: Callable[[PPOConfig], bool]
-    text: Callable[[PPOConfig], str]
-
-
-_HINTS = (
-    _Hint(
-        ("kl_estimator", "kl_in"),
-        lambda c: c.kl_in == "reward" and c.kl_estimator != "k1",
-        lambda c: (
+def _hints(c: PPOConfig) -> Iterator[tuple[set[str], str]]:
+    """Yield what is of little or another effect than one might expect, with the settings that it depends on."""
+    if c.kl_in == "reward" and c.kl_estimator != "k1":
+        yield (
+            {"kl_estimator", "kl_in"},
             f"ppo.kl_estimator={c.kl_estimator} with ppo.kl_in=reward makes rare tokens even rarer: training misses "
             "the optimum of the KL penalty (by a total variation of 0.2 to 0.7 on a bandit). Use k1 in the reward, or "
-            "ppo.kl_in=loss with k2"
-        ),
-    ),
-    _Hint(
-        ("kl_estimator", "kl_in"),
-        lambda c: c.kl_in == "loss" and c.kl_estimator == "k3",
-        lambda _: (
+            "ppo.kl_in=loss with k2",
+        )
+    if c.kl_in == "loss" and c.kl_estimator == "k3":
+        yield (
+            {"kl_estimator", "kl_in"},
             "ppo.kl_estimator=k3 with ppo.kl_in=loss has the gradient of KL(reference || policy), not of "
-            "KL(policy || reference), so its optimum differs; k2 has the usual optimum"
-        ),
-    ),
-    _Hint(
-        ("kl_controller", "kl_horizon", "total_episodes"),
-        lambda c: c.kl_controller == "adaptive" and c.total_episodes < HORIZONS_NEEDED * c.kl_horizon,
-        lambda c: (
+            "KL(policy || reference), so its optimum differs; k2 has the usual optimum",
+        )
+    if c.kl_controller == "adaptive" and c.total_episodes < HORIZONS_NEEDED * c.kl_horizon:
+        yield (
+            {"kl_controller", "kl_horizon", "total_episodes"},
             f"ppo.total_episodes={c.total_episodes} is less than {HORIZONS_NEEDED} x ppo.kl_horizon={c.kl_horizon:g}: "
             "the coefficient changes by at most 20 % per horizon and hardly moves in this run; "
-            f"set ppo.kl_horizon to {c.total_episodes / HORIZONS_NEEDED:g} or less"
-        ),
-    ),
-    _Hint(
-        ("vf_coef",),
-        lambda c: c.value_model != "shared",
-        lambda c: (
+            f"set ppo.kl_horizon to {c.total_episodes / HORIZONS_NEEDED:g} or less",
+        )
+    if c.value_model != "shared":
+        yield (
+            {"vf_coef"},
             f"ppo.vf_coef={c.vf_coef:g} has next to no effect with ppo.value_model={c.value_model}: the critic has an "
             "optimiser of its own, and Adam's step does not depend on the scale of the loss. Set "
-            "ppo.value_learning_rate instead"
-        ),
-    ),
-    _Hint(
-        ("importance_cap", "top_k", "top_p", "min_response_length"),
-        lambda c: c.importance_cap is not None and (c.top_k > 0 or c.top_p < 1.0 or c.min_response_length > 0),
-        lambda _: (
+            "ppo.value_learning_rate instead",
+        )
+    if c.importance_cap is not None and (c.top_k > 0 or c.top_p < 1.0 or c.min_response_length > 0):
+        yield (
+            {"importance_cap", "top_k", "top_p", "min_response_length"},
             "ppo.importance_cap corrects the rounding of the decoding loop, but not the filters ppo.top_k, ppo.top_p "
-            "and ppo.min_response_length: the weights compare with the unfiltered distribution"
-        ),
-    ),
-)
+            "and ppo.min_response_length: the weights compare with the unfiltered distribution",
+        )
 
 
-def advice(config: PPOConfig, names: Container[str] | None, parameters: int | None) -> list[str]:
+def advice(config: PPOConfig, given: Container[str] | None, parameters: int | None) -> list[str]:
     """Return one line for each changed setting that is unusual or of little effect; see `PPOConfig.advice`."""
-    changed = {name: value for name, value in config.not_default().items() if names is None or name in names}
+    changed = {name: value for name, value in config.not_default().items() if given is None or name in given}
     ranges, lines = _typical_ranges(type(config)), []
     for name, value in changed.items():
         usual = ranges.get(name)
@@ -99,14 +81,11 @@ def advice(config: PPOConfig, names: Container[str] | None, parameters: int | No
         if not low <= value <= high:
             where = f"its typical range {'with LoRA ' if lora else ''}{low:g} to {high:g} ({usual.source})"
             lines.append(f"ppo.{name}={value} is outside {where}")
-    return lines + [hint.text(config) for hint in _HINTS if changed.keys() & set(hint.names) and hint.applies(config)]
+    return lines + [line for names, line in _hints(config) if changed.keys() & names]
 
 
 def _typical_ranges(config_class: type) -> dict[str, Typical]:
     hints = get_type_hints(config_class, include_extras=True)
-    marks = (
-        (name, getattr(option, "__metadata__", ()))
-        for name in hints
-        for option in (hints[name], *get_args(hints[name]))
-    )
-    return {name: extra for name, extras in marks for extra in extras if isinstance(extra, Typical)}
+    options = ((name, option) for name, hint in hints.items() for option in (hint, *get_args(hint)))
+    marks = ((name, mark) for name, option in options for mark in getattr(option, "__metadata__", ()))
+    return {name: mark for name, mark in marks if isinstance(mark, Typical)}

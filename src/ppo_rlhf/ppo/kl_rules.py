@@ -25,32 +25,38 @@ of the updates keeps KL from its target."""
 
 @dataclass(frozen=True)
 class Change:
-    """A setting of PPOConfig, its present value, and the value to try."""
+    """A setting of PPOConfig, its present value, and what to do: multiply it by about a factor, or set it to a value.
+
+    A factor of 1 stands for a value.
+    """
 
     setting: str
     now: Any
-    next: Any
+    factor: float = 1.0
+    value: Any = None
 
     def __str__(self) -> str:
         """Write it as an instruction."""
-        if any(isinstance(value, bool) or not isinstance(value, int | float) for value in (self.now, self.next)):
-            return f"Set ppo.{self.setting} to {self.next} (now {self.now})."
-        verb = "Raise" if self.next > self.now else "Lower"
-        return f"{verb} ppo.{self.setting} from {self.now:g} to {self.next:g}."
+        name = f"ppo.{self.setting}"
+        if self.factor == 1.0:
+            return f"Set {name} to {self.value} (now {self.now})."
+        if self.factor in (0.5, 2.0):
+            return f"{'Halve' if self.factor < 1.0 else 'Double'} {name} (now {self.now:g})."
+        verb, factor = ("Lower", 1.0 / self.factor) if self.factor < 1.0 else ("Raise", self.factor)
+        return f"{verb} {name} by about a factor of {factor:.2g} (now {self.now:g})."
 
-    def is_opposite(self, other: Change) -> bool:
-        """Return whether another change moves the same setting the other way."""
-        if self.now is None or isinstance(self.now, str):
-            return bool(self.next != other.next)
-        return bool((self.next > self.now) != (other.next > other.now))
 
-    def is_allowed(self, config: PPOConfig) -> bool:
-        """Return whether it changes anything and leaves a valid configuration."""
-        try:
-            replace(config, **{self.setting: self.next})
-        except ConfigError:
-            return False
-        return bool(self.next != self.now)
+def allowed(change: Change | None, config: PPOConfig) -> Change | None:
+    """Return a change if it changes anything and leaves a valid configuration, else None."""
+    if change is None:
+        return None
+    value = change.value if change.factor == 1.0 else change.now * change.factor
+    value = round(value) if isinstance(change.now, int) else value
+    try:
+        replace(config, **{change.setting: value})
+    except ConfigError:
+        return None
+    return change if value != change.now else None
 
 
 @dataclass
@@ -62,17 +68,11 @@ class KLSituation:
     kl_error: float  # standard error of that mean; NaN of one iteration
     highest_kl: float  # highest mean so far
     kl_coef: float  # now
-    deviation: float  # standard deviation of the scores at the start
 
     @property
     def adaptive(self) -> bool:
         """Whether a controller moves the KL coefficient."""
         return self.config.kl_controller == "adaptive"
-
-    @property
-    def spread(self) -> float:
-        """The deviation as the KL penalty is weighed against it: after the normalisation and the scale."""
-        return self.config.reward_scale * (self.deviation if self.config.reward_normalisation == "none" else 1.0)
 
 
 class KLRule(NamedTuple):
@@ -86,23 +86,19 @@ class KLRule(NamedTuple):
 
 def set_to(s: KLSituation, setting: str, value: Any) -> Change:
     """Set a setting to a value."""
-    return Change(setting, getattr(s.config, setting), value)
+    return Change(setting, getattr(s.config, setting), value=value)
 
 
 def scaled(s: KLSituation, setting: str, factor: float) -> Change:
-    """Multiply a setting, rounded to two digits; a whole number stays one."""
-    now = getattr(s.config, setting)
-    moved = rounded(now * factor)
-    return Change(setting, now, max(1, round(moved)) if isinstance(now, int) else moved)
+    """Multiply a setting by a factor, which is not 1."""
+    return Change(setting, getattr(s.config, setting), factor)
 
 
 def stronger_penalty(s: KLSituation, factor: float) -> Change:
     """Hold the policy closer. KL falls about as fast as the coefficient rises."""
     if s.adaptive:
         return scaled(s, "kl_target", 1.0 / factor)
-    if s.config.kl_coef == 0.0:
-        return set_to(s, "kl_coef", float(f"{USUAL_KL_COEF * (s.spread or 1.0):.1g}"))
-    return scaled(s, "kl_coef", factor)
+    return scaled(s, "kl_coef", factor) if s.config.kl_coef else set_to(s, "kl_coef", USUAL_KL_COEF)
 
 
 def lower_kl(s: KLSituation) -> Change:
@@ -114,10 +110,10 @@ def lower_kl(s: KLSituation) -> Change:
 
 def help_controller(s: KLSituation) -> Change:
     """Bring KL nearer to the target: another step size, a better start, or a quicker controller."""
-    too_high, moved = s.kl > s.config.kl_target, s.kl_coef / s.config.kl_coef
-    moved = moved if too_high else 1.0 / moved
-    if moved <= SATURATED and moved > BETTER_START:
-        return set_to(s, "kl_coef", rounded(s.kl_coef))
+    too_high, factor = s.kl > s.config.kl_target, s.kl_coef / s.config.kl_coef
+    moved = factor if too_high else 1.0 / factor
+    if BETTER_START < moved <= SATURATED:
+        return scaled(s, "kl_coef", factor)
     if moved <= SATURATED and s.config.kl_horizon > 2 * s.config.batch_size:
         return scaled(s, "kl_horizon", 0.5)
     return scaled(s, "learning_rate", 0.5 if too_high else 2.0)
@@ -134,11 +130,6 @@ def without_filter(s: KLSituation) -> Change | None:
     """Turn off a filter of the sampler, if one is on."""
     off = {"top_k": 0, "top_p": 1.0, "min_response_length": 0}
     return next((set_to(s, name, value) for name, value in off.items() if getattr(s.config, name) != value), None)
-
-
-def rounded(value: float) -> float:
-    """Return a value of two digits."""
-    return float(f"{value:.2g}")
 
 
 # fmt: off

@@ -57,7 +57,12 @@ RULES = (
     Rule("audit/flat_prompts", "at most", 0.5, "On {value:.0%} of the prompts all responses have the same reward"),
     Rule("audit/judge_gain", "at least", 0.1, "The responses that the reward picks are hardly better to the judge"),
     Rule("audit/judge_fall", "at most", 0.1, "As n grows, the judge's score of the picked response falls"),
-    Rule("audit/judge_agreement", "at least", 0.55, "Of two responses the reward and the judge often prefer another"),
+    Rule(
+        "audit/judge_agreement",
+        "at least",
+        0.55,
+        "The reward and the judge often disagree about which of two responses is better",
+    ),
     Rule("audit/pair_accuracy", "at least", RELIABLE_ACCURACY, "The reward orders only {value:.0%} of held-out pairs"),
     Rule("audit/length_correlation", "at most", 0.6, "The reward follows the length: PPO would write long responses"),
     Rule("audit/length_correlation", "at least", -0.6, "The reward follows brevity: PPO would write short responses"),
