@@ -19,7 +19,7 @@ from ppo_rlhf.models.averages import WeightAverage
 from ppo_rlhf.models.capabilities import check_causal
 from ppo_rlhf.models.critic import Critic, SharedCritic
 from ppo_rlhf.models.forward import backbone_of, packs
-from ppo_rlhf.ppo.alarms import kl_alarms
+from ppo_rlhf.ppo.kl_rules import kl_alarms
 from ppo_rlhf.ppo.logprobs import CriticForward, PolicyForward
 from ppo_rlhf.ppo.optimisers import build_optimizer, check_trains, peak_learning_rates
 from ppo_rlhf.ppo.precision import make_accelerator, wrap
