@@ -76,9 +76,3 @@ def test_another_process_gives_the_same_fingerprint():
         for _ in range(2)
     }
     assert found == {fingerprint([Thing(), Scorer(), short, linear(0), len])}
-
-
-def test_a_function_whose_source_cannot_be_read_counts_by_its_name():
-    scope: dict[str, Any] = {}
-    exec("def one(): return 1\ndef other(): return 2", scope)
-    assert fingerprint(scope["one"]) != fingerprint(scope["other"])
