@@ -83,7 +83,11 @@ EVERY_STATE = {
 }
 
 
-@pytest.mark.parametrize("options", [{"dtype": "float64"}, {"dtype": "bfloat16", **EVERY_STATE}], ids=len)
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({"dtype": "float64"}, marks=pytest.mark.slow), {"dtype": "bfloat16", **EVERY_STATE}],
+    ids=len,
+)
 def test_going_on_from_a_checkpoint_equals_never_having_stopped(make_run, tmp_path, caplog, options):
     whole = make_run("gpt2", **options)
     whole.iteration()
@@ -156,7 +160,9 @@ def test_a_file_that_was_changed_cut_off_or_lost_is_refused_by_name(saved, damag
     verify_checkpoint(saved)
 
 
-@pytest.mark.parametrize("flipped", [1, 4, 32])
+@pytest.mark.parametrize(
+    "flipped", [pytest.param(1, marks=pytest.mark.slow), 4, pytest.param(32, marks=pytest.mark.slow)]
+)
 def test_no_changed_byte_of_the_manifest_gives_other_content(saved, flipped):
     path = saved / "manifest.json"
     whole = path.read_bytes()

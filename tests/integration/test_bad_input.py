@@ -134,7 +134,12 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+BY_DEFAULT = ("misspelt parameter", "typed for another pipeline", "several mistakes")
+
+
+@pytest.mark.parametrize(
+    "mistake", [name if name in BY_DEFAULT else pytest.param(name, marks=pytest.mark.slow) for name in MISTAKES]
+)
 def test_a_mistake_is_told_in_one_line_and_nothing_is_written(kedro: Kedro, own: OwnProject, mistake: str):
     command, spoil, named = MISTAKES[mistake]
     own.start_from("models/mine", command)
@@ -151,6 +156,7 @@ def test_a_mistake_is_told_in_one_line_and_nothing_is_written(kedro: Kedro, own:
     assert own.snapshot() == before
 
 
+@pytest.mark.slow
 def test_an_input_without_mistakes_runs(kedro: Kedro, own: OwnProject):
     """So each refusal above is due to its mistake."""
     own.start_from("models/mine", ALIGN)

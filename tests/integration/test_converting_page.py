@@ -84,6 +84,7 @@ def test_the_script_of_trls_last_trainer_runs_with_trls_command_line(
     check_saved(trainer.policy, "out")
 
 
+@pytest.mark.slow
 def test_the_script_of_trls_first_trainer_runs(
     desk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

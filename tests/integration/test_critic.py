@@ -20,6 +20,8 @@ from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.studies.critic_pretraining import HELD_OUT
 from tests.integration.outcomes import Run
 
+pytestmark = pytest.mark.slow
+
 Kedro = Callable[..., Result]
 PRETRAINED = "ppo.value_model=pretrained"
 

@@ -19,6 +19,7 @@ README = (ROOT / "README.md").read_text()
 YAML_BLOCK = re.compile(r"```yaml\n# (conf/local/\w+\.yml)\n(.*?)```", re.DOTALL)
 
 
+@pytest.mark.slow
 def test_the_yaml_for_ones_own_model_reward_and_prompts_runs(make_project: Callable[[], Path]) -> None:
     project = make_project()
     blocks = dict(YAML_BLOCK.findall(README))

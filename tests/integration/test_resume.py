@@ -11,6 +11,8 @@ import pytest
 from tests.integration.outcomes import Run
 from tests.integration.processes import kedro_run
 
+pytestmark = pytest.mark.slow
+
 
 def go_on(project: Path, *params: str) -> Run:
     finished = kedro_run(project, "--env", "test", "--params", ",".join(params))
@@ -60,7 +62,6 @@ def test_the_report_of_a_resumed_run_shows_the_same_tokens_with_the_same_numbers
     assert "Token by token" in (story.project / "data/test/08_reporting/report.html").read_text()
 
 
-@pytest.mark.slow
 def test_a_finished_run_that_is_named_is_exported_and_reported_again_and_with_more_episodes_it_goes_on(
     story: Run, chain: Run
 ) -> None:

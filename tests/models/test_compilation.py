@@ -88,6 +88,7 @@ def test_a_model_that_does_not_say_which_modules_are_layers_is_refused() -> None
         compile_layers(model)
 
 
+@pytest.mark.slow
 def test_a_machine_without_a_compiler_is_refused_with_torchs_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._inductor import config
 

@@ -102,7 +102,7 @@ def as_mask(rows: list[list[bool]], width: int) -> torch.Tensor:
     return torch.tensor([row + [False] * (width - len(row)) for row in rows])
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("settings", [{}, {"response_length": 30}], ids=["little room", "room for all turns"])
 def test_episodes_are_those_of_single_rows_sampled_turn_by_turn(kind: str, settings: dict[str, int]) -> None:
     run = build_run(kind, **{**SETTINGS, **settings})

@@ -43,7 +43,11 @@ def replayed(run, recorded: list) -> list[dict[str, float]]:
     return history
 
 
-@pytest.mark.parametrize(("kind", "options"), [("gpt2", {}), ("llama", {"value_model": "shared"})], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [pytest.param("gpt2", {}, marks=pytest.mark.slow), ("llama", {"value_model": "shared"})],
+    ids=str,
+)
 def test_losses_and_weights_on_replayed_rollouts_are_those_of_the_plain_path(
     make_run, snapshot, monkeypatch, kind, options
 ):

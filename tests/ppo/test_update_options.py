@@ -111,7 +111,9 @@ def experience(make_run) -> Experience:
     return experience
 
 
-@pytest.mark.parametrize("option", OPTIONS, ids=NAMES)
+@pytest.mark.parametrize(
+    "option", [*(pytest.param(option, marks=pytest.mark.slow) for option in OPTIONS[:-1]), OPTIONS[-1]], ids=NAMES
+)
 def test_the_gradient_is_that_of_the_losses_worked_one_row_at_a_time(make_run, experience, option):
     run = make_run(**ONE_STEP, **option)
     found = gradients(make_run, experience, **option)
@@ -123,10 +125,16 @@ def test_the_gradient_is_that_of_the_losses_worked_one_row_at_a_time(make_run, e
 @pytest.mark.parametrize(
     ("option", "cut"),
     [
-        ({"entropy_coef": 0.3}, {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 3}),
-        ({"loss_aggregation": "seq_mean_token_mean"}, {"max_tokens_per_micro_batch": 40}),
+        pytest.param(
+            {"entropy_coef": 0.3},
+            {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 3},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"loss_aggregation": "seq_mean_token_mean"}, {"max_tokens_per_micro_batch": 40}, marks=pytest.mark.slow
+        ),
         (OPTIONS[-1], {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 12}),
-        (OPTIONS[-1], {"max_tokens_per_micro_batch": 2}),
+        pytest.param(OPTIONS[-1], {"max_tokens_per_micro_batch": 2}, marks=pytest.mark.slow),
     ],
     ids=lambda given: "-".join(map(str, given)),
 )

@@ -127,6 +127,7 @@ def test_what_is_stored_is_a_plain_backbone_that_was_trained(critics: dict[str, 
     assert critic.score.weight.any()
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_critic(sft: str, critics: dict[str, TrainedModel]) -> None:
     again, _ = pretrain(sft, 1)
     assert tensors_equal(again.model.state_dict(), critics["all weights"].model.state_dict())

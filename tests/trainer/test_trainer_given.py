@@ -123,7 +123,7 @@ def one_number_a_token(prompts: list[str], completion_ids: list[list[int]]) -> l
     return [[0.0] * len(ids) for ids in completion_ids]
 
 
-@pytest.mark.parametrize("as_component", [False, True])
+@pytest.mark.parametrize("as_component", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_reward_that_would_fail_is_refused_before_anything_is_generated(
     sft: str, as_component: bool, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ):
@@ -194,6 +194,7 @@ def test_the_advice_on_an_adapter_works_at_once(sft: str, tmp_path: Path):
         assert abs(trainer.train()[0]["objective/kl"]) < 1e-5
 
 
+@pytest.mark.slow
 def test_the_advice_on_an_adapter_works_for_classifiers_and_the_reference_too(sft: str):
     classifier = tiny_model("gpt2", reward=True, num_labels=1, pad_token_id=PAD)
     for name in ("reward", "value_model", "reference_policy"):

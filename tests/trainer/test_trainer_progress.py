@@ -95,7 +95,11 @@ def saved(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.name != "run.lock") if folder.exists() else []
 
 
-@pytest.mark.parametrize("error", [ZeroDivisionError("x"), KeyboardInterrupt()], ids=["error", "Ctrl-C"])
+@pytest.mark.parametrize(
+    "error",
+    [pytest.param(ZeroDivisionError("x"), marks=pytest.mark.slow), KeyboardInterrupt()],
+    ids=["error", "Ctrl-C"],
+)
 def test_an_exception_saves_the_last_whole_iteration_and_training_goes_on_from_it(
     sft: str, tmp_path: Path, error: BaseException
 ):
