@@ -137,6 +137,7 @@ def test_of_an_iteration_that_was_done_again_the_later_values_count(toy_project:
     assert len(kl) == 3
 
 
+@pytest.mark.slow
 def test_a_run_that_went_on_is_judged_by_the_settings_of_its_last_resume(kedro: Kedro, toy_project: Path):
     settings = config()
     run_id = record(toy_project, history(), settings)

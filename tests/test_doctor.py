@@ -62,6 +62,7 @@ def test_a_fresh_project_passes_and_the_store_need_not_exist_yet(kedro: Kedro, p
     assert torch.__version__ in found["ok", "Versions"][0]
 
 
+@pytest.mark.slow
 def test_an_own_model_passes_with_its_memory_and_disk(kedro: Kedro, own: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("ppo_rlhf.memory.available_memory", lambda _: (2**40, 2**40))
     found = examined(kedro, own, *ALIGN, "--params", "ppo.kl_coef=9", exit_code=0)

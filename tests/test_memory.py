@@ -152,6 +152,7 @@ def test_a_critic_from_a_reward_model_needs_one():
         plan(value_model="reward_init")
 
 
+@pytest.mark.slow
 def test_changes_that_lower_the_peak_are_suggested_alone_and_the_cheapest_first():
     config, shape = PPOConfig(**{**SETTINGS, "per_device_train_batch_size": 16}), RunShape(WIDE, 6, on_cpu=False)
     found = list(suggestions(config, shape))

@@ -70,6 +70,7 @@ def test_the_projects_model_prompts_and_settings_are_planned(kedro: Kedro, own: 
     assert lines[-1] == "It fits."
 
 
+@pytest.mark.slow
 def test_options_take_the_place_of_settings(kedro: Kedro, own: Path):
     options = ("--batch", "16", "--prompt-length", "20", "--dtype", "bfloat16", "--processes", "2", *SHORT)
     lines = said(kedro, own, *options)
@@ -200,5 +201,6 @@ def test_bad_input_is_one_line(kedro: Kedro, own: Path, tmp_path: Path):
     assert "ppo.offload_reward_model" in refused(kedro, own, "--params", offloaded, *SHORT)
 
 
+@pytest.mark.slow
 def test_without_a_model_there_is_nothing_to_plan(kedro: Kedro, project: Path):
     assert "--model" in refused(kedro, project)

@@ -21,11 +21,20 @@ from tests.checkpoints.support import assert_same, everything
 
 IDS = torch.tensor([[3, 9, 14, 6], [5, 7, 4, 12]])
 LORA = {"use_peft": True, "lora_r": 2}
-VARIANTS = {
-    "shared": ("gpt2", {"value_model": "shared", "vf_coef": 0.5, "dtype": "float64"}),
-    "lora, reward_init": ("llama", {**LORA, "value_model": "reward_init", "dtype": "bfloat16"}),
-    "lora, shared, average": ("llama", {**LORA, "value_model": "shared", "ema_decay": 0.7, "weight_decay": 0.01}),
-}
+VARIANTS = [
+    pytest.param(
+        "gpt2", {"value_model": "shared", "vf_coef": 0.5, "dtype": "float64"}, id="shared", marks=pytest.mark.slow
+    ),
+    pytest.param(
+        "llama",
+        {**LORA, "value_model": "reward_init", "dtype": "bfloat16"},
+        id="lora, reward_init",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        "llama", {**LORA, "value_model": "shared", "ema_decay": 0.7, "weight_decay": 0.01}, id="lora, shared, average"
+    ),
+]
 
 
 @pytest.fixture
@@ -42,7 +51,7 @@ def build(make_run, make_model):
 # --- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "variant"), VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.parametrize(("kind", "variant"), VARIANTS)
 def test_going_on_from_a_checkpoint_equals_never_having_stopped(build, tmp_path, kind, variant):
     whole = build(kind, **variant)
     whole.iteration()
@@ -89,7 +98,9 @@ def test_a_shared_trunk_has_one_optimiser_and_its_head_in_a_file_of_its_own(buil
     assert load_file(directory / "critic.safetensors").keys() == {"value_head.weight", "value_head.bias"}
 
 
-@pytest.mark.parametrize(("spoiled", "name"), [("policy", "policy"), ("reward", "critic")])
+@pytest.mark.parametrize(
+    ("spoiled", "name"), [("policy", "policy"), pytest.param("reward", "critic", marks=pytest.mark.slow)]
+)
 def test_adapters_of_other_frozen_weights_are_refused(make_run, make_model, tmp_path, spoiled, name):
     def build(**seeds):
         reward_model = CausalLMRewardModel.from_causal_lm(make_model("llama", seed=seeds.get("reward", 2)))
@@ -207,6 +218,7 @@ def test_the_average_follows_each_optimiser_step_and_no_skipped_one(make_run):
     assert all(torch.equal(before[name], weight) for name, weight in run.state.policy_average.weights.items())
 
 
+@pytest.mark.slow
 def test_the_average_stands_still_while_the_critic_is_warmed_up(make_run):
     run = make_run(ema_decay=0.7, critic_warmup_iterations=1)
     start = {name: weight.clone() for name, weight in run.state.policy_average.weights.items()}

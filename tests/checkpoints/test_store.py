@@ -174,7 +174,16 @@ def test_no_changed_byte_of_the_manifest_gives_other_content(saved, flipped):
 
 
 @pytest.mark.parametrize(
-    "content", ["", "{", "[" * 100_000, "[]", "{}", '{"files": 3}', '{"format": 3, "files": {"state.json": 3}}']
+    "content",
+    [
+        "",
+        "{",
+        pytest.param("[" * 100_000, marks=pytest.mark.slow),
+        pytest.param("[]", marks=pytest.mark.slow),
+        pytest.param("{}", marks=pytest.mark.slow),
+        pytest.param('{"files": 3}', marks=pytest.mark.slow),
+        pytest.param('{"format": 3, "files": {"state.json": 3}}', marks=pytest.mark.slow),
+    ],
 )
 def test_a_manifest_that_is_none_is_refused(saved, content):
     (saved / "manifest.json").write_text(content)

@@ -71,6 +71,7 @@ def test_losses_and_weights_on_replayed_rollouts_are_those_of_the_plain_path(
             assert_close(tensor, weights[name], rtol=0.0, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
 
 
+@pytest.mark.slow
 def test_a_float64_run_samples_the_tokens_of_one_on_the_plain_path(make_run, monkeypatch):
     def tokens(engine: str) -> list[torch.Tensor]:
         run = make_run("gpt2", dtype="float64", rollout_engine=engine, **SETTINGS)

@@ -83,7 +83,9 @@ def test_policy_critic_and_reference_take_the_memory_of_one_base_and_of_what_tra
     assert held == set(trained)
 
 
-@pytest.mark.parametrize(("kind", "value_model"), [("gpt2", "separate"), ("llama", "shared")])
+@pytest.mark.parametrize(
+    ("kind", "value_model"), [pytest.param("gpt2", "separate", marks=pytest.mark.slow), ("llama", "shared")]
+)
 def test_the_first_ratio_is_one_to_the_last_bit(make_run, monkeypatch, kind, value_model):
     run = stirred(make_run, kind, value_model=value_model, dtype="bfloat16" if kind == "llama" else "float32")
     calls = recorded(monkeypatch, "clipped_policy_loss")
@@ -136,6 +138,7 @@ def test_the_exported_policy_is_a_plain_model_that_computes_what_was_trained(mak
     assert_close(exported.model(IDS).logits, logits, rtol=0.0, atol=2e-5 * float(logits.detach().abs().max()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "value_model"), [("gpt2", "separate"), pytest.param("llama", "shared", marks=pytest.mark.slow)]
 )

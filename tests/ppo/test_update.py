@@ -71,10 +71,10 @@ def with_nan(experience: Experience, row: int, names: tuple[str, ...] = ("advant
     ("kind", "sizes", "dtype"),
     [
         ("gpt2", (12, 1, 1), "float32"),
-        ("llama", (6, 2, 2), "bfloat16"),
+        pytest.param("llama", (6, 2, 2), "bfloat16", marks=pytest.mark.slow),
         ("bitnet", (5, 3, 3), "float32"),
-        ("llama", (1, 12, 4), "float32"),
-        ("llama", (4, 3, 2), "float64"),
+        pytest.param("llama", (1, 12, 4), "float32", marks=pytest.mark.slow),
+        pytest.param("llama", (4, 3, 2), "float64", marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -375,7 +375,7 @@ def test_too_many_skipped_steps_in_a_row_stop_the_run_and_say_where(make_run, sn
     assert caught.value.last_good_iteration == 1
 
 
-@pytest.mark.parametrize("drift", [3.0, NAN], ids=["too far", "not a number"])
+@pytest.mark.parametrize("drift", [3.0, pytest.param(NAN, marks=pytest.mark.slow)], ids=["too far", "not a number"])
 def test_rollouts_too_far_from_the_reference_stop_the_run_before_anything_changes(
     make_run, snapshot, same_tensors, drift
 ):

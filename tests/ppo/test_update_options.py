@@ -143,7 +143,9 @@ def test_the_gradient_does_not_depend_on_how_the_minibatch_is_cut(make_run, expe
     assert_same_gradients(gradients(make_run, experience, **{**option, **cut}), expected)
 
 
-@pytest.mark.parametrize("window", [None, 64])  # a model with a window needs padding, which then counts
+@pytest.mark.parametrize(
+    "window", [pytest.param(None, marks=pytest.mark.slow), 64]
+)  # a model with a window needs padding, which then counts
 def test_a_token_budget_cuts_the_minibatch_and_the_first_ratio_stays_exactly_one(make_run, window):
     settings = {"max_tokens_per_micro_batch": 30, "num_ppo_epochs": 1, "num_mini_batches": 1, "dtype": "float32"}
     run = make_run(model={"sliding_window": window}, **settings)

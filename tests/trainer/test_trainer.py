@@ -170,6 +170,7 @@ def test_with_a_reward_model_training_is_the_pipelines_bit_for_bit(sft: str, rew
         assert_same_bits(weights(trainer.policy), weights(outputs["ppo_policy"].load().model))
 
 
+@pytest.mark.slow
 def test_a_reward_model_without_a_tokenizer_reads_the_policys_ids(sft: str, reward_model: str):
     alone = trainer_of(sft, reward=CausalLMRewardModel.from_pretrained(reward_model))
     assert repeatable(alone.train()) == repeatable(trainer_of(sft, reward=reward_model).train())

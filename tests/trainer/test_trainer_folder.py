@@ -103,6 +103,7 @@ def test_a_reward_model_is_known_by_its_weights(tmp_path: Path):
         other.train(resume_from_checkpoint=True, output_dir=tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_a_trainer_without_reward_and_prompts_loads_the_checkpoint_of_one_with_them(folder: Path):
     trainer = PPOTrainer(config(save_interval=1), tiny_model(), None, word_tokenizer())
     trainer.load_checkpoint(folder / "iteration_000003")

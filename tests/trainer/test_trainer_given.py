@@ -38,12 +38,12 @@ TOKENISED = datasets.Dataset.from_dict({"input_ids": IDS, "lengths": list(map(le
     [
         TOKENISED,
         TOKENISED.with_format("torch"),
-        [{"input_ids": ids} for ids in IDS],
-        {"input_ids": IDS},
-        pd.DataFrame({"input_ids": IDS}),
-        IDS,
-        [torch.tensor(ids) for ids in IDS],
-        word_tokenizer()(PROMPTS, padding=True, return_tensors="pt"),
+        pytest.param([{"input_ids": ids} for ids in IDS], marks=pytest.mark.slow),
+        pytest.param({"input_ids": IDS}, marks=pytest.mark.slow),
+        pytest.param(pd.DataFrame({"input_ids": IDS}), marks=pytest.mark.slow),
+        pytest.param(IDS, marks=pytest.mark.slow),
+        pytest.param([torch.tensor(ids) for ids in IDS], marks=pytest.mark.slow),
+        pytest.param(word_tokenizer()(PROMPTS, padding=True, return_tensors="pt"), marks=pytest.mark.slow),
     ],
     ids=["dataset", "torch format", "rows", "columns", "pandas", "lists", "tensors", "a padded batch"],
 )
@@ -54,6 +54,7 @@ def test_rows_of_token_ids_are_prompts(sft: str, prompts: Any):
     assert set(found.columns) <= {"lengths"}
 
 
+@pytest.mark.slow
 def test_training_on_tokens_is_training_on_their_texts(sft: str):
     by_text, by_token = (PPOTrainer(config(), sft, reward=early_letters, prompts=p) for p in (PROMPTS, TOKENISED))
     assert repeatable(by_token.train()) == repeatable(by_text.train())
@@ -175,6 +176,7 @@ def refusal(**given: Any) -> str:
     return line
 
 
+@pytest.mark.slow
 def test_the_advice_on_an_adapter_works_at_once(sft: str, tmp_path: Path):
     """For the PeftModel itself, and for what transformers loads of the folder that it was saved to."""
     adapted = with_adapter(AutoModelForCausalLM.from_pretrained(sft), "CAUSAL_LM")
