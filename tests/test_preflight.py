@@ -12,7 +12,6 @@ import pytest
 from kedro.io import DataCatalog, MemoryDataset
 from kedro.pipeline import Node, Pipeline
 from packaging.requirements import Requirement
-from transformers import GPT2LMHeadModel
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.data.prompts import PromptsConfig
@@ -225,28 +224,12 @@ def test_long_prompts_that_are_dropped_or_cut_are_no_problem(user: User, overlon
     assert user.problems() == []
 
 
-def test_gradient_checkpointing_that_the_model_lacks_is_found(user: User, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(GPT2LMHeadModel, "supports_gradient_checkpointing", False)
-    user.set_ppo(gradient_checkpointing=True)
-    (problem,) = user.problems()
-    assert "ppo.gradient_checkpointing" in problem
-
-
 def test_a_reward_model_is_checked_only_if_the_reward_uses_it(user: User, models: Path):
     user.paths["reward_model"] = str(models / "policy")  # of the other kind
     assert user.problems() == []
     user.groups["reward"] = RewardConfig(components=[MODEL])
     (problem,) = user.problems()
     assert "num_labels=1, this is a GPT2LMHeadModel" in problem
-
-
-def test_a_critic_from_a_reward_model_with_other_words_is_found(user: User, models: Path):
-    user.groups["reward"] = RewardConfig(components=[MODEL])
-    user.set_ppo(value_model="reward_init")
-    assert user.problems() == []
-    user.paths["reward_model"] = str(models / "other_words")
-    (problem,) = user.problems()
-    assert "ppo.value_model" in problem
 
 
 def test_the_inputs_that_the_settings_leave_unused_are_those_that_the_run_does_not_make(user: User):

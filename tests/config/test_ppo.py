@@ -4,11 +4,8 @@ import dataclasses
 
 import pytest
 
-from ppo_rlhf import training
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError
-from ppo_rlhf.ppo.state import TrainingState
-from ppo_rlhf.trainer.trainer import PPOTrainer
 from tests.compat.trl_source import TRL_LAST, TRL_MODEL
 
 # A contract, written out by hand: TRL's where TRL has the setting, but for the departures in docs/algorithm.md.
@@ -98,12 +95,6 @@ DEFAULTS = {
     "shutdown_grace_s": 25.0,
     "max_skipped_steps": 5,
 }
-
-
-def test_the_configuration_and_the_state_can_be_imported_from_the_package():
-    assert training.PPOConfig is PPOConfig
-    assert training.PPOTrainer is PPOTrainer
-    assert training.TrainingState is TrainingState
 
 
 def test_every_field_has_its_contracted_default():
@@ -210,9 +201,3 @@ def test_batch_sizes_count_all_processes(monkeypatch):
     config = PPOConfig(gradient_accumulation_steps=2, num_mini_batches=2, total_episodes=100)
     assert (config.world_size, config.micro_batch_size, config.local_batch_size, config.batch_size) == (4, 32, 16, 64)
     assert (config.mini_batch_size, config.local_mini_batch_size, config.num_total_batches) == (32, 8, 2)
-
-
-def test_only_values_that_differ_from_the_default_are_listed_in_order_of_declaration():
-    config = PPOConfig(seed=7, kl_coef=0.05, gamma=0.9, top_p=1.0, num_ppo_epochs=1)
-    assert list(config.not_default().items()) == [("num_ppo_epochs", 1), ("gamma", 0.9), ("seed", 7)]
-    assert PPOConfig().not_default() == {}

@@ -66,13 +66,6 @@ def test_trimming_and_reordering_micro_batches_changes_nothing(mode: str):
     assert total == pytest.approx(expected, abs=1e-12)
 
 
-def test_the_fixed_length_is_the_width_unless_given():
-    assert aggregation_count(MASK, "token_sum_fixed_length").item() == 9
-    assert aggregation_count(MASK, "token_sum_fixed_length", fixed_length=10).item() == 30
-    for mode in LOSS_AGGREGATIONS[:3]:
-        assert torch.equal(aggregation_count(MASK, mode, fixed_length=10), aggregation_count(MASK, mode))
-
-
 @pytest.mark.parametrize("mode", LOSS_AGGREGATIONS)
 @pytest.mark.parametrize("denominator", [None, 0, 5])
 def test_an_empty_mask_gives_zero_with_zero_gradient(mode: str, denominator: int | None):
@@ -81,10 +74,6 @@ def test_an_empty_mask_gives_zero_with_zero_gradient(mode: str, denominator: int
     result.backward()
     assert result.item() == 0.0
     assert (loss.grad == 0).all()
-
-
-def test_a_zero_count_over_real_tokens_is_not_hidden():
-    assert aggregate_loss(LOSS, MASK, "token_mean", torch.tensor(0)).isinf()
 
 
 def test_half_precision_is_summed_in_float32():

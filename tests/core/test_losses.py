@@ -237,17 +237,6 @@ def test_importance_weights_of_equal_log_probabilities_are_exactly_one_and_carry
     assert importance_weights(logp, logp.detach(), prefix_mask([2], 3), 0.5).tolist() == [[0.5, 0.5, 0.0]]
 
 
-def test_importance_weights_times_the_advantage_are_that_factor_on_the_loss():
-    """Bayes by hand: tokens drawn from q, weighed by p / q, have the mean advantage under p."""
-    p, q = torch.tensor([0.7, 0.2, 0.1]).double(), torch.tensor([0.2, 0.5, 0.3]).double()
-    advantage = torch.tensor([[1.0, -2.0, 5.0]]).double()
-    mask = prefix_mask([3], 3)
-    weights = importance_weights(p.log()[None], q.log()[None], mask, 100.0)
-    assert float((q * weights[0] * advantage[0]).sum()) == pytest.approx(float((p * advantage[0]).sum()), rel=1e-12)
-    plain = clipped_policy_loss(p.log()[None], p.log()[None], advantage * weights, mask).loss
-    assert float(plain) == pytest.approx(-float((weights * advantage).mean()), rel=1e-12)
-
-
 def test_importance_weights_refuse_other_shapes_and_caps():
     x, mask = torch.zeros(1, 2), prefix_mask([2], 2)
     with pytest.raises(ShapeError, match=r"importance_weights: got old_logprobs \[1, 2\], sampler_logprobs \[1, 3\]"):

@@ -22,14 +22,6 @@ def test_what_follows_the_stop_token_does_not_matter_even_if_padding_is_the_stop
         assert torch.equal(a, b)
 
 
-def test_empty_responses_and_empty_batches_are_fine():
-    lengths, terminated = response_lengths(torch.zeros(3, 0, dtype=torch.long), [2])
-    assert lengths.tolist() == [0, 0, 0]
-    assert not terminated.any()
-    lengths, terminated = response_lengths(torch.zeros(0, 4, dtype=torch.long), [2])
-    assert lengths.shape == terminated.shape == (0,)
-
-
 def test_length_mask_is_true_on_the_first_tokens_of_each_row():
     mask = length_mask(torch.tensor([0, 1, 3]), 3)
     assert mask.tolist() == [[False, False, False], [True, False, False], [True, True, True]]

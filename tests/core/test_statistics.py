@@ -32,17 +32,6 @@ def test_mean_and_variances_of_one_two_four_by_hand():
     assert_close(masked_variance(X, HOLED, unbiased=True), scalar(7 / 3), rtol=0.0, atol=1e-12)
 
 
-def test_statistics_agree_with_the_standard_library():
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(6, 5, generator=generator, dtype=torch.float64) * 3 + 100
-    mask = torch.rand(6, 5, generator=generator) < 0.6
-    chosen = x[mask].tolist()
-    x = poison(x, mask)
-    assert masked_mean(x, mask).item() == pytest.approx(statistics.fmean(chosen), rel=1e-13)
-    assert masked_variance(x, mask, unbiased=True).item() == pytest.approx(statistics.variance(chosen), rel=1e-12)
-    assert masked_variance(x, mask, unbiased=False).item() == pytest.approx(statistics.pvariance(chosen), rel=1e-12)
-
-
 def test_an_empty_mask_gives_zero_with_zero_gradients():
     x = torch.full((2, 2), NAN, requires_grad=True)
     nothing = torch.zeros(2, 2, dtype=torch.bool)
@@ -60,12 +49,6 @@ def test_an_empty_mask_gives_zero_with_zero_gradients():
     empty = torch.zeros(0)
     assert masked_mean(empty, empty.bool()).item() == masked_variance(empty, empty.bool(), unbiased=True).item() == 0.0
     assert masked_whiten(empty, empty.bool()).shape == (0,)
-
-
-def test_variance_of_one_number_is_zero():
-    mask = torch.tensor([False, True])
-    for unbiased in (True, False):
-        assert masked_variance(torch.tensor([NAN, 3.0]), mask, unbiased=unbiased).item() == 0.0
 
 
 def test_gradients_of_mean_and_variance_are_finite_and_zero_in_padding():
@@ -135,14 +118,6 @@ def test_explained_variance_by_hand():
     assert_close(explained_variance(values, X, HOLED), scalar(6 / 7), rtol=0.0, atol=1e-12)
 
 
-def test_explained_variance_of_perfect_constant_and_inverted_critics():
-    constant = torch.full_like(X, 9.0)
-    assert_close(explained_variance(X, X, HOLED), scalar(1.0), rtol=0.0, atol=1e-12)
-    assert_close(explained_variance(X + 5.0, X, HOLED), scalar(1.0), rtol=0.0, atol=1e-12)
-    assert_close(explained_variance(constant, X, HOLED), scalar(0.0), rtol=0.0, atol=1e-12)
-    assert_close(explained_variance(-X, X, HOLED), scalar(-3.0), rtol=0.0, atol=1e-12)
-
-
 def test_explained_variance_of_returns_that_do_not_vary_is_zero():
     returns = torch.full((3, 3), 0.1)
     everything = torch.ones(3, 3, dtype=torch.bool)
@@ -158,19 +133,6 @@ def test_explained_variance_has_finite_gradients_even_where_returns_do_not_vary(
     explained_variance(values, returns, HOLED).backward()
     assert values.grad.isfinite().all()
     assert returns.grad.isfinite().all()
-
-
-def test_dtypes_half_is_widened_and_float64_kept():
-    for dtype, wanted in (
-        (torch.bfloat16, torch.float32),
-        (torch.float32, torch.float32),
-        (torch.float64, torch.float64),
-    ):
-        x, mask = torch.arange(4.0).to(dtype), torch.ones(4, dtype=torch.bool)
-        assert masked_mean(x, mask).dtype == wanted
-        assert masked_variance(x, mask, unbiased=True).dtype == wanted
-        assert masked_whiten(x, mask, moments=(0.0, scalar(1.0))).dtype == wanted
-        assert explained_variance(x, x, mask).dtype == wanted
 
 
 def test_unequal_shapes_are_refused():

@@ -185,12 +185,6 @@ def test_the_demos_values_are_warned_of_with_another_model_alone(conf: Path):
     assert settings(conf, sft_model_path="models/mine").demo_values(PIPELINE, catalog(own)) == []
 
 
-def test_unusual_values_are_warned_of_if_a_person_set_them(conf: Path):
-    own = PPOConfig(learning_rate=4e-4, response_length=36, kl_coef=3.0)
-    (line,) = settings(conf).unusual_values(PIPELINE, catalog(own))
-    assert line.startswith("ppo.kl_coef=3.0 is outside its typical range")
-
-
 def test_learning_rates_are_held_against_no_range_of_large_models_if_the_policy_is_small(
     conf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -370,28 +370,6 @@ def test_what_a_changed_function_made_before_ppo_is_made_anew_with_all_that_depe
     assert "sft/" not in beginnings
 
 
-@pytest.mark.slow
-def test_what_may_change_becomes_a_tag_and_a_longer_run_is_not_bit_identical(
-    toy: Toy, caplog: pytest.LogCaptureFixture
-):
-    run_id = toy.interrupted()
-    checkpoint(toy.root, run_id, 1)
-    leftover = toy.root / run_id / ".iteration_000002.4711.tmp"  # of a killed writer
-    leftover.mkdir()
-    with caplog.at_level(logging.INFO):
-        run = toy.run("ppo.total_episodes=32", "ppo.save_interval=3", "resume=latest")
-    assert {name: value for name, value in run.data.tags.items() if name.startswith("resume.")} == {
-        "resume.checkpoint": f"data/06_models/ppo_checkpoints/{run_id}/iteration_000001",
-        "resume.total_episodes": "32",
-        "resume.save_interval": "3",
-    }
-    assert run.data.tags["bit_identical"] == "false"
-    assert run.data.params["ppo.total_episodes"] == "24"
-    assert "Changed since it was interrupted: total_episodes was 24, is 32." in caplog.messages
-    assert [step for step, _ in toy.history(run_id, "objective/scores")] == [1, 2, 3, 4]
-    assert not leftover.exists()
-
-
 def earlier(params: dict[str, str], **tags: str) -> Run:
     everything = {"pipeline": "align", "environment": "local", **tags}
     data = RunData(
@@ -556,18 +534,6 @@ def test_without_tracking_only_a_path_can_be_resumed(tmp_path: Path):
         untracked(entry, tmp_path)
         with pytest.raises(DatasetError, match=f"^resume={requested}: without MLflow"):
             entry.load()
-
-
-@pytest.mark.slow
-def test_a_finished_run_that_is_named_goes_on_and_logs_nothing_twice(toy: Toy):
-    run = toy.run()
-    models = [model.model_id for model in mlflow.search_logged_models(output_format="list")]
-    again = toy.run(f"resume={run.info.run_id}")
-    assert again.info.run_id == run.info.run_id
-    assert again.info.status == "FINISHED"
-    assert toy.history(run.info.run_id, "objective/scores") == [(1, 0.25), (2, 0.5), (3, 0.75)]
-    assert toy.history(run.info.run_id, "eval/win_rate") == [(2, 0.5), (3, 0.75)]
-    assert [model.model_id for model in mlflow.search_logged_models(output_format="list")] == models
 
 
 @pytest.mark.slow

@@ -27,10 +27,7 @@ from click.testing import Result
 from kedro.config import OmegaConfigLoader
 from kedro.framework.hooks import hook_impl
 from kedro.framework.startup import bootstrap_project
-from kedro.io import DataCatalog
-from kedro_datasets.text import TextDataset
 from kedro_mlflow.config.kedro_mlflow_config import KedroMlflowConfig
-from kedro_mlflow.io.artifacts import MlflowArtifactDataset
 from mlflow.entities import Run
 from mlflow.environment_variables import MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT
 from mlflow.exceptions import MlflowException
@@ -38,7 +35,7 @@ from sqlalchemy.engine import Engine
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import PPORLHFError
-from ppo_rlhf.hooks import TrackingHook, run_log, tracking_store
+from ppo_rlhf.hooks import run_log, tracking_store
 from ppo_rlhf.hooks import tracking as mlflow_hook
 from ppo_rlhf.hooks.run_description import _git_tags, flattened, pipeline_names
 from ppo_rlhf.hooks.tracking_store import place_in_project
@@ -206,11 +203,6 @@ def test_kedro_viz_finds_the_status_of_the_run(tracked: TrackedRun):
     assert {"ppo.generate_rollouts", "ppo.optimise_policy", "evaluation.compare_policies"} <= ran
 
 
-def test_telemetry_leaves_the_projects_file_alone(tracked: TrackedRun):
-    assert "kedro_telemetry" not in (tracked.project / "pyproject.toml").read_text()
-    assert mlflow.telemetry.get_telemetry_client() is None
-
-
 def test_kedro_mlflow_ui_opens_the_projects_database(kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch):
     commands: list[list[str]] = []
     monkeypatch.setattr(
@@ -285,21 +277,6 @@ def test_a_server_that_says_nothing_is_named_while_it_is_waited_for_but_not_its_
     assert f"The tracking store {uri.format('***@')} has not answered for 0 s." in caplog.text
     assert f"Error: mlflow.yml: the tracking store {uri.format('***@')} cannot be used" in result.stderr
     assert "secret" not in result.output + caplog.text
-
-
-def test_a_store_that_hangs_while_an_artifact_is_logged_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
-    monkeypatch.setattr(tracking_store, "SLOW_S", 0.01)
-    hook = TrackingHook()
-    hook.mlflow_config = KedroMlflowConfig.model_validate({"server": {"mlflow_tracking_uri": "http://me:secret@host"}})
-    file = {"type": TextDataset, "filepath": str(tmp_path / "file")}
-    hook._catalog = DataCatalog.from_config({"plot": file, "report": {"type": MlflowArtifactDataset, "dataset": file}})
-    for name, expected in (("plot", []), ("report", ["http://***@host"])):
-        hook.before_dataset_saved(name)
-        time.sleep(0.1)
-        hook.after_dataset_saved(name)
-        assert [word for line in caplog.messages for word in line.split() if "://" in word] == expected
 
 
 def test_a_failed_run_says_why(kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch):

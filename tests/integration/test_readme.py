@@ -56,10 +56,6 @@ def test_the_ten_lines_of_python_train_and_save_a_policy(tmp_path: Path, monkeyp
     assert (tmp_path / "my-policy" / "model.safetensors").is_file()
 
 
-def test_the_readme_is_short() -> None:
-    assert len(README.splitlines()) <= 120
-
-
 def test_every_file_that_the_readme_links_to_is_there() -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", README):
         assert (ROOT / target).exists(), target
