@@ -186,23 +186,6 @@ def test_a_resumed_run_first_evaluates_its_checkpoint_which_was_saved_before_tha
     assert lines == [f"Iteration {i}/3" for i in range(done + 1, 4)]
 
 
-def test_the_carried_state_is_the_same_object_in_every_iteration(journal):
-    pipeline = loop_pipeline(journal)
-    seen: list[int] = []
-
-    class Watcher:
-        @hook_impl
-        def after_dataset_loaded(self, dataset_name: str, data: object) -> None:
-            if dataset_name in ("training_state", "next_training_state"):
-                seen.append(id(data))
-
-    manager = _create_hook_manager()
-    manager.register(Watcher())
-    LoopRunner().run(pipeline, catalog_for(pipeline), hook_manager=manager)
-    assert len(seen) == 3 * 4 + 1  # three nodes load training_state, one next_training_state; export once
-    assert len(set(seen)) == 1
-
-
 @pytest.mark.parametrize(
     ("cut", "expected"),
     [

@@ -102,9 +102,5 @@ def test_wrong_shapes_and_options_are_refused():
         generalized_advantage_estimate(x, torch.ones(2, 4), mask, 1.0, 0.95)
     with pytest.raises(ShapeError, match=r"bootstrap_values has shape \[2, 1\]; it must be \[2\]"):
         generalized_advantage_estimate(x, x, mask, 1.0, 0.95, bootstrap_values=torch.ones(2, 1))
-    with pytest.raises(ShapeError, match=r"rewards has shape \[3\]; it must be \[B, T\]"):
-        generalized_advantage_estimate(x[0], x[0], mask[0], 1.0, 0.95)
     with pytest.raises(ConfigError, match=r"gamma=1\.1; it must be finite and >= 0 and <= 1"):
         generalized_advantage_estimate(x, x, mask, 1.1, 0.95)
-    with pytest.raises(ConfigError, match=r"lam=-0\.1"):
-        generalized_advantage_estimate(x, x, mask, 1.0, -0.1)

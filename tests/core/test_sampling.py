@@ -92,14 +92,6 @@ def test_top_p_keeps_the_token_that_reaches_the_mass():
         assert set(sample_row(logits, grid, top_p=top_p)) == support
 
 
-def test_top_p_counts_its_mass_after_top_k():
-    """Top-2 of p = 0.4, 0.3, … leaves 4/7 and 3/7: top_p 0.5 keeps the first alone, though 0.4 < 0.5 before."""
-    logits = [math.log(0.4), math.log(0.3), math.log(0.2), math.log(0.1)]
-    grid = [(i + 0.5) / 100 for i in range(100)]
-    assert set(sample_row(logits, grid, top_k=2, top_p=0.5)) == {0}
-    assert set(sample_row(logits, grid, top_p=0.5)) == {0, 1}
-
-
 def test_ties_are_kept_together_so_that_the_order_of_the_vocabulary_does_not_choose():
     grid = [(i + 0.5) / 100 for i in range(100)]
     assert set(sample_row([1.0, 2.0, 1.0, 0.0], grid, top_k=2)) == {0, 1, 2}

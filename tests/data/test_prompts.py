@@ -114,13 +114,6 @@ def test_chat_messages_go_through_the_template_with_the_generation_prompt_and_no
     assert prompts.columns == {"messages": [messages]}
 
 
-def test_texts_and_chats_of_one_table_keep_their_places(make_tokenizer):
-    tokenizer = with_specials(make_tokenizer(), "$A </s>")
-    tokenizer.chat_template = CHAT_TEMPLATE
-    rows = ["a", [{"role": "s", "content": "b"}], "c d", [{"role": "i", "content": "f"}], "g"]
-    assert tokenise(rows, tokenizer).prompt_ids == [[3], [21, 4, 2, 19], [5, 6], [11, 8, 2, 19], [9]]
-
-
 def test_a_text_that_begins_with_the_beginning_of_text_gets_no_second_one(make_tokenizer):
     """As a chat template rendered it beforehand; the expected ids are those of the tokenizer's own template."""
     tokenizer = with_specials(make_tokenizer(bos_token="<unk>"), "<unk> $A </s>")
@@ -253,13 +246,6 @@ def test_overlong_prompts_are_dropped_with_their_columns(make_tokenizer):
     assert prompts.texts == [SHORT, JUST]
     assert prompts.prompt_ids == [[3, 4], [3, 4, 5, 6, 7, 8]]
     assert prompts.columns == {"n": [1, 3]}
-
-
-def test_every_error_of_overlong_prompts_ends_with_the_reason_for_a_short_context(make_tokenizer):
-    for length, overlong in ((4, "error"), (4, "drop"), (10, "error")):
-        arguments = {"length": length, "overlong": overlong}
-        plain = message(tokenise, [LONG], make_tokenizer(), **arguments)
-        assert message(tokenise, [LONG], make_tokenizer(), **arguments, why=". So it is") == f"{plain}. So it is"
 
 
 @pytest.fixture

@@ -30,8 +30,6 @@ from kedro.framework.startup import bootstrap_project
 from kedro_mlflow.config.kedro_mlflow_config import KedroMlflowConfig
 from mlflow.entities import Run
 from mlflow.environment_variables import MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT
-from mlflow.exceptions import MlflowException
-from sqlalchemy.engine import Engine
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import PPORLHFError
@@ -225,23 +223,6 @@ def test_a_run_whose_pipeline_is_not_tracked_leaves_nothing(kedro: Kedro, toy_pr
     assert result.exit_code == 0, result.output
     assert not (toy_project / "mlflow.db").exists()
     assert not (toy_project / "mlartifacts").exists()
-
-
-def test_a_database_that_is_being_made_has_another_name(
-    kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """So that a process that is killed then leaves no half of one; MLflow would refuse it in every later run."""
-    (toy_project / "mlflow.db").unlink()
-    seen: list[Path] = []
-
-    def fail(engine: Engine) -> None:
-        seen.extend(toy_project.glob("*.db"))
-        raise MlflowException("no more")
-
-    monkeypatch.setattr("mlflow.store.db.utils._upgrade_db", fail)
-    assert "mlflow.db cannot be used: no more" in kedro(toy_project, "run", "--pipelines", "align").stderr
-    assert seen == []
-    assert not list(toy_project.glob(".mlflow.db*"))
 
 
 def test_a_project_that_cannot_be_written_is_refused_at_once(
