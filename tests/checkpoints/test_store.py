@@ -149,7 +149,14 @@ def flip(path: Path) -> None:
     path.write_bytes(whole)
 
 
-@pytest.mark.parametrize("damage", [flip, lambda path: path.write_bytes(path.read_bytes()[:-1]), Path.unlink])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        flip,
+        pytest.param(lambda path: path.write_bytes(path.read_bytes()[:-1]), marks=pytest.mark.slow),
+        pytest.param(Path.unlink, marks=pytest.mark.slow),
+    ],
+)
 def test_a_file_that_was_changed_cut_off_or_lost_is_refused_by_name(saved, damage):
     for name in files_of(saved):
         path = saved / name
@@ -196,7 +203,9 @@ def test_a_manifest_of_another_format_is_refused(saved):
     assert "format 1" in refusal(saved)
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "{}"])
+@pytest.mark.parametrize(
+    "content", ["{", pytest.param("[]", marks=pytest.mark.slow), pytest.param("{}", marks=pytest.mark.slow)]
+)
 def test_a_state_that_is_none_is_refused(saved, content):
     (saved / "state.json").write_text(content)
     with pytest.raises(CheckpointError, match=r"state\.json"):

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import pytest
 from pydantic import Field
 
+from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.settings_group import closest, settings_group
 from ppo_rlhf.core.errors import ConfigError
 
@@ -95,3 +96,9 @@ def test_the_closest_known_name_is_suggested_only_if_it_is_near():
     known = ["learning_rate", "kl_coef"]
     assert closest("learnig_rate", known) == " Did you mean `learning_rate`?"
     assert closest("lam_critic", known) == closest("", known) == ""
+
+
+def test_a_seed_is_one_that_numpy_takes():
+    PPOConfig(seed=2**32 - 1)
+    with pytest.raises(ConfigError, match=r"ppo\.seed=4294967296"):
+        PPOConfig(seed=2**32)

@@ -8,7 +8,6 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import mlflow
 import pandas as pd
 import pytest
 from kedro.config import OmegaConfigLoader
@@ -96,20 +95,6 @@ def test_responses_are_shown_token_by_token_in_mlflow_and_in_the_report(chain: R
     assert scores[-1] <= history["objective/scores"].iloc[-1] <= scores[0]
     report = (chain.project / "data/test/08_reporting/report.html").read_text()
     assert report.count('class="token"') == sum(len(s["tokens"]) for shown in (first, newest) for s in shown["samples"])
-
-
-def test_the_logged_model_generates_text(chain: Run) -> None:
-    mlflow.set_tracking_uri(f"sqlite:///{chain.project}/mlflow.db")
-    try:
-        [model] = mlflow.search_logged_models(
-            experiment_ids=[chain.tracked.info.experiment_id], filter_string="name = 'ppo_policy'", output_format="list"
-        )
-        generator = mlflow.transformers.load_model(model.model_uri)
-        [[answer]] = [generator("burning station ( cast ) : the", max_new_tokens=4)]
-        assert len(answer["generated_text"].split()) > 6
-        assert {metric.key for metric in model.metrics or []} >= {"eval/win_rate", "eval/kl"}
-    finally:
-        mlflow.set_tracking_uri(None)
 
 
 def test_checkpoints_lie_below_the_run_id_pruned_to_the_newest_and_the_best(chain: Run) -> None:

@@ -39,9 +39,8 @@ def graphs() -> int:
     return counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.parametrize(
-    ("kind", "checkpointing"), [("gpt2", True), pytest.param("llama", False, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "checkpointing"), [("gpt2", True), ("llama", False)])
 def test_compiled_states_and_gradients_are_those_of_the_layers_as_they_are(kind: str, checkpointing: bool) -> None:
     plain, compiled = tiny_model(kind), tiny_model(kind)
     if checkpointing:
