@@ -88,6 +88,7 @@ def test_the_newest_run_that_trained_is_judged(kedro: Kedro, toy_project: Path):
     assert mlflow.active_run() is None
 
 
+@pytest.mark.slow
 def test_a_run_is_judged_by_its_id_with_its_own_settings(kedro: Kedro, toy_project: Path):
     run_id = record(toy_project, history(FAR), config(kl_alarm=40.0, kl_warning=35.0), experiment="another")
     record(toy_project, history(FAR), started=3000)
@@ -103,6 +104,7 @@ def test_an_unfinished_run_is_judged_by_what_it_has(kedro: Kedro, toy_project: P
     assert "too early" in second
 
 
+@pytest.mark.slow
 def test_all_advice_is_shown_on_request(kedro: Kedro, toy_project: Path):
     spoilt = FAR | {
         "policy/approxkl_avg": curve(0.2),
@@ -135,6 +137,7 @@ def test_of_an_iteration_that_was_done_again_the_later_values_count(toy_project:
     assert len(kl) == 3
 
 
+@pytest.mark.slow
 def test_a_run_that_went_on_is_judged_by_the_settings_of_its_last_resume(kedro: Kedro, toy_project: Path):
     settings = config()
     run_id = record(toy_project, history(), settings)
@@ -147,17 +150,20 @@ def test_a_run_that_went_on_is_judged_by_the_settings_of_its_last_resume(kedro: 
     assert (judged.total_episodes, judged.kl_alarm) == (2 * settings.total_episodes, 40.0)
 
 
+@pytest.mark.slow
 def test_settings_of_another_version_are_left_out_and_named(kedro: Kedro, toy_project: Path):
     record(toy_project, history(), **{"ppo.of_tomorrow": "3"})
     assert "Settings that this version does not know are left out: ppo.of_tomorrow" in advised(kedro, toy_project)
 
 
+@pytest.mark.slow
 def test_without_any_run_the_command_says_so_and_makes_no_store(kedro: Kedro, toy_project: Path):
     (toy_project / "mlflow.db").unlink()
     assert "mlflow.db" in refused(kedro, toy_project)
     assert not (toy_project / "mlflow.db").exists()
 
 
+@pytest.mark.slow
 def test_a_run_that_cannot_be_judged_is_refused(kedro: Kedro, toy_project: Path):
     assert "has trained a policy" in refused(kedro, toy_project)
     untrained = record(toy_project, [{"iteration": 1.0, "sft/loss": 2.0}])
@@ -171,7 +177,13 @@ def test_a_run_that_cannot_be_judged_is_refused(kedro: Kedro, toy_project: Path)
     assert "ppo.gamma" in line
 
 
-@pytest.mark.parametrize("error", [MlflowException("no\nroute"), OperationalError("SELECT", {}, Exception("locked"))])
+@pytest.mark.parametrize(
+    "error",
+    [
+        MlflowException("no\nroute"),
+        pytest.param(OperationalError("SELECT", {}, Exception("locked")), marks=pytest.mark.slow),
+    ],
+)
 def test_a_store_that_cannot_be_read_is_one_line(
     kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ):
@@ -241,6 +253,7 @@ def test_of_a_run_that_went_on_from_a_checkpoint_the_curves_before_it_are_judged
     assert logged(caplog)[1].startswith(EXPECTED)
 
 
+@pytest.mark.slow
 def test_a_run_that_failed_is_judged_and_one_that_was_stopped_or_whose_reward_raised_is_not(
     kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):

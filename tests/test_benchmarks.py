@@ -4,8 +4,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import GPT2LMHeadModel
 
 HERE = Path(__file__).parents[1] / "benchmarks"
 
@@ -57,17 +55,3 @@ def test_a_ratio_is_the_median_of_the_pairs_without_the_warm_up():
 
     pairs = [(result(ours), result(trl)) for ours, trl in ((1, 4), (10, 50), (8, 9))]
     assert [row["ratio"] for row in compare.rows_of({}, pairs)] == [4.0] * 3
-
-
-def test_the_stop_token_has_its_probability_after_any_text(tmp_path):
-    import inputs
-
-    expected = inputs.stop_probability(12)
-    policy = GPT2LMHeadModel.from_pretrained(inputs.make_models(toy(), "mixed", tmp_path)[0])
-    with torch.no_grad():
-        logits = policy(torch.randint(1, 500, (16, 20), generator=torch.Generator().manual_seed(1))).logits
-    stops = logits.softmax(-1)[..., 0]
-    assert float(stops.mean()) == pytest.approx(expected, rel=0.01)
-    assert 0.8 * expected < float(stops.min()) < float(stops.max()) < 1.2 * expected
-    mean = sum((1 - expected) ** step for step in range(12))
-    assert mean == pytest.approx(6.0)

@@ -22,7 +22,6 @@ from safetensors import SafetensorError
 
 from ppo_rlhf.cli import cli, commands, run
 from ppo_rlhf.cli.errors import one_line_each
-from ppo_rlhf.core.errors import ConfigError
 from tests.conftest import REPOSITORY
 
 Kedro = Callable[..., Result]
@@ -70,6 +69,7 @@ def test_kedro_run_loops_without_being_told_a_runner(kedro: Kedro, toy_project: 
     assert runs(toy_project)[0].info.status == "FINISHED"
 
 
+@pytest.mark.slow
 def test_the_version_that_is_named_is_read_and_recorded(kedro: Kedro, toy_project: Path):
     for _ in range(2):
         assert kedro(toy_project, "run", "--pipelines", "ppo").exit_code == 0
@@ -144,13 +144,6 @@ def test_a_full_disk_is_one_line_and_an_unexpected_error_none():
     assert one_line_each(ValueError("a mistake of ours")) is None
 
 
-def test_an_unexpected_exception_keeps_its_traceback(kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("TOY_FAIL_AT", "2")
-    result = kedro(toy_project, "run", "--pipelines", "ppo")
-    assert isinstance(result.exception, ZeroDivisionError)
-    assert runs(toy_project)[0].info.status == "FAILED"
-
-
 def test_a_bare_node_name_will_do_where_it_is_unique(kedro: Kedro, toy_project: Path, caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.INFO):
         result = kedro(toy_project, "run", "--pipelines", "ppo", "--to-nodes", "configure_ppo")
@@ -174,6 +167,7 @@ def test_a_list_is_written_in_brackets_on_the_command_line_too():
     assert run.make_context("run", ["--params", "a=[],b=[7]"]).params["params"] == {"a": [], "b": [7]}
 
 
+@pytest.mark.slow
 def test_kedros_catalog_commands_show_a_wrong_parameter_in_the_line_of_a_run(kedro: Kedro, toy_project: Path):
     (toy_project / "conf" / "local" / "parameters.yml").write_text("ppo: {kl_coeff: 0.3}\n")
     result = kedro(toy_project, "catalog", "describe-datasets")
@@ -181,14 +175,6 @@ def test_kedros_catalog_commands_show_a_wrong_parameter_in_the_line_of_a_run(ked
     (line,) = result.stderr.splitlines()
     assert line.startswith("Error: ppo.kl_coeff")
     assert [line] == refused(kedro, toy_project)
-
-
-def test_another_environment_says_which_personal_settings_it_leaves_unused(
-    kedro: Kedro, toy_project: Path, caplog: pytest.LogCaptureFixture
-):
-    (toy_project / "conf" / "local" / "parameters.yml").write_text("ppo: {kl_coef: 0.3}\n")
-    kedro(toy_project, "run", "--env", "other", "--pipelines", "ppo", "--to-nodes", "configure_ppo")
-    assert any("other is used instead of conf/local: parameters.yml" in message for message in caplog.messages)
 
 
 @pytest.mark.slow
@@ -234,28 +220,7 @@ def test_a_run_whose_output_nobody_reads_any_more_is_killed_and_says_so(toy_proj
     assert killed.data.tags["error"] == f"RunInterruptedError: {why}"
 
 
-def test_a_notebooks_session_shows_errors_as_exceptions(toy_project: Path, monkeypatch: pytest.MonkeyPatch):
-    from kedro.framework.session import KedroSession
-    from kedro.framework.startup import bootstrap_project
-
-    monkeypatch.chdir(toy_project)
-    bootstrap_project(toy_project)
-    with (
-        KedroSession.create(project_path=toy_project, runtime_params={"sead": 3}) as session,
-        pytest.raises(ConfigError, match="seed"),
-    ):
-        session.run(pipeline_names=["evaluation"])
-
-
 # --- several processes -----------------------------------------------------------------------------------------------
-
-
-def test_a_launch_whose_processes_would_train_alone_is_refused(
-    kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    (line,) = refused(kedro, toy_project)
-    assert "WORLD_SIZE" in line
 
 
 def test_an_error_of_another_process_alone_is_shown_with_its_number(

@@ -62,6 +62,7 @@ def test_a_fresh_project_passes_and_the_store_need_not_exist_yet(kedro: Kedro, p
     assert torch.__version__ in found["ok", "Versions"][0]
 
 
+@pytest.mark.slow
 def test_an_own_model_passes_with_its_memory_and_disk(kedro: Kedro, own: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("ppo_rlhf.memory.available_memory", lambda _: (2**40, 2**40))
     found = examined(kedro, own, *ALIGN, "--params", "ppo.kl_coef=9", exit_code=0)
@@ -92,12 +93,14 @@ def test_memory_and_disk_suffice_to_the_last_byte(
     )
 
 
+@pytest.mark.slow
 def test_of_an_own_sft_model_align_is_checked_since_the_whole_chain_would_write_it(kedro: Kedro, own: Path):
     found = examined(kedro, own, exit_code=0)
     assert "align, " in found["ok", "Settings"][0]
     assert "kedro run --pipelines align" in found["advice", "Settings"][0]
 
 
+@pytest.mark.slow
 def test_settings_files_and_functions_are_checked_as_before_a_run(kedro: Kedro, own: Path):
     wrong = "prompts_path=missing.jsonl,ppo.gradient_checkpointing=true,ppo.sft_model_path=x"
     lines = examined(kedro, own, *ALIGN, "--params", wrong, exit_code=1)["problem", "Settings"]
@@ -124,6 +127,7 @@ def test_bad_options_are_problems(kedro: Kedro, toy_project: Path, arguments: li
     assert named in line
 
 
+@pytest.mark.slow
 def test_other_versions_than_pyproject_asks_for_are_named(kedro: Kedro, project: Path):
     file = project / "pyproject.toml"
     text = file.read_text().replace("torch>=2.13,<2.14", "torch>=99").replace('"rich>=', '"no-such-package>=')
@@ -133,6 +137,7 @@ def test_other_versions_than_pyproject_asks_for_are_named(kedro: Kedro, project:
     assert all("pip install -e ." in line for line in lines[1:])
 
 
+@pytest.mark.slow
 def test_a_store_that_does_not_answer_or_cannot_be_read_is_named_without_its_password(
     kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -81,6 +81,7 @@ def test_greedy_answers_are_the_most_probable_tokens(kedro: Kedro, own: Path):
     assert answer.startswith(tokenizer.decode(ids[0, 3:], skip_special_tokens=True))
 
 
+@pytest.mark.slow
 def test_prompts_of_a_file_are_answered_and_scored_with_their_columns(kedro: Kedro, own: Path, tmp_path: Path):
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "a b", "bonus": 1}\n{"prompt": "c", "bonus": 2}\n')
@@ -104,6 +105,7 @@ def test_without_a_prompt_lines_are_read_until_an_empty_one(own: Path, monkeypat
     assert "c d" not in lines
 
 
+@pytest.mark.slow
 def test_a_typed_prompt_is_a_chat_if_the_tokenizer_has_a_template(kedro: Kedro, own: Path):
     for name in ("sft_policy", "ppo_policy"):
         tokenizer = word_tokenizer(chat_template=CHAT_TEMPLATE)
@@ -114,6 +116,7 @@ def test_a_typed_prompt_is_a_chat_if_the_tokenizer_has_a_template(kedro: Kedro, 
     assert answers(plain) == answers(said(kedro, own, "b c", "--plain"))
 
 
+@pytest.mark.slow
 def test_a_wide_terminal_shows_them_side_by_side(kedro: Kedro, own: Path, monkeypatch: pytest.MonkeyPatch):
     stacked = answers(said(kedro, own, "a b c"))
     monkeypatch.setenv("COLUMNS", "120")
@@ -123,12 +126,14 @@ def test_a_wide_terminal_shows_them_side_by_side(kedro: Kedro, own: Path, monkey
     assert texts[heading.index("PPO") :].strip() in stacked["PPO"][0]
 
 
+@pytest.mark.slow
 def test_settings_that_are_typed_and_not_read_are_refused(kedro: Kedro, own: Path):
     for typed in ("demonstrations_path=a", "reward.components=[]"):
         assert f"--params {typed.split('=')[0]}: nothing in" in refused(kedro, own, "a", "--params", typed)
     said(kedro, own, "a", "--params", "sft_model_path=data/06_models/ppo_policy,ppo.temperature=0.5")
 
 
+@pytest.mark.slow
 def test_what_is_missing_is_one_line_that_names_the_command(kedro: Kedro, project: Path, own: Path, tmp_path: Path):
     assert "--prompts" in refused(kedro, own, "a", "--prompts", "b.txt")
     assert "nothing.txt" in refused(kedro, own, "--prompts", "nothing.txt")

@@ -47,17 +47,6 @@ def test_a_directory_that_cannot_be_written_is_one_line(tmp_path: Path):
         lock_run(tmp_path / "file" / "run")
 
 
-def test_where_files_cannot_be_locked_the_run_goes_on_and_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
-    def refuse(file: object, operation: int) -> None:
-        raise OSError(37, "No locks available")
-
-    monkeypatch.setattr("ppo_rlhf.locks.fcntl.lockf", refuse)
-    assert lock_run(tmp_path) is not None
-    assert "cannot be locked (No locks available)" in caplog.text
-
-
 def test_a_directory_appears_with_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Another run with resume=latest would find it in between, and go on with a run that has just begun."""
     there: list[bool] = []

@@ -119,7 +119,7 @@ def test_a_moving_average_an_evaluation_and_casts_to_16_bits_count():
     assert full // 2 + 1.9 * weights < cast < full // 2 + 2 * weights
 
 
-@pytest.mark.parametrize("settings", [{}, {"use_peft": True}], ids=str)
+@pytest.mark.parametrize("settings", [pytest.param({}, marks=pytest.mark.slow), {"use_peft": True}], ids=str)
 def test_a_stored_critic_counts_as_large_as_the_policy(settings):
     separate, pretrained = (plan(value_model=name, **settings).held for name in ("separate", "pretrained"))
     with torch.device("meta"):
@@ -141,6 +141,7 @@ def test_4_bit_weights_count_with_their_scales_and_one_layer_unpacked():
     assert (whole.trained, whole.exported) == (packed.trained, packed.exported)
 
 
+@pytest.mark.slow
 def test_8_bit_moments_and_4_bit_weights_are_suggested_last():
     found = list(suggestions(PPOConfig(**SETTINGS), RunShape(WIDE, 6)))
     assert [each.changes.get("load_in_4bit", each.changes.get("optim")) for each in found[-2:]] == ["adamw_8bit", True]
@@ -151,6 +152,7 @@ def test_a_critic_from_a_reward_model_needs_one():
         plan(value_model="reward_init")
 
 
+@pytest.mark.slow
 def test_changes_that_lower_the_peak_are_suggested_alone_and_the_cheapest_first():
     config, shape = PPOConfig(**{**SETTINGS, "per_device_train_batch_size": 16}), RunShape(WIDE, 6, on_cpu=False)
     found = list(suggestions(config, shape))
@@ -162,6 +164,7 @@ def test_changes_that_lower_the_peak_are_suggested_alone_and_the_cheapest_first(
         assert each.needed < plan_memory(config, shape).needed
 
 
+@pytest.mark.slow
 def test_nothing_that_the_settings_or_the_device_exclude_is_suggested():
     config = PPOConfig(**SETTINGS, value_model="reward_init", offload_reward_model=True)
     shape = RunShape(WIDE, 6, CausalLMRewardConfig(text_config=WIDE), on_cpu=False)

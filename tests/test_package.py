@@ -31,15 +31,6 @@ def test_what_libraries_read_as_they_are_loaded_is_set_unless_the_environment_se
     assert printed.stdout.split() == [expected, "False"]
 
 
-def test_the_package_hands_on_the_trainer_and_its_configuration_when_they_are_asked_for() -> None:
-    code = (
-        "import sys, ppo_rlhf; before = 'torch' in sys.modules; from ppo_rlhf import PPOConfig, PPOTrainer; "
-        "print(before, PPOConfig.__name__, PPOTrainer.__name__)"
-    )
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert printed.stdout.split() == ["False", "PPOConfig", "PPOTrainer"]
-
-
 def test_the_version_stands_in_the_package_and_in_what_is_cited() -> None:
     cited = yaml.safe_load((Path(__file__).parents[1] / "CITATION.cff").read_text())
     assert cited["version"] == ppo_rlhf.__version__

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import pandas as pd
 import pytest
 from kedro.framework.project import configure_project, pipelines
-from kedro.pipeline import Node, Pipeline
+from kedro.pipeline import Pipeline
 from kedro.validation.type_extractor import TypeExtractor
 
 from ppo_rlhf.config import PPOConfig
@@ -26,12 +25,3 @@ def test_kedro_finds_the_type_of_every_parameter_group(
     assert {f"params:{name}" for name in found} == groups
     assert found["ppo"] is PPOConfig
     assert caplog.messages == []
-
-
-def test_kedro_finds_no_type_where_an_annotation_names_nothing(caplog: pytest.LogCaptureFixture):
-    def node(table: pd.DataFrame, ppo: PPOConfig) -> Missing:  # type: ignore[name-defined]  # noqa: F821
-        return table
-
-    broken = Pipeline([Node(node, ["table", "params:ppo"], "result", name="node")])
-    assert TypeExtractor({"broken": broken}).extract_types_from_pipelines() == {}
-    assert "Could not extract type hints from function node" in caplog.text

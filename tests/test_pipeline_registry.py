@@ -24,9 +24,3 @@ def test_an_iteration_takes_its_settings_from_the_state_so_kedro_viz_draws_its_p
         *("training_state", "reference_policy", "reward_scorer", "prompt_dataset"),
         *("evaluation_prompt_dataset", "reference_evaluation"),
     }
-
-
-def test_an_evaluation_can_be_asked_for_beside_the_stages_around_it():
-    pipelines = register_pipelines()
-    both = pipelines["ppo"] + pipelines["evaluation"] + pipelines["reporting"]
-    assert {node.name for node in both.nodes} == {node.name for node in pipelines["align"].nodes}

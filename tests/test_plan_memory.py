@@ -70,6 +70,7 @@ def test_the_projects_model_prompts_and_settings_are_planned(kedro: Kedro, own: 
     assert lines[-1] == "It fits."
 
 
+@pytest.mark.slow
 def test_options_take_the_place_of_settings(kedro: Kedro, own: Path):
     options = ("--batch", "16", "--prompt-length", "20", "--dtype", "bfloat16", "--processes", "2", *SHORT)
     lines = said(kedro, own, *options)
@@ -87,6 +88,7 @@ def test_a_configuration_is_enough_and_nothing_is_written(kedro: Kedro, own: Pat
     assert sorted(path for path in own.rglob("*") if "__pycache__" not in path.parts) == before
 
 
+@pytest.mark.slow
 def test_a_models_own_code_runs_only_where_the_project_trusts_it(
     kedro: Kedro, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -102,6 +104,7 @@ def test_a_models_own_code_runs_only_where_the_project_trusts_it(
         assert "trust_remote_code" in refused(kedro, own, *SHORT, "--prompt-length", "5", "--model", str(place))
 
 
+@pytest.mark.slow
 def test_what_to_change_first_is_said_if_it_does_not_fit(kedro: Kedro, own: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("ppo_rlhf.memory.available_memory", lambda _: NOTHING)
     found = [Suggestion({"value_model": "shared", "value_learning_rate": None}, "another critic", 2**20)]
@@ -113,6 +116,7 @@ def test_what_to_change_first_is_said_if_it_does_not_fit(kedro: Kedro, own: Path
     assert said(kedro, own, *SHORT)[-1].startswith("It does not fit, and no setting changes that")
 
 
+@pytest.mark.slow
 def test_a_reward_of_functions_has_no_reward_model(kedro: Kedro, own: Path):
     (own / "conf" / "local" / "parameters.yml").write_text(
         'reward:\n  components:\n    - {type: function, function: "builtins:len"}\nppo: {value_model: separate}\n'
@@ -128,6 +132,7 @@ def after_the_demo(own: Path) -> Path:
     return own
 
 
+@pytest.mark.slow
 def test_the_demos_reward_model_is_not_planned_for_another_policy(kedro: Kedro, after_the_demo: Path, tmp_path: Path):
     """The demo's critic starts as the reward model, which the other policy could not read."""
     said(kedro, after_the_demo, *SHORT)
@@ -139,17 +144,20 @@ def test_the_demos_reward_model_is_not_planned_for_another_policy(kedro: Kedro, 
     ] * 2  # 4.11 less 0.24 of the head
 
 
+@pytest.mark.slow
 def test_a_reward_model_that_is_named_is_planned(kedro: Kedro, after_the_demo: Path, tmp_path: Path):
     named = f"reward_model_path={after_the_demo / 'data/06_models/reward_model/2026-01-01'}"
     for model in ((), ("--model", str(tmp_path / "own"))):
         assert "ppo.value_model" in refused(kedro, after_the_demo, *SHORT, *model, "--params", named)
 
 
+@pytest.mark.slow
 def test_the_projects_own_policy_is_planned_with_the_projects_own_reward_model(kedro: Kedro, after_the_demo: Path):
     policy = save(after_the_demo / "data/06_models/sft_policy/2026-01-01", tiny_model())
     assert "ppo.value_model" in refused(kedro, after_the_demo, *SHORT, "--model", policy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["auto", "cuda"])
 def test_a_plan_may_be_made_for_memory_that_is_not_here(kedro: Kedro, own: Path, device: str):
     lines = said(kedro, own, *SHORT, "--memory", "24", "--params", f"ppo.device={device}")
@@ -177,11 +185,13 @@ def test_what_is_needed_suffices_to_the_last_byte(monkeypatch: pytest.MonkeyPatc
     assert any(line.startswith("The host needs") for line in lines) == (missing == 1 and not on_cpu)
 
 
+@pytest.mark.slow
 def test_settings_that_are_typed_and_not_planned_with_are_refused(kedro: Kedro, own: Path):
     line = refused(kedro, own, *SHORT, "--params", "supervised_finetuning.learning_rate=1")
     assert line.startswith("Error: --params supervised_finetuning.learning_rate: nothing in this command reads it")
 
 
+@pytest.mark.slow
 def test_bad_input_is_one_line(kedro: Kedro, own: Path, tmp_path: Path):
     assert "--prompt-length" in refused(kedro, own, "--model", str(tmp_path / "own" / "config.json"))
     prompts = tmp_path / "prompts.jsonl"
@@ -191,5 +201,6 @@ def test_bad_input_is_one_line(kedro: Kedro, own: Path, tmp_path: Path):
     assert "ppo.offload_reward_model" in refused(kedro, own, "--params", offloaded, *SHORT)
 
 
+@pytest.mark.slow
 def test_without_a_model_there_is_nothing_to_plan(kedro: Kedro, project: Path):
     assert "--model" in refused(kedro, project)

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
-import rich
 from kedro.framework.hooks import hook_impl
 from kedro.framework.hooks.manager import _create_hook_manager
 from kedro.framework.session import KedroSession
 from kedro.io import DataCatalog, MemoryDataset
 from kedro.pipeline import Node, Pipeline
 from kedro.runner import SequentialRunner
-from rich.console import Console
 
 from ppo_rlhf import progress
 from ppo_rlhf.core.errors import ConfigError
@@ -158,20 +155,6 @@ def test_nodes_before_the_loop_and_after_it_run_once_and_those_in_it_until_the_s
     assert outputs["evaluation"].load() == 0.3
 
 
-def test_a_state_that_is_finished_before_the_first_iteration_is_handed_on_as_it_is(journal):
-    pipeline = loop_pipeline(journal)
-    outputs = LoopRunner().run(pipeline, catalog_for(pipeline, iterations=0))
-    assert "generate" not in journal.calls
-    assert outputs["page"].load() == "report: exported after 0"
-
-
-def test_a_state_that_starts_in_the_middle_does_only_the_iterations_that_are_left(journal):
-    pipeline = loop_pipeline(journal)
-    resumed = resumed_at(pipeline, 2)
-    LoopRunner().run(resumed, catalog_for(resumed, iterations=5))
-    assert journal.calls.count("optimise") == 3
-
-
 def resumed_at(pipeline: Pipeline, iteration: int) -> Pipeline:
     """The pipeline with a first state that has done so many iterations already."""
 
@@ -203,23 +186,6 @@ def test_a_resumed_run_first_evaluates_its_checkpoint_which_was_saved_before_tha
     assert lines == [f"Iteration {i}/3" for i in range(done + 1, 4)]
 
 
-def test_the_carried_state_is_the_same_object_in_every_iteration(journal):
-    pipeline = loop_pipeline(journal)
-    seen: list[int] = []
-
-    class Watcher:
-        @hook_impl
-        def after_dataset_loaded(self, dataset_name: str, data: object) -> None:
-            if dataset_name in ("training_state", "next_training_state"):
-                seen.append(id(data))
-
-    manager = _create_hook_manager()
-    manager.register(Watcher())
-    LoopRunner().run(pipeline, catalog_for(pipeline), hook_manager=manager)
-    assert len(seen) == 3 * 4 + 1  # three nodes load training_state, one next_training_state; export once
-    assert len(set(seen)) == 1
-
-
 @pytest.mark.parametrize(
     ("cut", "expected"),
     [
@@ -245,22 +211,6 @@ def test_a_slice_that_cuts_the_loop_open_runs_its_nodes_once(
         LoopRunner().run(pipeline, catalog)
     assert sorted(journal.calls) == sorted(expected)
     assert "the ones of its iteration run once" in caplog.text
-
-
-def test_a_slice_that_leaves_the_cycle_whole_still_loops(journal):
-    pipeline = loop_pipeline(journal).filter(to_nodes=["toy.optimise"])
-    LoopRunner().run(pipeline, catalog_for(pipeline, iterations=4))
-    assert journal.calls.count("optimise") == 4
-    assert "evaluate" not in journal.calls
-
-
-def test_a_pipeline_without_a_loop_runs_as_under_kedros_sequential_runner(journal):
-    pipeline = loop_pipeline(journal).filter(node_names=["toy.configure", "toy.aside"])
-    ours = LoopRunner().run(pipeline, catalog_for(pipeline))
-    theirs = SequentialRunner().run(pipeline, catalog_for(pipeline))
-    assert {name: dataset.load() for name, dataset in ours.items()} == {
-        name: dataset.load() for name, dataset in theirs.items()
-    }
 
 
 def test_an_untagged_node_between_tagged_ones_is_refused(journal):
@@ -303,12 +253,6 @@ def test_each_iteration_is_one_line_where_there_is_no_terminal(journal, caplog):
     assert "left" not in lines[-1]
 
 
-def test_kedro_viz_recognises_the_runner_as_sequential():
-    from kedro_viz.integrations.kedro.hooks_utils import is_sequential_runner
-
-    assert is_sequential_runner({"runner": getattr(LoopRunner(), "__name__", str(LoopRunner()))})
-
-
 def test_the_data_of_an_iteration_are_overwritten_in_the_next_and_released_after_the_loop(journal):
     pipeline = loop_pipeline(journal)
     living: dict[str, list[int]] = {}
@@ -348,22 +292,3 @@ def test_many_iterations_are_thinned_to_a_line_every_two_seconds_and_the_last_is
     shown = [int(message.split("/")[0].split()[1]) for message in caplog.messages]
     assert shown == [*range(1, 100, 4), 100]
     assert "0:00:48 left" in caplog.messages[1]  # 95 iterations of half a second
-
-
-def test_a_terminal_gets_one_bar_with_the_readings(monkeypatch):
-    terminal = Console(file=io.StringIO(), force_terminal=True, width=160)
-    monkeypatch.setattr(rich, "get_console", lambda: terminal)
-    readings = {"objective/scores": 0.5, "objective/kl": 4.25, "throughput/episodes_per_s": 320.0}
-    with reporting(0, 2) as report:
-        report(1, readings)
-    shown = terminal.file.getvalue()
-    assert "1/2" in shown
-    assert "reward 0.500, KL 4.25, 320.0 episodes/s" in shown
-
-
-def test_a_process_that_is_not_the_main_one_says_nothing(journal, caplog, monkeypatch):
-    monkeypatch.setenv("RANK", "1")
-    pipeline = loop_pipeline(journal)
-    with caplog.at_level(logging.INFO, "ppo_rlhf"):
-        LoopRunner().run(pipeline, catalog_for(pipeline))
-    assert not [record for record in caplog.records if record.msg.startswith(("Iteration", "Training", "Completed"))]

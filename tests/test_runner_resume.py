@@ -149,12 +149,6 @@ def test_a_run_that_was_killed_goes_on_with_the_stage_that_it_was_killed_in(proj
     assert project.run("latest") == ALL[3:]
 
 
-def test_files_of_another_run_count_for_nothing(project, monkeypatch):
-    project.run()
-    as_run("other", monkeypatch)
-    assert project.run("latest") == ALL
-
-
 def test_a_run_goes_on_with_its_own_model_and_tables_whatever_another_one_has_written_since(project, monkeypatch):
     project.run()
     own = project.read
@@ -199,21 +193,6 @@ def test_the_record_moves_with_the_project_and_lies_beside_the_checkpoints(proje
     moved = tmp_path_factory.mktemp("moved") / "project"
     shutil.move(project.folder, moved)
     assert Project(moved).run("latest") == ALL[3:]
-
-
-def test_a_record_that_cannot_be_written_costs_a_warning_and_not_the_run(project, caplog):
-    (project.folder / "checkpoints").write_text("a file where the folder would be")
-    assert project.run() == ALL
-    assert "a resumed run will write rows again" in caplog.text
-
-
-def test_only_missing_outputs_means_kedros_rule(project):
-    before = project.pipeline().filter(to_nodes=["collect"])
-    project.run()
-    assert LoopRunner().run(before, project.catalog(None), only_missing_outputs=True) == {}
-    project.file("pairs").unlink()
-    assert list(LoopRunner().run(before, project.catalog(None), only_missing_outputs=True)) == ["pairs"]
-    assert json.loads(project.file("pairs").read_text()) == [3, 3]
 
 
 def test_only_the_main_process_writes_and_the_others_wait_and_read_its_file(tmp_path, monkeypatch):

@@ -146,14 +146,6 @@ def test_the_first_signal_lets_the_iteration_finish_and_saves_it(name, moment, c
     assert any(message.startswith("Iteration 3/6") for message in caplog.messages)
 
 
-def test_in_a_save_or_an_evaluation_the_first_signal_lets_it_end_and_saves_once():
-    assert play(save_2="SIGTERM").saved == [2]
-    scene = play(evaluate_3="SIGTERM")
-    assert scene.saved == [2, 3]
-    assert scene.happened[-2:] == ["evaluate 3", "save 3"]
-    assert play(evaluate_2="SIGTERM").saved == [2]
-
-
 @pytest.mark.parametrize("second", ["SIGINT", "SIGTERM"])
 def test_a_second_signal_stops_at_once(second):
     scene = play(generate_3="SIGINT", optimise_3=second)

@@ -43,14 +43,18 @@ def is_called_hacked(judge: np.ndarray) -> bool:
     return "reward_hacked" in {item.rule.name for item in advise(config(), history(curves))}
 
 
-@pytest.mark.parametrize("correlation", CORRELATIONS)
+@pytest.mark.parametrize(
+    "correlation", [*CORRELATIONS[:1], *(pytest.param(case, marks=pytest.mark.slow) for case in CORRELATIONS[1:])]
+)
 def test_at_most_five_per_cent_of_runs_without_a_change_are_called_hacked(correlation: float):
     """Before, 87, 80, 69 and 62 per cent: the best of several noisy evaluations lies above the last one."""
     rng = np.random.default_rng(1)
     assert np.mean([is_called_hacked(noisy_scores(rng, correlation)) for _ in range(300)]) <= 0.05
 
 
-@pytest.mark.parametrize("correlation", CORRELATIONS)
+@pytest.mark.parametrize(
+    "correlation", [*CORRELATIONS[:1], *(pytest.param(case, marks=pytest.mark.slow) for case in CORRELATIONS[1:])]
+)
 def test_at_least_four_fifths_of_the_falls_of_four_standard_errors_are_found(correlation: float):
     """Of one evaluation's error, or of the pair's, whichever is smaller."""
     rng = np.random.default_rng(2)
@@ -64,6 +68,7 @@ def test_at_least_four_fifths_of_the_falls_of_four_standard_errors_are_found(cor
     assert np.mean(found) >= 0.8
 
 
+@pytest.mark.slow
 def test_runs_whose_judge_rises_by_two_standard_errors_are_not_called_hacked():
     """Before, 64 per cent."""
     rng = np.random.default_rng(3)

@@ -21,11 +21,20 @@ from tests.ppo_runs import learn_from
 
 IDS = torch.tensor([[3, 9, 14, 6], [5, 7, 4, 12]])
 LORA = {"use_peft": True, "lora_r": 2}
-VARIANTS = {
-    "shared": ("gpt2", {"value_model": "shared", "vf_coef": 0.5, "dtype": "float64"}),
-    "lora, reward_init": ("llama", {**LORA, "value_model": "reward_init", "dtype": "bfloat16"}),
-    "lora, shared, average": ("llama", {**LORA, "value_model": "shared", "ema_decay": 0.7, "weight_decay": 0.01}),
-}
+VARIANTS = [
+    pytest.param(
+        "gpt2", {"value_model": "shared", "vf_coef": 0.5, "dtype": "float64"}, id="shared", marks=pytest.mark.slow
+    ),
+    pytest.param(
+        "llama",
+        {**LORA, "value_model": "reward_init", "dtype": "bfloat16"},
+        id="lora, reward_init",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        "llama", {**LORA, "value_model": "shared", "ema_decay": 0.7, "weight_decay": 0.01}, id="lora, shared, average"
+    ),
+]
 
 
 @pytest.fixture
@@ -42,7 +51,7 @@ def build(make_run, make_model):
 # --- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "variant"), VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.parametrize(("kind", "variant"), VARIANTS)
 def test_going_on_from_a_checkpoint_equals_never_having_stopped(build, tmp_path, kind, variant):
     whole = build(kind, **variant)
     whole.iteration()
@@ -57,6 +66,7 @@ def test_going_on_from_a_checkpoint_equals_never_having_stopped(build, tmp_path,
     assert_same(everything(resumed.state), everything(whole.state))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_with_lora_holds_what_trained_and_no_frozen_weight(build, tmp_path):
     run = build(**LORA)
     run.iteration()
@@ -71,6 +81,7 @@ def test_a_checkpoint_with_lora_holds_what_trained_and_no_frozen_weight(build, t
     assert {name for name in critic if "lora" not in name} == {"value_head.weight", "value_head.bias"}
 
 
+@pytest.mark.slow
 def test_peft_reads_the_policy_in_a_checkpoint(build, make_model, tmp_path):
     run = build(**LORA)
     run.iteration()
@@ -87,7 +98,9 @@ def test_a_shared_trunk_has_one_optimiser_and_its_head_in_a_file_of_its_own(buil
     assert load_file(directory / "critic.safetensors").keys() == {"value_head.weight", "value_head.bias"}
 
 
-@pytest.mark.parametrize(("spoiled", "name"), [("policy", "policy"), ("reward", "critic")])
+@pytest.mark.parametrize(
+    ("spoiled", "name"), [("policy", "policy"), pytest.param("reward", "critic", marks=pytest.mark.slow)]
+)
 def test_adapters_of_other_frozen_weights_are_refused(make_run, make_model, tmp_path, spoiled, name):
     def build(**seeds):
         reward_model = CausalLMRewardModel.from_causal_lm(make_model("llama", seed=seeds.get("reward", 2)))
@@ -108,9 +121,9 @@ def test_adapters_of_other_frozen_weights_are_refused(make_run, make_model, tmp_
     ("saved", "read"),
     [
         ({}, LORA),
-        (LORA, {}),
+        pytest.param(LORA, {}, marks=pytest.mark.slow),
         ({}, {"value_model": "shared"}),
-        ({}, {"ema_decay": 0.5}),
+        pytest.param({}, {"ema_decay": 0.5}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -137,7 +150,11 @@ def words(prompts, completions, **_) -> list[float]:
     return [len(text.split()) / 4 for text in completions]
 
 
-@pytest.mark.parametrize("settings", [{}, LORA], ids=["separate", "separate, lora"])
+@pytest.mark.parametrize(
+    "settings",
+    [pytest.param({}, marks=pytest.mark.slow), pytest.param(LORA, marks=pytest.mark.slow)],
+    ids=["separate", "separate, lora"],
+)
 def test_models_of_one_block_in_several_places_go_on_from_a_checkpoint(
     make_prompts, make_tokenizer, tmp_path, settings
 ):
@@ -201,6 +218,7 @@ def test_the_average_follows_each_optimiser_step_and_no_skipped_one(make_run):
     assert all(torch.equal(before[name], weight) for name, weight in run.state.policy_average.weights.items())
 
 
+@pytest.mark.slow
 def test_the_average_stands_still_while_the_critic_is_warmed_up(make_run):
     run = make_run(ema_decay=0.7, critic_warmup_iterations=1)
     start = {name: weight.clone() for name, weight in run.state.policy_average.weights.items()}
@@ -208,6 +226,7 @@ def test_the_average_stands_still_while_the_critic_is_warmed_up(make_run):
     assert all(torch.equal(start[name], weight) for name, weight in run.state.policy_average.weights.items())
 
 
+@pytest.mark.slow
 def test_the_average_does_not_touch_what_is_learnt(make_run):
     plain, averaged = make_run(), make_run(ema_decay=0.9)
     for run in (plain, averaged):
@@ -225,7 +244,7 @@ def test_without_options_the_policy_itself_is_exported_and_nothing_beside_it(mak
     assert (exported.value_head, exported.average) == (None, None)
 
 
-@pytest.mark.parametrize("variant", [{}, LORA], ids=str)
+@pytest.mark.parametrize("variant", [{}, pytest.param(LORA, marks=pytest.mark.slow)], ids=str)
 def test_the_average_is_exported_as_a_plain_model_beside_the_policy(make_run, variant):
     run = make_run(ema_decay=0.5, learning_rate=1e-2, **variant)
     run.iteration()

@@ -87,15 +87,15 @@ def test_a_damaged_checkpoint_is_refused(make_run, saved):
 @pytest.mark.parametrize(
     ("name", "path", "value"),
     [
-        ("history.json", [], {"kl": 1}),
+        pytest.param("history.json", [], {"kl": 1}, marks=pytest.mark.slow),
         ("history.json", [0], 3),
-        ("state.json", [], []),
-        ("state.json", ["config"], []),
-        ("state.json", ["iteration"], "1"),
+        pytest.param("state.json", [], [], marks=pytest.mark.slow),
+        pytest.param("state.json", ["config"], [], marks=pytest.mark.slow),
+        pytest.param("state.json", ["iteration"], "1", marks=pytest.mark.slow),
         ("state.json", ["origin"], []),
-        ("state.json", ["policy_optimizer"], 3),
-        ("state.json", ["extra", "kl_controller"], 3),
-        ("state.json", ["extra", "early_stops"], None),
+        pytest.param("state.json", ["policy_optimizer"], 3, marks=pytest.mark.slow),
+        pytest.param("state.json", ["extra", "kl_controller"], 3, marks=pytest.mark.slow),
+        pytest.param("state.json", ["extra", "early_stops"], None, marks=pytest.mark.slow),
     ],
 )
 def test_whole_files_of_another_shape_are_refused_in_one_line(make_run, saved, name, path, value):

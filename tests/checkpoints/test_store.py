@@ -81,7 +81,11 @@ EVERY_STATE = {
 }
 
 
-@pytest.mark.parametrize("options", [{"dtype": "float64"}, {"dtype": "bfloat16", **EVERY_STATE}], ids=len)
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({"dtype": "float64"}, marks=pytest.mark.slow), {"dtype": "bfloat16", **EVERY_STATE}],
+    ids=len,
+)
 def test_going_on_from_a_checkpoint_equals_never_having_stopped(make_run, tmp_path, caplog, options):
     whole = make_run("gpt2", **options)
     whole.iteration()
@@ -143,7 +147,14 @@ def flip(path: Path) -> None:
     path.write_bytes(whole)
 
 
-@pytest.mark.parametrize("damage", [flip, lambda path: path.write_bytes(path.read_bytes()[:-1]), Path.unlink])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        flip,
+        pytest.param(lambda path: path.write_bytes(path.read_bytes()[:-1]), marks=pytest.mark.slow),
+        pytest.param(Path.unlink, marks=pytest.mark.slow),
+    ],
+)
 def test_a_file_that_was_changed_cut_off_or_lost_is_refused_by_name(saved, damage):
     for name in files_of(saved):
         path = saved / name
@@ -154,7 +165,9 @@ def test_a_file_that_was_changed_cut_off_or_lost_is_refused_by_name(saved, damag
     verify_checkpoint(saved)
 
 
-@pytest.mark.parametrize("flipped", [1, 4, 32])
+@pytest.mark.parametrize(
+    "flipped", [pytest.param(1, marks=pytest.mark.slow), 4, pytest.param(32, marks=pytest.mark.slow)]
+)
 def test_no_changed_byte_of_the_manifest_gives_other_content(saved, flipped):
     path = saved / "manifest.json"
     whole = path.read_bytes()
@@ -166,7 +179,16 @@ def test_no_changed_byte_of_the_manifest_gives_other_content(saved, flipped):
 
 
 @pytest.mark.parametrize(
-    "content", ["", "{", "[" * 100_000, "[]", "{}", '{"files": 3}', '{"format": 3, "files": {"state.json": 3}}']
+    "content",
+    [
+        "",
+        "{",
+        pytest.param("[" * 100_000, marks=pytest.mark.slow),
+        pytest.param("[]", marks=pytest.mark.slow),
+        pytest.param("{}", marks=pytest.mark.slow),
+        pytest.param('{"files": 3}', marks=pytest.mark.slow),
+        pytest.param('{"format": 3, "files": {"state.json": 3}}', marks=pytest.mark.slow),
+    ],
 )
 def test_a_manifest_that_is_none_is_refused(saved, content):
     (saved / "manifest.json").write_text(content)
@@ -179,7 +201,9 @@ def test_a_manifest_of_another_format_is_refused(saved):
     assert "format 1" in refusal(saved)
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "{}"])
+@pytest.mark.parametrize(
+    "content", ["{", pytest.param("[]", marks=pytest.mark.slow), pytest.param("{}", marks=pytest.mark.slow)]
+)
 def test_a_state_that_is_none_is_refused(saved, content):
     (saved / "state.json").write_text(content)
     with pytest.raises(CheckpointError, match=r"state\.json"):

@@ -43,6 +43,7 @@ def run(kedro: Kedro, project: Path, **parameters: object) -> dict[str, str]:
     return logged_params(project)
 
 
+@pytest.mark.slow
 def test_the_script_of_trls_legacy_api_runs(kedro: Kedro, desk: Path, tmp_path: Path):
     (tmp_path / "legacy.yaml").write_text(yaml.safe_dump(LEGACY_SCRIPT))
     assert kedro(desk, "convert-config", "--from", "trl", str(tmp_path / "legacy.yaml")).exit_code == 0

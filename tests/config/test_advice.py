@@ -52,10 +52,3 @@ def test_a_setting_without_the_expected_effect_gets_one_line_that_names_it(setti
     (line,) = PPOConfig(**settings).advice()
     assert f"ppo.{next(iter(settings))}" in line
     assert PPOConfig(**without).advice() == []
-
-
-def test_advice_is_given_only_on_the_settings_asked_about():
-    config = PPOConfig(vf_coef=0.5, kl_estimator="k3", cliprange=0.5)
-    assert len(config.advice()) == 3
-    assert len(config.advice(["cliprange"])) == 1
-    assert config.advice([]) == []

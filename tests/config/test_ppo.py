@@ -4,112 +4,9 @@ import dataclasses
 
 import pytest
 
-from ppo_rlhf import training
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError
-from ppo_rlhf.ppo.state import TrainingState
-from ppo_rlhf.trainer.trainer import PPOTrainer
 from tests.compat.trl_source import TRL_LAST, TRL_MODEL
-
-# A contract, written out by hand: TRL's where TRL has the setting, but for the departures in docs/algorithm.md.
-DEFAULTS = {
-    "num_ppo_epochs": 4,
-    "cliprange": 0.2,
-    "cliprange_high": None,
-    "cliprange_value": 0.2,
-    "vf_coef": 0.1,
-    "gamma": 1.0,
-    "lam": 0.95,
-    "lam_critic": None,
-    "whiten_rewards": False,
-    "whiten_advantages": True,
-    "entropy_coef": 0.0,
-    "dual_clip": None,
-    "target_kl": None,
-    "loss_aggregation": "token_mean",
-    "importance_cap": None,
-    "kl_coef": 0.05,
-    "kl_estimator": "k1",
-    "kl_in": "reward",
-    "kl_controller": "fixed",
-    "kl_target": 6.0,
-    "kl_horizon": 10000,
-    "kl_hold_iterations": 0,
-    "kl_warning": 15,
-    "kl_alarm": 20,
-    "kl_stop": None,
-    "reward_scale": 1.0,
-    "reward_clip": None,
-    "reward_normalisation": "none",
-    "missing_eos_penalty": None,
-    "truncated_responses": "keep",
-    "overlong_buffer": None,
-    "learning_rate": 3e-6,
-    "value_learning_rate": None,
-    "lr_scheduler_type": "linear",
-    "warmup_ratio": 0,
-    "critic_warmup_iterations": 0,
-    "optim": "adamw_torch_fused",
-    "adam_beta1": 0.9,
-    "adam_beta2": 0.999,
-    "adam_epsilon": 1e-08,
-    "weight_decay": 0.0,
-    "max_grad_norm": 1.0,
-    "ema_decay": None,
-    "total_episodes": 10000,
-    "per_device_train_batch_size": 8,
-    "gradient_accumulation_steps": 1,
-    "num_mini_batches": 1,
-    "local_rollout_forward_batch_size": 64,
-    "responses_per_prompt": 1,
-    "max_tokens_per_micro_batch": None,
-    "response_length": 53,
-    "min_response_length": 0,
-    "temperature": 0.7,
-    "top_k": 0,
-    "top_p": 1.0,
-    "stop_token": "eos",
-    "stop_token_id": None,
-    "environment": None,
-    "turn_length": None,
-    "overlong_prompts": "error",
-    "value_model": "separate",
-    "use_peft": False,
-    "load_in_4bit": False,
-    "lora_r": 16,
-    "lora_alpha": 32,
-    "lora_target_modules": "all-linear",
-    "gradient_checkpointing": False,
-    "compile": False,
-    "export_value_head": False,
-    "dtype": "float32",
-    "offload_reference_policy": False,
-    "offload_reward_model": False,
-    "rollout_engine": "static",
-    "device": "auto",
-    "deterministic": False,
-    "seed": 42,
-    "sft_model_path": None,
-    "reward_model_path": None,
-    "eval_interval": 10,
-    "save_interval": 10,
-    "save_total_limit": 2,
-    "sample_interval": 5,
-    "shutdown_grace_s": 25.0,
-    "max_skipped_steps": 5,
-}
-
-
-def test_the_configuration_and_the_state_can_be_imported_from_the_package():
-    assert training.PPOConfig is PPOConfig
-    assert training.PPOTrainer is PPOTrainer
-    assert training.TrainingState is TrainingState
-
-
-def test_every_field_has_its_contracted_default():
-    config = PPOConfig()
-    assert {field.name: getattr(config, field.name) for field in dataclasses.fields(config)} == DEFAULTS
-
 
 DEPARTURES = {
     "dtype",
@@ -122,7 +19,10 @@ DEPARTURES = {
     "stop_token",
     "total_episodes",
 }
-"""Settings whose default is not TRL's; docs/algorithm.md, section 10, has the reasons."""
+"""Settings whose default is not TRL's; docs/algorithm.md, section 10, has the reasons.
+
+All defaults stand in docs/configuration.md, which a test compares with the code.
+"""
 
 
 def test_defaults_are_trls_but_for_the_departures():
@@ -134,10 +34,11 @@ def test_defaults_are_trls_but_for_the_departures():
         "deterministic": "full_determinism",
     }
     trl = {**TRL_MODEL, **TRL_LAST}
-    trl |= {ours: trl[theirs] for ours, theirs in other_names.items()}
-    shared = trl.keys() & DEFAULTS.keys()
+    trl |= {name: trl[theirs] for name, theirs in other_names.items()}
+    ours = dataclasses.asdict(PPOConfig())
+    shared = trl.keys() & ours.keys()
     assert len(shared) == 42
-    assert {name for name in shared if trl[name] != DEFAULTS[name]} == DEPARTURES
+    assert {name for name in shared if trl[name] != ours[name]} == DEPARTURES
 
 
 @pytest.mark.parametrize(
@@ -169,29 +70,6 @@ def test_batch_sizes_follow_trl(sizes, micro, batch, mini, local_micro, iteratio
 
 
 @pytest.mark.parametrize(
-    "values",
-    [
-        {"num_ppo_epochs": 0},
-        {"gamma": 1.01},
-        {"kl_coef": -0.1},
-        {"learning_rate": float("nan")},
-        {"dual_clip": 1.0},
-        {"warmup_ratio": 1},
-        {"ema_decay": 1.0},
-        {"kl_estimator": "k4"},
-        {"total_episodes": "many"},
-        {"seed": None},
-        {"kl_coeff": 0.1},
-    ],
-    ids=str,
-)
-def test_a_wrong_value_or_name_is_refused_in_one_line_that_names_it(values):
-    (name,) = values
-    with pytest.raises(ConfigError, match=rf"^ppo\.{name}[^\n]+$"):
-        PPOConfig(**values)
-
-
-@pytest.mark.parametrize(
     ("name", "where"),
     [
         ("init_kl_coef", "ppo.kl_coef"),
@@ -210,9 +88,3 @@ def test_batch_sizes_count_all_processes(monkeypatch):
     config = PPOConfig(gradient_accumulation_steps=2, num_mini_batches=2, total_episodes=100)
     assert (config.world_size, config.micro_batch_size, config.local_batch_size, config.batch_size) == (4, 32, 16, 64)
     assert (config.mini_batch_size, config.local_mini_batch_size, config.num_total_batches) == (32, 8, 2)
-
-
-def test_only_values_that_differ_from_the_default_are_listed_in_order_of_declaration():
-    config = PPOConfig(seed=7, kl_coef=0.05, gamma=0.9, top_p=1.0, num_ppo_epochs=1)
-    assert list(config.not_default().items()) == [("num_ppo_epochs", 1), ("gamma", 0.9), ("seed", 7)]
-    assert PPOConfig().not_default() == {}

@@ -6,18 +6,12 @@ import pickle
 from dataclasses import field
 from typing import Annotated, Literal
 
-import numpy as np
 import pytest
 from pydantic import Field
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.settings_group import closest, settings_group
 from ppo_rlhf.core.errors import ConfigError
-from ppo_rlhf.data.prompts import PromptsConfig
-from ppo_rlhf.evaluation.policy import EvaluationConfig
-from ppo_rlhf.supervised.demonstrations import DataPreparationConfig
-from ppo_rlhf.supervised.reward_training import RewardModellingConfig
-from ppo_rlhf.supervised.sft import SupervisedFinetuningConfig
 
 
 @settings_group("inner")
@@ -41,11 +35,6 @@ class Outer:
     def __post_init__(self) -> None:
         if self.epochs > 100 * self.rate:
             raise ConfigError(f"outer.epochs={self.epochs} is more than 100 x outer.rate={self.rate}")
-
-
-def test_a_group_without_arguments_has_its_defaults():
-    group = Outer()
-    assert (group.epochs, group.rate, group.limit, group.switch, group.parts) == (4, 0.5, None, False, [])
 
 
 def test_whole_floats_and_digits_become_integers_as_yaml_and_the_command_line_write_them():
@@ -103,29 +92,13 @@ def test_a_group_is_frozen_and_can_be_replaced_copied_pickled_and_compared():
     assert pickle.loads(pickle.dumps(group)) == group
 
 
-def test_replacing_a_value_checks_it_again():
-    with pytest.raises(ConfigError, match=r"outer\.epochs=0"):
-        dataclasses.replace(Outer(), epochs=0)
-
-
 def test_the_closest_known_name_is_suggested_only_if_it_is_near():
     known = ["learning_rate", "kl_coef"]
     assert closest("learnig_rate", known) == " Did you mean `learning_rate`?"
     assert closest("lam_critic", known) == closest("", known) == ""
 
 
-@pytest.mark.parametrize(
-    "group",
-    [
-        DataPreparationConfig,
-        SupervisedFinetuningConfig,
-        RewardModellingConfig,
-        PromptsConfig,
-        PPOConfig,
-        EvaluationConfig,
-    ],
-)
-def test_a_seed_is_one_that_numpy_takes(group):
-    np.random.default_rng(group(seed=2**32 - 1).seed)
-    with pytest.raises(ConfigError, match=r"\.seed=4294967296: input should be less than 4294967296"):
-        group(seed=2**32)
+def test_a_seed_is_one_that_numpy_takes():
+    PPOConfig(seed=2**32 - 1)
+    with pytest.raises(ConfigError, match=r"ppo\.seed=4294967296"):
+        PPOConfig(seed=2**32)

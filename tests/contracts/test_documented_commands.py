@@ -92,13 +92,6 @@ def test_every_command_in_readme_and_docs_is_one_that_the_command_line_takes(com
     assert len({tuple(arguments) for _, arguments in COMMANDS}) > 30, "the pages' commands are not found any more"
 
 
-def test_commands_are_found_in_blocks_and_spans_without_comments_and_in_no_output() -> None:
-    block = "```bash\nkedro a \\\n  --b 'c d' && x | kedro e > f  # kedro g\n```\n```python\nkedro h\n```"
-    text = f"`kedro run --env x …`, `kedro run --env …`, `pip install kedro`\n{block}"
-    spans = [["run", "--env", "x"], ["run", "--env", "…"]]
-    assert list(commands_of(text)) == [["a", "--b", "c d"], ["e"], *spans]
-
-
 def test_every_test_that_a_page_cites_exists() -> None:
     missing = set()
     for page in PAGES:

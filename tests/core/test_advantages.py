@@ -42,21 +42,6 @@ def test_gae_equals_the_double_sum_of_its_definition(gamma: float, lam: float, b
     assert_close(returns, (expected + values).masked_fill(~mask, 0.0), rtol=0.0, atol=1e-12)
 
 
-def test_gae_with_gamma_and_lambda_one_is_return_to_go_minus_value():
-    """Telescopes to Σ_{k>=t} r_k − V_t; worked by hand."""
-    rewards, values = torch.tensor([[0.0, 0.0, 2.0, NAN]]), torch.tensor([[0.5, 1.0, 1.5, NAN]])
-    advantages, returns = generalized_advantage_estimate(rewards, values, prefix_mask([3], 4), 1.0, 1.0)
-    assert_close(advantages, torch.tensor([[1.5, 1.0, 0.5, 0.0]]), rtol=0.0, atol=1e-6)
-    assert_close(returns, torch.tensor([[2.0, 2.0, 2.0, 0.0]]), rtol=0.0, atol=1e-6)
-
-
-def test_gae_with_lambda_zero_is_the_one_step_error():
-    rewards, values = torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[0.5, 0.25, -1.0]])
-    advantages, _ = generalized_advantage_estimate(rewards, values, prefix_mask([3], 3), 0.5, 0.0)
-    by_hand = [1.0 + 0.5 * 0.25 - 0.5, 2.0 + 0.5 * -1.0 - 0.25, 3.0 + 1.0]
-    assert_close(advantages, torch.tensor([by_hand]), rtol=0.0, atol=1e-6)
-
-
 def test_a_perfect_critic_has_no_advantage():
     """V_t = γ^(L−t) · final reward satisfies Bellman's equation: every δ is 0 and every return is the value."""
     values = torch.tensor([[0.9**3 * 2, 0.9**2 * 2, 0.9 * 2, 2.0]], dtype=torch.float64)
@@ -64,26 +49,6 @@ def test_a_perfect_critic_has_no_advantage():
     advantages, returns = generalized_advantage_estimate(rewards, values, prefix_mask([4], 4), 0.9, 0.95)
     assert_close(advantages, torch.zeros_like(values), rtol=0.0, atol=1e-12)
     assert_close(returns, values, rtol=0.0, atol=1e-12)
-
-
-def test_bootstrapping_is_the_same_as_paying_the_discounted_value_with_the_last_reward():
-    rewards, values, mask = random_inputs(1)
-    bootstrap = torch.tensor([1.0, -2.0, 0.0, 0.5, NAN], dtype=torch.float64)
-    paid = rewards.clone()
-    for b, length in enumerate(LENGTHS[:4]):
-        paid[b, length - 1] += 0.9 * bootstrap[b]
-    wanted = generalized_advantage_estimate(paid, values, mask, 0.9, 0.7)
-    got = generalized_advantage_estimate(rewards, values, mask, 0.9, 0.7, bootstrap_values=bootstrap)
-    for a, b in zip(got, wanted, strict=True):
-        assert_close(a, b, rtol=0.0, atol=1e-12)
-
-
-def test_zero_bootstrap_values_are_the_same_as_none():
-    rewards, values, mask = random_inputs(2)
-    zeros = torch.zeros(len(LENGTHS), dtype=torch.float64)
-    with_zeros = generalized_advantage_estimate(rewards, values, mask, 0.9, 0.7, bootstrap_values=zeros)
-    without = generalized_advantage_estimate(rewards, values, mask, 0.9, 0.7)
-    assert all(torch.equal(a, b) for a, b in zip(with_zeros, without, strict=True))
 
 
 def test_nothing_after_the_last_real_token_matters():
@@ -96,18 +61,6 @@ def test_nothing_after_the_last_real_token_matters():
         )
         assert all(torch.equal(a, b) for a, b in zip(padded, reference, strict=True))
         assert all((x[~mask] == 0).all() for x in padded)
-
-
-def test_batch_order_and_extra_padding_change_nothing():
-    rewards, values, mask = random_inputs(4)
-    order = torch.tensor([3, 1, 4, 0, 2])
-    reference = generalized_advantage_estimate(rewards, values, mask, 0.99, 0.95)
-    shuffled = generalized_advantage_estimate(rewards[order], values[order], mask[order], 0.99, 0.95)
-    wide = [torch.nn.functional.pad(x, (0, 3), value=NAN) for x in (rewards, values)]
-    wider = generalized_advantage_estimate(*wide, torch.nn.functional.pad(mask, (0, 3)), 0.99, 0.95)
-    for a, b, c in zip(reference, shuffled, wider, strict=True):
-        assert torch.equal(a[order], b)
-        assert torch.equal(a, c[:, :6])
 
 
 def test_gradients_are_finite_and_zero_in_padding():
@@ -126,13 +79,6 @@ def test_gradients_are_finite_and_zero_in_padding():
     assert (values.grad[~mask] == 0).all()
     assert bootstrap.grad.isfinite().all()
     assert bootstrap.grad[4] == 0
-
-
-def test_dtypes_half_is_widened_and_float64_kept():
-    for dtype, wanted in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
-        x = torch.ones(1, 2, dtype=dtype)
-        results = generalized_advantage_estimate(x, x, prefix_mask([2], 2), 1.0, 0.95)
-        assert all(r.dtype == wanted for r in results)
 
 
 def test_empty_tensors_are_fine():
@@ -156,9 +102,5 @@ def test_wrong_shapes_and_options_are_refused():
         generalized_advantage_estimate(x, torch.ones(2, 4), mask, 1.0, 0.95)
     with pytest.raises(ShapeError, match=r"bootstrap_values has shape \[2, 1\]; it must be \[2\]"):
         generalized_advantage_estimate(x, x, mask, 1.0, 0.95, bootstrap_values=torch.ones(2, 1))
-    with pytest.raises(ShapeError, match=r"rewards has shape \[3\]; it must be \[B, T\]"):
-        generalized_advantage_estimate(x[0], x[0], mask[0], 1.0, 0.95)
     with pytest.raises(ConfigError, match=r"gamma=1\.1; it must be finite and >= 0 and <= 1"):
         generalized_advantage_estimate(x, x, mask, 1.1, 0.95)
-    with pytest.raises(ConfigError, match=r"lam=-0\.1"):
-        generalized_advantage_estimate(x, x, mask, 1.0, -0.1)

@@ -1,5 +1,3 @@
-import itertools
-
 import pytest
 import torch
 from torch import Tensor
@@ -55,27 +53,6 @@ def minibatch(seed: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("mode", LOSS_AGGREGATIONS)
-@pytest.mark.parametrize("cuts", [[3], [1, 2, 5], [1, 2, 3, 4, 5, 6, 7]])
-def test_micro_batches_with_the_global_count_add_up_to_the_minibatch(mode: str, cuts: list[int]):
-    """Losses and gradients, however it is cut: even micro-batches of one row, one of them empty."""
-    loss, mask = minibatch(0)
-    whole = loss.clone().requires_grad_()
-    expected = aggregate_loss(whole, mask, mode)
-    expected.backward()
-
-    parts = loss.clone().requires_grad_()
-    count = aggregation_count(mask, mode)
-    bounds = [0, *cuts, len(mask)]
-    total = 0.0
-    for low, high in itertools.pairwise(bounds):
-        part = aggregate_loss(parts[low:high], mask[low:high], mode, denominator=count)
-        part.backward()
-        total += part.item()
-    assert total == pytest.approx(expected.item(), abs=1e-12)
-    assert_close(parts.grad, whole.grad, rtol=0.0, atol=1e-14)
-
-
-@pytest.mark.parametrize("mode", LOSS_AGGREGATIONS)
 def test_trimming_and_reordering_micro_batches_changes_nothing(mode: str):
     """Micro-batches sorted by length and cut to their own widest row, as the update does it."""
     loss, mask = minibatch(1)
@@ -89,20 +66,6 @@ def test_trimming_and_reordering_micro_batches_changes_nothing(mode: str):
     assert total == pytest.approx(expected, abs=1e-12)
 
 
-def test_counts_of_shards_add_up_to_the_count_of_the_whole():
-    _, mask = minibatch(2)
-    for mode in LOSS_AGGREGATIONS:
-        shards = sum(int(aggregation_count(mask[rows], mode)) for rows in (slice(0, 3), slice(3, 8)))
-        assert shards == int(aggregation_count(mask, mode))
-
-
-def test_the_fixed_length_is_the_width_unless_given():
-    assert aggregation_count(MASK, "token_sum_fixed_length").item() == 9
-    assert aggregation_count(MASK, "token_sum_fixed_length", fixed_length=10).item() == 30
-    for mode in LOSS_AGGREGATIONS[:3]:
-        assert torch.equal(aggregation_count(MASK, mode, fixed_length=10), aggregation_count(MASK, mode))
-
-
 @pytest.mark.parametrize("mode", LOSS_AGGREGATIONS)
 @pytest.mark.parametrize("denominator", [None, 0, 5])
 def test_an_empty_mask_gives_zero_with_zero_gradient(mode: str, denominator: int | None):
@@ -111,15 +74,6 @@ def test_an_empty_mask_gives_zero_with_zero_gradient(mode: str, denominator: int
     result.backward()
     assert result.item() == 0.0
     assert (loss.grad == 0).all()
-
-
-def test_a_zero_count_over_real_tokens_is_not_hidden():
-    assert aggregate_loss(LOSS, MASK, "token_mean", torch.tensor(0)).isinf()
-
-
-def test_masks_with_holes_are_fine():
-    mask = torch.tensor([[True, False, True]])
-    assert aggregate_loss(torch.tensor([[1.0, NAN, 4.0]]), mask, "seq_mean_token_mean").item() == 2.5
 
 
 def test_half_precision_is_summed_in_float32():
@@ -133,13 +87,7 @@ def test_half_precision_is_summed_in_float32():
 def test_wrong_options_and_shapes_are_refused():
     with pytest.raises(ConfigError, match=r"loss_aggregation='mean' is unknown\. Choose one of: token_mean, seq_mean"):
         aggregate_loss(LOSS, MASK, "mean")
-    with pytest.raises(ConfigError, match="aggregation_count: loss_aggregation='mean' is unknown"):
-        aggregation_count(MASK, "mean")
     with pytest.raises(ConfigError, match=r"denominator=-1; it must be finite and >= 0"):
         aggregate_loss(LOSS, MASK, denominator=-1)
-    with pytest.raises(ConfigError, match=r"fixed_length=0; it must be finite and >= 1"):
-        aggregation_count(MASK, "token_sum_fixed_length", fixed_length=0)
     with pytest.raises(ShapeError, match=r"token_loss \[4, 3\], mask \[3, 3\]"):
         aggregate_loss(LOSS, MASK[:3])
-    with pytest.raises(ShapeError, match=r"token_loss has shape \[3\]; it must be \[B, T\]"):
-        aggregate_loss(LOSS[0], MASK[0])

@@ -35,19 +35,6 @@ def test_best_of_n_is_the_mean_over_all_subsets(n: int, ties: bool) -> None:
     torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-12)
 
 
-def test_best_of_all_samples_is_the_highest_and_best_of_one_the_mean() -> None:
-    rewards = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(best_of_n_mean(rewards, rewards, 64), rewards.double().amax(1), rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(best_of_n_mean(rewards, rewards, 1), rewards.double().mean(1), rtol=1e-10, atol=1e-10)
-
-
-def test_of_the_ranks_1_to_1000_the_best_of_n_is_n_times_1001_by_n_plus_1() -> None:
-    """The expected maximum of n draws without replacement from 1 … N is n (N + 1) / (n + 1)."""
-    ranks = torch.arange(1, 1001)[None]
-    for n in (1, 10, 64, 500):
-        assert best_of_n_mean(ranks, ranks, n).item() == pytest.approx(n * 1001 / (n + 1), rel=1e-9)
-
-
 def test_the_kl_is_that_of_the_best_of_n_many_equally_likely_responses() -> None:
     """Of K equal responses best-of-n takes rank i with (i/K)^n - ((i-1)/K)^n; for large K its KL goes to the bound."""
     count = 100_000

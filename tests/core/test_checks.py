@@ -4,10 +4,6 @@ import pytest
 import torch
 
 from ppo_rlhf.core.checks import (
-    as_bool,
-    check_choice,
-    check_dimensions,
-    check_one_per_row,
     check_prefix_mask,
     check_range,
     check_same_shape,
@@ -16,18 +12,7 @@ from ppo_rlhf.core.checks import (
 )
 from ppo_rlhf.core.errors import ConfigError, ShapeError
 
-from .support import NAN, prefix_mask
-
-
-def test_good_arguments_pass():
-    x = torch.zeros(2, 3)
-    check_same_shape("f", a=x, b=x, c=x)
-    check_dimensions("f", "BT", a=x)
-    check_one_per_row("f", 2, a=x[:, 0])
-    check_prefix_mask("f", prefix_mask([0, 1, 3], 3))
-    check_prefix_mask("f", torch.zeros(2, 0, dtype=torch.bool))
-    check_range("f", at_least=0.0, at_most=1.0, a=0.0, b=1.0)
-    check_choice("f", ("x", "y"), a="y")
+from .support import NAN
 
 
 def test_a_message_says_where_what_was_given_the_rule_and_the_fix():
@@ -51,12 +36,6 @@ def test_numbers_that_are_not_finite_are_out_of_every_range(value: float):
         check_range("f", x=value)
 
 
-def test_bounds_are_closed_or_open_as_named():
-    for bounds, value in (({"above": 0.0}, 0.0), ({"at_least": 0.0}, -1e-9), ({"at_most": 1.0}, 1.0000001)):
-        with pytest.raises(ConfigError):
-            check_range("f", x=value, **bounds)
-
-
 def test_the_widest_float_type_wins_and_nothing_is_narrower_than_float32():
     half, single, double, whole = (
         torch.zeros(1, dtype=t) for t in (torch.bfloat16, torch.float32, torch.float64, torch.long)
@@ -72,10 +51,3 @@ def test_select_gives_zero_outside_the_mask_even_over_nan_and_blocks_its_gradien
     assert selected.dtype == torch.float64
     selected.sum().backward()
     assert x.grad.tolist() == [0.0, 1.0]
-
-
-def test_masks_of_zeros_and_ones_become_bool():
-    for dtype in (torch.bool, torch.long, torch.float32):
-        mask = as_bool(torch.tensor([1, 0]).to(dtype))
-        assert mask.dtype == torch.bool
-        assert mask.tolist() == [True, False]

@@ -71,14 +71,5 @@ def test_different_data_have_different_fingerprints(one: Any, other: Any):
 def test_another_process_gives_the_same_fingerprint():
     """Objects have other addresses there."""
     code = "from tests.core.test_fingerprints import *; print(fingerprint([Thing(), Scorer(), short, linear(0), len]))"
-    found = {
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
-        for _ in range(2)
-    }
-    assert found == {fingerprint([Thing(), Scorer(), short, linear(0), len])}
-
-
-def test_a_function_whose_source_cannot_be_read_counts_by_its_name():
-    scope: dict[str, Any] = {}
-    exec("def one(): return 1\ndef other(): return 2", scope)
-    assert fingerprint(scope["one"]) != fingerprint(scope["other"])
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert printed.strip() == fingerprint([Thing(), Scorer(), short, linear(0), len])

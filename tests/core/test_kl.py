@@ -28,16 +28,6 @@ def test_estimates_of_hand_made_differences():
     assert torch.equal(kl_estimate(logp, reference), kl_estimate(logp, reference, "k1"))
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k3"])
-def test_unbiased_estimators_average_to_the_exact_kl_under_the_policy(estimator: str):
-    """Σ_v p_v k(v) = KL(p || q), the policy first, by enumeration; the reverse KL is another number."""
-    p = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64)
-    q = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
-    exact, reverse = (p * (p / q).log()).sum(), (q * (q / p).log()).sum()
-    assert abs(exact - reverse) > 0.05
-    assert_close((p * kl_estimate(p.log(), q.log(), estimator)).sum(), exact, rtol=0.0, atol=1e-12)
-
-
 def test_k2_and_k3_agree_to_second_order_near_zero_in_float32():
     """k3 = d²/2 − d³/6 + …: computed as exp(−d) − 1 + d in float32, a difference of 1e-3 would lose most digits."""
     difference = torch.tensor([1e-3, -1e-3, 2e-3])
@@ -81,28 +71,11 @@ def test_padding_is_passed_through_and_sends_no_gradient_once_masked(estimator: 
         assert (reference.grad[~mask] == 0).all()
 
 
-def test_dtypes_half_is_widened_and_float64_kept():
-    for dtype, wanted in (
-        (torch.bfloat16, torch.float32),
-        (torch.float32, torch.float32),
-        (torch.float64, torch.float64),
-    ):
-        x = torch.zeros(2, dtype=dtype)
-        assert all(kl_estimate(x, x, estimator).dtype == wanted for estimator in KL_ESTIMATORS)
-
-
 def test_unknown_estimators_and_unequal_shapes_are_refused():
     with pytest.raises(ConfigError, match=r"kl_estimate: estimator='k4' is unknown\. Choose one of: k1, k2, k3\."):
         kl_estimate(torch.zeros(2), torch.zeros(2), "k4")
     with pytest.raises(ShapeError, match=r"kl_estimate: got logprobs \[2\], reference_logprobs \[3\]"):
         kl_estimate(torch.zeros(2), torch.zeros(3))
-
-
-def test_the_fixed_controller_never_moves():
-    controller = FixedKLController(0.05)
-    controller.update(1e6, 64)
-    assert controller.kl_coef == 0.05
-    assert FixedKLController(0.0).kl_coef == 0.0
 
 
 def test_the_adaptive_controller_moves_towards_its_target_by_the_clipped_error():

@@ -55,11 +55,6 @@ def test_policy_loss_and_gradient_in_closed_form(regime: str):
     assert actual_gradient == pytest.approx(gradient, abs=1e-12)
 
 
-def test_clipfrac_counts_tokens_whose_clipped_surrogate_is_strictly_worse():
-    for ratio, advantage, clipped in ((1.5, 2.0, 1), (1.5, -2.0, 0), (0.5, 2.0, 0), (0.5, -2.0, 1), (1.1, 2.0, 0)):
-        assert policy_token(ratio, advantage)[2] == clipped
-
-
 def test_policy_statistics_by_hand():
     """Log-ratios 0.3, −0.1 and 0.2 on real tokens: approxkl is half the mean square, ratio the mean exponential."""
     mask = prefix_mask([2, 1], 2)
@@ -182,48 +177,12 @@ def test_padding_never_leaks_into_values_or_gradients(name: str):
 
 
 @pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("mode", LOSS_AGGREGATIONS)
-def test_batch_order_changes_nothing(name: str, mode: str):
-    (x, y, z), mask = batch(2)
-    order = torch.tensor([4, 2, 0, 1, 3])
-    straight = LOSSES[name](x, y, z, mask, loss_aggregation=mode)
-    shuffled = LOSSES[name](x[order], y[order], z[order], mask[order], loss_aggregation=mode)
-    for a, b in zip(straight, shuffled, strict=True):
-        assert_close(a, b, rtol=0.0, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("mode", LOSS_AGGREGATIONS[:3])
-def test_extra_padding_changes_nothing(name: str, mode: str):
-    """Not for token_sum_fixed_length, whose default fixed length is the width: it needs a `denominator`."""
-    (x, y, z), mask = batch(3)
-    wide = [torch.nn.functional.pad(t, (0, 5), value=NAN) for t in (x, y, z)]
-    wide_mask = torch.nn.functional.pad(mask, (0, 5))
-    straight = LOSSES[name](x, y, z, mask, loss_aggregation=mode)
-    padded = LOSSES[name](*wide, wide_mask, loss_aggregation=mode)
-    for a, b in zip(straight, padded, strict=True):
-        assert_close(a, b, rtol=0.0, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", LOSSES)
 def test_an_empty_mask_gives_zero_with_zero_gradients(name: str):
     x = torch.full((2, 3), NAN, requires_grad=True)
     result = LOSSES[name](x, x.detach(), x.detach(), torch.zeros(2, 3, dtype=torch.bool))
     result.loss.backward()
     assert [r.item() for r in result] == [0.0] * len(result)
     assert (x.grad == 0).all()
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_masks_with_holes_are_fine_and_their_holes_do_not_count(name: str):
-    (x, y, z), mask = batch(4)
-    holed = mask.clone()
-    holed[:, 2] = False
-    kept = [i for i in range(6) if i != 2]
-    with_hole = LOSSES[name](x, y, z, holed)
-    without = LOSSES[name](x[:, kept], y[:, kept], z[:, kept], holed[:, kept])
-    for a, b in zip(with_hole, without, strict=True):
-        assert_close(a, b, rtol=0.0, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -254,8 +213,6 @@ def test_wrong_options_and_shapes_are_refused():
             loss(x, x, x, mask, loss_aggregation="sum")
         with pytest.raises(ShapeError, match=r"\[2, 3\].*\[2, 2\].*; all must have the same shape"):
             loss(x, x, x[:, :2], mask)
-        with pytest.raises(ShapeError, match=r"it must be \[B, T\]"):
-            loss(x[0], x[0], x[0], mask[0])
 
 
 # --- importance weights ----------------------------------------------------------------------------------------------
@@ -276,22 +233,3 @@ def test_importance_weights_of_equal_log_probabilities_are_exactly_one_and_carry
     assert weights.tolist() == [[1.0, 1.0, 0.0]]
     assert not weights.requires_grad
     assert importance_weights(logp, logp.detach(), prefix_mask([2], 3), 0.5).tolist() == [[0.5, 0.5, 0.0]]
-
-
-def test_importance_weights_times_the_advantage_are_that_factor_on_the_loss():
-    """Bayes by hand: tokens drawn from q, weighed by p / q, have the mean advantage under p."""
-    p, q = torch.tensor([0.7, 0.2, 0.1]).double(), torch.tensor([0.2, 0.5, 0.3]).double()
-    advantage = torch.tensor([[1.0, -2.0, 5.0]]).double()
-    mask = prefix_mask([3], 3)
-    weights = importance_weights(p.log()[None], q.log()[None], mask, 100.0)
-    assert float((q * weights[0] * advantage[0]).sum()) == pytest.approx(float((p * advantage[0]).sum()), rel=1e-12)
-    plain = clipped_policy_loss(p.log()[None], p.log()[None], advantage * weights, mask).loss
-    assert float(plain) == pytest.approx(-float((weights * advantage).mean()), rel=1e-12)
-
-
-def test_importance_weights_refuse_other_shapes_and_caps():
-    x, mask = torch.zeros(1, 2), prefix_mask([2], 2)
-    with pytest.raises(ShapeError, match=r"importance_weights: got old_logprobs \[1, 2\], sampler_logprobs \[1, 3\]"):
-        importance_weights(x, torch.zeros(1, 3), mask, 2.0)
-    with pytest.raises(ConfigError, match="importance_weights: cap=0; it must be finite and > 0"):
-        importance_weights(x, x, mask, 0)

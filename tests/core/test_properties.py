@@ -14,17 +14,14 @@ from torch.testing import assert_close
 from ppo_rlhf.core.advantages import generalized_advantage_estimate
 from ppo_rlhf.core.aggregation import aggregate_loss, aggregation_count
 from ppo_rlhf.core.choices import KL_ESTIMATORS, LOSS_AGGREGATIONS
-from ppo_rlhf.core.kl import AdaptiveKLController, kl_estimate
+from ppo_rlhf.core.kl import kl_estimate
 from ppo_rlhf.core.logprobs import token_entropy, token_logprobs
-from ppo_rlhf.core.losses import clipped_policy_loss, clipped_value_loss, importance_weights
+from ppo_rlhf.core.losses import clipped_policy_loss
 from ppo_rlhf.core.responses import length_mask, response_lengths
-from ppo_rlhf.core.rewards import last_token_mask, overlong_penalty, shape_rewards
+from ppo_rlhf.core.rewards import last_token_mask, shape_rewards
 from ppo_rlhf.core.sampling import sample_tokens
 from ppo_rlhf.core.statistics import (
     RunningMoments,
-    explained_variance,
-    masked_mean,
-    masked_variance,
     masked_whiten,
 )
 
@@ -38,7 +35,6 @@ fraction = st.floats(0.0, 1.0, width=32)
 seeds = st.integers(0, 2**31)
 some_lengths = st.lists(st.integers(0, 6), min_size=1, max_size=5)
 tokens = st.integers(0, 4)
-dual_clips = st.one_of(st.none(), st.floats(1.01, 5.0))
 aggregations = st.sampled_from(LOSS_AGGREGATIONS)
 
 
@@ -58,16 +54,6 @@ def batch(lengths: list[int], seed: int, count: int, padding: int = 0) -> tuple[
 
 
 # --- statistics ------------------------------------------------------------------------------------------------------
-
-
-@given(some_lengths, seeds, finite, st.floats(0.1, 10.0))
-def test_mean_and_variance_follow_shift_and_scale(lengths, seed, shift, scale):
-    mask, x = batch(lengths, seed, 1)
-    mean, variance = masked_mean(x, mask), masked_variance(x, mask, unbiased=True)
-    moved = scale * x + shift
-    if bool(mask.any()):
-        assert_close(masked_mean(moved, mask), scale * mean + shift, rtol=1e-9, atol=1e-9)
-    assert_close(masked_variance(moved, mask, unbiased=True), scale**2 * variance, rtol=1e-9, atol=1e-9)
 
 
 @given(some_lengths, seeds, finite, st.floats(0.1, 10.0))
@@ -93,14 +79,6 @@ def test_moments_in_parts_are_those_of_the_whole(parts):
         expected = math.fsum((x - math.fsum(whole) / len(whole)) ** 2 for x in whole) / (len(whole) - 1)
         assert math.isclose(moments.variance, expected, rel_tol=1e-9, abs_tol=1e-9)
     assert moments.variance >= 0.0
-
-
-@given(some_lengths, seeds)
-def test_explained_variance_is_at_most_one_and_one_for_a_perfect_critic(lengths, seed):
-    mask, values, returns = batch(lengths, seed, 2)
-    assert float(explained_variance(values, returns, mask)) <= 1.0
-    if sum(lengths) >= 2:
-        assert float(explained_variance(returns, returns, mask)) == 1.0
 
 
 # --- KL --------------------------------------------------------------------------------------------------------------
@@ -135,17 +113,6 @@ def test_k1_and_k3_average_to_the_kl_of_any_two_distributions_and_k2_to_its_grad
     assert_close(of_k1, torch.zeros_like(of_k1), rtol=0.0, atol=1e-9)  # why k1 is refused in the loss
 
 
-@given(st.lists(st.floats(-10.0, 100.0), min_size=1, max_size=30), st.floats(0.1, 20.0), st.floats(1.0, 1e5))
-def test_the_adaptive_coefficient_moves_by_a_bounded_factor_towards_the_target(trace, target, horizon):
-    controller = AdaptiveKLController(0.1, target, horizon)
-    for kl in trace:
-        before = controller.kl_coef
-        controller.update(kl, 64)
-        factor = controller.kl_coef / before
-        assert 0.1 - 1e-12 <= factor <= 1.0 + 0.2 * 64 / horizon + 1e-12
-        assert (factor >= 1.0) if kl >= target else (factor <= 1.0)
-
-
 # --- rewards and advantages ------------------------------------------------------------------------------------------
 
 
@@ -177,26 +144,6 @@ def test_advantages_do_not_depend_on_padding_or_row_order_and_are_linear_in_the_
     only, _ = generalized_advantage_estimate(other, torch.zeros_like(values), mask, gamma, lam)
     assert_close(both, advantages + only, rtol=1e-9, atol=1e-9)
     assert_close(returns, advantages + torch.where(mask, values, 0.0), rtol=0.0, atol=0.0)
-
-
-@given(some_lengths, seeds, fraction, fraction)
-def test_a_bootstrap_value_is_a_discounted_reward_on_the_last_token(lengths, seed, gamma, lam):
-    """delta_L = r_L + gamma V_{L+1} - V_L: the same as a last reward that is larger by gamma V_{L+1}."""
-    mask, rewards, values = batch(lengths, seed, 2)
-    after = normal(seed + 7, len(lengths))
-    found, _ = generalized_advantage_estimate(rewards, values, mask, gamma, lam, bootstrap_values=after)
-    paid = torch.where(last_token_mask(mask), rewards + gamma * after[:, None], rewards)
-    expected, _ = generalized_advantage_estimate(paid, values, mask, gamma, lam)
-    assert_close(found, expected, rtol=1e-9, atol=1e-9)
-
-
-@given(st.integers(1, 40), st.data())
-def test_the_overlong_penalty_lies_in_zero_to_one_and_never_falls_with_the_length(width, data):
-    buffer = data.draw(st.integers(1, width))
-    penalty = overlong_penalty(torch.arange(width + 1), width, buffer)
-    assert float(penalty[0]) == (1.0 if width == 0 else max(0.0, (buffer - width) / buffer))
-    assert float(penalty[-1]) == 1.0
-    assert bool((penalty.diff() >= 0).all())
 
 
 # --- log-probabilities and sampling ----------------------------------------------------------------------------------
@@ -276,35 +223,3 @@ def test_the_policy_loss_ignores_padding_is_bounded_below_by_the_surrogate_and_h
     plain = clipped_policy_loss(logp, old, advantages, mask, **options).loss
     assert float(plain) >= float(surrogate) - 1e-9  # clipping is pessimistic
     assert float(result.loss.detach()) <= float(plain) + 1e-9  # the dual clip only bounds
-
-
-@given(some_lengths, seeds, aggregations)
-def test_before_an_update_the_policy_loss_is_minus_the_advantage_and_nothing_is_clipped(lengths, seed, aggregation):
-    mask, logp, advantages = batch(lengths, seed, 2)
-    result = clipped_policy_loss(logp, logp.clone(), advantages, mask, loss_aggregation=aggregation, dual_clip=2.0)
-    assert_close(result.loss, aggregate_loss(-advantages, mask, aggregation), rtol=1e-12, atol=1e-12)
-    assert (float(result.clipfrac), float(result.approxkl)) == (0.0, 0.0)
-    assert float(result.ratio) == (1.0 if sum(lengths) else 0.0)
-
-
-@given(some_lengths, seeds, st.floats(0.01, 5.0), aggregations)
-def test_the_value_loss_is_never_negative_and_clipping_only_raises_it(lengths, seed, cliprange, aggregation):
-    mask, values, old, returns = batch(lengths, seed, 3, padding=1)
-    values.requires_grad_()
-    options = {"loss_aggregation": aggregation}
-    clipped = clipped_value_loss(values, old, returns, mask, cliprange_value=cliprange, **options)
-    plain = clipped_value_loss(values, old, returns, mask, cliprange_value=None, **options)
-    assert float(clipped.loss.detach()) >= float(plain.loss.detach()) - 1e-12 >= -1e-12
-    clipped.loss.backward()
-    assert bool((values.grad[~mask] == 0).all())
-    assert bool(values.grad.isfinite().all())
-
-
-@given(some_lengths, seeds, st.floats(0.1, 5.0))
-def test_importance_weights_lie_between_zero_and_the_cap_and_are_inverse_where_it_does_not_bind(lengths, seed, cap):
-    mask, old, sampler = batch(lengths, seed, 2, padding=1)
-    weights = importance_weights(old, sampler, mask, cap)
-    assert bool(((weights >= 0) & (weights <= cap)).all())
-    assert bool((weights[~mask] == 0).all())
-    there, back = importance_weights(old, sampler, mask, 1e9), importance_weights(sampler, old, mask, 1e9)
-    assert_close((there * back)[mask], torch.ones(int(mask.sum())).double(), rtol=1e-9, atol=0.0)

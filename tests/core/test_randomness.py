@@ -84,17 +84,6 @@ def test_uniforms_are_float64_in_the_half_open_unit_interval_and_evenly_spread()
     assert float(((counts - 400.0).square() / 400.0).sum()) < 170.0
 
 
-def test_uniforms_are_finer_than_float32():
-    uniforms = episode_uniforms(42, "rollout", 1, 20, 20)
-    assert not torch.equal(uniforms, uniforms.float().double())
-
-
-def test_iterations_get_unrelated_noise():
-    first, second = (episode_uniforms(42, "rollout", i, 100, 100).flatten() for i in (1, 2))
-    correlation = float(torch.corrcoef(torch.stack([first, second]))[0, 1])
-    assert abs(correlation) < 0.05  # 5 standard errors of 1 / sqrt(10000)
-
-
 @pytest.mark.parametrize(("num_prompts", "batch_size"), [(7, 5), (5, 7), (6, 6), (1, 4), (10, 3)])
 def test_every_prompt_is_used_equally_often_across_passes(num_prompts, batch_size):
     used: Counter[int] = Counter()

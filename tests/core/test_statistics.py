@@ -32,17 +32,6 @@ def test_mean_and_variances_of_one_two_four_by_hand():
     assert_close(masked_variance(X, HOLED, unbiased=True), scalar(7 / 3), rtol=0.0, atol=1e-12)
 
 
-def test_statistics_agree_with_the_standard_library():
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(6, 5, generator=generator, dtype=torch.float64) * 3 + 100
-    mask = torch.rand(6, 5, generator=generator) < 0.6
-    chosen = x[mask].tolist()
-    x = poison(x, mask)
-    assert masked_mean(x, mask).item() == pytest.approx(statistics.fmean(chosen), rel=1e-13)
-    assert masked_variance(x, mask, unbiased=True).item() == pytest.approx(statistics.variance(chosen), rel=1e-12)
-    assert masked_variance(x, mask, unbiased=False).item() == pytest.approx(statistics.pvariance(chosen), rel=1e-12)
-
-
 def test_an_empty_mask_gives_zero_with_zero_gradients():
     x = torch.full((2, 2), NAN, requires_grad=True)
     nothing = torch.zeros(2, 2, dtype=torch.bool)
@@ -60,12 +49,6 @@ def test_an_empty_mask_gives_zero_with_zero_gradients():
     empty = torch.zeros(0)
     assert masked_mean(empty, empty.bool()).item() == masked_variance(empty, empty.bool(), unbiased=True).item() == 0.0
     assert masked_whiten(empty, empty.bool()).shape == (0,)
-
-
-def test_variance_of_one_number_is_zero():
-    mask = torch.tensor([False, True])
-    for unbiased in (True, False):
-        assert masked_variance(torch.tensor([NAN, 3.0]), mask, unbiased=unbiased).item() == 0.0
 
 
 def test_gradients_of_mean_and_variance_are_finite_and_zero_in_padding():
@@ -92,20 +75,6 @@ def test_whitening_without_shift_keeps_the_mean_and_scales_about_it():
     assert (whitened[~HOLED] == 0).all()
 
 
-def test_whitened_numbers_have_mean_zero_and_variance_one():
-    generator = torch.Generator().manual_seed(1)
-    mask = torch.rand(50, 7, generator=generator) < 0.7
-    x = poison(torch.randn(50, 7, generator=generator, dtype=torch.float64) * 5 - 40, mask)
-    chosen = masked_whiten(x, mask)[mask].tolist()
-    assert statistics.fmean(chosen) == pytest.approx(0.0, abs=1e-12)
-    assert statistics.variance(chosen) == pytest.approx(1.0, abs=1e-8)
-
-
-def test_whitening_is_blind_to_shift_and_scale():
-    whitened = masked_whiten(X, HOLED)
-    assert_close(masked_whiten(1e3 * X - 7, HOLED), whitened, rtol=1e-7, atol=0.0)
-
-
 @pytest.mark.parametrize("value", [0.1, 100.1, -3e4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_whitening_equal_numbers_gives_exactly_zero(value: float, dtype: torch.dtype):
@@ -114,13 +83,6 @@ def test_whitening_equal_numbers_gives_exactly_zero(value: float, dtype: torch.d
     mask = torch.ones(7, dtype=torch.bool)
     assert (masked_whiten(x, mask) == 0).all()
     assert (masked_whiten(x, mask, shift_mean=False) == x).all()
-
-
-def test_whitening_one_number_gives_zero():
-    mask = torch.tensor([[False, True, False]])
-    assert masked_whiten(torch.tensor([[NAN, 5.0, NAN]]), mask).tolist() == [[0.0, 0.0, 0.0]]
-    kept = masked_whiten(torch.tensor([[NAN, 5.0, NAN]]), mask, shift_mean=False)
-    assert kept.tolist() == [[0.0, 5.0, 0.0]]
 
 
 def test_shards_whitened_with_global_moments_equal_the_whole():
@@ -150,26 +112,10 @@ def test_whitening_gradients_are_finite_and_zero_in_padding():
     assert (x.grad[HOLED] != 0).all()
 
 
-def test_order_and_padding_change_nothing():
-    order = torch.tensor([1, 0])
-    wide_x, wide_mask = torch.nn.functional.pad(X, (0, 4), value=NAN), torch.nn.functional.pad(HOLED, (0, 4))
-    whitened = masked_whiten(X, HOLED)
-    assert_close(masked_whiten(X[order], HOLED[order]), whitened[order], rtol=0.0, atol=1e-15)
-    assert_close(masked_whiten(wide_x, wide_mask)[:, :3], whitened, rtol=0.0, atol=1e-15)
-
-
 def test_explained_variance_by_hand():
     """Returns 1, 2, 4 (Var 14/9); residuals 0, 0, 1 (Var 2/9): 1 − 1/7."""
     values = torch.tensor([[1.0, NAN, 2.0], [NAN, 3.0, NAN]], dtype=torch.float64)
     assert_close(explained_variance(values, X, HOLED), scalar(6 / 7), rtol=0.0, atol=1e-12)
-
-
-def test_explained_variance_of_perfect_constant_and_inverted_critics():
-    constant = torch.full_like(X, 9.0)
-    assert_close(explained_variance(X, X, HOLED), scalar(1.0), rtol=0.0, atol=1e-12)
-    assert_close(explained_variance(X + 5.0, X, HOLED), scalar(1.0), rtol=0.0, atol=1e-12)
-    assert_close(explained_variance(constant, X, HOLED), scalar(0.0), rtol=0.0, atol=1e-12)
-    assert_close(explained_variance(-X, X, HOLED), scalar(-3.0), rtol=0.0, atol=1e-12)
 
 
 def test_explained_variance_of_returns_that_do_not_vary_is_zero():
@@ -189,24 +135,6 @@ def test_explained_variance_has_finite_gradients_even_where_returns_do_not_vary(
     assert returns.grad.isfinite().all()
 
 
-def test_dtypes_half_is_widened_and_float64_kept():
-    for dtype, wanted in (
-        (torch.bfloat16, torch.float32),
-        (torch.float32, torch.float32),
-        (torch.float64, torch.float64),
-    ):
-        x, mask = torch.arange(4.0).to(dtype), torch.ones(4, dtype=torch.bool)
-        assert masked_mean(x, mask).dtype == wanted
-        assert masked_variance(x, mask, unbiased=True).dtype == wanted
-        assert masked_whiten(x, mask, moments=(0.0, scalar(1.0))).dtype == wanted
-        assert explained_variance(x, x, mask).dtype == wanted
-
-
-def test_integer_masks_mean_the_same():
-    assert torch.equal(masked_whiten(X, HOLED.long()), masked_whiten(X, HOLED))
-    assert torch.equal(masked_mean(X, HOLED.double()), masked_mean(X, HOLED))
-
-
 def test_unequal_shapes_are_refused():
     x, mask = torch.ones(2, 3), torch.ones(2, 1, dtype=torch.bool)
     for call in (
@@ -220,31 +148,11 @@ def test_unequal_shapes_are_refused():
             call()
 
 
-def test_running_moments_over_uneven_chunks_equal_those_of_all_numbers():
-    generator = torch.Generator().manual_seed(3)
-    numbers = torch.randn(101, generator=generator) * 2 + 1e4
-    moments = RunningMoments()
-    for chunk in (numbers[:1], numbers[1:1], numbers[1:50].reshape(7, 7), numbers[50:]):
-        moments.update(chunk)
-    exact = numbers.double().tolist()
-    assert moments.count == 101
-    assert moments.mean == pytest.approx(statistics.fmean(exact), rel=1e-13)
-    assert moments.variance == pytest.approx(statistics.variance(exact), rel=1e-9)
-    assert moments.std == pytest.approx(statistics.stdev(exact), rel=1e-9)
-
-
 def test_running_moments_take_in_selected_numbers_only():
     moments = RunningMoments()
     moments.update(X, HOLED)
     assert (moments.count, moments.mean) == (3, pytest.approx(7 / 3))
     assert moments.variance == pytest.approx(7 / 3)
-
-
-def test_running_moments_start_with_no_spread():
-    moments = RunningMoments()
-    assert (moments.count, moments.mean, moments.variance, moments.std) == (0, 0.0, 0.0, 0.0)
-    moments.update(torch.tensor([3.0]))
-    assert (moments.count, moments.mean, moments.variance) == (1, 3.0, 0.0)
 
 
 def test_running_moments_go_on_from_their_state_bit_for_bit():

@@ -29,11 +29,6 @@ def test_spreading_undoes_it_and_reads_nothing_behind_the_kept_tokens() -> None:
     assert torch.equal(spread(moved, MASK), torch.where(MASK, VALUES, 0.0))
 
 
-def test_a_response_without_holes_stays_as_it_is() -> None:
-    mask = torch.tensor([[1, 1, 1], [1, 0, 0]], dtype=torch.bool)
-    assert torch.equal(compact(VALUES[:2, :3], mask), torch.where(mask, VALUES[:2, :3], 0.0))
-
-
 @pytest.mark.parametrize("function", [compact, spread])
 def test_shapes_that_do_not_fit_are_refused(function) -> None:
     with pytest.raises(ShapeError):

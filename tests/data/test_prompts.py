@@ -8,7 +8,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import Phi3Config, Phi3ForCausalLM
 
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.core.errors import ConfigError, DataError
+from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.data.prompts import PromptsConfig, split_held_out, tokenise_prompts
 from ppo_rlhf.datasets.records import read_records
@@ -89,12 +89,6 @@ def test_texts_become_ids_and_other_columns_are_kept(make_tokenizer):
     assert prompts.columns == {"topic": ["x", "y"], "weight": [1, 2]}
 
 
-def test_another_column_can_hold_the_prompts_and_stays_a_column_for_rewards(make_tokenizer):
-    prompts = tokenise(["a b"], make_tokenizer(), column="question", topic=["x"])
-    assert prompts.prompt_ids == [[3, 4]]
-    assert prompts.columns == {"question": ["a b"], "topic": ["x"]}
-
-
 @pytest.mark.parametrize(("column", "taken"), [("question", "prompt"), ("prompt", "prompt_ids")])
 def test_a_column_with_a_name_of_ours_is_refused(make_tokenizer, column, taken):
     assert f"`{taken}`" in message(tokenise, ["a b"], make_tokenizer(), column=column, **{taken: ["x"]})
@@ -119,13 +113,6 @@ def test_chat_messages_go_through_the_template_with_the_generation_prompt_and_no
     assert prompts.texts == ["s a b </s> i c </s> q "]
     assert prompts.prompt_ids == [[21, 3, 4, 2, 11, 5, 2, 19]]
     assert prompts.columns == {"messages": [messages]}
-
-
-def test_texts_and_chats_of_one_table_keep_their_places(make_tokenizer):
-    tokenizer = with_specials(make_tokenizer(), "$A </s>")
-    tokenizer.chat_template = CHAT_TEMPLATE
-    rows = ["a", [{"role": "s", "content": "b"}], "c d", [{"role": "i", "content": "f"}], "g"]
-    assert tokenise(rows, tokenizer).prompt_ids == [[3], [21, 4, 2, 19], [5, 6], [11, 8, 2, 19], [9]]
 
 
 def test_a_text_that_begins_with_the_beginning_of_text_gets_no_second_one(make_tokenizer):
@@ -214,13 +201,6 @@ def test_a_chat_that_ends_with_the_assistant_is_continued(make_tokenizer):
     assert prompts.prompt_ids == [expected, [21, 3, 4, 2, 19]]
 
 
-def test_a_call_of_a_tool_that_nothing_answers_cannot_be_continued(make_tokenizer):
-    tokenizer = make_tokenizer(chat_template=CHAT_TEMPLATE)
-    found = message(tokenise, [[USER, {"role": "assistant", **CALL}]], tokenizer)
-    assert found.startswith("prompts: row 0, column `prompt`: ")
-    assert "\n" not in found
-
-
 def test_a_missing_column_is_named_with_those_there_are(make_tokenizer):
     frame = pd.DataFrame({"text": ["a"], "label": [1]})
     expected = "my prompts: no column `prompt` (prompts.column); the columns are text, label"
@@ -251,10 +231,6 @@ def test_messages_that_the_template_refuses_are_one_line(make_tokenizer):
     assert found.endswith("refuses these messages: roles must alternate, user first")
 
 
-def test_an_empty_table_is_refused(make_tokenizer):
-    assert "no prompt" in message(tokenise, [], make_tokenizer())
-
-
 # --- overlong prompts: context 10, responses of 4, so 6 tokens of room -----------------------------------------------
 
 SHORT, JUST, LONG, LONGER = "a b", "a b c d e f", "a b c d e f g", "a b c d e f g h i"
@@ -266,22 +242,11 @@ def test_overlong_prompts_are_an_error_that_counts_them_and_names_the_settings(m
         assert part in found
 
 
-def test_a_prompt_that_just_fits_is_no_error(make_tokenizer):
-    assert [len(ids) for ids in tokenise([SHORT, JUST], make_tokenizer()).prompt_ids] == [2, 6]
-
-
 def test_overlong_prompts_are_dropped_with_their_columns(make_tokenizer):
     prompts = tokenise([LONG, SHORT, LONGER, JUST], make_tokenizer(), overlong="drop", n=[0, 1, 2, 3])
     assert prompts.texts == [SHORT, JUST]
     assert prompts.prompt_ids == [[3, 4], [3, 4, 5, 6, 7, 8]]
     assert prompts.columns == {"n": [1, 3]}
-
-
-def test_every_error_of_overlong_prompts_ends_with_the_reason_for_a_short_context(make_tokenizer):
-    for length, overlong in ((4, "error"), (4, "drop"), (10, "error")):
-        arguments = {"length": length, "overlong": overlong}
-        plain = message(tokenise, [LONG], make_tokenizer(), **arguments)
-        assert message(tokenise, [LONG], make_tokenizer(), **arguments, why=". So it is") == f"{plain}. So it is"
 
 
 @pytest.fixture
@@ -324,19 +289,6 @@ def test_a_truncated_prompt_keeps_its_bos(make_tokenizer):
     begin = tokenizer.bos_token_id
     prompts = tokenise([SHORT, LONGER], tokenizer, overlong="truncate_left")
     assert prompts.prompt_ids == [[begin, 3, 4], [begin, 7, 8, 9, 10, 11]]
-
-
-def test_dropping_every_prompt_is_an_error(make_tokenizer):
-    assert "ppo.overlong_prompts=drop" in message(tokenise, [LONG, LONGER], make_tokenizer(), overlong="drop")
-
-
-@pytest.mark.parametrize("overlong", ["error", "drop", "truncate_left"])
-def test_a_model_without_a_context_limit_takes_any_length(make_tokenizer, overlong):
-    assert len(tokenise([LONGER * 30], make_tokenizer(), context=None, overlong=overlong).prompt_ids[0]) > 200
-
-
-def test_responses_that_leave_no_room_for_a_prompt_are_refused(make_tokenizer):
-    assert "set it to at most 9" in message(tokenise, ["a"], make_tokenizer(), length=10)
 
 
 # --- held-out prompts ------------------------------------------------------------------------------------------------
@@ -383,15 +335,3 @@ def test_prompts_that_are_evaluated_are_not_trained_on_unless_that_is_meant(prom
 def test_evaluation_prompts_that_leave_none_to_train_on_are_refused():
     every = numbered(3)
     assert "prompts.train_on_evaluation_prompts" in message(split_held_out, every, every, PromptsConfig(max_held_out=1))
-
-
-@pytest.mark.parametrize("evaluation", [None, numbered(2)], ids=["split", "given"])
-def test_splitting_names_a_missing_column(evaluation: pd.DataFrame | None):
-    frame = pd.DataFrame({"text": ["a", "b"]})
-    assert "`prompt`" in message(split_held_out, frame, evaluation, PromptsConfig())
-    assert "`prompt`" in message(split_held_out, numbered(2), frame, PromptsConfig())
-
-
-def test_the_group_of_parameters_is_checked():
-    with pytest.raises(ConfigError, match=r"prompts\.held_out_share"):
-        PromptsConfig(held_out_share=0)

@@ -141,7 +141,9 @@ def coverage(prompts, tie_share):
     return np.array(covered)
 
 
-@pytest.mark.parametrize("tie_share", [0.0, 0.3, 0.9])
+@pytest.mark.parametrize(
+    "tie_share", [0.0, pytest.param(0.3, marks=pytest.mark.slow), pytest.param(0.9, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("prompts", [20, 64, 256])
 def test_the_interval_has_the_true_win_rate_as_often_as_it_says(prompts, tie_share):
     covered = coverage(prompts, tie_share)
@@ -149,7 +151,9 @@ def test_the_interval_has_the_true_win_rate_as_often_as_it_says(prompts, tie_sha
     assert covered.min() >= 0.90
 
 
-@pytest.mark.parametrize("prompts", [20, 64, 256])
+@pytest.mark.parametrize(
+    "prompts", [20, pytest.param(64, marks=pytest.mark.slow), pytest.param(256, marks=pytest.mark.slow)]
+)
 def test_the_interval_of_several_responses_has_the_true_win_rate_as_often_as_it_says(prompts):
     """Four responses to a prompt; prompts differ in how often they are won, Beta with the correlation 0.5, no ties."""
     rng = np.random.default_rng(0)

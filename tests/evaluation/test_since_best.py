@@ -66,6 +66,7 @@ def test_the_best_is_the_highest_mean_of_sft_and_of_the_earlier_evaluations():
     assert SCORES not in found
 
 
+@pytest.mark.slow
 def test_rows_that_were_not_the_best_can_be_left_out_of_the_choice():
     """Only evaluations that were the best when they were made keep their scores."""
     rng = np.random.default_rng(0)

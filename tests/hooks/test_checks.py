@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +13,9 @@ from kedro_datasets.pandas import CSVDataset
 from transformers import PreTrainedModel
 
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.core.errors import ConfigError, LaunchError
+from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.datasets import PretrainedModelDataset
-from ppo_rlhf.hooks.checks import ChecksHook, check_load_versions, check_runner
+from ppo_rlhf.hooks.checks import check_load_versions, check_runner
 from ppo_rlhf.hooks.own_settings import OwnSettings
 from ppo_rlhf.runner import LoopRunner
 from tests.tiny_models import save, tiny_model
@@ -68,14 +67,6 @@ def test_names_that_something_reads_are_welcome(conf: Path):
     reads_more = Pipeline([Node(lambda a, b: a, ["params:mine", "params:other"], "y", name="m")])
     given = settings(conf, my_file="x", ppo={"gamma": 1.0}, seed=1)
     assert given.unread({"x", "params:ppo"}, {"more": reads_more}) == []
-
-
-def test_pipelines_are_not_put_together_where_every_name_is_known(conf: Path):
-    class Unasked(dict[str, Pipeline]):
-        def values(self) -> Any:
-            raise AssertionError
-
-    assert settings(conf, seed=1).unread({"params:ppo"}, Unasked()) == []
 
 
 @pytest.mark.parametrize(
@@ -133,14 +124,6 @@ def test_what_is_typed_and_this_run_does_not_read_is_refused_with_the_pipelines_
         else:
             (line,) = lines
             assert line.startswith(f"--params {typed}: nothing in this command reads it; {readers[0]} would.")
-
-
-def test_what_a_file_of_no_pipeline_reads_is_read_by_every_run(conf: Path):
-    (conf / "base/mlflow.yml").write_text("server: ${runtime_params:store, null}")
-    (conf / "local/catalog.yml").write_text(
-        '_folder: "${runtime_params:folder, b}"\n"{name}_table": {type: a.B, filepath: "${_folder}/{name}.csv"}'
-    )
-    assert settings(conf, store="s", folder="f").unread(set(), {}) == []
 
 
 def test_a_setting_that_is_filled_from_the_globals_is_refused_with_the_names_to_set(conf: Path):
@@ -202,12 +185,6 @@ def test_the_demos_values_are_warned_of_with_another_model_alone(conf: Path):
     assert settings(conf, sft_model_path="models/mine").demo_values(PIPELINE, catalog(own)) == []
 
 
-def test_unusual_values_are_warned_of_if_a_person_set_them(conf: Path):
-    own = PPOConfig(learning_rate=4e-4, response_length=36, kl_coef=3.0)
-    (line,) = settings(conf).unusual_values(PIPELINE, catalog(own))
-    assert line.startswith("ppo.kl_coef=3.0 is outside its typical range")
-
-
 def test_learning_rates_are_held_against_no_range_of_large_models_if_the_policy_is_small(
     conf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -221,14 +198,6 @@ def test_learning_rates_are_held_against_no_range_of_large_models_if_the_policy_
     monkeypatch.setattr(PreTrainedModel, "num_parameters", lambda *_: 10**9)
     (line,) = settings(conf).unusual_values(pipeline, DataCatalog(entries))
     assert line.startswith("ppo.learning_rate=0.003 is outside its typical range 1e-06 to 5e-05")
-
-
-def test_a_launch_that_would_train_each_process_alone_is_refused_first(monkeypatch: pytest.MonkeyPatch):
-    for name in ("RANK", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(LaunchError):
-        ChecksHook().after_context_created(SimpleNamespace())
 
 
 def test_another_runner_is_refused_for_the_loop_and_welcome_elsewhere():

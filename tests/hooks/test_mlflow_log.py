@@ -36,12 +36,6 @@ def run_id(tmp_path: Path, migrated_database: Path, no_mlflow_left_over: None) -
         yield run.info.run_id
 
 
-def sampled(run_id: str, name: str) -> list[int]:
-    client = MlflowClient()
-    table = client.load_table(client.get_run(run_id).info.experiment_id, name, run_ids=[run_id])
-    return list(table["iteration"])
-
-
 def points(run_id: str, key: str) -> Points:
     return [(point.step, point.value) for point in MlflowClient().get_metric_history(run_id, key)]
 
@@ -100,14 +94,6 @@ def test_nobody_waits_for_a_store_that_hangs(
     answer.set()
 
 
-def test_many_metrics_are_sent_in_batches_that_mlflow_takes(run_id: str):
-    log = MlflowLog(run_id)
-    for step in range(1, 50):
-        log.log({f"metric/{i}": float(i) for i in range(60)}, step)
-    assert log.close(30.0)
-    assert [step for step, _ in points(run_id, "metric/59")] == list(range(1, 50))
-
-
 def test_a_run_that_continues_sends_only_the_steps_that_mlflow_lacks(run_id: str):
     for step in (1, 3):
         MlflowClient().log_metric(run_id, "objective/scores", 9.0, step=step)
@@ -117,15 +103,6 @@ def test_a_run_that_continues_sends_only_the_steps_that_mlflow_lacks(run_id: str
     assert log.close(10.0)
     assert points(run_id, "objective/scores") == [(1, 9.0), (3, 9.0), (2, 1.0), (4, 1.0)]
     assert points(run_id, "episode") == [(step, 8.0 * step) for step in (1, 2, 3, 4)]
-
-
-def test_a_run_that_continues_begins_another_table_of_samples(run_id: str):
-    mlflow.log_text('{"columns": ["iter', "samples.json")  # cut off by a kill
-    log = MlflowLog(run_id, is_continued=True)
-    for iteration in (7, 8):
-        log.log_samples(iteration, {"prompt": ["a", "b"]})
-    assert log.close(10.0)
-    assert sampled(run_id, "samples_from_7.json") == [7, 7, 8, 8]
 
 
 def test_token_samples_are_a_page_of_their_iteration_and_none_where_none_were_due(run_id: str):

@@ -64,13 +64,6 @@ def test_no_command_to_go_on_is_named_where_the_same_input_would_fail_again(
         assert "To go on" in way_to_go_on(mended, checkpoints, tmp_path)
 
 
-def test_without_a_checkpoint_the_run_still_can_go_on(tmp_path: Path):
-    error = ZeroDivisionError("early")
-    assert end_tags(error, tmp_path / "nothing", tmp_path) == {"error": "ZeroDivisionError: early"}
-    assert end_tags(error, None, tmp_path) == {"error": "ZeroDivisionError: early"}
-    assert way_to_go_on(error, tmp_path / "nothing", tmp_path).startswith("There is no checkpoint yet. To go on: ")
-
-
 @pytest.mark.parametrize(
     ("typed", "expected"),
     [

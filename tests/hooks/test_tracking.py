@@ -13,7 +13,6 @@ import signal
 import socket
 import sqlite3
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,18 +27,13 @@ from click.testing import Result
 from kedro.config import OmegaConfigLoader
 from kedro.framework.hooks import hook_impl
 from kedro.framework.startup import bootstrap_project
-from kedro.io import DataCatalog
-from kedro_datasets.text import TextDataset
 from kedro_mlflow.config.kedro_mlflow_config import KedroMlflowConfig
-from kedro_mlflow.io.artifacts import MlflowArtifactDataset
 from mlflow.entities import Run
 from mlflow.environment_variables import MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT
-from mlflow.exceptions import MlflowException
-from sqlalchemy.engine import Engine
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import PPORLHFError
-from ppo_rlhf.hooks import TrackingHook, run_log, tracking_store
+from ppo_rlhf.hooks import run_log, tracking_store
 from ppo_rlhf.hooks import tracking as mlflow_hook
 from ppo_rlhf.hooks.run_description import _git_tags, flattened, pipeline_names
 from ppo_rlhf.hooks.tracking_store import place_in_project
@@ -135,6 +129,8 @@ def test_tags_say_where_the_run_came_from(tracked: TrackedRun):
 def test_metrics_lie_at_the_iteration_that_they_measured(tracked: TrackedRun):
     assert tracked.history("objective/scores") == [(1, 0.25), (2, 0.5), (3, 0.75)]
     assert tracked.history("episode") == [(1, 8.0), (2, 16.0), (3, 24.0)]
+    assert tracked.history("sft/loss") == [(1, 3.0), (2, 2.5), (3, 2.25)]  # at the optimiser steps of its stage
+    assert tracked.history("sft/eval_loss") == [(3, 2.75)]
 
 
 def test_the_final_evaluation_is_logged_once_at_the_last_iteration(tracked: TrackedRun):
@@ -152,11 +148,6 @@ def test_the_final_evaluation_is_logged_once_at_the_last_iteration(tracked: Trac
         "sft/loss",
         "sft/eval_loss",
     }
-
-
-def test_histories_of_other_stages_lie_at_their_optimiser_steps(tracked: TrackedRun):
-    assert tracked.history("sft/loss") == [(1, 3.0), (2, 2.5), (3, 2.25)]
-    assert tracked.history("sft/eval_loss") == [(3, 2.75)]
 
 
 def test_samples_are_a_table_of_the_first_and_every_second_iteration(tracked: TrackedRun):
@@ -204,21 +195,10 @@ def test_the_policy_is_registered_by_its_start_model_with_what_it_was_evaluated_
     assert tracked.client.get_registered_model(version.name).aliases == {}  # three prompts make no champion
 
 
-def test_database_and_artifacts_lie_in_the_projects_root(tracked: TrackedRun):
-    root = tracked.project
-    assert {p.name for p in root.iterdir() if p.name.startswith("ml")} == {"mlflow.db", "mlartifacts"}
-    assert tracked.run.info.artifact_uri.startswith(f"file://{root}/mlartifacts")
-
-
 def test_kedro_viz_finds_the_status_of_the_run(tracked: TrackedRun):
     events = json.loads((tracked.project / ".viz" / "kedro_pipeline_events.json").read_text())
     ran = {event["node"] for event in events if event["event"] == "after_node_run"}
     assert {"ppo.generate_rollouts", "ppo.optimise_policy", "evaluation.compare_policies"} <= ran
-
-
-def test_telemetry_leaves_the_projects_file_alone(tracked: TrackedRun):
-    assert "kedro_telemetry" not in (tracked.project / "pyproject.toml").read_text()
-    assert mlflow.telemetry.get_telemetry_client() is None
 
 
 def test_kedro_mlflow_ui_opens_the_projects_database(kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch):
@@ -245,43 +225,12 @@ def test_a_run_whose_pipeline_is_not_tracked_leaves_nothing(kedro: Kedro, toy_pr
     assert not (toy_project / "mlartifacts").exists()
 
 
-def test_a_database_that_is_being_made_has_another_name(
-    kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """So that a process that is killed then leaves no half of one; MLflow would refuse it in every later run."""
-    (toy_project / "mlflow.db").unlink()
-    seen: list[Path] = []
-
-    def fail(engine: Engine) -> None:
-        seen.extend(toy_project.glob("*.db"))
-        raise MlflowException("no more")
-
-    monkeypatch.setattr("mlflow.store.db.utils._upgrade_db", fail)
-    assert "mlflow.db cannot be used: no more" in kedro(toy_project, "run", "--pipelines", "align").stderr
-    assert seen == []
-    assert not list(toy_project.glob(".mlflow.db*"))
-
-
 def test_a_project_that_cannot_be_written_is_refused_at_once(
     kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     result = kedro(toy_project, "run", "--pipelines", "align")
     assert result.stderr.startswith(f"Error: {toy_project}: no write permission")
-
-
-def test_a_signal_stops_a_run_at_once_that_waits_for_its_store(
-    kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch
-):
-    waited: list[bool] = []
-
-    def wait(*_: object) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-        waited.append(True)
-
-    monkeypatch.setattr(KedroMlflowConfig, "setup", wait)
-    assert kedro(toy_project, "run", "--pipelines", "align").exit_code == 143
-    assert waited == []
 
 
 def test_a_store_that_cannot_be_opened_is_one_line(kedro: Kedro, toy_project: Path):
@@ -311,114 +260,59 @@ def test_a_server_that_says_nothing_is_named_while_it_is_waited_for_but_not_its_
     assert "secret" not in result.output + caplog.text
 
 
-def test_a_store_that_hangs_while_an_artifact_is_logged_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
-    monkeypatch.setattr(tracking_store, "SLOW_S", 0.01)
-    hook = TrackingHook()
-    hook.mlflow_config = KedroMlflowConfig.model_validate({"server": {"mlflow_tracking_uri": "http://me:secret@host"}})
-    file = {"type": TextDataset, "filepath": str(tmp_path / "file")}
-    hook._catalog = DataCatalog.from_config({"plot": file, "report": {"type": MlflowArtifactDataset, "dataset": file}})
-    for name, expected in (("plot", []), ("report", ["http://***@host"])):
-        hook.before_dataset_saved(name)
-        time.sleep(0.1)
-        hook.after_dataset_saved(name)
-        assert [word for line in caplog.messages for word in line.split() if "://" in word] == expected
-
-
-def test_a_store_that_cannot_be_written_is_one_line(kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch):
-    def refuse(**options: object) -> None:
-        raise MlflowException(
-            "(sqlite3.OperationalError) attempt to write\n a readonly database\n[SQL: INSERT INTO runs"
-        )
-
-    monkeypatch.setattr(mlflow, "start_run", refuse)
-    result = kedro(toy_project, "run", "--pipelines", "align")
-    assert result.exit_code == 1
-    (line,) = result.stderr.splitlines()
-    assert line.endswith("mlflow.db cannot be used: (sqlite3.OperationalError) attempt to write a readonly database")
-
-
 def test_a_failed_run_says_why(kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TOY_FAIL_AT", "2")
-    kedro(toy_project, "run", "--pipelines", "align")
+    result = kedro(toy_project, "run", "--pipelines", "align")
+    assert isinstance(result.exception, ZeroDivisionError)  # with its traceback: it is no mistake of the user's
     run = last_run(toy_project)
     assert run.info.status == "FAILED"
     assert run.data.tags["error"] == "ZeroDivisionError: the update went wrong"
     assert run.data.metrics["objective/scores"] == 0.25
 
 
-@pytest.mark.parametrize(
-    ("program", "is_known"),
-    [
-        ("/bin/kedro", True),
-        ("python -m kedro", True),
-        ("/lib/ppo_rlhf/__main__.py", True),
-        ("/home/me/train.py", False),
-    ],
-)
-def test_the_command_is_a_tag_as_it_was_typed_and_another_program_has_none(
-    kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch, program: str, is_known: bool
-):
+def test_the_command_is_a_tag_as_it_was_typed(kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch):
     typed = ["run", "--env", "other", "--pipelines", "supervised_finetuning,align", "--params", "prompts.column=a b"]
-    monkeypatch.setattr("sys.argv", [program, *typed])
+    monkeypatch.setattr("sys.argv", ["/bin/kedro", *typed])
     kedro(toy_project, "run", "--pipelines", "align", "--to-nodes", "configure_ppo")
     command = "kedro run --env other --pipelines supervised_finetuning,align --params 'prompts.column=a b'"
-    assert last_run(toy_project).data.tags.get("kedro_command") == (command if is_known else None)
+    assert last_run(toy_project).data.tags["kedro_command"] == command
 
 
-@pytest.mark.parametrize("error", ["SystemExit", "CancelledError"])
 def test_a_run_that_is_ended_by_what_is_no_exception_has_failed_and_says_why(
-    kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch, error: str
+    kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Kedro tells no hook of it, and MLflow would call a run that is still open at the end finished."""
     monkeypatch.setenv("TOY_FAIL_AT", "2")
-    monkeypatch.setenv("TOY_ERROR", error)
+    monkeypatch.setenv("TOY_ERROR", "SystemExit")
     result = kedro(toy_project, "run", "--pipelines", "align")
     assert result.exit_code == 1
-    line = f"The run was ended by {error}: the update went wrong."
+    line = "The run was ended by SystemExit: the update went wrong."
     assert result.stderr == f"Error: {line}\n"
     run = last_run(toy_project)
     assert (run.info.status, run.data.tags["error"]) == ("FAILED", f"TrainingError: {line}")
     assert mlflow.active_run() is None
 
 
-@pytest.mark.parametrize("is_broken_pipe", [False, True])
-def test_an_error_after_the_last_node_ends_the_run_with_its_reason(
-    toy_project: Path, monkeypatch: pytest.MonkeyPatch, is_broken_pipe: bool
-):
+def test_an_error_after_the_last_node_ends_the_run_with_its_reason(toy_project: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(toy_project)
     bootstrap_project(toy_project)
-    error = SystemExit("the disk is full")
-    error.__context__ = BrokenPipeError() if is_broken_pipe else None  # as rich ends a process that nobody reads
-    why = "stopped by SIGPIPE: nobody reads its output any more" if is_broken_pipe else f"ended by SystemExit: {error}"
 
     class Fails:
         @hook_impl
         def after_pipeline_run(self) -> None:
-            raise error
+            raise SystemExit("the disk is full")
 
     with LoopSession.create(project_path=toy_project) as session:
         session._hook_manager.register(Fails())
-        with pytest.raises(PPORLHFError, match=why):
+        with pytest.raises(PPORLHFError, match="ended by SystemExit: the disk is full"):
             session.run(pipeline_names=["align"])
     run = last_run(toy_project)
-    assert run.info.status == ("KILLED" if is_broken_pipe else "FAILED")
-    assert run.data.tags["error"].endswith(f"The run was {why}.")
+    assert run.info.status == "FAILED"
+    assert "the disk is full" in run.data.tags["error"]
     assert run.data.metrics["objective/scores"] == 0.75
 
 
-def test_what_is_said_of_a_run_that_failed_does_not_hide_why_if_nobody_reads_it(
-    kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setenv("TOY_FAIL_AT", "2")
-    monkeypatch.setattr(run_log.RunLog, "log_advice", lambda log: sys.exit(1))
-    assert isinstance(kedro(toy_project, "run", "--pipelines", "align").exception, ZeroDivisionError)
-    run = last_run(toy_project)
-    assert run.info.status == "FAILED"
-    assert run.data.tags["error"] == "ZeroDivisionError: the update went wrong"
-
-
+@pytest.mark.slow
 def test_a_function_that_leaves_mlflow_with_another_store_experiment_and_run_does_not_break_the_run(
     kedro: Kedro, toy_project: Path, migrated_database: Path
 ):
@@ -442,39 +336,17 @@ def test_a_function_that_leaves_mlflow_with_another_store_experiment_and_run_doe
     assert len(mlflow.search_logged_models([run.info.experiment_id], output_format="list")) == 1
 
 
-def refuse_to_record(project: Path, *what: str) -> None:
-    """Make the store refuse some changes, as a full disk would."""
-    with contextlib.closing(sqlite3.connect(project / "mlflow.db")) as database:
-        for number, change in enumerate(what):
-            refusal = "SELECT RAISE(ABORT, 'database or disk is full')"
-            database.execute(f"CREATE TRIGGER full_{number} BEFORE {change} BEGIN {refusal}; END")
-        database.commit()
-
-
 def test_a_run_whose_end_cannot_be_recorded_is_done_and_says_so_in_one_line(kedro: Kedro, toy_project: Path):
-    refuse_to_record(toy_project, "UPDATE OF status ON runs")
+    with contextlib.closing(sqlite3.connect(toy_project / "mlflow.db")) as database:  # as a full disk would
+        refusal = "SELECT RAISE(ABORT, 'database or disk is full')"
+        database.execute(f"CREATE TRIGGER full BEFORE UPDATE OF status ON runs BEGIN {refusal}; END")
+        database.commit()
     result = kedro(toy_project, "run", "--pipelines", "align")
     assert result.exit_code == 1
     (line,) = result.stderr.splitlines()
-    assert line == (
-        f"Error: Everything is done and saved, but mlflow.yml: the tracking store sqlite:///{toy_project}/mlflow.db "
-        "could not record the end: (sqlite3.IntegrityError) database or disk is full"
-    )
+    assert line.startswith("Error: Everything is done and saved, but mlflow.yml: ")
+    assert line.endswith("(sqlite3.IntegrityError) database or disk is full")
     assert mlflow.active_run() is None
-
-
-def test_a_full_disk_while_a_run_fails_does_not_hide_why_it_failed(
-    kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
-    refuse_to_record(toy_project, "UPDATE OF status ON runs", "INSERT ON metrics")
-    monkeypatch.setenv("TOY_FAIL_AT", "2")
-    result = kedro(toy_project, "run", "--pipelines", "align")
-    assert isinstance(result.exception, ZeroDivisionError)
-    said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert "MLflow could not record how the run ended: (sqlite3.IntegrityError) database or disk is full" in said
-    (lost,) = [line for line in said if line.startswith("MLflow lacks 3 metrics")]
-    assert "(sqlite3.IntegrityError) database or disk is full" in lost
-    assert not any(record.exc_info for record in caplog.records if record.name.startswith("mlflow"))
 
 
 def test_a_signal_before_the_first_node_ends_the_run_as_killed(
@@ -495,6 +367,7 @@ def test_a_signal_before_the_first_node_ends_the_run_as_killed(
     assert mlflow.active_run() is None
 
 
+@pytest.mark.slow
 def test_a_run_does_not_wait_for_a_tracking_server_that_stops_answering(
     kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -535,45 +408,35 @@ def test_while_a_run_is_open_no_other_one_starts_in_it(kedro: Kedro, toy_project
     assert mlflow.get_run(outer.info.run_id).data.params == {}
 
 
-@pytest.mark.parametrize(("given", "is_said"), [(None, False), ("http://127.0.0.1:9", True)])
 def test_a_tracking_uri_in_the_environment_is_said_to_be_unused(
-    kedro: Kedro,
-    toy_project: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    given: str | None,
-    is_said: bool,
+    kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr(mlflow_hook, "GIVEN_URI", given)
-    assert kedro(toy_project, "run", "--pipelines", "align").exit_code == 0
-    assert any("MLFLOW_TRACKING_URI is not used" in line for line in caplog.messages) is is_said
+    monkeypatch.setattr(mlflow_hook, "GIVEN_URI", "http://127.0.0.1:9")
+    assert kedro(toy_project, "run", "--pipelines", "align", "--to-nodes", "configure_ppo").exit_code == 0
+    assert any("MLFLOW_TRACKING_URI is not used" in line for line in caplog.messages)
 
 
-def test_relative_sqlite_files_and_their_artifacts_are_placed_in_the_project():
-    settings = KedroMlflowConfig.model_validate({"server": {"mlflow_tracking_uri": "sqlite:///mlflow.db"}})
+@pytest.mark.parametrize(
+    ("uri", "placed", "artifacts"),
+    [
+        ("sqlite:///mlflow.db", "sqlite:////project/mlflow.db", "/project/mlartifacts"),
+        ("sqlite:////shared/mlflow.db", "sqlite:////shared/mlflow.db", "/shared/mlartifacts"),
+        ("http://server:5000", "http://server:5000", None),
+        ("databricks", "databricks", None),
+    ],
+)
+def test_sqlite_files_and_their_artifacts_are_placed_and_other_stores_left(uri: str, placed: str, artifacts: str):
+    settings = KedroMlflowConfig.model_validate({"server": {"mlflow_tracking_uri": uri}})
     place_in_project(settings, Path("/project"))
-    assert settings.server.mlflow_tracking_uri == "sqlite:////project/mlflow.db"
-    assert settings.tracking.experiment.create_experiment_kwargs.artifact_location == "/project/mlartifacts"
+    assert settings.server.mlflow_tracking_uri == placed
+    assert settings.tracking.experiment.create_experiment_kwargs.artifact_location == artifacts
 
 
 def write_settings(project: Path, text: str) -> None:
     (project / "conf" / "local" / "mlflow.yml").write_text(text)
 
 
-def test_artifacts_of_two_projects_with_one_database_lie_beside_it(
-    kedro: Kedro, toy_project: Path, tmp_path: Path, new_toy_project: Callable[[Path], Path]
-):
-    shared, projects = tmp_path / "shared", [toy_project, new_toy_project(tmp_path / "second")]
-    shared.mkdir()
-    (toy_project / "mlflow.db").rename(shared / "mlflow.db")
-    for project in projects:
-        write_settings(project, f"server:\n  mlflow_tracking_uri: sqlite:///{shared}/mlflow.db\n")
-        result = kedro(project, "run", "--pipelines", "align")
-        assert result.exit_code == 0, result.output
-        assert last_run(shared).info.artifact_uri.startswith(f"file://{shared}/mlartifacts/")
-        assert not (project / "mlartifacts").exists()
-
-
+@pytest.mark.slow
 def test_a_project_that_was_moved_says_where_its_artifacts_go_and_how_they_come_along(
     kedro: Kedro, toy_project: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
@@ -602,19 +465,6 @@ def test_artifacts_that_cannot_be_written_are_refused_before_the_run(kedro: Kedr
     )
     mlflow.set_tracking_uri(f"sqlite:///{toy_project / 'mlflow.db'}")
     assert mlflow.search_runs(search_all_experiments=True, output_format="list") == []
-
-
-@pytest.mark.parametrize("uri", ["http://server:5000", "databricks", "mlruns"])
-def test_other_stores_are_left_as_they_are(uri: str):
-    settings = KedroMlflowConfig.model_validate({"server": {"mlflow_tracking_uri": uri}})
-    before = settings.model_copy(deep=True)
-    place_in_project(settings, Path("/project"))
-    assert settings == before
-
-
-def test_outside_a_git_repository_there_are_no_git_tags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert _git_tags(tmp_path) == {}
 
 
 def test_a_changed_file_makes_the_commit_dirty(tmp_path: Path):
@@ -677,14 +527,12 @@ def test_mlflow_prints_no_address_with_the_stores_password(kedro_logging: None):
     assert MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT.get()
 
 
-@pytest.mark.parametrize("is_wanted", [False, True])
-def test_system_metrics_are_a_setting_of_mlflow_yml(
-    kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch, is_wanted: bool
-):
+@pytest.mark.slow
+def test_system_metrics_are_a_setting_of_mlflow_yml(kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.01")
-    (toy_project / "conf" / "local" / "mlflow.yml").write_text(f"system_metrics: {str(is_wanted).lower()}\n")
+    (toy_project / "conf" / "local" / "mlflow.yml").write_text("system_metrics: true\n")
     assert kedro(toy_project, "run", "--pipelines", "align").exit_code == 0
-    assert any(key.startswith("system/") for key in last_run(toy_project).data.metrics) == is_wanted
+    assert any(key.startswith("system/") for key in last_run(toy_project).data.metrics)
 
 
 def test_lists_and_groups_become_json_and_single_values_keep_their_name():

@@ -25,13 +25,6 @@ def test_for_a_while_a_server_that_does_not_answer_is_asked_less_often(monkeypat
     assert os.environ[SECONDS] == "60"
 
 
-def test_who_asks_less_often_anyway_goes_on_to(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv(RETRIES, "0")
-    monkeypatch.setenv(SECONDS, "2")
-    with asked_twice():
-        assert (os.environ[RETRIES], os.environ[SECONDS]) == ("0", "2")
-
-
 def test_an_error_is_one_line_without_what_sqlalchemy_adds():
     text = "(sqlite3.OperationalError) database\n is locked\n[SQL: INSERT INTO x]\n(Background on this error at: …)"
     assert one_line(MlflowException(text)) == "(sqlite3.OperationalError) database is locked"

@@ -17,13 +17,6 @@ from ppo_rlhf.hooks import ChecksHook, TrackingHook, WorkerHook
 from ppo_rlhf.hooks.worker import RUN_ID, announce
 
 
-def test_with_one_process_nothing_is_announced(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv(RUN_ID, raising=False)
-    monkeypatch.setattr(processes, "from_main", lambda value: pytest.fail("nobody is told"))
-    announce("run", None)
-    assert RUN_ID not in os.environ
-
-
 def test_the_main_process_tells_the_run_and_its_checkpoint_to_the_others(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
@@ -78,9 +71,3 @@ def test_only_the_main_process_checks_and_tracks(monkeypatch: pytest.MonkeyPatch
     finally:
         monkeypatch.delenv("RANK")
         importlib.reload(settings)
-
-
-def test_older_pluggy_can_register_the_hooks_for_it_reads_every_attribute_then():
-    for hook in (ChecksHook(), TrackingHook(), WorkerHook()):
-        for name in dir(hook):
-            getattr(hook, name)

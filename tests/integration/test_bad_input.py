@@ -114,17 +114,9 @@ MISTAKES = {
     "unknown global": (CHAIN, set_global("promts_path", "data/prompts.jsonl"), ["promts_path"]),
     "no prompts file": (ALIGN, set_global("prompts_path", "data/no.jsonl"), ["data/no.jsonl"]),
     "demonstrations without their column": (CHAIN, rows("demonstrations", {"body": "a"}), ["text_column"]),
-    "empty preferences": (CHAIN, rows("preferences"), ["preferences.jsonl"]),
     "no model": (CHAIN, lambda own: own.start_from("models/no", CHAIN), ["models/no"]),
-    "model that the run would write": (CHAIN, set_global("sft_model_path", "models/mine"), ["sft_model_path"]),
     "prompts longer than the context": (CHAIN, rows("prompts", {"prompt": "a"}, {"prompt": "a " * 40}), ["row 1"]),
-    "adapter that does not fit": (
-        ALIGN,
-        set_ppo(use_peft=True, lora_target_modules="c_attn"),
-        ["ppo.lora_target_modules"],
-    ),
     "reward of the wrong count": (ALIGN, lambda own: own.write_reward("[1.0]"), [f"{MODULE}:score"]),
-    "run to go on with that is not there": (ALIGN, set_global("resume", "no_such_run"), ["resume=no_such_run"]),
     "typed for another pipeline": (
         [*ALIGN, "--params", "demonstrations_path=x,evaluation.prompts_path=y,reward_model_path=z,critic_path=z"],
         lambda own: None,
@@ -134,7 +126,12 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+BY_DEFAULT = ("misspelt parameter", "typed for another pipeline", "several mistakes")
+
+
+@pytest.mark.parametrize(
+    "mistake", [name if name in BY_DEFAULT else pytest.param(name, marks=pytest.mark.slow) for name in MISTAKES]
+)
 def test_a_mistake_is_told_in_one_line_and_nothing_is_written(kedro: Kedro, own: OwnProject, mistake: str):
     command, spoil, named = MISTAKES[mistake]
     own.start_from("models/mine", command)
@@ -151,6 +148,7 @@ def test_a_mistake_is_told_in_one_line_and_nothing_is_written(kedro: Kedro, own:
     assert own.snapshot() == before
 
 
+@pytest.mark.slow
 def test_an_input_without_mistakes_runs(kedro: Kedro, own: OwnProject):
     """So each refusal above is due to its mistake."""
     own.start_from("models/mine", ALIGN)

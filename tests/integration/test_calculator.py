@@ -6,8 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
+import pytest
 from click.testing import Result
 from scripts.write_calculator import write_files
+
+pytestmark = pytest.mark.slow
 
 SMALLER = (
     "supervised_finetuning.num_train_epochs=12,supervised_finetuning.per_device_train_batch_size=64,"

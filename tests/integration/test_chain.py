@@ -8,12 +8,10 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import mlflow
 import pandas as pd
 import pytest
 from kedro.config import OmegaConfigLoader
 from kedro.io import DataCatalog
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ppo_rlhf.pipeline_registry import register_pipelines
 from ppo_rlhf.settings import CONFIG_LOADER_ARGS
@@ -82,13 +80,6 @@ def test_optimiser_steps_are_batches_times_epochs_times_minibatches(chain: Run) 
     assert chain.metrics()["optimiser/steps"][-1] == (3, 12.0)
 
 
-def test_artifacts_hold_the_report_the_plots_and_the_samples(chain: Run) -> None:
-    run_id = chain.tracked.info.run_id
-    names = {artifact.path for artifact in chain.client.list_artifacts(run_id)}
-    names |= {artifact.path for artifact in chain.client.list_artifacts(run_id, "report")}
-    assert {"samples.json", "report/report.html", "report/training_curves_plot.json"} <= names
-
-
 def test_responses_are_shown_token_by_token_in_mlflow_and_in_the_report(chain: Run) -> None:
     """conf/test: samples are due at each of the three iterations."""
     pages = [artifact.path for artifact in chain.client.list_artifacts(chain.tracked.info.run_id, "token_view")]
@@ -106,38 +97,11 @@ def test_responses_are_shown_token_by_token_in_mlflow_and_in_the_report(chain: R
     assert report.count('class="token"') == sum(len(s["tokens"]) for shown in (first, newest) for s in shown["samples"])
 
 
-def test_the_logged_model_generates_text(chain: Run) -> None:
-    mlflow.set_tracking_uri(f"sqlite:///{chain.project}/mlflow.db")
-    try:
-        [model] = mlflow.search_logged_models(
-            experiment_ids=[chain.tracked.info.experiment_id], filter_string="name = 'ppo_policy'", output_format="list"
-        )
-        generator = mlflow.transformers.load_model(model.model_uri)
-        [[answer]] = [generator("burning station ( cast ) : the", max_new_tokens=4)]
-        assert len(answer["generated_text"].split()) > 6
-        assert {metric.key for metric in model.metrics or []} >= {"eval/win_rate", "eval/kl"}
-    finally:
-        mlflow.set_tracking_uri(None)
-
-
-def test_the_exported_policy_is_a_plain_model_directory(chain: Run) -> None:
-    folder = chain.model("ppo_policy")
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    assert model.config.vocab_size >= len(tokenizer)
-    assert not list(folder.glob("*.bin"))
-
-
 def test_checkpoints_lie_below_the_run_id_pruned_to_the_newest_and_the_best(chain: Run) -> None:
     kept = {path.name for path in chain.folder.iterdir()}
     newest = {"iteration_000002", "iteration_000003"}
     assert newest <= kept <= newest | {"evaluations.json", "outputs.json", "iteration_000001", "run.lock"}
     assert [row["iteration"] for row in json.loads((chain.folder / "evaluations.json").read_text())] == [2, 3]
-
-
-def test_the_history_has_a_row_for_each_iteration(chain: Run) -> None:
-    history = pd.read_csv(chain.project / "data/test/08_reporting/training_history/training_history.csv")
-    assert history["iteration"].tolist() == [1, 2, 3]
-    assert history["eval/win_rate"].notna().tolist() == [False, True, True]
 
 
 @pytest.mark.slow
@@ -167,16 +131,3 @@ def test_aligning_leaves_a_persons_own_models_as_they_are(
     history = pd.read_csv(project / "data/08_reporting/training_history/training_history.csv")
     total = history["reward/model"] + 0.1 * history["reward/length"]
     assert history["objective/scores"].tolist() == pytest.approx(total.tolist(), abs=1e-5)
-
-
-@pytest.mark.slow
-def test_training_leaves_the_model_that_it_starts_from_as_it_is(
-    chain: Run, make_project: Callable[[], Path], tmp_path: Path
-) -> None:
-    own = tmp_path / "own"
-    shutil.copytree(chain.model("sft_policy"), own)
-    before = digest(own)
-    stages = ("--pipelines", "data_preparation,supervised_finetuning")
-    finished = kedro_run(make_project(), "--env", "test", *stages, "--params", f"base_model_path={own}")
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    assert digest(own) == before

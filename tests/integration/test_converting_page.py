@@ -84,6 +84,7 @@ def test_the_script_of_trls_last_trainer_runs_with_trls_command_line(
     check_saved(trainer.policy, "out")
 
 
+@pytest.mark.slow
 def test_the_script_of_trls_first_trainer_runs(
     desk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -102,8 +103,3 @@ def test_the_script_of_trls_first_trainer_runs(
         f"Iteration {i}/3" for i in (1, 2, 3)
     ]
     check_saved(trainer.policy, "out")
-
-
-def test_every_page_that_is_linked_is_there():
-    for target in re.findall(r"\]\(([^)#]+)\)", PAGE):
-        assert (DOCS / target).exists(), target

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,8 +16,9 @@ from mlflow.entities import Run as TrackedRun
 from safetensors.torch import load_file
 
 from ppo_rlhf.models.loading import PretrainedHandle
-from ppo_rlhf.studies.critic_pretraining import HELD_OUT
 from tests.integration.outcomes import Run
+
+pytestmark = pytest.mark.slow
 
 Kedro = Callable[..., Result]
 PRETRAINED = "ppo.value_model=pretrained"
@@ -52,18 +52,6 @@ def tracked(project: Path, pipeline: str) -> TrackedRun:
 def stored(project: Path) -> Path:
     [config] = (project / "data/test/06_models/pretrained_critic").glob("*/config.json")
     return config.parent
-
-
-def test_its_metrics_are_in_a_file_and_in_mlflow(project: Path) -> None:
-    history = json.loads((project / "data/test/08_reporting/critic_metrics.json").read_text())
-    assert [row["step"] for row in history] == [0, 1, 2]
-    found = tracked(project, "critic_pretraining")
-    client = MlflowClient(f"sqlite:///{project}/mlflow.db")
-    assert found.data.metrics.keys() == {key for row in history for key in row} - {"step"}
-    for key in found.data.metrics:
-        points = client.get_metric_history(found.info.run_id, key)
-        assert {p.step: p.value for p in points} == {row["step"]: row[key] for row in history if key in row}
-    assert found.data.metrics[HELD_OUT] == history[-1][HELD_OUT]
 
 
 def test_a_run_starts_from_it_bit_for_bit(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:

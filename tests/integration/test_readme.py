@@ -19,6 +19,7 @@ README = (ROOT / "README.md").read_text()
 YAML_BLOCK = re.compile(r"```yaml\n# (conf/local/\w+\.yml)\n(.*?)```", re.DOTALL)
 
 
+@pytest.mark.slow
 def test_the_yaml_for_ones_own_model_reward_and_prompts_runs(make_project: Callable[[], Path]) -> None:
     project = make_project()
     blocks = dict(YAML_BLOCK.findall(README))
@@ -53,10 +54,6 @@ def test_the_ten_lines_of_python_train_and_save_a_policy(tmp_path: Path, monkeyp
     assert fewer != script
     exec(compile(fewer, "README.md", "exec"), {})
     assert (tmp_path / "my-policy" / "model.safetensors").is_file()
-
-
-def test_the_readme_is_short() -> None:
-    assert len(README.splitlines()) <= 120
 
 
 def test_every_file_that_the_readme_links_to_is_there() -> None:

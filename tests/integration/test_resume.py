@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +9,8 @@ import pytest
 
 from tests.integration.outcomes import Run
 from tests.integration.processes import kedro_run
+
+pytestmark = pytest.mark.slow
 
 
 def go_on(project: Path, *params: str) -> Run:
@@ -46,12 +47,6 @@ def test_it_says_what_it_went_on_from(story: Run) -> None:
     assert story.says(f"Going on with MLflow run {story.tracked.info.run_id} from {checkpoint}.")
 
 
-def test_every_iteration_is_sampled_once(story: Run) -> None:
-    sampled = Counter(story.sampled())
-    assert set(sampled) == {1, 2, 3}
-    assert len(set(sampled.values())) == 1
-
-
 def test_the_report_of_a_resumed_run_shows_the_same_tokens_with_the_same_numbers(story: Run, chain: Run) -> None:
     shown, expected = (
         (run.project / "data/test/08_reporting/token_samples.json").read_bytes() for run in (story, chain)
@@ -60,7 +55,6 @@ def test_the_report_of_a_resumed_run_shows_the_same_tokens_with_the_same_numbers
     assert "Token by token" in (story.project / "data/test/08_reporting/report.html").read_text()
 
 
-@pytest.mark.slow
 def test_a_finished_run_that_is_named_is_exported_and_reported_again_and_with_more_episodes_it_goes_on(
     story: Run, chain: Run
 ) -> None:

@@ -15,6 +15,8 @@ from ppo_rlhf.studies.reward_audit import RULES
 from tests.integration.outcomes import Run
 from tests.integration.processes import kedro_run
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def studied(chain: Run, make_project: Callable[[], Path]) -> Path:

@@ -39,9 +39,8 @@ def graphs() -> int:
     return counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.parametrize(
-    ("kind", "checkpointing"), [("gpt2", True), pytest.param("llama", False, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "checkpointing"), [("gpt2", True), ("llama", False)])
 def test_compiled_states_and_gradients_are_those_of_the_layers_as_they_are(kind: str, checkpointing: bool) -> None:
     plain, compiled = tiny_model(kind), tiny_model(kind)
     if checkpointing:
@@ -88,6 +87,7 @@ def test_a_model_that_does_not_say_which_modules_are_layers_is_refused() -> None
         compile_layers(model)
 
 
+@pytest.mark.slow
 def test_a_machine_without_a_compiler_is_refused_with_torchs_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._inductor import config
 

@@ -86,7 +86,9 @@ def train(make_run):
     return to_the_end
 
 
-@pytest.mark.parametrize(("beta", "value_model"), [(0.25, "separate"), (0.5, "shared")])
+@pytest.mark.parametrize(
+    ("beta", "value_model"), [(0.25, "separate"), pytest.param(0.5, "shared", marks=pytest.mark.slow)]
+)
 def test_with_k1_in_the_reward_training_reaches_the_optimum_of_this_penalty_and_of_no_other(train, beta, value_model):
     outcome = train(beta, value_model=value_model)
     assert total_variation(outcome.policy, optimum(outcome.reference, beta)) < 0.02
@@ -109,6 +111,7 @@ def test_with_k1_in_the_reward_training_reaches_the_optimum_of_this_penalty_and_
     assert outcome.metrics["objective/rlhf_reward"] == pytest.approx(float(beta * log_partition), abs=0.02)
 
 
+@pytest.mark.slow
 def test_with_k2_in_the_loss_training_reaches_the_same_optimum(train):
     outcome = train(0.5, kl_in="loss", kl_estimator="k2")
     assert total_variation(outcome.policy, optimum(outcome.reference, 0.5)) < 0.02

@@ -102,8 +102,12 @@ def as_mask(rows: list[list[bool]], width: int) -> torch.Tensor:
     return torch.tensor([row + [False] * (width - len(row)) for row in rows])
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-@pytest.mark.parametrize("settings", [{}, {"response_length": 30}], ids=["little room", "room for all turns"])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, pytest.param({"response_length": 30}, marks=pytest.mark.slow)],
+    ids=["little room", "room for all turns"],
+)
 def test_episodes_are_those_of_single_rows_sampled_turn_by_turn(kind: str, settings: dict[str, int]) -> None:
     run = build_run(kind, **{**SETTINGS, **settings})
     rollouts, expected = run.rollouts(), by_hand(run)
@@ -257,9 +261,9 @@ def test_evaluation_plays_the_episodes_and_counts_the_policys_tokens_alone() -> 
     [
         ("reply_nothing", "without tokens"),
         ("reply_a_number", "returned 7"),
-        ("reply_to_one", "values for"),
-        ("fail", "raised KeyError"),
-        ("absent", "absent does not exist"),
+        pytest.param("reply_to_one", "values for", marks=pytest.mark.slow),
+        pytest.param("fail", "raised KeyError", marks=pytest.mark.slow),
+        pytest.param("absent", "absent does not exist", marks=pytest.mark.slow),
     ],
 )
 def test_an_environment_that_does_not_do_its_part_is_told_by_name(function: str, told: str) -> None:

@@ -42,7 +42,11 @@ def replayed(run, recorded: list) -> list[dict[str, float]]:
     return history
 
 
-@pytest.mark.parametrize(("kind", "options"), [("gpt2", {}), ("llama", {"value_model": "shared"})], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [pytest.param("gpt2", {}, marks=pytest.mark.slow), ("llama", {"value_model": "shared"})],
+    ids=str,
+)
 def test_losses_and_weights_on_replayed_rollouts_are_those_of_the_plain_path(
     make_run, snapshot, monkeypatch, kind, options
 ):
@@ -66,6 +70,7 @@ def test_losses_and_weights_on_replayed_rollouts_are_those_of_the_plain_path(
             assert_close(tensor, weights[name], rtol=0.0, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
 
 
+@pytest.mark.slow
 def test_a_float64_run_samples_the_tokens_of_one_on_the_plain_path(make_run, monkeypatch):
     def tokens(engine: str) -> list[torch.Tensor]:
         run = make_run("gpt2", dtype="float64", rollout_engine=engine, **SETTINGS)

@@ -52,7 +52,9 @@ def stirred(make_run, kind: str, **settings):
     return run
 
 
-@pytest.mark.parametrize(("kind", "value_model"), [("gpt2", "separate"), ("llama", "shared")])
+@pytest.mark.parametrize(
+    ("kind", "value_model"), [("gpt2", "separate"), pytest.param("llama", "shared", marks=pytest.mark.slow)]
+)
 def test_adapters_and_value_head_train_and_the_frozen_weights_keep_every_bit(make_run, kind, value_model):
     run = make_run(kind, value_model=value_model, dtype="float32", **LORA)
     models = {"policy": run.state.policy, "critic": run.state.critic, "reference": run.reference}
@@ -65,7 +67,9 @@ def test_adapters_and_value_head_train_and_the_frozen_weights_keep_every_bit(mak
     assert all(after[name].requires_grad is (name in moved) for name in before)
 
 
-@pytest.mark.parametrize(("kind", "value_model"), [("gpt2", "separate"), ("llama", "shared")])
+@pytest.mark.parametrize(
+    ("kind", "value_model"), [("gpt2", "separate"), pytest.param("llama", "shared", marks=pytest.mark.slow)]
+)
 def test_policy_critic_and_reference_take_the_memory_of_one_base_and_of_what_trains(make_run, kind, value_model):
     state, reference = (run := make_run(kind, value_model=value_model, **LORA)).state, run.reference
 
@@ -80,7 +84,9 @@ def test_policy_critic_and_reference_take_the_memory_of_one_base_and_of_what_tra
     assert held == set(trained)
 
 
-@pytest.mark.parametrize(("kind", "value_model"), [("gpt2", "separate"), ("llama", "shared")])
+@pytest.mark.parametrize(
+    ("kind", "value_model"), [pytest.param("gpt2", "separate", marks=pytest.mark.slow), ("llama", "shared")]
+)
 def test_the_first_ratio_is_one_to_the_last_bit(make_run, monkeypatch, kind, value_model):
     run = stirred(make_run, kind, value_model=value_model, dtype="bfloat16" if kind == "llama" else "float32")
     calls = recorded(monkeypatch, "clipped_policy_loss")
@@ -89,7 +95,9 @@ def test_the_first_ratio_is_one_to_the_last_bit(make_run, monkeypatch, kind, val
     assert not torch.equal(calls[-1]["new"][calls[-1]["mask"]], calls[-1]["old"][calls[-1]["mask"]])
 
 
-@pytest.mark.parametrize(("kind", "value_model"), [("gpt2", "separate"), ("llama", "shared")])
+@pytest.mark.parametrize(
+    ("kind", "value_model"), [("gpt2", "separate"), pytest.param("llama", "shared", marks=pytest.mark.slow)]
+)
 def test_the_gradient_depends_neither_on_the_cut_nor_on_padding(make_run, kind, value_model):
     experience = moved_on(stirred(make_run, kind, value_model=value_model).before_update()[-1])
     expected = gradient(make_run, experience, kind, value_model=value_model)
@@ -120,7 +128,7 @@ def test_a_critic_from_the_reward_model_is_an_adapter_on_its_frozen_weights(make
     assert not torch.equal(critic.backbone(IDS).last_hidden_state, reward_model.backbone(IDS).last_hidden_state)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS[:1], *(pytest.param(case, marks=pytest.mark.slow) for case in KINDS[1:])])
 def test_the_exported_policy_is_a_plain_model_that_computes_what_was_trained(make_run, kind):
     run = stirred(make_run, kind, dtype="float32")
     run.iteration()
@@ -131,7 +139,10 @@ def test_the_exported_policy_is_a_plain_model_that_computes_what_was_trained(mak
     assert_close(exported.model(IDS).logits, logits, rtol=0.0, atol=2e-5 * float(logits.detach().abs().max()))
 
 
-@pytest.mark.parametrize(("kind", "value_model"), [("gpt2", "separate"), ("llama", "shared")])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "value_model"), [("gpt2", "separate"), pytest.param("llama", "shared", marks=pytest.mark.slow)]
+)
 def test_with_all_linear_and_head_the_policys_head_learns_and_what_it_is_tied_to_does_not(make_run, kind, value_model):
     run = make_run(kind, value_model=value_model, lora_target_modules="all-linear+head", **LORA)
     head, embeddings = run.state.policy.get_output_embeddings(), run.state.policy.get_input_embeddings()

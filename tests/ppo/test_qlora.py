@@ -73,7 +73,9 @@ def quantised(model: torch.nn.Module) -> dict[int, torch.nn.Parameter]:
     return {id(layer.weight): layer.weight for layer in model.modules() if is_quantised(layer)}
 
 
-@pytest.mark.parametrize(("kind", "value_model"), [("gpt2", "separate"), ("llama", "shared")])
+@pytest.mark.parametrize(
+    ("kind", "value_model"), [("gpt2", "separate"), pytest.param("llama", "shared", marks=pytest.mark.slow)]
+)
 def test_one_base_in_4_bits_is_shared_and_stays_and_adapters_train(saved, kind, value_model):
     run = start(saved(kind), value_model=value_model)
     shared = quantised(run.reference)
@@ -114,7 +116,9 @@ def test_cpus_with_bfloat16_keep_the_weights_as_they_are(saved, monkeypatch):
     assert not any(getattr(state, "packing_format_for_cpu", False) for state in states)
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("gpt2", "float32"), ("llama", "bfloat16")])
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [pytest.param("gpt2", "float32", marks=pytest.mark.slow), ("llama", "bfloat16")]
+)
 def test_the_first_ratio_is_one_to_the_last_bit(saved, monkeypatch, kind, dtype):
     run = start(saved(kind), dtype=dtype)
     calls = recorded(monkeypatch, "clipped_policy_loss")
@@ -123,7 +127,7 @@ def test_the_first_ratio_is_one_to_the_last_bit(saved, monkeypatch, kind, dtype)
     assert not torch.equal(calls[-1]["new"][calls[-1]["mask"]], calls[-1]["old"][calls[-1]["mask"]])
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("kind", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
 def test_the_exported_policy_and_a_checkpoints_are_plain_and_compute_what_was_trained(saved, tmp_path, kind):
     run = start(saved(kind), ema_decay=0.9)
     run.iteration()
@@ -144,7 +148,11 @@ def test_the_exported_policy_and_a_checkpoints_are_plain_and_compute_what_was_tr
     assert quantised(run.state.policy)
 
 
-@pytest.mark.parametrize("settings", [{**WIDE, "ema_decay": 0.9}, {"gradient_checkpointing": True}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [pytest.param({**WIDE, "ema_decay": 0.9}, marks=pytest.mark.slow), {"gradient_checkpointing": True}],
+    ids=str,
+)
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(saved, tmp_path, settings):
     handle = saved()
     run = start(handle, **settings)
@@ -166,6 +174,7 @@ def moments_and_weights(state: TrainingState) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.slow
 def test_full_weights_train_and_resume_with_8_bit_moments(make_run, tmp_path):
     settings = {"optim": "adamw_8bit", "dtype": "float32", "model": {"hidden_size": 64, "intermediate_size": 128}}
     run = make_run(**settings)
@@ -179,6 +188,7 @@ def test_full_weights_train_and_resume_with_8_bit_moments(make_run, tmp_path):
     assert_same(moments_and_weights(resumed.state), moments_and_weights(run.state))
 
 
+@pytest.mark.slow
 def test_an_adapter_is_not_put_on_other_weights_or_on_the_same_in_another_precision(saved, tmp_path):
     run = start(saved())
     run.iteration()
@@ -211,7 +221,15 @@ def test_8_bit_adamw_follows_adamw_and_decays_matrices_alone():
     assert 0.0 < (found.weight - exact.weight).norm() < 0.05 * moved.norm()
 
 
-@pytest.mark.parametrize("settings", [{}, WIDE, {**WIDE, "value_model": "shared"}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        WIDE,
+        pytest.param({**WIDE, "value_model": "shared"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_the_memory_plan_counts_weights_and_moments_to_the_byte(saved, settings):
     handle = saved()
     run = start(handle, **settings)
@@ -237,6 +255,7 @@ def test_the_memory_plan_counts_weights_and_moments_to_the_byte(saved, settings)
     assert planned.exported == sum(p.nbytes for p in exported_policy(run.state).model.parameters())
 
 
+@pytest.mark.slow
 def test_the_trainer_takes_a_path_in_4_bits_and_no_object(saved):
     handle = saved()
     settings = PPOConfig(**SETTINGS)

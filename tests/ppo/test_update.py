@@ -74,10 +74,10 @@ def with_nan(experience: Experience, row: int, names: tuple[str, ...] = ("advant
     ("kind", "sizes", "dtype"),
     [
         ("gpt2", (12, 1, 1), "float32"),
-        ("llama", (6, 2, 2), "bfloat16"),
+        pytest.param("llama", (6, 2, 2), "bfloat16", marks=pytest.mark.slow),
         ("bitnet", (5, 3, 3), "float32"),
-        ("llama", (1, 12, 4), "float32"),
-        ("llama", (4, 3, 2), "float64"),
+        pytest.param("llama", (1, 12, 4), "float32", marks=pytest.mark.slow),
+        pytest.param("llama", (4, 3, 2), "float64", marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -130,7 +130,11 @@ def test_the_logged_ratio_of_a_single_step_is_exactly_one(make_run, dtype):
 
 @pytest.mark.parametrize(
     ("per_device", "accumulation", "minibatches", "epochs", "episodes"),
-    [(4, 1, 1, 1, 12), (4, 3, 2, 3, 30), (2, 4, 4, 2, 8)],
+    [
+        pytest.param(4, 1, 1, 1, 12, marks=pytest.mark.slow),
+        pytest.param(4, 3, 2, 3, 30, marks=pytest.mark.slow),
+        (2, 4, 4, 2, 8),
+    ],
 )
 def test_the_steps_taken_are_batches_times_epochs_times_minibatches(
     make_run, per_device, accumulation, minibatches, epochs, episodes
@@ -237,7 +241,7 @@ def gradients_by_hand(run, experience: Experience, config: PPOConfig) -> dict[st
     }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS[:1], *(pytest.param(case, marks=pytest.mark.slow) for case in KINDS[1:])])
 def test_the_gradient_is_that_of_the_losses_worked_one_row_at_a_time(make_run, kind):
     run = make_run(kind, **ONE_STEP)
     experience = moved_on(run.before_update()[-1])
@@ -247,7 +251,11 @@ def test_the_gradient_is_that_of_the_losses_worked_one_row_at_a_time(make_run, k
     assert all(float(gradient.abs().max()) > 1e-6 for gradient in expected.values())
 
 
-@pytest.mark.parametrize("sizes", [(12, 1), (4, 3), (1, 12)], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [pytest.param((12, 1), marks=pytest.mark.slow), (4, 3), pytest.param((1, 12), marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_the_gradient_does_not_depend_on_the_size_of_the_micro_batches(make_run, sizes):
     experience = moved_on(make_run(**ONE_STEP).before_update()[-1])
     expected = gradients(make_run, experience)
@@ -372,7 +380,7 @@ def test_too_many_skipped_steps_in_a_row_stop_the_run_and_say_where(make_run, sn
     assert caught.value.last_good_iteration == 1
 
 
-@pytest.mark.parametrize("drift", [3.0, NAN], ids=["too far", "not a number"])
+@pytest.mark.parametrize("drift", [3.0, pytest.param(NAN, marks=pytest.mark.slow)], ids=["too far", "not a number"])
 def test_rollouts_too_far_from_the_reference_stop_the_run_before_anything_changes(
     make_run, snapshot, same_tensors, drift
 ):

@@ -115,7 +115,9 @@ def experience(make_run) -> Experience:
     return experience
 
 
-@pytest.mark.parametrize("option", OPTIONS, ids=NAMES)
+@pytest.mark.parametrize(
+    "option", [*(pytest.param(option, marks=pytest.mark.slow) for option in OPTIONS[:-1]), OPTIONS[-1]], ids=NAMES
+)
 def test_the_gradient_is_that_of_the_losses_worked_one_row_at_a_time(make_run, experience, option):
     run = make_run(**ONE_STEP, **option)
     found = gradients(make_run, experience, **option)
@@ -127,10 +129,16 @@ def test_the_gradient_is_that_of_the_losses_worked_one_row_at_a_time(make_run, e
 @pytest.mark.parametrize(
     ("option", "cut"),
     [
-        ({"entropy_coef": 0.3}, {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 3}),
-        ({"loss_aggregation": "seq_mean_token_mean"}, {"max_tokens_per_micro_batch": 40}),
+        pytest.param(
+            {"entropy_coef": 0.3},
+            {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 3},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"loss_aggregation": "seq_mean_token_mean"}, {"max_tokens_per_micro_batch": 40}, marks=pytest.mark.slow
+        ),
         (OPTIONS[-1], {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 12}),
-        (OPTIONS[-1], {"max_tokens_per_micro_batch": 2}),
+        pytest.param(OPTIONS[-1], {"max_tokens_per_micro_batch": 2}, marks=pytest.mark.slow),
     ],
     ids=lambda given: "-".join(map(str, given)),
 )
@@ -139,7 +147,9 @@ def test_the_gradient_does_not_depend_on_how_the_minibatch_is_cut(make_run, expe
     assert_same_gradients(gradients(make_run, experience, **{**option, **cut}), expected)
 
 
-@pytest.mark.parametrize("window", [None, 64])  # a model with a window needs padding, which then counts
+@pytest.mark.parametrize(
+    "window", [pytest.param(None, marks=pytest.mark.slow), 64]
+)  # a model with a window needs padding, which then counts
 def test_a_token_budget_cuts_the_minibatch_and_the_first_ratio_stays_exactly_one(make_run, window):
     settings = {"max_tokens_per_micro_batch": 30, "num_ppo_epochs": 1, "num_mini_batches": 1, "dtype": "float32"}
     run = make_run(model={"sliding_window": window}, **settings)

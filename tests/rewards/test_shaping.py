@@ -127,6 +127,7 @@ def test_a_score_that_is_not_finite_leaves_the_running_moments_as_they_were(make
     assert_close(found[1:], torch.tensor([-1.0, 0.0, 1.0]), rtol=0.0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_normalised_reward_trains_the_same_policy_whatever_the_rewards_unit(make_run, snapshot):
     """Scores times 1000 plus 5 are the same after normalisation, and not without it."""
 

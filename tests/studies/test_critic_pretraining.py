@@ -127,11 +127,6 @@ def test_what_is_stored_is_a_plain_backbone_that_was_trained(critics: dict[str, 
     assert critic.score.weight.any()
 
 
-def test_the_same_seed_gives_the_same_critic(sft: str, critics: dict[str, TrainedModel]) -> None:
-    again, _ = pretrain(sft, 1)
-    assert tensors_equal(again.model.state_dict(), critics["all weights"].model.state_dict())
-
-
 def test_the_policy_of_the_pretraining_stands_still_and_its_noise_is_not_that_of_the_run() -> None:
     config = pretraining_config(CriticPretrainingConfig(iterations=3), ppo(kl_controller="adaptive", lam=0.9))
     assert config.critic_warmup_iterations == 3 < config.num_total_batches
@@ -178,11 +173,6 @@ def test_lora_puts_an_adapter_on_the_stored_critic(critics: dict[str, TrainedMod
         torch.testing.assert_close(values[0, -1], critics[kind].model(ids).logits[0, 0], rtol=0.0, atol=1e-6)
 
 
-def test_a_stored_critic_is_read_only_if_it_is_asked_for() -> None:
-    assert load_stored_critic(PretrainedHandle("/nowhere"), ppo(value_model="separate")) is None
-    assert load_stored_critic(None, ppo()) is None
-
-
 @pytest.mark.parametrize("value_model", ["shared", "pretrained"])
 def test_the_pretraining_starts_from_a_critic_of_its_own(value_model: str) -> None:
     with pytest.raises(ConfigError, match=r"critic_pretraining\.value_model"):
@@ -215,8 +205,3 @@ def test_a_stored_critic_of_another_vocabulary_is_refused(stored: PretrainedHand
     model = load_stored_critic(stored, ppo())
     with pytest.raises(ModelError, match=r"ppo\.value_model=pretrained: .*25 tokens, the policy's 31"):
         build_critic(ppo(), tiny_model(vocab_size=31), None, stored_critic=model)
-
-
-def test_a_language_model_is_no_stored_critic(sft: str) -> None:
-    with pytest.raises(ModelError, match="num_labels"):
-        load_stored_critic(PretrainedHandle(sft), ppo())

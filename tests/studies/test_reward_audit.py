@@ -24,7 +24,6 @@ from ppo_rlhf.studies.reward_audit import (
     deviation_within_prompts,
     judge_agreement,
     rank_correlation,
-    repeated_pairs,
     verdict,
 )
 from ppo_rlhf.supervised.reward_training import RewardModellingConfig
@@ -98,18 +97,9 @@ def test_a_reward_that_loves_a_suffix_is_caught_though_no_sample_has_it() -> Non
     assert broken(lambda text: share_of_first_letters(text) + 2.0 * text.endswith("q q")) == {"audit/suffix_gain"}
 
 
-def test_a_reward_that_fears_words_prefers_to_say_nothing() -> None:
-    found = broken(lambda text: -float(len(text.split())), judge=None)
-    assert found == {"audit/length_correlation", "audit/empty_gain"}
-
-
 def test_a_reward_that_the_judge_disagrees_with_is_caught() -> None:
     found = broken(lambda text: -share_of_first_letters(text), judge=share_of_first_letters)
     assert {"audit/judge_gain", "audit/judge_fall", "audit/judge_agreement"} <= found
-
-
-def test_a_constant_reward_gives_ppo_nothing_to_learn() -> None:
-    assert broken(lambda text: 1.0, judge=None) == {"audit/flat_prompts"}
 
 
 def test_the_thresholds_are_those_of_the_page_and_a_metric_may_be_equal_to_them() -> None:
@@ -169,10 +159,6 @@ def test_pairs_equal_to_the_judge_are_left_out_and_those_equal_to_the_reward_cou
     table = pd.DataFrame({PROMPT: [0] * 4, "reward": [1.0, 2.0, 2.0, 0.0], "judge_score": [0.0, 1.0, 2.0, 2.0]})
     # judge: 2>1, 3>1, 4>1, 3>2, 4>2; reward: yes, yes, no, equal, no
     assert judge_agreement(table) == pytest.approx(2.5 / 5)
-
-
-def test_repeated_pairs_count_from_their_second_time() -> None:
-    assert [repeated_pairs(text) for text in ("", "a", "a b c", "a b a b a")] == [0.0, 0.0, 0.0, 0.5]
 
 
 def test_pairs_are_ordered_by_the_reward_with_their_columns_and_longer_ones_left_out() -> None:

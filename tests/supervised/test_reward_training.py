@@ -60,7 +60,7 @@ def two_epochs(policies):
     return train_reward_model(policies["llama"], pairs(), config(num_train_epochs=2))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS[:1], *(pytest.param(case, marks=pytest.mark.slow) for case in KINDS[1:])])
 def test_a_simple_rule_is_learnt_by_every_architecture(policies, kind):
     trained, history = train_reward_model(policies[kind], pairs(), config())
     assert isinstance(trained.model, CausalLMRewardModel)
@@ -119,6 +119,7 @@ def test_on_a_gpu_all_scores_are_computed_there_and_the_model_comes_back(policie
     assert trained.model.device.type == "cpu"
 
 
+@pytest.mark.slow
 def test_an_accuracy_below_the_minimum_stops_the_run(policies):
     mislabelled = pairs().rename(columns={"chosen_ids": "rejected_ids", "rejected_ids": "chosen_ids"})
     frame = pd.concat([pairs(64), mislabelled.tail(64)], ignore_index=True)  # half of the labels are wrong

@@ -102,6 +102,7 @@ def test_a_model_from_scratch_is_saved_as_a_plain_directory(from_scratch, tmp_pa
     assert handle.config().tie_word_embeddings is True
 
 
+@pytest.mark.slow
 def test_a_copy_of_the_trained_model_runs_its_own_weights(from_scratch):
     """TRL patches `forward` on the object: left there, a copy would run the original's weights."""
     trained, _ = from_scratch
@@ -133,6 +134,7 @@ def test_a_base_model_is_fine_tuned_and_its_directory_left_alone(tmp_path):
     assert trained.tokenizer.pad_token == "<unk>"
 
 
+@pytest.mark.slow
 def test_the_base_models_configurations_come_back_as_they_were(tmp_path):
     """Trainers align them with the tokenizer, which would drop this model's second end of text."""
     base = tiny_model(eos_token_id=[END, 2])
@@ -161,6 +163,7 @@ def test_only_completions_are_learnt_where_there_are_prompts(tmp_path):
     assert history[-1]["sft/eval_loss"] < 0.1
 
 
+@pytest.mark.slow
 def test_the_process_is_left_as_it_was_and_nothing_is_told_to_the_hub(capfd, monkeypatch):
     monkeypatch.delenv("CI", raising=False)
     monkeypatch.setattr("trl.trainer.base_trainer.send_telemetry", lambda **_: pytest.fail("telemetry was sent"))
@@ -172,6 +175,7 @@ def test_the_process_is_left_as_it_was_and_nothing_is_told_to_the_hub(capfd, mon
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 def test_stages_of_different_precisions_follow_each_other():
     """accelerate keeps one state a process and refuses a second precision; PPO makes an Accelerator of its own."""
     ppo, cpu = PPOConfig(dtype="bfloat16"), torch.device("cpu")
@@ -208,7 +212,9 @@ def test_a_loss_that_is_not_finite_stops_the_training():
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-@pytest.mark.parametrize("batch_size", [1, 2, 3])
+@pytest.mark.parametrize(
+    "batch_size", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3]
+)
 def test_the_held_out_loss_is_the_mean_over_all_learnt_tokens_whatever_the_batches(kind, batch_size):
     model = tiny_model(kind)
     rows = [[4, 5, 6, 7, 8, END], [8, END], [9, 10, 11, END]]
@@ -223,7 +229,7 @@ def test_the_held_out_loss_is_the_mean_over_all_learnt_tokens_whatever_the_batch
     assert found == pytest.approx(total / count, rel=1e-5)
 
 
-@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("bf16", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_held_out_loss_is_that_of_the_trained_model_with_scaled_logits_as_well(tmp_path, bf16):
     """Granite divides its logits; the trainer puts a forward of its own on the model, in bfloat16 if that is asked."""
     model = GraniteForCausalLM(GraniteConfig(**tiny_model().config.to_diff_dict(), logits_scaling=4.0))

@@ -144,11 +144,6 @@ def test_tokens_of_an_environment_are_read_without_numbers():
     assert page.attributes.count("data-numbers") == 2
 
 
-def test_all_responses_are_shown_if_there_are_no_more_than_the_limit():
-    shown = sample_tokens(hand_made_experience([2, 2], width=2), build_tokenizer())
-    assert [sample["score"] for sample in shown["samples"]] == [1.0, 0.0]
-
-
 def test_texts_cannot_become_markup_and_nothing_is_fetched():
     harmless = Page(render_page([shown_as(["x"])]))
     page = Page(render_page([shown_as([HOSTILE], prompt=HOSTILE)]))
@@ -173,8 +168,3 @@ def test_iterations_share_one_scale_and_the_newest_comes_first():
     assert Page(view).tokens == ["late", "early"]
     assert 'data-most="2.5"' in view
     assert 'data-most="nan"' not in view
-
-
-def test_every_number_of_a_sample_is_shown():
-    shown = sample_tokens(hand_made_experience([1], width=1), build_tokenizer())
-    assert {quantity.name for quantity in QUANTITIES} == set(shown["samples"][0]["numbers"])

@@ -124,7 +124,11 @@ OPTIONS = [
 FUNCTION = {"type": "function", "function": "tests.trainer.test_trainer:early_letters"}
 
 
-@pytest.mark.parametrize("settings", OPTIONS, ids=lambda settings: "-".join(settings) or "default")
+@pytest.mark.parametrize(
+    "settings",
+    [*OPTIONS[:1], *(pytest.param(case, marks=pytest.mark.slow) for case in OPTIONS[1:])],
+    ids=lambda settings: "-".join(settings) or "default",
+)
 def test_training_is_the_pipelines_bit_for_bit(sft: str, tmp_path: Path, settings: dict[str, Any]):
     """From paths; with the default settings from objects, too."""
     outputs = pipeline_run(sft, config(**settings), FUNCTION)
@@ -156,6 +160,7 @@ def reward_model(tmp_path: Path) -> str:
     return save(tmp_path / "reward", model)
 
 
+@pytest.mark.slow
 def test_with_a_reward_model_training_is_the_pipelines_bit_for_bit(sft: str, reward_model: str):
     """Given as a path, as an object, and by the configuration."""
     settings = {"value_model": "reward_init"}
@@ -172,6 +177,7 @@ def test_with_a_reward_model_training_is_the_pipelines_bit_for_bit(sft: str, rew
         assert_same_bits(weights(trainer.policy), weights(outputs["ppo_policy"].load().model))
 
 
+@pytest.mark.slow
 def test_a_reward_model_without_a_tokenizer_reads_the_policys_ids(sft: str, reward_model: str):
     alone = trainer_of(sft, reward=CausalLMRewardModel.from_pretrained(reward_model))
     assert repeatable(alone.train()) == repeatable(trainer_of(sft, reward=reward_model).train())
@@ -189,6 +195,7 @@ def test_a_critic_cannot_start_as_a_reward_model_that_reads_other_ids(sft: str, 
         trainer_of(sft, reward=reward)
 
 
+@pytest.mark.slow
 def test_dropout_of_a_model_object_is_switched_off(tmp_path: Path):
     model = tiny_model("gpt2")
     assert model.config.resid_pdrop == 0.1
@@ -746,7 +753,7 @@ def test_a_second_trainer_in_one_directory_ends_in_one_line_before_it_trains(sft
     assert len(second.history) == 3
 
 
-@pytest.mark.parametrize("newest", [False, True])
+@pytest.mark.parametrize("newest", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_training_goes_on_from_a_checkpoint_bit_for_bit(sft: str, tmp_path: Path, newest: bool):
     settings = config(save_interval=1, save_total_limit=2, kl_controller="adaptive", kl_target=1.0, kl_horizon=8.0)
     whole = trainer_of(sft, settings)
@@ -797,6 +804,7 @@ def read_back(sft: str, settings: PPOConfig, checkpoint: Path) -> Any:
     return trainer.state
 
 
+@pytest.mark.slow
 def test_a_path_that_the_pipeline_has_among_its_globals_does_not_count_as_changed(sft: str, tmp_path: Path):
     pipeline_run(sft, config(), FUNCTION, checkpoints=tmp_path / "checkpoints")
     [run] = (tmp_path / "checkpoints").iterdir()
@@ -813,6 +821,7 @@ def test_a_checkpoint_is_not_gone_on_from_with_another_model_path(sft: str, rewa
         trainer.load_checkpoint(tmp_path / "run" / "iteration_000003")
 
 
+@pytest.mark.slow
 def test_a_loop_of_steps_can_be_saved_and_loaded(sft: str, tmp_path: Path):
     whole, first, second = (PPOTrainer(config(), sft) for _ in range(3))
     for trainer in (whole, whole, first):

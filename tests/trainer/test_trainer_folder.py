@@ -67,7 +67,9 @@ OTHERS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("named", "given"), OTHERS)
+@pytest.mark.parametrize(
+    ("named", "given"), [*OTHERS[:1], *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS[1:])]
+)
 def test_a_run_does_not_go_on_with_other_prompts_models_or_another_reward(folder: Path, named: str, given: Any):
     trainer = trainer_of(**given)
     with pytest.raises(ConfigError, match=rf"(?m)^{named}: not what the run of \S+_000003 began with"):
@@ -86,6 +88,7 @@ def test_a_run_goes_on_with_a_reward_function_that_was_mended(folder: Path, capl
     assert trainer.state.iteration == 3
 
 
+@pytest.mark.slow
 def test_a_reward_model_is_known_by_its_weights(tmp_path: Path):
     """The same one may come as an object or as a path; another one of the same form is not taken."""
     path = save(tmp_path / "reward", REWARD_MODEL)
@@ -100,6 +103,7 @@ def test_a_reward_model_is_known_by_its_weights(tmp_path: Path):
         other.train(resume_from_checkpoint=True, output_dir=tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_a_trainer_without_reward_and_prompts_loads_the_checkpoint_of_one_with_them(folder: Path):
     trainer = PPOTrainer(config(save_interval=1), tiny_model(), None, word_tokenizer())
     trainer.load_checkpoint(folder / "iteration_000003")

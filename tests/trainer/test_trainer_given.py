@@ -39,12 +39,12 @@ TOKENISED = datasets.Dataset.from_dict({"input_ids": IDS, "lengths": list(map(le
     [
         TOKENISED,
         TOKENISED.with_format("torch"),
-        [{"input_ids": ids} for ids in IDS],
-        {"input_ids": IDS},
-        pd.DataFrame({"input_ids": IDS}),
-        IDS,
-        [torch.tensor(ids) for ids in IDS],
-        word_tokenizer()(PROMPTS, padding=True, return_tensors="pt"),
+        pytest.param([{"input_ids": ids} for ids in IDS], marks=pytest.mark.slow),
+        pytest.param({"input_ids": IDS}, marks=pytest.mark.slow),
+        pytest.param(pd.DataFrame({"input_ids": IDS}), marks=pytest.mark.slow),
+        pytest.param(IDS, marks=pytest.mark.slow),
+        pytest.param([torch.tensor(ids) for ids in IDS], marks=pytest.mark.slow),
+        pytest.param(word_tokenizer()(PROMPTS, padding=True, return_tensors="pt"), marks=pytest.mark.slow),
     ],
     ids=["dataset", "torch format", "rows", "columns", "pandas", "lists", "tensors", "a padded batch"],
 )
@@ -55,6 +55,7 @@ def test_rows_of_token_ids_are_prompts(sft: str, prompts: Any):
     assert set(found.columns) <= {"lengths"}
 
 
+@pytest.mark.slow
 def test_training_on_tokens_is_training_on_their_texts(sft: str):
     by_text, by_token = (PPOTrainer(config(), sft, reward=early_letters, prompts=p) for p in (PROMPTS, TOKENISED))
     assert repeatable(by_token.train()) == repeatable(by_text.train())
@@ -124,7 +125,7 @@ def one_number_a_token(prompts: list[str], completion_ids: list[list[int]]) -> l
     return [[0.0] * len(ids) for ids in completion_ids]
 
 
-@pytest.mark.parametrize("as_component", [False, True])
+@pytest.mark.parametrize("as_component", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_reward_that_would_fail_is_refused_before_anything_is_generated(
     sft: str, as_component: bool, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ):
@@ -176,6 +177,7 @@ def refusal(**given: Any) -> str:
     return line
 
 
+@pytest.mark.slow
 def test_the_advice_on_an_adapter_works_at_once(sft: str, tmp_path: Path):
     """For the PeftModel itself, and for what transformers loads of the folder that it was saved to."""
     adapted = with_adapter(AutoModelForCausalLM.from_pretrained(sft), "CAUSAL_LM")
@@ -195,6 +197,7 @@ def test_the_advice_on_an_adapter_works_at_once(sft: str, tmp_path: Path):
         assert abs(trainer.train()[0]["objective/kl"]) < 1e-5
 
 
+@pytest.mark.slow
 def test_the_advice_on_an_adapter_works_for_classifiers_and_the_reference_too(sft: str):
     classifier = tiny_model("gpt2", reward=True, num_labels=1, pad_token_id=PAD)
     for name in ("reward", "value_model", "reference_policy"):

@@ -10,6 +10,8 @@ import pytest
 from tests.launch import launch
 from tests.trainer.trainer_process_case import REFUSED
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def by_rank(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:

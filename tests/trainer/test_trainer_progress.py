@@ -58,6 +58,7 @@ class Terminal(StringIO):
         return True
 
 
+@pytest.mark.slow
 def test_on_a_terminal_there_is_a_bar_with_the_time_left(sft: str, monkeypatch: pytest.MonkeyPatch):
     forget_logging(monkeypatch)
     monkeypatch.setattr(sys, "stderr", Terminal())
@@ -66,6 +67,7 @@ def test_on_a_terminal_there_is_a_bar_with_the_time_left(sft: str, monkeypatch: 
     assert "<" in sys.stderr.getvalue()  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_with_logging_set_up_the_log_has_the_lines_and_nothing_is_printed(
     sft: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
@@ -95,7 +97,11 @@ def saved(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.name != "run.lock") if folder.exists() else []
 
 
-@pytest.mark.parametrize("error", [ZeroDivisionError("x"), KeyboardInterrupt()], ids=["error", "Ctrl-C"])
+@pytest.mark.parametrize(
+    "error",
+    [pytest.param(ZeroDivisionError("x"), marks=pytest.mark.slow), KeyboardInterrupt()],
+    ids=["error", "Ctrl-C"],
+)
 def test_an_exception_saves_the_last_whole_iteration_and_training_goes_on_from_it(
     sft: str, tmp_path: Path, error: BaseException
 ):
@@ -111,6 +117,7 @@ def test_an_exception_saves_the_last_whole_iteration_and_training_goes_on_from_i
     assert_same_bits(weights(again.state.critic), weights(whole.state.critic))
 
 
+@pytest.mark.slow
 def test_nothing_is_saved_without_a_directory_or_a_whole_iteration(sft: str, tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     before = saved(tmp_path)
@@ -159,6 +166,7 @@ def test_a_half_done_update_is_not_saved_and_a_line_says_so(
     assert "iteration 2 was half-way through its update" in caplog.records[-1].message
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_cannot_be_written_does_not_hide_the_exception(
     sft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):

@@ -26,7 +26,7 @@ def padded(rows: list[Tensor], pad: int, side: str = "right") -> Tensor:
     return pad_sequence(rows, batch_first=True, padding_value=pad, padding_side=side)
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("side", ["left", pytest.param("right", marks=pytest.mark.slow)])
 def test_padding_of_queries_and_responses_changes_nothing(side: str):
     bare, trainer = trainer_of(), trainer_of()
     expected = bare.generate(QUERIES)
@@ -38,7 +38,7 @@ def test_padding_of_queries_and_responses_changes_nothing(side: str):
     assert_same_bits(weights(trainer.policy), weights(bare.policy))
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("side", ["left", pytest.param("right", marks=pytest.mark.slow)])
 def test_by_the_attention_mask_the_end_of_text_is_padding_or_text(side: str):
     queries = [torch.tensor([END, 4, 5, END]), torch.tensor([7]), torch.tensor([8, END])]
     mask = padded([torch.ones_like(query) for query in queries], 0, side)
@@ -56,7 +56,7 @@ def test_by_the_attention_mask_the_end_of_text_is_padding_or_text(side: str):
 
 
 @pytest.mark.parametrize(("pad_token", "pad"), [("</s>", END), ("<s>", BEGIN), ("<unk>", UNKNOWN)])
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("side", ["left", pytest.param("right", marks=pytest.mark.slow)])
 def test_a_pad_token_that_has_another_meaning_is_refused_with_its_row(pad_token: str, pad: int, side: str):
     trainer = trainer_of(pad_token)
     with pytest.raises(DataError, match=rf"^query 1 has '{pad_token}' at an end.*attention_mask"):
@@ -94,7 +94,9 @@ def test_a_row_of_padding_alone_is_refused():
         trainer_of().generate(torch.tensor([[4, 5], [PAD, PAD]]))
 
 
-@pytest.mark.parametrize("pad_token", ["<pad>", "</s>", "<unk>"])
+@pytest.mark.parametrize(
+    "pad_token", [pytest.param("<pad>", marks=pytest.mark.slow), "</s>", pytest.param("<unk>", marks=pytest.mark.slow)]
+)
 def test_responses_of_generate_are_taken_as_they_are(pad_token: str):
     """The policy samples every token, pad tokens among them."""
     trainer = trainer_of(pad_token, per_device_train_batch_size=64, total_episodes=256, temperature=5.0)

@@ -106,11 +106,11 @@ def test_arguments_of_the_step_api_are_answered_likewise(trainer: PPOTrainer):
     ("theirs", "ours"),
     [
         ("accelerator", "state.accelerator"),
-        ("current_device", "policy.device"),
-        ("dataloader", "DataLoader"),
-        ("save_model", "save_pretrained"),
-        ("model", "policy"),
-        ("generate_completions", "generate"),
+        pytest.param("current_device", "policy.device", marks=pytest.mark.slow),
+        pytest.param("dataloader", "DataLoader", marks=pytest.mark.slow),
+        pytest.param("save_model", "save_pretrained", marks=pytest.mark.slow),
+        pytest.param("model", "policy", marks=pytest.mark.slow),
+        pytest.param("generate_completions", "generate", marks=pytest.mark.slow),
     ],
 )
 def test_attributes_of_trls_trainers_are_answered_with_ours(trainer: PPOTrainer, theirs: str, ours: str):
