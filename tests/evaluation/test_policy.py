@@ -16,9 +16,9 @@ from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.evaluation import policy as module
 from ppo_rlhf.evaluation.policy import (
     EvaluationConfig,
+    Evaluator,
     PolicyEvaluation,
     ResolvedJudge,
-    evaluate_policy,
     resolve_judge,
 )
 from ppo_rlhf.ppo.models import sampling_settings
@@ -79,10 +79,8 @@ def evaluate(tokenizer, prompts):
 
     def run(policy, reference, *, judge=judge, prompts=prompts, seed=0, batch_size=64, samples=1, temperature=None):
         sampling = EvaluationConfig(temperature=temperature).sampling(sampling_settings(ppo, tokenizer, policy))
-        return evaluate_policy(
-            *(policy, reference, tokenizer, prompts, scorer, judge, ppo, sampling),
-            **{"seed": seed, "batch_size": batch_size, "samples_per_prompt": samples},
-        )
+        evaluator = Evaluator(tokenizer, prompts, scorer, judge, ppo, sampling, seed, batch_size, samples)
+        return evaluator.evaluate(policy, reference)
 
     return run
 

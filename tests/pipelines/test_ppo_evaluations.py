@@ -27,18 +27,21 @@ SCORES_AT = {10: np.full(8, 2.0), 20: np.full(8, 1.0), 30: np.full(8, 3.0)}
 @pytest.fixture
 def evaluate(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Evaluate an iteration after a log of earlier ones; the policy's scores are SCORES_AT, its greedy KL is 1."""
-    monkeypatch.setattr(nodes, "resolve_judge", lambda config: SimpleNamespace(reference=config.judge))
-    monkeypatch.setattr(nodes, "_first_prompts", lambda *_: None)
+
+    def evaluator(*given: Any) -> SimpleNamespace:
+        return SimpleNamespace(judge=SimpleNamespace(reference=given[-1].judge), evaluate=lambda *_: measured_now[-1])
+
+    measured_now: list[Any] = []
+    monkeypatch.setattr(nodes, "_evaluator", evaluator)
 
     def evaluated(iteration: int, log: list[dict[str, Any]], **settings: Any) -> dict[str, Any]:
         measured = evaluation(SCORES_AT[iteration])
         measured.kl = np.ones(len(SCORES_AT[iteration]))
-        monkeypatch.setattr(nodes, "evaluate_policy", lambda *_, **__: measured)
+        measured_now.append(measured)
         state = SimpleNamespace(iteration=iteration, finished=False, policy=None, tokenizer=None, sampling=None)
         state.config = PPOConfig()
         state.history = [{"iteration": float(iteration), "objective/kl": 2.0 * iteration}]
         config = EvaluationConfig(**settings)
-        monkeypatch.setattr(EvaluationConfig, "sampling", lambda *_: None)
         row = nodes.evaluate_iteration(state, None, SFT, log, None, None, REWARD, config)
         return dict(json.loads(json.dumps(row)))  # as it lies beside the checkpoints
 

@@ -15,7 +15,7 @@ import torch
 from ppo_rlhf.checkpoints.resume import restore
 from ppo_rlhf.checkpoints.store import write_checkpoint
 from ppo_rlhf.core.choices import LossAggregation
-from ppo_rlhf.evaluation.policy import ResolvedJudge, evaluate_policy
+from ppo_rlhf.evaluation.policy import Evaluator, ResolvedJudge
 from ppo_rlhf.processes import any_process, from_main, is_main_process, process_count, wait_for_all
 from tests.ppo_runs import Run, build_run, weights_of
 from tests.supervised import process_case
@@ -87,18 +87,9 @@ def summary(run: Run) -> dict[str, float]:
 def evaluation(run: Run) -> dict[str, Any]:
     """Return the evaluation of a policy on seven prompts, which no number of processes divides."""
     prompts = run.prompts.select([0, 1, 2, 3, 4, 5, 0])
-    found = evaluate_policy(
-        run.state.policy,
-        run.reference,
-        run.state.tokenizer,
-        prompts,
-        run.scorer,
-        ResolvedJudge(None, {}, "the reward"),
-        run.config,
-        run.state.sampling,
-        seed=1,
-        batch_size=2,
-    )
+    given = prompts, run.scorer, ResolvedJudge(None, {}, "the reward"), run.config, run.state.sampling
+    evaluator = Evaluator(run.state.tokenizer, *given, seed=1, batch_size=2)
+    found = evaluator.evaluate(run.state.policy, run.reference)
     return {"completions": found.completions, "rewards": found.rewards.tolist(), "kl": found.kl.tolist()}
 
 

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError, RewardError
 from ppo_rlhf.core.randomness import episode_uniforms
-from ppo_rlhf.evaluation.policy import ResolvedJudge, evaluate_policy
+from ppo_rlhf.evaluation.policy import Evaluator, ResolvedJudge
 from ppo_rlhf.ppo.sampling import generate_responses
 from ppo_rlhf.rewards.scorers import score_by_function
 from ppo_rlhf.rewards.scoring import RewardScorer
@@ -235,18 +235,8 @@ def test_evaluation_plays_the_episodes_and_counts_the_policys_tokens_alone() -> 
     run = build_run(**SETTINGS)
     other = build_run(model={"seed": 7}, **SETTINGS).reference
     judge = ResolvedJudge(lambda prompts, completions, turns: [float(len(t)) for t in turns], {}, "turns")
-    evaluated = evaluate_policy(
-        run.state.policy,
-        other,
-        run.state.tokenizer,
-        run.prompts,
-        run.scorer,
-        judge,
-        run.config,
-        run.state.sampling,
-        seed=3,
-        batch_size=4,
-    )
+    given = run.prompts, run.scorer, judge, run.config, run.state.sampling
+    evaluated = Evaluator(run.state.tokenizer, *given, seed=3, batch_size=4).evaluate(run.state.policy, other)
     assert evaluated.judge_scores is not None
     assert evaluated.judge_scores.max() >= 3
     replies = [(int(turns) - 1) // 2 for turns in evaluated.judge_scores]

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated
 
 import pandas as pd
 import torch
 from pydantic import Field
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
-from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.settings_group import Seed, settings_group
 from ppo_rlhf.core.best_of_n import best_of_n_kl, best_of_n_mean
-from ppo_rlhf.data.prompt_dataset import PromptDataset
-from ppo_rlhf.evaluation.policy import ResolvedJudge, evaluate_policy
-from ppo_rlhf.ppo.sampling import SamplingSettings
-from ppo_rlhf.rewards.scoring import RewardScorer
+from ppo_rlhf.evaluation.policy import Evaluator
 
 PROMPT = "prompt_number"
 
@@ -35,35 +32,18 @@ class BestOfNConfig:
     """Fixes the sampling noise."""
 
 
-def sample_best_of_n(
-    policy: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: PromptDataset,
-    reward_scorer: RewardScorer,
-    judge: ResolvedJudge,
-    ppo: PPOConfig,
-    sampling: SamplingSettings,
-    config: BestOfNConfig,
-) -> pd.DataFrame:
-    """Sample and score the responses; processes share the work.
+def sample_best_of_n(policy: PreTrainedModel, evaluator: Evaluator, config: BestOfNConfig) -> pd.DataFrame:
+    """Sample and score the responses with the prompts, reward and judge of an evaluator; processes share the work.
 
     Returns:
-        One row a response, as `PolicyEvaluation.to_frame` has it, with its prompt's number; the rows of a prompt lie
+        One row per response, as `PolicyEvaluation.to_frame` has it, with its prompt's number; the rows of a prompt are
         together.
     """
-    numbers = [number for number in range(min(len(prompts), config.prompts)) for _ in range(config.samples)]
-    evaluation = evaluate_policy(
-        policy,
-        None,
-        tokenizer,
-        prompts.select(numbers),
-        reward_scorer,
-        judge,
-        ppo,
-        sampling,
-        seed=config.seed,
-        batch_size=config.batch_size,
+    numbers = [number for number in range(min(len(evaluator.prompts), config.prompts)) for _ in range(config.samples)]
+    sampler = replace(
+        evaluator, prompts=evaluator.prompts.select(numbers), seed=config.seed, batch_size=config.batch_size
     )
+    evaluation = sampler.evaluate(policy, None)
     frame = evaluation.to_frame()
     frame.insert(0, PROMPT, numbers)
     return frame

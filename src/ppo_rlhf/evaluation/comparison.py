@@ -1,6 +1,6 @@
 """Comparison of two policies that answered the same prompts: win rate, its interval, diversity, and the eval/* metrics.
 
-Pure arithmetic on what `evaluation.evaluate_policy` measured; no model is run here.
+Pure arithmetic on what `evaluation.policy.Evaluator` measured; no model is run here.
 """
 
 from __future__ import annotations

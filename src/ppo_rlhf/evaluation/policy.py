@@ -229,85 +229,95 @@ class PolicyEvaluation:
         )
 
 
-def evaluate_policy(
-    policy: PreTrainedModel,
-    reference_policy: PreTrainedModel | None,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: PromptDataset,
-    reward_scorer: RewardScorer,
-    judge: ResolvedJudge,
-    config: PPOConfig,
-    sampling: SamplingSettings,
-    *,
-    seed: int,
-    batch_size: int = 64,
-    samples_per_prompt: int = 1,
-    device: torch.device | None = None,
-) -> PolicyEvaluation:
-    """Let a policy answer prompts under fixed noise and measure the responses; processes share the work.
+@dataclass(frozen=True)
+class Evaluator:
+    """Lets policies answer prompts under fixed noise and measures the responses; processes share the work."""
 
-    Args:
-        policy: The policy to evaluate.
-        reference_policy: What KL is measured against; None if the policy is its own reference (KL is then 0).
-        tokenizer: Turns responses into the text that functions see.
-        prompts: Held-out prompts, tokenised.
-        reward_scorer: The reward that PPO maximises.
-        judge: Who else judges.
-        config: The rollout engine and the precision are taken from it.
-        sampling: Length, temperature, truncation and stop tokens of the responses.
-        seed: Fixes the noise; two policies evaluated with one seed get the same.
-        batch_size: Responses handled at a time.
-        samples_per_prompt: Responses to each prompt, each with noise of its own.
-        device: Where the models compute; None is where the policy lies.
+    tokenizer: PreTrainedTokenizerBase
+    """Turns responses into the text that functions see."""
+    prompts: PromptDataset
+    """Held-out prompts, tokenised."""
+    scorer: RewardScorer
+    """The reward that PPO maximises."""
+    judge: ResolvedJudge
+    """Who else judges."""
+    config: PPOConfig
+    """Its rollout engine and precision are used."""
+    sampling: SamplingSettings
+    """Length, temperature, truncation and stop tokens of the responses."""
+    seed: int
+    """Fixes the noise: two policies evaluated with one seed get the same."""
+    batch_size: int = 64
+    """Responses handled at a time."""
+    samples_per_prompt: int = 1
+    """Responses to each prompt, each with noise of its own."""
 
-    Raises:
-        DataError: If there are no prompts.
-        RewardError: If a function does not return one finite number a response.
-    """
-    if len(prompts) == 0:
-        raise DataError("evaluation: there are no held-out prompts; raise prompts.held_out_share or name a file")
-    prompts = prompts.select([row for row in range(len(prompts)) for _ in range(samples_per_prompt)])
-    uniforms_NT = episode_uniforms(seed, NOISE_STREAM, 0, len(prompts), sampling.response_length)
-    device = device or policy.device
-    with on_device(policy, device):
-        responses = sample_responses(policy, prompts, uniforms_NT, sampling, config, batch_size=batch_size)
-        kl = np.zeros(len(prompts))
-        if reference_policy is not None:
-            of_policy, of_reference = (
-                compute_logprobs(
-                    model,
-                    prompts.prompt_ids,
-                    responses,
-                    config,
-                    temperature=sampling.temperature,
-                    device=device,
-                    batch_size=batch_size,
-                    pad_token_id=sampling.pad_token_id,
-                )
-                for model in (policy, reference_policy)
+    def evaluate(
+        self,
+        policy: PreTrainedModel,
+        reference_policy: PreTrainedModel | None,
+        *,
+        device: torch.device | None = None,
+    ) -> PolicyEvaluation:
+        """Return the evaluation of a policy.
+
+        Args:
+            policy: The policy to evaluate.
+            reference_policy: What KL is measured against; None if the policy is its own reference (KL is then 0).
+            device: Where the models compute; None is where the policy is.
+
+        Raises:
+            DataError: There are no prompts.
+            RewardError: A function does not return one finite number per response.
+        """
+        if len(self.prompts) == 0:
+            raise DataError("evaluation: there are no held-out prompts; raise prompts.held_out_share or name a file")
+        prompts = self.prompts.select([row for row in range(len(self.prompts)) for _ in range(self.samples_per_prompt)])
+        uniforms_NT = episode_uniforms(self.seed, NOISE_STREAM, 0, len(prompts), self.sampling.response_length)
+        device = device or policy.device
+        with on_device(policy, device):
+            responses = sample_responses(
+                policy, prompts, uniforms_NT, self.sampling, self.config, batch_size=self.batch_size
             )
-            kl = (of_policy.double() - of_reference.double()).sum(dim=1).numpy()  # both are 0 but on its tokens
-    batch = response_batch(prompts, responses, tokenizer)
-    scored = reward_scorer.score(batch)
+            kl = np.zeros(len(prompts))
+            if reference_policy is not None:
+                of_policy, of_reference = (
+                    compute_logprobs(
+                        model,
+                        prompts.prompt_ids,
+                        responses,
+                        self.config,
+                        temperature=self.sampling.temperature,
+                        device=device,
+                        batch_size=self.batch_size,
+                        pad_token_id=self.sampling.pad_token_id,
+                    )
+                    for model in (policy, reference_policy)
+                )
+                kl = (of_policy.double() - of_reference.double()).sum(dim=1).numpy()  # both are 0 but on its tokens
+        judge, batch = self.judge, response_batch(prompts, responses, self.tokenizer)
+        scored = self.scorer.score(batch)
 
-    def judged(name: str, function: RewardFunction) -> NDArray[np.float64]:
-        given = (prompts.texts, batch.completions, batch.columns_with_turns)
-        scores = on_main(lambda: call_reward_function(function, name, *given))
-        return np.asarray(scores, dtype=np.float64)
+        def judged(name: str, function: RewardFunction) -> NDArray[np.float64]:
+            given = (prompts.texts, batch.completions, batch.columns_with_turns)
+            scores = on_main(lambda: call_reward_function(function, name, *given))
+            return np.asarray(scores, dtype=np.float64)
 
-    return PolicyEvaluation(
-        prompts=list(prompts.texts),
-        completions=batch.completions,
-        response_ids=batch.response_ids,
-        rewards=scored.total.double().numpy(),
-        judge_scores=None if judge.judge is None else judged("evaluation.judge", judge.judge),
-        rates={name: judged(f"evaluation.rates.{name}", function) for name, function in judge.rates.items()},
-        kl=kl,
-        lengths=responses.mask.sum(dim=1).numpy(),
-        terminated=responses.terminated.numpy(),
-        other_judges={name: judged(f"evaluation.judges.{name}", function) for name, function in judge.judges.items()},
-        samples_per_prompt=samples_per_prompt,
-    )
+        return PolicyEvaluation(
+            prompts=list(prompts.texts),
+            completions=batch.completions,
+            response_ids=batch.response_ids,
+            rewards=scored.total.double().numpy(),
+            judge_scores=None if judge.judge is None else judged("evaluation.judge", judge.judge),
+            rates={name: judged(f"evaluation.rates.{name}", function) for name, function in judge.rates.items()},
+            kl=kl,
+            lengths=responses.mask.sum(dim=1).numpy(),
+            terminated=responses.terminated.numpy(),
+            other_judges={
+                name: judged(f"evaluation.judges.{name}", function) for name, function in judge.judges.items()
+            },
+            samples_per_prompt=self.samples_per_prompt,
+        )
 
 
 def is_demo_prompts(prompts_path: str | None, project_path: Path | None) -> bool:

@@ -10,7 +10,7 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.evaluation import best_of_n as sampled
 from ppo_rlhf.evaluation.best_of_n import BestOfNConfig, best_of_n_curve
-from ppo_rlhf.evaluation.policy import EvaluationConfig, resolve_judge
+from ppo_rlhf.evaluation.policy import EvaluationConfig, Evaluator, resolve_judge
 from ppo_rlhf.models.loading import PretrainedHandle, context_length
 from ppo_rlhf.models.tokenizers import stop_token_ids
 from ppo_rlhf.pipelines.audit_reward.chart import audit_figure
@@ -38,16 +38,10 @@ def sample_responses(
     tokenizer = sft_policy.tokenizer()
     prompts = min(best_of_n.prompts, len(evaluation_prompt_dataset))
     log.info("Sampling %d responses to each of %d prompts from the SFT policy …", best_of_n.samples, prompts)
-    return sampled.sample_best_of_n(
-        policy,
-        tokenizer,
-        evaluation_prompt_dataset,
-        reward_scorer,
-        resolve_judge(evaluation),
-        ppo_config,
-        sampling_settings(ppo_config, tokenizer, policy),
-        best_of_n,
-    )
+    sampling = sampling_settings(ppo_config, tokenizer, policy)
+    scoring = reward_scorer, resolve_judge(evaluation)
+    evaluator = Evaluator(tokenizer, evaluation_prompt_dataset, *scoring, ppo_config, sampling, best_of_n.seed)
+    return sampled.sample_best_of_n(policy, evaluator, best_of_n)
 
 
 def probe_reward(

@@ -17,7 +17,7 @@ from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.data.prompts import PromptsConfig, read_prompts, reader_of
 from ppo_rlhf.evaluation.comparison import before_after, compare_evaluations, conclude, sample_pairs
-from ppo_rlhf.evaluation.policy import EvaluationConfig, PolicyEvaluation, evaluate_policy, resolve_judge
+from ppo_rlhf.evaluation.policy import EvaluationConfig, Evaluator, PolicyEvaluation, resolve_judge
 from ppo_rlhf.evaluation.since_best import exploits_reward, exploits_since_best
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.offloading import to_host
@@ -215,9 +215,7 @@ def _evaluate(
         dtype=frozen_dtype(ppo),
         offload=ppo.offload_reward_model,
     )
-    return evaluate_policy(
-        policy,
-        reference,
+    evaluator = Evaluator(
         tokenizer,
         PromptDataset.from_frame(evaluation_prompts),
         scorer,
@@ -228,7 +226,8 @@ def _evaluate(
         seed=evaluation.seed,
         batch_size=evaluation.batch_size,
         samples_per_prompt=evaluation.samples_per_prompt,
-    ).to_frame()
+    )
+    return evaluator.evaluate(policy, reference).to_frame()
 
 
 def _drawn(ppo: PPOConfig, evaluation: EvaluationConfig) -> str:

@@ -13,7 +13,7 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.evaluation.best_of_n import best_of_n_curve
 from ppo_rlhf.evaluation.comparison import compare_evaluations
-from ppo_rlhf.evaluation.policy import EvaluationConfig, PolicyEvaluation, evaluate_policy, resolve_judge
+from ppo_rlhf.evaluation.policy import EvaluationConfig, Evaluator, PolicyEvaluation, resolve_judge
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.pipelines.kl_study.charts import frontier_figure, kl_figure
 from ppo_rlhf.pipelines.kl_study.child_run import Log, child_runs
@@ -109,16 +109,6 @@ def _evaluate(
     scorer: RewardScorer,
     evaluation: EvaluationConfig,
 ) -> PolicyEvaluation:
-    return evaluate_policy(
-        policy,
-        reference,
-        state.tokenizer,
-        prompts,
-        scorer,
-        resolve_judge(evaluation),
-        state.config,
-        state.sampling,
-        seed=evaluation.seed,
-        batch_size=evaluation.batch_size,
-        device=state.device,
-    )
+    given = prompts, scorer, resolve_judge(evaluation), state.config, state.sampling
+    evaluator = Evaluator(state.tokenizer, *given, evaluation.seed, evaluation.batch_size)
+    return evaluator.evaluate(policy, reference, device=state.device)

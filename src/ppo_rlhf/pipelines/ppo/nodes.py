@@ -7,7 +7,7 @@ from typing import Any
 
 import mlflow
 import pandas as pd
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf.checkpoints.model_card import NOT_EVALUATED, place, render_card
 from ppo_rlhf.checkpoints.model_files import exported_policy
@@ -17,13 +17,14 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.data.prompts import PromptsConfig, find_evaluated, read_prompts, reader_of, split_held_out
 from ppo_rlhf.evaluation.comparison import check_right_or_wrong, compare_evaluations, conclude
-from ppo_rlhf.evaluation.policy import EvaluationConfig, PolicyEvaluation, evaluate_policy, resolve_judge
+from ppo_rlhf.evaluation.policy import EvaluationConfig, Evaluator, PolicyEvaluation, resolve_judge
 from ppo_rlhf.evaluation.since_best import since_best
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.ppo import loop
 from ppo_rlhf.ppo.loop import Experience, Rollouts, Scores, ShapedRewards
 from ppo_rlhf.ppo.models import build_critic, build_state, load_policies, load_stored_critic, sampling_settings
 from ppo_rlhf.ppo.precision import frozen_dtype, resolve_device
+from ppo_rlhf.ppo.sampling import SamplingSettings
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.rewards.config import RewardConfig
 from ppo_rlhf.rewards.scorers import build_reward_scorer, check_room
@@ -135,19 +136,9 @@ def evaluate_reference_policy(
         DataError: `evaluation.pass_at` is set, and a deciding score is neither 0 nor 1: known before training, not
             after it.
     """
-    evaluated = evaluate_policy(
-        reference_policy,
-        None,
-        policy.tokenizer,
-        _first_prompts(evaluation_prompt_dataset, evaluation),
-        reward_scorer,
-        resolve_judge(evaluation),
-        ppo_config,
-        evaluation.sampling(sampling_settings(ppo_config, policy.tokenizer, reference_policy)),
-        seed=evaluation.seed,
-        batch_size=evaluation.batch_size,
-        device=policy.model.device,
-    )
+    sampling = sampling_settings(ppo_config, policy.tokenizer, reference_policy)
+    given = policy.tokenizer, evaluation_prompt_dataset, reward_scorer, ppo_config, sampling
+    evaluated = _evaluator(*given, evaluation).evaluate(reference_policy, None, device=policy.model.device)
     if evaluation.pass_at:
         check_right_or_wrong(evaluated)
     return evaluated
@@ -211,21 +202,11 @@ def evaluate_iteration(
     state = next_training_state
     if state.iteration % state.config.eval_interval and not state.finished:
         return {}
-    judge = resolve_judge(evaluation)
-    evaluated = evaluate_policy(
-        state.policy,
-        reference_policy,
-        state.tokenizer,
-        _first_prompts(evaluation_prompt_dataset, evaluation),
-        reward_scorer,
-        judge,
-        state.config,
-        evaluation.sampling(state.sampling),
-        seed=evaluation.seed,
-        batch_size=evaluation.batch_size,
-    )
+    given = state.tokenizer, evaluation_prompt_dataset, reward_scorer, state.config, state.sampling
+    evaluator = _evaluator(*given, evaluation)
+    evaluated = evaluator.evaluate(state.policy, reference_policy)
     metrics = compare_evaluations(evaluated, reference_evaluation)
-    by_reward = reward.is_judge(judge.reference)
+    by_reward = reward.is_judge(evaluator.judge.reference)
     metrics["eval/verdict"] = conclude(evaluated, reference_evaluation, by_trained_reward=by_reward)["eval/verdict"]
     before = [row for row in earlier_evaluations if row["iteration"] < state.iteration]  # a resumed run has later ones
     row = {"iteration": float(state.iteration), **metrics, **since_best(evaluated, reference_evaluation, before)}
@@ -260,5 +241,15 @@ def summarise_training(next_training_state: TrainingState, evaluation_metrics: l
     return history.merge(evaluations, on="iteration", how="left").astype({"iteration": int})
 
 
-def _first_prompts(prompts: PromptDataset, evaluation: EvaluationConfig) -> PromptDataset:
-    return prompts.select(range(min(len(prompts), evaluation.iteration_prompts)))
+def _evaluator(
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: PromptDataset,
+    scorer: RewardScorer,
+    config: PPOConfig,
+    trained: SamplingSettings,
+    evaluation: EvaluationConfig,
+) -> Evaluator:
+    """Return what evaluates during training: one response to each of the first held-out prompts."""
+    first = prompts.select(range(min(len(prompts), evaluation.iteration_prompts)))
+    scoring, sampling = (scorer, resolve_judge(evaluation)), evaluation.sampling(trained)
+    return Evaluator(tokenizer, first, *scoring, config, sampling, evaluation.seed, evaluation.batch_size)
