@@ -68,6 +68,7 @@ def test_equal_policies_answer_equally_and_others_do_not(kedro: Kedro, own: Path
     assert sorted(path for path in own.rglob("*") if "__pycache__" not in path.parts) == before
 
 
+@pytest.mark.slow
 def test_greedy_answers_are_the_most_probable_tokens(kedro: Kedro, own: Path):
     [answer] = answers(said(kedro, own, "a b c", "--temperature", "0", "--seed", "9"))["PPO"]
     tokenizer = word_tokenizer()

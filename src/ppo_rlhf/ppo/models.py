@@ -14,6 +14,7 @@ from ppo_rlhf.config.rules import device_problems
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.core.randomness import generator
 from ppo_rlhf.models.adapters import LoraSettings, check_targets, has_adapter, with_adapter, without_adapter
+from ppo_rlhf.models.capabilities import check_causal
 from ppo_rlhf.models.compilation import check_compiler, compile_layers
 from ppo_rlhf.models.critic import Critic, OwnBackbone, SharedCritic
 from ppo_rlhf.models.forward import backbone_of, logits_of, packs
@@ -23,6 +24,7 @@ from ppo_rlhf.models.offloading import to_host
 from ppo_rlhf.models.quantisation import check_bitsandbytes
 from ppo_rlhf.models.tokenizers import stop_token_ids
 from ppo_rlhf.ppo.environments import FunctionEnvironment
+from ppo_rlhf.ppo.optimisers import check_trains
 from ppo_rlhf.ppo.precision import frozen_dtype, trained_dtype
 from ppo_rlhf.ppo.sampling import SamplingSettings
 from ppo_rlhf.ppo.state import TrainingState
@@ -185,11 +187,14 @@ def build_state(
 
     Raises:
         ConfigError: The stop token cannot be resolved with this tokenizer, or a setting needs bitsandbytes.
-        ModelError: Gradient checkpointing or compilation does not fit an architecture, the policy has no stop token, or
-            as `TrainingState.create`.
+        ModelError: The critic reads tokens that come later, all weights of a model are frozen, the policy has no stop
+            token, or gradient checkpointing or compilation does not fit an architecture.
         RewardError: `ppo.environment` cannot be imported.
     """
     check_libraries(config)
+    check_trains(policy, "policy")
+    check_trains(critic, "critic")
+    check_causal(critic.backbone, "the value model")
     sampling = sampling_settings(config, tokenizer, policy)
     packs(backbone_of(policy))  # models are probed before they are wrapped and compiled
     packs(critic.backbone)

@@ -16,12 +16,11 @@ from ppo_rlhf.core.errors import CheckpointError, TrainingError
 from ppo_rlhf.core.kl import AdaptiveKLController, FixedKLController, KLController
 from ppo_rlhf.core.statistics import RunningMoments
 from ppo_rlhf.models.averages import WeightAverage
-from ppo_rlhf.models.capabilities import check_causal
 from ppo_rlhf.models.critic import Critic, SharedCritic
 from ppo_rlhf.models.forward import backbone_of, packs
 from ppo_rlhf.ppo.kl_rules import kl_alarms
 from ppo_rlhf.ppo.logprobs import CriticForward, PolicyForward
-from ppo_rlhf.ppo.optimisers import build_optimizer, check_trains, peak_learning_rates
+from ppo_rlhf.ppo.optimisers import build_optimizer, peak_learning_rates
 from ppo_rlhf.ppo.precision import make_accelerator, wrap
 from ppo_rlhf.ppo.sampling import SamplingSettings
 from ppo_rlhf.processes import any_process
@@ -131,14 +130,8 @@ class TrainingState:
     ) -> TrainingState:
         """Start a run: fresh optimisers, counters at zero, forward passes wrapped for the run's processes.
 
-        `ppo.models.build_state` prepares the models for it.
-
-        Raises:
-            ModelError: The critic reads tokens that come later, or all weights of a model are frozen.
+        `ppo.models.build_state` checks and prepares the models for it.
         """
-        check_trains(policy, "policy")
-        check_trains(critic, "critic")
-        check_causal(critic.backbone, "the value model")
         shared = isinstance(critic, SharedCritic)
         accelerator = make_accelerator(
             config, policy.device, finds_unused=shared and config.critic_warmup_iterations > 0
