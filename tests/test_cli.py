@@ -246,3 +246,11 @@ def test_an_error_of_all_processes_is_shown_once_and_ends_them(toy_project: Path
     )
     assert done.returncode != 0
     assert (done.stdout + done.stderr).count("ppo.kl_coeff") == 1
+
+
+def test_another_environment_says_which_personal_settings_it_leaves_unused(
+    kedro: Kedro, toy_project: Path, caplog: pytest.LogCaptureFixture
+):
+    (toy_project / "conf" / "local" / "parameters.yml").write_text("ppo: {kl_coef: 0.3}\n")
+    kedro(toy_project, "run", "--env", "other", "--pipelines", "ppo", "--to-nodes", "configure_ppo")
+    assert any("other is used instead of conf/local: parameters.yml" in message for message in caplog.messages)

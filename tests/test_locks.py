@@ -67,3 +67,14 @@ def test_one_process_at_a_time_comes_through_and_no_file_is_made(tmp_path: Path)
         assert time.monotonic() - began > 0.3
     assert process.wait() == 0
     assert list(tmp_path.iterdir()) == []
+
+
+def test_where_files_cannot_be_locked_the_run_goes_on_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def refuse(file: object, operation: int) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr("ppo_rlhf.locks.fcntl.lockf", refuse)
+    assert lock_run(tmp_path) is not None
+    assert "cannot be locked (No locks available)" in caplog.text

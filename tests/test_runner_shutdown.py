@@ -181,3 +181,11 @@ def test_a_process_stops_with_another_one_that_got_the_signal(monkeypatch: pytes
     with pytest.raises(RunInterruptedError, match="SIGINT"):
         LoopRunner().run(pipeline, catalog, _create_hook_manager())
     assert scene.saved == [3]
+
+
+def test_in_a_save_or_an_evaluation_the_first_signal_lets_it_end_and_saves_once():
+    assert play(save_2="SIGTERM").saved == [2]
+    scene = play(evaluate_3="SIGTERM")
+    assert scene.saved == [2, 3]
+    assert scene.happened[-2:] == ["evaluate 3", "save 3"]
+    assert play(evaluate_2="SIGTERM").saved == [2]

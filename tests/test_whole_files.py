@@ -7,6 +7,7 @@ import subprocess
 
 import pytest
 
+from ppo_rlhf import whole_files
 from ppo_rlhf.whole_files import written_whole
 
 
@@ -45,6 +46,17 @@ def test_it_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left"), written_whole(tmp_path / "file") as draft:
         draft.write_text("new")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_drafts_of_killed_processes_are_deleted_and_those_of_others_stay(tmp_path, monkeypatch):
+    (tmp_path / ".model.1.draft").mkdir()
+    (tmp_path / ".model.2.draft").mkdir()
+    os.utime(tmp_path / ".model.1.draft", (0, 0))
+    (tmp_path / ".gone.3.draft").symlink_to("nowhere")  # renamed while it was looked at: its status cannot be read
+    with written_whole(tmp_path / "file") as draft:
+        draft.write_text("new")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".gone.3.draft", ".model.2.draft", "file"]
+    assert whole_files.ABANDONED_S >= 3600
 
 
 def test_the_drafts_of_processes_of_this_machine_that_run_no_more_are_deleted_at_once(tmp_path):

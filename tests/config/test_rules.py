@@ -1,8 +1,11 @@
 """Rules between settings: a broken one is refused in one line that names it, and its neighbour is accepted."""
 
+import re
+
 import pytest
 
 from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.config.rules import _RULES
 from ppo_rlhf.core.errors import ConfigError
 
 ADAPTIVE = {"kl_controller": "adaptive"}
@@ -84,3 +87,8 @@ def test_all_broken_rules_are_told_at_once():
     with pytest.raises(ConfigError) as caught:
         PPOConfig(kl_in="loss", overlong_buffer=60, responses_per_prompt=3, critic_warmup_iterations=2000)
     assert len(str(caught.value).splitlines()) == 4
+
+
+def test_no_rule_calls_a_setting_the_first_or_the_second():
+    for rule in _RULES:
+        assert not re.search(r"\b(the first|the second|the other)\b", rule.line(PPOConfig())), rule.names

@@ -566,3 +566,14 @@ def test_a_longer_run_goes_on_only_from_the_newest_checkpoint(toy: Toy):
     with (toy.root / run_id / "run.lock").open("a") as file:  # which the refused run has not kept
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     assert json.loads((newest / "manifest.json").read_text())["iteration"] == 2
+
+
+def test_a_finished_run_that_is_named_goes_on_and_logs_nothing_twice(toy: Toy):
+    run = toy.run()
+    models = [model.model_id for model in mlflow.search_logged_models(output_format="list")]
+    again = toy.run(f"resume={run.info.run_id}")
+    assert again.info.run_id == run.info.run_id
+    assert again.info.status == "FINISHED"
+    assert toy.history(run.info.run_id, "objective/scores") == [(1, 0.25), (2, 0.5), (3, 0.75)]
+    assert toy.history(run.info.run_id, "eval/win_rate") == [(2, 0.5), (3, 0.75)]
+    assert [model.model_id for model in mlflow.search_logged_models(output_format="list")] == models

@@ -13,6 +13,7 @@ import signal
 import socket
 import sqlite3
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -30,6 +31,8 @@ from kedro.framework.startup import bootstrap_project
 from kedro_mlflow.config.kedro_mlflow_config import KedroMlflowConfig
 from mlflow.entities import Run
 from mlflow.environment_variables import MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT
+from mlflow.exceptions import MlflowException
+from sqlalchemy.engine import Engine
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import PPORLHFError
@@ -545,3 +548,82 @@ def test_lists_and_groups_become_json_and_single_values_keep_their_name():
     assert flattened("reward", RewardConfig(components=[{"type": "model"}])) == {
         "reward.components": '[{"type": "model", "weight": 1.0, "function": null, "name": null}]'
     }
+
+
+def test_a_signal_stops_a_run_at_once_that_waits_for_its_store(
+    kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch
+):
+    waited: list[bool] = []
+
+    def wait(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        waited.append(True)
+
+    monkeypatch.setattr(KedroMlflowConfig, "setup", wait)
+    assert kedro(toy_project, "run", "--pipelines", "align").exit_code == 143
+    assert waited == []
+
+
+def test_a_database_that_is_being_made_has_another_name(
+    kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """So that a process that is killed then leaves no half of one; MLflow would refuse it in every later run."""
+    (toy_project / "mlflow.db").unlink()
+    seen: list[Path] = []
+
+    def fail(engine: Engine) -> None:
+        seen.extend(toy_project.glob("*.db"))
+        raise MlflowException("no more")
+
+    monkeypatch.setattr("mlflow.store.db.utils._upgrade_db", fail)
+    assert "mlflow.db cannot be used: no more" in kedro(toy_project, "run", "--pipelines", "align").stderr
+    assert seen == []
+    assert not list(toy_project.glob(".mlflow.db*"))
+
+
+def refuse_to_record(project: Path, *what: str) -> None:
+    """Make the store refuse some changes, as a full disk would."""
+    with contextlib.closing(sqlite3.connect(project / "mlflow.db")) as database:
+        for number, change in enumerate(what):
+            refusal = "SELECT RAISE(ABORT, 'database or disk is full')"
+            database.execute(f"CREATE TRIGGER full_{number} BEFORE {change} BEGIN {refusal}; END")
+        database.commit()
+
+
+def test_a_full_disk_while_a_run_fails_does_not_hide_why_it_failed(
+    kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    refuse_to_record(toy_project, "UPDATE OF status ON runs", "INSERT ON metrics")
+    monkeypatch.setenv("TOY_FAIL_AT", "2")
+    result = kedro(toy_project, "run", "--pipelines", "align")
+    assert isinstance(result.exception, ZeroDivisionError)
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert "MLflow could not record how the run ended: (sqlite3.IntegrityError) database or disk is full" in said
+    (lost,) = [line for line in said if line.startswith("MLflow lacks 3 metrics")]
+    assert "(sqlite3.IntegrityError) database or disk is full" in lost
+    assert not any(record.exc_info for record in caplog.records if record.name.startswith("mlflow"))
+
+
+def test_what_is_said_of_a_run_that_failed_does_not_hide_why_if_nobody_reads_it(
+    kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("TOY_FAIL_AT", "2")
+    monkeypatch.setattr(run_log.RunLog, "log_advice", lambda log: sys.exit(1))
+    assert isinstance(kedro(toy_project, "run", "--pipelines", "align").exception, ZeroDivisionError)
+    run = last_run(toy_project)
+    assert run.info.status == "FAILED"
+    assert run.data.tags["error"] == "ZeroDivisionError: the update went wrong"
+
+
+def test_artifacts_of_two_projects_with_one_database_lie_beside_it(
+    kedro: Kedro, toy_project: Path, tmp_path: Path, new_toy_project: Callable[[Path], Path]
+):
+    shared, projects = tmp_path / "shared", [toy_project, new_toy_project(tmp_path / "second")]
+    shared.mkdir()
+    (toy_project / "mlflow.db").rename(shared / "mlflow.db")
+    for project in projects:
+        write_settings(project, f"server:\n  mlflow_tracking_uri: sqlite:///{shared}/mlflow.db\n")
+        result = kedro(project, "run", "--pipelines", "align")
+        assert result.exit_code == 0, result.output
+        assert last_run(shared).info.artifact_uri.startswith(f"file://{shared}/mlartifacts/")
+        assert not (project / "mlartifacts").exists()

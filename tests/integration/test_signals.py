@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,3 +27,60 @@ def test_sigterm_finishes_and_saves_the_iteration(make_project: Callable[[], Pat
     assert run.tracked.info.status == "KILLED"
     assert run.tracked.data.tags["last_checkpoint"].endswith("iteration_000002")
     assert (run.folder / "iteration_000002/manifest.json").is_file()
+
+
+@pytest.mark.slow
+def test_a_run_whose_reader_has_ended_is_killed_and_goes_on(make_project: Callable[[], Path]) -> None:
+    """As `kedro run | head` does; nothing it prints is kept back, so the reader can end in the loop."""
+    project = make_project()
+    command = [sys.executable, "-m", "kedro", "run", "--env", "test"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=project, text=True, **pipes) as running:
+        assert running.stdout is not None
+        assert running.stderr is not None
+        assert any("Iteration 1/" in line for line in running.stdout)
+        running.stdout.close()
+        assert "SIGPIPE" in running.stderr.read()
+    left = Run(project, "").tracked
+    assert (running.returncode, left.info.status) == (128 + signal.SIGPIPE, "KILLED")
+    resumed = kedro_run(project, "--env", "test", "--params", "resume=latest")
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    whole = Run(project, resumed.stdout)
+    assert whole.says(f"Going on with MLflow run {left.info.run_id} from ")
+    assert (whole.tracked.info.run_id, whole.tracked.info.status) == (left.info.run_id, "FINISHED")
+    assert [step for step, _ in whole.metrics()["objective/kl"]] == [1, 2, 3]
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_stops_at_once_where_the_first_lets_the_iteration_finish(project: Path) -> None:
+    """The first would save the iteration, which nothing else has made due; the second comes before that."""
+    (project / "slow_reward.py").write_text(
+        "import time\n\n\ndef slow(prompts, completions, **columns):\n"
+        "    time.sleep(3.0)\n    return [float(len(text)) for text in completions]\n"
+    )
+    (project / "conf/test/parameters_reward.yml").write_text(
+        "reward:\n  components:\n    - type: function\n      function: slow_reward:slow\n"
+    )
+    settings = "ppo.total_episodes=1600,ppo.value_model=separate,ppo.save_interval=100,ppo.eval_interval=100"
+    command = [sys.executable, "-m", "kedro", "run", "--env", "test"]
+    running = subprocess.Popen(
+        [*command, "--params", settings], cwd=project, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert running.stdout is not None
+    lines = []
+    for line in running.stdout:
+        lines.append(line)
+        if "Iteration 1/" in line:
+            time.sleep(0.5)
+            running.send_signal(signal.SIGINT)
+        if "SIGINT: finishing iteration" in line:
+            time.sleep(0.5)
+            running.send_signal(signal.SIGINT)
+    running.wait(60)
+    text = "".join(lines)
+    assert running.returncode == 130, text
+    assert "SIGINT: finishing iteration 2" in text
+    assert "The run was stopped by SIGINT." in text
+    run = Run(project, text)
+    assert run.tracked.info.status == "KILLED"
+    assert "last_checkpoint" not in run.tracked.data.tags, "the iteration that the first signal let go on was saved"
