@@ -42,7 +42,7 @@ def weights(lines: list[str], name: str) -> str:
 
 
 def billion_parameters(folder: Path) -> str:
-    file = folder / "big.json"
+    file = folder / "config.json"
     shape = {"model_type": "llama", "hidden_size": 2048, "num_hidden_layers": 16, "intermediate_size": 8192}
     file.write_text(json.dumps({**shape, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000}))
     return str(file)
@@ -174,14 +174,14 @@ def test_what_is_needed_suffices_to_the_last_byte(on_cpu: bool, missing: int):
     free = 4 * (7 + PROCESS_BYTES) if on_cpu else 7
     device, on_host = torch.device("cpu"), 4 * (3 + PROCESS_BYTES) - missing
     planned = Planned("model", PPOConfig(), shape, plan, device, free - missing, on_host)
-    assert planned.fits == (missing == 0)
-    assert planned.fits_host == (on_cpu or missing == 0)
+    assert (planned.needed <= planned.share) == (missing == 0)
+    assert (planned.waiting <= planned.on_host) == (on_cpu or missing == 0)
 
 
 def test_bad_input_is_one_line(kedro: Kedro, own: Path, tmp_path: Path):
     for arguments, named in {
-        ("--model", str(tmp_path / "own" / "config.json")): "--prompt-length",
-        ("--model", str(tmp_path / "prompts.jsonl"), "--prompt-length", "5"): "cannot be read as a model's",
+        ("--model", billion_parameters(tmp_path)): "--prompt-length",
+        ("--model", str(tmp_path / "prompts.jsonl"), "--prompt-length", "5"): "prompts.jsonl",
         ("--memory", "24", "--params", "ppo.kl_coeff=1"): "ppo.kl_coeff",
         ("--model", str(tmp_path / "own"), "--params", "sead=1"): "`seed`",
     }.items():

@@ -44,7 +44,7 @@ def _lines(project_path: Path, run_id: str | None, everything: bool, env: str | 
     with session:
         settings = session.load_context().mlflow
     uri = existing_store(settings)
-    with store_in_plain_words(f"The tracking store {without_password(uri)} cannot be read"):
+    with store_in_plain_words(f"The run cannot be read from the tracking store {without_password(uri)}"):
         client = MlflowClient(uri)
         run = recorded_run(client, run_id or newest_run(client, settings.tracking.experiment.name))
     advice = judge(run.config, run.history)

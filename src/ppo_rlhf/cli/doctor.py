@@ -26,7 +26,7 @@ from ppo_rlhf.hooks.tracking_store import check_answers, store_in_plain_words, w
 from ppo_rlhf.runner import LoopSession, PreparedRun, plan_loop
 
 if TYPE_CHECKING:
-    from kedro.framework.context import KedroContext
+    from ppo_rlhf.preflight.request import RunRequest
 
 PACKAGE = "ppo_rlhf"
 COLOURS = {"ok": "green", "advice": "yellow", "problem": "red"}
@@ -75,34 +75,33 @@ def diagnose(
 ) -> Iterator[Finding | str]:
     """Yield what is found of each part of a run, and the lines of its memory plan; nothing is run or written.
 
-    Args:
-        project_path: The project's directory.
-        pipelines: Their names; none is the whole chain, or `align` where that would write a person's own SFT model.
-        params: The run's own settings.
-        env: Kedro's environment.
-        options: The command's other options, None where they were not given.
+    Without names of pipelines the whole chain is meant, or `align` where that would write a person's own SFT model.
     """
     yield from _versions(project_path)
     yield from _devices()
-    from ppo_rlhf.models.quiet import errors_only  # heavy: other commands do not wait for it
+    from ppo_rlhf.models.quiet import errors_only  # heavy: other commands do not wait for these
+    from ppo_rlhf.preflight.request import RunRequest
 
     given = {name: options[option] for option, name in SETTINGS.items() if options[option] is not None}
     params = params | {"ppo": params.get("ppo", {}) | given} if given else params
     with errors_only("kedro"), LoopSession.create(project_path, env=env, runtime_params=params) as session:
         assert isinstance(session, LoopSession)  # Kedro types it as an abstract one
         try:
-            context = session.load_context()
-            if not pipelines and _has_own_sft_model(context):
+            context: Any = session.load_context()
+            data_root = context.config_loader["globals"].get("data_root", "data")
+            request = RunRequest(Pipeline([]), context.catalog, project_path, data_root)
+            source = request.source("sft_policy")
+            if not pipelines and source is not None and not request.is_ours(source):
                 pipelines, start = ["align"], "start with `kedro run --pipelines align`, which is checked here"
                 yield "advice", "Settings", f"sft_model_path is a model of your own: {start}"
         except Exception as error:
             yield from _refusals("Settings", error)
             return
-        yield from _store(context, pipelines)
+        yield from _store(context)
+        found: list[Finding] = []
         try:
             run = session.prepare(pipeline_names=pipelines or None)
             if options["model"]:  # the other checks look at the project's own
-                found = []
                 refuse_unread(context.config_loader, run.pipeline.datasets())
             else:
                 found = list(_settings(context, run))
@@ -112,24 +111,14 @@ def diagnose(
         yield from found
         is_asked = any(value is not None for value in options.values())
         if is_asked or all(level != "problem" for level, *_ in found):
-            yield from _memory(context, run, options)
-
-
-def _has_own_sft_model(context: KedroContext) -> bool:
-    from ppo_rlhf.preflight.request import RunRequest
-
-    data_root = context.config_loader["globals"].get("data_root", "data")
-    request = RunRequest(Pipeline([]), context.catalog, context.project_path, data_root)
-    source = request.source("sft_policy")
-    return source is not None and not request.is_ours(source)
+            yield from _memory(RunRequest(run.pipeline, run.catalog, project_path, data_root), options)
 
 
 def _refusals(part: str, error: Exception) -> Iterator[Finding]:
     lines = one_line_each(error)
     if lines is None:
         raise error
-    for line in lines:
-        yield "problem", part, line
+    yield from (("problem", part, line) for line in lines)
 
 
 def _versions(project_path: Path) -> Iterator[Finding]:
@@ -160,26 +149,17 @@ def _devices() -> Iterator[Finding]:
 
     from ppo_rlhf.ppo.precision import has_bfloat16
 
-    def bfloat16(device: torch.device) -> str:
-        return f"bfloat16 {'by instructions' if has_bfloat16(device) else 'slow'}"
-
-    cpu = torch.device("cpu")
-    yield "ok", "Device", f"CPU: cores {os.cpu_count()}, threads of torch {torch.get_num_threads()}, {bfloat16(cpu)}"
+    devices = {torch.device("cpu"): f"cores {os.cpu_count()}, threads of torch {torch.get_num_threads()}"}
     for index in range(torch.cuda.device_count()):
-        free, total = torch.cuda.mem_get_info(index)
-        name, memory = torch.cuda.get_device_name(index), f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
-        yield "ok", "Device", f"cuda:{index}: {name}, {memory}, {bfloat16(torch.device('cuda', index))}"
-    if not torch.cuda.is_available():
-        yield "ok", "Device", "no CUDA device: ppo.device=auto takes the CPU"
+        free, total = (size / 2**30 for size in torch.cuda.mem_get_info(index))
+        name = torch.cuda.get_device_name(index)
+        devices[torch.device("cuda", index)] = f"{name}, {free:.1f} of {total:.1f} GiB free"
+    for device, what in devices.items():
+        yield "ok", "Device", f"{device}: {what}, bfloat16 {'by instructions' if has_bfloat16(device) else 'slow'}"
 
 
-def _store(context: KedroContext, pipelines: list[str]) -> Iterator[Finding]:
-    settings: Any = context.mlflow  # type: ignore[attr-defined]  # from the tracking hook
-    uri = settings.server.mlflow_tracking_uri or mlflow.get_tracking_uri()
-    disabled = settings.tracking.disable_tracking.pipelines
-    if all(name in disabled for name in pipelines or ["__default__"]):
-        yield "ok", "MLflow", "tracking is disabled for these pipelines (disable_tracking in mlflow.yml)"
-        return
+def _store(context: Any) -> Iterator[Finding]:
+    uri = context.mlflow.server.mlflow_tracking_uri or mlflow.get_tracking_uri()
     try:
         with store_in_plain_words(f"server.mlflow_tracking_uri={without_password(uri)} in mlflow.yml cannot be used"):
             check_answers(uri)
@@ -189,37 +169,30 @@ def _store(context: KedroContext, pipelines: list[str]) -> Iterator[Finding]:
         yield "ok", "MLflow", without_password(uri)
 
 
-def _settings(context: KedroContext, run: PreparedRun) -> Iterator[Finding]:
+def _settings(context: Any, run: PreparedRun) -> Iterator[Finding]:
     from ppo_rlhf.preflight import describe_parts
 
-    loader: Any = context.config_loader
     entry = resume_entry(run.pipeline, run.catalog)
     if entry is not None and entry.requested not in (None, LATEST):
         find_named(str(entry.requested), entry.root, context.project_path)
-    problems, advice = judge_settings(loader, run.pipeline, run.catalog, context.project_path)
-    for line in problems:
-        yield "problem", "Settings", line
-    for line in advice:
-        yield "advice", "Settings", line
+    problems, advice = judge_settings(context.config_loader, run.pipeline, run.catalog, context.project_path)
+    yield from (("problem", "Settings", line) for line in problems)
+    yield from (("advice", "Settings", line) for line in advice)
     if not problems:
         names = ", ".join(run.run_params["pipeline_names"] or ["the whole chain"])
         parts = describe_parts(run.pipeline, run.catalog, context.project_path)
         yield "ok", "Settings", f"{names}, {len(run.pipeline.nodes)} nodes.{f' {parts}' if parts else ''}"
 
 
-def _memory(context: KedroContext, run: PreparedRun, options: dict[str, Any]) -> Iterator[Finding | str]:
+def _memory(run: RunRequest, options: dict[str, Any]) -> Iterator[Finding | str]:
     from ppo_rlhf.cli.memory_plan import changes, gib, plan, table
     from ppo_rlhf.datasets.checkpoints import most_checkpoints
-    from ppo_rlhf.preflight.request import RunRequest
 
     if plan_loop(run.pipeline) is None:
         yield "ok", "Memory", "not planned, nor the disk: these pipelines do not train by PPO"
         return
-    data_root = context.config_loader["globals"].get("data_root", "data")
-    request = RunRequest(run.pipeline, run.catalog, context.project_path, data_root)
-    names = ("model", "prompt_length", "processes")
     try:
-        planned = plan(request, **{name: options[name] for name in names}, memory_gib=options["memory"])
+        planned = plan(run, options["model"], options["prompt_length"], options["processes"], options["memory"])
     except Exception as error:
         yield from _refusals("Memory", error)
         return
@@ -227,22 +200,19 @@ def _memory(context: KedroContext, run: PreparedRun, options: dict[str, Any]) ->
         yield "ok", "Memory", "not planned, nor the disk: there is no model yet; --model names one to plan for"
         return
     yield from table(planned)
-    with_process = f", {gib(planned.process)} of it the process itself" if planned.process else ""
-    line = f"{gib(planned.needed)} needed of {gib(planned.share)} free on {planned.device}"
-    line += f" (phase: {planned.plan.peak}{with_process})"
-    if planned.fits:
+    line = f"{gib(planned.needed)} needed of {gib(planned.share)} free on {planned.device} (phase: {planned.plan.peak})"
+    if planned.needed <= planned.share:
         yield "ok", "Memory", line
     else:
         yield "problem", "Memory", f"{line}: it does not fit."
         yield from changes(planned)
-    if not planned.fits_host:
+    if planned.waiting > planned.on_host:
         line = f"{gib(planned.waiting)} for processes and offloaded models, and {gib(planned.on_host)} is free"
         yield "problem", "Memory", f"the host needs {line}."
-    root = context.project_path / data_root
-    place = next(path for path in (root, *root.parents) if path.exists())
-    free, exported = shutil.disk_usage(place).free, planned.plan.exported
+    root = run.project_path / run.data_root
+    free = shutil.disk_usage(next(path for path in (root, *root.parents) if path.exists())).free
     copies = most_checkpoints(planned.config, planned.config.num_total_batches)
-    needed = copies * planned.plan.checkpoint + exported
+    needed = copies * planned.plan.checkpoint + planned.plan.exported
     line = f"{gib(needed)} for checkpoints and export of {gib(free)} free in {root}"
     if needed > free:
         yield "problem", "Disk", f"{line}: free space, lower ppo.save_total_limit, or set data_root to a larger disk."

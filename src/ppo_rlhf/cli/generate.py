@@ -112,7 +112,8 @@ class _Policies:
                 "same prompts: set sft_model_path to the model that the policy was trained from."
             )
         handles = {"SFT": sft, "PPO": ppo}
-        self.models: Any = {name: handle.causal_lm(dtype).to(device) for name, handle in handles.items()}
+        models = {name: handle.causal_lm(dtype) for name, handle in handles.items()}
+        self.models = {name: model.to(device) for name, model in models.items()}  # type: ignore[arg-type]
         self.scorer = None
         if options["with_reward"]:
             reward = RewardConfig(**parameters.get("reward", {}))

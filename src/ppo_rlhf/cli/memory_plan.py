@@ -13,7 +13,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from ppo_rlhf import memory
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.core.errors import ConfigError
+from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.data.prompts import PromptsConfig, read_prompts, reader_of
 from ppo_rlhf.evaluation.policy import EvaluationConfig
 from ppo_rlhf.models.loading import PretrainedHandle, why_unreadable
@@ -42,24 +42,14 @@ class Planned:
         return memory.PROCESS_BYTES if self.shape.on_cpu else 0
 
     @property
-    def share(self) -> int:
-        """Free bytes of one process: processes share the host's memory, and each GPU has one process."""
-        return self.free // self.shape.processes if self.shape.on_cpu else self.free
-
-    @property
     def needed(self) -> int:
         """Bytes that one process needs."""
         return self.plan.needed + self.process
 
     @property
-    def fits(self) -> bool:
-        """Whether a process has what it needs."""
-        return self.needed <= self.share
-
-    @property
-    def fits_host(self) -> bool:
-        """Whether the host has it, too."""
-        return self.waiting <= self.on_host
+    def share(self) -> int:
+        """Free bytes of one process: processes share the host's memory, and each GPU has one process."""
+        return self.free // self.shape.processes if self.shape.on_cpu else self.free
 
     @property
     def waiting(self) -> int:
@@ -68,7 +58,7 @@ class Planned:
 
 
 def plan(
-    run: RunRequest, *, model: str | None, prompt_length: int | None, processes: int | None, memory_gib: float | None
+    run: RunRequest, model: str | None, prompt_length: int | None, processes: int | None, memory_gib: float | None
 ) -> Planned | None:
     """Plan the memory of a run that trains by PPO; None if there is no model yet to plan for.
 
@@ -80,7 +70,8 @@ def plan(
         memory_gib: Memory of a device that need not be here; None is what is free here.
 
     Raises:
-        ConfigError: The model cannot be read, or a setting does not fit the device.
+        ConfigError: A setting does not fit the device.
+        ModelError: The model cannot be read, or has no tokenizer to count the prompts' tokens with.
     """
     policy = _policy(run, model)
     if policy is None:
@@ -158,7 +149,9 @@ def _word(value: object) -> str:
 def _policy(run: RunRequest, given: str | None) -> PretrainedHandle | None:
     """Return the model given, the one that the policy starts from, or the SFT policy of an earlier run."""
     if given:
-        return PretrainedHandle(given, run.catalog["sft_policy"]._describe()["trust_remote_code"])
+        place = Path(given).expanduser()
+        source = str(place.parent) if place.name == "config.json" else given
+        return PretrainedHandle(source, run.catalog["sft_policy"]._describe()["trust_remote_code"])
     for entry in (run.start, "sft_policy"):
         if run.source(entry) is not None and run.catalog[entry].exists():
             handle: PretrainedHandle = run.catalog[entry].load()
@@ -167,19 +160,14 @@ def _policy(run: RunRequest, given: str | None) -> PretrainedHandle | None:
 
 
 def _model_config(model: PretrainedHandle) -> PretrainedConfig:
-    """Return a model's configuration, also from a directory without weights and from a file."""
-    place = Path(model.source).expanduser()
-    if place.name == "config.json":
-        place = place.parent  # in a directory transformers finds the model's own code
-    if not place.exists():
+    """Return a model's configuration, also from a directory without weights."""
+    if not Path(model.source).is_dir():
         return model.config()
+    trusted = {"local_files_only": True, "trust_remote_code": model.trust_remote_code}
     try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(
-            place, local_files_only=True, trust_remote_code=model.trust_remote_code
-        )
+        config: PretrainedConfig = AutoConfig.from_pretrained(model.source, **trusted)
     except (OSError, ValueError, KeyError, ImportError) as error:  # the last: packages that its own code needs
-        why = why_unreadable(error)[:200]
-        raise ConfigError(f"{model.source} cannot be read as a model's configuration: {why}") from None
+        raise ModelError(f"{model.source}: its configuration cannot be loaded: {why_unreadable(error)}") from None
     return config
 
 
@@ -198,8 +186,10 @@ def _reward_model(run: RunRequest, model: PretrainedHandle, policy: PretrainedCo
 
 
 def _longest_prompt(run: RunRequest, model: PretrainedHandle, config: PPOConfig) -> int:
-    if Path(model.source).is_file():
-        raise ConfigError(f"{model.source} has no tokenizer that counts the prompts' tokens: give --prompt-length.")
     prompts = run.group("prompts", PromptsConfig) or PromptsConfig()
+    try:
+        reader = reader_of(model)
+    except ModelError as error:
+        raise ModelError(f"{error} Or give --prompt-length, so that no tokenizer is needed.") from error
     table = run.catalog["raw_prompts"].load()
-    return max(map(len, read_prompts(reader_of(model), table, config, prompts.column, "prompts").prompt_ids))
+    return max(map(len, read_prompts(reader, table, config, prompts.column, "prompts").prompt_ids))
