@@ -27,11 +27,11 @@ def examined(kedro: Kedro, project: Path, *arguments: str, exit_code: int) -> di
     assert files_below(project) == before
     found: dict[tuple[str, str], list[str]] = {}
     for line in result.stdout.splitlines():
-        level, part, *_ = line.split()
+        level, part = line[:8].strip(), line[9:18].strip()
         if level in ("ok", "advice", "problem"):
             found.setdefault((level, part), []).append(line[19:])
     problems = sum(len(lines) for (level, _), lines in found.items() if level == "problem")
-    assert f"{problems} problem" in result.stderr if problems else result.stdout.endswith("The run would start.\n")
+    assert f"{problems} problem" in result.stderr if problems else result.stdout.endswith("No problem found.\n")
     return found
 
 
@@ -72,25 +72,20 @@ def test_an_own_model_passes_with_its_memory_and_disk(kedro: Kedro, own: Path, m
     monkeypatch.setattr("ppo_rlhf.memory.available_memory", lambda _: (2**20, 2**20))
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=2**10))
     found = examined(kedro, own, *ALIGN, exit_code=1)
-    assert "kedro plan-memory" in found["problem", "Memory"][0]
+    assert found["problem", "Memory"][0].endswith("it does not fit.")
     assert "ppo.save_total_limit" in found["problem", "Disk"][0]
 
 
 @pytest.mark.parametrize("missing", [0, 1])
-def test_memory_and_disk_suffice_to_the_last_byte(
-    kedro: Kedro, own: Path, monkeypatch: pytest.MonkeyPatch, missing: int
-):
-    """Two GiB of memory; three checkpoints of one GiB and an export of four on the disk."""
-    plan = SimpleNamespace(peak="update", checkpoint=2**30, exported=4 * 2**30)
-    config = SimpleNamespace(num_total_batches=10)
-    planned = SimpleNamespace(needed=2 * 2**30, share=2 * 2**30 - missing, device="cpu", plan=plan, config=config)
-    monkeypatch.setattr("ppo_rlhf.cli.doctor.plan", lambda *_, **__: planned)
+def test_the_disk_suffices_to_the_last_byte(kedro: Kedro, own: Path, monkeypatch: pytest.MonkeyPatch, missing: int):
+    """Three checkpoints and an export."""
+    monkeypatch.setattr("ppo_rlhf.memory.available_memory", lambda _: (2**40, 2**40))
+    monkeypatch.setattr("ppo_rlhf.memory.MemoryPlan.checkpoint", 2**30)
     monkeypatch.setattr("ppo_rlhf.datasets.checkpoints.most_checkpoints", lambda *_: 3)
-    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=7 * 2**30 - missing))
+    exported = 4 * sum(weight.numel() for weight in tiny_model().parameters())
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=3 * 2**30 + exported - missing))
     found = examined(kedro, own, *ALIGN, exit_code=missing)
-    assert {part: level for level, part in found if part in ("Memory", "Disk")} == dict.fromkeys(
-        ("Memory", "Disk"), "problem" if missing else "ok"
-    )
+    assert ("problem" if missing else "ok", "Disk") in found
 
 
 @pytest.mark.slow
@@ -130,11 +125,10 @@ def test_bad_options_are_problems(kedro: Kedro, toy_project: Path, arguments: li
 @pytest.mark.slow
 def test_other_versions_than_pyproject_asks_for_are_named(kedro: Kedro, project: Path):
     file = project / "pyproject.toml"
-    text = file.read_text().replace("torch>=2.13,<2.14", "torch>=99").replace('"rich>=', '"no-such-package>=')
-    file.write_text(text.replace('requires-python = ">=3.11"', 'requires-python = ">=4"'))
+    file.write_text(file.read_text().replace("torch>=2.13,<2.14", "torch>=99").replace('"rich>=', '"no-such-package>='))
     lines = examined(kedro, project, exit_code=1)["problem", "Versions"]
-    assert [line.split()[0] for line in lines] == ["Python", "no-such-package>=15.0", "torch"]
-    assert all("pip install -e ." in line for line in lines[1:])
+    assert [line.split()[0] for line in lines] == ["no-such-package", "torch"]
+    assert all("pip install -e ." in line for line in lines)
 
 
 @pytest.mark.slow

@@ -118,16 +118,6 @@ def test_a_typed_prompt_is_a_chat_if_the_tokenizer_has_a_template(kedro: Kedro, 
 
 
 @pytest.mark.slow
-def test_a_wide_terminal_shows_them_side_by_side(kedro: Kedro, own: Path, monkeypatch: pytest.MonkeyPatch):
-    stacked = answers(said(kedro, own, "a b c"))
-    monkeypatch.setenv("COLUMNS", "120")
-    *_, heading, texts, _ = said(kedro, own, "a b c")
-    assert heading.split() == ["SFT", "PPO"]
-    assert texts[2 : heading.index("PPO")].strip() in stacked["SFT"][0]
-    assert texts[heading.index("PPO") :].strip() in stacked["PPO"][0]
-
-
-@pytest.mark.slow
 def test_settings_that_are_typed_and_not_read_are_refused(kedro: Kedro, own: Path):
     for typed in ("demonstrations_path=a", "reward.components=[]"):
         assert f"--params {typed.split('=')[0]}: nothing in" in refused(kedro, own, "a", "--params", typed)

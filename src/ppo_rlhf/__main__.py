@@ -2,6 +2,11 @@
 
 from pathlib import Path
 
+from ppo_rlhf.terminal import prepare_terminal
+
+prepare_terminal()  # before the imports that take seconds
+
+# ruff: noqa: E402
 from kedro.framework.project import configure_project
 from kedro.framework.startup import bootstrap_project
 from kedro.utils import find_kedro_project

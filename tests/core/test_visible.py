@@ -5,9 +5,11 @@ import logging
 import click
 import pytest
 
-from ppo_rlhf.cli.advise import show
+from ppo_rlhf.cli.errors import show
+from ppo_rlhf.cli.generate import _written
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.core.visible import visible
+from ppo_rlhf.evaluation.answers import Answer
 
 EVIL = "\x1b]0;title\x07\x9b2Jred"
 
@@ -16,6 +18,11 @@ def test_control_characters_are_written_out_and_lines_and_tabs_stay():
     assert visible(EVIL) == r"\x1b]0;title\x07\x9b2Jred"
     assert visible("a\n\tb é 漢") == "a\n\tb é 漢"
     assert visible("\r\x7f") == r"\r\x7f"
+
+
+def test_generate_shows_answers_without_control_characters():
+    written = click.unstyle(_written("SFT", Answer(text=EVIL, tokens=3, is_cut_off=False, reward=None)))
+    assert written.startswith(f"  SFT   {visible(EVIL)}")
 
 
 def test_errors_that_quote_a_text_are_shown_without_control_characters():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,8 @@ from kedro.framework.session import KedroSession
 from kedro_mlflow.config.kedro_mlflow_config import KedroMlflowConfig
 from mlflow import MlflowClient
 
-from ppo_rlhf.cli.errors import one_line_each, project_here
+from ppo_rlhf.cli.errors import project_here, show
 from ppo_rlhf.core.errors import PPORLHFError
-from ppo_rlhf.core.visible import visible
 from ppo_rlhf.hooks.tracking_store import SQLITE, store_in_plain_words, without_password
 
 
@@ -27,18 +25,6 @@ def advise(run_id: str | None, everything: bool, env: str | None) -> None:
     then epochs and clipping. docs/tuning.md has every rule.
     """
     show(lambda: _lines(project_here(), run_id, everything, env))
-
-
-def show(lines: Callable[[], Iterable[str]]) -> None:
-    """Print a command's lines, and an error that a person can mend as lines without a traceback."""
-    try:
-        for line in lines():
-            click.echo(line)
-    except Exception as error:
-        problems = one_line_each(error)
-        if problems is None:
-            raise
-        raise click.ClickException(visible("\nError: ".join(problems))) from None
 
 
 def existing_store(settings: KedroMlflowConfig) -> str:
@@ -58,7 +44,7 @@ def _lines(project_path: Path, run_id: str | None, everything: bool, env: str | 
     with session:
         settings = session.load_context().mlflow
     uri = existing_store(settings)
-    with store_in_plain_words(f"The tracking store {without_password(uri)} cannot be read"):
+    with store_in_plain_words(f"The run cannot be read from the tracking store {without_password(uri)}"):
         client = MlflowClient(uri)
         run = recorded_run(client, run_id or newest_run(client, settings.tracking.experiment.name))
     advice = judge(run.config, run.history)

@@ -15,8 +15,8 @@ from mlflow.entities import Run, ViewType
 from mlflow.utils.file_utils import local_file_uri_to_path
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
 
-from ppo_rlhf.cli.advise import existing_store, show
-from ppo_rlhf.cli.errors import project_here
+from ppo_rlhf.cli.advise import existing_store
+from ppo_rlhf.cli.errors import project_here, show
 from ppo_rlhf.hooks.run_log import WRITTEN
 from ppo_rlhf.hooks.tracking_store import store_in_plain_words
 from ppo_rlhf.locks import LOCK_FILE, lock_run, one_at_a_time

@@ -25,7 +25,6 @@ from ppo_rlhf.cli.doctor import doctor
 from ppo_rlhf.cli.errors import one_line_each, project_here
 from ppo_rlhf.cli.generate import generate
 from ppo_rlhf.cli.params import split_params
-from ppo_rlhf.cli.plan_memory import plan_memory
 from ppo_rlhf.config.settings_group import closest
 from ppo_rlhf.core.visible import visible
 from ppo_rlhf.processes import check_launch, is_main_process
@@ -139,7 +138,7 @@ def _only_node(name: str, nodes: set[str]) -> str:
 
 
 run = RunCommand("run", callback=_run, params=_run_options(), help="Run pipelines, by default the whole chain.")
-for command in (run, advise, clean, convert_config, doctor, generate, plan_memory):
+for command in (run, advise, clean, convert_config, doctor, generate):
     cli.add_command(command)
 for command in catalog.commands.values():  # Kedro's own, which read the parameters, too
     command.callback = partial(_with_one_line_errors, command.callback)  # type: ignore[arg-type]

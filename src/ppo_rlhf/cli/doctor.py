@@ -16,124 +16,133 @@ import mlflow
 from kedro.framework.cli.utils import split_string
 from kedro.pipeline import Pipeline
 from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 
 from ppo_rlhf.cli.errors import one_line_each, project_here
 from ppo_rlhf.cli.params import split_params
-from ppo_rlhf.cli.plan_memory import gib, plan
-from ppo_rlhf.core.errors import ConfigError, PPORLHFError
-from ppo_rlhf.hooks.checks import judge_settings
+from ppo_rlhf.core.errors import ConfigError
+from ppo_rlhf.hooks.checks import judge_settings, refuse_unread
 from ppo_rlhf.hooks.resume import find_named, resume_entry
 from ppo_rlhf.hooks.tracking_store import check_answers, store_in_plain_words, without_password
 from ppo_rlhf.names import LATEST
 from ppo_rlhf.runner import LoopSession, PreparedRun, plan_loop
 
 if TYPE_CHECKING:
-    from kedro.framework.context import KedroContext
+    from ppo_rlhf.preflight.request import RunRequest
 
 PACKAGE = "ppo_rlhf"
 COLOURS = {"ok": "green", "advice": "yellow", "problem": "red"}
 
 Finding = tuple[Literal["ok", "advice", "problem"], str, str]
-"""How it stands with a part of the run, the part, and one line."""
+"""(severity, topic, message)"""
+
+
+SETTINGS = {"batch": "per_device_train_batch_size", "response_length": "response_length", "dtype": "dtype"}
+DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 @click.command()
+@click.option(
+    "--model", metavar="PATH", help="Plan for this SFT model, not the project's: directory, hub id or config.json."
+)
+@click.option("--batch", type=click.IntRange(min=1), help="ppo.per_device_train_batch_size.")
+@click.option("--prompt-length", type=click.IntRange(min=1), help="Tokens of the longest prompt; else the project's.")
+@click.option("--response-length", type=click.IntRange(min=1), help="ppo.response_length.")
+@click.option("--dtype", type=click.Choice(DTYPES), help="ppo.dtype.")
+@click.option("--processes", type=click.IntRange(min=1), help="Processes of the run; else 1, or the launcher's.")
+@click.option("--memory", type=click.FloatRange(0, min_open=True), help="GiB to fit into; else what is free here.")
 @click.option("--pipelines", callback=split_string, default="", help="As `kedro run` takes them.")
 @click.option("--params", callback=split_params, default="", help="Settings, as `kedro run` takes them.")
 @click.option("--env", "-e", help="Kedro's environment.")
 def doctor(**options: Any) -> None:
     """Say what would stop or spoil a run with these options: versions, device, tracking store, settings, files, memory
-    and disk. Nothing is written. The exit code is 0 if the run would start and fit, else 1.
+    and disk; and how much memory PPO needs, phase by phase. No weights are read and nothing is written. The exit code
+    is 0 if the run would start and fit, else 1. docs/memory.md says what is counted.
     """
     problems = 0
-    for level, part, line in diagnose(project_here(), **options):
+    for found in diagnose(project_here(), **options):
+        if isinstance(found, str):
+            click.echo(found)
+            continue
+        level, part, line = found
         click.echo(f"{click.style(f'{level:<8}', fg=COLOURS[level])} {part:<9} {line}")
         problems += level == "problem"
     if problems:
         raise click.ClickException(f"{problems} {'problem' if problems == 1 else 'problems'}: such a run would fail.")
-    click.echo("The run would start.")
+    click.echo("No problem found.")
 
 
-def diagnose(project_path: Path, pipelines: list[str], params: dict[str, Any], env: str | None) -> Iterator[Finding]:
-    """Yield what is found of each part of a run; nothing is run or written.
+def diagnose(
+    project_path: Path, pipelines: list[str], params: dict[str, Any], env: str | None, **options: Any
+) -> Iterator[Finding | str]:
+    """Yield what is found of each part of a run, and the lines of its memory plan; nothing is run or written.
 
-    Args:
-        project_path: The project's directory.
-        pipelines: Their names; none is the whole chain, or `align` where that would write a person's own SFT model.
-        params: The run's own settings.
-        env: Kedro's environment.
+    Without names of pipelines the whole chain is meant, or `align` where that would write a person's own SFT model.
     """
     yield from _versions(project_path)
     yield from _devices()
-    from ppo_rlhf.models.quiet import errors_only  # heavy: other commands do not wait for it
+    from ppo_rlhf.models.quiet import errors_only  # heavy: other commands do not wait for these
+    from ppo_rlhf.preflight.request import RunRequest
 
+    given = {name: options[option] for option, name in SETTINGS.items() if options[option] is not None}
+    params = params | {"ppo": params.get("ppo", {}) | given} if given else params
     with errors_only("kedro"), LoopSession.create(project_path, env=env, runtime_params=params) as session:
         assert isinstance(session, LoopSession)  # Kedro types it as an abstract one
         try:
-            context = session.load_context()
-            if not pipelines and _has_own_sft_model(context):
+            context: Any = session.load_context()
+            data_root = context.config_loader["globals"].get("data_root", "data")
+            request = RunRequest(Pipeline([]), context.catalog, project_path, data_root)
+            source = request.source("sft_policy")
+            if not pipelines and source is not None and not request.is_ours(source):
                 pipelines, start = ["align"], "start with `kedro run --pipelines align`, which is checked here"
                 yield "advice", "Settings", f"sft_model_path is a model of your own: {start}"
         except Exception as error:
             yield from _refusals("Settings", error)
             return
-        yield from _store(context, pipelines)
+        yield from _store(context)
+        found: list[Finding] = []
         try:
             run = session.prepare(pipeline_names=pipelines or None)
-            found = list(_settings(context, run))
+            if options["model"]:  # the other checks look at the project's own
+                refuse_unread(context.config_loader, run.pipeline.datasets())
+            else:
+                found = list(_settings(context, run))
         except Exception as error:
-            found = list(_refusals("Settings", error))
+            yield from _refusals("Settings", error)
+            return
         yield from found
-        if all(level != "problem" for level, *_ in found) and plan_loop(run.pipeline) is not None:
-            yield from _memory(context, run)
-
-
-def _has_own_sft_model(context: KedroContext) -> bool:
-    from ppo_rlhf.preflight.request import RunRequest
-
-    data_root = context.config_loader["globals"].get("data_root", "data")
-    request = RunRequest(Pipeline([]), context.catalog, context.project_path, data_root)
-    source = request.source("sft_policy")
-    return source is not None and not request.is_ours(source)
+        is_asked = any(value is not None for value in options.values())
+        if is_asked or all(level != "problem" for level, *_ in found):
+            yield from _memory(RunRequest(run.pipeline, run.catalog, project_path, data_root), options)
 
 
 def _refusals(part: str, error: Exception) -> Iterator[Finding]:
     lines = one_line_each(error)
     if lines is None:
         raise error
-    for line in lines:
-        yield "problem", part, line
+    yield from (("problem", part, line) for line in lines)
 
 
 def _versions(project_path: Path) -> Iterator[Finding]:
     """Compare what is installed with what pyproject.toml asks for now: an installed package remembers an older one."""
     project = tomllib.loads((project_path / "pyproject.toml").read_text()).get("project", {})
-    if project.get("name") == PACKAGE:
-        python, needed = project["requires-python"], project["dependencies"]
-    else:
-        python, needed = importlib.metadata.metadata(PACKAGE)["Requires-Python"], importlib.metadata.requires(PACKAGE)
-    mend = f"`pip install {'-e .' if project.get('name') == PACKAGE else f'--upgrade {PACKAGE}'}` mends it"
-    problems = []
-    if platform.python_version() not in SpecifierSet(python):
-        problems.append(f"Python {platform.python_version()} runs, and {python} is needed: make a new environment.")
-    shown = []
-    for each in map(Requirement, needed or ()):
-        if each.marker is not None and not each.marker.evaluate({"extra": ""}):
+    is_ours = project.get("name") == PACKAGE
+    mend = f"`pip install {'-e .' if is_ours else f'--upgrade {PACKAGE}'}` mends it"
+    shown, is_well = [f"Python {platform.python_version()}"], True
+    for needed in map(Requirement, project["dependencies"] if is_ours else importlib.metadata.requires(PACKAGE) or ()):
+        if needed.marker is not None and not needed.marker.evaluate({"extra": ""}):
             continue
         try:
-            version = importlib.metadata.version(each.name)
+            version = importlib.metadata.version(needed.name)
         except importlib.metadata.PackageNotFoundError:
-            problems.append(f"{each.name}{each.specifier} is needed and not installed: {mend}.")
-            continue
-        if not each.specifier.contains(version, prereleases=True):
-            problems.append(f"{each.name} {version} is installed, and {each.specifier} is needed: {mend}.")
-        if each.name in ("kedro", "mlflow", "torch", "transformers", "trl"):
-            shown.append(f"{each.name} {version}")
-    for line in problems:
-        yield "problem", "Versions", line
-    if not problems:
-        yield "ok", "Versions", f"Python {platform.python_version()}, {', '.join(shown)}"
+            version = ""
+        if not version or not needed.specifier.contains(version, prereleases=True):
+            is_well = False
+            found = f"{needed.name} {version} is installed" if version else f"{needed.name} is not installed"
+            yield "problem", "Versions", f"{found}, and {needed.specifier} is needed: {mend}."
+        if needed.name in ("kedro", "mlflow", "torch", "transformers", "trl"):
+            shown.append(f"{needed.name} {version}")
+    if is_well:
+        yield "ok", "Versions", ", ".join(shown)
 
 
 def _devices() -> Iterator[Finding]:
@@ -141,26 +150,17 @@ def _devices() -> Iterator[Finding]:
 
     from ppo_rlhf.ppo.precision import has_bfloat16
 
-    def bfloat16(device: torch.device) -> str:
-        return f"bfloat16 {'by instructions' if has_bfloat16(device) else 'slow'}"
-
-    cpu = torch.device("cpu")
-    yield "ok", "Device", f"CPU: cores {os.cpu_count()}, threads of torch {torch.get_num_threads()}, {bfloat16(cpu)}"
+    devices = {torch.device("cpu"): f"cores {os.cpu_count()}, threads of torch {torch.get_num_threads()}"}
     for index in range(torch.cuda.device_count()):
-        free, total = torch.cuda.mem_get_info(index)
-        name, memory = torch.cuda.get_device_name(index), f"{gib(free)} of {gib(total)} free"
-        yield "ok", "Device", f"cuda:{index}: {name}, {memory}, {bfloat16(torch.device('cuda', index))}"
-    if not torch.cuda.is_available():
-        yield "ok", "Device", "no CUDA device: ppo.device=auto takes the CPU"
+        free, total = (size / 2**30 for size in torch.cuda.mem_get_info(index))
+        name = torch.cuda.get_device_name(index)
+        devices[torch.device("cuda", index)] = f"{name}, {free:.1f} of {total:.1f} GiB free"
+    for device, what in devices.items():
+        yield "ok", "Device", f"{device}: {what}, bfloat16 {'by instructions' if has_bfloat16(device) else 'slow'}"
 
 
-def _store(context: KedroContext, pipelines: list[str]) -> Iterator[Finding]:
-    settings: Any = context.mlflow  # type: ignore[attr-defined]  # from the tracking hook
-    uri = settings.server.mlflow_tracking_uri or mlflow.get_tracking_uri()
-    disabled = settings.tracking.disable_tracking.pipelines
-    if all(name in disabled for name in pipelines or ["__default__"]):
-        yield "ok", "MLflow", "tracking is disabled for these pipelines (disable_tracking in mlflow.yml)"
-        return
+def _store(context: Any) -> Iterator[Finding]:
+    uri = context.mlflow.server.mlflow_tracking_uri or mlflow.get_tracking_uri()
     try:
         with store_in_plain_words(f"server.mlflow_tracking_uri={without_password(uri)} in mlflow.yml cannot be used"):
             check_answers(uri)
@@ -170,48 +170,50 @@ def _store(context: KedroContext, pipelines: list[str]) -> Iterator[Finding]:
         yield "ok", "MLflow", without_password(uri)
 
 
-def _settings(context: KedroContext, run: PreparedRun) -> Iterator[Finding]:
+def _settings(context: Any, run: PreparedRun) -> Iterator[Finding]:
     from ppo_rlhf.preflight import describe_parts
 
-    loader: Any = context.config_loader
     entry = resume_entry(run.pipeline, run.catalog)
     if entry is not None and entry.requested not in (None, LATEST):
         find_named(str(entry.requested), entry.root, context.project_path)
-    problems, advice = judge_settings(loader, run.pipeline, run.catalog, context.project_path)
-    for line in problems:
-        yield "problem", "Settings", line
-    for line in advice:
-        yield "advice", "Settings", line
+    problems, advice = judge_settings(context.config_loader, run.pipeline, run.catalog, context.project_path)
+    yield from (("problem", "Settings", line) for line in problems)
+    yield from (("advice", "Settings", line) for line in advice)
     if not problems:
         names = ", ".join(run.run_params["pipeline_names"] or ["the whole chain"])
         parts = describe_parts(run.pipeline, run.catalog, context.project_path)
         yield "ok", "Settings", f"{names}, {len(run.pipeline.nodes)} nodes.{f' {parts}' if parts else ''}"
 
 
-def _memory(context: KedroContext, run: PreparedRun) -> Iterator[Finding]:
+def _memory(run: RunRequest, options: dict[str, Any]) -> Iterator[Finding | str]:
+    from ppo_rlhf.cli.memory_plan import changes, gib, plan, table
     from ppo_rlhf.datasets.checkpoints import most_checkpoints
-    from ppo_rlhf.preflight.request import RunRequest
 
-    request = RunRequest(run.pipeline, run.catalog, context.project_path, "")
-    start = request.source(request.start)
-    if start is None:
-        yield "ok", "Memory", "not estimated, nor the disk: this run trains its SFT policy from random weights first"
+    if plan_loop(run.pipeline) is None:
+        yield "ok", "Memory", "not planned, nor the disk: these pipelines do not train by PPO"
         return
     try:
-        planned = plan(context, model=start if request.start == "base_model" else None)
-    except PPORLHFError as error:
+        planned = plan(run, options["model"], options["prompt_length"], options["processes"], options["memory"])
+    except Exception as error:
         yield from _refusals("Memory", error)
         return
+    if planned is None:
+        yield "ok", "Memory", "not planned, nor the disk: there is no model yet; --model names one to plan for"
+        return
+    yield from table(planned)
     line = f"{gib(planned.needed)} needed of {gib(planned.share)} free on {planned.device} (phase: {planned.plan.peak})"
-    if planned.needed > planned.share:
-        yield "problem", "Memory", f"{line}: `kedro plan-memory` says what to change first."
-    else:
+    if planned.needed <= planned.share:
         yield "ok", "Memory", line
-    root = context.project_path / context.config_loader["globals"].get("data_root", "data")
-    place = next(path for path in (root, *root.parents) if path.exists())
-    free, exported = shutil.disk_usage(place).free, planned.plan.exported
+    else:
+        yield "problem", "Memory", f"{line}: it does not fit."
+        yield from changes(planned)
+    if planned.waiting > planned.on_host:
+        line = f"{gib(planned.waiting)} for processes and offloaded models, and {gib(planned.on_host)} is free"
+        yield "problem", "Memory", f"the host needs {line}."
+    root = run.project_path / run.data_root
+    free = shutil.disk_usage(next(path for path in (root, *root.parents) if path.exists())).free
     copies = most_checkpoints(planned.config, planned.config.num_total_batches)
-    needed = copies * planned.plan.checkpoint + exported
+    needed = copies * planned.plan.checkpoint + planned.plan.exported
     line = f"{gib(needed)} for checkpoints and export of {gib(free)} free in {root}"
     if needed > free:
         yield "problem", "Disk", f"{line}: free space, lower ppo.save_total_limit, or set data_root to a larger disk."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import click
@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from yaml import MarkedYAMLError, YAMLError
 
 from ppo_rlhf.core.errors import own_error
+from ppo_rlhf.core.visible import visible
 
 CONFIGURATION = (OmegaConfBaseException, YAMLError, MissingConfigException, BadConfigException)
 CATALOG_ENTRY = ("An exception occurred when parsing config for dataset", "'load_versions' keys")
@@ -41,6 +42,18 @@ def one_line_each(error: Exception) -> list[str] | None:
             return [f"{str(error).partition(KEDRO_END)[0]}: {_flat(system_error)}"]
         return [_flat(error)] if str(error).startswith(CATALOG_ENTRY) else None
     return [_flat(error)] if isinstance(error, CONFIGURATION) or _is_refusal_of_kedro(error) else None
+
+
+def show(lines: Callable[[], Iterable[str]]) -> None:
+    """Print a command's lines, and an error that a person can mend as lines without a traceback."""
+    try:
+        for line in lines():
+            click.echo(line)
+    except Exception as error:
+        problems = one_line_each(error)
+        if problems is None:
+            raise
+        raise click.ClickException(visible("\nError: ".join(problems))) from None
 
 
 def _is_refusal_of_kedro(error: Exception) -> bool:

@@ -7,8 +7,6 @@ from typing import Any
 
 from mlflow import MlflowClient
 from mlflow.entities import Run
-from mlflow.exceptions import MlflowException
-from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE, RESOURCE_DOES_NOT_EXIST, ErrorCode
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError, DataError
@@ -20,7 +18,6 @@ TRAINED = "objective/kl"
 """Every run that trained a policy has this metric."""
 NEWEST = 100
 PARENT = "mlflow.parentRunId"
-UNKNOWN_RUN = (ErrorCode.Name(RESOURCE_DOES_NOT_EXIST), ErrorCode.Name(INVALID_PARAMETER_VALUE))
 
 _KNOWN = {field.name for field in fields(PPOConfig)}
 
@@ -57,23 +54,18 @@ def recorded_run(client: MlflowClient, run_id: str) -> RecordedRun:
     """Read a run.
 
     Raises:
-        DataError: There is no such run, or it did not train.
+        MlflowException: There is no such run.
+        DataError: It did not train.
         ConfigError: This version refuses its settings.
     """
-    try:
-        run = client.get_run(run_id)
-    except MlflowException as error:
-        if error.error_code not in UNKNOWN_RUN:
-            raise
-        raise DataError(
-            f"--run {run_id}: MLflow has no such run. `kedro mlflow ui` lists them; leave --run out to take the newest."
-        ) from error
+    run = client.get_run(run_id)
     if TRAINED not in run.data.metrics:
         raise DataError(
             f"MLflow run {run_id} ({run.data.tags.get('pipeline', run.info.run_name)}) has no curves of PPO ({TRAINED} "
             "is missing): name one that trained, or leave --run out to take the newest."
         )
-    given = _given(run)
+    params = {**run.data.params, **as_last_resumed(run.data.tags)}  # MLflow's params stay those of the first start
+    given = {name.removeprefix(GROUP): text for name, text in params.items() if name.startswith(GROUP)}
     values: dict[str, Any] = {n: None if text == "None" else text for n, text in given.items() if n in _KNOWN}
     try:
         config = PPOConfig(**values)
@@ -90,12 +82,6 @@ def recorded_run(client: MlflowClient, run_id: str) -> RecordedRun:
         names = ", ".join(f"{GROUP}{name}" for name in unknown)
         heading.append(f"Settings that this version does not know are left out: {names}")
     return RecordedRun(config, history, heading)
-
-
-def _given(run: Run) -> dict[str, str]:
-    """Return the settings of the last resume: MLflow's params stay those of the first start."""
-    settings = {**run.data.params, **as_last_resumed(run.data.tags)}
-    return {name.removeprefix(GROUP): text for name, text in settings.items() if name.startswith(GROUP)}
 
 
 def _history(client: MlflowClient, run: Run) -> list[dict[str, float]]:

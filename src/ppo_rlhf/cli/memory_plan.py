@@ -1,0 +1,195 @@
+"""The memory plan of `kedro doctor`. It imports torch; the command imports it where it is used."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, PretrainedConfig
+
+from ppo_rlhf import memory
+from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.core.errors import ModelError
+from ppo_rlhf.data.prompts import PromptsConfig, read_prompts, reader_of
+from ppo_rlhf.evaluation.policy import EvaluationConfig
+from ppo_rlhf.models.loading import PretrainedHandle, why_unreadable
+from ppo_rlhf.models.reward_model import CausalLMRewardConfig
+from ppo_rlhf.ppo.models import check_device
+from ppo_rlhf.ppo.precision import resolve_device
+from ppo_rlhf.preflight.request import RunRequest
+from ppo_rlhf.processes import process_count
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The memory of a run of PPO; `free` and `on_host` are bytes free on its device and on the host."""
+
+    model: str
+    config: PPOConfig
+    shape: memory.RunShape
+    plan: memory.MemoryPlan
+    device: torch.device
+    free: int
+    on_host: int
+
+    @property
+    def process(self) -> int:
+        """Bytes of the process itself, where it lies in the same memory as the models."""
+        return memory.PROCESS_BYTES if self.shape.on_cpu else 0
+
+    @property
+    def needed(self) -> int:
+        """Bytes that one process needs."""
+        return self.plan.needed + self.process
+
+    @property
+    def share(self) -> int:
+        """Free bytes of one process: processes share the host's memory, and each GPU has one process."""
+        return self.free // self.shape.processes if self.shape.on_cpu else self.free
+
+    @property
+    def waiting(self) -> int:
+        """Bytes that the processes and the offloaded models need in the host's memory, beside a GPU."""
+        return 0 if self.shape.on_cpu else self.shape.processes * (self.plan.on_host + memory.PROCESS_BYTES)
+
+
+def plan(
+    run: RunRequest, model: str | None, prompt_length: int | None, processes: int | None, memory_gib: float | None
+) -> Planned | None:
+    """Plan the memory of a run that trains by PPO; None if there is no model yet to plan for.
+
+    Args:
+        run: The run.
+        model: Directory, hub id or config.json of another model than the run's.
+        prompt_length: Tokens of the longest prompt; None counts the run's prompts.
+        processes: Processes of the run; None is 1, or the launcher's number.
+        memory_gib: Memory of a device that need not be here; None is what is free here.
+
+    Raises:
+        ConfigError: A setting does not fit the device.
+        ModelError: The model cannot be read, or has no tokenizer to count the prompts' tokens with.
+    """
+    policy = _policy(run, model)
+    if policy is None:
+        return None
+    config, evaluation = run.group("ppo", PPOConfig), run.group("evaluation", EvaluationConfig)
+    assert config is not None
+    device = torch.device("cuda") if memory_gib and "cuda" in config.device else resolve_device(config.device)
+    check_device(config, device)
+    policy_config = _model_config(policy)
+    shape = memory.RunShape(
+        policy=policy_config,
+        prompt_length=prompt_length or _longest_prompt(run, policy, config),
+        reward_model=_reward_model(run, policy, policy_config),
+        on_cpu=device.type == "cpu",
+        evaluation_rows=min(evaluation.batch_size, evaluation.iteration_prompts) if evaluation else 0,
+        processes=processes or process_count(),
+        trust_remote_code=policy.trust_remote_code,
+    )
+    found = memory.plan_memory(config, shape)
+    free, on_host = memory.available_memory(torch.device("cpu") if memory_gib else device)
+    free = round(memory_gib * 2**30) if memory_gib else free
+    return Planned(policy.source, config, shape, found, device, free, on_host)
+
+
+def table(planned: Planned) -> Iterator[str]:
+    """Yield the lines of a plan: what is held all the time, and the peak of each phase."""
+    plan, config, shape = planned.plan, planned.config, planned.shape
+    rollout = min(config.local_rollout_forward_batch_size, config.local_batch_size)
+    update = memory.micro_batch_rows(config, shape.prompt_length)
+    yield ""
+    yield f"{planned.model}: {type(shape.policy).__name__}, {config.dtype}, on {planned.device}"
+    yield (
+        f"Prompts of {shape.prompt_length} and responses of {config.response_length} tokens; {rollout} at a time in "
+        f"the rollout, {update} in the update"
+    )
+    if shape.processes > 1:
+        yield f"Of {shape.processes} processes each needs:"
+    yield ""
+    yield _row("Held all the time", sum(plan.held.values()))
+    yield from (_row(f"  {name}", size) for name, size in plan.held.items())
+    yield ""
+    yield "At the peak of each phase, with what is held"
+    for name, size in plan.phases.items():
+        yield _row(f"  {name}", size) + ("  <- the most" if name == plan.peak else "")
+    if plan.on_host:
+        yield _row("Offloaded models in the host's memory", plan.on_host)
+    yield ""
+
+
+def changes(planned: Planned) -> Iterator[str]:
+    """Yield what lowers the peak of a run that does not fit, the cheapest first."""
+    helpful = list(memory.suggestions(planned.config, planned.shape))
+    if not helpful:
+        yield "No setting changes that: take a smaller model, shorter texts or more memory."
+        return
+    yield "Each of these lowers the peak, the cheapest first; together they lower it further:"
+    for place, each in enumerate(helpful, start=1):
+        settings = ", ".join(f"ppo.{name}={_word(value)}" for name, value in each.changes.items())
+        yield f"{place}. {settings} ({each.price}): {gib(each.needed + planned.process)}"
+
+
+def gib(size: int) -> str:
+    """Return a number of bytes in GiB."""
+    return f"{size / 2**30:.2f} GiB"
+
+
+def _row(name: str, size: int) -> str:
+    return f"{name:<58} {gib(size):>12}"
+
+
+def _word(value: object) -> str:
+    return json.dumps(value).strip('"')
+
+
+def _policy(run: RunRequest, given: str | None) -> PretrainedHandle | None:
+    """Return the model given, the one that the policy starts from, or the SFT policy of an earlier run."""
+    if given:
+        place = Path(given).expanduser()
+        source = str(place.parent) if place.name == "config.json" else given
+        return PretrainedHandle(source, run.catalog["sft_policy"]._describe()["trust_remote_code"])
+    for entry in (run.start, "sft_policy"):
+        if run.source(entry) is not None and run.catalog[entry].exists():
+            handle: PretrainedHandle = run.catalog[entry].load()
+            return handle
+    return None
+
+
+def _model_config(model: PretrainedHandle) -> PretrainedConfig:
+    """Return a model's configuration, also from a directory without weights."""
+    if not Path(model.source).is_dir():
+        return model.config()
+    trusted = {"local_files_only": True, "trust_remote_code": model.trust_remote_code}
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(model.source, **trusted)
+    except (OSError, ValueError, KeyError, ImportError) as error:  # the last: packages that its own code needs
+        raise ModelError(f"{model.source}: its configuration cannot be loaded: {why_unreadable(error)}") from None
+    return config
+
+
+def _reward_model(run: RunRequest, model: PretrainedHandle, policy: PretrainedConfig) -> PretrainedConfig | None:
+    """Return the reward model's configuration, None if the reward has none.
+
+    Before it is trained it is one on the policy's backbone, as reward_modelling makes it; also if the one that is there
+    was trained for the project's own policy, and this is another.
+    """
+    if not run.needs_reward_model:
+        return None
+    is_of_another = run.is_made_here("reward_model") and not run.is_ours(model.source)
+    if run.source("reward_model") is not None and run.catalog["reward_model"].exists() and not is_of_another:
+        return _model_config(run.catalog["reward_model"].load())
+    return CausalLMRewardConfig(text_config=copy.deepcopy(policy))
+
+
+def _longest_prompt(run: RunRequest, model: PretrainedHandle, config: PPOConfig) -> int:
+    prompts = run.group("prompts", PromptsConfig) or PromptsConfig()
+    try:
+        reader = reader_of(model)
+    except ModelError as error:
+        raise ModelError(f"{error} Or give --prompt-length, so that no tokenizer is needed.") from error
+    table = run.catalog["raw_prompts"].load()
+    return max(map(len, read_prompts(reader, table, config, prompts.column, "prompts").prompt_ids))
