@@ -16,6 +16,7 @@ from ppo_rlhf.cli.params import split_params
 from ppo_rlhf.core.errors import DataError, ModelError
 from ppo_rlhf.core.visible import visible
 from ppo_rlhf.hooks.checks import refuse_unread
+from ppo_rlhf.paths import path_of, shown
 
 if TYPE_CHECKING:  # imported where they are used: they import torch, which other commands do without
     import pandas as pd
@@ -159,10 +160,10 @@ def _handle(context: Any, name: str) -> PretrainedHandle:
     from ppo_rlhf.preflight.request import MADE_BY
 
     dataset = context.catalog[name]
-    source = dataset._describe()["filepath"]
+    source = path_of(dataset)
     if source is None or (is_local(source) and not dataset.exists()):
         stage, setting, _ = MADE_BY[name]
-        place = "" if source is None else f" in {source.removeprefix(f'{context.project_path}/')}"
+        place = "" if source is None else f" in {shown(source, context.project_path)}"
         raise ModelError(
             f"There is no {name}{place} yet: `kedro run` makes it, `kedro run --pipelines {stage}` it alone, and "
             f"{setting} names another one (conf/local/globals.yml, or --params)."
