@@ -10,7 +10,7 @@ from transformers import Phi3Config, Phi3ForCausalLM
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.data.prompt_dataset import PromptDataset
-from ppo_rlhf.data.prompts import PromptsConfig, split_held_out, tokenise_prompts
+from ppo_rlhf.data.prompts import PromptReader, PromptsConfig, split_held_out
 from ppo_rlhf.datasets.records import read_records
 from ppo_rlhf.models.loading import TrainedModel
 from ppo_rlhf.trainer.trainer import PPOTrainer
@@ -25,9 +25,7 @@ def tokenise(
     values, tokenizer, *, column="prompt", length=4, context=10, overlong="error", name="prompts", why="", **columns
 ):
     frame = pd.DataFrame({column: values, **columns})
-    return tokenise_prompts(
-        frame, tokenizer, column=column, response_length=length, context=context, overlong=overlong, name=name, why=why
-    )
+    return PromptReader(tokenizer, context, length, overlong, why).read(frame, column, name)
 
 
 def with_specials(tokenizer, template: str):
@@ -204,8 +202,8 @@ def test_a_chat_that_ends_with_the_assistant_is_continued(make_tokenizer):
 def test_a_missing_column_is_named_with_those_there_are(make_tokenizer):
     frame = pd.DataFrame({"text": ["a"], "label": [1]})
     expected = "my prompts: no column `prompt` (prompts.column); the columns are text, label"
-    options = {"column": "prompt", "response_length": 4, "context": 10, "overlong": "error", "name": "my prompts"}
-    assert message(tokenise_prompts, frame, make_tokenizer(), **options) == expected
+    reader = PromptReader(make_tokenizer(), 10, 4, "error")
+    assert message(reader.read, frame, "prompt", "my prompts") == expected
 
 
 @pytest.mark.parametrize(

@@ -95,8 +95,8 @@ class _Policies:
 
     def __init__(self, context: Any, options: dict[str, Any]) -> None:
         from ppo_rlhf.config import PPOConfig
+        from ppo_rlhf.data.prompts import PromptReader
         from ppo_rlhf.evaluation.policy import EvaluationConfig
-        from ppo_rlhf.models.loading import steady_context
         from ppo_rlhf.models.tokenizers import same_vocabulary
         from ppo_rlhf.ppo.models import sampling_settings
         from ppo_rlhf.ppo.precision import frozen_dtype, resolve_device
@@ -124,7 +124,8 @@ class _Policies:
         evaluation = EvaluationConfig(temperature=options["temperature"])
         self.sampling = evaluation.sampling(sampling_settings(config, self.tokenizer, self.models["SFT"]))
         self.seed = config.seed if options["seed"] is None else options["seed"]
-        self.samples, self.context = options["samples"], steady_context(sft.config())[0]
+        self.samples = options["samples"]
+        self.reader = PromptReader.of(sft, config)
 
     @property
     def heading(self) -> str:
@@ -136,10 +137,9 @@ class _Policies:
         self, table: pd.DataFrame, column: str, name: str, turn: int = 0, typed: str | None = None
     ) -> Iterator[str]:
         """Yield each prompt of a table, as it was typed or as the policies read it, and the answers to it."""
-        from ppo_rlhf.data.prompts import read_prompts
         from ppo_rlhf.evaluation.answers import answer_prompts
 
-        prompts = read_prompts((self.tokenizer, self.context, ""), table, self.config, column, name)
+        prompts = self.reader.read(table, column, name)
         repeated = prompts.select([row for row in range(len(prompts)) for _ in range(self.samples)])
         drawn = [
             answer_prompts(

@@ -14,7 +14,7 @@ from transformers import AutoConfig, PretrainedConfig
 from ppo_rlhf import memory
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ModelError
-from ppo_rlhf.data.prompts import PromptsConfig, read_prompts, reader_of
+from ppo_rlhf.data.prompts import PromptReader, PromptsConfig
 from ppo_rlhf.evaluation.policy import EvaluationConfig
 from ppo_rlhf.models.loading import PretrainedHandle, why_unreadable
 from ppo_rlhf.models.reward_model import CausalLMRewardConfig
@@ -188,8 +188,8 @@ def _reward_model(run: RunRequest, model: PretrainedHandle, policy: PretrainedCo
 def _longest_prompt(run: RunRequest, model: PretrainedHandle, config: PPOConfig) -> int:
     prompts = run.group("prompts", PromptsConfig) or PromptsConfig()
     try:
-        reader = reader_of(model)
+        reader = PromptReader.of(model, config)
     except ModelError as error:
         raise ModelError(f"{error} Or give --prompt-length, so that no tokenizer is needed.") from error
     table = run.catalog["raw_prompts"].load()
-    return max(map(len, read_prompts(reader, table, config, prompts.column, "prompts").prompt_ids))
+    return max(map(len, reader.read(table, prompts.column, "prompts").prompt_ids))

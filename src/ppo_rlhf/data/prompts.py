@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import pandas as pd
@@ -16,9 +17,6 @@ from ppo_rlhf.data.prompt_dataset import PROMPT_COLUMNS, PromptDataset, as_json
 from ppo_rlhf.data.tables import hold_out
 from ppo_rlhf.models.loading import PretrainedHandle, steady_context
 from ppo_rlhf.models.tokenizers import encode_texts
-
-Reader = tuple[PreTrainedTokenizerBase, int | None, str]
-"""A policy's tokenizer, the most tokens that it reads (None: no limit), and why no more."""
 
 
 @settings_group("prompts")
@@ -37,6 +35,97 @@ class PromptsConfig:
     train_on_evaluation_prompts: bool = False
     """Train on prompts of evaluation_prompts_path, too, if prompts_path has them: for tasks whose prompts are all there
     is. Else they are left out of training."""
+
+
+@dataclass(frozen=True)
+class PromptReader:
+    """Reads prompts as PPO takes them: tokenised, each with room for a response."""
+
+    tokenizer: PreTrainedTokenizerBase
+    """The policy's."""
+    context: int | None
+    """Most tokens of a prompt with its response; None: no limit."""
+    response_length: int
+    """Tokens that must fit after each prompt."""
+    overlong: Literal["error", "drop", "truncate_left"]
+    """What to do with prompts longer than `context - response_length`."""
+    why: str = ""
+    """Ends errors: why the context is less than the model reads (`models.loading.steady_context`)."""
+
+    @classmethod
+    def of(cls, policy: PretrainedHandle, ppo: PPOConfig) -> PromptReader:
+        """Return what reads the prompts of a stored policy."""
+        context, why = steady_context(policy.config())
+        return cls(policy.tokenizer(), context, ppo.response_length, ppo.overlong_prompts, why)
+
+    def read(self, frame: pd.DataFrame, column: str, name: str) -> PromptDataset:
+        """Return the tokenised prompts of a table.
+
+        Text is tokenised as the tokenizer does by default (with a BOS if that is its way, and the text has none); chat
+        messages go through its chat template with the generation prompt, and the assistant's last message is continued.
+
+        Args:
+            frame: Table with `column`; its other columns are kept for reward functions.
+            column: Column of texts or message lists.
+            name: Where the table comes from, for errors.
+
+        Raises:
+            DataError: The column is missing, another one is called `prompt` or `prompt_ids`, a row is not text or
+                messages, there is no row, or as `fit`.
+        """
+        _check_column(frame, column, name)
+        if frame.empty:
+            raise DataError(f"{name}: there is no prompt")
+        for taken in PROMPT_COLUMNS:
+            if taken in frame.columns and not taken == column == "prompt":
+                raise DataError(
+                    f"{name}: a column is called `{taken}`, a name that the table of tokenised prompts uses itself. "
+                    "Rename it, or remove it."
+                )
+        values = frame[column].tolist()
+        texts = [_as_text(value, self.tokenizer, _where(name, row, column)) for row, value in enumerate(values)]
+        ids = encode_texts(texts, self.tokenizer, [not isinstance(value, str) for value in values])
+        if [] in ids:
+            raise DataError(f"{_where(name, ids.index([]), column)}: the prompt has no tokens")
+        prompts = PromptDataset(ids, texts, {str(n): frame[n].tolist() for n in frame.columns if n != "prompt"})
+        return self.fit(prompts, name)
+
+    def fit(self, prompts: PromptDataset, name: str) -> PromptDataset:
+        """Return the prompts that leave room for a response, after `overlong` is done to the others.
+
+        Raises:
+            DataError: A prompt is too long and `overlong` is `error`, or all are too long and it is `drop`.
+        """
+        context, response_length, overlong, why = self.context, self.response_length, self.overlong, self.why
+        if context is None:
+            return prompts
+        room = context - response_length
+        if room < 1:
+            raise DataError(
+                f"ppo.response_length={response_length} leaves no room for a prompt in the model's context of "
+                f"{context} tokens; set it to at most {context - 1}{why}"
+            )
+        lengths = [len(ids) for ids in prompts.prompt_ids]
+        fits = [row for row, length in enumerate(lengths) if length <= room]
+        if len(fits) == len(prompts):
+            return prompts
+        limit = f"{room} tokens, the model's context of {context} less ppo.response_length={response_length}"
+        if overlong == "error":
+            first = next(row for row, length in enumerate(lengths) if length > room)
+            raise DataError(
+                f"{name}: {len(prompts) - len(fits)} of {len(prompts)} prompts (the first in row {first}) are longer "
+                f"than {limit}; the longest has {max(lengths)}. Set ppo.overlong_prompts to drop or truncate_left, or "
+                f"shorten the responses{why}"
+            )
+        if overlong == "truncate_left":
+            ids = [_truncate_left(tokens, room, self.tokenizer.bos_token_id) for tokens in prompts.prompt_ids]
+            return PromptDataset(ids, prompts.texts, prompts.columns)
+        if not fits:
+            raise DataError(
+                f"{name}: none of {len(prompts)} has at most {limit}, and ppo.overlong_prompts=drop leaves longer ones "
+                f"out. Set it to truncate_left, shorten the responses, or give shorter prompts{why}"
+            )
+        return prompts.select(fits)
 
 
 def split_held_out(
@@ -74,109 +163,6 @@ def find_evaluated(frame: pd.DataFrame, evaluation: pd.DataFrame, column: str) -
     """Return for each row of a table of prompts whether its prompt is one of the evaluation prompts."""
     _check_column(evaluation, column, "evaluation prompts")
     return frame[column].map(_key).isin(evaluation[column].map(_key))
-
-
-def reader_of(policy: PretrainedHandle) -> Reader:
-    """Return what reads the prompts of a policy."""
-    return policy.tokenizer(), *steady_context(policy.config())
-
-
-def read_prompts(reader: Reader, frame: pd.DataFrame, ppo: PPOConfig, column: str, name: str) -> PromptDataset:
-    """Return the prompts of a table as PPO reads them; see `tokenise_prompts`."""
-    tokenizer, context, why = reader
-    length, overlong = ppo.response_length, ppo.overlong_prompts
-    return tokenise_prompts(
-        frame, tokenizer, column=column, response_length=length, context=context, overlong=overlong, name=name, why=why
-    )
-
-
-def tokenise_prompts(
-    frame: pd.DataFrame,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    column: str,
-    response_length: int,
-    context: int | None,
-    overlong: Literal["error", "drop", "truncate_left"],
-    name: str = "prompts",
-    why: str = "",
-) -> PromptDataset:
-    """Return the tokenised prompts of a table.
-
-    Text is tokenised as the tokenizer does by default (with a BOS if that is its way, and the text has none); chat
-    messages go through its chat template with the generation prompt, and the assistant's last message is continued.
-
-    Args:
-        frame: Table with `column`; its other columns are kept for reward functions.
-        tokenizer: The policy's.
-        column: Column of texts or message lists.
-        response_length: Tokens that must fit behind each prompt.
-        context: The model's context in tokens, or None if it has no limit.
-        overlong: What to do with prompts longer than `context - response_length`.
-        name: Where the table comes from, for errors.
-        why: Ends errors: why the context is less than the model reads (`models.loading.steady_context`).
-
-    Raises:
-        DataError: The column is missing, another one is called `prompt` or `prompt_ids`, a row is not text or messages,
-            there is no row, or a prompt is too long and `overlong` is `error`, or all are too long and it is `drop`.
-    """
-    _check_column(frame, column, name)
-    if frame.empty:
-        raise DataError(f"{name}: there is no prompt")
-    for taken in PROMPT_COLUMNS:
-        if taken in frame.columns and not taken == column == "prompt":
-            raise DataError(
-                f"{name}: a column is called `{taken}`, a name that the table of tokenised prompts uses itself. Rename "
-                "it, or remove it."
-            )
-    values = frame[column].tolist()
-    texts = [_as_text(value, tokenizer, _where(name, row, column)) for row, value in enumerate(values)]
-    ids = encode_texts(texts, tokenizer, [not isinstance(value, str) for value in values])
-    if [] in ids:
-        raise DataError(f"{_where(name, ids.index([]), column)}: the prompt has no tokens")
-    prompts = PromptDataset(ids, texts, {str(n): frame[n].tolist() for n in frame.columns if n != "prompt"})
-    return fitted(prompts, context, response_length, overlong, tokenizer.bos_token_id, name, why)
-
-
-def fitted(
-    prompts: PromptDataset,
-    context: int | None,
-    response_length: int,
-    overlong: Literal["error", "drop", "truncate_left"],
-    bos: int | None,
-    name: str,
-    why: str,
-) -> PromptDataset:
-    """Return the prompts that leave room for a response, after `overlong` is done to the others."""
-    if context is None:
-        return prompts
-    room = context - response_length
-    if room < 1:
-        raise DataError(
-            f"ppo.response_length={response_length} leaves no room for a prompt in the model's context of {context} "
-            f"tokens; set it to at most {context - 1}{why}"
-        )
-    lengths = [len(ids) for ids in prompts.prompt_ids]
-    fits = [row for row, length in enumerate(lengths) if length <= room]
-    if len(fits) == len(prompts):
-        return prompts
-    limit = f"{room} tokens, the model's context of {context} less ppo.response_length={response_length}"
-    if overlong == "error":
-        first = next(row for row, length in enumerate(lengths) if length > room)
-        raise DataError(
-            f"{name}: {len(prompts) - len(fits)} of {len(prompts)} prompts (the first in row {first}) are longer than "
-            f"{limit}; the longest has {max(lengths)}. Set ppo.overlong_prompts to drop or truncate_left, or shorten "
-            f"the responses{why}"
-        )
-    if overlong == "truncate_left":
-        ids = [_truncate_left(tokens, room, bos) for tokens in prompts.prompt_ids]
-        return PromptDataset(ids, prompts.texts, prompts.columns)
-    if not fits:
-        raise DataError(
-            f"{name}: none of {len(prompts)} has at most {limit}, and ppo.overlong_prompts=drop leaves longer ones "
-            f"out. Set it to truncate_left, shorten the responses, or give shorter prompts{why}"
-        )
-    return prompts.select(fits)
 
 
 def _check_column(frame: pd.DataFrame, column: str, name: str) -> None:

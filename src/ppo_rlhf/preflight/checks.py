@@ -17,7 +17,7 @@ from kedro.pipeline import Pipeline
 from ppo_rlhf.config import MODEL_PATHS, PPOConfig
 from ppo_rlhf.core.errors import PPORLHFError, own_error
 from ppo_rlhf.data.chats import read_text_or_chat
-from ppo_rlhf.data.prompts import PromptsConfig, Reader, read_prompts, reader_of, split_held_out
+from ppo_rlhf.data.prompts import PromptReader, PromptsConfig, split_held_out
 from ppo_rlhf.datasets import EvaluationLogDataset, PretrainedModelDataset, RecordsDataset, ResumeCheckpointDataset
 from ppo_rlhf.evaluation.policy import DEMO_JUDGE, EvaluationConfig, is_demo_prompts
 from ppo_rlhf.models.adapters import check_critic_targets, check_targets
@@ -254,23 +254,24 @@ def check_prompts(run: RunRequest) -> None:
     if settings is None:
         return
     tables = {name: run.tables[name] for name in PROMPTS if name in run.tables}
-    policy = _policy_reader(run)
-    if ppo is not None and policy is not None:
-        for name, table in tables.items():  # whole files: a row's number is the person's own
-            read_prompts(policy, table, ppo, settings.column, str(run.source(name)))
+    reader = None if ppo is None else _policy_reader(run, ppo)
+    if reader is not None:
+        for name, table in tables.items():  # whole files: a row's number is the user's
+            reader.read(table, settings.column, str(run.source(name)))
     if "raw_prompts" in tables:
         split_held_out(tables["raw_prompts"], tables.get("raw_evaluation_prompts"), settings)
 
 
-def _policy_reader(run: RunRequest) -> Reader | None:
-    """Return the SFT policy's tokenizer, the tokens that PPO may give it, and why no more; None if it is not known."""
+def _policy_reader(run: RunRequest, ppo: PPOConfig) -> PromptReader | None:
+    """Return what reads the SFT policy's prompts; None if the policy is not known."""
     if run.start in run.models:
-        return reader_of(run.models[run.start])
+        return PromptReader.of(run.models[run.start], ppo)
     settings = run.group("supervised_finetuning", SupervisedFinetuningConfig)
     if settings is None or run.source("base_model") is not None or "demonstrations" not in run.tables:
         return None
     context = settings.max_position_embeddings  # the policy is trained from scratch
-    return train_word_tokenizer(corpus_texts(run.tables["demonstrations"]), context), context, ""
+    tokenizer = train_word_tokenizer(corpus_texts(run.tables["demonstrations"]), context)
+    return PromptReader(tokenizer, context, ppo.response_length, ppo.overlong_prompts)
 
 
 def functions_of(run: RunRequest) -> dict[str, list[str]]:

@@ -18,7 +18,7 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError, DataError, ModelError, RewardError
 from ppo_rlhf.core.responses import response_lengths
 from ppo_rlhf.data.prompt_dataset import PromptDataset
-from ppo_rlhf.data.prompts import fitted, read_prompts
+from ppo_rlhf.data.prompts import PromptReader
 from ppo_rlhf.data.tables import table_of_columns, table_of_rows
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.models.offloading import to_host
@@ -59,8 +59,9 @@ def take_prompts(
         check_room(prompts.prompt_ids, [config.response_length] * len(prompts), context, why)
         return prompts
     frame, tokenizer = _table(prompts), policy.tokenizer
+    reader = PromptReader(tokenizer, context, config.response_length, config.overlong_prompts, why)
     if "prompt" in frame.columns:
-        return read_prompts((tokenizer, context, why), frame, config, "prompt", "prompts")
+        return reader.read(frame, "prompt", "prompts")
     if TOKENS not in frame.columns:
         found = ", ".join(map(str, frame.columns))
         raise DataError(f"PPOTrainer: prompts has no column `prompt` or `{TOKENS}`; the columns are {found}")
@@ -71,8 +72,7 @@ def take_prompts(
     else:
         ids = without_padding(rows, "prompt", policy.model, tokenizer, config)
     columns = {str(name): frame[name].tolist() for name in frame.columns.drop([TOKENS, MASK], errors="ignore")}
-    room = (context, config.response_length, config.overlong_prompts, tokenizer.bos_token_id)
-    return fitted(PromptDataset(ids, tokenizer.batch_decode(ids), columns), *room, "prompts", why)
+    return reader.fit(PromptDataset(ids, tokenizer.batch_decode(ids), columns), "prompts")
 
 
 def _table(prompts: Any) -> pd.DataFrame:

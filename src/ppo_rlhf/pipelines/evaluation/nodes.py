@@ -15,7 +15,7 @@ from ppo_rlhf.checkpoints.model_card import place, with_result
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.data.prompt_dataset import PromptDataset
-from ppo_rlhf.data.prompts import PromptsConfig, read_prompts, reader_of
+from ppo_rlhf.data.prompts import PromptReader, PromptsConfig
 from ppo_rlhf.evaluation.comparison import before_after, compare_evaluations, conclude, sample_pairs
 from ppo_rlhf.evaluation.policy import EvaluationConfig, Evaluator, PolicyEvaluation, resolve_judge
 from ppo_rlhf.evaluation.since_best import exploits_reward, exploits_since_best
@@ -50,7 +50,7 @@ def choose_prompts(
         return evaluation_prompts, 0
     table = raw_evaluation_prompts.head(prompts.max_held_out)
     logger.info("Prompts of evaluation_prompts_path: %d of %d.", len(table), len(raw_evaluation_prompts))
-    chosen = read_prompts(reader_of(sft_policy), table, ppo, prompts.column, "evaluation prompts").to_frame()
+    chosen = PromptReader.of(sft_policy, ppo).read(table, prompts.column, "evaluation prompts").to_frame()
     trained = 0 if training_prompts is None else int(chosen["prompt"].isin(training_prompts["prompt"]).sum())
     if trained:
         logger.warning("PPO trained on %d of these %d prompts: they are not held-out.", trained, len(chosen))

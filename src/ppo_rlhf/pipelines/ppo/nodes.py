@@ -15,7 +15,7 @@ from ppo_rlhf.checkpoints.resume import restore
 from ppo_rlhf.checkpoints.store import TRAINING_KL, CheckpointRequest
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.data.prompt_dataset import PromptDataset
-from ppo_rlhf.data.prompts import PromptsConfig, find_evaluated, read_prompts, reader_of, split_held_out
+from ppo_rlhf.data.prompts import PromptReader, PromptsConfig, find_evaluated, split_held_out
 from ppo_rlhf.evaluation.comparison import check_right_or_wrong, compare_evaluations, conclude
 from ppo_rlhf.evaluation.policy import EvaluationConfig, Evaluator, PolicyEvaluation, resolve_judge
 from ppo_rlhf.evaluation.since_best import since_best
@@ -64,9 +64,9 @@ def prepare_prompts(
                 "%d of %d prompts are evaluation prompts, too, and %s (prompts.train_on_evaluation_prompts).",
                 *(shared, len(raw_prompts), done),
             )
-    reader = reader_of(sft_policy)
-    training = read_prompts(reader, tables[0], ppo_config, prompts.column, "training prompts")
-    held_out = read_prompts(reader, tables[1], ppo_config, prompts.column, "evaluation prompts")
+    reader = PromptReader.of(sft_policy, ppo_config)
+    training = reader.read(tables[0], prompts.column, "training prompts")
+    held_out = reader.read(tables[1], prompts.column, "evaluation prompts")
     log.info("%d prompts to train on, %d held out.", len(training), len(held_out))
     stored = {"training_prompts": pd.DataFrame({"prompt": training.texts}), "evaluation_prompts": held_out.to_frame()}
     return {"prompt_dataset": training, "evaluation_prompt_dataset": held_out, **stored}

@@ -7,7 +7,7 @@ import pandas as pd
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import DataError
-from ppo_rlhf.data.prompts import PromptsConfig, read_prompts, reader_of, split_held_out
+from ppo_rlhf.data.prompts import PromptReader, PromptsConfig, split_held_out
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.ppo.models import sampling_settings
 from ppo_rlhf.ppo.precision import resolve_device
@@ -49,7 +49,7 @@ def collect_preferences(
     if raw_prompts is None or labeller is None:
         raise DataError("preferences: none are given, and without prompts and a labeller none can be made.")
     training, _ = split_held_out(raw_prompts, raw_evaluation_prompts, prompts)  # what PPO will answer
-    dataset = read_prompts(reader_of(sft_policy), training, ppo, prompts.column, "training prompts")
+    dataset = PromptReader.of(sft_policy, ppo).read(training, prompts.column, "training prompts")
     policy = sft_policy.causal_lm().to(resolve_device(reward_modelling.device))  # type: ignore[arg-type]
     log.info("Sampling %d pairs from the SFT policy, labelled by %s …", reward_modelling.pairs, labeller)
     return pairs.sample_preferences(
