@@ -26,8 +26,8 @@ from ppo_rlhf.signals import (
     deferring_signals,
     ended_after,
     finishing_first,
-    named_if_slow,
     raising_on_signals,
+    warn_if_slow,
 )
 
 
@@ -142,7 +142,7 @@ def test_the_line_of_a_signal_is_said_while_the_main_thread_holds_the_lock_of_th
 def test_a_signal_names_the_call_that_it_waits_for():
     said: list[str] = []
     with raising_on_signals(), finishing_first(60.0, lambda signum: "stopping", said.append):
-        with named_if_slow("reward function mine"):
+        with warn_if_slow("reward function mine"):
             signal.raise_signal(signal.SIGTERM)
             end = time.monotonic() + 5
             while len(said) < 2 and time.monotonic() < end:

@@ -57,23 +57,23 @@ class LoopPlan:
 
     Attributes:
         upstream: Nodes that run once before the loop, including those that have nothing to do with it.
-        to_next_state: The tagged nodes up to the one that makes the next state.
-        behind_it: The tagged nodes that depend on the next state.
-        repeatable: Nodes of `behind_it` that need nothing else of the iteration: a resumed run can run them for the
-            state of its checkpoint, which was saved before they ran.
+        until_update: The tagged nodes up to the one that makes the next state.
+        after_update: The tagged nodes that depend on the next state.
+        rerun_on_resume: Nodes of `after_update` that read only the next state. A resumed run executes them once: its
+            checkpoint was saved before them.
         downstream: Untagged nodes that depend on an iteration.
     """
 
     upstream: tuple[Node, ...]
-    to_next_state: tuple[Node, ...] = ()
-    behind_it: tuple[Node, ...] = ()
-    repeatable: tuple[Node, ...] = ()
+    until_update: tuple[Node, ...] = ()
+    after_update: tuple[Node, ...] = ()
+    rerun_on_resume: tuple[Node, ...] = ()
     downstream: tuple[Node, ...] = ()
 
     @property
     def iteration(self) -> tuple[Node, ...]:
         """The tagged nodes; none if the pipeline does not contain the closed loop."""
-        return self.to_next_state + self.behind_it
+        return self.until_update + self.after_update
 
 
 def plan_loop(pipeline: Pipeline) -> LoopPlan | None:
@@ -103,9 +103,9 @@ def plan_loop(pipeline: Pipeline) -> LoopPlan | None:
     of_iteration = {name for node in tagged for name in node.outputs} - {NEXT_STATE} | {STATE}
     return LoopPlan(
         upstream=tuple(node for node in untagged if node not in inside),
-        to_next_state=(*(node for node in tagged if node is not carry and node not in behind), carry),
-        behind_it=tuple(behind),
-        repeatable=tuple(node for node in behind if of_iteration.isdisjoint(node.inputs)),
+        until_update=(*(node for node in tagged if node is not carry and node not in behind), carry),
+        after_update=tuple(behind),
+        rerun_on_resume=tuple(node for node in behind if of_iteration.isdisjoint(node.inputs)),
         downstream=tuple(downstream),
     )
 
@@ -286,7 +286,7 @@ def _repeat(plan: LoopPlan, catalog: RunCatalog, execute: Callable[[Node], None]
     state: LoopState = catalog.load(STATE)
     if state.iteration > 0 or state.finished:
         catalog.save(NEXT_STATE, state)
-        for node in plan.repeatable:
+        for node in plan.rerun_on_resume:
             execute(node)
     if state.finished:
         say("Training is already complete (%d of %d iterations).", state.iteration, state.total_iterations)
@@ -300,12 +300,12 @@ def _repeat(plan: LoopPlan, catalog: RunCatalog, execute: Callable[[Node], None]
     ):
         while not state.finished:
             shutdown.iteration = state.iteration + 1
-            for node in plan.to_next_state:
+            for node in plan.until_update:
                 execute(node)
             state = shutdown.state = catalog.load(NEXT_STATE)
             report(state.iteration, catalog.load(ITERATION_METRICS) if has_metrics else {})
             shutdown.stop_if_asked(catalog)
-            for node in plan.behind_it:
+            for node in plan.after_update:
                 execute(node)
             shutdown.stop_if_asked(catalog)
             catalog.save(STATE, state)

@@ -139,7 +139,7 @@ def deferring_signals() -> Iterator[None]:
 
 
 @contextmanager
-def named_if_slow(what: str, advice: str = "", *, seconds: float = SLOW_S) -> Iterator[None]:
+def warn_if_slow(what: str, advice: str = "", *, seconds: float = SLOW_S) -> Iterator[None]:
     """Log what is waited for if the block takes long, and at once where a signal waits for the end of the block."""
     line = f"{what} has not answered for {seconds:.0f} s. {advice}".strip()
     timer = threading.Timer(seconds, logger.warning, ["%s", line])

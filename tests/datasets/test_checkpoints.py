@@ -13,7 +13,7 @@ from kedro.io import DataCatalog, DatasetError
 from ppo_rlhf.checkpoints.files import checkpoint_iterations
 from ppo_rlhf.checkpoints.store import CheckpointRequest
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.core.errors import CheckpointError, own_error
+from ppo_rlhf.core.errors import CheckpointError, project_error
 from ppo_rlhf.datasets import checkpoints
 from ppo_rlhf.datasets.checkpoints import (
     RANKED_BY,
@@ -185,7 +185,7 @@ def test_a_damaged_log_of_evaluations_is_named_and_left_as_it_is_and_no_checkpoi
     ):
         with pytest.raises(DatasetError) as caught:
             attempt()
-        error = own_error(caught.value)
+        error = project_error(caught.value)
         assert isinstance(error, CheckpointError)
         assert str(error).startswith(f"{damaged}: damaged (")
     assert len(damaged.read_bytes()) == 50

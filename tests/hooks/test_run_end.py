@@ -18,7 +18,7 @@ from ppo_rlhf.core.errors import (
     RewardError,
     TrainingError,
 )
-from ppo_rlhf.hooks.run_end import end_tags, resume_command, way_to_go_on
+from ppo_rlhf.hooks.run_end import end_tags, resume_command, resume_hint
 from ppo_rlhf.signals import as_error
 
 
@@ -36,7 +36,7 @@ def test_the_newest_checkpoint_and_the_command_to_go_on(tmp_path: Path, checkpoi
         "error": "ZeroDivisionError: the update went wrong",
         "last_checkpoint": "data/ppo_checkpoints/run/iteration_000030",
     }
-    assert way_to_go_on(error, checkpoints, tmp_path) == (
+    assert resume_hint(error, checkpoints, tmp_path) == (
         "Last checkpoint: data/ppo_checkpoints/run/iteration_000030. To go on: resume=latest among the parameters"
     )
 
@@ -44,9 +44,9 @@ def test_the_newest_checkpoint_and_the_command_to_go_on(tmp_path: Path, checkpoi
 def test_after_divergence_it_is_the_newest_that_is_known_to_be_good(tmp_path: Path, checkpoints: Path):
     error = DivergenceError("the KL exploded", last_good_iteration=29)
     assert end_tags(error, checkpoints, tmp_path)["last_checkpoint"] == "data/ppo_checkpoints/run/iteration_000020"
-    line = way_to_go_on(error, checkpoints, tmp_path)
+    line = resume_hint(error, checkpoints, tmp_path)
     assert line.startswith("Last good one: data/ppo_checkpoints/run/iteration_000020. With the same settings")
-    at_once = way_to_go_on(DivergenceError("at once", last_good_iteration=0), checkpoints, tmp_path)
+    at_once = resume_hint(DivergenceError("at once", last_good_iteration=0), checkpoints, tmp_path)
     assert at_once.startswith("No checkpoint is known to be good. With the same settings")
 
 
@@ -57,11 +57,11 @@ def test_no_command_to_go_on_is_named_where_the_same_input_would_fail_again(
     wrapped = DatasetError("Failed while loading")
     wrapped.__cause__ = kind("what was given does not fit")
     for folder in (checkpoints, tmp_path / "nothing"):
-        line = way_to_go_on(wrapped, folder, tmp_path)
+        line = resume_hint(wrapped, folder, tmp_path)
         assert line.endswith("would fail again; docs/resume.md says what a resumed run may change.")
         assert "To go on" not in line
     for mended in (RewardError("raised"), as_error(SystemExit("from outside"))):
-        assert "To go on" in way_to_go_on(mended, checkpoints, tmp_path)
+        assert "To go on" in resume_hint(mended, checkpoints, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from sqlalchemy import create_engine, text
 from sqlalchemy.orm import sessionmaker
 
 from ppo_rlhf.core.errors import ConfigError
-from ppo_rlhf.hooks.tracking_store import asked_twice, one_line, store_in_plain_words, without_password
+from ppo_rlhf.hooks.tracking_store import one_line, short_timeouts, store_errors_as_config_errors, without_password
 
 RETRIES, SECONDS = "MLFLOW_HTTP_REQUEST_MAX_RETRIES", "MLFLOW_HTTP_REQUEST_TIMEOUT"
 
@@ -19,7 +19,7 @@ RETRIES, SECONDS = "MLFLOW_HTTP_REQUEST_MAX_RETRIES", "MLFLOW_HTTP_REQUEST_TIMEO
 def test_for_a_while_a_server_that_does_not_answer_is_asked_less_often(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv(RETRIES, raising=False)
     monkeypatch.setenv(SECONDS, "60")
-    with asked_twice():
+    with short_timeouts():
         assert (os.environ[RETRIES], os.environ[SECONDS]) == ("1", "5")
     assert RETRIES not in os.environ
     assert os.environ[SECONDS] == "60"
@@ -35,7 +35,7 @@ def test_a_database_that_fails_is_one_line_without_a_traceback_also_where_no_log
 ):
     session = _get_managed_session_maker(sessionmaker(create_engine("sqlite://")), "sqlite")
     refusal = pytest.raises(ConfigError, match=r"^The store: .*no such table: lost$")
-    with refusal, store_in_plain_words("The store"), session() as opened:
+    with refusal, store_errors_as_config_errors("The store"), session() as opened:
         opened.execute(text("SELECT 1 FROM lost"))
     assert capsys.readouterr().err == ""
 

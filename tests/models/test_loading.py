@@ -37,7 +37,7 @@ from ppo_rlhf.models.loading import (
     fuse_activations,
     prepare,
     quiet_transformers,
-    steady_context,
+    usable_context,
 )
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from tests.own_code import save_with_own_code
@@ -284,7 +284,7 @@ def test_the_fingerprint_follows_configuration_and_weights_and_not_the_place(tmp
 )
 def test_the_context_is_found_under_each_architectures_name(config, length):
     assert context_length(config) == length
-    assert steady_context(config) == (length, "")
+    assert usable_context(config) == (length, "")
 
 
 SMALL = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 25}
@@ -311,7 +311,7 @@ def llama_config(rope: dict, context: int = 64) -> LlamaConfig:
     ids=["longrope", "dynamic", "by layer type", "linear", "first trained on longer sequences"],
 )
 def test_ppo_stops_where_rope_starts_to_depend_on_the_batch_and_says_why(config, length):
-    context, why = steady_context(config)
+    context, why = usable_context(config)
     assert context == length
     assert ("RoPE" in why) == (length < 64)
 
@@ -320,7 +320,7 @@ def test_ppo_stops_where_rope_starts_to_depend_on_the_batch_and_says_why(config,
 def test_just_beyond_that_length_a_sequence_depends_on_its_neighbours(model_class):
     config = PHI3 if model_class is Phi3ForCausalLM else llama_config(DYNAMIC, context=8)
     model = draw_weights(model_class(config).eval(), 0.4, seed=1)
-    limit, _ = steady_context(config)
+    limit, _ = usable_context(config)
     rows = torch.arange(2 * (limit + 1)).view(2, -1) % 25
     apart = {}
     for length in (limit, limit + 1):

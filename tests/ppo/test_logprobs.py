@@ -39,8 +39,8 @@ def test_responses_stand_behind_their_prompts_and_rows_are_padded_to_the_longest
     assert batch.state_positions.tolist() == [0, 1, 2, 4, 5, 8, 9, 10, 11]
     assert batch.predicting.tolist() == [0, 1, 3, 5, 6, 7]
     assert batch.targets.tolist() == [1, 2, 3, 7, 7, 7]
-    assert batch.of_responses(torch.arange(1.0, 7.0)).tolist() == [[1, 2, 0], [3, 0, 0], [4, 5, 6]]
-    assert batch.of_states(torch.arange(1.0, 10.0)).tolist() == [[1, 2, 3, 0], [4, 5, 0, 0], [6, 7, 8, 9]]
+    assert batch.scatter_responses(torch.arange(1.0, 7.0)).tolist() == [[1, 2, 0], [3, 0, 0], [4, 5, 6]]
+    assert batch.scatter_states(torch.arange(1.0, 10.0)).tolist() == [[1, 2, 3, 0], [4, 5, 0, 0], [6, 7, 8, 9]]
     assert given[1].tolist() == [3, 50, 50, 50, 50]
 
 

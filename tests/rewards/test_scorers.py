@@ -426,7 +426,7 @@ def test_a_function_that_would_end_the_process_is_refused_and_its_forked_workers
 
 
 def test_a_function_that_does_not_answer_is_named_with_its_batch(monkeypatch, caplog):
-    monkeypatch.setattr(functions, "named_if_slow", partial(signals.named_if_slow, seconds=0.01))
+    monkeypatch.setattr(functions, "warn_if_slow", partial(signals.warn_if_slow, seconds=0.01))
 
     def slow(prompts, completions):
         time.sleep(0.2)

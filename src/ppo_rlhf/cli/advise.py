@@ -13,7 +13,7 @@ from mlflow import MlflowClient
 
 from ppo_rlhf.cli.errors import project_here, show
 from ppo_rlhf.core.errors import PPORLHFError
-from ppo_rlhf.hooks.tracking_store import SQLITE, store_in_plain_words, without_password
+from ppo_rlhf.hooks.tracking_store import SQLITE, store_errors_as_config_errors, without_password
 
 
 @click.command()
@@ -44,7 +44,7 @@ def _lines(project_path: Path, run_id: str | None, everything: bool, env: str | 
     with session:
         settings = session.load_context().mlflow
     uri = existing_store(settings)
-    with store_in_plain_words(f"The run cannot be read from the tracking store {without_password(uri)}"):
+    with store_errors_as_config_errors(f"The run cannot be read from the tracking store {without_password(uri)}"):
         client = MlflowClient(uri)
         run = recorded_run(client, run_id or newest_run(client, settings.tracking.experiment.name))
     advice = judge(run.config, run.history)

@@ -18,7 +18,7 @@ from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
 from ppo_rlhf.cli.advise import existing_store
 from ppo_rlhf.cli.errors import project_here, show
 from ppo_rlhf.hooks.run_log import WRITTEN
-from ppo_rlhf.hooks.tracking_store import store_in_plain_words
+from ppo_rlhf.hooks.tracking_store import store_errors_as_config_errors
 from ppo_rlhf.locks import LOCK_FILE, lock_run, one_at_a_time
 
 OUTSIDE = "outside the project"
@@ -42,7 +42,11 @@ def _lines(project: Path, keep: int, is_deleting: bool, env: str | None) -> Iter
     from ppo_rlhf.datasets.run_catalog import file_of, is_model  # heavy: other commands do not wait for it
 
     session: Any = KedroSession.create(project, env=env)
-    with session, one_at_a_time(project), store_in_plain_words("kedro clean did not finish"):  # no run starts meanwhile
+    with (
+        session,
+        one_at_a_time(project),
+        store_errors_as_config_errors("kedro clean did not finish"),
+    ):  # no run starts meanwhile
         context = session.load_context()
         mlflow.set_tracking_uri(existing_store(context.mlflow))
         catalog = context.catalog  # which is made anew at each access

@@ -22,7 +22,7 @@ from ppo_rlhf.cli.params import split_params
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.hooks.checks import judge_settings, refuse_unread
 from ppo_rlhf.hooks.resume import find_named, resume_entry
-from ppo_rlhf.hooks.tracking_store import check_answers, store_in_plain_words, without_password
+from ppo_rlhf.hooks.tracking_store import check_answers, store_errors_as_config_errors, without_password
 from ppo_rlhf.names import LATEST
 from ppo_rlhf.runner import LoopSession, PreparedRun, plan_loop
 
@@ -162,7 +162,9 @@ def _devices() -> Iterator[Finding]:
 def _store(context: Any) -> Iterator[Finding]:
     uri = context.mlflow.server.mlflow_tracking_uri or mlflow.get_tracking_uri()
     try:
-        with store_in_plain_words(f"server.mlflow_tracking_uri={without_password(uri)} in mlflow.yml cannot be used"):
+        with store_errors_as_config_errors(
+            f"server.mlflow_tracking_uri={without_password(uri)} in mlflow.yml cannot be used"
+        ):
             check_answers(uri)
     except ConfigError as error:
         yield from _refusals("MLflow", error)

@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from safetensors import SafetensorError
 from yaml import MarkedYAMLError, YAMLError
 
-from ppo_rlhf.core.errors import own_error
+from ppo_rlhf.core.errors import project_error
 from ppo_rlhf.core.visible import visible
 
 CONFIGURATION = (OmegaConfBaseException, YAMLError, MissingConfigException, BadConfigException)
@@ -30,7 +30,7 @@ def one_line_each(error: Exception) -> list[str] | None:
     if isinstance(error, ParameterValidationError):
         _, *lines = str(error).splitlines()
         return [_KEDRO_PREFIX.sub("", line) for line in lines if line]
-    ours = own_error(error)
+    ours = project_error(error)
     if ours is not None:
         return str(ours).splitlines()
     if isinstance(error, YAMLError) and isinstance(error.__cause__, MarkedYAMLError):

@@ -58,7 +58,7 @@ def in_one_line(error: BaseException) -> str:
     return " ".join(str(error).split())
 
 
-def own_error(error: BaseException) -> PPORLHFError | None:
+def project_error(error: BaseException) -> PPORLHFError | None:
     """Return the error of ours that `error` is or was caused by, None if there is none.
 
     Kedro raises a `DatasetError` for an error in a dataset; the error itself is its cause.

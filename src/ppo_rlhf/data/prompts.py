@@ -15,7 +15,7 @@ from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.data.chats import read_text_or_chat, render_chat
 from ppo_rlhf.data.prompt_dataset import PROMPT_COLUMNS, PromptDataset, as_json
 from ppo_rlhf.data.tables import hold_out
-from ppo_rlhf.models.loading import PretrainedHandle, steady_context
+from ppo_rlhf.models.loading import PretrainedHandle, usable_context
 from ppo_rlhf.models.tokenizers import encode_texts
 
 
@@ -50,12 +50,12 @@ class PromptReader:
     overlong: Literal["error", "drop", "truncate_left"]
     """What to do with prompts longer than `context - response_length`."""
     why: str = ""
-    """Ends errors: why the context is less than the model reads (`models.loading.steady_context`)."""
+    """Ends errors: why the context is less than the model reads (`models.loading.usable_context`)."""
 
     @classmethod
     def of(cls, policy: PretrainedHandle, ppo: PPOConfig) -> PromptReader:
         """Return what reads the prompts of a stored policy."""
-        context, why = steady_context(policy.config())
+        context, why = usable_context(policy.config())
         return cls(policy.tokenizer(), context, ppo.response_length, ppo.overlong_prompts, why)
 
     def read(self, frame: pd.DataFrame, column: str, name: str) -> PromptDataset:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from ppo_rlhf.core.errors import ConfigError, DataError, DivergenceError, ModelError, TrainingError, own_error
+from ppo_rlhf.core.errors import ConfigError, DataError, DivergenceError, ModelError, TrainingError, project_error
 from ppo_rlhf.paths import shown
 from ppo_rlhf.processes import process_count
 
@@ -34,12 +34,12 @@ def end_tags(error: BaseException, checkpoints: Path | None, project_path: Path)
     return {ERROR: why, **({} if last is None else {LAST_CHECKPOINT: shown(last, project_path)})}
 
 
-def way_to_go_on(error: BaseException, checkpoints: Path, project_path: Path) -> str:
+def resume_hint(error: BaseException, checkpoints: Path, project_path: Path) -> str:
     """Return the line that names the last checkpoint and the command that goes on from it, if one can."""
     last = last_checkpoint(error, checkpoints)
     if _divergence(error) is None:
         where = "There is no checkpoint yet" if last is None else f"Last checkpoint: {shown(last, project_path)}"
-        own = own_error(error)
+        own = project_error(error)
         is_training = isinstance(own, TrainingError) and own.__cause__ is None  # else something from outside ended it
         if is_training or isinstance(own, ConfigError | DataError | ModelError):
             again = "The same models, data and settings would fail again"
@@ -87,5 +87,5 @@ def last_checkpoint(error: BaseException, checkpoints: Path) -> Path | None:
 
 def _divergence(error: BaseException) -> DivergenceError | None:
     """Return the DivergenceError that `error` is or was caused by: Kedro wraps the errors of datasets."""
-    found = own_error(error)
+    found = project_error(error)
     return found if isinstance(found, DivergenceError) else None

@@ -18,7 +18,7 @@ from mlflow.utils.mlflow_tags import MLFLOW_RUN_NOTE
 from ppo_rlhf import progress
 from ppo_rlhf.hooks.mlflow_log import MlflowLog
 from ppo_rlhf.hooks.run_description import in_one_line, parameter
-from ppo_rlhf.hooks.tracking_store import asked_twice, warning_of_refusals
+from ppo_rlhf.hooks.tracking_store import log_store_errors, short_timeouts
 from ppo_rlhf.names import CHECKPOINT, ITERATION_METRICS, NEXT_STATE, POLICY, STATE
 from ppo_rlhf.paths import path_of
 from ppo_rlhf.signals import deferring_signals
@@ -98,7 +98,7 @@ class RunLog:
         A signal may cut the wait for the metrics before it, but not the logging.
         """
         if (version := getattr(self._catalog.get(name), "saved", None)) is not None:
-            with warning_of_refusals(f"where {name} lies"):
+            with log_store_errors(f"where {name} lies"):
                 mlflow.set_tag(f"{WRITTEN}{name}.{version.name}".replace("+", "_"), str(version))
         if name != POLICY:
             return
@@ -106,7 +106,7 @@ class RunLog:
 
         # a model is linked with the metrics that the run has of its iteration
         has_metrics = self._log.flush(PATIENCE_AT_THE_END)
-        with deferring_signals(), nullcontext() if has_metrics else asked_twice():
+        with deferring_signals(), nullcontext() if has_metrics else short_timeouts():
             handle = self._catalog[POLICY].load()
             trust, keys = handle.trust_remote_code, self._curves.get(self._iteration, {})
             self._model_id = log_policy(Path(handle.source), POLICY, self._iteration, keys, trust_remote_code=trust)
@@ -119,7 +119,7 @@ class RunLog:
             return
         from ppo_rlhf.hooks.model_log import register
 
-        with deferring_signals(), warning_of_refusals("the registered model"):
+        with deferring_signals(), log_store_errors("the registered model"):
             register(self._model_id, Path(path_of(self._catalog.get("sft_policy")) or "model").name, summary)
 
     def close(self, *, is_finished: bool) -> bool:
@@ -173,7 +173,7 @@ class RunLog:
             policy = self._catalog[POLICY].load()
             trained = re.search(r"MLflow run: `(\w+)`", policy.card() or "")
             note += f" Policy: {policy.source}" + (f" of run [{trained[1]}](#/runs/{trained[1]})" if trained else "")
-        with warning_of_refusals("the verdict"):
+        with log_store_errors("the verdict"):
             mlflow.set_tags({MLFLOW_RUN_NOTE: note, **errors})
 
     def _is_superseded(self, state: Any) -> bool:

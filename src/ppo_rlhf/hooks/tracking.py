@@ -24,19 +24,19 @@ from mlflow.environment_variables import MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING
 from omegaconf import OmegaConf
 from pydantic import ValidationError
 
-from ppo_rlhf.core.errors import ConfigError, LaunchError, RewardError, own_error
+from ppo_rlhf.core.errors import ConfigError, LaunchError, RewardError, project_error
 from ppo_rlhf.hooks.run_description import RunDescription, describe_run, log_inputs, pipeline_names
-from ppo_rlhf.hooks.run_end import END_TAGS, end_tags, way_to_go_on
+from ppo_rlhf.hooks.run_end import END_TAGS, end_tags, resume_hint
 from ppo_rlhf.hooks.tracking_store import (
     SQLITE,
-    asked_twice,
     check_artifacts,
     end_active_run,
+    log_store_errors,
     make_database,
-    named_if_slow,
     place_in_project,
-    store_in_plain_words,
-    warning_of_refusals,
+    short_timeouts,
+    store_errors_as_config_errors,
+    warn_if_slow,
     without_password,
 )
 from ppo_rlhf.hooks.worker import announce
@@ -124,10 +124,10 @@ class TrackingHook(MlflowHook):
         """Open the store; a signal may cut the wait for it."""
         if (active := mlflow.active_run()) is not None:
             raise ConfigError(f"MLflow run {active.info.run_id} is open already; end it first: mlflow.end_run().")
-        with store_in_plain_words(self._complaint("cannot be used")):
+        with store_errors_as_config_errors(self._complaint("cannot be used")):
             if self._uri().startswith(SQLITE):
                 make_database(Path(self._uri().removeprefix(SQLITE)))
-        with named_if_slow(self._uri()), store_in_plain_words(self._complaint("cannot be used")):
+        with warn_if_slow(self._uri()), store_errors_as_config_errors(self._complaint("cannot be used")):
             super().after_context_created(self._context)
         check_artifacts(self.mlflow_config.tracking.experiment)
         if GIVEN_URI and GIVEN_URI.rstrip("/") != self._uri().rstrip("/"):
@@ -146,7 +146,7 @@ class TrackingHook(MlflowHook):
 
         project_path, tracking = Path(run_params["project_path"]), self.mlflow_config.tracking
         this = describe_run(run_params, pipeline, catalog)
-        with named_if_slow(self._uri()), store_in_plain_words(self._complaint("cannot be used")):
+        with warn_if_slow(self._uri()), store_errors_as_config_errors(self._complaint("cannot be used")):
             resumption = None if entry is None else self._resumption(this, entry, named)
             if resumption is not None:
                 resumption.say(project_path)
@@ -207,7 +207,7 @@ class TrackingHook(MlflowHook):
         """Log what the node measured."""
         self._take_mlflow_back()
         if self._log is not None:
-            with named_if_slow(self._uri()):
+            with warn_if_slow(self._uri()):
                 self._log.node_ran(node, inputs, outputs)
 
     @hook_impl
@@ -215,14 +215,14 @@ class TrackingHook(MlflowHook):
         """Name the store if it does not take what kedro-mlflow logs of a dataset; let no signal cut the call."""
         if self._catalog is not None and type(self._catalog.get(dataset_name)).__name__.startswith("Mlflow"):
             self._saving.enter_context(deferring_signals())
-            self._saving.enter_context(named_if_slow(self._uri()))
+            self._saving.enter_context(warn_if_slow(self._uri()))
 
     @hook_impl
     def after_dataset_saved(self, dataset_name: str) -> None:
         """Log the exported policy as a model; a signal may cut the wait for the metrics before it, but not that."""
         self._saving.close()
         if self._log is not None:
-            with named_if_slow(self._uri()), store_in_plain_words(self._complaint("did not take the model")):
+            with warn_if_slow(self._uri()), store_errors_as_config_errors(self._complaint("did not take the model")):
                 self._log.saved(dataset_name)
 
     @hook_impl
@@ -231,9 +231,9 @@ class TrackingHook(MlflowHook):
         complaint = f"Everything is done and saved, but {self._complaint('could not record the end')}"
         with deferring_signals():
             try:
-                with named_if_slow(self._uri()), store_in_plain_words(complaint):
+                with warn_if_slow(self._uri()), store_errors_as_config_errors(complaint):
                     has_everything = self._log is None or self._log.close(is_finished=True)
-                    with nullcontext() if has_everything else asked_twice():
+                    with nullcontext() if has_everything else short_timeouts():
                         super().after_pipeline_run(run_params, pipeline, catalog)
             finally:
                 log = self._log
@@ -255,18 +255,18 @@ class TrackingHook(MlflowHook):
         assert self._context is not None
         project_path, is_stopped = Path(self._context.project_path), isinstance(error, RunInterruptedError)
         self._saving.close()
-        with named_if_slow(self._uri()), asked_twice():
-            with warning_of_refusals("why the run ended"):
+        with warn_if_slow(self._uri()), short_timeouts():
+            with log_store_errors("why the run ended"):
                 self._take_mlflow_back()
                 tags = end_tags(error, self._checkpoints, project_path)
                 mlflow.MlflowClient().log_batch(self.run_id, tags=[RunTag(*tag) for tag in tags.items()])
             if self._log is not None:
                 self._log.close(is_finished=False)
             end_active_run(RunStatus.KILLED if is_stopped else RunStatus.FAILED)
-        if self._log is not None and not is_stopped and not isinstance(own_error(error), RewardError | LaunchError):
+        if self._log is not None and not is_stopped and not isinstance(project_error(error), RewardError | LaunchError):
             self._log.log_advice()
         if self._checkpoints is not None:
-            logger.info("%s", way_to_go_on(error, self._checkpoints, project_path))
+            logger.info("%s", resume_hint(error, self._checkpoints, project_path))
 
     def _take_mlflow_back(self) -> None:
         """Make this run the active one of its store again: a reward function may have changed either."""
@@ -290,7 +290,7 @@ class TrackingHook(MlflowHook):
 
     def _say_where(self, experiment: str) -> None:
         """Log where the run and the table of all runs are shown; the table has columns of ours, as a shared view."""
-        with warning_of_refusals("the columns of its table of runs"):
+        with log_store_errors("the columns of its table of runs"):
             mlflow.MlflowClient().set_experiment_tag(experiment, f"mlflow.sharedViewState.{VIEW}", COLUMNS)
         is_server, ui = self._uri().startswith("http"), self.mlflow_config.ui
         server = without_password(self._uri()).replace("***@", "") if is_server else f"http://{ui.host}:{ui.port}"

@@ -103,7 +103,7 @@ def check_answers(uri: str) -> None:
             raise ConfigError(f"{without_password(uri)}: the database's driver is not installed ({error}).") from error
         inspect(engine).get_table_names()
     elif kind in ("http", "https"):
-        with asked_twice():
+        with short_timeouts():
             mlflow.MlflowClient(uri).search_experiments(max_results=1)
 
 
@@ -135,21 +135,21 @@ def without_password(text: str) -> str:
 
 
 @contextmanager
-def named_if_slow(uri: str) -> Iterator[None]:
+def warn_if_slow(uri: str) -> Iterator[None]:
     """Log which store is waited for if the block takes long."""
     advice = "MLflow goes on asking; Ctrl-C twice stops at once."
-    with signals.named_if_slow(f"The tracking store {without_password(uri)}", advice, seconds=SLOW_S):
+    with signals.warn_if_slow(f"The tracking store {without_password(uri)}", advice, seconds=SLOW_S):
         yield
 
 
 def end_active_run(status: int = RunStatus.FAILED) -> None:
     """End the active MLflow run, if there is one, with a status of MLflow's RunStatus; warn if the store refuses."""
-    with warning_of_refusals("how the run ended"):
+    with log_store_errors("how the run ended"):
         mlflow.end_run(RunStatus.to_string(status))
 
 
 @contextmanager
-def warning_of_refusals(what: str) -> Iterator[None]:
+def log_store_errors(what: str) -> Iterator[None]:
     """Turn a failure of the store into a warning that `what` is not recorded: a run is worth more than its record."""
     try:
         yield
@@ -158,7 +158,7 @@ def warning_of_refusals(what: str) -> Iterator[None]:
 
 
 @contextmanager
-def store_in_plain_words(complaint: str) -> Iterator[None]:
+def store_errors_as_config_errors(complaint: str) -> Iterator[None]:
     """Raise a failure of the store as a ConfigError that begins with `complaint`."""
     try:
         yield
@@ -167,7 +167,7 @@ def store_in_plain_words(complaint: str) -> Iterator[None]:
 
 
 @contextmanager
-def asked_twice() -> Iterator[None]:
+def short_timeouts() -> Iterator[None]:
     """Let this process ask a tracking server twice at most, and wait 5 seconds for each answer.
 
     For the end of a run: MLflow waits 120 seconds for each answer of a server that hangs.

@@ -43,7 +43,7 @@ from ppo_rlhf.models.directories import (
     is_local,
     weight_files,
 )
-from ppo_rlhf.models.quantisation import check_bitsandbytes, four_bit_config, settle_quantised
+from ppo_rlhf.models.quantisation import check_bitsandbytes, four_bit_config, prepare_quantised
 from ppo_rlhf.models.quiet import errors_only, quiet_transformers
 from ppo_rlhf.models.reward_model import MODEL_TYPE, why_no_reward_model  # registers our reward model, too
 from ppo_rlhf.models.tokenizers import ensure_pad_id, ensure_pad_token
@@ -121,7 +121,7 @@ class PretrainedHandle:
             load = partial(load, quantization_config=four_bit_config(dtype), device_map={"": quantised_on})
         model = self._model("language model", load, dtype)
         if quantised_on is not None:
-            settle_quantised(model)
+            prepare_quantised(model)
         check_causal(model, self.source)
         return model
 
@@ -338,7 +338,7 @@ def context_length(config: PretrainedConfig) -> int | None:
     return None
 
 
-def steady_context(config: PretrainedConfig) -> tuple[int | None, str]:
+def usable_context(config: PretrainedConfig) -> tuple[int | None, str]:
     """Return the longest sequence, in tokens, that PPO may give a model, and the reason where RoPE limits it (else "").
 
     RoPE of the kinds `longrope` and `dynamic` changes its frequencies for a whole batch once one sequence is longer

@@ -75,21 +75,21 @@ class PackedLayout:
         return max(self.lengths)
 
     @property
-    def is_even(self) -> bool:
+    def has_equal_lengths(self) -> bool:
         """Whether all sequences have the same length, so that spreading them moves nothing."""
         return min(self.lengths) == self.width
 
     def spread(self, tokens_N: Tensor) -> Tensor:
         """Return `[B, L, …]` of `[N, …]`, with 0 in the padding."""
         shape = (len(self.lengths), self.width, *tokens_N.shape[1:])
-        if self.is_even:
+        if self.has_equal_lengths:
             return tokens_N.reshape(shape)
         return place_rows(tokens_N, self.slots, len(self.lengths) * self.width).view(shape)
 
     def collect(self, tokens_BL: Tensor) -> Tensor:
         """Return `[N, …]` of `[B, L, …]`: the inverse of `spread`."""
         flat = tokens_BL.reshape(-1, *tokens_BL.shape[2:])
-        return flat if self.is_even else take_rows(flat, self.slots)
+        return flat if self.has_equal_lengths else take_rows(flat, self.slots)
 
     def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scaling: float | None) -> Tensor:
         """Attend within each sequence; see `Attention`."""

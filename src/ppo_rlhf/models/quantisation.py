@@ -45,7 +45,7 @@ def four_bit_config(dtype: torch.dtype) -> BitsAndBytesConfig:
     )
 
 
-def settle_quantised(model: PreTrainedModel) -> None:
+def prepare_quantised(model: PreTrainedModel) -> None:
     """Prepare a model that transformers has quantised for adapters on it and on its backbone."""
     backbone: Any = model.base_model
     backbone.is_loaded_in_4bit = True  # peft asks it; transformers has marked the whole model alone

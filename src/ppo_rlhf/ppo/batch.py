@@ -46,11 +46,11 @@ class SequenceBatch:
     response_slots: Tensor  # [R] long, places of the response tokens in [B, T], flattened
     state_slots: Tensor  # [M] long, places of the states in [B, T + 1], flattened
 
-    def of_responses(self, values_R: Tensor) -> Tensor:
+    def scatter_responses(self, values_R: Tensor) -> Tensor:
         """Return values of the response tokens, row by row, as `[B, T]` with 0 in the padding."""
         return place_rows(values_R, self.response_slots, self.is_response.numel()).view(self.is_response.shape)
 
-    def of_states(self, values_M: Tensor) -> Tensor:
+    def scatter_states(self, values_M: Tensor) -> Tensor:
         """Return values of the states, row by row, as `[B, T + 1]` with 0 in the padding."""
         rows, width = self.is_response.shape
         return place_rows(values_M, self.state_slots, rows * (width + 1)).view(rows, width + 1)

@@ -56,7 +56,7 @@ class PolicyForward(nn.Module):
             logprobs, entropy = response_statistics(
                 self.policy, batch, states, self.temperature, with_entropy=with_entropy
             )
-        values = None if self.shared_critic is None else batch.of_states(self.shared_critic.values(states))
+        values = None if self.shared_critic is None else batch.scatter_states(self.shared_critic.values(states))
         return PolicyOutput(logprobs, entropy, values)
 
 
@@ -73,7 +73,7 @@ class CriticForward(nn.Module):
         Column t is the value before response token t; each row's last value is behind its response.
         """
         states = hidden_states_at(self.critic.backbone, batch.rows, batch.state_positions)
-        return batch.of_states(self.critic.values(states))
+        return batch.scatter_states(self.critic.values(states))
 
 
 def response_statistics(
@@ -96,7 +96,7 @@ def response_statistics(
         vocabulary_size(model),
         with_entropy=with_entropy,
     )
-    return batch.of_responses(logprobs), batch.of_responses(entropies) if with_entropy else None
+    return batch.scatter_responses(logprobs), batch.scatter_responses(entropies) if with_entropy else None
 
 
 def token_statistics(

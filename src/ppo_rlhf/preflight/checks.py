@@ -15,7 +15,7 @@ from kedro.io import CatalogProtocol, DatasetError, MemoryDataset
 from kedro.pipeline import Pipeline
 
 from ppo_rlhf.config import MODEL_PATHS, PPOConfig
-from ppo_rlhf.core.errors import PPORLHFError, own_error
+from ppo_rlhf.core.errors import PPORLHFError, project_error
 from ppo_rlhf.data.chats import read_text_or_chat
 from ppo_rlhf.data.prompts import PromptReader, PromptsConfig, split_held_out
 from ppo_rlhf.datasets import EvaluationLogDataset, PretrainedModelDataset, RecordsDataset, ResumeCheckpointDataset
@@ -72,7 +72,7 @@ def find_problems(
         try:
             problems.extend(check(run, *of) or ())
         except (PPORLHFError, DatasetError) as error:
-            ours = own_error(error)
+            ours = project_error(error)
             if ours is None:
                 raise
             problems.extend(str(ours).splitlines())

@@ -19,7 +19,7 @@ import torch
 
 from ppo_rlhf.core.errors import DataError, RewardError
 from ppo_rlhf.rewards.scoring import TURNS
-from ppo_rlhf.signals import TerminationSignal, named_if_slow
+from ppo_rlhf.signals import TerminationSignal, warn_if_slow
 
 RewardFunction = Callable[..., list[float]]
 
@@ -194,7 +194,7 @@ def call_function(
     """
     arguments = _arguments(function, title, {"prompts": list(prompts), "completions": list(completions)}, columns)
     try:
-        with _left_as_found(), named_if_slow(f"{title} ({len(completions)} responses to {prompts[:1]!r:.60}, …)"):
+        with _left_as_found(), warn_if_slow(f"{title} ({len(completions)} responses to {prompts[:1]!r:.60}, …)"):
             result = _awaited(function(**arguments))
         values = result.tolist() if hasattr(result, "tolist") else result  # tensors, arrays, series
         values = list(values) if isinstance(values, list | tuple) else values

@@ -19,7 +19,7 @@ from ppo_rlhf.models.adapters import has_adapter
 from ppo_rlhf.models.capabilities import check_causal
 from ppo_rlhf.models.critic import Critic
 from ppo_rlhf.models.directories import WEIGHTS, WEIGHTS_INDEX, is_local
-from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel, check_vocabulary, prepare, steady_context
+from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel, check_vocabulary, prepare, usable_context
 from ppo_rlhf.models.offloading import to_host
 from ppo_rlhf.models.tokenizers import ensure_pad_token
 from ppo_rlhf.ppo.models import (
@@ -159,9 +159,9 @@ def check_same_vocabulary(model: PreTrainedModel, policy: PreTrainedModel, what:
 
 
 def context_of_all(policy: PreTrainedModel, reference: PreTrainedModel, critic: AnyCritic) -> tuple[int | None, str]:
-    """Return the shortest context of a run's models in tokens, and the reason for it (`steady_context`)."""
+    """Return the shortest context of a run's models in tokens, and the reason for it (`usable_context`)."""
     models = {"policy": policy, "reference policy": reference, "critic": critic.backbone}
-    limits = {what: steady_context(model.config) for what, model in models.items()}
+    limits = {what: usable_context(model.config) for what, model in models.items()}
     shortest = min(limits, key=lambda what: limits[what][0] or math.inf)
     context, why = limits[shortest]
     if shortest == "policy":
