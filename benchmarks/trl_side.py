@@ -34,7 +34,7 @@ from workload import Job, peak_memory_mib, response_length_of
 
 
 def load_tokenizer(job: Job) -> PreTrainedTokenizerFast:
-    """Return a tokenizer whose pad token lies outside the vocabulary, because TRL finds padding by its id.
+    """Return a tokenizer whose pad token is outside the vocabulary, because TRL finds padding by its id.
 
     With full lengths so does the end of text: then no response ends early.
     """

@@ -36,7 +36,7 @@ def migrated_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
     folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:  # whose own folders lie in one of the whole session
+    if "PYTEST_XDIST_WORKER" in os.environ:  # whose own folders are in one of the whole session
         folder = folder.parent
     database = folder / "mlflow.db"
     if not database.exists():

@@ -21,7 +21,7 @@ class OwnModel(LlamaForCausalLM):
 
 
 def save_with_own_code(folder: Path, monkeypatch: pytest.MonkeyPatch, **overrides: Any) -> Path:
-    """Write the tiny Llama as such a model; the copies of its code that transformers runs lie beside the folder."""
+    """Write the tiny Llama as such a model; the copies of its code that transformers runs are beside the folder."""
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(folder.parent / "modules"))
     save(folder, tiny_model(**overrides))
     (folder / "own.py").write_text(CODE)

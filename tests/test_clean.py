@@ -21,7 +21,7 @@ VERSIONS = ("2026-01-01T00.00.01.000Z", "2026-01-01T00.00.02.000Z", "2026-01-01T
 
 
 class Recorded:
-    """A project whose runs lie in MLflow and on the disk as `kedro run` leaves them."""
+    """A project whose runs are in MLflow and on the disk as `kedro run` leaves them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.models = folder, folder / "data" / "06_models"

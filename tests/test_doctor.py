@@ -37,7 +37,7 @@ def examined(kedro: Kedro, project: Path, *arguments: str, exit_code: int) -> di
 
 @pytest.fixture
 def own(project: Path, tmp_path: Path) -> Path:
-    """A project with a person's own small model and prompts, and a reward function."""
+    """A project with a user's own small model and prompts, and a reward function."""
     model = save(tmp_path / "own", tiny_model())
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a b c d e"}\n{"prompt": "a b"}\n')
     (project / "conf" / "local" / "globals.yml").write_text(

@@ -1,4 +1,4 @@
-"""The memory plan of `kedro doctor`: of the project's settings or a person's options; bad ones are one line."""
+"""The memory plan of `kedro doctor`: of the project's settings or a user's options; bad ones are one line."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_a_plan_may_be_made_for_memory_that_is_not_here(kedro: Kedro, own: Path,
 @pytest.mark.parametrize("on_cpu", [True, False])
 def test_what_is_needed_suffices_to_the_last_byte(on_cpu: bool, missing: int):
     """Four processes of 7 bytes: on the CPU with their libraries, in one memory; else those and the offloaded models
-    lie in the host's.
+    are in the host's.
     """
     shape = RunShape(LlamaConfig(), 6, on_cpu=on_cpu, processes=4)
     plan = MemoryPlan({}, {"rollout": 5, "update": 7}, on_host=3, trained=0, exported=0)

@@ -1,4 +1,4 @@
-"""The preflight: each rule finds its mistake in a person's input and names the setting, file or function."""
+"""The preflight: each rule finds its mistake in a user's input and names the setting, file or function."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class User:
-    """A person whose input is right until a test spoils something, and the run that they ask for."""
+    """A user whose input is right until a test spoils something, and the run that they ask for."""
 
     def __init__(self, folder: Path, models: Path) -> None:
         self.folder = folder
@@ -106,7 +106,7 @@ def user(tmp_path: Path, models: Path) -> User:
 
 @pytest.fixture
 def chain(user: User) -> User:
-    """The whole chain on a person's own data: it fine-tunes their model."""
+    """The whole chain on a user's own data: it fine-tunes their model."""
     user.write("texts", {"text": "a b c"}, {"text": "b c"})
     user.write("pairs", *({"prompt": prompt, "chosen": " b", "rejected": " c"} for prompt in ("a", "b")))
     user.made = ["sft_policy", "preferences", "reward_model"]

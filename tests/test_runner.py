@@ -225,7 +225,7 @@ def test_an_untagged_node_between_tagged_ones_is_refused(journal):
 
 def test_node_lines_are_silent_in_the_loop_but_warnings_of_nodes_are_not(journal, caplog):
     pipeline = loop_pipeline(journal)
-    caplog.set_level(logging.INFO, logger="kedro.pipeline.node")  # as a person may set it in conf/logging.yml
+    caplog.set_level(logging.INFO, logger="kedro.pipeline.node")  # as a user may set it in conf/logging.yml
     before = {name: logging.getLogger(name).level for name in ("kedro.pipeline.node", "kedro.io.data_catalog")}
 
     class Watcher:

@@ -13,7 +13,7 @@ from kedro.utils import find_kedro_project
 
 
 def main() -> None:
-    """Run a command of the project that the working directory lies in."""
+    """Run a command of the project that the working directory is in."""
     project_path = find_kedro_project(Path.cwd())
     if project_path is None:
         configure_project("ppo_rlhf")

@@ -1,4 +1,4 @@
-"""The progress of a run, as a person sees it: one bar on a terminal, log lines elsewhere."""
+"""The progress of a run, as a user sees it: one bar on a terminal, log lines elsewhere."""
 
 from __future__ import annotations
 

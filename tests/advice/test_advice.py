@@ -1,4 +1,4 @@
-"""The lines that a person reads, and the advice on measured runs of the demo."""
+"""The lines that a user reads, and the advice on measured runs of the demo."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models in checkpoints and in exports: every bit comes back, adapters alone are written, averages lie beside."""
+"""Models in checkpoints and in exports: every bit comes back, adapters alone are written, averages are beside."""
 
 import shutil
 

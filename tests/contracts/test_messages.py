@@ -20,7 +20,7 @@ OF_THE_PIPELINE = {
 
 
 def texts_of(module: Path) -> Iterator[str]:
-    """The texts of a module that a person can be shown: all but its docstrings."""
+    """The texts of a module that a user can be shown: all but its docstrings."""
     tree = ast.parse(module.read_text())
     documented = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):

@@ -33,7 +33,7 @@ def test_wrong_shapes_and_lengths_are_refused_with_a_message_that_says_what_to_d
         response_lengths(torch.tensor([1, 2, 3]), [2])
     with pytest.raises(ShapeError, match=r"length_mask: lengths has shape \[1, 1\]; it must be \[B\]"):
         length_mask(torch.tensor([[1]]), 3)
-    with pytest.raises(ShapeError, match=r"lengths span 1\.\.4; they must lie in 0\.\.width=3"):
+    with pytest.raises(ShapeError, match=r"lengths span 1\.\.4; they must be in 0\.\.width=3"):
         length_mask(torch.tensor([1, 4]), 3)
     with pytest.raises(ShapeError, match=r"lengths span -1\.\.2"):
         length_mask(torch.tensor([-1, 2]), 3)

@@ -140,7 +140,7 @@ def test_the_champion_of_a_sweep_is_the_best_that_beats_sft_under_the_same_condi
 
 
 def test_each_start_model_has_a_champion_of_its_own(store: Path):
-    """The demo's champion does not stand in the way of a person's own model, of the same folder's name even."""
+    """The demo's champion does not stand in the way of a user's own model, of the same folder's name even."""
     model_log.register(logged_model(), "sft", summary_of(0.99))
     model_log.register(logged_model(), "sft", summary_of(0.60, start_model="ffff00001111"))
     model_log.register(logged_model(), "Qwen 3: 0.6B", summary_of(0.60))

@@ -1,4 +1,4 @@
-"""Copies of the project for tests that run it as a person does."""
+"""Copies of the project for tests that run it as a user does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kedro run` in a process of its own, as a person runs it, and one that gets a signal at a certain moment.
+"""`kedro run` in a process of its own, as a user runs it, and one that gets a signal at a certain moment.
 
 Both have one thread, so that sums are rounded alike in all of them.
 

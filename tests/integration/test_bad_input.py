@@ -1,6 +1,6 @@
 """Bad input ends `kedro run` before anything happens: one clear line a mistake, exit code 1, nothing written.
 
-The project is the real one, with a person's own model, reward and data. Each kind of mistake is tried once; rules
+The project is the real one, with a user's own model, reward and data. Each kind of mistake is tried once; rules
 are tested where they are written (`test_preflight.py`, `config`, `datasets`, `models`, `rewards`).
 """
 
@@ -27,7 +27,7 @@ PROMPTS = ["a b c", "b c d", "c d e", "d e f", "e f g"]
 
 
 class OwnProject:
-    """A project in which a person's own model, reward and data are right, until a test spoils something."""
+    """A project in which a user's own model, reward and data are right, until a test spoils something."""
 
     def __init__(self, project: Path) -> None:
         self.project = project

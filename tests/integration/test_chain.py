@@ -1,4 +1,4 @@
-"""The whole DAG through the command line, as a person runs it: `kedro run --env test` in a copy of the project."""
+"""The whole DAG through the command line, as a user runs it: `kedro run --env test` in a copy of the project."""
 
 from __future__ import annotations
 

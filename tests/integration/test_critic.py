@@ -1,4 +1,4 @@
-"""A critic is pretrained, stored, and started from in a later run, as a person does it."""
+"""A critic is pretrained, stored, and started from in a later run, as a user does it."""
 
 from __future__ import annotations
 

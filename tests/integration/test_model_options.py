@@ -1,4 +1,4 @@
-"""The models' options through the whole pipeline: what lies on disk, and in MLflow, after a run with all of them."""
+"""The models' options through the whole pipeline: what is on disk, and in MLflow, after a run with all of them."""
 
 from __future__ import annotations
 

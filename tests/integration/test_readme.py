@@ -43,7 +43,7 @@ def test_the_yaml_for_ones_own_model_reward_and_prompts_runs(make_project: Calla
     )
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert (project / "data/08_reporting/report.html").is_file()
-    assert {path.name: path.read_bytes() for path in own.iterdir()} == before, "a person's own model was changed"
+    assert {path.name: path.read_bytes() for path in own.iterdir()} == before, "a user's own model was changed"
 
 
 def test_the_ten_lines_of_python_train_and_save_a_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Each recipe as a person starts it, on stand-ins: local files with the hub's columns, a tiny model, a few responses.
+"""Each recipe as a user starts it, on stand-ins: local files with the hub's columns, a tiny model, a few responses.
 
 Only paths and sizes are overridden, so a misspelt setting, a column or a function that is not there fails here.
 """

@@ -1,4 +1,4 @@
-"""The audit of the reward and the KL study, as a person runs them after the demo."""
+"""The audit of the reward and the KL study, as a user runs them after the demo."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def evaluate(monkeypatch: pytest.MonkeyPatch) -> Any:
         state.history = [{"iteration": float(iteration), "objective/kl": 2.0 * iteration}]
         config = EvaluationConfig(**settings)
         row = nodes.evaluate_iteration(state, None, SFT, log, None, None, REWARD, config)
-        return dict(json.loads(json.dumps(row)))  # as it lies beside the checkpoints
+        return dict(json.loads(json.dumps(row)))  # as it is beside the checkpoints
 
     return evaluated
 

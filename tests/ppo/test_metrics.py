@@ -130,7 +130,7 @@ def test_rewards_are_averaged_over_responses(metrics):
 def test_scores_have_mean_sample_deviation_and_interpolated_quantiles(metrics):
     assert metrics["objective/scores"] == close(5.0 / 4)
     assert metrics["objective/scores_std"] == close(statistics.stdev(SCORES))
-    # sorted: -1, 0.5, 2, 3.5; quantile q lies at position 3 q
+    # sorted: -1, 0.5, 2, 3.5; quantile q is at position 3 q
     assert metrics["objective/scores_p05"] == close(-1.0 + 0.15 * 1.5)
     assert metrics["objective/scores_p50"] == close(1.25)
     assert metrics["objective/scores_p95"] == close(2.0 + 0.85 * 1.5)

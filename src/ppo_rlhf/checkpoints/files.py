@@ -81,7 +81,7 @@ def verify_checkpoint(directory: Path) -> dict[str, Any]:
 
 
 def verify_checkpoint_of_run(directory: Path) -> None:
-    """Check a checkpoint, and that it was written by the run whose directory it lies in.
+    """Check a checkpoint, and that it was written by the run whose directory it is in.
 
     Raises:
         CheckpointError: It is damaged, or another run wrote it.

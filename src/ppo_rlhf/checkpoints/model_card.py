@@ -80,7 +80,7 @@ def with_result(card: str, result: str) -> str | None:
 
 
 def may_write_card(folder: Path) -> bool:
-    """Return whether no README.md lies in the folder, or a card of ours."""
+    """Return whether no README.md is in the folder, or a card of ours."""
     card = folder / CARD
     return not card.exists() or BEGIN in card.read_text(encoding="utf-8", errors="replace")
 

@@ -138,7 +138,7 @@ def _best() -> set[str | None]:
 
 
 def _delete(runs: Mapping[str, Run], run_id: str, folders: list[Path], project: Path) -> None:
-    """Delete a run's folders, and in MLflow it and all that is its own, if MLflow's artifacts lie in the project."""
+    """Delete a run's folders, and in MLflow it and all that is its own, if MLflow's artifacts are in the project."""
     client, run = mlflow.MlflowClient(), runs[run_id]
     family = [each for each in runs.values() if run_id in (each.info.run_id, each.data.tags.get(MLFLOW_PARENT_RUN_ID))]
     for each in family if _artifacts(run.info.artifact_uri).is_relative_to(project) else ():

@@ -44,7 +44,7 @@ def cli() -> None:
 
 
 class RunCommand(click.Command):
-    """Kedro's `run` with the runner that repeats PPO's iteration, and with one line for each mistake of a person."""
+    """Kedro's `run` with the runner that repeats PPO's iteration, and with one line for each mistake of a user."""
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
         """Parse the options."""
@@ -80,7 +80,7 @@ def _run_options() -> list[click.Parameter]:
 
 
 def _with_one_line_errors(action: Callable[..., T], *args: Any, **options: Any) -> T:
-    """Show errors that a person can mend as lines without a traceback, and turn signals into exit codes."""
+    """Show errors that a user can mend as lines without a traceback, and turn signals into exit codes."""
     try:
         # another process has nothing to clean up, and may wait for the main one where Python handles no signal
         with raising_on_signals() if is_main_process() else nullcontext():

@@ -76,7 +76,7 @@ def diagnose(
 ) -> Iterator[Finding | str]:
     """Yield what is found of each part of a run, and the lines of its memory plan; nothing is run or written.
 
-    Without names of pipelines the whole chain is meant, or `align` where that would write a person's own SFT model.
+    Without names of pipelines the whole chain is meant, or `align` where that would write a user's own SFT model.
     """
     yield from _versions(project_path)
     yield from _devices()

@@ -1,4 +1,4 @@
-"""Errors that a person can mend, as one line each without a traceback."""
+"""Errors that a user can mend, as one line each without a traceback."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def one_line_each(error: Exception) -> list[str] | None:
 
 
 def show(lines: Callable[[], Iterable[str]]) -> None:
-    """Print a command's lines, and an error that a person can mend as lines without a traceback."""
+    """Print a command's lines, and an error that a user can mend as lines without a traceback."""
     try:
         for line in lines():
             click.echo(line)

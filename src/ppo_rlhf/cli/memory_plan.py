@@ -38,7 +38,7 @@ class Planned:
 
     @property
     def process(self) -> int:
-        """Bytes of the process itself, where it lies in the same memory as the models."""
+        """Bytes of the process itself, where it is in the same memory as the models."""
         return memory.PROCESS_BYTES if self.shape.on_cpu else 0
 
     @property

@@ -2,7 +2,7 @@
 
 Imports torch and the standard library only; knows no model, tokenizer, file, or training loop.
 
-| module | what lies there |
+| module | what is there |
 | --- | --- |
 | `responses` | lengths of sampled responses, masks from lengths |
 | `logprobs` | log-probability of chosen tokens, exact entropy, both under a temperature |
@@ -18,10 +18,10 @@ Imports torch and the standard library only; knows no model, tokenizer, file, or
 | `losses` | clipped policy and value losses |
 | `choices` | the names by which a setting chooses a formula; imports no torch |
 | `checks` | shape and range checks that the others share |
-| `errors` | every error a person can see |
+| `errors` | every error a user can see |
 
 Axes: B sequences, T response tokens (time order, padding on the right), V vocabulary; names carry them as suffixes
-(`kl_BT`). A mask is True on real tokens, except where its docstring says otherwise. Whatever lies in padding, NaN
+(`kl_BT`). A mask is True on real tokens, except where its docstring says otherwise. Whatever is in padding, NaN
 included, changes neither a value nor a gradient, and padded outputs are 0. Half precision is computed in float32;
 float64 stays float64.
 """

@@ -44,7 +44,7 @@ def generalized_advantage_estimate(
 
     Raises:
         ShapeError: shapes do not fit, or the mask has holes.
-        ConfigError: `gamma` or `lam` lies outside 0..1.
+        ConfigError: `gamma` or `lam` is outside 0..1.
 
     Source: Schulman et al. (2016), "High-Dimensional Continuous Control Using Generalized Advantage Estimation",
     eq. 16, summed to the end of the response.

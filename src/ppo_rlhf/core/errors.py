@@ -1,4 +1,4 @@
-"""Every error that a person can cause or must see: one tree, each leaf also a standard-library type.
+"""Every error that a user can cause or must see: one tree, each leaf also a standard-library type.
 
 A message says where, what was given, the rule, and the fix, in one line: the command line prints it alone.
 A new class is added only where a caller would handle it differently from its siblings.
@@ -14,7 +14,7 @@ class ConfigError(PPORLHFError, ValueError):
 
 
 class DataError(PPORLHFError, ValueError):
-    """A data file, column or row that a person gave is not acceptable."""
+    """A data file, column or row that a user gave is not acceptable."""
 
 
 class ModelError(PPORLHFError, ValueError):

@@ -47,12 +47,12 @@ def length_mask(lengths: Tensor, width: int) -> Tensor:
         bool [B, width], True on real tokens.
 
     Raises:
-        ShapeError: `lengths` is not [B], or a length lies outside 0..width.
+        ShapeError: `lengths` is not [B], or a length is outside 0..width.
     """
     check_dimensions("length_mask", "B", lengths=lengths)
     if len(lengths) and not bool(((lengths >= 0) & (lengths <= width)).all()):
         raise ShapeError(
-            f"length_mask: lengths span {int(lengths.min())}..{int(lengths.max())}; they must lie in 0..width={width}. "
+            f"length_mask: lengths span {int(lengths.min())}..{int(lengths.max())}; they must be in 0..width={width}. "
             "Give the width of the tensor that the mask is for."
         )
     return torch.arange(width, device=lengths.device) < lengths[:, None]

@@ -79,7 +79,7 @@ def overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
 
     Raises:
         ShapeError: `lengths` is not [B].
-        ConfigError: `buffer` lies outside 1..max_length.
+        ConfigError: `buffer` is outside 1..max_length.
 
     Source: Yu et al. (2025), "DAPO", arXiv:2503.14476, eq. 13, with the sign turned.
     """

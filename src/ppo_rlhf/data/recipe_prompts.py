@@ -1,4 +1,4 @@
-"""Prompts of the recipes (docs/recipes.md), made of the tables that lie on the Hugging Face hub."""
+"""Prompts of the recipes (docs/recipes.md), made of the tables that are on the Hugging Face hub."""
 
 import numpy as np
 import pandas as pd

@@ -20,7 +20,7 @@ class PretrainedModelDataset(AbstractDataset[TrainedModel, PretrainedHandle | No
     """A model directory (configuration, safetensors, tokenizer) or a hub id.
 
     Loading gives a handle; weights are read only when a node asks for them. The path itself is loaded if a config.json
-    lies there, else the newest version below it, or the one that `--load-versions` names. Saving writes a new version
+    is there, else the newest version below it, or the one that `--load-versions` names. Saving writes a new version
     below the path, whole or not at all. Example:
 
     ```yaml
@@ -75,7 +75,7 @@ class PretrainedModelDataset(AbstractDataset[TrainedModel, PretrainedHandle | No
         """Write the model and its tokenizer as a new version.
 
         Raises:
-            DatasetError: The path is missing, or is itself a model directory: a person's, never written.
+            DatasetError: The path is missing, or is itself a model directory: a user's, never written.
         """
         if self._source is None:
             raise DatasetError("A model cannot be saved: the catalog entry has no filepath.")
@@ -115,7 +115,7 @@ class PretrainedModelDataset(AbstractDataset[TrainedModel, PretrainedHandle | No
 
 
 def newest_version(source: str) -> str:
-    """Return `source` if a config.json lies there, else its newest version folder, else `source` again."""
+    """Return `source` if a config.json is there, else its newest version folder, else `source` again."""
     folder = Path(source)
     if not folder.is_dir() or (folder / "config.json").is_file():
         return source
@@ -129,7 +129,7 @@ def _versions(folder: Path) -> list[Path]:
 def _next_version(folder: Path) -> str:
     """Return the time, in milliseconds; behind the newest version's name if it would not sort behind that by itself.
 
-    So the newest version is the one written last, even if a clock was set back or a person's folder lies there.
+    So the newest version is the one written last, even if a clock was set back or a user's folder is there.
     Times of modification would not tell: a copy of the folder has others.
     """
     now, newest = generate_timestamp(), max((path.name for path in _versions(folder)), default="")

@@ -1,4 +1,4 @@
-"""A catalog entry for a table that a person gives: JSON Lines, JSON, CSV, Parquet or text, checked line by line."""
+"""A catalog entry for a table that a user gives: JSON Lines, JSON, CSV, Parquet or text, checked line by line."""
 
 import json
 from pathlib import Path
@@ -72,8 +72,8 @@ class RecordsDataset(AbstractDataset[pd.DataFrame, pd.DataFrame | None]):
         return frame if self._prepare is None else _prepared(frame, self._prepare, self._source)
 
     def save(self, data: pd.DataFrame) -> None:
-        """Refuse: a person's input is never written."""
-        raise DatasetError(f"{self._source} is an input of a person's own, which is never written.")
+        """Refuse: a user's input is never written."""
+        raise DatasetError(f"{self._source} is the user's own input, which is never written.")
 
     def preview(self) -> TablePreview:
         """Show Kedro-Viz the first rows."""

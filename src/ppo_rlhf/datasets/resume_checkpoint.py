@@ -23,7 +23,7 @@ class ResumeCheckpointDataset(AbstractDataset[NoReturn, Path | None]):
 
     Attributes:
         root: Holds the checkpoints of all runs.
-        requested: What a person asked for: None, `latest`, a checkpoint's directory, or an MLflow run id.
+        requested: What a user asked for: None, `latest`, a checkpoint's directory, or an MLflow run id.
         checkpoint: What that is, once it is known.
     """
 

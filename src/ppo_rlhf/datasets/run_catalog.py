@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 class RunCatalog:
     """A Kedro catalog with three differences.
 
-    What a run writes it reads back, whatever other runs write meanwhile. A file that it writes lies in a place of its
+    What a run writes it reads back, whatever other runs write meanwhile. A file that it writes is in a place of its
     own, `runs/<MLflow run id>/<name>` beside its usual one, to which it is copied, by a rename, as soon as it is whole.
     Kedro's catalog names the run's own file, so that hooks read it, too. A model, or another entry with versions, is
     read in the version that this run wrote; a model that it only reads in the one that was the newest as it began.

@@ -1,4 +1,4 @@
-"""Answers of a policy to a person's prompts, drawn as PPO draws its responses."""
+"""Answers of a policy to a user's prompts, drawn as PPO draws its responses."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def win_rate(outcomes: NDArray[np.float64]) -> WinRate:
 def conclude(policy: PolicyEvaluation, sft: PolicyEvaluation, *, by_trained_reward: bool) -> dict[str, Any]:
     """Return the `verdict`, by which report, model card, terminal, champion and advice go, with what it rests on.
 
-    A winner is named only if there are `MIN_PROMPTS` or more, the whole interval of the win rate lies on one side of
+    A winner is named only if there are `MIN_PROMPTS` or more, the whole interval of the win rate is on one side of
     one half, and chance alone is an unlikely cause. Of several responses to a prompt, that policy wins it which wins
     more pairs. `by_trained_reward` says that the reward that was trained is the judge.
     """

@@ -134,7 +134,7 @@ def resolve_judge(config: EvaluationConfig, project_path: Path | None = None) ->
 
     Args:
         config: The group `evaluation`.
-        project_path: Where relative paths and the person's own modules start; None is the current directory.
+        project_path: Where relative paths and the user's own modules start; None is the current directory.
 
     Raises:
         RewardError: If a named function cannot be imported.

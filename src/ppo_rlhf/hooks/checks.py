@@ -92,7 +92,7 @@ def judge_settings(
 
 
 def refuse_unread(loader: OmegaConfigLoader, datasets: set[str]) -> None:
-    """Raise ConfigError if a person gave what a command does not read; it reads these entries and `params:<group>`."""
+    """Raise ConfigError if a user gave what a command does not read; it reads these entries and `params:<group>`."""
     if problems := OwnSettings(loader).unread(datasets, pipelines):
         raise ConfigError("\n".join(problems))
 

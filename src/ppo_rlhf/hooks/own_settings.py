@@ -1,4 +1,4 @@
-"""A person's own settings (conf/local, another environment, --params) against the shipped ones of conf/base."""
+"""A user's own settings (conf/local, another environment, --params) against the shipped ones of conf/base."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class OwnSettings:
     def unread(
         self, datasets: Set[str], pipelines: Mapping[str, Pipeline], unused: Set[str] = frozenset()
     ) -> list[str]:
-        """Return one line for each name that a person gave and nothing reads; Kedro ignores such names.
+        """Return one line for each name that a user gave and nothing reads; Kedro ignores such names.
 
         What is typed must be read by this command: its groups of parameters, its catalog entries, or mlflow.yml. Files
         serve all commands: read are the names of conf/base, those that any pipeline takes as `params:name`, and those
@@ -103,9 +103,9 @@ class OwnSettings:
         return any(entry in read or "{" in entry for entry in marked)  # a pattern serves datasets of many names
 
     def demo_values(self, pipeline: Pipeline, catalog: CatalogProtocol) -> list[str]:
-        """Return one line if a run trains a person's own model with learning rates, lengths or batch sizes of the demo.
+        """Return one line if a run trains a user's own model with learning rates, lengths or batch sizes of the demo.
 
-        A value that a person set to the same number is not told apart from the demo's.
+        A value that a user set to the same number is not told apart from the demo's.
         """
         model = self._own_model()
         found = [
@@ -126,7 +126,7 @@ class OwnSettings:
         ]
 
     def unusual_values(self, pipeline: Pipeline, catalog: CatalogProtocol) -> list[str]:
-        """Return one line for each setting of PPO that a person set to an unusual value, or that saves nothing here."""
+        """Return one line for each setting of PPO that a user set to an unusual value, or that saves nothing here."""
         if "params:ppo" not in pipeline.inputs():
             return []
         from ppo_rlhf.ppo.precision import precision_warning, resolve_device  # heavy: only a run of PPO pays

@@ -111,14 +111,14 @@ def find_named(requested: str, root: Path, project_path: Path) -> Named:
     """Return the run, and the checkpoint if one is named, for a run id or a directory; nothing but the disk is asked.
 
     Args:
-        requested: The run id or path that the person gave; a path is taken from the project, or else from the working
+        requested: The run id or path that the user gave; a path is taken from the project, or else from the working
             directory.
         root: Holds the checkpoints of all runs.
         project_path: The project's directory.
 
     Raises:
         ConfigError: There is no such thing, or it lies elsewhere.
-        CheckpointError: The checkpoint is damaged, or lies in the directory of a run that did not write it.
+        CheckpointError: The checkpoint is damaged, or is in the directory of a run that did not write it.
     """
     from ppo_rlhf.checkpoints.files import checkpoint_iterations, verify_checkpoint_of_run
 

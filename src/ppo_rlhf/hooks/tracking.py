@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 VIEW = "ppo_rlhf"
 COLUMNS = json.dumps({"selectedColumns": [f"metrics.`at_a_glance/{name}`" for name in ("win_rate", "reward", "kl")]})
-GIVEN_URI = os.environ.get("MLFLOW_TRACKING_URI")  # of the person: MLflow sets the variable itself once a store is open
+GIVEN_URI = os.environ.get("MLFLOW_TRACKING_URI")  # of the user: MLflow sets the variable itself once a store is open
 
 
 class TrackingHook(MlflowHook):

@@ -107,7 +107,7 @@ def with_adapter(model: PreTrainedModel, settings: LoraSettings, generator: torc
 def check_targets(model: PreTrainedModel, settings: LoraSettings) -> None:
     """Raise `ModelError` unless an adapter fits a language model and every name is one of its layers.
 
-    The model may lie on the device `meta`, without weights. peft itself ignores names that match no layer.
+    The model may be on the device `meta`, without weights. peft itself ignores names that match no layer.
     """
     adapted = _adapted_layers(_inject(share_weights(model), settings))
     if unknown := [name for name in settings.names if not any(f".{path}".endswith(f".{name}") for path in adapted)]:
@@ -136,7 +136,7 @@ def merged(model: PreTrainedModel) -> PreTrainedModel:
     """Return a plain copy of a model with W + (alpha / r) B A in place of each W; the model stays as it is.
 
     The copy is float32 or wider: a 16-bit type of the frozen weights would round away most of a small adapter. Of a
-    4-bit model W is what the model computes with, so the copy is the policy that was trained; it lies on the CPU.
+    4-bit model W is what the model computes with, so the copy is the policy that was trained; it is on the CPU.
     """
     return _merge(copy.deepcopy(model))
 

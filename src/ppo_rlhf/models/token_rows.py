@@ -28,7 +28,7 @@ class TokenRows:
 
     @classmethod
     def of(cls, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> TokenRows:
-        """Take the padded form, which lies on the CPU."""
+        """Take the padded form, which is on the CPU."""
         slots = attention_mask.flatten().nonzero()[:, 0]
         lengths: list[int] = attention_mask.sum(-1).tolist()
         ids, positions = (values.flatten()[slots][None] for values in (input_ids, position_ids))

@@ -98,7 +98,7 @@ def make_accelerator(config: PPOConfig, device: torch.device, *, finds_unused: b
 def wrap(accelerator: Accelerator, forward: nn.Module) -> nn.Module:
     """Return a forward pass whose gradients are summed over the run's processes; of one process the pass itself.
 
-    The pass lies on its device already.
+    The pass is on its device already.
     """
     with warnings.catch_warnings():  # torch renames the option, accelerate does not know the new name yet
         warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)

@@ -1,4 +1,4 @@
-"""Checks of a person's input before a run writes anything: all problems at once, one line each.
+"""Checks of a user's input before a run writes anything: all problems at once, one line each.
 
 The checks call the functions that the nodes call, on the same inputs, so both have the same rules. A check yields
 problems, or raises one as an error of ours, which ends only this check. Inputs that the run makes itself are not
@@ -124,7 +124,7 @@ def check_settings(run: RunRequest) -> Iterator[str]:
 
 
 def check_protection(run: RunRequest) -> Iterator[str]:
-    """Find a model that the run would write outside the project's own models: it may be a person's."""
+    """Find a model that the run would write outside the project's own models: it may be a user's."""
     layer = Path(run.data_root, MODELS_LAYER)
     for name, (stage, setting, reading) in MADE_BY.items():
         if run.writes(name) and run.source(name) is not None and not run.is_ours(run.source(name)):
@@ -136,7 +136,7 @@ def check_protection(run: RunRequest) -> Iterator[str]:
 
 
 def check_demo_parts(run: RunRequest) -> Iterator[str]:
-    """Find forgotten settings by which parts of the demo, or of an earlier run, would serve a person's own policy."""
+    """Find forgotten settings by which parts of the demo, or of an earlier run, would serve a user's own policy."""
     if run.source("sft_policy") is None or not run.reads("sft_policy") or run.is_ours(run.source("sft_policy")):
         return
     policy, reward_model = map(run.shown, ("sft_policy", "reward_model"))
@@ -275,7 +275,7 @@ def _policy_reader(run: RunRequest, ppo: PPOConfig) -> PromptReader | None:
 
 
 def functions_of(run: RunRequest) -> dict[str, list[str]]:
-    """Return the person's functions as `module:name`, each with the tables whose prompts it is called with."""
+    """Return the user's functions as `module:name`, each with the tables whose prompts it is called with."""
     reward, evaluation = run.group("reward", RewardConfig), run.group("evaluation", EvaluationConfig)
     rewards = run.group("reward_modelling", RewardModellingConfig)
     tables = [name for name in PROMPTS if name in run.tables]

@@ -1,4 +1,4 @@
-"""The run that a person asks for, as the checks before it see it."""
+"""The run that a user asks for, as the checks before it see it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TABLES = ("raw_demonstrations", "raw_preferences", *PROMPTS)
 
 @dataclass
 class RunRequest:
-    """The run that a person asks for, and the inputs of theirs that could be read."""
+    """The run that a user asks for, and the inputs of theirs that could be read."""
 
     pipeline: Pipeline
     catalog: CatalogProtocol
@@ -62,7 +62,7 @@ class RunRequest:
         return path_of(self.catalog[name]) if name in self.catalog else None
 
     def shown(self, name: str) -> str:
-        """Return the source of a dataset as a person reads it: below the project relative to it."""
+        """Return the source of a dataset as a user reads it: below the project relative to it."""
         return shown(str(self.source(name)), self.project_path)
 
     @property
@@ -78,11 +78,11 @@ class RunRequest:
 
     @property
     def samples_pairs(self) -> bool:
-        """Whether the run makes the pairs of a reward model itself, for lack of a person's preferences."""
+        """Whether the run makes the pairs of a reward model itself, for lack of a user's preferences."""
         return self.writes("preferences") and self.source("raw_preferences") is None
 
     def needs(self, name: str) -> bool:
-        """Return whether the settings use an input: a reward may need no model, and a person may give the prompts."""
+        """Return whether the settings use an input: a reward may need no model, and a user may give the prompts."""
         ppo = self.group("ppo", PPOConfig)
         is_needed = {
             "reward_model": self.needs_reward_model,
@@ -108,7 +108,7 @@ class RunRequest:
         return is_used and isinstance(self.catalog.get(name), PretrainedModelDataset) and self.source(name) is None
 
     def is_ours(self, source: str | None) -> bool:
-        """Return whether a model lies below the project's own models, links followed."""
+        """Return whether a model is below the project's own models, links followed."""
         models = (self.project_path / self.data_root / MODELS_LAYER).resolve()
         return models in (self.project_path / str(source)).resolve().parents
 

@@ -42,7 +42,7 @@ def build_reward_scorer(
         batch_size: Sequences in one forward of the reward model.
         device: Of the reward model.
         dtype: Of the reward model.
-        offload: Whether the reward model waits in the host's memory and lies on the device only while it scores.
+        offload: Whether the reward model waits in the host's memory and is on the device only while it scores.
 
     Raises:
         ConfigError: No component is the reward model, and it is to be offloaded; or one is, and there is none.

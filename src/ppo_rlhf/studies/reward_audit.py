@@ -149,7 +149,7 @@ def held_out_pairs(
     """Return the preferences that reward training holds out, with their token sequences and their other columns.
 
     Args:
-        preferences: As the person gave them.
+        preferences: As the user gave them.
         tokenizer: The policy's.
         config: Names the columns, and says how pairs are held out.
         limit: Most tokens of a prompt with its response; longer pairs are left out, as in reward training.

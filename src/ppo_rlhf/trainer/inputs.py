@@ -224,7 +224,7 @@ def token_lists(rows: Any, what: str, vocabulary: int) -> list[list[int]]:
                 f"{list(tensor.shape)}"
             )
         if int(tensor.min()) < 0 or int(tensor.max()) >= vocabulary:
-            raise DataError(f"{what} {row}: token ids must lie in 0 to {vocabulary - 1}, the model's vocabulary")
+            raise DataError(f"{what} {row}: token ids must be in 0 to {vocabulary - 1}, the model's vocabulary")
         result.append(tensor.tolist())
     if not result:
         raise DataError(f"there is no {what}")

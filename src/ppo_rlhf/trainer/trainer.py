@@ -297,7 +297,7 @@ class PPOTrainer:
         """Write the policy as a plain model directory with its tokenizer, as the pipeline exports it.
 
         An adapter is merged. The moving average of the weights, if there is one, is written to the folder `ema`. The
-        model card README.md is written, too, unless a README.md of another hand lies there.
+        model card README.md is written, too, unless a README.md of another hand is there.
         """
         if is_main_process():
             folder = Path(save_directory)

@@ -82,7 +82,7 @@ def order_held_out_pairs(
 ) -> dict[str, float]:
     """Measure on which share of held-out preferences the reward agrees.
 
-    Without preferences of a person's own it is the accuracy that reward training left in the model, if the reward is
+    Without preferences of a user's own it is the accuracy that reward training left in the model, if the reward is
     that model alone; else nothing.
     """
     if raw_preferences is None:

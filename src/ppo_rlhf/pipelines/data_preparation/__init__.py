@@ -1,4 +1,4 @@
-"""Checks what a person gives and holds a part of the demonstrations out."""
+"""Checks what a user gives and holds a part of the demonstrations out."""
 
 from ppo_rlhf.pipelines.data_preparation.pipeline import create_pipeline
 

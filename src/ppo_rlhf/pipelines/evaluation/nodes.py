@@ -45,7 +45,7 @@ def choose_prompts(
     ppo: PPOConfig,
     prompts: PromptsConfig,
 ) -> tuple[pd.DataFrame | None, int]:
-    """Take the person's evaluation prompts and count those that PPO trained on; without any, those that it held out."""
+    """Take the user's evaluation prompts and count those that PPO trained on; without any, those that it held out."""
     if raw_evaluation_prompts is None:
         return evaluation_prompts, 0
     table = raw_evaluation_prompts.head(prompts.max_held_out)

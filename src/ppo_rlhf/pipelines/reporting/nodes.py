@@ -79,7 +79,7 @@ def write_report(
     """Write the report: result, table before and after, curves, advice, samples, token view, settings, next steps.
 
     Returns:
-        One HTML page that fetches nothing; plotly's script lies in it.
+        One HTML page that fetches nothing; plotly's script is in it.
     """
     sft_scores, ppo_scores, score_label = _scores(sft_evaluation, ppo_evaluation)
     accuracy = reward_model_accuracy(reward_model, reward)

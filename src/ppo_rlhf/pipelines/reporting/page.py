@@ -1,4 +1,4 @@
-"""The report as one self-contained page: plotly's script lies in the page, and nothing is fetched.
+"""The report as one self-contained page: plotly's script is in the page, and nothing is fetched.
 
 Jinja escapes every text that a model, a data file or a configuration wrote.
 """
