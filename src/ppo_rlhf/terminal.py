@@ -7,7 +7,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
-_LOST = "{} cannot be written to ({}): what is printed there is lost, the command goes on.\n"
+_LOST = "{} cannot be written to ({}): what is printed there is lost, the command continues.\n"
 
 
 def prepare_terminal() -> None:

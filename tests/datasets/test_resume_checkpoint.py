@@ -1,4 +1,4 @@
-"""The catalog entry of the checkpoint that a run goes on from."""
+"""The catalog entry of the checkpoint that a run resumes from."""
 
 from pathlib import Path
 

@@ -21,7 +21,7 @@ def test_a_run_keeps_its_first_and_its_newest_samples(tmp_path: Path):
         dataset.save(shown(iteration))
         dataset.save({})  # not due
     assert iterations() == [1, 10]
-    dataset.save(shown(5))  # it goes on from a checkpoint of iteration 3
+    dataset.save(shown(5))  # it resumes from a checkpoint of iteration 3
     assert iterations() == [1, 5]
     dataset.save(shown(1))
     assert iterations() == [1]

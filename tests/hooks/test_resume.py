@@ -562,7 +562,7 @@ def test_a_longer_run_goes_on_only_from_the_newest_checkpoint(toy: Toy):
     run_id = toy.interrupted()
     newest, older = checkpoint(toy.root, run_id, 2), checkpoint(toy.root, run_id, 1)
     line = error(toy.kedro("ppo.total_episodes=32", f"resume={older}"))
-    assert line.endswith(f"goes on only from its newest checkpoint, {newest}.")
+    assert line.endswith(f"resumes only from its newest checkpoint, {newest}.")
     with (toy.root / run_id / "run.lock").open("a") as file:  # which the refused run has not kept
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     assert json.loads((newest / "manifest.json").read_text())["iteration"] == 2

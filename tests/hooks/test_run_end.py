@@ -37,7 +37,7 @@ def test_the_newest_checkpoint_and_the_command_to_go_on(tmp_path: Path, checkpoi
         "last_checkpoint": "data/ppo_checkpoints/run/iteration_000030",
     }
     assert resume_hint(error, checkpoints, tmp_path) == (
-        "Last checkpoint: data/ppo_checkpoints/run/iteration_000030. To go on: resume=latest among the parameters"
+        "Last checkpoint: data/ppo_checkpoints/run/iteration_000030. To resume: resume=latest among the parameters"
     )
 
 
@@ -59,9 +59,9 @@ def test_no_command_to_go_on_is_named_where_the_same_input_would_fail_again(
     for folder in (checkpoints, tmp_path / "nothing"):
         line = resume_hint(wrapped, folder, tmp_path)
         assert line.endswith("would fail again; docs/resume.md says what a resumed run may change.")
-        assert "To go on" not in line
+        assert "To resume" not in line
     for mended in (RewardError("raised"), as_error(SystemExit("from outside"))):
-        assert "To go on" in resume_hint(mended, checkpoints, tmp_path)
+        assert "To resume" in resume_hint(mended, checkpoints, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def evaluation(run: Run) -> dict[str, Any]:
 
 
 def resumed(folder: Path) -> dict[str, Any]:
-    """Write a checkpoint after one iteration, and go on from the one that the other number of processes wrote."""
+    """Write a checkpoint after one iteration, and resume from the one that the other number of processes wrote."""
     run = build({})
     run.iteration()
     if is_main_process():

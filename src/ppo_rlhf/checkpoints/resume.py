@@ -93,5 +93,5 @@ def restore(state: TrainingState, directory: Path) -> None:
     read_checkpoint(directory, state)
     if is_main_process():
         if MENDABLE in others:
-            log.warning("The reward's functions were changed since %s: the run goes on with the new ones.", directory)
+            log.warning("The reward's functions were changed since %s: the run continues with the new ones.", directory)
         log.info("Resumed after iteration %d of %d from %s.", state.iteration, state.total_iterations, directory)

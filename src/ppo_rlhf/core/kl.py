@@ -65,7 +65,7 @@ class KLController(Protocol):
         """What a checkpoint must hold."""
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on from `state_dict()`'s result."""
+        """Resume from `state_dict()`'s result."""
 
 
 class FixedKLController:

@@ -135,7 +135,7 @@ class RunningMoments:
         return {"count": self.count, "mean": self.mean, "m2": self.m2}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on from `state_dict()`'s result; raise CheckpointError if it holds other keys."""
+        """Resume from `state_dict()`'s result; raise CheckpointError if it holds other keys."""
         if set(state) != {"count", "mean", "m2"}:
             raise CheckpointError(
                 f"RunningMoments.load_state_dict: got the keys {sorted(state)}; count, m2 and mean are expected. "

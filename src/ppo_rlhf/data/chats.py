@@ -49,7 +49,7 @@ def render_chat(messages: Chat, tokenizer: PreTrainedTokenizerBase, where: str, 
         messages: From `read_chat`.
         tokenizer: Its template is used.
         where: Where the chat comes from, for errors.
-        to_answer: Whether the text ends where the assistant goes on: in its last message, or at the start of a new one.
+        to_answer: Whether the text ends where the assistant continues: in its last message, or in a new one.
 
     Raises:
         DataError: The tokenizer has no template, or its template refuses the messages.

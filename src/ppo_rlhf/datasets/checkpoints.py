@@ -139,7 +139,7 @@ def read_evaluations(directory: Path, needed: Sequence[str] = RANKED_BY[:1]) -> 
             raise TypeError(f"it is not a list of rows with the numbers {', '.join(needed)}")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(
-            f"{path}: damaged ({error}). Mend it, or move it away: then the run goes on, but no longer knows which "
+            f"{path}: damaged ({error}). Mend it, or move it away: then the run continues, but no longer knows which "
             "checkpoint was its best, and may delete it"
         ) from None
     return rows

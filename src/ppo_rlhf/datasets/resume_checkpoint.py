@@ -1,4 +1,4 @@
-"""The catalog entry for the checkpoint that a run goes on from."""
+"""The catalog entry for the checkpoint that a run resumes from."""
 
 from pathlib import Path
 from typing import Any, NoReturn
@@ -36,7 +36,7 @@ class ResumeCheckpointDataset(AbstractDataset[NoReturn, Path | None]):
         self._is_resolved = False
 
     def resolve(self, checkpoint: Path | None) -> None:
-        """Set what the run goes on from; None starts at the beginning."""
+        """Set what the run resumes from; None starts at the beginning."""
         self.checkpoint, self._is_resolved = checkpoint, True
 
     def load(self) -> Path | None:

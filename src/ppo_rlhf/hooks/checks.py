@@ -109,7 +109,7 @@ def check_runner(run_params: Mapping[str, Any], pipeline: Pipeline) -> None:
     if run_params.get("only_missing_outputs"):
         raise ConfigError(
             "--only-missing-outputs would train and leave out the export of the policy, as files of an earlier run "
-            "are there: drop it. `--params resume=latest` goes on with a run, and does no finished stage again."
+            "are there: drop it. `--params resume=latest` continues a run without repeating finished stages."
         )
     if run_params["runner"] != str(LoopRunner()):
         raise ConfigError(

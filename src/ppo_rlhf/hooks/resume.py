@@ -48,11 +48,11 @@ Change = tuple[str, str]
 
 @dataclass(frozen=True)
 class Resumption:
-    """A run that goes on.
+    """A resumed run.
 
     Attributes:
         run: The MLflow run, as it was left.
-        checkpoint: The checkpoint that it goes on from; None: from its beginning.
+        checkpoint: The checkpoint that it resumes from; None: from its beginning.
         lock: The locked file of the run's directory.
         changes: The settings that changed and may, by their name in a tag.
     """
@@ -63,7 +63,7 @@ class Resumption:
     changes: dict[str, Change] = field(default_factory=dict)
 
     def say(self, project_path: Path) -> None:
-        """Log the checkpoint that the run goes on from, and each change."""
+        """Log the checkpoint that the run resumes from, and each change."""
         where = "its beginning: it has no checkpoint yet"
         if self.checkpoint is not None:
             where = shown(self.checkpoint, project_path)
@@ -175,7 +175,7 @@ def find_resumption(
                 continue  # another process has gone on with it meanwhile
             refused, changes = differences(this, run)
             if refused and named is None:
-                left = "was started otherwise and is left: %s. With its own settings resume=%s goes on."
+                left = "was started otherwise and is left: %s. With its own settings resume=%s continues it."
                 logger.info(f"resume={requested}: MLflow run %s {left}", run_id, "; ".join(refused), run_id)
                 continue
             if refused:
@@ -187,7 +187,7 @@ def find_resumption(
             checkpoint = (named[1] if named else None) or newest
             if "total_episodes" in changes and checkpoint != newest:
                 raise ConfigError(
-                    f"resume={requested}: with another ppo.total_episodes a run goes on only from its newest "
+                    f"resume={requested}: with another ppo.total_episodes a run resumes only from its newest "
                     f"checkpoint, {newest}."
                 )
             refusal.pop_all()

@@ -1,4 +1,4 @@
-"""The end of a run that failed or was stopped: the reason, its last checkpoint, and the command that goes on."""
+"""The end of a run that failed or was stopped: the reason, its last checkpoint, and the command that resumes it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ppo_rlhf.processes import process_count
 ERROR = "error"
 LAST_CHECKPOINT = "last_checkpoint"
 END_TAGS = frozenset({ERROR, LAST_CHECKPOINT})
-"""Tags of a run that was interrupted; a run that goes on loses them."""
+"""Tags of a run that was interrupted; a resumed run loses them."""
 MOST_TEXT = 500
 
 
@@ -35,7 +35,7 @@ def end_tags(error: BaseException, checkpoints: Path | None, project_path: Path)
 
 
 def resume_hint(error: BaseException, checkpoints: Path, project_path: Path) -> str:
-    """Return the line that names the last checkpoint and the command that goes on from it, if one can."""
+    """Return the line that names the last checkpoint and the command that resumes from it, if one can."""
     last = last_checkpoint(error, checkpoints)
     if _divergence(error) is None:
         where = "There is no checkpoint yet" if last is None else f"Last checkpoint: {shown(last, project_path)}"
@@ -44,7 +44,7 @@ def resume_hint(error: BaseException, checkpoints: Path, project_path: Path) -> 
         if is_training or isinstance(own, ConfigError | DataError | ModelError):
             again = "The same models, data and settings would fail again"
             return f"{where}. {again}; docs/resume.md says what a resumed run may change."
-        return f"{where}. To go on: {resume_command(sys.argv)}"
+        return f"{where}. To resume: {resume_command(sys.argv)}"
     where = "No checkpoint is known to be good" if last is None else f"Last good one: {shown(last, project_path)}"
     return f"{where}. With the same settings training would diverge again; see docs/resume.md, When training diverges."
 

@@ -45,11 +45,11 @@ BEST = "best_checkpoint"
 ERROR, OF_SFT = "_se", "_sft"  # ends of metrics' keys
 PATIENCE, PATIENCE_AT_THE_END = 5.0, 30.0
 """Seconds to wait for a tracking server that may not answer. A stopped run waits less: its metrics are in the last
-checkpoint, too, and the run that goes on sends them."""
+checkpoint, too, and the resumed run sends them."""
 
 
 class RunLog:
-    """Gives MLflow what one run measures and makes; a run that goes on only sends what MLflow lacks."""
+    """Gives MLflow what one run measures and makes; a resumed run only sends what MLflow lacks."""
 
     def __init__(self, run_id: str, pipeline: Pipeline, catalog: CatalogProtocol, *, is_resumed: bool = False) -> None:
         """Log to the MLflow run with this id."""

@@ -178,7 +178,7 @@ class TrackingHook(MlflowHook):
     def _resumption(
         self, this: RunDescription, entry: ResumeCheckpointDataset, named: Named | None
     ) -> Resumption | None:
-        """Return the run that goes on, locked; None for a new run."""
+        """Return the resumed run, locked; None for a new run."""
         from ppo_rlhf.hooks.resume import find_resumption
 
         if entry.requested is not None:

@@ -16,7 +16,7 @@ from ppo_rlhf.names import RESUME_CHECKPOINT, RUN_ID
 
 
 def announce(run_id: str, checkpoint: Path | None, folder: Path | None = None) -> None:
-    """Tell the other processes the run's id, the checkpoint that it goes on from, and its folder; in the main process.
+    """Tell the other processes the run's id, the checkpoint that it resumes from, and its folder; in the main process.
 
     Raises:
         LaunchError: A process does not see the folder.

@@ -41,7 +41,7 @@ class WeightAverage:
         return averaged
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Go on from saved weights.
+        """Resume from saved weights.
 
         Raises:
             ValueError: Names or shapes differ.

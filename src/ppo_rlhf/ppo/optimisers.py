@@ -70,7 +70,7 @@ def saved_moments(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], 
 
 
 def load_moments(optimizer: torch.optim.Optimizer, moments: Mapping[str, Tensor], groups: list[dict[str, Any]]) -> None:
-    """Go on from what `saved_moments` returned.
+    """Resume from what `saved_moments` returned.
 
     Raises:
         KeyError, RuntimeError, ValueError: They belong to other parameters.

@@ -188,7 +188,7 @@ class TrainingState:
         return {**{name: part.state_dict() for name, part in self._parts()}, "early_stops": self.early_stops}
 
     def load_extra_state(self, extra: dict[str, Any]) -> None:
-        """Go on from `extra_state()`'s result.
+        """Resume from `extra_state()`'s result.
 
         Raises:
             CheckpointError: It holds other keys, or parts of another kind.
