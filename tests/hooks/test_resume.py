@@ -226,7 +226,7 @@ def test_latest_takes_the_newest_run_with_these_settings_and_names_those_that_it
     assert toy.get(meant).info.status == "FINISHED"
     assert toy.get(other).info.status == "RUNNING"
     left = "was started otherwise and is left: ppo.kl_coef (0.5 before, 0.05 now)"
-    line = f"resume=latest: MLflow run {other} {left}. With its own settings resume={other} goes on."
+    line = f"resume=latest: MLflow run {other} {left}. With its own settings resume={other} continues it."
     assert caplog.messages.count(line) == 1
     caplog.clear()
     with caplog.at_level(logging.INFO):
