@@ -339,11 +339,17 @@ def test_a_function_that_leaves_mlflow_with_another_store_experiment_and_run_doe
     assert len(mlflow.search_logged_models([run.info.experiment_id], output_format="list")) == 1
 
 
-def test_a_run_whose_end_cannot_be_recorded_is_done_and_says_so_in_one_line(kedro: Kedro, toy_project: Path):
-    with contextlib.closing(sqlite3.connect(toy_project / "mlflow.db")) as database:  # as a full disk would
-        refusal = "SELECT RAISE(ABORT, 'database or disk is full')"
-        database.execute(f"CREATE TRIGGER full BEFORE UPDATE OF status ON runs BEGIN {refusal}; END")
+def refuse_to_record(project: Path, *what: str) -> None:
+    """Make the store refuse some changes, as a full disk would."""
+    with contextlib.closing(sqlite3.connect(project / "mlflow.db")) as database:
+        for number, change in enumerate(what):
+            refusal = "SELECT RAISE(ABORT, 'database or disk is full')"
+            database.execute(f"CREATE TRIGGER full_{number} BEFORE {change} BEGIN {refusal}; END")
         database.commit()
+
+
+def test_a_run_whose_end_cannot_be_recorded_is_done_and_says_so_in_one_line(kedro: Kedro, toy_project: Path):
+    refuse_to_record(toy_project, "UPDATE OF status ON runs")
     result = kedro(toy_project, "run", "--pipelines", "align")
     assert result.exit_code == 1
     (line,) = result.stderr.splitlines()
@@ -579,15 +585,6 @@ def test_a_database_that_is_being_made_has_another_name(
     assert "mlflow.db cannot be used: no more" in kedro(toy_project, "run", "--pipelines", "align").stderr
     assert seen == []
     assert not list(toy_project.glob(".mlflow.db*"))
-
-
-def refuse_to_record(project: Path, *what: str) -> None:
-    """Make the store refuse some changes, as a full disk would."""
-    with contextlib.closing(sqlite3.connect(project / "mlflow.db")) as database:
-        for number, change in enumerate(what):
-            refusal = "SELECT RAISE(ABORT, 'database or disk is full')"
-            database.execute(f"CREATE TRIGGER full_{number} BEFORE {change} BEGIN {refusal}; END")
-        database.commit()
 
 
 def test_a_full_disk_while_a_run_fails_does_not_hide_why_it_failed(

@@ -42,11 +42,8 @@ def _lines(project: Path, keep: int, is_deleting: bool, env: str | None) -> Iter
     from ppo_rlhf.datasets.run_catalog import file_of, is_model  # heavy: other commands do not wait for it
 
     session: Any = KedroSession.create(project, env=env)
-    with (
-        session,
-        one_at_a_time(project),
-        store_errors_as_config_errors("kedro clean did not finish"),
-    ):  # no run starts meanwhile
+    # one_at_a_time: no run starts meanwhile
+    with session, one_at_a_time(project), store_errors_as_config_errors("kedro clean did not finish"):
         context = session.load_context()
         mlflow.set_tracking_uri(existing_store(context.mlflow))
         catalog = context.catalog  # which is made anew at each access

@@ -33,17 +33,14 @@ class BestOfNConfig:
 
 
 def sample_best_of_n(policy: PreTrainedModel, evaluator: Evaluator, config: BestOfNConfig) -> pd.DataFrame:
-    """Sample and score the responses with the prompts, reward and judge of an evaluator; processes share the work.
+    """Sample and score the responses with an evaluator; processes share the work.
 
     Returns:
         One row per response, as `PolicyEvaluation.to_frame` has it, with its prompt's number; the rows of a prompt are
         together.
     """
     numbers = [number for number in range(min(len(evaluator.prompts), config.prompts)) for _ in range(config.samples)]
-    sampler = replace(
-        evaluator, prompts=evaluator.prompts.select(numbers), seed=config.seed, batch_size=config.batch_size
-    )
-    evaluation = sampler.evaluate(policy, None)
+    evaluation = replace(evaluator, prompts=evaluator.prompts.select(numbers)).evaluate(policy, None)
     frame = evaluation.to_frame()
     frame.insert(0, PROMPT, numbers)
     return frame

@@ -25,7 +25,7 @@ PROBE_ERRORS = (TypeError, ValueError, RuntimeError, NotImplementedError, Attrib
 """What models raise when they are asked for something that they do not know."""
 
 Found = TypeVar("Found")
-_found: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()
+_found: WeakKeyDictionary[nn.Module, dict[Callable[..., Any], Any]] = WeakKeyDictionary()
 
 
 def probed_once(probe: Callable[[PreTrainedModel], Found]) -> Callable[[PreTrainedModel], Found]:
@@ -34,9 +34,9 @@ def probed_once(probe: Callable[[PreTrainedModel], Found]) -> Callable[[PreTrain
     @wraps(probe)
     def found(model: PreTrainedModel) -> Found:
         known = _found.setdefault(model, {})
-        if probe.__name__ not in known:
-            known[probe.__name__] = probe(model)
-        return cast(Found, known[probe.__name__])
+        if probe not in known:
+            known[probe] = probe(model)
+        return cast(Found, known[probe])
 
     return found
 

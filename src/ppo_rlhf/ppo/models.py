@@ -212,17 +212,22 @@ def sampling_settings(
         temperature=config.temperature,
         top_k=config.top_k,
         top_p=config.top_p,
-        stop_token_ids=stop_token_ids(
-            tokenizer,
-            policy.generation_config,
-            stop_token=config.stop_token,
-            stop_token_id=config.stop_token_id,
-            vocabulary=policy.config.get_text_config().vocab_size,
-        ),
+        stop_token_ids=stops_of(config, tokenizer, policy),
         pad_token_id=int(tokenizer.pad_token_id),
         min_response_length=config.min_response_length,
         environment=_environment(config, tokenizer),
         turn_length=config.turn_length,
+    )
+
+
+def stops_of(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, policy: PreTrainedModel) -> tuple[int, ...]:
+    """Return the ids that end a response of a policy, ascending."""
+    return stop_token_ids(
+        tokenizer,
+        policy.generation_config,
+        stop_token=config.stop_token,
+        stop_token_id=config.stop_token_id,
+        vocabulary=policy.config.get_text_config().vocab_size,
     )
 
 

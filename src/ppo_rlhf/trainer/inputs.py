@@ -24,7 +24,7 @@ from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.models.offloading import to_host
 from ppo_rlhf.models.reward_model import why_no_reward_model
 from ppo_rlhf.models.tokenizers import ensure_pad_id, ensure_pad_token, same_vocabulary
-from ppo_rlhf.ppo.models import sampling_settings
+from ppo_rlhf.ppo.models import stops_of
 from ppo_rlhf.ppo.precision import frozen_dtype
 from ppo_rlhf.ppo.sampling import Responses, SamplingSettings
 from ppo_rlhf.rewards.config import RewardComponentConfig, RewardConfig
@@ -242,7 +242,7 @@ def without_padding(
         DataError: Elsewhere such a pad token may be padding or not; or `token_lists` refuses a row.
     """
     vocabulary = model.config.get_text_config().vocab_size
-    ends = sampling_settings(config, tokenizer, model).stop_token_ids
+    ends = stops_of(config, tokenizer, model)
     ids, pad = token_lists(rows, what, vocabulary), tokenizer.pad_token_id
     lasts = [len(list(takewhile(pad.__eq__, reversed(row)))) for row in ids]
     firsts = [len(list(takewhile(pad.__eq__, row[: len(row) - last]))) for row, last in zip(ids, lasts, strict=True)]

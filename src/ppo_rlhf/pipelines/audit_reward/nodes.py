@@ -38,9 +38,16 @@ def sample_responses(
     tokenizer = sft_policy.tokenizer()
     prompts = min(best_of_n.prompts, len(evaluation_prompt_dataset))
     log.info("Sampling %d responses to each of %d prompts from the SFT policy …", best_of_n.samples, prompts)
-    sampling = sampling_settings(ppo_config, tokenizer, policy)
-    scoring = reward_scorer, resolve_judge(evaluation)
-    evaluator = Evaluator(tokenizer, evaluation_prompt_dataset, *scoring, ppo_config, sampling, best_of_n.seed)
+    evaluator = Evaluator(
+        tokenizer,
+        evaluation_prompt_dataset,
+        reward_scorer,
+        resolve_judge(evaluation),
+        ppo_config,
+        sampling_settings(ppo_config, tokenizer, policy),
+        seed=best_of_n.seed,
+        batch_size=best_of_n.batch_size,
+    )
     return sampled.sample_best_of_n(policy, evaluator, best_of_n)
 
 
