@@ -46,6 +46,17 @@ CASES: dict[str, dict[str, Any]] = {
     "early stop": {"target_kl": 1e-4},
     "gradient checkpointing": {"gradient_checkpointing": True},
 }
+BY_TWO = (
+    "aggregation token_mean",
+    "shared trunk, critic first",
+    "LoRA",
+    "token budget",
+    "running normalisation, adaptive KL",
+    "several responses a prompt, masked",
+    "turns",
+    "early stop",
+)
+"""Cases that two processes run in the default tests; four processes run all."""
 BY_THREE = ("aggregation token_mean", "shared trunk", "LoRA")
 """Cases that three processes run, with a number of responses that three divides."""
 MEASURED = ("time/", "throughput/", "memory/")
@@ -110,11 +121,11 @@ def resumed(folder: Path) -> dict[str, Any]:
 
 
 def main(path: Path, folder: Path) -> None:
-    """Run all cases and write the main process's results; the others must have the same."""
+    """Run this number's cases and write the main process's results; the other processes must have the same."""
     if process_count() == 3:
         found = {name: results(CASES[name], responses=12) for name in BY_THREE}
     else:
-        found = {name: results(settings) for name, settings in CASES.items()}
+        found = {name: results(CASES[name]) for name in (BY_TWO if process_count() == 2 else CASES)}
         found["evaluation"] = evaluation(build({}))
         found["resumed"] = resumed(folder)
         found["supervised"] = process_case.results(folder)

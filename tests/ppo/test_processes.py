@@ -58,7 +58,7 @@ def differences(found: Any, expected: Any, path: str = "", close: float = CLOSE)
     return [] if found == expected else [f"{path}: {found} {expected}"]
 
 
-@pytest.mark.parametrize("name", process_cases.CASES)
+@pytest.mark.parametrize("name", process_cases.BY_TWO)
 def test_two_processes_give_the_tokens_losses_and_weights_of_one(by_two, name):
     expected = json.loads(json.dumps(process_cases.results(process_cases.CASES[name])))
     assert not differences(by_two[name], expected)
