@@ -229,6 +229,18 @@ def on_main(function: Callable[[], T]) -> T:
     return outcome  # type: ignore[return-value]
 
 
+def after_main(function: Callable[[], T]) -> T:
+    """Call the function on the main process first, then on the others, which find on disk what it keeps there.
+
+    Raises:
+        PPORLHFError: The function raised it on the main process; every process raises it.
+    """
+    if process_count() == 1:
+        return function()
+    on_main(lambda: function() and None)
+    return function()
+
+
 def any_process(flag: bool) -> bool:
     """Return whether the flag is True in at least one process; all processes get the same answer."""
     return any(from_all(flag))

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
+import pyarrow.compute as pc
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 PROMPT_COLUMNS = ("prompt", "prompt_ids")
 """Columns of the stored table that are not the user's."""
@@ -16,30 +21,43 @@ PROMPT_COLUMNS = ("prompt", "prompt_ids")
 
 @dataclass(frozen=True)
 class PromptDataset:
-    """Tokenised prompts with the columns that reward functions are called with. Row i of every list is one prompt."""
+    """Tokenised prompts with the columns that reward functions are called with. Row i of every column is one prompt.
 
-    prompt_ids: list[list[int]]
-    texts: list[str]
-    columns: dict[str, list[Any]]
+    The columns are lists, or those of a `datasets.Dataset`, which stay on disk until rows are selected.
+    """
+
+    prompt_ids: Sequence[list[int]]
+    texts: Sequence[str]
+    columns: Mapping[str, Sequence[Any]]
+
+    @classmethod
+    def of_table(cls, table: Dataset) -> PromptDataset:
+        """Return the prompts of a table with `prompt`, `prompt_ids` and the other columns."""
+        others = [name for name in table.column_names if name not in PROMPT_COLUMNS]
+        return cls(table["prompt_ids"], table["prompt"], {name: table[name] for name in others})
 
     def __len__(self) -> int:
         return len(self.prompt_ids)
 
+    @cached_property
+    def lengths(self) -> list[int]:
+        """Tokens of each prompt."""
+        if isinstance(self.prompt_ids, list):
+            return [len(ids) for ids in self.prompt_ids]
+        return prompt_lengths(self.prompt_ids.source)  # type: ignore[attr-defined]  # a column of `datasets`
+
     def select(self, indices: Sequence[int]) -> PromptDataset:
-        """Return the rows at `indices`, in that order; an index may come more than once."""
-        return PromptDataset(
-            [self.prompt_ids[i] for i in indices],
-            [self.texts[i] for i in indices],
-            {name: [values[i] for i in indices] for name, values in self.columns.items()},
-        )
+        """Return the rows at `indices`, in that order and in memory; an index may come more than once."""
+        columns = {name: _rows(values, indices) for name, values in self.columns.items()}
+        return PromptDataset(_rows(self.prompt_ids, indices), _rows(self.texts, indices), columns)
 
     def to_frame(self) -> pd.DataFrame:
         """Return a table with `prompt`, `prompt_ids` and the other columns, whose values are JSON.
 
-        Parquet has no type for columns of nested or mixed values. A date, say, which JSON lacks as well, becomes text.
+        Parquet has no type for columns of nested or mixed values. What JSON lacks, for example a date, becomes text.
         """
         others = {name: [as_json(value) for value in values] for name, values in self.columns.items()}
-        return pd.DataFrame({**others, "prompt": self.texts, "prompt_ids": self.prompt_ids})
+        return pd.DataFrame({**others, "prompt": list(self.texts), "prompt_ids": list(self.prompt_ids)})
 
     @classmethod
     def from_frame(cls, frame: pd.DataFrame) -> PromptDataset:
@@ -47,6 +65,18 @@ class PromptDataset:
         names = map(str, frame.columns.drop(list(PROMPT_COLUMNS)))
         columns = {name: [json.loads(value) for value in frame[name]] for name in names}
         return cls([[int(i) for i in ids] for ids in frame["prompt_ids"]], frame["prompt"].tolist(), columns)
+
+
+def prompt_lengths(table: Dataset) -> list[int]:
+    """Return the tokens of each row's `prompt_ids`; the tokens stay on disk."""
+    batches = table.select_columns(["prompt_ids"]).with_format("arrow").iter(batch_size=10_000)
+    return [length for batch in batches for length in pc.list_value_length(batch["prompt_ids"]).to_pylist()]
+
+
+def _rows(values: Sequence[Any], indices: Sequence[int]) -> list[Any]:
+    if isinstance(values, list | tuple):
+        return [values[i] for i in indices]
+    return list(values[list(indices)])  # type: ignore[call-overload]  # a column of `datasets` is read at once
 
 
 def as_json(value: Any, *, sort_keys: bool = False) -> str:

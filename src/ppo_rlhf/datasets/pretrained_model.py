@@ -10,7 +10,7 @@ from kedro_datasets._typing import JSONPreview
 
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
-from ppo_rlhf.paths import expand_home
+from ppo_rlhf.paths import expand_home, restore_hub_name
 from ppo_rlhf.whole_files import written_whole
 
 _PREVIEWED = ("architectures", "model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -53,7 +53,7 @@ class PretrainedModelDataset(AbstractDataset[TrainedModel, PretrainedHandle | No
         """
         if not isinstance(trust_remote_code, bool):  # a text such as "false" would count as true
             raise ConfigError(f"trust_remote_code is true or false, without quotes; given was {trust_remote_code!r}")
-        self._source = None if filepath is None else _restore_hub_id(expand_home(str(filepath)))
+        self._source = None if filepath is None else restore_hub_name(expand_home(str(filepath)))
         self._trust_remote_code = trust_remote_code
         self._saved: Path | None = None  # another run may write a newer version: a session reads what it wrote
         self._version = version
@@ -135,19 +135,3 @@ def _next_version(folder: Path) -> str:
     now, newest = generate_timestamp(), max((path.name for path in _versions(folder)), default="")
     names = (now, f"{newest.partition('+')[0]}+{now}", f"{newest}+")
     return next(name for name in names if name > newest)
-
-
-def _restore_hub_id(filepath: str) -> str:
-    """Undo what Kedro does to a hub id: it makes every relative `filepath` absolute below the project.
-
-    `name` and `organisation/name` are taken as hub ids where neither they nor their first part exist in the project.
-    """
-    path = Path(filepath)
-    if not path.is_absolute() or path.exists():
-        return filepath
-    for depth, parent in enumerate(list(path.parents)[:2], start=1):
-        if (parent / "pyproject.toml").is_file():
-            return "/".join(path.parts[-depth:])
-        if parent.exists():
-            break
-    return filepath
