@@ -17,7 +17,7 @@ def expand_home(filepath: str) -> str:
 def restore_hub_name(filepath: str) -> str:
     """Undo what Kedro does to a name on the hub: it makes every relative `filepath` absolute below the project.
 
-    `name` and `organisation/name` are taken as names on the hub where neither they nor their first part exist in the project.
+    `name` and `organisation/name` are names on the hub where neither they nor their first part exist in the project.
     """
     path = Path(filepath)
     if not path.is_absolute() or path.exists():

@@ -40,14 +40,14 @@ def message_of(path, **options) -> str:
 def test_chats_are_lists_of_messages_whatever_the_format(tmp_path, ending):
     rows = [{"prompt": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]}]
     frame = RecordsDataset(str(write(tmp_path / f"chats.{ending}", rows))).load()
-    assert frame.to_dict("records") == rows
+    assert frame.to_list() == rows
     assert type(frame["prompt"][0]) is list
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "json", "csv", "parquet"])
 def test_every_format_gives_the_same_rows(tmp_path, ending):
     frame = RecordsDataset(str(write(tmp_path / f"rows.{ending}"))).load()
-    assert frame.to_dict("records") == ROWS
+    assert frame.to_list() == ROWS
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "json", "csv", "parquet"])
@@ -62,7 +62,7 @@ def test_a_missing_value_is_none_and_leaves_the_others_as_they_are(tmp_path, end
         pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a", "b", "c"], "answer": numbers}), path)
     else:
         write(path, rows)
-    found = RecordsDataset(str(path)).load()["answer"].tolist()
+    found = RecordsDataset(str(path)).load()["answer"][:]
     assert found == [3, None, 2**53 + 1]
     assert [type(value) for value in found] == [int, type(None), int]
 
@@ -83,7 +83,7 @@ def test_a_missing_value_is_none_and_leaves_the_others_as_they_are(tmp_path, end
 def test_a_cell_of_csv_is_what_stands_there_and_a_column_of_numbers_is_numbers(tmp_path, cells, expected):
     path = tmp_path / "rows.csv"
     path.write_text("label,other\n" + "".join(f"{cell},x\n" for cell in cells))
-    found = RecordsDataset(str(path)).load()["label"].tolist()
+    found = RecordsDataset(str(path)).load()["label"][:]
     assert found == expected
     assert [type(value) for value in found] == [type(value) for value in expected]
 
@@ -93,7 +93,7 @@ def test_columns_of_csv_that_are_read_as_text_are_text_even_if_all_of_it_is_digi
     path = tmp_path / "rows.csv"
     path.write_text(",".join([*names, "label"]) + "\n" + "1,2,3,4,5,6,7\n" * 2)
     frame = RecordsDataset(str(path), text_column="question").load()
-    assert frame.to_dict("records") == [dict(zip(names, "123456", strict=True)) | {"label": 7}] * 2
+    assert frame.to_list() == [dict(zip(names, "123456", strict=True)) | {"label": 7}] * 2
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "json"])
@@ -101,31 +101,31 @@ def test_half_of_a_surrogate_pair_is_damage_and_a_whole_one_is_text(tmp_path, en
     path = tmp_path / f"rows.{ending}"
     row = '{"prompt": "%s"}'
     path.write_text(row % r"\uD83D\uDE00" if ending == "jsonl" else "[" + row % r"\uD83D\uDE00" + "]")
-    assert RecordsDataset(str(path)).load()["prompt"].tolist() == ["\U0001f600"]
+    assert RecordsDataset(str(path)).load()["prompt"][:] == ["\U0001f600"]
     path.write_text(row % r"half \uD83D" if ending == "jsonl" else "[" + row % r"half \uD83D" + "]")
     assert "is damaged, it has half of a surrogate pair" in message_of(path)
 
 
 def test_numbers_of_two_kinds_stay_as_they_are(tmp_path):
-    found = RecordsDataset(str(write(tmp_path / "rows.jsonl", [{"x": 3}, {"x": 2.5}]))).load()["x"].tolist()
+    found = RecordsDataset(str(write(tmp_path / "rows.jsonl", [{"x": 3}, {"x": 2.5}]))).load()["x"][:]
     assert [type(value) for value in found] == [int, float]
 
 
 def test_plain_text_has_one_row_a_line_under_the_column_asked_for(tmp_path):
     (tmp_path / "prompts.txt").write_bytes("﻿once upon\r\n\r\n  twice\n".encode())
     frame = RecordsDataset(str(tmp_path / "prompts.txt"), text_column="prompt").load()
-    assert frame.to_dict("list") == {"prompt": ["once upon", "  twice"]}
+    assert frame.to_dict() == {"prompt": ["once upon", "  twice"]}
 
 
 def test_a_path_may_begin_at_the_home_directory(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     write(tmp_path / "rows.jsonl")
-    assert RecordsDataset("/project/~/rows.jsonl").load().to_dict("records") == ROWS  # as Kedro hands it on
+    assert RecordsDataset("/project/~/rows.jsonl").load().to_list() == ROWS  # as Kedro hands it on
 
 
 def test_nested_values_come_through(tmp_path):
     rows = [{"messages": [{"role": "user", "content": "hi"}]}]
-    assert RecordsDataset(str(write(tmp_path / "chats.jsonl", rows))).load().to_dict("records") == rows
+    assert RecordsDataset(str(write(tmp_path / "chats.jsonl", rows))).load().to_list() == rows
 
 
 def test_an_input_that_was_not_given_is_none():
@@ -209,18 +209,18 @@ def test_the_preview_is_a_table_of_the_first_rows_that_json_can_hold(tmp_path):
 
 
 def shout(table):
-    return table.assign(prompt=table["prompt"].str.upper())
+    return table.map(lambda row: {"prompt": row["prompt"].upper()})
 
 
 def nothing(table):
-    return table.head(0)
+    return table.select([])
 
 
 def test_a_function_of_ones_own_makes_the_table_that_is_wanted(tmp_path):
     path = write(tmp_path / "rows.jsonl")
     table = RecordsDataset(str(path), prepare=f"{__name__}:shout").load()
-    assert table["prompt"].tolist() == ["ONCE UPON", "ÜNÏCODE ✓"]
-    assert table["label"].tolist() == [1, 0]
+    assert table["prompt"][:] == ["ONCE UPON", "ÜNÏCODE ✓"]
+    assert table["label"][:] == [1, 0]
     assert "nothing returned no rows" in message_of(path, prepare=f"{__name__}:nothing")
     other = write(tmp_path / "other.jsonl", [{"text": "a"}])
     assert "shout raised KeyError: 'prompt'" in message_of(other, prepare=f"{__name__}:shout")
@@ -236,7 +236,7 @@ def test_a_file_on_the_hub_is_read_from_its_copy_in_the_cache(tmp_path, monkeypa
     write(repository / f"snapshots/{commit}/data/train-0.parquet")
     for address in ("org/set/data/train-0.parquet", "org/set@v2/data/train-0.parquet"):
         dataset = RecordsDataset(f"hf://datasets/{address}", prepare=f"{__name__}:shout")
-        assert dataset.load()["prompt"].tolist() == ["ONCE UPON", "ÜNÏCODE ✓"]
+        assert dataset.load()["prompt"][:] == ["ONCE UPON", "ÜNÏCODE ✓"]
         assert dataset._describe() == {"filepath": f"hf://datasets/{address}"}
         assert dataset.preview()["data"] == []
 

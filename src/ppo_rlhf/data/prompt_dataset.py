@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -23,18 +23,19 @@ PROMPT_COLUMNS = ("prompt", "prompt_ids")
 class PromptDataset:
     """Tokenised prompts with the columns that reward functions are called with. Row i of every column is one prompt.
 
-    The columns are lists, or those of a `datasets.Dataset`, which stay on disk until rows are selected.
+    A column of a `datasets.Dataset` serves as a list: its values stay on disk until rows are selected.
     """
 
-    prompt_ids: Sequence[list[int]]
-    texts: Sequence[str]
-    columns: Mapping[str, Sequence[Any]]
+    prompt_ids: list[list[int]]
+    texts: list[str]
+    columns: dict[str, list[Any]]
 
     @classmethod
     def of_table(cls, table: Dataset) -> PromptDataset:
         """Return the prompts of a table with `prompt`, `prompt_ids` and the other columns."""
+        lists: Any = table  # of its columns only what lists have, too, is used
         others = [name for name in table.column_names if name not in PROMPT_COLUMNS]
-        return cls(table["prompt_ids"], table["prompt"], {name: table[name] for name in others})
+        return cls(lists["prompt_ids"], lists["prompt"], {name: lists[name] for name in others})
 
     def __len__(self) -> int:
         return len(self.prompt_ids)
@@ -44,7 +45,7 @@ class PromptDataset:
         """Tokens of each prompt."""
         if isinstance(self.prompt_ids, list):
             return [len(ids) for ids in self.prompt_ids]
-        return prompt_lengths(self.prompt_ids.source)  # type: ignore[attr-defined]  # a column of `datasets`
+        return prompt_lengths(self.prompt_ids.source)
 
     def select(self, indices: Sequence[int]) -> PromptDataset:
         """Return the rows at `indices`, in that order and in memory; an index may come more than once."""
@@ -73,10 +74,9 @@ def prompt_lengths(table: Dataset) -> list[int]:
     return [length for batch in batches for length in pc.list_value_length(batch["prompt_ids"]).to_pylist()]
 
 
-def _rows(values: Sequence[Any], indices: Sequence[int]) -> list[Any]:
-    if isinstance(values, list | tuple):
-        return [values[i] for i in indices]
-    return list(values[list(indices)])  # type: ignore[call-overload]  # a column of `datasets` is read at once
+def _rows(values: Any, indices: Sequence[int]) -> list[Any]:
+    # a column of `datasets` gives many rows at once
+    return [values[i] for i in indices] if isinstance(values, list) else list(values[list(indices)])
 
 
 def as_json(value: Any, *, sort_keys: bool = False) -> str:

@@ -14,6 +14,7 @@ from ppo_rlhf.config.settings_group import Seed, settings_group
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.data.chats import CONVERSATIONS, read_text_or_chat, render_chat, without_last_reply
 from ppo_rlhf.data.prompt_dataset import PROMPT_COLUMNS, PromptDataset, as_json, prompt_lengths
+from ppo_rlhf.data.sources import bar_for
 from ppo_rlhf.data.tables import hold_out
 from ppo_rlhf.models.loading import PretrainedHandle, usable_context
 from ppo_rlhf.models.tokenizers import encode_texts
@@ -97,15 +98,16 @@ class PromptReader:
                 )
 
         def tokenised() -> Dataset:
-            return table.map(
-                _tokenise,
-                batched=True,
-                input_columns=[used],
-                with_indices=True,
-                remove_columns=[used],
-                fn_kwargs={"tokenizer": self.tokenizer, "column": used, "version": _VERSION},
-                desc="Tokenising prompts",
-            )
+            with bar_for(table):
+                return table.map(
+                    _tokenise,
+                    batched=True,
+                    input_columns=[used],
+                    with_indices=True,
+                    remove_columns=[used],
+                    fn_kwargs={"tokenizer": self.tokenizer, "column": used, "version": _VERSION},
+                    desc="Tokenising prompts",
+                )
 
         try:
             return processes.after_main(tokenised)
@@ -140,8 +142,9 @@ class PromptReader:
                 f"shorten the responses{why}"
             )
         if overlong == "truncate_left":
-            given = {"room": room, "bos": self.tokenizer.bos_token_id}
-            return table.map(_truncate_left, input_columns=["prompt_ids"], fn_kwargs=given, desc="Truncating prompts")
+            begin = {"room": room, "bos": self.tokenizer.bos_token_id}
+            with bar_for(table):
+                return table.map(_truncate_left, input_columns=["prompt_ids"], fn_kwargs=begin, desc="Cutting prompts")
         if not fits:
             raise DataError(
                 f"{name}: none of {len(table)} has at most {limit}, and ppo.overlong_prompts=drop leaves longer ones "
@@ -159,13 +162,11 @@ class PromptReader:
         if evaluation is not None:
             other = self.tokenise(evaluation, settings.column, "evaluation prompts")
         parts = (whole.select(trained), "training prompts"), (other.select(held_out), "evaluation prompts")
-        training, held_out_prompts = (PromptDataset.of_table(self.fit(part, name)) for part, name in parts)
-        return training, held_out_prompts
+        training, held = (PromptDataset.of_table(self.fit(part, name)) for part, name in parts)
+        return training, held.select(range(len(held)))
 
 
-def split_held_out(
-    table: Dataset, evaluation: Dataset | None, settings: PromptsConfig
-) -> tuple[list[int], list[int]]:
+def split_held_out(table: Dataset, evaluation: Dataset | None, settings: PromptsConfig) -> tuple[list[int], list[int]]:
     """Return (rows of the prompts to train on, rows held out: of the evaluation table if there is one).
 
     Held-out prompts are a seeded share of the distinct prompts, at most `max_held_out`; copies of one prompt go to one
@@ -214,7 +215,9 @@ def _keys(table: Dataset, column: str, name: str) -> list[str]:
     used = _prompt_column(table, column, name)
     batches = table.select_columns([used]).iter(batch_size=1_000)
     return [
-        value if isinstance(value, str) else as_json(value, sort_keys=True) for batch in batches for value in batch[used]
+        value if isinstance(value, str) else as_json(value, sort_keys=True)
+        for batch in batches
+        for value in batch[used]
     ]
 
 
@@ -222,10 +225,13 @@ def _tokenise(
     values: list[Any], rows: list[int], *, tokenizer: PreTrainedTokenizerBase, column: str, version: int
 ) -> dict[str, Any]:
     """Return the columns `prompt` and `prompt_ids` of some rows; `version` tells results of other code apart."""
-    texts = [_as_text(value, tokenizer, f"row {row}, column `{column}`", column) for value, row in zip(values, rows)]
+    texts = [
+        _as_text(value, tokenizer, f"row {row}, column `{column}`", column)
+        for value, row in zip(values, rows, strict=True)
+    ]
     ids = encode_texts(texts, tokenizer, [not isinstance(value, str) for value in values])
     if [] in ids:
-        raise DataError(f"row {rows[ids.index([])]}, column `{column}`: the prompt has no tokens")
+        raise DataError(f"{places[ids.index([])]}: the prompt has no tokens")
     return {"prompt": texts, "prompt_ids": ids}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +34,7 @@ _HUB_NAME = re.compile(
     r"(?P<path>[\w][\w.-]*/[\w][\w.-]*)(@(?P<revision>[\w.-]+))?(#(?P<name>[\w.-]+))?(:(?P<split>.+))?"
 )
 _HUB_FILE = re.compile(HUB + r"(?P<repo_id>[\w.-]+/[\w.-]+)(@(?P<revision>[^/]+))?/(?P<filename>.+)")
+_LONG = 10_000  # rows
 _TEXT_COLUMNS = ("prompt", "completion", "text", "chosen", "rejected")
 
 
@@ -85,7 +86,7 @@ def files_of(source: str) -> list[Path] | Path | None:
         if not files and _HUB_NAME.fullmatch(source) and _kind(path) not in FORMATS:
             return None
         if not files:
-            raise DataError(f"{source}: this data file does not exist. Give {_ENDINGS}, a folder, or a name on the hub.")
+            raise DataError(f"{source}: this data file does not exist. Give {_ENDINGS}, or a name on the hub.")
     kinds = {_kind(file) for file in files}
     if len({FORMATS.get(kind, kind) for kind in kinds}) > 1:
         raise DataError(f"{source}: files of several kinds ({', '.join(sorted(kinds))}). Give those of one kind.")
@@ -148,16 +149,14 @@ def _load_saved(folder: Path, split: str | None) -> Dataset:
 def _one_split(found: Any, source: str, split: str | None = None) -> Dataset:
     """Return a table, of several splits the one asked for or `train`."""
     if not isinstance(found, dict):
-        return found  # type: ignore[no-any-return]
+        return found
     chosen = split or ("train" if "train" in found else next(iter(found)) if len(found) == 1 else None)
     if chosen not in found:
         raise DataError(f"{source}: the splits are {', '.join(found)}. Name one, as in <owner>/<name>:<split>.")
-    return found[chosen]  # type: ignore[no-any-return]
+    return found[chosen]
 
 
-def _load_files(
-    source: str, files: list[Path], text_column: str, cache: str | None, given: dict[str, Any]
-) -> Dataset:
+def _load_files(source: str, files: list[Path], text_column: str, cache: str | None, given: dict[str, Any]) -> Dataset:
     import datasets
 
     builder = FORMATS[_kind(files[0])]
@@ -267,26 +266,35 @@ def _read_csv(file: Path, text_column: str) -> Dataset:
     return datasets.Dataset.from_pandas(frame, preserve_index=False)
 
 
-def table_of(rows: Any) -> Dataset:
-    """Return a table of what is in memory: a frame, a mapping of columns, or rows; mixed types stay as they are.
+def table_of(columns: Mapping[str, Sequence[Any]]) -> Dataset:
+    """Return a table of columns in memory; values of several types stay as they are.
 
     Raises:
-        DataError: Columns of several lengths.
+        DataError: Columns of several lengths, or values that Arrow has no type for.
     """
     import datasets
 
-    if isinstance(rows, pd.DataFrame):
-        rows = {str(name): rows[name].tolist() for name in rows}
-    elif not isinstance(rows, dict):
-        names = dict.fromkeys(name for row in rows for name in row)
-        rows = {name: [row.get(name) for row in rows] for name in names}
-    plain = {name: [_plain(value) for value in values] for name, values in rows.items()}
     try:
+        plain = {name: [_plain(value) for value in values] for name, values in columns.items()}
         return datasets.Dataset.from_dict(plain, on_mixed_types="use_json")
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OverflowError) as error:  # Arrow's own are ValueErrors
         raise DataError(f"this table cannot be read: {in_one_line(error)}") from error
 
 
 def _plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
 
+
+@contextmanager
+def bar_for(table: Dataset) -> Iterator[None]:
+    """Show the progress bars of `datasets` if the table is long enough to wait for it."""
+    import datasets
+
+    were_disabled = datasets.are_progress_bars_disabled()
+    if len(table) < _LONG:
+        datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not were_disabled:
+            datasets.enable_progress_bars()

@@ -5,24 +5,22 @@ pandas turns whole numbers into floats where one is missing.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.core.randomness import permutation
 
-
-def table_of_rows(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
-    """Return the rows as a table, None where one has no value of a name."""
-    names = dict.fromkeys(name for row in rows for name in row)
-    return table_of_columns({name: [row.get(name) for row in rows] for name in names})
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 
-def table_of_columns(columns: Mapping[str, Sequence[Any]]) -> pd.DataFrame:
-    """Return the columns as a table; values of several types, None among them, stay as they are."""
-    return pd.DataFrame({name: pd.Series(list(values), dtype=_dtype(values)) for name, values in columns.items()})
+def frame_of(table: Dataset) -> pd.DataFrame:
+    """Return a table in memory; values of several types, None among them, stay as they are."""
+    columns: dict[str, list[Any]] = table[:]
+    return pd.DataFrame({name: pd.Series(values, dtype=_dtype(values)) for name, values in columns.items()})
 
 
 def hold_out(

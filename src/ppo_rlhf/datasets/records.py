@@ -42,7 +42,7 @@ class RecordsDataset(AbstractDataset["Dataset", "Dataset | None"]):
         filepath: str | None,
         text_column: str = "text",
         prepare: str | None = None,
-        cache: str | None = None,
+        cache: dict[str, str] | None = None,
         load_args: dict[str, Any] | None = None,
         metadata: dict[str, Any] | None = None,
     ) -> None:
@@ -53,13 +53,13 @@ class RecordsDataset(AbstractDataset["Dataset", "Dataset | None"]):
             text_column: The column's name where a file is plain text (.txt); in CSV a column that stays text.
             prepare: `module:name` of a function that makes the table that is wanted of the one given, a
                 `datasets.Dataset` of a `datasets.Dataset`; the module is found as a reward function's is.
-            cache: The folder for the Arrow files that are made of the table.
+            cache: `path` is the folder for the Arrow files that are made of the table; None: that of `datasets`.
             load_args: Further arguments of `datasets.load_dataset`, for example `revision`, `name` and `split`.
             metadata: Read by Kedro-Viz.
         """
         self._source = None if filepath is None else restore_hub_name(expand_home(str(filepath)))
         self._text_column, self._prepare = text_column, prepare
-        self._cache, self._load_args = cache, load_args
+        self._cache, self._load_args = (cache or {}).get("path"), load_args
         self.metadata = metadata
 
     def load(self) -> Dataset | None:

@@ -22,6 +22,7 @@ from kedro.io import CatalogProtocol, DatasetError
 from kedro.pipeline import Pipeline
 from mlflow.utils.validation import MAX_TAG_VAL_LENGTH
 
+from ppo_rlhf.datasets import RecordsDataset
 from ppo_rlhf.hooks.run_end import typed_command
 from ppo_rlhf.names import POLICY
 from ppo_rlhf.paths import path_of
@@ -170,7 +171,10 @@ def _input_tags(names: list[str], catalog: CatalogProtocol) -> dict[str, str]:
         if path is None:
             continue
         tags[f"data.{name}.path"] = path
-        if Path(path).is_file():
+        if isinstance(dataset, RecordsDataset):
+            if (digest := dataset.fingerprint()) is not None:
+                tags[f"data.{name}.fingerprint"] = digest
+        elif Path(path).is_file():
             tags[f"data.{name}.fingerprint"] = _sha256(Path(path))
         elif dataset.exists() and hasattr(handle := dataset.load(), "fingerprint"):
             tags |= {f"data.{name}.path": handle.source, f"data.{name}.fingerprint": handle.fingerprint()}

@@ -18,6 +18,7 @@ from ppo_rlhf.config import MODEL_PATHS, PPOConfig
 from ppo_rlhf.core.errors import PPORLHFError, project_error
 from ppo_rlhf.data.chats import read_text_or_chat
 from ppo_rlhf.data.prompts import PromptReader, PromptsConfig, split_held_out
+from ppo_rlhf.data.tables import frame_of
 from ppo_rlhf.datasets import EvaluationLogDataset, PretrainedModelDataset, RecordsDataset, ResumeCheckpointDataset
 from ppo_rlhf.evaluation.policy import DEMO_JUDGE, EvaluationConfig, is_demo_prompts
 from ppo_rlhf.models.adapters import check_critic_targets, check_targets
@@ -226,7 +227,7 @@ def check_demonstrations(run: RunRequest) -> None:
     """Find demonstrations without the columns that are read, or too few of them."""
     settings = run.group("data_preparation", DataPreparationConfig)
     if settings is not None and "raw_demonstrations" in run.tables:
-        run.tables["demonstrations"], _ = split_demonstrations(run.tables["raw_demonstrations"], settings)
+        run.demonstrations, _ = split_demonstrations(frame_of(run.tables["raw_demonstrations"]), settings)
 
 
 def check_preferences(run: RunRequest) -> Iterator[str]:
@@ -236,7 +237,7 @@ def check_preferences(run: RunRequest) -> Iterator[str]:
         return
     if "raw_preferences" in run.tables:
         columns = (settings.prompt_column, settings.chosen_column, settings.rejected_column)
-        preferences.check_preferences(run.tables["raw_preferences"], *columns)
+        preferences.check_preferences(frame_of(run.tables["raw_preferences"]), *columns)
     elif run.samples_pairs:
         prompts = run.source("raw_prompts")
         by_demo = settings.labeller == DEMO_JUDGE and not is_demo_prompts(prompts, run.project_path)
@@ -267,10 +268,10 @@ def _policy_reader(run: RunRequest, ppo: PPOConfig) -> PromptReader | None:
     if run.start in run.models:
         return PromptReader.of(run.models[run.start], ppo)
     settings = run.group("supervised_finetuning", SupervisedFinetuningConfig)
-    if settings is None or run.source("base_model") is not None or "demonstrations" not in run.tables:
+    if settings is None or run.source("base_model") is not None or run.demonstrations is None:
         return None
     context = settings.max_position_embeddings  # the policy is trained from scratch
-    tokenizer = train_word_tokenizer(corpus_texts(run.tables["demonstrations"]), context)
+    tokenizer = train_word_tokenizer(corpus_texts(run.demonstrations), context)
     return PromptReader(tokenizer, context, ppo.response_length, ppo.overlong_prompts)
 
 
@@ -322,12 +323,14 @@ def _tried(run: RunRequest, tables: list[str]) -> Iterator[tuple[list[str], dict
         return
     for name in tables:
         source = str(run.source(name))
-        check_column_names(run.tables[name].columns, source, settings.column)
-        rows = run.tables[name].head(TRIED_PROMPTS)
-        if settings.column in rows.columns:
-            columns: dict[str, Any] = {str(name): rows[name].tolist() for name in rows.columns if name != "prompt"}
-            places = (f"{source}: row {row}, column `{settings.column}`" for row in range(len(rows)))
-            yield list(map(_text, rows[settings.column], places)), columns, source
+        check_column_names(run.tables[name].column_names, source, settings.column)
+        rows = run.tables[name][:TRIED_PROMPTS]
+        if settings.column in rows:
+            prompts = [
+                _text(value, f"{source}: row {row}, column `{settings.column}`")
+                for row, value in enumerate(rows[settings.column])
+            ]
+            yield prompts, {name: values for name, values in rows.items() if name != "prompt"}, source
 
 
 def check_environment(run: RunRequest) -> Iterator[str]:

@@ -71,13 +71,13 @@ def build_reward_scorer(
 
 
 def check_room(
-    scorer: RewardScorer, prompt_ids: Sequence[Sequence[int]], response_length: int, stop_token_ids: Sequence[int]
+    scorer: RewardScorer, prompt_lengths: Sequence[int], response_length: int, stop_token_ids: Sequence[int]
 ) -> None:
     """Raise `ModelError` if a response to one of the prompts could be longer than the reward model reads.
 
     Only if that shares the policy's vocabulary: other lengths are not known before.
     """
-    longest = max(map(len, prompt_ids), default=0)
+    longest = max(prompt_lengths, default=0)
     for model in (scoring for _, _, scoring in scorer.components if isinstance(scoring, ModelScorer)):
         closes = not model.special_ids.issuperset(stop_token_ids)  # then an end of text comes on top
         needed = longest + response_length + closes

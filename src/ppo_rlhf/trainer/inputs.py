@@ -10,6 +10,7 @@ from typing import Any
 
 import pandas as pd
 import torch
+from datasets import Dataset
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -17,9 +18,10 @@ from ppo_rlhf.checkpoints.resume import MENDABLE
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError, DataError, ModelError, RewardError
 from ppo_rlhf.core.responses import response_lengths
+from ppo_rlhf.data.chats import CONVERSATIONS
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.data.prompts import PromptReader
-from ppo_rlhf.data.tables import table_of_columns, table_of_rows
+from ppo_rlhf.data.sources import table_of
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.models.offloading import to_host
 from ppo_rlhf.models.reward_model import why_no_reward_model
@@ -58,42 +60,42 @@ def take_prompts(
     if isinstance(prompts, PromptDataset):
         check_room(prompts.prompt_ids, [config.response_length] * len(prompts), context, why)
         return prompts
-    frame, tokenizer = _table(prompts), policy.tokenizer
+    given, tokenizer = _columns(prompts), policy.tokenizer
     reader = PromptReader(tokenizer, context, config.response_length, config.overlong_prompts, why)
-    if "prompt" in frame.columns:
-        return reader.read(frame, "prompt", "prompts")
-    if TOKENS not in frame.columns:
-        found = ", ".join(map(str, frame.columns))
-        raise DataError(f"PPOTrainer: prompts has no column `prompt` or `{TOKENS}`; the columns are {found}")
-    rows = frame[TOKENS].tolist()
-    if MASK in frame.columns:
-        rows = [list(compress(*row)) for row in zip(rows, frame[MASK], strict=True)]
+    if TOKENS not in given or "prompt" in given or any(name in given for name in CONVERSATIONS):
+        return reader.read(prompts if isinstance(prompts, Dataset) else table_of(given), "prompt", "prompts")
+    rows = list(given[TOKENS])
+    if MASK in given:
+        rows = [list(compress(*row)) for row in zip(rows, given[MASK], strict=True)]
         ids = token_lists(rows, "prompt", policy.model.config.get_text_config().vocab_size)
     else:
         ids = without_padding(rows, "prompt", policy.model, tokenizer, config)
-    columns = {str(name): frame[name].tolist() for name in frame.columns.drop([TOKENS, MASK], errors="ignore")}
-    return reader.fit(PromptDataset(ids, tokenizer.batch_decode(ids), columns), "prompts")
+    others = {name: given[name] for name in given if name not in (TOKENS, MASK)}
+    table = table_of({**others, "prompt": tokenizer.batch_decode(ids), "prompt_ids": ids})
+    return PromptDataset.of_table(reader.fit(table, "prompts"))
 
 
-def _table(prompts: Any) -> pd.DataFrame:
+def _columns(prompts: Any) -> Mapping[str, Sequence[Any]]:
     advice = "give a list or a table (column `prompt` or `input_ids`) of texts, chats or token ids, or a PromptDataset"
     if isinstance(prompts, pd.DataFrame):
-        return prompts
+        return {str(name): prompts[name].tolist() for name in prompts.columns}
     if isinstance(prompts, list | tuple):
         first = prompts[0] if prompts else ""
         if isinstance(first, Mapping):
-            return table_of_rows(prompts)
+            return {
+                name: [row.get(name) for row in prompts] for name in dict.fromkeys(n for row in prompts for n in row)
+            }
         is_text = isinstance(first, str) or (isinstance(first, list) and first and isinstance(first[0], Mapping))
-        return pd.DataFrame({"prompt" if is_text else TOKENS: pd.Series(list(prompts), dtype=object)})
-    if hasattr(prompts, "column_names"):  # one of Hugging Face's: a table gives columns of Python values for a slice
+        return {"prompt" if is_text else TOKENS: prompts}
+    if isinstance(prompts, Dataset):
+        return {name: prompts[name] for name in prompts.column_names}
+    if hasattr(prompts, "column_names"):  # another one of Hugging Face's
         if isinstance(prompts, Mapping):
             advice = f'give one of the splits, prompts["{next(iter(prompts))}"]'
-        elif hasattr(prompts, "__len__"):
-            return table_of_columns(prompts[:])
         else:
             advice = "prompts are drawn from a whole table: load it without streaming, or by Dataset.from_list"
     elif isinstance(prompts, Mapping):
-        return table_of_columns(prompts)
+        return prompts
     raise DataError(f"PPOTrainer: prompts is of the type {type(prompts).__name__}; {advice}")
 
 

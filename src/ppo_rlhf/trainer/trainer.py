@@ -113,7 +113,8 @@ class PPOTrainer:
         if self._scorer is not None and self._prompts is not None and self._scorer is not reward:
             trainer_inputs.try_functions(self._scorer, self._prompts, config)
         models = {"policy": start.model, "reference_policy": self.reference_policy, "value_model": critic}
-        rest = {**trainer_inputs.origin_of(self._scorer), "prompts": self._prompts}
+        in_memory = None if self._prompts is None else self._prompts.select(range(len(self._prompts)))
+        rest = {**trainer_inputs.origin_of(self._scorer), "prompts": in_memory}
         origin = {name: fingerprint(value) for name, value in {**models, **rest}.items() if value is not None}
         check_alike("PPOTrainer", config=config, **origin)
         self.state = build_state(start.model, critic, start.tokenizer, config)
@@ -122,7 +123,7 @@ class PPOTrainer:
         self._sampler = QuerySampler(self.state, limit)
         if self._scorer is not None and self._prompts is not None:
             stops = self.state.sampling.stop_token_ids
-            check_room(self._scorer, self._prompts.prompt_ids, config.response_length, stops)
+            check_room(self._scorer, self._prompts.lengths, config.response_length, stops)
         if is_main_process():
             self._warn()
 
