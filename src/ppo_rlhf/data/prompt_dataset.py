@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 if TYPE_CHECKING:
     from datasets import Dataset
 
-PROMPT_COLUMNS = ("prompt", "prompt_ids")
+PROMPT_COLUMNS = ("prompt", "prompt_ids", "prompt_chat")
 """Columns of the stored table that are not the user's."""
 
 
@@ -29,13 +29,21 @@ class PromptDataset:
     prompt_ids: list[list[int]]
     texts: list[str]
     columns: dict[str, list[Any]]
+    chats: list[str | None] = field(default_factory=list)
+    """The messages of each prompt that is a chat, as JSON, and None for each text; empty: all are texts."""
 
     @classmethod
     def of_table(cls, table: Dataset) -> PromptDataset:
         """Return the prompts of a table with `prompt`, `prompt_ids` and the other columns."""
         lists: Any = table  # of its columns only what lists have, too, is used
         others = [name for name in table.column_names if name not in PROMPT_COLUMNS]
-        return cls(lists["prompt_ids"], lists["prompt"], {name: lists[name] for name in others})
+        columns = {name: lists[name] for name in others}
+        return cls(
+            lists["prompt_ids"],
+            lists["prompt"],
+            columns,
+            lists["prompt_chat"] if "prompt_chat" in table.features else [],
+        )
 
     def __len__(self) -> int:
         return len(self.prompt_ids)
@@ -50,7 +58,8 @@ class PromptDataset:
     def select(self, indices: Sequence[int]) -> PromptDataset:
         """Return the rows at `indices`, in that order and in memory; an index may come more than once."""
         columns = {name: _rows(values, indices) for name, values in self.columns.items()}
-        return PromptDataset(_rows(self.prompt_ids, indices), _rows(self.texts, indices), columns)
+        chats = _rows(self.chats, indices) if len(self.chats) else []
+        return PromptDataset(_rows(self.prompt_ids, indices), _rows(self.texts, indices), columns, chats)
 
     def to_frame(self) -> pd.DataFrame:
         """Return a table with `prompt`, `prompt_ids` and the other columns, whose values are JSON.
@@ -58,14 +67,16 @@ class PromptDataset:
         Parquet has no type for columns of nested or mixed values. What JSON lacks, for example a date, becomes text.
         """
         others = {name: [as_json(value) for value in values] for name, values in self.columns.items()}
-        return pd.DataFrame({**others, "prompt": list(self.texts), "prompt_ids": list(self.prompt_ids)})
+        chats = {"prompt_chat": list(self.chats)} if len(self.chats) else {}
+        return pd.DataFrame({**others, "prompt": list(self.texts), "prompt_ids": list(self.prompt_ids), **chats})
 
     @classmethod
     def from_frame(cls, frame: pd.DataFrame) -> PromptDataset:
         """Return the dataset that `to_frame` made the table of."""
-        names = map(str, frame.columns.drop(list(PROMPT_COLUMNS)))
+        names = [str(name) for name in frame.columns if name not in PROMPT_COLUMNS]
+        chats = [chat if isinstance(chat, str) else None for chat in frame.get("prompt_chat", [])]
         columns = {name: [json.loads(value) for value in frame[name]] for name in names}
-        return cls([[int(i) for i in ids] for ids in frame["prompt_ids"]], frame["prompt"].tolist(), columns)
+        return cls([[int(i) for i in ids] for ids in frame["prompt_ids"]], frame["prompt"].tolist(), columns, chats)
 
 
 def prompt_lengths(table: Dataset) -> list[int]:

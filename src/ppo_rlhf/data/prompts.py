@@ -12,7 +12,7 @@ from ppo_rlhf import processes
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.settings_group import Seed, settings_group
 from ppo_rlhf.core.errors import DataError
-from ppo_rlhf.data.chats import CONVERSATIONS, read_text_or_chat, render_chat, without_last_reply
+from ppo_rlhf.data.chats import CONVERSATIONS, Chat, read_text_or_chat, render_chat, without_last_reply
 from ppo_rlhf.data.prompt_dataset import PROMPT_COLUMNS, PromptDataset, as_json, prompt_lengths
 from ppo_rlhf.data.sources import bar_for
 from ppo_rlhf.data.tables import hold_out
@@ -70,7 +70,9 @@ class PromptReader:
         return PromptDataset.of_table(self.fit(self.tokenise(table, column, name), name))
 
     def tokenise(self, table: Dataset, column: str, name: str) -> Dataset:
-        """Return a table with the prompts as text (`prompt`) and as tokens (`prompt_ids`), and the other columns.
+        """Return a table with the prompts as text (`prompt`) and as tokens (`prompt_ids`), and the columns given.
+
+        A prompt that is a chat is also there as JSON of its messages (`prompt_chat`).
 
         Text is tokenised as the tokenizer does by default (with a BOS if that is its way, and the text has none); chat
         messages go through its chat template with the generation prompt, and the assistant's last message is continued.
@@ -84,9 +86,11 @@ class PromptReader:
             name: Where the table comes from, for errors.
 
         Raises:
-            DataError: The column is missing, another one is called `prompt` or `prompt_ids`, a row is not text or
+            DataError: The column is missing, another one has a name of these columns, a row is not text or
                 messages, or there is no row.
         """
+        from datasets import Features, List, Value
+
         if not len(table):
             raise DataError(f"{name}: there is no prompt")
         used = _prompt_column(table, column, name)
@@ -97,6 +101,8 @@ class PromptReader:
                     "Rename it, or remove it."
                 )
 
+        kinds = {"prompt": Value("string"), "prompt_ids": List(Value("int32")), "prompt_chat": Value("string")}
+
         def tokenised() -> Dataset:
             with bar_for(table):
                 return table.map(
@@ -104,7 +110,7 @@ class PromptReader:
                     batched=True,
                     input_columns=[used],
                     with_indices=True,
-                    remove_columns=[used],
+                    features=Features({**table.features, **kinds}),
                     fn_kwargs={"tokenizer": self.tokenizer, "column": used, "version": _VERSION},
                     desc="Tokenising prompts",
                 )
@@ -224,24 +230,23 @@ def _keys(table: Dataset, column: str, name: str) -> list[str]:
 def _tokenise(
     values: list[Any], rows: list[int], *, tokenizer: PreTrainedTokenizerBase, column: str, version: int
 ) -> dict[str, Any]:
-    """Return the columns `prompt` and `prompt_ids` of some rows; `version` tells results of other code apart."""
+    """Return the columns `PROMPT_COLUMNS` of some rows; `version` tells results of other code apart."""
+    places = [f"row {row}, column `{column}`" for row in rows]
+    prompts = [_read(value, place, column) for value, place in zip(values, places, strict=True)]
     texts = [
-        _as_text(value, tokenizer, f"row {row}, column `{column}`", column)
-        for value, row in zip(values, rows, strict=True)
+        prompt if isinstance(prompt, str) else render_chat(prompt, tokenizer, place, to_answer=True)
+        for prompt, place in zip(prompts, places, strict=True)
     ]
-    ids = encode_texts(texts, tokenizer, [not isinstance(value, str) for value in values])
+    chats = [None if isinstance(prompt, str) else as_json(prompt) for prompt in prompts]
+    ids = encode_texts(texts, tokenizer, [chat is not None for chat in chats])
     if [] in ids:
         raise DataError(f"{places[ids.index([])]}: the prompt has no tokens")
-    return {"prompt": texts, "prompt_ids": ids}
+    return {"prompt": texts, "prompt_ids": ids, "prompt_chat": chats}
 
 
-def _as_text(value: Any, tokenizer: PreTrainedTokenizerBase, where: str, column: str) -> str:
+def _read(value: Any, where: str, column: str) -> str | Chat:
     prompt = read_text_or_chat(value, where)
-    if isinstance(prompt, str):
-        return prompt
-    if column in CONVERSATIONS:
-        prompt = without_last_reply(prompt, where)
-    return render_chat(prompt, tokenizer, where, to_answer=True)
+    return without_last_reply(prompt, where) if column in CONVERSATIONS and not isinstance(prompt, str) else prompt
 
 
 def _truncate_left(prompt_ids: list[int], *, room: int, bos: int | None) -> dict[str, list[int]]:

@@ -169,9 +169,10 @@ def _load_files(source: str, files: list[Path], text_column: str, cache: str | N
                 builder, **{**options, "split": "train", **given}, data_files=list(map(str, files)), cache_dir=cache
             )
     except Exception as error:  # builders raise errors of many libraries, StopIteration for an empty file among them
-        for file in files:
-            _find_damage(file, builder)
-        raise DataError(f"{source}: cannot be loaded: {in_one_line(error.__cause__ or error)}") from error
+        rows = [row for file in files for row in _read_by_line(file, builder)]
+        if not rows:
+            raise DataError(f"{source}: cannot be loaded: {in_one_line(error.__cause__ or error)}") from error
+        table = datasets.Dataset.from_list(rows, on_mixed_types="use_json")
     if builder != "text":
         return table
     table = table.filter(lambda texts: [bool(text.strip()) for text in texts], input_columns="text", batched=True)
@@ -191,20 +192,27 @@ def _quiet() -> Iterator[None]:
         logging.set_verbosity(level)
 
 
-def _find_damage(file: Path, builder: str) -> None:
-    """Raise DataError, one line with the place, if a file has no rows or a line that cannot be read."""
+def _read_by_line(file: Path, builder: str) -> list[dict[str, Any]]:
+    """Return the rows of a JSON file that `datasets` cannot read, for example mixed types beside empty lines.
+
+    Raises:
+        DataError: One line with the place: the file has no rows, or a line that cannot be read.
+    """
     if file.stat().st_size == 0:
         raise DataError(f"{file}: this data file is empty. It needs at least one row.")
-    rows = 0
-    if builder in ("json", "text"):
-        text = _text(file)
-        if builder == "json" and text.lstrip().startswith("["):
-            rows = len(_parsed(file, 1, text))
-        else:
-            lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
-            rows = len([_object(file, *line) if builder == "json" else line for line in lines])
-        if not rows:
-            raise DataError(f"{file}: this data file has no rows. It needs at least one.")
+    if builder not in ("json", "text"):
+        return []
+    text = _text(file)
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if not lines:
+        raise DataError(f"{file}: this data file has no rows. It needs at least one.")
+    if builder == "text":
+        return []
+    if not text.lstrip().startswith("["):
+        return [_object(file, number, line) for number, line in lines]
+    if not (rows := _parsed(file, 1, text)):
+        raise DataError(f"{file}: this data file has no rows. It needs at least one.")
+    return list(rows)
 
 
 def _text(file: Path) -> str:
