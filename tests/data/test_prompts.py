@@ -204,7 +204,8 @@ def test_a_chat_that_ends_with_the_assistant_is_continued(make_tokenizer):
 
 def test_a_missing_column_is_named_with_those_there_are(make_tokenizer):
     frame = table_of({"text": ["a"], "label": [1]})
-    expected = "my prompts: no column `prompt` (prompts.column), nor `messages` or `conversations`; the columns are text, label"
+    there = "the columns are text, label"
+    expected = f"my prompts: no column `prompt` (prompts.column), nor `messages` or `conversations`; {there}"
     reader = PromptReader(make_tokenizer(), 10, 4, "error")
     assert message(reader.read, frame, "prompt", "my prompts") == expected
 

@@ -10,6 +10,7 @@ from kedro_datasets.pandas import ParquetDataset
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.data.prompts import PromptsConfig, split_held_out
+from ppo_rlhf.data.sources import table_of
 from ppo_rlhf.datasets import PretrainedModelDataset, RecordsDataset
 from ppo_rlhf.pipelines.reward_modelling import create_pipeline
 from ppo_rlhf.supervised.reward_training import RewardModellingConfig
@@ -32,7 +33,7 @@ def catalog_for(tmp_path: Path, given: pd.DataFrame | None, **settings) -> DataC
     catalog = DataCatalog(
         {
             "raw_preferences": RecordsDataset(None if given is None else str(raw_preferences)),
-            "raw_prompts": MemoryDataset(PROMPTS),
+            "raw_prompts": MemoryDataset(table_of(PROMPTS.to_dict("list"))),
             "raw_evaluation_prompts": RecordsDataset(None),
             "sft_policy": PretrainedModelDataset(policy),
             "preferences": ParquetDataset(filepath=str(tmp_path / "preferences.parquet")),
