@@ -51,9 +51,9 @@ def test_pairs_are_sampled_from_the_policy_for_training_prompts_and_a_reward_mod
     catalog = catalog_for(tmp_path, None, labeller=f"{__name__}:length")
     metrics = SequentialRunner().run(create_pipeline(), catalog)["reward_model_metrics"].load()
     preferences = catalog["preferences"].load()
-    _, held_out = split_held_out(PROMPTS, None, PromptsConfig(held_out_share=0.25))
+    _, held_out = split_held_out(table_of(PROMPTS.to_dict("list")), None, PromptsConfig(held_out_share=0.25))
     assert 20 < len(preferences) <= 30
-    assert set(preferences["prompt"]).isdisjoint(held_out["prompt"])
+    assert set(preferences["prompt"]).isdisjoint(PROMPTS["prompt"][held_out])
     model = catalog["reward_model"].load().reward_model()
     assert model(torch.tensor([[4, 5], [6, 7]])).logits.shape == (2, 1)
     assert metrics[-1].keys() == {
