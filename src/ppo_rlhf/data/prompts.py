@@ -14,7 +14,7 @@ from ppo_rlhf.config.settings_group import Seed, settings_group
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.data.chats import CONVERSATIONS, Chat, read_text_or_chat, render_chat, without_last_reply
 from ppo_rlhf.data.prompt_dataset import PROMPT_COLUMNS, PromptDataset, as_json, prompt_lengths
-from ppo_rlhf.data.sources import bar_for
+from ppo_rlhf.data.sources import LONG, bars
 from ppo_rlhf.data.tables import hold_out
 from ppo_rlhf.models.loading import PretrainedHandle, usable_context
 from ppo_rlhf.models.tokenizers import encode_texts
@@ -104,7 +104,7 @@ class PromptReader:
         kinds = {"prompt": Value("string"), "prompt_ids": List(Value("int32")), "prompt_chat": Value("string")}
 
         def tokenised() -> Dataset:
-            with bar_for(table):
+            with bars(len(table) > LONG):
                 return table.map(
                     _tokenise,
                     batched=True,
@@ -149,7 +149,7 @@ class PromptReader:
             )
         if overlong == "truncate_left":
             begin = {"room": room, "bos": self.tokenizer.bos_token_id}
-            with bar_for(table):
+            with bars(len(table) > LONG):
                 return table.map(_truncate_left, input_columns=["prompt_ids"], fn_kwargs=begin, desc="Cutting prompts")
         if not fits:
             raise DataError(

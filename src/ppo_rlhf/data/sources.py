@@ -34,7 +34,9 @@ _HUB_NAME = re.compile(
     r"(?P<path>[\w][\w.-]*/[\w][\w.-]*)(@(?P<revision>[\w.-]+))?(#(?P<name>[\w.-]+))?(:(?P<split>.+))?"
 )
 _HUB_FILE = re.compile(HUB + r"(?P<repo_id>[\w.-]+/[\w.-]+)(@(?P<revision>[^/]+))?/(?P<filename>.+)")
-_LONG = 10_000  # rows
+LONG = 10_000
+"""Rows for which a progress bar is shown."""
+_LARGE = 10_000_000  # bytes, the same
 _TEXT_COLUMNS = ("prompt", "completion", "text", "chosen", "rejected")
 
 
@@ -164,7 +166,7 @@ def _load_files(source: str, files: list[Path], text_column: str, cache: str | N
         return datasets.concatenate_datasets([_read_csv(file, text_column) for file in files])
     options = {"encoding": "utf-8-sig"} if builder == "text" else {}
     try:
-        with _quiet():
+        with _quiet(), bars(sum(file.stat().st_size for file in files) > _LARGE):
             table = datasets.load_dataset(
                 builder, **{**options, "split": "train", **given}, data_files=list(map(str, files)), cache_dir=cache
             )
@@ -175,7 +177,8 @@ def _load_files(source: str, files: list[Path], text_column: str, cache: str | N
         table = datasets.Dataset.from_list(rows, on_mixed_types="use_json")
     if builder != "text":
         return table
-    table = table.filter(lambda texts: [bool(text.strip()) for text in texts], input_columns="text", batched=True)
+    with bars(len(table) > LONG):
+        table = table.filter(lambda texts: [bool(text.strip()) for text in texts], input_columns="text", batched=True)
     return table.rename_column("text", text_column) if text_column != "text" else table
 
 
@@ -294,12 +297,12 @@ def _plain(value: Any) -> Any:
 
 
 @contextmanager
-def bar_for(table: Dataset) -> Iterator[None]:
-    """Show the progress bars of `datasets` if the table is long enough to wait for it."""
+def bars(shown: bool) -> Iterator[None]:
+    """Show the progress bars of `datasets`, or not: nobody waits for a short table."""
     import datasets
 
     were_disabled = datasets.are_progress_bars_disabled()
-    if len(table) < _LONG:
+    if not shown:
         datasets.disable_progress_bars()
     try:
         yield
