@@ -85,8 +85,8 @@ class RecordsDataset(AbstractDataset["Dataset", "Dataset | None"]):
         return table_preview(table.select(range(min(_PREVIEW_ROWS, len(table)))).to_pandas())
 
     def fingerprint(self) -> str | None:
-        """Return the SHA-256 of the files, None for a data set on the hub: its name has the revision."""
-        files = files_of(str(self._source))
+        """Return the SHA-256 of the files on this machine; None without any, and for a name on the hub."""
+        files = files_of(str(self._source)) if self._exists() else None
         if files is None:
             return None
         names = sorted(files.rglob("*.arrow")) if isinstance(files, Path) else files
