@@ -92,10 +92,10 @@ def test_a_machine_without_a_compiler_is_refused_with_torchs_reason(monkeypatch:
     from torch._inductor import config
 
     monkeypatch.setattr(compilation, "BACKEND", "inductor")
-    compilation._problem.cache_clear()
+    check_compiler.cache_clear()
     with config.patch({"cpp.cxx": ("no-such-compiler",)}), pytest.raises(ConfigError) as caught:
         check_compiler(CPU)
-    compilation._problem.cache_clear()
+    check_compiler.cache_clear()
     assert str(caught.value).startswith("ppo.compile=true: ")
     assert "no-such-compiler" in str(caught.value)
     assert "\n" not in str(caught.value)

@@ -165,7 +165,7 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 123
     ("damage", "message"),
     [
         (lambda f: (f / "config.json").unlink(), "no config.json"),
-        (lambda f: (f / "config.json").rename(f / "adapter_config.json"), "LoRA adapter alone"),
+        (lambda f: (f / "config.json").rename(f / "adapter_config.json"), "only a LoRA adapter"),
         (lambda f: (f / "config.json").write_text("{"), "not a valid JSON"),
         (lambda f: (f / "config.json").write_text("{}"), "model_type"),
         (lambda f: (f / "model.safetensors").unlink(), "no model.safetensors"),

@@ -31,14 +31,13 @@ from transformers import (
 from transformers.activations import NewGELUActivation
 from transformers.utils import cached_file
 
-from ppo_rlhf.core.errors import ModelError
+from ppo_rlhf.core.errors import ModelError, in_one_line
 from ppo_rlhf.models.capabilities import check_causal
 from ppo_rlhf.models.directories import (
     CONFIG,
     WEIGHTS,
     WEIGHTS_INDEX,
     check_model_directory,
-    first_line,
     follow_umask,
     is_local,
     weight_files,
@@ -325,7 +324,7 @@ def why_unreadable(error: Exception) -> str:
             "Python code in the model's repository would have to run. If you trust that code, give "
             "PPOTrainer the loaded model, or set the pipeline's global trust_remote_code=true"
         )
-    return first_line(error)
+    return in_one_line(error) or type(error).__name__
 
 
 def context_length(config: PretrainedConfig) -> int | None:
