@@ -5,25 +5,19 @@ import torch
 from torch.testing import assert_close
 from transformers import Gemma3nForCausalLM, Gemma3nTextConfig
 
+from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.models.forward import backbone_of, hidden_states_at
 from ppo_rlhf.ppo import logprobs as module
-from ppo_rlhf.ppo.batch import left_pad, make_batch, positions
-from ppo_rlhf.ppo.logprobs import fill_rows, response_logprobs, response_statistics
+from ppo_rlhf.ppo.batch import make_batch
+from ppo_rlhf.ppo.logprobs import fill_rows, response_statistics
+from ppo_rlhf.ppo.rollout import compute_logprobs
+from ppo_rlhf.ppo.sampling import Responses
 
 PROMPTS = [[3], [4, 5, 6, 7, 8], [9, 10], [11, 12, 13], [14, 15, 16, 17]]
 LENGTHS = [6, 1, 4, 6, 2]  # 19 tokens
 KINDS = ["gpt2", "llama", "bitnet"]
 
 # --- batches, worked by hand -----------------------------------------------------------------------------------------
-
-
-def test_prompts_are_padded_on_the_left_with_positions_from_their_first_token():
-    padded = left_pad([[5, 6, 7], [8], [0, 9]], pad_token_id=0)
-    assert padded.input_ids.tolist() == [[5, 6, 7], [0, 0, 8], [0, 0, 9]]
-    assert padded.attention_mask.tolist() == [[1, 1, 1], [0, 0, 1], [0, 1, 1]]  # a real token may be the pad id
-    assert padded.position_ids.tolist() == [[0, 1, 2], [0, 0, 0], [0, 0, 1]]
-    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 0, 0]])
-    assert positions(mask).tolist() == [[0, 0, 0, 1, 2], [0, 1, 2, 2, 2]]
 
 
 @pytest.mark.parametrize("p", [0, 7], ids=["pad id", "pad id that is a token, too"])
@@ -78,10 +72,9 @@ def responses(garbage: int) -> torch.Tensor:
 
 
 def logprobs(model, temperature: float = 1.0, batch_size: int = 5, garbage: int = 0, pad_token_id: int = 0):
-    lengths = torch.tensor(LENGTHS)
-    return response_logprobs(
-        model, PROMPTS, responses(garbage), lengths, temperature, batch_size, pad_token_id=pad_token_id
-    )
+    given = Responses(responses(garbage), torch.tensor(LENGTHS), torch.ones(len(LENGTHS), dtype=torch.bool))
+    sizes = {"device": model.device, "batch_size": batch_size, "pad_token_id": pad_token_id}
+    return compute_logprobs(model, PROMPTS, given, PPOConfig(), temperature=temperature, **sizes)
 
 
 def statistics(model, batch, temperature: float = 1.0, **options):

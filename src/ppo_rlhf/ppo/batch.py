@@ -22,15 +22,6 @@ from ppo_rlhf.processes import own_share
 
 
 @dataclass(frozen=True)
-class LeftPadded:
-    """Prompts `[B, P]`, padded on the left so that all end in the last column."""
-
-    input_ids: Tensor
-    attention_mask: Tensor  # [B, P] long, 1 on real tokens
-    position_ids: Tensor  # [B, P] long, 0 on padding
-
-
-@dataclass(frozen=True)
 class SequenceBatch:
     """B prompts with their responses of T columns, ready for a forward pass.
 
@@ -59,22 +50,6 @@ class SequenceBatch:
         """Return the batch on another device."""
         moved = {f.name: getattr(self, f.name).to(device, non_blocking=True) for f in fields(self) if f.name != "rows"}
         return SequenceBatch(rows=self.rows.to(device), **moved)
-
-
-def left_pad(prompt_ids: Sequence[Sequence[int]], pad_token_id: int, device: torch.device | str = "cpu") -> LeftPadded:
-    """Pad prompts of different lengths on the left."""
-    lengths = torch.tensor([len(ids) for ids in prompt_ids])
-    width = int(lengths.max())
-    rows = [[pad_token_id] * (width - len(ids)) + list(ids) for ids in prompt_ids]
-    attention_mask = (torch.arange(width)[None, :] >= (width - lengths)[:, None]).long()
-    return LeftPadded(
-        torch.tensor(rows, device=device), attention_mask.to(device), positions(attention_mask).to(device)
-    )
-
-
-def positions(attention_mask: Tensor) -> Tensor:
-    """Return position ids `[B, S]`: 0 for the first real token of each row and for padding before it."""
-    return (attention_mask.cumsum(-1) - 1).clamp(min=0)
 
 
 def without_padding(response_ids: Tensor, lengths: Tensor) -> list[list[int]]:

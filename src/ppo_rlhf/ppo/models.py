@@ -23,7 +23,7 @@ from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.models.offloading import to_host
 from ppo_rlhf.models.quantisation import check_bitsandbytes
 from ppo_rlhf.models.tokenizers import stop_token_ids
-from ppo_rlhf.ppo.environments import FunctionEnvironment
+from ppo_rlhf.ppo.environments import reply_by_function
 from ppo_rlhf.ppo.optimisers import check_trains
 from ppo_rlhf.ppo.precision import frozen_dtype, trained_dtype
 from ppo_rlhf.ppo.sampling import SamplingSettings
@@ -56,7 +56,8 @@ def load_policies(
         to_host(reference)
     else:
         reference = load_causal_lm(sft_policy, frozen_dtype(config), config, device).requires_grad_(False)
-    prepare_to_score(reference, config)
+    if config.compile:
+        compile_layers(reference)
     base = reference if config.use_peft else load_causal_lm(sft_policy, trained_dtype(config), config, device)
     policy = policy_to_train(base, config)
     return TrainedModel(policy, sft_policy.tokenizer(), value_head=sft_policy.value_head()), reference
@@ -157,29 +158,6 @@ def load_stored_critic(stored: PretrainedHandle | None, config: PPOConfig) -> Pr
     return stored.reward_model(frozen_dtype(config) if config.use_peft else trained_dtype(config))
 
 
-def prepare_to_train(policy: PreTrainedModel, critic: AnyCritic, config: PPOConfig) -> None:
-    """Switch gradient checkpointing and compilation on in both if the configuration says so.
-
-    Raises:
-        ModelError: An architecture does not support it.
-    """
-    for model in (policy, critic.backbone) if isinstance(critic, Critic) else (policy,):
-        if config.gradient_checkpointing:
-            enable_gradient_checkpointing(model)
-        if config.compile:
-            compile_layers(model)
-
-
-def prepare_to_score(reference: PreTrainedModel, config: PPOConfig) -> None:
-    """Switch compilation on in a frozen policy if `ppo.compile` says so.
-
-    Raises:
-        ModelError: Its architecture does not support it.
-    """
-    if config.compile:
-        compile_layers(reference)
-
-
 def build_state(
     policy: PreTrainedModel, critic: AnyCritic, tokenizer: PreTrainedTokenizerBase, config: PPOConfig
 ) -> TrainingState:
@@ -199,7 +177,11 @@ def build_state(
     packs(backbone_of(policy))  # models are probed before they are wrapped and compiled
     packs(critic.backbone)
     logits_of(policy)
-    prepare_to_train(policy, critic, config)
+    for model in (policy, critic.backbone) if isinstance(critic, Critic) else (policy,):
+        if config.gradient_checkpointing:
+            enable_gradient_checkpointing(model)
+        if config.compile:
+            compile_layers(model)
     return TrainingState.create(policy, critic, tokenizer, config, sampling)
 
 
@@ -207,6 +189,9 @@ def sampling_settings(
     config: PPOConfig, tokenizer: PreTrainedTokenizerBase, policy: PreTrainedModel
 ) -> SamplingSettings:
     """Return how responses are drawn with this tokenizer and model."""
+    environment = None
+    if config.environment is not None:
+        environment = partial(reply_by_function, load_function(config.environment), config.environment, tokenizer)
     return SamplingSettings(
         response_length=config.response_length,
         temperature=config.temperature,
@@ -215,7 +200,7 @@ def sampling_settings(
         stop_token_ids=stops_of(config, tokenizer, policy),
         pad_token_id=int(tokenizer.pad_token_id),
         min_response_length=config.min_response_length,
-        environment=_environment(config, tokenizer),
+        environment=environment,
         turn_length=config.turn_length,
     )
 
@@ -229,9 +214,3 @@ def stops_of(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, policy: PreT
         stop_token_id=config.stop_token_id,
         vocabulary=policy.config.get_text_config().vocab_size,
     )
-
-
-def _environment(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> FunctionEnvironment | None:
-    if config.environment is None:
-        return None
-    return FunctionEnvironment(load_function(config.environment), config.environment, tokenizer)

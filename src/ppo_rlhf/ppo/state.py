@@ -34,7 +34,7 @@ class TrainingState:
 
     Attributes:
         policy: The actor.
-        critic: Its value function; a head alone if it shares the policy's trunk.
+        critic: Its value function; only a head if it shares the policy's trunk.
         tokenizer: The policy's.
         config: Hyperparameters; they do not change within a run.
         sampling: How responses are drawn, with the stop tokens resolved.
@@ -96,7 +96,7 @@ class TrainingState:
 
     @property
     def shutdown_grace_s(self) -> float:
-        """Seconds that the run may go on for after it was asked to stop, to finish and save an iteration."""
+        """Seconds that the run has, once it is asked to stop, to finish and save an iteration."""
         return self.config.shutdown_grace_s
 
     @property
@@ -111,7 +111,7 @@ class TrainingState:
 
     @property
     def device(self) -> torch.device:
-        """Where the models lie."""
+        """Device of the models."""
         return self.policy.device
 
     @property
@@ -176,11 +176,11 @@ class TrainingState:
         self.stopping = any_process(self.stop_requested)  # a signal may have reached one process only
 
     def check_whole(self) -> None:
-        """Raise `TrainingError` if an update or the loading of a checkpoint ended half done."""
+        """Raise `TrainingError` if an update or the loading of a checkpoint was interrupted."""
         if self.updating:
             raise TrainingError(
-                f"an update, or a checkpoint's loading, was interrupted after iteration {self.iteration}: load a whole "
-                "checkpoint (in PPOTrainer resume_from_checkpoint), or begin anew with models as they were"
+                f"an update, or the loading of a checkpoint, was interrupted after iteration {self.iteration}: load a "
+                "whole checkpoint (in PPOTrainer resume_from_checkpoint), or start a new run from unchanged models"
             )
 
     def extra_state(self) -> dict[str, Any]:
@@ -197,7 +197,7 @@ class TrainingState:
         if sorted(extra) != expected:
             raise CheckpointError(
                 f"TrainingState.load_extra_state: got the keys {sorted(extra)}; {', '.join(expected)} are expected. "
-                "The checkpoint was written by another version: go on with that one, or start afresh."
+                "The checkpoint is of another version of ppo_rlhf: resume with that version, or start a new run."
             )
         for name, part in self._parts():
             part.load_state_dict(extra[name])
