@@ -84,9 +84,9 @@ def test_an_encoder_decoder_is_refused_from_its_configuration(tmp_path):
     shape = {"d_model": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "encoder_layers": 1, "decoder_layers": 1}
     ends = {"bos_token_id": 2, "eos_token_id": 3, "forced_eos_token_id": 3, "decoder_start_token_id": 3}
     save(tmp_path / "bart", BartForConditionalGeneration(BartConfig(vocab_size=25, **shape, **ends)))
-    with pytest.raises(ModelError, match=r"/bart: BartConfig is of no causal language model"):
+    with pytest.raises(ModelError, match=r"/bart: BartConfig configures no causal language model"):
         PretrainedHandle(str(tmp_path / "bart")).check_causal_lm()
-    with pytest.raises(ModelError, match=r"/t5: T5Config is of no causal language model"):
+    with pytest.raises(ModelError, match=r"/t5: T5Config configures no causal language model"):
         PretrainedHandle(str(tmp_path / "t5")).check_causal_lm()
 
 

@@ -15,8 +15,6 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.processes import check_launch, forget_accelerator, join_processes, process_count, quick_group
 
-_REDUCED = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-_FULL = {"float32": torch.float32, "float64": torch.float64}
 _MIXED = {"bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -25,12 +23,13 @@ def trained_dtype(config: PPOConfig) -> torch.dtype:
 
     Never less than float32: at the learning rates of RLHF a bfloat16 weight is too coarse to move.
     """
-    return _FULL.get(config.dtype, torch.float32)
+    return torch.float64 if config.dtype == "float64" else torch.float32
 
 
 def frozen_dtype(config: PPOConfig) -> torch.dtype:
     """Return the type of weights that never train (reference policy, reward model): the one that `ppo.dtype` names."""
-    return _REDUCED.get(config.dtype) or _FULL[config.dtype]
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    return dtype
 
 
 def resolve_device(name: str) -> torch.device:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError, TrainingError
-from ppo_rlhf.core.kl import AdaptiveKLController, FixedKLController, KLController
+from ppo_rlhf.core.kl import AdaptiveKLController, FixedKLController
 from ppo_rlhf.core.statistics import RunningMoments
 from ppo_rlhf.models.averages import WeightAverage
 from ppo_rlhf.models.critic import Critic, SharedCritic
@@ -30,59 +30,32 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class TrainingState:
-    """Models, optimisers, controller and counters of one PPO run.
-
-    Attributes:
-        policy: The actor.
-        critic: Its value function; only a head if it shares the policy's trunk.
-        tokenizer: The policy's.
-        config: Hyperparameters; they do not change within a run.
-        sampling: How responses are drawn, with the stop tokens resolved.
-        accelerator: Wraps the forward passes, averages gradients over processes, and scales losses in float16.
-        policy_forward: The policy's forward pass, wrapped by the accelerator; with a shared trunk the critic's, too.
-        critic_forward: The critic's forward pass, wrapped likewise; None with a shared trunk.
-        policy_optimizer: AdamW of the actor, and of the value head on a shared trunk.
-        critic_optimizer: AdamW of the critic; with a shared trunk the same object as the policy's.
-        kl_controller: Holds the current KL coefficient.
-        reward_moments: Mean and variance of all scores so far, as the rewards gave them.
-        iteration: Iterations done.
-        episode: Responses trained on.
-        optimiser_steps: Optimiser steps taken; one moves policy and critic. A skipped one does not count.
-        skipped_steps: Optimiser steps that were not taken because of a non-finite gradient.
-        skipped_in_a_row: Consecutive skipped steps, not counting float16 loss-scale overflows.
-        early_stops: Iterations whose update ended early because of `target_kl`.
-        policy_average: Moving average of the actor's weights, if `ema_decay` asks for one.
-        history: The metrics of each iteration so far, with `iteration`.
-        updating: True from the first optimiser step of an iteration until the iteration is complete.
-        stop_requested: True once this process was asked to stop, for example by a signal.
-        stopping: True once all processes agreed to stop after this iteration, which is saved.
-        origin: Fingerprints of what a script began with: models, reward, prompts. The pipeline has them in MLflow.
-    """
+    """Models, optimisers, controller and counters of one PPO run."""
 
     policy: PreTrainedModel
-    critic: Critic | SharedCritic
-    tokenizer: PreTrainedTokenizerBase
-    config: PPOConfig
-    sampling: SamplingSettings
-    accelerator: Accelerator
-    policy_forward: nn.Module
-    critic_forward: nn.Module | None
-    policy_optimizer: torch.optim.Optimizer
-    critic_optimizer: torch.optim.Optimizer
-    kl_controller: KLController
-    reward_moments: RunningMoments
-    iteration: int = 0
-    episode: int = 0
-    optimiser_steps: int = 0
-    skipped_steps: int = 0
-    skipped_in_a_row: int = 0
-    early_stops: int = 0
-    policy_average: WeightAverage | None = None
-    history: list[dict[str, float]] = field(default_factory=list)
-    updating: bool = False
-    stop_requested: bool = False
-    stopping: bool = False
-    origin: dict[str, str] = field(default_factory=dict)
+    critic: Critic | SharedCritic  # only a head if it shares the policy's trunk
+    tokenizer: PreTrainedTokenizerBase  # the policy's
+    config: PPOConfig  # it does not change within a run
+    sampling: SamplingSettings  # with the stop tokens resolved
+    accelerator: Accelerator  # wraps the forward passes, and scales losses in float16
+    policy_forward: nn.Module  # wrapped by the accelerator; with a shared trunk the critic's forward pass, too
+    critic_forward: nn.Module | None  # wrapped likewise; None with a shared trunk
+    policy_optimizer: torch.optim.Optimizer  # of the policy, and of the value head on a shared trunk
+    critic_optimizer: torch.optim.Optimizer  # with a shared trunk the same object as the policy's
+    kl_controller: FixedKLController  # holds the current KL coefficient
+    reward_moments: RunningMoments  # of all scores so far, as the rewards gave them
+    iteration: int = 0  # iterations done
+    episode: int = 0  # responses trained on
+    optimiser_steps: int = 0  # steps taken, without skipped ones; each moves policy and critic
+    skipped_steps: int = 0  # steps not taken because of a non-finite gradient
+    skipped_in_a_row: int = 0  # consecutive skipped steps, not counting float16 loss-scale overflows
+    early_stops: int = 0  # iterations whose update ended early because of `target_kl`
+    policy_average: WeightAverage | None = None  # of the policy's weights, if `ema_decay` asks for one
+    history: list[dict[str, float]] = field(default_factory=list)  # metrics of each iteration, with `iteration`
+    updating: bool = False  # from the first optimiser step of an iteration until the iteration is complete
+    stop_requested: bool = False  # this process was asked to stop, for example by a signal
+    stopping: bool = False  # all processes agreed to stop after this iteration, which is saved
+    origin: dict[str, str] = field(default_factory=dict)  # fingerprints of a script's models, reward and prompts
 
     @property
     def total_iterations(self) -> int:
@@ -208,7 +181,7 @@ class TrainingState:
         return parts if self.accelerator.scaler is None else [*parts, ("loss_scale", self.accelerator.scaler)]
 
 
-def build_kl_controller(config: PPOConfig) -> KLController:
+def build_kl_controller(config: PPOConfig) -> FixedKLController:
     """Return the controller that `ppo.kl_controller` asks for."""
     if config.kl_controller == "fixed":
         return FixedKLController(config.kl_coef)
