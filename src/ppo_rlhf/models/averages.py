@@ -34,7 +34,7 @@ class WeightAverage:
             weight.lerp_(current[name], 1.0 - self.decay)
 
     def applied_to(self, model: PreTrainedModel) -> PreTrainedModel:
-        """Return the model with the averaged weights in place of the trained ones; frozen weights are shared."""
+        """Return the model with the averaged weights instead of the trained ones; frozen weights are shared."""
         shared = [parameter for parameter in model.parameters() if not parameter.requires_grad]
         averaged = copy.deepcopy(model, {id(tensor): tensor for tensor in [*shared, *model.buffers()]})
         copy_tensors(self.weights, trained_parameters(averaged))

@@ -284,7 +284,7 @@ def prepare(model: PreTrainedModel, where: str = "the model") -> PreTrainedModel
 def disable_dropout(model: nn.Module) -> None:
     """Set every dropout probability to 0, in modules and their configurations, so that train() computes as eval() does.
 
-    eval() alone is not enough: gradient checkpointing works only in train().
+    eval() is not enough: gradient checkpointing works only in train().
     """
     for module in model.modules():
         if isinstance(module, DROPOUT):

@@ -25,11 +25,11 @@ from ppo_rlhf.processes import own_share
 class SequenceBatch:
     """B prompts with their responses of T columns, ready for a forward pass.
 
-    The N real tokens of all rows lie one behind the other. Of these the M states are s_0 (each prompt's last token) to
+    The N real tokens of all rows follow each other. Of these the M states are s_0 (each prompt's last token) to
     s_T (each response's last token), and the R response tokens follow the states that predict them.
     """
 
-    rows: TokenRows  # each prompt with its response behind it, padded on the right
+    rows: TokenRows  # each prompt followed by its response, padded on the right
     is_response: Tensor  # [B, T] bool, True on real response tokens
     state_positions: Tensor  # [M] long, indices of the states among the N real tokens, row by row
     predicting: Tensor  # [R] long, indices among the M states of those that a response token follows
@@ -64,14 +64,14 @@ def make_batch(
     pad_token_id: int,
     device: torch.device | str = "cpu",
 ) -> SequenceBatch:
-    """Put each response behind its prompt, trimmed to the longest response of these rows.
+    """Put each response after its prompt, trimmed to the longest response of these rows.
 
     Args:
         prompt_ids: B prompts as token ids.
         response_ids: `[B, T]` long; columns beyond each length are ignored.
         lengths: `[B]` long, tokens in each response, at least 1.
         pad_token_id: Any id inside the vocabulary.
-        device: Where the batch lies.
+        device: Device of the batch.
     """
     is_response = torch.arange(int(lengths.max())) < lengths.cpu()[:, None]
     pairs = zip(prompt_ids, without_padding(response_ids, lengths), strict=True)
@@ -125,7 +125,7 @@ def cut_batch(
 ) -> Epochs:
     """Return the minibatches of every epoch of an iteration's update.
 
-    The minibatches depend on the seed alone; each process gets an equal share of every one.
+    The minibatches depend only on the seed; each process gets an equal share of every one.
 
     Args:
         config: Sizes, token budget and seed.

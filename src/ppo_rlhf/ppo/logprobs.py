@@ -71,7 +71,7 @@ class CriticForward(nn.Module):
     def forward(self, batch: SequenceBatch) -> Tensor:
         """Return the values of the states s_0 … s_T, `[B, T + 1]`, 0 in padding.
 
-        Column t is the value before response token t; each row's last value is behind its response.
+        Column t is the value before response token t; each row's last value is after its response.
         """
         states = hidden_states_at(self.critic.backbone, batch.rows, batch.state_positions)
         return batch.scatter_states(self.critic.values(states))

@@ -3,7 +3,7 @@
     rollouts -> scores -> shaped rewards -> advantages -> update -> metrics -> advance -> (checkpoint, evaluation)
 
 Where to add things: a loss term in `ppo/update.py` (`compute_gradients`), a sampler in `ppo/sampling.py` (an engine), a
-kind of reward in `rewards/scorers.py` (a Python reward function of your own is configuration alone).
+kind of reward in `rewards/scorers.py` (a Python reward function of your own needs only configuration).
 """
 
 from __future__ import annotations

@@ -184,7 +184,7 @@ def take_step(state: TrainingState, step: StepSums) -> None:
 
 
 def _skip_step(state: TrainingState, culprits: str) -> None:
-    """Count a step that is not taken, and say why."""
+    """Count a step that is not taken, and log why."""
     state.skipped_steps += 1
     where = f"iteration {state.iteration + 1}, optimiser step {state.optimiser_steps + state.skipped_steps}"
     scaler = state.accelerator.scaler
@@ -240,7 +240,7 @@ def _check_kl(kl: float, iteration: int, config: PPOConfig) -> None:
     raise DivergenceError(
         f"iteration {iteration}: the policy's KL from the reference policy is {kl:.1f} nats per response, above "
         f"ppo.kl_stop={config.kl_stop:g}. Raise ppo.kl_coef (now {config.kl_coef:g}) or lower ppo.learning_rate (now "
-        f"{config.learning_rate:g}) and train anew, or raise ppo.kl_stop and resume",
+        f"{config.learning_rate:g}) and start a new run, or raise ppo.kl_stop and resume",
         last_good_iteration=max(0, iteration - 2),  # these rollouts measure the policy of the iteration before
     )
 
