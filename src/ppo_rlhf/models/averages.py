@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -39,14 +38,6 @@ class WeightAverage:
         averaged = copy.deepcopy(model, {id(tensor): tensor for tensor in [*shared, *model.buffers()]})
         copy_tensors(self.weights, trained_parameters(averaged))
         return averaged
-
-    def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Resume from saved weights.
-
-        Raises:
-            ValueError: Names or shapes differ.
-        """
-        copy_tensors(dict(weights), self.weights)
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

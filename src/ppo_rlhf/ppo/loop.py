@@ -52,15 +52,10 @@ def train(
     scorer: RewardScorer,
     after_iteration: Callable[[dict[str, float]], None],
 ) -> None:
-    """Run every iteration that is left.
+    """Run every iteration that is left, and call `after_iteration` with the metrics of each.
 
-    Args:
-        state: Training state; it is changed.
-        reference_policy: The frozen SFT policy.
-        prompts: Training prompts.
-        scorer: The reward.
-        after_iteration: Called with the metrics of each iteration. It logs, saves a checkpoint when one is due, and
-            then evaluates when that is due: an evaluation that fails loses no iteration (decision 0011).
+    `after_iteration` logs, saves a checkpoint when one is due, and then evaluates when that is due: an evaluation that
+    fails loses no iteration (decision 0011).
     """
     while not state.finished:
         after_iteration(iterate(state, reference_policy, prompts, scorer))

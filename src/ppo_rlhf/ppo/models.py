@@ -12,8 +12,11 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.ppo import EIGHT_BIT
 from ppo_rlhf.config.rules import device_problems
 from ppo_rlhf.core.errors import ConfigError
+from ppo_rlhf.core.kl import AdaptiveKLController, FixedKLController
 from ppo_rlhf.core.randomness import generator
+from ppo_rlhf.core.statistics import RunningMoments
 from ppo_rlhf.models.adapters import LoraSettings, check_targets, has_adapter, with_adapter, without_adapter
+from ppo_rlhf.models.averages import WeightAverage
 from ppo_rlhf.models.capabilities import check_causal
 from ppo_rlhf.models.compilation import check_compiler, compile_layers
 from ppo_rlhf.models.critic import Critic, OwnBackbone, SharedCritic
@@ -24,8 +27,9 @@ from ppo_rlhf.models.offloading import to_host
 from ppo_rlhf.models.quantisation import check_bitsandbytes
 from ppo_rlhf.models.tokenizers import stop_token_ids
 from ppo_rlhf.ppo.environments import reply_by_function
-from ppo_rlhf.ppo.optimisers import check_trains
-from ppo_rlhf.ppo.precision import frozen_dtype, trained_dtype
+from ppo_rlhf.ppo.logprobs import CriticForward, PolicyForward
+from ppo_rlhf.ppo.optimisers import build_optimizer, check_trains, peak_learning_rates
+from ppo_rlhf.ppo.precision import frozen_dtype, make_accelerator, trained_dtype, wrap
 from ppo_rlhf.ppo.sampling import SamplingSettings
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.rewards.functions import load_function
@@ -161,7 +165,7 @@ def load_stored_critic(stored: PretrainedHandle | None, config: PPOConfig) -> Pr
 def build_state(
     policy: PreTrainedModel, critic: AnyCritic, tokenizer: PreTrainedTokenizerBase, config: PPOConfig
 ) -> TrainingState:
-    """Prepare policy and critic to train, and start a run with them.
+    """Prepare policy and critic to train, and start a run: fresh optimisers, forward passes wrapped for its processes.
 
     Raises:
         ConfigError: The stop token cannot be resolved with this tokenizer, or a setting needs bitsandbytes.
@@ -182,7 +186,30 @@ def build_state(
             enable_gradient_checkpointing(model)
         if config.compile:
             compile_layers(model)
-    return TrainingState.create(policy, critic, tokenizer, config, sampling)
+    shared = isinstance(critic, SharedCritic)
+    accelerator = make_accelerator(config, policy.device, finds_unused=shared and config.critic_warmup_iterations > 0)
+    policy_forward = PolicyForward(policy, critic, config.temperature)
+    critic_forward = None if isinstance(critic, SharedCritic) else CriticForward(critic)
+    policy_rate, critic_rate = peak_learning_rates(config)
+    policy_optimizer = build_optimizer(policy_forward, policy_rate, config)
+    controller = FixedKLController(config.kl_coef)
+    if config.kl_controller == "adaptive":
+        controller = AdaptiveKLController(config.kl_coef, config.kl_target, config.kl_horizon)
+    return TrainingState(
+        policy=policy,
+        critic=critic,
+        tokenizer=tokenizer,
+        config=config,
+        sampling=sampling,
+        accelerator=accelerator,
+        policy_forward=wrap(accelerator, policy_forward),
+        critic_forward=None if critic_forward is None else wrap(accelerator, critic_forward),
+        policy_optimizer=policy_optimizer,
+        critic_optimizer=policy_optimizer if shared else build_optimizer(critic, critic_rate, config),
+        kl_controller=controller,
+        reward_moments=RunningMoments(),
+        policy_average=None if config.ema_decay is None else WeightAverage(policy, config.ema_decay),
+    )
 
 
 def sampling_settings(

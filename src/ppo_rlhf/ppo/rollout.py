@@ -60,12 +60,6 @@ def generate_rollouts(
     """Sample a response to each prompt of the next iteration and compute its log-probabilities.
 
     Every process returns the rollouts of all of them.
-
-    Args:
-        state: Training state; its policy samples.
-        reference_policy: The frozen SFT policy.
-        prompts: Training prompts.
-        config: Hyperparameters.
     """
     started = time.perf_counter()
     iteration = state.iteration + 1

@@ -13,15 +13,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError, TrainingError
-from ppo_rlhf.core.kl import AdaptiveKLController, FixedKLController
+from ppo_rlhf.core.kl import FixedKLController
 from ppo_rlhf.core.statistics import RunningMoments
 from ppo_rlhf.models.averages import WeightAverage
 from ppo_rlhf.models.critic import Critic, SharedCritic
 from ppo_rlhf.models.forward import backbone_of, packs
 from ppo_rlhf.ppo.kl_rules import kl_alarms
-from ppo_rlhf.ppo.logprobs import CriticForward, PolicyForward
-from ppo_rlhf.ppo.optimisers import build_optimizer, peak_learning_rates
-from ppo_rlhf.ppo.precision import make_accelerator, wrap
 from ppo_rlhf.ppo.sampling import SamplingSettings
 from ppo_rlhf.processes import any_process
 
@@ -92,44 +89,6 @@ class TrainingState:
         """Type of log-probabilities, entropies and values: float64 with weights in float64, else float32."""
         return torch.float64 if self.policy.dtype == torch.float64 else torch.float32
 
-    @classmethod
-    def create(
-        cls,
-        policy: PreTrainedModel,
-        critic: Critic | SharedCritic,
-        tokenizer: PreTrainedTokenizerBase,
-        config: PPOConfig,
-        sampling: SamplingSettings,
-    ) -> TrainingState:
-        """Start a run: fresh optimisers, counters at zero, forward passes wrapped for the run's processes.
-
-        `ppo.models.build_state` checks and prepares the models for it.
-        """
-        shared = isinstance(critic, SharedCritic)
-        accelerator = make_accelerator(
-            config, policy.device, finds_unused=shared and config.critic_warmup_iterations > 0
-        )
-        policy_forward: nn.Module = PolicyForward(policy, critic, config.temperature)
-        critic_forward = None if isinstance(critic, SharedCritic) else CriticForward(critic)
-        policy_rate, critic_rate = peak_learning_rates(config)
-        policy_optimizer = build_optimizer(policy_forward, policy_rate, config)
-        critic_optimizer = policy_optimizer if critic_forward is None else build_optimizer(critic, critic_rate, config)
-        return cls(
-            policy=policy,
-            critic=critic,
-            tokenizer=tokenizer,
-            config=config,
-            sampling=sampling,
-            accelerator=accelerator,
-            policy_forward=wrap(accelerator, policy_forward),
-            critic_forward=None if critic_forward is None else wrap(accelerator, critic_forward),
-            policy_optimizer=policy_optimizer,
-            critic_optimizer=critic_optimizer,
-            kl_controller=build_kl_controller(config),
-            reward_moments=RunningMoments(),
-            policy_average=None if config.ema_decay is None else WeightAverage(policy, config.ema_decay),
-        )
-
     def advance(self, scores: Tensor, metrics: dict[str, float]) -> None:
         """Complete an iteration after its update: counters, reward moments, KL controller, history, stopping.
 
@@ -179,10 +138,3 @@ class TrainingState:
     def _parts(self) -> list[tuple[str, Any]]:
         parts = [(name, getattr(self, name)) for name in ("kl_controller", "reward_moments")]
         return parts if self.accelerator.scaler is None else [*parts, ("loss_scale", self.accelerator.scaler)]
-
-
-def build_kl_controller(config: PPOConfig) -> FixedKLController:
-    """Return the controller that `ppo.kl_controller` asks for."""
-    if config.kl_controller == "fixed":
-        return FixedKLController(config.kl_coef)
-    return AdaptiveKLController(config.kl_coef, config.kl_target, config.kl_horizon)
