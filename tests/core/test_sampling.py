@@ -78,7 +78,7 @@ def test_a_grid_of_uniforms_gives_each_token_its_share_to_one_count(dtype: torch
 
 
 def test_top_p_keeps_the_token_that_reaches_the_mass():
-    """p = 0.5, 0.3, 0.2: 0.5 is reached by the first alone, anything above needs the second, above 0.8 the third."""
+    """p = 0.5, 0.3, 0.2: 0.5 is reached by the first, anything above needs the second, above 0.8 the third."""
     logits = [math.log(0.3), math.log(0.5), math.log(0.2)]
     grid = [(i + 0.5) / 200 for i in range(200)]
     for top_p, support in (

@@ -127,7 +127,7 @@ def test_running_moments_take_in_selected_numbers_only():
     assert moments.variance == pytest.approx(7 / 3)
 
 
-def test_running_moments_go_on_from_their_state_bit_for_bit():
+def test_running_moments_resume_from_their_state_bit_for_bit():
     import json
 
     numbers = torch.linspace(-1, 7, 40)

@@ -74,7 +74,7 @@ def test_adapters_sit_on_all_linear_layers_with_or_without_the_head_or_on_those_
         assert {name.rpartition(".")[2] for name in named} == {"q_proj", "v_proj"}
 
 
-def test_the_first_factor_depends_on_the_generator_alone():
+def test_the_first_factor_depends_only_on_the_generator():
     first, again, other = (
         trained_parameters(with_adapter(tiny_model(), SETTINGS, torch.Generator().manual_seed(seed)))
         for seed in (1, 1, 2)
@@ -165,7 +165,7 @@ def test_peft_loads_the_saved_adapter_and_switched_off_it_is_our_reference(tmp_p
 
 
 @pytest.mark.parametrize("part", ["policy", "its backbone", "critic's backbone"])
-def test_an_adapted_model_saves_its_adapter_alone_by_its_own_save_pretrained(tmp_path, part):
+def test_an_adapted_model_saves_only_its_adapter_by_its_own_save_pretrained(tmp_path, part):
     """transformers' would write the names of the layers below the adapter, which load as random weights."""
     base = AutoModelForCausalLM.from_pretrained(save(tmp_path / "base", tiny_model()))
     model = adapted(base if part != "critic's backbone" else base.base_model)

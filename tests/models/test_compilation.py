@@ -57,7 +57,7 @@ def test_compiled_states_and_gradients_are_those_of_the_layers_as_they_are(kind:
 
 
 @pytest.mark.slow
-def test_neither_other_lengths_nor_more_layers_compile_anything_anew() -> None:
+def test_neither_other_lengths_nor_more_layers_compile_anything_again() -> None:
     counted = []
     for depth in (2, 4):
         torch._dynamo.reset()

@@ -21,7 +21,7 @@ KINDS = ["gpt2", "llama", "bitnet"]
 
 
 @pytest.mark.parametrize("p", [0, 7], ids=["pad id", "pad id that is a token, too"])
-def test_responses_stand_behind_their_prompts_and_rows_are_padded_to_the_longest(p):
+def test_responses_follow_their_prompts_and_rows_are_padded_to_the_longest(p):
     given = torch.tensor([[1, 2, 50, 50, 50], [3, 50, 50, 50, 50], [7, 7, 7, 50, 50]])  # 50: to be ignored
     batch = make_batch([[4], [5, 6], [7, 7, 7]], given, torch.tensor([2, 1, 3]), p)
     assert batch.rows.input_ids.tolist() == [[4, 1, 2, p, p, p], [5, 6, 3, p, p, p], [7, 7, 7, 7, 7, 7]]
@@ -143,7 +143,7 @@ def test_logits_in_chunks_give_the_values_and_gradients_of_all_at_once(make_mode
         assert_close(ours, theirs, rtol=0.0, atol=1e-10)
 
 
-def test_logits_are_computed_for_response_tokens_alone_and_no_more_are_held_than_the_limit(
+def test_logits_are_computed_only_for_response_tokens_and_no_more_are_held_than_the_limit(
     make_model, monkeypatch, batch
 ):
     model, sizes = make_model("gpt2"), []

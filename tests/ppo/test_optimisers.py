@@ -89,7 +89,7 @@ def test_the_policys_schedule_begins_when_the_policy_does_and_the_critics_with_t
     assert [rate for _, rate in found] == pytest.approx([4e-3 * f for f in CRITICS], rel=1e-12)
 
 
-def test_a_shared_trunk_has_the_critics_schedule_while_the_head_alone_learns_and_the_policys_after(make_run):
+def test_a_shared_trunk_has_the_critics_schedule_while_only_the_head_learns_and_the_policys_after(make_run):
     run = make_run(learning_rate=1e-3, value_model="shared", **RESTING)
     expected = [1e-3 * f for f in (*CRITICS[:2], *POLICYS)]
     for iteration, rate in enumerate(expected, start=1):

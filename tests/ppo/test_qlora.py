@@ -185,7 +185,7 @@ def test_an_adapter_is_not_put_on_other_weights_or_on_the_same_in_another_precis
         restore(start(saved(), load_in_4bit=False).state, directory)
 
 
-def test_8_bit_adamw_follows_adamw_and_decays_matrices_alone():
+def test_8_bit_adamw_follows_adamw_and_decays_only_matrices():
     """Moments in 8 bits are off by up to a few hundredths, so steps of a few thousandths are, too, at most."""
     generator = torch.Generator().manual_seed(0)
     modules = [torch.nn.Linear(64, 64) for _ in range(2)]

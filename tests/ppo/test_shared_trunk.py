@@ -131,7 +131,7 @@ def test_one_optimiser_holds_every_weight_once(make_run):
     assert set(held) == {id(p) for model in (state.policy, state.critic) for p in model.parameters()}
 
 
-def test_in_its_warm_up_the_head_alone_learns(make_run, snapshot, same_tensors):
+def test_in_its_warm_up_only_the_head_learns(make_run, snapshot, same_tensors):
     run = make_run(critic_warmup_iterations=2, weight_decay=0.1, **SHARED)
     policy = snapshot(run.state.policy)
     for _ in range(2):

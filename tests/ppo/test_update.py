@@ -287,7 +287,7 @@ def test_a_non_finite_gradient_of_either_model_skips_the_step_of_both(make_run, 
     assert f"of the {' and '.join(CULPRITS[name] for name in names)} in iteration 1" in message
 
 
-def test_only_the_minibatch_with_the_bad_row_is_skipped_and_training_goes_on(make_run, snapshot, same_tensors):
+def test_only_the_minibatch_with_the_bad_row_is_skipped_and_training_continues(make_run, snapshot, same_tensors):
     run = make_run(**{**ONE_STEP, "num_mini_batches": 3, "num_ppo_epochs": 2, "max_skipped_steps": 2})
     before = snapshot(run.state.policy)
     learn_from(run.state, with_nan(run.before_update()[-1], 0))
@@ -387,7 +387,7 @@ def test_two_runs_with_one_seed_are_bit_identical_and_another_seed_is_not(make_r
     assert not same_tensors(first[0], other[0])
 
 
-def test_the_update_leaves_the_experience_and_the_reference_alone(make_run, snapshot, same_tensors):
+def test_the_update_changes_neither_the_experience_nor_the_reference(make_run, snapshot, same_tensors):
     run = make_run()
     experience = run.before_update()[-1]
     records = (experience, experience.rollouts, experience.scores, experience.shaped_rewards)
@@ -399,7 +399,7 @@ def test_the_update_leaves_the_experience_and_the_reference_alone(make_run, snap
     assert same_tensors(snapshot(run.reference), reference)
 
 
-def test_no_gradient_is_held_behind_an_update(make_run):
+def test_no_gradient_is_held_after_an_update(make_run):
     run = make_run()
     run.iteration()
     models = (run.state.policy, run.state.critic)

@@ -238,7 +238,7 @@ def test_the_adaptive_controller_holds_still_at_first_and_then_follows_the_kl(ma
 # --- cut-off responses left out of the loss ---------------------------------------------------------------------------
 
 
-def test_a_minibatch_of_cut_off_responses_alone_is_no_step_and_a_batch_of_them_is_warned_of(
+def test_a_minibatch_of_only_cut_off_responses_is_no_step_and_a_batch_of_them_is_warned_of(
     make_run, snapshot, same_tensors, caplog
 ):
     run = make_run(truncated_responses="mask", missing_eos_penalty=None, num_ppo_epochs=1)
