@@ -145,7 +145,7 @@ def test_a_token_budget_ends_a_micro_batch_before_the_row_that_would_exceed_it()
         [0],
         [2],
         [1],
-    ]  # a row that is longer than the budget is a micro-batch by itself
+    ]  # a longer row is a micro-batch by itself
     assert cut([0, 1, 2, 3], 4, 13, padded=False) == [[3], [0, 2, 1]]  # 9 + 5; 5 + 5 + 2
     assert cut([0, 1, 2, 3], 4, 14, padded=False) == [[3, 0], [2, 1]]
     assert cut([0, 1, 2, 3], 4, 21, padded=False) == [[3, 0, 2, 1]]
