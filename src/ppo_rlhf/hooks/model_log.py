@@ -23,7 +23,8 @@ from ppo_rlhf.evaluation.comparison import WIN
 from ppo_rlhf.hooks.run_description import in_one_line
 from ppo_rlhf.hooks.tracking_store import SQLITE
 from ppo_rlhf.locks import one_at_a_time
-from ppo_rlhf.models.adapters import is_adapter, load_merged
+from ppo_rlhf.models.adapters import load_merged
+from ppo_rlhf.models.directories import ADAPTER_CONFIG
 from ppo_rlhf.models.quiet import errors_only, quiet_transformers
 
 logger = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ def log_policy(directory: Path, name: str, step: int, keys: Collection[str], *, 
     # not MLflow's advice on input examples and model cards
     with errors_only("mlflow"), quiet_transformers(), TemporaryDirectory() as folder:
         # loaded, because MLflow 3.17 cannot log a path under transformers 5 (its lookup of the task fails)
-        if is_adapter(directory):  # a LoRA run's checkpoint: MLflow gets a model that needs no other one
+        if (directory / ADAPTER_CONFIG).is_file():  # of a LoRA run: MLflow gets a model that needs no other one
             model = load_merged(directory, trust_remote_code=trust_remote_code)
         else:
             model = AutoModelForCausalLM.from_pretrained(

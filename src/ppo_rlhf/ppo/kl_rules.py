@@ -1,6 +1,6 @@
 """The rules on the KL from the reference policy: when each holds, what it means, and the setting to change first.
 
-The alarms while a run trains and the advice at its end (`advice`) say what stands here.
+Both the alarms during a run and the advice at its end (`advice`) use them.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from ppo_rlhf.core.errors import ConfigError
 MOVED, COLLAPSED = 0.5, 0.1
 """Nats per response below which the policy has hardly moved; share of the highest KL, if that was more."""
 NEGATIVE, STANDARD_ERRORS = -0.05, 3.0
-"""Nats per response; and k1 is noisy around 0, so a mean must lie this many of its errors below it."""
+"""Nats per response; and k1 is noisy around 0, so a mean must be this many of its standard errors below 0."""
 USUAL_KL, USUAL_KL_COEF = 10.0, 0.05
 """TRL's FAQ keeps KL between 0 and 10 nats per response; TRL's default, for scores of standard deviation 1."""
 BETTER_START, SATURATED = 1.5, 10.0
-"""Factors of the first KL coefficient: from the one on, the controller's is a better start; from the other on, the size
-of the updates keeps KL from its target."""
+"""Factors of the first KL coefficient. Above the first, the controller's coefficient is a better start; above the
+second, the size of the updates keeps KL from its target."""
 
 
 @dataclass(frozen=True)
