@@ -17,7 +17,7 @@ from kedro.framework.cli.utils import split_string
 from kedro.pipeline import Pipeline
 from packaging.requirements import Requirement
 
-from ppo_rlhf.cli.errors import one_line_each, project_here
+from ppo_rlhf.cli.errors import Command, one_line_each, project_here
 from ppo_rlhf.cli.params import split_params
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.hooks.checks import judge_settings, refuse_unread
@@ -40,7 +40,7 @@ SETTINGS = {"batch": "per_device_train_batch_size", "response_length": "response
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
-@click.command()
+@click.command(cls=Command)
 @click.option(
     "--model", metavar="PATH", help="Plan for this SFT model, not the project's: directory, hub id or config.json."
 )
