@@ -17,6 +17,7 @@ from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.datasets import PretrainedModelDataset
 from ppo_rlhf.hooks.checks import check_load_versions, check_runner
 from ppo_rlhf.hooks.own_settings import OwnSettings
+from ppo_rlhf.preflight import RunRequest
 from ppo_rlhf.runner import LoopRunner
 from tests.tiny_models import save, tiny_model
 
@@ -58,8 +59,8 @@ def settings(conf: Path, **given: Any) -> OwnSettings:
     return OwnSettings(loader)
 
 
-def catalog(config: PPOConfig) -> DataCatalog:
-    return DataCatalog({"params:ppo": MemoryDataset(config)})
+def requested(config: PPOConfig) -> RunRequest:
+    return RunRequest(PIPELINE, DataCatalog({"params:ppo": MemoryDataset(config)}), Path())
 
 
 def test_names_that_something_reads_are_welcome(conf: Path):
@@ -174,15 +175,15 @@ def test_what_the_settings_leave_unused_is_refused_with_those_settings(conf: Pat
     assert line == "--params my_file: reward.components and ppo.value_model of this run leave it unused; leave it out."
 
 
-def test_the_demos_values_are_warned_of_with_another_model_alone(conf: Path):
-    assert settings(conf).demo_values(PIPELINE, catalog(DEMO)) == []
+def test_the_demos_values_are_warned_of_only_with_another_model(conf: Path):
+    assert settings(conf).demo_values(requested(DEMO)) == []
     for name in ("sft_model_path", "base_model_path"):
-        (line,) = settings(conf, **{name: "models/mine"}).demo_values(PIPELINE, catalog(DEMO))
+        (line,) = settings(conf, **{name: "models/mine"}).demo_values(requested(DEMO))
         assert line.startswith(
             "ppo.learning_rate=0.0004, ppo.response_length=36: chosen for the demo's tiny model, not for models"
         )
     own = PPOConfig(learning_rate=1e-5, response_length=64)
-    assert settings(conf, sft_model_path="models/mine").demo_values(PIPELINE, catalog(own)) == []
+    assert settings(conf, sft_model_path="models/mine").demo_values(requested(own)) == []
 
 
 def test_learning_rates_are_held_against_no_range_of_large_models_if_the_policy_is_small(
@@ -194,9 +195,10 @@ def test_learning_rates_are_held_against_no_range_of_large_models_if_the_policy_
         "sft_policy": PretrainedModelDataset(filepath=str(tmp_path / "policy")),
     }
     pipeline = Pipeline([Node(lambda ppo, model: ppo, ["params:ppo", "sft_policy"], "out", name="n")])
-    assert settings(conf).unusual_values(pipeline, DataCatalog(entries)) == []
+    run = RunRequest(pipeline, DataCatalog(entries), tmp_path)
+    assert settings(conf).unusual_values(run) == []
     monkeypatch.setattr(PreTrainedModel, "num_parameters", lambda *_: 10**9)
-    (line,) = settings(conf).unusual_values(pipeline, DataCatalog(entries))
+    (line,) = settings(conf).unusual_values(run)
     assert line.startswith("ppo.learning_rate=0.003 is outside its typical range 1e-06 to 5e-05")
 
 

@@ -81,7 +81,7 @@ def diagnose(
     yield from _versions(project_path)
     yield from _devices()
     from ppo_rlhf.models.quiet import errors_only  # heavy: other commands do not wait for these
-    from ppo_rlhf.preflight.request import RunRequest
+    from ppo_rlhf.preflight import RunRequest
 
     given = {name: options[option] for option, name in SETTINGS.items() if options[option] is not None}
     params = params | {"ppo": params.get("ppo", {}) | given} if given else params
@@ -102,17 +102,18 @@ def diagnose(
         found: list[Finding] = []
         try:
             run = session.prepare(pipeline_names=pipelines or None)
+            request = RunRequest(run.pipeline, run.catalog, project_path, data_root)
             if options["model"]:  # the other checks look at the project's own
                 refuse_unread(context.config_loader, run.pipeline.datasets())
             else:
-                found = list(_settings(context, run))
+                found = list(_settings(context, run, request))
         except Exception as error:
             yield from _refusals("Settings", error)
             return
         yield from found
         is_asked = any(value is not None for value in options.values())
         if is_asked or all(level != "problem" for level, *_ in found):
-            yield from _memory(RunRequest(run.pipeline, run.catalog, project_path, data_root), options)
+            yield from _memory(request, options)
 
 
 def _refusals(part: str, error: Exception) -> Iterator[Finding]:
@@ -172,18 +173,15 @@ def _store(context: Any) -> Iterator[Finding]:
         yield "ok", "MLflow", without_password(uri)
 
 
-def _settings(context: Any, run: PreparedRun) -> Iterator[Finding]:
-    from ppo_rlhf.preflight import describe_parts
-
+def _settings(context: Any, run: PreparedRun, request: RunRequest) -> Iterator[Finding]:
     entry = resume_entry(run.pipeline, run.catalog)
     if entry is not None and entry.requested not in (None, LATEST):
         find_named(str(entry.requested), entry.root, context.project_path)
-    problems, advice = judge_settings(context.config_loader, run.pipeline, run.catalog, context.project_path)
+    problems, advice, parts = judge_settings(context.config_loader, request)
     yield from (("problem", "Settings", line) for line in problems)
     yield from (("advice", "Settings", line) for line in advice)
     if not problems:
         names = ", ".join(run.run_params["pipeline_names"] or ["the whole chain"])
-        parts = describe_parts(run.pipeline, run.catalog, context.project_path)
         yield "ok", "Settings", f"{names}, {len(run.pipeline.nodes)} nodes.{f' {parts}' if parts else ''}"
 
 

@@ -5,21 +5,23 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Set
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kedro.config import OmegaConfigLoader
-from kedro.io import CatalogProtocol
 from kedro.pipeline import Pipeline
 
 from ppo_rlhf.config.settings_group import closest
 from ppo_rlhf.hooks.run_description import flattened, parameter
+
+if TYPE_CHECKING:
+    from ppo_rlhf.preflight import RunRequest
 
 TUNED = {
     "supervised_finetuning": ("learning_rate", "per_device_train_batch_size"),
     "reward_modelling": ("learning_rate", "per_device_train_batch_size"),
     "ppo": ("learning_rate", "value_learning_rate", "response_length", "per_device_train_batch_size"),
 }
-"""Settings of the demo that suit its tiny model alone."""
+"""Settings of the demo that suit its tiny model only."""
 PROMPTS, EVALUATION = "prompts_path", "params:evaluation"
 OTHER_PROMPTS = " To evaluate other prompts, set evaluation_prompts_path in conf/local/globals.yml or with --params."
 REFERENCES = {"parameters": r"\$\{\s*(\w+)\s*[}.\[]", "globals": r"\$\{(?:globals:)?\s*(\w+)\s*[},.\[]"}
@@ -27,7 +29,7 @@ REFERENCES = {"parameters": r"\$\{\s*(\w+)\s*[}.\[]", "globals": r"\$\{(?:global
 
 
 class OwnSettings:
-    """The settings of a run, and those of conf/base alone."""
+    """The settings of a run, and those of conf/base."""
 
     def __init__(self, loader: OmegaConfigLoader) -> None:
         """Take the run's loader."""
@@ -102,7 +104,7 @@ class OwnSettings:
             marked -= {EVALUATION}  # which only takes the judge from them
         return any(entry in read or "{" in entry for entry in marked)  # a pattern serves datasets of many names
 
-    def demo_values(self, pipeline: Pipeline, catalog: CatalogProtocol) -> list[str]:
+    def demo_values(self, run: RunRequest) -> list[str]:
         """Return one line if a run trains a user's own model with learning rates, lengths or batch sizes of the demo.
 
         A value that a user set to the same number is not told apart from the demo's.
@@ -111,12 +113,12 @@ class OwnSettings:
         found = [
             f"{group}.{name}={value:g}"
             for group, names in TUNED.items()
-            if model is not None and f"params:{group}" in pipeline.inputs()
+            if model is not None and run.reads(f"params:{group}")
             # the audit only reads how pairs are held out
-            if group != "reward_modelling" or "reward_model" in pipeline.all_outputs()
+            if group != "reward_modelling" or run.writes("reward_model")
             for name, value in self._base["parameters"].get(group, {}).items()
             # null is no number that suits one model and not another
-            if name in names and value is not None and value == getattr(parameter(catalog, group), name, None)
+            if name in names and value is not None and value == getattr(parameter(run.catalog, group), name, None)
         ]
         if not found:
             return []
@@ -125,17 +127,15 @@ class OwnSettings:
             "conf/local/parameters.yml"
         ]
 
-    def unusual_values(self, pipeline: Pipeline, catalog: CatalogProtocol) -> list[str]:
+    def unusual_values(self, run: RunRequest) -> list[str]:
         """Return one line for each setting of PPO that a user set to an unusual value, or that saves nothing here."""
-        if "params:ppo" not in pipeline.inputs():
+        if not run.reads("params:ppo"):
             return []
         from ppo_rlhf.ppo.precision import precision_warning, resolve_device  # heavy: only a run of PPO pays
-        from ppo_rlhf.preflight.request import RunRequest
 
-        ppo, shipped = parameter(catalog, "ppo"), self._base["parameters"].get("ppo", {})
-        run = RunRequest(pipeline, catalog, Path(), "")
+        ppo, shipped = parameter(run.catalog, "ppo"), self._base["parameters"].get("ppo", {})
         has_start = run.reads(run.start) and run.source(run.start) is not None  # else it is trained from scratch
-        size = catalog[run.start].load().empty_causal_lm().num_parameters() if has_start else None
+        size = run.catalog[run.start].load().empty_causal_lm().num_parameters() if has_start else None
         own = [name for name in ppo.not_default() if shipped.get(name) != getattr(ppo, name)]
         unusual = ppo.advice(own, size)
         slow = precision_warning(ppo, resolve_device(ppo.device))

@@ -8,11 +8,9 @@ checked: a run of the whole chain needs no SFT policy on disk.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
-from kedro.io import CatalogProtocol, DatasetError, MemoryDataset
-from kedro.pipeline import Pipeline
+from kedro.io import DatasetError, MemoryDataset
 
 from ppo_rlhf.config import MODEL_PATHS, PPOConfig
 from ppo_rlhf.core.errors import PPORLHFError, project_error
@@ -54,18 +52,8 @@ _WITHOUT_OWN_CODE = {
 READY = (MemoryDataset, RecordsDataset, PretrainedModelDataset, ResumeCheckpointDataset, EvaluationLogDataset)
 
 
-def find_problems(
-    pipeline: Pipeline, catalog: CatalogProtocol, project_path: Path, data_root: str = "data"
-) -> list[str]:
-    """Return the reasons why this run must not start, one line each; none if all is well. Writes nothing.
-
-    Args:
-        pipeline: The nodes that will run: only their inputs from outside are checked.
-        catalog: The run's catalog, with validated parameters.
-        project_path: The project's directory.
-        data_root: The globals' `data_root`.
-    """
-    run = RunRequest(pipeline, catalog, project_path, data_root)
+def find_problems(run: RunRequest) -> list[str]:
+    """Return the reasons why this run must not start, one line each; none if all is well. Writes nothing."""
     problems: list[str] = []
 
     def ask(check: Callable[..., Iterable[str] | None], *of: Any) -> None:
@@ -125,7 +113,7 @@ def check_settings(run: RunRequest) -> Iterator[str]:
 
 def check_protection(run: RunRequest) -> Iterator[str]:
     """Find a model that the run would write outside the project's own models: it may be a user's."""
-    layer = Path(run.data_root, MODELS_LAYER)
+    layer = f"{run.data_root}/{MODELS_LAYER}"
     for name, (stage, setting, reading) in MADE_BY.items():
         if run.writes(name) and run.source(name) is not None and not run.is_ours(run.source(name)):
             yield (

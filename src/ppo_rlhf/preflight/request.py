@@ -39,7 +39,7 @@ class RunRequest:
     pipeline: Pipeline
     catalog: CatalogProtocol
     project_path: Path
-    data_root: str
+    data_root: str = "data"
     tables: dict[str, pd.DataFrame] = field(default_factory=dict)
     models: dict[str, PretrainedHandle] = field(default_factory=dict)
     tokenizers: dict[str, PreTrainedTokenizerBase] = field(default_factory=dict)
@@ -117,16 +117,15 @@ class RunRequest:
         return self.is_ours(self.source(name)) and Path(str(self.source(name))).name == name
 
 
-def describe_parts(pipeline: Pipeline, catalog: CatalogProtocol, project_path: Path) -> str | None:
+def describe_parts(run: RunRequest) -> str:
     """Return in one line where the policy, the reward, the prompts and the judge of a run come from.
 
-    None if the run neither trains by PPO nor evaluates.
+    It is empty if the run neither trains by PPO nor evaluates.
     """
-    run = RunRequest(pipeline, catalog, project_path, "")
     reward, evaluation = run.group("reward", RewardConfig), run.group("evaluation", EvaluationConfig)
     read = next((name for name in (*PROMPTS, "evaluation_prompts") if run.reads(name) and run.source(name)), None)
     if reward is None or evaluation is None or read is None:
-        return None
+        return ""
 
     def made(name: str, start: str | None) -> str:
         return f"trained by this run, from {start or 'random weights'}" if run.writes(name) else run.shown(name)
@@ -135,5 +134,5 @@ def describe_parts(pipeline: Pipeline, catalog: CatalogProtocol, project_path: P
     terms = [c.function or made("reward_model", "the policy") for c in reward.components]
     if len(terms) > 1:
         terms = [f"{c.weight:g} x ({term})" for c, term in zip(reward.components, terms, strict=True)]
-    prompts, judge = run.shown(read), resolve_judge(evaluation, project_path).description
+    prompts, judge = run.shown(read), resolve_judge(evaluation, run.project_path).description
     return f"Policy: {policy}. Reward: {' + '.join(terms)}. Prompts: {prompts}. The win rate is decided by {judge}."
