@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,6 @@ ppo:
 prompts: {column: prompt}
 """
 PIPELINE = Pipeline([Node(lambda ppo: ppo, {"ppo": "params:ppo"}, "out", name="n")])
-DEMO = PPOConfig(learning_rate=4e-4, response_length=36)
 
 
 @pytest.fixture
@@ -57,10 +57,6 @@ def settings(conf: Path, **given: Any) -> OwnSettings:
         merge_strategy={"parameters": "soft"},
     )
     return OwnSettings(loader)
-
-
-def requested(config: PPOConfig) -> RunRequest:
-    return RunRequest(PIPELINE, DataCatalog({"params:ppo": MemoryDataset(config)}), Path())
 
 
 def test_names_that_something_reads_are_welcome(conf: Path):
@@ -175,24 +171,13 @@ def test_what_the_settings_leave_unused_is_refused_with_those_settings(conf: Pat
     assert line == "--params my_file: reward.components and ppo.value_model of this run leave it unused; leave it out."
 
 
-def test_the_demos_values_are_warned_of_only_with_another_model(conf: Path):
-    assert settings(conf).demo_values(requested(DEMO)) == []
-    for name in ("sft_model_path", "base_model_path"):
-        (line,) = settings(conf, **{name: "models/mine"}).demo_values(requested(DEMO))
-        assert line.startswith(
-            "ppo.learning_rate=0.0004, ppo.response_length=36: chosen for the demo's tiny model, not for models"
-        )
-    own = PPOConfig(learning_rate=1e-5, response_length=64)
-    assert settings(conf, sft_model_path="models/mine").demo_values(requested(own)) == []
-
-
 def test_learning_rates_are_held_against_no_range_of_large_models_if_the_policy_is_small(
     conf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    save(tmp_path / "policy", tiny_model())
+    policy = save(tmp_path / "data/06_models/policy", tiny_model())
     entries = {
         "params:ppo": MemoryDataset(PPOConfig(learning_rate=3e-3, response_length=36)),
-        "sft_policy": PretrainedModelDataset(filepath=str(tmp_path / "policy")),
+        "sft_policy": PretrainedModelDataset(filepath=str(policy)),
     }
     pipeline = Pipeline([Node(lambda ppo, model: ppo, ["params:ppo", "sft_policy"], "out", name="n")])
     run = RunRequest(pipeline, DataCatalog(entries), tmp_path)
@@ -200,6 +185,10 @@ def test_learning_rates_are_held_against_no_range_of_large_models_if_the_policy_
     monkeypatch.setattr(PreTrainedModel, "num_parameters", lambda *_: 10**9)
     (line,) = settings(conf).unusual_values(run)
     assert line.startswith("ppo.learning_rate=0.003 is outside its typical range 1e-06 to 5e-05")
+    run.catalog["params:ppo"] = MemoryDataset(PPOConfig(learning_rate=4e-4, response_length=36))  # as shipped
+    assert settings(conf).unusual_values(run) == []
+    (line,) = settings(conf).unusual_values(replace(run, project_path=tmp_path / "another"))  # a user's own model
+    assert line.startswith("ppo.learning_rate=0.0004 is outside")
 
 
 def test_another_runner_is_refused_for_the_loop_and_welcome_elsewhere():

@@ -87,7 +87,7 @@ def judge_settings(loader: OmegaConfigLoader, run: RunRequest) -> tuple[list[str
     problems = [*settings.unread(read, pipelines, run.unused), *find_problems(run)]
     if problems:
         return problems, [], ""
-    return [], [*settings.demo_values(run), *settings.unusual_values(run)], describe_parts(run)
+    return [], settings.unusual_values(run), describe_parts(run)
 
 
 def refuse_unread(loader: OmegaConfigLoader, datasets: set[str]) -> None:

@@ -43,7 +43,7 @@ from ppo_rlhf.supervised.reward_training import RewardModellingConfig
 from ppo_rlhf.supervised.sft import SupervisedFinetuningConfig
 
 TRIED_PROMPTS = 2
-OWN_CODE = "transformers_modules."  # where transformers imports Python code that lies with a model
+OWN_CODE = "transformers_modules."  # where transformers imports Python code that comes with a model
 _WITHOUT_OWN_CODE = {
     "reward_model": "Set reward_model_path or give functions as reward, and run `--pipelines align`.",
     "pretrained_critic": "Set ppo.critic_warmup_iterations, which trains a critic at the start of each run.",
@@ -80,7 +80,7 @@ def find_problems(run: RunRequest) -> list[str]:
 
 
 def check_start(run: RunRequest) -> Iterator[str]:
-    """Find inputs that are nowhere, or not yet: the run starts behind the nodes that make them."""
+    """Find inputs that are nowhere, or not yet: the run starts after the nodes that make them."""
     nowhere = sorted(name for name in run.pipeline.inputs() if run.is_nowhere(name))
     if nowhere:
         yield f"{', '.join(nowhere)} is in no file, so the run cannot start there: use --from-nodes with earlier nodes."
@@ -326,7 +326,7 @@ def check_environment(run: RunRequest) -> Iterator[str]:
     if run.writes("reward_audit"):
         yield (
             f"ppo.environment={ppo.environment}: audit_reward cannot judge rewards of episodes, because it probes them "
-            "with changed texts; go on without the audit"
+            "with changed texts; leave the audit out"
         )
     if run.samples_pairs:
         yield (
