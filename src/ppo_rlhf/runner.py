@@ -78,7 +78,7 @@ def plan_loop(pipeline: Pipeline) -> LoopPlan | None:
     if carry is None or not is_begun or not any(STATE in node.inputs for node in tagged):
         return None
     inside = _dependent_on(set(tagged), pipeline)
-    behind = [node for node in tagged if node in _dependent_on({carry}, pipeline) and node is not carry]
+    after = [node for node in tagged if node in _dependent_on({carry}, pipeline) and node is not carry]
     downstream = [node for node in untagged if node in inside]
     for node in tagged:
         if between := sorted(parent.name for parent in pipeline.node_dependencies[node] if parent in downstream):
@@ -89,9 +89,9 @@ def plan_loop(pipeline: Pipeline) -> LoopPlan | None:
     of_iteration = {name for node in tagged for name in node.outputs} - {NEXT_STATE} | {STATE}
     return LoopPlan(
         upstream=tuple(node for node in untagged if node not in inside),
-        until_update=(*(node for node in tagged if node is not carry and node not in behind), carry),
-        after_update=tuple(behind),
-        rerun_on_resume=tuple(node for node in behind if of_iteration.isdisjoint(node.inputs)),
+        until_update=(*(node for node in tagged if node is not carry and node not in after), carry),
+        after_update=tuple(after),
+        rerun_on_resume=tuple(node for node in after if of_iteration.isdisjoint(node.inputs)),
         downstream=tuple(downstream),
     )
 

@@ -359,12 +359,12 @@ def test_iterations_are_listed_in_order_without_temporaries_and_strangers(tmp_pa
 @pytest.mark.parametrize(
     ("keep", "best", "newest", "left"),
     [
-        (2, None, None, [40, 50]),
-        (2, 20, None, [20, 40, 50]),
-        (1, 10, None, [10, 50]),
-        (9, 10, None, [10, 20, 30, 40, 50]),
-        (2, 35, None, [40, 50]),  # a best that has no checkpoint
-        (1, None, 30, [30, 40, 50]),  # a run that went back to 30
+        (2, None, 50, [40, 50]),
+        (2, 20, 50, [20, 40, 50]),
+        (1, 10, 50, [10, 50]),
+        (9, 10, 50, [10, 20, 30, 40, 50]),
+        (2, 35, 50, [40, 50]),  # a best that has no checkpoint
+        (1, None, 30, [30, 40, 50]),  # a run that was resumed from 30
     ],
 )
 def test_pruning_keeps_the_newest_and_the_best(tmp_path, keep, best, newest, left):
@@ -382,7 +382,7 @@ def test_a_checkpoint_whose_deletion_is_cut_short_is_not_found_any_more(tmp_path
 
     monkeypatch.setattr(whole_files.shutil, "rmtree", killed)
     with pytest.raises(SystemExit):
-        prune_checkpoints(tmp_path, 1, None)
+        prune_checkpoints(tmp_path, 1, None, 20)
     assert checkpoint_iterations(tmp_path) == [20]
 
 

@@ -127,7 +127,7 @@ def _versions(project_path: Path) -> Iterator[Finding]:
     """Compare what is installed with what pyproject.toml asks for now: an installed package remembers an older one."""
     project = tomllib.loads((project_path / "pyproject.toml").read_text()).get("project", {})
     is_ours = project.get("name") == PACKAGE
-    mend = f"`pip install {'-e .' if is_ours else f'--upgrade {PACKAGE}'}` mends it"
+    fix = f"`pip install {'-e .' if is_ours else f'--upgrade {PACKAGE}'}` fixes it"
     shown, is_well = [f"Python {platform.python_version()}"], True
     for needed in map(Requirement, project["dependencies"] if is_ours else importlib.metadata.requires(PACKAGE) or ()):
         if needed.marker is not None and not needed.marker.evaluate({"extra": ""}):
@@ -139,7 +139,7 @@ def _versions(project_path: Path) -> Iterator[Finding]:
         if not version or not needed.specifier.contains(version, prereleases=True):
             is_well = False
             found = f"{needed.name} {version} is installed" if version else f"{needed.name} is not installed"
-            yield "problem", "Versions", f"{found}, and {needed.specifier} is needed: {mend}."
+            yield "problem", "Versions", f"{found}, and {needed.specifier} is needed: {fix}."
         if needed.name in ("kedro", "mlflow", "torch", "transformers", "trl"):
             shown.append(f"{needed.name} {version}")
     if is_well:

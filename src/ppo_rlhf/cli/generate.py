@@ -166,7 +166,7 @@ def _handle(context: Any, name: str) -> PretrainedHandle:
         stage, setting, _ = MADE_BY[name]
         place = "" if source is None else f" in {shown(source, context.project_path)}"
         raise ModelError(
-            f"There is no {name}{place} yet: `kedro run` makes it, `kedro run --pipelines {stage}` it alone, and "
+            f"There is no {name}{place} yet: `kedro run` makes it, `kedro run --pipelines {stage}` makes only it, and "
             f"{setting} names another one (conf/local/globals.yml, or --params)."
         )
     handle: PretrainedHandle = dataset.load()

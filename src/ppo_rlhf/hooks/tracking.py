@@ -60,7 +60,7 @@ GIVEN_URI = os.environ.get("MLFLOW_TRACKING_URI")  # of the user: MLflow sets th
 class TrackingHook(MlflowHook):
     """kedro-mlflow's hook with four differences, for which kedro-mlflow 2.0 has no setting.
 
-    The store is opened when a run starts, not when a context is made: a run that is refused leaves no database behind.
+    The store is opened when a run starts, not when a context is made: a run that is refused leaves no database.
     Hyperparameters are logged one by one (kedro-mlflow logs a validated group as one string), and not at every node.
     `resume` continues a run, which has its tags from the moment it is there. A run that a signal stopped ends KILLED.
     With tracking disabled for the pipelines (`disable_tracking` in mlflow.yml) nothing happens.

@@ -81,11 +81,12 @@ def find_problems(run: RunRequest) -> list[str]:
 
 def check_start(run: RunRequest) -> Iterator[str]:
     """Find inputs that are nowhere, or not yet: the run starts after the nodes that make them."""
-    nowhere = sorted(name for name in run.pipeline.inputs() if run.is_nowhere(name))
+    entries = {name: run.catalog.get(name) for name in sorted(run.pipeline.inputs())}
+    nowhere = [name for name, e in entries.items() if e is None or (isinstance(e, MemoryDataset) and not e.exists())]
     if nowhere:
         yield f"{', '.join(nowhere)} is in no file, so the run cannot start there: use --from-nodes with earlier nodes."
-    for name in sorted(run.pipeline.inputs() - set(nowhere)):
-        if run.needs(name) and not isinstance(run.catalog[name], READY) and not run.catalog[name].exists():
+    for name, entry in entries.items():
+        if entry is not None and run.needs(name) and not isinstance(entry, READY) and not entry.exists():
             yield f"{run.source(name)}: nothing is there yet. Run the node that makes {name} first."
 
 
@@ -95,7 +96,7 @@ def check_settings(run: RunRequest) -> Iterator[str]:
         "demonstrations_path": run.reads("raw_demonstrations") and run.source("raw_demonstrations") is None,
         "prompts_path": run.writes("prompt_dataset") and run.source("raw_prompts") is None,
         "sft_model_path": run.is_null("sft_policy"),
-        "reward_model_path": run.is_null("reward_model") and run.needs_reward_model,
+        "reward_model_path": run.is_null("reward_model") and run.needs("reward_model"),
         "critic_path": run.is_null("pretrained_critic")
         and (run.writes("pretrained_critic") or run.needs("pretrained_critic")),
         "policy_path": run.is_null("ppo_policy"),
@@ -128,7 +129,7 @@ def check_demo_parts(run: RunRequest) -> Iterator[str]:
     if run.source("sft_policy") is None or not run.reads("sft_policy") or run.is_ours(run.source("sft_policy")):
         return
     policy, reward_model = map(run.shown, ("sft_policy", "reward_model"))
-    if run.reads("reward_model") and run.needs_reward_model and run.is_made_here("reward_model"):
+    if run.reads("reward_model") and run.needs("reward_model") and run.is_made_here("reward_model"):
         yield (
             f"reward_model_path={reward_model} is where this project keeps the reward model of its own SFT policy, not "
             f"of {policy}. Set it to your own reward model (or to a version in that folder, if you mean it), or give "

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import pandas as pd
-from kedro.io import CatalogProtocol, MemoryDataset
+from kedro.io import CatalogProtocol
 from kedro.pipeline import Pipeline
 from transformers import PreTrainedTokenizerBase
 
@@ -71,21 +71,15 @@ class RunRequest:
         return "base_model" if self.writes("sft_policy") else "sft_policy"
 
     @property
-    def needs_reward_model(self) -> bool:
-        """Whether the reward is made of the reward model; True if no group `reward` says so."""
-        reward = self.group("reward", RewardConfig)
-        return reward is None or reward.needs_model
-
-    @property
     def samples_pairs(self) -> bool:
         """Whether the run makes the pairs of a reward model itself, for lack of a user's preferences."""
         return self.writes("preferences") and self.source("raw_preferences") is None
 
     def needs(self, name: str) -> bool:
         """Return whether the settings use an input: a reward may need no model, and a user may give the prompts."""
-        ppo = self.group("ppo", PPOConfig)
+        ppo, reward = self.group("ppo", PPOConfig), self.group("reward", RewardConfig)
         is_needed = {
-            "reward_model": self.needs_reward_model,
+            "reward_model": reward is None or reward.needs_model,
             "pretrained_critic": ppo is not None and ppo.value_model == "pretrained",
             "training_prompts": False,
             "evaluation_prompts": self.source("raw_evaluation_prompts") is None,
@@ -96,11 +90,6 @@ class RunRequest:
     def unused(self) -> set[str]:
         """The inputs that no node of the run makes and that the settings do not use."""
         return {name for name in self.pipeline.inputs() if not self.needs(name)}
-
-    def is_nowhere(self, name: str) -> bool:
-        """Return whether an input is in no file and was not given."""
-        entry = self.catalog.get(name)
-        return entry is None or (isinstance(entry, MemoryDataset) and not entry.exists())
 
     def is_null(self, name: str) -> bool:
         """Return whether the run uses a model whose path is null."""
