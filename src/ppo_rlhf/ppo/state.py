@@ -23,7 +23,7 @@ from ppo_rlhf.ppo.logprobs import CriticForward, PolicyForward
 from ppo_rlhf.ppo.optimisers import build_optimizer, peak_learning_rates
 from ppo_rlhf.ppo.precision import make_accelerator, wrap
 from ppo_rlhf.ppo.sampling import SamplingSettings
-from ppo_rlhf.processes import any_process
+from ppo_rlhf.processes import from_all
 
 log = logging.getLogger(__name__)
 
@@ -173,7 +173,7 @@ class TrainingState:
         for line in kl_alarms(self.config, self.history):
             log.warning(line)
         self.updating = False
-        self.stopping = any_process(self.stop_requested)  # a signal may have reached one process only
+        self.stopping = any(from_all(self.stop_requested))  # a signal may have reached one process only
 
     def check_whole(self) -> None:
         """Raise `TrainingError` if an update or the loading of a checkpoint ended half done."""
