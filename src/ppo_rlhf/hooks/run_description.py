@@ -84,7 +84,8 @@ def describe_run(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: Cat
 def _name(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: CatalogProtocol) -> str:
     """Return what was set on the command line, pipelines, model and time: `kl_coef=0.1 seed=2 · my-sft · 11-25 18:35`.
 
-    The model is the one that a run starts from, or the policy that it evaluates. `all` and `align` go without saying.
+    The model is the one that a run starts from, or the policy that it evaluates. `all` and `align` are named only if
+    nothing else was set.
     """
     given = (run_params.get("runtime_params") or {}).items()
     texts = [each for group, values in given if group != "resume" for each in flattened(group, values).items()]
