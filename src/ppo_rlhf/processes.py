@@ -229,11 +229,6 @@ def on_main(function: Callable[[], T]) -> T:
     return outcome  # type: ignore[return-value]
 
 
-def any_process(flag: bool) -> bool:
-    """Return whether the flag is True in at least one process; all processes get the same answer."""
-    return any(from_all(flag))
-
-
 def from_all(value: T) -> list[T]:
     """Return each process's value, in the order of their ranks; it must be picklable."""
     if process_count() == 1:

@@ -85,7 +85,7 @@ def read_models(directory: Path, state: TrainingState) -> None:
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    """Write tensors to a safetensors file, which takes contiguous ones alone."""
+    """Write tensors to a safetensors file, which takes only contiguous ones."""
     save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path)
 
 

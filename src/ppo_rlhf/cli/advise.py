@@ -11,12 +11,12 @@ from kedro.framework.session import KedroSession
 from kedro_mlflow.config.kedro_mlflow_config import KedroMlflowConfig
 from mlflow import MlflowClient
 
-from ppo_rlhf.cli.errors import project_here, show
+from ppo_rlhf.cli.errors import Command, project_here
 from ppo_rlhf.core.errors import PPORLHFError
 from ppo_rlhf.hooks.tracking_store import SQLITE, store_errors_as_config_errors, without_password
 
 
-@click.command()
+@click.command(cls=Command)
 @click.option("--run", "run_id", metavar="ID", help="The MLflow run; without it the project's newest that trained.")
 @click.option("--all", "everything", is_flag=True, help="Show all advice, not only what comes first.")
 @click.option("--env", "-e", help="Kedro's environment, if its mlflow.yml names another tracking store.")
@@ -24,7 +24,8 @@ def advise(run_id: str | None, everything: bool, env: str | None) -> None:
     """Say what to change first after a run of PPO, in the order of tuning: KL, then learning rates and batch sizes,
     then epochs and clipping. docs/tuning.md has every rule.
     """
-    show(lambda: _lines(project_here(), run_id, everything, env))
+    for line in _lines(project_here(), run_id, everything, env):
+        click.echo(line)
 
 
 def existing_store(settings: KedroMlflowConfig) -> str:

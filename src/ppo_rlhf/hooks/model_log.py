@@ -20,7 +20,7 @@ from ppo_rlhf.checkpoints.files import checkpoint_iterations, checkpoint_name
 from ppo_rlhf.checkpoints.store import best_iteration
 from ppo_rlhf.datasets.checkpoints import RANKED_BY, CheckpointDataset, read_evaluations, run_directory
 from ppo_rlhf.evaluation.comparison import WIN
-from ppo_rlhf.hooks.run_description import in_one_line
+from ppo_rlhf.hooks.run_description import verdict_of
 from ppo_rlhf.hooks.tracking_store import SQLITE
 from ppo_rlhf.locks import one_at_a_time
 from ppo_rlhf.models.adapters import load_merged
@@ -114,7 +114,7 @@ def register(model_id: str, start: str, summary: Mapping[str, Any]) -> None:
             client.create_registered_model(name)
         known = {version.source: version for version in client.search_model_versions(f"name = '{name}'")}
         made = known.get(source) or client.create_model_version(  # known: made before this run was interrupted
-            name, source, model.source_run_id, tags=tags, model_id=model_id, description=in_one_line(summary)
+            name, source, model.source_run_id, tags=tags, model_id=model_id, description=verdict_of(summary)
         )
         verdict = _challenge(client, name, str(made.version), tags)
     logger.info("The policy is version %s of the registered model %s, %s.", made.version, name, verdict)

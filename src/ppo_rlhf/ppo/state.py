@@ -20,7 +20,7 @@ from ppo_rlhf.models.critic import Critic, SharedCritic
 from ppo_rlhf.models.forward import backbone_of, packs
 from ppo_rlhf.ppo.kl_rules import kl_alarms
 from ppo_rlhf.ppo.sampling import SamplingSettings
-from ppo_rlhf.processes import any_process
+from ppo_rlhf.processes import from_all
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ class TrainingState:
         for line in kl_alarms(self.config, self.history):
             log.warning(line)
         self.updating = False
-        self.stopping = any_process(self.stop_requested)  # a signal may have reached one process only
+        self.stopping = any(from_all(self.stop_requested))  # a signal may have reached one process only
 
     def check_whole(self) -> None:
         """Raise `TrainingError` if an update or the loading of a checkpoint was interrupted."""
