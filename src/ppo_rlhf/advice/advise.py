@@ -52,16 +52,16 @@ def advise(config: PPOConfig, history: History) -> list[Advice]:
     return found
 
 
-def in_words(config: PPOConfig, advice: list[Advice], history: History, most: int | None = SHOWN) -> list[str]:
-    """Return the advice as numbered lines, each setting once, and say whether the run was long enough to judge.
+def in_words(config: PPOConfig, history: History, most: int | None = SHOWN) -> list[str]:
+    """Return the advice for a run as numbered lines, each setting once; and whether the run was long enough to judge.
 
     Args:
         config: The run's settings.
-        advice: From `advise`.
         history: As in `advise`.
         most: Settings to name at most; None names all.
     """
-    lines = []
+    lines, history = [], list(history)
+    advice = advise(config, history)
     iterations, needed = Run(config, history).iterations, max(rule.iterations for rule in RULES)
     if iterations < ENOUGH_ITERATIONS:
         lines.append(

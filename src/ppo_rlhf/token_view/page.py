@@ -1,6 +1,6 @@
 """The token view as HTML that fetches nothing: each token coloured by one of its numbers, with all of them at hand.
 
-Jinja escapes every text that a model or a data file wrote. The script gets numbers alone.
+Jinja escapes every text that a model or a data file wrote. The script gets only numbers.
 """
 
 from __future__ import annotations

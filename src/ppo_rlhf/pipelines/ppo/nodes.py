@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 def configure_ppo(ppo: PPOConfig) -> PPOConfig:
-    """Parse and validate every hyperparameter before anything is loaded; say what differs from the defaults."""
+    """Parse and validate every hyperparameter before anything is loaded; log what differs from the defaults."""
     changed = ", ".join(f"{name}={value}" for name, value in ppo.not_default().items())
     log.info("PPO settings that differ from the defaults: %s", changed or "none")
     sizes = (ppo.world_size, ppo.batch_size, ppo.local_batch_size)
@@ -79,7 +79,7 @@ def load_sft_policy(sft_policy: PretrainedHandle, ppo_config: PPOConfig) -> tupl
     total, trained = (policy.model.num_parameters(only_trainable=only) / 1e6 for only in (False, True))
     log.info("Policy: %s, %.3g M parameters, %.3g M train, on %s.", sft_policy.source, total, trained, device)
     if policy.value_head is not None and ppo_config.value_model in ("separate", "shared"):
-        log.info("The value head starts as the one that lies with %s (v_head).", sft_policy.source)
+        log.info("The value head starts as the one stored with %s (v_head).", sft_policy.source)
     return policy, reference
 
 
