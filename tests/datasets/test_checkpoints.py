@@ -92,23 +92,21 @@ def test_checkpoints_are_written_only_when_due(tmp_path, written):
     assert written == [25, 50, 60]
 
 
-def test_the_newest_are_kept(tmp_path):
-    assert saved_through(tmp_path, {}) == [50, 60]
-
-
-def test_the_best_evaluated_checkpoint_is_kept_beside_the_newest(tmp_path):
-    scores = {10: 0.1, 20: 0.9, 30: 0.3, 40: 0.2, 50: 0.4}
-    assert saved_through(tmp_path, {i: evaluation(i, s) for i, s in scores.items()}) == [20, 50, 60]
-
-
-def test_a_drifted_checkpoint_is_not_the_best(tmp_path):
-    rows = {10: evaluation(10, 0.2), 20: evaluation(20, 0.9, kl=31.0), 30: evaluation(30, 0.1)}
-    assert saved_through(tmp_path, rows, kl_alarm=30.0) == [10, 50, 60]
-
-
-def test_the_best_is_found_among_iterations_that_have_a_checkpoint(tmp_path):
-    rows = {15: evaluation(15, 0.9), 20: evaluation(20, 0.2), 30: evaluation(30, 0.1)}
-    assert saved_through(tmp_path, rows, save_total_limit=1) == [20, 60]
+@pytest.mark.parametrize(
+    ("scores", "settings", "kept"),
+    [
+        ({}, {}, [50, 60]),
+        ({10: 0.1, 20: 0.9, 30: 0.3, 40: 0.2, 50: 0.4}, {}, [20, 50, 60]),
+        ({10: 0.2, 20: 0.9, 30: 0.1}, {"kl_alarm": 30.0}, [10, 50, 60]),  # 20 has drifted too far
+        ({15: 0.9, 20: 0.2, 30: 0.1}, {"save_total_limit": 1}, [20, 60]),  # 15 has no checkpoint
+    ],
+    ids=["newest", "best", "drifted", "not saved"],
+)
+def test_the_newest_and_the_best_evaluated_checkpoints_are_kept(tmp_path, scores, settings, kept):
+    rows = {
+        i: evaluation(i, score, kl=31.0 if "kl_alarm" in settings and i == 20 else 1.0) for i, score in scores.items()
+    }
+    assert saved_through(tmp_path, rows, **settings) == kept
 
 
 def test_a_checkpoint_is_only_written(tmp_path):

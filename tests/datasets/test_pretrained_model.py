@@ -44,7 +44,7 @@ def test_the_newest_version_is_loaded_and_older_ones_stay(tmp_path):
 
 
 def test_the_newest_version_is_the_one_written_last_though_the_clock_was_set_back(tmp_path, monkeypatch):
-    """Twice, and once more behind a folder that a user put there; a copy of the folder has other times."""
+    """Twice, and once more after a folder that a user put there; a copy of the folder has other times."""
     times = iter(["2026-05-01T00.00.00.000Z", "2026-03-01T00.00.00.000Z", "2026-02-01T00.00.00.000Z"])
     monkeypatch.setattr("ppo_rlhf.datasets.pretrained_model.generate_timestamp", lambda: next(times))
     dataset = PretrainedModelDataset(str(tmp_path / "policy"))
@@ -125,7 +125,7 @@ def test_a_model_directory_is_loaded_itself_and_never_written(tmp_path):
     assert digest(source) == before
 
 
-def test_a_person_who_gave_no_model_gets_none():
+def test_a_user_who_gave_no_model_gets_none():
     dataset = PretrainedModelDataset(None)
     assert dataset.load() is None
     assert not dataset.exists()

@@ -84,7 +84,7 @@ def _by_setting(advice: list[Advice]) -> list[list[Advice]]:
     """Group the advice by setting. An item that would move a setting the other way than an earlier item is left out."""
     groups: dict[str | int, tuple[bool, list[Advice]]] = {}
     for place, item in enumerate(advice):
-        setting, raises = (item.change.setting, item.change.factor > 1.0) if item.change else (place, False)
+        setting, raises = (item.change.setting, (item.change.factor or 0.0) > 1.0) if item.change else (place, False)
         first_raises, group = groups.setdefault(setting, (raises, []))
         if raises == first_raises:
             group.append(item)

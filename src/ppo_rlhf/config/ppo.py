@@ -304,19 +304,9 @@ class PPOConfig:
         return self.local_batch_size * self.world_size
 
     @property
-    def mini_batch_size(self) -> int:
-        """Responses of one optimiser step over all devices."""
-        return self.batch_size // self.num_mini_batches
-
-    @property
-    def local_mini_batch_size(self) -> int:
-        """Responses of one optimiser step on one device."""
-        return self.local_batch_size // self.num_mini_batches
-
-    @property
     def local_micro_batch_size(self) -> int:
         """Responses of one forward and backward pass on one device."""
-        return min(self.per_device_train_batch_size, self.local_mini_batch_size)
+        return min(self.per_device_train_batch_size, self.local_batch_size // self.num_mini_batches)
 
     @property
     def num_total_batches(self) -> int:
