@@ -39,7 +39,7 @@ def test_first_ratio_and_first_values_repeat_the_rollouts_to_the_last_bit(make_r
     )
     policy_calls, value_calls = (recorded(monkeypatch, f"clipped_{name}_loss") for name in ("policy", "value"))
     run.iteration()
-    in_first = -(-run.config.local_mini_batch_size // run.config.local_micro_batch_size)
+    in_first = -(-(run.config.local_batch_size // run.config.num_mini_batches) // run.config.local_micro_batch_size)
     for call in [*policy_calls[:in_first], *value_calls[:in_first]]:
         assert torch.equal(call["new"][call["mask"]], call["old"][call["mask"]])
         assert bool(call["new"][call["mask"]].abs().max() > 0)

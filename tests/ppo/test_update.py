@@ -92,7 +92,7 @@ def test_the_ratio_of_the_first_minibatch_is_one_to_the_last_bit(make_run, monke
     assert len(set(map(len, experience.rollouts.prompts.prompt_ids))) > 1
     learn_from(run.state, experience)
     config = run.config
-    in_first = -(-config.local_mini_batch_size // config.local_micro_batch_size)
+    in_first = -(-(config.local_batch_size // config.num_mini_batches) // config.local_micro_batch_size)
     for call in [*policy_calls[:in_first], *value_calls[:in_first]]:
         assert torch.equal(call["new"][call["mask"]], call["old"][call["mask"]])
     later = policy_calls[in_first:]  # the weights have moved by then

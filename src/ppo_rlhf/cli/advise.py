@@ -38,7 +38,6 @@ def existing_store(settings: KedroMlflowConfig) -> str:
 
 def _lines(project_path: Path, run_id: str | None, everything: bool, env: str | None) -> list[str]:
     from ppo_rlhf.advice import SHOWN, in_words
-    from ppo_rlhf.advice import advise as judge
     from ppo_rlhf.cli.recorded_run import newest_run, recorded_run  # heavy: other commands do not wait for them
 
     session: Any = KedroSession.create(project_path, env=env)
@@ -48,5 +47,4 @@ def _lines(project_path: Path, run_id: str | None, everything: bool, env: str | 
     with store_errors_as_config_errors(f"The run cannot be read from the tracking store {without_password(uri)}"):
         client = MlflowClient(uri)
         run = recorded_run(client, run_id or newest_run(client, settings.tracking.experiment.name))
-    advice = judge(run.config, run.history)
-    return [*run.heading, *in_words(run.config, advice, run.history, most=None if everything else SHOWN)]
+    return [*run.heading, *in_words(run.config, run.history, most=None if everything else SHOWN)]

@@ -173,7 +173,7 @@ def _input_tags(names: list[str], catalog: CatalogProtocol) -> dict[str, str]:
             tags[f"data.{name}.fingerprint"] = _sha256(Path(path))
         elif dataset.exists() and hasattr(handle := dataset.load(), "fingerprint"):
             tags |= {f"data.{name}.path": handle.source, f"data.{name}.fingerprint": handle.fingerprint()}
-            dataset.pin(Path(handle.source))  # another run may write a newer version before this one reads it
+            dataset.pinned = Path(handle.source)  # another run may write a newer version before this one reads it
     return tags
 
 

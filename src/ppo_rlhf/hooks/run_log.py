@@ -97,7 +97,7 @@ class RunLog:
 
         A signal may cut the wait for the metrics before it, but not the logging.
         """
-        if (version := getattr(self._catalog.get(name), "saved", None)) is not None:
+        if (version := getattr(self._catalog.get(name), "pinned", None)) is not None:
             with log_store_errors(f"the path of {name}"):
                 mlflow.set_tag(f"{WRITTEN}{name}.{version.name}".replace("+", "_"), str(version))
         if name != POLICY:
@@ -134,12 +134,11 @@ class RunLog:
         """Say what to change first, by the tuning guide's rules on the curves; nothing if no iteration was measured."""
         if not self._curves:
             return
-        from ppo_rlhf.advice import advise, in_words  # heavy: only runs that train pay for it
+        from ppo_rlhf.advice import in_words  # heavy: only runs that train pay for it
 
         config = parameter(self._catalog, "ppo")
         history = [{**row, "iteration": float(iteration)} for iteration, row in sorted(self._curves.items())]
-        advice = in_words(config, advise(config, history), history)
-        for line in ["What to change first (`kedro advise` says it again):", *advice]:
+        for line in ["What to change first (`kedro advise` says it again):", *in_words(config, history)]:
             logger.info("%s", line)
 
     def _send_history(self, state: Any) -> None:

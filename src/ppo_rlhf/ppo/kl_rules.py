@@ -28,20 +28,17 @@ second, the size of the updates keeps KL from its target."""
 
 @dataclass(frozen=True)
 class Change:
-    """A setting of PPOConfig, its present value, and what to do: multiply it by about a factor, or set it to a value.
-
-    A factor of 1 stands for a value.
-    """
+    """A setting of PPOConfig, its present value, and what to do: multiply it by about `factor` or set it to `value`."""
 
     setting: str
     now: Any
-    factor: float = 1.0
+    factor: float | None = None
     value: Any = None
 
     def __str__(self) -> str:
         """Write it as an instruction."""
         name = f"ppo.{self.setting}"
-        if self.factor == 1.0:
+        if self.factor is None:
             return f"Set {name} to {self.value} (now {self.now})."
         if self.factor in (0.5, 2.0):
             return f"{'Halve' if self.factor < 1.0 else 'Double'} {name} (now {self.now:g})."
@@ -53,7 +50,7 @@ def allowed(change: Change | None, config: PPOConfig) -> Change | None:
     """Return a change if it changes anything and leaves a valid configuration, else None."""
     if change is None:
         return None
-    value = change.value if change.factor == 1.0 else change.now * change.factor
+    value = change.value if change.factor is None else change.now * change.factor
     value = round(value) if isinstance(change.now, int) else value
     try:
         replace(config, **{change.setting: value})
@@ -93,7 +90,7 @@ def set_to(s: KLSituation, setting: str, value: Any) -> Change:
 
 
 def scaled(s: KLSituation, setting: str, factor: float) -> Change:
-    """Multiply a setting by a factor, which is not 1."""
+    """Multiply a setting by a factor."""
     return Change(setting, getattr(s.config, setting), factor)
 
 
