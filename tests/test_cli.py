@@ -10,9 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
-import click
 import mlflow
 import pytest
 from click.testing import CliRunner, Result
@@ -20,7 +18,7 @@ from kedro.framework.cli.project import run as kedro_run
 from kedro.io import DatasetError
 from safetensors import SafetensorError
 
-from ppo_rlhf.cli import cli, commands, run
+from ppo_rlhf.cli import cli, errors, run
 from ppo_rlhf.cli.errors import one_line_each
 from tests.conftest import REPOSITORY
 
@@ -144,20 +142,12 @@ def test_a_full_disk_is_one_line_and_an_unexpected_error_none():
     assert one_line_each(ValueError("a mistake of ours")) is None
 
 
-def test_a_bare_node_name_will_do_where_it_is_unique(kedro: Kedro, toy_project: Path, caplog: pytest.LogCaptureFixture):
+def test_a_bare_node_name_is_enough(kedro: Kedro, toy_project: Path, caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.INFO):
         result = kedro(toy_project, "run", "--pipelines", "ppo", "--to-nodes", "configure_ppo")
     assert result.exit_code == 0, result.output
     completed = {m.split(": ")[1].split(" (")[0] for m in caplog.messages if m.startswith("Completed node")}
     assert completed == {"ppo.configure_ppo"}
-
-
-def test_a_bare_name_of_two_nodes_is_refused(monkeypatch: pytest.MonkeyPatch):
-    nodes = [SimpleNamespace(name="ppo.evaluate"), SimpleNamespace(name="evaluation.evaluate")]
-    monkeypatch.setattr(commands, "pipelines", {"__default__": SimpleNamespace(nodes=nodes)})
-    with pytest.raises(click.ClickException, match=r"evaluation\.evaluate, ppo\.evaluate"):
-        commands._full_names(["evaluate"], [None])
-    assert commands._full_names(["ppo.evaluate"], [None]) == ["ppo.evaluate"]
 
 
 def test_a_list_is_written_in_brackets_on_the_command_line_too():
@@ -228,7 +218,7 @@ def test_an_error_of_another_process_alone_is_shown_with_its_number(
 ):
     for name, value in {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(commands, "MAIN_PROCESS_FAILS_WITHIN_S", 0.0)
+    monkeypatch.setattr(errors, "MAIN_PROCESS_FAILS_WITHIN_S", 0.0)
     (line,) = refused(kedro, toy_project, "--params", "ppo.kl_coeff=0.1")
     assert line.startswith("Error: process 1: ppo.kl_coeff")
 

@@ -48,7 +48,7 @@ def test_a_directory_that_cannot_be_written_is_one_line(tmp_path: Path):
 
 
 def test_a_directory_appears_with_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Another run with resume=latest would find it in between, and go on with a run that has just begun."""
+    """Another run with resume=latest would find it in between, and resume a run that has just begun."""
     there: list[bool] = []
     monkeypatch.setattr("ppo_rlhf.locks.fcntl.lockf", lambda *_: there.append((tmp_path / "run").exists()))
     lock = lock_run(tmp_path / "run")

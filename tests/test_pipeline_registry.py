@@ -17,6 +17,12 @@ def test_each_stage_has_a_name_and_the_chain_has_them_all():
         assert {node.name.partition(".")[0] for node in pipelines[name].nodes} == stages
 
 
+def test_no_two_nodes_of_a_pipeline_have_the_same_name_without_namespace():
+    for pipeline in register_pipelines().values():
+        names = [node.name.rpartition(".")[2] for node in pipeline.nodes]
+        assert len(names) == len(set(names))
+
+
 def test_an_iteration_takes_its_settings_from_the_state_so_kedro_viz_draws_its_phases_in_a_line():
     ppo = register_pipelines()["ppo"]
     taken = ppo.only_nodes_with_tags("iteration").inputs() & ppo.all_outputs()

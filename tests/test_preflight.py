@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,7 @@ from ppo_rlhf.datasets import (
 )
 from ppo_rlhf.evaluation.policy import DEMO_JUDGE, DEMO_PROMPTS_PATH, EvaluationConfig
 from ppo_rlhf.models import quantisation
-from ppo_rlhf.preflight import describe_parts, find_problems
-from ppo_rlhf.preflight.request import RunRequest
+from ppo_rlhf.preflight import RunRequest, describe_parts, find_problems
 from ppo_rlhf.rewards.config import RewardConfig
 from ppo_rlhf.supervised.demonstrations import DataPreparationConfig
 from ppo_rlhf.supervised.reward_training import RewardModellingConfig
@@ -82,9 +82,9 @@ class User:
         self.groups["ppo"] = PPOConfig(**{"response_length": 4, **settings})
 
     def problems(self) -> list[str]:
-        return find_problems(*self.request(), self.folder, self.data_root)
+        return find_problems(self.request())
 
-    def request(self) -> tuple[Pipeline, DataCatalog]:
+    def request(self) -> RunRequest:
         """Return a run whose nodes read all inputs except those that other nodes of the run make."""
         datasets: dict[str, Any] = {f"params:{name}": MemoryDataset(group) for name, group in self.groups.items()}
         for name, path in self.paths.items():
@@ -92,7 +92,7 @@ class User:
         inputs = [*self.paths, *(f"params:{group}" for group in self.groups)]
         nodes = [Node(lambda *_: 0, inputs, "prompt_dataset", name="align")]
         nodes += [Node(lambda _: 0, "params:ppo", name, name=f"make_{name}") for name in self.made]
-        return Pipeline(nodes), DataCatalog(datasets)
+        return RunRequest(Pipeline(nodes), DataCatalog(datasets), self.folder, self.data_root)
 
 
 def function_reward(reference: str) -> RewardConfig:
@@ -234,10 +234,10 @@ def test_a_reward_model_is_checked_only_if_the_reward_uses_it(user: User, models
 
 def test_the_inputs_that_the_settings_leave_unused_are_those_that_the_run_does_not_make(user: User):
     user.paths["pretrained_critic"] = "critic"
-    assert RunRequest(*user.request(), user.folder, "data").unused == {"reward_model", "pretrained_critic"}
+    assert user.request().unused == {"reward_model", "pretrained_critic"}
     user.made = ["reward_model"]
     user.set_ppo(value_model="pretrained")
-    assert RunRequest(*user.request(), user.folder, "data").unused == set()
+    assert user.request().unused == set()
 
 
 def test_a_stored_critic_is_checked_only_if_it_is_asked_for(user: User, models: Path):
@@ -321,12 +321,12 @@ def test_a_policy_of_ones_own_meets_no_part_of_the_demo_that_was_not_asked_for(u
 
 def test_where_the_parts_of_a_run_come_from_is_one_line(user: User):
     user.groups["reward"] = RewardConfig(components=[MODEL, {"type": "function", "function": "my:f", "weight": 0.5}])
-    line = describe_parts(*user.request(), user.folder)
+    line = describe_parts(user.request())
     reward = f"1 x ({user.paths['reward_model']}) + 0.5 x (my:f)"
     judge = "The win rate is decided by the reward, as evaluation.judge is not set."
     assert line == f"Policy: policy. Reward: {reward}. Prompts: prompts.jsonl. {judge}"
     user.made = ["sft_policy"]
-    assert "Policy: trained by this run, from random weights." in str(describe_parts(*user.request(), user.folder))
+    assert "Policy: trained by this run, from random weights." in str(describe_parts(user.request()))
 
 
 @pytest.mark.parametrize(
@@ -421,7 +421,7 @@ def test_nothing_is_trained_on_a_backbone_whose_code_would_not_be_saved(
 ):
     own = PretrainedModelDataset(str(save_with_own_code(tmp_path / "own", monkeypatch)), trust_remote_code=True)
     train = Node(lambda _: 0, "sft_policy", made, name="train")
-    (problem,) = find_problems(Pipeline([train]), DataCatalog({"sft_policy": own}), tmp_path)
+    (problem,) = find_problems(RunRequest(Pipeline([train]), DataCatalog({"sft_policy": own}), tmp_path))
     assert named in problem
 
 
@@ -432,7 +432,7 @@ def test_a_slice_that_starts_from_what_no_file_holds_is_refused(tmp_path: Path):
     missing = str(tmp_path / "pairs.parquet")
     datasets = {"rollouts": MemoryDataset(), "given": MemoryDataset(3), "pairs": TableDataset(filepath=missing)}
     late = Node(lambda *_: 0, ["rollouts", "scores", "given", "pairs"], "x", name="late")
-    in_memory, in_file = find_problems(Pipeline([late]), DataCatalog(datasets), tmp_path)
+    in_memory, in_file = find_problems(RunRequest(Pipeline([late]), DataCatalog(datasets), tmp_path))
     assert "rollouts, scores" in in_memory
     assert missing in in_file
 
@@ -447,10 +447,10 @@ def evaluating(user: User) -> User:
 
 
 def evaluation_problems(user: User) -> list[str]:
-    pipeline, catalog = user.request()
-    catalog["evaluation_prompts"] = OptionalTableDataset(filepath=str(user.folder / "stored.parquet"))
-    answer = Node(lambda *_: 0, ["evaluation_prompts", *pipeline.inputs()], "answers", name="answer")
-    return find_problems(Pipeline([answer]), catalog, user.folder)
+    run = user.request()
+    run.catalog["evaluation_prompts"] = OptionalTableDataset(filepath=str(user.folder / "stored.parquet"))
+    answer = Node(lambda *_: 0, ["evaluation_prompts", *run.pipeline.inputs()], "answers", name="answer")
+    return find_problems(replace(run, pipeline=Pipeline([answer])))
 
 
 def test_evaluation_prompts_of_ones_own_need_no_stored_ones(evaluating: User):

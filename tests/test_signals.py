@@ -27,7 +27,6 @@ from ppo_rlhf.signals import (
     ended_after,
     finishing_first,
     raising_on_signals,
-    warn_if_slow,
 )
 
 
@@ -137,17 +136,6 @@ def test_the_line_of_a_signal_is_said_while_the_main_thread_holds_the_lock_of_th
         signal.raise_signal(signal.SIGTERM)
         assert said == []
     assert said == ["stopping"]
-
-
-def test_a_signal_names_the_call_that_it_waits_for():
-    said: list[str] = []
-    with raising_on_signals(), finishing_first(60.0, lambda signum: "stopping", said.append):
-        with warn_if_slow("reward function mine"):
-            signal.raise_signal(signal.SIGTERM)
-            end = time.monotonic() + 5
-            while len(said) < 2 and time.monotonic() < end:
-                time.sleep(0.01)
-        assert said == ["stopping", "SIGTERM: reward function mine has not answered yet."]
 
 
 def test_a_forked_worker_never_waits_so_that_a_pool_of_them_can_be_ended():

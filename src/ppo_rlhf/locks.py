@@ -21,7 +21,7 @@ def lock_run(directory: Path) -> IO[bytes] | None:
     """Return the locked file `run.lock` of a run's directory, which is made if needed; None if another process has it.
 
     Closing the file frees it. It is a POSIX record lock: the kernel frees it when the process dies, and a forked worker
-    does not inherit it. A directory that is made appears with the lock: a run that looks for one to go on with must not
+    does not inherit it. A directory that is made appears with the lock: a run that looks for one to resume must not
     take one that just begins.
 
     Raises:

@@ -228,7 +228,7 @@ class Suggestion(NamedTuple):
 
 
 def suggestions(config: PPOConfig, shape: RunShape) -> Iterator[Suggestion]:
-    """Yield each change that alone lowers the peak by at least 2 %, the cheapest first."""
+    """Yield each change that lowers the peak, by itself, by at least 2 %, the cheapest first."""
     needed = plan_memory(config, shape).needed
     for price, changes_of in _STEPS:
         changes = changes_of(config)
@@ -252,10 +252,10 @@ def _smaller_micro_batches(c: PPOConfig) -> Changes:
 
 _STEPS: tuple[tuple[str, Callable[[PPOConfig], Changes]], ...] = (
     (
-        "the same numbers but for rounding, slower rollouts",
+        "the same numbers except for rounding, slower rollouts",
         lambda c: {"local_rollout_forward_batch_size": max(1, _rollout_rows(c) // 2)},
     ),
-    ("the same batch in smaller pieces: the same numbers but for rounding", _smaller_micro_batches),
+    ("the same batch in smaller pieces: the same numbers except for rounding", _smaller_micro_batches),
     ("the same numbers, an update takes about a third longer", lambda c: {"gradient_checkpointing": True}),
     ("the same numbers, a copy to the GPU each iteration", lambda c: {"offload_reference_policy": True}),
     ("the same numbers, a copy to the GPU each iteration", lambda c: {"offload_reward_model": True}),

@@ -31,5 +31,5 @@ def register_pipelines() -> dict[str, Pipeline]:
         for each in (STAGES, (*OPTIONAL, *STUDIES))
     )
     align = Pipeline([stages[name] for name in ALIGN])
-    alone = {"evaluation": stages["evaluation"] + stages["reporting"]}
-    return {**stages, **others, **alone, "align": align, "__default__": Pipeline(list(stages.values()))}
+    evaluation = {"evaluation": stages["evaluation"] + stages["reporting"]}
+    return {**stages, **others, **evaluation, "align": align, "__default__": Pipeline(list(stages.values()))}

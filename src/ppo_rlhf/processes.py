@@ -235,15 +235,13 @@ def after_main(function: Callable[[], T]) -> T:
     Raises:
         PPORLHFError: The function raised it on the main process; every process raises it.
     """
-    if process_count() == 1:
-        return function()
-    on_main(lambda: function() and None)
+
+    def keep() -> None:
+        function()
+
+    if process_count() > 1:
+        on_main(keep)
     return function()
-
-
-def any_process(flag: bool) -> bool:
-    """Return whether the flag is True in at least one process; all processes get the same answer."""
-    return any(from_all(flag))
 
 
 def from_all(value: T) -> list[T]:

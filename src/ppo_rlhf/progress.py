@@ -101,6 +101,6 @@ def silenced(names: Iterable[str]) -> Iterator[None]:
 
 
 def say(text: str, *arguments: object) -> None:
-    """Log a line, in the main process alone."""
+    """Log a line, only in the main process."""
     if processes.is_main_process():
         logger.info(text, *arguments)

@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from kedro.framework.hooks import hook_impl
 from kedro.framework.session import KedroSession
@@ -30,25 +30,11 @@ from ppo_rlhf.signals import RunInterruptedError, TerminationSignal, as_error, f
 
 if TYPE_CHECKING:
     from ppo_rlhf.datasets.run_catalog import RunCatalog
+    from ppo_rlhf.ppo.state import TrainingState
 
 ITERATION_TAG = "iteration"
 PPO = "ppo"
 NODE_LOGGERS = ("kedro.pipeline.node", "kedro.io.data_catalog")  # one INFO line a node, a load and a save
-
-
-class LoopState(Protocol):
-    """The attributes of the carried state that the runner uses."""
-
-    iteration: int
-    """Iterations completed."""
-    total_iterations: int
-    finished: bool
-    stop_requested: bool
-    """Set by the runner in the process that got a signal."""
-    stopping: bool
-    """Set when all processes know of it: the run ends after this iteration, so its checkpoint is due."""
-    shutdown_grace_s: float
-    """Seconds after a signal within which the iteration must be saved."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +69,7 @@ def plan_loop(pipeline: Pipeline) -> LoopPlan | None:
     a tagged one makes `next_training_state`.
 
     Raises:
-        ConfigError: An untagged node lies between tagged ones, so no phase could run it.
+        ConfigError: An untagged node is between tagged ones, so no phase could run it.
     """
     tagged = [node for node in pipeline.nodes if ITERATION_TAG in node.tags]
     untagged = [node for node in pipeline.nodes if ITERATION_TAG not in node.tags]
@@ -92,7 +78,7 @@ def plan_loop(pipeline: Pipeline) -> LoopPlan | None:
     if carry is None or not is_begun or not any(STATE in node.inputs for node in tagged):
         return None
     inside = _dependent_on(set(tagged), pipeline)
-    behind = [node for node in tagged if node in _dependent_on({carry}, pipeline) and node is not carry]
+    after = [node for node in tagged if node in _dependent_on({carry}, pipeline) and node is not carry]
     downstream = [node for node in untagged if node in inside]
     for node in tagged:
         if between := sorted(parent.name for parent in pipeline.node_dependencies[node] if parent in downstream):
@@ -103,9 +89,9 @@ def plan_loop(pipeline: Pipeline) -> LoopPlan | None:
     of_iteration = {name for node in tagged for name in node.outputs} - {NEXT_STATE} | {STATE}
     return LoopPlan(
         upstream=tuple(node for node in untagged if node not in inside),
-        until_update=(*(node for node in tagged if node is not carry and node not in behind), carry),
-        after_update=tuple(behind),
-        rerun_on_resume=tuple(node for node in behind if of_iteration.isdisjoint(node.inputs)),
+        until_update=(*(node for node in tagged if node is not carry and node not in after), carry),
+        after_update=tuple(after),
+        rerun_on_resume=tuple(node for node in after if of_iteration.isdisjoint(node.inputs)),
         downstream=tuple(downstream),
     )
 
@@ -265,7 +251,7 @@ def _catalog_of_run(pipeline: Pipeline, catalog: CatalogProtocol) -> Any:
 
 
 def _without_finished(pipeline: Pipeline, catalog: RunCatalog) -> Pipeline:
-    """Return the nodes to run; a node is skipped if each output is written before, or read by skipped nodes alone."""
+    """Return the nodes to run; a node is skipped if each output is written before, or read only by skipped nodes."""
     skipped: set[Node] = set()
     for node in reversed(pipeline.nodes):
         readers = {name: {each for each in pipeline.nodes if name in each.inputs} for name in node.outputs}
@@ -283,7 +269,7 @@ def _repeat(plan: LoopPlan, catalog: RunCatalog, execute: Callable[[Node], None]
     Raises:
         TerminationSignal: A signal came, to this process or another one of the run; the last iteration is saved.
     """
-    state: LoopState = catalog.load(STATE)
+    state: TrainingState = catalog.load(STATE)
     if state.iteration > 0 or state.finished:
         catalog.save(NEXT_STATE, state)
         for node in plan.rerun_on_resume:
@@ -314,7 +300,7 @@ def _repeat(plan: LoopPlan, catalog: RunCatalog, execute: Callable[[Node], None]
 class _Shutdown:
     """Ends the loop after a signal, in all processes at the same place."""
 
-    def __init__(self, state: LoopState) -> None:
+    def __init__(self, state: TrainingState) -> None:
         self.state, self.iteration = state, state.iteration + 1
         self._signum: int | None = None
 

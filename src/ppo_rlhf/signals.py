@@ -13,7 +13,7 @@ import stat
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from time import monotonic
 from types import FrameType
@@ -75,7 +75,6 @@ class _State:
         held: The signal that waits for the end of those.
         first_at: Time of the first signal, in seconds.
         finish_first: Takes the first signal in place of the exception.
-        waits_for: Calls of somebody else's code that are under way.
     """
 
     process: int = 0
@@ -84,7 +83,6 @@ class _State:
     held: int | None = None
     first_at: float | None = None
     finish_first: Callable[[int], None] | None = None
-    waits_for: list[str] = field(default_factory=list)
 
 
 _state = _State()
@@ -140,17 +138,15 @@ def deferring_signals() -> Iterator[None]:
 
 @contextmanager
 def warn_if_slow(what: str, advice: str = "", *, seconds: float = SLOW_S) -> Iterator[None]:
-    """Log what is waited for if the block takes long, and at once where a signal waits for the end of the block."""
+    """Log what is waited for if the block takes long."""
     line = f"{what} has not answered for {seconds:.0f} s. {advice}".strip()
     timer = threading.Timer(seconds, logger.warning, ["%s", line])
     timer.daemon = True
     timer.start()
-    _state.waits_for.append(what)
     try:
         yield
     finally:
         timer.cancel()
-        _state.waits_for.remove(what)
 
 
 class _TimeIsUp(BaseException):
@@ -162,7 +158,7 @@ def ended_after(seconds: float, error: Exception) -> Iterator[None]:
     """End a block of Python that takes longer than some seconds by raising `error`; for somebody else's code.
 
     Does nothing outside the main thread, where Python handles no signal, and cannot cut a single call into C. SIGALRM's
-    handler and the timer that were set before go on after the block.
+    handler and the timer that were set before continue after the block.
     """
     if not _in_main_thread():
         yield
@@ -224,8 +220,6 @@ def _watch(requests: Requests, grace_s: float, say: Callable[[str], None]) -> No
         return
     signum, line = request
     say(line)
-    for what in _state.waits_for:
-        say(f"{signal.Signals(signum).name}: {what} has not answered yet.")
     with suppress(Empty):
         requests.get(timeout=grace_s)
         return  # the block has ended

@@ -26,7 +26,7 @@ BROKEN = {  # a rule of every stage fires
 
 
 def words(settings: dict[str, Any], rows: list[dict[str, float]], most: int | None = SHOWN) -> list[str]:
-    return in_words(config(**settings), advise(config(**settings), rows), rows, most)
+    return in_words(config(**settings), rows, most)
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def is_called_hacked(judge: np.ndarray) -> bool:
     "correlation", [*CORRELATIONS[:1], *(pytest.param(case, marks=pytest.mark.slow) for case in CORRELATIONS[1:])]
 )
 def test_at_most_five_per_cent_of_runs_without_a_change_are_called_hacked(correlation: float):
-    """Before, 87, 80, 69 and 62 per cent: the best of several noisy evaluations lies above the last one."""
+    """Before, 87, 80, 69 and 62 per cent: the best of several noisy evaluations is above the last one."""
     rng = np.random.default_rng(1)
     assert np.mean([is_called_hacked(noisy_scores(rng, correlation)) for _ in range(300)]) <= 0.05
 

@@ -35,12 +35,12 @@ CASES = {
     "rollout_mismatch": Case(
         {"policy/rollout_logprob_gap": curve(2e-3)},
         {"policy/rollout_logprob_gap": curve(9e-4)},
-        ("rollout_engine", "static", 1.0, "hf"),
+        ("rollout_engine", "static", None, "hf"),
     ),
     "kl_negative": Case(
         {"objective/kl": [-0.6 + 0.5 * n for n in NOISE]},  # the window's error is 0.5 x (10 / 9)^0.5 / 10^0.5 = 0.17
         {"objective/kl": [-0.4 + 0.5 * n for n in NOISE]},  # below 0 throughout, but by less than three errors
-        ("top_k", 50, 1.0, 0),
+        ("top_k", 50, None, 0),
         {"top_k": 50},
     ),
     "kl_alarm": Case({"objective/kl": curve(30)}, {"objective/kl": curve(19.9)}, ("kl_coef", 0.08, 3.0)),
@@ -120,7 +120,7 @@ CASES = {
     "truncated": Case(
         {"response/truncated_fraction": curve(0.1, 0.6)},
         {"response/truncated_fraction": curve(0.1, 0.49)},
-        ("missing_eos_penalty", None, 1.0, 1.0),
+        ("missing_eos_penalty", None, None, 1.0),
     ),
     "length_drifted": Case(
         {"response/length": curve(10, 21)}, {"response/length": curve(10, 5.1)}, ("kl_coef", 0.08, 1.5)
@@ -137,7 +137,8 @@ def same_change(change: Change | None, expected: tuple[Any, ...] | None) -> bool
     if change is None or expected is None:
         return change is expected
     wanted = Change(*expected)
-    return math.isclose(change.factor, wanted.factor, rel_tol=1e-4) and replace(change, factor=wanted.factor) == wanted
+    is_close = math.isclose(change.factor or 0.0, wanted.factor or 0.0, rel_tol=1e-4)
+    return is_close and replace(change, factor=wanted.factor) == wanted
 
 
 def fired(settings: dict[str, Any], spoilt: Spoilt | None = None, iterations: int = ITERATIONS) -> dict[str, Advice]:
@@ -180,7 +181,7 @@ CLIPPED = {"policy/clipfrac_avg": curve(0.5)}
 # rule, settings, curves, the change
 BRANCHES: list[tuple[str, dict[str, Any], Spoilt, tuple[Any, ...] | None]] = [
     ("kl_alarm", {"kl_coef": 0.05}, {"objective/kl": curve(500)}, ("kl_coef", 0.05, 4.0)),  # fourfold at most
-    ("kl_alarm", {"kl_coef": 0.0}, {"objective/kl": curve(25)}, ("kl_coef", 0.0, 1.0, 0.05)),
+    ("kl_alarm", {"kl_coef": 0.0}, {"objective/kl": curve(25)}, ("kl_coef", 0.0, None, 0.05)),
     ("kl_alarm", ADAPTIVE | {"kl_target": 30.0}, {"objective/kl": curve(25)}, ("kl_target", 30.0, 0.4)),
     ("kl_alarm", ADAPTIVE, {"objective/kl": curve(25), "objective/kl_coef": curve(0.05)}, ("kl_horizon", 200.0, 0.5)),
     ("kl_collapsed", {"kl_coef": 0.0}, {"objective/kl": curve(4, 0.3)}, ("learning_rate", 4e-4, 0.5)),
@@ -191,11 +192,11 @@ BRANCHES: list[tuple[str, dict[str, Any], Spoilt, tuple[Any, ...] | None]] = [
      ("learning_rate", 4e-4, 2.0)),
     ("rollout_mismatch", {"rollout_engine": "hf"}, {"policy/rollout_logprob_gap": curve(0.2)}, None),
     ("rollout_mismatch", {}, {"policy/rollout_logprob_gap": [1e-2, *[1e-7] * 39]},
-     ("rollout_engine", "static", 1.0, "hf")),
+     ("rollout_engine", "static", None, "hf")),
     ("entropy_collapsed", {}, {"objective/entropy": curve(1.5, 0.4), "objective/kl": curve(0.4)},
-     ("entropy_coef", 0.0, 1.0, 0.01)),
+     ("entropy_coef", 0.0, None, 0.01)),
     ("steps_skipped", {"dtype": "float16"}, {"optimiser/skipped_steps": (0.0, 8.0)},
-     ("dtype", "float16", 1.0, "bfloat16")),
+     ("dtype", "float16", None, "bfloat16")),
     ("critic_is_poor", {"value_learning_rate": None}, {"val/explained_variance": curve(0.0)},
      ("value_learning_rate", 4e-4, 2.0)),
     ("critic_is_poor", SHARED, {"val/explained_variance": curve(0.0)}, ("vf_coef", 0.1, 2.0)),
@@ -269,12 +270,12 @@ def test_without_a_certain_rise_or_after_a_certain_fall_the_same_curves_get_advi
     assert set(fired(ADAPTIVE, SOLVED | doubt)) == OF_EXPLOITATION | OF_OPTIMISATION
 
 
-def test_a_success_by_the_reward_alone_does_not_silence_the_signs_of_its_exploitation():
+def test_a_success_by_only_the_reward_does_not_silence_the_signs_of_its_exploitation():
     """Also where `evaluation.judge` names that reward, so that there are scores of a judge."""
     assert set(fired(ADAPTIVE, SOLVED | {"eval/verdict": [0.0, 0.5, 0.5, 0.5]})) == OF_EXPLOITATION
 
 
-def test_limits_that_a_person_set_speak_after_a_success_too():
+def test_limits_that_a_user_set_speak_after_a_success_too():
     assert list(fired({}, SOLVED | {"objective/kl": curve(25.0)})) == ["kl_alarm"]
 
 

@@ -1,4 +1,4 @@
-"""PPOConfig: TRL's formulas, its defaults but for a few, and errors in plain words."""
+"""PPOConfig: TRL's formulas, its defaults except for a few, and errors in plain words."""
 
 import dataclasses
 
@@ -25,7 +25,7 @@ All defaults stand in docs/configuration.md, which a test compares with the code
 """
 
 
-def test_defaults_are_trls_but_for_the_departures():
+def test_defaults_are_trls_except_for_the_departures():
     other_names = {  # ours and TRL's
         "dtype": "bf16",  # TRL's `dtype` is that of the weights
         "save_interval": "save_steps",
@@ -42,18 +42,18 @@ def test_defaults_are_trls_but_for_the_departures():
 
 
 @pytest.mark.parametrize(
-    ("sizes", "micro", "batch", "mini", "local_micro", "iterations"),
+    ("sizes", "micro", "batch", "local_micro", "iterations"),
     [
         # (per device, accumulation, minibatches, episodes), then TRL's formulas worked by hand
-        ((8, 1, 1, 10_000), 8, 8, 8, 8, 1250),
-        ((8, 4, 1, 100), 8, 32, 32, 8, 4),  # 100 / 32 = 3.125: rounded up to full batches
-        ((8, 4, 4, 96), 8, 32, 8, 8, 3),
-        ((8, 2, 4, 1), 8, 16, 4, 4, 1),  # minibatches smaller than per_device: the micro-batch shrinks to them
-        ((5, 3, 3, 46), 5, 15, 5, 5, 4),
-        ((6, 2, 3, 12), 6, 12, 4, 4, 1),
+        ((8, 1, 1, 10_000), 8, 8, 8, 1250),
+        ((8, 4, 1, 100), 8, 32, 8, 4),  # 100 / 32 = 3.125: rounded up to full batches
+        ((8, 4, 4, 96), 8, 32, 8, 3),
+        ((8, 2, 4, 1), 8, 16, 4, 1),  # minibatches smaller than per_device: the micro-batch shrinks to them
+        ((5, 3, 3, 46), 5, 15, 5, 4),
+        ((6, 2, 3, 12), 6, 12, 4, 1),
     ],
 )
-def test_batch_sizes_follow_trl(sizes, micro, batch, mini, local_micro, iterations):
+def test_batch_sizes_follow_trl(sizes, micro, batch, local_micro, iterations):
     per_device, accumulation, minibatches, episodes = sizes
     config = PPOConfig(
         per_device_train_batch_size=per_device,
@@ -64,7 +64,6 @@ def test_batch_sizes_follow_trl(sizes, micro, batch, mini, local_micro, iteratio
     assert config.world_size == 1
     assert config.micro_batch_size == micro
     assert config.local_batch_size == config.batch_size == batch
-    assert config.local_mini_batch_size == config.mini_batch_size == mini
     assert config.local_micro_batch_size == local_micro
     assert config.num_total_batches == iterations
 
@@ -87,4 +86,4 @@ def test_batch_sizes_count_all_processes(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     config = PPOConfig(gradient_accumulation_steps=2, num_mini_batches=2, total_episodes=100)
     assert (config.world_size, config.micro_batch_size, config.local_batch_size, config.batch_size) == (4, 32, 16, 64)
-    assert (config.mini_batch_size, config.local_mini_batch_size, config.num_total_batches) == (32, 8, 2)
+    assert (config.local_micro_batch_size, config.num_total_batches) == (8, 2)

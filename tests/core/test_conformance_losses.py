@@ -23,7 +23,7 @@ def test_every_stored_file_is_compared_with():
 
 
 def _fixed_length_denominator(case: Case) -> float | None:
-    """verl's seq-mean-token-sum-norm divides by the width alone, not by sequences × width as ours does by default."""
+    """verl's seq-mean-token-sum-norm divides only by the width, not by sequences × width as ours does by default."""
     return case.i["mask"].shape[1] if case.i.get("agg_mode") == "seq-mean-token-sum-norm" else None
 
 

@@ -94,7 +94,7 @@ def test_the_adaptive_coefficient_stays_positive_however_many_episodes_one_updat
     assert controller.kl_coef == pytest.approx(0.02)
 
 
-def test_controllers_go_on_from_their_state():
+def test_controllers_resume_from_their_state():
     controller = AdaptiveKLController(0.2, target=6.0, horizon=100)
     controller.update(12.0, 50)
     state = controller.state_dict()

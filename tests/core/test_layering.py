@@ -1,4 +1,4 @@
-"""`core` stands alone: torch and the standard library."""
+"""`core` imports only torch and the standard library."""
 
 import subprocess
 import sys

@@ -46,7 +46,7 @@ def test_a_fresh_process_draws_the_same_whatever_this_one_did_before():
     assert json.loads(fresh.stdout) == here  # JSON keeps every bit of a double
 
 
-def test_drawing_leaves_the_global_generators_alone():
+def test_drawing_does_not_change_the_global_generators():
     torch.manual_seed(0)
     before = torch.get_rng_state()
     episode_uniforms(1, "rollout", 1, 8, 8)
@@ -96,7 +96,7 @@ def test_every_prompt_is_used_equally_often_across_passes(num_prompts, batch_siz
     assert set(used.values()) == {2 * batch_size}
 
 
-def test_passes_over_the_prompts_are_shuffled_anew():
+def test_each_pass_over_the_prompts_has_an_order_of_its_own():
     passes = [episode_prompts(3, iteration, 20, 20) for iteration in (1, 2, 3)]
     assert [sorted(indices) for indices in passes] == [list(range(20))] * 3
     assert len({tuple(indices) for indices in [*passes, list(range(20))]}) == 4
@@ -140,7 +140,12 @@ def test_a_token_budget_ends_a_micro_batch_before_the_row_that_would_exceed_it()
     assert cut([2, 1, 0, 3], 4, 24) == [[3, 2], [0, 1]]  # a third row: 3 x 9; 0 and 1: 2 x 5
     assert cut([0, 1, 2, 3], 4, 48) == [[3, 0, 2, 1]]
     assert cut([0, 1, 2, 3], 3, 48) == [[3, 0, 2], [1]]  # the number of rows is a limit too
-    assert cut([0, 1, 2, 3], 4, 2) == [[3], [0], [2], [1]]  # a row that is longer than the budget goes alone
+    assert cut([0, 1, 2, 3], 4, 2) == [
+        [3],
+        [0],
+        [2],
+        [1],
+    ]  # a longer row is a micro-batch by itself
     assert cut([0, 1, 2, 3], 4, 13, padded=False) == [[3], [0, 2, 1]]  # 9 + 5; 5 + 5 + 2
     assert cut([0, 1, 2, 3], 4, 14, padded=False) == [[3, 0], [2, 1]]
     assert cut([0, 1, 2, 3], 4, 21, padded=False) == [[3, 0, 2, 1]]

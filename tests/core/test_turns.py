@@ -13,7 +13,7 @@ from ppo_rlhf.core.statistics import masked_whiten
 from ppo_rlhf.core.turns import compact, compact_mask, spread
 from tests.core.support import Case, cases, poison
 
-# rows: two turns, a hole at the start, padding alone
+# rows: two turns, a hole at the start, only padding
 MASK = torch.tensor([[1, 1, 0, 0, 1, 0], [0, 1, 0, 1, 1, 1], [0] * 6], dtype=torch.bool)
 VALUES = torch.arange(18.0).reshape(3, 6) + 1
 
@@ -24,7 +24,7 @@ def test_the_kept_tokens_move_to_the_front_in_their_order() -> None:
     assert compact_mask(MASK).long().tolist() == [[1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 0, 0], [0] * 6]
 
 
-def test_spreading_undoes_it_and_reads_nothing_behind_the_kept_tokens() -> None:
+def test_spreading_undoes_it_and_reads_nothing_after_the_kept_tokens() -> None:
     moved = poison(compact(VALUES, MASK), compact_mask(MASK))
     assert torch.equal(spread(moved, MASK), torch.where(MASK, VALUES, 0.0))
 
@@ -65,7 +65,7 @@ def test_gae_over_turns_is_the_sum_of_the_discounted_errors_of_the_policys_own_t
     assert not returns[~MASK].any()
 
 
-def test_the_score_lies_on_the_policys_last_token_and_no_kl_on_the_environments() -> None:
+def test_the_score_is_on_the_policys_last_token_and_no_kl_on_the_environments() -> None:
     scores, kl = torch.tensor([1.0, -2.0, 5.0]), poison(torch.full((3, 6), 0.5), MASK)
     rewards = spread(shape_rewards(scores, compact(kl, MASK), compact_mask(MASK), 0.1), MASK)
     expected = torch.tensor([[-0.05, -0.05, 0, 0, 0.95, 0], [0, -0.05, 0, -0.05, -0.05, -2.05], [0] * 6])

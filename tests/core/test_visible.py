@@ -5,7 +5,7 @@ import logging
 import click
 import pytest
 
-from ppo_rlhf.cli.errors import show
+from ppo_rlhf.cli.errors import with_one_line_errors
 from ppo_rlhf.cli.generate import _written
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.core.visible import visible
@@ -28,10 +28,9 @@ def test_generate_shows_answers_without_control_characters():
 def test_errors_that_quote_a_text_are_shown_without_control_characters():
     def lines():
         raise DataError(f"the template refuses {EVIL}")
-        yield
 
     with pytest.raises(click.ClickException) as shown:
-        show(lines)
+        with_one_line_errors(lines)
     assert shown.value.message == f"the template refuses {visible(EVIL)}"
 
 

@@ -22,5 +22,5 @@ def test_an_endless_chat_template_ends_in_one_line_that_names_the_limit(run_temp
     with pytest.raises(ModelError) as given:
         run_template(tokenizer)
     assert time.monotonic() - began < 30.0
-    line = "tokenizer: the chat template has not ended after 0.5 s and may loop for ever. Mend it."
+    line = "tokenizer: the chat template has not ended after 0.5 s and may loop for ever. Correct it."
     assert str(given.value) == line

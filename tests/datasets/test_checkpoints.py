@@ -16,7 +16,6 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError, project_error
 from ppo_rlhf.datasets import checkpoints
 from ppo_rlhf.datasets.checkpoints import (
-    RANKED_BY,
     CheckpointDataset,
     EvaluationLogDataset,
     read_evaluations,
@@ -84,7 +83,7 @@ def test_a_run_that_went_back_replaces_later_checkpoints_only_when_it_gets_there
     ("iterations", "keep", "most"),
     [(60, 2, 4), (60, 5, 7), (10, 5, 2)],  # the newest, the best, and one being written; one in all, and its draft
 )
-def test_as_many_checkpoints_lie_there_at_once_as_are_counted(iterations, keep, most):
+def test_a_run_has_as_many_checkpoints_at_once_as_are_counted(iterations, keep, most):
     assert checkpoints.most_checkpoints(PPOConfig(save_interval=10, save_total_limit=keep), iterations) == most
 
 
@@ -93,36 +92,25 @@ def test_checkpoints_are_written_only_when_due(tmp_path, written):
     assert written == [25, 50, 60]
 
 
-def test_the_newest_are_kept(tmp_path):
-    assert saved_through(tmp_path, {}) == [50, 60]
+@pytest.mark.parametrize(
+    ("scores", "settings", "kept"),
+    [
+        ({}, {}, [50, 60]),
+        ({10: 0.1, 20: 0.9, 30: 0.3, 40: 0.2, 50: 0.4}, {}, [20, 50, 60]),
+        ({10: 0.2, 20: 0.9, 30: 0.1}, {"kl_alarm": 30.0}, [10, 50, 60]),  # 20 has drifted too far
+        ({15: 0.9, 20: 0.2, 30: 0.1}, {"save_total_limit": 1}, [20, 60]),  # 15 has no checkpoint
+    ],
+    ids=["newest", "best", "drifted", "not saved"],
+)
+def test_the_newest_and_the_best_evaluated_checkpoints_are_kept(tmp_path, scores, settings, kept):
+    rows = {
+        i: evaluation(i, score, kl=31.0 if "kl_alarm" in settings and i == 20 else 1.0) for i, score in scores.items()
+    }
+    assert saved_through(tmp_path, rows, **settings) == kept
 
 
-def test_the_best_evaluated_checkpoint_is_kept_beside_the_newest(tmp_path):
-    scores = {10: 0.1, 20: 0.9, 30: 0.3, 40: 0.2, 50: 0.4}
-    assert saved_through(tmp_path, {i: evaluation(i, s) for i, s in scores.items()}) == [20, 50, 60]
-
-
-def test_a_drifted_checkpoint_is_not_the_best(tmp_path):
-    rows = {10: evaluation(10, 0.2), 20: evaluation(20, 0.9, kl=31.0), 30: evaluation(30, 0.1)}
-    assert saved_through(tmp_path, rows, kl_alarm=30.0) == [10, 50, 60]
-
-
-def test_the_best_is_found_among_iterations_that_have_a_checkpoint(tmp_path):
-    rows = {15: evaluation(15, 0.9), 20: evaluation(20, 0.2), 30: evaluation(30, 0.1)}
-    assert saved_through(tmp_path, rows, save_total_limit=1) == [20, 60]
-
-
-def test_loading_gives_the_newest_checkpoint_of_this_run(tmp_path):
-    dataset = CheckpointDataset(str(tmp_path))
-    assert not dataset.exists()
-    dataset.save(request(10))
-    dataset.save(request(20))
-    assert dataset.exists()
-    assert dataset.load() == tmp_path / "run" / "iteration_000020"
-
-
-def test_loading_without_a_checkpoint_says_where_it_looked(tmp_path):
-    with pytest.raises(DatasetError, match=r"run: this run has no checkpoint$"):
+def test_a_checkpoint_is_only_written(tmp_path):
+    with pytest.raises(DatasetError, match="read by the entry `resume_checkpoint`"):
         CheckpointDataset(str(tmp_path)).load()
 
 
@@ -146,11 +134,6 @@ def test_a_process_without_an_mlflow_run_takes_its_id_from_the_environment(tmp_p
     assert run_directory(tmp_path) == tmp_path / f"untracked-{platform.node()}-{os.getpid()}"
 
 
-def test_without_a_run_the_directory_is_the_processes(tmp_path, monkeypatch):
-    monkeypatch.setattr(mlflow, "active_run", lambda: None)
-    assert run_directory(tmp_path) == tmp_path / f"untracked-{platform.node()}-{os.getpid()}"
-
-
 def test_evaluations_are_appended_and_read_back_oldest_first(tmp_path):
     log = EvaluationLogDataset(str(tmp_path))
     assert log.load() == []
@@ -169,7 +152,7 @@ def test_evaluations_are_appended_and_read_back_oldest_first(tmp_path):
 def test_a_log_of_evaluations_that_holds_something_else_is_damaged(tmp_path, content):
     (tmp_path / "evaluations.json").write_text(content)
     with pytest.raises(CheckpointError, match="damaged"):
-        read_evaluations(tmp_path, RANKED_BY)
+        read_evaluations(tmp_path)
 
 
 def test_a_damaged_log_of_evaluations_is_named_and_left_as_it_is_and_no_checkpoint_is_deleted(tmp_path):

@@ -1,5 +1,4 @@
 import hashlib
-import json
 import shutil
 from pathlib import Path
 
@@ -11,7 +10,6 @@ from kedro.io import DataCatalog, DatasetError
 from ppo_rlhf.core.errors import ConfigError, ModelError
 from ppo_rlhf.datasets import PretrainedModelDataset
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
-from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.settings import CONFIG_LOADER_ARGS
 from tests.tiny_models import save, tiny_model, word_tokenizer
 
@@ -46,7 +44,7 @@ def test_the_newest_version_is_loaded_and_older_ones_stay(tmp_path):
 
 
 def test_the_newest_version_is_the_one_written_last_though_the_clock_was_set_back(tmp_path, monkeypatch):
-    """Twice, and once more behind a folder that a user put there; a copy of the folder has other times."""
+    """Twice, and once more after a folder that a user put there; a copy of the folder has other times."""
     times = iter(["2026-05-01T00.00.00.000Z", "2026-03-01T00.00.00.000Z", "2026-02-01T00.00.00.000Z"])
     monkeypatch.setattr("ppo_rlhf.datasets.pretrained_model.generate_timestamp", lambda: next(times))
     dataset = PretrainedModelDataset(str(tmp_path / "policy"))
@@ -74,9 +72,7 @@ def test_a_session_can_be_told_which_version_to_read(tmp_path):
     first.save(trained(0))
     PretrainedModelDataset(str(tmp_path / "policy")).save(trained(1))
     dataset = PretrainedModelDataset(str(tmp_path / "policy"))
-    assert dataset.saved is None
-    dataset.pin(first.saved)
-    assert dataset.saved == first.saved
+    dataset.pinned = first.pinned
     assert torch.equal(dataset.load().causal_lm()(IDS).logits, tiny_model(seed=0)(IDS).logits)
 
 
@@ -126,11 +122,10 @@ def test_a_model_directory_is_loaded_itself_and_never_written(tmp_path):
     assert dataset.load().source == str(source)
     with pytest.raises(DatasetError, match="is a model directory of its own, which is never overwritten"):
         dataset.save(trained(1))
-    dataset.preview()
     assert digest(source) == before
 
 
-def test_a_person_who_gave_no_model_gets_none():
+def test_a_user_who_gave_no_model_gets_none():
     dataset = PretrainedModelDataset(None)
     assert dataset.load() is None
     assert not dataset.exists()
@@ -172,21 +167,6 @@ def test_a_hub_id_gives_a_lazy_handle():
 def test_trust_is_never_taken_from_what_only_looks_like_a_truth_value(value):
     with pytest.raises(ConfigError, match=f"is true or false, without quotes; given was {value!r}"):
         PretrainedModelDataset("organisation/model", trust_remote_code=value)
-
-
-@pytest.mark.parametrize("model", [tiny_model(), CausalLMRewardModel.from_causal_lm(tiny_model())])
-def test_the_preview_shows_the_models_shape(tmp_path, model):
-    dataset = PretrainedModelDataset(str(tmp_path / "model"))
-    assert json.loads(dataset.preview()) == {"model": str(tmp_path / "model")}
-    dataset.save(TrainedModel(model, word_tokenizer()))
-    shape = json.loads(dataset.preview())
-    assert (shape["architectures"], shape["hidden_size"], shape["vocab_size"]) == ([type(model).__name__], 16, 25)
-
-
-@pytest.mark.parametrize("content", ["", "[1]", "[" * 100_000])
-def test_the_preview_of_a_damaged_model_is_its_name(tmp_path, content):
-    (tmp_path / "config.json").write_text(content)
-    assert json.loads(PretrainedModelDataset(str(tmp_path)).preview()) == {"model": str(tmp_path)}
 
 
 def test_the_catalog_makes_it_from_its_entry(tmp_path):

@@ -26,7 +26,7 @@ def write(path, rows=ROWS):
 
 
 def message_of(path, **options) -> str:
-    """The reason that Kedro's error carries: the command line shows it alone."""
+    """The reason that Kedro's error carries: the command line shows only this."""
     with pytest.raises(DatasetError) as caught:
         RecordsDataset(str(path), **options).load()
     assert isinstance(caught.value.__cause__, DataError)

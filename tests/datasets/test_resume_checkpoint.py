@@ -28,17 +28,12 @@ def test_what_a_hook_resolved_is_loaded(tmp_path, resume):
     assert dataset.load() is None
 
 
-@pytest.mark.parametrize("resume", ["latest", "0123abcd"])
-def test_without_a_hook_only_a_directory_can_be_resumed(tmp_path, resume):
-    with pytest.raises(DatasetError, match=f"resume={resume}: without MLflow, give the directory of a checkpoint"):
-        entry(tmp_path, resume).load()
-
-
-def test_without_a_hook_a_directory_is_loaded_if_it_is_a_checkpoint(tmp_path):
+def test_without_a_hook_only_the_directory_of_a_checkpoint_is_loaded(tmp_path):
     directory = tmp_path / "iteration_000010"
     directory.mkdir()
-    with pytest.raises(DatasetError, match="give the directory of a checkpoint"):
-        entry(tmp_path, str(directory)).load()
+    for resume in ("latest", str(directory)):
+        with pytest.raises(DatasetError, match=f"resume={resume}: without MLflow, give the directory of a checkpoint"):
+            entry(tmp_path, resume).load()
     (directory / "manifest.json").write_text("{}")
     assert entry(tmp_path, str(directory)).load() == directory
 

@@ -237,7 +237,7 @@ def test_a_model_that_a_run_only_reads_is_the_same_one_to_its_end(tmp_path: Path
     ]
     catalog = DataCatalog({"sft": PretrainedModelDataset(str(tmp_path / "sft"))})
     LoopRunner().run(Pipeline(nodes), catalog)
-    assert seen == [str(model.saved)] * 2
+    assert seen == [str(model.pinned)] * 2
     later = DataCatalog({"sft": PretrainedModelDataset(str(tmp_path / "sft"))})
     assert later["sft"].load().source != seen[0]
 
@@ -250,7 +250,7 @@ def test_the_other_processes_read_the_main_ones_version(
     main = PretrainedModelDataset(str(tmp_path / "policy"))
     main.save(trained(0))
     PretrainedModelDataset(str(tmp_path / "policy")).save(trained(1))
-    told = [({}, {} if is_written else {"policy": str(main.saved)}), main.saved]
+    told = [({}, {} if is_written else {"policy": str(main.pinned)}), main.pinned]
     monkeypatch.setattr(processes, "from_main", lambda value: told.pop(0))
     monkeypatch.setattr(processes, "wait_for_all", lambda: None)
     monkeypatch.setenv("RANK", "1")
@@ -260,7 +260,7 @@ def test_the_other_processes_read_the_main_ones_version(
     follower = RunCatalog(catalog, Pipeline([*nodes, reader]))
     if is_written:
         follower.save("policy", trained(0))
-    assert follower.load("policy").source == str(main.saved)
+    assert follower.load("policy").source == str(main.pinned)
 
 
 def test_the_other_processes_read_the_main_ones_file_and_write_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -27,7 +27,7 @@ def test_calls_get_their_result_and_whatever_else_ends_the_episode() -> None:
     assert reply([], [], turns) == ["result 15", None, None, "result 7", None]
 
 
-def test_the_last_turn_alone_is_right_or_wrong_and_a_made_up_result_is_nothing() -> None:
+def test_only_the_last_turn_is_right_or_wrong_and_a_made_up_result_is_nothing() -> None:
     turns = [["answer 15"], ["call 7 plus 8", "result 15", "answer 15"], ["call 7 plus 8 result 15"], ["answer 14"]]
     assert is_right([], [], turns, [15] * 4) == [1.0, 1.0, 0.0, 0.0]
     assert calls_calculator([], [], turns) == [0.0, 1.0, 0.0, 0.0]

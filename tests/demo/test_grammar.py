@@ -164,9 +164,3 @@ def test_every_symbol_of_the_rules_is_defined_and_no_production_is_empty():
             assert production, head
             assert all(part in PRODUCTIONS for part in production if part[0].isupper()), (head, production)
             assert not any(mark in part for part in production for mark in "~!"), (head, production)
-
-
-def test_the_two_polarities_have_as_many_words_in_every_class():
-    for head, productions in PRODUCTIONS.items():
-        if head.endswith("+"):
-            assert len(productions) == len(PRODUCTIONS[head[:-1] + "-"]), head

@@ -13,21 +13,13 @@ from scipy.stats import ttest_1samp
 from ppo_rlhf.evaluation import since_best as module
 from ppo_rlhf.evaluation.policy import PolicyEvaluation
 from ppo_rlhf.evaluation.since_best import CHANCE, SCORES, by_chance, exploits_reward, exploits_since_best, since_best
+from tests.evaluation.test_comparison import evaluation as measured
 
 
 def evaluation(judge=None, reward=None) -> PolicyEvaluation:
-    reward = np.asarray(judge if reward is None else reward, dtype=float)
-    return PolicyEvaluation(
-        prompts=[f"prompt {row}" for row in range(len(reward))],
-        completions=["a b"] * len(reward),
-        response_ids=[[1, 2]] * len(reward),
-        rewards=reward,
-        judge_scores=None if judge is None else np.asarray(judge, dtype=float),
-        rates={},
-        kl=np.zeros(len(reward)),
-        lengths=np.full(len(reward), 2),
-        terminated=np.ones(len(reward), dtype=bool),
-    )
+    """An evaluation whose responses all have the same tokens."""
+    reward = judge if reward is None else reward
+    return measured(reward, judge, response_ids=[[1, 2]] * len(reward))
 
 
 @pytest.mark.parametrize("changes", [[1, 1, 1, 1, 1, 1], [3.0, -1.0, 0.5, 2.0, 0.25], [0, 0, 1, 0], [0, 0], [-1, -2]])
@@ -99,7 +91,7 @@ def test_a_reward_is_exploited_if_it_rose_and_the_judges_score_fell_both_for_cer
 
 
 def test_without_a_change_of_the_judge_a_reward_is_rarely_called_exploited(monkeypatch):
-    """Before, the two means alone were compared: half of the runs whose reward rose."""
+    """Before, only the two means were compared: half of the runs whose reward rose."""
     monkeypatch.setattr(module, "RESAMPLES", 999)
     rng = np.random.default_rng(5)
     found, since = [], []

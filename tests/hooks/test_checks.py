@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.datasets import PretrainedModelDataset
 from ppo_rlhf.hooks.checks import check_load_versions, check_runner
 from ppo_rlhf.hooks.own_settings import OwnSettings
+from ppo_rlhf.preflight import RunRequest
 from ppo_rlhf.runner import LoopRunner
 from tests.tiny_models import save, tiny_model
 
@@ -30,7 +32,6 @@ ppo:
 prompts: {column: prompt}
 """
 PIPELINE = Pipeline([Node(lambda ppo: ppo, {"ppo": "params:ppo"}, "out", name="n")])
-DEMO = PPOConfig(learning_rate=4e-4, response_length=36)
 
 
 @pytest.fixture
@@ -56,10 +57,6 @@ def settings(conf: Path, **given: Any) -> OwnSettings:
         merge_strategy={"parameters": "soft"},
     )
     return OwnSettings(loader)
-
-
-def catalog(config: PPOConfig) -> DataCatalog:
-    return DataCatalog({"params:ppo": MemoryDataset(config)})
 
 
 def test_names_that_something_reads_are_welcome(conf: Path):
@@ -174,30 +171,24 @@ def test_what_the_settings_leave_unused_is_refused_with_those_settings(conf: Pat
     assert line == "--params my_file: reward.components and ppo.value_model of this run leave it unused; leave it out."
 
 
-def test_the_demos_values_are_warned_of_with_another_model_alone(conf: Path):
-    assert settings(conf).demo_values(PIPELINE, catalog(DEMO)) == []
-    for name in ("sft_model_path", "base_model_path"):
-        (line,) = settings(conf, **{name: "models/mine"}).demo_values(PIPELINE, catalog(DEMO))
-        assert line.startswith(
-            "ppo.learning_rate=0.0004, ppo.response_length=36: chosen for the demo's tiny model, not for models"
-        )
-    own = PPOConfig(learning_rate=1e-5, response_length=64)
-    assert settings(conf, sft_model_path="models/mine").demo_values(PIPELINE, catalog(own)) == []
-
-
 def test_learning_rates_are_held_against_no_range_of_large_models_if_the_policy_is_small(
     conf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    save(tmp_path / "policy", tiny_model())
+    policy = save(tmp_path / "data/06_models/policy", tiny_model())
     entries = {
         "params:ppo": MemoryDataset(PPOConfig(learning_rate=3e-3, response_length=36)),
-        "sft_policy": PretrainedModelDataset(filepath=str(tmp_path / "policy")),
+        "sft_policy": PretrainedModelDataset(filepath=str(policy)),
     }
     pipeline = Pipeline([Node(lambda ppo, model: ppo, ["params:ppo", "sft_policy"], "out", name="n")])
-    assert settings(conf).unusual_values(pipeline, DataCatalog(entries)) == []
+    run = RunRequest(pipeline, DataCatalog(entries), tmp_path)
+    assert settings(conf).unusual_values(run) == []
     monkeypatch.setattr(PreTrainedModel, "num_parameters", lambda *_: 10**9)
-    (line,) = settings(conf).unusual_values(pipeline, DataCatalog(entries))
+    (line,) = settings(conf).unusual_values(run)
     assert line.startswith("ppo.learning_rate=0.003 is outside its typical range 1e-06 to 5e-05")
+    run.catalog["params:ppo"] = MemoryDataset(PPOConfig(learning_rate=4e-4, response_length=36))  # as shipped
+    assert settings(conf).unusual_values(run) == []
+    (line,) = settings(conf).unusual_values(replace(run, project_path=tmp_path / "another"))  # a user's own model
+    assert line.startswith("ppo.learning_rate=0.0004 is outside")
 
 
 def test_another_runner_is_refused_for_the_loop_and_welcome_elsewhere():

@@ -182,7 +182,7 @@ def test_latest_goes_on_with_the_interrupted_run_and_logs_no_step_twice(toy: Toy
     assert run.info.status == "FINISHED"
     assert toy.history(run_id, "objective/scores") == [(1, 0.25), (2, 0.5), (3, 0.75)]
     assert toy.history(run_id, "eval/win_rate") == [(2, 0.5), (3, 0.75)]
-    assert f"Going on with MLflow run {run_id} from its beginning: it has no checkpoint yet." in caplog.messages
+    assert f"Resuming MLflow run {run_id} from its beginning: it has no checkpoint yet." in caplog.messages
     assert run.data.params == left.data.params
     assert run.data.tags["resume.checkpoint"] == "none"
     assert "bit_identical" not in run.data.tags
@@ -225,7 +225,7 @@ def test_latest_takes_the_newest_run_with_these_settings_and_names_those_that_it
         toy.run("resume=latest")
     assert toy.get(meant).info.status == "FINISHED"
     assert toy.get(other).info.status == "RUNNING"
-    left = "was started otherwise and is left: ppo.kl_coef (0.5 before, 0.05 now)"
+    left = "has other settings and is left: ppo.kl_coef (0.5 before, 0.05 now)"
     line = f"resume=latest: MLflow run {other} {left}. With its own settings resume={other} continues it."
     assert caplog.messages.count(line) == 1
     caplog.clear()
@@ -233,7 +233,7 @@ def test_latest_takes_the_newest_run_with_these_settings_and_names_those_that_it
         new = toy.run("resume=latest")
     assert new.info.run_id not in (meant, other, finished.info.run_id)
     assert caplog.messages.count(line) == 1
-    assert "a new one starts from the beginning" in caplog.text
+    assert "; a new run starts." in caplog.text
     assert toy.run("ppo.kl_coef=0.5", f"resume={other}").info.status == "FINISHED"  # what the line advises
     assert toy.get(other).data.tags["resume.checkpoint"] == str(whole.relative_to(toy.project))
 
@@ -513,7 +513,7 @@ def test_a_run_that_is_trained_now_is_refused(toy: Toy):
 def test_runs_that_the_store_does_not_know_that_were_deleted_or_are_elsewhere_are_refused(toy: Toy):
     deleted, elsewhere = toy.left(), toy.left()
     (toy.root / ("f" * 32)).mkdir()
-    assert "the tracking store of mlflow.yml has no run" in error(toy.kedro(f"resume={'f' * 32}"))
+    assert f"Run with id={'f' * 32} not found" in error(toy.kedro(f"resume={'f' * 32}"))
     toy.client.delete_run(deleted)
     assert "deleted" in error(toy.kedro(f"resume={deleted}"))
     (toy.project / "conf" / "local" / "mlflow.yml").write_text("tracking: {experiment: {name: another}}\n")
@@ -531,7 +531,7 @@ def test_a_new_training_does_not_begin_in_an_mlflow_run_that_has_trained(toy: To
         (toy.project / "conf" / "local" / "mlflow.yml").write_text(f"tracking: {{run: {{id: {run_id}}}}}\n")
     else:
         toy.monkeypatch.setenv("MLFLOW_RUN_ID", run_id)
-    assert error(toy.kedro()).startswith(f"MLflow run {run_id} has trained before. Go on with it by resume={run_id}")
+    assert error(toy.kedro()).startswith(f"MLflow run {run_id} has trained before. Resume it by resume={run_id}")
     assert toy.get(run_id).data.to_dictionary() == before
 
 

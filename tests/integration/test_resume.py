@@ -44,7 +44,7 @@ def test_it_skips_the_stages_that_it_had_finished(story: Run) -> None:
 def test_it_says_what_it_went_on_from(story: Run) -> None:
     checkpoint = f"data/test/06_models/ppo_checkpoints/{story.tracked.info.run_id}/iteration_000002"
     assert story.tracked.data.tags["resume.checkpoint"] == checkpoint
-    assert story.says(f"Going on with MLflow run {story.tracked.info.run_id} from {checkpoint}.")
+    assert story.says(f"Resuming MLflow run {story.tracked.info.run_id} from {checkpoint}.")
 
 
 def test_the_report_of_a_resumed_run_shows_the_same_tokens_with_the_same_numbers(story: Run, chain: Run) -> None:

@@ -46,7 +46,7 @@ def test_a_run_whose_reader_has_ended_is_killed_and_goes_on(make_project: Callab
     resumed = kedro_run(project, "--env", "test", "--params", "resume=latest")
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     whole = Run(project, resumed.stdout)
-    assert whole.says(f"Going on with MLflow run {left.info.run_id} from ")
+    assert whole.says(f"Resuming MLflow run {left.info.run_id} from ")
     assert (whole.tracked.info.run_id, whole.tracked.info.status) == (left.info.run_id, "FINISHED")
     assert [step for step, _ in whole.metrics()["objective/kl"]] == [1, 2, 3]
 

@@ -11,13 +11,11 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models.adapters import (
-    CONFIG_FILE,
     WEIGHTS_FILE,
     LoraSettings,
     check_critic_targets,
     check_targets,
     frozen_fingerprint,
-    is_adapter,
     load_adapter,
     load_merged,
     merged,
@@ -26,6 +24,7 @@ from ppo_rlhf.models.adapters import (
     without_adapter,
 )
 from ppo_rlhf.models.averages import trained_parameters
+from ppo_rlhf.models.directories import ADAPTER_CONFIG
 from ppo_rlhf.models.loading import PretrainedHandle
 from tests.own_code import save_with_own_code
 from tests.tiny_models import KINDS, save, tiny_model
@@ -75,7 +74,7 @@ def test_adapters_sit_on_all_linear_layers_with_or_without_the_head_or_on_those_
         assert {name.rpartition(".")[2] for name in named} == {"q_proj", "v_proj"}
 
 
-def test_the_first_factor_depends_on_the_generator_alone():
+def test_the_first_factor_depends_only_on_the_generator():
     first, again, other = (
         trained_parameters(with_adapter(tiny_model(), SETTINGS, torch.Generator().manual_seed(seed)))
         for seed in (1, 1, 2)
@@ -157,8 +156,6 @@ def test_peft_loads_the_saved_adapter_and_switched_off_it_is_our_reference(tmp_p
     save(tmp_path / "base", tiny_model(kind))
     policy = adapted(PretrainedHandle(str(tmp_path / "base")).causal_lm())
     save_adapter(policy, tmp_path / "adapter", SETTINGS)
-    assert is_adapter(tmp_path / "adapter")
-    assert not is_adapter(tmp_path / "base")
     theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter")
     assert_close(theirs.eval()(IDS).logits, policy(IDS).logits, rtol=0.0, atol=1e-5)
     with theirs.disable_adapter():
@@ -168,13 +165,13 @@ def test_peft_loads_the_saved_adapter_and_switched_off_it_is_our_reference(tmp_p
 
 
 @pytest.mark.parametrize("part", ["policy", "its backbone", "critic's backbone"])
-def test_an_adapted_model_saves_its_adapter_alone_by_its_own_save_pretrained(tmp_path, part):
+def test_an_adapted_model_saves_only_its_adapter_by_its_own_save_pretrained(tmp_path, part):
     """transformers' would write the names of the layers below the adapter, which load as random weights."""
     base = AutoModelForCausalLM.from_pretrained(save(tmp_path / "base", tiny_model()))
     model = adapted(base if part != "critic's backbone" else base.base_model)
     saved = model.base_model if part == "its backbone" else model
     copy.deepcopy(saved).save_pretrained(tmp_path / "adapter")
-    assert sorted(path.name for path in (tmp_path / "adapter").iterdir()) == [CONFIG_FILE, WEIGHTS_FILE]
+    assert sorted(path.name for path in (tmp_path / "adapter").iterdir()) == [ADAPTER_CONFIG, WEIGHTS_FILE]
     auto = AutoModelForCausalLM if part == "policy" else AutoModel
     theirs = PeftModel.from_pretrained(auto.from_pretrained(tmp_path / "base"), tmp_path / "adapter")
     assert_close(theirs(IDS)[0], saved(IDS)[0], rtol=0.0, atol=0.0)

@@ -5,7 +5,7 @@ import torch
 from torch.testing import assert_close
 
 from ppo_rlhf.models.adapters import LoraSettings, with_adapter
-from ppo_rlhf.models.averages import WeightAverage, trained_parameters
+from ppo_rlhf.models.averages import WeightAverage, copy_tensors, trained_parameters
 from tests.tiny_models import KINDS, tiny_model
 
 IDS = torch.tensor([[4, 7, 9, 12]])
@@ -54,6 +54,6 @@ def test_of_an_adapted_model_the_adapter_is_averaged_and_the_rest_shared():
 def test_weights_of_another_model_are_refused():
     average = WeightAverage(tiny_model(), 0.9)
     with pytest.raises(ValueError, match="other names"):
-        average.load({"weight": torch.zeros(1)})
+        copy_tensors({"weight": torch.zeros(1)}, average.weights)
     with pytest.raises(ValueError, match="has shape"):
-        average.load({name: weight[:1] for name, weight in average.weights.items()})
+        copy_tensors({name: weight[:1] for name, weight in average.weights.items()}, average.weights)

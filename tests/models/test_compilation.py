@@ -57,7 +57,7 @@ def test_compiled_states_and_gradients_are_those_of_the_layers_as_they_are(kind:
 
 
 @pytest.mark.slow
-def test_neither_other_lengths_nor_more_layers_compile_anything_anew() -> None:
+def test_neither_other_lengths_nor_more_layers_compile_anything_again() -> None:
     counted = []
     for depth in (2, 4):
         torch._dynamo.reset()
@@ -92,10 +92,10 @@ def test_a_machine_without_a_compiler_is_refused_with_torchs_reason(monkeypatch:
     from torch._inductor import config
 
     monkeypatch.setattr(compilation, "BACKEND", "inductor")
-    compilation._problem.cache_clear()
+    check_compiler.cache_clear()
     with config.patch({"cpp.cxx": ("no-such-compiler",)}), pytest.raises(ConfigError) as caught:
         check_compiler(CPU)
-    compilation._problem.cache_clear()
+    check_compiler.cache_clear()
     assert str(caught.value).startswith("ppo.compile=true: ")
     assert "no-such-compiler" in str(caught.value)
     assert "\n" not in str(caught.value)

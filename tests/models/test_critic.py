@@ -19,7 +19,7 @@ from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from tests.tiny_models import KINDS, composite_config, draw_weights, tiny_model
 
 ROWS = [[3, 4, 5, 6, 7], [8, 9], [10, 11, 12, 13]]
-# the rows as in a rollout: padded before the prompt and behind the response
+# the rows as in a rollout: padded before the prompt and after the response
 IDS = torch.tensor([[0, 3, 4, 5, 6, 7], [0, 0, 8, 9, 22, 22], [10, 11, 12, 13, 22, 22]])
 MASK = torch.tensor([[0, 1, 1, 1, 1, 1], [0, 0, 1, 1, 0, 0], [1, 1, 1, 1, 0, 0]])
 POSITIONS = torch.tensor([[0, 0, 1, 2, 3, 4], [0, 0, 0, 1, 1, 1], [0, 1, 2, 3, 3, 3]])

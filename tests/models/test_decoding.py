@@ -49,7 +49,7 @@ def check(model, logits: torch.Tensor, sequences: list[list[int]]) -> None:
 
 
 def check_steps(model, prompts: list[list[int]]) -> None:
-    """Decode four tokens behind each prompt, and compare every step with whole passes."""
+    """Decode four tokens after each prompt, and compare every step with whole passes."""
     decoder, sequences = Decoder(model, prompts, 9), [list(ids) for ids in prompts]
     with torch.no_grad():
         check(model, decoder.prefill(), sequences)
@@ -60,7 +60,7 @@ def check_steps(model, prompts: list[list[int]]) -> None:
 
 @pytest.mark.parametrize("prompts", [PROMPTS, EVEN], ids=["uneven", "even"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_step_gives_the_logits_of_each_sequence_alone(kind, prompts):
+def test_every_step_gives_the_logits_of_single_sequences(kind, prompts):
     model = tiny_model(kind).double()
     assert decodes(model)
     check_steps(model, prompts)
@@ -115,7 +115,7 @@ def test_a_model_whose_decoding_differs_from_whole_passes_is_sampled_by_generate
     ("ended", "order"),
     [([True, False, False], [2, 1]), ([False, True, False], [0, 2]), ([True, True, False], [2])],
 )
-def test_sequences_that_end_leave_and_the_others_go_on(ended, order):
+def test_sequences_that_end_leave_and_the_others_continue(ended, order):
     model = tiny_model().double()
     decoder = Decoder(model, PROMPTS, 9)
     assert packs(model.base_model)

@@ -52,7 +52,7 @@ WITH_ATTENTION_OF_THEIR_OWN = [
     OpenAIGPTConfig(vocab_size=25, n_embd=16, n_layer=2, n_head=2, n_positions=32),
 ]
 DISTURBED_BY_PADDING = [
-    RobertaConfig(**LAYERS, intermediate_size=24, pad_token_id=1, is_decoder=True),  # positions begin behind that id
+    RobertaConfig(**LAYERS, intermediate_size=24, pad_token_id=1, is_decoder=True),  # positions begin after that id
     RecurrentGemmaConfig(**{**WIDER, **ENDS, "num_hidden_layers": 3}, head_dim=4, lru_width=16),  # convolves padding
 ]
 
@@ -84,7 +84,7 @@ def one_by_one(backbone, sequences=SEQUENCES) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_states_and_logits_are_those_of_each_sequence_alone_whether_a_model_packs_or_not(name):
+def test_states_and_logits_are_those_of_single_sequences_whether_a_model_packs_or_not(name):
     model, can = architecture(name)
     if model.config._attn_implementation == "eager":  # its masks are not finite in float64
         model = model.float()
@@ -98,7 +98,7 @@ def test_states_and_logits_are_those_of_each_sequence_alone_whether_a_model_pack
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradients_of_packed_states_are_those_of_each_sequence_alone(kind):
+def test_gradients_of_packed_states_are_those_of_single_sequences(kind):
     found, expected = tiny_model(kind).double(), tiny_model(kind).double()
     hidden_states(found.base_model, right_padded(SEQUENCES, 0)).square().sum().backward()
     for ids in SEQUENCES:
@@ -144,7 +144,7 @@ def test_a_model_that_reads_the_sequence_before_does_not_pack_even_with_the_smal
     assert not packs(AutoModelForCausalLM.from_config(config).eval().base_model)
 
 
-def test_a_probe_leaves_neither_hooks_nor_gradients_behind():
+def test_a_probe_leaves_neither_hooks_nor_gradients():
     backbone = tiny_model("llama").base_model.requires_grad_(True)
     assert packs(backbone)
     assert not backbone.get_input_embeddings()._forward_hooks
@@ -152,7 +152,7 @@ def test_a_probe_leaves_neither_hooks_nor_gradients_behind():
 
 
 @pytest.mark.parametrize("config", DISTURBED_BY_PADDING, ids=lambda config: config.model_type)
-def test_a_model_whose_states_behind_padding_are_others_is_refused(config):
+def test_a_model_whose_states_padding_changes_is_refused(config):
     backbone = of_config(config).base_model
     with pytest.raises(ModelError, match=f"{type(backbone).__name__} needs padding"):
         packs(backbone)
@@ -179,7 +179,7 @@ def test_float64_is_refused_where_transformers_masks_are_not_finite_in_it():
         packs(architecture("gemma2, which caps and has windows")[0].base_model)
 
 
-def test_logits_behind_a_scale_have_the_gradient_of_the_models_own():
+def test_scaled_logits_have_the_gradient_of_the_models_own():
     model, _ = architecture("granite, which scales its logits")
     states = torch.randn(3, 16, dtype=torch.float64, requires_grad=True)
     logits_of(model)(states)[:, 4].sum().backward()

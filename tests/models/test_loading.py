@@ -10,8 +10,6 @@ from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import (
     AutoConfig,
-    BartConfig,
-    BartForConditionalGeneration,
     BertConfig,
     BertLMHeadModel,
     BloomConfig,
@@ -81,12 +79,7 @@ def test_a_causal_model_with_the_small_weights_of_a_new_model_is_loaded(tmp_path
 def test_an_encoder_decoder_is_refused_from_its_configuration(tmp_path):
     config = T5Config(vocab_size=25, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2, decoder_start_token_id=0)
     save(tmp_path / "t5", T5ForConditionalGeneration(config))
-    shape = {"d_model": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "encoder_layers": 1, "decoder_layers": 1}
-    ends = {"bos_token_id": 2, "eos_token_id": 3, "forced_eos_token_id": 3, "decoder_start_token_id": 3}
-    save(tmp_path / "bart", BartForConditionalGeneration(BartConfig(vocab_size=25, **shape, **ends)))
-    with pytest.raises(ModelError, match=r"/bart: BartConfig is of no causal language model"):
-        PretrainedHandle(str(tmp_path / "bart")).check_causal_lm()
-    with pytest.raises(ModelError, match=r"/t5: T5Config is of no causal language model"):
+    with pytest.raises(ModelError, match=r"/t5: T5Config configures no causal language model"):
         PretrainedHandle(str(tmp_path / "t5")).check_causal_lm()
 
 
@@ -165,7 +158,7 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 123
     ("damage", "message"),
     [
         (lambda f: (f / "config.json").unlink(), "no config.json"),
-        (lambda f: (f / "config.json").rename(f / "adapter_config.json"), "LoRA adapter alone"),
+        (lambda f: (f / "config.json").rename(f / "adapter_config.json"), "only a LoRA adapter"),
         (lambda f: (f / "config.json").write_text("{"), "not a valid JSON"),
         (lambda f: (f / "config.json").write_text("{}"), "model_type"),
         (lambda f: (f / "model.safetensors").unlink(), "no model.safetensors"),

@@ -89,7 +89,7 @@ def test_the_backbone_is_a_copy():
 
 
 def test_the_fresh_head_has_deviation_one_over_root_width_plus_one():
-    """1024 weights: the sample deviation lies within 10 % of 1/sqrt(1025) except for one seed in 10^5."""
+    """1024 weights: the sample deviation is within 10 % of 1/sqrt(1025) except for one seed in 10^5."""
     torch.manual_seed(0)
     model = CausalLMRewardModel.from_causal_lm(tiny_model("gpt2", n_embd=1024, n_layer=1))
     assert float(model.score.weight.detach().std()) == pytest.approx(1025**-0.5, rel=0.1)

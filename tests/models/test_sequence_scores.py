@@ -1,4 +1,4 @@
-"""Scores of a batch are those that a reward model gives to each sequence alone, whatever classifier it is."""
+"""Scores of a batch are those that a reward model gives to single sequences, whatever classifier it is."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ DECODER = {**WORDS, "num_key_value_heads": 2, "pad_token_id": 0}
 BART = {f"{side}_{what}": 2 for side in ("encoder", "decoder") for what in ("layers", "attention_heads")}
 CLASSIFIERS = {
     "bert": BertConfig(**WORDS, pad_token_id=0),
-    "roberta, whose positions start behind the pad token's id": RobertaConfig(**WORDS, pad_token_id=1),
+    "roberta, whose positions start after the pad token's id": RobertaConfig(**WORDS, pad_token_id=1),
     "xlnet, which reads the last column": XLNetConfig(
         **SIZES, d_model=16, n_layer=2, n_head=2, d_inner=24, pad_token_id=5
     ),
@@ -47,12 +47,12 @@ def assert_scores_alone(model, pad_id: int) -> None:
 
 
 @pytest.mark.parametrize("config", CLASSIFIERS.values(), ids=CLASSIFIERS)
-def test_a_classifiers_batch_scores_as_each_sequence_alone(config):
+def test_a_classifiers_batch_scores_as_single_sequences_do(config):
     model = prepare(draw_weights(AutoModelForSequenceClassification.from_config(config), 0.4))
     assert_scores_alone(model, config.pad_token_id)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_our_reward_models_batch_scores_as_each_sequence_alone(kind):
+def test_our_reward_models_batch_scores_as_single_sequences_do(kind):
     torch.manual_seed(0)
     assert_scores_alone(CausalLMRewardModel.from_causal_lm(tiny_model(kind)), pad_id=END)

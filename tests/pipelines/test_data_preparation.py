@@ -19,7 +19,7 @@ def run(frame: pd.DataFrame, **settings) -> dict[str, pd.DataFrame]:
     return {name: data.load() for name, data in SequentialRunner().run(create_pipeline(), catalog).items()}
 
 
-def test_a_persons_table_becomes_two_tables_of_standard_columns():
+def test_a_users_table_becomes_two_tables_of_standard_columns():
     frame = pd.DataFrame({"review": ["good", "bad", "fine", "dull"], "stars": [5, 1, 4, 2]})
     tables = run(frame, text_column="review", held_out_share=0.25)
     assert {name: table.shape for name, table in tables.items()} == {

@@ -135,23 +135,6 @@ def outputs(inputs):
     return run_evaluation(inputs)
 
 
-def test_pipeline_is_one_namespace_and_leaves_dataset_names_alone():
-    pipeline = create_pipeline()
-    assert {node.name for node in pipeline.nodes} == {
-        "evaluation.choose_prompts",
-        "evaluation.evaluate_sft_policy",
-        "evaluation.evaluate_ppo_policy",
-        "evaluation.compare_policies",
-        "evaluation.pair_samples",
-        "evaluation.write_model_card",
-    }
-    assert pipeline.inputs() == {
-        *("sft_policy", "ppo_policy", "reward_model", "evaluation_prompts", "raw_evaluation_prompts"),
-        *("training_prompts", "training_history"),
-        *("params:ppo", "params:prompts", "params:reward", "params:evaluation"),
-    }
-
-
 def test_both_policies_answer_every_prompt_and_sft_has_no_kl_from_itself(outputs):
     for name in ("sft_evaluation", "ppo_evaluation"):
         assert outputs[name]["prompt"].tolist() == PROMPTS
@@ -229,12 +212,6 @@ def test_equal_responses_are_ties_to_a_judge_that_scores_them_differently(inputs
     assert summary["eval/judge_score"] != summary["eval/judge_score_sft"]
     assert (summary["eval/win_rate"], summary["eval/win_rate_other"]) == (0.5, 0.5)
     assert (summary["wins"], summary["losses"]) == (0, 0)
-
-
-def test_same_inputs_give_the_same_numbers(inputs, outputs):
-    again = run_evaluation(inputs)
-    pd.testing.assert_frame_equal(again["ppo_evaluation"], outputs["ppo_evaluation"], check_exact=True)
-    assert again["evaluation_summary"] == outputs["evaluation_summary"]
 
 
 def test_reward_decides_when_there_is_no_judge(inputs):
@@ -326,7 +303,7 @@ def test_at_temperature_zero_each_policy_says_its_most_probable_tokens(inputs, c
 
 
 def test_the_stop_tokens_of_the_sft_policy_end_the_responses_of_both(inputs, outputs, tmp_path):
-    """The policy's own file counts for nothing: of two rules the shorter one might win by its length alone."""
+    """The policy's own file counts for nothing: of two rules the shorter one might win only by its length."""
 
     def stops_at(name, token):
         folder = tmp_path / name / str(token)
@@ -385,7 +362,7 @@ def load_config(environment, **given):
     )
 
 
-def test_the_policy_to_evaluate_is_the_projects_own_or_a_persons():
+def test_the_policy_to_evaluate_is_the_projects_own_or_the_users():
     for given, path in (({}, "data/test/06_models/ppo_policy"), ({"policy_path": "models/mine"}, "models/mine")):
         assert load_config("test", **given)["catalog"]["ppo_policy"]["filepath"] == path
 
@@ -403,17 +380,6 @@ def test_sample_pairs_survive_their_file_whatever_the_models_wrote(tmp_path):
     entry = load_config("base")["catalog"]["sample_pairs"]["dataset"]
     dataset = AbstractDataset.from_config("sample_pairs", {**entry, "filepath": str(tmp_path / "sample_pairs.csv")})
     texts = ["", "NA", "7", "null", 'say "hi", twice', "line\nbreak", "carriage\rreturn", "tab\t<b>&", "ünï ✓"]
-    table = pd.DataFrame(
-        {
-            "chosen": "drawn at random",
-            "outcome": "tie",
-            "prompt": texts,
-            "sft_response": texts,
-            "ppo_response": texts[::-1],
-            "sft_score": 0.1 + 0.2,
-            "ppo_score": -1.5,
-            "ppo_kl": 3.0,
-        }
-    )
+    table = pd.DataFrame({"prompt": texts, "sft_response": texts, "ppo_response": texts[::-1], "sft_score": 0.1 + 0.2})
     dataset.save(table)
     pd.testing.assert_frame_equal(dataset.load(), table, check_exact=True)

@@ -70,7 +70,7 @@ def test_a_row_has_the_verdict_of_the_final_evaluation_and_no_other(evaluate, mo
     assert row["eval/verdict"] == level
 
 
-def test_a_run_that_goes_on_from_an_earlier_checkpoint_evaluates_as_it_did_the_first_time(evaluate):
+def test_a_run_resumed_from_an_earlier_checkpoint_evaluates_as_it_did_the_first_time(evaluate):
     log: list[dict[str, Any]] = []
     for iteration in SCORES_AT:
         log.append(evaluate(iteration, log))

@@ -1,7 +1,6 @@
 """What the tests of the update share: gradients without a step, and an experience on which every clip is at work."""
 
 import dataclasses
-from functools import partial
 
 import torch
 from torch.testing import assert_close
@@ -16,17 +15,14 @@ ONE_STEP = {"num_ppo_epochs": 1, "num_mini_batches": 1, "max_grad_norm": 1e9}
 def freeze(run) -> list[dict[str, torch.Tensor]]:
     """Keep both optimisers from moving; return the gradients of each step, after clipping."""
     seen: list[dict[str, torch.Tensor]] = []
-    taken = {"policy": 0, "critic": 0}
+    models = {"policy": run.state.policy, "critic": run.state.critic}
 
-    def step(name: str):
-        if taken[name] == len(seen):
-            seen.append({})
-        model = getattr(run.state, name)
-        seen[taken[name]].update({f"{name}.{n}": p.grad.clone() for n, p in model.named_parameters()})
-        taken[name] += 1
+    def look() -> None:
+        found = {f"{name}.{n}": p.grad for name, model in models.items() for n, p in model.named_parameters()}
+        seen.append({name: gradient.clone() for name, gradient in found.items() if gradient is not None})
 
-    run.state.policy_optimizer.step = partial(step, "policy")
-    run.state.critic_optimizer.step = partial(step, "critic")
+    run.state.policy_optimizer.step = lambda: None
+    run.state.critic_optimizer.step = look  # it steps last, or is the policy's, too
     return seen
 
 
@@ -57,7 +53,11 @@ def moved_on(experience: Experience) -> Experience:
 
 
 def gradients(make_run, experience, kind="llama", **settings) -> dict[str, torch.Tensor]:
-    run = make_run(kind, **{**ONE_STEP, **settings})
+    return gradients_of(make_run(kind, **{**ONE_STEP, **settings}), experience)
+
+
+def gradients_of(run, experience) -> dict[str, torch.Tensor]:
+    """Return the gradients at the only step of a run that learns from the experience."""
     seen = freeze(run)
     learn_from(run.state, cut_anew(run, experience))
     (found,) = seen

@@ -95,7 +95,7 @@ def test_a_processor_without_bfloat16_instructions_is_warned_of(monkeypatch, cap
 
 @pytest.mark.parametrize("warned_only", [False, True])
 @pytest.mark.parametrize("before", [False, True])
-def test_deterministic_kernels_are_for_the_block_alone(before, warned_only):
+def test_deterministic_kernels_are_only_for_the_block(before, warned_only):
     def setting() -> tuple[bool, bool]:
         return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
 

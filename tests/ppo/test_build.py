@@ -45,7 +45,7 @@ def test_with_lora_the_weights_are_loaded_once(handle, monkeypatch):
 
 
 @pytest.mark.parametrize("settings", [{"value_model": "shared"}, {"use_peft": True}], ids=str)
-def test_a_value_head_that_lies_with_the_model_is_where_the_critics_starts(handle, settings):
+def test_the_critics_value_head_starts_from_the_one_saved_with_the_model(handle, settings):
     file = f"{handle.source}/model.safetensors"
     weight, bias = torch.randn(1, 16, generator=torch.Generator().manual_seed(0)), torch.tensor([0.5])
     save_file(

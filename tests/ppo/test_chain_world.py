@@ -1,6 +1,6 @@
 """A chain world whose values are known: advantages, bootstrapping and truncation against exact expectations.
 
-At each token the response goes on with probability P, else it stops, and a response that stops with k tokens is paid
+At each token the response continues with probability P, else it stops, and a response that stops with k tokens is paid
 score(k). Nothing is sampled: every path that `response_length` allows is one row, weighed by its probability, so that
 an expectation is a sum. The true value obeys V_t = (1 - P) score(t + 1) + P gamma V_{t+1}, for ever.
 """
@@ -28,7 +28,7 @@ def score(length: int) -> float:
 
 
 def true_values(gamma: float) -> Tensor:
-    """V_0 .. V_WIDTH by the recursion, from so far behind that what lies beyond weighs 1e-30."""
+    """V_0 .. V_WIDTH by the recursion, from a state so late that what comes after it weighs 1e-30."""
     value, values = 0.0, []
     for t in reversed(range(FAR)):
         value = (1 - P) * score(t + 1) + P * gamma * value

@@ -37,7 +37,7 @@ def test_an_iteration_is_that_of_the_layers_as_they_are(make_run, snapshot, kind
         assert not weights
 
 
-def test_later_iterations_compile_nothing_anew(make_run):
+def test_later_iterations_compile_nothing_again(make_run):
     run = make_run("gpt2", dtype="float32", compile=True)
     run.iteration()
     compiled = counters["stats"]["unique_graphs"]
@@ -47,7 +47,7 @@ def test_later_iterations_compile_nothing_anew(make_run):
     assert counters["stats"]["unique_graphs"] == compiled > 0
 
 
-def test_with_torchs_own_compiler_gradients_and_first_ratio_are_right_but_for_rounding(make_run, monkeypatch):
+def test_with_torchs_own_compiler_gradients_and_first_ratio_are_right_up_to_rounding(make_run, monkeypatch):
     monkeypatch.setattr(compilation, "BACKEND", "inductor")
     experience = moved_on(make_run("gpt2", dtype="float32", **ONE_STEP).before_update()[-1])
     expected = gradients(make_run, experience, "gpt2", dtype="float32")

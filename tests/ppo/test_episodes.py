@@ -77,7 +77,7 @@ class Episode(NamedTuple):
 
 
 def by_hand(run: Run, iteration: int = 1) -> list[Episode]:
-    """Every episode alone, turn by turn, without a cache."""
+    """Every episode by itself, turn by turn, without a cache."""
     rollouts, config = run.rollouts(), run.config
     noise = episode_uniforms(config.seed, "rollout", iteration, config.batch_size, config.response_length)
     sampling = dataclasses.replace(run.state.sampling, response_length=config.turn_length)
@@ -231,7 +231,7 @@ def test_an_environment_that_never_replies_gives_what_one_turn_gives() -> None:
     assert {name: found[name] for name in same} == {name: expected[name] for name in same}
 
 
-def test_evaluation_plays_the_episodes_and_counts_the_policys_tokens_alone() -> None:
+def test_evaluation_plays_the_episodes_and_counts_only_the_policys_tokens() -> None:
     run = build_run(**SETTINGS)
     other = build_run(model={"seed": 7}, **SETTINGS).reference
     judge = ResolvedJudge(lambda prompts, completions, turns: [float(len(t)) for t in turns], {}, "turns")

@@ -80,7 +80,7 @@ VALUES = torch.tensor(
 
 
 def advantages_by_brute_force(rewards, values, lengths, gamma, lam):
-    """A_t = sum over l of (gamma lam)^l delta_{t+l}, delta_t = r_t + gamma V_{t+1} - V_t, V behind the end is 0."""
+    """A_t = sum over l of (gamma lam)^l delta_{t+l}, delta_t = r_t + gamma V_{t+1} - V_t, V after the end is 0."""
     advantages = torch.zeros_like(rewards)
     for row, length in enumerate(lengths):
         r, v = rewards[row].tolist(), [*values[row, :length].tolist(), 0.0]

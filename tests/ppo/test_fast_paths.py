@@ -15,7 +15,7 @@ SETTINGS = {
     "total_episodes": 12 * ITERATIONS,
     "learning_rate": 1e-4,
     "lr_scheduler_type": "constant",
-    "adam_epsilon": 1e-5,  # the gradient of a key's bias is 0 but for rounding, which Adam would make whole steps of
+    "adam_epsilon": 1e-5,  # the gradient of a key's bias is 0 up to rounding, which Adam would turn into whole steps
 }
 
 

@@ -33,7 +33,7 @@ def test_neither_the_pad_token_nor_its_side_changes_a_run(make_run, make_tokeniz
 
 
 def padded_more(left: int, right: int):
-    """`make_batch` with `left` more columns of padding before the prompts and `right` more behind the responses."""
+    """`make_batch` with `left` more columns of padding before the prompts and `right` more after the responses."""
 
     def make(prompt_ids, response_ids, lengths, pad_token_id, device="cpu") -> SequenceBatch:
         batch = make_batch(prompt_ids, response_ids, lengths, pad_token_id, device)

@@ -5,10 +5,13 @@ import torch
 from torch.testing import assert_close
 from transformers import Gemma3nForCausalLM, Gemma3nTextConfig
 
+from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.models.forward import backbone_of, hidden_states_at
 from ppo_rlhf.ppo import logprobs as module
-from ppo_rlhf.ppo.batch import left_pad, make_batch, positions
-from ppo_rlhf.ppo.logprobs import fill_rows, response_logprobs, response_statistics
+from ppo_rlhf.ppo.batch import make_batch
+from ppo_rlhf.ppo.logprobs import fill_rows, response_statistics
+from ppo_rlhf.ppo.rollout import compute_logprobs
+from ppo_rlhf.ppo.sampling import Responses
 
 PROMPTS = [[3], [4, 5, 6, 7, 8], [9, 10], [11, 12, 13], [14, 15, 16, 17]]
 LENGTHS = [6, 1, 4, 6, 2]  # 19 tokens
@@ -17,17 +20,8 @@ KINDS = ["gpt2", "llama", "bitnet"]
 # --- batches, worked by hand -----------------------------------------------------------------------------------------
 
 
-def test_prompts_are_padded_on_the_left_with_positions_from_their_first_token():
-    padded = left_pad([[5, 6, 7], [8], [0, 9]], pad_token_id=0)
-    assert padded.input_ids.tolist() == [[5, 6, 7], [0, 0, 8], [0, 0, 9]]
-    assert padded.attention_mask.tolist() == [[1, 1, 1], [0, 0, 1], [0, 1, 1]]  # a real token may be the pad id
-    assert padded.position_ids.tolist() == [[0, 1, 2], [0, 0, 0], [0, 0, 1]]
-    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 0, 0]])
-    assert positions(mask).tolist() == [[0, 0, 0, 1, 2], [0, 1, 2, 2, 2]]
-
-
 @pytest.mark.parametrize("p", [0, 7], ids=["pad id", "pad id that is a token, too"])
-def test_responses_stand_behind_their_prompts_and_rows_are_padded_to_the_longest(p):
+def test_responses_follow_their_prompts_and_rows_are_padded_to_the_longest(p):
     given = torch.tensor([[1, 2, 50, 50, 50], [3, 50, 50, 50, 50], [7, 7, 7, 50, 50]])  # 50: to be ignored
     batch = make_batch([[4], [5, 6], [7, 7, 7]], given, torch.tensor([2, 1, 3]), p)
     assert batch.rows.input_ids.tolist() == [[4, 1, 2, p, p, p], [5, 6, 3, p, p, p], [7, 7, 7, 7, 7, 7]]
@@ -78,10 +72,9 @@ def responses(garbage: int) -> torch.Tensor:
 
 
 def logprobs(model, temperature: float = 1.0, batch_size: int = 5, garbage: int = 0, pad_token_id: int = 0):
-    lengths = torch.tensor(LENGTHS)
-    return response_logprobs(
-        model, PROMPTS, responses(garbage), lengths, temperature, batch_size, pad_token_id=pad_token_id
-    )
+    given = Responses(responses(garbage), torch.tensor(LENGTHS), torch.ones(len(LENGTHS), dtype=torch.bool))
+    sizes = {"device": model.device, "batch_size": batch_size, "pad_token_id": pad_token_id}
+    return compute_logprobs(model, PROMPTS, given, PPOConfig(), temperature=temperature, **sizes)
 
 
 def statistics(model, batch, temperature: float = 1.0, **options):
@@ -150,7 +143,7 @@ def test_logits_in_chunks_give_the_values_and_gradients_of_all_at_once(make_mode
         assert_close(ours, theirs, rtol=0.0, atol=1e-10)
 
 
-def test_logits_are_computed_for_response_tokens_alone_and_no_more_are_held_than_the_limit(
+def test_logits_are_computed_only_for_response_tokens_and_no_more_are_held_than_the_limit(
     make_model, monkeypatch, batch
 ):
     model, sizes = make_model("gpt2"), []

@@ -11,29 +11,12 @@ from ppo_rlhf.models.forward import packs
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.ppo.models import policy_to_train
 from tests.ppo.test_update import poisoned, recorded
-from tests.ppo_runs import learn_from
 
-from .support import ONE_STEP, assert_same_gradients, cut_anew, moved_on
+from .support import ONE_STEP, assert_same_gradients, gradients_of, moved_on
 
 KINDS = ["gpt2", "llama", "bitnet"]
 LORA = {"use_peft": True, "lora_r": 2, "lora_alpha": 8}
 IDS = torch.tensor([[3, 9, 14, 6], [5, 7, 4, 12]])
-
-
-def gradient(make_run, experience, kind: str, **settings) -> dict[str, torch.Tensor]:
-    run = make_run(kind, **{**LORA, **ONE_STEP, **settings})
-    stir(run.state.policy, run.state.critic)
-    seen: dict[str, torch.Tensor] = {}
-
-    def look() -> None:  # at a step: behind the update gradients are gone
-        for name, model in (("policy", run.state.policy), ("critic", run.state.critic)):
-            found = trained_parameters(model).items()
-            seen.update({f"{name}.{n}": p.grad.clone() for n, p in found if p.grad is not None})
-
-    run.state.policy_optimizer.step = run.state.critic_optimizer.step = look
-    learn_from(run.state, cut_anew(run, experience))
-    assert {name.partition(".")[0] for name in seen} == {"policy", "critic"}
-    return seen
 
 
 def stir(*models) -> None:
@@ -50,6 +33,12 @@ def stirred(make_run, kind: str, **settings):
     run = make_run(kind, **{**LORA, **settings})
     stir(run.state.policy, run.state.critic)
     return run
+
+
+def gradient(make_run, experience, kind: str, **settings) -> dict[str, torch.Tensor]:
+    found = gradients_of(stirred(make_run, kind, **{**ONE_STEP, **settings}), experience)
+    assert {name.partition(".")[0] for name in found} == {"policy", "critic"}
+    return found
 
 
 @pytest.mark.parametrize(
@@ -137,22 +126,6 @@ def test_the_exported_policy_is_a_plain_model_that_computes_what_was_trained(mak
     assert exported.value_head is None
     logits = run.state.policy(IDS).logits
     assert_close(exported.model(IDS).logits, logits, rtol=0.0, atol=2e-5 * float(logits.detach().abs().max()))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "value_model"), [("gpt2", "separate"), pytest.param("llama", "shared", marks=pytest.mark.slow)]
-)
-def test_with_all_linear_and_head_the_policys_head_learns_and_what_it_is_tied_to_does_not(make_run, kind, value_model):
-    run = make_run(kind, value_model=value_model, lora_target_modules="all-linear+head", **LORA)
-    head, embeddings = run.state.policy.get_output_embeddings(), run.state.policy.get_input_embeddings()
-    before = embeddings.weight.clone()
-    run.iteration()
-    assert float(head.lora_B["default"].weight.detach().abs().max()) > 0.0
-    assert torch.equal(embeddings.weight, before)
-    exported = exported_policy(run.state).model
-    assert torch.equal(exported.get_input_embeddings().weight.to(before), before)
-    assert not torch.equal(exported.get_output_embeddings().weight.to(before), head.base_layer.weight)
 
 
 def test_an_adapted_policy_packs_though_its_base_was_probed_before(make_run):

@@ -89,7 +89,7 @@ def test_the_policys_schedule_begins_when_the_policy_does_and_the_critics_with_t
     assert [rate for _, rate in found] == pytest.approx([4e-3 * f for f in CRITICS], rel=1e-12)
 
 
-def test_a_shared_trunk_has_the_critics_schedule_while_the_head_alone_learns_and_the_policys_after(make_run):
+def test_a_shared_trunk_has_the_critics_schedule_while_only_the_head_learns_and_the_policys_after(make_run):
     run = make_run(learning_rate=1e-3, value_model="shared", **RESTING)
     expected = [1e-3 * f for f in (*CRITICS[:2], *POLICYS)]
     for iteration, rate in enumerate(expected, start=1):
@@ -108,27 +108,6 @@ def test_each_optimiser_is_adamw_without_decay_on_exactly_its_own_parameters(mak
         assert (group["betas"], group["eps"], group["weight_decay"]) == ((0.9, 0.999), 1e-8, 0.0)
         assert {id(p) for p in group["params"]} == {id(p) for p in module.parameters()}
         assert len(group["params"]) == len(set(map(id, group["params"])))  # tied embeddings are stepped once
-
-
-def weights_after_one_step(gradient: float, weight: float, **settings) -> tuple[float, float]:
-    """A matrix entry and a bias, both `weight` before, after one step with the same gradient for both."""
-    layer = torch.nn.Linear(1, 1).double()
-    with torch.no_grad():
-        layer.weight.fill_(weight)
-        layer.bias.fill_(weight)
-    optimizer = build_optimizer(layer, 0.1, PPOConfig(**settings))
-    for parameter in layer.parameters():
-        parameter.grad = torch.full_like(parameter, gradient)
-    optimizer.step()
-    return layer.weight.item(), layer.bias.item()
-
-
-def test_weight_decay_pulls_matrices_and_not_biases():
-    """AdamW: w <- w - lr decay w - lr g / (|g| + eps) in its first step."""
-    matrix, bias = weights_after_one_step(2.0, 5.0, weight_decay=0.01)
-    assert bias == pytest.approx(5.0 - 0.1, rel=1e-8)
-    assert matrix == pytest.approx(5.0 - 0.1 * 0.01 * 5.0 - 0.1, rel=1e-8)
-    assert weights_after_one_step(2.0, 5.0) == pytest.approx((4.9, 4.9), rel=1e-8)
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
@@ -152,20 +131,10 @@ def test_a_model_must_have_a_weight_that_trains():
         check_trains(layer, "policy")
 
 
-def test_adams_betas_and_epsilon_have_their_textbook_effect():
-    """Two steps with gradients 1 and 3, worked by hand from Kingma and Ba (2015), algorithm 1."""
-    weight = torch.nn.Parameter(torch.tensor([[1.0]], dtype=torch.float64))
-    module = torch.nn.Module()
-    module.weight = weight
+def test_adams_betas_and_epsilon_are_the_settings():
     config = PPOConfig(adam_beta1=0.5, adam_beta2=0.75, adam_epsilon=0.25)
-    optimizer = build_optimizer(module, 0.1, config)
-    for gradient in (1.0, 3.0):
-        weight.grad = torch.full_like(weight, gradient)
-        optimizer.step()
-    first = 0.1 * 1.0 / (math.sqrt(1.0) + 0.25)
-    mean = (0.5 * 0.5 * 1.0 + 0.5 * 3.0) / (1 - 0.5**2)
-    square = (0.75 * 0.25 * 1.0 + 0.25 * 9.0) / (1 - 0.75**2)
-    assert weight.item() == pytest.approx(1.0 - first - 0.1 * mean / (math.sqrt(square) + 0.25), rel=1e-12)
+    (group,) = build_optimizer(torch.nn.Linear(1, 1), 0.1, config).param_groups
+    assert (group["lr"], group["betas"], group["eps"]) == (0.1, (0.5, 0.75), 0.25)
 
 
 def test_8_bit_adamw_is_bitsandbytes_with_the_same_settings(monkeypatch):

@@ -175,20 +175,6 @@ def moments_and_weights(state: TrainingState) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-def test_full_weights_train_and_resume_with_8_bit_moments(make_run, tmp_path):
-    settings = {"optim": "adamw_8bit", "dtype": "float32", "model": {"hidden_size": 64, "intermediate_size": 128}}
-    run = make_run(**settings)
-    run.iteration()
-    kinds = {row["state1"].dtype for row in run.state.policy_optimizer.state.values()}
-    assert kinds == {torch.uint8, torch.float32}
-    resumed = make_run(**settings)
-    restore(resumed.state, write_checkpoint(tmp_path / "run", run.state))
-    for each in (run, resumed):
-        each.iteration()
-    assert_same(moments_and_weights(resumed.state), moments_and_weights(run.state))
-
-
-@pytest.mark.slow
 def test_an_adapter_is_not_put_on_other_weights_or_on_the_same_in_another_precision(saved, tmp_path):
     run = start(saved())
     run.iteration()
@@ -199,7 +185,7 @@ def test_an_adapter_is_not_put_on_other_weights_or_on_the_same_in_another_precis
         restore(start(saved(), load_in_4bit=False).state, directory)
 
 
-def test_8_bit_adamw_follows_adamw_and_decays_matrices_alone():
+def test_8_bit_adamw_follows_adamw_and_decays_only_matrices():
     """Moments in 8 bits are off by up to a few hundredths, so steps of a few thousandths are, too, at most."""
     generator = torch.Generator().manual_seed(0)
     modules = [torch.nn.Linear(64, 64) for _ in range(2)]

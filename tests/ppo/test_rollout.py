@@ -78,7 +78,7 @@ def test_several_responses_to_one_prompt_stand_side_by_side_each_with_noise_of_i
     assert all(len(set(responses[start : start + 3])) > 1 for start in range(0, 12, 3))
 
 
-def test_the_next_iteration_goes_on_behind_the_prompts_of_the_last_one(make_run):
+def test_the_next_iteration_continues_after_the_prompts_of_the_last_one(make_run):
     run = make_run(responses_per_prompt=4, num_mini_batches=1, total_episodes=24)
     seen = []
     for iteration in range(2):
@@ -88,7 +88,7 @@ def test_the_next_iteration_goes_on_behind_the_prompts_of_the_last_one(make_run)
 
 
 def test_each_iteration_has_noise_of_its_own(make_run, make_prompts):
-    """The same policy answers the same prompt anew."""
+    """The same policy answers the same prompt differently."""
     run = make_run(prompts=make_prompts((4,)))
     first = run.rollouts().responses.token_lists()
     assert run.rollouts().responses.token_lists() == first

@@ -7,24 +7,10 @@ from torch.testing import assert_close
 from tests.ppo.test_update import poisoned, recorded, with_nan
 from tests.ppo_runs import learn_from
 
-from .support import ONE_STEP, assert_same_gradients, cut_anew, moved_on
+from .support import ONE_STEP, assert_same_gradients, cut_anew, gradients, moved_on
 
 KINDS = ["gpt2", "llama", "bitnet"]
 SHARED = {"value_model": "shared", "vf_coef": 0.3}
-
-
-def gradient(make_run, experience, kind: str = "llama", **settings) -> dict[str, torch.Tensor]:
-    """What the one optimiser sees at its only step."""
-    run = make_run(kind, **{**SHARED, **ONE_STEP, **settings})
-    seen = {}
-
-    def look():
-        models = {"policy": run.state.policy, "critic": run.state.critic}
-        seen.update({f"{m}.{n}": p.grad.clone() for m, model in models.items() for n, p in model.named_parameters()})
-
-    run.state.policy_optimizer.step = look
-    learn_from(run.state, cut_anew(run, experience))
-    return seen
 
 
 @pytest.fixture
@@ -53,7 +39,7 @@ def test_first_ratio_and_first_values_repeat_the_rollouts_to_the_last_bit(make_r
     )
     policy_calls, value_calls = (recorded(monkeypatch, f"clipped_{name}_loss") for name in ("policy", "value"))
     run.iteration()
-    in_first = -(-run.config.local_mini_batch_size // run.config.local_micro_batch_size)
+    in_first = -(-(run.config.local_batch_size // run.config.num_mini_batches) // run.config.local_micro_batch_size)
     for call in [*policy_calls[:in_first], *value_calls[:in_first]]:
         assert torch.equal(call["new"][call["mask"]], call["old"][call["mask"]])
         assert bool(call["new"][call["mask"]].abs().max() > 0)
@@ -62,7 +48,7 @@ def test_first_ratio_and_first_values_repeat_the_rollouts_to_the_last_bit(make_r
 
 
 def test_the_gradient_is_that_of_one_loss_worked_one_row_at_a_time(make_run, experience):
-    run, found = make_run(**SHARED), gradient(make_run, experience)
+    run, found = make_run(**SHARED), gradients(make_run, experience, **SHARED)
     config, rollouts, policy, head = run.config, experience.rollouts, run.state.policy, run.state.critic.value_head
     tokens = int(rollouts.responses.lengths.sum())
     for row, length in enumerate(rollouts.responses.lengths.tolist()):
@@ -85,10 +71,10 @@ def test_the_gradient_is_that_of_one_loss_worked_one_row_at_a_time(make_run, exp
 @pytest.mark.parametrize("kind", [*KINDS[:2], *(pytest.param(case, marks=pytest.mark.slow) for case in KINDS[2:])])
 def test_the_gradient_depends_neither_on_the_cut_nor_on_nan_in_padded_slots(make_run, kind):
     experience = moved_on(make_run(kind, **SHARED).before_update()[-1])
-    expected = gradient(make_run, experience, kind)
+    expected = gradients(make_run, experience, kind, **SHARED)
     cut = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 12}
-    assert_same_gradients(gradient(make_run, experience, kind, **cut), expected)
-    assert_same_gradients(gradient(make_run, poisoned(experience), kind), expected)
+    assert_same_gradients(gradients(make_run, experience, kind, **SHARED, **cut), expected)
+    assert_same_gradients(gradients(make_run, poisoned(experience), kind, **SHARED), expected)
 
 
 def test_a_non_finite_gradient_moves_neither_trunk_nor_head_and_is_counted(make_run, snapshot, same_tensors):
@@ -126,10 +112,10 @@ def test_one_forward_pass_of_the_trunk_gives_logits_and_values(make_run):
 
 
 def test_trunk_and_head_are_clipped_as_one_gradient(make_run, experience):
-    free = gradient(make_run, experience)
+    free = gradients(make_run, experience, **SHARED)
     norm = torch.cat([g.flatten() for g in free.values()]).norm()
     limit = 0.1 * float(norm)
-    clipped = gradient(make_run, experience, max_grad_norm=limit)
+    clipped = gradients(make_run, experience, **SHARED, max_grad_norm=limit)
     for name in free:
         assert_close(clipped[name], 0.1 * free[name], rtol=1e-4, atol=1e-10)
     run = make_run(**{**SHARED, **ONE_STEP})
@@ -145,7 +131,7 @@ def test_one_optimiser_holds_every_weight_once(make_run):
     assert set(held) == {id(p) for model in (state.policy, state.critic) for p in model.parameters()}
 
 
-def test_in_its_warm_up_the_head_alone_learns(make_run, snapshot, same_tensors):
+def test_in_its_warm_up_only_the_head_learns(make_run, snapshot, same_tensors):
     run = make_run(critic_warmup_iterations=2, weight_decay=0.1, **SHARED)
     policy = snapshot(run.state.policy)
     for _ in range(2):

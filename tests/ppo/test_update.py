@@ -7,17 +7,14 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core import randomness
 from ppo_rlhf.core.errors import DivergenceError, TrainingError
-from ppo_rlhf.models.loading import disable_dropout
 from ppo_rlhf.ppo import update
 from ppo_rlhf.ppo.experience import Experience
 from ppo_rlhf.rewards.scoring import RewardScorer
 from tests.ppo.support import ONE_STEP, assert_same_gradients, freeze, gradients, moved_on
 from tests.ppo_runs import learn_from, with_responses
 
-KINDS = ["gpt2", "llama", "bitnet"]
 NAN = float("nan")
 
 
@@ -95,7 +92,7 @@ def test_the_ratio_of_the_first_minibatch_is_one_to_the_last_bit(make_run, monke
     assert len(set(map(len, experience.rollouts.prompts.prompt_ids))) > 1
     learn_from(run.state, experience)
     config = run.config
-    in_first = -(-config.local_mini_batch_size // config.local_micro_batch_size)
+    in_first = -(-(config.local_batch_size // config.num_mini_batches) // config.local_micro_batch_size)
     for call in [*policy_calls[:in_first], *value_calls[:in_first]]:
         assert torch.equal(call["new"][call["mask"]], call["old"][call["mask"]])
     later = policy_calls[in_first:]  # the weights have moved by then
@@ -113,16 +110,6 @@ def test_every_minibatch_of_the_first_epoch_repeats_the_rollouts_forward_while_t
     assert all(torch.equal(call["new"][call["mask"]], call["old"][call["mask"]]) for call in calls)
     assert (metrics["val/ratio"], metrics["policy/approxkl_avg"], metrics["policy/clipfrac_avg"]) == (1.0, 0.0, 0.0)
     assert metrics["val/clipfrac_avg"] == 0.0
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_logged_ratio_of_a_single_step_is_exactly_one(make_run, dtype):
-    run = make_run(
-        dtype=dtype, per_device_train_batch_size=1, gradient_accumulation_steps=7, num_mini_batches=1, num_ppo_epochs=1
-    )
-    metrics = run.iteration()
-    assert metrics["val/ratio"] == 1.0
-    assert metrics["policy/approxkl_avg"] == 0.0
 
 
 # --- steps -----------------------------------------------------------------------------------------------------------
@@ -209,58 +196,6 @@ def test_policy_and_critic_step_at_their_own_learning_rates(make_run, snapshot):
 
 
 # --- gradients -------------------------------------------------------------------------------------------------------
-
-
-def gradients_by_hand(run, experience: Experience, config: PPOConfig) -> dict[str, torch.Tensor]:
-    """One unpadded row at a time in plain torch: sums of the clipped losses over tokens, divided by all tokens once."""
-    policy, critic, rollouts = run.state.policy, run.state.critic, experience.rollouts
-    tokens = int(rollouts.responses.lengths.sum())
-    policy.zero_grad()
-    critic.zero_grad()
-    for row, (prompt, response) in enumerate(
-        zip(rollouts.prompts.prompt_ids, rollouts.responses.token_lists(), strict=True)
-    ):
-        ids, length, start = torch.tensor([prompt + response]), len(response), len(prompt) - 1
-        logits = policy(ids, use_cache=False).logits[0, start:-1] / config.temperature
-        logprobs = (logits - logits.logsumexp(-1, keepdim=True))[torch.arange(length), response]
-        ratio = (logprobs - rollouts.old_logprobs[row, :length]).exp()
-        advantage = experience.advantages[row, :length]
-        clipped = ratio.clamp(1 - config.cliprange, 1 + config.cliprange)
-        policy_loss = -torch.minimum(advantage * ratio, advantage * clipped).sum() / tokens
-        policy_loss.backward()
-        states = critic.backbone(ids, use_cache=False).last_hidden_state[0, start:-1]
-        values = (states @ critic.value_head.weight.T + critic.value_head.bias)[:, 0]
-        old = experience.scores.values[row, :length]
-        near = old + (values - old).clamp(-config.cliprange_value, config.cliprange_value)
-        target = experience.returns[row, :length]
-        value_loss = 0.5 * torch.maximum((values - target) ** 2, (near - target) ** 2).sum() / tokens
-        (config.vf_coef * value_loss).backward()
-    return {
-        **{f"policy.{n}": p.grad.clone() for n, p in policy.named_parameters()},
-        **{f"critic.{n}": p.grad.clone() for n, p in critic.named_parameters()},
-    }
-
-
-@pytest.mark.parametrize("kind", [*KINDS[:1], *(pytest.param(case, marks=pytest.mark.slow) for case in KINDS[1:])])
-def test_the_gradient_is_that_of_the_losses_worked_one_row_at_a_time(make_run, kind):
-    run = make_run(kind, **ONE_STEP)
-    experience = moved_on(run.before_update()[-1])
-    found = gradients(make_run, experience, kind)
-    expected = gradients_by_hand(run, experience, run.config)
-    assert_same_gradients(found, expected)
-    assert all(float(gradient.abs().max()) > 1e-6 for gradient in expected.values())
-
-
-@pytest.mark.parametrize(
-    "sizes",
-    [pytest.param((12, 1), marks=pytest.mark.slow), (4, 3), pytest.param((1, 12), marks=pytest.mark.slow)],
-    ids=str,
-)
-def test_the_gradient_does_not_depend_on_the_size_of_the_micro_batches(make_run, sizes):
-    experience = moved_on(make_run(**ONE_STEP).before_update()[-1])
-    expected = gradients(make_run, experience)
-    found = gradients(make_run, experience, per_device_train_batch_size=sizes[0], gradient_accumulation_steps=sizes[1])
-    assert_same_gradients(found, expected)
 
 
 def test_nan_in_every_padded_slot_changes_neither_gradients_nor_statistics(make_run):
@@ -352,7 +287,7 @@ def test_a_non_finite_gradient_of_either_model_skips_the_step_of_both(make_run, 
     assert f"of the {' and '.join(CULPRITS[name] for name in names)} in iteration 1" in message
 
 
-def test_only_the_minibatch_with_the_bad_row_is_skipped_and_training_goes_on(make_run, snapshot, same_tensors):
+def test_only_the_minibatch_with_the_bad_row_is_skipped_and_training_continues(make_run, snapshot, same_tensors):
     run = make_run(**{**ONE_STEP, "num_mini_batches": 3, "num_ppo_epochs": 2, "max_skipped_steps": 2})
     before = snapshot(run.state.policy)
     learn_from(run.state, with_nan(run.before_update()[-1], 0))
@@ -452,7 +387,7 @@ def test_two_runs_with_one_seed_are_bit_identical_and_another_seed_is_not(make_r
     assert not same_tensors(first[0], other[0])
 
 
-def test_the_update_leaves_the_experience_and_the_reference_alone(make_run, snapshot, same_tensors):
+def test_the_update_changes_neither_the_experience_nor_the_reference(make_run, snapshot, same_tensors):
     run = make_run()
     experience = run.before_update()[-1]
     records = (experience, experience.rollouts, experience.scores, experience.shaped_rewards)
@@ -464,20 +399,7 @@ def test_the_update_leaves_the_experience_and_the_reference_alone(make_run, snap
     assert same_tensors(snapshot(run.reference), reference)
 
 
-def test_dropout_that_was_switched_off_has_no_effect_even_in_training_mode(make_run, snapshot, same_tensors):
-    kind, dropout = "gpt2", {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5}
-    weights = []
-    for settings in ({}, dropout):
-        run = make_run(kind, model=settings)
-        for module in (run.state.policy, run.state.critic, run.reference):
-            disable_dropout(module)
-            module.train(bool(settings))
-        run.iteration()
-        weights.append(snapshot(run.state.policy))
-    assert same_tensors(*weights)
-
-
-def test_no_gradient_is_held_behind_an_update(make_run):
+def test_no_gradient_is_held_after_an_update(make_run):
     run = make_run()
     run.iteration()
     models = (run.state.policy, run.state.critic)

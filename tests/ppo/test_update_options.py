@@ -116,9 +116,20 @@ def experience(make_run) -> Experience:
 
 
 @pytest.mark.parametrize(
+    "kind", ["gpt2", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("llama", "bitnet"))]
+)
+def test_the_gradient_is_that_of_the_plain_losses_worked_one_row_at_a_time(make_run, kind):
+    run = make_run(kind, **ONE_STEP)
+    experience = moved_on(run.before_update()[-1])
+    expected = gradients_by_hand(run, experience, run.config)
+    assert_same_gradients(gradients(make_run, experience, kind), expected)
+    assert all(float(gradient.abs().max()) > 1e-6 for gradient in expected.values())
+
+
+@pytest.mark.parametrize(
     "option", [*(pytest.param(option, marks=pytest.mark.slow) for option in OPTIONS[:-1]), OPTIONS[-1]], ids=NAMES
 )
-def test_the_gradient_is_that_of_the_losses_worked_one_row_at_a_time(make_run, experience, option):
+def test_with_an_option_the_gradient_is_that_of_its_losses_worked_one_row_at_a_time(make_run, experience, option):
     run = make_run(**ONE_STEP, **option)
     found = gradients(make_run, experience, **option)
     assert_same_gradients(found, gradients_by_hand(run, experience, run.config))
@@ -165,9 +176,6 @@ def test_a_token_budget_cuts_the_minibatch_and_the_first_ratio_stays_exactly_one
     assert (metrics["val/ratio"], metrics["policy/approxkl_avg"]) == (1.0, 0.0)
 
 
-# --- what the losses report ------------------------------------------------------------------------------------------
-
-
 # --- early stopping --------------------------------------------------------------------------------------------------
 
 
@@ -186,9 +194,9 @@ def test_the_update_ends_before_a_step_once_the_policy_has_moved_one_and_a_half_
     assert (stopped.state.optimiser_steps, stopped.state.early_stops, metrics["optimiser/early_stops"]) == (0, 1, 1.0)
     assert same_tensors(before, snapshot(stopped.state.policy))
     assert metrics["policy/approxkl_avg"] == pytest.approx(float(moved), rel=1e-9)
-    going_on = make_run(num_ppo_epochs=3, num_mini_batches=1, target_kl=limit * 1.001)
-    learn_from(going_on.state, experience)
-    assert going_on.state.optimiser_steps >= 1
+    continued = make_run(num_ppo_epochs=3, num_mini_batches=1, target_kl=limit * 1.001)
+    learn_from(continued.state, experience)
+    assert continued.state.optimiser_steps >= 1
 
 
 # --- warm-up of the critic, and the hold of the controller ------------------------------------------------------------
@@ -230,7 +238,7 @@ def test_the_adaptive_controller_holds_still_at_first_and_then_follows_the_kl(ma
 # --- cut-off responses left out of the loss ---------------------------------------------------------------------------
 
 
-def test_a_minibatch_of_cut_off_responses_alone_is_no_step_and_a_batch_of_them_is_warned_of(
+def test_a_minibatch_of_only_cut_off_responses_is_no_step_and_a_batch_of_them_is_warned_of(
     make_run, snapshot, same_tensors, caplog
 ):
     run = make_run(truncated_responses="mask", missing_eos_penalty=None, num_ppo_epochs=1)

@@ -52,16 +52,16 @@ def advise(config: PPOConfig, history: History) -> list[Advice]:
     return found
 
 
-def in_words(config: PPOConfig, advice: list[Advice], history: History, most: int | None = SHOWN) -> list[str]:
-    """Return the advice as numbered lines, each setting once, and say whether the run was long enough to judge.
+def in_words(config: PPOConfig, history: History, most: int | None = SHOWN) -> list[str]:
+    """Return the advice for a run as numbered lines, each setting once; and whether the run was long enough to judge.
 
     Args:
         config: The run's settings.
-        advice: From `advise`.
         history: As in `advise`.
         most: Settings to name at most; None names all.
     """
-    lines = []
+    lines, history = [], list(history)
+    advice = advise(config, history)
     iterations, needed = Run(config, history).iterations, max(rule.iterations for rule in RULES)
     if iterations < ENOUGH_ITERATIONS:
         lines.append(
@@ -84,7 +84,7 @@ def _by_setting(advice: list[Advice]) -> list[list[Advice]]:
     """Group the advice by setting. An item that would move a setting the other way than an earlier item is left out."""
     groups: dict[str | int, tuple[bool, list[Advice]]] = {}
     for place, item in enumerate(advice):
-        setting, raises = (item.change.setting, item.change.factor > 1.0) if item.change else (place, False)
+        setting, raises = (item.change.setting, (item.change.factor or 0.0) > 1.0) if item.change else (place, False)
         first_raises, group = groups.setdefault(setting, (raises, []))
         if raises == first_raises:
             group.append(item)

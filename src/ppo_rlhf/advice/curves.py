@@ -113,7 +113,7 @@ class Run(KLSituation):
         """Whether it is a judge of its own who says so: a reward that is exploited calls that a success.
 
         A checker of answers that is both reward and judge, as GSM8K's, counts as the reward: settings do not tell a
-        checker from a reward that can be exploited, and a checker can be, by a guess without a reason for it, say.
+        checker from a reward that can be exploited, and a checker can be, for example by a guess without a reason.
         """
         return self.succeeded and self.end("eval/verdict") == LEVELS[WIN]
 

@@ -104,17 +104,17 @@ def newest_whole_checkpoint(run_directory: Path) -> Path | None:
     return None
 
 
-def prune_checkpoints(run_directory: Path, keep_newest: int, best: int | None, newest: int | None = None) -> None:
+def prune_checkpoints(run_directory: Path, keep_newest: int, best: int | None, newest: int) -> None:
     """Delete all checkpoints of a run except the newest and the best.
 
     Args:
         run_directory: Directory of the run's checkpoints.
         keep_newest: Number of newest checkpoints to keep.
         best: Iteration of the best checkpoint, None if no checkpoint was evaluated.
-        newest: Current iteration of the run; None takes the last checkpoint. Later checkpoints are kept: a run that
-            went back to an earlier checkpoint replaces them when it gets there.
+        newest: Current iteration of the run. Later checkpoints are kept: a run that was resumed from an earlier one
+            replaces them when it gets there.
     """
-    found = [i for i in checkpoint_iterations(run_directory) if newest is None or i <= newest]
+    found = [iteration for iteration in checkpoint_iterations(run_directory) if iteration <= newest]
     for iteration in found[:-keep_newest]:
         if iteration != best:
             discard(run_directory / checkpoint_name(iteration))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,12 @@ import yaml
 
 from ppo_rlhf.models.directories import is_local
 from ppo_rlhf.models.loading import CARD
+from ppo_rlhf.paths import shown
 from ppo_rlhf.ppo.state import TrainingState
 
 PACKAGES = ("ppo_rlhf", "torch", "transformers")
 BEGIN, END = "<!-- ppo_rlhf: result -->", "<!-- ppo_rlhf: end of result -->"
-"""Between them lies the result, which an evaluation replaces."""
+"""Between them is the result, which an evaluation replaces."""
 NOT_EVALUATED = "Not evaluated yet."
 LIMITS = (
     "PPO raised the reward named above. Rewards and judges are programs, not people: a higher score may come from text "
@@ -90,8 +90,8 @@ def place(source: str) -> str:
 
     Below the working directory it is relative to it; elsewhere only its last name is left.
     """
-    inside = source.removeprefix(os.getcwd() + os.sep)
-    return Path(inside).name if Path(inside).expanduser().is_absolute() else inside
+    inside = Path(shown(source)).expanduser()
+    return inside.name if inside.is_absolute() else shown(source)
 
 
 def _usage(state: TrainingState) -> str:

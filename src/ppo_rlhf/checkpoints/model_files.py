@@ -81,11 +81,11 @@ def read_models(directory: Path, state: TrainingState) -> None:
     else:
         load_model(state.critic, directory / CRITIC)
     if state.policy_average is not None:
-        state.policy_average.load(load_file(directory / AVERAGE))
+        copy_tensors(load_file(directory / AVERAGE), state.policy_average.weights)
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    """Write tensors to a safetensors file, which takes contiguous ones alone."""
+    """Write tensors to a safetensors file, which takes only contiguous ones."""
     save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path)
 
 

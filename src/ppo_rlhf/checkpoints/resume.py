@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ppo_rlhf.checkpoints.files import verify_checkpoint
-from ppo_rlhf.checkpoints.store import read_checkpoint, saved_values
+from ppo_rlhf.checkpoints.files import read_json, verify_checkpoint
+from ppo_rlhf.checkpoints.store import STATE, read_checkpoint
 from ppo_rlhf.config import MODEL_PATHS, PPOConfig
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.ppo.state import TrainingState
@@ -69,7 +69,7 @@ def restore(state: TrainingState, directory: Path) -> None:
         CheckpointError: The checkpoint is damaged, or was made for other models.
     """
     verify_checkpoint(directory)
-    saved = saved_values(directory)
+    saved = read_json(directory / STATE)
     changes = config_changes(saved["config"], state.config)
     refused = [
         f"ppo.{name}: {before} in {directory}, {now} now; a resumed run keeps the settings that it began with"

@@ -35,7 +35,7 @@ TRAINING_KL = "training_kl"
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointRequest:
-    """A state that may have to be saved. The state alone tells whether it is due."""
+    """A state that may have to be saved. The state tells whether it is due."""
 
     state: TrainingState
 
@@ -76,7 +76,7 @@ def read_checkpoint(directory: Path, state: TrainingState) -> None:
     Raises:
         CheckpointError: The checkpoint was made for other models.
     """
-    values = saved_values(directory)
+    values = read_json(directory / STATE)
     state.updating = True
     try:
         read_models(directory, state)
@@ -90,33 +90,8 @@ def read_checkpoint(directory: Path, state: TrainingState) -> None:
     except (OSError, LookupError, RuntimeError, ValueError, TypeError, AttributeError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise CheckpointError(f"{directory}: made for other models: {reason}") from error
-    state.history = saved_history(directory)
+    state.history = read_json(directory / HISTORY)
     state.updating = False
-
-
-def saved_values(directory: Path) -> dict[str, Any]:
-    """Return the content of a checkpoint's state.json: counters, `config`, `batch_size` over all processes, `origin`, …
-
-    Raises:
-        CheckpointError: It cannot be read.
-    """
-    values = read_json(directory / STATE)
-    kinds = {"config": dict, "extra": dict, "origin": dict, **dict.fromkeys(("batch_size", *_COUNTERS), int)}
-    if not isinstance(values, dict) or not all(isinstance(values.get(name), kind) for name, kind in kinds.items()):
-        raise CheckpointError(f"{directory / STATE}: not the state of a checkpoint")
-    return values
-
-
-def saved_history(directory: Path) -> list[dict[str, float]]:
-    """Return the metrics of every iteration up to a checkpoint.
-
-    Raises:
-        CheckpointError: They cannot be read.
-    """
-    rows = read_json(directory / HISTORY)
-    if not isinstance(rows, list) or not all(isinstance(row, dict) and "iteration" in row for row in rows):
-        raise CheckpointError(f"{directory / HISTORY}: not a list of iterations with their metrics")
-    return rows
 
 
 def best_iteration(evaluations: list[dict[str, Any]], kl_alarm: float) -> int | None:

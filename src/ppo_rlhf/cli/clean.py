@@ -16,7 +16,7 @@ from mlflow.utils.file_utils import local_file_uri_to_path
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
 
 from ppo_rlhf.cli.advise import existing_store
-from ppo_rlhf.cli.errors import project_here, show
+from ppo_rlhf.cli.errors import Command, project_here
 from ppo_rlhf.hooks.run_log import WRITTEN
 from ppo_rlhf.hooks.tracking_store import store_errors_as_config_errors
 from ppo_rlhf.locks import LOCK_FILE, lock_run, one_at_a_time
@@ -25,7 +25,7 @@ OUTSIDE = "outside the project"
 Folders = Mapping[str, list[Path]]
 
 
-@click.command()
+@click.command(cls=Command)
 @click.option("--keep", metavar="N", type=click.IntRange(0), default=5, show_default=True, help="Newest finished runs.")
 @click.option("--yes", is_flag=True, help="Delete. Without it the command lists what it would delete.")
 @click.option("--env", "-e", help="Kedro's environment, whose runs are meant.")
@@ -35,7 +35,8 @@ def clean(keep: int, yes: bool, env: str | None) -> None:
     The newest N finished runs stay, and so do champions, the best, runs that can be resumed or are running, and each
     run whose model or checkpoint one of them reads.
     """
-    show(lambda: _lines(project_here(), keep, yes, env))
+    for line in _lines(project_here(), keep, yes, env):
+        click.echo(line)
 
 
 def _lines(project: Path, keep: int, is_deleting: bool, env: str | None) -> Iterator[str]:

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 import click
 import yaml
 
-from ppo_rlhf.cli.errors import project_here
-from ppo_rlhf.core.errors import ConfigError, PPORLHFError
+from ppo_rlhf.cli.errors import Command, project_here
+from ppo_rlhf.core.errors import ConfigError, in_one_line
 
 if TYPE_CHECKING:  # imported at run time where it is used: other commands need no PPOConfig
     from ppo_rlhf.compat import Conversion
 
 
-@click.command("convert-config")
+@click.command("convert-config", cls=Command)
 @click.option("--from", "library", type=click.Choice(["trl"]), required=True, help="Whose configuration it is.")
 @click.option("--to", "target", help="The parameters file to write; - prints. By default conf/local/parameters.yml.")
 @click.option("--prompts", "num_prompts", type=click.IntRange(min=1), help="Training prompts, if epochs are counted.")
@@ -29,32 +29,27 @@ def convert_config(library: str, target: str | None, num_prompts: int | None, fo
     """
     from ppo_rlhf.compat import from_trl
 
-    try:
-        conversion = from_trl(_read(source), num_prompts=num_prompts)
-        conversion.ppo_config()
-        printed = Path("parameters.yml")
-        parameters = printed if target == "-" else Path(target or project_here() / "conf" / "local" / printed)
-        if parameters.name == "globals.yml":
-            raise ConfigError(f"--to {target}: name the parameters file; globals.yml is written beside it.")
-        globals_ = parameters.with_name("globals.yml")
-        texts = {parameters: conversion.parameters_text(), globals_: conversion.globals_text()}
-        if target == "-":
-            click.echo("\n".join(texts.values()), nl=False)
-        else:
-            _write(texts, force=force)
-            click.echo(f"Written: {parameters}, {globals_}.", err=True)
-    except OSError as error:
-        raise click.ClickException(f"{error.filename}: {error.strerror}.") from None
-    except PPORLHFError as error:
-        raise click.ClickException("\nError: ".join(str(error).splitlines())) from None
+    conversion = from_trl(_read(source), num_prompts=num_prompts)
+    conversion.ppo_config()
+    printed = Path("parameters.yml")
+    parameters = printed if target == "-" else Path(target or project_here() / "conf" / "local" / printed)
+    if parameters.name == "globals.yml":
+        raise ConfigError(f"--to {target}: name the parameters file; globals.yml is written beside it.")
+    globals_ = parameters.with_name("globals.yml")
+    texts = {parameters: conversion.parameters_text(), globals_: conversion.globals_text()}
+    if target == "-":
+        click.echo("\n".join(texts.values()), nl=False)
+    else:
+        _write(texts, force=force)
+        click.echo(f"Written: {parameters}, {globals_}.", err=True)
     click.echo(_report(conversion, globals_), err=True)
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8").replace("\t", " "))  # JSON is YAML but for tabs
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}.") from None
+        values = yaml.safe_load(path.read_text(encoding="utf-8").replace("\t", " "))  # JSON is YAML, except for tabs
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read: {in_one_line(error)}.") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds no settings: a mapping (name: value) is expected.")
     return {str(name): value for name, value in values.items()}
@@ -68,8 +63,11 @@ def _write(files: dict[Path, str], *, force: bool) -> None:
             "- to print."
         )
     for path, text in files.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be written: {error.strerror}.") from None
 
 
 def _report(conversion: Conversion, globals_: Path) -> str:

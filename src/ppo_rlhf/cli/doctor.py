@@ -17,7 +17,7 @@ from kedro.framework.cli.utils import split_string
 from kedro.pipeline import Pipeline
 from packaging.requirements import Requirement
 
-from ppo_rlhf.cli.errors import one_line_each, project_here
+from ppo_rlhf.cli.errors import Command, one_line_each, project_here
 from ppo_rlhf.cli.params import split_params
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.hooks.checks import judge_settings, refuse_unread
@@ -40,7 +40,7 @@ SETTINGS = {"batch": "per_device_train_batch_size", "response_length": "response
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
-@click.command()
+@click.command(cls=Command)
 @click.option(
     "--model", metavar="PATH", help="Plan for this SFT model, not the project's: directory, hub id or config.json."
 )
@@ -81,7 +81,7 @@ def diagnose(
     yield from _versions(project_path)
     yield from _devices()
     from ppo_rlhf.models.quiet import errors_only  # heavy: other commands do not wait for these
-    from ppo_rlhf.preflight.request import RunRequest
+    from ppo_rlhf.preflight import RunRequest
 
     given = {name: options[option] for option, name in SETTINGS.items() if options[option] is not None}
     params = params | {"ppo": params.get("ppo", {}) | given} if given else params
@@ -102,17 +102,18 @@ def diagnose(
         found: list[Finding] = []
         try:
             run = session.prepare(pipeline_names=pipelines or None)
+            request = RunRequest(run.pipeline, run.catalog, project_path, data_root)
             if options["model"]:  # the other checks look at the project's own
                 refuse_unread(context.config_loader, run.pipeline.datasets())
             else:
-                found = list(_settings(context, run))
+                found = list(_settings(context, run, request))
         except Exception as error:
             yield from _refusals("Settings", error)
             return
         yield from found
         is_asked = any(value is not None for value in options.values())
         if is_asked or all(level != "problem" for level, *_ in found):
-            yield from _memory(RunRequest(run.pipeline, run.catalog, project_path, data_root), options)
+            yield from _memory(request, options)
 
 
 def _refusals(part: str, error: Exception) -> Iterator[Finding]:
@@ -126,7 +127,7 @@ def _versions(project_path: Path) -> Iterator[Finding]:
     """Compare what is installed with what pyproject.toml asks for now: an installed package remembers an older one."""
     project = tomllib.loads((project_path / "pyproject.toml").read_text()).get("project", {})
     is_ours = project.get("name") == PACKAGE
-    mend = f"`pip install {'-e .' if is_ours else f'--upgrade {PACKAGE}'}` mends it"
+    fix = f"`pip install {'-e .' if is_ours else f'--upgrade {PACKAGE}'}` fixes it"
     shown, is_well = [f"Python {platform.python_version()}"], True
     for needed in map(Requirement, project["dependencies"] if is_ours else importlib.metadata.requires(PACKAGE) or ()):
         if needed.marker is not None and not needed.marker.evaluate({"extra": ""}):
@@ -138,7 +139,7 @@ def _versions(project_path: Path) -> Iterator[Finding]:
         if not version or not needed.specifier.contains(version, prereleases=True):
             is_well = False
             found = f"{needed.name} {version} is installed" if version else f"{needed.name} is not installed"
-            yield "problem", "Versions", f"{found}, and {needed.specifier} is needed: {mend}."
+            yield "problem", "Versions", f"{found}, and {needed.specifier} is needed: {fix}."
         if needed.name in ("kedro", "mlflow", "torch", "transformers", "trl"):
             shown.append(f"{needed.name} {version}")
     if is_well:
@@ -172,18 +173,15 @@ def _store(context: Any) -> Iterator[Finding]:
         yield "ok", "MLflow", without_password(uri)
 
 
-def _settings(context: Any, run: PreparedRun) -> Iterator[Finding]:
-    from ppo_rlhf.preflight import describe_parts
-
+def _settings(context: Any, run: PreparedRun, request: RunRequest) -> Iterator[Finding]:
     entry = resume_entry(run.pipeline, run.catalog)
     if entry is not None and entry.requested not in (None, LATEST):
         find_named(str(entry.requested), entry.root, context.project_path)
-    problems, advice = judge_settings(context.config_loader, run.pipeline, run.catalog, context.project_path)
+    problems, advice, parts = judge_settings(context.config_loader, request)
     yield from (("problem", "Settings", line) for line in problems)
     yield from (("advice", "Settings", line) for line in advice)
     if not problems:
         names = ", ".join(run.run_params["pipeline_names"] or ["the whole chain"])
-        parts = describe_parts(run.pipeline, run.catalog, context.project_path)
         yield "ok", "Settings", f"{names}, {len(run.pipeline.nodes)} nodes.{f' {parts}' if parts else ''}"
 
 

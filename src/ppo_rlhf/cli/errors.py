@@ -1,10 +1,15 @@
-"""Errors that a user can mend, as one line each without a traceback."""
+"""Errors that a user can fix, as one line each without a traceback."""
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any, NoReturn, TypeVar
 
 import click
 from kedro.config import BadConfigException, MissingConfigException
@@ -15,14 +20,70 @@ from omegaconf.errors import OmegaConfBaseException
 from safetensors import SafetensorError
 from yaml import MarkedYAMLError, YAMLError
 
-from ppo_rlhf.core.errors import project_error
+from ppo_rlhf.core.errors import in_one_line, project_error
 from ppo_rlhf.core.visible import visible
+from ppo_rlhf.processes import is_main_process
+from ppo_rlhf.signals import RunInterruptedError, TerminationSignal, raising_on_signals
+
+T = TypeVar("T")
+
+MAIN_PROCESS_FAILS_WITHIN_S = 15.0
 
 CONFIGURATION = (OmegaConfBaseException, YAMLError, MissingConfigException, BadConfigException)
 CATALOG_ENTRY = ("An exception occurred when parsing config for dataset", "'load_versions' keys")
 KEDRO_END = ".\n"
 """Stands between Kedro's own words and those of the error that a dataset raised."""
 _KEDRO_PREFIX = re.compile(r"^- (Parameter '[^']*': Failed to instantiate \w+ for parameter '[^']*': )?")
+
+
+class Command(click.Command):
+    """A command that shows each mistake of a user as one line."""
+
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        """Parse the options."""
+        return with_one_line_errors(super().make_context, *args, **kwargs)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run."""
+        return with_one_line_errors(super().invoke, ctx)
+
+
+def with_one_line_errors(action: Callable[..., T], *args: Any, **options: Any) -> T:
+    """Show errors that a user can fix as lines without a traceback, and turn signals into exit codes."""
+    try:
+        # another process has nothing to clean up, and may wait for the main one where Python handles no signal
+        with raising_on_signals() if is_main_process() else nullcontext():
+            return action(*args, **options)
+    except RunInterruptedError as stopped:
+        _stop(stopped)
+    except TerminationSignal as stop:  # outside the session
+        _stop(RunInterruptedError(stop.signum))
+    except Exception as error:
+        lines = one_line_each(error)
+        if not is_main_process():
+            lines = _lines_of_this_process(lines)
+        if lines is None:
+            raise
+        raise click.ClickException(visible("\nError: ".join(lines))) from None
+
+
+def _stop(stopped: RunInterruptedError) -> NoReturn:
+    if is_main_process():
+        click.echo(str(stopped), err=True)
+    sys.exit(stopped.exit_code)
+
+
+def _lines_of_this_process(lines: list[str] | None) -> list[str] | None:
+    """Return the lines with the number of this process, after the main process had time to show the same error.
+
+    If the main process fails, too, the launcher ends this one while it waits, and the error is shown once.
+    """
+    time.sleep(MAIN_PROCESS_FAILS_WITHIN_S)
+    process = f"process {os.environ['RANK']}"
+    if lines is None:
+        click.echo(f"Error in {process}:", err=True)
+        return None
+    return [f"{process}: {line}" for line in lines]
 
 
 def one_line_each(error: Exception) -> list[str] | None:
@@ -35,25 +96,13 @@ def one_line_each(error: Exception) -> list[str] | None:
         return str(ours).splitlines()
     if isinstance(error, YAMLError) and isinstance(error.__cause__, MarkedYAMLError):
         file = str(error).partition(", unable to read")[0]  # Kedro counts lines from 0
-        return [f"{file}: {_flat(error.__cause__)}"]
+        return [f"{file}: {in_one_line(error.__cause__)}"]
     if isinstance(error, DatasetError):
         system_error = next((c for c in _causes(error) if isinstance(c, OSError | SafetensorError)), None)
         if system_error is not None:  # a full disk, a folder without the right to write
-            return [f"{str(error).partition(KEDRO_END)[0]}: {_flat(system_error)}"]
-        return [_flat(error)] if str(error).startswith(CATALOG_ENTRY) else None
-    return [_flat(error)] if isinstance(error, CONFIGURATION) or _is_refusal_of_kedro(error) else None
-
-
-def show(lines: Callable[[], Iterable[str]]) -> None:
-    """Print a command's lines, and an error that a user can mend as lines without a traceback."""
-    try:
-        for line in lines():
-            click.echo(line)
-    except Exception as error:
-        problems = one_line_each(error)
-        if problems is None:
-            raise
-        raise click.ClickException(visible("\nError: ".join(problems))) from None
+            return [f"{str(error).partition(KEDRO_END)[0]}: {in_one_line(system_error)}"]
+        return [in_one_line(error)] if str(error).startswith(CATALOG_ENTRY) else None
+    return [in_one_line(error)] if isinstance(error, CONFIGURATION) or _is_refusal_of_kedro(error) else None
 
 
 def _is_refusal_of_kedro(error: Exception) -> bool:
@@ -70,10 +119,6 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
     while cause is not None:
         yield cause
         cause = cause.__cause__
-
-
-def _flat(error: BaseException) -> str:
-    return " ".join(str(error).split())
 
 
 def project_here() -> Path:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from kedro.framework.session import KedroSession
 
-from ppo_rlhf.cli.errors import project_here, show
+from ppo_rlhf.cli.errors import Command, project_here
 from ppo_rlhf.cli.params import split_params
 from ppo_rlhf.core.errors import DataError, ModelError
 from ppo_rlhf.core.visible import visible
@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # imported where they are used: they import torch, which othe
 READ, OF_REWARD = {"sft_policy", "ppo_policy", "params:ppo", "params:prompts"}, {"reward_model", "params:reward"}
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("prompt", required=False)
 @click.option("--prompts", "file", metavar="FILE", help="A file of prompts, read as prompts_path is.")
 @click.option("--policy", metavar="PATH", help="Another policy than the project's newest; also a hub id.")
@@ -44,7 +44,8 @@ def generate(**options: Any) -> None:
     Without PROMPT and --prompts, prompts are read line by line until an empty line or Ctrl-D. If the tokenizer has a
     chat template, a typed prompt is a chat's first message.
     """
-    show(lambda: _lines(project_here(), options))
+    for line in _lines(project_here(), options):
+        click.echo(line)
 
 
 def _lines(project_path: Path, options: dict[str, Any]) -> Iterator[str]:
@@ -161,7 +162,7 @@ def _handle(context: Any, name: str) -> PretrainedHandle:
         stage, setting, _ = MADE_BY[name]
         place = "" if source is None else f" in {shown(source, context.project_path)}"
         raise ModelError(
-            f"There is no {name}{place} yet: `kedro run` makes it, `kedro run --pipelines {stage}` it alone, and "
+            f"There is no {name}{place} yet: `kedro run` makes it, `kedro run --pipelines {stage}` makes only it, and "
             f"{setting} names another one (conf/local/globals.yml, or --params)."
         )
     handle: PretrainedHandle = dataset.load()

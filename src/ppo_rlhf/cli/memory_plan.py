@@ -177,7 +177,7 @@ def _reward_model(run: RunRequest, model: PretrainedHandle, policy: PretrainedCo
     Before it is trained it is one on the policy's backbone, as reward_modelling makes it; also if the one that is there
     was trained for the project's own policy, and this is another.
     """
-    if not run.needs_reward_model:
+    if not run.needs("reward_model"):
         return None
     is_of_another = run.is_made_here("reward_model") and not run.is_ours(model.source)
     if run.source("reward_model") is not None and run.catalog["reward_model"].exists() and not is_of_another:

@@ -7,6 +7,7 @@ from typing import Any
 
 from mlflow import MlflowClient
 from mlflow.entities import Run
+from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError, DataError
@@ -17,7 +18,6 @@ CURVES = ("objective/", "policy/", "loss/", "val/", "value/", "response/", "opti
 TRAINED = "objective/kl"
 """Every run that trained a policy has this metric."""
 NEWEST = 100
-PARENT = "mlflow.parentRunId"
 
 _KNOWN = {field.name for field in fields(PPOConfig)}
 
@@ -41,7 +41,9 @@ def newest_run(client: MlflowClient, experiment: str) -> str:
     """
     found = client.get_experiment_by_name(experiment)
     runs = [] if found is None else client.search_runs([found.experiment_id], max_results=NEWEST)
-    trained = next((run for run in runs if TRAINED in run.data.metrics and PARENT not in run.data.tags), None)
+    trained = next(
+        (run for run in runs if TRAINED in run.data.metrics and MLFLOW_PARENT_RUN_ID not in run.data.tags), None
+    )
     if trained is None:
         raise DataError(
             f"No run of the MLflow experiment {experiment} has trained a policy yet: `kedro run` does, or name a run "

@@ -17,7 +17,7 @@ from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.processes import process_count
 
 MODEL_PATHS = ("sft_model_path", "reward_model_path")
-"""Fields of PPOTrainer alone: the pipeline has them as globals."""
+"""Fields that only PPOTrainer uses: the pipeline has them as globals."""
 _LIVES_ELSEWHERE = {
     "model_name": "it is sft_model_path, a global of the pipeline",
     "model_name_or_path": "it is sft_model_path, a global of the pipeline",
@@ -90,7 +90,7 @@ class PPOConfig:
     lam: Annotated[float, Field(ge=0.0, le=1.0), Typical(0.9, 1.0, "arXiv:1506.02438")] = 0.95
     """Lambda of generalised advantage estimation: 0 is one-step TD, 1 is Monte Carlo."""
     lam_critic: Annotated[float, Field(ge=0.0, le=1.0), Typical(0.9, 1.0, "VAPO, arXiv:2504.05118")] | None = None
-    """Lambda of the critic's targets alone (VAPO: 1, unbiased returns); None takes `lam`."""
+    """Lambda of only the critic's targets (VAPO: 1, unbiased returns); None takes `lam`."""
     whiten_rewards: bool = False
     """Divide shaped rewards by their standard deviation over the batch; their mean stays (as in TRL)."""
     whiten_advantages: bool = True
@@ -138,9 +138,9 @@ class PPOConfig:
     """Score units after normalisation, scale and clip, subtracted from the score of a response that was cut off before
     a stop token (TRL)."""
     truncated_responses: Literal["keep", "penalise", "replace", "mask", "bootstrap"] = "keep"
-    """Responses cut off at response_length. keep: like others, but for missing_eos_penalty if it is set. penalise:
-    their score loses missing_eos_penalty. replace: their score is -missing_eos_penalty. mask: they count in no loss.
-    bootstrap: the critic's value of the state after the last token stands in place of their score."""
+    """Responses cut off at response_length. keep: like others, except for missing_eos_penalty if it is set.
+    penalise: their score loses missing_eos_penalty. replace: their score is -missing_eos_penalty. mask: they count in
+    no loss. bootstrap: the critic's value of the state after the last token replaces their score."""
     overlong_buffer: Annotated[int, Field(ge=1)] | None = None
     """Tokens before response_length over which a penalty rises from 0 to 1 score unit (DAPO, arXiv:2503.14476)."""
 
@@ -152,7 +152,7 @@ class PPOConfig:
     """Shape of both learning rates over iterations, after the warm-up: transformers' schedules without arguments."""
     warmup_ratio: Annotated[float, Field(ge=0.0, lt=1.0), Typical(0.0, 0.2, TUNING_GUIDE)] = 0.0
     """Share of a model's iterations over which its learning rate rises to its peak. The first is never 0. The policy's
-    iterations are those behind critic_warmup_iterations."""
+    iterations are those after critic_warmup_iterations."""
     critic_warmup_iterations: Annotated[int, Field(ge=0), Typical(0, 100, "VC-PPO, arXiv:2503.01491: 50")] = 0
     """Iterations at the start in which only the critic is trained; the policy and the KL controller stand still."""
     optim: Literal["adamw_torch_fused", "adamw_8bit"] = "adamw_torch_fused"
@@ -186,7 +186,8 @@ class PPOConfig:
     """Responses sampled to each prompt of a batch, each with noise of its own; it divides the batch."""
     max_tokens_per_micro_batch: Annotated[int, Field(ge=2)] | None = None
     """Prompt and response tokens in one forward and backward pass, at most, with their padding where the architecture
-    needs it; a single response that has more goes alone. None: per_device_train_batch_size alone sets the limit."""
+    needs it; a single response that has more is a micro-batch of its own. None: only per_device_train_batch_size
+    sets the limit."""
 
     response_length: Annotated[int, Field(ge=1), Typical(8, 2048, TUNING_GUIDE)] = 53
     """Most tokens in a response, its stop token included."""
@@ -237,8 +238,8 @@ class PPOConfig:
     the update, activations of one layer instead of all."""
     compile: bool = False
     """Compile the layers of policy, critic and reference policy (torch.compile), which needs a compiler on the machine
-    and takes time in the first iterations. The numbers are the same but for rounding. Off, since on a CPU no gain was
-    measured."""
+    and takes time in the first iterations. The numbers are the same except for rounding. Off, since on a CPU no gain
+    was measured."""
     export_value_head: bool = False
     """Save the value head among the exported policy's weights, as TRL's AutoModelForCausalLMWithValueHead has it."""
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
@@ -255,7 +256,7 @@ class PPOConfig:
     device: str = "auto"
     """auto takes this process's GPU, or the CPU if there is none; or a torch device such as cuda:1."""
     deterministic: bool = False
-    """Use torch's deterministic kernels alone (slower): on CUDA, runs with one seed are then equal bit for bit."""
+    """Use only torch's deterministic kernels (slower): on CUDA, runs with one seed are then equal bit for bit."""
     seed: Seed = 42
     """Everything random is a function of it, the iteration and the episode's index."""
     sft_model_path: str | None = None
@@ -303,19 +304,9 @@ class PPOConfig:
         return self.local_batch_size * self.world_size
 
     @property
-    def mini_batch_size(self) -> int:
-        """Responses of one optimiser step over all devices."""
-        return self.batch_size // self.num_mini_batches
-
-    @property
-    def local_mini_batch_size(self) -> int:
-        """Responses of one optimiser step on one device."""
-        return self.local_batch_size // self.num_mini_batches
-
-    @property
     def local_micro_batch_size(self) -> int:
         """Responses of one forward and backward pass on one device."""
-        return min(self.per_device_train_batch_size, self.local_mini_batch_size)
+        return min(self.per_device_train_batch_size, self.local_batch_size // self.num_mini_batches)
 
     @property
     def num_total_batches(self) -> int:

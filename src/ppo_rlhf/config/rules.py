@@ -14,10 +14,6 @@ ADAPTIVE_FIELDS = ("kl_target", "kl_horizon", "kl_hold_iterations")
 LORA_FIELDS = ("lora_r", "lora_alpha", "lora_target_modules")
 OFFLOADING_FIELDS = ("offload_reference_policy", "offload_reward_model")
 NO_STOP = "without a stop token every response has ppo.response_length tokens and counts as cut off; leave one out"
-LENGTHS = {
-    "response_length": ("min_response_length", "overlong_buffer", "turn_length"),
-    "turn_length": ("min_response_length",),
-}
 
 
 class _Rule(NamedTuple):
@@ -36,8 +32,11 @@ def _changed_beside(name: str, other: str, value: Any) -> Callable[[PPOConfig], 
     return lambda c: getattr(c, other) == value and name in c.not_default()
 
 
-def _too_long(name: str, limit: str) -> Callable[[PPOConfig], bool]:
-    return lambda c: getattr(c, limit) is not None and (getattr(c, name) or 0) > getattr(c, limit)
+def _too_long(name: str, limit: str) -> _Rule:
+    def broken(c: PPOConfig) -> bool:
+        return getattr(c, limit) is not None and (getattr(c, name) or 0) > getattr(c, limit)
+
+    return _Rule((name, limit), broken, "{0} is above {1}; lower {0} or raise {1}")
 
 
 def _too_slow(name: str) -> Callable[[PPOConfig], bool]:
@@ -65,11 +64,8 @@ _RULES = (
         lambda c: c.stop_token_id is not None and c.stop_token != "eos",
         "both say what ends a response; leave one out",
     ),
-    *(
-        _Rule((name, limit), _too_long(name, limit), "{0} is above {1}; lower {0} or raise {1}")
-        for limit, names in LENGTHS.items()
-        for name in names
-    ),
+    *(_too_long(name, "response_length") for name in ("min_response_length", "overlong_buffer", "turn_length")),
+    _too_long("min_response_length", "turn_length"),
     *(
         _Rule(("stop_token", name), _changed_beside(name, "stop_token", "none"), NO_STOP)
         for name in ("min_response_length", "missing_eos_penalty", "overlong_buffer")
@@ -87,7 +83,7 @@ _RULES = (
     _Rule(
         ("truncated_responses", "missing_eos_penalty"),
         lambda c: c.truncated_responses in ("mask", "bootstrap") and c.missing_eos_penalty is not None,
-        "a response that is left out, or valued as if it went on, pays no penalty; leave one out",
+        "a response that is left out, or valued as if it continued, pays no penalty; leave one out",
     ),
     _Rule(
         ("truncated_responses", "overlong_buffer"),
@@ -198,7 +194,7 @@ _RULES = (
     _Rule(
         ("lora_target_modules",),
         lambda c: not all(_modules(c)) or (len(_modules(c)) > 1 and any("all-linear" in name for name in _modules(c))),
-        "give the names of linear layers, comma-separated, or all-linear, or all-linear+head alone",
+        "give either all-linear, or all-linear+head, or the names of linear layers, comma-separated",
     ),
     _Rule(
         ("offload_reference_policy", "use_peft"),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import fields
 from types import MappingProxyType
-from typing import Annotated, Any, NoReturn, TypeVar, dataclass_transform, get_args, get_type_hints
+from typing import Annotated, Any, NoReturn, TypeVar, dataclass_transform
 
 from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass as pydantic_dataclass
@@ -45,7 +45,7 @@ def settings_group(group: str, *, lives_elsewhere: Mapping[str, str] | None = No
             try:
                 validate(self, *args, **{name: value for name, value in values.items() if name in known})
             except ValidationError as error:
-                problems += [_describe(group, detail, checked) for detail in error.errors()]
+                problems += [_describe(group, detail) for detail in error.errors()]
             if problems:
                 raise ConfigError("\n".join(problems))
 
@@ -73,22 +73,13 @@ def _document(checked: Any) -> None:
             each.metadata = MappingProxyType({**each.metadata, "help": " ".join(text.split()).replace("%", "%%")})
 
 
-def _group_at(checked: Any, location: Iterable[int | str]) -> Any:
-    """Return the group at a path such as ("components", 0); an index stays in the type of its list."""
-    for part in location:
-        if isinstance(part, str):
-            hint = get_type_hints(checked)[part]
-            checked = next(kind for kind in (hint, *get_args(hint)) if is_dataclass(kind))
-    return checked
-
-
 def _unknown(group: str, name: str, known: list[str], elsewhere: Mapping[str, str]) -> str:
     if name in elsewhere:
         return f"{group}.{name} is not a parameter of this group: {elsewhere[name]}"
     return f"{group}.{name} is not a parameter of this group.{closest(name, known)}"
 
 
-def _describe(group: str, detail: Any, checked: Any) -> str:
+def _describe(group: str, detail: Any) -> str:
     raised = detail.get("ctx", {}).get("error")
     where = ".".join(str(part) for part in detail["loc"])
     if raised is not None and not where:
@@ -97,7 +88,5 @@ def _describe(group: str, detail: Any, checked: Any) -> str:
     if detail["type"] == "missing":
         return f"{group}.{where} is missing"
     if detail["type"] == "unexpected_keyword_argument":  # in a group inside this one
-        *outer, name = detail["loc"]
-        known = [field.name for field in fields(_group_at(checked, outer))]
-        return _unknown(".".join([group, *map(str, outer)]), str(name), known, {})
+        return _unknown(group, where, [], {})
     return f"{group}.{where}={detail['input']!r}: {message[:1].lower()}{message[1:]}"

@@ -38,7 +38,7 @@ def aggregate_loss(
         mask: [B, T], True on the tokens that count; holes and empty rows are fine.
         loss_aggregation: One of LOSS_AGGREGATIONS.
         denominator: The optimiser step's global count: `aggregation_count` of the whole minibatch, summed over ranks.
-            None: the count of this call alone, with this call's width T as the fixed length.
+            None: the count of this call, with this call's width T as the fixed length.
 
     Returns:
         A scalar tensor. 0, with gradient 0, if no token counts.

@@ -32,7 +32,7 @@ def best_of_n_mean(rewards: Tensor, values: Tensor, n: int) -> Tensor:
     check_range("best_of_n_mean", at_least=n, samples=samples)
     counts = torch.arange(samples + 1, dtype=torch.float64)
     picked_below = torch.where(counts >= n, _log_choose(counts.clamp(min=n), n), -math.inf)
-    share = (picked_below - picked_below[-1]).exp()  # [N + 1], of the subsets that lie among the k lowest samples
+    share = (picked_below - picked_below[-1]).exp()  # [N + 1], of the subsets of the k lowest samples
     rewards = rewards.double().contiguous()
     ordered = rewards.sort(dim=1).values
     below = torch.searchsorted(ordered, rewards)

@@ -4,8 +4,6 @@ Direction: policy minus reference. A positive k1 means that the policy gives its
 reference does: drift.
 """
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
@@ -53,21 +51,6 @@ def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: str = "
     return torch.expm1(-floored.clamp(max=LOG_RATIO_LIMIT)) + floored
 
 
-class KLController(Protocol):
-    """What both controllers offer: the present coefficient, and an update after each iteration."""
-
-    kl_coef: float
-
-    def update(self, observed_kl: float, num_episodes: int) -> None:
-        """Take in the mean over responses of the KL summed over a response (nats), seen on `num_episodes` responses."""
-
-    def state_dict(self) -> dict[str, float]:
-        """What a checkpoint must hold."""
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Resume from `state_dict()`'s result."""
-
-
 class FixedKLController:
     """A coefficient that never changes by itself.
 
@@ -79,22 +62,27 @@ class FixedKLController:
     """
 
     def __init__(self, kl_coef: float) -> None:
-        check_range("FixedKLController", at_least=0.0, kl_coef=kl_coef)
+        check_range(type(self).__name__, at_least=0.0, kl_coef=kl_coef)
         self.kl_coef = float(kl_coef)
 
     def update(self, observed_kl: float, num_episodes: int) -> None:
         """Do nothing."""
 
     def state_dict(self) -> dict[str, float]:
-        """`{"kl_coef": …}`."""
+        """`{"kl_coef": …}`; everything else is configuration, not state."""
         return {"kl_coef": self.kl_coef}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Take the coefficient of `state`; raise CheckpointError if it holds anything else."""
-        self.kl_coef = _coefficient_of(state, type(self).__name__)
+        """Take the coefficient of `state_dict()`'s result; raise CheckpointError if it holds anything else."""
+        if set(state) != {"kl_coef"}:
+            raise CheckpointError(
+                f"{type(self).__name__}.load_state_dict: got the keys {sorted(state)}; exactly 'kl_coef' is expected. "
+                "The state belongs to something else: give the checkpoint's KL controller."
+            )
+        self.kl_coef = float(state["kl_coef"])
 
 
-class AdaptiveKLController:
+class AdaptiveKLController(FixedKLController):
     """A coefficient that follows a KL target: coef ← coef · max(0.1, 1 + e · num_episodes / horizon).
 
     e = clip(observed_kl / target − 1, −0.2, 0.2). The published rule has no floor: with five or more horizons in one
@@ -113,7 +101,7 @@ class AdaptiveKLController:
 
     def __init__(self, kl_coef: float, target: float, horizon: float) -> None:
         check_range("AdaptiveKLController", above=0.0, kl_coef=kl_coef, target=target, horizon=horizon)
-        self.kl_coef = float(kl_coef)
+        super().__init__(kl_coef)
         self.target = float(target)
         self.horizon = float(horizon)
 
@@ -137,20 +125,3 @@ class AdaptiveKLController:
             )
         error = min(max(observed / self.target - 1.0, -ADAPTIVE_ERROR_LIMIT), ADAPTIVE_ERROR_LIMIT)
         self.kl_coef *= max(ADAPTIVE_SMALLEST_FACTOR, 1.0 + error * num_episodes / self.horizon)
-
-    def state_dict(self) -> dict[str, float]:
-        """`{"kl_coef": …}`; target and horizon are configuration, not state."""
-        return {"kl_coef": self.kl_coef}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Take the coefficient of `state`; raise CheckpointError if it holds anything else."""
-        self.kl_coef = _coefficient_of(state, type(self).__name__)
-
-
-def _coefficient_of(state: dict[str, float], where: str) -> float:
-    if set(state) != {"kl_coef"}:
-        raise CheckpointError(
-            f"{where}.load_state_dict: got the keys {sorted(state)}; exactly 'kl_coef' is expected. "
-            "The state belongs to something else: give the checkpoint's KL controller."
-        )
-    return float(state["kl_coef"])

@@ -79,7 +79,7 @@ def micro_batches(
         micro_batch_size: Most rows of a micro-batch.
         prompt_lengths: Prompt tokens of every row of the batch; read only with a budget.
         response_lengths: Response tokens likewise.
-        token_budget: Most tokens of a micro-batch; a longer row goes alone. None sets no limit.
+        token_budget: Most tokens of a micro-batch; a longer row is a micro-batch by itself. None sets no limit.
         padded: Whether padding counts: a micro-batch has rows x longest row tokens.
     """
     if token_budget is None:

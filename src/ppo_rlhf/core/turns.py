@@ -8,11 +8,10 @@ from ppo_rlhf.core.responses import length_mask
 
 
 def compact(values: Tensor, mask: Tensor) -> Tensor:
-    """Move the values of the masked tokens to the front of each row, in their order; 0 behind them.
+    """Move the values of the masked tokens to the front of each row, in their order; 0 after them.
 
-    What is behind a gap becomes the neighbour of what is before it. So the functions that want responses without holes
-    step from a policy's last token of a turn to its first token of the next one: Markov time is counted in its own
-    tokens, and an environment's tokens are neither actions nor steps (as in verl's GAE).
+    It closes the gaps, so GAE treats the policy's last token of a turn and its first token of the next one as
+    consecutive steps: an environment's tokens are neither actions nor steps (as in verl's GAE).
 
     Args:
         values: [B, T]; anything where the mask is False.
@@ -39,7 +38,7 @@ def spread(values: Tensor, mask: Tensor) -> Tensor:
     """Undo `compact`: move the first values of each row back to its masked tokens; 0 elsewhere.
 
     Args:
-        values: [B, T]; what is behind the first `mask[b].sum()` columns of row b is not looked at.
+        values: [B, T]; columns of row b after the first `mask[b].sum()` are not looked at.
         mask: [B, T], the mask that `compact` was given.
 
     Returns:

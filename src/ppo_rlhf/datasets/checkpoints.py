@@ -3,14 +3,13 @@
 import json
 import math
 import os
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import mlflow
 from kedro.io import AbstractDataset, DatasetError
 
-from ppo_rlhf.checkpoints.files import checkpoint_iterations, checkpoint_name, prune_checkpoints
+from ppo_rlhf.checkpoints.files import checkpoint_iterations, prune_checkpoints
 from ppo_rlhf.checkpoints.store import CheckpointRequest, best_iteration, write_checkpoint
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError
@@ -42,10 +41,10 @@ def most_checkpoints(config: PPOConfig, iterations: int) -> int:
     return min(config.save_total_limit + 1, math.ceil(iterations / config.save_interval)) + 1
 
 
-class CheckpointDataset(_RunDataset[CheckpointRequest, Path]):
+class CheckpointDataset(_RunDataset[CheckpointRequest, NoReturn]):
     """`<filepath>/<MLflow run id>/iteration_NNNNNN/`: written when due, the newest and the best kept.
 
-    Loading gives the directory of this run's newest checkpoint. Example:
+    It is only written; `resume_checkpoint` reads them. Example:
 
     ```yaml
     checkpoint:
@@ -62,21 +61,13 @@ class CheckpointDataset(_RunDataset[CheckpointRequest, Path]):
         write_checkpoint(directory, data.state)
         config, newest = data.state.config, data.state.iteration
         saved = [iteration for iteration in checkpoint_iterations(directory) if iteration <= newest]
-        evaluated = [row for row in read_evaluations(directory, RANKED_BY) if row["iteration"] in saved]
+        evaluated = [row for row in read_evaluations(directory) if row["iteration"] in saved]
         best = best_iteration(evaluated, config.kl_alarm)
         prune_checkpoints(directory, config.save_total_limit, best, newest)
 
-    def load(self) -> Path:
-        """Return the newest checkpoint's directory.
-
-        Raises:
-            DatasetError: This run has none.
-        """
-        directory = run_directory(self.root)
-        saved = checkpoint_iterations(directory)
-        if not saved:
-            raise DatasetError(f"{directory}: this run has no checkpoint")
-        return directory / checkpoint_name(saved[-1])
+    def load(self) -> NoReturn:
+        """Refuse: a run reads a checkpoint as `resume_checkpoint`."""
+        raise DatasetError("checkpoint is only written; checkpoints are read by the entry `resume_checkpoint`.")
 
     def _exists(self) -> bool:
         return bool(checkpoint_iterations(run_directory(self.root)))
@@ -124,8 +115,8 @@ def run_directory(root: Path) -> Path:
     return root / (run_id or f"untracked-{process_name()}")
 
 
-def read_evaluations(directory: Path, needed: Sequence[str] = RANKED_BY[:1]) -> list[dict[str, Any]]:
-    """Return the evaluations logged in a run's directory, oldest first, with the numbers needed; none without a log.
+def read_evaluations(directory: Path) -> list[dict[str, Any]]:
+    """Return the evaluations logged in a run's directory, oldest first; none without a log.
 
     Raises:
         CheckpointError: The log is damaged. Taken for empty, it would be overwritten, and the best checkpoint deleted.
@@ -135,8 +126,10 @@ def read_evaluations(directory: Path, needed: Sequence[str] = RANKED_BY[:1]) -> 
         return []
     try:
         rows: list[dict[str, Any]] = json.loads(path.read_bytes())
-        if not isinstance(rows, list) or not all(isinstance(row[name], int | float) for row in rows for name in needed):
-            raise TypeError(f"it is not a list of rows with the numbers {', '.join(needed)}")
+        if not isinstance(rows, list) or not all(
+            isinstance(row[name], int | float) for row in rows for name in RANKED_BY
+        ):
+            raise TypeError(f"it is not a list of rows with the numbers {', '.join(RANKED_BY)}")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(
             f"{path}: damaged ({error}). Mend it, or move it away: then the run continues, but no longer knows which "

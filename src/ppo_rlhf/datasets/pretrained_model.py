@@ -1,19 +1,15 @@
 """A catalog entry for a Hugging Face model: lazy to load, versioned and whole when saved."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from kedro.io import AbstractDataset, DatasetError, Version
 from kedro.io.core import generate_timestamp
-from kedro_datasets._typing import JSONPreview
 
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.paths import expand_home, restore_hub_name
 from ppo_rlhf.whole_files import written_whole
-
-_PREVIEWED = ("architectures", "model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 
 class PretrainedModelDataset(AbstractDataset[TrainedModel, PretrainedHandle | None]):
@@ -28,6 +24,10 @@ class PretrainedModelDataset(AbstractDataset[TrainedModel, PretrainedHandle | No
       type: ppo_rlhf.datasets.PretrainedModelDataset
       filepath: data/06_models/sft_policy
     ```
+
+    Attributes:
+        pinned: The version to load, though another run may write a newer one: what this session wrote or was told to
+            read. None loads the newest.
     """
 
     versioned = True  # so Kedro hands on the version of --load-versions
@@ -43,7 +43,7 @@ class PretrainedModelDataset(AbstractDataset[TrainedModel, PretrainedHandle | No
 
         Args:
             filepath: A directory or a hub id; None loads as None (an optional input that was not given).
-            trust_remote_code: Whether Python code that lies with the model may run.
+            trust_remote_code: Whether Python code in the model's directory may run.
             metadata: Read by Kedro-Viz.
             version: Of it only the version to load counts.
 
@@ -55,21 +55,21 @@ class PretrainedModelDataset(AbstractDataset[TrainedModel, PretrainedHandle | No
             raise ConfigError(f"trust_remote_code is true or false, without quotes; given was {trust_remote_code!r}")
         self._source = None if filepath is None else restore_hub_name(expand_home(str(filepath)))
         self._trust_remote_code = trust_remote_code
-        self._saved: Path | None = None  # another run may write a newer version: a session reads what it wrote
+        self.pinned: Path | None = None
         self._version = version
         self.metadata = metadata
         if version is not None and version.load is not None:
-            self.pin(Path(str(self._source)) / version.load)
+            self.pinned = Path(str(self._source)) / version.load
             if not self._exists():
                 raise ConfigError(
-                    f"--load-versions: {self._saved} is not there; leave it out to read the newest version"
+                    f"--load-versions: {self.pinned} is not there; leave it out to read the newest version"
                 )
 
     def load(self) -> PretrainedHandle | None:
         """Return a handle on the model. It is checked when it is used: a run may never need it."""
         if self._source is None:
             return None
-        return PretrainedHandle(str(self._saved or newest_version(self._source)), self._trust_remote_code)
+        return PretrainedHandle(str(self.pinned or newest_version(self._source)), self._trust_remote_code)
 
     def save(self, data: TrainedModel) -> None:
         """Write the model and its tokenizer as a new version.
@@ -85,26 +85,7 @@ class PretrainedModelDataset(AbstractDataset[TrainedModel, PretrainedHandle | No
         version = folder / _next_version(folder)
         with written_whole(version) as draft:
             data.save(draft)
-        self._saved = version
-
-    @property
-    def saved(self) -> Path | None:
-        """The version that this session wrote, or was told to read; None as long as it reads the newest."""
-        return self._saved
-
-    def pin(self, version: Path) -> None:
-        """Load this version from now on, though newer ones may come."""
-        self._saved = version
-
-    def preview(self) -> JSONPreview:
-        """Show Kedro-Viz the model's shape."""
-        path = None if self._source is None else Path(newest_version(self._source)) / "config.json"
-        try:
-            config = json.loads(Path(str(path)).read_bytes())
-            shape = config | config.get("text_config", {}) | {"architectures": config.get("architectures")}
-        except (OSError, ValueError, TypeError, AttributeError, RecursionError):  # none there, or a damaged one
-            return JSONPreview(json.dumps({"model": self._source}))
-        return JSONPreview(json.dumps({name: shape[name] for name in _PREVIEWED if name in shape}))
+        self.pinned = version
 
     def _exists(self) -> bool:
         handle = self.load()
@@ -127,7 +108,7 @@ def _versions(folder: Path) -> list[Path]:
 
 
 def _next_version(folder: Path) -> str:
-    """Return the time, in milliseconds; behind the newest version's name if it would not sort behind that by itself.
+    """Return the time in milliseconds, after the newest version's name if the time alone would not sort after it.
 
     So the newest version is the one written last, even if a clock was set back or a user's folder is there.
     Times of modification would not tell: a copy of the folder has others.

@@ -58,7 +58,7 @@ class RunCatalog:
         self._found, versions = processes.from_main((found, {**newest, **found}))
         for name, path in versions.items():
             if is_model(dataset := entry(name)):
-                dataset.pin(Path(path))
+                dataset.pinned = Path(path)
 
     def has_written(self, name: str) -> bool:
         """Return whether this is a resumed run that has written the dataset before."""
@@ -79,7 +79,12 @@ class RunCatalog:
             if self._outputs is not None:
                 self._outputs.note(name, dataset)
         processes.wait_for_all()
-        _pin_version(dataset)
+        # every process reads the version that the main one has just written, though another run may write a newer one
+        if is_model(dataset):
+            dataset.pinned = processes.from_main(dataset.pinned)
+        elif getattr(dataset, "_version", None) is not None:
+            version = processes.from_main(dataset.resolve_save_version())
+            dataset._version = dataset._version._replace(load=version)
 
     def finish(self) -> None:
         """Publish the files of a run that ended well once more, so that the usual places hold those of one run.
@@ -93,8 +98,10 @@ class RunCatalog:
             own, usual = Path(dataset._filepath), dataset._usual_filepath
             if processes.is_main_process():
                 self._publish(name)
-            is_report = REPORTS in own.parts and not is_in_mlflow(dataset)
-            if not is_report and (self._outputs is None or name not in self._outputs.names):
+            is_in_mlflow = getattr(dataset, "_logging_activated", False)  # set by kedro-mlflow
+            if (REPORTS not in own.parts or is_in_mlflow) and (
+                self._outputs is None or name not in self._outputs.names
+            ):
                 dataset._filepath = usual
                 if processes.is_main_process():
                     delete(own)
@@ -143,7 +150,7 @@ class StageOutputs:
 
     def note(self, name: str, dataset: Any) -> None:
         """Remember that this run has written a dataset. If that fails, a resumed run writes it again."""
-        path = getattr(dataset, "saved", None) or file_of(dataset)
+        path = getattr(dataset, "pinned", None) or file_of(dataset)
         if name not in self.names or path is None:
             return
         try:
@@ -164,8 +171,8 @@ class StageOutputs:
         for name, entry in self._noted().items():
             path = Path(os.path.normpath(self._file.parent / entry["path"]))
             usual = os.path.abspath(path_of(catalog.get(name)) or "")
-            lies_there = usual in (str(path), str(path.parent))
-            if name in self.names and lies_there and entry == self._entry(path):
+            is_the_entrys = usual in (str(path), str(path.parent))
+            if name in self.names and is_the_entrys and entry == self._entry(path):
                 found[name] = str(path)
         return found
 
@@ -192,19 +199,5 @@ def file_of(dataset: Any) -> Path | None:
     return Path(path) if path is not None and is_local else None
 
 
-def is_in_mlflow(dataset: Any) -> bool:
-    """Return whether kedro-mlflow has logged an entry as an artifact of its run: it was not told to leave that."""
-    return getattr(dataset, "_logging_activated", False)
-
-
 def is_model(dataset: Any) -> bool:
     return isinstance(dataset, PretrainedModelDataset)
-
-
-def _pin_version(dataset: Any) -> None:
-    """Let every process read the version that the main one has just written, though another run may write a newer."""
-    if is_model(dataset):
-        dataset.pin(processes.from_main(dataset.saved))
-    elif getattr(dataset, "_version", None) is not None:
-        version = processes.from_main(dataset.resolve_save_version())
-        dataset._version = dataset._version._replace(load=version)

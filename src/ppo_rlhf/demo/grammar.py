@@ -109,11 +109,6 @@ def is_terminal(symbol: str) -> bool:
     return not symbol[0].isupper()
 
 
-def _signed(production: str, sign: str) -> Production:
-    """Replace `~` by the polarity `sign` and `!` by the other one."""
-    return tuple(production.replace("~", sign).replace("!", "-" if sign == "+" else "+").split())
-
-
 def _read_rules() -> dict[str, list[tuple[float, Production]]]:
     """Every symbol's weighted productions, with polarities written out (`CLAUSE+` and `CLAUSE-`).
 
@@ -130,23 +125,20 @@ def _read_rules() -> dict[str, list[tuple[float, Production]]]:
             continue
         weight, production = line.split(maxsplit=1)
         for sign in "+-" if head.endswith("~") else (head[-1] if head[-1] in "+-" else "",):
-            rules.setdefault(head.replace("~", sign), []).append((float(weight), _signed(production, sign)))
+            signed = production.replace("~", sign).replace("!", "-" if sign == "+" else "+")
+            rules.setdefault(head.replace("~", sign), []).append((float(weight), tuple(signed.split())))
     return rules
 
 
 PRODUCTIONS = _read_rules()
 
 
-def _without_polarity(symbol: str) -> str:
-    return symbol if is_terminal(symbol) else symbol.rstrip("+-")
-
-
 def _read_syntax() -> dict[str, frozenset[Production]]:
     """The same productions without weights and polarities."""
     syntax: dict[str, set[Production]] = {}
     for head, options in PRODUCTIONS.items():
-        stripped = {tuple(map(_without_polarity, production)) for _, production in options}
-        syntax.setdefault(_without_polarity(head), set()).update(stripped)
+        stripped = {tuple(symbol.rstrip("+-") for symbol in production) for _, production in options}
+        syntax.setdefault(head.rstrip("+-"), set()).update(stripped)
     return {head: frozenset(productions) for head, productions in syntax.items()}
 
 

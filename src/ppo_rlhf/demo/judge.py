@@ -76,11 +76,11 @@ def _repeated_share(items: Sequence[object]) -> float:
     return 1.0 - len(set(items)) / len(items) if items else 0.0
 
 
-def _judged(prompt: str, completion: str, aspect: object) -> _Judged | None:
-    """Return the sentences that have words of the completion; None if it has no token."""
+def _judged(prompt: str, completion: str, aspect: object) -> _Judged:
+    """Return the sentences that have words of the completion; none if it has no token."""
     before, after = tokenize(prompt), tokenize(completion)
     if not after:
-        return None
+        return _Judged([], [], "")
     tokens = before + after
     body = header_length(tokens)
     if aspect is None and body:
@@ -100,8 +100,8 @@ def _is_well_formed(sentence: Sequence[str]) -> bool:
     return is_sentence(sentence) if sentence[-1] == END else is_sentence_start(sentence)
 
 
-def _score(judged: _Judged | None) -> float:
-    if judged is None or not judged.sentences:
+def _score(judged: _Judged) -> float:
+    if not judged.sentences:
         return EMPTY_SCORE
     tokens = judged.tokens
     wrong = sum(not _is_well_formed(sentence) for sentence in judged.sentences) / len(judged.sentences)
@@ -117,14 +117,8 @@ def _score(judged: _Judged | None) -> float:
 
 def _judged_rows(
     prompts: Sequence[str], completions: Sequence[str], columns: Mapping[str, Sequence[object]]
-) -> list[_Judged | None]:
-    aspects = columns.get("aspect")
-    aspects = [None] * len(prompts) if aspects is None else list(aspects)
-    if not len(prompts) == len(completions) == len(aspects):
-        raise ValueError(
-            f"judge: {len(prompts)} prompts, {len(completions)} completions and {len(aspects)} aspects given; "
-            "there must be one of each for every response"
-        )
+) -> list[_Judged]:
+    aspects = columns.get("aspect", [None] * len(prompts))
     return [_judged(*row) for row in zip(prompts, completions, aspects, strict=True)]
 
 
@@ -145,6 +139,6 @@ def is_grammatical(prompts: Sequence[str], completions: Sequence[str], **columns
     A last sentence without its full stop is not wrong as long as some sentence of the grammar begins with it.
     """
     return [
-        float(judged is not None and END in judged.tokens and all(map(_is_well_formed, judged.sentences)))
+        float(END in judged.tokens and all(map(_is_well_formed, judged.sentences)))
         for judged in _judged_rows(prompts, completions, columns)
     ]

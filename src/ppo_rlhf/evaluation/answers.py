@@ -37,8 +37,7 @@ def answer_prompts(
     config: PPOConfig,
     *,
     seed: int,
-    turn: int = 0,
-    batch_size: int = 64,
+    turn: int,
 ) -> list[Answer]:
     """Let a policy answer each of N prompts.
 
@@ -51,10 +50,9 @@ def answer_prompts(
         config: Rollout engine and precision.
         seed: With `turn` it fixes the noise, so that policies that are equal answer equally.
         turn: Another one draws other noise.
-        batch_size: Responses drawn at a time.
     """
     uniforms_NT = episode_uniforms(seed, NOISE_STREAM, turn, len(prompts), sampling.response_length)
-    responses = sample_responses(policy, prompts, uniforms_NT, sampling, config, batch_size=batch_size)
+    responses = sample_responses(policy, prompts, uniforms_NT, sampling, config, batch_size=64)
     batch = response_batch(prompts, responses, tokenizer)
     rewards: list[float | None] = [None] * len(prompts)
     if scorer is not None:

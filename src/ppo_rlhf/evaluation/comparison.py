@@ -83,8 +83,8 @@ def conclude(policy: PolicyEvaluation, sft: PolicyEvaluation, *, by_trained_rewa
     """Return the `verdict`, by which report, model card, terminal, champion and advice go, with what it rests on.
 
     A winner is named only if there are `MIN_PROMPTS` or more, the whole interval of the win rate is on one side of
-    one half, and chance alone is an unlikely cause. Of several responses to a prompt, that policy wins it which wins
-    more pairs. `by_trained_reward` says that the reward that was trained is the judge.
+    one half, and the sign test finds chance an unlikely cause. Of several responses to a prompt, the policy that wins
+    more pairs wins the prompt. `by_trained_reward` says that the reward that was trained is the judge.
     """
     decisions = outcomes(policy, sft, policy.deciding_scores, sft.deciding_scores)
     rate, margins_N = win_rate(decisions), (decisions - 0.5).sum(axis=1)
@@ -189,7 +189,7 @@ def compare_evaluations(
         metrics |= {f"eval/win_rate{name}{end}": value for end, value in ends.items()}
     measured, of_sft = measure_prompts(policy, pass_at), measure_prompts(sft, pass_at)
     for name, values in measured.items():
-        if name == "truncated_fraction":  # in the table before and after alone
+        if name == "truncated_fraction":  # only in the table before and after
             continue
         sides = {f"eval/{name}": values}
         if name not in ("kl", "response_length"):

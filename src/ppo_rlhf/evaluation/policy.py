@@ -66,7 +66,7 @@ class EvaluationConfig:
     None: the demo's gold judge on the demo's prompts, otherwise the reward decides."""
     judges: Annotated[dict[str, str], AfterValidator(_check_judge_names)] = field(default_factory=dict)
     """Further judges of that signature, by name. Each has its mean `eval/judge_score_<name>` and its own win rate
-    `eval/win_rate_<name>` with an interval. The best checkpoint and the champion depend on `judge` alone."""
+    `eval/win_rate_<name>` with an interval. The best checkpoint and the champion depend only on `judge`."""
     rates: Annotated[dict[str, str], AfterValidator(_check_rate_names)] = field(default_factory=dict)
     """Further functions of the same signature, by the name of their metric; each gives 0 or 1 (or a share) a
     response, and `eval/<name>` is the mean."""

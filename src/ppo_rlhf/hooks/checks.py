@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from kedro.config import OmegaConfigLoader
 from kedro.framework.context import KedroContext
@@ -19,6 +19,9 @@ from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.hooks.own_settings import OwnSettings
 from ppo_rlhf.names import RESUME_CHECKPOINT
 from ppo_rlhf.runner import LoopRunner, plan_loop
+
+if TYPE_CHECKING:
+    from ppo_rlhf.preflight import RunRequest
 
 logger = logging.getLogger(__name__)
 
@@ -54,41 +57,37 @@ class ChecksHook:
     @hook_impl(tryfirst=True)
     def before_pipeline_run(self, run_params: dict[str, Any], pipeline: Pipeline, catalog: CatalogProtocol) -> None:
         """Refuse another runner for the loop, settings that nothing reads, and problems that the preflight finds."""
-        from ppo_rlhf.preflight import describe_parts  # heavy: only a run pays for it
+        from ppo_rlhf.preflight import RunRequest  # heavy: only a run pays for it
 
         check_runner(run_params, pipeline)
         check_load_versions(run_params, pipeline, catalog)
         assert self._loader is not None
-        problems, advice = judge_settings(self._loader, pipeline, catalog, Path(run_params["project_path"]))
+        data_root = self._loader["globals"].get("data_root", "data")
+        run = RunRequest(pipeline, catalog, Path(run_params["project_path"]), data_root)
+        problems, advice, parts = judge_settings(self._loader, run)
         if problems:
             raise ConfigError("\n".join(problems))
-        parts = describe_parts(pipeline, catalog, Path(run_params["project_path"]))
-        if parts is not None:
+        if parts:
             logger.info("%s", parts)
         for line in advice:
             logger.warning("%s", line)
 
 
-def judge_settings(
-    loader: OmegaConfigLoader, pipeline: Pipeline, catalog: CatalogProtocol, project_path: Path
-) -> tuple[list[str], list[str]]:
-    """Return why a run must not start, and if it may, what is unusual about it; one line each. Writes nothing.
+def judge_settings(loader: OmegaConfigLoader, run: RunRequest) -> tuple[list[str], list[str], str]:
+    """Return why a run must not start; if it may, what is unusual about it; and its parts. Writes nothing.
 
     Args:
         loader: The run's configuration.
-        pipeline: The nodes that will run.
-        catalog: The run's catalog, with validated parameters.
-        project_path: The project's directory.
+        run: The run; its parameters are validated.
     """
-    from ppo_rlhf.preflight import find_problems  # heavy: only a run pays for it
-    from ppo_rlhf.preflight.request import RunRequest
+    from ppo_rlhf.preflight import describe_parts, find_problems  # heavy: only a run pays for it
 
-    settings, data_root = OwnSettings(loader), loader["globals"].get("data_root", "data")
-    read = pipeline.datasets() | ({RESUME_CHECKPOINT} if plan_loop(pipeline) else set())
-    unused = RunRequest(pipeline, catalog, project_path, data_root).unused
-    problems = [*settings.unread(read, pipelines, unused), *find_problems(pipeline, catalog, project_path, data_root)]
-    advice = [] if problems else [*settings.demo_values(pipeline, catalog), *settings.unusual_values(pipeline, catalog)]
-    return problems, advice
+    settings = OwnSettings(loader)
+    read = run.pipeline.datasets() | ({RESUME_CHECKPOINT} if plan_loop(run.pipeline) else set())
+    problems = [*settings.unread(read, pipelines, run.unused), *find_problems(run)]
+    if problems:
+        return problems, [], ""
+    return [], settings.unusual_values(run), describe_parts(run)
 
 
 def refuse_unread(loader: OmegaConfigLoader, datasets: set[str]) -> None:

@@ -18,12 +18,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ppo_rlhf.checkpoints.files import checkpoint_iterations, checkpoint_name
 from ppo_rlhf.checkpoints.store import best_iteration
-from ppo_rlhf.datasets.checkpoints import RANKED_BY, CheckpointDataset, read_evaluations, run_directory
+from ppo_rlhf.datasets.checkpoints import CheckpointDataset, read_evaluations, run_directory
 from ppo_rlhf.evaluation.comparison import WIN
-from ppo_rlhf.hooks.run_description import in_one_line
+from ppo_rlhf.hooks.run_description import verdict_of
 from ppo_rlhf.hooks.tracking_store import SQLITE
 from ppo_rlhf.locks import one_at_a_time
-from ppo_rlhf.models.adapters import is_adapter, load_merged
+from ppo_rlhf.models.adapters import load_merged
+from ppo_rlhf.models.directories import ADAPTER_CONFIG
 from ppo_rlhf.models.quiet import errors_only, quiet_transformers
 
 logger = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ def log_policy(directory: Path, name: str, step: int, keys: Collection[str], *, 
     # not MLflow's advice on input examples and model cards
     with errors_only("mlflow"), quiet_transformers(), TemporaryDirectory() as folder:
         # loaded, because MLflow 3.17 cannot log a path under transformers 5 (its lookup of the task fails)
-        if is_adapter(directory):  # a LoRA run's checkpoint: MLflow gets a model that needs no other one
+        if (directory / ADAPTER_CONFIG).is_file():  # of a LoRA run: MLflow gets a model that needs no other one
             model = load_merged(directory, trust_remote_code=trust_remote_code)
         else:
             model = AutoModelForCausalLM.from_pretrained(
@@ -113,7 +114,7 @@ def register(model_id: str, start: str, summary: Mapping[str, Any]) -> None:
             client.create_registered_model(name)
         known = {version.source: version for version in client.search_model_versions(f"name = '{name}'")}
         made = known.get(source) or client.create_model_version(  # known: made before this run was interrupted
-            name, source, model.source_run_id, tags=tags, model_id=model_id, description=in_one_line(summary)
+            name, source, model.source_run_id, tags=tags, model_id=model_id, description=verdict_of(summary)
         )
         verdict = _challenge(client, name, str(made.version), tags)
     logger.info("The policy is version %s of the registered model %s, %s.", made.version, name, verdict)
@@ -154,5 +155,5 @@ def best_checkpoint(checkpoints: object, kl_alarm: float) -> tuple[Path, int] | 
         return None
     directory = run_directory(checkpoints.root)
     saved = checkpoint_iterations(directory)
-    best = best_iteration([r for r in read_evaluations(directory, RANKED_BY) if r["iteration"] in saved], kl_alarm)
+    best = best_iteration([r for r in read_evaluations(directory) if r["iteration"] in saved], kl_alarm)
     return None if best is None else (directory / checkpoint_name(best) / "policy", best)

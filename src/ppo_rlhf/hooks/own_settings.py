@@ -5,21 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Set
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kedro.config import OmegaConfigLoader
-from kedro.io import CatalogProtocol
 from kedro.pipeline import Pipeline
 
 from ppo_rlhf.config.settings_group import closest
 from ppo_rlhf.hooks.run_description import flattened, parameter
 
-TUNED = {
-    "supervised_finetuning": ("learning_rate", "per_device_train_batch_size"),
-    "reward_modelling": ("learning_rate", "per_device_train_batch_size"),
-    "ppo": ("learning_rate", "value_learning_rate", "response_length", "per_device_train_batch_size"),
-}
-"""Settings of the demo that suit its tiny model alone."""
+if TYPE_CHECKING:
+    from ppo_rlhf.preflight import RunRequest
+
+RATES = {"learning_rate", "value_learning_rate"}
 PROMPTS, EVALUATION = "prompts_path", "params:evaluation"
 OTHER_PROMPTS = " To evaluate other prompts, set evaluation_prompts_path in conf/local/globals.yml or with --params."
 REFERENCES = {"parameters": r"\$\{\s*(\w+)\s*[}.\[]", "globals": r"\$\{(?:globals:)?\s*(\w+)\s*[},.\[]"}
@@ -27,7 +24,7 @@ REFERENCES = {"parameters": r"\$\{\s*(\w+)\s*[}.\[]", "globals": r"\$\{(?:global
 
 
 class OwnSettings:
-    """The settings of a run, and those of conf/base alone."""
+    """The settings of a run, and those of conf/base."""
 
     def __init__(self, loader: OmegaConfigLoader) -> None:
         """Take the run's loader."""
@@ -102,52 +99,23 @@ class OwnSettings:
             marked -= {EVALUATION}  # which only takes the judge from them
         return any(entry in read or "{" in entry for entry in marked)  # a pattern serves datasets of many names
 
-    def demo_values(self, pipeline: Pipeline, catalog: CatalogProtocol) -> list[str]:
-        """Return one line if a run trains a user's own model with learning rates, lengths or batch sizes of the demo.
+    def unusual_values(self, run: RunRequest) -> list[str]:
+        """Return one line for each setting of PPO that a user set to an unusual value, or that saves nothing here.
 
-        A value that a user set to the same number is not told apart from the demo's.
+        The demo's learning rates count as set by the user of another model.
         """
-        model = self._own_model()
-        found = [
-            f"{group}.{name}={value:g}"
-            for group, names in TUNED.items()
-            if model is not None and f"params:{group}" in pipeline.inputs()
-            # the audit only reads how pairs are held out
-            if group != "reward_modelling" or "reward_model" in pipeline.all_outputs()
-            for name, value in self._base["parameters"].get(group, {}).items()
-            # null is no number that suits one model and not another
-            if name in names and value is not None and value == getattr(parameter(catalog, group), name, None)
-        ]
-        if not found:
-            return []
-        return [
-            f"{', '.join(found)}: chosen for the demo's tiny model, not for {model}. Set your own in "
-            "conf/local/parameters.yml"
-        ]
-
-    def unusual_values(self, pipeline: Pipeline, catalog: CatalogProtocol) -> list[str]:
-        """Return one line for each setting of PPO that a user set to an unusual value, or that saves nothing here."""
-        if "params:ppo" not in pipeline.inputs():
+        if not run.reads("params:ppo"):
             return []
         from ppo_rlhf.ppo.precision import precision_warning, resolve_device  # heavy: only a run of PPO pays
-        from ppo_rlhf.preflight.request import RunRequest
 
-        ppo, shipped = parameter(catalog, "ppo"), self._base["parameters"].get("ppo", {})
-        run = RunRequest(pipeline, catalog, Path(), "")
-        has_start = run.reads(run.start) and run.source(run.start) is not None  # else it is trained from scratch
-        size = catalog[run.start].load().empty_causal_lm().num_parameters() if has_start else None
-        own = [name for name in ppo.not_default() if shipped.get(name) != getattr(ppo, name)]
+        ppo, shipped = parameter(run.catalog, "ppo"), self._base["parameters"].get("ppo", {})
+        start = run.source(run.start) if run.reads(run.start) else None  # None: it is trained from scratch
+        size = None if start is None else run.catalog[run.start].load().empty_causal_lm().num_parameters()
+        foreign = RATES if start is not None and not run.is_ours(start) else set()
+        own = [name for name in ppo.not_default() if name in foreign or shipped.get(name) != getattr(ppo, name)]
         unusual = ppo.advice(own, size)
         slow = precision_warning(ppo, resolve_device(ppo.device))
         return [*unusual, slow] if slow else unusual
-
-    def _own_model(self) -> str | None:
-        settings = {**self._loader["globals"], **self._given}
-        base, sft = settings.get("base_model_path"), str(settings.get("sft_model_path"))
-        if base:
-            return str(base)
-        ours = Path(settings.get("data_root", "data"), "06_models")
-        return None if ours in Path(sft).parents else sft
 
     def _hint(self, name: str) -> str:
         for other in ("globals", "parameters"):

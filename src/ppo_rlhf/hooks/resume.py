@@ -1,4 +1,4 @@
-"""The run and the checkpoint that `resume=` names, and whether this run may go on with them.
+"""The run and the checkpoint that `resume=` names, and whether this run may resume from them.
 
 `resume` is `latest`, an MLflow run id, or the directory of a run or of a checkpoint. MLflow's params cannot change, so
 a resume keeps its changes as tags `resume.<setting>` (PPO's settings by their bare name); the last resume counts.
@@ -18,7 +18,6 @@ import mlflow
 from kedro.io import CatalogProtocol
 from kedro.pipeline import Pipeline
 from mlflow.entities import Run
-from mlflow.exceptions import MlflowException
 from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH
 
 from ppo_rlhf.core.errors import ConfigError
@@ -67,7 +66,7 @@ class Resumption:
         where = "its beginning: it has no checkpoint yet"
         if self.checkpoint is not None:
             where = shown(self.checkpoint, project_path)
-        logger.info("Going on with MLflow run %s from %s.", self.run.info.run_id, where)
+        logger.info("Resuming MLflow run %s from %s.", self.run.info.run_id, where)
         for name, (before, now) in self.changes.items():
             logger.info("Changed since it was interrupted: %s was %.40s, is %.40s.", name, before, now)
 
@@ -98,7 +97,7 @@ class Resumption:
 
 
 def resume_entry(pipeline: Pipeline, catalog: CatalogProtocol) -> ResumeCheckpointDataset | None:
-    """Return the catalog's entry for `resume` if this run holds the closed loop, else None: nothing can go on."""
+    """Return the catalog's entry for `resume` if this run holds the closed loop, else None: nothing can be resumed."""
     if plan_loop(pipeline) is None:
         return None
     from ppo_rlhf.datasets import ResumeCheckpointDataset
@@ -108,7 +107,7 @@ def resume_entry(pipeline: Pipeline, catalog: CatalogProtocol) -> ResumeCheckpoi
 
 
 def find_named(requested: str, root: Path, project_path: Path) -> Named:
-    """Return the run, and the checkpoint if one is named, for a run id or a directory; nothing but the disk is asked.
+    """Return the run, and the checkpoint if one is named, for a run id or a directory; only the disk is read.
 
     Args:
         requested: The run id or path that the user gave; a path is taken from the project, or else from the working
@@ -117,7 +116,7 @@ def find_named(requested: str, root: Path, project_path: Path) -> Named:
         project_path: The project's directory.
 
     Raises:
-        ConfigError: There is no such thing, or it lies elsewhere.
+        ConfigError: There is no such run or checkpoint.
         CheckpointError: The checkpoint is damaged, or is in the directory of a run that did not write it.
     """
     from ppo_rlhf.checkpoints.files import checkpoint_iterations, verify_checkpoint_of_run
@@ -141,13 +140,13 @@ def find_named(requested: str, root: Path, project_path: Path) -> Named:
 def find_resumption(
     requested: str, named: Named | None, this: RunDescription, root: Path, experiment_id: str
 ) -> Resumption | None:
-    """Return the run to go on with, locked; None (which is logged) for a new run. Nothing is written.
+    """Return the run to resume, locked; None (which is logged) for a new run. Nothing is written.
 
     `latest` is the newest unfinished run of this pipeline, environment and machine, with the same settings and data,
     that is not trained now. Those with others are named and left.
 
     Args:
-        requested: The person's words.
+        requested: The value that the user gave.
         named: From `find_named`; None for `latest`.
         this: The run that starts.
         root: Holds the checkpoints of all runs.
@@ -158,7 +157,7 @@ def find_resumption(
     """
     from ppo_rlhf.checkpoints.files import newest_whole_checkpoint
 
-    for run in _unfinished(this, root, experiment_id) if named is None else [_recorded(requested, named[0])]:
+    for run in _unfinished(this, root, experiment_id) if named is None else [mlflow.get_run(named[0])]:
         run_id, directory = run.info.run_id, root / run.info.run_id
         is_begun_here = not run.data.params and all(run.data.tags.get(name) == this.tags[name] for name in PLACE)
         if not (directory.is_dir() or is_begun_here):
@@ -172,10 +171,10 @@ def find_resumption(
         with ExitStack() as refusal:
             refusal.enter_context(lock)
             if named is None and mlflow.get_run(run_id).info.status == "FINISHED":
-                continue  # another process has gone on with it meanwhile
+                continue  # another process has resumed it meanwhile
             refused, changes = differences(this, run)
             if refused and named is None:
-                left = "was started otherwise and is left: %s. With its own settings resume=%s continues it."
+                left = "has other settings and is left: %s. With its own settings resume=%s continues it."
                 logger.info(f"resume={requested}: MLflow run %s {left}", run_id, "; ".join(refused), run_id)
                 continue
             if refused:
@@ -193,8 +192,7 @@ def find_resumption(
             refusal.pop_all()
             return Resumption(run, checkpoint, lock, changes)
     logger.info(
-        "resume=%s: pipeline %s has no unfinished run in environment %s to go on with; a new one starts from the "
-        "beginning.",
+        "resume=%s: pipeline %s has no unfinished run in environment %s; a new run starts.",
         *(LATEST, this.tags["pipeline"], this.tags["environment"]),
     )
     return None
@@ -215,23 +213,11 @@ def _unfinished(this: RunDescription, root: Path, experiment_id: str) -> list[Ru
     return sorted(found, key=written_at, reverse=True)
 
 
-def _recorded(requested: str, run_id: str) -> Run:
-    try:
-        return mlflow.get_run(run_id)
-    except MlflowException as error:
-        if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
-            raise
-        raise ConfigError(
-            f"resume={requested}: the tracking store of mlflow.yml has no run {run_id}; use the store that it was "
-            "logged to."
-        ) from None
-
-
 def differences(this: RunDescription, run: Run) -> tuple[list[str], dict[str, Change]]:
-    """Compare this run with the MLflow run that it is to go on with.
+    """Compare this run with the MLflow run that it is to resume.
 
     Params that the earlier run did not have are new, and compared with nothing. Files with functions may change: one
-    that failed can be mended.
+    that failed can be fixed.
 
     Returns:
         The differences that are refused, in words; and the changes that may be, by their name in a tag.
@@ -261,7 +247,7 @@ def differences(this: RunDescription, run: Run) -> tuple[list[str], dict[str, Ch
 
 
 def as_last_resumed(tags: Mapping[str, str]) -> dict[str, str]:
-    """Return the settings that resumes changed, by the name of the param or tag."""
+    """Return the settings that earlier resumes changed, keyed by the name of the param or tag."""
     changed = {name.removeprefix(TAG): value for name, value in tags.items() if name.startswith(TAG)}
     changed.pop(CHECKPOINT, None)
     return {(name if "." in name else f"ppo.{name}"): value for name, value in changed.items()}

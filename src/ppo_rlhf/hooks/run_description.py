@@ -33,8 +33,6 @@ DIGITS = 8  # of a fingerprint; MLflow takes 36 at most, and shows them all
 PACKAGES = ("ppo_rlhf", "kedro", "mlflow", "torch", "transformers", "trl")
 FUNCTION = re.compile(r'(?:^|")([A-Za-z_][\w.]*):[A-Za-z_]\w*(?:$|")')
 """A text `module:name`, by which parameters name functions."""
-
-
 _DATA = re.compile(r"data\.(raw_\w+)\.fingerprint")
 MODELS = {"sft_model_path": "sft_policy", "reward_model_path": "reward_model"}
 """Fields of PPOConfig that the pipeline leaves to the catalog, and its entries."""
@@ -87,7 +85,8 @@ def describe_run(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: Cat
 def _name(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: CatalogProtocol) -> str:
     """Return what was set on the command line, pipelines, model and time: `kl_coef=0.1 seed=2 · my-sft · 11-25 18:35`.
 
-    The model is the one that a run starts from, or the policy that it evaluates. `all` and `align` go without saying.
+    The model is the one that a run starts from, or the policy that it evaluates. `all` and `align` are named only if
+    nothing else was set.
     """
     given = (run_params.get("runtime_params") or {}).items()
     texts = [each for group, values in given if group != "resume" for each in flattened(group, values).items()]
@@ -100,7 +99,7 @@ def _name(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: CatalogPro
     return " · ".join(filter(None, parts))
 
 
-def in_one_line(summary: Mapping[str, Any]) -> str:
+def verdict_of(summary: Mapping[str, Any]) -> str:
     """Return the verdict of `compare_policies` with its win rate, as runs and model versions are described."""
     return f"{summary['verdict']} (win rate {100 * summary['eval/win_rate']:.1f} %)."
 
@@ -178,7 +177,7 @@ def _input_tags(names: list[str], catalog: CatalogProtocol) -> dict[str, str]:
             tags[f"data.{name}.fingerprint"] = _sha256(Path(path))
         elif dataset.exists() and hasattr(handle := dataset.load(), "fingerprint"):
             tags |= {f"data.{name}.path": handle.source, f"data.{name}.fingerprint": handle.fingerprint()}
-            dataset.pin(Path(handle.source))  # another run may write a newer version before this one reads it
+            dataset.pinned = Path(handle.source)  # another run may write a newer version before this one reads it
     return tags
 
 

@@ -36,10 +36,9 @@ def end_tags(error: BaseException, checkpoints: Path | None, project_path: Path)
 
 def resume_hint(error: BaseException, checkpoints: Path, project_path: Path) -> str:
     """Return the line that names the last checkpoint and the command that resumes from it, if one can."""
-    last = last_checkpoint(error, checkpoints)
-    if _divergence(error) is None:
+    last, own = last_checkpoint(error, checkpoints), project_error(error)
+    if not isinstance(own, DivergenceError):
         where = "There is no checkpoint yet" if last is None else f"Last checkpoint: {shown(last, project_path)}"
-        own = project_error(error)
         is_training = isinstance(own, TrainingError) and own.__cause__ is None  # else something from outside ended it
         if is_training or isinstance(own, ConfigError | DataError | ModelError):
             again = "The same models, data and settings would fail again"
@@ -63,7 +62,7 @@ def typed_command(typed: list[str]) -> list[str] | None:
 
 
 def resume_command(typed: list[str]) -> str:
-    """Return the command that was typed (`sys.argv`), with `resume=latest`; in a notebook, the parameter alone."""
+    """Return the command that was typed (`sys.argv`), with `resume=latest`; in a notebook, only the parameter."""
     if (command := typed_command(typed)) is None:
         return "resume=latest among the parameters"
     words = [part for word in command for part in (word.split("=", 1) if word.startswith("--params=") else [word])]
@@ -79,13 +78,7 @@ def last_checkpoint(error: BaseException, checkpoints: Path) -> Path | None:
     from ppo_rlhf.checkpoints.files import checkpoint_iterations, checkpoint_name  # only a run pays for it
 
     iterations = checkpoint_iterations(checkpoints)
-    divergence = _divergence(error)
-    if divergence is not None:
+    divergence = project_error(error)  # Kedro wraps the errors of datasets
+    if isinstance(divergence, DivergenceError):
         iterations = [iteration for iteration in iterations if iteration <= divergence.last_good_iteration]
     return checkpoints / checkpoint_name(iterations[-1]) if iterations else None
-
-
-def _divergence(error: BaseException) -> DivergenceError | None:
-    """Return the DivergenceError that `error` is or was caused by: Kedro wraps the errors of datasets."""
-    found = project_error(error)
-    return found if isinstance(found, DivergenceError) else None

@@ -17,7 +17,7 @@ from mlflow.utils.mlflow_tags import MLFLOW_RUN_NOTE
 
 from ppo_rlhf import progress
 from ppo_rlhf.hooks.mlflow_log import MlflowLog
-from ppo_rlhf.hooks.run_description import in_one_line, parameter
+from ppo_rlhf.hooks.run_description import parameter, verdict_of
 from ppo_rlhf.hooks.tracking_store import log_store_errors, short_timeouts
 from ppo_rlhf.names import CHECKPOINT, ITERATION_METRICS, NEXT_STATE, POLICY, STATE
 from ppo_rlhf.paths import path_of
@@ -93,12 +93,12 @@ class RunLog:
             self._log_token_view(outputs[TOKEN_SAMPLES])
 
     def saved(self, name: str) -> None:
-        """Log where a model lies, and the exported policy as a model, and the best checkpoint's if that is another.
+        """Log a written model's path; the exported policy as a model, and the best checkpoint's if it is another.
 
         A signal may cut the wait for the metrics before it, but not the logging.
         """
-        if (version := getattr(self._catalog.get(name), "saved", None)) is not None:
-            with log_store_errors(f"where {name} lies"):
+        if (version := getattr(self._catalog.get(name), "pinned", None)) is not None:
+            with log_store_errors(f"the path of {name}"):
                 mlflow.set_tag(f"{WRITTEN}{name}.{version.name}".replace("+", "_"), str(version))
         if name != POLICY:
             return
@@ -134,12 +134,11 @@ class RunLog:
         """Say what to change first, by the tuning guide's rules on the curves; nothing if no iteration was measured."""
         if not self._curves:
             return
-        from ppo_rlhf.advice import advise, in_words  # heavy: only runs that train pay for it
+        from ppo_rlhf.advice import in_words  # heavy: only runs that train pay for it
 
         config = parameter(self._catalog, "ppo")
         history = [{**row, "iteration": float(iteration)} for iteration, row in sorted(self._curves.items())]
-        advice = in_words(config, advise(config, history), history)
-        for line in ["What to change first (`kedro advise` says it again):", *advice]:
+        for line in ["What to change first (`kedro advise` says it again):", *in_words(config, history)]:
             logger.info("%s", line)
 
     def _send_history(self, state: Any) -> None:
@@ -168,7 +167,7 @@ class RunLog:
 
     def _describe(self, summary: Mapping[str, Any]) -> None:
         """Describe the run by its verdict, and by the run that trained the policy; its standard errors become tags."""
-        note, errors = in_one_line(summary), {name: x for name, x in summary.items() if name.endswith(ERROR)}
+        note, errors = verdict_of(summary), {name: x for name, x in summary.items() if name.endswith(ERROR)}
         if POLICY not in self._outputs:
             policy = self._catalog[POLICY].load()
             trained = re.search(r"MLflow run: `(\w+)`", policy.card() or "")

@@ -33,10 +33,10 @@ from ppo_rlhf.hooks.tracking_store import (
     end_active_run,
     log_store_errors,
     make_database,
+    name_slow_store,
     place_in_project,
     short_timeouts,
     store_errors_as_config_errors,
-    warn_if_slow,
     without_password,
 )
 from ppo_rlhf.hooks.worker import announce
@@ -60,7 +60,7 @@ GIVEN_URI = os.environ.get("MLFLOW_TRACKING_URI")  # of the user: MLflow sets th
 class TrackingHook(MlflowHook):
     """kedro-mlflow's hook with four differences, for which kedro-mlflow 2.0 has no setting.
 
-    The store is opened when a run starts, not when a context is made: a run that is refused leaves no database behind.
+    The store is opened when a run starts, not when a context is made: a run that is refused leaves no database.
     Hyperparameters are logged one by one (kedro-mlflow logs a validated group as one string), and not at every node.
     `resume` continues a run, which has its tags from the moment it is there. A run that a signal stopped ends KILLED.
     With tracking disabled for the pipelines (`disable_tracking` in mlflow.yml) nothing happens.
@@ -95,7 +95,7 @@ class TrackingHook(MlflowHook):
 
     @hook_impl
     def before_pipeline_run(self, run_params: dict[str, Any], pipeline: Pipeline, catalog: CatalogProtocol) -> None:
-        """Start the run, or go on with the one that `resume` names, and log what is known of it."""
+        """Start the run, or resume the one that `resume` names, and log what is known of it."""
         from ppo_rlhf.hooks.resume import find_named, resume_entry
 
         self._let_go()
@@ -127,7 +127,7 @@ class TrackingHook(MlflowHook):
         with store_errors_as_config_errors(self._complaint("cannot be used")):
             if self._uri().startswith(SQLITE):
                 make_database(Path(self._uri().removeprefix(SQLITE)))
-        with warn_if_slow(self._uri()), store_errors_as_config_errors(self._complaint("cannot be used")):
+        with name_slow_store(self._uri()), store_errors_as_config_errors(self._complaint("cannot be used")):
             super().after_context_created(self._context)
         check_artifacts(self.mlflow_config.tracking.experiment)
         if GIVEN_URI and GIVEN_URI.rstrip("/") != self._uri().rstrip("/"):
@@ -146,7 +146,7 @@ class TrackingHook(MlflowHook):
 
         project_path, tracking = Path(run_params["project_path"]), self.mlflow_config.tracking
         this = describe_run(run_params, pipeline, catalog)
-        with warn_if_slow(self._uri()), store_errors_as_config_errors(self._complaint("cannot be used")):
+        with name_slow_store(self._uri()), store_errors_as_config_errors(self._complaint("cannot be used")):
             resumption = None if entry is None else self._resumption(this, entry, named)
             if resumption is not None:
                 resumption.say(project_path)
@@ -192,7 +192,7 @@ class TrackingHook(MlflowHook):
         given = self.mlflow_config.tracking.run.id or os.environ.get("MLFLOW_RUN_ID")
         if given and (entry.root / given).is_dir():
             raise ConfigError(
-                f"MLflow run {given} has trained before. Go on with it by resume={given}, or start a new run: leave "
+                f"MLflow run {given} has trained before. Resume it by resume={given}, or start a new run: leave "
                 "out tracking.run.id in mlflow.yml, or MLFLOW_RUN_ID."
             )
         return None
@@ -207,7 +207,7 @@ class TrackingHook(MlflowHook):
         """Log what the node measured."""
         self._take_mlflow_back()
         if self._log is not None:
-            with warn_if_slow(self._uri()):
+            with name_slow_store(self._uri()):
                 self._log.node_ran(node, inputs, outputs)
 
     @hook_impl
@@ -215,14 +215,14 @@ class TrackingHook(MlflowHook):
         """Name the store if it does not take what kedro-mlflow logs of a dataset; let no signal cut the call."""
         if self._catalog is not None and type(self._catalog.get(dataset_name)).__name__.startswith("Mlflow"):
             self._saving.enter_context(deferring_signals())
-            self._saving.enter_context(warn_if_slow(self._uri()))
+            self._saving.enter_context(name_slow_store(self._uri()))
 
     @hook_impl
     def after_dataset_saved(self, dataset_name: str) -> None:
         """Log the exported policy as a model; a signal may cut the wait for the metrics before it, but not that."""
         self._saving.close()
         if self._log is not None:
-            with warn_if_slow(self._uri()), store_errors_as_config_errors(self._complaint("did not take the model")):
+            with name_slow_store(self._uri()), store_errors_as_config_errors(self._complaint("did not take the model")):
                 self._log.saved(dataset_name)
 
     @hook_impl
@@ -231,7 +231,7 @@ class TrackingHook(MlflowHook):
         complaint = f"Everything is done and saved, but {self._complaint('could not record the end')}"
         with deferring_signals():
             try:
-                with warn_if_slow(self._uri()), store_errors_as_config_errors(complaint):
+                with name_slow_store(self._uri()), store_errors_as_config_errors(complaint):
                     has_everything = self._log is None or self._log.close(is_finished=True)
                     with nullcontext() if has_everything else short_timeouts():
                         super().after_pipeline_run(run_params, pipeline, catalog)
@@ -243,7 +243,7 @@ class TrackingHook(MlflowHook):
 
     @hook_impl
     def on_pipeline_error(self, error: Exception) -> None:
-        """End the run if it is open: KILLED if a signal stopped it, else FAILED. Log how it can go on."""
+        """End the run if it is open: KILLED if a signal stopped it, else FAILED. Log how it can be resumed."""
         with deferring_signals(), suppress(SystemExit):  # rich's, the first time that nobody reads what it prints
             if self.run_id is not None:
                 self._end(error)
@@ -255,7 +255,7 @@ class TrackingHook(MlflowHook):
         assert self._context is not None
         project_path, is_stopped = Path(self._context.project_path), isinstance(error, RunInterruptedError)
         self._saving.close()
-        with warn_if_slow(self._uri()), short_timeouts():
+        with name_slow_store(self._uri()), short_timeouts():
             with log_store_errors("why the run ended"):
                 self._take_mlflow_back()
                 tags = end_tags(error, self._checkpoints, project_path)

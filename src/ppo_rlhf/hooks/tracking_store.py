@@ -135,7 +135,7 @@ def without_password(text: str) -> str:
 
 
 @contextmanager
-def warn_if_slow(uri: str) -> Iterator[None]:
+def name_slow_store(uri: str) -> Iterator[None]:
     """Log which store is waited for if the block takes long."""
     advice = "MLflow keeps asking; Ctrl-C twice stops at once."
     with signals.warn_if_slow(f"The tracking store {without_password(uri)}", advice, seconds=SLOW_S):

@@ -39,7 +39,6 @@ from ppo_rlhf.models.quantisation import (
 ALL_LINEAR = "all-linear"
 ALL_LINEAR_AND_HEAD = "all-linear+head"
 ADAPTER = "default"
-CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 QUANTISATION_FILE = "quantization_config.json"
 _PEFT_PREFIX = "base_model.model."  # peft writes the names that its own wrapper gives
@@ -50,15 +49,12 @@ _FINGERPRINTED = 1024
 class LoraSettings:
     """Shape of an adapter.
 
-    Attributes:
-        rank: r, columns of B and rows of A.
-        alpha: The adapter's output is scaled by alpha / rank.
-        target_modules: Names of linear layers, comma-separated (the last parts of their paths); `all-linear` takes
-            every linear layer except the language-model head, `all-linear+head` that too.
+    `target_modules` names linear layers, comma-separated (the last parts of their paths); `all-linear` takes every
+    linear layer except the language-model head, `all-linear+head` takes that too.
     """
 
-    rank: int
-    alpha: int
+    rank: int  # r, columns of B and rows of A
+    alpha: int  # the adapter's output is scaled by alpha / rank
     target_modules: str
 
     @property
@@ -183,11 +179,6 @@ def load_adapter(model: PreTrainedModel, directory: Path) -> None:
     copy_tensors(load_file(directory / WEIGHTS_FILE), own)
 
 
-def is_adapter(directory: Path) -> bool:
-    """Return whether a directory holds an adapter alone."""
-    return (directory / CONFIG_FILE).is_file()
-
-
 def load_merged(directory: Path, *, trust_remote_code: bool = False) -> PreTrainedModel:
     """Load an adapter that `save_adapter` wrote onto the language model that it names, and merge it, in float32.
 
@@ -197,7 +188,7 @@ def load_merged(directory: Path, *, trust_remote_code: bool = False) -> PreTrain
         directory: The adapter's directory.
         trust_remote_code: Whether Python code in that language model's repository may run.
     """
-    # by peft: transformers can load it too, but would go on to save the model as an adapter
+    # by peft: transformers can load it too, but would later save the model as an adapter
     quantisation: dict[str, Any] = {}
     if (directory / QUANTISATION_FILE).is_file():
         saved = json.loads((directory / QUANTISATION_FILE).read_text())
@@ -296,10 +287,8 @@ def _replace_adapted_layers(model: PreTrainedModel) -> None:
 def _untie_adapted_head(model: PreTrainedModel) -> None:
     """Give a language-model head with an adapter its own weights: merging into tied ones would change the embedding."""
     head, embedding = model.get_output_embeddings(), cast(nn.Embedding, model.get_input_embeddings())
-    if not isinstance(head, BaseTunerLayer):
-        return
-    base = cast(nn.Linear, head.get_base_layer())
-    if base.weight is embedding.weight:
+    base = cast(nn.Linear, head.get_base_layer()) if isinstance(head, BaseTunerLayer) else None
+    if base is not None and base.weight is embedding.weight:
         base.weight = nn.Parameter(base.weight.detach().clone(), requires_grad=False)
         model.config.tie_word_embeddings = False
 

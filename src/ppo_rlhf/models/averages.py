@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -34,19 +33,11 @@ class WeightAverage:
             weight.lerp_(current[name], 1.0 - self.decay)
 
     def applied_to(self, model: PreTrainedModel) -> PreTrainedModel:
-        """Return the model with the averaged weights in place of the trained ones; frozen weights are shared."""
+        """Return the model with the averaged weights instead of the trained ones; frozen weights are shared."""
         shared = [parameter for parameter in model.parameters() if not parameter.requires_grad]
         averaged = copy.deepcopy(model, {id(tensor): tensor for tensor in [*shared, *model.buffers()]})
         copy_tensors(self.weights, trained_parameters(averaged))
         return averaged
-
-    def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Resume from saved weights.
-
-        Raises:
-            ValueError: Names or shapes differ.
-        """
-        copy_tensors(dict(weights), self.weights)
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -1,6 +1,6 @@
 """What a model can do: found by probes, forward passes of a few tokens, without knowing its architecture's name.
 
-Each probe runs once a model: `probed_once` keeps what it found.
+Each probe runs once for a model: `probed_once` keeps what it found.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ppo_rlhf.core.errors import ModelError
+from ppo_rlhf.core.errors import ModelError, in_one_line
 
 CLOSE = {2: 0.2, 4: 1e-2, 8: 1e-2}
 """By the bytes of a number: the largest norm of a difference, over the norm of the expected hidden states. It is ten
@@ -49,7 +49,7 @@ def probing(model: PreTrainedModel) -> Iterator[None]:
 
 
 def probe_ids(model: PreTrainedModel, length: int) -> Tensor:
-    """Return different ids of the vocabulary, as far as it has so many, `[length]`."""
+    """Return ids of the vocabulary, `[length]`, all different if it has that many."""
     return torch.arange(1, length + 1) * 7 % vocabulary_size(model)
 
 
@@ -62,7 +62,7 @@ def hidden_states_alone(backbone: PreTrainedModel, ids: Tensor) -> Tensor:
 def embedding_gradient(backbone: PreTrainedModel, compute: Callable[[], Tensor]) -> Tensor:
     """Return the gradient of hidden states for the embeddings of the pass that computes them, in the embeddings' shape.
 
-    It is exactly 0 unless the states read them. The states alone hardly show it in a model with small weights.
+    It is exactly 0 unless the states read them. In a model with small weights the states themselves hardly show it.
     """
     embedded: list[Tensor] = []
 
@@ -91,8 +91,8 @@ def check_causal(model: PreTrainedModel, where: str) -> None:
         if not gradient.flatten(0, 1)[2:].any():  # XLNet's embeddings have the tokens in their first dimension
             return
     except PROBE_ERRORS as error:
-        reason = str(error).partition("\n")[0]
-        problem = f"is an encoder-decoder, or its base model gives no hidden states of token ids alone ({reason})"
+        reason = in_one_line(error)
+        problem = f"is an encoder-decoder, or its base model gives no hidden states from token ids only ({reason})"
     raise ModelError(f"{where}: {type(model).__name__} {problem}; give a language model that reads from left to right")
 
 
@@ -102,7 +102,7 @@ def vocabulary_size(model: PreTrainedModel) -> int:
 
 
 def are_close(found: Tensor, expected: Tensor) -> bool:
-    """Return whether hidden states are equal but for rounding (`CLOSE`)."""
+    """Return whether hidden states are equal up to rounding (`CLOSE`)."""
     close = CLOSE[expected.dtype.itemsize]
     found, expected = found.nan_to_num().double(), expected.nan_to_num().double()
     return bool((found - expected).norm() <= close * expected.norm())

@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import cache
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from ppo_rlhf.core.errors import ConfigError, ModelError
@@ -50,30 +50,19 @@ def layers_of(model: PreTrainedModel) -> list[nn.Module]:
     return layers
 
 
+@cache
 def check_compiler(device: torch.device) -> None:
     """Compile something tiny for a device.
 
     Raises:
-        ConfigError: It cannot be compiled: there is no C++ compiler, say.
+        ConfigError: It cannot be compiled, for example without a C++ compiler.
     """
-    problem = _problem(device.type)
-    if problem is not None:
+    try:
+        torch.compile(lambda values: values + 1.0, backend=BACKEND)(torch.zeros(8, device=device))
+    except RuntimeError as error:  # torch's own, with the reason among lines of advice
+        lines = [line.strip() for line in str(error).splitlines()]
+        problem = next((line for line in lines if line and not line.endswith("raised:")), type(error).__name__)
         raise ConfigError(
             f"ppo.compile=true: torch cannot compile here ({problem}). On the CPU it needs a C++ compiler such as g++ "
             "on the PATH, on CUDA Triton and a C compiler: install it, or leave the setting out"
-        )
-
-
-@cache
-def _problem(device_type: str) -> str | None:
-    """Return torch's reason, in one line, if it cannot compile; else None."""
-
-    def shifted(values: Tensor) -> Tensor:
-        return values + 1.0
-
-    try:
-        torch.compile(shifted, backend=BACKEND)(torch.zeros(8, device=device_type))
-    except RuntimeError as error:  # torch's own, with the reason among lines of advice
-        lines = [line.strip() for line in str(error).splitlines()]
-        return next((line for line in lines if line and not line.endswith("raised:")), type(error).__name__)
-    return None
+        ) from error

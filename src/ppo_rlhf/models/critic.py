@@ -119,7 +119,7 @@ class SharedCritic(ValueModel):
 
     @classmethod
     def from_policy(cls, policy: PreTrainedModel, value_head: nn.Linear | None = None) -> SharedCritic:
-        """Put a head on the policy: a copy of the one given, or one that starts at zero."""
+        """Put a head on the policy: a copy of `value_head`, or one that starts at zero."""
         return cls(policy, make_value_head(policy, value_head))
 
     @property

@@ -6,8 +6,8 @@ transformers' caches give all rows one length, so prompts of different lengths n
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import count
 
 import torch
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class Decoder:
-    """Continues B sequences of a causal language model, one token each a step.
+    """Continues B sequences of a causal language model by one token each in a step.
 
     Attributes:
         lengths: Tokens of each live sequence in the cache, `[B]` long, on the model's device.
@@ -60,7 +60,7 @@ class Decoder:
         """Take one token of each sequence, `[B]`, and return the logits `[B, V]` that follow it."""
         width = max(self._columns) + 1
         is_even = min(self._columns) == width - 1
-        attention = CachedAttention.of(self._keys, self._values, self.lengths, width, is_even=is_even)
+        attention = CachedAttention(self._keys, self._values, self.lengths, width, is_even=is_even)
         states = packed_hidden_states(self._backbone, token_ids[None], self.lengths[None], attention)
         self.lengths = self.lengths + 1
         self._columns = [length + 1 for length in self._columns]
@@ -89,7 +89,7 @@ class Decoder:
 
 @probed_once
 def decodes(model: PreTrainedModel) -> bool:
-    """Return whether a `Decoder` gives the hidden states of whole passes; probed at the first call."""
+    """Return whether decoding step by step gives the hidden states of whole passes; probed at the first call."""
     if packs(backbone_of(model)) and _decodes_like_whole_passes(model):
         return True
     log.info("%s is decoded by transformers' generate, which takes longer.", type(model).__name__)
@@ -97,7 +97,7 @@ def decodes(model: PreTrainedModel) -> bool:
 
 
 def _decodes_like_whole_passes(model: PreTrainedModel) -> bool:
-    """Compare two decoding steps behind prompts of two lengths with whole passes of each sequence alone."""
+    """Compare two decoding steps after prompts of two lengths with whole passes over single sequences."""
     backbone, sequences, steps = backbone_of(model), [probe_ids(model, 7), probe_ids(model, 5).flip(0)], 2
     decoder = Decoder(model, [ids[:-steps].tolist() for ids in sequences], 7, head=nn.Identity())
     try:
@@ -114,19 +114,12 @@ def _decodes_like_whole_passes(model: PreTrainedModel) -> bool:
 
 @dataclass(frozen=True)
 class Prefill:
-    """Attention within prompts that fills the cache; see `packed_attention.Attention`.
+    """Attention within prompts that fills the cache; see `packed_attention.Attention`."""
 
-    Attributes:
-        layout: Of B prompts.
-        keys: Gets `[B, K, capacity, d]` at each call of attention in the pass.
-        values: Likewise.
-        capacity: Columns of the cache.
-    """
-
-    layout: PackedLayout
-    keys: list[Tensor]
-    values: list[Tensor]
-    capacity: int
+    layout: PackedLayout  # of B prompts
+    keys: list[Tensor]  # gets [B, K, capacity, d] at each call of attention in the pass
+    values: list[Tensor]  # likewise
+    capacity: int  # columns of the cache
 
     def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scaling: float | None) -> Tensor:
         """Attend within each prompt."""
@@ -142,36 +135,23 @@ class Prefill:
         return cache
 
 
-@dataclass(frozen=True)
 class CachedAttention:
-    """Attention of one new token of each of B sequences to its cache, for one pass; see `packed_attention.Attention`.
+    """Attention of a new token of each of B sequences to its cache, for one pass; see `packed_attention.Attention`."""
 
-    Attributes:
-        keys: `[rows, K, capacity, d]` for each call of attention in a pass; the first B rows belong to the sequences.
-        values: Likewise.
-        rows: 0 … B - 1, `[B]` long.
-        lengths: Columns of each sequence so far, `[B]` long: the new keys and values go behind them.
-        width: Columns to read.
-        mask: `[B, 1, 1, width]`, True where to attend; None: everywhere.
-        calls: Counts the calls of attention in this pass. Not the layers: some attend twice.
-    """
+    def __init__(self, keys: list[Tensor], values: list[Tensor], lengths: Tensor, width: int, *, is_even: bool) -> None:
+        """Attend to at most `width` columns, the new ones included; `is_even` says that all rows have so many.
 
-    keys: list[Tensor]
-    values: list[Tensor]
-    rows: Tensor
-    lengths: Tensor
-    width: int
-    mask: Tensor | None
-    calls: Iterator[int] = field(default_factory=count)
-
-    @classmethod
-    def of(
-        cls, keys: list[Tensor], values: list[Tensor], lengths: Tensor, width: int, *, is_even: bool
-    ) -> CachedAttention:
-        """Return the attention to at most `width` columns, the new ones included; `is_even`: all rows read so many."""
-        rows, columns = (torch.arange(size, device=lengths.device) for size in (len(lengths), width))
-        mask = None if is_even else (columns <= lengths[:, None])[:, None, None, :]
-        return cls(keys, values, rows, lengths, width, mask)
+        Args:
+            keys: `[rows, K, capacity, d]` for each call of attention in a pass; the first B rows are the sequences'.
+            values: Likewise.
+            lengths: Columns of each sequence so far, `[B]` long: the new keys and values come after them.
+            width: Columns to read.
+            is_even: Whether all sequences have `width` columns, so that no mask is needed.
+        """
+        self.keys, self.values, self.lengths, self.width = keys, values, lengths, width
+        self.rows, columns = (torch.arange(size, device=lengths.device) for size in (len(lengths), width))
+        self.mask = None if is_even else (columns <= lengths[:, None])[:, None, None, :]  # True where to attend
+        self.calls = count()  # of attention in this pass, not layers: some attend twice
 
     def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scaling: float | None) -> Tensor:
         """Store the new keys and values, and attend to all columns so far; heads that share a key go as one."""

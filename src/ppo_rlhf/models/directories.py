@@ -8,7 +8,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from ppo_rlhf.core.errors import ModelError
+from ppo_rlhf.core.errors import ModelError, in_one_line
 
 HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
@@ -34,7 +34,7 @@ def check_model_directory(source: str | Path) -> None:
     if not has_weights or not (folder / CONFIG).is_file():
         hint = "A model directory has config.json and safetensors; convert pickled weights with save_pretrained"
         if (folder / ADAPTER_CONFIG).is_file():
-            hint = "It holds a LoRA adapter alone: save merge_and_unload() of peft's AutoPeftModelForCausalLM instead"
+            hint = "It holds only a LoRA adapter: save merge_and_unload() of peft's AutoPeftModelForCausalLM instead"
         raise ModelError(f"{source}: no {CONFIG if has_weights else WEIGHTS} in this directory. {hint}.")
     for file in weight_files(folder):
         try:
@@ -43,7 +43,7 @@ def check_model_directory(source: str | Path) -> None:
         except (SafetensorError, OSError) as error:
             raise ModelError(
                 f"{source}: the weights file {file.name} is missing, damaged or a Git LFS pointer "
-                f"({first_line(error)}). Copy the model again, or run git lfs pull."
+                f"({in_one_line(error)}). Copy the model again, or run git lfs pull."
             ) from error
 
 
@@ -67,8 +67,3 @@ def follow_umask(folder: Path) -> None:
     mode = next(folder.rglob("*.json")).stat().st_mode
     for path in folder.rglob("*.safetensors"):
         path.chmod(mode)
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an error's text, or its class's name."""
-    return str(error).strip().partition("\n")[0] or type(error).__name__

@@ -60,7 +60,7 @@ def packs(backbone: PreTrainedModel) -> bool:
     """Return whether packed sequences get the hidden states that each gets alone; probed at the first call.
 
     Raises:
-        ModelError: The model needs padding, and its hidden states beside padding are not those of the sequence alone.
+        ModelError: The model needs padding, and padding changes its hidden states.
     """
     if has_plain_attention(backbone) and _keeps_sequences_apart(backbone):
         return True
@@ -72,7 +72,7 @@ def packs(backbone: PreTrainedModel) -> bool:
 def logits_of(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
     """Return the function from last hidden states `[n, H]` to logits `[n, V]`; probed at the first call.
 
-    It is the output layer alone. A model that scales or caps its logits runs its own forward, with the hidden states in
+    It is only the output layer. A model that scales or caps its logits runs its own forward, with the hidden states in
     the place of its backbone's output.
 
     Raises:
@@ -153,8 +153,8 @@ def _check_padding(backbone: PreTrainedModel) -> None:
         raise ModelError(f"{refusal} in float64 its hidden states beside padding are not finite. Set ppo.dtype=float32")
     if not all(are_close(found, expected) for found in both):
         raise ModelError(
-            f"{refusal} its hidden states beside padding are not those of the sequence alone: it reads the padding, or "
-            "counts positions in its own way. It cannot be trained"
+            f"{refusal} padding changes its hidden states: it reads the padding, or counts positions in its own way. "
+            "It cannot be trained"
         )
     if not all(gradient is None or gradient.isfinite().all() for gradient in gradients):
         raise ModelError(f"{refusal} its gradients beside padding are not finite. It cannot be trained")
@@ -162,7 +162,7 @@ def _check_padding(backbone: PreTrainedModel) -> None:
 
 @probed_once
 def _find_head(model: PreTrainedModel) -> type[ModelOutput] | None:
-    """Return None where the output layer alone gives the logits, else the class of the backbone's output."""
+    """Return None where only the output layer is needed for the logits, else the class of the backbone's output."""
     ids = probe_ids(model, 4)[None].to(model.device)
     problem = f"{type(model).__name__}: its logits cannot be computed from its last hidden states"
     with probing(model):
@@ -181,7 +181,7 @@ def _find_head(model: PreTrainedModel) -> type[ModelOutput] | None:
 
 
 def _same(found: Tensor, expected: Tensor) -> bool:
-    """Return whether logits are equal to the last bit: the same products, and no cap or scale behind them."""
+    """Return whether logits are equal to the last bit: the same products, and no cap or scale after them."""
     return torch.equal(found.nan_to_num(), expected.nan_to_num())
 
 

@@ -31,14 +31,13 @@ from transformers import (
 from transformers.activations import NewGELUActivation
 from transformers.utils import cached_file
 
-from ppo_rlhf.core.errors import ModelError
+from ppo_rlhf.core.errors import ModelError, in_one_line
 from ppo_rlhf.models.capabilities import check_causal
 from ppo_rlhf.models.directories import (
     CONFIG,
     WEIGHTS,
     WEIGHTS_INDEX,
     check_model_directory,
-    first_line,
     follow_umask,
     is_local,
     weight_files,
@@ -62,15 +61,10 @@ DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout
 
 @dataclass(frozen=True)
 class PretrainedHandle:
-    """A model directory or hub id, read only when asked.
+    """A model directory or hub id, read only when asked."""
 
-    Attributes:
-        source: A directory with config.json, weights and tokenizer, or a hub id.
-        trust_remote_code: Whether Python code in the model's repository may run.
-    """
-
-    source: str
-    trust_remote_code: bool = False
+    source: str  # a directory with config.json, weights and tokenizer, or a hub id
+    trust_remote_code: bool = False  # whether Python code in the model's repository may run
 
     def card(self) -> str | None:
         """Return the text of a local model's README.md; None if there is none, or for a hub id."""
@@ -162,7 +156,7 @@ class PretrainedHandle:
         return None
 
     def check_reward_model(self, what: str = "reward model", stage: str = "reward_modelling") -> None:
-        """Raise `ModelError` if the configuration is not that of a sequence classifier with one label.
+        """Raise `ModelError` unless the model is a sequence classifier with one label.
 
         Args:
             what: What the model is to be: a stored critic has the form of a reward model.
@@ -176,7 +170,7 @@ class PretrainedHandle:
             )
 
     def check_causal_lm(self) -> None:
-        """Raise `ModelError` if the configuration is none of a causal language model, or of weights in 4 or 8 bits."""
+        """Raise `ModelError` unless the model is a causal language model whose weights are not in 4 or 8 bits."""
         config = self.config()
         if config.model_type == MODEL_TYPE:
             raise ModelError(f"{self.source}: a reward model cannot generate. Give a causal language model.")
@@ -184,7 +178,7 @@ class PretrainedHandle:
         is_known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or AutoModelForCausalLM.__name__ in own_code
         if config.is_encoder_decoder or not is_known:
             kind = type(config).__name__
-            raise ModelError(f"{self.source}: {kind} is of no causal language model. Give one that is decoder-only.")
+            raise ModelError(f"{self.source}: {kind} configures no causal language model. Give a decoder-only model.")
         if (getattr(config, "quantization_config", None) or {}).get("quant_method") == "bitsandbytes":
             raise ModelError(
                 f"{self.source}: its weights were saved in 4 or 8 bits. Give the model that they were made from; "
@@ -241,21 +235,13 @@ class PretrainedHandle:
 
 @dataclass
 class TrainedModel:
-    """A model and its parts, as the model dataset saves them.
+    """A model and its parts, as the model dataset saves them."""
 
-    Attributes:
-        model: A plain transformers model.
-        tokenizer: Its tokenizer.
-        value_head: A value head on the model's last hidden states, saved among its weights as TRL does (`v_head.*`).
-        average: The model with the moving average of its weights, saved in the folder `ema`.
-        card: The text of README.md, if it gets one.
-    """
-
-    model: PreTrainedModel
+    model: PreTrainedModel  # a plain transformers model
     tokenizer: PreTrainedTokenizerBase
-    value_head: nn.Linear | None = None
-    average: PreTrainedModel | None = None
-    card: str | None = None
+    value_head: nn.Linear | None = None  # on its last hidden states; saved among its weights as TRL does (`v_head.*`)
+    average: PreTrainedModel | None = None  # with the moving average of its weights, saved in the folder `ema`
+    card: str | None = None  # the text of README.md
 
     def save(self, folder: Path) -> None:
         """Write a model directory: configuration, safetensors and tokenizer; the average in a model directory below."""
@@ -298,7 +284,7 @@ def prepare(model: PreTrainedModel, where: str = "the model") -> PreTrainedModel
 def disable_dropout(model: nn.Module) -> None:
     """Set every dropout probability to 0, in modules and their configurations, so that train() computes as eval() does.
 
-    eval() alone is not enough: gradient checkpointing works only in train().
+    eval() is not enough: gradient checkpointing works only in train().
     """
     for module in model.modules():
         if isinstance(module, DROPOUT):
@@ -325,7 +311,7 @@ def why_unreadable(error: Exception) -> str:
             "Python code in the model's repository would have to run. If you trust that code, give "
             "PPOTrainer the loaded model, or set the pipeline's global trust_remote_code=true"
         )
-    return first_line(error)
+    return in_one_line(error) or type(error).__name__
 
 
 def context_length(config: PretrainedConfig) -> int | None:

@@ -1,8 +1,8 @@
-"""Attention for sequences without padding: B sequences lie one behind the other in a row of N tokens, `[1, N]`.
+"""Attention for sequences without padding: B sequences follow each other in a row of N tokens, `[1, N]`.
 
 All layers but attention then compute real tokens only. Attention spreads the tokens into `[B, L]`, padded on the right,
 where a causal mask is all that is needed: no token attends to a token on its right. On CUDA in 16 bits a kernel for
-sequences of different lengths does without the padding here, too (`varlen_attention`).
+sequences of different lengths needs no padding here, too (`varlen_attention`).
 
 It works for every transformers model whose layers ask the `AttentionInterface` and pass keyword arguments on to it.
 https://huggingface.co/docs/transformers/attention_interface
@@ -44,17 +44,11 @@ class Attention(Protocol):
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """The places of B sequences in a row of N tokens, one behind the other.
+    """The places of B sequences in a row of N tokens, one after the other; L is the longest length."""
 
-    Attributes:
-        lengths: Tokens of each sequence, at least 1.
-        slots: `[N]` long, the place of each token in the padded form `[B, L]`, flattened; L is the longest length.
-        starts: `[B + 1]` int32, the index of each sequence's first token in the row, and N.
-    """
-
-    lengths: tuple[int, ...]
-    slots: Tensor
-    starts: Tensor
+    lengths: tuple[int, ...]  # tokens of each sequence, at least 1
+    slots: Tensor  # [N] long, place of each token in the padded form [B, L], flattened
+    starts: Tensor  # [B + 1] int32, index of each sequence's first token in the row, and N
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device | str = "cpu") -> PackedLayout:
@@ -122,7 +116,7 @@ def use_packed_attention(model: PreTrainedModel) -> None:
 
 
 def use_padded_attention(model: PreTrainedModel) -> None:
-    """Undo `use_packed_attention`; a model with another attention, `eager` say, keeps it."""
+    """Undo `use_packed_attention`; a model with another attention, such as `eager`, keeps it."""
     if model.config._attn_implementation == NAME:
         model.set_attn_implementation(PADDED)
 
@@ -180,7 +174,7 @@ class _TakeRows(torch.autograd.Function):
 
 
 def as_autocast(states: Tensor) -> Tensor:
-    """Return an argument of attention in autocast's type; rotary positions, for one, leave it in float32."""
+    """Return an argument of attention in autocast's type; rotary positions, for example, leave it in float32."""
     device = states.device.type
     casts = torch.is_autocast_enabled(device) and states.dtype != torch.float64
     return states.to(torch.get_autocast_dtype(device)) if casts else states

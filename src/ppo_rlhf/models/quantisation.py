@@ -1,7 +1,7 @@
 """Frozen weights in 4 bits by bitsandbytes: NF4, doubly quantised (QLoRA, Dettmers et al. 2023, arXiv:2305.14314).
 
-Every linear layer but the language-model head is `bitsandbytes.nn.Linear4bit`. A pass unpacks one layer's weights at a
-time to the type of the computation. bitsandbytes is optional: it is imported only where a run asks for it.
+Every linear layer except the language-model head is `bitsandbytes.nn.Linear4bit`. A pass unpacks one layer's weights at
+a time to the type of the computation. bitsandbytes is optional: it is imported only where a run asks for it.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ BLOCK, BLOCK_OF_SCALES = 64, 256
 
 def check_bitsandbytes(settings: str) -> None:
     """Raise `ConfigError` if bitsandbytes is not installed, or too old, for the settings that need it."""
-    mend = f'pip install "{NEEDED}", or change the setting'
+    fix = f'pip install "{NEEDED}", or change the setting'
     try:
         version = importlib.metadata.version(NEEDED.name)
     except importlib.metadata.PackageNotFoundError:
-        raise ConfigError(f"{settings}: {NEEDED.name} is not installed; {mend}") from None
+        raise ConfigError(f"{settings}: {NEEDED.name} is not installed; {fix}") from None
     if not NEEDED.specifier.contains(version, prereleases=True):
-        raise ConfigError(f"{settings}: {NEEDED.name} {version} is too old; {mend}")
+        raise ConfigError(f"{settings}: {NEEDED.name} {version} is too old; {fix}")
 
 
 def four_bit_config(dtype: torch.dtype) -> BitsAndBytesConfig:
@@ -48,7 +48,7 @@ def four_bit_config(dtype: torch.dtype) -> BitsAndBytesConfig:
 def prepare_quantised(model: PreTrainedModel) -> None:
     """Prepare a model that transformers has quantised for adapters on it and on its backbone."""
     backbone: Any = model.base_model
-    backbone.is_loaded_in_4bit = True  # peft asks it; transformers has marked the whole model alone
+    backbone.is_loaded_in_4bit = True  # peft reads it; transformers has marked only the whole model
     for module in model.modules():
         if is_quantised(module):
             layer: Any = module
@@ -63,7 +63,7 @@ def is_quantised(layer: nn.Module) -> bool:
 
 
 def quantisation_states(model: nn.Module) -> list[Any]:
-    """Return bitsandbytes' scales and shapes of all 4-bit weights: models that share weights share these, too."""
+    """Return bitsandbytes' scales and shapes of all 4-bit weights: models that share weights share these too."""
     return [cast(Any, layer.weight).quant_state for layer in model.modules() if is_quantised(layer)]
 
 

@@ -1,4 +1,4 @@
-"""Keeping libraries quiet for a while, since a run has one progress bar of its own."""
+"""Blocks in which other libraries are quiet: a run has a progress bar of its own."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def quiet_transformers() -> Iterator[None]:
 
 
 @contextmanager
-def errors_only(logger: str, level: int = logging.ERROR) -> Iterator[None]:
-    """Let a logger through only from `level` on within the block."""
+def errors_only(logger: str) -> Iterator[None]:
+    """Let only errors of a logger through within the block."""
     log = logging.getLogger(logger)
     before = log.level
-    log.setLevel(level)
+    log.setLevel(logging.ERROR)
     try:
         yield
     finally:

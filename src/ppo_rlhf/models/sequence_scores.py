@@ -1,4 +1,4 @@
-"""Scores of whole sequences by a reward model: each sequence gets the score that it has alone."""
+"""Scores of whole sequences by a reward model: each sequence gets the score that it has by itself."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def sequence_scores(model: PreTrainedModel, sequences: Sequence[Sequence[int]], 
 
 @torch.no_grad()
 def reads_end(model: PreTrainedModel, eos: int | None) -> bool:
-    """Return whether an end of text behind a sequence changes its score. Classifiers of transformers skip their pad."""
+    """Return whether an end of text after a sequence changes its score: classifiers of transformers skip their pad."""
     if eos is None or model.config.get_text_config().pad_token_id != eos:
         return True
     ids = [index for index in probe_ids(model, 4).tolist() if index != eos]
@@ -49,7 +49,7 @@ def reads_end(model: PreTrainedModel, eos: int | None) -> bool:
 
 @probed_once
 def _ignores_padding(model: PreTrainedModel) -> bool:
-    """Return whether a model gives a padded batch the scores that its sequences have alone."""
+    """Return whether a model gives a padded batch the scores that its sequences have one by one."""
     try:
         with probing(model):
             pad_id = model.config.get_text_config().pad_token_id or 0

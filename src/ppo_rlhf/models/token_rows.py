@@ -1,4 +1,4 @@
-"""Token sequences as a model takes them: padded, or one behind the other."""
+"""Token sequences as a model takes them: padded, or packed one after the other."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ppo_rlhf.models.packed_attention import PackedLayout
 class TokenRows:
     """B sequences as a model takes them, in both forms.
 
-    Padded: `[B, S]`, padding on either side. Packed: `[1, N]`, one sequence behind the other.
+    Padded: `[B, S]`, padding on either side. Packed: `[1, N]`, one sequence after the other.
     """
 
     input_ids: Tensor  # [B, S]

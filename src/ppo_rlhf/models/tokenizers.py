@@ -21,7 +21,7 @@ from ppo_rlhf.core.errors import ConfigError, ModelError
 from ppo_rlhf.signals import ended_after
 
 TEMPLATE_S = 60.0
-"""A chat template that takes longer for one chat loops for ever; usual ones take milliseconds."""
+"""A chat template that takes longer for one chat is assumed to loop for ever; usual ones take milliseconds."""
 PAD, UNKNOWN, END = "<pad>", "<unk>", "</s>"
 _INCOMPLETE = "\ufffd"
 _CONTEXT = 8  # tokens
@@ -146,7 +146,7 @@ def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 def ending_template(tokenizer: PreTrainedTokenizerBase) -> AbstractContextManager[None]:
     """Return a block in which the tokenizer's chat template is run, and raises ModelError after `TEMPLATE_S`."""
-    late = f"the chat template has not ended after {TEMPLATE_S:g} s and may loop for ever. Mend it"
+    late = f"the chat template has not ended after {TEMPLATE_S:g} s and may loop for ever. Correct it"
     return ended_after(TEMPLATE_S, ModelError(f"{tokenizer.name_or_path or 'tokenizer'}: {late}."))
 
 
@@ -162,7 +162,7 @@ def same_vocabulary(first: PreTrainedTokenizerBase, second: PreTrainedTokenizerB
 
 
 def append_end(ids: list[int], eos: int | None) -> list[int]:
-    """Return the ids with one end of text behind them."""
+    """Return the ids with one end of text after them."""
     return ids if eos is None or (ids and ids[-1] == eos) else [*ids, eos]
 
 
@@ -174,7 +174,7 @@ def encode_texts(
     An end of text that the tokenizer appends is taken off: not all texts end. One that a text has itself stays.
 
     Args:
-        texts: Plain texts, among them such as a chat template rendered beforehand.
+        texts: Plain texts, some of them rendered by a chat template beforehand.
         tokenizer: Any tokenizer.
         is_rendered: Whether a text was rendered here, so that no token is to be added to it; None: none was.
     """

@@ -37,14 +37,14 @@ def attend_by_kernel(
     """Return causal attention within each of B sequences, `[N, H, d]`.
 
     Args:
-        query_NHD: Queries of N tokens in H heads, one sequence behind the other.
+        query_NHD: Queries of N tokens in H heads, one sequence after the other.
         key_NKD: Keys in K heads; K divides H.
         value_NKD: Values in K heads.
         starts: `[B + 1]` int32, the index of each sequence's first token, and N.
         longest: Tokens of the longest sequence.
         scaling: Factor of the scores; None is 1 / sqrt(d).
     """
-    from torch.nn.attention.varlen import varlen_attn  # here, because a CPU does without the second that it takes
+    from torch.nn.attention.varlen import varlen_attn  # here: the import takes a second, and a CPU does not need it
 
     attended: Tensor = varlen_attn(  # type: ignore[assignment]  # a tuple only if more is asked for
         query_NHD,

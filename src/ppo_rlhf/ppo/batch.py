@@ -22,23 +22,14 @@ from ppo_rlhf.processes import own_share
 
 
 @dataclass(frozen=True)
-class LeftPadded:
-    """Prompts `[B, P]`, padded on the left so that all end in the last column."""
-
-    input_ids: Tensor
-    attention_mask: Tensor  # [B, P] long, 1 on real tokens
-    position_ids: Tensor  # [B, P] long, 0 on padding
-
-
-@dataclass(frozen=True)
 class SequenceBatch:
     """B prompts with their responses of T columns, ready for a forward pass.
 
-    The N real tokens of all rows lie one behind the other. Of these the M states are s_0 (each prompt's last token) to
+    The N real tokens of all rows follow each other. Of these the M states are s_0 (each prompt's last token) to
     s_T (each response's last token), and the R response tokens follow the states that predict them.
     """
 
-    rows: TokenRows  # each prompt with its response behind it, padded on the right
+    rows: TokenRows  # each prompt followed by its response, padded on the right
     is_response: Tensor  # [B, T] bool, True on real response tokens
     state_positions: Tensor  # [M] long, indices of the states among the N real tokens, row by row
     predicting: Tensor  # [R] long, indices among the M states of those that a response token follows
@@ -61,22 +52,6 @@ class SequenceBatch:
         return SequenceBatch(rows=self.rows.to(device), **moved)
 
 
-def left_pad(prompt_ids: Sequence[Sequence[int]], pad_token_id: int, device: torch.device | str = "cpu") -> LeftPadded:
-    """Pad prompts of different lengths on the left."""
-    lengths = torch.tensor([len(ids) for ids in prompt_ids])
-    width = int(lengths.max())
-    rows = [[pad_token_id] * (width - len(ids)) + list(ids) for ids in prompt_ids]
-    attention_mask = (torch.arange(width)[None, :] >= (width - lengths)[:, None]).long()
-    return LeftPadded(
-        torch.tensor(rows, device=device), attention_mask.to(device), positions(attention_mask).to(device)
-    )
-
-
-def positions(attention_mask: Tensor) -> Tensor:
-    """Return position ids `[B, S]`: 0 for the first real token of each row and for padding before it."""
-    return (attention_mask.cumsum(-1) - 1).clamp(min=0)
-
-
 def without_padding(response_ids: Tensor, lengths: Tensor) -> list[list[int]]:
     """Return the tokens of right-padded responses `[B, T]` as B lists of their lengths `[B]`."""
     return [row[:length] for row, length in zip(response_ids.tolist(), lengths.tolist(), strict=True)]
@@ -89,14 +64,14 @@ def make_batch(
     pad_token_id: int,
     device: torch.device | str = "cpu",
 ) -> SequenceBatch:
-    """Put each response behind its prompt, trimmed to the longest response of these rows.
+    """Put each response after its prompt, trimmed to the longest response of these rows.
 
     Args:
         prompt_ids: B prompts as token ids.
         response_ids: `[B, T]` long; columns beyond each length are ignored.
         lengths: `[B]` long, tokens in each response, at least 1.
         pad_token_id: Any id inside the vocabulary.
-        device: Where the batch lies.
+        device: Device of the batch.
     """
     is_response = torch.arange(int(lengths.max())) < lengths.cpu()[:, None]
     pairs = zip(prompt_ids, without_padding(response_ids, lengths), strict=True)
@@ -150,7 +125,7 @@ def cut_batch(
 ) -> Epochs:
     """Return the minibatches of every epoch of an iteration's update.
 
-    The minibatches depend on the seed alone; each process gets an equal share of every one.
+    The minibatches depend only on the seed; each process gets an equal share of every one.
 
     Args:
         config: Sizes, token budget and seed.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -15,33 +14,32 @@ from ppo_rlhf.rewards.functions import RewardFunction, call_function
 from ppo_rlhf.rewards.scoring import TURNS
 
 
-@dataclass(frozen=True)
-class FunctionEnvironment:
-    """A user's function that answers the policy's turns."""
+def reply_by_function(
+    function: RewardFunction,
+    name: str,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: PromptDataset,
+    ids: list[list[int]],
+    is_policy: list[list[bool]],
+) -> list[list[int] | None]:
+    """Return the tokens of a function's reply to each episode so far; None where the episode is over.
 
-    function: RewardFunction
-    name: str
-    tokenizer: PreTrainedTokenizerBase
+    With the first three arguments given it is an `Environment` of `ppo.sampling`.
 
-    def reply(
-        self, prompts: PromptDataset, ids: list[list[int]], is_policy: list[list[bool]]
-    ) -> list[list[int] | None]:
-        """Return the tokens of the reply to each episode so far; None where the episode is over.
-
-        Raises:
-            RewardError: As `call_environment`.
-        """
-        turns = [texts_of_turns(*row, self.tokenizer) for row in zip(ids, is_policy, strict=True)]
-        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
-        replies = call_environment(self.function, self.name, prompts.texts, texts, turns, prompts.columns)
-        tokens = [None if text is None else self.tokenizer.encode(text, add_special_tokens=False) for text in replies]
-        if [] in tokens:
-            row = tokens.index([])
-            raise RewardError(
-                f"environment {self.name} returned {replies[row]!r} for the episode {texts[row][:60]!r}, a reply "
-                "without tokens. Return None where an episode is over."
-            )
-        return tokens
+    Raises:
+        RewardError: As `call_environment`, or a reply has no tokens.
+    """
+    turns = [texts_of_turns(*row, tokenizer) for row in zip(ids, is_policy, strict=True)]
+    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    replies = call_environment(function, name, prompts.texts, texts, turns, prompts.columns)
+    tokens = [None if text is None else tokenizer.encode(text, add_special_tokens=False) for text in replies]
+    if [] in tokens:
+        row = tokens.index([])
+        raise RewardError(
+            f"environment {name} returned {replies[row]!r} for the episode {texts[row][:60]!r}, a reply "
+            "without tokens. Return None where an episode is over."
+        )
+    return tokens
 
 
 def call_environment(

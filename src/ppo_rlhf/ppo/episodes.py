@@ -1,7 +1,7 @@
 """Episodes of several turns: a user's environment answers between the policy's turns.
 
 An episode is one row: the prompt, the policy's first turn up to its stop token, the environment's reply, the policy's
-next turn, and so on. The policy's tokens alone are actions: they are trained on, scored and counted in the KL. What the
+next turn, and so on. Only the policy's tokens are actions: they are trained on, scored and counted in the KL. What the
 environment writes is context, as the prompt is.
 """
 
@@ -15,28 +15,14 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf.data.prompt_dataset import PromptDataset
-from ppo_rlhf.ppo.sampling import Environment, Responses, SamplingSettings, generate_responses
-
-
-class _Episode:
-    """The tokens of one episode so far, and whether the policy wrote each."""
-
-    def __init__(self) -> None:
-        self.ids: list[int] = []
-        self.is_policy: list[bool] = []
-
-    def add(self, ids: list[int], *, is_policy: bool) -> None:
-        self.ids += ids
-        self.is_policy += [is_policy] * len(ids)
+from ppo_rlhf.ppo.sampling import Responses, SamplingSettings, generate_responses
 
 
 def sample_episodes(
     policy: PreTrainedModel,
-    environment: Environment,
     prompts: PromptDataset,
     uniforms: Tensor,
     settings: SamplingSettings,
-    turn_length: int,
     *,
     engine: str = "static",
     batch_size: int = 64,
@@ -48,55 +34,60 @@ def sample_episodes(
 
     Args:
         policy: A causal language model with dropout off.
-        environment: Answers every turn that ended in a stop token.
         prompts: N prompts.
         uniforms: `[N, T]` float64 in [0, 1).
-        settings: As for one turn; `response_length` T holds the whole episode, the replies included.
-        turn_length: Most tokens of one turn, its stop token included.
+        settings: With an environment, which answers every turn that ended in a stop token. `response_length` T holds
+            the whole episode, the replies included.
         engine: As in `generate_responses`.
         batch_size: Turns decoded at a time.
 
     Raises:
-        RewardError: As `Environment.reply`.
+        RewardError: As `environments.reply_by_function`.
     """
+    environment, turn_length = settings.environment, settings.turn_length
+    assert environment is not None  # PPOConfig wants both or neither
+    assert turn_length is not None
     rows, width = uniforms.shape
     a_turn = replace(settings, response_length=turn_length)
-    episodes = [_Episode() for _ in range(rows)]
+    ids: list[list[int]] = [[] for _ in range(rows)]  # of each episode so far
+    is_policy: list[list[bool]] = [[] for _ in range(rows)]
     logprobs = torch.zeros(rows, width, dtype=torch.float64 if policy.dtype == torch.float64 else torch.float32)
     terminated = torch.zeros(rows, dtype=torch.bool)
     live = list(range(rows))
     while live:
-        contexts = [prompts.prompt_ids[row] + episodes[row].ids for row in live]
-        columns = torch.tensor([len(episodes[row].ids) for row in live])[:, None] + torch.arange(turn_length)
+        contexts = [prompts.prompt_ids[row] + ids[row] for row in live]
+        columns = torch.tensor([len(ids[row]) for row in live])[:, None] + torch.arange(turn_length)
         noise = uniforms[live].gather(1, columns)
         turns = generate_responses(policy, contexts, noise, a_turn, engine=engine, batch_size=batch_size)
         assert turns.sampler_logprobs is not None  # they were sampled here
         logprobs[torch.tensor(live)[:, None], columns] = turns.sampler_logprobs
-        for row, ids in zip(live, turns.token_lists(), strict=True):
-            episodes[row].add(ids, is_policy=True)
+        for row, turn in zip(live, turns.token_lists(), strict=True):
+            ids[row] += turn
+            is_policy[row] += [True] * len(turn)
         stopped = [row for row, has_stopped in zip(live, turns.terminated.tolist(), strict=True) if has_stopped]
         replies: list[list[int] | None] = []
         if stopped:
-            so_far = [(episodes[row].ids, episodes[row].is_policy) for row in stopped]
-            replies = environment.reply(prompts.select(stopped), *map(list, zip(*so_far, strict=True)))
+            so_far = [ids[row] for row in stopped], [is_policy[row] for row in stopped]
+            replies = environment(prompts.select(stopped), *so_far)
         live = []
         for row, reply in zip(stopped, replies, strict=True):
             if reply is None:
                 terminated[row] = True
-            elif len(episodes[row].ids) + len(reply) + turn_length <= width:
-                episodes[row].add(reply, is_policy=False)
+            elif len(ids[row]) + len(reply) + turn_length <= width:
+                ids[row] += reply
+                is_policy[row] += [False] * len(reply)
                 live.append(row)
     response_ids = torch.full((rows, width), settings.pad_token_id)
     policy_mask = torch.zeros(rows, width, dtype=torch.bool)
-    for row, episode in enumerate(episodes):
-        response_ids[row, : len(episode.ids)] = torch.tensor(episode.ids)
-        policy_mask[row, : len(episode.ids)] = torch.tensor(episode.is_policy)
-    lengths = torch.tensor([len(episode.ids) for episode in episodes], dtype=torch.long)
+    for row, tokens in enumerate(ids):
+        response_ids[row, : len(tokens)] = torch.tensor(tokens)
+        policy_mask[row, : len(tokens)] = torch.tensor(is_policy[row])
+    lengths = torch.tensor([len(tokens) for tokens in ids], dtype=torch.long)
     return Responses(response_ids, lengths, terminated, policy_mask, sampler_logprobs=logprobs)
 
 
 def turn_texts(responses: Responses, tokenizer: PreTrainedTokenizerBase) -> list[list[str]]:
-    """Return the texts of the turns of each response, the policy's and the environment's in turn; [] without turns."""
+    """Return the texts of the turns of each response, the policy's and the environment's by turns; [] without turns."""
     if responses.policy_mask is None:
         return []
     rows = zip(responses.token_lists(), responses.policy_mask.tolist(), strict=True)

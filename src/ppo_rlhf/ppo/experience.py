@@ -30,7 +30,7 @@ class Scores:
 
     total: Tensor  # [B] float64, weighted sum of the components
     components: dict[str, Tensor]  # name -> [B], before weights
-    values: Tensor  # [B, T + 1]: column t is V(s_t), before response token t; column lengths[i] is behind row i's last
+    values: Tensor  # [B, T + 1]: column t is V(s_t), before response token t; column lengths[i] is after row i's last
     seconds: float
     token_rewards: Tensor | None = None  # [B, T], the part of `total` that functions gave by token; None: there is none
 
@@ -85,7 +85,7 @@ def critic_values(rollouts: Rollouts, state: TrainingState) -> Tensor:
 def shape_rewards(rollouts: Rollouts, scores: Scores, state: TrainingState) -> ShapedRewards:
     """Turn scores into token rewards: normalisation, scale, clip, penalties, per-token KL, optional whitening.
 
-    The policy's tokens alone have rewards, and the score is on the last of them.
+    Only the policy's tokens have rewards, and the score is on the last of them.
     """
     config, mask, responses = state.config, rollouts.mask, rollouts.responses
     kl = torch.where(mask, rollouts.old_logprobs - rollouts.reference_logprobs, 0.0)

@@ -1,6 +1,6 @@
 """The rules on the KL from the reference policy: when each holds, what it means, and the setting to change first.
 
-The alarms while a run trains and the advice at its end (`advice`) say what stands here.
+Both the alarms during a run and the advice at its end (`advice`) use them.
 """
 
 from __future__ import annotations
@@ -18,30 +18,27 @@ from ppo_rlhf.core.errors import ConfigError
 MOVED, COLLAPSED = 0.5, 0.1
 """Nats per response below which the policy has hardly moved; share of the highest KL, if that was more."""
 NEGATIVE, STANDARD_ERRORS = -0.05, 3.0
-"""Nats per response; and k1 is noisy around 0, so a mean must lie this many of its errors below it."""
+"""Nats per response; and k1 is noisy around 0, so a mean must be this many of its standard errors below 0."""
 USUAL_KL, USUAL_KL_COEF = 10.0, 0.05
 """TRL's FAQ keeps KL between 0 and 10 nats per response; TRL's default, for scores of standard deviation 1."""
 BETTER_START, SATURATED = 1.5, 10.0
-"""Factors of the first KL coefficient: from the one on, the controller's is a better start; from the other on, the size
-of the updates keeps KL from its target."""
+"""Factors of the first KL coefficient. Above the first, the controller's coefficient is a better start; above the
+second, the size of the updates keeps KL from its target."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """A setting of PPOConfig, its present value, and what to do: multiply it by about a factor, or set it to a value.
-
-    A factor of 1 stands for a value.
-    """
+    """A setting of PPOConfig, its present value, and what to do: multiply it by about `factor` or set it to `value`."""
 
     setting: str
     now: Any
-    factor: float = 1.0
+    factor: float | None = None
     value: Any = None
 
     def __str__(self) -> str:
         """Write it as an instruction."""
         name = f"ppo.{self.setting}"
-        if self.factor == 1.0:
+        if self.factor is None:
             return f"Set {name} to {self.value} (now {self.now})."
         if self.factor in (0.5, 2.0):
             return f"{'Halve' if self.factor < 1.0 else 'Double'} {name} (now {self.now:g})."
@@ -53,7 +50,7 @@ def allowed(change: Change | None, config: PPOConfig) -> Change | None:
     """Return a change if it changes anything and leaves a valid configuration, else None."""
     if change is None:
         return None
-    value = change.value if change.factor == 1.0 else change.now * change.factor
+    value = change.value if change.factor is None else change.now * change.factor
     value = round(value) if isinstance(change.now, int) else value
     try:
         replace(config, **{change.setting: value})
@@ -93,7 +90,7 @@ def set_to(s: KLSituation, setting: str, value: Any) -> Change:
 
 
 def scaled(s: KLSituation, setting: str, factor: float) -> Change:
-    """Multiply a setting by a factor, which is not 1."""
+    """Multiply a setting by a factor."""
     return Change(setting, getattr(s.config, setting), factor)
 
 

@@ -6,8 +6,9 @@ calls the wrapper, or the gradients of several processes would not be averaged.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, cast
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from ppo_rlhf.models.capabilities import vocabulary_size
 from ppo_rlhf.models.critic import Critic, SharedCritic
 from ppo_rlhf.models.forward import backbone_of, hidden_states_at, logits_of
 from ppo_rlhf.models.packed_attention import take_rows
-from ppo_rlhf.ppo.batch import SequenceBatch, make_batch
+from ppo_rlhf.ppo.batch import SequenceBatch
 
 LOGITS_HELD = 2**24
 """Logits that may be in memory at a time: 64 MiB of float32; on an accelerator, whose memory is larger, 16 times as
@@ -70,7 +71,7 @@ class CriticForward(nn.Module):
     def forward(self, batch: SequenceBatch) -> Tensor:
         """Return the values of the states s_0 … s_T, `[B, T + 1]`, 0 in padding.
 
-        Column t is the value before response token t; each row's last value is behind its response.
+        Column t is the value before response token t; each row's last value is after its response.
         """
         states = hidden_states_at(self.critic.backbone, batch.rows, batch.state_positions)
         return batch.scatter_states(self.critic.values(states))
@@ -81,6 +82,8 @@ def response_statistics(
 ) -> tuple[Tensor, Tensor | None]:
     """Return log-probabilities `[B, T]` of the response tokens, and entropies `[B, T]` if asked for; differentiable.
 
+    Logits are computed only for the states before response tokens, and never more than `LOGITS_HELD` at a time.
+
     Args:
         model: A causal language model.
         batch: B sequences.
@@ -88,93 +91,25 @@ def response_statistics(
         temperature: Divides the logits.
         with_entropy: Whether to compute entropies.
     """
-    logprobs, entropies = token_statistics(
-        logits_of(model),
-        take_rows(states_MH, batch.predicting),
-        batch.targets,
-        temperature,
-        vocabulary_size(model),
-        with_entropy=with_entropy,
-    )
-    return batch.scatter_responses(logprobs), batch.scatter_responses(entropies) if with_entropy else None
-
-
-def token_statistics(
-    head: Callable[[Tensor], Tensor],
-    states_RH: Tensor,
-    targets_R: Tensor,
-    temperature: float,
-    vocabulary: int,
-    *,
-    with_entropy: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Return the log-probabilities `[R]` of the tokens that follow R hidden states, and entropies `[R]` (else `[0]`).
-
-    Logits are computed for these states alone, and never more than `LOGITS_HELD` numbers at a time.
-
-    Args:
-        head: Gives logits `[n, V]` of hidden states `[n, H]`.
-        states_RH: Last hidden states.
-        targets_R: The next tokens.
-        temperature: Divides the logits.
-        vocabulary: V.
-        with_entropy: Whether to compute entropies.
-    """
+    head = logits_of(model)
 
     def statistics(states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         logits = head(states)[None]
         logprobs = token_logprobs(logits, targets[None], temperature)[0]
         return logprobs, token_entropy(logits, temperature)[0] if with_entropy else logprobs.new_empty(0)
 
+    states_RH, targets_R = take_rows(states_MH, batch.predicting), batch.targets
     held = LOGITS_HELD * (1 if states_RH.device.type == "cpu" else 16)
-    size = max(1, held // vocabulary)
+    size = max(1, held // vocabulary_size(model))
     if len(targets_R) <= size:
-        return statistics(states_RH, targets_R)
-    parts = []
-    for chunk, targets in zip(states_RH.split(size), targets_R.split(size), strict=True):
+        logprobs, entropies = statistics(states_RH, targets_R)
+    else:
+        compute: Callable[..., tuple[Tensor, Tensor]] = statistics
         if torch.is_grad_enabled():
-            part = checkpoint(statistics, chunk, targets, use_reentrant=False, preserve_rng_state=False)
-            parts.append(cast(tuple[Tensor, Tensor], part))
-        else:
-            parts.append(statistics(chunk, targets))
-    logprobs, entropies = (torch.cat(column) for column in zip(*parts, strict=True))
-    return logprobs, entropies
-
-
-def response_logprobs(
-    model: PreTrainedModel,
-    prompt_ids: Sequence[Sequence[int]],
-    response_ids: Tensor,
-    lengths: Tensor,
-    temperature: float,
-    batch_size: int,
-    *,
-    pad_token_id: int,
-) -> Tensor:
-    """Return the log-probabilities `[N, T]` of the response tokens under a model, 0 in padding, without gradients.
-
-    Rows of similar length go together, so that little padding is computed by models that need it.
-
-    Args:
-        model: A causal language model with dropout off.
-        prompt_ids: N prompts as token ids.
-        response_ids: `[N, T]` long, right-padded.
-        lengths: `[N]` long, tokens in each response.
-        temperature: Divides the logits.
-        batch_size: Rows in one forward pass.
-        pad_token_id: Any id inside the vocabulary; its value has no effect.
-    """
-    by_length = sorted(range(len(prompt_ids)), key=lambda row: len(prompt_ids[row]) + int(lengths[row]))
-    dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
-    result = torch.zeros(response_ids.shape, dtype=dtype)
-    with torch.no_grad():
-        for start in range(0, len(by_length), batch_size):
-            rows = by_length[start : start + batch_size]
-            prompts = [prompt_ids[row] for row in rows]
-            batch = make_batch(prompts, response_ids[rows], lengths[rows], pad_token_id, model.device)
-            states = hidden_states_at(backbone_of(model), batch.rows, batch.state_positions)
-            fill_rows(result, rows, response_statistics(model, batch, states, temperature)[0])
-    return result
+            compute = partial(checkpoint, statistics, use_reentrant=False, preserve_rng_state=False)
+        parts = map(compute, states_RH.split(size), targets_R.split(size))
+        logprobs, entropies = (torch.cat(column) for column in zip(*parts, strict=True))
+    return batch.scatter_responses(logprobs), batch.scatter_responses(entropies) if with_entropy else None
 
 
 def fill_rows(target: Tensor, rows: list[int], values: Tensor) -> None:

@@ -3,7 +3,7 @@
     rollouts -> scores -> shaped rewards -> advantages -> update -> metrics -> advance -> (checkpoint, evaluation)
 
 Where to add things: a loss term in `ppo/update.py` (`compute_gradients`), a sampler in `ppo/sampling.py` (an engine), a
-kind of reward in `rewards/scorers.py` (a Python reward function of your own is configuration alone).
+kind of reward in `rewards/scorers.py` (a Python reward function of your own needs only configuration).
 """
 
 from __future__ import annotations
@@ -52,15 +52,10 @@ def train(
     scorer: RewardScorer,
     after_iteration: Callable[[dict[str, float]], None],
 ) -> None:
-    """Run every iteration that is left.
+    """Run every iteration that is left, and call `after_iteration` with the metrics of each.
 
-    Args:
-        state: Training state; it is changed.
-        reference_policy: The frozen SFT policy.
-        prompts: Training prompts.
-        scorer: The reward.
-        after_iteration: Called with the metrics of each iteration. It logs, saves a checkpoint when one is due, and
-            then evaluates when that is due: an evaluation that fails loses no iteration (decision 0011).
+    `after_iteration` logs, saves a checkpoint when one is due, and then evaluates when that is due: an evaluation that
+    fails loses no iteration (decision 0011).
     """
     while not state.finished:
         after_iteration(iterate(state, reference_policy, prompts, scorer))

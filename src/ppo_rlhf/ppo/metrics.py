@@ -6,7 +6,6 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,8 +27,8 @@ SUMMED = ("policy_loss", "value_loss", "kl", "entropy", "approxkl", "policy_clip
 class StepSums:
     """Statistics of one minibatch. Losses are parts of the minibatch's mean; the others are sums over its tokens."""
 
-    tokens: int  # of the whole minibatch, that its losses count; with none no step is taken
-    policy_loss: Tensor | float = 0.0  # the clipped surrogate alone
+    tokens: int  # that the losses of the whole minibatch count; if 0, no step is taken
+    policy_loss: Tensor | float = 0.0  # only the clipped surrogate
     value_loss: Tensor | float = 0.0  # before vf_coef
     kl: Tensor | float = 0.0  # before kl_coef; 0 unless KL is in the loss
     entropy: Tensor | float = 0.0  # before entropy_coef; 0 unless there is a bonus
@@ -41,7 +40,7 @@ class StepSums:
     value_grad_norm: Tensor | float = 0.0
 
     def add(self, *, policy: PolicyLoss, value: ValueLoss, kl: Tensor, entropy: Tensor, own_tokens: Tensor) -> None:
-        """Add one micro-batch with so many counted tokens. Means become sums, so ratios of 1 add up exactly."""
+        """Add a micro-batch with `own_tokens` counted tokens. Means become sums, so ratios of 1 add up exactly."""
         found = {
             "policy_loss": policy.loss,
             "value_loss": value.loss,
@@ -55,14 +54,6 @@ class StepSums:
         for name, value_of in found.items():
             setattr(self, name, getattr(self, name) + value_of.detach())
 
-    def note_gradient_norms(self, norms: Mapping[str, Tensor], *, shared: bool, policy_learns: bool) -> None:
-        """Take in the gradient norms of policy and critic; one that has no gradient keeps 0.
-
-        On a shared trunk both are the norm of the one gradient, while the policy learns.
-        """
-        self.policy_grad_norm = norms.get("policy", 0.0) if policy_learns else 0.0
-        self.value_grad_norm = norms.get("policy" if shared else "critic", 0.0)
-
     def mean(self, name: str) -> float:
         """Return the mean over tokens of a token sum."""
         return float(getattr(self, name)) / max(1, self.tokens)
@@ -72,7 +63,7 @@ class StepSums:
 class Update:
     """What one iteration's update measured."""
 
-    steps: list[StepSums]  # one a minibatch, of all processes
+    steps: list[StepSums]  # one for each minibatch, over all processes
     learning_rates: tuple[float, float]  # the policy's and the critic's
     seconds: float
 
@@ -158,15 +149,9 @@ def _update(steps: list[StepSums], config: PPOConfig, kl_coef: float) -> dict[st
         "loss/total": policy_terms + config.vf_coef * over_steps("value_loss"),
         "val/clipfrac_avg": over_tokens("value_clipfrac"),
         "val/ratio": statistics.fmean(ratios),
-        "val/ratio_var": _variance(ratios),
+        "val/ratio_var": float(torch.tensor(ratios, dtype=torch.float64).var(correction=min(1, len(ratios) - 1))),
         "value/grad_norm": over_steps("value_grad_norm"),
     }
-
-
-def _variance(values: list[float]) -> float:
-    """Return the variance with Bessel's correction; 0 of a single value, NaN if one is not finite."""
-    numbers = torch.tensor(values, dtype=torch.float64)
-    return float(numbers.var(correction=min(1, len(values) - 1)))
 
 
 def _responses(experience: Experience) -> dict[str, Tensor]:

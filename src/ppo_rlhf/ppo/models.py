@@ -12,8 +12,11 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.ppo import EIGHT_BIT
 from ppo_rlhf.config.rules import device_problems
 from ppo_rlhf.core.errors import ConfigError
+from ppo_rlhf.core.kl import AdaptiveKLController, FixedKLController
 from ppo_rlhf.core.randomness import generator
+from ppo_rlhf.core.statistics import RunningMoments
 from ppo_rlhf.models.adapters import LoraSettings, check_targets, has_adapter, with_adapter, without_adapter
+from ppo_rlhf.models.averages import WeightAverage
 from ppo_rlhf.models.capabilities import check_causal
 from ppo_rlhf.models.compilation import check_compiler, compile_layers
 from ppo_rlhf.models.critic import Critic, OwnBackbone, SharedCritic
@@ -23,9 +26,10 @@ from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.models.offloading import to_host
 from ppo_rlhf.models.quantisation import check_bitsandbytes
 from ppo_rlhf.models.tokenizers import stop_token_ids
-from ppo_rlhf.ppo.environments import FunctionEnvironment
-from ppo_rlhf.ppo.optimisers import check_trains
-from ppo_rlhf.ppo.precision import frozen_dtype, trained_dtype
+from ppo_rlhf.ppo.environments import reply_by_function
+from ppo_rlhf.ppo.logprobs import CriticForward, PolicyForward
+from ppo_rlhf.ppo.optimisers import build_optimizer, check_trains, peak_learning_rates
+from ppo_rlhf.ppo.precision import frozen_dtype, make_accelerator, trained_dtype, wrap
 from ppo_rlhf.ppo.sampling import SamplingSettings
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.rewards.functions import load_function
@@ -56,7 +60,8 @@ def load_policies(
         to_host(reference)
     else:
         reference = load_causal_lm(sft_policy, frozen_dtype(config), config, device).requires_grad_(False)
-    prepare_to_score(reference, config)
+    if config.compile:
+        compile_layers(reference)
     base = reference if config.use_peft else load_causal_lm(sft_policy, trained_dtype(config), config, device)
     policy = policy_to_train(base, config)
     return TrainedModel(policy, sft_policy.tokenizer(), value_head=sft_policy.value_head()), reference
@@ -157,33 +162,10 @@ def load_stored_critic(stored: PretrainedHandle | None, config: PPOConfig) -> Pr
     return stored.reward_model(frozen_dtype(config) if config.use_peft else trained_dtype(config))
 
 
-def prepare_to_train(policy: PreTrainedModel, critic: AnyCritic, config: PPOConfig) -> None:
-    """Switch gradient checkpointing and compilation on in both if the configuration says so.
-
-    Raises:
-        ModelError: An architecture does not support it.
-    """
-    for model in (policy, critic.backbone) if isinstance(critic, Critic) else (policy,):
-        if config.gradient_checkpointing:
-            enable_gradient_checkpointing(model)
-        if config.compile:
-            compile_layers(model)
-
-
-def prepare_to_score(reference: PreTrainedModel, config: PPOConfig) -> None:
-    """Switch compilation on in a frozen policy if `ppo.compile` says so.
-
-    Raises:
-        ModelError: Its architecture does not support it.
-    """
-    if config.compile:
-        compile_layers(reference)
-
-
 def build_state(
     policy: PreTrainedModel, critic: AnyCritic, tokenizer: PreTrainedTokenizerBase, config: PPOConfig
 ) -> TrainingState:
-    """Prepare policy and critic to train, and start a run with them.
+    """Prepare policy and critic to train, and start a run: fresh optimisers, forward passes wrapped for its processes.
 
     Raises:
         ConfigError: The stop token cannot be resolved with this tokenizer, or a setting needs bitsandbytes.
@@ -199,14 +181,44 @@ def build_state(
     packs(backbone_of(policy))  # models are probed before they are wrapped and compiled
     packs(critic.backbone)
     logits_of(policy)
-    prepare_to_train(policy, critic, config)
-    return TrainingState.create(policy, critic, tokenizer, config, sampling)
+    for model in (policy, critic.backbone) if isinstance(critic, Critic) else (policy,):
+        if config.gradient_checkpointing:
+            enable_gradient_checkpointing(model)
+        if config.compile:
+            compile_layers(model)
+    shared = isinstance(critic, SharedCritic)
+    accelerator = make_accelerator(config, policy.device, finds_unused=shared and config.critic_warmup_iterations > 0)
+    policy_forward = PolicyForward(policy, critic, config.temperature)
+    critic_forward = None if isinstance(critic, SharedCritic) else CriticForward(critic)
+    policy_rate, critic_rate = peak_learning_rates(config)
+    policy_optimizer = build_optimizer(policy_forward, policy_rate, config)
+    controller = FixedKLController(config.kl_coef)
+    if config.kl_controller == "adaptive":
+        controller = AdaptiveKLController(config.kl_coef, config.kl_target, config.kl_horizon)
+    return TrainingState(
+        policy=policy,
+        critic=critic,
+        tokenizer=tokenizer,
+        config=config,
+        sampling=sampling,
+        accelerator=accelerator,
+        policy_forward=wrap(accelerator, policy_forward),
+        critic_forward=None if critic_forward is None else wrap(accelerator, critic_forward),
+        policy_optimizer=policy_optimizer,
+        critic_optimizer=policy_optimizer if shared else build_optimizer(critic, critic_rate, config),
+        kl_controller=controller,
+        reward_moments=RunningMoments(),
+        policy_average=None if config.ema_decay is None else WeightAverage(policy, config.ema_decay),
+    )
 
 
 def sampling_settings(
     config: PPOConfig, tokenizer: PreTrainedTokenizerBase, policy: PreTrainedModel
 ) -> SamplingSettings:
     """Return how responses are drawn with this tokenizer and model."""
+    environment = None
+    if config.environment is not None:
+        environment = partial(reply_by_function, load_function(config.environment), config.environment, tokenizer)
     return SamplingSettings(
         response_length=config.response_length,
         temperature=config.temperature,
@@ -215,7 +227,7 @@ def sampling_settings(
         stop_token_ids=stops_of(config, tokenizer, policy),
         pad_token_id=int(tokenizer.pad_token_id),
         min_response_length=config.min_response_length,
-        environment=_environment(config, tokenizer),
+        environment=environment,
         turn_length=config.turn_length,
     )
 
@@ -229,9 +241,3 @@ def stops_of(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, policy: PreT
         stop_token_id=config.stop_token_id,
         vocabulary=policy.config.get_text_config().vocab_size,
     )
-
-
-def _environment(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> FunctionEnvironment | None:
-    if config.environment is None:
-        return None
-    return FunctionEnvironment(load_function(config.environment), config.environment, tokenizer)

@@ -23,16 +23,15 @@ def check_trains(model: nn.Module, what: str) -> None:
     """Raise `ModelError` if all weights of a model are frozen: AdamW takes no empty list, and nothing would train."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ModelError(
-            f"no weight of the {what} trains: requires_grad is False of all of them. Set it where weights are to "
-            "train (requires_grad_(True) on the model, for all), or train adapters (ppo.use_peft=true)"
+            f"no weight of the {what} trains: requires_grad is False for all of them. Set it for the weights that "
+            "are to train (requires_grad_(True) on the model for all), or train adapters (ppo.use_peft=true)"
         )
 
 
 def build_optimizer(module: nn.Module, learning_rate: float, config: PPOConfig) -> torch.optim.Optimizer:
     """Return AdamW over the parameters that train; with weight decay, matrices and vectors are two groups.
 
-    Only matrices decay: biases and the weights of norms, which are vectors, are pulled towards 0 by nothing.
-
+    Only matrices decay, not biases and the weights of norms, which are vectors.
     """
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     groups = [{"params": trained, "weight_decay": 0.0}]
@@ -98,7 +97,7 @@ def learning_rate_factor(config: PPOConfig, iteration: int, peak: float | None =
         config: Names the schedule and the warm-up.
         iteration: From 1.
         peak: The peak learning rate; only the polynomial schedule, which ends at 1e-7, looks at it. None: the policy's.
-        resting: Iterations at the start in which the model does not learn; i, n and w count those behind them.
+        resting: Iterations at the start in which the model does not learn; i, n and w count those after them.
     """
     iteration, total = iteration - resting, config.num_total_batches - resting
     if iteration < 1:

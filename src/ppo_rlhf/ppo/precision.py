@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from accelerate import Accelerator
@@ -15,8 +15,6 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.processes import check_launch, forget_accelerator, join_processes, process_count, quick_group
 
-_REDUCED = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-_FULL = {"float32": torch.float32, "float64": torch.float64}
 _MIXED = {"bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -25,12 +23,13 @@ def trained_dtype(config: PPOConfig) -> torch.dtype:
 
     Never less than float32: at the learning rates of RLHF a bfloat16 weight is too coarse to move.
     """
-    return _FULL.get(config.dtype, torch.float32)
+    return torch.float64 if config.dtype == "float64" else torch.float32
 
 
 def frozen_dtype(config: PPOConfig) -> torch.dtype:
     """Return the type of weights that never train (reference policy, reward model): the one that `ppo.dtype` names."""
-    return _REDUCED.get(config.dtype) or _FULL[config.dtype]
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    return dtype
 
 
 def resolve_device(name: str) -> torch.device:
@@ -68,7 +67,7 @@ def make_accelerator(config: PPOConfig, device: torch.device, *, finds_unused: b
 
     Args:
         config: `dtype` is the precision.
-        device: Where the models lie.
+        device: Device of the models.
         finds_unused: Whether some steps leave weights without a gradient, which DDP must then look for.
     """
 
@@ -84,15 +83,12 @@ def make_accelerator(config: PPOConfig, device: torch.device, *, finds_unused: b
             ],
         )
 
-    try:
+    with contextlib.suppress(ValueError):  # an earlier run or stage of this process has another precision
         accelerator = make()
-    except ValueError:  # an earlier run or stage of this process has another precision or device
-        forget_accelerator()
-        return make()
-    if accelerator.device.type != device.type:
-        forget_accelerator()
-        return make()
-    return accelerator
+        if accelerator.device.type == device.type:
+            return accelerator
+    forget_accelerator()
+    return make()
 
 
 def wrap(accelerator: Accelerator, forward: nn.Module) -> nn.Module:
@@ -109,17 +105,17 @@ def wrap(accelerator: Accelerator, forward: nn.Module) -> nn.Module:
 
 
 def _sum_over_processes(group, bucket):  # type: ignore[no-untyped-def]  # torch wants types here, not texts
-    """Sum gradients. DDP averages, and a norm in float32 rounds the backward pass of three times a loss otherwise."""
+    """Sum gradients. DDP would average them; to undo that, a loss times the number of processes rounds differently."""
     work = torch.distributed.all_reduce(bucket.buffer(), group=group, async_op=True)
     return work.get_future().then(lambda done: done.value()[0])
 
 
-def autocast(config: PPOConfig, device: torch.device) -> AbstractContextManager[None]:
+def autocast(config: PPOConfig, device: torch.device) -> contextlib.AbstractContextManager[None]:
     """Return the context of every forward pass: matrix products in `ppo.dtype` where that is a 16-bit type.
 
     All passes of a run go through it, so that old and new log-probabilities come from the same computation.
     """
-    context: AbstractContextManager[None] = make_accelerator(config, device).autocast()
+    context: contextlib.AbstractContextManager[None] = make_accelerator(config, device).autocast()
     return context
 
 
@@ -138,11 +134,11 @@ def precision_warning(config: PPOConfig, device: torch.device) -> str | None:
     return "ppo.dtype=bfloat16: this processor has no instructions for it, so the run will be slow; use float32"
 
 
-@contextmanager
+@contextlib.contextmanager
 def deterministic(config: PPOConfig) -> Iterator[None]:
-    """Use deterministic kernels alone if `ppo.deterministic` says so; restore torch's setting afterwards.
+    """Use only deterministic kernels if `ppo.deterministic` says so; restore torch's setting afterwards.
 
-    Decoding stays outside: torch refuses its prefix sums on CUDA, though those of a batch of rows are exact repeats.
+    Decoding is excluded: torch refuses prefix sums on CUDA, although those of a batch of rows repeat exactly.
     """
     if not config.deterministic:
         yield

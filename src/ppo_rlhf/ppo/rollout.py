@@ -12,10 +12,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.randomness import episode_prompts, episode_uniforms
 from ppo_rlhf.data.prompt_dataset import PromptDataset
+from ppo_rlhf.models.forward import backbone_of, hidden_states_at
 from ppo_rlhf.models.offloading import on_device
 from ppo_rlhf.ppo.batch import Epochs, SequenceBatch, cut_batch, first_epoch, make_batch
 from ppo_rlhf.ppo.episodes import sample_episodes, turn_texts
-from ppo_rlhf.ppo.logprobs import fill_rows, response_logprobs
+from ppo_rlhf.ppo.logprobs import fill_rows, response_statistics
 from ppo_rlhf.ppo.precision import autocast, deterministic
 from ppo_rlhf.ppo.sampling import Responses, SamplingSettings, generate_responses
 from ppo_rlhf.ppo.state import TrainingState
@@ -59,12 +60,6 @@ def generate_rollouts(
     """Sample a response to each prompt of the next iteration and compute its log-probabilities.
 
     Every process returns the rollouts of all of them.
-
-    Args:
-        state: Training state; its policy samples.
-        reference_policy: The frozen SFT policy.
-        prompts: Training prompts.
-        config: Hyperparameters.
     """
     started = time.perf_counter()
     iteration = state.iteration + 1
@@ -116,21 +111,12 @@ def sample_responses(
     own_prompts = prompts.select(share)
     engine = config.rollout_engine
     with autocast(config, policy.device):
-        if sampling.environment is None or sampling.turn_length is None:
+        if sampling.environment is None:
             own = generate_responses(
                 policy, own_prompts.prompt_ids, noise, sampling, engine=engine, batch_size=batch_size
             )
         else:
-            own = sample_episodes(
-                policy,
-                sampling.environment,
-                own_prompts,
-                noise,
-                sampling,
-                sampling.turn_length,
-                engine=engine,
-                batch_size=batch_size,
-            )
+            own = sample_episodes(policy, own_prompts, noise, sampling, engine=engine, batch_size=batch_size)
     return Responses(
         gather_rows(own.response_ids),
         gather_rows(own.lengths),
@@ -225,30 +211,31 @@ def compute_logprobs(
 ) -> Tensor:
     """Return the log-probabilities `[N, T]` of the policy's tokens under a model, 0 elsewhere.
 
-    Each process computes its share.
+    Each process computes its share, without gradients. Rows of similar length go together, so that models that need
+    padding compute little of it.
 
     Args:
-        model: A causal language model. An offloaded one is moved to the device for the duration of the call.
+        model: A causal language model with dropout off. An offloaded one is on the device during the call.
         prompt_ids: N prompts as token ids.
         responses: The response to each.
         config: Precision.
         temperature: Divides the logits.
         device: Where the model computes.
         batch_size: Responses in one forward pass.
-        pad_token_id: Any id inside the vocabulary.
+        pad_token_id: Any id inside the vocabulary; its value has no effect.
     """
-    share = own_share(len(prompt_ids))
-    with on_device(model, device), autocast(config, device):
-        own = response_logprobs(
-            model,
-            prompt_ids[share.start : share.stop],
-            responses.response_ids[share.start : share.stop],
-            responses.lengths[share.start : share.stop],
-            temperature,
-            batch_size,
-            pad_token_id=pad_token_id,
-        )
-    return torch.where(responses.mask, gather_rows(own), 0.0)
+    share, lengths = own_share(len(prompt_ids)), responses.lengths
+    by_length = sorted(share, key=lambda row: len(prompt_ids[row]) + int(lengths[row]))
+    dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
+    logprobs = torch.zeros(responses.response_ids.shape, dtype=dtype)
+    with torch.no_grad(), on_device(model, device), autocast(config, device):
+        for start in range(0, len(by_length), batch_size):
+            rows = by_length[start : start + batch_size]
+            prompts = [prompt_ids[row] for row in rows]
+            batch = make_batch(prompts, responses.response_ids[rows], lengths[rows], pad_token_id, device)
+            states = hidden_states_at(backbone_of(model), batch.rows, batch.state_positions)
+            fill_rows(logprobs, rows, response_statistics(model, batch, states, temperature)[0])
+    return torch.where(responses.mask, gather_rows(logprobs[share.start : share.stop]), 0.0)
 
 
 def sequences(

@@ -6,10 +6,8 @@ have ended. `hf` is transformers' `generate` with the tokens forced through a lo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,25 +18,15 @@ from ppo_rlhf.core.responses import length_mask, response_lengths
 from ppo_rlhf.core.sampling import sample_tokens
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.models.decoding import Decoder, decodes
-from ppo_rlhf.ppo.batch import left_pad, without_padding
+from ppo_rlhf.ppo.batch import without_padding
 
 STEPS_BETWEEN_LOOKS = 16
 """Decoding steps on an accelerator between two looks at which sequences have ended: each look waits for the device."""
 
 
-class Environment(Protocol):
-    """Answers the policy's turns (`ppo.environments`)."""
-
-    def reply(
-        self, prompts: PromptDataset, ids: list[list[int]], is_policy: list[list[bool]]
-    ) -> list[list[int] | None]:
-        """Return the tokens of the reply to each episode so far; None where the episode is over.
-
-        Args:
-            prompts: The prompt of each episode.
-            ids: The tokens of each so far.
-            is_policy: Whether the policy wrote each token.
-        """
+Environment = Callable[[PromptDataset, list[list[int]], list[list[bool]]], list[list[int] | None]]
+"""Takes the prompts of episodes, the tokens of each so far, and whether the policy wrote each token. Returns the tokens
+of the reply to each episode; None where the episode is over."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +93,7 @@ def generate_responses(
         uniforms: `[N, T]` float64 in [0, 1), one for each (episode, step).
         settings: Length, temperature, filters, stop tokens.
         engine: `static` or `hf`, which also decodes architectures that need padding.
-        batch_size: Prompts decoded at a time; the tokens do not depend on it but for rounding.
+        batch_size: Prompts decoded at a time; the tokens depend on it only by rounding.
     """
     dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
     tokens = [torch.empty(0, settings.response_length, dtype=torch.long)]  # a process may have no prompts
@@ -181,7 +169,9 @@ class _ForcedSampling(LogitsProcessor):
 def _decode_with_generate(
     model: PreTrainedModel, prompt_ids: list[list[int]], uniforms: Tensor, settings: SamplingSettings
 ) -> tuple[Tensor, Tensor]:
-    prompts = left_pad(prompt_ids, settings.pad_token_id, model.device)
+    width = max(len(ids) for ids in prompt_ids)
+    padded = [[settings.pad_token_id] * (width - len(ids)) + ids for ids in prompt_ids]
+    mask = [[0] * (width - len(ids)) + [1] * len(ids) for ids in prompt_ids]
     sampler = _ForcedSampling(uniforms, settings)
     plain = GenerationConfig(
         do_sample=False,
@@ -189,24 +179,16 @@ def _decode_with_generate(
         pad_token_id=settings.pad_token_id,
         eos_token_id=list(settings.stop_token_ids) or None,
     )
-    with _generation_config(model, plain):
+    own, model.generation_config = model.generation_config, plain  # generate would mix in its penalties, top_p …
+    try:
         sequences: Tensor = model.generate(  # type: ignore[operator]
-            input_ids=prompts.input_ids,
-            attention_mask=prompts.attention_mask,
+            input_ids=torch.tensor(padded, device=model.device),
+            attention_mask=torch.tensor(mask, device=model.device),
             logits_processor=LogitsProcessorList([sampler]),
         )
-    return sequences[:, prompts.input_ids.shape[1] :], torch.stack(sampler.logprobs, dim=1)
-
-
-@contextmanager
-def _generation_config(model: PreTrainedModel, config: GenerationConfig) -> Iterator[None]:
-    """Keep the model's own generation config (penalties, top_p …) out of what the sampler sees."""
-    saved = model.generation_config
-    model.generation_config = config
-    try:
-        yield
     finally:
-        model.generation_config = saved
+        model.generation_config = own
+    return sequences[:, width:], torch.stack(sampler.logprobs, dim=1)
 
 
 def _sample(logits: Tensor, uniforms: Tensor, step: int, settings: SamplingSettings) -> tuple[Tensor, Tensor]:
@@ -215,10 +197,10 @@ def _sample(logits: Tensor, uniforms: Tensor, step: int, settings: SamplingSetti
     noise, temperature = uniforms[:, step], settings.temperature
     if step >= settings.min_response_length - 1 or not settings.stop_token_ids:
         return sample_tokens(wide, noise, temperature=temperature, top_k=settings.top_k, top_p=settings.top_p)
-    going_on = wide.clone()
+    continuing = wide.clone()
     for stop_token_id in settings.stop_token_ids:  # one by one: a list of them would be copied to the device first
-        going_on[:, stop_token_id] = -torch.inf
-    tokens, _ = sample_tokens(going_on, noise, temperature=temperature, top_k=settings.top_k, top_p=settings.top_p)
+        continuing[:, stop_token_id] = -torch.inf
+    tokens, _ = sample_tokens(continuing, noise, temperature=temperature, top_k=settings.top_k, top_p=settings.top_p)
     return tokens, token_logprobs(wide[:, None], tokens[:, None], temperature)[:, 0]
 
 

@@ -13,76 +13,46 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError, TrainingError
-from ppo_rlhf.core.kl import AdaptiveKLController, FixedKLController, KLController
+from ppo_rlhf.core.kl import FixedKLController
 from ppo_rlhf.core.statistics import RunningMoments
 from ppo_rlhf.models.averages import WeightAverage
 from ppo_rlhf.models.critic import Critic, SharedCritic
 from ppo_rlhf.models.forward import backbone_of, packs
 from ppo_rlhf.ppo.kl_rules import kl_alarms
-from ppo_rlhf.ppo.logprobs import CriticForward, PolicyForward
-from ppo_rlhf.ppo.optimisers import build_optimizer, peak_learning_rates
-from ppo_rlhf.ppo.precision import make_accelerator, wrap
 from ppo_rlhf.ppo.sampling import SamplingSettings
-from ppo_rlhf.processes import any_process
+from ppo_rlhf.processes import from_all
 
 log = logging.getLogger(__name__)
 
 
 @dataclass
 class TrainingState:
-    """Models, optimisers, controller and counters of one PPO run.
-
-    Attributes:
-        policy: The actor.
-        critic: Its value function; a head alone if it shares the policy's trunk.
-        tokenizer: The policy's.
-        config: Hyperparameters; they do not change within a run.
-        sampling: How responses are drawn, with the stop tokens resolved.
-        accelerator: Wraps the forward passes, averages gradients over processes, and scales losses in float16.
-        policy_forward: The policy's forward pass, wrapped by the accelerator; with a shared trunk the critic's, too.
-        critic_forward: The critic's forward pass, wrapped likewise; None with a shared trunk.
-        policy_optimizer: AdamW of the actor, and of the value head on a shared trunk.
-        critic_optimizer: AdamW of the critic; with a shared trunk the same object as the policy's.
-        kl_controller: Holds the current KL coefficient.
-        reward_moments: Mean and variance of all scores so far, as the rewards gave them.
-        iteration: Iterations done.
-        episode: Responses trained on.
-        optimiser_steps: Optimiser steps taken; one moves policy and critic. A skipped one does not count.
-        skipped_steps: Optimiser steps that were not taken because of a non-finite gradient.
-        skipped_in_a_row: Consecutive skipped steps, not counting float16 loss-scale overflows.
-        early_stops: Iterations whose update ended early because of `target_kl`.
-        policy_average: Moving average of the actor's weights, if `ema_decay` asks for one.
-        history: The metrics of each iteration so far, with `iteration`.
-        updating: True from the first optimiser step of an iteration until the iteration is complete.
-        stop_requested: True once this process was asked to stop, for example by a signal.
-        stopping: True once all processes agreed to stop after this iteration, which is saved.
-        origin: Fingerprints of what a script began with: models, reward, prompts. The pipeline has them in MLflow.
-    """
+    """Models, optimisers, controller and counters of one PPO run."""
 
     policy: PreTrainedModel
-    critic: Critic | SharedCritic
-    tokenizer: PreTrainedTokenizerBase
-    config: PPOConfig
-    sampling: SamplingSettings
-    accelerator: Accelerator
-    policy_forward: nn.Module
-    critic_forward: nn.Module | None
-    policy_optimizer: torch.optim.Optimizer
-    critic_optimizer: torch.optim.Optimizer
-    kl_controller: KLController
-    reward_moments: RunningMoments
-    iteration: int = 0
-    episode: int = 0
-    optimiser_steps: int = 0
-    skipped_steps: int = 0
-    skipped_in_a_row: int = 0
-    early_stops: int = 0
-    policy_average: WeightAverage | None = None
-    history: list[dict[str, float]] = field(default_factory=list)
-    updating: bool = False
-    stop_requested: bool = False
-    stopping: bool = False
-    origin: dict[str, str] = field(default_factory=dict)
+    critic: Critic | SharedCritic  # only a head if it shares the policy's trunk
+    tokenizer: PreTrainedTokenizerBase  # the policy's
+    config: PPOConfig  # it does not change within a run
+    sampling: SamplingSettings  # with the stop tokens resolved
+    accelerator: Accelerator  # wraps the forward passes, and scales losses in float16
+    policy_forward: nn.Module  # wrapped by the accelerator; with a shared trunk the critic's forward pass, too
+    critic_forward: nn.Module | None  # wrapped likewise; None with a shared trunk
+    policy_optimizer: torch.optim.Optimizer  # of the policy, and of the value head on a shared trunk
+    critic_optimizer: torch.optim.Optimizer  # with a shared trunk the same object as the policy's
+    kl_controller: FixedKLController  # holds the current KL coefficient
+    reward_moments: RunningMoments  # of all scores so far, as the rewards gave them
+    iteration: int = 0  # iterations done
+    episode: int = 0  # responses trained on
+    optimiser_steps: int = 0  # steps taken, without skipped ones; each moves policy and critic
+    skipped_steps: int = 0  # steps not taken because of a non-finite gradient
+    skipped_in_a_row: int = 0  # consecutive skipped steps, not counting float16 loss-scale overflows
+    early_stops: int = 0  # iterations whose update ended early because of `target_kl`
+    policy_average: WeightAverage | None = None  # of the policy's weights, if `ema_decay` asks for one
+    history: list[dict[str, float]] = field(default_factory=list)  # metrics of each iteration, with `iteration`
+    updating: bool = False  # from the first optimiser step of an iteration until the iteration is complete
+    stop_requested: bool = False  # this process was asked to stop, for example by a signal
+    stopping: bool = False  # all processes agreed to stop after this iteration, which is saved
+    origin: dict[str, str] = field(default_factory=dict)  # fingerprints of a script's models, reward and prompts
 
     @property
     def total_iterations(self) -> int:
@@ -96,7 +66,7 @@ class TrainingState:
 
     @property
     def shutdown_grace_s(self) -> float:
-        """Seconds that the run may go on for after it was asked to stop, to finish and save an iteration."""
+        """Seconds that the run has, once it is asked to stop, to finish and save an iteration."""
         return self.config.shutdown_grace_s
 
     @property
@@ -111,51 +81,13 @@ class TrainingState:
 
     @property
     def device(self) -> torch.device:
-        """Where the models lie."""
+        """Device of the models."""
         return self.policy.device
 
     @property
     def statistics_dtype(self) -> torch.dtype:
         """Type of log-probabilities, entropies and values: float64 with weights in float64, else float32."""
         return torch.float64 if self.policy.dtype == torch.float64 else torch.float32
-
-    @classmethod
-    def create(
-        cls,
-        policy: PreTrainedModel,
-        critic: Critic | SharedCritic,
-        tokenizer: PreTrainedTokenizerBase,
-        config: PPOConfig,
-        sampling: SamplingSettings,
-    ) -> TrainingState:
-        """Start a run: fresh optimisers, counters at zero, forward passes wrapped for the run's processes.
-
-        `ppo.models.build_state` checks and prepares the models for it.
-        """
-        shared = isinstance(critic, SharedCritic)
-        accelerator = make_accelerator(
-            config, policy.device, finds_unused=shared and config.critic_warmup_iterations > 0
-        )
-        policy_forward: nn.Module = PolicyForward(policy, critic, config.temperature)
-        critic_forward = None if isinstance(critic, SharedCritic) else CriticForward(critic)
-        policy_rate, critic_rate = peak_learning_rates(config)
-        policy_optimizer = build_optimizer(policy_forward, policy_rate, config)
-        critic_optimizer = policy_optimizer if critic_forward is None else build_optimizer(critic, critic_rate, config)
-        return cls(
-            policy=policy,
-            critic=critic,
-            tokenizer=tokenizer,
-            config=config,
-            sampling=sampling,
-            accelerator=accelerator,
-            policy_forward=wrap(accelerator, policy_forward),
-            critic_forward=None if critic_forward is None else wrap(accelerator, critic_forward),
-            policy_optimizer=policy_optimizer,
-            critic_optimizer=critic_optimizer,
-            kl_controller=build_kl_controller(config),
-            reward_moments=RunningMoments(),
-            policy_average=None if config.ema_decay is None else WeightAverage(policy, config.ema_decay),
-        )
 
     def advance(self, scores: Tensor, metrics: dict[str, float]) -> None:
         """Complete an iteration after its update: counters, reward moments, KL controller, history, stopping.
@@ -173,14 +105,14 @@ class TrainingState:
         for line in kl_alarms(self.config, self.history):
             log.warning(line)
         self.updating = False
-        self.stopping = any_process(self.stop_requested)  # a signal may have reached one process only
+        self.stopping = any(from_all(self.stop_requested))  # a signal may have reached one process only
 
     def check_whole(self) -> None:
-        """Raise `TrainingError` if an update or the loading of a checkpoint ended half done."""
+        """Raise `TrainingError` if an update or the loading of a checkpoint was interrupted."""
         if self.updating:
             raise TrainingError(
-                f"an update, or a checkpoint's loading, was interrupted after iteration {self.iteration}: load a whole "
-                "checkpoint (in PPOTrainer resume_from_checkpoint), or begin anew with models as they were"
+                f"an update, or the loading of a checkpoint, was interrupted after iteration {self.iteration}: load a "
+                "whole checkpoint (in PPOTrainer resume_from_checkpoint), or start a new run from unchanged models"
             )
 
     def extra_state(self) -> dict[str, Any]:
@@ -197,7 +129,7 @@ class TrainingState:
         if sorted(extra) != expected:
             raise CheckpointError(
                 f"TrainingState.load_extra_state: got the keys {sorted(extra)}; {', '.join(expected)} are expected. "
-                "The checkpoint was written by another version: go on with that one, or start afresh."
+                "The checkpoint is of another version of ppo_rlhf: resume with that version, or start a new run."
             )
         for name, part in self._parts():
             part.load_state_dict(extra[name])
@@ -206,10 +138,3 @@ class TrainingState:
     def _parts(self) -> list[tuple[str, Any]]:
         parts = [(name, getattr(self, name)) for name in ("kl_controller", "reward_moments")]
         return parts if self.accelerator.scaler is None else [*parts, ("loss_scale", self.accelerator.scaler)]
-
-
-def build_kl_controller(config: PPOConfig) -> KLController:
-    """Return the controller that `ppo.kl_controller` asks for."""
-    if config.kl_controller == "fixed":
-        return FixedKLController(config.kl_coef)
-    return AdaptiveKLController(config.kl_coef, config.kl_target, config.kl_horizon)

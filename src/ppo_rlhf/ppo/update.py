@@ -166,7 +166,8 @@ def take_step(state: TrainingState, step: StepSums) -> None:
         if scaler is not None:
             scaler.unscale_(optimizer)  # accelerate does it only for optimisers that it prepared, one by one
         norms[name] = state.accelerator.clip_grad_norm_(model.parameters(), config.max_grad_norm)
-    step.note_gradient_norms(norms, shared=state.shares_trunk, policy_learns=policy_learns)
+    step.policy_grad_norm = norms.get("policy", 0.0) if policy_learns else 0.0
+    step.value_grad_norm = norms.get("policy" if state.shares_trunk else "critic", 0.0)
     faulty = [name for name, norm in norms.items() if not bool(norm.isfinite())]
     if step.tokens and not faulty:
         for _, optimizer in learners.values():
@@ -183,11 +184,11 @@ def take_step(state: TrainingState, step: StepSums) -> None:
 
 
 def _skip_step(state: TrainingState, culprits: str) -> None:
-    """Count a step that is not taken, and say why."""
+    """Count a step that is not taken, and log why."""
     state.skipped_steps += 1
     where = f"iteration {state.iteration + 1}, optimiser step {state.optimiser_steps + state.skipped_steps}"
     scaler = state.accelerator.scaler
-    if scaler is not None and scaler.get_scale() > 1.0:  # a smaller loss scale may mend it
+    if scaler is not None and scaler.get_scale() > 1.0:  # a smaller loss scale may help
         log.info("float16 overflow of the %s in %s: step skipped, the loss scale falls.", culprits, where)
         return
     state.skipped_in_a_row += 1
@@ -203,7 +204,7 @@ def _skip_step(state: TrainingState, culprits: str) -> None:
 
 @contextmanager
 def synchronised(state: TrainingState, *, is_last: bool) -> Iterator[None]:
-    """Sum gradients over processes in the backward passes of a minibatch's last micro-batch alone."""
+    """Sum gradients over processes only in the backward passes of a minibatch's last micro-batch."""
     with ExitStack() as stack:
         if not is_last:
             for forward in (state.policy_forward, state.critic_forward):
@@ -226,20 +227,20 @@ def _weighted_advantages(experience: Experience, config: PPOConfig) -> Tensor:
     if sampler_logprobs is None:
         raise ConfigError(
             f"ppo.importance_cap={config.importance_cap:g} compares with the log-probabilities of the sampler, "
-            "which responses from elsewhere come without: leave it out, or let PPOTrainer.train() sample"
+            "which these responses do not have: leave it out, or let PPOTrainer.train() sample"
         )
     weights = importance_weights(rollouts.old_logprobs, sampler_logprobs, rollouts.mask, config.importance_cap)
     return experience.advantages * weights
 
 
 def _check_kl(kl: float, iteration: int, config: PPOConfig) -> None:
-    """Stop before an update on rollouts that have left the reference policy too far behind."""
+    """Raise `DivergenceError` before an update on rollouts whose KL, in nats per response, exceeds `ppo.kl_stop`."""
     if config.kl_stop is None or kl <= config.kl_stop:
         return
     raise DivergenceError(
         f"iteration {iteration}: the policy's KL from the reference policy is {kl:.1f} nats per response, above "
         f"ppo.kl_stop={config.kl_stop:g}. Raise ppo.kl_coef (now {config.kl_coef:g}) or lower ppo.learning_rate (now "
-        f"{config.learning_rate:g}) and train anew, or raise ppo.kl_stop and go on",
+        f"{config.learning_rate:g}) and start a new run, or raise ppo.kl_stop and resume",
         last_good_iteration=max(0, iteration - 2),  # these rollouts measure the policy of the iteration before
     )
 

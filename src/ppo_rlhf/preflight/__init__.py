@@ -1,6 +1,6 @@
 """The checks of a user's input before a run, which write nothing."""
 
 from ppo_rlhf.preflight.checks import find_problems
-from ppo_rlhf.preflight.request import describe_parts
+from ppo_rlhf.preflight.request import RunRequest, describe_parts
 
-__all__ = ["describe_parts", "find_problems"]
+__all__ = ["RunRequest", "describe_parts", "find_problems"]

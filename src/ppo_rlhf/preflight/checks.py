@@ -8,11 +8,9 @@ checked: a run of the whole chain needs no SFT policy on disk.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
-from kedro.io import CatalogProtocol, DatasetError, MemoryDataset
-from kedro.pipeline import Pipeline
+from kedro.io import DatasetError, MemoryDataset
 
 from ppo_rlhf.config import MODEL_PATHS, PPOConfig
 from ppo_rlhf.core.errors import PPORLHFError, project_error
@@ -46,7 +44,7 @@ from ppo_rlhf.supervised.reward_training import RewardModellingConfig
 from ppo_rlhf.supervised.sft import SupervisedFinetuningConfig
 
 TRIED_PROMPTS = 2
-OWN_CODE = "transformers_modules."  # where transformers imports Python code that lies with a model
+OWN_CODE = "transformers_modules."  # where transformers imports Python code that comes with a model
 _WITHOUT_OWN_CODE = {
     "reward_model": "Set reward_model_path or give functions as reward, and run `--pipelines align`.",
     "pretrained_critic": "Set ppo.critic_warmup_iterations, which trains a critic at the start of each run.",
@@ -55,18 +53,8 @@ _WITHOUT_OWN_CODE = {
 READY = (MemoryDataset, RecordsDataset, PretrainedModelDataset, ResumeCheckpointDataset, EvaluationLogDataset)
 
 
-def find_problems(
-    pipeline: Pipeline, catalog: CatalogProtocol, project_path: Path, data_root: str = "data"
-) -> list[str]:
-    """Return the reasons why this run must not start, one line each; none if all is well. Writes nothing.
-
-    Args:
-        pipeline: The nodes that will run: only their inputs from outside are checked.
-        catalog: The run's catalog, with validated parameters.
-        project_path: The project's directory.
-        data_root: The globals' `data_root`.
-    """
-    run = RunRequest(pipeline, catalog, project_path, data_root)
+def find_problems(run: RunRequest) -> list[str]:
+    """Return the reasons why this run must not start, one line each; none if all is well. Writes nothing."""
     problems: list[str] = []
 
     def ask(check: Callable[..., Iterable[str] | None], *of: Any) -> None:
@@ -93,12 +81,13 @@ def find_problems(
 
 
 def check_start(run: RunRequest) -> Iterator[str]:
-    """Find inputs that are nowhere, or not yet: the run starts behind the nodes that make them."""
-    nowhere = sorted(name for name in run.pipeline.inputs() if run.is_nowhere(name))
+    """Find inputs that are nowhere, or not yet: the run starts after the nodes that make them."""
+    entries = {name: run.catalog.get(name) for name in sorted(run.pipeline.inputs())}
+    nowhere = [name for name, e in entries.items() if e is None or (isinstance(e, MemoryDataset) and not e.exists())]
     if nowhere:
         yield f"{', '.join(nowhere)} is in no file, so the run cannot start there: use --from-nodes with earlier nodes."
-    for name in sorted(run.pipeline.inputs() - set(nowhere)):
-        if run.needs(name) and not isinstance(run.catalog[name], READY) and not run.catalog[name].exists():
+    for name, entry in entries.items():
+        if entry is not None and run.needs(name) and not isinstance(entry, READY) and not entry.exists():
             yield f"{run.source(name)}: nothing is there yet. Run the node that makes {name} first."
 
 
@@ -108,7 +97,7 @@ def check_settings(run: RunRequest) -> Iterator[str]:
         "demonstrations_path": run.reads("raw_demonstrations") and run.source("raw_demonstrations") is None,
         "prompts_path": run.writes("prompt_dataset") and run.source("raw_prompts") is None,
         "sft_model_path": run.is_null("sft_policy"),
-        "reward_model_path": run.is_null("reward_model") and run.needs_reward_model,
+        "reward_model_path": run.is_null("reward_model") and run.needs("reward_model"),
         "critic_path": run.is_null("pretrained_critic")
         and (run.writes("pretrained_critic") or run.needs("pretrained_critic")),
         "policy_path": run.is_null("ppo_policy"),
@@ -126,7 +115,7 @@ def check_settings(run: RunRequest) -> Iterator[str]:
 
 def check_protection(run: RunRequest) -> Iterator[str]:
     """Find a model that the run would write outside the project's own models: it may be a user's."""
-    layer = Path(run.data_root, MODELS_LAYER)
+    layer = f"{run.data_root}/{MODELS_LAYER}"
     for name, (stage, setting, reading) in MADE_BY.items():
         if run.writes(name) and run.source(name) is not None and not run.is_ours(run.source(name)):
             yield (
@@ -141,7 +130,7 @@ def check_demo_parts(run: RunRequest) -> Iterator[str]:
     if run.source("sft_policy") is None or not run.reads("sft_policy") or run.is_ours(run.source("sft_policy")):
         return
     policy, reward_model = map(run.shown, ("sft_policy", "reward_model"))
-    if run.reads("reward_model") and run.needs_reward_model and run.is_made_here("reward_model"):
+    if run.reads("reward_model") and run.needs("reward_model") and run.is_made_here("reward_model"):
         yield (
             f"reward_model_path={reward_model} is where this project keeps the reward model of its own SFT policy, not "
             f"of {policy}. Set it to your own reward model (or to a version in that folder, if you mean it), or give "
@@ -341,7 +330,7 @@ def check_environment(run: RunRequest) -> Iterator[str]:
     if run.writes("reward_audit"):
         yield (
             f"ppo.environment={ppo.environment}: audit_reward cannot judge rewards of episodes, because it probes them "
-            "with changed texts; go on without the audit"
+            "with changed texts; leave the audit out"
         )
     if run.samples_pairs:
         yield (

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import pandas as pd
 from datasets import Dataset
-from kedro.io import CatalogProtocol, MemoryDataset
+from kedro.io import CatalogProtocol
 from kedro.pipeline import Pipeline
 from transformers import PreTrainedTokenizerBase
 
@@ -40,7 +40,7 @@ class RunRequest:
     pipeline: Pipeline
     catalog: CatalogProtocol
     project_path: Path
-    data_root: str
+    data_root: str = "data"
     tables: dict[str, Dataset] = field(default_factory=dict)
     demonstrations: pd.DataFrame | None = None  # checked, to train on
     models: dict[str, PretrainedHandle] = field(default_factory=dict)
@@ -73,21 +73,15 @@ class RunRequest:
         return "base_model" if self.writes("sft_policy") else "sft_policy"
 
     @property
-    def needs_reward_model(self) -> bool:
-        """Whether the reward is made of the reward model; True if no group `reward` says so."""
-        reward = self.group("reward", RewardConfig)
-        return reward is None or reward.needs_model
-
-    @property
     def samples_pairs(self) -> bool:
         """Whether the run makes the pairs of a reward model itself, for lack of a user's preferences."""
         return self.writes("preferences") and self.source("raw_preferences") is None
 
     def needs(self, name: str) -> bool:
         """Return whether the settings use an input: a reward may need no model, and a user may give the prompts."""
-        ppo = self.group("ppo", PPOConfig)
+        ppo, reward = self.group("ppo", PPOConfig), self.group("reward", RewardConfig)
         is_needed = {
-            "reward_model": self.needs_reward_model,
+            "reward_model": reward is None or reward.needs_model,
             "pretrained_critic": ppo is not None and ppo.value_model == "pretrained",
             "training_prompts": False,
             "evaluation_prompts": self.source("raw_evaluation_prompts") is None,
@@ -98,11 +92,6 @@ class RunRequest:
     def unused(self) -> set[str]:
         """The inputs that no node of the run makes and that the settings do not use."""
         return {name for name in self.pipeline.inputs() if not self.needs(name)}
-
-    def is_nowhere(self, name: str) -> bool:
-        """Return whether an input is in no file and was not given."""
-        entry = self.catalog.get(name)
-        return entry is None or (isinstance(entry, MemoryDataset) and not entry.exists())
 
     def is_null(self, name: str) -> bool:
         """Return whether the run uses a model whose path is null."""
@@ -119,16 +108,15 @@ class RunRequest:
         return self.is_ours(self.source(name)) and Path(str(self.source(name))).name == name
 
 
-def describe_parts(pipeline: Pipeline, catalog: CatalogProtocol, project_path: Path) -> str | None:
+def describe_parts(run: RunRequest) -> str:
     """Return in one line where the policy, the reward, the prompts and the judge of a run come from.
 
-    None if the run neither trains by PPO nor evaluates.
+    It is empty if the run neither trains by PPO nor evaluates.
     """
-    run = RunRequest(pipeline, catalog, project_path, "")
     reward, evaluation = run.group("reward", RewardConfig), run.group("evaluation", EvaluationConfig)
     read = next((name for name in (*PROMPTS, "evaluation_prompts") if run.reads(name) and run.source(name)), None)
     if reward is None or evaluation is None or read is None:
-        return None
+        return ""
 
     def made(name: str, start: str | None) -> str:
         return f"trained by this run, from {start or 'random weights'}" if run.writes(name) else run.shown(name)
@@ -137,5 +125,5 @@ def describe_parts(pipeline: Pipeline, catalog: CatalogProtocol, project_path: P
     terms = [c.function or made("reward_model", "the policy") for c in reward.components]
     if len(terms) > 1:
         terms = [f"{c.weight:g} x ({term})" for c, term in zip(reward.components, terms, strict=True)]
-    prompts, judge = run.shown(read), resolve_judge(evaluation, project_path).description
+    prompts, judge = run.shown(read), resolve_judge(evaluation, run.project_path).description
     return f"Policy: {policy}. Reward: {' + '.join(terms)}. Prompts: {prompts}. The win rate is decided by {judge}."

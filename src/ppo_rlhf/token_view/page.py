@@ -1,6 +1,6 @@
 """The token view as HTML that fetches nothing: each token coloured by one of its numbers, with all of them at hand.
 
-Jinja escapes every text that a model or a data file wrote. The script gets numbers alone.
+Jinja escapes every text that a model or a data file wrote. The script gets only numbers.
 """
 
 from __future__ import annotations
@@ -47,29 +47,15 @@ PART_OF_A_CHARACTER = "◌"
 
 def render_view(iterations: Sequence[TokenSamples]) -> Markup:
     """Return the samples of one or several iterations as a part of a page; colours mean the same in all of them."""
-    return Markup(_environment().get_template("view.html").render(**_content(iterations)))
+    return Markup(_render("view.html", iterations))
 
 
 def render_page(iterations: Sequence[TokenSamples]) -> str:
     """Return the samples of one or several iterations as a page of their own."""
-    return _environment().get_template("page.html").render(**_content(iterations))
+    return _render("page.html", iterations)
 
 
-def _content(iterations: Sequence[TokenSamples]) -> dict[str, object]:
-    return {
-        "iterations": iterations,
-        "quantities": QUANTITIES,
-        "scale": {quantity.name: max(LEAST_SCALE, _largest(iterations, quantity.name)) for quantity in QUANTITIES},
-    }
-
-
-def _largest(iterations: Sequence[TokenSamples], name: str) -> float:
-    """Return the largest finite magnitude of a quantity."""
-    numbers = (x for shown in iterations for sample in shown["samples"] for x in sample["numbers"][name])
-    return max((abs(x) for x in numbers if math.isfinite(x)), default=0.0)
-
-
-def _environment() -> jinja2.Environment:
+def _render(template: str, iterations: Sequence[TokenSamples]) -> str:
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("ppo_rlhf.token_view", "."),
         autoescape=True,
@@ -77,7 +63,14 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True,
     )
     environment.filters |= {"tokens": _tokens, "number": _number, "end": _end}
-    return environment
+    scale = {quantity.name: _largest(iterations, quantity.name) for quantity in QUANTITIES}
+    return environment.get_template(template).render(iterations=iterations, quantities=QUANTITIES, scale=scale)
+
+
+def _largest(iterations: Sequence[TokenSamples], name: str) -> float:
+    """Return the largest finite magnitude of a quantity, at least LEAST_SCALE."""
+    numbers = (x for shown in iterations for sample in shown["samples"] for x in sample["numbers"][name])
+    return max([LEAST_SCALE, *(abs(x) for x in numbers if math.isfinite(x))])
 
 
 def _tokens(sample: TokenSample) -> Iterator[tuple[str, str]]:

@@ -17,6 +17,7 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError, ModelError
 from ppo_rlhf.models.adapters import has_adapter
 from ppo_rlhf.models.capabilities import check_causal
+from ppo_rlhf.models.compilation import compile_layers
 from ppo_rlhf.models.critic import Critic
 from ppo_rlhf.models.directories import WEIGHTS, WEIGHTS_INDEX, is_local
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel, check_vocabulary, prepare, usable_context
@@ -29,7 +30,6 @@ from ppo_rlhf.ppo.models import (
     critic_backbone,
     load_causal_lm,
     policy_to_train,
-    prepare_to_score,
 )
 from ppo_rlhf.ppo.precision import frozen_dtype, trained_dtype
 from ppo_rlhf.processes import is_main_process
@@ -96,7 +96,8 @@ def take_policies(
     frozen.requires_grad_(False)
     if config.offload_reference_policy:
         to_host(frozen)
-    prepare_to_score(frozen, config)
+    if config.compile:
+        compile_layers(frozen)
     return TrainedModel(policy_to_train(base, config), tokenizer, value_head=head), frozen
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ppo_rlhf.advice import advise, in_words
+from ppo_rlhf.advice import in_words
 from ppo_rlhf.checkpoints import files
 from ppo_rlhf.checkpoints.model_card import may_write_card, render_card
 from ppo_rlhf.checkpoints.model_files import exported_policy
@@ -290,7 +290,7 @@ class PPOTrainer:
                 self._take_folder(directory)
             bar = held.enter_context(watched(self.state, directory))
             loop.train(self.state, self.reference_policy, self._prompts, self._scorer, after_iteration)
-        for line in in_words(self.config, advise(self.config, self.history), list(self.history), most=None):
+        for line in in_words(self.config, self.history, most=None):
             say(line)
         return self.history
 

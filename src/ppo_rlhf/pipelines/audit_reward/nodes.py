@@ -92,7 +92,7 @@ def order_held_out_pairs(
     """Measure on which share of held-out preferences the reward agrees.
 
     Without preferences of a user's own it is the accuracy that reward training left in the model, if the reward is
-    that model alone; else nothing.
+    only that model; else nothing.
     """
     if raw_preferences is None:
         config = None if reward_model is None or not reward.needs_model else reward_model.config()

@@ -1,9 +1,10 @@
 """Wiring of the audit of the reward."""
 
-from kedro.pipeline import Node, Pipeline
+from kedro.pipeline import Pipeline
 
 from ppo_rlhf.pipelines import ppo
 from ppo_rlhf.pipelines.audit_reward import nodes
+from ppo_rlhf.pipelines.wiring import named
 
 
 def create_pipeline() -> Pipeline:
@@ -20,31 +21,11 @@ def create_pipeline() -> Pipeline:
     preferences = ["raw_preferences", "reward_model", "sft_policy", "reward_scorer"]
     found = ["best_of_n_samples", "reward_probes"]
     own = [
-        Node(
-            nodes.sample_responses,
-            [*scored, "params:evaluation", "params:best_of_n"],
-            "best_of_n_samples",
-            name="sample_responses",
-        ),
-        Node(
-            nodes.probe_reward,
-            ["best_of_n_samples", *scored, "params:audit"],
-            "reward_probes",
-            name="probe_reward",
-        ),
-        Node(
-            nodes.order_held_out_pairs,
-            [*preferences, "params:reward", "params:reward_modelling"],
-            "pair_agreement",
-            name="order_held_out_pairs",
-        ),
-        Node(
-            nodes.conclude_audit,
-            [*found, "pair_agreement", "params:reward", "params:evaluation"],
-            "reward_audit",
-            name="conclude_audit",
-        ),
-        Node(nodes.plot_audit, found, "reward_audit_plot", name="plot_audit"),
+        named(nodes.sample_responses, [*scored, "params:evaluation", "params:best_of_n"], "best_of_n_samples"),
+        named(nodes.probe_reward, ["best_of_n_samples", *scored, "params:audit"], "reward_probes"),
+        named(nodes.order_held_out_pairs, [*preferences, "params:reward", "params:reward_modelling"], "pair_agreement"),
+        named(nodes.conclude_audit, [*found, "pair_agreement", "params:reward", "params:evaluation"], "reward_audit"),
+        named(nodes.plot_audit, found, "reward_audit_plot"),
     ]
     audit = Pipeline(own, namespace="audit_reward", prefix_datasets_with_namespace=False)
     return Pipeline([ppo.create_preparation(), audit])

@@ -21,7 +21,7 @@ def pretrain_critic(
     ppo_config: PPOConfig,
     critic_pretraining: CriticPretrainingConfig,
 ) -> tuple[TrainedModel, list[dict[str, float]]]:
-    """Train the critic alone on responses of the SFT policy; say how much of the returns' variance it explains."""
+    """Train only the critic, on responses of the SFT policy; log how much of the returns' variance it explains."""
     with watching("Critic", critic_pretraining.iterations) as report:
         critic, history = training.pretrain_critic(
             sft_policy,

@@ -1,9 +1,10 @@
 """Wiring of the critic's pretraining."""
 
-from kedro.pipeline import Node, Pipeline
+from kedro.pipeline import Pipeline
 
 from ppo_rlhf.pipelines import ppo
 from ppo_rlhf.pipelines.critic_pretraining import nodes
+from ppo_rlhf.pipelines.wiring import named
 
 
 def create_pipeline() -> Pipeline:
@@ -15,11 +16,10 @@ def create_pipeline() -> Pipeline:
     ```
     """
     prompts = ["prompt_dataset", "evaluation_prompt_dataset"]
-    own = Node(
+    own = named(
         nodes.pretrain_critic,
         ["sft_policy", *prompts, "reward_scorer", "ppo_config", "params:critic_pretraining"],
         ["pretrained_critic", "critic_metrics"],
-        name="pretrain_critic",
     )
     pretraining = Pipeline([own], namespace="critic_pretraining", prefix_datasets_with_namespace=False)
     return Pipeline([ppo.create_preparation(), pretraining])

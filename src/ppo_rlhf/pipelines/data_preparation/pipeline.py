@@ -1,16 +1,16 @@
 """The data preparation pipeline."""
 
-from kedro.pipeline import Node, Pipeline
+from kedro.pipeline import Pipeline
 
 from ppo_rlhf.pipelines.data_preparation import nodes
+from ppo_rlhf.pipelines.wiring import named
 
 
 def create_pipeline() -> Pipeline:
     """Wire `raw_demonstrations → split_demonstrations → demonstrations, evaluation_demonstrations`."""
-    split = Node(
+    split = named(
         nodes.split_demonstrations,
         ["raw_demonstrations", "params:data_preparation"],
         ["demonstrations", "evaluation_demonstrations"],
-        name="split_demonstrations",
     )
     return Pipeline([split], namespace="data_preparation", prefix_datasets_with_namespace=False)

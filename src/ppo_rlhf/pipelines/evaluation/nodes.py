@@ -181,7 +181,7 @@ def write_model_card(
     """Put the result into the policy's model card, in place of an earlier one.
 
     Returns:
-        The policy's directory and its card; of a policy without a card of ours None and the result alone.
+        The policy's directory and its card; for a policy without a card of ours, None and only the result.
     """
     accuracy = reward_model_accuracy(reward_model, reward)
     temperature = ppo.temperature if evaluation.temperature is None else evaluation.temperature

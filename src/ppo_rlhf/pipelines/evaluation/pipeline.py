@@ -1,8 +1,9 @@
 """Wiring of the pipeline `evaluation`."""
 
-from kedro.pipeline import Node, Pipeline
+from kedro.pipeline import Pipeline
 
 from ppo_rlhf.pipelines.evaluation import nodes
+from ppo_rlhf.pipelines.wiring import named
 
 
 def create_pipeline() -> Pipeline:
@@ -11,36 +12,23 @@ def create_pipeline() -> Pipeline:
     models, evaluations = ["sft_policy", "reward_model"], ["sft_evaluation", "ppo_evaluation"]
     settings = ["params:ppo", "params:reward", "params:evaluation"]
     own = [
-        Node(
+        named(
             nodes.choose_prompts,
             [*prompts, "sft_policy", "params:ppo", "params:prompts"],
             ["chosen_prompts", "trained_prompts"],
-            name="choose_prompts",
         ),
-        Node(
-            nodes.evaluate_sft_policy,
-            [*models, "chosen_prompts", *settings],
-            "sft_evaluation",
-            name="evaluate_sft_policy",
-        ),
-        Node(
-            nodes.evaluate_ppo_policy,
-            ["ppo_policy", *models, "chosen_prompts", *settings],
-            "ppo_evaluation",
-            name="evaluate_ppo_policy",
-        ),
-        Node(
+        named(nodes.evaluate_sft_policy, [*models, "chosen_prompts", *settings], "sft_evaluation"),
+        named(nodes.evaluate_ppo_policy, ["ppo_policy", *models, "chosen_prompts", *settings], "ppo_evaluation"),
+        named(
             nodes.compare_policies,
             [*evaluations, "sft_policy", "chosen_prompts", "trained_prompts", "training_history", *settings],
             {"evaluation_summary": "evaluation_summary", "before_after": "before_after"},
-            name="compare_policies",
         ),
-        Node(nodes.pair_samples, [*evaluations, "params:evaluation"], "sample_pairs", name="pair_samples"),
-        Node(
+        named(nodes.pair_samples, [*evaluations, "params:evaluation"], "sample_pairs"),
+        named(
             nodes.write_model_card,
             ["evaluation_summary", "before_after", "ppo_policy", *models, *settings],
             "model_card",
-            name="write_model_card",
         ),
     ]
     return Pipeline(own, namespace="evaluation", prefix_datasets_with_namespace=False)

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 def configure_ppo(ppo: PPOConfig) -> PPOConfig:
-    """Parse and validate every hyperparameter before anything is loaded; say what differs from the defaults."""
+    """Parse and validate every hyperparameter before anything is loaded; log what differs from the defaults."""
     changed = ", ".join(f"{name}={value}" for name, value in ppo.not_default().items())
     log.info("PPO settings that differ from the defaults: %s", changed or "none")
     sizes = (ppo.world_size, ppo.batch_size, ppo.local_batch_size)
@@ -82,7 +82,7 @@ def load_sft_policy(sft_policy: PretrainedHandle, ppo_config: PPOConfig) -> tupl
     total, trained = (policy.model.num_parameters(only_trainable=only) / 1e6 for only in (False, True))
     log.info("Policy: %s, %.3g M parameters, %.3g M train, on %s.", sft_policy.source, total, trained, device)
     if policy.value_head is not None and ppo_config.value_model in ("separate", "shared"):
-        log.info("The value head starts as the one that lies with %s (v_head).", sft_policy.source)
+        log.info("The value head starts as the one stored with %s (v_head).", sft_policy.source)
     return policy, reference
 
 
@@ -140,8 +140,8 @@ def evaluate_reference_policy(
             after it.
     """
     sampling = sampling_settings(ppo_config, policy.tokenizer, reference_policy)
-    given = policy.tokenizer, evaluation_prompt_dataset, reward_scorer, ppo_config, sampling
-    evaluated = _evaluator(*given, evaluation).evaluate(reference_policy, None, device=policy.model.device)
+    evaluator = _evaluator(policy.tokenizer, evaluation_prompt_dataset, reward_scorer, ppo_config, sampling, evaluation)
+    evaluated = evaluator.evaluate(reference_policy, None, device=policy.model.device)
     if evaluation.pass_at:
         check_right_or_wrong(evaluated)
     return evaluated
@@ -205,8 +205,9 @@ def evaluate_iteration(
     state = next_training_state
     if state.iteration % state.config.eval_interval and not state.finished:
         return {}
-    given = state.tokenizer, evaluation_prompt_dataset, reward_scorer, state.config, state.sampling
-    evaluator = _evaluator(*given, evaluation)
+    evaluator = _evaluator(
+        state.tokenizer, evaluation_prompt_dataset, reward_scorer, state.config, state.sampling, evaluation
+    )
     evaluated = evaluator.evaluate(state.policy, reference_policy)
     metrics = compare_evaluations(evaluated, reference_evaluation)
     by_reward = reward.is_judge(evaluator.judge.reference)
@@ -254,5 +255,5 @@ def _evaluator(
 ) -> Evaluator:
     """Return what evaluates during training: one response to each of the first held-out prompts."""
     first = prompts.select(range(min(len(prompts), evaluation.iteration_prompts)))
-    scoring, sampling = (scorer, resolve_judge(evaluation)), evaluation.sampling(trained)
-    return Evaluator(tokenizer, first, *scoring, config, sampling, evaluation.seed, evaluation.batch_size)
+    judge, sampling = resolve_judge(evaluation), evaluation.sampling(trained)
+    return Evaluator(tokenizer, first, scorer, judge, config, sampling, evaluation.seed, evaluation.batch_size)

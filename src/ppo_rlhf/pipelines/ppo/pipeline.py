@@ -1,8 +1,9 @@
 """The PPO pipeline."""
 
-from kedro.pipeline import Node, Pipeline
+from kedro.pipeline import Pipeline
 
 from ppo_rlhf.pipelines.ppo import nodes
+from ppo_rlhf.pipelines.wiring import named
 
 
 def create_pipeline() -> Pipeline:
@@ -21,8 +22,8 @@ def create_pipeline() -> Pipeline:
     evaluated = ["evaluation_prompt_dataset", "reward_scorer"]
     before = ["reference_evaluation", "earlier_evaluations"]
     once_before = [
-        Node(nodes.configure_ppo, "params:ppo", "ppo_config", name="configure_ppo"),
-        Node(
+        named(nodes.configure_ppo, "params:ppo", "ppo_config"),
+        named(
             nodes.prepare_prompts,
             ["raw_prompts", "raw_evaluation_prompts", "sft_policy", "ppo_config", "params:prompts"],
             {
@@ -31,79 +32,44 @@ def create_pipeline() -> Pipeline:
                 "training_prompts": "training_prompts",
                 "evaluation_prompts": "evaluation_prompts",
             },
-            name="prepare_prompts",
         ),
-        Node(
-            nodes.load_sft_policy,
-            ["sft_policy", "ppo_config"],
-            ["policy", "reference_policy"],
-            name="load_sft_policy",
-        ),
-        Node(
-            nodes.load_reward_model,
-            ["reward_model", "sft_policy", "params:reward", "ppo_config"],
-            "reward_scorer",
-            name="load_reward_model",
-        ),
-        Node(
+        named(nodes.load_sft_policy, ["sft_policy", "ppo_config"], ["policy", "reference_policy"]),
+        named(nodes.load_reward_model, ["reward_model", "sft_policy", "params:reward", "ppo_config"], "reward_scorer"),
+        named(
             nodes.initialise_training_state,
             ["policy", "reward_scorer", "prompt_dataset", "ppo_config", "pretrained_critic", "resume_checkpoint"],
             "training_state",
-            name="initialise_training_state",
         ),
-        Node(
+        named(
             nodes.evaluate_reference_policy,
             ["policy", "reference_policy", *evaluated, "ppo_config", "params:evaluation"],
             "reference_evaluation",
-            name="evaluate_reference_policy",
         ),
     ]
     iteration = [
-        Node(
-            nodes.generate_rollouts,
-            ["training_state", "reference_policy", "prompt_dataset"],
-            "rollouts",
-            name="generate_rollouts",
-        ),
-        Node(nodes.score_responses, ["rollouts", "reward_scorer", "training_state"], "scores", name="score_responses"),
-        Node(nodes.shape_rewards, ["rollouts", "scores", "training_state"], "shaped_rewards", name="shape_rewards"),
-        Node(
-            nodes.estimate_advantages,
-            ["rollouts", "scores", "shaped_rewards", "params:ppo"],
-            "experience",
-            name="estimate_advantages",
-        ),
-        Node(nodes.show_tokens, ["training_state", "experience"], "token_samples", name="show_tokens"),
-        Node(
+        named(nodes.generate_rollouts, ["training_state", "reference_policy", "prompt_dataset"], "rollouts"),
+        named(nodes.score_responses, ["rollouts", "reward_scorer", "training_state"], "scores"),
+        named(nodes.shape_rewards, ["rollouts", "scores", "training_state"], "shaped_rewards"),
+        named(nodes.estimate_advantages, ["rollouts", "scores", "shaped_rewards", "params:ppo"], "experience"),
+        named(nodes.show_tokens, ["training_state", "experience"], "token_samples"),
+        named(
             nodes.optimise_policy,
             ["training_state", "experience"],
-            {
-                "next_training_state": "next_training_state",
-                "ppo_metrics": "ppo_metrics",
-                "checkpoint": "checkpoint",
-            },
-            name="optimise_policy",
+            {"next_training_state": "next_training_state", "ppo_metrics": "ppo_metrics", "checkpoint": "checkpoint"},
         ),
-        Node(
+        named(
             nodes.evaluate_iteration,
             ["next_training_state", "reference_policy", *before, *evaluated, "params:reward", "params:evaluation"],
             "evaluation_metrics",
-            name="evaluate_iteration",
         ),
     ]
     once_after = [
-        Node(
+        named(
             nodes.export_policy,
             ["next_training_state", "reward_model", "params:reward", "params:evaluation"],
             "ppo_policy",
-            name="export_policy",
         ),
-        Node(
-            nodes.summarise_training,
-            ["next_training_state", "evaluation_metrics"],
-            "training_history",
-            name="summarise_training",
-        ),
+        named(nodes.summarise_training, ["next_training_state", "evaluation_metrics"], "training_history"),
     ]
     own = [*once_before, *Pipeline(iteration, tags="iteration").nodes, *once_after]
     return Pipeline(own, namespace="ppo", prefix_datasets_with_namespace=False)

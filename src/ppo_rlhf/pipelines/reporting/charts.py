@@ -61,11 +61,6 @@ class Panel:
     expected: ExpectedCurve | None = None
     """A curve from elsewhere, drawn dotted."""
 
-    @property
-    def has_legend(self) -> bool:
-        """Whether there are several curves to tell apart."""
-        return len(self.curves) + (self.expected is not None) > 1
-
 
 PANELS = (
     Panel(
@@ -162,24 +157,17 @@ def panels_of(history: pd.DataFrame, ppo: PPOConfig, expected: ExpectedCurve | N
 
     An expected curve has a panel of its own, the first one, where its metric was measured.
     """
-    found = []
-    for panel in (*_expected_panels(expected), *PANELS):
+    panels, found = [*PANELS], []
+    if expected is not None:
+        explanation = f"Dotted: {expected.label}. Both should have the same height at the same iteration."
+        own = {expected.metric: "this run"}
+        panels.insert(0, Panel("Beside the expected curve", expected.metric, own, explanation, expected=expected))
+    for panel in panels:
         curves = {key: label for key, label in panel.curves.items() if np.isfinite(column(history, key)).any()}
         if curves:
             level = panel.level if panel.limit is None else getattr(ppo, panel.limit)
             found.append(replace(panel, curves=curves, level=level))
     return found
-
-
-def _expected_panels(expected: ExpectedCurve | None) -> list[Panel]:
-    if expected is None:
-        return []
-    explanation = f"Dotted: {expected.label}. Both should have the same height at the same iteration."
-    return [
-        Panel(
-            "Beside the expected curve", expected.metric, {expected.metric: "this run"}, explanation, expected=expected
-        )
-    ]
 
 
 def column(history: pd.DataFrame, key: str) -> NDArray[np.float64]:
@@ -193,7 +181,7 @@ def panel_figure(panel: Panel, history: pd.DataFrame) -> go.Figure:
     """Return one panel as a figure of its own."""
     figure = go.Figure()
     _draw(figure, panel, history)
-    style(figure, height=220, showlegend=panel.has_legend)
+    style(figure, height=220, showlegend=len(panel.curves) + (panel.expected is not None) > 1)
     return figure
 
 

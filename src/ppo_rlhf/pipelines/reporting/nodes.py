@@ -13,7 +13,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from ppo_rlhf.advice import advise, in_words
+from ppo_rlhf.advice import in_words
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.settings_group import settings_group
 from ppo_rlhf.evaluation.policy import EvaluationConfig, PolicyEvaluation
@@ -32,9 +32,6 @@ from ppo_rlhf.processes import is_main_process
 from ppo_rlhf.rewards.config import RewardConfig
 from ppo_rlhf.rewards.scorers import reward_model_accuracy
 from ppo_rlhf.token_view import TokenSamples, render_view
-
-_FROM_GLOBALS = ("seed", "prompts_path")
-"""Settings of the evaluation that follow the globals: they are no choice of the user."""
 
 
 @settings_group("reporting")
@@ -100,7 +97,7 @@ def write_report(
         distribution=score_distribution(sft_scores, ppo_scores, score_label),
         training_note=training_note(training_history),
         panels=[(panel, panel_figure(panel, training_history)) for panel in panels],
-        advice=in_words(ppo, advise(ppo, curves), curves) if curves else [],
+        advice=in_words(ppo, curves) if curves else [],
         samples=sample_pairs.to_dict("records"),
         token_view=render_view(token_samples) if token_samples and panels else None,
         settings=_settings(ppo, reward, evaluation),
@@ -137,7 +134,7 @@ def print_result(
     problems: Sequence[str],
     next_steps: Sequence[tuple[str, str]],
 ) -> None:
-    """Print the result. Square brackets are printed as they are, and long paths fold: people copy them."""
+    """Print the result. Square brackets are printed as they are, and long paths fold: users copy them."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("Held-out mean ± standard error")
     for heading in ("SFT", "PPO", "change"):
@@ -162,15 +159,17 @@ def _scores(sft_evaluation: pd.DataFrame, ppo_evaluation: pd.DataFrame) -> tuple
 
 def _settings(ppo: PPOConfig, reward: RewardConfig, evaluation: EvaluationConfig) -> list[tuple[str, str, str]]:
     """Return (name, value, default) of each setting that is not at its default, and the reward's components."""
-    ppo_defaults, evaluation_defaults = PPOConfig(), EvaluationConfig()
-    rows = [(f"ppo.{name}", str(value), str(getattr(ppo_defaults, name))) for name, value in ppo.not_default().items()]
+    usual = EvaluationConfig(seed=evaluation.seed, prompts_path=evaluation.prompts_path)  # these follow the globals
+    groups: dict[str, tuple[Any, Any]] = {"ppo": (ppo, PPOConfig()), "evaluation": (evaluation, usual)}
+    rows = [
+        (f"{group}.{field.name}", str(value), str(default))
+        for group, (given, defaults) in groups.items()
+        for field in fields(given)
+        if (value := getattr(given, field.name)) != (default := getattr(defaults, field.name))
+    ]
     for component in reward.components:
         source = component.function or "the reward model"
         rows.append((f"reward.components: {component.title}", f"{source}, weight {component.weight:g}", "–"))
-    for field in fields(EvaluationConfig):
-        value, default = getattr(evaluation, field.name), getattr(evaluation_defaults, field.name)
-        if field.name not in _FROM_GLOBALS and value != default:
-            rows.append((f"evaluation.{field.name}", str(value), str(default)))
     return rows
 
 

@@ -1,8 +1,9 @@
 """Wiring of the pipeline `reporting`."""
 
-from kedro.pipeline import Node, Pipeline
+from kedro.pipeline import Pipeline
 
 from ppo_rlhf.pipelines.reporting import nodes
+from ppo_rlhf.pipelines.wiring import named
 
 
 def create_pipeline() -> Pipeline:
@@ -11,24 +12,13 @@ def create_pipeline() -> Pipeline:
     samples, models = ["sample_pairs", "token_samples"], ["ppo_policy", "sft_policy", "reward_model"]
     settings = ["params:ppo", "params:reward", "params:evaluation", "params:reporting"]
     own = [
-        Node(
-            nodes.plot_training,
-            ["training_history", "params:ppo", "params:reporting"],
-            "training_curves_plot",
-            name="plot_training",
-        ),
-        Node(nodes.plot_scores, evaluations, "score_distribution_plot", name="plot_scores"),
-        Node(
-            nodes.write_report,
-            ["training_history", *result, *samples, *evaluations, *models, *settings],
-            "report",
-            name="write_report",
-        ),
-        Node(
+        named(nodes.plot_training, ["training_history", "params:ppo", "params:reporting"], "training_curves_plot"),
+        named(nodes.plot_scores, evaluations, "score_distribution_plot"),
+        named(nodes.write_report, ["training_history", *result, *samples, *evaluations, *models, *settings], "report"),
+        named(
             nodes.print_summary,
             ["report", *result, "ppo_policy", "reward_model", "params:reward", "params:reporting"],
             None,
-            name="print_summary",
         ),
     ]
     return Pipeline(own, namespace="reporting", prefix_datasets_with_namespace=False)

@@ -70,12 +70,9 @@ def write_value(shown: Measure, value: float, standard_error: float = math.nan) 
 
     An error of exactly 0 is left out: nothing varied.
     """
-    if not math.isfinite(standard_error) or standard_error == 0.0:
-        return write_share(value, shown.decimals) if shown.is_share else write_number(value, shown.decimals)
-    parts = [
-        write_number((100.0 if shown.is_share else 1.0) * part, shown.decimals) for part in (value, standard_error)
-    ]
-    return " ± ".join(parts) + ("%" if shown.is_share else "")
+    scale, parts = 100.0 if shown.is_share else 1.0, [value, *([standard_error] if standard_error > 0.0 else [])]
+    text = " ± ".join(write_number(scale * part, shown.decimals) for part in parts)
+    return text + ("%" if shown.is_share else "")
 
 
 def write_change(shown: Measure, before: float, after: float, standard_error: float = math.nan) -> str:
@@ -133,8 +130,7 @@ def remarks(
         before_after: Columns `measure`, `sft`, `ppo`.
         reward_model_accuracy: Accuracy on held-out preference pairs, if a reward model was trained here.
     """
-    sft = dict(zip(before_after["measure"], before_after["sft"], strict=True))
-    ppo = dict(zip(before_after["measure"], before_after["ppo"], strict=True))
+    means = before_after.set_index("measure")[["sft", "ppo"]].to_dict("index")
     result = summary["verdict"]
     exploits = summary.get("exploits_reward") and result not in (WIN, ROSE)
     found = []
@@ -163,7 +159,8 @@ def remarks(
             "The reward that PPO raised also decides the win rate, so it cannot show that PPO exploits it. Set "
             "evaluation.judge to another function, and read the samples."
         )
-    if "grammatical_rate" in ppo and ppo["grammatical_rate"] < 0.95 * sft["grammatical_rate"]:
+    grammatical = means.get("grammatical_rate")
+    if grammatical is not None and grammatical["ppo"] < 0.95 * grammatical["sft"]:
         found.append(f"{measure('grammatical_rate').label} responses fell below 95% of SFT's rate.")
     if reward_model_accuracy is not None and reward_model_accuracy < MIN_REWARD_ACCURACY:
         found.append(

@@ -1,8 +1,9 @@
 """The reward modelling pipeline."""
 
-from kedro.pipeline import Node, Pipeline
+from kedro.pipeline import Pipeline
 
 from ppo_rlhf.pipelines.reward_modelling import nodes
+from ppo_rlhf.pipelines.wiring import named
 
 
 def create_pipeline() -> Pipeline:
@@ -16,23 +17,16 @@ def create_pipeline() -> Pipeline:
     """
     sampled = ["sft_policy", "raw_prompts", "raw_evaluation_prompts"]
     own = [
-        Node(
-            nodes.check_preferences,
-            ["raw_preferences", "params:reward_modelling"],
-            "checked_preferences",
-            name="check_preferences",
-        ),
-        Node(
+        named(nodes.check_preferences, ["raw_preferences", "params:reward_modelling"], "checked_preferences"),
+        named(
             nodes.collect_preferences,
             ["checked_preferences", *sampled, "params:reward_modelling", "params:ppo", "params:prompts"],
             "preferences",
-            name="collect_preferences",
         ),
-        Node(
+        named(
             nodes.train_reward_model,
             ["sft_policy", "preferences", "params:reward_modelling"],
             ["reward_model", "reward_model_metrics"],
-            name="train_reward_model",
         ),
     ]
     return Pipeline(own, namespace="reward_modelling", prefix_datasets_with_namespace=False)

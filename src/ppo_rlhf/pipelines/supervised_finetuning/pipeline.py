@@ -1,16 +1,16 @@
 """The supervised fine-tuning pipeline."""
 
-from kedro.pipeline import Node, Pipeline
+from kedro.pipeline import Pipeline
 
 from ppo_rlhf.pipelines.supervised_finetuning import nodes
+from ppo_rlhf.pipelines.wiring import named
 
 
 def create_pipeline() -> Pipeline:
     """Wire `base_model, demonstrations, evaluation_demonstrations → train_sft_policy → sft_policy, sft_metrics`."""
-    train = Node(
+    train = named(
         nodes.train_sft_policy,
         ["base_model", "demonstrations", "evaluation_demonstrations", "params:supervised_finetuning"],
         ["sft_policy", "sft_metrics"],
-        name="train_sft_policy",
     )
     return Pipeline([train], namespace="supervised_finetuning", prefix_datasets_with_namespace=False)
