@@ -275,7 +275,7 @@ def test_what_a_function_of_a_project_raises_is_told_with_its_place(tmp_path):
         ("def (", "broken_e:score", "SyntaxError"),
         ("import sys\nsys.exit(2)", "broken_f:score", "SystemExit: 2 (broken_f.py, line 2)"),
         ("", "broken_g", "module:name"),
-        ("", "dir/broken_h.py:score", "dir.broken_h:score"),
+        ("", "broken_h.py:score", "module:name"),
     ],
 )
 def test_a_function_that_cannot_be_found_is_refused_in_one_line(tmp_path, source, reference, message):

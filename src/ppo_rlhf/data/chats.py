@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from ppo_rlhf.core.errors import DataError
+from ppo_rlhf.core.errors import DataError, in_one_line
 from ppo_rlhf.models.tokenizers import ending_template
 
 CHAT = 'a list of {"role": …, "content": …}'
@@ -29,7 +29,7 @@ def read_chat(value: Any, where: str, expected: str = CHAT) -> Chat:
     message the keys of all.
 
     Raises:
-        DataError: The value is no list of messages, or a message cannot be read, which is then shown.
+        DataError: The value is not a list of messages, or a message cannot be read; the error shows it.
     """
     given = value.tolist() if isinstance(value, np.ndarray) else value
     if not isinstance(given, list) or not given:
@@ -67,8 +67,7 @@ def render_chat(messages: Chat, tokenizer: PreTrainedTokenizerBase, where: str, 
                 continue_final_message=to_answer and is_begun,
             )
         except Exception as error:  # a template is a program: it can raise anything
-            why = " ".join(str(error).split())
-            raise DataError(f"{where}: the chat template refuses these messages: {why}") from error
+            raise DataError(f"{where}: the chat template refuses these messages: {in_one_line(error)}") from error
     return str(text)
 
 

@@ -23,7 +23,6 @@ from ppo_rlhf.rewards.functions import RewardFunction, call_reward_function
 from ppo_rlhf.rewards.model_scorer import close_response
 
 COLUMNS = ("prompt", "chosen", "rejected", "chosen_ids", "rejected_ids")
-_STREAM = "preferences"
 
 
 def check_preferences(
@@ -162,7 +161,7 @@ def _sample(
     policy: PreTrainedModel, batch: PromptDataset, sampling: SamplingSettings, seed: int, number: int, batch_size: int
 ) -> list[tuple[list[int], bool]]:
     """Return the tokens of a response to each prompt, and whether it stopped by itself."""
-    uniforms = episode_uniforms(seed, _STREAM, number, len(batch), sampling.response_length)
+    uniforms = episode_uniforms(seed, "preferences", number, len(batch), sampling.response_length)
     own = processes.own_share(len(batch))
     # shortest prompts first, so that a batch has prompts of similar length
     order = sorted(own, key=lambda row: len(batch.prompt_ids[row]))
