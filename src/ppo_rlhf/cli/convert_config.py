@@ -9,7 +9,7 @@ import click
 import yaml
 
 from ppo_rlhf.cli.errors import project_here
-from ppo_rlhf.core.errors import ConfigError, PPORLHFError
+from ppo_rlhf.core.errors import ConfigError, PPORLHFError, in_one_line
 
 if TYPE_CHECKING:  # imported at run time where it is used: other commands need no PPOConfig
     from ppo_rlhf.compat import Conversion
@@ -52,11 +52,11 @@ def convert_config(library: str, target: str | None, num_prompts: int | None, fo
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8").replace("\t", " "))  # JSON is YAML but for tabs
+        values = yaml.safe_load(path.read_text(encoding="utf-8").replace("\t", " "))  # JSON with tabs is not YAML
     except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}.") from None
+        raise ConfigError(f"{path} cannot be read: {in_one_line(error)}.") from None
     if not isinstance(values, dict):
-        raise ConfigError(f"{path} holds no settings: a mapping (name: value) is expected.")
+        raise ConfigError(f"{path} has no settings; it must be a mapping (name: value).")
     return {str(name): value for name, value in values.items()}
 
 
