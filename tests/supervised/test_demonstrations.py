@@ -206,12 +206,6 @@ def test_rows_with_nothing_to_learn_within_the_length_are_left_out(caplog):
     assert "1 demonstrations have nothing to learn" in caplog.text
 
 
-def test_a_part_with_nothing_to_learn_within_the_length_is_named():
-    frame = pd.DataFrame({"prompt": ["a b c"], "completion": [" d"]})
-    with pytest.raises(DataError, match=r"held-out demonstrations.*max_length"):
-        tokenise_demonstrations(frame, word_tokenizer(), 3, "held-out demonstrations")
-
-
 def test_a_tokenizer_is_trained_on_texts_or_prompts_with_their_completions():
     assert list(corpus_texts(pd.DataFrame({"text": ["a", "b"]}))) == ["a", "b"]
     assert list(corpus_texts(pd.DataFrame({"prompt": ["a"], "completion": [" b"]}))) == ["a b"]

@@ -184,8 +184,8 @@ def test_content_in_parts_is_joined_and_a_call_of_a_tool_has_none():
     assert pair["prompt"] == "user: a\na: "
 
 
-def test_an_answer_goes_on_with_the_assistants_message_that_ends_the_prompt():
-    """As PPO's prompt does: the policy continues that message, and opens no other."""
+def test_an_answer_continues_the_assistants_message_that_ends_the_prompt():
+    """As PPO's prompt does: the policy continues that message and does not begin another."""
     user, begun = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b "}
     good, bad = ([{"role": "assistant", "content": text}] for text in "cd")
     frame = check_preferences(pd.DataFrame([{"prompt": [user, begun], "chosen": good, "rejected": bad}]), *NAMES)
