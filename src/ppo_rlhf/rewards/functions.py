@@ -45,16 +45,15 @@ def load_function(reference: str, project_path: Path | None = None) -> RewardFun
         importlib.invalidate_caches()
         with _first_on_path(searched), _left_as_found():
             module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (module_name + ".").startswith(error.name + "."):
+    except (TerminationSignal, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # a user's file can raise anything, and a script may end itself
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is not None and (module_name + ".").startswith(missing + "."):
             raise RewardError(
                 f"{reference}: there is no module {module_name} in {', '.join(searched)} or on the Python path. "
                 f"Put {module_name.replace('.', '/')}.py into the project's directory."
             ) from error
-        raise RewardError(f"{reference}: importing {module_name} fails: {in_one_line(error)}.") from error
-    except (TerminationSignal, KeyboardInterrupt):
-        raise
-    except BaseException as error:  # a user's file can raise anything, and a script may end itself
         place = _place(error, lambda file: Path(file).is_relative_to(project))
         raise RewardError(f"{reference}: importing {module_name} fails: {_told(error)}{place}") from error
     function = getattr(module, name, None)

@@ -46,7 +46,7 @@ class ModelScorer:
         if not reads_end(model, tokenizer.eos_token_id):
             _warn_once(
                 f"The reward model ({type(model).__name__}) never reads the end of a text: it scores at the last token "
-                "that is not its pad token, and that is its end of text, too."
+                "that is not its pad token, which is also its end of text."
             )
 
     def __call__(self, batch: ResponseBatch) -> Tensor:

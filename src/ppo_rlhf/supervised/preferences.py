@@ -81,10 +81,10 @@ def noisy_preference(
     """Return Bradley–Terry labels: the first of a pair is preferred (True) with probability σ(beta (first - second)).
 
     Args:
-        first_scores: Of the labeller, for the first responses.
-        second_scores: For the second responses, as many.
-        beta: How reliable the labels are; 0 is a coin, infinity always right (and a coin between equals).
-        seed: Of the labels' own random stream; the label of pair i depends only on it, i and the scores.
+        first_scores: The labeller's scores of the first responses.
+        second_scores: Its scores of the second responses, as many.
+        beta: How reliable the labels are; 0 draws at random, infinity is always right (and draws between equals).
+        seed: Seed of the labels' own random stream; the label of pair i depends only on it, i and the scores.
     """
     rng = random.Random(seed)
     labels = []
@@ -121,7 +121,7 @@ def sample_preferences(
         labeller: Name and function of the score, which the table does not show.
         pairs: Pairs to sample.
         beta: How reliable the labels are, per unit of the score.
-        seed: Of prompts' order, noise and labels.
+        seed: Seed of the prompts' order, the noise and the labels.
         batch_size: Responses sampled at a time.
 
     Returns:

@@ -120,20 +120,18 @@ class HistoryCallback(TrainerCallback):
         if self._watch is not None:
             self._report = self.display.enter_context(self._watch(state.max_steps))
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Keep the mean loss since the last log, and the learning rate."""
-        if logs is not None and "loss" in logs:
+        logs = kwargs["logs"]
+        if "loss" in logs:
             self._record(state.global_step, {name: float(logs[name]) for name in ("loss", "learning_rate")})
 
-    def on_epoch_end(
-        self, args: Any, state: Any, control: Any, model: PreTrainedModel | None = None, **kwargs: Any
-    ) -> None:
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Evaluate on the held-out rows."""
-        if model is not None:
-            model.eval()
-            with torch.no_grad():
-                self._record(state.global_step, self._evaluate(model))
-            model.train()
+        model = kwargs["model"].eval()
+        with torch.no_grad():
+            self._record(state.global_step, self._evaluate(model))
+        model.train()
 
     def _record(self, step: int, metrics: dict[str, float]) -> None:
         for name, value in metrics.items():
