@@ -269,7 +269,7 @@ def _place(error: BaseException, is_theirs: Callable[[str], bool]) -> str:
 
 
 def _row_at_hand(error: BaseException, prompts: Sequence[str], completions: Sequence[str]) -> int | None:
-    """Return the row whose texts the innermost call held as it raised, None if no call held one by itself."""
+    """Return the row whose prompt or response the innermost call held when it raised; None if no call held one."""
     for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
         held = {id(value) for value in frame.f_locals.values() if isinstance(value, str)}
         found = [(id(c) in held) + (id(p) in held) for p, c in zip(prompts, completions, strict=True)]
@@ -279,7 +279,7 @@ def _row_at_hand(error: BaseException, prompts: Sequence[str], completions: Sequ
 
 
 def _written(report: list[str]) -> str:
-    """Write a report to a file of its own, and return ' Traceback: <file>'; nothing where no file can be written."""
+    """Write a report to a new temporary file, and return '. Traceback: <file>'; empty if no file can be written."""
     with contextlib.suppress(OSError), NamedTemporaryFile("w", prefix="traceback_", delete=False) as file:
         file.writelines(report)
         return f". Traceback: {file.name}"

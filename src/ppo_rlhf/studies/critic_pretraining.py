@@ -75,7 +75,7 @@ def pretraining_config(pretraining: CriticPretrainingConfig, ppo: PPOConfig) -> 
         lam_critic=1.0,
         critic_warmup_iterations=pretraining.iterations,
         kl_hold_iterations=0,
-        total_episodes=(pretraining.iterations + 1) * ppo.batch_size,  # a run whose last iteration is not done
+        total_episodes=(pretraining.iterations + 1) * ppo.batch_size,  # the run's last iteration is never done
         seed=int(torch.randint(2**32, (), generator=generator(ppo.seed, "critic pretraining"))),
     )
 
@@ -130,7 +130,7 @@ def pretrain_critic(
 
 
 def _whole(config: PPOConfig, prompts: int) -> PPOConfig:
-    """Return settings whose batch has each of so many prompts once, or as many of them as full micro-batches take."""
+    """Return settings for one batch with each of the prompts once, as many as fill whole micro-batches."""
     accumulated = max(1, prompts // config.micro_batch_size)
     return replace(
         config,
