@@ -20,7 +20,7 @@ Log = Callable[[int, Mapping[str, float]], None]
 
 
 def child_runs() -> Callable[[str, PPOConfig], AbstractContextManager[Log]]:
-    """Return a function that opens runs below the active one, in its store even if a reward function sets another store.
+    """Return a function that opens runs below the active one, in its store even if a reward function sets another.
 
     Without an active run (tracking is switched off, or this is not the main process) they log nothing.
     """
