@@ -36,7 +36,7 @@ class PromptDataset:
     def to_frame(self) -> pd.DataFrame:
         """Return a table with `prompt`, `prompt_ids` and the other columns, whose values are JSON.
 
-        Parquet has no type for columns of nested or mixed values. A date, say, which JSON lacks as well, becomes text.
+        Parquet has no type for columns of nested or mixed values. Values that JSON lacks, such as dates, become text.
         """
         others = {name: [as_json(value) for value in values] for name, values in self.columns.items()}
         return pd.DataFrame({**others, "prompt": self.texts, "prompt_ids": self.prompt_ids})

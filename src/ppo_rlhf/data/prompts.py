@@ -25,7 +25,7 @@ class PromptsConfig:
 
     column: str = "prompt"
     """Column with the prompt: text, or a list of chat messages (`[{"role": …, "content": …}, …]`). An assistant's
-    message at the end is continued. Content may be a list of parts of text, and absent beside a call of a tool."""
+    message at the end is continued. Content may be a list of parts of text, and may be missing beside a tool call."""
     held_out_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
     """Share of the prompts held out for evaluation when no evaluation prompts are given; never trained on."""
     max_held_out: Annotated[int, Field(ge=1)] = 512
@@ -61,7 +61,7 @@ class PromptReader:
     def read(self, frame: pd.DataFrame, column: str, name: str) -> PromptDataset:
         """Return the tokenised prompts of a table.
 
-        Text is tokenised as the tokenizer does by default (with a BOS if that is its way, and the text has none); chat
+        Text is tokenised as the tokenizer does by default (with a BOS if it adds one and the text has none); chat
         messages go through its chat template with the generation prompt, and the assistant's last message is continued.
 
         Args:
@@ -148,7 +148,7 @@ def split_held_out(
             if are_evaluated.all():
                 raise DataError(
                     "prompts: evaluation_prompts_path has all of them, so none is left to train on. Give others, or "
-                    "train on them all the same by prompts.train_on_evaluation_prompts=true"
+                    "set prompts.train_on_evaluation_prompts=true to train on them"
                 )
             frame = frame[~are_evaluated]
         return frame.reset_index(drop=True), evaluation.head(maximum).reset_index(drop=True)
@@ -182,7 +182,7 @@ def _as_text(value: Any, tokenizer: PreTrainedTokenizerBase, where: str) -> str:
 
 
 def _truncate_left(tokens: list[int], room: int, bos: int | None) -> list[int]:
-    """Cut off the beginning of a prompt, but keep its BOS: models have seen no text without theirs."""
+    """Cut off the beginning of a prompt, but keep its BOS: models have not seen texts without it."""
     if len(tokens) <= room or tokens[0] != bos or room < 2:
         return tokens[-room:]
     return [tokens[0], *tokens[len(tokens) - room + 1 :]]
