@@ -8,13 +8,6 @@ from typing import Any
 from ppo_rlhf.compat import Conversion
 
 
-def check_each_setting_is_listed_once(conversion: Conversion, settings: Mapping[str, Any]) -> None:
-    left = [setting for setting, _ in conversion.not_carried]
-    assert len(left) == len(set(left))
-    assert set(left) < set(settings)
-    assert all(reason.strip() for _, reason in conversion.not_carried)
-
-
 def check_claims(
     convert: Callable[[Mapping[str, Any]], Conversion], settings: Mapping[str, Any], others: Mapping[str, Any]
 ) -> None:
@@ -23,6 +16,7 @@ def check_claims(
     `others` has a value of another effect for settings where adding 1 will not do.
     """
     conversion = convert(settings)
+    assert all(setting in settings and reason for setting, reason in conversion.not_carried)
     untrue = []
     for setting, value in settings.items():
         changed = convert({**settings, setting: others.get(setting, _another(value))})

@@ -14,50 +14,33 @@ from click.testing import Result
 from tests.compat.trl_source import LEGACY_SCRIPT
 from tests.tiny_models import save, tiny_model
 
-Kedro = Callable[..., Result]
-
 PROMPTS = [f"{a} {b} c" for a in "abcdefghij" for b in "klmnopqrst"]
 
 
-@pytest.fixture
-def desk(project: Path) -> Path:
-    """A project with a tiny policy, prompts and a reward function."""
+@pytest.mark.slow
+def test_the_script_of_trls_legacy_api_runs(kedro: Callable[..., Result], project: Path, tmp_path: Path):
     save(project / "models" / "policy", tiny_model())
     (project / "data" / "prompts.jsonl").write_text("".join(f"{json.dumps({'prompt': p})}\n" for p in PROMPTS))
     (project / "own_reward.py").write_text(
         "def score(prompts, completions, **columns):\n    return [float(text.count('a')) for text in completions]\n"
     )
-    return project
-
-
-def logged_params(project: Path) -> dict[str, str]:
-    with sqlite3.connect(project / "mlflow.db") as database:
-        return dict(database.execute("select key, value from params"))
-
-
-def run(kedro: Kedro, project: Path, **parameters: object) -> dict[str, str]:
-    own = {"sft_model_path": "models/policy", "prompts_path": "data/prompts.jsonl"}
-    words = ",".join(f"{name}={value}" for name, value in {**own, **parameters}.items())
-    result = kedro(project, "run", "--pipelines", "ppo", "--params", words)
-    assert result.exit_code == 0, result.output
-    return logged_params(project)
-
-
-@pytest.mark.slow
-def test_the_script_of_trls_legacy_api_runs(kedro: Kedro, desk: Path, tmp_path: Path):
     (tmp_path / "legacy.yaml").write_text(yaml.safe_dump(LEGACY_SCRIPT))
-    assert kedro(desk, "convert-config", "--from", "trl", str(tmp_path / "legacy.yaml")).exit_code == 0
-    (desk / "conf" / "local" / "parameters_reward.yml").write_text(
+    assert kedro(project, "convert-config", "--from", "trl", str(tmp_path / "legacy.yaml")).exit_code == 0
+    (project / "conf" / "local" / "parameters_reward.yml").write_text(
         yaml.safe_dump({"reward": {"components": [{"type": "function", "function": "own_reward:score"}]}})
     )
-    params = run(kedro, desk, **{"ppo.total_episodes": 256, "ppo.response_length": 6})
+    own = "sft_model_path=models/policy,prompts_path=data/prompts.jsonl,ppo.total_episodes=256,ppo.response_length=6"
+    result = kedro(project, "run", "--pipelines", "ppo", "--params", own)
+    assert result.exit_code == 0, result.output
+    with sqlite3.connect(project / "mlflow.db") as database:
+        params = dict(database.execute("select key, value from params"))
     assert {name: params[f"ppo.{name}"] for name in ("kl_coef", "kl_controller", "value_model", "target_kl")} == {
         "kl_coef": "0.2",
         "kl_controller": "adaptive",
         "value_model": "shared",
         "target_kl": "None",
     }
-    history = (desk / "data" / "08_reporting" / "training_history" / "training_history.csv").read_text().splitlines()
+    history = (project / "data" / "08_reporting" / "training_history" / "training_history.csv").read_text().splitlines()
     row = dict(zip(history[0].split(","), history[-1].split(","), strict=True))
     assert float(row["optimiser/steps"]) == 32  # 4 epochs of 256 / 32 minibatches
     assert float(row["episode"]) == 256

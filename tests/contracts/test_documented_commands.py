@@ -1,4 +1,4 @@
-"""Every command in README and docs is parsed by the real command line, and every test that they cite exists."""
+"""Every command in README and docs is parsed by the real command line, and what they name exists."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from kedro.framework.cli.cli import KedroCLI
 from kedro.framework.project import pipelines
 
 from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.pipeline_registry import register_pipelines
 
 REPOSITORY = Path(__file__).parents[2]
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
@@ -90,6 +91,15 @@ def test_every_command_in_readme_and_docs_is_one_that_the_command_line_takes(com
             refused[words] = f"no environment {environment}"
     assert refused == {}
     assert len({tuple(arguments) for _, arguments in COMMANDS}) > 30, "the pages' commands are not found any more"
+
+
+def test_what_the_page_trains_from_own_pairs_reads_the_sft_model_and_the_pairs() -> None:
+    page = (REPOSITORY / "docs" / "your_model.md").read_text()
+    [names] = re.findall(r"from your pairs.*?--pipelines ([\w,]+)`", page, re.DOTALL)
+    registered = register_pipelines()
+    inputs = sum((registered[name] for name in names.split(",")), start=registered["align"]).inputs()
+    assert {"sft_policy", "raw_preferences", "raw_prompts"} <= inputs
+    assert "reward_model" not in inputs
 
 
 def test_every_test_that_a_page_cites_exists() -> None:

@@ -1,4 +1,4 @@
-"""Answers as models write them, against what verl's rule and a reader would say."""
+"""Answers as models write them, against verl's rule and a reader's judgement."""
 
 from __future__ import annotations
 

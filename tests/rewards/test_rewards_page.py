@@ -57,7 +57,7 @@ def scores_of(port: int) -> list[float]:
     return call_reward_function(names["score"], "score", ["p", "p"], ["long one", "short"], {})
 
 
-def test_the_reward_behind_http_asks_again_while_the_server_fails(server: Server) -> None:
+def test_the_reward_over_http_asks_again_while_the_server_fails(server: Server) -> None:
     server.failures = 2
     assert scores_of(server.server_port) == [8.0, 5.0]
     assert server.requests == 3

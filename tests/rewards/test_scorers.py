@@ -66,22 +66,19 @@ def read_by(model: Recorder, tokenizer, responses, terminated) -> list[list[int]
     return model.sequences
 
 
-def test_a_response_that_stopped_is_closed_by_the_reward_models_own_end():
-    assert read_by(Recorder(), word_tokenizer(), [[6, END]], [True]) == [[4, 5, 6, END]]
-    other_end = word_tokenizer(eos_token="<s>")
-    assert read_by(Recorder(), other_end, [[6, END]], [True]) == [[4, 5, 6, BEGIN]]
-
-
-def test_a_response_that_was_cut_off_gets_no_end():
-    assert read_by(Recorder(), word_tokenizer(), [[6, 7]], [False]) == [[4, 5, 6, 7]]
-
-
-def test_a_full_stop_that_ended_a_response_stays_in_its_text():
-    assert read_by(Recorder(), word_tokenizer(), [[6, PERIOD]], [True]) == [[4, 5, 6, PERIOD, END]]
-
-
-def test_an_empty_response_that_stopped_is_the_prompt_and_the_end():
-    assert read_by(Recorder(), word_tokenizer(), [[END]], [True]) == [[4, 5, END]]
+@pytest.mark.parametrize(
+    ("response", "stopped", "end", "read"),
+    [
+        ([6, END], True, "</s>", [6, END]),
+        ([6, END], True, "<s>", [6, BEGIN]),  # the reward model's own end
+        ([6, 7], False, "</s>", [6, 7]),
+        ([6, PERIOD], True, "</s>", [6, PERIOD, END]),
+        ([END], True, "</s>", [END]),
+    ],
+    ids=["stopped", "another end", "cut off", "a full stop, which is text", "empty"],
+)
+def test_a_response_is_closed_by_the_reward_models_end_if_it_stopped(response, stopped, end, read):
+    assert read_by(Recorder(), word_tokenizer(eos_token=end), [response], [stopped]) == [[4, 5, *read]]
 
 
 def test_another_vocabulary_is_decoded_and_encoded_anew():
@@ -160,11 +157,13 @@ def test_a_reward_models_score_that_is_not_finite_is_refused(value):
         scorer.score(batch([[6]], [False]))
 
 
-def test_without_a_model_component_no_model_is_read():
+def test_a_reward_model_is_read_and_needed_only_for_a_component_of_its_type():
     config = RewardConfig(components=[{"type": "function", "function": "math:fsum", "name": "f"}])
     assert not config.needs_model
     scorer = build_reward_scorer(config, PretrainedHandle("no/such/model"), word_tokenizer())
     assert scorer.model is None
+    with pytest.raises(ConfigError, match="set reward_model_path"):
+        build_reward_scorer(RewardConfig(components=[{"type": "model"}]), None, word_tokenizer())
 
 
 def test_the_reward_model_and_functions_are_built_from_their_configuration(tmp_path):
@@ -182,11 +181,6 @@ def test_the_reward_model_and_functions_are_built_from_their_configuration(tmp_p
     torch.testing.assert_close(scored.components["model"], expected, rtol=0.0, atol=1e-10)
     assert scored.components["length"].tolist() == [2.0, 1.0]
     torch.testing.assert_close(scored.total, 0.5 * expected + 2.0 * torch.tensor([2.0, 1.0]).double())
-
-
-def test_a_component_of_type_model_without_a_model_is_refused():
-    with pytest.raises(ConfigError, match="set reward_model_path"):
-        build_reward_scorer(RewardConfig(components=[{"type": "model"}]), None, word_tokenizer())
 
 
 @pytest.mark.parametrize(
@@ -275,7 +269,7 @@ def test_what_a_function_of_a_project_raises_is_told_with_its_place(tmp_path):
         ("def (", "broken_e:score", "SyntaxError"),
         ("import sys\nsys.exit(2)", "broken_f:score", "SystemExit: 2 (broken_f.py, line 2)"),
         ("", "broken_g", "module:name"),
-        ("", "dir/broken_h.py:score", "dir.broken_h:score"),
+        ("", "broken_h.py:score", "module:name"),
     ],
 )
 def test_a_function_that_cannot_be_found_is_refused_in_one_line(tmp_path, source, reference, message):
@@ -482,9 +476,9 @@ def test_what_a_function_leaves_changed_in_torch_and_the_working_directory_is_pu
         assert state() == before
 
 
-def test_an_episode_that_is_cut_off_behind_the_stop_token_of_a_turn_has_no_end_of_text():
+def test_an_episode_that_is_cut_off_after_the_stop_token_of_a_turn_has_no_end_of_text():
     special = frozenset({2, 9})
     assert close_response([5, 9, 6, 7, 9], False, 2, special, has_turns=True) == [5, 9, 6, 7]
     assert close_response([5, 9, 6, 7, 9], True, 2, special, has_turns=True) == [5, 9, 6, 7, 2]
     assert close_response([5, 6], False, 2, special, has_turns=True) == [5, 6]
-    assert close_response([5, 9], False, 2, special) == [5, 9]  # sampled, and no stop token of this run
+    assert close_response([5, 9], False, 2, special) == [5, 9]  # sampled, and not a stop token of this run

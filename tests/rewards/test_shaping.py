@@ -25,19 +25,28 @@ def shaped(scores: torch.Tensor = SCORES, moments: RunningMoments | None = None,
     return final_scores(scores, TERMINATED, LENGTHS, moments or RunningMoments(), config).tolist()
 
 
-def test_by_default_a_score_is_paid_as_it_is():
-    assert shaped() == SCORES.tolist()
-
-
-def test_the_missing_eos_penalty_comes_after_the_clip_and_only_for_cut_off_responses():
-    assert shaped(reward_clip=5.0, missing_eos_penalty=2.0) == [5.0, 3.0, -5.0, -7.0, -1.0]
-    assert shaped(reward_clip=5.0) == [5.0, 5.0, -5.0, -5.0, 1.0]
-    assert shaped(missing_eos_penalty=2.0) == [9.0, 7.0, -9.0, -11.0, -1.0]
-
-
-def test_the_scale_comes_before_the_clip_and_the_penalty():
-    assert shaped(reward_scale=0.5) == [4.5, 4.5, -4.5, -4.5, 0.5]
-    assert shaped(reward_scale=0.5, reward_clip=1.0, missing_eos_penalty=2.0) == [1.0, -1.0, -1.0, -3.0, -1.5]
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, [9.0, 9.0, -9.0, -9.0, 1.0]),
+        ({"reward_clip": 5.0}, [5.0, 5.0, -5.0, -5.0, 1.0]),
+        ({"reward_clip": 5.0, "missing_eos_penalty": 2.0}, [5.0, 3.0, -5.0, -7.0, -1.0]),  # the penalty after the clip
+        ({"reward_scale": 0.5}, [4.5, 4.5, -4.5, -4.5, 0.5]),
+        ({"reward_scale": 0.5, "reward_clip": 1.0, "missing_eos_penalty": 2.0}, [1.0, -1.0, -1.0, -3.0, -1.5]),
+        ({"truncated_responses": "keep"}, [9.0, 9.0, -9.0, -9.0, 1.0]),
+        ({"truncated_responses": "mask"}, [9.0, 9.0, -9.0, -9.0, 1.0]),  # which no loss sees
+        ({"truncated_responses": "bootstrap"}, [9.0, 0.0, -9.0, 0.0, 0.0]),  # GAE uses the critic's value instead
+        ({"truncated_responses": "penalise", "missing_eos_penalty": 2.0}, [9.0, 7.0, -9.0, -11.0, -1.0]),
+        ({"truncated_responses": "keep", "missing_eos_penalty": 2.0}, [9.0, 7.0, -9.0, -11.0, -1.0]),  # as in TRL
+        ({"truncated_responses": "replace", "missing_eos_penalty": 2.0}, [9.0, -2.0, -9.0, -2.0, -2.0]),
+        # of a buffer of 10 tokens before 53, length 48 uses 5: half a unit; length 53 pays the whole
+        ({"overlong_buffer": 10}, [9.0, 8.0, -9.5, -10.0, 0.0]),
+        ({"overlong_buffer": 10, "missing_eos_penalty": 2.0}, [9.0, 6.0, -9.5, -12.0, -2.0]),
+    ],
+    ids=str,
+)
+def test_scale_clip_and_penalties_come_in_this_order(settings, expected):
+    assert shaped(**settings) == expected
 
 
 # --- normalisation ---------------------------------------------------------------------------------------------------
@@ -57,7 +66,7 @@ def test_running_normalisation_counts_all_scores_so_far_and_this_batch():
     mean, variance = statistics.mean(everything), statistics.variance(everything)
     expected = [(score - mean) / math.sqrt(variance + 1e-8) for score in SCORES.tolist()]
     assert shaped(moments=moments, reward_normalisation="running") == pytest.approx(expected, rel=1e-9)
-    assert (moments.count, moments.mean) == (3, pytest.approx(7 / 3))  # shaping leaves them alone
+    assert (moments.count, moments.mean) == (3, pytest.approx(7 / 3))  # shaping does not change them
 
 
 @pytest.mark.parametrize("mode", ["batch", "running"])
@@ -145,31 +154,6 @@ def test_a_normalised_reward_trains_the_same_policy_whatever_the_rewards_unit(ma
             weights[mode, name] = snapshot(run.state.policy)["lm_head.weight"]
     assert_close(weights["running", "plain"], weights["running", "other"], rtol=0.0, atol=1e-4)
     assert float((weights["none", "plain"] - weights["none", "other"]).abs().max()) > 1e-3
-
-
-# --- cut-off and overlong responses ----------------------------------------------------------------------------------
-
-
-def test_cut_off_responses_are_kept_penalised_or_replaced():
-    penalty = {"missing_eos_penalty": 2.0}
-    assert shaped(truncated_responses="keep") == SCORES.tolist()
-    assert shaped(truncated_responses="penalise", **penalty) == [9.0, 7.0, -9.0, -11.0, -1.0]
-    assert shaped(truncated_responses="keep", **penalty) == [9.0, 7.0, -9.0, -11.0, -1.0]  # as in TRL
-    assert shaped(truncated_responses="replace", **penalty) == [9.0, -2.0, -9.0, -2.0, -2.0]
-
-
-def test_a_bootstrapped_response_is_paid_nothing_since_the_critics_value_stands_for_its_score():
-    assert shaped(truncated_responses="bootstrap") == [9.0, 0.0, -9.0, 0.0, 0.0]
-
-
-def test_a_masked_response_keeps_its_score_which_no_loss_sees():
-    assert shaped(truncated_responses="mask") == SCORES.tolist()
-
-
-def test_overlong_responses_pay_a_tenth_for_each_token_in_a_buffer_of_ten_cut_off_or_not():
-    """Length 48 of 53 with a buffer of 10 lies 5 tokens inside: half a unit; 53 pays the whole, and the eos penalty."""
-    assert shaped(overlong_buffer=10) == [9.0, 8.0, -9.5, -10.0, 0.0]
-    assert shaped(overlong_buffer=10, missing_eos_penalty=2.0) == [9.0, 6.0, -9.5, -12.0, -2.0]
 
 
 @cases("length_penalty", "openrlhf", skip=("overlong", "stop_scale"))

@@ -40,9 +40,8 @@ def test_a_response_may_get_one_number_a_token(result: Any) -> None:
     assert call(result) == [[1.0, 2.0], [3.0, 4.0, 5.0], [6.0]]
 
 
-def test_numbers_and_arrays_of_one_number_are_scores_of_responses() -> None:
+def test_numbers_of_any_kind_are_scores_of_responses() -> None:
     assert call([1, np.float32(2.0), torch.tensor(3.0)]) == [1.0, 2.0, 3.0]
-    assert call([torch.tensor([1.0]), np.array([2.0]), torch.tensor([3.0])]) == [1.0, 2.0, 3.0]
 
 
 @pytest.mark.parametrize(
@@ -50,8 +49,8 @@ def test_numbers_and_arrays_of_one_number_are_scores_of_responses() -> None:
     [
         ([[1.0, 2.0], [3.0, 4.0], [6.0]], r"2 numbers for response 1 \('text 1'\) of 3 tokens"),
         (torch.ones(3, 3), "3 numbers for response 0"),
-        ([[1.0, 2.0], 3.0, [6.0]], "one number alone for response 1"),
-        ([1.0, [3.0, 4.0, 5.0], 6.0], "one number alone for response 0"),
+        ([[1.0, 2.0], 3.0, [6.0]], "only one number for response 1"),
+        ([1.0, [3.0, 4.0, 5.0], 6.0], "only one number for response 0"),
         ([[1.0, 2.0], [3.0, math.nan, 5.0], [6.0]], "nan for response 1"),
         ([[1.0, 2.0], [3.0, [4.0], 5.0], [6.0]], "a value of type list for response 1"),
         ([[1.0, 2.0], [3.0, 4.0, 5.0]], "2 values for 3 responses"),

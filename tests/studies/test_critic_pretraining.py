@@ -96,7 +96,7 @@ def test_the_explained_variance_is_that_of_plain_returns_on_responses_to_held_ou
 ) -> None:
     """The policy is SFT, so no KL is paid: with gamma = lambda = 1 each state's return is the response's score.
 
-    The oracle values each row alone, without padding, by the critic that is returned, and takes numpy's variance.
+    The oracle values each row separately, without padding, by the critic that is returned, and takes numpy's variance.
     """
     rollouts = []
     generate = module.generate_rollouts
@@ -127,7 +127,7 @@ def test_what_is_stored_is_a_plain_backbone_that_was_trained(critics: dict[str, 
     assert critic.score.weight.any()
 
 
-def test_the_policy_of_the_pretraining_stands_still_and_its_noise_is_not_that_of_the_run() -> None:
+def test_the_policy_of_the_pretraining_does_not_change_and_its_noise_is_not_that_of_the_run() -> None:
     config = pretraining_config(CriticPretrainingConfig(iterations=3), ppo(kl_controller="adaptive", lam=0.9))
     assert config.critic_warmup_iterations == 3 < config.num_total_batches
     assert (config.lam, config.lam_critic, config.value_model) == (0.9, 1.0, "separate")
@@ -179,21 +179,18 @@ def test_the_pretraining_starts_from_a_critic_of_its_own(value_model: str) -> No
         CriticPretrainingConfig(value_model=value_model)  # type: ignore[arg-type]
 
 
-def test_a_head_that_only_a_shared_trunk_has_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"ppo\.export_value_head"):
-        pretraining_config(
-            CriticPretrainingConfig(), ppo(value_model="shared", value_learning_rate=None, export_value_head=True)
-        )
-
-
-def test_a_critic_in_4_bits_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"ppo\.load_in_4bit"):
-        pretraining_config(CriticPretrainingConfig(), ppo(value_model="separate", load_in_4bit=True, **LORA))
-
-
-def test_targets_that_hold_the_critics_own_values_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"ppo\.truncated_responses=bootstrap: .*truncated_responses=keep"):
-        pretraining_config(CriticPretrainingConfig(), ppo(truncated_responses="bootstrap"))
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"value_model": "shared", "value_learning_rate": None, "export_value_head": True}, "export_value_head"),
+        ({"value_model": "separate", "load_in_4bit": True, **LORA}, "load_in_4bit"),
+        ({"truncated_responses": "bootstrap"}, "truncated_responses=bootstrap: .*truncated_responses=keep"),
+    ],
+    ids=["the head of a shared trunk", "4 bits", "targets with the critic's own values"],
+)
+def test_settings_that_a_critic_of_its_own_cannot_have_are_refused(settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=rf"ppo\.{named}"):
+        pretraining_config(CriticPretrainingConfig(), ppo(**settings))
 
 
 def test_no_stored_critic_is_one_line_with_where_each_front_takes_one(sft: str) -> None:

@@ -83,18 +83,28 @@ def scorer_of(reward: Reward) -> RewardScorer:
     return RewardScorer([("reward", 1.0, scoring)])
 
 
-def test_a_good_reward_is_fit_with_a_judge_and_without() -> None:
-    assert broken(share_of_first_letters) == set()
-    assert broken(share_of_first_letters, judge=None) == set()
-
-
-def test_a_reward_that_loves_length_is_caught() -> None:
-    found = broken(lambda text: float(len(text.split())), judge=None)
-    assert found == {"audit/length_correlation", "audit/suffix_gain", "audit/repeated_gain"}
-
-
-def test_a_reward_that_loves_a_suffix_is_caught_though_no_sample_has_it() -> None:
-    assert broken(lambda text: share_of_first_letters(text) + 2.0 * text.endswith("q q")) == {"audit/suffix_gain"}
+@pytest.mark.parametrize(
+    ("reward", "judge", "found"),
+    [
+        (share_of_first_letters, share_of_first_letters, set()),
+        (share_of_first_letters, None, set()),
+        (
+            lambda text: float(len(text.split())),
+            None,
+            {"audit/length_correlation", "audit/suffix_gain", "audit/repeated_gain"},
+        ),
+        (
+            lambda text: share_of_first_letters(text) + 2.0 * text.endswith("q q"),
+            share_of_first_letters,
+            {"audit/suffix_gain"},
+        ),
+    ],
+    ids=["good", "good, without a judge", "loves length", "loves a suffix that no sample has"],
+)
+def test_a_reward_is_caught_by_exactly_the_rules_that_it_breaks(
+    reward: Reward, judge: Reward | None, found: set[str]
+) -> None:
+    assert broken(reward, judge) == found
 
 
 def test_a_reward_that_the_judge_disagrees_with_is_caught() -> None:

@@ -143,13 +143,6 @@ def test_given_texts_are_closed_by_the_end():
     assert pairs["prompt"].tolist() == ["a ", "b "]
 
 
-def test_given_texts_that_begin_with_the_beginning_of_text_get_no_second_one():
-    given = pd.DataFrame({"prompt": ["<s> a "], "chosen": ["b"], "rejected": ["d </s>"]})
-    pairs = tokenise_preferences(check_preferences(given, *NAMES), word_tokenizer(prepend_begin=True))
-    assert pairs["chosen_ids"].tolist() == [[BEGIN, A, B, END]]
-    assert pairs["rejected_ids"].tolist() == [[BEGIN, A, D, END]]
-
-
 def test_whole_texts_need_no_prompt_column():
     frame = check_preferences(pd.DataFrame({"good": ["a b"], "bad": ["c"], "label": [1]}), "prompt", "good", "bad")
     assert list(frame.columns) == ["chosen", "rejected"]
@@ -184,8 +177,8 @@ def test_content_in_parts_is_joined_and_a_call_of_a_tool_has_none():
     assert pair["prompt"] == "user: a\na: "
 
 
-def test_an_answer_goes_on_with_the_assistants_message_that_ends_the_prompt():
-    """As PPO's prompt does: the policy continues that message, and opens no other."""
+def test_an_answer_continues_the_assistants_message_that_ends_the_prompt():
+    """As PPO's prompt does: the policy continues that message and does not begin another."""
     user, begun = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b "}
     good, bad = ([{"role": "assistant", "content": text}] for text in "cd")
     frame = check_preferences(pd.DataFrame([{"prompt": [user, begun], "chosen": good, "rejected": bad}]), *NAMES)

@@ -117,14 +117,14 @@ def test_a_copy_of_the_trained_model_runs_its_own_weights(from_scratch):
 
 
 def test_training_again_with_the_same_seed_gives_the_same_bits_and_another_seed_does_not():
-    runs = [train_sft_policy(None, TEXTS, HELD_OUT, config(seed=seed)) for seed in (1, 1, 2)]
+    runs = [train_sft_policy(None, TEXTS, HELD_OUT, config(seed=seed, max_steps=3)) for seed in (1, 1, 2)]
     first, again, other = (weights(trained.model) for trained, _ in runs)
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not all(torch.equal(first[name], other[name]) for name in first)
     assert runs[0][1] == runs[1][1]
 
 
-def test_a_base_model_is_fine_tuned_and_its_directory_left_alone(tmp_path):
+def test_a_base_model_is_fine_tuned_and_its_directory_is_only_read(tmp_path):
     base = save(tmp_path / "base", tiny_model("gpt2"), word_tokenizer(pad_token=None))
     before = {p.name: p.read_bytes() for p in Path(base).iterdir()}
     trained, history = train_sft_policy(PretrainedHandle(base), TEXTS, HELD_OUT, config(num_train_epochs=4))
@@ -252,7 +252,7 @@ def test_the_part_in_which_nothing_fits_is_named_before_anything_is_trained(monk
     source = save(tmp_path / "base", tiny_model())
     short, long = (pd.DataFrame({"prompt": [text], "completion": [" d"]}) for text in ("a", "a b c"))
     for trained, held_out, name in ((short, long, "held-out"), (long, short, "training")):
-        with pytest.raises(DataError, match=f"^{name} demonstrations: none of 1 has a token to learn within 3 tokens"):
+        with pytest.raises(DataError, match=f"^{name} demonstrations: none of 1 .* within 3 tokens.*max_length"):
             train_sft_policy(PretrainedHandle(source), trained, held_out, config(max_length=3))
 
 

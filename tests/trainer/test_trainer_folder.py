@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
+from ppo_rlhf.rewards.scorers import score_by_function
+from ppo_rlhf.rewards.scoring import RewardScorer
 from ppo_rlhf.training import PPOTrainer
 from tests.tiny_models import save, tiny_model, word_tokenizer
 from tests.trainer.test_trainer import GOOD_STEP, PROMPTS, assert_same_bits, config, early_letters, weights
@@ -43,7 +46,7 @@ def test_a_new_run_is_not_written_among_the_checkpoints_of_another(folder: Path)
     assert sorted(folder.rglob("*")) == before
 
 
-def test_a_run_goes_on_in_its_own_folder(folder: Path, tmp_path: Path):
+def test_a_run_resumes_in_its_own_folder(folder: Path, tmp_path: Path):
     """Also after it was loaded from there by hand, and with steps of one's own."""
     resumed, stepped = trainer_of(), trainer_of()
     resumed.load_checkpoint(folder / "iteration_000002")
@@ -57,9 +60,11 @@ def test_a_run_goes_on_in_its_own_folder(folder: Path, tmp_path: Path):
 
 
 REWARD_MODEL = CausalLMRewardModel.from_causal_lm(tiny_model(seed=5))
+OF_WEIGHT_2 = RewardScorer([("early_letters", 2.0, partial(score_by_function, early_letters, "early_letters"))])
 OTHERS: list[tuple[str, dict[str, Any]]] = [
     ("reward", {"reward": late_letters}),
     ("reward", {"reward": REWARD_MODEL}),
+    ("reward", {"reward": OF_WEIGHT_2}),
     ("prompts", {"prompts": [*PROMPTS[:-1], "p"]}),
     ("prompts", {"prompts": {"prompt": PROMPTS, "answer": list("abcdefg")}}),
     ("value_model", {"value_model": tiny_model(seed=3)}),
@@ -70,14 +75,14 @@ OTHERS: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(
     ("named", "given"), [*OTHERS[:1], *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS[1:])]
 )
-def test_a_run_does_not_go_on_with_other_prompts_models_or_another_reward(folder: Path, named: str, given: Any):
+def test_a_run_is_not_resumed_with_other_prompts_models_or_another_reward(folder: Path, named: str, given: Any):
     trainer = trainer_of(**given)
     with pytest.raises(ConfigError, match=rf"(?m)^{named}: not what the run of \S+_000003 began with"):
         trainer.train(resume_from_checkpoint=True, output_dir=folder)
     assert trainer.state.iteration == 0
 
 
-def test_a_run_goes_on_with_a_reward_function_that_was_mended(folder: Path, caplog: pytest.LogCaptureFixture):
+def test_a_run_resumes_with_a_reward_function_that_was_fixed(folder: Path, caplog: pytest.LogCaptureFixture):
     def early_letters(prompts: list[str], completions: list[str]) -> list[float]:
         return [0.5] * len(completions)
 

@@ -13,17 +13,8 @@ import torch
 
 from ppo_rlhf.core.errors import CheckpointError, RewardError
 from ppo_rlhf.ppo import update
-from ppo_rlhf.training import PPOTrainer
 from tests.tiny_models import save, tiny_model
-from tests.trainer.test_trainer import (
-    GOOD_STEP,
-    assert_same_bits,
-    config,
-    early_letters,
-    repeatable,
-    trainer_of,
-    weights,
-)
+from tests.trainer.test_trainer import assert_same_bits, config, early_letters, repeatable, trainer_of, weights
 
 
 @pytest.fixture
@@ -44,13 +35,6 @@ def test_a_script_without_logging_sees_each_iteration(sft: str, capsys: pytest.C
     assert [line.partition(",")[0] for line in lines[:3]] == [f"Iteration {i}/3" for i in (1, 2, 3)]
     assert "score" in lines[0]
     assert lines[3].startswith("3 iterations of the policy")
-
-
-def test_log_stats_is_seen_without_logging(sft: str, capsys: pytest.CaptureFixture[str], monkeypatch):
-    forget_logging(monkeypatch)
-    trainer = PPOTrainer(config(), sft)
-    trainer.log_stats(trainer.step(**GOOD_STEP), {"query": ["a"], "response": ["b c"]}, [1.0])
-    assert capsys.readouterr().out.endswith("mean reward 1; 'a' -> 'b c'\n")
 
 
 class Terminal(StringIO):
@@ -102,7 +86,7 @@ def saved(folder: Path) -> list[str]:
     [pytest.param(ZeroDivisionError("x"), marks=pytest.mark.slow), KeyboardInterrupt()],
     ids=["error", "Ctrl-C"],
 )
-def test_an_exception_saves_the_last_whole_iteration_and_training_goes_on_from_it(
+def test_an_exception_saves_the_last_whole_iteration_and_training_resumes_from_it(
     sft: str, tmp_path: Path, error: BaseException
 ):
     """With the default save_interval nothing would be on disk. The reward is called once before the run."""

@@ -23,8 +23,6 @@ from transformers import (
     Llama4TextConfig,
     RemBertConfig,
     RemBertForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
 )
 
 from ppo_rlhf.core.errors import LaunchError, ModelError, TrainingError
@@ -119,7 +117,7 @@ class Interruption:
         self._take_step(*arguments)
 
 
-def test_after_an_interrupted_update_nothing_goes_on_until_a_checkpoint_is_loaded(tmp_path: Path, monkeypatch):
+def test_after_an_interrupted_update_nothing_trains_until_a_checkpoint_is_loaded(tmp_path: Path, monkeypatch):
     """The interruption comes before the third of the second iteration's four optimiser steps."""
     settings = {"save_interval": 1, "ema_decay": 0.9, "kl_controller": "adaptive", "kl_target": 1.0, "kl_horizon": 8.0}
     whole, trainer = trainer_of(**settings), trainer_of(**settings)
@@ -128,12 +126,9 @@ def test_after_an_interrupted_update_nothing_goes_on_until_a_checkpoint_is_loade
         patched.setattr("ppo_rlhf.ppo.update.take_step", Interruption(at=7))
         with pytest.raises(KeyboardInterrupt):
             trainer.train(output_dir=tmp_path)
-    with pytest.raises(TrainingError, match="interrupted after iteration 1"):
-        trainer.train()
-    with pytest.raises(TrainingError, match="interrupted after iteration 1"):
-        trainer.step(**GOOD_STEP)
-    with pytest.raises(TrainingError, match="interrupted after iteration 1"):
-        trainer.save_checkpoint(tmp_path)
+    for call in (trainer.train, lambda: trainer.step(**GOOD_STEP), lambda: trainer.save_checkpoint(tmp_path)):
+        with pytest.raises(TrainingError, match="interrupted after iteration 1"):
+            call()
     trainer.train(resume_from_checkpoint=True, output_dir=tmp_path)
     assert repeatable(trainer.history) == repeatable(whole.history)
     assert_same_bits(weights(trainer.policy), weights(whole.policy))
@@ -174,17 +169,12 @@ def bart() -> Any:
 
 
 HALF_OF_BART = {"layers": 1, "attention_heads": 2, "ffn_dim": 16}
-T5 = {"vocab_size": 25, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
 LLAMA4 = {"intermediate_size": 16, "intermediate_size_mlp": 16, "num_key_value_heads": 1, "head_dim": 8}
 
 
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (
-            lambda: T5ForConditionalGeneration(T5Config(**T5)),
-            "is an encoder-decoder, or its base model gives no hidden",
-        ),
         (bart, "is an encoder-decoder, or its base model gives no hidden states"),
         (lambda: Llama4ForCausalLM(Llama4TextConfig(**SHAPE, **LLAMA4)), "its base model gives no hidden states"),
         (rembert, "reads tokens that come later"),
@@ -222,12 +212,6 @@ def test_a_classifier_whose_head_the_critic_would_lose_is_refused(kind):
         trainer_of(value_model=model)
 
 
-def test_a_critic_that_reads_later_tokens_is_refused():
-    bert = BertForSequenceClassification(BertConfig(**SHAPE)).base_model
-    with pytest.raises(ModelError, match="value model: BertModel reads tokens that come later"):
-        trainer_of(value_model=bert)
-
-
 def test_a_backbone_alone_starts_the_critic():
     model = GPT2ForTokenClassification(GPT2Config(**SHAPE, intermediate_size=32))
     critic = trainer_of(value_model=model.base_model).state.critic
@@ -252,7 +236,7 @@ def test_an_object_starts_with_the_value_head_of_its_folder_as_the_path_does(fol
     assert_same_bits(weights(PPOTrainer(config(), folder).state.critic.value_head), weights(head))
     own = [record.getMessage() for record in caplog.records if record.name.startswith("ppo_rlhf")]
     (line,) = [text for text in own if "v_head" in text]
-    assert line.startswith(f"The value head of the {what} is read from {folder}")
+    assert line.startswith(f"The value head (v_head) of the {what} is read from {folder}")
 
 
 def test_an_object_whose_folder_is_gone_or_holds_no_weights_starts_with_a_new_value_head(

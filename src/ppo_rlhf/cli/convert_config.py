@@ -51,7 +51,7 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read: {in_one_line(error)}.") from None
     if not isinstance(values, dict):
-        raise ConfigError(f"{path} holds no settings: a mapping (name: value) is expected.")
+        raise ConfigError(f"{path} has no settings; it must be a mapping (name: value).")
     return {str(name): value for name, value in values.items()}
 
 

@@ -1,4 +1,4 @@
-"""A configuration of another library on its way to this project's parameters, and the two files that hold them."""
+"""A configuration of another library, converted to this project's parameters, and the two files with them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TO_FILL_IN = {
     "reward_model_path": "your reward model; or leave null and name a function in reward.components",
     "prompts_path": "your prompts: .jsonl, .json, .csv, .parquet or .txt",
 }
-"""Globals without which a run would take the shipped demo's part."""
+"""Globals that a run would take from the shipped demo if they were not set."""
 _GLOBALS: dict[str, Any] = {"seed": Annotated[int, Field(ge=0)], **dict.fromkeys(TO_FILL_IN, str)}
 _MAY_BE_MISSING = ("total_episodes", "response_length", "missing_eos_penalty")  # the demo sets them, a source may not
 _FINITE = ConfigDict(allow_inf_nan=False)
@@ -45,13 +45,9 @@ class Conversion:
         renamed: Mapping[str, tuple[str, Any]],
         derived: Mapping[str, Any],
     ) -> None:
-        """Carry over the settings that become one parameter each.
+        """Carry over the settings that become one parameter each: `renamed` has the parameter and the default of each.
 
-        Args:
-            source: For errors and comments.
-            given: The settings that were given.
-            renamed: The parameter of each such setting, and the setting's default in the source.
-            derived: The defaults of settings that the caller carries over.
+        `derived` are the defaults of settings that the caller carries over.
         """
         self.source = source
         self.given = {name: value.value if isinstance(value, Enum) else value for name, value in given.items()}
@@ -100,14 +96,12 @@ class Conversion:
 
     def parameters_text(self) -> str:
         """Return parameters.yml: each value with the setting that it comes from."""
-        lines = [f"  {self._line(name, value, 'ppo.')}" for name, value in self.parameters["ppo"].items()]
-        return "\n".join([*self._heading(), "ppo:", *lines]) + "\n"
+        return self._file(["ppo:", *(f"  {self._line(name, 'ppo.')}" for name in self.parameters["ppo"])])
 
     def globals_text(self) -> str:
         """Return globals.yml in the same form; what is missing is null, with a comment that says what to fill in."""
-        lines = [self._line(name, value) for name, value in self.globals.items()]
-        lines += [f"{name}: null # FILL IN: {TO_FILL_IN[name]}" for name in self.missing]
-        return "\n".join([*self._heading(), *lines]) + "\n"
+        missing = [f"{name}: null # FILL IN: {TO_FILL_IN[name]}" for name in self.missing]
+        return self._file([*map(self._line, self.globals), *missing])
 
     def __getitem__(self, setting: str) -> Any:
         """Return a setting as it was given, else its default in the source."""
@@ -153,9 +147,9 @@ class Conversion:
         self._reasons |= {name: reason for name in settings if name in self.given}
 
     def finish(self, reasons: Mapping[str, str], *remarks: str) -> Conversion:
-        """List the settings that nothing was said about, add remarks, and return this conversion.
+        """List the settings that are neither carried over nor left yet, add remarks, and return this conversion.
 
-        `reasons` are by names of settings, separated by blanks, `*` as in fnmatch.
+        The keys of `reasons` are names of settings, separated by blanks, with `*` as in fnmatch.
         """
         for setting in self.given.keys() - self._carried - self._reasons.keys():
             found = (why for names, why in reasons.items() for name in names.split() if fnmatchcase(setting, name))
@@ -168,14 +162,16 @@ class Conversion:
         self.remarks += remarks
         return self
 
-    def _heading(self) -> list[str]:
-        return [
+    def _file(self, lines: list[str]) -> str:
+        heading = (
             f"# Written by `kedro convert-config` from {self.source}. The comment beside a value is the setting it",
             "# comes from. Defaults of the source are written too: otherwise the shipped demo's values would apply.",
-        ]
+        )
+        return "\n".join([*heading, *lines]) + "\n"
 
-    def _line(self, name: str, value: Any, group: str = "") -> str:
-        text = yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("\n").removesuffix("\n...")
+    def _line(self, name: str, group: str = "") -> str:
+        text = yaml.safe_dump(self._values[group + name], default_flow_style=True, width=10_000)
+        text = text.removesuffix("\n").removesuffix("\n...")
         return f"{name}: {text} # {self.origins[group + name]}"
 
 

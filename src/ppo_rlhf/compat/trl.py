@@ -33,9 +33,9 @@ LEFT = {
     "optim_* adafactor tf32 half_precision_backend": "the optimiser is AdamW, and the precision is ppo.dtype",
     "local_rank ddp_* fsdp* deepspeed accelerator_*": "the launcher and accelerate's file say how processes share work",
     "world_size num_total_batches micro_batch_size mini_batch_size batch_size local_* *backward_batch_size "
-    "global_batch_size max_steps": "TRL works it out itself, and overwrites the given value",
+    "global_batch_size max_steps": "TRL computes it, and overwrites the given value",
     "remove_unused_columns": "all columns of the prompts are kept: reward functions are called with them",
-    "ratio_threshold compare_steps is_* optimize_*": "nothing here needs it",
+    "ratio_threshold compare_steps is_* optimize_*": "it has no use here",
 }
 """Settings without a counterpart, and why. `*` is any text; the first that matches counts."""
 REMARK = (
@@ -59,7 +59,7 @@ LEGACY = {
     "gradient_checkpointing": ("ppo.gradient_checkpointing", False),
     "seed": ("seed", 0),
 }
-LEGACY_ALONE = {"max_grad_norm": "ppo.max_grad_norm", "model_name": "sft_model_path"}
+LEGACY_IF_GIVEN = {"max_grad_norm": "ppo.max_grad_norm", "model_name": "sft_model_path"}
 """Carried over only if given: the source has no default that counts here."""
 LEGACY_DERIVED = {
     **{"batch_size": 128, "mini_batch_size": 128, "forward_batch_size": None, "gradient_accumulation_steps": 1},
@@ -93,7 +93,7 @@ LAST = {
     "stop_token_id": ("ppo.stop_token_id", None),
     "seed": ("seed", 42),
 }
-LAST_ALONE = {
+LAST_IF_GIVEN = {
     "sft_model_path": "sft_model_path",
     "reward_model_path": "reward_model_path",
     "save_steps": "ppo.save_interval",
@@ -119,15 +119,14 @@ LAST_REMARKS = (
     "micro-batches, wherever minibatches end; here each of the num_mini_batches minibatches ends with a step.",
 )
 
-_LEGACY_NAMES = {*LEGACY, *LEGACY_ALONE, *LEGACY_DERIVED, "query_dataset"}
-_LAST_NAMES = {*LAST, *LAST_ALONE, *LAST_DERIVED, "batch_size", "mini_batch_size"}
+_LEGACY_NAMES = {*LEGACY, *LEGACY_IF_GIVEN, *LEGACY_DERIVED, "query_dataset"}
+_LAST_NAMES = {*LAST, *LAST_IF_GIVEN, *LAST_DERIVED, "batch_size", "mini_batch_size"}
 
 
 def from_trl(settings: Mapping[str, Any], *, num_prompts: int | None = None) -> Conversion:
     """Convert a configuration of TRL's PPO to this project's parameters.
 
-    A converted run does what the source's run would do: absent settings have the source's defaults, not ours, and
-    these are written out.
+    Absent settings have the source's defaults, not ours, and these are written out.
 
     Args:
         settings: Fields of a PPOConfig: the legacy one (trl 0.11 and before: `ppo_epochs`, `init_kl_coef`, …) or the
@@ -138,14 +137,14 @@ def from_trl(settings: Mapping[str, Any], *, num_prompts: int | None = None) -> 
         ConfigError: Names of both are given, or a size that TRL refuses too.
     """
     if not isinstance(settings, Mapping):
-        raise ConfigError(f"a configuration of TRL is a mapping of names to values, got {type(settings).__name__}.")
+        raise ConfigError(f"a configuration of TRL is a mapping of names to values, not a {type(settings).__name__}.")
     legacy = [name for name in settings if name in _LEGACY_NAMES - _LAST_NAMES]
     last = [name for name in settings if name in _LAST_NAMES - _LEGACY_NAMES]
     if legacy and last:
         raise ConfigError(
-            f"{legacy[0]} is a setting of TRL's legacy PPOConfig and {last[0]} of its last: give the settings of one."
+            f"{legacy[0]} is a setting of TRL's legacy PPOConfig, {last[0]} of its last one; give the settings of one."
         )
-    # TRL's last PPOConfig has these sizes, too, but works them out while it trains
+    # TRL's last PPOConfig has these sizes, too, but computes them
     if legacy or (not last and {"batch_size", "mini_batch_size"} & settings.keys()):
         return _from_legacy(settings)
     return _from_last(settings, num_prompts)
@@ -153,7 +152,7 @@ def from_trl(settings: Mapping[str, Any], *, num_prompts: int | None = None) -> 
 
 def _from_legacy(settings: Mapping[str, Any]) -> Conversion:
     c = Conversion("TRL's legacy PPOConfig", settings, LEGACY, LEGACY_DERIVED | MODEL_CONFIG)
-    _carry_same(c, LEGACY_ALWAYS, LEGACY_ALONE, prompts="query_dataset")
+    _carry_same(c, LEGACY_ALWAYS, LEGACY_IF_GIVEN, prompts="query_dataset")
     small = "mini_batch_size" if c["forward_batch_size"] is None else "forward_batch_size"
     sizes = ("batch_size", small, "gradient_accumulation_steps")
     batch, mini, accumulated = map(c.count, sizes)
@@ -201,7 +200,7 @@ def _from_last(settings: Mapping[str, Any], num_prompts: int | None) -> Conversi
     optim = {"adamw_bnb_8bit": "adamw_8bit", "adamw_torch": "adamw_torch_fused"}
     given = {name: optim.get(value, value) if name == "optim" else value for name, value in settings.items()}
     c = Conversion("TRL's PPOConfig", given, LAST, LAST_DERIVED | MODEL_CONFIG)
-    _carry_same(c, LAST_ALWAYS, LAST_ALONE, prompts="dataset_name")
+    _carry_same(c, LAST_ALWAYS, LAST_IF_GIVEN, prompts="dataset_name")
     _carry_lengths(c, num_prompts)
     if c["stop_token_id"] is None:
         c.carry("ppo.stop_token", "stop_token", value=c["stop_token"] or "none", otherwise="none")
@@ -250,20 +249,16 @@ def _carry_lengths(c: Conversion, num_prompts: int | None) -> None:
         c.leave(why, "warmup_steps")
     else:
         batch_size = c.count("per_device_train_batch_size") * c.count("gradient_accumulation_steps")
-        c.carry("ppo.warmup_ratio", "warmup_steps", value=share_of(int(steps), math.ceil(episodes / batch_size)))
+        iterations = math.ceil(episodes / batch_size)
+        # half a step less: the product of ratio and iterations is rounded up
+        c.carry("ppo.warmup_ratio", "warmup_steps", value=(int(steps) - 0.5) / iterations)
 
 
-def share_of(steps: int, total: int) -> float:
-    """Return a ratio of `total` that is `steps` again when it is rounded up: steps / total, or just below it."""
-    ratio = steps / total
-    return ratio if math.ceil(ratio * total) == steps else (steps - 0.5) / total
-
-
-def _carry_same(c: Conversion, always: Mapping[str, Any], alone: Mapping[str, str], prompts: str) -> None:
-    """Write what both configurations have in common: constants, what is given alone, prompts, LoRA."""
+def _carry_same(c: Conversion, always: Mapping[str, Any], if_given: Mapping[str, str], prompts: str) -> None:
+    """Write what both configurations have in common: constants, what is carried over only if given, prompts, LoRA."""
     for name, value in always.items():
         c.write(f"ppo.{name}", value, "always so in the source")
-    for setting, target in alone.items():
+    for setting, target in if_given.items():
         if setting in c.given:
             c.carry(target, setting)
     if str(c[prompts]).endswith(PROMPT_FILES):

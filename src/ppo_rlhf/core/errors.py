@@ -1,6 +1,6 @@
 """Every error that a user can cause or must see: one tree, each leaf also a standard-library type.
 
-A message says where, what was given, the rule, and the fix, in one line: the command line prints nothing else.
+A message says where, what was given, the rule, and the fix, in one line: the command line prints only this line.
 A new class is added only where a caller would handle it differently from its siblings.
 """
 

@@ -6,13 +6,13 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from ppo_rlhf.core.errors import DataError
+from ppo_rlhf.core.errors import DataError, in_one_line
 from ppo_rlhf.models.tokenizers import ending_template
 
 CHAT = 'a list of {"role": …, "content": …}'
 """The form of a chat, for errors."""
 ASSISTANT = "assistant"
-CALLS = ("tool_calls", "function_call")  # beside these keys content may be absent
+CALLS = ("tool_calls", "function_call")  # a message with one of these keys may have no content
 
 CONVERSATIONS = ("messages", "conversations")
 """Columns of whole conversations, the second as ShareGPT names it."""
@@ -27,13 +27,13 @@ def is_text(value: Any) -> bool:
 
 
 def read_chat(value: Any, where: str, expected: str = CHAT) -> Chat:
-    """Return the messages of a chat, the content of each as text, or None beside a call of a tool.
+    """Return the messages of a chat, the content of each as text, or None beside a tool call.
 
-    Parts of text are joined. Keys that hold None are left out, within a call of a tool, too: Arrow's tables give each
+    Parts of text are joined. Keys that hold None are left out, also within a tool call: Arrow's tables give each
     message the keys of all.
 
     Raises:
-        DataError: The value is no list of messages, or a message cannot be read, which is then shown.
+        DataError: The value is not a list of messages, or a message cannot be read; the error shows it.
     """
     given = value.tolist() if isinstance(value, np.ndarray) else value
     if not isinstance(given, list) or not given:
@@ -71,8 +71,7 @@ def render_chat(messages: Chat, tokenizer: PreTrainedTokenizerBase, where: str, 
                 continue_final_message=to_answer and is_begun,
             )
         except Exception as error:  # a template is a program: it can raise anything
-            why = " ".join(str(error).split())
-            raise DataError(f"{where}: the chat template refuses these messages: {why}") from error
+            raise DataError(f"{where}: the chat template refuses these messages: {in_one_line(error)}") from error
     return str(text)
 
 
@@ -105,7 +104,7 @@ def _read_message(given: Any, where: str) -> dict[str, Any]:
         raise DataError(f'{where} is {str(given)[:60]}; give it a role, and content: {{"role": …, "content": …}}')
     content = message.get("content")
     if content is None and not any(map(message.get, CALLS)):
-        raise DataError(f"{where} is {str(given)[:60]}; it has neither content nor a call of a tool")
+        raise DataError(f"{where} is {str(given)[:60]}; it has neither content nor a tool call")
     if content is not None and not isinstance(content, str):
         for part in content if isinstance(content, list) else [content]:
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__

@@ -64,7 +64,7 @@ class PromptDataset:
     def to_frame(self) -> pd.DataFrame:
         """Return a table with `prompt`, `prompt_ids` and the other columns, whose values are JSON.
 
-        Parquet has no type for columns of nested or mixed values. What JSON lacks, for example a date, becomes text.
+        Parquet has no type for columns of nested or mixed values. Values that JSON lacks, such as dates, become text.
         """
         others = {name: [as_json(value) for value in values] for name, values in self.columns.items()}
         chats = {"prompt_chat": list(self.chats)} if len(self.chats) else {}

@@ -31,8 +31,12 @@ class PromptsConfig:
 
     column: str = "prompt"
     """Column with the prompt: text, or a list of chat messages (`[{"role": …, "content": …}, …]`). An assistant's
+<<<<<<< HEAD
     message at the end is continued. Content may be a list of parts of text, and absent beside a call of a tool. Without
     this column, `messages` or `conversations` is read, whole conversations whose last reply is dropped."""
+=======
+    message at the end is continued. Content may be a list of parts of text, and may be missing beside a tool call."""
+>>>>>>> main
     held_out_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
     """Share of the prompts held out for evaluation when no evaluation prompts are given; never trained on."""
     max_held_out: Annotated[int, Field(ge=1)] = 512
@@ -74,7 +78,7 @@ class PromptReader:
 
         A prompt that is a chat is also there as JSON of its messages (`prompt_chat`).
 
-        Text is tokenised as the tokenizer does by default (with a BOS if that is its way, and the text has none); chat
+        Text is tokenised as the tokenizer does by default (with a BOS if it adds one and the text has none); chat
         messages go through its chat template with the generation prompt, and the assistant's last message is continued.
         Of a column `messages` or `conversations`, which is read if there is no `column`, the last reply is dropped.
 
@@ -191,7 +195,7 @@ def split_held_out(table: Dataset, evaluation: Dataset | None, settings: Prompts
             if not rows:
                 raise DataError(
                     "prompts: evaluation_prompts_path has all of them, so none is left to train on. Give others, or "
-                    "train on them all the same by prompts.train_on_evaluation_prompts=true"
+                    "set prompts.train_on_evaluation_prompts=true to train on them"
                 )
         return rows, list(range(min(maximum, len(evaluation))))
     keys, share = _keys(table, settings.column, "prompts"), settings.held_out_share
@@ -249,8 +253,20 @@ def _read(value: Any, where: str, column: str) -> str | Chat:
     return without_last_reply(prompt, where) if column in CONVERSATIONS and not isinstance(prompt, str) else prompt
 
 
+<<<<<<< HEAD
 def _truncate_left(prompt_ids: list[int], *, room: int, bos: int | None) -> dict[str, list[int]]:
     """Cut off the beginning of a prompt, but keep its BOS: models have seen no text without theirs."""
     if len(prompt_ids) <= room or prompt_ids[0] != bos or room < 2:
         return {"prompt_ids": prompt_ids[-room:]}
     return {"prompt_ids": [prompt_ids[0], *prompt_ids[len(prompt_ids) - room + 1 :]]}
+=======
+def _truncate_left(tokens: list[int], room: int, bos: int | None) -> list[int]:
+    """Cut off the beginning of a prompt, but keep its BOS: models have not seen texts without it."""
+    if len(tokens) <= room or tokens[0] != bos or room < 2:
+        return tokens[-room:]
+    return [tokens[0], *tokens[len(tokens) - room + 1 :]]
+
+
+def _key(value: Any) -> str:
+    return value if isinstance(value, str) else as_json(value, sort_keys=True)
+>>>>>>> main

@@ -1,4 +1,4 @@
-"""Tables that keep values as they were given, and what is held out of them.
+"""Tables that keep the types of their values, and the split into training and held-out rows.
 
 pandas turns whole numbers into floats where one is missing.
 """
@@ -13,8 +13,16 @@ import pandas as pd
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.core.randomness import permutation
 
+<<<<<<< HEAD
 if TYPE_CHECKING:
     from datasets import Dataset
+=======
+
+def table_of_rows(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+    """Return the rows as a table; a row's missing names become None."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return table_of_columns({name: [row.get(name) for row in rows] for name in names})
+>>>>>>> main
 
 
 def frame_of(table: Dataset) -> pd.DataFrame:
@@ -46,7 +54,7 @@ def hold_out(
         stream: Name of the random stream.
         name: The table's, for errors.
         advice: Ends errors.
-        copies: Whether all rows of a held-out key are held out; else the first alone, and the others are left out.
+        copies: Whether all rows of a held-out key are held out; else only the first, and the others are left out.
 
     Raises:
         DataError: There are fewer than two distinct keys.

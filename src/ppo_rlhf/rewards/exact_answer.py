@@ -1,6 +1,6 @@
 """Rewards and judges for questions with one number as answer: 1 if the response gives it, else 0.
 
-The column `answer` holds the reference: GSM8K's worked solution that ends in `#### 72`, or the number alone.
+The column `answer` holds the reference: GSM8K's worked solution that ends in `#### 72`, or only the number.
 """
 
 import re
@@ -13,13 +13,13 @@ _NUMBER = re.compile(r"(?<![\w.])-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)|(?<=\w)\d[\d,]*(
 
 
 def after_hashes(prompts: Sequence[str], completions: Sequence[str], answer: Sequence[Any], **_: Any) -> list[float]:
-    """Return 1 where the text behind the response's first `#### ` is the reference's, commas left out; else 0.
+    """Return 1 where the text after the response's first `#### ` is the reference's, without commas; else 0.
 
-    The rule of verl's published GSM8K runs: `#### 72.` and `#### $72` are wrong where 72 is asked for, and so is a
-    right number without `####`.
+    This is the rule of verl's published GSM8K runs. If the answer is 72, `#### 72.` and `#### $72` are wrong, and so is
+    72 without `####`.
     """
     return [
-        float((found := _behind_hashes(completion)) is not None and found == _reference(expected))
+        float((found := _answer_after_hashes(completion)) is not None and found == _reference(expected))
         for completion, expected in zip(completions, answer, strict=True)
     ]
 
@@ -31,13 +31,13 @@ def last_number(prompts: Sequence[str], completions: Sequence[str], answer: Sequ
     return [float(ours is not None and ours == theirs) for ours, theirs in zip(found, expected, strict=True)]
 
 
-def _behind_hashes(text: str) -> str | None:
+def _answer_after_hashes(text: str) -> str | None:
     found = _AFTER_HASHES.search(text)
     return None if found is None else found[1].replace(",", "")
 
 
 def _reference(answer: Any) -> str:
-    return _behind_hashes(str(answer)) or str(answer).strip().replace(",", "")
+    return _answer_after_hashes(str(answer)) or str(answer).strip().replace(",", "")
 
 
 def _last_number(text: str) -> Decimal | None:

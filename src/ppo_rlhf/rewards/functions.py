@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import torch
 
-from ppo_rlhf.core.errors import DataError, RewardError
+from ppo_rlhf.core.errors import DataError, RewardError, in_one_line
 from ppo_rlhf.rewards.scoring import TURNS
 from ppo_rlhf.signals import TerminationSignal, warn_if_slow
 
@@ -45,16 +45,15 @@ def load_function(reference: str, project_path: Path | None = None) -> RewardFun
         importlib.invalidate_caches()
         with _first_on_path(searched), _left_as_found():
             module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (module_name + ".").startswith(error.name + "."):
+    except (TerminationSignal, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # a user's file can raise anything, and a script may end itself
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is not None and (module_name + ".").startswith(missing + "."):
             raise RewardError(
                 f"{reference}: there is no module {module_name} in {', '.join(searched)} or on the Python path. "
                 f"Put {module_name.replace('.', '/')}.py into the project's directory."
             ) from error
-        raise RewardError(f"{reference}: importing {module_name} fails: {error}.") from error
-    except (TerminationSignal, KeyboardInterrupt):
-        raise
-    except BaseException as error:  # a user's file can raise anything, and a script may end itself
         place = _place(error, lambda file: Path(file).is_relative_to(project))
         raise RewardError(f"{reference}: importing {module_name} fails: {_told(error)}{place}") from error
     function = getattr(module, name, None)
@@ -72,7 +71,7 @@ def load_function(reference: str, project_path: Path | None = None) -> RewardFun
 
 @contextlib.contextmanager
 def _first_on_path(folders: list[str]) -> Iterator[None]:
-    """Let imports find the user's files first; not for long, as they could hide libraries' modules of the same name."""
+    """Let imports find the user's files first, for a while: they could hide libraries' modules of the same name."""
     added = [path for path in folders if path not in sys.path]
     sys.path[:0] = added
     try:
@@ -93,7 +92,7 @@ def _left_as_found() -> Iterator[None]:
             leave(code)  # a forked worker of theirs may end
         raise SystemExit(f"os._exit({code})")
 
-    os._exit = refuse  # type: ignore[assignment]  # it would end the run without a word
+    os._exit = refuse  # type: ignore[assignment]  # it would end the run without a message
     try:
         with torch.set_grad_enabled(torch.is_grad_enabled()), contextlib.chdir("."):  # both put back what they found
             yield
@@ -160,17 +159,11 @@ def call_token_reward_function(
     columns = {**columns, RESPONSE_IDS: list(map(list, completion_ids))}
     values = call_function(function, f"reward function {name}", prompts, completions, columns)
     rows = [value.tolist() if hasattr(value, "tolist") else value for value in values]
-    by_token = [isinstance(row, list | tuple) for row in rows]
-    one_each = [
-        not many or (len(row) == 1 and row is not value)
-        for row, value, many in zip(rows, values, by_token, strict=True)
-    ]
-    if all(one_each):  # an array of one number is a number, unless another response has more
-        scores = [row[0] if many else value for row, value, many in zip(rows, values, by_token, strict=True)]
-        return [_score(score, name, row, completions[row]) for row, score in enumerate(scores)]
+    if not any(isinstance(row, list | tuple) for row in rows):
+        return [_score(value, name, row, completions[row]) for row, value in enumerate(rows)]
     for row, (numbers, ids) in enumerate(zip(rows, completion_ids, strict=True)):
-        if not by_token[row] or len(numbers) != len(ids):
-            returned = f"{len(numbers)} numbers" if by_token[row] else "one number alone"
+        if not isinstance(numbers, list | tuple) or len(numbers) != len(ids):
+            returned = f"{len(numbers)} numbers" if isinstance(numbers, list | tuple) else "only one number"
             raise RewardError(
                 f"reward function {name} returned {returned} for response {row} ({completions[row][:60]!r}) of "
                 f"{len(ids)} tokens. Return, for every response, one number for each of its completion_ids, or a score."
@@ -198,7 +191,7 @@ def call_function(
             result = _awaited(function(**arguments))
         values = result.tolist() if hasattr(result, "tolist") else result  # tensors, arrays, series
         values = list(values) if isinstance(values, list | tuple) else values
-    except (TerminationSignal, KeyboardInterrupt):  # no doing of theirs
+    except (TerminationSignal, KeyboardInterrupt):  # the function is not the cause
         raise
     except BaseException as error:
         source = getattr(inspect.unwrap(function), "__code__", None)
@@ -254,7 +247,7 @@ def _arguments(
 def _score(value: Any, name: str, row: int, completion: str) -> float:
     try:
         score = float(value)
-    except Exception:  # an object of the user's own can raise anything
+    except Exception:  # a user's object can raise anything
         score = math.nan
     if not abs(score) <= torch.finfo(torch.float32).max:  # NaN included
         shown = f"{value!r:.40}" if isinstance(value, float | str | None) else f"a value of type {type(value).__name__}"
@@ -266,7 +259,7 @@ def _score(value: Any, name: str, row: int, completion: str) -> float:
 
 
 def _told(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return f"{type(error).__name__}: {in_one_line(error)}"
 
 
 def _place(error: BaseException, is_theirs: Callable[[str], bool]) -> str:
@@ -276,7 +269,7 @@ def _place(error: BaseException, is_theirs: Callable[[str], bool]) -> str:
 
 
 def _row_at_hand(error: BaseException, prompts: Sequence[str], completions: Sequence[str]) -> int | None:
-    """Return the row whose texts the innermost call held as it raised, None if no call held one by itself."""
+    """Return the row whose prompt or response the innermost call held when it raised; None if no call held one."""
     for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
         held = {id(value) for value in frame.f_locals.values() if isinstance(value, str)}
         found = [(id(c) in held) + (id(p) in held) for p, c in zip(prompts, completions, strict=True)]
@@ -286,7 +279,7 @@ def _row_at_hand(error: BaseException, prompts: Sequence[str], completions: Sequ
 
 
 def _written(report: list[str]) -> str:
-    """Write a report to a file of its own, and return ' Traceback: <file>'; nothing where no file can be written."""
+    """Write a report to a new temporary file, and return '. Traceback: <file>'; empty if no file can be written."""
     with contextlib.suppress(OSError), NamedTemporaryFile("w", prefix="traceback_", delete=False) as file:
         file.writelines(report)
         return f". Traceback: {file.name}"
@@ -296,10 +289,8 @@ def _written(report: list[str]) -> str:
 def split_reference(reference: str) -> tuple[str, str]:
     """Return the module and the name of `module:name`; raise `RewardError` if it is not of that form."""
     module_name, _, name = reference.partition(":")
-    if module_name.endswith(".py"):
-        module = Path(module_name).stem if Path(module_name).is_absolute() else module_name[:-3].replace("/", ".")
-        raise RewardError(f"{reference!r} does not name a function: write module:name, here {module}:{name or 'name'}.")
-    if not name.isidentifier() or not all(part.isidentifier() for part in module_name.split(".")):
+    parts = [name, *module_name.split(".")]
+    if module_name.endswith(".py") or not all(part.isidentifier() for part in parts):
         raise RewardError(f"{reference!r} does not name a function: write module:name, for example my_rewards:score.")
     return module_name, name
 

@@ -33,7 +33,7 @@ class ModelScorer:
     ) -> None:
         """Take the reward model with its tokenizer, and the tokenizer of the responses.
 
-        It scores on `device`, wherever it lies between its calls; None: where it lies.
+        It scores on `device`, wherever the model is between its calls; None: where the model is.
         """
         self.model = model
         self._tokenizer = tokenizer
@@ -46,7 +46,7 @@ class ModelScorer:
         if not reads_end(model, tokenizer.eos_token_id):
             _warn_once(
                 f"The reward model ({type(model).__name__}) never reads the end of a text: it scores at the last token "
-                "that is not its pad token, and that is its end of text, too."
+                "that is not its pad token, which is also its end of text."
             )
 
     def __call__(self, batch: ResponseBatch) -> Tensor:
@@ -82,7 +82,7 @@ class ModelScorer:
         ]
 
     def _text_sequences(self, batch: ResponseBatch) -> list[list[int]]:
-        # decoded together: the policy's tokenizer knows whether a space stands between prompt and response
+        # decoded together: the policy's tokenizer knows whether there is a space between prompt and response
         rows = [prompt + response for prompt, response in zip(batch.prompt_ids, batch.response_ids, strict=True)]
         texts = self._policy_tokenizer.batch_decode(rows, skip_special_tokens=True)
         eos = self._tokenizer.eos_token_id
@@ -98,7 +98,7 @@ def close_response(
     """Return the response as reward training shows it: the reward model's end of text iff the response stopped.
 
     A special stop token is replaced by `eos`; a stop token that is text, such as a full stop, stays before it. With
-    turns, an episode can be cut off behind the stop token of a turn, which is then no end of the text.
+    turns, an episode can be cut off after the stop token of a turn, which then does not end the text.
     """
     if not stopped:
         return response[:-1] if has_turns and response and response[-1] in special_ids else response
@@ -110,8 +110,8 @@ def close_response(
 def score_sequences(model: PreTrainedModel, sequences: list[list[int]], pad_id: int, batch_size: int) -> Tensor:
     """Return the reward model's scores [N] of token sequences on the CPU, float32 or wider.
 
-    Each process scores its share and gets all scores. Sequences of similar length make a batch, without padding where
-    the architecture can do without.
+    Each process scores its share and gets all scores. Sequences of similar length make a batch, which is not padded if
+    the architecture does not need it.
     """
     own = processes.own_share(len(sequences))
     by_length = sorted(own, key=lambda row: len(sequences[row]))

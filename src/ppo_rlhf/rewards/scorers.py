@@ -18,7 +18,7 @@ from ppo_rlhf.rewards.model_scorer import ModelScorer
 from ppo_rlhf.rewards.scoring import ResponseBatch, RewardScorer, Scoring
 
 NOTHING_TO_OFFLOAD = (
-    "ppo.offload_reward_model=true, and there is no reward model of this run's own loading: leave it out, or give a "
+    "ppo.offload_reward_model=true, but this run loads no reward model: leave it out, or give a "
     "component of type model (in PPOTrainer: the model, or its directory)"
 )
 
@@ -38,11 +38,11 @@ def build_reward_scorer(
     Args:
         config: The components.
         reward_model: Read only if a component is of type model.
-        policy_tokenizer: Of the responses to be scored.
+        policy_tokenizer: Tokenizer of the responses to be scored.
         batch_size: Sequences in one forward of the reward model.
-        device: Of the reward model.
-        dtype: Of the reward model.
-        offload: Whether the reward model waits in the host's memory and is on the device only while it scores.
+        device: Device of the reward model.
+        dtype: Precision of the reward model.
+        offload: Whether the reward model stays in the host's memory and is on the device only while it scores.
 
     Raises:
         ConfigError: No component is the reward model, and it is to be offloaded; or one is, and there is none.
@@ -75,7 +75,7 @@ def check_room(
 ) -> None:
     """Raise `ModelError` if a response to one of the prompts could be longer than the reward model reads.
 
-    Only if that shares the policy's vocabulary: other lengths are not known before.
+    This is checked only if the two share a vocabulary: other lengths are unknown before training.
     """
     longest = max(prompt_lengths, default=0)
     for model in (scoring for _, _, scoring in scorer.components if isinstance(scoring, ModelScorer)):

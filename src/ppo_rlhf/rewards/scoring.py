@@ -52,7 +52,7 @@ class ScoredResponses:
     """Scores of N responses: `total` [N] is the weighted sum of `components`, each [N] and unweighted.
 
     The score by a component that gives one number a token is the sum of its numbers. `token_rewards` [N, longest
-    response] is the weighted sum of such components by token, 0 behind a response; None if there is none.
+    response] is the weighted sum of such components by token, 0 after a response; None if there is none.
     """
 
     total: Tensor
@@ -61,7 +61,7 @@ class ScoredResponses:
 
 
 Scoring = Callable[[ResponseBatch], Tensor]
-"""Returns one number a response, [N], or one a token, [N, longest response], 0 behind a response."""
+"""Returns one number a response, [N], or one a token, [N, longest response], 0 after a response."""
 
 
 class RewardScorer:
@@ -87,7 +87,7 @@ class RewardScorer:
         for name, weight, scoring in self.components:
             found = scoring(batch).to("cpu", torch.float64)
             if found.dim() == 2:
-                if batch.policy_mask is not None:  # what the environment wrote is no action, and earns nothing
+                if batch.policy_mask is not None:  # the environment's tokens are not actions and get no reward
                     found = torch.where(batch.policy_mask[:, : found.shape[1]], found, 0.0)
                 token_rewards = weight * found + (0.0 if token_rewards is None else token_rewards)
                 found = found.sum(-1)

@@ -36,7 +36,7 @@ def final_token_rewards(token_rewards: Tensor, terminated: Tensor, config: PPOCo
     """Return the token rewards `[B, T]` times `reward_scale`; 0 where a penalty replaces a cut-off response's score.
 
     Raises:
-        ConfigError: A setting of PPO is defined for scores of whole responses alone.
+        ConfigError: A setting of PPO is defined only for scores of whole responses.
     """
     check_token_rewards(config)
     if config.truncated_responses == "replace":
@@ -50,7 +50,7 @@ def check_token_rewards(config: PPOConfig) -> None:
         if name in config.not_default():
             raise ConfigError(
                 f"ppo.{name}={getattr(config, name)} is for scores of whole responses, but a reward function returns "
-                "one number a token: leave the setting out, ppo.reward_scale scales the numbers of tokens, too"
+                "one number a token; leave the setting out. ppo.reward_scale also scales the numbers of tokens"
             )
 
 

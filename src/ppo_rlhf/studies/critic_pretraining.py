@@ -1,7 +1,7 @@
-"""The critic trained alone on the SFT policy's responses, once, to be stored and started from in later runs.
+"""Training only the critic, on the SFT policy's responses; later runs start from the stored critic.
 
-Value pretraining of VC-PPO (Yuan et al. 2025, arXiv:2503.01491): the policy stands still, and the targets
-are Monte Carlo returns (lambda = 1), which do not depend on the critic.
+Value pretraining of VC-PPO (Yuan et al. 2025, arXiv:2503.01491): the policy does not change, and the
+targets are Monte Carlo returns (lambda = 1), which do not depend on the critic.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class CriticPretrainingConfig:
 
 
 def pretraining_config(pretraining: CriticPretrainingConfig, ppo: PPOConfig) -> PPOConfig:
-    """Return the settings of the pretraining: PPO's, with a policy that stands still and Monte Carlo returns.
+    """Return the settings of the pretraining: PPO's, with a policy that does not change and Monte Carlo returns.
 
-    The seed is derived from PPO's: with the same one, PPO's first responses would be those that the critic learnt from.
+    The seed is derived from PPO's: with the same seed PPO would begin with the responses that the critic learnt from.
 
     Raises:
         ConfigError: A setting of PPO does not go with a critic of its own.
@@ -66,8 +66,8 @@ def pretraining_config(pretraining: CriticPretrainingConfig, ppo: PPOConfig) -> 
         )
     if ppo.truncated_responses == "bootstrap":
         raise ConfigError(
-            "ppo.truncated_responses=bootstrap: the critic's own value would stand in the targets that it is to learn, "
-            "instead of a cut-off response's score; train it with ppo.truncated_responses=keep, or mask"
+            "ppo.truncated_responses=bootstrap: the targets of cut-off responses would contain the critic's own value "
+            "instead of a score; train it with ppo.truncated_responses=keep, or mask"
         )
     return replace(
         ppo,
@@ -75,7 +75,7 @@ def pretraining_config(pretraining: CriticPretrainingConfig, ppo: PPOConfig) -> 
         lam_critic=1.0,
         critic_warmup_iterations=pretraining.iterations,
         kl_hold_iterations=0,
-        total_episodes=(pretraining.iterations + 1) * ppo.batch_size,  # a run whose last iteration is not done
+        total_episodes=(pretraining.iterations + 1) * ppo.batch_size,  # the run's last iteration is never done
         seed=int(torch.randint(2**32, (), generator=generator(ppo.seed, "critic pretraining"))),
     )
 
@@ -92,7 +92,7 @@ def pretrain_critic(
     """Train a critic on the SFT policy's responses.
 
     Args:
-        sft_policy: The policy that answers, and stands still.
+        sft_policy: The policy that answers; it does not change.
         prompts: Training prompts.
         held_out_prompts: Prompts whose responses are never trained on.
         scorer: The reward.
@@ -130,7 +130,7 @@ def pretrain_critic(
 
 
 def _whole(config: PPOConfig, prompts: int) -> PPOConfig:
-    """Return settings whose batch has each of so many prompts once, or as many of them as full micro-batches take."""
+    """Return settings for one batch with each of the prompts once, as many as fill whole micro-batches."""
     accumulated = max(1, prompts // config.micro_batch_size)
     return replace(
         config,

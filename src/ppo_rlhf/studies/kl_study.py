@@ -1,4 +1,4 @@
-"""The same SFT policy trained under different KL penalties: which KL each beta leads to, and what it buys."""
+"""The same SFT policy trained under different KL penalties: which KL each beta leads to, and the reward at that KL."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TOLERANCE = 0.25
 
 def _check_distinct(kl_coefs: list[float]) -> list[float]:
     if len(set(kl_coefs)) < len(kl_coefs):
-        raise ValueError("a value comes twice; each is trained once")
+        raise ValueError("a value is given twice; each is trained once")
     return sorted(kl_coefs)
 
 
@@ -38,8 +38,8 @@ class KLStudyConfig:
     kl_coefs: Annotated[list[Annotated[float, Field(ge=0.0)]], Field(min_length=2), AfterValidator(_check_distinct)]
     """Betas that stay fixed, score units per nat; each is one training."""
     kl_target: Annotated[float, Field(gt=0.0)] | None = None
-    """Target of one more training, by the adaptive controller from `ppo.kl_coef` on, in nats a response. None leaves it
-    out."""
+    """KL in nats a response that one more training aims at, by the adaptive controller from `ppo.kl_coef`. None leaves
+    it out."""
     kl_horizon: Annotated[float, Field(gt=0.0)] = 500.0
     """Episodes over which that controller changes beta by 20 % at most; a fifth of `ppo.total_episodes` or less."""
 

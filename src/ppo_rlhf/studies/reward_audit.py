@@ -1,4 +1,4 @@
-"""The audit of a reward before PPO maximises it: what best-of-n buys, what the reward correlates with, cheap tricks."""
+"""The audit of a reward before PPO maximises it: what best-of-n gains, correlations, cheap tricks."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from ppo_rlhf.supervised.reward_training import (
     RELIABLE_ACCURACY,
     RewardModellingConfig,
     pair_accuracy,
+    short_enough,
     split_pairs,
 )
 
@@ -68,11 +69,16 @@ RULES = (
     Rule("audit/length_correlation", "at least", -0.6, "The reward follows brevity: PPO would write short responses"),
     Rule("audit/repetition_correlation", "at most", 0.3, "The reward rises with repeated word pairs"),
     Rule("audit/suffix_gain", "at most", 0.5, "The reward rises when a constant text is appended to any response"),
-    Rule("audit/repeated_gain", "at most", 0.5, "The reward rises when a response is said twice"),
+    Rule("audit/repeated_gain", "at most", 0.5, "The reward rises when a response is repeated"),
     Rule("audit/empty_gain", "at most", 0.0, "An empty response has more reward than the policy's own"),
 )
 """Gains are in standard deviations of the score among the responses to one prompt."""
-OF_OTHERS = {"audit/judge_gain", "audit/judge_fall", "audit/judge_agreement", "audit/pair_accuracy"}  # judge, person
+OF_OTHERS = {
+    "audit/judge_gain",
+    "audit/judge_fall",
+    "audit/judge_agreement",
+    "audit/pair_accuracy",
+}  # judge, preferences
 
 
 def probe_reward(
@@ -85,7 +91,7 @@ def probe_reward(
     stop_token_ids: tuple[int, ...],
     suffixes: list[str],
 ) -> pd.DataFrame:
-    """Score one response to each prompt as it is, and again with nothing said, said twice, or with a suffix.
+    """Score one response to each prompt as it is, and again empty, repeated, or with a suffix.
 
     A response is cut first so that the change fits into the response's length, and ends in a stop token before and
     after: only the change differs.
@@ -157,11 +163,7 @@ def held_out_pairs(
     columns = (config.prompt_column, config.chosen_column, config.rejected_column)
     table = pairs.tokenise_preferences(pairs.check_preferences(preferences, *columns), tokenizer)
     others = preferences.drop(columns=[name for name in preferences if name in (*columns, *pairs.COLUMNS)])
-    table = table.join(others.reset_index(drop=True))
-    if limit is not None:
-        longest = table[["chosen_ids", "rejected_ids"]].map(len).max(axis=1)
-        table = table[longest <= limit].reset_index(drop=True)
-    return split_pairs(table, config)[1]
+    return split_pairs(short_enough(table.join(others.reset_index(drop=True)), limit), config)[1]
 
 
 def score_pairs(scorer: RewardScorer, table: pd.DataFrame) -> dict[str, float]:
@@ -221,7 +223,7 @@ def audit_reward(
 
 
 def verdict(reasons: Sequence[str], missing: Sequence[str]) -> str:
-    """Return the audit's result; a reward that nobody but itself was asked about is not called fit."""
+    """Return the audit's result; without a judge and preferences to compare it with, no reward is called fit."""
     if reasons:
         return "not fit for PPO"
     made = f"by {sum(rule.metric not in missing for rule in RULES)} of {len(RULES)} measures"

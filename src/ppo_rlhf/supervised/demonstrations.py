@@ -5,7 +5,7 @@ Three of TRL's formats are read: `text`; `prompt` and `completion`; `messages` (
 
 import json
 import logging
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -72,8 +72,8 @@ def split_demonstrations(frame: pd.DataFrame, config: DataPreparationConfig) -> 
     if config.max_demonstrations is not None:
         drawn = permutation(len(table), config.seed, "demonstrations")[: config.max_demonstrations].tolist()
         table = table.iloc[sorted(drawn)]
-    share, most = config.held_out_share, config.max_held_out
-    rows = hold_out(_keys(table), share, most, config.seed, "demonstrations", name="demonstrations")
+    keys, share, most = list(table.itertuples(index=False, name=None)), config.held_out_share, config.max_held_out
+    rows = hold_out(keys, share, most, config.seed, "demonstrations", name="demonstrations")
     trained, held_out = (table.iloc[part].reset_index(drop=True) for part in rows)
     return trained, held_out
 
@@ -144,13 +144,6 @@ def _standard_columns(frame: pd.DataFrame, config: DataPreparationConfig) -> pd.
             if not is_text(value):
                 raise DataError(f"{where}: expected text that is not empty, got {value!r:.60}")
     return table
-
-
-def _keys(table: pd.DataFrame) -> list[Hashable]:
-    """Return a key for each row, the same for copies; the order of a message's keys does not count."""
-    if "messages" in table.columns:
-        return [json.dumps(json.loads(chat), sort_keys=True) for chat in table["messages"]]
-    return list(table.itertuples(index=False, name=None))
 
 
 Encoded = Iterator[tuple[list[int], list[int]]]

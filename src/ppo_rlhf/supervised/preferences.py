@@ -23,7 +23,6 @@ from ppo_rlhf.rewards.functions import RewardFunction, call_reward_function
 from ppo_rlhf.rewards.model_scorer import close_response
 
 COLUMNS = ("prompt", "chosen", "rejected", "chosen_ids", "rejected_ids")
-_STREAM = "preferences"
 
 
 def check_preferences(
@@ -82,10 +81,10 @@ def noisy_preference(
     """Return Bradley–Terry labels: the first of a pair is preferred (True) with probability σ(beta (first - second)).
 
     Args:
-        first_scores: Of the labeller, for the first responses.
-        second_scores: For the second responses, as many.
-        beta: How reliable the labels are; 0 is a coin, infinity always right (and a coin between equals).
-        seed: Of the labels' own random stream; the label of pair i depends only on it, i and the scores.
+        first_scores: The labeller's scores of the first responses.
+        second_scores: Its scores of the second responses, as many.
+        beta: How reliable the labels are; 0 draws at random, infinity is always right (and draws between equals).
+        seed: Seed of the labels' own random stream; the label of pair i depends only on it, i and the scores.
     """
     rng = random.Random(seed)
     labels = []
@@ -122,7 +121,7 @@ def sample_preferences(
         labeller: Name and function of the score, which the table does not show.
         pairs: Pairs to sample.
         beta: How reliable the labels are, per unit of the score.
-        seed: Of prompts' order, noise and labels.
+        seed: Seed of the prompts' order, the noise and the labels.
         batch_size: Responses sampled at a time.
 
     Returns:
@@ -162,7 +161,7 @@ def _sample(
     policy: PreTrainedModel, batch: PromptDataset, sampling: SamplingSettings, seed: int, number: int, batch_size: int
 ) -> list[tuple[list[int], bool]]:
     """Return the tokens of a response to each prompt, and whether it stopped by itself."""
-    uniforms = episode_uniforms(seed, _STREAM, number, len(batch), sampling.response_length)
+    uniforms = episode_uniforms(seed, "preferences", number, len(batch), sampling.response_length)
     own = processes.own_share(len(batch))
     # shortest prompts first, so that a batch has prompts of similar length
     order = sorted(own, key=lambda row: len(batch.prompt_ids[row]))

@@ -1,6 +1,7 @@
 """Training a reward model on preferences: Bradley–Terry on the SFT policy's backbone, by TRL's RewardTrainer."""
 
 import logging
+import math
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -21,7 +22,7 @@ from ppo_rlhf.supervised.optimisation import History, OptimisationConfig, Watch,
 logger = logging.getLogger(__name__)
 
 RELIABLE_ACCURACY = 0.65
-"""A run warns below this accuracy: PPO then spent its KL on the reward model's errors."""
+"""A run warns below this accuracy: PPO would mostly learn the reward model's errors."""
 
 
 @settings_group("reward_modelling")
@@ -89,7 +90,7 @@ def train_reward_model(
         torch.manual_seed(config.seed)
         model = CausalLMRewardModel.from_causal_lm(sft_policy.causal_lm())
     check_vocabulary(tokenizer, model.config, sft_policy.source)
-    pairs = _short_enough(preferences, config.longest_sequence(context_length(model.config)))
+    pairs = short_enough(preferences, config.longest_sequence(context_length(model.config)))
     trained, held_out = split_pairs(pairs, config)
     pad_id, batch_size = int(tokenizer.pad_token_id), config.per_device_train_batch_size
 
@@ -158,11 +159,9 @@ def _token_lists(pairs: pd.DataFrame, column: str) -> list[list[int]]:
     return [[int(i) for i in ids] for ids in pairs[column]]  # from Parquet they are arrays
 
 
-def _short_enough(preferences: pd.DataFrame, limit: int | None) -> pd.DataFrame:
-    if limit is None:
-        return preferences
-    longest = [max(len(row.chosen_ids), len(row.rejected_ids)) for row in preferences.itertuples()]
-    fits = pd.Series(longest, index=preferences.index) <= limit
+def short_enough(preferences: pd.DataFrame, limit: int | None) -> pd.DataFrame:
+    """Return the pairs whose token sequences have at most `limit` tokens (None: all), and warn of the others."""
+    fits = preferences[["chosen_ids", "rejected_ids"]].map(len).max(axis=1) <= (math.inf if limit is None else limit)
     if not fits.all():
         logger.warning("%d of %d pairs are longer than %d tokens and left out", (~fits).sum(), len(fits), limit)
     return preferences[fits]

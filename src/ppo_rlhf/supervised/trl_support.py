@@ -49,9 +49,9 @@ def run_sft_trainer(
     `evaluate` gets the model with TRL's fused head (`trl.trainer.utils.add_fused_lm_head`).
     """
     table = {"input_ids": rows.input_ids, "labels": rows.labels, "length": [len(ids) for ids in rows.input_ids]}
-    own = {"packing": False, "dataset_kwargs": {"skip_prepare_dataset": True}}
-    callback = HistoryCallback("sft", evaluate, watch)
-    return _train("supervised_finetuning", SFTTrainer, SFTConfig, own, model, tokenizer, table, config, callback)
+    _check_processes("supervised_finetuning", config)
+    options = {**trainer_options(config), "packing": False, "dataset_kwargs": {"skip_prepare_dataset": True}}
+    return _train(SFTTrainer, SFTConfig, options, model, tokenizer, table, HistoryCallback("sft", evaluate, watch))
 
 
 def run_reward_trainer(
@@ -66,15 +66,15 @@ def run_reward_trainer(
     """Train a reward model in place on pairs of token sequences; return `reward_model/*` metrics."""
     lengths = [max(len(a), len(b)) for a, b in zip(chosen_ids, rejected_ids, strict=True)]
     table = {"chosen_ids": chosen_ids, "rejected_ids": rejected_ids, "length": lengths}
+    _check_processes("reward_modelling", config)
     callback = HistoryCallback("reward_model", evaluate, watch)
-    return _train("reward_modelling", RewardTrainer, RewardConfig, {}, model, tokenizer, table, config, callback)
+    return _train(RewardTrainer, RewardConfig, trainer_options(config), model, tokenizer, table, callback)
 
 
-def trainer_options(config: OptimisationConfig, output_dir: str) -> dict[str, Any]:
-    """Return keyword arguments for TRL's SFTConfig and RewardConfig."""
+def trainer_options(config: OptimisationConfig) -> dict[str, Any]:
+    """Return keyword arguments for TRL's SFTConfig and RewardConfig, except `output_dir`."""
     warms_up = config.lr_scheduler_type == "constant" and config.warmup_ratio > 0.0
     return {
-        "output_dir": output_dir,
         "num_train_epochs": config.num_train_epochs,
         "max_steps": config.max_steps or -1,
         "learning_rate": config.learning_rate,
@@ -120,20 +120,18 @@ class HistoryCallback(TrainerCallback):
         if self._watch is not None:
             self._report = self.display.enter_context(self._watch(state.max_steps))
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Keep the mean loss since the last log, and the learning rate."""
-        if logs is not None and "loss" in logs:
+        logs = kwargs["logs"]
+        if "loss" in logs:
             self._record(state.global_step, {name: float(logs[name]) for name in ("loss", "learning_rate")})
 
-    def on_epoch_end(
-        self, args: Any, state: Any, control: Any, model: PreTrainedModel | None = None, **kwargs: Any
-    ) -> None:
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Evaluate on the held-out rows."""
-        if model is not None:
-            model.eval()
-            with torch.no_grad():
-                self._record(state.global_step, self._evaluate(model))
-            model.train()
+        model = kwargs["model"].eval()
+        with torch.no_grad():
+            self._record(state.global_step, self._evaluate(model))
+        model.train()
 
     def _record(self, step: int, metrics: dict[str, float]) -> None:
         for name, value in metrics.items():
@@ -149,18 +147,15 @@ class HistoryCallback(TrainerCallback):
 
 
 def _train(
-    group: str,
     trainer_class: type[Trainer],
     config_class: type[TrainingArguments],
-    own_options: dict[str, Any],
+    options: dict[str, Any],
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     table: dict[str, Any],
-    config: OptimisationConfig,
     callback: HistoryCallback,
 ) -> History:
     """Train `model` in place; its configurations stay as they were, and it stays on the device of the training."""
-    _check_processes(group, config)
     kept = {  # trainers align them with the tokenizer; classifiers have no generation_config
         name: copy.deepcopy(vars(model)[name]) for name in ("config", "generation_config") if name in vars(model)
     }
@@ -174,7 +169,7 @@ def _train(
         silent: Any = type(trainer_class.__name__, (trainer_class,), {"_send_telemetry": lambda self: None})
         trainer = silent(
             model,
-            config_class(**trainer_options(config, output_dir), **own_options),
+            config_class(output_dir=output_dir, **options),
             train_dataset=Dataset.from_dict(table),
             processing_class=copy.deepcopy(tokenizer),
             callbacks=[callback],

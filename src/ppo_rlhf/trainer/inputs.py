@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import compress, takewhile
 from pathlib import Path
@@ -38,7 +38,6 @@ from ppo_rlhf.rewards.shaping import check_token_rewards
 from ppo_rlhf.trainer.models import HOST, check_same_vocabulary, take_over
 
 TOKENS, MASK = "input_ids", "attention_mask"
-_MODEL_ALONE = RewardConfig(components=[RewardComponentConfig(type="model")])
 
 
 def take_prompts(
@@ -49,7 +48,7 @@ def take_prompts(
     Args:
         prompts: Texts, chats or token ids in a list; a table (pandas, `datasets`, rows, a mapping of columns) with a
             column `prompt`, or else `input_ids`, whose other columns go to reward functions; or a PromptDataset.
-        policy: The policy with its tokenizer.
+        policy: With its tokenizer.
         config: Hyperparameters.
         context: Most tokens of a prompt and its response; None without a limit.
         why: Reason for a limit that is not the policy's context, for errors.
@@ -75,8 +74,12 @@ def take_prompts(
     return PromptDataset.of_table(reader.fit(table, "prompts"))
 
 
+<<<<<<< HEAD
 def _columns(prompts: Any) -> Mapping[str, Sequence[Any]]:
     advice = "give a list or a table (column `prompt` or `input_ids`) of texts, chats or token ids, or a PromptDataset"
+=======
+def _table(prompts: Any) -> pd.DataFrame:
+>>>>>>> main
     if isinstance(prompts, pd.DataFrame):
         return {str(name): prompts[name].tolist() for name in prompts.columns}
     if isinstance(prompts, list | tuple):
@@ -86,6 +89,7 @@ def _columns(prompts: Any) -> Mapping[str, Sequence[Any]]:
                 name: [row.get(name) for row in prompts] for name in dict.fromkeys(n for row in prompts for n in row)
             }
         is_text = isinstance(first, str) or (isinstance(first, list) and first and isinstance(first[0], Mapping))
+<<<<<<< HEAD
         return {"prompt" if is_text else TOKENS: prompts}
     if isinstance(prompts, Dataset):
         return {name: prompts[name] for name in prompts.column_names}
@@ -97,76 +101,85 @@ def _columns(prompts: Any) -> Mapping[str, Sequence[Any]]:
     elif isinstance(prompts, Mapping):
         return prompts
     raise DataError(f"PPOTrainer: prompts is of the type {type(prompts).__name__}; {advice}")
+=======
+        return pd.DataFrame({"prompt" if is_text else TOKENS: pd.Series(list(prompts), dtype=object)})
+    if hasattr(prompts, "column_names"):  # of the library datasets: of its types only Dataset can be sliced
+        if hasattr(prompts, "__len__") and not isinstance(prompts, Mapping):
+            return table_of_columns(prompts[:])
+    elif isinstance(prompts, Mapping):
+        return table_of_columns(prompts)
+    raise DataError(
+        f"PPOTrainer: prompts is of the type {type(prompts).__name__}; give a list or a table (column `prompt` or "
+        "`input_ids`) of texts, chats or token ids, or a PromptDataset: one split of a DatasetDict, or "
+        "Dataset.from_list of a stream"
+    )
+>>>>>>> main
 
 
 def take_reward(reward: Any, policy: TrainedModel, config: PPOConfig) -> RewardScorer | None:
     """Return the scorer of responses, None if no reward is given.
 
-    Args:
-        reward: A function `reward(prompts, completions, **columns)`; a reward model as an object, or in a tuple with
-            its tokenizer if that is not the policy's; its directory; a RewardConfig; or a RewardScorer. None takes
-            `reward_model_path`.
-        policy: The policy with its tokenizer.
-        config: Hyperparameters.
+    A reward is a function `reward(prompts, completions, **columns)`; a reward model as an object, or in a tuple with
+    its tokenizer if that is not the policy's; its directory; a RewardConfig; or a RewardScorer. None takes
+    `reward_model_path`.
 
     Raises:
         ConfigError: The type of the reward is unknown.
         ModelError: The reward model cannot be used, or cannot be the start of the critic.
     """
-    if (reward is None and config.reward_model_path is None) or isinstance(reward, RewardScorer):
-        if config.offload_reward_model:
-            raise ConfigError(NOTHING_TO_OFFLOAD)
-        return reward
-    device, batch_size = policy.model.device, config.local_rollout_forward_batch_size
-    if reward is None or isinstance(reward, str | Path | RewardConfig):
-        path = str(reward) if isinstance(reward, str | Path) else config.reward_model_path
-        components = reward if isinstance(reward, RewardConfig) else _MODEL_ALONE
+    device, batch_size, dtype = policy.model.device, config.local_rollout_forward_batch_size, frozen_dtype(config)
+    if reward is None:
+        reward = config.reward_model_path
+    path = config.reward_model_path
+    if isinstance(reward, str | Path):
+        reward, path = RewardConfig(components=[RewardComponentConfig(type="model")]), str(reward)
+    if isinstance(reward, RewardConfig):
         handle = None if path is None else PretrainedHandle(path)
-        if handle is not None and components.needs_model:
+        if handle is not None and reward.needs_model:
             _check_ids_of_critic(handle.tokenizer(), policy, config)
         return build_reward_scorer(
-            components,
+            reward,
             handle,
             policy.tokenizer,
             batch_size=batch_size,
             device=device,
-            dtype=frozen_dtype(config),
+            dtype=dtype,
             offload=config.offload_reward_model,
         )
     model, tokenizer = reward if isinstance(reward, tuple) and len(reward) == 2 else (reward, None)
     if isinstance(model, nn.Module):
-        _check_ids_of_critic(tokenizer or policy.tokenizer, policy, config)
+        own = tokenizer or policy.tokenizer
+        _check_ids_of_critic(own, policy, config)
         place = HOST if config.offload_reward_model else device
-        model = take_over(model, "reward model", frozen_dtype(config), place).requires_grad_(False)
+        model = take_over(model, "reward model", dtype, place).requires_grad_(False)
         if why := why_no_reward_model(type(model).__name__, model.config):
             raise ModelError(f"PPOTrainer: a reward model is a sequence classifier with num_labels=1, {why}")
         if config.offload_reward_model:
             to_host(model)
         if tokenizer is None:
-            remedy = "; give reward=(model, tokenizer)"
-            check_same_vocabulary(model, policy.model, "reward model", remedy)
-        own = tokenizer or policy.tokenizer
+            check_same_vocabulary(model, policy.model, "reward model", "; give reward=(model, tokenizer)")
         ensure_pad_token(own, model.config)
         ensure_pad_id(model, own)
-        scorer = ModelScorer(model, own, policy.tokenizer, batch_size, device)
-        return RewardScorer([("model", 1.0, scorer)], model)
+        return RewardScorer([("model", 1.0, ModelScorer(model, own, policy.tokenizer, batch_size, device))], model)
+    if config.offload_reward_model:
+        raise ConfigError(NOTHING_TO_OFFLOAD)
+    if reward is None or isinstance(reward, RewardScorer):
+        return reward
     if not callable(reward):
         raise ConfigError(
             f"PPOTrainer: reward has the unknown type {type(reward).__name__}; give a function, a reward model or its "
             "directory, (reward model, tokenizer), a RewardConfig or a RewardScorer"
         )
-    if config.offload_reward_model:
-        raise ConfigError(NOTHING_TO_OFFLOAD)
     name = getattr(reward, "__name__", "reward")
     name = name if name.isidentifier() else "reward"
     return RewardScorer([(name, 1.0, partial(score_by_function, reward, name))])
 
 
 def origin_of(scorer: RewardScorer | None) -> dict[str, Any]:
-    """Return what a resumed run compares of its reward: its parts, and its functions, which may be mended."""
+    """Return what a resumed run compares of its reward: its parts, and its functions, which may be fixed."""
     if scorer is None:
         return {}
-    parts = {name: value for name, value in vars(scorer).items() if name != "components"}
+    parts = {**vars(scorer), "components": [(name, weight) for name, weight, _ in scorer.components]}
     return {"reward": [type(scorer), parts], MENDABLE: functions_of(scorer) or None}
 
 
@@ -192,11 +205,11 @@ def given_scores(scores: Any, rows: int) -> RewardScorer:
         raise RewardError(f"step: scores must be one number for each response: {error}") from None
     if len(values) != rows:
         raise RewardError(f"step: {len(values)} scores for {rows} responses; give one each")
-    taken = torch.tensor(values, dtype=torch.float32)
-    for row, is_finite in enumerate(taken.isfinite().tolist()):
-        if not is_finite:
-            raise RewardError(f"step: the score of response {row} is {values[row]}; give finite numbers in float32")
-    return RewardScorer([("given", 1.0, lambda _: torch.tensor(values, dtype=torch.float64))])
+    taken = torch.tensor(values, dtype=torch.float64)
+    if not (is_finite := taken.float().isfinite()).all():
+        row = int(is_finite.int().argmin())
+        raise RewardError(f"step: the score of response {row} is {values[row]}; give finite numbers in float32")
+    return RewardScorer([("given", 1.0, lambda _: taken)])
 
 
 def token_lists(rows: Any, what: str, vocabulary: int) -> list[list[int]]:
@@ -215,15 +228,12 @@ def token_lists(rows: Any, what: str, vocabulary: int) -> list[list[int]]:
         try:
             tensor = torch.as_tensor(ids)
         except (TypeError, ValueError, RuntimeError):
-            raise DataError(
-                f"{what} {row}: expected a 1-D tensor of token ids, got a {type(ids).__name__}; make ids of "
-                "texts with the tokenizer"
-            ) from None
+            tensor = torch.empty(0)
         tensor = tensor[0] if tensor.dim() == 2 and len(tensor) == 1 else tensor
         if tensor.dim() != 1 or tensor.is_floating_point() or not len(tensor):
+            given = " ".join(repr(ids).split())
             raise DataError(
-                f"{what} {row}: expected a 1-D tensor of token ids with at least one token, got {tensor.dtype} "
-                f"{list(tensor.shape)}"
+                f"{what} {row}: expected a 1-D tensor of token ids with at least one token, got {given:.60}"
             )
         if int(tensor.min()) < 0 or int(tensor.max()) >= vocabulary:
             raise DataError(f"{what} {row}: token ids must be in 0 to {vocabulary - 1}, the model's vocabulary")
@@ -263,13 +273,9 @@ def without_padding(
 
 
 def check_room(queries: Sequence[Sequence[int]], lengths: Sequence[int], context: int | None, why: str = "") -> None:
-    """Raise `DataError` if a query and its response have more tokens than the model's context.
+    """Raise `DataError` if a query and its response, of `lengths` tokens, are longer than the context; None: no limit.
 
-    Args:
-        queries: Token ids of each query.
-        lengths: Tokens of each response.
-        context: Most tokens of both together; None without a limit.
-        why: Reason for a context that is not the policy's, for the error.
+    `why` is the reason for a context that is not the policy's, for the error.
     """
     for query, length in zip(queries, lengths, strict=True):
         if context is not None and len(query) + length > context:
@@ -308,11 +314,6 @@ def take_responses(rows: list[list[int]], sampling: SamplingSettings) -> Respons
     lengths = lengths.minimum(given)
     is_response = torch.arange(width) < lengths[:, None]
     return Responses(torch.where(is_response, response_ids, sampling.pad_token_id), lengths, terminated)
-
-
-def mean_of(scores: Iterable[Any]) -> float:
-    """Return the mean of numbers or 0-d tensors; NaN if there are none."""
-    return float(torch.tensor([float(score) for score in scores], dtype=torch.float64).mean())
 
 
 def _check_ids_of_critic(tokenizer: PreTrainedTokenizerBase, policy: TrainedModel, config: PPOConfig) -> None:

@@ -50,14 +50,8 @@ def take_policies(
 ) -> tuple[TrainedModel, PreTrainedModel]:
     """Return the policy, which trains, with tokenizer and value head, and the frozen reference.
 
-    Args:
-        config: Hyperparameters; `sft_model_path` is the policy if none is given.
-        policy: A causal language model. An object changes in place: device, precision, no dropout, and, without LoRA,
-            training.
-        reference: Another one, which is frozen. None takes the policy as it is now; with LoRA its weights without the
-            adapter.
-        tokenizer: The policy's; None takes the one in the policy's directory.
-        device: Device of the models.
+    A model object changes in place: device, precision, no dropout. Without a reference it is the policy as it is now;
+    with LoRA the policy's weights without the adapter.
 
     Raises:
         ConfigError: The policy or its tokenizer is missing, or policy and reference share weights.
@@ -71,7 +65,7 @@ def take_policies(
         handle = PretrainedHandle(str(source))
         head, tokenizer = handle.value_head(), tokenizer or handle.tokenizer()
     if tokenizer is None:
-        raise ConfigError("PPOTrainer: tokenizer is missing: a policy that is an object comes without one; give it too")
+        raise ConfigError("PPOTrainer: tokenizer is missing: a policy object has none, so give its tokenizer too")
     base_dtype = frozen_dtype(config) if config.use_peft else trained_dtype(config)
     base = _causal_lm(source, "policy", base_dtype, config, device)
     if base is source:
@@ -82,11 +76,12 @@ def take_policies(
     waits = HOST if config.offload_reference_policy else device
     if reference is not None:
         frozen = _causal_lm(reference, "reference policy", frozen_dtype(config), config, waits)
-        complaint = (
-            "policy and reference_policy share weights, so the reference would train too and the KL would stay 0; give "
-            "reference_policy=None for a frozen copy"
-        )
-        _check_apart(base, frozen, config, complaint)
+        own = {id(parameter) for parameter in base.parameters()}
+        if not config.use_peft and any(id(parameter) in own for parameter in frozen.parameters()):
+            raise ConfigError(
+                "PPOTrainer: policy and reference_policy share weights, so the reference would train too and the KL "
+                "would stay 0; give reference_policy=None for a frozen copy"
+            )
         check_same_vocabulary(frozen, base, "reference policy")
     elif config.use_peft:
         frozen = base
@@ -107,7 +102,7 @@ def take_critic(
     reward_model: PreTrainedModel | None,
     value_model: ModelSource | None,
 ) -> AnyCritic:
-    """Return the critic: from `value_model` if it is given, else as `ppo.value_model` says.
+    """Return the critic: from `value_model` if it is given, else by `ppo.value_model`.
 
     A model is copied, and a path is that of a stored critic.
 
@@ -133,7 +128,11 @@ def take_critic(
     if score is None and (start.get_output_embeddings() is not None or start.base_model is start):
         head = _left_out_head(start, "value model")
         return Critic.from_policy(start, value_head=head, own_backbone=critic_backbone(config))
-    _check_head(score, "score")
+    if not isinstance(score, nn.Linear) or score.out_features != 1:
+        raise ModelError(
+            "PPOTrainer: the value model has no linear head `score` with one output; give a sequence classifier with "
+            "such a head (num_labels=1), a causal language model, or only a backbone (model.base_model)"
+        )
     return Critic.from_reward_model(start, policy.model, own_backbone=critic_backbone(config))
 
 
@@ -189,21 +188,13 @@ def _causal_lm(
 
 
 def _left_out_head(model: PreTrainedModel, what: str) -> nn.Linear | None:
-    """Return the value head among the weights that a model was loaded from: transformers left it out."""
+    """Return TRL's value head (`v_head`) from the folder that a model was loaded from: transformers leaves it out."""
     place = model.name_or_path or ""
     is_there = any(Path(place, name).is_file() for name in (WEIGHTS, WEIGHTS_INDEX)) or not is_local(place)
     head = PretrainedHandle(place).value_head() if place and is_there else None
     if head is not None and is_main_process():
-        log.warning("The value head of the %s is read from %s: the object has none (v_head).", what, model.name_or_path)
+        log.warning("The value head (v_head) of the %s is read from %s; transformers does not load it.", what, place)
     return head
-
-
-def _check_head(head: Any, name: str) -> None:
-    if not isinstance(head, nn.Linear) or head.out_features != 1:
-        raise ModelError(
-            f"PPOTrainer: the value model has no linear head `{name}` with one output; give a sequence classifier with "
-            "such a `score` (num_labels=1), a causal language model, or a backbone alone (model.base_model)"
-        )
 
 
 def _check_model(model: Any, what: str) -> None:
@@ -215,24 +206,21 @@ def _check_model(model: Any, what: str) -> None:
         )
     if not isinstance(model, transformers.PreTrainedModel):
         raise ModelError(f"PPOTrainer: the {what} is a {type(model).__name__}, not a transformers model; {saved}")
-    if getattr(model, "is_quantized", False):
-        raise ModelError(
-            f"PPOTrainer: the {what} is quantised; give the directory or hub id of the model itself, for 4 bits with "
-            "ppo.load_in_4bit=true"
-        )
-    if any("forward" in vars(module) for module in model.modules()):
-        raise ModelError(
-            f"PPOTrainer: the {what} was wrapped by a trainer or by accelerate, so its copies would use the "
-            f"original's weights; {saved}"
-        )
-    if any(parameter.is_inference() for parameter in model.parameters()):
-        raise ModelError(f"PPOTrainer: the {what} was made under torch.inference_mode; load it outside of that block")
-    if any(module._compiled_call_impl is not None for module in model.modules()):
-        raise ModelError(f"PPOTrainer: the {what} is compiled; {saved}. ppo.compile=true compiles its layers")
-
-
-def _check_apart(trained: nn.Module, other: PreTrainedModel, config: PPOConfig, complaint: str) -> None:
-    """Raise `ConfigError` with the complaint if a model that trains shares a weight with another model."""
-    own = {id(parameter) for parameter in trained.parameters()}
-    if not config.use_peft and any(id(parameter) in own for parameter in other.parameters()):
-        raise ConfigError(f"PPOTrainer: {complaint}")
+    modules = list(model.modules())
+    refused = {
+        "is quantised; give the directory or hub id of the model itself, for 4 bits with ppo.load_in_4bit=true": (
+            getattr(model, "is_quantized", False)
+        ),
+        "was wrapped by a trainer or by accelerate, so its copies would use the original's weights; " + saved: any(
+            "forward" in vars(module) for module in modules
+        ),
+        "was made under torch.inference_mode; load it outside of that block": any(
+            parameter.is_inference() for parameter in model.parameters()
+        ),
+        f"is compiled; {saved}. ppo.compile=true compiles its layers": any(
+            module._compiled_call_impl is not None for module in modules
+        ),
+    }
+    for why, holds in refused.items():
+        if holds:
+            raise ModelError(f"PPOTrainer: the {what} {why}")

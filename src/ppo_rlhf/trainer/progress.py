@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 def say(line: str) -> None:
-    """Log a line in the main process; print it where nobody has set up logging, as transformers' Trainer does."""
+    """Log a line in the main process; print it if logging is not set up, as transformers' Trainer does."""
     if not is_main_process():
         return
     if log.hasHandlers():
@@ -30,9 +30,9 @@ def say(line: str) -> None:
 
 @contextmanager
 def watched(state: TrainingState, directory: Path | None) -> Iterator[tqdm]:
-    """Yield a bar over the iterations, drawn where nobody has set up logging, and save the last whole one on an error.
+    """Yield a bar over the iterations, shown if logging is not set up; save the last whole iteration on an error.
 
-    The main process saves alone: the others may never come here.
+    Only the main process saves: the others may never get here.
     """
     hidden = True if log.hasHandlers() or not is_main_process() else None
     try:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ppo_rlhf.config.settings_group import closest
 from ppo_rlhf.core.errors import ConfigError, DataError
 from ppo_rlhf.core.randomness import episode_uniforms
 from ppo_rlhf.data.prompt_dataset import PromptDataset
+from ppo_rlhf.models.tokenizers import ids_within
 from ppo_rlhf.ppo.rollout import sample_responses
+from ppo_rlhf.ppo.sampling import SamplingSettings
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.processes import is_main_process
-from ppo_rlhf.trainer.generation_arguments import sampling_from_arguments
 from ppo_rlhf.trainer.inputs import check_one_turn, check_room, token_lists, without_padding
 
 log = logging.getLogger(__name__)
@@ -31,12 +34,12 @@ class QuerySampler:
         rows: Number of responses sampled.
         answers: Those responses, without their queries.
         vocabulary: Number of token ids of the policy.
-        limit: Most tokens of a query and its response, and the reason for that (`trainer_models.context_of_all`).
+        limit: Most tokens of a query and its response, and the reason for that (`trainer.models.context_of_all`).
     """
 
     def __init__(self, state: TrainingState, limit: tuple[int | None, str]) -> None:
         self._state = state
-        self._warned = False
+        self._warned = not is_main_process()
         self.vocabulary = int(state.policy.config.get_text_config().vocab_size)
         self.limit = limit
         self.start_iteration()
@@ -64,21 +67,24 @@ class QuerySampler:
         if attention_mask is None:
             prompt_ids = without_padding(rows, "query", state.policy, state.tokenizer, config)
         elif getattr(queries, "shape", None) != getattr(attention_mask, "shape", ()):
-            raise DataError("generate: attention_mask is for queries in one tensor, and has the shape of that")
+            raise DataError("generate: attention_mask needs queries in one tensor of the same shape")
         else:
             masks = attention_mask.bool().reshape(len(rows), -1)
             real = [row[mask] for row, mask in zip(rows, masks, strict=True)]
             prompt_ids = token_lists(real, "query", self.vocabulary)
         at_a_time = config.local_rollout_forward_batch_size if batch_size is None else batch_size
         if at_a_time < 1:
-            raise ConfigError(
-                f"generate: batch_size={batch_size} is below 1; None takes ppo.local_rollout_forward_batch_size="
-                f"{config.local_rollout_forward_batch_size}"
-            )
-        settings = sampling_from_arguments(state.sampling, arguments, self.vocabulary)
+            raise ConfigError(f"generate: batch_size={batch_size} is below 1")
+        settings = _sampling(state.sampling, arguments, self.vocabulary)
         check_room(prompt_ids, [settings.response_length] * len(prompt_ids), *self.limit)
-        if settings.temperature != config.temperature and settings.top_k != 1:
-            self._warn_of_temperature(settings.temperature)
+        if settings.temperature != config.temperature and settings.top_k != 1 and not self._warned:
+            self._warned = True
+            log.warning(
+                "generate(temperature=%g): step() computes log-probabilities at ppo.temperature=%g; train at the "
+                "temperature that you sample at",
+                settings.temperature,
+                config.temperature,
+            )
         started = time.perf_counter()
         generated = sample_responses(
             state.policy,
@@ -106,24 +112,69 @@ class QuerySampler:
         """
         config = self._state.config
         size, first, iteration = config.batch_size, self.rows, self._state.iteration + 1
-        blocks = [
-            episode_uniforms(
-                config.seed,
-                "rollout" if block == 0 else f"rollout beyond {block}",
-                iteration,
-                size,
-                config.response_length,
-            )
-            for block in range(first // size, (first + rows - 1) // size + 1)
-        ]
+        numbers = range(first // size, (first + rows - 1) // size + 1)
+        streams = ["rollout" if number == 0 else f"rollout beyond {number}" for number in numbers]
+        blocks = [episode_uniforms(config.seed, name, iteration, size, config.response_length) for name in streams]
         return torch.cat(blocks)[first % size :][:rows]
 
-    def _warn_of_temperature(self, temperature: float) -> None:
-        if not self._warned and is_main_process():
-            log.warning(
-                "generate(temperature=%g): step() computes log-probabilities at ppo.temperature=%g; train at the "
-                "temperature that you sample at",
-                temperature,
-                self._state.config.temperature,
+
+def _stop_ids(value: Any) -> dict[str, Any]:
+    ids = value if isinstance(value, list | tuple) else [] if value is None else [value]
+    return {"stop_token_ids": tuple(map(int, ids))}
+
+
+_ARGUMENTS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "max_new_tokens": lambda value: {"response_length": int(value)},
+    "min_length": lambda _: {"min_response_length": 0},  # before min_new_tokens, which wins if both are given
+    "min_new_tokens": lambda value: {"min_response_length": int(value or 0)},
+    "temperature": lambda value: {"temperature": float(value)},
+    "top_k": lambda value: {"top_k": int(value or 0)},
+    "top_p": lambda value: {"top_p": 1.0 if value is None else float(value)},
+    "pad_token_id": lambda _: {},  # responses come without padding
+    "eos_token_id": _stop_ids,
+    "do_sample": lambda value: {} if value else {"top_k": 1, "top_p": 1.0},  # last: it overrides the filters
+}
+"""Arguments of transformers' `generate`, as changes of the sampling settings."""
+
+
+def _sampling(run: SamplingSettings, arguments: Mapping[str, Any], vocabulary: int) -> SamplingSettings:
+    """Return the run's sampling settings, changed by arguments of `generate`.
+
+    An end-of-text id outside the vocabulary ends nothing.
+
+    Raises:
+        ConfigError: An argument is unknown, or its value cannot be used.
+    """
+    for name, value in arguments.items():
+        if name not in _ARGUMENTS:
+            raise ConfigError(
+                f"generate: {name}={value!r} is not an argument of this sampler.{closest(name, list(_ARGUMENTS))} "
+                f"The arguments are {', '.join(_ARGUMENTS)}"
             )
-        self._warned = True
+    changes: dict[str, Any] = {}
+    for name, read in _ARGUMENTS.items():
+        if name in arguments:
+            try:
+                changes |= read(arguments[name])
+            except (TypeError, ValueError):
+                raise ConfigError(f"generate: {name}={arguments[name]!r} is not a number") from None
+    found = dataclasses.replace(run, **changes)
+    longest, length, min_length = run.response_length, found.response_length, int(arguments.get("min_length") or 0)
+    rules = {
+        f"max_new_tokens={length} is not in 1 to ppo.response_length={longest}, the most tokens that a response may "
+        "have in training; lower it, or raise ppo.response_length": 1 <= length <= longest,
+        f"min_length={min_length} counts the query's tokens too; give min_new_tokens, or -1 for no minimum": (
+            min_length <= 0
+        ),
+        f"temperature={found.temperature:g} is not above 0; do_sample=False takes the most probable token": (
+            found.temperature > 0.0
+        ),
+        f"top_k={found.top_k} is below 0": found.top_k >= 0,
+        f"top_p={found.top_p:g} is not above 0 and at most 1": 0.0 < found.top_p <= 1.0,
+        f"min_new_tokens={found.min_response_length} is above the {length} tokens of a response": (
+            found.min_response_length <= length
+        ),
+    }
+    if broken := [text for text, holds in rules.items() if not holds]:
+        raise ConfigError("\n".join(f"generate: {text}" for text in broken))
+    return dataclasses.replace(found, stop_token_ids=ids_within(found.stop_token_ids, vocabulary))

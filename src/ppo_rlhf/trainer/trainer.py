@@ -65,7 +65,6 @@ class PPOTrainer:
         config: Hyperparameters.
         state: Everything that changes while PPO trains.
         reference_policy: The frozen policy of the KL divergence.
-        tokenizer: The policy's tokenizer.
     """
 
     def __init__(
@@ -87,8 +86,8 @@ class PPOTrainer:
                 trained in place; with `use_peft` its weights stay as they are.
             reference_policy: The same kinds of model; None takes a frozen copy of the policy.
             tokenizer: The policy's; optional if the policy is a path.
-            reward: For `train()`: see `trainer_inputs.take_reward`; None takes `config.reward_model_path`.
-            prompts: For `train()`: see `trainer_inputs.take_prompts`.
+            reward: For `train()`: see `trainer.inputs.take_reward`; None takes `config.reward_model_path`.
+            prompts: For `train()`: see `trainer.inputs.take_prompts`.
             value_model: The critic's start: a language model or a sequence classifier with one label, which is copied;
                 or the directory of a stored critic. None follows `config.value_model`.
 
@@ -119,7 +118,7 @@ class PPOTrainer:
         check_alike("PPOTrainer", config=config, **origin)
         self.state = build_state(start.model, critic, start.tokenizer, config)
         self.state.origin = origin
-        self._folders: set[Path] = set()  # of checkpoints, which are this run's
+        self._folders: set[Path] = set()  # folders that hold this run's checkpoints
         self._sampler = QuerySampler(self.state, limit)
         if self._scorer is not None and self._prompts is not None:
             stops = self.state.sampling.stop_token_ids
@@ -245,7 +244,8 @@ class PPOTrainer:
         """
         texts = [batch.get(name, ()) for name in ("query", "response")]
         pair = "; {!r} -> {!r}".format(*(column[0] for column in texts)) if all(map(len, texts)) else ""
-        say(f"{self._line(stats)}, mean reward {trainer_inputs.mean_of(rewards):.4g}{pair}")
+        mean = float(torch.tensor([float(score) for score in rewards], dtype=torch.float64).mean())
+        say(f"{self._line(stats)}, mean reward {mean:.4g}{pair}")
 
     def train(
         self, resume_from_checkpoint: str | Path | bool | None = None, output_dir: str | Path | None = None
@@ -282,7 +282,8 @@ class PPOTrainer:
                     files.prune_checkpoints(directory, self.config.save_total_limit, None, self.state.iteration)
 
         with ExitStack() as held:
-            on_main(partial(_lock, directory, held))
+            if directory is not None:
+                on_main(partial(_lock, directory, held))
             if resume_from_checkpoint:
                 self.load_checkpoint(_checkpoint(resume_from_checkpoint, directory))
             self._check_ready("train")
@@ -298,7 +299,7 @@ class PPOTrainer:
         """Write the policy as a plain model directory with its tokenizer, as the pipeline exports it.
 
         An adapter is merged. The moving average of the weights, if there is one, is written to the folder `ema`. The
-        model card README.md is written, too, unless a README.md of another hand is there.
+        model card README.md is written, too, unless the folder has another README.md.
         """
         if is_main_process():
             folder = Path(save_directory)
@@ -335,7 +336,7 @@ class PPOTrainer:
         newest = on_main(lambda: files.checkpoint_iterations(folder))[-1:]
         if newest and folder.resolve() not in self._folders:
             raise ConfigError(
-                f"{folder} holds another run, up to iteration {newest[0]}: go on with it by "
+                f"{folder} holds another run, up to iteration {newest[0]}: resume that run by "
                 "train(resume_from_checkpoint=True, output_dir=…), or give a new run another folder"
             )
         self._folders.add(folder.resolve())
@@ -359,12 +360,11 @@ class PPOTrainer:
         return ", ".join([f"Iteration {self.state.iteration}/{self.state.total_iterations}", *shown])
 
 
-def _lock(directory: Path | None, held: ExitStack) -> None:
-    file = None if directory is None else lock_run(directory)
-    if file is not None:
-        held.enter_context(file)
-    elif directory is not None:
+def _lock(directory: Path, held: ExitStack) -> None:
+    file = lock_run(directory)
+    if file is None:
         raise CheckpointError(f"output_dir={directory}: another process trains there; give another directory")
+    held.enter_context(file)
 
 
 def _checkpoint(asked: str | Path | bool, output_dir: Path | None) -> Path:
@@ -372,7 +372,7 @@ def _checkpoint(asked: str | Path | bool, output_dir: Path | None) -> Path:
         return Path(asked)
     if output_dir is None:
         raise ConfigError("train: resume_from_checkpoint=True looks in output_dir; give that, or the checkpoint itself")
-    newest = from_main(files.newest_whole_checkpoint(output_dir) if is_main_process() else None)
+    newest = on_main(partial(files.newest_whole_checkpoint, output_dir))
     if newest is None:
         raise CheckpointError(f"{output_dir}: this directory has no whole checkpoint to resume from")
     return newest

@@ -52,7 +52,7 @@ class ModelConfig:
 
 
 def answers_trl(cls: type[T]) -> type[T]:
-    """Let a class answer arguments and attributes of TRL's trainers by one line with ours."""
+    """Make a class answer the arguments and attributes of TRL's trainers with an error of one line that names ours."""
 
     def absent(_: object, name: str) -> NoReturn:
         raise AttributeError(f"{cls.__name__} has no {name}{f' (here: {NAMES[name]})' if name in NAMES else ''}")
@@ -69,7 +69,9 @@ def _checked(method: Callable[..., Any], where: str) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(*args: Any, **named: Any) -> Any:
         if theirs := [f"{name}: {NAMES[name]}" for name in named if name in NAMES and name not in own]:
-            raise ConfigError(f"{where}: TRL's arguments are others here: {'; '.join(theirs)} (docs/converting.md)")
+            raise ConfigError(
+                f"{where}: TRL's names of arguments differ here: {'; '.join(theirs)} (docs/converting.md)"
+            )
         return method(*args, **named)
 
     return call

@@ -1,4 +1,4 @@
-"""A run of its own in MLflow for each training of a study, below the study's run."""
+"""A separate MLflow run for each training of a study, below the study's run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Log = Callable[[int, Mapping[str, float]], None]
 
 
 def child_runs() -> Callable[[str, PPOConfig], AbstractContextManager[Log]]:
-    """Return what opens runs below the active one, in its store even if a reward function leads MLflow to another.
+    """Return a function that opens runs below the active one, in its store even if a reward function sets another.
 
     Without an active run (tracking is switched off, or this is not the main process) they log nothing.
     """

@@ -35,7 +35,7 @@ def train_settings(
     evaluation: EvaluationConfig,
     kl_study: KLStudyConfig,
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Train and evaluate the policy once for each KL penalty, each as a run of its own below the study's in MLflow.
+    """Train and evaluate the policy once for each KL penalty, each as a separate MLflow run below the study's.
 
     Returns:
         `kl_study_history`: the metrics of every iteration, with its `setting`.
