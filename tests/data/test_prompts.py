@@ -205,7 +205,7 @@ def test_a_chat_that_ends_with_the_assistant_is_continued(make_tokenizer):
 def test_a_missing_column_is_named_with_those_there_are(make_tokenizer):
     frame = table_of({"text": ["a"], "label": [1]})
     there = "the columns are text, label"
-    expected = f"my prompts: no column `prompt` (prompts.column), nor `messages` or `conversations`; {there}"
+    expected = f"my prompts: no column `prompt` (prompts.column); {there}"
     reader = PromptReader(make_tokenizer(), 10, 4, "error")
     assert message(reader.read, frame, "prompt", "my prompts") == expected
 

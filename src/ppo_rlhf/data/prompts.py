@@ -31,12 +31,8 @@ class PromptsConfig:
 
     column: str = "prompt"
     """Column with the prompt: text, or a list of chat messages (`[{"role": …, "content": …}, …]`). An assistant's
-<<<<<<< HEAD
-    message at the end is continued. Content may be a list of parts of text, and absent beside a call of a tool. Without
-    this column, `messages` or `conversations` is read, whole conversations whose last reply is dropped."""
-=======
-    message at the end is continued. Content may be a list of parts of text, and may be missing beside a tool call."""
->>>>>>> main
+    message at the end is continued. Content may be a list of parts of text, and may be missing beside a tool call.
+    Without this column, `messages` or `conversations` is read, whole conversations whose last reply is dropped."""
     held_out_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
     """Share of the prompts held out for evaluation when no evaluation prompts are given; never trained on."""
     max_held_out: Annotated[int, Field(ge=1)] = 512
@@ -214,8 +210,7 @@ def _prompt_column(table: Dataset, column: str, name: str) -> str:
     found = next((each for each in (column, *CONVERSATIONS) if each in table.column_names), None)
     if found is None:
         raise DataError(
-            f"{name}: no column `{column}` (prompts.column), nor {' or '.join(f'`{each}`' for each in CONVERSATIONS)}; "
-            f"the columns are {', '.join(table.column_names)}"
+            f"{name}: no column `{column}` (prompts.column); the columns are {', '.join(table.column_names)}"
         )
     return found
 
@@ -253,20 +248,8 @@ def _read(value: Any, where: str, column: str) -> str | Chat:
     return without_last_reply(prompt, where) if column in CONVERSATIONS and not isinstance(prompt, str) else prompt
 
 
-<<<<<<< HEAD
 def _truncate_left(prompt_ids: list[int], *, room: int, bos: int | None) -> dict[str, list[int]]:
-    """Cut off the beginning of a prompt, but keep its BOS: models have seen no text without theirs."""
+    """Cut off the beginning of a prompt, but keep its BOS: models have not seen texts without it."""
     if len(prompt_ids) <= room or prompt_ids[0] != bos or room < 2:
         return {"prompt_ids": prompt_ids[-room:]}
     return {"prompt_ids": [prompt_ids[0], *prompt_ids[len(prompt_ids) - room + 1 :]]}
-=======
-def _truncate_left(tokens: list[int], room: int, bos: int | None) -> list[int]:
-    """Cut off the beginning of a prompt, but keep its BOS: models have not seen texts without it."""
-    if len(tokens) <= room or tokens[0] != bos or room < 2:
-        return tokens[-room:]
-    return [tokens[0], *tokens[len(tokens) - room + 1 :]]
-
-
-def _key(value: Any) -> str:
-    return value if isinstance(value, str) else as_json(value, sort_keys=True)
->>>>>>> main

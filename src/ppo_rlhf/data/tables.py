@@ -13,16 +13,8 @@ import pandas as pd
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.core.randomness import permutation
 
-<<<<<<< HEAD
 if TYPE_CHECKING:
     from datasets import Dataset
-=======
-
-def table_of_rows(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
-    """Return the rows as a table; a row's missing names become None."""
-    names = dict.fromkeys(name for row in rows for name in row)
-    return table_of_columns({name: [row.get(name) for row in rows] for name in names})
->>>>>>> main
 
 
 def frame_of(table: Dataset) -> pd.DataFrame:

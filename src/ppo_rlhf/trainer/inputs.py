@@ -74,46 +74,25 @@ def take_prompts(
     return PromptDataset.of_table(reader.fit(table, "prompts"))
 
 
-<<<<<<< HEAD
 def _columns(prompts: Any) -> Mapping[str, Sequence[Any]]:
-    advice = "give a list or a table (column `prompt` or `input_ids`) of texts, chats or token ids, or a PromptDataset"
-=======
-def _table(prompts: Any) -> pd.DataFrame:
->>>>>>> main
     if isinstance(prompts, pd.DataFrame):
         return {str(name): prompts[name].tolist() for name in prompts.columns}
     if isinstance(prompts, list | tuple):
         first = prompts[0] if prompts else ""
         if isinstance(first, Mapping):
-            return {
-                name: [row.get(name) for row in prompts] for name in dict.fromkeys(n for row in prompts for n in row)
-            }
+            names = dict.fromkeys(name for row in prompts for name in row)
+            return {name: [row.get(name) for row in prompts] for name in names}
         is_text = isinstance(first, str) or (isinstance(first, list) and first and isinstance(first[0], Mapping))
-<<<<<<< HEAD
         return {"prompt" if is_text else TOKENS: prompts}
     if isinstance(prompts, Dataset):
         return {name: prompts[name] for name in prompts.column_names}
-    if hasattr(prompts, "column_names"):  # another one of Hugging Face's
-        if isinstance(prompts, Mapping):
-            advice = f'give one of the splits, prompts["{next(iter(prompts))}"]'
-        else:
-            advice = "prompts are drawn from a whole table: load it without streaming, or by Dataset.from_list"
-    elif isinstance(prompts, Mapping):
+    if isinstance(prompts, Mapping) and not hasattr(prompts, "column_names"):  # a DatasetDict has them, too
         return prompts
-    raise DataError(f"PPOTrainer: prompts is of the type {type(prompts).__name__}; {advice}")
-=======
-        return pd.DataFrame({"prompt" if is_text else TOKENS: pd.Series(list(prompts), dtype=object)})
-    if hasattr(prompts, "column_names"):  # of the library datasets: of its types only Dataset can be sliced
-        if hasattr(prompts, "__len__") and not isinstance(prompts, Mapping):
-            return table_of_columns(prompts[:])
-    elif isinstance(prompts, Mapping):
-        return table_of_columns(prompts)
     raise DataError(
         f"PPOTrainer: prompts is of the type {type(prompts).__name__}; give a list or a table (column `prompt` or "
         "`input_ids`) of texts, chats or token ids, or a PromptDataset: one split of a DatasetDict, or "
         "Dataset.from_list of a stream"
     )
->>>>>>> main
 
 
 def take_reward(reward: Any, policy: TrainedModel, config: PPOConfig) -> RewardScorer | None:
