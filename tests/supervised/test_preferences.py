@@ -145,20 +145,27 @@ def test_given_texts_are_closed_by_the_end():
 
 def test_whole_texts_need_no_prompt_column():
     frame = check_preferences(pd.DataFrame({"good": ["a b"], "bad": ["c"], "label": [1]}), "prompt", "good", "bad")
-    assert list(frame.columns) == ["chosen", "rejected"]
+    assert frame.to_dict("records") == [{"prompt": "", "chosen": "a b", "rejected": "c"}]
     (pair,) = tokenise_preferences(frame, word_tokenizer()).to_dict("records")
     assert pair == {"prompt": "", "chosen": "a b", "rejected": "c", "chosen_ids": [A, B, END], "rejected_ids": [C, END]}
 
 
-@pytest.mark.parametrize("apart", [True, False])
-def test_chats_are_written_by_the_tokenizers_template(apart):
-    question, good, bad = ([{"role": role, "content": text}] for role, text in (("user", "a"), ("a", "b"), ("a", "c")))
-    row = (
-        {"prompt": question, "chosen": good, "rejected": bad}
-        if apart
-        else {"chosen": question + good, "rejected": question + bad}
-    )
+QUESTION, GOOD, BAD = ([{"role": role, "content": text}] for role, text in (("user", "a"), ("a", "b"), ("a", "c")))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": QUESTION, "chosen": GOOD, "rejected": BAD},
+        {"chosen": QUESTION + GOOD, "rejected": QUESTION + BAD},
+        {"prompt": QUESTION, "chosen": QUESTION + GOOD, "rejected": QUESTION + BAD},
+        {"prompt": "a", "chosen": QUESTION + GOOD, "rejected": QUESTION + BAD},
+    ],
+    ids=["apart", "inside", "both", "text beside"],
+)
+def test_chats_are_written_by_the_tokenizers_template(row):
     frame = check_preferences(pd.DataFrame([row]), *NAMES)
+    assert frame.to_dict("records") == [{"prompt": QUESTION, "chosen": GOOD, "rejected": BAD}]
     pairs = tokenise_preferences(frame, word_tokenizer(chat_template=CHAT_TEMPLATE))
     assert pairs["chosen_ids"].tolist() == [[UNKNOWN, A, BEGIN, A, B, END]]
     assert pairs["rejected_ids"].tolist() == [[UNKNOWN, A, BEGIN, A, C, END]]
@@ -225,7 +232,6 @@ def test_chats_end_as_responses_do_that_are_scored(closes, tail):
             {"chosen": [CHAT, [CHAT[0], {"role": "a", "content": 3}]], "rejected": [CHAT, CHAT]},
             "row 1, column `chosen`: message 1 .*3",
         ),
-        ({"prompt": ["a"], "chosen": [CHAT], "rejected": [CHAT]}, "row 0.*reward_modelling.prompt_column"),
         ({"prompt": [CHAT], "chosen": ["a"], "rejected": [CHAT]}, "row 0 has both"),
     ],
 )

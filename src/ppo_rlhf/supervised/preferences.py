@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_rlhf import processes
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.core.randomness import episode_prompts, episode_uniforms
-from ppo_rlhf.data.chats import is_text, join_chats, read_text_or_chat, render_chat
+from ppo_rlhf.data.chats import Chat, is_text, join_chats, read_text_or_chat, render_chat
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.models.tokenizers import append_end, encode_texts, end_of_turn_id, special_ids
 from ppo_rlhf.ppo.sampling import SamplingSettings, generate_responses
@@ -28,9 +28,9 @@ COLUMNS = ("prompt", "chosen", "rejected", "chosen_ids", "rejected_ids")
 def check_preferences(
     frame: pd.DataFrame, prompt_column: str, chosen_column: str, rejected_column: str
 ) -> pd.DataFrame:
-    """Return the columns `chosen`, `rejected` and, if the table has one, `prompt`, in its order.
+    """Return the columns `prompt` (empty without one), `chosen` and `rejected`, in the table's order.
 
-    Values are texts, or lists of chat messages (in TRL's formats, with the prompt apart or inside).
+    Values are texts, or lists of chat messages with the prompt apart, inside both, or both. Of chats it is then apart.
 
     Raises:
         DataError: A column is missing, or a value is empty or neither text nor chat.
@@ -50,13 +50,27 @@ def check_preferences(
         table[standard] = [
             read_text_or_chat(value, f"preferences: row {row}, column `{given}`") for row, value in values
         ]
-    for row, record in enumerate(table.to_dict("records")):
-        if len({is_text(value) for value in record.values()}) > 1:
-            raise DataError(
-                f"preferences: row {row} has both texts and chats in its columns {', '.join(wanted)}; all must be of "
-                "one kind. If the chats hold the prompt as well, set reward_modelling.prompt_column to another name."
-            )
-    return table
+    records = [_prompt_apart(record, row) for row, record in enumerate(table.to_dict("records"))]
+    return pd.DataFrame(records, columns=["prompt", "chosen", "rejected"])
+
+
+def _prompt_apart(record: dict[str, str | Chat], row: int) -> dict[str, str | Chat]:
+    """Return a pair of chats with their prompt apart, and a pair of texts as it is."""
+    chosen, rejected, prompt = record["chosen"], record["rejected"], record.get("prompt")
+    if isinstance(chosen, str) and isinstance(rejected, str) and not isinstance(prompt, list):
+        return {"prompt": "", **record}
+    if isinstance(chosen, str) or isinstance(rejected, str):
+        raise DataError(
+            f"preferences: row {row} has both texts and chats. Give chosen and rejected both as texts, with a prompt "
+            "that is text, or both as chats, with the prompt inside or as a chat apart."
+        )
+    if isinstance(prompt, list):
+        is_inside = chosen[: len(prompt)] == rejected[: len(prompt)] == prompt
+        start = len(prompt) if is_inside and len(prompt) < min(len(chosen), len(rejected)) else 0
+        return {"prompt": prompt, "chosen": chosen[start:], "rejected": rejected[start:]}
+    from trl.data_utils import extract_prompt  # heavy: only chats pay for it
+
+    return {name: list(value) for name, value in extract_prompt({"chosen": chosen, "rejected": rejected}).items()}
 
 
 def tokenise_preferences(frame: pd.DataFrame, tokenizer: PreTrainedTokenizerBase) -> pd.DataFrame:
