@@ -81,7 +81,7 @@ def test_batch_sizes_give_the_same_rollout_step_and_micro_batch(batch: int, mini
     """TRL: a rollout of `batch`, steps on mini x accumulation, backward passes of mini."""
     sizes = {"batch_size": batch, "mini_batch_size": mini, "gradient_accumulation_steps": accumulation}
     config = from_trl(sizes).ppo_config()
-    assert (config.batch_size, config.mini_batch_size) == (batch, mini * accumulation)
+    assert (config.batch_size, config.batch_size // config.num_mini_batches) == (batch, mini * accumulation)
     assert config.local_micro_batch_size == mini
 
 

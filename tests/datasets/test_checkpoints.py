@@ -16,6 +16,7 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError, project_error
 from ppo_rlhf.datasets import checkpoints
 from ppo_rlhf.datasets.checkpoints import (
+    RANKED_BY,
     CheckpointDataset,
     EvaluationLogDataset,
     read_evaluations,
@@ -152,7 +153,7 @@ def test_evaluations_are_appended_and_read_back_oldest_first(tmp_path):
 def test_a_log_of_evaluations_that_holds_something_else_is_damaged(tmp_path, content):
     (tmp_path / "evaluations.json").write_text(content)
     with pytest.raises(CheckpointError, match="damaged"):
-        read_evaluations(tmp_path)
+        read_evaluations(tmp_path, RANKED_BY)
 
 
 def test_a_damaged_log_of_evaluations_is_named_and_left_as_it_is_and_no_checkpoint_is_deleted(tmp_path):

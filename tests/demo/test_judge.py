@@ -160,3 +160,21 @@ def test_the_corpus_scores_near_zero_spreads_widely_and_is_grammatical(corpus):
     assert -0.2 < mean < 0.2
     assert 0.35 < (sum((s - mean) ** 2 for s in scores) / len(scores)) ** 0.5 < 0.7
     assert is_grammatical(prompts, completions) == [1.0] * len(prompts)
+
+
+def test_shuffled_words_are_hardly_ever_grammatical(corpus):
+    rng = random.Random(3)
+    shuffled = []
+    for _, completion, _ in corpus:
+        words = completion.split()
+        rng.shuffle(words)
+        shuffled.append(" ".join(words))
+    assert sum(is_grammatical([prompt for prompt, _, _ in corpus], shuffled)) / len(corpus) < 0.01
+
+
+def test_a_score_does_not_depend_on_the_other_responses(corpus):
+    prompts, completions, aspects = map(list, zip(*corpus[:50], strict=True))
+    together = gold_score(prompts, completions, aspect=aspects)
+    apart = [gold_score([p], [c], aspect=[a])[0] for p, c, a in corpus[:50]]
+    backwards = gold_score(prompts[::-1], completions[::-1], aspect=aspects[::-1])[::-1]
+    assert together == apart == backwards

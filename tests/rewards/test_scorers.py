@@ -193,7 +193,7 @@ def test_the_reward_model_and_functions_are_built_from_their_configuration(tmp_p
         ([{"type": "model"}, {"type": "model"}], "called model"),
         ([{"type": "http"}], "type"),
         ([{"type": "model", "weight": math.inf}], "weight"),
-        ([{"type": "model", "weigth": 1.0}], "`weight`"),
+        ([{"type": "model", "weigth": 1.0}], "weigth is not a parameter"),
     ],
 )
 def test_an_unacceptable_reward_is_refused(components, message):

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -61,7 +62,7 @@ class CheckpointDataset(_RunDataset[CheckpointRequest, NoReturn]):
         write_checkpoint(directory, data.state)
         config, newest = data.state.config, data.state.iteration
         saved = [iteration for iteration in checkpoint_iterations(directory) if iteration <= newest]
-        evaluated = [row for row in read_evaluations(directory) if row["iteration"] in saved]
+        evaluated = [row for row in read_evaluations(directory, RANKED_BY) if row["iteration"] in saved]
         best = best_iteration(evaluated, config.kl_alarm)
         prune_checkpoints(directory, config.save_total_limit, best, newest)
 
@@ -115,8 +116,8 @@ def run_directory(root: Path) -> Path:
     return root / (run_id or f"untracked-{process_name()}")
 
 
-def read_evaluations(directory: Path) -> list[dict[str, Any]]:
-    """Return the evaluations logged in a run's directory, oldest first; none without a log.
+def read_evaluations(directory: Path, needed: Sequence[str] = RANKED_BY[:1]) -> list[dict[str, Any]]:
+    """Return the evaluations logged in a run's directory, oldest first, with the numbers needed; none without a log.
 
     Raises:
         CheckpointError: The log is damaged. Taken for empty, it would be overwritten, and the best checkpoint deleted.
@@ -126,10 +127,8 @@ def read_evaluations(directory: Path) -> list[dict[str, Any]]:
         return []
     try:
         rows: list[dict[str, Any]] = json.loads(path.read_bytes())
-        if not isinstance(rows, list) or not all(
-            isinstance(row[name], int | float) for row in rows for name in RANKED_BY
-        ):
-            raise TypeError(f"it is not a list of rows with the numbers {', '.join(RANKED_BY)}")
+        if not isinstance(rows, list) or not all(isinstance(row[name], int | float) for row in rows for name in needed):
+            raise TypeError(f"it is not a list of rows with the numbers {', '.join(needed)}")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(
             f"{path}: damaged ({error}). Mend it, or move it away: then the run continues, but no longer knows which "
