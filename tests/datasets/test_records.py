@@ -1,9 +1,12 @@
+import gzip
 import json
 
+import datasets
 import pandas as pd
 import pyarrow
 import pyarrow.parquet
 import pytest
+from datasets.exceptions import DatasetNotFoundError
 from kedro.io import DatasetError
 
 from ppo_rlhf.core.errors import DataError
@@ -235,3 +238,109 @@ def test_an_address_of_the_hub_that_is_wrong_or_out_of_reach_is_named(tmp_path, 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     assert "is named hf://datasets/<owner>/<name>/<file>" in message_of("hf://datasets/gsm8k")
     assert "cannot be downloaded" in message_of("hf://datasets/org/set/train.parquet")  # the tests are offline
+
+
+# --- folders, shards, compressed files, and names on the hub
+
+
+def rows_of(source, **options):
+    return RecordsDataset(str(source), **options).load().to_list()
+
+
+def test_a_folder_and_a_glob_are_read_as_one_table_in_the_order_of_the_names(tmp_path):
+    for number in (2, 1):
+        write(tmp_path / f"part-{number}.jsonl", [{"prompt": f"from {number}"}])
+    expected = [{"prompt": "from 1"}, {"prompt": "from 2"}]
+    assert rows_of(tmp_path) == rows_of(tmp_path / "part-*.jsonl") == expected
+    write(tmp_path / "other.parquet")
+    assert "files of several kinds (.jsonl, .parquet)" in message_of(tmp_path)
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "csv", "txt"])
+def test_compressed_files_are_read(tmp_path, ending):
+    plain = write(tmp_path / f"rows.{ending}") if ending != "txt" else tmp_path / "rows.txt"
+    if ending == "txt":
+        plain.write_text("once upon\nünïcode ✓\n")
+    packed = tmp_path / f"rows.{ending}.gz"
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    assert rows_of(packed, text_column="prompt") == rows_of(plain, text_column="prompt")
+    packed.write_bytes(b"no gzip")
+    message_of(packed)
+
+
+@pytest.mark.parametrize("splits", [False, True])
+def test_a_folder_that_datasets_saved_is_read_and_of_several_splits_train(tmp_path, splits):
+    table = datasets.Dataset.from_list(ROWS)
+    saved = datasets.DatasetDict({"test": table.select([0]), "train": table}) if splits else table
+    saved.save_to_disk(str(tmp_path / "saved"))
+    assert rows_of(tmp_path / "saved") == ROWS
+    if splits:
+        assert rows_of(tmp_path / "saved", load_args={"split": "test"}) == ROWS[:1]
+        assert "the splits are test, train" in message_of(tmp_path / "saved", load_args={"split": "dev"})
+
+
+def test_arrow_files_are_written_below_the_cache_and_read_again_from_there(tmp_path):
+    path = write(tmp_path / "rows.jsonl")
+    options = {"cache": {"path": str(tmp_path / "cache")}}
+    files = [RecordsDataset(str(path), **options).load().cache_files for _ in range(2)]
+    assert files[0] == files[1]
+    assert all(entry["filename"].startswith(str(tmp_path / "cache")) for entry in files[0])
+    write(path, [{"prompt": "changed"}])
+    assert rows_of(path, **options) == [{"prompt": "changed"}]
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """Stands for the hub: answers with these rows, and records how it was asked."""
+    asked = []
+
+    def load_dataset(path, **given):
+        asked.append({"path": path, **{name: value for name, value in given.items() if name != "cache_dir"}})
+        table = datasets.Dataset.from_list(ROWS)
+        return table if "split" in given else datasets.DatasetDict({"train": table, "test": table.select([1])})
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("name", "asked"),
+    [
+        ("trl-lib/tldr", {"path": "trl-lib/tldr"}),
+        ("org/name@v2", {"path": "org/name", "revision": "v2"}),
+        ("org/name:train[:10%]", {"path": "org/name", "split": "train[:10%]"}),
+        ("org/name@v2#main:test", {"path": "org/name", "revision": "v2", "name": "main", "split": "test"}),
+    ],
+)
+def test_a_data_set_on_the_hub_is_named_with_revision_configuration_and_split(hub, tmp_path, name, asked):
+    assert rows_of(name) == ROWS
+    (tmp_path / "pyproject.toml").touch()
+    assert rows_of(tmp_path / name) == ROWS  # as Kedro hands a relative path on
+    assert hub == [asked, asked]
+    assert RecordsDataset(name).preview()["data"] == []
+
+
+def test_a_data_set_on_the_hub_may_be_described_in_the_catalog_but_not_twice(hub):
+    assert rows_of("org/name", load_args={"split": "test", "revision": "v2"}) == ROWS
+    assert hub == [{"path": "org/name", "split": "test", "revision": "v2"}]
+    assert "load_args gives split, too" in message_of("org/name:train", load_args={"split": "test"})
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            DatasetNotFoundError("Dataset 'org/name' is a gated dataset on the Hub."),
+            "set HF_TOKEN or run `hf auth login`",
+        ),
+        (DatasetNotFoundError("Dataset 'org/name' doesn't exist on the Hub."), "doesn't exist on the Hub"),
+        (ConnectionError("Couldn't reach 'org/name' on the Hub (OfflineModeIsEnabled)"), "OfflineModeIsEnabled"),
+        (ValueError("Unknown split 'dev'. Should be one of ['train']."), "Unknown split 'dev'"),
+    ],
+)
+def test_a_data_set_on_the_hub_that_cannot_be_had_is_refused_in_one_line(monkeypatch, error, message):
+    def load_dataset(*_, **__):
+        raise error
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert message in message_of("org/name")

@@ -267,7 +267,7 @@ def _read_csv(file: Path, text_column: str) -> Dataset:
             keep_default_na=False,
             na_values=[""],
         )
-    except ValueError as error:  # also a UnicodeDecodeError and pandas' parser errors, which name the line
+    except (OSError, EOFError, ValueError) as error:  # also what pandas' parser raises, which names the line
         reason = in_one_line(error)
         raise DataError(
             f"{file}: this CSV file is damaged: {reason}{f'. {surplus}' if 'saw' in reason else ''}"
