@@ -175,6 +175,20 @@ def moments_and_weights(state: TrainingState) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
+def test_full_weights_train_and_resume_with_8_bit_moments(make_run, tmp_path):
+    settings = {"optim": "adamw_8bit", "dtype": "float32", "model": {"hidden_size": 64, "intermediate_size": 128}}
+    run = make_run(**settings)
+    run.iteration()
+    kinds = {row["state1"].dtype for row in run.state.policy_optimizer.state.values()}
+    assert kinds == {torch.uint8, torch.float32}
+    resumed = make_run(**settings)
+    restore(resumed.state, write_checkpoint(tmp_path / "run", run.state))
+    for each in (run, resumed):
+        each.iteration()
+    assert_same(moments_and_weights(resumed.state), moments_and_weights(run.state))
+
+
+@pytest.mark.slow
 def test_an_adapter_is_not_put_on_other_weights_or_on_the_same_in_another_precision(saved, tmp_path):
     run = start(saved())
     run.iteration()
