@@ -1,6 +1,7 @@
 """Prompts: what is accepted, how overlong ones are met, and that nothing held out is trained on."""
 
 import json
+import logging
 
 import datasets
 import pandas as pd
@@ -349,7 +350,7 @@ def test_evaluation_prompts_that_leave_none_to_train_on_are_refused():
 
 
 @pytest.mark.parametrize("column", ["messages", "conversations"])
-def test_of_a_whole_conversation_the_last_reply_is_dropped(make_tokenizer, column):
+def test_of_a_whole_conversation_the_last_reply_is_dropped_and_a_line_says_so(make_tokenizer, caplog, column):
     tokenizer = make_tokenizer(chat_template=CHAT_TEMPLATE)
     as_sharegpt = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -357,6 +358,11 @@ def test_of_a_whole_conversation_the_last_reply_is_dropped(make_tokenizer, colum
     found = PromptReader(tokenizer, None, 4, "error").read(table_of({column: [begun, begun[:1]]}), "prompt", "prompts")
     assert found.texts[:] == ["u a </s> q "] * 2
     assert json.loads(found.chats[0]) == chat[:1]
+    other = [{"role": "user", "content": "c"}]
+    with caplog.at_level(logging.INFO, "ppo_rlhf"):
+        reader = PromptReader(tokenizer, None, 4, "error")
+        reader.read_split(table_of({column: [chat, other]}), None, PromptsConfig(held_out_share=0.5))
+    assert caplog.messages == [f"Of 2 conversations in the column {column} the last reply is left out."]
 
 
 def test_a_conversation_of_one_reply_is_refused(make_tokenizer):

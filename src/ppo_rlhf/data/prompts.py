@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -21,6 +22,8 @@ from ppo_rlhf.models.tokenizers import encode_texts
 
 if TYPE_CHECKING:
     from datasets import Dataset
+
+logger = logging.getLogger(__name__)
 
 _VERSION = 1  # of the tokenised table: raise it when `_tokenise` gives other results
 
@@ -163,6 +166,9 @@ class PromptReader:
     ) -> tuple[PromptDataset, PromptDataset]:
         """Return (prompts to train on, prompts held out), tokenised; the rows are those of `split_held_out`."""
         trained, held_out = split_held_out(table, evaluation, settings)
+        for given in filter(None, (table, evaluation)):
+            if (used := _prompt_column(given, settings.column, "prompts")) in CONVERSATIONS:
+                logger.info("Of %d conversations in the column %s the last reply is left out.", len(given), used)
         whole = self.tokenise(table, settings.column, "prompts")
         other = whole
         if evaluation is not None:
