@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
-import pyarrow.compute as pc
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-PROMPT_COLUMNS = ("prompt", "prompt_ids", "prompt_chat")
+PROMPT_COLUMNS = ("prompt", "prompt_ids", "prompt_chat", "prompt_length")
 """Columns of the stored table that are not the user's."""
 
 
@@ -51,9 +50,8 @@ class PromptDataset:
     @cached_property
     def lengths(self) -> list[int]:
         """Tokens of each prompt."""
-        if isinstance(self.prompt_ids, list):
-            return [len(ids) for ids in self.prompt_ids]
-        return prompt_lengths(self.prompt_ids.source)
+        table = getattr(self.prompt_ids, "source", None)
+        return [len(ids) for ids in self.prompt_ids] if table is None else list(table["prompt_length"][:])
 
     def select(self, indices: Sequence[int]) -> PromptDataset:
         """Return the rows at `indices`, in that order and in memory; an index may come more than once."""
@@ -61,14 +59,19 @@ class PromptDataset:
         chats = _rows(self.chats, indices) if len(self.chats) else []
         return PromptDataset(_rows(self.prompt_ids, indices), _rows(self.texts, indices), columns, chats)
 
+    def texts_frame(self) -> pd.DataFrame:
+        """Return a table with the column `prompt`."""
+        table = getattr(self.texts, "source", None)
+        return pd.DataFrame({"prompt": self.texts}) if table is None else table.select_columns(["prompt"]).to_pandas()
+
     def to_frame(self) -> pd.DataFrame:
         """Return a table with `prompt`, `prompt_ids` and the other columns, whose values are JSON.
 
         Parquet has no type for columns of nested or mixed values. Values that JSON lacks, such as dates, become text.
         """
-        others = {name: [as_json(value) for value in values] for name, values in self.columns.items()}
-        chats = {"prompt_chat": list(self.chats)} if len(self.chats) else {}
-        return pd.DataFrame({**others, "prompt": list(self.texts), "prompt_ids": list(self.prompt_ids), **chats})
+        others = {name: [as_json(value) for value in values[:]] for name, values in self.columns.items()}
+        chats = {"prompt_chat": self.chats[:]} if len(self.chats) else {}
+        return pd.DataFrame({**others, "prompt": self.texts[:], "prompt_ids": self.prompt_ids[:], **chats})
 
     @classmethod
     def from_frame(cls, frame: pd.DataFrame) -> PromptDataset:
@@ -77,12 +80,6 @@ class PromptDataset:
         chats = [chat if isinstance(chat, str) else None for chat in frame.get("prompt_chat", [])]
         columns = {name: [json.loads(value) for value in frame[name]] for name in names}
         return cls([[int(i) for i in ids] for ids in frame["prompt_ids"]], frame["prompt"].tolist(), columns, chats)
-
-
-def prompt_lengths(table: Dataset) -> list[int]:
-    """Return the tokens of each row's `prompt_ids`; the tokens stay on disk."""
-    batches = table.select_columns(["prompt_ids"]).with_format("arrow").iter(batch_size=10_000)
-    return [length for batch in batches for length in pc.list_value_length(batch["prompt_ids"]).to_pylist()]
 
 
 def _rows(values: Any, indices: Sequence[int]) -> list[Any]:

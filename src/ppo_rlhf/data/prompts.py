@@ -14,7 +14,7 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.settings_group import Seed, settings_group
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.data.chats import CONVERSATIONS, Chat, read_text_or_chat, render_chat, without_last_reply
-from ppo_rlhf.data.prompt_dataset import PROMPT_COLUMNS, PromptDataset, as_json, prompt_lengths
+from ppo_rlhf.data.prompt_dataset import PROMPT_COLUMNS, PromptDataset, as_json
 from ppo_rlhf.data.sources import LONG, bars
 from ppo_rlhf.data.tables import hold_out
 from ppo_rlhf.models.loading import PretrainedHandle, usable_context
@@ -104,7 +104,8 @@ class PromptReader:
                     "Rename it, or remove it."
                 )
 
-        kinds = {"prompt": Value("string"), "prompt_ids": List(Value("int32")), "prompt_chat": Value("string")}
+        text, number = Value("string"), Value("int32")
+        kinds = {"prompt": text, "prompt_ids": List(number), "prompt_chat": text, "prompt_length": number}
 
         def tokenised() -> Dataset:
             with bars(len(table) > LONG):
@@ -138,7 +139,7 @@ class PromptReader:
                 f"ppo.response_length={response_length} leaves no room for a prompt in the model's context of "
                 f"{context} tokens; set it to at most {context - 1}{why}"
             )
-        lengths = prompt_lengths(table)
+        lengths: list[int] = table["prompt_length"][:]
         fits = [row for row, length in enumerate(lengths) if length <= room]
         if len(fits) == len(table):
             return table
@@ -221,12 +222,12 @@ def _prompt_column(table: Dataset, column: str, name: str) -> str:
     return found
 
 
-def _keys(table: Dataset, column: str, name: str) -> list[str]:
-    """Return a key of each prompt, the same for copies."""
+def _keys(table: Dataset, column: str, name: str) -> list[int]:
+    """Return a key of each prompt, the same for copies: its hash, because many texts would fill the memory."""
     used = _prompt_column(table, column, name)
     batches = table.select_columns([used]).iter(batch_size=1_000)
     return [
-        value if isinstance(value, str) else as_json(value, sort_keys=True)
+        hash(value if isinstance(value, str) else as_json(value, sort_keys=True))
         for batch in batches
         for value in batch[used]
     ]
@@ -246,7 +247,7 @@ def _tokenise(
     ids = encode_texts(texts, tokenizer, [chat is not None for chat in chats])
     if [] in ids:
         raise DataError(f"{places[ids.index([])]}: the prompt has no tokens")
-    return {"prompt": texts, "prompt_ids": ids, "prompt_chat": chats}
+    return {"prompt": texts, "prompt_ids": ids, "prompt_chat": chats, "prompt_length": [len(each) for each in ids]}
 
 
 def _read(value: Any, where: str, column: str) -> str | Chat:
@@ -254,8 +255,9 @@ def _read(value: Any, where: str, column: str) -> str | Chat:
     return without_last_reply(prompt, where) if column in CONVERSATIONS and not isinstance(prompt, str) else prompt
 
 
-def _truncate_left(prompt_ids: list[int], *, room: int, bos: int | None) -> dict[str, list[int]]:
+def _truncate_left(prompt_ids: list[int], *, room: int, bos: int | None) -> dict[str, Any]:
     """Cut off the beginning of a prompt, but keep its BOS: models have not seen texts without it."""
-    if len(prompt_ids) <= room or prompt_ids[0] != bos or room < 2:
-        return {"prompt_ids": prompt_ids[-room:]}
-    return {"prompt_ids": [prompt_ids[0], *prompt_ids[len(prompt_ids) - room + 1 :]]}
+    kept = prompt_ids[-room:]
+    if len(prompt_ids) > room >= 2 and prompt_ids[0] == bos:
+        kept = [prompt_ids[0], *kept[1:]]
+    return {"prompt_ids": kept, "prompt_length": len(kept)}

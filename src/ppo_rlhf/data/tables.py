@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pandas as pd
 
 from ppo_rlhf.core.errors import DataError
@@ -51,15 +52,13 @@ def hold_out(
     Raises:
         DataError: There are fewer than two distinct keys.
     """
-    distinct = list(dict.fromkeys(keys))
+    numbers, distinct = pd.factorize(pd.Series(keys, dtype=object))
     if len(distinct) < 2:
         raise DataError(f"{name}: {len(distinct)} distinct row(s) cannot be split in two. {advice}")
     count = min(maximum, max(1, round(share * len(distinct))), len(distinct) - 1)
-    chosen = {distinct[i] for i in permutation(len(distinct), seed, stream)[:count].tolist()}
-    first = {key: row for row, key in reversed(list(enumerate(keys)))}
-    trained = [row for row, key in enumerate(keys) if key not in chosen]
-    held_out = [row for row, key in enumerate(keys) if key in chosen and (copies or first[key] == row)]
-    return trained, held_out
+    chosen = np.isin(numbers, permutation(len(distinct), seed, stream)[:count].numpy())
+    again = pd.Series(numbers).duplicated().to_numpy()
+    return np.flatnonzero(~chosen).tolist(), np.flatnonzero(chosen if copies else chosen & ~again).tolist()
 
 
 def _dtype(values: Sequence[Any]) -> type | None:

@@ -22,7 +22,6 @@ from kedro.io import CatalogProtocol, DatasetError
 from kedro.pipeline import Pipeline
 from mlflow.utils.validation import MAX_TAG_VAL_LENGTH
 
-from ppo_rlhf.datasets import RecordsDataset
 from ppo_rlhf.hooks.run_end import typed_command
 from ppo_rlhf.names import POLICY
 from ppo_rlhf.paths import path_of
@@ -170,7 +169,7 @@ def _input_tags(names: list[str], catalog: CatalogProtocol) -> dict[str, str]:
         if path is None:
             continue
         tags[f"data.{name}.path"] = path
-        if isinstance(dataset, RecordsDataset):
+        if hasattr(dataset, "fingerprint"):  # a user's table
             if (digest := dataset.fingerprint()) is not None:
                 tags[f"data.{name}.fingerprint"] = digest
         elif Path(path).is_file():

@@ -70,7 +70,8 @@ def take_prompts(
     else:
         ids = without_padding(rows, "prompt", policy.model, tokenizer, config)
     others = {name: given[name] for name in given if name not in (TOKENS, MASK)}
-    table = table_of({**others, "prompt": tokenizer.batch_decode(ids), "prompt_ids": ids})
+    prompts = {"prompt": tokenizer.batch_decode(ids), "prompt_ids": ids, "prompt_length": [len(each) for each in ids]}
+    table = table_of({**others, **prompts})
     return PromptDataset.of_table(reader.fit(table, "prompts"))
 
 
