@@ -95,6 +95,11 @@ def join_chats(prompt: Chat, answer: Chat) -> Chat:
     return [*prompt[:-1], whole, *answer[1:]]
 
 
+def answered(prompt: Chat, text: str) -> Chat:
+    """Return a prompt with a text as the assistant's answer."""
+    return join_chats(prompt, [{"role": ASSISTANT, "content": text}])
+
+
 def _read_message(given: Any, where: str) -> dict[str, Any]:
     message = _without_nulls(given)
     if isinstance(message, dict) and message.keys() >= {"from", "value"}:  # as ShareGPT writes it

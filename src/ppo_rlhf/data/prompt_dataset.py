@@ -53,6 +53,11 @@ class PromptDataset:
         table = getattr(self.prompt_ids, "source", None)
         return [len(ids) for ids in self.prompt_ids] if table is None else list(table["prompt_length"][:])
 
+    @property
+    def messages(self) -> list[list[dict[str, Any]] | None]:
+        """The messages of each prompt, None for text; empty: all are texts."""
+        return [None if chat is None else json.loads(chat) for chat in self.chats]
+
     def select(self, indices: Sequence[int]) -> PromptDataset:
         """Return the rows at `indices`, in that order and in memory; an index may come more than once."""
         columns = {name: _rows(values, indices) for name, values in self.columns.items()}

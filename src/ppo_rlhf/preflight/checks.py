@@ -14,7 +14,8 @@ from kedro.io import DatasetError, MemoryDataset
 
 from ppo_rlhf.config import MODEL_PATHS, PPOConfig
 from ppo_rlhf.core.errors import PPORLHFError, project_error
-from ppo_rlhf.data.chats import read_text_or_chat
+from ppo_rlhf.data.chats import Chat, answered, read_text_or_chat
+from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.data.prompts import PromptReader, PromptsConfig, split_held_out
 from ppo_rlhf.data.tables import frame_of
 from ppo_rlhf.datasets import EvaluationLogDataset, PretrainedModelDataset, RecordsDataset, ResumeCheckpointDataset
@@ -35,7 +36,8 @@ from ppo_rlhf.rewards.functions import (
     check_column_names,
     load_function,
 )
-from ppo_rlhf.rewards.scoring import TURNS
+from ppo_rlhf.rewards.rendering import Rendering
+from ppo_rlhf.rewards.scoring import MESSAGES, TURNS
 from ppo_rlhf.rewards.shaping import check_token_rewards
 from ppo_rlhf.studies.critic_pretraining import CriticPretrainingConfig, pretraining_config
 from ppo_rlhf.supervised import preferences
@@ -239,7 +241,7 @@ def check_preferences(run: RunRequest) -> Iterator[str]:
 
 
 def check_prompts(run: RunRequest) -> None:
-    """Find prompts that are neither text nor chat, do not fit into the model's context, or cannot be split."""
+    """Find prompts that are neither text nor chat, do not fit, cannot be split, or that the reward model refuses."""
     settings, ppo = run.group("prompts", PromptsConfig), run.group("ppo", PPOConfig)
     if settings is None:
         return
@@ -247,7 +249,12 @@ def check_prompts(run: RunRequest) -> None:
     reader = None if ppo is None else _policy_reader(run, ppo)
     if reader is not None:
         for name, table in tables.items():  # whole files: a row's number is the user's
-            reader.read(table, settings.column, str(run.source(name)))
+            source = str(run.source(name))
+            tokenised = reader.tokenise(table, settings.column, source)
+            reader.fit(tokenised, source)
+            if "reward_model" in run.tokenizers:
+                rendering = Rendering(run.tokenizers["reward_model"], reader.tokenizer)
+                rendering.check(PromptDataset.of_table(tokenised).chats[:], source)
     if "raw_prompts" in tables:
         split_held_out(tables["raw_prompts"], tables.get("raw_evaluation_prompts"), settings)
 
@@ -289,8 +296,10 @@ def check_function(run: RunRequest, reference: str, tables: list[str]) -> None:
     reward, ppo = run.group("reward", RewardConfig), run.group("ppo", PPOConfig)
     tokenizer = run.tokenizers.get(run.start) or next(iter(run.tokenizers.values()), None)
     is_reward = reward is not None and any(component.function == reference for component in reward.components)
-    for prompts, columns, source in _tried(run, tables):
-        columns, title = {**columns, TURNS: [[text] for text in prompts]}, f"{reference} on {source}"
+    for given, columns, source in _tried(run, tables):
+        prompts, title = [_text(prompt) for prompt in given], f"{reference} on {source}"
+        chats = [None if isinstance(prompt, str) else answered(prompt, _text(prompt)) for prompt in given]
+        columns = {**columns, TURNS: [[text] for text in prompts], MESSAGES: chats}
         if not is_reward:
             call_reward_function(function, title, prompts, prompts, columns)
             continue
@@ -301,7 +310,7 @@ def check_function(run: RunRequest, reference: str, tables: list[str]) -> None:
             check_token_rewards(ppo)
 
 
-def _tried(run: RunRequest, tables: list[str]) -> Iterator[tuple[list[str], dict[str, Any], str]]:
+def _tried(run: RunRequest, tables: list[str]) -> Iterator[tuple[list[str | Chat], dict[str, Any], str]]:
     """Yield some prompts of each table, their other columns, and where they come from.
 
     Raises:
@@ -316,7 +325,7 @@ def _tried(run: RunRequest, tables: list[str]) -> Iterator[tuple[list[str], dict
         rows = run.tables[name][:TRIED_PROMPTS]
         if settings.column in rows:
             prompts = [
-                _text(value, f"{source}: row {row}, column `{settings.column}`")
+                read_text_or_chat(value, f"{source}: row {row}, column `{settings.column}`")
                 for row, value in enumerate(rows[settings.column])
             ]
             yield prompts, {name: values for name, values in rows.items() if name != "prompt"}, source
@@ -339,12 +348,12 @@ def check_environment(run: RunRequest) -> Iterator[str]:
         )
     function = load_function(ppo.environment, run.project_path)
     tables = [name for name in PROMPTS if name in run.tables]
-    for prompts, columns, source in _tried(run, tables):
+    for given, columns, source in _tried(run, tables):
+        prompts = [_text(prompt) for prompt in given]
         empty = [""] * len(prompts)
         turns = [[text] for text in empty]
         call_environment(function, f"{ppo.environment} on {source}", prompts, empty, turns, columns)
 
 
-def _text(value: Any, where: str) -> str:
-    prompt = read_text_or_chat(value, where)
+def _text(prompt: str | Chat) -> str:
     return prompt if isinstance(prompt, str) else "\n".join(message["content"] or "" for message in prompt)

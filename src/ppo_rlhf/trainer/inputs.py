@@ -18,7 +18,7 @@ from ppo_rlhf.checkpoints.resume import MENDABLE
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError, DataError, ModelError, RewardError
 from ppo_rlhf.core.responses import response_lengths
-from ppo_rlhf.data.chats import CONVERSATIONS
+from ppo_rlhf.data.chats import CONVERSATIONS, answered
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.data.prompts import PromptReader
 from ppo_rlhf.data.sources import table_of
@@ -168,7 +168,9 @@ def try_functions(scorer: RewardScorer, prompts: PromptDataset, config: PPOConfi
     if functions_of(scorer):
         check_column_names(prompts.columns, "prompts")
     few = prompts.select(range(min(2, len(prompts))))
-    batch = ResponseBatch(few.texts, few.texts, few.columns, few.prompt_ids, few.prompt_ids, [True] * len(few))
+    chats = [chat and answered(chat, text) for chat, text in zip(few.messages, few.texts, strict=False)]  # or no chats
+    stopped = [True] * len(few)
+    batch = ResponseBatch(few.texts, few.texts, few.columns, few.prompt_ids, few.prompt_ids, stopped, chats=chats)
     if 2 in [function(batch).dim() for function in functions_of(scorer)]:
         check_token_rewards(config)
 
