@@ -305,5 +305,5 @@ def test_the_trainer_refuses_prompts_that_the_reward_models_template_does_not_ta
     handle = saved(tmp_path, chat_tokenizer(LLAMA, other=True))
     sft = save(tmp_path / "sft", tiny_model(vocab_size=len(policy)), policy)
     config = PPOConfig(sft_model_path=sft, response_length=4)
-    with pytest.raises(DataError, match="prompts: row 1, for the reward model.*only user and assistant"):
+    with pytest.raises(DataError, match=r"prompts: row 1, for the reward model.*only user and assistant"):
         PPOTrainer(config, reward=handle.source, prompts=[[USER], [SYSTEM, USER]])
