@@ -8,7 +8,7 @@ import grimp
 
 import ppo_rlhf
 
-MOST_MODULES, MOST_LINES = 46, 6_500
+MOST_MODULES, MOST_LINES = 50, 6_600
 """Raise them only by what a feature of the loop itself adds."""
 
 

@@ -296,3 +296,14 @@ def test_one_line_says_that_a_bias_of_the_head_is_left_out(tmp_path, caplog):
         found = scorer_of(handle, policy).score(batch).total.item()
     assert any("are ignored: score.bias" in line for line in caplog.messages)
     assert found == pytest.approx(plainly(handle, [USER, ANSWER]), abs=1e-6)
+
+
+def test_the_trainer_refuses_prompts_that_the_reward_models_template_does_not_take(tmp_path):
+    from ppo_rlhf import PPOConfig, PPOTrainer
+
+    policy = chat_tokenizer(QWEN)
+    handle = saved(tmp_path, chat_tokenizer(LLAMA, other=True))
+    sft = save(tmp_path / "sft", tiny_model(vocab_size=len(policy)), policy)
+    config = PPOConfig(sft_model_path=sft, response_length=4)
+    with pytest.raises(DataError, match=r"prompts: row 1, for the reward model.*only user and assistant"):
+        PPOTrainer(config, reward=handle.source, prompts=[[USER], [SYSTEM, USER]])
