@@ -7,6 +7,7 @@ from kedro.io import AbstractDataset, DatasetError, Version
 from kedro.io.core import generate_timestamp
 
 from ppo_rlhf.core.errors import ConfigError
+from ppo_rlhf.models.directories import is_adapter
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.paths import expand_home, restore_hub_name
 from ppo_rlhf.whole_files import written_whole
@@ -89,7 +90,9 @@ class PretrainedModelDataset(AbstractDataset[TrainedModel, PretrainedHandle | No
 
     def _exists(self) -> bool:
         handle = self.load()
-        return handle is not None and (Path(handle.source) / "config.json").is_file()
+        if handle is None:
+            return False
+        return (Path(handle.source) / "config.json").is_file() or is_adapter(Path(handle.source))
 
     def _describe(self) -> dict[str, Any]:
         return {"filepath": self._source, "trust_remote_code": self._trust_remote_code}
