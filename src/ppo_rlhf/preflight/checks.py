@@ -56,7 +56,7 @@ READY = (MemoryDataset, RecordsDataset, PretrainedModelDataset, ResumeCheckpoint
 
 
 def find_problems(run: RunRequest) -> list[str]:
-    """Return the reasons why this run must not start, one line each; none if all is well. Only the cache of tables is written."""
+    """Return the reasons why this run must not start, one line each; none if all is well. Writes only a cache."""
     problems: list[str] = []
 
     def ask(check: Callable[..., Iterable[str] | None], *of: Any) -> None:
