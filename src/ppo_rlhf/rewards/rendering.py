@@ -24,7 +24,7 @@ from ppo_rlhf.rewards.scoring import ResponseBatch
 ENVIRONMENT = "environment"
 """Role of a reply that is no turn of the policy's chat template."""
 _REPLY_ROLES = ("user", "tool", "system")
-_MARK = "answer"  # stands for a message's content, to find what a template puts around it
+_MARK = "⁂ANSWER⁂"  # stands for a message's content, to find what a template puts around it
 
 
 @dataclass(frozen=True)
@@ -198,4 +198,6 @@ def _reply_message(chat: Chat, text: str, tokenizer: PreTrainedTokenizerBase) ->
 def _after_reply(chat: Chat, tokenizer: PreTrainedTokenizerBase, where: str) -> list[int]:
     """Return the tokens that the chat template puts after the reply that ends a conversation."""
     text = render_chat([*chat[:-1], {**chat[-1], "content": _MARK}], tokenizer, where)
+    if _MARK not in text:
+        raise DataError(f"{where}: the chat template does not write the reply as it is, so its end cannot be found")
     return list(tokenizer(text.rpartition(_MARK)[2], add_special_tokens=False)["input_ids"])
