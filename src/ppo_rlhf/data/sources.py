@@ -70,6 +70,11 @@ def load_table(
     return table
 
 
+def is_hub_name(source: str) -> bool:
+    """Return whether a source that is no file can be the name of a data set on the hub."""
+    return bool(_HUB_NAME.fullmatch(source)) and _kind(Path(source)) not in FORMATS
+
+
 def files_of(source: str) -> list[Path] | Path | None:
     """Return the files that a source names, the folder that `save_to_disk` wrote, or None for a data set on the hub."""
     if source.startswith(HUB):
@@ -85,7 +90,7 @@ def files_of(source: str) -> list[Path] | Path | None:
             raise DataError(f"{source}: no file in this folder can be read. Give {_ENDINGS}.")
     else:
         files = sorted(path.parent.glob(path.name)) if path.parent.is_dir() else []
-        if not files and _HUB_NAME.fullmatch(source) and _kind(path) not in FORMATS:
+        if not files and is_hub_name(source):
             return None
         if not files:
             raise DataError(f"{source}: this data file does not exist. Give {_ENDINGS}, or a name on the hub.")

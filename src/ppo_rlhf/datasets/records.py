@@ -10,7 +10,7 @@ from kedro.io import AbstractDataset, DatasetError
 from kedro_datasets._typing import TablePreview
 
 from ppo_rlhf.core.errors import DataError, in_one_line
-from ppo_rlhf.data.sources import HUB, files_of, load_table
+from ppo_rlhf.data.sources import HUB, files_of, is_hub_name, load_table
 from ppo_rlhf.datasets.tables import table_preview
 from ppo_rlhf.paths import expand_home, restore_hub_name
 from ppo_rlhf.rewards.functions import load_function
@@ -57,7 +57,9 @@ class RecordsDataset(AbstractDataset["Dataset", "Dataset | None"]):
             load_args: Further arguments of `datasets.load_dataset`, for example `revision`, `name` and `split`.
             metadata: Read by Kedro-Viz.
         """
-        self._source = None if filepath is None else restore_hub_name(expand_home(str(filepath)))
+        place = None if filepath is None else expand_home(str(filepath))
+        name = None if place is None else restore_hub_name(place)
+        self._source = name if name is not None and is_hub_name(name) else place
         self._text_column, self._prepare = text_column, prepare
         self._cache, self._load_args = (cache or {}).get("path"), load_args
         self.metadata = metadata

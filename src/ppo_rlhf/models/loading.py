@@ -86,6 +86,8 @@ class PretrainedHandle:
         if not path.is_file():
             return None
         named = json.loads(path.read_text()).get("base_model_name_or_path")
+        if not named:
+            raise ModelError(f"{self.source}: this adapter does not name its base (base_model_name_or_path).")
         base = PretrainedHandle(str(named), self.trust_remote_code)
         try:
             base.config()

@@ -62,6 +62,10 @@ def take_prompts(
     given, tokenizer = _columns(prompts), policy.tokenizer
     reader = PromptReader(tokenizer, context, config.response_length, config.overlong_prompts, why)
     if TOKENS not in given or "prompt" in given or any(name in given for name in CONVERSATIONS):
+        if not given.keys() & {"prompt", *CONVERSATIONS}:
+            raise DataError(
+                f"PPOTrainer: prompts has no column `prompt` or `{TOKENS}`; the columns are {', '.join(given)}"
+            )
         return reader.read(prompts if isinstance(prompts, Dataset) else table_of(given), "prompt", "prompts")
     rows = list(given[TOKENS])
     if MASK in given:
