@@ -29,11 +29,11 @@ QUIET = {"KEDRO_LOGGING_CONFIG": str(REPOSITORY / "conf" / "logging.yml")}
 
 
 def files_below(folder: Path) -> dict[str, int]:
-    """Every file and its time of change, without bytecode."""
+    """Every file and its time of change, without bytecode and the cache of tables."""
     return {
         str(path.relative_to(folder)): path.stat().st_mtime_ns
         for path in folder.rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
+        if path.is_file() and not {"__pycache__", "02_intermediate"} & set(path.parts)
     }
 
 

@@ -14,6 +14,22 @@ def expand_home(filepath: str) -> str:
     return str(Path(*parts[parts.index("~") :]).expanduser()) if "~" in parts else filepath
 
 
+def restore_hub_name(filepath: str) -> str:
+    """Undo what Kedro does to a name on the hub: it makes every relative `filepath` absolute below the project.
+
+    `name` and `organisation/name` are names on the hub where neither they nor their first part exist in the project.
+    """
+    path = Path(filepath)
+    if not path.is_absolute() or path.exists():
+        return filepath
+    for depth, parent in enumerate(list(path.parents)[:2], start=1):
+        if (parent / "pyproject.toml").is_file():
+            return "/".join(path.parts[-depth:])
+        if parent.exists():
+            break
+    return filepath
+
+
 def path_of(dataset: Any) -> str | None:
     """Return the path or hub id of a catalog entry; None if it has none, or there is no entry.
 

@@ -229,6 +229,21 @@ def on_main(function: Callable[[], T]) -> T:
     return outcome  # type: ignore[return-value]
 
 
+def after_main(function: Callable[[], T]) -> T:
+    """Call the function on the main process first, then on the others, which find on disk what it keeps there.
+
+    Raises:
+        PPORLHFError: The function raised it on the main process; every process raises it.
+    """
+
+    def keep() -> None:
+        function()
+
+    if process_count() > 1:
+        on_main(keep)
+    return function()
+
+
 def from_all(value: T) -> list[T]:
     """Return each process's value, in the order of their ranks; it must be picklable."""
     if process_count() == 1:

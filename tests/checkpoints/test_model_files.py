@@ -7,7 +7,7 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
-from transformers import Zamba2Config, Zamba2ForCausalLM
+from transformers import GenerationConfig, Zamba2Config, Zamba2ForCausalLM
 
 from ppo_rlhf.checkpoints.model_files import exported_policy, read_models, write_models
 from ppo_rlhf.checkpoints.store import read_checkpoint, write_checkpoint
@@ -242,6 +242,14 @@ def test_without_options_the_policy_itself_is_exported_and_nothing_beside_it(mak
     exported = exported_policy(state)
     assert exported.model is state.policy
     assert (exported.value_head, exported.average) == (None, None)
+
+
+def test_the_export_says_how_ppo_sampled(make_run, tmp_path):
+    state = make_run(temperature=0.7, top_k=5, top_p=0.9, response_length=6).state
+    exported_policy(state).save(tmp_path / "policy")
+    saved = GenerationConfig.from_pretrained(tmp_path / "policy")
+    assert (saved.do_sample, saved.temperature, saved.top_k, saved.top_p) == (True, 0.7, 5, 0.9)
+    assert (saved.max_new_tokens, saved.eos_token_id) == (6, state.sampling.stop_token_ids[0])
 
 
 @pytest.mark.parametrize("variant", [{}, pytest.param(LORA, marks=pytest.mark.slow)], ids=str)

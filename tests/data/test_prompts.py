@@ -1,5 +1,8 @@
 """Prompts: what is accepted, how overlong ones are met, and that nothing held out is trained on."""
 
+import json
+import logging
+
 import datasets
 import pandas as pd
 import pytest
@@ -11,7 +14,7 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.data.prompts import PromptReader, PromptsConfig, split_held_out
-from ppo_rlhf.datasets.records import read_records
+from ppo_rlhf.data.sources import load_table, table_of
 from ppo_rlhf.models.loading import TrainedModel
 from ppo_rlhf.trainer.trainer import PPOTrainer
 
@@ -24,8 +27,9 @@ CHAT_TEMPLATE = (
 def tokenise(
     values, tokenizer, *, column="prompt", length=4, context=10, overlong="error", name="prompts", why="", **columns
 ):
-    frame = pd.DataFrame({column: values, **columns})
-    return PromptReader(tokenizer, context, length, overlong, why).read(frame, column, name)
+    table = table_of({column: values, **columns})
+    prompts = PromptReader(tokenizer, context, length, overlong, why).read(table, column, name)
+    return prompts.select(range(len(prompts)))
 
 
 def with_specials(tokenizer, template: str):
@@ -159,7 +163,7 @@ def test_a_chat_of_a_table_of_arrow_is_rendered_as_it_was_before_the_table_fille
         [USER, {"role": "assistant", "content": None, **call}, {**ANSWER, "name": "w"}] for call in (CALL, other_call)
     ]
     datasets.Dataset.from_dict({"prompt": chats}).to_parquet(tmp_path / "chats.parquet")
-    read = read_records(tmp_path / "chats.parquet")["prompt"].tolist()
+    read = load_table(str(tmp_path / "chats.parquet"))["prompt"][:]
     assert read != chats
     options = {"context": None}
     assert tokenise(read, tokenizer, **options).texts == tokenise(chats, tokenizer, **options).texts
@@ -200,8 +204,9 @@ def test_a_chat_that_ends_with_the_assistant_is_continued(make_tokenizer):
 
 
 def test_a_missing_column_is_named_with_those_there_are(make_tokenizer):
-    frame = pd.DataFrame({"text": ["a"], "label": [1]})
-    expected = "my prompts: no column `prompt` (prompts.column); the columns are text, label"
+    frame = table_of({"text": ["a"], "label": [1]})
+    there = "the columns are text, label"
+    expected = f"my prompts: no column `prompt` (prompts.column); {there}"
     reader = PromptReader(make_tokenizer(), 10, 4, "error")
     assert message(reader.read, frame, "prompt", "my prompts") == expected
 
@@ -292,44 +297,88 @@ def test_a_truncated_prompt_keeps_its_bos(make_tokenizer):
 # --- held-out prompts ------------------------------------------------------------------------------------------------
 
 
-def numbered(count: int) -> pd.DataFrame:
-    return pd.DataFrame({"prompt": [f"prompt {i}" for i in range(count)], "number": range(count)})
+def numbered(count: int):
+    return table_of({"prompt": [f"prompt {i}" for i in range(count)], "number": range(count)})
 
 
 def test_chat_prompts_are_compared_by_content():
     chats = [[{"role": "user", "content": str(i % 10)}] for i in range(30)]
-    training, held_out = split_held_out(
-        pd.DataFrame({"messages": chats}), None, PromptsConfig(held_out_share=0.3, seed=1, column="messages")
+    rows = split_held_out(
+        table_of({"messages": chats}), None, PromptsConfig(held_out_share=0.3, seed=1, column="messages")
     )
-    contents = [{messages[0]["content"] for messages in part["messages"]} for part in (training, held_out)]
-    assert len(contents[1]) == len(held_out) == 3
+    contents = [{chats[row][0]["content"] for row in part} for part in rows]
+    assert len(contents[1]) == len(rows[1]) == 3
     assert contents[0].isdisjoint(contents[1])
     assert len(contents[0] | contents[1]) == 10
 
 
 def test_a_table_of_evaluation_prompts_replaces_the_split_and_is_cut_to_the_maximum():
-    evaluation = pd.DataFrame({"prompt": ["x", "y", "z"], "number": [7, 8, 9]}, index=[5, 6, 7])
-    training, held_out = split_held_out(numbered(4), evaluation, PromptsConfig(max_held_out=2))
-    assert training.equals(numbered(4))
-    assert held_out["prompt"].tolist() == ["x", "y"]
-    assert held_out.index.tolist() == [0, 1]
+    evaluation = table_of({"prompt": ["x", "y", "z"], "number": [7, 8, 9]})
+    assert split_held_out(numbered(4), evaluation, PromptsConfig(max_held_out=2)) == ([0, 1, 2, 3], [0, 1])
 
 
-CHATS = pd.DataFrame({"prompt": [[{"role": "user", "content": text}] for text in "abc"]})
+def test_training_and_held_out_prompts_are_tokenised_rows_of_the_table(make_tokenizer):
+    table = table_of({"prompt": ["a b", "c", "d e", "f"], "number": [0, 1, 2, 3]})
+    settings = PromptsConfig(held_out_share=0.5)
+    trained, held_out = split_held_out(table, None, settings)
+    parts = PromptReader(make_tokenizer(), None, 4, "error").read_split(table, None, settings)
+    assert [part.select(range(2)).columns["number"] for part in parts] == [trained, held_out]
+    assert parts[0].select([0]).texts == [table["prompt"][trained[0]]]
+    assert parts[1].texts == [table["prompt"][row] for row in held_out]
 
 
-@pytest.mark.parametrize("prompts", [pd.DataFrame({"prompt": ["a", "b", "a", "c"]}), CHATS], ids=["text", "chats"])
-def test_prompts_that_are_evaluated_are_not_trained_on_unless_that_is_meant(prompts: pd.DataFrame):
-    evaluation, whole = prompts.iloc[[0, 1]], prompts.iloc[[-1]].reset_index(drop=True)
+CHATS = [[{"role": "user", "content": text}] for text in "abc"]
+
+
+@pytest.mark.parametrize("prompts", [["a", "b", "a", "c"], CHATS], ids=["text", "chats"])
+def test_prompts_that_are_evaluated_are_not_trained_on_unless_that_is_meant(prompts):
+    table, evaluation = table_of({"prompt": prompts}), table_of({"prompt": prompts[:2]})
     for maximum in (1, 2):  # all that were given, whatever number of them is used
-        training, held_out = split_held_out(prompts, evaluation, PromptsConfig(max_held_out=maximum))
-        assert training.equals(whole)
+        trained, held_out = split_held_out(table, evaluation, PromptsConfig(max_held_out=maximum))
+        assert trained == [len(prompts) - 1]
         assert len(held_out) == maximum
-    training, held_out = split_held_out(prompts, evaluation, PromptsConfig(train_on_evaluation_prompts=True))
-    assert training.equals(prompts)
-    assert held_out.equals(evaluation)
+    every = split_held_out(table, evaluation, PromptsConfig(train_on_evaluation_prompts=True))
+    assert every == (list(range(len(prompts))), [0, 1])
 
 
 def test_evaluation_prompts_that_leave_none_to_train_on_are_refused():
     every = numbered(3)
     assert "prompts.train_on_evaluation_prompts" in message(split_held_out, every, every, PromptsConfig(max_held_out=1))
+
+
+# --- conversations and the cache -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("column", ["messages", "conversations"])
+def test_of_a_whole_conversation_the_last_reply_is_dropped_and_a_line_says_so(make_tokenizer, caplog, column):
+    tokenizer = make_tokenizer(chat_template=CHAT_TEMPLATE)
+    as_sharegpt = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    begun = as_sharegpt if column == "conversations" else chat
+    found = PromptReader(tokenizer, None, 4, "error").read(table_of({column: [begun, begun[:1]]}), "prompt", "prompts")
+    assert found.texts[:] == ["u a </s> q "] * 2
+    assert json.loads(found.chats[0]) == chat[:1]
+    other = [{"role": "user", "content": "c"}]
+    with caplog.at_level(logging.INFO, "ppo_rlhf"):
+        reader = PromptReader(tokenizer, None, 4, "error")
+        reader.read_split(table_of({column: [chat, other]}), None, PromptsConfig(held_out_share=0.5))
+    assert caplog.messages == [f"Of 2 conversations in the column {column} the last reply is left out."]
+
+
+def test_a_conversation_of_one_reply_is_refused(make_tokenizer):
+    tokenizer = make_tokenizer(chat_template=CHAT_TEMPLATE)
+    alone = table_of({"messages": [[{"role": "assistant", "content": "a"}]]})
+    reader = PromptReader(tokenizer, None, 4, "error")
+    assert "row 0, column `messages`: before its only message" in message(reader.read, alone, "prompt", "prompts")
+
+
+def test_prompts_of_a_file_are_tokenised_once_and_again_only_by_another_tokenizer(tmp_path, make_tokenizer):
+    (tmp_path / "prompts.txt").write_text("a b\nc\n")
+    tokenised = set()
+    for tokenizer in (make_tokenizer(), make_tokenizer(), with_specials(make_tokenizer(), "<unk> $A")):
+        table = load_table(str(tmp_path / "prompts.txt"), text_column="prompt", cache=str(tmp_path / "cache"))
+        reader = PromptReader(tokenizer, None, 4, "error")
+        (file,) = {entry["filename"] for entry in reader.tokenise(table, "prompt", "prompts").cache_files}
+        tokenised.add(file)
+        assert file.startswith(str(tmp_path / "cache"))
+    assert len(tokenised) == 2

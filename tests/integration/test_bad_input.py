@@ -68,11 +68,11 @@ class OwnProject:
             (self.project / "conf" / "local" / f"{name}.yml").write_text(yaml.safe_dump(values))
 
     def snapshot(self) -> dict[str, str]:
-        """Return every path of the project with the hash of its content; without bytecode, which Python writes."""
+        """Return every path of the project with the hash of its content; without bytecode and the cache of tables."""
         return {
             str(path.relative_to(self.project)): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
             for path in self.project.rglob("*")
-            if "__pycache__" not in path.parts
+            if not {"__pycache__", "02_intermediate"} & set(path.parts)
         }
 
 

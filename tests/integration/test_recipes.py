@@ -35,7 +35,7 @@ ROWS = {
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """A policy with a chat template, a reward model and a classifier of two classes."""
+    """A policy with a chat template, two reward models, one of another vocabulary, and a classifier of two classes."""
     folder, tokenizer = tmp_path_factory.mktemp("models"), word_tokenizer(chat_template=CHAT_TEMPLATE)
     classifier = tiny_model("gpt2", reward=True, num_labels=2, pad_token_id=0)
     assert isinstance(classifier, GPT2ForSequenceClassification)
@@ -43,8 +43,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "policy": tiny_model(max_position_embeddings=64),
         "reward": tiny_model("gpt2", reward=True, num_labels=1, pad_token_id=0, n_positions=64),
         "classifier": classifier,
+        "other reward": tiny_model("gpt2", reward=True, num_labels=1, pad_token_id=0, n_positions=64, vocab_size=64),
     }
-    return {name: save(folder / name, model, tokenizer) for name, model in made.items()}
+    other = word_tokenizer(chat_template=CHAT_TEMPLATE.replace("<s>", "<|eot|>"))
+    other.add_tokens("<|eot|>", special_tokens=True)
+    return {
+        name: save(folder / name, model, other if name == "other reward" else tokenizer) for name, model in made.items()
+    }
 
 
 def test_every_environment_that_is_a_recipe_is_tried_and_described() -> None:
@@ -70,7 +75,7 @@ def test_a_recipe_runs_on_stand_ins(
     pd.DataFrame([ROWS[recipe](i) for i in range(6)]).to_parquet(table)
     paths = f"sft_model_path={models['policy']},prompts_path={table},evaluation_prompts_path={table}"
     if recipe in ("chat_lora", "tldr"):
-        paths += f",reward_model_path={models['reward']}"
+        paths += f",reward_model_path={models['other reward' if recipe == 'chat_lora' else 'reward']}"
     finished = kedro(project, "run", "--env", recipe, "--pipelines", "align", "--params", f"{paths},{SIZES}")
     assert finished.exit_code == 0, finished.output
     root = project / "data" / recipe

@@ -31,7 +31,8 @@ MAKE = {"separate": Critic.from_policy, "shared": SharedCritic.from_policy}
 def policy_of(kind: str):
     if kind != "gemma3":  # which reads images too, and has sliding windows
         return tiny_model(kind).double()
-    text = {**LLAMA.to_dict(), "head_dim": 8, "sliding_window": 4}
+    shape = {name: value for name, value in LLAMA.to_dict().items() if name != "rope_parameters"}  # Gemma 3 has its own
+    text = {**shape, "head_dim": 8, "sliding_window": 4}
     config = composite_config(**{**text, "layer_types": ["sliding_attention", "full_attention"]})
     return draw_weights(Gemma3ForConditionalGeneration(config), 0.3).double().eval()
 

@@ -4,6 +4,8 @@ import copy
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from torch.testing import assert_close
 from transformers import (
     AutoModelForCausalLM,
@@ -174,6 +176,7 @@ def test_a_model_whose_gradients_beside_padding_are_not_finite_is_refused():
         packs(copy.deepcopy(model).base_model)
 
 
+@pytest.mark.skipif(Version(transformers.__version__) < Version("5.23"), reason="these masks are finite in float64")
 def test_float64_is_refused_where_transformers_masks_are_not_finite_in_it():
     with pytest.raises(ModelError, match=r"ppo\.dtype=float32"):
         packs(architecture("gemma2, which caps and has windows")[0].base_model)

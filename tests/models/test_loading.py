@@ -1,11 +1,13 @@
 """Loading: what is refused, what a loaded model computes, and how long sequences may be."""
 
+import copy
 import hashlib
 import json
 from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import (
@@ -20,6 +22,7 @@ from transformers import (
     LlamaForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
+    PreTrainedModel,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -158,7 +161,6 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 123
     ("damage", "message"),
     [
         (lambda f: (f / "config.json").unlink(), "no config.json"),
-        (lambda f: (f / "config.json").rename(f / "adapter_config.json"), "only a LoRA adapter"),
         (lambda f: (f / "config.json").write_text("{"), "not a valid JSON"),
         (lambda f: (f / "config.json").write_text("{}"), "model_type"),
         (lambda f: (f / "model.safetensors").unlink(), "no model.safetensors"),
@@ -331,3 +333,48 @@ def test_progress_bars_are_off_inside_and_as_before_outside():
     with quiet_transformers():
         assert not is_progress_bar_enabled()
     assert is_progress_bar_enabled() == before
+
+
+# --- adapters --------------------------------------------------------------------------------------------------------
+
+
+def adapter_of(base: PreTrainedModel, folder: Path, base_path: str, layer: str = "q_proj", **options):
+    """Save a LoRA adapter whose matrices are not zero, and return the base with it."""
+    adapted = get_peft_model(copy.deepcopy(base), LoraConfig(r=2, target_modules=[layer], **options))
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name or "modules_to_save" in name:
+                parameter.normal_()
+    adapted.peft_config["default"].base_model_name_or_path = base_path
+    adapted.save_pretrained(folder)
+    return adapted
+
+
+def test_an_adapter_stands_for_its_base_with_it_merged(tmp_path):
+    base = tiny_model()
+    path = save(tmp_path / "base", base)
+    adapted = adapter_of(base, tmp_path / "adapter", path)
+    handle = PretrainedHandle(str(tmp_path / "adapter"))
+    ids = torch.tensor([[3, 4, 5, 6]])
+    assert_close(handle.causal_lm()(ids).logits, adapted.eval()(ids).logits)
+    assert not torch.equal(handle.causal_lm()(ids).logits, base.eval()(ids).logits)
+    assert handle.tokenizer().get_vocab() == PretrainedHandle(path).tokenizer().get_vocab()
+    assert handle.generation_config().eos_token_id == PretrainedHandle(path).generation_config().eos_token_id
+    before = handle.fingerprint()
+    assert before != PretrainedHandle(path).fingerprint()
+    adapter_of(base, tmp_path / "adapter", path, lora_alpha=3)
+    assert PretrainedHandle(str(tmp_path / "adapter")).fingerprint() != before
+
+
+def test_an_adapter_of_a_reward_model_scores_with_its_own_head(tmp_path):
+    base = tiny_model("gpt2", reward=True, num_labels=1, pad_token_id=0)
+    adapted = adapter_of(base, tmp_path / "adapter", save(tmp_path / "base", base), "c_attn", task_type="SEQ_CLS")
+    ids = torch.tensor([[3, 4, 5, 6]])
+    assert_close(PretrainedHandle(str(tmp_path / "adapter")).reward_model()(ids).logits, adapted.eval()(ids).logits)
+
+
+def test_an_adapter_whose_base_is_nowhere_is_refused_with_its_name(tmp_path):
+    adapter_of(tiny_model(), tmp_path / "adapter", "/no/such/base")
+    with pytest.raises(ModelError, match="the base of this adapter cannot be loaded: /no/such/base"):
+        PretrainedHandle(str(tmp_path / "adapter")).causal_lm()

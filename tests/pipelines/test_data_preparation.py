@@ -4,6 +4,7 @@ from kedro.io import DataCatalog, MemoryDataset
 from kedro.runner import SequentialRunner
 
 from ppo_rlhf.core.errors import DataError
+from ppo_rlhf.data.sources import table_of
 from ppo_rlhf.pipelines.data_preparation import create_pipeline
 from ppo_rlhf.supervised.demonstrations import DataPreparationConfig
 
@@ -11,7 +12,7 @@ from ppo_rlhf.supervised.demonstrations import DataPreparationConfig
 def run(frame: pd.DataFrame, **settings) -> dict[str, pd.DataFrame]:
     catalog = DataCatalog(
         {
-            "raw_demonstrations": MemoryDataset(frame),
+            "raw_demonstrations": MemoryDataset(table_of(frame.to_dict("list"))),
             "params:data_preparation": MemoryDataset(DataPreparationConfig(**settings)),
         }
     )

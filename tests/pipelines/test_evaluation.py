@@ -21,6 +21,7 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.data.prompts import PromptsConfig
+from ppo_rlhf.data.sources import table_of
 from ppo_rlhf.evaluation.policy import EvaluationConfig
 from ppo_rlhf.models.loading import CARD, PretrainedHandle
 from ppo_rlhf.pipelines.evaluation import create_pipeline
@@ -146,7 +147,7 @@ def test_both_policies_answer_every_prompt_and_sft_has_no_kl_from_itself(outputs
 
 @pytest.mark.parametrize("stored", ["stored", None])
 def test_prompts_that_are_given_are_evaluated_instead_of_stored_ones(inputs, stored):
-    given = pd.DataFrame({"question": ["k", "j i", "h"], "level": [1, 2, 3]})
+    given = table_of({"question": ["k", "j i", "h"], "level": [1, 2, 3]})
     changed = {
         "raw_evaluation_prompts": given,
         "params:prompts": PromptsConfig(column="question", max_held_out=2),
@@ -162,7 +163,7 @@ def test_prompts_that_are_given_are_evaluated_instead_of_stored_ones(inputs, sto
 
 def test_given_prompts_that_were_trained_on_are_counted_and_the_result_says_so(inputs, caplog):
     changed = {
-        "raw_evaluation_prompts": pd.DataFrame({"prompt": ["k", "a", "j i", "b c"]}),
+        "raw_evaluation_prompts": table_of({"prompt": ["k", "a", "j i", "b c"]}),
         "training_prompts": pd.DataFrame({"prompt": ["a", "b c", "d"]}),
     }
     outputs = run_evaluation({**inputs, **changed})

@@ -1,19 +1,19 @@
 import logging
 
-import pandas as pd
 import pytest
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.data.prompts import PromptsConfig
+from ppo_rlhf.data.sources import table_of
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.pipelines.ppo.nodes import configure_ppo, initialise_training_state, prepare_prompts
 from ppo_rlhf.rewards.model_scorer import ModelScorer
 from ppo_rlhf.rewards.scoring import RewardScorer
 from tests.tiny_models import save, tiny_model, word_tokenizer
 
-PROMPTS = pd.DataFrame({"prompt": [f"{a} {b}" for a in "abc" for b in "de"]})
+PROMPTS = table_of({"prompt": [f"{a} {b}" for a in "abc" for b in "de"]})
 
 
 @pytest.mark.parametrize(("maximum", "said"), [(4, True), (6, False), (7, False)])
@@ -22,8 +22,8 @@ def test_an_evaluation_table_of_which_not_all_is_used_is_said_to_be_cut(tmp_path
     settings = PromptsConfig(max_held_out=maximum, train_on_evaluation_prompts=True)
     with caplog.at_level(logging.INFO, "ppo_rlhf"):
         prepared = prepare_prompts(PROMPTS, PROMPTS, handle, PPOConfig(response_length=4, device="cpu"), settings)
-    assert prepared["evaluation_prompts"]["prompt"].tolist() == PROMPTS["prompt"].tolist()[:maximum]
-    assert prepared["training_prompts"]["prompt"].tolist() == prepared["prompt_dataset"].texts
+    assert prepared["evaluation_prompts"]["prompt"].tolist() == PROMPTS["prompt"][:maximum]
+    assert prepared["training_prompts"]["prompt"].tolist() == prepared["prompt_dataset"].texts[:]
     line = f"Of 6 evaluation prompts the first {maximum} are used (prompts.max_held_out)."
     assert (line in caplog.messages) is said
 
@@ -34,7 +34,7 @@ def test_training_prompts_that_are_evaluated_are_counted(tmp_path, caplog, is_me
         PretrainedHandle(save(tmp_path / "policy", tiny_model())),
         PPOConfig(response_length=4, device="cpu"),
     )
-    tables = (pd.DataFrame({"prompt": list(text)}) for text in ("abcdef", "bax"))
+    tables = (table_of({"prompt": list(text)}) for text in ("abcdef", "bax"))
     with caplog.at_level(logging.INFO, "ppo_rlhf"):
         prepared = prepare_prompts(*tables, handle, settings, PromptsConfig(train_on_evaluation_prompts=is_meant))
     assert prepared["prompt_dataset"].texts == list(trained)

@@ -10,6 +10,7 @@ from kedro_datasets.pandas import ParquetDataset
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.data.prompts import PromptsConfig, split_held_out
+from ppo_rlhf.data.sources import table_of
 from ppo_rlhf.datasets import PretrainedModelDataset, RecordsDataset
 from ppo_rlhf.pipelines.reward_modelling import create_pipeline
 from ppo_rlhf.supervised.reward_training import RewardModellingConfig
@@ -32,7 +33,7 @@ def catalog_for(tmp_path: Path, given: pd.DataFrame | None, **settings) -> DataC
     catalog = DataCatalog(
         {
             "raw_preferences": RecordsDataset(None if given is None else str(raw_preferences)),
-            "raw_prompts": MemoryDataset(PROMPTS),
+            "raw_prompts": MemoryDataset(table_of(PROMPTS.to_dict("list"))),
             "raw_evaluation_prompts": RecordsDataset(None),
             "sft_policy": PretrainedModelDataset(policy),
             "preferences": ParquetDataset(filepath=str(tmp_path / "preferences.parquet")),
@@ -50,9 +51,9 @@ def test_pairs_are_sampled_from_the_policy_for_training_prompts_and_a_reward_mod
     catalog = catalog_for(tmp_path, None, labeller=f"{__name__}:length")
     metrics = SequentialRunner().run(create_pipeline(), catalog)["reward_model_metrics"].load()
     preferences = catalog["preferences"].load()
-    _, held_out = split_held_out(PROMPTS, None, PromptsConfig(held_out_share=0.25))
+    _, held_out = split_held_out(table_of(PROMPTS.to_dict("list")), None, PromptsConfig(held_out_share=0.25))
     assert 20 < len(preferences) <= 30
-    assert set(preferences["prompt"]).isdisjoint(held_out["prompt"])
+    assert set(preferences["prompt"]).isdisjoint(PROMPTS["prompt"][held_out])
     model = catalog["reward_model"].load().reward_model()
     assert model(torch.tensor([[4, 5], [6, 7]])).logits.shape == (2, 1)
     assert metrics[-1].keys() == {

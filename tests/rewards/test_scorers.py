@@ -22,7 +22,8 @@ from ppo_rlhf.models.tokenizers import train_word_tokenizer
 from ppo_rlhf.rewards import functions
 from ppo_rlhf.rewards.config import RewardComponentConfig, RewardConfig
 from ppo_rlhf.rewards.functions import call_reward_function, load_function
-from ppo_rlhf.rewards.model_scorer import ModelScorer, _warn_once, close_response, score_sequences
+from ppo_rlhf.rewards.model_scorer import ModelScorer, _warn_once, score_sequences
+from ppo_rlhf.rewards.rendering import close_response
 from ppo_rlhf.rewards.scorers import build_reward_scorer
 from ppo_rlhf.rewards.scoring import ResponseBatch, RewardScorer
 from tests.tiny_models import BEGIN, END, PAD, VOCABULARY, save, tiny_model, word_tokenizer
@@ -40,8 +41,8 @@ class Recorder(nn.Module):
         self.config.get_text_config = lambda: self.config
         self.dtype, self.device = dtype, torch.device("cpu")
 
-    def forward(self, input_ids, attention_mask):
-        real = attention_mask.bool()
+    def forward(self, input_ids, attention_mask=None):
+        real = torch.ones_like(input_ids).bool() if attention_mask is None else attention_mask.bool()
         self.sequences += [row[mask].tolist() for row, mask in zip(input_ids, real, strict=True)]
         sums = torch.where(real, input_ids, 0).sum(dim=1, keepdim=True)
         return SimpleNamespace(logits=sums.to(self.dtype))
@@ -151,7 +152,9 @@ def test_the_total_is_the_weighted_sum_of_the_components():
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_reward_models_score_that_is_not_finite_is_refused(value):
     model = Recorder()
-    model.forward = lambda input_ids, attention_mask: SimpleNamespace(logits=torch.full((len(input_ids), 1), value))
+    model.forward = lambda input_ids, attention_mask=None: SimpleNamespace(
+        logits=torch.full((len(input_ids), 1), value)
+    )
     scorer = RewardScorer([("m", 1.0, ModelScorer(model, word_tokenizer(), word_tokenizer()))], model)
     with pytest.raises(RewardError, match="the reward model gave response 0 the score"):
         scorer.score(batch([[6]], [False]))
@@ -478,7 +481,7 @@ def test_what_a_function_leaves_changed_in_torch_and_the_working_directory_is_pu
 
 def test_an_episode_that_is_cut_off_after_the_stop_token_of_a_turn_has_no_end_of_text():
     special = frozenset({2, 9})
-    assert close_response([5, 9, 6, 7, 9], False, 2, special, has_turns=True) == [5, 9, 6, 7]
-    assert close_response([5, 9, 6, 7, 9], True, 2, special, has_turns=True) == [5, 9, 6, 7, 2]
-    assert close_response([5, 6], False, 2, special, has_turns=True) == [5, 6]
-    assert close_response([5, 9], False, 2, special) == [5, 9]  # sampled, and not a stop token of this run
+    assert close_response([5, 9, 6, 7, 9], False, [2], special, has_turns=True) == [5, 9, 6, 7]
+    assert close_response([5, 9, 6, 7, 9], True, [2], special, has_turns=True) == [5, 9, 6, 7, 2]
+    assert close_response([5, 6], False, [2], special, has_turns=True) == [5, 6]
+    assert close_response([5, 9], False, [2], special) == [5, 9]  # sampled, and not a stop token of this run

@@ -7,7 +7,8 @@ import pandas as pd
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from ppo_rlhf.core.errors import DataError
+from ppo_rlhf.core.errors import ConfigError, DataError
+from ppo_rlhf.data.tables import frame_of
 from ppo_rlhf.datasets import RecordsDataset, TableDataset
 from ppo_rlhf.supervised.demonstrations import (
     IGNORED,
@@ -15,6 +16,7 @@ from ppo_rlhf.supervised.demonstrations import (
     corpus_texts,
     split_demonstrations,
     tokenise_demonstrations,
+    training_template,
 )
 from tests.tiny_models import BEGIN, CHAT_TEMPLATE, END, UNKNOWN, VOCABULARY, word_tokenizer
 
@@ -135,6 +137,60 @@ def test_chats_are_written_by_the_tokenizers_template_and_learnt_whole():
     assert rows.labels == rows.input_ids
 
 
+MARKED = (
+    "{% for m in messages %}{{ m['role'][0] + ' ' }}{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}"
+    "{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}{{ ' <s> ' }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(("template", "learnt"), [(MARKED, True), (CHAT_TEMPLATE, False)], ids=["marked", "not marked"])
+@pytest.mark.parametrize("assistant_only", [None, True, False])
+def test_of_chats_the_assistants_turns_are_learnt_where_the_template_marks_them(template, learnt, assistant_only):
+    tokenizer = word_tokenizer(chat_template=template)
+    if assistant_only and not learnt:
+        with pytest.raises(ConfigError, match="assistant_only_loss=true: the chat template does not mark"):
+            training_template(tokenizer, assistant_only)
+        return
+    marks = training_template(tokenizer, assistant_only)
+    assert (marks is not None) is (learnt and assistant_only is not False)
+    rows = tokenise_demonstrations(pd.DataFrame({"messages": [json.dumps(CHAT)]}), tokenizer, None, template=marks)
+    whole = tokenizer.apply_chat_template(CHAT, return_dict=False)
+    assert rows.input_ids == [whole]
+    expected = [token if token == C else IGNORED for token in whole] if marks else whole
+    assert rows.labels == [expected]
+
+
+def test_trls_training_template_marks_what_the_models_own_does_not():
+    import trl.chat_template_utils as templates
+
+    tokenizer = word_tokenizer(chat_template=templates.qwen2_5_chat_template)
+    assert "generation %}" not in tokenizer.chat_template.replace("add_generation", "")
+    assert training_template(tokenizer, None) == templates.qwen2_5_training_chat_template
+
+
+def test_of_prompts_and_completions_that_are_chats_only_completions_are_learnt():
+    frame = pd.DataFrame({"prompt": [CHAT[:1]] * 2, "completion": [CHAT[1:], [{"role": "assistant", "content": "b"}]]})
+    trained, held_out = split_demonstrations(frame, DataPreparationConfig())
+    table = pd.concat([trained, held_out])
+    assert sorted(table.columns) == ["messages", "prompt"]
+    tokenizer = word_tokenizer(chat_template=CHAT_TEMPLATE)
+    for ids, labels, chat in zip(
+        *vars(tokenise_demonstrations(table, tokenizer, None)).values(), table["messages"], strict=True
+    ):
+        prompt = tokenizer.apply_chat_template(CHAT[:1], add_generation_prompt=True, return_dict=False)
+        assert ids == tokenizer.apply_chat_template(json.loads(chat), return_dict=False)
+        assert labels == [IGNORED] * len(prompt) + ids[len(prompt) :]
+
+
+def test_conversations_are_read_as_sharegpt_writes_them():
+    frame = pd.DataFrame(
+        {"conversations": [[{"from": "human", "value": w}, {"from": "gpt", "value": "b"}] for w in "ac"]}
+    )
+    trained, held_out = split_demonstrations(frame, DataPreparationConfig())
+    chats = [json.loads(chat) for chat in [*trained["messages"], *held_out["messages"]]]
+    assert [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}] in chats
+
+
 def chat_about(word: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": word}]
 
@@ -158,7 +214,9 @@ def test_chats_reach_the_template_as_they_were_given(chats, tmp_path):
     seen = []
     tokenizer = word_tokenizer(chat_template=CHAT_TEMPLATE)
     tokenizer.apply_chat_template = lambda messages, **_: seen.append(messages) or "a b"
-    for part in split_demonstrations(RecordsDataset(str(raw)).load(), DataPreparationConfig(held_out_share=0.5)):
+    for part in split_demonstrations(
+        frame_of(RecordsDataset(str(raw)).load()), DataPreparationConfig(held_out_share=0.5)
+    ):
         table = TableDataset(filepath=str(tmp_path / "demonstrations.parquet"))
         table.save(part)
         tokenise_demonstrations(table.load(), tokenizer, None)

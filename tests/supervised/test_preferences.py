@@ -8,7 +8,7 @@ from tokenizers import AddedToken
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.ppo.sampling import SamplingSettings
-from ppo_rlhf.rewards.model_scorer import ModelScorer
+from ppo_rlhf.rewards.rendering import Rendering
 from ppo_rlhf.rewards.scoring import ResponseBatch
 from ppo_rlhf.supervised.preferences import (
     COLUMNS,
@@ -145,23 +145,30 @@ def test_given_texts_are_closed_by_the_end():
 
 def test_whole_texts_need_no_prompt_column():
     frame = check_preferences(pd.DataFrame({"good": ["a b"], "bad": ["c"], "label": [1]}), "prompt", "good", "bad")
-    assert list(frame.columns) == ["chosen", "rejected"]
+    assert frame.to_dict("records") == [{"prompt": "", "chosen": "a b", "rejected": "c"}]
     (pair,) = tokenise_preferences(frame, word_tokenizer()).to_dict("records")
     assert pair == {"prompt": "", "chosen": "a b", "rejected": "c", "chosen_ids": [A, B, END], "rejected_ids": [C, END]}
 
 
-@pytest.mark.parametrize("apart", [True, False])
-def test_chats_are_written_by_the_tokenizers_template(apart):
-    question, good, bad = ([{"role": role, "content": text}] for role, text in (("user", "a"), ("a", "b"), ("a", "c")))
-    row = (
-        {"prompt": question, "chosen": good, "rejected": bad}
-        if apart
-        else {"chosen": question + good, "rejected": question + bad}
-    )
+QUESTION, GOOD, BAD = ([{"role": role, "content": text}] for role, text in (("user", "a"), ("a", "b"), ("a", "c")))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": QUESTION, "chosen": GOOD, "rejected": BAD},
+        {"chosen": QUESTION + GOOD, "rejected": QUESTION + BAD},
+        {"prompt": QUESTION, "chosen": QUESTION + GOOD, "rejected": QUESTION + BAD},
+        {"prompt": "a", "chosen": QUESTION + GOOD, "rejected": QUESTION + BAD},
+    ],
+    ids=["apart", "inside", "both", "text beside"],
+)
+def test_chats_are_written_by_the_tokenizers_template(row):
     frame = check_preferences(pd.DataFrame([row]), *NAMES)
+    assert frame.to_dict("records") == [{"prompt": QUESTION, "chosen": GOOD, "rejected": BAD}]
     pairs = tokenise_preferences(frame, word_tokenizer(chat_template=CHAT_TEMPLATE))
-    assert pairs["chosen_ids"].tolist() == [[UNKNOWN, A, BEGIN, A, B, END]]
-    assert pairs["rejected_ids"].tolist() == [[UNKNOWN, A, BEGIN, A, C, END]]
+    assert pairs["chosen_ids"].tolist() == [[UNKNOWN, A, BEGIN, A, B, BEGIN]]
+    assert pairs["rejected_ids"].tolist() == [[UNKNOWN, A, BEGIN, A, C, BEGIN]]
     assert pairs["chosen"][0].endswith("a: b")
     with pytest.raises(DataError, match="need a tokenizer with a chat template"):
         tokenise_preferences(frame, word_tokenizer())
@@ -173,7 +180,7 @@ def test_content_in_parts_is_joined_and_a_call_of_a_tool_has_none():
     row = {"prompt": prompt, "chosen": [{"role": "a", "content": "b"}], "rejected": [{"role": "a", "content": "c"}]}
     frame = check_preferences(pd.DataFrame([row]), *NAMES)
     (pair,) = tokenise_preferences(frame, word_tokenizer(chat_template=template)).to_dict("records")
-    assert pair["chosen_ids"] == [UNKNOWN, A, BEGIN, A, D, BEGIN, A, B, END]
+    assert pair["chosen_ids"] == [UNKNOWN, A, BEGIN, A, D, BEGIN, A, B, BEGIN]
     assert pair["prompt"] == "user: a\na: "
 
 
@@ -183,13 +190,13 @@ def test_an_answer_continues_the_assistants_message_that_ends_the_prompt():
     good, bad = ([{"role": "assistant", "content": text}] for text in "cd")
     frame = check_preferences(pd.DataFrame([{"prompt": [user, begun], "chosen": good, "rejected": bad}]), *NAMES)
     (pair,) = tokenise_preferences(frame, word_tokenizer(chat_template=CHAT_TEMPLATE)).to_dict("records")
-    assert pair["chosen_ids"] == [UNKNOWN, A, BEGIN, A, B, C, END]
-    assert pair["rejected_ids"] == [UNKNOWN, A, BEGIN, A, B, D, END]
+    assert pair["chosen_ids"] == [UNKNOWN, A, BEGIN, A, B, C, BEGIN]
+    assert pair["rejected_ids"] == [UNKNOWN, A, BEGIN, A, B, D, BEGIN]
 
 
 @pytest.mark.parametrize("tail", ["", " d"], ids=["no tail", "a tail"])
 @pytest.mark.parametrize("closes", ["<s>", "</s>", "<|end|>"])
-def test_chats_end_as_responses_do_that_are_scored(closes, tail):
+def test_chats_end_as_the_template_ends_them_in_training_and_in_scoring(closes, tail):
     """Whatever closes a turn: the end of text, a named special token, or one that is only marked as special."""
     template = (
         "{% for m in messages %}{{ m['role'][0] + ' ' + m['content'] + ' CLOSES' }}TAIL{{ ' ' }}{% endfor %}"
@@ -208,10 +215,11 @@ def test_chats_end_as_responses_do_that_are_scored(closes, tail):
         prompt_ids=[tokenizer(prompt, add_special_tokens=False)["input_ids"]],
         response_ids=[[B, tokenizer.convert_tokens_to_ids(closes)]],
         terminated=[True],
+        chats=[question + answer],
     )
-    (scored,) = ModelScorer(tiny_model(), tokenizer, tokenizer)._token_sequences(batch)
-    assert list(trained) == scored
-    assert scored[-2:] == [B, END]
+    (scored,) = Rendering(tokenizer, tokenizer).sequences(batch)
+    assert list(trained) == scored == tokenizer.apply_chat_template(question + answer)["input_ids"]
+    assert scored[-1] == (D if tail else tokenizer.convert_tokens_to_ids(closes))
 
 
 @pytest.mark.parametrize(
@@ -225,7 +233,6 @@ def test_chats_end_as_responses_do_that_are_scored(closes, tail):
             {"chosen": [CHAT, [CHAT[0], {"role": "a", "content": 3}]], "rejected": [CHAT, CHAT]},
             "row 1, column `chosen`: message 1 .*3",
         ),
-        ({"prompt": ["a"], "chosen": [CHAT], "rejected": [CHAT]}, "row 0.*reward_modelling.prompt_column"),
         ({"prompt": [CHAT], "chosen": ["a"], "rejected": [CHAT]}, "row 0 has both"),
     ],
 )

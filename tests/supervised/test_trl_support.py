@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 from transformers import Trainer
 
+from ppo_rlhf.models.gradient_checkpointing import NAME
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.supervised import trl_support
 from ppo_rlhf.supervised.demonstrations import TokenisedDemonstrations
@@ -24,13 +25,13 @@ TOLD = {  # a value that is not the default, and what TRL is told by it
     "gradient_accumulation_steps": (5, {"gradient_accumulation_steps": 5}),
     "max_length": (9, {"max_length": None}),  # sequences are cut before
     "group_by_length": (False, {"train_sampling_strategy": "random"}),
-    "gradient_checkpointing": (True, {"activation_checkpointing": True}),
+    "gradient_checkpointing": (True, {NAME: True}),
     "bf16": (True, {"bf16": True}),
     "logging_steps": (4, {"logging_steps": 4}),
     "device": ("cpu", {"use_cpu": True}),
     "seed": (11, {"seed": 11}),
 }
-BY_DEFAULT = {"train_sampling_strategy": "group_by_length", "activation_checkpointing": False, "bf16": False}
+BY_DEFAULT = {"train_sampling_strategy": "group_by_length", NAME: False, "bf16": False}
 """What is told by our defaults where TRL's are others."""
 
 

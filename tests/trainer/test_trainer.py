@@ -24,6 +24,7 @@ from ppo_rlhf.core.errors import CheckpointError, ConfigError, DataError, ModelE
 from ppo_rlhf.core.randomness import episode_prompts
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.data.prompts import PromptsConfig
+from ppo_rlhf.data.sources import table_of
 from ppo_rlhf.datasets import CheckpointDataset
 from ppo_rlhf.evaluation.policy import EvaluationConfig
 from ppo_rlhf.models.critic import Critic
@@ -100,8 +101,8 @@ def pipeline_run(
         "params:prompts": PromptsConfig(),
         "params:reward": RewardConfig(components=[reward]),
         "params:evaluation": EvaluationConfig(),
-        "raw_prompts": pd.DataFrame({"prompt": PROMPTS}),
-        "raw_evaluation_prompts": pd.DataFrame({"prompt": ["q"]}),  # so that none of the others is held out
+        "raw_prompts": table_of({"prompt": PROMPTS}),
+        "raw_evaluation_prompts": table_of({"prompt": ["q"]}),  # so that none of the others is held out
         "sft_policy": PretrainedHandle(sft),
         "reward_model": reward_model and PretrainedHandle(reward_model),
         "resume_checkpoint": resume,

@@ -194,6 +194,6 @@ def test_the_advice_on_an_adapter_works_for_classifiers_and_the_reference_too(sf
         PPOTrainer(config(), sft, **{name: adapted.merge_and_unload().requires_grad_(True)})
 
 
-def test_the_folder_of_only_an_adapter_is_refused_with_the_way_to_merge_it(tmp_path: Path):
+def test_an_adapter_that_does_not_name_its_base_is_refused(tmp_path: Path):
     with_adapter(tiny_model(), "CAUSAL_LM").save_pretrained(tmp_path)
-    assert "save merge_and_unload() of peft's AutoPeftModelForCausalLM" in refusal(policy=str(tmp_path))
+    assert "this adapter does not name its base" in refusal(policy=str(tmp_path))

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from ppo_rlhf.checkpoints.files import read_json
 from ppo_rlhf.core.errors import CheckpointError
@@ -25,6 +25,7 @@ from ppo_rlhf.models.averages import copy_tensors, trained_parameters
 from ppo_rlhf.models.loading import TrainedModel
 from ppo_rlhf.models.quiet import quiet_transformers
 from ppo_rlhf.ppo.models import lora_settings
+from ppo_rlhf.ppo.sampling import SamplingSettings
 from ppo_rlhf.ppo.state import TrainingState
 
 POLICY, CRITIC, AVERAGE = "policy", "critic.safetensors", "policy_average.safetensors"
@@ -93,7 +94,7 @@ def exported_policy(state: TrainingState) -> TrainedModel:
     """Return the model that a run exports: plain, with its adapter merged, and the average beside it if there is one.
 
     Merging rounds: in float32 logits move by about 1e-6 of their size. Weights that were frozen in a 16-bit type are
-    exported in float32.
+    exported in float32. The generation configuration says how PPO sampled.
     """
     head = state.critic.value_head if state.config.export_value_head and state.shares_trunk else None
     average = None if state.policy_average is None else state.policy_average.applied_to(state.policy)
@@ -102,6 +103,20 @@ def exported_policy(state: TrainingState) -> TrainedModel:
         state.tokenizer,
         value_head=head,
         average=None if average is None else _plain(average),
+        generation_config=_sampled_as(state.sampling),
+    )
+
+
+def _sampled_as(sampling: SamplingSettings) -> GenerationConfig:
+    stops = list(sampling.stop_token_ids)
+    return GenerationConfig(
+        do_sample=True,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        eos_token_id=stops[0] if len(stops) == 1 else stops or None,
+        pad_token_id=sampling.pad_token_id,
+        max_new_tokens=sampling.response_length,
     )
 
 

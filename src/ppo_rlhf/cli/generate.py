@@ -19,7 +19,7 @@ from ppo_rlhf.hooks.checks import refuse_unread
 from ppo_rlhf.paths import path_of, shown
 
 if TYPE_CHECKING:  # imported where they are used: they import torch, which other commands do without
-    import pandas as pd
+    from datasets import Dataset
 
     from ppo_rlhf.evaluation.answers import Answer
     from ppo_rlhf.models.loading import PretrainedHandle
@@ -49,10 +49,8 @@ def generate(**options: Any) -> None:
 
 
 def _lines(project_path: Path, options: dict[str, Any]) -> Iterator[str]:
-    import pandas as pd
-
     from ppo_rlhf.data.prompts import PromptsConfig
-    from ppo_rlhf.datasets.records import read_records
+    from ppo_rlhf.data.sources import load_table, table_of
 
     if options["prompt"] is not None and options["file"]:
         raise DataError("PROMPT and --prompts are two sources of prompts: give one of them.")
@@ -62,7 +60,7 @@ def _lines(project_path: Path, options: dict[str, Any]) -> Iterator[str]:
         context = session.load_context()
         refuse_unread(context.config_loader, READ | (OF_REWARD if options["with_reward"] else set()))
         column = PromptsConfig(**context.config_loader["parameters"].get("prompts", {})).column
-        table = read_records(Path(options["file"]).expanduser(), column) if options["file"] else None
+        table = load_table(str(Path(options["file"]).expanduser()), text_column=column) if options["file"] else None
         policies = _Policies(context, options)
     yield policies.heading
     if table is not None:
@@ -70,7 +68,7 @@ def _lines(project_path: Path, options: dict[str, Any]) -> Iterator[str]:
         return
     as_chat = bool(getattr(policies.tokenizer, "chat_template", None)) and not options["plain"]
     for turn, line in enumerate(_typed() if options["prompt"] is None else [options["prompt"]]):
-        typed = pd.DataFrame({"prompt": [[{"role": "user", "content": line}] if as_chat else line]})
+        typed = table_of({"prompt": [[{"role": "user", "content": line}] if as_chat else line]})
         try:
             yield from policies.lines(typed, "prompt", "prompt", turn, line)
         except DataError as error:
@@ -134,9 +132,7 @@ class _Policies:
         how = "greedy" if self.sampling.top_k == 1 else f"temperature {self.sampling.temperature:g}"
         return f"At most {self.sampling.response_length} tokens, {how}, seed {self.seed}"
 
-    def lines(
-        self, table: pd.DataFrame, column: str, name: str, turn: int = 0, typed: str | None = None
-    ) -> Iterator[str]:
+    def lines(self, table: Dataset, column: str, name: str, turn: int = 0, typed: str | None = None) -> Iterator[str]:
         """Yield each prompt of a table, as it was typed or as the policies read it, and the answers to it."""
         from ppo_rlhf.evaluation.answers import answer_prompts
 

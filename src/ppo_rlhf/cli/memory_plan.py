@@ -192,4 +192,4 @@ def _longest_prompt(run: RunRequest, model: PretrainedHandle, config: PPOConfig)
     except ModelError as error:
         raise ModelError(f"{error} Or give --prompt-length, so that no tokenizer is needed.") from error
     table = run.catalog["raw_prompts"].load()
-    return max(map(len, reader.read(table, prompts.column, "prompts").prompt_ids))
+    return max(reader.read(table, prompts.column, "prompts").lengths)

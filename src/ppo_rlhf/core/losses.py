@@ -176,6 +176,8 @@ def clipped_value_loss(
         old_values_BT = select(old_values, counts_BT, dtype)
         clipped_values_BT = values_BT.clamp(old_values_BT - cliprange_value, old_values_BT + cliprange_value)
         clipped_error_BT = (clipped_values_BT - returns_BT).square()
-    loss = 0.5 * aggregate_loss(torch.maximum(error_BT, clipped_error_BT), counts_BT, loss_aggregation, denominator)
+    # torch.maximum would share the gradient of equal errors in a way that depends on torch's version
+    greater_BT = torch.where(clipped_error_BT > error_BT, clipped_error_BT, error_BT)
+    loss = 0.5 * aggregate_loss(greater_BT, counts_BT, loss_aggregation, denominator)
     with torch.no_grad():
         return ValueLoss(loss=loss, clipfrac=masked_mean((clipped_error_BT > error_BT).to(dtype), counts_BT))

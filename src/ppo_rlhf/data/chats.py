@@ -14,6 +14,10 @@ CHAT = 'a list of {"role": …, "content": …}'
 ASSISTANT = "assistant"
 CALLS = ("tool_calls", "function_call")  # a message with one of these keys may have no content
 
+CONVERSATIONS = ("messages", "conversations")
+"""Columns of whole conversations, the second as ShareGPT names it."""
+_SHAREGPT = {"human": "user", "gpt": ASSISTANT}
+
 Chat = list[dict[str, Any]]
 
 
@@ -71,6 +75,18 @@ def render_chat(messages: Chat, tokenizer: PreTrainedTokenizerBase, where: str, 
     return str(text)
 
 
+def without_last_reply(messages: Chat, where: str) -> Chat:
+    """Return a conversation up to the message that its last reply answers.
+
+    Raises:
+        DataError: Nothing is before the reply.
+    """
+    kept = messages[:-1] if messages[-1]["role"] == ASSISTANT else messages
+    if not kept:
+        raise DataError(f"{where}: before its only message, which is the assistant's, there is no prompt")
+    return kept
+
+
 def join_chats(prompt: Chat, answer: Chat) -> Chat:
     """Return a prompt and its answer as one chat; the answer continues an assistant's message that ends the prompt."""
     if not prompt or not prompt[-1]["role"] == answer[0]["role"] == ASSISTANT or prompt[-1]["content"] is None:
@@ -79,8 +95,16 @@ def join_chats(prompt: Chat, answer: Chat) -> Chat:
     return [*prompt[:-1], whole, *answer[1:]]
 
 
+def answered(prompt: Chat, text: str) -> Chat:
+    """Return a prompt with a text as the assistant's answer."""
+    return join_chats(prompt, [{"role": ASSISTANT, "content": text}])
+
+
 def _read_message(given: Any, where: str) -> dict[str, Any]:
     message = _without_nulls(given)
+    if isinstance(message, dict) and message.keys() >= {"from", "value"}:  # as ShareGPT writes it
+        role, content = message.pop("from"), message.pop("value")
+        message |= {"role": _SHAREGPT.get(role, role), "content": content}
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise DataError(f'{where} is {str(given)[:60]}; give it a role, and content: {{"role": …, "content": …}}')
     content = message.get("content")

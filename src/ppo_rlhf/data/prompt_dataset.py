@@ -4,49 +4,92 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 
-PROMPT_COLUMNS = ("prompt", "prompt_ids")
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+PROMPT_COLUMNS = ("prompt", "prompt_ids", "prompt_chat", "prompt_length")
 """Columns of the stored table that are not the user's."""
 
 
 @dataclass(frozen=True)
 class PromptDataset:
-    """Tokenised prompts with the columns that reward functions are called with. Row i of every list is one prompt."""
+    """Tokenised prompts with the columns that reward functions are called with. Row i of every column is one prompt.
+
+    A column of a `datasets.Dataset` serves as a list: its values stay on disk until rows are selected.
+    """
 
     prompt_ids: list[list[int]]
     texts: list[str]
     columns: dict[str, list[Any]]
+    chats: list[str | None] = field(default_factory=list)
+    """The messages of each prompt that is a chat, as JSON, and None for each text; empty: all are texts."""
+
+    @classmethod
+    def of_table(cls, table: Dataset) -> PromptDataset:
+        """Return the prompts of a table with `prompt`, `prompt_ids` and the other columns."""
+        lists: Any = table  # of its columns only what lists have, too, is used
+        others = [name for name in table.column_names if name not in PROMPT_COLUMNS]
+        columns = {name: lists[name] for name in others}
+        return cls(
+            lists["prompt_ids"],
+            lists["prompt"],
+            columns,
+            lists["prompt_chat"] if "prompt_chat" in table.features else [],
+        )
 
     def __len__(self) -> int:
         return len(self.prompt_ids)
 
+    @cached_property
+    def lengths(self) -> list[int]:
+        """Tokens of each prompt."""
+        table = getattr(self.prompt_ids, "source", None)
+        return [len(ids) for ids in self.prompt_ids] if table is None else list(table["prompt_length"][:])
+
+    @property
+    def messages(self) -> list[list[dict[str, Any]] | None]:
+        """The messages of each prompt, None for text; empty: all are texts."""
+        return [None if chat is None else json.loads(chat) for chat in self.chats]
+
     def select(self, indices: Sequence[int]) -> PromptDataset:
-        """Return the rows at `indices`, in that order; an index may come more than once."""
-        return PromptDataset(
-            [self.prompt_ids[i] for i in indices],
-            [self.texts[i] for i in indices],
-            {name: [values[i] for i in indices] for name, values in self.columns.items()},
-        )
+        """Return the rows at `indices`, in that order and in memory; an index may come more than once."""
+        columns = {name: _rows(values, indices) for name, values in self.columns.items()}
+        chats = _rows(self.chats, indices) if len(self.chats) else []
+        return PromptDataset(_rows(self.prompt_ids, indices), _rows(self.texts, indices), columns, chats)
+
+    def texts_frame(self) -> pd.DataFrame:
+        """Return a table with the column `prompt`."""
+        table = getattr(self.texts, "source", None)
+        return pd.DataFrame({"prompt": self.texts}) if table is None else table.select_columns(["prompt"]).to_pandas()
 
     def to_frame(self) -> pd.DataFrame:
         """Return a table with `prompt`, `prompt_ids` and the other columns, whose values are JSON.
 
         Parquet has no type for columns of nested or mixed values. Values that JSON lacks, such as dates, become text.
         """
-        others = {name: [as_json(value) for value in values] for name, values in self.columns.items()}
-        return pd.DataFrame({**others, "prompt": self.texts, "prompt_ids": self.prompt_ids})
+        others = {name: [as_json(value) for value in values[:]] for name, values in self.columns.items()}
+        chats = {"prompt_chat": self.chats[:]} if len(self.chats) else {}
+        return pd.DataFrame({**others, "prompt": self.texts[:], "prompt_ids": self.prompt_ids[:], **chats})
 
     @classmethod
     def from_frame(cls, frame: pd.DataFrame) -> PromptDataset:
         """Return the dataset that `to_frame` made the table of."""
-        names = map(str, frame.columns.drop(list(PROMPT_COLUMNS)))
+        names = [str(name) for name in frame.columns if name not in PROMPT_COLUMNS]
+        chats = [chat if isinstance(chat, str) else None for chat in frame.get("prompt_chat", [])]
         columns = {name: [json.loads(value) for value in frame[name]] for name in names}
-        return cls([[int(i) for i in ids] for ids in frame["prompt_ids"]], frame["prompt"].tolist(), columns)
+        return cls([[int(i) for i in ids] for ids in frame["prompt_ids"]], frame["prompt"].tolist(), columns, chats)
+
+
+def _rows(values: Any, indices: Sequence[int]) -> list[Any]:
+    # a column of `datasets` gives many rows at once
+    return [values[i] for i in indices] if isinstance(values, list) else list(values[list(indices)])
 
 
 def as_json(value: Any, *, sort_keys: bool = False) -> str:

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import pandas as pd
 from pydantic import Field
 from transformers import PreTrainedTokenizerBase
 
+from ppo_rlhf import processes
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.settings_group import Seed, settings_group
 from ppo_rlhf.core.errors import DataError
-from ppo_rlhf.data.chats import read_text_or_chat, render_chat
+from ppo_rlhf.data.chats import CONVERSATIONS, Chat, read_text_or_chat, render_chat, without_last_reply
 from ppo_rlhf.data.prompt_dataset import PROMPT_COLUMNS, PromptDataset, as_json
+from ppo_rlhf.data.sources import LONG, bars
 from ppo_rlhf.data.tables import hold_out
 from ppo_rlhf.models.loading import PretrainedHandle, usable_context
 from ppo_rlhf.models.tokenizers import encode_texts
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+logger = logging.getLogger(__name__)
+
+_VERSION = 1  # of the tokenised table: raise it when `_tokenise` gives other results
 
 
 @settings_group("prompts")
@@ -25,7 +34,8 @@ class PromptsConfig:
 
     column: str = "prompt"
     """Column with the prompt: text, or a list of chat messages (`[{"role": …, "content": …}, …]`). An assistant's
-    message at the end is continued. Content may be a list of parts of text, and may be missing beside a tool call."""
+    message at the end is continued. Content may be a list of parts of text, and may be missing beside a tool call.
+    Without this column, `messages` or `conversations` is read, whole conversations whose last reply is dropped."""
     held_out_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
     """Share of the prompts held out for evaluation when no evaluation prompts are given; never trained on."""
     max_held_out: Annotated[int, Field(ge=1)] = 512
@@ -58,39 +68,63 @@ class PromptReader:
         context, why = usable_context(policy.config())
         return cls(policy.tokenizer(), context, ppo.response_length, ppo.overlong_prompts, why)
 
-    def read(self, frame: pd.DataFrame, column: str, name: str) -> PromptDataset:
-        """Return the tokenised prompts of a table.
+    def read(self, table: Dataset, column: str, name: str) -> PromptDataset:
+        """Return the tokenised prompts of a table, as `tokenise` and `fit` do it."""
+        return PromptDataset.of_table(self.fit(self.tokenise(table, column, name), name))
+
+    def tokenise(self, table: Dataset, column: str, name: str) -> Dataset:
+        """Return a table with the prompts as text (`prompt`) and as tokens (`prompt_ids`), and the columns given.
+
+        A prompt that is a chat is also there as JSON of its messages (`prompt_chat`).
 
         Text is tokenised as the tokenizer does by default (with a BOS if it adds one and the text has none); chat
         messages go through its chat template with the generation prompt, and the assistant's last message is continued.
+        Of a column `messages` or `conversations`, which is read if there is no `column`, the last reply is dropped.
+
+        It is done once: `datasets` keeps the result on disk, where the next call and other processes find it.
 
         Args:
-            frame: Table with `column`; its other columns are kept for reward functions.
+            table: The prompts; its other columns are kept for reward functions.
             column: Column of texts or message lists.
             name: Where the table comes from, for errors.
 
         Raises:
-            DataError: The column is missing, another one is called `prompt` or `prompt_ids`, a row is not text or
-                messages, there is no row, or as `fit`.
+            DataError: The column is missing, another one has a name of these columns, a row is not text or
+                messages, or there is no row.
         """
-        _check_column(frame, column, name)
-        if frame.empty:
+        from datasets import Features, List, Value
+
+        if not len(table):
             raise DataError(f"{name}: there is no prompt")
+        used = _prompt_column(table, column, name)
         for taken in PROMPT_COLUMNS:
-            if taken in frame.columns and not taken == column == "prompt":
+            if taken in table.column_names and not taken == used == "prompt":
                 raise DataError(
                     f"{name}: a column is called `{taken}`, a name that the table of tokenised prompts uses itself. "
                     "Rename it, or remove it."
                 )
-        values = frame[column].tolist()
-        texts = [_as_text(value, self.tokenizer, _where(name, row, column)) for row, value in enumerate(values)]
-        ids = encode_texts(texts, self.tokenizer, [not isinstance(value, str) for value in values])
-        if [] in ids:
-            raise DataError(f"{_where(name, ids.index([]), column)}: the prompt has no tokens")
-        prompts = PromptDataset(ids, texts, {str(n): frame[n].tolist() for n in frame.columns if n != "prompt"})
-        return self.fit(prompts, name)
 
-    def fit(self, prompts: PromptDataset, name: str) -> PromptDataset:
+        text, number = Value("string"), Value("int32")
+        kinds = {"prompt": text, "prompt_ids": List(number), "prompt_chat": text, "prompt_length": number}
+
+        def tokenised() -> Dataset:
+            with bars(len(table) > LONG):
+                return table.map(
+                    _tokenise,
+                    batched=True,
+                    input_columns=[used],
+                    with_indices=True,
+                    features=Features({**table.features, **kinds}),
+                    fn_kwargs={"tokenizer": self.tokenizer, "column": used, "version": _VERSION},
+                    desc="Tokenising prompts",
+                )
+
+        try:
+            return processes.after_main(tokenised)
+        except DataError as error:
+            raise DataError(f"{name}: {error}") from error
+
+    def fit(self, table: Dataset, name: str) -> Dataset:
         """Return the prompts that leave room for a response, after `overlong` is done to the others.
 
         Raises:
@@ -98,40 +132,55 @@ class PromptReader:
         """
         context, response_length, overlong, why = self.context, self.response_length, self.overlong, self.why
         if context is None:
-            return prompts
+            return table
         room = context - response_length
         if room < 1:
             raise DataError(
                 f"ppo.response_length={response_length} leaves no room for a prompt in the model's context of "
                 f"{context} tokens; set it to at most {context - 1}{why}"
             )
-        lengths = [len(ids) for ids in prompts.prompt_ids]
+        lengths: list[int] = table["prompt_length"][:]
         fits = [row for row, length in enumerate(lengths) if length <= room]
-        if len(fits) == len(prompts):
-            return prompts
+        if len(fits) == len(table):
+            return table
         limit = f"{room} tokens, the model's context of {context} less ppo.response_length={response_length}"
         if overlong == "error":
             first = next(row for row, length in enumerate(lengths) if length > room)
             raise DataError(
-                f"{name}: {len(prompts) - len(fits)} of {len(prompts)} prompts (the first in row {first}) are longer "
+                f"{name}: {len(table) - len(fits)} of {len(table)} prompts (the first in row {first}) are longer "
                 f"than {limit}; the longest has {max(lengths)}. Set ppo.overlong_prompts to drop or truncate_left, or "
                 f"shorten the responses{why}"
             )
         if overlong == "truncate_left":
-            ids = [_truncate_left(tokens, room, self.tokenizer.bos_token_id) for tokens in prompts.prompt_ids]
-            return PromptDataset(ids, prompts.texts, prompts.columns)
+            begin = {"room": room, "bos": self.tokenizer.bos_token_id}
+            with bars(len(table) > LONG):
+                return table.map(_truncate_left, input_columns=["prompt_ids"], fn_kwargs=begin, desc="Cutting prompts")
         if not fits:
             raise DataError(
-                f"{name}: none of {len(prompts)} has at most {limit}, and ppo.overlong_prompts=drop leaves longer ones "
+                f"{name}: none of {len(table)} has at most {limit}, and ppo.overlong_prompts=drop leaves longer ones "
                 f"out. Set it to truncate_left, shorten the responses, or give shorter prompts{why}"
             )
-        return prompts.select(fits)
+        return table.select(fits)
+
+    def read_split(
+        self, table: Dataset, evaluation: Dataset | None, settings: PromptsConfig
+    ) -> tuple[PromptDataset, PromptDataset]:
+        """Return (prompts to train on, prompts held out), tokenised; the rows are those of `split_held_out`."""
+        trained, held_out = split_held_out(table, evaluation, settings)
+        for given in filter(None, (table, evaluation)):
+            if (used := _prompt_column(given, settings.column, "prompts")) in CONVERSATIONS:
+                logger.info("Of %d conversations in the column %s the last reply is left out.", len(given), used)
+        whole = self.tokenise(table, settings.column, "prompts")
+        other = whole
+        if evaluation is not None:
+            other = self.tokenise(evaluation, settings.column, "evaluation prompts")
+        parts = (whole.select(trained), "training prompts"), (other.select(held_out), "evaluation prompts")
+        training, held = (PromptDataset.of_table(self.fit(part, name)) for part, name in parts)
+        return training, held.select(range(len(held)))
 
 
-def split_held_out(
-    frame: pd.DataFrame, evaluation: pd.DataFrame | None, settings: PromptsConfig
-) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Return (prompts to train on, prompts held out).
+def split_held_out(table: Dataset, evaluation: Dataset | None, settings: PromptsConfig) -> tuple[list[int], list[int]]:
+    """Return (rows of the prompts to train on, rows held out: of the evaluation table if there is one).
 
     Held-out prompts are a seeded share of the distinct prompts, at most `max_held_out`; copies of one prompt go to one
     side. With an evaluation table its first `max_held_out` rows are held out, and the prompts that it does not have are
@@ -140,53 +189,75 @@ def split_held_out(
     Raises:
         DataError: The column is missing, there are fewer than two distinct prompts to split, or none to train on.
     """
-    _check_column(frame, settings.column, "prompts")
     maximum = settings.max_held_out
     if evaluation is not None:
-        are_evaluated = find_evaluated(frame, evaluation, settings.column)
+        rows = list(range(len(table)))
         if not settings.train_on_evaluation_prompts:
-            if are_evaluated.all():
+            are_evaluated = find_evaluated(table, evaluation, settings.column)
+            rows = [row for row in rows if not are_evaluated[row]]
+            if not rows:
                 raise DataError(
                     "prompts: evaluation_prompts_path has all of them, so none is left to train on. Give others, or "
                     "set prompts.train_on_evaluation_prompts=true to train on them"
                 )
-            frame = frame[~are_evaluated]
-        return frame.reset_index(drop=True), evaluation.head(maximum).reset_index(drop=True)
-    keys, share = [_key(value) for value in frame[settings.column]], settings.held_out_share
+        return rows, list(range(min(maximum, len(evaluation))))
+    keys, share = _keys(table, settings.column, "prompts"), settings.held_out_share
     advice = "Give more prompts, or evaluation_prompts_path."
-    rows = hold_out(keys, share, maximum, settings.seed, "held_out", name="prompts", advice=advice)
-    training, held_out = (frame.iloc[part].reset_index(drop=True) for part in rows)
-    return training, held_out
+    return hold_out(keys, share, maximum, settings.seed, "held_out", name="prompts", advice=advice)
 
 
-def find_evaluated(frame: pd.DataFrame, evaluation: pd.DataFrame, column: str) -> pd.Series[bool]:
+def find_evaluated(table: Dataset, evaluation: Dataset, column: str) -> list[bool]:
     """Return for each row of a table of prompts whether its prompt is one of the evaluation prompts."""
-    _check_column(evaluation, column, "evaluation prompts")
-    return frame[column].map(_key).isin(evaluation[column].map(_key))
+    evaluated = set(_keys(evaluation, column, "evaluation prompts"))
+    return [key in evaluated for key in _keys(table, column, "prompts")]
 
 
-def _check_column(frame: pd.DataFrame, column: str, name: str) -> None:
-    if column not in frame.columns:
+def _prompt_column(table: Dataset, column: str, name: str) -> str:
+    """Return the column to read: a chat's if the one that is set is missing."""
+    found = next((each for each in (column, *CONVERSATIONS) if each in table.column_names), None)
+    if found is None:
         raise DataError(
-            f"{name}: no column `{column}` (prompts.column); the columns are {', '.join(map(str, frame.columns))}"
+            f"{name}: no column `{column}` (prompts.column); the columns are {', '.join(table.column_names)}"
         )
+    return found
 
 
-def _where(name: str, row: int, column: str) -> str:
-    return f"{name}: row {row}, column `{column}`"
+def _keys(table: Dataset, column: str, name: str) -> list[int]:
+    """Return a key of each prompt, the same for copies: its hash, because many texts would fill the memory."""
+    used = _prompt_column(table, column, name)
+    batches = table.select_columns([used]).iter(batch_size=1_000)
+    return [
+        hash(value if isinstance(value, str) else as_json(value, sort_keys=True))
+        for batch in batches
+        for value in batch[used]
+    ]
 
 
-def _as_text(value: Any, tokenizer: PreTrainedTokenizerBase, where: str) -> str:
+def _tokenise(
+    values: list[Any], rows: list[int], *, tokenizer: PreTrainedTokenizerBase, column: str, version: int
+) -> dict[str, Any]:
+    """Return the columns `PROMPT_COLUMNS` of some rows; `version` tells results of other code apart."""
+    places = [f"row {row}, column `{column}`" for row in rows]
+    prompts = [_read(value, place, column) for value, place in zip(values, places, strict=True)]
+    texts = [
+        prompt if isinstance(prompt, str) else render_chat(prompt, tokenizer, place, to_answer=True)
+        for prompt, place in zip(prompts, places, strict=True)
+    ]
+    chats = [None if isinstance(prompt, str) else as_json(prompt) for prompt in prompts]
+    ids = encode_texts(texts, tokenizer, [chat is not None for chat in chats])
+    if [] in ids:
+        raise DataError(f"{places[ids.index([])]}: the prompt has no tokens")
+    return {"prompt": texts, "prompt_ids": ids, "prompt_chat": chats, "prompt_length": [len(each) for each in ids]}
+
+
+def _read(value: Any, where: str, column: str) -> str | Chat:
     prompt = read_text_or_chat(value, where)
-    return prompt if isinstance(prompt, str) else render_chat(prompt, tokenizer, where, to_answer=True)
+    return without_last_reply(prompt, where) if column in CONVERSATIONS and not isinstance(prompt, str) else prompt
 
 
-def _truncate_left(tokens: list[int], room: int, bos: int | None) -> list[int]:
+def _truncate_left(prompt_ids: list[int], *, room: int, bos: int | None) -> dict[str, Any]:
     """Cut off the beginning of a prompt, but keep its BOS: models have not seen texts without it."""
-    if len(tokens) <= room or tokens[0] != bos or room < 2:
-        return tokens[-room:]
-    return [tokens[0], *tokens[len(tokens) - room + 1 :]]
-
-
-def _key(value: Any) -> str:
-    return value if isinstance(value, str) else as_json(value, sort_keys=True)
+    kept = prompt_ids[-room:]
+    if len(prompt_ids) > room >= 2 and prompt_ids[0] == bos:
+        kept = [prompt_ids[0], *kept[1:]]
+    return {"prompt_ids": kept, "prompt_length": len(kept)}

@@ -1,7 +1,7 @@
 """Prompts of the recipes (docs/recipes.md), made of the tables that are on the Hugging Face hub."""
 
 import numpy as np
-import pandas as pd
+from datasets import Dataset
 
 GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 """As in verl's examples/data_preprocess/gsm8k.py: the published run's answers were counted in this form only."""
@@ -10,17 +10,16 @@ _SHORTEST_REVIEW = 200  # characters; TRL's example leaves out shorter ones
 _FEWEST_WORDS, _MOST_WORDS = 2, 7
 
 
-def gsm8k_chats(table: pd.DataFrame) -> pd.DataFrame:
+def gsm8k_chats(table: Dataset) -> Dataset:
     """Return `prompt`, a chat of one message with question and instruction, and `answer`, the worked solution.
 
     Args:
         table: GSM8K's columns `question` and `answer`.
     """
-    messages = [[{"role": "user", "content": f"{text} {GSM8K_INSTRUCTION}"}] for text in table["question"]]
-    return pd.DataFrame({"prompt": messages, "answer": table["answer"].tolist()})
+    return table.map(_as_chat, input_columns=["question"], remove_columns=["question"])
 
 
-def review_openings(table: pd.DataFrame) -> pd.DataFrame:
+def review_openings(table: Dataset) -> Dataset:
     """Return `prompt`, the first 2 to 7 words of each review of more than 200 characters; the number is drawn by row.
 
     TRL's example takes 2 to 7 tokens, which may end within a word.
@@ -30,4 +29,8 @@ def review_openings(table: pd.DataFrame) -> pd.DataFrame:
     """
     reviews = [text for text in table["text"] if len(text) > _SHORTEST_REVIEW]
     lengths = np.random.default_rng(0).integers(_FEWEST_WORDS, _MOST_WORDS + 1, size=len(reviews))
-    return pd.DataFrame({"prompt": [" ".join(r.split()[:n]) for r, n in zip(reviews, lengths, strict=True)]})
+    return Dataset.from_dict({"prompt": [" ".join(r.split()[:n]) for r, n in zip(reviews, lengths, strict=True)]})
+
+
+def _as_chat(question: str) -> dict[str, list[dict[str, str]]]:
+    return {"prompt": [{"role": "user", "content": f"{question} {GSM8K_INSTRUCTION}"}]}

@@ -5,24 +5,23 @@ pandas turns whole numbers into floats where one is missing.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pandas as pd
 
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.core.randomness import permutation
 
-
-def table_of_rows(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
-    """Return the rows as a table; a row's missing names become None."""
-    names = dict.fromkeys(name for row in rows for name in row)
-    return table_of_columns({name: [row.get(name) for row in rows] for name in names})
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 
-def table_of_columns(columns: Mapping[str, Sequence[Any]]) -> pd.DataFrame:
-    """Return the columns as a table; values of several types, None among them, stay as they are."""
-    return pd.DataFrame({name: pd.Series(list(values), dtype=_dtype(values)) for name, values in columns.items()})
+def frame_of(table: Dataset) -> pd.DataFrame:
+    """Return a table in memory; values of several types, None among them, stay as they are."""
+    columns: dict[str, list[Any]] = table[:]
+    return pd.DataFrame({name: pd.Series(values, dtype=_dtype(values)) for name, values in columns.items()})
 
 
 def hold_out(
@@ -53,15 +52,13 @@ def hold_out(
     Raises:
         DataError: There are fewer than two distinct keys.
     """
-    distinct = list(dict.fromkeys(keys))
+    numbers, distinct = pd.factorize(pd.Series(keys, dtype=object))
     if len(distinct) < 2:
         raise DataError(f"{name}: {len(distinct)} distinct row(s) cannot be split in two. {advice}")
     count = min(maximum, max(1, round(share * len(distinct))), len(distinct) - 1)
-    chosen = {distinct[i] for i in permutation(len(distinct), seed, stream)[:count].tolist()}
-    first = {key: row for row, key in reversed(list(enumerate(keys)))}
-    trained = [row for row, key in enumerate(keys) if key not in chosen]
-    held_out = [row for row, key in enumerate(keys) if key in chosen and (copies or first[key] == row)]
-    return trained, held_out
+    chosen = np.isin(numbers, permutation(len(distinct), seed, stream)[:count].numpy())
+    again = pd.Series(numbers).duplicated().to_numpy()
+    return np.flatnonzero(~chosen).tolist(), np.flatnonzero(chosen if copies else chosen & ~again).tolist()
 
 
 def _dtype(values: Sequence[Any]) -> type | None:

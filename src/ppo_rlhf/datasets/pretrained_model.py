@@ -7,8 +7,9 @@ from kedro.io import AbstractDataset, DatasetError, Version
 from kedro.io.core import generate_timestamp
 
 from ppo_rlhf.core.errors import ConfigError
+from ppo_rlhf.models.directories import is_adapter
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
-from ppo_rlhf.paths import expand_home
+from ppo_rlhf.paths import expand_home, restore_hub_name
 from ppo_rlhf.whole_files import written_whole
 
 
@@ -53,7 +54,7 @@ class PretrainedModelDataset(AbstractDataset[TrainedModel, PretrainedHandle | No
         """
         if not isinstance(trust_remote_code, bool):  # a text such as "false" would count as true
             raise ConfigError(f"trust_remote_code is true or false, without quotes; given was {trust_remote_code!r}")
-        self._source = None if filepath is None else _restore_hub_id(expand_home(str(filepath)))
+        self._source = None if filepath is None else restore_hub_name(expand_home(str(filepath)))
         self._trust_remote_code = trust_remote_code
         self.pinned: Path | None = None
         self._version = version
@@ -89,7 +90,9 @@ class PretrainedModelDataset(AbstractDataset[TrainedModel, PretrainedHandle | No
 
     def _exists(self) -> bool:
         handle = self.load()
-        return handle is not None and (Path(handle.source) / "config.json").is_file()
+        if handle is None:
+            return False
+        return (Path(handle.source) / "config.json").is_file() or is_adapter(Path(handle.source))
 
     def _describe(self) -> dict[str, Any]:
         return {"filepath": self._source, "trust_remote_code": self._trust_remote_code}
@@ -116,19 +119,3 @@ def _next_version(folder: Path) -> str:
     now, newest = generate_timestamp(), max((path.name for path in _versions(folder)), default="")
     names = (now, f"{newest.partition('+')[0]}+{now}", f"{newest}+")
     return next(name for name in names if name > newest)
-
-
-def _restore_hub_id(filepath: str) -> str:
-    """Undo what Kedro does to a hub id: it makes every relative `filepath` absolute below the project.
-
-    `name` and `organisation/name` are taken as hub ids where neither they nor their first part exist in the project.
-    """
-    path = Path(filepath)
-    if not path.is_absolute() or path.exists():
-        return filepath
-    for depth, parent in enumerate(list(path.parents)[:2], start=1):
-        if (parent / "pyproject.toml").is_file():
-            return "/".join(path.parts[-depth:])
-        if parent.exists():
-            break
-    return filepath

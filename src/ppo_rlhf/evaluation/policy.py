@@ -299,7 +299,7 @@ class Evaluator:
         scored = self.scorer.score(batch)
 
         def judged(name: str, function: RewardFunction) -> NDArray[np.float64]:
-            given = (prompts.texts, batch.completions, batch.columns_with_turns)
+            given = (prompts.texts, batch.completions, batch.all_columns)
             scores = on_main(lambda: call_reward_function(function, name, *given))
             return np.asarray(scores, dtype=np.float64)
 

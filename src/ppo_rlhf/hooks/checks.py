@@ -74,7 +74,7 @@ class ChecksHook:
 
 
 def judge_settings(loader: OmegaConfigLoader, run: RunRequest) -> tuple[list[str], list[str], str]:
-    """Return why a run must not start; if it may, what is unusual about it; and its parts. Writes nothing.
+    """Return why a run must not start; if it may, what is unusual about it; and its parts. Writes only a cache.
 
     Args:
         loader: The run's configuration.

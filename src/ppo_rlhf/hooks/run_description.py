@@ -169,7 +169,10 @@ def _input_tags(names: list[str], catalog: CatalogProtocol) -> dict[str, str]:
         if path is None:
             continue
         tags[f"data.{name}.path"] = path
-        if Path(path).is_file():
+        if hasattr(dataset, "fingerprint"):  # a user's table
+            if (digest := dataset.fingerprint()) is not None:
+                tags[f"data.{name}.fingerprint"] = digest
+        elif Path(path).is_file():
             tags[f"data.{name}.fingerprint"] = _sha256(Path(path))
         elif dataset.exists() and hasattr(handle := dataset.load(), "fingerprint"):
             tags |= {f"data.{name}.path": handle.source, f"data.{name}.fingerprint": handle.fingerprint()}

@@ -13,6 +13,7 @@ from ppo_rlhf.core.errors import ModelError, in_one_line
 HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
 def is_local(source: str) -> bool:
@@ -31,10 +32,8 @@ def check_model_directory(source: str | Path) -> None:
     if not folder.is_dir():
         raise ModelError(f"{source}: there is no such model directory. Give a directory with config.json, or a hub id.")
     has_weights = any((folder / name).is_file() for name in (WEIGHTS, WEIGHTS_INDEX))
-    if not has_weights or not (folder / CONFIG).is_file():
+    if not is_adapter(folder) and not (has_weights and (folder / CONFIG).is_file()):
         hint = "A model directory has config.json and safetensors; convert pickled weights with save_pretrained"
-        if (folder / ADAPTER_CONFIG).is_file():
-            hint = "It holds only a LoRA adapter: save merge_and_unload() of peft's AutoPeftModelForCausalLM instead"
         raise ModelError(f"{source}: no {CONFIG if has_weights else WEIGHTS} in this directory. {hint}.")
     for file in weight_files(folder):
         try:
@@ -47,12 +46,19 @@ def check_model_directory(source: str | Path) -> None:
             ) from error
 
 
+def is_adapter(folder: Path) -> bool:
+    """Return whether a folder has a LoRA adapter and no whole model."""
+    return (folder / ADAPTER_CONFIG).is_file() and not (folder / CONFIG).is_file()
+
+
 def weight_files(folder: Path) -> list[Path]:
     """Return the files that hold a model's weights, whether or not they exist.
 
     Raises:
         ModelError: The index of the shards cannot be read.
     """
+    if is_adapter(folder):
+        return [folder / ADAPTER_WEIGHTS]
     index = folder / WEIGHTS_INDEX
     if not index.is_file():
         return [folder / WEIGHTS]

@@ -14,6 +14,10 @@ from transformers import PreTrainedModel
 
 from ppo_rlhf.core.errors import ModelError
 
+_IS_NEW = hasattr(PreTrainedModel, "activation_checkpointing_enable")
+NAME = "activation_checkpointing" if _IS_NEW else "gradient_checkpointing"
+"""What transformers calls it: newer versions have the first."""
+
 
 def check_gradient_checkpointing(model: PreTrainedModel) -> None:
     """Raise `ModelError` if the model's architecture has no gradient checkpointing."""
@@ -27,7 +31,13 @@ def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
     """Let a model checkpoint within `recomputing`; raise `ModelError` if its architecture cannot."""
     check_gradient_checkpointing(model)
     # nothing random is computed, so the state of the random numbers need not be kept
-    model.activation_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+    getattr(model, f"{NAME}_enable")({"use_reentrant": False, "preserve_rng_state": False})
+
+
+def disable_gradient_checkpointing(model: PreTrainedModel) -> None:
+    """Let a model checkpoint no more, if it does."""
+    if getattr(model, f"is_{NAME}"):
+        getattr(model, f"{NAME}_disable")()
 
 
 @contextmanager

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,6 +35,7 @@ from transformers.utils import cached_file
 from ppo_rlhf.core.errors import ModelError, in_one_line
 from ppo_rlhf.models.capabilities import check_causal
 from ppo_rlhf.models.directories import (
+    ADAPTER_CONFIG,
     CONFIG,
     WEIGHTS,
     WEIGHTS_INDEX,
@@ -61,9 +63,9 @@ DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout
 
 @dataclass(frozen=True)
 class PretrainedHandle:
-    """A model directory or hub id, read only when asked."""
+    """A model directory or hub id, read only when asked. A LoRA adapter stands for its base with the adapter merged."""
 
-    source: str  # a directory with config.json, weights and tokenizer, or a hub id
+    source: str  # a directory with config.json, weights and tokenizer, or with an adapter; or a hub id
     trust_remote_code: bool = False  # whether Python code in the model's repository may run
 
     def card(self) -> str | None:
@@ -71,12 +73,36 @@ class PretrainedHandle:
         path = Path(self._place) / CARD
         return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None
 
+    @cached_property
+    def base(self) -> PretrainedHandle | None:
+        """The model that a LoRA adapter was trained on; None if the source is no adapter.
+
+        Raises:
+            ModelError: The adapter does not name its base, or that cannot be found.
+        """
+        if not is_local(self.source) or (Path(self._place) / CONFIG).is_file():
+            return None
+        path = Path(self._place) / ADAPTER_CONFIG
+        if not path.is_file():
+            return None
+        named = json.loads(path.read_text()).get("base_model_name_or_path")
+        if not named:
+            raise ModelError(f"{self.source}: this adapter does not name its base (base_model_name_or_path).")
+        base = PretrainedHandle(str(named), self.trust_remote_code)
+        try:
+            base.config()
+        except ModelError as error:
+            raise ModelError(f"{self.source}: the base of this adapter cannot be loaded: {error}") from error
+        return base
+
     def config(self) -> PretrainedConfig:
-        """Return the model's configuration."""
-        return self._read("configuration", AutoConfig.from_pretrained)
+        """Return the model's configuration, of an adapter its base's."""
+        return self.base.config() if self.base else self._read("configuration", AutoConfig.from_pretrained)
 
     def generation_config(self) -> GenerationConfig:
         """Return the model's generation configuration, or one made from its configuration where it has none."""
+        if self.base:
+            return self.base.generation_config()
         if (Path(self._place) / "generation_config.json").is_file():
             return self._read("generation configuration", GenerationConfig.from_pretrained)
         if not is_local(self.source):
@@ -88,6 +114,8 @@ class PretrainedHandle:
         """Return the tokenizer: it pads on the left, has a pad token, and its vocabulary is unchanged."""
         config = self.config()
         if is_local(self.source) and not any(any(Path(self._place).glob(names)) for names in TOKENIZER_FILES):
+            if self.base:  # an adapter may have one of its own
+                return self.base.tokenizer()
             raise ModelError(f"{self.source}: this model directory has no tokenizer.json. Save the tokenizer there.")
         tokenizer = self._read("tokenizer", AutoTokenizer.from_pretrained, padding_side="left")
         ensure_pad_token(tokenizer, config)
@@ -195,7 +223,10 @@ class PretrainedHandle:
             return hashlib.sha256(f"{self.source}:{self.config().to_json_string()}".encode()).hexdigest()[:16]
         check_model_directory(self.source)
         folder = Path(self._place)
-        digest = hashlib.sha256((folder / CONFIG).read_bytes())
+        if self.base:
+            digest = hashlib.sha256(self.base.fingerprint().encode() + (folder / ADAPTER_CONFIG).read_bytes())
+        else:
+            digest = hashlib.sha256((folder / CONFIG).read_bytes())
         for path in weight_files(folder):
             size = path.stat().st_size
             digest.update(f"{path.name}:{size}".encode())
@@ -210,6 +241,8 @@ class PretrainedHandle:
         return str(Path(self.source).expanduser()) if is_local(self.source) else self.source
 
     def _model(self, what: str, load: Callable[..., Any], dtype: torch.dtype) -> PreTrainedModel:
+        if self.base:
+            return self._merged(self.base._model(what, load, dtype))
         with errors_only("transformers"):  # it would print a table of the weights that the model does not use
             model, report = self._read(what, load, dtype=dtype, use_safetensors=True, output_loading_info=True)
         if missing := sorted(report["missing_keys"]):
@@ -220,6 +253,20 @@ class PretrainedHandle:
         if unused := sorted(name for name in report["unexpected_keys"] if name not in VALUE_HEAD):
             log.warning("%s: weights that a %s does not have are ignored: %s.", self.source, what, _some(unused))
         return prepare(model, self.source)
+
+    def _merged(self, base: PreTrainedModel) -> PreTrainedModel:
+        """Return the base with the adapter in its weights."""
+        from peft import PeftModel
+
+        if getattr(base, "is_loaded_in_4bit", False):
+            raise ModelError(f"{self.source}: an adapter is merged into whole weights. Set ppo.load_in_4bit=false.")
+        try:
+            with quiet_transformers():
+                adapted: Any = PeftModel.from_pretrained(base, self._place)
+                merged: PreTrainedModel = adapted.merge_and_unload(safe_merge=True)
+        except Exception as error:  # peft raises errors of many kinds for an adapter of another model
+            raise ModelError(f"{self.source}: this adapter cannot be merged: {in_one_line(error)}") from error
+        return prepare(merged, self.source)
 
     def _read(self, what: str, load: Callable[..., T], **options: Any) -> T:
         local = is_local(self.source)
@@ -242,6 +289,7 @@ class TrainedModel:
     value_head: nn.Linear | None = None  # on its last hidden states; saved among its weights as TRL does (`v_head.*`)
     average: PreTrainedModel | None = None  # with the moving average of its weights, saved in the folder `ema`
     card: str | None = None  # the text of README.md
+    generation_config: GenerationConfig | None = None  # instead of the model's own
 
     def save(self, folder: Path) -> None:
         """Write a model directory: configuration, safetensors and tokenizer; the average in a model directory below."""
@@ -251,11 +299,14 @@ class TrainedModel:
         with quiet_transformers():
             self.model.save_pretrained(folder, state_dict=weights)
             self.tokenizer.save_pretrained(folder)
+        if self.generation_config is not None:
+            self.generation_config.save_pretrained(folder)
         if self.card is not None:
             (folder / CARD).write_text(self.card, encoding="utf-8")
         follow_umask(folder)
         if self.average is not None:
-            TrainedModel(self.average, self.tokenizer).save(folder / AVERAGE)
+            average = TrainedModel(self.average, self.tokenizer, generation_config=self.generation_config)
+            average.save(folder / AVERAGE)
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig, where: str) -> None:

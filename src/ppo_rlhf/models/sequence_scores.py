@@ -21,7 +21,7 @@ def sequence_scores(model: PreTrainedModel, sequences: Sequence[Sequence[int]], 
     """Return a reward model's scores `[B]`.
 
     Our reward models score packed sequences where their backbone can. Classifiers of transformers run their own
-    forward on a padded batch, or on one sequence at a time if padding changes their scores.
+    forward on a padded batch, or on one sequence at a time if padding changes their scores or they have no pad id.
 
     Args:
         model: A `CausalLMRewardModel`, or a sequence classifier of transformers with one label.
@@ -35,7 +35,8 @@ def sequence_scores(model: PreTrainedModel, sequences: Sequence[Sequence[int]], 
         last = rows.attention_mask.sum(-1).cumsum(0) - 1
         scores: Tensor = model.score(hidden_states_at(backbone_of(model), rows, last))
         return scores[:, 0]
-    return _padded_scores(model, rows) if _ignores_padding(model) else _scores_one_by_one(model, rows)
+    has_pad = own_pad_id is not None or isinstance(model, CausalLMRewardModel)
+    return _padded_scores(model, rows) if has_pad and _ignores_padding(model) else _scores_one_by_one(model, rows)
 
 
 @torch.no_grad()

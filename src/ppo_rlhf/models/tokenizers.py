@@ -29,13 +29,14 @@ _WORD_MARKS = "Ġ▁ "  # how byte-level BPE and SentencePiece write a leading s
 
 
 def ensure_pad_id(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Give a loaded model's configuration the tokenizer's pad id if it has none.
+    """Give a loaded model's configuration the tokenizer's pad id if it has none, and that id ends no text.
 
-    transformers' classifiers read the last id that is not pad. Call this after the weights are loaded: a pad id in the
-    configuration of a new model switches that embedding's gradient off (padding_idx).
+    transformers' classifiers read the last id that is not pad: with the end of text as pad they would skip it. Call
+    this after the weights are loaded: a pad id in the configuration of a new model switches that embedding's gradient
+    off (padding_idx).
     """
     config = model.config.get_text_config()
-    if config.pad_token_id is None:
+    if config.pad_token_id is None and tokenizer.pad_token_id != tokenizer.eos_token_id:
         config.pad_token_id = tokenizer.pad_token_id
 
 

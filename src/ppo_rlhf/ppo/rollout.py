@@ -21,6 +21,7 @@ from ppo_rlhf.ppo.precision import autocast, deterministic
 from ppo_rlhf.ppo.sampling import Responses, SamplingSettings, generate_responses
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.processes import gather_rows, gather_scattered, own_share
+from ppo_rlhf.rewards.rendering import conversations
 from ppo_rlhf.rewards.scoring import ResponseBatch
 
 
@@ -138,6 +139,7 @@ def response_batch(prompts: PromptDataset, responses: Responses, tokenizer: PreT
         terminated=responses.terminated.tolist(),
         turns=turn_texts(responses, tokenizer),
         policy_mask=responses.policy_mask,
+        chats=conversations(prompts.messages, prompts.prompt_ids, response_ids, responses.policy_mask, tokenizer),
     )
 
 

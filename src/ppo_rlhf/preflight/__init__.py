@@ -1,4 +1,4 @@
-"""The checks of a user's input before a run, which write nothing."""
+"""The checks of a user's input before a run, which write only the cache of tables."""
 
 from ppo_rlhf.preflight.checks import find_problems
 from ppo_rlhf.preflight.request import RunRequest, describe_parts

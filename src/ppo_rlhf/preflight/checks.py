@@ -14,8 +14,10 @@ from kedro.io import DatasetError, MemoryDataset
 
 from ppo_rlhf.config import MODEL_PATHS, PPOConfig
 from ppo_rlhf.core.errors import PPORLHFError, project_error
-from ppo_rlhf.data.chats import read_text_or_chat
+from ppo_rlhf.data.chats import Chat, answered, read_text_or_chat
+from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.data.prompts import PromptReader, PromptsConfig, split_held_out
+from ppo_rlhf.data.tables import frame_of
 from ppo_rlhf.datasets import EvaluationLogDataset, PretrainedModelDataset, RecordsDataset, ResumeCheckpointDataset
 from ppo_rlhf.evaluation.policy import DEMO_JUDGE, EvaluationConfig, is_demo_prompts
 from ppo_rlhf.models.adapters import check_critic_targets, check_targets
@@ -34,7 +36,8 @@ from ppo_rlhf.rewards.functions import (
     check_column_names,
     load_function,
 )
-from ppo_rlhf.rewards.scoring import TURNS
+from ppo_rlhf.rewards.rendering import Rendering
+from ppo_rlhf.rewards.scoring import MESSAGES, TURNS
 from ppo_rlhf.rewards.shaping import check_token_rewards
 from ppo_rlhf.studies.critic_pretraining import CriticPretrainingConfig, pretraining_config
 from ppo_rlhf.supervised import preferences
@@ -53,7 +56,7 @@ READY = (MemoryDataset, RecordsDataset, PretrainedModelDataset, ResumeCheckpoint
 
 
 def find_problems(run: RunRequest) -> list[str]:
-    """Return the reasons why this run must not start, one line each; none if all is well. Writes nothing."""
+    """Return the reasons why this run must not start, one line each; none if all is well. Writes only a cache."""
     problems: list[str] = []
 
     def ask(check: Callable[..., Iterable[str] | None], *of: Any) -> None:
@@ -215,7 +218,7 @@ def check_demonstrations(run: RunRequest) -> None:
     """Find demonstrations without the columns that are read, or too few of them."""
     settings = run.group("data_preparation", DataPreparationConfig)
     if settings is not None and "raw_demonstrations" in run.tables:
-        run.tables["demonstrations"], _ = split_demonstrations(run.tables["raw_demonstrations"], settings)
+        run.demonstrations, _ = split_demonstrations(frame_of(run.tables["raw_demonstrations"]), settings)
 
 
 def check_preferences(run: RunRequest) -> Iterator[str]:
@@ -225,7 +228,7 @@ def check_preferences(run: RunRequest) -> Iterator[str]:
         return
     if "raw_preferences" in run.tables:
         columns = (settings.prompt_column, settings.chosen_column, settings.rejected_column)
-        preferences.check_preferences(run.tables["raw_preferences"], *columns)
+        preferences.check_preferences(frame_of(run.tables["raw_preferences"]), *columns)
     elif run.samples_pairs:
         prompts = run.source("raw_prompts")
         by_demo = settings.labeller == DEMO_JUDGE and not is_demo_prompts(prompts, run.project_path)
@@ -238,7 +241,7 @@ def check_preferences(run: RunRequest) -> Iterator[str]:
 
 
 def check_prompts(run: RunRequest) -> None:
-    """Find prompts that are neither text nor chat, do not fit into the model's context, or cannot be split."""
+    """Find prompts that are neither text nor chat, do not fit, cannot be split, or that the reward model refuses."""
     settings, ppo = run.group("prompts", PromptsConfig), run.group("ppo", PPOConfig)
     if settings is None:
         return
@@ -246,7 +249,12 @@ def check_prompts(run: RunRequest) -> None:
     reader = None if ppo is None else _policy_reader(run, ppo)
     if reader is not None:
         for name, table in tables.items():  # whole files: a row's number is the user's
-            reader.read(table, settings.column, str(run.source(name)))
+            source = str(run.source(name))
+            tokenised = reader.tokenise(table, settings.column, source)
+            reader.fit(tokenised, source)
+            if "reward_model" in run.tokenizers:
+                rendering = Rendering(run.tokenizers["reward_model"], reader.tokenizer)
+                rendering.check(PromptDataset.of_table(tokenised).chats[:], source)
     if "raw_prompts" in tables:
         split_held_out(tables["raw_prompts"], tables.get("raw_evaluation_prompts"), settings)
 
@@ -256,10 +264,10 @@ def _policy_reader(run: RunRequest, ppo: PPOConfig) -> PromptReader | None:
     if run.start in run.models:
         return PromptReader.of(run.models[run.start], ppo)
     settings = run.group("supervised_finetuning", SupervisedFinetuningConfig)
-    if settings is None or run.source("base_model") is not None or "demonstrations" not in run.tables:
+    if settings is None or run.source("base_model") is not None or run.demonstrations is None:
         return None
     context = settings.max_position_embeddings  # the policy is trained from scratch
-    tokenizer = train_word_tokenizer(corpus_texts(run.tables["demonstrations"]), context)
+    tokenizer = train_word_tokenizer(corpus_texts(run.demonstrations), context)
     return PromptReader(tokenizer, context, ppo.response_length, ppo.overlong_prompts)
 
 
@@ -288,8 +296,10 @@ def check_function(run: RunRequest, reference: str, tables: list[str]) -> None:
     reward, ppo = run.group("reward", RewardConfig), run.group("ppo", PPOConfig)
     tokenizer = run.tokenizers.get(run.start) or next(iter(run.tokenizers.values()), None)
     is_reward = reward is not None and any(component.function == reference for component in reward.components)
-    for prompts, columns, source in _tried(run, tables):
-        columns, title = {**columns, TURNS: [[text] for text in prompts]}, f"{reference} on {source}"
+    for given, columns, source in _tried(run, tables):
+        prompts, title = [_text(prompt) for prompt in given], f"{reference} on {source}"
+        chats = [None if isinstance(prompt, str) else answered(prompt, _text(prompt)) for prompt in given]
+        columns = {**columns, TURNS: [[text] for text in prompts], MESSAGES: chats}
         if not is_reward:
             call_reward_function(function, title, prompts, prompts, columns)
             continue
@@ -300,7 +310,7 @@ def check_function(run: RunRequest, reference: str, tables: list[str]) -> None:
             check_token_rewards(ppo)
 
 
-def _tried(run: RunRequest, tables: list[str]) -> Iterator[tuple[list[str], dict[str, Any], str]]:
+def _tried(run: RunRequest, tables: list[str]) -> Iterator[tuple[list[str | Chat], dict[str, Any], str]]:
     """Yield some prompts of each table, their other columns, and where they come from.
 
     Raises:
@@ -311,12 +321,14 @@ def _tried(run: RunRequest, tables: list[str]) -> Iterator[tuple[list[str], dict
         return
     for name in tables:
         source = str(run.source(name))
-        check_column_names(run.tables[name].columns, source, settings.column)
-        rows = run.tables[name].head(TRIED_PROMPTS)
-        if settings.column in rows.columns:
-            columns: dict[str, Any] = {str(name): rows[name].tolist() for name in rows.columns if name != "prompt"}
-            places = (f"{source}: row {row}, column `{settings.column}`" for row in range(len(rows)))
-            yield list(map(_text, rows[settings.column], places)), columns, source
+        check_column_names(run.tables[name].column_names, source, settings.column)
+        rows = run.tables[name][:TRIED_PROMPTS]
+        if settings.column in rows:
+            prompts = [
+                read_text_or_chat(value, f"{source}: row {row}, column `{settings.column}`")
+                for row, value in enumerate(rows[settings.column])
+            ]
+            yield prompts, {name: values for name, values in rows.items() if name != "prompt"}, source
 
 
 def check_environment(run: RunRequest) -> Iterator[str]:
@@ -336,12 +348,12 @@ def check_environment(run: RunRequest) -> Iterator[str]:
         )
     function = load_function(ppo.environment, run.project_path)
     tables = [name for name in PROMPTS if name in run.tables]
-    for prompts, columns, source in _tried(run, tables):
+    for given, columns, source in _tried(run, tables):
+        prompts = [_text(prompt) for prompt in given]
         empty = [""] * len(prompts)
         turns = [[text] for text in empty]
         call_environment(function, f"{ppo.environment} on {source}", prompts, empty, turns, columns)
 
 
-def _text(value: Any, where: str) -> str:
-    prompt = read_text_or_chat(value, where)
+def _text(prompt: str | Chat) -> str:
     return prompt if isinstance(prompt, str) else "\n".join(message["content"] or "" for message in prompt)

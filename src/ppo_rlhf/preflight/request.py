@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import pandas as pd
+from datasets import Dataset
 from kedro.io import CatalogProtocol
 from kedro.pipeline import Pipeline
 from transformers import PreTrainedTokenizerBase
@@ -40,7 +41,8 @@ class RunRequest:
     catalog: CatalogProtocol
     project_path: Path
     data_root: str = "data"
-    tables: dict[str, pd.DataFrame] = field(default_factory=dict)
+    tables: dict[str, Dataset] = field(default_factory=dict)
+    demonstrations: pd.DataFrame | None = None  # checked, to train on
     models: dict[str, PretrainedHandle] = field(default_factory=dict)
     tokenizers: dict[str, PreTrainedTokenizerBase] = field(default_factory=dict)
 

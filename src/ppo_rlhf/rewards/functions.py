@@ -18,14 +18,14 @@ from typing import Any, cast
 import torch
 
 from ppo_rlhf.core.errors import DataError, RewardError, in_one_line
-from ppo_rlhf.rewards.scoring import TURNS
+from ppo_rlhf.rewards.scoring import MESSAGES, TURNS
 from ppo_rlhf.signals import TerminationSignal, warn_if_slow
 
 RewardFunction = Callable[..., list[float]]
 
 RESPONSE_IDS = "completion_ids"
-_ON_REQUEST = (RESPONSE_IDS, TURNS)  # for functions that name them
-_OURS = ("prompts", "completions", *_ON_REQUEST)
+_OURS = ("prompts", "completions", RESPONSE_IDS, TURNS)
+_ON_REQUEST = (RESPONSE_IDS, TURNS, MESSAGES)  # for functions that name them
 
 
 def load_function(reference: str, project_path: Path | None = None) -> RewardFunction:

@@ -14,14 +14,14 @@ from ppo_rlhf.core.errors import ModelError, RewardError
 from ppo_rlhf.models.loading import context_length
 from ppo_rlhf.models.offloading import on_device
 from ppo_rlhf.models.sequence_scores import reads_end, sequence_scores
-from ppo_rlhf.models.tokenizers import append_end, encode_texts, same_vocabulary, special_ids
+from ppo_rlhf.rewards.rendering import Rendering
 from ppo_rlhf.rewards.scoring import ResponseBatch
 
 _warn_once = cache(logging.getLogger(__name__).warning)
 
 
 class ModelScorer:
-    """Scores prompt + response by a reward model, built as in reward training: end of text iff the response stopped."""
+    """Scores prompts with their responses by a reward model, shown as in reward training (`Rendering`)."""
 
     def __init__(
         self,
@@ -37,9 +37,7 @@ class ModelScorer:
         """
         self.model = model
         self._tokenizer = tokenizer
-        self._policy_tokenizer = policy_tokenizer
-        self.reads_policy_ids = same_vocabulary(tokenizer, policy_tokenizer)
-        self.special_ids = special_ids(policy_tokenizer)
+        self.rendering = Rendering(tokenizer, policy_tokenizer)
         self._batch_size = batch_size
         self._device = device or model.device
         self.context = context_length(model.config)
@@ -53,10 +51,11 @@ class ModelScorer:
         """Return the scores [N], on the CPU.
 
         Raises:
+            DataError: A prompt is a chat that the reward model's chat template does not take.
             ModelError: A sequence is longer than the model's context.
             RewardError: A score is NaN or infinite.
         """
-        sequences = self._token_sequences(batch) if self.reads_policy_ids else self._text_sequences(batch)
+        sequences = self.rendering.sequences(batch)
         longest = max((len(ids) for ids in sequences), default=0)
         if self.context is not None and longest > self.context:
             raise ModelError(
@@ -72,38 +71,6 @@ class ModelScorer:
                 "ppo.dtype to bfloat16 or float32 if it overflows in float16."
             )
         return scores
-
-    def _token_sequences(self, batch: ResponseBatch) -> list[list[int]]:
-        rows = zip(batch.prompt_ids, batch.response_ids, batch.terminated, strict=True)
-        eos, has_turns = self._tokenizer.eos_token_id, bool(batch.turns)
-        return [
-            prompt + close_response(response, stopped, eos, self.special_ids, has_turns=has_turns)
-            for prompt, response, stopped in rows
-        ]
-
-    def _text_sequences(self, batch: ResponseBatch) -> list[list[int]]:
-        # decoded together: the policy's tokenizer knows whether there is a space between prompt and response
-        rows = [prompt + response for prompt, response in zip(batch.prompt_ids, batch.response_ids, strict=True)]
-        texts = self._policy_tokenizer.batch_decode(rows, skip_special_tokens=True)
-        eos = self._tokenizer.eos_token_id
-        return [
-            append_end(ids, eos) if stopped else ids
-            for ids, stopped in zip(encode_texts(texts, self._tokenizer), batch.terminated, strict=True)
-        ]
-
-
-def close_response(
-    response: list[int], stopped: bool, eos: int | None, special_ids: frozenset[int], *, has_turns: bool = False
-) -> list[int]:
-    """Return the response as reward training shows it: the reward model's end of text iff the response stopped.
-
-    A special stop token is replaced by `eos`; a stop token that is text, such as a full stop, stays before it. With
-    turns, an episode can be cut off after the stop token of a turn, which then does not end the text.
-    """
-    if not stopped:
-        return response[:-1] if has_turns and response and response[-1] in special_ids else response
-    text = response[:-1] if response and response[-1] in special_ids else response
-    return append_end(text, eos)
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import processes
 from ppo_rlhf.core.errors import ConfigError, ModelError
+from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.offloading import to_host
 from ppo_rlhf.rewards.config import RewardConfig
@@ -71,23 +72,29 @@ def build_reward_scorer(
 
 
 def check_room(
-    scorer: RewardScorer, prompt_ids: Sequence[Sequence[int]], response_length: int, stop_token_ids: Sequence[int]
+    scorer: RewardScorer, prompt_lengths: Sequence[int], response_length: int, stop_token_ids: Sequence[int]
 ) -> None:
     """Raise `ModelError` if a response to one of the prompts could be longer than the reward model reads.
 
     This is checked only if the two share a vocabulary: other lengths are unknown before training.
     """
-    longest = max(map(len, prompt_ids), default=0)
+    longest = max(prompt_lengths, default=0)
     for model in (scoring for _, _, scoring in scorer.components if isinstance(scoring, ModelScorer)):
-        closes = not model.special_ids.issuperset(stop_token_ids)  # then an end of text comes on top
+        closes = not model.rendering.special_ids.issuperset(stop_token_ids)  # then an end of text comes on top
         needed = longest + response_length + closes
-        if model.reads_policy_ids and model.context is not None and needed > model.context:
+        if model.rendering.reads_policy_ids and model.context is not None and needed > model.context:
             end = " and an end of text after its stop token" if closes else ""
             raise ModelError(
                 f"the longest prompt has {longest} tokens: with a response of {response_length}{end} it would have "
                 f"{needed}, the reward model reads {model.context}. Shorten the prompts or ppo.response_length, "
                 "or use a reward model with a longer context"
             )
+
+
+def check_chats(scorer: RewardScorer, prompts: PromptDataset) -> None:
+    """Raise `DataError` if a prompt is a chat that the reward model's chat template does not take."""
+    for model in (scoring for _, _, scoring in scorer.components if isinstance(scoring, ModelScorer)):
+        model.rendering.check(prompts.chats, "prompts")
 
 
 def functions_of(scorer: RewardScorer) -> list[Scoring]:
@@ -101,7 +108,7 @@ def score_by_function(function: RewardFunction, name: str, batch: ResponseBatch)
     Raises:
         RewardError: As `call_token_reward_function`.
     """
-    given = (batch.prompts, batch.completions, batch.response_ids, batch.columns_with_turns)
+    given = (batch.prompts, batch.completions, batch.response_ids, batch.all_columns)
     values = processes.on_main(lambda: call_token_reward_function(function, name, *given))
     rows = [torch.tensor(value, dtype=torch.float64) for value in values]
     return pad_sequence(rows, batch_first=True) if rows and rows[0].dim() else torch.tensor(values, dtype=torch.float64)

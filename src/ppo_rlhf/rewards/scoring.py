@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ppo_rlhf.data.chats import Chat
+
 TURNS = "turns"
+MESSAGES = "messages"
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,8 @@ class ResponseBatch:
         turns: Texts of the turns of each response: the policy's, the environment's reply, the policy's, ...; empty
             where the policy writes one turn.
         policy_mask: [N, T] bool, True on the policy's tokens; None: all tokens are the policy's.
+        chats: Messages of the prompts with the responses, from `rendering.conversations`, None where the prompt is
+            text; empty: all are texts.
     """
 
     prompts: list[str]
@@ -37,14 +42,19 @@ class ResponseBatch:
     terminated: list[bool]
     turns: list[list[str]] = field(default_factory=list)
     policy_mask: Tensor | None = None
+    chats: list[Chat | None] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.prompts)
 
     @property
-    def columns_with_turns(self) -> dict[str, list[Any]]:
-        """The columns and `turns`, which a function gets if it names them; a response without turns is one turn."""
-        return {**self.columns, TURNS: self.turns or [[text] for text in self.completions]}
+    def all_columns(self) -> dict[str, list[Any]]:
+        """The columns, and `turns` and `messages`, which a function gets if it names them.
+
+        A response without turns is one turn. A prompt that is text has no messages, but None.
+        """
+        turns = self.turns or [[text] for text in self.completions]
+        return {**self.columns, TURNS: turns, MESSAGES: self.chats or [None] * len(self)}
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,7 @@ def pretrain_critic(
     assert isinstance(critic, Critic)  # `value_model` cannot be shared here
     state = build_state(policy.model, critic, policy.tokenizer, config)
     for dataset in (prompts, held_out_prompts):
-        check_room(scorer, dataset.prompt_ids, config.response_length, state.sampling.stop_token_ids)
+        check_room(scorer, dataset.lengths, config.response_length, state.sampling.stop_token_ids)
     held_out = generate_rollouts(state, reference, held_out_prompts, _whole(config, len(held_out_prompts)))
     before = score_responses(held_out, scorer, state)
     history: list[dict[str, float]] = []

@@ -78,7 +78,7 @@ def train_setting(
     stored = load_stored_critic(stored_critic, config)
     critic = build_critic(config, policy.model, scorer.model, policy.value_head, stored)
     state = build_state(policy.model, critic, policy.tokenizer, config)
-    check_room(scorer, prompts.prompt_ids, config.response_length, state.sampling.stop_token_ids)
+    check_room(scorer, prompts.lengths, config.response_length, state.sampling.stop_token_ids)
     train(state, reference, prompts, scorer, after_iteration)
     return state, reference
 

@@ -11,9 +11,11 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ppo_rlhf.config.settings_group import settings_group
+from ppo_rlhf.data.chats import is_text, join_chats
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.evaluation.best_of_n import PROMPT, best_of_n_curve, by_prompt
 from ppo_rlhf.evaluation.comparison import distinct_n
+from ppo_rlhf.rewards.rendering import conversations
 from ppo_rlhf.rewards.scoring import ResponseBatch, RewardScorer
 from ppo_rlhf.supervised import preferences as pairs
 from ppo_rlhf.supervised.reward_training import (
@@ -25,6 +27,7 @@ from ppo_rlhf.supervised.reward_training import (
 )
 
 EMPTY, REPEATED, SUFFIX = "empty", "repeated", "suffix"
+_CHATS = ("chosen_chat", "rejected_chat")
 
 
 @settings_group("audit")
@@ -131,6 +134,7 @@ def probe_reward(
             prompt_ids=prompts.prompt_ids,
             response_ids=ids,
             terminated=[bool(stops)] * len(ids),
+            chats=conversations(prompts.messages, prompts.prompt_ids, ids, None, tokenizer),
         )
         return pd.Series(scorer.score(batch).total.double().tolist())
 
@@ -154,6 +158,8 @@ def held_out_pairs(
 ) -> pd.DataFrame:
     """Return the preferences that reward training holds out, with their token sequences and their other columns.
 
+    `chosen_chat` and `rejected_chat` have the whole conversations as messages, None for texts.
+
     Args:
         preferences: As the user gave them.
         tokenizer: The policy's.
@@ -161,25 +167,35 @@ def held_out_pairs(
         limit: Most tokens of a prompt with its response; longer pairs are left out, as in reward training.
     """
     columns = (config.prompt_column, config.chosen_column, config.rejected_column)
-    table = pairs.tokenise_preferences(pairs.check_preferences(preferences, *columns), tokenizer)
-    others = preferences.drop(columns=[name for name in preferences if name in (*columns, *pairs.COLUMNS)])
+    checked = pairs.check_preferences(preferences, *columns)
+    table = pairs.tokenise_preferences(checked, tokenizer)
+    for side in ("chosen", "rejected"):
+        table[f"{side}_chat"] = [
+            None if is_text(record[side]) else join_chats(record.get("prompt") or [], record[side])
+            for record in checked.to_dict("records")
+        ]
+    others = preferences.drop(columns=[name for name in preferences if name in (*columns, *pairs.COLUMNS, *_CHATS)])
     return split_pairs(short_enough(table.join(others.reset_index(drop=True)), limit), config)[1]
 
 
 def score_pairs(scorer: RewardScorer, table: pd.DataFrame) -> dict[str, float]:
     """Return `audit/pair_accuracy`: the share of pairs whose chosen response has more reward, ties half."""
-    columns = {str(name): table[name].tolist() for name in table if name not in pairs.COLUMNS}
+    columns = {str(name): table[name].tolist() for name in table if name not in (*pairs.COLUMNS, *_CHATS)}
 
     def score(side: str) -> Tensor:
-        ids = table[f"{side}_ids"].tolist()
+        ids, chats = table[f"{side}_ids"].tolist(), table[f"{side}_chat"].tolist()
+        texts = [
+            text if chat is None else chat[-1]["content"] or "" for text, chat in zip(table[side], chats, strict=True)
+        ]
         return scorer.score(
             ResponseBatch(
                 prompts=table["prompt"].tolist(),
-                completions=table[side].tolist(),
+                completions=texts,
                 columns=columns,
                 prompt_ids=[[]] * len(ids),  # the sequences hold them
                 response_ids=ids,
                 terminated=[True] * len(ids),
+                chats=chats,
             )
         ).total
 

@@ -7,16 +7,16 @@ import json
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import pandas as pd
 from pydantic import Field
 from transformers import PreTrainedTokenizerBase
 
 from ppo_rlhf.config.settings_group import Seed, settings_group
-from ppo_rlhf.core.errors import DataError
+from ppo_rlhf.core.errors import ConfigError, DataError, in_one_line
 from ppo_rlhf.core.randomness import permutation
-from ppo_rlhf.data.chats import is_text, read_chat, render_chat
+from ppo_rlhf.data.chats import CONVERSATIONS, Chat, is_text, join_chats, read_chat, render_chat
 from ppo_rlhf.data.prompt_dataset import as_json
 from ppo_rlhf.data.tables import hold_out
 from ppo_rlhf.models.tokenizers import append_end, encode_texts
@@ -35,11 +35,12 @@ class DataPreparationConfig:
     text_column: str = "text"
     """Column of whole texts."""
     prompt_column: str = "prompt"
-    """Column of prompts, in tables of prompts and completions; only completions are learnt."""
+    """Column of prompts, in tables of prompts and completions (texts, or chats); only completions are learnt."""
     completion_column: str = "completion"
     """Column of completions."""
     messages_column: str = "messages"
-    """Column of chats, lists of `{"role": …, "content": …}`; the tokenizer needs a chat template."""
+    """Column of chats, lists of `{"role": …, "content": …}`, or as ShareGPT has them; the tokenizer needs a chat
+    template. Without this column, `conversations` is read."""
     held_out_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.05
     """Share of the distinct demonstrations that are held out: the loss is evaluated on them."""
     max_held_out: Annotated[int, Field(ge=1)] = 500
@@ -61,9 +62,10 @@ class TokenisedDemonstrations:
 def split_demonstrations(frame: pd.DataFrame, config: DataPreparationConfig) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Check the table and return (demonstrations to train on, demonstrations held out).
 
-    Both have the columns `messages`, or `prompt` and `completion`, or `text`: the first that the table has. Chats are
-    JSON: Parquet would add the keys of one message to all, and has no type for some chats. Copies of one demonstration
-    go to one side, and are held out once.
+    Both have the columns `messages`, or `prompt` and `completion`, or `text`: the first that the table has. If prompts
+    and completions are chats, `messages` has both, and `prompt` the part that is not learnt. Chats are JSON: Parquet
+    would add the keys of one message to all, and has no type for some chats. Copies of one demonstration go to one
+    side, and are held out once.
 
     Raises:
         DataError: No such columns, a value that is empty or not text, or fewer than two distinct rows.
@@ -79,19 +81,33 @@ def split_demonstrations(frame: pd.DataFrame, config: DataPreparationConfig) -> 
 
 
 def tokenise_demonstrations(
-    frame: pd.DataFrame, tokenizer: PreTrainedTokenizerBase, max_length: int | None, name: str = "demonstrations"
+    frame: pd.DataFrame,
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int | None,
+    name: str = "demonstrations",
+    template: str | None = None,
 ) -> TokenisedDemonstrations:
     """Return token sequences and labels of a table that `split_demonstrations` made.
 
-    The end of text closes texts and completions. Where there are prompts, only completions are learnt; texts and chats
-    are learnt whole. Longer sequences are cut at `max_length` tokens, and then have no end of text.
+    The end of text closes texts and completions. Where there are prompts, only completions are learnt; of chats the
+    assistant's turns, if `template` marks them; else texts and chats are learnt whole. Longer sequences are cut at
+    `max_length` tokens, and then have no end of text.
+
+    Args:
+        frame: The table.
+        tokenizer: Of the model that is trained.
+        max_length: Most tokens of a sequence.
+        name: The table's, for messages.
+        template: From `training_template`.
 
     Raises:
         DataError: There are chats and no chat template, or nothing to learn within `max_length`.
     """
-    encode = _encode_chats if "messages" in frame.columns else _encode_texts
+    encoded = (
+        _encode_chats(frame, tokenizer, template) if "messages" in frame.columns else _encode_texts(frame, tokenizer)
+    )
     input_ids, labels, truncated = [], [], 0
-    for ids, learnt in encode(frame, tokenizer):
+    for ids, learnt in encoded:
         truncated += max_length is not None and len(ids) > max_length
         ids, learnt = ids[:max_length], learnt[:max_length]
         if any(label != IGNORED for label in learnt[1:]):  # the first token has nothing to be predicted from
@@ -109,6 +125,33 @@ def tokenise_demonstrations(
     return TokenisedDemonstrations(input_ids, labels)
 
 
+def training_template(tokenizer: PreTrainedTokenizerBase, assistant_only: bool | None) -> str | None:
+    """Return a chat template that marks the assistant's turns, None if chats are learnt whole.
+
+    It is the tokenizer's own if that has marks, or else the one that TRL has for it.
+
+    Args:
+        tokenizer: Of the model that is trained.
+        assistant_only: `supervised_finetuning.assistant_only_loss`.
+
+    Raises:
+        ConfigError: It is true, and there are no marks.
+    """
+    if assistant_only is False or not getattr(tokenizer, "chat_template", None):
+        return None
+    from trl.chat_template_utils import get_training_chat_template  # heavy: only chats pay for it
+
+    try:
+        return get_training_chat_template(tokenizer) or str(tokenizer.chat_template)
+    except ValueError as error:  # TRL has none for this template
+        if assistant_only:
+            raise ConfigError(
+                "supervised_finetuning.assistant_only_loss=true: the chat template does not mark the assistant's turns "
+                "({% generation %}), and TRL has no training template for it. Set it to false to learn whole chats."
+            ) from error
+        return None
+
+
 def corpus_texts(frame: pd.DataFrame) -> Iterator[str]:
     """Yield the texts that a tokenizer can be trained on.
 
@@ -124,6 +167,7 @@ def corpus_texts(frame: pd.DataFrame) -> Iterator[str]:
 def _standard_columns(frame: pd.DataFrame, config: DataPreparationConfig) -> pd.DataFrame:
     formats = [
         {config.messages_column: "messages"},
+        {CONVERSATIONS[1]: "messages"},
         {config.prompt_column: "prompt", config.completion_column: "completion"},
         {config.text_column: "text"},
     ]
@@ -135,15 +179,22 @@ def _standard_columns(frame: pd.DataFrame, config: DataPreparationConfig) -> pd.
             "in data_preparation.text_column and its siblings."
         )
     table = frame[list(chosen)].rename(columns=chosen).reset_index(drop=True)
+    are_chats = "text" not in table and not is_text(table.iloc[0, -1])  # of prompt and completion the first row decides
     for given, standard in chosen.items():
-        values = [(value, f"demonstrations: row {row}, column `{given}`") for row, value in enumerate(table[standard])]
-        if standard == "messages":
-            table[standard] = [as_json(read_chat(value, where)) for value, where in values]
+        places = [f"demonstrations: row {row}, column `{given}`" for row in range(len(table))]
+        values = list(zip(table[standard], places, strict=True))
+        if are_chats:
+            table[standard] = [read_chat(value, where) for value, where in values]
             continue
         for value, where in values:
             if not is_text(value):
                 raise DataError(f"{where}: expected text that is not empty, got {value!r:.60}")
-    return table
+    if not are_chats:
+        return table
+    if "prompt" in table:
+        table["messages"] = [join_chats(*both) for both in zip(table["prompt"], table["completion"], strict=True)]
+        table = table[["messages", "prompt"]]
+    return table.map(as_json)
 
 
 Encoded = Iterator[tuple[list[int], list[int]]]
@@ -162,8 +213,33 @@ def _encode_texts(frame: pd.DataFrame, tokenizer: PreTrainedTokenizerBase) -> En
         yield closed, [IGNORED] * shared + closed[shared:]
 
 
-def _encode_chats(frame: pd.DataFrame, tokenizer: PreTrainedTokenizerBase) -> Encoded:
-    for chat in frame["messages"]:
-        text = render_chat(json.loads(chat), tokenizer, "demonstrations")
-        ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
-        yield ids, list(ids)
+def _encode_chats(frame: pd.DataFrame, tokenizer: PreTrainedTokenizerBase, template: str | None) -> Encoded:
+    for row in frame.to_dict("records"):
+        messages = json.loads(row["messages"])
+        if template is not None and "prompt" not in row:
+            yield _marked(messages, tokenizer, template)
+            continue
+        ids = _ids_of(messages, tokenizer)
+        learnt = list(ids)
+        if "prompt" in row:
+            prompt = _ids_of(json.loads(row["prompt"]), tokenizer, to_answer=True)
+            shared = next((i for i, (a, b) in enumerate(zip(prompt, ids, strict=False)) if a != b), len(prompt))
+            learnt[:shared] = [IGNORED] * shared
+        yield ids, learnt
+
+
+def _ids_of(messages: Chat, tokenizer: PreTrainedTokenizerBase, *, to_answer: bool = False) -> list[int]:
+    text = render_chat(messages, tokenizer, "demonstrations", to_answer=to_answer)
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _marked(messages: Chat, tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[list[int], list[int]]:
+    """Return the tokens of a chat, and as labels those of the assistant's turns."""
+    try:
+        found: Any = tokenizer.apply_chat_template(
+            messages, chat_template=template, return_dict=True, return_assistant_tokens_mask=True
+        )
+    except Exception as error:  # a template is a program: it can raise anything
+        raise DataError(f"demonstrations: the chat template refuses a chat: {in_one_line(error)}") from error
+    ids, mask = found["input_ids"], found["assistant_masks"]
+    return list(ids), [token if learnt else IGNORED for token, learnt in zip(ids, mask, strict=True)]

@@ -1,7 +1,7 @@
 """Preferences: pairs of responses, one chosen over the other, given by the user or sampled from the SFT policy.
 
-A pair has its texts and the token sequences of reward training. A sequence ends in the end of text if and only if the
-response stopped by itself, as when rewards are scored later.
+A pair has its texts and the token sequences of reward training, which are those that the reward model is shown when
+rewards are scored later (`rewards.rendering`).
 """
 
 import math
@@ -15,12 +15,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_rlhf import processes
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.core.randomness import episode_prompts, episode_uniforms
-from ppo_rlhf.data.chats import is_text, join_chats, read_text_or_chat, render_chat
+from ppo_rlhf.data.chats import Chat, is_text, join_chats, read_text_or_chat
 from ppo_rlhf.data.prompt_dataset import PromptDataset
-from ppo_rlhf.models.tokenizers import append_end, encode_texts, end_of_turn_id, special_ids
+from ppo_rlhf.models.tokenizers import append_end, encode_texts
 from ppo_rlhf.ppo.sampling import SamplingSettings, generate_responses
 from ppo_rlhf.rewards.functions import RewardFunction, call_reward_function
-from ppo_rlhf.rewards.model_scorer import close_response
+from ppo_rlhf.rewards.rendering import Rendering, conversation_ids, conversations
+from ppo_rlhf.rewards.scoring import ResponseBatch
 
 COLUMNS = ("prompt", "chosen", "rejected", "chosen_ids", "rejected_ids")
 
@@ -28,9 +29,9 @@ COLUMNS = ("prompt", "chosen", "rejected", "chosen_ids", "rejected_ids")
 def check_preferences(
     frame: pd.DataFrame, prompt_column: str, chosen_column: str, rejected_column: str
 ) -> pd.DataFrame:
-    """Return the columns `chosen`, `rejected` and, if the table has one, `prompt`, in its order.
+    """Return the columns `prompt` (empty without one), `chosen` and `rejected`, in the table's order.
 
-    Values are texts, or lists of chat messages (in TRL's formats, with the prompt apart or inside).
+    Values are texts, or lists of chat messages with the prompt apart, inside both, or both. Of chats it is then apart.
 
     Raises:
         DataError: A column is missing, or a value is empty or neither text nor chat.
@@ -50,27 +51,42 @@ def check_preferences(
         table[standard] = [
             read_text_or_chat(value, f"preferences: row {row}, column `{given}`") for row, value in values
         ]
-    for row, record in enumerate(table.to_dict("records")):
-        if len({is_text(value) for value in record.values()}) > 1:
-            raise DataError(
-                f"preferences: row {row} has both texts and chats in its columns {', '.join(wanted)}; all must be of "
-                "one kind. If the chats hold the prompt as well, set reward_modelling.prompt_column to another name."
-            )
-    return table
+    records = [_prompt_apart(record, row) for row, record in enumerate(table.to_dict("records"))]
+    return pd.DataFrame(records, columns=["prompt", "chosen", "rejected"])
+
+
+def _prompt_apart(record: dict[str, str | Chat], row: int) -> dict[str, str | Chat]:
+    """Return a pair of chats with their prompt apart, and a pair of texts as it is."""
+    chosen, rejected, prompt = record["chosen"], record["rejected"], record.get("prompt")
+    if isinstance(chosen, str) and isinstance(rejected, str) and not isinstance(prompt, list):
+        return {"prompt": "", **record}
+    if isinstance(chosen, str) or isinstance(rejected, str):
+        raise DataError(
+            f"preferences: row {row} has both texts and chats. Give chosen and rejected both as texts, with a prompt "
+            "that is text, or both as chats, with the prompt inside or as a chat apart."
+        )
+    if isinstance(prompt, list):
+        is_inside = chosen[: len(prompt)] == rejected[: len(prompt)] == prompt
+        start = len(prompt) if is_inside and len(prompt) < min(len(chosen), len(rejected)) else 0
+        return {"prompt": prompt, "chosen": chosen[start:], "rejected": rejected[start:]}
+    from trl.data_utils import extract_prompt  # heavy: only chats pay for it
+
+    return {name: list(value) for name, value in extract_prompt({"chosen": chosen, "rejected": rejected}).items()}
 
 
 def tokenise_preferences(frame: pd.DataFrame, tokenizer: PreTrainedTokenizerBase) -> pd.DataFrame:
     """Return a checked table of pairs with their token sequences (`COLUMNS`).
 
-    The end of text closes each given text, as in TRL. A prompt is joined to its response without a space.
+    The end of text closes each given text, as in TRL. A prompt is joined to its response without a space. A chat is
+    all that the tokenizer's chat template makes of it.
     """
-    rows, end, special = [], end_of_turn_id(tokenizer), special_ids(tokenizer)
+    rows = []
     for record in frame.to_dict("records"):
         prompt = record.get("prompt", "")
         row: dict[str, Any] = {"prompt": _readable(prompt)}
         for side in ("chosen", "rejected"):
             row[side] = _readable(record[side])
-            row[f"{side}_ids"] = _encode(prompt, record[side], tokenizer, end, special)
+            row[f"{side}_ids"] = _encode(prompt, record[side], tokenizer)
         rows.append(row)
     return pd.DataFrame(rows, columns=list(COLUMNS))
 
@@ -133,24 +149,20 @@ def sample_preferences(
     """
     batch = prompts.select(episode_prompts(seed, 1, pairs, len(prompts)))
     sides = [_sample(policy, batch, sampling, seed, number, batch_size) for number in (0, 1)]
-    token_lists = [[tokens for tokens, _ in side] for side in sides]
-    texts = [tokenizer.batch_decode(tokens, skip_special_tokens=True) for tokens in token_lists]
+    batches = [_as_batch(batch, side, tokenizer) for side in sides]
     name, function = labeller
     scores = processes.on_main(
-        lambda: [call_reward_function(function, name, batch.texts, side, batch.columns) for side in texts]
+        lambda: [call_reward_function(function, name, b.prompts, b.completions, b.all_columns) for b in batches]
     )
-    special = special_ids(tokenizer)
+    sequences = [Rendering(tokenizer, tokenizer).sequences(each) for each in batches]
     rows = []
     for row, first_is_chosen in enumerate(noisy_preference(scores[0], scores[1], beta, seed)):
-        if token_lists[0][row] == token_lists[1][row]:
+        if batches[0].response_ids[row] == batches[1].response_ids[row]:
             continue
         record: dict[str, Any] = {"prompt": batch.texts[row]}
         for side, number in (("chosen", 1 - first_is_chosen), ("rejected", int(first_is_chosen))):
-            tokens, stopped = sides[number][row]
-            record[side] = texts[number][row]
-            record[f"{side}_ids"] = batch.prompt_ids[row] + close_response(
-                tokens, stopped, tokenizer.eos_token_id, special
-            )
+            record[side] = batches[number].completions[row]
+            record[f"{side}_ids"] = sequences[number][row]
         rows.append(record)
     if not rows:
         raise DataError(f"preferences: the two responses are equal in all {pairs} pairs. Raise ppo.temperature.")
@@ -174,16 +186,25 @@ def _sample(
     return [response for share in processes.from_all([found[row] for row in own]) for response in share]
 
 
-def _encode(
-    prompt: Any, response: Any, tokenizer: PreTrainedTokenizerBase, end: int | None, special: frozenset[int]
-) -> list[int]:
+def _as_batch(
+    prompts: PromptDataset, responses: list[tuple[list[int], bool]], tokenizer: PreTrainedTokenizerBase
+) -> ResponseBatch:
+    ids = [tokens for tokens, _ in responses]
+    return ResponseBatch(
+        prompts=prompts.texts,
+        completions=tokenizer.batch_decode(ids, skip_special_tokens=True),
+        columns=prompts.columns,
+        prompt_ids=prompts.prompt_ids,
+        response_ids=ids,
+        terminated=[stopped for _, stopped in responses],
+        chats=conversations(prompts.messages, prompts.prompt_ids, ids, None, tokenizer),
+    )
+
+
+def _encode(prompt: Any, response: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     if is_text(response):
         return append_end(encode_texts([(prompt or "") + response], tokenizer)[0], tokenizer.eos_token_id)
-    text = render_chat(join_chats(prompt or [], response), tokenizer, "preferences")
-    ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
-    if end in ids:  # PPO's responses have nothing after the end of the turn
-        ids = ids[: len(ids) - ids[::-1].index(end)]
-    return close_response(ids, True, tokenizer.eos_token_id, special)
+    return conversation_ids(join_chats(prompt or [], response), tokenizer, "preferences")
 
 
 def _readable(value: Any) -> str:

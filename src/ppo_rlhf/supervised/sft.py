@@ -23,6 +23,7 @@ from ppo_rlhf.supervised.demonstrations import (
     TokenisedDemonstrations,
     corpus_texts,
     tokenise_demonstrations,
+    training_template,
 )
 from ppo_rlhf.supervised.optimisation import History, OptimisationConfig, Watch, advice
 
@@ -46,6 +47,9 @@ class SupervisedFinetuningConfig(OptimisationConfig):
     """Attention heads of a layer."""
     max_position_embeddings: Size = 64
     """Context in tokens, prompt and response together."""
+    assistant_only_loss: bool | None = None
+    """Learn only the assistant's turns of chats. None: if the chat template marks them (`{% generation %}`), or TRL has
+    a training template that does; else whole chats."""
 
     def __post_init__(self) -> None:
         if self.hidden_size % (2 * self.num_attention_heads):  # RoPE rotates pairs of a head's dimensions
@@ -81,8 +85,13 @@ def train_sft_policy(
     else:
         model, tokenizer = base_model.causal_lm(), base_model.tokenizer()
     max_length = config.longest_sequence(context_length(model.config))
+    template = None
+    if "messages" in demonstrations and "prompt" not in demonstrations:
+        template = training_template(tokenizer, config.assistant_only_loss)
+        learnt = "Whole chats are learnt" if template is None else "Of chats only the assistant's turns are learnt"
+        logger.info("%s (supervised_finetuning.assistant_only_loss).", learnt)
     trained, held_out = (
-        tokenise_demonstrations(frame, tokenizer, max_length, name)
+        tokenise_demonstrations(frame, tokenizer, max_length, name, template)
         for name, frame in zip(PARTS, (demonstrations, evaluation_demonstrations), strict=True)
     )
 

@@ -28,6 +28,7 @@ from trl import RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 from ppo_rlhf import processes
 from ppo_rlhf.core.errors import ConfigError, TrainingError
+from ppo_rlhf.models import gradient_checkpointing
 from ppo_rlhf.models.quiet import errors_only
 from ppo_rlhf.ppo.precision import resolve_device
 from ppo_rlhf.supervised.demonstrations import TokenisedDemonstrations
@@ -85,7 +86,7 @@ def trainer_options(config: OptimisationConfig) -> dict[str, Any]:
         "per_device_train_batch_size": config.per_device_train_batch_size,
         "accelerator_config": {"split_batches": True},  # each step sees this batch, whatever the number of processes
         "gradient_accumulation_steps": config.gradient_accumulation_steps,
-        "activation_checkpointing": config.gradient_checkpointing,
+        gradient_checkpointing.NAME: config.gradient_checkpointing,
         "bf16": config.bf16,  # TRL's default is True
         "logging_steps": config.logging_steps,
         "seed": config.seed,
@@ -178,8 +179,7 @@ def _train(
         trainer.train()
     # TRL and accelerate put a forward of their own on the object: copies of it would run the original's weights
     vars(model).pop("forward", None)
-    if model.is_activation_checkpointing:
-        model.activation_checkpointing_disable()
+    gradient_checkpointing.disable_gradient_checkpointing(model)
     for name, configuration in kept.items():
         setattr(model, name, configuration)
     model.eval()

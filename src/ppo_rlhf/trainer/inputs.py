@@ -10,6 +10,7 @@ from typing import Any
 
 import pandas as pd
 import torch
+from datasets import Dataset
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -17,9 +18,10 @@ from ppo_rlhf.checkpoints.resume import MENDABLE
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError, DataError, ModelError, RewardError
 from ppo_rlhf.core.responses import response_lengths
+from ppo_rlhf.data.chats import CONVERSATIONS, answered
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.data.prompts import PromptReader
-from ppo_rlhf.data.tables import table_of_columns, table_of_rows
+from ppo_rlhf.data.sources import table_of
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.models.offloading import to_host
 from ppo_rlhf.models.reward_model import why_no_reward_model
@@ -57,37 +59,40 @@ def take_prompts(
     if isinstance(prompts, PromptDataset):
         check_room(prompts.prompt_ids, [config.response_length] * len(prompts), context, why)
         return prompts
-    frame, tokenizer = _table(prompts), policy.tokenizer
+    given, tokenizer = _columns(prompts), policy.tokenizer
     reader = PromptReader(tokenizer, context, config.response_length, config.overlong_prompts, why)
-    if "prompt" in frame.columns:
-        return reader.read(frame, "prompt", "prompts")
-    if TOKENS not in frame.columns:
-        found = ", ".join(map(str, frame.columns))
-        raise DataError(f"PPOTrainer: prompts has no column `prompt` or `{TOKENS}`; the columns are {found}")
-    rows = frame[TOKENS].tolist()
-    if MASK in frame.columns:
-        rows = [list(compress(*row)) for row in zip(rows, frame[MASK], strict=True)]
+    if TOKENS not in given or "prompt" in given or any(name in given for name in CONVERSATIONS):
+        if not given.keys() & {"prompt", *CONVERSATIONS}:
+            raise DataError(
+                f"PPOTrainer: prompts has no column `prompt` or `{TOKENS}`; the columns are {', '.join(given)}"
+            )
+        return reader.read(prompts if isinstance(prompts, Dataset) else table_of(given), "prompt", "prompts")
+    rows = list(given[TOKENS])
+    if MASK in given:
+        rows = [list(compress(*row)) for row in zip(rows, given[MASK], strict=True)]
         ids = token_lists(rows, "prompt", policy.model.config.get_text_config().vocab_size)
     else:
         ids = without_padding(rows, "prompt", policy.model, tokenizer, config)
-    columns = {str(name): frame[name].tolist() for name in frame.columns.drop([TOKENS, MASK], errors="ignore")}
-    return reader.fit(PromptDataset(ids, tokenizer.batch_decode(ids), columns), "prompts")
+    others = {name: given[name] for name in given if name not in (TOKENS, MASK)}
+    prompts = {"prompt": tokenizer.batch_decode(ids), "prompt_ids": ids, "prompt_length": [len(each) for each in ids]}
+    table = table_of({**others, **prompts})
+    return PromptDataset.of_table(reader.fit(table, "prompts"))
 
 
-def _table(prompts: Any) -> pd.DataFrame:
+def _columns(prompts: Any) -> Mapping[str, Sequence[Any]]:
     if isinstance(prompts, pd.DataFrame):
-        return prompts
+        return {str(name): prompts[name].tolist() for name in prompts.columns}
     if isinstance(prompts, list | tuple):
         first = prompts[0] if prompts else ""
         if isinstance(first, Mapping):
-            return table_of_rows(prompts)
+            names = dict.fromkeys(name for row in prompts for name in row)
+            return {name: [row.get(name) for row in prompts] for name in names}
         is_text = isinstance(first, str) or (isinstance(first, list) and first and isinstance(first[0], Mapping))
-        return pd.DataFrame({"prompt" if is_text else TOKENS: pd.Series(list(prompts), dtype=object)})
-    if hasattr(prompts, "column_names"):  # of the library datasets: of its types only Dataset can be sliced
-        if hasattr(prompts, "__len__") and not isinstance(prompts, Mapping):
-            return table_of_columns(prompts[:])
-    elif isinstance(prompts, Mapping):
-        return table_of_columns(prompts)
+        return {"prompt" if is_text else TOKENS: prompts}
+    if isinstance(prompts, Dataset):
+        return {name: prompts[name] for name in prompts.column_names}
+    if isinstance(prompts, Mapping) and not hasattr(prompts, "column_names"):  # a DatasetDict has them, too
+        return prompts
     raise DataError(
         f"PPOTrainer: prompts is of the type {type(prompts).__name__}; give a list or a table (column `prompt` or "
         "`input_ids`) of texts, chats or token ids, or a PromptDataset: one split of a DatasetDict, or "
@@ -167,7 +172,9 @@ def try_functions(scorer: RewardScorer, prompts: PromptDataset, config: PPOConfi
     if functions_of(scorer):
         check_column_names(prompts.columns, "prompts")
     few = prompts.select(range(min(2, len(prompts))))
-    batch = ResponseBatch(few.texts, few.texts, few.columns, few.prompt_ids, few.prompt_ids, [True] * len(few))
+    chats = [chat and answered(chat, text) for chat, text in zip(few.messages, few.texts, strict=False)]  # or no chats
+    stopped = [True] * len(few)
+    batch = ResponseBatch(few.texts, few.texts, few.columns, few.prompt_ids, few.prompt_ids, stopped, chats=chats)
     if 2 in [function(batch).dim() for function in functions_of(scorer)]:
         check_token_rewards(config)
 

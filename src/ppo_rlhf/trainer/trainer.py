@@ -35,7 +35,7 @@ from ppo_rlhf.ppo.models import build_state
 from ppo_rlhf.ppo.precision import precision_warning, resolve_device
 from ppo_rlhf.ppo.rollout import complete_rollouts
 from ppo_rlhf.processes import check_alike, check_launch, from_main, is_main_process, on_main, wait_for_all
-from ppo_rlhf.rewards.scorers import check_room
+from ppo_rlhf.rewards.scorers import check_chats, check_room
 from ppo_rlhf.trainer import inputs as trainer_inputs
 from ppo_rlhf.trainer.models import ModelSource, context_of_all, take_critic, take_policies
 from ppo_rlhf.trainer.progress import say, watched
@@ -111,8 +111,10 @@ class PPOTrainer:
         self._prompts = None if prompts is None else trainer_inputs.take_prompts(prompts, start, config, *limit)
         if self._scorer is not None and self._prompts is not None and self._scorer is not reward:
             trainer_inputs.try_functions(self._scorer, self._prompts, config)
+            check_chats(self._scorer, self._prompts)
         models = {"policy": start.model, "reference_policy": self.reference_policy, "value_model": critic}
-        rest = {**trainer_inputs.origin_of(self._scorer), "prompts": self._prompts}
+        in_memory = None if self._prompts is None else self._prompts.select(range(len(self._prompts)))
+        rest = {**trainer_inputs.origin_of(self._scorer), "prompts": in_memory}
         origin = {name: fingerprint(value) for name, value in {**models, **rest}.items() if value is not None}
         check_alike("PPOTrainer", config=config, **origin)
         self.state = build_state(start.model, critic, start.tokenizer, config)
@@ -121,7 +123,7 @@ class PPOTrainer:
         self._sampler = QuerySampler(self.state, limit)
         if self._scorer is not None and self._prompts is not None:
             stops = self.state.sampling.stop_token_ids
-            check_room(self._scorer, self._prompts.prompt_ids, config.response_length, stops)
+            check_room(self._scorer, self._prompts.lengths, config.response_length, stops)
         if is_main_process():
             self._warn()
 

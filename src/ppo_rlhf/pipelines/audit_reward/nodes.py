@@ -4,10 +4,12 @@ import logging
 from typing import Any
 
 import pandas as pd
+from datasets import Dataset
 from plotly import graph_objects as go
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.data.prompt_dataset import PromptDataset
+from ppo_rlhf.data.tables import frame_of
 from ppo_rlhf.evaluation import best_of_n as sampled
 from ppo_rlhf.evaluation.best_of_n import BestOfNConfig, best_of_n_curve
 from ppo_rlhf.evaluation.policy import EvaluationConfig, Evaluator, resolve_judge
@@ -80,7 +82,7 @@ def probe_reward(
 
 
 def order_held_out_pairs(
-    raw_preferences: pd.DataFrame | None,
+    raw_preferences: Dataset | None,
     reward_model: PretrainedHandle | None,
     sft_policy: PretrainedHandle,
     reward_scorer: RewardScorer,
@@ -97,7 +99,7 @@ def order_held_out_pairs(
         accuracy = getattr(config, "held_out_accuracy", None)
         return {"audit/pair_accuracy": float(accuracy)} if accuracy is not None and len(reward.components) == 1 else {}
     limit = None if reward_scorer.model is None else context_length(reward_scorer.model.config)
-    table = reward_audit.held_out_pairs(raw_preferences, sft_policy.tokenizer(), reward_modelling, limit)
+    table = reward_audit.held_out_pairs(frame_of(raw_preferences), sft_policy.tokenizer(), reward_modelling, limit)
     return reward_audit.score_pairs(reward_scorer, table)
 
 

@@ -1,13 +1,15 @@
 """Nodes of the data preparation pipeline."""
 
 import pandas as pd
+from datasets import Dataset
 
+from ppo_rlhf.data.tables import frame_of
 from ppo_rlhf.supervised import demonstrations as preparation
 from ppo_rlhf.supervised.demonstrations import DataPreparationConfig
 
 
 def split_demonstrations(
-    raw_demonstrations: pd.DataFrame, data_preparation: DataPreparationConfig
+    raw_demonstrations: Dataset, data_preparation: DataPreparationConfig
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Check the demonstrations, give their columns standard names, and hold a part out for evaluation."""
-    return preparation.split_demonstrations(raw_demonstrations, data_preparation)
+    return preparation.split_demonstrations(frame_of(raw_demonstrations), data_preparation)

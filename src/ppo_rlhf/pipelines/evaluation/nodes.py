@@ -9,6 +9,7 @@ from typing import Any
 import mlflow
 import pandas as pd
 import torch
+from datasets import Dataset
 from transformers import PreTrainedModel
 
 from ppo_rlhf.checkpoints.model_card import place, with_result
@@ -39,7 +40,7 @@ DRAWN_BY = (
 
 def choose_prompts(
     evaluation_prompts: pd.DataFrame | None,
-    raw_evaluation_prompts: pd.DataFrame | None,
+    raw_evaluation_prompts: Dataset | None,
     training_prompts: pd.DataFrame | None,
     sft_policy: PretrainedHandle,
     ppo: PPOConfig,
@@ -48,7 +49,7 @@ def choose_prompts(
     """Take the user's evaluation prompts and count those that PPO trained on; without any, those that it held out."""
     if raw_evaluation_prompts is None:
         return evaluation_prompts, 0
-    table = raw_evaluation_prompts.head(prompts.max_held_out)
+    table = raw_evaluation_prompts.select(range(min(prompts.max_held_out, len(raw_evaluation_prompts))))
     logger.info("Prompts of evaluation_prompts_path: %d of %d.", len(table), len(raw_evaluation_prompts))
     chosen = PromptReader.of(sft_policy, ppo).read(table, prompts.column, "evaluation prompts").to_frame()
     trained = 0 if training_prompts is None else int(chosen["prompt"].isin(training_prompts["prompt"]).sum())

@@ -7,6 +7,7 @@ from typing import Any
 
 import mlflow
 import pandas as pd
+from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf.checkpoints.model_card import NOT_EVALUATED, place, render_card
@@ -15,7 +16,7 @@ from ppo_rlhf.checkpoints.resume import restore
 from ppo_rlhf.checkpoints.store import TRAINING_KL, CheckpointRequest
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.data.prompt_dataset import PromptDataset
-from ppo_rlhf.data.prompts import PromptReader, PromptsConfig, find_evaluated, split_held_out
+from ppo_rlhf.data.prompts import PromptReader, PromptsConfig, find_evaluated
 from ppo_rlhf.evaluation.comparison import check_right_or_wrong, compare_evaluations, conclude
 from ppo_rlhf.evaluation.policy import EvaluationConfig, Evaluator, PolicyEvaluation, resolve_judge
 from ppo_rlhf.evaluation.since_best import since_best
@@ -44,31 +45,33 @@ def configure_ppo(ppo: PPOConfig) -> PPOConfig:
 
 
 def prepare_prompts(
-    raw_prompts: pd.DataFrame,
-    raw_evaluation_prompts: pd.DataFrame | None,
+    raw_prompts: Dataset,
+    raw_evaluation_prompts: Dataset | None,
     sft_policy: PretrainedHandle,
     ppo_config: PPOConfig,
     prompts: PromptsConfig,
 ) -> dict[str, object]:
     """Check and tokenise the prompts, and hold a share of them out for evaluation."""
-    tables = split_held_out(raw_prompts, raw_evaluation_prompts, prompts)
+    training, held_out = PromptReader.of(sft_policy, ppo_config).read_split(
+        raw_prompts, raw_evaluation_prompts, prompts
+    )
     if raw_evaluation_prompts is not None:
-        if len(tables[1]) < len(raw_evaluation_prompts):
+        if prompts.max_held_out < len(raw_evaluation_prompts):
             log.info(
                 "Of %d evaluation prompts the first %d are used (prompts.max_held_out).",
-                *(len(raw_evaluation_prompts), len(tables[1])),
+                *(len(raw_evaluation_prompts), prompts.max_held_out),
             )
-        if shared := find_evaluated(raw_prompts, raw_evaluation_prompts, prompts.column).sum():
+        if shared := sum(find_evaluated(raw_prompts, raw_evaluation_prompts, prompts.column)):
             done = "trained on all the same" if prompts.train_on_evaluation_prompts else "left out of training"
             log.warning(
                 "%d of %d prompts are evaluation prompts, too, and %s (prompts.train_on_evaluation_prompts).",
                 *(shared, len(raw_prompts), done),
             )
-    reader = PromptReader.of(sft_policy, ppo_config)
-    training = reader.read(tables[0], prompts.column, "training prompts")
-    held_out = reader.read(tables[1], prompts.column, "evaluation prompts")
     log.info("%d prompts to train on, %d held out.", len(training), len(held_out))
-    stored = {"training_prompts": pd.DataFrame({"prompt": training.texts}), "evaluation_prompts": held_out.to_frame()}
+    stored = {
+        "training_prompts": training.texts_frame(),
+        "evaluation_prompts": held_out.to_frame(),
+    }
     return {"prompt_dataset": training, "evaluation_prompt_dataset": held_out, **stored}
 
 
@@ -116,7 +119,7 @@ def initialise_training_state(
     if pretrained_critic is not None and stored is not None:
         log.info("The critic starts as %s.", pretrained_critic.source)
     state = build_state(policy.model, critic, policy.tokenizer, ppo_config)
-    check_room(reward_scorer, prompt_dataset.prompt_ids, ppo_config.response_length, state.sampling.stop_token_ids)
+    check_room(reward_scorer, prompt_dataset.lengths, ppo_config.response_length, state.sampling.stop_token_ids)
     if resume_checkpoint is not None:
         restore(state, resume_checkpoint)
     return state

@@ -4,10 +4,12 @@ import logging
 from functools import partial
 
 import pandas as pd
+from datasets import Dataset
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import DataError
-from ppo_rlhf.data.prompts import PromptReader, PromptsConfig, split_held_out
+from ppo_rlhf.data.prompts import PromptReader, PromptsConfig
+from ppo_rlhf.data.tables import frame_of
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.ppo.models import sampling_settings
 from ppo_rlhf.ppo.precision import resolve_device
@@ -20,12 +22,12 @@ from ppo_rlhf.supervised.reward_training import RewardModellingConfig
 log = logging.getLogger(__name__)
 
 
-def check_preferences(raw_preferences: pd.DataFrame | None, reward_modelling: RewardModellingConfig) -> pd.DataFrame:
+def check_preferences(raw_preferences: Dataset | None, reward_modelling: RewardModellingConfig) -> pd.DataFrame:
     """Check given preferences before anything is trained; without any, hand on an empty table."""
     if raw_preferences is None:
         return pd.DataFrame()
     return pairs.check_preferences(
-        raw_preferences,
+        frame_of(raw_preferences),
         reward_modelling.prompt_column,
         reward_modelling.chosen_column,
         reward_modelling.rejected_column,
@@ -35,8 +37,8 @@ def check_preferences(raw_preferences: pd.DataFrame | None, reward_modelling: Re
 def collect_preferences(
     checked_preferences: pd.DataFrame,
     sft_policy: PretrainedHandle,
-    raw_prompts: pd.DataFrame | None,
-    raw_evaluation_prompts: pd.DataFrame | None,
+    raw_prompts: Dataset | None,
+    raw_evaluation_prompts: Dataset | None,
     reward_modelling: RewardModellingConfig,
     ppo: PPOConfig,
     prompts: PromptsConfig,
@@ -48,14 +50,14 @@ def collect_preferences(
     labeller = reward_modelling.labeller
     if raw_prompts is None or labeller is None:
         raise DataError("preferences: none are given, and without prompts and a labeller none can be made.")
-    training, _ = split_held_out(raw_prompts, raw_evaluation_prompts, prompts)  # what PPO will answer
-    dataset = PromptReader.of(sft_policy, ppo).read(training, prompts.column, "training prompts")
+    reader = PromptReader.of(sft_policy, ppo)
+    training, _ = reader.read_split(raw_prompts, raw_evaluation_prompts, prompts)  # what PPO will answer
     policy = sft_policy.causal_lm().to(resolve_device(reward_modelling.device))  # type: ignore[arg-type]
     log.info("Sampling %d pairs from the SFT policy, labelled by %s …", reward_modelling.pairs, labeller)
     return pairs.sample_preferences(
         policy,
         tokenizer,
-        dataset,
+        training,
         sampling_settings(ppo, tokenizer, policy),
         (labeller, load_function(labeller)),
         pairs=reward_modelling.pairs,

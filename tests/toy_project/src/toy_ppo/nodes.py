@@ -6,8 +6,8 @@ import signal
 from dataclasses import dataclass
 from types import SimpleNamespace
 
-import pandas as pd
 import torch
+from datasets import Dataset
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
@@ -45,8 +45,8 @@ def configure_ppo(ppo: PPOConfig) -> PPOConfig:
     return ppo
 
 
-def read_prompts(raw_prompts: pd.DataFrame, prompts: PromptsConfig, reward: RewardConfig) -> list[str]:
-    return raw_prompts[prompts.column].tolist()
+def read_prompts(raw_prompts: Dataset, prompts: PromptsConfig, reward: RewardConfig) -> list[str]:
+    return list(raw_prompts[prompts.column])
 
 
 def initialise_training_state(ppo_config: PPOConfig, prompt_texts: list[str]) -> ToyState:

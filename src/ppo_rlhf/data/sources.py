@@ -1,0 +1,316 @@
+"""A user's table: where it is, how `datasets` loads it, and what is wrong with a file that cannot be loaded."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import fsspec
+import numpy as np
+import pandas as pd
+
+from ppo_rlhf.core.errors import DataError, in_one_line
+
+if TYPE_CHECKING:  # `datasets` takes two seconds to import, which only a run pays for
+    from datasets import Dataset
+
+FORMATS = {
+    ".jsonl": "json",
+    ".json": "json",
+    ".csv": "csv",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".txt": "text",
+}
+"""Endings of files, and the builder of `datasets` that reads each."""
+COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
+HUB = "hf://datasets/"
+_ENDINGS = f"{', '.join(FORMATS)}, plain or as {', '.join(COMPRESSIONS)}"
+_HUB_NAME = re.compile(
+    r"(?P<path>[\w][\w.-]*/[\w][\w.-]*)(@(?P<revision>[\w.-]+))?(#(?P<name>[\w.-]+))?(:(?P<split>.+))?"
+)
+_HUB_FILE = re.compile(HUB + r"(?P<repo_id>[\w.-]+/[\w.-]+)(@(?P<revision>[^/]+))?/(?P<filename>.+)")
+LONG = 10_000
+"""Rows for which a progress bar is shown."""
+_LARGE = 10_000_000  # bytes, the same
+_TEXT_COLUMNS = ("prompt", "completion", "text", "chosen", "rejected")
+
+
+def load_table(
+    source: str, *, text_column: str = "text", cache: str | None = None, load_args: dict[str, Any] | None = None
+) -> Dataset:
+    """Return a table, memory-mapped except for CSV.
+
+    Args:
+        source: A file, a glob or a folder of files of one kind; a folder that `save_to_disk` wrote; a file on the hub
+            (`hf://datasets/<owner>/<name>/<file>`); or a data set on the hub, `<owner>/<name>` with `@<revision>`,
+            `#<configuration>` and `:<split>` if need be, for example `openai/gsm8k#main:train[:10%]`.
+        text_column: The column's name where files are plain text; in CSV a column that stays text.
+        cache: The folder for the Arrow files that are made of the table; None: that of `datasets`.
+        load_args: Further arguments of `datasets.load_dataset`.
+
+    Raises:
+        DataError: Nothing is there, an unknown ending, a damaged line (its number is named), no rows, or a data set
+            that cannot be reached.
+    """
+    given = load_args or {}
+    files = files_of(source)
+    if files is None:
+        table = _load_from_hub(source, cache, given)
+    elif isinstance(files, Path):
+        table = _load_saved(files, given.get("split"))
+    else:
+        table = _load_files(source, files, text_column, cache, given)
+    if not len(table):
+        raise DataError(f"{source}: this data file has no rows. It needs at least one.")
+    return table
+
+
+def is_hub_name(source: str) -> bool:
+    """Return whether a source that is no file can be the name of a data set on the hub."""
+    return bool(_HUB_NAME.fullmatch(source)) and _kind(Path(source)) not in FORMATS
+
+
+def files_of(source: str) -> list[Path] | Path | None:
+    """Return the files that a source names, the folder that `save_to_disk` wrote, or None for a data set on the hub."""
+    if source.startswith(HUB):
+        return [_downloaded(source)]
+    path = Path(source)
+    if path.is_file():
+        files = [path]
+    elif (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+        return path
+    elif path.is_dir():
+        files = sorted(file for file in path.iterdir() if _kind(file) in FORMATS)
+        if not files:
+            raise DataError(f"{source}: no file in this folder can be read. Give {_ENDINGS}.")
+    else:
+        files = sorted(path.parent.glob(path.name)) if path.parent.is_dir() else []
+        if not files and is_hub_name(source):
+            return None
+        if not files:
+            raise DataError(f"{source}: this data file does not exist. Give {_ENDINGS}, or a name on the hub.")
+    kinds = {_kind(file) for file in files}
+    if len({FORMATS.get(kind, kind) for kind in kinds}) > 1:
+        raise DataError(f"{source}: files of several kinds ({', '.join(sorted(kinds))}). Give those of one kind.")
+    if not kinds <= FORMATS.keys():
+        (kind,) = kinds
+        raise DataError(f"{source}: files ending in {kind or 'nothing'} cannot be read. Give {_ENDINGS}.")
+    return files
+
+
+def _kind(file: Path) -> str:
+    return (Path(file.stem) if file.suffix in COMPRESSIONS else file).suffix.lower()
+
+
+def _downloaded(source: str) -> Path:
+    from huggingface_hub import hf_hub_download
+
+    address = _HUB_FILE.fullmatch(source)
+    if address is None:
+        raise DataError(
+            f"{source}: a file on the hub is named {HUB}<owner>/<name>/<file>, or …<name>@<revision>/<file>."
+        )
+    try:
+        repository, revision, file = address.group("repo_id", "revision", "filename")
+        return Path(hf_hub_download(repository, file, repo_type="dataset", revision=revision))
+    except (OSError, ValueError) as error:  # of the hub, of the network, of the cache, or HF_HUB_OFFLINE
+        raise DataError(f"{source}: cannot be downloaded: {in_one_line(error)}") from error
+
+
+def _load_from_hub(source: str, cache: str | None, given: dict[str, Any]) -> Dataset:
+    import datasets
+    from datasets.exceptions import DatasetNotFoundError
+
+    address = _HUB_NAME.fullmatch(source)
+    assert address is not None
+    named = {key: value for key, value in address.groupdict().items() if value is not None}
+    if both := named.keys() & given.keys():
+        raise DataError(f"{source}: load_args gives {', '.join(sorted(both))}, too. Give each once.")
+    try:
+        found = datasets.load_dataset(**{**given, **named}, cache_dir=cache)
+    except DatasetNotFoundError as error:
+        why = in_one_line(error)
+        if "gated" in why:
+            why += " Accept its terms on the hub, and set HF_TOKEN or run `hf auth login`."
+        raise DataError(f"{source}: {why}") from error
+    except (OSError, ValueError) as error:  # no network, an unknown configuration or split
+        raise DataError(f"{source}: cannot be loaded: {in_one_line(error)}") from error
+    return _one_split(found, source)
+
+
+def _load_saved(folder: Path, split: str | None) -> Dataset:
+    import datasets
+
+    try:
+        found = datasets.load_from_disk(str(folder))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{folder}: cannot be loaded: {in_one_line(error)}") from error
+    return _one_split(found, str(folder), split)
+
+
+def _one_split(found: Any, source: str, split: str | None = None) -> Dataset:
+    """Return a table, of several splits the one asked for or `train`."""
+    if not isinstance(found, dict):
+        return found
+    chosen = split or ("train" if "train" in found else next(iter(found)) if len(found) == 1 else None)
+    if chosen not in found:
+        raise DataError(f"{source}: the splits are {', '.join(found)}. Name one, as in <owner>/<name>:<split>.")
+    return found[chosen]
+
+
+def _load_files(source: str, files: list[Path], text_column: str, cache: str | None, given: dict[str, Any]) -> Dataset:
+    import datasets
+
+    builder = FORMATS[_kind(files[0])]
+    if builder == "csv" and not given:
+        return datasets.concatenate_datasets([_read_csv(file, text_column) for file in files])
+    options = {"encoding": "utf-8-sig"} if builder == "text" else {}
+    try:
+        with _quiet(), bars(sum(file.stat().st_size for file in files) > _LARGE):
+            table = datasets.load_dataset(
+                builder, **{**options, "split": "train", **given}, data_files=list(map(str, files)), cache_dir=cache
+            )
+    except Exception as error:  # builders raise errors of many libraries, StopIteration for an empty file among them
+        rows = [row for file in files for row in _read_by_line(file, builder)]
+        if not rows:
+            raise DataError(f"{source}: cannot be loaded: {in_one_line(error.__cause__ or error)}") from error
+        table = datasets.Dataset.from_list(rows, on_mixed_types="use_json")
+    if builder != "text":
+        return table
+    with bars(len(table) > LONG):
+        table = table.filter(lambda texts: [bool(text.strip()) for text in texts], input_columns="text", batched=True)
+    return table.rename_column("text", text_column) if text_column != "text" else table
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep `datasets` from logging a damaged file, too: the error says it."""
+    from datasets.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+
+
+def _read_by_line(file: Path, builder: str) -> list[dict[str, Any]]:
+    """Return the rows of a JSON file that `datasets` cannot read, for example mixed types beside empty lines.
+
+    Raises:
+        DataError: One line with the place: the file has no rows, or a line that cannot be read.
+    """
+    if file.stat().st_size == 0:
+        raise DataError(f"{file}: this data file is empty. It needs at least one row.")
+    if builder not in ("json", "text"):
+        return []
+    text = _text(file)
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if not lines:
+        raise DataError(f"{file}: this data file has no rows. It needs at least one.")
+    if builder == "text":
+        return []
+    if not text.lstrip().startswith("["):
+        return [_object(file, number, line) for number, line in lines]
+    if not (rows := _parsed(file, 1, text)):
+        raise DataError(f"{file}: this data file has no rows. It needs at least one.")
+    return list(rows)
+
+
+def _text(file: Path) -> str:
+    try:
+        with fsspec.open(file, "rb", compression="infer") as opened:
+            content = opened.read()
+    except (OSError, ValueError, EOFError) as error:
+        raise DataError(f"{file}: this data file is damaged: {in_one_line(error)}") from error
+    try:
+        return str(content.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        number = content[: error.start].count(b"\n") + 1
+        raise DataError(f"{file}: line {number} is damaged, it is not UTF-8 text.") from error
+
+
+def _parsed(file: Path, number: int, text: str) -> Any:
+    """Return the value of JSON text that begins in line `number` of a file."""
+    try:
+        value = json.loads(text)
+        json.dumps(value, ensure_ascii=False).encode()  # an escape may be half of a surrogate pair
+    except json.JSONDecodeError as error:
+        line = number + error.lineno - 1
+        raise DataError(f"{file}: line {line} is damaged, it is not valid JSON ({error.msg}).") from error
+    except UnicodeEncodeError as error:
+        raise DataError(f"{file}: line {number} is damaged, it has half of a surrogate pair.") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or thousands of brackets
+        raise DataError(f"{file}: line {number} cannot be read: {error}.") from error
+    return value
+
+
+def _object(file: Path, number: int, line: str) -> dict[str, Any]:
+    value = _parsed(file, number, line)
+    if not isinstance(value, dict):
+        raise DataError(f"{file}: line {number} is not an object with named columns: {line.strip()[:40]}")
+    return value
+
+
+def _read_csv(file: Path, text_column: str) -> Dataset:
+    """Return a CSV file, in which only an empty cell is missing, and whole numbers stay whole beside one."""
+    import datasets
+
+    surplus = "Rows have more cells than the header; quote texts that hold commas."
+    try:
+        frame = pd.read_csv(
+            file,
+            encoding="utf-8-sig",
+            dtype=dict.fromkeys((*_TEXT_COLUMNS, text_column), "string"),
+            dtype_backend="numpy_nullable",
+            keep_default_na=False,
+            na_values=[""],
+        )
+    except (OSError, EOFError, ValueError) as error:  # also what pandas' parser raises, which names the line
+        reason = in_one_line(error)
+        raise DataError(
+            f"{file}: this CSV file is damaged: {reason}{f'. {surplus}' if 'saw' in reason else ''}"
+        ) from error
+    if not isinstance(frame.index, pd.RangeIndex):  # pandas took the first cells for row labels and shifted the others
+        raise DataError(f"{file}: this CSV file is damaged: {surplus}")
+    return datasets.Dataset.from_pandas(frame, preserve_index=False)
+
+
+def table_of(columns: Mapping[str, Sequence[Any]]) -> Dataset:
+    """Return a table of columns in memory; values of several types stay as they are.
+
+    Raises:
+        DataError: Columns of several lengths, or values that Arrow has no type for.
+    """
+    import datasets
+
+    try:
+        plain = {name: [_plain(value) for value in values] for name, values in columns.items()}
+        return datasets.Dataset.from_dict(plain, on_mixed_types="use_json")
+    except (ValueError, TypeError, OverflowError) as error:  # Arrow's own are ValueErrors
+        raise DataError(f"this table cannot be read: {in_one_line(error)}") from error
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
+
+
+@contextmanager
+def bars(shown: bool) -> Iterator[None]:
+    """Show the progress bars of `datasets`, or not: nobody waits for a short table."""
+    import datasets
+
+    were_disabled = datasets.are_progress_bars_disabled()
+    if not shown:
+        datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not were_disabled:
+            datasets.enable_progress_bars()

@@ -1,0 +1,203 @@
+"""The token ids that a reward model reads for a prompt with its response: one place for training and scoring.
+
+A prompt that is text is followed by the response and, if the response stopped, by the reward model's end of text. A
+prompt that is a chat is shown as the reward model's chat template shows it, with the response as the assistant's
+message.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from ppo_rlhf.core.errors import DataError
+from ppo_rlhf.data.chats import ASSISTANT, Chat, answered, render_chat
+from ppo_rlhf.models.tokenizers import append_end, encode_texts, same_vocabulary, special_ids
+from ppo_rlhf.rewards.scoring import ResponseBatch
+
+ENVIRONMENT = "environment"
+"""Role of a reply that is no turn of the policy's chat template."""
+_REPLY_ROLES = ("user", "tool", "system")
+_MARK = "⁂ANSWER⁂"  # stands for a message's content, to find what a template puts around it
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """Shows prompts with responses to a reward model."""
+
+    tokenizer: PreTrainedTokenizerBase
+    """The reward model's."""
+    policy_tokenizer: PreTrainedTokenizerBase
+    """Of the prompts and responses."""
+
+    @cached_property
+    def reads_policy_ids(self) -> bool:
+        """Whether the reward model has the policy's vocabulary."""
+        return same_vocabulary(self.tokenizer, self.policy_tokenizer)
+
+    @cached_property
+    def has_policy_template(self) -> bool:
+        """Whether the reward model reads chats as the policy writes them: by its vocabulary and its template."""
+        own, policys = self.tokenizer, self.policy_tokenizer
+        return self.reads_policy_ids and own.chat_template == policys.chat_template
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Special tokens of the policy's vocabulary."""
+        return special_ids(self.policy_tokenizer)
+
+    def sequences(self, batch: ResponseBatch) -> list[list[int]]:
+        """Return the token ids of N prompts with their responses.
+
+        Raises:
+            DataError: The reward model's tokenizer has no chat template and a prompt is a chat, its template refuses
+                the conversation, or a reply of the environment is no turn of the policy's template.
+        """
+        chats = batch.chats or [None] * len(batch)
+        texts = [row for row, chat in enumerate(chats) if chat is None and not self.reads_policy_ids]
+        encoded = dict(zip(texts, self._encode(batch, texts), strict=True))
+        return [
+            encoded[row] if row in encoded else self._sequence(batch, row, chat, f"reward model: response {row}")
+            for row, chat in enumerate(chats)
+        ]
+
+    def check(self, chats: Iterable[str | None], name: str) -> None:
+        """Raise `DataError` if the reward model's chat template refuses a prompt with a reply.
+
+        Of prompts with the same roles and keys only the first is tried.
+
+        Args:
+            chats: The messages of each prompt as JSON; None is text.
+            name: Where the prompts come from, for errors.
+        """
+        tried = set()
+        for row, chat in enumerate(chats):
+            if chat is None:
+                continue
+            messages = json.loads(chat)
+            kind = tuple((message["role"], *sorted(message)) for message in messages)
+            if kind not in tried:
+                tried.add(kind)
+                where = f"{name}: row {row}, for the reward model ({self.tokenizer.name_or_path or 'its tokenizer'})"
+                whole = answered(messages, _MARK)
+                for to_answer in (False, True):
+                    render_chat(whole, self.tokenizer, where, to_answer=to_answer)
+
+    def _sequence(self, batch: ResponseBatch, row: int, chat: Chat | None, where: str) -> list[int]:
+        stopped = batch.terminated[row]
+        if chat is not None and not self.has_policy_template:
+            return conversation_ids(chat, self.tokenizer, where, stopped=stopped)
+        end: list[int] = []
+        if chat is not None:
+            end = _after_reply(chat, self.tokenizer, where)
+        elif self.tokenizer.eos_token_id is not None:
+            end = [self.tokenizer.eos_token_id]
+        closed = close_response(batch.response_ids[row], stopped, end, self.special_ids, has_turns=bool(batch.turns))
+        return batch.prompt_ids[row] + closed
+
+    def _encode(self, batch: ResponseBatch, rows: list[int]) -> list[list[int]]:
+        # decoded together: the policy's tokenizer knows whether there is a space between prompt and response
+        whole = [batch.prompt_ids[row] + batch.response_ids[row] for row in rows]
+        found = encode_texts(self.policy_tokenizer.batch_decode(whole, skip_special_tokens=True), self.tokenizer)
+        eos = self.tokenizer.eos_token_id
+        return [append_end(ids, eos) if batch.terminated[row] else ids for row, ids in zip(rows, found, strict=True)]
+
+
+def conversation_ids(chat: Chat, tokenizer: PreTrainedTokenizerBase, where: str, *, stopped: bool = True) -> list[int]:
+    """Return the ids of `tokenizer.apply_chat_template(chat)`; a reply that did not stop leaves its turn open.
+
+    Raises:
+        DataError: As `render_chat`, or a reply of an environment is no turn of the policy's template.
+    """
+    if any(message["role"] == ENVIRONMENT for message in chat):
+        raise DataError(
+            f"{where}: a reply of ppo.environment is no turn of the policy's chat template, so it cannot be shown to "
+            "a reward model with another one. Let the environment write the template's marks (docs/conversations.md)"
+        )
+    if not stopped and not (chat[-1]["content"] or "").strip():
+        chat = chat[:-1]  # nothing is said yet
+    text = render_chat(chat, tokenizer, where, to_answer=not stopped)
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def close_response(
+    ids: list[int], stopped: bool, end: list[int], special_ids: frozenset[int], *, has_turns: bool = False
+) -> list[int]:
+    """Return a response as reward training shows it: with `end` after it if and only if it stopped.
+
+    A special stop token is replaced by `end`; a stop token that is text, such as a full stop, stays before it. With
+    turns, an episode can be cut off after the stop token of a turn, which then does not end the text.
+    """
+    if not stopped and not has_turns:
+        return ids
+    if stopped and end and ids[-len(end) :] == end:
+        return ids
+    text = ids[:-1] if ids and ids[-1] in special_ids else ids
+    return [*text, *end] if stopped else text
+
+
+def conversations(
+    prompts: list[Chat | None],
+    prompt_ids: list[list[int]],
+    response_ids: list[list[int]],
+    policy_mask: Tensor | None,
+    tokenizer: PreTrainedTokenizerBase,
+) -> list[Chat | None]:
+    """Return N prompts with their responses as messages; None where the prompt is text.
+
+    A reply of an environment has the role that the policy's template gives it, or `ENVIRONMENT` if it is no turn of it.
+
+    Args:
+        prompts: Messages of each prompt, None for text; empty: all are texts.
+        prompt_ids: Tokens of the prompts.
+        response_ids: Tokens of the responses.
+        policy_mask: [N, T] bool, True on the policy's tokens; None: all tokens are the policy's.
+        tokenizer: The policy's.
+    """
+    found: list[Chat | None] = [None] * len(prompt_ids)
+    for row, chat in enumerate(prompts):
+        if chat is None:
+            continue
+        ids, before = response_ids[row], prompt_ids[row]
+        is_policy = [True] * len(ids) if policy_mask is None else policy_mask[row].tolist()[: len(ids)]
+        begun = before if chat[-1]["role"] == ASSISTANT else []  # a space may stand between it and its continuation
+        stop: list[int] = []
+        for policys, pairs in groupby(zip(ids, is_policy, strict=True), key=lambda pair: pair[1]):
+            turn = [token for token, _ in pairs]
+            if policys:
+                start, whole = tokenizer.batch_decode([begun, begun + turn], skip_special_tokens=True)
+                chat = answered(chat, whole[len(start) :])
+                begun, stop = [], turn[-1:]
+            else:
+                chat = [*chat, _reply_message(chat, str(tokenizer.decode(stop + turn)), tokenizer)]
+        found[row] = chat if ids else answered(chat, "")
+    return found
+
+
+def _reply_message(chat: Chat, text: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """Return the message of an environment, given the text from the policy's stop token on; special tokens included."""
+    for role in _REPLY_ROLES:
+        marked = [*chat[:-1], {**chat[-1], "content": _MARK}, {"role": role, "content": _MARK}]
+        try:
+            rendered = render_chat(marked, tokenizer, "", to_answer=True)
+        except DataError:  # the template does not know this role
+            continue
+        rest, _, after = rendered.rpartition(_MARK)
+        before, after, text = rest.rpartition(_MARK)[2].lstrip(), after.rstrip(), text.strip()
+        if text.startswith(before) and text.endswith(after) and len(text) >= len(before) + len(after):
+            return {"role": role, "content": text[len(before) : len(text) - len(after)]}
+    return {"role": ENVIRONMENT, "content": text}
+
+
+def _after_reply(chat: Chat, tokenizer: PreTrainedTokenizerBase, where: str) -> list[int]:
+    """Return the tokens that the chat template puts after the reply that ends a conversation."""
+    text = render_chat([*chat[:-1], {**chat[-1], "content": _MARK}], tokenizer, where)
+    if _MARK not in text:
+        raise DataError(f"{where}: the chat template does not write the reply as it is, so its end cannot be found")
+    return list(tokenizer(text.rpartition(_MARK)[2], add_special_tokens=False)["input_ids"])
