@@ -102,6 +102,8 @@ class Rendering:
         return batch.prompt_ids[row] + closed
 
     def _encode(self, batch: ResponseBatch, rows: list[int]) -> list[list[int]]:
+        if not rows:  # of no texts some versions of transformers decode one
+            return []
         # decoded together: the policy's tokenizer knows whether there is a space between prompt and response
         whole = [batch.prompt_ids[row] + batch.response_ids[row] for row in rows]
         found = encode_texts(self.policy_tokenizer.batch_decode(whole, skip_special_tokens=True), self.tokenizer)
