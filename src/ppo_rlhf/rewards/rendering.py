@@ -44,8 +44,8 @@ class Rendering:
     @cached_property
     def has_policy_template(self) -> bool:
         """Whether the reward model reads chats as the policy writes them: by its vocabulary and its template."""
-        own, policys = self.tokenizer, self.policy_tokenizer
-        return self.reads_policy_ids and own.chat_template == policys.chat_template
+        own, other = self.tokenizer, self.policy_tokenizer
+        return self.reads_policy_ids and own.chat_template == other.chat_template
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
@@ -170,9 +170,9 @@ def conversations(
         is_policy = [True] * len(ids) if policy_mask is None else policy_mask[row].tolist()[: len(ids)]
         begun = before if chat[-1]["role"] == ASSISTANT else []  # a space may stand between it and its continuation
         stop: list[int] = []
-        for policys, pairs in groupby(zip(ids, is_policy, strict=True), key=lambda pair: pair[1]):
+        for is_own, pairs in groupby(zip(ids, is_policy, strict=True), key=lambda pair: pair[1]):
             turn = [token for token, _ in pairs]
-            if policys:
+            if is_own:
                 start, whole = tokenizer.batch_decode([begun, begun + turn], skip_special_tokens=True)
                 chat = answered(chat, whole[len(start) :])
                 begun, stop = [], turn[-1:]
