@@ -27,7 +27,7 @@ from ppo_rlhf.models import packed_attention
 from ppo_rlhf.models.forward import hidden_states, logits_of, packs
 from ppo_rlhf.models.packed_attention import NAME, PackedLayout, place_rows, take_rows
 from ppo_rlhf.models.sequence_scores import sequence_scores
-from ppo_rlhf.models.token_rows import right_padded
+from ppo_rlhf.models.token_rows import filled_size, right_padded
 from tests.tiny_models import KINDS, composite_config, tiny_model
 
 SEQUENCES = [[4, 7, 9, 12, 5], [6], [8, 10, 11], [3, 13, 14, 15, 16, 17, 18]]
@@ -266,11 +266,27 @@ def test_attention_within_sequences_is_that_worked_out_token_by_token(lengths):
     assert_close(found, worked_out(query, key, value, lengths, 0.3), rtol=0.0, atol=1e-12)
 
 
-def test_a_layout_spreads_with_zeros_and_collects_again():
-    layout, tokens = PackedLayout.of([1, 3, 2]), torch.arange(1.0, 7.0)[:, None]
+def test_a_layout_spreads_and_collects_again_and_the_padding_gets_no_gradient():
+    layout, tokens = PackedLayout.of([1, 3, 2]), torch.arange(1.0, 7.0)[:, None].requires_grad_()
     spread = layout.spread(tokens)
-    assert spread[:, :, 0].tolist() == [[1, 0, 0], [2, 3, 4], [5, 6, 0]]
+    assert spread[:, :, 0].tolist() == [[1, 1, 1], [2, 3, 4], [5, 6, 1]]
     assert torch.equal(layout.collect(spread), tokens)
+    (spread * torch.arange(9.0).view(3, 3, 1)).sum().backward()
+    assert tokens.grad[:, 0].tolist() == [0.0, 3.0, 4.0, 5.0, 6.0, 7.0]
+
+
+@pytest.mark.parametrize("lengths", [(5, 3), (1,), (64,), (40, 30, 70), (1500, 700)], ids=str)
+def test_filled_rows_have_one_of_few_sizes_and_no_longer_sequence(lengths):
+    rows = right_padded([[7] * length for length in lengths], 0, fill=True)
+    size, tokens = rows.packed_ids.shape[1], sum(lengths)
+    assert size == filled_size(tokens) == sum(rows.layout.lengths)
+    assert size % 64 == 0
+    assert size - tokens < max(64, tokens / 16)
+    assert rows.layout.lengths[: len(lengths)] == lengths
+    assert rows.layout.width == max(lengths)
+    assert int(rows.packed_positions.max()) == max(lengths) - 1
+    assert rows.slots.shape == (tokens,)
+    assert len({filled_size(count) for count in range(1, 4097)}) == 16 + 16 * 2
 
 
 def test_rows_are_placed_and_taken_with_their_gradients():
@@ -279,6 +295,9 @@ def test_rows_are_placed_and_taken_with_their_gradients():
     assert placed.tolist() == [[2.0, 3.0], [0.0, 0.0], [0.0, 0.0], [0.0, 1.0], [4.0, 5.0]]
     (placed * torch.arange(10.0).view(5, 2)).sum().backward()
     assert rows.grad.tolist() == [[6.0, 7.0], [0.0, 1.0], [8.0, 9.0]]
+    rows.grad = None
+    place_rows(rows, torch.tensor([1, 0]), 2).sum().backward()  # the last row is not placed
+    assert rows.grad.tolist() == [[1.0, 1.0], [1.0, 1.0], [0.0, 0.0]]
     table = torch.arange(8.0).view(4, 2).requires_grad_()
     taken = take_rows(table, torch.tensor([2, 0]))
     assert taken.tolist() == [[4.0, 5.0], [0.0, 1.0]]

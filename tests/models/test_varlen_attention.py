@@ -86,7 +86,7 @@ def test_a_model_that_attends_by_the_kernel_has_the_hidden_states_of_the_padded_
 def test_torchs_kernel_takes_these_arguments():
     """On the device `meta` torch checks arguments and computes nothing."""
     query, key, value = heads(sum(LENGTHS), device="meta", dtype=torch.bfloat16)
-    starts = PackedLayout.of(LENGTHS, "meta").starts
+    starts = PackedLayout.of(LENGTHS).starts.to("meta")
     attended = varlen_attention.attend_by_kernel(query, key, value, starts, max(LENGTHS), None)
     attended.sum().backward()
     assert attended.shape == query.shape == query.grad.shape

@@ -35,8 +35,8 @@ def test_neither_the_pad_token_nor_its_side_changes_a_run(make_run, make_tokeniz
 def padded_more(left: int, right: int):
     """`make_batch` with `left` more columns of padding before the prompts and `right` more after the responses."""
 
-    def make(prompt_ids, response_ids, lengths, pad_token_id, device="cpu") -> SequenceBatch:
-        batch = make_batch(prompt_ids, response_ids, lengths, pad_token_id, device)
+    def make(prompt_ids, response_ids, lengths, pad_token_id, *, fill) -> SequenceBatch:
+        batch = make_batch(prompt_ids, response_ids, lengths, pad_token_id, fill=fill)
 
         def wider(tensor: torch.Tensor, fill: int) -> torch.Tensor:
             return torch.nn.functional.pad(tensor, (left, right), value=fill)
@@ -46,6 +46,29 @@ def padded_more(left: int, right: int):
         return dataclasses.replace(batch, rows=more)
 
     return make
+
+
+@pytest.mark.parametrize("settings", [{}, {"value_model": "shared"}, {"max_tokens_per_micro_batch": 30}], ids=str)
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_rows_that_are_filled_up_for_an_accelerator_change_nothing(make_run, monkeypatch, kind, settings):
+    settings = {**EVERY_LOSS, **settings}
+    plain = make_run(kind, **ONE_STEP, **settings).before_update()[-1]
+    expected = gradients(make_run, moved_on(plain), kind, **settings)
+    sizes = []
+
+    def filled(*args, fill) -> SequenceBatch:
+        batch = make_batch(*args, fill=True)
+        sizes.append((batch.rows.packed_ids.shape[1], len(batch.rows.slots)))
+        return batch
+
+    monkeypatch.setattr(rollout, "make_batch", filled)
+    found = make_run(kind, **ONE_STEP, **settings).before_update()[-1]
+    assert all(size % 64 == 0 for size, _ in sizes)
+    assert any(size > tokens for size, tokens in sizes)
+    atol = 1e-12 if kind == "gpt2" else 1e-6  # a Llama's norm is float32
+    assert_close(found.rollouts.old_logprobs, plain.rollouts.old_logprobs, rtol=0.0, atol=atol)
+    assert_close(found.scores.values, plain.scores.values, rtol=0.0, atol=atol)
+    assert_same_gradients(gradients(make_run, moved_on(plain), kind, **settings), expected)
 
 
 @pytest.mark.parametrize(("kind", "sides"), [("gpt2", (5, 0)), ("llama", (0, 3)), ("bitnet", (4, 2))], ids=str)

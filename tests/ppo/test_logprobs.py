@@ -9,7 +9,7 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.models.forward import backbone_of, hidden_states_at
 from ppo_rlhf.ppo import logprobs as module
 from ppo_rlhf.ppo.batch import make_batch
-from ppo_rlhf.ppo.logprobs import fill_rows, response_statistics
+from ppo_rlhf.ppo.logprobs import filled_rows, response_statistics
 from ppo_rlhf.ppo.rollout import compute_logprobs
 from ppo_rlhf.ppo.sampling import Responses
 
@@ -28,7 +28,7 @@ def test_responses_follow_their_prompts_and_rows_are_padded_to_the_longest(p):
     assert batch.rows.attention_mask.tolist() == [[1, 1, 1, 0, 0, 0], [1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 1, 1]]
     assert batch.rows.position_ids.tolist() == [[0, 1, 2, 3, 4, 5]] * 3
     assert batch.rows.packed_ids.tolist() == [[4, 1, 2, 5, 6, 3, 7, 7, 7, 7, 7, 7]]
-    assert batch.is_response.tolist() == [[True, True, False], [True, False, False], [True, True, True]]
+    assert batch.shape == (3, 3)
     # states: a prompt's last token, then its response; the packed row is 4 1 2 | 5 6 3 | 7 7 7 7 7 7
     assert batch.state_positions.tolist() == [0, 1, 2, 4, 5, 8, 9, 10, 11]
     assert batch.predicting.tolist() == [0, 1, 3, 5, 6, 7]
@@ -39,9 +39,10 @@ def test_responses_follow_their_prompts_and_rows_are_padded_to_the_longest(p):
 
 
 def test_rows_are_filled_in_their_first_columns():
-    target = torch.full((3, 4), -1.0)
-    fill_rows(target, [2, 0], torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.float64))
-    assert target.tolist() == [[3.0, 4.0, -1.0, -1.0], [-1.0] * 4, [1.0, 2.0, -1.0, -1.0]]
+    found = [torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[5.0]])]
+    filled = filled_rows(4, 3, [[2, 0], [3]], found, torch.float64)
+    assert filled.tolist() == [[3.0, 4.0, 0.0], [0.0] * 3, [1.0, 2.0, 0.0], [5.0, 0.0, 0.0]]
+    assert filled.dtype == torch.float64
 
 
 GEMMA_3N = Gemma3nTextConfig(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ppo_rlhf.ppo.experience import Experience, Scores, ShapedRewards
-from ppo_rlhf.ppo.metrics import StepSums, Update, iteration_metrics, peak_memory_bytes
+from ppo_rlhf.ppo.metrics import StepSums, Update, add_over_processes, iteration_metrics, peak_memory_bytes
 
 NAN = torch.nan
 STATUS = Path("/proc/self/status")
@@ -72,10 +72,10 @@ def experience(make_rollouts):
 
 def step(*values: float) -> StepSums:
     """Statistics of a step of 5 tokens from means over its tokens."""
-    names = [field.name for field in fields(StepSums) if field.name != "tokens"]
+    names = [field.name for field in fields(StepSums) if field.name not in ("tokens", "own")]
     sums = {"approxkl", "policy_clipfrac", "value_clipfrac", "ratio"}
     given = {name: 5 * value if name in sums else value for name, value in zip(names, values, strict=True)}
-    return StepSums(tokens=5, **{name: torch.tensor(value, dtype=torch.float64) for name, value in given.items()})
+    return StepSums(tokens=5, **given)
 
 
 STEPS = [
@@ -183,11 +183,12 @@ def test_micro_batches_add_up_to_their_minibatch():
             value=SimpleNamespace(loss=torch.tensor(2 * loss), clipfrac=torch.tensor(1.0)),
             kl=torch.tensor(0.0),
             entropy=torch.tensor(loss),
-            own_tokens=torch.tensor(tokens),
+            own_tokens=tokens,
         )
-    assert float(step.policy_loss) == close(0.4, 1e-6)
-    assert float(step.value_loss) == close(0.8, 1e-6)
-    assert float(step.entropy) == close(0.4, 1e-6)
+    (step,) = add_over_processes([step])
+    assert step.policy_loss == close(0.4, 1e-6)
+    assert step.value_loss == close(0.8, 1e-6)
+    assert step.entropy == close(0.4, 1e-6)
     assert step.mean("ratio") == step.mean("approxkl") == close(0.9, 1e-6)
     assert step.mean("value_clipfrac") == 1.0
 

@@ -63,6 +63,7 @@ def aggregate_loss(
         denominator = aggregation_count(counts_BT, loss_aggregation)
     elif not isinstance(denominator, Tensor):
         check_range(where, at_least=0.0, denominator=denominator)
+        return numerator / (denominator or 1.0)
     divisor = torch.as_tensor(denominator, dtype=dtype, device=token_loss.device)
     # Without a single token the numerator is 0, and so may be the denominator: 0, not NaN.
     return numerator / torch.where(counts_BT.any(), divisor, 1.0)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Collection
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -86,4 +87,11 @@ def compute_dtype(*tensors: Tensor) -> torch.dtype:
 
 def select(x: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
     """`x` in `dtype` where the bool `mask` is True, 0 elsewhere, even over NaN; no gradient reaches masked entries."""
-    return torch.where(mask, x.to(dtype), 0.0)
+    return torch.where(mask, x.to(dtype), _zero(x.device, dtype))
+
+
+@cache
+def _zero(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """A zero that is made once: `torch.where` would make a new one from a number at each call."""
+    with torch.inference_mode(False):
+        return torch.zeros((), device=device, dtype=dtype)

@@ -81,7 +81,8 @@ def clipped_policy_loss(
     advantages_BT = select(advantages, counts_BT, dtype)
     unclipped_BT = -advantages_BT * ratio_BT
     clipped_BT = -advantages_BT * ratio_BT.clamp(1.0 - cliprange, 1.0 + high)
-    token_loss_BT = torch.maximum(unclipped_BT, clipped_BT)
+    is_clipped_BT = clipped_BT > unclipped_BT
+    token_loss_BT = torch.where(is_clipped_BT, clipped_BT, unclipped_BT)  # the backward pass of a maximum is longer
     if dual_clip is not None:
         check_range(where, above=1.0, dual_clip=dual_clip)
         bounded_BT = torch.minimum(token_loss_BT, -advantages_BT * dual_clip)
@@ -89,12 +90,10 @@ def clipped_policy_loss(
 
     loss = aggregate_loss(token_loss_BT, counts_BT, loss_aggregation, denominator)
     with torch.no_grad():
-        return PolicyLoss(
-            loss=loss,
-            clipfrac=masked_mean((clipped_BT > unclipped_BT).to(dtype), counts_BT),
-            approxkl=0.5 * masked_mean(log_ratio_BT.square(), counts_BT),
-            ratio=masked_mean(ratio_BT, counts_BT),
-        )
+        found = torch.stack([is_clipped_BT.to(dtype), 0.5 * log_ratio_BT.square(), ratio_BT])
+        sums = select(found, counts_BT, dtype).sum(dim=(1, 2))
+        clipfrac, approxkl, ratio = (sums / counts_BT.sum().clamp(min=1)).unbind()
+        return PolicyLoss(loss, clipfrac, approxkl, ratio)
 
 
 def importance_weights(old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, cap: float) -> Tensor:
@@ -177,7 +176,8 @@ def clipped_value_loss(
         clipped_values_BT = values_BT.clamp(old_values_BT - cliprange_value, old_values_BT + cliprange_value)
         clipped_error_BT = (clipped_values_BT - returns_BT).square()
     # torch.maximum would share the gradient of equal errors in a way that depends on torch's version
-    greater_BT = torch.where(clipped_error_BT > error_BT, clipped_error_BT, error_BT)
+    is_clipped_BT = clipped_error_BT > error_BT
+    greater_BT = torch.where(is_clipped_BT, clipped_error_BT, error_BT)
     loss = 0.5 * aggregate_loss(greater_BT, counts_BT, loss_aggregation, denominator)
     with torch.no_grad():
-        return ValueLoss(loss=loss, clipfrac=masked_mean((clipped_error_BT > error_BT).to(dtype), counts_BT))
+        return ValueLoss(loss=loss, clipfrac=masked_mean(is_clipped_BT.to(dtype), counts_BT))

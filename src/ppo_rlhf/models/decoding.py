@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from ppo_rlhf.models.capabilities import PROBE_ERRORS, are_close, hidden_states_alone, probe_ids, probed_once, probing
 from ppo_rlhf.models.forward import backbone_of, logits_of, packs
 from ppo_rlhf.models.packed_attention import PackedLayout, as_autocast, packed_hidden_states, take_rows
+from ppo_rlhf.models.token_rows import right_padded
 
 log = logging.getLogger(__name__)
 
@@ -50,10 +51,9 @@ class Decoder:
     def prefill(self) -> Tensor:
         """Return the logits `[B, V]` that follow the prompts."""
         device = self.lengths.device
-        ids = torch.tensor([[token for row in self._prompt_ids for token in row]], device=device)
-        positions = torch.cat([torch.arange(length) for length in self._columns])[None].to(device)
-        prefill = Prefill(PackedLayout.of(self._columns, device), self._keys, self._values, self._longest)
-        states = packed_hidden_states(self._backbone, ids, positions, prefill)
+        rows = right_padded(self._prompt_ids, 0).to(device)
+        prefill = Prefill(rows.layout, self._keys, self._values, self._longest)
+        states = packed_hidden_states(self._backbone, rows.packed_ids, rows.packed_positions, prefill)
         return self._head(take_rows(states, self.lengths.cumsum(0) - 1))
 
     def step(self, token_ids: Tensor) -> Tensor:

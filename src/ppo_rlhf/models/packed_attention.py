@@ -48,20 +48,17 @@ class PackedLayout:
 
     lengths: tuple[int, ...]  # tokens of each sequence, at least 1
     slots: Tensor  # [N] long, place of each token in the padded form [B, L], flattened
+    sources: Tensor  # [B L] long, the token of each place in the padded form, 0 in the padding
     starts: Tensor  # [B + 1] int32, index of each sequence's first token in the row, and N
 
     @classmethod
-    def of(cls, lengths: Sequence[int], device: torch.device | str = "cpu") -> PackedLayout:
-        """Return the layout of sequences of these lengths."""
+    def of(cls, lengths: Sequence[int]) -> PackedLayout:
+        """Return the layout of sequences of these lengths, on the CPU."""
         width = max(lengths)
-        slots = [torch.arange(row * width, row * width + length) for row, length in enumerate(lengths)]
-        starts = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
-        return cls(tuple(lengths), torch.cat(slots).to(device), starts.to(device))
-
-    def to(self, device: torch.device) -> PackedLayout:
-        """Return the layout on another device."""
-        slots, starts = (tensor.to(device, non_blocking=True) for tensor in (self.slots, self.starts))
-        return PackedLayout(self.lengths, slots, starts)
+        slots = torch.cat([torch.arange(row * width, row * width + length) for row, length in enumerate(lengths)])
+        sources = torch.zeros(len(lengths) * width, dtype=torch.long)
+        sources[slots] = torch.arange(len(slots))
+        return cls(tuple(lengths), slots, sources, torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32))
 
     @property
     def width(self) -> int:
@@ -74,11 +71,10 @@ class PackedLayout:
         return min(self.lengths) == self.width
 
     def spread(self, tokens_N: Tensor) -> Tensor:
-        """Return `[B, L, …]` of `[N, …]`, with 0 in the padding."""
+        """Return `[B, L, …]` of `[N, …]`. The padding repeats the first token, and its gradient is left out."""
         shape = (len(self.lengths), self.width, *tokens_N.shape[1:])
-        if self.has_equal_lengths:
-            return tokens_N.reshape(shape)
-        return place_rows(tokens_N, self.slots, len(self.lengths) * self.width).view(shape)
+        spread: Tensor = tokens_N if self.has_equal_lengths else _Spread.apply(tokens_N, self.sources, self.slots)
+        return spread.reshape(shape)
 
     def collect(self, tokens_BL: Tensor) -> Tensor:
         """Return `[N, …]` of `[B, L, …]`: the inverse of `spread`."""
@@ -126,7 +122,7 @@ def packed_hidden_states(backbone: PreTrainedModel, ids: Tensor, positions: Tens
 
     transformers takes a mask of four dimensions as it is, so this one keeps it from building a mask `[N, N]`.
     """
-    no_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=ids.device)
+    no_mask = _no_mask(ids.device)
     output = backbone(
         input_ids=ids, attention_mask=no_mask, position_ids=positions, use_cache=False, packed_layout=attention
     )
@@ -134,8 +130,13 @@ def packed_hidden_states(backbone: PreTrainedModel, ids: Tensor, positions: Tens
     return states
 
 
+@cache
+def _no_mask(device: torch.device) -> Tensor:
+    return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+
+
 def place_rows(rows: Tensor, slots: Tensor, size: int) -> Tensor:
-    """Return `[size, …]` with the N `rows` at the given slots `[N]`, no slot twice, and 0 elsewhere."""
+    """Return `[size, …]` with the first N `rows` at the given slots `[N]`, no slot twice, and 0 elsewhere."""
     placed: Tensor = _PlaceRows.apply(rows, slots, size)
     return placed
 
@@ -153,7 +154,25 @@ class _PlaceRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, slots: Tensor, size: int) -> Tensor:
         ctx.save_for_backward(slots)
-        return rows.new_zeros(size, *rows.shape[1:]).index_copy_(0, slots, rows)
+        ctx.rows = len(rows)
+        return rows.new_zeros(size, *rows.shape[1:]).index_copy_(0, slots, rows[: len(slots)])
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
+        (slots,) = ctx.saved_tensors
+        placed = grad_outputs[0]
+        if ctx.rows == len(slots):
+            return placed.index_select(0, slots), None, None
+        gradient = placed.new_zeros(ctx.rows, *placed.shape[1:])  # 0 of rows that were not placed
+        torch.index_select(placed, 0, slots, out=gradient[: len(slots)])
+        return gradient, None, None
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, sources: Tensor, slots: Tensor) -> Tensor:
+        ctx.save_for_backward(slots)
+        return tokens.index_select(0, sources)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:

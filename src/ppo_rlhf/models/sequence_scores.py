@@ -30,10 +30,12 @@ def sequence_scores(model: PreTrainedModel, sequences: Sequence[Sequence[int]], 
             transformers' classifiers find the last token.
     """
     own_pad_id = model.config.get_text_config().pad_token_id
-    rows = right_padded(sequences, pad_id if own_pad_id is None else own_pad_id).to(model.device)
-    if isinstance(model, CausalLMRewardModel) and packs(backbone_of(model)):
+    ours = model if isinstance(model, CausalLMRewardModel) and packs(backbone_of(model)) else None
+    fill = ours is not None and model.device.type != "cpu"
+    rows = right_padded(sequences, pad_id if own_pad_id is None else own_pad_id, fill=fill).to(model.device)
+    if ours is not None:
         last = rows.attention_mask.sum(-1).cumsum(0) - 1
-        scores: Tensor = model.score(hidden_states_at(backbone_of(model), rows, last))
+        scores: Tensor = ours.score(hidden_states_at(backbone_of(model), rows, last))
         return scores[:, 0]
     has_pad = own_pad_id is not None or isinstance(model, CausalLMRewardModel)
     return _padded_scores(model, rows) if has_pad and _ignores_padding(model) else _scores_one_by_one(model, rows)

@@ -9,7 +9,7 @@ rounds differently.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.randomness import micro_batches, minibatch_partition
 from ppo_rlhf.models.packed_attention import place_rows
-from ppo_rlhf.models.token_rows import TokenRows, right_padded
+from ppo_rlhf.models.token_rows import TokenRows, filled_size, right_padded
 from ppo_rlhf.processes import own_share
 
 
@@ -26,30 +26,27 @@ class SequenceBatch:
     """B prompts with their responses of T columns, ready for a forward pass.
 
     The N real tokens of all rows follow each other. Of these the M states are s_0 (each prompt's last token) to
-    s_T (each response's last token), and the R response tokens follow the states that predict them.
+    s_T (each response's last token), and the R response tokens follow the states that predict them. More states may
+    follow the M, and more predicting ones the R, so that few shapes occur: nothing reads what is computed for them.
     """
 
     rows: TokenRows  # each prompt followed by its response, padded on the right
-    is_response: Tensor  # [B, T] bool, True on real response tokens
-    state_positions: Tensor  # [M] long, indices of the states among the N real tokens, row by row
-    predicting: Tensor  # [R] long, indices among the M states of those that a response token follows
-    targets: Tensor  # [R] long, the response tokens
+    shape: tuple[int, int]  # B, T
+    state_positions: Tensor  # [M or more] long, indices of the states among the N real tokens, row by row
+    predicting: Tensor  # [R or more] long, indices among the M states of those that a response token follows
+    targets: Tensor  # [R or more] long, the response tokens
     response_slots: Tensor  # [R] long, places of the response tokens in [B, T], flattened
     state_slots: Tensor  # [M] long, places of the states in [B, T + 1], flattened
 
     def scatter_responses(self, values_R: Tensor) -> Tensor:
         """Return values of the response tokens, row by row, as `[B, T]` with 0 in the padding."""
-        return place_rows(values_R, self.response_slots, self.is_response.numel()).view(self.is_response.shape)
+        rows, width = self.shape
+        return place_rows(values_R, self.response_slots, rows * width).view(rows, width)
 
     def scatter_states(self, values_M: Tensor) -> Tensor:
         """Return values of the states, row by row, as `[B, T + 1]` with 0 in the padding."""
-        rows, width = self.is_response.shape
+        rows, width = self.shape
         return place_rows(values_M, self.state_slots, rows * (width + 1)).view(rows, width + 1)
-
-    def to(self, device: torch.device) -> SequenceBatch:
-        """Return the batch on another device."""
-        moved = {f.name: getattr(self, f.name).to(device, non_blocking=True) for f in fields(self) if f.name != "rows"}
-        return SequenceBatch(rows=self.rows.to(device), **moved)
 
 
 def without_padding(response_ids: Tensor, lengths: Tensor) -> list[list[int]]:
@@ -62,40 +59,53 @@ def make_batch(
     response_ids: Tensor,
     lengths: Tensor,
     pad_token_id: int,
-    device: torch.device | str = "cpu",
+    *,
+    fill: bool = False,
 ) -> SequenceBatch:
-    """Put each response after its prompt, trimmed to the longest response of these rows.
+    """Put each response after its prompt, trimmed to the longest response of these rows, on the CPU.
 
     Args:
         prompt_ids: B prompts as token ids.
         response_ids: `[B, T]` long; columns beyond each length are ignored.
         lengths: `[B]` long, tokens in each response, at least 1.
         pad_token_id: Any id inside the vocabulary.
-        device: Device of the batch.
+        fill: Whether tokens, states and targets are filled up to a size that other batches have, too.
     """
     is_response = torch.arange(int(lengths.max())) < lengths.cpu()[:, None]
     pairs = zip(prompt_ids, without_padding(response_ids, lengths), strict=True)
-    rows = right_padded([[*prompt, *response] for prompt, response in pairs], pad_token_id)
+    rows = right_padded([[*prompt, *response] for prompt, response in pairs], pad_token_id, fill=fill)
     always, never = torch.ones_like(is_response[:, :1]), torch.zeros_like(is_response[:, :1])
     is_state = torch.cat([always, is_response], dim=1)  # [B, T + 1]
     first_states = torch.tensor([len(prompt) - 1 for prompt in prompt_ids])
-    is_state_column = rows.position_ids >= first_states[:, None]
-    batch = SequenceBatch(
+    is_state_token = (rows.position_ids >= first_states[:, None]).flatten()[rows.slots]
+    predicts = torch.cat([is_response, never], dim=1)[is_state]
+    targets = response_ids.cpu()[:, : is_response.shape[1]][is_response]
+    states, predicting = _indices(is_state_token), _indices(predicts)
+    if fill:
+        states = _filled(states, len(rows.slots))
+        predicting = _filled(predicting, len(states))
+        targets = torch.nn.functional.pad(targets, (0, len(predicting) - len(targets)))
+    return SequenceBatch(
         rows=rows,
-        is_response=is_response,
-        state_positions=_indices(is_state_column.flatten()[rows.slots]),
-        predicting=_indices(torch.cat([is_response, never], dim=1)[is_state]),
-        targets=response_ids.cpu()[:, : is_response.shape[1]][is_response],
+        shape=(len(is_response), is_response.shape[1]),
+        state_positions=states,
+        predicting=predicting,
+        targets=targets,
         response_slots=_indices(is_response.flatten()),
         state_slots=_indices(is_state.flatten()),
     )
-    device = torch.device(device)
-    return batch if device.type == "cpu" else batch.to(device)
 
 
 def _indices(mask: Tensor) -> Tensor:
     """Return the indices `[n]` at which a mask `[size]` is True."""
     return mask.nonzero()[:, 0]
+
+
+def _filled(indices: Tensor, available: int) -> Tensor:
+    """Return the indices followed by others below `available`, none twice, up to a size of `filled_size` if it can."""
+    is_free = torch.ones(available, dtype=torch.bool)
+    is_free[indices] = False
+    return torch.cat([indices, _indices(is_free)[: filled_size(len(indices)) - len(indices)]])
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,9 @@ from ppo_rlhf.core import rewards as core_rewards
 from ppo_rlhf.core.kl import kl_estimate
 from ppo_rlhf.core.statistics import masked_whiten
 from ppo_rlhf.core.turns import compact, compact_mask, spread
+from ppo_rlhf.models.transfers import to_device
 from ppo_rlhf.ppo.batch import first_epoch
-from ppo_rlhf.ppo.logprobs import fill_rows
+from ppo_rlhf.ppo.logprobs import filled_rows
 from ppo_rlhf.ppo.precision import autocast, deterministic
 from ppo_rlhf.ppo.rollout import Rollouts
 from ppo_rlhf.ppo.state import TrainingState
@@ -72,14 +73,16 @@ def score_responses(rollouts: Rollouts, scorer: RewardScorer, state: TrainingSta
 def critic_values(rollouts: Rollouts, state: TrainingState) -> Tensor:
     """Return the values `[B, T + 1]` of a critic of its own, from the forward passes that the first epoch repeats."""
     rows, width = rollouts.responses.response_ids.shape
-    values = torch.zeros(rows, width + 1, dtype=state.statistics_dtype)
+    groups = first_epoch(rollouts.epochs)
     forward = state.accelerator.unwrap_model(state.critic_forward)
+    found: list[Tensor] = []
+    batches = rollouts.sequences(groups, state.sampling.pad_token_id, state.device)
     with torch.no_grad(), deterministic(state.config):
-        for group in first_epoch(rollouts.epochs):
-            batch = rollouts.sequences(group, state.sampling.pad_token_id, state.device)
+        for batch in to_device(batches, state.device):
             with autocast(state.config, state.device):
-                fill_rows(values, group, forward(batch))
-    return gather_scattered(values, [row for group in first_epoch(rollouts.epochs) for row in group])
+                found.append(forward(batch))
+    values = filled_rows(rows, width + 1, groups, found, state.statistics_dtype)
+    return gather_scattered(values, [row for group in groups for row in group])
 
 
 def shape_rewards(rollouts: Rollouts, scores: Scores, state: TrainingState) -> ShapedRewards:

@@ -20,6 +20,7 @@ from ppo_rlhf.models.capabilities import vocabulary_size
 from ppo_rlhf.models.critic import Critic, SharedCritic
 from ppo_rlhf.models.forward import backbone_of, hidden_states_at, logits_of
 from ppo_rlhf.models.packed_attention import take_rows
+from ppo_rlhf.models.transfers import to_cpu
 from ppo_rlhf.ppo.batch import SequenceBatch
 
 LOGITS_HELD = 2**24
@@ -112,6 +113,12 @@ def response_statistics(
     return batch.scatter_responses(logprobs), batch.scatter_responses(entropies) if with_entropy else None
 
 
-def fill_rows(target: Tensor, rows: list[int], values: Tensor) -> None:
-    """Write `values` `[b, t]` into the first t columns of `target`'s rows."""
-    target[rows, : values.shape[1]] = values.to(target.device, target.dtype)
+def filled_rows(rows: int, width: int, groups: list[list[int]], found: list[Tensor], dtype: torch.dtype) -> Tensor:
+    """Return `[rows, width]` on the CPU, 0 but for what was found for each group: `[b, t]`, its rows' first t columns.
+
+    All of it comes from the device in one copy.
+    """
+    filled = torch.zeros(rows, width, dtype=dtype)
+    for group, values in zip(groups, to_cpu(found), strict=True):
+        filled[group, : values.shape[1]] = values.to(dtype)
+    return filled

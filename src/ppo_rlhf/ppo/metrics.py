@@ -7,7 +7,6 @@ import statistics
 import sys
 import time
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +14,7 @@ from torch import Tensor
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.losses import PolicyLoss, ValueLoss
 from ppo_rlhf.core.statistics import explained_variance, masked_mean
+from ppo_rlhf.models.transfers import to_cpu
 from ppo_rlhf.ppo.experience import Experience
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.processes import from_all
@@ -25,34 +25,31 @@ SUMMED = ("policy_loss", "value_loss", "kl", "entropy", "approxkl", "policy_clip
 
 @dataclass
 class StepSums:
-    """Statistics of one minibatch. Losses are parts of the minibatch's mean; the others are sums over its tokens."""
+    """Statistics of one minibatch. Losses are parts of the minibatch's mean; the others are sums over its tokens.
+
+    While the update runs, `own` holds this process's on the device; `add_over_processes` makes them numbers.
+    """
 
     tokens: int  # that the losses of the whole minibatch count; if 0, no step is taken
-    policy_loss: Tensor | float = 0.0  # only the clipped surrogate
-    value_loss: Tensor | float = 0.0  # before vf_coef
-    kl: Tensor | float = 0.0  # before kl_coef; 0 unless KL is in the loss
-    entropy: Tensor | float = 0.0  # before entropy_coef; 0 unless there is a bonus
-    approxkl: Tensor | float = 0.0
-    policy_clipfrac: Tensor | float = 0.0
-    value_clipfrac: Tensor | float = 0.0
-    ratio: Tensor | float = 0.0
-    policy_grad_norm: Tensor | float = 0.0  # before clipping
-    value_grad_norm: Tensor | float = 0.0
+    own: Tensor | None = None  # in the order of SUMMED
+    policy_loss: float = 0.0  # only the clipped surrogate
+    value_loss: float = 0.0  # before vf_coef
+    kl: float = 0.0  # before kl_coef; 0 unless KL is in the loss
+    entropy: float = 0.0  # before entropy_coef; 0 unless there is a bonus
+    approxkl: float = 0.0
+    policy_clipfrac: float = 0.0
+    value_clipfrac: float = 0.0
+    ratio: float = 0.0
+    policy_grad_norm: float = 0.0  # before clipping
+    value_grad_norm: float = 0.0
 
-    def add(self, *, policy: PolicyLoss, value: ValueLoss, kl: Tensor, entropy: Tensor, own_tokens: Tensor) -> None:
+    def add(self, *, policy: PolicyLoss, value: ValueLoss, kl: Tensor, entropy: Tensor, own_tokens: int) -> None:
         """Add a micro-batch with `own_tokens` counted tokens. Means become sums, so ratios of 1 add up exactly."""
-        found = {
-            "policy_loss": policy.loss,
-            "value_loss": value.loss,
-            "kl": kl,
-            "entropy": entropy,
-            "approxkl": policy.approxkl * own_tokens,
-            "policy_clipfrac": policy.clipfrac * own_tokens,
-            "value_clipfrac": value.clipfrac * own_tokens,
-            "ratio": policy.ratio * own_tokens,
-        }
-        for name, value_of in found.items():
-            setattr(self, name, getattr(self, name) + value_of.detach())
+        means = policy.approxkl, policy.clipfrac, value.clipfrac, policy.ratio
+        losses = policy.loss, value.loss, kl, entropy
+        found = torch.stack([number.detach() for number in (*losses, *means)])
+        found[len(losses) :] *= own_tokens
+        self.own = found if self.own is None else self.own + found
 
     def mean(self, name: str) -> float:
         """Return the mean over tokens of a token sum."""
@@ -70,13 +67,14 @@ class Update:
 
 def add_over_processes(steps: list[StepSums]) -> list[StepSums]:
     """Return the statistics of each step with the sums of all processes, as numbers."""
-    own = [{name: float(getattr(step, name)) for name in SUMMED} for step in steps]
-    shares = from_all(own)
-    added: list[StepSums] = []
-    for number, step in enumerate(steps):
-        sums: dict[str, Any] = {name: sum(share[number][name] for share in shares) for name in SUMMED}
-        added.append(replace(step, **sums))
-    return added
+    if not steps:
+        return []
+    none = torch.zeros(len(SUMMED))  # of a process without micro-batches
+    own = torch.stack(to_cpu([none if step.own is None else step.own for step in steps])).double()
+    sums = torch.stack(from_all(own)).sum(0).tolist()
+    return [
+        replace(step, own=None, **dict(zip(SUMMED, row, strict=True))) for step, row in zip(steps, sums, strict=True)
+    ]
 
 
 def iteration_metrics(state: TrainingState, experience: Experience, update: Update) -> dict[str, float]:

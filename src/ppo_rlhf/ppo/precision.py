@@ -35,10 +35,20 @@ def frozen_dtype(config: PPOConfig) -> torch.dtype:
 def resolve_device(name: str) -> torch.device:
     """Return the device that `ppo.device` names: `auto` is this process's own GPU where there is one.
 
+    On CUDA this process attends without cuDNN from now on: its attention makes a plan for each new shape, which took
+    40 ms on an H100, where torch's other kernels take 0.1 (docs/speed.md).
+
     Raises:
         ConfigError: torch knows no such device, this machine has none, accelerate keeps to the CPU, or several
             processes would share it; or `check_launch` refuses the launch.
     """
+    device = _named_device(name)
+    if device.type == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    return device
+
+
+def _named_device(name: str) -> torch.device:
     check_launch()
     if process_count() > 1:
         own = join_processes().device
@@ -115,8 +125,9 @@ def autocast(config: PPOConfig, device: torch.device) -> contextlib.AbstractCont
 
     All passes of a run go through it, so that old and new log-probabilities come from the same computation.
     """
-    context: contextlib.AbstractContextManager[None] = make_accelerator(config, device).autocast()
-    return context
+    if config.dtype not in _MIXED:
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, getattr(torch, config.dtype))
 
 
 def has_bfloat16(device: torch.device) -> bool:

@@ -14,9 +14,10 @@ from ppo_rlhf.core.randomness import episode_prompts, episode_uniforms
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.models.forward import backbone_of, hidden_states_at
 from ppo_rlhf.models.offloading import on_device
+from ppo_rlhf.models.transfers import to_device
 from ppo_rlhf.ppo.batch import Epochs, SequenceBatch, cut_batch, first_epoch, make_batch
 from ppo_rlhf.ppo.episodes import sample_episodes, turn_texts
-from ppo_rlhf.ppo.logprobs import fill_rows, response_statistics
+from ppo_rlhf.ppo.logprobs import PolicyOutput, filled_rows, response_statistics
 from ppo_rlhf.ppo.precision import autocast, deterministic
 from ppo_rlhf.ppo.sampling import Responses, SamplingSettings, generate_responses
 from ppo_rlhf.ppo.state import TrainingState
@@ -50,9 +51,9 @@ class Rollouts:
         """`[B, T]` bool, True on the response tokens that the policy wrote."""
         return self.responses.mask
 
-    def sequences(self, rows: list[int], pad_token_id: int, device: torch.device) -> SequenceBatch:
-        """Return the given rows as model inputs, trimmed to the longest of them."""
-        return sequences(self.prompts, self.responses, rows, pad_token_id, device)
+    def sequences(self, groups: list[list[int]], pad_token_id: int, device: torch.device) -> list[SequenceBatch]:
+        """Return each group of rows as model inputs for a device, on the CPU; see `sequences`."""
+        return sequences(self.prompts.prompt_ids, self.responses, groups, pad_token_id, device)
 
 
 def generate_rollouts(
@@ -228,24 +229,38 @@ def compute_logprobs(
     """
     share, lengths = own_share(len(prompt_ids)), responses.lengths
     by_length = sorted(share, key=lambda row: len(prompt_ids[row]) + int(lengths[row]))
+    groups = [by_length[start : start + batch_size] for start in range(0, len(by_length), batch_size)]
     dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
-    logprobs = torch.zeros(responses.response_ids.shape, dtype=dtype)
+    found: list[Tensor] = []
     with torch.no_grad(), on_device(model, device), autocast(config, device):
-        for start in range(0, len(by_length), batch_size):
-            rows = by_length[start : start + batch_size]
-            prompts = [prompt_ids[row] for row in rows]
-            batch = make_batch(prompts, responses.response_ids[rows], lengths[rows], pad_token_id, device)
+        for batch in to_device(sequences(prompt_ids, responses, groups, pad_token_id, device), device):
             states = hidden_states_at(backbone_of(model), batch.rows, batch.state_positions)
-            fill_rows(logprobs, rows, response_statistics(model, batch, states, temperature)[0])
+            found.append(response_statistics(model, batch, states, temperature)[0])
+    logprobs = filled_rows(len(prompt_ids), responses.response_ids.shape[1], groups, found, dtype)
     return torch.where(responses.mask, gather_rows(logprobs[share.start : share.stop]), 0.0)
 
 
 def sequences(
-    prompts: PromptDataset, responses: Responses, rows: list[int], pad_token_id: int, device: torch.device
-) -> SequenceBatch:
-    """Return the given rows of prompts and responses as model inputs, trimmed to the longest of them."""
-    prompt_ids = [prompts.prompt_ids[row] for row in rows]
-    return make_batch(prompt_ids, responses.response_ids[rows], responses.lengths[rows], pad_token_id, device)
+    prompt_ids: list[list[int]],
+    responses: Responses,
+    groups: list[list[int]],
+    pad_token_id: int,
+    device: torch.device,
+) -> list[SequenceBatch]:
+    """Return each group of rows as model inputs, trimmed to the longest of the group; `to_device` copies all of them.
+
+    For an accelerator they are filled up, so that few shapes occur.
+    """
+    return [
+        make_batch(
+            [prompt_ids[row] for row in rows],
+            responses.response_ids[rows],
+            responses.lengths[rows],
+            pad_token_id,
+            fill=device.type != "cpu",
+        )
+        for rows in groups
+    ]
 
 
 def _first_forward(
@@ -256,21 +271,22 @@ def _first_forward(
     They are 0 on all tokens but the policy's. With a shared trunk the values `[B, T + 1]` too, else None.
     """
     rows, width = responses.response_ids.shape
-    logprobs, entropy = (torch.zeros(rows, width, dtype=state.statistics_dtype) for _ in range(2))
-    values = torch.zeros(rows, width + 1, dtype=state.statistics_dtype) if state.shares_trunk else None
+    groups = first_epoch(epochs)
+    mine = [row for group in groups for row in group]
     forward = state.accelerator.unwrap_model(state.policy_forward)
+    outputs: list[PolicyOutput] = []
+    batches = sequences(prompts.prompt_ids, responses, groups, state.sampling.pad_token_id, state.device)
     with torch.no_grad():
-        for group in first_epoch(epochs):
-            batch = sequences(prompts, responses, group, state.sampling.pad_token_id, state.device)
+        for batch in to_device(batches, state.device):
             with autocast(state.config, state.device):
-                output = forward(batch, with_entropy=True)
-            fill_rows(logprobs, group, output.logprobs)
-            fill_rows(entropy, group, output.entropy)
-            if values is not None:
-                fill_rows(values, group, output.values)
-    mine = [row for group in first_epoch(epochs) for row in group]
+                outputs.append(forward(batch, with_entropy=True))
+
+    def of_all(name: str, columns: int) -> Tensor:
+        found = filled_rows(rows, columns, groups, [getattr(out, name) for out in outputs], state.statistics_dtype)
+        return gather_scattered(found, mine)
+
     return (
-        torch.where(responses.mask, gather_scattered(logprobs, mine), 0.0),
-        torch.where(responses.mask, gather_scattered(entropy, mine), 0.0),
-        None if values is None else gather_scattered(values, mine),
+        torch.where(responses.mask, of_all("logprobs", width), 0.0),
+        torch.where(responses.mask, of_all("entropy", width), 0.0),
+        of_all("values", width + 1) if state.shares_trunk else None,
     )

@@ -22,7 +22,8 @@ from ppo_rlhf.ppo.batch import without_padding
 
 STEPS_BETWEEN_LOOKS = 16
 """Decoding steps on an accelerator between two looks at which sequences have ended: each look waits for the device."""
-
+ROWS_STEP = 16
+"""On an accelerator as many sequences are decoded together as a multiple of it, while so many are left."""
 
 Environment = Callable[[PromptDataset, list[list[int]], list[list[bool]]], list[list[int] | None]]
 """Takes the prompts of episodes, the tokens of each so far, and whether the policy wrote each token. Returns the tokens
@@ -140,6 +141,8 @@ def _decode_packed(
             ended = has_ended.tolist()
             if all(ended):
                 break
+            if device.type != "cpu":
+                ended = _in_few_sizes(ended)
             if any(ended):
                 order = torch.tensor(decoder.drop(ended), device=device)
                 live, token, has_ended = live[order], token[order], has_ended[order]
@@ -150,6 +153,14 @@ def _decode_packed(
 def _is_time_to_look(step: int, device: torch.device) -> bool:
     """Return whether to look which sequences have ended: a look waits for an accelerator."""
     return device.type == "cpu" or step % STEPS_BETWEEN_LOOKS == STEPS_BETWEEN_LOOKS - 1
+
+
+def _in_few_sizes(ended: list[bool]) -> list[bool]:
+    """Let some ended sequences stay, so that few sizes of batches occur; they get pad tokens."""
+    live = len(ended) - sum(ended)
+    staying = min(len(ended), -(-live // ROWS_STEP) * ROWS_STEP) - live
+    kept = [row for row, has_ended in enumerate(ended) if has_ended][:staying]
+    return [has_ended and row not in kept for row, has_ended in enumerate(ended)]
 
 
 class _ForcedSampling(LogitsProcessor):

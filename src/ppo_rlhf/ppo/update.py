@@ -8,9 +8,11 @@ does not depend on how the minibatch is cut into micro-batches or shared among p
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +23,12 @@ from ppo_rlhf.core.errors import ConfigError, DivergenceError
 from ppo_rlhf.core.kl import kl_estimate
 from ppo_rlhf.core.losses import clipped_policy_loss, clipped_value_loss, importance_weights
 from ppo_rlhf.models.gradient_checkpointing import recomputing
+from ppo_rlhf.models.transfers import to_device
 from ppo_rlhf.ppo.batch import Minibatch, SequenceBatch
 from ppo_rlhf.ppo.experience import Experience, learning_mask
 from ppo_rlhf.ppo.metrics import StepSums, Update, add_over_processes
 from ppo_rlhf.ppo.optimisers import set_learning_rates
-from ppo_rlhf.ppo.precision import autocast, deterministic
+from ppo_rlhf.ppo.precision import deterministic
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.processes import together
 
@@ -65,8 +68,9 @@ def run_epochs(state: TrainingState, experience: Experience) -> list[StepSums]:
         )
     steps: list[StepSums] = []
     for epoch in experience.rollouts.epochs:
+        pieces = iter(_on_device(state, experience, epoch, mask, advantages))
         for minibatch in epoch:
-            step = compute_gradients(state, experience, minibatch, mask, advantages)
+            step = compute_gradients(state, experience, minibatch, mask, pieces)
             steps.append(step)
             state.updating = True
             if config.target_kl is not None:
@@ -79,64 +83,100 @@ def run_epochs(state: TrainingState, experience: Experience) -> list[StepSums]:
     return add_over_processes(steps)
 
 
+@dataclass(frozen=True)
+class MicroBatch:
+    """What a forward and backward pass reads: b rows with t response columns, on the device of the models."""
+
+    batch: SequenceBatch
+    tokens: int  # that the losses count
+    mask: Tensor  # [b, t] bool, True on them
+    old_logprobs: Tensor  # [b, t]
+    reference_logprobs: Tensor  # [b, t]
+    advantages: Tensor  # [b, t], times the importance weights
+    values: Tensor  # [b, t], before the update
+    returns: Tensor  # [b, t]
+
+
+def _on_device(
+    state: TrainingState, experience: Experience, epoch: list[Minibatch], mask: Tensor, advantages: Tensor
+) -> list[MicroBatch]:
+    """Return all micro-batches of an epoch, which are copied to the device together."""
+    rollouts = experience.rollouts
+    groups = [rows for minibatch in epoch for rows in minibatch.micro_batches]
+    batches = rollouts.sequences(groups, state.sampling.pad_token_id, state.device)
+    tables = (
+        mask,
+        rollouts.old_logprobs,
+        rollouts.reference_logprobs,
+        advantages,
+        experience.scores.values,
+        experience.returns,
+    )
+    pieces = [
+        MicroBatch(batch, int(mask[rows].sum()), *(table[rows, : batch.shape[1]] for table in tables))
+        for rows, batch in zip(groups, batches, strict=True)
+    ]
+    return to_device(pieces, state.device)
+
+
 def compute_gradients(
-    state: TrainingState, experience: Experience, minibatch: Minibatch, mask: Tensor, advantages: Tensor
+    state: TrainingState, experience: Experience, minibatch: Minibatch, mask: Tensor, pieces: Iterator[MicroBatch]
 ) -> StepSums:
     """Accumulate the gradients of policy and critic over the micro-batches of one minibatch.
 
     Args:
         state: Its models get the gradients.
-        experience: Rollouts, values, returns and the KL coefficient.
+        experience: Rollouts and the KL coefficient.
         minibatch: The rows of this optimiser step.
         mask: `[B, T]` bool, True on the tokens that the losses count.
-        advantages: `[B, T]`.
+        pieces: The next ones are the minibatch's micro-batches.
 
     Returns:
         Losses and token sums of this process's micro-batches, and the number of tokens of the whole minibatch.
     """
-    config, rollouts, accelerator = state.config, experience.rollouts, state.accelerator
-    learns = rollouts.iteration > config.critic_warmup_iterations
+    config, accelerator = state.config, state.accelerator
+    learns = experience.rollouts.iteration > config.critic_warmup_iterations
     whole_mask, aggregation = mask[minibatch.rows], config.loss_aggregation  # of all processes
     step = StepSums(tokens=int(whole_mask.sum()))
-    denominator = aggregation_count(whole_mask, aggregation, fixed_length=config.response_length).to(state.device)
+    denominator = float(aggregation_count(whole_mask, aggregation, fixed_length=config.response_length))
 
-    for number, rows in enumerate(minibatch.micro_batches, start=1):
-        batch = rollouts.sequences(rows, state.sampling.pad_token_id, state.device)
-        loss_mask = _rows(mask, rows, batch)
+    for number in range(1, len(minibatch.micro_batches) + 1):
+        piece = next(pieces)
         with synchronised(state, is_last=number == len(minibatch.micro_batches)):
-            with autocast(config, state.device):
-                output = state.policy_forward(batch, with_entropy=bool(config.entropy_coef), learns=learns)
+            with accelerator.autocast():
+                output = state.policy_forward(piece.batch, with_entropy=bool(config.entropy_coef), learns=learns)
             policy_terms = clipped_policy_loss(
                 output.logprobs,
-                _rows(rollouts.old_logprobs, rows, batch),
-                _rows(advantages, rows, batch),
-                loss_mask,
+                piece.old_logprobs,
+                piece.advantages,
+                piece.mask,
                 cliprange=config.cliprange,
                 cliprange_high=config.cliprange_high,
                 dual_clip=config.dual_clip,
                 loss_aggregation=aggregation,
                 denominator=denominator,
             )
-            kl = entropy = torch.zeros_like(policy_terms.loss)
+            policy_loss = policy_terms.loss
+            kl = entropy = torch.zeros_like(policy_loss)
             if config.kl_in == "loss":
-                reference = _rows(rollouts.reference_logprobs, rows, batch)
-                estimate = kl_estimate(output.logprobs, reference, config.kl_estimator)
-                kl = aggregate_loss(estimate, loss_mask, aggregation, denominator)
+                estimate = kl_estimate(output.logprobs, piece.reference_logprobs, config.kl_estimator)
+                kl = aggregate_loss(estimate, piece.mask, aggregation, denominator)
+                policy_loss = policy_loss + experience.shaped_rewards.kl_coef * kl
             if output.entropy is not None:
-                entropy = aggregate_loss(output.entropy, loss_mask, aggregation, denominator)
-            policy_loss = policy_terms.loss + experience.shaped_rewards.kl_coef * kl - config.entropy_coef * entropy
+                entropy = aggregate_loss(output.entropy, piece.mask, aggregation, denominator)
+                policy_loss = policy_loss - config.entropy_coef * entropy
             if learns and not state.shares_trunk:
-                accelerator.backward(policy_loss)
+                _backward(state, policy_loss)
 
             values = output.values
             if state.critic_forward is not None:
-                with autocast(config, state.device):
-                    values = state.critic_forward(batch)
+                with accelerator.autocast():
+                    values = state.critic_forward(piece.batch)
             value_terms = clipped_value_loss(
                 values[:, :-1],
-                _rows(experience.scores.values, rows, batch),
-                _rows(experience.returns, rows, batch),
-                loss_mask,
+                piece.values,
+                piece.returns,
+                piece.mask,
                 cliprange_value=config.cliprange_value,
                 loss_aggregation=aggregation,
                 denominator=denominator,
@@ -144,9 +184,15 @@ def compute_gradients(
             loss = config.vf_coef * value_terms.loss
             if learns and state.shares_trunk:
                 loss = loss + policy_loss
-            accelerator.backward(loss)
-        step.add(policy=policy_terms, value=value_terms, kl=kl, entropy=entropy, own_tokens=loss_mask.sum())
+            _backward(state, loss)
+        step.add(policy=policy_terms, value=value_terms, kl=kl, entropy=entropy, own_tokens=piece.tokens)
     return step
+
+
+def _backward(state: TrainingState, loss: Tensor) -> None:
+    """Accumulate gradients. accelerate's own divides the loss by a number that is 1 here, which are four kernels."""
+    scaler = state.accelerator.scaler
+    (loss if scaler is None else scaler.scale(loss)).backward()
 
 
 def take_step(state: TrainingState, step: StepSums) -> None:
@@ -161,14 +207,15 @@ def take_step(state: TrainingState, step: StepSums) -> None:
         models["critic"] = state.critic_forward, state.critic_optimizer
     learners = {name: pair for name, pair in models.items() if _has_gradients(pair[0])}
     policy_learns = _has_gradients(state.policy)  # not in a warm-up of the critic
-    norms = {}
-    for name, (model, optimizer) in learners.items():
+    clipped = []
+    for model, optimizer in learners.values():
         if scaler is not None:
             scaler.unscale_(optimizer)  # accelerate does it only for optimisers that it prepared, one by one
-        norms[name] = state.accelerator.clip_grad_norm_(model.parameters(), config.max_grad_norm)
+        clipped.append(state.accelerator.clip_grad_norm_(model.parameters(), config.max_grad_norm))
+    norms = dict(zip(learners, torch.stack(clipped).tolist() if clipped else [], strict=True))  # the step's one wait
     step.policy_grad_norm = norms.get("policy", 0.0) if policy_learns else 0.0
     step.value_grad_norm = norms.get("policy" if state.shares_trunk else "critic", 0.0)
-    faulty = [name for name, norm in norms.items() if not bool(norm.isfinite())]
+    faulty = [name for name, norm in norms.items() if not math.isfinite(norm)]
     if step.tokens and not faulty:
         for _, optimizer in learners.values():
             optimizer.step()
@@ -243,12 +290,6 @@ def _check_kl(kl: float, iteration: int, config: PPOConfig) -> None:
         f"{config.learning_rate:g}) and start a new run, or raise ppo.kl_stop and resume",
         last_good_iteration=max(0, iteration - 2),  # these rollouts measure the policy of the iteration before
     )
-
-
-def _rows(values: Tensor, rows: list[int], batch: SequenceBatch) -> Tensor:
-    """Return the given rows of values `[B, T or more]` as `[b, t]` on the device of a micro-batch of width t."""
-    is_response = batch.is_response
-    return values[rows, : is_response.shape[1]].to(is_response.device, non_blocking=True)
 
 
 def _drop_gradients(state: TrainingState) -> None:
