@@ -1,0 +1,135 @@
+"""What an iteration asks of a GPU, counted on a pretended one (docs/speed.md); `test_device_counts` runs this."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.models.reward_model import CausalLMRewardModel
+from ppo_rlhf.ppo import loop
+from ppo_rlhf.training import PPOTrainer
+from tests import pretend_device
+from tests.pretend_device import Counts, counting, pretending
+from tests.tiny_models import tiny_model, word_tokenizer
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import our_side
+from inputs import find_noise_seed, make_models, make_prompts
+from workload import PRESETS, Job
+
+PROMPTS = ["a b c", "d", "e f", "g h i j", "k", "l m n"]
+OPTIONS: dict[str, list[dict[str, Any]]] = {
+    "gpt2": [
+        {"use_peft": True, "lora_r": 2, "gradient_checkpointing": True, "entropy_coef": 0.01},
+        {"value_model": "shared", "max_tokens_per_micro_batch": 30, "kl_in": "loss", "kl_estimator": "k3"},
+        {"dtype": "bfloat16", "offload_reward_model": True, "ema_decay": 0.9, "target_kl": 1.0},
+    ],
+    "bitnet": [  # which needs padding
+        {"rollout_engine": "hf", "top_p": 0.9, "whiten_rewards": True, "dual_clip": 3.0},
+        {"truncated_responses": "mask", "importance_cap": 2.0, "loss_aggregation": "seq_mean_token_mean"},
+    ],
+}
+BEFORE = ("generate_rollouts", "score_responses", "shape_rewards", "estimate_advantages")
+
+
+@pytest.fixture(autouse=True)
+def on_one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """The work of the benchmark's preset tiny with mixed lengths, with narrow layers: counts do not depend on width."""
+    preset = replace(PRESETS["tiny"], width=32, vocabulary=100)
+    policy, reward = make_models(preset, "mixed", tmp_path_factory.mktemp("models"))
+    return Job(
+        preset=preset,
+        lengths="mixed",
+        precision="float32",
+        device=pretend_device.NAME,
+        iterations=2,
+        policy=policy,
+        reward=reward,
+        prompt_ids=make_prompts(preset, "mixed", 2 * preset.batch),
+        seed=find_noise_seed(preset, 1, 2),
+    )
+
+
+def count_second_iteration(monkeypatch: pytest.MonkeyPatch, job: Job) -> dict[str, Counts]:
+    """Train two iterations on the device; return the counts of the second one: before the update, and the update."""
+    found: dict[str, Counts] = {}
+
+    def counted(name: str, call: Any) -> Any:
+        def count(*args, **options):
+            with counting() as found[name]:
+                return call(*args, **options)
+
+        return count
+
+    for name in (*BEFORE, "optimise_policy"):
+        monkeypatch.setattr(loop, name, counted(name, getattr(loop, name)))
+    with pretending():
+        our_side.run(job)
+    before = Counts()
+    for name in BEFORE:
+        for kind in ("launches", "waits", "copies"):
+            getattr(before, kind).update(getattr(found[name], kind))
+    return {"before": before, "update": found["optimise_policy"]}
+
+
+def test_an_iteration_asks_little_of_the_device(monkeypatch, job):
+    found = count_second_iteration(monkeypatch, job)
+    for part, bounds in {
+        "update": {"launches": 7700, "waits": 20, "copies": 40},
+        "before": {"launches": 3500, "waits": 20, "copies": 40},
+    }.items():
+        totals = found[part].totals()
+        print(part, found[part])
+        assert {name: count for name, count in totals.items() if count > bounds[name]} == {}, f"{part}: {found[part]}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"), [(kind, settings) for kind, sets in OPTIONS.items() for settings in sets], ids=str
+)
+def test_every_option_keeps_to_one_device_and_has_the_numbers_of_the_cpu(tmp_path, kind, settings):
+    def history(device: str, **settings: Any) -> list[dict[str, float]]:
+        config = PPOConfig(
+            **{
+                "total_episodes": 6,
+                "per_device_train_batch_size": 6,
+                "num_mini_batches": 2,
+                "num_ppo_epochs": 1,
+                "response_length": 6,
+                "dtype": "float64",
+                "learning_rate": 1e-3,
+                "device": device,
+                **settings,
+            }
+        )
+        return PPOTrainer(config, str(tmp_path / "policy"), reward=str(tmp_path / "reward"), prompts=PROMPTS).train()
+
+    torch.manual_seed(0)  # of the reward model's head
+    models = {"policy": tiny_model(kind), "reward": CausalLMRewardModel.from_causal_lm(tiny_model(seed=2))}
+    for name, model in models.items():
+        model.save_pretrained(tmp_path / name)
+        word_tokenizer().save_pretrained(tmp_path / name)
+
+    with pretending():
+        found = history(pretend_device.NAME, **settings)
+    # neither is for a CPU: nothing is offloaded there, and autocast leaves the pretended device as it is
+    on_cpu = {k: v for k, v in settings.items() if k not in ("offload_reward_model", "dtype")}
+    expected = [] if "dtype" in settings else history("cpu", **on_cpu)
+    for ours, theirs in zip(found, expected, strict=bool(expected)):
+        for name, value in theirs.items():
+            if not name.startswith(("time/", "throughput/", "memory/")):
+                assert ours[name] == pytest.approx(value, rel=1e-4, abs=1e-4, nan_ok=True), name
