@@ -29,10 +29,10 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "gpt2": [
         {"use_peft": True, "lora_r": 2, "gradient_checkpointing": True, "entropy_coef": 0.01},
         {"value_model": "shared", "max_tokens_per_micro_batch": 30, "kl_in": "loss", "kl_estimator": "k3"},
-        {"dtype": "bfloat16", "offload_reward_model": True, "ema_decay": 0.9, "target_kl": 1.0},
+        {"offload_reward_model": True, "ema_decay": 0.9, "target_kl": 1.0, "rollout_engine": "hf", "top_p": 0.9},
     ],
     "bitnet": [  # which needs padding
-        {"rollout_engine": "hf", "top_p": 0.9, "whiten_rewards": True, "dual_clip": 3.0},
+        {"dtype": "bfloat16", "whiten_rewards": True, "dual_clip": 3.0},
         {"truncated_responses": "mask", "importance_cap": 2.0, "loss_aggregation": "seq_mean_token_mean"},
     ],
 }
