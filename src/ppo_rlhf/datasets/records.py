@@ -92,11 +92,12 @@ class RecordsDataset(AbstractDataset["Dataset", "Dataset | None"]):
         if files is None:
             return None
         names = sorted(files.rglob("*.arrow")) if isinstance(files, Path) else files
-        found = hashlib.sha256()
+        digests = []
         for file in names:
             with file.open("rb") as opened:
-                found.update(opened.read() if len(names) == 1 else hashlib.file_digest(opened, "sha256").digest())
-        return found.hexdigest()
+                digests.append(hashlib.file_digest(opened, "sha256"))
+        whole = digests[0] if len(names) == 1 else hashlib.sha256(b"".join(each.digest() for each in digests))
+        return whole.hexdigest()
 
     def _exists(self) -> bool:
         try:
