@@ -101,13 +101,15 @@ def main() -> None:
     """Print one line for each tokenizer: the three times, their ratios, and the memory on top."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=300_000)
-    count = parser.parse_args().prompts
+    parser.add_argument("--tokenizers", nargs="+", choices=("words", "bytes"), default=("words", "bytes"))
+    given = parser.parse_args()
+    count = given.prompts
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         many, few = folder / "many.jsonl", folder / "few.jsonl"
         write_prompts(many, count)
         write_prompts(few, FEW)
-        for kind in ("words", "bytes"):
+        for kind in given.tokenizers:
             model, project = make_model(folder, kind, few), folder / f"project_{kind}"
             shutil.copytree(ROOT / "conf", project / "conf", ignore=shutil.ignore_patterns("local"))
             shutil.copytree(ROOT / "src", project / "src")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,11 +18,13 @@ from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
 
 from ppo_rlhf.cli.advise import existing_store
 from ppo_rlhf.cli.errors import Command, project_here
+from ppo_rlhf.data.sources import FORMATS
 from ppo_rlhf.hooks.run_log import WRITTEN
 from ppo_rlhf.hooks.tracking_store import store_errors_as_config_errors
 from ppo_rlhf.locks import LOCK_FILE, lock_run, one_at_a_time
 
 OUTSIDE = "outside the project"
+DAY = 86_400  # seconds; many disks note at most once a day that a file was read
 Folders = Mapping[str, list[Path]]
 
 
@@ -33,7 +36,7 @@ def clean(keep: int, yes: bool, env: str | None) -> None:
     """Delete what old runs left in the project: folders, checkpoints, versions of models, and the runs in MLflow.
 
     The newest N finished runs stay, and so do champions, the best, runs that can be resumed or are running, and each
-    run whose model or checkpoint one of them reads.
+    run whose model or checkpoint one of them reads. Cached tables of your files that were not read for a day go, too.
     """
     for line in _lines(project_here(), keep, yes, env):
         click.echo(line)
@@ -60,16 +63,40 @@ def _lines(project: Path, keep: int, is_deleting: bool, env: str | None) -> Iter
         for run_id in going:
             yield f"MLflow run {run_id} ({runs[run_id].info.run_name}, {runs[run_id].info.status})"
             for folder in folders[run_id]:
-                size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-                total += size
+                total += (size := _size(folder))
                 yield f"{size / 1e6:10,.1f} MB  {folder.relative_to(project)}"
             if is_deleting:
                 _delete(runs, run_id, folders[run_id], project)
-    yield f"{len(going)} runs, {total / 1e6:,.1f} MB: {'deleted' if is_deleting else 'kedro clean --yes deletes them'}."
+        tables = _old_tables({Path(entry.cache) for entry in entries if getattr(entry, "cache", None)}, project)
+        if tables:
+            yield "Cached tables that were not read for a day (a run that needs one makes it again)"
+        for folder in tables:
+            total += (size := _size(folder))
+            yield f"{size / 1e6:10,.1f} MB  {folder.relative_to(project)}"
+            if is_deleting:
+                shutil.rmtree(folder)
+    done = "deleted" if is_deleting else "kedro clean --yes deletes them"
+    yield f"{len(going)} runs, {len(tables)} cached tables, {total / 1e6:,.1f} MB: {done}."
     left = Counter(why.values()) + Counter(
         {f"folders of {name}": len(folders[name]) for name in sorted(folders.keys() - runs.keys())}
     )
     yield f"Left: {', '.join(f'{count} {what}' for what, count in left.items()) or 'nothing'}."
+
+
+def _size(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def _old_tables(caches: set[Path], project: Path) -> list[Path]:
+    """Return the folders of cached tables not read for a day; tables of the hub stay, which may be needed offline."""
+    found = {folder for cache in caches for kind in FORMATS.values() for folder in cache.glob(f"{kind}/*")}
+    inside = sorted(folder for folder in found if folder.resolve().is_relative_to(project.resolve()))
+    begin = time.time() - DAY
+    return [
+        folder
+        for folder in inside
+        if all(max(file.stat().st_atime, file.stat().st_mtime) < begin for file in folder.rglob("*") if file.is_file())
+    ]
 
 
 def _folders(runs: Mapping[str, Run], homes: set[Path], project: Path) -> Folders:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -51,7 +52,9 @@ class PromptDataset:
     def lengths(self) -> list[int]:
         """Tokens of each prompt."""
         table = getattr(self.prompt_ids, "source", None)
-        return [len(ids) for ids in self.prompt_ids] if table is None else list(table["prompt_length"][:])
+        return (
+            [len(ids) for ids in self.prompt_ids] if table is None else arrow_column(table, "prompt_length").to_pylist()
+        )
 
     @property
     def messages(self) -> list[list[dict[str, Any]] | None]:
@@ -67,7 +70,7 @@ class PromptDataset:
     def texts_frame(self) -> pd.DataFrame:
         """Return a table with the column `prompt`."""
         table = getattr(self.texts, "source", None)
-        return pd.DataFrame({"prompt": self.texts}) if table is None else table.select_columns(["prompt"]).to_pandas()
+        return pd.DataFrame({"prompt": self.texts if table is None else arrow_column(table, "prompt").to_pandas()})
 
     def to_frame(self) -> pd.DataFrame:
         """Return a table with `prompt`, `prompt_ids` and the other columns, whose values are JSON.
@@ -85,6 +88,12 @@ class PromptDataset:
         chats = [chat if isinstance(chat, str) else None for chat in frame.get("prompt_chat", [])]
         columns = {name: [json.loads(value) for value in frame[name]] for name in names}
         return cls([[int(i) for i in ids] for ids in frame["prompt_ids"]], frame["prompt"].tolist(), columns, chats)
+
+
+def arrow_column(table: Dataset, name: str) -> pa.ChunkedArray:
+    """Return a column without Python's objects; of selected rows, which `datasets` gathers one by one, at once."""
+    column = table.data.column(name)
+    return column if table._indices is None else column.take(table._indices.column(0))
 
 
 def _rows(values: Any, indices: Sequence[int]) -> list[Any]:

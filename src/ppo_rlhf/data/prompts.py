@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import numpy as np
 from pydantic import Field
 from transformers import PreTrainedTokenizerBase
 
@@ -14,7 +15,7 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.settings_group import Seed, settings_group
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.data.chats import CONVERSATIONS, Chat, read_text_or_chat, render_chat, without_last_reply
-from ppo_rlhf.data.prompt_dataset import PROMPT_COLUMNS, PromptDataset, as_json
+from ppo_rlhf.data.prompt_dataset import PROMPT_COLUMNS, PromptDataset, arrow_column, as_json
 from ppo_rlhf.data.sources import LONG, bars
 from ppo_rlhf.data.tables import hold_out
 from ppo_rlhf.models.loading import PretrainedHandle, usable_context
@@ -139,23 +140,22 @@ class PromptReader:
                 f"ppo.response_length={response_length} leaves no room for a prompt in the model's context of "
                 f"{context} tokens; set it to at most {context - 1}{why}"
             )
-        lengths: list[int] = table["prompt_length"][:]
-        fits = [row for row, length in enumerate(lengths) if length <= room]
+        lengths = arrow_column(table, "prompt_length").to_numpy()
+        fits = np.flatnonzero(lengths <= room)
         if len(fits) == len(table):
             return table
         limit = f"{room} tokens, the model's context of {context} less ppo.response_length={response_length}"
         if overlong == "error":
-            first = next(row for row, length in enumerate(lengths) if length > room)
             raise DataError(
-                f"{name}: {len(table) - len(fits)} of {len(table)} prompts (the first in row {first}) are longer "
-                f"than {limit}; the longest has {max(lengths)}. Set ppo.overlong_prompts to drop or truncate_left, or "
-                f"shorten the responses{why}"
+                f"{name}: {len(table) - len(fits)} of {len(table)} prompts (the first in row "
+                f"{np.argmax(lengths > room)}) are longer than {limit}; the longest has {lengths.max()}. "
+                f"Set ppo.overlong_prompts to drop or truncate_left, or shorten the responses{why}"
             )
         if overlong == "truncate_left":
             begin = {"room": room, "bos": self.tokenizer.bos_token_id}
             with bars(len(table) > LONG):
                 return table.map(_truncate_left, input_columns=["prompt_ids"], fn_kwargs=begin, desc="Cutting prompts")
-        if not fits:
+        if not len(fits):
             raise DataError(
                 f"{name}: none of {len(table)} has at most {limit}, and ppo.overlong_prompts=drop leaves longer ones "
                 f"out. Set it to truncate_left, shorten the responses, or give shorter prompts{why}"

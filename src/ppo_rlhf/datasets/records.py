@@ -61,7 +61,7 @@ class RecordsDataset(AbstractDataset["Dataset", "Dataset | None"]):
         name = None if place is None else restore_hub_name(place)
         self._source = name if name is not None and is_hub_name(name) else place
         self._text_column, self._prepare = text_column, prepare
-        self._cache, self._load_args = (cache or {}).get("path"), load_args
+        self.cache, self._load_args = (cache or {}).get("path"), load_args
         self.metadata = metadata
 
     def load(self) -> Dataset | None:
@@ -72,7 +72,7 @@ class RecordsDataset(AbstractDataset["Dataset", "Dataset | None"]):
         """
         if self._source is None:
             return None
-        table = load_table(self._source, text_column=self._text_column, cache=self._cache, load_args=self._load_args)
+        table = load_table(self._source, text_column=self._text_column, cache=self.cache, load_args=self._load_args)
         return table if self._prepare is None else _prepared(table, self._prepare, self._source)
 
     def save(self, data: Dataset) -> None:
@@ -92,11 +92,12 @@ class RecordsDataset(AbstractDataset["Dataset", "Dataset | None"]):
         if files is None:
             return None
         names = sorted(files.rglob("*.arrow")) if isinstance(files, Path) else files
-        found = hashlib.sha256()
+        digests = []
         for file in names:
             with file.open("rb") as opened:
-                found.update(opened.read() if len(names) == 1 else hashlib.file_digest(opened, "sha256").digest())
-        return found.hexdigest()
+                digests.append(hashlib.file_digest(opened, "sha256"))
+        whole = digests[0] if len(names) == 1 else hashlib.sha256(b"".join(each.digest() for each in digests))
+        return whole.hexdigest()
 
     def _exists(self) -> bool:
         try:

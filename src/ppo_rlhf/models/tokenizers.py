@@ -179,7 +179,7 @@ def encode_texts(
         tokenizer: Any tokenizer.
         is_rendered: Whether a text was rendered here, so that no token is to be added to it; None: none was.
     """
-    begin, eos = tokenizer.bos_token, tokenizer.eos_token_id
+    begin, eos, end = tokenizer.bos_token, tokenizer.eos_token_id, str(tokenizer.eos_token)
     ids: list[list[int]] = [[] for _ in texts]
     whole = [bool(begin) and text.startswith(str(begin)) for text in texts]
     for row, rendered in enumerate(is_rendered or ()):
@@ -188,7 +188,7 @@ def encode_texts(
         rows = [row for row in range(len(texts)) if whole[row] != adds]
         found = tokenizer([texts[row] for row in rows], add_special_tokens=adds)["input_ids"] if rows else []
         for row, tokens in zip(rows, found, strict=True):
-            own = texts[row].endswith(str(tokenizer.eos_token)) and tokens[-2:-1] != [eos]
+            own = texts[row].endswith(end) and tokens[-2:-1] != [eos]
             ids[row] = list(tokens[:-1] if adds and tokens and tokens[-1] == eos and not own else tokens)
     return ids
 
