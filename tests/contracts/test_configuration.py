@@ -23,8 +23,11 @@ from tests.contracts import checkers
 
 CONF = Path(__file__).parents[2] / "conf"
 ENVIRONMENTS = ["base", *sorted(p.name for p in CONF.iterdir() if p.is_dir() and p.name not in ("base", "local"))]
-SHARED_ON_PURPOSE = ["checkpoint", "earlier_evaluations", "evaluation_metrics", "resume_checkpoint"]
-"""One folder on purpose: evaluations are beside the checkpoints that they choose among."""
+SHARED_ON_PURPOSE = [
+    *("checkpoint", "earlier_evaluations", "earlier_trainings", "evaluation_metrics", "resume_checkpoint"),
+    "sweep_trainings",
+]
+"""One folder on purpose, of all that is known of a run while it trains."""
 
 OF_ANOTHER_NAME = {
     (function, "evaluation_prompts"): "chosen_prompts"
@@ -163,7 +166,7 @@ def test_every_node_has_the_name_and_a_docstring_of_its_function() -> None:
 
 def test_every_pipeline_of_the_design_is_registered() -> None:
     chain = ["data_preparation", "supervised_finetuning", "reward_modelling", "ppo", "evaluation", "reporting"]
-    beside_it = ["audit_reward", "critic_pretraining", "kl_study"]
+    beside_it = ["audit_reward", "critic_pretraining", "kl_study", "sweep"]
     assert sorted(pipelines.keys()) == sorted([*chain, *beside_it, "align", "__default__"])
     for name in chain:
         with_report = {"reporting"} if name == "evaluation" else set()

@@ -1,4 +1,4 @@
-"""The audit of the reward and the KL study, as a user runs them after the demo."""
+"""The audit of the reward, the KL study and a sweep, as a user runs them after the demo."""
 
 from __future__ import annotations
 
@@ -49,3 +49,54 @@ def test_the_study_trains_once_for_each_penalty_in_a_run_below_its_own(studied: 
         of_setting = history[history["setting"] == run.info.run_name]
         points = client.get_metric_history(run.info.run_id, "objective/kl")
         assert [point.value for point in points] == pytest.approx(of_setting["objective/kl"].tolist())
+
+
+FLAKY = """
+from pathlib import Path
+
+def flaky(prompts, completions):
+    if len(completions) > 2 and Path("fail").exists():  # two are tried before the run
+        raise ValueError("broken")
+    return [0.0] * len(completions)
+"""
+SWEEP = """
+sweep:
+  grid:
+    reward.components:
+      - [{type: model}]
+      - [{type: model}, {type: function, function: "flaky:flaky"}]
+"""
+
+
+def test_a_failed_training_of_a_sweep_leaves_the_others_and_a_resumed_sweep_trains_only_it(
+    chain: Run, make_project: Callable[[], Path]
+) -> None:
+    project = make_project()
+    shutil.copytree(chain.project / "data/test/06_models", project / "data/test/06_models")
+    (project / "src/flaky.py").write_text(FLAKY)
+    (project / "conf/test/parameters_sweep.yml").write_text(SWEEP + "  seeds: [1, 2]\n")
+    (project / "fail").touch()
+    finished = kedro_run(project, "--env", "test", "--pipelines", "sweep")
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    [whole, half] = pd.read_csv(project / "data/test/08_reporting/sweep_results.csv").to_dict("records")
+    assert (whole["trainings"], half["trainings"]) == (2, 0)
+    assert half["failed"].count("broken") == 2
+    assert pd.isna(whole["failed"])
+    assert whole["kl_sd"] > 0.0
+    assert (project / "data/test/08_reporting/sweep_plot.json").stat().st_size > 0
+    client = mlflow.MlflowClient(f"sqlite:///{project}/mlflow.db")
+    experiments = [each.experiment_id for each in client.search_experiments()]
+    [parent] = client.search_runs(experiments, "tags.pipeline = 'sweep'")
+    below = f"tags.`mlflow.parentRunId` = '{parent.info.run_id}'"
+    assert sorted(run.info.status for run in client.search_runs(experiments, below)) == [
+        *["FAILED"] * 2,
+        *["FINISHED"] * 2,
+    ]
+    (project / "fail").unlink()
+    resumed = kedro_run(project, "--env", "test", "--pipelines", "sweep", "--params", f"resume={parent.info.run_id}")
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert (resumed.stdout + resumed.stderr).count("is finished already") == 2
+    [again, other] = pd.read_csv(project / "data/test/08_reporting/sweep_results.csv").to_dict("records")
+    assert again == pytest.approx(whole, nan_ok=True)
+    assert other["kl"] == whole["kl"]  # the other reward adds nothing
+    assert len(client.search_runs(experiments, below)) == 6

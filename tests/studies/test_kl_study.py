@@ -6,16 +6,19 @@ import pandas as pd
 import pytest
 
 from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.rewards.config import RewardConfig
 from ppo_rlhf.studies.kl_study import KLStudyConfig, findings, settings_of
 
 
 def test_each_penalty_is_trained_once_and_the_target_with_the_studys_horizon() -> None:
     ppo = PPOConfig(kl_coef=0.07, gamma=0.9)
-    trained = [s.config for s in settings_of(KLStudyConfig(kl_coefs=[0.3, 0.1], kl_target=3.0, kl_horizon=123.0), ppo)]
+    reward = RewardConfig(components=[{"type": "model"}])
+    study = KLStudyConfig(kl_coefs=[0.3, 0.1], kl_target=3.0, kl_horizon=123.0)
+    trained = [each.ppo for each in settings_of(study, ppo, reward)]
     assert [(c.kl_controller, c.kl_coef) for c in trained] == [("fixed", 0.1), ("fixed", 0.3), ("adaptive", 0.07)]
     assert (trained[-1].kl_target, trained[-1].kl_horizon) == (3.0, 123.0)
     assert {c.gamma for c in trained} == {0.9}
-    assert len(settings_of(KLStudyConfig(kl_coefs=[0.3, 0.1]), ppo)) == 2
+    assert len(settings_of(KLStudyConfig(kl_coefs=[0.3, 0.1]), ppo, reward)) == 2
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,13 @@ from ppo_rlhf.data.chats import Chat, answered, read_text_or_chat
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.data.prompts import PromptReader, PromptsConfig, split_held_out
 from ppo_rlhf.data.tables import frame_of
-from ppo_rlhf.datasets import EvaluationLogDataset, PretrainedModelDataset, RecordsDataset, ResumeCheckpointDataset
+from ppo_rlhf.datasets import (
+    EvaluationLogDataset,
+    PretrainedModelDataset,
+    RecordsDataset,
+    ResumeCheckpointDataset,
+    TrainingLogDataset,
+)
 from ppo_rlhf.evaluation.policy import DEMO_JUDGE, EvaluationConfig, is_demo_prompts
 from ppo_rlhf.models.adapters import check_critic_targets, check_targets
 from ppo_rlhf.models.compilation import layers_of
@@ -40,6 +46,7 @@ from ppo_rlhf.rewards.rendering import Rendering
 from ppo_rlhf.rewards.scoring import MESSAGES, TURNS
 from ppo_rlhf.rewards.shaping import check_token_rewards
 from ppo_rlhf.studies.critic_pretraining import CriticPretrainingConfig, pretraining_config
+from ppo_rlhf.studies.sweep import SweepConfig, settings_of
 from ppo_rlhf.supervised import preferences
 from ppo_rlhf.supervised.demonstrations import DataPreparationConfig, corpus_texts, split_demonstrations
 from ppo_rlhf.supervised.reward_training import RewardModellingConfig
@@ -51,8 +58,9 @@ _WITHOUT_OWN_CODE = {
     "reward_model": "Set reward_model_path or give functions as reward, and run `--pipelines align`.",
     "pretrained_critic": "Set ppo.critic_warmup_iterations, which trains a critic at the start of each run.",
 }
-# those of tables and models are checked apart; the log is empty before the first evaluation
-READY = (MemoryDataset, RecordsDataset, PretrainedModelDataset, ResumeCheckpointDataset, EvaluationLogDataset)
+# those of tables and models are checked apart; the logs are empty before the first evaluation, or the first training
+LOGS = (EvaluationLogDataset, TrainingLogDataset)
+READY = (MemoryDataset, RecordsDataset, PretrainedModelDataset, ResumeCheckpointDataset, *LOGS)
 
 
 def find_problems(run: RunRequest) -> list[str]:
@@ -68,7 +76,7 @@ def find_problems(run: RunRequest) -> list[str]:
                 raise
             problems.extend(str(ours).splitlines())
 
-    for first in (check_start, check_settings, check_protection, check_demo_parts):
+    for first in (check_start, check_settings, check_sweep, check_protection, check_demo_parts):
         ask(first)
     for name in filter(run.reads, TABLES):
         ask(check_table, name)
@@ -113,6 +121,14 @@ def check_settings(run: RunRequest) -> Iterator[str]:
         check_device(ppo, resolve_device(ppo.device))
         if run.writes("prompt_dataset"):  # it trains by PPO
             check_libraries(ppo)
+
+
+def check_sweep(run: RunRequest) -> None:
+    """Find a grid that is no grid of trainings; note their rewards, whose functions are checked as the run's own."""
+    sweep, ppo = run.group("sweep", SweepConfig), run.group("ppo", PPOConfig)
+    reward = run.group("reward", RewardConfig)
+    if sweep is not None and ppo is not None and reward is not None:
+        run.swept = [each.reward for each in settings_of(sweep, ppo, reward)]
 
 
 def check_protection(run: RunRequest) -> Iterator[str]:
@@ -273,7 +289,7 @@ def _policy_reader(run: RunRequest, ppo: PPOConfig) -> PromptReader | None:
 
 def functions_of(run: RunRequest) -> dict[str, list[str]]:
     """Return the user's functions as `module:name`, each with the tables whose prompts it is called with."""
-    reward, evaluation = run.group("reward", RewardConfig), run.group("evaluation", EvaluationConfig)
+    evaluation = run.group("evaluation", EvaluationConfig)
     rewards = run.group("reward_modelling", RewardModellingConfig)
     tables = [name for name in PROMPTS if name in run.tables]
     found: dict[str, list[str]] = {}
@@ -282,9 +298,7 @@ def functions_of(run: RunRequest) -> dict[str, list[str]]:
         found |= {name: tables[-1:] for name in judging if name is not None}
     if rewards is not None and rewards.labeller is not None and run.samples_pairs:
         found[rewards.labeller] = tables[:1]
-    if reward is not None:
-        found |= {component.function: tables for component in reward.components if component.function is not None}
-    return found
+    return found | dict.fromkeys(run.reward_functions, tables)
 
 
 def check_function(run: RunRequest, reference: str, tables: list[str]) -> None:
@@ -293,9 +307,9 @@ def check_function(run: RunRequest, reference: str, tables: list[str]) -> None:
     It is called with two prompts of each table, which stand for responses, too.
     """
     function = load_function(reference, run.project_path)
-    reward, ppo = run.group("reward", RewardConfig), run.group("ppo", PPOConfig)
+    ppo = run.group("ppo", PPOConfig)
     tokenizer = run.tokenizers.get(run.start) or next(iter(run.tokenizers.values()), None)
-    is_reward = reward is not None and any(component.function == reference for component in reward.components)
+    is_reward = reference in run.reward_functions
     for given, columns, source in _tried(run, tables):
         prompts, title = [_text(prompt) for prompt in given], f"{reference} on {source}"
         chats = [None if isinstance(prompt, str) else answered(prompt, _text(prompt)) for prompt in given]

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated
 
 import pandas as pd
 from pydantic import AfterValidator, Field
-from transformers import PreTrainedModel
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.settings_group import settings_group
-from ppo_rlhf.data.prompt_dataset import PromptDataset
-from ppo_rlhf.models.loading import PretrainedHandle
-from ppo_rlhf.ppo.loop import train
-from ppo_rlhf.ppo.models import build_critic, build_state, load_policies, load_stored_critic
-from ppo_rlhf.ppo.precision import resolve_device
-from ppo_rlhf.ppo.state import TrainingState
-from ppo_rlhf.rewards.scorers import check_room
-from ppo_rlhf.rewards.scoring import RewardScorer
+from ppo_rlhf.rewards.config import RewardConfig
+from ppo_rlhf.studies.sweep import Setting
 
 TOLERANCE = 0.25
 """The adaptive controller reached its target if the KL at the end is at most this share of it away."""
@@ -44,43 +36,17 @@ class KLStudyConfig:
     """Episodes over which that controller changes beta by 20 % at most; a fifth of `ppo.total_episodes` or less."""
 
 
-@dataclass(frozen=True)
-class Setting:
-    """One training of the study."""
-
-    name: str
-    config: PPOConfig
-
-
-def settings_of(study: KLStudyConfig, ppo: PPOConfig) -> list[Setting]:
+def settings_of(study: KLStudyConfig, ppo: PPOConfig, reward: RewardConfig) -> list[Setting]:
     """Return the trainings, by ascending beta, the adaptive one last.
 
     Raises:
         ConfigError: PPO refuses one of them.
     """
-    fixed = [Setting(f"beta {beta:g}", replace(ppo, kl_controller="fixed", kl_coef=beta)) for beta in study.kl_coefs]
-    if study.kl_target is None:
-        return fixed
-    adaptive = replace(ppo, kl_controller="adaptive", kl_target=study.kl_target, kl_horizon=study.kl_horizon)
-    return [*fixed, Setting(f"adaptive, target {study.kl_target:g}", adaptive)]
-
-
-def train_setting(
-    config: PPOConfig,
-    sft_policy: PretrainedHandle,
-    prompts: PromptDataset,
-    scorer: RewardScorer,
-    stored_critic: PretrainedHandle | None,
-    after_iteration: Callable[[dict[str, float]], None],
-) -> tuple[TrainingState, PreTrainedModel]:
-    """Train from the SFT policy and return the last state, and the reference policy."""
-    policy, reference = load_policies(sft_policy, config, resolve_device(config.device))
-    stored = load_stored_critic(stored_critic, config)
-    critic = build_critic(config, policy.model, scorer.model, policy.value_head, stored)
-    state = build_state(policy.model, critic, policy.tokenizer, config)
-    check_room(scorer, prompts.lengths, config.response_length, state.sampling.stop_token_ids)
-    train(state, reference, prompts, scorer, after_iteration)
-    return state, reference
+    trained = {f"beta {beta:g}": replace(ppo, kl_controller="fixed", kl_coef=beta) for beta in study.kl_coefs}
+    if study.kl_target is not None:
+        adaptive = replace(ppo, kl_controller="adaptive", kl_target=study.kl_target, kl_horizon=study.kl_horizon)
+        trained[f"adaptive, target {study.kl_target:g}"] = adaptive
+    return [Setting(name, name, config, reward) for name, config in trained.items()]
 
 
 def findings(results: pd.DataFrame, best_of_n: pd.DataFrame) -> tuple[dict[str, float], list[str]]:
@@ -92,10 +58,14 @@ def findings(results: pd.DataFrame, best_of_n: pd.DataFrame) -> tuple[dict[str, 
         best_of_n: From `evaluation.best_of_n.best_of_n_curve`.
     """
     fixed, adaptive = (results[results["kl_controller"] == kind] for kind in ("fixed", "adaptive"))
-    is_ordered = fixed.sort_values("kl_coef")["kl"].is_monotonic_decreasing
-    each = ", ".join(f"{row.kl:.2f} at beta {row.kl_coef:g}" for row in fixed.itertuples())
-    lines = [f"KL from SFT, nats a response: {each}. It {'falls' if is_ordered else 'does NOT fall'} as beta rises."]
-    metrics = {"kl_study/is_ordered_by_beta": float(is_ordered)}
+    lines: list[str] = []
+    metrics: dict[str, float] = {}
+    if len(fixed) > 1:  # else trainings failed
+        is_ordered = fixed.sort_values("kl_coef")["kl"].is_monotonic_decreasing
+        each = ", ".join(f"{row.kl:.2f} at beta {row.kl_coef:g}" for row in fixed.itertuples())
+        falls = "falls" if is_ordered else "does NOT fall"
+        lines.append(f"KL from SFT, nats a response: {each}. It {falls} as beta rises.")
+        metrics["kl_study/is_ordered_by_beta"] = float(is_ordered)
     for row in adaptive.itertuples():
         ratio = float(row.kl / row.kl_target)
         metrics["kl_study/adaptive_kl_over_target"] = ratio
