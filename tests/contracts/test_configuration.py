@@ -23,11 +23,8 @@ from tests.contracts import checkers
 
 CONF = Path(__file__).parents[2] / "conf"
 ENVIRONMENTS = ["base", *sorted(p.name for p in CONF.iterdir() if p.is_dir() and p.name not in ("base", "local"))]
-SHARED_ON_PURPOSE = [
-    *("checkpoint", "earlier_evaluations", "earlier_trainings", "evaluation_metrics", "resume_checkpoint"),
-    "sweep_trainings",
-]
-"""One folder on purpose, of all that is known of a run while it trains."""
+SHARED_ON_PURPOSE = ["checkpoint", "earlier_evaluations", "evaluation_metrics", "resume_checkpoint"]
+"""One folder on purpose: evaluations are beside the checkpoints that they choose among."""
 
 OF_ANOTHER_NAME = {
     (function, "evaluation_prompts"): "chosen_prompts"
@@ -65,8 +62,9 @@ def all_nodes() -> set[Node]:
 def wired(node: Node) -> list[tuple[str, Any, str]]:
     """Return name and type of each argument of a node's function, with the dataset that it takes, by position."""
     hints = get_type_hints(node.func)
-    arguments = zip(inspect.signature(node.func).parameters, node.inputs, strict=True)
-    return [(argument, hints[argument], dataset) for argument, dataset in arguments]
+    arguments = enumerate(inspect.signature(node.func).parameters.values())
+    taken = [each.name for place, each in arguments if place < len(node.inputs) or each.default is each.empty]
+    return [(argument, hints[argument], dataset) for argument, dataset in zip(taken, node.inputs, strict=True)]
 
 
 def parameter_groups() -> dict[str, Any]:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.core.errors import ConfigError, TrainingError
+from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.rewards.config import RewardConfig
-from ppo_rlhf.studies.sweep import Setting, SweepConfig, settings_of, spread_over_seeds, tabulate
+from ppo_rlhf.studies.sweep import Setting, SweepConfig, compare_settings, plan_sweep
 
 PPO = PPOConfig(gamma=0.9, seed=7)
 REWARD = RewardConfig(
@@ -19,7 +19,7 @@ REWARD = RewardConfig(
 
 
 def swept(grid: dict[str, list[Any]], *seeds: int) -> list[Setting]:
-    return settings_of(SweepConfig(grid=grid, seeds=list(seeds)), PPO, REWARD)
+    return plan_sweep(PPO, REWARD, SweepConfig(grid=grid, seeds=list(seeds)))
 
 
 def test_each_combination_is_trained_with_each_seed_and_named_by_what_differs() -> None:
@@ -69,21 +69,14 @@ def test_a_key_that_is_no_setting_or_changes_what_is_loaded_is_refused_in_one_li
     assert "\n" not in str(refused.value)
 
 
-def training(each: Setting, error: str | None = None, **results: float) -> dict[str, Any]:
-    return {"name": each.name, "setting": each.setting, "error": error, "history": [], "results": results}
-
-
 def test_the_table_has_means_and_standard_deviations_over_the_seeds_that_ended_and_marks_the_others() -> None:
-    settings = swept({"ppo.kl_coef": [0.2, 0.1]}, 1, 2, 3)
-    rows = [training(each, kl=float(number), reward=2.0) for number, each in enumerate(settings)]
-    rows[5] = training(settings[5], "it diverged")
-    table = spread_over_seeds(tabulate(rows[::-1], settings)).set_index("setting")
+    rows: list[dict[str, Any]] = [{"setting": "first", "error": "", "kl": float(kl), "reward": 2.0} for kl in range(3)]
+    rows += [{"setting": "Second", "error": "", "kl": float(kl), "reward": 2.0} for kl in (3, 4)]
+    rows += [{"setting": "Second", "error": "it diverged"}, {"setting": "third", "error": "it stopped"}]
+    table = compare_settings(rows).set_index("setting")
+    assert table.index.tolist() == ["first", "Second", "third"]
     assert table.columns.tolist() == ["trainings", "failed", "reward", "kl", "reward_sd", "kl_sd"]  # no judge
-    assert table.loc["kl_coef=0.2"].tolist() == [3, "", 2.0, 1.0, 0.0, 1.0]
-    assert table.loc["kl_coef=0.1"].tolist() == [2, "it diverged", 2.0, 3.5, 0.0, pytest.approx(math.sqrt(0.5))]
-
-
-def test_a_sweep_whose_trainings_all_failed_has_no_table() -> None:
-    settings = swept({}, 1, 2)
-    with pytest.raises(TrainingError, match="all 2 trainings failed; seed=1: it diverged"):
-        tabulate([training(each, "it diverged") for each in settings], settings)
+    assert table.loc["first"].tolist() == [3, "", 2.0, 1.0, 0.0, 1.0]
+    assert table.loc["Second"].tolist() == [2, "it diverged", 2.0, 3.5, 0.0, pytest.approx(math.sqrt(0.5))]
+    assert table.loc["third"].tolist()[:2] == [0, "it stopped"]
+    assert table.loc["third"].isna().sum() == 4

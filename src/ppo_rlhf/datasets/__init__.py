@@ -1,6 +1,6 @@
 """The Kedro datasets that kedro-datasets does not have."""
 
-from ppo_rlhf.datasets.checkpoints import CheckpointDataset, EvaluationLogDataset, TrainingLogDataset
+from ppo_rlhf.datasets.checkpoints import CheckpointDataset, EvaluationLogDataset
 from ppo_rlhf.datasets.pretrained_model import PretrainedModelDataset
 from ppo_rlhf.datasets.records import RecordsDataset
 from ppo_rlhf.datasets.report_files import ModelCardDataset, TokenSamplesDataset
@@ -19,5 +19,4 @@ __all__ = [
     "TableDataset",
     "TokenSamplesDataset",
     "TrainingHistoryDataset",
-    "TrainingLogDataset",
 ]

@@ -14,7 +14,7 @@ from ppo_rlhf.checkpoints.files import checkpoint_iterations, prune_checkpoints
 from ppo_rlhf.checkpoints.store import CheckpointRequest, best_iteration, write_checkpoint
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError
-from ppo_rlhf.names import RUN_ID, TRAININGS
+from ppo_rlhf.names import RUN_ID
 from ppo_rlhf.processes import is_main_process
 from ppo_rlhf.whole_files import process_name, written_whole
 
@@ -102,39 +102,6 @@ class EvaluationLogDataset(_RunDataset[dict[str, Any], list[dict[str, Any]]]):
 
     def _exists(self) -> bool:
         return (run_directory(self.root) / EVALUATIONS).is_file()
-
-
-class TrainingLogDataset(_RunDataset[dict[str, Any], list[dict[str, Any]]]):
-    """The trainings of this run's sweep, one row each, by `name`; if it is resumed it leaves out those that ended.
-
-    ```yaml
-    sweep_trainings:
-      type: ppo_rlhf.datasets.TrainingLogDataset
-      filepath: data/06_models/ppo_checkpoints
-    ```
-    """
-
-    def save(self, data: dict[str, Any]) -> None:
-        """Append one training; an earlier try of it is replaced."""
-        rows = [row for row in self.load() if row["name"] != data["name"]] + [data]
-        with written_whole(run_directory(self.root) / f"{TRAININGS}.json") as draft:
-            draft.write_text(json.dumps(rows), encoding="utf-8")
-
-    def load(self) -> list[dict[str, Any]]:
-        """Return the trainings in the order of their end.
-
-        Raises:
-            CheckpointError: The file is damaged.
-        """
-        path = run_directory(self.root) / f"{TRAININGS}.json"
-        try:
-            rows: list[dict[str, Any]] = json.loads(path.read_bytes()) if path.is_file() else []
-        except ValueError as error:
-            raise CheckpointError(f"{path}: damaged ({error}). Move it away, and the sweep trains all anew") from None
-        return rows
-
-    def _exists(self) -> bool:
-        return (run_directory(self.root) / f"{TRAININGS}.json").is_file()
 
 
 def run_directory(root: Path) -> Path:

@@ -213,7 +213,6 @@ class TrackingHook(MlflowHook):
     @hook_impl
     def before_dataset_saved(self, dataset_name: str) -> None:
         """Name the store if it does not take what kedro-mlflow logs of a dataset; let no signal cut the call."""
-        self._take_mlflow_back()  # a node may save while it runs
         if self._catalog is not None and type(self._catalog.get(dataset_name)).__name__.startswith("Mlflow"):
             self._saving.enter_context(deferring_signals())
             self._saving.enter_context(name_slow_store(self._uri()))

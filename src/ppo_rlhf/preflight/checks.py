@@ -18,13 +18,7 @@ from ppo_rlhf.data.chats import Chat, answered, read_text_or_chat
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.data.prompts import PromptReader, PromptsConfig, split_held_out
 from ppo_rlhf.data.tables import frame_of
-from ppo_rlhf.datasets import (
-    EvaluationLogDataset,
-    PretrainedModelDataset,
-    RecordsDataset,
-    ResumeCheckpointDataset,
-    TrainingLogDataset,
-)
+from ppo_rlhf.datasets import EvaluationLogDataset, PretrainedModelDataset, RecordsDataset, ResumeCheckpointDataset
 from ppo_rlhf.evaluation.policy import DEMO_JUDGE, EvaluationConfig, is_demo_prompts
 from ppo_rlhf.models.adapters import check_critic_targets, check_targets
 from ppo_rlhf.models.compilation import layers_of
@@ -46,7 +40,7 @@ from ppo_rlhf.rewards.rendering import Rendering
 from ppo_rlhf.rewards.scoring import MESSAGES, TURNS
 from ppo_rlhf.rewards.shaping import check_token_rewards
 from ppo_rlhf.studies.critic_pretraining import CriticPretrainingConfig, pretraining_config
-from ppo_rlhf.studies.sweep import SweepConfig, settings_of
+from ppo_rlhf.studies.sweep import SweepConfig, plan_sweep
 from ppo_rlhf.supervised import preferences
 from ppo_rlhf.supervised.demonstrations import DataPreparationConfig, corpus_texts, split_demonstrations
 from ppo_rlhf.supervised.reward_training import RewardModellingConfig
@@ -58,9 +52,8 @@ _WITHOUT_OWN_CODE = {
     "reward_model": "Set reward_model_path or give functions as reward, and run `--pipelines align`.",
     "pretrained_critic": "Set ppo.critic_warmup_iterations, which trains a critic at the start of each run.",
 }
-# those of tables and models are checked apart; the logs are empty before the first evaluation, or the first training
-LOGS = (EvaluationLogDataset, TrainingLogDataset)
-READY = (MemoryDataset, RecordsDataset, PretrainedModelDataset, ResumeCheckpointDataset, *LOGS)
+# those of tables and models are checked apart; the log is empty before the first evaluation
+READY = (MemoryDataset, RecordsDataset, PretrainedModelDataset, ResumeCheckpointDataset, EvaluationLogDataset)
 
 
 def find_problems(run: RunRequest) -> list[str]:
@@ -128,7 +121,7 @@ def check_sweep(run: RunRequest) -> None:
     sweep, ppo = run.group("sweep", SweepConfig), run.group("ppo", PPOConfig)
     reward = run.group("reward", RewardConfig)
     if sweep is not None and ppo is not None and reward is not None:
-        run.swept = [each.reward for each in settings_of(sweep, ppo, reward)]
+        run.swept = [each.reward for each in plan_sweep(ppo, reward, sweep)]
 
 
 def check_protection(run: RunRequest) -> Iterator[str]:

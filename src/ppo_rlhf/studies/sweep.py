@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
@@ -12,7 +11,7 @@ from pydantic import Field
 
 from ppo_rlhf.config import MODEL_PATHS, PPOConfig
 from ppo_rlhf.config.settings_group import Seed, settings_group
-from ppo_rlhf.core.errors import ConfigError, TrainingError
+from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.rewards.config import RewardConfig
 
 AS_CONFIGURED = "as configured"
@@ -48,7 +47,7 @@ class Setting:
         return {f"{group}.{key}": str(value) for group, values in groups.items() for key, value in values.items()}
 
 
-def settings_of(sweep: SweepConfig, ppo: PPOConfig, reward: RewardConfig) -> list[Setting]:
+def plan_sweep(ppo_config: PPOConfig, reward: RewardConfig, sweep: SweepConfig) -> list[Setting]:
     """Return the trainings of a sweep, the seeds of a setting side by side.
 
     Raises:
@@ -69,7 +68,7 @@ def settings_of(sweep: SweepConfig, ppo: PPOConfig, reward: RewardConfig) -> lis
         setting = ", ".join(differing) or AS_CONFIGURED
         for seed in sweep.seeds:
             names = [*differing, *([f"seed={seed}"] if len(sweep.seeds) > 1 else [])]
-            groups: dict[str, Any] = {"ppo": {**asdict(ppo), "seed": seed}, "reward": asdict(reward)}
+            groups: dict[str, Any] = {"ppo": {**asdict(ppo_config), "seed": seed}, "reward": asdict(reward)}
             for key, value in chosen.items():
                 _set(groups, key, value)
             both = PPOConfig(**groups["ppo"]), RewardConfig(**groups["reward"])
@@ -83,32 +82,20 @@ def settings_of(sweep: SweepConfig, ppo: PPOConfig, reward: RewardConfig) -> lis
     return found
 
 
-def tabulate(trainings: Sequence[Mapping[str, Any]], settings: Sequence[Setting]) -> pd.DataFrame:
-    """Return one row a training, in the order of the settings: `setting`, `error` (None if it ended), its results.
+def compare_settings(trainings: list[dict[str, Any]]) -> pd.DataFrame:
+    """Return one row a setting: means of MEASURES over its seeds, and their standard deviations, `<measure>_sd`.
 
-    Raises:
-        TrainingError: All of them failed.
-    """
-    by_name = {row["name"]: row for row in trainings}
-    rows = [by_name[each.name] for each in settings]
-    if all(row["error"] for row in rows):
-        raise TrainingError(f"all {len(rows)} trainings failed; {rows[0]['name']}: {rows[0]['error']}")
-    return pd.DataFrame([{"setting": row["setting"], "error": row["error"], **row["results"]} for row in rows])
-
-
-def spread_over_seeds(results: pd.DataFrame) -> pd.DataFrame:
-    """Return one row a setting: means over its seeds, and standard deviations, `<measure>_sd` (NaN of one training).
-
-    Columns before those: `setting`, `trainings` (that ended), and `failed`, why others did not.
+    Columns before those: `setting`, `trainings` (that ended), and `failed`, why others did not. One training alone has
+    no standard deviation.
 
     Args:
-        results: From `tabulate`.
+        trainings: One row a training: `setting`, `error` (empty if it ended), and its measures.
     """
-    groups, measures = results.groupby("setting", sort=False), [name for name in MEASURES if name in results]
+    rows = pd.DataFrame(trainings)
+    groups, measures = rows.groupby("setting", sort=False), [name for name in MEASURES if name in rows]
     table = groups[measures].mean().join(groups[measures].std(), rsuffix="_sd")
-    errors = groups["error"].agg(lambda error: "; ".join(error.dropna()))
-    table.insert(0, "trainings", groups["error"].agg(lambda error: error.isna().sum()))
-    table.insert(1, "failed", errors)
+    table.insert(0, "trainings", groups["kl"].count())
+    table.insert(1, "failed", groups["error"].agg(lambda errors: "; ".join(filter(None, errors))))
     return table.reset_index()
 
 

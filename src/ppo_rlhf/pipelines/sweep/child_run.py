@@ -27,6 +27,15 @@ def child_runs() -> Callable[[str, Mapping[str, str]], AbstractContextManager[Lo
     return partial(_child_run, parent, mlflow.MlflowClient())
 
 
+def finished_trainings() -> list[tuple[dict[str, str], dict[str, float]]]:
+    """Return params and last metrics of each finished run below the active one; without an active run, none."""
+    if (parent := mlflow.active_run()) is None:
+        return []
+    below = f"tags.`mlflow.parentRunId` = '{parent.info.run_id}' and attributes.status = 'FINISHED'"
+    runs = mlflow.MlflowClient().search_runs([parent.info.experiment_id], below)
+    return [(run.data.params, run.data.metrics) for run in runs]
+
+
 @contextmanager
 def _child_run(parent: Run, client: mlflow.MlflowClient, name: str, params: Mapping[str, str]) -> Iterator[Log]:
     """Open a run with these params, and yield a function that logs to it.

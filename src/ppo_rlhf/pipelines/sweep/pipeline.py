@@ -2,9 +2,11 @@
 
 from kedro.pipeline import Node, Pipeline
 
+from ppo_rlhf.names import TRAININGS
 from ppo_rlhf.pipelines import ppo
 from ppo_rlhf.pipelines.sweep import nodes
 from ppo_rlhf.pipelines.wiring import named
+from ppo_rlhf.studies.sweep import plan_sweep
 
 
 def create_pipeline() -> Pipeline:
@@ -13,20 +15,19 @@ def create_pipeline() -> Pipeline:
     ```
     ppo.configure_ppo, ppo.prepare_prompts
     ppo_config, reward, sweep → plan_sweep → sweep_settings → train_settings → sweep_trainings
-    sweep_trainings → summarise_sweep → sweep_results → plot_sweep → sweep_plot
+    sweep_trainings → compare_settings → sweep_results, sweep_plot
     ```
     """
-    plan = named(nodes.plan_sweep, ["ppo_config", "params:reward", "params:sweep"], "sweep_settings")
-    shown = [
-        named(nodes.summarise_sweep, ["sweep_trainings", "sweep_settings"], "sweep_results"),
-        named(nodes.plot_sweep, "sweep_results", "sweep_plot"),
-    ]
-    own = Pipeline([plan, create_training(), *shown], namespace="sweep", prefix_datasets_with_namespace=False)
+    plan = named(plan_sweep, ["ppo_config", "params:reward", "params:sweep"], "sweep_settings")
+    each = [plan, *create_comparison(["sweep_results", "sweep_plot"])]
+    own = Pipeline(each, namespace="sweep", prefix_datasets_with_namespace=False)
     return Pipeline([ppo.create_preparation().only_nodes("ppo.configure_ppo", "ppo.prepare_prompts"), own])
 
 
-def create_training() -> Node:
-    """Return the node that trains a list of settings."""
+def create_comparison(table_and_figure: list[str], *best_of_n: str) -> list[Node]:
+    """Return the nodes that train `sweep_settings` and compare them."""
     models = ["sft_policy", "prompt_dataset", "evaluation_prompt_dataset", "reward_model", "pretrained_critic"]
-    inputs = ["sweep_settings", *models, "params:evaluation", "earlier_trainings"]
-    return named(nodes.train_settings, inputs, "sweep_trainings")
+    return [
+        named(nodes.train_settings, ["sweep_settings", *models, "params:evaluation"], TRAININGS),
+        named(nodes.compare_settings, [TRAININGS, *best_of_n], table_and_figure),
+    ]
