@@ -39,8 +39,9 @@ def frontier_figure(table: pd.DataFrame, best_of_n: pd.DataFrame | None) -> go.F
                 legendgroup=row["setting"],
                 **where,
             )
-    style(figure, height=380 + 20 * len(table), showlegend=True)
-    legend = {"orientation": "v", "x": 0, "y": -0.2, "yanchor": "top"}
+    style(figure, height=380 + 8 * len(table), showlegend=True)
+    legend = {"orientation": "h", "x": 0, "y": -0.25, "yanchor": "top"}
     figure.update_layout(margin={"t": 40, "b": 40}, legend=legend)
+    figure.update_annotations(font_size=12)
     figure.update_xaxes(title_text="KL from SFT (nats a response)", rangemode="tozero")
     return figure
