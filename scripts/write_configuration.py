@@ -25,6 +25,7 @@ from ppo_rlhf.rewards.config import RewardComponentConfig, RewardConfig
 from ppo_rlhf.studies.critic_pretraining import CriticPretrainingConfig
 from ppo_rlhf.studies.kl_study import KLStudyConfig
 from ppo_rlhf.studies.reward_audit import AuditConfig
+from ppo_rlhf.studies.sweep import SweepConfig
 from ppo_rlhf.supervised.demonstrations import DataPreparationConfig
 from ppo_rlhf.supervised.reward_training import RewardModellingConfig
 from ppo_rlhf.supervised.sft import SupervisedFinetuningConfig
@@ -47,6 +48,7 @@ GROUPS = {
     "best_of_n": BestOfNConfig,
     "audit": AuditConfig,
     "kl_study": KLStudyConfig,
+    "sweep": SweepConfig,
 }
 INTRODUCTION = """# Configuration reference
 

@@ -12,10 +12,11 @@ from ppo_rlhf.pipelines import (
     reporting,
     reward_modelling,
     supervised_finetuning,
+    sweep,
 )
 
 STAGES = (data_preparation, supervised_finetuning, reward_modelling, ppo, evaluation, reporting)
-STUDIES = (audit_reward, kl_study)
+STUDIES = (audit_reward, kl_study, sweep)
 OPTIONAL = (critic_pretraining,)
 ALIGN = ("ppo", "evaluation", "reporting")
 

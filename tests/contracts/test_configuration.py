@@ -62,8 +62,9 @@ def all_nodes() -> set[Node]:
 def wired(node: Node) -> list[tuple[str, Any, str]]:
     """Return name and type of each argument of a node's function, with the dataset that it takes, by position."""
     hints = get_type_hints(node.func)
-    arguments = zip(inspect.signature(node.func).parameters, node.inputs, strict=True)
-    return [(argument, hints[argument], dataset) for argument, dataset in arguments]
+    arguments = enumerate(inspect.signature(node.func).parameters.values())
+    taken = [each.name for place, each in arguments if place < len(node.inputs) or each.default is each.empty]
+    return [(argument, hints[argument], dataset) for argument, dataset in zip(taken, node.inputs, strict=True)]
 
 
 def parameter_groups() -> dict[str, Any]:
@@ -163,7 +164,7 @@ def test_every_node_has_the_name_and_a_docstring_of_its_function() -> None:
 
 def test_every_pipeline_of_the_design_is_registered() -> None:
     chain = ["data_preparation", "supervised_finetuning", "reward_modelling", "ppo", "evaluation", "reporting"]
-    beside_it = ["audit_reward", "critic_pretraining", "kl_study"]
+    beside_it = ["audit_reward", "critic_pretraining", "kl_study", "sweep"]
     assert sorted(pipelines.keys()) == sorted([*chain, *beside_it, "align", "__default__"])
     for name in chain:
         with_report = {"reporting"} if name == "evaluation" else set()

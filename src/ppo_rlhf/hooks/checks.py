@@ -17,6 +17,7 @@ from kedro.pipeline import Pipeline
 from ppo_rlhf import processes
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.hooks.own_settings import OwnSettings
+from ppo_rlhf.hooks.resume import can_resume
 from ppo_rlhf.names import RESUME_CHECKPOINT
 from ppo_rlhf.runner import LoopRunner, plan_loop
 
@@ -83,7 +84,7 @@ def judge_settings(loader: OmegaConfigLoader, run: RunRequest) -> tuple[list[str
     from ppo_rlhf.preflight import describe_parts, find_problems  # heavy: only a run pays for it
 
     settings = OwnSettings(loader)
-    read = run.pipeline.datasets() | ({RESUME_CHECKPOINT} if plan_loop(run.pipeline) else set())
+    read = run.pipeline.datasets() | ({RESUME_CHECKPOINT} if can_resume(run.pipeline) else set())
     problems = [*settings.unread(read, pipelines, run.unused), *find_problems(run)]
     if problems:
         return problems, [], ""

@@ -23,7 +23,7 @@ from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.hooks.run_description import FUNCTION, RunDescription
 from ppo_rlhf.locks import lock_run
-from ppo_rlhf.names import CHECKPOINT, LATEST, RESUME_CHECKPOINT
+from ppo_rlhf.names import CHECKPOINT, LATEST, RESUME_CHECKPOINT, TRAININGS
 from ppo_rlhf.paths import shown
 from ppo_rlhf.runner import plan_loop
 
@@ -96,9 +96,14 @@ class Resumption:
         return tuple(f"{name.removesuffix('_metrics')}/" for name in anew if name.endswith("_metrics"))
 
 
+def can_resume(pipeline: Pipeline) -> bool:
+    """Return whether a run of this pipeline can be resumed: it holds the closed loop, or is a sweep."""
+    return plan_loop(pipeline) is not None or TRAININGS in pipeline.all_outputs()
+
+
 def resume_entry(pipeline: Pipeline, catalog: CatalogProtocol) -> ResumeCheckpointDataset | None:
-    """Return the catalog's entry for `resume` if this run holds the closed loop, else None: nothing can be resumed."""
-    if plan_loop(pipeline) is None:
+    """Return the catalog's entry for `resume` if this run can be resumed, else None."""
+    if not can_resume(pipeline):
         return None
     from ppo_rlhf.datasets import ResumeCheckpointDataset
 

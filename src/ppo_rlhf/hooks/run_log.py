@@ -29,8 +29,7 @@ EVALUATION_METRICS = "evaluation_metrics"
 SINCE_BEST = "eval/since_best_"  # metrics that the final evaluation does not have
 FINAL_METRICS = "evaluation_summary"
 TOKEN_SAMPLES = "token_samples"
-SUMMARIES = ("reward_audit", "kl_study_summary")
-"""Results of a study, with their metrics under `metrics`."""
+AUDIT = "reward_audit"
 HISTORIES = ("sft_metrics", "reward_model_metrics", "critic_metrics")
 SAMPLED_NODE = "estimate_advantages"
 AT_A_GLANCE = {
@@ -83,8 +82,7 @@ class RunLog:
             self._measured(measured, self._iteration, model_id=self._model_id, is_last=True)
             self._describe(outputs[FINAL_METRICS])
             self._register(outputs[FINAL_METRICS])
-        for name in SUMMARIES:
-            self._log.log((outputs.get(name) or {}).get("metrics", {}), 0)
+        self._log.log((outputs.get(AUDIT) or {}).get("metrics", {}), 0)
         for name in HISTORIES:
             self._send_rows(outputs.get(name) or [])
         if node.name.rpartition(".")[2] == SAMPLED_NODE:

@@ -40,6 +40,7 @@ from ppo_rlhf.rewards.rendering import Rendering
 from ppo_rlhf.rewards.scoring import MESSAGES, TURNS
 from ppo_rlhf.rewards.shaping import check_token_rewards
 from ppo_rlhf.studies.critic_pretraining import CriticPretrainingConfig, pretraining_config
+from ppo_rlhf.studies.sweep import SweepConfig, plan_sweep
 from ppo_rlhf.supervised import preferences
 from ppo_rlhf.supervised.demonstrations import DataPreparationConfig, corpus_texts, split_demonstrations
 from ppo_rlhf.supervised.reward_training import RewardModellingConfig
@@ -68,7 +69,7 @@ def find_problems(run: RunRequest) -> list[str]:
                 raise
             problems.extend(str(ours).splitlines())
 
-    for first in (check_start, check_settings, check_protection, check_demo_parts):
+    for first in (check_start, check_settings, check_sweep, check_protection, check_demo_parts):
         ask(first)
     for name in filter(run.reads, TABLES):
         ask(check_table, name)
@@ -113,6 +114,14 @@ def check_settings(run: RunRequest) -> Iterator[str]:
         check_device(ppo, resolve_device(ppo.device))
         if run.writes("prompt_dataset"):  # it trains by PPO
             check_libraries(ppo)
+
+
+def check_sweep(run: RunRequest) -> None:
+    """Find a grid that is no grid of trainings; note their rewards, whose functions are checked as the run's own."""
+    sweep, ppo = run.group("sweep", SweepConfig), run.group("ppo", PPOConfig)
+    reward = run.group("reward", RewardConfig)
+    if sweep is not None and ppo is not None and reward is not None:
+        run.swept = [each.reward for each in plan_sweep(ppo, reward, sweep)]
 
 
 def check_protection(run: RunRequest) -> Iterator[str]:
@@ -273,7 +282,7 @@ def _policy_reader(run: RunRequest, ppo: PPOConfig) -> PromptReader | None:
 
 def functions_of(run: RunRequest) -> dict[str, list[str]]:
     """Return the user's functions as `module:name`, each with the tables whose prompts it is called with."""
-    reward, evaluation = run.group("reward", RewardConfig), run.group("evaluation", EvaluationConfig)
+    evaluation = run.group("evaluation", EvaluationConfig)
     rewards = run.group("reward_modelling", RewardModellingConfig)
     tables = [name for name in PROMPTS if name in run.tables]
     found: dict[str, list[str]] = {}
@@ -282,9 +291,7 @@ def functions_of(run: RunRequest) -> dict[str, list[str]]:
         found |= {name: tables[-1:] for name in judging if name is not None}
     if rewards is not None and rewards.labeller is not None and run.samples_pairs:
         found[rewards.labeller] = tables[:1]
-    if reward is not None:
-        found |= {component.function: tables for component in reward.components if component.function is not None}
-    return found
+    return found | dict.fromkeys(run.reward_functions, tables)
 
 
 def check_function(run: RunRequest, reference: str, tables: list[str]) -> None:
@@ -293,9 +300,9 @@ def check_function(run: RunRequest, reference: str, tables: list[str]) -> None:
     It is called with two prompts of each table, which stand for responses, too.
     """
     function = load_function(reference, run.project_path)
-    reward, ppo = run.group("reward", RewardConfig), run.group("ppo", PPOConfig)
+    ppo = run.group("ppo", PPOConfig)
     tokenizer = run.tokenizers.get(run.start) or next(iter(run.tokenizers.values()), None)
-    is_reward = reward is not None and any(component.function == reference for component in reward.components)
+    is_reward = reference in run.reward_functions
     for given, columns, source in _tried(run, tables):
         prompts, title = [_text(prompt) for prompt in given], f"{reference} on {source}"
         chats = [None if isinstance(prompt, str) else answered(prompt, _text(prompt)) for prompt in given]

@@ -43,6 +43,7 @@ class RunRequest:
     data_root: str = "data"
     tables: dict[str, Dataset] = field(default_factory=dict)
     demonstrations: pd.DataFrame | None = None  # checked, to train on
+    swept: list[RewardConfig] = field(default_factory=list)  # the rewards of a sweep's trainings
     models: dict[str, PretrainedHandle] = field(default_factory=dict)
     tokenizers: dict[str, PreTrainedTokenizerBase] = field(default_factory=dict)
 
@@ -66,6 +67,13 @@ class RunRequest:
     def shown(self, name: str) -> str:
         """Return the source of a dataset as a user reads it: below the project relative to it."""
         return shown(str(self.source(name)), self.project_path)
+
+    @property
+    def reward_functions(self) -> list[str]:
+        """The functions of the reward, and of the rewards of a sweep, as `module:name`."""
+        reward = self.group("reward", RewardConfig)
+        rewards = [*([] if reward is None else [reward]), *self.swept]
+        return [c.function for each in rewards for c in each.components if c.function is not None]
 
     @property
     def start(self) -> str:

@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated
 
-import pandas as pd
 from pydantic import AfterValidator, Field
-from transformers import PreTrainedModel
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.settings_group import settings_group
-from ppo_rlhf.data.prompt_dataset import PromptDataset
-from ppo_rlhf.models.loading import PretrainedHandle
-from ppo_rlhf.ppo.loop import train
-from ppo_rlhf.ppo.models import build_critic, build_state, load_policies, load_stored_critic
-from ppo_rlhf.ppo.precision import resolve_device
-from ppo_rlhf.ppo.state import TrainingState
-from ppo_rlhf.rewards.scorers import check_room
-from ppo_rlhf.rewards.scoring import RewardScorer
-
-TOLERANCE = 0.25
-"""The adaptive controller reached its target if the KL at the end is at most this share of it away."""
+from ppo_rlhf.rewards.config import RewardConfig
+from ppo_rlhf.studies.sweep import Setting
 
 
 def _check_distinct(kl_coefs: list[float]) -> list[float]:
@@ -44,74 +32,15 @@ class KLStudyConfig:
     """Episodes over which that controller changes beta by 20 % at most; a fifth of `ppo.total_episodes` or less."""
 
 
-@dataclass(frozen=True)
-class Setting:
-    """One training of the study."""
-
-    name: str
-    config: PPOConfig
-
-
-def settings_of(study: KLStudyConfig, ppo: PPOConfig) -> list[Setting]:
+def plan_study(ppo_config: PPOConfig, reward: RewardConfig, kl_study: KLStudyConfig) -> list[Setting]:
     """Return the trainings, by ascending beta, the adaptive one last.
 
     Raises:
         ConfigError: PPO refuses one of them.
     """
-    fixed = [Setting(f"beta {beta:g}", replace(ppo, kl_controller="fixed", kl_coef=beta)) for beta in study.kl_coefs]
-    if study.kl_target is None:
-        return fixed
-    adaptive = replace(ppo, kl_controller="adaptive", kl_target=study.kl_target, kl_horizon=study.kl_horizon)
-    return [*fixed, Setting(f"adaptive, target {study.kl_target:g}", adaptive)]
-
-
-def train_setting(
-    config: PPOConfig,
-    sft_policy: PretrainedHandle,
-    prompts: PromptDataset,
-    scorer: RewardScorer,
-    stored_critic: PretrainedHandle | None,
-    after_iteration: Callable[[dict[str, float]], None],
-) -> tuple[TrainingState, PreTrainedModel]:
-    """Train from the SFT policy and return the last state, and the reference policy."""
-    policy, reference = load_policies(sft_policy, config, resolve_device(config.device))
-    stored = load_stored_critic(stored_critic, config)
-    critic = build_critic(config, policy.model, scorer.model, policy.value_head, stored)
-    state = build_state(policy.model, critic, policy.tokenizer, config)
-    check_room(scorer, prompts.lengths, config.response_length, state.sampling.stop_token_ids)
-    train(state, reference, prompts, scorer, after_iteration)
-    return state, reference
-
-
-def findings(results: pd.DataFrame, best_of_n: pd.DataFrame) -> tuple[dict[str, float], list[str]]:
-    """Return what the study found, as metrics and in words.
-
-    Args:
-        results: One row a training: `setting`, `kl_controller`, `kl_coef` (its first beta), `kl_target`, `kl` (nats a
-            response), `reward` and `reward_sft`, and `judge_score` and `judge_score_sft` if there is a judge.
-        best_of_n: From `evaluation.best_of_n.best_of_n_curve`.
-    """
-    fixed, adaptive = (results[results["kl_controller"] == kind] for kind in ("fixed", "adaptive"))
-    is_ordered = fixed.sort_values("kl_coef")["kl"].is_monotonic_decreasing
-    each = ", ".join(f"{row.kl:.2f} at beta {row.kl_coef:g}" for row in fixed.itertuples())
-    lines = [f"KL from SFT, nats a response: {each}. It {'falls' if is_ordered else 'does NOT fall'} as beta rises."]
-    metrics = {"kl_study/is_ordered_by_beta": float(is_ordered)}
-    for row in adaptive.itertuples():
-        ratio = float(row.kl / row.kl_target)
-        metrics["kl_study/adaptive_kl_over_target"] = ratio
-        verdict = "within" if abs(ratio - 1) <= TOLERANCE else "NOT within"
-        lines.append(
-            f"The adaptive controller ended at {row.kl:.2f} nats, {verdict} {TOLERANCE:.0%} of its target of "
-            f"{row.kl_target:g}; its beta went from {row.kl_coef:g} to {row.last_kl_coef:.3g}."
+    trained = {f"beta {x:g}": replace(ppo_config, kl_controller="fixed", kl_coef=x) for x in kl_study.kl_coefs}
+    if kl_study.kl_target is not None:
+        trained[f"adaptive, target {kl_study.kl_target:g}"] = replace(
+            ppo_config, kl_controller="adaptive", kl_target=kl_study.kl_target, kl_horizon=kl_study.kl_horizon
         )
-    deciding, what = ("judge_score", "judge score") if "judge_score" in results else ("reward", "reward")
-    best = results.loc[results[deciding].idxmax()]
-    metrics[f"kl_study/best_{deciding}"] = float(best[deciding])
-    lines.append(
-        f"The highest {what} of PPO is {best[deciding]:.2f}, by {best['setting']}, at {best['kl']:.2f} nats; SFT has "
-        f"{best[f'{deciding}_sft']:.2f}."
-    )
-    n, kl, baseline = best_of_n.loc[best_of_n[deciding].idxmax(), ["n", "kl", deciding]]
-    metrics[f"kl_study/best_of_n_{deciding}"] = float(baseline)
-    lines.append(f"Best-of-{n:.0f} by the reward has {baseline:.2f}, at {kl:.2f} nats at most.")
-    return metrics, lines
+    return [Setting(name, name, config, reward) for name, config in trained.items()]

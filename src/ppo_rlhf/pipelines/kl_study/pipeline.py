@@ -1,34 +1,23 @@
 """Wiring of the KL study."""
 
-from kedro.pipeline import Node, Pipeline
+from kedro.pipeline import Pipeline
 
-from ppo_rlhf.pipelines import audit_reward, ppo
-from ppo_rlhf.pipelines.kl_study import nodes
+from ppo_rlhf.pipelines import audit_reward, ppo, sweep
+from ppo_rlhf.pipelines.wiring import named
+from ppo_rlhf.studies.kl_study import plan_study
 
 
 def create_pipeline() -> Pipeline:
-    """Wire the study: PPO's own first nodes, best-of-n of the SFT policy, then the trainings and what they show.
+    """Wire the study, a sweep of its own trainings: its figure shows best-of-n of the SFT policy, too.
 
     ```
     ppo.configure_ppo, ppo.prepare_prompts, ppo.load_reward_model, audit_reward.sample_responses
-    sft_policy, prompts, reward → train_settings → kl_study_history, kl_study_results
-    history → plot_kl;  results, best_of_n_samples → plot_frontier, conclude_study
+    ppo_config, reward, kl_study → plan_study → sweep_settings → train_settings → sweep_trainings
+    sweep_trainings, best_of_n_samples → compare_settings → kl_study_results, kl_study_frontier_plot
     ```
     """
-    prompts = ["prompt_dataset", "evaluation_prompt_dataset"]
-    trained, found = ["kl_study_history", "kl_study_results"], ["kl_study_results", "best_of_n_samples"]
-    settings = ["ppo_config", "params:evaluation", "params:kl_study"]
-    own = [
-        Node(
-            nodes.train_settings,
-            ["sft_policy", *prompts, "reward_scorer", "pretrained_critic", *settings],
-            trained,
-            name="train_settings",
-        ),
-        Node(nodes.plot_kl, trained, "kl_study_kl_plot", name="plot_kl"),
-        Node(nodes.plot_frontier, found, "kl_study_frontier_plot", name="plot_frontier"),
-        Node(nodes.conclude_study, found, "kl_study_summary", name="conclude_study"),
-    ]
+    plan = named(plan_study, ["ppo_config", "params:reward", "params:kl_study"], "sweep_settings")
+    trained = sweep.create_comparison(["kl_study_results", "kl_study_frontier_plot"], "best_of_n_samples")
     best_of_n = audit_reward.create_pipeline().only_nodes("audit_reward.sample_responses")
-    study = Pipeline(own, namespace="kl_study", prefix_datasets_with_namespace=False)
+    study = Pipeline([plan, *trained], namespace="kl_study", prefix_datasets_with_namespace=False)
     return Pipeline([ppo.create_preparation(), best_of_n, study])

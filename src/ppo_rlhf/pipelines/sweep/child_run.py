@@ -1,37 +1,44 @@
-"""A separate MLflow run for each training of a study, below the study's run."""
+"""A separate MLflow run for each training of a sweep, below the sweep's run."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict
 from functools import partial
 
 import mlflow
 from mlflow.entities import Metric, Param, Run
 from mlflow.tracking.context.registry import resolve_tags
 
-from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.signals import RunInterruptedError, as_error, deferring_signals
 
 Log = Callable[[int, Mapping[str, float]], None]
 """Takes an iteration and its metrics."""
 
 
-def child_runs() -> Callable[[str, PPOConfig], AbstractContextManager[Log]]:
+def child_runs() -> Callable[[str, Mapping[str, str]], AbstractContextManager[Log]]:
     """Return a function that opens runs below the active one, in its store even if a reward function sets another.
 
     Without an active run (tracking is switched off, or this is not the main process) they log nothing.
     """
     if (parent := mlflow.active_run()) is None:
-        return lambda name, config: nullcontext(lambda iteration, metrics: None)
+        return lambda name, params: nullcontext(lambda iteration, metrics: None)
     return partial(_child_run, parent, mlflow.MlflowClient())
 
 
+def finished_trainings() -> list[tuple[dict[str, str], dict[str, float]]]:
+    """Return params and last metrics of each finished run below the active one; without an active run, none."""
+    if (parent := mlflow.active_run()) is None:
+        return []
+    below = f"tags.`mlflow.parentRunId` = '{parent.info.run_id}' and attributes.status = 'FINISHED'"
+    runs = mlflow.MlflowClient().search_runs([parent.info.experiment_id], below)
+    return [(run.data.params, run.data.metrics) for run in runs]
+
+
 @contextmanager
-def _child_run(parent: Run, client: mlflow.MlflowClient, name: str, config: PPOConfig) -> Iterator[Log]:
-    """Open a run with the training's settings as params, and yield a function that logs to it.
+def _child_run(parent: Run, client: mlflow.MlflowClient, name: str, params: Mapping[str, str]) -> Iterator[Log]:
+    """Open a run with these params, and yield a function that logs to it.
 
     The run ends FINISHED, KILLED by a signal, or FAILED.
     """
@@ -46,7 +53,7 @@ def _child_run(parent: Run, client: mlflow.MlflowClient, name: str, config: PPOC
         with deferring_signals():
             tags = resolve_tags({"mlflow.parentRunId": parent.info.run_id})
             run_id = client.create_run(parent.info.experiment_id, tags=tags, run_name=name).info.run_id
-            client.log_batch(run_id, params=[Param(f"ppo.{key}", str(value)) for key, value in asdict(config).items()])
+            client.log_batch(run_id, params=[Param(*each) for each in params.items()])
         yield log
     except BaseException as stop:
         status = "KILLED" if isinstance(as_error(stop), RunInterruptedError) else "FAILED"

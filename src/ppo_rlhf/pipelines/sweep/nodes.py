@@ -1,0 +1,119 @@
+"""Nodes of a sweep; the KL study has them, too."""
+
+import logging
+from typing import Any
+
+import mlflow
+import pandas as pd
+from plotly import graph_objects as go
+
+from ppo_rlhf.core.errors import TrainingError, project_error
+from ppo_rlhf.data.prompt_dataset import PromptDataset
+from ppo_rlhf.evaluation.best_of_n import best_of_n_curve
+from ppo_rlhf.evaluation.comparison import compare_evaluations
+from ppo_rlhf.evaluation.policy import EvaluationConfig, Evaluator, resolve_judge
+from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.pipelines.ppo.nodes import initialise_training_state, load_reward_model, load_sft_policy
+from ppo_rlhf.pipelines.sweep.charts import frontier_figure
+from ppo_rlhf.pipelines.sweep.child_run import Log, child_runs, finished_trainings
+from ppo_rlhf.ppo.loop import train
+from ppo_rlhf.processes import from_main, process_count
+from ppo_rlhf.progress import reporting
+from ppo_rlhf.signals import RunInterruptedError
+from ppo_rlhf.studies import sweep
+from ppo_rlhf.studies.sweep import MEASURES, Setting
+
+log = logging.getLogger(__name__)
+
+
+def train_settings(
+    sweep_settings: list[Setting],
+    sft_policy: PretrainedHandle,
+    prompt_dataset: PromptDataset,
+    evaluation_prompt_dataset: PromptDataset,
+    reward_model: PretrainedHandle | None,
+    pretrained_critic: PretrainedHandle | None,
+    evaluation: EvaluationConfig,
+) -> list[dict[str, Any]]:
+    """Train and evaluate the policy once for each setting, each as a separate MLflow run below the sweep's.
+
+    A training that fails leaves the others; one that this sweep has finished before it was resumed is not done again.
+
+    Returns:
+        A row a training: `setting`, `error` (empty if it ended), and the eval/* metrics (without that prefix) of its
+        last policy on all held-out prompts. Responses are drawn as in training: their KL is the one that the penalty
+        acts on.
+
+    Raises:
+        TrainingError: All trainings failed.
+    """
+    models = sft_policy, reward_model, pretrained_critic
+    child_run, earlier, rows = child_runs(), from_main(finished_trainings()), []
+    for number, each in enumerate(sweep_settings, 1):
+        error, metrics = "", next((metrics for params, metrics in earlier if params == each.params), {})
+        state = "is finished already" if metrics else "starts"
+        log.info("Training %d of %d, %s, %s.", number, len(sweep_settings), each.name, state)
+        try:
+            if not metrics:
+                with child_run(each.name, each.params) as track:
+                    metrics = _train(each, *models, prompt_dataset, evaluation_prompt_dataset, evaluation, track)
+        except Exception as failure:
+            if isinstance(failure, RunInterruptedError) or process_count() > 1:  # the others may wait for this process
+                raise
+            error = f"{each.name}: {type(failure).__name__}: {failure}"
+            log.error("Training %s", error, exc_info=project_error(failure) is None)
+        results = {name.removeprefix("eval/"): x for name, x in metrics.items() if name.startswith("eval/")}
+        rows.append({"setting": each.setting, "error": error, **results})
+    if errors := [row["error"] for row in rows if row["error"]]:
+        if len(errors) == len(rows):
+            raise TrainingError(f"all {len(rows)} trainings failed; {errors[0]}")
+        run = mlflow.active_run()
+        again = "" if run is None else f" `--params resume={run.info.run_id}` trains them again."
+        log.warning("%d of %d trainings failed.%s", len(errors), len(rows), again)
+    return rows
+
+
+def compare_settings(
+    sweep_trainings: list[dict[str, Any]], best_of_n_samples: pd.DataFrame | None = None
+) -> tuple[pd.DataFrame, go.Figure]:
+    """Return table and figure: judge score, win rate, reward and KL of each setting, with their spread over seeds."""
+    table = sweep.compare_settings(sweep_trainings)
+    log.info("As mean ± standard deviation over seeds:")
+    for row in table.to_dict("records"):
+        means = [f"{text} {row[name]:.3g} ± {row[f'{name}_sd']:.2g}" for name, text in MEASURES.items() if name in row]
+        failed = [f"failed: {row['failed']}"] if row["failed"] else []
+        log.info(
+            "  %s: %s", row["setting"], ", ".join((means if row["trainings"] else []) + failed).replace(" ± nan", "")
+        )
+    return table, frontier_figure(table, None if best_of_n_samples is None else best_of_n_curve(best_of_n_samples))
+
+
+def _train(
+    setting: Setting,
+    sft_policy: PretrainedHandle,
+    reward_model: PretrainedHandle | None,
+    pretrained_critic: PretrainedHandle | None,
+    prompts: PromptDataset,
+    held_out: PromptDataset,
+    evaluation: EvaluationConfig,
+    track: Log,
+) -> dict[str, float]:
+    config = setting.ppo
+    policy, reference = load_sft_policy(sft_policy, config)
+    scorer = load_reward_model(reward_model, sft_policy, setting.reward, config)
+    state = initialise_training_state(policy, scorer, prompts, config, pretrained_critic, None)
+    with reporting(0, config.num_total_batches, setting.name) as show:
+
+        def tell(metrics: dict[str, float]) -> None:
+            track(state.iteration, metrics)
+            show(state.iteration, metrics)
+
+        train(state, reference, prompts, scorer, tell)
+    given = held_out, scorer, resolve_judge(evaluation), config, state.sampling, evaluation.seed, evaluation.batch_size
+    evaluator = Evaluator(state.tokenizer, *given)
+    last = compare_evaluations(
+        evaluator.evaluate(state.policy, reference, device=state.device),
+        evaluator.evaluate(reference, None, device=state.device),
+    )
+    track(state.iteration, last)
+    return last

@@ -1,0 +1,33 @@
+"""Wiring of a sweep."""
+
+from kedro.pipeline import Node, Pipeline
+
+from ppo_rlhf.names import TRAININGS
+from ppo_rlhf.pipelines import ppo
+from ppo_rlhf.pipelines.sweep import nodes
+from ppo_rlhf.pipelines.wiring import named
+from ppo_rlhf.studies.sweep import plan_sweep
+
+
+def create_pipeline() -> Pipeline:
+    """Wire the sweep: PPO's own first nodes, the trainings, then their table and figure.
+
+    ```
+    ppo.configure_ppo, ppo.prepare_prompts
+    ppo_config, reward, sweep → plan_sweep → sweep_settings → train_settings → sweep_trainings
+    sweep_trainings → compare_settings → sweep_results, sweep_plot
+    ```
+    """
+    plan = named(plan_sweep, ["ppo_config", "params:reward", "params:sweep"], "sweep_settings")
+    each = [plan, *create_comparison(["sweep_results", "sweep_plot"])]
+    own = Pipeline(each, namespace="sweep", prefix_datasets_with_namespace=False)
+    return Pipeline([ppo.create_preparation().only_nodes("ppo.configure_ppo", "ppo.prepare_prompts"), own])
+
+
+def create_comparison(table_and_figure: list[str], *best_of_n: str) -> list[Node]:
+    """Return the nodes that train `sweep_settings` and compare them."""
+    models = ["sft_policy", "prompt_dataset", "evaluation_prompt_dataset", "reward_model", "pretrained_critic"]
+    return [
+        named(nodes.train_settings, ["sweep_settings", *models, "params:evaluation"], TRAININGS),
+        named(nodes.compare_settings, [TRAININGS, *best_of_n], table_and_figure),
+    ]
