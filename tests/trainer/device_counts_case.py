@@ -91,7 +91,7 @@ def test_an_iteration_asks_little_of_the_device(monkeypatch, job):
     found = count_second_iteration(monkeypatch, job)
     for part, bounds in {
         "update": {"launches": 7700, "waits": 20, "copies": 40},
-        "before": {"launches": 3500, "waits": 20, "copies": 40},
+        "before": {"launches": 3400, "waits": 20, "copies": 40},
     }.items():
         totals = found[part].totals()
         print(part, found[part])
