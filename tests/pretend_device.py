@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from torch.utils import _foreach_utils as foreach_utils
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 from transformers import AutoModelForCausalLM
 
 from tests.tiny_models import tiny_model
@@ -128,11 +127,23 @@ class Dispatch(TorchDispatchMode):
 
 
 def raw(value: Any) -> Any:
-    return value.raw if isinstance(value, OnDevice) else value
+    if isinstance(value, OnDevice):
+        return value.raw
+    return type(value)(map(raw, value)) if isinstance(value, list | tuple) else value
 
 
 def on_device(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)(map(on_device, value))
     return OnDevice(value) if isinstance(value, Tensor) and not isinstance(value, OnDevice) else value
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from tensors_in(part)
 
 
 def is_pretended(device: Any) -> bool:
@@ -141,7 +152,7 @@ def is_pretended(device: Any) -> bool:
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute an operation on the CPU, and count it if it is the device's."""
-    name, leaves = func._schema.name.removeprefix("aten::"), tree_leaves((args, kwargs))
+    name, leaves = func._schema.name.removeprefix("aten::"), list(tensors_in([*args, *kwargs.values()]))
     ours = [leaf for leaf in leaves if isinstance(leaf, OnDevice)]
     device = kwargs.get("device")
     if func is aten._to_copy.default:
@@ -157,7 +168,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return args[0]
     if not ours and not is_pretended(device):
         return func(*args, **kwargs)
-    others = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, OnDevice) and leaf.dim()]
+    others = [leaf for leaf in leaves if not isinstance(leaf, OnDevice) and leaf.dim()]
     if name in LOOKS:
         note("waits", name)
     if name in ("index", "index_put_", "index_put"):
@@ -174,7 +185,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if is_pretended(device):
         kwargs = {**kwargs, "device": torch.device("cpu")}
     kwargs.pop("pin_memory", None)
-    found = func(*tree_map(raw, args), **tree_map(raw, kwargs))
+    found = func(*map(raw, args), **{name: raw(value) for name, value in kwargs.items()})
     returns = func._schema.returns
     written = [result.alias_info is not None and result.alias_info.is_write for result in returns]
     if not any(result.alias_info is not None and not result.alias_info.is_write for result in returns):  # no view
@@ -187,7 +198,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
         return outputs[0] if len(returns) == 1 else tuple(outputs)
-    return found if device is not None and not is_pretended(device) else tree_map(on_device, found)
+    return found if device is not None and not is_pretended(device) else on_device(found)
 
 
 def copy_to(source: Tensor, to_device: bool, options: dict[str, Any]) -> Tensor:

@@ -76,6 +76,7 @@ def test_an_own_model_passes_with_its_memory_and_disk(kedro: Kedro, own: Path, m
     assert "ppo.save_total_limit" in found["problem", "Disk"][0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("missing", [0, 1])
 def test_the_disk_suffices_to_the_last_byte(kedro: Kedro, own: Path, monkeypatch: pytest.MonkeyPatch, missing: int):
     """Three checkpoints and an export."""

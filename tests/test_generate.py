@@ -54,6 +54,7 @@ def answers(lines: list[str]) -> dict[str, list[str]]:
     return {name: [lines[row][8:] + lines[row + 1] for row in rows] for name, rows in starts.items()}
 
 
+@pytest.mark.slow
 def test_equal_policies_answer_equally_and_others_do_not(kedro: Kedro, own: Path, tmp_path: Path):
     before = sorted(path for path in own.rglob("*") if "__pycache__" not in path.parts)
     lines = said(kedro, own, "a b c", "--samples", "3", "--seed", "5")

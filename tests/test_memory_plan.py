@@ -186,6 +186,7 @@ def test_what_is_needed_suffices_to_the_last_byte(on_cpu: bool, missing: int):
     assert (planned.waiting <= planned.on_host) == (on_cpu or missing == 0)
 
 
+@pytest.mark.slow
 def test_bad_input_is_one_line(kedro: Kedro, own: Path, tmp_path: Path):
     for arguments, named in {
         ("--model", billion_parameters(tmp_path)): "--prompt-length",

@@ -295,6 +295,7 @@ def test_leftovers_of_a_killed_writer_are_swept_and_nothing_else(saved):
 STEPS_OF_WRITING = 60
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_step_of_writing_leaves_the_earlier_checkpoint_or_the_new_one(trained, saved):
     """Every change that the process makes to the disk is counted; a forked child dies right before the n-th one."""
     earlier = {name: (saved / name).read_bytes() for name in files_of(saved)}

@@ -27,6 +27,7 @@ def test_of_every_field_of_the_configuration_and_of_the_scripts_more_than_25_are
     assert len(settings) - len(from_trl(settings).not_carried) > 25
 
 
+@pytest.mark.slow
 def test_what_is_called_carried_has_an_effect_and_nothing_else_has_one():
     others = {"kl_estimator": "k3", "gamma": 0.9, "lam": 0.9, "adam_beta1": 0.8, "adam_beta2": 0.95}
     others |= {"lr_scheduler_type": "cosine", "optim": "adamw_bnb_8bit", "num_mini_batches": 2, "stop_token": None}

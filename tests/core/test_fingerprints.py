@@ -68,6 +68,7 @@ def test_different_data_have_different_fingerprints(one: Any, other: Any):
     assert fingerprint(one) != fingerprint(other)
 
 
+@pytest.mark.slow
 def test_another_process_gives_the_same_fingerprint():
     """Objects have other addresses there."""
     code = "from tests.core.test_fingerprints import *; print(fingerprint([Thing(), Scorer(), short, linear(0), len]))"

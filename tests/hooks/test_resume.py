@@ -213,6 +213,7 @@ def test_latest_takes_the_newest_run_of_this_pipeline_environment_and_machine_th
     assert [run.info.run_id for run in toy.runs() if run.info.status == "FINISHED"] == [meant]
 
 
+@pytest.mark.slow
 def test_latest_takes_the_newest_run_with_these_settings_and_names_those_that_it_leaves(
     toy: Toy, caplog: pytest.LogCaptureFixture
 ):
@@ -319,6 +320,7 @@ def test_a_run_that_is_named_with_other_settings_and_data_is_refused_by_one_line
     assert toy.state_of_everything() == untouched
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_a_function_that_was_mended_and_says_that_it_is_not_bit_identical(
     toy: Toy, caplog: pytest.LogCaptureFixture
 ):
@@ -370,6 +372,7 @@ def test_what_a_changed_function_made_before_ppo_is_made_anew_with_all_that_depe
     assert "sft/" not in beginnings
 
 
+@pytest.mark.slow
 def test_what_may_change_becomes_a_tag_and_a_longer_run_is_not_bit_identical(
     toy: Toy, caplog: pytest.LogCaptureFixture
 ):
@@ -568,6 +571,7 @@ def test_a_longer_run_goes_on_only_from_the_newest_checkpoint(toy: Toy):
     assert json.loads((newest / "manifest.json").read_text())["iteration"] == 2
 
 
+@pytest.mark.slow
 def test_a_finished_run_that_is_named_goes_on_and_logs_nothing_twice(toy: Toy):
     run = toy.run()
     models = [model.model_id for model in mlflow.search_logged_models(output_format="list")]

@@ -204,6 +204,7 @@ def test_kedro_viz_finds_the_status_of_the_run(tracked: TrackedRun):
     assert {"ppo.generate_rollouts", "ppo.optimise_policy", "evaluation.compare_policies"} <= ran
 
 
+@pytest.mark.slow
 def test_kedro_mlflow_ui_opens_the_projects_database(kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch):
     commands: list[list[str]] = []
     monkeypatch.setattr(
@@ -246,6 +247,7 @@ def test_a_store_that_cannot_be_opened_is_one_line(kedro: Kedro, toy_project: Pa
     assert "Traceback" not in result.output
 
 
+@pytest.mark.slow
 def test_a_server_that_says_nothing_is_named_while_it_is_waited_for_but_not_its_password(
     kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
@@ -281,6 +283,7 @@ def test_the_command_is_a_tag_as_it_was_typed(kedro: Kedro, toy_project: Path, m
     assert last_run(toy_project).data.tags["kedro_command"] == command
 
 
+@pytest.mark.slow
 def test_a_run_that_is_ended_by_what_is_no_exception_has_failed_and_says_why(
     kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -296,6 +299,7 @@ def test_a_run_that_is_ended_by_what_is_no_exception_has_failed_and_says_why(
     assert mlflow.active_run() is None
 
 
+@pytest.mark.slow
 def test_an_error_after_the_last_node_ends_the_run_with_its_reason(toy_project: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(toy_project)
     bootstrap_project(toy_project)
@@ -348,6 +352,7 @@ def refuse_to_record(project: Path, *what: str) -> None:
         database.commit()
 
 
+@pytest.mark.slow
 def test_a_run_whose_end_cannot_be_recorded_is_done_and_says_so_in_one_line(kedro: Kedro, toy_project: Path):
     refuse_to_record(toy_project, "UPDATE OF status ON runs")
     result = kedro(toy_project, "run", "--pipelines", "align")
@@ -408,6 +413,7 @@ def test_a_run_does_not_wait_for_a_tracking_server_that_stops_answering(
     answer.set()
 
 
+@pytest.mark.slow
 def test_while_a_run_is_open_no_other_one_starts_in_it(kedro: Kedro, toy_project: Path):
     mlflow.set_tracking_uri(f"sqlite:///{toy_project / 'mlflow.db'}")
     mlflow.set_experiment("ppo_rlhf")
@@ -417,6 +423,7 @@ def test_while_a_run_is_open_no_other_one_starts_in_it(kedro: Kedro, toy_project
     assert mlflow.get_run(outer.info.run_id).data.params == {}
 
 
+@pytest.mark.slow
 def test_a_tracking_uri_in_the_environment_is_said_to_be_unused(
     kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
@@ -464,6 +471,7 @@ def test_a_project_that_was_moved_says_where_its_artifacts_go_and_how_they_come_
     assert run.info.artifact_uri.startswith(f"file://{moved}/mlartifacts/")
 
 
+@pytest.mark.slow
 def test_artifacts_that_cannot_be_written_are_refused_before_the_run(kedro: Kedro, toy_project: Path):
     (toy_project / "mlartifacts").write_text("a file where the folder would be")
     result = kedro(toy_project, "run", "--pipelines", "align")
@@ -516,6 +524,7 @@ def test_the_run_and_its_model_version_are_described_by_the_verdict(tracked: Tra
     assert tracked.run.data.tags["mlflow.note.content"] == version.description == said
 
 
+@pytest.mark.slow
 def test_an_evaluation_names_its_policy_and_links_the_run_that_trained_it(kedro: Kedro, toy_project: Path):
     assert kedro(toy_project, "run", "--pipelines", "align").exit_code == 0
     (policy,) = (toy_project / "data" / "06_models" / "ppo_policy").iterdir()
@@ -587,6 +596,7 @@ def test_a_database_that_is_being_made_has_another_name(
     assert not list(toy_project.glob(".mlflow.db*"))
 
 
+@pytest.mark.slow
 def test_a_full_disk_while_a_run_fails_does_not_hide_why_it_failed(
     kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
@@ -601,6 +611,7 @@ def test_a_full_disk_while_a_run_fails_does_not_hide_why_it_failed(
     assert not any(record.exc_info for record in caplog.records if record.name.startswith("mlflow"))
 
 
+@pytest.mark.slow
 def test_what_is_said_of_a_run_that_failed_does_not_hide_why_if_nobody_reads_it(
     kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -612,6 +623,7 @@ def test_what_is_said_of_a_run_that_failed_does_not_hide_why_if_nobody_reads_it(
     assert run.data.tags["error"] == "ZeroDivisionError: the update went wrong"
 
 
+@pytest.mark.slow
 def test_artifacts_of_two_projects_with_one_database_lie_beside_it(
     kedro: Kedro, toy_project: Path, tmp_path: Path, new_toy_project: Callable[[Path], Path]
 ):

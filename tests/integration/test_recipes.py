@@ -59,9 +59,8 @@ def test_every_environment_that_is_a_recipe_is_tried_and_described() -> None:
     assert all(f"kedro run --env {name} --pipelines align" in page for name in RECIPES)
 
 
-@pytest.mark.parametrize(
-    "recipe", [name if name == "gsm8k" else pytest.param(name, marks=pytest.mark.slow) for name in RECIPES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_runs_on_stand_ins(
     recipe: str,
     models: dict[str, str],

@@ -113,6 +113,7 @@ def test_a_masked_response_leaves_the_mean_of_those_that_stopped(world):
     assert found == pytest.approx(by_hand, abs=1e-9)
 
 
+@pytest.mark.slow
 def test_a_critic_learns_the_true_values_while_the_policy_stands_still(make_run):
     """Two tokens, score r_a + r_b: V(s_0) = E[score], V(s_1 after a) = r_a + E[r_b | a], exact over the vocabulary."""
     prompt, tau = [3, 4], 0.8

@@ -211,6 +211,7 @@ def in_order(trainer: PPOTrainer, iteration: int, prompts: list[str]) -> list[Te
     return [trainer.tokenizer(prompts[index], return_tensors="pt")["input_ids"] for index in chosen]
 
 
+@pytest.mark.slow
 def test_generate_and_step_over_the_same_prompts_are_the_loop(sft: str):
     settings = config(dtype="float64")
     loop, whole, one_by_one = trainer_of(sft, settings), PPOTrainer(settings, sft), PPOTrainer(settings, sft)
@@ -437,6 +438,7 @@ def test_log_stats_logs_one_line_with_the_first_pair(sft: str, caplog):
     assert empty == "Iteration 1/3, mean reward nan"
 
 
+@pytest.mark.slow
 def test_the_reference_stays_as_the_policy_was(sft: str):
     for settings in ({}, {"use_peft": True}):
         model = PretrainedHandle(sft).causal_lm()
@@ -608,6 +610,7 @@ def test_a_critic_that_cannot_be_is_refused(sft: str):
             PPOTrainer(config(), sft, value_model=value_model)
 
 
+@pytest.mark.slow
 def test_prompts_may_come_in_any_table(sft: str):
     rows = [{"prompt": text, "genre": f"g{i}"} for i, text in enumerate(PROMPTS)]
     frame = pd.DataFrame(rows)
