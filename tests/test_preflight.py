@@ -30,7 +30,7 @@ from ppo_rlhf.supervised.demonstrations import DataPreparationConfig
 from ppo_rlhf.supervised.reward_training import RewardModellingConfig
 from ppo_rlhf.supervised.sft import SupervisedFinetuningConfig
 from tests.own_code import save_with_own_code
-from tests.tiny_models import save, tiny_model, word_tokenizer
+from tests.tiny_models import CHAT_TEMPLATE, save, tiny_model, word_tokenizer
 
 CONTEXT = 32
 ROOM = CONTEXT - 4  # of a prompt: a response has 4 tokens
@@ -172,6 +172,17 @@ def test_a_reward_by_token_is_tried_with_the_policys_tokens(user: User):
     assert user.problems() == []
     user.write_reward(BY_TOKEN)
     assert user.problems() == []
+
+
+def test_a_function_is_tried_with_whole_conversations_without_their_last_reply(user: User):
+    word_tokenizer(chat_template=CHAT_TEMPLATE).save_pretrained(str(user.paths["sft_policy"]))
+    chats = [[{"role": "user", "content": word}, {"role": "assistant", "content": "b"}] for word in "acd"]
+    user.write("prompts", *({"messages": chat, "genre": "drama"} for chat in chats))
+    user.write_reward("[float('a' in text) for text in prompts]")
+    assert user.problems() == []
+    user.write_reward("[1 / ('b' in text) for text in prompts]")
+    (problem,) = user.problems()
+    assert "division by zero" in problem
 
 
 @pytest.mark.parametrize(

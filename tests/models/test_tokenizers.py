@@ -4,17 +4,21 @@ from tokenizers.processors import TemplateProcessing
 from transformers import GenerationConfig, LlamaConfig
 
 from ppo_rlhf.core.errors import ConfigError, ModelError
+from ppo_rlhf.data.chats import render_chat
+from ppo_rlhf.datasets import PretrainedModelDataset
 from ppo_rlhf.models.tokenizers import (
     append_end,
     encode_texts,
     end_of_turn_id,
     ensure_pad_token,
     same_vocabulary,
+    set_template_defaults,
     special_ids,
     stop_token_ids,
     train_word_tokenizer,
+    without_template_defaults,
 )
-from tests.tiny_models import BEGIN, CHAT_TEMPLATE, END, PAD, UNKNOWN, VOCABULARY, word_tokenizer
+from tests.tiny_models import BEGIN, CHAT_TEMPLATE, END, PAD, UNKNOWN, VOCABULARY, save, tiny_model, word_tokenizer
 
 PERIOD = VOCABULARY.index(".")
 
@@ -134,3 +138,46 @@ def test_special_ids_are_the_named_ones_and_those_that_are_marked():
     marked, text = tokenizer.convert_tokens_to_ids(["<|im_end|>", "text"])
     assert {tokenizer.eos_token_id, tokenizer.pad_token_id, marked} <= special_ids(tokenizer)
     assert text not in special_ids(tokenizer)
+
+
+# --- values for a chat template --------------------------------------------------------------------------------------
+
+THINKS = (
+    "\n{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% if enable_thinking is defined and enable_thinking is false %}"
+    " <think></think>{% endif %}{% if name is defined %} {{ name }}{% endif %}{% endif %}"
+)
+
+
+def test_values_for_a_chat_template_hold_wherever_it_is_rendered_and_may_be_given_anew():
+    def render(tokenizer, **more):
+        chat = [{"role": "user", "content": "a"}]
+        return tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **more)
+
+    plain, given = (word_tokenizer(chat_template=THINKS) for _ in range(2))
+    values = {"enable_thinking": False, "name": 'say "b" %'}
+    set_template_defaults(given, values, "x")
+    assert render(given) == render(plain, **values) == '\nuser: a\nassistant: <think></think> say "b" %'
+    assert render(given, enable_thinking=True) == render(plain, **values | {"enable_thinking": True})
+    assert without_template_defaults(given.chat_template) == THINKS
+    written = given.chat_template
+    set_template_defaults(given, {}, "x")
+    assert given.chat_template == written
+    set_template_defaults(given, {"enable_thinking": True}, "x")  # the newest values are the only ones
+    assert render(given) == "\nuser: a\nassistant:"
+
+
+@pytest.mark.parametrize("values", [{"think": False}, {"a b": 1}])
+@pytest.mark.parametrize("template", [THINKS, None])
+def test_a_value_that_the_chat_template_does_not_read_is_refused(template, values):
+    with pytest.raises(ConfigError, match="chat_template_kwargs: the chat template of x does not read"):
+        set_template_defaults(word_tokenizer(chat_template=template), values, "x")
+
+
+def test_a_model_of_the_catalog_renders_chats_with_the_values_that_its_entry_gives(tmp_path):
+    place = save(tmp_path / "model", tiny_model(), word_tokenizer(chat_template=THINKS))
+    handle = PretrainedModelDataset(place, chat_template_kwargs={"enable_thinking": False}).load()
+    text = render_chat([{"role": "user", "content": "a"}], handle.tokenizer(), "x", to_answer=True)
+    assert text.endswith("assistant: <think></think>")
+    with pytest.raises(ConfigError, match="expected names with values"):
+        PretrainedModelDataset(place, chat_template_kwargs="enable_thinking")

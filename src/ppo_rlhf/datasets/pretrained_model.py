@@ -37,6 +37,7 @@ class PretrainedModelDataset(AbstractDataset[TrainedModel, PretrainedHandle | No
         self,
         filepath: str | None,
         trust_remote_code: bool = False,
+        chat_template_kwargs: dict[str, Any] | None = None,
         metadata: dict[str, Any] | None = None,
         version: Version | None = None,
     ) -> None:
@@ -45,15 +46,19 @@ class PretrainedModelDataset(AbstractDataset[TrainedModel, PretrainedHandle | No
         Args:
             filepath: A directory or a hub id; None loads as None (an optional input that was not given).
             trust_remote_code: Whether Python code in the model's directory may run.
+            chat_template_kwargs: Values for names that the model's chat template reads.
             metadata: Read by Kedro-Viz.
             version: Of it only the version to load counts.
 
         Raises:
-            ConfigError: `trust_remote_code` is neither true nor false, or the version is not there (seen by Kedro's
-                callers as the cause of a `DatasetError`).
+            ConfigError: `trust_remote_code` is neither true nor false, `chat_template_kwargs` are no mapping, or the
+                version is not there (seen by Kedro's callers as the cause of a `DatasetError`).
         """
         if not isinstance(trust_remote_code, bool):  # a text such as "false" would count as true
             raise ConfigError(f"trust_remote_code is true or false, without quotes; given was {trust_remote_code!r}")
+        if not isinstance(chat_template_kwargs or {}, dict):
+            raise ConfigError(f"chat_template_kwargs: expected names with values, got {chat_template_kwargs!r}")
+        self._chat_template_kwargs = chat_template_kwargs or {}
         self._source = None if filepath is None else restore_hub_name(expand_home(str(filepath)))
         self._trust_remote_code = trust_remote_code
         self.pinned: Path | None = None
@@ -70,7 +75,8 @@ class PretrainedModelDataset(AbstractDataset[TrainedModel, PretrainedHandle | No
         """Return a handle on the model. It is checked when it is used: a run may never need it."""
         if self._source is None:
             return None
-        return PretrainedHandle(str(self.pinned or newest_version(self._source)), self._trust_remote_code)
+        place = str(self.pinned or newest_version(self._source))
+        return PretrainedHandle(place, self._trust_remote_code, self._chat_template_kwargs)
 
     def save(self, data: TrainedModel) -> None:
         """Write the model and its tokenizer as a new version.

@@ -10,8 +10,8 @@ import contextlib
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -47,7 +47,7 @@ from ppo_rlhf.models.directories import (
 from ppo_rlhf.models.quantisation import check_bitsandbytes, four_bit_config, prepare_quantised
 from ppo_rlhf.models.quiet import errors_only, quiet_transformers
 from ppo_rlhf.models.reward_model import MODEL_TYPE, why_no_reward_model  # registers our reward model, too
-from ppo_rlhf.models.tokenizers import ensure_pad_id, ensure_pad_token
+from ppo_rlhf.models.tokenizers import ensure_pad_id, ensure_pad_token, set_template_defaults
 from ppo_rlhf.models.value_heads import VALUE_HEAD, read_value_head, value_head_tensors
 
 log = logging.getLogger(__name__)
@@ -67,6 +67,7 @@ class PretrainedHandle:
 
     source: str  # a directory with config.json, weights and tokenizer, or with an adapter; or a hub id
     trust_remote_code: bool = False  # whether Python code in the model's repository may run
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict, hash=False)  # what its chat template reads
 
     def card(self) -> str | None:
         """Return the text of a local model's README.md; None if there is none, or for a hub id."""
@@ -88,7 +89,7 @@ class PretrainedHandle:
         named = json.loads(path.read_text()).get("base_model_name_or_path")
         if not named:
             raise ModelError(f"{self.source}: this adapter does not name its base (base_model_name_or_path).")
-        base = PretrainedHandle(str(named), self.trust_remote_code)
+        base = PretrainedHandle(str(named), self.trust_remote_code, self.chat_template_kwargs)
         try:
             base.config()
         except ModelError as error:
@@ -120,6 +121,7 @@ class PretrainedHandle:
         tokenizer = self._read("tokenizer", AutoTokenizer.from_pretrained, padding_side="left")
         ensure_pad_token(tokenizer, config)
         check_vocabulary(tokenizer, config, self.source)
+        set_template_defaults(tokenizer, self.chat_template_kwargs, self.source)
         return tokenizer
 
     def causal_lm(

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
+from jinja2 import Environment, meta
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -149,6 +153,42 @@ def ending_template(tokenizer: PreTrainedTokenizerBase) -> AbstractContextManage
     """Return a block in which the tokenizer's chat template is run, and raises ModelError after `TEMPLATE_S`."""
     late = f"the chat template has not ended after {TEMPLATE_S:g} s and may loop for ever. Correct it"
     return ended_after(TEMPLATE_S, ModelError(f"{tokenizer.name_or_path or 'tokenizer'}: {late}."))
+
+
+_DEFAULT = "{% if NAME is not defined %}{% set NAME = VALUE %}{% endif +%}"  # + keeps a newline that follows
+_GENERATION = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")  # a tag that only transformers knows
+_DEFAULTS = re.compile(r"(?:{% if \w+ is not defined %}{% set \w+ = .*? %}{% endif \+%})*", re.DOTALL)
+
+
+def set_template_defaults(tokenizer: PreTrainedTokenizerBase, values: Mapping[str, Any], source: str) -> None:
+    """Write values for names that the chat template reads, such as `enable_thinking`, to the template's beginning.
+
+    So they hold wherever a chat is rendered, also with the exported model; who renders may give others.
+
+    Raises:
+        ConfigError: The template does not read a name.
+    """
+    if not values:
+        return
+    template = str(getattr(tokenizer, "chat_template", None) or "")
+    own = without_template_defaults(template)
+    parsed = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_GENERATION.sub("", own))
+    read = meta.find_undeclared_variables(parsed)
+    for name in values:
+        if name not in read:
+            raise ConfigError(f"chat_template_kwargs: the chat template of {source} does not read {name}; leave it out")
+    none = {None: "none", True: "true", False: "false"}
+    lines = [
+        _DEFAULT.replace("NAME", name).replace("VALUE", none[v] if v is None or isinstance(v, bool) else json.dumps(v))
+        for name, v in values.items()
+    ]
+    tokenizer.chat_template = "".join(lines) + own
+
+
+def without_template_defaults(template: str) -> str:
+    """Return a chat template as it was before `set_template_defaults`."""
+    found = _DEFAULTS.match(template)
+    return template[found.end() :] if found else template
 
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

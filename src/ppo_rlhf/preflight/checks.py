@@ -14,9 +14,9 @@ from kedro.io import DatasetError, MemoryDataset
 
 from ppo_rlhf.config import MODEL_PATHS, PPOConfig
 from ppo_rlhf.core.errors import PPORLHFError, project_error
-from ppo_rlhf.data.chats import Chat, answered, read_text_or_chat
+from ppo_rlhf.data.chats import CONVERSATIONS, Chat, answered
 from ppo_rlhf.data.prompt_dataset import PromptDataset
-from ppo_rlhf.data.prompts import PromptReader, PromptsConfig, split_held_out
+from ppo_rlhf.data.prompts import PromptReader, PromptsConfig, read_prompts, split_held_out
 from ppo_rlhf.data.tables import frame_of
 from ppo_rlhf.datasets import EvaluationLogDataset, PretrainedModelDataset, RecordsDataset, ResumeCheckpointDataset
 from ppo_rlhf.evaluation.policy import DEMO_JUDGE, EvaluationConfig, is_demo_prompts
@@ -329,13 +329,11 @@ def _tried(run: RunRequest, tables: list[str]) -> Iterator[tuple[list[str | Chat
     for name in tables:
         source = str(run.source(name))
         check_column_names(run.tables[name].column_names, source, settings.column)
-        rows = run.tables[name][:TRIED_PROMPTS]
-        if settings.column in rows:
-            prompts = [
-                read_text_or_chat(value, f"{source}: row {row}, column `{settings.column}`")
-                for row, value in enumerate(rows[settings.column])
-            ]
-            yield prompts, {name: values for name, values in rows.items() if name != "prompt"}, source
+        table = run.tables[name]
+        if not {settings.column, *CONVERSATIONS}.isdisjoint(table.column_names):  # else it is another check's error
+            first = table.select(range(min(TRIED_PROMPTS, len(table))))
+            columns = {name: values for name, values in first[:].items() if name != "prompt"}
+            yield read_prompts(first, settings.column, source), columns, source
 
 
 def check_environment(run: RunRequest) -> Iterator[str]:

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.data.chats import ASSISTANT, Chat, answered, render_chat
-from ppo_rlhf.models.tokenizers import append_end, encode_texts, same_vocabulary, special_ids
+from ppo_rlhf.models.tokenizers import append_end, encode_texts, same_vocabulary, special_ids, without_template_defaults
 from ppo_rlhf.rewards.scoring import ResponseBatch
 
 ENVIRONMENT = "environment"
@@ -45,7 +45,8 @@ class Rendering:
     def has_policy_template(self) -> bool:
         """Whether the reward model reads chats as the policy writes them: by its vocabulary and its template."""
         own, other = self.tokenizer, self.policy_tokenizer
-        return self.reads_policy_ids and own.chat_template == other.chat_template
+        templates = [without_template_defaults(str(each.chat_template)) for each in (own, other)]
+        return self.reads_policy_ids and templates[0] == templates[1]
 
     @cached_property
     def special_ids(self) -> frozenset[int]:

@@ -3,6 +3,7 @@
 Three of TRL's formats are read: `text`; `prompt` and `completion`; `messages` (a chat, by the tokenizer's template).
 """
 
+import copy
 import json
 import logging
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from ppo_rlhf.core.randomness import permutation
 from ppo_rlhf.data.chats import CONVERSATIONS, Chat, is_text, join_chats, read_chat, render_chat
 from ppo_rlhf.data.prompt_dataset import as_json
 from ppo_rlhf.data.tables import hold_out
-from ppo_rlhf.models.tokenizers import append_end, encode_texts
+from ppo_rlhf.models.tokenizers import append_end, encode_texts, without_template_defaults
 
 logger = logging.getLogger(__name__)
 
@@ -141,8 +142,12 @@ def training_template(tokenizer: PreTrainedTokenizerBase, assistant_only: bool |
         return None
     from trl.chat_template_utils import get_training_chat_template  # heavy: only chats pay for it
 
+    whole = str(tokenizer.chat_template)
+    own = without_template_defaults(whole)
+    known = copy.copy(tokenizer)  # TRL knows templates by their text
+    known.chat_template = own
     try:
-        return get_training_chat_template(tokenizer) or str(tokenizer.chat_template)
+        return whole.removesuffix(own) + (get_training_chat_template(known) or own)
     except ValueError as error:  # TRL has none for this template
         if assistant_only:
             raise ConfigError(
