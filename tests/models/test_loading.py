@@ -12,6 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import (
     AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     BertConfig,
     BertLMHeadModel,
     BloomConfig,
@@ -221,6 +223,44 @@ def test_hub_ids_and_paths_are_told_apart(tmp_path, monkeypatch):
         PretrainedHandle("modles/mine").config()
 
 
+@pytest.fixture
+def on_the_hub(tmp_path, monkeypatch):
+    """Put a folder into a cache that is laid out as the hub's client does, under a name and a revision."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+
+    def put(name: str, revision: str, commit: str) -> Path:
+        cached = tmp_path / "hub" / f"models--{name.replace('/', '--')}"
+        (cached / "refs").mkdir(parents=True, exist_ok=True)
+        (cached / "refs" / revision).write_text(commit * 40)
+        return cached / "snapshots" / (commit * 40)
+
+    return put
+
+
+def test_a_hub_model_is_loaded_in_the_revision_that_is_named(on_the_hub):
+    models = {"main": tiny_model(), "v2": tiny_model(seed=1)}
+    for commit, (revision, model) in enumerate(models.items()):
+        save(on_the_hub("org/model", revision, str(commit)), model)
+    logits = {revision: model(IDS).logits for revision, model in models.items()}
+    for source, revision in {"org/model": "main", "org/model@v2": "v2", f"org/model@{'1' * 40}": "v2"}.items():
+        handle = PretrainedHandle(source)
+        assert torch.equal(handle.causal_lm()(IDS).logits, logits[revision]), source
+        assert handle.tokenizer().get_vocab() == word_tokenizer().get_vocab()
+    with pytest.raises(ModelError, match=r"org/model@v3: .* configuration cannot be loaded"):
+        PretrainedHandle("org/model@v3").config()
+
+
+def test_an_adapter_on_the_hub_is_merged_into_its_base_on_the_hub(on_the_hub, tmp_path):
+    save(on_the_hub("org/base", "main", "0"), tiny_model())
+    base = AutoModelForCausalLM.from_pretrained("org/base")
+    adapted = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    adapted.save_pretrained(on_the_hub("org/adapter", "v1", "1"))
+    handle = PretrainedHandle("org/adapter@v1")
+    assert_close(handle.causal_lm()(IDS).logits, adapted.eval()(IDS).logits)
+    assert handle.tokenizer().get_vocab() == word_tokenizer().get_vocab()  # the base's
+    assert handle.base.source == "org/base"
+
+
 def test_of_a_hub_model_too_only_safetensors_are_loaded(tmp_path, monkeypatch):
     """Pickled weights may run code. The cache is laid out as the hub's client does."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
@@ -372,6 +412,19 @@ def test_an_adapter_of_a_reward_model_scores_with_its_own_head(tmp_path):
     adapted = adapter_of(base, tmp_path / "adapter", save(tmp_path / "base", base), "c_attn", task_type="SEQ_CLS")
     ids = torch.tensor([[3, 4, 5, 6]])
     assert_close(PretrainedHandle(str(tmp_path / "adapter")).reward_model()(ids).logits, adapted.eval()(ids).logits)
+
+
+def test_an_adapter_with_a_score_head_makes_a_reward_model_of_a_language_model(tmp_path):
+    """As TRL's RewardTrainer writes it with LoRA: the head is among the adapter's weights."""
+    path = save(tmp_path / "base", tiny_model("gpt2", pad_token_id=0))
+    base = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1)
+    adapted = adapter_of(base, tmp_path / "adapter", path, "c_attn", task_type="SEQ_CLS")
+    handle, ids = PretrainedHandle(str(tmp_path / "adapter")), torch.tensor([[3, 4, 5, 6]])
+    model = handle.reward_model()
+    assert_close(model(ids).logits, adapted.eval()(ids).logits)
+    assert model(ids).logits.shape == (1, 1)
+    with pytest.raises(ModelError, match="this is a GPT2LMHeadModel"):
+        PretrainedHandle(path).reward_model()  # the base is none
 
 
 def test_an_adapter_whose_base_is_nowhere_is_refused_with_its_name(tmp_path):

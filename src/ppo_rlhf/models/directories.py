@@ -10,14 +10,14 @@ from safetensors import SafetensorError, safe_open
 
 from ppo_rlhf.core.errors import ModelError, in_one_line
 
-HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
+HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?(@[\w][\w./-]*)?")
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
 def is_local(source: str) -> bool:
-    """Return whether `source` is, or looks like, a path rather than a hub id (`name` or `organisation/name`)."""
+    """Return whether `source` is, or looks like, a path rather than a hub id (`organisation/name@revision` or less)."""
     if Path(source).expanduser().exists() or not HUB_ID.fullmatch(source):
         return True
     first, _, rest = source.partition("/")

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from safetensors import safe_open
 from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -36,6 +37,7 @@ from ppo_rlhf.core.errors import ModelError, in_one_line
 from ppo_rlhf.models.capabilities import check_causal
 from ppo_rlhf.models.directories import (
     ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
     CONFIG,
     WEIGHTS,
     WEIGHTS_INDEX,
@@ -65,7 +67,7 @@ DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout
 class PretrainedHandle:
     """A model directory or hub id, read only when asked. A LoRA adapter stands for its base with the adapter merged."""
 
-    source: str  # a directory with config.json, weights and tokenizer, or with an adapter; or a hub id
+    source: str  # a directory with config.json, weights and tokenizer, or with an adapter; or a hub id, @revision too
     trust_remote_code: bool = False  # whether Python code in the model's repository may run
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict, hash=False)  # what its chat template reads
 
@@ -81,12 +83,9 @@ class PretrainedHandle:
         Raises:
             ModelError: The adapter does not name its base, or that cannot be found.
         """
-        if not is_local(self.source) or (Path(self._place) / CONFIG).is_file():
+        if not self._adapter:
             return None
-        path = Path(self._place) / ADAPTER_CONFIG
-        if not path.is_file():
-            return None
-        named = json.loads(path.read_text()).get("base_model_name_or_path")
+        named = self._adapter.get("base_model_name_or_path")
         if not named:
             raise ModelError(f"{self.source}: this adapter does not name its base (base_model_name_or_path).")
         base = PretrainedHandle(str(named), self.trust_remote_code, self.chat_template_kwargs)
@@ -97,8 +96,30 @@ class PretrainedHandle:
         return base
 
     def config(self) -> PretrainedConfig:
-        """Return the model's configuration, of an adapter its base's."""
-        return self.base.config() if self.base else self._read("configuration", AutoConfig.from_pretrained)
+        """Return the model's configuration, of an adapter its base's: with a score head of its own it has one label."""
+        if not self.base:
+            return self._read("configuration", AutoConfig.from_pretrained)
+        config = self.base.config()
+        if self._brings_head:
+            config.num_labels, config.architectures = 1, None
+        return config
+
+    @cached_property
+    def _adapter(self) -> dict[str, Any]:
+        """The configuration of an adapter; empty for a whole model."""
+        path = None if self._file(CONFIG) else self._file(ADAPTER_CONFIG)
+        return {} if path is None else json.loads(path.read_text())
+
+    @cached_property
+    def _brings_head(self) -> bool:
+        """Whether this is a reward model's adapter with its score head, on a language model."""
+        if self.base is None or self._adapter.get("task_type") != "SEQ_CLS":
+            return False
+        config, weights = self.base.config(), self._file(ADAPTER_WEIGHTS)
+        if weights is None or why_no_reward_model(next(iter(config.architectures or ()), None), config) is None:
+            return False
+        with safe_open(weights, framework="pt") as tensors:
+            return any(".score." in name for name in tensors.keys())  # noqa: SIM118  # no mapping
 
     def generation_config(self) -> GenerationConfig:
         """Return the model's generation configuration, or one made from its configuration where it has none."""
@@ -108,15 +129,15 @@ class PretrainedHandle:
             return self._read("generation configuration", GenerationConfig.from_pretrained)
         if not is_local(self.source):
             with contextlib.suppress(OSError):  # the repository has no such file
-                return GenerationConfig.from_pretrained(self._place)
+                return GenerationConfig.from_pretrained(self._place, revision=self._revision)
         return GenerationConfig.from_model_config(self.config())
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the tokenizer: it pads on the left, has a pad token, and its vocabulary is unchanged."""
         config = self.config()
+        if self.base and not self._file("tokenizer_config.json"):  # an adapter may have one of its own
+            return self.base.tokenizer()
         if is_local(self.source) and not any(any(Path(self._place).glob(names)) for names in TOKENIZER_FILES):
-            if self.base:  # an adapter may have one of its own
-                return self.base.tokenizer()
             raise ModelError(f"{self.source}: this model directory has no tokenizer.json. Save the tokenizer there.")
         tokenizer = self._read("tokenizer", AutoTokenizer.from_pretrained, padding_side="left")
         ensure_pad_token(tokenizer, config)
@@ -180,9 +201,9 @@ class PretrainedHandle:
         if is_local(self.source):
             check_model_directory(self.source)
         for name in (WEIGHTS_INDEX, WEIGHTS):
-            file = cached_file(self._place, name, local_files_only=True, _raise_exceptions_for_missing_entries=False)
+            file = self._file(name, local_files_only=True)
             if file is not None:
-                return read_value_head(Path(file).parent)
+                return read_value_head(file.parent)
         return None
 
     def check_reward_model(self, what: str = "reward model", stage: str = "reward_modelling") -> None:
@@ -240,10 +261,33 @@ class PretrainedHandle:
 
     @property
     def _place(self) -> str:
-        return str(Path(self.source).expanduser()) if is_local(self.source) else self.source
+        return str(Path(self.source).expanduser()) if is_local(self.source) else self.source.partition("@")[0]
+
+    @property
+    def _revision(self) -> str:
+        """The branch, tag or commit on the hub."""
+        return "main" if is_local(self.source) else self.source.partition("@")[2] or "main"
+
+    def _file(self, name: str, *, local_files_only: bool = False) -> Path | None:
+        """Return a file of the model, from the hub if need be; None if it is not there."""
+        try:
+            found = cached_file(
+                self._place,
+                name,
+                revision=self._revision,
+                local_files_only=local_files_only,
+                _raise_exceptions_for_missing_entries=False,
+                _raise_exceptions_for_connection_errors=False,
+            )
+        except OSError:  # no such repository, or a gated one: whatever reads the model says so
+            return None
+        return None if found is None else Path(found)
 
     def _model(self, what: str, load: Callable[..., Any], dtype: torch.dtype) -> PreTrainedModel:
         if self.base:
+            if self._brings_head:  # transformers draws one, which the adapter replaces
+                with errors_only("transformers"):
+                    return self._merged(self.base._read(what, load, dtype=dtype, use_safetensors=True, num_labels=1))
             return self._merged(self.base._model(what, load, dtype))
         with errors_only("transformers"):  # it would print a table of the weights that the model does not use
             model, report = self._read(what, load, dtype=dtype, use_safetensors=True, output_loading_info=True)
@@ -264,7 +308,7 @@ class PretrainedHandle:
             raise ModelError(f"{self.source}: an adapter is merged into whole weights. Set ppo.load_in_4bit=false.")
         try:
             with quiet_transformers():
-                adapted: Any = PeftModel.from_pretrained(base, self._place)
+                adapted: Any = PeftModel.from_pretrained(base, self._place, revision=self._revision)
                 merged: PreTrainedModel = adapted.merge_and_unload(safe_merge=True)
         except Exception as error:  # peft raises errors of many kinds for an adapter of another model
             raise ModelError(f"{self.source}: this adapter cannot be merged: {in_one_line(error)}") from error
@@ -276,7 +320,13 @@ class PretrainedHandle:
             check_model_directory(self.source)
         try:
             with quiet_transformers():
-                return load(self._place, trust_remote_code=self.trust_remote_code, local_files_only=local, **options)
+                return load(
+                    self._place,
+                    revision=self._revision,
+                    trust_remote_code=self.trust_remote_code,
+                    local_files_only=local,
+                    **options,
+                )
         except Exception as error:  # transformers and safetensors raise OSError, ValueError, KeyError and others
             where = "its" if local else "there is no such directory, and as a hub id its"
             raise ModelError(f"{self.source}: {where} {what} cannot be loaded: {why_unreadable(error)}") from error
