@@ -51,10 +51,7 @@ BY_TWO = (
     "shared trunk, critic first",
     "LoRA",
     "token budget",
-    "running normalisation, adaptive KL",
-    "several responses a prompt, masked",
     "turns",
-    "early stop",
 )
 """Cases that two processes run in the default tests; four processes run all."""
 BY_THREE = ("aggregation token_mean", "shared trunk", "LoRA")
