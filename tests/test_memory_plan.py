@@ -198,6 +198,7 @@ def test_bad_input_is_one_line(kedro: Kedro, own: Path, tmp_path: Path):
         assert named in line
 
 
+@pytest.mark.slow
 def test_pipelines_without_ppo_have_no_plan(kedro: Kedro, project: Path):
     result = kedro(project, "doctor", "--pipelines", "data_preparation")
     assert "these pipelines do not train by PPO" in result.stdout

@@ -43,6 +43,7 @@ def is_called_hacked(judge: np.ndarray) -> bool:
     return "reward_hacked" in {item.rule.name for item in advise(config(), history(curves))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "correlation", [*CORRELATIONS[:1], *(pytest.param(case, marks=pytest.mark.slow) for case in CORRELATIONS[1:])]
 )

@@ -249,6 +249,7 @@ def test_latest_is_the_run_that_was_written_last_though_the_clock_was_set_back(t
     assert [toy.get(run).info.status for run in (older, newer)] == ["RUNNING", "FINISHED"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "place",
     [
@@ -269,6 +270,7 @@ def test_a_run_that_was_killed_while_it_started_goes_on_and_has_all_that_a_run_h
     assert {"pipeline", "environment", "seed", "version.torch", "data.raw_prompts.path"} <= whole.data.tags.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "place",
     ["mlflow.transformers.save_model", pytest.param("mlflow.MlflowClient.log_outputs", marks=pytest.mark.slow)],
