@@ -31,6 +31,7 @@ from transformers import (
 from transformers.utils.logging import is_progress_bar_enabled
 
 from ppo_rlhf.core.errors import ModelError
+from ppo_rlhf.models.adapters import LoraSettings, load_merged, save_adapter, with_adapter
 from ppo_rlhf.models.directories import check_model_directory, is_local
 from ppo_rlhf.models.loading import (
     PretrainedHandle,
@@ -425,6 +426,26 @@ def test_an_adapter_with_a_score_head_makes_a_reward_model_of_a_language_model(t
     assert model(ids).logits.shape == (1, 1)
     with pytest.raises(ModelError, match="this is a GPT2LMHeadModel"):
         PretrainedHandle(path).reward_model()  # the base is none
+
+
+@pytest.mark.parametrize("source", ["org/base@v2", "adapter"])
+def test_a_policys_own_adapter_is_merged_into_the_revision_or_adapter_that_it_started_from(
+    on_the_hub, tmp_path, monkeypatch, source
+):
+    monkeypatch.chdir(tmp_path)
+    save(on_the_hub("org/base", "main", "0"), tiny_model())
+    save(on_the_hub("org/base", "v2", "1"), tiny_model(seed=1))
+    adapter_of(tiny_model(seed=1), tmp_path / "adapter", "org/base", revision="v2")
+    start = PretrainedHandle(source).causal_lm()
+    assert start.name_or_path == start.config.name_or_path == source
+    settings = LoraSettings(2, 4, "q_proj")
+    policy = with_adapter(start, settings, torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            if parameter.requires_grad:
+                parameter.normal_()
+    save_adapter(policy, tmp_path / "trained", settings)
+    assert_close(load_merged(tmp_path / "trained")(IDS).logits, policy(IDS).logits)
 
 
 def test_an_adapter_whose_base_is_nowhere_is_refused_with_its_name(tmp_path):

@@ -41,7 +41,7 @@ def render_card(
     base = state.policy.config.name_or_path or ""
     metadata: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
     if base and not is_local(base):
-        metadata["base_model"] = base
+        metadata["base_model"] = base.partition("@")[0]
     if prompts is not None and prompts.startswith(_HUB_DATASET):
         owner, name = prompts.removeprefix(_HUB_DATASET).split("/")[:2]
         metadata["datasets"] = [f"{owner}/{name.partition('@')[0]}"]

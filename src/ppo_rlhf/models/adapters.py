@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from peft import AutoPeftModelForCausalLM, LoraConfig, TaskType, inject_adapter_in_model
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, TaskType, inject_adapter_in_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -29,6 +29,8 @@ from transformers.pytorch_utils import Conv1D
 
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models.averages import copy_tensors, trained_parameters
+from ppo_rlhf.models.directories import ADAPTER_CONFIG
+from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.quantisation import (
     forget_quantisation,
     is_quantised,
@@ -194,6 +196,13 @@ def load_merged(directory: Path, *, trust_remote_code: bool = False) -> PreTrain
         saved = json.loads((directory / QUANTISATION_FILE).read_text())
         config = BitsAndBytesConfig.from_dict(saved)
         quantisation = {"quantization_config": config, "device_map": {"": "cpu"}}
+    named = json.loads((directory / ADAPTER_CONFIG).read_text()).get("base_model_name_or_path")
+    base = PretrainedHandle(named, trust_remote_code) if named else None
+    # peft knows neither a base that is an adapter itself, nor a revision in a name
+    if base is not None and (base.base or "@" in base.source):
+        with _without_warnings_on_the_head():
+            onto: Any = PeftModel.from_pretrained(base.causal_lm(), str(directory))
+        return _merge(onto.get_base_model())
     with _without_warnings_on_the_head():
         adapted = AutoPeftModelForCausalLM.from_pretrained(
             directory,

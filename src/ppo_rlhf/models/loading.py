@@ -88,7 +88,10 @@ class PretrainedHandle:
         named = self._adapter.get("base_model_name_or_path")
         if not named:
             raise ModelError(f"{self.source}: this adapter does not name its base (base_model_name_or_path).")
-        base = PretrainedHandle(str(named), self.trust_remote_code, self.chat_template_kwargs)
+        revision = self._adapter.get("revision")
+        if revision and not is_local(named):
+            named = f"{named}@{revision}"
+        base = PretrainedHandle(named, self.trust_remote_code, self.chat_template_kwargs)
         try:
             base.config()
         except ModelError as error:
@@ -298,7 +301,7 @@ class PretrainedHandle:
             )
         if unused := sorted(name for name in report["unexpected_keys"] if name not in VALUE_HEAD):
             log.warning("%s: weights that a %s does not have are ignored: %s.", self.source, what, _some(unused))
-        return prepare(model, self.source)
+        return self._named(prepare(model, self.source))
 
     def _merged(self, base: PreTrainedModel) -> PreTrainedModel:
         """Return the base with the adapter in its weights."""
@@ -312,7 +315,13 @@ class PretrainedHandle:
                 merged: PreTrainedModel = adapted.merge_and_unload(safe_merge=True)
         except Exception as error:  # peft raises errors of many kinds for an adapter of another model
             raise ModelError(f"{self.source}: this adapter cannot be merged: {in_one_line(error)}") from error
-        return prepare(merged, self.source)
+        return self._named(prepare(merged, self.source))
+
+    def _named(self, model: PreTrainedModel) -> PreTrainedModel:
+        """Let a model say where it is from: transformers names neither a revision nor an adapter that was merged."""
+        if self.base or "@" in self.source:
+            model.name_or_path = model.config.name_or_path = self._place if is_local(self.source) else self.source
+        return model
 
     def _read(self, what: str, load: Callable[..., T], **options: Any) -> T:
         local = is_local(self.source)
