@@ -95,7 +95,7 @@ def test_without_a_change_of_the_judge_a_reward_is_rarely_called_exploited(monke
     monkeypatch.setattr(module, "RESAMPLES", 999)
     rng = np.random.default_rng(5)
     found, since = [], []
-    for _ in range(200):
+    for _ in range(100):
         rows = rng.normal(size=(4, 64))
         sft, policy = evaluation(rows[2], rows[3]), evaluation(rows[0], rows[1] + 1.0)
         row = since_best(evaluation(rows[0] + rng.normal(size=64), rows[1] + 1.0), sft, [])  # of the same policy
