@@ -197,6 +197,7 @@ def test_a_store_that_cannot_be_read_is_one_line(
     )
 
 
+@pytest.mark.slow
 def test_a_run_that_trains_ends_with_the_advice(
     kedro: Kedro, toy_project: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):

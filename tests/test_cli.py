@@ -59,6 +59,7 @@ def test_run_is_kedros_own_command_except_for_the_default_runner():
     assert cli.commands["run"] is run
 
 
+@pytest.mark.slow
 def test_kedro_run_loops_without_being_told_a_runner(kedro: Kedro, toy_project: Path, caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.INFO):
         result = kedro(toy_project, "run", "--pipelines", "align")

@@ -86,6 +86,7 @@ def test_what_the_source_does_not_name_is_written_to_be_filled_in_and_never_left
     assert "Fill in" not in result.stderr
 
 
+@pytest.mark.slow
 def test_a_file_of_trl_becomes_the_two_files_of_conf_local(kedro: Callable[..., Result], project: Path, folder: Path):
     result = kedro(project, "convert-config", "--from", "trl", str(folder / "legacy.yaml"))
     assert result.exit_code == 0, result.output

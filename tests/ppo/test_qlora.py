@@ -148,11 +148,8 @@ def test_the_exported_policy_and_a_checkpoints_are_plain_and_compute_what_was_tr
     assert quantised(run.state.policy)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [pytest.param({**WIDE, "ema_decay": 0.9}, marks=pytest.mark.slow), {"gradient_checkpointing": True}],
-    ids=str,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{**WIDE, "ema_decay": 0.9}, {"gradient_checkpointing": True}], ids=str)
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(saved, tmp_path, settings):
     handle = saved()
     run = start(handle, **settings)

@@ -91,6 +91,7 @@ def critics(sft: str) -> dict[str, TrainedModel]:
 # --- what it learns --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_explained_variance_is_that_of_plain_returns_on_responses_to_held_out_prompts(
     sft: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

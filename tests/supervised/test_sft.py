@@ -117,6 +117,7 @@ def test_a_copy_of_the_trained_model_runs_its_own_weights(from_scratch):
     assert not trained.model.training
 
 
+@pytest.mark.slow
 def test_training_again_with_the_same_seed_gives_the_same_bits_and_another_seed_does_not():
     runs = [train_sft_policy(None, TEXTS, HELD_OUT, config(seed=seed, max_steps=3)) for seed in (1, 1, 2)]
     first, again, other = (weights(trained.model) for trained, _ in runs)
