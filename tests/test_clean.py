@@ -146,6 +146,7 @@ def test_champion_best_unfinished_and_running_runs_stay(kedro: Kedro, recorded: 
     assert lines[-1] == "Left: 1 running, 1 to be resumed, 2 champion or best."
 
 
+@pytest.mark.slow
 def test_a_run_that_was_deleted_in_mlflow_goes_whatever_it_was(kedro: Kedro, recorded: Recorded):
     failed = recorded.run("FAILED")
     recorded.client.delete_run(failed)
@@ -153,6 +154,7 @@ def test_a_run_that_was_deleted_in_mlflow_goes_whatever_it_was(kedro: Kedro, rec
     assert recorded.left() == set()
 
 
+@pytest.mark.slow
 def test_what_a_command_reads_next_and_runs_of_other_environments_stay_with_what_they_read(
     kedro: Kedro, recorded: Recorded
 ):
@@ -165,6 +167,7 @@ def test_what_a_command_reads_next_and_runs_of_other_environments_stay_with_what
     assert lines[-1] == "Left: 1 of other environments, 2 read by another."
 
 
+@pytest.mark.slow
 def test_a_chain_of_runs_stays_from_the_one_that_is_kept(kedro: Kedro, recorded: Recorded):
     first = recorded.version("sft_policy", VERSIONS[0])
     recorded.version("sft_policy", VERSIONS[1])  # no run is known to have written it
@@ -217,6 +220,7 @@ def test_nothing_outside_the_project_and_nothing_of_an_unknown_run_is_deleted(ke
     assert lines[-1] == "Left: 1 of other environments, 1 folders of outside the project, 1 folders of untracked-vm-1."
 
 
+@pytest.mark.slow
 def test_cached_tables_of_files_go_if_no_run_read_them_for_a_day(kedro: Kedro, recorded: Recorded):
     tables, days_ago = recorded.folder / "data/02_intermediate/tables", time.time() - 2 * 86_400
     for folder in ("json/default-old", "json/default-new", "owner___name/default"):

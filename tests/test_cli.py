@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import mlflow
@@ -85,21 +86,24 @@ def test_outside_a_project_the_command_says_where_to_go(tmp_path: Path, monkeypa
     assert refused.stderr.startswith(f"Error: {tmp_path} is not in a Kedro project")
 
 
+slow = partial(pytest.param, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--params", "ppo.kl_coeff=0.1"], ["`kl_coef`"]),
         (["--params", "ppo.kl_coef=much,ppo.gamma=2"], ["ppo.gamma=2", "ppo.kl_coef='much'"]),
-        (["--params", "ppo.kl_coef=[1"], ["parsing"]),
-        (["--params", "sead=3"], ["`seed`"]),
         (["--pipelines", "supervised_finetuning", "--params", "ppo.kl_coef=0.1,prompts_path=x"], ["kl_coef", "_path"]),
-        (["--pipelines", "algin"], ["align"]),
         (["--to-nodes", "generate_rolouts"], ["`generate_rollouts`"]),
-        (["--runner", "SequentialRunner"], ["--runner"]),
-        (["--pipelines", "supervised_finetuning", "--load-versions", "raw_prompts:2020"], ["raw_prompts: "]),
         (["--pipelines", "evaluation", "--load-versions", "ppo_policy:2020"], ["ppo_policy/2020 is not there"]),
-        (["--load-versions", "ppo_polcy:2020"], ["ppo_polcy"]),
         (["--from-nodes", "ppo.score_responses"], ["rollouts"]),
+        slow(["--params", "ppo.kl_coeff=0.1"], ["`kl_coef`"]),
+        slow(["--params", "ppo.kl_coef=[1"], ["parsing"]),
+        slow(["--params", "sead=3"], ["`seed`"]),
+        slow(["--pipelines", "algin"], ["align"]),
+        slow(["--runner", "SequentialRunner"], ["--runner"]),
+        slow(["--pipelines", "supervised_finetuning", "--load-versions", "raw_prompts:2020"], ["raw_prompts: "]),
+        slow(["--load-versions", "ppo_polcy:2020"], ["ppo_polcy"]),
     ],
     ids=lambda value: " ".join(value)[:40],
 )
@@ -115,10 +119,10 @@ def test_bad_options_end_with_one_line_a_problem_and_nothing_is_written(
     ("file", "text", "named"),
     [
         ("parameters.yml", "ppo:\n  kl_coef: [1\n", "line 2"),
-        ("parameters.yml", "ppo:\n\tkl_coef: 0.1\n", "line 2"),
-        ("parameters.yml", "ppo:\n  kl_coef: ${globals:nothing}\n", "'nothing'"),
-        ("parameters.yml", "ppo: much\n", "ppo"),
-        ("catalog.yml", "raw_prompts:\n  type: no.such.Dataset\n  filepath: x\n", "no.such.Dataset"),
+        slow("parameters.yml", "ppo:\n\tkl_coef: 0.1\n", "line 2"),
+        slow("parameters.yml", "ppo:\n  kl_coef: ${globals:nothing}\n", "'nothing'"),
+        slow("parameters.yml", "ppo: much\n", "ppo"),
+        slow("catalog.yml", "raw_prompts:\n  type: no.such.Dataset\n  filepath: x\n", "no.such.Dataset"),
         ("mlflow.yml", "server:\n  tracking: x\n", "server.tracking"),
     ],
     ids=["broken YAML", "tab", "missing global", "word for a group", "unknown dataset class", "unknown key for MLflow"],

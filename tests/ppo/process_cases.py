@@ -48,7 +48,6 @@ CASES: dict[str, dict[str, Any]] = {
 }
 BY_TWO = (
     "aggregation token_mean",
-    "shared trunk, critic first",
     "LoRA",
     "token budget",
     "turns",
