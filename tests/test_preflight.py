@@ -185,6 +185,29 @@ def test_a_function_is_tried_with_whole_conversations_without_their_last_reply(u
     assert "division by zero" in problem
 
 
+REFUSES_SYSTEM = CHAT_TEMPLATE.replace(
+    "{{ m['role'][0]", "{% if m['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}{{ m['role'][0]"
+)
+
+
+def test_a_conversation_that_the_reward_models_template_refuses_is_one_line_with_its_row(user: User, models: Path):
+    word_tokenizer(chat_template=CHAT_TEMPLATE).save_pretrained(str(user.paths["sft_policy"]))
+    reward_model = shutil.copytree(models / "reward", user.folder / "reward")
+    word_tokenizer(chat_template=REFUSES_SYSTEM).save_pretrained(reward_model)
+    user.paths["reward_model"] = str(reward_model)
+    user.groups["reward"] = RewardConfig(components=[MODEL])
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    user.write("prompts", *({"messages": [*turns, {"role": "user", "content": word}]} for word in "acd"))
+    assert user.problems() == []
+    chats = [turns, [*turns, {"role": "user", "content": "d"}], [{"role": "system", "content": "c"}, *turns]]
+    user.write("prompts", *({"messages": chat} for chat in chats))
+    (problem,) = user.problems()
+    assert problem == (
+        f"{user.folder}/prompts.jsonl: row 2, for the reward model ({reward_model}): the chat template refuses these "
+        "messages: no system role"
+    )
+
+
 @pytest.mark.parametrize(
     ("spoil", "named"),
     [

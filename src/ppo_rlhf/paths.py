@@ -17,17 +17,25 @@ def expand_home(filepath: str) -> str:
 def restore_hub_name(filepath: str) -> str:
     """Undo what Kedro does to a name on the hub: it makes every relative `filepath` absolute below the project.
 
-    `name` and `organisation/name` are names on the hub where neither they nor their first part exist in the project.
+    `name` and `organisation/name`, with or without `@revision`, are names on the hub where neither they nor their first
+    part exist in the project.
     """
     path = Path(filepath)
     if not path.is_absolute() or path.exists():
         return filepath
-    for depth, parent in enumerate(list(path.parents)[:2], start=1):
+    for depth, parent in enumerate(path.parents, start=1):
         if (parent / "pyproject.toml").is_file():
-            return "/".join(path.parts[-depth:])
+            name = "/".join(path.parts[-depth:])
+            return name if name.partition("@")[0].count("/") < 2 else filepath
         if parent.exists():
             break
     return filepath
+
+
+def last_name(path: str) -> str:
+    """Return the last part of a path, or a name on the hub without its owner."""
+    name, at, revision = path.partition("@")
+    return Path(path).name if Path(path).is_absolute() else f"{Path(name).name}{at}{revision}"
 
 
 def path_of(dataset: Any) -> str | None:

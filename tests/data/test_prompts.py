@@ -16,6 +16,7 @@ from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.data.prompts import PromptReader, PromptsConfig, split_held_out
 from ppo_rlhf.data.sources import load_table, table_of
 from ppo_rlhf.models.loading import TrainedModel
+from ppo_rlhf.models.tokenizers import set_template_defaults
 from ppo_rlhf.trainer.trainer import PPOTrainer
 
 CHAT_TEMPLATE = (
@@ -393,3 +394,20 @@ def test_prompts_of_a_file_are_tokenised_once_and_again_only_by_another_tokenize
         tokenised.add(file)
         assert file.startswith(str(tmp_path / "cache"))
     assert len(tokenised) == 2
+
+
+def test_other_values_for_the_chat_template_give_other_tokens_of_the_same_file(tmp_path, make_tokenizer):
+    """The cache of tokenised prompts is asked again, and answers only for the values that it was made with."""
+    template = CHAT_TEMPLATE + "{% if add_generation_prompt and not thinks %} b{% endif %}"
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": [{"role": "user", "content": "a"}]}\n')
+    found, files = [], []
+    for thinks in (True, False, True):
+        tokenizer = make_tokenizer(chat_template=template)
+        set_template_defaults(tokenizer, {"thinks": thinks}, "x")
+        table = load_table(str(tmp_path / "prompts.jsonl"), cache=str(tmp_path / "cache"))
+        tokenised = PromptReader(tokenizer, None, 4, "error").tokenise(table, "prompt", "prompts")
+        found.append((tokenised["prompt"][0], tokenizer.convert_ids_to_tokens(tokenised["prompt_ids"][0])[1:]))
+        files.append(tokenised.cache_files)
+    thinking, not_thinking = ("u a </s> q ", ["a", "</s>", "q"]), ("u a </s> q  b", ["a", "</s>", "q", "b"])
+    assert found == [thinking, not_thinking, thinking]
+    assert files[0] == files[2] != files[1]

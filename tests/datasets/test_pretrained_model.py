@@ -10,6 +10,7 @@ from kedro.io import DataCatalog, DatasetError
 from ppo_rlhf.core.errors import ConfigError, ModelError
 from ppo_rlhf.datasets import PretrainedModelDataset
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
+from ppo_rlhf.paths import last_name
 from ppo_rlhf.settings import CONFIG_LOADER_ARGS
 from tests.tiny_models import save, tiny_model, word_tokenizer
 
@@ -147,14 +148,24 @@ def test_a_hub_id_survives_kedro_making_paths_absolute(tmp_path):
     (tmp_path / "data").mkdir()
     sources = {
         name: PretrainedModelDataset((tmp_path / name).as_posix())._describe()["filepath"]
-        for name in ("gpt2", "org/name", "data/model", "data/06_models/model")
+        for name in ("gpt2", "org/name", "org/name@refs/pr/3", "data/model", "data/06_models/model", "a/b/c")
     }
     assert sources == {
         "gpt2": "gpt2",
         "org/name": "org/name",
+        "org/name@refs/pr/3": "org/name@refs/pr/3",
         "data/model": str(tmp_path / "data/model"),
         "data/06_models/model": str(tmp_path / "data/06_models/model"),
+        "a/b/c": str(tmp_path / "a/b/c"),
     }
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [("/models/mine", "mine"), ("/my@home/v2", "v2"), ("gpt2", "gpt2"), ("org/name@refs/pr/3", "name@refs/pr/3")],
+)
+def test_a_model_is_called_by_the_last_part_of_its_path_or_by_its_name_on_the_hub(source, name):
+    assert last_name(source) == name
 
 
 def test_a_hub_id_gives_a_lazy_handle():

@@ -308,6 +308,10 @@ def hub(monkeypatch):
     [
         ("trl-lib/tldr", {"path": "trl-lib/tldr"}),
         ("org/name@v2", {"path": "org/name", "revision": "v2"}),
+        (
+            "org/name@refs/convert/parquet:test",
+            {"path": "org/name", "revision": "refs/convert/parquet", "split": "test"},
+        ),
         ("org/name:train[:10%]", {"path": "org/name", "split": "train[:10%]"}),
         ("org/name@v2#main:test", {"path": "org/name", "revision": "v2", "name": "main", "split": "test"}),
     ],

@@ -194,6 +194,15 @@ def test_latest_goes_on_with_the_interrupted_run_and_logs_no_step_twice(toy: Toy
     assert table["iteration"].tolist() == [1, 1, 1, 2, 2, 2]
 
 
+def test_a_stopped_sweep_says_what_it_keeps_and_how_it_is_resumed(toy: Toy, caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.INFO):
+        run_id = toy.interrupted(pipelines="sweep")
+        assert toy.run("resume=latest", pipelines="sweep").info.run_id == run_id
+    assert "Trainings that ended are kept. To resume: resume=latest among the parameters" in caplog.messages
+    assert f"Resuming MLflow run {run_id} from the trainings that have not ended." in caplog.messages
+    assert not any("no checkpoint" in line for line in caplog.messages)
+
+
 def test_latest_takes_the_newest_run_of_this_pipeline_environment_and_machine_that_is_not_trained_now(
     toy: Toy, caplog: pytest.LogCaptureFixture
 ):

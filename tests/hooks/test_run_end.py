@@ -41,6 +41,15 @@ def test_the_newest_checkpoint_and_the_command_to_go_on(tmp_path: Path, checkpoi
     )
 
 
+def test_of_a_sweep_without_checkpoints_the_trainings_that_ended_are_what_is_kept(tmp_path: Path, checkpoints: Path):
+    stopped, nothing = as_error(KeyboardInterrupt()), tmp_path / "nothing"
+    assert resume_hint(stopped, nothing, tmp_path, is_sweep=True) == (
+        "Trainings that ended are kept. To resume: resume=latest among the parameters"
+    )
+    assert resume_hint(stopped, nothing, tmp_path).startswith("There is no checkpoint yet. To resume: ")
+    assert resume_hint(stopped, checkpoints, tmp_path, is_sweep=True).startswith("Last checkpoint: ")  # align,sweep
+
+
 def test_after_divergence_it_is_the_newest_that_is_known_to_be_good(tmp_path: Path, checkpoints: Path):
     error = DivergenceError("the KL exploded", last_good_iteration=29)
     assert end_tags(error, checkpoints, tmp_path)["last_checkpoint"] == "data/ppo_checkpoints/run/iteration_000020"

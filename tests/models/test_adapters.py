@@ -198,7 +198,7 @@ def test_code_of_the_base_model_runs_only_where_it_is_trusted(tmp_path, monkeypa
     base = PretrainedHandle(str(save_with_own_code(tmp_path / "own", monkeypatch)), trust_remote_code=True)
     policy = adapted(base.causal_lm())
     save_adapter(policy, tmp_path / "adapter", SETTINGS)
-    with pytest.raises(ValueError, match="trust_remote_code"):
+    with pytest.raises(ModelError, match="trust_remote_code=true"):
         load_merged(tmp_path / "adapter")
     plain = load_merged(tmp_path / "adapter", trust_remote_code=True)
     assert type(plain).__name__ == "OwnModel"

@@ -218,7 +218,7 @@ def test_a_models_own_code_runs_only_where_it_is_trusted(tmp_path, monkeypatch):
 def test_hub_ids_and_paths_are_told_apart(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
-    assert [is_local(s) for s in ("gpt2", "org/name", "org/name-1.5B_x")] == [False, False, False]
+    assert [is_local(s) for s in ("gpt2", "org/name", "org/name-1.5B_x", "org/name@refs/pr/3")] == [False] * 4
     assert [is_local(s) for s in ("data/model", "./gpt2", "/a/b", "a/b/c", "~/m", "data")] == [True] * 6
     with pytest.raises(ModelError, match="no such directory, and as a hub id"):
         PretrainedHandle("modles/mine").config()
@@ -231,7 +231,7 @@ def on_the_hub(tmp_path, monkeypatch):
 
     def put(name: str, revision: str, commit: str) -> Path:
         cached = tmp_path / "hub" / f"models--{name.replace('/', '--')}"
-        (cached / "refs").mkdir(parents=True, exist_ok=True)
+        (cached / "refs" / revision).parent.mkdir(parents=True, exist_ok=True)
         (cached / "refs" / revision).write_text(commit * 40)
         return cached / "snapshots" / (commit * 40)
 
@@ -239,11 +239,12 @@ def on_the_hub(tmp_path, monkeypatch):
 
 
 def test_a_hub_model_is_loaded_in_the_revision_that_is_named(on_the_hub):
-    models = {"main": tiny_model(), "v2": tiny_model(seed=1)}
+    models = {"main": tiny_model(), "v2": tiny_model(seed=1), "refs/pr/3": tiny_model(seed=2)}
     for commit, (revision, model) in enumerate(models.items()):
         save(on_the_hub("org/model", revision, str(commit)), model)
     logits = {revision: model(IDS).logits for revision, model in models.items()}
-    for source, revision in {"org/model": "main", "org/model@v2": "v2", f"org/model@{'1' * 40}": "v2"}.items():
+    sources = {"org/model": "main", f"org/model@{'1' * 40}": "v2", **{f"org/model@{name}": name for name in models}}
+    for source, revision in sources.items():
         handle = PretrainedHandle(source)
         assert torch.equal(handle.causal_lm()(IDS).logits, logits[revision]), source
         assert handle.tokenizer().get_vocab() == word_tokenizer().get_vocab()
@@ -260,6 +261,21 @@ def test_an_adapter_on_the_hub_is_merged_into_its_base_on_the_hub(on_the_hub, tm
     assert_close(handle.causal_lm()(IDS).logits, adapted.eval()(IDS).logits)
     assert handle.tokenizer().get_vocab() == word_tokenizer().get_vocab()  # the base's
     assert handle.base.source == "org/base"
+
+
+def test_the_fingerprint_of_an_adapter_on_the_hub_follows_its_weights(on_the_hub, tmp_path):
+    base = tiny_model()
+    save(on_the_hub("org/base", "main", "0"), base)
+    for commit in "12":
+        adapter_of(base, on_the_hub("org/adapter", "main", commit), "org/base", seed=int(commit))
+    first, second, newest = (
+        PretrainedHandle(source).fingerprint()
+        for source in (f"org/adapter@{'1' * 40}", f"org/adapter@{'2' * 40}", "org/adapter")
+    )
+    assert first != second == newest
+    (on_the_hub("org/adapter", "main", "2") / "adapter_model.safetensors").rename(tmp_path / "adapter_model.bin")
+    with pytest.raises(ModelError, match=r"org/adapter: this adapter has no adapter_model\.safetensors"):
+        PretrainedHandle("org/adapter").causal_lm()
 
 
 def test_of_a_hub_model_too_only_safetensors_are_loaded(tmp_path, monkeypatch):
@@ -379,10 +395,10 @@ def test_progress_bars_are_off_inside_and_as_before_outside():
 # --- adapters --------------------------------------------------------------------------------------------------------
 
 
-def adapter_of(base: PreTrainedModel, folder: Path, base_path: str, layer: str = "q_proj", **options):
+def adapter_of(base: PreTrainedModel, folder: Path, base_path: str, layer: str = "q_proj", *, seed: int = 1, **options):
     """Save a LoRA adapter whose matrices are not zero, and return the base with it."""
     adapted = get_peft_model(copy.deepcopy(base), LoraConfig(r=2, target_modules=[layer], **options))
-    torch.manual_seed(1)
+    torch.manual_seed(seed)
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
             if "lora_" in name or "modules_to_save" in name:

@@ -167,6 +167,21 @@ def test_values_for_a_chat_template_hold_wherever_it_is_rendered_and_may_be_give
     assert render(given) == "\nuser: a\nassistant:"
 
 
+@pytest.mark.parametrize(
+    "value", [None, [None, True], {"of": {"x": None}, "n": [1, -2.5]}, 'it\'s \\n "é😀"\n{% endif +%}', ""], ids=repr
+)
+def test_a_value_is_given_to_the_template_as_a_caller_would_give_it(value):
+    """JSON's null, for one, is no word of Jinja's."""
+    template = "{{ name is none }} {{ name is string }} {{ [name] }}"
+    given, plain = (word_tokenizer(chat_template=template) for _ in range(2))
+    set_template_defaults(given, {"name": value}, "x")
+    chat = [{"role": "user", "content": "a"}]
+    expected = f"{value is None} {isinstance(value, str)} {[value]}"
+    assert given.apply_chat_template(chat, tokenize=False) == expected
+    assert plain.apply_chat_template(chat, tokenize=False, name=value) == expected
+    assert without_template_defaults(given.chat_template) == template
+
+
 @pytest.mark.parametrize("values", [{"think": False}, {"a b": 1}])
 @pytest.mark.parametrize("template", [THINKS, None])
 def test_a_value_that_the_chat_template_does_not_read_is_refused(template, values):

@@ -38,12 +38,8 @@ class PromptDataset:
         lists: Any = table  # of its columns only what lists have, too, is used
         others = [name for name in table.column_names if name not in PROMPT_COLUMNS]
         columns = {name: lists[name] for name in others}
-        return cls(
-            lists["prompt_ids"],
-            lists["prompt"],
-            columns,
-            lists["prompt_chat"] if "prompt_chat" in table.features else [],
-        )
+        chats = lists["prompt_chat"] if "prompt_chat" in table.features else []
+        return cls(lists["prompt_ids"], lists["prompt"], columns, chats)
 
     def __len__(self) -> int:
         return len(self.prompt_ids)

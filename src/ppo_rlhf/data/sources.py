@@ -31,7 +31,7 @@ COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 HUB = "hf://datasets/"
 _ENDINGS = f"{', '.join(FORMATS)}, plain or as {', '.join(COMPRESSIONS)}"
 _HUB_NAME = re.compile(
-    r"(?P<path>[\w][\w.-]*/[\w][\w.-]*)(@(?P<revision>[\w.-]+))?(#(?P<name>[\w.-]+))?(:(?P<split>.+))?"
+    r"(?P<path>[\w][\w.-]*/[\w][\w.-]*)(@(?P<revision>[\w./-]+))?(#(?P<name>[\w.-]+))?(:(?P<split>.+))?"
 )
 _HUB_FILE = re.compile(HUB + r"(?P<repo_id>[\w.-]+/[\w.-]+)(@(?P<revision>[^/]+))?/(?P<filename>.+)")
 LONG = 10_000

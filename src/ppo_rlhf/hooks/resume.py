@@ -61,9 +61,9 @@ class Resumption:
     lock: IO[bytes]
     changes: dict[str, Change] = field(default_factory=dict)
 
-    def say(self, project_path: Path) -> None:
+    def say(self, project_path: Path, *, is_sweep: bool = False) -> None:
         """Log the checkpoint that the run resumes from, and each change."""
-        where = "its beginning: it has no checkpoint yet"
+        where = "the trainings that have not ended" if is_sweep else "its beginning: it has no checkpoint yet"
         if self.checkpoint is not None:
             where = shown(self.checkpoint, project_path)
         logger.info("Resuming MLflow run %s from %s.", self.run.info.run_id, where)

@@ -24,7 +24,7 @@ from mlflow.utils.validation import MAX_TAG_VAL_LENGTH
 
 from ppo_rlhf.hooks.run_end import typed_command
 from ppo_rlhf.names import POLICY
-from ppo_rlhf.paths import path_of
+from ppo_rlhf.paths import last_name, path_of
 from ppo_rlhf.processes import process_count
 
 PREFIX = "params:"
@@ -93,7 +93,7 @@ def _name(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: CatalogPro
     names = "+".join("all" if name == "__default__" else name for name in pipeline_names(run_params))
     start = next((name for name in (POLICY, "base_model") if name in pipeline.inputs()), "sft_policy")
     path = path_of(catalog.get(start))
-    model = "scratch" if path is None else Path(path).name
+    model = "scratch" if path is None else last_name(path)
     parts = (changed, "" if changed and names in ("all", "align") else names, model, f"{datetime.now():%m-%d %H:%M}")
     return " · ".join(filter(None, parts))
 

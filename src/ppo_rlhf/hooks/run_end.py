@@ -34,11 +34,15 @@ def end_tags(error: BaseException, checkpoints: Path | None, project_path: Path)
     return {ERROR: why, **({} if last is None else {LAST_CHECKPOINT: shown(last, project_path)})}
 
 
-def resume_hint(error: BaseException, checkpoints: Path, project_path: Path) -> str:
-    """Return the line that names the last checkpoint and the command that resumes from it, if one can."""
+def resume_hint(error: BaseException, checkpoints: Path, project_path: Path, *, is_sweep: bool = False) -> str:
+    """Return the line that names the last checkpoint and the command that resumes from it, if one can.
+
+    A sweep has no checkpoints: what is kept is the trainings that ended.
+    """
     last, own = last_checkpoint(error, checkpoints), project_error(error)
     if not isinstance(own, DivergenceError):
-        where = "There is no checkpoint yet" if last is None else f"Last checkpoint: {shown(last, project_path)}"
+        where = "Trainings that ended are kept" if is_sweep else "There is no checkpoint yet"
+        where = where if last is None else f"Last checkpoint: {shown(last, project_path)}"
         is_training = isinstance(own, TrainingError) and own.__cause__ is None  # else something from outside ended it
         if is_training or isinstance(own, ConfigError | DataError | ModelError):
             again = "The same models, data and settings would fail again"

@@ -20,7 +20,7 @@ from ppo_rlhf.hooks.mlflow_log import MlflowLog
 from ppo_rlhf.hooks.run_description import parameter, verdict_of
 from ppo_rlhf.hooks.tracking_store import log_store_errors, short_timeouts
 from ppo_rlhf.names import CHECKPOINT, ITERATION_METRICS, NEXT_STATE, POLICY, STATE
-from ppo_rlhf.paths import path_of
+from ppo_rlhf.paths import last_name, path_of
 from ppo_rlhf.signals import deferring_signals
 
 logger = logging.getLogger(__name__)
@@ -118,7 +118,7 @@ class RunLog:
         from ppo_rlhf.hooks.model_log import register
 
         with deferring_signals(), log_store_errors("the registered model"):
-            register(self._model_id, Path(path_of(self._catalog.get("sft_policy")) or "model").name, summary)
+            register(self._model_id, last_name(path_of(self._catalog.get("sft_policy")) or "model"), summary)
 
     def close(self, *, is_finished: bool) -> bool:
         """Send the rest, of a finished run also the curves of stages that it left out; return whether all is sent."""

@@ -41,7 +41,7 @@ from ppo_rlhf.hooks.tracking_store import (
 )
 from ppo_rlhf.hooks.worker import announce
 from ppo_rlhf.locks import lock_run, one_at_a_time
-from ppo_rlhf.names import LATEST
+from ppo_rlhf.names import LATEST, TRAININGS
 from ppo_rlhf.signals import RunInterruptedError, as_error, deferring_signals
 from ppo_rlhf.whole_files import process_name
 
@@ -76,6 +76,7 @@ class TrackingHook(MlflowHook):
         self._saving = ExitStack()
         self._lock: IO[bytes] | None = None
         self._checkpoints: Path | None = None
+        self._is_sweep = False
 
     @hook_impl
     def after_context_created(self, context: KedroContext) -> None:
@@ -99,7 +100,7 @@ class TrackingHook(MlflowHook):
         from ppo_rlhf.hooks.resume import find_named, resume_entry
 
         self._let_go()
-        project_path = Path(run_params["project_path"])
+        self._is_sweep, project_path = TRAININGS in pipeline.all_outputs(), Path(run_params["project_path"])
         entry = resume_entry(pipeline, catalog)
         named = None
         if entry is not None and entry.requested not in (None, LATEST):
@@ -149,7 +150,7 @@ class TrackingHook(MlflowHook):
         with name_slow_store(self._uri()), store_errors_as_config_errors(self._complaint("cannot be used")):
             resumption = None if entry is None else self._resumption(this, entry, named)
             if resumption is not None:
-                resumption.say(project_path)
+                resumption.say(project_path, is_sweep=self._is_sweep)
                 tracking.run.id, tracking.run.name = resumption.run.info.run_id, resumption.run.info.run_name
             MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING.set(self._has_system_metrics)
             run = mlflow.start_run(
@@ -266,7 +267,7 @@ class TrackingHook(MlflowHook):
         if self._log is not None and not is_stopped and not isinstance(project_error(error), RewardError | LaunchError):
             self._log.log_advice()
         if self._checkpoints is not None:
-            logger.info("%s", resume_hint(error, self._checkpoints, project_path))
+            logger.info("%s", resume_hint(error, self._checkpoints, project_path, is_sweep=self._is_sweep))
 
     def _take_mlflow_back(self) -> None:
         """Make this run the active one of its store again: a reward function may have changed either."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import json
 import math
 import warnings
 from collections.abc import Iterator
@@ -20,16 +19,15 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, TaskType, inject_adapter_in_model
+from peft import LoraConfig, PeftModel, TaskType, inject_adapter_in_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import BitsAndBytesConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models.averages import copy_tensors, trained_parameters
-from ppo_rlhf.models.directories import ADAPTER_CONFIG
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.quantisation import (
     forget_quantisation,
@@ -189,28 +187,15 @@ def load_merged(directory: Path, *, trust_remote_code: bool = False) -> PreTrain
     Args:
         directory: The adapter's directory.
         trust_remote_code: Whether Python code in that language model's repository may run.
+
+    Raises:
+        ModelError: The language model is not named, or cannot be loaded.
     """
-    # by peft: transformers can load it too, but would later save the model as an adapter
-    quantisation: dict[str, Any] = {}
-    if (directory / QUANTISATION_FILE).is_file():
-        saved = json.loads((directory / QUANTISATION_FILE).read_text())
-        config = BitsAndBytesConfig.from_dict(saved)
-        quantisation = {"quantization_config": config, "device_map": {"": "cpu"}}
-    named = json.loads((directory / ADAPTER_CONFIG).read_text()).get("base_model_name_or_path")
-    base = PretrainedHandle(named, trust_remote_code) if named else None
-    # peft knows neither a base that is an adapter itself, nor a revision in a name
-    if base is not None and (base.base or "@" in base.source):
-        with _without_warnings_on_the_head():
-            onto: Any = PeftModel.from_pretrained(base.causal_lm(), str(directory))
-        return _merge(onto.get_base_model())
+    base = cast(PretrainedHandle, PretrainedHandle(str(directory), trust_remote_code).base)
+    on = torch.device("cpu") if (directory / QUANTISATION_FILE).is_file() else None
     with _without_warnings_on_the_head():
-        adapted = AutoPeftModelForCausalLM.from_pretrained(
-            directory,
-            dtype=torch.float32,
-            local_files_only=True,
-            trust_remote_code=trust_remote_code,
-            **quantisation,
-        )
+        # by peft: transformers can load it too, but would later save the model as an adapter
+        adapted: Any = PeftModel.from_pretrained(base.causal_lm(quantised_on=on), str(directory))
     return _merge(adapted.get_base_model())
 
 

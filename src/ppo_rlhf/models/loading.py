@@ -6,7 +6,6 @@ needs no reward model on disk. Nothing here writes into a user's model directory
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
@@ -128,11 +127,8 @@ class PretrainedHandle:
         """Return the model's generation configuration, or one made from its configuration where it has none."""
         if self.base:
             return self.base.generation_config()
-        if (Path(self._place) / "generation_config.json").is_file():
+        if self._file("generation_config.json"):
             return self._read("generation configuration", GenerationConfig.from_pretrained)
-        if not is_local(self.source):
-            with contextlib.suppress(OSError):  # the repository has no such file
-                return GenerationConfig.from_pretrained(self._place, revision=self._revision)
         return GenerationConfig.from_model_config(self.config())
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -243,14 +239,14 @@ class PretrainedHandle:
         """Return 16 hexadecimal digits that tell models apart in tags, without reading all weights.
 
         It covers a directory's config.json and each weights file's name, size, first and last mebibyte; for a hub id,
-        the id and the configuration.
+        the id and the configuration; for an adapter its own files, on the hub too, and its base.
         """
-        if not is_local(self.source):
-            return hashlib.sha256(f"{self.source}:{self.config().to_json_string()}".encode()).hexdigest()[:16]
         check_model_directory(self.source)
-        folder = Path(self._place)
+        folder = self._folder
         if self.base:
             digest = hashlib.sha256(self.base.fingerprint().encode() + (folder / ADAPTER_CONFIG).read_bytes())
+        elif not is_local(self.source):
+            return hashlib.sha256(f"{self.source}:{self.config().to_json_string()}".encode()).hexdigest()[:16]
         else:
             digest = hashlib.sha256((folder / CONFIG).read_bytes())
         for path in weight_files(folder):
@@ -265,6 +261,15 @@ class PretrainedHandle:
     @property
     def _place(self) -> str:
         return str(Path(self.source).expanduser()) if is_local(self.source) else self.source.partition("@")[0]
+
+    @property
+    def _folder(self) -> Path:
+        """The place on this machine; of an adapter on the hub the one in the cache, with its files."""
+        if not self.base or is_local(self.source):
+            return Path(self._place)
+        if (weights := self._file(ADAPTER_WEIGHTS)) is None:
+            raise ModelError(f"{self.source}: this adapter has no {ADAPTER_WEIGHTS}. Save it as safetensors.")
+        return weights.parent
 
     @property
     def _revision(self) -> str:
@@ -309,9 +314,10 @@ class PretrainedHandle:
 
         if getattr(base, "is_loaded_in_4bit", False):
             raise ModelError(f"{self.source}: an adapter is merged into whole weights. Set ppo.load_in_4bit=false.")
+        folder = str(self._folder)
         try:
             with quiet_transformers():
-                adapted: Any = PeftModel.from_pretrained(base, self._place, revision=self._revision)
+                adapted: Any = PeftModel.from_pretrained(base, folder)
                 merged: PreTrainedModel = adapted.merge_and_unload(safe_merge=True)
         except Exception as error:  # peft raises errors of many kinds for an adapter of another model
             raise ModelError(f"{self.source}: this adapter cannot be merged: {in_one_line(error)}") from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -177,11 +176,8 @@ def set_template_defaults(tokenizer: PreTrainedTokenizerBase, values: Mapping[st
     for name in values:
         if name not in read:
             raise ConfigError(f"chat_template_kwargs: the chat template of {source} does not read {name}; leave it out")
-    none = {None: "none", True: "true", False: "false"}
-    lines = [
-        _DEFAULT.replace("NAME", name).replace("VALUE", none[v] if v is None or isinstance(v, bool) else json.dumps(v))
-        for name, v in values.items()
-    ]
+    # Python's literals of plain values are Jinja's, too
+    lines = [_DEFAULT.replace("NAME", name).replace("VALUE", repr(value)) for name, value in values.items()]
     tokenizer.chat_template = "".join(lines) + own
 
 

@@ -15,7 +15,6 @@ from kedro.io import DatasetError, MemoryDataset
 from ppo_rlhf.config import MODEL_PATHS, PPOConfig
 from ppo_rlhf.core.errors import PPORLHFError, project_error
 from ppo_rlhf.data.chats import CONVERSATIONS, Chat, answered
-from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.data.prompts import PromptReader, PromptsConfig, read_prompts, split_held_out
 from ppo_rlhf.data.tables import frame_of
 from ppo_rlhf.datasets import EvaluationLogDataset, PretrainedModelDataset, RecordsDataset, ResumeCheckpointDataset
@@ -263,7 +262,8 @@ def check_prompts(run: RunRequest) -> None:
             reader.fit(tokenised, source)
             if "reward_model" in run.tokenizers:
                 rendering = Rendering(run.tokenizers["reward_model"], reader.tokenizer)
-                rendering.check(PromptDataset.of_table(tokenised).chats[:], source)
+                batches = tokenised.select_columns("prompt_chat").iter(batch_size=1_000)
+                rendering.check((chat for batch in batches for chat in batch["prompt_chat"]), source)
     if "raw_prompts" in tables:
         split_held_out(tables["raw_prompts"], tables.get("raw_evaluation_prompts"), settings)
 

@@ -71,7 +71,10 @@ def plan_sweep(ppo_config: PPOConfig, reward: RewardConfig, sweep: SweepConfig) 
             groups: dict[str, Any] = {"ppo": {**asdict(ppo_config), "seed": seed}, "reward": asdict(reward)}
             for key, value in chosen.items():
                 _set(groups, key, value)
-            both = PPOConfig(**groups["ppo"]), RewardConfig(**groups["reward"])
+            try:
+                both = PPOConfig(**groups["ppo"]), RewardConfig(**groups["reward"])
+            except ConfigError as error:
+                raise ConfigError("\n".join(f"sweep.grid: {line}" for line in str(error).splitlines())) from None
             found.append(Setting(", ".join(names) or AS_CONFIGURED, setting, *both))
     if len({each.name for each in found}) < len(found):
         raise ConfigError("sweep: a value of sweep.grid or sweep.seeds is given twice; each is trained once.")

@@ -86,6 +86,12 @@ def optimise_policy(training_state: ToyState, experience: float) -> dict[str, ob
     return {"state": training_state, "metrics": metrics, "checkpoint": SaveRequest(training_state)}
 
 
+def train_settings(ppo: PPOConfig) -> list[dict[str, float]]:
+    if "TOY_FAIL_AT" in os.environ:
+        raise ZeroDivisionError("a training went wrong")
+    return [{"kl": 1.0}]
+
+
 def evaluate_iteration(next_training_state: ToyState) -> dict[str, float]:
     if next_training_state.iteration % 2 and not next_training_state.finished:
         return {}

@@ -1,4 +1,4 @@
-"""sft, ppo, evaluation, and all of them."""
+"""sft, ppo, evaluation, all of them, and a sweep."""
 
 from kedro.pipeline import Node, Pipeline
 
@@ -51,7 +51,8 @@ def register_pipelines() -> dict[str, Pipeline]:
         "evaluation": _boxed(evaluation, "evaluation"),
     }
     align = stages["ppo"] + stages["evaluation"]
-    return {**stages, "align": align, "__default__": stages["supervised_finetuning"] + align}
+    sweep = Pipeline([Node(nodes.train_settings, "params:ppo", "sweep_trainings", name="train_settings")])
+    return {**stages, "align": align, "sweep": sweep, "__default__": stages["supervised_finetuning"] + align}
 
 
 def _boxed(pipeline: Pipeline, namespace: str) -> Pipeline:
