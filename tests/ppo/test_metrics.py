@@ -21,7 +21,7 @@ KEYS = {
     *("objective/scores_p05", "objective/scores_p50", "objective/scores_p95"),
     *("policy/approxkl_avg", "policy/clipfrac_avg", "policy/grad_norm", "policy/rollout_logprob_gap"),
     *("loss/policy_avg", "loss/value_avg", "loss/total", "val/clipfrac_avg", "val/ratio", "val/ratio_var"),
-    *("val/num_eos_tokens", "val/explained_variance", "value/grad_norm"),
+    *("val/num_eos_tokens", "val/explained_variance", "val/correlation", "value/grad_norm"),
     *("response/length", "response/truncated_fraction", "lr/policy", "lr/value", "episode"),
     *("loss/kl_avg", "loss/entropy_avg"),
     *("optimiser/steps", "optimiser/skipped_steps", "optimiser/early_stops", "optimiser/loss_scale"),
@@ -120,6 +120,7 @@ EXPECTED = {
     "objective/entropy": (0.5 + 6.0 + 0.5 + 3.0) / TOKENS,
     "policy/rollout_logprob_gap": (0.5 + 0.25 + 1.0) / TOKENS,
     "val/explained_variance": 1.0 - statistics.pvariance(RESIDUALS) / statistics.pvariance(flat(RETURNS)),
+    "val/correlation": statistics.correlation(flat(VALUES), flat(RETURNS)),
     # averages over responses
     "objective/non_score_reward": -0.1 * sum(flat(PENALTY)) / 4,
     "objective/rlhf_reward": sum(flat(REWARDS)) / 4,
@@ -209,7 +210,7 @@ def test_one_response_and_one_step_have_deviation_zero_not_nan(make_rollouts):
     metrics = iteration_metrics(state_after(1, 1, 0), experience, Update(STEPS[:1], (1.0, 1.0), 1.0))
     assert metrics["objective/scores_std"] == 0.0
     assert metrics["val/ratio_var"] == 0.0
-    assert metrics["val/explained_variance"] == 0.0
+    assert metrics["val/explained_variance"] == metrics["val/correlation"] == 0.0
     assert set(metrics) == KEYS
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.losses import PolicyLoss, ValueLoss
-from ppo_rlhf.core.statistics import explained_variance, masked_mean
+from ppo_rlhf.core.statistics import correlation, explained_variance, masked_mean
 from ppo_rlhf.models.transfers import to_cpu
 from ppo_rlhf.ppo.experience import Experience
 from ppo_rlhf.ppo.state import TrainingState
@@ -158,12 +158,12 @@ def _responses(experience: Experience) -> dict[str, Tensor]:
     if sampled is not None:
         distance = (sampled.to(rollouts.old_logprobs.dtype) - rollouts.old_logprobs).abs()
         gap = {"policy/rollout_logprob_gap": masked_mean(distance, rollouts.mask)}
+    critic = experience.scores.values[:, :-1], experience.returns, rollouts.mask
     turns = torch.tensor([(len(turns) + 1) // 2 for turns in rollouts.texts.turns], dtype=torch.float64)
     return {
         **gap,
-        "val/explained_variance": explained_variance(
-            experience.scores.values[:, :-1], experience.returns, rollouts.mask
-        ),
+        "val/explained_variance": explained_variance(*critic),
+        "val/correlation": correlation(*critic),
         "val/num_eos_tokens": rollouts.responses.terminated.sum(),
         "response/length": rollouts.mask.sum(-1).double().mean(),
         "response/truncated_fraction": (~rollouts.responses.terminated).double().mean(),
