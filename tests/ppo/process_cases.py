@@ -41,6 +41,7 @@ CASES: dict[str, dict[str, Any]] = {
         "truncated_responses": "mask",
         "missing_eos_penalty": None,
     },
+    "lambda by length": {"lam_alpha": 0.3, "lam_critic": 1.0},
     "moving average": {"ema_decay": 0.9},
     "turns": {"environment": "tests.ppo.test_episodes:reply_twice", "turn_length": 3, "stop_token_id": 22},
     "early stop": {"target_kl": 1e-4},

@@ -91,6 +91,9 @@ class PPOConfig:
     """Lambda of generalised advantage estimation: 0 is one-step TD, 1 is Monte Carlo."""
     lam_critic: Annotated[float, Field(ge=0.0, le=1.0), Typical(0.9, 1.0, "VAPO, arXiv:2504.05118")] | None = None
     """Lambda of only the critic's targets (VAPO: 1, unbiased returns); None takes `lam`."""
+    lam_alpha: Annotated[float, Field(gt=0.0), Typical(0.01, 1.0, "VAPO, arXiv:2504.05118: 0.05")] | None = None
+    """Lambda of only the policy's advantages, by each response's length: 1 - 1 / (lam_alpha x tokens), 0 for up to
+    1 / lam_alpha tokens. `lam` is then only the critic's. None takes `lam`."""
     whiten_rewards: bool = False
     """Divide shaped rewards by their standard deviation over the batch; their mean stays (as in TRL)."""
     whiten_advantages: bool = True

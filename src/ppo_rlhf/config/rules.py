@@ -145,6 +145,11 @@ _RULES = (
         )
         for name in ADAPTIVE_FIELDS
     ),
+    _Rule(
+        ("lam", "lam_alpha", "lam_critic"),
+        lambda c: c.lam_alpha is not None and c.lam_critic is not None and "lam" in c.not_default(),
+        "{1} sets the policy's lambda and {2} the critic's, so {0} does nothing; leave out one of them",
+    ),
     # Optimisation.
     _Rule(
         ("critic_warmup_iterations", "total_episodes", "num_total_batches"),

@@ -126,8 +126,9 @@ def estimate_advantages(
     """Estimate advantages and returns by GAE.
 
     Nothing is bootstrapped past a response's last token, unless `truncated_responses` is bootstrap: then V(s_T) of a
-    cut-off response stands for all later rewards. `lam_critic` gives the returns a lambda of their own. An
-    environment's tokens are skipped: the policy's first token of a turn follows its last one of the turn before.
+    cut-off response stands for all later rewards. `lam_critic` gives the returns a lambda of their own, `lam_alpha` the
+    advantages one for each response. An environment's tokens are skipped: the policy's first token of a turn follows
+    its last one of the turn before.
     """
     mask = rollouts.mask
     bootstrap_values = None
@@ -135,7 +136,7 @@ def estimate_advantages(
         after_end = scores.values.gather(1, rollouts.responses.lengths[:, None])[:, 0]
         bootstrap_values = torch.where(rollouts.responses.terminated, 0.0, after_end)
 
-    def estimate(lam: float) -> tuple[Tensor, Tensor]:
+    def estimate(lam: float | Tensor) -> tuple[Tensor, Tensor]:
         estimated = core_advantages.generalized_advantage_estimate(
             compact(shaped_rewards.rewards, mask),
             compact(scores.values[:, :-1], mask),
@@ -149,6 +150,8 @@ def estimate_advantages(
     advantages, returns = estimate(config.lam)
     if config.lam_critic is not None:
         _, returns = estimate(config.lam_critic)
+    if config.lam_alpha is not None:
+        advantages, _ = estimate(core_advantages.length_adaptive_lambda(mask.sum(-1), config.lam_alpha))
     if config.whiten_advantages:
         advantages = masked_whiten(advantages, learning_mask(rollouts, config))
     return Experience(rollouts, scores, shaped_rewards, advantages, returns)

@@ -73,6 +73,7 @@ def pretraining_config(pretraining: CriticPretrainingConfig, ppo: PPOConfig) -> 
         ppo,
         value_model=pretraining.value_model,
         lam_critic=1.0,
+        lam_alpha=None,
         critic_warmup_iterations=pretraining.iterations,
         kl_hold_iterations=0,
         total_episodes=(pretraining.iterations + 1) * ppo.batch_size,  # the run's last iteration is never done
