@@ -41,7 +41,12 @@ CASES: dict[str, dict[str, Any]] = {
         "truncated_responses": "mask",
         "missing_eos_penalty": None,
     },
-    "lambda by length": {"lam_alpha": 0.3, "lam_critic": 1.0},
+    "lambda by length, positive examples": {
+        "lam_alpha": 0.3,
+        "lam_critic": 1.0,
+        "positive_coef": 0.3,
+        "positive_threshold": 0.75,
+    },
     "moving average": {"ema_decay": 0.9},
     "turns": {"environment": "tests.ppo.test_episodes:reply_twice", "turn_length": 3, "stop_token_id": 22},
     "early stop": {"target_kl": 1e-4},

@@ -23,7 +23,7 @@ KEYS = {
     *("loss/policy_avg", "loss/value_avg", "loss/total", "val/clipfrac_avg", "val/ratio", "val/ratio_var"),
     *("val/num_eos_tokens", "val/explained_variance", "val/correlation", "value/grad_norm"),
     *("response/length", "response/truncated_fraction", "lr/policy", "lr/value", "episode"),
-    *("loss/kl_avg", "loss/entropy_avg"),
+    *("loss/kl_avg", "loss/entropy_avg", "loss/positive_avg"),
     *("optimiser/steps", "optimiser/skipped_steps", "optimiser/early_stops", "optimiser/loss_scale"),
     *("time/rollout_s", "time/score_s", "time/optimise_s", "time/iteration_s"),
     *("throughput/episodes_per_s", "throughput/generated_tokens_per_s", "memory/peak_bytes"),
@@ -79,15 +79,16 @@ def step(*values: float) -> StepSums:
 
 
 STEPS = [
-    # policy loss, value loss, KL, entropy, approxkl, policy clipfrac, value clipfrac, ratio, policy norm, value norm
-    step(0.5, 2.0, 0.5, 1.0, 0.01, 0.1, 0.4, 1.0, 3.0, 10.0),
-    step(-0.1, 1.0, 1.0, 2.0, 0.03, 0.3, 0.2, 1.2, 5.0, 20.0),
-    step(-0.1, 0.0, 1.5, 6.0, 0.02, 0.2, 0.0, 0.8, 1.0, 30.0),
+    # policy loss, value loss, KL, entropy, NLL, approxkl, policy clipfrac, value clipfrac, ratio, two gradient norms
+    step(0.5, 2.0, 0.5, 1.0, 4.0, 0.01, 0.1, 0.4, 1.0, 3.0, 10.0),
+    step(-0.1, 1.0, 1.0, 2.0, 0.0, 0.03, 0.3, 0.2, 1.2, 5.0, 20.0),
+    step(-0.1, 0.0, 1.5, 6.0, 2.0, 0.02, 0.2, 0.0, 0.8, 1.0, 30.0),
 ]
 
 
 def state_after(episode: int, steps: int, skipped: int, scaler: object = None, **config: object) -> SimpleNamespace:
-    settings = {"vf_coef": 0.25, "entropy_coef": 0.0, "kl_in": "reward", "dtype": "float32", "batch_size": 4, **config}
+    coefficients = {"vf_coef": 0.25, "entropy_coef": 0.0, "positive_coef": 0.0}
+    settings = {**coefficients, "kl_in": "reward", "dtype": "float32", "batch_size": 4, **config}
     counters = {"episode": episode - 4, "optimiser_steps": steps, "skipped_steps": skipped, "early_stops": 2}
     accelerator = SimpleNamespace(scaler=scaler, num_processes=1)
     return SimpleNamespace(
@@ -140,6 +141,7 @@ EXPECTED = {
     "loss/value_avg": 1.0,
     "loss/kl_avg": 1.0,
     "loss/entropy_avg": 3.0,
+    "loss/positive_avg": 2.0,
     "policy/approxkl_avg": 0.02,
     "policy/clipfrac_avg": 0.2,
     "val/clipfrac_avg": 0.2,
@@ -160,10 +162,10 @@ def test_each_metric_is_its_formula_worked_out_with_plain_numbers(metrics, name)
 
 
 def test_the_total_loss_has_every_term_with_its_coefficient(experience):
-    """Policy 0.1, value 1, KL 1 (price 0.1), entropy 3. KL in the reward leaves steps with KL 0."""
-    state = state_after(96, 11, 1, vf_coef=0.25, entropy_coef=0.02, kl_in="loss")
+    """Policy 0.1, value 1, KL 1 (price 0.1), entropy 3, NLL 2. KL in the reward leaves steps with KL 0."""
+    state = state_after(96, 11, 1, vf_coef=0.25, entropy_coef=0.02, positive_coef=0.3, kl_in="loss")
     metrics = iteration_metrics(state, experience, Update(STEPS, (1.0, 1.0), 1.0))
-    assert metrics["loss/total"] == close(0.1 + 0.25 * 1.0 + 0.1 * 1.0 - 0.02 * 3.0)
+    assert metrics["loss/total"] == close(0.1 + 0.25 * 1.0 + 0.1 * 1.0 - 0.02 * 3.0 + 0.3 * 2.0)
     assert metrics["objective/non_score_reward"] == 0.0
     assert metrics["objective/kl_estimate"] == close(sum(flat(PENALTY)) / 4)
 
@@ -184,12 +186,14 @@ def test_micro_batches_add_up_to_their_minibatch():
             value=SimpleNamespace(loss=torch.tensor(2 * loss), clipfrac=torch.tensor(1.0)),
             kl=torch.tensor(0.0),
             entropy=torch.tensor(loss),
+            nll=torch.tensor(3 * loss),
             own_tokens=tokens,
         )
     (step,) = add_over_processes([step])
     assert step.policy_loss == close(0.4, 1e-6)
     assert step.value_loss == close(0.8, 1e-6)
     assert step.entropy == close(0.4, 1e-6)
+    assert step.nll == close(1.2, 1e-6)
     assert step.mean("ratio") == step.mean("approxkl") == close(0.9, 1e-6)
     assert step.mean("value_clipfrac") == 1.0
 

@@ -30,6 +30,21 @@ def off_policy(experience: Experience) -> Experience:
     return dataclasses.replace(experience, rollouts=rollouts)
 
 
+def counting_rows(experience: Experience, config: PPOConfig) -> list[int]:
+    """The responses that the losses count."""
+    terminated = experience.rollouts.responses.terminated.tolist()
+    return [row for row, ended in enumerate(terminated) if ended or config.truncated_responses != "mask"]
+
+
+def share_of_positives(experience: Experience, config: PPOConfig) -> float:
+    """Tokens of all responses by those of the positive ones; where the losses are divided by responses, responses."""
+    rows, lengths = counting_rows(experience, config), experience.rollouts.responses.lengths.tolist()
+    positive = [row for row in rows if float(experience.scores.total[row]) >= config.positive_threshold]
+    if config.loss_aggregation == "token_mean":
+        return sum(lengths[row] for row in rows) / sum(lengths[row] for row in positive)
+    return len(rows) / len(positive)
+
+
 def row_losses(run, experience: Experience, config: PPOConfig, row: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The policy's and the critic's loss of each token of one response, `[length]`; no padding, no mask, no core."""
     rollouts, policy, critic = experience.rollouts, run.state.policy, run.state.critic
@@ -56,15 +71,14 @@ def row_losses(run, experience: Experience, config: PPOConfig, row: int) -> tupl
     values = (states @ critic.value_head.weight.T + critic.value_head.bias)[:, 0]
     old, target = experience.scores.values[row, :length], experience.returns[row, :length]
     near = old + (values - old).clamp(-config.cliprange_value, config.cliprange_value)
+    if config.positive_coef and experience.scores.total[row] >= config.positive_threshold:
+        # the other terms are divided by the count of all responses, this one by that of the positive ones
+        policy_loss = policy_loss - config.positive_coef * logprobs * share_of_positives(experience, config)
     return policy_loss, 0.5 * torch.maximum((values - target) ** 2, (near - target) ** 2)
 
 
 def gradients_by_hand(run, experience: Experience, config: PPOConfig) -> dict[str, torch.Tensor]:
-    rollouts = experience.rollouts
-    masked = config.truncated_responses == "mask"
-    rows = [
-        row for row in range(len(rollouts.responses.lengths)) if bool(rollouts.responses.terminated[row]) or not masked
-    ]
+    rollouts, rows = experience.rollouts, counting_rows(experience, config)
     tokens = sum(int(rollouts.responses.lengths[row]) for row in rows)
     run.state.policy.zero_grad()
     run.state.critic.zero_grad()
@@ -90,6 +104,8 @@ OPTIONS = [
     {"kl_in": "loss", "kl_estimator": "k2"},
     {"kl_in": "loss", "kl_estimator": "k3"},
     {"importance_cap": 1.15},
+    {"positive_coef": 0.3, "positive_threshold": 0.75},
+    {"positive_coef": 0.3, "positive_threshold": 0.75, "loss_aggregation": "seq_mean_token_mean"},
     {"loss_aggregation": "seq_mean_token_sum"},
     {"loss_aggregation": "seq_mean_token_mean"},
     {"loss_aggregation": "token_sum_fixed_length"},
@@ -102,6 +118,8 @@ OPTIONS = [
         "kl_estimator": "k2",
         "entropy_coef": 0.1,
         "importance_cap": 1.2,
+        "positive_coef": 0.2,
+        "positive_threshold": 0.5,
     },
 ]
 NAMES = ["-".join(f"{v}" for k, v in option.items() if v is not None) for option in OPTIONS]

@@ -100,6 +100,10 @@ class PPOConfig:
     """Shift and scale advantages to mean 0 and variance 1 over the response tokens of the batch."""
     entropy_coef: Annotated[float, Field(ge=0.0), Typical(0.0, 0.02, "arXiv:1707.06347, table 5: 0.01")] = 0.0
     """Bonus per nat of the policy's entropy (exact, tempered), subtracted from the policy loss; 0 is off."""
+    positive_coef: Annotated[float, Field(ge=0.0), Typical(0.0, 0.3, "VAPO, arXiv:2504.05118: 0.1")] = 0.0
+    """Weight of the negative log-likelihood of positive examples, added to the policy loss; 0 is off."""
+    positive_threshold: float | None = None
+    """A response with at least this score, as the reward gives it, is a positive example; for `positive_coef`."""
     dual_clip: Annotated[float, Field(gt=1.0), Typical(1.5, 10.0, "arXiv:1912.09729: 3")] | None = None
     """Ceiling c on the ratio's effect where the advantage is negative: the loss is at most -A x c; None is off."""
     target_kl: Annotated[float, Field(gt=0.0), Typical(0.003, 0.2, "OpenAI Spinning Up: 0.01 to 0.05")] | None = None

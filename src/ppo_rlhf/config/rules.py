@@ -150,6 +150,11 @@ _RULES = (
         lambda c: c.lam_alpha is not None and c.lam_critic is not None and "lam" in c.not_default(),
         "{1} sets the policy's lambda and {2} the critic's, so {0} does nothing; leave out one of them",
     ),
+    _Rule(
+        ("positive_coef", "positive_threshold"),
+        lambda c: (c.positive_coef > 0) != (c.positive_threshold is not None),
+        "{0} weighs the responses with a score of at least {1}; set both, for example {0} to 0.1, or neither",
+    ),
     # Optimisation.
     _Rule(
         ("critic_warmup_iterations", "total_episodes", "num_total_batches"),

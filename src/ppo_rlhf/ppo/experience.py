@@ -120,6 +120,12 @@ def learning_mask(rollouts: Rollouts, config: PPOConfig) -> Tensor:
     return rollouts.mask & rollouts.responses.terminated[:, None]
 
 
+def positive_mask(experience: Experience, mask: Tensor, config: PPOConfig) -> Tensor | None:
+    """Return `[B, T]` bool, True on the tokens of `mask` in positive examples; None without `positive_threshold`."""
+    threshold = config.positive_threshold
+    return None if threshold is None else mask & (experience.scores.total >= threshold)[:, None]
+
+
 def estimate_advantages(
     rollouts: Rollouts, scores: Scores, shaped_rewards: ShapedRewards, config: PPOConfig
 ) -> Experience:

@@ -19,7 +19,7 @@ from ppo_rlhf.ppo.experience import Experience
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.processes import from_all
 
-SUMMED = ("policy_loss", "value_loss", "kl", "entropy", "approxkl", "policy_clipfrac", "value_clipfrac", "ratio")
+SUMMED = ("policy_loss", "value_loss", "kl", "entropy", "nll", "approxkl", "policy_clipfrac", "value_clipfrac", "ratio")
 """Fields of StepSums that add up over micro-batches and processes."""
 
 
@@ -36,6 +36,7 @@ class StepSums:
     value_loss: float = 0.0  # before vf_coef
     kl: float = 0.0  # before kl_coef; 0 unless KL is in the loss
     entropy: float = 0.0  # before entropy_coef; 0 unless there is a bonus
+    nll: float = 0.0  # of positive examples, before positive_coef; 0 unless there is one
     approxkl: float = 0.0
     policy_clipfrac: float = 0.0
     value_clipfrac: float = 0.0
@@ -43,10 +44,12 @@ class StepSums:
     policy_grad_norm: float = 0.0  # before clipping
     value_grad_norm: float = 0.0
 
-    def add(self, *, policy: PolicyLoss, value: ValueLoss, kl: Tensor, entropy: Tensor, own_tokens: int) -> None:
+    def add(
+        self, *, policy: PolicyLoss, value: ValueLoss, kl: Tensor, entropy: Tensor, nll: Tensor, own_tokens: int
+    ) -> None:
         """Add a micro-batch with `own_tokens` counted tokens. Means become sums, so ratios of 1 add up exactly."""
         means = policy.approxkl, policy.clipfrac, value.clipfrac, policy.ratio
-        losses = policy.loss, value.loss, kl, entropy
+        losses = policy.loss, value.loss, kl, entropy, nll
         found = torch.stack([number.detach() for number in (*losses, *means)])
         found[len(losses) :] *= own_tokens
         self.own = found if self.own is None else self.own + found
@@ -136,6 +139,7 @@ def _update(steps: list[StepSums], config: PPOConfig, kl_coef: float) -> dict[st
 
     ratios = [step.mean("ratio") if step.tokens else 1.0 for step in counted]
     policy_terms = over_steps("policy_loss") + kl_coef * over_steps("kl") - config.entropy_coef * over_steps("entropy")
+    policy_terms += config.positive_coef * over_steps("nll")
     return {
         "policy/approxkl_avg": over_tokens("approxkl"),
         "policy/clipfrac_avg": over_tokens("policy_clipfrac"),
@@ -144,6 +148,7 @@ def _update(steps: list[StepSums], config: PPOConfig, kl_coef: float) -> dict[st
         "loss/value_avg": over_steps("value_loss"),
         "loss/kl_avg": over_steps("kl"),
         "loss/entropy_avg": over_steps("entropy"),
+        "loss/positive_avg": over_steps("nll"),
         "loss/total": policy_terms + config.vf_coef * over_steps("value_loss"),
         "val/clipfrac_avg": over_tokens("value_clipfrac"),
         "val/ratio": statistics.fmean(ratios),
