@@ -49,6 +49,8 @@ BROKEN_AND_KEPT = [
     ({"lam": 0.9, "lam_alpha": 0.05, "lam_critic": 1.0}, {"lam": 0.9, "lam_alpha": 0.05}),
     ({"positive_coef": 0.1}, {"positive_coef": 0.1, "positive_threshold": 0.0}),
     ({"positive_threshold": 1.0}, {"positive_threshold": 1.0, "positive_coef": 0.1}),
+    ({"num_critic_epochs": 3}, {"num_critic_epochs": 3, "num_ppo_epochs": 2}),
+    ({"value_model": "shared", "num_critic_epochs": 8}, {"value_model": "reward_init", "num_critic_epochs": 8}),
     ({"critic_warmup_iterations": 1250}, {"critic_warmup_iterations": 1249}),
     ({"learning_rate": 1e-7, **POLYNOMIAL}, {"learning_rate": 2e-7, **POLYNOMIAL}),
     ({"value_learning_rate": 1e-8, **POLYNOMIAL}, {"value_learning_rate": 1e-8}),

@@ -72,7 +72,7 @@ def experience(make_rollouts):
 
 def step(*values: float) -> StepSums:
     """Statistics of a step of 5 tokens from means over its tokens."""
-    names = [field.name for field in fields(StepSums) if field.name not in ("tokens", "own")]
+    names = [field.name for field in fields(StepSums) if field.name not in ("tokens", "own", "with_policy")]
     sums = {"approxkl", "policy_clipfrac", "value_clipfrac", "ratio"}
     given = {name: 5 * value if name in sums else value for name, value in zip(names, values, strict=True)}
     return StepSums(tokens=5, **given)
@@ -196,6 +196,20 @@ def test_micro_batches_add_up_to_their_minibatch():
     assert step.nll == close(1.2, 1e-6)
     assert step.mean("ratio") == step.mean("approxkl") == close(0.9, 1e-6)
     assert step.mean("value_clipfrac") == 1.0
+
+
+def test_steps_of_only_the_critic_count_in_the_critics_averages_and_in_no_other(experience):
+    only_critic = StepSums(tokens=5, value_loss=5.0, value_clipfrac=2.5, value_grad_norm=40.0, with_policy=False)
+    given = state_after(96, 11, 1), experience
+    plain, found = (
+        iteration_metrics(*given, Update(steps, (1e-5, 3e-5), 4.0)) for steps in (STEPS, [*STEPS, only_critic])
+    )
+    changed = {"loss/value_avg": 2.0, "val/clipfrac_avg": (0.4 + 0.2 + 0.5) / 4, "value/grad_norm": 25.0}
+    assert {name: found[name] for name in changed} == {name: close(value) for name, value in changed.items()}
+    assert found["loss/total"] - plain["loss/total"] == close(0.25 * (2.0 - 1.0))
+    others = {name for name in plain if name.startswith(("policy/", "loss/", "val/", "value/"))}
+    for name in others - changed.keys() - {"loss/total"}:
+        assert found[name] == plain[name], name
 
 
 def test_throughput_is_per_second_of_the_iteration_and_of_generation(experience, monkeypatch):

@@ -194,6 +194,28 @@ def test_a_token_budget_cuts_the_minibatch_and_the_first_ratio_stays_exactly_one
     assert (metrics["val/ratio"], metrics["policy/approxkl_avg"]) == (1.0, 0.0)
 
 
+# --- more epochs for the critic ---------------------------------------------------------------------------------------
+
+
+def test_with_more_epochs_for_the_critic_each_model_is_that_of_a_run_with_its_epochs(make_run, snapshot, same_tensors):
+    """Neither loss reads the other model, so two runs without the option are the oracle, bit for bit."""
+    runs = [make_run(**epochs) for epochs in ({}, {"num_ppo_epochs": 5}, {"num_critic_epochs": 5})]
+    taken = {"policy": 0, "critic": 0}
+    for name in taken:
+        optimizer = getattr(runs[2].state, f"{name}_optimizer")
+        optimizer.register_step_post_hook(lambda *_, name=name: taken.__setitem__(name, taken[name] + 1))
+    short, long, found = [run.iteration() for run in runs]
+    assert same_tensors(snapshot(runs[2].state.policy), snapshot(runs[0].state.policy))
+    assert same_tensors(snapshot(runs[2].state.critic), snapshot(runs[1].state.critic))
+    assert not same_tensors(snapshot(runs[0].state.critic), snapshot(runs[1].state.critic))
+    assert taken == {"policy": 2 * 2, "critic": 5 * 2}
+    assert found["optimiser/steps"] == 5 * 2
+    for name, value in found.items():
+        if name.startswith(("policy/", "loss/", "val/", "value/")) and name != "loss/total":
+            of_critic = name.startswith("value/") or name in ("loss/value_avg", "val/clipfrac_avg")
+            assert value == (long if of_critic else short)[name], name
+
+
 # --- early stopping --------------------------------------------------------------------------------------------------
 
 

@@ -77,6 +77,9 @@ class PPOConfig:
 
     num_ppo_epochs: Annotated[int, Field(ge=1), Typical(1, 10, TUNING_GUIDE)] = 4
     """Passes over each batch of rollouts; 2 to 4 are usual."""
+    num_critic_epochs: Annotated[int, Field(ge=1), Typical(1, 20, TUNING_GUIDE)] | None = None
+    """Passes of a critic with a backbone of its own; those after the policy's train only the critic. None takes
+    `num_ppo_epochs`."""
     cliprange: Annotated[float, Field(gt=0.0), Typical(0.1, 0.3, "arXiv:1707.06347, table 3")] = 0.2
     """Policy clipping range epsilon: ratios outside [1 - epsilon, 1 + epsilon] get no gradient that widens them."""
     cliprange_high: Annotated[float, Field(gt=0.0), Typical(0.1, 0.5, "DAPO, arXiv:2503.14476")] | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -170,6 +171,11 @@ _RULES = (
         for name in ("learning_rate", "value_learning_rate")
     ),
     # Models.
+    _Rule(
+        ("num_critic_epochs", "num_ppo_epochs", "value_model"),
+        lambda c: (c.num_critic_epochs or math.inf) < (math.inf if c.value_model == "shared" else c.num_ppo_epochs),
+        "a critic of its own trains in all of {1} and in more, a shared trunk in none; raise {0}, or leave it out",
+    ),
     _Rule(
         ("value_model", "value_learning_rate"),
         lambda c: c.value_model == "shared" and c.value_learning_rate is not None,

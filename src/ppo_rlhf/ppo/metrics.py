@@ -41,6 +41,7 @@ class StepSums:
     policy_clipfrac: float = 0.0
     value_clipfrac: float = 0.0
     ratio: float = 0.0
+    with_policy: bool = True  # False: only the critic took part
     policy_grad_norm: float = 0.0  # before clipping
     value_grad_norm: float = 0.0
 
@@ -100,7 +101,7 @@ def iteration_metrics(state: TrainingState, experience: Experience, update: Upda
         "optimiser/early_stops": state.early_stops,
         "optimiser/loss_scale": 1.0 if state.accelerator.scaler is None else state.accelerator.scaler.get_scale(),
         **_speed(experience, update.seconds),
-        **_utilisation(experience, len(update.steps), state, update.seconds),
+        **_utilisation(experience, update, state),
         "memory/peak_bytes": peak_memory_bytes(state.device),
     }
     return {name: float(value) for name, value in metrics.items()}
@@ -129,13 +130,14 @@ def _objective(experience: Experience, config: PPOConfig) -> dict[str, Tensor | 
 
 
 def _update(steps: list[StepSums], config: PPOConfig, kl_coef: float) -> dict[str, float]:
-    counted = [step for step in steps if step.tokens] or steps
+    every = [step for step in steps if step.tokens] or steps
+    counted = [step for step in every if step.with_policy]
 
-    def over_steps(name: str) -> float:
-        return statistics.fmean(float(getattr(step, name)) for step in counted)
+    def over_steps(name: str, steps: list[StepSums] = counted) -> float:
+        return statistics.fmean(float(getattr(step, name)) for step in steps)
 
-    def over_tokens(name: str) -> float:
-        return statistics.fmean(step.mean(name) for step in counted)
+    def over_tokens(name: str, steps: list[StepSums] = counted) -> float:
+        return statistics.fmean(step.mean(name) for step in steps)
 
     ratios = [step.mean("ratio") if step.tokens else 1.0 for step in counted]
     policy_terms = over_steps("policy_loss") + kl_coef * over_steps("kl") - config.entropy_coef * over_steps("entropy")
@@ -145,15 +147,15 @@ def _update(steps: list[StepSums], config: PPOConfig, kl_coef: float) -> dict[st
         "policy/clipfrac_avg": over_tokens("policy_clipfrac"),
         "policy/grad_norm": over_steps("policy_grad_norm"),
         "loss/policy_avg": over_steps("policy_loss"),
-        "loss/value_avg": over_steps("value_loss"),
+        "loss/value_avg": over_steps("value_loss", every),
         "loss/kl_avg": over_steps("kl"),
         "loss/entropy_avg": over_steps("entropy"),
         "loss/positive_avg": over_steps("nll"),
-        "loss/total": policy_terms + config.vf_coef * over_steps("value_loss"),
-        "val/clipfrac_avg": over_tokens("value_clipfrac"),
+        "loss/total": policy_terms + config.vf_coef * over_steps("value_loss", every),
+        "val/clipfrac_avg": over_tokens("value_clipfrac", every),
         "val/ratio": statistics.fmean(ratios),
         "val/ratio_var": float(torch.tensor(ratios, dtype=torch.float64).var(correction=min(1, len(ratios) - 1))),
-        "value/grad_norm": over_steps("value_grad_norm"),
+        "value/grad_norm": over_steps("value_grad_norm", every),
     }
 
 
@@ -197,7 +199,7 @@ PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "L4": 121e12, "L40
 sheets."""
 
 
-def _utilisation(experience: Experience, steps: int, state: TrainingState, seconds: float) -> dict[str, float]:
+def _utilisation(experience: Experience, update: Update, state: TrainingState) -> dict[str, float]:
     """Return the model FLOP/s utilisation of the update (Chowdhery et al. 2022, appendix B) on a GPU of known peak.
 
     It counts 6 operations per weight and token for a model that trains, and leaves attention out. In float32 and
@@ -212,10 +214,9 @@ def _utilisation(experience: Experience, steps: int, state: TrainingState, secon
         return {}
     rollouts = experience.rollouts
     tokens = sum(len(ids) for ids in rollouts.prompts.prompt_ids) + int(rollouts.responses.lengths.sum())
-    share = steps / max(1, sum(len(epoch) for epoch in rollouts.epochs))
-    weights = sum(p.numel() for model in (state.policy, state.critic) for p in model.parameters())
-    operations = 6.0 * weights * tokens * state.config.num_ppo_epochs * share
-    return {"throughput/mfu": operations / (seconds * peak * state.accelerator.num_processes)}
+    policy, critic = (sum(p.numel() for p in model.parameters()) for model in (state.policy, state.critic))
+    epochs = sum(critic + policy * step.with_policy for step in update.steps) / len(rollouts.epochs[0])  # in weights
+    return {"throughput/mfu": 6.0 * epochs * tokens / (update.seconds * peak * state.accelerator.num_processes)}
 
 
 def peak_memory_bytes(device: torch.device) -> int:

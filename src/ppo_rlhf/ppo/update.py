@@ -21,7 +21,7 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.aggregation import aggregate_loss, aggregation_count
 from ppo_rlhf.core.errors import ConfigError, DivergenceError
 from ppo_rlhf.core.kl import kl_estimate
-from ppo_rlhf.core.losses import clipped_policy_loss, clipped_value_loss, importance_weights
+from ppo_rlhf.core.losses import PolicyLoss, clipped_policy_loss, clipped_value_loss, importance_weights
 from ppo_rlhf.models.gradient_checkpointing import recomputing
 from ppo_rlhf.models.transfers import to_device
 from ppo_rlhf.ppo.batch import Minibatch, SequenceBatch
@@ -139,7 +139,7 @@ def compute_gradients(
     config, accelerator = state.config, state.accelerator
     learns = experience.rollouts.iteration > config.critic_warmup_iterations
     whole_mask, aggregation = mask[minibatch.rows], config.loss_aggregation  # of all processes
-    step = StepSums(tokens=int(whole_mask.sum()))
+    step = StepSums(tokens=int(whole_mask.sum()), with_policy=minibatch.with_policy)
     denominator = float(aggregation_count(whole_mask, aggregation, fixed_length=config.response_length))
     positive, positives = positive_mask(experience, mask, config), 0.0
     if positive is not None:
@@ -149,35 +149,35 @@ def compute_gradients(
     for number in range(1, len(minibatch.micro_batches) + 1):
         piece = next(pieces)
         with synchronised(state, is_last=number == len(minibatch.micro_batches)):
-            with accelerator.autocast():
-                output = state.policy_forward(piece.batch, with_entropy=bool(config.entropy_coef), learns=learns)
-            policy_terms = clipped_policy_loss(
-                output.logprobs,
-                piece.old_logprobs,
-                piece.advantages,
-                piece.mask,
-                cliprange=config.cliprange,
-                cliprange_high=config.cliprange_high,
-                dual_clip=config.dual_clip,
-                loss_aggregation=aggregation,
-                denominator=denominator,
-            )
-            policy_loss = policy_terms.loss
-            kl = entropy = nll = torch.zeros_like(policy_loss)
-            if config.kl_in == "loss":
-                estimate = kl_estimate(output.logprobs, piece.reference_logprobs, config.kl_estimator)
-                kl = aggregate_loss(estimate, piece.mask, aggregation, denominator)
-                policy_loss = policy_loss + experience.shaped_rewards.kl_coef * kl
-            if output.entropy is not None:
-                entropy = aggregate_loss(output.entropy, piece.mask, aggregation, denominator)
-                policy_loss = policy_loss - config.entropy_coef * entropy
-            if piece.positive is not None:
-                nll = aggregate_loss(-output.logprobs, piece.positive, aggregation, positives)
-                policy_loss = policy_loss + config.positive_coef * nll
-            if learns and not state.shares_trunk:
-                _backward(state, policy_loss)
-
-            values = output.values
+            if minibatch.with_policy:
+                with accelerator.autocast():
+                    output = state.policy_forward(piece.batch, with_entropy=bool(config.entropy_coef), learns=learns)
+                policy_terms = clipped_policy_loss(
+                    output.logprobs,
+                    piece.old_logprobs,
+                    piece.advantages,
+                    piece.mask,
+                    cliprange=config.cliprange,
+                    cliprange_high=config.cliprange_high,
+                    dual_clip=config.dual_clip,
+                    loss_aggregation=aggregation,
+                    denominator=denominator,
+                )
+                policy_loss = policy_terms.loss
+                kl = entropy = nll = torch.zeros_like(policy_loss)
+                if config.kl_in == "loss":
+                    estimate = kl_estimate(output.logprobs, piece.reference_logprobs, config.kl_estimator)
+                    kl = aggregate_loss(estimate, piece.mask, aggregation, denominator)
+                    policy_loss = policy_loss + experience.shaped_rewards.kl_coef * kl
+                if output.entropy is not None:
+                    entropy = aggregate_loss(output.entropy, piece.mask, aggregation, denominator)
+                    policy_loss = policy_loss - config.entropy_coef * entropy
+                if piece.positive is not None:
+                    nll = aggregate_loss(-output.logprobs, piece.positive, aggregation, positives)
+                    policy_loss = policy_loss + config.positive_coef * nll
+                if learns and not state.shares_trunk:
+                    _backward(state, policy_loss)
+                values = output.values
             if state.critic_forward is not None:
                 with accelerator.autocast():
                     values = state.critic_forward(piece.batch)
@@ -194,6 +194,9 @@ def compute_gradients(
             if learns and state.shares_trunk:
                 loss = loss + policy_loss
             _backward(state, loss)
+        if not minibatch.with_policy:
+            kl = entropy = nll = torch.zeros_like(loss)
+            policy_terms = PolicyLoss(kl, kl, kl, kl)
         step.add(policy=policy_terms, value=value_terms, kl=kl, entropy=entropy, nll=nll, own_tokens=piece.tokens)
     return step
 
