@@ -37,6 +37,7 @@ BROKEN_AND_KEPT = [
     ({"overlong_buffer": 54}, {"overlong_buffer": 53}),
     ({"overlong_buffer": 8, "stop_token": "none"}, {"overlong_buffer": 8, "stop_token": "period"}),
     ({"kl_in": "loss"}, {"kl_in": "loss", "kl_estimator": "k2"}),
+    ({"kl_in": "reward", "kl_estimator": "k3+"}, {"kl_in": "loss", "kl_estimator": "k3+"}),
     ({"kl_warning": 21.0}, {"kl_warning": 20.0}),
     ({"kl_coef": 0, **ADAPTIVE}, {"kl_coef": 0, "kl_controller": "fixed"}),
     ({"kl_target": 3.0}, {"kl_target": 3.0, **ADAPTIVE}),

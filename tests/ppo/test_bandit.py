@@ -112,8 +112,9 @@ def test_with_k1_in_the_reward_training_reaches_the_optimum_of_this_penalty_and_
 
 
 @pytest.mark.slow
-def test_with_k2_in_the_loss_training_reaches_the_same_optimum(train):
-    outcome = train(0.5, kl_in="loss", kl_estimator="k2")
+@pytest.mark.parametrize("estimator", ["k2", "k3+"])
+def test_with_the_gradient_of_the_kl_in_the_loss_training_reaches_the_same_optimum(train, estimator):
+    outcome = train(0.5, kl_in="loss", kl_estimator=estimator)
     assert total_variation(outcome.policy, optimum(outcome.reference, 0.5)) < 0.02
     assert total_variation(outcome.policy, optimum(outcome.reference, 1.0)) > 0.05
     paid, scored = (outcome.metrics[f"objective/{name}"] for name in ("rlhf_reward", "scores"))

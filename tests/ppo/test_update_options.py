@@ -65,7 +65,8 @@ def row_losses(run, experience: Experience, config: PPOConfig, row: int) -> tupl
     if config.kl_in == "loss":
         d = logprobs - rollouts.reference_logprobs[row, :length]
         price = experience.shaped_rewards.kl_coef  # the controller's when the rewards were shaped
-        policy_loss = policy_loss + price * {"k2": d**2 / 2, "k3": (-d).exp() - 1 + d}[config.kl_estimator]
+        estimates = {"k2": d**2 / 2, "k3": (-d).exp() - 1 + d, "k3+": d.detach() * d}  # of k3+ only the gradient
+        policy_loss = policy_loss + price * estimates[config.kl_estimator]
     policy_loss = policy_loss + config.entropy_coef * (log_p.exp() * log_p).sum(-1)
     states = critic.backbone(ids, use_cache=False).last_hidden_state[0, start:-1]
     values = (states @ critic.value_head.weight.T + critic.value_head.bias)[:, 0]
@@ -103,6 +104,7 @@ OPTIONS = [
     {"entropy_coef": 0.3},
     {"kl_in": "loss", "kl_estimator": "k2"},
     {"kl_in": "loss", "kl_estimator": "k3"},
+    {"kl_in": "loss", "kl_estimator": "k3+"},
     {"importance_cap": 1.15},
     {"positive_coef": 0.3, "positive_threshold": 0.75},
     {"positive_coef": 0.3, "positive_threshold": 0.75, "loss_aggregation": "seq_mean_token_mean"},

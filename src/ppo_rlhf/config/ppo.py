@@ -122,7 +122,7 @@ class PPOConfig:
     kl_estimator: KLEstimator = "k1"
     """Per-token estimator of KL(policy || reference) (Schulman 2020, "Approximating KL Divergence")."""
     kl_in: Literal["reward", "loss"] = "reward"
-    """Where beta x KL goes: subtracted from each token's reward, or added to the policy loss (k2 or k3 only)."""
+    """Where beta x KL goes: subtracted from each token's reward, or added to the policy loss (all but k1)."""
     kl_controller: Literal["fixed", "adaptive"] = "fixed"
     """adaptive: beta follows `kl_target` (Ziegler et al. 2019, arXiv:1909.08593, section 2.2)."""
     kl_target: Annotated[float, Field(gt=0.0), Typical(1.0, 20.0, "arXiv:1909.08593: 6")] = 6.0

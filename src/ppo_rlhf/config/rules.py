@@ -124,6 +124,11 @@ _RULES = (
         "the gradient of k1 is 0 on average and holds nothing back; set {1} to k2, or {0} to reward",
     ),
     _Rule(
+        ("kl_in", "kl_estimator"),
+        lambda c: c.kl_in == "reward" and c.kl_estimator == "k3+",
+        "k3+ is k3 with another gradient, and a reward has none; set {1} to k1 or k3, or {0} to loss",
+    ),
+    _Rule(
         ("kl_warning", "kl_alarm"),
         lambda c: c.kl_warning > c.kl_alarm and "kl_warning" in c.not_default(),
         "the alarm would come before the warning; lower {0} or raise {1}",

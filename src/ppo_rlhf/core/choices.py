@@ -2,7 +2,7 @@
 
 from typing import Literal, get_args
 
-KLEstimator = Literal["k1", "k2", "k3"]
+KLEstimator = Literal["k1", "k2", "k3", "k3+"]
 KL_ESTIMATORS: tuple[str, ...] = get_args(KLEstimator)
 
 LossAggregation = Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "token_sum_fixed_length"]
