@@ -38,6 +38,10 @@ BROKEN_AND_KEPT = [
     ({"overlong_buffer": 8, "stop_token": "none"}, {"overlong_buffer": 8, "stop_token": "period"}),
     ({"kl_in": "loss"}, {"kl_in": "loss", "kl_estimator": "k2"}),
     ({"kl_in": "reward", "kl_estimator": "k3+"}, {"kl_in": "loss", "kl_estimator": "k3+"}),
+    (
+        {"offload_reference_policy": True, "kl_in": "loss", "kl_estimator": "full"},
+        {"offload_reference_policy": True, "kl_in": "reward", "kl_estimator": "full"},
+    ),
     ({"kl_warning": 21.0}, {"kl_warning": 20.0}),
     ({"kl_coef": 0, **ADAPTIVE}, {"kl_coef": 0, "kl_controller": "fixed"}),
     ({"kl_target": 3.0}, {"kl_target": 3.0, **ADAPTIVE}),

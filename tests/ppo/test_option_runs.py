@@ -9,6 +9,8 @@ OPTIONS = {
     "lambda by length": {"lam_alpha": 0.3, "lam_critic": 1.0},
     "positive examples": {"positive_coef": 0.3, "positive_threshold": 0.75},
     "more epochs of the critic": {"num_critic_epochs": 4},
+    "KL over the vocabulary in the reward": {"kl_estimator": "full", "kl_coef": 0.5},
+    "KL over the vocabulary in the loss": {"kl_in": "loss", "kl_estimator": "full", "kl_coef": 0.5},
     "k3 with the gradient of k2": {"kl_in": "loss", "kl_estimator": "k3+", "kl_coef": 0.5},
 }
 MEASURED = ("time/", "throughput/", "memory/")

@@ -11,7 +11,7 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.ppo.batch import first_epoch
 from ppo_rlhf.ppo.experience import Experience
 from tests.ppo.support import ONE_STEP, assert_same_gradients, gradients, moved_on
-from tests.ppo_runs import learn_from, with_responses
+from tests.ppo_runs import build_model, learn_from, with_responses
 
 NAN = float("nan")
 
@@ -45,6 +45,16 @@ def share_of_positives(experience: Experience, config: PPOConfig) -> float:
     return len(rows) / len(positive)
 
 
+def with_reference(experience: Experience, option: dict) -> Experience:
+    """With a reference policy that is not the policy, if the option's KL is that over the vocabulary."""
+    if option.get("kl_estimator") != "full":
+        return experience
+    reference = build_model(seed=7).requires_grad_(False)
+    return dataclasses.replace(
+        experience, rollouts=dataclasses.replace(experience.rollouts, reference_policy=reference)
+    )
+
+
 def row_losses(run, experience: Experience, config: PPOConfig, row: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The policy's and the critic's loss of each token of one response, `[length]`; no padding, no mask, no core."""
     rollouts, policy, critic = experience.rollouts, run.state.policy, run.state.critic
@@ -65,7 +75,13 @@ def row_losses(run, experience: Experience, config: PPOConfig, row: int) -> tupl
     if config.kl_in == "loss":
         d = logprobs - rollouts.reference_logprobs[row, :length]
         price = experience.shaped_rewards.kl_coef  # the controller's when the rewards were shaped
-        estimates = {"k2": d**2 / 2, "k3": (-d).exp() - 1 + d, "k3+": d.detach() * d}  # of k3+ only the gradient
+        ref_log_p = log_p.detach()
+        if rollouts.reference_policy is not None:
+            logits = rollouts.reference_policy(ids, use_cache=False).logits[0, start:-1]
+            ref_log_p = torch.log_softmax(logits.detach() / config.temperature, dim=-1)
+        full = (log_p.exp() * (log_p - ref_log_p)).sum(-1)
+        k3_plus = d.detach() * d  # with the right gradient, not the value
+        estimates = {"full": full, "k2": d**2 / 2, "k3": (-d).exp() - 1 + d, "k3+": k3_plus}
         policy_loss = policy_loss + price * estimates[config.kl_estimator]
     policy_loss = policy_loss + config.entropy_coef * (log_p.exp() * log_p).sum(-1)
     states = critic.backbone(ids, use_cache=False).last_hidden_state[0, start:-1]
@@ -105,6 +121,7 @@ OPTIONS = [
     {"kl_in": "loss", "kl_estimator": "k2"},
     {"kl_in": "loss", "kl_estimator": "k3"},
     {"kl_in": "loss", "kl_estimator": "k3+"},
+    {"kl_in": "loss", "kl_estimator": "full"},
     {"importance_cap": 1.15},
     {"positive_coef": 0.3, "positive_threshold": 0.75},
     {"positive_coef": 0.3, "positive_threshold": 0.75, "loss_aggregation": "seq_mean_token_mean"},
@@ -150,7 +167,7 @@ def test_the_gradient_is_that_of_the_plain_losses_worked_one_row_at_a_time(make_
     "option", [*(pytest.param(option, marks=pytest.mark.slow) for option in OPTIONS[:-1]), OPTIONS[-1]], ids=NAMES
 )
 def test_with_an_option_the_gradient_is_that_of_its_losses_worked_one_row_at_a_time(make_run, experience, option):
-    run = make_run(**ONE_STEP, **option)
+    run, experience = make_run(**ONE_STEP, **option), with_reference(experience, option)
     found = gradients(make_run, experience, **option)
     assert_same_gradients(found, gradients_by_hand(run, experience, run.config))
     plain = gradients(make_run, experience, missing_eos_penalty=None)
@@ -170,10 +187,12 @@ def test_with_an_option_the_gradient_is_that_of_its_losses_worked_one_row_at_a_t
         ),
         (OPTIONS[-1], {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 12}),
         pytest.param(OPTIONS[-1], {"max_tokens_per_micro_batch": 2}, marks=pytest.mark.slow),
+        ({"kl_in": "loss", "kl_estimator": "full"}, {"max_tokens_per_micro_batch": 40}),
     ],
     ids=lambda given: "-".join(map(str, given)),
 )
 def test_the_gradient_does_not_depend_on_how_the_minibatch_is_cut(make_run, experience, option, cut):
+    experience = with_reference(experience, option)
     expected = gradients(make_run, experience, **option)
     assert_same_gradients(gradients(make_run, experience, **{**option, **cut}), expected)
 
@@ -194,6 +213,28 @@ def test_a_token_budget_cuts_the_minibatch_and_the_first_ratio_stays_exactly_one
         assert (len(piece) * max(tokens) if window else sum(tokens)) <= 30
     metrics = learn_from(run.state, experience)
     assert (metrics["val/ratio"], metrics["policy/approxkl_avg"]) == (1.0, 0.0)
+
+
+# --- the KL over the vocabulary --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kl_in", ["reward", "loss"])
+def test_the_kl_over_the_vocabulary_is_paid_in_the_reward_or_is_at_first_that_of_the_loss(make_run, kl_in):
+    run = make_run(kl_in=kl_in, kl_estimator="full", num_ppo_epochs=1, num_mini_batches=1)
+    run.reference = build_model(seed=7).requires_grad_(False)
+    rollouts, _, shaped, experience = run.before_update()
+    mask, full_kl = rollouts.mask, rollouts.full_kl
+    assert bool((full_kl[mask] > 0).all())
+    assert not full_kl[~mask].any()
+    assert torch.equal(shaped.kl_penalty, full_kl)
+    metrics = learn_from(run.state, experience)
+    assert metrics["objective/kl_estimate"] == pytest.approx(float(full_kl.sum() / 12), rel=1e-12)
+    assert metrics["val/ratio"] == 1.0
+    paid = float((shaped.rewards.sum(-1) - torch.where(rollouts.responses.terminated, 0.0, -0.5)).sum())
+    price = 0.05 if kl_in == "reward" else 0.0
+    assert paid == pytest.approx(float(experience.scores.total.sum() - price * full_kl.sum()), rel=1e-9)
+    assert metrics["loss/kl_avg"] == pytest.approx(0.0 if price else float(full_kl[mask].mean()), rel=1e-9)
+    assert (rollouts.reference_policy is None) is (kl_in == "reward")
 
 
 # --- more epochs for the critic ---------------------------------------------------------------------------------------

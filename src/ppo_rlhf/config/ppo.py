@@ -120,7 +120,8 @@ class PPOConfig:
     kl_coef: Annotated[float, Field(ge=0.0), Typical(0.01, 0.2, TUNING_GUIDE)] = 0.05
     """Beta, score units per nat: the price of the KL estimate; with the adaptive controller its first value."""
     kl_estimator: KLEstimator = "k1"
-    """Per-token estimator of KL(policy || reference) (Schulman 2020, "Approximating KL Divergence")."""
+    """Per-token estimator of KL(policy || reference) (Schulman 2020, "Approximating KL Divergence"). k3+ has k3's value
+    and k2's gradient. full is the exact KL over the vocabulary; in the loss the reference runs in each step."""
     kl_in: Literal["reward", "loss"] = "reward"
     """Where beta x KL goes: subtracted from each token's reward, or added to the policy loss (all but k1)."""
     kl_controller: Literal["fixed", "adaptive"] = "fixed"

@@ -129,6 +129,11 @@ _RULES = (
         "k3+ is k3 with another gradient, and a reward has none; set {1} to k1 or k3, or {0} to loss",
     ),
     _Rule(
+        ("offload_reference_policy", "kl_in", "kl_estimator"),
+        lambda c: c.offload_reference_policy and c.kl_in == "loss" and c.kl_estimator == "full",
+        "the reference policy runs in every step of the update, so it stays on the GPU; leave out {0}",
+    ),
+    _Rule(
         ("kl_warning", "kl_alarm"),
         lambda c: c.kl_warning > c.kl_alarm and "kl_warning" in c.not_default(),
         "the alarm would come before the warning; lower {0} or raise {1}",

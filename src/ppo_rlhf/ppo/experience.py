@@ -92,9 +92,10 @@ def shape_rewards(rollouts: Rollouts, scores: Scores, state: TrainingState) -> S
     """
     config, mask, responses = state.config, rollouts.mask, rollouts.responses
     kl = torch.where(mask, rollouts.old_logprobs - rollouts.reference_logprobs, 0.0)
-    penalty = torch.where(
-        mask, kl_estimate(rollouts.old_logprobs, rollouts.reference_logprobs, config.kl_estimator), 0.0
-    )
+    penalty = rollouts.full_kl
+    if penalty is None:
+        penalty = kl_estimate(rollouts.old_logprobs, rollouts.reference_logprobs, config.kl_estimator)
+    penalty = torch.where(mask, penalty, 0.0)
     kl_coef = state.kl_controller.kl_coef
     whole, by_token = scores.total, scores.token_rewards
     if by_token is not None:

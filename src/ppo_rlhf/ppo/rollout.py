@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -45,6 +46,8 @@ class Rollouts:
     generation_seconds: float | None  # None if the responses were sampled elsewhere
     seconds: float
     values: Tensor | None = None  # [B, T + 1], of the same forward passes, if policy and critic share their trunk
+    full_kl: Tensor | None = None  # [B, T], KL over the whole vocabulary, of the same passes, if it is the estimator
+    reference_policy: PreTrainedModel | None = None  # if the loss has this KL: it runs again in each step
 
     @property
     def mask(self) -> Tensor:
@@ -184,7 +187,8 @@ def complete_rollouts(
             batch_size=config.local_rollout_forward_batch_size,
             pad_token_id=state.sampling.pad_token_id,
         )
-        old_logprobs, entropy, values = _first_forward(state, prompts, responses, epochs)
+        reference = reference_policy if config.kl_estimator == "full" else None
+        old_logprobs, entropy, full_kl, values = _first_forward(state, prompts, responses, epochs, reference)
     return Rollouts(
         iteration=state.iteration + 1,
         prompts=prompts,
@@ -194,6 +198,8 @@ def complete_rollouts(
         reference_logprobs=reference_logprobs,
         entropy=entropy,
         values=values,
+        full_kl=full_kl,
+        reference_policy=reference if config.kl_in == "loss" else None,
         epochs=epochs,
         started=started,
         generation_seconds=generation_seconds,
@@ -264,11 +270,16 @@ def sequences(
 
 
 def _first_forward(
-    state: TrainingState, prompts: PromptDataset, responses: Responses, epochs: Epochs
-) -> tuple[Tensor, Tensor, Tensor | None]:
+    state: TrainingState,
+    prompts: PromptDataset,
+    responses: Responses,
+    epochs: Epochs,
+    reference: PreTrainedModel | None,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return log-probabilities and entropies `[B, T]` of the forward passes that the update's first epoch repeats.
 
-    They are 0 on all tokens but the policy's. With a shared trunk the values `[B, T + 1]` too, else None.
+    They are 0 on all tokens but the policy's. With a reference policy the KL `[B, T]` from it over the whole vocabulary
+    too, and with a shared trunk the values `[B, T + 1]`, else None.
     """
     rows, width = responses.response_ids.shape
     groups = first_epoch(epochs)
@@ -276,10 +287,11 @@ def _first_forward(
     forward = state.accelerator.unwrap_model(state.policy_forward)
     outputs: list[PolicyOutput] = []
     batches = sequences(prompts.prompt_ids, responses, groups, state.sampling.pad_token_id, state.device)
-    with torch.no_grad():
+    waiting = nullcontext() if reference is None else on_device(reference, state.device)
+    with torch.no_grad(), waiting:
         for batch in to_device(batches, state.device):
             with autocast(state.config, state.device):
-                outputs.append(forward(batch, with_entropy=True))
+                outputs.append(forward(batch, with_entropy=True, reference=reference))
 
     def of_all(name: str, columns: int) -> Tensor:
         found = filled_rows(rows, columns, groups, [getattr(out, name) for out in outputs], state.statistics_dtype)
@@ -288,5 +300,6 @@ def _first_forward(
     return (
         torch.where(responses.mask, of_all("logprobs", width), 0.0),
         torch.where(responses.mask, of_all("entropy", width), 0.0),
+        None if reference is None else torch.where(responses.mask, of_all("kl", width), 0.0),
         of_all("values", width + 1) if state.shares_trunk else None,
     )

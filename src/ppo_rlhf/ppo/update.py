@@ -146,12 +146,13 @@ def compute_gradients(
         examples = positive[minibatch.rows]
         positives = float(aggregation_count(examples, aggregation, fixed_length=config.response_length))
 
+    asked = {"with_entropy": bool(config.entropy_coef), "reference": experience.rollouts.reference_policy}
     for number in range(1, len(minibatch.micro_batches) + 1):
         piece = next(pieces)
         with synchronised(state, is_last=number == len(minibatch.micro_batches)):
             if minibatch.with_policy:
                 with accelerator.autocast():
-                    output = state.policy_forward(piece.batch, with_entropy=bool(config.entropy_coef), learns=learns)
+                    output = state.policy_forward(piece.batch, learns=learns, **asked)
                 policy_terms = clipped_policy_loss(
                     output.logprobs,
                     piece.old_logprobs,
@@ -166,7 +167,9 @@ def compute_gradients(
                 policy_loss = policy_terms.loss
                 kl = entropy = nll = torch.zeros_like(policy_loss)
                 if config.kl_in == "loss":
-                    estimate = kl_estimate(output.logprobs, piece.reference_logprobs, config.kl_estimator)
+                    estimate = output.kl
+                    if estimate is None:
+                        estimate = kl_estimate(output.logprobs, piece.reference_logprobs, config.kl_estimator)
                     kl = aggregate_loss(estimate, piece.mask, aggregation, denominator)
                     policy_loss = policy_loss + experience.shaped_rewards.kl_coef * kl
                 if output.entropy is not None:
