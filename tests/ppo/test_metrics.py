@@ -87,7 +87,7 @@ STEPS = [
 
 
 def state_after(episode: int, steps: int, skipped: int, scaler: object = None, **config: object) -> SimpleNamespace:
-    coefficients = {"vf_coef": 0.25, "entropy_coef": 0.0, "positive_coef": 0.0}
+    coefficients = {"vf_coef": 0.25, "entropy_coef": 0.0, "positive_coef": 0.0, "drop_uniform_prompts": 0}
     settings = {**coefficients, "kl_in": "reward", "dtype": "float32", "batch_size": 4, **config}
     counters = {"episode": episode - 4, "optimiser_steps": steps, "skipped_steps": skipped, "early_stops": 2}
     accelerator = SimpleNamespace(scaler=scaler, num_processes=1)

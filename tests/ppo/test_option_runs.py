@@ -11,6 +11,7 @@ OPTIONS = {
     "more epochs of the critic": {"num_critic_epochs": 4},
     "KL over the vocabulary in the reward": {"kl_estimator": "full", "kl_coef": 0.5},
     "KL over the vocabulary in the loss": {"kl_in": "loss", "kl_estimator": "full", "kl_coef": 0.5},
+    "prompts without a signal": {"responses_per_prompt": 2, "drop_uniform_prompts": 2},
     "k3 with the gradient of k2": {"kl_in": "loss", "kl_estimator": "k3+", "kl_coef": 0.5},
 }
 MEASURED = ("time/", "throughput/", "memory/")

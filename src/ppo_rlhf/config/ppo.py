@@ -195,6 +195,9 @@ class PPOConfig:
     """Responses generated, and scored, at a time on one device. It need not divide the batch."""
     responses_per_prompt: Annotated[int, Field(ge=1), Typical(1, 16, "RLOO, arXiv:2402.14740: 4")] = 1
     """Responses sampled to each prompt of a batch, each with noise of its own; it divides the batch."""
+    drop_uniform_prompts: NonNegative = 0
+    """Times that an iteration draws other prompts, at most, in place of those whose `responses_per_prompt` responses
+    all score alike (DAPO, arXiv:2503.14476, dynamic sampling); 0 keeps all."""
     max_tokens_per_micro_batch: Annotated[int, Field(ge=2)] | None = None
     """Prompt and response tokens in one forward and backward pass, at most, with their padding where the architecture
     needs it; a single response that has more is a micro-batch of its own. None: only per_device_train_batch_size

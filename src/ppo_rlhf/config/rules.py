@@ -59,6 +59,11 @@ _RULES = (
         lambda c: c.reward_normalisation == "batch" and c.batch_size == 1,
         "a single score is normalised to 0; raise ppo.per_device_train_batch_size, or set {0} to running",
     ),
+    _Rule(
+        ("drop_uniform_prompts", "responses_per_prompt"),
+        lambda c: c.drop_uniform_prompts > 0 and c.responses_per_prompt == 1,
+        "a single response is always like itself; raise {1}, or set {0} to 0",
+    ),
     # Ends of responses.
     _Rule(
         ("stop_token", "stop_token_id"),

@@ -61,7 +61,7 @@ class Experience:
 def score_responses(rollouts: Rollouts, scorer: RewardScorer, state: TrainingState) -> Scores:
     """Score each response and compute the critic's value of each of its states."""
     started = time.perf_counter()
-    scored = scorer.score(rollouts.texts)
+    scored = rollouts.scored or scorer.score(rollouts.texts)
     values = critic_values(rollouts, state) if rollouts.values is None else rollouts.values
     token_rewards = scored.token_rewards
     if token_rewards is not None:

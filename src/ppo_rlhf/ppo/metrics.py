@@ -16,6 +16,7 @@ from ppo_rlhf.core.losses import PolicyLoss, ValueLoss
 from ppo_rlhf.core.statistics import correlation, explained_variance, masked_mean
 from ppo_rlhf.models.transfers import to_cpu
 from ppo_rlhf.ppo.experience import Experience
+from ppo_rlhf.ppo.rollout import uniform_groups
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.processes import from_all
 
@@ -92,7 +93,7 @@ def iteration_metrics(state: TrainingState, experience: Experience, update: Upda
     metrics = {
         **_objective(experience, state.config),
         **_update(update.steps, state.config, experience.shaped_rewards.kl_coef),
-        **_responses(experience),
+        **_responses(experience, state.config),
         "lr/policy": update.learning_rates[0],
         "lr/value": update.learning_rates[1],
         "episode": state.episode + state.config.batch_size,
@@ -159,16 +160,21 @@ def _update(steps: list[StepSums], config: PPOConfig, kl_coef: float) -> dict[st
     }
 
 
-def _responses(experience: Experience) -> dict[str, Tensor]:
+def _responses(experience: Experience, config: PPOConfig) -> dict[str, Tensor | float]:
     rollouts, sampled = experience.rollouts, experience.rollouts.responses.sampler_logprobs
-    gap: dict[str, Tensor] = {}
+    gap: dict[str, Tensor | float] = {}
     if sampled is not None:
         distance = (sampled.to(rollouts.old_logprobs.dtype) - rollouts.old_logprobs).abs()
         gap = {"policy/rollout_logprob_gap": masked_mean(distance, rollouts.mask)}
     critic = experience.scores.values[:, :-1], experience.returns, rollouts.mask
     turns = torch.tensor([(len(turns) + 1) // 2 for turns in rollouts.texts.turns], dtype=torch.float64)
+    redrawn = {}
+    if config.drop_uniform_prompts:
+        alike = len(uniform_groups(experience.scores.total, config.responses_per_prompt))
+        redrawn = {"response/redraws": rollouts.redraws, "response/uniform_prompts": alike / config.prompts_per_batch}
     return {
         **gap,
+        **redrawn,
         "val/explained_variance": explained_variance(*critic),
         "val/correlation": correlation(*critic),
         "val/num_eos_tokens": rollouts.responses.terminated.sum(),
