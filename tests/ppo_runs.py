@@ -120,7 +120,7 @@ class Run:
     config: PPOConfig
 
     def rollouts(self) -> Rollouts:
-        return loop.generate_rollouts(self.state, self.reference, self.prompts, self.config)
+        return loop.generate_rollouts(self.state, self.reference, self.prompts, self.config, self.scorer)
 
     def before_update(self) -> tuple[Rollouts, Scores, ShapedRewards, Experience]:
         rollouts = self.rollouts()

@@ -81,6 +81,9 @@ def test_the_numbers_of_a_tiny_model_are_those_worked_out_by_hand():
     gradients = plan().held[MOMENTS] // 2
     assert passing(plan(), "update") == gradients + 8 * 14 * kept + 2 * logits
     assert passing(plan(entropy_coef=0.01), "update") == gradients + 8 * 14 * kept + 3 * logits
+    full = {"kl_estimator": "full"}
+    assert passing(plan(**full), "update") == gradients + 8 * 14 * kept + 2 * logits
+    assert passing(plan(**full, kl_in="loss"), "update") == gradients + 8 * 14 * kept + 4 * logits
     checkpointed = gradients + 8 * 14 * (2 * 16 * 4 + one_layer) + 2 * logits
     assert passing(plan(gradient_checkpointing=True), "update") == checkpointed
     assert passing(plan(), "scoring") == 8 * 14 * one_layer

@@ -135,6 +135,8 @@ def plan_memory(config: PPOConfig, shape: RunShape) -> MemoryPlan:
     kept = round(KEPT * sizes.kept_per_token) * number
     one_layer = kept // layers
 
+    is_full = c.kl_estimator == "full"  # then the reference policy's logits are there, too
+
     def logits(rows: int) -> int:
         held_at_a_time = LOGITS_HELD * (1 if shape.on_cpu else 16)
         return min(rows * c.response_length * text.vocab_size, held_at_a_time) * number
@@ -145,12 +147,13 @@ def plan_memory(config: PPOConfig, shape: RunShape) -> MemoryPlan:
         return cache + max(one_step, rows * shape.prompt_length * one_layer) + sizes.copied
 
     def scoring(rows: int) -> int:  # without gradients: one layer at a time, then a chunk of logits
-        return max(rows * tokens * one_layer, logits(rows)) + max([sizes.copied, *offloaded.values()])
+        return max(rows * tokens * one_layer, logits(rows) * (1 + is_full)) + max([sizes.copied, *offloaded.values()])
 
     def update(rows: int) -> int:
         gradients = sum(sizes.trained) * (1 if shape.processes == 1 else 2)  # the second: DDP's buckets
         activations = layers * text.hidden_size * number + one_layer if c.gradient_checkpointing else kept
-        return gradients + rows * tokens * activations + logits(rows) * (3 if c.entropy_coef else 2) + sizes.copied
+        held_logits = logits(rows) * (2 + bool(c.entropy_coef) + 2 * (is_full and c.kl_in == "loss"))
+        return gradients + rows * tokens * activations + held_logits + sizes.copied
 
     rows, micro = _rollout_rows(c), micro_batch_rows(c, shape.prompt_length)
     passes = {"rollout": rollout(rows), "scoring": scoring(max(rows, micro)), "update": update(micro)}

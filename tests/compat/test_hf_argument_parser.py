@@ -18,6 +18,10 @@ HINTS = get_type_hints(PPOConfig)
 SPECIAL: dict[str, tuple[Any, dict[str, Any]]] = {
     "dual_clip": (2.5, {}),
     "max_tokens_per_micro_batch": (64, {}),
+    "num_critic_epochs": (8, {}),
+    "positive_coef": (0.25, {"positive_threshold": 1.0}),
+    "positive_threshold": (1.0, {"positive_coef": 0.25}),
+    "drop_uniform_prompts": (2, {"responses_per_prompt": 2}),
     "kl_target": (3.0, {"kl_controller": "adaptive"}),
     "kl_horizon": (200.0, {"kl_controller": "adaptive"}),
     "kl_hold_iterations": (2, {"kl_controller": "adaptive"}),

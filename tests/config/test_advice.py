@@ -41,6 +41,7 @@ ADAPTIVE = {"kl_controller": "adaptive"}
     ("settings", "without"),
     [
         ({"kl_estimator": "k3"}, {"kl_estimator": "k1"}),
+        ({"kl_estimator": "full"}, {"kl_estimator": "full", "kl_in": "loss"}),
         ({"kl_estimator": "k3", "kl_in": "loss"}, {"kl_estimator": "k2", "kl_in": "loss"}),
         ({"kl_horizon": 2001, **ADAPTIVE}, {"kl_horizon": 2000, **ADAPTIVE}),
         ({"vf_coef": 0.5}, {"vf_coef": 0.5, "value_model": "shared"}),

@@ -3,7 +3,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from ppo_rlhf.core.advantages import generalized_advantage_estimate
+from ppo_rlhf.core.advantages import generalized_advantage_estimate, length_adaptive_lambda
 from ppo_rlhf.core.errors import ConfigError, ShapeError
 
 from .support import NAN, poison, prefix_mask
@@ -42,6 +42,32 @@ def test_gae_equals_the_double_sum_of_its_definition(gamma: float, lam: float, b
     assert_close(returns, (expected + values).masked_fill(~mask, 0.0), rtol=0.0, atol=1e-12)
 
 
+def test_each_row_can_have_a_lambda_of_its_own():
+    rewards, values, mask = random_inputs(1)
+    lams = [0.0, 0.3, 0.9, 1.0, 0.5]
+    advantages, returns = generalized_advantage_estimate(
+        poison(rewards, mask), poison(values, mask), mask, 0.9, torch.tensor(lams)
+    )
+    rows = [
+        gae_by_definition(rewards[b : b + 1], values[b : b + 1], [length], 0.9, lam)
+        for b, (length, lam) in enumerate(zip(LENGTHS, torch.tensor(lams).tolist(), strict=True))
+    ]
+    assert_close(advantages, torch.cat(rows), rtol=0.0, atol=1e-12)
+    assert_close(returns, (torch.cat(rows) + values).masked_fill(~mask, 0.0), rtol=0.0, atol=1e-12)
+
+
+def test_lambda_by_length_by_hand_is_zero_up_to_one_by_alpha_tokens():
+    """alpha 1/20 (VAPO): 1 − 20 / length; the weights 1 + λ + λ² + … then add up to length / 20."""
+    lengths = torch.tensor([0, 1, 20, 25, 40, 100, 2000])
+    found = length_adaptive_lambda(lengths, 0.05)
+    assert_close(found, torch.tensor([0.0, 0.0, 0.0, 0.2, 0.5, 0.8, 0.99]).double(), rtol=0.0, atol=1e-7)
+    assert_close(1 / (1 - found[3:]), lengths[3:].double() / 20, rtol=1e-9, atol=0.0)
+    with pytest.raises(ConfigError, match=r"alpha=0\.0; it must be finite and > 0"):
+        length_adaptive_lambda(lengths, 0.0)
+    with pytest.raises(ShapeError, match=r"lengths has shape \[1, 7\]"):
+        length_adaptive_lambda(lengths[None], 0.05)
+
+
 def test_a_perfect_critic_has_no_advantage():
     """V_t = γ^(L−t) · final reward satisfies Bellman's equation: every δ is 0 and every return is the value."""
     values = torch.tensor([[0.9**3 * 2, 0.9**2 * 2, 0.9 * 2, 2.0]], dtype=torch.float64)
@@ -65,5 +91,7 @@ def test_wrong_shapes_and_options_are_refused():
         generalized_advantage_estimate(x, torch.ones(2, 4), mask, 1.0, 0.95)
     with pytest.raises(ShapeError, match=r"bootstrap_values has shape \[2, 1\]; it must be \[2\]"):
         generalized_advantage_estimate(x, x, mask, 1.0, 0.95, bootstrap_values=torch.ones(2, 1))
+    with pytest.raises(ShapeError, match=r"lam has shape \[3\]; it must be \[2\]"):
+        generalized_advantage_estimate(x, x, mask, 1.0, torch.ones(3))
     with pytest.raises(ConfigError, match=r"gamma=1\.1; it must be finite and >= 0 and <= 1"):
         generalized_advantage_estimate(x, x, mask, 1.1, 0.95)

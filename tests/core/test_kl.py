@@ -22,6 +22,7 @@ def test_estimates_of_hand_made_differences():
         "k1": [ln2, -ln2],
         "k2": [ln2**2 / 2, ln2**2 / 2],
         "k3": [ln2 - 0.5, 1 - ln2],
+        "k3+": [ln2 - 0.5, 1 - ln2],
     }.items():
         wanted = torch.tensor(expected, dtype=torch.float64)
         assert_close(kl_estimate(logp, reference, estimator), wanted, rtol=0.0, atol=1e-12)
@@ -37,7 +38,8 @@ def test_k2_and_k3_agree_to_second_order_near_zero_in_float32():
 
 
 @pytest.mark.parametrize(
-    ("estimator", "slope"), [("k1", lambda d: 1.0), ("k2", lambda d: d), ("k3", lambda d: 1 - math.exp(-d))]
+    ("estimator", "slope"),
+    [("k1", lambda d: 1.0), ("k2", lambda d: d), ("k3", lambda d: 1 - math.exp(-d)), ("k3+", lambda d: d)],
 )
 def test_gradient_with_respect_to_the_policy(estimator: str, slope):
     for d in (-3.0, -0.1, 0.0, 0.5, 4.0):
@@ -72,7 +74,7 @@ def test_padding_is_passed_through_and_sends_no_gradient_once_masked(estimator: 
 
 
 def test_unknown_estimators_and_unequal_shapes_are_refused():
-    with pytest.raises(ConfigError, match=r"kl_estimate: estimator='k4' is unknown\. Choose one of: k1, k2, k3\."):
+    with pytest.raises(ConfigError, match=r"kl_estimate: estimator='k4' is unknown\. Choose one of: k1, k2, k3, k3\+"):
         kl_estimate(torch.zeros(2), torch.zeros(2), "k4")
     with pytest.raises(ShapeError, match=r"kl_estimate: got logprobs \[2\], reference_logprobs \[3\]"):
         kl_estimate(torch.zeros(2), torch.zeros(3))

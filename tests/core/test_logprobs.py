@@ -7,7 +7,7 @@ from torch.testing import assert_close
 
 from ppo_rlhf.core import logprobs as module
 from ppo_rlhf.core.errors import ConfigError, ShapeError
-from ppo_rlhf.core.logprobs import token_entropy, token_logprobs
+from ppo_rlhf.core.logprobs import token_entropy, token_kl, token_logprobs
 
 from .support import NAN, prefix_mask
 
@@ -51,6 +51,29 @@ def test_entropy_of_hand_made_odds():
     assert token_entropy(logits).item() == pytest.approx(0.25 * math.log(4) + 0.75 * math.log(4 / 3), abs=1e-12)
 
 
+def test_kl_of_hand_made_odds():
+    """p = (1/4, 3/4), q = (1/2, 1/2): KL = ¼ log ½ + ¾ log 3/2. At temperature ½ p = (1/10, 9/10), and q stays."""
+    logits = torch.tensor([[[1.0, 3.0]]], dtype=torch.float64).log()
+    reference = torch.full((1, 1, 2), 7.0, dtype=torch.float64)
+    assert token_kl(logits, reference).item() == pytest.approx(0.25 * math.log(0.5) + 0.75 * math.log(1.5), abs=1e-12)
+    expected = 0.1 * math.log(0.2) + 0.9 * math.log(1.8)
+    assert token_kl(logits, reference, 0.5).item() == pytest.approx(expected, abs=1e-12)
+    assert token_kl(logits, logits + 3.0).item() == pytest.approx(0.0, abs=1e-12)
+
+
+def test_kl_skips_ruled_out_tokens_and_is_infinite_where_only_the_reference_rules_one_out():
+    logits = torch.tensor([[[0.0, -INF, 1.0]]], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([[[0.0, 5.0, -1.0], [0.0, -INF, -1.0]]], dtype=torch.float64)
+    kl = token_kl(logits.expand(1, 2, 3), reference)
+    p = torch.softmax(torch.tensor([0.0, 1.0]).double(), dim=0)
+    q = torch.log_softmax(reference[0, 0], dim=0)[[0, 2]]
+    assert kl[0, 0].item() == pytest.approx(float((p * (p.log() - q)).sum()), abs=1e-12)
+    kl.sum().backward()
+    assert logits.grad.isfinite().all()
+    assert logits.grad[0, 0, 1] == 0.0
+    assert token_kl(torch.zeros(1, 1, 2), torch.tensor([[[0.0, -INF]]])).item() == INF
+
+
 def test_a_ruled_out_token_has_probability_zero_and_a_zero_gradient():
     logits = torch.tensor([[[0.0, -INF, 1.0]]], dtype=torch.float64, requires_grad=True)
     logp = token_logprobs(logits.expand(1, 2, 3), torch.tensor([[0, 1]]))
@@ -66,6 +89,7 @@ def test_gradients_agree_with_finite_differences(temperature: float):
     logits, tokens = random_logits(6, 2, 3, 5).requires_grad_(), random_tokens(6, 2, 3, vocabulary=5)
     assert torch.autograd.gradcheck(lambda z: token_logprobs(z, tokens, temperature), logits)
     assert torch.autograd.gradcheck(lambda z: token_entropy(z, temperature), logits)
+    assert torch.autograd.gradcheck(lambda z: token_kl(z, random_logits(16, 2, 3, 5), temperature), logits)
 
 
 def test_entropy_gradient_is_finite_where_logits_are_minus_infinity():
@@ -81,13 +105,15 @@ def test_entropy_gradient_is_finite_where_logits_are_minus_infinity():
 def test_results_do_not_depend_on_the_block_size(monkeypatch: pytest.MonkeyPatch, block_elements: int):
     """Blocks of one token, of part of a row, of several rows, and one block for all: the same bits."""
     logits, tokens = random_logits(8, 5, 4, 3), random_tokens(8, 5, 4, vocabulary=3)
+    reference = random_logits(18, 5, 4, 3)
     results = []
     for budget in (2**20, block_elements):
         monkeypatch.setattr(module, "BLOCK_ELEMENTS", budget)
         z = logits.clone().requires_grad_()
         logp, entropy = token_logprobs(z, tokens, 0.7), token_entropy(z, 0.7)
-        (logp.sum() + 2 * entropy.sum()).backward()
-        results.append((logp.detach(), entropy.detach(), z.grad))
+        kl = token_kl(z, reference, 0.7)
+        (logp.sum() + 2 * entropy.sum() + 3 * kl.sum()).backward()
+        results.append((logp.detach(), entropy.detach(), kl.detach(), z.grad))
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
 
@@ -95,12 +121,14 @@ def test_results_do_not_depend_on_the_block_size(monkeypatch: pytest.MonkeyPatch
 def test_nan_logits_in_padding_stay_where_they_are_and_send_no_gradient():
     mask = prefix_mask([3, 1], 3)
     clean, tokens = random_logits(9, 2, 3, 4), random_tokens(9, 2, 3, vocabulary=4)
+    reference = random_logits(19, 2, 3, 4)
     gradients = []
     for fill in (0.0, NAN, INF):
         logits = clean.masked_fill(~mask[..., None], fill).requires_grad_()
         logp, entropy = token_logprobs(logits, tokens, 0.7), token_entropy(logits, 0.7)
+        kl = token_kl(logits, reference.masked_fill(~mask[..., None], fill), 0.7)
         assert_close(logp[mask], token_logprobs(clean, tokens, 0.7)[mask], rtol=0.0, atol=0.0)
-        (torch.where(mask, logp, 0.0).sum() + torch.where(mask, entropy, 0.0).sum()).backward()
+        sum(torch.where(mask, found, 0.0).sum() for found in (logp, entropy, kl)).backward()
         assert (logits.grad[~mask] == 0).all()
         gradients.append(logits.grad)
     assert torch.equal(gradients[0], gradients[1])
@@ -114,6 +142,8 @@ def test_nan_logits_on_a_real_token_are_not_hidden():
     logp.sum().backward()
     assert logits.grad.isnan().any()
     assert token_entropy(logits).isnan().all()
+    assert token_kl(logits, torch.zeros(1, 1, 3)).isnan().all()
+    assert token_kl(torch.zeros(1, 1, 3), logits).isnan().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -122,6 +152,11 @@ def test_half_precision_logits_are_widened_to_float32_and_their_gradient_is_not(
     tokens = random_tokens(10, 2, 3, vocabulary=50)
     logp = token_logprobs(logits, tokens, 0.7)
     assert logp.dtype == token_entropy(logits, 0.7).dtype == torch.float32
+    reference = random_logits(20, 2, 3, 50).to(dtype)
+    kl, p = token_kl(logits, reference, 0.7), torch.softmax(logits.detach().double() / 0.7, dim=-1)
+    wanted = (p * (p.log() - torch.log_softmax(reference.double() / 0.7, dim=-1))).sum(-1)
+    assert kl.dtype == torch.float32
+    assert_close(kl.double(), wanted, rtol=0.0, atol=5e-6)
     exact = torch.log_softmax(logits.detach().double() / 0.7, dim=-1).gather(-1, tokens[..., None])[..., 0]
     assert_close(logp.double(), exact, rtol=0.0, atol=5e-6)
     logp.sum().backward()
@@ -131,11 +166,13 @@ def test_half_precision_logits_are_widened_to_float32_and_their_gradient_is_not(
 def test_no_probability_matrix_is_kept_for_the_backward_pass():
     """Autograd keeps what was given and nothing of the size of the logits beside it."""
     logits, tokens = random_logits(14, 2, 3, 5).requires_grad_(), random_tokens(14, 2, 3, vocabulary=5)
-    kept: list[Tensor] = []
+    reference, kept = random_logits(15, 2, 3, 5), list[Tensor]()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         token_logprobs(logits, tokens, 0.7)
         token_entropy(logits, 0.7)
-    assert all(t.numel() <= tokens.numel() or t.data_ptr() == logits.data_ptr() for t in kept)
+        token_kl(logits, reference, 0.7)
+    given = {logits.data_ptr(), reference.data_ptr()}
+    assert all(t.numel() <= tokens.numel() or t.data_ptr() in given for t in kept)
 
 
 def test_wrong_shapes_and_temperatures_are_refused():
@@ -149,3 +186,7 @@ def test_wrong_shapes_and_temperatures_are_refused():
             token_logprobs(logits, tokens, temperature)
         with pytest.raises(ConfigError, match="token_entropy: temperature="):
             token_entropy(logits, temperature)
+        with pytest.raises(ConfigError, match="token_kl: temperature="):
+            token_kl(logits, logits, temperature)
+    with pytest.raises(ShapeError, match=r"logits \[2, 3, 5\], reference_logits \[2, 3, 4\]"):
+        token_kl(logits, logits[..., :4])

@@ -89,7 +89,7 @@ def test_k2_and_k3_are_never_negative_and_all_vanish_without_a_difference(differ
     d = torch.tensor(differences, dtype=torch.float64)
     zero = torch.zeros_like(d)
     assert torch.equal(kl_estimate(d, zero, "k1"), d)
-    for estimator in ("k2", "k3"):
+    for estimator in ("k2", "k3", "k3+"):
         assert bool((kl_estimate(d, zero, estimator) >= 0).all())
     for estimator in KL_ESTIMATORS:
         assert bool((kl_estimate(d, d, estimator) == 0).all())
@@ -103,12 +103,13 @@ def test_k1_and_k3_average_to_the_kl_of_any_two_distributions_and_k2_to_its_grad
     log_p = torch.log_softmax(logits, dim=0)
     exact = (log_p.exp() * (log_p - reference)).sum()
     p = log_p.exp().detach()
-    for estimator in ("k1", "k3"):
+    for estimator in ("k1", "k3", "k3+"):
         estimate = (p * kl_estimate(log_p.detach(), reference, estimator)).sum()
         assert_close(estimate, exact.detach(), rtol=1e-9, atol=1e-9)
     (wanted,) = torch.autograd.grad(exact, logits, retain_graph=True)
-    (found,) = torch.autograd.grad((p * kl_estimate(log_p, reference, "k2")).sum(), logits, retain_graph=True)
-    assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+    for estimator in ("k2", "k3+"):
+        (found,) = torch.autograd.grad((p * kl_estimate(log_p, reference, estimator)).sum(), logits, retain_graph=True)
+        assert_close(found, wanted, rtol=1e-9, atol=1e-9)
     (of_k1,) = torch.autograd.grad((p * kl_estimate(log_p, reference, "k1")).sum(), logits)
     assert_close(of_k1, torch.zeros_like(of_k1), rtol=0.0, atol=1e-9)  # why k1 is refused in the loss
 

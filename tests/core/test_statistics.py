@@ -9,6 +9,7 @@ from torch.testing import assert_close
 from ppo_rlhf.core.errors import CheckpointError, ShapeError
 from ppo_rlhf.core.statistics import (
     RunningMoments,
+    correlation,
     explained_variance,
     masked_mean,
     masked_variance,
@@ -41,6 +42,7 @@ def test_an_empty_mask_gives_zero_with_zero_gradients():
         masked_variance(x, nothing, unbiased=False),
         masked_whiten(x, nothing).sum(),
         explained_variance(x, x, nothing),
+        correlation(x, x, nothing),
     ]
     for result in results:
         assert result.item() == 0.0
@@ -107,6 +109,25 @@ def test_explained_variance_of_returns_that_do_not_vary_is_zero():
     assert explained_variance(torch.randn(3, 3), torch.randn(3, 3), one).item() == 0.0
 
 
+def test_correlation_by_hand_does_not_depend_on_shift_and_scale_and_its_sign_does():
+    """Returns 1, 2, 4 and values 1, 2, 3: Cov 1, Var 14/9 and 2/3, so 1 / √(28/27)."""
+    values = torch.tensor([[1.0, NAN, 2.0], [NAN, 3.0, NAN]], dtype=torch.float64)
+    expected = math.sqrt(27 / 28)
+    for factor, shift in ((1.0, 0.0), (-3.0, 7.0), (1e-3, 100.0)):
+        found = correlation(factor * values + shift, X, HOLED)
+        assert_close(found, scalar(math.copysign(expected, factor)), rtol=0.0, atol=1e-9)
+    assert_close(correlation(X, X, HOLED), scalar(1.0), rtol=0.0, atol=1e-12)
+
+
+def test_correlation_without_spread_on_either_side_is_zero():
+    constant, everything = torch.full((3, 3), 0.1), torch.ones(3, 3, dtype=torch.bool)
+    for pair in ((constant, torch.randn(3, 3)), (torch.randn(3, 3), constant)):
+        assert correlation(*pair, everything).item() == 0.0
+    one = torch.zeros(3, 3, dtype=torch.bool)
+    one[1, 1] = True
+    assert correlation(torch.randn(3, 3), torch.randn(3, 3), one).item() == 0.0
+
+
 def test_unequal_shapes_are_refused():
     x, mask = torch.ones(2, 3), torch.ones(2, 1, dtype=torch.bool)
     for call in (
@@ -114,6 +135,7 @@ def test_unequal_shapes_are_refused():
         lambda: masked_variance(x, mask, unbiased=True),
         lambda: masked_whiten(x, mask),
         lambda: explained_variance(x, x, mask),
+        lambda: correlation(x, x, mask),
         lambda: RunningMoments().update(x, mask),
     ):
         with pytest.raises(ShapeError, match=r"\[2, 3\].*\[2, 1\]; all must have the same shape"):

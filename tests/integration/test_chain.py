@@ -61,6 +61,7 @@ def test_the_mlflow_run_is_finished_with_every_hyperparameter_as_a_param_of_its_
 def test_the_metrics_logged_are_those_documented(chain: Run) -> None:
     documented = checkers.documented_metrics((ROOT / "docs/metrics.md").read_text())
     of_others = {"throughput/mfu", "eval/pass_at_<k>", "response/turns"}  # of some GPUs and settings
+    of_others |= {"response/redraws", "response/uniform_prompts"}
     of_others |= {"critic/loss", "critic/explained_variance", "critic/learning_rate", "critic/eval_explained_variance"}
     of_others |= {"eval/<name>_se"}  # tags
     assert {"eval/kl_se", "eval/reward_sft_se"} <= set(chain.tracked.data.tags)

@@ -17,6 +17,7 @@ from ppo_rlhf.ppo.experience import (
     shape_rewards,
 )
 from ppo_rlhf.rewards.scoring import RewardScorer
+from tests.ppo_runs import with_responses
 
 NAN = torch.nan
 LENGTHS, TERMINATED = [2, 4, 3], [True, False, True]
@@ -128,6 +129,36 @@ def test_the_critics_targets_can_have_a_lambda_of_their_own(rollouts):
     assert_close(experience.returns, torch.where(rollouts.mask, to_go, 0.0), rtol=0.0, atol=1e-12)
     one_step = advantages_by_brute_force(shaped.rewards, VALUES, LENGTHS, 1.0, 0.0)
     assert_close(experience.advantages, one_step, rtol=0.0, atol=1e-12)
+
+
+@pytest.mark.parametrize("lam_critic", [None, 1.0])
+def test_the_policys_lambda_can_follow_the_length_and_the_critics_does_not(rollouts, lam_critic):
+    """alpha 1/2: 1 − 2 / length is 0, 1/2 and 1/3 for 2, 4 and 3 tokens."""
+    scores = scores_of(3.0, -7.0, 1.0, values=VALUES)
+    shaped = shape_rewards(rollouts, scores, state_of(kl_coef=0.1))
+    config = PPOConfig(lam_alpha=0.5, lam_critic=lam_critic, gamma=0.9, whiten_advantages=False)
+    experience = estimate_advantages(rollouts, scores, shaped, config)
+    rows = [advantages_by_brute_force(shaped.rewards, VALUES, LENGTHS, 0.9, lam) for lam in (0.0, 0.5, 1 / 3)]
+    expected = torch.stack([rows[row][row] for row in range(3)])
+    assert_close(experience.advantages, expected, rtol=0.0, atol=1e-12)
+    of_critic = advantages_by_brute_force(shaped.rewards, VALUES, LENGTHS, 0.9, 0.95 if lam_critic is None else 1.0)
+    returns = torch.where(rollouts.mask, of_critic + VALUES[:, :-1], 0.0)
+    assert_close(experience.returns, returns, rtol=0.0, atol=1e-12)
+
+
+def test_the_length_that_lambda_follows_counts_only_the_policys_tokens(rollouts):
+    """Row 1 has four tokens, the second of them the environment's: lambda is 1 − 2 / 3."""
+    policy_mask = rollouts.responses.mask.clone()
+    policy_mask[1, 1] = False
+    turns = with_responses(rollouts, policy_mask=policy_mask)
+    scores = scores_of(3.0, -7.0, 1.0, values=VALUES)
+    shaped = shape_rewards(turns, scores, state_of(kl_coef=0.1))
+    found, expected = (
+        estimate_advantages(turns, scores, shaped, PPOConfig(whiten_advantages=False, **lam)).advantages[1]
+        for lam in ({"lam_alpha": 0.5}, {"lam": 1 / 3})
+    )
+    assert_close(found, expected, rtol=0.0, atol=1e-12)
+    assert found[1] == 0.0
 
 
 def test_masked_responses_count_in_no_whitening(rollouts):

@@ -126,22 +126,42 @@ def test_half_precision_logits_are_widened(make_model, batch):
     assert logprobs(model).dtype == torch.float32
 
 
-@pytest.mark.parametrize("with_entropy", [False, True])
-def test_logits_in_chunks_give_the_values_and_gradients_of_all_at_once(make_model, monkeypatch, batch, with_entropy):
-    found = []
+@pytest.mark.parametrize(("with_entropy", "with_kl"), [(False, False), (True, False), (True, True), (False, True)])
+def test_logits_in_chunks_give_the_values_and_gradients_of_all_at_once(
+    make_model, monkeypatch, batch, with_entropy, with_kl
+):
+    found, reference = [], make_model("llama", seed=3) if with_kl else None
     for held in (2**24, 3 * 23):  # all 19 tokens at once, 3 at a time
         monkeypatch.setattr(module, "LOGITS_HELD", held)
         model = make_model("gpt2")
-        tokens, entropy = statistics(model, batch, 0.7, with_entropy=with_entropy)
-        assert (entropy is not None) is with_entropy
-        (tokens.square().sum() + (entropy.square().sum() if with_entropy else 0.0)).backward()
-        found.append((tokens, entropy, [p.grad for p in model.parameters()]))
+        tables = statistics(model, batch, 0.7, with_entropy=with_entropy, reference=reference)
+        assert [table is not None for table in tables] == [True, with_entropy, with_kl]
+        given = [table for table in tables if table is not None]
+        sum(table.square().sum() for table in given).backward()
+        found.append((given, [p.grad for p in model.parameters()]))
     whole, chunked = found
-    assert_close(chunked[0], whole[0], rtol=0.0, atol=1e-12)
-    if with_entropy:
-        assert_close(chunked[1], whole[1], rtol=0.0, atol=1e-12)
-    for ours, theirs in zip(chunked[2], whole[2], strict=True):
+    for ours, theirs in zip(chunked[0], whole[0], strict=True):
+        assert_close(ours, theirs, rtol=0.0, atol=1e-12)
+    assert reference is None or all(p.grad is None for p in reference.parameters())
+    for ours, theirs in zip(chunked[1], whole[1], strict=True):
         assert_close(ours, theirs, rtol=0.0, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_kl_over_the_vocabulary_is_that_of_single_unpadded_rows(make_model, batch, kind):
+    model, reference = make_model(kind), make_model(kind, seed=5)
+    found = statistics(model, batch, 0.7, reference=reference)[2]
+    expected = torch.zeros(len(PROMPTS), 6, dtype=torch.float64)
+    for row, (prompt, length) in enumerate(zip(PROMPTS, LENGTHS, strict=True)):
+        ids = torch.tensor([prompt + responses(0)[row, :length].tolist()])
+        with torch.no_grad():
+            log_p, log_q = (
+                torch.log_softmax(m(ids, use_cache=False).logits[0].double() / 0.7, dim=-1) for m in (model, reference)
+            )
+        of_all = (log_p.exp() * (log_p - log_q)).sum(-1)
+        expected[row, :length] = of_all[len(prompt) - 1 : -1]
+    assert_close(found.detach(), expected, rtol=0.0, atol=1e-10)
+    assert float(expected.max()) > 0.1
 
 
 def test_logits_are_computed_only_for_response_tokens_and_no_more_are_held_than_the_limit(

@@ -21,9 +21,9 @@ KEYS = {
     *("objective/scores_p05", "objective/scores_p50", "objective/scores_p95"),
     *("policy/approxkl_avg", "policy/clipfrac_avg", "policy/grad_norm", "policy/rollout_logprob_gap"),
     *("loss/policy_avg", "loss/value_avg", "loss/total", "val/clipfrac_avg", "val/ratio", "val/ratio_var"),
-    *("val/num_eos_tokens", "val/explained_variance", "value/grad_norm"),
+    *("val/num_eos_tokens", "val/explained_variance", "val/correlation", "value/grad_norm"),
     *("response/length", "response/truncated_fraction", "lr/policy", "lr/value", "episode"),
-    *("loss/kl_avg", "loss/entropy_avg"),
+    *("loss/kl_avg", "loss/entropy_avg", "loss/positive_avg"),
     *("optimiser/steps", "optimiser/skipped_steps", "optimiser/early_stops", "optimiser/loss_scale"),
     *("time/rollout_s", "time/score_s", "time/optimise_s", "time/iteration_s"),
     *("throughput/episodes_per_s", "throughput/generated_tokens_per_s", "memory/peak_bytes"),
@@ -72,22 +72,23 @@ def experience(make_rollouts):
 
 def step(*values: float) -> StepSums:
     """Statistics of a step of 5 tokens from means over its tokens."""
-    names = [field.name for field in fields(StepSums) if field.name not in ("tokens", "own")]
+    names = [field.name for field in fields(StepSums) if field.name not in ("tokens", "own", "with_policy")]
     sums = {"approxkl", "policy_clipfrac", "value_clipfrac", "ratio"}
     given = {name: 5 * value if name in sums else value for name, value in zip(names, values, strict=True)}
     return StepSums(tokens=5, **given)
 
 
 STEPS = [
-    # policy loss, value loss, KL, entropy, approxkl, policy clipfrac, value clipfrac, ratio, policy norm, value norm
-    step(0.5, 2.0, 0.5, 1.0, 0.01, 0.1, 0.4, 1.0, 3.0, 10.0),
-    step(-0.1, 1.0, 1.0, 2.0, 0.03, 0.3, 0.2, 1.2, 5.0, 20.0),
-    step(-0.1, 0.0, 1.5, 6.0, 0.02, 0.2, 0.0, 0.8, 1.0, 30.0),
+    # policy loss, value loss, KL, entropy, NLL, approxkl, policy clipfrac, value clipfrac, ratio, two gradient norms
+    step(0.5, 2.0, 0.5, 1.0, 4.0, 0.01, 0.1, 0.4, 1.0, 3.0, 10.0),
+    step(-0.1, 1.0, 1.0, 2.0, 0.0, 0.03, 0.3, 0.2, 1.2, 5.0, 20.0),
+    step(-0.1, 0.0, 1.5, 6.0, 2.0, 0.02, 0.2, 0.0, 0.8, 1.0, 30.0),
 ]
 
 
 def state_after(episode: int, steps: int, skipped: int, scaler: object = None, **config: object) -> SimpleNamespace:
-    settings = {"vf_coef": 0.25, "entropy_coef": 0.0, "kl_in": "reward", "dtype": "float32", "batch_size": 4, **config}
+    coefficients = {"vf_coef": 0.25, "entropy_coef": 0.0, "positive_coef": 0.0, "drop_uniform_prompts": 0}
+    settings = {**coefficients, "kl_in": "reward", "dtype": "float32", "batch_size": 4, **config}
     counters = {"episode": episode - 4, "optimiser_steps": steps, "skipped_steps": skipped, "early_stops": 2}
     accelerator = SimpleNamespace(scaler=scaler, num_processes=1)
     return SimpleNamespace(
@@ -120,6 +121,7 @@ EXPECTED = {
     "objective/entropy": (0.5 + 6.0 + 0.5 + 3.0) / TOKENS,
     "policy/rollout_logprob_gap": (0.5 + 0.25 + 1.0) / TOKENS,
     "val/explained_variance": 1.0 - statistics.pvariance(RESIDUALS) / statistics.pvariance(flat(RETURNS)),
+    "val/correlation": statistics.correlation(flat(VALUES), flat(RETURNS)),
     # averages over responses
     "objective/non_score_reward": -0.1 * sum(flat(PENALTY)) / 4,
     "objective/rlhf_reward": sum(flat(REWARDS)) / 4,
@@ -139,6 +141,7 @@ EXPECTED = {
     "loss/value_avg": 1.0,
     "loss/kl_avg": 1.0,
     "loss/entropy_avg": 3.0,
+    "loss/positive_avg": 2.0,
     "policy/approxkl_avg": 0.02,
     "policy/clipfrac_avg": 0.2,
     "val/clipfrac_avg": 0.2,
@@ -159,10 +162,10 @@ def test_each_metric_is_its_formula_worked_out_with_plain_numbers(metrics, name)
 
 
 def test_the_total_loss_has_every_term_with_its_coefficient(experience):
-    """Policy 0.1, value 1, KL 1 (price 0.1), entropy 3. KL in the reward leaves steps with KL 0."""
-    state = state_after(96, 11, 1, vf_coef=0.25, entropy_coef=0.02, kl_in="loss")
+    """Policy 0.1, value 1, KL 1 (price 0.1), entropy 3, NLL 2. KL in the reward leaves steps with KL 0."""
+    state = state_after(96, 11, 1, vf_coef=0.25, entropy_coef=0.02, positive_coef=0.3, kl_in="loss")
     metrics = iteration_metrics(state, experience, Update(STEPS, (1.0, 1.0), 1.0))
-    assert metrics["loss/total"] == close(0.1 + 0.25 * 1.0 + 0.1 * 1.0 - 0.02 * 3.0)
+    assert metrics["loss/total"] == close(0.1 + 0.25 * 1.0 + 0.1 * 1.0 - 0.02 * 3.0 + 0.3 * 2.0)
     assert metrics["objective/non_score_reward"] == 0.0
     assert metrics["objective/kl_estimate"] == close(sum(flat(PENALTY)) / 4)
 
@@ -183,14 +186,30 @@ def test_micro_batches_add_up_to_their_minibatch():
             value=SimpleNamespace(loss=torch.tensor(2 * loss), clipfrac=torch.tensor(1.0)),
             kl=torch.tensor(0.0),
             entropy=torch.tensor(loss),
+            nll=torch.tensor(3 * loss),
             own_tokens=tokens,
         )
     (step,) = add_over_processes([step])
     assert step.policy_loss == close(0.4, 1e-6)
     assert step.value_loss == close(0.8, 1e-6)
     assert step.entropy == close(0.4, 1e-6)
+    assert step.nll == close(1.2, 1e-6)
     assert step.mean("ratio") == step.mean("approxkl") == close(0.9, 1e-6)
     assert step.mean("value_clipfrac") == 1.0
+
+
+def test_steps_of_only_the_critic_count_in_the_critics_averages_and_in_no_other(experience):
+    only_critic = StepSums(tokens=5, value_loss=5.0, value_clipfrac=2.5, value_grad_norm=40.0, with_policy=False)
+    given = state_after(96, 11, 1), experience
+    plain, found = (
+        iteration_metrics(*given, Update(steps, (1e-5, 3e-5), 4.0)) for steps in (STEPS, [*STEPS, only_critic])
+    )
+    changed = {"loss/value_avg": 2.0, "val/clipfrac_avg": (0.4 + 0.2 + 0.5) / 4, "value/grad_norm": 25.0}
+    assert {name: found[name] for name in changed} == {name: close(value) for name, value in changed.items()}
+    assert found["loss/total"] - plain["loss/total"] == close(0.25 * (2.0 - 1.0))
+    others = {name for name in plain if name.startswith(("policy/", "loss/", "val/", "value/"))}
+    for name in others - changed.keys() - {"loss/total"}:
+        assert found[name] == plain[name], name
 
 
 def test_throughput_is_per_second_of_the_iteration_and_of_generation(experience, monkeypatch):
@@ -209,7 +228,7 @@ def test_one_response_and_one_step_have_deviation_zero_not_nan(make_rollouts):
     metrics = iteration_metrics(state_after(1, 1, 0), experience, Update(STEPS[:1], (1.0, 1.0), 1.0))
     assert metrics["objective/scores_std"] == 0.0
     assert metrics["val/ratio_var"] == 0.0
-    assert metrics["val/explained_variance"] == 0.0
+    assert metrics["val/explained_variance"] == metrics["val/correlation"] == 0.0
     assert set(metrics) == KEYS
 
 

@@ -11,7 +11,7 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.ppo.batch import first_epoch
 from ppo_rlhf.ppo.experience import Experience
 from tests.ppo.support import ONE_STEP, assert_same_gradients, gradients, moved_on
-from tests.ppo_runs import learn_from, with_responses
+from tests.ppo_runs import build_model, learn_from, with_responses
 
 NAN = float("nan")
 
@@ -28,6 +28,31 @@ def off_policy(experience: Experience) -> Experience:
         reference_logprobs=torch.where(rollouts.mask, rollouts.old_logprobs + 0.7 * noise[1], NAN),
     )
     return dataclasses.replace(experience, rollouts=rollouts)
+
+
+def counting_rows(experience: Experience, config: PPOConfig) -> list[int]:
+    """The responses that the losses count."""
+    terminated = experience.rollouts.responses.terminated.tolist()
+    return [row for row, ended in enumerate(terminated) if ended or config.truncated_responses != "mask"]
+
+
+def share_of_positives(experience: Experience, config: PPOConfig) -> float:
+    """Tokens of all responses by those of the positive ones; where the losses are divided by responses, responses."""
+    rows, lengths = counting_rows(experience, config), experience.rollouts.responses.lengths.tolist()
+    positive = [row for row in rows if float(experience.scores.total[row]) >= config.positive_threshold]
+    if config.loss_aggregation == "token_mean":
+        return sum(lengths[row] for row in rows) / sum(lengths[row] for row in positive)
+    return len(rows) / len(positive)
+
+
+def with_reference(experience: Experience, option: dict) -> Experience:
+    """With a reference policy that is not the policy, if the option's KL is that over the vocabulary."""
+    if option.get("kl_estimator") != "full":
+        return experience
+    reference = build_model(seed=7).requires_grad_(False)
+    return dataclasses.replace(
+        experience, rollouts=dataclasses.replace(experience.rollouts, reference_policy=reference)
+    )
 
 
 def row_losses(run, experience: Experience, config: PPOConfig, row: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -50,21 +75,27 @@ def row_losses(run, experience: Experience, config: PPOConfig, row: int) -> tupl
     if config.kl_in == "loss":
         d = logprobs - rollouts.reference_logprobs[row, :length]
         price = experience.shaped_rewards.kl_coef  # the controller's when the rewards were shaped
-        policy_loss = policy_loss + price * {"k2": d**2 / 2, "k3": (-d).exp() - 1 + d}[config.kl_estimator]
+        ref_log_p = log_p.detach()
+        if rollouts.reference_policy is not None:
+            logits = rollouts.reference_policy(ids, use_cache=False).logits[0, start:-1]
+            ref_log_p = torch.log_softmax(logits.detach() / config.temperature, dim=-1)
+        full = (log_p.exp() * (log_p - ref_log_p)).sum(-1)
+        k3_plus = d.detach() * d  # with the right gradient, not the value
+        estimates = {"full": full, "k2": d**2 / 2, "k3": (-d).exp() - 1 + d, "k3+": k3_plus}
+        policy_loss = policy_loss + price * estimates[config.kl_estimator]
     policy_loss = policy_loss + config.entropy_coef * (log_p.exp() * log_p).sum(-1)
     states = critic.backbone(ids, use_cache=False).last_hidden_state[0, start:-1]
     values = (states @ critic.value_head.weight.T + critic.value_head.bias)[:, 0]
     old, target = experience.scores.values[row, :length], experience.returns[row, :length]
     near = old + (values - old).clamp(-config.cliprange_value, config.cliprange_value)
+    if config.positive_coef and experience.scores.total[row] >= config.positive_threshold:
+        # the other terms are divided by the count of all responses, this one by that of the positive ones
+        policy_loss = policy_loss - config.positive_coef * logprobs * share_of_positives(experience, config)
     return policy_loss, 0.5 * torch.maximum((values - target) ** 2, (near - target) ** 2)
 
 
 def gradients_by_hand(run, experience: Experience, config: PPOConfig) -> dict[str, torch.Tensor]:
-    rollouts = experience.rollouts
-    masked = config.truncated_responses == "mask"
-    rows = [
-        row for row in range(len(rollouts.responses.lengths)) if bool(rollouts.responses.terminated[row]) or not masked
-    ]
+    rollouts, rows = experience.rollouts, counting_rows(experience, config)
     tokens = sum(int(rollouts.responses.lengths[row]) for row in rows)
     run.state.policy.zero_grad()
     run.state.critic.zero_grad()
@@ -89,7 +120,11 @@ OPTIONS = [
     {"entropy_coef": 0.3},
     {"kl_in": "loss", "kl_estimator": "k2"},
     {"kl_in": "loss", "kl_estimator": "k3"},
+    {"kl_in": "loss", "kl_estimator": "k3+"},
+    {"kl_in": "loss", "kl_estimator": "full"},
     {"importance_cap": 1.15},
+    {"positive_coef": 0.3, "positive_threshold": 0.75},
+    {"positive_coef": 0.3, "positive_threshold": 0.75, "loss_aggregation": "seq_mean_token_mean"},
     {"loss_aggregation": "seq_mean_token_sum"},
     {"loss_aggregation": "seq_mean_token_mean"},
     {"loss_aggregation": "token_sum_fixed_length"},
@@ -102,6 +137,8 @@ OPTIONS = [
         "kl_estimator": "k2",
         "entropy_coef": 0.1,
         "importance_cap": 1.2,
+        "positive_coef": 0.2,
+        "positive_threshold": 0.5,
     },
 ]
 NAMES = ["-".join(f"{v}" for k, v in option.items() if v is not None) for option in OPTIONS]
@@ -130,7 +167,7 @@ def test_the_gradient_is_that_of_the_plain_losses_worked_one_row_at_a_time(make_
     "option", [*(pytest.param(option, marks=pytest.mark.slow) for option in OPTIONS[:-1]), OPTIONS[-1]], ids=NAMES
 )
 def test_with_an_option_the_gradient_is_that_of_its_losses_worked_one_row_at_a_time(make_run, experience, option):
-    run = make_run(**ONE_STEP, **option)
+    run, experience = make_run(**ONE_STEP, **option), with_reference(experience, option)
     found = gradients(make_run, experience, **option)
     assert_same_gradients(found, gradients_by_hand(run, experience, run.config))
     plain = gradients(make_run, experience, missing_eos_penalty=None)
@@ -150,10 +187,12 @@ def test_with_an_option_the_gradient_is_that_of_its_losses_worked_one_row_at_a_t
         ),
         (OPTIONS[-1], {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 12}),
         pytest.param(OPTIONS[-1], {"max_tokens_per_micro_batch": 2}, marks=pytest.mark.slow),
+        ({"kl_in": "loss", "kl_estimator": "full"}, {"max_tokens_per_micro_batch": 40}),
     ],
     ids=lambda given: "-".join(map(str, given)),
 )
 def test_the_gradient_does_not_depend_on_how_the_minibatch_is_cut(make_run, experience, option, cut):
+    experience = with_reference(experience, option)
     expected = gradients(make_run, experience, **option)
     assert_same_gradients(gradients(make_run, experience, **{**option, **cut}), expected)
 
@@ -174,6 +213,50 @@ def test_a_token_budget_cuts_the_minibatch_and_the_first_ratio_stays_exactly_one
         assert (len(piece) * max(tokens) if window else sum(tokens)) <= 30
     metrics = learn_from(run.state, experience)
     assert (metrics["val/ratio"], metrics["policy/approxkl_avg"]) == (1.0, 0.0)
+
+
+# --- the KL over the vocabulary --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kl_in", ["reward", "loss"])
+def test_the_kl_over_the_vocabulary_is_paid_in_the_reward_or_is_at_first_that_of_the_loss(make_run, kl_in):
+    run = make_run(kl_in=kl_in, kl_estimator="full", num_ppo_epochs=1, num_mini_batches=1)
+    run.reference = build_model(seed=7).requires_grad_(False)
+    rollouts, _, shaped, experience = run.before_update()
+    mask, full_kl = rollouts.mask, rollouts.full_kl
+    assert bool((full_kl[mask] > 0).all())
+    assert not full_kl[~mask].any()
+    assert torch.equal(shaped.kl_penalty, full_kl)
+    metrics = learn_from(run.state, experience)
+    assert metrics["objective/kl_estimate"] == pytest.approx(float(full_kl.sum() / 12), rel=1e-12)
+    assert metrics["val/ratio"] == 1.0
+    paid = float((shaped.rewards.sum(-1) - torch.where(rollouts.responses.terminated, 0.0, -0.5)).sum())
+    price = 0.05 if kl_in == "reward" else 0.0
+    assert paid == pytest.approx(float(experience.scores.total.sum() - price * full_kl.sum()), rel=1e-9)
+    assert metrics["loss/kl_avg"] == pytest.approx(0.0 if price else float(full_kl[mask].mean()), rel=1e-9)
+    assert (rollouts.reference_policy is None) is (kl_in == "reward")
+
+
+# --- more epochs for the critic ---------------------------------------------------------------------------------------
+
+
+def test_with_more_epochs_for_the_critic_each_model_is_that_of_a_run_with_its_epochs(make_run, snapshot, same_tensors):
+    """Neither loss reads the other model, so two runs without the option are the oracle, bit for bit."""
+    runs = [make_run(**epochs) for epochs in ({}, {"num_ppo_epochs": 5}, {"num_critic_epochs": 5})]
+    taken = {"policy": 0, "critic": 0}
+    for name in taken:
+        optimizer = getattr(runs[2].state, f"{name}_optimizer")
+        optimizer.register_step_post_hook(lambda *_, name=name: taken.__setitem__(name, taken[name] + 1))
+    short, long, found = [run.iteration() for run in runs]
+    assert same_tensors(snapshot(runs[2].state.policy), snapshot(runs[0].state.policy))
+    assert same_tensors(snapshot(runs[2].state.critic), snapshot(runs[1].state.critic))
+    assert not same_tensors(snapshot(runs[0].state.critic), snapshot(runs[1].state.critic))
+    assert taken == {"policy": 2 * 2, "critic": 5 * 2}
+    assert found["optimiser/steps"] == 5 * 2
+    for name, value in found.items():
+        if name.startswith(("policy/", "loss/", "val/", "value/")) and name != "loss/total":
+            of_critic = name.startswith("value/") or name in ("loss/value_avg", "val/clipfrac_avg")
+            assert value == (long if of_critic else short)[name], name
 
 
 # --- early stopping --------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "gpt2": [
         {"use_peft": True, "lora_r": 2, "gradient_checkpointing": True, "entropy_coef": 0.01},
         {"value_model": "shared", "max_tokens_per_micro_batch": 30, "kl_in": "loss", "kl_estimator": "k3"},
+        {"kl_in": "loss", "kl_estimator": "full", "num_critic_epochs": 5, "lam_alpha": 0.3},
         {"offload_reward_model": True, "ema_decay": 0.9, "target_kl": 1.0, "rollout_engine": "hf", "top_p": 0.9},
     ],
     "bitnet": [  # which needs padding

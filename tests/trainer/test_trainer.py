@@ -348,6 +348,12 @@ def test_a_step_trains_towards_the_scores_that_it_is_given(sft: str):
     assert moved[9] < -0.01
 
 
+def test_a_step_with_given_prompts_cannot_draw_others(sft: str):
+    trainer = PPOTrainer(config(responses_per_prompt=2, drop_uniform_prompts=1), sft)
+    with pytest.raises(ConfigError, match=r"step: ppo\.drop_uniform_prompts draws other prompts"):
+        trainer.step(QUERIES, [torch.tensor([6, END])] * 4, [1.0] * 4)
+
+
 def test_a_response_ends_at_its_first_stop_token_and_a_pad_that_stops_ends_none(sft: str):
     trainer = PPOTrainer(config(missing_eos_penalty=None), sft, tokenizer=word_tokenizer(pad_token="</s>"))
     answers = [torch.tensor(row) for row in ([6, END, 7, 8], [6, 7], [6, 7, END], [END])]

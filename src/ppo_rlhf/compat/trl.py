@@ -165,7 +165,7 @@ def _from_legacy(settings: Mapping[str, Any]) -> Conversion:
     c.carry("ppo.gradient_accumulation_steps", *sizes[:2], value=batch // mini)
     c.carry("ppo.num_mini_batches", *sizes, value=batch // (mini * accumulated))
 
-    penalty = {"kl": "k1", "mse": "k2"}.get(c["kl_penalty"], c["kl_penalty"])
+    penalty = {"kl": "k1", "mse": "k2", "full": "full"}.get(c["kl_penalty"], c["kl_penalty"])
     c.carry("ppo.kl_estimator", "kl_penalty", value=penalty, otherwise="k1")
     if c.checked("init_kl_coef", float) == 0:  # TRL's adaptive controller multiplies it: it stays at 0
         c.carry("ppo.kl_controller", "init_kl_coef", value="fixed")

@@ -33,7 +33,13 @@ LORA_FACTOR = 10.0
 
 def _hints(c: PPOConfig) -> Iterator[tuple[set[str], str]]:
     """Yield what is of little or another effect than one might expect, with the settings that it depends on."""
-    if c.kl_in == "reward" and c.kl_estimator != "k1":
+    if c.kl_in == "reward" and c.kl_estimator == "full":
+        yield (
+            {"kl_estimator", "kl_in"},
+            "ppo.kl_estimator=full with ppo.kl_in=reward charges a token only for where it leads, never for itself: "
+            "the KL of a state does not depend on the token drawn there. Use k1 in the reward, or full in the loss",
+        )
+    elif c.kl_in == "reward" and c.kl_estimator != "k1":
         yield (
             {"kl_estimator", "kl_in"},
             f"ppo.kl_estimator={c.kl_estimator} with ppo.kl_in=reward makes rare tokens even rarer: training misses "

@@ -77,6 +77,9 @@ class PPOConfig:
 
     num_ppo_epochs: Annotated[int, Field(ge=1), Typical(1, 10, TUNING_GUIDE)] = 4
     """Passes over each batch of rollouts; 2 to 4 are usual."""
+    num_critic_epochs: Annotated[int, Field(ge=1), Typical(1, 20, TUNING_GUIDE)] | None = None
+    """Passes of a critic with a backbone of its own; those after the policy's train only the critic. None takes
+    `num_ppo_epochs`."""
     cliprange: Annotated[float, Field(gt=0.0), Typical(0.1, 0.3, "arXiv:1707.06347, table 3")] = 0.2
     """Policy clipping range epsilon: ratios outside [1 - epsilon, 1 + epsilon] get no gradient that widens them."""
     cliprange_high: Annotated[float, Field(gt=0.0), Typical(0.1, 0.5, "DAPO, arXiv:2503.14476")] | None = None
@@ -91,12 +94,19 @@ class PPOConfig:
     """Lambda of generalised advantage estimation: 0 is one-step TD, 1 is Monte Carlo."""
     lam_critic: Annotated[float, Field(ge=0.0, le=1.0), Typical(0.9, 1.0, "VAPO, arXiv:2504.05118")] | None = None
     """Lambda of only the critic's targets (VAPO: 1, unbiased returns); None takes `lam`."""
+    lam_alpha: Annotated[float, Field(gt=0.0), Typical(0.01, 1.0, "VAPO, arXiv:2504.05118: 0.05")] | None = None
+    """Lambda of only the policy's advantages, by each response's length: 1 - 1 / (lam_alpha x tokens), 0 for up to
+    1 / lam_alpha tokens. `lam` is then only the critic's. None takes `lam`."""
     whiten_rewards: bool = False
     """Divide shaped rewards by their standard deviation over the batch; their mean stays (as in TRL)."""
     whiten_advantages: bool = True
     """Shift and scale advantages to mean 0 and variance 1 over the response tokens of the batch."""
     entropy_coef: Annotated[float, Field(ge=0.0), Typical(0.0, 0.02, "arXiv:1707.06347, table 5: 0.01")] = 0.0
     """Bonus per nat of the policy's entropy (exact, tempered), subtracted from the policy loss; 0 is off."""
+    positive_coef: Annotated[float, Field(ge=0.0), Typical(0.0, 0.3, "VAPO, arXiv:2504.05118: 0.1")] = 0.0
+    """Weight of the negative log-likelihood of positive examples, added to the policy loss; 0 is off."""
+    positive_threshold: float | None = None
+    """A response with at least this score, as the reward gives it, is a positive example; for `positive_coef`."""
     dual_clip: Annotated[float, Field(gt=1.0), Typical(1.5, 10.0, "arXiv:1912.09729: 3")] | None = None
     """Ceiling c on the ratio's effect where the advantage is negative: the loss is at most -A x c; None is off."""
     target_kl: Annotated[float, Field(gt=0.0), Typical(0.003, 0.2, "OpenAI Spinning Up: 0.01 to 0.05")] | None = None
@@ -110,9 +120,10 @@ class PPOConfig:
     kl_coef: Annotated[float, Field(ge=0.0), Typical(0.01, 0.2, TUNING_GUIDE)] = 0.05
     """Beta, score units per nat: the price of the KL estimate; with the adaptive controller its first value."""
     kl_estimator: KLEstimator = "k1"
-    """Per-token estimator of KL(policy || reference) (Schulman 2020, "Approximating KL Divergence")."""
+    """Per-token estimator of KL(policy || reference) (Schulman 2020, "Approximating KL Divergence"). k3+ has k3's value
+    and k2's gradient. full is the exact KL over the vocabulary; in the loss the reference runs in each step."""
     kl_in: Literal["reward", "loss"] = "reward"
-    """Where beta x KL goes: subtracted from each token's reward, or added to the policy loss (k2 or k3 only)."""
+    """Where beta x KL goes: subtracted from each token's reward, or added to the policy loss (all but k1)."""
     kl_controller: Literal["fixed", "adaptive"] = "fixed"
     """adaptive: beta follows `kl_target` (Ziegler et al. 2019, arXiv:1909.08593, section 2.2)."""
     kl_target: Annotated[float, Field(gt=0.0), Typical(1.0, 20.0, "arXiv:1909.08593: 6")] = 6.0
@@ -184,6 +195,9 @@ class PPOConfig:
     """Responses generated, and scored, at a time on one device. It need not divide the batch."""
     responses_per_prompt: Annotated[int, Field(ge=1), Typical(1, 16, "RLOO, arXiv:2402.14740: 4")] = 1
     """Responses sampled to each prompt of a batch, each with noise of its own; it divides the batch."""
+    drop_uniform_prompts: NonNegative = 0
+    """Times that an iteration draws other prompts, at most, in place of those whose `responses_per_prompt` responses
+    all score alike (DAPO, arXiv:2503.14476, dynamic sampling); 0 keeps all."""
     max_tokens_per_micro_batch: Annotated[int, Field(ge=2)] | None = None
     """Prompt and response tokens in one forward and backward pass, at most, with their padding where the architecture
     needs it; a single response that has more is a micro-batch of its own. None: only per_device_train_batch_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -57,6 +58,11 @@ _RULES = (
         ("reward_normalisation", "batch_size"),
         lambda c: c.reward_normalisation == "batch" and c.batch_size == 1,
         "a single score is normalised to 0; raise ppo.per_device_train_batch_size, or set {0} to running",
+    ),
+    _Rule(
+        ("drop_uniform_prompts", "responses_per_prompt"),
+        lambda c: c.drop_uniform_prompts > 0 and c.responses_per_prompt == 1,
+        "a single response is always like itself; raise {1}, or set {0} to 0",
     ),
     # Ends of responses.
     _Rule(
@@ -123,6 +129,16 @@ _RULES = (
         "the gradient of k1 is 0 on average and holds nothing back; set {1} to k2, or {0} to reward",
     ),
     _Rule(
+        ("kl_in", "kl_estimator"),
+        lambda c: c.kl_in == "reward" and c.kl_estimator == "k3+",
+        "k3+ is k3 with another gradient, and a reward has none; set {1} to k1 or k3, or {0} to loss",
+    ),
+    _Rule(
+        ("offload_reference_policy", "kl_in", "kl_estimator"),
+        lambda c: c.offload_reference_policy and c.kl_in == "loss" and c.kl_estimator == "full",
+        "the reference policy runs in every step of the update, so it stays on the GPU; leave out {0}",
+    ),
+    _Rule(
         ("kl_warning", "kl_alarm"),
         lambda c: c.kl_warning > c.kl_alarm and "kl_warning" in c.not_default(),
         "the alarm would come before the warning; lower {0} or raise {1}",
@@ -145,6 +161,16 @@ _RULES = (
         )
         for name in ADAPTIVE_FIELDS
     ),
+    _Rule(
+        ("lam", "lam_alpha", "lam_critic"),
+        lambda c: c.lam_alpha is not None and c.lam_critic is not None and "lam" in c.not_default(),
+        "{1} sets the policy's lambda and {2} the critic's, so {0} does nothing; leave out one of them",
+    ),
+    _Rule(
+        ("positive_coef", "positive_threshold"),
+        lambda c: (c.positive_coef > 0) != (c.positive_threshold is not None),
+        "{0} weighs the responses with a score of at least {1}; set both, for example {0} to 0.1, or neither",
+    ),
     # Optimisation.
     _Rule(
         ("critic_warmup_iterations", "total_episodes", "num_total_batches"),
@@ -160,6 +186,11 @@ _RULES = (
         for name in ("learning_rate", "value_learning_rate")
     ),
     # Models.
+    _Rule(
+        ("num_critic_epochs", "num_ppo_epochs", "value_model"),
+        lambda c: (c.num_critic_epochs or math.inf) < (math.inf if c.value_model == "shared" else c.num_ppo_epochs),
+        "a critic of its own trains in all of {1} and in more, a shared trunk in none; raise {0}, or leave it out",
+    ),
     _Rule(
         ("value_model", "value_learning_rate"),
         lambda c: c.value_model == "shared" and c.value_learning_rate is not None,

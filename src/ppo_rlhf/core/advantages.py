@@ -16,12 +16,25 @@ from ppo_rlhf.core.checks import (
 from ppo_rlhf.core.rewards import last_token_mask
 
 
+def length_adaptive_lambda(lengths: Tensor, alpha: float) -> Tensor:
+    """λ of each response for the policy's advantages, [B] float64 in 0..1: max(0, 1 − 1 / (alpha · length)).
+
+    The weights λ^k of a long response's TD errors then add up to alpha · length (γ = 1). `lengths` [B] are in tokens, 0
+    is taken as 1, and alpha is > 0. Raises ShapeError or ConfigError if they are not.
+
+    Source: Yue et al. (2025), "VAPO", arXiv:2504.05118, length-adaptive GAE.
+    """
+    check_dimensions("length_adaptive_lambda", "B", lengths=lengths)
+    check_range("length_adaptive_lambda", above=0.0, alpha=alpha)
+    return (1.0 - 1.0 / (alpha * lengths.to(torch.float64).clamp(min=1.0))).clamp(min=0.0)
+
+
 def generalized_advantage_estimate(
     rewards: Tensor,
     values: Tensor,
     mask: Tensor,
     gamma: float,
-    lam: float,
+    lam: float | Tensor,
     *,
     bootstrap_values: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -35,7 +48,7 @@ def generalized_advantage_estimate(
         values: V_t [B, T], the critic's value before token t is emitted.
         mask: [B, T], True on the response's real tokens, a prefix of each row.
         gamma: Discount per token, 0..1.
-        lam: λ, 0 (one-step) .. 1 (Monte Carlo).
+        lam: λ, 0 (one-step) .. 1 (Monte Carlo), one for all or [B], one for each row (not looked into).
         bootstrap_values: V_{L+1} [B], the value after the last real token: for cut-off responses, 0 for those that
             ended by themselves. None: 0 for all, the last token is terminal.
 
@@ -52,7 +65,12 @@ def generalized_advantage_estimate(
     where = "generalized_advantage_estimate"
     check_dimensions(where, "BT", rewards=rewards)
     check_same_shape(where, rewards=rewards, values=values, mask=mask)
-    check_range(where, at_least=0.0, at_most=1.0, gamma=gamma, lam=lam)
+    check_range(where, at_least=0.0, at_most=1.0, gamma=gamma)
+    if isinstance(lam, Tensor):
+        check_one_per_row(where, rewards.shape[0], lam=lam)
+        lam = lam.to(compute_dtype(rewards, values))
+    else:
+        check_range(where, at_least=0.0, at_most=1.0, lam=lam)
     is_response_BT = as_bool(mask)
     check_prefix_mask(where, is_response_BT)
     dtype = compute_dtype(rewards, values)

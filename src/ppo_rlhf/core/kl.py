@@ -21,11 +21,12 @@ def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: str = "
 
     k1 = d (unbiased, may be negative); k2 = d²/2 (biased, >= 0); k3 = exp(−d) − 1 + d (unbiased, >= 0).
     In k3 d is floored at −20, so that exp stays finite; below the floor the gradient is 0.
+    k3+ has k3's value and k2's gradient, d · ∇logprobs, whose mean is that of KL(policy || reference).
 
     Args:
         logprobs: Log-probabilities of the sampled tokens under the policy, any shape, usually [B, T].
         reference_logprobs: The same tokens under the reference, same shape.
-        estimator: "k1", "k2" or "k3".
+        estimator: "k1", "k2", "k3" or "k3+".
 
     Returns:
         nats per token, same shape. There is no mask: NaN in padding stays NaN (`shape_rewards` and `aggregate_loss`
@@ -35,7 +36,7 @@ def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: str = "
         ShapeError: the shapes differ.
         ConfigError: the estimator is unknown.
 
-    Source: Schulman (2020), "Approximating KL Divergence", with q = policy and p = reference.
+    Source: Schulman (2020), "Approximating KL Divergence", with q = policy and p = reference; k3+ as in verl.
     """
     check_same_shape("kl_estimate", logprobs=logprobs, reference_logprobs=reference_logprobs)
     check_choice("kl_estimate", KL_ESTIMATORS, estimator=estimator)
@@ -48,7 +49,11 @@ def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: str = "
     if estimator == "k2":
         return 0.5 * difference.square()
     floored = difference.clamp(min=-LOG_RATIO_LIMIT)
-    return torch.expm1(-floored.clamp(max=LOG_RATIO_LIMIT)) + floored
+    k3 = torch.expm1(-floored.clamp(max=LOG_RATIO_LIMIT)) + floored
+    if estimator == "k3":
+        return k3
+    k2 = 0.5 * difference.square()
+    return k3.detach() + (k2 - k2.detach())
 
 
 class FixedKLController:

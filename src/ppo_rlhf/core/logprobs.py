@@ -1,6 +1,6 @@
-"""Log-probability of chosen tokens and exact entropy, from logits, under a temperature.
+"""Log-probability of chosen tokens, exact entropy and exact KL, from logits, under a temperature.
 
-Both are written as autograd functions that walk over the logits in blocks: beside the logits themselves and their
+All are written as autograd functions that walk over the logits in blocks: beside the logits themselves and their
 gradient, both in the logits' own type, no `[B, T, V]` tensor is ever held, and softmax is recomputed in the backward
 pass. A position whose incoming gradient is 0 (padding, once the loss is masked) gets a gradient of exactly 0, even if
 its logits are NaN.
@@ -64,6 +64,28 @@ def token_entropy(logits: Tensor, temperature: float = 1.0) -> Tensor:
     return result
 
 
+def token_kl(logits: Tensor, reference_logits: Tensor, temperature: float = 1.0) -> Tensor:
+    """Exact KL(policy || reference) of each token's distributions: Σ_v p_v (log p_v − log q_v), with 0 · log 0 = 0.
+
+    Args:
+        logits: [B, T, V] of the policy, with p = softmax(logits / temperature).
+        reference_logits: [B, T, V], with q likewise, without a gradient; −inf where p is not 0 gives inf.
+        temperature: Divides both exactly; > 0.
+
+    Returns:
+        [B, T] nats, >= 0 up to rounding, float32, or float64 for float64 logits. NaN where either is NaN.
+
+    Raises:
+        ShapeError: `logits` is not [B, T, V], or `reference_logits` has another shape.
+        ConfigError: `temperature` is not positive.
+    """
+    check_dimensions("token_kl", "BTV", logits=logits)
+    check_same_shape("token_kl", logits=logits, reference_logits=reference_logits)
+    check_range("token_kl", above=0.0, temperature=temperature)
+    result: Tensor = _TokenKL.apply(logits, reference_logits, temperature)
+    return result
+
+
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
@@ -112,6 +134,39 @@ class _TokenEntropy(torch.autograd.Function):
             grad = torch.special.entr(p).sub_(p.mul_(entropy_BT[block].unsqueeze(-1))).mul_(scale)
             grad_logits[block] = grad.masked_fill_(scale == 0, 0.0)
         return grad_logits, None
+
+
+class _TokenKL(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, reference_logits: Tensor, temperature: float) -> Tensor:
+        kl_BT = logits.new_empty(logits.shape[:-1], dtype=compute_dtype(logits, reference_logits))
+        for block in _blocks(logits):
+            p, log_ratio = _ratio(logits[block], reference_logits[block], temperature)
+            kl_BT[block] = log_ratio.mul_(p).sum(dim=-1)
+        ctx.save_for_backward(logits, reference_logits, kl_BT)
+        ctx.temperature = temperature
+        return kl_BT
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
+        """∂KL / ∂logits_v = p_v (log p_v − log q_v − KL) / temperature."""
+        logits, reference_logits, kl_BT = ctx.saved_tensors
+        grad_logits = torch.empty_like(logits)
+        for block in _blocks(logits):
+            scale = (grad_outputs[0][block] / ctx.temperature).unsqueeze(-1)
+            p, log_ratio = _ratio(logits[block], reference_logits[block], ctx.temperature)
+            grad = log_ratio.sub_(kl_BT[block].unsqueeze(-1)).mul_(p).mul_(scale)
+            grad_logits[block] = grad.masked_fill_(scale == 0, 0.0)
+        return grad_logits, None, None
+
+
+def _ratio(logits: Tensor, reference_logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Return p and log p − log q of a block; the second is 0 where p is."""
+    log_p = _tempered(logits, temperature).log_softmax(dim=-1)
+    log_q = _tempered(reference_logits, temperature).log_softmax(dim=-1)
+    p = log_p.exp()
+    return p, (log_p - log_q).masked_fill_(p == 0, 0.0)
 
 
 def _tempered(logits: Tensor, temperature: float) -> Tensor:

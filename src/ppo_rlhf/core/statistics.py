@@ -90,6 +90,20 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
     return torch.where(varies, 1.0 - residual_variance / torch.where(varies, variance, 1.0), 0.0)
 
 
+@torch.no_grad()
+def correlation(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
+    """Pearson's correlation, Cov(values, returns) / √(Var(values) · Var(returns)), a scalar in −1..1.
+
+    0 where either does not vary (or fewer than two are selected). Raises ShapeError if the shapes differ.
+    """
+    check_same_shape("correlation", values=values, returns=returns, mask=mask)
+    selected, dtype = as_bool(mask), compute_dtype(values, returns)
+    (mean_v, var_v), (mean_r, var_r) = (_moments(x.to(dtype), selected, unbiased=False) for x in (values, returns))
+    covariance = masked_mean((values.to(dtype) - mean_v) * (returns.to(dtype) - mean_r), selected)
+    scale = var_v.sqrt() * var_r.sqrt()
+    return torch.where(scale > 0, covariance / torch.where(scale > 0, scale, 1.0), 0.0).clamp(-1.0, 1.0)
+
+
 class RunningMoments:
     """Mean and variance of all numbers seen so far, in float64 (Chan et al. 1983 parallel update).
 

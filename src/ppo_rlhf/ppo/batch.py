@@ -114,6 +114,7 @@ class Minibatch:
 
     rows: list[int]  # of all processes
     micro_batches: list[list[int]]  # of this process: the rows of each forward and backward pass
+    with_policy: bool = True  # False in the epochs that only the critic has
 
 
 Epochs = list[list[Minibatch]]
@@ -145,7 +146,7 @@ def cut_batch(
         padded: Whether policy or critic compute padding, which then counts in the token budget.
     """
 
-    def cut(rows: list[int]) -> Minibatch:
+    def cut(rows: list[int], epoch: int) -> Minibatch:
         share = own_share(len(rows))
         own = micro_batches(
             rows[share.start : share.stop],
@@ -155,8 +156,9 @@ def cut_batch(
             config.max_tokens_per_micro_batch,
             padded=padded,
         )
-        return Minibatch(rows, own)
+        return Minibatch(rows, own, epoch < config.num_ppo_epochs)
 
     sizes = config.batch_size, config.num_mini_batches
-    epochs = range(config.num_ppo_epochs)
-    return [[cut(rows) for rows in minibatch_partition(config.seed, iteration, epoch, *sizes)] for epoch in epochs]
+    epochs = range(config.num_critic_epochs or config.num_ppo_epochs)
+    parts = [minibatch_partition(config.seed, iteration, epoch, *sizes) for epoch in epochs]
+    return [[cut(rows, epoch) for rows in part] for epoch, part in enumerate(parts)]

@@ -61,7 +61,7 @@ class Experience:
 def score_responses(rollouts: Rollouts, scorer: RewardScorer, state: TrainingState) -> Scores:
     """Score each response and compute the critic's value of each of its states."""
     started = time.perf_counter()
-    scored = scorer.score(rollouts.texts)
+    scored = rollouts.scored or scorer.score(rollouts.texts)
     values = critic_values(rollouts, state) if rollouts.values is None else rollouts.values
     token_rewards = scored.token_rewards
     if token_rewards is not None:
@@ -92,9 +92,10 @@ def shape_rewards(rollouts: Rollouts, scores: Scores, state: TrainingState) -> S
     """
     config, mask, responses = state.config, rollouts.mask, rollouts.responses
     kl = torch.where(mask, rollouts.old_logprobs - rollouts.reference_logprobs, 0.0)
-    penalty = torch.where(
-        mask, kl_estimate(rollouts.old_logprobs, rollouts.reference_logprobs, config.kl_estimator), 0.0
-    )
+    penalty = rollouts.full_kl
+    if penalty is None:
+        penalty = kl_estimate(rollouts.old_logprobs, rollouts.reference_logprobs, config.kl_estimator)
+    penalty = torch.where(mask, penalty, 0.0)
     kl_coef = state.kl_controller.kl_coef
     whole, by_token = scores.total, scores.token_rewards
     if by_token is not None:
@@ -120,14 +121,21 @@ def learning_mask(rollouts: Rollouts, config: PPOConfig) -> Tensor:
     return rollouts.mask & rollouts.responses.terminated[:, None]
 
 
+def positive_mask(experience: Experience, mask: Tensor, config: PPOConfig) -> Tensor | None:
+    """Return `[B, T]` bool, True on the tokens of `mask` in positive examples; None without `positive_threshold`."""
+    threshold = config.positive_threshold
+    return None if threshold is None else mask & (experience.scores.total >= threshold)[:, None]
+
+
 def estimate_advantages(
     rollouts: Rollouts, scores: Scores, shaped_rewards: ShapedRewards, config: PPOConfig
 ) -> Experience:
     """Estimate advantages and returns by GAE.
 
     Nothing is bootstrapped past a response's last token, unless `truncated_responses` is bootstrap: then V(s_T) of a
-    cut-off response stands for all later rewards. `lam_critic` gives the returns a lambda of their own. An
-    environment's tokens are skipped: the policy's first token of a turn follows its last one of the turn before.
+    cut-off response stands for all later rewards. `lam_critic` gives the returns a lambda of their own, `lam_alpha` the
+    advantages one for each response. An environment's tokens are skipped: the policy's first token of a turn follows
+    its last one of the turn before.
     """
     mask = rollouts.mask
     bootstrap_values = None
@@ -135,7 +143,7 @@ def estimate_advantages(
         after_end = scores.values.gather(1, rollouts.responses.lengths[:, None])[:, 0]
         bootstrap_values = torch.where(rollouts.responses.terminated, 0.0, after_end)
 
-    def estimate(lam: float) -> tuple[Tensor, Tensor]:
+    def estimate(lam: float | Tensor) -> tuple[Tensor, Tensor]:
         estimated = core_advantages.generalized_advantage_estimate(
             compact(shaped_rewards.rewards, mask),
             compact(scores.values[:, :-1], mask),
@@ -149,6 +157,8 @@ def estimate_advantages(
     advantages, returns = estimate(config.lam)
     if config.lam_critic is not None:
         _, returns = estimate(config.lam_critic)
+    if config.lam_alpha is not None:
+        advantages, _ = estimate(core_advantages.length_adaptive_lambda(mask.sum(-1), config.lam_alpha))
     if config.whiten_advantages:
         advantages = masked_whiten(advantages, learning_mask(rollouts, config))
     return Experience(rollouts, scores, shaped_rewards, advantages, returns)

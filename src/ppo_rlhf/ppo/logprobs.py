@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from ppo_rlhf.core.logprobs import token_entropy, token_logprobs
+from ppo_rlhf.core.logprobs import token_entropy, token_kl, token_logprobs
 from ppo_rlhf.models.capabilities import vocabulary_size
 from ppo_rlhf.models.critic import Critic, SharedCritic
 from ppo_rlhf.models.forward import backbone_of, hidden_states_at, logits_of
@@ -28,11 +28,16 @@ LOGITS_HELD = 2**24
 many. Beyond that, the backward pass recomputes them chunk by chunk (about 2 % of an update)."""
 
 
+Reference = PreTrainedModel | None
+"""A frozen policy for the KL over the vocabulary from it, with the same vocabulary; None computes no such KL."""
+
+
 class PolicyOutput(NamedTuple):
     """Output of the policy for B sequences with T response columns; 0 in padding."""
 
     logprobs: Tensor  # [B, T], nats, of the tempered policy, float32 or wider
     entropy: Tensor | None  # [B, T], nats per token; None if it was not asked for
+    kl: Tensor | None  # [B, T], nats, over the whole vocabulary; None if it was not asked for
     values: Tensor | None  # [B, T + 1]; None unless policy and critic share a trunk
 
 
@@ -45,21 +50,24 @@ class PolicyForward(nn.Module):
         self.shared_critic = critic if isinstance(critic, SharedCritic) else None
         self.temperature = temperature
 
-    def forward(self, batch: SequenceBatch, *, with_entropy: bool = False, learns: bool = True) -> PolicyOutput:
+    def forward(
+        self, batch: SequenceBatch, *, with_entropy: bool = False, learns: bool = True, reference: Reference = None
+    ) -> PolicyOutput:
         """Compute the output for one micro-batch.
 
         Args:
             batch: B sequences with T response columns.
             with_entropy: Whether to compute entropies.
             learns: False computes the policy without gradients; a value head on its trunk still has them.
+            reference: Runs without gradients.
         """
         with torch.set_grad_enabled(learns and torch.is_grad_enabled()):
             states = hidden_states_at(backbone_of(self.policy), batch.rows, batch.state_positions)
-            logprobs, entropy = response_statistics(
-                self.policy, batch, states, self.temperature, with_entropy=with_entropy
+            found = response_statistics(
+                self.policy, batch, states, self.temperature, with_entropy=with_entropy, reference=reference
             )
         values = None if self.shared_critic is None else batch.scatter_states(self.shared_critic.values(states))
-        return PolicyOutput(logprobs, entropy, values)
+        return PolicyOutput(*found, values)
 
 
 class CriticForward(nn.Module):
@@ -79,11 +87,18 @@ class CriticForward(nn.Module):
 
 
 def response_statistics(
-    model: PreTrainedModel, batch: SequenceBatch, states_MH: Tensor, temperature: float, *, with_entropy: bool = False
-) -> tuple[Tensor, Tensor | None]:
-    """Return log-probabilities `[B, T]` of the response tokens, and entropies `[B, T]` if asked for; differentiable.
+    model: PreTrainedModel,
+    batch: SequenceBatch,
+    states_MH: Tensor,
+    temperature: float,
+    *,
+    with_entropy: bool = False,
+    reference: Reference = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return log-probabilities `[B, T]` of the response tokens, and entropies and KL `[B, T]` if asked for.
 
-    Logits are computed only for the states before response tokens, and never more than `LOGITS_HELD` at a time.
+    They are differentiable in the model. Logits are computed only for the states before response tokens, and never more
+    than `LOGITS_HELD` at a time of each model.
 
     Args:
         model: A causal language model.
@@ -91,26 +106,39 @@ def response_statistics(
         states_MH: Its last hidden states at `batch.state_positions`.
         temperature: Divides the logits.
         with_entropy: Whether to compute entropies.
+        reference: Runs without gradients.
     """
     head = logits_of(model)
 
-    def statistics(states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def statistics(states: Tensor, targets: Tensor, *reference_states: Tensor) -> tuple[Tensor, ...]:
         logits = head(states)[None]
-        logprobs = token_logprobs(logits, targets[None], temperature)[0]
-        return logprobs, token_entropy(logits, temperature)[0] if with_entropy else logprobs.new_empty(0)
+        found = [token_logprobs(logits, targets[None], temperature)[0]]
+        if with_entropy:
+            found.append(token_entropy(logits, temperature)[0])
+        if reference is not None:
+            with torch.no_grad():
+                reference_logits = logits_of(reference)(*reference_states)[None]
+            found.append(token_kl(logits, reference_logits, temperature)[0])
+        return tuple(found)
 
     states_RH, targets_R = take_rows(states_MH, batch.predicting), batch.targets
+    inputs = [states_RH, targets_R]
+    if reference is not None:
+        with torch.no_grad():
+            reference_MH = hidden_states_at(backbone_of(reference), batch.rows, batch.state_positions)
+            inputs.append(take_rows(reference_MH, batch.predicting))
     held = LOGITS_HELD * (1 if states_RH.device.type == "cpu" else 16)
     size = max(1, held // vocabulary_size(model))
     if len(targets_R) <= size:
-        logprobs, entropies = statistics(states_RH, targets_R)
+        columns = statistics(*inputs)
     else:
-        compute: Callable[..., tuple[Tensor, Tensor]] = statistics
+        compute: Callable[..., tuple[Tensor, ...]] = statistics
         if torch.is_grad_enabled():
             compute = partial(checkpoint, statistics, use_reentrant=False, preserve_rng_state=False)
-        parts = map(compute, states_RH.split(size), targets_R.split(size))
-        logprobs, entropies = (torch.cat(column) for column in zip(*parts, strict=True))
-    return batch.scatter_responses(logprobs), batch.scatter_responses(entropies) if with_entropy else None
+        parts = map(compute, *(rows.split(size) for rows in inputs))
+        columns = tuple(torch.cat(column) for column in zip(*parts, strict=True))
+    scattered = map(batch.scatter_responses, columns)
+    return next(scattered), next(scattered) if with_entropy else None, next(scattered, None)
 
 
 def filled_rows(rows: int, width: int, groups: list[list[int]], found: list[Tensor], dtype: torch.dtype) -> Tensor:

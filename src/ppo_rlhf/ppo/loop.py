@@ -65,7 +65,7 @@ def iterate(
     state: TrainingState, reference_policy: PreTrainedModel, prompts: PromptDataset, scorer: RewardScorer
 ) -> dict[str, float]:
     """Run one iteration of PPO and return its metrics."""
-    return learn(state, generate_rollouts(state, reference_policy, prompts, state.config), scorer)
+    return learn(state, generate_rollouts(state, reference_policy, prompts, state.config, scorer), scorer)
 
 
 def learn(state: TrainingState, rollouts: Rollouts, scorer: RewardScorer) -> dict[str, float]:

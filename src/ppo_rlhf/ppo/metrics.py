@@ -13,13 +13,14 @@ from torch import Tensor
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.losses import PolicyLoss, ValueLoss
-from ppo_rlhf.core.statistics import explained_variance, masked_mean
+from ppo_rlhf.core.statistics import correlation, explained_variance, masked_mean
 from ppo_rlhf.models.transfers import to_cpu
 from ppo_rlhf.ppo.experience import Experience
+from ppo_rlhf.ppo.rollout import uniform_groups
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.processes import from_all
 
-SUMMED = ("policy_loss", "value_loss", "kl", "entropy", "approxkl", "policy_clipfrac", "value_clipfrac", "ratio")
+SUMMED = ("policy_loss", "value_loss", "kl", "entropy", "nll", "approxkl", "policy_clipfrac", "value_clipfrac", "ratio")
 """Fields of StepSums that add up over micro-batches and processes."""
 
 
@@ -36,17 +37,21 @@ class StepSums:
     value_loss: float = 0.0  # before vf_coef
     kl: float = 0.0  # before kl_coef; 0 unless KL is in the loss
     entropy: float = 0.0  # before entropy_coef; 0 unless there is a bonus
+    nll: float = 0.0  # of positive examples, before positive_coef; 0 unless there is one
     approxkl: float = 0.0
     policy_clipfrac: float = 0.0
     value_clipfrac: float = 0.0
     ratio: float = 0.0
+    with_policy: bool = True  # False: only the critic took part
     policy_grad_norm: float = 0.0  # before clipping
     value_grad_norm: float = 0.0
 
-    def add(self, *, policy: PolicyLoss, value: ValueLoss, kl: Tensor, entropy: Tensor, own_tokens: int) -> None:
+    def add(
+        self, *, policy: PolicyLoss, value: ValueLoss, kl: Tensor, entropy: Tensor, nll: Tensor, own_tokens: int
+    ) -> None:
         """Add a micro-batch with `own_tokens` counted tokens. Means become sums, so ratios of 1 add up exactly."""
         means = policy.approxkl, policy.clipfrac, value.clipfrac, policy.ratio
-        losses = policy.loss, value.loss, kl, entropy
+        losses = policy.loss, value.loss, kl, entropy, nll
         found = torch.stack([number.detach() for number in (*losses, *means)])
         found[len(losses) :] *= own_tokens
         self.own = found if self.own is None else self.own + found
@@ -88,7 +93,7 @@ def iteration_metrics(state: TrainingState, experience: Experience, update: Upda
     metrics = {
         **_objective(experience, state.config),
         **_update(update.steps, state.config, experience.shaped_rewards.kl_coef),
-        **_responses(experience),
+        **_responses(experience, state.config),
         "lr/policy": update.learning_rates[0],
         "lr/value": update.learning_rates[1],
         "episode": state.episode + state.config.batch_size,
@@ -97,7 +102,7 @@ def iteration_metrics(state: TrainingState, experience: Experience, update: Upda
         "optimiser/early_stops": state.early_stops,
         "optimiser/loss_scale": 1.0 if state.accelerator.scaler is None else state.accelerator.scaler.get_scale(),
         **_speed(experience, update.seconds),
-        **_utilisation(experience, len(update.steps), state, update.seconds),
+        **_utilisation(experience, update, state),
         "memory/peak_bytes": peak_memory_bytes(state.device),
     }
     return {name: float(value) for name, value in metrics.items()}
@@ -126,44 +131,52 @@ def _objective(experience: Experience, config: PPOConfig) -> dict[str, Tensor | 
 
 
 def _update(steps: list[StepSums], config: PPOConfig, kl_coef: float) -> dict[str, float]:
-    counted = [step for step in steps if step.tokens] or steps
+    every = [step for step in steps if step.tokens] or steps
+    counted = [step for step in every if step.with_policy]
 
-    def over_steps(name: str) -> float:
-        return statistics.fmean(float(getattr(step, name)) for step in counted)
+    def over_steps(name: str, steps: list[StepSums] = counted) -> float:
+        return statistics.fmean(float(getattr(step, name)) for step in steps)
 
-    def over_tokens(name: str) -> float:
-        return statistics.fmean(step.mean(name) for step in counted)
+    def over_tokens(name: str, steps: list[StepSums] = counted) -> float:
+        return statistics.fmean(step.mean(name) for step in steps)
 
     ratios = [step.mean("ratio") if step.tokens else 1.0 for step in counted]
     policy_terms = over_steps("policy_loss") + kl_coef * over_steps("kl") - config.entropy_coef * over_steps("entropy")
+    policy_terms += config.positive_coef * over_steps("nll")
     return {
         "policy/approxkl_avg": over_tokens("approxkl"),
         "policy/clipfrac_avg": over_tokens("policy_clipfrac"),
         "policy/grad_norm": over_steps("policy_grad_norm"),
         "loss/policy_avg": over_steps("policy_loss"),
-        "loss/value_avg": over_steps("value_loss"),
+        "loss/value_avg": over_steps("value_loss", every),
         "loss/kl_avg": over_steps("kl"),
         "loss/entropy_avg": over_steps("entropy"),
-        "loss/total": policy_terms + config.vf_coef * over_steps("value_loss"),
-        "val/clipfrac_avg": over_tokens("value_clipfrac"),
+        "loss/positive_avg": over_steps("nll"),
+        "loss/total": policy_terms + config.vf_coef * over_steps("value_loss", every),
+        "val/clipfrac_avg": over_tokens("value_clipfrac", every),
         "val/ratio": statistics.fmean(ratios),
         "val/ratio_var": float(torch.tensor(ratios, dtype=torch.float64).var(correction=min(1, len(ratios) - 1))),
-        "value/grad_norm": over_steps("value_grad_norm"),
+        "value/grad_norm": over_steps("value_grad_norm", every),
     }
 
 
-def _responses(experience: Experience) -> dict[str, Tensor]:
+def _responses(experience: Experience, config: PPOConfig) -> dict[str, Tensor | float]:
     rollouts, sampled = experience.rollouts, experience.rollouts.responses.sampler_logprobs
-    gap: dict[str, Tensor] = {}
+    gap: dict[str, Tensor | float] = {}
     if sampled is not None:
         distance = (sampled.to(rollouts.old_logprobs.dtype) - rollouts.old_logprobs).abs()
         gap = {"policy/rollout_logprob_gap": masked_mean(distance, rollouts.mask)}
+    critic = experience.scores.values[:, :-1], experience.returns, rollouts.mask
     turns = torch.tensor([(len(turns) + 1) // 2 for turns in rollouts.texts.turns], dtype=torch.float64)
+    redrawn = {}
+    if config.drop_uniform_prompts:
+        alike = len(uniform_groups(experience.scores.total, config.responses_per_prompt))
+        redrawn = {"response/redraws": rollouts.redraws, "response/uniform_prompts": alike / config.prompts_per_batch}
     return {
         **gap,
-        "val/explained_variance": explained_variance(
-            experience.scores.values[:, :-1], experience.returns, rollouts.mask
-        ),
+        **redrawn,
+        "val/explained_variance": explained_variance(*critic),
+        "val/correlation": correlation(*critic),
         "val/num_eos_tokens": rollouts.responses.terminated.sum(),
         "response/length": rollouts.mask.sum(-1).double().mean(),
         "response/truncated_fraction": (~rollouts.responses.terminated).double().mean(),
@@ -192,7 +205,7 @@ PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "L4": 121e12, "L40
 sheets."""
 
 
-def _utilisation(experience: Experience, steps: int, state: TrainingState, seconds: float) -> dict[str, float]:
+def _utilisation(experience: Experience, update: Update, state: TrainingState) -> dict[str, float]:
     """Return the model FLOP/s utilisation of the update (Chowdhery et al. 2022, appendix B) on a GPU of known peak.
 
     It counts 6 operations per weight and token for a model that trains, and leaves attention out. In float32 and
@@ -207,10 +220,9 @@ def _utilisation(experience: Experience, steps: int, state: TrainingState, secon
         return {}
     rollouts = experience.rollouts
     tokens = sum(len(ids) for ids in rollouts.prompts.prompt_ids) + int(rollouts.responses.lengths.sum())
-    share = steps / max(1, sum(len(epoch) for epoch in rollouts.epochs))
-    weights = sum(p.numel() for model in (state.policy, state.critic) for p in model.parameters())
-    operations = 6.0 * weights * tokens * state.config.num_ppo_epochs * share
-    return {"throughput/mfu": operations / (seconds * peak * state.accelerator.num_processes)}
+    policy, critic = (sum(p.numel() for p in model.parameters()) for model in (state.policy, state.critic))
+    epochs = sum(critic + policy * step.with_policy for step in update.steps) / len(rollouts.epochs[0])  # in weights
+    return {"throughput/mfu": 6.0 * epochs * tokens / (update.seconds * peak * state.accelerator.num_processes)}
 
 
 def peak_memory_bytes(device: torch.device) -> int:

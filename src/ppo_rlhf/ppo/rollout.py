@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.core.randomness import episode_prompts, episode_uniforms
+from ppo_rlhf.core.randomness import episode_prompts, episode_uniforms, permutation
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.models.forward import backbone_of, hidden_states_at
 from ppo_rlhf.models.offloading import on_device
@@ -23,7 +25,7 @@ from ppo_rlhf.ppo.sampling import Responses, SamplingSettings, generate_response
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.processes import gather_rows, gather_scattered, own_share
 from ppo_rlhf.rewards.rendering import conversations
-from ppo_rlhf.rewards.scoring import ResponseBatch
+from ppo_rlhf.rewards.scoring import ResponseBatch, RewardScorer, ScoredResponses
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,10 @@ class Rollouts:
     generation_seconds: float | None  # None if the responses were sampled elsewhere
     seconds: float
     values: Tensor | None = None  # [B, T + 1], of the same forward passes, if policy and critic share their trunk
+    full_kl: Tensor | None = None  # [B, T], KL over the whole vocabulary, of the same passes, if it is the estimator
+    reference_policy: PreTrainedModel | None = None  # if the loss has this KL: it runs again in each step
+    scored: ScoredResponses | None = None  # what decided which prompts were dropped, if `drop_uniform_prompts` is set
+    redraws: int = 0  # in place of dropped prompts
 
     @property
     def mask(self) -> Tensor:
@@ -57,26 +63,46 @@ class Rollouts:
 
 
 def generate_rollouts(
-    state: TrainingState, reference_policy: PreTrainedModel, prompts: PromptDataset, config: PPOConfig
+    state: TrainingState,
+    reference_policy: PreTrainedModel,
+    prompts: PromptDataset,
+    config: PPOConfig,
+    scorer: RewardScorer,
 ) -> Rollouts:
     """Sample a response to each prompt of the next iteration and compute its log-probabilities.
 
-    Every process returns the rollouts of all of them.
+    Every process returns the rollouts of all of them. With `drop_uniform_prompts` other prompts are drawn in place of
+    those whose responses all score alike, at most so many times; those that are never replaced stay.
     """
     started = time.perf_counter()
-    iteration = state.iteration + 1
+    each, iteration = config.responses_per_prompt, state.iteration + 1
     chosen = episode_prompts(config.seed, iteration, config.prompts_per_batch, len(prompts))
-    chosen_prompts = prompts.select([index for index in chosen for _ in range(config.responses_per_prompt)])
-    uniforms = episode_uniforms(config.seed, "rollout", iteration, config.batch_size, config.response_length)
-    responses = sample_responses(
-        state.policy,
-        chosen_prompts,
-        uniforms,
-        state.sampling,
-        config,
-        batch_size=config.local_rollout_forward_batch_size,
-    )
-    return complete_rollouts(
+
+    def draw(indices: list[int], places: list[int], attempt: int) -> tuple[PromptDataset, Responses]:
+        """Sample responses to prompts with the noise that an attempt has for these places of the batch."""
+        stream = f"redraw {attempt}" if attempt else "rollout"
+        uniforms = episode_uniforms(config.seed, stream, iteration, config.batch_size, config.response_length)
+        drawn = prompts.select([index for index in indices for _ in range(each)])
+        noise, size = uniforms[_rows_of(places, each)], config.local_rollout_forward_batch_size
+        return drawn, sample_responses(state.policy, drawn, noise, state.sampling, config, batch_size=size)
+
+    chosen_prompts, responses = draw(chosen, list(range(len(chosen))), 0)
+    scored, redraws = None, 0
+    if config.drop_uniform_prompts:
+        scored = scorer.score(response_batch(chosen_prompts, responses, state.tokenizer))
+        while (places := uniform_groups(scored.total, each)) and redraws < config.drop_uniform_prompts:
+            redraws += 1
+            order = permutation(len(prompts), config.seed, "redrawn prompts", iteration, redraws).tolist()
+            indices = [order[number % len(order)] for number in range(len(places))]
+            others, answers = draw(indices, places, redraws)
+            found = scorer.score(response_batch(others, answers, state.tokenizer))
+            taken = sorted({*range(len(places))} - {*uniform_groups(found.total, each)})
+            for number in taken:
+                chosen[places[number]] = indices[number]
+            rows = _rows_of([places[number] for number in taken], each), _rows_of(taken, each)
+            responses, scored = _with_rows(responses, answers, *rows), _with_rows(scored, found, *rows)
+        chosen_prompts = prompts.select([index for index in chosen for _ in range(each)])
+    rollouts = complete_rollouts(
         state,
         reference_policy,
         chosen_prompts,
@@ -85,6 +111,31 @@ def generate_rollouts(
         started=started,
         generation_seconds=time.perf_counter() - started,
     )
+    return replace(rollouts, scored=scored, redraws=redraws)
+
+
+def uniform_groups(scores: Tensor, size: int) -> list[int]:
+    """Return which groups of so many scores, of `[N]` one after the other, hold equal scores only."""
+    groups = scores.view(-1, size)
+    return [group for group, alike in enumerate((groups == groups[:, :1]).all(dim=1).tolist()) if alike]
+
+
+def _with_rows(table: Any, other: Any, rows: list[int], taken: list[int]) -> Any:
+    """Return a tensor, or a dataclass or dictionary of them, with rows of another one in place of some of its own."""
+    if table is None:
+        return None
+    if isinstance(table, dict):
+        return {name: _with_rows(value, other[name], rows, taken) for name, value in table.items()}
+    if not isinstance(table, Tensor):
+        return replace(table, **_with_rows(vars(table), vars(other), rows, taken))
+    if table.dim() == 2:  # rewards by token are as wide as the longest response
+        width = max(table.shape[1], other.shape[1])
+        table, other = (nn.functional.pad(each, (0, width - each.shape[1])) for each in (table, other))
+    return table.index_copy(0, torch.tensor(rows, dtype=torch.long), other[taken])
+
+
+def _rows_of(groups: list[int], size: int) -> list[int]:
+    return [group * size + place for group in groups for place in range(size)]
 
 
 def sample_responses(
@@ -184,7 +235,8 @@ def complete_rollouts(
             batch_size=config.local_rollout_forward_batch_size,
             pad_token_id=state.sampling.pad_token_id,
         )
-        old_logprobs, entropy, values = _first_forward(state, prompts, responses, epochs)
+        reference = reference_policy if config.kl_estimator == "full" else None
+        old_logprobs, entropy, full_kl, values = _first_forward(state, prompts, responses, epochs, reference)
     return Rollouts(
         iteration=state.iteration + 1,
         prompts=prompts,
@@ -194,6 +246,8 @@ def complete_rollouts(
         reference_logprobs=reference_logprobs,
         entropy=entropy,
         values=values,
+        full_kl=full_kl,
+        reference_policy=reference if config.kl_in == "loss" else None,
         epochs=epochs,
         started=started,
         generation_seconds=generation_seconds,
@@ -264,11 +318,16 @@ def sequences(
 
 
 def _first_forward(
-    state: TrainingState, prompts: PromptDataset, responses: Responses, epochs: Epochs
-) -> tuple[Tensor, Tensor, Tensor | None]:
+    state: TrainingState,
+    prompts: PromptDataset,
+    responses: Responses,
+    epochs: Epochs,
+    reference: PreTrainedModel | None,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return log-probabilities and entropies `[B, T]` of the forward passes that the update's first epoch repeats.
 
-    They are 0 on all tokens but the policy's. With a shared trunk the values `[B, T + 1]` too, else None.
+    They are 0 on all tokens but the policy's. With a reference policy the KL `[B, T]` from it over the whole vocabulary
+    too, and with a shared trunk the values `[B, T + 1]`, else None.
     """
     rows, width = responses.response_ids.shape
     groups = first_epoch(epochs)
@@ -276,10 +335,11 @@ def _first_forward(
     forward = state.accelerator.unwrap_model(state.policy_forward)
     outputs: list[PolicyOutput] = []
     batches = sequences(prompts.prompt_ids, responses, groups, state.sampling.pad_token_id, state.device)
-    with torch.no_grad():
+    waiting = nullcontext() if reference is None else on_device(reference, state.device)
+    with torch.no_grad(), waiting:
         for batch in to_device(batches, state.device):
             with autocast(state.config, state.device):
-                outputs.append(forward(batch, with_entropy=True))
+                outputs.append(forward(batch, with_entropy=True, reference=reference))
 
     def of_all(name: str, columns: int) -> Tensor:
         found = filled_rows(rows, columns, groups, [getattr(out, name) for out in outputs], state.statistics_dtype)
@@ -288,5 +348,6 @@ def _first_forward(
     return (
         torch.where(responses.mask, of_all("logprobs", width), 0.0),
         torch.where(responses.mask, of_all("entropy", width), 0.0),
+        None if reference is None else torch.where(responses.mask, of_all("kl", width), 0.0),
         of_all("values", width + 1) if state.shares_trunk else None,
     )

@@ -21,11 +21,11 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.aggregation import aggregate_loss, aggregation_count
 from ppo_rlhf.core.errors import ConfigError, DivergenceError
 from ppo_rlhf.core.kl import kl_estimate
-from ppo_rlhf.core.losses import clipped_policy_loss, clipped_value_loss, importance_weights
+from ppo_rlhf.core.losses import PolicyLoss, clipped_policy_loss, clipped_value_loss, importance_weights
 from ppo_rlhf.models.gradient_checkpointing import recomputing
 from ppo_rlhf.models.transfers import to_device
 from ppo_rlhf.ppo.batch import Minibatch, SequenceBatch
-from ppo_rlhf.ppo.experience import Experience, learning_mask
+from ppo_rlhf.ppo.experience import Experience, learning_mask, positive_mask
 from ppo_rlhf.ppo.metrics import StepSums, Update, add_over_processes
 from ppo_rlhf.ppo.optimisers import set_learning_rates
 from ppo_rlhf.ppo.precision import deterministic
@@ -95,13 +95,14 @@ class MicroBatch:
     advantages: Tensor  # [b, t], times the importance weights
     values: Tensor  # [b, t], before the update
     returns: Tensor  # [b, t]
+    positive: Tensor | None = None  # [b, t] bool, True on the tokens of positive examples, if the loss has their term
 
 
 def _on_device(
     state: TrainingState, experience: Experience, epoch: list[Minibatch], mask: Tensor, advantages: Tensor
 ) -> list[MicroBatch]:
     """Return all micro-batches of an epoch, which are copied to the device together."""
-    rollouts = experience.rollouts
+    rollouts, positive = experience.rollouts, positive_mask(experience, mask, state.config)
     groups = [rows for minibatch in epoch for rows in minibatch.micro_batches]
     batches = rollouts.sequences(groups, state.sampling.pad_token_id, state.device)
     tables = (
@@ -111,6 +112,7 @@ def _on_device(
         advantages,
         experience.scores.values,
         experience.returns,
+        *(() if positive is None else (positive,)),
     )
     pieces = [
         MicroBatch(batch, int(mask[rows].sum()), *(table[rows, : batch.shape[1]] for table in tables))
@@ -137,38 +139,48 @@ def compute_gradients(
     config, accelerator = state.config, state.accelerator
     learns = experience.rollouts.iteration > config.critic_warmup_iterations
     whole_mask, aggregation = mask[minibatch.rows], config.loss_aggregation  # of all processes
-    step = StepSums(tokens=int(whole_mask.sum()))
+    step = StepSums(tokens=int(whole_mask.sum()), with_policy=minibatch.with_policy)
     denominator = float(aggregation_count(whole_mask, aggregation, fixed_length=config.response_length))
+    positive, positives = positive_mask(experience, mask, config), 0.0
+    if positive is not None:
+        examples = positive[minibatch.rows]
+        positives = float(aggregation_count(examples, aggregation, fixed_length=config.response_length))
 
+    asked = {"with_entropy": bool(config.entropy_coef), "reference": experience.rollouts.reference_policy}
     for number in range(1, len(minibatch.micro_batches) + 1):
         piece = next(pieces)
         with synchronised(state, is_last=number == len(minibatch.micro_batches)):
-            with accelerator.autocast():
-                output = state.policy_forward(piece.batch, with_entropy=bool(config.entropy_coef), learns=learns)
-            policy_terms = clipped_policy_loss(
-                output.logprobs,
-                piece.old_logprobs,
-                piece.advantages,
-                piece.mask,
-                cliprange=config.cliprange,
-                cliprange_high=config.cliprange_high,
-                dual_clip=config.dual_clip,
-                loss_aggregation=aggregation,
-                denominator=denominator,
-            )
-            policy_loss = policy_terms.loss
-            kl = entropy = torch.zeros_like(policy_loss)
-            if config.kl_in == "loss":
-                estimate = kl_estimate(output.logprobs, piece.reference_logprobs, config.kl_estimator)
-                kl = aggregate_loss(estimate, piece.mask, aggregation, denominator)
-                policy_loss = policy_loss + experience.shaped_rewards.kl_coef * kl
-            if output.entropy is not None:
-                entropy = aggregate_loss(output.entropy, piece.mask, aggregation, denominator)
-                policy_loss = policy_loss - config.entropy_coef * entropy
-            if learns and not state.shares_trunk:
-                _backward(state, policy_loss)
-
-            values = output.values
+            if minibatch.with_policy:
+                with accelerator.autocast():
+                    output = state.policy_forward(piece.batch, learns=learns, **asked)
+                policy_terms = clipped_policy_loss(
+                    output.logprobs,
+                    piece.old_logprobs,
+                    piece.advantages,
+                    piece.mask,
+                    cliprange=config.cliprange,
+                    cliprange_high=config.cliprange_high,
+                    dual_clip=config.dual_clip,
+                    loss_aggregation=aggregation,
+                    denominator=denominator,
+                )
+                policy_loss = policy_terms.loss
+                kl = entropy = nll = torch.zeros_like(policy_loss)
+                if config.kl_in == "loss":
+                    estimate = output.kl
+                    if estimate is None:
+                        estimate = kl_estimate(output.logprobs, piece.reference_logprobs, config.kl_estimator)
+                    kl = aggregate_loss(estimate, piece.mask, aggregation, denominator)
+                    policy_loss = policy_loss + experience.shaped_rewards.kl_coef * kl
+                if output.entropy is not None:
+                    entropy = aggregate_loss(output.entropy, piece.mask, aggregation, denominator)
+                    policy_loss = policy_loss - config.entropy_coef * entropy
+                if piece.positive is not None:
+                    nll = aggregate_loss(-output.logprobs, piece.positive, aggregation, positives)
+                    policy_loss = policy_loss + config.positive_coef * nll
+                if learns and not state.shares_trunk:
+                    _backward(state, policy_loss)
+                values = output.values
             if state.critic_forward is not None:
                 with accelerator.autocast():
                     values = state.critic_forward(piece.batch)
@@ -185,7 +197,10 @@ def compute_gradients(
             if learns and state.shares_trunk:
                 loss = loss + policy_loss
             _backward(state, loss)
-        step.add(policy=policy_terms, value=value_terms, kl=kl, entropy=entropy, own_tokens=piece.tokens)
+        if not minibatch.with_policy:
+            kl = entropy = nll = torch.zeros_like(loss)
+            policy_terms = PolicyLoss(kl, kl, kl, kl)
+        step.add(policy=policy_terms, value=value_terms, kl=kl, entropy=entropy, nll=nll, own_tokens=piece.tokens)
     return step
 
 

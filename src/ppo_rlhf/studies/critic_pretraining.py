@@ -73,6 +73,7 @@ def pretraining_config(pretraining: CriticPretrainingConfig, ppo: PPOConfig) -> 
         ppo,
         value_model=pretraining.value_model,
         lam_critic=1.0,
+        lam_alpha=None,
         critic_warmup_iterations=pretraining.iterations,
         kl_hold_iterations=0,
         total_episodes=(pretraining.iterations + 1) * ppo.batch_size,  # the run's last iteration is never done
@@ -115,7 +116,8 @@ def pretrain_critic(
     state = build_state(policy.model, critic, policy.tokenizer, config)
     for dataset in (prompts, held_out_prompts):
         check_room(scorer, dataset.lengths, config.response_length, state.sampling.stop_token_ids)
-    held_out = generate_rollouts(state, reference, held_out_prompts, _whole(config, len(held_out_prompts)))
+    whole = _whole(config, len(held_out_prompts))
+    held_out = generate_rollouts(state, reference, held_out_prompts, whole, scorer)
     before = score_responses(held_out, scorer, state)
     history: list[dict[str, float]] = []
     for iteration in range(1, pretraining.iterations + 1):
@@ -137,6 +139,7 @@ def _whole(config: PPOConfig, prompts: int) -> PPOConfig:
         gradient_accumulation_steps=accumulated,
         num_mini_batches=1,
         responses_per_prompt=1,
+        drop_uniform_prompts=0,
         critic_warmup_iterations=0,
     )
 

@@ -199,6 +199,8 @@ class PPOTrainer:
         """
         config, sampler = self.config, self._sampler
         trainer_inputs.check_one_turn(config)
+        if config.drop_uniform_prompts:
+            raise ConfigError("step: ppo.drop_uniform_prompts draws other prompts, which only train() can; set it to 0")
         self._check_ready("step")
         check_alike("step", queries=queries, responses=responses, scores=scores)
         if self.state.finished:

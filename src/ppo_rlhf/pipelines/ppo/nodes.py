@@ -148,10 +148,14 @@ def evaluate_reference_policy(
 
 
 def generate_rollouts(
-    training_state: TrainingState, reference_policy: PreTrainedModel, prompt_dataset: PromptDataset
+    training_state: TrainingState,
+    reference_policy: PreTrainedModel,
+    prompt_dataset: PromptDataset,
+    reward_scorer: RewardScorer,
 ) -> Rollouts:
     """Sample responses; compute their log-probabilities under policy and reference policy."""
-    return loop.generate_rollouts(training_state, reference_policy, prompt_dataset, training_state.config)
+    config = training_state.config
+    return loop.generate_rollouts(training_state, reference_policy, prompt_dataset, config, reward_scorer)
 
 
 def score_responses(rollouts: Rollouts, reward_scorer: RewardScorer, training_state: TrainingState) -> Scores:

@@ -20,6 +20,7 @@ def create_pipeline() -> Pipeline:
     ```
     """
     evaluated = ["evaluation_prompt_dataset", "reward_scorer"]
+    sampled = ["training_state", "reference_policy", "prompt_dataset"]
     before = ["reference_evaluation", "earlier_evaluations"]
     once_before = [
         named(nodes.configure_ppo, "params:ppo", "ppo_config"),
@@ -47,7 +48,7 @@ def create_pipeline() -> Pipeline:
         ),
     ]
     iteration = [
-        named(nodes.generate_rollouts, ["training_state", "reference_policy", "prompt_dataset"], "rollouts"),
+        named(nodes.generate_rollouts, [*sampled, "reward_scorer"], "rollouts"),
         named(nodes.score_responses, ["rollouts", "reward_scorer", "training_state"], "scores"),
         named(nodes.shape_rewards, ["rollouts", "scores", "training_state"], "shaped_rewards"),
         named(nodes.estimate_advantages, ["rollouts", "scores", "shaped_rewards", "params:ppo"], "experience"),

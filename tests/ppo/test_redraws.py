@@ -1,0 +1,123 @@
+"""Prompts whose responses all score alike are dropped, and others drawn, against one prompt worked at a time."""
+
+import pytest
+import torch
+
+from ppo_rlhf.core import randomness
+from ppo_rlhf.ppo.sampling import generate_responses
+from ppo_rlhf.rewards.scoring import RewardScorer
+from tests.ppo_runs import build_prompts
+
+SETTINGS = {"responses_per_prompt": 3, "dtype": "float64"}  # four prompts an iteration
+WITHOUT_SIGNAL = "abc"  # the word `wanted` of the first three of six prompts
+
+
+def by_prompt(batch):
+    """1 for each response to a prompt without a signal; to others a number that no other response has."""
+    weights = [1.0 + 0.37**place for place in range(8)]
+    numbers = [sum(w * i for w, i in zip(weights, ids, strict=False)) for ids in batch.response_ids]
+    wanted = batch.columns["wanted"]
+    return torch.tensor([1.0 if word in WITHOUT_SIGNAL else n for word, n in zip(wanted, numbers, strict=True)])
+
+
+def build(make_run, scoring=by_prompt, **settings):
+    calls = []
+    scorer = RewardScorer([("given", 1.0, lambda batch: calls.append(batch) or scoring(batch))])
+    return make_run(scorer=scorer, **{**SETTINGS, **settings}), calls
+
+
+def answers(run, prompt: list[int], place: int, stream: str) -> list[list[int]]:
+    """Three responses to one prompt, each sampled alone with the noise of this place of the batch."""
+    noise = randomness.episode_uniforms(run.config.seed, stream, 1, 12, 8)[3 * place : 3 * place + 3]
+    return [
+        generate_responses(run.state.policy, [prompt], row[None], run.state.sampling).token_lists()[0] for row in noise
+    ]
+
+
+def expected_batch(run, limit: int) -> tuple[list[int], list[list[int]], int]:
+    """Prompts of the four places, the responses, and the draws in place of dropped prompts, in plain Python."""
+    size, ids = len(run.prompts), run.prompts.prompt_ids
+    chosen = randomness.permutation(size, run.config.seed, "prompts", 0).tolist()[:4]
+    texts = [answers(run, ids[index], place, "rollout") for place, index in enumerate(chosen)]
+    redraws = 0
+    while redraws < limit and any(run.prompts.columns["wanted"][index] in WITHOUT_SIGNAL for index in chosen):
+        redraws += 1
+        order = randomness.permutation(size, run.config.seed, "redrawn prompts", 1, redraws).tolist()
+        dropped = [p for p, index in enumerate(chosen) if run.prompts.columns["wanted"][index] in WITHOUT_SIGNAL]
+        for number, place in enumerate(dropped):
+            if run.prompts.columns["wanted"][order[number]] not in WITHOUT_SIGNAL:
+                chosen[place] = order[number]
+                texts[place] = answers(run, ids[order[number]], place, f"redraw {redraws}")
+    return chosen, [text for place in texts for text in place], redraws
+
+
+@pytest.mark.parametrize("limit", [1, 10])
+def test_prompts_without_a_signal_are_replaced_by_others_with_noise_of_their_own(make_run, limit):
+    run, calls = build(make_run, drop_uniform_prompts=limit)
+    rollouts = run.rollouts()
+    chosen, texts, redraws = expected_batch(run, limit)
+    assert rollouts.prompts.prompt_ids == [run.prompts.prompt_ids[index] for index in chosen for _ in range(3)]
+    assert rollouts.prompts.columns["wanted"] == [run.prompts.columns["wanted"][i] for i in chosen for _ in range(3)]
+    assert rollouts.responses.token_lists() == texts
+    assert rollouts.redraws == redraws > 0
+    assert len(calls) == 1 + redraws
+    assert len(calls[0]) == 12 > len(calls[1])  # only the new ones are sampled and scored
+    metrics = run.iteration()
+    left = sum(run.prompts.columns["wanted"][index] in WITHOUT_SIGNAL for index in chosen)
+    assert (metrics["response/redraws"], metrics["response/uniform_prompts"]) == (redraws, left / 4)
+    assert metrics["objective/scores"] == pytest.approx(float(by_prompt(rollouts.texts).double().mean()), rel=1e-6)
+    assert metrics["episode"] == 12.0
+    assert len(calls) == 2 * (1 + redraws)  # no response is scored twice: what decided is what is learnt from
+
+
+def test_past_the_limit_the_dropped_prompts_come_back_with_their_first_responses(make_run):
+    run, calls = build(make_run, lambda batch: torch.ones(len(batch)), drop_uniform_prompts=2)
+    plain, _ = build(make_run)
+    found, expected = run.rollouts(), plain.rollouts()
+    assert found.prompts == expected.prompts
+    assert torch.equal(found.responses.response_ids, expected.responses.response_ids)
+    assert torch.equal(found.old_logprobs, expected.old_logprobs)
+    assert (found.redraws, len(calls)) == (2, 3)
+    assert run.iteration()["response/uniform_prompts"] == 1.0
+
+
+def test_a_batch_with_a_signal_everywhere_is_that_of_a_run_without_the_option(make_run):
+    prompts = build_prompts()
+    with_signal = {"prompts": prompts.select([3, 4, 5, 3])}
+    run, calls = build(make_run, drop_uniform_prompts=5, **with_signal)
+    plain, _ = build(make_run, **with_signal)
+    found, expected = run.rollouts(), plain.rollouts()
+    assert torch.equal(found.responses.response_ids, expected.responses.response_ids)
+    assert (found.redraws, len(calls)) == (0, 1)
+
+
+def test_rewards_by_token_go_with_their_responses(make_run):
+    """The reward of a token is its id, but 1 / length to prompts without a signal: the score is 1."""
+
+    def by_token(batch):
+        width = max(map(len, batch.response_ids))
+        rows = [
+            [1.0 / len(ids)] * len(ids) if word in WITHOUT_SIGNAL else [float(i) for i in ids]
+            for ids, word in zip(batch.response_ids, batch.columns["wanted"], strict=True)
+        ]
+        return torch.tensor([row + [0.0] * (width - len(row)) for row in rows])
+
+    run, _ = build(make_run, by_token, drop_uniform_prompts=10, min_response_length=1)
+    rollouts, scores, _, _ = run.before_update()
+    assert rollouts.redraws > 0
+    for row, (ids, word) in enumerate(zip(rollouts.texts.response_ids, rollouts.texts.columns["wanted"], strict=True)):
+        if word not in WITHOUT_SIGNAL:
+            assert scores.token_rewards[row].tolist() == [float(i) for i in ids] + [0.0] * (8 - len(ids))
+            assert float(scores.total[row]) == sum(ids)
+
+
+def test_several_turns_are_drawn_anew_as_a_whole(make_run):
+    turns = {"environment": "tests.ppo.test_episodes:reply_twice", "turn_length": 3, "stop_token_id": 22}
+    run, _ = build(make_run, drop_uniform_prompts=10, **turns)
+    rollouts = run.rollouts()
+    assert rollouts.redraws > 0
+    for row in range(12):
+        place = rollouts.responses.policy_mask[row]
+        assert int(place.sum()) == int(rollouts.mask[row].sum()) > 0
+        assert not place[int(rollouts.responses.lengths[row]) :].any()
+    assert rollouts.texts.columns["wanted"] == rollouts.prompts.columns["wanted"]
