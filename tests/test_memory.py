@@ -13,6 +13,7 @@ from transformers import AutoModel, LlamaConfig
 
 from ppo_rlhf import memory
 from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.config.rules import OFFLOADING_FIELDS
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.memory import MemoryPlan, RunShape, available_memory, plan_memory, suggestions
 from ppo_rlhf.models.reward_model import CausalLMRewardConfig
@@ -100,9 +101,15 @@ def test_rows_of_a_micro_batch_follow_the_token_budget(tokens: int | None, rows:
     assert memory.micro_batch_rows(PPOConfig(**SETTINGS, max_tokens_per_micro_batch=tokens), 6) == rows
 
 
+def test_a_plan_for_a_gpu_that_is_not_here_takes_auto_as_bfloat16():
+    for on_cpu, dtype in ((True, "float32"), (False, "bfloat16")):
+        shape = RunShape(LLAMA, 6, on_cpu=on_cpu)
+        assert plan(shape) == plan(shape, dtype=dtype)
+
+
 def test_offloaded_models_count_on_the_host_and_while_they_score():
     shape = RunShape(LLAMA, 6, REWARD_MODEL, on_cpu=False)
-    near, far = (plan(shape, offload_reference_policy=waits, offload_reward_model=waits) for waits in (False, True))
+    near, far = (plan(shape, dtype="float32", **dict.fromkeys(OFFLOADING_FIELDS, waits)) for waits in (False, True))
     moved = {name: near.held[f"{name}: weights"] for name in ("reference policy", "reward model")}
     assert sum(near.held.values()) - sum(far.held.values()) == far.on_host == sum(moved.values())
     assert passing(far, "scoring") == passing(near, "scoring") + max(moved.values())  # one at a time

@@ -119,7 +119,8 @@ def plan_memory(config: PPOConfig, shape: RunShape) -> MemoryPlan:
         ConfigError: The critic is to start as a reward model, and there is none.
         ModelError: An option does not fit the architecture.
     """
-    c, sizes = config, _sizes(config, shape)
+    c = config = with_planned_dtype(config, shape.on_cpu)
+    sizes = _sizes(config, shape)
     waiting = {"reference policy": c.offload_reference_policy, "reward model": c.offload_reward_model}
     offloaded = {name: size for name, size in sizes.weights.items() if waiting.get(name)}
     held = {f"{name}: weights": size for name, size in sizes.weights.items() if name not in offloaded}
@@ -158,6 +159,11 @@ def plan_memory(config: PPOConfig, shape: RunShape) -> MemoryPlan:
         passes["evaluation"] = max(rollout(shape.evaluation_rows), scoring(shape.evaluation_rows))
     phases = {name: sum(held.values()) + size for name, size in passes.items()}
     return MemoryPlan(held, phases, sum(offloaded.values()), sum(sizes.trained), sizes.exported)
+
+
+def with_planned_dtype(config: PPOConfig, on_cpu: bool) -> PPOConfig:
+    """Return the settings with the precision that `ppo.dtype=auto` means on a CPU, or on today's GPUs."""
+    return replace(config, dtype="float32" if on_cpu else "bfloat16") if config.dtype == "auto" else config
 
 
 def _rollout_rows(config: PPOConfig) -> int:

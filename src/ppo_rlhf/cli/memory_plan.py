@@ -19,7 +19,7 @@ from ppo_rlhf.evaluation.policy import EvaluationConfig
 from ppo_rlhf.models.loading import PretrainedHandle, why_unreadable
 from ppo_rlhf.models.reward_model import CausalLMRewardConfig
 from ppo_rlhf.ppo.models import check_device
-from ppo_rlhf.ppo.precision import resolve_device
+from ppo_rlhf.ppo.precision import resolve_device, with_dtype
 from ppo_rlhf.preflight.request import RunRequest
 from ppo_rlhf.processes import process_count
 
@@ -79,6 +79,8 @@ def plan(
     config, evaluation = run.group("ppo", PPOConfig), run.group("evaluation", EvaluationConfig)
     assert config is not None
     device = torch.device("cuda") if memory_gib and "cuda" in config.device else resolve_device(config.device)
+    is_elsewhere = device.type == "cuda" and not torch.cuda.is_available()
+    config = memory.with_planned_dtype(config, on_cpu=False) if is_elsewhere else with_dtype(config)
     check_device(config, device)
     policy_config = _model_config(policy)
     shape = memory.RunShape(

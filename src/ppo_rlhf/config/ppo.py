@@ -242,9 +242,11 @@ class PPOConfig:
     was measured."""
     export_value_head: bool = False
     """Save the value head among the exported policy's weights, as TRL's AutoModelForCausalLMWithValueHead has it."""
-    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
-    """Precision. bfloat16 and float16: forward passes under autocast, frozen models in that type, trainable weights,
-    their moments, log-probabilities and losses in float32; float16 with loss scaling, on a GPU only."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
+    """Precision. auto: bfloat16 on a GPU with instructions for it, else float32; a resumed run keeps what it began
+    with. bfloat16 and float16: forward passes under autocast, frozen models in that type, trainable weights, their
+    moments, log-probabilities and losses in float32; float16 with loss scaling, on a GPU only. float32 on CUDA: matrix
+    products read TF32 (10 bits of the mantissa), unless `deterministic` is set."""
     offload_reference_policy: bool = False
     """Keep the reference policy in the host's memory, and on the GPU only while it computes log-probabilities. This
     saves one copy of the policy in `dtype` on the GPU, costs a transfer each iteration, and changes no number."""
