@@ -15,7 +15,7 @@ from ppo_rlhf import memory
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.rules import OFFLOADING_FIELDS
 from ppo_rlhf.core.errors import ConfigError
-from ppo_rlhf.memory import MemoryPlan, RunShape, available_memory, plan_memory, suggestions
+from ppo_rlhf.memory import MemoryPlan, RunShape, plan_memory, suggestions
 from ppo_rlhf.models.reward_model import CausalLMRewardConfig
 from tests.ppo_runs import build_prompts, build_run
 
@@ -101,6 +101,19 @@ def test_rows_of_a_micro_batch_follow_the_token_budget(tokens: int | None, rows:
     assert memory.micro_batch_rows(PPOConfig(**SETTINGS, max_tokens_per_micro_batch=tokens), 6) == rows
 
 
+@pytest.mark.parametrize(
+    ("free", "limit", "rows"),
+    [(None, None, 8), (2**40, None, 8), (0, None, 1), (0, 3, 3), (2**40, 3, 3)],
+)
+def test_without_a_limit_the_rollouts_take_what_is_left_beside_what_is_held(
+    free: int | None, limit: int | None, rows: int
+):
+    planned = plan(RunShape(LLAMA, 6, free=free), local_rollout_forward_batch_size=limit)
+    assert planned.rollout_rows == rows
+    one_layer, cache = int(1.5 * 2 * 232 * 4) // 2, 14 * 2 * 16 * 4
+    assert passing(planned, "rollout") == rows * (cache + 6 * one_layer)
+
+
 def test_a_plan_for_a_gpu_that_is_not_here_takes_auto_as_bfloat16():
     for on_cpu, dtype in ((True, "float32"), (False, "bfloat16")):
         shape = RunShape(LLAMA, 6, on_cpu=on_cpu)
@@ -179,22 +192,6 @@ def test_nothing_that_the_settings_or_the_device_exclude_is_suggested():
     assert not any(
         each.changes.get("offload_reference_policy") for each in suggestions(PPOConfig(**SETTINGS), RunShape(WIDE, 6))
     )
-
-
-@pytest.mark.parametrize(
-    ("files", "expected"),
-    [
-        ({}, 1000),
-        ({"memory.max": "max\n", "memory.current": "700\n"}, 1000),
-        ({"memory.max": "900\n", "memory.current": "700\n"}, 200),
-    ],
-    ids=str,
-)
-def test_a_containers_limit_counts(files: dict[str, str], expected: int, tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: type("Memory", (), {"available": 1000}))
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
-    assert available_memory(torch.device("cpu"), tmp_path) == (expected, expected)
 
 
 # Against a measured peak.

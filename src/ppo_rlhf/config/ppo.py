@@ -180,8 +180,9 @@ class PPOConfig:
     """Multiplies the rollout batch: batch_size = per_device_train_batch_size x this x world size."""
     num_mini_batches: Count = 1
     """Optimiser steps an epoch: the batch is cut into this many minibatches."""
-    local_rollout_forward_batch_size: Count = 64
-    """Responses generated, and scored, at a time on one device. It need not divide the batch."""
+    local_rollout_forward_batch_size: Count | None = None
+    """Responses generated, and scored, at a time on one device, at most; None: as many as the free memory allows. It
+    need not divide the batch."""
     responses_per_prompt: Annotated[int, Field(ge=1), Typical(1, 16, "RLOO, arXiv:2402.14740: 4")] = 1
     """Responses sampled to each prompt of a batch, each with noise of its own; it divides the batch."""
     max_tokens_per_micro_batch: Annotated[int, Field(ge=2)] | None = None

@@ -13,6 +13,7 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.randomness import episode_prompts, episode_uniforms
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.models.forward import backbone_of, hidden_states_at
+from ppo_rlhf.models.free_memory import sequences_at_a_time
 from ppo_rlhf.models.offloading import on_device
 from ppo_rlhf.models.transfers import to_device
 from ppo_rlhf.ppo.batch import Epochs, SequenceBatch, cut_batch, first_epoch, make_batch
@@ -94,7 +95,7 @@ def sample_responses(
     sampling: SamplingSettings,
     config: PPOConfig,
     *,
-    batch_size: int,
+    batch_size: int | None,
 ) -> Responses:
     """Sample a response to each of N prompts; each process samples its own share, and all get all of them.
 
@@ -106,7 +107,7 @@ def sample_responses(
         uniforms: `[N, T]` float64 in [0, 1): the noise.
         sampling: How tokens are drawn.
         config: Engine and precision.
-        batch_size: Responses decoded at a time.
+        batch_size: Responses decoded at a time; None: what memory allows.
     """
     share = own_share(len(prompts))
     noise = uniforms[share.start : share.stop]
@@ -209,7 +210,7 @@ def compute_logprobs(
     *,
     temperature: float,
     device: torch.device,
-    batch_size: int,
+    batch_size: int | None,
     pad_token_id: int,
 ) -> Tensor:
     """Return the log-probabilities `[N, T]` of the policy's tokens under a model, 0 elsewhere.
@@ -224,15 +225,17 @@ def compute_logprobs(
         config: Precision.
         temperature: Divides the logits.
         device: Where the model computes.
-        batch_size: Responses in one forward pass.
+        batch_size: Responses in one forward pass; None: what memory allows.
         pad_token_id: Any id inside the vocabulary; its value has no effect.
     """
     share, lengths = own_share(len(prompt_ids)), responses.lengths
-    by_length = sorted(share, key=lambda row: len(prompt_ids[row]) + int(lengths[row]))
-    groups = [by_length[start : start + batch_size] for start in range(0, len(by_length), batch_size)]
+    tokens = [len(ids) + length for ids, length in zip(prompt_ids, lengths.tolist(), strict=True)]
+    by_length = sorted(share, key=lambda row: tokens[row])
     dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
     found: list[Tensor] = []
     with torch.no_grad(), on_device(model, device), autocast(config, device):
+        size = batch_size or sequences_at_a_time(model, len(by_length), max(tokens, default=0))
+        groups = [by_length[start : start + size] for start in range(0, len(by_length), size)]
         for batch in to_device(sequences(prompt_ids, responses, groups, pad_token_id, device), device):
             states = hidden_states_at(backbone_of(model), batch.rows, batch.state_positions)
             found.append(response_statistics(model, batch, states, temperature)[0])

@@ -18,6 +18,7 @@ from ppo_rlhf.core.responses import length_mask, response_lengths
 from ppo_rlhf.core.sampling import sample_tokens
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.models.decoding import Decoder, decodes
+from ppo_rlhf.models.free_memory import sequences_at_a_time
 from ppo_rlhf.ppo.batch import without_padding
 
 STEPS_BETWEEN_LOOKS = 16
@@ -84,7 +85,7 @@ def generate_responses(
     settings: SamplingSettings,
     *,
     engine: str = "static",
-    batch_size: int = 64,
+    batch_size: int | None = 64,
 ) -> Responses:
     """Sample one response to each prompt by inverse-CDF sampling with the given uniforms.
 
@@ -94,11 +95,15 @@ def generate_responses(
         uniforms: `[N, T]` float64 in [0, 1), one for each (episode, step).
         settings: Length, temperature, filters, stop tokens.
         engine: `static` or `hf`, which also decodes architectures that need padding.
-        batch_size: Prompts decoded at a time; the tokens depend on it only by rounding.
+        batch_size: Prompts decoded at a time; the tokens depend on it only by rounding. None: what memory allows.
     """
     dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
     tokens = [torch.empty(0, settings.response_length, dtype=torch.long)]  # a process may have no prompts
     logprobs = [torch.empty(0, settings.response_length, dtype=dtype)]
+    if batch_size is None:
+        longest = max((len(ids) for ids in prompt_ids), default=0)
+        tokens_at_most = longest + settings.response_length
+        batch_size = sequences_at_a_time(model, len(prompt_ids), tokens_at_most, decoded_from=longest)
     with torch.no_grad():
         decode = _decode_packed if engine == "static" and decodes(model) else _decode_with_generate
         for start in range(0, len(prompt_ids), batch_size):

@@ -29,7 +29,7 @@ def build_reward_scorer(
     reward_model: PretrainedHandle | None,
     policy_tokenizer: PreTrainedTokenizerBase,
     *,
-    batch_size: int = 64,
+    batch_size: int | None = 64,
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float32,
     offload: bool = False,
@@ -40,7 +40,7 @@ def build_reward_scorer(
         config: The components.
         reward_model: Read only if a component is of type model.
         policy_tokenizer: Tokenizer of the responses to be scored.
-        batch_size: Sequences in one forward of the reward model.
+        batch_size: Sequences in one forward of the reward model; None: what memory allows.
         device: Device of the reward model.
         dtype: Precision of the reward model.
         offload: Whether the reward model stays in the host's memory and is on the device only while it scores.
