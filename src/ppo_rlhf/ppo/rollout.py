@@ -16,13 +16,13 @@ from ppo_rlhf.models.forward import backbone_of, hidden_states_at
 from ppo_rlhf.models.free_memory import sequences_at_a_time
 from ppo_rlhf.models.offloading import on_device
 from ppo_rlhf.models.transfers import to_device
-from ppo_rlhf.ppo.batch import Epochs, SequenceBatch, cut_batch, first_epoch, make_batch
+from ppo_rlhf.ppo.batch import Epochs, SequenceBatch, cut_batch, first_epoch, first_hands, make_batch
 from ppo_rlhf.ppo.episodes import sample_episodes, turn_texts
 from ppo_rlhf.ppo.logprobs import PolicyOutput, filled_rows, response_statistics
 from ppo_rlhf.ppo.precision import autocast, deterministic
 from ppo_rlhf.ppo.sampling import Responses, SamplingSettings, generate_responses
 from ppo_rlhf.ppo.state import TrainingState
-from ppo_rlhf.processes import gather_rows, gather_scattered, own_share
+from ppo_rlhf.processes import dealt_rows, gather_dealt, own_rank
 from ppo_rlhf.rewards.rendering import conversations
 from ppo_rlhf.rewards.scoring import ResponseBatch
 
@@ -109,9 +109,9 @@ def sample_responses(
         config: Engine and precision.
         batch_size: Responses decoded at a time; None: what memory allows.
     """
-    share = own_share(len(prompts))
-    noise = uniforms[share.start : share.stop]
-    own_prompts = prompts.select(share)
+    hands = dealt_rows([len(ids) for ids in prompts.prompt_ids])
+    mine = hands[own_rank()]
+    noise, own_prompts = uniforms[mine], prompts.select(mine)
     engine = config.rollout_engine
     with autocast(config, policy.device):
         if sampling.environment is None:
@@ -120,12 +120,16 @@ def sample_responses(
             )
         else:
             own = sample_episodes(policy, own_prompts, noise, sampling, engine=engine, batch_size=batch_size)
+
+    def of_all(rows: Tensor) -> Tensor:
+        return gather_dealt(rows, hands)
+
     return Responses(
-        gather_rows(own.response_ids),
-        gather_rows(own.lengths),
-        gather_rows(own.terminated),
-        None if own.policy_mask is None else gather_rows(own.policy_mask),
-        None if own.sampler_logprobs is None else gather_rows(own.sampler_logprobs),
+        of_all(own.response_ids),
+        of_all(own.lengths),
+        of_all(own.terminated),
+        None if own.policy_mask is None else of_all(own.policy_mask),
+        None if own.sampler_logprobs is None else of_all(own.sampler_logprobs),
     )
 
 
@@ -228,9 +232,10 @@ def compute_logprobs(
         batch_size: Responses in one forward pass; None: what memory allows.
         pad_token_id: Any id inside the vocabulary; its value has no effect.
     """
-    share, lengths = own_share(len(prompt_ids)), responses.lengths
-    tokens = [len(ids) + length for ids, length in zip(prompt_ids, lengths.tolist(), strict=True)]
-    by_length = sorted(share, key=lambda row: tokens[row])
+    tokens = [len(ids) + length for ids, length in zip(prompt_ids, responses.lengths.tolist(), strict=True)]
+    hands = dealt_rows(tokens)
+    mine = hands[own_rank()]
+    by_length = sorted(mine, key=lambda row: tokens[row])
     dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
     found: list[Tensor] = []
     with torch.no_grad(), on_device(model, device), autocast(config, device):
@@ -240,7 +245,7 @@ def compute_logprobs(
             states = hidden_states_at(backbone_of(model), batch.rows, batch.state_positions)
             found.append(response_statistics(model, batch, states, temperature)[0])
     logprobs = filled_rows(len(prompt_ids), responses.response_ids.shape[1], groups, found, dtype)
-    return torch.where(responses.mask, gather_rows(logprobs[share.start : share.stop]), 0.0)
+    return torch.where(responses.mask, gather_dealt(logprobs[mine], hands), 0.0)
 
 
 def sequences(
@@ -274,8 +279,7 @@ def _first_forward(
     They are 0 on all tokens but the policy's. With a shared trunk the values `[B, T + 1]` too, else None.
     """
     rows, width = responses.response_ids.shape
-    groups = first_epoch(epochs)
-    mine = [row for group in groups for row in group]
+    groups, hands = first_epoch(epochs), first_hands(epochs)
     forward = state.accelerator.unwrap_model(state.policy_forward)
     outputs: list[PolicyOutput] = []
     batches = sequences(prompts.prompt_ids, responses, groups, state.sampling.pad_token_id, state.device)
@@ -286,7 +290,7 @@ def _first_forward(
 
     def of_all(name: str, columns: int) -> Tensor:
         found = filled_rows(rows, columns, groups, [getattr(out, name) for out in outputs], state.statistics_dtype)
-        return gather_scattered(found, mine)
+        return gather_dealt(found[hands[own_rank()]], hands)
 
     return (
         torch.where(responses.mask, of_all("logprobs", width), 0.0),

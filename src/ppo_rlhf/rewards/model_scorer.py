@@ -82,12 +82,14 @@ def score_sequences(model: PreTrainedModel, sequences: list[list[int]], pad_id: 
     Each process scores its share and gets all scores. Sequences of similar length make a batch, which is not padded if
     the architecture does not need it.
     """
-    own = processes.own_share(len(sequences))
-    by_length = sorted(own, key=lambda row: len(sequences[row]))
-    scores = torch.zeros(len(own), dtype=torch.promote_types(model.dtype, torch.float32))
-    size = batch_size or sequences_at_a_time(model, len(by_length), max(map(len, sequences), default=0))
+    lengths = [len(ids) for ids in sequences]
+    hands = processes.dealt_rows(lengths)
+    own = hands[processes.own_rank()]
+    by_length = sorted(own, key=lambda row: lengths[row])
+    scores = torch.zeros(len(sequences), dtype=torch.promote_types(model.dtype, torch.float32))
+    size = batch_size or sequences_at_a_time(model, len(by_length), max(lengths, default=0))
     for start in range(0, len(by_length), size):
         rows = by_length[start : start + size]
         found = sequence_scores(model, [sequences[row] for row in rows], pad_id)
-        scores[[row - own.start for row in rows]] = found.to(scores)
-    return processes.gather_rows(scores)
+        scores[rows] = found.to(scores)
+    return processes.gather_dealt(scores[own], hands)
