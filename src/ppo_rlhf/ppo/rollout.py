@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from ppo_rlhf.ppo.sampling import Responses, SamplingSettings, generate_response
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.processes import dealt_rows, gather_dealt, own_rank
 from ppo_rlhf.rewards.rendering import conversations
-from ppo_rlhf.rewards.scoring import ResponseBatch
+from ppo_rlhf.rewards.scoring import DecodedWhenRead, ResponseBatch
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ def response_batch(prompts: PromptDataset, responses: Responses, tokenizer: PreT
     response_ids = responses.token_lists()
     return ResponseBatch(
         prompts=prompts.texts,
-        completions=tokenizer.batch_decode(response_ids, skip_special_tokens=True),
+        completions=DecodedWhenRead(partial(tokenizer.batch_decode, response_ids, skip_special_tokens=True)),
         columns=prompts.columns,
         prompt_ids=prompts.prompt_ids,
         response_ids=response_ids,

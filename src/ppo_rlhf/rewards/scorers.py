@@ -108,8 +108,12 @@ def score_by_function(function: RewardFunction, name: str, batch: ResponseBatch)
     Raises:
         RewardError: As `call_token_reward_function`.
     """
-    given = (batch.prompts, batch.completions, batch.response_ids, batch.all_columns)
-    values = processes.on_main(lambda: call_token_reward_function(function, name, *given))
+
+    def call() -> list[float] | list[list[float]]:
+        given = (batch.prompts, list(batch.completions), batch.response_ids, batch.all_columns)
+        return call_token_reward_function(function, name, *given)
+
+    values = processes.on_main(call)
     rows = [torch.tensor(value, dtype=torch.float64) for value in values]
     return pad_sequence(rows, batch_first=True) if rows and rows[0].dim() else torch.tensor(values, dtype=torch.float64)
 
