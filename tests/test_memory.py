@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from ppo_rlhf.config.rules import OFFLOADING_FIELDS
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.memory import MemoryPlan, RunShape, plan_memory, suggestions
 from ppo_rlhf.models.reward_model import CausalLMRewardConfig
+from ppo_rlhf.ppo import update
 from tests.ppo_runs import build_prompts, build_run
 
 LLAMA = LlamaConfig(
@@ -42,6 +43,13 @@ def plan(shape: RunShape | None = None, **settings: Any) -> MemoryPlan:
 
 def passing(planned: MemoryPlan, phase: str) -> int:
     return planned.phases[phase] - sum(planned.held.values())
+
+
+def bytes_of(value: Any) -> int:
+    """Return the bytes of all tensors of a dataclass, and of those in it."""
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    return sum(bytes_of(getattr(value, each.name)) for each in fields(value)) if is_dataclass(value) else 0
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -79,15 +87,32 @@ def test_the_numbers_of_a_tiny_model_are_those_worked_out_by_hand():
     layer = (16 + 16) + 2 * (16 + 8) + (16 + 16) + 2 * (16 + 24) + (24 + 16)
     one_layer, kept = int(1.5 * layer * 4), int(1.5 * 2 * layer * 4)
     logits, cache = 8 * 8 * 23 * 4, 8 * 14 * (2 * 2 * 1 * 8) * 4
-    gradients = plan().held[MOMENTS] // 2
-    assert passing(plan(), "update") == gradients + 8 * 14 * kept + 2 * logits
-    assert passing(plan(entropy_coef=0.01), "update") == gradients + 8 * 14 * kept + 3 * logits
-    checkpointed = gradients + 8 * 14 * (2 * 16 * 4 + one_layer) + 2 * logits
+    gradients, epoch = plan().held[MOMENTS] // 2, 8 * (14 * 64 + 8 * 61)
+    assert passing(plan(), "update") == gradients + epoch + 8 * 14 * kept + 2 * logits
+    assert passing(plan(entropy_coef=0.01), "update") == gradients + epoch + 8 * 14 * kept + 3 * logits
+    assert passing(plan(gradient_accumulation_steps=4), "update") - passing(plan(), "update") == 3 * epoch
+    checkpointed = gradients + epoch + 8 * 14 * (2 * 16 * 4 + one_layer) + 2 * logits
     assert passing(plan(gradient_checkpointing=True), "update") == checkpointed
     assert passing(plan(), "scoring") == 8 * 14 * one_layer
     assert passing(plan(), "rollout") == cache + 8 * 6 * one_layer
-    two = plan(replace(RunShape(LLAMA, 6), processes=2))
-    assert passing(two, "update") - passing(plan(), "update") == gradients
+    for accumulation, buckets in ((1, 0), (2, gradients)):  # DDP's buckets hold the gradients, unless they accumulate
+        one, two = (
+            plan(replace(RunShape(LLAMA, 6), processes=count), gradient_accumulation_steps=accumulation)
+            for count in (1, 2)
+        )
+        assert passing(two, "update") - passing(one, "update") == buckets
+
+
+def test_an_epochs_tensors_are_counted_to_a_tenth(make_run):
+    """Prompts of one length, responses of full length: then nothing is padding."""
+    run = make_run("llama", prompts=build_prompts((6,) * 4), stop_token="none", missing_eos_penalty=None)
+    *_, experience = run.before_update()
+    (minibatches, *_), mask = experience.rollouts.epochs, experience.rollouts.mask
+    pieces = update._on_device(run.state, experience, minibatches, mask, experience.advantages)
+    rows, width = run.config.local_batch_size, run.config.response_length
+    assert run.state.statistics_dtype == torch.float64  # of the tests' models; runs have four bytes a number
+    expected = rows * ((6 + width) * 64 + width * (61 + 5 * 4))
+    assert sum(map(bytes_of, pieces)) == pytest.approx(expected, rel=0.1)
 
 
 def test_logits_beyond_what_is_held_at_a_time_do_not_count(monkeypatch: pytest.MonkeyPatch):

@@ -31,6 +31,9 @@ from ppo_rlhf.ppo.precision import frozen_dtype, trained_dtype
 
 PROCESS_BYTES = 600 * 2**20
 """Resident once `kedro run` has imported its libraries and they have computed something (measured on Linux)."""
+EPOCH_BYTES, EPOCH_RESPONSE_BYTES = 64, 61
+"""Of each token, and of each response token on top: ids, positions and indices, and the numbers that the losses read,
+of all micro-batches of an epoch, which are on the device together (`ppo.update`)."""
 MOMENTS, AVERAGE = "optimisers: two moments of each trained weight", "policy: moving average"
 
 
@@ -146,9 +149,12 @@ def plan_memory(config: PPOConfig, shape: RunShape) -> MemoryPlan:
         return max(rows * tokens * one_layer, logits(rows)) + max([sizes.copied, *offloaded.values()])
 
     def update(rows: int) -> int:
-        gradients = sum(sizes.trained) * (1 if shape.processes == 1 else 2)  # the second: DDP's buckets
+        accumulates = c.local_batch_size // c.num_mini_batches > rows  # beside DDP's buckets, which then are apart
+        gradients = sum(sizes.trained) * (2 if shape.processes > 1 and accumulates else 1)
         activations = layers * text.hidden_size * number + one_layer if c.gradient_checkpointing else kept
-        return gradients + rows * tokens * activations + logits(rows) * (3 if c.entropy_coef else 2) + sizes.copied
+        epoch = c.local_batch_size * (tokens * EPOCH_BYTES + c.response_length * EPOCH_RESPONSE_BYTES)
+        of_a_pass = rows * tokens * activations + logits(rows) * (3 if c.entropy_coef else 2)
+        return gradients + epoch + of_a_pass + sizes.copied
 
     rows, micro = _most_rollout_rows(c), micro_batch_rows(c, shape.prompt_length)
     if c.local_rollout_forward_batch_size is None and shape.free is not None:

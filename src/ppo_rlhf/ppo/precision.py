@@ -114,7 +114,9 @@ def make_accelerator(config: PPOConfig, device: torch.device, *, finds_unused: b
             mixed_precision=_MIXED.get(_dtype_name(config), "no"),
             kwargs_handlers=[
                 # Buffers are equal in all processes. To send them at each pass, all would need equally many passes.
-                DistributedDataParallelKwargs(broadcast_buffers=False, find_unused_parameters=finds_unused)
+                DistributedDataParallelKwargs(
+                    broadcast_buffers=False, find_unused_parameters=finds_unused, gradient_as_bucket_view=True
+                )
             ],
         )
 
