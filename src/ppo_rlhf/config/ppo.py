@@ -59,6 +59,7 @@ LearningRateSchedule = Literal[
     "constant_with_warmup",
     "inverse_sqrt",
 ]
+Precision = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 Count = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 
@@ -243,7 +244,7 @@ class PPOConfig:
     was measured."""
     export_value_head: bool = False
     """Save the value head among the exported policy's weights, as TRL's AutoModelForCausalLMWithValueHead has it."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
+    dtype: Precision = "auto"
     """Precision. auto: bfloat16 on a GPU with instructions for it, else float32; a resumed run keeps what it began
     with. bfloat16 and float16: forward passes under autocast, frozen models in that type, trainable weights, their
     moments, log-probabilities and losses in float32; float16 with loss scaling, on a GPU only. float32 on CUDA: matrix

@@ -13,6 +13,7 @@ from accelerate.utils import DistributedDataParallelKwargs, parse_flag_from_env
 from torch import nn
 
 from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.config.ppo import Precision
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.processes import check_launch, forget_accelerator, join_processes, process_count, quick_group
 
@@ -38,7 +39,7 @@ def with_dtype(config: PPOConfig) -> PPOConfig:
     return replace(config, dtype=_dtype_name(config)) if config.dtype == "auto" else config
 
 
-def _dtype_name(config: PPOConfig) -> str:
+def _dtype_name(config: PPOConfig) -> Precision:
     if config.dtype != "auto":
         return config.dtype
     device = resolve_device(config.device)
