@@ -12,7 +12,7 @@ import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -36,7 +36,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Return the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--peer-python", required=True, help="Python of an environment with TRL 1.12.0")
+    add("--peer-python", help="Python of an environment with TRL 1.12.0; without it only our side runs")
     add("--presets", type=names_of(PRESETS), default=["tiny", "small"], help="comma-separated: " + ", ".join(PRESETS))
     add(
         "--lengths",
@@ -76,20 +76,22 @@ def setting(text: str) -> tuple[str, Any]:
         return name, value
 
 
-def compare(job: Job, peer_python: str, pairs: int, folder: Path) -> list[tuple[Result, Result]]:
+def compare(job: Job, peer_python: str | None, pairs: int, folder: Path) -> list[tuple[Result, ...]]:
     """Run both sides in turn, each in a process of its own, and return their results pair by pair."""
     path = folder / "job.json"
     job.write(path)
-    commands = {"ours": (sys.executable, "our_side.py"), "trl": (peer_python, "trl_side.py")}
-    results = []
+    commands = {"ours": (sys.executable, "our_side.py")}
+    if peer_python is not None:
+        commands["trl"] = peer_python, "trl_side.py"
+    results = list[tuple[Result, ...]]()
     for pair in range(pairs):
         found = {}
-        for side in ("ours", "trl") if pair % 2 == 0 else ("trl", "ours"):
+        for side in list(commands) if pair % 2 == 0 else reversed(commands):
             python, script = commands[side]
             environment = ENVIRONMENT | (job.peer_environment if side == "trl" else {})
             found[side] = run_side([python, str(HERE / script), str(path)], environment)
             check_work(job, side, found[side])
-        results.append((found["ours"], found["trl"]))
+        results.append(tuple(found[side] for side in commands))
         times = ", ".join(f"{side} {seconds(result, 'iteration'):.2f} s" for side, result in found.items())
         print(f"pair {pair + 1} of {pairs}: {times}", file=sys.stderr, flush=True)
     return results
@@ -125,15 +127,20 @@ def tokens(result: Result) -> float:
     return float(sum(counts)) / len(counts)
 
 
-def rows_of(labels: dict[str, str], pairs: list[tuple[Result, Result]]) -> list[dict[str, Any]]:
-    """Return one row a phase: median seconds, and TRL's seconds over ours as the median and the range of the pairs."""
-    rows = []
+def rows_of(labels: dict[str, str], pairs: Sequence[tuple[Result, ...]]) -> list[dict[str, Any]]:
+    """Return one row a phase: median seconds, and TRL's seconds over ours as the median and the range of the pairs.
+
+    Where only our side ran, nothing of TRL is in the rows.
+    """
+    rows = list[dict[str, Any]]()
     for phase in PHASES:
-        ours, trl = ([seconds(result, phase) for result in side] for side in zip(*pairs, strict=True))
-        ratios = sorted(b / a for a, b in zip(ours, trl, strict=True))
-        row = {"ours_s": median(ours), "trl_s": median(trl), "ratio": median(ratios), "ratios": ratios}
-        rows.append({**labels, "phase": phase, **row})
-    for name, side in (("ours", 0), ("trl", 1)):
+        ours, *others = ([seconds(result, phase) for result in side] for side in zip(*pairs, strict=True))
+        row: dict[str, Any] = {**labels, "phase": phase, "ours_s": median(ours)}
+        for trl in others:
+            ratios = sorted(b / a for a, b in zip(ours, trl, strict=True))
+            row |= {"trl_s": median(trl), "ratio": median(ratios), "ratios": ratios}
+        rows.append(row)
+    for side, name in enumerate(("ours", "trl")[: len(pairs[0])]):
         rows[-1][f"{name}_tokens"] = median(tokens(pair[side]) for pair in pairs)
         rows[-1][f"{name}_mib"] = max(pair[side]["memory_mib"] for pair in pairs)
     return rows
@@ -145,10 +152,16 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines = [head, ["---"] * len(head)]
     for row in rows:
         line = [row[name] for name in ("preset", "lengths", "precision", "phase")]
-        line += [f"{row['ours_s']:.2f}", f"{row['trl_s']:.2f}", f"{row['ratio']:.2f}"]
-        line.append(f"{row['ratios'][0]:.2f} to {row['ratios'][-1]:.2f}")
+        line.append(f"{row['ours_s']:.2f}")
+        if "trl_s" in row:
+            line += [f"{row['trl_s']:.2f}", f"{row['ratio']:.2f}"]
+            line.append(f"{row['ratios'][0]:.2f} to {row['ratios'][-1]:.2f}")
+        else:
+            line += ["–"] * 3
         for name in ("tokens", "mib"):
-            line.append(f"{row[f'ours_{name}']:.0f} / {row[f'trl_{name}']:.0f}" if f"ours_{name}" in row else "")
+            line.append(
+                " / ".join(f"{row[f'{side}_{name}']:.0f}" for side in ("ours", "trl") if f"{side}_{name}" in row)
+            )
         lines.append(line)
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -169,7 +182,7 @@ def describe(arguments: argparse.Namespace) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "versions": {
             "ours": versions(sys.executable, *libraries),
-            "trl": versions(arguments.peer_python, *libraries, "trl"),
+            "trl": versions(arguments.peer_python, *libraries, "trl") if arguments.peer_python else {},
         },
         "pairs": arguments.pairs,
         "iterations": arguments.iterations,

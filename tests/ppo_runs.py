@@ -191,7 +191,8 @@ def build_rollouts(lengths: list[int], terminated: list[bool], width: int, **ten
         torch.tensor(terminated),
         sampler_logprobs=given.pop("sampler_logprobs"),
     )
-    completions = [f"response {row}" for row in range(len(lengths))]
+    rows = list(range(len(lengths)))
+    completions = [f"response {row}" for row in rows]
     return Rollouts(
         iteration=1,
         prompts=prompts,
@@ -201,7 +202,7 @@ def build_rollouts(lengths: list[int], terminated: list[bool], width: int, **ten
         ),
         **given,
         started=0.0,
-        epochs=[[Minibatch(list(range(len(lengths))), [list(range(len(lengths)))])]],
+        epochs=[[Minibatch(rows, [rows], [rows])]],
         generation_seconds=2.0,
         seconds=5.0,
     )

@@ -1,5 +1,6 @@
 """The benchmark's own side and arithmetic, on a toy shape and without TRL."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -12,7 +13,7 @@ HERE = Path(__file__).parents[1] / "benchmarks"
 def scripts(monkeypatch):
     monkeypatch.syspath_prepend(str(HERE))
     yield
-    for name in ("compare", "inputs", "our_side", "workload"):
+    for name in ("compare", "gpu_report", "inputs", "our_side", "workload"):
         sys.modules.pop(name, None)
 
 
@@ -39,6 +40,10 @@ def test_our_side_does_the_work_that_the_comparison_expects(tmp_path):
     rows = compare.rows_of({"preset": "toy", "lengths": "mixed", "precision": "float32"}, [(result, result)])
     assert [row["ratio"] for row in rows] == [1.0] * 3
     assert len(compare.table(rows).splitlines()) == 5
+    *_, alone = compare.rows_of({"preset": "toy", "lengths": "mixed", "precision": "float32"}, [(result,)])
+    assert alone["ours_s"] == rows[-1]["ours_s"]
+    assert not any("trl" in name or "ratio" in name for name in alone)  # only our side ran
+    assert compare.table([alone]).splitlines()[-1].count(" – ") == 3
     with pytest.raises(SystemExit, match="optimiser steps"):
         compare.check_work(job, "trl", result | {"steps": 1})
     with pytest.raises(SystemExit, match="response tokens"):
@@ -55,3 +60,64 @@ def test_a_ratio_is_the_median_of_the_pairs_without_the_warm_up():
 
     pairs = [(result(ours), result(trl)) for ours, trl in ((1, 4), (10, 50), (8, 9))]
     assert [row["ratio"] for row in compare.rows_of({}, pairs)] == [4.0] * 3
+
+
+GPU_TESTS = """
+tests/a.py::test_one PASSED                      [ 20%]
+tests/a.py::test_two[with spaces] PASSED         [ 40%]
+tests/a.py::test_three FAILED                    [ 60%]
+tests/b.py::test_four SKIPPED (no vLLM here)     [ 80%]
+tests/b.py::test_five """
+
+
+def test_the_report_names_the_tests_that_did_not_pass_and_the_one_that_was_cut_off():
+    import gpu_report
+
+    assert gpu_report.read_tests(GPU_TESTS.splitlines()) == [
+        ("tests", "2 passed, 1 failed, 1 skipped"),
+        ("tests/a.py::test_three", "failed"),
+        ("tests/b.py::test_four", "skipped: no vLLM here"),
+        ("tests/b.py::test_five", "cut off"),
+    ]
+    assert gpu_report.read_tests(["FAILED tests/a.py::test_three - assert 1 == 2"]) == [("tests", "none ran")]
+
+
+def test_a_part_that_fails_or_takes_too_long_leaves_the_others(monkeypatch, capfd):
+    import gpu_report
+
+    def part(name: str, code: str, share: float = 1.0) -> gpu_report.Part:
+        command = [sys.executable, "-c", code]
+        return gpu_report.Part(name, command, share, lambda lines: [(name, "".join(lines).strip())])
+
+    child = "import subprocess, sys, time; print('begun', flush=True); "
+    hangs = child + "subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
+    parts = [part("fails", "print('half'); 1 / 0"), part("hangs", hangs, 1 / 60), part("works", "print('whole')")]
+    monkeypatch.setattr(gpu_report, "parts_of", lambda *_: parts)
+    assert gpu_report.main(["--minutes", "1"]) == 1
+    rows = capfd.readouterr().out.split("| part | what | result |")[1]
+    for row in ("| status 1 |", "| stopped after 1 s |", "| | hangs | begun |", "| done |", "| | works | whole |"):
+        assert row in rows
+    monkeypatch.setattr(gpu_report, "parts_of", lambda *_: parts[2:])
+    assert gpu_report.main([]) == 0
+
+
+def test_the_report_runs_every_file_with_a_test_for_a_gpu():
+    import gpu_report
+
+    found = gpu_report.marked_tests()
+    assert "tests/trainer/test_on_a_gpu.py" in found
+    assert all("gpu" in (HERE.parent / file).read_text() for file in found)
+
+
+@pytest.mark.slow
+def test_the_report_can_be_tried_without_a_gpu(tmp_path, capfd):
+    import gpu_report
+
+    name = test_a_ratio_is_the_median_of_the_pairs_without_the_warm_up.__name__
+    tried = [f"{Path(__file__).relative_to(HERE.parent)}::{name}"]
+    arguments = ["--device", "cpu", "--preset", "tiny", "--json", str(tmp_path / "out"), "--tests", *tried]
+    assert gpu_report.main(arguments) == 0
+    rows = capfd.readouterr().out.split("| part | what | result |")[1]
+    assert "| | tests | 1 passed |" in rows
+    assert "tiny, full, float32: iteration | ours" in rows
+    assert len(json.loads((tmp_path / "out").read_text())) == 4

@@ -64,12 +64,12 @@ def test_a_fresh_project_passes_and_the_store_need_not_exist_yet(kedro: Kedro, p
 
 @pytest.mark.slow
 def test_an_own_model_passes_with_its_memory_and_disk(kedro: Kedro, own: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("ppo_rlhf.memory.available_memory", lambda _: (2**40, 2**40))
+    monkeypatch.setattr("ppo_rlhf.cli.memory_plan.available_memory", lambda _: (2**40, 2**40))
     found = examined(kedro, own, *ALIGN, "--params", "ppo.kl_coef=9", exit_code=0)
     assert "of 1024.00 GiB free on cpu" in found["ok", "Memory"][0]
     assert "data" in found["ok", "Disk"][0]
     assert "ppo.kl_coef=9" in found["advice", "Settings"][0]
-    monkeypatch.setattr("ppo_rlhf.memory.available_memory", lambda _: (2**20, 2**20))
+    monkeypatch.setattr("ppo_rlhf.cli.memory_plan.available_memory", lambda _: (2**20, 2**20))
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=2**10))
     found = examined(kedro, own, *ALIGN, exit_code=1)
     assert found["problem", "Memory"][0].endswith("it does not fit.")
@@ -80,7 +80,7 @@ def test_an_own_model_passes_with_its_memory_and_disk(kedro: Kedro, own: Path, m
 @pytest.mark.parametrize("missing", [0, 1])
 def test_the_disk_suffices_to_the_last_byte(kedro: Kedro, own: Path, monkeypatch: pytest.MonkeyPatch, missing: int):
     """Three checkpoints and an export."""
-    monkeypatch.setattr("ppo_rlhf.memory.available_memory", lambda _: (2**40, 2**40))
+    monkeypatch.setattr("ppo_rlhf.cli.memory_plan.available_memory", lambda _: (2**40, 2**40))
     monkeypatch.setattr("ppo_rlhf.memory.MemoryPlan.checkpoint", 2**30)
     monkeypatch.setattr("ppo_rlhf.datasets.checkpoints.most_checkpoints", lambda *_: 3)
     exported = 4 * sum(weight.numel() for weight in tiny_model().parameters())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,11 @@ from transformers import AutoModel, LlamaConfig
 
 from ppo_rlhf import memory
 from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.config.rules import OFFLOADING_FIELDS
 from ppo_rlhf.core.errors import ConfigError
-from ppo_rlhf.memory import MemoryPlan, RunShape, available_memory, plan_memory, suggestions
+from ppo_rlhf.memory import MemoryPlan, RunShape, plan_memory, suggestions
 from ppo_rlhf.models.reward_model import CausalLMRewardConfig
+from ppo_rlhf.ppo import update
 from tests.ppo_runs import build_prompts, build_run
 
 LLAMA = LlamaConfig(
@@ -41,6 +43,13 @@ def plan(shape: RunShape | None = None, **settings: Any) -> MemoryPlan:
 
 def passing(planned: MemoryPlan, phase: str) -> int:
     return planned.phases[phase] - sum(planned.held.values())
+
+
+def bytes_of(value: Any) -> int:
+    """Return the bytes of all tensors of a dataclass, and of those in it."""
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    return sum(bytes_of(getattr(value, each.name)) for each in fields(value)) if is_dataclass(value) else 0
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -78,18 +87,35 @@ def test_the_numbers_of_a_tiny_model_are_those_worked_out_by_hand():
     layer = (16 + 16) + 2 * (16 + 8) + (16 + 16) + 2 * (16 + 24) + (24 + 16)
     one_layer, kept = int(1.5 * layer * 4), int(1.5 * 2 * layer * 4)
     logits, cache = 8 * 8 * 23 * 4, 8 * 14 * (2 * 2 * 1 * 8) * 4
-    gradients = plan().held[MOMENTS] // 2
-    assert passing(plan(), "update") == gradients + 8 * 14 * kept + 2 * logits
-    assert passing(plan(entropy_coef=0.01), "update") == gradients + 8 * 14 * kept + 3 * logits
+    gradients, epoch = plan().held[MOMENTS] // 2, 8 * (14 * 64 + 8 * 61)
+    assert passing(plan(), "update") == gradients + epoch + 8 * 14 * kept + 2 * logits
+    assert passing(plan(entropy_coef=0.01), "update") == gradients + epoch + 8 * 14 * kept + 3 * logits
+    assert passing(plan(gradient_accumulation_steps=4), "update") - passing(plan(), "update") == 3 * epoch
     full = {"kl_estimator": "full"}
-    assert passing(plan(**full), "update") == gradients + 8 * 14 * kept + 2 * logits
-    assert passing(plan(**full, kl_in="loss"), "update") == gradients + 8 * 14 * kept + 4 * logits
-    checkpointed = gradients + 8 * 14 * (2 * 16 * 4 + one_layer) + 2 * logits
+    assert passing(plan(**full), "update") == gradients + epoch + 8 * 14 * kept + 2 * logits
+    assert passing(plan(**full, kl_in="loss"), "update") == gradients + epoch + 8 * 14 * kept + 4 * logits
+    checkpointed = gradients + epoch + 8 * 14 * (2 * 16 * 4 + one_layer) + 2 * logits
     assert passing(plan(gradient_checkpointing=True), "update") == checkpointed
     assert passing(plan(), "scoring") == 8 * 14 * one_layer
     assert passing(plan(), "rollout") == cache + 8 * 6 * one_layer
-    two = plan(replace(RunShape(LLAMA, 6), processes=2))
-    assert passing(two, "update") - passing(plan(), "update") == gradients
+    for accumulation, buckets in ((1, 0), (2, gradients)):  # DDP's buckets hold the gradients, unless they accumulate
+        one, two = (
+            plan(replace(RunShape(LLAMA, 6), processes=count), gradient_accumulation_steps=accumulation)
+            for count in (1, 2)
+        )
+        assert passing(two, "update") - passing(one, "update") == buckets
+
+
+def test_an_epochs_tensors_are_counted_to_a_tenth(make_run):
+    """Prompts of one length, responses of full length: then nothing is padding."""
+    run = make_run("llama", prompts=build_prompts((6,) * 4), stop_token="none", missing_eos_penalty=None)
+    *_, experience = run.before_update()
+    (minibatches, *_), mask = experience.rollouts.epochs, experience.rollouts.mask
+    pieces = update._on_device(run.state, experience, minibatches, mask, experience.advantages)
+    rows, width = run.config.local_batch_size, run.config.response_length
+    assert run.state.statistics_dtype == torch.float64  # of the tests' models; runs have four bytes a number
+    expected = rows * ((6 + width) * 64 + width * (61 + 5 * 4))
+    assert sum(map(bytes_of, pieces)) == pytest.approx(expected, rel=0.1)
 
 
 def test_logits_beyond_what_is_held_at_a_time_do_not_count(monkeypatch: pytest.MonkeyPatch):
@@ -103,9 +129,28 @@ def test_rows_of_a_micro_batch_follow_the_token_budget(tokens: int | None, rows:
     assert memory.micro_batch_rows(PPOConfig(**SETTINGS, max_tokens_per_micro_batch=tokens), 6) == rows
 
 
+@pytest.mark.parametrize(
+    ("free", "limit", "rows"),
+    [(None, None, 8), (2**40, None, 8), (0, None, 1), (0, 3, 3), (2**40, 3, 3)],
+)
+def test_without_a_limit_the_rollouts_take_what_is_left_beside_what_is_held(
+    free: int | None, limit: int | None, rows: int
+):
+    planned = plan(RunShape(LLAMA, 6, free=free), local_rollout_forward_batch_size=limit)
+    assert planned.rollout_rows == rows
+    one_layer, cache = int(1.5 * 2 * 232 * 4) // 2, 14 * 2 * 16 * 4
+    assert passing(planned, "rollout") == rows * (cache + 6 * one_layer)
+
+
+def test_a_plan_for_a_gpu_that_is_not_here_takes_auto_as_bfloat16():
+    for on_cpu, dtype in ((True, "float32"), (False, "bfloat16")):
+        shape = RunShape(LLAMA, 6, on_cpu=on_cpu)
+        assert plan(shape) == plan(shape, dtype=dtype)
+
+
 def test_offloaded_models_count_on_the_host_and_while_they_score():
     shape = RunShape(LLAMA, 6, REWARD_MODEL, on_cpu=False)
-    near, far = (plan(shape, offload_reference_policy=waits, offload_reward_model=waits) for waits in (False, True))
+    near, far = (plan(shape, dtype="float32", **dict.fromkeys(OFFLOADING_FIELDS, waits)) for waits in (False, True))
     moved = {name: near.held[f"{name}: weights"] for name in ("reference policy", "reward model")}
     assert sum(near.held.values()) - sum(far.held.values()) == far.on_host == sum(moved.values())
     assert passing(far, "scoring") == passing(near, "scoring") + max(moved.values())  # one at a time
@@ -175,22 +220,6 @@ def test_nothing_that_the_settings_or_the_device_exclude_is_suggested():
     assert not any(
         each.changes.get("offload_reference_policy") for each in suggestions(PPOConfig(**SETTINGS), RunShape(WIDE, 6))
     )
-
-
-@pytest.mark.parametrize(
-    ("files", "expected"),
-    [
-        ({}, 1000),
-        ({"memory.max": "max\n", "memory.current": "700\n"}, 1000),
-        ({"memory.max": "900\n", "memory.current": "700\n"}, 200),
-    ],
-    ids=str,
-)
-def test_a_containers_limit_counts(files: dict[str, str], expected: int, tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: type("Memory", (), {"available": 1000}))
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
-    assert available_memory(torch.device("cpu"), tmp_path) == (expected, expected)
 
 
 # Against a measured peak.

@@ -24,7 +24,7 @@ PLENTY, NOTHING = (2**40, 2**40), (2**20, 2**20)
 
 @pytest.fixture(autouse=True)
 def _plenty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ppo_rlhf.memory.available_memory", lambda _: PLENTY)
+    monkeypatch.setattr("ppo_rlhf.cli.memory_plan.available_memory", lambda _: PLENTY)
 
 
 def said(kedro: Kedro, project: Path, *arguments: str, exit_code: int = 0) -> list[str]:
@@ -118,7 +118,7 @@ def test_a_models_own_code_runs_only_where_the_project_trusts_it(
 
 @pytest.mark.slow
 def test_what_to_change_first_is_said_if_it_does_not_fit(kedro: Kedro, own: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("ppo_rlhf.memory.available_memory", lambda _: NOTHING)
+    monkeypatch.setattr("ppo_rlhf.cli.memory_plan.available_memory", lambda _: NOTHING)
     found = [Suggestion({"value_model": "shared", "value_learning_rate": None}, "another critic", 2**20)]
     monkeypatch.setattr("ppo_rlhf.memory.suggestions", lambda *_: iter(found))
     lines = said(kedro, own, exit_code=1)
@@ -178,7 +178,7 @@ def test_what_is_needed_suffices_to_the_last_byte(on_cpu: bool, missing: int):
     are in the host's.
     """
     shape = RunShape(LlamaConfig(), 6, on_cpu=on_cpu, processes=4)
-    plan = MemoryPlan({}, {"rollout": 5, "update": 7}, on_host=3, trained=0, exported=0)
+    plan = MemoryPlan({}, {"rollout": 5, "update": 7}, on_host=3, trained=0, exported=0, rollout_rows=1)
     free = 4 * (7 + PROCESS_BYTES) if on_cpu else 7
     device, on_host = torch.device("cpu"), 4 * (3 + PROCESS_BYTES) - missing
     planned = Planned("model", PPOConfig(), shape, plan, device, free - missing, on_host)

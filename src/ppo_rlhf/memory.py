@@ -10,10 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import psutil
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
@@ -22,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.rules import OFFLOADING_FIELDS
 from ppo_rlhf.core.errors import ConfigError
+from ppo_rlhf.models.free_memory import activation_bytes, decoding_bytes, in_equal_parts
 from ppo_rlhf.models.quantisation import four_bit_bytes
 from ppo_rlhf.models.quiet import quiet_transformers
 from ppo_rlhf.models.reward_model import CausalLMRewardConfig, CausalLMRewardModel
@@ -32,10 +31,10 @@ from ppo_rlhf.ppo.precision import frozen_dtype, trained_dtype
 
 PROCESS_BYTES = 600 * 2**20
 """Resident once `kedro run` has imported its libraries and they have computed something (measured on Linux)."""
+EPOCH_BYTES, EPOCH_RESPONSE_BYTES = 64, 61
+"""Of each token, and of each response token on top: ids, positions and indices, and the numbers that the losses read,
+of all micro-batches of an epoch, which are on the device together (`ppo.update`)."""
 MOMENTS, AVERAGE = "optimisers: two moments of each trained weight", "policy: moving average"
-KEPT = 1.5
-"""Peak of the activations over the inputs and outputs of linear layers: norms and position embeddings keep the rest
-(Llama: 1.13 in float32, 1.54 in bfloat16), and the backward pass holds gradients of activations."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +48,8 @@ class RunShape:
         on_cpu: Whether the run computes on the CPU, in the host's memory.
         evaluation_rows: Responses at a time in the evaluations during training; 0 without any.
         processes: Processes of the run; all numbers are those of one process.
+        free: Bytes that a process has; the rollouts of a run without `local_rollout_forward_batch_size` fit into them.
+            None: all of an iteration's responses are decoded together.
         trust_remote_code: Whether Python code in the models' directories may run.
     """
 
@@ -59,6 +60,7 @@ class RunShape:
     evaluation_rows: int = 0
     processes: int = 1
     trust_remote_code: bool = False
+    free: int | None = None
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ class MemoryPlan:
         on_host: Bytes of offloaded models, in the host's memory.
         trained: Bytes of the weights that train.
         exported: Bytes of the policy as it is exported.
+        rollout_rows: Responses decoded at a time.
     """
 
     held: dict[str, int]
@@ -78,6 +81,7 @@ class MemoryPlan:
     on_host: int
     trained: int
     exported: int
+    rollout_rows: int
 
     @property
     def peak(self) -> str:
@@ -97,7 +101,7 @@ class MemoryPlan:
 
 class _Sizes(NamedTuple):
     """Bytes of weights by model, of trained weights (policy, critic), of their moments, of copies in the type of the
-    computation (autocast's, or one layer of 4-bit weights), and of the exported policy; activations a token.
+    computation (autocast's, or one layer of 4-bit weights), and of the exported policy; of a token's activations.
     """
 
     weights: dict[str, int]
@@ -105,7 +109,7 @@ class _Sizes(NamedTuple):
     moments: int
     copied: int
     exported: int
-    kept_per_token: int
+    activations: int
 
 
 def plan_memory(config: PPOConfig, shape: RunShape) -> MemoryPlan:
@@ -119,7 +123,8 @@ def plan_memory(config: PPOConfig, shape: RunShape) -> MemoryPlan:
         ConfigError: The critic is to start as a reward model, and there is none.
         ModelError: An option does not fit the architecture.
     """
-    c, sizes = config, _sizes(config, shape)
+    c = config = with_planned_dtype(config, shape.on_cpu)
+    sizes = _sizes(config, shape)
     waiting = {"reference policy": c.offload_reference_policy, "reward model": c.offload_reward_model}
     offloaded = {name: size for name, size in sizes.weights.items() if waiting.get(name)}
     held = {f"{name}: weights": size for name, size in sizes.weights.items() if name not in offloaded}
@@ -128,12 +133,10 @@ def plan_memory(config: PPOConfig, shape: RunShape) -> MemoryPlan:
         held[AVERAGE] = sizes.trained[0]
 
     text, number = shape.policy.get_text_config(), frozen_dtype(c).itemsize
-    heads, layers = text.num_attention_heads, text.num_hidden_layers
-    key_values = getattr(text, "num_key_value_heads", None) or heads
-    head_width = getattr(text, "head_dim", None) or text.hidden_size // heads
+    layers, kept = text.num_hidden_layers, sizes.activations
     tokens = shape.prompt_length + c.response_length
-    kept = round(KEPT * sizes.kept_per_token) * number
     one_layer = kept // layers
+    decoding = decoding_bytes(text, shape.prompt_length, tokens, one_layer, number)
 
     is_full = c.kl_estimator == "full"  # then the reference policy's logits are there, too
 
@@ -142,29 +145,37 @@ def plan_memory(config: PPOConfig, shape: RunShape) -> MemoryPlan:
         return min(rows * c.response_length * text.vocab_size, held_at_a_time) * number
 
     def rollout(rows: int) -> int:
-        cache = rows * tokens * 2 * layers * key_values * head_width * number
-        one_step = rows * text.vocab_size * (number + 3 * 4)  # logits, and their probabilities in float32
-        return cache + max(one_step, rows * shape.prompt_length * one_layer) + sizes.copied
+        return rows * decoding + sizes.copied
 
     def scoring(rows: int) -> int:  # without gradients: one layer at a time, then a chunk of logits
         return max(rows * tokens * one_layer, logits(rows) * (1 + is_full)) + max([sizes.copied, *offloaded.values()])
 
     def update(rows: int) -> int:
-        gradients = sum(sizes.trained) * (1 if shape.processes == 1 else 2)  # the second: DDP's buckets
+        accumulates = c.local_batch_size // c.num_mini_batches > rows  # beside DDP's buckets, which then are apart
+        gradients = sum(sizes.trained) * (2 if shape.processes > 1 and accumulates else 1)
         activations = layers * text.hidden_size * number + one_layer if c.gradient_checkpointing else kept
+        epoch = c.local_batch_size * (tokens * EPOCH_BYTES + c.response_length * EPOCH_RESPONSE_BYTES)
         held_logits = logits(rows) * (2 + bool(c.entropy_coef) + 2 * (is_full and c.kl_in == "loss"))
-        return gradients + rows * tokens * activations + held_logits + sizes.copied
+        return gradients + epoch + rows * tokens * activations + held_logits + sizes.copied
 
-    rows, micro = _rollout_rows(c), micro_batch_rows(c, shape.prompt_length)
+    rows, micro = _most_rollout_rows(c), micro_batch_rows(c, shape.prompt_length)
+    if c.local_rollout_forward_batch_size is None and shape.free is not None:
+        left = shape.free - sum(held.values()) - max([sizes.copied, *offloaded.values()])
+        rows = in_equal_parts(rows, max(decoding, tokens * one_layer), left)
     passes = {"rollout": rollout(rows), "scoring": scoring(max(rows, micro)), "update": update(micro)}
     if shape.evaluation_rows:
         passes["evaluation"] = max(rollout(shape.evaluation_rows), scoring(shape.evaluation_rows))
     phases = {name: sum(held.values()) + size for name, size in passes.items()}
-    return MemoryPlan(held, phases, sum(offloaded.values()), sum(sizes.trained), sizes.exported)
+    return MemoryPlan(held, phases, sum(offloaded.values()), sum(sizes.trained), sizes.exported, rows)
 
 
-def _rollout_rows(config: PPOConfig) -> int:
-    return min(config.local_rollout_forward_batch_size, config.local_batch_size)
+def with_planned_dtype(config: PPOConfig, on_cpu: bool) -> PPOConfig:
+    """Return the settings with the precision that `ppo.dtype=auto` means on a CPU, or on today's GPUs."""
+    return replace(config, dtype="float32" if on_cpu else "bfloat16") if config.dtype == "auto" else config
+
+
+def _most_rollout_rows(config: PPOConfig) -> int:
+    return min(config.local_rollout_forward_batch_size or config.local_batch_size, config.local_batch_size)
 
 
 def micro_batch_rows(config: PPOConfig, prompt_length: int) -> int:
@@ -182,7 +193,7 @@ def _sizes(config: PPOConfig, shape: RunShape) -> _Sizes:
     with torch.device("meta"), quiet_transformers():
         reference = AutoModelForCausalLM.from_config(shape.policy, dtype=frozen, **trusted).requires_grad_(False)
         linear = [module for module in reference.base_model.modules() if isinstance(module, nn.Linear | Conv1D)]
-        kept_per_token = sum(sum(module.weight.shape) for module in linear)
+        activations = activation_bytes(reference.base_model, frozen.itemsize)
         base = reference
         if not config.use_peft:
             base = AutoModelForCausalLM.from_config(shape.policy, dtype=trained_dtype(config), **trusted)
@@ -216,7 +227,7 @@ def _sizes(config: PPOConfig, shape: RunShape) -> _Sizes:
     if config.load_in_4bit:
         copied = max(module.weight.nbytes for module in linear)
     exported = sum(p.numel() for p in reference.parameters()) * trained_dtype(config).itemsize
-    return _Sizes(weights, (trained[0], trained[1]), moments, copied, exported, kept_per_token)
+    return _Sizes(weights, (trained[0], trained[1]), moments, copied, exported, activations)
 
 
 Changes = dict[str, Any]
@@ -256,7 +267,7 @@ def _smaller_micro_batches(c: PPOConfig) -> Changes:
 _STEPS: tuple[tuple[str, Callable[[PPOConfig], Changes]], ...] = (
     (
         "the same numbers except for rounding, slower rollouts",
-        lambda c: {"local_rollout_forward_batch_size": max(1, _rollout_rows(c) // 2)},
+        lambda c: {"local_rollout_forward_batch_size": max(1, _most_rollout_rows(c) // 2)},
     ),
     ("the same batch in smaller pieces: the same numbers except for rounding", _smaller_micro_batches),
     ("the same numbers, an update takes about a third longer", lambda c: {"gradient_checkpointing": True}),
@@ -275,14 +286,3 @@ _STEPS: tuple[tuple[str, Callable[[PPOConfig], Changes]], ...] = (
     ),
 )
 """Price and change, the cheapest first."""
-
-
-def available_memory(device: torch.device, cgroup: Path = Path("/sys/fs/cgroup")) -> tuple[int, int]:
-    """Return the free bytes on a device and on the host; a container's limit counts. On the CPU both are the host's."""
-    host = int(psutil.virtual_memory().available)
-    try:
-        limit, used = (int((cgroup / name).read_text()) for name in ("memory.max", "memory.current"))
-        host = min(host, max(0, limit - used))
-    except (OSError, ValueError):  # no control group, or no limit (`max`)
-        pass
-    return (torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host), host

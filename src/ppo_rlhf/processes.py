@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -269,33 +269,60 @@ def check_alike(call: str, **arguments: Any) -> None:
         )
 
 
+def own_rank() -> int:
+    """Return the number of this process, from 0."""
+    return int(os.environ.get("RANK", "0"))
+
+
 def own_share(count: int) -> range:
     """Return the rows of `count` that this process computes: contiguous, and in all processes as equal as can be."""
-    rank, processes = int(os.environ.get("RANK", "0")), process_count()
+    rank, processes = own_rank(), process_count()
     return range(count * rank // processes, count * (rank + 1) // processes)
 
 
-def gather_rows(own_rows: torch.Tensor) -> torch.Tensor:
-    """Return the rows of all processes, `[sum of b, …]` on the CPU, in the order of their ranks.
+def dealt_rows(lengths: Sequence[int]) -> list[list[int]]:
+    """Return the rows that each process computes, ascending: as many for each as can be, and of about as many tokens.
+
+    The processes take the longest rows first, in snake order: 0, 1, ..., n, n, ..., 1, 0, and so on.
 
     Args:
-        own_rows: `[b, …]`; b may differ between processes.
+        lengths: Tokens of each row.
     """
-    if process_count() == 1:
-        return own_rows.cpu()
+    hands: list[list[int]] = [[] for _ in range(process_count())]
+    for place, row in enumerate(sorted(range(len(lengths)), key=lambda row: -lengths[row])):
+        turn, seat = divmod(place, len(hands))
+        hands[-1 - seat if turn % 2 else seat].append(row)
+    return [sorted(hand) for hand in hands]
+
+
+def gather_dealt(own_rows: torch.Tensor, hands: list[list[int]]) -> torch.Tensor:
+    """Return the rows `[B, …]` of all processes on the CPU, each in its place.
+
+    Args:
+        own_rows: `[b, …]`, the rows of this process, in the order of its hand.
+        hands: The rows of each process, of which each row is one process's; from `dealt_rows`.
+    """
     import torch
 
-    return torch.cat(from_all(own_rows.cpu()))
+    most = max(map(len, hands))
+    own = own_rows.cpu()
+    filled = torch.cat([own, own.new_zeros(most - len(own), *own.shape[1:])])
+    of_all = zip(gather_tensors(filled), hands, strict=True)
+    found = torch.cat([rows[: len(hand)] for rows, hand in of_all])
+    placed = torch.empty_like(found)
+    placed[[row for hand in hands for row in hand]] = found
+    return placed
 
 
-def gather_scattered(values: torch.Tensor, own_rows: list[int]) -> torch.Tensor:
-    """Return `[B, …]` with each row from the process that computed it.
+def gather_tensors(own: torch.Tensor) -> list[torch.Tensor]:
+    """Return each process's tensor, in the order of their ranks; all have one shape and type, and are on the CPU."""
+    if process_count() == 1:
+        return [own]
+    import torch
 
-    Args:
-        values: `[B, …]`, computed in `own_rows`.
-        own_rows: Rows of this process; each row is one process's.
-    """
-    gathered = values.clone()
-    for rows, found in from_all((own_rows, values[own_rows])):
-        gathered[rows] = found
-    return gathered
+    sent = own.contiguous()
+    sent = sent.view(torch.uint8) if own.dtype == torch.bool else sent  # gloo knows no truth values
+    found = [torch.empty_like(sent) for _ in range(process_count())]
+    with together():
+        torch.distributed.all_gather(found, sent, group=quick_group("gloo"))
+    return [tensor.view(own.dtype) for tensor in found]

@@ -11,6 +11,7 @@ from tests.compat.trl_source import TRL_LAST, TRL_MODEL
 DEPARTURES = {
     "dtype",
     "gradient_checkpointing",
+    "local_rollout_forward_batch_size",
     "lora_target_modules",
     "reward_model_path",
     "save_interval",

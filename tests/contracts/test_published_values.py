@@ -71,7 +71,10 @@ def test_gsm8k_has_the_values_in_the_log_of_verls_run() -> None:
                 **{"learning_rate": 3e-6, "total_episodes": 1_000_000, "missing_eos_penalty": 1.0},
                 **{"per_device_train_batch_size": 16, "gradient_accumulation_steps": 4 * 8, "stop_token": "eos"},
             },
-            {"overlong_prompts": "drop", "eval_interval": 100, "save_interval": 100},
+            {
+                **{"overlong_prompts": "drop", "eval_interval": 100, "save_interval": 100},
+                "local_rollout_forward_batch_size": None,  # what memory allows
+            },
         ),
     ],
 )

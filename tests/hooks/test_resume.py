@@ -28,11 +28,12 @@ from kedro_mlflow.config.kedro_mlflow_config import KedroMlflowConfig
 from mlflow.entities import LoggedModel, LoggedModelStatus, Param, Run, RunData, RunInfo, RunTag
 
 from ppo_rlhf.checkpoints.files import checkpoint_name, write_directory
+from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError, ConfigError
 from ppo_rlhf.datasets import PretrainedModelDataset, RecordsDataset, ResumeCheckpointDataset
 from ppo_rlhf.hooks import TrackingHook
 from ppo_rlhf.hooks.resume import Resumption, as_last_resumed, differences, find_named
-from ppo_rlhf.hooks.run_description import RunDescription, describe_run
+from ppo_rlhf.hooks.run_description import RunDescription, describe_run, settle_dtype
 from ppo_rlhf.pipeline_registry import register_pipelines
 from ppo_rlhf.rewards.config import RewardConfig
 from ppo_rlhf.runner import ITERATION_TAG
@@ -452,6 +453,17 @@ def test_pipeline_environment_and_data_must_be_the_same_and_versions_and_process
     assert tags_of(before, changes)["bit_identical"] == "false"
 
 
+def test_a_precision_that_the_machine_chose_stays_the_runs_and_one_line_says_so(caplog: pytest.LogCaptureFixture):
+    before = earlier({"ppo.dtype": "bfloat16"})
+    this = dataclasses.replace(now({"ppo.dtype": "float32"}), chosen_here=frozenset({"ppo.dtype"}))
+    assert differences(this, before) == ([], {})
+    assert differences(now({"ppo.dtype": "float32"}), before)[0] == ["ppo.dtype (bfloat16 before, float32 now)"]
+    with caplog.at_level(logging.INFO):
+        Resumption(before, None, io.BytesIO()).say(Path("/project"), this)
+    (line,) = [record.getMessage() for record in caplog.records if "dtype" in record.getMessage()]
+    assert line == "ppo.dtype=auto: the run keeps bfloat16, with which it began; here auto would be float32."
+
+
 def tags_of(run: Run, changes: dict[str, tuple[str, str]]) -> dict[str, str]:
     return Resumption(run, None, io.BytesIO(), changes).tags(Path("/project"))
 
@@ -470,6 +482,21 @@ def test_models_that_the_run_does_not_use_are_not_compared(tmp_path: Path):
     run_params = {"project_path": str(tmp_path), "pipeline_names": ["align"], "env": None}
     read = [name for name in describe_run(run_params, pipeline, catalog).tags if name.startswith("data.")]
     assert read == ["data.raw_prompts.path"]
+
+
+def test_the_precision_is_known_before_params_are_logged_and_is_the_one_that_the_nodes_get():
+    catalog = DataCatalog({"params:ppo": MemoryDataset(PPOConfig(learning_rate=1e-4))})
+    pipeline = Pipeline([Node(lambda *_: 1, "params:ppo", "x", name="n")])
+    described = describe_run({"project_path": ".", "pipeline_names": ["ppo"], "env": None}, pipeline, catalog)
+    assert described.params["ppo.dtype"] == "float32"
+    assert described.chosen_here == {"ppo.dtype"}
+    assert described.tags["ppo.not_default"] == "learning_rate=0.0001"
+    for began_with, expected in ((None, "float32"), ("bfloat16", "bfloat16")):
+        catalog.save("params:ppo", PPOConfig(dtype="auto"))
+        settle_dtype(catalog, began_with)
+        assert catalog.load("params:ppo") == PPOConfig(dtype=expected)
+    settle_dtype(catalog, "float16")  # the user's own setting stays
+    assert catalog.load("params:ppo") == PPOConfig(dtype="bfloat16")
 
 
 def test_a_setting_is_compared_with_the_value_of_the_last_resume():

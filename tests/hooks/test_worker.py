@@ -8,9 +8,10 @@ import os
 from pathlib import Path
 
 import pytest
-from kedro.io import DataCatalog
+from kedro.io import DataCatalog, MemoryDataset
 
 from ppo_rlhf import processes, settings
+from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import LaunchError
 from ppo_rlhf.datasets import ResumeCheckpointDataset
 from ppo_rlhf.hooks import ChecksHook, TrackingHook, WorkerHook
@@ -23,23 +24,26 @@ def test_the_main_process_tells_the_run_and_its_checkpoint_to_the_others(
     told = []
     monkeypatch.setenv(RUN_ID, "")  # restored afterwards
     monkeypatch.setattr(processes, "process_count", lambda: 2)
-    monkeypatch.setattr(processes, "from_main", lambda value: told.append(value) or ("run", tmp_path, tmp_path))
+    tells = ("run", tmp_path, tmp_path, "bfloat16")
+    monkeypatch.setattr(processes, "from_main", lambda value: told.append(value) or tells)
     monkeypatch.setattr(processes, "from_all", lambda sees: [True, sees])
-    announce("run", tmp_path, tmp_path)
-    assert told == [("run", tmp_path, tmp_path)]
+    announce(*tells)
+    assert told == [tells]
     assert os.environ[RUN_ID] == "run"
     monkeypatch.setenv(RUN_ID, "")
     entry = ResumeCheckpointDataset(str(tmp_path), "latest")
-    WorkerHook().before_pipeline_run(DataCatalog({"resume_checkpoint": entry}))
+    catalog = DataCatalog({"resume_checkpoint": entry, "params:ppo": MemoryDataset(PPOConfig())})
+    WorkerHook().before_pipeline_run(catalog)
     assert os.environ[RUN_ID] == "run"
     assert entry.load() == tmp_path
+    assert catalog.load("params:ppo").dtype == "bfloat16"  # though auto would be float32 here
 
 
 def test_nodes_without_a_shared_folder_are_refused_in_every_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     lost = tmp_path / "run"
     monkeypatch.setenv(RUN_ID, "")
     monkeypatch.setattr(processes, "process_count", lambda: 2)
-    monkeypatch.setattr(processes, "from_main", lambda value: ("run", None, lost))
+    monkeypatch.setattr(processes, "from_main", lambda value: ("run", None, lost, None))
     monkeypatch.setattr(processes, "from_all", lambda sees: [True, sees])
     for process in (
         lambda: announce("run", None, lost),

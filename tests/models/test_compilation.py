@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from ppo_rlhf.core.errors import ConfigError, ModelError
 from ppo_rlhf.models import compilation
-from ppo_rlhf.models.compilation import check_compiler, compile_layers
+from ppo_rlhf.models.compilation import check_compiler, compile_layers, compiles
 from ppo_rlhf.models.forward import hidden_states
 from ppo_rlhf.models.gradient_checkpointing import enable_gradient_checkpointing, recomputing
 from ppo_rlhf.models.token_rows import right_padded
@@ -100,3 +100,16 @@ def test_a_machine_without_a_compiler_is_refused_with_torchs_reason(monkeypatch:
     assert "no-such-compiler" in str(caught.value)
     assert "\n" not in str(caught.value)
     check_compiler(CPU)  # with its own compiler
+
+
+def test_generate_goes_on_without_compiled_layers_where_nothing_can_be_compiled_and_says_so_once(monkeypatch, caplog):
+    def refuse(_: torch.device) -> None:
+        raise ConfigError("no C++ compiler")
+
+    compiles.cache_clear()
+    monkeypatch.setattr(compilation, "check_compiler", refuse)
+    try:
+        assert [compiles(CPU), compiles(CPU)] == [False, False]
+        assert ["no C++ compiler" in record.getMessage() for record in caplog.records] == [True]
+    finally:
+        compiles.cache_clear()

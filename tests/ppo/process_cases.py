@@ -16,7 +16,16 @@ from ppo_rlhf.checkpoints.resume import restore
 from ppo_rlhf.checkpoints.store import write_checkpoint
 from ppo_rlhf.core.choices import LossAggregation
 from ppo_rlhf.evaluation.policy import Evaluator, ResolvedJudge
-from ppo_rlhf.processes import from_all, is_main_process, process_count, wait_for_all
+from ppo_rlhf.processes import (
+    dealt_rows,
+    from_all,
+    gather_dealt,
+    gather_tensors,
+    is_main_process,
+    own_rank,
+    process_count,
+    wait_for_all,
+)
 from tests.ppo_runs import Run, build_run, weights_of
 from tests.supervised import process_case
 
@@ -125,8 +134,20 @@ def resumed(folder: Path) -> dict[str, Any]:
     return {"metrics": {k: v for k, v in metrics.items() if not k.startswith(MEASURED)}, "weights": summary(again)}
 
 
+def check_gathers() -> None:
+    """Gather rows of every type that is gathered, in unequal hands; each row holds its number."""
+    for count in (1, 2, 5, 8):
+        hands = dealt_rows([(7 * row) % 5 for row in range(count)])
+        for dtype in (torch.float32, torch.float64, torch.int64, torch.bool):
+            whole = torch.arange(2 * count).view(count, 2).to(dtype)
+            assert torch.equal(gather_dealt(whole[hands[own_rank()]], hands), whole)
+    mine = torch.tensor([float(own_rank())])
+    assert [float(one) for one in gather_tensors(mine)] == list(range(process_count()))
+
+
 def main(path: Path, folder: Path) -> None:
     """Run this number's cases and write the main process's results; the other processes must have the same."""
+    check_gathers()
     if process_count() == 3:
         found = {name: results(CASES[name], responses=12) for name in BY_THREE}
     else:

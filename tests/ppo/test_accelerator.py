@@ -9,11 +9,13 @@ from ppo_rlhf.ppo.models import check_device
 from ppo_rlhf.ppo.precision import (
     autocast,
     deterministic,
+    device_of,
     frozen_dtype,
     make_accelerator,
     precision_warning,
     resolve_device,
     trained_dtype,
+    with_dtype,
 )
 
 CPU = torch.device("cpu")
@@ -36,6 +38,36 @@ def test_sixteen_bits_are_for_frozen_weights_and_products_and_what_trains_is_wid
     assert layer(given).dtype == trained
     assert make_accelerator(config, CPU).scaler is None
     assert trained_dtype(PPOConfig(dtype="float16")) == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("device", "has_instructions", "expected"),
+    [("cuda", True, "bfloat16"), ("cuda", False, "float32"), ("cpu", True, "float32")],
+)
+def test_auto_is_bfloat16_on_a_gpu_with_instructions_for_it_and_else_float32(
+    monkeypatch, device, has_instructions, expected
+):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: has_instructions)
+    config = PPOConfig(device=device)
+    assert with_dtype(config) == PPOConfig(device=device, dtype=expected)
+    assert (trained_dtype(config), frozen_dtype(config)) == (torch.float32, getattr(torch, expected))
+    given = PPOConfig(device=device, dtype="float64")
+    assert with_dtype(given) is given
+
+
+def test_float32_products_on_cuda_read_tf32_unless_kernels_are_deterministic(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    before = torch.backends.cuda.matmul.allow_tf32
+    try:
+        for deterministic_kernels in (False, True):
+            device_of(PPOConfig(device="cuda", deterministic=deterministic_kernels))
+            assert torch.backends.cuda.matmul.allow_tf32 is not deterministic_kernels
+            device_of(PPOConfig(device="cpu", deterministic=not deterministic_kernels))
+            assert torch.backends.cuda.matmul.allow_tf32 is not deterministic_kernels
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+        torch.backends.cuda.enable_cudnn_sdp(True)
 
 
 def test_runs_of_several_precisions_in_one_process_each_get_their_own():

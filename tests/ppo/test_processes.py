@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ppo_rlhf import processes
 from ppo_rlhf.core.errors import ConfigError, LaunchError
@@ -168,6 +169,38 @@ def test_the_shares_of_all_processes_are_all_rows_in_order_and_nearly_equal(monk
         shares.append(list(processes.own_share(count)))
     assert [row for share in shares for row in share] == list(range(count))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+@pytest.mark.parametrize(
+    ("lengths", "hands"),
+    [
+        ([9, 8, 7, 6, 5, 4], [[0, 3, 4], [1, 2, 5]]),  # snake: 0 1 | 1 0 | 0 1
+        ([1, 2, 3, 4, 5], [[0, 1, 4], [2, 3]]),
+        ([3, 3, 3, 3], [[0, 3], [1, 2]]),
+        ([7], [[0], []]),
+        ([], [[], []]),
+    ],
+    ids=str,
+)
+def test_rows_are_dealt_by_length_in_snake_order(monkeypatch, lengths, hands):
+    assert processes.dealt_rows(lengths) == [list(range(len(lengths)))]  # of one process
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert processes.dealt_rows(lengths) == hands
+
+
+def test_dealt_processes_have_about_as_many_tokens_where_contiguous_shares_do_not(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    lengths = [int(length) for length in torch.arange(1, 65) ** 2]
+    sums = [sum(lengths[row] for row in hand) for hand in processes.dealt_rows(lengths)]
+    assert max(sums) < 1.01 * min(sums)
+    assert len({len(hand) for hand in processes.dealt_rows(lengths)}) == 1
+
+
+def test_the_rows_of_one_process_are_what_they_were():
+    given = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+    assert torch.equal(processes.gather_dealt(given, [[0, 1, 2]]), given)
+    assert torch.equal(processes.gather_dealt(given[[2, 0, 1]], [[2, 0, 1]]), given)
+    assert processes.gather_dealt(torch.empty(0, 2), [[]]).shape == (0, 2)
 
 
 ENDS_AT_ONCE = """

@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, MambaConfig, Op
 
 from ppo_rlhf.models.decoding import Decoder, decodes
 from ppo_rlhf.models.loading import prepare
+from ppo_rlhf.ppo import sampling
 from ppo_rlhf.ppo.sampling import SamplingSettings, generate_responses
 from tests.tiny_models import draw_weights
 
@@ -115,6 +116,56 @@ def test_a_model_without_a_cache_of_keys_and_values_is_sampled_by_generate(confi
     check_against_the_oracle(model.double(), UNEVEN, settings(), engine="hf")
     found = [generate_responses(model, UNEVEN, noise(6), settings(), engine=engine) for engine in ("static", "hf")]
     assert torch.equal(found[0].response_ids, found[1].response_ids)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_generate_has_a_static_cache_and_transformers_attention_and_leaves_the_model_as_it_was(make_model, kind):
+    """The width to which prompts are filled up on a GPU changes no token: static's own are the measure, in float64."""
+    model = make_model(kind)
+    expected = generate_responses(model, UNEVEN, noise(6), settings(), engine="static")
+    attention, caches = model.config._attn_implementation, set()
+    handle = model.register_forward_pre_hook(
+        lambda _, args, kwargs: caches.add(
+            (type(kwargs.get("cache", kwargs.get("past_key_values"))).__name__, model.config._attn_implementation)
+        ),
+        with_kwargs=True,
+    )
+    found = generate_responses(model, UNEVEN, noise(6), settings(), engine="hf")
+    handle.remove()
+    assert caches == {("StaticCache", "sdpa")}
+    assert model.config._attn_implementation == attention == "ppo_rlhf_packed"
+    assert torch.equal(found.response_ids, expected.response_ids)
+    assert "_compiled_call" not in vars(model)
+
+
+def test_prompts_are_filled_up_to_few_widths_on_a_gpu_which_changes_no_token(make_model, monkeypatch):
+    assert [sampling._prompt_width(longest, torch.device("cuda")) for longest in (1, 64, 65)] == [64, 64, 128]
+    assert sampling._prompt_width(5, torch.device("cpu")) == 5
+    model = make_model("llama")
+    narrow = generate_responses(model, UNEVEN, noise(6), settings(), engine="hf")
+    monkeypatch.setattr(sampling, "_prompt_width", lambda longest, _: 20)
+    wide = generate_responses(model, UNEVEN, noise(6), settings(), engine="hf")
+    assert torch.equal(narrow.response_ids, wide.response_ids)
+    assert_close(narrow.sampler_logprobs, wide.sampler_logprobs, rtol=0.0, atol=1e-5)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_without_a_number_as_many_are_decoded_together_as_fit(make_model, monkeypatch, engine):
+    sizes = []
+    name = "_decode_packed" if engine == "static" else "_decode_with_generate"
+    decode = getattr(sampling, name)
+    monkeypatch.setattr(sampling, name, lambda m, ids, *rest: sizes.append(len(ids)) or decode(m, ids, *rest))
+    asked = []
+    monkeypatch.setattr(
+        sampling, "sequences_at_a_time", lambda _, count, tokens, **prompt: asked.append((count, tokens, prompt)) or 4
+    )
+    model = make_model("llama")
+    in_parts = generate_responses(model, UNEVEN, noise(6), settings(), engine=engine, batch_size=None)
+    assert asked == [(6, 6 + STEPS, {"decoded_from": 6})]
+    whole = generate_responses(model, UNEVEN, noise(6), settings(), engine=engine, batch_size=6)
+    assert len(asked) == 1  # a number is a limit, and the memory is not asked
+    assert sizes == [4, 2, 6]
+    assert torch.equal(in_parts.response_ids, whole.response_ids)
 
 
 def test_no_prompts_give_no_responses(make_model):

@@ -6,6 +6,7 @@ import math
 import os
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from ppo_rlhf import signals
+from ppo_rlhf import processes, signals
 from ppo_rlhf.core.errors import ConfigError, ModelError, RewardError
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
@@ -25,7 +26,7 @@ from ppo_rlhf.rewards.functions import call_reward_function, load_function
 from ppo_rlhf.rewards.model_scorer import ModelScorer, _warn_once, score_sequences
 from ppo_rlhf.rewards.rendering import close_response
 from ppo_rlhf.rewards.scorers import build_reward_scorer
-from ppo_rlhf.rewards.scoring import ResponseBatch, RewardScorer
+from ppo_rlhf.rewards.scoring import DecodedWhenRead, ResponseBatch, RewardScorer
 from tests.tiny_models import BEGIN, END, PAD, VOCABULARY, save, tiny_model, word_tokenizer
 
 PERIOD = VOCABULARY.index(".")
@@ -485,3 +486,32 @@ def test_an_episode_that_is_cut_off_after_the_stop_token_of_a_turn_has_no_end_of
     assert close_response([5, 9, 6, 7, 9], True, [2], special, has_turns=True) == [5, 9, 6, 7, 2]
     assert close_response([5, 6], False, [2], special, has_turns=True) == [5, 6]
     assert close_response([5, 9], False, [2], special) == [5, 9]  # sampled, and not a stop token of this run
+
+
+def test_texts_are_decoded_at_the_first_look_and_only_where_a_function_is_called(monkeypatch):
+    looked: list[int] = []
+    texts = DecodedWhenRead(lambda: looked.append(1) or ["a b", "c"])
+    given = replace(batch([[4, 5], [6]], [True, True]), completions=texts)
+    scorer = build_reward_scorer(
+        RewardConfig(
+            components=[RewardComponentConfig(type="function", function="tests.rewards.test_scorers:letters")]
+        ),
+        None,
+        word_tokenizer(),
+    )
+    with monkeypatch.context() as other:  # the main process calls it, and another gets what it returned
+        other.setattr(processes, "on_main", lambda _: [7.0, 8.0])
+        assert scorer.score(given).total.tolist() == [7.0, 8.0]
+    assert looked == []
+    assert scorer.score(given).total.tolist() == [3.0, 1.0]
+    assert looked == [1]
+    assert given.all_columns["turns"] == [["a b"], ["c"]]
+    assert texts == ["a b", "c"]
+    assert texts[:1] == ["a b"]
+    assert [*texts, "d"] == texts + ["d"]  # noqa: RUF005  # a user's function may add lists
+    assert looked == [1]
+
+
+def letters(completions: list[str], **_: object) -> list[float]:
+    assert type(completions) is list
+    return [float(len(text)) for text in completions]

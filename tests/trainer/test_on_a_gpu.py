@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +13,12 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.memory import RunShape, plan_memory
+from ppo_rlhf.models.compilation import compiles
 from ppo_rlhf.models.reward_model import CausalLMRewardConfig, CausalLMRewardModel
-from ppo_rlhf.ppo.precision import trained_dtype
+from ppo_rlhf.ppo.precision import device_of, has_bfloat16, trained_dtype
+from ppo_rlhf.ppo.sampling import SamplingSettings, generate_responses
 from ppo_rlhf.training import PPOTrainer
-from tests.tiny_models import tiny_model, word_tokenizer
+from tests.tiny_models import END, save, tiny_model, word_tokenizer
 
 pytestmark = pytest.mark.gpu
 
@@ -38,6 +42,11 @@ VARIANTS: list[dict[str, Any]] = [
     {"ema_decay": 0.9, "entropy_coef": 0.01},
     {"rollout_engine": "hf"},
 ]
+
+
+def first_letter(completions: list[str], **_: Any) -> list[float]:
+    """Reward the letter that a response begins with."""
+    return [float(text.startswith("a")) + 0.1 * len(text.split()) for text in completions]
 
 
 def history(kind: str = "llama", **settings: Any) -> list[dict[str, float]]:
@@ -64,7 +73,8 @@ def test_every_number_is_that_of_the_cpu(kind, settings):
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_decoding_token_by_token_sees_what_the_trained_forward_sees(kind, dtype, engine):
     rows = history(kind, device="cuda", dtype=dtype, rollout_engine=engine, total_episodes=48, learning_rate=1e-5)
-    bound = {"float32": 1e-3, "bfloat16": 0.08, "float16": 0.01}[dtype]  # logits of these models are up to 5 wide
+    # logits of these models are up to 5 wide; float32's products read TF32, of 10 bits as float16
+    bound = {"float32": 0.01, "bfloat16": 0.08, "float16": 0.01}[dtype]
     assert [row["policy/rollout_logprob_gap"] < bound for row in rows] == [True] * len(rows), rows
     assert all(math.isfinite(row["loss/total"]) for row in rows)
 
@@ -85,7 +95,78 @@ def test_two_runs_are_equal_to_the_last_bit():
 def test_compiled_layers_train_as_the_layers_as_they_are(kind):
     plain, compiled = (history(kind, device="cuda", dtype="float32", compile=on) for on in (False, True))
     for name in ("objective/kl", "loss/value_avg", "policy/grad_norm"):
-        assert compiled[0][name] == pytest.approx(plain[0][name], rel=1e-3, abs=1e-4), name
+        assert compiled[0][name] == pytest.approx(plain[0][name], rel=1e-2, abs=1e-3), name  # of TF32
+
+
+def test_bfloat16_is_the_default_where_the_gpu_has_it():
+    config = PPOConfig(**{**SETTINGS, "device": "cuda"})
+    policy = tiny_model(hidden_size=32)
+    trainer = PPOTrainer(config, policy, None, word_tokenizer(), reward=first_letter, prompts=PROMPTS)
+    assert trainer.config.dtype == ("bfloat16" if has_bfloat16(torch.device("cuda")) else "float32")
+    assert all(math.isfinite(row["loss/total"]) for row in trainer.train())
+
+
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0), reason="no TF32 here")
+def test_float32_products_read_tf32_unless_kernels_are_deterministic():
+    left, right = (torch.randn(256, 256, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    exact = left.double() @ right.double()
+    for deterministic, low, high in ((True, 0.0, 1e-5), (False, 1e-5, 1e-2)):
+        device = device_of(PPOConfig(device="cuda", deterministic=deterministic))
+        error = ((left.to(device) @ right.to(device)).cpu().double() - exact).norm() / exact.norm()
+        assert low <= error < high, deterministic
+
+
+def test_static_and_hf_sample_the_same_tokens_and_hf_is_compiled():
+    """In float64 rounding does not decide which token a uniform hits."""
+    model = tiny_model(hidden_size=32).double().cuda()
+    prompts = [[4 + (row + place) % 19 for place in range(1 + row % 5)] for row in range(8)]
+    noise = torch.rand(8, 12, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    how = SamplingSettings(12, 1.0, 0, 1.0, (END,), 0)
+    found = [generate_responses(model, prompts, noise, how, engine=engine) for engine in ("static", "hf", "hf")]
+    assert compiles(torch.device("cuda")), "install a C compiler and Triton: hf is far slower without"
+    for other in found[1:]:
+        assert torch.equal(found[0].response_ids, other.response_ids)
+
+
+@pytest.mark.parametrize("value_model", ["separate", "shared"])
+def test_adapters_on_4_bits_with_8_bit_moments_train_in_less_memory(value_model):
+    """The sampler unpacks the same weights as the trained forward, so the two see the same probabilities."""
+    pytest.importorskip("bitsandbytes")
+
+    def train(**settings: Any) -> tuple[list[dict[str, float]], int]:
+        torch.manual_seed(0)
+        shape = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8}
+        policy = tiny_model(**shape).to(torch.float32)
+        with tempfile.TemporaryDirectory() as folder:
+            path = save(Path(folder) / "sft", policy)
+            torch.cuda.empty_cache()
+            before = torch.cuda.memory_allocated()
+            config = PPOConfig(
+                **{**SETTINGS, "device": "cuda", "dtype": "bfloat16", "use_peft": True, "learning_rate": 1e-4},
+                value_model=value_model,
+                sft_model_path=path,
+                **settings,
+            )
+            trainer = PPOTrainer(config, reward=first_letter, prompts=PROMPTS)
+            rows = trainer.train()
+            return rows, torch.cuda.memory_allocated() - before
+
+    _, held = train()
+    quantised, less = train(load_in_4bit=True, optim="adamw_8bit")
+    assert all(math.isfinite(row["loss/total"]) for row in quantised)
+    assert quantised[-1]["optimiser/skipped_steps"] == 0
+    assert all(row["policy/rollout_logprob_gap"] < 0.2 for row in quantised), quantised
+    assert less < held
+
+
+def test_vllm_samples_what_the_trained_forward_sees(tmp_path):
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    if "vllm" not in str(PPOConfig.__annotations__["rollout_engine"]):
+        pytest.skip("this version has no engine vllm")
+    path = save(tmp_path / "sft", tiny_model(hidden_size=128, num_attention_heads=2, tie_word_embeddings=False))
+    config = PPOConfig(**{**SETTINGS, "device": "cuda", "rollout_engine": "vllm", "sft_model_path": path})
+    rows = PPOTrainer(config, reward=first_letter, prompts=PROMPTS).train()
+    assert all(row["policy/rollout_logprob_gap"] < 0.2 for row in rows), rows
 
 
 @pytest.mark.parametrize(

@@ -32,16 +32,25 @@ MAY_CHANGE = frozenset(
         "device",
         "per_device_train_batch_size",
         "gradient_accumulation_steps",
+        "local_rollout_forward_batch_size",
         "offload_reference_policy",
         "offload_reward_model",
     }
 )
 """Settings that a resumed run may have changed: its length, its records, its limits, its device, its micro-batches.
 
-`total_episodes` changes the learning-rate schedule; the device and the two batch settings change the rounding. The
-product of the two batch settings and the number of processes must stay the same.
+`total_episodes` changes the learning-rate schedule; the device and the three batch settings change the rounding. The
+product of `per_device_train_batch_size`, `gradient_accumulation_steps` and the processes must stay the same.
 """
-CHANGES_NUMBERS = frozenset({"total_episodes", "device", "per_device_train_batch_size", "gradient_accumulation_steps"})
+CHANGES_NUMBERS = frozenset(
+    {
+        "total_episodes",
+        "device",
+        "per_device_train_batch_size",
+        "gradient_accumulation_steps",
+        "local_rollout_forward_batch_size",
+    }
+)
 """Settings of MAY_CHANGE after which a run is no longer bit for bit what it would have been."""
 
 

@@ -98,13 +98,13 @@ class _Policies:
         from ppo_rlhf.evaluation.policy import EvaluationConfig
         from ppo_rlhf.models.tokenizers import same_vocabulary
         from ppo_rlhf.ppo.models import sampling_settings
-        from ppo_rlhf.ppo.precision import frozen_dtype, resolve_device
+        from ppo_rlhf.ppo.precision import device_of, frozen_dtype
         from ppo_rlhf.rewards.config import RewardConfig
         from ppo_rlhf.rewards.scorers import build_reward_scorer
 
         parameters = context.config_loader["parameters"]
         self.config = config = PPOConfig(**parameters.get("ppo", {}))
-        device, dtype = resolve_device(config.device), frozen_dtype(config)
+        device, dtype = device_of(config), frozen_dtype(config)
         sft, ppo = _handle(context, "sft_policy"), _handle(context, "ppo_policy")
         self.tokenizer = sft.tokenizer()
         if not same_vocabulary(ppo.tokenizer(), self.tokenizer):

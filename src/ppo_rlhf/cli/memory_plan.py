@@ -16,10 +16,11 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.data.prompts import PromptReader, PromptsConfig
 from ppo_rlhf.evaluation.policy import EvaluationConfig
+from ppo_rlhf.models.free_memory import available_memory
 from ppo_rlhf.models.loading import PretrainedHandle, why_unreadable
 from ppo_rlhf.models.reward_model import CausalLMRewardConfig
 from ppo_rlhf.ppo.models import check_device
-from ppo_rlhf.ppo.precision import resolve_device
+from ppo_rlhf.ppo.precision import resolve_device, with_dtype
 from ppo_rlhf.preflight.request import RunRequest
 from ppo_rlhf.processes import process_count
 
@@ -79,33 +80,35 @@ def plan(
     config, evaluation = run.group("ppo", PPOConfig), run.group("evaluation", EvaluationConfig)
     assert config is not None
     device = torch.device("cuda") if memory_gib and "cuda" in config.device else resolve_device(config.device)
+    is_elsewhere = device.type == "cuda" and not torch.cuda.is_available()
+    config = memory.with_planned_dtype(config, on_cpu=False) if is_elsewhere else with_dtype(config)
     check_device(config, device)
-    policy_config = _model_config(policy)
+    free, on_host = available_memory(torch.device("cpu") if memory_gib else device)
+    free = round(memory_gib * 2**30) if memory_gib else free
+    policy_config, on_cpu, count = _model_config(policy), device.type == "cpu", processes or process_count()
     shape = memory.RunShape(
         policy=policy_config,
         prompt_length=prompt_length or _longest_prompt(run, policy, config),
         reward_model=_reward_model(run, policy, policy_config),
-        on_cpu=device.type == "cpu",
+        on_cpu=on_cpu,
         evaluation_rows=min(evaluation.batch_size, evaluation.iteration_prompts) if evaluation else 0,
-        processes=processes or process_count(),
+        processes=count,
         trust_remote_code=policy.trust_remote_code,
+        free=free // count - memory.PROCESS_BYTES if on_cpu else free,
     )
     found = memory.plan_memory(config, shape)
-    free, on_host = memory.available_memory(torch.device("cpu") if memory_gib else device)
-    free = round(memory_gib * 2**30) if memory_gib else free
     return Planned(policy.source, config, shape, found, device, free, on_host)
 
 
 def table(planned: Planned) -> Iterator[str]:
     """Yield the lines of a plan: what is held all the time, and the peak of each phase."""
     plan, config, shape = planned.plan, planned.config, planned.shape
-    rollout = min(config.local_rollout_forward_batch_size, config.local_batch_size)
     update = memory.micro_batch_rows(config, shape.prompt_length)
     yield ""
     yield f"{planned.model}: {type(shape.policy).__name__}, {config.dtype}, on {planned.device}"
     yield (
-        f"Prompts of {shape.prompt_length} and responses of {config.response_length} tokens; {rollout} at a time in "
-        f"the rollout, {update} in the update"
+        f"Prompts of {shape.prompt_length} and responses of {config.response_length} tokens; {plan.rollout_rows} at a "
+        f"time in the rollout, {update} in the update"
     )
     if shape.processes > 1:
         yield f"Of {shape.processes} processes each needs:"

@@ -59,6 +59,7 @@ LearningRateSchedule = Literal[
     "constant_with_warmup",
     "inverse_sqrt",
 ]
+Precision = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 Count = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 
@@ -191,8 +192,9 @@ class PPOConfig:
     """Multiplies the rollout batch: batch_size = per_device_train_batch_size x this x world size."""
     num_mini_batches: Count = 1
     """Optimiser steps an epoch: the batch is cut into this many minibatches."""
-    local_rollout_forward_batch_size: Count = 64
-    """Responses generated, and scored, at a time on one device. It need not divide the batch."""
+    local_rollout_forward_batch_size: Count | None = None
+    """Responses generated, and scored, at a time on one device, at most; None: as many as the free memory allows. It
+    need not divide the batch."""
     responses_per_prompt: Annotated[int, Field(ge=1), Typical(1, 16, "RLOO, arXiv:2402.14740: 4")] = 1
     """Responses sampled to each prompt of a batch, each with noise of its own; it divides the batch."""
     drop_uniform_prompts: NonNegative = 0
@@ -256,9 +258,11 @@ class PPOConfig:
     was measured."""
     export_value_head: bool = False
     """Save the value head among the exported policy's weights, as TRL's AutoModelForCausalLMWithValueHead has it."""
-    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
-    """Precision. bfloat16 and float16: forward passes under autocast, frozen models in that type, trainable weights,
-    their moments, log-probabilities and losses in float32; float16 with loss scaling, on a GPU only."""
+    dtype: Precision = "auto"
+    """Precision. auto: bfloat16 on a GPU with instructions for it, else float32; a resumed run keeps what it began
+    with. bfloat16 and float16: forward passes under autocast, frozen models in that type, trainable weights, their
+    moments, log-probabilities and losses in float32; float16 with loss scaling, on a GPU only. float32 on CUDA: matrix
+    products read TF32 (10 bits of the mantissa), unless `deterministic` is set."""
     offload_reference_policy: bool = False
     """Keep the reference policy in the host's memory, and on the GPU only while it computes log-probabilities. This
     saves one copy of the policy in `dtype` on the GPU, costs a transfer each iteration, and changes no number."""

@@ -296,16 +296,16 @@ class Evaluator:
                 )
                 kl = (of_policy.double() - of_reference.double()).sum(dim=1).numpy()  # both are 0 but on its tokens
         judge, batch = self.judge, response_batch(prompts, responses, self.tokenizer)
-        scored = self.scorer.score(batch)
+        scored, completions = self.scorer.score(batch), list(batch.completions)
 
         def judged(name: str, function: RewardFunction) -> NDArray[np.float64]:
-            given = (prompts.texts, batch.completions, batch.all_columns)
+            given = (prompts.texts, completions, batch.all_columns)
             scores = on_main(lambda: call_reward_function(function, name, *given))
             return np.asarray(scores, dtype=np.float64)
 
         return PolicyEvaluation(
             prompts=list(prompts.texts),
-            completions=batch.completions,
+            completions=completions,
             response_ids=batch.response_ids,
             rewards=scored.total.double().numpy(),
             judge_scores=None if judge.judge is None else judged("evaluation.judge", judge.judge),

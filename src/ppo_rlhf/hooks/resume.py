@@ -61,14 +61,18 @@ class Resumption:
     lock: IO[bytes]
     changes: dict[str, Change] = field(default_factory=dict)
 
-    def say(self, project_path: Path, *, is_sweep: bool = False) -> None:
-        """Log the checkpoint that the run resumes from, and each change."""
+    def say(self, project_path: Path, this: RunDescription, *, is_sweep: bool = False) -> None:
+        """Log the checkpoint that the run resumes from, each change, and what it keeps though this machine differs."""
         where = "the trainings that have not ended" if is_sweep else "its beginning: it has no checkpoint yet"
         if self.checkpoint is not None:
             where = shown(self.checkpoint, project_path)
         logger.info("Resuming MLflow run %s from %s.", self.run.info.run_id, where)
         for name, (before, now) in self.changes.items():
             logger.info("Changed since it was interrupted: %s was %.40s, is %.40s.", name, before, now)
+        for name in sorted(this.chosen_here):
+            kept, here = self.run.data.params.get(name, this.params[name]), this.params[name]
+            if kept != here:
+                logger.info("%s=auto: the run keeps %s, with which it began; here auto would be %s.", name, kept, here)
 
     def tags(self, project_path: Path) -> dict[str, str]:
         """Return the tags of this resume: its checkpoint, and the values that changed."""
@@ -221,8 +225,8 @@ def _unfinished(this: RunDescription, root: Path, experiment_id: str) -> list[Ru
 def differences(this: RunDescription, run: Run) -> tuple[list[str], dict[str, Change]]:
     """Compare this run with the MLflow run that it is to resume.
 
-    Params that the earlier run did not have are new, and compared with nothing. Files with functions may change: one
-    that failed can be fixed.
+    Params that the earlier run did not have are new, and compared with nothing; what this machine chose is kept as it
+    was. Files with functions may change: one that failed can be fixed.
 
     Returns:
         The differences that are refused, in words; and the changes that may be, by their name in a tag.
@@ -233,6 +237,7 @@ def differences(this: RunDescription, run: Run) -> tuple[list[str], dict[str, Ch
     before = {name: value for name, value in run.data.params.items() if name.split(".")[0] in groups}
     before |= {**_compared(run.data.tags), **as_last_resumed(run.data.tags)}
     now = {**this.params, **_compared(this.tags)}
+    now |= {name: before[name] for name in this.chosen_here & before.keys()}
     functions = {f"{DATA}{module}.fingerprint" for text in this.params.values() for module in FUNCTION.findall(text)}
     refused, changes = [], {}
     for name in sorted(before.keys() | {name for name in now if name.startswith(DATA)}):

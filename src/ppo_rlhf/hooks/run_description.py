@@ -28,6 +28,7 @@ from ppo_rlhf.paths import last_name, path_of
 from ppo_rlhf.processes import process_count
 
 PREFIX = "params:"
+DTYPE = "ppo.dtype"
 DIGITS = 8  # of a fingerprint; MLflow takes 36 at most, and shows them all
 PACKAGES = ("ppo_rlhf", "kedro", "mlflow", "torch", "transformers", "trl")
 FUNCTION = re.compile(r'(?:^|")([A-Za-z_][\w.]*):[A-Za-z_]\w*(?:$|")')
@@ -39,11 +40,12 @@ MODELS = {"sft_model_path": "sft_policy", "reward_model_path": "reward_model"}
 
 @dataclass(frozen=True)
 class RunDescription:
-    """Name, params (`group.key`) and tags of a run, as text."""
+    """Name, params (`group.key`) and tags of a run, as text; and the params whose value this machine chose."""
 
     params: dict[str, str]
     tags: dict[str, str]
     name: str = ""
+    chosen_here: frozenset[str] = frozenset()
 
 
 def describe_run(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: CatalogProtocol) -> RunDescription:
@@ -51,9 +53,14 @@ def describe_run(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: Cat
     project_path = Path(run_params["project_path"])
     names = {name.removeprefix(PREFIX).split(".")[0] for name in pipeline.inputs() if name.startswith(PREFIX)}
     groups = {name: parameter(catalog, name) for name in sorted(names)}
+    ppo: Any = groups.get("ppo")
+    chosen_here = frozenset({DTYPE} if getattr(ppo, "dtype", None) == "auto" else ())
+    if chosen_here:
+        from ppo_rlhf.ppo.precision import with_dtype  # heavy: only a run pays for it
+
+        groups["ppo"] = with_dtype(ppo)
     params = {name: text for group, values in groups.items() for name, text in flattened(group, values).items()}
     seed = next((group.seed for group in groups.values() if hasattr(group, "seed")), None)
-    ppo: Any = groups.get("ppo")
     changed = ppo.not_default() if hasattr(ppo, "not_default") else {}
     unused = [] if getattr(groups.get("reward"), "needs_model", True) else ["reward_model"]
     unused += ["evaluation_prompts"] if path_of(catalog.get("raw_evaluation_prompts")) else []
@@ -78,7 +85,7 @@ def describe_run(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: Cat
         **inputs,
         **_function_tags(params, project_path),
     }
-    return RunDescription(params, tags, _name(run_params, pipeline, catalog))
+    return RunDescription(params, tags, _name(run_params, pipeline, catalog), chosen_here)
 
 
 def _name(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: CatalogProtocol) -> str:
@@ -129,6 +136,21 @@ def parameter(catalog: CatalogProtocol, name: str) -> Any:
         return None if dataset is None else dataset.load()
     except DatasetError:
         return None
+
+
+def settle_dtype(catalog: CatalogProtocol, began_with: str | None = None) -> None:
+    """Put the precision that `ppo.dtype=auto` stands for into a run's parameters.
+
+    It is the one that a resumed run began with; else this machine's.
+    """
+    ppo = parameter(catalog, "ppo")
+    if getattr(ppo, "dtype", None) != "auto":
+        return
+    from ppo_rlhf.ppo.precision import with_dtype  # heavy: only a run pays for it
+
+    settled = dataclasses.replace(ppo, dtype=began_with) if began_with else with_dtype(ppo)
+    entry: Any = catalog.get(f"{PREFIX}ppo")
+    entry.save(settled)  # unlike `catalog.save`, it logs nothing
 
 
 def flattened(group: str, values: Any) -> dict[str, str]:

@@ -25,7 +25,15 @@ from omegaconf import OmegaConf
 from pydantic import ValidationError
 
 from ppo_rlhf.core.errors import ConfigError, LaunchError, RewardError, project_error
-from ppo_rlhf.hooks.run_description import RunDescription, describe_run, log_inputs, pipeline_names
+from ppo_rlhf.hooks.run_description import (
+    DTYPE,
+    RunDescription,
+    describe_run,
+    log_inputs,
+    parameter,
+    pipeline_names,
+    settle_dtype,
+)
 from ppo_rlhf.hooks.run_end import END_TAGS, end_tags, resume_hint
 from ppo_rlhf.hooks.tracking_store import (
     SQLITE,
@@ -108,6 +116,7 @@ class TrackingHook(MlflowHook):
         disabled = self.mlflow_config.tracking.disable_tracking.pipelines
         if all(name in disabled for name in pipeline_names(run_params)):
             super().before_pipeline_run(run_params, pipeline, catalog)
+            settle_dtype(catalog)
             if entry is not None and named is not None and named[1] is not None:
                 entry.resolve(named[1])
         else:
@@ -119,7 +128,8 @@ class TrackingHook(MlflowHook):
                 self.on_pipeline_error(as_error(stop))
                 raise
         run = str(self.run_id or f"untracked-{process_name()}")
-        announce(run, None if entry is None else entry.checkpoint, self._checkpoints)
+        dtype = getattr(parameter(catalog, "ppo"), "dtype", None)
+        announce(run, None if entry is None else entry.checkpoint, self._checkpoints, dtype)
 
     def _open_store(self) -> None:
         """Open the store; a signal may cut the wait for it."""
@@ -150,8 +160,9 @@ class TrackingHook(MlflowHook):
         with name_slow_store(self._uri()), store_errors_as_config_errors(self._complaint("cannot be used")):
             resumption = None if entry is None else self._resumption(this, entry, named)
             if resumption is not None:
-                resumption.say(project_path, is_sweep=self._is_sweep)
+                resumption.say(project_path, this, is_sweep=self._is_sweep)
                 tracking.run.id, tracking.run.name = resumption.run.info.run_id, resumption.run.info.run_name
+            settle_dtype(catalog, None if resumption is None else resumption.run.data.params.get(DTYPE))
             MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING.set(self._has_system_metrics)
             run = mlflow.start_run(
                 run_id=tracking.run.id,

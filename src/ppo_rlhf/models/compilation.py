@@ -6,6 +6,7 @@ without padding stays out of it (`packed_attention`), since it knows lengths as 
 
 from __future__ import annotations
 
+import logging
 from functools import cache
 
 import torch
@@ -14,6 +15,8 @@ from transformers import PreTrainedModel
 
 from ppo_rlhf.core.errors import ConfigError, ModelError
 from ppo_rlhf.models.forward import backbone_of, logits_of, packs
+
+log = logging.getLogger(__name__)
 
 BACKEND = "inductor"
 MOST_FORMS = 64
@@ -66,3 +69,15 @@ def check_compiler(device: torch.device) -> None:
             f"ppo.compile=true: torch cannot compile here ({problem}). On the CPU it needs a C++ compiler such as g++ "
             "on the PATH, on CUDA Triton and a C compiler: install it, or leave the setting out"
         ) from error
+
+
+@cache
+def compiles(device: torch.device) -> bool:
+    """Return whether something can be compiled for a device; where not, the reason is logged once."""
+    try:
+        check_compiler(device)
+    except ConfigError as error:
+        why = str(error).removeprefix("ppo.compile=true: ")
+        log.warning("ppo.rollout_engine=hf decodes without compiled layers and CUDA graphs: %s", why)
+        return False
+    return True

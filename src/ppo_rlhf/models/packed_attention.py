@@ -10,7 +10,8 @@ https://huggingface.co/docs/transformers/attention_interface
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
@@ -115,6 +116,18 @@ def use_padded_attention(model: PreTrainedModel) -> None:
     """Undo `use_packed_attention`; a model with another attention, such as `eager`, keeps it."""
     if model.config._attn_implementation == NAME:
         model.set_attn_implementation(PADDED)
+
+
+@contextmanager
+def padded_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Attend as transformers does within the block; its own attention can be compiled as a whole, this one cannot."""
+    packs = model.config._attn_implementation == NAME
+    use_padded_attention(model)
+    try:
+        yield
+    finally:
+        if packs:
+            use_packed_attention(model)
 
 
 def packed_hidden_states(backbone: PreTrainedModel, ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:

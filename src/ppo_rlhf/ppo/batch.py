@@ -18,7 +18,7 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.randomness import micro_batches, minibatch_partition
 from ppo_rlhf.models.packed_attention import place_rows
 from ppo_rlhf.models.token_rows import TokenRows, filled_size, right_padded
-from ppo_rlhf.processes import own_share
+from ppo_rlhf.processes import dealt_rows, own_rank
 
 
 @dataclass(frozen=True)
@@ -114,6 +114,7 @@ class Minibatch:
 
     rows: list[int]  # of all processes
     micro_batches: list[list[int]]  # of this process: the rows of each forward and backward pass
+    hands: list[list[int]]  # the rows of each process
     with_policy: bool = True  # False in the epochs that only the critic has
 
 
@@ -126,6 +127,12 @@ def first_epoch(epochs: Epochs) -> list[list[int]]:
     return [rows for minibatch in epochs[0] for rows in minibatch.micro_batches]
 
 
+def first_hands(epochs: Epochs) -> list[list[int]]:
+    """Return the rows of the first epoch that each process computes."""
+    by_process = zip(*(minibatch.hands for minibatch in epochs[0]), strict=True)
+    return [[row for hand in of_one for row in hand] for of_one in by_process]
+
+
 def cut_batch(
     config: PPOConfig,
     iteration: int,
@@ -136,7 +143,7 @@ def cut_batch(
 ) -> Epochs:
     """Return the minibatches of every epoch of an iteration's update.
 
-    The minibatches depend only on the seed; each process gets an equal share of every one.
+    The minibatches depend only on the seed; each process gets as many rows of every one, and of about as many tokens.
 
     Args:
         config: Sizes, token budget and seed.
@@ -147,16 +154,17 @@ def cut_batch(
     """
 
     def cut(rows: list[int], epoch: int) -> Minibatch:
-        share = own_share(len(rows))
+        dealt = dealt_rows([prompt_lengths[row] + response_lengths[row] for row in rows])
+        hands = [[rows[place] for place in hand] for hand in dealt]
         own = micro_batches(
-            rows[share.start : share.stop],
+            hands[own_rank()],
             config.local_micro_batch_size,
             prompt_lengths,
             response_lengths,
             config.max_tokens_per_micro_batch,
             padded=padded,
         )
-        return Minibatch(rows, own, epoch < config.num_ppo_epochs)
+        return Minibatch(rows, own, hands, epoch < config.num_ppo_epochs)
 
     sizes = config.batch_size, config.num_mini_batches
     epochs = range(config.num_critic_epochs or config.num_ppo_epochs)

@@ -25,7 +25,7 @@ def sample_episodes(
     settings: SamplingSettings,
     *,
     engine: str = "static",
-    batch_size: int = 64,
+    batch_size: int | None = 64,
 ) -> Responses:
     """Sample an episode for each of N prompts; the token in column t is drawn with the uniform of column t.
 
@@ -39,7 +39,7 @@ def sample_episodes(
         settings: With an environment, which answers every turn that ended in a stop token. `response_length` T holds
             the whole episode, the replies included.
         engine: As in `generate_responses`.
-        batch_size: Turns decoded at a time.
+        batch_size: Turns decoded at a time; None: what memory allows.
 
     Raises:
         RewardError: As `environments.reply_by_function`.

@@ -15,12 +15,12 @@ from ppo_rlhf.core.kl import kl_estimate
 from ppo_rlhf.core.statistics import masked_whiten
 from ppo_rlhf.core.turns import compact, compact_mask, spread
 from ppo_rlhf.models.transfers import to_device
-from ppo_rlhf.ppo.batch import first_epoch
+from ppo_rlhf.ppo.batch import first_epoch, first_hands
 from ppo_rlhf.ppo.logprobs import filled_rows
 from ppo_rlhf.ppo.precision import autocast, deterministic
 from ppo_rlhf.ppo.rollout import Rollouts
 from ppo_rlhf.ppo.state import TrainingState
-from ppo_rlhf.processes import gather_scattered
+from ppo_rlhf.processes import gather_dealt, own_rank
 from ppo_rlhf.rewards.scoring import RewardScorer
 from ppo_rlhf.rewards.shaping import final_scores, final_token_rewards
 
@@ -73,7 +73,7 @@ def score_responses(rollouts: Rollouts, scorer: RewardScorer, state: TrainingSta
 def critic_values(rollouts: Rollouts, state: TrainingState) -> Tensor:
     """Return the values `[B, T + 1]` of a critic of its own, from the forward passes that the first epoch repeats."""
     rows, width = rollouts.responses.response_ids.shape
-    groups = first_epoch(rollouts.epochs)
+    groups, hands = first_epoch(rollouts.epochs), first_hands(rollouts.epochs)
     forward = state.accelerator.unwrap_model(state.critic_forward)
     found: list[Tensor] = []
     batches = rollouts.sequences(groups, state.sampling.pad_token_id, state.device)
@@ -82,7 +82,7 @@ def critic_values(rollouts: Rollouts, state: TrainingState) -> Tensor:
             with autocast(state.config, state.device):
                 found.append(forward(batch))
     values = filled_rows(rows, width + 1, groups, found, state.statistics_dtype)
-    return gather_scattered(values, [row for group in groups for row in group])
+    return gather_dealt(values[hands[own_rank()]], hands)
 
 
 def shape_rewards(rollouts: Rollouts, scores: Scores, state: TrainingState) -> ShapedRewards:

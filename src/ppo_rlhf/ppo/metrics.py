@@ -18,7 +18,7 @@ from ppo_rlhf.models.transfers import to_cpu
 from ppo_rlhf.ppo.experience import Experience
 from ppo_rlhf.ppo.rollout import uniform_groups
 from ppo_rlhf.ppo.state import TrainingState
-from ppo_rlhf.processes import from_all
+from ppo_rlhf.processes import gather_tensors
 
 SUMMED = ("policy_loss", "value_loss", "kl", "entropy", "nll", "approxkl", "policy_clipfrac", "value_clipfrac", "ratio")
 """Fields of StepSums that add up over micro-batches and processes."""
@@ -76,7 +76,7 @@ def add_over_processes(steps: list[StepSums]) -> list[StepSums]:
         return []
     none = torch.zeros(len(SUMMED))  # of a process without micro-batches
     own = torch.stack(to_cpu([none if step.own is None else step.own for step in steps])).double()
-    sums = torch.stack(from_all(own)).sum(0).tolist()
+    sums = torch.stack(gather_tensors(own)).sum(0).tolist()
     return [
         replace(step, own=None, **dict(zip(SUMMED, row, strict=True))) for step, row in zip(steps, sums, strict=True)
     ]

@@ -29,7 +29,7 @@ from ppo_rlhf.models.tokenizers import stop_token_ids
 from ppo_rlhf.ppo.environments import reply_by_function
 from ppo_rlhf.ppo.logprobs import CriticForward, PolicyForward
 from ppo_rlhf.ppo.optimisers import build_optimizer, check_trains, peak_learning_rates
-from ppo_rlhf.ppo.precision import frozen_dtype, make_accelerator, trained_dtype, wrap
+from ppo_rlhf.ppo.precision import frozen_dtype, make_accelerator, trained_dtype, with_dtype, wrap
 from ppo_rlhf.ppo.sampling import SamplingSettings
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.rewards.functions import load_function
@@ -173,6 +173,7 @@ def build_state(
             token, or gradient checkpointing or compilation does not fit an architecture.
         RewardError: `ppo.environment` cannot be imported.
     """
+    config = with_dtype(config)
     check_libraries(config)
     check_trains(policy, "policy")
     check_trains(critic, "critic")

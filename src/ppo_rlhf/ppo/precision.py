@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from accelerate import Accelerator
@@ -12,6 +13,7 @@ from accelerate.utils import DistributedDataParallelKwargs, parse_flag_from_env
 from torch import nn
 
 from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.config.ppo import Precision
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.processes import check_launch, forget_accelerator, join_processes, process_count, quick_group
 
@@ -28,8 +30,32 @@ def trained_dtype(config: PPOConfig) -> torch.dtype:
 
 def frozen_dtype(config: PPOConfig) -> torch.dtype:
     """Return the type of weights that never train (reference policy, reward model): the one that `ppo.dtype` names."""
-    dtype: torch.dtype = getattr(torch, config.dtype)
+    dtype: torch.dtype = getattr(torch, _dtype_name(config))
     return dtype
+
+
+def with_dtype(config: PPOConfig) -> PPOConfig:
+    """Return the settings with the precision that `ppo.dtype=auto` stands for on this machine."""
+    return replace(config, dtype=_dtype_name(config)) if config.dtype == "auto" else config
+
+
+def _dtype_name(config: PPOConfig) -> Precision:
+    if config.dtype != "auto":
+        return config.dtype
+    device = resolve_device(config.device)
+    return "bfloat16" if device.type == "cuda" and has_bfloat16(device) else "float32"
+
+
+def device_of(config: PPOConfig) -> torch.device:
+    """Return the device of a run, from now on with TF32 in float32's matrix products on CUDA, unless `deterministic`.
+
+    Raises:
+        ConfigError: As `resolve_device`.
+    """
+    device = resolve_device(config.device)
+    if device.type == "cuda":
+        torch.backends.cuda.matmul.allow_tf32 = not config.deterministic
+    return device
 
 
 def resolve_device(name: str) -> torch.device:
@@ -86,10 +112,12 @@ def make_accelerator(config: PPOConfig, device: torch.device, *, finds_unused: b
             join_processes()
         return Accelerator(
             cpu=device.type == "cpu",
-            mixed_precision=_MIXED.get(config.dtype, "no"),
+            mixed_precision=_MIXED.get(_dtype_name(config), "no"),
             kwargs_handlers=[
                 # Buffers are equal in all processes. To send them at each pass, all would need equally many passes.
-                DistributedDataParallelKwargs(broadcast_buffers=False, find_unused_parameters=finds_unused)
+                DistributedDataParallelKwargs(
+                    broadcast_buffers=False, find_unused_parameters=finds_unused, gradient_as_bucket_view=True
+                )
             ],
         )
 
@@ -125,9 +153,9 @@ def autocast(config: PPOConfig, device: torch.device) -> contextlib.AbstractCont
 
     All passes of a run go through it, so that old and new log-probabilities come from the same computation.
     """
-    if config.dtype not in _MIXED:
+    if _dtype_name(config) not in _MIXED:
         return contextlib.nullcontext()
-    return torch.autocast(device.type, getattr(torch, config.dtype))
+    return torch.autocast(device.type, frozen_dtype(config))
 
 
 def has_bfloat16(device: torch.device) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,17 +16,18 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.randomness import episode_prompts, episode_uniforms, permutation
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.models.forward import backbone_of, hidden_states_at
+from ppo_rlhf.models.free_memory import sequences_at_a_time
 from ppo_rlhf.models.offloading import on_device
 from ppo_rlhf.models.transfers import to_device
-from ppo_rlhf.ppo.batch import Epochs, SequenceBatch, cut_batch, first_epoch, make_batch
+from ppo_rlhf.ppo.batch import Epochs, SequenceBatch, cut_batch, first_epoch, first_hands, make_batch
 from ppo_rlhf.ppo.episodes import sample_episodes, turn_texts
 from ppo_rlhf.ppo.logprobs import PolicyOutput, filled_rows, response_statistics
 from ppo_rlhf.ppo.precision import autocast, deterministic
 from ppo_rlhf.ppo.sampling import Responses, SamplingSettings, generate_responses
 from ppo_rlhf.ppo.state import TrainingState
-from ppo_rlhf.processes import gather_rows, gather_scattered, own_share
+from ppo_rlhf.processes import dealt_rows, gather_dealt, own_rank
 from ppo_rlhf.rewards.rendering import conversations
-from ppo_rlhf.rewards.scoring import ResponseBatch, RewardScorer, ScoredResponses
+from ppo_rlhf.rewards.scoring import DecodedWhenRead, ResponseBatch, RewardScorer, ScoredResponses
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,7 @@ def sample_responses(
     sampling: SamplingSettings,
     config: PPOConfig,
     *,
-    batch_size: int,
+    batch_size: int | None,
 ) -> Responses:
     """Sample a response to each of N prompts; each process samples its own share, and all get all of them.
 
@@ -157,11 +159,11 @@ def sample_responses(
         uniforms: `[N, T]` float64 in [0, 1): the noise.
         sampling: How tokens are drawn.
         config: Engine and precision.
-        batch_size: Responses decoded at a time.
+        batch_size: Responses decoded at a time; None: what memory allows.
     """
-    share = own_share(len(prompts))
-    noise = uniforms[share.start : share.stop]
-    own_prompts = prompts.select(share)
+    hands = dealt_rows([len(ids) for ids in prompts.prompt_ids])
+    mine = hands[own_rank()]
+    noise, own_prompts = uniforms[mine], prompts.select(mine)
     engine = config.rollout_engine
     with autocast(config, policy.device):
         if sampling.environment is None:
@@ -170,12 +172,16 @@ def sample_responses(
             )
         else:
             own = sample_episodes(policy, own_prompts, noise, sampling, engine=engine, batch_size=batch_size)
+
+    def of_all(rows: Tensor) -> Tensor:
+        return gather_dealt(rows, hands)
+
     return Responses(
-        gather_rows(own.response_ids),
-        gather_rows(own.lengths),
-        gather_rows(own.terminated),
-        None if own.policy_mask is None else gather_rows(own.policy_mask),
-        None if own.sampler_logprobs is None else gather_rows(own.sampler_logprobs),
+        of_all(own.response_ids),
+        of_all(own.lengths),
+        of_all(own.terminated),
+        None if own.policy_mask is None else of_all(own.policy_mask),
+        None if own.sampler_logprobs is None else of_all(own.sampler_logprobs),
     )
 
 
@@ -184,7 +190,7 @@ def response_batch(prompts: PromptDataset, responses: Responses, tokenizer: PreT
     response_ids = responses.token_lists()
     return ResponseBatch(
         prompts=prompts.texts,
-        completions=tokenizer.batch_decode(response_ids, skip_special_tokens=True),
+        completions=DecodedWhenRead(partial(tokenizer.batch_decode, response_ids, skip_special_tokens=True)),
         columns=prompts.columns,
         prompt_ids=prompts.prompt_ids,
         response_ids=response_ids,
@@ -263,7 +269,7 @@ def compute_logprobs(
     *,
     temperature: float,
     device: torch.device,
-    batch_size: int,
+    batch_size: int | None,
     pad_token_id: int,
 ) -> Tensor:
     """Return the log-probabilities `[N, T]` of the policy's tokens under a model, 0 elsewhere.
@@ -278,20 +284,23 @@ def compute_logprobs(
         config: Precision.
         temperature: Divides the logits.
         device: Where the model computes.
-        batch_size: Responses in one forward pass.
+        batch_size: Responses in one forward pass; None: what memory allows.
         pad_token_id: Any id inside the vocabulary; its value has no effect.
     """
-    share, lengths = own_share(len(prompt_ids)), responses.lengths
-    by_length = sorted(share, key=lambda row: len(prompt_ids[row]) + int(lengths[row]))
-    groups = [by_length[start : start + batch_size] for start in range(0, len(by_length), batch_size)]
+    tokens = [len(ids) + length for ids, length in zip(prompt_ids, responses.lengths.tolist(), strict=True)]
+    hands = dealt_rows(tokens)
+    mine = hands[own_rank()]
+    by_length = sorted(mine, key=lambda row: tokens[row])
     dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
     found: list[Tensor] = []
     with torch.no_grad(), on_device(model, device), autocast(config, device):
+        size = batch_size or sequences_at_a_time(model, len(by_length), max(tokens, default=0))
+        groups = [by_length[start : start + size] for start in range(0, len(by_length), size)]
         for batch in to_device(sequences(prompt_ids, responses, groups, pad_token_id, device), device):
             states = hidden_states_at(backbone_of(model), batch.rows, batch.state_positions)
             found.append(response_statistics(model, batch, states, temperature)[0])
     logprobs = filled_rows(len(prompt_ids), responses.response_ids.shape[1], groups, found, dtype)
-    return torch.where(responses.mask, gather_rows(logprobs[share.start : share.stop]), 0.0)
+    return torch.where(responses.mask, gather_dealt(logprobs[mine], hands), 0.0)
 
 
 def sequences(
@@ -330,8 +339,7 @@ def _first_forward(
     too, and with a shared trunk the values `[B, T + 1]`, else None.
     """
     rows, width = responses.response_ids.shape
-    groups = first_epoch(epochs)
-    mine = [row for group in groups for row in group]
+    groups, hands = first_epoch(epochs), first_hands(epochs)
     forward = state.accelerator.unwrap_model(state.policy_forward)
     outputs: list[PolicyOutput] = []
     batches = sequences(prompts.prompt_ids, responses, groups, state.sampling.pad_token_id, state.device)
@@ -343,7 +351,7 @@ def _first_forward(
 
     def of_all(name: str, columns: int) -> Tensor:
         found = filled_rows(rows, columns, groups, [getattr(out, name) for out in outputs], state.statistics_dtype)
-        return gather_scattered(found, mine)
+        return gather_dealt(found[hands[own_rank()]], hands)
 
     return (
         torch.where(responses.mask, of_all("logprobs", width), 0.0),

@@ -1,7 +1,8 @@
 """Sampling responses from a causal language model with given noise.
 
 Two engines make the same tokens from the same uniforms. `static` decodes without padding and drops the sequences that
-have ended. `hf` is transformers' `generate` with the tokens forced through a logits processor: the oracle of the first.
+have ended. `hf` is transformers' `generate`, with transformers' own attention and cache, and with the tokens forced
+through a logits processor: the oracle of the first.
 """
 
 from __future__ import annotations
@@ -17,7 +18,11 @@ from ppo_rlhf.core.logprobs import token_logprobs
 from ppo_rlhf.core.responses import length_mask, response_lengths
 from ppo_rlhf.core.sampling import sample_tokens
 from ppo_rlhf.data.prompt_dataset import PromptDataset
+from ppo_rlhf.models.compilation import compiles
 from ppo_rlhf.models.decoding import Decoder, decodes
+from ppo_rlhf.models.free_memory import sequences_at_a_time
+from ppo_rlhf.models.packed_attention import padded_attention
+from ppo_rlhf.models.token_rows import filled_size
 from ppo_rlhf.ppo.batch import without_padding
 
 STEPS_BETWEEN_LOOKS = 16
@@ -84,7 +89,7 @@ def generate_responses(
     settings: SamplingSettings,
     *,
     engine: str = "static",
-    batch_size: int = 64,
+    batch_size: int | None = 64,
 ) -> Responses:
     """Sample one response to each prompt by inverse-CDF sampling with the given uniforms.
 
@@ -94,11 +99,15 @@ def generate_responses(
         uniforms: `[N, T]` float64 in [0, 1), one for each (episode, step).
         settings: Length, temperature, filters, stop tokens.
         engine: `static` or `hf`, which also decodes architectures that need padding.
-        batch_size: Prompts decoded at a time; the tokens depend on it only by rounding.
+        batch_size: Prompts decoded at a time; the tokens depend on it only by rounding. None: what memory allows.
     """
     dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
     tokens = [torch.empty(0, settings.response_length, dtype=torch.long)]  # a process may have no prompts
     logprobs = [torch.empty(0, settings.response_length, dtype=dtype)]
+    if batch_size is None:
+        longest = max((len(ids) for ids in prompt_ids), default=0)
+        tokens_at_most = longest + settings.response_length
+        batch_size = sequences_at_a_time(model, len(prompt_ids), tokens_at_most, decoded_from=longest)
     with torch.no_grad():
         decode = _decode_packed if engine == "static" and decodes(model) else _decode_with_generate
         for start in range(0, len(prompt_ids), batch_size):
@@ -177,10 +186,16 @@ class _ForcedSampling(LogitsProcessor):
         return torch.full_like(scores, -torch.inf).scatter(1, token[:, None], 0.0)
 
 
+def _prompt_width(longest: int, device: torch.device) -> int:
+    """Return the columns of the prompts: on an accelerator one of few widths, since each is compiled anew."""
+    return longest if device.type == "cpu" else filled_size(longest)
+
+
 def _decode_with_generate(
     model: PreTrainedModel, prompt_ids: list[list[int]], uniforms: Tensor, settings: SamplingSettings
 ) -> tuple[Tensor, Tensor]:
-    width = max(len(ids) for ids in prompt_ids)
+    device, longest = model.device, max(len(ids) for ids in prompt_ids)
+    width = _prompt_width(longest, device)
     padded = [[settings.pad_token_id] * (width - len(ids)) + ids for ids in prompt_ids]
     mask = [[0] * (width - len(ids)) + [1] * len(ids) for ids in prompt_ids]
     sampler = _ForcedSampling(uniforms, settings)
@@ -189,16 +204,20 @@ def _decode_with_generate(
         max_new_tokens=settings.response_length,
         pad_token_id=settings.pad_token_id,
         eos_token_id=list(settings.stop_token_ids) or None,
+        cache_implementation="static",  # which transformers compiles on a GPU, with CUDA graphs
+        disable_compile=device.type != "cpu" and not compiles(device),
     )
     own, model.generation_config = model.generation_config, plain  # generate would mix in its penalties, top_p …
     try:
-        sequences: Tensor = model.generate(  # type: ignore[operator]
-            input_ids=torch.tensor(padded, device=model.device),
-            attention_mask=torch.tensor(mask, device=model.device),
-            logits_processor=LogitsProcessorList([sampler]),
-        )
+        with padded_attention(model):
+            sequences: Tensor = model.generate(  # type: ignore[operator]
+                input_ids=torch.tensor(padded, device=device),
+                attention_mask=torch.tensor(mask, device=device),
+                logits_processor=LogitsProcessorList([sampler]),
+            )
     finally:
         model.generation_config = own
+        vars(model).pop("_compiled_call", None)  # in a copy of the model it would be the original's
     return sequences[:, width:], torch.stack(sampler.logprobs, dim=1)
 
 

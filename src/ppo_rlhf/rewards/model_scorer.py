@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import processes
 from ppo_rlhf.core.errors import ModelError, RewardError
+from ppo_rlhf.models.free_memory import sequences_at_a_time
 from ppo_rlhf.models.loading import context_length
 from ppo_rlhf.models.offloading import on_device
 from ppo_rlhf.models.sequence_scores import reads_end, sequence_scores
@@ -28,12 +29,13 @@ class ModelScorer:
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         policy_tokenizer: PreTrainedTokenizerBase,
-        batch_size: int = 64,
+        batch_size: int | None = 64,
         device: torch.device | None = None,
     ) -> None:
         """Take the reward model with its tokenizer, and the tokenizer of the responses.
 
-        It scores on `device`, wherever the model is between its calls; None: where the model is.
+        It scores on `device`, wherever the model is between its calls; None: where the model is. `batch_size`
+        sequences go in one pass; None: what memory allows.
         """
         self.model = model
         self._tokenizer = tokenizer
@@ -74,17 +76,20 @@ class ModelScorer:
 
 
 @torch.no_grad()
-def score_sequences(model: PreTrainedModel, sequences: list[list[int]], pad_id: int, batch_size: int) -> Tensor:
+def score_sequences(model: PreTrainedModel, sequences: list[list[int]], pad_id: int, batch_size: int | None) -> Tensor:
     """Return the reward model's scores [N] of token sequences on the CPU, float32 or wider.
 
     Each process scores its share and gets all scores. Sequences of similar length make a batch, which is not padded if
     the architecture does not need it.
     """
-    own = processes.own_share(len(sequences))
-    by_length = sorted(own, key=lambda row: len(sequences[row]))
-    scores = torch.zeros(len(own), dtype=torch.promote_types(model.dtype, torch.float32))
-    for start in range(0, len(by_length), batch_size):
-        rows = by_length[start : start + batch_size]
+    lengths = [len(ids) for ids in sequences]
+    hands = processes.dealt_rows(lengths)
+    own = hands[processes.own_rank()]
+    by_length = sorted(own, key=lambda row: lengths[row])
+    scores = torch.zeros(len(sequences), dtype=torch.promote_types(model.dtype, torch.float32))
+    size = batch_size or sequences_at_a_time(model, len(by_length), max(lengths, default=0))
+    for start in range(0, len(by_length), size):
+        rows = by_length[start : start + size]
         found = sequence_scores(model, [sequences[row] for row in rows], pad_id)
-        scores[[row - own.start for row in rows]] = found.to(scores)
-    return processes.gather_rows(scores)
+        scores[rows] = found.to(scores)
+    return processes.gather_dealt(scores[own], hands)

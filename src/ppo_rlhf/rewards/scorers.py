@@ -29,7 +29,7 @@ def build_reward_scorer(
     reward_model: PretrainedHandle | None,
     policy_tokenizer: PreTrainedTokenizerBase,
     *,
-    batch_size: int = 64,
+    batch_size: int | None = 64,
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float32,
     offload: bool = False,
@@ -40,7 +40,7 @@ def build_reward_scorer(
         config: The components.
         reward_model: Read only if a component is of type model.
         policy_tokenizer: Tokenizer of the responses to be scored.
-        batch_size: Sequences in one forward of the reward model.
+        batch_size: Sequences in one forward of the reward model; None: what memory allows.
         device: Device of the reward model.
         dtype: Precision of the reward model.
         offload: Whether the reward model stays in the host's memory and is on the device only while it scores.
@@ -108,8 +108,12 @@ def score_by_function(function: RewardFunction, name: str, batch: ResponseBatch)
     Raises:
         RewardError: As `call_token_reward_function`.
     """
-    given = (batch.prompts, batch.completions, batch.response_ids, batch.all_columns)
-    values = processes.on_main(lambda: call_token_reward_function(function, name, *given))
+
+    def call() -> list[float] | list[list[float]]:
+        given = (batch.prompts, list(batch.completions), batch.response_ids, batch.all_columns)
+        return call_token_reward_function(function, name, *given)
+
+    values = processes.on_main(call)
     rows = [torch.tensor(value, dtype=torch.float64) for value in values]
     return pad_sequence(rows, batch_first=True) if rows and rows[0].dim() else torch.tensor(values, dtype=torch.float64)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import UserList
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,6 +16,22 @@ from ppo_rlhf.data.chats import Chat
 
 TURNS = "turns"
 MESSAGES = "messages"
+
+
+class DecodedWhenRead(UserList[str]):
+    """Texts that are decoded at the first look: functions see them on the main process only."""
+
+    def __init__(self, texts: Callable[[], list[str]] | Iterable[str]) -> None:
+        """Take the function that gives them; or texts, as a slice or a copy does."""
+        if callable(texts):
+            self._decode = texts
+        else:
+            self.data = list(texts)
+
+    @cached_property
+    def data(self) -> list[str]:  # type: ignore[override]  # UserList sets it at once
+        """The texts."""
+        return self._decode()
 
 
 @dataclass(frozen=True)
@@ -35,7 +53,7 @@ class ResponseBatch:
     """
 
     prompts: list[str]
-    completions: list[str]
+    completions: Sequence[str]
     columns: dict[str, list[Any]]
     prompt_ids: list[list[int]]
     response_ids: list[list[int]]

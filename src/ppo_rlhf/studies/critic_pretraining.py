@@ -26,7 +26,7 @@ from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.ppo.experience import Scores, critic_values
 from ppo_rlhf.ppo.loop import estimate_advantages, generate_rollouts, iterate, score_responses, shape_rewards
 from ppo_rlhf.ppo.models import build_critic, build_state, load_policies
-from ppo_rlhf.ppo.precision import resolve_device
+from ppo_rlhf.ppo.precision import device_of
 from ppo_rlhf.ppo.rollout import Rollouts
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.rewards.scorers import check_room
@@ -110,7 +110,7 @@ def pretrain_critic(
         ConfigError, ModelError: As in a run of PPO with these settings.
     """
     config = pretraining_config(pretraining, ppo)
-    policy, reference = load_policies(sft_policy, config, resolve_device(config.device))
+    policy, reference = load_policies(sft_policy, config, device_of(config))
     critic = build_critic(config, policy.model, scorer.model, policy.value_head)
     assert isinstance(critic, Critic)  # `value_model` cannot be shared here
     state = build_state(policy.model, critic, policy.tokenizer, config)

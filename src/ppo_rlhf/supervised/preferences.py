@@ -152,7 +152,7 @@ def sample_preferences(
     batches = [_as_batch(batch, side, tokenizer) for side in sides]
     name, function = labeller
     scores = processes.on_main(
-        lambda: [call_reward_function(function, name, b.prompts, b.completions, b.all_columns) for b in batches]
+        lambda: [call_reward_function(function, name, b.prompts, list(b.completions), b.all_columns) for b in batches]
     )
     sequences = [Rendering(tokenizer, tokenizer).sequences(each) for each in batches]
     rows = []

@@ -73,7 +73,7 @@ class QuerySampler:
             real = [row[mask] for row, mask in zip(rows, masks, strict=True)]
             prompt_ids = token_lists(real, "query", self.vocabulary)
         at_a_time = config.local_rollout_forward_batch_size if batch_size is None else batch_size
-        if at_a_time < 1:
+        if batch_size is not None and batch_size < 1:
             raise ConfigError(f"generate: batch_size={batch_size} is below 1")
         settings = _sampling(state.sampling, arguments, self.vocabulary)
         check_room(prompt_ids, [settings.response_length] * len(prompt_ids), *self.limit)

@@ -32,7 +32,7 @@ from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.locks import lock_run
 from ppo_rlhf.ppo import loop
 from ppo_rlhf.ppo.models import build_state
-from ppo_rlhf.ppo.precision import precision_warning, resolve_device
+from ppo_rlhf.ppo.precision import device_of, precision_warning, with_dtype
 from ppo_rlhf.ppo.rollout import complete_rollouts
 from ppo_rlhf.processes import check_alike, check_launch, from_main, is_main_process, on_main, wait_for_all
 from ppo_rlhf.rewards.scorers import check_chats, check_room
@@ -62,7 +62,7 @@ class PPOTrainer:
     otherwise); only the main process logs and writes files.
 
     Attributes:
-        config: Hyperparameters.
+        config: Hyperparameters; `dtype` names the precision, also where `auto` was given.
         state: Everything that changes while PPO trains.
         reference_policy: The frozen policy of the KL divergence.
     """
@@ -100,10 +100,8 @@ class PPOTrainer:
                 f"PPOTrainer: config is a {type(config).__module__}.{type(config).__name__}, not a PPOConfig of this "
                 "project; ppo_rlhf.compat.from_trl(…).ppo_config() makes one of TRL's"
             )
-        self.config = config
-        start, self.reference_policy = take_policies(
-            config, policy, reference_policy, tokenizer, resolve_device(config.device)
-        )
+        self.config = config = with_dtype(config)
+        start, self.reference_policy = take_policies(config, policy, reference_policy, tokenizer, device_of(config))
         self._scorer = trainer_inputs.take_reward(reward, start, config)
         reward_model = None if self._scorer is None else self._scorer.model
         critic = take_critic(config, start, reward_model, value_model)

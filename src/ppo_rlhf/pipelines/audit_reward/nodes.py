@@ -17,7 +17,7 @@ from ppo_rlhf.models.loading import PretrainedHandle, context_length
 from ppo_rlhf.models.tokenizers import stop_token_ids
 from ppo_rlhf.pipelines.audit_reward.chart import audit_figure
 from ppo_rlhf.ppo.models import sampling_settings
-from ppo_rlhf.ppo.precision import frozen_dtype, resolve_device
+from ppo_rlhf.ppo.precision import device_of, frozen_dtype
 from ppo_rlhf.rewards.config import RewardConfig
 from ppo_rlhf.rewards.scoring import RewardScorer
 from ppo_rlhf.studies import reward_audit
@@ -36,7 +36,7 @@ def sample_responses(
     best_of_n: BestOfNConfig,
 ) -> pd.DataFrame:
     """Sample many responses of the SFT policy to each of some held-out prompts, and score them by reward and judge."""
-    policy = sft_policy.causal_lm(frozen_dtype(ppo_config)).to(resolve_device(ppo_config.device))  # type: ignore[arg-type]
+    policy = sft_policy.causal_lm(frozen_dtype(ppo_config)).to(device_of(ppo_config))  # type: ignore[arg-type]
     tokenizer = sft_policy.tokenizer()
     prompts = min(best_of_n.prompts, len(evaluation_prompt_dataset))
     log.info("Sampling %d responses to each of %d prompts from the SFT policy …", best_of_n.samples, prompts)

@@ -25,7 +25,7 @@ from ppo_rlhf.models.offloading import to_host
 from ppo_rlhf.models.tokenizers import same_vocabulary
 from ppo_rlhf.pipelines.reporting.wording import headline, measure, remarks, result_section
 from ppo_rlhf.ppo.models import sampling_settings
-from ppo_rlhf.ppo.precision import frozen_dtype, resolve_device, trained_dtype
+from ppo_rlhf.ppo.precision import device_of, frozen_dtype, trained_dtype
 from ppo_rlhf.rewards.config import RewardConfig
 from ppo_rlhf.rewards.scorers import build_reward_scorer, reward_model_accuracy
 
@@ -252,4 +252,4 @@ def _load(handle: PretrainedHandle, dtype: torch.dtype, ppo: PPOConfig, *, waits
     if waits:
         to_host(model)
         return model
-    return model.to(resolve_device(ppo.device))  # type: ignore[arg-type]
+    return model.to(device_of(ppo))  # type: ignore[arg-type]

@@ -24,7 +24,7 @@ from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.ppo import loop
 from ppo_rlhf.ppo.loop import Experience, Rollouts, Scores, ShapedRewards
 from ppo_rlhf.ppo.models import build_critic, build_state, load_policies, load_stored_critic, sampling_settings
-from ppo_rlhf.ppo.precision import frozen_dtype, resolve_device
+from ppo_rlhf.ppo.precision import device_of, frozen_dtype
 from ppo_rlhf.ppo.sampling import SamplingSettings
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.rewards.config import RewardConfig
@@ -77,7 +77,7 @@ def prepare_prompts(
 
 def load_sft_policy(sft_policy: PretrainedHandle, ppo_config: PPOConfig) -> tuple[TrainedModel, PreTrainedModel]:
     """Load the SFT model as the policy, which trains, and the frozen reference policy; with LoRA they share weights."""
-    device = resolve_device(ppo_config.device)
+    device = device_of(ppo_config)
     policy, reference = load_policies(sft_policy, ppo_config, device)
     total, trained = (policy.model.num_parameters(only_trainable=only) / 1e6 for only in (False, True))
     log.info("Policy: %s, %.3g M parameters, %.3g M train, on %s.", sft_policy.source, total, trained, device)
@@ -95,7 +95,7 @@ def load_reward_model(
         reward_model,
         sft_policy.tokenizer(),
         batch_size=ppo_config.local_rollout_forward_batch_size,
-        device=resolve_device(ppo_config.device),
+        device=device_of(ppo_config),
         dtype=frozen_dtype(ppo_config),
         offload=ppo_config.offload_reward_model,
     )

@@ -1,0 +1,101 @@
+"""How many sequences a pass without gradients takes at a time: as many as fit into the memory that is free.
+
+The formulas are those of `kedro doctor` (docs/memory.md).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from ppo_rlhf.models.forward import backbone_of
+from ppo_rlhf.processes import process_count
+
+KEPT = 1.5
+"""Peak of the activations over the inputs and outputs of linear layers: norms and position embeddings keep the rest
+(Llama: 1.13 in float32, 1.54 in bfloat16), and the backward pass holds gradients of activations."""
+USED = 0.8
+"""Share of the free memory that a pass may take: the estimate is right to a third, and a part is in pieces."""
+
+
+def sequences_at_a_time(model: PreTrainedModel, count: int, tokens: int, *, decoded_from: int | None = None) -> int:
+    """Return how many of `count` sequences to take at a time, in parts of equal size; at least 1.
+
+    Args:
+        model: Computes them where it is, under the autocast of the caller.
+        count: Sequences.
+        tokens: Of the longest sequence.
+        decoded_from: Tokens of the longest prompt if the rest is decoded token by token; None: whole passes.
+    """
+    device, text = model.device, model.config.get_text_config()
+    casts = torch.is_autocast_enabled(device.type) and model.dtype != torch.float64
+    number = (torch.get_autocast_dtype(device.type) if casts else model.dtype).itemsize
+    one_layer = activation_bytes(backbone_of(model), number) // getattr(text, "num_hidden_layers", 1)
+    row = tokens * one_layer if decoded_from is None else decoding_bytes(text, decoded_from, tokens, one_layer, number)
+    return in_equal_parts(count, row, _free(device))
+
+
+def in_equal_parts(count: int, row_bytes: int, free_bytes: int) -> int:
+    """Return the rows of each part if `count` rows are cut into as few equal parts as fit into the free memory."""
+    fitting = max(1, int(USED * free_bytes) // max(1, row_bytes))
+    parts = -(-count // fitting)
+    return -(-count // max(1, parts)) or 1
+
+
+def activation_bytes(backbone: nn.Module, number: int) -> int:
+    """Return the bytes that the activations of one token take in all layers; `number` is the bytes of one number."""
+    linear = [module for module in backbone.modules() if isinstance(module, nn.Linear | Conv1D)]
+    widths = (
+        module.in_features + module.out_features if isinstance(module, nn.Linear) else sum(module.weight.shape)
+        for module in linear
+    )
+    return round(KEPT * sum(widths)) * number
+
+
+def decoding_bytes(text: PretrainedConfig, prompt_length: int, tokens: int, one_layer: int, number: int) -> int:
+    """Return the bytes of a response that is decoded: its keys and values, and its prompt's pass or a step's logits.
+
+    Args:
+        text: Configuration of the language model.
+        prompt_length: Tokens of the prompt.
+        tokens: Tokens of prompt and response.
+        one_layer: Bytes of the activations of a token in one layer.
+        number: Bytes of a number.
+    """
+    cache = tokens * getattr(text, "num_hidden_layers", 1) * _cache_width(text) * number
+    step = text.vocab_size * (number + 3 * 4)  # logits, and their probabilities in float32
+    return int(cache + max(step, prompt_length * one_layer))
+
+
+def available_memory(device: torch.device, cgroup: Path = Path("/sys/fs/cgroup")) -> tuple[int, int]:
+    """Return the free bytes on a device and on the host; a container's limit counts. On the CPU both are the host's."""
+    host = int(psutil.virtual_memory().available)
+    try:
+        limit, used = (int((cgroup / name).read_text()) for name in ("memory.max", "memory.current"))
+        host = min(host, max(0, limit - used))
+    except (OSError, ValueError):  # no control group, or no limit (`max`)
+        pass
+    return (torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host), host
+
+
+def _free(device: torch.device) -> int:
+    """Return the bytes that this process can still take on a device; torch's own free blocks count."""
+    free = available_memory(device)[0]
+    if device.type != "cuda":
+        return free // process_count()
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def _cache_width(text: Any) -> int:
+    """Return the numbers of keys and values of one token in one layer; without heads twice the hidden width."""
+    heads = getattr(text, "num_attention_heads", None)
+    if not isinstance(heads, int):  # a state-space model, or heads that differ by layer
+        return 2 * int(text.hidden_size)
+    shared = getattr(text, "num_key_value_heads", None) or heads
+    return 2 * int(shared) * int(getattr(text, "head_dim", None) or text.hidden_size // heads)
