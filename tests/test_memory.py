@@ -142,6 +142,13 @@ def test_without_a_limit_the_rollouts_take_what_is_left_beside_what_is_held(
     assert passing(planned, "rollout") == rows * (cache + 6 * one_layer)
 
 
+@pytest.mark.parametrize(("limit", "scored"), [(None, 64), (128, 128)])
+def test_a_cpu_scores_64_at_a_time_unless_a_number_is_set(limit: int | None, scored: int):
+    many = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 32}
+    planned = plan(**many, local_rollout_forward_batch_size=limit)
+    assert passing(planned, "scoring") == scored * 14 * (int(1.5 * 2 * 232 * 4) // 2)
+
+
 def test_a_plan_for_a_gpu_that_is_not_here_takes_auto_as_bfloat16():
     for on_cpu, dtype in ((True, "float32"), (False, "bfloat16")):
         shape = RunShape(LLAMA, 6, on_cpu=on_cpu)

@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.rules import OFFLOADING_FIELDS
 from ppo_rlhf.core.errors import ConfigError
-from ppo_rlhf.models.free_memory import activation_bytes, decoding_bytes, in_equal_parts
+from ppo_rlhf.models.free_memory import MOST_ON_CPU, activation_bytes, decoding_bytes, in_equal_parts
 from ppo_rlhf.models.quantisation import four_bit_bytes
 from ppo_rlhf.models.quiet import quiet_transformers
 from ppo_rlhf.models.reward_model import CausalLMRewardConfig, CausalLMRewardModel
@@ -161,8 +161,9 @@ def plan_memory(config: PPOConfig, shape: RunShape) -> MemoryPlan:
     rows, micro = _most_rollout_rows(c), micro_batch_rows(c, shape.prompt_length)
     if c.local_rollout_forward_batch_size is None and shape.free is not None:
         left = shape.free - sum(held.values()) - max([sizes.copied, *offloaded.values()])
-        rows = in_equal_parts(rows, max(decoding, tokens * one_layer), left)
-    passes = {"rollout": rollout(rows), "scoring": scoring(max(rows, micro)), "update": update(micro)}
+        rows = in_equal_parts(rows, max(decoding, tokens * one_layer), left, rows)
+    scored = min(rows, MOST_ON_CPU) if shape.on_cpu and c.local_rollout_forward_batch_size is None else rows
+    passes = {"rollout": rollout(rows), "scoring": scoring(max(scored, micro)), "update": update(micro)}
     if shape.evaluation_rows:
         passes["evaluation"] = max(rollout(shape.evaluation_rows), scoring(shape.evaluation_rows))
     phases = {name: sum(held.values()) + size for name, size in passes.items()}

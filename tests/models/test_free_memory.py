@@ -37,7 +37,9 @@ def test_a_containers_limit_counts(files: dict[str, str], expected: int, tmp_pat
     [(8, 8, 8), (8, 100, 8), (8, 7, 4), (8, 3, 3), (9, 4, 3), (8, 0, 1), (0, 5, 1), (1, 0, 1)],
 )
 def test_rows_go_in_as_few_equal_parts_as_fit(count: int, fitting: int, rows: int):
-    assert in_equal_parts(count, 100, round(fitting * 100 / free_memory.USED)) == rows
+    free = round(fitting * 100 / free_memory.USED)
+    assert in_equal_parts(count, 100, free, max(1, count)) == rows
+    assert in_equal_parts(count, 100, free, 2) == min(2, rows)
 
 
 @pytest.mark.parametrize("shape", [(40, 6, 46), (40, 1, 46)], ids=["a long prompt", "a short prompt"])
@@ -65,6 +67,12 @@ def test_as_many_sequences_go_together_as_the_free_memory_holds(monkeypatch, aut
                 free = round(row_bytes * (fitting + 0.5) / free_memory.USED)
                 monkeypatch.setattr(free_memory, "available_memory", lambda _, free=free: (free, free))
                 assert sequences_at_a_time(model, 8, 14, decoded_from=decoded_from) == rows
+
+
+def test_a_whole_pass_on_a_cpu_takes_few_sequences_however_much_memory_is_free(monkeypatch):
+    monkeypatch.setattr(free_memory, "available_memory", lambda _: (2**40, 2**40))
+    assert sequences_at_a_time(tiny_model(), 200, 14) == 50
+    assert sequences_at_a_time(tiny_model(), 200, 14, decoded_from=6) == 200
 
 
 def test_processes_share_the_hosts_memory(monkeypatch):
