@@ -1,19 +1,23 @@
-"""The model card of an exported policy: the README.md that the Hugging Face hub shows with a model."""
+"""The model cards of policies and reward models: the README.md that the Hugging Face hub shows with a model."""
 
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from ppo_rlhf.data.sources import HUB, is_hub_name
 from ppo_rlhf.models.directories import is_local
 from ppo_rlhf.models.loading import CARD
 from ppo_rlhf.paths import shown
 from ppo_rlhf.ppo.state import TrainingState
 
+OWN_FORM = "ppo_rlhf.models.reward_model"
+"""The module that lets transformers load a reward model of our own form."""
 PACKAGES = ("ppo_rlhf", "torch", "transformers")
 BEGIN, END = "<!-- ppo_rlhf: result -->", "<!-- ppo_rlhf: end of result -->"
 """Between them is the result, which an evaluation replaces."""
@@ -24,7 +28,6 @@ LIMITS = (
     "It was trained on prompts of one kind, and nothing is known about others. Its safety was not examined.",
     "The licences and limitations of the base model and the training data also apply to this model.",
 )
-_HUB_DATASET = "hf://datasets/"
 
 
 def render_card(
@@ -39,27 +42,20 @@ def render_card(
         run_id: The MLflow run.
     """
     base = state.policy.config.name_or_path or ""
-    metadata: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
-    if base and not is_local(base):
-        metadata["base_model"] = base.partition("@")[0]
-    if prompts is not None and prompts.startswith(_HUB_DATASET):
-        owner, name = prompts.removeprefix(_HUB_DATASET).split("/")[:2]
-        metadata["datasets"] = [f"{owner}/{name.partition('@')[0]}"]
-    metadata["tags"] = ["ppo", "rlhf"]
     origin = {
         "Started from": f"`{place(base) or 'a model without a name'}`",
         "Reward": "; ".join(rewards),
         "Prompts": f"`{place(prompts)}`" if prompts else None,
         "Training": f"{state.episode:,} responses in {state.iteration:,} iterations of PPO",
         "MLflow run": f"`{run_id}`" if run_id else None,
-        "Versions": ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES),
+        "Versions": _versions(),
     }
     settings = [f"- `{name}`: {place(str(value))}" for name, value in state.config.not_default().items()]
     return "\n".join(
         [
-            f"---\n{yaml.safe_dump(metadata, sort_keys=False)}---\n",
+            _metadata("text-generation", base, prompts, ["ppo", "rlhf"]),
             "# A language model aligned by PPO\n",
-            *(f"- {name}: {text}" for name, text in origin.items() if text),
+            _list(origin),
             f"\n## Result\n\n{BEGIN}\n\n{NOT_EVALUATED}\n\n{END}\n",
             "## Use\n",
             _usage(state),
@@ -70,6 +66,42 @@ def render_card(
             "",
         ]
     )
+
+
+def render_reward_card(base: str, facts: Mapping[str, str], preferences: str | None, own_form: str | None) -> str:
+    """Return the card of a reward model that was trained here, in Markdown with the hub's metadata in front.
+
+    Args:
+        base: The model whose backbone it has, a path or hub id.
+        facts: Data, training and accuracy.
+        preferences: Where given preferences come from.
+        own_form: Why it is no sequence classifier of transformers; None if it is one.
+    """
+    needed = "" if own_form is None else f"import {OWN_FORM}  # {own_form}\n"
+    facts = {"Started from": f"`{place(base)}`", **facts, "Versions": _versions()}
+    return f"""{_metadata("text-classification", base, preferences, ["reward-model", "rlhf"])}
+# A reward model
+
+{_list(facts)}
+
+## Use
+
+Only differences between the scores of responses have a meaning.
+
+```python
+{needed}from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+name = "path or hub id of this model"
+tokenizer, model = AutoTokenizer.from_pretrained(name), AutoModelForSequenceClassification.from_pretrained(name)
+inputs = tokenizer("A prompt and its response" + tokenizer.eos_token, return_tensors="pt", add_special_tokens=False)
+print(model(inputs["input_ids"]).logits.item(){" - model.config.score_mean" if own_form is None else ""})
+```
+
+## Limits
+
+- It learnt from responses of one kind. Of others, and of text that was optimised for a high score, it may be wrong.
+- {LIMITS[-1]}
+"""
 
 
 def with_result(card: str, result: str) -> str | None:
@@ -92,6 +124,24 @@ def place(source: str) -> str:
     """
     inside = Path(shown(source)).expanduser()
     return inside.name if inside.is_absolute() else shown(source)
+
+
+def _metadata(task: str, base: str, data: str | None, tags: list[str]) -> str:
+    metadata: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": task}
+    if base and not is_local(base):
+        metadata["base_model"] = base.partition("@")[0]
+    if data is not None and (data.startswith(HUB) or (is_hub_name(data) and not Path(data).exists())):
+        owner, name = data.removeprefix(HUB).split("/")[:2]
+        metadata["datasets"] = [f"{owner}/{re.split('[@#:]', name)[0]}"]
+    return f"---\n{yaml.safe_dump({**metadata, 'tags': tags}, sort_keys=False)}---\n"
+
+
+def _list(facts: Mapping[str, str | None]) -> str:
+    return "\n".join(f"- {name}: {text}" for name, text in facts.items() if text)
+
+
+def _versions() -> str:
+    return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES)
 
 
 def _usage(state: TrainingState) -> str:

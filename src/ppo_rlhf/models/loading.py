@@ -48,7 +48,7 @@ from ppo_rlhf.models.directories import (
 )
 from ppo_rlhf.models.quantisation import check_bitsandbytes, four_bit_config, prepare_quantised
 from ppo_rlhf.models.quiet import errors_only, quiet_transformers
-from ppo_rlhf.models.reward_model import MODEL_TYPE, why_no_reward_model  # registers our reward model, too
+from ppo_rlhf.models.reward_model import MODEL_TYPE, SCORE_MEAN, why_no_reward_model, with_mean  # registers ours, too
 from ppo_rlhf.models.tokenizers import ensure_pad_id, ensure_pad_token, set_template_defaults
 from ppo_rlhf.models.value_heads import VALUE_HEAD, read_value_head, value_head_tensors
 
@@ -185,11 +185,13 @@ class PretrainedHandle:
     def reward_model(self, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
         """Return the reward model in eval mode: ours or a sequence classifier of transformers, `.logits [B, 1]`.
 
+        One with `score_mean` in its configuration is ours: its scores have that mean taken off.
+
         Raises:
             ModelError: As `causal_lm`, or the model does not have exactly one label.
         """
         self.check_reward_model()
-        model = self._model("reward model", AutoModelForSequenceClassification.from_pretrained, dtype)
+        model = with_mean(self._model("reward model", AutoModelForSequenceClassification.from_pretrained, dtype))
         ensure_pad_id(model, self.tokenizer())
         return model
 
@@ -226,7 +228,7 @@ class PretrainedHandle:
     def check_causal_lm(self) -> None:
         """Raise `ModelError` unless the model is a causal language model whose weights are not in 4 or 8 bits."""
         config = self.config()
-        if config.model_type == MODEL_TYPE:
+        if config.model_type == MODEL_TYPE or hasattr(config, SCORE_MEAN):
             raise ModelError(f"{self.source}: a reward model cannot generate. Give a causal language model.")
         own_code = getattr(config, "auto_map", None) or {}
         is_known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or AutoModelForCausalLM.__name__ in own_code
