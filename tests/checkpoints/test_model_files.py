@@ -7,7 +7,7 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
-from transformers import GenerationConfig, Zamba2Config, Zamba2ForCausalLM
+from transformers import GenerationConfig, Zamba2Config, Zamba2ForCausalLM, pipeline
 
 from ppo_rlhf.checkpoints.model_files import exported_policy, read_models, write_models
 from ppo_rlhf.checkpoints.store import read_checkpoint, write_checkpoint
@@ -249,7 +249,19 @@ def test_the_export_says_how_ppo_sampled(make_run, tmp_path):
     exported_policy(state).save(tmp_path / "policy")
     saved = GenerationConfig.from_pretrained(tmp_path / "policy")
     assert (saved.do_sample, saved.temperature, saved.top_k, saved.top_p) == (True, 0.7, 5, 0.9)
-    assert (saved.max_new_tokens, saved.eos_token_id) == (6, state.sampling.stop_token_ids[0])
+    assert (saved.max_length, saved.max_new_tokens) == (64, None)
+    assert saved.eos_token_id == state.sampling.stop_token_ids[0]
+
+
+def test_a_plain_pipeline_on_the_export_stops_at_the_context(make_run, tmp_path):
+    """Of a policy that never ends a text, given 60 of its 64 tokens."""
+    state = make_run(stop_token="none", response_length=6, missing_eos_penalty=None).state
+    exported_policy(state).save(tmp_path / "policy")
+    generator = pipeline("text-generation", model=str(tmp_path / "policy"))
+    (answer,) = generator(" ".join("abcdefghij" * 6), return_tensors=True)
+    assert len(answer["generated_token_ids"]) == 64
+    with pytest.raises(ValueError, match="`max_length` is set to 64"):
+        generator(" ".join("abcdefghij" * 7))
 
 
 @pytest.mark.parametrize("variant", [{}, pytest.param(LORA, marks=pytest.mark.slow)], ids=str)

@@ -22,10 +22,9 @@ from ppo_rlhf.checkpoints.files import read_json
 from ppo_rlhf.core.errors import CheckpointError
 from ppo_rlhf.models.adapters import frozen_fingerprint, has_adapter, load_adapter, merged, save_adapter
 from ppo_rlhf.models.averages import copy_tensors, trained_parameters
-from ppo_rlhf.models.loading import TrainedModel
+from ppo_rlhf.models.loading import TrainedModel, context_length
 from ppo_rlhf.models.quiet import quiet_transformers
 from ppo_rlhf.ppo.models import lora_settings
-from ppo_rlhf.ppo.sampling import SamplingSettings
 from ppo_rlhf.ppo.state import TrainingState
 
 POLICY, CRITIC, AVERAGE = "policy", "critic.safetensors", "policy_average.safetensors"
@@ -103,11 +102,16 @@ def exported_policy(state: TrainingState) -> TrainedModel:
         state.tokenizer,
         value_head=head,
         average=None if average is None else _plain(average),
-        generation_config=_sampled_as(state.sampling),
+        generation_config=_sampled_as(state),
     )
 
 
-def _sampled_as(sampling: SamplingSettings) -> GenerationConfig:
+def _sampled_as(state: TrainingState) -> GenerationConfig:
+    """Return how PPO sampled, for texts up to the model's context; up to `response_length` tokens if it has no limit.
+
+    Only one of the two lengths can hold: with `max_new_tokens` transformers would go past the context.
+    """
+    sampling, context = state.sampling, context_length(state.policy.config)
     stops = list(sampling.stop_token_ids)
     return GenerationConfig(
         do_sample=True,
@@ -116,7 +120,8 @@ def _sampled_as(sampling: SamplingSettings) -> GenerationConfig:
         top_p=sampling.top_p,
         eos_token_id=stops[0] if len(stops) == 1 else stops or None,
         pad_token_id=sampling.pad_token_id,
-        max_new_tokens=sampling.response_length,
+        max_length=context,
+        max_new_tokens=sampling.response_length if context is None else None,
     )
 
 
