@@ -42,6 +42,7 @@ def render_card(
         run_id: The MLflow run.
     """
     base = state.policy.config.name_or_path or ""
+    library = "peft" if state.config.export == "adapter" else "transformers"
     origin = {
         "Started from": f"`{place(base) or 'a model without a name'}`",
         "Reward": "; ".join(rewards),
@@ -53,7 +54,7 @@ def render_card(
     settings = [f"- `{name}`: {place(str(value))}" for name, value in state.config.not_default().items()]
     return "\n".join(
         [
-            _metadata("text-generation", base, prompts, ["ppo", "rlhf"]),
+            _metadata("text-generation", base, prompts, ["ppo", "rlhf"], library),
             "# A language model aligned by PPO\n",
             _list(origin),
             f"\n## Result\n\n{BEGIN}\n\n{NOT_EVALUATED}\n\n{END}\n",
@@ -126,8 +127,8 @@ def place(source: str) -> str:
     return inside.name if inside.is_absolute() else shown(source)
 
 
-def _metadata(task: str, base: str, data: str | None, tags: list[str]) -> str:
-    metadata: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": task}
+def _metadata(task: str, base: str, data: str | None, tags: list[str], library: str = "transformers") -> str:
+    metadata: dict[str, Any] = {"library_name": library, "pipeline_tag": task}
     if base and not is_local(base):
         metadata["base_model"] = base.partition("@")[0]
     if data is not None and (data.startswith(HUB) or (is_hub_name(data) and not Path(data).exists())):
@@ -160,7 +161,8 @@ def _usage(state: TrainingState) -> str:
     return f"""```python
 from transformers import pipeline
 
-generator = pipeline("text-generation", model="path or hub id of this model")
+name = "path or hub id of this model"
+generator = pipeline("text-generation", model=name, tokenizer=name)
 sampling = dict({arguments})  # as in training
 print(generator({prompt}, do_sample=True, **sampling)[0]{text})
 ```

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from ppo_rlhf.checkpoints.files import read_json
+from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError
 from ppo_rlhf.models.adapters import frozen_fingerprint, has_adapter, load_adapter, merged, save_adapter
 from ppo_rlhf.models.averages import copy_tensors, trained_parameters
@@ -90,7 +91,9 @@ def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def exported_policy(state: TrainingState) -> TrainedModel:
-    """Return the model that a run exports: plain, with its adapter merged, and the average beside it if there is one.
+    """Return the model that a run exports, and the average beside it if there is one.
+
+    It is plain, with its adapter merged; with `export=adapter` it is saved as the adapter alone.
 
     Merging rounds: in float32 logits move by about 1e-6 of their size. Weights that were frozen in a 16-bit type are
     exported in float32. The generation configuration says how PPO sampled.
@@ -98,10 +101,10 @@ def exported_policy(state: TrainingState) -> TrainedModel:
     head = state.critic.value_head if state.config.export_value_head and state.shares_trunk else None
     average = None if state.policy_average is None else state.policy_average.applied_to(state.policy)
     return TrainedModel(
-        _plain(state.policy),
+        _exported(state.policy, state.config),
         state.tokenizer,
         value_head=head,
-        average=None if average is None else _plain(average),
+        average=None if average is None else _exported(average, state.config),
         generation_config=_sampled_as(state),
     )
 
@@ -125,8 +128,8 @@ def _sampled_as(state: TrainingState) -> GenerationConfig:
     )
 
 
-def _plain(model: PreTrainedModel) -> PreTrainedModel:
-    return merged(model) if has_adapter(model) else model
+def _exported(model: PreTrainedModel, config: PPOConfig) -> PreTrainedModel:
+    return merged(model) if has_adapter(model) and config.export == "merged" else model
 
 
 def _fingerprints(state: TrainingState) -> dict[str, str]:

@@ -126,10 +126,10 @@ class PretrainedHandle:
 
     def generation_config(self) -> GenerationConfig:
         """Return the model's generation configuration, or one made from its configuration where it has none."""
-        if self.base:
-            return self.base.generation_config()
         if (Path(self._place) / "generation_config.json").is_file():
             return self._read("generation configuration", GenerationConfig.from_pretrained)
+        if self.base:
+            return self.base.generation_config()
         if not is_local(self.source):
             with contextlib.suppress(OSError):  # the repository has no such file
                 return GenerationConfig.from_pretrained(self._place, revision=self._revision)
@@ -347,7 +347,7 @@ class PretrainedHandle:
 class TrainedModel:
     """A model and its parts, as the model dataset saves them."""
 
-    model: PreTrainedModel  # a plain transformers model
+    model: PreTrainedModel  # a plain transformers model, or one with an adapter, which alone is saved
     tokenizer: PreTrainedTokenizerBase
     value_head: nn.Linear | None = None  # on its last hidden states; saved among its weights as TRL does (`v_head.*`)
     average: PreTrainedModel | None = None  # with the moving average of its weights, saved in the folder `ema`
@@ -356,11 +356,11 @@ class TrainedModel:
 
     def save(self, folder: Path) -> None:
         """Write a model directory: configuration, safetensors and tokenizer; the average in a model directory below."""
-        weights = None
+        options: dict[str, Any] = {}
         if self.value_head is not None:
-            weights = self.model.state_dict() | value_head_tensors(self.value_head)
+            options["state_dict"] = self.model.state_dict() | value_head_tensors(self.value_head)
         with quiet_transformers():
-            self.model.save_pretrained(folder, state_dict=weights)
+            self.model.save_pretrained(folder, **options)
             self.tokenizer.save_pretrained(folder)
         if self.generation_config is not None:
             self.generation_config.save_pretrained(folder)
