@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.metadata
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
+from huggingface_hub import EvalResult, ModelCard
 
 from ppo_rlhf.data.sources import HUB, is_hub_name
 from ppo_rlhf.models.directories import is_local
@@ -21,6 +23,13 @@ OWN_FORM = "ppo_rlhf.models.reward_model"
 PACKAGES = ("ppo_rlhf", "torch", "transformers")
 BEGIN, END = "<!-- ppo_rlhf: result -->", "<!-- ppo_rlhf: end of result -->"
 """Between them is the result, which an evaluation replaces."""
+INDEXED = {
+    "eval/win_rate": "Win rate over SFT",
+    "eval/judge_score": "Judge's mean score",
+    "eval/reward": "Mean reward",
+    "eval/kl": "KL from SFT, nats per response",
+}
+"""Metrics of an evaluation in the hub's metadata, with their names there."""
 NOT_EVALUATED = "Not evaluated yet."
 LIMITS = (
     "PPO raised the reward named above. Rewards and judges are programs, not people: a higher score may come from text "
@@ -110,6 +119,20 @@ def with_result(card: str, result: str) -> str | None:
     before, begin, rest = card.partition(BEGIN)
     _, end, after = rest.partition(END)
     return f"{before}{begin}\n\n{result}\n\n{end}{after}" if end else None
+
+
+def with_index(card: str, summary: Mapping[str, Any]) -> str:
+    """Return a card with the evaluation in the hub's metadata (`model-index`), in place of an earlier one."""
+    parsed = ModelCard(card)
+    data: Any = parsed.data
+    data.model_name = data.model_name or "policy"
+    task = ("text-generation", "prompts", f"{summary['prompts']} held-out prompts")
+    data.eval_results = [
+        EvalResult(*task, key.removeprefix("eval/"), value, metric_name=name)
+        for key, name in INDEXED.items()
+        if isinstance(value := summary.get(key), float) and math.isfinite(value)
+    ]
+    return str(parsed)
 
 
 def may_write_card(folder: Path) -> bool:

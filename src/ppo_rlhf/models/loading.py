@@ -58,6 +58,8 @@ T = TypeVar("T")
 
 AVERAGE = "ema"
 CARD = "README.md"
+SHARD = "5GB"
+"""Largest weights file: the hub recommends it, and an interrupted upload repeats one file."""
 MEBIBYTE = 2**20
 TOKENIZER_FILES = ("tokeniz*", "vocab*", "merges*", "*.model", "*.tiktoken")
 DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -356,7 +358,7 @@ class TrainedModel:
 
     def save(self, folder: Path) -> None:
         """Write a model directory: configuration, safetensors and tokenizer; the average in a model directory below."""
-        options: dict[str, Any] = {}
+        options: dict[str, Any] = {} if "save_pretrained" in vars(self.model) else {"max_shard_size": SHARD}
         if self.value_head is not None:
             options["state_dict"] = self.model.state_dict() | value_head_tensors(self.value_head)
         with quiet_transformers():
