@@ -13,7 +13,7 @@ import yaml
 from ppo_rlhf.checkpoints.model_card import BEGIN, END, NOT_EVALUATED, may_write_card, place, render_card, with_result
 from ppo_rlhf.checkpoints.model_files import exported_policy
 from ppo_rlhf.datasets import ModelCardDataset
-from tests.tiny_models import CHAT_TEMPLATE, word_tokenizer
+from tests.tiny_models import CHAT_TEMPLATE, save, word_tokenizer
 
 CARD = "README.md"
 
@@ -55,10 +55,15 @@ def test_a_card_names_no_folder_of_the_machine(make_run, tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_the_code_on_a_card_runs(make_run, tmp_path: Path, chat: bool) -> None:
+@pytest.mark.parametrize("export", ["merged", "adapter"])
+def test_the_code_on_a_card_runs(make_run, make_model, tmp_path: Path, chat: bool, export: str) -> None:
     tokenizer = word_tokenizer(chat_template=CHAT_TEMPLATE) if chat else None
-    state = make_run(tokenizer=tokenizer).state
+    base = {"model": {"name_or_path": save(tmp_path / "base", make_model())}}
+    settings = {"use_peft": True, "export": "adapter", **base} if export == "adapter" else {}
+    state = make_run(tokenizer=tokenizer, **settings).state
     replace(exported_policy(state), card=render_card(state, [])).save(tmp_path)
+    metadata, _ = parts((tmp_path / CARD).read_text())
+    assert metadata["library_name"] == {"merged": "transformers", "adapter": "peft"}[export]
     (code,) = re.findall(r"```python\n(.*?)```", (tmp_path / CARD).read_text(), re.DOTALL)
     printed: list[str] = []
     code = code.replace("path or hub id of this model", str(tmp_path)).replace("Your prompt", "a b c")

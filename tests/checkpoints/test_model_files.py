@@ -4,20 +4,25 @@ import shutil
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import AutoPeftModelForCausalLM, PeftModel
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
-from transformers import GenerationConfig, Zamba2Config, Zamba2ForCausalLM
+from transformers import GenerationConfig, Zamba2Config, Zamba2ForCausalLM, pipeline
 
 from ppo_rlhf.checkpoints.model_files import exported_policy, read_models, write_models
 from ppo_rlhf.checkpoints.store import read_checkpoint, write_checkpoint
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.core.errors import CheckpointError
+from ppo_rlhf.core.errors import CheckpointError, ModelError
+from ppo_rlhf.datasets import PretrainedModelDataset
+from ppo_rlhf.models.adapters import LoraSettings, save_adapter, with_adapter
 from ppo_rlhf.models.averages import trained_parameters
+from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
+from ppo_rlhf.ppo.models import check_export
 from ppo_rlhf.trainer.trainer import PPOTrainer
 from tests.checkpoints.support import assert_same, everything
-from tests.ppo_runs import learn_from
+from tests.ppo_runs import build_tokenizer, learn_from
+from tests.tiny_models import save
 
 IDS = torch.tensor([[3, 9, 14, 6], [5, 7, 4, 12]])
 LORA = {"use_peft": True, "lora_r": 2}
@@ -249,7 +254,48 @@ def test_the_export_says_how_ppo_sampled(make_run, tmp_path):
     exported_policy(state).save(tmp_path / "policy")
     saved = GenerationConfig.from_pretrained(tmp_path / "policy")
     assert (saved.do_sample, saved.temperature, saved.top_k, saved.top_p) == (True, 0.7, 5, 0.9)
-    assert (saved.max_new_tokens, saved.eos_token_id) == (6, state.sampling.stop_token_ids[0])
+    assert (saved.max_length, saved.max_new_tokens) == (64, None)
+    assert saved.eos_token_id == state.sampling.stop_token_ids[0]
+
+
+def test_a_plain_pipeline_on_the_export_stops_at_the_context(make_run, tmp_path):
+    """Of a policy that never ends a text, given 60 of its 64 tokens."""
+    state = make_run(stop_token="none", response_length=6, missing_eos_penalty=None).state
+    exported_policy(state).save(tmp_path / "policy")
+    generator = pipeline("text-generation", model=str(tmp_path / "policy"))
+    (answer,) = generator(" ".join("abcdefghij" * 6), return_tensors=True)
+    assert len(answer["generated_token_ids"]) == 64
+    with pytest.raises(ValueError, match="`max_length` is set to 64"):
+        generator(" ".join("abcdefghij" * 7))
+
+
+def test_an_adapter_that_is_exported_alone_is_opened_by_peft_and_by_this_project(make_run, make_model, tmp_path):
+    base = save(tmp_path / "base", make_model("llama"), build_tokenizer())
+    settings = {**LORA, "export": "adapter", "ema_decay": 0.5, "learning_rate": 1e-2}
+    run = make_run(**settings, model={"name_or_path": base})
+    run.iteration()
+    exported_policy(run.state).save(tmp_path / "policy")
+    assert not list(tmp_path.glob("policy/**/model*.safetensors"))
+    expected = run.state.policy(IDS).logits
+    opened = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "policy", dtype=torch.float64)
+    assert_close(opened(IDS).logits, expected, rtol=0.0, atol=1e-10)
+    handle = PretrainedHandle(str(tmp_path / "policy"))
+    assert_close(handle.causal_lm(torch.float64)(IDS).logits, expected, rtol=0.0, atol=1e-10)
+    assert handle.generation_config().max_length == 64
+    average = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "policy" / "ema", dtype=torch.float64)
+    assert_close(average(IDS).logits, exported_policy(run.state).average(IDS).logits, rtol=0.0, atol=1e-10)
+    assert PretrainedModelDataset(str(tmp_path / "policy")).exists()
+
+
+def test_an_adapter_that_nothing_could_be_put_below_is_refused_before_the_training(make_run, make_model, tmp_path):
+    with pytest.raises(ModelError, match=r"ppo\.export=adapter: the policy is an object without a name"):
+        make_run(**LORA, export="adapter")
+    base = make_model("llama", name_or_path=save(tmp_path / "base", make_model("llama")))
+    settings = LoraSettings(rank=2, alpha=4, target_modules="all-linear")
+    save_adapter(with_adapter(base, settings, torch.Generator()), tmp_path / "adapter", settings)
+    policy = make_model("llama", name_or_path=str(tmp_path / "adapter"))
+    with pytest.raises(ModelError, match="adapter is an adapter itself, so peft could not load what lies below"):
+        check_export(policy, PPOConfig(**LORA, export="adapter"))
 
 
 @pytest.mark.parametrize("variant", [{}, pytest.param(LORA, marks=pytest.mark.slow)], ids=str)

@@ -32,6 +32,7 @@ SPECIAL: dict[str, tuple[Any, dict[str, Any]]] = {
     "lora_r": (4, {"use_peft": True}),
     "lora_alpha": (4, {"use_peft": True}),
     "lora_target_modules": ("q_proj,v_proj", {"use_peft": True}),
+    "export": ("adapter", {"use_peft": True}),
     "load_in_4bit": (True, {"use_peft": True}),
     "export_value_head": (True, {"value_model": "shared"}),
     "device": ("cpu", {}),

@@ -63,6 +63,12 @@ BROKEN_AND_KEPT = [
     ({"value_model": "shared", "value_learning_rate": 1e-5}, {"value_model": "shared", "vf_coef": 0.5}),
     ({"export_value_head": True}, {"export_value_head": True, "value_model": "shared"}),
     ({"lora_r": 8}, {"lora_r": 8, **LORA}),
+    ({"export": "adapter"}, {"export": "adapter", **LORA}),
+    (
+        {"export": "adapter", **LORA, "value_model": "shared", "export_value_head": True},
+        {"export": "merged", **LORA, "value_model": "shared", "export_value_head": True},
+    ),
+    ({"export": "adapter", **LORA, "load_in_4bit": True}, {"export": "merged", **LORA, "load_in_4bit": True}),
     ({"lora_target_modules": "q_proj,,v_proj", **LORA}, {"lora_target_modules": "q_proj, v_proj", **LORA}),
     ({"lora_target_modules": "all-linear,lm_head", **LORA}, {"lora_target_modules": "all-linear+head", **LORA}),
     ({"load_in_4bit": True}, {"load_in_4bit": True, **LORA}),

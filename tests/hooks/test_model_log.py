@@ -1,19 +1,29 @@
-"""Policies as MLflow models: those whose code lies with them, too."""
+"""Policies as MLflow models: what they answer, and those whose code lies with them."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
 import threading
+import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import mlflow
 import pytest
 import torch
 from kedro.io import DataCatalog, MemoryDataset
 from kedro.pipeline import Pipeline
+from transformers import GenerationConfig, PreTrainedModel
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.datasets import PretrainedModelDataset
@@ -24,6 +34,7 @@ from ppo_rlhf.hooks.run_log import RunLog
 from ppo_rlhf.models.adapters import LoraSettings, save_adapter, with_adapter
 from ppo_rlhf.models.loading import PretrainedHandle
 from tests.own_code import save_with_own_code
+from tests.tiny_models import CHAT_TEMPLATE, PAD, save, tiny_model, word_tokenizer
 
 
 @pytest.fixture
@@ -84,6 +95,119 @@ def store(
     mlflow.set_experiment(experiment_id=mlflow.create_experiment("mine/sweep", artifact_location=str(tmp_path / "a")))
     with caplog.at_level(logging.INFO, logger="ppo_rlhf"):
         yield database
+
+
+SAMPLED = {"max_new_tokens": 5, "temperature": 0.7, "top_p": 0.9, "top_k": 4}
+GREEDY = {"max_new_tokens": 3, "top_k": 1}
+CONTEXT = 32
+
+
+def logged_policy(tmp_path: Path, chat_template: str | None = None) -> tuple[str, PreTrainedModel]:
+    """A policy that never ends by itself, logged and then deleted where it was: its URI, and its model."""
+    model, tokenizer = tiny_model(), word_tokenizer(chat_template=chat_template)
+    folder = Path(save(tmp_path / "policy", model, tokenizer))
+    config = PPOConfig(response_length=5, temperature=0.7, top_p=0.9, top_k=4)
+    generation = GenerationConfig(do_sample=True, max_length=CONTEXT, pad_token_id=PAD, eos_token_id=None)
+    with mlflow.start_run():
+        logged = model_log.log_policy(folder, "ppo_policy", 3, [], config, generation)
+    shutil.rmtree(folder)
+    return f"models:/{logged}", model
+
+
+def greedy(model: PreTrainedModel, prompt: str, count: int) -> list[int]:
+    """The most probable tokens after a prompt, one forward pass each."""
+    ids = word_tokenizer()(prompt)["input_ids"]
+    start = len(ids)
+    with torch.no_grad():
+        for _ in range(count):
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[start:]
+
+
+def as_text(ids: list[int]) -> str:
+    return word_tokenizer().decode(ids, skip_special_tokens=True)
+
+
+def test_a_text_policy_takes_the_parameters_of_its_signature_and_samples_as_ppo_did_without(
+    store: Path, tmp_path: Path
+):
+    uri, model = logged_policy(tmp_path)
+    served = mlflow.pyfunc.load_model(uri)
+    assert {param.name: param.default for param in served.metadata.signature.params} == SAMPLED
+    assert served.predict("a b c", params=GREEDY) == ["a b c" + as_text(greedy(model, "a b c", 3))]
+    example, params = served.input_example, served.metadata.load_input_example_params(uri)
+    assert (str(example), params) == (model_log.EXAMPLE, SAMPLED)
+    counts = {len(word_tokenizer()(text)["input_ids"]) for _ in range(4) for text in served.predict("a b c")}
+    assert max(counts) <= 3 + 5
+
+
+def test_a_request_does_not_run_past_the_context(store: Path, tmp_path: Path):
+    """Of 30 words the last 27 are left where 5 tokens are to come, and of the generator's text there are 32 tokens."""
+    uri, model = logged_policy(tmp_path)
+    prompt = " ".join("abcdefghij" * 3)
+    (answer,) = mlflow.pyfunc.load_model(uri).predict(prompt, params={"max_new_tokens": 5, "top_k": 1})
+    assert answer.endswith(as_text(greedy(model, prompt[2 * 3 :], 5)))
+    generator = mlflow.transformers.load_model(uri)
+    (ids,) = generator(prompt, return_tensors=True)
+    assert len(ids["generated_token_ids"]) == CONTEXT
+
+
+def test_a_chat_policy_answers_messages_with_a_chat_completion(store: Path, tmp_path: Path):
+    """Also where a text stops the answer, though the folder that the policy was trained in is gone."""
+    uri, model = logged_policy(tmp_path, CHAT_TEMPLATE)
+    served = mlflow.pyfunc.load_model(uri)
+    request = {"messages": [{"role": "user", "content": "b c"}], "top_k": 1}
+    expected = greedy(model, "u b c <s> a", 5)
+    (answer,) = served.predict(request)
+    assert answer["object"] == "chat.completion"
+    (choice,) = answer["choices"]
+    assert choice["message"] == {"role": "assistant", "content": as_text(expected)}
+    assert choice["finish_reason"] == "length"  # as many as PPO's responses may have
+    assert answer["usage"]["completion_tokens"] == 5
+    (answer,) = served.predict({**request, "max_tokens": 2})
+    assert answer["choices"][0]["message"]["content"] == as_text(expected[:2])
+    word = word_tokenizer().convert_ids_to_tokens(expected[1])
+    (answer,) = served.predict({**request, "stop": [word]})
+    assert answer["choices"][0]["message"]["content"] == as_text(expected[: expected.index(expected[1]) + 1])
+    assert answer["choices"][0]["finish_reason"] == "stop"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chat_template", [None, CHAT_TEMPLATE], ids=["text", "chat"])
+def test_a_started_server_answers_as_the_policy_does(store: Path, tmp_path: Path, chat_template: str | None):
+    uri, model = logged_policy(tmp_path, chat_template)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {**os.environ, "MLFLOW_TRACKING_URI": mlflow.get_tracking_uri()}
+    options = ["--model-uri", uri, "--port", str(port), "--env-manager", "local", "--workers", "1"]
+    command = [sys.executable, "-m", "mlflow", "models", "serve", *options]
+    server = subprocess.Popen(command, env=environment, cwd=tmp_path, start_new_session=True)
+    try:
+        answer = ask(server, port, chat_template is not None)
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        server.wait(timeout=30)
+    if chat_template is None:
+        assert answer["predictions"] == ["a b c" + as_text(greedy(model, "a b c", 3))]
+    else:
+        (choice,) = answer[0]["choices"] if isinstance(answer, list) else answer["choices"]
+        assert choice["message"]["content"] == as_text(greedy(model, "u b c <s> a", 3))
+
+
+def ask(server: subprocess.Popen[bytes], port: int, is_chat: bool) -> Any:
+    """Send a request as soon as the server answers its own ping."""
+    for _ in range(240):
+        assert server.poll() is None
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/ping"):
+            break
+        time.sleep(0.5)
+    chat = {"messages": [{"role": "user", "content": "b c"}], "max_tokens": 3, "top_k": 1}
+    body = chat if is_chat else {"inputs": ["a b c"], "params": GREEDY}
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/invocations", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request) as reply:
+        return json.load(reply)
 
 
 def logged_model() -> str:

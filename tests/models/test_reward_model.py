@@ -2,6 +2,8 @@
 
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,10 +11,19 @@ import pytest
 import torch
 from torch import nn
 from torch.testing import assert_close
+from transformers import (
+    AutoModelForSequenceClassification,
+    GPT2ForSequenceClassification,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    pipeline,
+)
 
+from ppo_rlhf.core.errors import ModelError
+from ppo_rlhf.models import reward_model as reward_model_module
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
-from tests.tiny_models import KINDS, save, tiny_model, word_tokenizer
+from tests.tiny_models import END, KINDS, PAD, save, tiny_model, word_tokenizer
 
 SEQUENCES = [[4, 5, 6, 7, 8, 9, 10], [11, 12, 3], [13], [14, 3, 15, 16]]  # 3 is the end of text, also inside
 
@@ -76,6 +87,65 @@ def test_a_saved_model_comes_back_normalised_and_without_this_machines_paths(tmp
     text = Path(saved, "config.json").read_text()
     assert str(tmp_path) not in text
     assert json.loads(text)["text_config"]["model_type"] == kind
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_as_transformers_own_classifier_it_gives_the_same_scores_up_to_the_mean_in_the_configuration(tmp_path, kind):
+    """transformers' own `from_pretrained` and pipeline, and ours, read one folder; none needs code of ours."""
+    model = reward_model(kind)
+    with torch.no_grad():
+        model.score.bias.fill_(-0.25)
+    ours, tokenizer = model(*padded("right", pad=PAD)).logits.detach(), word_tokenizer()
+    saved = save(tmp_path / "reward", model.to_classifier(PAD, END), tokenizer)
+    theirs = AutoModelForSequenceClassification.from_pretrained(saved, dtype="auto")
+    assert type(theirs) is {"llama": LlamaForSequenceClassification, "gpt2": GPT2ForSequenceClassification}[kind]
+    assert theirs.score.bias is None
+    config = json.loads(Path(saved, "config.json").read_text())
+    assert (config["model_type"], config["score_mean"]) == (kind, 0.25)
+    assert str(tmp_path) not in Path(saved, "config.json").read_text()
+    ids, mask = inputs = padded("right", pad=PAD)
+    assert_close(theirs(ids, attention_mask=mask).logits - 0.25, ours, rtol=0.0, atol=1e-6)
+    texts = [" ".join(tokenizer.convert_ids_to_tokens(ids)) for ids in SEQUENCES]
+    shown = pipeline("text-classification", model=saved, dtype="auto")(texts)
+    assert [row["score"] for row in shown] == pytest.approx((ours[:, 0] + 0.25).tolist(), abs=1e-6)
+    loaded = PretrainedHandle(saved).reward_model(torch.float64)
+    assert isinstance(loaded, CausalLMRewardModel)
+    assert_close(loaded(*inputs).logits, ours, rtol=0.0, atol=1e-6)
+    with pytest.raises(ModelError, match="a reward model cannot generate"):
+        PretrainedHandle(saved).causal_lm()
+
+
+@pytest.mark.parametrize(
+    ("kind", "pad", "why"),
+    [
+        ("llama", END, "its pad token is its end of text"),
+        ("bitnet", PAD, "no sequence classifier of the kind bitnet"),
+    ],
+)
+def test_a_model_that_no_classifier_of_transformers_can_hold_says_why(kind, pad, why):
+    with pytest.raises(ModelError, match=why):
+        reward_model(kind).to_classifier(pad, END)
+
+
+def test_a_classifier_of_transformers_with_other_scores_is_not_taken(monkeypatch):
+    """One that pools at the first token."""
+    first = {"forward": lambda self, ids, **_: SimpleNamespace(logits=self.score(self.model(ids)[0])[:, 0])}
+    other = type("First", (LlamaForSequenceClassification,), first)
+    monkeypatch.setattr(reward_model_module, "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING", {LlamaConfig: other})
+    with pytest.raises(ModelError, match="First computes other scores"):
+        reward_model("llama").to_classifier(PAD, END)
+
+
+@pytest.mark.slow
+def test_the_classifier_loads_in_a_process_that_knows_nothing_of_this_project(tmp_path):
+    saved = save(tmp_path / "reward", reward_model("llama").to_classifier(PAD, END))
+    code = f"""if True:
+        import sys, transformers
+        model = transformers.AutoModelForSequenceClassification.from_pretrained({saved!r})
+        assert not any(name.startswith("ppo_rlhf") for name in sys.modules)
+        print(type(model).__name__)"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert done.stdout.strip() == "LlamaForSequenceClassification"
 
 
 def test_the_backbone_is_a_copy():

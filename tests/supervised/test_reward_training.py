@@ -2,6 +2,7 @@
 
 import logging
 import random
+import re
 
 import pandas as pd
 import pytest
@@ -20,6 +21,12 @@ from ppo_rlhf.supervised.reward_training import (
     train_reward_model,
 )
 from tests.tiny_models import KINDS, save, tiny_model, word_tokenizer
+
+CLASSES = {
+    "llama": "LlamaForSequenceClassification",
+    "gpt2": "GPT2ForSequenceClassification",
+    "bitnet": "CausalLMRewardModel",
+}
 
 
 def config(**settings) -> RewardModellingConfig:
@@ -63,7 +70,7 @@ def two_epochs(policies):
 @pytest.mark.parametrize("kind", [*KINDS[:1], *(pytest.param(case, marks=pytest.mark.slow) for case in KINDS[1:])])
 def test_a_simple_rule_is_learnt_by_every_architecture(policies, kind):
     trained, history = train_reward_model(policies[kind], pairs(), config())
-    assert isinstance(trained.model, CausalLMRewardModel)
+    assert type(trained.model).__name__ == CLASSES[kind]
     assert history[0]["reward_model/loss"] == pytest.approx(0.69, abs=0.35)  # log 2 before anything is learnt
     assert history[-1]["reward_model/eval_accuracy"] >= 0.9
 
@@ -80,17 +87,18 @@ def test_metrics_come_by_optimiser_step_and_once_an_epoch(two_epochs):
 
 def test_the_last_accuracy_is_that_of_the_saved_model_over_all_held_out_pairs(two_epochs, tmp_path):
     trained, history = two_epochs
-    model = PretrainedHandle(save(tmp_path / "reward", trained.model, trained.tokenizer)).reward_model()
+    handle = PretrainedHandle(save(tmp_path / "reward", trained.model, trained.tokenizer))
+    model = handle.reward_model()
     _, held_out = split_pairs(pairs(), config())
     right = [
         float(model(torch.tensor([chosen])).logits > model(torch.tensor([rejected])).logits)
         for chosen, rejected in zip(held_out["chosen_ids"], held_out["rejected_ids"], strict=True)
     ]
     assert history[-1]["reward_model/eval_accuracy"] == pytest.approx(sum(right) / len(right))
-    assert model.config.held_out_accuracy == history[-1]["reward_model/eval_accuracy"]
+    assert handle.config().held_out_accuracy == history[-1]["reward_model/eval_accuracy"]
 
 
-def test_scores_of_the_training_responses_have_mean_zero_and_deviation_one(two_epochs, policies):
+def test_scores_of_the_training_responses_have_mean_zero_and_deviation_one(two_epochs, policies, tmp_path):
     trained, _ = two_epochs
     plain, _ = train_reward_model(policies["llama"], pairs(), config(num_train_epochs=2, normalise=False))
     rows, _ = split_pairs(pairs(), config())
@@ -98,11 +106,47 @@ def test_scores_of_the_training_responses_have_mean_zero_and_deviation_one(two_e
     with torch.no_grad():
         scores, raw = (
             torch.cat([model(torch.tensor([ids])).logits[:, 0] for ids in sequences])
-            for model in (trained.model, plain.model)
+            for model in (
+                PretrainedHandle(save(tmp_path / name, each.model, each.tokenizer)).reward_model()
+                for name, each in {"normalised": trained, "plain": plain}.items()
+            )
         )
     assert float(scores.mean()) == pytest.approx(0.0, abs=1e-4)
     assert float(scores.std()) == pytest.approx(1.0, abs=1e-4)
     torch.testing.assert_close(scores, (raw - raw.mean()) / raw.std(), rtol=1e-3, atol=1e-4)
+
+
+def test_the_card_says_data_accuracy_with_its_interval_and_training(two_epochs):
+    """With 32 held-out pairs and the share p right, the interval is Agresti and Coull's (statsmodels' formula)."""
+    trained, history = two_epochs
+    _, held_out = split_pairs(pairs(), config())
+    share, z2, number = history[-1]["reward_model/eval_accuracy"], 1.959964**2, len(held_out)
+    centre = (share * number + z2 / 2) / (number + z2)
+    half = (z2 * centre * (1 - centre) / (number + z2)) ** 0.5
+    low, high = max(0.0, centre - half), min(1.0, centre + half)
+    interval = f"{share:.1%} of {number} held-out pairs are in the right order (95 % interval {low:.1%} to {high:.1%})"
+    for words in (
+        "- Data: 96 pairs of `preferences`",
+        interval,
+        "2 epochs, 16 pairs a step, AdamW, peak learning rate 0.01",
+    ):
+        assert words in trained.card
+
+
+@pytest.mark.parametrize("kind", ["llama", pytest.param("bitnet", marks=pytest.mark.slow)])
+def test_the_code_on_the_card_prints_the_score_that_ppo_uses(policies, kind, tmp_path, caplog):
+    with caplog.at_level(logging.INFO, logger="ppo_rlhf"):
+        trained, _ = train_reward_model(policies[kind], pairs(), config(max_steps=1, minimum_accuracy=0.0))
+    own = kind == "bitnet"
+    assert own == ("own form, which others load after `import ppo_rlhf.models.reward_model`" in caplog.text)
+    trained.save(tmp_path)
+    (code,) = re.findall(r"```python\n(.*?)```", (tmp_path / "README.md").read_text(), re.DOTALL)
+    assert own == ("import ppo_rlhf.models.reward_model  # transformers has no sequence classifier" in code)
+    printed: list[float] = []
+    code = code.replace("path or hub id of this model", str(tmp_path)).replace("A prompt and its response", "a b c ")
+    exec(code, {"print": printed.append})
+    ids = torch.tensor([[4, 5, 6, 3]])
+    assert printed == [pytest.approx(PretrainedHandle(str(tmp_path)).reward_model()(ids).logits.item(), abs=1e-6)]
 
 
 @pytest.mark.gpu

@@ -1,22 +1,35 @@
-"""The model card of an exported policy: the README.md that the Hugging Face hub shows with a model."""
+"""The model cards of policies and reward models: the README.md that the Hugging Face hub shows with a model."""
 
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Sequence
+import math
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
+from huggingface_hub import EvalResult, ModelCard
 
+from ppo_rlhf.data.sources import HUB, is_hub_name
 from ppo_rlhf.models.directories import is_local
 from ppo_rlhf.models.loading import CARD
 from ppo_rlhf.paths import shown
 from ppo_rlhf.ppo.state import TrainingState
 
+OWN_FORM = "ppo_rlhf.models.reward_model"
+"""The module that lets transformers load a reward model of our own form."""
 PACKAGES = ("ppo_rlhf", "torch", "transformers")
 BEGIN, END = "<!-- ppo_rlhf: result -->", "<!-- ppo_rlhf: end of result -->"
 """Between them is the result, which an evaluation replaces."""
+INDEXED = {
+    "eval/win_rate": "Win rate over SFT",
+    "eval/judge_score": "Judge's mean score",
+    "eval/reward": "Mean reward",
+    "eval/kl": "KL from SFT, nats per response",
+}
+"""Metrics of an evaluation in the hub's metadata, with their names there."""
 NOT_EVALUATED = "Not evaluated yet."
 LIMITS = (
     "PPO raised the reward named above. Rewards and judges are programs, not people: a higher score may come from text "
@@ -24,7 +37,6 @@ LIMITS = (
     "It was trained on prompts of one kind, and nothing is known about others. Its safety was not examined.",
     "The licences and limitations of the base model and the training data also apply to this model.",
 )
-_HUB_DATASET = "hf://datasets/"
 
 
 def render_card(
@@ -39,27 +51,21 @@ def render_card(
         run_id: The MLflow run.
     """
     base = state.policy.config.name_or_path or ""
-    metadata: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
-    if base and not is_local(base):
-        metadata["base_model"] = base.partition("@")[0]
-    if prompts is not None and prompts.startswith(_HUB_DATASET):
-        owner, name = prompts.removeprefix(_HUB_DATASET).split("/")[:2]
-        metadata["datasets"] = [f"{owner}/{name.partition('@')[0]}"]
-    metadata["tags"] = ["ppo", "rlhf"]
+    library = "peft" if state.config.export == "adapter" else "transformers"
     origin = {
         "Started from": f"`{place(base) or 'a model without a name'}`",
         "Reward": "; ".join(rewards),
         "Prompts": f"`{place(prompts)}`" if prompts else None,
         "Training": f"{state.episode:,} responses in {state.iteration:,} iterations of PPO",
         "MLflow run": f"`{run_id}`" if run_id else None,
-        "Versions": ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES),
+        "Versions": _versions(),
     }
     settings = [f"- `{name}`: {place(str(value))}" for name, value in state.config.not_default().items()]
     return "\n".join(
         [
-            f"---\n{yaml.safe_dump(metadata, sort_keys=False)}---\n",
+            _metadata("text-generation", base, prompts, ["ppo", "rlhf"], library),
             "# A language model aligned by PPO\n",
-            *(f"- {name}: {text}" for name, text in origin.items() if text),
+            _list(origin),
             f"\n## Result\n\n{BEGIN}\n\n{NOT_EVALUATED}\n\n{END}\n",
             "## Use\n",
             _usage(state),
@@ -72,11 +78,61 @@ def render_card(
     )
 
 
+def render_reward_card(base: str, facts: Mapping[str, str], preferences: str | None, own_form: str | None) -> str:
+    """Return the card of a reward model that was trained here, in Markdown with the hub's metadata in front.
+
+    Args:
+        base: The model whose backbone it has, a path or hub id.
+        facts: Data, training and accuracy.
+        preferences: Where given preferences come from.
+        own_form: Why it is no sequence classifier of transformers; None if it is one.
+    """
+    needed = "" if own_form is None else f"import {OWN_FORM}  # {own_form}\n"
+    facts = {"Started from": f"`{place(base)}`", **facts, "Versions": _versions()}
+    return f"""{_metadata("text-classification", base, preferences, ["reward-model", "rlhf"])}
+# A reward model
+
+{_list(facts)}
+
+## Use
+
+Only differences between the scores of responses have a meaning.
+
+```python
+{needed}from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+name = "path or hub id of this model"
+tokenizer, model = AutoTokenizer.from_pretrained(name), AutoModelForSequenceClassification.from_pretrained(name)
+inputs = tokenizer("A prompt and its response" + tokenizer.eos_token, return_tensors="pt", add_special_tokens=False)
+print(model(inputs["input_ids"]).logits.item(){" - model.config.score_mean" if own_form is None else ""})
+```
+
+## Limits
+
+- It learnt from responses of one kind. Of others, and of text that was optimised for a high score, it may be wrong.
+- {LIMITS[-1]}
+"""
+
+
 def with_result(card: str, result: str) -> str | None:
     """Return the card with its result replaced; None if the text is no card of ours."""
     before, begin, rest = card.partition(BEGIN)
     _, end, after = rest.partition(END)
     return f"{before}{begin}\n\n{result}\n\n{end}{after}" if end else None
+
+
+def with_index(card: str, summary: Mapping[str, Any]) -> str:
+    """Return a card with the evaluation in the hub's metadata (`model-index`), in place of an earlier one."""
+    parsed = ModelCard(card)
+    data: Any = parsed.data
+    data.model_name = data.model_name or "policy"
+    task = ("text-generation", "prompts", f"{summary['prompts']} held-out prompts")
+    data.eval_results = [
+        EvalResult(*task, key.removeprefix("eval/"), value, metric_name=name)
+        for key, name in INDEXED.items()
+        if isinstance(value := summary.get(key), float) and math.isfinite(value)
+    ]
+    return str(parsed)
 
 
 def may_write_card(folder: Path) -> bool:
@@ -92,6 +148,24 @@ def place(source: str) -> str:
     """
     inside = Path(shown(source)).expanduser()
     return inside.name if inside.is_absolute() else shown(source)
+
+
+def _metadata(task: str, base: str, data: str | None, tags: list[str], library: str = "transformers") -> str:
+    metadata: dict[str, Any] = {"library_name": library, "pipeline_tag": task}
+    if base and not is_local(base):
+        metadata["base_model"] = base.partition("@")[0]
+    if data is not None and (data.startswith(HUB) or (is_hub_name(data) and not Path(data).exists())):
+        owner, name = data.removeprefix(HUB).split("/")[:2]
+        metadata["datasets"] = [f"{owner}/{re.split('[@#:]', name)[0]}"]
+    return f"---\n{yaml.safe_dump({**metadata, 'tags': tags}, sort_keys=False)}---\n"
+
+
+def _list(facts: Mapping[str, str | None]) -> str:
+    return "\n".join(f"- {name}: {text}" for name, text in facts.items() if text)
+
+
+def _versions() -> str:
+    return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES)
 
 
 def _usage(state: TrainingState) -> str:
@@ -110,7 +184,8 @@ def _usage(state: TrainingState) -> str:
     return f"""```python
 from transformers import pipeline
 
-generator = pipeline("text-generation", model="path or hub id of this model")
+name = "path or hub id of this model"
+generator = pipeline("text-generation", model=name, tokenizer=name)
 sampling = dict({arguments})  # as in training
 print(generator({prompt}, do_sample=True, **sampling)[0]{text})
 ```

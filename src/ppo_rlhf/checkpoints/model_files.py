@@ -19,13 +19,13 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from ppo_rlhf.checkpoints.files import read_json
+from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError
 from ppo_rlhf.models.adapters import frozen_fingerprint, has_adapter, load_adapter, merged, save_adapter
 from ppo_rlhf.models.averages import copy_tensors, trained_parameters
-from ppo_rlhf.models.loading import TrainedModel
+from ppo_rlhf.models.loading import TrainedModel, context_length
 from ppo_rlhf.models.quiet import quiet_transformers
 from ppo_rlhf.ppo.models import lora_settings
-from ppo_rlhf.ppo.sampling import SamplingSettings
 from ppo_rlhf.ppo.state import TrainingState
 
 POLICY, CRITIC, AVERAGE = "policy", "critic.safetensors", "policy_average.safetensors"
@@ -91,7 +91,9 @@ def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def exported_policy(state: TrainingState) -> TrainedModel:
-    """Return the model that a run exports: plain, with its adapter merged, and the average beside it if there is one.
+    """Return the model that a run exports, and the average beside it if there is one.
+
+    It is plain, with its adapter merged; with `export=adapter` it is saved as the adapter alone.
 
     Merging rounds: in float32 logits move by about 1e-6 of their size. Weights that were frozen in a 16-bit type are
     exported in float32. The generation configuration says how PPO sampled.
@@ -99,15 +101,20 @@ def exported_policy(state: TrainingState) -> TrainedModel:
     head = state.critic.value_head if state.config.export_value_head and state.shares_trunk else None
     average = None if state.policy_average is None else state.policy_average.applied_to(state.policy)
     return TrainedModel(
-        _plain(state.policy),
+        _exported(state.policy, state.config),
         state.tokenizer,
         value_head=head,
-        average=None if average is None else _plain(average),
-        generation_config=_sampled_as(state.sampling),
+        average=None if average is None else _exported(average, state.config),
+        generation_config=_sampled_as(state),
     )
 
 
-def _sampled_as(sampling: SamplingSettings) -> GenerationConfig:
+def _sampled_as(state: TrainingState) -> GenerationConfig:
+    """Return how PPO sampled, for texts up to the model's context; up to `response_length` tokens if it has no limit.
+
+    Only one of the two lengths can hold: with `max_new_tokens` transformers would go past the context.
+    """
+    sampling, context = state.sampling, context_length(state.policy.config)
     stops = list(sampling.stop_token_ids)
     return GenerationConfig(
         do_sample=True,
@@ -116,12 +123,13 @@ def _sampled_as(sampling: SamplingSettings) -> GenerationConfig:
         top_p=sampling.top_p,
         eos_token_id=stops[0] if len(stops) == 1 else stops or None,
         pad_token_id=sampling.pad_token_id,
-        max_new_tokens=sampling.response_length,
+        max_length=context,
+        max_new_tokens=sampling.response_length if context is None else None,
     )
 
 
-def _plain(model: PreTrainedModel) -> PreTrainedModel:
-    return merged(model) if has_adapter(model) else model
+def _exported(model: PreTrainedModel, config: PPOConfig) -> PreTrainedModel:
+    return merged(model) if has_adapter(model) and config.export == "merged" else model
 
 
 def _fingerprints(state: TrainingState) -> dict[str, str]:

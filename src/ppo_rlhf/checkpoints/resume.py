@@ -24,6 +24,7 @@ MAY_CHANGE = frozenset(
         "save_interval",
         "save_total_limit",
         "sample_interval",
+        "export",
         "shutdown_grace_s",
         "max_skipped_steps",
         "kl_warning",

@@ -69,8 +69,8 @@ def _hints(c: PPOConfig) -> Iterator[tuple[set[str], str]]:
     if c.deterministic and c.local_rollout_forward_batch_size is None:
         yield (
             {"deterministic", "local_rollout_forward_batch_size"},
-            "ppo.deterministic=true with ppo.local_rollout_forward_batch_size=null: how many responses are decoded at a "
-            "time, and so their rounding, depends on the free memory. Give it a number",
+            "ppo.deterministic=true with ppo.local_rollout_forward_batch_size=null: how many responses are decoded at "
+            "a time, and so their rounding, depends on the free memory. Give it a number",
         )
     if c.importance_cap is not None and (c.top_k > 0 or c.top_p < 1.0 or c.min_response_length > 0):
         yield (

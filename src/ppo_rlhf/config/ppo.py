@@ -237,7 +237,7 @@ class PPOConfig:
     model's directory (TRL's v_head), or at 0."""
     use_peft: bool = False
     """Train LoRA adapters (arXiv:2106.09685) on frozen weights, which policy, reference and critic share; a value head
-    trains fully. The exported policy has its adapter merged."""
+    trains fully. `export` says what is exported."""
     lora_r: Annotated[int, Field(ge=1), Typical(4, 256, "arXiv:2106.09685, section 7.2: 1 to 64")] = 16
     """Rank of the adapters."""
     lora_alpha: Annotated[int, Field(ge=1), Typical(4, 512, "arXiv:2106.09685; TRL: 32")] = 32
@@ -258,6 +258,9 @@ class PPOConfig:
     was measured."""
     export_value_head: bool = False
     """Save the value head among the exported policy's weights, as TRL's AutoModelForCausalLMWithValueHead has it."""
+    export: Literal["merged", "adapter"] = "merged"
+    """What is exported with use_peft. merged: a whole model, the adapter in its weights. adapter: only the adapter,
+    which peft loads on the SFT model that it names."""
     dtype: Precision = "auto"
     """Precision. auto: bfloat16 on a GPU with instructions for it, else float32; a resumed run keeps what it began
     with. bfloat16 and float16: forward passes under autocast, frozen models in that type, trainable weights, their

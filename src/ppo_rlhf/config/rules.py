@@ -207,7 +207,17 @@ _RULES = (
             _changed_beside(name, "use_peft", False),
             "there is no adapter; set {1} to true, or leave out {0}",
         )
-        for name in LORA_FIELDS
+        for name in (*LORA_FIELDS, "export")
+    ),
+    _Rule(
+        ("export", "export_value_head"),
+        lambda c: c.export == "adapter" and c.export_value_head,
+        "the head is saved among the weights of a whole model; set {0} to merged, or leave out {1}",
+    ),
+    _Rule(
+        ("export", "load_in_4bit"),
+        lambda c: c.export == "adapter" and c.load_in_4bit,
+        "the adapter was trained on 4-bit weights, and others would put it on whole ones; leave one out",
     ),
     _Rule(
         ("load_in_4bit", "use_peft"),

@@ -7,7 +7,7 @@ from kedro.io import AbstractDataset, DatasetError, Version
 from kedro.io.core import generate_timestamp
 
 from ppo_rlhf.core.errors import ConfigError
-from ppo_rlhf.models.directories import is_adapter
+from ppo_rlhf.models.directories import ADAPTER_CONFIG, CONFIG
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.paths import expand_home, restore_hub_name
 from ppo_rlhf.whole_files import written_whole
@@ -87,7 +87,7 @@ class PretrainedModelDataset(AbstractDataset[TrainedModel, PretrainedHandle | No
         if self._source is None:
             raise DatasetError("A model cannot be saved: the catalog entry has no filepath.")
         folder = Path(self._source)
-        if (folder / "config.json").exists():
+        if _is_model(folder):
             raise DatasetError(f"{folder} is a model directory of its own, which is never overwritten. Save elsewhere.")
         version = folder / _next_version(folder)
         with written_whole(version) as draft:
@@ -98,22 +98,26 @@ class PretrainedModelDataset(AbstractDataset[TrainedModel, PretrainedHandle | No
         handle = self.load()
         if handle is None:
             return False
-        return (Path(handle.source) / "config.json").is_file() or is_adapter(Path(handle.source))
+        return _is_model(Path(handle.source))
 
     def _describe(self) -> dict[str, Any]:
         return {"filepath": self._source, "trust_remote_code": self._trust_remote_code}
 
 
 def newest_version(source: str) -> str:
-    """Return `source` if a config.json is there, else its newest version folder, else `source` again."""
+    """Return `source` if a model or an adapter is there, else its newest version folder, else `source` again."""
     folder = Path(source)
-    if not folder.is_dir() or (folder / "config.json").is_file():
+    if not folder.is_dir() or _is_model(folder):
         return source
     return str(max(_versions(folder), key=lambda path: path.name, default=folder))
 
 
 def _versions(folder: Path) -> list[Path]:
-    return [path.parent for path in folder.glob("*/config.json") if not path.parent.name.startswith(".")]
+    return [path for path in folder.glob("*") if not path.name.startswith(".") and _is_model(path)]
+
+
+def _is_model(folder: Path) -> bool:
+    return (folder / CONFIG).is_file() or (folder / ADAPTER_CONFIG).is_file()
 
 
 def _next_version(folder: Path) -> str:

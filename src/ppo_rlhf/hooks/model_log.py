@@ -1,4 +1,8 @@
-"""A policy on disk as an MLflow model, so that `mlflow.transformers.load_model` gives a working generator."""
+"""A policy on disk as an MLflow model, which `mlflow models serve` and `load_model` answer with.
+
+A policy with a chat template takes messages as OpenAI's API does (`llm/v1/chat`), any other takes text. Requests sample
+as PPO did unless they say otherwise.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +17,18 @@ from typing import Any
 import mlflow
 from mlflow.entities import LoggedModelOutput, LoggedModelStatus, Metric, Run
 from mlflow.models import Model, ModelSignature
-from mlflow.types import ColSpec, DataType, Schema
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from mlflow.types import ColSpec, DataType, ParamSchema, ParamSpec, Schema
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from ppo_rlhf.checkpoints.files import checkpoint_iterations, checkpoint_name
 from ppo_rlhf.checkpoints.store import best_iteration
+from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.datasets.checkpoints import RANKED_BY, CheckpointDataset, read_evaluations, run_directory
 from ppo_rlhf.evaluation.comparison import WIN
 from ppo_rlhf.hooks.run_description import verdict_of
@@ -25,16 +36,27 @@ from ppo_rlhf.hooks.tracking_store import SQLITE
 from ppo_rlhf.locks import one_at_a_time
 from ppo_rlhf.models.adapters import load_merged
 from ppo_rlhf.models.directories import ADAPTER_CONFIG
+from ppo_rlhf.models.loading import context_length
 from ppo_rlhf.models.quiet import errors_only, quiet_transformers
 
 logger = logging.getLogger(__name__)
 
 CHAMPION = "champion"
 REQUIRED = ("torch", "transformers", "accelerate")
-SIGNATURE = ModelSignature(Schema([ColSpec(DataType.string)]), Schema([ColSpec(DataType.string)]))
+TEXT = Schema([ColSpec(DataType.string)])
+EXAMPLE = "Your prompt"
 
 
-def log_policy(directory: Path, name: str, step: int, keys: Collection[str], *, trust_remote_code: bool = False) -> str:
+def log_policy(
+    directory: Path,
+    name: str,
+    step: int,
+    keys: Collection[str],
+    config: PPOConfig,
+    generation_config: GenerationConfig,
+    *,
+    trust_remote_code: bool = False,
+) -> str:
     """Log a Hugging Face model directory to the active run, if it is not logged yet, and return the logged model's id.
 
     `mlflow.transformers.log_model` would link it with all metrics of the run at this step, other stages' among them.
@@ -44,6 +66,8 @@ def log_policy(directory: Path, name: str, step: int, keys: Collection[str], *, 
         name: The model's name in MLflow.
         step: The PPO iteration of the model.
         keys: Names of the metrics that are linked with it, as the run has them at this step.
+        config: How PPO sampled.
+        generation_config: The exported policy's, for a checkpoint's policy, too: what ends a text.
         trust_remote_code: Whether Python code beside the model, or beside an adapter's base, may run.
     """
     client, run = mlflow.MlflowClient(), mlflow.get_run(mlflow.active_run().info.run_id)  # type: ignore[union-attr]
@@ -63,11 +87,13 @@ def log_policy(directory: Path, name: str, step: int, keys: Collection[str], *, 
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=trust_remote_code)
         logged = mlflow.initialize_logged_model(name, params=run.data.params)
         ids = {"run_id": run.info.run_id, "model_id": logged.model_id}
+        model.generation_config = generation_config
+        # for the stop texts of a request MLflow loads the tokenizer anew from the place that the model names
+        model.name_or_path = f"{logged.artifact_location.removeprefix('file://')}/components/tokenizer"
         mlflow.transformers.save_model(
             {"model": model, "tokenizer": tokenizer},
             f"{folder}/model",
-            task="text-generation",
-            signature=SIGNATURE,
+            **_interface(model, tokenizer, config),
             # given, because MLflow would load the model to find them, and asks for torchvision then
             pip_requirements=[f"{package}=={importlib.metadata.version(package)}" for package in REQUIRED],
             mlflow_model=Model(artifact_path=logged.artifact_location, model_uuid=logged.model_id, **ids),
@@ -79,6 +105,33 @@ def log_policy(directory: Path, name: str, step: int, keys: Collection[str], *, 
     client.finalize_logged_model(logged.model_id, LoggedModelStatus.READY)
     client.log_outputs(run.info.run_id, [LoggedModelOutput(logged.model_id, step)])
     return str(logged.model_id)
+
+
+def _interface(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: PPOConfig) -> dict[str, Any]:
+    """Return the arguments of `save_model` for what requests give and get; the tokenizer learns the model's context."""
+    sampled = {
+        "max_new_tokens": config.turn_length or config.response_length,
+        "temperature": config.temperature,
+        "top_p": config.top_p,
+        "top_k": config.top_k,
+    }
+    limit, context = {}, context_length(model.config)
+    if context is not None:
+        tokenizer.model_max_length = min(tokenizer.model_max_length, context)
+        limit = {
+            "handle_long_generation": "hole"
+        }  # a prompt that leaves no room for max_new_tokens loses its beginning
+    if getattr(tokenizer, "chat_template", None):
+        example = {"messages": [{"role": "user", "content": EXAMPLE}]}
+        return {"task": "llm/v1/chat", "model_config": {**limit, **sampled}, "input_example": example}
+    types = {int: DataType.long, float: DataType.double}
+    params = ParamSchema([ParamSpec(name, types[type(value)], value) for name, value in sampled.items()])
+    return {
+        "task": "text-generation",
+        "signature": ModelSignature(TEXT, TEXT, params),
+        "model_config": limit,
+        "input_example": (EXAMPLE, sampled),
+    }
 
 
 def _logged_model(run: Run, name: str, step: int) -> str | None:

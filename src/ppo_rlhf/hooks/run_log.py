@@ -106,11 +106,17 @@ class RunLog:
         has_metrics = self._log.flush(PATIENCE_AT_THE_END)
         with deferring_signals(), nullcontext() if has_metrics else short_timeouts():
             handle = self._catalog[POLICY].load()
-            trust, keys = handle.trust_remote_code, self._curves.get(self._iteration, {})
-            self._model_id = log_policy(Path(handle.source), POLICY, self._iteration, keys, trust_remote_code=trust)
-            best = best_checkpoint(self._catalog.get(CHECKPOINT), parameter(self._catalog, "ppo").kl_alarm)
+            config = parameter(self._catalog, "ppo")
+
+            def log(directory: Path, name: str, step: int) -> str:
+                sampling = config, handle.generation_config()
+                keys = self._curves.get(step, {})
+                return log_policy(directory, name, step, keys, *sampling, trust_remote_code=handle.trust_remote_code)
+
+            self._model_id = log(Path(handle.source), POLICY, self._iteration)
+            best = best_checkpoint(self._catalog.get(CHECKPOINT), config.kl_alarm)
             if best is not None and best[1] != self._iteration:
-                log_policy(best[0], BEST, best[1], self._curves.get(best[1], {}), trust_remote_code=trust)
+                log(best[0], BEST, best[1])
 
     def _register(self, summary: Mapping[str, Any]) -> None:
         if self._model_id is None:

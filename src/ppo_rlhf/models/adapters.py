@@ -28,6 +28,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models.averages import copy_tensors, trained_parameters
+from ppo_rlhf.models.directories import is_local
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.quantisation import (
     forget_quantisation,
@@ -66,6 +67,9 @@ class LoraSettings:
     def to_peft(self, model: PreTrainedModel) -> LoraConfig:
         """Return peft's configuration for a model, with the model's name as that of the base."""
         targets: str | list[str] = self.names or ALL_LINEAR
+        name, revision = model.name_or_path or "", ""
+        if not is_local(name):  # peft has a field of its own for the revision
+            name, _, revision = name.partition("@")
         if self.target_modules == ALL_LINEAR_AND_HEAD:  # peft has no word for it, so name whole paths
             head = model.get_output_embeddings()
             targets = [name for name, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) or m is head]
@@ -76,7 +80,8 @@ class LoraSettings:
             bias="none",
             target_modules=targets,
             fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),  # GPT-2 stores W transposed
-            base_model_name_or_path=model.name_or_path or None,
+            base_model_name_or_path=name or None,
+            revision=revision or None,
         )
 
 

@@ -47,7 +47,7 @@ from ppo_rlhf.models.directories import (
 )
 from ppo_rlhf.models.quantisation import check_bitsandbytes, four_bit_config, prepare_quantised
 from ppo_rlhf.models.quiet import errors_only, quiet_transformers
-from ppo_rlhf.models.reward_model import MODEL_TYPE, why_no_reward_model  # registers our reward model, too
+from ppo_rlhf.models.reward_model import MODEL_TYPE, SCORE_MEAN, why_no_reward_model, with_mean  # registers ours, too
 from ppo_rlhf.models.tokenizers import ensure_pad_id, ensure_pad_token, set_template_defaults
 from ppo_rlhf.models.value_heads import VALUE_HEAD, read_value_head, value_head_tensors
 
@@ -57,6 +57,8 @@ T = TypeVar("T")
 
 AVERAGE = "ema"
 CARD = "README.md"
+SHARD = "5GB"
+"""Largest weights file: the hub recommends it, and an interrupted upload repeats one file."""
 MEBIBYTE = 2**20
 TOKENIZER_FILES = ("tokeniz*", "vocab*", "merges*", "*.model", "*.tiktoken")
 DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -125,10 +127,10 @@ class PretrainedHandle:
 
     def generation_config(self) -> GenerationConfig:
         """Return the model's generation configuration, or one made from its configuration where it has none."""
-        if self.base:
-            return self.base.generation_config()
         if self._file("generation_config.json"):
             return self._read("generation configuration", GenerationConfig.from_pretrained)
+        if self.base:
+            return self.base.generation_config()
         return GenerationConfig.from_model_config(self.config())
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -181,11 +183,13 @@ class PretrainedHandle:
     def reward_model(self, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
         """Return the reward model in eval mode: ours or a sequence classifier of transformers, `.logits [B, 1]`.
 
+        One with `score_mean` in its configuration is ours: its scores have that mean taken off.
+
         Raises:
             ModelError: As `causal_lm`, or the model does not have exactly one label.
         """
         self.check_reward_model()
-        model = self._model("reward model", AutoModelForSequenceClassification.from_pretrained, dtype)
+        model = with_mean(self._model("reward model", AutoModelForSequenceClassification.from_pretrained, dtype))
         ensure_pad_id(model, self.tokenizer())
         return model
 
@@ -222,7 +226,7 @@ class PretrainedHandle:
     def check_causal_lm(self) -> None:
         """Raise `ModelError` unless the model is a causal language model whose weights are not in 4 or 8 bits."""
         config = self.config()
-        if config.model_type == MODEL_TYPE:
+        if config.model_type == MODEL_TYPE or hasattr(config, SCORE_MEAN):
             raise ModelError(f"{self.source}: a reward model cannot generate. Give a causal language model.")
         own_code = getattr(config, "auto_map", None) or {}
         is_known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or AutoModelForCausalLM.__name__ in own_code
@@ -351,7 +355,7 @@ class PretrainedHandle:
 class TrainedModel:
     """A model and its parts, as the model dataset saves them."""
 
-    model: PreTrainedModel  # a plain transformers model
+    model: PreTrainedModel  # a plain transformers model, or one with an adapter, which alone is saved
     tokenizer: PreTrainedTokenizerBase
     value_head: nn.Linear | None = None  # on its last hidden states; saved among its weights as TRL does (`v_head.*`)
     average: PreTrainedModel | None = None  # with the moving average of its weights, saved in the folder `ema`
@@ -360,11 +364,11 @@ class TrainedModel:
 
     def save(self, folder: Path) -> None:
         """Write a model directory: configuration, safetensors and tokenizer; the average in a model directory below."""
-        weights = None
+        options: dict[str, Any] = {} if "save_pretrained" in vars(self.model) else {"max_shard_size": SHARD}
         if self.value_head is not None:
-            weights = self.model.state_dict() | value_head_tensors(self.value_head)
+            options["state_dict"] = self.model.state_dict() | value_head_tensors(self.value_head)
         with quiet_transformers():
-            self.model.save_pretrained(folder, state_dict=weights)
+            self.model.save_pretrained(folder, **options)
             self.tokenizer.save_pretrained(folder)
         if self.generation_config is not None:
             self.generation_config.save_pretrained(folder)

@@ -3,19 +3,20 @@
 transformers has sequence classifiers for some architectures only (none for BitNet), and they pool at the last id that
 is not pad, which is one position early where pad and end of text are the same token. This model pools by length, from
 the attention mask, on left- and right-padded batches. Its head has a bias, so that a normalisation of the scores can be
-folded into the weights.
+folded into the weights. It is saved as transformers' classifier where that computes the same (`to_classifier`).
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import transformers
 from torch import Tensor, nn
 from transformers import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -26,7 +27,12 @@ from transformers import initialization as init
 from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
+from ppo_rlhf.core.errors import ModelError, in_one_line
+from ppo_rlhf.models.capabilities import PROBE_ERRORS, are_close, probe_ids, probing
+
 MODEL_TYPE = "causal_lm_reward"
+SCORE_MEAN = "score_mean"
+"""In the configuration of transformers' classifier: what its scores lie above those of `CausalLMRewardModel`."""
 
 
 class CausalLMRewardConfig(PretrainedConfig):
@@ -100,6 +106,40 @@ class CausalLMRewardModel(PreTrainedModel):
         model.backbone, model.score = backbone, score
         return model.eval()
 
+    def to_classifier(self, pad_id: int, eos_id: int | None) -> PreTrainedModel:
+        """Return transformers' own classifier over these very weights, which any program can load.
+
+        Its head has no bias: `score_mean` in its configuration is what its scores lie above those of this model.
+
+        Raises:
+            ModelError: No classifier has the same scores with the pad token and the end of text of these ids, and why.
+        """
+        config = copy.deepcopy(self.config.text_config)
+        config.get_text_config().pad_token_id = pad_id
+        config.num_labels, config.problem_type = 1, "regression"  # so that pipelines give the score, not its sigmoid
+        setattr(config, SCORE_MEAN, -self.score.bias.item())
+        if pad_id == eos_id:
+            raise ModelError("its pad token is its end of text, and transformers' classifiers score before that")
+        if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+            raise ModelError(f"transformers has no sequence classifier of the kind {config.model_type}")
+        kind: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
+        few = [token for token in probe_ids(self, 6).tolist() if token not in (pad_id, eos_id)]
+        ids = torch.tensor([[*few[:3], pad_id], [*few[:3], few[-1] if eos_id is None else eos_id]], device=self.device)
+        try:
+            with torch.device("meta"):
+                model = kind(config).eval()
+            same = type(model.base_model) is type(self.backbone) and model.score.bias is None
+            setattr(model, model.base_model_prefix, self.backbone)
+            model.score.weight = self.score.weight
+            with probing(self):
+                expected = self(ids, (ids != pad_id).long()).logits - self.score.bias
+                same &= are_close(model(ids, attention_mask=(ids != pad_id).long()).logits, expected)
+        except PROBE_ERRORS as error:
+            raise ModelError(f"{kind.__name__} does not fit: {in_one_line(error)}") from error
+        if not same:
+            raise ModelError(f"{kind.__name__} computes other scores")
+        return cast("PreTrainedModel", model)
+
     def forward(
         self,
         input_ids: Tensor,
@@ -143,6 +183,17 @@ class CausalLMRewardModel(PreTrainedModel):
         if module is self.score:
             init.normal_(module.weight, mean=0.0, std=(module.in_features + 1) ** -0.5)
             init.zeros_(module.bias)
+
+
+def with_mean(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a classifier that `to_classifier` made in our form, which takes its mean off; another one as it is."""
+    mean, score = getattr(model.config, SCORE_MEAN, None), cast(nn.Linear, getattr(model, "score", None))
+    if mean is None:
+        return model
+    head = nn.Linear(score.in_features, 1).to(score.weight)
+    head.weight = score.weight
+    nn.init.constant_(head.bias, -mean)
+    return CausalLMRewardModel.from_parts(cast("PreTrainedModel", model.base_model), head)
 
 
 def why_no_reward_model(architecture: str | None, config: PretrainedConfig) -> str | None:

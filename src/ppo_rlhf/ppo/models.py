@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.ppo import EIGHT_BIT
 from ppo_rlhf.config.rules import device_problems
-from ppo_rlhf.core.errors import ConfigError
+from ppo_rlhf.core.errors import ConfigError, ModelError
 from ppo_rlhf.core.kl import AdaptiveKLController, FixedKLController
 from ppo_rlhf.core.randomness import generator
 from ppo_rlhf.core.statistics import RunningMoments
@@ -175,6 +175,7 @@ def build_state(
     """
     config = with_dtype(config)
     check_libraries(config)
+    check_export(policy, config)
     check_trains(policy, "policy")
     check_trains(critic, "critic")
     check_causal(critic.backbone, "the value model")
@@ -211,6 +212,14 @@ def build_state(
         reward_moments=RunningMoments(),
         policy_average=None if config.ema_decay is None else WeightAverage(policy, config.ema_decay),
     )
+
+
+def check_export(policy: PreTrainedModel, config: PPOConfig) -> None:
+    """Raise `ModelError` if the adapter is to be exported, and nothing that peft can load is below it."""
+    name = policy.name_or_path
+    if config.export == "adapter" and (not name or PretrainedHandle(name).base is not None):
+        why = f"{name} is an adapter itself" if name else "the policy is an object without a name (name_or_path)"
+        raise ModelError(f"ppo.export=adapter: {why}, so peft could not load what lies below; set ppo.export=merged")
 
 
 def sampling_settings(

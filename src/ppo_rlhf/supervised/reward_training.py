@@ -3,17 +3,20 @@
 import logging
 import math
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, cast
 
+import numpy as np
 import pandas as pd
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ppo_rlhf.checkpoints.model_card import OWN_FORM, place, render_reward_card
 from ppo_rlhf.config.settings_group import settings_group
-from ppo_rlhf.core.errors import TrainingError
+from ppo_rlhf.core.errors import ModelError, TrainingError
 from ppo_rlhf.data.tables import hold_out
+from ppo_rlhf.evaluation.comparison import win_rate
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel, check_vocabulary, context_length
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.rewards.model_scorer import score_sequences
@@ -44,6 +47,8 @@ class RewardModellingConfig(OptimisationConfig):
     """Share of the prompts (without prompts, of the distinct pairs) that are held out: they measure the accuracy."""
     max_held_out: Annotated[int, Field(ge=1)] = 1000
     """Most prompts held out."""
+    preferences_path: str | None = None
+    """Where given preferences come from, for the model card."""
     minimum_accuracy: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5
     """The run stops if the accuracy on held-out pairs is lower: PPO would learn nothing from such a model."""
     normalise: bool = True
@@ -78,9 +83,10 @@ def train_reward_model(
         watch: Shows the training while it runs.
 
     Returns:
-        The reward model with its tokenizer, and its metrics by optimiser step: `reward_model/loss` (mean over the
-        steps since the last), `reward_model/learning_rate`, and once an epoch `reward_model/eval_accuracy` (share of
-        all held-out pairs in the right order, ties half).
+        The reward model with its tokenizer and card, as transformers' own classifier where that computes the same
+        scores up to a constant (`score_mean` in its configuration), and its metrics by optimiser step:
+        `reward_model/loss` (mean over the steps since the last), `reward_model/learning_rate`, and once an epoch
+        `reward_model/eval_accuracy` (share of all held-out pairs in the right order, ties half).
 
     Raises:
         TrainingError: The final accuracy is below `minimum_accuracy`.
@@ -105,10 +111,21 @@ def train_reward_model(
     history = trl_support.run_reward_trainer(model, tokenizer, chosen, rejected, config, evaluate, watch)
     accuracy = [entry["reward_model/eval_accuracy"] for entry in history if "reward_model/eval_accuracy" in entry][-1]
     _check_accuracy(accuracy, len(held_out), config.minimum_accuracy)
-    model.config.held_out_accuracy = accuracy  # saved with the model, so that a report shows this model's accuracy
     if config.normalise:
         normalise_scores(model, torch.cat(_score_pairs(model, trained, pad_id, 2 * batch_size)))
-    return TrainedModel(nn.Module.to(model, "cpu"), tokenizer), history
+    saved, own_form = cast(PreTrainedModel, nn.Module.to(model, "cpu")), None
+    try:
+        saved = model.to_classifier(pad_id, tokenizer.eos_token_id)
+    except ModelError as error:
+        own_form = str(error)
+        logger.info(
+            "The reward model keeps this project's form, which others load after `import %s`: %s.", OWN_FORM, error
+        )
+    saved.config.held_out_accuracy = accuracy  # so that a report shows this model's accuracy
+    card = render_reward_card(
+        sft_policy.source, _facts(config, len(trained), accuracy, len(held_out)), config.preferences_path, own_form
+    )
+    return TrainedModel(saved, tokenizer, card=card), history
 
 
 def split_pairs(pairs: pd.DataFrame, config: RewardModellingConfig) -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -134,6 +151,24 @@ def split_pairs(pairs: pd.DataFrame, config: RewardModellingConfig) -> tuple[pd.
 def pair_accuracy(chosen: Tensor, rejected: Tensor) -> float:
     """Return the share of pairs [N] whose chosen response scores higher; ties count half."""
     return float(((chosen > rejected).double() + 0.5 * (chosen == rejected).double()).mean())
+
+
+def _facts(config: RewardModellingConfig, pairs: int, accuracy: float, held_out: int) -> dict[str, str]:
+    """Return what the model card says of data, training and accuracy, with the interval of a win rate."""
+    right, ties = divmod(round(2 * accuracy * held_out), 2)
+    rate = win_rate(np.array([[1.0]] * right + [[0.5]] * ties + [[0.0]] * (held_out - right - ties)))
+    source = f"sampled from the model it started from, labelled by `{config.labeller}`"
+    if config.preferences_path is not None or config.labeller is None:
+        source = f"of `{place(config.preferences_path or 'preferences')}`"
+    length = f"{config.num_train_epochs:g} epochs" if config.max_steps is None else f"{config.max_steps:,} steps"
+    batch = config.per_device_train_batch_size * config.gradient_accumulation_steps
+    return {
+        "Data": f"{pairs:,} pairs {source}",
+        "Training": f"Bradley–Terry loss, {length}, {batch} pairs a step, AdamW, peak learning rate "
+        f"{config.learning_rate:g} ({config.lr_scheduler_type}), seed {config.seed}",
+        "Accuracy": f"{rate.rate:.1%} of {held_out} held-out pairs are in the right order "
+        f"(95 % interval {rate.low:.1%} to {rate.high:.1%})",
+    }
 
 
 def normalise_scores(model: CausalLMRewardModel, scores: Tensor) -> None:

@@ -24,7 +24,7 @@ from ppo_rlhf.data.prompts import PromptReader
 from ppo_rlhf.data.sources import table_of
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.models.offloading import to_host
-from ppo_rlhf.models.reward_model import why_no_reward_model
+from ppo_rlhf.models.reward_model import why_no_reward_model, with_mean
 from ppo_rlhf.models.tokenizers import ensure_pad_id, ensure_pad_token, same_vocabulary
 from ppo_rlhf.ppo.models import stops_of
 from ppo_rlhf.ppo.precision import frozen_dtype
@@ -138,6 +138,7 @@ def take_reward(reward: Any, policy: TrainedModel, config: PPOConfig) -> RewardS
         model = take_over(model, "reward model", dtype, place).requires_grad_(False)
         if why := why_no_reward_model(type(model).__name__, model.config):
             raise ModelError(f"PPOTrainer: a reward model is a sequence classifier with num_labels=1, {why}")
+        model = with_mean(model)
         if config.offload_reward_model:
             to_host(model)
         if tokenizer is None:

@@ -22,6 +22,7 @@ from ppo_rlhf.models.critic import Critic
 from ppo_rlhf.models.directories import WEIGHTS, WEIGHTS_INDEX, is_local
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel, check_vocabulary, prepare, usable_context
 from ppo_rlhf.models.offloading import to_host
+from ppo_rlhf.models.reward_model import with_mean
 from ppo_rlhf.models.tokenizers import ensure_pad_token
 from ppo_rlhf.ppo.models import (
     AnyCritic,
@@ -122,7 +123,7 @@ def take_critic(
         handle = PretrainedHandle(str(value_model))
         handle.check_reward_model("value model", "critic_pretraining")
         value_model = handle.reward_model(dtype)
-    start = take_over(value_model, "value model", dtype, policy.model.device)
+    start = with_mean(take_over(value_model, "value model", dtype, policy.model.device))
     check_same_vocabulary(start, policy.model, "value model")
     score = getattr(start, "score", None)
     if score is None and (start.get_output_embeddings() is not None or start.base_model is start):

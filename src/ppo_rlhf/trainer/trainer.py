@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf.advice import in_words
-from ppo_rlhf.checkpoints import files
+from ppo_rlhf.checkpoints import files, hub
 from ppo_rlhf.checkpoints.model_card import may_write_card, render_card
 from ppo_rlhf.checkpoints.model_files import exported_policy
 from ppo_rlhf.checkpoints.resume import restore
@@ -308,6 +309,17 @@ class PPOTrainer:
             card = render_card(self.state, rewards) if may_write_card(folder) else None
             replace(exported_policy(self.state), card=card).save(folder)
         wait_for_all()
+
+    def push_to_hub(self, repo_id: str, *, commit_message: str = "Policy trained by PPO", **options: Any) -> str:
+        """Send the policy, as `save_pretrained` writes it, to the Hugging Face hub, and return the commit's address.
+
+        A new repository is private; this, `license` and `token` are options of `checkpoints.hub.push`, whose errors
+        this raises.
+        """
+        on_main(partial(hub.check_push, repo_id, options.get("token")))
+        with TemporaryDirectory() as directory:
+            self.save_pretrained(directory)
+            return on_main(partial(hub.push, Path(directory), repo_id, commit_message, **options))
 
     def save_checkpoint(self, output_dir: str | Path) -> Path:
         """Write the whole state to `<output_dir>/iteration_NNNNNN` and return this directory.

@@ -32,7 +32,6 @@ NAMES = {
     "peft_config": "use_peft, lora_r, lora_alpha, lora_target_modules in PPOConfig",
     "dataset": "prompts for train(), a DataLoader of torch for a loop of your own",
     "dataloader": "a DataLoader of torch over your dataset, with batch_size=config.batch_size",
-    "push_to_hub": "save_pretrained, then upload_folder of huggingface_hub",
 }
 """Arguments and attributes of TRL's first and last PPOTrainer, with ours; docs/converting.md has the same table."""
 

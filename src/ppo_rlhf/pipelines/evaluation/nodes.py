@@ -12,7 +12,7 @@ import torch
 from datasets import Dataset
 from transformers import PreTrainedModel
 
-from ppo_rlhf.checkpoints.model_card import place, with_result
+from ppo_rlhf.checkpoints.model_card import place, with_index, with_result
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.data.prompt_dataset import PromptDataset
@@ -193,7 +193,7 @@ def write_model_card(
     said = f"**{evaluation_summary['verdict']}.** {headline(evaluation_summary)}"
     result = result_section(said, before_after, notes)
     card = with_result(ppo_policy.card() or "", result)
-    return (None, result) if card is None else (ppo_policy.source, card)
+    return (None, result) if card is None else (ppo_policy.source, with_index(card, evaluation_summary))
 
 
 def _evaluate(
