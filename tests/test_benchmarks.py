@@ -13,7 +13,7 @@ HERE = Path(__file__).parents[1] / "benchmarks"
 def scripts(monkeypatch):
     monkeypatch.syspath_prepend(str(HERE))
     yield
-    for name in ("compare", "gpu_report", "inputs", "our_side", "workload"):
+    for name in ("compare", "gpu_report", "inputs", "invariances", "invariances_ours", "our_side", "workload"):
         sys.modules.pop(name, None)
 
 
@@ -121,3 +121,39 @@ def test_the_report_can_be_tried_without_a_gpu(tmp_path, capfd):
     assert "| | tests | 1 passed |" in rows
     assert "tiny, full, float32: iteration | ours" in rows
     assert len(json.loads((tmp_path / "out").read_text())) == 4
+
+
+def test_this_project_keeps_the_rules_for_any_trainer(tmp_path):
+    import invariances
+    import invariances_ours
+
+    rows = list(invariances.check(invariances_ours, tmp_path))
+    assert len(rows) == 12
+    assert [rule for rule, holds, _ in rows if not holds] == []
+    assert len(invariances.table(rows).splitlines()) == 14
+
+
+def test_a_trainer_that_breaks_a_rule_is_noticed(tmp_path):
+    """Hand-made: a score one token late, a token that is not counted, a gradient and steps that follow the cut."""
+    from types import SimpleNamespace
+
+    import torch
+
+    import invariances
+
+    def observe(case):
+        counted = torch.tensor([[True, True, not case.pad_is_stop], [True, True, False]])
+        late = case.lam * torch.tensor([[0.81, 0.9, 1.0], [0.9, 1.0, 0.0]])
+        gradient, off = torch.tensor([1.0, case.micro_batch]), 0.01 * (case.precision != "float32")
+        seen = [[5, 6, 0], [7, 0]], torch.ones(2), counted, late, torch.tensor([1.0 + off]), gradient
+        return invariances.Seen(*seen, steps=case.accumulated)
+
+    rows = list(invariances.check(SimpleNamespace(observe=observe, FUNCTIONS={}), tmp_path))
+    assert [holds for _, holds, _ in rows] == [*[None] * 4, True, *[False] * 7]
+    measured = [text for _, _, text in rows]
+    assert measured[5:9] == [
+        "off by at most 1e-02",
+        "the last token has 0.90 of it",
+        "differs by up to 86.8%",
+        "4 of 5 tokens count, the gradient differs by 0.0%",
+    ]
