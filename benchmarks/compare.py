@@ -166,8 +166,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def describe(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the machine, the versions on both sides, and the settings."""
+def machine(peer_python: str | None) -> dict[str, Any]:
+    """Return the processor and the versions on both sides."""
     code = "import json, importlib.metadata as m; print(json.dumps({n: m.version(n) for n in NAMES}))"
 
     def versions(python: str, *names: str) -> dict[str, str]:
@@ -182,12 +182,15 @@ def describe(arguments: argparse.Namespace) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "versions": {
             "ours": versions(sys.executable, *libraries),
-            "trl": versions(arguments.peer_python, *libraries, "trl") if arguments.peer_python else {},
+            **({"trl": versions(peer_python, *libraries, "trl")} if peer_python else {}),
         },
-        "pairs": arguments.pairs,
-        "iterations": arguments.iterations,
-        "ours": dict(arguments.set),
     }
+
+
+def describe(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the machine, the versions on both sides, and the settings."""
+    settings = {"pairs": arguments.pairs, "iterations": arguments.iterations, "ours": dict(arguments.set)}
+    return {**machine(arguments.peer_python), **settings}
 
 
 def main() -> None:

@@ -40,6 +40,13 @@ PRESETS = {
     "gpt2": Preset(12, 768, 12, 50257, batch=256, minibatch=32, prompt_length=64, response_length=128),
 }
 """gpt2 is GPT-2 124M: for a GPU."""
+QUIET_PEER = {
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TRL_EXPERIMENTAL_SILENCE": "1",
+}
+"""Variables for any process of TRL's."""
 
 
 @dataclass(frozen=True)
@@ -76,13 +83,7 @@ class Job:
     @property
     def peer_environment(self) -> dict[str, str]:
         """Variables for TRL's process. Its trainer takes a precision from accelerate's variable alone."""
-        return {
-            "ACCELERATE_MIXED_PRECISION": "bf16" if self.precision == "bfloat16" else "no",
-            "HF_HUB_DISABLE_TELEMETRY": "1",
-            "HF_HUB_OFFLINE": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-            "TRL_EXPERIMENTAL_SILENCE": "1",
-        }
+        return {**QUIET_PEER, "ACCELERATE_MIXED_PRECISION": "bf16" if self.precision == "bfloat16" else "no"}
 
     def write(self, path: Path) -> None:
         """Write the job as JSON."""

@@ -13,7 +13,8 @@ HERE = Path(__file__).parents[1] / "benchmarks"
 def scripts(monkeypatch):
     monkeypatch.syspath_prepend(str(HERE))
     yield
-    for name in ("compare", "gpu_report", "inputs", "invariances", "invariances_ours", "our_side", "workload"):
+    ours = ("invariances_ours", "our_side", "walks_ours")
+    for name in ("compare", "gpu_report", "inputs", "invariances", "walks", "workload", *ours):
         sys.modules.pop(name, None)
 
 
@@ -157,3 +158,18 @@ def test_a_trainer_that_breaks_a_rule_is_noticed(tmp_path):
         "differs by up to 86.8%",
         "4 of 5 tokens count, the gradient differs by 0.0%",
     ]
+
+
+def test_the_walks_benchmark_counts_iterations_and_seconds_to_the_target():
+    """By hand: the second iteration is the first with 0.95."""
+    import walks
+
+    curve = [
+        {"score": score, "seconds": second} for score, second in ((0.8, 1.5), (0.95, 2.0), (0.9, 2.5), (0.97, 4.0))
+    ]
+    assert walks.first_at(curve) == 2
+    never = [{"score": 0.5, "seconds": 1.0}]
+    *_, row = walks.summary_table({"ours": [curve, never]}).splitlines()
+    assert row == "| ours | 2, – | 2.0, – | 1.00 | 0.905, 0.500 |"
+    lines = walks.curves_table({"ours": [curve, never]}, [1, 2]).splitlines()
+    assert lines[2].startswith("| ours, seed 1 | 0.800 | 0.950 | 0.900 |  |")

@@ -1,7 +1,8 @@
 """The shipped demo with other critics, LoRA and an adaptive penalty, on three seeds. Minutes a seed: marked slow.
 
 The supervised stages run once a seed, with the demo as it is; every other run is `kedro run --pipelines align` on their
-models in a copy of the project. Measured results stand in docs/results.md.
+models in a copy of the project. Measured results stand in docs/results.md. A separate critic trains in
+`test_random_walks.py`, where the optimum is known.
 """
 
 from __future__ import annotations
@@ -33,7 +34,6 @@ ADAPTIVE = {
 }
 OPTIONS = {
     "default": {},
-    "separate": {"value_model": "separate"},
     "shared": {"value_model": "shared", "value_learning_rate": None},
     "lora": {
         "use_peft": True,
@@ -95,7 +95,7 @@ def test_the_demo_as_it_is_gains_by_the_gold_judge(runs: Runs) -> None:
     assert gain(runs("default")) >= 0.4
 
 
-@pytest.mark.parametrize("option", ["separate", "shared", "lora"])
+@pytest.mark.parametrize("option", ["shared", "lora"])
 def test_the_option_reaches_85_percent_of_the_default_gain(option: str, runs: Runs) -> None:
     assert gain(runs(option)) >= 0.85 * gain(runs("default"))
 
