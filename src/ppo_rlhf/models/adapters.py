@@ -68,7 +68,7 @@ class LoraSettings:
     def to_peft(self, model: PreTrainedModel) -> LoraConfig:
         """Return peft's configuration for a model, with the model's name as that of the base."""
         targets: str | list[str] = self.names or ALL_LINEAR
-        name, revision = model.name_or_path, ""
+        name, revision = model.name_or_path or "", ""
         if not is_local(name):  # peft has a field of its own for the revision
             name, _, revision = name.partition("@")
         if self.target_modules == ALL_LINEAR_AND_HEAD:  # peft has no word for it, so name whole paths
