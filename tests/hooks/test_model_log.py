@@ -100,11 +100,13 @@ def store(
 SAMPLED = {"max_new_tokens": 5, "temperature": 0.7, "top_p": 0.9, "top_k": 4}
 GREEDY = {"max_new_tokens": 3, "top_k": 1}
 CONTEXT = 32
+TEMPLATE, CHAT = "{{ bos_token }} " + CHAT_TEMPLATE, "<s> u b c <s> a"
+"""A template that writes the beginning of text itself, as Llama's does, and what it makes of the request below."""
 
 
 def logged_policy(tmp_path: Path, chat_template: str | None = None) -> tuple[str, PreTrainedModel]:
     """A policy that never ends by itself, logged and then deleted where it was: its URI, and its model."""
-    model, tokenizer = tiny_model(), word_tokenizer(chat_template=chat_template)
+    model, tokenizer = tiny_model(), word_tokenizer(chat_template=chat_template, prepend_begin=bool(chat_template))
     folder = Path(save(tmp_path / "policy", model, tokenizer))
     config = PPOConfig(response_length=5, temperature=0.7, top_p=0.9, top_k=4)
     generation = GenerationConfig(do_sample=True, max_length=CONTEXT, pad_token_id=PAD, eos_token_id=None)
@@ -154,16 +156,16 @@ def test_a_request_does_not_run_past_the_context(store: Path, tmp_path: Path):
 
 def test_a_chat_policy_answers_messages_with_a_chat_completion(store: Path, tmp_path: Path):
     """Also where a text stops the answer, though the folder that the policy was trained in is gone."""
-    uri, model = logged_policy(tmp_path, CHAT_TEMPLATE)
+    uri, model = logged_policy(tmp_path, TEMPLATE)
     served = mlflow.pyfunc.load_model(uri)
     request = {"messages": [{"role": "user", "content": "b c"}], "top_k": 1}
-    expected = greedy(model, "u b c <s> a", 5)
+    expected = greedy(model, CHAT, 5)
     (answer,) = served.predict(request)
     assert answer["object"] == "chat.completion"
     (choice,) = answer["choices"]
     assert choice["message"] == {"role": "assistant", "content": as_text(expected)}
     assert choice["finish_reason"] == "length"  # as many as PPO's responses may have
-    assert answer["usage"]["completion_tokens"] == 5
+    assert answer["usage"] == {"prompt_tokens": 6, "completion_tokens": 5, "total_tokens": 11}
     (answer,) = served.predict({**request, "max_tokens": 2})
     assert answer["choices"][0]["message"]["content"] == as_text(expected[:2])
     word = word_tokenizer().convert_ids_to_tokens(expected[1])
@@ -173,7 +175,7 @@ def test_a_chat_policy_answers_messages_with_a_chat_completion(store: Path, tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chat_template", [None, CHAT_TEMPLATE], ids=["text", "chat"])
+@pytest.mark.parametrize("chat_template", [None, TEMPLATE], ids=["text", "chat"])
 def test_a_started_server_answers_as_the_policy_does(store: Path, tmp_path: Path, chat_template: str | None):
     uri, model = logged_policy(tmp_path, chat_template)
     with socket.socket() as free:
@@ -192,7 +194,7 @@ def test_a_started_server_answers_as_the_policy_does(store: Path, tmp_path: Path
         assert answer["predictions"] == ["a b c" + as_text(greedy(model, "a b c", 3))]
     else:
         (choice,) = answer[0]["choices"] if isinstance(answer, list) else answer["choices"]
-        assert choice["message"]["content"] == as_text(greedy(model, "u b c <s> a", 3))
+        assert choice["message"]["content"] == as_text(greedy(model, CHAT, 3))
 
 
 def ask(server: subprocess.Popen[bytes], port: int, is_chat: bool) -> Any:

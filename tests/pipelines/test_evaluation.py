@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 import torch
+import yaml
 from kedro.config import OmegaConfigLoader
 from kedro.io import AbstractDataset
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -335,11 +336,21 @@ def test_an_evaluation_says_what_is_evaluated_its_result_and_where_it_is_kept(in
 
 def test_the_result_is_put_into_the_card_of_a_policy_that_a_run_exported_and_into_no_other(inputs, outputs, tmp_path):
     shutil.copytree(inputs["ppo_policy"].source, tmp_path / "exported")
-    (tmp_path / "exported" / CARD).write_text(f"above\n{BEGIN}\nold\n{END}\nbelow", encoding="utf-8")
+    metadata, above = "---\nlibrary_name: transformers\n", f"---\n\nabove\n{BEGIN}\n"
+    (tmp_path / "exported" / CARD).write_text(f"{metadata}{above}old\n{END}\nbelow", encoding="utf-8")
     exported = PretrainedHandle(str(tmp_path / "exported"))
     directory, card = run_evaluation({**inputs, "ppo_policy": exported})["model_card"]
     nobody, result = outputs["model_card"]
-    assert (directory, card) == (exported.source, f"above\n{BEGIN}\n\n{result}\n\n{END}\nbelow")
+    assert directory == exported.source
+    assert card.startswith(metadata)
+    assert card.endswith(f"{above}\n{result}\n\n{END}\nbelow")
+    (index,) = yaml.safe_load(card.split("---\n")[1])["model-index"][0]["results"]
+    assert index["dataset"] == {"type": "prompts", "name": "6 held-out prompts"}
+    assert index["metrics"][0] == {
+        "type": "win_rate",
+        "name": "Win rate over SFT",
+        "value": outputs["evaluation_summary"]["eval/win_rate"],
+    }
     assert nobody is None
     assert headline(outputs["evaluation_summary"]) in result
     assert f"**{outputs['evaluation_summary']['verdict']}.**" in result

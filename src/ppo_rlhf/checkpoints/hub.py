@@ -12,10 +12,10 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, Mo
 from huggingface_hub.errors import RepositoryNotFoundError
 
 from ppo_rlhf.core.errors import ConfigError, in_one_line
-from ppo_rlhf.models.directories import ADAPTER_CONFIG, CONFIG, HUB_ID, is_adapter, is_local
+from ppo_rlhf.models.directories import ADAPTER_CONFIG, HUB_ID, is_adapter, is_local
 from ppo_rlhf.models.loading import CARD
 
-STALE = ("*.safetensors", "*.safetensors.index.json", CONFIG, ADAPTER_CONFIG)
+STALE = ("*.safetensors", "*.safetensors.index.json", "*config.json")
 """Files of an earlier push that would be read beside those of another model."""
 
 
@@ -71,7 +71,7 @@ def push(
     check_push(repo_id, token)
     files, api = files_to_push(folder), HfApi(token=token)
     try:
-        card = _card(api, files.pop(CARD), repo_id, license)
+        card = _card(api, files.pop(CARD, None), repo_id, license)
         api.create_repo(repo_id, private=private, exist_ok=True)
         there = api.list_repo_files(repo_id)
         stale = [name for name in there if name not in files and any(fnmatch(name, each) for each in STALE)]
@@ -82,9 +82,9 @@ def push(
         raise ConfigError(f"push: the hub did not take {repo_id}: {in_one_line(error)}") from error
 
 
-def _card(api: HfApi, file: Path, repo_id: str, given: str | None) -> ModelCard:
+def _card(api: HfApi, file: Path | None, repo_id: str, given: str | None) -> ModelCard:
     """Return the card with the repository's name and a licence, as far as one is known."""
-    card = ModelCard(file.read_text(encoding="utf-8"))
+    card = ModelCard("" if file is None else file.read_text(encoding="utf-8"))
     data: Any = card.data
     data.license = given or data.license
     if data.license is None and data.base_model is not None:

@@ -123,7 +123,8 @@ def _interface(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, confi
         }  # a prompt that leaves no room for max_new_tokens loses its beginning
     if getattr(tokenizer, "chat_template", None):
         example = {"messages": [{"role": "user", "content": EXAMPLE}]}
-        return {"task": "llm/v1/chat", "model_config": {**limit, **sampled}, "input_example": example}
+        written_out = {"add_special_tokens": False}  # the chat template writes them
+        return {"task": "llm/v1/chat", "model_config": {**limit, **sampled, **written_out}, "input_example": example}
     types = {int: DataType.long, float: DataType.double}
     params = ParamSchema([ParamSpec(name, types[type(value)], value) for name, value in sampled.items()])
     return {
