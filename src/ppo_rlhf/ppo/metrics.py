@@ -16,6 +16,7 @@ from ppo_rlhf.core.losses import PolicyLoss, ValueLoss
 from ppo_rlhf.core.statistics import explained_variance, masked_mean
 from ppo_rlhf.models.transfers import to_cpu
 from ppo_rlhf.ppo.experience import Experience
+from ppo_rlhf.ppo.rollout import LOGPROB_GAP
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.processes import from_all
 
@@ -153,14 +154,10 @@ def _update(steps: list[StepSums], config: PPOConfig, kl_coef: float) -> dict[st
 
 
 def _responses(experience: Experience) -> dict[str, Tensor]:
-    rollouts, sampled = experience.rollouts, experience.rollouts.responses.sampler_logprobs
-    gap: dict[str, Tensor] = {}
-    if sampled is not None:
-        distance = (sampled.to(rollouts.old_logprobs.dtype) - rollouts.old_logprobs).abs()
-        gap = {"policy/rollout_logprob_gap": masked_mean(distance, rollouts.mask)}
+    rollouts, gap = experience.rollouts, experience.rollouts.logprob_gap
     turns = torch.tensor([(len(turns) + 1) // 2 for turns in rollouts.texts.turns], dtype=torch.float64)
     return {
-        **gap,
+        **({} if gap is None else {LOGPROB_GAP: gap}),
         "val/explained_variance": explained_variance(
             experience.scores.values[:, :-1], experience.returns, rollouts.mask
         ),
