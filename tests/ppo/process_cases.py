@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any, get_args
 
+import pytest
 import torch
 
 from ppo_rlhf.checkpoints.resume import restore
@@ -17,7 +18,8 @@ from ppo_rlhf.checkpoints.store import write_checkpoint
 from ppo_rlhf.core.choices import LossAggregation
 from ppo_rlhf.evaluation.policy import Evaluator, ResolvedJudge
 from ppo_rlhf.processes import from_all, is_main_process, process_count, wait_for_all
-from tests.ppo_runs import Run, build_run, weights_of
+from tests.ppo.vllm_stand_in import SERVER, StandIn
+from tests.ppo_runs import Run, build_model, build_run, weights_of
 from tests.supervised import process_case
 
 ITERATIONS = 2
@@ -56,6 +58,7 @@ BY_TWO = (
 """Cases that two processes run in the default tests; four processes run all."""
 BY_THREE = ("aggregation token_mean", "shared trunk", "LoRA")
 """Cases that three processes run, with a number of responses that three divides."""
+BY_VLLM: dict[str, dict[str, Any]] = {"colocate": {"use_peft": True, "lora_r": 2}, "server": SERVER}
 MEASURED = ("time/", "throughput/", "memory/")
 
 
@@ -80,6 +83,13 @@ def results(settings: dict[str, Any], responses: int = 16) -> dict[str, Any]:
         found[f"metrics {iteration}"] = {key: value for key, value in metrics.items() if not key.startswith(MEASURED)}
     found["weights"] = summary(run)
     return found
+
+
+def by_vllm(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the same of a run whose responses a stand-in for vLLM samples, in float32, as vLLM computes."""
+    with pytest.MonkeyPatch.context() as patch:
+        StandIn(build_model(dtype=torch.float32, seed=7)).install(patch)
+        return results({**settings, "rollout_engine": "vllm", "dtype": "float32"})
 
 
 def summary(run: Run) -> dict[str, float]:
@@ -125,6 +135,7 @@ def main(path: Path, folder: Path) -> None:
         found = {name: results(CASES[name]) for name in (BY_TWO if process_count() == 2 else CASES)}
         found["evaluation"] = evaluation(build({}))
         found["resumed"] = resumed(folder)
+        found["vLLM"] = {name: by_vllm(settings) for name, settings in BY_VLLM.items()}
         found["supervised"] = process_case.results(folder)
         process_case.check_several()
     assert len(set(from_all(json.dumps(found)))) == 1, "the processes differ"
