@@ -89,7 +89,8 @@ def by_vllm(settings: dict[str, Any]) -> dict[str, Any]:
     """Return the same of a run whose responses a stand-in for vLLM samples, in float32, as vLLM computes."""
     with pytest.MonkeyPatch.context() as patch:
         StandIn(build_model(dtype=torch.float32, seed=7)).install(patch)
-        return results({**settings, "rollout_engine": "vllm", "dtype": "float32"})
+        settings = {**settings, "rollout_engine": "vllm", "dtype": "float32"}
+        return {**results(settings), "evaluation": evaluation(build(settings))}
 
 
 def summary(run: Run) -> dict[str, float]:

@@ -142,7 +142,7 @@ def failing(times: Iterator[bool]) -> Callable[[], None]:
 
 def test_a_server_that_is_gone_is_asked_again_and_gets_the_weights_again(stand_in, caplog):
     expected = metrics_of(run_of(importance_cap=3.0))
-    engine, run = stand_in(), run_of(**SERVER, **VLLM)
+    engine, run = stand_in(), run_of(**SERVER, **VLLM, vllm_server_timeout=5.0)
     found = metrics_of(run, iterations=1)
     engine.fails = failing(iter([False, True, True, False]))  # the push passes, the answer fails, a start fails
     with caplog.at_level(logging.WARNING):
@@ -150,7 +150,7 @@ def test_a_server_that_is_gone_is_asked_again_and_gets_the_weights_again(stand_i
     assert found == [pytest.approx(row, rel=1e-9, abs=1e-9) for row in expected]
     assert engine.starts == 2
     (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert "http://nowhere:8000: Request failed: 500, gone; trying again for 240 s" in line
+    assert "http://nowhere:8000: Request failed: 500, gone; trying again for 5 s" in line
 
 
 def test_a_server_that_stays_away_stops_the_run_with_one_line(stand_in):

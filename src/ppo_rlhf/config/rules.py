@@ -38,10 +38,6 @@ def _changed_beside(name: str, **others: Any) -> Callable[[PPOConfig], bool]:
     return lambda c: name in c.not_default() and all(getattr(c, other) == value for other, value in others.items())
 
 
-def _without_vllm(name: str) -> Callable[[PPOConfig], bool]:
-    return lambda c: name in c.not_default() and c.rollout_engine != "vllm"
-
-
 def _too_long(name: str, limit: str) -> _Rule:
     def broken(c: PPOConfig) -> bool:
         return getattr(c, limit) is not None and (getattr(c, name) or 0) > getattr(c, limit)
@@ -128,8 +124,9 @@ _RULES = (
     ),
     # vLLM.
     *(
-        _Rule((name, "rollout_engine"), _without_vllm(name), "it is vLLM's; set {1} to vllm, or leave out {0}")
+        _Rule((name, "rollout_engine"), _changed_beside(name, rollout_engine=other), "it is vLLM's; leave out {0}")
         for name in VLLM_FIELDS
+        for other in ("static", "hf")
     ),
     *(
         _Rule((name, other), _changed_beside(name, **{"rollout_engine": "vllm", other: value}), why)

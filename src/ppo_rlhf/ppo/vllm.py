@@ -138,19 +138,9 @@ class VLLMEngine:
             accelerator.wait_for_everyone = lambda: None  # only the main process is here
         else:
             weights.name_or_path = _place_of(policy, trusted)
-        generation = VLLMGeneration(
-            weights,  # type: ignore[arg-type]
-            accelerator,
-            self._tokenizer,
-            mode=config.vllm_mode,
-            server_base_url=config.vllm_server_base_url,
-            gpu_memory_utilization=config.vllm_gpu_memory_utilization,
-            tensor_parallel_size=config.vllm_tensor_parallel_size,
-            enable_sleep_mode=config.vllm_enable_sleep_mode,
-            max_model_length=config.vllm_max_model_length,
-            server_timeout=0.0,
-            trust_remote_code=trusted,
-        )
+        own = {name.removeprefix("vllm_"): getattr(config, name) for name in VLLM_FIELDS}  # which are TRL's names
+        own["server_timeout"] = 0.0  # it waits here
+        generation = VLLMGeneration(weights, accelerator, self._tokenizer, trust_remote_code=trusted, **own)  # type: ignore[arg-type]
         if config.vllm_mode == "server":
             mode = generation.vllm_client.get_server_info()["model_config"]["logprobs_mode"]
             if mode != "processed_logprobs":
