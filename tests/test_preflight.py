@@ -233,6 +233,7 @@ def test_a_conversation_that_the_reward_models_template_refuses_is_one_line_with
         pytest.param(ppo(value_model="reward_init"), "ppo.value_model", id="critic from no reward model"),
         pytest.param(ppo(sft_model_path="models/mine"), "conf/local/globals.yml", id="path in another group"),
         pytest.param(ppo(device="cuda:99"), "cuda:99", id="no such device"),
+        pytest.param(ppo(rollout_engine="vllm"), "ppo.rollout_engine=vllm: vllm is not installed", id="no vLLM"),
         pytest.param(ppo(use_peft=True, lora_target_modules="q_proj"), "ppo.lora_target_modules", id="no such layer"),
     ],
 )

@@ -10,6 +10,8 @@ from ppo_rlhf.core.errors import ConfigError
 
 ADAPTIVE = {"kl_controller": "adaptive"}
 POLYNOMIAL = {"lr_scheduler_type": "polynomial"}
+VLLM = {"rollout_engine": "vllm"}
+SERVER = {**VLLM, "vllm_mode": "server"}
 LORA = {"use_peft": True}
 BROKEN_AND_KEPT = [
     ({"num_mini_batches": 3}, {"num_mini_batches": 4}),
@@ -36,6 +38,29 @@ BROKEN_AND_KEPT = [
     ),
     ({"overlong_buffer": 54}, {"overlong_buffer": 53}),
     ({"overlong_buffer": 8, "stop_token": "none"}, {"overlong_buffer": 8, "stop_token": "period"}),
+    ({"vllm_mode": "server"}, {"vllm_mode": "server", "vllm_server_base_url": "http://a:1", **VLLM}),
+    ({"vllm_mode": "server", **VLLM}, {"vllm_mode": "colocate", **VLLM}),
+    ({"vllm_server_base_url": "http://a:1", **VLLM}, {"vllm_server_base_url": "http://a:1", **SERVER}),
+    (
+        {"vllm_server_timeout": 9.0, **VLLM},
+        {"vllm_server_timeout": 9.0, "vllm_server_base_url": "http://a:1", **SERVER},
+    ),
+    ({"vllm_max_model_length": 9}, {"vllm_max_model_length": 9, **VLLM}),
+    *(
+        ({name: value, **SERVER, "vllm_server_base_url": "http://a:1"}, {name: value, **VLLM})
+        for name, value in {
+            "vllm_gpu_memory_utilization": 0.5,
+            "vllm_enable_sleep_mode": True,
+            "vllm_max_model_length": 9,
+        }.items()
+    ),
+    ({"vllm_tensor_parallel_size": 2, **VLLM}, {"vllm_tensor_parallel_size": 1, **VLLM}),
+    ({"environment": "a:b", "turn_length": 4, **VLLM}, {"environment": "a:b", "turn_length": 4}),
+    ({"deterministic": True, **VLLM}, {"deterministic": True}),
+    ({"top_k": 5, **VLLM}, {"top_k": 5}),
+    ({"top_p": 0.9, **VLLM}, {"top_p": 1.0, **VLLM}),
+    ({"min_response_length": 2, **VLLM}, {"min_response_length": 2}),
+    ({"rollout_engine": "vllm", "dtype": "float64"}, {"rollout_engine": "vllm", "dtype": "bfloat16"}),
     ({"kl_in": "loss"}, {"kl_in": "loss", "kl_estimator": "k2"}),
     ({"kl_in": "reward", "kl_estimator": "k3+"}, {"kl_in": "loss", "kl_estimator": "k3+"}),
     (

@@ -464,6 +464,17 @@ def test_a_precision_that_the_machine_chose_stays_the_runs_and_one_line_says_so(
     assert line == "ppo.dtype=auto: the run keeps bfloat16, with which it began; here auto would be float32."
 
 
+def test_a_resume_with_vllm_is_not_bit_identical_and_vllm_may_be_elsewhere():
+    before = earlier({"ppo.rollout_engine": "vllm", "ppo.vllm_server_base_url": "http://a:1"})
+    refused, changes = differences(
+        now({"ppo.rollout_engine": "vllm", "ppo.vllm_server_base_url": "http://b:1"}), before
+    )
+    assert not refused
+    assert changes == {"vllm_server_base_url": ("http://a:1", "http://b:1")}
+    assert tags_of(before, {})["bit_identical"] == "false"
+    assert "bit_identical" not in tags_of(earlier({"ppo.rollout_engine": "static"}), {})
+
+
 def tags_of(run: Run, changes: dict[str, tuple[str, str]]) -> dict[str, str]:
     return Resumption(run, None, io.BytesIO(), changes).tags(Path("/project"))
 

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any, get_args
 
+import pytest
 import torch
 
 from ppo_rlhf.checkpoints.resume import restore
@@ -26,7 +27,8 @@ from ppo_rlhf.processes import (
     process_count,
     wait_for_all,
 )
-from tests.ppo_runs import Run, build_run, weights_of
+from tests.ppo.vllm_stand_in import SERVER, StandIn
+from tests.ppo_runs import Run, build_model, build_run, weights_of
 from tests.supervised import process_case
 
 ITERATIONS = 2
@@ -73,6 +75,7 @@ BY_TWO = (
 """Cases that two processes run in the default tests; four processes run all."""
 BY_THREE = ("aggregation token_mean", "shared trunk", "LoRA")
 """Cases that three processes run, with a number of responses that three divides."""
+BY_VLLM: dict[str, dict[str, Any]] = {"colocate": {"use_peft": True, "lora_r": 2}, "server": SERVER}
 MEASURED = ("time/", "throughput/", "memory/")
 
 
@@ -97,6 +100,14 @@ def results(settings: dict[str, Any], responses: int = 16) -> dict[str, Any]:
         found[f"metrics {iteration}"] = {key: value for key, value in metrics.items() if not key.startswith(MEASURED)}
     found["weights"] = summary(run)
     return found
+
+
+def by_vllm(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the same of a run whose responses a stand-in for vLLM samples, in float32, as vLLM computes."""
+    with pytest.MonkeyPatch.context() as patch:
+        StandIn(build_model(dtype=torch.float32, seed=7)).install(patch)
+        settings = {**settings, "rollout_engine": "vllm", "dtype": "float32"}
+        return {**results(settings), "evaluation": evaluation(build(settings))}
 
 
 def summary(run: Run) -> dict[str, float]:
@@ -154,6 +165,7 @@ def main(path: Path, folder: Path) -> None:
         found = {name: results(CASES[name]) for name in (BY_TWO if process_count() == 2 else CASES)}
         found["evaluation"] = evaluation(build({}))
         found["resumed"] = resumed(folder)
+        found["vLLM"] = {name: by_vllm(settings) for name, settings in BY_VLLM.items()}
         found["supervised"] = process_case.results(folder)
         process_case.check_several()
     assert len(set(from_all(json.dumps(found)))) == 1, "the processes differ"

@@ -5,7 +5,8 @@ import torch
 from torch.testing import assert_close
 
 from ppo_rlhf.checkpoints.model_files import exported_policy
-from ppo_rlhf.models.adapters import has_adapter
+from ppo_rlhf.core.errors import ModelError
+from ppo_rlhf.models.adapters import has_adapter, merged, merged_parameters
 from ppo_rlhf.models.averages import trained_parameters
 from ppo_rlhf.models.forward import packs
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
@@ -135,3 +136,22 @@ def test_an_adapted_policy_packs_though_its_base_was_probed_before(make_run):
     again = policy_to_train(run.reference, run.config)
     assert packs(again.base_model)
     assert torch.equal(again(IDS).logits, run.reference(IDS).logits)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("target", ["all-linear", "all-linear+head"])
+def test_parameters_are_merged_one_by_one_as_the_whole_model_is(make_run, kind, target):
+    settings = {**LORA, "lora_target_modules": target}
+    policy = make_run(kind, model={"tie_word_embeddings": False}, dtype="float32", **settings).state.policy
+    stir(policy)
+    expected = dict(merged(policy).named_parameters())
+    found = dict(merged_parameters(policy))
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        assert_close(value, expected[name].detach(), rtol=0.0, atol=1e-7)
+
+
+def test_a_tied_head_with_an_adapter_is_refused(make_run):
+    policy = make_run("gpt2", dtype="float32", **LORA, lora_target_modules="all-linear+head").state.policy
+    with pytest.raises(ModelError, match=r"ppo\.lora_target_modules: the head of GPT2LMHeadModel is tied"):
+        next(iter(merged_parameters(policy)))

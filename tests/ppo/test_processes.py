@@ -65,6 +65,12 @@ def test_two_processes_give_the_tokens_losses_and_weights_of_one(by_two, name):
     assert not differences(by_two[name], expected)
 
 
+@pytest.mark.parametrize("mode", process_cases.BY_VLLM)
+def test_two_processes_learn_from_the_responses_of_one_server_or_of_two_colocated_vllms_as_one_does(by_two, mode):
+    expected = json.loads(json.dumps(process_cases.by_vllm(process_cases.BY_VLLM[mode])))
+    assert not differences(by_two["vLLM"][mode], expected, close=CLOSE_IN_FLOAT32)
+
+
 def test_two_processes_share_an_evaluation_of_a_number_of_prompts_that_two_does_not_divide(by_two):
     assert not differences(by_two["evaluation"], process_cases.evaluation(process_cases.build({})))
 

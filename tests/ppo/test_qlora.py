@@ -12,7 +12,7 @@ from ppo_rlhf.checkpoints.store import write_checkpoint
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError, ConfigError, ModelError
 from ppo_rlhf.memory import MOMENTS, RunShape, plan_memory
-from ppo_rlhf.models.adapters import has_adapter, load_merged
+from ppo_rlhf.models.adapters import has_adapter, load_merged, merged_parameters
 from ppo_rlhf.models.averages import trained_parameters
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.quantisation import is_quantised
@@ -144,6 +144,10 @@ def test_the_exported_policy_and_a_checkpoints_are_plain_and_compute_what_was_tr
         assert not quantised(plain)
         assert {p.dtype for p in plain.parameters()} == {torch.float32}
         assert_close(plain(IDS).logits, logits, rtol=0.0, atol=2e-5 * float(logits.detach().abs().max()))
+    one_by_one = dict(merged_parameters(run.state.policy))  # as vLLM gets them
+    assert one_by_one.keys() == dict(exported.model.named_parameters()).keys()
+    for name, parameter in exported.model.named_parameters():
+        assert_close(one_by_one[name], parameter.detach(), rtol=0.0, atol=1e-7, check_dtype=False)
     assert "quantization_config" not in again.config.to_dict()
     assert quantised(run.state.policy)
 

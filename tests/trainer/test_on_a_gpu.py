@@ -18,7 +18,7 @@ from ppo_rlhf.models.reward_model import CausalLMRewardConfig, CausalLMRewardMod
 from ppo_rlhf.ppo.precision import device_of, has_bfloat16, trained_dtype
 from ppo_rlhf.ppo.sampling import SamplingSettings, generate_responses
 from ppo_rlhf.training import PPOTrainer
-from tests.tiny_models import END, save, tiny_model, word_tokenizer
+from tests.tiny_models import END, draw_weights, save, tiny_model, word_tokenizer
 
 pytestmark = pytest.mark.gpu
 
@@ -202,3 +202,18 @@ def test_the_plan_of_the_memory_is_within_35_percent_of_the_peak(settings):
     planned = plan_memory(config, RunShape(shape, 64, reward_shape, on_cpu=False)).needed
     print(f"plan {planned / 2**20:.0f} MiB, peak {peak / 2**20:.0f} MiB, {settings}")
     assert 1 / 1.35 < planned / peak < 1.35
+
+
+@pytest.mark.parametrize("settings", [{}, {"use_peft": True, "lora_r": 2}], ids=str)
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_a_colocated_vllm_samples_from_the_policy_as_it_was_pushed(tmp_path, settings, tied):
+    pytest.importorskip("vllm", reason="vLLM is optional: pip install ppo_rlhf[vllm]")
+    shape = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4}  # heads of 64, which vLLM takes
+    draw_weights(tiny_model("llama", tie_word_embeddings=tied, **shape), 0.06).save_pretrained(tmp_path)
+    word_tokenizer().save_pretrained(tmp_path)
+    config = PPOConfig(**{**SETTINGS, **settings}, device="cuda", dtype="bfloat16", rollout_engine="vllm")
+    trainer = PPOTrainer(
+        config, str(tmp_path), reward=lambda prompts, completions, **_: [0.0] * len(prompts), prompts=PROMPTS
+    )
+    for row in trainer.train():  # which stops by itself where vLLM has other weights
+        assert row["policy/rollout_logprob_gap"] < 0.1

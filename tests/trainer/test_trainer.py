@@ -405,13 +405,18 @@ def test_each_query_needs_room_only_for_its_own_response(sft: str):
     assert trainer.state.iteration == 1
 
 
-def test_a_step_after_the_last_iteration_and_one_that_needs_the_sampler_are_refused(sft: str):
+def test_a_step_after_the_last_iteration_and_one_that_needs_the_sampler_are_refused(
+    sft: str, monkeypatch: pytest.MonkeyPatch
+):
     trainer = PPOTrainer(config(total_episodes=4), sft)
     trainer.step(**GOOD_STEP)
     with pytest.raises(ConfigError, match=r"ppo\.total_episodes=4"):
         trainer.step(**GOOD_STEP)
     with pytest.raises(ConfigError, match=r"ppo\.importance_cap=2"):
         PPOTrainer(config(importance_cap=2.0), sft).step(**GOOD_STEP)
+    monkeypatch.setattr("ppo_rlhf.ppo.models.check_vllm", lambda device: None)
+    with pytest.raises(ConfigError, match=r"ppo\.importance_cap=3 .*PPOTrainer\.train\(\) sample"):
+        PPOTrainer(config(rollout_engine="vllm", dtype="float32"), sft).step(**GOOD_STEP)
 
 
 def end_now(prompts: list[str], completions: list[str]) -> list[None]:

@@ -11,6 +11,7 @@ from typing import Any
 from ppo_rlhf.checkpoints.files import read_json, verify_checkpoint
 from ppo_rlhf.checkpoints.store import STATE, read_checkpoint
 from ppo_rlhf.config import MODEL_PATHS, PPOConfig
+from ppo_rlhf.config.rules import VLLM_FIELDS
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.processes import is_main_process
@@ -36,9 +37,10 @@ MAY_CHANGE = frozenset(
         "local_rollout_forward_batch_size",
         "offload_reference_policy",
         "offload_reward_model",
+        *VLLM_FIELDS,
     }
 )
-"""Settings that a resumed run may have changed: its length, its records, its limits, its device, its micro-batches.
+"""Settings that a resumed run may have changed: its length, records, limits, device, micro-batches, place of vLLM.
 
 `total_episodes` changes the learning-rate schedule; the device and the three batch settings change the rounding. The
 product of `per_device_train_batch_size`, `gradient_accumulation_steps` and the processes must stay the same.

@@ -97,7 +97,7 @@ class _Policies:
         from ppo_rlhf.data.prompts import PromptReader
         from ppo_rlhf.evaluation.policy import EvaluationConfig
         from ppo_rlhf.models.tokenizers import same_vocabulary
-        from ppo_rlhf.ppo.models import sampling_settings
+        from ppo_rlhf.ppo.models import check_device, sampling_settings
         from ppo_rlhf.ppo.precision import device_of, frozen_dtype
         from ppo_rlhf.rewards.config import RewardConfig
         from ppo_rlhf.rewards.scorers import build_reward_scorer
@@ -105,6 +105,7 @@ class _Policies:
         parameters = context.config_loader["parameters"]
         self.config = config = PPOConfig(**parameters.get("ppo", {}))
         device, dtype = device_of(config), frozen_dtype(config)
+        check_device(config, device)
         sft, ppo = _handle(context, "sft_policy"), _handle(context, "ppo_policy")
         self.tokenizer = sft.tokenizer()
         if not same_vocabulary(ppo.tokenizer(), self.tokenizer):

@@ -46,6 +46,8 @@ _LIVES_ELSEWHERE = {
     "lr_scheduler_kwargs": "ppo.lr_scheduler_type has the schedules that need no arguments",
     "full_determinism": "it is ppo.deterministic",
     "align_overflow": "a non-finite gradient of policy or critic always skips the step of both",
+    "use_vllm": "it is ppo.rollout_engine=vllm",
+    "vllm_importance_sampling_clip_max": "it is ppo.importance_cap",
     "lora_dropout": "dropout is always off: with it the policy that trains would not be the one that sampled",
 }
 
@@ -65,6 +67,7 @@ NonNegative = Annotated[int, Field(ge=0)]
 
 
 EIGHT_BIT = "adamw_8bit"
+VLLM_IMPORTANCE_CAP = 3.0
 
 
 @settings_group("ppo", lives_elsewhere=_LIVES_ELSEWHERE)
@@ -116,7 +119,8 @@ class PPOConfig:
     """From token losses to one number: the mean over tokens, or over responses of their token sums or means, or the
     sum over tokens by (responses x response_length)."""
     importance_cap: Annotated[float, Field(gt=0.0), Typical(1.0, 10.0, "verl: 2")] | None = None
-    """Weigh each token by min(pi_old / pi_sampler, this), because the sampler rounds differently; None is off."""
+    """Weigh each token by min(pi_old / pi_sampler, this), because the sampler rounds differently. None is off; with
+    rollout_engine=vllm it is 3, TRL's vllm_importance_sampling_clip_max."""
 
     kl_coef: Annotated[float, Field(ge=0.0), Typical(0.01, 0.2, TUNING_GUIDE)] = 0.05
     """Beta, score units per nat: the price of the KL estimate; with the adaptive controller its first value."""
@@ -271,9 +275,24 @@ class PPOConfig:
     saves one copy of the policy in `dtype` on the GPU, costs a transfer each iteration, and changes no number."""
     offload_reward_model: bool = False
     """The same for the reward model."""
-    rollout_engine: Literal["static", "hf"] = "static"
+    rollout_engine: Literal["static", "hf", "vllm"] = "static"
     """static: decodes without padding and drops the sequences that have ended. hf: transformers' generate, which is
-    slower, checks the first, and decodes the architectures that need padding."""
+    slower, checks the first, and decodes the architectures that need padding. vllm: vLLM, through TRL (docs/vllm.md);
+    it gets the policy's weights before each rollout, and draws by noise of its own."""
+    vllm_mode: Literal["colocate", "server"] = "colocate"
+    """colocate: vLLM shares the GPU of each process. server: a program of its own, `vllm serve`."""
+    vllm_server_base_url: str | None = None
+    """Address of the server, such as http://localhost:8000."""
+    vllm_server_timeout: Annotated[float, Field(gt=0.0)] = 240.0
+    """Seconds to wait for the server, at the start and when it is gone in between; then the run stops."""
+    vllm_gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] = 0.3
+    """Share of the GPU's memory that a colocated vLLM takes, for its own weights and its cache."""
+    vllm_tensor_parallel_size: Count = 1
+    """GPUs, and processes, that share one colocated vLLM."""
+    vllm_enable_sleep_mode: bool = False
+    """Let a colocated vLLM give its memory back during the update."""
+    vllm_max_model_length: Annotated[int, Field(ge=2)] | None = None
+    """Most tokens of a prompt with its response in a colocated vLLM; None takes the model's context."""
     device: str = "auto"
     """auto takes this process's GPU, or the CPU if there is none; or a torch device such as cuda:1."""
     deterministic: bool = False
@@ -300,6 +319,8 @@ class PPOConfig:
     """Optimiser steps in a row that may be skipped for a non-finite gradient before the run stops."""
 
     def __post_init__(self) -> None:
+        if self.rollout_engine == "vllm" and self.importance_cap is None:
+            object.__setattr__(self, "importance_cap", VLLM_IMPORTANCE_CAP)  # so that it is logged and saved
         problems = rules.problems(self)
         if problems:
             raise ConfigError("\n".join(problems))

@@ -13,7 +13,13 @@ POLYNOMIAL_END = 1e-7
 """transformers' polynomial schedule ends at this learning rate, whatever the peak."""
 ADAPTIVE_FIELDS = ("kl_target", "kl_horizon", "kl_hold_iterations")
 LORA_FIELDS = ("lora_r", "lora_alpha", "lora_target_modules")
+VLLM_SERVED = ("vllm_server_base_url", "vllm_server_timeout")
+VLLM_COLOCATED = (
+    *("vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "vllm_enable_sleep_mode", "vllm_max_model_length"),
+)
+VLLM_FIELDS = ("vllm_mode", *VLLM_SERVED, *VLLM_COLOCATED)
 OFFLOADING_FIELDS = ("offload_reference_policy", "offload_reward_model")
+FILTERED = "vLLM's log-probabilities would be those of the filtered tokens; leave out {0}"
 NO_STOP = "without a stop token every response has ppo.response_length tokens and counts as cut off; leave one out"
 
 
@@ -29,8 +35,8 @@ class _Rule(NamedTuple):
         return f"{' and '.join(f'ppo.{name}={_word(getattr(c, name))}' for name in self.names)}: {why}"
 
 
-def _changed_beside(name: str, other: str, value: Any) -> Callable[[PPOConfig], bool]:
-    return lambda c: getattr(c, other) == value and name in c.not_default()
+def _changed_beside(name: str, **others: Any) -> Callable[[PPOConfig], bool]:
+    return lambda c: name in c.not_default() and all(getattr(c, other) == value for other, value in others.items())
 
 
 def _too_long(name: str, limit: str) -> _Rule:
@@ -73,7 +79,7 @@ _RULES = (
     *(_too_long(name, "response_length") for name in ("min_response_length", "overlong_buffer", "turn_length")),
     _too_long("min_response_length", "turn_length"),
     *(
-        _Rule(("stop_token", name), _changed_beside(name, "stop_token", "none"), NO_STOP)
+        _Rule(("stop_token", name), _changed_beside(name, stop_token="none"), NO_STOP)
         for name in ("min_response_length", "missing_eos_penalty", "overlong_buffer")
     ),
     _Rule(
@@ -122,6 +128,38 @@ _RULES = (
         lambda c: c.environment is not None and c.stop_token == "none",
         "a turn ends with a stop token; set {1} to eos, or leave out {0}",
     ),
+    # vLLM.
+    *(
+        _Rule((name, "rollout_engine"), _changed_beside(name, rollout_engine=other), "it is vLLM's; leave out {0}")
+        for name in VLLM_FIELDS
+        for other in ("static", "hf")
+    ),
+    *(
+        _Rule((name, other), _changed_beside(name, **{"rollout_engine": "vllm", other: value}), why)
+        for other, value, why, names in (
+            ("vllm_mode", "colocate", "there is no server; set {1} to server, or leave out {0}", VLLM_SERVED),
+            ("vllm_mode", "server", "a server is told when it is started; leave out {0}", VLLM_COLOCATED),
+            ("rollout_engine", "vllm", "vLLM plays no several turns here; leave one out", ("environment",)),
+            ("rollout_engine", "vllm", "vLLM's noise and kernels are its own; leave one out", ("deterministic",)),
+            ("rollout_engine", "vllm", FILTERED, ("top_k", "top_p", "min_response_length")),
+        )
+        for name in names
+    ),
+    _Rule(
+        ("rollout_engine", "dtype"),
+        lambda c: c.rollout_engine == "vllm" and c.dtype == "float64",
+        "vLLM computes in 32 bits at most; set {1} to bfloat16 or float32",
+    ),
+    _Rule(
+        ("vllm_mode", "vllm_server_base_url"),
+        lambda c: (c.rollout_engine, c.vllm_mode, c.vllm_server_base_url) == ("vllm", "server", None),
+        "set {1} to the server's address, such as http://localhost:8000",
+    ),
+    _Rule(
+        ("vllm_tensor_parallel_size", "world_size"),
+        lambda c: c.world_size % c.vllm_tensor_parallel_size != 0,
+        "so many processes share one vLLM; {0} must divide their number",
+    ),
     # KL.
     _Rule(
         ("kl_in", "kl_estimator"),
@@ -156,7 +194,7 @@ _RULES = (
     *(
         _Rule(
             (name, "kl_controller"),
-            _changed_beside(name, "kl_controller", "fixed"),
+            _changed_beside(name, kl_controller="fixed"),
             "{0} belongs to the adaptive controller; set {1} to adaptive, or leave out {0}",
         )
         for name in ADAPTIVE_FIELDS
@@ -204,7 +242,7 @@ _RULES = (
     *(
         _Rule(
             (name, "use_peft"),
-            _changed_beside(name, "use_peft", False),
+            _changed_beside(name, use_peft=False),
             "there is no adapter; set {1} to true, or leave out {0}",
         )
         for name in (*LORA_FIELDS, "export")

@@ -80,7 +80,10 @@ class Resumption:
 
         where = "none" if self.checkpoint is None else shown(self.checkpoint, project_path)
         tags = {f"{TAG}{CHECKPOINT}": where, **{f"{TAG}{name}": now for name, (_, now) in self.changes.items()}}
-        if any(name in CHANGES_NUMBERS or name.startswith((*_OF_THE_MACHINE, DATA)) for name in self.changes):
+        by_vllm = self.run.data.params.get("ppo.rollout_engine") == "vllm"  # whose noise is its own
+        if by_vllm or any(
+            name in CHANGES_NUMBERS or name.startswith((*_OF_THE_MACHINE, DATA)) for name in self.changes
+        ):
             tags[BIT_IDENTICAL] = "false"
         return tags
 

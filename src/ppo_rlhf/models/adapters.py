@@ -22,7 +22,7 @@ import torch
 from peft import LoraConfig, PeftModel, TaskType, inject_adapter_in_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -140,6 +140,29 @@ def merged(model: PreTrainedModel) -> PreTrainedModel:
     4-bit model W is what the model computes with, so the copy is the policy that was trained; it is on the CPU.
     """
     return _merge(copy.deepcopy(model))
+
+
+@torch.no_grad()
+def merged_parameters(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and value of each parameter that `merged(model)` would have, one at a time; the model may be plain.
+
+    Raises:
+        ModelError: A head that is tied to the embeddings has an adapter: merged, it would need weights of its own.
+    """
+    layers, embedding = _adapted_layers(model), model.get_input_embeddings()
+    if any(layer is model.get_output_embeddings() and layer.weight is embedding.weight for layer in layers.values()):
+        raise ModelError(
+            f"ppo.lora_target_modules: the head of {type(model).__name__} is tied to the embeddings, and vLLM has one "
+            "tensor for both, so the head can have no adapter; set all-linear"
+        )
+    for name, parameter in model.named_parameters():
+        path, _, kind = name.rpartition(".")
+        owner, layer = model.get_submodule(path), layers.get(path.removesuffix(".base_layer"))
+        summand = layer.get_delta_weight(ADAPTER) if layer is not None and kind == "weight" else None
+        if is_quantised(owner):
+            yield name.replace(".base_layer.", "."), getattr(unquantised(owner, summand), kind)
+        elif ".lora_" not in name:
+            yield name.replace(".base_layer.", "."), parameter if summand is None else parameter + summand
 
 
 def has_adapter(model: nn.Module) -> bool:

@@ -16,7 +16,7 @@ from ppo_rlhf.core.losses import PolicyLoss, ValueLoss
 from ppo_rlhf.core.statistics import correlation, explained_variance, masked_mean
 from ppo_rlhf.models.transfers import to_cpu
 from ppo_rlhf.ppo.experience import Experience
-from ppo_rlhf.ppo.rollout import uniform_groups
+from ppo_rlhf.ppo.rollout import LOGPROB_GAP, uniform_groups
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.processes import gather_tensors
 
@@ -161,11 +161,7 @@ def _update(steps: list[StepSums], config: PPOConfig, kl_coef: float) -> dict[st
 
 
 def _responses(experience: Experience, config: PPOConfig) -> dict[str, Tensor | float]:
-    rollouts, sampled = experience.rollouts, experience.rollouts.responses.sampler_logprobs
-    gap: dict[str, Tensor | float] = {}
-    if sampled is not None:
-        distance = (sampled.to(rollouts.old_logprobs.dtype) - rollouts.old_logprobs).abs()
-        gap = {"policy/rollout_logprob_gap": masked_mean(distance, rollouts.mask)}
+    rollouts, gap = experience.rollouts, experience.rollouts.logprob_gap
     critic = experience.scores.values[:, :-1], experience.returns, rollouts.mask
     turns = torch.tensor([(len(turns) + 1) // 2 for turns in rollouts.texts.turns], dtype=torch.float64)
     redrawn = {}
@@ -173,7 +169,7 @@ def _responses(experience: Experience, config: PPOConfig) -> dict[str, Tensor | 
         alike = len(uniform_groups(experience.scores.total, config.responses_per_prompt))
         redrawn = {"response/redraws": rollouts.redraws, "response/uniform_prompts": alike / config.prompts_per_batch}
     return {
-        **gap,
+        **({} if gap is None else {LOGPROB_GAP: gap}),
         **redrawn,
         "val/explained_variance": explained_variance(*critic),
         "val/correlation": correlation(*critic),

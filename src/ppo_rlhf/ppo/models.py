@@ -32,6 +32,7 @@ from ppo_rlhf.ppo.optimisers import build_optimizer, check_trains, peak_learning
 from ppo_rlhf.ppo.precision import frozen_dtype, make_accelerator, trained_dtype, with_dtype, wrap
 from ppo_rlhf.ppo.sampling import SamplingSettings
 from ppo_rlhf.ppo.state import TrainingState
+from ppo_rlhf.ppo.vllm import check_vllm, vllm_engine
 from ppo_rlhf.rewards.functions import load_function
 
 AnyCritic = Critic | SharedCritic
@@ -82,7 +83,9 @@ def check_libraries(config: PPOConfig) -> None:
 
 
 def check_device(config: PPOConfig, device: torch.device) -> None:
-    """Raise `ConfigError` if a setting needs another device, or layers are to be compiled and torch cannot for it."""
+    """Raise `ConfigError` if a setting needs another device, or a compiler for it or vLLM, which is missing."""
+    if config.rollout_engine == "vllm":
+        check_vllm(device)
     problems = list(device_problems(config, device.type))
     if problems:
         raise ConfigError("\n".join(problems))
@@ -230,6 +233,7 @@ def sampling_settings(
     if config.environment is not None:
         environment = partial(reply_by_function, load_function(config.environment), config.environment, tokenizer)
     return SamplingSettings(
+        engine=vllm_engine(config, tokenizer) if config.rollout_engine == "vllm" else None,
         response_length=config.response_length,
         temperature=config.temperature,
         top_k=config.top_k,

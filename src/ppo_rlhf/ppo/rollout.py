@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.core.errors import TrainingError
 from ppo_rlhf.core.randomness import episode_prompts, episode_uniforms, permutation
+from ppo_rlhf.core.statistics import masked_mean
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.models.forward import backbone_of, hidden_states_at
 from ppo_rlhf.models.free_memory import sequences_at_a_time
@@ -28,6 +30,11 @@ from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.processes import dealt_rows, gather_dealt, own_rank
 from ppo_rlhf.rewards.rendering import conversations
 from ppo_rlhf.rewards.scoring import DecodedWhenRead, ResponseBatch, RewardScorer, ScoredResponses
+
+LOGPROB_GAP = "policy/rollout_logprob_gap"
+MOST_AT_FIRST, ALWAYS_FINE, JUMP = 0.1, 0.01, 5.0
+"""Nats a token: most of an engine's gap in its first rollouts; what is fine later, as are so many times the first gap.
+bfloat16 makes about 0.01, other weights made 1.2 (embeddings that were tied)."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +66,12 @@ class Rollouts:
         """`[B, T]` bool, True on the response tokens that the policy wrote."""
         return self.responses.mask
 
+    @property
+    def logprob_gap(self) -> Tensor | None:
+        """Mean distance of the sampler's log-probabilities from `old_logprobs`; None if they were sampled elsewhere."""
+        sampled, old = self.responses.sampler_logprobs, self.old_logprobs
+        return None if sampled is None else masked_mean((sampled.to(old.dtype) - old).abs(), self.mask)
+
     def sequences(self, groups: list[list[int]], pad_token_id: int, device: torch.device) -> list[SequenceBatch]:
         """Return each group of rows as model inputs for a device, on the CPU; see `sequences`."""
         return sequences(self.prompts.prompt_ids, self.responses, groups, pad_token_id, device)
@@ -75,6 +88,9 @@ def generate_rollouts(
 
     Every process returns the rollouts of all of them. With `drop_uniform_prompts` other prompts are drawn in place of
     those whose responses all score alike, at most so many times; those that are never replaced stay.
+
+    Raises:
+        TrainingError: An engine is gone, or holds other weights than the policy's.
     """
     started = time.perf_counter()
     each, iteration = config.responses_per_prompt, state.iteration + 1
@@ -113,7 +129,21 @@ def generate_rollouts(
         started=started,
         generation_seconds=time.perf_counter() - started,
     )
+    if state.sampling.engine is not None:
+        check_weights(rollouts, state.history)
     return replace(rollouts, scored=scored, redraws=redraws)
+
+
+def check_weights(rollouts: Rollouts, history: list[dict[str, float]]) -> None:
+    """Raise `TrainingError` if an engine's log-probabilities are far from the policy's, or farther than at first."""
+    gap, first = float(rollouts.logprob_gap or 0.0), history[0].get(LOGPROB_GAP) if history else None
+    limit = MOST_AT_FIRST if first is None else max(ALWAYS_FINE, JUMP * first)
+    if not gap <= limit:  # a NaN is not
+        raise TrainingError(
+            f"iteration {rollouts.iteration}: the engine's log-probabilities of its own tokens are {gap:.3g} nats a "
+            f"token from the policy's, above {limit:.3g}: the engine holds other weights. Nothing was learned from "
+            "these tokens, and the last checkpoint stands"
+        )
 
 
 def uniform_groups(scores: Tensor, size: int) -> list[int]:
@@ -151,7 +181,7 @@ def sample_responses(
 ) -> Responses:
     """Sample a response to each of N prompts; each process samples its own share, and all get all of them.
 
-    With an environment a response has several turns.
+    With an environment a response has several turns. `sampling.engine` does all this by itself, without `uniforms`.
 
     Args:
         policy: A causal language model.
@@ -161,6 +191,8 @@ def sample_responses(
         config: Engine and precision.
         batch_size: Responses decoded at a time; None: what memory allows.
     """
+    if sampling.engine is not None:
+        return sampling.engine(policy, prompts.prompt_ids, sampling)
     hands = dealt_rows([len(ids) for ids in prompts.prompt_ids])
     mine = hands[own_rank()]
     noise, own_prompts = uniforms[mine], prompts.select(mine)

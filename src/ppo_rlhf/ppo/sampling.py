@@ -35,12 +35,16 @@ Environment = Callable[[PromptDataset, list[list[int]], list[list[bool]]], list[
 of the reply to each episode; None where the episode is over."""
 
 
+Engine = Callable[[PreTrainedModel, list[list[int]], "SamplingSettings"], "Responses"]
+"""Samples a response to each prompt by a program of its own; every process calls it, and gets the responses to all."""
+
+
 @dataclass(frozen=True)
 class SamplingSettings:
     """How responses are drawn. Lengths count the stop token; `top_k` 0 and `top_p` 1 are off.
 
     Before the token `min_response_length` no stop token is drawn. With an environment a response is an episode of
-    several turns, each of at most `turn_length` tokens.
+    several turns, each of at most `turn_length` tokens. With an `engine`, that draws, by noise of its own.
     """
 
     response_length: int
@@ -52,6 +56,7 @@ class SamplingSettings:
     min_response_length: int = 0
     environment: Environment | None = None
     turn_length: int | None = None
+    engine: Engine | None = None
 
 
 @dataclass(frozen=True)
@@ -67,8 +72,8 @@ class Responses:
     terminated: Tensor  # [N] bool
     policy_mask: Tensor | None = None  # [N, T] bool, True on the policy's tokens; None: all tokens are the policy's
     sampler_logprobs: Tensor | None = None
-    """`[N, T]`, of the decoding loop: tempered, before top-k, top-p and the exclusion of stop tokens. None if the
-    responses were sampled elsewhere."""
+    """`[N, T]`, of the decoding loop: tempered, before top-k, top-p and the exclusion of stop tokens; of an `Engine`
+    after them. None if the responses were sampled elsewhere."""
 
     @property
     def mask(self) -> Tensor:
@@ -115,14 +120,18 @@ def generate_responses(
             rows, row_logprobs = decode(model, prompt_ids[start : start + batch_size], noise, settings)
             tokens.append(_widen(rows, settings.response_length, settings.pad_token_id).cpu())
             logprobs.append(_widen(row_logprobs, settings.response_length, 0.0).cpu())
-    response_ids = torch.cat(tokens)
-    lengths, terminated = response_lengths(response_ids, settings.stop_token_ids)
+    return responses_of(torch.cat(tokens), torch.cat(logprobs), settings)
+
+
+def responses_of(tokens: Tensor, logprobs: Tensor, settings: SamplingSettings) -> Responses:
+    """Return responses from tokens and their log-probabilities `[N, T]`, whatever stands after a stop token."""
+    lengths, terminated = response_lengths(tokens, settings.stop_token_ids)
     is_response = length_mask(lengths, settings.response_length)
     return Responses(
-        torch.where(is_response, response_ids, settings.pad_token_id),
+        torch.where(is_response, tokens, settings.pad_token_id),
         lengths,
         terminated,
-        sampler_logprobs=torch.where(is_response, torch.cat(logprobs), 0.0),
+        sampler_logprobs=torch.where(is_response, logprobs, 0.0),
     )
 
 

@@ -289,7 +289,8 @@ def _weighted_advantages(experience: Experience, config: PPOConfig) -> Tensor:
     if sampler_logprobs is None:
         raise ConfigError(
             f"ppo.importance_cap={config.importance_cap:g} compares with the log-probabilities of the sampler, "
-            "which these responses do not have: leave it out, or let PPOTrainer.train() sample"
+            "which these responses do not have: let PPOTrainer.train() sample, or leave it out (never with "
+            "ppo.rollout_engine=vllm)"
         )
     weights = importance_weights(rollouts.old_logprobs, sampler_logprobs, rollouts.mask, config.importance_cap)
     return experience.advantages * weights

@@ -58,6 +58,7 @@ def take_policies(
         ConfigError: The policy or its tokenizer is missing, or policy and reference share weights.
         ModelError: A model cannot be used.
     """
+    check_device(config, device)
     source = config.sft_model_path if policy is None else policy
     if source is None:
         raise ConfigError("PPOTrainer has no policy: give one, or set sft_model_path in the PPOConfig")
@@ -73,7 +74,6 @@ def take_policies(
         head = _left_out_head(base, "policy")
     ensure_pad_token(tokenizer, base.config)
     check_vocabulary(tokenizer, base.config, "PPOTrainer")
-    check_device(config, device)
     waits = HOST if config.offload_reference_policy else device
     if reference is not None:
         frozen = _causal_lm(reference, "reference policy", frozen_dtype(config), config, waits)
