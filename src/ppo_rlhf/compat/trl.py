@@ -85,11 +85,12 @@ LEGACY_REMARK = (
 SAME = (  # PPOConfig has TRL's names and defaults for these
     "num_ppo_epochs cliprange cliprange_value vf_coef gamma lam whiten_rewards kl_coef kl_estimator learning_rate "
     "lr_scheduler_type weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm per_device_train_batch_size "
-    "gradient_accumulation_steps num_mini_batches local_rollout_forward_batch_size response_length temperature"
+    "gradient_accumulation_steps num_mini_batches response_length temperature"
 )
 LAST = {
     **{name: (f"ppo.{name}", getattr(PPOConfig, name)) for name in SAME.split()},
     "gradient_checkpointing": ("ppo.gradient_checkpointing", True),
+    "local_rollout_forward_batch_size": ("ppo.local_rollout_forward_batch_size", 64),
     "stop_token_id": ("ppo.stop_token_id", None),
     "seed": ("seed", 42),
 }
