@@ -48,12 +48,12 @@ def metrics_of(run: Run, iterations: int = 3) -> list[dict[str, float]]:
 @pytest.mark.parametrize(
     ("kind", "settings", "close"),
     [
-        ("llama", {}, 1e-9),
-        ("llama", SERVER, 1e-9),
+        ("llama", {}, 1e-5),
+        ("llama", SERVER, 1e-5),
         ("gpt2", {**LORA, "vllm_enable_sleep_mode": True}, 1e-4),
         pytest.param("gpt2", {**LORA, **SERVER}, 1e-4, marks=pytest.mark.slow),
-        pytest.param("gpt2", {}, 1e-9, marks=pytest.mark.slow),
-        pytest.param("llama", {"value_model": "shared", **SERVER}, 1e-9, marks=pytest.mark.slow),
+        pytest.param("gpt2", {}, 1e-5, marks=pytest.mark.slow),
+        pytest.param("llama", {"value_model": "shared", **SERVER}, 1e-5, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -147,7 +147,7 @@ def test_a_server_that_is_gone_is_asked_again_and_gets_the_weights_again(stand_i
     engine.fails = failing(iter([False, True, True, False]))  # the push passes, the answer fails, a start fails
     with caplog.at_level(logging.WARNING):
         found += metrics_of(run, iterations=2)
-    assert found == [pytest.approx(row, rel=1e-9, abs=1e-9) for row in expected]
+    assert found == [pytest.approx(row, rel=1e-5, abs=1e-5) for row in expected]
     assert engine.starts == 2
     (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert "http://nowhere:8000: Request failed: 500, gone; trying again for 5 s" in line
