@@ -47,7 +47,7 @@ def _dtype_name(config: PPOConfig) -> Precision:
 
 
 def device_of(config: PPOConfig) -> torch.device:
-    """Return `resolve_device(config.device)`; float32 products there read TF32 from now on, unless `deterministic`."""
+    """Return `resolve_device(config.device)`; on CUDA float32 products read TF32 from then on unless `deterministic`."""
     device = resolve_device(config.device)
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = not config.deterministic
