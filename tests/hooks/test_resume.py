@@ -425,6 +425,12 @@ def now(params: dict[str, str], **tags: str) -> RunDescription:
         ({"ppo.gamma": "1.0"}, {"ppo.lam": "1.0"}, "ppo.gamma", ""),  # a setting that is there no more
         ({"ppo.lam": "1.0"}, {"ppo.lam": "1.0", "ppo.new": "2"}, "", ""),
         ({"ppo.total_episodes": "24"}, {"ppo.total_episodes": "32"}, "", "total_episodes"),
+        (
+            {"ppo.local_rollout_forward_batch_size": "64"},  # the default of earlier versions
+            {"ppo.local_rollout_forward_batch_size": "None"},
+            "",
+            "local_rollout_forward_batch_size",
+        ),
         ({"sft.device": "cpu"}, {"sft.device": "cuda"}, "sft.device", ""),
         ({"reporting.points": "100"}, {"reporting.points": "50"}, "", "reporting.points"),
         ({"sft.epochs": "1"}, {"ppo.lam": "1.0"}, "", ""),  # of a group that this run does not read

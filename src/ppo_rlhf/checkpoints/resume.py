@@ -18,6 +18,7 @@ from ppo_rlhf.processes import is_main_process
 
 log = logging.getLogger(__name__)
 
+_AT_A_TIME = {"per_device_train_batch_size", "gradient_accumulation_steps", "local_rollout_forward_batch_size"}
 MAY_CHANGE = frozenset(
     {
         "total_episodes",
@@ -32,9 +33,7 @@ MAY_CHANGE = frozenset(
         "kl_alarm",
         "kl_stop",
         "device",
-        "per_device_train_batch_size",
-        "gradient_accumulation_steps",
-        "local_rollout_forward_batch_size",
+        *_AT_A_TIME,
         "offload_reference_policy",
         "offload_reward_model",
         *VLLM_FIELDS,
@@ -45,15 +44,7 @@ MAY_CHANGE = frozenset(
 `total_episodes` changes the learning-rate schedule; the device and the three batch settings change the rounding. The
 product of `per_device_train_batch_size`, `gradient_accumulation_steps` and the processes must stay the same.
 """
-CHANGES_NUMBERS = frozenset(
-    {
-        "total_episodes",
-        "device",
-        "per_device_train_batch_size",
-        "gradient_accumulation_steps",
-        "local_rollout_forward_batch_size",
-    }
-)
+CHANGES_NUMBERS = _AT_A_TIME | {"total_episodes", "device"}
 """Settings of MAY_CHANGE after which a run is no longer bit for bit what it would have been."""
 
 

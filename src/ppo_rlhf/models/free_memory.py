@@ -56,23 +56,19 @@ def in_equal_parts(count: int, row_bytes: int, free_bytes: int, most: int) -> in
 
 def activation_bytes(backbone: nn.Module, number: int) -> int:
     """Return the bytes that the activations of one token take in all layers; `number` is the bytes of one number."""
-    linear = [module for module in backbone.modules() if isinstance(module, nn.Linear | Conv1D)]
-    widths = (
-        module.in_features + module.out_features if isinstance(module, nn.Linear) else sum(module.weight.shape)
-        for module in linear
-    )
-    return round(KEPT * sum(widths)) * number
+    widths = 0
+    for module in backbone.modules():
+        if isinstance(module, nn.Linear):  # 4-bit weights have another shape
+            widths += module.in_features + module.out_features
+        elif isinstance(module, Conv1D):
+            widths += sum(module.weight.shape)
+    return round(KEPT * widths) * number
 
 
 def decoding_bytes(text: PretrainedConfig, prompt_length: int, tokens: int, one_layer: int, number: int) -> int:
     """Return the bytes of a response that is decoded: its keys and values, and its prompt's pass or a step's logits.
 
-    Args:
-        text: Configuration of the language model.
-        prompt_length: Tokens of the prompt.
-        tokens: Tokens of prompt and response.
-        one_layer: Bytes of the activations of a token in one layer.
-        number: Bytes of a number.
+    `tokens` are those of prompt and response, `one_layer` a token's bytes of activations, `number` those of a number.
     """
     cache = tokens * getattr(text, "num_hidden_layers", 1) * _cache_width(text) * number
     step = text.vocab_size * (number + 3 * 4)  # logits, and their probabilities in float32

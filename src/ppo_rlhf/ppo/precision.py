@@ -47,11 +47,7 @@ def _dtype_name(config: PPOConfig) -> Precision:
 
 
 def device_of(config: PPOConfig) -> torch.device:
-    """Return the device of a run, from now on with TF32 in float32's matrix products on CUDA, unless `deterministic`.
-
-    Raises:
-        ConfigError: As `resolve_device`.
-    """
+    """Return `resolve_device(config.device)`; on CUDA float32 products read TF32 from then on unless `deterministic`."""
     device = resolve_device(config.device)
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = not config.deterministic
