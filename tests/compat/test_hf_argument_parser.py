@@ -14,6 +14,8 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError
 
 HINTS = get_type_hints(PPOConfig)
+VLLM = {"rollout_engine": "vllm"}
+SERVED = {**VLLM, "vllm_mode": "server", "vllm_server_base_url": "http://localhost:8000"}
 # Fields that need another field, or a value that the type does not tell: the value, and the other fields.
 SPECIAL: dict[str, tuple[Any, dict[str, Any]]] = {
     "dual_clip": (2.5, {}),
@@ -35,6 +37,13 @@ SPECIAL: dict[str, tuple[Any, dict[str, Any]]] = {
     "export": ("adapter", {"use_peft": True}),
     "load_in_4bit": (True, {"use_peft": True}),
     "export_value_head": (True, {"value_model": "shared"}),
+    "vllm_mode": ("server", SERVED),
+    "vllm_server_base_url": ("http://localhost:8001", SERVED),
+    "vllm_server_timeout": (60.0, SERVED),
+    "vllm_gpu_memory_utilization": (0.5, VLLM),
+    "vllm_tensor_parallel_size": (2, VLLM),
+    "vllm_enable_sleep_mode": (True, VLLM),
+    "vllm_max_model_length": (512, VLLM),
     "device": ("cpu", {}),
     "sft_model_path": ("models/policy", {}),
     "reward_model_path": ("models/reward", {}),
@@ -45,7 +54,7 @@ def settings_of(field: Field[Any]) -> dict[str, Any]:
     """Return a value of the field that is not its default, with the other fields that it needs."""
     if field.name in SPECIAL:
         value, others = SPECIAL[field.name]
-        return {field.name: value, **others}
+        return {**others, field.name: value}
     hint = HINTS[field.name]
     if get_origin(hint) in (UnionType, Union):
         hint = next(option for option in get_args(hint) if option is not type(None))
@@ -63,7 +72,8 @@ def parser() -> HfArgumentParser:
     return HfArgumentParser((PPOConfig,))
 
 
-def test_every_field_comes_from_a_flag_and_from_a_dictionary():
+def test_every_field_comes_from_a_flag_and_from_a_dictionary(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("ppo_rlhf.config.ppo.process_count", lambda: 2)  # which share a vLLM
     for field in fields(PPOConfig):
         settings = settings_of(field)
         words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
