@@ -5,13 +5,21 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[1]
 STOPPING_S = 60
 
 
-def launch(module: str, *arguments: str, processes: int, folder: Path, timeout: float = 500) -> None:
+def launch(
+    module: str,
+    *arguments: str,
+    processes: int,
+    folder: Path,
+    timeout: float = 500,
+    environment: Mapping[str, str] | None = None,
+) -> None:
     """Run `python -m module` on so many processes to its end, with one thread each; none is left behind.
 
     torchrun starts each process in a session of its own, so it is asked to end them: killing it would leave them.
@@ -21,7 +29,7 @@ def launch(module: str, *arguments: str, processes: int, folder: Path, timeout: 
     with subprocess.Popen(
         [sys.executable, *launcher, "-m", module, *arguments],
         cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **(environment or {})},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,

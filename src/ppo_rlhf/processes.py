@@ -36,16 +36,27 @@ SLOW_S = 60.0
 """A process that comes later than this is named."""
 
 _OTHER_LAUNCHERS = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
-_SMALLER = "ppo.use_peft, ppo.load_in_4bit or ppo.gradient_checkpointing (models are not sharded here)"
+_SMALLER = "ppo.use_peft, ppo.load_in_4bit or ppo.gradient_checkpointing, or launch with conf/accelerate/fsdp2.yaml"
 _INSTEAD = {
     "GRADIENT_ACCUMULATION_STEPS": "ppo.gradient_accumulation_steps",
     "GRADIENT_CLIPPING": "ppo.max_grad_norm",
     "MIXED_PRECISION": "ppo.dtype, supervised_finetuning.bf16 and reward_modelling.bf16",
     "DYNAMO_BACKEND": "ppo.compile",
     "TORCH_DEVICE": "ppo.device",
-    **{f"USE_{name}": _SMALLER for name in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG")},
+    **{f"USE_{name}": _SMALLER for name in ("DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG")},
 }
 """Settings of accelerate that would do nothing here, or change numbers unseen; and ours."""
+_FSDP2 = {
+    "VERSION": ("2",),
+    "AUTO_WRAP_POLICY": ("transformer_based_wrap", ""),
+    "TRANSFORMER_CLS_TO_WRAP": ("",),
+    "IGNORED_MODULES": ("",),
+    "RESHARD_AFTER_FORWARD": ("true", "full_shard", ""),
+    "OFFLOAD_PARAMS": ("false", ""),
+    "ACTIVATION_CHECKPOINTING": ("false", ""),
+    "CPU_RAM_EFFICIENT_LOADING": ("false", ""),
+}
+"""What accelerate's settings of FSDP may say, in lower case."""
 _HOW = (
     "Start it with `torchrun --nproc_per_node N -m kedro run`, a script with `torchrun --nproc_per_node N script.py`; "
     "`accelerate launch --config_file conf/accelerate.yaml` takes the place of torchrun"
@@ -57,6 +68,21 @@ def process_count() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def shards_models() -> bool:
+    """Return whether the launch asks for FSDP2: each process then holds a share of every weight that trains."""
+    return process_count() > 1 and _asks_for_fsdp(os.environ)
+
+
+def refuse_sharding(what: str) -> None:
+    """Raise `ConfigError` if the launch asks for FSDP2: what is named here is done on whole models only."""
+    if shards_models():
+        raise ConfigError(f"{what} does not shard models: launch with conf/accelerate.yaml instead of an FSDP file.")
+
+
+def _asks_for_fsdp(environment: Mapping[str, str]) -> bool:
+    return environment.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true")
+
+
 def is_main_process() -> bool:
     """Return whether this process tracks, prints and saves."""
     return os.environ.get("RANK", "0") == "0"
@@ -66,8 +92,9 @@ def check_launch(environment: Mapping[str, str] = os.environ) -> None:
     """Refuse a launch whose processes would each train a run of their own over the same folders.
 
     Raises:
-        ConfigError: accelerate is told what is a setting of ours.
-        LaunchError: A launcher was asked for several processes, but did not say which of them this one is.
+        ConfigError: accelerate is told what is a setting of ours, or is not done here.
+        LaunchError: A launcher was asked for several processes, but did not say which of them this one is; or FSDP2 was
+            asked for with one process.
     """
     for name, ours in _INSTEAD.items():
         value = environment.get(f"ACCELERATE_{name}", "")
@@ -75,6 +102,12 @@ def check_launch(environment: Mapping[str, str] = os.environ) -> None:
             raise ConfigError(
                 f"ACCELERATE_{name}={value}: set {ours} instead, and unset it or launch with conf/accelerate.yaml."
             )
+    if _asks_for_fsdp(environment):
+        for name, done in _FSDP2.items():
+            if (value := environment.get(f"FSDP_{name}", "")).lower() not in done:
+                raise ConfigError(f"FSDP_{name}={value} is not done here: launch with conf/accelerate/fsdp2.yaml.")
+        if int(environment.get("WORLD_SIZE", "1")) == 1:
+            raise LaunchError(f"FSDP2 shares weights out among processes, and this launch starts one. {_HOW}.")
     if "RANK" in environment and "LOCAL_RANK" in environment:
         return
     for name in _OTHER_LAUNCHERS:
@@ -94,7 +127,7 @@ def join_processes() -> PartialState:
     The backend is gloo without a CUDA device or with `ACCELERATE_USE_CPU=true`, else NCCL.
 
     Raises:
-        LaunchError: The launch is refused, or the processes did not find each other.
+        LaunchError: The launch is refused, GPUs are missing, or the processes did not find each other.
     """
     import torch
     from accelerate import PartialState
@@ -102,6 +135,12 @@ def join_processes() -> PartialState:
 
     check_launch()
     cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.cuda.is_available()
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if not cpu and local > torch.cuda.device_count():
+        raise LaunchError(
+            f"{local} processes were started on a machine that shows them {torch.cuda.device_count()} GPUs, and each "
+            "needs its own: start fewer, let all of them see all GPUs, or keep to the CPU (ACCELERATE_USE_CPU=true)."
+        )
     found = PartialState(cpu=cpu, timeout=TIMEOUT)
     if found.num_processes != process_count():
         raise LaunchError(

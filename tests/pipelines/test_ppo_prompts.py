@@ -56,7 +56,7 @@ def test_prompts_whose_responses_the_reward_model_cannot_read_are_refused_before
     scorer = RewardScorer([("m", 1.0, ModelScorer(reward_model, tokenizer, tokenizer))], reward_model)
     settings = PPOConfig(response_length=5, device="cpu", value_model="separate", stop_token=stop_token)
     prompts = PromptDataset([[4], [4, 5, 6]], ["a", "a b c"], {})
-    arguments = (TrainedModel(tiny_model(), tokenizer), scorer, prompts, settings, None, None)
+    arguments = (TrainedModel(tiny_model(), tokenizer), tiny_model(), scorer, prompts, settings, None, None)
     if fits:
         assert initialise_training_state(*arguments).iteration == 0
     else:

@@ -14,7 +14,9 @@ import pytest
 import torch
 
 from ppo_rlhf import processes
+from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError, LaunchError
+from ppo_rlhf.ppo.batch import cut_batch
 from ppo_rlhf.ppo.precision import resolve_device
 from tests.launch import REPOSITORY, launch
 from tests.ppo import process_cases
@@ -139,7 +141,6 @@ def test_one_process_or_joined_ones_are_accepted(environment):
         ("ACCELERATE_MIXED_PRECISION", "bf16", "ppo.dtype"),
         ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR", "ppo.compile"),
         ("ACCELERATE_TORCH_DEVICE", "cuda:1", "ppo.device"),
-        ("ACCELERATE_USE_FSDP", "true", "ppo.use_peft"),
         ("ACCELERATE_USE_DEEPSPEED", "true", "ppo.use_peft"),
         ("ACCELERATE_USE_MEGATRON_LM", "true", "ppo.use_peft"),
         ("ACCELERATE_USE_PARALLELISM_CONFIG", "True", "ppo.use_peft"),
@@ -207,6 +208,28 @@ def test_the_rows_of_one_process_are_what_they_were():
     assert torch.equal(processes.gather_dealt(given, [[0, 1, 2]]), given)
     assert torch.equal(processes.gather_dealt(given[[2, 0, 1]], [[2, 0, 1]]), given)
     assert processes.gather_dealt(torch.empty(0, 2), [[]]).shape == (0, 2)
+
+
+def test_all_processes_cut_their_rows_into_as_many_micro_batches_as_the_one_that_needs_most(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    config = PPOConfig(
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=1,
+        num_mini_batches=1,
+        num_ppo_epochs=1,
+        total_episodes=8,
+        max_tokens_per_micro_batch=10,
+    )
+
+    def micro_batches_of(rank: int, lengths: list[int]) -> list[list[int]]:
+        monkeypatch.setenv("RANK", str(rank))
+        [[minibatch]] = cut_batch(config, 1, [1] * 8, [length - 1 for length in lengths], padded=False)
+        assert sorted(row for piece in minibatch.micro_batches for row in piece) == sorted(minibatch.hands[rank])
+        return minibatch.micro_batches
+
+    # dealt 9 2 2 2 and 9 9 2 2: by the budget alone 2 micro-batches, and 3
+    first, second = (micro_batches_of(rank, [9, 9, 9, 2, 2, 2, 2, 2]) for rank in (0, 1))
+    assert [sorted(map(len, pieces)) for pieces in (first, second)] == [[1, 1, 2], [1, 1, 2]]
 
 
 ENDS_AT_ONCE = """

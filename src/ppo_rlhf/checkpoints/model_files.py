@@ -19,11 +19,13 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from ppo_rlhf.checkpoints.files import read_json
+from ppo_rlhf.checkpoints.gathering import gathered
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError
 from ppo_rlhf.models.adapters import frozen_fingerprint, has_adapter, load_adapter, merged, save_adapter
 from ppo_rlhf.models.averages import copy_tensors, trained_parameters
 from ppo_rlhf.models.loading import TrainedModel, context_length
+from ppo_rlhf.models.offloading import refilled
 from ppo_rlhf.models.quiet import quiet_transformers
 from ppo_rlhf.ppo.models import lora_settings
 from ppo_rlhf.ppo.state import TrainingState
@@ -68,19 +70,20 @@ def read_models(directory: Path, state: TrainingState) -> None:
         CheckpointError: The adapters belong to other frozen weights.
         OSError, RuntimeError, ValueError: The checkpoint was made for other models.
     """
-    _check_frozen_weights(directory, state)
-    if has_adapter(state.policy):
-        load_adapter(state.policy, directory / POLICY)
-    else:
-        with quiet_transformers():  # by the class of the model at hand: custom code need not be trusted again
-            policy = type(state.policy).from_pretrained(
-                directory / POLICY, dtype=state.policy.dtype, use_safetensors=True, local_files_only=True
-            )
-        state.policy.load_state_dict(policy.state_dict())
-    if has_adapter(state.critic):
-        copy_tensors(load_file(directory / CRITIC), {**trained_parameters(state.critic)})
-    else:
-        load_model(state.critic, directory / CRITIC)
+    with refilled(state.policy, state.critic):
+        _check_frozen_weights(directory, state)
+        if has_adapter(state.policy):
+            load_adapter(state.policy, directory / POLICY)
+        else:
+            with quiet_transformers():  # by the class of the model at hand: custom code need not be trusted again
+                policy = type(state.policy).from_pretrained(
+                    directory / POLICY, dtype=state.policy.dtype, use_safetensors=True, local_files_only=True
+                )
+            state.policy.load_state_dict(policy.state_dict())
+        if has_adapter(state.critic):
+            copy_tensors(load_file(directory / CRITIC), {**trained_parameters(state.critic)})
+        else:
+            load_model(state.critic, directory / CRITIC)
     if state.policy_average is not None:
         copy_tensors(load_file(directory / AVERAGE), state.policy_average.weights)
 
@@ -96,8 +99,9 @@ def exported_policy(state: TrainingState) -> TrainedModel:
     It is plain, with its adapter merged; with `export=adapter` it is saved as the adapter alone.
 
     Merging rounds: in float32 logits move by about 1e-6 of their size. Weights that were frozen in a 16-bit type are
-    exported in float32. The generation configuration says how PPO sampled.
+    exported in float32. The generation configuration says how PPO sampled. Every process calls it.
     """
+    state = gathered(state)
     head = state.critic.value_head if state.config.export_value_head and state.shares_trunk else None
     average = None if state.policy_average is None else state.policy_average.applied_to(state.policy)
     return TrainedModel(

@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from ppo_rlhf.checkpoints.files import checkpoint_name, read_json, write_directory
+from ppo_rlhf.checkpoints.gathering import gathered
 from ppo_rlhf.checkpoints.model_files import optimizers, read_models, save_tensors, write_models
 from ppo_rlhf.core.errors import CheckpointError
 from ppo_rlhf.ppo.optimisers import load_moments, saved_moments
@@ -44,6 +45,10 @@ class CheckpointRequest:
         """True every save_interval iterations, at the last one, and when the run was asked to stop."""
         state = self.state
         return state.finished or state.stopping or state.iteration % state.config.save_interval == 0
+
+    def gathered(self) -> CheckpointRequest:
+        """Return the request with what a file holds of sharded models; every process calls it."""
+        return CheckpointRequest(gathered(self.state))
 
 
 def write_checkpoint(run_directory: Path, state: TrainingState) -> Path:

@@ -312,6 +312,27 @@ def device_problems(c: PPOConfig, device_type: str) -> Iterator[str]:
         )
 
 
+def sharding_problems(c: PPOConfig) -> Iterator[str]:
+    """Yield one line for each setting that does not go with FSDP2."""
+    reasons = {
+        "offload_reference_policy": "each process holds only a share of it anyway",
+        "offload_reward_model": "each process holds only a share of it anyway",
+        "compile": "compiled layers would not gather their weights",
+        "load_in_4bit": "bitsandbytes' weights cannot be shared out",
+    }
+    problems = {f"{name}=true": reason for name, reason in reasons.items() if getattr(c, name)}
+    if c.optim == "adamw_8bit":
+        problems["optim=adamw_8bit"] = "bitsandbytes' moments cannot be shared out; set adamw_torch_fused"
+    if c.dtype == "float16":
+        problems["dtype=float16"] = "its loss scaling is not done with FSDP2; set bfloat16"
+    if c.rollout_engine == "vllm":
+        problems["rollout_engine=vllm"] = "it is not given the weights of shards; set static"
+    if (c.kl_in, c.kl_estimator) == ("loss", "full"):
+        problems["kl_estimator=full with ppo.kl_in=loss"] = "the reference policy is whole only in a rollout; set k2"
+    for setting, reason in problems.items():
+        yield f"ppo.{setting}: {reason}. Leave it out, or launch without FSDP2"
+
+
 def _indivisible(c: PPOConfig) -> Iterator[str]:
     """Yield one line for each number that does not divide the batch, with the nearest sizes that it divides."""
     divisors = {"num_mini_batches": c.local_batch_size, "responses_per_prompt": c.batch_size}

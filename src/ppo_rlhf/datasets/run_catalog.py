@@ -72,6 +72,8 @@ class RunCatalog:
         if getattr(dataset, "_EPHEMERAL", False):
             self._catalog.save(name, data)
             return
+        if name == CHECKPOINT and data.due:
+            data = data.gathered()
         if processes.is_main_process():
             self._catalog.save(name, data)
             if name in self._files:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ppo_rlhf.models.sharding import share_of
+
 
 class WeightAverage:
     """Exponential moving average of the weights that train: w̄ ← decay · w̄ + (1 − decay) · w, from the first weights on.
@@ -57,4 +59,4 @@ def copy_tensors(source: dict[str, Tensor], target: dict[str, Any]) -> None:
     for name, tensor in source.items():
         if tensor.shape != target[name].shape:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, not {tuple(target[name].shape)}")
-        target[name].data.copy_(tensor)
+        target[name].data.copy_(share_of(tensor, target[name]))

@@ -41,6 +41,12 @@ def probed_once(probe: Callable[[PreTrainedModel], Found]) -> Callable[[PreTrain
     return found
 
 
+def known_alike(model: nn.Module, copied: nn.Module) -> None:
+    """Let a copy of a model be known by what probes found for the model."""
+    if model in _found:
+        _found[copied] = dict(_found[model])
+
+
 @contextmanager
 def probing(model: PreTrainedModel) -> Iterator[None]:
     """Compute in the precision of the model's weights and without gradients."""

@@ -1,16 +1,19 @@
-"""Frozen models that wait in the host's memory and are on a device only while they compute.
+"""Models that are whole on a device only while they compute: offloaded ones wait on the host, others are sharded.
 
-The weights on the host stay there: going back drops the device's copies, and nothing is copied back.
+What waits stays as it is: going back drops the device's copies, and nothing is copied back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ppo_rlhf.models.sharding import share_of, whole
 
 
 def to_host(model: nn.Module) -> None:
@@ -26,11 +29,12 @@ def to_host(model: nn.Module) -> None:
 
 @contextmanager
 def on_device(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Keep the model on the device within the block: weights that are elsewhere are copied there.
+    """Keep the whole model on the device within the block: weights that are elsewhere, or sharded, are copied there.
 
-    Weights that several modules share are copied once. The model must be frozen: a gradient would go to the copy.
+    Weights that several modules share are copied once. A gradient would go to the copy. Of a sharded model all
+    processes enter the block; in it each makes its own passes.
     """
-    elsewhere = [entry for entry in _entries(model) if not _is_on(entry[2], device)]
+    elsewhere = [entry for entry in _entries(model) if isinstance(entry[2], DTensor) or not _is_on(entry[2], device)]
     copies: dict[int, Tensor] = {}
     try:
         for table, name, tensor in elsewhere:
@@ -43,9 +47,23 @@ def on_device(model: nn.Module, device: torch.device) -> Iterator[None]:
             table[name] = tensor
 
 
+@contextmanager
+def refilled(*models: nn.Module) -> Iterator[None]:
+    """Let sharded models have whole weights on the host within the block, and share out what those are at its end."""
+    shards = [entry for model in models for entry in _entries(model) if isinstance(entry[2], DTensor)]
+    with ExitStack() as stack:
+        for model in models if shards else ():
+            stack.enter_context(on_device(model, torch.device("cpu")))
+        yield
+        filled = [table[name] for table, name, _ in shards]
+    with torch.no_grad():
+        for (_, _, shard), values in zip(shards, filled, strict=True):
+            shard.copy_(share_of(values, shard))
+
+
 def copied_to(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a copy on a device; from pinned memory the copy is asynchronous."""
-    return tensor.detach().to(device, non_blocking=True)
+    """Return a whole copy on a device; from pinned memory the copy is asynchronous."""
+    return whole(tensor.detach()).to(device, non_blocking=True)
 
 
 def _entries(model: nn.Module) -> list[tuple[dict[str, Any], str, Tensor]]:
@@ -64,4 +82,4 @@ def _is_on(tensor: Tensor, device: torch.device) -> bool:
 
 
 def _like(tensor: Tensor, values: Tensor) -> Tensor:
-    return nn.Parameter(values, requires_grad=False) if isinstance(tensor, nn.Parameter) else values
+    return nn.Parameter(values, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values

@@ -148,9 +148,12 @@ def _no_mask(device: torch.device) -> Tensor:
     return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
 
 
-def place_rows(rows: Tensor, slots: Tensor, size: int) -> Tensor:
-    """Return `[size, …]` with the first N `rows` at the given slots `[N]`, no slot twice, and 0 elsewhere."""
-    placed: Tensor = _PlaceRows.apply(rows, slots, size)
+def place_rows(rows: Tensor, slots: Tensor, *shape: int) -> Tensor:
+    """Return `[*shape, …]` with the first N `rows` at the given slots `[N]`, no slot twice, and 0 elsewhere.
+
+    Slots count through all of the shape. The result is no view: FSDP2 warns of those as outputs.
+    """
+    placed: Tensor = _PlaceRows.apply(rows, slots, shape)
     return placed
 
 
@@ -165,15 +168,17 @@ def take_rows(rows: Tensor, slots: Tensor) -> Tensor:
 
 class _PlaceRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, slots: Tensor, size: int) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, slots: Tensor, shape: tuple[int, ...]) -> Tensor:
         ctx.save_for_backward(slots)
-        ctx.rows = len(rows)
-        return rows.new_zeros(size, *rows.shape[1:]).index_copy_(0, slots, rows[: len(slots)])
+        ctx.rows, ctx.dimensions = len(rows), len(shape)
+        placed = rows.new_zeros(*shape, *rows.shape[1:])
+        placed.view(-1, *rows.shape[1:]).index_copy_(0, slots, rows[: len(slots)])
+        return placed
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
         (slots,) = ctx.saved_tensors
-        placed = grad_outputs[0]
+        placed = grad_outputs[0].reshape(-1, *grad_outputs[0].shape[ctx.dimensions :])
         if ctx.rows == len(slots):
             return placed.index_select(0, slots), None, None
         gradient = placed.new_zeros(ctx.rows, *placed.shape[1:])  # 0 of rows that were not placed

@@ -40,13 +40,12 @@ class SequenceBatch:
 
     def scatter_responses(self, values_R: Tensor) -> Tensor:
         """Return values of the response tokens, row by row, as `[B, T]` with 0 in the padding."""
-        rows, width = self.shape
-        return place_rows(values_R, self.response_slots, rows * width).view(rows, width)
+        return place_rows(values_R, self.response_slots, *self.shape)
 
     def scatter_states(self, values_M: Tensor) -> Tensor:
         """Return values of the states, row by row, as `[B, T + 1]` with 0 in the padding."""
         rows, width = self.shape
-        return place_rows(values_M, self.state_slots, rows * (width + 1)).view(rows, width + 1)
+        return place_rows(values_M, self.state_slots, rows, width + 1)
 
 
 def without_padding(response_ids: Tensor, lengths: Tensor) -> list[list[int]]:
@@ -144,6 +143,7 @@ def cut_batch(
     """Return the minibatches of every epoch of an iteration's update.
 
     The minibatches depend only on the seed; each process gets as many rows of every one, and of about as many tokens.
+    All hands are cut into equally many micro-batches, since in some passes all processes take part (FSDP2).
 
     Args:
         config: Sizes, token budget and seed.
@@ -156,17 +156,31 @@ def cut_batch(
     def cut(rows: list[int], epoch: int) -> Minibatch:
         dealt = dealt_rows([prompt_lengths[row] + response_lengths[row] for row in rows])
         hands = [[rows[place] for place in hand] for hand in dealt]
-        own = micro_batches(
-            hands[own_rank()],
-            config.local_micro_batch_size,
-            prompt_lengths,
-            response_lengths,
-            config.max_tokens_per_micro_batch,
-            padded=padded,
-        )
+        cuts = [
+            micro_batches(
+                hand,
+                config.local_micro_batch_size,
+                prompt_lengths,
+                response_lengths,
+                config.max_tokens_per_micro_batch,
+                padded=padded,
+            )
+            for hand in hands
+        ]
+        own = _in_pieces(cuts[own_rank()], max(map(len, cuts)))
         return Minibatch(rows, own, hands, epoch < config.num_ppo_epochs)
 
     sizes = config.batch_size, config.num_mini_batches
     epochs = range(config.num_critic_epochs or config.num_ppo_epochs)
     parts = [minibatch_partition(config.seed, iteration, epoch, *sizes) for epoch in epochs]
     return [[cut(rows, epoch) for rows in part] for epoch, part in enumerate(parts)]
+
+
+def _in_pieces(cut: list[list[int]], count: int) -> list[list[int]]:
+    """Halve the micro-batch with the most rows until there are so many; the hand has as many rows at least."""
+    cut = list(cut)
+    while len(cut) < count:
+        longest = max(range(len(cut)), key=lambda number: len(cut[number]))
+        rows = cut[longest]
+        cut[longest : longest + 1] = [rows[: len(rows) // 2], rows[len(rows) // 2 :]]
+    return cut

@@ -14,9 +14,10 @@ from ppo_rlhf.core import rewards as core_rewards
 from ppo_rlhf.core.kl import kl_estimate
 from ppo_rlhf.core.statistics import masked_whiten
 from ppo_rlhf.core.turns import compact, compact_mask, spread
+from ppo_rlhf.models.offloading import on_device
 from ppo_rlhf.models.transfers import to_device
 from ppo_rlhf.ppo.batch import first_epoch, first_hands
-from ppo_rlhf.ppo.logprobs import filled_rows
+from ppo_rlhf.ppo.logprobs import CriticForward, filled_rows
 from ppo_rlhf.ppo.precision import autocast, deterministic
 from ppo_rlhf.ppo.rollout import Rollouts
 from ppo_rlhf.ppo.state import TrainingState
@@ -74,10 +75,10 @@ def critic_values(rollouts: Rollouts, state: TrainingState) -> Tensor:
     """Return the values `[B, T + 1]` of a critic of its own, from the forward passes that the first epoch repeats."""
     rows, width = rollouts.responses.response_ids.shape
     groups, hands = first_epoch(rollouts.epochs), first_hands(rollouts.epochs)
-    forward = state.accelerator.unwrap_model(state.critic_forward)
+    forward = CriticForward(state.critic)
     found: list[Tensor] = []
     batches = rollouts.sequences(groups, state.sampling.pad_token_id, state.device)
-    with torch.no_grad(), deterministic(state.config):
+    with torch.no_grad(), on_device(forward, state.device), deterministic(state.config):
         for batch in to_device(batches, state.device):
             with autocast(state.config, state.device):
                 found.append(forward(batch))

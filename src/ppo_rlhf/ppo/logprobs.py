@@ -1,7 +1,7 @@
 """Log-probabilities, entropies and values of responses, computed from hidden states.
 
 `PolicyForward` and `CriticForward` are whole forward passes as modules, so that accelerate can wrap them. Training
-calls the wrapper, or the gradients of several processes would not be averaged.
+calls the wrapper, or the gradients of several processes would not be summed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from ppo_rlhf.core.logprobs import token_entropy, token_kl, token_logprobs
 from ppo_rlhf.models.capabilities import vocabulary_size
-from ppo_rlhf.models.critic import Critic, SharedCritic
+from ppo_rlhf.models.critic import Critic, SharedCritic, ValueModel
 from ppo_rlhf.models.forward import backbone_of, hidden_states_at, logits_of
 from ppo_rlhf.models.packed_attention import take_rows
 from ppo_rlhf.models.transfers import to_cpu
@@ -73,7 +73,7 @@ class PolicyForward(nn.Module):
 class CriticForward(nn.Module):
     """The forward pass of a critic with a backbone of its own: tokens in, values out."""
 
-    def __init__(self, critic: Critic) -> None:
+    def __init__(self, critic: ValueModel) -> None:
         super().__init__()
         self.critic = critic
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.ppo import EIGHT_BIT
-from ppo_rlhf.config.rules import device_problems
+from ppo_rlhf.config.rules import device_problems, sharding_problems
 from ppo_rlhf.core.errors import ConfigError, ModelError
 from ppo_rlhf.core.kl import AdaptiveKLController, FixedKLController
 from ppo_rlhf.core.randomness import generator
@@ -33,6 +33,7 @@ from ppo_rlhf.ppo.precision import frozen_dtype, make_accelerator, trained_dtype
 from ppo_rlhf.ppo.sampling import SamplingSettings
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.ppo.vllm import check_vllm, vllm_engine
+from ppo_rlhf.processes import join_processes, shards_models
 from ppo_rlhf.rewards.functions import load_function
 
 AnyCritic = Critic | SharedCritic
@@ -83,10 +84,10 @@ def check_libraries(config: PPOConfig) -> None:
 
 
 def check_device(config: PPOConfig, device: torch.device) -> None:
-    """Raise `ConfigError` if a setting needs another device, or a compiler for it or vLLM, which is missing."""
+    """Raise `ConfigError` if a setting needs another device, whole models, or a compiler or vLLM that is missing."""
     if config.rollout_engine == "vllm":
         check_vllm(device)
-    problems = list(device_problems(config, device.type))
+    problems = [*device_problems(config, device.type), *(sharding_problems(config) if shards_models() else ())]
     if problems:
         raise ConfigError("\n".join(problems))
     if config.compile:
@@ -192,9 +193,10 @@ def build_state(
         if config.compile:
             compile_layers(model)
     shared = isinstance(critic, SharedCritic)
-    accelerator = make_accelerator(config, policy.device, finds_unused=shared and config.critic_warmup_iterations > 0)
-    policy_forward = PolicyForward(policy, critic, config.temperature)
-    critic_forward = None if isinstance(critic, SharedCritic) else CriticForward(critic)
+    device = join_processes().device if shards_models() else policy.device
+    accelerator = make_accelerator(config, device, finds_unused=shared and config.critic_warmup_iterations > 0)
+    policy_forward = wrap(accelerator, PolicyForward(policy, critic, config.temperature))
+    critic_forward = None if isinstance(critic, SharedCritic) else wrap(accelerator, CriticForward(critic))
     policy_rate, critic_rate = peak_learning_rates(config)
     policy_optimizer = build_optimizer(policy_forward, policy_rate, config)
     controller = FixedKLController(config.kl_coef)
@@ -207,8 +209,8 @@ def build_state(
         config=config,
         sampling=sampling,
         accelerator=accelerator,
-        policy_forward=wrap(accelerator, policy_forward),
-        critic_forward=None if critic_forward is None else wrap(accelerator, critic_forward),
+        policy_forward=policy_forward,
+        critic_forward=critic_forward,
         policy_optimizer=policy_optimizer,
         critic_optimizer=policy_optimizer if shared else build_optimizer(critic, critic_rate, config),
         kl_controller=controller,

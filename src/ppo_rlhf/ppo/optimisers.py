@@ -14,6 +14,7 @@ from torch.optim import AdamW
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.ppo import EIGHT_BIT
 from ppo_rlhf.core.errors import ModelError
+from ppo_rlhf.models.sharding import share_of
 
 FEWEST_IN_EIGHT_BITS, BLOCK = 4096, 256
 """bitsandbytes keeps the moments of smaller parameters in 32 bits; numbers that share a scale."""
@@ -72,13 +73,14 @@ def load_moments(optimizer: torch.optim.Optimizer, moments: Mapping[str, Tensor]
     """Resume from what `saved_moments` returned.
 
     Raises:
-        KeyError, RuntimeError, ValueError: They belong to other parameters.
+        LookupError, RuntimeError, ValueError: They belong to other parameters.
     """
     rows: dict[int, dict[str, Any]] = {}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for name, value in moments.items():
         index, key = name.split(".", 1)
         is_count = value.dtype == torch.int64  # torch's own counts steps in float32
-        rows.setdefault(int(index), {})[key] = value.item() if is_count else value
+        rows.setdefault(int(index), {})[key] = value.item() if is_count else share_of(value, parameters[int(index)])
     optimizer.load_state_dict({"state": rows, "param_groups": groups})
 
 

@@ -15,7 +15,15 @@ from torch import nn
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.ppo import Precision
 from ppo_rlhf.core.errors import ConfigError
-from ppo_rlhf.processes import check_launch, forget_accelerator, join_processes, process_count, quick_group
+from ppo_rlhf.models.sharding import sharded
+from ppo_rlhf.processes import (
+    check_launch,
+    forget_accelerator,
+    join_processes,
+    process_count,
+    quick_group,
+    shards_models,
+)
 
 _MIXED = {"bfloat16": "bf16", "float16": "fp16"}
 
@@ -47,7 +55,7 @@ def _dtype_name(config: PPOConfig) -> Precision:
 
 
 def device_of(config: PPOConfig) -> torch.device:
-    """Return `resolve_device(config.device)`; on CUDA float32 products read TF32 from then on unless `deterministic`."""
+    """Return `resolve_device(config.device)`; on CUDA float32 products then read TF32 unless `deterministic` is set."""
     device = resolve_device(config.device)
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = not config.deterministic
@@ -128,8 +136,10 @@ def make_accelerator(config: PPOConfig, device: torch.device, *, finds_unused: b
 def wrap(accelerator: Accelerator, forward: nn.Module) -> nn.Module:
     """Return a forward pass whose gradients are summed over the run's processes; of one process the pass itself.
 
-    The pass is on its device already.
+    The pass is on its device already, unless FSDP2 is to share it out: then `sharded` brings it there.
     """
+    if shards_models():
+        return sharded(forward, accelerator.device)
     with warnings.catch_warnings():  # torch renames the option, accelerate does not know the new name yet
         warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
         wrapped: nn.Module = accelerator.prepare_model(forward, device_placement=False)

@@ -23,7 +23,7 @@ from ppo_rlhf.models.offloading import on_device
 from ppo_rlhf.models.transfers import to_device
 from ppo_rlhf.ppo.batch import Epochs, SequenceBatch, cut_batch, first_epoch, first_hands, make_batch
 from ppo_rlhf.ppo.episodes import sample_episodes, turn_texts
-from ppo_rlhf.ppo.logprobs import PolicyOutput, filled_rows, response_statistics
+from ppo_rlhf.ppo.logprobs import PolicyForward, PolicyOutput, filled_rows, response_statistics
 from ppo_rlhf.ppo.precision import autocast, deterministic
 from ppo_rlhf.ppo.sampling import Responses, SamplingSettings, generate_responses
 from ppo_rlhf.ppo.state import TrainingState
@@ -197,7 +197,7 @@ def sample_responses(
     mine = hands[own_rank()]
     noise, own_prompts = uniforms[mine], prompts.select(mine)
     engine = config.rollout_engine
-    with autocast(config, policy.device):
+    with on_device(policy, policy.device), autocast(config, policy.device):
         if sampling.environment is None:
             own = generate_responses(
                 policy, own_prompts.prompt_ids, noise, sampling, engine=engine, batch_size=batch_size
@@ -372,11 +372,11 @@ def _first_forward(
     """
     rows, width = responses.response_ids.shape
     groups, hands = first_epoch(epochs), first_hands(epochs)
-    forward = state.accelerator.unwrap_model(state.policy_forward)
+    forward = PolicyForward(state.policy, state.critic, state.config.temperature)
     outputs: list[PolicyOutput] = []
     batches = sequences(prompts.prompt_ids, responses, groups, state.sampling.pad_token_id, state.device)
     waiting = nullcontext() if reference is None else on_device(reference, state.device)
-    with torch.no_grad(), waiting:
+    with torch.no_grad(), on_device(forward, state.device), waiting:
         for batch in to_device(batches, state.device):
             with autocast(state.config, state.device):
                 outputs.append(forward(batch, with_entropy=True, reference=reference))

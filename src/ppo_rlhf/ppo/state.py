@@ -35,7 +35,7 @@ class TrainingState:
     config: PPOConfig  # it does not change within a run
     sampling: SamplingSettings  # with the stop tokens resolved
     accelerator: Accelerator  # wraps the forward passes, and scales losses in float16
-    policy_forward: nn.Module  # wrapped by the accelerator; with a shared trunk the critic's forward pass, too
+    policy_forward: nn.Module  # wrapped for several processes; with a shared trunk the critic's forward pass, too
     critic_forward: nn.Module | None  # wrapped likewise; None with a shared trunk
     policy_optimizer: torch.optim.Optimizer  # of the policy, and of the value head on a shared trunk
     critic_optimizer: torch.optim.Optimizer  # with a shared trunk the same object as the policy's
@@ -78,6 +78,11 @@ class TrainingState:
     def computes_padding(self) -> bool:
         """Whether the architecture of policy or critic needs padding."""
         return not (packs(backbone_of(self.policy)) and packs(self.critic.backbone))
+
+    @property
+    def forwards(self) -> list[nn.Module]:
+        """The forward passes that train: the policy's, and that of a critic with a backbone of its own."""
+        return [forward for forward in (self.policy_forward, self.critic_forward) if forward is not None]
 
     @property
     def device(self) -> torch.device:

@@ -23,6 +23,7 @@ from ppo_rlhf.core.errors import ConfigError, DivergenceError
 from ppo_rlhf.core.kl import kl_estimate
 from ppo_rlhf.core.losses import PolicyLoss, clipped_policy_loss, clipped_value_loss, importance_weights
 from ppo_rlhf.models.gradient_checkpointing import recomputing
+from ppo_rlhf.models.sharding import whole
 from ppo_rlhf.models.transfers import to_device
 from ppo_rlhf.ppo.batch import Minibatch, SequenceBatch
 from ppo_rlhf.ppo.experience import Experience, learning_mask, positive_mask
@@ -30,7 +31,7 @@ from ppo_rlhf.ppo.metrics import StepSums, Update, add_over_processes
 from ppo_rlhf.ppo.optimisers import set_learning_rates
 from ppo_rlhf.ppo.precision import deterministic
 from ppo_rlhf.ppo.state import TrainingState
-from ppo_rlhf.processes import together
+from ppo_rlhf.processes import shards_models, together
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ def optimise_policy(state: TrainingState, experience: Experience) -> Update:
     _check_kl(float(experience.shaped_rewards.kl.sum(-1).mean()), iteration, config)
     rates = set_learning_rates(state.policy_optimizer, state.critic_optimizer, config, iteration)
     _drop_gradients(state)  # of an update that was interrupted
-    with deterministic(config), recomputing(state.policy, state.critic):
+    with deterministic(config), recomputing(*state.forwards):
         steps = run_epochs(state, experience)
     return Update(steps, rates, time.perf_counter() - started)
 
@@ -227,7 +228,8 @@ def take_step(state: TrainingState, step: StepSums) -> None:
         if scaler is not None:
             scaler.unscale_(optimizer)  # accelerate does it only for optimisers that it prepared, one by one
         clipped.append(state.accelerator.clip_grad_norm_(model.parameters(), config.max_grad_norm))
-    norms = dict(zip(learners, torch.stack(clipped).tolist() if clipped else [], strict=True))  # the step's one wait
+    read = torch.stack([whole(norm) for norm in clipped]).tolist() if clipped else []  # the step's one wait
+    norms = dict(zip(learners, read, strict=True))
     step.policy_grad_norm = norms.get("policy", 0.0) if policy_learns else 0.0
     step.value_grad_norm = norms.get("policy" if state.shares_trunk else "critic", 0.0)
     faulty = [name for name, norm in norms.items() if not math.isfinite(norm)]
@@ -266,14 +268,16 @@ def _skip_step(state: TrainingState, culprits: str) -> None:
 
 @contextmanager
 def synchronised(state: TrainingState, *, is_last: bool) -> Iterator[None]:
-    """Sum gradients over processes only in the backward passes of a minibatch's last micro-batch."""
+    """Sum gradients over processes only in the backward passes of a minibatch's last micro-batch.
+
+    FSDP2 sums them in each, so that no process holds the gradients of all weights.
+    """
     with ExitStack() as stack:
-        if not is_last:
-            for forward in (state.policy_forward, state.critic_forward):
-                if forward is not None:
-                    stack.enter_context(state.accelerator.no_sync(forward))
-        else:
+        if is_last or shards_models():
             stack.enter_context(together())
+        else:
+            for forward in state.forwards:
+                stack.enter_context(state.accelerator.no_sync(forward))
         yield
 
 

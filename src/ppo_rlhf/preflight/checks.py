@@ -28,6 +28,7 @@ from ppo_rlhf.ppo.environments import call_environment
 from ppo_rlhf.ppo.models import check_device, check_libraries, lora_settings
 from ppo_rlhf.ppo.precision import resolve_device
 from ppo_rlhf.preflight.request import MADE_BY, MODELS, MODELS_LAYER, PROMPTS, TABLES, RunRequest
+from ppo_rlhf.processes import refuse_sharding
 from ppo_rlhf.rewards.config import RewardConfig
 from ppo_rlhf.rewards.functions import (
     call_reward_function,
@@ -46,6 +47,7 @@ from ppo_rlhf.supervised.reward_training import RewardModellingConfig
 from ppo_rlhf.supervised.sft import SupervisedFinetuningConfig
 
 TRIED_PROMPTS = 2
+SHARDED = {"ppo", "data_preparation", "evaluation", "reporting"}  # the others of these train nothing
 OWN_CODE = "transformers_modules."  # where transformers imports Python code that comes with a model
 _WITHOUT_OWN_CODE = {
     "reward_model": "Set reward_model_path or give functions as reward, and run `--pipelines align`.",
@@ -68,7 +70,7 @@ def find_problems(run: RunRequest) -> list[str]:
                 raise
             problems.extend(str(ours).splitlines())
 
-    for first in (check_start, check_settings, check_sweep, check_protection, check_demo_parts):
+    for first in (check_sharding, check_start, check_settings, check_sweep, check_protection, check_demo_parts):
         ask(first)
     for name in filter(run.reads, TABLES):
         ask(check_table, name)
@@ -80,6 +82,13 @@ def find_problems(run: RunRequest) -> list[str]:
         ask(check_function, reference, tables)
     ask(check_environment)
     return list(dict.fromkeys(problems))
+
+
+def check_sharding(run: RunRequest) -> None:
+    """Find stages that would train whole models though the launch asks for sharded ones."""
+    stages = {(node.namespace or "").split(".")[0] for node in run.pipeline.nodes}
+    for stage in sorted(stages - SHARDED):
+        refuse_sharding(stage)
 
 
 def check_start(run: RunRequest) -> Iterator[str]:

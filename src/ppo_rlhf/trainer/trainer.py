@@ -35,7 +35,15 @@ from ppo_rlhf.ppo import loop
 from ppo_rlhf.ppo.models import build_state
 from ppo_rlhf.ppo.precision import device_of, precision_warning, with_dtype
 from ppo_rlhf.ppo.rollout import complete_rollouts
-from ppo_rlhf.processes import check_alike, check_launch, from_main, is_main_process, on_main, wait_for_all
+from ppo_rlhf.processes import (
+    check_alike,
+    check_launch,
+    from_main,
+    is_main_process,
+    on_main,
+    refuse_sharding,
+    wait_for_all,
+)
 from ppo_rlhf.rewards.scorers import check_chats, check_room
 from ppo_rlhf.trainer import inputs as trainer_inputs
 from ppo_rlhf.trainer.models import ModelSource, context_of_all, take_critic, take_policies
@@ -96,6 +104,7 @@ class PPOTrainer:
             ConfigError, DataError, ModelError, RewardError: An argument cannot be used.
         """
         check_launch()
+        refuse_sharding("PPOTrainer")
         if not isinstance(config, PPOConfig):
             raise ConfigError(
                 f"PPOTrainer: config is a {type(config).__module__}.{type(config).__name__}, not a PPOConfig of this "

@@ -7,6 +7,7 @@ from typing import Any
 
 import mlflow
 import pandas as pd
+import torch
 from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -21,12 +22,14 @@ from ppo_rlhf.evaluation.comparison import check_right_or_wrong, compare_evaluat
 from ppo_rlhf.evaluation.policy import EvaluationConfig, Evaluator, PolicyEvaluation, resolve_judge
 from ppo_rlhf.evaluation.since_best import since_best
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
+from ppo_rlhf.models.sharding import share_out
 from ppo_rlhf.ppo import loop
 from ppo_rlhf.ppo.loop import Experience, Rollouts, Scores, ShapedRewards
 from ppo_rlhf.ppo.models import build_critic, build_state, load_policies, load_stored_critic, sampling_settings
 from ppo_rlhf.ppo.precision import device_of, frozen_dtype
 from ppo_rlhf.ppo.sampling import SamplingSettings
 from ppo_rlhf.ppo.state import TrainingState
+from ppo_rlhf.processes import shards_models
 from ppo_rlhf.rewards.config import RewardConfig
 from ppo_rlhf.rewards.scorers import build_reward_scorer, check_room
 from ppo_rlhf.rewards.scoring import RewardScorer
@@ -78,7 +81,7 @@ def prepare_prompts(
 def load_sft_policy(sft_policy: PretrainedHandle, ppo_config: PPOConfig) -> tuple[TrainedModel, PreTrainedModel]:
     """Load the SFT model as the policy, which trains, and the frozen reference policy; with LoRA they share weights."""
     device = device_of(ppo_config)
-    policy, reference = load_policies(sft_policy, ppo_config, device)
+    policy, reference = load_policies(sft_policy, ppo_config, torch.device("cpu") if shards_models() else device)
     total, trained = (policy.model.num_parameters(only_trainable=only) / 1e6 for only in (False, True))
     log.info("Policy: %s, %.3g M parameters, %.3g M train, on %s.", sft_policy.source, total, trained, device)
     if policy.value_head is not None and ppo_config.value_model in ("separate", "shared"):
@@ -97,12 +100,13 @@ def load_reward_model(
         batch_size=ppo_config.local_rollout_forward_batch_size,
         device=device_of(ppo_config),
         dtype=frozen_dtype(ppo_config),
-        offload=ppo_config.offload_reward_model,
+        offload=ppo_config.offload_reward_model or (reward.needs_model and shards_models()),
     )
 
 
 def initialise_training_state(
     policy: TrainedModel,
+    reference_policy: PreTrainedModel,
     reward_scorer: RewardScorer,
     prompt_dataset: PromptDataset,
     ppo_config: PPOConfig,
@@ -110,6 +114,8 @@ def initialise_training_state(
     resume_checkpoint: Path | None,
 ) -> TrainingState:
     """Build critic, optimisers, KL controller and counters of a new run; or all of it from the checkpoint.
+
+    With FSDP2 the weights of all models are shared out here, once the critic has started from one of them.
 
     Raises:
         ModelError: A response to one of the prompts could be longer than the reward model reads.
@@ -120,6 +126,10 @@ def initialise_training_state(
         log.info("The critic starts as %s.", pretrained_critic.source)
     state = build_state(policy.model, critic, policy.tokenizer, ppo_config)
     check_room(reward_scorer, prompt_dataset.lengths, ppo_config.response_length, state.sampling.stop_token_ids)
+    if shards_models():
+        for frozen in (reference_policy, reward_scorer.model):
+            if frozen is not None:
+                share_out(frozen, state.device)
     if resume_checkpoint is not None:
         restore(state, resume_checkpoint)
     return state
@@ -141,7 +151,7 @@ def evaluate_reference_policy(
     """
     sampling = sampling_settings(ppo_config, policy.tokenizer, reference_policy)
     evaluator = _evaluator(policy.tokenizer, evaluation_prompt_dataset, reward_scorer, ppo_config, sampling, evaluation)
-    evaluated = evaluator.evaluate(reference_policy, None, device=policy.model.device)
+    evaluated = evaluator.evaluate(reference_policy, None, device=device_of(ppo_config))
     if evaluation.pass_at:
         check_right_or_wrong(evaluated)
     return evaluated

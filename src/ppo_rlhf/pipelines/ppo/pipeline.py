@@ -21,6 +21,7 @@ def create_pipeline() -> Pipeline:
     """
     evaluated = ["evaluation_prompt_dataset", "reward_scorer"]
     sampled = ["training_state", "reference_policy", "prompt_dataset"]
+    models = ["policy", "reference_policy", "reward_scorer"]
     before = ["reference_evaluation", "earlier_evaluations"]
     once_before = [
         named(nodes.configure_ppo, "params:ppo", "ppo_config"),
@@ -38,7 +39,7 @@ def create_pipeline() -> Pipeline:
         named(nodes.load_reward_model, ["reward_model", "sft_policy", "params:reward", "ppo_config"], "reward_scorer"),
         named(
             nodes.initialise_training_state,
-            ["policy", "reward_scorer", "prompt_dataset", "ppo_config", "pretrained_critic", "resume_checkpoint"],
+            [*models, "prompt_dataset", "ppo_config", "pretrained_critic", "resume_checkpoint"],
             "training_state",
         ),
         named(

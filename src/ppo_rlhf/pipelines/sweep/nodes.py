@@ -101,7 +101,7 @@ def _train(
     config = setting.ppo
     policy, reference = load_sft_policy(sft_policy, config)
     scorer = load_reward_model(reward_model, sft_policy, setting.reward, config)
-    state = initialise_training_state(policy, scorer, prompts, config, pretrained_critic, None)
+    state = initialise_training_state(policy, reference, scorer, prompts, config, pretrained_critic, None)
     with reporting(0, config.num_total_batches, setting.name) as show:
 
         def tell(metrics: dict[str, float]) -> None:
