@@ -25,7 +25,7 @@ from ppo_rlhf.models.directories import is_local
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.ppo.precision import frozen_dtype, make_accelerator
 from ppo_rlhf.ppo.sampling import Responses, SamplingSettings, responses_of
-from ppo_rlhf.processes import from_all, is_main_process, on_main, own_share, process_count
+from ppo_rlhf.processes import from_all, is_main_process, on_main, own_rank, process_count
 
 log = logging.getLogger(__name__)
 
@@ -72,9 +72,10 @@ class VLLMEngine:
         if self._config.vllm_mode == "server":
             rows = on_main(partial(self._patiently, partial(sample, prompt_ids)))
         else:
-            own = [prompt_ids[row] for row in own_share(len(prompt_ids))]
-            missing = -(-len(prompt_ids) // process_count()) - len(own)  # processes with one vLLM want equal shares
-            rows = [row for found in from_all(sample(own + prompt_ids[:1] * missing)[: len(own)]) for row in found]
+            share = -(-len(prompt_ids) // process_count())  # processes with one vLLM want equal shares
+            own = prompt_ids[own_rank() * share :][:share]
+            missing = prompt_ids[:1] * (share - len(own))
+            rows = [row for found in from_all(sample(own + missing)[: len(own)]) for row in found]
         tokens = torch.full((len(rows), settings.response_length), settings.pad_token_id)
         logprobs = torch.zeros(tokens.shape)
         for row, (ids, found) in enumerate(rows):
