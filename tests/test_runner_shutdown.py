@@ -44,6 +44,9 @@ class SaveRequest:
         state = self.state
         return state.finished or state.stopping or state.iteration % state.save_interval == 0
 
+    def gathered(self) -> SaveRequest:
+        return self
+
 
 @dataclass
 class Scene:

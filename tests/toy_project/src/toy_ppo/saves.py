@@ -1,5 +1,7 @@
 """What stands in for checkpoints: a list of the iterations that were saved."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,9 @@ class SaveRequest:
     @property
     def due(self) -> bool:
         return self.state.finished or self.state.stopping
+
+    def gathered(self) -> SaveRequest:
+        return self
 
 
 class SavedIterations(AbstractDataset[SaveRequest, list[int]]):
