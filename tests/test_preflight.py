@@ -307,6 +307,19 @@ def test_functions_are_called_with_each_table_whose_prompts_they_get(user: User)
     assert "evaluation.jsonl" in problem
 
 
+def test_callbacks_and_reports_that_cannot_be_made_are_problems(user: User):
+    user.set_ppo(callbacks="my_callbacks:Mine")
+    (problem,) = user.problems()
+    assert "my_callbacks" in problem
+    user.set_ppo(report_to="tensorbord")
+    (problem,) = user.problems()
+    assert problem.startswith("ppo.report_to=tensorbord: tensorbord is not supported")
+    user.set_ppo(report_to="mlflow")
+    assert (
+        "ppo.report_to: the pipeline tracks its runs in MLflow itself (mlflow.yml); leave mlflow out" in user.problems()
+    )
+
+
 def test_an_environment_is_tried_with_prompts_of_each_table(user: User):
     user.set_ppo(environment="my_environment:reply", turn_length=2)
     (problem,) = user.problems()

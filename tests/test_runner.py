@@ -6,6 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 from kedro.framework.hooks import hook_impl
@@ -16,6 +17,7 @@ from kedro.pipeline import Node, Pipeline
 from kedro.runner import SequentialRunner
 
 from ppo_rlhf import progress
+from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.progress import reporting
 from ppo_rlhf.runner import ITERATION_TAG, LoopRunner, LoopSession, plan_loop
@@ -25,6 +27,7 @@ from ppo_rlhf.runner import ITERATION_TAG, LoopRunner, LoopSession, plan_loop
 class CountingState:
     """A training state that is changed in place, as PPO's is."""
 
+    config: ClassVar = PPOConfig()
     total_iterations: int
     iteration: int = 0
     stop_requested: bool = False

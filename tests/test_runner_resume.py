@@ -18,6 +18,7 @@ from kedro.pipeline import Node, Pipeline
 from kedro_datasets.json import JSONDataset
 
 from ppo_rlhf import processes
+from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.datasets import PretrainedModelDataset, ResumeCheckpointDataset
 from ppo_rlhf.datasets.run_catalog import RunCatalog
@@ -31,7 +32,7 @@ ALL = ["split", "train", "collect", "ppo.start", "ppo.optimise", "export"]
 class State:
     """One iteration."""
 
-    total_iterations, stopping, shutdown_grace_s = 1, False, 25.0
+    total_iterations, stopping, shutdown_grace_s, config = 1, False, 25.0, PPOConfig()
 
     def __init__(self) -> None:
         self.iteration = 0

@@ -7,7 +7,8 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import pytest
 from kedro.framework.hooks.manager import _create_hook_manager
@@ -15,6 +16,7 @@ from kedro.io import AbstractDataset, DataCatalog, MemoryDataset
 from kedro.pipeline import Node, Pipeline
 
 from ppo_rlhf import processes, signals
+from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.runner import ITERATION_TAG, LoopRunner
 from ppo_rlhf.signals import RunInterruptedError
 
@@ -23,6 +25,7 @@ from ppo_rlhf.signals import RunInterruptedError
 class State:
     """A state that is changed in place, as PPO's is."""
 
+    config: ClassVar = PPOConfig()
     shutdown_grace_s: float = 25.0
     total_iterations: int = 6
     save_interval: int = 2
@@ -177,7 +180,7 @@ def test_a_hanging_node_is_stopped_when_the_grace_is_over_and_the_last_checkpoin
 
 def test_a_process_stops_with_another_one_that_got_the_signal(monkeypatch: pytest.MonkeyPatch):
     """The state that was found not to be due is saved in both."""
-    asked = iter([[None, None]] * 5 + [[None, signal.SIGINT]])
+    asked = iter([[(None, ""), (None, "")]] * 5 + [[(None, ""), (signal.SIGINT, "")]])
     monkeypatch.setattr(processes, "from_all", lambda value: next(asked))
     scene = Scene(State(save_interval=100))
     pipeline, catalog = loop(scene)
@@ -192,3 +195,38 @@ def test_in_a_save_or_an_evaluation_the_first_signal_lets_it_end_and_saves_once(
     assert scene.saved == [2, 3]
     assert scene.happened[-2:] == ["evaluate 3", "save 3"]
     assert play(evaluate_2="SIGTERM").saved == [2]
+
+
+def test_after_max_time_the_iteration_is_saved_and_the_run_ends_as_after_a_signal(caplog):
+    scene = Scene(State(save_interval=100))
+    scene.state.config = PPOConfig(max_time=1e-9)  # type: ignore[misc]
+    pipeline, catalog = loop(scene)
+    with caplog.at_level(logging.INFO), pytest.raises(RunInterruptedError) as stopped:
+        LoopRunner().run(pipeline, catalog, _create_hook_manager())
+    assert scene.saved == [1]
+    assert scene.happened[-1] == "save 1"
+    assert stopped.value.exit_code == 143
+    assert str(stopped.value) == "The run was stopped by ppo.max_time=1e-09 hours."
+    assert "ppo.max_time=1e-09 hours are over: iteration 1 is saved, and the run stops." in caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("hours", "made"), [(1e-9, ["first"]), (1000.0, ["first", "second"]), (None, ["first", "second"])]
+)
+def test_before_the_loop_max_time_ends_the_run_after_a_stage(hours: float | None, made: list[str], caplog):
+    done: list[str] = []
+
+    def stage(name: str) -> Node:
+        return Node(lambda: done.append(name) or name, None, name, name=name, namespace=f"{name}_stage")
+
+    catalog = DataCatalog({"params:ppo": MemoryDataset(PPOConfig(max_time=hours))})
+    run = partial(LoopRunner().run, Pipeline([stage("first"), stage("second")]), catalog, _create_hook_manager())
+    if hours == 1e-9:
+        with caplog.at_level(logging.INFO), pytest.raises(RunInterruptedError):
+            run()
+        assert (
+            "are over: the run stops after first_stage, before second_stage. Stages that ended are kept." in caplog.text
+        )
+    else:
+        run()
+    assert done == made

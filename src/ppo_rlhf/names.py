@@ -2,7 +2,7 @@
 
 STATE, NEXT_STATE = "training_state", "next_training_state"
 """Datasets with the training state before and after an iteration: the second becomes the first."""
-ITERATION_METRICS = "ppo_metrics"
+ITERATION_METRICS, EVALUATION_METRICS = "ppo_metrics", "evaluation_metrics"
 CHECKPOINT, RESUME_CHECKPOINT = "checkpoint", "resume_checkpoint"
 """Datasets: the checkpoints that a run writes, and the one that it resumes from."""
 POLICY = "ppo_policy"

@@ -6,6 +6,7 @@ The loop is a part of the DAG with the tag `iteration`, and a carry: the `next_t
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
 from collections import Counter
@@ -24,12 +25,20 @@ from pluggy import PluginManager
 
 from ppo_rlhf import processes
 from ppo_rlhf.core.errors import ConfigError
-from ppo_rlhf.names import ITERATION_METRICS, NEXT_STATE, RESUME_CHECKPOINT, STATE
+from ppo_rlhf.names import EVALUATION_METRICS, ITERATION_METRICS, NEXT_STATE, RESUME_CHECKPOINT, STATE
 from ppo_rlhf.progress import reporting, say, silenced
-from ppo_rlhf.signals import RunInterruptedError, TerminationSignal, as_error, finishing_first, raising_on_signals
+from ppo_rlhf.signals import (
+    RunInterruptedError,
+    TerminationSignal,
+    as_error,
+    finishing_first,
+    raising_on_signals,
+    time_is_over,
+)
 
 if TYPE_CHECKING:
     from ppo_rlhf.datasets.run_catalog import RunCatalog
+    from ppo_rlhf.ppo.callbacks import Callbacks
     from ppo_rlhf.ppo.state import TrainingState
 
 ITERATION_TAG = "iteration"
@@ -173,8 +182,15 @@ class LoopRunner(SequentialRunner):
         def execute(node: Node) -> None:
             Task(node, catalog, self._is_async, hook_manager, run_id).execute()
 
+        hours, done = _max_time(catalog), ""
+
         def run_once(nodes: Iterable[Node], first: int) -> None:
+            nonlocal done
             for number, node in enumerate(nodes, first):
+                stage = (node.namespace or "").split(".")[0]
+                if done and stage != done:
+                    _stop_if_over(hours, f"after {done}, before {stage}")
+                done = stage
                 started = time.perf_counter()
                 execute(node)
                 self._release_datasets(node, catalog, loads, pipeline)
@@ -263,21 +279,55 @@ def _without_finished(pipeline: Pipeline, catalog: RunCatalog) -> Pipeline:
     return pipeline.filter(node_names=[node.name for node in pipeline.nodes if node not in skipped])
 
 
+def _max_time(catalog: Any) -> float | None:
+    """Return `ppo.max_time`, which counts all stages of a run that trains by PPO."""
+    hours: float | None = catalog.load("params:ppo").max_time if "params:ppo" in catalog else None
+    return hours
+
+
+def _stop_if_over(hours: float | None, where: str) -> None:
+    if why := next(filter(None, processes.from_all(time_is_over(hours))), "") if hours is not None else "":
+        say("%s are over: the run stops %s. Stages that ended are kept.", why, where)
+        raise TerminationSignal(signal.SIGTERM, why)
+
+
 def _repeat(plan: LoopPlan, catalog: RunCatalog, execute: Callable[[Node], None]) -> None:
     """Run iterations until the state is finished.
 
     Raises:
         TerminationSignal: A signal came, to this process or another one of the run; the last iteration is saved.
     """
+    from ppo_rlhf.ppo.callbacks import Callbacks, own_callbacks, reporting_callbacks  # heavy
+
     state: TrainingState = catalog.load(STATE)
+    own, reporting = own_callbacks(state.config), reporting_callbacks(state.config)
+    callbacks = Callbacks(state, own, reporting, catalog.run_folder)
+    with contextlib.closing(callbacks):
+        _iterate(plan, catalog, execute, state, callbacks)
+
+
+def _iterate(
+    plan: LoopPlan, catalog: RunCatalog, execute: Callable[[Node], None], state: TrainingState, callbacks: Callbacks
+) -> None:
+    def evaluation() -> dict[str, Any] | None:
+        if callbacks.is_empty or not any(EVALUATION_METRICS in node.outputs for node in plan.after_update):
+            return None
+        rows = catalog.load(EVALUATION_METRICS)
+        last = rows[-1:] if isinstance(rows, list) else [rows] if rows else []
+        return last[0] if last else None
+
     if state.iteration > 0 or state.finished:
         catalog.save(NEXT_STATE, state)
         for node in plan.rerun_on_resume:
             execute(node)
+        callbacks.evaluated(evaluation())
+        callbacks.settle(catalog.save_checkpoint)
     if state.finished:
         say("Training is already complete (%d of %d iterations).", state.iteration, state.total_iterations)
         return
     say("Training: %d iterations.", state.total_iterations - state.iteration)
+    callbacks.begin()
+    callbacks.settle(catalog.save_checkpoint)
     shutdown = _Shutdown(state)
     has_metrics = any(ITERATION_METRICS in node.outputs for node in plan.iteration)
     with (
@@ -289,12 +339,18 @@ def _repeat(plan: LoopPlan, catalog: RunCatalog, execute: Callable[[Node], None]
             for node in plan.until_update:
                 execute(node)
             state = shutdown.state = catalog.load(NEXT_STATE)
-            report(state.iteration, catalog.load(ITERATION_METRICS) if has_metrics else {})
+            metrics = catalog.load(ITERATION_METRICS) if has_metrics else {}
+            report(state.iteration, metrics)
+            callbacks.iteration_ended(metrics, is_saved=catalog.is_checkpoint_saved)
+            callbacks.settle(catalog.save_checkpoint)
             shutdown.stop_if_asked(catalog)
             for node in plan.after_update:
                 execute(node)
+            callbacks.evaluated(evaluation())
+            callbacks.settle(catalog.save_checkpoint)
             shutdown.stop_if_asked(catalog)
             catalog.save(STATE, state)
+    callbacks.end()
 
 
 class _Shutdown:
@@ -316,9 +372,14 @@ class _Shutdown:
 
         The node that makes the state has it saved, unless the signal came after that.
         """
-        asked = [signum for signum in processes.from_all(self._signum) if signum is not None]
+        over = time_is_over(self.state.config.max_time) if self._signum is None and not self.state.finished else ""
+        own = (signal.SIGTERM if over else self._signum, over)
+        asked = [(signum, why) for signum, why in processes.from_all(own) if signum is not None]
         if not asked:
             return
+        signum, why = asked[0]
+        if why:
+            say("%s are over: iteration %d is saved, and the run stops.", why, self.state.iteration)
         self.state.stopping = True
         catalog.save_checkpoint_not_due()
-        raise TerminationSignal(asked[0])
+        raise TerminationSignal(signum, why)

@@ -15,8 +15,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from time import monotonic
+from time import monotonic, time
 from types import FrameType
+
+import psutil
 
 from ppo_rlhf.core.errors import PPORLHFError, TrainingError
 
@@ -30,19 +32,20 @@ logger = logging.getLogger(__name__)
 
 
 class TerminationSignal(BaseException):
-    """A signal asked this process to stop; raised in the main thread."""
+    """A signal, or a limit of time, asked this process to stop; raised in the main thread."""
 
-    def __init__(self, signum: int) -> None:
+    def __init__(self, signum: int, why: str = "") -> None:
         super().__init__(signal.Signals(signum).name)
-        self.signum = signum
+        self.signum, self.why = signum, why
 
 
 class RunInterruptedError(PPORLHFError, RuntimeError):
-    """A run was stopped by a signal."""
+    """A run was stopped by a signal, or as its time was over."""
 
-    def __init__(self, signum: int) -> None:
-        why = ": nobody reads its output any more" if signum == signal.SIGPIPE else ""
-        super().__init__(f"The run was stopped by {signal.Signals(signum).name}{why}.")
+    def __init__(self, signum: int, why: str = "") -> None:
+        """Take the signal; `why` says what else stopped the run, in its place."""
+        read = ": nobody reads its output any more" if signum == signal.SIGPIPE else ""
+        super().__init__(f"The run was stopped by {why or signal.Signals(signum).name + read}.")
         self.signum = signum
 
     @property
@@ -57,7 +60,7 @@ def as_error(stop: BaseException) -> Exception:
         return stop
     error: Exception = TrainingError(f"The run was ended by {type(stop).__name__}: {str(stop) or 'no reason'}.")
     if isinstance(stop, TerminationSignal | KeyboardInterrupt):
-        error = RunInterruptedError(getattr(stop, "signum", signal.SIGINT))
+        error = RunInterruptedError(getattr(stop, "signum", signal.SIGINT), getattr(stop, "why", ""))
     elif isinstance(stop.__context__, BrokenPipeError):  # rich ends the process so
         error = RunInterruptedError(signal.SIGPIPE)
     error.__cause__ = stop
@@ -88,6 +91,12 @@ class _State:
 _state = _State()
 Requests = SimpleQueue[tuple[int, str] | None]
 """The first signal with its line; None: the block has ended."""
+
+
+def time_is_over(hours: float | None) -> str:
+    """Return why a process stops that has run for so many hours or longer; empty: it goes on, or has no limit."""
+    over = hours is not None and time() - psutil.Process().create_time() >= 3600.0 * hours
+    return f"ppo.max_time={hours:g} hours" if over else ""
 
 
 @contextmanager

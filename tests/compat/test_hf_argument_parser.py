@@ -45,6 +45,8 @@ SPECIAL: dict[str, tuple[Any, dict[str, Any]]] = {
     "vllm_enable_sleep_mode": (True, VLLM),
     "vllm_max_model_length": (512, VLLM),
     "device": ("cpu", {}),
+    "report_to": ("tensorboard", {}),
+    "callbacks": ("my_callbacks:Mine", {}),
     "sft_model_path": ("models/policy", {}),
     "reward_model_path": ("models/reward", {}),
 }

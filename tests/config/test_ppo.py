@@ -38,7 +38,7 @@ def test_defaults_are_trls_except_for_the_departures():
     trl |= {name: trl[theirs] for name, theirs in other_names.items()}
     ours = dataclasses.asdict(PPOConfig())
     shared = trl.keys() & ours.keys()
-    assert len(shared) == 42
+    assert len(shared) == 43
     assert {name for name in shared if trl[name] != ours[name]} == DEPARTURES
 
 

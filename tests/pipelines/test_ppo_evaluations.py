@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ppo_rlhf.checkpoints.store import TRAINING_KL, best_iteration
 from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.evaluation.log import TRAINING_KL, best_iteration
 from ppo_rlhf.evaluation.policy import EvaluationConfig
 from ppo_rlhf.evaluation.since_best import SCORES
 from ppo_rlhf.pipelines.ppo import nodes
@@ -29,17 +29,18 @@ def evaluate(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Evaluate an iteration after a log of earlier ones; the policy's scores are SCORES_AT, its greedy KL is 1."""
 
     def evaluator(*given: Any) -> SimpleNamespace:
-        return SimpleNamespace(judge=SimpleNamespace(reference=given[-1].judge), evaluate=lambda *_: measured_now[-1])
+        return SimpleNamespace(evaluate=lambda *_: measured_now[-1])
 
     measured_now: list[Any] = []
-    monkeypatch.setattr(nodes, "_evaluator", evaluator)
+    monkeypatch.setattr(nodes, "evaluator_of", evaluator)
+    monkeypatch.setattr(nodes, "resolve_judge", lambda config: SimpleNamespace(reference=config.judge))
 
     def evaluated(iteration: int, log: list[dict[str, Any]], **settings: Any) -> dict[str, Any]:
         measured = evaluation(SCORES_AT[iteration])
         measured.kl = np.ones(len(SCORES_AT[iteration]))
         measured_now.append(measured)
         state = SimpleNamespace(iteration=iteration, finished=False, policy=None, tokenizer=None, sampling=None)
-        state.config = PPOConfig()
+        state.config, state.evaluation_asked = PPOConfig(), False
         state.history = [{"iteration": float(iteration), "objective/kl": 2.0 * iteration}]
         config = EvaluationConfig(**settings)
         row = nodes.evaluate_iteration(state, None, SFT, log, None, None, REWARD, config)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ppo_rlhf.core.errors import DataError
+from ppo_rlhf.core.errors import ConfigError, DataError
 from ppo_rlhf.training import PPOTrainer
 from tests.tiny_models import BEGIN, END, PAD, UNKNOWN, tiny_model, word_tokenizer
 from tests.trainer.test_trainer import QUERIES, assert_same_bits, config, weights
@@ -136,3 +136,25 @@ def test_padding_of_prompts_that_are_token_ids_is_taken_off():
 def prompt_ids(prompts: Any, **tokenizer: Any) -> list[list[int]]:
     trainer = PPOTrainer(config(), tiny_model(), None, word_tokenizer(**tokenizer), prompts=prompts)
     return trainer._prompts.prompt_ids
+
+
+def test_several_responses_to_a_query_stand_together_with_noise_of_their_own():
+    found = trainer_of().generate(QUERIES, return_prompt=False, num_return_sequences=2)
+    repeated = [query for query in QUERIES for _ in range(2)]
+    fresh = trainer_of()
+    expected = fresh.generate(repeated, return_prompt=False)
+    assert [row.tolist() for row in found] == [row.tolist() for row in expected]
+    assert len({tuple(row.tolist()) for row in found}) > len(QUERIES)
+    assert len(fresh.generate(QUERIES[0], num_return_sequences=3)) == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ({"num_return_sequences": 0}, "1 or more"),
+        ({"num_return_sequences": 2, "do_sample": False}, "one greedy response"),
+    ],
+)
+def test_a_number_of_responses_that_makes_no_sense_is_refused(given: dict[str, Any], line: str):
+    with pytest.raises(ConfigError, match=f"generate: num_return_sequences=[02].*{line}"):
+        trainer_of().generate(QUERIES, **given)

@@ -60,8 +60,7 @@ LAST = {
     "ref_model": "reference_policy",
     "reward_model": "reward",
     "train_dataset": "prompts",
-    "eval_dataset": "leave it out",
-    "callbacks": "leave it out",
+    "eval_dataset": "evaluation_prompts",
     "peft_config": "use_peft",
 }
 

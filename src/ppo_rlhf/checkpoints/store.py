@@ -16,7 +16,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -30,8 +29,6 @@ from ppo_rlhf.ppo.state import TrainingState
 
 _COUNTERS = ("iteration", "episode", "optimiser_steps", "skipped_steps", "skipped_in_a_row")
 STATE, HISTORY = "state.json", "history.json"
-TRAINING_KL = "training_kl"
-"""Key of a logged evaluation: the iteration's `objective/kl`, if the evaluation was greedy."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,9 +39,9 @@ class CheckpointRequest:
 
     @property
     def due(self) -> bool:
-        """True every save_interval iterations, at the last one, and when the run was asked to stop."""
+        """True every save_interval iterations, at the last one, and when it was asked for, as a run that stops does."""
         state = self.state
-        return state.finished or state.stopping or state.iteration % state.config.save_interval == 0
+        return state.finished or state.stopping or state.save_asked or state.iteration % state.config.save_interval == 0
 
     def gathered(self) -> CheckpointRequest:
         """Return the request with what a file holds of sharded models; every process calls it."""
@@ -95,23 +92,9 @@ def read_checkpoint(directory: Path, state: TrainingState) -> None:
     except (OSError, LookupError, RuntimeError, ValueError, TypeError, AttributeError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise CheckpointError(f"{directory}: made for other models: {reason}") from error
+    state.ended = values.get("ended", False)
     state.history = read_json(directory / HISTORY)
     state.updating = False
-
-
-def best_iteration(evaluations: list[dict[str, Any]], kl_alarm: float) -> int | None:
-    """Return the iteration with the highest judge score (else reward) among evaluations with eval/kl ≤ kl_alarm.
-
-    Args:
-        evaluations: Rows with `iteration`, `eval/kl`, `eval/reward`, with a judge `eval/judge_score`, and of greedy
-            responses, whose eval/kl estimates nothing, `TRAINING_KL`, which then counts.
-        kl_alarm: Nats per response.
-    """
-    candidates = [row for row in evaluations if row.get(TRAINING_KL, row["eval/kl"]) <= kl_alarm]
-    if not candidates:
-        return None
-    best = max(candidates, key=lambda row: (row.get("eval/judge_score", row["eval/reward"]), row["iteration"]))
-    return int(best["iteration"])
 
 
 def _write_state(directory: Path, state: TrainingState) -> None:
@@ -127,6 +110,7 @@ def _write_state(directory: Path, state: TrainingState) -> None:
         "config": dataclasses.asdict(state.config),
         "batch_size": state.config.batch_size,
         "origin": state.origin,
+        **({"ended": True} if state.ended else {}),
         **groups,
     }
     (directory / STATE).write_text(json.dumps(values, indent=1))

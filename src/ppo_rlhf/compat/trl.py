@@ -26,7 +26,7 @@ LEFT = {
     "dataset_num_proc dataloader_*": "prompts are tokenised once, before training",
     "dataset_* query_dataset": f"prompts come from a file ({', '.join(PROMPT_FILES)}): write one, and set prompts_path",
     "reward_model": "TRL only tracks its name: set reward_model_path, or a function in reward.components",
-    "report_to run_name exp_name project* log_with tracker_* task_name output_dir logging_* log_level* trackio_* hub_* "
+    "run_name exp_name project* log_with tracker_* task_name output_dir logging_* log_level* trackio_* hub_* "
     "push_to_hub* disable_tqdm": "outputs, logs and tracking are set in conf/base: catalog_ppo.yml and mlflow.yml",
     "*eval_* *eval": "TRL's PPO does not evaluate while it trains; here ppo.eval_interval says how often",
     "save_* *_best_model": "checkpoints are whole, every ppo.save_interval iterations; the newest and the best stay",
@@ -102,6 +102,7 @@ LAST_IF_GIVEN = {
     "full_determinism": "ppo.deterministic",
     "torch_compile": "ppo.compile",
     "optim": "ppo.optim",
+    "report_to": "ppo.report_to",
 }
 LAST_DERIVED = {
     **{"total_episodes": None, "num_train_epochs": 3.0, "warmup_steps": 0, "warmup_ratio": None},
@@ -200,6 +201,8 @@ def _from_legacy(settings: Mapping[str, Any]) -> Conversion:
 def _from_last(settings: Mapping[str, Any], num_prompts: int | None) -> Conversion:
     optim = {"adamw_bnb_8bit": "adamw_8bit", "adamw_torch": "adamw_torch_fused"}
     given = {name: optim.get(value, value) if name == "optim" else value for name, value in settings.items()}
+    if isinstance(reports := given.get("report_to"), list | tuple):
+        given["report_to"] = ",".join(map(str, reports)) or "none"
     c = Conversion("TRL's PPOConfig", given, LAST, LAST_DERIVED | MODEL_CONFIG)
     _carry_same(c, LAST_ALWAYS, LAST_IF_GIVEN, prompts="dataset_name")
     _carry_lengths(c, num_prompts)

@@ -25,7 +25,6 @@ _LIVES_ELSEWHERE = {
     "save_steps": "it is ppo.save_interval, counted in iterations",
     "eval_steps": "it is ppo.eval_interval, counted in iterations",
     "logging_steps": "every iteration is logged; ppo.sample_interval sets how often samples are",
-    "report_to": "PPOTrainer keeps the metrics in its `history`; the pipeline tracks them in MLflow (mlflow.yml)",
     "run_name": "PPOTrainer's runs have no name; the pipeline's is tracking.run.name in mlflow.yml",
     "bf16": "precision is ppo.dtype",
     "fp16": "precision is ppo.dtype",
@@ -310,6 +309,14 @@ class PPOConfig:
     """Iterations between checkpoints; the last iteration is always saved."""
     save_total_limit: Count = 2
     """Newest checkpoints kept of one run; the best is kept beside them."""
+    max_time: Annotated[float, Field(gt=0.0)] | None = None
+    """Hours from the start of the process, all stages counted, after which the run saves its iteration and stops, as
+    after a signal; below the limit of a cluster's queue. None: no limit."""
+    report_to: str = "none"
+    """Where metrics go beside MLflow, comma-separated: transformers' integrations, such as tensorboard,wandb."""
+    callbacks: str | None = None
+    """`module:name` of a transformers TrainerCallback, or of a function that returns one; several are comma-separated
+    (docs/callbacks.md). PPOTrainer takes objects, too."""
     sample_interval: Count = 5
     """Iterations between samples in MLflow: a table, and some responses token by token."""
     shutdown_grace_s: Annotated[float, Field(ge=0.0)] = 25.0

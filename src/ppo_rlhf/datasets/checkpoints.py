@@ -1,9 +1,7 @@
 """Catalog entries for what one run saves while it trains: its checkpoints and its evaluations, by MLflow run."""
 
-import json
 import math
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -11,15 +9,12 @@ import mlflow
 from kedro.io import AbstractDataset, DatasetError
 
 from ppo_rlhf.checkpoints.files import checkpoint_iterations, prune_checkpoints
-from ppo_rlhf.checkpoints.store import CheckpointRequest, best_iteration, write_checkpoint
+from ppo_rlhf.checkpoints.store import CheckpointRequest, write_checkpoint
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.core.errors import CheckpointError
+from ppo_rlhf.evaluation.log import EVALUATIONS, add_evaluation, best_saved, read_evaluations
 from ppo_rlhf.names import RUN_ID
 from ppo_rlhf.processes import is_main_process
-from ppo_rlhf.whole_files import process_name, written_whole
-
-EVALUATIONS = "evaluations.json"
-RANKED_BY = ("iteration", "eval/kl", "eval/reward")
+from ppo_rlhf.whole_files import process_name
 
 Saved = TypeVar("Saved")
 Loaded = TypeVar("Loaded")
@@ -62,9 +57,7 @@ class CheckpointDataset(_RunDataset[CheckpointRequest, NoReturn]):
         write_checkpoint(directory, data.state)
         config, newest = data.state.config, data.state.iteration
         saved = [iteration for iteration in checkpoint_iterations(directory) if iteration <= newest]
-        evaluated = [row for row in read_evaluations(directory, RANKED_BY) if row["iteration"] in saved]
-        best = best_iteration(evaluated, config.kl_alarm)
-        prune_checkpoints(directory, config.save_total_limit, best, newest)
+        prune_checkpoints(directory, config.save_total_limit, best_saved(directory, saved, config.kl_alarm), newest)
 
     def load(self) -> NoReturn:
         """Refuse: a run reads a checkpoint as `resume_checkpoint`."""
@@ -91,10 +84,7 @@ class EvaluationLogDataset(_RunDataset[dict[str, Any], list[dict[str, Any]]]):
         """Append one evaluation; one of the same iteration is replaced."""
         if not data:
             return
-        directory = run_directory(self.root)
-        rows = [row for row in read_evaluations(directory) if row["iteration"] != data["iteration"]] + [data]
-        with written_whole(directory / EVALUATIONS) as draft:
-            draft.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+        add_evaluation(run_directory(self.root), data)
 
     def load(self) -> list[dict[str, Any]]:
         """Return this run's evaluations, oldest first."""
@@ -114,24 +104,3 @@ def run_directory(root: Path) -> Path:
     if not is_main_process():
         run_id = os.environ.get(RUN_ID)
     return root / (run_id or f"untracked-{process_name()}")
-
-
-def read_evaluations(directory: Path, needed: Sequence[str] = RANKED_BY[:1]) -> list[dict[str, Any]]:
-    """Return the evaluations logged in a run's directory, oldest first, with the numbers needed; none without a log.
-
-    Raises:
-        CheckpointError: The log is damaged. Taken for empty, it would be overwritten, and the best checkpoint deleted.
-    """
-    path = directory / EVALUATIONS
-    if not path.is_file():
-        return []
-    try:
-        rows: list[dict[str, Any]] = json.loads(path.read_bytes())
-        if not isinstance(rows, list) or not all(isinstance(row[name], int | float) for row in rows for name in needed):
-            raise TypeError(f"it is not a list of rows with the numbers {', '.join(needed)}")
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(
-            f"{path}: damaged ({error}). Mend it, or move it away: then the run continues, but no longer knows which "
-            "checkpoint was its best, and may delete it"
-        ) from None
-    return rows

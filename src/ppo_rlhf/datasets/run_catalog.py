@@ -122,10 +122,24 @@ class RunCatalog:
         except OSError as error:
             raise DatasetError(f"{name} cannot be copied to its usual place") from error
 
+    @property
+    def run_folder(self) -> Path | None:
+        """The folder of the run's checkpoints; None if it saves none."""
+        return None if self._outputs is None else self._outputs.folder
+
+    @property
+    def is_checkpoint_saved(self) -> bool:
+        """Whether the last iteration's checkpoint was due."""
+        return self._was_checkpoint_due
+
     def save_checkpoint_not_due(self) -> None:
         """Save the last checkpoint request if it was not due then but is now, because the run was asked to stop."""
         if not processes.from_main(self._was_checkpoint_due):
-            self.save(CHECKPOINT, self._checkpoint)
+            self.save_checkpoint()
+
+    def save_checkpoint(self) -> None:
+        """Save the last checkpoint request, which must be due."""
+        self.save(CHECKPOINT, self._checkpoint)
 
     def __contains__(self, name: str) -> bool:
         return name in self._catalog
@@ -143,12 +157,13 @@ class StageOutputs:
     No other run writes them. Their size tells whether they are whole: a kill may have come while one was written anew.
 
     Attributes:
+        folder: The run's own folder.
         names: Datasets that a resumed run need not write again.
     """
 
     def __init__(self, folder: Path, names: Set[str]) -> None:
         """Take the run's own folder, and the names."""
-        self._file, self.names = folder / OUTPUTS, names
+        self.folder, self._file, self.names = folder, folder / OUTPUTS, names
 
     def note(self, name: str, dataset: Any) -> None:
         """Remember that this run has written a dataset. If that fails, a resumed run writes it again."""

@@ -27,10 +27,10 @@ from transformers import (
 )
 
 from ppo_rlhf.checkpoints.files import checkpoint_iterations, checkpoint_name
-from ppo_rlhf.checkpoints.store import best_iteration
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.datasets.checkpoints import RANKED_BY, CheckpointDataset, read_evaluations, run_directory
+from ppo_rlhf.datasets.checkpoints import CheckpointDataset, run_directory
 from ppo_rlhf.evaluation.comparison import WIN
+from ppo_rlhf.evaluation.log import best_saved
 from ppo_rlhf.hooks.run_description import verdict_of
 from ppo_rlhf.hooks.tracking_store import SQLITE
 from ppo_rlhf.locks import one_at_a_time
@@ -208,6 +208,5 @@ def best_checkpoint(checkpoints: object, kl_alarm: float) -> tuple[Path, int] | 
     if not isinstance(checkpoints, CheckpointDataset):
         return None
     directory = run_directory(checkpoints.root)
-    saved = checkpoint_iterations(directory)
-    best = best_iteration([r for r in read_evaluations(directory, RANKED_BY) if r["iteration"] in saved], kl_alarm)
+    best = best_saved(directory, checkpoint_iterations(directory), kl_alarm)
     return None if best is None else (directory / checkpoint_name(best) / "policy", best)

@@ -19,13 +19,12 @@ from ppo_rlhf import progress
 from ppo_rlhf.hooks.mlflow_log import MlflowLog
 from ppo_rlhf.hooks.run_description import parameter, verdict_of
 from ppo_rlhf.hooks.tracking_store import log_store_errors, short_timeouts
-from ppo_rlhf.names import CHECKPOINT, ITERATION_METRICS, NEXT_STATE, POLICY, STATE
+from ppo_rlhf.names import CHECKPOINT, EVALUATION_METRICS, ITERATION_METRICS, NEXT_STATE, POLICY, STATE
 from ppo_rlhf.paths import last_name, path_of
 from ppo_rlhf.signals import deferring_signals
 
 logger = logging.getLogger(__name__)
 
-EVALUATION_METRICS = "evaluation_metrics"
 SINCE_BEST = "eval/since_best_"  # metrics that the final evaluation does not have
 FINAL_METRICS = "evaluation_summary"
 TOKEN_SAMPLES = "token_samples"

@@ -52,6 +52,9 @@ class TrainingState:
     updating: bool = False  # from the first optimiser step of an iteration until the iteration is complete
     stop_requested: bool = False  # this process was asked to stop, for example by a signal
     stopping: bool = False  # all processes agreed to stop after this iteration, which is saved
+    ended: bool = False  # a callback ended training: no iteration is left
+    save_asked: bool = False  # a callback asked for this iteration's checkpoint
+    evaluation_asked: bool = False  # a callback asked for this iteration's evaluation
     origin: dict[str, str] = field(default_factory=dict)  # fingerprints of a script's models, reward and prompts
 
     @property
@@ -62,7 +65,7 @@ class TrainingState:
     @property
     def finished(self) -> bool:
         """True when no iteration is left to do."""
-        return self.iteration >= self.total_iterations
+        return self.ended or self.iteration >= self.total_iterations
 
     @property
     def shutdown_grace_s(self) -> float:

@@ -24,6 +24,7 @@ from ppo_rlhf.models.compilation import layers_of
 from ppo_rlhf.models.forward import backbone_of
 from ppo_rlhf.models.gradient_checkpointing import check_gradient_checkpointing
 from ppo_rlhf.models.tokenizers import same_vocabulary, train_word_tokenizer
+from ppo_rlhf.ppo.callbacks import own_callbacks, reporting_callbacks
 from ppo_rlhf.ppo.environments import call_environment
 from ppo_rlhf.ppo.models import check_device, check_libraries, lora_settings
 from ppo_rlhf.ppo.precision import resolve_device
@@ -81,6 +82,7 @@ def find_problems(run: RunRequest) -> list[str]:
     for reference, tables in functions_of(run).items():
         ask(check_function, reference, tables)
     ask(check_environment)
+    ask(check_callbacks)
     return list(dict.fromkeys(problems))
 
 
@@ -367,6 +369,17 @@ def check_environment(run: RunRequest) -> Iterator[str]:
         empty = [""] * len(prompts)
         turns = [[text] for text in empty]
         call_environment(function, f"{ppo.environment} on {source}", prompts, empty, turns, columns)
+
+
+def check_callbacks(run: RunRequest) -> Iterator[str]:
+    """Find callbacks and reports that cannot be made."""
+    ppo = run.group("ppo", PPOConfig)
+    if ppo is None:
+        return
+    if "mlflow" in ppo.report_to:
+        yield "ppo.report_to: the pipeline tracks its runs in MLflow itself (mlflow.yml); leave mlflow out"
+    own_callbacks(ppo, run.project_path)
+    reporting_callbacks(ppo)
 
 
 def _text(prompt: str | Chat) -> str:

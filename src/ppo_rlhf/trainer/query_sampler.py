@@ -75,7 +75,13 @@ class QuerySampler:
         at_a_time = config.local_rollout_forward_batch_size if batch_size is None else batch_size
         if batch_size is not None and batch_size < 1:
             raise ConfigError(f"generate: batch_size={batch_size} is below 1")
+        arguments = dict(arguments)
+        copies = arguments.pop("num_return_sequences", 1)
+        if not isinstance(copies, int) or copies < 1:
+            raise ConfigError(f"generate: num_return_sequences={copies!r} is not a whole number of 1 or more")
         settings = _sampling(state.sampling, arguments, self.vocabulary)
+        if copies > 1 and settings.top_k == 1:
+            raise ConfigError(f"generate: num_return_sequences={copies} would repeat one greedy response; sample")
         check_room(prompt_ids, [settings.response_length] * len(prompt_ids), *self.limit)
         if settings.temperature != config.temperature and settings.top_k != 1 and not self._warned:
             self._warned = True
@@ -85,6 +91,7 @@ class QuerySampler:
                 settings.temperature,
                 config.temperature,
             )
+        prompt_ids, rows = ([row for row in each for _ in range(copies)] for each in (prompt_ids, rows))
         started = time.perf_counter()
         generated = sample_responses(
             state.policy,
@@ -103,7 +110,7 @@ class QuerySampler:
             torch.tensor([*prompt, *response] if return_prompt else response, device=getattr(row, "device", None))
             for row, prompt, response in zip(rows, prompt_ids, responses, strict=True)
         ]
-        return answers[0][None] if is_one else answers
+        return answers[0][None] if is_one and copies == 1 else answers
 
     def _noise(self, rows: int) -> Tensor:
         """Return uniforms `[rows, response_length]` for the next rows of this iteration.
@@ -147,9 +154,10 @@ def _sampling(run: SamplingSettings, arguments: Mapping[str, Any], vocabulary: i
     """
     for name, value in arguments.items():
         if name not in _ARGUMENTS:
+            known = [*_ARGUMENTS, "num_return_sequences"]
             raise ConfigError(
-                f"generate: {name}={value!r} is not an argument of this sampler.{closest(name, list(_ARGUMENTS))} "
-                f"The arguments are {', '.join(_ARGUMENTS)}"
+                f"generate: {name}={value!r} is not an argument of this sampler.{closest(name, known)} "
+                f"The arguments are {', '.join(known)}"
             )
     changes: dict[str, Any] = {}
     for name, read in _ARGUMENTS.items():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,22 +18,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
 from ppo_rlhf.advice import in_words
-from ppo_rlhf.checkpoints import files, hub
+from ppo_rlhf.checkpoints import hub
+from ppo_rlhf.checkpoints.files import checkpoint_name
 from ppo_rlhf.checkpoints.model_card import may_write_card, render_card
 from ppo_rlhf.checkpoints.model_files import exported_policy
 from ppo_rlhf.checkpoints.resume import restore
-from ppo_rlhf.checkpoints.store import CheckpointRequest, write_checkpoint
+from ppo_rlhf.checkpoints.store import write_checkpoint
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.core.errors import CheckpointError, ConfigError, DataError, TrainingError
+from ppo_rlhf.core.errors import ConfigError, DataError, TrainingError
 from ppo_rlhf.core.fingerprints import fingerprint
 from ppo_rlhf.data.prompt_dataset import PromptDataset
-from ppo_rlhf.locks import lock_run
 from ppo_rlhf.ppo import loop
+from ppo_rlhf.ppo.callbacks import Callbacks, checked, own_callbacks, reporting_callbacks
 from ppo_rlhf.ppo.models import build_state
-from ppo_rlhf.ppo.precision import device_of, precision_warning, with_dtype
+from ppo_rlhf.ppo.precision import device_of, with_dtype
 from ppo_rlhf.ppo.rollout import complete_rollouts
 from ppo_rlhf.processes import (
     check_alike,
@@ -46,21 +47,15 @@ from ppo_rlhf.processes import (
 )
 from ppo_rlhf.rewards.scorers import check_chats, check_room
 from ppo_rlhf.trainer import inputs as trainer_inputs
+from ppo_rlhf.trainer.bookkeeping import Bookkeeper
+from ppo_rlhf.trainer.evaluation import Evaluated, HeldOut, take_held_out
 from ppo_rlhf.trainer.models import ModelSource, context_of_all, take_critic, take_policies
-from ppo_rlhf.trainer.progress import say, watched
+from ppo_rlhf.trainer.progress import in_one_line, say, warn, watched
 from ppo_rlhf.trainer.query_sampler import QuerySampler
+from ppo_rlhf.trainer.run_folder import RunFolders, checkpoint_to_resume, locked
 from ppo_rlhf.trainer.trl_scripts import answers_trl
 
 log = logging.getLogger(__name__)
-
-_OF_THE_PIPELINE = ("eval_interval", "sample_interval", "shutdown_grace_s")
-_SHOWN = {
-    "objective/scores": "score {:.3f}",
-    "objective/kl": "KL {:.2f} nats a response",
-    "objective/entropy": "entropy {:.2f} nats a token",
-    "response/length": "length {:.1f} tokens",
-    "throughput/episodes_per_s": "{:.1f} episodes/s",
-}
 
 
 @answers_trl
@@ -86,6 +81,9 @@ class PPOTrainer:
         reward: Any = None,
         prompts: Any = None,
         value_model: ModelSource | None = None,
+        evaluation_prompts: Any = None,
+        judge: Callable[..., list[float]] | str | None = None,
+        callbacks: Sequence[TrainerCallback] = (),
     ) -> None:
         """Prepare the models and check everything that can be checked before training.
 
@@ -99,6 +97,9 @@ class PPOTrainer:
             prompts: For `train()`: see `trainer.inputs.take_prompts`.
             value_model: The critic's start: a language model or a sequence classifier with one label, which is copied;
                 or the directory of a stored critic. None follows `config.value_model`.
+            evaluation_prompts: Held-out prompts, of the same kinds, for `evaluate()` and every `eval_interval`.
+            judge: Decides who wins these: see `trainer.evaluation.take_held_out`; None takes the reward.
+            callbacks: transformers' TrainerCallbacks for `train()` (docs/callbacks.md), beside `config.callbacks`.
 
         Raises:
             ConfigError, DataError, ModelError, RewardError: An argument cannot be used.
@@ -111,12 +112,18 @@ class PPOTrainer:
                 "project; ppo_rlhf.compat.from_trl(…).ppo_config() makes one of TRL's"
             )
         self.config = config = with_dtype(config)
+        given = [checked(each, "PPOTrainer: callbacks") for each in callbacks]
+        self._callbacks, self._reporting = [*given, *own_callbacks(config)], reporting_callbacks(config)
         start, self.reference_policy = take_policies(config, policy, reference_policy, tokenizer, device_of(config))
         self._scorer = trainer_inputs.take_reward(reward, start, config)
         reward_model = None if self._scorer is None else self._scorer.model
         critic = take_critic(config, start, reward_model, value_model)
         limit = context_of_all(start.model, self.reference_policy, critic)
         self._prompts = None if prompts is None else trainer_inputs.take_prompts(prompts, start, config, *limit)
+        held_out = None
+        if evaluation_prompts is not None:
+            held_out = trainer_inputs.take_prompts(evaluation_prompts, start, config, *limit)
+        decides = take_held_out(held_out, judge, self._scorer, self._prompts, config)
         if self._scorer is not None and self._prompts is not None and self._scorer is not reward:
             trainer_inputs.try_functions(self._scorer, self._prompts, config)
             check_chats(self._scorer, self._prompts)
@@ -124,16 +131,19 @@ class PPOTrainer:
         in_memory = None if self._prompts is None else self._prompts.select(range(len(self._prompts)))
         rest = {**trainer_inputs.origin_of(self._scorer), "prompts": in_memory}
         origin = {name: fingerprint(value) for name, value in {**models, **rest}.items() if value is not None}
-        check_alike("PPOTrainer", config=config, **origin)
+        check_alike("PPOTrainer", config=config, evaluation_prompts=held_out, **origin)
         self.state = build_state(start.model, critic, start.tokenizer, config)
         self.state.origin = origin
-        self._folders: set[Path] = set()  # folders that hold this run's checkpoints
+        self._folders = RunFolders()
+        self.held_out: HeldOut | None = None
+        if held_out is not None and self._scorer is not None:
+            self.held_out = HeldOut(self.state, self.reference_policy, held_out, self._scorer, decides)
         self._sampler = QuerySampler(self.state, limit)
-        if self._scorer is not None and self._prompts is not None:
-            stops = self.state.sampling.stop_token_ids
-            check_room(self._scorer, self._prompts.lengths, config.response_length, stops)
-        if is_main_process():
-            self._warn()
+        for asked in (self._prompts, held_out):
+            if self._scorer is not None and asked is not None:
+                stops = self.state.sampling.stop_token_ids
+                check_room(self._scorer, asked.lengths, config.response_length, stops)
+        warn(self.state, evaluates=self.held_out is not None)
 
     @property
     def policy(self) -> PreTrainedModel:
@@ -171,8 +181,9 @@ class PPOTrainer:
             attention_mask: 0 where a query has padding. Without it pad tokens at both ends are padding.
             batch_size: Queries decoded at a time; None takes `local_rollout_forward_batch_size`.
             length_sampler: Called once for `max_new_tokens`.
-            **generation: max_new_tokens, min_new_tokens, min_length (0 or less), temperature, top_k, top_p, do_sample,
-                pad_token_id, eos_token_id as in transformers. The defaults are those of the PPOConfig.
+            **generation: num_return_sequences, max_new_tokens, min_new_tokens, min_length (0 or less), temperature,
+                top_k, top_p, do_sample, pad_token_id, eos_token_id as in transformers. The defaults are those of the
+                PPOConfig. Responses to one query stand together.
 
         Returns:
             1-D tensors without padding; for a single query `[P]` one tensor `[1, n]`, as in TRL.
@@ -209,6 +220,8 @@ class PPOTrainer:
         trainer_inputs.check_one_turn(config)
         if config.drop_uniform_prompts:
             raise ConfigError("step: ppo.drop_uniform_prompts draws other prompts, which only train() can; set it to 0")
+        if self._callbacks or self._reporting:
+            raise ConfigError("step: callbacks and ppo.report_to are for train(); step() returns the metrics to report")
         self._check_ready("step")
         check_alike("step", queries=queries, responses=responses, scores=scores)
         if self.state.finished:
@@ -256,7 +269,7 @@ class PPOTrainer:
         texts = [batch.get(name, ()) for name in ("query", "response")]
         pair = "; {!r} -> {!r}".format(*(column[0] for column in texts)) if all(map(len, texts)) else ""
         mean = float(torch.tensor([float(score) for score in rewards], dtype=torch.float64).mean())
-        say(f"{self._line(stats)}, mean reward {mean:.4g}{pair}")
+        say(f"{in_one_line(self.state, stats)}, mean reward {mean:.4g}{pair}")
 
     def train(
         self, resume_from_checkpoint: str | Path | bool | None = None, output_dir: str | Path | None = None
@@ -276,7 +289,8 @@ class PPOTrainer:
             ConfigError: Reward or prompts are missing, `output_dir` holds another run, or the checkpoint's run had
                 other settings, models, rewards or prompts.
             CheckpointError: There is no whole checkpoint, or another process trains in `output_dir`.
-            TrainingError: As `step`.
+            TrainingError: As `step`; or a callback raised something.
+            RunInterruptedError: `max_time` is over; the run is saved.
         """
         missing = [name for name, given in {"reward": self._scorer, "prompts": self._prompts}.items() if given is None]
         if self._scorer is None or self._prompts is None:
@@ -284,27 +298,41 @@ class PPOTrainer:
         check_alike("train", resume_from_checkpoint=resume_from_checkpoint, output_dir=output_dir)
         directory = None if output_dir is None else Path(output_dir)
 
-        def after_iteration(metrics: dict[str, float]) -> None:
-            say(self._line(metrics))
-            bar.update()
-            if directory is not None and CheckpointRequest(self.state).due:
-                self.save_checkpoint(directory)
-                if is_main_process():
-                    files.prune_checkpoints(directory, self.config.save_total_limit, None, self.state.iteration)
-
-        with ExitStack() as held:
-            if directory is not None:
-                on_main(partial(_lock, directory, held))
+        if directory is None and self.config.max_time is not None:
+            raise ConfigError("train: ppo.max_time saves the run and stops it; give output_dir")
+        with locked(directory):
             if resume_from_checkpoint:
-                self.load_checkpoint(_checkpoint(resume_from_checkpoint, directory))
+                self.load_checkpoint(checkpoint_to_resume(resume_from_checkpoint, directory))
             self._check_ready("train")
             if directory is not None:
-                self._take_folder(directory)
-            bar = held.enter_context(watched(self.state, directory))
-            loop.train(self.state, self.reference_policy, self._prompts, self._scorer, after_iteration)
-        for line in in_words(self.config, self.history, most=None):
+                self._folders.take(directory)
+            evaluates, of_run = self.held_out is not None, (self._callbacks, self._reporting)
+            callbacks = Callbacks(self.state, *of_run, directory, can_evaluate=evaluates)
+            books = Bookkeeper(self.state, self.held_out, callbacks, directory, self.save_checkpoint)
+            with closing(callbacks), watched(self.state, directory) as bar:
+                books.begin(bar, is_resumed=bool(resume_from_checkpoint))
+                given = self.reference_policy, self._prompts, self._scorer
+                loop.train(self.state, *given, books.after_iteration)
+                callbacks.end()
+        known = self.history if self.held_out is None else self.held_out.with_evaluations(self.history)
+        for line in in_words(self.config, known, most=None):
             say(line)
         return self.history
+
+    def evaluate(self) -> Evaluated:
+        """Let the policy as it is now answer `evaluation_prompts`; compare it with the reference policy.
+
+        `metrics, completions = trainer.evaluate()`. Both policies get the same noise. `train` does this every
+        `eval_interval` iterations and at the end; `held_out.rows` keeps the metrics of each evaluated iteration.
+
+        Raises:
+            ConfigError: There are no `evaluation_prompts`.
+            RewardError: Reward or judge failed.
+        """
+        if self.held_out is None:
+            raise ConfigError("evaluate: PPOTrainer was given no evaluation_prompts")
+        self.state.check_whole()
+        return self.held_out.evaluate(self.state)
 
     def save_pretrained(self, save_directory: str | Path) -> None:
         """Write the policy as a plain model directory with its tokenizer, as the pipeline exports it.
@@ -337,11 +365,11 @@ class PPOTrainer:
             CheckpointError: It cannot be written.
             ConfigError: The directory holds another run.
         """
-        self._take_folder(Path(output_dir))
+        self._folders.take(Path(output_dir))
         if is_main_process():
             write_checkpoint(Path(output_dir), self.state)
         wait_for_all()
-        return Path(output_dir) / files.checkpoint_name(self.state.iteration)
+        return Path(output_dir) / checkpoint_name(self.state.iteration)
 
     def load_checkpoint(self, directory: str | Path) -> None:
         """Replace the state by a checkpoint's.
@@ -352,49 +380,11 @@ class PPOTrainer:
         """
         restore(self.state, Path(directory))
         self._folders.add(Path(directory).resolve().parent)
+        if self.held_out is not None:
+            self.held_out.resume(Path(directory).resolve().parent, self.state.iteration)
         self._sampler.start_iteration()
-
-    def _take_folder(self, folder: Path) -> None:
-        newest = on_main(lambda: files.checkpoint_iterations(folder))[-1:]
-        if newest and folder.resolve() not in self._folders:
-            raise ConfigError(
-                f"{folder} holds another run, up to iteration {newest[0]}: resume that run by "
-                "train(resume_from_checkpoint=True, output_dir=…), or give a new run another folder"
-            )
-        self._folders.add(folder.resolve())
 
     def _check_ready(self, call: str) -> None:
         if not torch.is_grad_enabled():
             raise TrainingError(f"{call}: gradients are off (torch.no_grad or inference_mode); call it outside")
         self.state.check_whole()
-
-    def _warn(self) -> None:
-        slow = precision_warning(self.config, self.state.device)
-        unusual = self.config.advice(parameters=self.state.policy.num_parameters())
-        for line in [*unusual, *([slow] if slow else [])]:
-            log.warning("%s", line)
-        idle = [f"ppo.{name}" for name in self.config.not_default() if name in _OF_THE_PIPELINE]
-        if idle:
-            log.warning("%s: no effect in PPOTrainer, which neither evaluates nor logs samples", ", ".join(idle))
-
-    def _line(self, metrics: Mapping[str, float]) -> str:
-        shown = [text.format(metrics[key]) for key, text in _SHOWN.items() if key in metrics]
-        return ", ".join([f"Iteration {self.state.iteration}/{self.state.total_iterations}", *shown])
-
-
-def _lock(directory: Path, held: ExitStack) -> None:
-    file = lock_run(directory)
-    if file is None:
-        raise CheckpointError(f"output_dir={directory}: another process trains there; give another directory")
-    held.enter_context(file)
-
-
-def _checkpoint(asked: str | Path | bool, output_dir: Path | None) -> Path:
-    if not isinstance(asked, bool):
-        return Path(asked)
-    if output_dir is None:
-        raise ConfigError("train: resume_from_checkpoint=True looks in output_dir; give that, or the checkpoint itself")
-    newest = on_main(partial(files.newest_whole_checkpoint, output_dir))
-    if newest is None:
-        raise CheckpointError(f"{output_dir}: this directory has no whole checkpoint to resume from")
-    return newest

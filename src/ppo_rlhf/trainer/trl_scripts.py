@@ -16,13 +16,11 @@ T = TypeVar("T")
 
 _RENAMED = (
     "args=config model=policy ref_model=reference_policy ref_policy=reference_policy processing_class=tokenizer "
-    "reward_model=reward train_dataset=prompts query_tensor=queries save_model=save_pretrained "
-    "generate_completions=generate accelerator=state.accelerator current_device=policy.device"
+    "reward_model=reward train_dataset=prompts eval_dataset=evaluation_prompts query_tensor=queries "
+    "save_model=save_pretrained generate_completions=generate accelerator=state.accelerator "
+    "current_device=policy.device"
 )
-_LEFT_OUT = (
-    "data_collator training_data_collator eval_dataset callbacks num_shared_layers generate_ref_response "
-    "response_masks columns_to_log"
-)
+_LEFT_OUT = "data_collator training_data_collator num_shared_layers generate_ref_response response_masks columns_to_log"
 NAMES = {
     **dict(pair.split("=") for pair in _RENAMED.split()),
     **dict.fromkeys(_LEFT_OUT.split(), "leave it out"),

@@ -9,25 +9,25 @@ import mlflow
 import pandas as pd
 import torch
 from datasets import Dataset
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from ppo_rlhf.checkpoints.model_card import NOT_EVALUATED, place, render_card
 from ppo_rlhf.checkpoints.model_files import exported_policy
 from ppo_rlhf.checkpoints.resume import restore
-from ppo_rlhf.checkpoints.store import TRAINING_KL, CheckpointRequest
+from ppo_rlhf.checkpoints.store import CheckpointRequest
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.data.prompts import PromptReader, PromptsConfig, find_evaluated
-from ppo_rlhf.evaluation.comparison import check_right_or_wrong, compare_evaluations, conclude
-from ppo_rlhf.evaluation.policy import EvaluationConfig, Evaluator, PolicyEvaluation, resolve_judge
-from ppo_rlhf.evaluation.since_best import since_best
+from ppo_rlhf.evaluation import during_training
+from ppo_rlhf.evaluation.comparison import check_right_or_wrong
+from ppo_rlhf.evaluation.during_training import evaluator_of
+from ppo_rlhf.evaluation.policy import EvaluationConfig, PolicyEvaluation, resolve_judge
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.models.sharding import share_out
 from ppo_rlhf.ppo import loop
 from ppo_rlhf.ppo.loop import Experience, Rollouts, Scores, ShapedRewards
 from ppo_rlhf.ppo.models import build_critic, build_state, load_policies, load_stored_critic, sampling_settings
 from ppo_rlhf.ppo.precision import device_of, frozen_dtype
-from ppo_rlhf.ppo.sampling import SamplingSettings
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.processes import shards_models
 from ppo_rlhf.rewards.config import RewardConfig
@@ -150,7 +150,8 @@ def evaluate_reference_policy(
             after it.
     """
     sampling = sampling_settings(ppo_config, policy.tokenizer, reference_policy)
-    evaluator = _evaluator(policy.tokenizer, evaluation_prompt_dataset, reward_scorer, ppo_config, sampling, evaluation)
+    prompts, judge = evaluation_prompt_dataset, resolve_judge(evaluation)
+    evaluator = evaluator_of(policy.tokenizer, prompts, reward_scorer, ppo_config, sampling, evaluation, judge)
     evaluated = evaluator.evaluate(reference_policy, None, device=device_of(ppo_config))
     if evaluation.pass_at:
         check_right_or_wrong(evaluated)
@@ -217,19 +218,19 @@ def evaluate_iteration(
 ) -> dict[str, Any]:
     """Compare the policy with SFT, and with its best so far, on held-out prompts under fixed noise, when it is due."""
     state = next_training_state
-    if state.iteration % state.config.eval_interval and not state.finished:
+    if not during_training.is_due(state):
         return {}
-    evaluator = _evaluator(
-        state.tokenizer, evaluation_prompt_dataset, reward_scorer, state.config, state.sampling, evaluation
+    judge = resolve_judge(evaluation)
+    prompts, scorer = evaluation_prompt_dataset, reward_scorer
+    row, _ = during_training.evaluate_iteration(
+        state,
+        reference_policy,
+        evaluator_of(state.tokenizer, prompts, scorer, state.config, state.sampling, evaluation, judge),
+        reference_evaluation,
+        earlier_evaluations,
+        by_trained_reward=reward.is_judge(judge.reference),
+        is_greedy=evaluation.temperature == 0.0,
     )
-    evaluated = evaluator.evaluate(state.policy, reference_policy)
-    metrics = compare_evaluations(evaluated, reference_evaluation)
-    by_reward = reward.is_judge(evaluator.judge.reference)
-    metrics["eval/verdict"] = conclude(evaluated, reference_evaluation, by_trained_reward=by_reward)["eval/verdict"]
-    before = [row for row in earlier_evaluations if row["iteration"] < state.iteration]  # a resumed run has later ones
-    row = {"iteration": float(state.iteration), **metrics, **since_best(evaluated, reference_evaluation, before)}
-    if evaluation.temperature == 0.0:  # the KL of greedy responses is no estimate of the policy's
-        row[TRAINING_KL] = state.history[-1]["objective/kl"]
     return row
 
 
@@ -257,17 +258,3 @@ def summarise_training(next_training_state: TrainingState, evaluation_metrics: l
     evaluations = pd.DataFrame(evaluation_metrics, columns=None if evaluation_metrics else ["iteration"])
     evaluations = evaluations.filter(regex="^(iteration$|eval/)")
     return history.merge(evaluations, on="iteration", how="left").astype({"iteration": int})
-
-
-def _evaluator(
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: PromptDataset,
-    scorer: RewardScorer,
-    config: PPOConfig,
-    trained: SamplingSettings,
-    evaluation: EvaluationConfig,
-) -> Evaluator:
-    """Return what evaluates during training: one response to each of the first held-out prompts."""
-    first = prompts.select(range(min(len(prompts), evaluation.iteration_prompts)))
-    judge, sampling = resolve_judge(evaluation), evaluation.sampling(trained)
-    return Evaluator(tokenizer, first, scorer, judge, config, sampling, evaluation.seed, evaluation.batch_size)

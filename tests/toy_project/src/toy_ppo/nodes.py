@@ -5,6 +5,7 @@ import os
 import signal
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import ClassVar
 
 import torch
 from datasets import Dataset
@@ -26,6 +27,7 @@ VOCABULARY = {"<unk>": 0, "</s>": 1, "the": 2, "film": 3, "was": 4}
 @dataclass
 class ToyState:
     total_iterations: int
+    config: ClassVar = PPOConfig()
     shutdown_grace_s: float = 25.0
     iteration: int = 0
     stop_requested: bool = False

@@ -1,0 +1,72 @@
+"""Evaluation while PPO trains: the policy against SFT, and against its own best so far, on held-out prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.data.prompt_dataset import PromptDataset
+from ppo_rlhf.evaluation.comparison import compare_evaluations, conclude
+from ppo_rlhf.evaluation.log import TRAINING_KL
+from ppo_rlhf.evaluation.policy import EvaluationConfig, Evaluator, PolicyEvaluation, ResolvedJudge
+from ppo_rlhf.evaluation.since_best import since_best
+from ppo_rlhf.ppo.sampling import SamplingSettings
+from ppo_rlhf.ppo.state import TrainingState
+from ppo_rlhf.rewards.scoring import RewardScorer
+
+
+def is_due(state: TrainingState) -> bool:
+    """Return whether to evaluate now: every `eval_interval` iterations, after the last one, and when asked for."""
+    return state.finished or state.evaluation_asked or state.iteration % state.config.eval_interval == 0
+
+
+def evaluator_of(
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: PromptDataset,
+    scorer: RewardScorer,
+    config: PPOConfig,
+    trained: SamplingSettings,
+    evaluation: EvaluationConfig,
+    judge: ResolvedJudge,
+) -> Evaluator:
+    """Return what evaluates during training: one response to each of the first held-out prompts.
+
+    `trained` is how training draws responses; `evaluation` may ask for another temperature.
+    """
+    first = prompts.select(range(min(len(prompts), evaluation.iteration_prompts)))
+    sampling = evaluation.sampling(trained)
+    return Evaluator(tokenizer, first, scorer, judge, config, sampling, evaluation.seed, evaluation.batch_size)
+
+
+def evaluate_iteration(
+    state: TrainingState,
+    reference_policy: PreTrainedModel,
+    evaluator: Evaluator,
+    sft: PolicyEvaluation,
+    earlier: Sequence[Mapping[str, Any]],
+    *,
+    by_trained_reward: bool,
+    is_greedy: bool = False,
+) -> tuple[dict[str, Any], PolicyEvaluation]:
+    """Evaluate the policy under fixed noise; return the row of the run's log, and the evaluation itself.
+
+    Args:
+        state: The run's.
+        reference_policy: The SFT policy, from which the KL is measured.
+        evaluator: From `evaluator_of`.
+        sft: SFT's evaluation by the same evaluator.
+        earlier: Rows of the log; those of this and of later iterations, which a resumed run has, are left out.
+        by_trained_reward: Whether the reward that is trained decides who wins.
+        is_greedy: Whether responses are greedy: their KL is no estimate of the policy's.
+    """
+    evaluated = evaluator.evaluate(state.policy, reference_policy)
+    metrics = compare_evaluations(evaluated, sft)
+    metrics["eval/verdict"] = conclude(evaluated, sft, by_trained_reward=by_trained_reward)["eval/verdict"]
+    before = [row for row in earlier if row["iteration"] < state.iteration]
+    row = {"iteration": float(state.iteration), **metrics, **since_best(evaluated, sft, before)}
+    if is_greedy:
+        row[TRAINING_KL] = state.history[-1]["objective/kl"]
+    return row, evaluated

@@ -1,0 +1,70 @@
+"""The evaluations of a run while it trains, in one file beside its checkpoints: they decide which one is the best."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Container, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ppo_rlhf.core.errors import CheckpointError
+from ppo_rlhf.whole_files import written_whole
+
+EVALUATIONS = "evaluations.json"
+RANKED_BY = ("iteration", "eval/kl", "eval/reward")
+TRAINING_KL = "training_kl"
+"""Key of a logged evaluation: the iteration's `objective/kl`, if the evaluation was greedy."""
+
+
+def read_evaluations(directory: Path, needed: Sequence[str] = RANKED_BY[:1]) -> list[dict[str, Any]]:
+    """Return the evaluations logged in a run's directory, oldest first, with the numbers needed; none without a log.
+
+    Raises:
+        CheckpointError: The log is damaged. Taken for empty, it would be overwritten, and the best checkpoint deleted.
+    """
+    path = directory / EVALUATIONS
+    if not path.is_file():
+        return []
+    try:
+        rows: list[dict[str, Any]] = json.loads(path.read_bytes())
+        if not isinstance(rows, list) or not all(isinstance(row[name], int | float) for row in rows for name in needed):
+            raise TypeError(f"it is not a list of rows with the numbers {', '.join(needed)}")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path}: damaged ({error}). Mend it, or move it away: then the run continues, but no longer knows which "
+            "checkpoint was its best, and may delete it"
+        ) from None
+    return rows
+
+
+def add_evaluation(directory: Path, evaluation: Mapping[str, Any]) -> None:
+    """Add a row to the log; one of the same iteration is replaced.
+
+    Raises:
+        CheckpointError: As `read_evaluations`.
+        OSError: It cannot be written.
+    """
+    rows = [row for row in read_evaluations(directory) if row["iteration"] != evaluation["iteration"]] + [evaluation]
+    with written_whole(directory / EVALUATIONS) as draft:
+        draft.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+
+
+def best_saved(directory: Path, saved: Container[int], kl_alarm: float) -> int | None:
+    """Return the best of the iterations that are saved in a run's directory, as `best_iteration` finds it."""
+    rows = [row for row in read_evaluations(directory, RANKED_BY) if row["iteration"] in saved]
+    return best_iteration(rows, kl_alarm)
+
+
+def best_iteration(evaluations: Sequence[Mapping[str, Any]], kl_alarm: float) -> int | None:
+    """Return the iteration with the highest judge score (else reward) among evaluations with eval/kl ≤ kl_alarm.
+
+    Args:
+        evaluations: Rows with `iteration`, `eval/kl`, `eval/reward`, with a judge `eval/judge_score`, and of greedy
+            responses, whose eval/kl estimates nothing, `TRAINING_KL`, which then counts.
+        kl_alarm: Nats per response.
+    """
+    candidates = [row for row in evaluations if row.get(TRAINING_KL, row["eval/kl"]) <= kl_alarm]
+    if not candidates:
+        return None
+    best = max(candidates, key=lambda row: (row.get("eval/judge_score", row["eval/reward"]), row["iteration"]))
+    return int(best["iteration"])

@@ -1,0 +1,320 @@
+"""Transformers' TrainerCallbacks in PPO's loop, a user's and those that report to TensorBoard, W&B and others.
+
+    on_train_begin, then an iteration's on_step_end, on_log, on_save if it is saved, on_log and on_evaluate if it is
+    evaluated; on_train_end once training is complete
+
+A step is an iteration. Of a callback's control, should_training_stop, should_save and should_evaluate act.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.core.errors import ConfigError, TrainingError, in_one_line
+from ppo_rlhf.processes import from_all, from_main, is_main_process
+from ppo_rlhf.rewards.functions import load_function
+from ppo_rlhf.whole_files import written_whole
+
+if TYPE_CHECKING:
+    from transformers import TrainerCallback
+
+    from ppo_rlhf.ppo.state import TrainingState
+
+EVENTS = ("on_train_begin", "on_step_end", "on_log", "on_evaluate", "on_save", "on_train_end")
+REPORTED = "reported.json"
+"""File beside the checkpoints: the last step that was reported, of metrics and of evaluations, and W&B's run."""
+_METRICS, _EVALUATIONS = "metrics", "evaluations"
+NONE, TENSORBOARD, WANDB = "none", "tensorboard", "wandb"
+
+
+def own_callbacks(config: PPOConfig, project_path: Path | None = None) -> list[TrainerCallback]:
+    """Return the callbacks that `ppo.callbacks` names.
+
+    Raises:
+        ConfigError: One is no TrainerCallback, or has an event that PPO's loop lacks.
+        RewardError: A name cannot be imported.
+    """
+    names = [name.strip() for name in (config.callbacks or "").split(",") if name.strip()]
+    return [checked(_made(load_function(name, project_path), name), f"ppo.callbacks={name}") for name in names]
+
+
+def reporting_callbacks(config: PPOConfig) -> list[TrainerCallback]:
+    """Return transformers' integrations that `ppo.report_to` names.
+
+    Raises:
+        ConfigError: There is none of this name, or its package is not installed.
+    """
+    names = [name.strip() for name in config.report_to.split(",") if name.strip() not in ("", NONE)]
+    if not names:
+        return []
+    from transformers.integrations import get_reporting_integration_callbacks
+
+    if "all" in names:
+        raise ConfigError("ppo.report_to=all: name the integrations, such as tensorboard,wandb")
+    try:
+        return [callback() for callback in get_reporting_integration_callbacks(names)]
+    except (ValueError, RuntimeError, ImportError) as error:
+        raise ConfigError(f"ppo.report_to={config.report_to}: {in_one_line(error)}") from None
+
+
+def checked(callback: Any, where: str) -> TrainerCallback:
+    """Return a callback.
+
+    Raises:
+        ConfigError: It is no TrainerCallback, or has an event that PPO's loop lacks.
+    """
+    from transformers import TrainerCallback
+
+    if not isinstance(callback, TrainerCallback):
+        raise ConfigError(f"{where}: a {type(callback).__name__} is no transformers.TrainerCallback")
+    lacking = [
+        name
+        for name in dir(TrainerCallback)
+        if name.startswith("on_")
+        and name not in EVENTS
+        and getattr(type(callback), name) is not getattr(TrainerCallback, name)
+    ]
+    if lacking and not type(callback).__module__.startswith("transformers."):
+        raise ConfigError(f"{where}: PPO's loop has no {', '.join(lacking)}; its events are {', '.join(EVENTS)}")
+    return callback
+
+
+class Callbacks:
+    """Calls a run's callbacks and passes on what they ask for; every process has them, and the main one's decide.
+
+    An exception in one ends the run once the iteration is saved: the next `settle` raises it.
+    """
+
+    def __init__(
+        self,
+        state: TrainingState,
+        own: Sequence[TrainerCallback],
+        reporting: Sequence[TrainerCallback],
+        folder: Path | None,
+        *,
+        can_evaluate: bool = True,
+    ) -> None:
+        """Prepare a run's callbacks.
+
+        Args:
+            state: The run's, new or resumed.
+            own: A user's callbacks.
+            reporting: From `reporting_callbacks`. They get no step that they have reported before.
+            folder: The folder of the run's checkpoints; None: none are saved.
+            can_evaluate: Whether there are held-out prompts.
+        """
+        self._state, self._folder, self._can_evaluate = state, folder, can_evaluate
+        self._all = [*own, *reporting]
+        self._reporting = list(reporting)
+        self._error: Exception | None = None
+        self._is_saved = False
+        self._own_run: Any = None
+        if not self._all:
+            return
+        from transformers import TrainerControl, TrainerState
+
+        self._control = TrainerControl()
+        self._args = _training_arguments(state.config, folder)
+        main = is_main_process()
+        self._shown = TrainerState(
+            max_steps=state.total_iterations,
+            logging_steps=1,
+            save_steps=state.config.save_interval,
+            eval_steps=state.config.eval_interval,
+            train_batch_size=state.config.per_device_train_batch_size,
+            is_local_process_zero=main,
+            is_world_process_zero=main,
+        )
+        path = None if folder is None else folder / REPORTED
+        self._reported: dict[str, Any] = json.loads(path.read_text()) if path is not None and path.is_file() else {}
+        self._begin_reports()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no callback."""
+        return not self._all
+
+    def begin(self) -> None:
+        """Before the first iteration of this process."""
+        self._call("on_train_begin")
+
+    def iteration_ended(self, metrics: Mapping[str, float], *, is_saved: bool) -> None:
+        """After an iteration; `is_saved` says whether its checkpoint was due, and is written."""
+        self._is_saved = is_saved
+        if not self._all:
+            return
+        self._control.should_save = self._control.should_evaluate = False
+        self._call("on_step_end")
+        self._log(_METRICS, {name: value for name, value in metrics.items() if name != "iteration"})
+        if is_saved:
+            self._call("on_save")
+        self._state.evaluation_asked = self._control.should_evaluate
+
+    def evaluated(self, row: Mapping[str, Any] | None) -> None:
+        """After an evaluation: its row has the metrics `eval/*`, which callbacks get as `eval_*`; None: there was none.
+
+        Only an evaluation of the iteration that the state is at counts.
+        """
+        self._state.evaluation_asked = False
+        if not self._all or row is None or row["iteration"] != self._state.iteration:
+            return
+        metrics = {f"eval_{name[5:]}": value for name, value in row.items() if name.startswith("eval/")}
+        self._control.should_save = False
+        self._log(_EVALUATIONS, metrics)
+        self._call("on_evaluate", metrics=metrics)
+
+    def settle(self, save: Callable[[], None]) -> None:
+        """Save the iteration by `save` if a callback asked for it, ended training, or failed; then raise its error.
+
+        Raises:
+            TrainingError: A callback raised something.
+            ConfigError: A callback asked for what is not done.
+        """
+        if not self._all:
+            return
+        is_new = self._control.should_training_stop and not self._state.ended  # a checkpoint from before lacks it
+        self._state.ended |= is_new
+        is_asked = self._control.should_save or self._error is not None
+        if self._state.iteration and (is_new or (is_asked and not self._is_saved)):
+            self._state.save_asked, self._is_saved = True, True
+            try:
+                save()
+            finally:
+                self._state.save_asked = False
+            self._call("on_save")
+        if self._error is not None:
+            raise self._error
+
+    def end(self) -> None:
+        """After the last iteration."""
+        self._call("on_train_end")
+        if self._all and self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        """Let go of W&B's run, if this began it; also after an error."""
+        if self._own_run is not None:
+            self._own_run.finish()
+            self._own_run = None
+
+    def _log(self, what: str, logs: Mapping[str, float]) -> None:
+        if self._reporting and (self._reported.get(what) or 0) >= self._state.iteration:
+            self._call("on_log", without=self._reporting, logs=dict(logs))
+            return
+        self._call("on_log", logs=dict(logs))
+        if self._reporting:
+            self._reported[what] = self._state.iteration
+            self._keep_reported()
+
+    def _call(self, event: str, *, without: Sequence[TrainerCallback] = (), **given: Any) -> None:
+        """Call an event of the callbacks, and let the processes agree on what came of it."""
+        if not self._all or self._error is not None:
+            return
+        state = self._state
+        self._shown.global_step = state.iteration
+        self._shown.num_input_tokens_seen = 0
+        if "logs" in given:
+            self._shown.log_history.append({**given["logs"], "step": state.iteration})
+        models = {"model": state.policy, "processing_class": state.tokenizer, "optimizer": state.policy_optimizer}
+        rest = dict.fromkeys(("lr_scheduler", "train_dataloader", "eval_dataloader"))
+        error: Exception | None = None
+        for callback in self._all:
+            if callback in without:
+                continue
+            try:
+                call = partial(getattr(callback, event), self._args, self._shown, self._control)
+                self._control = call(**models, **rest, **given) or self._control
+            except Exception as raised:  # a user's callback can raise anything
+                name = f"{type(callback).__name__}.{event}"
+                error = TrainingError(f"The callback {name} raised {type(raised).__name__}: {in_one_line(raised)}")
+                error.__cause__ = raised
+                break
+        control = self._control
+        names = ("should_training_stop", "should_save", "should_evaluate", "should_epoch_stop", "should_log")
+        for name, value in zip(names, from_main([getattr(control, each) for each in names]), strict=True):
+            setattr(control, name, value)
+        self._error = error or self._refusal()
+        first = next((text for text in from_all(self._error and str(self._error)) if text is not None), None)
+        if first is not None and self._error is None:
+            self._error = TrainingError(first)
+            self._error.__cause__ = RuntimeError("in another process")
+
+    def _refusal(self) -> ConfigError | None:
+        """Return why what the callbacks ask for is not done."""
+        asked = {
+            "should_epoch_stop: PPO's loop has no epochs of data": self._control.should_epoch_stop,
+            "should_log: every iteration is logged": self._control.should_log,
+            "should_save: give train() an output_dir": self._control.should_save and self._folder is None,
+            "should_evaluate: there are no evaluation_prompts": self._control.should_evaluate
+            and not self._can_evaluate,
+        }
+        why = next((why for why, is_asked in asked.items() if is_asked), None)
+        return None if why is None else ConfigError(f"A callback set TrainerControl.{why}")
+
+    def _begin_reports(self) -> None:
+        """Let a resumed run's reports continue where they are: TensorBoard's folder, W&B's run."""
+        for callback in self._reporting:
+            kind = type(callback).__name__
+            if kind == "TensorBoardCallback" and not os.environ.get("TENSORBOARD_LOGGING_DIR"):
+                if self._folder is None:
+                    raise ConfigError("ppo.report_to=tensorboard: give train() an output_dir, where its files lie")
+                callback.logging_dir = str(self._folder / TENSORBOARD)  # type: ignore[attr-defined]
+            if kind == "WandbCallback" and is_main_process():
+                self._begin_wandb()
+
+    def _begin_wandb(self) -> None:
+        import wandb
+
+        if wandb.run is not None:  # the script's own
+            return
+        again = {"id": self._reported[WANDB], "resume": "allow"} if WANDB in self._reported else {}
+        try:
+            self._own_run = wandb.init(project=os.environ.get("WANDB_PROJECT", "huggingface"), **again)
+        except Exception as error:  # no key, no network
+            raise ConfigError(f"ppo.report_to=wandb: {in_one_line(error)}") from error
+        self._reported[WANDB] = self._own_run.id
+        self._keep_reported()
+
+    def _keep_reported(self) -> None:
+        if self._folder is not None and is_main_process():
+            with written_whole(self._folder / REPORTED) as draft:
+                draft.write_text(json.dumps(self._reported))
+
+
+def _made(factory: Callable[..., Any], name: str) -> Any:
+    try:
+        return factory()
+    except Exception as error:  # a user's class can raise anything
+        raise ConfigError(f"ppo.callbacks={name}: making it raised {in_one_line(error)}") from error
+
+
+def _training_arguments(config: PPOConfig, folder: Path | None) -> Any:
+    """Return the TrainingArguments that callbacks read, with our settings beside theirs in what they report."""
+    from transformers import TrainingArguments
+
+    class Arguments(TrainingArguments):
+        def to_dict(self) -> dict[str, Any]:
+            return {**super().to_dict(), **asdict(config)}
+
+    return Arguments(
+        output_dir=None if folder is None else str(folder),
+        accelerator_config={"use_configured_state": True},  # else it would forget the run's own Accelerator
+        report_to="none",  # the integrations are called here
+        max_steps=config.num_total_batches,
+        logging_steps=1,
+        save_steps=config.save_interval,
+        save_total_limit=config.save_total_limit,
+        eval_strategy="steps",
+        eval_steps=config.eval_interval,
+        per_device_train_batch_size=config.per_device_train_batch_size,
+        gradient_accumulation_steps=config.gradient_accumulation_steps,
+        learning_rate=config.learning_rate,
+        seed=config.seed,
+    )

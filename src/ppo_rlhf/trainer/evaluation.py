@@ -1,0 +1,134 @@
+"""PPOTrainer's evaluation on held-out prompts, by the pipeline's own functions."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pandas as pd
+from transformers import PreTrainedModel
+
+from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.core.errors import ConfigError
+from ppo_rlhf.data.prompt_dataset import PromptDataset
+from ppo_rlhf.evaluation.during_training import evaluate_iteration, evaluator_of
+from ppo_rlhf.evaluation.log import add_evaluation, read_evaluations
+from ppo_rlhf.evaluation.policy import EvaluationConfig, PolicyEvaluation, ResolvedJudge
+from ppo_rlhf.ppo.state import TrainingState
+from ppo_rlhf.processes import is_main_process
+from ppo_rlhf.rewards.functions import RewardFunction, load_function
+from ppo_rlhf.rewards.scorers import check_chats, score_by_function
+from ppo_rlhf.rewards.scoring import RewardScorer
+from ppo_rlhf.trainer.inputs import try_functions
+
+log = logging.getLogger(__name__)
+
+_METRIC = "eval/"
+
+
+class Evaluated(NamedTuple):
+    """What `PPOTrainer.evaluate` returns."""
+
+    metrics: dict[str, float]
+    """The `eval/*` metrics of docs/metrics.md."""
+    completions: pd.DataFrame
+    """A row a prompt: prompt, response, response_ids, reward, judge_score (with a judge), kl (nats), length (tokens),
+    terminated, sft_response, sft_score (what decides the win rate)."""
+
+
+def take_held_out(
+    prompts: PromptDataset | None,
+    judge: RewardFunction | str | None,
+    scorer: RewardScorer | None,
+    trained: PromptDataset | None,
+    config: PPOConfig,
+) -> RewardFunction | None:
+    """Check what PPOTrainer is given for its evaluation, and return the judge as a function; None: there is none.
+
+    Args:
+        prompts: Held-out prompts.
+        judge: `judge(prompts, completions, **columns) -> list[float]`, or its `module:name`.
+        scorer: The reward that is trained.
+        trained: Prompts to train on; those that are held out, too, are counted in a warning.
+        config: Hyperparameters.
+
+    Raises:
+        ConfigError: The judge is no function, or there is a judge without prompts, or prompts without a reward.
+        DataError, RewardError: Reward or judge cannot read the prompts, or the judge fails on two of them.
+    """
+    if prompts is None:
+        if judge is not None:
+            raise ConfigError("PPOTrainer: judge decides between answers to evaluation_prompts; give these, too")
+        return None
+    if scorer is None:
+        raise ConfigError("PPOTrainer: evaluation_prompts are answered and scored by the reward; give a reward, too")
+    check_chats(scorer, prompts)
+    known = set() if trained is None else {*trained.texts}
+    if (shared := sum(text in known for text in prompts.texts)) and is_main_process():
+        log.warning("PPO trains on %d of the %d evaluation_prompts.", shared, len(prompts))
+    if not (judge is None or isinstance(judge, str) or callable(judge)):
+        raise ConfigError(f"PPOTrainer: judge is a {type(judge).__name__}; give a function, or its module:name")
+    function = load_function(judge) if isinstance(judge, str) else judge
+    if function is not None:
+        try_functions(RewardScorer([("judge", 1.0, partial(score_by_function, function, "judge"))]), prompts, config)
+    return function
+
+
+class HeldOut:
+    """Evaluates a trainer's policy on held-out prompts, all of them, with one response to each.
+
+    Attributes:
+        rows: One for each evaluated iteration, oldest first, as in the pipeline's log: `iteration`, the `eval/*`
+            metrics, and `scores` of those that were the best so far.
+    """
+
+    def __init__(
+        self,
+        state: TrainingState,
+        reference_policy: PreTrainedModel,
+        prompts: PromptDataset,
+        scorer: RewardScorer,
+        judge: RewardFunction | None,
+    ) -> None:
+        """Take the held-out prompts and the judge (`take_held_out`); without one the reward decides the win rate."""
+        described = "the reward" if judge is None else "the judge"
+        self._evaluator = evaluator_of(
+            state.tokenizer,
+            prompts,
+            scorer,
+            state.config,
+            state.sampling,
+            EvaluationConfig(iteration_prompts=len(prompts)),
+            ResolvedJudge(judge=judge, rates={}, description=described),
+        )
+        self._reference, self._by_reward = reference_policy, judge is None
+        self._sft: PolicyEvaluation | None = None
+        self.rows: list[dict[str, Any]] = []
+
+    def evaluate(self, state: TrainingState, directory: Path | None = None) -> Evaluated:
+        """Evaluate the policy as it is now, note it in `rows`, and in the log of a directory if one is given."""
+        if self._sft is None:
+            self._sft = self._evaluator.evaluate(self._reference, None, device=state.device)
+        row, evaluated = evaluate_iteration(
+            state, self._reference, self._evaluator, self._sft, self.rows, by_trained_reward=self._by_reward
+        )
+        self.rows = [*(each for each in self.rows if each["iteration"] != row["iteration"]), row]
+        if directory is not None and is_main_process():
+            add_evaluation(directory, row)
+        metrics = {name: value for name, value in row.items() if name.startswith(_METRIC)}
+        of_sft = {"sft_response": self._sft.completions, "sft_score": self._sft.deciding_scores}
+        return Evaluated(metrics, evaluated.to_frame().assign(**of_sft))
+
+    def resume(self, directory: Path, iteration: int) -> None:
+        """Take the evaluations before an iteration from a directory's log."""
+        self.rows = [row for row in read_evaluations(directory) if row["iteration"] < iteration]
+
+    def with_evaluations(self, history: list[dict[str, float]]) -> list[dict[str, float]]:
+        """Return the history of a run, each row with the metrics of its evaluation, if there was one."""
+        of_iteration = {row["iteration"]: row for row in self.rows}
+        return [
+            row | {key: x for key, x in of_iteration.get(row["iteration"], {}).items() if key.startswith(_METRIC)}
+            for row in history
+        ]

@@ -1,0 +1,364 @@
+"""Transformers' TrainerCallbacks in PPOTrainer and in the pipeline's loop."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import EarlyStoppingCallback, PrinterCallback, TrainerCallback
+
+from ppo_rlhf.checkpoints.files import checkpoint_iterations
+from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.core.errors import ConfigError, RewardError, TrainingError
+from ppo_rlhf.ppo import callbacks
+from ppo_rlhf.ppo.callbacks import Callbacks, own_callbacks, reporting_callbacks
+from ppo_rlhf.signals import RunInterruptedError
+from ppo_rlhf.training import PPOTrainer
+from tests.tiny_models import save, tiny_model, word_tokenizer
+from tests.trainer.test_trainer import FUNCTION, PROMPTS, assert_same_bits, config, early_letters, weights
+from tests.trainer.test_trainer import pipeline_run as run_pipeline
+from tests.trainer.test_trainer_evaluation import HELD_OUT, pipelines_rows
+
+HERE = "tests.trainer.test_callbacks"
+
+
+class Recorder(TrainerCallback):
+    """Notes each event; may raise or set a flag of the control at one of them."""
+
+    def __init__(self, at: tuple[str, int] | None = None, act: Any = None) -> None:
+        self.events: list[tuple[str, int]] = []
+        self.logs: list[dict[str, float]] = []
+        self.metrics: list[dict[str, float]] = []
+        self.at, self.act = at, act
+
+    def _note(self, event: str, args: Any, state: Any, control: Any, **given: Any) -> Any:
+        self.events.append((event, state.global_step))
+        assert given["model"].config is not None
+        assert given["processing_class"] is not None
+        assert state.max_steps > 0
+        self.args = args
+        if self.at == (event, state.global_step):
+            if isinstance(self.act, Exception):
+                raise self.act
+            setattr(control, self.act, True)
+            return control
+        return None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> Any:
+        return self._note("begin", args, state, control, **given)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> Any:
+        return self._note("step", args, state, control, **given)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **given: Any) -> Any:
+        self.logs.append(logs)
+        return self._note("log", args, state, control, **given)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **given: Any) -> Any:
+        self.metrics.append(metrics)
+        return self._note("evaluate", args, state, control, **given)
+
+    def on_save(self, args: Any, state: Any, control: Any, **given: Any) -> Any:
+        return self._note("save", args, state, control, **given)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> Any:
+        return self._note("end", args, state, control, **given)
+
+
+MADE: list[Recorder] = []
+
+
+def recorder() -> Recorder:
+    MADE.append(Recorder())
+    return MADE[-1]
+
+
+def stopper() -> Recorder:
+    MADE.append(Recorder(("step", 2), "should_training_stop"))
+    return MADE[-1]
+
+
+def failing() -> Recorder:
+    MADE.append(Recorder(("step", 2), ValueError("no such\nplace")))
+    return MADE[-1]
+
+
+class OfEpochs(TrainerCallback):
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        raise NotImplementedError
+
+
+def trainer_of(*own: TrainerCallback, evaluates: bool = True, **settings: Any) -> PPOTrainer:
+    return PPOTrainer(
+        config(**{"eval_interval": 2, "save_interval": 2, **settings}),
+        tiny_model(),
+        None,
+        word_tokenizer(),
+        reward=early_letters,
+        prompts=PROMPTS,
+        evaluation_prompts=HELD_OUT if evaluates else None,
+        callbacks=own,
+    )
+
+
+ALL_EVENTS = [
+    *[("begin", 0)],
+    *[("step", 1), ("log", 1)],
+    *[("step", 2), ("log", 2), ("save", 2), ("log", 2), ("evaluate", 2)],
+    *[("step", 3), ("log", 3), ("save", 3), ("log", 3), ("evaluate", 3)],
+    *[("end", 3)],
+]
+
+
+def test_events_come_in_the_documented_order_with_our_numbers(tmp_path: Path):
+    seen = Recorder()
+    trainer = trainer_of(seen)
+    trainer.train(output_dir=tmp_path)
+    assert seen.events == ALL_EVENTS
+    of_iterations = [logs for logs in seen.logs if "objective/kl" in logs]
+    assert of_iterations == [{k: v for k, v in row.items() if k != "iteration"} for row in trainer.history]
+    rows = trainer.held_out.rows  # type: ignore[union-attr]
+    assert [m["eval_reward"] for m in seen.metrics] == [row["eval/reward"] for row in rows]
+    assert seen.args.learning_rate == trainer.config.learning_rate
+    assert seen.args.to_dict()["kl_coef"] == trainer.config.kl_coef
+    assert seen.args.output_dir == str(tmp_path)
+
+
+def test_callbacks_change_no_bit_and_leave_the_accelerator_as_it_was():
+    plain, watched = trainer_of(), trainer_of(Recorder())
+    plain.train()
+    watched.train()
+    assert_same_bits(weights(watched.policy), weights(plain.policy))
+    assert watched.state.accelerator.distributed_type is not None
+
+
+def test_the_pipeline_calls_those_that_a_setting_names(tmp_path: Path):
+    MADE.clear()
+    sft, named = save(tmp_path / "sft", tiny_model()), f"{HERE}:recorder, {HERE}:Recorder"
+    rows = pipelines_rows(sft, None, callbacks=named, save_interval=2, eval_interval=2)
+    (seen,) = MADE
+    assert seen.events == ALL_EVENTS
+    assert [metrics["eval_kl"] for metrics in seen.metrics] == [row["eval/kl"] for row in rows]
+
+
+@pytest.mark.parametrize("at", ["step", "log", "save", "evaluate"])
+def test_training_stops_where_a_callback_says_so_and_stays_stopped(tmp_path: Path, at: str):
+    trainer = trainer_of(Recorder((at, 2), "should_training_stop"), total_episodes=40)
+    trainer.train(output_dir=tmp_path)
+    assert trainer.state.iteration == 2
+    assert checkpoint_iterations(tmp_path) == [2]
+    again = trainer_of(total_episodes=40)
+    again.train(resume_from_checkpoint=True, output_dir=tmp_path)
+    assert again.state.iteration == 2
+
+
+def test_the_pipeline_stops_too_and_exports_what_it_has(tmp_path: Path):
+    sft = save(tmp_path / "sft", tiny_model())
+    outputs = run_pipeline(sft, config(callbacks=f"{HERE}:stopper", total_episodes=40), FUNCTION)
+    assert outputs["checkpoint"].load().state.iteration == 2
+    assert "ppo_policy" in outputs
+
+
+@pytest.mark.parametrize("at", ["step", "log", "evaluate"])
+def test_a_save_that_a_callback_asks_for_is_made(tmp_path: Path, at: str):
+    seen = Recorder((at, 2), "should_save")
+    trainer_of(seen, save_interval=100, save_total_limit=5).train(output_dir=tmp_path)
+    assert checkpoint_iterations(tmp_path) == [2, 3]
+    assert [event for event in seen.events if event[0] == "save"] == [("save", 2), ("save", 3)]
+
+
+def test_an_evaluation_that_a_callback_asks_for_is_made():
+    trainer = trainer_of(Recorder(("step", 1), "should_evaluate"), eval_interval=100)
+    trainer.train()
+    assert [row["iteration"] for row in trainer.held_out.rows] == [1.0, 3.0]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("at", ["step", "log", "evaluate"])
+def test_what_a_callback_raises_ends_the_run_in_one_line_once_the_iteration_is_saved(tmp_path: Path, at: str):
+    trainer = trainer_of(Recorder((at, 2), ValueError("no such\nplace")), save_interval=100)
+    with pytest.raises(TrainingError) as caught:
+        trainer.train(output_dir=tmp_path)
+    event = {"step": "on_step_end", "log": "on_log", "evaluate": "on_evaluate"}[at]
+    assert str(caught.value) == f"The callback Recorder.{event} raised ValueError: no such place"
+    assert checkpoint_iterations(tmp_path) == [2]
+    resumed = trainer_of(save_interval=100)
+    resumed.train(resume_from_checkpoint=True, output_dir=tmp_path)
+    whole = trainer_of()
+    whole.train()
+    assert_same_bits(weights(resumed.policy), weights(whole.policy))
+
+
+def test_in_the_pipeline_likewise(tmp_path: Path):
+    sft = save(tmp_path / "sft", tiny_model())
+    with pytest.raises(TrainingError, match=r"^The callback Recorder.on_step_end raised ValueError: no such place$"):
+        run_pipeline(sft, config(callbacks=f"{HERE}:failing", save_interval=100), FUNCTION, checkpoints=tmp_path / "c")
+    (run,) = (tmp_path / "c").iterdir()
+    assert checkpoint_iterations(run) == [2]
+
+
+@pytest.mark.parametrize(
+    ("flag", "evaluates", "folder", "line"),
+    [
+        ("should_log", True, True, "should_log: every iteration is logged"),
+        ("should_epoch_stop", True, True, "should_epoch_stop: PPO's loop has no epochs of data"),
+        ("should_evaluate", False, True, "should_evaluate: there are no evaluation_prompts"),
+        ("should_save", True, False, "should_save: give train() an output_dir"),
+    ],
+)
+def test_a_flag_that_does_nothing_here_is_refused(tmp_path: Path, flag: str, evaluates: bool, folder: bool, line: str):
+    trainer = trainer_of(Recorder(("step", 1), flag), evaluates=evaluates)
+    with pytest.raises(ConfigError, match=f"^{re.escape(f'A callback set TrainerControl.{line}')}$"):
+        trainer.train(output_dir=tmp_path if folder else None)
+
+
+def test_what_is_no_callback_or_waits_for_other_events_is_refused_before_anything_is_loaded():
+    with pytest.raises(ConfigError, match=r"PPO's loop has no on_epoch_end; its events are on_train_begin"):
+        trainer_of(OfEpochs())
+    with pytest.raises(ConfigError, match=r"a int is no transformers\.TrainerCallback"):
+        trainer_of(3)  # type: ignore[arg-type]
+    with pytest.raises(RewardError, match="no_such_module"):
+        own_callbacks(PPOConfig(callbacks="no_such_module:x"))
+    with pytest.raises(ConfigError, match=rf"ppo.callbacks={HERE}:OfEpochs: PPO's loop has no on_epoch_end"):
+        own_callbacks(PPOConfig(callbacks=f"{HERE}:OfEpochs"))
+    with pytest.raises(ConfigError, match="making it raised"):
+        own_callbacks(PPOConfig(callbacks=f"{HERE}:trainer_with"))
+    assert own_callbacks(PPOConfig()) == []
+
+
+def trainer_with(needed: int) -> None:
+    """A callback's factory that cannot be called without an argument."""
+
+
+def test_transformers_own_callbacks_work_where_they_can(capsys):
+    trainer_of(PrinterCallback()).train()
+    assert "'objective/kl'" in capsys.readouterr().out
+    with pytest.raises(
+        TrainingError, match=r"^The callback EarlyStoppingCallback.on_train_begin raised AssertionError"
+    ):
+        trainer_of(EarlyStoppingCallback()).train()
+
+
+def test_in_a_loop_of_ones_own_callbacks_are_refused():
+    trainer = trainer_of(Recorder())
+    with pytest.raises(ConfigError, match=r"callbacks and ppo\.report_to are for train"):
+        trainer.step([], [], [])
+
+
+def test_the_main_processs_flags_and_any_processs_error_count_in_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    state = trainer_of().state
+    of_this = Callbacks(state, [Recorder(("step", 0), "should_training_stop")], [], tmp_path)
+    monkeypatch.setattr(callbacks, "from_main", lambda flags: [False] * len(flags))  # the main process sets none
+    of_this.iteration_ended({}, is_saved=True)
+    of_this.settle(lambda: None)
+    assert not state.ended
+    monkeypatch.setattr(callbacks, "from_all", lambda own: [own, "The callback of process 1 failed"])
+    of_this.iteration_ended({}, is_saved=True)
+    with pytest.raises(TrainingError, match="process 1"):
+        of_this.settle(lambda: None)
+
+
+# --- report_to
+
+
+def scalars(folder: Path) -> dict[str, dict[int, float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    events.Reload()
+    found: dict[str, dict[int, float]] = {}
+    for tag in events.Tags()["scalars"]:
+        points = events.Scalars(tag)
+        found[tag] = {point.step: point.value for point in points}
+        assert len(found[tag]) == len(points), f"{tag} has a step twice"
+    return found
+
+
+def test_tensorboard_has_every_number_once_also_after_a_kill(tmp_path: Path):
+    """The first process ends after iteration 3, whose last checkpoint is that of iteration 2."""
+    settings = {"report_to": "tensorboard", "total_episodes": 20, "save_interval": 2}
+
+    class Kill(BaseException):
+        pass
+
+    class KillAt3(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            if state.global_step == 4:
+                raise Kill
+
+    first = trainer_of(KillAt3(), **settings)
+    first_save = first.save_checkpoint
+    first.save_checkpoint = lambda folder: first_save(folder) if first.state.iteration < 4 else folder  # type: ignore
+    with pytest.raises(Kill):
+        first.train(output_dir=tmp_path)
+    for newer in tmp_path.glob("iteration_00000[34]"):  # what the trainer saves on an exception, a kill would not
+        shutil.rmtree(newer)
+    assert checkpoint_iterations(tmp_path) == [2]
+    second = trainer_of(**settings)
+    second.train(resume_from_checkpoint=True, output_dir=tmp_path)
+    found = scalars(tmp_path / "tensorboard")
+    for key in ("objective/kl", "objective/scores", "loss/policy"):
+        if key in second.history[0]:
+            expected = {int(row["iteration"]): pytest.approx(row[key], rel=1e-6, abs=1e-9) for row in second.history}
+            assert found[f"train/{key}"] == expected, key
+    rows = second.held_out.rows  # type: ignore[union-attr]
+    assert found["eval/reward"] == {int(row["iteration"]): pytest.approx(row["eval/reward"], rel=1e-6) for row in rows}
+
+
+def test_wandb_runs_offline_in_one_run_that_a_resumed_one_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    run = tmp_path / "run"
+    trainer_of(report_to="wandb", total_episodes=8).train(output_dir=run)
+    first = json.loads((run / "reported.json").read_text())
+    assert first["metrics"] == 2
+    trainer_of(report_to="wandb", total_episodes=12).train(resume_from_checkpoint=True, output_dir=run)
+    second = json.loads((run / "reported.json").read_text())
+    assert second["wandb"] == first["wandb"]
+    assert second["metrics"] == 3
+    folders = sorted((tmp_path / "wandb").glob(f"offline-run-*-{first['wandb']}"))
+    assert folders
+    import wandb
+
+    assert wandb.run is None  # it was let go
+
+
+@pytest.mark.parametrize(
+    ("report_to", "line"),
+    [("tensorbord", "tensorbord is not supported"), ("all", "name the integrations"), ("comet_ml", "comet")],
+)
+def test_a_report_that_cannot_be_made_is_refused_in_one_line(report_to: str, line: str):
+    with pytest.raises(ConfigError, match=line) as caught:
+        reporting_callbacks(PPOConfig(report_to=report_to))
+    assert "\n" not in str(caught.value)
+
+
+def test_tensorboard_needs_a_folder():
+    with pytest.raises(ConfigError, match="report_to=tensorboard: give train\\(\\) an output_dir"):
+        trainer_of(report_to="tensorboard").train()
+
+
+# --- max_time
+
+
+def test_after_max_time_the_iteration_is_saved_and_the_run_resumes_bit_for_bit(tmp_path: Path):
+    whole = trainer_of(evaluates=False)
+    whole.train()
+    limited = trainer_of(evaluates=False, max_time=1e-9, save_interval=100)
+    with pytest.raises(RunInterruptedError, match=r"^The run was stopped by ppo.max_time=1e-09 hours.$") as caught:
+        limited.train(output_dir=tmp_path)
+    assert caught.value.exit_code == 143
+    assert checkpoint_iterations(tmp_path) == [1]
+    resumed = trainer_of(evaluates=False, max_time=1000.0)
+    resumed.train(resume_from_checkpoint=True, output_dir=tmp_path)
+    assert_same_bits(weights(resumed.policy), weights(whole.policy))
+
+
+def test_max_time_needs_a_folder():
+    with pytest.raises(ConfigError, match=r"ppo\.max_time saves the run and stops it; give output_dir"):
+        trainer_of(max_time=1.0).train()

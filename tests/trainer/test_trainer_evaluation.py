@@ -1,0 +1,171 @@
+"""PPOTrainer evaluates on held-out prompts as the pipeline does, and never at the cost of an iteration."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from kedro.io import DataCatalog, MemoryDataset
+
+from ppo_rlhf.core.errors import ConfigError, DataError, RewardError
+from ppo_rlhf.data.prompts import PromptsConfig
+from ppo_rlhf.data.sources import table_of
+from ppo_rlhf.evaluation.policy import EvaluationConfig
+from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.pipelines.ppo.pipeline import create_pipeline
+from ppo_rlhf.rewards.config import RewardConfig
+from ppo_rlhf.runner import LoopRunner
+from ppo_rlhf.training import PPOTrainer
+from tests.tiny_models import save, tiny_model, word_tokenizer
+from tests.trainer.test_trainer import FUNCTION, PROMPTS, config, early_letters, repeatable
+
+HELD_OUT = ["q r", "s", "a b", "c d e", "f", "g h", "i", "j k", "l m n", "o p", "q", "r s"]
+
+
+def brevity(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+    return [-float(len(text.split())) for text in completions]
+
+
+def trainer_of(**given: Any) -> PPOTrainer:
+    given = {"reward": early_letters, "prompts": PROMPTS, "evaluation_prompts": HELD_OUT, **given}
+    settings = given.pop("config", config(eval_interval=2, save_interval=1))
+    return PPOTrainer(settings, tiny_model(), None, word_tokenizer(), **given)
+
+
+def pipelines_rows(sft: str, judge: str | None, **settings: Any) -> list[dict[str, Any]]:
+    """The rows that the pipeline's node `evaluate_iteration` makes of the same run."""
+    given = {
+        "params:ppo": config(**settings),
+        "params:prompts": PromptsConfig(),
+        "params:reward": RewardConfig(components=[FUNCTION]),
+        "params:evaluation": EvaluationConfig(judge=judge, prompts_path="mine"),
+        "raw_prompts": table_of({"prompt": PROMPTS}),
+        "raw_evaluation_prompts": table_of({"prompt": HELD_OUT}),
+        "sft_policy": PretrainedHandle(sft),
+    }
+    rows: list[dict[str, Any]] = []
+
+    class Log(MemoryDataset):
+        def save(self, data: dict[str, Any]) -> None:
+            rows.extend([data] if data else [])
+
+        def load(self) -> list[dict[str, Any]]:
+            return rows
+
+    pipeline = create_pipeline().to_nodes("ppo.summarise_training")
+    catalog = DataCatalog(
+        {name: MemoryDataset(given.get(name), copy_mode="assign") for name in pipeline.datasets() | given.keys()}
+    )
+    catalog["evaluation_metrics"] = catalog["earlier_evaluations"] = Log()
+    LoopRunner().run(pipeline, catalog)
+    return rows
+
+
+@pytest.mark.parametrize("judge", [None, "tests.trainer.test_trainer_evaluation:brevity"])
+def test_rows_are_the_pipelines(tmp_path: Path, judge: str | None):
+    sft = save(tmp_path / "sft", tiny_model())
+    expected = pipelines_rows(sft, judge, eval_interval=2)
+    trainer = trainer_of(judge=judge)
+    trainer.train()
+    assert trainer.held_out is not None
+    assert [row["iteration"] for row in trainer.held_out.rows] == [2.0, 3.0]
+    assert trainer.held_out.rows == expected
+    assert ("eval/judge_score" in expected[0]) is (judge is not None)
+
+
+def test_evaluate_returns_the_metrics_and_a_table_of_completions():
+    trainer = trainer_of(judge=brevity)
+    metrics, table = trainer.evaluate()
+    assert metrics["eval/win_rate"] == 0.5  # the policy is still the reference
+    assert metrics["eval/kl"] == 0.0
+    assert table["prompt"].tolist() == HELD_OUT
+    assert (table["response"] == table["sft_response"]).all()
+    trainer.train()
+    metrics, table = trainer.evaluate()
+    assert metrics["eval/reward"] == pytest.approx(table["reward"].mean())
+    assert table["reward"].tolist() == early_letters(HELD_OUT, table["response"].tolist())
+    assert table["judge_score"].tolist() == brevity(HELD_OUT, table["response"].tolist())
+    wins = np.sign(table["judge_score"] - table["sft_score"])
+    assert metrics["eval/win_rate"] == pytest.approx(((wins + 1) / 2).mean())
+
+
+def test_evaluation_changes_no_bit_of_training():
+    without = trainer_of(evaluation_prompts=None).train()
+    assert repeatable(trainer_of(judge=brevity).train()) == repeatable(without)
+
+
+def test_with_lora_the_policy_is_compared_with_its_frozen_weights():
+    trainer = trainer_of(config=config(use_peft=True, lora_r=2, learning_rate=0.05))
+    trainer.train()
+    (row,) = trainer.held_out.rows  # type: ignore[union-attr]
+    _, table = PPOTrainer(
+        config(), tiny_model(), None, word_tokenizer(), reward=early_letters, evaluation_prompts=HELD_OUT
+    ).evaluate()
+    assert row["eval/reward_sft"] == table["reward"].mean()
+    assert row["eval/kl"] != 0.0
+
+
+def test_a_resumed_run_has_the_same_evaluations_and_keeps_the_best_checkpoint(tmp_path: Path):
+    settings = config(eval_interval=1, save_interval=1, save_total_limit=1, total_episodes=20, kl_alarm=1e9)
+    whole = trainer_of(config=settings)
+    whole.train(output_dir=tmp_path / "whole")
+    rows = whole.held_out.rows  # type: ignore[union-attr]
+    best = int(max(rows, key=lambda row: (row["eval/reward"], row["iteration"]))["iteration"])
+    saved = sorted(path.name for path in (tmp_path / "whole").glob("iteration_*"))
+    assert saved == sorted({f"iteration_{best:06d}", "iteration_000005"})
+    assert json.loads((tmp_path / "whole" / "evaluations.json").read_text()) == rows
+
+    class StopError(Exception):
+        pass
+
+    first = trainer_of(config=settings, judge=None)
+    evaluate = first.held_out.evaluate  # type: ignore[union-attr]
+
+    def evaluate_once(*given: Any) -> Any:
+        if first.state.iteration == 3:
+            raise StopError
+        return evaluate(*given)
+
+    first.held_out.evaluate = evaluate_once  # type: ignore[union-attr, method-assign]
+    with pytest.raises(StopError):
+        first.train(output_dir=tmp_path / "halves")
+    assert (tmp_path / "halves" / "iteration_000003").is_dir()  # the evaluation failed after it was saved
+    second = trainer_of(config=settings)
+    second.train(resume_from_checkpoint=True, output_dir=tmp_path / "halves")
+    assert second.held_out.rows == rows  # type: ignore[union-attr]
+    assert repeatable(second.history) == repeatable(whole.history)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "line"),
+    [
+        ({"evaluation_prompts": None, "judge": brevity}, ConfigError, "judge decides between answers to evaluation_"),
+        ({"reward": None, "prompts": None}, ConfigError, "evaluation_prompts are answered and scored by the reward"),
+        ({"judge": 3}, ConfigError, "judge is a int; give a function"),
+        ({"judge": "no_such_module:judge"}, RewardError, "no_such_module"),
+        ({"judge": lambda completions: ["a"] * len(completions)}, RewardError, "judge"),
+        ({"evaluation_prompts": ["a " * 200]}, DataError, "200"),
+        ({"evaluation_prompts": {"text": HELD_OUT}}, DataError, "no column `prompt`"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused_before_training(given: dict[str, Any], error: type, line: str):
+    with pytest.raises(error, match=line):
+        trainer_of(**given)
+
+
+def test_without_prompts_evaluate_is_refused_and_eval_interval_warned_of(caplog):
+    trainer = trainer_of(evaluation_prompts=None)
+    assert "ppo.eval_interval: no effect in PPOTrainer without evaluation_prompts" in caplog.messages
+    with pytest.raises(ConfigError, match="was given no evaluation_prompts"):
+        trainer.evaluate()
+    caplog.clear()
+    trainer_of()
+    assert "eval_interval" not in caplog.text
+
+
+def test_prompts_that_are_trained_on_are_counted_in_a_warning(caplog):
+    trainer_of(evaluation_prompts=[*HELD_OUT, PROMPTS[0]])
+    assert "PPO trains on 1 of the 13 evaluation_prompts." in caplog.messages
