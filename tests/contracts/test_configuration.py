@@ -23,7 +23,7 @@ from tests.contracts import checkers
 
 CONF = Path(__file__).parents[2] / "conf"
 ENVIRONMENTS = ["base", *sorted(p.name for p in CONF.iterdir() if p.is_dir() and p.name not in ("base", "local"))]
-SHARED_ON_PURPOSE = ["checkpoint", "earlier_evaluations", "evaluation_metrics", "resume_checkpoint"]
+SHARED_ON_PURPOSE = ["checkpoint", "completions", "earlier_evaluations", "evaluation_metrics", "resume_checkpoint"]
 """One folder on purpose: evaluations are beside the checkpoints that they choose among."""
 
 OF_ANOTHER_NAME = {

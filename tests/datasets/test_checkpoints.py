@@ -42,7 +42,9 @@ def written(monkeypatch):
 
 def request(iteration: int, **settings) -> CheckpointRequest:
     config = PPOConfig(**{"save_interval": 10, "save_total_limit": 2, **settings})
-    state = SimpleNamespace(iteration=iteration, config=config, finished=iteration == 60, stopping=False)
+    state = SimpleNamespace(
+        iteration=iteration, config=config, finished=iteration == 60, stopping=False, save_asked=False
+    )
     return CheckpointRequest(state)
 
 

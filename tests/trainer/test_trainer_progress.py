@@ -10,11 +10,21 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import load_dataset
 
 from ppo_rlhf.core.errors import CheckpointError, RewardError
 from ppo_rlhf.ppo import update
-from tests.tiny_models import save, tiny_model
-from tests.trainer.test_trainer import assert_same_bits, config, early_letters, repeatable, trainer_of, weights
+from ppo_rlhf.training import PPOTrainer
+from tests.tiny_models import save, tiny_model, word_tokenizer
+from tests.trainer.test_trainer import (
+    PROMPTS,
+    assert_same_bits,
+    config,
+    early_letters,
+    repeatable,
+    trainer_of,
+    weights,
+)
 
 
 @pytest.fixture
@@ -78,7 +88,11 @@ def failing(calls: int, error: BaseException) -> Any:
 
 
 def saved(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if path.name != "run.lock") if folder.exists() else []
+    return (
+        sorted(path.name for path in folder.iterdir() if path.name not in ("run.lock", "completions"))
+        if folder.exists()
+        else []
+    )
 
 
 @pytest.mark.parametrize(
@@ -169,3 +183,36 @@ def test_only_the_main_process_saves(sft: str, tmp_path: Path, monkeypatch: pyte
     with pytest.raises(RewardError):
         trainer_of(sft, reward=failing(1 + 2, ZeroDivisionError())).train(output_dir=tmp_path / "run")
     assert saved(tmp_path / "run") == []
+
+
+def test_completions_of_sampled_iterations_are_files_that_datasets_reads(tmp_path: Path):
+    """Iterations 1, 2 and 3 of 3; a resumed run that repeats an iteration replaces its file by the same one."""
+    settings = config(sample_interval=2, save_interval=1, save_total_limit=3)
+
+    def trainer() -> PPOTrainer:
+        return PPOTrainer(settings, tiny_model(), None, word_tokenizer(), reward=early_letters, prompts=PROMPTS)
+
+    first = trainer()
+    first.train(output_dir=tmp_path)
+    files = sorted((tmp_path / "completions").glob("*.jsonl"))
+    assert [file.name for file in files] == [f"iteration_{number:06d}.jsonl" for number in (1, 2, 3)]
+    table = load_dataset("json", data_files=[str(file) for file in files], split="train", cache_dir=str(tmp_path / "c"))
+    assert len(table) == 3 * settings.batch_size
+    assert table["score"] == pytest.approx(early_letters(table["prompt"], table["completion"]))
+    for row in first.history:
+        of_iteration = table.filter(lambda each, number=row["iteration"]: each["iteration"] == number)
+        assert sum(of_iteration["score"]) / len(of_iteration) == pytest.approx(row["objective/scores"])
+        assert sum(of_iteration["kl"]) / len(of_iteration) == pytest.approx(row["objective/kl"])
+        assert sum(of_iteration["tokens"]) / len(of_iteration) == pytest.approx(row["response/length"])
+    before = [file.read_bytes() for file in files]
+    files[2].unlink()
+    trainer().train(resume_from_checkpoint=tmp_path / "iteration_000001", output_dir=tmp_path)
+    assert [file.read_bytes() for file in files] == before
+
+
+def test_only_sampled_iterations_have_a_file(tmp_path: Path):
+    settings = config(sample_interval=100, total_episodes=20)
+    PPOTrainer(settings, tiny_model(), None, word_tokenizer(), reward=early_letters, prompts=PROMPTS).train(
+        output_dir=tmp_path
+    )
+    assert [file.name[-7:-6] for file in sorted((tmp_path / "completions").iterdir())] == ["1", "5"]

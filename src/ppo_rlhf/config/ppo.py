@@ -318,7 +318,8 @@ class PPOConfig:
     """`module:name` of a transformers TrainerCallback, or of a function that returns one; several are comma-separated
     (docs/callbacks.md). PPOTrainer takes objects, too."""
     sample_interval: Count = 5
-    """Iterations between samples in MLflow: a table, and some responses token by token."""
+    """Iterations between samples: a table in MLflow, some responses token by token, and all of the iteration's
+    completions in a file beside the checkpoints. The first and the last iteration are sampled, too."""
     shutdown_grace_s: Annotated[float, Field(ge=0.0)] = 25.0
     """Seconds that a run has to finish and save its iteration after SIGTERM, SIGINT or SIGHUP. Then it stops, and the
     last checkpoint stands (Kubernetes kills after 30 seconds); 0 stops at once."""
@@ -371,6 +372,10 @@ class PPOConfig:
     def held_iterations(self) -> int:
         """Iterations at the start in which the KL controller holds still."""
         return self.critic_warmup_iterations + self.kl_hold_iterations
+
+    def samples(self, iteration: int) -> bool:
+        """Return whether an iteration's responses are kept as samples."""
+        return iteration in (1, self.num_total_batches) or iteration % self.sample_interval == 0
 
     def not_default(self) -> dict[str, Any]:
         """Return the settings whose value differs from the default, in order of declaration."""

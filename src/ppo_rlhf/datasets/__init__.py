@@ -1,6 +1,6 @@
 """The Kedro datasets that kedro-datasets does not have."""
 
-from ppo_rlhf.datasets.checkpoints import CheckpointDataset, EvaluationLogDataset
+from ppo_rlhf.datasets.checkpoints import CheckpointDataset, CompletionsDataset, EvaluationLogDataset
 from ppo_rlhf.datasets.pretrained_model import PretrainedModelDataset
 from ppo_rlhf.datasets.records import RecordsDataset
 from ppo_rlhf.datasets.report_files import ModelCardDataset, TokenSamplesDataset
@@ -9,6 +9,7 @@ from ppo_rlhf.datasets.tables import OptionalTableDataset, SpreadsheetDataset, T
 
 __all__ = [
     "CheckpointDataset",
+    "CompletionsDataset",
     "EvaluationLogDataset",
     "ModelCardDataset",
     "OptionalTableDataset",

@@ -8,6 +8,8 @@ from typing import Any, NoReturn, TypeVar
 import mlflow
 from kedro.io import AbstractDataset, DatasetError
 
+from ppo_rlhf.checkpoints.completions import FOLDER as COMPLETIONS
+from ppo_rlhf.checkpoints.completions import write_completions
 from ppo_rlhf.checkpoints.files import checkpoint_iterations, prune_checkpoints
 from ppo_rlhf.checkpoints.store import CheckpointRequest, write_checkpoint
 from ppo_rlhf.config import PPOConfig
@@ -92,6 +94,28 @@ class EvaluationLogDataset(_RunDataset[dict[str, Any], list[dict[str, Any]]]):
 
     def _exists(self) -> bool:
         return (run_directory(self.root) / EVALUATIONS).is_file()
+
+
+class CompletionsDataset(_RunDataset[list[dict[str, Any]], NoReturn]):
+    """The completions of this run's sampled iterations, beside its checkpoints; only written. Example:
+
+    ```yaml
+    completions:
+      type: ppo_rlhf.datasets.CompletionsDataset
+      filepath: data/06_models/ppo_checkpoints
+    ```
+    """
+
+    def save(self, data: list[dict[str, Any]]) -> None:
+        """Write one iteration's file; no rows: nothing was due."""
+        write_completions(run_directory(self.root), data)
+
+    def load(self) -> NoReturn:
+        """Refuse: nothing in a run reads them."""
+        raise DatasetError("completions are only written: read the files by datasets.load_dataset.")
+
+    def _exists(self) -> bool:
+        return (run_directory(self.root) / COMPLETIONS).is_dir()
 
 
 def run_directory(root: Path) -> Path:

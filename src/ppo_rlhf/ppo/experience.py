@@ -163,16 +163,3 @@ def estimate_advantages(
     if config.whiten_advantages:
         advantages = masked_whiten(advantages, learning_mask(rollouts, config))
     return Experience(rollouts, scores, shaped_rewards, advantages, returns)
-
-
-def sample_table(
-    rollouts: Rollouts, scores: Scores, shaped_rewards: ShapedRewards, limit: int = 20
-) -> dict[str, list[object]]:
-    """Return the first `limit` rollouts as columns: prompt, response, score, KL (nats over the response), stopped."""
-    return {
-        "prompt": list(rollouts.prompts.texts[:limit]),
-        "response": list(rollouts.texts.completions[:limit]),
-        "score": scores.total[:limit].tolist(),
-        "kl": shaped_rewards.kl.sum(-1)[:limit].tolist(),
-        "stopped": rollouts.responses.terminated[:limit].tolist(),
-    }

@@ -51,28 +51,43 @@ def train(
     prompts: PromptDataset,
     scorer: RewardScorer,
     after_iteration: Callable[[dict[str, float]], None],
+    before_update: Callable[[Experience], None] | None = None,
 ) -> None:
     """Run every iteration that is left, and call `after_iteration` with the metrics of each.
+
+    `before_update` gets the experience that each update learns from.
 
     `after_iteration` logs, saves a checkpoint when one is due, and then evaluates when that is due: an evaluation that
     fails loses no iteration (decision 0011).
     """
     while not state.finished:
-        after_iteration(iterate(state, reference_policy, prompts, scorer))
+        after_iteration(iterate(state, reference_policy, prompts, scorer, before_update))
 
 
 def iterate(
-    state: TrainingState, reference_policy: PreTrainedModel, prompts: PromptDataset, scorer: RewardScorer
+    state: TrainingState,
+    reference_policy: PreTrainedModel,
+    prompts: PromptDataset,
+    scorer: RewardScorer,
+    before_update: Callable[[Experience], None] | None = None,
 ) -> dict[str, float]:
     """Run one iteration of PPO and return its metrics."""
-    return learn(state, generate_rollouts(state, reference_policy, prompts, state.config, scorer), scorer)
+    rollouts = generate_rollouts(state, reference_policy, prompts, state.config, scorer)
+    return learn(state, rollouts, scorer, before_update)
 
 
-def learn(state: TrainingState, rollouts: Rollouts, scorer: RewardScorer) -> dict[str, float]:
+def learn(
+    state: TrainingState,
+    rollouts: Rollouts,
+    scorer: RewardScorer,
+    before_update: Callable[[Experience], None] | None = None,
+) -> dict[str, float]:
     """Learn from one iteration's rollouts and return the iteration's metrics."""
     scores = score_responses(rollouts, scorer, state)
     shaped_rewards = shape_rewards(rollouts, scores, state)
     experience = estimate_advantages(rollouts, scores, shaped_rewards, state.config)
+    if before_update is not None:
+        before_update(experience)
     update = optimise_policy(state, experience)
     metrics = iteration_metrics(state, experience, update)
     state.advance(scores.total, metrics)

@@ -8,9 +8,12 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from ppo_rlhf.checkpoints.completions import write_completions
 from ppo_rlhf.checkpoints.store import CheckpointRequest
 from ppo_rlhf.evaluation.during_training import is_due
 from ppo_rlhf.ppo.callbacks import Callbacks
+from ppo_rlhf.ppo.experience import Experience
+from ppo_rlhf.ppo.samples import completion_rows
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.processes import from_all, is_main_process
 from ppo_rlhf.signals import RunInterruptedError, time_is_over
@@ -42,6 +45,11 @@ class Bookkeeper:
         if not self._state.finished:
             self._callbacks.begin()
             self._callbacks.settle(self._save)
+
+    def before_update(self, experience: Experience) -> None:
+        """Keep the completions of a sampled iteration."""
+        if self._directory is not None and is_main_process() and self._state.config.samples(self._state.iteration + 1):
+            write_completions(self._directory, completion_rows(experience))
 
     def after_iteration(self, metrics: dict[str, float]) -> None:
         """Record one iteration."""

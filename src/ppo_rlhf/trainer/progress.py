@@ -20,7 +20,6 @@ log = logging.getLogger(__name__)
 
 _IDLE = {
     "eval_interval": " without evaluation_prompts",
-    "sample_interval": ", which logs no samples",
     "shutdown_grace_s": ", which handles no signals",
 }
 """Settings that do nothing here, and why."""

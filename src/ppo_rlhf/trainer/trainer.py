@@ -312,7 +312,7 @@ class PPOTrainer:
             with closing(callbacks), watched(self.state, directory) as bar:
                 books.begin(bar, is_resumed=bool(resume_from_checkpoint))
                 given = self.reference_policy, self._prompts, self._scorer
-                loop.train(self.state, *given, books.after_iteration)
+                loop.train(self.state, *given, books.after_iteration, books.before_update)
                 callbacks.end()
         known = self.history if self.held_out is None else self.held_out.with_evaluations(self.history)
         for line in in_words(self.config, known, most=None):

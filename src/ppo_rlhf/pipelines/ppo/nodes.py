@@ -28,6 +28,7 @@ from ppo_rlhf.ppo import loop
 from ppo_rlhf.ppo.loop import Experience, Rollouts, Scores, ShapedRewards
 from ppo_rlhf.ppo.models import build_critic, build_state, load_policies, load_stored_critic, sampling_settings
 from ppo_rlhf.ppo.precision import device_of, frozen_dtype
+from ppo_rlhf.ppo.samples import completion_rows
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.processes import shards_models
 from ppo_rlhf.rewards.config import RewardConfig
@@ -188,10 +189,14 @@ def estimate_advantages(
 
 def show_tokens(training_state: TrainingState, experience: Experience) -> TokenSamples | dict[str, object]:
     """Take some responses apart token by token, when samples are due; else return nothing."""
-    config, iteration = training_state.config, experience.rollouts.iteration
-    if iteration not in (1, training_state.total_iterations) and iteration % config.sample_interval:
+    if not training_state.config.samples(experience.rollouts.iteration):
         return {}
     return sample_tokens(experience, training_state.tokenizer)
+
+
+def list_completions(training_state: TrainingState, experience: Experience) -> list[dict[str, object]]:
+    """List the iteration's completions with their scores, when samples are due; else return nothing."""
+    return completion_rows(experience) if training_state.config.samples(experience.rollouts.iteration) else []
 
 
 def optimise_policy(training_state: TrainingState, experience: Experience) -> dict[str, object]:

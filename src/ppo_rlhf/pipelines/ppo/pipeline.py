@@ -13,7 +13,7 @@ def create_pipeline() -> Pipeline:
     configure_ppo, prepare_prompts, load_sft_policy, load_reward_model,
     initialise_training_state, evaluate_reference_policy                                          run once
       ┌ generate_rollouts → score_responses → shape_rewards → estimate_advantages
-      │        → show_tokens
+      │        → show_tokens, list_completions
       │        → optimise_policy → evaluate_iteration ┐                                           tag: iteration
       └── training_state  ◄──  next_training_state ◄──┘
     export_policy, summarise_training                                                             run once
@@ -54,6 +54,7 @@ def create_pipeline() -> Pipeline:
         named(nodes.shape_rewards, ["rollouts", "scores", "training_state"], "shaped_rewards"),
         named(nodes.estimate_advantages, ["rollouts", "scores", "shaped_rewards", "params:ppo"], "experience"),
         named(nodes.show_tokens, ["training_state", "experience"], "token_samples"),
+        named(nodes.list_completions, ["training_state", "experience"], "completions"),
         named(
             nodes.optimise_policy,
             ["training_state", "experience"],
