@@ -5,18 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import shutil
-import signal
-import socket
-import subprocess
-import sys
 import threading
-import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import mlflow
 import pytest
@@ -172,44 +164,6 @@ def test_a_chat_policy_answers_messages_with_a_chat_completion(store: Path, tmp_
     (answer,) = served.predict({**request, "stop": [word]})
     assert answer["choices"][0]["message"]["content"] == as_text(expected[: expected.index(expected[1]) + 1])
     assert answer["choices"][0]["finish_reason"] == "stop"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("chat_template", [None, TEMPLATE], ids=["text", "chat"])
-def test_a_started_server_answers_as_the_policy_does(store: Path, tmp_path: Path, chat_template: str | None):
-    uri, model = logged_policy(tmp_path, chat_template)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = {**os.environ, "MLFLOW_TRACKING_URI": mlflow.get_tracking_uri()}
-    options = ["--model-uri", uri, "--port", str(port), "--env-manager", "local", "--workers", "1"]
-    command = [sys.executable, "-m", "mlflow", "models", "serve", *options]
-    server = subprocess.Popen(command, env=environment, cwd=tmp_path, start_new_session=True)
-    try:
-        answer = ask(server, port, chat_template is not None)
-    finally:
-        os.killpg(server.pid, signal.SIGTERM)
-        server.wait(timeout=30)
-    if chat_template is None:
-        assert answer["predictions"] == ["a b c" + as_text(greedy(model, "a b c", 3))]
-    else:
-        (choice,) = answer[0]["choices"] if isinstance(answer, list) else answer["choices"]
-        assert choice["message"]["content"] == as_text(greedy(model, CHAT, 3))
-
-
-def ask(server: subprocess.Popen[bytes], port: int, is_chat: bool) -> Any:
-    """Send a request as soon as the server answers its own ping."""
-    for _ in range(240):
-        assert server.poll() is None
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/ping"):
-            break
-        time.sleep(0.5)
-    chat = {"messages": [{"role": "user", "content": "b c"}], "max_tokens": 3, "top_k": 1}
-    body = chat if is_chat else {"inputs": ["a b c"], "params": GREEDY}
-    headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(f"http://127.0.0.1:{port}/invocations", json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request) as reply:
-        return json.load(reply)
 
 
 def logged_model() -> str:

@@ -101,7 +101,20 @@ def test_responses_are_shown_token_by_token_in_mlflow_and_in_the_report(chain: R
 def test_checkpoints_lie_below_the_run_id_pruned_to_the_newest_and_the_best(chain: Run) -> None:
     kept = {path.name for path in chain.folder.iterdir()}
     newest = {"iteration_000002", "iteration_000003"}
-    assert newest <= kept <= newest | {"evaluations.json", "outputs.json", "iteration_000001", "run.lock"}
+    assert (
+        newest
+        <= kept
+        <= newest
+        | {
+            "evaluations.json",
+            "outputs.json",
+            "iteration_000001",
+            "run.lock",
+            "completions",
+            "reported.json",
+            "tensorboard",
+        }
+    )
     assert [row["iteration"] for row in json.loads((chain.folder / "evaluations.json").read_text())] == [2, 3]
 
 
