@@ -17,7 +17,7 @@ from ppo_rlhf.ppo import loop
 from ppo_rlhf.training import PPOTrainer
 from tests import pretend_device
 from tests.pretend_device import Counts, counting, pretending
-from tests.tiny_models import tiny_model, word_tokenizer
+from tests.tiny_models import CHAT_TEMPLATE, save, tiny_model, word_tokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import our_side
@@ -25,6 +25,7 @@ from inputs import find_noise_seed, make_models, make_prompts
 from workload import PRESETS, Job
 
 PROMPTS = ["a b c", "d", "e f", "g h i j", "k", "l m n"]
+CHATS = [[{"role": "user", "content": text}] for text in PROMPTS]
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "gpt2": [
         {"use_peft": True, "lora_r": 2, "gradient_checkpointing": True, "entropy_coef": 0.01},
@@ -32,12 +33,21 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"kl_in": "loss", "kl_estimator": "full", "num_critic_epochs": 5, "lam_alpha": 0.3},
         {"offload_reward_model": True, "ema_decay": 0.9, "target_kl": 1.0, "rollout_engine": "hf", "top_p": 0.9},
     ],
+    "llama": [
+        {"environment": "tests.trainer.device_counts_case:reply", "turn_length": 3, "response_length": 10},
+        {"prompts": CHATS, "responses_per_prompt": 2, "value_model": "shared", "use_peft": True, "lora_r": 2},
+    ],
     "bitnet": [  # which needs padding
         {"dtype": "bfloat16", "whiten_rewards": True, "dual_clip": 3.0},
         {"truncated_responses": "mask", "importance_cap": 2.0, "loss_aggregation": "seq_mean_token_mean"},
     ],
 }
 BEFORE = ("generate_rollouts", "score_responses", "shape_rewards", "estimate_advantages")
+
+
+def reply(prompts: list[str], completions: list[str], turns: list[list[str]], **columns: Any) -> list[str | None]:
+    """Two turns of the policy, with a reply between them."""
+    return ["a b" if len(said) == 1 else None for said in turns]
 
 
 @pytest.fixture(autouse=True)
@@ -99,6 +109,24 @@ def test_an_iteration_asks_little_of_the_device(monkeypatch, job):
         assert {name: count for name, count in totals.items() if count > bounds[name]} == {}, f"{part}: {found[part]}"
 
 
+def test_an_evaluation_asks_little_of_the_device(tmp_path):
+    """Of 32 prompts, once the reference policy's is known; a checkpoint cannot be written from a pretended device."""
+    with pretending():
+        trainer = PPOTrainer(
+            PPOConfig(total_episodes=12, per_device_train_batch_size=6, response_length=6, device=pretend_device.NAME),
+            save(tmp_path / "policy", tiny_model("gpt2")),
+            reward=save(tmp_path / "reward", CausalLMRewardModel.from_causal_lm(tiny_model("gpt2", seed=2))),
+            prompts=PROMPTS,
+            evaluation_prompts=[f"{a} {b}" for a in "abcdefgh" for b in "ijkl"],
+        )
+        trainer.train()
+        with counting() as evaluation:
+            trainer.evaluate()
+    print(evaluation)
+    bounds = {"launches": 600, "waits": 10, "copies": 20}
+    assert {name: count for name, count in evaluation.totals().items() if count > bounds[name]} == {}, evaluation
+
+
 @pytest.mark.parametrize(
     ("kind", "settings"), [(kind, settings) for kind, sets in OPTIONS.items() for settings in sets], ids=str
 )
@@ -117,13 +145,15 @@ def test_every_option_keeps_to_one_device_and_has_the_numbers_of_the_cpu(tmp_pat
                 **settings,
             }
         )
-        return PPOTrainer(config, str(tmp_path / "policy"), reward=str(tmp_path / "reward"), prompts=PROMPTS).train()
+        return PPOTrainer(config, str(tmp_path / "policy"), reward=str(tmp_path / "reward"), prompts=prompts).train()
 
+    settings = dict(settings)
+    prompts = settings.pop("prompts", PROMPTS)
     torch.manual_seed(0)  # of the reward model's head
     models = {"policy": tiny_model(kind), "reward": CausalLMRewardModel.from_causal_lm(tiny_model(seed=2))}
     for name, model in models.items():
         model.save_pretrained(tmp_path / name)
-        word_tokenizer().save_pretrained(tmp_path / name)
+        word_tokenizer(chat_template=CHAT_TEMPLATE).save_pretrained(tmp_path / name)
 
     with pretending():
         found = history(pretend_device.NAME, **settings)
