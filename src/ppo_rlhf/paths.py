@@ -4,6 +4,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+SHIPPED_CONF = Path(__file__).parent / "starter" / "shipped"
+"""The configuration that this package comes with: links to conf in the repository, files in a wheel."""
+
 
 def expand_home(filepath: str) -> str:
     """Return a path that begins with `~` below the user's home directory, any other as it is.

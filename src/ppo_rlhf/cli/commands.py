@@ -20,6 +20,7 @@ from ppo_rlhf.cli.convert_config import convert_config
 from ppo_rlhf.cli.doctor import doctor
 from ppo_rlhf.cli.errors import Command, project_here, with_one_line_errors
 from ppo_rlhf.cli.generate import generate
+from ppo_rlhf.cli.init import init
 from ppo_rlhf.cli.params import split_params
 from ppo_rlhf.cli.push import push
 from ppo_rlhf.config.settings_group import closest
@@ -73,7 +74,7 @@ def _full_names(given: list[str], pipeline_names: list[str | None]) -> list[str]
 
 
 run = Command("run", callback=_run, params=_run_options(), help="Run pipelines, by default the whole chain.")
-for command in (run, advise, clean, convert_config, doctor, generate, push):
+for command in (run, advise, clean, convert_config, doctor, generate, init, push):
     cli.add_command(command)
 for of_kedro in catalog.commands.values():  # which read the parameters, too
     of_kedro.callback = partial(with_one_line_errors, of_kedro.callback)  # type: ignore[arg-type]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 import mlflow
 from kedro.framework.cli.utils import split_string
+from kedro.framework.project import pipelines as registered
 from kedro.pipeline import Pipeline
 from packaging.requirements import Requirement
 
@@ -92,7 +93,8 @@ def diagnose(
             data_root = context.config_loader["globals"].get("data_root", "data")
             request = RunRequest(Pipeline([]), context.catalog, project_path, data_root)
             source = request.source("sft_policy")
-            if not pipelines and source is not None and not request.is_ours(source):
+            trains = "sft_policy" in registered["__default__"].all_outputs()
+            if trains and not pipelines and source is not None and not request.is_ours(source):
                 pipelines, start = ["align"], "start with `kedro run --pipelines align`, which is checked here"
                 yield "advice", "Settings", f"sft_model_path is a model of your own: {start}"
         except Exception as error:

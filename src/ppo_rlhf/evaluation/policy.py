@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,7 +28,7 @@ from ppo_rlhf.rewards.config import check_metric_name
 from ppo_rlhf.rewards.functions import RewardFunction, call_reward_function, load_function
 from ppo_rlhf.rewards.scoring import RewardScorer
 
-DEMO_PROMPTS_PATH = "data/01_raw/prompts.jsonl"
+DEMO_PROJECT, DEMO_PROMPTS_PATH = "ppo_rlhf", "data/01_raw/prompts.jsonl"
 DEMO_JUDGE = "ppo_rlhf.demo.judge:gold_score"
 DEMO_RATES = {"grammatical_rate": "ppo_rlhf.demo.judge:is_grammatical"}
 
@@ -321,6 +322,13 @@ class Evaluator:
 
 
 def is_demo_prompts(prompts_path: str | None, project_path: Path | None) -> bool:
-    """Return whether a path, relative to the project, is that of the shipped prompts."""
+    """Return whether a path, relative to the project, is that of the shipped prompts.
+
+    A project of another name has prompts of its own there.
+    """
     root = project_path or Path.cwd()
+    described = root / "pyproject.toml"
+    project = tomllib.loads(described.read_text("utf-8")) if described.is_file() else {}
+    if project.get("tool", {}).get("kedro", {}).get("package_name", DEMO_PROJECT) != DEMO_PROJECT:
+        return False
     return prompts_path is not None and (root / prompts_path).resolve() == (root / DEMO_PROMPTS_PATH).resolve()

@@ -1,4 +1,4 @@
-"""A user's own settings (conf/local, another environment, --params) against the shipped ones of conf/base."""
+"""A user's own settings (conf/local, another environment, --params, an own project) against the shipped ones."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from kedro.pipeline import Pipeline
 
 from ppo_rlhf.config.settings_group import closest
 from ppo_rlhf.hooks.run_description import flattened, parameter
+from ppo_rlhf.paths import SHIPPED_CONF
 
 if TYPE_CHECKING:
     from ppo_rlhf.preflight import RunRequest
@@ -24,7 +25,7 @@ REFERENCES = {"parameters": r"\$\{\s*(\w+)\s*[}.\[]", "globals": r"\$\{(?:global
 
 
 class OwnSettings:
-    """The settings of a run, and those of conf/base."""
+    """The settings of a run, and those that this package comes with."""
 
     def __init__(self, loader: OmegaConfigLoader) -> None:
         """Take the run's loader."""
@@ -34,8 +35,8 @@ class OwnSettings:
             "config_patterns": loader.config_patterns,
             "merge_strategy": loader.merge_strategy,
         }
-        base = OmegaConfigLoader(loader.conf_source, default_run_env=loader.base_env, **alike)
-        self._base = {kind: base[kind] for kind in REFERENCES}
+        shipped = OmegaConfigLoader(str(SHIPPED_CONF), default_run_env="base", **{**alike, "base_env": "base"})
+        self._base = {kind: shipped[kind] for kind in REFERENCES}
         self._shipped = {kind: {str(name) for name in values} for kind, values in self._base.items()}
         alike["default_run_env"] = loader.default_run_env
         marked = OmegaConfigLoader(loader.conf_source, loader.env, _marked(self._given), **alike)
@@ -50,7 +51,7 @@ class OwnSettings:
         """Return one line for each name that a user gave and nothing reads; Kedro ignores such names.
 
         What is typed must be read by this command: its groups of parameters, its catalog entries, or mlflow.yml. Files
-        serve all commands: read are the names of conf/base, those that any pipeline takes as `params:name`, and those
+        serve all commands: read are the shipped names, those that any pipeline takes as `params:name`, and those
         that a file refers to as `${name}` or `${globals:name}`.
 
         Args:
@@ -61,7 +62,8 @@ class OwnSettings:
         loader = self._loader
         own = Path(loader.conf_source, loader.env or str(loader.default_run_env))
         folders = (Path(loader.conf_source, str(loader.base_env)), own)
-        text = "\n".join(file.read_text() for folder in folders for file in folder.rglob("*.y*ml"))
+        texts = {folder: "\n".join(file.read_text() for file in folder.rglob("*.y*ml")) for folder in folders}
+        text = "\n".join(texts.values())
         lines, unknown = [], {}
         follows = {**loader["globals"], **self._given}.get("prompts_path")
         given = loader["parameters"].get("evaluation", {}).get("prompts_path", follows)
@@ -82,7 +84,9 @@ class OwnSettings:
                 unknown[f"--params {name}"] = name
         for kind, reference in REFERENCES.items():
             names = {str(name) for name in loader[kind]} - self._given.keys() - self._shipped[kind]
-            unknown |= {f"conf/{own.name}: {name} ({kind})": name for name in names - set(re.findall(reference, text))}
+            for name in names - set(re.findall(reference, text)):
+                place = next((f for f in reversed(folders) if re.search(rf"^{name}\b", texts[f], re.MULTILINE)), own)
+                unknown[f"conf/{place.name}: {name} ({kind})"] = name
         inputs = {name for pipeline in pipelines.values() for name in pipeline.inputs()} if unknown else set()
         read = {re.split(r"[:.]", name)[1] for name in inputs if name.startswith("params:")}
         lines += [

@@ -1,0 +1,173 @@
+"""`init`: a Kedro project of one's own, with this package's pipelines, settings and commands."""
+
+from __future__ import annotations
+
+import glob
+import importlib.util
+import json
+import keyword
+import os
+import re
+from pathlib import Path
+
+import click
+import kedro
+
+import ppo_rlhf
+from ppo_rlhf.cli.errors import Command
+from ppo_rlhf.core.errors import ConfigError
+from ppo_rlhf.paths import SHIPPED_CONF
+
+TEMPLATE = SHIPPED_CONF.with_name("project")
+HIDDEN = ("gitignore", "telemetry")
+"""Files of the template whose names begin with a dot in a project."""
+FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+GLOBALS = "conf/base/globals.yml"
+
+CHANGES = {
+    "catalog_data_preparation.yml": {r"; by default the shipped movie reviews": ""},
+    "globals.yml": {
+        r"^demonstrations_path: \S+": "demonstrations_path: null",
+        "# the SFT policy: written by .*": "# your SFT model; it is only read, except data/06_models/sft_policy",
+    },
+    "mlflow.yml": {r"^    name: ppo_rlhf ": "    name: PROJECT_NAME "},
+    "parameters_evaluation.yml": {
+        r"the demo's gold judge while prompts_path is the demo's, otherwise the reward": "the reward",
+        r"^  # With the demo's gold judge .*\n": "",
+    },
+    "parameters_reward_modelling.yml": {
+        r" The values suit the demo's [^.]*\.0e-4[^.]*\.": " The values of training are TRL's.",
+        r"^  labeller: \S+": "  labeller: null",
+        r"^  num_train_epochs: \S+": "  num_train_epochs: 1",
+        r"^  learning_rate: \S+": "  learning_rate: 1.0e-4",
+        r"^  lr_scheduler_type: \S+": "  lr_scheduler_type: linear",
+        r"^  per_device_train_batch_size: \S+": "  per_device_train_batch_size: 8",
+    },
+    "parameters_supervised_finetuning.yml": {
+        r" The values suit the demo's [^.]*\.0e-5[^.]*\.": " The values are TRL's.",
+        r"^  learning_rate: \S+": "  learning_rate: 2.0e-5",
+        r"^  lr_scheduler_type: \S+": "  lr_scheduler_type: linear",
+        r"^  per_device_train_batch_size: \S+": "  per_device_train_batch_size: 8",
+        r"^  # the shape of a model from scratch(.*\n)+": "",
+    },
+}
+"""What is the demo's in conf/base, by file: a regular expression, and what stands there in a project of one's own."""
+
+
+@click.command(cls=Command)
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option("--model", metavar="NAME", help="The SFT model: a directory, or a name on the hub.")
+@click.option(
+    "--reward",
+    metavar="NAME",
+    help="A function as module:name, or a reward model: a directory, or a name on the hub. By default the function in "
+    "the project's rewards.py.",
+)
+@click.option("--prompts", metavar="NAME", help="The prompts: a file, a folder, or a name on the hub.")
+def init(folder: Path, model: str | None, reward: str | None, prompts: str | None) -> None:
+    """Write a Kedro project for your own model into FOLDER, which must be new or empty.
+
+    Its name is the folder's. What is left out can be set later, in conf/base of the project.
+    """
+    name = project_name(folder)
+    is_function = reward is not None and FUNCTION.fullmatch(reward) is not None
+    given = {"sft_model_path": ("--model", model), "prompts_path": ("--prompts", prompts)}
+    if not is_function and reward is not None:
+        given["reward_model_path"] = ("--reward", reward)
+    named = {setting: named_here(option, value) for setting, (option, value) in given.items()}
+    function = reward if is_function else f"{name}.rewards:score"
+    component = "{type: model}" if "reward_model_path" in named else f'{{type: function, function: "{function}"}}'
+    write(folder, project_files(name, named, component))
+    click.echo(f"Written: {folder}, a Kedro project. Its reward is {component}.")
+    for setting, value in named.items():
+        if value is None:
+            click.echo(f"{setting}: not yet named; set it in {folder}/{GLOBALS}")
+        else:
+            where = "" if os.path.isabs(value) else f" (not here: a name on the hub, or a path in {folder})"
+            click.echo(f"{setting}: {value}{where}")
+    click.echo(f"Next: cd {folder}, kedro doctor, kedro run")
+
+
+def project_name(folder: Path) -> str:
+    """Return the name of the project and of its Python package, made from the folder's.
+
+    Raises:
+        ConfigError: It cannot be a package's name, or it is one that Python finds already.
+    """
+    name = re.sub(r"\W", "_", folder.resolve().name.lower())
+    if not name.isidentifier() or keyword.iskeyword(name):
+        raise ConfigError(f"{folder}: {name!r} cannot be the name of a Python package; name the folder otherwise.")
+    found = importlib.util.find_spec(name)
+    if found is not None and found.origin is not None:  # None: a folder without Python files, perhaps this one
+        raise ConfigError(f"{folder}: there is a Python package {name} already; name the folder otherwise.")
+    return name
+
+
+def named_here(option: str, given: str | None) -> str | None:
+    """Return what the project's settings say for a path typed here: absolute if it is here, else as typed.
+
+    Raises:
+        ConfigError: It can only be a path, and nothing is there.
+    """
+    path = os.path.expanduser(given or "")
+    if given and glob.glob(path):
+        return os.path.abspath(path)
+    if given and given.startswith((".", "/", "~")):
+        raise ConfigError(f"{option} {given}: nothing is there. Correct it, or leave {option} out and set it later.")
+    return given
+
+
+def project_files(name: str, named: dict[str, str | None], reward: str) -> dict[str, str]:
+    """Return the project's files, as texts by their paths in the project.
+
+    Args:
+        name: Of the project.
+        named: Settings of globals.yml.
+        reward: The component of the reward, as YAML.
+    """
+    shipped = _read(SHIPPED_CONF)
+    texts = {f"conf/{path}": _without_demo(text, CHANGES.get(Path(path).name, {})) for path, text in shipped}
+    for setting, value in named.items():
+        line = f"{setting}: {json.dumps(value, ensure_ascii=False)}"
+        texts[GLOBALS] = _without_demo(texts[GLOBALS], {rf"^{setting}: \S+": line.replace("\\", r"\\")})
+    for path, text in _read(TEMPLATE):
+        texts[f".{path}" if path in HIDDEN else path.replace("src/", f"src/{name}/")] = text
+    texts |= dict.fromkeys((f"src/{name}/__init__.py", "conf/local/.gitkeep", "data/01_raw/.gitkeep"), "")
+
+    tokens = {
+        "PROJECT_NAME": name,
+        "REQUIREMENT": f"ppo_rlhf>={ppo_rlhf.__version__}",
+        "KEDRO_VERSION": kedro.__version__,
+        "REWARD_COMPONENT": reward,
+    }
+    return {path: re.sub("|".join(tokens), lambda found: tokens[found[0]], text) for path, text in texts.items()}
+
+
+def _read(folder: Path) -> list[tuple[str, str]]:
+    files = (Path(at, file) for at, _, found in os.walk(folder, followlinks=True) for file in found)
+    return [(str(f.relative_to(folder)), f.read_text("utf-8")) for f in files if f.suffix != ".pyc"]
+
+
+def _without_demo(text: str, changes: dict[str, str]) -> str:
+    for pattern, replacement in changes.items():
+        text, count = re.subn(pattern, replacement, text, flags=re.MULTILINE)
+        assert count == 1, pattern  # of this package's own files
+    return text
+
+
+def write(folder: Path, texts: dict[str, str]) -> None:
+    """Write files into a folder, which is made if it is missing.
+
+    Raises:
+        ConfigError: The folder has anything in it, is a file, or cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise ConfigError(f"{folder} is not empty, and nothing is overwritten: name a new folder or an empty one.")
+        for path, text in texts.items():
+            target = folder / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be written: {error.strerror}.") from None

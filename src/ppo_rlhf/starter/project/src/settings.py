@@ -1,0 +1,5 @@
+"""Kedro reads these names. A hook of your own joins the others: HOOKS = (*HOOKS, MyHook())."""
+
+from ppo_rlhf.settings import CONFIG_LOADER_ARGS, DISABLE_HOOKS_FOR_PLUGINS, HOOKS, SESSION_CLASS
+
+__all__ = ["CONFIG_LOADER_ARGS", "DISABLE_HOOKS_FOR_PLUGINS", "HOOKS", "SESSION_CLASS"]

@@ -1,0 +1,251 @@
+"""`ppo_rlhf init`, the project that it writes, and the package outside of a project."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+
+from ppo_rlhf import __main__
+from ppo_rlhf.cli import cli
+from ppo_rlhf.cli.init import TEMPLATE
+from ppo_rlhf.evaluation.policy import DEMO_PROMPTS_PATH, is_demo_prompts
+from ppo_rlhf.paths import SHIPPED_CONF
+from tests.conftest import REPOSITORY
+from tests.tiny_models import save, tiny_model
+
+Kedro = Callable[..., Result]
+SMALL = "ppo.total_episodes=8,ppo.per_device_train_batch_size=4,ppo.response_length=8,evaluation.iteration_prompts=4"
+OWN_NODE = """
+def publish(summary: dict) -> dict:
+    return {"better": summary["eval/win_rate"] > 0.5}
+"""
+ANNOUNCEMENT = "announcement: {type: json.JSONDataset, filepath: data/08_reporting/announcement.json}\n"
+
+
+def init(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(cli, ["init", *map(str, arguments)])
+
+
+def inputs(folder: Path) -> tuple[Path, Path]:
+    """A tiny SFT model, and prompts for it."""
+    model = save(folder / "models", tiny_model())
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": "a b " * count}) + "\n" for count in range(1, 9)))
+    return model, prompts
+
+
+def add_own_node(project: Path) -> None:
+    """Where the registry of the project shows it, with the line that stands there as a comment."""
+    registry = next(project.glob("src/*/pipeline_registry.py"))
+    text = registry.read_text().replace("import Pipeline", "import Node, Pipeline")
+    uncommented = text.replace("    # pipelines[", "    pipelines[")
+    assert uncommented != text
+    registry.write_text(uncommented + OWN_NODE)
+    (project / "conf/base/catalog_own.yml").write_text(ANNOUNCEMENT)
+
+
+def test_a_project_holds_the_names_that_were_given_and_nothing_of_the_demo(tmp_path: Path) -> None:
+    model, prompts = inputs(tmp_path)
+    project = tmp_path / "My-First"
+    result = init(project, "--model", model, "--reward", "org/reward-model", "--prompts", prompts)
+    assert result.exit_code == 0, result.output
+    names = yaml.safe_load((project / "conf/base/globals.yml").read_text())
+    given = {"sft_model_path": str(model), "prompts_path": str(prompts), "reward_model_path": "org/reward-model"}
+    assert given.items() <= names.items()
+    assert names.keys() == yaml.safe_load((REPOSITORY / "conf/base/globals.yml").read_text()).keys()
+    assert "org/reward-model (not here: a name on the hub" in result.output
+    ppo = yaml.safe_load((project / "conf/base/parameters_ppo.yml").read_text())
+    assert ppo["reward"] == {"components": [{"type": "model"}]}
+    written = [path for path in project.rglob("*") if path.is_file()]
+    assert not [path for path in written if path.is_symlink()]
+    for path in written:
+        assert not re.search(r"\bdemo\b|movie|PROJECT_NAME|REQUIREMENT|REWARD_COMPONENT", path.read_text()), path
+    described = tomllib.loads((project / "pyproject.toml").read_text())
+    assert described["tool"]["kedro"]["package_name"] == "my_first"
+    assert (project / ".gitignore").is_file()
+    assert (project / "src/my_first/rewards.py").is_file()
+
+
+def test_what_is_left_out_is_left_open_and_said(tmp_path: Path) -> None:
+    result = init(tmp_path / "later")
+    assert result.exit_code == 0, result.output
+    for setting in ("sft_model_path", "prompts_path"):
+        assert f"{setting}: not yet named; set it in {tmp_path}/later/conf/base/globals.yml" in result.output
+    ppo = yaml.safe_load((tmp_path / "later/conf/base/parameters_ppo.yml").read_text())
+    assert ppo["reward"]["components"] == [{"type": "function", "function": "later.rewards:score"}]
+
+
+@pytest.mark.parametrize(
+    ("folder", "options", "reason"),
+    [
+        ("full", [], "full is not empty, and nothing is overwritten: name a new folder or an empty one."),
+        ("full/file", [], "full/file cannot be written: File exists."),
+        ("3rd", [], "'3rd' cannot be the name of a Python package; name the folder otherwise."),
+        ("Torch", [], "there is a Python package torch already; name the folder otherwise."),
+        ("new", ["--model", "./nowhere"], "--model ./nowhere: nothing is there. Correct it, or leave --model out"),
+        ("new", ["--modle", "a"], "No such option '--modle'."),
+    ],
+)
+def test_what_cannot_be_written_is_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, options: list[str], reason: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/file").write_text("mine")
+    result = init(folder, *options)
+    assert result.exit_code != 0
+    (line,) = (line for line in result.stderr.splitlines() if line.startswith("Error:"))
+    assert reason in line
+    assert [path.name for path in tmp_path.rglob("*")] == ["full", "file"]
+    assert (tmp_path / "full/file").read_text() == "mine"
+
+
+def test_an_empty_folder_is_taken_and_a_function_named_as_reward(tmp_path: Path) -> None:
+    (tmp_path / "ready").mkdir()
+    assert init(tmp_path / "ready", "--reward", "my.rewards:polite").exit_code == 0
+    ppo = yaml.safe_load((tmp_path / "ready/conf/base/parameters_ppo.yml").read_text())
+    assert ppo["reward"]["components"] == [{"type": "function", "function": "my.rewards:polite"}]
+
+
+def test_the_projects_parameters_are_the_groups_of_conf_base(tmp_path: Path) -> None:
+    init(tmp_path / "grouped")
+    ours, theirs = REPOSITORY / "conf/base", tmp_path / "grouped/conf/base"
+    assert {path.name for path in ours.iterdir()} == {path.name for path in theirs.iterdir()}
+    for path in ours.glob("parameters_*.yml"):
+        assert yaml.safe_load(path.read_text()).keys() == yaml.safe_load((theirs / path.name).read_text()).keys()
+    shown = yaml.safe_load((theirs / "parameters_ppo.yml").read_text())
+    assert shown["prompts"] == yaml.safe_load((ours / "parameters_ppo.yml").read_text())["prompts"]
+
+
+def test_a_project_runs_with_a_node_of_its_own_and_tells_a_misspelt_name(
+    tmp_path: Path, kedro: Kedro, kedro_logging: None, no_mlflow_left_over: None, migrated_database: Path
+) -> None:
+    model, prompts = inputs(tmp_path)
+    project = tmp_path / "own_node"
+    assert init(project, "--model", model, "--prompts", prompts).exit_code == 0
+    shutil.copy(migrated_database, project / "mlflow.db")
+    add_own_node(project)
+    (project / "conf/base/globals.yml").open("a").write("promts_path: a\n")
+    result = kedro(project, "run", "--params", SMALL)
+    assert result.exit_code == 1
+    assert "Error: conf/base: promts_path (globals): nothing reads this name. Did you mean `prompts_path`?" in (
+        result.stderr
+    )
+    text = (project / "conf/base/globals.yml").read_text().removesuffix("promts_path: a\n")
+    (project / "conf/base/globals.yml").write_text(text)
+    result = kedro(project, "run", "--params", SMALL)
+    assert result.exit_code == 0, result.output
+    assert json.loads((project / "data/08_reporting/announcement.json").read_text()).keys() == {"better"}
+    assert (project / "data/08_reporting/report.html").is_file()
+
+
+def test_prompts_of_an_own_project_are_not_taken_for_the_demos(tmp_path: Path) -> None:
+    init(tmp_path / "alike")
+    assert not is_demo_prompts(DEMO_PROMPTS_PATH, tmp_path / "alike")
+    assert is_demo_prompts(DEMO_PROMPTS_PATH, REPOSITORY)
+    assert is_demo_prompts(DEMO_PROMPTS_PATH, tmp_path), "the packaged project in a plain folder"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (["--env", "test"], ["run", "--env", "test"]),
+        ([], ["run"]),
+        (["run", "--env", "test"], ["run", "--env", "test"]),
+        (["--help"], ["--help"]),
+        (["doctor"], ["doctor"]),
+    ],
+)
+def test_main_takes_the_words_that_kedros_own_template_takes(
+    monkeypatch: pytest.MonkeyPatch, given: list[str], expected: list[str]
+) -> None:
+    seen = []
+    monkeypatch.setattr("ppo_rlhf.cli.cli", lambda words, **options: seen.append((words, options["standalone_mode"])))
+    __main__.main(given)
+    __main__.main(given, standalone_mode=False)
+    assert seen == [(expected, True), (expected, False)]
+
+
+def environment() -> dict[str, str]:
+    """This process's, in which Python finds packages only where they are installed."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+
+def fresh_environment(folder: Path) -> Path:
+    """A virtual environment with this package's wheel, and what it depends on as the tests have it."""
+    source = folder / "source"  # a copy: setuptools would leave its own there, and take them up again
+    for name in ("src", "conf"):
+        shutil.copytree(REPOSITORY / name, source / name, symlinks=True)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(REPOSITORY / name, source / name)
+    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder / "dist", source]
+    subprocess.run(build, check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
+    (packages,) = folder.glob("venv/lib/python*/site-packages")
+    (wheel,) = (folder / "dist").glob("*.whl")
+    install = [sys.executable, "-m", "pip", "--python", folder / "venv/bin/python", "install", "--quiet", "--no-deps"]
+    subprocess.run([*install, wheel], check=True, env=environment())
+    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))  # after the wheel's own place
+    return folder / "venv/bin"
+
+
+@pytest.mark.slow
+def test_the_wheel_makes_a_project_that_runs_resumes_and_is_drawn(tmp_path: Path) -> None:
+    programs, (model, prompts) = fresh_environment(tmp_path), inputs(tmp_path)
+
+    def call(folder: Path, *words: str | Path, code: int = 0) -> str:
+        done = subprocess.run(
+            [programs / words[0], *words[1:]], cwd=folder, env=environment(), capture_output=True, text=True
+        )
+        assert done.returncode == code, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    where = call(tmp_path, "python", "-c", "import ppo_rlhf; print(ppo_rlhf.__file__)")
+    assert where.startswith(str(tmp_path / "venv"))
+    call(tmp_path, "ppo_rlhf", "init", "from-wheel", "--model", model, "--prompts", prompts)
+    project = tmp_path / "from-wheel"
+    add_own_node(project)
+    kedro = ("python", "-m", "kedro")
+    assert "- align" in call(project, *kedro, "registry", "list")
+    found = call(project, *kedro, "doctor", "--params", SMALL)
+    assert "No problem found." in found
+    assert "--pipelines align" not in found, "plain `kedro run` starts from the user's model here"
+    registry = project / "src/from_wheel/pipeline_registry.py"
+    whole = registry.read_text()
+    registry.write_text(whole.replace("    return {", "    raise RuntimeError('not yet')\n    return {"))
+    assert "not yet" in call(project, *kedro, "run", "--params", SMALL, code=1)
+    registry.write_text(whole)
+    log = call(project, *kedro, "run", "--params", f"{SMALL},resume=latest")
+    assert "Training is already complete (2 of 2 iterations)." in log
+    assert (project / "data/08_reporting/announcement.json").is_file()
+    call(project, *kedro, "viz", "build")
+    assert (project / "build/index.html").is_file()
+
+    plain = tmp_path / "plain"  # no project: options without `run`, conf from elsewhere, a list for main
+    shutil.copytree(REPOSITORY / "data/01_raw", plain / "data/01_raw")
+    shutil.copytree(REPOSITORY / "conf", tmp_path / "conf", ignore=shutil.ignore_patterns("local"))
+    words = ["--conf-source", str(tmp_path / "conf"), "--env", "test", "--pipelines", "data_preparation"]
+    call(plain, "python", "-m", "ppo_rlhf", *words)
+    first = sorted((plain / "data/test/03_primary").rglob("*.parquet"))
+    assert first
+    call(plain, "python", "-c", f"from ppo_rlhf.__main__ import main; main({words})")
+    assert sorted((plain / "data/test/03_primary").rglob("*.parquet")) >= first
+
+
+def test_the_shipped_configuration_is_the_projects_own() -> None:
+    """One source: links, of which a wheel holds the files."""
+    for path in ("base", "logging.yml", "accelerate.yaml", "accelerate"):
+        assert (SHIPPED_CONF / path).resolve() == REPOSITORY / "conf" / path
+    assert not (TEMPLATE / "conf/base/globals.yml").exists()
