@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -16,6 +17,7 @@ import pytest
 import yaml
 
 from ppo_rlhf.cli import cli
+from ppo_rlhf.cli.init import project_files
 from ppo_rlhf.pipeline_registry import STAGES, register_pipelines
 
 ROOT = Path(__file__).parents[1]
@@ -59,6 +61,23 @@ def test_the_commands_and_pipelines_of_the_page_exist() -> None:
     named = set(re.findall(r"--pipelines ([\w,]+)", PAGE))
     assert named
     assert named <= set(register_pipelines())
+
+
+def test_the_container_and_the_job_of_the_page_fit_a_project_of_ones_own() -> None:
+    """Neither Docker nor a cluster is asked: what they copy, mount and start is compared with the project."""
+    (container,), jobs = (re.findall(rf"```{kind}\n(.*?)```", PAGE, re.DOTALL) for kind in ("dockerfile", "yaml"))
+    steps = [line.split(maxsplit=1) for line in container.splitlines()]
+    files = {Path(path).parts[0] for path in project_files("own", {}, "{type: model}")}
+    copied = [name for step, rest in steps if step == "COPY" for name in rest.split()[:-1]]
+    assert copied == ["ppo_rlhf-*.whl", "pyproject.toml", ".telemetry", "conf", "src"]
+    assert set(copied[1:]) <= files
+    (command,) = (json.loads(rest) for step, rest in steps if step == "CMD")
+    (job,) = (found for found in map(yaml.safe_load, jobs) if found.get("kind") == "Job")
+    (pod,) = job["spec"]["template"]["spec"]["containers"]
+    assert pod["args"] == command
+    assert pod["volumeMounts"][0]["mountPath"] == f"{dict(steps[:2])['WORKDIR']}/data"
+    options = cli.commands["run"].make_context("run", command[1:]).params
+    assert options["params"] == {"resume": "latest"}
 
 
 def test_a_stage_is_one_namespace_and_hands_nothing_on_in_memory() -> None:

@@ -230,6 +230,7 @@ def test_the_wheel_makes_a_project_that_runs_resumes_and_is_drawn(tmp_path: Path
     log = call(project, *kedro, "run", "--params", f"{SMALL},resume=latest")
     assert "Training is already complete (2 of 2 iterations)." in log
     assert (project / "data/08_reporting/announcement.json").is_file()
+    call(project, *kedro, "package")
     call(project, *kedro, "viz", "build")
     assert (project / "build/index.html").is_file()
 
@@ -249,3 +250,16 @@ def test_the_shipped_configuration_is_the_projects_own() -> None:
     for path in ("base", "logging.yml", "accelerate.yaml", "accelerate"):
         assert (SHIPPED_CONF / path).resolve() == REPOSITORY / "conf" / path
     assert not (TEMPLATE / "conf/base/globals.yml").exists()
+
+
+def test_kedros_server_may_be_asked_for_our_runner_in_an_own_project(tmp_path: Path, kedro: Kedro) -> None:
+    from kedro.framework.project import configure_project
+    from kedro.server.http_server import _validate_runner_module
+
+    assert init(tmp_path / "asked").exit_code == 0
+    assert kedro(tmp_path / "asked", "registry", "list").exit_code == 0  # makes it the project of this process
+    try:
+        assert _validate_runner_module("ppo_rlhf.runner.LoopRunner", "asked")
+        assert not _validate_runner_module("os.path.join", "asked")
+    finally:
+        configure_project("ppo_rlhf")

@@ -21,13 +21,14 @@ from kedro.utils import find_kedro_project
 HELP = ("-h", "--help")
 
 
-def main(args: Sequence[str] | None = None, **options: Any) -> Any:
+def main(args: Sequence[str] | None = None, *, package: str = "ppo_rlhf", **options: Any) -> Any:
     """Run a command of the project that the working directory is in.
 
     What begins with an option is for `run`, as with the `main` of a project that Kedro made: `main(["--env", "test"])`.
 
     Args:
         args: The words of the command, `[]` for a plain run; None takes those that the process was started with.
+        package: Whose pipelines and settings count outside of a project.
         **options: Of click's `main`. Unless `standalone_mode` is given, an interactive Python gets the run's result and
             its errors, and any other process ends with an exit code.
 
@@ -40,12 +41,12 @@ def main(args: Sequence[str] | None = None, **options: Any) -> Any:
         words.insert(0, "run")
     project_path = find_kedro_project(Path.cwd())
     if project_path is None:
-        configure_project("ppo_rlhf")
+        configure_project(package)
     else:
         bootstrap_project(project_path)
     from ppo_rlhf.cli import cli  # after the project is known: plugins and pipelines look it up when imported
 
-    return cli(words, prog_name="ppo_rlhf", **{"standalone_mode": not hasattr(sys, "ps1"), **options})
+    return cli(words, prog_name=package, **{"standalone_mode": not hasattr(sys, "ps1"), **options})
 
 
 if __name__ == "__main__":

@@ -35,6 +35,8 @@ SESSION_CLASS = LoopSession  # with LoopRunner by default
 HOOKS = (ChecksHook(), TrackingHook()) if is_main_process() else (WorkerHook(),)
 DISABLE_HOOKS_FOR_PLUGINS = ("kedro_mlflow", "kedro-telemetry", *(() if is_main_process() else ("kedro-viz",)))
 
+RUNNER_MODULE_ALLOWLIST = ("ppo_rlhf.runner",)  # which `kedro server` may be asked for
+
 CONFIG_LOADER_ARGS = {
     "base_env": "base",
     "default_run_env": "local",

@@ -1,5 +1,11 @@
 """Kedro reads these names. A hook of your own joins the others: HOOKS = (*HOOKS, MyHook())."""
 
-from ppo_rlhf.settings import CONFIG_LOADER_ARGS, DISABLE_HOOKS_FOR_PLUGINS, HOOKS, SESSION_CLASS
+from ppo_rlhf.settings import (
+    CONFIG_LOADER_ARGS,
+    DISABLE_HOOKS_FOR_PLUGINS,
+    HOOKS,
+    RUNNER_MODULE_ALLOWLIST,
+    SESSION_CLASS,
+)
 
-__all__ = ["CONFIG_LOADER_ARGS", "DISABLE_HOOKS_FOR_PLUGINS", "HOOKS", "SESSION_CLASS"]
+__all__ = ["CONFIG_LOADER_ARGS", "DISABLE_HOOKS_FOR_PLUGINS", "HOOKS", "RUNNER_MODULE_ALLOWLIST", "SESSION_CLASS"]
