@@ -183,6 +183,11 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
+def install(programs: Path, *wheels: Path) -> None:
+    pip = [sys.executable, "-m", "pip", "--python", programs / "python", "install", "--quiet", "--no-deps", *wheels]
+    subprocess.run(pip, check=True, env=environment())
+
+
 def fresh_environment(folder: Path) -> Path:
     """A virtual environment with this package's wheel, and what it depends on as the tests have it."""
     source = folder / "source"  # a copy: setuptools would leave its own there, and take them up again
@@ -195,8 +200,7 @@ def fresh_environment(folder: Path) -> Path:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
     (packages,) = folder.glob("venv/lib/python*/site-packages")
     (wheel,) = (folder / "dist").glob("*.whl")
-    install = [sys.executable, "-m", "pip", "--python", folder / "venv/bin/python", "install", "--quiet", "--no-deps"]
-    subprocess.run([*install, wheel], check=True, env=environment())
+    install(folder / "venv/bin", wheel)
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))  # after the wheel's own place
     return folder / "venv/bin"
 
@@ -230,9 +234,16 @@ def test_the_wheel_makes_a_project_that_runs_resumes_and_is_drawn(tmp_path: Path
     log = call(project, *kedro, "run", "--params", f"{SMALL},resume=latest")
     assert "Training is already complete (2 of 2 iterations)." in log
     assert (project / "data/08_reporting/announcement.json").is_file()
-    call(project, *kedro, "package")
     call(project, *kedro, "viz", "build")
     assert (project / "build/index.html").is_file()
+
+    call(project, *kedro, "package")
+    install(programs, *(project / "dist").glob("*.whl"))
+    packaged = tmp_path / "packaged"
+    packaged.mkdir()
+    shutil.unpack_archive(project / "dist/conf-from_wheel.tar.gz", packaged)
+    call(packaged, "from_wheel", "--conf-source", "conf", "--params", SMALL)
+    assert (packaged / "data/08_reporting/announcement.json").is_file()
 
     plain = tmp_path / "plain"  # no project: options without `run`, conf from elsewhere, a list for main
     shutil.copytree(REPOSITORY / "data/01_raw", plain / "data/01_raw")

@@ -25,7 +25,8 @@ def register_pipelines() -> dict[str, Pipeline]:
     """Return each stage, `align` (for models of one's own) and `__default__`, the whole chain; and what is beside it.
 
     The stage `evaluation` is registered with its report.
-    Kedro's `find_pipelines` is not used: with `--pipelines align` it looks for a folder of that name, and fails.
+    Kedro's `find_pipelines` is not used: with `--pipelines align` it looks for a folder of that name alone, and
+    finds nothing.
     """
     stages, others = (
         {stage.__name__.rpartition(".")[2]: stage.create_pipeline() for stage in each}

@@ -73,7 +73,7 @@ def _full_names(given: list[str], pipeline_names: list[str | None]) -> list[str]
     return [nodes.get(name, name) for name in given]
 
 
-run = Command("run", callback=_run, params=_run_options(), help="Run pipelines, by default the whole chain.")
+run = Command("run", callback=_run, params=_run_options(), help="Run pipelines, by default `__default__`.")
 for command in (run, advise, clean, convert_config, doctor, generate, init, push):
     cli.add_command(command)
 for of_kedro in catalog.commands.values():  # which read the parameters, too

@@ -77,7 +77,7 @@ def diagnose(
 ) -> Iterator[Finding | str]:
     """Yield what is found of each part of a run, and the lines of its memory plan; nothing is run or written.
 
-    Without names of pipelines the whole chain is meant, or `align` where that would write a user's own SFT model.
+    Without names of pipelines `__default__` is meant, or `align` where that would write a user's own SFT model.
     """
     yield from _versions(project_path)
     yield from _devices()
@@ -183,7 +183,7 @@ def _settings(context: Any, run: PreparedRun, request: RunRequest) -> Iterator[F
     yield from (("problem", "Settings", line) for line in problems)
     yield from (("advice", "Settings", line) for line in advice)
     if not problems:
-        names = ", ".join(run.run_params["pipeline_names"] or ["the whole chain"])
+        names = ", ".join(run.run_params["pipeline_names"] or ["plain `kedro run`"])
         yield "ok", "Settings", f"{names}, {len(run.pipeline.nodes)} nodes.{f' {parts}' if parts else ''}"
 
 

@@ -10,7 +10,8 @@ def register_pipelines() -> dict[str, Pipeline]:
     pipelines = pipeline_registry.register_pipelines()
     # Own nodes go here. They read and write datasets of conf/base, or new ones with entries of their own there:
     # pipelines["align"] += Pipeline([Node(publish, "evaluation_summary", "announcement")])
-    # Kedro's find_pipelines cannot add them: for `--pipelines align` it looks for a folder `align` here.
+    # A pipeline of its own: pipelines["mine"] = Pipeline([…]). Kedro's find_pipelines is of no use here: with
+    # `--pipelines align` it looks for a folder of that name alone.
 
     # `kedro run` starts from your SFT model. Without this line it trains that model and a reward model first.
     pipelines["__default__"] = pipelines["align"]
