@@ -216,11 +216,12 @@ def test_after_max_time_the_iteration_is_saved_and_the_run_ends_as_after_a_signa
 def test_before_the_loop_max_time_ends_the_run_after_a_stage(hours: float | None, made: list[str], caplog):
     done: list[str] = []
 
-    def stage(name: str) -> Node:
-        return Node(lambda: done.append(name) or name, None, name, name=name, namespace=f"{name}_stage")
+    def stage(name: str, *inputs: str) -> Node:
+        return Node(lambda *_: done.append(name) or name, [*inputs], name, name=name, namespace=f"{name}_stage")
 
     catalog = DataCatalog({"params:ppo": MemoryDataset(PPOConfig(max_time=hours))})
-    run = partial(LoopRunner().run, Pipeline([stage("first"), stage("second")]), catalog, _create_hook_manager())
+    stages = Pipeline([stage("first"), stage("second", "first", "params:ppo")], prefix_datasets_with_namespace=False)
+    run = partial(LoopRunner().run, stages, catalog, _create_hook_manager())
     if hours == 1e-9:
         with caplog.at_level(logging.INFO), pytest.raises(RunInterruptedError):
             run()
@@ -230,3 +231,10 @@ def test_before_the_loop_max_time_ends_the_run_after_a_stage(hours: float | None
     else:
         run()
     assert done == made
+
+
+def test_a_run_that_does_not_read_the_settings_of_ppo_has_no_max_time():
+    """`kedro run --pipelines data_preparation`: Kedro makes no PPOConfig of a group that no node reads."""
+    catalog = DataCatalog({"params:ppo": MemoryDataset({"max_time": 1e-9})})
+    made = LoopRunner().run(Pipeline([Node(lambda: 1, None, "rows", name="rows")]), catalog, _create_hook_manager())
+    assert made["rows"].load() == 1

@@ -182,7 +182,7 @@ class LoopRunner(SequentialRunner):
         def execute(node: Node) -> None:
             Task(node, catalog, self._is_async, hook_manager, run_id).execute()
 
-        hours, done = _max_time(catalog), ""
+        hours, done = _max_time(pipeline, catalog), ""
 
         def run_once(nodes: Iterable[Node], first: int) -> None:
             nonlocal done
@@ -279,9 +279,9 @@ def _without_finished(pipeline: Pipeline, catalog: RunCatalog) -> Pipeline:
     return pipeline.filter(node_names=[node.name for node in pipeline.nodes if node not in skipped])
 
 
-def _max_time(catalog: Any) -> float | None:
-    """Return `ppo.max_time`, which counts all stages of a run that trains by PPO."""
-    hours: float | None = catalog.load("params:ppo").max_time if "params:ppo" in catalog else None
+def _max_time(pipeline: Pipeline, catalog: Any) -> float | None:
+    """Return `ppo.max_time`, which counts all stages of a run that reads it; for others Kedro leaves it a mapping."""
+    hours: float | None = catalog.load("params:ppo").max_time if "params:ppo" in pipeline.inputs() else None
     return hours
 
 
