@@ -1,6 +1,6 @@
 """Train the recipe randomwalks here and by TRL 1.12's PPO, from the same SFT models. See docs/recipes.md.
 
-python benchmarks/walks.py --peer-python PATH --seeds 42,1,2 --json OUT
+python benchmarks/walks.py --peer-python PATH --seeds 42,1,2 --json OUT --svg docs/images/random_walks.svg
 
 Without --peer-python only this project trains.
 """
@@ -17,8 +17,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import matplotlib
 import pandas as pd
 from kedro.config import OmegaConfigLoader
+from matplotlib import pyplot as plt
 
 from compare import ENVIRONMENT, machine, run_side
 from ppo_rlhf.config import PPOConfig
@@ -99,12 +101,31 @@ def summary_table(curves: dict[str, list[Curve]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def draw(curves: dict[str, list[Curve]], file: Path) -> None:
+    """Draw the curves, a thin line a seed, as SVG: over iterations, and over seconds."""
+    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "walks", "font.family": "sans-serif"})
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9.0, 3.2), sharey=True, layout="constrained")
+    for colour, (side, found) in zip(("#1f77b4", "#d62728"), curves.items(), strict=False):
+        for number, curve in enumerate(found):
+            scores, label = [point["score"] for point in curve], side if number == 0 else None
+            left.plot(range(1, 1 + len(curve)), scores, color=colour, linewidth=0.9, label=label)
+            right.plot([point["seconds"] for point in curve], scores, color=colour, linewidth=0.9)
+    for axes, what in ((left, "iteration"), (right, "seconds of training")):
+        axes.set_xlabel(what)
+        axes.axhline(1.0, color="#999999", linewidth=0.8, linestyle="--")
+        axes.grid(visible=True, alpha=0.25)
+    left.set_ylabel("optimality of the batch's walks")
+    left.legend(loc="lower right", frameon=False)
+    figure.savefig(file, metadata={"Date": None})
+
+
 def main() -> None:
     """Train each seed on each side in turn, write the results and print them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer-python", help="Python of an environment with TRL 1.12.0")
     parser.add_argument("--seeds", type=lambda text: [int(part) for part in text.split(",")], default=[42, 1, 2])
     parser.add_argument("--json", type=Path, help="where to write the results")
+    parser.add_argument("--svg", type=Path, help="where to draw the curves")
     arguments = parser.parse_args()
     sides = {"this project": (sys.executable, "walks_ours.py")}
     if arguments.peer_python:
@@ -119,6 +140,8 @@ def main() -> None:
                 print(f"seed {seed}, {side}: {curves[side][-1][-1]}", file=sys.stderr, flush=True)
     description = machine(arguments.peer_python)
     print(description["processor"], curves_table(curves, arguments.seeds), summary_table(curves), sep="\n\n")
+    if arguments.svg:
+        draw(curves, arguments.svg)
     if arguments.json:
         arguments.json.write_text(json.dumps({**description, "curves": curves}, indent=1), encoding="utf-8")
 
