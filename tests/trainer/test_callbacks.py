@@ -261,6 +261,20 @@ def test_the_main_processs_flags_and_any_processs_error_count_in_all(monkeypatch
         of_this.settle(lambda: None)
 
 
+def test_a_run_that_a_callback_ends_before_its_first_iteration_or_that_is_complete_has_none(tmp_path: Path):
+    at_once = trainer_of(Recorder(("begin", 0), "should_training_stop"))
+    assert at_once.train() == []
+    whole = trainer_of(seen := Recorder())
+    whole.train(output_dir=tmp_path)
+    seen.events.clear()
+    whole.train(output_dir=tmp_path)
+    assert seen.events == []
+    failing_again = trainer_of(Recorder(("begin", 2), ValueError("x")), total_episodes=16)
+    failing_again.load_checkpoint(tmp_path / "iteration_000002")
+    with pytest.raises(TrainingError, match="on_train_begin raised ValueError: x"):
+        failing_again.train(output_dir=tmp_path)
+
+
 # --- report_to
 
 

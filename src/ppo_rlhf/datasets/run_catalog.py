@@ -138,8 +138,9 @@ class RunCatalog:
             self.save_checkpoint()
 
     def save_checkpoint(self) -> None:
-        """Save the last checkpoint request, which must be due."""
-        self.save(CHECKPOINT, self._checkpoint)
+        """Save the last checkpoint request, which must be due; before the first iteration there is none."""
+        if self._checkpoint is not None:
+            self.save(CHECKPOINT, self._checkpoint)
 
     def __contains__(self, name: str) -> bool:
         return name in self._catalog

@@ -114,7 +114,7 @@ class Callbacks:
         self._all = [*own, *reporting]
         self._reporting = list(reporting)
         self._error: Exception | None = None
-        self._is_saved = False
+        self._is_saved, self._is_begun = True, False  # what a run resumes from is saved
         self._own_run: Any = None
         if not self._all:
             return
@@ -143,6 +143,7 @@ class Callbacks:
 
     def begin(self) -> None:
         """Before the first iteration of this process."""
+        self._is_begun = True
         self._call("on_train_begin")
 
     def iteration_ended(self, metrics: Mapping[str, float], *, is_saved: bool) -> None:
@@ -193,9 +194,10 @@ class Callbacks:
             raise self._error
 
     def end(self) -> None:
-        """After the last iteration."""
-        self._call("on_train_end")
-        if self._all and self._error is not None:
+        """After the last iteration, if there was one."""
+        if self._is_begun:
+            self._call("on_train_end")
+        if self._error is not None:
             raise self._error
 
     def close(self) -> None:
@@ -219,7 +221,6 @@ class Callbacks:
             return
         state = self._state
         self._shown.global_step = state.iteration
-        self._shown.num_input_tokens_seen = 0
         if "logs" in given:
             self._shown.log_history.append({**given["logs"], "step": state.iteration})
         models = {"model": state.policy, "processing_class": state.tokenizer, "optimizer": state.policy_optimizer}
