@@ -773,7 +773,7 @@ def test_training_resumes_from_a_checkpoint_bit_for_bit(sft: str, tmp_path: Path
     whole = trainer_of(sft, settings)
     whole.train(output_dir=tmp_path / "run")
     kept = sorted(path.name for path in (tmp_path / "run").iterdir())
-    assert kept == ["iteration_000002", "iteration_000003", "run.lock"]
+    assert kept == ["completions", "iteration_000002", "iteration_000003", "run.lock"]
     interrupted = trainer_of(sft, settings)
     if newest:
         (tmp_path / "run" / "iteration_000003" / "state.json").unlink()
