@@ -20,7 +20,7 @@ BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 def test_the_scripts_run_and_learn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
-    own_loop, whole_loop = BLOCKS
+    own_loop, whole_loop, evaluation = BLOCKS
     with caplog.at_level(logging.INFO, "ppo_rlhf"):
         exec(compile(own_loop, "docs/trainer.md, the first script", "exec"), names)
     scores = [row["objective/scores"] for row in names["ppo_trainer"].history]
@@ -38,6 +38,10 @@ def test_the_scripts_run_and_learn(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert len(names["history"]) == 4
     for name, tensor in names["trainer"].policy.state_dict().items():
         assert torch.equal(tensor, names["again"].policy.state_dict()[name]), name
-    kept = ["iteration_000002", "iteration_000004", "run.lock"]
+    kept = ["completions", "iteration_000002", "iteration_000004", "run.lock"]
     assert sorted(path.name for path in Path("brevity-run").iterdir()) == kept
     assert AutoModelForCausalLM.from_pretrained("brief-policy").config.vocab_size == 14
+
+    exec(compile(evaluation, "docs/trainer.md, the third script", "exec"), names)
+    assert [row["iteration"] for row in names["evaluating"].held_out.rows] == [4.0]
+    assert names["completions"]["reward"].mean() == pytest.approx(names["metrics"]["eval/reward"])
