@@ -17,6 +17,7 @@ from tests.tiny_models import save, tiny_model
 
 Kedro = Callable[..., Result]
 ALIGN = ("--pipelines", "align")
+PASSING = ("one token", "prompt", "constant reward")
 
 
 def examined(kedro: Kedro, project: Path, *arguments: str, exit_code: int) -> dict[tuple[str, str], list[str]]:
@@ -152,3 +153,25 @@ def test_a_store_that_does_not_answer_or_cannot_be_read_is_named_without_its_pas
     (toy_project / "broken.db").write_text("this is no database " * 100)
     [line] = examined(kedro, toy_project, exit_code=1)["problem", "MLflow"]
     assert "broken.db" in line
+
+
+def test_the_probes_train_a_project_s_settings_and_a_failed_one_is_a_problem(
+    kedro: Kedro, own: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("ppo_rlhf.probes.ITERATIONS", 8)
+    monkeypatch.setattr("ppo_rlhf.probes.CONSTANT_ITERATIONS", 6)
+    found = examined(kedro, own, *ALIGN, "--probe", "--params", "ppo.gamma=0,ppo.temperature=1.0", exit_code=1)
+    model, sizes, replaced, missing, *outcomes = found["ok", "Probe"]
+    assert model == "a tiny random model: LlamaConfig"
+    assert "batch 256" in sizes
+    assert replaced.startswith("replaced for the probes: ppo.kl_coef=")
+    assert missing == "not probed: ppo.missing_eos_penalty"
+    assert [line.split(";")[0] for line in outcomes] == [f"{name}: passed" for name in PASSING]
+    (problem,) = found["problem", "Probe"]
+    assert problem.startswith("delayed reward: BROKEN, the policy does not learn from a reward two tokens later")
+
+
+@pytest.mark.slow
+def test_pipelines_that_do_not_train_by_ppo_have_nothing_to_probe(kedro: Kedro, project: Path):
+    found = examined(kedro, project, "--pipelines", "data_preparation", "--probe", exit_code=0)
+    assert found["ok", "Probe"] == ["none: these pipelines do not train by PPO"]

@@ -51,13 +51,15 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 @click.option("--dtype", type=click.Choice(DTYPES), help="ppo.dtype.")
 @click.option("--processes", type=click.IntRange(min=1), help="Processes of the run; else 1, or the launcher's.")
 @click.option("--memory", type=click.FloatRange(0, min_open=True), help="GiB to fit into; else what is free here.")
+@click.option("--probe", is_flag=True, help="Train on problems with a known answer, with these settings.")
 @click.option("--pipelines", callback=split_string, default="", help="As `kedro run` takes them.")
 @click.option("--params", callback=split_params, default="", help="Settings, as `kedro run` takes them.")
 @click.option("--env", "-e", help="Kedro's environment.")
 def doctor(**options: Any) -> None:
     """Say what would stop or spoil a run with these options: versions, device, tracking store, settings, files, memory
     and disk; and how much memory PPO needs, phase by phase. No weights are read and nothing is written. The exit code
-    is 0 if the run would start and fit, else 1. docs/memory.md says what is counted.
+    is 0 if the run would start and fit, else 1. docs/memory.md says what is counted; docs/probes.md is about
+    --probe.
     """
     problems = 0
     for found in diagnose(project_here(), **options):
@@ -73,7 +75,7 @@ def doctor(**options: Any) -> None:
 
 
 def diagnose(
-    project_path: Path, pipelines: list[str], params: dict[str, Any], env: str | None, **options: Any
+    project_path: Path, pipelines: list[str], params: dict[str, Any], env: str | None, probe: bool, **options: Any
 ) -> Iterator[Finding | str]:
     """Yield what is found of each part of a run, and the lines of its memory plan; nothing is run or written.
 
@@ -116,6 +118,8 @@ def diagnose(
         is_asked = any(value is not None for value in options.values())
         if is_asked or all(level != "problem" for level, *_ in found):
             yield from _memory(request, options)
+        if probe:
+            yield from _probes(request, options["model"])
 
 
 def _refusals(part: str, error: Exception) -> Iterator[Finding]:
@@ -221,3 +225,23 @@ def _memory(run: RunRequest, options: dict[str, Any]) -> Iterator[Finding | str]
         yield "problem", "Disk", f"{line}: free space, lower ppo.save_total_limit, or set data_root to a larger disk."
     else:
         yield "ok", "Disk", line
+
+
+def _probes(run: RunRequest, model: str | None) -> Iterator[Finding]:
+    from ppo_rlhf.cli.memory_plan import policy_config
+    from ppo_rlhf.config import PPOConfig
+    from ppo_rlhf.probes import describe, run_probes, tiny_model
+
+    config = run.group("ppo", PPOConfig)
+    if config is None:
+        yield "ok", "Probe", "none: these pipelines do not train by PPO"
+        return
+    try:
+        tiny, architecture = tiny_model(policy_config(run, model))
+    except ConfigError as error:
+        yield from _refusals("Probe", error)
+        return
+    yield from (("ok", "Probe", line) for line in (f"a tiny random model: {architecture}", *describe(config)))
+    for outcome in run_probes(config, tiny):
+        level: Literal["ok", "problem"] = "problem" if outcome.broken else "ok"
+        yield level, "Probe", outcome.line

@@ -149,6 +149,16 @@ def _word(value: object) -> str:
     return json.dumps(value).strip('"')
 
 
+def policy_config(run: RunRequest, model: str | None) -> PretrainedConfig | None:
+    """Return the configuration of the policy that `plan` plans for; None if there is no model yet.
+
+    Raises:
+        ModelError: The model cannot be read.
+    """
+    policy = _policy(run, model)
+    return None if policy is None else _model_config(policy)
+
+
 def _policy(run: RunRequest, given: str | None) -> PretrainedHandle | None:
     """Return the model given, the one that the policy starts from, or the SFT policy of an earlier run."""
     if given:

@@ -1,0 +1,292 @@
+"""`kedro doctor --probe`: a run's own settings on tiny problems whose answer is known, in seconds.
+
+Each probe trains a tiny model of the run's architecture by the loop of the run (`ppo.loop`), for a score of 0 or 1:
+
+    one token        1 for one token: the policy must always write it
+    prompt           1 for the token that belongs to the prompt: a policy that cannot read the prompt gets 1/4 at most
+    delayed reward   1 after three tokens for the first of them, and only after one of two prompts: the critic's values
+                     must tell the prompts apart, at the first token and at the last
+    constant reward  1 always: only the critic may move
+
+A probe fails where code is broken, or where the settings do not let a reward be learnt.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel
+
+from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.core.errors import PPORLHFError, in_one_line
+from ppo_rlhf.data.prompt_dataset import PromptDataset
+from ppo_rlhf.models.capabilities import check_causal
+from ppo_rlhf.models.loading import prepare
+from ppo_rlhf.models.tokenizers import train_word_tokenizer
+from ppo_rlhf.ppo import loop
+from ppo_rlhf.ppo.experience import Experience
+from ppo_rlhf.ppo.models import build_critic, build_state
+from ppo_rlhf.rewards.scoring import ResponseBatch, RewardScorer
+
+TAKEN = (
+    *("cliprange", "cliprange_high", "cliprange_value", "dual_clip", "vf_coef", "max_grad_norm", "importance_cap"),
+    *("gamma", "lam", "lam_critic", "lam_alpha", "whiten_rewards", "whiten_advantages", "loss_aggregation"),
+    *("kl_coef", "kl_estimator", "kl_in", "entropy_coef", "positive_coef", "temperature", "responses_per_prompt"),
+    *("reward_scale", "reward_clip", "reward_normalisation", "value_model", "seed"),
+    *("adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay"),
+)
+"""Settings of PPOConfig that the probes train with, except for what `probe_config` replaces."""
+NOT_PROBED = (
+    *("critic_warmup_iterations", "warmup_ratio", "lr_scheduler_type", "optim", "ema_decay", "target_kl"),
+    *("kl_controller", "kl_target", "kl_horizon", "kl_hold_iterations", "kl_stop", "drop_uniform_prompts"),
+    *("top_k", "top_p", "stop_token", "stop_token_id", "min_response_length", "missing_eos_penalty"),
+    *("truncated_responses", "overlong_buffer", "environment", "turn_length", "rollout_engine", "dtype"),
+    *("use_peft", "lora_r", "lora_alpha", "lora_target_modules", "load_in_4bit", "gradient_checkpointing", "compile"),
+)
+"""Settings that change what is learnt or how, and that no probe exercises."""
+SIZES: dict[str, Any] = {
+    **{"per_device_train_batch_size": 256, "gradient_accumulation_steps": 1, "local_rollout_forward_batch_size": 256},
+    **{"num_mini_batches": 1, "num_ppo_epochs": 4, "num_critic_epochs": None, "learning_rate": 1e-2},
+}
+VALUE_LEARNING_RATE = 3e-2
+CONSTANT_SETTINGS: dict[str, Any] = {
+    **{"learning_rate": 3e-3, "whiten_advantages": True},
+    **{"entropy_coef": 0.0, "positive_coef": 0.0, "positive_threshold": None},
+}
+"""For the constant reward: equal advantages are whitened to 0, and no other term moves the policy."""
+MOST_OF_A_UNIT = 0.05
+"""kl_coef and entropy_coef are lowered to this share of what the score pays: the best policy's odds of the paid token
+are then at least the reference's times exp(20); with k3 in the loss it has it in 95 of 100 responses."""
+PROMPTS, WANTED, VOCABULARY, DELAYED_LENGTH = range(3, 7), range(8, 12), 16, 3
+ITERATIONS, CONSTANT_ITERATIONS = 50, 30
+SHARE, ENTROPY, CONTRAST, DRIFT = 0.9, 0.7, 0.5, 0.3
+"""The least share of responses that are paid; nats of entropy at most; the share of what is paid that values must show;
+nats of KL under a constant reward at most (a trunk that policy and critic share makes 0.11, docs/probes.md)."""
+SHAPE: dict[str, Any] = {
+    **{"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16},
+    **{"intermediate_size": 64, "max_position_embeddings": 64, "vocab_size": VOCABULARY, "initializer_range": 0.08},
+    **{"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 2},
+}
+OTHER_SHAPES = {
+    **{"ffn_dim": 64, "ffn_hidden_size": 64, "word_embed_proj_dim": 32, "rotary_dim": 8, "num_kv_heads": 2},
+    **{"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "n_group": 1, "topk_group": 1},
+    **{"num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
+    **{"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16},
+}
+"""Sizes that only some architectures have."""
+
+Verdict = tuple[str, str]
+"""What was measured, and what that says is broken (empty: nothing)."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A problem: prompts of one token each, tokens of a response, which (first) tokens are paid, and what solves it."""
+
+    name: str
+    prompts: range
+    length: int
+    pays: Callable[[Tensor, Tensor], Tensor]  # tokens [B] of prompts and responses -> bool [B]
+    judge: Callable[[Experience, PPOConfig], Verdict]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The end of a probe after so many iterations: what was measured, and what is broken (empty: it passed)."""
+
+    name: str
+    iterations: int
+    measured: str
+    broken: str
+
+    @property
+    def line(self) -> str:
+        """The outcome in words."""
+        end = f"BROKEN, {self.broken}" if self.broken else "passed"
+        return f"{self.name}: {end}; after {self.iterations} iterations {self.measured}"
+
+
+def unit(config: PPOConfig) -> float:
+    """Return what a score of 1 in place of 0 adds to the reward, at least.
+
+    Normalised scores of 0 and 1 differ by 1 / sqrt(p (1 - p)), p their mean: 2 or more. A clip to [-c, c] leaves c.
+    """
+    difference = config.reward_scale * (1.0 if config.reward_normalisation == "none" else 2.0)
+    return difference if config.reward_clip is None else min(difference, config.reward_clip)
+
+
+def probe_config(config: PPOConfig) -> PPOConfig:
+    """Return the settings that the probes train with: those in `TAKEN`, and sizes and rates of the probes' own."""
+    taken = {name: getattr(config, name) for name in TAKEN}
+    most = MOST_OF_A_UNIT * unit(config)
+    taken |= {name: min(taken[name], most) for name in ("kl_coef", "entropy_coef")}
+    if config.value_model != "shared":
+        taken |= {"value_model": "separate", "value_learning_rate": VALUE_LEARNING_RATE}
+    if config.positive_coef > 0:
+        taken["positive_threshold"] = 1.0
+    rows = SIZES["per_device_train_batch_size"] // config.responses_per_prompt * config.responses_per_prompt
+    sizes = SIZES | {"per_device_train_batch_size": rows, "total_episodes": ITERATIONS * rows}
+    alike: dict[str, Any] = {"lr_scheduler_type": "constant", "stop_token": "none", "dtype": "float32", "device": "cpu"}
+    return PPOConfig(**taken, **sizes, **alike, kl_warning=1e6, kl_alarm=1e6)
+
+
+def describe(config: PPOConfig) -> Iterator[str]:
+    """Yield in words what the probes replace of a run's settings, and which of those that it sets they leave out."""
+    used = probe_config(config)
+    yield (
+        f"this run's losses, advantages and shaping; sizes of the probes: batch {used.batch_size}, "
+        f"{used.num_ppo_epochs} epochs of one minibatch, learning_rate {used.learning_rate:g}, value_learning_rate "
+        f"{used.value_learning_rate or used.learning_rate:g}, responses of 1 or {DELAYED_LENGTH} tokens, float32"
+    )
+    changed = [name for name in (*TAKEN, "positive_threshold") if getattr(used, name) != getattr(config, name)]
+    if changed:
+        yield f"replaced for the probes: {', '.join(f'ppo.{name}={getattr(used, name)}' for name in changed)}"
+    missing = [name for name in config.not_default() if name in NOT_PROBED]
+    missing += [f"value_model={config.value_model}"] * (config.value_model != used.value_model)
+    if missing:
+        yield f"not probed: {', '.join(f'ppo.{name}' for name in missing)}"
+
+
+def tiny_model(architecture: PretrainedConfig | None, seed: int = 0) -> tuple[PreTrainedModel, str]:
+    """Return a random model of an architecture, two layers and 32 wide, and the architecture's name.
+
+    One that cannot be built so small, or whose states read later tokens, is replaced by a Llama, as None is; the name
+    then says why.
+    """
+    reason = "there is no model yet"
+    if architecture is not None:
+        text = architecture.get_text_config()
+        try:
+            return _drawn(_shrunk(text), seed), type(text).__name__
+        except Exception as error:  # architectures refuse sizes in many ways
+            reason = f"{type(text).__name__} cannot be made so small ({in_one_line(error)})"
+    return _drawn(LlamaConfig(**SHAPE), seed), f"LlamaConfig, because {reason}"
+
+
+def _shrunk(config: PretrainedConfig) -> PretrainedConfig:
+    small = copy.deepcopy(config)
+    layers = {"layer_types": small.layer_types[:2]} if getattr(small, "layer_types", None) else {}
+    for name, value in (SHAPE | OTHER_SHAPES | layers).items():
+        if hasattr(small, name) or name == "initializer_range":
+            with contextlib.suppress(AttributeError):  # computed from other sizes, so it has no setter
+                setattr(small, name, value)
+    return small
+
+
+def _drawn(config: PretrainedConfig, seed: int) -> PreTrainedModel:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    check_causal(model, "probe")
+    return prepare(model)
+
+
+def run_probes(config: PPOConfig, model: PreTrainedModel) -> Iterator[Outcome]:
+    """Yield the outcome of each probe, trained with a run's settings from a `tiny_model`, which stays as it is."""
+    for probe in PROBES:
+        try:
+            yield train_probe(probe, probe_config(config), model)
+        except PPORLHFError as error:
+            yield Outcome(probe.name, 0, "nothing was measured", f"training stopped ({in_one_line(error)})")
+
+
+def train_probe(probe: Probe, config: PPOConfig, model: PreTrainedModel) -> Outcome:
+    """Train with a `probe_config` until the problem is solved, or to the end.
+
+    Raises:
+        PPORLHFError: Training stopped, for example because gradients are not finite.
+    """
+    is_constant = probe is PROBES[-1]
+    config = dataclasses.replace(config, response_length=probe.length, **(CONSTANT_SETTINGS if is_constant else {}))
+    words = [f"t{number:02}" for number in range(VOCABULARY)]
+    policy, reference = copy.deepcopy(model), copy.deepcopy(model).requires_grad_(False)
+    tokenizer = train_word_tokenizer([" ".join(words[3:])], SHAPE["max_position_embeddings"])
+    state = build_state(policy, build_critic(config, policy, None), tokenizer, config)
+    prompts = PromptDataset([[token] for token in probe.prompts], [words[token] for token in probe.prompts], {})
+
+    def score(batch: ResponseBatch) -> Tensor:
+        return probe.pays(*_first_tokens(batch)).double()
+
+    kept: list[Experience] = []
+    verdict = ("", "")
+    while not state.finished and not (is_constant and state.iteration == CONSTANT_ITERATIONS):
+        loop.iterate(state, reference, prompts, RewardScorer([("probe", 1.0, score)]), kept.append)
+        verdict = probe.judge(kept.pop(), config)
+        if not verdict[1] and not is_constant:
+            break
+    return Outcome(probe.name, state.iteration, *verdict)
+
+
+def _first_tokens(batch: ResponseBatch) -> tuple[Tensor, Tensor]:
+    first = [torch.tensor([ids[0] for ids in rows]) for rows in (batch.prompt_ids, batch.response_ids)]
+    return first[0], first[1]
+
+
+def _is_first_wanted(prompts: Tensor, tokens: Tensor) -> Tensor:
+    return tokens == WANTED[0]
+
+
+def _is_of_its_prompt(prompts: Tensor, tokens: Tensor) -> Tensor:
+    return tokens - prompts == WANTED[0] - PROMPTS[0]
+
+
+def _judge_token(experience: Experience, config: PPOConfig) -> Verdict:
+    share = float(_is_first_wanted(*_first_tokens(experience.rollouts.texts)).double().mean())
+    entropy = float(experience.rollouts.entropy[:, 0].mean())
+    measured = f"{share:.0%} of the responses have the token, entropy {entropy:.2f} nats"
+    if share >= SHARE and entropy <= ENTROPY:
+        return measured, ""
+    return measured, f"the policy does not follow a reward (needed: {SHARE:.0%}, {ENTROPY} nats)"
+
+
+def _judge_prompt(experience: Experience, config: PPOConfig) -> Verdict:
+    share = float(_is_of_its_prompt(*_first_tokens(experience.rollouts.texts)).double().mean())
+    measured = f"{share:.0%} of the responses have their prompt's token"
+    return measured, "" if share >= SHARE else f"the policy does not learn to read the prompt (needed: {SHARE:.0%})"
+
+
+def _judge_delay(experience: Experience, config: PPOConfig) -> Verdict:
+    prompts, tokens = _first_tokens(experience.rollouts.texts)
+    pays, wanted = prompts == PROMPTS[0], tokens == WANTED[0]
+    share, values = float(wanted[pays].double().mean()), experience.scores.values
+    contrast = values[pays & wanted].mean(0) - values[~pays].mean(0)
+    first, last = float(contrast[0]), float(contrast[DELAYED_LENGTH - 1])
+    at_last = CONTRAST * unit(config)
+    at_first = at_last * config.gamma ** (DELAYED_LENGTH - 1)
+    broken = {
+        f"the policy does not learn from a reward two tokens later (needed: {SHARE:.0%})": share >= SHARE,
+        f"the critic does not carry a reward to the first token (needed: {at_first:.3g})": first >= at_first,
+        f"the critic does not see the reward of the last token (needed: {at_last:.3g})": last >= at_last,
+    }
+    measured = f"{share:.0%} have the token, values tell the prompts apart by {first:.3g} at first, {last:.3g} at last"
+    return measured, " and ".join(line for line, holds in broken.items() if not holds)
+
+
+def _judge_constant(experience: Experience, config: PPOConfig) -> Verdict:
+    kl, value = float(experience.shaped_rewards.kl.sum(-1).mean()), float(experience.scores.values[:, 0].mean())
+    paid = unit(config) if config.reward_normalisation == "none" else 0.0  # scores without spread
+    broken = {
+        f"the policy moves without a reason (noise: {DRIFT} nats at most)": kl <= DRIFT,
+        "the critic does not learn what is paid": abs(value - paid) <= (1 - CONTRAST / 2) * unit(config),
+    }
+    measured = f"KL {kl:.3f} nats, value {value:.3g} of {paid:.3g} paid"
+    return measured, " and ".join(line for line, holds in broken.items() if not holds)
+
+
+PROBES = (
+    Probe("one token", PROMPTS[:1], 1, _is_first_wanted, _judge_token),
+    Probe("prompt", PROMPTS, 1, _is_of_its_prompt, _judge_prompt),
+    Probe(
+        *("delayed reward", PROMPTS[:2], DELAYED_LENGTH),
+        lambda prompts, tokens: (tokens == WANTED[0]) & (prompts == PROMPTS[0]),
+        _judge_delay,
+    ),
+    Probe("constant reward", PROMPTS[:1], 1, lambda prompts, tokens: tokens >= 0, _judge_constant),
+)
