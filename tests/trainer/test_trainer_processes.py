@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ppo_rlhf.checkpoints.files import checkpoint_iterations
 from tests.launch import launch
+from tests.trainer.test_callbacks import scalars
 from tests.trainer.trainer_process_case import REFUSED
 
 pytestmark = pytest.mark.slow
@@ -38,3 +41,21 @@ def test_a_length_that_is_drawn_is_the_main_processs_and_the_first_kl_is_zero(by
 
 def test_a_reward_function_is_called_on_the_main_process(by_rank):
     assert [found["scores"] for found in by_rank] == [[0.0] * 3] * 2
+
+
+def test_callbacks_and_limits_act_in_both_processes_alike(tmp_path: Path):
+    launch("tests.trainer.callbacks_process_case", str(tmp_path), processes=2, folder=tmp_path)
+    found = json.loads((tmp_path / "results.json").read_text())
+    for mode, end, iteration in (
+        ("plain", "finished", 3),
+        ("stops", "finished", 2),
+        ("fails", "TrainingError: The callback Watching.on_step_end raised ValueError: only here", 2),
+        ("time", "RunInterruptedError: The run was stopped by ppo.max_time=1e-09 hours.", 1),
+    ):
+        first, second = found[mode]
+        assert first == second, mode
+        assert (first["end"], first["iteration"]) == (end, iteration)
+        assert checkpoint_iterations(tmp_path / mode) == [iteration]
+    points = scalars(tmp_path / "plain" / "tensorboard")
+    assert list(points["train/objective/kl"]) == [1, 2, 3]  # once, though two processes train
+    assert list(points["eval/reward"].values()) == pytest.approx(found["plain"][0]["rewards"])
