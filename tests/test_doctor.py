@@ -17,7 +17,7 @@ from tests.tiny_models import save, tiny_model
 
 Kedro = Callable[..., Result]
 ALIGN = ("--pipelines", "align")
-PASSING = ("one token", "prompt", "constant reward")
+PASSING = ("one token", "prompt", "constant reward", "KL penalty")
 
 
 def examined(kedro: Kedro, project: Path, *arguments: str, exit_code: int) -> dict[tuple[str, str], list[str]]:

@@ -12,12 +12,12 @@ from transformers import BertConfig, FalconConfig, GPT2Config, PretrainedConfig,
 
 from ppo_rlhf import probes
 from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.core import rewards as core_rewards
 from ppo_rlhf.ppo import loop, update
 from ppo_rlhf.ppo.experience import estimate_advantages, shape_rewards
 
-ALL = ("one token", "prompt", "delayed reward", "constant reward")
-ONE_TOKEN, PROMPT, DELAYED, CONSTANT = probes.PROBES
-SHAPED, LENGTH = "shaped_rewards", probes.DELAYED_LENGTH
+ALL = ("one token", "prompt", "delayed reward", "constant reward", "KL penalty")
+ONE_TOKEN, PROMPT, DELAYED, CONSTANT, PENALTY = probes.PROBES
 
 
 def outcome(probe: probes.Probe, model: PreTrainedModel | None = None, **settings) -> probes.Outcome:
@@ -26,8 +26,9 @@ def outcome(probe: probes.Probe, model: PreTrainedModel | None = None, **setting
 
 def broken(model: PreTrainedModel | None = None, **settings) -> dict[str, str]:
     """Run all probes and return what is broken by the name of the probe; what passed is left out."""
-    found = list(probes.run_probes(PPOConfig(**settings), model or probes.tiny_model(None)[0]))
-    assert tuple(each.name for each in found) == ALL
+    config = PPOConfig(**settings)
+    found = list(probes.run_probes(config, model or probes.tiny_model(None)[0]))
+    assert tuple(each.name for each in found) == (ALL if probes.brings_back(config) else ALL[:-1])
     return {each.name: each.broken for each in found if each.broken}
 
 
@@ -67,8 +68,9 @@ def test_a_policy_loss_of_the_wrong_sign_is_found_by_each_probe_in_which_a_polic
 
     monkeypatch.setattr(update, "clipped_policy_loss", wrong)
     found = broken()
-    assert set(found) == {"one token", "prompt", "delayed reward"}
+    assert set(found) == {"one token", "prompt", "delayed reward", "KL penalty"}
     assert "the policy does not follow a reward" in found["one token"]
+    assert "the critic" not in found["delayed reward"]  # which has no paid response to be judged by
 
 
 def test_a_reward_one_token_too_early_is_found_by_the_value_of_the_last_token(monkeypatch, short: None):
@@ -118,6 +120,33 @@ def test_a_bonus_for_some_token_is_found_by_the_constant_reward(monkeypatch, sho
     rewards_patched(monkeypatch, lambda rewards, tokens: rewards + 0.1 * (tokens == 5))
     found = outcome(CONSTANT)
     assert found.broken.startswith("the policy moves without a reason")
+
+
+def test_a_kl_penalty_of_the_wrong_sign_is_found_by_no_probe_but_its_own(monkeypatch, short: None):
+    right = core_rewards.shape_rewards
+
+    def wrong(scores, penalty, mask, kl_coef, **options):
+        return right(scores, -penalty, mask, kl_coef, **options)
+
+    monkeypatch.setattr(core_rewards, "shape_rewards", wrong)
+    found = broken()
+    assert set(found) == {"KL penalty"}
+    assert found["KL penalty"].startswith("the KL penalty does not bring the policy back")
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_run"),
+    [
+        ({}, True),
+        ({"kl_coef": 0.0}, False),
+        ({"kl_estimator": "k2"}, False),
+        ({"kl_estimator": "k3", "kl_in": "loss"}, True),
+    ],
+)
+def test_the_penalty_is_probed_where_it_leads_to_the_reference_and_else_named(settings: dict, is_run: bool):
+    config = PPOConfig(**settings)
+    assert probes.brings_back(config) is is_run
+    assert any("not probed: ppo.kl_coef" in line for line in probes.describe(config)) is not is_run
 
 
 def test_training_that_stops_fails_the_probe_with_the_reason(monkeypatch):
@@ -202,7 +231,7 @@ SOUND = [
     {"kl_estimator": "k3"},
     {"kl_estimator": "full"},
     *({"kl_in": "loss", "kl_estimator": name} for name in ("k2", "k3", "k3+", "full")),
-    {"lam": 0.0},
+    {"lam": 0.3},
     {"lam": 1.0, "gamma": 0.95},
     {"lam": 0.9, "lam_critic": 1.0},
     {"lam_alpha": 0.05},

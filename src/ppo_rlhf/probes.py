@@ -7,6 +7,7 @@ Each probe trains a tiny model of the run's architecture by the loop of the run 
     delayed reward   1 after three tokens for the first of them, and only after one of two prompts: the critic's values
                      must tell the prompts apart, at the first token and at the last
     constant reward  1 always: only the critic may move
+    KL penalty       1 always, and the policy starts away from the reference: the penalty must bring it back
 
 A probe fails where code is broken, or where the settings do not let a reward be learnt.
 """
@@ -17,7 +18,7 @@ import contextlib
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -60,18 +61,21 @@ CONSTANT_SETTINGS: dict[str, Any] = {
     **{"learning_rate": 3e-3, "whiten_advantages": True},
     **{"entropy_coef": 0.0, "positive_coef": 0.0, "positive_threshold": None},
 }
-"""For the constant reward: equal advantages are whitened to 0, and no other term moves the policy."""
+"""For a score that is always 1: equal advantages are whitened to 0, and only a KL penalty may move the policy."""
 MOST_OF_A_UNIT = 0.05
 """kl_coef and entropy_coef are lowered to this share of what the score pays: the best policy's odds of the paid token
 are then at least the reference's times exp(20); with k3 in the loss it has it in 95 of 100 responses."""
 PROMPTS, WANTED, VOCABULARY, DELAYED_LENGTH = range(3, 7), range(8, 12), 16, 3
 ITERATIONS, CONSTANT_ITERATIONS = 50, 30
-SHARE, ENTROPY, CONTRAST, DRIFT = 0.9, 0.7, 0.5, 0.3
+SHARE, ENTROPY, CONTRAST, DRIFT, NEAR = 0.9, 0.7, 0.5, 0.3, 0.1
 """The least share of responses that are paid; nats of entropy at most; the share of what is paid that values must show;
-nats of KL under a constant reward at most (a trunk that policy and critic share makes 0.11, docs/probes.md)."""
+nats of KL under a constant reward at most (a trunk that policy and critic share makes 0.11, docs/probes.md); nats of KL
+at most once a penalty has brought the policy back (from 0.4 to 4)."""
+SPREAD, AWAY = 0.08, 0.24
+"""Standard deviation of a model's random weights, and of a reference's that the policy starts away from."""
 SHAPE: dict[str, Any] = {
     **{"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16},
-    **{"intermediate_size": 64, "max_position_embeddings": 64, "vocab_size": VOCABULARY, "initializer_range": 0.08},
+    **{"intermediate_size": 64, "max_position_embeddings": 64, "vocab_size": VOCABULARY},
     **{"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 2},
 }
 OTHER_SHAPES = {
@@ -95,6 +99,9 @@ class Probe:
     length: int
     pays: Callable[[Tensor, Tensor], Tensor]  # tokens [B] of prompts and responses -> bool [B]
     judge: Callable[[Experience, PPOConfig], Verdict]
+    settings: dict[str, Any] = field(default_factory=dict)
+    to_the_end: bool = False  # trains for CONSTANT_ITERATIONS, also if nothing is broken before
+    starts_away: bool = False  # the policy starts away from the reference
 
 
 @dataclass(frozen=True)
@@ -149,9 +156,15 @@ def describe(config: PPOConfig) -> Iterator[str]:
     if changed:
         yield f"replaced for the probes: {', '.join(f'ppo.{name}={getattr(used, name)}' for name in changed)}"
     missing = [name for name in config.not_default() if name in NOT_PROBED]
+    missing += [f"kl_coef={used.kl_coef:g} with kl_estimator={used.kl_estimator}"] * (not brings_back(used))
     missing += [f"value_model={config.value_model}"] * (config.value_model != used.value_model)
     if missing:
         yield f"not probed: {', '.join(f'ppo.{name}' for name in missing)}"
+
+
+def brings_back(config: PPOConfig) -> bool:
+    """Return whether the penalty leads to the reference: k2, k3 and full in the reward need not (docs/algorithm.md)."""
+    return config.kl_coef > 0 and (config.kl_in == "loss" or config.kl_estimator == "k1")
 
 
 def tiny_model(architecture: PretrainedConfig | None, seed: int = 0) -> tuple[PreTrainedModel, str]:
@@ -174,13 +187,15 @@ def _shrunk(config: PretrainedConfig) -> PretrainedConfig:
     small = copy.deepcopy(config)
     layers = {"layer_types": small.layer_types[:2]} if getattr(small, "layer_types", None) else {}
     for name, value in (SHAPE | OTHER_SHAPES | layers).items():
-        if hasattr(small, name) or name == "initializer_range":
+        if hasattr(small, name):
             with contextlib.suppress(AttributeError):  # computed from other sizes, so it has no setter
                 setattr(small, name, value)
     return small
 
 
-def _drawn(config: PretrainedConfig, seed: int) -> PreTrainedModel:
+def _drawn(config: PretrainedConfig, seed: int, spread: float = SPREAD) -> PreTrainedModel:
+    config = copy.deepcopy(config)
+    config.initializer_range = spread
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -190,9 +205,10 @@ def _drawn(config: PretrainedConfig, seed: int) -> PreTrainedModel:
 
 def run_probes(config: PPOConfig, model: PreTrainedModel) -> Iterator[Outcome]:
     """Yield the outcome of each probe, trained with a run's settings from a `tiny_model`, which stays as it is."""
-    for probe in PROBES:
+    used = probe_config(config)
+    for probe in PROBES if brings_back(used) else PROBES[:-1]:
         try:
-            yield train_probe(probe, probe_config(config), model)
+            yield train_probe(probe, used, model)
         except PPORLHFError as error:
             yield Outcome(probe.name, 0, "nothing was measured", f"training stopped ({in_one_line(error)})")
 
@@ -203,10 +219,13 @@ def train_probe(probe: Probe, config: PPOConfig, model: PreTrainedModel) -> Outc
     Raises:
         PPORLHFError: Training stopped, for example because gradients are not finite.
     """
-    is_constant = probe is PROBES[-1]
-    config = dataclasses.replace(config, response_length=probe.length, **(CONSTANT_SETTINGS if is_constant else {}))
+    config = dataclasses.replace(config, response_length=probe.length, **probe.settings)
     words = [f"t{number:02}" for number in range(VOCABULARY)]
-    policy, reference = copy.deepcopy(model), copy.deepcopy(model).requires_grad_(False)
+    policy = copy.deepcopy(model)
+    reference = copy.deepcopy(model)
+    if probe.starts_away:
+        reference = _drawn(model.config, seed=1, spread=AWAY)
+    reference.requires_grad_(False)
     tokenizer = train_word_tokenizer([" ".join(words[3:])], SHAPE["max_position_embeddings"])
     state = build_state(policy, build_critic(config, policy, None), tokenizer, config)
     prompts = PromptDataset([[token] for token in probe.prompts], [words[token] for token in probe.prompts], {})
@@ -216,10 +235,10 @@ def train_probe(probe: Probe, config: PPOConfig, model: PreTrainedModel) -> Outc
 
     kept: list[Experience] = []
     verdict = ("", "")
-    while not state.finished and not (is_constant and state.iteration == CONSTANT_ITERATIONS):
+    while not state.finished and not (probe.to_the_end and state.iteration == CONSTANT_ITERATIONS):
         loop.iterate(state, reference, prompts, RewardScorer([("probe", 1.0, score)]), kept.append)
         verdict = probe.judge(kept.pop(), config)
-        if not verdict[1] and not is_constant:
+        if not verdict[1] and not probe.to_the_end:
             break
     return Outcome(probe.name, state.iteration, *verdict)
 
@@ -231,6 +250,10 @@ def _first_tokens(batch: ResponseBatch) -> tuple[Tensor, Tensor]:
 
 def _is_first_wanted(prompts: Tensor, tokens: Tensor) -> Tensor:
     return tokens == WANTED[0]
+
+
+def _is_any(prompts: Tensor, tokens: Tensor) -> Tensor:
+    return torch.ones_like(tokens, dtype=torch.bool)
 
 
 def _is_of_its_prompt(prompts: Tensor, tokens: Tensor) -> Tensor:
@@ -256,6 +279,8 @@ def _judge_delay(experience: Experience, config: PPOConfig) -> Verdict:
     prompts, tokens = _first_tokens(experience.rollouts.texts)
     pays, wanted = prompts == PROMPTS[0], tokens == WANTED[0]
     share, values = float(wanted[pays].double().mean()), experience.scores.values
+    if not share:
+        return "no response has the token", "the policy does not learn from a reward two tokens later"
     contrast = values[pays & wanted].mean(0) - values[~pays].mean(0)
     first, last = float(contrast[0]), float(contrast[DELAYED_LENGTH - 1])
     at_last = CONTRAST * unit(config)
@@ -280,6 +305,14 @@ def _judge_constant(experience: Experience, config: PPOConfig) -> Verdict:
     return measured, " and ".join(line for line, holds in broken.items() if not holds)
 
 
+def _judge_penalty(experience: Experience, config: PPOConfig) -> Verdict:
+    kl = float(experience.shaped_rewards.kl.sum(-1).mean())
+    broken = (
+        "" if kl <= NEAR else f"the KL penalty does not bring the policy back to the reference (needed: {NEAR} nats)"
+    )
+    return f"KL {kl:.3f} nats", broken
+
+
 PROBES = (
     Probe("one token", PROMPTS[:1], 1, _is_first_wanted, _judge_token),
     Probe("prompt", PROMPTS, 1, _is_of_its_prompt, _judge_prompt),
@@ -288,5 +321,6 @@ PROBES = (
         lambda prompts, tokens: (tokens == WANTED[0]) & (prompts == PROMPTS[0]),
         _judge_delay,
     ),
-    Probe("constant reward", PROMPTS[:1], 1, lambda prompts, tokens: tokens >= 0, _judge_constant),
+    Probe("constant reward", PROMPTS[:1], 1, _is_any, _judge_constant, CONSTANT_SETTINGS, to_the_end=True),
+    Probe("KL penalty", PROMPTS[:1], 1, _is_any, _judge_penalty, CONSTANT_SETTINGS, starts_away=True),
 )
