@@ -327,8 +327,9 @@ def is_demo_prompts(prompts_path: str | None, project_path: Path | None) -> bool
     A project of another name has prompts of its own there.
     """
     root = project_path or Path.cwd()
+    if prompts_path is None or (root / prompts_path).resolve() != (root / DEMO_PROMPTS_PATH).resolve():
+        return False
     described = root / "pyproject.toml"
     project = tomllib.loads(described.read_text("utf-8")) if described.is_file() else {}
-    if project.get("tool", {}).get("kedro", {}).get("package_name", DEMO_PROJECT) != DEMO_PROJECT:
-        return False
-    return prompts_path is not None and (root / prompts_path).resolve() == (root / DEMO_PROMPTS_PATH).resolve()
+    name = project.get("tool", {}).get("kedro", {}).get("package_name", DEMO_PROJECT)
+    return bool(name == DEMO_PROJECT)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from ppo_rlhf.ppo.experience import Experience, Scores, ShapedRewards
 from ppo_rlhf.ppo.rollout import Rollouts
 
@@ -16,15 +14,14 @@ def completion_rows(experience: Experience) -> list[dict[str, object]]:
     stopped (false: cut off).
     """
     rollouts, scores = experience.rollouts, experience.scores
-    mask = rollouts.mask
-    tokens = mask.sum(-1)
+    tokens = rollouts.mask.sum(-1)
     columns: dict[str, list[object]] = {
         "iteration": [rollouts.iteration] * len(tokens),
         "prompt": list(rollouts.prompts.texts),
         "completion": list(rollouts.texts.completions),
         "score": scores.total.tolist(),
-        "kl": torch.where(mask, experience.shaped_rewards.kl, 0.0).sum(-1).tolist(),
-        "advantage": (torch.where(mask, experience.advantages, 0.0).sum(-1) / tokens.clamp(min=1)).tolist(),
+        "kl": experience.shaped_rewards.kl.sum(-1).tolist(),
+        "advantage": (experience.advantages.sum(-1) / tokens.clamp(min=1)).tolist(),
         "tokens": tokens.tolist(),
         "stopped": rollouts.responses.terminated.tolist(),
     }
