@@ -2,7 +2,8 @@
 
 import pytest
 
-from ppo_rlhf.evaluation.log import TRAINING_KL, best_iteration
+from ppo_rlhf.checkpoints.evaluations import best_iteration
+from ppo_rlhf.names import TRAINING_KL
 
 
 def row(iteration, kl, reward, **judge):

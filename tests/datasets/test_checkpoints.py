@@ -10,13 +10,13 @@ import mlflow
 import pytest
 from kedro.io import DataCatalog, DatasetError
 
+from ppo_rlhf.checkpoints.evaluations import RANKED_BY, read_evaluations
 from ppo_rlhf.checkpoints.files import checkpoint_iterations
 from ppo_rlhf.checkpoints.store import CheckpointRequest
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError, project_error
 from ppo_rlhf.datasets import checkpoints
 from ppo_rlhf.datasets.checkpoints import CheckpointDataset, EvaluationLogDataset, run_directory
-from ppo_rlhf.evaluation.log import RANKED_BY, read_evaluations
 
 
 @pytest.fixture(autouse=True)

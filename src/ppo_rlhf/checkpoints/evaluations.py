@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ppo_rlhf.checkpoints.files import checkpoint_iterations, prune_checkpoints
+from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError
+from ppo_rlhf.names import TRAINING_KL
 from ppo_rlhf.whole_files import written_whole
 
 EVALUATIONS = "evaluations.json"
 RANKED_BY = ("iteration", "eval/kl", "eval/reward")
-TRAINING_KL = "training_kl"
-"""Key of a logged evaluation: the iteration's `objective/kl`, if the evaluation was greedy."""
 
 
 def read_evaluations(directory: Path, needed: Sequence[str] = RANKED_BY[:1]) -> list[dict[str, Any]]:
@@ -49,10 +50,17 @@ def add_evaluation(directory: Path, evaluation: Mapping[str, Any]) -> None:
         draft.write_text(json.dumps(rows, indent=1), encoding="utf-8")
 
 
-def best_saved(directory: Path, saved: Container[int], kl_alarm: float) -> int | None:
-    """Return the best of the iterations that are saved in a run's directory, as `best_iteration` finds it."""
+def best_saved(directory: Path, kl_alarm: float, newest: int | None = None) -> int | None:
+    """Return the best (`best_iteration`) of the iterations, up to `newest`, that are saved in a run's directory."""
+    saved = {each for each in checkpoint_iterations(directory) if newest is None or each <= newest}
     rows = [row for row in read_evaluations(directory, RANKED_BY) if row["iteration"] in saved]
     return best_iteration(rows, kl_alarm)
+
+
+def prune_run(directory: Path, config: PPOConfig, newest: int) -> None:
+    """Delete a run's checkpoints but the newest `save_total_limit`, the best evaluated, and those after `newest`."""
+    best = best_saved(directory, config.kl_alarm, newest)
+    prune_checkpoints(directory, config.save_total_limit, best, newest)
 
 
 def best_iteration(evaluations: Sequence[Mapping[str, Any]], kl_alarm: float) -> int | None:

@@ -10,10 +10,10 @@ from kedro.io import AbstractDataset, DatasetError
 
 from ppo_rlhf.checkpoints.completions import FOLDER as COMPLETIONS
 from ppo_rlhf.checkpoints.completions import write_completions
-from ppo_rlhf.checkpoints.files import checkpoint_iterations, prune_checkpoints
+from ppo_rlhf.checkpoints.evaluations import EVALUATIONS, add_evaluation, prune_run, read_evaluations
+from ppo_rlhf.checkpoints.files import checkpoint_iterations
 from ppo_rlhf.checkpoints.store import CheckpointRequest, write_checkpoint
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.evaluation.log import EVALUATIONS, add_evaluation, best_saved, read_evaluations
 from ppo_rlhf.names import RUN_ID
 from ppo_rlhf.processes import is_main_process
 from ppo_rlhf.whole_files import process_name
@@ -57,9 +57,7 @@ class CheckpointDataset(_RunDataset[CheckpointRequest, NoReturn]):
             return
         directory = run_directory(self.root)
         write_checkpoint(directory, data.state)
-        config, newest = data.state.config, data.state.iteration
-        saved = [iteration for iteration in checkpoint_iterations(directory) if iteration <= newest]
-        prune_checkpoints(directory, config.save_total_limit, best_saved(directory, saved, config.kl_alarm), newest)
+        prune_run(directory, data.state.config, data.state.iteration)
 
     def load(self) -> NoReturn:
         """Refuse: a run reads a checkpoint as `resume_checkpoint`."""

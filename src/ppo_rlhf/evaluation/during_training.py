@@ -10,9 +10,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.evaluation.comparison import compare_evaluations, conclude
-from ppo_rlhf.evaluation.log import TRAINING_KL
 from ppo_rlhf.evaluation.policy import EvaluationConfig, Evaluator, PolicyEvaluation, ResolvedJudge
 from ppo_rlhf.evaluation.since_best import since_best
+from ppo_rlhf.names import TRAINING_KL
 from ppo_rlhf.ppo.sampling import SamplingSettings
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.rewards.scoring import RewardScorer

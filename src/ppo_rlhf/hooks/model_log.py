@@ -26,11 +26,11 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from ppo_rlhf.checkpoints.files import checkpoint_iterations, checkpoint_name
+from ppo_rlhf.checkpoints.evaluations import best_saved
+from ppo_rlhf.checkpoints.files import checkpoint_name
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.datasets.checkpoints import CheckpointDataset, run_directory
 from ppo_rlhf.evaluation.comparison import WIN
-from ppo_rlhf.evaluation.log import best_saved
 from ppo_rlhf.hooks.run_description import verdict_of
 from ppo_rlhf.hooks.tracking_store import SQLITE
 from ppo_rlhf.locks import one_at_a_time
@@ -208,5 +208,5 @@ def best_checkpoint(checkpoints: object, kl_alarm: float) -> tuple[Path, int] | 
     if not isinstance(checkpoints, CheckpointDataset):
         return None
     directory = run_directory(checkpoints.root)
-    best = best_saved(directory, checkpoint_iterations(directory), kl_alarm)
+    best = best_saved(directory, kl_alarm)
     return None if best is None else (directory / checkpoint_name(best) / "policy", best)

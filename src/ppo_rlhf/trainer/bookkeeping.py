@@ -9,6 +9,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from ppo_rlhf.checkpoints.completions import write_completions
+from ppo_rlhf.checkpoints.evaluations import prune_run
 from ppo_rlhf.checkpoints.store import CheckpointRequest
 from ppo_rlhf.evaluation.during_training import is_due
 from ppo_rlhf.ppo.callbacks import Callbacks
@@ -19,7 +20,6 @@ from ppo_rlhf.processes import from_all, is_main_process
 from ppo_rlhf.signals import RunInterruptedError, time_is_over
 from ppo_rlhf.trainer.evaluation import HeldOut
 from ppo_rlhf.trainer.progress import in_one_line, say, verdict_line
-from ppo_rlhf.trainer.run_folder import prune
 
 
 class Bookkeeper:
@@ -48,7 +48,8 @@ class Bookkeeper:
 
     def before_update(self, experience: Experience) -> None:
         """Keep the completions of a sampled iteration."""
-        if self._directory is not None and is_main_process() and self._state.config.samples(self._state.iteration + 1):
+        is_sampled = self._state.config.samples(experience.rollouts.iteration)
+        if is_sampled and self._directory is not None and is_main_process():
             write_completions(self._directory, completion_rows(experience))
 
     def after_iteration(self, metrics: dict[str, float]) -> None:
@@ -62,8 +63,9 @@ class Bookkeeper:
         self._callbacks.iteration_ended(metrics, is_saved=is_saved)
         self._callbacks.settle(self._save)
         self._evaluate_if_due()
-        over = "" if state.finished or state.config.max_time is None else time_is_over(state.config.max_time)
-        if why := next(filter(None, from_all(over) if state.config.max_time else ()), ""):
+        if state.config.max_time is None or state.finished:
+            return
+        if why := next(filter(None, from_all(time_is_over(state.config.max_time))), ""):
             state.stopping = True
             if not is_saved:
                 self._save()
@@ -80,4 +82,4 @@ class Bookkeeper:
         if self._directory is not None:
             self._save_to(self._directory)
             if is_main_process():
-                prune(self._directory, self._state)
+                prune_run(self._directory, self._state.config, self._state.iteration)

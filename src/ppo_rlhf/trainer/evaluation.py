@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import pandas as pd
 from transformers import PreTrainedModel
 
+from ppo_rlhf.checkpoints.evaluations import add_evaluation, read_evaluations
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.evaluation.during_training import evaluate_iteration, evaluator_of
-from ppo_rlhf.evaluation.log import add_evaluation, read_evaluations
 from ppo_rlhf.evaluation.policy import EvaluationConfig, PolicyEvaluation, ResolvedJudge
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.processes import is_main_process

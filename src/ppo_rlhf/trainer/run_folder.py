@@ -9,9 +9,7 @@ from pathlib import Path
 
 from ppo_rlhf.checkpoints import files
 from ppo_rlhf.core.errors import CheckpointError, ConfigError
-from ppo_rlhf.evaluation.log import best_saved
 from ppo_rlhf.locks import lock_run
-from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.processes import on_main
 
 
@@ -68,13 +66,6 @@ def checkpoint_to_resume(asked: str | Path | bool, output_dir: Path | None) -> P
     if newest is None:
         raise CheckpointError(f"{output_dir}: this directory has no whole checkpoint to resume from")
     return newest
-
-
-def prune(directory: Path, state: TrainingState) -> None:
-    """Delete a run's checkpoints but for the newest `save_total_limit`, and the best of those that were evaluated."""
-    saved = [iteration for iteration in files.checkpoint_iterations(directory) if iteration <= state.iteration]
-    best = best_saved(directory, saved, state.config.kl_alarm)
-    files.prune_checkpoints(directory, state.config.save_total_limit, best, state.iteration)
 
 
 def _lock(directory: Path, held: ExitStack) -> None:
