@@ -2,7 +2,7 @@
 
 import pytest
 
-from ppo_rlhf.checkpoints.evaluations import best_iteration
+from ppo_rlhf.checkpoints.records import best_iteration
 from ppo_rlhf.names import TRAINING_KL
 
 

@@ -16,16 +16,17 @@ from ppo_rlhf.checkpoints.files import (
     checkpoint_iterations,
     checkpoint_name,
     newest_whole_checkpoint,
-    prune_checkpoints,
     sweep_leftovers,
     verify_checkpoint,
 )
+from ppo_rlhf.checkpoints.records import EVALUATIONS, add_evaluation, prune_run
 from ppo_rlhf.checkpoints.resume import restore
 from ppo_rlhf.checkpoints.store import (
     CheckpointRequest,
     read_checkpoint,
     write_checkpoint,
 )
+from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError
 from tests.checkpoints.support import assert_same, everything
 
@@ -368,9 +369,11 @@ def test_iterations_are_listed_in_order_without_temporaries_and_strangers(tmp_pa
 )
 def test_pruning_keeps_the_newest_and_the_best(tmp_path, keep, best, newest, left):
     run_with(tmp_path, 10, 20, 30, 40, 50)
-    prune_checkpoints(tmp_path, keep, best, newest)
+    if best is not None:
+        add_evaluation(tmp_path, {"iteration": best, "eval/kl": 0.0, "eval/reward": 1.0})
+    prune_run(tmp_path, PPOConfig(save_total_limit=keep), newest)
     assert checkpoint_iterations(tmp_path) == left
-    assert len(list(tmp_path.iterdir())) == len(left)
+    assert len([path for path in tmp_path.iterdir() if path.name != EVALUATIONS]) == len(left)
 
 
 def test_a_checkpoint_whose_deletion_is_cut_short_is_not_found_any_more(tmp_path, monkeypatch):
@@ -381,7 +384,7 @@ def test_a_checkpoint_whose_deletion_is_cut_short_is_not_found_any_more(tmp_path
 
     monkeypatch.setattr(whole_files.shutil, "rmtree", killed)
     with pytest.raises(SystemExit):
-        prune_checkpoints(tmp_path, 1, None, 20)
+        prune_run(tmp_path, PPOConfig(save_total_limit=1), 20)
     assert checkpoint_iterations(tmp_path) == [20]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ppo_rlhf.checkpoints.evaluations import best_iteration
+from ppo_rlhf.checkpoints.records import best_iteration
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.evaluation.policy import EvaluationConfig
 from ppo_rlhf.evaluation.since_best import SCORES

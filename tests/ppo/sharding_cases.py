@@ -15,8 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
-from ppo_rlhf.checkpoints.gathering import gathered
-from ppo_rlhf.checkpoints.model_files import exported_policy
+from ppo_rlhf.checkpoints.model_files import exported_policy, gathered
 from ppo_rlhf.checkpoints.resume import restore
 from ppo_rlhf.checkpoints.store import write_checkpoint
 from ppo_rlhf.models.offloading import refilled

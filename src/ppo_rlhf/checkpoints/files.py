@@ -1,4 +1,4 @@
-"""Checkpoints as directories: whole or not there at all, checked by a manifest, the newest and the best kept.
+"""Checkpoints as directories: whole or not there at all, checked by a manifest.
 
 The content of a checkpoint is the concern of `store`.
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 from ppo_rlhf.core.errors import CheckpointError
 from ppo_rlhf.models.directories import follow_umask
-from ppo_rlhf.whole_files import delete, discard, draft_of, written_whole
+from ppo_rlhf.whole_files import delete, draft_of, written_whole
 
 log = logging.getLogger(__name__)
 
@@ -102,22 +102,6 @@ def newest_whole_checkpoint(run_directory: Path) -> Path | None:
         else:
             return directory
     return None
-
-
-def prune_checkpoints(run_directory: Path, keep_newest: int, best: int | None, newest: int) -> None:
-    """Delete all checkpoints of a run except the newest and the best.
-
-    Args:
-        run_directory: Directory of the run's checkpoints.
-        keep_newest: Number of newest checkpoints to keep.
-        best: Iteration of the best checkpoint, None if no checkpoint was evaluated.
-        newest: Current iteration of the run. Later checkpoints are kept: a run that was resumed from an earlier one
-            replaces them when it gets there.
-    """
-    found = [iteration for iteration in checkpoint_iterations(run_directory) if iteration <= newest]
-    for iteration in found[:-keep_newest]:
-        if iteration != best:
-            discard(run_directory / checkpoint_name(iteration))
 
 
 def sweep_leftovers(run_directory: Path) -> None:

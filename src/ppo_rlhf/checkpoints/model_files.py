@@ -10,16 +10,18 @@ A checkpoint holds no frozen weights: they come from `sft_policy` and `reward_mo
 
 from __future__ import annotations
 
+import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, load_model, save_file, save_model
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from ppo_rlhf.checkpoints.files import read_json
-from ppo_rlhf.checkpoints.gathering import gathered
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError
 from ppo_rlhf.models.adapters import frozen_fingerprint, has_adapter, load_adapter, merged, save_adapter
@@ -27,8 +29,10 @@ from ppo_rlhf.models.averages import copy_tensors, trained_parameters
 from ppo_rlhf.models.loading import TrainedModel, context_length
 from ppo_rlhf.models.offloading import refilled
 from ppo_rlhf.models.quiet import quiet_transformers
+from ppo_rlhf.models.sharding import whole
 from ppo_rlhf.ppo.models import lora_settings
 from ppo_rlhf.ppo.state import TrainingState
+from ppo_rlhf.processes import is_main_process, shards_models
 
 POLICY, CRITIC, AVERAGE = "policy", "critic.safetensors", "policy_average.safetensors"
 FROZEN = "frozen_weights.json"
@@ -91,6 +95,29 @@ def read_models(directory: Path, state: TrainingState) -> None:
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
     """Write tensors to a safetensors file, which takes only contiguous ones."""
     save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path)
+
+
+def gathered(state: TrainingState) -> TrainingState:
+    """Return a state of plain models and optimisers; one that is not sharded is returned itself.
+
+    Every process calls it. The whole tensors are in the host's memory of the main process, one after the other; in the
+    other processes they have no values (device `meta`).
+    """
+    if not shards_models():
+        return state
+    names = ("policy", "critic", "policy_optimizer", "critic_optimizer", "policy_average")
+    parts = {name: getattr(state, name) for name in names}
+    found: list[Tensor] = [*state.policy.parameters(), *state.critic.parameters()]
+    for optimizer in (state.policy_optimizer, state.critic_optimizer):
+        found += [moment for row in optimizer.state.values() for moment in row.values()]
+    found += [] if state.policy_average is None else state.policy_average.weights.values()
+    copies: dict[int, Tensor] = {}
+    for tensor in found:
+        if isinstance(tensor, DTensor) and id(tensor) not in copies:
+            values = whole(tensor.detach()).to("cpu" if is_main_process() else "meta")
+            is_weight = isinstance(tensor, nn.Parameter)
+            copies[id(tensor)] = nn.Parameter(values, tensor.requires_grad) if is_weight else values
+    return replace(state, **copy.deepcopy(parts, copies))
 
 
 def exported_policy(state: TrainingState) -> TrainedModel:

@@ -49,8 +49,6 @@ product of `per_device_train_batch_size`, `gradient_accumulation_steps` and the 
 """
 CHANGES_NUMBERS = _AT_A_TIME | {"total_episodes", "device"}
 """Settings of MAY_CHANGE after which a run is no longer bit for bit what it would have been."""
-
-
 MENDABLE = "reward_functions"
 """The part of a script's origin that a resumed run may have changed: the source of its reward functions."""
 

@@ -21,8 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from ppo_rlhf.checkpoints.files import checkpoint_name, read_json, write_directory
-from ppo_rlhf.checkpoints.gathering import gathered
-from ppo_rlhf.checkpoints.model_files import optimizers, read_models, save_tensors, write_models
+from ppo_rlhf.checkpoints.model_files import gathered, optimizers, read_models, save_tensors, write_models
 from ppo_rlhf.core.errors import CheckpointError
 from ppo_rlhf.ppo.optimisers import load_moments, saved_moments
 from ppo_rlhf.ppo.state import TrainingState

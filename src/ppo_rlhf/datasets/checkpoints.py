@@ -8,9 +8,7 @@ from typing import Any, NoReturn, TypeVar
 import mlflow
 from kedro.io import AbstractDataset, DatasetError
 
-from ppo_rlhf.checkpoints.completions import FOLDER as COMPLETIONS
-from ppo_rlhf.checkpoints.completions import write_completions
-from ppo_rlhf.checkpoints.evaluations import EVALUATIONS, add_evaluation, prune_run, read_evaluations
+from ppo_rlhf.checkpoints import records
 from ppo_rlhf.checkpoints.files import checkpoint_iterations
 from ppo_rlhf.checkpoints.store import CheckpointRequest, write_checkpoint
 from ppo_rlhf.config import PPOConfig
@@ -57,7 +55,7 @@ class CheckpointDataset(_RunDataset[CheckpointRequest, NoReturn]):
             return
         directory = run_directory(self.root)
         write_checkpoint(directory, data.state)
-        prune_run(directory, data.state.config, data.state.iteration)
+        records.prune_run(directory, data.state.config, data.state.iteration)
 
     def load(self) -> NoReturn:
         """Refuse: a run reads a checkpoint as `resume_checkpoint`."""
@@ -84,14 +82,14 @@ class EvaluationLogDataset(_RunDataset[dict[str, Any], list[dict[str, Any]]]):
         """Append one evaluation; one of the same iteration is replaced."""
         if not data:
             return
-        add_evaluation(run_directory(self.root), data)
+        records.add_evaluation(run_directory(self.root), data)
 
     def load(self) -> list[dict[str, Any]]:
         """Return this run's evaluations, oldest first."""
-        return read_evaluations(run_directory(self.root))
+        return records.read_evaluations(run_directory(self.root))
 
     def _exists(self) -> bool:
-        return (run_directory(self.root) / EVALUATIONS).is_file()
+        return (run_directory(self.root) / records.EVALUATIONS).is_file()
 
 
 class CompletionsDataset(_RunDataset[list[dict[str, Any]], NoReturn]):
@@ -106,14 +104,14 @@ class CompletionsDataset(_RunDataset[list[dict[str, Any]], NoReturn]):
 
     def save(self, data: list[dict[str, Any]]) -> None:
         """Write one iteration's file; no rows: nothing was due."""
-        write_completions(run_directory(self.root), data)
+        records.write_completions(run_directory(self.root), data)
 
     def load(self) -> NoReturn:
         """Refuse: nothing in a run reads them."""
         raise DatasetError("completions are only written: read the files by datasets.load_dataset.")
 
     def _exists(self) -> bool:
-        return (run_directory(self.root) / COMPLETIONS).is_dir()
+        return (run_directory(self.root) / records.COMPLETIONS).is_dir()
 
 
 def run_directory(root: Path) -> Path:

@@ -26,8 +26,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from ppo_rlhf.checkpoints.evaluations import best_saved
 from ppo_rlhf.checkpoints.files import checkpoint_name
+from ppo_rlhf.checkpoints.records import best_saved
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.datasets.checkpoints import CheckpointDataset, run_directory
 from ppo_rlhf.evaluation.comparison import WIN

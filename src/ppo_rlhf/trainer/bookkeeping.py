@@ -8,8 +8,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from ppo_rlhf.checkpoints.completions import write_completions
-from ppo_rlhf.checkpoints.evaluations import prune_run
+from ppo_rlhf.checkpoints.records import prune_run, write_completions
 from ppo_rlhf.checkpoints.store import CheckpointRequest
 from ppo_rlhf.evaluation.during_training import is_due
 from ppo_rlhf.ppo.callbacks import Callbacks

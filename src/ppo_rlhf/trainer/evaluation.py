@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 from transformers import PreTrainedModel
 
-from ppo_rlhf.checkpoints.evaluations import add_evaluation, read_evaluations
+from ppo_rlhf.checkpoints.records import add_evaluation, read_evaluations
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.data.prompt_dataset import PromptDataset

@@ -1,4 +1,7 @@
-"""The evaluations of a run while it trains, in one file beside its checkpoints: they decide which one is the best."""
+"""What a run records beside its checkpoints: evaluations, which decide which one is the best, and completions.
+
+The evaluations are in one file, the completions of each sampled iteration in a file of JSON lines.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ppo_rlhf.checkpoints.files import checkpoint_iterations, prune_checkpoints
+from ppo_rlhf.checkpoints.files import checkpoint_iterations, checkpoint_name
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError
 from ppo_rlhf.names import TRAINING_KL
-from ppo_rlhf.whole_files import written_whole
+from ppo_rlhf.whole_files import discard, written_whole
 
-EVALUATIONS = "evaluations.json"
+EVALUATIONS, COMPLETIONS = "evaluations.json", "completions"
 RANKED_BY = ("iteration", "eval/kl", "eval/reward")
 
 
@@ -58,9 +61,15 @@ def best_saved(directory: Path, kl_alarm: float, newest: int | None = None) -> i
 
 
 def prune_run(directory: Path, config: PPOConfig, newest: int) -> None:
-    """Delete a run's checkpoints but the newest `save_total_limit`, the best evaluated, and those after `newest`."""
+    """Delete a run's checkpoints but the newest `save_total_limit`, the best evaluated, and those after `newest`.
+
+    Those are kept because a run that was resumed from an earlier checkpoint replaces them when it gets there.
+    """
     best = best_saved(directory, config.kl_alarm, newest)
-    prune_checkpoints(directory, config.save_total_limit, best, newest)
+    found = [iteration for iteration in checkpoint_iterations(directory) if iteration <= newest]
+    for iteration in found[: -config.save_total_limit]:
+        if iteration != best:
+            discard(directory / checkpoint_name(iteration))
 
 
 def best_iteration(evaluations: Sequence[Mapping[str, Any]], kl_alarm: float) -> int | None:
@@ -76,3 +85,19 @@ def best_iteration(evaluations: Sequence[Mapping[str, Any]], kl_alarm: float) ->
         return None
     best = max(candidates, key=lambda row: (row.get("eval/judge_score", row["eval/reward"]), row["iteration"]))
     return int(best["iteration"])
+
+
+def write_completions(directory: Path, rows: Sequence[Mapping[str, object]]) -> None:
+    """Write one iteration's rows to `completions/iteration_NNNNNN.jsonl`; no rows: nothing was due.
+
+    An iteration that a resumed run repeats replaces its file. `datasets.load_dataset("json", data_files=…)` reads them.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    if not rows:
+        return
+    iteration = rows[0]["iteration"]
+    assert isinstance(iteration, int)
+    with written_whole(directory / COMPLETIONS / f"{checkpoint_name(iteration)}.jsonl") as draft:
+        draft.write_text("".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows), encoding="utf-8")
