@@ -36,7 +36,7 @@ def probed_once(probe: Callable[[PreTrainedModel], Found]) -> Callable[[PreTrain
         known = _found.setdefault(model, {})
         if probe not in known:
             known[probe] = probe(model)
-        return cast(Found, known[probe])
+        return known[probe]
 
     return found
 
@@ -61,8 +61,7 @@ def probe_ids(model: PreTrainedModel, length: int) -> Tensor:
 
 def hidden_states_alone(backbone: PreTrainedModel, ids: Tensor) -> Tensor:
     """Return the last hidden states `[n, H]` of one sequence `[n]`, at the positions that the model gives it."""
-    states: Tensor = backbone(input_ids=ids[None].to(backbone.device), use_cache=False).last_hidden_state
-    return states[0]
+    return backbone(input_ids=ids[None].to(backbone.device), use_cache=False).last_hidden_state[0]
 
 
 def embedding_gradient(backbone: PreTrainedModel, compute: Callable[[], Tensor]) -> Tensor:

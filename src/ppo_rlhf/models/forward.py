@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
@@ -80,18 +80,16 @@ def logits_of(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
     """
     output_class = _find_head(model)
     if output_class is None:
-        head: nn.Module = model.get_output_embeddings()
-        return head
+        return model.get_output_embeddings()
     return lambda states: _logits_by_own_forward(model, states, output_class)
 
 
 def has_plain_attention(backbone: PreTrainedModel) -> bool:
     """Return whether the configuration says that each layer attends to all earlier tokens, without windows."""
     config = backbone.config.get_text_config()  # the language model's part of a model that reads images, too
-    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
-    windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
-    is_windowed = getattr(config, "layer_types", None) is None and any(window is not None for window in windows)
-    return layer_types == {"full_attention"} and not is_windowed
+    if layer_types := getattr(config, "layer_types", None):
+        return set(layer_types) == {"full_attention"}
+    return all(getattr(config, name, None) is None for name in ("sliding_window", "attention_chunk_size"))
 
 
 def _padded_hidden_states(backbone: PreTrainedModel, rows: TokenRows, *, with_positions: bool = True) -> Tensor:
@@ -101,8 +99,7 @@ def _padded_hidden_states(backbone: PreTrainedModel, rows: TokenRows, *, with_po
         **({"position_ids": rows.position_ids} if with_positions else {}),
         use_cache=False,
     ).last_hidden_state
-    taken: Tensor = states.flatten(0, 1).index_select(0, rows.slots)
-    return taken
+    return states.flatten(0, 1).index_select(0, rows.slots)
 
 
 def _keeps_sequences_apart(backbone: PreTrainedModel) -> bool:
@@ -190,7 +187,6 @@ def _logits_by_own_forward(model: PreTrainedModel, states: Tensor, output_class:
     backbone, output = backbone_of(model), output_class(last_hidden_state=states[None])
     backbone.forward = lambda *_, **__: output
     try:
-        logits: Tensor = model(inputs_embeds=states[None], use_cache=False).logits[0]
+        return model(inputs_embeds=states[None], use_cache=False).logits[0]
     finally:
         del backbone.forward  # the class's again
-    return logits

@@ -74,7 +74,7 @@ class PackedLayout:
     def spread(self, tokens_N: Tensor) -> Tensor:
         """Return `[B, L, …]` of `[N, …]`. The padding repeats the first token, and its gradient is left out."""
         shape = (len(self.lengths), self.width, *tokens_N.shape[1:])
-        spread: Tensor = tokens_N if self.has_equal_lengths else _Spread.apply(tokens_N, self.sources, self.slots)
+        spread = tokens_N if self.has_equal_lengths else _Spread.apply(tokens_N, self.sources, self.slots)
         return spread.reshape(shape)
 
     def collect(self, tokens_BL: Tensor) -> Tensor:
@@ -139,8 +139,7 @@ def packed_hidden_states(backbone: PreTrainedModel, ids: Tensor, positions: Tens
     output = backbone(
         input_ids=ids, attention_mask=no_mask, position_ids=positions, use_cache=False, packed_layout=attention
     )
-    states: Tensor = output.last_hidden_state.squeeze(0)  # squeeze: the backward pass of an index would fill zeros
-    return states
+    return output.last_hidden_state.squeeze(0)  # squeeze: the backward pass of an index would fill zeros
 
 
 @cache
@@ -153,8 +152,7 @@ def place_rows(rows: Tensor, slots: Tensor, *shape: int) -> Tensor:
 
     Slots count through all of the shape. The result is no view: FSDP2 warns of those as outputs.
     """
-    placed: Tensor = _PlaceRows.apply(rows, slots, shape)
-    return placed
+    return _PlaceRows.apply(rows, slots, shape)
 
 
 def take_rows(rows: Tensor, slots: Tensor) -> Tensor:
@@ -162,8 +160,7 @@ def take_rows(rows: Tensor, slots: Tensor) -> Tensor:
 
     The backward pass of torch's `index_select` adds rows up one by one, since its index may repeat.
     """
-    taken: Tensor = _TakeRows.apply(rows, slots)
-    return taken
+    return _TakeRows.apply(rows, slots)
 
 
 class _PlaceRows(torch.autograd.Function):
@@ -236,10 +233,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor | None]:
     """Attend as transformers asks: query, key and value `[1, heads, N, d]`, result `[1, N, heads, d]`."""
     if packed_layout is None:
-        padded: tuple[Tensor, Tensor | None] = AttentionInterface()[PADDED](
-            module, query, key, value, attention_mask, **options
-        )
-        return padded
+        return AttentionInterface()[PADDED](module, query, key, value, attention_mask, **options)
     special = [
         name for name in ("softcap", "s_aux", "position_bias", "sliding_window") if options.get(name) is not None
     ]

@@ -90,7 +90,7 @@ def unquantised(layer: nn.Module, summand: Tensor | None = None) -> nn.Linear | 
     plain.weight = nn.Parameter(weight, requires_grad=False)
     if source.bias is not None:
         plain.bias = nn.Parameter(source.bias.float().cpu(), requires_grad=False)
-    return cast("nn.Linear | Conv1D", plain)
+    return plain
 
 
 def forget_quantisation(model: PreTrainedModel) -> None:

@@ -35,8 +35,7 @@ def sequence_scores(model: PreTrainedModel, sequences: Sequence[Sequence[int]], 
     rows = right_padded(sequences, pad_id if own_pad_id is None else own_pad_id, fill=fill).to(model.device)
     if ours is not None:
         last = rows.attention_mask.sum(-1).cumsum(0) - 1
-        scores: Tensor = ours.score(hidden_states_at(backbone_of(model), rows, last))
-        return scores[:, 0]
+        return ours.score(hidden_states_at(backbone_of(model), rows, last))[:, 0]
     has_pad = own_pad_id is not None or isinstance(model, CausalLMRewardModel)
     return _padded_scores(model, rows) if has_pad and _ignores_padding(model) else _scores_one_by_one(model, rows)
 
@@ -67,8 +66,7 @@ def _ignores_padding(model: PreTrainedModel) -> bool:
 
 def _padded_scores(model: PreTrainedModel, rows: TokenRows) -> Tensor:
     # without position_ids: not all models count from 0, and the padding stands on the right
-    logits: Tensor = model(input_ids=rows.input_ids, attention_mask=rows.attention_mask).logits
-    return logits[:, 0]
+    return model(input_ids=rows.input_ids, attention_mask=rows.attention_mask).logits[:, 0]
 
 
 def _scores_one_by_one(model: PreTrainedModel, rows: TokenRows) -> Tensor:

@@ -1,6 +1,6 @@
-"""Value heads: new ones for a policy, and those on disk under the names of TRL's `AutoModelForCausalLMWithValueHead`.
+"""Value heads on disk, under the names of TRL's `AutoModelForCausalLMWithValueHead`.
 
-On disk they are among the language model's own weights; transformers ignores them when it loads the directory.
+They are among the language model's own weights; transformers ignores them when it loads the directory.
 """
 
 from __future__ import annotations
