@@ -29,7 +29,7 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import PPORLHFError, in_one_line
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.models.capabilities import check_causal
-from ppo_rlhf.models.loading import prepare
+from ppo_rlhf.models.preparation import prepare
 from ppo_rlhf.models.tokenizers import train_word_tokenizer
 from ppo_rlhf.ppo import loop
 from ppo_rlhf.ppo.experience import Experience

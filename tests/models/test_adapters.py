@@ -11,7 +11,6 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models.adapters import (
-    WEIGHTS_FILE,
     LoraSettings,
     check_critic_targets,
     check_targets,
@@ -24,7 +23,7 @@ from ppo_rlhf.models.adapters import (
     without_adapter,
 )
 from ppo_rlhf.models.averages import trained_parameters
-from ppo_rlhf.models.directories import ADAPTER_CONFIG
+from ppo_rlhf.models.directories import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from ppo_rlhf.models.loading import PretrainedHandle
 from tests.own_code import save_with_own_code
 from tests.tiny_models import KINDS, save, tiny_model
@@ -171,7 +170,7 @@ def test_an_adapted_model_saves_only_its_adapter_by_its_own_save_pretrained(tmp_
     model = adapted(base if part != "critic's backbone" else base.base_model)
     saved = model.base_model if part == "its backbone" else model
     copy.deepcopy(saved).save_pretrained(tmp_path / "adapter")
-    assert sorted(path.name for path in (tmp_path / "adapter").iterdir()) == [ADAPTER_CONFIG, WEIGHTS_FILE]
+    assert sorted(path.name for path in (tmp_path / "adapter").iterdir()) == [ADAPTER_CONFIG, ADAPTER_WEIGHTS]
     auto = AutoModelForCausalLM if part == "policy" else AutoModel
     theirs = PeftModel.from_pretrained(auto.from_pretrained(tmp_path / "base"), tmp_path / "adapter")
     assert_close(theirs(IDS)[0], saved(IDS)[0], rtol=0.0, atol=0.0)

@@ -32,18 +32,13 @@ from transformers.utils.logging import is_progress_bar_enabled
 
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models.adapters import LoraSettings, load_merged, save_adapter, with_adapter
+from ppo_rlhf.models.context import context_length, usable_context
 from ppo_rlhf.models.directories import check_model_directory, is_local
-from ppo_rlhf.models.loading import (
-    PretrainedHandle,
-    check_vocabulary,
-    context_length,
-    disable_dropout,
-    fuse_activations,
-    prepare,
-    quiet_transformers,
-    usable_context,
-)
+from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.models.preparation import disable_dropout, fuse_activations, prepare
+from ppo_rlhf.models.quiet import quiet_transformers
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
+from ppo_rlhf.models.tokenizers import check_vocabulary
 from tests.own_code import save_with_own_code
 from tests.tiny_models import KINDS, VOCABULARY, draw_weights, not_causal_models, save, tiny_model, word_tokenizer
 

@@ -14,7 +14,7 @@ from transformers import (
     XLNetConfig,
 )
 
-from ppo_rlhf.models.loading import prepare
+from ppo_rlhf.models.preparation import prepare
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.models.sequence_scores import sequence_scores
 from tests.tiny_models import KINDS, draw_weights, tiny_model

@@ -7,7 +7,7 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, GenerationConfig, MambaConfig, OpenAIGPTConfig
 
 from ppo_rlhf.models.decoding import Decoder, decodes
-from ppo_rlhf.models.loading import prepare
+from ppo_rlhf.models.preparation import prepare
 from ppo_rlhf.ppo import sampling
 from ppo_rlhf.ppo.sampling import SamplingSettings, generate_responses
 from tests.tiny_models import draw_weights

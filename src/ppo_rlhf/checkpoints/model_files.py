@@ -26,7 +26,8 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError
 from ppo_rlhf.models.adapters import frozen_fingerprint, has_adapter, load_adapter, merged, save_adapter
 from ppo_rlhf.models.averages import copy_tensors, trained_parameters
-from ppo_rlhf.models.loading import TrainedModel, context_length
+from ppo_rlhf.models.context import context_length
+from ppo_rlhf.models.loading import TrainedModel
 from ppo_rlhf.models.offloading import refilled
 from ppo_rlhf.models.quiet import quiet_transformers
 from ppo_rlhf.models.sharding import whole

@@ -18,7 +18,8 @@ from ppo_rlhf.data.chats import CONVERSATIONS, Chat, read_text_or_chat, render_c
 from ppo_rlhf.data.prompt_dataset import PROMPT_COLUMNS, PromptDataset, arrow_column, as_json
 from ppo_rlhf.data.sources import LONG, bars
 from ppo_rlhf.data.tables import hold_out
-from ppo_rlhf.models.loading import PretrainedHandle, usable_context
+from ppo_rlhf.models.context import usable_context
+from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.tokenizers import encode_texts
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class PromptReader:
     overlong: Literal["error", "drop", "truncate_left"]
     """What to do with prompts longer than `context - response_length`."""
     why: str = ""
-    """Ends errors: why the context is less than the model reads (`models.loading.usable_context`)."""
+    """Ends errors: why the context is less than the model reads (`models.context.usable_context`)."""
 
     @classmethod
     def of(cls, policy: PretrainedHandle, ppo: PPOConfig) -> PromptReader:

@@ -35,8 +35,8 @@ from ppo_rlhf.hooks.run_description import verdict_of
 from ppo_rlhf.hooks.tracking_store import SQLITE
 from ppo_rlhf.locks import one_at_a_time
 from ppo_rlhf.models.adapters import load_merged
+from ppo_rlhf.models.context import context_length
 from ppo_rlhf.models.directories import ADAPTER_CONFIG
-from ppo_rlhf.models.loading import context_length
 from ppo_rlhf.models.quiet import errors_only, quiet_transformers
 
 logger = logging.getLogger(__name__)

@@ -28,7 +28,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models.averages import copy_tensors, trained_parameters
-from ppo_rlhf.models.directories import is_local
+from ppo_rlhf.models.directories import ADAPTER_WEIGHTS, is_local
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.quantisation import (
     forget_quantisation,
@@ -40,7 +40,6 @@ from ppo_rlhf.models.quantisation import (
 ALL_LINEAR = "all-linear"
 ALL_LINEAR_AND_HEAD = "all-linear+head"
 ADAPTER = "default"
-WEIGHTS_FILE = "adapter_model.safetensors"
 QUANTISATION_FILE = "quantization_config.json"
 _PEFT_PREFIX = "base_model.model."  # peft writes the names that its own wrapper gives
 _FINGERPRINTED = 1024
@@ -192,7 +191,7 @@ def save_adapter(model: PreTrainedModel, directory: str | Path, settings: LoraSe
     config.task_type = TaskType.CAUSAL_LM if is_lm else TaskType.FEATURE_EXTRACTION  # the class of the base model
     config.save_pretrained(str(directory))
     tensors = {_peft_name(name): p.detach().contiguous() for name, p in trained_parameters(model).items()}
-    save_file(tensors, Path(directory, WEIGHTS_FILE))
+    save_file(tensors, Path(directory, ADAPTER_WEIGHTS))
     if quantisation_states(model):
         model.config.quantization_config.to_json_file(Path(directory, QUANTISATION_FILE))
 
@@ -204,7 +203,7 @@ def load_adapter(model: PreTrainedModel, directory: Path) -> None:
         ValueError: It has other names or shapes.
     """
     own = {_peft_name(name): parameter for name, parameter in trained_parameters(model).items()}
-    copy_tensors(load_file(directory / WEIGHTS_FILE), own)
+    copy_tensors(load_file(directory / ADAPTER_WEIGHTS), own)
 
 
 def load_merged(directory: Path, *, trust_remote_code: bool = False) -> PreTrainedModel:

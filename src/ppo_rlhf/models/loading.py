@@ -1,4 +1,4 @@
-"""Models and tokenizers from a local directory or the hub: safetensors only, checked, without dropout.
+"""Models and tokenizers from a local directory or the hub: safetensors only, checked.
 
 A `PretrainedHandle` is lazy: it reads weights when a node asks for them, so a run whose rewards are Python functions
 needs no reward model on disk. Nothing here writes into a user's model directory.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -29,7 +29,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.activations import NewGELUActivation
 from transformers.utils import cached_file
 
 from ppo_rlhf.core.errors import ModelError, in_one_line
@@ -45,10 +44,11 @@ from ppo_rlhf.models.directories import (
     is_local,
     weight_files,
 )
+from ppo_rlhf.models.preparation import prepare
 from ppo_rlhf.models.quantisation import check_bitsandbytes, four_bit_config, prepare_quantised
 from ppo_rlhf.models.quiet import errors_only, quiet_transformers
 from ppo_rlhf.models.reward_model import MODEL_TYPE, SCORE_MEAN, why_no_reward_model, with_mean  # registers ours, too
-from ppo_rlhf.models.tokenizers import ensure_pad_id, ensure_pad_token, set_template_defaults
+from ppo_rlhf.models.tokenizers import check_vocabulary, ensure_pad_id, ensure_pad_token, set_template_defaults
 from ppo_rlhf.models.value_heads import VALUE_HEAD, read_value_head, value_head_tensors
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,6 @@ SHARD = "5GB"
 """Largest weights file: the hub recommends it, and an interrupted upload repeats one file."""
 MEBIBYTE = 2**20
 TOKENIZER_FILES = ("tokeniz*", "vocab*", "merges*", "*.model", "*.tiktoken")
-DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 @dataclass(frozen=True)
@@ -380,52 +379,6 @@ class TrainedModel:
             average.save(folder / AVERAGE)
 
 
-def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig, where: str) -> None:
-    """Raise `ModelError` if the tokenizer can produce an id that has no row in the model's embedding."""
-    rows = config.get_text_config().vocab_size
-    largest = max(tokenizer.get_vocab().values(), default=-1)
-    if largest >= rows:
-        raise ModelError(
-            f"{where}: the tokenizer has ids up to {largest}, the model's embedding has {rows} rows. Use the tokenizer "
-            "that the model was trained with."
-        )
-
-
-def prepare(model: PreTrainedModel, where: str = "the model") -> PreTrainedModel:
-    """Return the model, changed in place: eval mode, no dropout, GELU in one kernel.
-
-    Raises:
-        ModelError: A weight is NaN or infinite; `where` says where the model comes from.
-    """
-    _check_finite(model, where)
-    disable_dropout(model)
-    fuse_activations(model)
-    return model.eval()
-
-
-def disable_dropout(model: nn.Module) -> None:
-    """Set every dropout probability to 0, in modules and their configurations, so that train() computes as eval() does.
-
-    eval() is not enough: gradient checkpointing works only in train().
-    """
-    for module in model.modules():
-        if isinstance(module, DROPOUT):
-            module.p = 0.0
-        config = getattr(module, "config", None)
-        for holder in (module, config) if isinstance(config, PretrainedConfig) else (module,):
-            for name, value in list(vars(holder).items()):
-                if "drop" in name and isinstance(value, float):
-                    setattr(holder, name, 0.0)
-
-
-def fuse_activations(model: nn.Module) -> None:
-    """Compute GPT-2's `gelu_new` by torch's kernel of the same formula: transformers writes it out in eight kernels."""
-    for module in list(model.modules()):
-        for name, child in module.named_children():
-            if isinstance(child, NewGELUActivation):
-                setattr(module, name, nn.GELU(approximate="tanh"))
-
-
 def why_unreadable(error: Exception) -> str:
     """Return in one line why transformers could not read a model."""
     if "trust_remote_code=True" in str(error):  # transformers' advice, lines below the first
@@ -434,56 +387,6 @@ def why_unreadable(error: Exception) -> str:
             "PPOTrainer the loaded model, or set the pipeline's global trust_remote_code=true"
         )
     return in_one_line(error) or type(error).__name__
-
-
-def context_length(config: PretrainedConfig) -> int | None:
-    """Return the number of positions that the model can read, or None where its architecture sets no limit."""
-    text_config = config.get_text_config()
-    for name in ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length"):
-        length = getattr(text_config, name, None)
-        if isinstance(length, int) and length > 0:
-            return length
-    return None
-
-
-def usable_context(config: PretrainedConfig) -> tuple[int | None, str]:
-    """Return the longest sequence, in tokens, that PPO may give a model, and the reason where RoPE limits it (else "").
-
-    RoPE of the kinds `longrope` and `dynamic` changes its frequencies for a whole batch once one sequence is longer
-    than this. A sequence's log-probabilities would then depend on its batch, but PPO compares those of different
-    batches (ratio, KL). Supervised training does not, and may use the whole context.
-    """
-    context, steady = context_length(config), min(_steady_lengths(config), default=None)
-    if steady is None or (context is not None and context < steady):
-        return context, ""
-    return steady, (
-        f". Beyond {steady} tokens this model's RoPE changes its frequencies for the whole batch, so log-probabilities "
-        "in PPO would depend on the batch"
-    )
-
-
-def _steady_lengths(config: PretrainedConfig) -> Iterator[int]:
-    """Yield the length up to which each RoPE of a model keeps its frequencies; nothing for RoPEs that always do."""
-    text_config = config.get_text_config()
-    settings = getattr(text_config, "rope_parameters", None) or {}
-    by_layer_type = [found for found in settings.values() if isinstance(found, dict)]
-    for rope in by_layer_type or [settings]:
-        kind = rope.get("rope_type", "default")
-        if kind == "longrope":
-            yield rope["original_max_position_embeddings"]
-        elif "dynamic" in kind:
-            yield text_config.max_position_embeddings
-
-
-def _check_finite(model: PreTrainedModel, where: str) -> None:
-    for name, parameter in model.named_parameters():
-        # smallest and largest are NaN if any number is; isfinite() would copy the tensor
-        if (
-            parameter.numel()
-            and parameter.is_floating_point()
-            and not all(bool(extreme.isfinite()) for extreme in parameter.detach().aminmax())
-        ):
-            raise ModelError(f"{where}: the weight {name} holds NaN or infinity. Give a model that has not diverged.")
 
 
 def _some(names: list[str]) -> str:

@@ -68,6 +68,17 @@ def ensure_pad_token(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfi
         )
 
 
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig, where: str) -> None:
+    """Raise `ModelError` if the tokenizer can produce an id that has no row in the model's embedding."""
+    rows = config.get_text_config().vocab_size
+    largest = max(tokenizer.get_vocab().values(), default=-1)
+    if largest >= rows:
+        raise ModelError(
+            f"{where}: the tokenizer has ids up to {largest}, the model's embedding has {rows} rows. Use the tokenizer "
+            "that the model was trained with."
+        )
+
+
 def stop_token_ids(
     tokenizer: PreTrainedTokenizerBase,
     generation_config: GenerationConfig | None,

@@ -11,8 +11,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import processes
 from ppo_rlhf.core.errors import ModelError, RewardError
+from ppo_rlhf.models.context import context_length
 from ppo_rlhf.models.free_memory import sequences_at_a_time
-from ppo_rlhf.models.loading import context_length
 from ppo_rlhf.models.offloading import on_device
 from ppo_rlhf.models.sequence_scores import reads_end, sequence_scores
 from ppo_rlhf.rewards.rendering import Rendering

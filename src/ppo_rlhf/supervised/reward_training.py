@@ -17,8 +17,10 @@ from ppo_rlhf.config.settings_group import settings_group
 from ppo_rlhf.core.errors import ModelError, TrainingError
 from ppo_rlhf.data.tables import hold_out
 from ppo_rlhf.evaluation.comparison import win_rate
-from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel, check_vocabulary, context_length
+from ppo_rlhf.models.context import context_length
+from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
+from ppo_rlhf.models.tokenizers import check_vocabulary
 from ppo_rlhf.rewards.model_scorer import score_sequences
 from ppo_rlhf.supervised.optimisation import History, OptimisationConfig, Watch, advice
 

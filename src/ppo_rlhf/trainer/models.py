@@ -18,12 +18,14 @@ from ppo_rlhf.core.errors import ConfigError, ModelError
 from ppo_rlhf.models.adapters import has_adapter
 from ppo_rlhf.models.capabilities import check_causal
 from ppo_rlhf.models.compilation import compile_layers
+from ppo_rlhf.models.context import usable_context
 from ppo_rlhf.models.critic import Critic
 from ppo_rlhf.models.directories import WEIGHTS, WEIGHTS_INDEX, is_local
-from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel, check_vocabulary, prepare, usable_context
+from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.models.offloading import to_host
+from ppo_rlhf.models.preparation import prepare
 from ppo_rlhf.models.reward_model import with_mean
-from ppo_rlhf.models.tokenizers import ensure_pad_token
+from ppo_rlhf.models.tokenizers import check_vocabulary, ensure_pad_token
 from ppo_rlhf.ppo.models import (
     AnyCritic,
     build_critic,

@@ -13,7 +13,8 @@ from ppo_rlhf.data.tables import frame_of
 from ppo_rlhf.evaluation import best_of_n as sampled
 from ppo_rlhf.evaluation.best_of_n import BestOfNConfig, best_of_n_curve
 from ppo_rlhf.evaluation.policy import EvaluationConfig, Evaluator, resolve_judge
-from ppo_rlhf.models.loading import PretrainedHandle, context_length
+from ppo_rlhf.models.context import context_length
+from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.tokenizers import stop_token_ids
 from ppo_rlhf.pipelines.audit_reward.chart import audit_figure
 from ppo_rlhf.ppo.models import sampling_settings

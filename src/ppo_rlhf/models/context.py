@@ -1,0 +1,46 @@
+"""How long a sequence a model can read, and how long one PPO may give it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from transformers import PretrainedConfig
+
+
+def context_length(config: PretrainedConfig) -> int | None:
+    """Return the number of positions that the model can read, or None where its architecture sets no limit."""
+    text_config = config.get_text_config()
+    for name in ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length"):
+        length = getattr(text_config, name, None)
+        if isinstance(length, int) and length > 0:
+            return length
+    return None
+
+
+def usable_context(config: PretrainedConfig) -> tuple[int | None, str]:
+    """Return the longest sequence, in tokens, that PPO may give a model, and the reason where RoPE limits it (else "").
+
+    RoPE of the kinds `longrope` and `dynamic` changes its frequencies for a whole batch once one sequence is longer
+    than this. A sequence's log-probabilities would then depend on its batch, but PPO compares those of different
+    batches (ratio, KL). Supervised training does not, and may use the whole context.
+    """
+    context, steady = context_length(config), min(_steady_lengths(config), default=None)
+    if steady is None or (context is not None and context < steady):
+        return context, ""
+    return steady, (
+        f". Beyond {steady} tokens this model's RoPE changes its frequencies for the whole batch, so log-probabilities "
+        "in PPO would depend on the batch"
+    )
+
+
+def _steady_lengths(config: PretrainedConfig) -> Iterator[int]:
+    """Yield the length up to which each RoPE of a model keeps its frequencies; nothing for RoPEs that always do."""
+    text_config = config.get_text_config()
+    settings = getattr(text_config, "rope_parameters", None) or {}
+    by_layer_type = [found for found in settings.values() if isinstance(found, dict)]
+    for rope in by_layer_type or [settings]:
+        kind = rope.get("rope_type", "default")
+        if kind == "longrope":
+            yield rope["original_max_position_embeddings"]
+        elif "dynamic" in kind:
+            yield text_config.max_position_embeddings

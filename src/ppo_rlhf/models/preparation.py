@@ -1,0 +1,57 @@
+"""What is changed in every loaded model before it is used: no dropout, and GELU in one kernel."""
+
+from __future__ import annotations
+
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.activations import NewGELUActivation
+
+from ppo_rlhf.core.errors import ModelError
+
+DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
+def prepare(model: PreTrainedModel, where: str = "the model") -> PreTrainedModel:
+    """Return the model, changed in place: eval mode, no dropout, GELU in one kernel.
+
+    Raises:
+        ModelError: A weight is NaN or infinite; `where` says where the model comes from.
+    """
+    _check_finite(model, where)
+    disable_dropout(model)
+    fuse_activations(model)
+    return model.eval()
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Set every dropout probability to 0, in modules and their configurations, so that train() computes as eval() does.
+
+    eval() is not enough: gradient checkpointing works only in train().
+    """
+    for module in model.modules():
+        if isinstance(module, DROPOUT):
+            module.p = 0.0
+        config = getattr(module, "config", None)
+        for holder in (module, config) if isinstance(config, PretrainedConfig) else (module,):
+            for name, value in list(vars(holder).items()):
+                if "drop" in name and isinstance(value, float):
+                    setattr(holder, name, 0.0)
+
+
+def fuse_activations(model: nn.Module) -> None:
+    """Compute GPT-2's `gelu_new` by torch's kernel of the same formula: transformers writes it out in eight kernels."""
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, NewGELUActivation):
+                setattr(module, name, nn.GELU(approximate="tanh"))
+
+
+def _check_finite(model: PreTrainedModel, where: str) -> None:
+    for name, parameter in model.named_parameters():
+        # smallest and largest are NaN if any number is; isfinite() would copy the tensor
+        if (
+            parameter.numel()
+            and parameter.is_floating_point()
+            and not all(bool(extreme.isfinite()) for extreme in parameter.detach().aminmax())
+        ):
+            raise ModelError(f"{where}: the weight {name} holds NaN or infinity. Give a model that has not diverged.")
