@@ -1,6 +1,7 @@
 """LoRA: its equation, its start, weights that are in memory once, and what merging and saving leave. Oracle: peft."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -132,7 +133,8 @@ def test_an_adapter_is_merged_and_saved_with_the_embeddings_as_they_were(tmp_pat
     assert pointers(plain, trained=False).isdisjoint(pointers(policy, trained=False))
     save_adapter(policy, tmp_path / "adapter", settings)
     saved = PretrainedHandle(save(tmp_path / "plain", plain)).causal_lm()
-    for model in (plain, saved, load_merged(tmp_path / "adapter")):
+    loaded = PretrainedHandle(str(tmp_path / "adapter")).causal_lm()
+    for model in (plain, saved, loaded, load_merged(tmp_path / "adapter")):
         assert not any("lora" in name or "base_layer" in name for name in model.state_dict())
         assert torch.equal(model.get_input_embeddings().weight, embeddings)
         assert_close(model.eval()(IDS).logits, before, rtol=0.0, atol=5e-5)
@@ -190,6 +192,11 @@ def test_an_adapter_of_pefts_own_is_loaded_and_one_of_another_shape_is_refused(t
         load_adapter(with_adapter(tiny_model(), LoraSettings(2, 6, "all-linear"), torch.Generator()), tmp_path)
     with pytest.raises(ValueError, match="other names"):
         load_adapter(with_adapter(tiny_model(), LoraSettings(3, 6, "q_proj"), torch.Generator()), tmp_path)
+
+
+def test_a_folder_without_an_adapter_is_named(tmp_path):
+    with pytest.raises(ModelError, match=r"plain: there is no adapter in this directory"):
+        load_merged(Path(save(tmp_path / "plain", tiny_model())))
 
 
 def test_code_of_the_base_model_runs_only_where_it_is_trusted(tmp_path, monkeypatch):

@@ -28,7 +28,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models.averages import copy_tensors, trained_parameters
-from ppo_rlhf.models.directories import ADAPTER_WEIGHTS, is_local
+from ppo_rlhf.models.directories import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_local
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.quantisation import (
     forget_quantisation,
@@ -216,14 +216,29 @@ def load_merged(directory: Path, *, trust_remote_code: bool = False) -> PreTrain
         trust_remote_code: Whether Python code in that language model's repository may run.
 
     Raises:
-        ModelError: The language model is not named, or cannot be loaded.
+        ModelError: There is no adapter, or its language model is not named or cannot be loaded.
     """
-    base = cast(PretrainedHandle, PretrainedHandle(str(directory), trust_remote_code).base)
+    base = PretrainedHandle(str(directory), trust_remote_code).base
+    if base is None:
+        raise ModelError(f"{directory}: there is no adapter in this directory. Give one with {ADAPTER_CONFIG}.")
     on = torch.device("cpu") if (directory / QUANTISATION_FILE).is_file() else None
+    return _merge(_with_saved(base.causal_lm(quantised_on=on), directory).get_base_model())
+
+
+def merge_saved(model: PreTrainedModel, directory: Path) -> PreTrainedModel:
+    """Return a model with an adapter that any program saved in its weights, which keep their type.
+
+    A classifier gets the adapter's score head, if there is one.
+    """
+    adapted = _with_saved(model, directory)
+    _untie_adapted_head(adapted.get_base_model())
+    return adapted.merge_and_unload(safe_merge=True)
+
+
+def _with_saved(model: PreTrainedModel, directory: Path) -> Any:
     with _without_warnings_on_the_head():
         # by peft: transformers can load it too, but would later save the model as an adapter
-        adapted: Any = PeftModel.from_pretrained(base.causal_lm(quantised_on=on), str(directory))
-    return _merge(adapted.get_base_model())
+        return PeftModel.from_pretrained(model, str(directory))
 
 
 def _inject(model: PreTrainedModel, settings: LoraSettings) -> PreTrainedModel:

@@ -313,15 +313,14 @@ class PretrainedHandle:
 
     def _merged(self, base: PreTrainedModel) -> PreTrainedModel:
         """Return the base with the adapter in its weights."""
-        from peft import PeftModel
+        from ppo_rlhf.models.adapters import merge_saved  # heavy, and it imports this module
 
         if getattr(base, "is_loaded_in_4bit", False):
             raise ModelError(f"{self.source}: an adapter is merged into whole weights. Set ppo.load_in_4bit=false.")
-        folder = str(self._folder)
+        folder = self._folder
         try:
             with quiet_transformers():
-                adapted: Any = PeftModel.from_pretrained(base, folder)
-                merged: PreTrainedModel = adapted.merge_and_unload(safe_merge=True)
+                merged = merge_saved(base, folder)
         except Exception as error:  # peft raises errors of many kinds for an adapter of another model
             raise ModelError(f"{self.source}: this adapter cannot be merged: {in_one_line(error)}") from error
         return self._named(prepare(merged, self.source))
