@@ -22,6 +22,7 @@ LAYERS = (16 + 16) + 2 * (16 + 8) + (16 + 16) + 2 * (16 + 24) + (24 + 16)
         ({}, 1000),
         ({"memory.max": "max\n", "memory.current": "700\n"}, 1000),
         ({"memory.max": "900\n", "memory.current": "700\n"}, 200),
+        ({"memory.max": "900\n", "memory.current": "700\n", "memory.stat": "anon 50\ninactive_file 600\n"}, 800),
     ],
     ids=str,
 )

@@ -5,6 +5,7 @@ The formulas are those of `kedro doctor` (docs/memory.md).
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -76,11 +77,16 @@ def decoding_bytes(text: PretrainedConfig, prompt_length: int, tokens: int, one_
 
 
 def available_memory(device: torch.device, cgroup: Path = Path("/sys/fs/cgroup")) -> tuple[int, int]:
-    """Return the free bytes on a device and on the host; a container's limit counts. On the CPU both are the host's."""
+    """Return the free bytes on a device and on the host; a container's limit counts. On the CPU both are the host's.
+
+    Files that were read or written stay in memory as long as there is room, and count as free.
+    """
     host = int(psutil.virtual_memory().available)
     try:
         limit, used = (int((cgroup / name).read_text()) for name in ("memory.max", "memory.current"))
-        host = min(host, max(0, limit - used))
+        stat = cgroup / "memory.stat"
+        cached = re.search(r"^inactive_file (\d+)$", stat.read_text(), re.MULTILINE) if stat.is_file() else None
+        host = min(host, max(0, limit - used + int(cached[1] if cached else 0)))
     except (OSError, ValueError):  # no control group, or no limit (`max`)
         pass
     return (torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host), host
