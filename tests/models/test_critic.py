@@ -25,7 +25,7 @@ MASK = torch.tensor([[0, 1, 1, 1, 1, 1], [0, 0, 1, 1, 0, 0], [1, 1, 1, 1, 0, 0]]
 POSITIONS = torch.tensor([[0, 0, 1, 2, 3, 4], [0, 0, 0, 1, 1, 1], [0, 1, 2, 3, 3, 3]])
 BERT = {"vocab_size": 25, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_labels": 1}
 LLAMA = tiny_model("llama").config
-MAKE = {"separate": Critic.from_policy, "shared": SharedCritic.from_policy}
+MAKE = {"separate": Critic.from_policy, "shared": SharedCritic}
 
 
 def policy_of(kind: str):
@@ -75,7 +75,7 @@ def test_a_shared_critic_reads_the_hidden_states_of_the_language_model_head(kind
     policy, head = policy_of(kind), drawn_head()
     read: list[torch.Tensor] = []
     policy.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: read.append(inputs[0].detach()))
-    critic = SharedCritic.from_policy(policy, head)
+    critic = SharedCritic(policy, head)
     policy(input_ids=IDS, attention_mask=MASK, position_ids=POSITIONS)
     assert_close(critic.values(read[0]), read[0] @ head.weight[0] + 0.25, rtol=0.0, atol=1e-10)
     critic(IDS, MASK, POSITIONS).sum().backward()
@@ -86,7 +86,7 @@ def test_the_names_of_saved_weights():
     backbone = [f"backbone.{name}" for name in tiny_model().base_model.state_dict()]
     head = ["value_head.weight", "value_head.bias"]
     assert list(Critic.from_policy(tiny_model()).state_dict()) == backbone + head
-    assert list(SharedCritic.from_policy(tiny_model()).state_dict()) == head
+    assert list(SharedCritic(tiny_model()).state_dict()) == head
 
 
 def test_a_given_head_is_copied_and_must_fit():
@@ -138,7 +138,7 @@ def test_critics_train_and_value_in_float32_at_least():
     for critic in (Critic.from_policy(policy), Critic.from_reward_model(reward_model, policy)):
         assert {parameter.dtype for parameter in critic.parameters()} == {torch.float32}
         assert one_row(critic, ROWS[0]).dtype == torch.float32
-    assert one_row(SharedCritic.from_policy(policy), ROWS[0]).dtype == torch.float32
+    assert one_row(SharedCritic(policy), ROWS[0]).dtype == torch.float32
 
 
 @pytest.mark.parametrize(

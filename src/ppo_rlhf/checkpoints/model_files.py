@@ -19,10 +19,9 @@ import torch
 from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig
 
 from ppo_rlhf.checkpoints.files import read_json
-from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError
 from ppo_rlhf.models.adapters import frozen_fingerprint, has_adapter, load_adapter, merged, save_adapter
 from ppo_rlhf.models.averages import copy_tensors, trained_parameters
@@ -131,14 +130,11 @@ def exported_policy(state: TrainingState) -> TrainedModel:
     """
     state = gathered(state)
     head = state.critic.value_head if state.config.export_value_head and state.shares_trunk else None
-    average = None if state.policy_average is None else state.policy_average.applied_to(state.policy)
-    return TrainedModel(
-        _exported(state.policy, state.config),
-        state.tokenizer,
-        value_head=head,
-        average=None if average is None else _exported(average, state.config),
-        generation_config=_sampled_as(state),
-    )
+    policy = state.policy
+    average = None if state.policy_average is None else state.policy_average.applied_to(policy)
+    if has_adapter(policy) and state.config.export == "merged":
+        policy, average = merged(policy), None if average is None else merged(average)
+    return TrainedModel(policy, state.tokenizer, head, average, generation_config=_sampled_as(state))
 
 
 def _sampled_as(state: TrainingState) -> GenerationConfig:
@@ -158,10 +154,6 @@ def _sampled_as(state: TrainingState) -> GenerationConfig:
         max_length=context,
         max_new_tokens=sampling.response_length if context is None else None,
     )
-
-
-def _exported(model: PreTrainedModel, config: PPOConfig) -> PreTrainedModel:
-    return merged(model) if has_adapter(model) and config.export == "merged" else model
 
 
 def _fingerprints(state: TrainingState) -> dict[str, str]:

@@ -112,15 +112,11 @@ class SharedCritic(ValueModel):
     The policy is no submodule: the critic's parameters, and its saved weights, are those of the head.
     """
 
-    def __init__(self, policy: PreTrainedModel, value_head: nn.Linear) -> None:
-        super().__init__()
-        self.value_head = value_head
-        self._policy = (policy,)  # a tuple hides it from nn.Module
-
-    @classmethod
-    def from_policy(cls, policy: PreTrainedModel, value_head: nn.Linear | None = None) -> SharedCritic:
+    def __init__(self, policy: PreTrainedModel, value_head: nn.Linear | None = None) -> None:
         """Put a head on the policy: a copy of `value_head`, or one that starts at zero."""
-        return cls(policy, make_value_head(policy, value_head))
+        super().__init__()
+        self.value_head = make_value_head(policy, value_head)
+        self._policy = (policy,)  # a tuple hides it from nn.Module
 
     @property
     def backbone(self) -> PreTrainedModel:  # type: ignore[override]  # read-only

@@ -58,9 +58,7 @@ class Decoder:
 
     def step(self, token_ids: Tensor) -> Tensor:
         """Take one token of each sequence, `[B]`, and return the logits `[B, V]` that follow it."""
-        width = max(self._columns) + 1
-        is_even = min(self._columns) == width - 1
-        attention = CachedAttention(self._keys, self._values, self.lengths, width, is_even=is_even)
+        attention = CachedAttention(self._keys, self._values, self.lengths, self._columns)
         states = packed_hidden_states(self._backbone, token_ids[None], self.lengths[None], attention)
         self.lengths = self.lengths + 1
         self._columns = [length + 1 for length in self._columns]
@@ -138,19 +136,19 @@ class Prefill:
 class CachedAttention:
     """Attention of a new token of each of B sequences to its cache, for one pass; see `packed_attention.Attention`."""
 
-    def __init__(self, keys: list[Tensor], values: list[Tensor], lengths: Tensor, width: int, *, is_even: bool) -> None:
-        """Attend to at most `width` columns, the new ones included; `is_even` says that all rows have so many.
+    def __init__(self, keys: list[Tensor], values: list[Tensor], lengths: Tensor, columns: Sequence[int]) -> None:
+        """Take the cache and how much of it is filled.
 
         Args:
             keys: `[rows, K, capacity, d]` for each call of attention in a pass; the first B rows are the sequences'.
             values: Likewise.
             lengths: Columns of each sequence so far, `[B]` long: the new keys and values come after them.
-            width: Columns to read.
-            is_even: Whether all sequences have `width` columns, so that no mask is needed.
+            columns: The same numbers, known without waiting for the device.
         """
-        self.keys, self.values, self.lengths, self.width = keys, values, lengths, width
-        self.rows, columns = (torch.arange(size, device=lengths.device) for size in (len(lengths), width))
-        self.mask = None if is_even else (columns <= lengths[:, None])[:, None, None, :]  # True where to attend
+        self.keys, self.values, self.lengths, self.width = keys, values, lengths, max(columns) + 1
+        self.rows, places = (torch.arange(size, device=lengths.device) for size in (len(lengths), self.width))
+        is_even = min(columns) == max(columns)  # no mask is needed
+        self.mask = None if is_even else (places <= lengths[:, None])[:, None, None, :]  # True where to attend
         self.calls = count()  # of attention in this pass, not layers: some attend twice
 
     def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scaling: float | None) -> Tensor:

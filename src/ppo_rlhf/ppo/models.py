@@ -135,7 +135,7 @@ def build_critic(
             head, or the adapter, does not fit.
     """
     if config.value_model == "shared":
-        return SharedCritic.from_policy(policy, value_head)
+        return SharedCritic(policy, value_head)
     own_backbone = critic_backbone(config)
     if config.value_model == "separate":
         start = without_adapter(policy) if has_adapter(policy) else policy
