@@ -202,11 +202,8 @@ class PretrainedHandle:
         """
         if is_local(self.source):
             check_model_directory(self.source)
-        for name in (WEIGHTS_INDEX, WEIGHTS):
-            file = self._file(name, local_files_only=True)
-            if file is not None:
-                return read_value_head(file.parent)
-        return None
+        file = self._file(WEIGHTS, local_files_only=True) or self._file(WEIGHTS_INDEX, local_files_only=True)
+        return None if file is None else read_value_head(file.parent)
 
     def check_reward_model(self, what: str = "reward model", stage: str = "reward_modelling") -> None:
         """Raise `ModelError` unless the model is a sequence classifier with one label.
