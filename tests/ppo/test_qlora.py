@@ -139,7 +139,8 @@ def test_the_exported_policy_and_a_checkpoints_are_plain_and_compute_what_was_tr
     exported.save(tmp_path / "exported")
     checkpoint = write_checkpoint(tmp_path / "run", run.state)
     again = PretrainedHandle(str(tmp_path / "exported")).causal_lm()
-    for plain in (exported.model, again, load_merged(checkpoint / "policy")):
+    loaded = PretrainedHandle(str(checkpoint / "policy")).causal_lm()
+    for plain in (exported.model, again, loaded, load_merged(checkpoint / "policy")):
         assert not has_adapter(plain)
         assert not quantised(plain)
         assert {p.dtype for p in plain.parameters()} == {torch.float32}
@@ -150,6 +151,16 @@ def test_the_exported_policy_and_a_checkpoints_are_plain_and_compute_what_was_tr
         assert_close(one_by_one[name], parameter.detach(), rtol=0.0, atol=1e-7, check_dtype=False)
     assert "quantization_config" not in again.config.to_dict()
     assert quantised(run.state.policy)
+
+
+def test_a_checkpoints_adapter_is_merged_into_the_weights_that_were_rounded_to_4_bits(saved, tmp_path):
+    """Those of `dtype`: the numbers nearest to weights in float32 are others."""
+    run = start(saved(), dtype="bfloat16")
+    policy = write_checkpoint(tmp_path / "run", run.state) / "policy"
+    assert_close(load_merged(policy)(IDS).logits, exported_policy(run.state).model(IDS).logits)
+    assert PretrainedHandle(str(policy)).causal_lm(torch.bfloat16).dtype == torch.bfloat16
+    with pytest.raises(ModelError, match=r"merged into whole weights. Set ppo\.load_in_4bit=false"):
+        PretrainedHandle(str(policy)).causal_lm(quantised_on=CPU)
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models.averages import copy_tensors, trained_parameters
-from ppo_rlhf.models.directories import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_local
+from ppo_rlhf.models.directories import ADAPTER_CONFIG, ADAPTER_QUANTISATION, ADAPTER_WEIGHTS, is_local
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.quantisation import (
     forget_quantisation,
@@ -40,7 +40,6 @@ from ppo_rlhf.models.quantisation import (
 ALL_LINEAR = "all-linear"
 ALL_LINEAR_AND_HEAD = "all-linear+head"
 ADAPTER = "default"
-QUANTISATION_FILE = "quantization_config.json"
 _PEFT_PREFIX = "base_model.model."  # peft writes the names that its own wrapper gives
 _FINGERPRINTED = 1024
 
@@ -193,7 +192,7 @@ def save_adapter(model: PreTrainedModel, directory: str | Path, settings: LoraSe
     tensors = {_peft_name(name): p.detach().contiguous() for name, p in trained_parameters(model).items()}
     save_file(tensors, Path(directory, ADAPTER_WEIGHTS))
     if quantisation_states(model):
-        model.config.quantization_config.to_json_file(Path(directory, QUANTISATION_FILE))
+        model.config.quantization_config.to_json_file(Path(directory, ADAPTER_QUANTISATION))
 
 
 def load_adapter(model: PreTrainedModel, directory: Path) -> None:
@@ -218,27 +217,24 @@ def load_merged(directory: Path, *, trust_remote_code: bool = False) -> PreTrain
     Raises:
         ModelError: There is no adapter, or its language model is not named or cannot be loaded.
     """
-    base = PretrainedHandle(str(directory), trust_remote_code).base
-    if base is None:
+    handle = PretrainedHandle(str(directory), trust_remote_code)
+    if handle.base is None:
         raise ModelError(f"{directory}: there is no adapter in this directory. Give one with {ADAPTER_CONFIG}.")
-    on = torch.device("cpu") if (directory / QUANTISATION_FILE).is_file() else None
-    return _merge(_with_saved(base.causal_lm(quantised_on=on), directory).get_base_model())
+    return handle.causal_lm()
 
 
 def merge_saved(model: PreTrainedModel, directory: Path) -> PreTrainedModel:
-    """Return a model with an adapter that any program saved in its weights, which keep their type.
+    """Return a model with an adapter that any program saved in its weights; those in 4 bits become float32.
 
     A classifier gets the adapter's score head, if there is one.
     """
-    adapted = _with_saved(model, directory)
-    _untie_adapted_head(adapted.get_base_model())
-    return adapted.merge_and_unload(safe_merge=True)
-
-
-def _with_saved(model: PreTrainedModel, directory: Path) -> Any:
     with _without_warnings_on_the_head():
         # by peft: transformers can load it too, but would later save the model as an adapter
-        return PeftModel.from_pretrained(model, str(directory))
+        adapted: Any = PeftModel.from_pretrained(model, str(directory))
+    if quantisation_states(model):
+        return _merge(adapted.get_base_model())
+    _untie_adapted_head(adapted.get_base_model())
+    return adapted.merge_and_unload(safe_merge=True)
 
 
 def _inject(model: PreTrainedModel, settings: LoraSettings) -> PreTrainedModel:

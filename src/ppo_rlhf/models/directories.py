@@ -14,6 +14,8 @@ HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?(@[\w][\w./-]*)?")
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+ADAPTER_QUANTISATION = "quantization_config.json"
+"""Beside an adapter that was trained on 4-bit weights."""
 
 
 def is_local(source: str) -> bool:

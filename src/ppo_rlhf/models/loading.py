@@ -35,6 +35,7 @@ from ppo_rlhf.core.errors import ModelError, in_one_line
 from ppo_rlhf.models.capabilities import check_causal
 from ppo_rlhf.models.directories import (
     ADAPTER_CONFIG,
+    ADAPTER_QUANTISATION,
     ADAPTER_WEIGHTS,
     CONFIG,
     WEIGHTS,
@@ -157,9 +158,15 @@ class PretrainedHandle:
         Raises:
             ConfigError: bitsandbytes is missing.
             ModelError: The weights cannot be read, some are missing, or some are NaN or infinite; or the model reads
-                tokens that come later.
+                tokens that come later; or an adapter is to be quantised.
         """
         self.check_causal_lm()
+        if self.base and quantised_on is not None:
+            raise ModelError(f"{self.source}: an adapter is merged into whole weights. Set ppo.load_in_4bit=false.")
+        if self.base and (quantisation := self._file(ADAPTER_QUANTISATION)):  # its base is what it was trained on
+            rounded_from = getattr(torch, json.loads(quantisation.read_text())["bnb_4bit_compute_dtype"])
+            base = self.base.causal_lm(rounded_from, quantised_on=torch.device("cpu"))
+            return nn.Module.to(self._merged(base), dtype)
         load: Callable[..., Any] = AutoModelForCausalLM.from_pretrained
         if quantised_on is not None:
             check_bitsandbytes("ppo.load_in_4bit=true")
@@ -312,8 +319,6 @@ class PretrainedHandle:
         """Return the base with the adapter in its weights."""
         from ppo_rlhf.models.adapters import merge_saved  # heavy, and it imports this module
 
-        if getattr(base, "is_loaded_in_4bit", False):
-            raise ModelError(f"{self.source}: an adapter is merged into whole weights. Set ppo.load_in_4bit=false.")
         folder = self._folder
         try:
             with quiet_transformers():
