@@ -23,14 +23,13 @@ from transformers import GenerationConfig
 
 from ppo_rlhf.checkpoints.files import read_json
 from ppo_rlhf.core.errors import CheckpointError
-from ppo_rlhf.models.adapters import frozen_fingerprint, has_adapter, load_adapter, merged, save_adapter
+from ppo_rlhf.models.adapters import frozen_fingerprint, has_adapter, load_adapter, merged
 from ppo_rlhf.models.averages import copy_tensors, trained_parameters
 from ppo_rlhf.models.context import context_length
 from ppo_rlhf.models.loading import TrainedModel
 from ppo_rlhf.models.offloading import refilled
 from ppo_rlhf.models.quiet import quiet_transformers
 from ppo_rlhf.models.sharding import whole
-from ppo_rlhf.ppo.models import lora_settings
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.processes import is_main_process, shards_models
 
@@ -52,10 +51,7 @@ def write_models(directory: Path, state: TrainingState) -> None:
         RuntimeError, ValueError: A file cannot hold the weights, for example because they overlap in memory.
     """
     with quiet_transformers():
-        if has_adapter(state.policy):
-            save_adapter(state.policy, directory / POLICY, lora_settings(state.config))
-        else:
-            state.policy.save_pretrained(directory / POLICY)
+        state.policy.save_pretrained(directory / POLICY)  # of one with an adapter only that, by `adapters.save_adapter`
     state.tokenizer.save_pretrained(directory / POLICY)
     if has_adapter(state.critic):
         save_tensors({**trained_parameters(state.critic)}, directory / CRITIC)
