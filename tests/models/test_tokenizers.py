@@ -70,6 +70,10 @@ def test_without_a_chat_template_or_with_one_that_refuses_there_is_no_end_of_tur
     assert end_of_turn_id(word_tokenizer(chat_template="{{ raise_exception('a system message comes first') }}")) is None
 
 
+def test_a_template_that_leaves_the_answer_out_says_nothing_about_the_end_of_a_turn():
+    assert end_of_turn_id(word_tokenizer(chat_template="<s> {{ messages[0].content }}")) is None
+
+
 def test_explicit_ids_period_and_none():
     assert stop_token_ids(word_tokenizer(), GenerationConfig(eos_token_id=END), stop_token_id=9) == (9,)
     assert stop_token_ids(word_tokenizer(), None, stop_token="period") == (PERIOD,)

@@ -140,7 +140,7 @@ def ids_within(ids: Iterable[int], vocabulary: int) -> tuple[int, ...]:
 def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """Return the special token with which the chat template closes an assistant's turn.
 
-    None without a template, or with one that refuses a plain question and answer.
+    None without a template, or with one that refuses a plain question and answer, or leaves the answer out.
 
     Raises:
         ModelError: The template does not end.
@@ -154,7 +154,9 @@ def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
             text = str(tokenizer.apply_chat_template(messages, tokenize=False))
         except Exception:  # a template may raise anything; the code that reads chats reports those it refuses
             return None
-    tail = text.rpartition(marker)[2]
+    _, found, tail = text.rpartition(marker)
+    if not found:
+        return None
     ids, special = tokenizer.encode(tail, add_special_tokens=False), special_ids(tokenizer)
     return next((index for index in ids if index in special), None)
 
