@@ -4,22 +4,15 @@ from kedro.pipeline import Pipeline
 
 from ppo_rlhf.pipelines import ppo
 from ppo_rlhf.pipelines.critic_pretraining import nodes
-from ppo_rlhf.pipelines.wiring import named
+from ppo_rlhf.pipelines.wiring import named, stage
 
 
 def create_pipeline() -> Pipeline:
-    """Wire the pretraining: PPO's own first nodes, then the critic's training.
-
-    ```
-    ppo.configure_ppo, ppo.prepare_prompts, ppo.load_reward_model
-    sft_policy, prompts, reward → pretrain_critic → pretrained_critic, critic_metrics
-    ```
-    """
+    """Wire the pretraining: PPO's own first nodes, then the critic's training."""
     prompts = ["prompt_dataset", "evaluation_prompt_dataset"]
     own = named(
         nodes.pretrain_critic,
         ["sft_policy", *prompts, "reward_scorer", "ppo_config", "params:critic_pretraining"],
         ["pretrained_critic", "critic_metrics"],
     )
-    pretraining = Pipeline([own], namespace="critic_pretraining", prefix_datasets_with_namespace=False)
-    return Pipeline([ppo.create_preparation(), pretraining])
+    return Pipeline([ppo.create_preparation(), stage("critic_pretraining", own)])

@@ -3,7 +3,7 @@
 from kedro.pipeline import Pipeline
 
 from ppo_rlhf.pipelines.data_preparation import nodes
-from ppo_rlhf.pipelines.wiring import named
+from ppo_rlhf.pipelines.wiring import named, stage
 
 
 def create_pipeline() -> Pipeline:
@@ -13,4 +13,4 @@ def create_pipeline() -> Pipeline:
         ["raw_demonstrations", "params:data_preparation"],
         ["demonstrations", "evaluation_demonstrations"],
     )
-    return Pipeline([split], namespace="data_preparation", prefix_datasets_with_namespace=False)
+    return stage("data_preparation", split)

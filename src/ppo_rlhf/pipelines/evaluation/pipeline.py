@@ -3,7 +3,7 @@
 from kedro.pipeline import Pipeline
 
 from ppo_rlhf.pipelines.evaluation import nodes
-from ppo_rlhf.pipelines.wiring import named
+from ppo_rlhf.pipelines.wiring import named, stage
 
 
 def create_pipeline() -> Pipeline:
@@ -11,7 +11,8 @@ def create_pipeline() -> Pipeline:
     prompts = ["evaluation_prompts", "raw_evaluation_prompts", "training_prompts"]
     models, evaluations = ["sft_policy", "reward_model"], ["sft_evaluation", "ppo_evaluation"]
     settings = ["params:ppo", "params:reward", "params:evaluation"]
-    own = [
+    return stage(
+        "evaluation",
         named(
             nodes.choose_prompts,
             [*prompts, "sft_policy", "params:ppo", "params:prompts"],
@@ -30,5 +31,4 @@ def create_pipeline() -> Pipeline:
             ["evaluation_summary", "before_after", "ppo_policy", *models, *settings],
             "model_card",
         ),
-    ]
-    return Pipeline(own, namespace="evaluation", prefix_datasets_with_namespace=False)
+    )

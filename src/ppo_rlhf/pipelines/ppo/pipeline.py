@@ -3,7 +3,7 @@
 from kedro.pipeline import Pipeline
 
 from ppo_rlhf.pipelines.ppo import nodes
-from ppo_rlhf.pipelines.wiring import named
+from ppo_rlhf.pipelines.wiring import named, stage
 
 
 def create_pipeline() -> Pipeline:
@@ -74,8 +74,7 @@ def create_pipeline() -> Pipeline:
         ),
         named(nodes.summarise_training, ["next_training_state", "evaluation_metrics"], "training_history"),
     ]
-    own = [*once_before, *Pipeline(iteration, tags="iteration").nodes, *once_after]
-    return Pipeline(own, namespace="ppo", prefix_datasets_with_namespace=False)
+    return stage("ppo", *once_before, *Pipeline(iteration, tags="iteration").nodes, *once_after)
 
 
 def create_preparation() -> Pipeline:

@@ -3,7 +3,7 @@
 from kedro.pipeline import Pipeline
 
 from ppo_rlhf.pipelines.reporting import nodes
-from ppo_rlhf.pipelines.wiring import named
+from ppo_rlhf.pipelines.wiring import named, stage
 
 
 def create_pipeline() -> Pipeline:
@@ -11,7 +11,8 @@ def create_pipeline() -> Pipeline:
     evaluations, result = ["sft_evaluation", "ppo_evaluation"], ["evaluation_summary", "before_after"]
     samples, models = ["sample_pairs", "token_samples"], ["ppo_policy", "sft_policy", "reward_model"]
     settings = ["params:ppo", "params:reward", "params:evaluation", "params:reporting"]
-    own = [
+    return stage(
+        "reporting",
         named(nodes.plot_training, ["training_history", "params:ppo", "params:reporting"], "training_curves_plot"),
         named(nodes.plot_scores, evaluations, "score_distribution_plot"),
         named(nodes.write_report, ["training_history", *result, *samples, *evaluations, *models, *settings], "report"),
@@ -20,5 +21,4 @@ def create_pipeline() -> Pipeline:
             ["report", *result, "ppo_policy", "reward_model", "params:reward", "params:reporting"],
             None,
         ),
-    ]
-    return Pipeline(own, namespace="reporting", prefix_datasets_with_namespace=False)
+    )

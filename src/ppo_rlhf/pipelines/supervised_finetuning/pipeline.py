@@ -3,7 +3,7 @@
 from kedro.pipeline import Pipeline
 
 from ppo_rlhf.pipelines.supervised_finetuning import nodes
-from ppo_rlhf.pipelines.wiring import named
+from ppo_rlhf.pipelines.wiring import named, stage
 
 
 def create_pipeline() -> Pipeline:
@@ -13,4 +13,4 @@ def create_pipeline() -> Pipeline:
         ["base_model", "demonstrations", "evaluation_demonstrations", "params:supervised_finetuning"],
         ["sft_policy", "sft_metrics"],
     )
-    return Pipeline([train], namespace="supervised_finetuning", prefix_datasets_with_namespace=False)
+    return stage("supervised_finetuning", train)

@@ -5,22 +5,14 @@ from kedro.pipeline import Node, Pipeline
 from ppo_rlhf.names import TRAININGS
 from ppo_rlhf.pipelines import ppo
 from ppo_rlhf.pipelines.sweep import nodes
-from ppo_rlhf.pipelines.wiring import named
+from ppo_rlhf.pipelines.wiring import named, stage
 from ppo_rlhf.studies.sweep import plan_sweep
 
 
 def create_pipeline() -> Pipeline:
-    """Wire the sweep: PPO's own first nodes, the trainings, then their table and figure.
-
-    ```
-    ppo.configure_ppo, ppo.prepare_prompts
-    ppo_config, reward, sweep → plan_sweep → sweep_settings → train_settings → sweep_trainings
-    sweep_trainings → compare_settings → sweep_results, sweep_plot
-    ```
-    """
+    """Wire the sweep: PPO's own first nodes, the trainings, then their table and figure."""
     plan = named(plan_sweep, ["ppo_config", "params:reward", "params:sweep"], "sweep_settings")
-    each = [plan, *create_comparison(["sweep_results", "sweep_plot"])]
-    own = Pipeline(each, namespace="sweep", prefix_datasets_with_namespace=False)
+    own = stage("sweep", plan, *create_comparison(["sweep_results", "sweep_plot"]))
     return Pipeline([ppo.create_preparation().only_nodes("ppo.configure_ppo", "ppo.prepare_prompts"), own])
 
 
