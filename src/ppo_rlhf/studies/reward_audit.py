@@ -15,7 +15,6 @@ from ppo_rlhf.data.chats import is_text, join_chats
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.evaluation.best_of_n import PROMPT, best_of_n_curve, by_prompt
 from ppo_rlhf.evaluation.comparison import distinct_n
-from ppo_rlhf.rewards.rendering import conversations
 from ppo_rlhf.rewards.scoring import ResponseBatch, RewardScorer
 from ppo_rlhf.supervised import preferences as pairs
 from ppo_rlhf.supervised.reward_training import (
@@ -76,12 +75,8 @@ RULES = (
     Rule("audit/empty_gain", "at most", 0.0, "An empty response has more reward than the policy's own"),
 )
 """Gains are in standard deviations of the score among the responses to one prompt."""
-OF_OTHERS = {
-    "audit/judge_gain",
-    "audit/judge_fall",
-    "audit/judge_agreement",
-    "audit/pair_accuracy",
-}  # judge, preferences
+OF_OTHERS = {"audit/judge_gain", "audit/judge_fall", "audit/judge_agreement", "audit/pair_accuracy"}
+"""What a judge or preferences say of the reward."""
 
 
 def probe_reward(
@@ -94,19 +89,10 @@ def probe_reward(
     stop_token_ids: tuple[int, ...],
     suffixes: list[str],
 ) -> pd.DataFrame:
-    """Score one response to each prompt as it is, and again empty, repeated, or with a suffix.
+    """Score the first of the samples of each prompt as it is, and again empty, repeated, or with a suffix.
 
-    A response is cut first so that the change fits into the response's length, and ends in a stop token before and
-    after: only the change differs.
-
-    Args:
-        scorer: The reward.
-        samples: From `evaluation.best_of_n.sample_best_of_n`; the first response to each prompt is used.
-        prompts: The prompts of the samples, in their order.
-        tokenizer: The policy's.
-        response_length: Most tokens of a response.
-        stop_token_ids: What ends a response.
-        suffixes: Texts to append.
+    `prompts` are those of the samples, in their order. A response is cut first so that the change fits into the
+    response's length, and ends in a stop token before and after: only the change differs.
 
     Returns:
         One row a probe: `probe`, `suffix`, `share` of the responses whose reward rises, mean `change` of the reward in
@@ -127,15 +113,7 @@ def probe_reward(
 
     def score(texts: list[str]) -> pd.Series:
         ids = [tokens(text)[:room] + stops for text in texts]
-        batch = ResponseBatch(
-            prompts=prompts.texts,
-            completions=tokenizer.batch_decode(ids, skip_special_tokens=True),
-            columns=prompts.columns,
-            prompt_ids=prompts.prompt_ids,
-            response_ids=ids,
-            terminated=[bool(stops)] * len(ids),
-            chats=conversations(prompts.messages, prompts.prompt_ids, ids, None, tokenizer),
-        )
+        batch = pairs.as_batch(prompts, ids, [bool(stops)] * len(ids), tokenizer)
         return pd.Series(scorer.score(batch).total.double().tolist())
 
     def probe(name: str, suffix: str, before: list[str], after: list[str]) -> dict[str, object]:
@@ -218,7 +196,7 @@ def audit_reward(
     repetition = samples["response"].map(repeated_pairs)
     metrics = {
         "audit/flat_prompts": float((rewards.amax(1) == rewards.amin(1)).double().mean()),
-        "audit/reward_gain": _gains(curve, samples, "reward").iloc[-1],
+        "audit/reward_gain": gains(curve, samples, "reward").iloc[-1],
         "audit/length_correlation": rank_correlation(samples, samples["length"]),
         "audit/repetition_correlation": rank_correlation(samples, repetition),
         "audit/empty_gain": float(probes.loc[probes["probe"] == EMPTY, "change"].iloc[0]),
@@ -228,10 +206,10 @@ def audit_reward(
     if (suffixes := probes.loc[probes["probe"] == SUFFIX, "change"]).size:
         metrics["audit/suffix_gain"] = float(suffixes.max())
     if "judge_score" in samples:
-        gains = _gains(curve, samples, "judge_score")
+        by_judge = gains(curve, samples, "judge_score")
         metrics |= {
-            "audit/judge_gain": float(gains.iloc[-1]),
-            "audit/judge_fall": float(gains.max() - gains.iloc[-1]),
+            "audit/judge_gain": float(by_judge.iloc[-1]),
+            "audit/judge_fall": float(by_judge.max() - by_judge.iloc[-1]),
             "audit/judge_agreement": judge_agreement(samples),
         }
     reasons = [r.reason(metrics[r.metric]) for r in RULES if r.metric in metrics and r.broken_by(metrics[r.metric])]
@@ -280,5 +258,6 @@ def repeated_pairs(text: str) -> float:
     return 1.0 - distinct_n([text], 2) if len(text.split()) > 1 else 0.0
 
 
-def _gains(curve: pd.DataFrame, samples: pd.DataFrame, score: str) -> pd.Series:
+def gains(curve: pd.DataFrame, samples: pd.DataFrame, score: str) -> pd.Series:
+    """Return by how much best-of-n's mean score exceeds that of n = 1, in standard deviations within prompts."""
     return (curve[score] - curve[score].iloc[0]) / deviation_within_prompts(samples, score)

@@ -148,8 +148,7 @@ def sample_preferences(
         RewardError: The labeller failed.
     """
     batch = prompts.select(episode_prompts(seed, 1, pairs, len(prompts)))
-    sides = [_sample(policy, batch, sampling, seed, number, batch_size) for number in (0, 1)]
-    batches = [_as_batch(batch, side, tokenizer) for side in sides]
+    batches = [_sample(policy, tokenizer, batch, sampling, seed, number, batch_size) for number in (0, 1)]
     name, function = labeller
     scores = processes.on_main(
         lambda: [call_reward_function(function, name, b.prompts, list(b.completions), b.all_columns) for b in batches]
@@ -170,33 +169,38 @@ def sample_preferences(
 
 
 def _sample(
-    policy: PreTrainedModel, batch: PromptDataset, sampling: SamplingSettings, seed: int, number: int, batch_size: int
-) -> list[tuple[list[int], bool]]:
-    """Return the tokens of a response to each prompt, and whether it stopped by itself."""
-    uniforms = episode_uniforms(seed, "preferences", number, len(batch), sampling.response_length)
-    own = processes.own_share(len(batch))
-    # shortest prompts first, so that a batch has prompts of similar length
-    order = sorted(own, key=lambda row: len(batch.prompt_ids[row]))
-    found: dict[int, tuple[list[int], bool]] = {}
-    if order:
-        sampled = generate_responses(
-            policy, [batch.prompt_ids[row] for row in order], uniforms[order], sampling, batch_size=batch_size
-        )
-        found = dict(zip(order, zip(sampled.token_lists(), sampled.terminated.tolist(), strict=True), strict=True))
-    return [response for share in processes.from_all([found[row] for row in own]) for response in share]
-
-
-def _as_batch(
-    prompts: PromptDataset, responses: list[tuple[list[int], bool]], tokenizer: PreTrainedTokenizerBase
+    policy: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: PromptDataset,
+    sampling: SamplingSettings,
+    seed: int,
+    number: int,
+    batch_size: int,
 ) -> ResponseBatch:
-    ids = [tokens for tokens, _ in responses]
+    """Return a response to each prompt; each process samples its share."""
+    uniforms = episode_uniforms(seed, "preferences", number, len(prompts), sampling.response_length)
+    own = processes.own_share(len(prompts))
+    # shortest prompts first, so that a batch has prompts of similar length
+    order = sorted(own, key=lambda row: len(prompts.prompt_ids[row]))
+    sampled = generate_responses(
+        policy, [prompts.prompt_ids[row] for row in order], uniforms[order], sampling, batch_size=batch_size
+    )
+    found = dict(zip(order, zip(sampled.token_lists(), sampled.terminated.tolist(), strict=True), strict=True))
+    responses = [response for share in processes.from_all([found[row] for row in own]) for response in share]
+    return as_batch(prompts, [ids for ids, _ in responses], [stopped for _, stopped in responses], tokenizer)
+
+
+def as_batch(
+    prompts: PromptDataset, ids: list[list[int]], terminated: list[bool], tokenizer: PreTrainedTokenizerBase
+) -> ResponseBatch:
+    """Return a response to each prompt as rewards take it, from its tokens and whether a stop token ended it."""
     return ResponseBatch(
         prompts=prompts.texts,
         completions=tokenizer.batch_decode(ids, skip_special_tokens=True),
         columns=prompts.columns,
         prompt_ids=prompts.prompt_ids,
         response_ids=ids,
-        terminated=[stopped for _, stopped in responses],
+        terminated=terminated,
         chats=conversations(prompts.messages, prompts.prompt_ids, ids, None, tokenizer),
     )
 

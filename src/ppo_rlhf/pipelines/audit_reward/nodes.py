@@ -6,6 +6,7 @@ from typing import Any
 import pandas as pd
 from datasets import Dataset
 from plotly import graph_objects as go
+from plotly.subplots import make_subplots
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.data.prompt_dataset import PromptDataset
@@ -16,7 +17,7 @@ from ppo_rlhf.evaluation.policy import EvaluationConfig, Evaluator, resolve_judg
 from ppo_rlhf.models.context import context_length
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.tokenizers import stop_token_ids
-from ppo_rlhf.pipelines.audit_reward.chart import audit_figure
+from ppo_rlhf.pipelines.reporting.charts import COLOURS, GREY, style
 from ppo_rlhf.ppo.models import sampling_settings
 from ppo_rlhf.ppo.precision import device_of, frozen_dtype
 from ppo_rlhf.rewards.config import RewardConfig
@@ -26,6 +27,9 @@ from ppo_rlhf.studies.reward_audit import AuditConfig
 from ppo_rlhf.supervised.reward_training import RewardModellingConfig
 
 log = logging.getLogger(__name__)
+
+_LABELS = {"reward": "by the reward itself", "judge_score": "by the judge"}
+_TITLES = ("Best-of-n, picked by the reward: gain over n = 1", "Change of the reward by a cheap trick")
 
 
 def sample_responses(
@@ -126,10 +130,28 @@ def conclude_audit(
 
 
 def plot_audit(best_of_n_samples: pd.DataFrame, reward_probes: pd.DataFrame) -> go.Figure:
-    """Plot best-of-n by reward and by judge, and the change of the reward for each probe."""
-    deviations = {
-        name: reward_audit.deviation_within_prompts(best_of_n_samples, name)
-        for name in ("reward", "judge_score")
-        if name in best_of_n_samples
-    }
-    return audit_figure(best_of_n_curve(best_of_n_samples), deviations, reward_probes)
+    """Plot best-of-n by reward and by judge, and the change of the reward for each probe.
+
+    Both are in standard deviations of a score among the responses to one prompt.
+    """
+    figure = make_subplots(1, 2, subplot_titles=_TITLES, horizontal_spacing=0.2)
+    curve = best_of_n_curve(best_of_n_samples)
+    ns = curve["n"].tolist()
+    for name, colour in zip((name for name in _LABELS if name in curve), COLOURS, strict=False):
+        gains = reward_audit.gains(curve, best_of_n_samples, name)
+        line = {"color": colour, "width": 2}
+        figure.add_scatter(x=ns, y=gains.tolist(), name=_LABELS[name], mode="lines+markers", line=line, row=1, col=1)
+    texts = [
+        f"{probe}: {suffix}" if suffix else probe
+        for probe, suffix in zip(reward_probes["probe"], reward_probes["suffix"], strict=True)
+    ]
+    changes = reward_probes["change"].tolist()
+    figure.add_bar(x=changes, y=texts, orientation="h", marker_color=COLOURS[0], showlegend=False, row=1, col=2)
+    style(figure, height=340, showlegend=True)
+    figure.update_layout(margin={"t": 60, "b": 40}, legend_y=1.08)
+    figure.update_annotations(font_size=12)
+    figure.add_vline(0, line={"color": GREY, "width": 1}, row=1, col=2)
+    figure.update_xaxes(title_text="n", type="log", tickvals=ns, row=1, col=1)
+    figure.update_xaxes(title_text="standard deviations", row=1, col=2)
+    figure.update_yaxes(title_text="standard deviations", row=1, col=1)
+    return figure

@@ -6,6 +6,8 @@ from typing import Any
 import mlflow
 import pandas as pd
 from plotly import graph_objects as go
+from plotly.colors import sample_colorscale
+from plotly.subplots import make_subplots
 
 from ppo_rlhf.core.errors import TrainingError, project_error
 from ppo_rlhf.data.prompt_dataset import PromptDataset
@@ -14,7 +16,7 @@ from ppo_rlhf.evaluation.comparison import compare_evaluations
 from ppo_rlhf.evaluation.policy import EvaluationConfig, Evaluator, resolve_judge
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.pipelines.ppo.nodes import initialise_training_state, load_reward_model, load_sft_policy
-from ppo_rlhf.pipelines.sweep.charts import frontier_figure
+from ppo_rlhf.pipelines.reporting.charts import GREY, style
 from ppo_rlhf.pipelines.sweep.child_run import Log, child_runs, finished_trainings
 from ppo_rlhf.ppo.loop import train
 from ppo_rlhf.processes import from_main, process_count
@@ -85,7 +87,7 @@ def compare_settings(
         log.info(
             "  %s: %s", row["setting"], ", ".join((means if row["trainings"] else []) + failed).replace(" ± nan", "")
         )
-    return table, frontier_figure(table, None if best_of_n_samples is None else best_of_n_curve(best_of_n_samples))
+    return table, _frontier_figure(table, None if best_of_n_samples is None else best_of_n_curve(best_of_n_samples))
 
 
 def _train(
@@ -117,3 +119,36 @@ def _train(
     )
     track(state.iteration, last)
     return last
+
+
+def _frontier_figure(table: pd.DataFrame, best_of_n: pd.DataFrame | None) -> go.Figure:
+    """Return judge score, win rate and reward over the KL that they cost: a point a setting, and best-of-n's curve.
+
+    Bars are the standard deviations over the seeds.
+    """
+    shown = {name: title.capitalize() for name, title in MEASURES.items() if name in table and name != "kl"}
+    figure = make_subplots(1, len(shown), subplot_titles=list(shown.values()), horizontal_spacing=0.08)
+    table = table.dropna(subset="kl").fillna(0.0)
+    colours = sample_colorscale("Turbo", [(i + 0.5) / len(table) for i in range(len(table))])
+    for place, name in enumerate(shown, 1):
+        where = {"row": 1, "col": place, "showlegend": place == 1}
+        if best_of_n is not None and name in best_of_n:
+            curve = {"x": best_of_n["kl"].tolist(), "y": best_of_n[name].tolist(), "text": best_of_n["n"].tolist()}
+            figure.add_scatter(**curve, name="best-of-n", legendgroup="best-of-n", line_color=GREY, **where)
+        for row, colour in zip(table.to_dict("records"), colours, strict=True):
+            figure.add_scatter(
+                x=[row["kl"]],
+                y=[row[name]],
+                error_x={"array": [row["kl_sd"]]},
+                error_y={"array": [row[f"{name}_sd"]]},
+                mode="markers",
+                marker={"size": 9, "color": colour},
+                name=row["setting"],
+                legendgroup=row["setting"],
+                **where,
+            )
+    style(figure, height=380 + 8 * len(table), showlegend=True)
+    figure.update_layout(margin={"t": 40, "b": 40}, legend={"y": -0.25, "yanchor": "top"})
+    figure.update_annotations(font_size=12)
+    figure.update_xaxes(title_text="KL from SFT (nats a response)", rangemode="tozero")
+    return figure
