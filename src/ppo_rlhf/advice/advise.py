@@ -39,9 +39,6 @@ def advise(config: PPOConfig, history: History) -> list[Advice]:
         config: The run's settings.
         history: One mapping for each iteration: the metrics of docs/metrics.md by key, the eval/* ones where the
             iteration was evaluated (NaN or missing elsewhere), and `iteration`. It may be unfinished or empty.
-
-    Returns:
-        One item for each rule that fires.
     """
     run = Run(config, history)
     found = []
@@ -55,10 +52,7 @@ def advise(config: PPOConfig, history: History) -> list[Advice]:
 def in_words(config: PPOConfig, history: History, most: int | None = SHOWN) -> list[str]:
     """Return the advice for a run as numbered lines, each setting once; and whether the run was long enough to judge.
 
-    Args:
-        config: The run's settings.
-        history: As in `advise`.
-        most: Settings to name at most; None names all.
+    `most` is how many settings are named at most; None names all.
     """
     lines, history = [], list(history)
     advice = advise(config, history)

@@ -39,24 +39,14 @@ def answer_prompts(
     seed: int,
     turn: int,
 ) -> list[Answer]:
-    """Let a policy answer each of N prompts.
+    """Let a policy answer each of N prompts, of which one may come several times; without a scorer no reward is given.
 
-    Args:
-        policy: A causal language model.
-        tokenizer: Of the prompts and responses.
-        prompts: Tokenised prompts; a prompt may come several times.
-        scorer: Scores the responses; None leaves the reward out.
-        sampling: Length, temperature, truncation and stop tokens.
-        config: Rollout engine and precision.
-        seed: With `turn` it fixes the noise, so that policies that are equal answer equally.
-        turn: Another one draws other noise.
+    Seed and turn fix the noise, so that policies that are equal answer equally.
     """
     uniforms_NT = episode_uniforms(seed, NOISE_STREAM, turn, len(prompts), sampling.response_length)
     responses = sample_responses(policy, prompts, uniforms_NT, sampling, config, batch_size=64)
     batch = response_batch(prompts, responses, tokenizer)
-    rewards: list[float | None] = [None] * len(prompts)
-    if scorer is not None:
-        rewards = scorer.score(batch).total.tolist()
+    rewards = [None] * len(prompts) if scorer is None else scorer.score(batch).total.tolist()
     counts = responses.mask.sum(dim=1).tolist()
     return [
         Answer(text, count, not has_ended, reward)

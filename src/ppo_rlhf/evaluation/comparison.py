@@ -47,13 +47,8 @@ def outcomes(
 ) -> NDArray[np.float64]:
     """Return [N, n]: 1 where our i-th response to a prompt beats their i-th, 0 where it loses, 1/2 for a tie.
 
-    Responses of the same tokens are a tie whatever their scores: a model scores one text differently in another batch.
-
-    Args:
-        policy: Our responses.
-        sft: Theirs.
-        ours: Scores of our responses, one each.
-        theirs: Scores of theirs.
+    `ours` and `theirs` are the scores of the policy's and of SFT's responses, one each. Responses of the same tokens
+    are a tie whatever their scores: a model scores one text differently in another batch.
 
     Raises:
         DataError: If the two are not responses to the same prompts, or a score is not finite.
@@ -97,8 +92,7 @@ def conclude(policy: PolicyEvaluation, sft: PolicyEvaluation, *, by_trained_rewa
     elif sign_test(wins, losses) > 1.0 - CONFIDENCE:
         verdict = TOO_FEW_PROMPTS
     several = {} if policy.samples_per_prompt == 1 else {"samples_per_prompt": policy.samples_per_prompt}
-    counts: dict[str, Any] = {"prompts": prompts, "wins": wins, "losses": losses, **several}
-    counts["eval/verdict"] = LEVELS.get(verdict, 0.0)
+    counts = {"prompts": prompts, "wins": wins, "losses": losses, **several, "eval/verdict": LEVELS.get(verdict, 0.0)}
     return {"verdict": verdict, "by_trained_reward": by_trained_reward, **counts}
 
 

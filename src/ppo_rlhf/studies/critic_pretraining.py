@@ -90,16 +90,7 @@ def pretrain_critic(
     ppo: PPOConfig,
     report: Callable[[int, Mapping[str, float]], None],
 ) -> tuple[TrainedModel, list[dict[str, float]]]:
-    """Train a critic on the SFT policy's responses.
-
-    Args:
-        sft_policy: The policy that answers; it does not change.
-        prompts: Training prompts.
-        held_out_prompts: Prompts whose responses are never trained on.
-        scorer: The reward.
-        pretraining: Length and start.
-        ppo: Everything else.
-        report: Called with each iteration's number and metrics.
+    """Train a critic on the SFT policy's responses; `report` is called with each iteration's number and metrics.
 
     Returns:
         The critic as a sequence classifier with one label, with the policy's tokenizer; and its metrics by iteration,
@@ -122,8 +113,9 @@ def pretrain_critic(
     history: list[dict[str, float]] = []
     for iteration in range(1, pretraining.iterations + 1):
         metrics = iterate(state, reference, prompts, scorer)
-        history.append({STEP: iteration, **{name: metrics[source] for name, source in LOGGED.items()}})
-        report(iteration, {name: metrics[source] for name, source in LOGGED.items()})
+        logged = {name: metrics[source] for name, source in LOGGED.items()}
+        history.append({STEP: iteration, **logged})
+        report(iteration, logged)
     after = replace(before, values=critic_values(held_out, state))
     history.insert(0, {STEP: 0, HELD_OUT: _explained(state, held_out, before)})
     history[-1][HELD_OUT] = _explained(state, held_out, after)

@@ -136,13 +136,8 @@ def held_out_pairs(
 ) -> pd.DataFrame:
     """Return the preferences that reward training holds out, with their token sequences and their other columns.
 
-    `chosen_chat` and `rejected_chat` have the whole conversations as messages, None for texts.
-
-    Args:
-        preferences: As the user gave them.
-        tokenizer: The policy's.
-        config: Names the columns, and says how pairs are held out.
-        limit: Most tokens of a prompt with its response; longer pairs are left out, as in reward training.
+    `chosen_chat` and `rejected_chat` have the whole conversations as messages, None for texts. Pairs of more than
+    `limit` tokens, prompt and response together, are left out, as in reward training.
     """
     columns = (config.prompt_column, config.chosen_column, config.rejected_column)
     checked = pairs.check_preferences(preferences, *columns)

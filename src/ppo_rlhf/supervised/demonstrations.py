@@ -92,14 +92,8 @@ def tokenise_demonstrations(
 
     The end of text closes texts and completions. Where there are prompts, only completions are learnt; of chats the
     assistant's turns, if `template` marks them; else texts and chats are learnt whole. Longer sequences are cut at
-    `max_length` tokens, and then have no end of text.
-
-    Args:
-        frame: The table.
-        tokenizer: Of the model that is trained.
-        max_length: Most tokens of a sequence.
-        name: The table's, for messages.
-        template: From `training_template`.
+    `max_length` tokens, and then have no end of text. `name` is the table's, for messages; `template` is from
+    `training_template`.
 
     Raises:
         DataError: There are chats and no chat template, or nothing to learn within `max_length`.
@@ -131,12 +125,8 @@ def training_template(tokenizer: PreTrainedTokenizerBase, assistant_only: bool |
 
     It is the tokenizer's own if that has marks, or else the one that TRL has for it.
 
-    Args:
-        tokenizer: Of the model that is trained.
-        assistant_only: `supervised_finetuning.assistant_only_loss`.
-
     Raises:
-        ConfigError: It is true, and there are no marks.
+        ConfigError: `assistant_only` (`supervised_finetuning.assistant_only_loss`) is true, and there are no marks.
     """
     if assistant_only is False or not getattr(tokenizer, "chat_template", None):
         return None

@@ -96,11 +96,8 @@ def noisy_preference(
 ) -> list[bool]:
     """Return Bradley–Terry labels: the first of a pair is preferred (True) with probability σ(beta (first - second)).
 
-    Args:
-        first_scores: The labeller's scores of the first responses.
-        second_scores: Its scores of the second responses, as many.
-        beta: How reliable the labels are; 0 draws at random, infinity is always right (and draws between equals).
-        seed: Seed of the labels' own random stream; the label of pair i depends only on it, i and the scores.
+    A beta of 0 draws at random, infinity is always right (and draws between equals). The labels have a random stream of
+    their own: the one of pair i depends only on the seed, i and the scores.
     """
     rng = random.Random(seed)
     labels = []
@@ -126,19 +123,9 @@ def sample_preferences(
     """Sample two responses to each of `pairs` prompts and label them by noisy Bradley–Terry preferences.
 
     The first of a pair is chosen with probability sigmoid(beta x (score of the first - score of the second)). Pairs of
-    equal responses are left out, so the table may be a little shorter than `pairs`. Each process samples its share of
-    the responses; the main process calls the labeller.
-
-    Args:
-        policy: Samples the responses.
-        tokenizer: Its tokenizer.
-        prompts: Training prompts; each is used once before any is used again.
-        sampling: How tokens are drawn.
-        labeller: Name and function of the score, which the table does not show.
-        pairs: Pairs to sample.
-        beta: How reliable the labels are, per unit of the score.
-        seed: Seed of the prompts' order, the noise and the labels.
-        batch_size: Responses sampled at a time.
+    equal responses are left out, so the table may be a little shorter than `pairs`. Each prompt is used once before any
+    is used again. Each process samples its share of the responses; the main process calls the labeller, given with its
+    name. The seed is that of the prompts' order, the noise and the labels.
 
     Returns:
         A table of `COLUMNS`.

@@ -76,13 +76,8 @@ def train_reward_model(
 ) -> tuple[TrainedModel, History]:
     """Train a score head and the SFT policy's backbone so that chosen responses score above rejected ones.
 
-    Minimises -log sigmoid(score of the chosen - score of the rejected) (Bradley–Terry; Ouyang et al. 2022, eq. 1).
-
-    Args:
-        sft_policy: Gives the backbone and the tokenizer.
-        preferences: Table with `prompt`, `chosen_ids` and `rejected_ids`.
-        config: Settings.
-        watch: Shows the training while it runs.
+    Minimises -log sigmoid(score of the chosen - score of the rejected) (Bradley–Terry; Ouyang et al. 2022, eq. 1) over
+    a table of `preferences.COLUMNS`.
 
     Returns:
         The reward model with its tokenizer and card, as transformers' own classifier where that computes the same
@@ -109,7 +104,7 @@ def train_reward_model(
         logger.warning("%s", line)
     from ppo_rlhf.supervised import trl_support
 
-    chosen, rejected = _token_lists(trained, "chosen_ids"), _token_lists(trained, "rejected_ids")
+    chosen, rejected = (_token_lists(trained, name) for name in ("chosen_ids", "rejected_ids"))
     history = trl_support.run_reward_trainer(model, tokenizer, chosen, rejected, config, evaluate, watch)
     accuracy = [entry["reward_model/eval_accuracy"] for entry in history if "reward_model/eval_accuracy" in entry][-1]
     _check_accuracy(accuracy, len(held_out), config.minimum_accuracy)

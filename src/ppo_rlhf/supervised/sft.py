@@ -67,14 +67,9 @@ def train_sft_policy(
     config: SupervisedFinetuningConfig,
     watch: Watch | None = None,
 ) -> tuple[TrainedModel, History]:
-    """Fine-tune the base model, or train a small one from scratch, with TRL's SFTTrainer.
+    """Fine-tune the base model with TRL's SFTTrainer; both tables are from `split_demonstrations`.
 
-    Args:
-        base_model: The model to fine-tune; None: random weights, and a word-level tokenizer trained on the corpus.
-        demonstrations: Table that `split_demonstrations` made.
-        evaluation_demonstrations: Its held-out part.
-        config: Settings.
-        watch: Shows the training while it runs.
+    Without a base model the weights are random, and a word-level tokenizer is trained on the corpus.
 
     Returns:
         The SFT policy with its tokenizer, and its metrics by optimiser step: `sft/loss` (mean over the steps since the
@@ -109,14 +104,10 @@ def train_sft_policy(
 
 @torch.no_grad()
 def mean_token_loss(model: PreTrainedModel, rows: TokenisedDemonstrations, batch_size: int) -> float:
-    """Return the cross entropy in nats per learnt token: the mean over all tokens, not over batches.
+    """Return the cross entropy in nats per learnt token, of which there is one: the mean over all, not over batches.
 
-    Each process computes its share of the rows.
-
-    Args:
-        model: With TRL's fused head (`trl.trainer.utils.add_fused_lm_head`), which never holds the logits of a batch.
-        rows: Demonstrations, at least one with a token to learn.
-        batch_size: Rows in one forward pass.
+    Each process computes its share of the rows. The model has TRL's fused head (`trl.trainer.utils.add_fused_lm_head`),
+    which never holds the logits of a batch.
     """
     order = sorted(range(len(rows.input_ids)), key=lambda row: len(rows.input_ids[row]))
     own = [order[i] for i in processes.own_share(len(order))]

@@ -35,13 +35,7 @@ class TokenSamples(TypedDict):
 
 
 def sample_tokens(experience: Experience, tokenizer: PreTrainedTokenizerBase, limit: int = LIMIT) -> TokenSamples:
-    """Return the best response, the worst one and others between them, in equal steps of rank.
-
-    Args:
-        experience: The update's input of one iteration, with the numbers of all processes.
-        tokenizer: The policy's.
-        limit: Most responses to return.
-    """
+    """Return the best response, the worst one and others between them, in equal steps of rank: `limit` at most."""
     rollouts = experience.rollouts
     quantities = _quantities(experience)
     ids, scores = rollouts.responses.token_lists(), experience.scores.total

@@ -140,7 +140,7 @@ def print_result(
     for heading in ("SFT", "PPO", "change"):
         table.add_column(heading, justify="right")
     for measure, *values in table_rows(before_after):
-        table.add_row(Text(f"{measure.label} ({measure.unit})" if measure.unit else measure.label), *values)
+        table.add_row(Text(measure.heading), *values)
     steps = Table.grid(padding=(0, 3, 0, 0))
     for what, where in next_steps:
         steps.add_row(Text(what), Text(where, overflow="fold", style="cyan"))

@@ -21,10 +21,7 @@ MAX_TEXT = 2_000
 
 
 def render_page(**content: object) -> str:
-    """Return the page as HTML text.
-
-    Args:
-        content: The names that `report.html` uses.
+    """Return the page as HTML text; `content` has the names that `report.html` uses.
 
     Raises:
         jinja2.UndefinedError: A name is missing.

@@ -13,7 +13,6 @@ from ppo_rlhf.evaluation.comparison import FELL, LOSS, MIN_PROMPTS, NO_DIFFERENC
 from ppo_rlhf.evaluation.policy import JUDGE_COLUMN
 
 MIN_REWARD_ACCURACY = 0.65
-_SIDES = ("sft", "ppo")
 
 
 @dataclass(frozen=True)
@@ -25,6 +24,11 @@ class Measure:
     decimals: int = 2
     is_share: bool = False
     """Shares are written in per cent."""
+
+    @property
+    def heading(self) -> str:
+        """The label, and the unit if there is one."""
+        return f"{self.label} ({self.unit})" if self.unit else self.label
 
 
 _KNOWN = {
@@ -59,9 +63,9 @@ def table_rows(before_after: pd.DataFrame) -> list[tuple[Measure, str, str, str]
     for row in before_after.to_dict("records"):
         shown = measure(row["measure"])
         sft, ppo = float(row["sft"]), float(row["ppo"])
-        written = [write_value(shown, float(row[side]), float(row.get(f"{side}_se", math.nan))) for side in _SIDES]
-        change = write_change(shown, sft, ppo, float(row.get("change_se", math.nan)))
-        rows.append((shown, written[0], written[1], change))
+        sft_error, ppo_error, error = (float(row.get(f"{name}_se", math.nan)) for name in ("sft", "ppo", "change"))
+        values = write_value(shown, sft, sft_error), write_value(shown, ppo, ppo_error)
+        rows.append((shown, *values, write_change(shown, sft, ppo, error)))
     return rows
 
 
@@ -172,9 +176,6 @@ def remarks(
 
 def result_section(headline: str, before_after: pd.DataFrame, notes: Sequence[str]) -> str:
     """Return the result in Markdown: the sentence, the table before and after, and the notes."""
-    rows = [
-        f"| {shown.label}{f' ({shown.unit})' if shown.unit else ''} | {' | '.join(values)} |"
-        for shown, *values in table_rows(before_after)
-    ]
+    rows = [f"| {' | '.join([shown.heading, *values])} |" for shown, *values in table_rows(before_after)]
     table = ["| Held-out mean ± standard error | SFT | PPO | change |", "|---|---:|---:|---:|", *rows]
     return "\n\n".join([headline, "\n".join(table), *notes])
