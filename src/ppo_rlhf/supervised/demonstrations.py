@@ -197,15 +197,12 @@ Encoded = Iterator[tuple[list[int], list[int]]]
 
 
 def _encode_texts(frame: pd.DataFrame, tokenizer: PreTrainedTokenizerBase) -> Encoded:
-    whole_texts = "text" in frame.columns
-    prompts = [""] * len(frame) if whole_texts else frame["prompt"].tolist()
-    completions = frame["text" if whole_texts else "completion"].tolist()
-    wholes = encode_texts([p + c for p, c in zip(prompts, completions, strict=True)], tokenizer)
-    for prompt, whole in zip(encode_texts(prompts, tokenizer), wholes, strict=True):
+    if "text" in frame.columns:
+        frame = frame.assign(prompt="", completion=frame["text"])
+    wholes = encode_texts((frame["prompt"] + frame["completion"]).tolist(), tokenizer)
+    for prompt, whole in zip(encode_texts(frame["prompt"].tolist(), tokenizer), wholes, strict=True):
         closed = append_end(whole, tokenizer.eos_token_id)
-        # tokens may merge across the boundary: learning begins where the two differ, as in TRL
-        shared = next((i for i, (a, b) in enumerate(zip(prompt, closed, strict=False)) if a != b), len(prompt))
-        yield closed, [IGNORED] * shared + closed[shared:]
+        yield closed, _without_prompt(closed, prompt)
 
 
 def _encode_chats(frame: pd.DataFrame, tokenizer: PreTrainedTokenizerBase, template: str | None) -> Encoded:
@@ -215,12 +212,14 @@ def _encode_chats(frame: pd.DataFrame, tokenizer: PreTrainedTokenizerBase, templ
             yield _marked(messages, tokenizer, template)
             continue
         ids = _ids_of(messages, tokenizer)
-        learnt = list(ids)
-        if "prompt" in row:
-            prompt = _ids_of(json.loads(row["prompt"]), tokenizer, to_answer=True)
-            shared = next((i for i, (a, b) in enumerate(zip(prompt, ids, strict=False)) if a != b), len(prompt))
-            learnt[:shared] = [IGNORED] * shared
-        yield ids, learnt
+        prompt = _ids_of(json.loads(row["prompt"]), tokenizer, to_answer=True) if "prompt" in row else []
+        yield ids, _without_prompt(ids, prompt)
+
+
+def _without_prompt(ids: list[int], prompt: list[int]) -> list[int]:
+    """Return tokens as labels, from where they differ from the prompt's: they may merge across its end, as in TRL."""
+    shared = next((i for i, (a, b) in enumerate(zip(prompt, ids, strict=False)) if a != b), len(prompt))
+    return [IGNORED] * shared + ids[shared:]
 
 
 def _ids_of(messages: Chat, tokenizer: PreTrainedTokenizerBase, *, to_answer: bool = False) -> list[int]:

@@ -35,6 +35,11 @@ from ppo_rlhf.supervised.demonstrations import TokenisedDemonstrations
 from ppo_rlhf.supervised.optimisation import History, OptimisationConfig, Watch
 
 Evaluation = Callable[[PreTrainedModel], dict[str, float]]
+SAME = (
+    *("num_train_epochs", "learning_rate", "weight_decay", "max_grad_norm", "per_device_train_batch_size"),
+    *("gradient_accumulation_steps", "bf16", "logging_steps", "seed"),
+)
+"""Settings that have the same name in TRL; its default of bf16 is True."""
 
 
 def run_sft_trainer(
@@ -76,20 +81,12 @@ def trainer_options(config: OptimisationConfig) -> dict[str, Any]:
     """Return keyword arguments for TRL's SFTConfig and RewardConfig, except `output_dir`."""
     warms_up = config.lr_scheduler_type == "constant" and config.warmup_ratio > 0.0
     return {
-        "num_train_epochs": config.num_train_epochs,
+        **{name: getattr(config, name) for name in SAME},
+        gradient_checkpointing.NAME: config.gradient_checkpointing,
         "max_steps": config.max_steps or -1,
-        "learning_rate": config.learning_rate,
         "lr_scheduler_type": "constant_with_warmup" if warms_up else config.lr_scheduler_type,
         "warmup_steps": config.warmup_ratio,  # below 1 it is a share of the steps
-        "weight_decay": config.weight_decay,
-        "max_grad_norm": config.max_grad_norm,
-        "per_device_train_batch_size": config.per_device_train_batch_size,
         "accelerator_config": {"split_batches": True},  # each step sees this batch, whatever the number of processes
-        "gradient_accumulation_steps": config.gradient_accumulation_steps,
-        gradient_checkpointing.NAME: config.gradient_checkpointing,
-        "bf16": config.bf16,  # TRL's default is True
-        "logging_steps": config.logging_steps,
-        "seed": config.seed,
         "use_cpu": resolve_device(config.device).type == "cpu",
         "ddp_timeout": int(processes.TIMEOUT.total_seconds()),
         "dataloader_pin_memory": torch.cuda.is_available(),

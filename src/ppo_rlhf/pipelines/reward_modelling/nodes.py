@@ -75,6 +75,6 @@ def train_reward_model(
     reward_model, history = reward_training.train_reward_model(
         sft_policy, preferences, reward_modelling, partial(watching, "Reward model")
     )
-    accuracies = [entry["reward_model/eval_accuracy"] for entry in history if "reward_model/eval_accuracy" in entry]
-    log.info("Reward model: %.1f %% of the held-out pairs are in the right order.", 100 * accuracies[-1])
+    accuracy = reward_model.model.config.held_out_accuracy
+    log.info("Reward model: %.1f %% of the held-out pairs are in the right order.", 100 * accuracy)
     return reward_model, history
