@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -33,8 +32,7 @@ EXTREMES = 3
 """Widest wins, and as many losses, that a table of samples shows besides its random rows."""
 
 
-@dataclass(frozen=True)
-class WinRate:
+class WinRate(NamedTuple):
     """Share of prompts on which ours beats theirs, ties counted half, with the ends of its 95 % interval."""
 
     rate: float
@@ -178,9 +176,8 @@ def compare_evaluations(
     decisions |= {f"_{name}": (policy.other_judges[name], sft.other_judges[name]) for name in policy.other_judges}
     metrics: dict[str, float] = {}
     for name, (ours, theirs) in decisions.items():
-        wins = win_rate(outcomes(policy, sft, ours, theirs))
-        ends = {"": wins.rate, "_low": wins.low, "_high": wins.high}
-        metrics |= {f"eval/win_rate{name}{end}": value for end, value in ends.items()}
+        rates = zip(("", "_low", "_high"), win_rate(outcomes(policy, sft, ours, theirs)), strict=True)
+        metrics |= {f"eval/win_rate{name}{end}": value for end, value in rates}
     measured, of_sft = measure_prompts(policy, pass_at), measure_prompts(sft, pass_at)
     for name, values in measured.items():
         if name == "truncated_fraction":  # only in the table before and after

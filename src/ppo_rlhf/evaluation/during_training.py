@@ -53,14 +53,8 @@ def evaluate_iteration(
 ) -> tuple[dict[str, Any], PolicyEvaluation]:
     """Evaluate the policy under fixed noise; return the row of the run's log, and the evaluation itself.
 
-    Args:
-        state: The run's.
-        reference_policy: The SFT policy, from which the KL is measured.
-        evaluator: From `evaluator_of`.
-        sft: SFT's evaluation by the same evaluator.
-        earlier: Rows of the log; those of this and of later iterations, which a resumed run has, are left out.
-        by_trained_reward: Whether the reward that is trained decides who wins.
-        is_greedy: Whether responses are greedy: their KL is no estimate of the policy's.
+    `sft` is the evaluation of SFT by the same evaluator, `earlier` the log, of which a resumed run's rows of this and
+    later iterations are left out. `is_greedy` says that responses are: their KL is no estimate of the policy's.
     """
     evaluated = evaluator.evaluate(state.policy, reference_policy)
     metrics = compare_evaluations(evaluated, sft)

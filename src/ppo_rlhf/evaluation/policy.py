@@ -133,9 +133,7 @@ class ResolvedJudge:
 def resolve_judge(config: EvaluationConfig, project_path: Path | None = None) -> ResolvedJudge:
     """Find who judges: the judge that is set, else the demo's on the demo's prompts, else the reward.
 
-    Args:
-        config: The group `evaluation`.
-        project_path: Where relative paths and the user's own modules start; None is the current directory.
+    Relative paths and the user's own modules start at the project's path; None is the current directory.
 
     Raises:
         RewardError: If a named function cannot be imported.
@@ -260,12 +258,9 @@ class Evaluator:
         *,
         device: torch.device | None = None,
     ) -> PolicyEvaluation:
-        """Return the evaluation of a policy.
+        """Return the evaluation of a policy; without a reference policy it is its own, and its KL 0.
 
-        Args:
-            policy: The policy to evaluate.
-            reference_policy: What KL is measured against; None if the policy is its own reference (KL is then 0).
-            device: Where the models compute; None is where the policy is.
+        The models compute on `device`; None is where the policy is.
 
         Raises:
             DataError: There are no prompts.

@@ -181,11 +181,6 @@ def audit_reward(
     """Return the audit/* metrics, and the reasons why PPO should not maximise this reward; none if it is fit.
 
     What could not be measured, for lack of a judge or of preferences, has no metric and breaks no rule.
-
-    Args:
-        samples: From `evaluation.best_of_n.sample_best_of_n`.
-        probes: From `probe_reward`.
-        pair_agreement: `audit/pair_accuracy`, or nothing.
     """
     rewards, curve = by_prompt(samples, "reward"), best_of_n_curve(samples)
     repetition = samples["response"].map(repeated_pairs)

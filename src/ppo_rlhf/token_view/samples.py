@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TypedDict
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ppo_rlhf.models.tokenizers import token_texts
@@ -37,7 +36,16 @@ class TokenSamples(TypedDict):
 def sample_tokens(experience: Experience, tokenizer: PreTrainedTokenizerBase, limit: int = LIMIT) -> TokenSamples:
     """Return the best response, the worst one and others between them, in equal steps of rank: `limit` at most."""
     rollouts = experience.rollouts
-    quantities = _quantities(experience)
+    quantities = {  # each [B, T] or wider
+        "reward": experience.shaped_rewards.rewards,
+        "kl": experience.shaped_rewards.kl,
+        "value": experience.scores.values,
+        "advantage": experience.advantages,
+        "return": experience.returns,
+        "entropy": rollouts.entropy,
+        "logprob": rollouts.old_logprobs,
+        "reference_logprob": rollouts.reference_logprobs,
+    }
     ids, scores = rollouts.responses.token_lists(), experience.scores.total
     ranked = scores.argsort(descending=True, stable=True)
     rows = ranked[torch.linspace(0, len(ranked) - 1, min(limit, len(ranked))).round().long()].tolist()
@@ -53,18 +61,3 @@ def sample_tokens(experience: Experience, tokenizer: PreTrainedTokenizerBase, li
         for row in rows
     ]
     return TokenSamples(iteration=rollouts.iteration, responses=len(ids), samples=samples)
-
-
-def _quantities(experience: Experience) -> dict[str, Tensor]:
-    """Return the numbers of each token, `[B, T]` or wider, by name."""
-    rollouts = experience.rollouts
-    return {
-        "reward": experience.shaped_rewards.rewards,
-        "kl": experience.shaped_rewards.kl,
-        "value": experience.scores.values,
-        "advantage": experience.advantages,
-        "return": experience.returns,
-        "entropy": rollouts.entropy,
-        "logprob": rollouts.old_logprobs,
-        "reference_logprob": rollouts.reference_logprobs,
-    }

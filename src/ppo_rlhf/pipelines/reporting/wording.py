@@ -54,11 +54,7 @@ def measure(name: str) -> Measure:
 
 
 def table_rows(before_after: pd.DataFrame) -> list[tuple[Measure, str, str, str]]:
-    """Return each measure with its values for SFT and PPO and the change, as text, each with its standard error.
-
-    Args:
-        before_after: Columns `measure`, `sft`, `ppo`, and `sft_se`, `ppo_se` and `change_se` if there are errors.
-    """
+    """Return each measure with its values for SFT and PPO and the change, as text, each with its standard error."""
     rows = []
     for row in before_after.to_dict("records"):
         shown = measure(row["measure"])
@@ -124,15 +120,11 @@ def remarks(
     before_after: pd.DataFrame,
     reward_model_accuracy: float | None = None,
 ) -> list[str]:
-    """Return one sentence for each problem in the result.
+    """Return one sentence for each problem in the result, as the node `compare_policies` summed it up.
 
     The tuning advice (docs/tuning.md) judges KL, clipping, the critic, diversity and lengths, and says which setting to
-    change. Remarks judge only the result itself.
-
-    Args:
-        summary: From the node `compare_policies`.
-        before_after: Columns `measure`, `sft`, `ppo`.
-        reward_model_accuracy: Accuracy on held-out preference pairs, if a reward model was trained here.
+    change. Remarks judge only the result itself, and a reward model that was trained here by its accuracy on held-out
+    pairs.
     """
     means = before_after.set_index("measure")[["sft", "ppo"]].to_dict("index")
     result = summary["verdict"]
