@@ -26,7 +26,6 @@ MAX_POINTS = 400
 COLOURS = ("#2f6fde", "#d9822b")
 _COLUMNS = 3
 _TRANSPARENT, GREY, _GRID = "rgba(0, 0, 0, 0)", "#7d8590", "rgba(128, 128, 128, 0.25)"
-_FROM_ZERO = {"rangemode": "tozero"}
 
 
 @settings_group("reporting.expected_curve")
@@ -56,7 +55,7 @@ class Panel:
     """A dashed horizontal line, drawn once a curve comes near it."""
     limit: str | None = None
     """The setting of PPO that is the level."""
-    y_axis: Mapping[str, Any] = field(default_factory=dict)
+    y_axis: Mapping[str, Any] = field(default_factory=lambda: {"rangemode": "tozero"})
     """Settings of plotly's y axis."""
     expected: ExpectedCurve | None = None
     """A curve from elsewhere, drawn dotted."""
@@ -69,6 +68,7 @@ PANELS = (
         {"objective/scores": "mean"},
         "PPO raises it (shaded: 5th to 95th percentile). It should climb, then level off. Compare the samples.",
         band=("objective/scores_p05", "objective/scores_p95"),
+        y_axis={},
     ),
     Panel(
         "KL from SFT",
@@ -76,7 +76,6 @@ PANELS = (
         {"objective/kl": "mean over responses"},
         "The price of the reward. Beyond ppo.kl_warning (dashed) a policy often exploits its reward.",
         limit="kl_warning",
-        y_axis=_FROM_ZERO,
     ),
     Panel(
         "Held-out win rate",
@@ -92,14 +91,12 @@ PANELS = (
         "nats per token",
         {"objective/entropy": "mean over tokens"},
         "How undecided the policy is. It falls as the policy settles; a fall to 0 means one stock answer.",
-        y_axis=_FROM_ZERO,
     ),
     Panel(
         "Clip fraction",
         "share of tokens",
         {"policy/clipfrac_avg": "policy", "val/clipfrac_avg": "value"},
         "Tokens whose update was clipped. Above about 0.3 the steps are too large.",
-        y_axis=_FROM_ZERO,
     ),
     Panel(
         "Explained variance",
@@ -113,41 +110,37 @@ PANELS = (
         "clipped surrogate",
         {"loss/policy_avg": "mean over the iteration"},
         "Its level means little; look for jumps.",
+        y_axis={},
     ),
     Panel(
         "Value loss",
         "half squared error",
         {"loss/value_avg": "mean over the iteration"},
         "It should fall as the critic learns.",
-        y_axis=_FROM_ZERO,
     ),
     Panel(
         "Update size",
         "nats per token",
         {"policy/approxkl_avg": "one iteration's update"},
         "Approximate KL between the policy before and after one iteration's update.",
-        y_axis=_FROM_ZERO,
     ),
     Panel(
         "Response length",
         "tokens",
         {"response/length": "mean over responses"},
         "A drift to one end often means that the reward pays for length.",
-        y_axis=_FROM_ZERO,
     ),
     Panel(
         "Cut off",
         "share of responses",
         {"response/truncated_fraction": "no stop token"},
         "Responses that reached the length limit before they ended.",
-        y_axis=_FROM_ZERO,
     ),
     Panel(
         "Gradient norm",
         "before clipping",
         {"policy/grad_norm": "policy", "value/grad_norm": "value"},
         "Spikes point to unstable batches.",
-        y_axis=_FROM_ZERO,
     ),
 )
 
@@ -160,8 +153,8 @@ def panels_of(history: pd.DataFrame, ppo: PPOConfig, expected: ExpectedCurve | N
     panels, found = [*PANELS], []
     if expected is not None:
         explanation = f"Dotted: {expected.label}. Both should have the same height at the same iteration."
-        own = {expected.metric: "this run"}
-        panels.insert(0, Panel("Beside the expected curve", expected.metric, own, explanation, expected=expected))
+        own, title = {expected.metric: "this run"}, "Beside the expected curve"
+        panels.insert(0, Panel(title, expected.metric, own, explanation, y_axis={}, expected=expected))
     for panel in panels:
         curves = {key: label for key, label in panel.curves.items() if np.isfinite(column(history, key)).any()}
         if curves:
@@ -172,9 +165,7 @@ def panels_of(history: pd.DataFrame, ppo: PPOConfig, expected: ExpectedCurve | N
 
 def column(history: pd.DataFrame, key: str) -> NDArray[np.float64]:
     """Return a metric's column, NaN where it was not measured."""
-    if key not in history:
-        return np.full(len(history), np.nan)
-    return pd.to_numeric(history[key], errors="coerce").to_numpy(dtype=np.float64)
+    return pd.to_numeric(history.reindex(columns=[key])[key], errors="coerce").to_numpy(dtype=np.float64)
 
 
 def panel_figure(panel: Panel, history: pd.DataFrame) -> go.Figure:

@@ -53,8 +53,7 @@ def plot_training(training_history: pd.DataFrame, ppo: PPOConfig, reporting: Rep
 
 def plot_scores(sft_evaluation: pd.DataFrame, ppo_evaluation: pd.DataFrame) -> go.Figure:
     """Plot the distribution of the held-out scores of SFT and PPO."""
-    sft, ppo, label = _scores(sft_evaluation, ppo_evaluation)
-    return score_distribution(sft, ppo, label)
+    return score_distribution(*_scores(sft_evaluation, ppo_evaluation))
 
 
 def write_report(
