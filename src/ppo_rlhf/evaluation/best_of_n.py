@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Annotated
 
 import pandas as pd
 import torch
 from pydantic import Field
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from ppo_rlhf.config.settings_group import Seed, settings_group
 from ppo_rlhf.core.best_of_n import best_of_n_kl, best_of_n_mean
-from ppo_rlhf.evaluation.policy import Evaluator
 
 PROMPT = "prompt_number"
+"""Column of the table of samples beside those of `PolicyEvaluation.to_frame`; the rows of a prompt are together."""
 
 
 @settings_group("best_of_n")
@@ -30,20 +28,6 @@ class BestOfNConfig:
     """Responses generated at a time."""
     seed: Seed = 42
     """Fixes the sampling noise."""
-
-
-def sample_best_of_n(policy: PreTrainedModel, evaluator: Evaluator, config: BestOfNConfig) -> pd.DataFrame:
-    """Sample and score the responses with an evaluator; processes share the work.
-
-    Returns:
-        One row per response, as `PolicyEvaluation.to_frame` has it, with its prompt's number; the rows of a prompt are
-        together.
-    """
-    numbers = [number for number in range(min(len(evaluator.prompts), config.prompts)) for _ in range(config.samples)]
-    evaluation = replace(evaluator, prompts=evaluator.prompts.select(numbers)).evaluate(policy, None)
-    frame = evaluation.to_frame()
-    frame.insert(0, PROMPT, numbers)
-    return frame
 
 
 def by_prompt(samples: pd.DataFrame, column: str) -> Tensor:

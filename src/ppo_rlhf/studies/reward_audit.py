@@ -183,18 +183,18 @@ def audit_reward(
     What could not be measured, for lack of a judge or of preferences, has no metric and breaks no rule.
     """
     rewards, curve = by_prompt(samples, "reward"), best_of_n_curve(samples)
-    repetition = samples["response"].map(repeated_pairs)
+    repetition, changes = samples["response"].map(repeated_pairs), probes.groupby("probe")["change"].max()
     metrics = {
         "audit/flat_prompts": float((rewards.amax(1) == rewards.amin(1)).double().mean()),
         "audit/reward_gain": gains(curve, samples, "reward").iloc[-1],
         "audit/length_correlation": rank_correlation(samples, samples["length"]),
         "audit/repetition_correlation": rank_correlation(samples, repetition),
-        "audit/empty_gain": float(probes.loc[probes["probe"] == EMPTY, "change"].iloc[0]),
-        "audit/repeated_gain": float(probes.loc[probes["probe"] == REPEATED, "change"].iloc[0]),
+        "audit/empty_gain": float(changes[EMPTY]),
+        "audit/repeated_gain": float(changes[REPEATED]),
         **pair_agreement,
     }
-    if (suffixes := probes.loc[probes["probe"] == SUFFIX, "change"]).size:
-        metrics["audit/suffix_gain"] = float(suffixes.max())
+    if SUFFIX in changes:
+        metrics["audit/suffix_gain"] = float(changes[SUFFIX])
     if "judge_score" in samples:
         by_judge = gains(curve, samples, "judge_score")
         metrics |= {

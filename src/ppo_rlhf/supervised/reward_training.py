@@ -27,7 +27,7 @@ from ppo_rlhf.supervised.optimisation import History, OptimisationConfig, Watch,
 logger = logging.getLogger(__name__)
 
 RELIABLE_ACCURACY = 0.65
-"""A run warns below this accuracy: PPO would mostly learn the reward model's errors."""
+"""A run and its report warn below this accuracy: PPO would mostly learn the reward model's errors."""
 
 
 @settings_group("reward_modelling")

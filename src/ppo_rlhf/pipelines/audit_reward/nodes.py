@@ -11,8 +11,7 @@ from plotly.subplots import make_subplots
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.data.tables import frame_of
-from ppo_rlhf.evaluation import best_of_n as sampled
-from ppo_rlhf.evaluation.best_of_n import BestOfNConfig, best_of_n_curve
+from ppo_rlhf.evaluation.best_of_n import PROMPT, BestOfNConfig, best_of_n_curve
 from ppo_rlhf.evaluation.policy import EvaluationConfig, Evaluator, resolve_judge
 from ppo_rlhf.models.context import context_length
 from ppo_rlhf.models.loading import PretrainedHandle
@@ -45,9 +44,10 @@ def sample_responses(
     tokenizer = sft_policy.tokenizer()
     prompts = min(best_of_n.prompts, len(evaluation_prompt_dataset))
     log.info("Sampling %d responses to each of %d prompts from the SFT policy …", best_of_n.samples, prompts)
+    numbers = [number for number in range(prompts) for _ in range(best_of_n.samples)]
     evaluator = Evaluator(
         tokenizer,
-        evaluation_prompt_dataset,
+        evaluation_prompt_dataset.select(numbers),
         reward_scorer,
         resolve_judge(evaluation),
         ppo_config,
@@ -55,7 +55,9 @@ def sample_responses(
         seed=best_of_n.seed,
         batch_size=best_of_n.batch_size,
     )
-    return sampled.sample_best_of_n(policy, evaluator, best_of_n)
+    samples = evaluator.evaluate(policy, None).to_frame()
+    samples.insert(0, PROMPT, numbers)
+    return samples
 
 
 def probe_reward(

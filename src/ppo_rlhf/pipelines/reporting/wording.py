@@ -11,8 +11,7 @@ import pandas as pd
 
 from ppo_rlhf.evaluation.comparison import FELL, LOSS, MIN_PROMPTS, NO_DIFFERENCE, ROSE, TOO_FEW_PROMPTS, WIN, sign_test
 from ppo_rlhf.evaluation.policy import JUDGE_COLUMN
-
-MIN_REWARD_ACCURACY = 0.65
+from ppo_rlhf.supervised.reward_training import RELIABLE_ACCURACY
 
 
 @dataclass(frozen=True)
@@ -158,7 +157,7 @@ def remarks(
     grammatical = means.get("grammatical_rate")
     if grammatical is not None and grammatical["ppo"] < 0.95 * grammatical["sft"]:
         found.append(f"{measure('grammatical_rate').label} responses fell below 95% of SFT's rate.")
-    if reward_model_accuracy is not None and reward_model_accuracy < MIN_REWARD_ACCURACY:
+    if reward_model_accuracy is not None and reward_model_accuracy < RELIABLE_ACCURACY:
         found.append(
             f"The reward model is right on only {write_share(reward_model_accuracy)} of its held-out pairs: PPO can "
             "raise such a reward without better text."
