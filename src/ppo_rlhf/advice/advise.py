@@ -41,12 +41,11 @@ def advise(config: PPOConfig, history: History) -> list[Advice]:
             iteration was evaluated (NaN or missing elsewhere), and `iteration`. It may be unfinished or empty.
     """
     run = Run(config, history)
-    found = []
-    for rule in RULES:
-        is_refuted = getattr(run, rule.refuted_by, False)
-        if run.iterations >= rule.iterations and rule.fires(run) and not is_refuted:
-            found.append(Advice(rule, rule.seen.format(s=run), allowed(rule.change(run), config)))
-    return found
+    return [
+        Advice(rule, rule.seen.format(s=run), allowed(rule.change(run), config))
+        for rule in RULES
+        if run.iterations >= rule.iterations and rule.fires(run) and not getattr(run, rule.refuted_by, False)
+    ]
 
 
 def in_words(config: PPOConfig, history: History, most: int | None = SHOWN) -> list[str]:

@@ -22,8 +22,7 @@ A completion without a word scores -1.5. Policy and reward model never see these
 `supervised.preferences.noisy_preference`.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from ppo_rlhf.demo.grammar import END, header_length, is_sentence, is_sentence_start, tokenize
 from ppo_rlhf.demo.lexicon import VALENCE, WORDS
@@ -38,13 +37,6 @@ INTENSIFIED, SOFTENED = 1.25, 0.5
 _NEGATORS = frozenset({"not", "never", "no"})
 _NEGATION_REACH = 3  # tokens
 _BOUNDARIES = frozenset({".", ",", "but", "yet", "and", "although", "while"})
-
-
-@dataclass(frozen=True)
-class _Judged:
-    sentences: list[list[str]]  # only the last one may lack its full stop
-    tokens: list[str]  # all sentences in a row
-    aspect: str
 
 
 def sentiment_values(tokens: Sequence[str]) -> list[float]:
@@ -76,11 +68,14 @@ def _repeated_share(items: Sequence[object]) -> float:
     return 1.0 - len(set(items)) / len(items) if items else 0.0
 
 
-def _judged(prompt: str, completion: str, aspect: object) -> _Judged:
-    """Return the sentences that have words of the completion; none if it has no token."""
+def _read(prompt: str, completion: str, aspect: object) -> tuple[list[list[str]], list[str], str]:
+    """Return the sentences that have words of the completion, their tokens in a row, and the aspect.
+
+    Only the last sentence may lack its full stop. There are none if the completion has no token.
+    """
     before, after = tokenize(prompt), tokenize(completion)
     if not after:
-        return _Judged([], [], "")
+        return [], [], ""
     tokens = before + after
     body = header_length(tokens)
     if aspect is None and body:
@@ -93,33 +88,25 @@ def _judged(prompt: str, completion: str, aspect: object) -> _Judged:
         sentences[-1].append(token)
         if token == END:
             sentences.append([])
-    return _Judged([s for s in sentences if s], tokens, "" if aspect is None else str(aspect).strip().lower())
+    return [s for s in sentences if s], tokens, "" if aspect is None else str(aspect).strip().lower()
 
 
 def _is_well_formed(sentence: Sequence[str]) -> bool:
     return is_sentence(sentence) if sentence[-1] == END else is_sentence_start(sentence)
 
 
-def _score(judged: _Judged) -> float:
-    if not judged.sentences:
+def _score(sentences: list[list[str]], tokens: list[str], aspect: str) -> float:
+    if not sentences:
         return EMPTY_SCORE
-    tokens = judged.tokens
-    wrong = sum(not _is_well_formed(sentence) for sentence in judged.sentences) / len(judged.sentences)
+    wrong = sum(not _is_well_formed(sentence) for sentence in sentences) / len(sentences)
     return (
         sentiment(tokens)
         - wrong
         - UNFINISHED_PENALTY * (tokens[-1] != END)
         - TRIGRAM_PENALTY * _repeated_share(list(zip(tokens, tokens[1:], tokens[2:], strict=False)))
         - VALENCE_PENALTY * _repeated_share([token for token in tokens if token in VALENCE])
-        + ASPECT_BONUS * (judged.aspect in tokens)
+        + ASPECT_BONUS * (aspect in tokens)
     )
-
-
-def _judged_rows(
-    prompts: Sequence[str], completions: Sequence[str], columns: Mapping[str, Sequence[object]]
-) -> list[_Judged]:
-    aspects = columns.get("aspect", [None] * len(prompts))
-    return [_judged(*row) for row in zip(prompts, completions, aspects, strict=True)]
 
 
 def gold_score(prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[object]) -> list[float]:
@@ -130,7 +117,8 @@ def gold_score(prompts: Sequence[str], completions: Sequence[str], **columns: Se
         completions: the generated texts, without end-of-text token; joined to their prompts by a space.
         columns: `aspect` holds the word each response should mention; other columns are ignored.
     """
-    return [_score(judged) for judged in _judged_rows(prompts, completions, columns)]
+    aspects = columns.get("aspect", [None] * len(prompts))
+    return [_score(*_read(*row)) for row in zip(prompts, completions, aspects, strict=True)]
 
 
 def is_grammatical(prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[object]) -> list[float]:
@@ -138,7 +126,5 @@ def is_grammatical(prompts: Sequence[str], completions: Sequence[str], **columns
 
     A last sentence without its full stop is not wrong as long as some sentence of the grammar begins with it.
     """
-    return [
-        float(END in judged.tokens and all(map(_is_well_formed, judged.sentences)))
-        for judged in _judged_rows(prompts, completions, columns)
-    ]
+    read = [_read(prompt, completion, None) for prompt, completion in zip(prompts, completions, strict=True)]
+    return [float(END in tokens and all(map(_is_well_formed, sentences))) for sentences, tokens, _ in read]

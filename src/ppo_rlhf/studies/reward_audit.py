@@ -147,7 +147,7 @@ def held_out_pairs(
             None if is_text(record[side]) else join_chats(record.get("prompt") or [], record[side])
             for record in checked.to_dict("records")
         ]
-    others = preferences.drop(columns=[name for name in preferences if name in (*columns, *pairs.COLUMNS, *_CHATS)])
+    others = preferences.drop(columns=[*columns, *pairs.COLUMNS, *_CHATS], errors="ignore")
     return split_pairs(short_enough(table.join(others.reset_index(drop=True)), limit), config)[1]
 
 

@@ -104,7 +104,7 @@ def train_sft_policy(
 
 @torch.no_grad()
 def mean_token_loss(model: PreTrainedModel, rows: TokenisedDemonstrations, batch_size: int) -> float:
-    """Return the cross entropy in nats per learnt token, of which there is one: the mean over all, not over batches.
+    """Return the cross entropy in nats: the mean over all learnt tokens (there must be one), not over batches.
 
     Each process computes its share of the rows. The model has TRL's fused head (`trl.trainer.utils.add_fused_lm_head`),
     which never holds the logits of a batch.

@@ -20,6 +20,7 @@ from ppo_rlhf.pipelines.reporting.charts import COLOURS, GREY, style
 from ppo_rlhf.ppo.models import sampling_settings
 from ppo_rlhf.ppo.precision import device_of, frozen_dtype
 from ppo_rlhf.rewards.config import RewardConfig
+from ppo_rlhf.rewards.scorers import reward_model_accuracy
 from ppo_rlhf.rewards.scoring import RewardScorer
 from ppo_rlhf.studies import reward_audit
 from ppo_rlhf.studies.reward_audit import AuditConfig
@@ -102,9 +103,8 @@ def order_held_out_pairs(
     only that model; else nothing.
     """
     if raw_preferences is None:
-        config = None if reward_model is None or not reward.needs_model else reward_model.config()
-        accuracy = getattr(config, "held_out_accuracy", None)
-        return {"audit/pair_accuracy": float(accuracy)} if accuracy is not None and len(reward.components) == 1 else {}
+        accuracy = reward_model_accuracy(reward_model, reward)
+        return {"audit/pair_accuracy": accuracy} if accuracy is not None and len(reward.components) == 1 else {}
     limit = None if reward_scorer.model is None else context_length(reward_scorer.model.config)
     table = reward_audit.held_out_pairs(frame_of(raw_preferences), sft_policy.tokenizer(), reward_modelling, limit)
     return reward_audit.score_pairs(reward_scorer, table)
