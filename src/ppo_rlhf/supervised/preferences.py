@@ -81,13 +81,9 @@ def tokenise_preferences(frame: pd.DataFrame, tokenizer: PreTrainedTokenizerBase
     all that the tokenizer's chat template makes of it.
     """
     rows = []
-    for record in frame.to_dict("records"):
-        prompt = record.get("prompt", "")
-        row: dict[str, Any] = {"prompt": _readable(prompt)}
-        for side in ("chosen", "rejected"):
-            row[side] = _readable(record[side])
-            row[f"{side}_ids"] = _encode(prompt, record[side], tokenizer)
-        rows.append(row)
+    for prompt, *responses in frame[["prompt", "chosen", "rejected"]].itertuples(index=False):
+        ids = [_encode(prompt, response, tokenizer) for response in responses]
+        rows.append([*map(_readable, [prompt, *responses]), *ids])
     return pd.DataFrame(rows, columns=list(COLUMNS))
 
 
@@ -145,11 +141,9 @@ def sample_preferences(
     for row, first_is_chosen in enumerate(noisy_preference(scores[0], scores[1], beta, seed)):
         if batches[0].response_ids[row] == batches[1].response_ids[row]:
             continue
-        record: dict[str, Any] = {"prompt": batch.texts[row]}
-        for side, number in (("chosen", 1 - first_is_chosen), ("rejected", int(first_is_chosen))):
-            record[side] = batches[number].completions[row]
-            record[f"{side}_ids"] = sequences[number][row]
-        rows.append(record)
+        sides = (0, 1) if first_is_chosen else (1, 0)
+        ids = [sequences[side][row] for side in sides]
+        rows.append([batch.texts[row], *(batches[side].completions[row] for side in sides), *ids])
     if not rows:
         raise DataError(f"preferences: the two responses are equal in all {pairs} pairs. Raise ppo.temperature.")
     return pd.DataFrame(rows, columns=list(COLUMNS))
