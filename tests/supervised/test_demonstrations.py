@@ -85,11 +85,20 @@ def test_columns_of_other_names_become_the_standard_ones():
             "row 1, column `messages`: message 0 .*'image'",
         ),
         ({"messages": [CHAT, "a"]}, "row 1, column `messages`: expected a list"),
+        ({"messages": ["a", "b"]}, "row 0, column `messages`: expected a list"),
     ],
 )
 def test_a_table_that_cannot_be_learnt_from_is_refused(frame, message):
     with pytest.raises(DataError, match=message):
         split_demonstrations(pd.DataFrame(frame), DataPreparationConfig())
+
+
+def test_chats_that_a_table_of_text_holds_as_json_are_read_as_chats():
+    """As in a CSV file; with the names of ShareGPT, too."""
+    sharegpt = [[{"from": "human", "value": "a"}, {"from": "gpt", "value": text}] for text in "bc"]
+    tables = (pd.DataFrame({"messages": chats}) for chats in (sharegpt, list(map(json.dumps, sharegpt))))
+    (plain, _), (as_text, _) = (split_demonstrations(table, DataPreparationConfig()) for table in tables)
+    pd.testing.assert_frame_equal(as_text, plain)
 
 
 def test_texts_are_learnt_whole_and_end():

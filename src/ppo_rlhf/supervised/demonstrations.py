@@ -3,6 +3,7 @@
 Three of TRL's formats are read: `text`; `prompt` and `completion`; `messages` (a chat, by the tokenizer's template).
 """
 
+import contextlib
 import copy
 import json
 import logging
@@ -174,12 +175,13 @@ def _standard_columns(frame: pd.DataFrame, config: DataPreparationConfig) -> pd.
             "in data_preparation.text_column and its siblings."
         )
     table = frame[list(chosen)].rename(columns=chosen).reset_index(drop=True)
-    are_chats = "text" not in table and not is_text(table.iloc[0, -1])  # of prompt and completion the first row decides
+    # of prompts and completions the first row decides
+    are_chats = "messages" in table or ("completion" in table and not is_text(table.iloc[0, -1]))
     for given, standard in chosen.items():
         places = [f"demonstrations: row {row}, column `{given}`" for row in range(len(table))]
         values = list(zip(table[standard], places, strict=True))
         if are_chats:
-            table[standard] = [read_chat(value, where) for value, where in values]
+            table[standard] = [_read_chat(value, where) for value, where in values]
             continue
         for value, where in values:
             if not is_text(value):
@@ -190,6 +192,14 @@ def _standard_columns(frame: pd.DataFrame, config: DataPreparationConfig) -> pd.
         table["messages"] = [join_chats(*both) for both in zip(table["prompt"], table["completion"], strict=True)]
         table = table[["messages", "prompt"]]
     return table.map(as_json)
+
+
+def _read_chat(value: Any, where: str) -> Chat:
+    """Return a chat; tables of text, such as CSV, hold it as JSON."""
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            value = json.loads(value)
+    return read_chat(value, where)
 
 
 Encoded = Iterator[tuple[list[int], list[int]]]
