@@ -49,29 +49,17 @@ class Stage(Enum):
 
 @dataclass(frozen=True)
 class Rule:
-    """One row of the table.
-
-    Attributes:
-        name: The rule's name.
-        stage: When its advice comes.
-        reads: Metric keys, and settings as ppo.<name>.
-        iterations: Fewest iterations to judge by.
-        fires: Whether the run calls for the change.
-        seen: The numbers that it fired on, the beginning of a sentence on the run s; {s:last:KEY} is a level.
-        meaning: What they usually mean, the rest of that sentence.
-        change: The change to make; None if no setting helps.
-        refuted_by: Property of a run that shows that what the rule fears did no harm; empty if none can.
-    """
+    """One row of the table."""
 
     name: str
-    stage: Stage
-    reads: tuple[str, ...]
-    iterations: int
-    fires: Callable[[Run], bool]
-    seen: str
-    meaning: str
-    change: Callable[[Run], Change | None]
-    refuted_by: str = ""
+    stage: Stage  # when its advice comes
+    reads: tuple[str, ...]  # metric keys, and settings as ppo.<name>
+    iterations: int  # fewest to judge by
+    fires: Callable[[Run], bool]  # whether the run calls for the change
+    seen: str  # the numbers that it fired on, the beginning of a sentence on the run s; {s:last:KEY} is a level
+    meaning: str  # what they usually mean, the rest of that sentence
+    change: Callable[[Run], Change | None]  # None if no setting helps
+    refuted_by: str = ""  # property of a run that shows that what the rule fears did no harm; empty if none can
 
 
 # Conditions of more than a line.

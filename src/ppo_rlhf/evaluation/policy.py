@@ -175,7 +175,6 @@ class PolicyEvaluation:
     terminated: NDArray[np.bool_]
     """True where the response ended in a stop token."""
     other_judges: dict[str, NDArray[np.float64]] = field(default_factory=dict)
-    """Scores of the further judges."""
     samples_per_prompt: int = 1
     """n, the responses to each prompt."""
 
@@ -235,11 +234,8 @@ class Evaluator:
     tokenizer: PreTrainedTokenizerBase
     """Turns responses into the text that functions see."""
     prompts: PromptDataset
-    """Held-out prompts, tokenised."""
     scorer: RewardScorer
-    """The reward that PPO maximises."""
     judge: ResolvedJudge
-    """Who else judges."""
     config: PPOConfig
     """Its rollout engine and precision are used."""
     sampling: SamplingSettings
@@ -247,9 +243,8 @@ class Evaluator:
     seed: int
     """Fixes the noise: two policies evaluated with one seed get the same."""
     batch_size: int = 64
-    """Responses handled at a time."""
     samples_per_prompt: int = 1
-    """Responses to each prompt, each with noise of its own."""
+    """Each has noise of its own."""
 
     def evaluate(
         self,
