@@ -156,8 +156,7 @@ def corpus_texts(frame: pd.DataFrame) -> Iterator[str]:
     """
     if "messages" in frame.columns:
         raise DataError("demonstrations: chats need a model with a chat template. Set base_model_path.")
-    for row in frame.to_dict("records"):
-        yield row["text"] if "text" in row else row["prompt"] + row["completion"]
+    yield from frame["text"] if "text" in frame.columns else frame["prompt"] + frame["completion"]
 
 
 def _standard_columns(frame: pd.DataFrame, config: DataPreparationConfig) -> pd.DataFrame:
@@ -207,10 +206,9 @@ Encoded = Iterator[tuple[list[int], list[int]]]
 
 
 def _encode_texts(frame: pd.DataFrame, tokenizer: PreTrainedTokenizerBase) -> Encoded:
-    if "text" in frame.columns:
-        frame = frame.assign(prompt="", completion=frame["text"])
-    wholes = encode_texts((frame["prompt"] + frame["completion"]).tolist(), tokenizer)
-    for prompt, whole in zip(encode_texts(frame["prompt"].tolist(), tokenizer), wholes, strict=True):
+    prompts = [""] * len(frame) if "text" in frame.columns else frame["prompt"].tolist()
+    wholes = encode_texts(list(corpus_texts(frame)), tokenizer)
+    for prompt, whole in zip(encode_texts(prompts, tokenizer), wholes, strict=True):
         closed = append_end(whole, tokenizer.eos_token_id)
         yield closed, _without_prompt(closed, prompt)
 
