@@ -138,7 +138,7 @@ def test_the_code_on_the_card_prints_the_score_that_ppo_uses(policies, kind, tmp
     with caplog.at_level(logging.INFO, logger="ppo_rlhf"):
         trained, _ = train_reward_model(policies[kind], pairs(), config(max_steps=1, minimum_accuracy=0.0))
     own = kind == "bitnet"
-    assert own == ("own form, which others load after `import ppo_rlhf.models.reward_model`" in caplog.text)
+    assert own == ("this project's form, which others load after `import ppo_rlhf.models.reward_model`" in caplog.text)
     trained.save(tmp_path)
     (code,) = re.findall(r"```python\n(.*?)```", (tmp_path / "README.md").read_text(), re.DOTALL)
     assert own == ("import ppo_rlhf.models.reward_model  # transformers has no sequence classifier" in code)
