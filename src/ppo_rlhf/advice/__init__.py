@@ -1,6 +1,6 @@
 """Tuning advice: the setting to change first, from a run's settings and metrics.
 
-`rules` holds the rules as one table (those on KL are `ppo.kl_rules`), `curves` smooths a run's metrics, and `advice`
+`rules` holds the rules as one table (those on KL are `ppo.kl_rules`), `curves` smooths a run's metrics, and `advise`
 applies the rules and writes the lines. docs/tuning.md explains every rule.
 """
 
