@@ -1,13 +1,15 @@
 import math
+from dataclasses import replace
 
 import pandas as pd
 import pytest
 import torch
 from tokenizers import AddedToken
 
+from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.data.prompt_dataset import PromptDataset
-from ppo_rlhf.ppo.sampling import SamplingSettings
+from ppo_rlhf.ppo.sampling import SamplingSettings, responses_of
 from ppo_rlhf.rewards.rendering import Rendering
 from ppo_rlhf.rewards.scoring import ResponseBatch
 from ppo_rlhf.supervised.preferences import (
@@ -23,6 +25,7 @@ A, B, C, D = (VOCABULARY.index(word) for word in "abcd")
 SAMPLING = SamplingSettings(
     response_length=6, temperature=1.0, top_k=0, top_p=1.0, stop_token_ids=(END,), pad_token_id=PAD
 )
+CONFIG = PPOConfig(dtype="float32")
 NAMES = ("prompt", "chosen", "rejected")
 
 
@@ -38,14 +41,14 @@ def length(prompts, completions, **columns):
     return [float(len(completion.split())) for completion in completions]
 
 
-def sample(labeller=length, **options) -> pd.DataFrame:
+def sample(labeller=length, sampling=SAMPLING, config=CONFIG, **options) -> pd.DataFrame:
     """A policy that stops about every fourth token."""
     policy = tiny_model()
     with torch.no_grad():
         policy.lm_head.weight[END] *= 3
     settings = {"pairs": 24, "beta": math.inf, "seed": 3, **options}
     return sample_preferences(
-        policy.double(), word_tokenizer(), prompts(), SAMPLING, ("labeller", labeller), **settings
+        policy.double(), word_tokenizer(), prompts(), sampling, config, ("labeller", labeller), **settings
     )
 
 
@@ -90,7 +93,7 @@ def test_a_response_belongs_to_its_prompt():
         policy.lm_head.weight.copy_(1.5 * rows)  # the norm makes states 4 long: 6 against 0
     prompts = PromptDataset([[4] * (1 + row % 4) + [4 + row] for row in range(8)], [str(row) for row in range(8)], {})
     frame = sample_preferences(
-        policy, word_tokenizer(), prompts, SAMPLING, ("labeller", length), pairs=80, beta=0.0, seed=0
+        policy, word_tokenizer(), prompts, SAMPLING, CONFIG, ("labeller", length), pairs=80, beta=0.0, seed=0
     )
     firsts = [
         ids[len(prompts.prompt_ids[int(prompt)])] == 4 + int(prompt)
@@ -104,6 +107,44 @@ def test_pairs_depend_on_the_seed_and_not_on_the_batches():
     frame = sample()
     pd.testing.assert_frame_equal(frame, sample(batch_size=5))
     assert not frame.equals(sample(seed=4))
+
+
+def test_an_engine_of_its_own_samples_the_pairs_too():
+    """Ones that PPO's rollouts come from, such as vLLM: it is given both halves of the pairs."""
+    asked = []
+
+    def engine(policy, prompt_ids, settings):
+        asked.append(prompt_ids)
+        ids = torch.tensor([[A if len(asked) == 1 else B, END, *[PAD] * 4]] * len(prompt_ids))
+        return responses_of(ids, torch.zeros(ids.shape), settings)
+
+    frame = sample(sampling=replace(SAMPLING, engine=engine), pairs=4)
+    assert [len(ids) for ids in asked] == [4, 4]
+    assert {*frame["chosen"], *frame["rejected"]} == {"a", "b"}
+
+
+def test_pairs_are_sampled_in_the_precision_of_ppo():
+    widths = []
+
+    class Noted(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.mm.default:
+                widths.append(args[0].dtype)
+            return func(*args, **(kwargs or {}))
+
+    with Noted():
+        sample_preferences(
+            tiny_model(),
+            word_tokenizer(),
+            prompts(),
+            SAMPLING,
+            PPOConfig(dtype="bfloat16"),
+            ("labeller", length),
+            pairs=4,
+            beta=1.0,
+            seed=0,
+        )
+    assert torch.bfloat16 in widths
 
 
 def test_with_beta_zero_labels_are_a_coin():
@@ -130,7 +171,7 @@ def test_a_policy_that_always_says_the_same_gives_no_pairs():
     certain = SamplingSettings(6, 1.0, 1, 1.0, (END,), PAD)
     with pytest.raises(DataError, match="equal in all 4 pairs"):
         sample_preferences(
-            tiny_model(), word_tokenizer(), prompts(), certain, ("labeller", length), pairs=4, beta=1.0, seed=0
+            tiny_model(), word_tokenizer(), prompts(), certain, CONFIG, ("labeller", length), pairs=4, beta=1.0, seed=0
         )
 
 

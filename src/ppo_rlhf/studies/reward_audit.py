@@ -15,6 +15,7 @@ from ppo_rlhf.data.chats import is_text, join_chats
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.evaluation.best_of_n import PROMPT, best_of_n_curve, by_prompt
 from ppo_rlhf.evaluation.comparison import distinct_n
+from ppo_rlhf.rewards.rendering import conversations
 from ppo_rlhf.rewards.scoring import ResponseBatch, RewardScorer
 from ppo_rlhf.supervised import preferences as pairs
 from ppo_rlhf.supervised.reward_training import (
@@ -113,7 +114,15 @@ def probe_reward(
 
     def score(texts: list[str]) -> pd.Series:
         ids = [tokens(text)[:room] + stops for text in texts]
-        batch = pairs.as_batch(prompts, ids, [bool(stops)] * len(ids), tokenizer)
+        batch = ResponseBatch(
+            prompts=prompts.texts,
+            completions=tokenizer.batch_decode(ids, skip_special_tokens=True),
+            columns=prompts.columns,
+            prompt_ids=prompts.prompt_ids,
+            response_ids=ids,
+            terminated=[bool(stops)] * len(ids),
+            chats=conversations(prompts.messages, prompts.prompt_ids, ids, None, tokenizer),
+        )
         return pd.Series(scorer.score(batch).total.double().tolist())
 
     def probe(name: str, suffix: str, before: list[str], after: list[str]) -> dict[str, object]:

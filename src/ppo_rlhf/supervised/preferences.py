@@ -12,16 +12,17 @@ from typing import Any
 import pandas as pd
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ppo_rlhf import processes
+from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.core.randomness import episode_prompts, episode_uniforms
 from ppo_rlhf.data.chats import Chat, is_text, join_chats, read_text_or_chat
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.models.tokenizers import append_end, encode_texts
-from ppo_rlhf.ppo.sampling import SamplingSettings, generate_responses
+from ppo_rlhf.ppo.rollout import response_batch, sample_responses
+from ppo_rlhf.ppo.sampling import SamplingSettings
+from ppo_rlhf.processes import on_main
 from ppo_rlhf.rewards.functions import RewardFunction, call_reward_function
-from ppo_rlhf.rewards.rendering import Rendering, conversation_ids, conversations
-from ppo_rlhf.rewards.scoring import ResponseBatch
+from ppo_rlhf.rewards.rendering import Rendering, conversation_ids
 
 COLUMNS = ("prompt", "chosen", "rejected", "chosen_ids", "rejected_ids")
 
@@ -109,6 +110,7 @@ def sample_preferences(
     tokenizer: PreTrainedTokenizerBase,
     prompts: PromptDataset,
     sampling: SamplingSettings,
+    config: PPOConfig,
     labeller: tuple[str, RewardFunction],
     *,
     pairs: int,
@@ -120,8 +122,8 @@ def sample_preferences(
 
     The first of a pair is chosen with probability sigmoid(beta x (score of the first - score of the second)). Pairs of
     equal responses are left out, so the table may be a little shorter than `pairs`. Each prompt is used once before any
-    is used again. Each process samples its share of the responses; the main process calls the labeller, given with its
-    name. The seed is that of the prompts' order, the noise and the labels.
+    is used again. Engine and precision are those of PPO's own rollouts, `config`'s. The main process calls the
+    labeller, given with its name. The seed is that of the prompts' order, the noise and the labels.
 
     Returns:
         A table of `COLUMNS`.
@@ -131,9 +133,13 @@ def sample_preferences(
         RewardError: The labeller failed.
     """
     batch = prompts.select(episode_prompts(seed, 1, pairs, len(prompts)))
-    batches = [_sample(policy, tokenizer, batch, sampling, seed, number, batch_size) for number in (0, 1)]
+    batches = []
+    for number in (0, 1):
+        noise = episode_uniforms(seed, "preferences", number, pairs, sampling.response_length)
+        responses = sample_responses(policy, batch, noise, sampling, config, batch_size=batch_size)
+        batches.append(response_batch(batch, responses, tokenizer))
     name, function = labeller
-    scores = processes.on_main(
+    scores = on_main(
         lambda: [call_reward_function(function, name, b.prompts, list(b.completions), b.all_columns) for b in batches]
     )
     sequences = [Rendering(tokenizer, tokenizer).sequences(each) for each in batches]
@@ -147,43 +153,6 @@ def sample_preferences(
     if not rows:
         raise DataError(f"preferences: the two responses are equal in all {pairs} pairs. Raise ppo.temperature.")
     return pd.DataFrame(rows, columns=list(COLUMNS))
-
-
-def _sample(
-    policy: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: PromptDataset,
-    sampling: SamplingSettings,
-    seed: int,
-    number: int,
-    batch_size: int,
-) -> ResponseBatch:
-    """Return a response to each prompt; each process samples its share."""
-    uniforms = episode_uniforms(seed, "preferences", number, len(prompts), sampling.response_length)
-    own = processes.own_share(len(prompts))
-    # shortest prompts first, so that a batch has prompts of similar length
-    order = sorted(own, key=lambda row: len(prompts.prompt_ids[row]))
-    sampled = generate_responses(
-        policy, [prompts.prompt_ids[row] for row in order], uniforms[order], sampling, batch_size=batch_size
-    )
-    found = dict(zip(order, zip(sampled.token_lists(), sampled.terminated.tolist(), strict=True), strict=True))
-    responses = [response for share in processes.from_all([found[row] for row in own]) for response in share]
-    return as_batch(prompts, [ids for ids, _ in responses], [stopped for _, stopped in responses], tokenizer)
-
-
-def as_batch(
-    prompts: PromptDataset, ids: list[list[int]], terminated: list[bool], tokenizer: PreTrainedTokenizerBase
-) -> ResponseBatch:
-    """Return a response to each prompt as rewards take it, from its tokens and whether a stop token ended it."""
-    return ResponseBatch(
-        prompts=prompts.texts,
-        completions=tokenizer.batch_decode(ids, skip_special_tokens=True),
-        columns=prompts.columns,
-        prompt_ids=prompts.prompt_ids,
-        response_ids=ids,
-        terminated=terminated,
-        chats=conversations(prompts.messages, prompts.prompt_ids, ids, None, tokenizer),
-    )
 
 
 def _encode(prompt: Any, response: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -59,6 +59,7 @@ def collect_preferences(
         tokenizer,
         training,
         sampling_settings(ppo, tokenizer, policy),
+        ppo,
         (labeller, load_function(labeller)),
         pairs=reward_modelling.pairs,
         beta=reward_modelling.label_beta,
