@@ -86,8 +86,8 @@ OTHER_SHAPES = {
 }
 """Sizes that only some architectures have."""
 
-Verdict = tuple[str, str]
-"""What was measured, and what that says is broken (empty: nothing)."""
+Verdict = tuple[str, dict[str, bool]]
+"""What was measured, and whether that is enough, by what is broken if it is not."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Probe:
     prompts: range
     length: int
     pays: Callable[[Tensor, Tensor], Tensor]  # tokens [B] of prompts and responses -> bool [B]
-    judge: Callable[[Experience, PPOConfig], Verdict]
+    judge: Callable[[Experience, Tensor, PPOConfig], Verdict]  # takes what `pays` returned for the experience
     settings: dict[str, Any] = field(default_factory=dict)
     to_the_end: bool = False  # trains for CONSTANT_ITERATIONS, also if nothing is broken before
     starts_away: bool = False  # the policy starts away from the reference
@@ -115,7 +115,6 @@ class Outcome:
 
     @property
     def line(self) -> str:
-        """The outcome in words."""
         end = f"BROKEN, {self.broken}" if self.broken else "passed"
         return f"{self.name}: {end}; after {self.iterations} iterations {self.measured}"
 
@@ -222,9 +221,7 @@ def train_probe(probe: Probe, config: PPOConfig, model: PreTrainedModel) -> Outc
     config = dataclasses.replace(config, response_length=probe.length, **probe.settings)
     words = [f"t{number:02}" for number in range(VOCABULARY)]
     policy = copy.deepcopy(model)
-    reference = copy.deepcopy(model)
-    if probe.starts_away:
-        reference = _drawn(model.config, seed=1, spread=AWAY)
+    reference = _drawn(model.config, seed=1, spread=AWAY) if probe.starts_away else copy.deepcopy(model)
     reference.requires_grad_(False)
     tokenizer = train_word_tokenizer([" ".join(words[3:])], SHAPE["max_position_embeddings"])
     state = build_state(policy, build_critic(config, policy, None), tokenizer, config)
@@ -234,13 +231,16 @@ def train_probe(probe: Probe, config: PPOConfig, model: PreTrainedModel) -> Outc
         return probe.pays(*_first_tokens(batch)).double()
 
     kept: list[Experience] = []
-    verdict = ("", "")
+    measured, broken = "", ""
     while not state.finished and not (probe.to_the_end and state.iteration == CONSTANT_ITERATIONS):
         loop.iterate(state, reference, prompts, RewardScorer([("probe", 1.0, score)]), kept.append)
-        verdict = probe.judge(kept.pop(), config)
-        if not verdict[1] and not probe.to_the_end:
+        experience = kept.pop()
+        paid = probe.pays(*_first_tokens(experience.rollouts.texts))
+        measured, enough = probe.judge(experience, paid, config)
+        broken = " and ".join(complaint for complaint, is_enough in enough.items() if not is_enough)
+        if not broken and not probe.to_the_end:
             break
-    return Outcome(probe.name, state.iteration, *verdict)
+    return Outcome(probe.name, state.iteration, measured, broken)
 
 
 def _first_tokens(batch: ResponseBatch) -> tuple[Tensor, Tensor]:
@@ -248,79 +248,65 @@ def _first_tokens(batch: ResponseBatch) -> tuple[Tensor, Tensor]:
     return first[0], first[1]
 
 
-def _is_first_wanted(prompts: Tensor, tokens: Tensor) -> Tensor:
-    return tokens == WANTED[0]
-
-
-def _is_any(prompts: Tensor, tokens: Tensor) -> Tensor:
-    return torch.ones_like(tokens, dtype=torch.bool)
-
-
-def _is_of_its_prompt(prompts: Tensor, tokens: Tensor) -> Tensor:
-    return tokens - prompts == WANTED[0] - PROMPTS[0]
-
-
-def _judge_token(experience: Experience, config: PPOConfig) -> Verdict:
-    share = float(_is_first_wanted(*_first_tokens(experience.rollouts.texts)).double().mean())
+def _judge_token(experience: Experience, paid: Tensor, config: PPOConfig) -> Verdict:
+    share = float(paid.double().mean())
     entropy = float(experience.rollouts.entropy[:, 0].mean())
     measured = f"{share:.0%} of the responses have the token, entropy {entropy:.2f} nats"
-    if share >= SHARE and entropy <= ENTROPY:
-        return measured, ""
-    return measured, f"the policy does not follow a reward (needed: {SHARE:.0%}, {ENTROPY} nats)"
+    complaint = f"the policy does not follow a reward (needed: {SHARE:.0%}, {ENTROPY} nats)"
+    return measured, {complaint: share >= SHARE and entropy <= ENTROPY}
 
 
-def _judge_prompt(experience: Experience, config: PPOConfig) -> Verdict:
-    share = float(_is_of_its_prompt(*_first_tokens(experience.rollouts.texts)).double().mean())
+def _judge_prompt(experience: Experience, paid: Tensor, config: PPOConfig) -> Verdict:
+    share = float(paid.double().mean())
     measured = f"{share:.0%} of the responses have their prompt's token"
-    return measured, "" if share >= SHARE else f"the policy does not learn to read the prompt (needed: {SHARE:.0%})"
+    return measured, {f"the policy does not learn to read the prompt (needed: {SHARE:.0%})": share >= SHARE}
 
 
-def _judge_delay(experience: Experience, config: PPOConfig) -> Verdict:
-    prompts, tokens = _first_tokens(experience.rollouts.texts)
-    pays, wanted = prompts == PROMPTS[0], tokens == WANTED[0]
-    share, values = float(wanted[pays].double().mean()), experience.scores.values
+def _judge_delay(experience: Experience, paid: Tensor, config: PPOConfig) -> Verdict:
+    prompts, _ = _first_tokens(experience.rollouts.texts)
+    pays, values = prompts == PROMPTS[0], experience.scores.values
+    share = float(paid[pays].double().mean())
     if not share:
-        return "no response has the token", "the policy does not learn from a reward two tokens later"
-    contrast = values[pays & wanted].mean(0) - values[~pays].mean(0)
+        return "no response has the token", {"the policy does not learn from a reward two tokens later": False}
+    contrast = values[paid].mean(0) - values[~pays].mean(0)
     first, last = float(contrast[0]), float(contrast[DELAYED_LENGTH - 1])
     at_last = CONTRAST * unit(config)
     at_first = at_last * config.gamma ** (DELAYED_LENGTH - 1)
-    broken = {
+    measured = f"{share:.0%} have the token, values tell the prompts apart by {first:.3g} at first, {last:.3g} at last"
+    return measured, {
         f"the policy does not learn from a reward two tokens later (needed: {SHARE:.0%})": share >= SHARE,
         f"the critic does not carry a reward to the first token (needed: {at_first:.3g})": first >= at_first,
         f"the critic does not see the reward of the last token (needed: {at_last:.3g})": last >= at_last,
     }
-    measured = f"{share:.0%} have the token, values tell the prompts apart by {first:.3g} at first, {last:.3g} at last"
-    return measured, " and ".join(line for line, holds in broken.items() if not holds)
 
 
-def _judge_constant(experience: Experience, config: PPOConfig) -> Verdict:
+def _judge_constant(experience: Experience, paid: Tensor, config: PPOConfig) -> Verdict:
     kl, value = float(experience.shaped_rewards.kl.sum(-1).mean()), float(experience.scores.values[:, 0].mean())
-    paid = unit(config) if config.reward_normalisation == "none" else 0.0  # scores without spread
-    broken = {
+    expected = unit(config) if config.reward_normalisation == "none" else 0.0  # scores without spread
+    return f"KL {kl:.3f} nats, value {value:.3g} of {expected:.3g} paid", {
         f"the policy moves without a reason (noise: {DRIFT} nats at most)": kl <= DRIFT,
-        "the critic does not learn what is paid": abs(value - paid) <= (1 - CONTRAST / 2) * unit(config),
+        "the critic does not learn what is paid": abs(value - expected) <= (1 - CONTRAST / 2) * unit(config),
     }
-    measured = f"KL {kl:.3f} nats, value {value:.3g} of {paid:.3g} paid"
-    return measured, " and ".join(line for line, holds in broken.items() if not holds)
 
 
-def _judge_penalty(experience: Experience, config: PPOConfig) -> Verdict:
+def _judge_penalty(experience: Experience, paid: Tensor, config: PPOConfig) -> Verdict:
     kl = float(experience.shaped_rewards.kl.sum(-1).mean())
-    broken = (
-        "" if kl <= NEAR else f"the KL penalty does not bring the policy back to the reference (needed: {NEAR} nats)"
-    )
-    return f"KL {kl:.3f} nats", broken
+    complaint = f"the KL penalty does not bring the policy back to the reference (needed: {NEAR} nats)"
+    return f"KL {kl:.3f} nats", {complaint: kl <= NEAR}
+
+
+def _always(prompts: Tensor, tokens: Tensor) -> Tensor:
+    return torch.ones_like(tokens, dtype=torch.bool)
 
 
 PROBES = (
-    Probe("one token", PROMPTS[:1], 1, _is_first_wanted, _judge_token),
-    Probe("prompt", PROMPTS, 1, _is_of_its_prompt, _judge_prompt),
+    Probe("one token", PROMPTS[:1], 1, lambda _, tokens: tokens == WANTED[0], _judge_token),
+    Probe("prompt", PROMPTS, 1, lambda prompts, tokens: tokens - prompts == WANTED[0] - PROMPTS[0], _judge_prompt),
     Probe(
         *("delayed reward", PROMPTS[:2], DELAYED_LENGTH),
         lambda prompts, tokens: (tokens == WANTED[0]) & (prompts == PROMPTS[0]),
         _judge_delay,
     ),
-    Probe("constant reward", PROMPTS[:1], 1, _is_any, _judge_constant, CONSTANT_SETTINGS, to_the_end=True),
-    Probe("KL penalty", PROMPTS[:1], 1, _is_any, _judge_penalty, CONSTANT_SETTINGS, starts_away=True),
+    Probe("constant reward", PROMPTS[:1], 1, _always, _judge_constant, CONSTANT_SETTINGS, to_the_end=True),
+    Probe("KL penalty", PROMPTS[:1], 1, _always, _judge_penalty, CONSTANT_SETTINGS, starts_away=True),
 )
