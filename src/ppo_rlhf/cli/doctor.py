@@ -7,7 +7,7 @@ import os
 import platform
 import shutil
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,7 +20,6 @@ from packaging.requirements import Requirement
 
 from ppo_rlhf.cli.errors import Command, one_line_each, project_here
 from ppo_rlhf.cli.params import split_params
-from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.hooks.checks import judge_settings, refuse_unread
 from ppo_rlhf.hooks.resume import find_named, resume_entry
 from ppo_rlhf.hooks.tracking_store import check_answers, store_errors_as_config_errors, without_password
@@ -83,50 +82,53 @@ def diagnose(
     """
     yield from _versions(project_path)
     yield from _devices()
-    from ppo_rlhf.models.quiet import errors_only  # heavy: other commands do not wait for these
-    from ppo_rlhf.preflight import RunRequest
+    from ppo_rlhf.models.quiet import errors_only  # heavy: other commands do not wait for it
 
     given = {name: options[option] for option, name in SETTINGS.items() if options[option] is not None}
     params = params | {"ppo": params.get("ppo", {}) | given} if given else params
     with errors_only("kedro"), LoopSession.create(project_path, env=env, runtime_params=params) as session:
         assert isinstance(session, LoopSession)  # Kedro types it as an abstract one
-        try:
-            context: Any = session.load_context()
-            data_root = context.config_loader["globals"].get("data_root", "data")
-            request = RunRequest(Pipeline([]), context.catalog, project_path, data_root)
-            source = request.source("sft_policy")
-            trains = "sft_policy" in registered["__default__"].all_outputs()
-            if trains and not pipelines and source is not None and not request.is_ours(source):
-                pipelines, start = ["align"], "start with `kedro run --pipelines align`, which is checked here"
-                yield "advice", "Settings", f"sft_model_path is a model of your own: {start}"
-        except Exception as error:
-            yield from _refusals("Settings", error)
-            return
-        yield from _store(context)
-        found: list[Finding] = []
-        try:
-            run = session.prepare(pipeline_names=pipelines or None)
-            request = RunRequest(run.pipeline, run.catalog, project_path, data_root)
-            if options["model"]:  # the other checks look at the project's own
-                refuse_unread(context.config_loader, run.pipeline.datasets())
-            else:
-                found = list(_settings(context, run, request))
-        except Exception as error:
-            yield from _refusals("Settings", error)
-            return
-        yield from found
-        is_asked = any(value is not None for value in options.values())
-        if is_asked or all(level != "problem" for level, *_ in found):
-            yield from _memory(request, options)
-        if probe:
-            yield from _probes(request, options["model"])
+        yield from _refusals_found("Settings", _run(session, project_path, pipelines, probe, options))
 
 
-def _refusals(part: str, error: Exception) -> Iterator[Finding]:
-    lines = one_line_each(error)
-    if lines is None:
-        raise error
-    yield from (("problem", part, line) for line in lines)
+def _refusals_found(part: str, findings: Iterable[Finding | str]) -> Iterator[Finding | str]:
+    """Yield the findings of a part; an error that a user can fix ends them as problems."""
+    try:
+        yield from findings
+    except Exception as error:
+        lines = one_line_each(error)
+        if lines is None:
+            raise
+        yield from (("problem", part, line) for line in lines)
+
+
+def _run(
+    session: LoopSession, project_path: Path, pipelines: list[str], probe: bool, options: dict[str, Any]
+) -> Iterator[Finding | str]:
+    from ppo_rlhf.preflight import RunRequest  # heavy, too
+
+    context: Any = session.load_context()
+    data_root = context.config_loader["globals"].get("data_root", "data")
+    request = RunRequest(Pipeline([]), context.catalog, project_path, data_root)
+    source = request.source("sft_policy")
+    trains = "sft_policy" in registered["__default__"].all_outputs()
+    if trains and not pipelines and source is not None and not request.is_ours(source):
+        pipelines, start = ["align"], "start with `kedro run --pipelines align`, which is checked here"
+        yield "advice", "Settings", f"sft_model_path is a model of your own: {start}"
+    yield from _refusals_found("MLflow", _store(context))
+    run = session.prepare(pipeline_names=pipelines or None)
+    request = RunRequest(run.pipeline, run.catalog, project_path, data_root)
+    found: list[Finding] = []
+    if options["model"]:  # the other checks look at the project's own
+        refuse_unread(context.config_loader, run.pipeline.datasets())
+    else:
+        found = list(_settings(context, run, request))
+    yield from found
+    is_asked = any(value is not None for value in options.values())
+    if is_asked or all(level != "problem" for level, *_ in found):
+        yield from _refusals_found("Memory", _memory(request, options))
+    if probe:
+        yield from _refusals_found("Probe", _probes(request, options["model"]))
 
 
 def _versions(project_path: Path) -> Iterator[Finding]:
@@ -168,15 +170,10 @@ def _devices() -> Iterator[Finding]:
 
 def _store(context: Any) -> Iterator[Finding]:
     uri = context.mlflow.server.mlflow_tracking_uri or mlflow.get_tracking_uri()
-    try:
-        with store_errors_as_config_errors(
-            f"server.mlflow_tracking_uri={without_password(uri)} in mlflow.yml cannot be used"
-        ):
-            check_answers(uri)
-    except ConfigError as error:
-        yield from _refusals("MLflow", error)
-    else:
-        yield "ok", "MLflow", without_password(uri)
+    shown = without_password(uri)
+    with store_errors_as_config_errors(f"server.mlflow_tracking_uri={shown} in mlflow.yml cannot be used"):
+        check_answers(uri)
+    yield "ok", "MLflow", shown
 
 
 def _settings(context: Any, run: PreparedRun, request: RunRequest) -> Iterator[Finding]:
@@ -198,11 +195,7 @@ def _memory(run: RunRequest, options: dict[str, Any]) -> Iterator[Finding | str]
     if plan_loop(run.pipeline) is None:
         yield "ok", "Memory", "not planned, nor the disk: these pipelines do not train by PPO"
         return
-    try:
-        planned = plan(run, options["model"], options["prompt_length"], options["processes"], options["memory"])
-    except Exception as error:
-        yield from _refusals("Memory", error)
-        return
+    planned = plan(run, options["model"], options["prompt_length"], options["processes"], options["memory"])
     if planned is None:
         yield "ok", "Memory", "not planned, nor the disk: there is no model yet; --model names one to plan for"
         return
@@ -236,11 +229,7 @@ def _probes(run: RunRequest, model: str | None) -> Iterator[Finding]:
     if config is None:
         yield "ok", "Probe", "none: these pipelines do not train by PPO"
         return
-    try:
-        tiny, architecture = tiny_model(policy_config(run, model))
-    except ConfigError as error:
-        yield from _refusals("Probe", error)
-        return
+    tiny, architecture = tiny_model(policy_config(run, model))
     yield from (("ok", "Probe", line) for line in (f"a tiny random model: {architecture}", *describe(config)))
     for outcome in run_probes(config, tiny):
         level: Literal["ok", "problem"] = "problem" if outcome.broken else "ok"
