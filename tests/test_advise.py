@@ -18,7 +18,7 @@ from mlflow.entities import Metric, Param
 from mlflow.exceptions import MlflowException
 from sqlalchemy.exc import OperationalError
 
-from ppo_rlhf.cli.recorded_run import recorded_run
+from ppo_rlhf.cli.advise import recorded_run
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.hooks.run_log import RunLog
 from tests.advice.support import config, curve, history
@@ -190,7 +190,7 @@ def test_a_store_that_cannot_be_read_is_one_line(
     def fail(uri: str) -> None:
         raise error
 
-    monkeypatch.setattr("ppo_rlhf.cli.advise.MlflowClient", fail)
+    monkeypatch.setattr("ppo_rlhf.cli.project.MlflowClient", fail)
     line = refused(kedro, toy_project)
     assert line.startswith(
         f"Error: The run cannot be read from the tracking store sqlite:///{toy_project / 'mlflow.db'}: "

@@ -2,49 +2,119 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
 from typing import Any
 
 import click
-import mlflow
-from kedro.framework.session import KedroSession
-from kedro_mlflow.config.kedro_mlflow_config import KedroMlflowConfig
 from mlflow import MlflowClient
+from mlflow.entities import Run
+from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
 
-from ppo_rlhf.cli.errors import Command, project_here
-from ppo_rlhf.core.errors import PPORLHFError
-from ppo_rlhf.hooks.tracking_store import SQLITE, store_errors_as_config_errors, without_password
+from ppo_rlhf.cli.errors import Command
+from ppo_rlhf.cli.project import recorded_runs
+from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.core.errors import ConfigError, DataError
+from ppo_rlhf.hooks.resume import as_last_resumed
+
+GROUP = "ppo."
+CURVES = ("objective/", "policy/", "loss/", "val/", "value/", "response/", "optimiser/", "eval/")
+TRAINED = "objective/kl"
+"""Every run that trained a policy has this metric."""
+NEWEST = 100
+
+_KNOWN = {field.name for field in fields(PPOConfig)}
 
 
 @click.command(cls=Command)
 @click.option("--run", "run_id", metavar="ID", help="The MLflow run; without it the project's newest that trained.")
 @click.option("--all", "everything", is_flag=True, help="Show all advice, not only what comes first.")
 @click.option("--env", "-e", help="Kedro's environment, if its mlflow.yml names another tracking store.")
-def advise(run_id: str | None, everything: bool, env: str | None) -> None:
+def advise(run_id: str | None, everything: bool, env: str | None) -> Iterator[str]:
     """Say what to change first after a run of PPO, in the order of tuning: KL, then learning rates and batch sizes,
     then epochs and clipping. docs/tuning.md has every rule.
     """
-    for line in _lines(project_here(), run_id, everything, env):
-        click.echo(line)
+    from ppo_rlhf.advice import SHOWN, in_words  # heavy: other commands do not wait for it
+
+    with recorded_runs(env) as (client, experiment):
+        run = recorded_run(client, run_id or newest_run(client, experiment))
+    yield from run.heading
+    yield from in_words(run.config, run.history, most=None if everything else SHOWN)
 
 
-def existing_store(settings: KedroMlflowConfig) -> str:
-    """Return the tracking store's URI; raise PPORLHFError if it is a file that is not there. MLflow would make one."""
-    uri = settings.server.mlflow_tracking_uri or mlflow.get_tracking_uri()
-    if uri.startswith(SQLITE) and not Path(uri.removeprefix(SQLITE)).is_file():
-        raise PPORLHFError(f"There is no run yet: {uri.removeprefix(SQLITE)} does not exist. `kedro run` makes it.")
-    return uri
+@dataclass(frozen=True)
+class RecordedRun:
+    """Settings and curves of a run."""
+
+    config: PPOConfig
+    history: list[dict[str, float]]
+    """One mapping an iteration, as `ppo_rlhf.advice.advise` takes it."""
+    heading: list[str]
+    """Which run it is, its last iteration, and its settings that this version does not know."""
 
 
-def _lines(project_path: Path, run_id: str | None, everything: bool, env: str | None) -> list[str]:
-    from ppo_rlhf.advice import SHOWN, in_words
-    from ppo_rlhf.cli.recorded_run import newest_run, recorded_run  # heavy: other commands do not wait for them
+def newest_run(client: MlflowClient, experiment: str) -> str:
+    """Return the id of the newest run of an experiment that trained; the trainings of a study can only be named.
 
-    session: Any = KedroSession.create(project_path, env=env)
-    with session:
-        settings = session.load_context().mlflow
-    uri = existing_store(settings)
-    with store_errors_as_config_errors(f"The run cannot be read from the tracking store {without_password(uri)}"):
-        client = MlflowClient(uri)
-        run = recorded_run(client, run_id or newest_run(client, settings.tracking.experiment.name))
-    return [*run.heading, *in_words(run.config, run.history, most=None if everything else SHOWN)]
+    Raises:
+        DataError: There is none.
+    """
+    found = client.get_experiment_by_name(experiment)
+    runs = [] if found is None else client.search_runs([found.experiment_id], max_results=NEWEST)
+    trained = next(
+        (run for run in runs if TRAINED in run.data.metrics and MLFLOW_PARENT_RUN_ID not in run.data.tags), None
+    )
+    if trained is None:
+        raise DataError(
+            f"No run of the MLflow experiment {experiment} has trained a policy yet: `kedro run` does, or name a run "
+            "of another experiment with --run."
+        )
+    return str(trained.info.run_id)
+
+
+def recorded_run(client: MlflowClient, run_id: str) -> RecordedRun:
+    """Read a run.
+
+    Raises:
+        MlflowException: There is no such run.
+        DataError: It did not train.
+        ConfigError: This version refuses its settings.
+    """
+    run = client.get_run(run_id)
+    if TRAINED not in run.data.metrics:
+        raise DataError(
+            f"MLflow run {run_id} ({run.data.tags.get('pipeline', run.info.run_name)}) has no curves of PPO ({TRAINED} "
+            "is missing): name one that trained, or leave --run out to take the newest."
+        )
+    params = {**run.data.params, **as_last_resumed(run.data.tags)}  # MLflow's params stay those of the first start
+    given = {name.removeprefix(GROUP): text for name, text in params.items() if name.startswith(GROUP)}
+    values: dict[str, Any] = {n: None if text == "None" else text for n, text in given.items() if n in _KNOWN}
+    try:
+        config = PPOConfig(**values)
+    except ConfigError as error:
+        where = f"MLflow run {run_id} has settings that this version refuses"
+        raise ConfigError("\n".join(f"{where}: {line}" for line in str(error).splitlines())) from None
+    history = _history(client, run)
+    heading = [
+        f"MLflow run {run_id} ({run.info.run_name}, {run.info.status}): iteration {history[-1]['iteration']:g} of "
+        f"{config.num_total_batches}"
+    ]
+    unknown = sorted(given.keys() - _KNOWN)
+    if unknown:
+        names = ", ".join(f"{GROUP}{name}" for name in unknown)
+        heading.append(f"Settings that this version does not know are left out: {names}")
+    return RecordedRun(config, history, heading)
+
+
+def _history(client: MlflowClient, run: Run) -> list[dict[str, float]]:
+    """Return the curves by iteration. If a resumed run repeated an iteration, its later values count.
+
+    Step 0 is an evaluation without training.
+    """
+    rows: dict[int, dict[str, float]] = {}
+    for key in run.data.metrics:
+        if key.startswith(CURVES):
+            points = client.get_metric_history(run.info.run_id, key)
+            for point in sorted(points, key=lambda point: point.timestamp):
+                rows.setdefault(point.step, {})[key] = point.value
+    return [{"iteration": float(step), **row} for step, row in sorted(rows.items()) if TRAINED in row]

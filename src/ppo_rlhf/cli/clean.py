@@ -7,17 +7,15 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import click
 import mlflow
-from kedro.framework.session import KedroSession
 from mlflow.entities import Run, ViewType
 from mlflow.utils.file_utils import local_file_uri_to_path
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
 
-from ppo_rlhf.cli.advise import existing_store
-from ppo_rlhf.cli.errors import Command, project_here
+from ppo_rlhf.cli.errors import Command
+from ppo_rlhf.cli.project import context_here, existing_store
 from ppo_rlhf.data.sources import FORMATS
 from ppo_rlhf.hooks.run_log import WRITTEN
 from ppo_rlhf.hooks.tracking_store import store_errors_as_config_errors
@@ -32,23 +30,18 @@ Folders = Mapping[str, list[Path]]
 @click.option("--keep", metavar="N", type=click.IntRange(0), default=5, show_default=True, help="Newest finished runs.")
 @click.option("--yes", is_flag=True, help="Delete. Without it the command lists what it would delete.")
 @click.option("--env", "-e", help="Kedro's environment, whose runs are meant.")
-def clean(keep: int, yes: bool, env: str | None) -> None:
+def clean(keep: int, yes: bool, env: str | None) -> Iterator[str]:
     """Delete what old runs left in the project: folders, checkpoints, versions of models, and the runs in MLflow.
 
     The newest N finished runs stay, and so do champions, the best, runs that can be resumed or are running, and each
     run whose model or checkpoint one of them reads. Cached tables of your files that were not read for a day go, too.
     """
-    for line in _lines(project_here(), keep, yes, env):
-        click.echo(line)
-
-
-def _lines(project: Path, keep: int, is_deleting: bool, env: str | None) -> Iterator[str]:
     from ppo_rlhf.datasets.run_catalog import file_of, is_model  # heavy: other commands do not wait for it
 
-    session: Any = KedroSession.create(project, env=env)
+    context = context_here(env)
+    project: Path = context.project_path
     # one_at_a_time: no run starts meanwhile
-    with session, one_at_a_time(project), store_errors_as_config_errors("kedro clean did not finish"):
-        context = session.load_context()
+    with one_at_a_time(project), store_errors_as_config_errors("kedro clean did not finish"):
         mlflow.set_tracking_uri(existing_store(context.mlflow))
         catalog = context.catalog  # which is made anew at each access
         entries = [catalog.get(name) for name in list(catalog)]
@@ -65,7 +58,7 @@ def _lines(project: Path, keep: int, is_deleting: bool, env: str | None) -> Iter
             for folder in folders[run_id]:
                 total += (size := _size(folder))
                 yield f"{size / 1e6:10,.1f} MB  {folder.relative_to(project)}"
-            if is_deleting:
+            if yes:
                 _delete(runs, run_id, folders[run_id], project)
         tables = _old_tables({Path(entry.cache) for entry in entries if getattr(entry, "cache", None)}, project)
         if tables:
@@ -73,9 +66,9 @@ def _lines(project: Path, keep: int, is_deleting: bool, env: str | None) -> Iter
         for folder in tables:
             total += (size := _size(folder))
             yield f"{size / 1e6:10,.1f} MB  {folder.relative_to(project)}"
-            if is_deleting:
+            if yes:
                 shutil.rmtree(folder)
-    done = "deleted" if is_deleting else "kedro clean --yes deletes them"
+    done = "deleted" if yes else "kedro clean --yes deletes them"
     yield f"{len(going)} runs, {len(tables)} cached tables, {total / 1e6:,.1f} MB: {done}."
     left = Counter(why.values()) + Counter(
         {f"folders of {name}": len(folders[name]) for name in sorted(folders.keys() - runs.keys())}

@@ -18,10 +18,10 @@ from ppo_rlhf.cli.advise import advise
 from ppo_rlhf.cli.clean import clean
 from ppo_rlhf.cli.convert_config import convert_config
 from ppo_rlhf.cli.doctor import doctor
-from ppo_rlhf.cli.errors import Command, project_here, with_one_line_errors
+from ppo_rlhf.cli.errors import Command, with_one_line_errors
 from ppo_rlhf.cli.generate import generate
 from ppo_rlhf.cli.init import init
-from ppo_rlhf.cli.params import split_params
+from ppo_rlhf.cli.project import project_here, split_params
 from ppo_rlhf.cli.push import push
 from ppo_rlhf.config.settings_group import closest
 from ppo_rlhf.processes import check_launch

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 import yaml
 
-from ppo_rlhf.cli.errors import Command, project_here
+from ppo_rlhf.cli.errors import Command
+from ppo_rlhf.cli.project import project_here
 from ppo_rlhf.core.errors import ConfigError, in_one_line
 
 if TYPE_CHECKING:  # imported at run time where it is used: other commands need no PPOConfig

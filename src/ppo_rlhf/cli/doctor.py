@@ -18,8 +18,8 @@ from kedro.framework.project import pipelines as registered
 from kedro.pipeline import Pipeline
 from packaging.requirements import Requirement
 
-from ppo_rlhf.cli.errors import Command, one_line_each, project_here
-from ppo_rlhf.cli.params import split_params
+from ppo_rlhf.cli.errors import Command, one_line_each
+from ppo_rlhf.cli.project import project_here, split_params
 from ppo_rlhf.hooks.checks import judge_settings, refuse_unread
 from ppo_rlhf.hooks.resume import find_named, resume_entry
 from ppo_rlhf.hooks.tracking_store import check_answers, store_errors_as_config_errors, without_password

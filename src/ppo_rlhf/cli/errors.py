@@ -8,13 +8,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import click
 from kedro.config import BadConfigException, MissingConfigException
 from kedro.io import DatasetError
-from kedro.utils import find_kedro_project
 from kedro.validation import ParameterValidationError
 from omegaconf.errors import OmegaConfBaseException
 from safetensors import SafetensorError
@@ -37,7 +35,7 @@ _KEDRO_PREFIX = re.compile(r"^- (Parameter '[^']*': Failed to instantiate \w+ fo
 
 
 class Command(click.Command):
-    """A command that shows each mistake of a user as one line."""
+    """A command that shows each mistake of a user as one line, and prints the lines that its function yields."""
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
         """Parse the options."""
@@ -45,7 +43,14 @@ class Command(click.Command):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run."""
-        return with_one_line_errors(super().invoke, ctx)
+        return with_one_line_errors(self._invoke_and_print, ctx)
+
+    def _invoke_and_print(self, ctx: click.Context) -> Any:
+        result = super().invoke(ctx)
+        if not isinstance(result, Iterator):
+            return result
+        for line in result:
+            click.echo(line)
 
 
 def with_one_line_errors(action: Callable[..., T], *args: Any, **options: Any) -> T:
@@ -54,10 +59,11 @@ def with_one_line_errors(action: Callable[..., T], *args: Any, **options: Any) -
         # another process has nothing to clean up, and may wait for the main one where Python handles no signal
         with raising_on_signals() if is_main_process() else nullcontext():
             return action(*args, **options)
-    except RunInterruptedError as stopped:
-        _stop(stopped)
-    except TerminationSignal as stop:  # outside the session
-        _stop(RunInterruptedError(stop.signum))
+    except (RunInterruptedError, TerminationSignal) as stop:  # the second one outside the session
+        stopped = stop if isinstance(stop, RunInterruptedError) else RunInterruptedError(stop.signum)
+        if is_main_process():
+            click.echo(str(stopped), err=True)
+        sys.exit(stopped.exit_code)
     except Exception as error:
         lines = one_line_each(error)
         if not is_main_process():
@@ -65,12 +71,6 @@ def with_one_line_errors(action: Callable[..., T], *args: Any, **options: Any) -
         if lines is None:
             raise
         raise click.ClickException(visible("\nError: ".join(lines))) from None
-
-
-def _stop(stopped: RunInterruptedError) -> NoReturn:
-    if is_main_process():
-        click.echo(str(stopped), err=True)
-    sys.exit(stopped.exit_code)
 
 
 def _lines_of_this_process(lines: list[str] | None) -> list[str] | None:
@@ -119,17 +119,3 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
     while cause is not None:
         yield cause
         cause = cause.__cause__
-
-
-def project_here() -> Path:
-    """Return the folder of the Kedro project that the working directory is in.
-
-    Raises:
-        click.ClickException: It is in none.
-    """
-    project_path: Path | None = find_kedro_project(Path.cwd())
-    if project_path is None:
-        raise click.ClickException(
-            f"{Path.cwd()} is not in a Kedro project: change to the folder with pyproject.toml and conf/."
-        )
-    return project_path

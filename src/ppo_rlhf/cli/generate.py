@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from kedro.framework.session import KedroSession
 
-from ppo_rlhf.cli.errors import Command, project_here
-from ppo_rlhf.cli.params import split_params
+from ppo_rlhf.cli.errors import Command
+from ppo_rlhf.cli.project import context_here, split_params
 from ppo_rlhf.core.errors import DataError, ModelError
 from ppo_rlhf.core.visible import visible
 from ppo_rlhf.hooks.checks import refuse_unread
@@ -38,30 +37,23 @@ READ, OF_REWARD = {"sft_policy", "ppo_policy", "params:ppo", "params:prompts"}, 
 @click.option("--plain", is_flag=True, help="Take a typed prompt as text even if the tokenizer has a chat template.")
 @click.option("--params", callback=split_params, default="", help="Settings, as `kedro run` takes them.")
 @click.option("--env", "-e", help="Kedro's environment.")
-def generate(**options: Any) -> None:
+def generate(**options: Any) -> Iterator[str]:
     """Let the SFT policy and the PPO policy answer PROMPT with the same noise, and show both answers.
 
     Without PROMPT and --prompts, prompts are read line by line until an empty line or Ctrl-D. If the tokenizer has a
     chat template, a typed prompt is a chat's first message.
     """
-    for line in _lines(project_here(), options):
-        click.echo(line)
-
-
-def _lines(project_path: Path, options: dict[str, Any]) -> Iterator[str]:
     from ppo_rlhf.data.prompts import PromptsConfig
     from ppo_rlhf.data.sources import load_table, table_of
 
     if options["prompt"] is not None and options["file"]:
         raise DataError("PROMPT and --prompts are two sources of prompts: give one of them.")
     params = options["params"] | ({"policy_path": options["policy"]} if options["policy"] else {})
-    session: Any = KedroSession.create(project_path, env=options["env"], runtime_params=params)
-    with session:
-        context = session.load_context()
-        refuse_unread(context.config_loader, READ | (OF_REWARD if options["with_reward"] else set()))
-        column = PromptsConfig(**context.config_loader["parameters"].get("prompts", {})).column
-        table = load_table(str(Path(options["file"]).expanduser()), text_column=column) if options["file"] else None
-        policies = _Policies(context, options)
+    context = context_here(options["env"], params)
+    refuse_unread(context.config_loader, READ | (OF_REWARD if options["with_reward"] else set()))
+    column = PromptsConfig(**context.config_loader["parameters"].get("prompts", {})).column
+    table = load_table(str(Path(options["file"]).expanduser()), text_column=column) if options["file"] else None
+    policies = _Policies(context, options)
     yield policies.heading
     if table is not None:
         yield from policies.lines(table, column, options["file"])

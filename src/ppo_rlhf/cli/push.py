@@ -7,15 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import click
-from kedro.framework.session import KedroSession
-from mlflow import MlflowClient
 from mlflow.entities import Run
 
-from ppo_rlhf.cli.advise import existing_store
-from ppo_rlhf.cli.errors import Command, project_here
+from ppo_rlhf.cli.errors import Command
+from ppo_rlhf.cli.project import recorded_runs
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.hooks.run_log import POLICY, WRITTEN
-from ppo_rlhf.hooks.tracking_store import store_errors_as_config_errors, without_password
 
 
 @click.command(cls=Command)
@@ -26,27 +23,16 @@ from ppo_rlhf.hooks.tracking_store import store_errors_as_config_errors, without
 @click.option("--public", is_flag=True, help="Let everybody see a new repository.")
 @click.option("--dry-run", is_flag=True, help="List the files; send nothing.")
 @click.option("--env", "-e", help="Kedro's environment, if its mlflow.yml names another tracking store.")
-def push(**options: Any) -> None:
+def push(repository: str, name: str, run_id: str | None, env: str | None, **options: Any) -> Iterator[str]:
     """Send the exported policy of a run to the repository ORG/NAME of the Hugging Face hub, as one commit.
 
     A repository that is not there is made, and is private. `hf auth login` or HF_TOKEN gives the right to write.
     """
-    for line in _lines(project_here(), options):
-        click.echo(line)
-
-
-def _lines(project_path: Path, options: dict[str, Any]) -> Iterator[str]:
     from ppo_rlhf.checkpoints import hub  # heavy: other commands do not wait for it
 
-    repository, name, run_id = options["repository"], options["name"], options["run_id"]
     if not options["dry_run"]:
         hub.check_push(repository)
-    session: Any = KedroSession.create(project_path, env=options["env"])
-    with session:
-        settings = session.load_context().mlflow
-    uri = existing_store(settings)
-    with store_errors_as_config_errors(f"The run cannot be read from the tracking store {without_password(uri)}"):
-        client, experiment = MlflowClient(uri), settings.tracking.experiment.name
+    with recorded_runs(env) as (client, experiment):
         found = None if run_id else client.get_experiment_by_name(experiment)
         finished = client.search_runs([found.experiment_id], "attributes.status = 'FINISHED'") if found else []
         runs = [client.get_run(run_id)] if run_id else [run for run in finished if _written(run, name)]

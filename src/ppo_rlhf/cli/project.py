@@ -1,0 +1,67 @@
+"""The project that a command works on: its folder, settings and recorded runs; and the option `--params`."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+import mlflow
+from kedro.framework.cli.utils import _split_params
+from kedro.framework.session import KedroSession
+from kedro.utils import find_kedro_project
+from kedro_mlflow.config.kedro_mlflow_config import KedroMlflowConfig
+from mlflow import MlflowClient
+
+from ppo_rlhf.core.errors import PPORLHFError
+from ppo_rlhf.hooks.tracking_store import SQLITE, store_errors_as_config_errors, without_password
+
+
+def project_here() -> Path:
+    """Return the folder of the Kedro project that the working directory is in.
+
+    Raises:
+        click.ClickException: It is in none.
+    """
+    project_path: Path | None = find_kedro_project(Path.cwd())
+    if project_path is None:
+        raise click.ClickException(
+            f"{Path.cwd()} is not in a Kedro project: change to the folder with pyproject.toml and conf/."
+        )
+    return project_path
+
+
+def context_here(env: str | None, params: dict[str, Any] | None = None) -> Any:
+    """Return Kedro's context of the project that the working directory is in."""
+    session: Any = KedroSession.create(project_here(), env=env, runtime_params=params)
+    return session.load_context()
+
+
+def existing_store(settings: KedroMlflowConfig) -> str:
+    """Return the tracking store's URI; raise PPORLHFError if it is a file that is not there. MLflow would make one."""
+    uri = settings.server.mlflow_tracking_uri or mlflow.get_tracking_uri()
+    if uri.startswith(SQLITE) and not Path(uri.removeprefix(SQLITE)).is_file():
+        raise PPORLHFError(f"There is no run yet: {uri.removeprefix(SQLITE)} does not exist. `kedro run` makes it.")
+    return uri
+
+
+@contextmanager
+def recorded_runs(env: str | None) -> Iterator[tuple[MlflowClient, str]]:
+    """Yield a client of the project's tracking store, and the name of its experiment.
+
+    Raises:
+        ConfigError: The store fails within the block.
+    """
+    settings = context_here(env).mlflow
+    uri = existing_store(settings)
+    with store_errors_as_config_errors(f"The run cannot be read from the tracking store {without_password(uri)}"):
+        yield MlflowClient(uri), settings.tracking.experiment.name
+
+
+def split_params(context: click.Context, option: click.Parameter, value: Any) -> Any:
+    """Return the settings; `name=[1,2]` is a list. Kedro cuts at commas, so it gets YAML's other way to write one."""
+    if isinstance(value, str):
+        items = lambda found: "=" + "\n".join(f"- {item}" for item in found[1].split(","))  # noqa: E731
+        value = re.sub(r"=\[([^\[\]]*,[^\[\]]*)\]", items, value)
+    return _split_params(context, option, value)
