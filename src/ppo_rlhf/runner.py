@@ -50,20 +50,14 @@ NODE_LOGGERS = ("kedro.pipeline.node", "kedro.io.data_catalog")  # one INFO line
 class LoopPlan:
     """The nodes of each phase, in Kedro's topological order.
 
-    Attributes:
-        upstream: Nodes that run once before the loop, including those that have nothing to do with it.
-        until_update: The tagged nodes up to the one that makes the next state.
-        after_update: The tagged nodes that depend on the next state.
-        rerun_on_resume: Nodes of `after_update` that read only the next state. A resumed run executes them once: its
-            checkpoint was saved before them.
-        downstream: Untagged nodes that depend on an iteration.
+    A resumed run executes `rerun_on_resume` once: its checkpoint was saved before them.
     """
 
-    upstream: tuple[Node, ...]
-    until_update: tuple[Node, ...] = ()
-    after_update: tuple[Node, ...] = ()
-    rerun_on_resume: tuple[Node, ...] = ()
-    downstream: tuple[Node, ...] = ()
+    upstream: tuple[Node, ...]  # run once before the loop, including those that have nothing to do with it
+    until_update: tuple[Node, ...] = ()  # tagged, up to the one that makes the next state
+    after_update: tuple[Node, ...] = ()  # tagged, and depend on the next state
+    rerun_on_resume: tuple[Node, ...] = ()  # those of `after_update` that read only the next state
+    downstream: tuple[Node, ...] = ()  # untagged, and depend on an iteration
 
     @property
     def iteration(self) -> tuple[Node, ...]:
@@ -86,8 +80,9 @@ def plan_loop(pipeline: Pipeline) -> LoopPlan | None:
     is_begun = any(STATE in node.outputs for node in untagged)
     if carry is None or not is_begun or not any(STATE in node.inputs for node in tagged):
         return None
-    inside = _dependent_on(set(tagged), pipeline)
-    after = [node for node in tagged if node in _dependent_on({carry}, pipeline) and node is not carry]
+    inside = pipeline.from_nodes(*(node.name for node in tagged)).nodes
+    of_next_state = pipeline.from_nodes(carry.name).nodes
+    after = [node for node in tagged if node in of_next_state and node is not carry]
     downstream = [node for node in untagged if node in inside]
     for node in tagged:
         if between := sorted(parent.name for parent in pipeline.node_dependencies[node] if parent in downstream):
@@ -103,15 +98,6 @@ def plan_loop(pipeline: Pipeline) -> LoopPlan | None:
         rerun_on_resume=tuple(node for node in after if of_iteration.isdisjoint(node.inputs)),
         downstream=tuple(downstream),
     )
-
-
-def _dependent_on(nodes: set[Node], pipeline: Pipeline) -> set[Node]:
-    """Return the nodes, and all nodes of the pipeline that depend on them."""
-    found = set(nodes)
-    for node in pipeline.nodes:
-        if pipeline.node_dependencies[node] & found:
-            found.add(node)
-    return found
 
 
 class LoopRunner(SequentialRunner):
@@ -182,7 +168,9 @@ class LoopRunner(SequentialRunner):
         def execute(node: Node) -> None:
             Task(node, catalog, self._is_async, hook_manager, run_id).execute()
 
-        hours, done = _max_time(pipeline, catalog), ""
+        # it counts all stages of a run that reads it; for others Kedro leaves the group a mapping
+        hours = catalog.load("params:ppo").max_time if "params:ppo" in pipeline.inputs() else None
+        done = ""
 
         def run_once(nodes: Iterable[Node], first: int) -> None:
             nonlocal done
@@ -279,12 +267,6 @@ def _without_finished(pipeline: Pipeline, catalog: RunCatalog) -> Pipeline:
     return pipeline.filter(node_names=[node.name for node in pipeline.nodes if node not in skipped])
 
 
-def _max_time(pipeline: Pipeline, catalog: Any) -> float | None:
-    """Return `ppo.max_time`, which counts all stages of a run that reads it; for others Kedro leaves it a mapping."""
-    hours: float | None = catalog.load("params:ppo").max_time if "params:ppo" in pipeline.inputs() else None
-    return hours
-
-
 def _stop_if_over(hours: float | None, where: str) -> None:
     if why := next(filter(None, processes.from_all(time_is_over(hours))), "") if hours is not None else "":
         say("%s are over: the run stops %s. Stages that ended are kept.", why, where)
@@ -300,9 +282,8 @@ def _repeat(plan: LoopPlan, catalog: RunCatalog, execute: Callable[[Node], None]
     from ppo_rlhf.ppo.callbacks import Callbacks, own_callbacks, reporting_callbacks  # heavy
 
     state: TrainingState = catalog.load(STATE)
-    own, reporting = own_callbacks(state.config), reporting_callbacks(state.config)
-    callbacks = Callbacks(state, own, reporting, catalog.run_folder)
-    with contextlib.closing(callbacks):
+    of_run = own_callbacks(state.config), reporting_callbacks(state.config)
+    with contextlib.closing(Callbacks(state, *of_run, catalog.run_folder)) as callbacks:
         _iterate(plan, catalog, execute, state, callbacks)
 
 
