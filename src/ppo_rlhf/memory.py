@@ -41,47 +41,29 @@ MOMENTS, AVERAGE = "optimisers: two moments of each trained weight", "policy: mo
 class RunShape:
     """What a plan is made for, beside the settings of PPO.
 
-    Attributes:
-        policy: Configuration of the SFT model.
-        prompt_length: Tokens of the longest prompt.
-        reward_model: Configuration of the reward model; None if no component of the reward is one.
-        on_cpu: Whether the run computes on the CPU, in the host's memory.
-        evaluation_rows: Responses at a time in the evaluations during training; 0 without any.
-        processes: Processes of the run; all numbers are those of one process.
-        free: Bytes that a process has; the rollouts of a run without `local_rollout_forward_batch_size` fit into them.
-            None: all of an iteration's responses are decoded together.
-        trust_remote_code: Whether Python code in the models' directories may run.
+    The rollouts of a run without `local_rollout_forward_batch_size` fit into what is free.
     """
 
-    policy: PretrainedConfig
-    prompt_length: int
-    reward_model: PretrainedConfig | None = None
-    on_cpu: bool = True
-    evaluation_rows: int = 0
-    processes: int = 1
-    trust_remote_code: bool = False
-    free: int | None = None
+    policy: PretrainedConfig  # of the SFT model
+    prompt_length: int  # tokens of the longest one
+    reward_model: PretrainedConfig | None = None  # None: no component of the reward is one
+    on_cpu: bool = True  # the run computes there, in the host's memory
+    evaluation_rows: int = 0  # responses at a time in the evaluations during training; 0 without any
+    processes: int = 1  # of the run; all numbers are those of one process
+    trust_remote_code: bool = False  # Python code in the models' directories may run
+    free: int | None = None  # bytes that a process has; None: an iteration's responses are decoded together
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes that one process needs.
+    """Bytes that one process needs."""
 
-    Attributes:
-        held: Bytes held all the time, by name: weights, moments, and the moving average.
-        phases: Bytes at the peak of each phase, `held` included, in the order of an iteration.
-        on_host: Bytes of offloaded models, in the host's memory.
-        trained: Bytes of the weights that train.
-        exported: Bytes of the policy as it is exported.
-        rollout_rows: Responses decoded at a time.
-    """
-
-    held: dict[str, int]
-    phases: dict[str, int]
-    on_host: int
-    trained: int
-    exported: int
-    rollout_rows: int
+    held: dict[str, int]  # all the time, by name: weights, moments, and the moving average
+    phases: dict[str, int]  # at the peak of each, `held` included, in the order of an iteration
+    on_host: int  # of offloaded models, in the host's memory
+    trained: int  # of the weights that train
+    exported: int  # of the policy as it is exported
+    rollout_rows: int  # a number of responses: those that are decoded at a time
 
     @property
     def peak(self) -> str:
@@ -100,24 +82,18 @@ class MemoryPlan:
 
 
 class _Sizes(NamedTuple):
-    """Bytes of weights by model, of trained weights (policy, critic), of their moments, of copies in the type of the
-    computation (autocast's, or one layer of 4-bit weights), and of the exported policy; of a token's activations.
-    """
+    """Bytes of what a run holds."""
 
-    weights: dict[str, int]
-    trained: tuple[int, int]
+    weights: dict[str, int]  # by model
+    trained: tuple[int, int]  # of the policy, of the critic
     moments: int
-    copied: int
+    copied: int  # in the type of the computation: autocast's copies, or one layer of 4-bit weights
     exported: int
-    activations: int
+    activations: int  # of one token
 
 
 def plan_memory(config: PPOConfig, shape: RunShape) -> MemoryPlan:
     """Return what a run needs in each phase, with prompts of the longest length and responses of full length.
-
-    Args:
-        config: Hyperparameters.
-        shape: Models, lengths and device.
 
     Raises:
         ConfigError: The critic is to start as a reward model, and there is none.

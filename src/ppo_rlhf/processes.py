@@ -187,18 +187,18 @@ def together() -> Iterator[None]:
         return
     join_processes()
     place = _places(os.environ["RANK"], 1)
-    timer = threading.Timer(SLOW_S, _name_late, [place])
+
+    def name_late() -> None:
+        if late := _late(place):
+            logger.warning("Process %s has waited %.0f s for process %s.", os.environ["RANK"], SLOW_S, late)
+
+    timer = threading.Timer(SLOW_S, name_late)
     timer.daemon = True
     timer.start()
     try:
         yield
     finally:
         timer.cancel()
-
-
-def _name_late(place: int) -> None:
-    if late := _late(place):
-        logger.warning("Process %s has waited %.0f s for process %s.", os.environ["RANK"], SLOW_S, late)
 
 
 def _late(place: int) -> str:

@@ -69,23 +69,14 @@ def as_error(stop: BaseException) -> Exception:
 
 @dataclass
 class _State:
-    """The state of the handlers, one for the process.
+    """The state of the handlers, one for the process."""
 
-    Attributes:
-        process: Id of the process that set the handlers; forked workers inherit them.
-        blocks: Nested blocks of `raising_on_signals`.
-        deferring: Nested blocks of `deferring_signals`.
-        held: The signal that waits for the end of those.
-        first_at: Time of the first signal, in seconds.
-        finish_first: Takes the first signal in place of the exception.
-    """
-
-    process: int = 0
-    blocks: int = 0
-    deferring: int = 0
-    held: int | None = None
-    first_at: float | None = None
-    finish_first: Callable[[int], None] | None = None
+    process: int = 0  # id of the one that set the handlers; forked workers inherit them
+    blocks: int = 0  # nested ones of `raising_on_signals`
+    deferring: int = 0  # nested blocks of `deferring_signals`
+    held: int | None = None  # the signal that waits for the end of those
+    first_at: float | None = None  # time of the first signal, in seconds
+    finish_first: Callable[[int], None] | None = None  # takes the first signal in place of the exception
 
 
 _state = _State()
