@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import Result
-from transformers import LlamaConfig
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from ppo_rlhf.cli.memory_plan import Planned
 from ppo_rlhf.config import PPOConfig
@@ -97,6 +98,14 @@ def test_a_configuration_is_enough_and_nothing_is_written(kedro: Kedro, own: Pat
     lines = said(kedro, own, "--model", file, "--prompt-length", "64", "--batch", "8")
     assert weights(lines, "policy") == "4.11 GiB"  # 1.10e9 parameters of 4 bytes
     assert sorted(path for path in own.rglob("*") if "__pycache__" not in path.parts) == before
+
+
+def test_an_adapter_is_planned_as_its_base(kedro: Kedro, own: Path, tmp_path: Path):
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "own"), LoraConfig(r=2))
+    adapted.save_pretrained(tmp_path / "adapter")
+    lines = said(kedro, own, "--params", f"sft_model_path={tmp_path / 'adapter'}")
+    assert lines[0] == f"{tmp_path / 'adapter'}: LlamaConfig, float32, on cpu"
+    assert lines[1:] == said(kedro, own)[1:]
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.data.prompts import PromptReader, PromptsConfig
 from ppo_rlhf.evaluation.policy import EvaluationConfig
+from ppo_rlhf.models.directories import is_adapter
 from ppo_rlhf.models.free_memory import available_memory
 from ppo_rlhf.models.loading import PretrainedHandle, why_unreadable
 from ppo_rlhf.models.reward_model import CausalLMRewardConfig
@@ -174,7 +175,8 @@ def _policy(run: RunRequest, given: str | None) -> PretrainedHandle | None:
 
 def _model_config(model: PretrainedHandle) -> PretrainedConfig:
     """Return a model's configuration, also from a directory without weights."""
-    if not Path(model.source).is_dir():
+    folder = Path(model.source)
+    if not folder.is_dir() or is_adapter(folder):
         return model.config()
     trusted = {"local_files_only": True, "trust_remote_code": model.trust_remote_code}
     try:
