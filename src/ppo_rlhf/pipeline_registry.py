@@ -16,8 +16,7 @@ from ppo_rlhf.pipelines import (
 )
 
 STAGES = (data_preparation, supervised_finetuning, reward_modelling, ppo, evaluation, reporting)
-STUDIES = (audit_reward, kl_study, sweep)
-OPTIONAL = (critic_pretraining,)
+BESIDE = (critic_pretraining, audit_reward, kl_study, sweep)
 ALIGN = ("ppo", "evaluation", "reporting")
 
 
@@ -29,8 +28,7 @@ def register_pipelines() -> dict[str, Pipeline]:
     finds nothing.
     """
     stages, others = (
-        {stage.__name__.rpartition(".")[2]: stage.create_pipeline() for stage in each}
-        for each in (STAGES, (*OPTIONAL, *STUDIES))
+        {stage.__name__.rpartition(".")[2]: stage.create_pipeline() for stage in each} for each in (STAGES, BESIDE)
     )
     align = Pipeline([stages[name] for name in ALIGN])
     evaluation = {"evaluation": stages["evaluation"] + stages["reporting"]}

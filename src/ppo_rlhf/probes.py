@@ -1,15 +1,7 @@
-"""`kedro doctor --probe`: a run's own settings on tiny problems whose answer is known, in seconds.
+"""`kedro doctor --probe`: a run's own settings on tiny problems whose answer is known, in seconds (docs/probes.md).
 
-Each probe trains a tiny model of the run's architecture by the loop of the run (`ppo.loop`), for a score of 0 or 1:
-
-    one token        1 for one token: the policy must always write it
-    prompt           1 for the token that belongs to the prompt: a policy that cannot read the prompt gets 1/4 at most
-    delayed reward   1 after three tokens for the first of them, and only after one of two prompts: the critic's values
-                     must tell the prompts apart, at the first token and at the last
-    constant reward  1 always: only the critic may move
-    KL penalty       1 always, and the policy starts away from the reference: the penalty must bring it back
-
-A probe fails where code is broken, or where the settings do not let a reward be learnt.
+Each probe trains a tiny model of the run's architecture by the loop of the run (`ppo.loop`), for a score of 0 or 1. It
+fails where code is broken, or where the settings do not let a reward be learnt.
 """
 
 from __future__ import annotations

@@ -323,9 +323,6 @@ def dealt_rows(lengths: Sequence[int]) -> list[list[int]]:
     """Return the rows that each process computes, ascending: as many for each as can be, and of about as many tokens.
 
     The processes take the longest rows first, in snake order: 0, 1, ..., n, n, ..., 1, 0, and so on.
-
-    Args:
-        lengths: Tokens of each row.
     """
     hands: list[list[int]] = [[] for _ in range(process_count())]
     for place, row in enumerate(sorted(range(len(lengths)), key=lambda row: -lengths[row])):

@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from safetensors import SafetensorError
 from yaml import MarkedYAMLError, YAMLError
 
-from ppo_rlhf.core.errors import in_one_line, project_error
+from ppo_rlhf.core.errors import causes, in_one_line, project_error
 from ppo_rlhf.core.visible import visible
 from ppo_rlhf.processes import is_main_process
 from ppo_rlhf.signals import RunInterruptedError, TerminationSignal, raising_on_signals
@@ -38,11 +38,9 @@ class Command(click.Command):
     """A command that shows each mistake of a user as one line, and prints the lines that its function yields."""
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
-        """Parse the options."""
         return with_one_line_errors(super().make_context, *args, **kwargs)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run."""
         return with_one_line_errors(self._invoke_and_print, ctx)
 
     def _invoke_and_print(self, ctx: click.Context) -> Any:
@@ -98,7 +96,7 @@ def one_line_each(error: Exception) -> list[str] | None:
         file = str(error).partition(", unable to read")[0]  # Kedro counts lines from 0
         return [f"{file}: {in_one_line(error.__cause__)}"]
     if isinstance(error, DatasetError):
-        system_error = next((c for c in _causes(error) if isinstance(c, OSError | SafetensorError)), None)
+        system_error = next((c for c in causes(error) if isinstance(c, OSError | SafetensorError)), None)
         if system_error is not None:  # a full disk, a folder without the right to write
             return [f"{str(error).partition(KEDRO_END)[0]}: {in_one_line(system_error)}"]
         return [in_one_line(error)] if str(error).startswith(CATALOG_ENTRY) else None
@@ -112,10 +110,3 @@ def _is_refusal_of_kedro(error: Exception) -> bool:
         traceback = traceback.tb_next
     raised_in = "" if traceback is None else str(traceback.tb_frame.f_globals.get("__name__"))
     return isinstance(error, ValueError | KeyError) and raised_in.startswith("kedro.")
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    cause = error.__cause__
-    while cause is not None:
-        yield cause
-        cause = cause.__cause__

@@ -106,8 +106,7 @@ class _Policies:
                 "same prompts: set sft_model_path to the model that the policy was trained from."
             )
         handles = {"SFT": sft, "PPO": ppo}
-        models = {name: handle.causal_lm(dtype) for name, handle in handles.items()}
-        self.models = {name: model.to(device) for name, model in models.items()}  # type: ignore[arg-type]
+        self.models = {name: handle.causal_lm(dtype).to(device) for name, handle in handles.items()}  # type: ignore[arg-type]
         self.scorer = None
         if options["with_reward"]:
             reward = RewardConfig(**parameters.get("reward", {}))

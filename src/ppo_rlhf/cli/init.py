@@ -118,13 +118,7 @@ def named_here(option: str, given: str | None) -> str | None:
 
 
 def project_files(name: str, named: dict[str, str | None], reward: str) -> dict[str, str]:
-    """Return the project's files, as texts by their paths in the project.
-
-    Args:
-        name: Of the project.
-        named: Settings of globals.yml.
-        reward: The component of the reward, as YAML.
-    """
+    """Return the project's files, texts by paths; `named` are settings of globals.yml, `reward` is YAML."""
     shipped = _read(SHIPPED_CONF)
     texts = {f"conf/{path}": _without_demo(text, CHANGES.get(Path(path).name, {})) for path, text in shipped}
     for setting, value in named.items():

@@ -58,12 +58,14 @@ def in_one_line(error: BaseException) -> str:
     return " ".join(str(error).split())
 
 
-def project_error(error: BaseException) -> PPORLHFError | None:
-    """Return the error of ours that `error` is or was caused by, None if there is none.
+def causes(error: BaseException) -> list[BaseException]:
+    """Return an error and what caused it: Kedro's `DatasetError` has the error in a dataset as its cause."""
+    found = [error]
+    while found[-1].__cause__ is not None:
+        found.append(found[-1].__cause__)
+    return found
 
-    Kedro raises a `DatasetError` for an error in a dataset; the error itself is its cause.
-    """
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, PPORLHFError):
-        cause = cause.__cause__
-    return cause
+
+def project_error(error: BaseException) -> PPORLHFError | None:
+    """Return the error of ours that `error` is or was caused by, None if there is none."""
+    return next((cause for cause in causes(error) if isinstance(cause, PPORLHFError)), None)
