@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from ppo_rlhf.config import PPOConfig
@@ -22,6 +23,8 @@ OFFLOADING_FIELDS = ("offload_reference_policy", "offload_reward_model")
 FILTERED = "vLLM's log-probabilities would be those of the filtered tokens; leave out {0}"
 NO_STOP = "without a stop token every response has ppo.response_length tokens and counts as cut off; leave one out"
 
+_CHANGED = object()
+
 
 class _Rule(NamedTuple):
     """Settings that do not go together if `broken` is True, and why, with the way out; {0} is the first one's name."""
@@ -35,8 +38,20 @@ class _Rule(NamedTuple):
         return f"{' and '.join(f'ppo.{name}={_word(getattr(c, name))}' for name in self.names)}: {why}"
 
 
-def _changed_beside(name: str, **others: Any) -> Callable[[PPOConfig], bool]:
-    return lambda c: name in c.not_default() and all(getattr(c, other) == value for other, value in others.items())
+def _are(values: Mapping[str, object]) -> Callable[[PPOConfig], bool]:
+    """Test whether settings have the given values; a set holds several, and `_CHANGED` is any but the default."""
+
+    def is_as(c: PPOConfig, name: str, wanted: object) -> bool:
+        if wanted is _CHANGED:
+            return name in c.not_default()
+        return getattr(c, name) in wanted if isinstance(wanted, set) else bool(getattr(c, name) == wanted)
+
+    return lambda c: all(is_as(c, name, wanted) for name, wanted in values.items())
+
+
+def _clash(values: Mapping[str, object], why: str) -> _Rule:
+    """Return the rule that settings do not have these values together."""
+    return _Rule(tuple(values), _are(values), why)
 
 
 def _too_long(name: str, limit: str) -> _Rule:
@@ -50,109 +65,90 @@ def _too_slow(name: str) -> Callable[[PPOConfig], bool]:
     return lambda c: c.lr_scheduler_type == "polynomial" and (getattr(c, name) or 1.0) <= POLYNOMIAL_END
 
 
-def _beside_float64(name: str, value: Any) -> Callable[[PPOConfig], bool]:
-    return lambda c: c.dtype == "float64" and getattr(c, name) == value
-
-
 def _modules(c: PPOConfig) -> list[str]:
     return [name.strip() for name in c.lora_target_modules.split(",")]
 
 
 _RULES = (
     # Batches.
-    _Rule(
-        ("reward_normalisation", "batch_size"),
-        lambda c: c.reward_normalisation == "batch" and c.batch_size == 1,
+    _clash(
+        {"reward_normalisation": "batch", "batch_size": 1},
         "a single score is normalised to 0; raise ppo.per_device_train_batch_size, or set {0} to running",
     ),
-    _Rule(
-        ("drop_uniform_prompts", "responses_per_prompt"),
-        lambda c: c.drop_uniform_prompts > 0 and c.responses_per_prompt == 1,
+    _clash(
+        {"drop_uniform_prompts": _CHANGED, "responses_per_prompt": 1},
         "a single response is always like itself; raise {1}, or set {0} to 0",
     ),
     # Ends of responses.
-    _Rule(
-        ("stop_token", "stop_token_id"),
-        lambda c: c.stop_token_id is not None and c.stop_token != "eos",
-        "both say what ends a response; leave one out",
-    ),
+    _clash({"stop_token": _CHANGED, "stop_token_id": _CHANGED}, "both say what ends a response; leave one out"),
     *(_too_long(name, "response_length") for name in ("min_response_length", "overlong_buffer", "turn_length")),
     _too_long("min_response_length", "turn_length"),
     *(
-        _Rule(("stop_token", name), _changed_beside(name, stop_token="none"), NO_STOP)
+        _clash({"stop_token": "none", name: _CHANGED}, NO_STOP)
         for name in ("min_response_length", "missing_eos_penalty", "overlong_buffer")
     ),
-    _Rule(
-        ("stop_token", "truncated_responses"),
-        lambda c: c.stop_token == "none" and c.truncated_responses in ("mask", "bootstrap"),
-        NO_STOP,
-    ),
-    _Rule(
-        ("truncated_responses", "missing_eos_penalty"),
-        lambda c: c.truncated_responses in ("penalise", "replace") and c.missing_eos_penalty is None,
+    _clash({"stop_token": "none", "truncated_responses": {"mask", "bootstrap"}}, NO_STOP),
+    _clash(
+        {"truncated_responses": {"penalise", "replace"}, "missing_eos_penalty": None},
         "{0} needs {1}, in score units; set {1}",
     ),
-    _Rule(
-        ("truncated_responses", "missing_eos_penalty"),
-        lambda c: c.truncated_responses in ("mask", "bootstrap") and c.missing_eos_penalty is not None,
+    _clash(
+        {"truncated_responses": {"mask", "bootstrap"}, "missing_eos_penalty": _CHANGED},
         "a response that is left out, or valued as if it continued, pays no penalty; leave one out",
     ),
-    _Rule(
-        ("truncated_responses", "overlong_buffer"),
-        lambda c: c.truncated_responses == "bootstrap" and c.overlong_buffer is not None,
+    _clash(
+        {"truncated_responses": "bootstrap", "overlong_buffer": _CHANGED},
         "a response that is cut off would pay nothing, one that ends just before nearly all; leave one out",
     ),
     # Turns.
-    _Rule(
-        ("environment", "turn_length"),
-        lambda c: c.environment is not None and c.turn_length is None,
+    _clash(
+        {"environment": _CHANGED, "turn_length": None},
         "an environment answers turns; set {1}, the most tokens of one turn",
     ),
-    _Rule(
-        ("turn_length", "environment"),
-        lambda c: c.turn_length is not None and c.environment is None,
+    _clash(
+        {"turn_length": _CHANGED, "environment": None},
         "there are no turns without an environment; set {1}, or leave out {0}",
     ),
-    _Rule(
-        ("environment", "truncated_responses"),
-        lambda c: c.environment is not None and c.truncated_responses == "bootstrap",
+    _clash(
+        {"environment": _CHANGED, "truncated_responses": "bootstrap"},
         "the critic does not learn the value after a turn whose reply had no room; set {1} to another value",
     ),
-    _Rule(
-        ("environment", "overlong_buffer"),
-        lambda c: c.environment is not None and c.overlong_buffer is not None,
+    _clash(
+        {"environment": _CHANGED, "overlong_buffer": _CHANGED},
         "the penalty would count the environment's tokens; leave one out",
     ),
-    _Rule(
-        ("environment", "stop_token"),
-        lambda c: c.environment is not None and c.stop_token == "none",
+    _clash(
+        {"environment": _CHANGED, "stop_token": "none"},
         "a turn ends with a stop token; set {1} to eos, or leave out {0}",
     ),
     # vLLM.
     *(
-        _Rule((name, "rollout_engine"), _changed_beside(name, rollout_engine=other), "it is vLLM's; leave out {0}")
+        _clash({name: _CHANGED, "rollout_engine": {"static", "hf"}}, "it is vLLM's; leave out {0}")
         for name in VLLM_FIELDS
-        for other in ("static", "hf")
     ),
     *(
-        _Rule((name, other), _changed_beside(name, **{"rollout_engine": "vllm", other: value}), why)
-        for other, value, why, names in (
-            ("vllm_mode", "colocate", "there is no server; set {1} to server, or leave out {0}", VLLM_SERVED),
-            ("vllm_mode", "server", "a server is told when it is started; leave out {0}", VLLM_COLOCATED),
-            ("rollout_engine", "vllm", "vLLM plays no several turns here; leave one out", ("environment",)),
-            ("rollout_engine", "vllm", "vLLM's noise and kernels are its own; leave one out", ("deterministic",)),
-            ("rollout_engine", "vllm", FILTERED, ("top_k", "top_p", "min_response_length")),
+        _Rule((name, "vllm_mode"), _are({"rollout_engine": "vllm", "vllm_mode": mode, name: _CHANGED}), why)
+        for mode, why, names in (
+            ("colocate", "there is no server; set {1} to server, or leave out {0}", VLLM_SERVED),
+            ("server", "a server is told when it is started; leave out {0}", VLLM_COLOCATED),
         )
         for name in names
     ),
-    _Rule(
-        ("rollout_engine", "dtype"),
-        lambda c: c.rollout_engine == "vllm" and c.dtype == "float64",
+    *(
+        _clash({name: _CHANGED, "rollout_engine": "vllm"}, why)
+        for name, why in {
+            "environment": "vLLM plays no several turns here; leave one out",
+            "deterministic": "vLLM's noise and kernels are its own; leave one out",
+            **dict.fromkeys(("top_k", "top_p", "min_response_length"), FILTERED),
+        }.items()
+    ),
+    _clash(
+        {"rollout_engine": "vllm", "dtype": "float64"},
         "vLLM computes in 32 bits at most; set {1} to bfloat16 or float32",
     ),
     _Rule(
         ("vllm_mode", "vllm_server_base_url"),
-        lambda c: (c.rollout_engine, c.vllm_mode, c.vllm_server_base_url) == ("vllm", "server", None),
+        _are({"rollout_engine": "vllm", "vllm_mode": "server", "vllm_server_base_url": None}),
         "set {1} to the server's address, such as http://localhost:8000",
     ),
     _Rule(
@@ -161,19 +157,16 @@ _RULES = (
         "so many processes share one vLLM; {0} must divide their number",
     ),
     # KL.
-    _Rule(
-        ("kl_in", "kl_estimator"),
-        lambda c: c.kl_in == "loss" and c.kl_estimator == "k1",
+    _clash(
+        {"kl_in": "loss", "kl_estimator": "k1"},
         "the gradient of k1 is 0 on average and holds nothing back; set {1} to k2, or {0} to reward",
     ),
-    _Rule(
-        ("kl_in", "kl_estimator"),
-        lambda c: c.kl_in == "reward" and c.kl_estimator == "k3+",
+    _clash(
+        {"kl_in": "reward", "kl_estimator": "k3+"},
         "k3+ is k3 with another gradient, and a reward has none; set {1} to k1 or k3, or {0} to loss",
     ),
-    _Rule(
-        ("offload_reference_policy", "kl_in", "kl_estimator"),
-        lambda c: c.offload_reference_policy and c.kl_in == "loss" and c.kl_estimator == "full",
+    _clash(
+        {"offload_reference_policy": True, "kl_in": "loss", "kl_estimator": "full"},
         "the reference policy runs in every step of the update, so it stays on the GPU; leave out {0}",
     ),
     _Rule(
@@ -181,9 +174,8 @@ _RULES = (
         lambda c: c.kl_warning > c.kl_alarm and "kl_warning" in c.not_default(),
         "the alarm would come before the warning; lower {0} or raise {1}",
     ),
-    _Rule(
-        ("kl_controller", "kl_coef"),
-        lambda c: c.kl_controller == "adaptive" and c.kl_coef == 0,
+    _clash(
+        {"kl_controller": "adaptive", "kl_coef": 0},
         "the controller multiplies, so 0 would stay 0; set {1} to a positive value such as 0.05, or {0} to fixed",
     ),
     _Rule(
@@ -192,16 +184,14 @@ _RULES = (
         "{0} plus {1} must be less than {2}; lower {0}, or set ppo.kl_controller=fixed",
     ),
     *(
-        _Rule(
-            (name, "kl_controller"),
-            _changed_beside(name, kl_controller="fixed"),
+        _clash(
+            {name: _CHANGED, "kl_controller": "fixed"},
             "{0} belongs to the adaptive controller; set {1} to adaptive, or leave out {0}",
         )
         for name in ADAPTIVE_FIELDS
     ),
-    _Rule(
-        ("lam", "lam_alpha", "lam_critic"),
-        lambda c: c.lam_alpha is not None and c.lam_critic is not None and "lam" in c.not_default(),
+    _clash(
+        {"lam": _CHANGED, "lam_alpha": _CHANGED, "lam_critic": _CHANGED},
         "{1} sets the policy's lambda and {2} the critic's, so {0} does nothing; leave out one of them",
     ),
     _Rule(
@@ -229,9 +219,8 @@ _RULES = (
         lambda c: (c.num_critic_epochs or math.inf) < (math.inf if c.value_model == "shared" else c.num_ppo_epochs),
         "a critic of its own trains in all of {1} and in more, a shared trunk in none; raise {0}, or leave it out",
     ),
-    _Rule(
-        ("value_model", "value_learning_rate"),
-        lambda c: c.value_model == "shared" and c.value_learning_rate is not None,
+    _clash(
+        {"value_model": "shared", "value_learning_rate": _CHANGED},
         "one optimiser trains policy and value head; set {1} to null, ppo.vf_coef weighs the value loss",
     ),
     _Rule(
@@ -240,49 +229,39 @@ _RULES = (
         "only the head of a shared trunk reads the policy's hidden states; set {1} to shared, or leave out {0}",
     ),
     *(
-        _Rule(
-            (name, "use_peft"),
-            _changed_beside(name, use_peft=False),
-            "there is no adapter; set {1} to true, or leave out {0}",
-        )
+        _clash({name: _CHANGED, "use_peft": False}, "there is no adapter; set {1} to true, or leave out {0}")
         for name in (*LORA_FIELDS, "export")
     ),
-    _Rule(
-        ("export", "export_value_head"),
-        lambda c: c.export == "adapter" and c.export_value_head,
+    _clash(
+        {"export": "adapter", "export_value_head": True},
         "the head is saved among the weights of a whole model; set {0} to merged, or leave out {1}",
     ),
-    _Rule(
-        ("export", "load_in_4bit"),
-        lambda c: c.export == "adapter" and c.load_in_4bit,
+    _clash(
+        {"export": "adapter", "load_in_4bit": True},
         "the adapter was trained on 4-bit weights, and others would put it on whole ones; leave one out",
     ),
-    _Rule(
-        ("load_in_4bit", "use_peft"),
-        lambda c: c.load_in_4bit and not c.use_peft,
+    _clash(
+        {"load_in_4bit": True, "use_peft": False},
         "4-bit weights are frozen, so something else must train; set {1} to true, or leave out {0}",
     ),
     *(
-        _Rule(
-            (name, "dtype"),
-            _beside_float64(name, value),
+        _clash(
+            {name: value, "dtype": "float64"},
             "bitsandbytes computes in 32 bits at most; leave out {0}, or set {1} to float32 or bfloat16",
         )
-        for name, value in (("load_in_4bit", True), ("optim", "adamw_8bit"))
+        for name, value in {"load_in_4bit": True, "optim": "adamw_8bit"}.items()
     ),
     _Rule(
         ("lora_target_modules",),
         lambda c: not all(_modules(c)) or (len(_modules(c)) > 1 and any("all-linear" in name for name in _modules(c))),
         "give either all-linear, or all-linear+head, or the names of linear layers, comma-separated",
     ),
-    _Rule(
-        ("offload_reference_policy", "use_peft"),
-        lambda c: c.offload_reference_policy and c.use_peft,
+    _clash(
+        {"offload_reference_policy": True, "use_peft": True},
         "the reference policy is the policy without its adapter and takes no memory of its own; leave out {0}",
     ),
-    _Rule(
-        ("offload_reward_model", "use_peft", "value_model"),
-        lambda c: c.offload_reward_model and c.use_peft and c.value_model == "reward_init",
+    _clash(
+        {"offload_reward_model": True, "use_peft": True, "value_model": "reward_init"},
         "the critic is an adapter on the reward model's weights, which therefore stay on the GPU; leave out {0}",
     ),
 )
@@ -350,5 +329,5 @@ def _indivisible(c: PPOConfig) -> Iterator[str]:
 
 def _word(value: object) -> str:
     if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
+        return json.dumps(value)
     return f"{value:g}" if isinstance(value, float) else str(value)
