@@ -24,7 +24,6 @@ class _RunDataset(AbstractDataset[Saved, Loaded]):
     """A dataset below the directory that holds the checkpoints of all runs."""
 
     def __init__(self, filepath: str, metadata: dict[str, Any] | None = None) -> None:
-        """Name that directory; `metadata` is read by Kedro-Viz."""
         self.root = Path(filepath)
         self.metadata = metadata
 
@@ -51,14 +50,12 @@ class CheckpointDataset(_RunDataset[CheckpointRequest, NoReturn]):
 
     def save(self, data: CheckpointRequest) -> None:
         """Write a checkpoint if one is due, then delete those that are neither new nor the best."""
-        if not data.due:
-            return
-        directory = run_directory(self.root)
-        write_checkpoint(directory, data.state)
-        records.prune_run(directory, data.state.config, data.state.iteration)
+        if data.due:
+            directory = run_directory(self.root)
+            write_checkpoint(directory, data.state)
+            records.prune_run(directory, data.state.config, data.state.iteration)
 
     def load(self) -> NoReturn:
-        """Refuse: a run reads a checkpoint as `resume_checkpoint`."""
         raise DatasetError("checkpoint is only written; checkpoints are read by the entry `resume_checkpoint`.")
 
     def _exists(self) -> bool:
@@ -80,9 +77,8 @@ class EvaluationLogDataset(_RunDataset[dict[str, Any], list[dict[str, Any]]]):
 
     def save(self, data: dict[str, Any]) -> None:
         """Append one evaluation; one of the same iteration is replaced."""
-        if not data:
-            return
-        records.add_evaluation(run_directory(self.root), data)
+        if data:
+            records.add_evaluation(run_directory(self.root), data)
 
     def load(self) -> list[dict[str, Any]]:
         """Return this run's evaluations, oldest first."""
@@ -107,7 +103,6 @@ class CompletionsDataset(_RunDataset[list[dict[str, Any]], NoReturn]):
         records.write_completions(run_directory(self.root), data)
 
     def load(self) -> NoReturn:
-        """Refuse: nothing in a run reads them."""
         raise DatasetError("completions are only written: read the files by datasets.load_dataset.")
 
     def _exists(self) -> bool:

@@ -96,9 +96,7 @@ class PretrainedModelDataset(AbstractDataset[TrainedModel, PretrainedHandle | No
 
     def _exists(self) -> bool:
         handle = self.load()
-        if handle is None:
-            return False
-        return _is_model(Path(handle.source))
+        return handle is not None and _is_model(Path(handle.source))
 
     def _describe(self) -> dict[str, Any]:
         return {"filepath": self._source, "trust_remote_code": self._trust_remote_code}

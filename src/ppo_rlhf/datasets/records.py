@@ -76,7 +76,6 @@ class RecordsDataset(AbstractDataset["Dataset", "Dataset | None"]):
         return table if self._prepare is None else _prepared(table, self._prepare, self._source)
 
     def save(self, data: Dataset) -> None:
-        """Refuse: a user's input is never written."""
         raise DatasetError(f"{self._source} is the user's own input, which is never written.")
 
     def preview(self) -> TablePreview:

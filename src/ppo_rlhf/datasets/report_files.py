@@ -19,7 +19,6 @@ class _ReportFile(AbstractDataset[Saved, Loaded]):
     """A text file, written whole. A run gives it a place of its own by `_filepath`."""
 
     def __init__(self, filepath: str, metadata: dict[str, Any] | None = None) -> None:
-        """Name the file; `metadata` is read by Kedro-Viz."""
         self._filepath = Path(filepath)
         self.metadata = metadata
 
@@ -45,7 +44,6 @@ class ModelCardDataset(_ReportFile[tuple[str | None, str], str]):
     """
 
     def __init__(self, filepath: str, path: str, metadata: dict[str, Any] | None = None) -> None:
-        """Name the file of the card and the folder of the policies; `metadata` is read by Kedro-Viz."""
         super().__init__(filepath, metadata)
         self._policies = Path(expand_home(path)).resolve()
 
@@ -58,7 +56,6 @@ class ModelCardDataset(_ReportFile[tuple[str | None, str], str]):
                 draft.write_text(text, encoding="utf-8")
 
     def load(self) -> str:
-        """Return the card."""
         return self._filepath.read_text(encoding="utf-8")
 
 
@@ -76,19 +73,14 @@ class TokenSamplesDataset(_ReportFile[TokenSamples, list[TokenSamples]]):
 
     def save(self, data: TokenSamples) -> None:
         """Write an iteration's samples beside those of the run's first one."""
-        if not data:
-            return
-        earlier = [shown for shown in self.load() if shown["iteration"] < data["iteration"]]
-        with written_whole(self._filepath) as draft:
-            draft.write_text(json.dumps([*earlier[:1], data]), encoding="utf-8")
+        if data:
+            earlier = [shown for shown in self.load() if shown["iteration"] < data["iteration"]]
+            with written_whole(self._filepath) as draft:
+                draft.write_text(json.dumps([*earlier[:1], data]), encoding="utf-8")
 
     def load(self) -> list[TokenSamples]:
         """Return the samples, the oldest iteration first; none if no run has made any."""
-        samples: list[TokenSamples] = []
-        if self._filepath.is_file():
-            samples = json.loads(self._filepath.read_text(encoding="utf-8"))
-        return samples
+        return json.loads(self._filepath.read_text(encoding="utf-8")) if self._filepath.is_file() else []
 
     def _exists(self) -> bool:
-        """Return True: no file is no samples, with which a report is made as well."""
-        return True
+        return True  # no file is no samples, with which a report is made as well

@@ -53,7 +53,6 @@ class ResumeCheckpointDataset(AbstractDataset[NoReturn, Path | None]):
         return path
 
     def save(self, data: NoReturn) -> None:
-        """Refuse: checkpoints are written as `checkpoint`."""
         raise DatasetError("resume_checkpoint is only read; checkpoints are written by the entry `checkpoint`.")
 
     def _exists(self) -> bool:

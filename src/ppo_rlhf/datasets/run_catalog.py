@@ -38,6 +38,10 @@ class RunCatalog:
 
     Of several processes only the main one writes persistent datasets; the others wait until it has, then read the same
     file. A run that is resumed knows which datasets this MLflow run has written.
+
+    Attributes:
+        run_folder: That of the run's checkpoints; None if it saves none.
+        is_checkpoint_saved: Whether the last iteration's checkpoint was due.
     """
 
     def __init__(
@@ -47,7 +51,8 @@ class RunCatalog:
         self._catalog: Any = catalog
         entry: Callable[[str], Any] = catalog.get
         self._outputs, self._checkpoint = outputs, None
-        self._was_checkpoint_due = True
+        self.run_folder = None if outputs is None else outputs.folder
+        self.is_checkpoint_saved = True
         self._files = [name for name in sorted(pipeline.all_outputs()) if file_of(entry(name)) is not None]
         for dataset in map(entry, self._files):
             usual = dataset._usual_filepath = getattr(dataset, "_usual_filepath", dataset._filepath)
@@ -67,7 +72,7 @@ class RunCatalog:
     def save(self, name: str, data: Any) -> None:
         """Save on every process what stays in memory, and on the main one what does not."""
         if name == CHECKPOINT:
-            self._checkpoint, self._was_checkpoint_due = data, data.due
+            self._checkpoint, self.is_checkpoint_saved = data, data.due
         dataset = self._catalog.get(name)
         if getattr(dataset, "_EPHEMERAL", False):
             self._catalog.save(name, data)
@@ -122,19 +127,9 @@ class RunCatalog:
         except OSError as error:
             raise DatasetError(f"{name} cannot be copied to its usual place") from error
 
-    @property
-    def run_folder(self) -> Path | None:
-        """The folder of the run's checkpoints; None if it saves none."""
-        return None if self._outputs is None else self._outputs.folder
-
-    @property
-    def is_checkpoint_saved(self) -> bool:
-        """Whether the last iteration's checkpoint was due."""
-        return self._was_checkpoint_due
-
     def save_checkpoint_not_due(self) -> None:
         """Save the last checkpoint request if it was not due then but is now, because the run was asked to stop."""
-        if not processes.from_main(self._was_checkpoint_due):
+        if not processes.from_main(self.is_checkpoint_saved):
             self.save_checkpoint()
 
     def save_checkpoint(self) -> None:

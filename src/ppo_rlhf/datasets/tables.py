@@ -22,7 +22,6 @@ class TableDataset(ParquetDataset):
     """
 
     def preview(self, nrows: int = 5) -> TablePreview:
-        """Show Kedro-Viz the first rows."""
         return table_preview(pyarrow.parquet.read_table(str(self._get_load_path()))[:nrows].to_pandas())
 
 
@@ -30,7 +29,6 @@ class OptionalTableDataset(TableDataset):
     """The same, for an input that one run needs and another does not: it loads as None until it is written."""
 
     def load(self) -> pd.DataFrame | None:
-        """Return the table, None if there is none yet."""
         return super().load() if self.exists() else None
 
 
@@ -38,12 +36,10 @@ class TrainingHistoryDataset(CSVDataset):
     """The newest run's history as CSV; empty if there is none, or if `policy_path` names a policy of another origin."""
 
     def __init__(self, policy_path: str | None = None, **settings: Any) -> None:
-        """Take the settings of kedro-datasets' CSVDataset, too."""
         super().__init__(**settings)
         self._is_of_another = policy_path is not None
 
     def load(self) -> pd.DataFrame:
-        """Return the table."""
         return pd.DataFrame() if self._is_of_another or not super()._exists() else super().load()
 
     def _exists(self) -> bool:
@@ -54,11 +50,9 @@ class SpreadsheetDataset(CSVDataset):
     """CSV as kedro-datasets has it, in which a spreadsheet finds no formula: an apostrophe hides each, until loaded."""
 
     def save(self, data: pd.DataFrame) -> None:
-        """Save with an apostrophe before each text that begins as a formula does."""
         super().save(data.map(lambda cell: f"'{cell}" if isinstance(cell, str) and cell[:1] in FORMULA else cell))
 
     def load(self) -> pd.DataFrame:
-        """Load without these apostrophes."""
         return super().load().map(lambda cell: cell[1:] if isinstance(cell, str) and cell[:1] == "'" else cell)
 
 

@@ -118,9 +118,8 @@ def _interface(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, confi
     limit, context = {}, context_length(model.config)
     if context is not None:
         tokenizer.model_max_length = min(tokenizer.model_max_length, context)
-        limit = {
-            "handle_long_generation": "hole"
-        }  # a prompt that leaves no room for max_new_tokens loses its beginning
+        # a prompt that leaves no room for max_new_tokens loses its beginning
+        limit = {"handle_long_generation": "hole"}
     if getattr(tokenizer, "chat_template", None):
         example = {"messages": [{"role": "user", "content": EXAMPLE}]}
         written_out = {"add_special_tokens": False}  # the chat template writes them
