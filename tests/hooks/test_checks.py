@@ -86,6 +86,7 @@ def test_an_unknown_name_of_params_is_named_with_the_nearest(conf: Path, given: 
         ("parameters.yml", "learning_rate: 1.0", "learning_rate", "Did you mean `ppo.learning_rate`?"),
         ("parameters.yml", "sft_model_path: a", "sft_model_path", "Set it in conf/local/globals.yml."),
         ("globals.yml", "ppo: {gamma: 1}", "ppo", "Set it in conf/local/parameters.yml."),
+        ("parameters.yml", "kl_coef(: 1.0", "kl_coef(", "Did you mean `ppo.kl_coef`?"),  # no pattern either
     ],
 )
 def test_a_name_in_a_file_that_nothing_reads_is_named(conf: Path, file: str, text: str, name: str, hint: str):

@@ -28,7 +28,6 @@ class OwnSettings:
     """The settings of a run, and those that this package comes with."""
 
     def __init__(self, loader: OmegaConfigLoader) -> None:
-        """Take the run's loader."""
         self._loader, self._given = loader, loader.runtime_params or {}
         alike: dict[str, Any] = {
             "base_env": loader.base_env,
@@ -85,7 +84,8 @@ class OwnSettings:
         for kind, reference in REFERENCES.items():
             names = {str(name) for name in loader[kind]} - self._given.keys() - self._shipped[kind]
             for name in names - set(re.findall(reference, text)):
-                place = next((f for f in reversed(folders) if re.search(rf"^{name}\b", texts[f], re.MULTILINE)), own)
+                begins = re.compile(rf"^{re.escape(name)}(?!\w)", re.MULTILINE)
+                place = next((f for f in reversed(folders) if begins.search(texts[f])), own)
                 unknown[f"conf/{place.name}: {name} ({kind})"] = name
         inputs = {name for pipeline in pipelines.values() for name in pipeline.inputs()} if unknown else set()
         read = {re.split(r"[:.]", name)[1] for name in inputs if name.startswith("params:")}
