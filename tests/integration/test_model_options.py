@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.hooks.model_log import log_policy
 from tests.integration.processes import kedro_run
 
@@ -67,9 +68,10 @@ def test_a_checkpoints_adapter_becomes_a_whole_model_in_mlflow(project: Path, no
     mlflow.set_tracking_uri(f"sqlite:///{project}/mlflow.db")
     mlflow.set_experiment("ppo_rlhf")
     checkpoint = only(project, "ppo_checkpoints/*/iteration_000003")
+    exported = AutoModelForCausalLM.from_pretrained(only(project, "ppo_policy/*/config.json").parent)
+    sampling = PPOConfig(), exported.generation_config
     with mlflow.start_run():
-        model_id = log_policy(checkpoint / "policy", "best_checkpoint", 3)
+        model_id = log_policy(checkpoint / "policy", "best_checkpoint", 3, [], *sampling)
     loaded = mlflow.transformers.load_model(f"models:/{model_id}", return_type="components")["model"]
     assert not any("lora" in name for name in loaded.state_dict())
-    exported = AutoModelForCausalLM.from_pretrained(only(project, "ppo_policy/*/config.json").parent)
     assert torch.equal(loaded(IDS).logits, exported(IDS).logits)
