@@ -31,7 +31,6 @@ class ChecksHook:
     """Runs before every other hook."""
 
     def __init__(self) -> None:
-        """Start without settings."""
         self._loader: OmegaConfigLoader | None = None
 
     @hook_impl(tryfirst=True)
@@ -75,12 +74,7 @@ class ChecksHook:
 
 
 def judge_settings(loader: OmegaConfigLoader, run: RunRequest) -> tuple[list[str], list[str], str]:
-    """Return why a run must not start; if it may, what is unusual about it; and its parts. Writes only a cache.
-
-    Args:
-        loader: The run's configuration.
-        run: The run; its parameters are validated.
-    """
+    """Return why a run must not start; if it may, what is unusual about it; and its parts. Writes only a cache."""
     from ppo_rlhf.preflight import describe_parts, find_problems  # heavy: only a run pays for it
 
     settings = OwnSettings(loader)
@@ -98,12 +92,7 @@ def refuse_unread(loader: OmegaConfigLoader, datasets: set[str]) -> None:
 
 
 def check_runner(run_params: Mapping[str, Any], pipeline: Pipeline) -> None:
-    """Raise ConfigError if a pipeline with the closed loop would not be run as one, from its start to its end.
-
-    Args:
-        run_params: As Kedro's session records them.
-        pipeline: The nodes that will run.
-    """
+    """Raise ConfigError if a pipeline with the closed loop would not be run as one, from its start to its end."""
     if not plan_loop(pipeline):
         return
     if run_params.get("only_missing_outputs"):

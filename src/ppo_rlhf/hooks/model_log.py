@@ -78,13 +78,12 @@ def log_policy(
     # not MLflow's advice on input examples and model cards
     with errors_only("mlflow"), quiet_transformers(), TemporaryDirectory() as folder:
         # loaded, because MLflow 3.17 cannot log a path under transformers 5 (its lookup of the task fails)
+        options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": trust_remote_code}
         if (directory / ADAPTER_CONFIG).is_file():  # of a LoRA run: MLflow gets a model that needs no other one
             model = load_merged(directory, trust_remote_code=trust_remote_code)
         else:
-            model = AutoModelForCausalLM.from_pretrained(
-                directory, dtype="auto", local_files_only=True, trust_remote_code=trust_remote_code
-            )
-        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=trust_remote_code)
+            model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", **options)
+        tokenizer = AutoTokenizer.from_pretrained(directory, **options)
         logged = mlflow.initialize_logged_model(name, params=run.data.params)
         ids = {"run_id": run.info.run_id, "model_id": logged.model_id}
         model.generation_config = generation_config

@@ -213,10 +213,8 @@ def find_resumption(
 def _unfinished(this: RunDescription, root: Path, experiment_id: str) -> list[Run]:
     """Return the runs, the one that was written last first: a clock may have been set back."""
     same = "".join(f"tags.{name} = '{this.tags[name]}' and " for name in ("pipeline", "environment"))
-    order = ["attributes.start_time DESC"]
-    found: list[Run] = mlflow.search_runs(
-        [experiment_id], filter_string=f"{same}status != 'FINISHED'", order_by=order, output_format="list"
-    )
+    query = f"{same}status != 'FINISHED'"
+    found: list[Run] = mlflow.search_runs([experiment_id], filter_string=query, output_format="list")
 
     def written_at(run: Run) -> float:
         folder = root / run.info.run_id

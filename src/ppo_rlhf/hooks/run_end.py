@@ -22,13 +22,7 @@ MOST_TEXT = 500
 
 
 def end_tags(error: BaseException, checkpoints: Path | None, project_path: Path) -> dict[str, str]:
-    """Return the tags with the reason of the end and the last checkpoint, or the last good one.
-
-    Args:
-        error: The reason.
-        checkpoints: The directory of the run's checkpoints; None if it has none.
-        project_path: Paths are relative to it.
-    """
+    """Return the tags with the reason of the end and the last (good) checkpoint, relative to the project."""
     last = None if checkpoints is None else last_checkpoint(error, checkpoints)
     why = f"{type(error).__name__}: {error}"[:MOST_TEXT]
     return {ERROR: why, **({} if last is None else {LAST_CHECKPOINT: shown(last, project_path)})}

@@ -50,7 +50,6 @@ class RunLog:
     """Gives MLflow what one run measures and makes; a resumed run only sends what MLflow lacks."""
 
     def __init__(self, run_id: str, pipeline: Pipeline, catalog: CatalogProtocol, *, is_resumed: bool = False) -> None:
-        """Log to the MLflow run with this id."""
         self._log = MlflowLog(run_id, is_continued=is_resumed)
         self._catalog, self._outputs, self._is_resumed = catalog, pipeline.all_outputs(), is_resumed
         self._iteration = 0
@@ -64,7 +63,6 @@ class RunLog:
         self._log.repeated = beginnings
 
     def node_ran(self, node: Node, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> None:
-        """Log what a node measured."""
         for state in (inputs.get(NEXT_STATE), outputs.get(STATE), outputs.get(NEXT_STATE)):
             self._iteration = self._iteration if state is None else state.iteration
         if self._is_resumed and STATE in outputs:
@@ -77,17 +75,16 @@ class RunLog:
             measured = _evaluations(outputs[EVALUATION_METRICS], of_training)
             self._measured(measured, self._iteration, is_last=inputs[NEXT_STATE].finished)
         if outputs.get(FINAL_METRICS):
-            measured = _evaluations(outputs[FINAL_METRICS])
-            self._measured(measured, self._iteration, model_id=self._model_id, is_last=True)
-            self._describe(outputs[FINAL_METRICS])
-            self._register(outputs[FINAL_METRICS])
+            self._conclude(outputs[FINAL_METRICS])
         self._log.log((outputs.get(AUDIT) or {}).get("metrics", {}), 0)
         for name in HISTORIES:
             self._send_rows(outputs.get(name) or [])
         if node.name.rpartition(".")[2] == SAMPLED_NODE:
             self._log_samples(inputs)
-        if outputs.get(TOKEN_SAMPLES):
-            self._log_token_view(outputs[TOKEN_SAMPLES])
+        if samples := outputs.get(TOKEN_SAMPLES):
+            from ppo_rlhf.token_view import render_page  # heavy: only runs that train pay for it
+
+            self._log.log_page(render_page([samples]), f"token_view/iteration_{samples['iteration']:06d}.html")
 
     def saved(self, name: str) -> None:
         """Log a written model's path; the exported policy as a model, and the best checkpoint's if it is another.
@@ -116,14 +113,6 @@ class RunLog:
             best = best_checkpoint(self._catalog.get(CHECKPOINT), config.kl_alarm)
             if best is not None and best[1] != self._iteration:
                 log(best[0], BEST, best[1])
-
-    def _register(self, summary: Mapping[str, Any]) -> None:
-        if self._model_id is None:
-            return
-        from ppo_rlhf.hooks.model_log import register
-
-        with deferring_signals(), log_store_errors("the registered model"):
-            register(self._model_id, last_name(path_of(self._catalog.get("sft_policy")) or "model"), summary)
 
     def close(self, *, is_finished: bool) -> bool:
         """Send the rest, of a finished run also the curves of stages that it left out; return whether all is sent."""
@@ -168,8 +157,9 @@ class RunLog:
         if iteration in self._curves:
             self._curves[iteration].update(metrics)
 
-    def _describe(self, summary: Mapping[str, Any]) -> None:
-        """Describe the run by its verdict, and by the run that trained the policy; its standard errors become tags."""
+    def _conclude(self, summary: Mapping[str, Any]) -> None:
+        """Log the final evaluation, standard errors as tags; describe the run by its verdict; register the model."""
+        self._measured(_evaluations(summary), self._iteration, model_id=self._model_id, is_last=True)
         note, errors = verdict_of(summary), {name: x for name, x in summary.items() if name.endswith(ERROR)}
         if POLICY not in self._outputs:
             policy = self._catalog[POLICY].load()
@@ -177,6 +167,11 @@ class RunLog:
             note += f" Policy: {policy.source}" + (f" of run [{trained[1]}](#/runs/{trained[1]})" if trained else "")
         with log_store_errors("the verdict"):
             mlflow.set_tags({MLFLOW_RUN_NOTE: note, **errors})
+        if self._model_id is not None:
+            from ppo_rlhf.hooks.model_log import register
+
+            with deferring_signals(), log_store_errors("the registered model"):
+                register(self._model_id, last_name(path_of(self._catalog.get("sft_policy")) or "model"), summary)
 
     def _is_superseded(self, state: Any) -> bool:
         """Whether the evaluation pipeline evaluates this state again, on all prompts: one point is logged, not two."""
@@ -199,11 +194,6 @@ class RunLog:
 
             table = sample_table(inputs["rollouts"], inputs["scores"], inputs["shaped_rewards"])
             self._log.log_samples(iteration, table)
-
-    def _log_token_view(self, samples: Any) -> None:
-        from ppo_rlhf.token_view import render_page  # heavy: only runs that train pay for it
-
-        self._log.log_page(render_page([samples]), f"token_view/iteration_{samples['iteration']:06d}.html")
 
 
 def _evaluations(measured: Mapping[str, Any], beginning: str = "eval/") -> dict[str, float]:

@@ -75,7 +75,6 @@ class TrackingHook(MlflowHook):
     """
 
     def __init__(self) -> None:
-        """Start without a run."""
         super().__init__()
         self._context: KedroContext | None = None
         self._has_system_metrics = False
@@ -216,7 +215,6 @@ class TrackingHook(MlflowHook):
 
     @hook_impl
     def after_node_run(self, node: Node, inputs: dict[str, Any], outputs: dict[str, Any]) -> None:
-        """Log what the node measured."""
         self._take_mlflow_back()
         if self._log is not None:
             with name_slow_store(self._uri()):
