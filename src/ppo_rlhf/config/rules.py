@@ -293,23 +293,19 @@ def device_problems(c: PPOConfig, device_type: str) -> Iterator[str]:
 
 def sharding_problems(c: PPOConfig) -> Iterator[str]:
     """Yield one line for each setting that does not go with FSDP2."""
-    reasons = {
-        "offload_reference_policy": "each process holds only a share of it anyway",
-        "offload_reward_model": "each process holds only a share of it anyway",
-        "compile": "compiled layers would not gather their weights",
-        "load_in_4bit": "bitsandbytes' weights cannot be shared out",
-    }
-    problems = {f"{name}=true": reason for name, reason in reasons.items() if getattr(c, name)}
-    if c.optim == "adamw_8bit":
-        problems["optim=adamw_8bit"] = "bitsandbytes' moments cannot be shared out; set adamw_torch_fused"
-    if c.dtype == "float16":
-        problems["dtype=float16"] = "its loss scaling is not done with FSDP2; set bfloat16"
-    if c.rollout_engine == "vllm":
-        problems["rollout_engine=vllm"] = "it is not given the weights of shards; set static"
-    if (c.kl_in, c.kl_estimator) == ("loss", "full"):
-        problems["kl_estimator=full with ppo.kl_in=loss"] = "the reference policy is whole only in a rollout; set k2"
-    for setting, reason in problems.items():
-        yield f"ppo.{setting}: {reason}. Leave it out, or launch without FSDP2"
+    for values, reason in (
+        ({"offload_reference_policy": True}, "each process holds only a share of it anyway"),
+        ({"offload_reward_model": True}, "each process holds only a share of it anyway"),
+        ({"compile": True}, "compiled layers would not gather their weights"),
+        ({"load_in_4bit": True}, "bitsandbytes' weights cannot be shared out"),
+        ({"optim": "adamw_8bit"}, "bitsandbytes' moments cannot be shared out; set adamw_torch_fused"),
+        ({"dtype": "float16"}, "its loss scaling is not done with FSDP2; set bfloat16"),
+        ({"rollout_engine": "vllm"}, "it is not given the weights of shards; set static"),
+        ({"kl_estimator": "full", "kl_in": "loss"}, "the reference policy is whole only in a rollout; set k2"),
+    ):
+        if _are(values)(c):
+            settings = " with ".join(f"ppo.{name}={_word(value)}" for name, value in values.items())
+            yield f"{settings}: {reason}. Leave it out, or launch without FSDP2"
 
 
 def _indivisible(c: PPOConfig) -> Iterator[str]:

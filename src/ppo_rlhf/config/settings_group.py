@@ -36,11 +36,10 @@ def settings_group(group: str, *, lives_elsewhere: Mapping[str, str] | None = No
         rules = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
         checked: Any = pydantic_dataclass(frozen=True, config=rules)(cls)
         _document(checked)
-        validate = checked.__init__
+        validate, known = checked.__init__, [field.name for field in fields(checked)]
 
         @functools.wraps(validate)
         def check_and_init(self: Any, *args: Any, **values: Any) -> None:
-            known = [field.name for field in fields(checked)]
             problems = [_unknown(group, name, known, elsewhere) for name in values if name not in known]
             try:
                 validate(self, *args, **{name: value for name, value in values.items() if name in known})
@@ -50,7 +49,7 @@ def settings_group(group: str, *, lives_elsewhere: Mapping[str, str] | None = No
                 raise ConfigError("\n".join(problems))
 
         def absent(_: Any, name: str) -> NoReturn:
-            raise AttributeError(_unknown(group, name, [field.name for field in fields(checked)], elsewhere))
+            raise AttributeError(_unknown(group, name, known, elsewhere))
 
         checked.__init__ = check_and_init
         checked.__getattr__ = absent
