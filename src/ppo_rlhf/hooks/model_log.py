@@ -149,12 +149,7 @@ def register(model_id: str, start: str, summary: Mapping[str, Any]) -> None:
     """Register a logged model, and let the alias `champion` move to it if it is better than the champion.
 
     All policies that started from one model are versions of one registered model: its name is that of the experiment,
-    the name of the model, and the model's fingerprint.
-
-    Args:
-        model_id: From `log_policy`.
-        start: Name of the model that PPO started from.
-        summary: From the node `compare_policies`.
+    the name of the model (`start`), and the model's fingerprint. `summary` is from the node `compare_policies`.
     """
     client, model = mlflow.MlflowClient(), mlflow.get_logged_model(model_id)
     experiment = client.get_experiment(model.experiment_id).name.strip("/")
@@ -199,9 +194,7 @@ def _challenge(client: mlflow.MlflowClient, name: str, version: str, tags: dict[
 def best_checkpoint(checkpoints: object, kl_alarm: float) -> tuple[Path, int] | None:
     """Return the policy's directory in the active run's best checkpoint, and its iteration; None if none was evaluated.
 
-    Args:
-        checkpoints: The catalog's entry.
-        kl_alarm: Evaluations with a larger KL (nats per response) do not count.
+    Evaluations with a KL above `kl_alarm` (nats per response) do not count.
     """
     if not isinstance(checkpoints, CheckpointDataset):
         return None

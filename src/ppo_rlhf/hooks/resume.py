@@ -121,11 +121,7 @@ def resume_entry(pipeline: Pipeline, catalog: CatalogProtocol) -> ResumeCheckpoi
 def find_named(requested: str, root: Path, project_path: Path) -> Named:
     """Return the run, and the checkpoint if one is named, for a run id or a directory; only the disk is read.
 
-    Args:
-        requested: The run id or path that the user gave; a path is taken from the project, or else from the working
-            directory.
-        root: Holds the checkpoints of all runs.
-        project_path: The project's directory.
+    A path is taken from the project, or else from the working directory. `root` holds the checkpoints of all runs.
 
     Raises:
         ConfigError: There is no such run or checkpoint.
@@ -154,15 +150,8 @@ def find_resumption(
 ) -> Resumption | None:
     """Return the run to resume, locked; None (which is logged) for a new run. Nothing is written.
 
-    `latest` is the newest unfinished run of this pipeline, environment and machine, with the same settings and data,
-    that is not trained now. Those with others are named and left.
-
-    Args:
-        requested: The value that the user gave.
-        named: From `find_named`; None for `latest`.
-        this: The run that starts.
-        root: Holds the checkpoints of all runs.
-        experiment_id: The MLflow experiment in which `latest` looks for runs.
+    `latest`, for which `named` is None, is the newest unfinished run of the experiment with this pipeline, environment
+    and machine, with the same settings and data, that is not trained now. Those with others are named and left.
 
     Raises:
         ConfigError: The run is not there, is being trained, or has other settings or data.

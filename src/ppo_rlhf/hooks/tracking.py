@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -95,7 +94,8 @@ class TrackingHook(MlflowHook):
         try:
             settings = KedroMlflowConfig.model_validate(given)
         except ValidationError as error:
-            raise ConfigError("\n".join(map(_as_line, error.errors()))) from error
+            lines = (f"{'.'.join(map(str, each['loc']))}={each['input']!r}: {each['msg']}" for each in error.errors())
+            raise ConfigError("\n".join(f"mlflow.yml: {line}" for line in lines)) from error
         place_in_project(settings, Path(context.project_path))
         context.config_loader["mlflow"] = settings.model_dump()
         context.mlflow = self.mlflow_config = settings  # type: ignore[attr-defined]
@@ -315,7 +315,3 @@ class TrackingHook(MlflowHook):
 
     def _uri(self) -> str:
         return str(self.mlflow_config.server.mlflow_tracking_uri or mlflow.get_tracking_uri())
-
-
-def _as_line(detail: Mapping[str, Any]) -> str:
-    return f"mlflow.yml: {'.'.join(map(str, detail['loc']))}={detail['input']!r}: {detail['msg']}"

@@ -200,9 +200,7 @@ def check_model(run: RunRequest, name: str) -> Iterator[str]:
 def check_model_options(run: RunRequest) -> None:
     """Find settings of PPO that the models cannot serve. No weights are read."""
     ppo = run.group("ppo", PPOConfig)
-    if ppo is None:
-        return
-    if run.start not in run.models or not (ppo.use_peft or ppo.gradient_checkpointing or ppo.compile):
+    if ppo is None or run.start not in run.models or not (ppo.use_peft or ppo.gradient_checkpointing or ppo.compile):
         return
     empty = run.models[run.start].empty_causal_lm()
     if ppo.gradient_checkpointing:
