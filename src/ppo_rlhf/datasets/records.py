@@ -80,7 +80,7 @@ class RecordsDataset(AbstractDataset["Dataset", "Dataset | None"]):
 
     def preview(self) -> TablePreview:
         """Show Kedro-Viz the first rows; nothing is downloaded for it."""
-        table = self.load() if self._exists() and not str(self._source).startswith(HUB) else None
+        table = self.load() if self._exists() else None
         if table is None:
             return TablePreview({"index": [], "columns": [], "data": []})
         return table_preview(table.select(range(min(_PREVIEW_ROWS, len(table)))).to_pandas())

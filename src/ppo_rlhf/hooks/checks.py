@@ -30,8 +30,7 @@ logger = logging.getLogger(__name__)
 class ChecksHook:
     """Runs before every other hook."""
 
-    def __init__(self) -> None:
-        self._loader: OmegaConfigLoader | None = None
+    _loader: OmegaConfigLoader
 
     @hook_impl(tryfirst=True)
     def after_context_created(self, context: KedroContext) -> None:
@@ -61,7 +60,6 @@ class ChecksHook:
 
         check_runner(run_params, pipeline)
         check_load_versions(run_params, pipeline, catalog)
-        assert self._loader is not None
         data_root = self._loader["globals"].get("data_root", "data")
         run = RunRequest(pipeline, catalog, Path(run_params["project_path"]), data_root)
         problems, advice, parts = judge_settings(self._loader, run)

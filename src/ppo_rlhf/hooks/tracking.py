@@ -73,9 +73,10 @@ class TrackingHook(MlflowHook):
     With tracking disabled for the pipelines (`disable_tracking` in mlflow.yml) nothing happens.
     """
 
+    _context: KedroContext
+
     def __init__(self) -> None:
         super().__init__()
-        self._context: KedroContext | None = None
         self._has_system_metrics = False
         self._catalog: CatalogProtocol | None = None
         self._log: RunLog | None = None
@@ -192,15 +193,15 @@ class TrackingHook(MlflowHook):
         """Return the resumed run, locked; None for a new run."""
         from ppo_rlhf.hooks.resume import find_resumption
 
+        tracking = self.mlflow_config.tracking
         if entry.requested is not None:
-            experiment = mlflow.get_experiment_by_name(self.mlflow_config.tracking.experiment.name)
-            assert experiment is not None  # kedro-mlflow has made it
-            found = find_resumption(entry.requested, named, this, entry.root, experiment.experiment_id)
+            experiment = tracking.experiment._experiment.experiment_id
+            found = find_resumption(entry.requested, named, this, entry.root, experiment)
             entry.resolve(None if found is None else found.checkpoint)
             if found is not None:
                 self._lock = found.lock
                 return found
-        given = self.mlflow_config.tracking.run.id or os.environ.get("MLFLOW_RUN_ID")
+        given = tracking.run.id or os.environ.get("MLFLOW_RUN_ID")
         if given and (entry.root / given).is_dir():
             raise ConfigError(
                 f"MLflow run {given} has trained before. Resume it by resume={given}, or start a new run: leave "
@@ -262,7 +263,6 @@ class TrackingHook(MlflowHook):
     on_session_error = on_pipeline_error  # LoopSession calls it again, and for errors outside of the nodes
 
     def _end(self, error: Exception) -> None:
-        assert self._context is not None
         project_path, is_stopped = Path(self._context.project_path), isinstance(error, RunInterruptedError)
         self._saving.close()
         with name_slow_store(self._uri()), short_timeouts():
