@@ -6,7 +6,7 @@ import logging
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
 
@@ -134,12 +134,10 @@ def without_password(text: str) -> str:
     return re.sub(r"(?i)([?&][\w-]*(?:password|passwd|pwd|token|secret)=)[^&\s]+", r"\1***", text)
 
 
-@contextmanager
-def name_slow_store(uri: str) -> Iterator[None]:
+def name_slow_store(uri: str) -> AbstractContextManager[None]:
     """Log which store is waited for if the block takes long."""
     advice = "MLflow keeps asking; Ctrl-C twice stops at once."
-    with signals.warn_if_slow(f"The tracking store {without_password(uri)}", advice, seconds=SLOW_S):
-        yield
+    return signals.warn_if_slow(f"The tracking store {without_password(uri)}", advice, seconds=SLOW_S)
 
 
 def end_active_run(status: int = RunStatus.FAILED) -> None:
