@@ -55,10 +55,8 @@ def _clash(values: Mapping[str, object], why: str) -> _Rule:
 
 
 def _too_long(name: str, limit: str) -> _Rule:
-    def broken(c: PPOConfig) -> bool:
-        return getattr(c, limit) is not None and (getattr(c, name) or 0) > getattr(c, limit)
-
-    return _Rule((name, limit), broken, "{0} is above {1}; lower {0} or raise {1}")
+    why = "{0} is above {1}; lower {0} or raise {1}"
+    return _Rule((name, limit), lambda c: (getattr(c, name) or 0) > (getattr(c, limit) or math.inf), why)
 
 
 def _too_slow(name: str) -> Callable[[PPOConfig], bool]:
