@@ -1,10 +1,14 @@
 """The Kedro datasets that kedro-datasets does not have."""
 
-from ppo_rlhf.datasets.checkpoints import CheckpointDataset, CompletionsDataset, EvaluationLogDataset
+from ppo_rlhf.datasets.checkpoints import (
+    CheckpointDataset,
+    CompletionsDataset,
+    EvaluationLogDataset,
+    ResumeCheckpointDataset,
+)
 from ppo_rlhf.datasets.pretrained_model import PretrainedModelDataset
 from ppo_rlhf.datasets.records import RecordsDataset
 from ppo_rlhf.datasets.report_files import ModelCardDataset, TokenSamplesDataset
-from ppo_rlhf.datasets.resume_checkpoint import ResumeCheckpointDataset
 from ppo_rlhf.datasets.tables import OptionalTableDataset, SpreadsheetDataset, TableDataset, TrainingHistoryDataset
 
 __all__ = [

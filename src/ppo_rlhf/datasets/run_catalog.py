@@ -158,7 +158,6 @@ class StageOutputs:
     """
 
     def __init__(self, folder: Path, names: Set[str]) -> None:
-        """Take the run's own folder, and the names."""
         self.folder, self._file, self.names = folder, folder / OUTPUTS, names
 
     def note(self, name: str, dataset: Any) -> None:
