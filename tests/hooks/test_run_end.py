@@ -81,6 +81,7 @@ def test_no_command_to_go_on_is_named_where_the_same_input_would_fail_again(
         ("run --params resume=latest", "kedro run --params resume=latest"),
         ("run --params 'resume=x, a=[1,2]'", "kedro run --params 'a=[1,2],resume=latest'"),
         ("run '--params=a=b c' --conf-source conf", "kedro run --params 'a=b c,resume=latest' --conf-source conf"),
+        ("run --params a=1 --params b=2", "kedro run --params a=1 --params b=2,resume=latest"),  # the last one counts
         ("-f kernel.json", "resume=latest among the parameters"),  # a notebook
     ],
 )

@@ -65,7 +65,7 @@ def resume_command(typed: list[str]) -> str:
         return "resume=latest among the parameters"
     words = [part for word in command for part in (word.split("=", 1) if word.startswith("--params=") else [word])]
     if "--params" in words[:-1]:
-        at = words.index("--params") + 1
+        at = len(words) - words[::-1].index("--params")  # of several, Kedro takes the last
         words[at] = f"{re.sub(r'(^|,) *resume=[^,]*', '', words[at])},resume=latest".lstrip(", ")
         return shlex.join(words)
     return shlex.join([*words, "--params", "resume=latest"])
