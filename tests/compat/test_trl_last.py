@@ -105,6 +105,13 @@ def test_in_place_of_a_value_that_is_not_accepted_the_sources_default_is_written
     assert "sft_model_path" in conversion.missing
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("optim", ["adamw_torch"]), ("kl_penalty", ["kl"]), ("lora_target_modules", 5)]
+)
+def test_a_value_of_another_kind_than_the_source_has_is_listed(name: str, value: Any):
+    assert "does not take" in dict(from_trl({name: value, "use_peft": True}).not_carried)[name]
+
+
 def test_a_penalty_for_a_missing_end_needs_a_stop_token():
     assert ppo(missing_eos_penalty=1.0, stop_token="eos")["missing_eos_penalty"] == 1.0
     assert ppo(missing_eos_penalty=1.0, stop_token_id=7)["missing_eos_penalty"] == 1.0

@@ -167,7 +167,7 @@ def _from_legacy(settings: Mapping[str, Any]) -> Conversion:
     c.carry("ppo.gradient_accumulation_steps", *sizes[:2], value=batch // mini)
     c.carry("ppo.num_mini_batches", *sizes, value=batch // (mini * accumulated))
 
-    penalty = {"kl": "k1", "mse": "k2", "full": "full"}.get(c["kl_penalty"], c["kl_penalty"])
+    penalty = {"kl": "k1", "mse": "k2", "full": "full"}.get(str(c["kl_penalty"]), c["kl_penalty"])
     c.carry("ppo.kl_estimator", "kl_penalty", value=penalty, otherwise="k1")
     if c.checked("init_kl_coef", float) == 0:  # TRL's adaptive controller multiplies it: it stays at 0
         c.carry("ppo.kl_controller", "init_kl_coef", value="fixed")
@@ -200,7 +200,9 @@ def _from_legacy(settings: Mapping[str, Any]) -> Conversion:
 
 def _from_last(settings: Mapping[str, Any], num_prompts: int | None) -> Conversion:
     optim = {"adamw_bnb_8bit": "adamw_8bit", "adamw_torch": "adamw_torch_fused"}
-    given = {name: optim.get(value, value) if name == "optim" else value for name, value in settings.items()}
+    given = dict(settings)
+    if isinstance(name := given.get("optim"), str):
+        given["optim"] = optim.get(name, name)
     if isinstance(reports := given.get("report_to"), list | tuple):
         given["report_to"] = ",".join(map(str, reports)) or "none"
     c = Conversion("TRL's PPOConfig", given, LAST, LAST_DERIVED | MODEL_CONFIG)
@@ -279,5 +281,6 @@ def _carry_same(c: Conversion, always: Mapping[str, Any], if_given: Mapping[str,
     if modules is None:
         c.remarks.append("Without lora_target_modules peft chooses (in Llama q_proj,v_proj); here it is all-linear.")
         modules = "all-linear"
-    modules = modules if isinstance(modules, str) else ",".join(map(str, modules))
+    if isinstance(modules, list | tuple | set):
+        modules = ",".join(map(str, modules))
     c.carry("ppo.lora_target_modules", "lora_target_modules", value=modules, otherwise="all-linear")
