@@ -9,7 +9,7 @@ from ppo_rlhf.data.prompts import PromptsConfig
 from ppo_rlhf.data.sources import table_of
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.pipelines.ppo.nodes import configure_ppo, initialise_training_state, prepare_prompts
-from ppo_rlhf.rewards.model_scorer import ModelScorer
+from ppo_rlhf.rewards.scorers import ModelScorer
 from ppo_rlhf.rewards.scoring import RewardScorer
 from tests.tiny_models import save, tiny_model, word_tokenizer
 

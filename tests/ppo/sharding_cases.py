@@ -22,7 +22,7 @@ from ppo_rlhf.models.offloading import refilled
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.models.sharding import share_out
 from ppo_rlhf.processes import from_all, is_main_process, process_count, shards_models, wait_for_all
-from ppo_rlhf.rewards.model_scorer import ModelScorer
+from ppo_rlhf.rewards.scorers import ModelScorer
 from ppo_rlhf.rewards.scoring import RewardScorer
 from tests.ppo import process_cases
 from tests.ppo_runs import Run, build_model, build_run, build_tokenizer

@@ -13,8 +13,7 @@ from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.ppo.models import load_policies
 from ppo_rlhf.rewards.config import RewardComponentConfig, RewardConfig
-from ppo_rlhf.rewards.model_scorer import ModelScorer
-from ppo_rlhf.rewards.scorers import build_reward_scorer
+from ppo_rlhf.rewards.scorers import ModelScorer, build_reward_scorer
 from ppo_rlhf.rewards.scoring import RewardScorer
 from ppo_rlhf.training import PPOTrainer
 from tests.models.test_offloading import Waiting

@@ -23,9 +23,8 @@ from ppo_rlhf.models.tokenizers import train_word_tokenizer
 from ppo_rlhf.rewards import functions
 from ppo_rlhf.rewards.config import RewardComponentConfig, RewardConfig
 from ppo_rlhf.rewards.functions import call_reward_function, load_function
-from ppo_rlhf.rewards.model_scorer import ModelScorer, _warn_once, score_sequences
 from ppo_rlhf.rewards.rendering import close_response
-from ppo_rlhf.rewards.scorers import build_reward_scorer
+from ppo_rlhf.rewards.scorers import ModelScorer, _warn_once, build_reward_scorer, score_sequences
 from ppo_rlhf.rewards.scoring import DecodedWhenRead, ResponseBatch, RewardScorer
 from tests.tiny_models import BEGIN, END, PAD, VOCABULARY, save, tiny_model, word_tokenizer
 

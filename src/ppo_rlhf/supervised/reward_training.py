@@ -21,7 +21,7 @@ from ppo_rlhf.models.context import context_length
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.models.tokenizers import check_vocabulary
-from ppo_rlhf.rewards.model_scorer import score_sequences
+from ppo_rlhf.rewards.scorers import score_sequences
 from ppo_rlhf.supervised.optimisation import History, OptimisationConfig, Watch, advice
 
 logger = logging.getLogger(__name__)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,8 +25,6 @@ from ppo_rlhf.trainer.inputs import try_functions
 
 log = logging.getLogger(__name__)
 
-_METRIC = "eval/"
-
 
 class Evaluated(NamedTuple):
     """What `PPOTrainer.evaluate` returns."""
@@ -47,12 +45,8 @@ def take_held_out(
 ) -> RewardFunction | None:
     """Check what PPOTrainer is given for its evaluation, and return the judge as a function; None: there is none.
 
-    Args:
-        prompts: Held-out prompts.
-        judge: `judge(prompts, completions, **columns) -> list[float]`, or its `module:name`.
-        scorer: The reward that is trained.
-        trained: Prompts to train on; those that are held out, too, are counted in a warning.
-        config: Hyperparameters.
+    A judge is `judge(prompts, completions, **columns) -> list[float]`, or its `module:name`. Held-out prompts that are
+    trained on, too, are counted in a warning.
 
     Raises:
         ConfigError: The judge is no function, or there is a judge without prompts, or prompts without a reward.
@@ -103,23 +97,23 @@ class HeldOut:
             EvaluationConfig(iteration_prompts=len(prompts)),
             ResolvedJudge(judge=judge, rates={}, description=described),
         )
-        self._reference, self._by_reward = reference_policy, judge is None
-        self._sft: PolicyEvaluation | None = None
+        self._state, self._reference, self._by_reward = state, reference_policy, judge is None
         self.rows: list[dict[str, Any]] = []
 
-    def evaluate(self, state: TrainingState, directory: Path | None = None) -> Evaluated:
+    @cached_property
+    def _sft(self) -> PolicyEvaluation:
+        return self._evaluator.evaluate(self._reference, None, device=self._state.device)
+
+    def evaluate(self, directory: Path | None = None) -> Evaluated:
         """Evaluate the policy as it is now, note it in `rows`, and in the log of a directory if one is given."""
-        if self._sft is None:
-            self._sft = self._evaluator.evaluate(self._reference, None, device=state.device)
         row, evaluated = evaluate_iteration(
-            state, self._reference, self._evaluator, self._sft, self.rows, by_trained_reward=self._by_reward
+            self._state, self._reference, self._evaluator, self._sft, self.rows, by_trained_reward=self._by_reward
         )
         self.rows = [*(each for each in self.rows if each["iteration"] != row["iteration"]), row]
         if directory is not None and is_main_process():
             add_evaluation(directory, row)
-        metrics = {name: value for name, value in row.items() if name.startswith(_METRIC)}
         of_sft = {"sft_response": self._sft.completions, "sft_score": self._sft.deciding_scores}
-        return Evaluated(metrics, evaluated.to_frame().assign(**of_sft))
+        return Evaluated(_metrics(row), evaluated.to_frame().assign(**of_sft))
 
     def resume(self, directory: Path, iteration: int) -> None:
         """Take the evaluations before an iteration from a directory's log."""
@@ -128,7 +122,8 @@ class HeldOut:
     def with_evaluations(self, history: list[dict[str, float]]) -> list[dict[str, float]]:
         """Return the history of a run, each row with the metrics of its evaluation, if there was one."""
         of_iteration = {row["iteration"]: row for row in self.rows}
-        return [
-            row | {key: x for key, x in of_iteration.get(row["iteration"], {}).items() if key.startswith(_METRIC)}
-            for row in history
-        ]
+        return [row | _metrics(of_iteration.get(row["iteration"], {})) for row in history]
+
+
+def _metrics(row: dict[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in row.items() if name.startswith("eval/")}

@@ -31,8 +31,13 @@ from ppo_rlhf.ppo.precision import frozen_dtype
 from ppo_rlhf.ppo.sampling import Responses, SamplingSettings
 from ppo_rlhf.rewards.config import RewardComponentConfig, RewardConfig
 from ppo_rlhf.rewards.functions import check_column_names
-from ppo_rlhf.rewards.model_scorer import ModelScorer
-from ppo_rlhf.rewards.scorers import NOTHING_TO_OFFLOAD, build_reward_scorer, functions_of, score_by_function
+from ppo_rlhf.rewards.scorers import (
+    NOTHING_TO_OFFLOAD,
+    ModelScorer,
+    build_reward_scorer,
+    functions_of,
+    score_by_function,
+)
 from ppo_rlhf.rewards.scoring import ResponseBatch, RewardScorer
 from ppo_rlhf.rewards.shaping import check_token_rewards
 from ppo_rlhf.trainer.models import HOST, check_same_vocabulary, take_over
@@ -45,13 +50,9 @@ def take_prompts(
 ) -> PromptDataset:
     """Return prompts as a tokenised dataset.
 
-    Args:
-        prompts: Texts, chats or token ids in a list; a table (pandas, `datasets`, rows, a mapping of columns) with a
-            column `prompt`, or else `input_ids`, whose other columns go to reward functions; or a PromptDataset.
-        policy: With its tokenizer.
-        config: Hyperparameters.
-        context: Most tokens of a prompt and its response; None without a limit.
-        why: Reason for a limit that is not the policy's context, for errors.
+    Prompts are texts, chats or token ids in a list; a table (pandas, `datasets`, rows, a mapping of columns) with a
+    column `prompt`, or else `input_ids`, whose other columns go to reward functions; or a PromptDataset. A prompt and
+    its response have at most `context` tokens; errors say `why` if that is not the policy's context.
 
     Raises:
         DataError: The type is unknown, there is no prompt, or a prompt cannot be read or is too long.
@@ -61,12 +62,10 @@ def take_prompts(
         return prompts
     given, tokenizer = _columns(prompts), policy.tokenizer
     reader = PromptReader(tokenizer, context, config.response_length, config.overlong_prompts, why)
-    if TOKENS not in given or "prompt" in given or any(name in given for name in CONVERSATIONS):
-        if not given.keys() & {"prompt", *CONVERSATIONS}:
-            raise DataError(
-                f"PPOTrainer: prompts has no column `prompt` or `{TOKENS}`; the columns are {', '.join(given)}"
-            )
+    if given.keys() & {"prompt", *CONVERSATIONS}:
         return reader.read(prompts if isinstance(prompts, Dataset) else table_of(given), "prompt", "prompts")
+    if TOKENS not in given:
+        raise DataError(f"PPOTrainer: prompts has no column `prompt` or `{TOKENS}`; the columns are {', '.join(given)}")
     rows = list(given[TOKENS])
     if MASK in given:
         rows = [list(compress(*row)) for row in zip(rows, given[MASK], strict=True)]
@@ -200,12 +199,9 @@ def given_scores(scores: Any, rows: int) -> RewardScorer:
 
 
 def token_lists(rows: Any, what: str, vocabulary: int) -> list[list[int]]:
-    """Return token ids as lists.
+    """Return token ids as lists, given as 1-D tensors, tensors `[1, n]`, or lists; a tensor `[N, n]` has N rows.
 
-    Args:
-        rows: Sequences of ids: 1-D tensors, tensors `[1, n]`, or lists; a tensor `[N, n]` has N rows.
-        what: Name of a row in errors.
-        vocabulary: Number of token ids.
+    `what` names a row in errors; `vocabulary` is the number of token ids.
 
     Raises:
         DataError: There are no rows, or a row is empty or is not token ids of this vocabulary.
@@ -293,9 +289,7 @@ def take_responses(rows: list[list[int]], sampling: SamplingSettings) -> Respons
             "without their query (generate with return_prompt=False)"
         )
     given = torch.tensor([len(row) for row in rows])
-    response_ids = torch.full((len(rows), width), sampling.pad_token_id)
-    for row, ids in enumerate(rows):
-        response_ids[row, : len(ids)] = torch.tensor(ids)
+    response_ids = torch.tensor([ids + [sampling.pad_token_id] * (width - len(ids)) for ids in rows])
     lengths, terminated = response_lengths(response_ids, sampling.stop_token_ids)
     terminated &= lengths <= given  # a pad token that is a stop token ends no response
     lengths = lengths.minimum(given)

@@ -18,11 +18,6 @@ from ppo_rlhf.processes import is_main_process
 
 log = logging.getLogger(__name__)
 
-_IDLE = {
-    "eval_interval": " without evaluation_prompts",
-    "shutdown_grace_s": ", which handles no signals",
-}
-"""Settings that do nothing here, and why."""
 _SHOWN = {
     "objective/scores": "score {:.3f}",
     "objective/kl": "KL {:.2f} nats a response",
@@ -88,6 +83,7 @@ def warn(state: TrainingState, *, evaluates: bool) -> None:
     config, slow = state.config, precision_warning(state.config, state.device)
     for line in [*config.advice(parameters=state.policy.num_parameters()), *([slow] if slow else [])]:
         log.warning("%s", line)
-    for name, why in _IDLE.items():
-        if name in config.not_default() and not (name == "eval_interval" and evaluates):
+    idle = {} if evaluates else {"eval_interval": " without evaluation_prompts"}
+    for name, why in {**idle, "shutdown_grace_s": ", which handles no signals"}.items():
+        if name in config.not_default():
             log.warning("ppo.%s: no effect in PPOTrainer%s", name, why)

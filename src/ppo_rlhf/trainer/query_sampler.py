@@ -26,30 +26,21 @@ log = logging.getLogger(__name__)
 
 
 class QuerySampler:
-    """Samples from the policy of a training state, and counts the responses since the iteration began.
-
-    Attributes:
-        started: `time.perf_counter()` of the iteration's first call, None before it.
-        seconds: Time spent on decoding.
-        rows: Number of responses sampled.
-        answers: Those responses, without their queries.
-        vocabulary: Number of token ids of the policy.
-        limit: Most tokens of a query and its response, and the reason for that (`trainer.models.context_of_all`).
-    """
+    """Samples from the policy of a training state, and counts the responses since the iteration began."""
 
     def __init__(self, state: TrainingState, limit: tuple[int | None, str]) -> None:
         self._state = state
         self._warned = not is_main_process()
         self.vocabulary = int(state.policy.config.get_text_config().vocab_size)
-        self.limit = limit
+        self.limit = limit  # from `context_of_all`
         self.start_iteration()
 
     def start_iteration(self) -> None:
         """Count from 0 again."""
-        self.started: float | None = None
-        self.seconds = 0.0
-        self.rows = 0
-        self.answers: set[tuple[int, ...]] = set()
+        self.started: float | None = None  # `time.perf_counter()` of the first call
+        self.seconds = 0.0  # spent on decoding
+        self.rows = 0  # responses sampled
+        self.answers: set[tuple[int, ...]] = set()  # those responses, without their queries
 
     def generate(
         self,

@@ -47,12 +47,11 @@ from ppo_rlhf.processes import (
 )
 from ppo_rlhf.rewards.scorers import check_chats, check_room
 from ppo_rlhf.trainer import inputs as trainer_inputs
-from ppo_rlhf.trainer.bookkeeping import Bookkeeper
+from ppo_rlhf.trainer.bookkeeping import Bookkeeper, checkpoint_to_resume, claim, locked
 from ppo_rlhf.trainer.evaluation import Evaluated, HeldOut, take_held_out
 from ppo_rlhf.trainer.models import ModelSource, context_of_all, take_critic, take_policies
 from ppo_rlhf.trainer.progress import in_one_line, say, warn, watched
 from ppo_rlhf.trainer.query_sampler import QuerySampler
-from ppo_rlhf.trainer.run_folder import RunFolders, checkpoint_to_resume, locked
 from ppo_rlhf.trainer.trl_scripts import answers_trl
 
 log = logging.getLogger(__name__)
@@ -134,7 +133,7 @@ class PPOTrainer:
         check_alike("PPOTrainer", config=config, evaluation_prompts=held_out, **origin)
         self.state = build_state(start.model, critic, start.tokenizer, config)
         self.state.origin = origin
-        self._folders = RunFolders()
+        self._folders: set[Path] = set()  # that hold this run's checkpoints
         self.held_out: HeldOut | None = None
         if held_out is not None and self._scorer is not None:
             self.held_out = HeldOut(self.state, self.reference_policy, held_out, self._scorer, decides)
@@ -297,7 +296,6 @@ class PPOTrainer:
             raise ConfigError(f"train: PPOTrainer was given no {' and no '.join(missing)}")
         check_alike("train", resume_from_checkpoint=resume_from_checkpoint, output_dir=output_dir)
         directory = None if output_dir is None else Path(output_dir)
-
         if directory is None and self.config.max_time is not None:
             raise ConfigError("train: ppo.max_time saves the run and stops it; give output_dir")
         with locked(directory):
@@ -305,12 +303,12 @@ class PPOTrainer:
                 self.load_checkpoint(checkpoint_to_resume(resume_from_checkpoint, directory))
             self._check_ready("train")
             if directory is not None:
-                self._folders.take(directory)
+                claim(directory, self._folders)
             evaluates, of_run = self.held_out is not None, (self._callbacks, self._reporting)
             callbacks = Callbacks(self.state, *of_run, directory, can_evaluate=evaluates)
-            books = Bookkeeper(self.state, self.held_out, callbacks, directory, self.save_checkpoint)
             with closing(callbacks), watched(self.state, directory) as bar:
-                books.begin(bar, is_resumed=bool(resume_from_checkpoint))
+                books = Bookkeeper(self.state, self.held_out, callbacks, directory, self.save_checkpoint, bar)
+                books.begin(is_resumed=bool(resume_from_checkpoint))
                 given = self.reference_policy, self._prompts, self._scorer
                 loop.train(self.state, *given, books.after_iteration, books.before_update)
                 callbacks.end()
@@ -332,7 +330,7 @@ class PPOTrainer:
         if self.held_out is None:
             raise ConfigError("evaluate: PPOTrainer was given no evaluation_prompts")
         self.state.check_whole()
-        return self.held_out.evaluate(self.state)
+        return self.held_out.evaluate()
 
     def save_pretrained(self, save_directory: str | Path) -> None:
         """Write the policy as a plain model directory with its tokenizer, as the pipeline exports it.
@@ -365,7 +363,7 @@ class PPOTrainer:
             CheckpointError: It cannot be written.
             ConfigError: The directory holds another run.
         """
-        self._folders.take(Path(output_dir))
+        claim(Path(output_dir), self._folders)
         if is_main_process():
             write_checkpoint(Path(output_dir), self.state)
         wait_for_all()
@@ -379,9 +377,10 @@ class PPOTrainer:
             ConfigError: Its run had other settings, models, rewards or prompts.
         """
         restore(self.state, Path(directory))
-        self._folders.add(Path(directory).resolve().parent)
+        folder = Path(directory).resolve().parent
+        self._folders.add(folder)
         if self.held_out is not None:
-            self.held_out.resume(Path(directory).resolve().parent, self.state.iteration)
+            self.held_out.resume(folder, self.state.iteration)
         self._sampler.start_iteration()
 
     def _check_ready(self, call: str) -> None:
