@@ -47,13 +47,9 @@ def read_text_or_chat(value: Any, where: str) -> str | Chat:
 
 
 def render_chat(messages: Chat, tokenizer: PreTrainedTokenizerBase, where: str, *, to_answer: bool = False) -> str:
-    """Return the text of a chat, rendered by the tokenizer's template.
+    """Return the text of a chat (`read_chat`), rendered by the tokenizer's template.
 
-    Args:
-        messages: From `read_chat`.
-        tokenizer: Its template is used.
-        where: Where the chat comes from, for errors.
-        to_answer: Whether the text ends where the assistant continues: in its last message, or in a new one.
+    With `to_answer` the text ends where the assistant continues: in its last message, or in a new one.
 
     Raises:
         DataError: The tokenizer has no template, or its template refuses the messages.
@@ -73,18 +69,6 @@ def render_chat(messages: Chat, tokenizer: PreTrainedTokenizerBase, where: str, 
         except Exception as error:  # a template is a program: it can raise anything
             raise DataError(f"{where}: the chat template refuses these messages: {in_one_line(error)}") from error
     return str(text)
-
-
-def without_last_reply(messages: Chat, where: str) -> Chat:
-    """Return a conversation up to the message that its last reply answers.
-
-    Raises:
-        DataError: Nothing is before the reply.
-    """
-    kept = messages[:-1] if messages[-1]["role"] == ASSISTANT else messages
-    if not kept:
-        raise DataError(f"{where}: before its only message, which is the assistant's, there is no prompt")
-    return kept
 
 
 def join_chats(prompt: Chat, answer: Chat) -> Chat:

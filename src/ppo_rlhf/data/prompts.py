@@ -14,7 +14,7 @@ from ppo_rlhf import processes
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.settings_group import Seed, settings_group
 from ppo_rlhf.core.errors import DataError
-from ppo_rlhf.data.chats import CONVERSATIONS, Chat, read_text_or_chat, render_chat, without_last_reply
+from ppo_rlhf.data.chats import ASSISTANT, CONVERSATIONS, Chat, read_text_or_chat, render_chat
 from ppo_rlhf.data.prompt_dataset import PROMPT_COLUMNS, PromptDataset, arrow_column, as_json
 from ppo_rlhf.data.sources import LONG, bars
 from ppo_rlhf.data.tables import hold_out
@@ -82,13 +82,9 @@ class PromptReader:
         Text is tokenised as the tokenizer does by default (with a BOS if it adds one and the text has none); chat
         messages go through its chat template with the generation prompt, and the assistant's last message is continued.
         Of a column `messages` or `conversations`, which is read if there is no `column`, the last reply is dropped.
+        `name` says in errors where the table comes from.
 
         It is done once: `datasets` keeps the result on disk, where the next call and other processes find it.
-
-        Args:
-            table: The prompts; its other columns are kept for reward functions.
-            column: Column of texts or message lists.
-            name: Where the table comes from, for errors.
 
         Raises:
             DataError: The column is missing, another one has a name of these columns, a row is not text or
@@ -262,8 +258,13 @@ def _tokenise(
 
 
 def _read(value: Any, where: str, column: str) -> str | Chat:
+    """Return a prompt: text or a chat, of whole conversations without the last reply."""
     prompt = read_text_or_chat(value, where)
-    return without_last_reply(prompt, where) if column in CONVERSATIONS and not isinstance(prompt, str) else prompt
+    if column not in CONVERSATIONS or isinstance(prompt, str) or prompt[-1]["role"] != ASSISTANT:
+        return prompt
+    if len(prompt) == 1:
+        raise DataError(f"{where}: before its only message, which is the assistant's, there is no prompt")
+    return prompt[:-1]
 
 
 def _truncate_left(prompt_ids: list[int], *, room: int, bos: int | None) -> dict[str, Any]:

@@ -11,21 +11,14 @@ _FEWEST_WORDS, _MOST_WORDS = 2, 7
 
 
 def gsm8k_chats(table: Dataset) -> Dataset:
-    """Return `prompt`, a chat of one message with question and instruction, and `answer`, the worked solution.
-
-    Args:
-        table: GSM8K's columns `question` and `answer`.
-    """
+    """Return `prompt`, a chat of one message with GSM8K's `question` and the instruction, and its `answer` as it is."""
     return table.map(_as_chat, input_columns=["question"], remove_columns=["question"])
 
 
 def review_openings(table: Dataset) -> Dataset:
-    """Return `prompt`, the first 2 to 7 words of each review of more than 200 characters; the number is drawn by row.
+    """Return `prompt`, the first 2 to 7 words of each IMDb review (`text`) of more than 200 characters, drawn by row.
 
     TRL's example takes 2 to 7 tokens, which may end within a word.
-
-    Args:
-        table: IMDb's column `text`.
     """
     reviews = [text for text in table["text"] if len(text) > _SHORTEST_REVIEW]
     lengths = np.random.default_rng(0).integers(_FEWEST_WORDS, _MOST_WORDS + 1, size=len(reviews))

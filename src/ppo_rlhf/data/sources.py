@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -166,12 +167,15 @@ def _one_split(found: Any, source: str, split: str | None = None) -> Dataset:
 def _load_files(source: str, files: list[Path], text_column: str, cache: str | None, given: dict[str, Any]) -> Dataset:
     import datasets
 
+    from ppo_rlhf.models.quiet import errors_only  # imports transformers
+
     builder = FORMATS[_kind(files[0])]
     if builder == "csv" and not given:
         return datasets.concatenate_datasets([_read_csv(file, text_column) for file in files])
     options = {"encoding": "utf-8-sig"} if builder == "text" else {}
     try:
-        with _quiet(), bars(sum(file.stat().st_size for file in files) > _LARGE):
+        # of a damaged file the error below says what `datasets` would log
+        with errors_only("datasets", logging.CRITICAL), bars(sum(file.stat().st_size for file in files) > _LARGE):
             table = datasets.load_dataset(
                 builder, **{**options, "split": "train", **given}, data_files=list(map(str, files)), cache_dir=cache
             )
@@ -185,19 +189,6 @@ def _load_files(source: str, files: list[Path], text_column: str, cache: str | N
     with bars(len(table) > LONG):
         table = table.filter(lambda texts: [bool(text.strip()) for text in texts], input_columns="text", batched=True)
     return table.rename_column("text", text_column) if text_column != "text" else table
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep `datasets` from logging a damaged file, too: the error says it."""
-    from datasets.utils import logging
-
-    level = logging.get_verbosity()
-    logging.set_verbosity(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
 
 
 def _read_by_line(file: Path, builder: str) -> list[dict[str, Any]]:

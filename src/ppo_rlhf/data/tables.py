@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 def frame_of(table: Dataset) -> pd.DataFrame:
     """Return a table in memory; values of several types, None among them, stay as they are."""
     columns: dict[str, list[Any]] = table[:]
-    return pd.DataFrame({name: pd.Series(values, dtype=_dtype(values)) for name, values in columns.items()})
+    kinds = {name: object if len({*map(type, values)}) > 1 else None for name, values in columns.items()}
+    return pd.DataFrame({name: pd.Series(values, dtype=kinds[name]) for name, values in columns.items()})
 
 
 def hold_out(
@@ -37,17 +38,9 @@ def hold_out(
 ) -> tuple[list[int], list[int]]:
     """Return (rows to train on, rows held out), each in the table's order.
 
-    A seeded share of the distinct keys is held out, at least one and not all. Rows of equal keys go to one side.
-
-    Args:
-        keys: One for each row, the same for copies.
-        share: Of the distinct keys.
-        maximum: Most keys held out.
-        seed: Chooses the keys.
-        stream: Name of the random stream.
-        name: The table's, for errors.
-        advice: Ends errors.
-        copies: Whether all rows of a held-out key are held out; else only the first, and the others are left out.
+    A seeded share of the distinct keys, one for each row, is held out: at least one, at most `maximum`, and not all.
+    Rows of equal keys go to one side. Of a held-out key all rows are held out with `copies`; else only the first, and
+    the others are left out. Errors name the table and end in the advice.
 
     Raises:
         DataError: There are fewer than two distinct keys.
@@ -59,7 +52,3 @@ def hold_out(
     chosen = np.isin(numbers, permutation(len(distinct), seed, stream)[:count].numpy())
     again = pd.Series(numbers).duplicated().to_numpy()
     return np.flatnonzero(~chosen).tolist(), np.flatnonzero(chosen if copies else chosen & ~again).tolist()
-
-
-def _dtype(values: Sequence[Any]) -> type | None:
-    return object if len({type(value) for value in values}) > 1 else None

@@ -22,11 +22,11 @@ def quiet_transformers() -> Iterator[None]:
 
 
 @contextmanager
-def errors_only(logger: str) -> Iterator[None]:
-    """Let only errors of a logger through within the block."""
+def errors_only(logger: str, least: int = logging.ERROR) -> Iterator[None]:
+    """Let only errors of a logger, or records of the level `least`, through within the block."""
     log = logging.getLogger(logger)
     before = log.level
-    log.setLevel(logging.ERROR)
+    log.setLevel(least)
     try:
         yield
     finally:

@@ -106,12 +106,9 @@ def _left_as_found() -> Iterator[None]:
 
 
 def check_column_names(columns: Iterable[str], where: str, own: str | None = None) -> None:
-    """Raise `DataError` if a column has a name by which functions get prompts and responses.
+    """Raise `DataError` if a column but `own`, the prompts', has a name by which functions get prompts and responses.
 
-    Args:
-        columns: Names of the prompt table's columns.
-        where: Where the table comes from, for errors.
-        own: The column of the prompts, which may have any name.
+    `where` says in errors where the table comes from.
     """
     for name in set(columns).intersection(_OURS) - {own}:
         raise DataError(

@@ -69,13 +69,9 @@ class Rendering:
         ]
 
     def check(self, chats: Iterable[str | None], name: str) -> None:
-        """Raise `DataError` if the reward model's chat template refuses a prompt with a reply.
+        """Raise `DataError` if the reward model's chat template refuses a prompt, its messages as JSON, with a reply.
 
-        Of prompts with the same roles and keys only the first is tried.
-
-        Args:
-            chats: The messages of each prompt as JSON; None is text.
-            name: Where the prompts come from, for errors.
+        Of prompts with the same roles and keys only the first is tried. `name` says in errors where they come from.
         """
         tried = set()
         for row, chat in enumerate(chats):
@@ -155,13 +151,8 @@ def conversations(
     """Return N prompts with their responses as messages; None where the prompt is text.
 
     A reply of an environment has the role that the policy's template gives it, or `ENVIRONMENT` if it is no turn of it.
-
-    Args:
-        prompts: Messages of each prompt, None for text; empty: all are texts.
-        prompt_ids: Tokens of the prompts.
-        response_ids: Tokens of the responses.
-        policy_mask: [N, T] bool, True on the policy's tokens; None: all tokens are the policy's.
-        tokenizer: The policy's.
+    `prompts` are the messages of each prompt, None for text (empty: all are texts), `policy_mask` is that of
+    `ResponseBatch`, and the tokenizer is the policy's.
     """
     found: list[Chat | None] = [None] * len(prompt_ids)
     for row, chat in enumerate(prompts):

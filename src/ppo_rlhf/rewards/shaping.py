@@ -20,14 +20,10 @@ from ppo_rlhf.core.statistics import RunningMoments, masked_whiten
 def final_scores(
     scores: Tensor, terminated: Tensor, lengths: Tensor, moments: RunningMoments, config: PPOConfig
 ) -> Tensor:
-    """Return the final scores `[B]`.
+    """Return the final scores `[B]` of raw scores `[B]`.
 
-    Args:
-        scores: [B], raw scores.
-        terminated: [B] bool, True where a stop token ended the response.
-        lengths: [B], tokens of each response.
-        moments: Of all scores before this batch; left as they are.
-        config: Hyperparameters.
+    `terminated` `[B]` is True where a stop token ended the response, `lengths` `[B]` counts its tokens, and `moments`
+    are of all scores before this batch; they are left as they are.
     """
     return penalised(normalised(scores, moments, config), terminated, lengths, config)
 
