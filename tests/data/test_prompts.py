@@ -193,6 +193,7 @@ def test_a_chat_of_a_table_of_arrow_is_rendered_as_it_was_before_the_table_fille
         ({"role": "i", "content": {"text": "a"}}, "text"),
         ({"role": "i", "tool_calls": None}, "neither content nor"),
         ({"role": "i", "name": "b"}, "neither content nor"),
+        ({"from": ["human"], "value": "b"}, "give it a role"),
         ({"role": "i", "tool_calls": []}, "neither content nor"),
         ({"content": "a"}, "role"),
         ("a", "role"),

@@ -152,6 +152,7 @@ def test_an_input_that_was_not_given_is_none():
         ("a.jsonl", b"\n\n", "this data file has no rows"),
         ("a.json", b'[{"a": 1},\n{"a": }]', "line 2 is damaged, it is not valid JSON"),
         ("a.json", b"[]", "this data file has no rows"),
+        ("a.json", b'[{"a": 1}, 2]', "row 1 is not an object with named columns: 2"),
         ("a.csv", b'a,b\n1,2\n1,2,3\n"', "this CSV file is damaged"),
         ("a.csv", b"a,b\n", "this data file has no rows"),
         ("a.parquet", b"PAR1 not really", "Parquet magic bytes not found in footer"),

@@ -88,7 +88,7 @@ def _read_message(given: Any, where: str) -> dict[str, Any]:
     message = _without_nulls(given)
     if isinstance(message, dict) and message.keys() >= {"from", "value"}:  # as ShareGPT writes it
         role, content = message.pop("from"), message.pop("value")
-        message |= {"role": _SHAREGPT.get(role, role), "content": content}
+        message |= {"role": _SHAREGPT.get(str(role), role), "content": content}
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise DataError(f'{where} is {str(given)[:60]}; give it a role, and content: {{"role": …, "content": …}}')
     content = message.get("content")

@@ -211,6 +211,9 @@ def _read_by_line(file: Path, builder: str) -> list[dict[str, Any]]:
         return [_object(file, number, line) for number, line in lines]
     if not (rows := _parsed(file, 1, text)):
         raise DataError(f"{file}: this data file has no rows. It needs at least one.")
+    for row, value in enumerate(rows):
+        if not isinstance(value, dict):
+            raise DataError(f"{file}: row {row} is not an object with named columns: {json.dumps(value)[:40]}")
     return list(rows)
 
 
