@@ -29,6 +29,10 @@ def brevity(prompts: list[str], completions: list[str], **columns: Any) -> list[
     return [-float(len(text.split())) for text in completions]
 
 
+def by_label(completions: list[str], label: list[float]) -> list[float]:
+    return label
+
+
 def trainer_of(**given: Any) -> PPOTrainer:
     given = {"reward": early_letters, "prompts": PROMPTS, "evaluation_prompts": HELD_OUT, **given}
     settings = given.pop("config", config(eval_interval=2, save_interval=1))
@@ -147,6 +151,8 @@ def test_a_resumed_run_has_the_same_evaluations_and_keeps_the_best_checkpoint(tm
         ({"judge": 3}, ConfigError, "judge is a int; give a function"),
         ({"judge": "no_such_module:judge"}, RewardError, "no_such_module"),
         ({"judge": lambda completions: ["a"] * len(completions)}, RewardError, "judge"),
+        ({"judge": lambda completion_ids: [1.0] * len(completion_ids)}, RewardError, "judge cannot be called"),
+        ({"reward": by_label, "prompts": {"prompt": ["a"], "label": [1.0]}}, RewardError, "reward function by_label"),
         ({"evaluation_prompts": ["a " * 200]}, DataError, "200"),
         ({"evaluation_prompts": {"text": HELD_OUT}}, DataError, "no column `prompt`"),
     ],

@@ -11,17 +11,15 @@ import pandas as pd
 from transformers import PreTrainedModel
 
 from ppo_rlhf.checkpoints.records import add_evaluation, read_evaluations
-from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.evaluation.during_training import evaluate_iteration, evaluator_of
 from ppo_rlhf.evaluation.policy import EvaluationConfig, PolicyEvaluation, ResolvedJudge
 from ppo_rlhf.ppo.state import TrainingState
-from ppo_rlhf.processes import is_main_process
-from ppo_rlhf.rewards.functions import RewardFunction, load_function
-from ppo_rlhf.rewards.scorers import check_chats, score_by_function
+from ppo_rlhf.processes import is_main_process, on_main
+from ppo_rlhf.rewards.functions import RewardFunction, call_reward_function, load_function
 from ppo_rlhf.rewards.scoring import RewardScorer
-from ppo_rlhf.trainer.inputs import try_functions
+from ppo_rlhf.trainer.inputs import few_answered
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +39,6 @@ def take_held_out(
     judge: RewardFunction | str | None,
     scorer: RewardScorer | None,
     trained: PromptDataset | None,
-    config: PPOConfig,
 ) -> RewardFunction | None:
     """Check what PPOTrainer is given for its evaluation, and return the judge as a function; None: there is none.
 
@@ -50,7 +47,7 @@ def take_held_out(
 
     Raises:
         ConfigError: The judge is no function, or there is a judge without prompts, or prompts without a reward.
-        DataError, RewardError: Reward or judge cannot read the prompts, or the judge fails on two of them.
+        DataError, RewardError: The judge cannot read the prompts, or fails on two of them.
     """
     if prompts is None:
         if judge is not None:
@@ -58,7 +55,6 @@ def take_held_out(
         return None
     if scorer is None:
         raise ConfigError("PPOTrainer: evaluation_prompts are answered and scored by the reward; give a reward, too")
-    check_chats(scorer, prompts)
     known = set() if trained is None else {*trained.texts}
     if (shared := sum(text in known for text in prompts.texts)) and is_main_process():
         log.warning("PPO trains on %d of the %d evaluation_prompts.", shared, len(prompts))
@@ -66,7 +62,8 @@ def take_held_out(
         raise ConfigError(f"PPOTrainer: judge is a {type(judge).__name__}; give a function, or its module:name")
     function = load_function(judge) if isinstance(judge, str) else judge
     if function is not None:
-        try_functions(RewardScorer([("judge", 1.0, partial(score_by_function, function, "judge"))]), prompts, config)
+        batch = few_answered(prompts)
+        on_main(partial(call_reward_function, function, "judge", batch.prompts, batch.completions, batch.all_columns))
     return function
 
 

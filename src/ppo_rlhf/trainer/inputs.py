@@ -169,14 +169,17 @@ def origin_of(scorer: RewardScorer | None) -> dict[str, Any]:
 
 def try_functions(scorer: RewardScorer, prompts: PromptDataset, config: PPOConfig) -> None:
     """Raise if a function fails on two prompts that stand for responses, as the pipeline does before a run."""
-    if functions_of(scorer):
-        check_column_names(prompts.columns, "prompts")
+    if (functions := functions_of(scorer)) and 2 in [function(few_answered(prompts)).dim() for function in functions]:
+        check_token_rewards(config)
+
+
+def few_answered(prompts: PromptDataset) -> ResponseBatch:
+    """Return two prompts that stand for their responses; raise `DataError` if functions cannot get their columns."""
+    check_column_names(prompts.columns, "prompts")
     few = prompts.select(range(min(2, len(prompts))))
     chats = [chat and answered(chat, text) for chat, text in zip(few.messages, few.texts, strict=False)]  # or no chats
     stopped = [True] * len(few)
-    batch = ResponseBatch(few.texts, few.texts, few.columns, few.prompt_ids, few.prompt_ids, stopped, chats=chats)
-    if 2 in [function(batch).dim() for function in functions_of(scorer)]:
-        check_token_rewards(config)
+    return ResponseBatch(few.texts, few.texts, few.columns, few.prompt_ids, few.prompt_ids, stopped, chats=chats)
 
 
 def given_scores(scores: Any, rows: int) -> RewardScorer:
