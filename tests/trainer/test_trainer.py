@@ -721,10 +721,10 @@ def test_warnings_are_given_when_the_trainer_is_made_and_not_again_at_the_end(sf
 
 
 def test_only_the_main_process_warns_logs_and_writes(sft: str, tmp_path: Path, caplog, monkeypatch):
-    places = ("trainer", "progress", "query_sampler", "bookkeeping")
+    places = ("trainer", "progress", "query_sampler")
     for place in (*(f"trainer.{name}" for name in places), "checkpoints.resume"):
         monkeypatch.setattr(f"ppo_rlhf.{place}.is_main_process", lambda: False)
-    monkeypatch.setattr("ppo_rlhf.trainer.bookkeeping.on_main", lambda work: [])  # locks and looks for checkpoints
+    monkeypatch.setattr("ppo_rlhf.trainer.progress.on_main", lambda work: [])  # locks and looks for checkpoints
     with caplog.at_level(logging.INFO, logger="ppo_rlhf"):
         trainer = trainer_of(sft, config(vf_coef=0.5, save_interval=1))
         trainer.train(output_dir=tmp_path / "run")
@@ -738,7 +738,7 @@ def test_only_the_main_process_warns_logs_and_writes(sft: str, tmp_path: Path, c
 def test_all_processes_resume_from_the_main_processs_checkpoint(sft: str, tmp_path: Path, monkeypatch):
     settings = config(save_interval=1, save_total_limit=3)
     trainer_of(sft, settings).train(output_dir=tmp_path)
-    monkeypatch.setattr("ppo_rlhf.trainer.bookkeeping.on_main", lambda _: str(tmp_path / "iteration_000002"))
+    monkeypatch.setattr("ppo_rlhf.trainer.progress.on_main", lambda _: str(tmp_path / "iteration_000002"))
     trainer = trainer_of(sft, settings)
     monkeypatch.setattr("ppo_rlhf.trainer.trainer.loop.train", lambda *_: None)
     trainer.train(resume_from_checkpoint=True, output_dir=tmp_path)

@@ -47,10 +47,9 @@ from ppo_rlhf.processes import (
 )
 from ppo_rlhf.rewards.scorers import check_chats, check_room
 from ppo_rlhf.trainer import inputs as trainer_inputs
-from ppo_rlhf.trainer.bookkeeping import Bookkeeper, checkpoint_to_resume, claim, locked
+from ppo_rlhf.trainer import progress
 from ppo_rlhf.trainer.evaluation import Evaluated, HeldOut, take_held_out
 from ppo_rlhf.trainer.models import ModelSource, context_of_all, take_critic, take_policies
-from ppo_rlhf.trainer.progress import in_one_line, say, warn, watched
 from ppo_rlhf.trainer.query_sampler import QuerySampler
 from ppo_rlhf.trainer.trl_scripts import answers_trl
 
@@ -144,7 +143,7 @@ class PPOTrainer:
         for table in tables:
             if self._scorer is not None:
                 check_room(self._scorer, table.lengths, config.response_length, self.state.sampling.stop_token_ids)
-        warn(self.state, evaluates=self.held_out is not None)
+        progress.warn(self.state, evaluates=self.held_out is not None)
 
     @property
     def policy(self) -> PreTrainedModel:
@@ -270,7 +269,7 @@ class PPOTrainer:
         texts = [batch.get(name, ()) for name in ("query", "response")]
         pair = "; {!r} -> {!r}".format(*(column[0] for column in texts)) if all(map(len, texts)) else ""
         mean = float(torch.tensor([float(score) for score in rewards], dtype=torch.float64).mean())
-        say(f"{in_one_line(self.state, stats)}, mean reward {mean:.4g}{pair}")
+        progress.say(f"{progress.in_one_line(self.state, stats)}, mean reward {mean:.4g}{pair}")
 
     def train(
         self, resume_from_checkpoint: str | Path | bool | None = None, output_dir: str | Path | None = None
@@ -300,23 +299,23 @@ class PPOTrainer:
         directory = None if output_dir is None else Path(output_dir)
         if directory is None and self.config.max_time is not None:
             raise ConfigError("train: ppo.max_time saves the run and stops it; give output_dir")
-        with locked(directory):
+        with progress.locked(directory):
             if resume_from_checkpoint:
-                self.load_checkpoint(checkpoint_to_resume(resume_from_checkpoint, directory))
+                self.load_checkpoint(progress.checkpoint_to_resume(resume_from_checkpoint, directory))
             self._check_ready("train")
             if directory is not None:
-                claim(directory, self._folders)
+                progress.claim(directory, self._folders)
             evaluates, of_run = self.held_out is not None, (self._callbacks, self._reporting)
             callbacks = Callbacks(self.state, *of_run, directory, can_evaluate=evaluates)
-            with closing(callbacks), watched(self.state, directory) as bar:
-                books = Bookkeeper(self.state, self.held_out, callbacks, directory, self.save_checkpoint, bar)
+            with closing(callbacks), progress.watched(self.state, directory) as bar:
+                books = progress.Bookkeeper(self.state, self.held_out, callbacks, directory, self.save_checkpoint, bar)
                 books.begin(is_resumed=bool(resume_from_checkpoint))
                 given = self.reference_policy, self._prompts, self._scorer
                 loop.train(self.state, *given, books.after_iteration, books.before_update)
                 callbacks.end()
         known = self.history if self.held_out is None else self.held_out.with_evaluations(self.history)
         for line in in_words(self.config, known, most=None):
-            say(line)
+            progress.say(line)
         return self.history
 
     def evaluate(self) -> Evaluated:
@@ -365,7 +364,7 @@ class PPOTrainer:
             CheckpointError: It cannot be written.
             ConfigError: The directory holds another run.
         """
-        claim(Path(output_dir), self._folders)
+        progress.claim(Path(output_dir), self._folders)
         if is_main_process():
             write_checkpoint(Path(output_dir), self.state)
         wait_for_all()
