@@ -78,3 +78,10 @@ def test_where_files_cannot_be_locked_the_run_goes_on_and_says_so(
     monkeypatch.setattr("ppo_rlhf.locks.fcntl.lockf", refuse)
     assert lock_run(tmp_path) is not None
     assert "cannot be locked (No locks available)" in caplog.text
+
+
+def test_the_working_directory_can_be_a_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    file = lock_run(Path())
+    assert file is not None
+    file.close()

@@ -39,7 +39,8 @@ def lock_run(directory: Path) -> IO[bytes] | None:
             return None
         except OSError as error:  # a file system without locks
             logger.warning("%s cannot be locked (%s): let no other run resume this one.", path, error.strerror)
-        place.replace(directory)
+        if place != directory:
+            place.replace(directory)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be written, so no checkpoint could: {error.strerror}") from error
     return file
