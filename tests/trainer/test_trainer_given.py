@@ -85,8 +85,10 @@ ROWS = datasets.Dataset.from_list([{"prompt": "a"}])
         (datasets.IterableDatasetDict(train=ROWS.to_iterable_dataset()), r"IterableDatasetDict; .*one split"),
         (ROWS.to_iterable_dataset(), r"IterableDataset; .*Dataset\.from_list of a stream"),
         (datasets.Dataset.from_dict({"text": ["a"]}), "no column `prompt` or `input_ids`; the columns are text"),
+        ({1: ["a"]}, "no column `prompt` or `input_ids`; the columns are 1"),
+        ([{"prompt": "a"}, "b"], "rows of columns, and 'b'"),
+        *(({"input_ids": [[4, 5]], "attention_mask": mask}, "`attention_mask`") for mask in ([[1]], [], [None])),
     ],
-    ids=["splits", "streamed splits", "stream", "other columns"],
 )
 def test_a_dataset_that_is_no_table_of_prompts_is_refused_in_one_line(sft: str, prompts: Any, named: str):
     with pytest.raises(DataError, match=f"^PPOTrainer: prompts .*{named}") as caught:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import compress, takewhile
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -65,10 +65,15 @@ def take_prompts(
     if given.keys() & {"prompt", *CONVERSATIONS}:
         return reader.read(prompts if isinstance(prompts, Dataset) else table_of(given), "prompt", "prompts")
     if TOKENS not in given:
-        raise DataError(f"PPOTrainer: prompts has no column `prompt` or `{TOKENS}`; the columns are {', '.join(given)}")
+        names = ", ".join(map(str, given))
+        raise DataError(f"PPOTrainer: prompts has no column `prompt` or `{TOKENS}`; the columns are {names}")
     rows = list(given[TOKENS])
     if MASK in given:
-        rows = [list(compress(*row)) for row in zip(rows, given[MASK], strict=True)]
+        try:
+            pairs = [zip(*row, strict=True) for row in zip(rows, given[MASK], strict=True)]
+            rows = [[token for token, is_text in row if is_text] for row in pairs]
+        except (TypeError, ValueError):
+            raise DataError(f"PPOTrainer: prompts has not one number of `{MASK}` for each of `{TOKENS}`") from None
         ids = token_lists(rows, "prompt", policy.model.config.get_text_config().vocab_size)
     else:
         ids = without_padding(rows, "prompt", policy.model, tokenizer, config)
@@ -84,6 +89,8 @@ def _columns(prompts: Any) -> Mapping[str, Sequence[Any]]:
     if isinstance(prompts, list | tuple):
         first = prompts[0] if prompts else ""
         if isinstance(first, Mapping):
+            if strange := [row for row in prompts if not isinstance(row, Mapping)]:
+                raise DataError(f"PPOTrainer: prompts has rows of columns, and {strange[0]!r:.60}; give one kind")
             names = dict.fromkeys(name for row in prompts for name in row)
             return {name: [row.get(name) for row in prompts] for name in names}
         is_text = isinstance(first, str) or (isinstance(first, list) and first and isinstance(first[0], Mapping))

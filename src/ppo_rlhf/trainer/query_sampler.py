@@ -63,13 +63,12 @@ class QuerySampler:
             masks = attention_mask.bool().reshape(len(rows), -1)
             real = [row[mask] for row, mask in zip(rows, masks, strict=True)]
             prompt_ids = token_lists(real, "query", self.vocabulary)
-        at_a_time = config.local_rollout_forward_batch_size if batch_size is None else batch_size
-        if batch_size is not None and batch_size < 1:
-            raise ConfigError(f"generate: batch_size={batch_size} is below 1")
         arguments = dict(arguments)
         copies = arguments.pop("num_return_sequences", 1)
-        if not isinstance(copies, int) or copies < 1:
-            raise ConfigError(f"generate: num_return_sequences={copies!r} is not a whole number of 1 or more")
+        counts = {"batch_size": 1 if batch_size is None else batch_size, "num_return_sequences": copies}
+        for name, count in counts.items():
+            if not isinstance(count, int) or count < 1:
+                raise ConfigError(f"generate: {name}={count!r} is not a whole number of 1 or more")
         settings = _sampling(state.sampling, arguments, self.vocabulary)
         if copies > 1 and settings.top_k == 1:
             raise ConfigError(f"generate: num_return_sequences={copies} would repeat one greedy response; sample")
@@ -90,7 +89,7 @@ class QuerySampler:
             self._noise(len(prompt_ids))[:, : settings.response_length],
             settings,
             config,
-            batch_size=at_a_time,
+            batch_size=config.local_rollout_forward_batch_size if batch_size is None else batch_size,
         )
         self.started = self.started or started
         self.seconds += time.perf_counter() - started
@@ -123,7 +122,8 @@ def _stop_ids(value: Any) -> dict[str, Any]:
 
 _ARGUMENTS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "max_new_tokens": lambda value: {"response_length": int(value)},
-    "min_length": lambda _: {"min_response_length": 0},  # before min_new_tokens, which wins if both are given
+    # before min_new_tokens, which wins if both are given
+    "min_length": lambda value: {"min_response_length": 0, "min_length": int(value or 0)},
     "min_new_tokens": lambda value: {"min_response_length": int(value or 0)},
     "temperature": lambda value: {"temperature": float(value)},
     "top_k": lambda value: {"top_k": int(value or 0)},
@@ -155,10 +155,11 @@ def _sampling(run: SamplingSettings, arguments: Mapping[str, Any], vocabulary: i
         if name in arguments:
             try:
                 changes |= read(arguments[name])
-            except (TypeError, ValueError):
+            except (TypeError, ValueError, OverflowError):
                 raise ConfigError(f"generate: {name}={arguments[name]!r} is not a number") from None
+    min_length = changes.pop("min_length", 0)
     found = dataclasses.replace(run, **changes)
-    longest, length, min_length = run.response_length, found.response_length, int(arguments.get("min_length") or 0)
+    longest, length = run.response_length, found.response_length
     rules = {
         f"max_new_tokens={length} is not in 1 to ppo.response_length={longest}, the most tokens that a response may "
         "have in training; lower it, or raise ppo.response_length": 1 <= length <= longest,
