@@ -36,8 +36,7 @@ class PromptDataset:
     def of_table(cls, table: Dataset) -> PromptDataset:
         """Return the prompts of a table with `prompt`, `prompt_ids` and the other columns."""
         lists: Any = table  # of its columns only what lists have, too, is used
-        others = [name for name in table.column_names if name not in PROMPT_COLUMNS]
-        columns = {name: lists[name] for name in others}
+        columns = {name: lists[name] for name in table.column_names if name not in PROMPT_COLUMNS}
         chats = lists["prompt_chat"] if "prompt_chat" in table.features else []
         return cls(lists["prompt_ids"], lists["prompt"], columns, chats)
 
