@@ -118,6 +118,7 @@ def take_reward(reward: Any, policy: TrainedModel, config: PPOConfig) -> RewardS
         ModelError: The reward model cannot be used, or cannot be the start of the critic.
     """
     device, batch_size, dtype = policy.model.device, config.local_rollout_forward_batch_size, frozen_dtype(config)
+    offload = config.offload_reward_model
     if reward is None:
         reward = config.reward_model_path
     path = config.reward_model_path
@@ -128,31 +129,24 @@ def take_reward(reward: Any, policy: TrainedModel, config: PPOConfig) -> RewardS
         if handle is not None and reward.needs_model:
             _check_ids_of_critic(handle.tokenizer(), policy, config)
         return build_reward_scorer(
-            reward,
-            handle,
-            policy.tokenizer,
-            batch_size=batch_size,
-            device=device,
-            dtype=dtype,
-            offload=config.offload_reward_model,
+            reward, handle, policy.tokenizer, batch_size=batch_size, device=device, dtype=dtype, offload=offload
         )
     model, tokenizer = reward if isinstance(reward, tuple) and len(reward) == 2 else (reward, None)
     if isinstance(model, nn.Module):
         own = tokenizer or policy.tokenizer
         _check_ids_of_critic(own, policy, config)
-        place = HOST if config.offload_reward_model else device
-        model = take_over(model, "reward model", dtype, place).requires_grad_(False)
+        model = take_over(model, "reward model", dtype, HOST if offload else device).requires_grad_(False)
         if why := why_no_reward_model(type(model).__name__, model.config):
             raise ModelError(f"PPOTrainer: a reward model is a sequence classifier with num_labels=1, {why}")
         model = with_mean(model)
-        if config.offload_reward_model:
+        if offload:
             to_host(model)
         if tokenizer is None:
             check_same_vocabulary(model, policy.model, "reward model", "; give reward=(model, tokenizer)")
         ensure_pad_token(own, model.config)
         ensure_pad_id(model, own)
         return RewardScorer([("model", 1.0, ModelScorer(model, own, policy.tokenizer, batch_size, device))], model)
-    if config.offload_reward_model:
+    if offload:
         raise ConfigError(NOTHING_TO_OFFLOAD)
     if reward is None or isinstance(reward, RewardScorer):
         return reward
