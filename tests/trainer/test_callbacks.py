@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import EarlyStoppingCallback, PrinterCallback, TrainerCallback
+from transformers import EarlyStoppingCallback, PrinterCallback, TrainerCallback, TrainerControl
 
 from ppo_rlhf.checkpoints.files import checkpoint_iterations
 from ppo_rlhf.config import PPOConfig
@@ -251,11 +251,12 @@ def test_in_a_loop_of_ones_own_callbacks_are_refused():
 def test_the_main_processs_flags_and_any_processs_error_count_in_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     state = trainer_of().state
     of_this = Callbacks(state, [Recorder(("step", 0), "should_training_stop")], [], tmp_path)
-    monkeypatch.setattr(callbacks, "from_main", lambda flags: [False] * len(flags))  # the main process sets none
+    none = vars(TrainerControl())
+    monkeypatch.setattr(callbacks, "from_all", lambda own: [(none, None), own])  # the main process sets none
     of_this.iteration_ended({}, is_saved=True)
     of_this.settle(lambda: None)
     assert not state.ended
-    monkeypatch.setattr(callbacks, "from_all", lambda own: [own, "The callback of process 1 failed"])
+    monkeypatch.setattr(callbacks, "from_all", lambda own: [own, (none, "The callback of process 1 failed")])
     of_this.iteration_ended({}, is_saved=True)
     with pytest.raises(TrainingError, match="process 1"):
         of_this.settle(lambda: None)

@@ -12,13 +12,12 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError, TrainingError, in_one_line
-from ppo_rlhf.processes import from_all, from_main, is_main_process
+from ppo_rlhf.processes import from_all, is_main_process
 from ppo_rlhf.rewards.functions import load_function
 from ppo_rlhf.whole_files import written_whole
 
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
 EVENTS = ("on_train_begin", "on_step_end", "on_log", "on_evaluate", "on_save", "on_train_end")
 REPORTED = "reported.json"
 """File beside the checkpoints: the last step that was reported, of metrics and of evaluations, and W&B's run."""
-_METRICS, _EVALUATIONS = "metrics", "evaluations"
 NONE, TENSORBOARD, WANDB = "none", "tensorboard", "wandb"
 
 
@@ -41,8 +39,15 @@ def own_callbacks(config: PPOConfig, project_path: Path | None = None) -> list[T
         ConfigError: One is no TrainerCallback, or has an event that PPO's loop lacks.
         RewardError: A name cannot be imported.
     """
-    names = [name.strip() for name in (config.callbacks or "").split(",") if name.strip()]
-    return [checked(_made(load_function(name, project_path), name), f"ppo.callbacks={name}") for name in names]
+    found = []
+    for name in [name.strip() for name in (config.callbacks or "").split(",") if name.strip()]:
+        factory = load_function(name, project_path)
+        try:
+            callback = factory()
+        except Exception as error:  # a user's class can raise anything
+            raise ConfigError(f"ppo.callbacks={name}: making it raised {in_one_line(error)}") from error
+        found.append(checked(callback, f"ppo.callbacks={name}"))
+    return found
 
 
 def reporting_callbacks(config: PPOConfig) -> list[TrainerCallback]:
@@ -101,26 +106,20 @@ class Callbacks:
         *,
         can_evaluate: bool = True,
     ) -> None:
-        """Prepare a run's callbacks.
+        """Prepare the callbacks of a run that is new or resumed; `folder` has its checkpoints, None: none are saved.
 
-        Args:
-            state: The run's, new or resumed.
-            own: A user's callbacks.
-            reporting: From `reporting_callbacks`. They get no step that they have reported before.
-            folder: The folder of the run's checkpoints; None: none are saved.
-            can_evaluate: Whether there are held-out prompts.
+        The `reporting` ones get no step that they have reported before.
         """
+        from transformers import TrainerControl, TrainerState
+
         self._state, self._folder, self._can_evaluate = state, folder, can_evaluate
-        self._all = [*own, *reporting]
-        self._reporting = list(reporting)
+        self._all, self._reporting = [*own, *reporting], list(reporting)
+        self._control = TrainerControl()
         self._error: Exception | None = None
         self._is_saved, self._is_begun = True, False  # what a run resumes from is saved
         self._own_run: Any = None
         if not self._all:
             return
-        from transformers import TrainerControl, TrainerState
-
-        self._control = TrainerControl()
         self._args = _training_arguments(state.config, folder)
         main = is_main_process()
         self._shown = TrainerState(
@@ -149,11 +148,9 @@ class Callbacks:
     def iteration_ended(self, metrics: Mapping[str, float], *, is_saved: bool) -> None:
         """After an iteration; `is_saved` says whether its checkpoint was due, and is written."""
         self._is_saved = is_saved
-        if not self._all:
-            return
         self._control.should_save = self._control.should_evaluate = False
         self._call("on_step_end")
-        self._log(_METRICS, {name: value for name, value in metrics.items() if name != "iteration"})
+        self._log("metrics", {name: value for name, value in metrics.items() if name != "iteration"})
         if is_saved:
             self._call("on_save")
         self._state.evaluation_asked = self._control.should_evaluate
@@ -164,11 +161,11 @@ class Callbacks:
         Only an evaluation of the iteration that the state is at counts.
         """
         self._state.evaluation_asked = False
-        if not self._all or row is None or row["iteration"] != self._state.iteration:
+        if row is None or row["iteration"] != self._state.iteration:
             return
         metrics = {f"eval_{name[5:]}": value for name, value in row.items() if name.startswith("eval/")}
         self._control.should_save = False
-        self._log(_EVALUATIONS, metrics)
+        self._log("evaluations", metrics)
         self._call("on_evaluate", metrics=metrics)
 
     def settle(self, save: Callable[[], None]) -> None:
@@ -207,13 +204,10 @@ class Callbacks:
             self._own_run = None
 
     def _log(self, what: str, logs: Mapping[str, float]) -> None:
-        if self._reporting and (self._reported.get(what) or 0) >= self._state.iteration:
-            self._call("on_log", without=self._reporting, logs=dict(logs))
-            return
-        self._call("on_log", logs=dict(logs))
-        if self._reporting:
-            self._reported[what] = self._state.iteration
-            self._keep_reported()
+        is_repeated = self._reporting and self._reported.get(what, 0) >= self._state.iteration
+        self._call("on_log", without=self._reporting if is_repeated else (), logs=dict(logs))
+        if self._reporting and not is_repeated:
+            self._report(what, self._state.iteration)
 
     def _call(self, event: str, *, without: Sequence[TrainerCallback] = (), **given: Any) -> None:
         """Call an event of the callbacks, and let the processes agree on what came of it."""
@@ -223,28 +217,24 @@ class Callbacks:
         self._shown.global_step = state.iteration
         if "logs" in given:
             self._shown.log_history.append({**given["logs"], "step": state.iteration})
-        models = {"model": state.policy, "processing_class": state.tokenizer, "optimizer": state.policy_optimizer}
-        rest = dict.fromkeys(("lr_scheduler", "train_dataloader", "eval_dataloader"))
+        given |= {"model": state.policy, "processing_class": state.tokenizer, "optimizer": state.policy_optimizer}
+        given |= dict.fromkeys(("lr_scheduler", "train_dataloader", "eval_dataloader"))
         error: Exception | None = None
-        for callback in self._all:
-            if callback in without:
-                continue
+        for callback in [each for each in self._all if each not in without]:
             try:
-                call = partial(getattr(callback, event), self._args, self._shown, self._control)
-                self._control = call(**models, **rest, **given) or self._control
+                answer = getattr(callback, event)(self._args, self._shown, self._control, **given)
+                self._control = answer or self._control
             except Exception as raised:  # a user's callback can raise anything
                 name = f"{type(callback).__name__}.{event}"
                 error = TrainingError(f"The callback {name} raised {type(raised).__name__}: {in_one_line(raised)}")
                 error.__cause__ = raised
                 break
-        control = self._control
-        names = ("should_training_stop", "should_save", "should_evaluate", "should_epoch_stop", "should_log")
-        for name, value in zip(names, from_main([getattr(control, each) for each in names]), strict=True):
-            setattr(control, name, value)
+        flags, errors = zip(*from_all((asdict(self._control), error and str(error))), strict=True)
+        for name, value in flags[0].items():  # the main process's
+            setattr(self._control, name, value)
         self._error = error or self._refusal()
-        first = next((text for text in from_all(self._error and str(self._error)) if text is not None), None)
-        if first is not None and self._error is None:
-            self._error = TrainingError(first)
+        if self._error is None and any(errors):
+            self._error = TrainingError(next(filter(None, errors)))
             self._error.__cause__ = RuntimeError("in another process")
 
     def _refusal(self) -> ConfigError | None:
@@ -280,20 +270,13 @@ class Callbacks:
             self._own_run = wandb.init(project=os.environ.get("WANDB_PROJECT", "huggingface"), **again)
         except Exception as error:  # no key, no network
             raise ConfigError(f"ppo.report_to=wandb: {in_one_line(error)}") from error
-        self._reported[WANDB] = self._own_run.id
-        self._keep_reported()
+        self._report(WANDB, self._own_run.id)
 
-    def _keep_reported(self) -> None:
+    def _report(self, what: str, value: Any) -> None:
+        self._reported[what] = value
         if self._folder is not None and is_main_process():
             with written_whole(self._folder / REPORTED) as draft:
                 draft.write_text(json.dumps(self._reported))
-
-
-def _made(factory: Callable[..., Any], name: str) -> Any:
-    try:
-        return factory()
-    except Exception as error:  # a user's class can raise anything
-        raise ConfigError(f"ppo.callbacks={name}: making it raised {in_one_line(error)}") from error
 
 
 def _training_arguments(config: PPOConfig, folder: Path | None) -> Any:
