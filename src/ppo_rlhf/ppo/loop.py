@@ -2,8 +2,7 @@
 
     rollouts -> scores -> shaped rewards -> advantages -> update -> metrics -> advance -> (checkpoint, evaluation)
 
-Where to add things: a loss term in `ppo/update.py` (`compute_gradients`), a sampler in `ppo/sampling.py` (an engine), a
-kind of reward in `rewards/scorers.py` (a Python reward function of your own needs only configuration).
+Where to add things: docs/architecture.md.
 """
 
 from __future__ import annotations
@@ -13,36 +12,12 @@ from collections.abc import Callable
 from transformers import PreTrainedModel
 
 from ppo_rlhf.data.prompt_dataset import PromptDataset
-from ppo_rlhf.ppo.experience import (
-    Experience,
-    Scores,
-    ShapedRewards,
-    estimate_advantages,
-    score_responses,
-    shape_rewards,
-)
-from ppo_rlhf.ppo.metrics import Update, iteration_metrics
+from ppo_rlhf.ppo.experience import Experience, estimate_advantages, score_responses, shape_rewards
+from ppo_rlhf.ppo.metrics import iteration_metrics
 from ppo_rlhf.ppo.rollout import Rollouts, generate_rollouts
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.ppo.update import optimise_policy
 from ppo_rlhf.rewards.scoring import RewardScorer
-
-__all__ = [
-    "Experience",
-    "Rollouts",
-    "Scores",
-    "ShapedRewards",
-    "Update",
-    "estimate_advantages",
-    "generate_rollouts",
-    "iterate",
-    "iteration_metrics",
-    "learn",
-    "optimise_policy",
-    "score_responses",
-    "shape_rewards",
-    "train",
-]
 
 
 def train(
@@ -53,12 +28,10 @@ def train(
     after_iteration: Callable[[dict[str, float]], None],
     before_update: Callable[[Experience], None] | None = None,
 ) -> None:
-    """Run every iteration that is left, and call `after_iteration` with the metrics of each.
+    """Run every iteration that is left. `before_update` gets the experience that each update learns from.
 
-    `before_update` gets the experience that each update learns from.
-
-    `after_iteration` logs, saves a checkpoint when one is due, and then evaluates when that is due: an evaluation that
-    fails loses no iteration (decision 0011).
+    `after_iteration` gets the metrics of each. It logs, saves a checkpoint when one is due, and then evaluates when
+    that is due: an evaluation that fails loses no iteration (decision 0011).
     """
     while not state.finished:
         after_iteration(iterate(state, reference_policy, prompts, scorer, before_update))
