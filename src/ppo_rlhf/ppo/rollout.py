@@ -181,40 +181,24 @@ def sample_responses(
 ) -> Responses:
     """Sample a response to each of N prompts; each process samples its own share, and all get all of them.
 
-    With an environment a response has several turns. `sampling.engine` does all this by itself, without `uniforms`.
-
-    Args:
-        policy: A causal language model.
-        prompts: N prompts.
-        uniforms: `[N, T]` float64 in [0, 1): the noise.
-        sampling: How tokens are drawn.
-        config: Engine and precision.
-        batch_size: Responses decoded at a time; None: what memory allows.
+    With an environment a response has several turns. `sampling.engine` does all this by itself, without the noise
+    `uniforms`, `[N, T]` float64 in [0, 1). `batch_size` responses are decoded at a time; None: what memory allows.
     """
     if sampling.engine is not None:
         return sampling.engine(policy, prompts.prompt_ids, sampling)
     hands = dealt_rows([len(ids) for ids in prompts.prompt_ids])
     mine = hands[own_rank()]
     noise, own_prompts = uniforms[mine], prompts.select(mine)
-    engine = config.rollout_engine
     with on_device(policy, policy.device), autocast(config, policy.device):
         if sampling.environment is None:
-            own = generate_responses(
-                policy, own_prompts.prompt_ids, noise, sampling, engine=engine, batch_size=batch_size
-            )
+            sample = partial(generate_responses, policy, own_prompts.prompt_ids)
         else:
-            own = sample_episodes(policy, own_prompts, noise, sampling, engine=engine, batch_size=batch_size)
-
-    def of_all(rows: Tensor) -> Tensor:
-        return gather_dealt(rows, hands)
-
-    return Responses(
-        of_all(own.response_ids),
-        of_all(own.lengths),
-        of_all(own.terminated),
-        None if own.policy_mask is None else of_all(own.policy_mask),
-        None if own.sampler_logprobs is None else of_all(own.sampler_logprobs),
-    )
+            sample = partial(sample_episodes, policy, own_prompts)
+        own = sample(noise, sampling, engine=config.rollout_engine, batch_size=batch_size)
+    of_all: dict[str, Any] = {
+        name: rows if rows is None else gather_dealt(rows, hands) for name, rows in vars(own).items()
+    }
+    return Responses(**of_all)
 
 
 def response_batch(prompts: PromptDataset, responses: Responses, tokenizer: PreTrainedTokenizerBase) -> ResponseBatch:
@@ -245,14 +229,8 @@ def complete_rollouts(
 ) -> Rollouts:
     """Turn responses into the next iteration's rollouts: add old and reference log-probabilities.
 
-    Args:
-        state: Training state.
-        reference_policy: The frozen SFT policy.
-        prompts: The prompt of each response.
-        responses: `batch_size` responses, in as many columns as `response_length`.
-        config: Hyperparameters.
-        started: `time.perf_counter()` when the iteration began.
-        generation_seconds: Duration of the sampling, if it is known.
+    There are `batch_size` prompts and responses, these in as many columns as `response_length`. The iteration `started`
+    at that `time.perf_counter()`.
     """
     sampled = time.perf_counter()
     epochs = cut_batch(
@@ -307,17 +285,8 @@ def compute_logprobs(
     """Return the log-probabilities `[N, T]` of the policy's tokens under a model, 0 elsewhere.
 
     Each process computes its share, without gradients. Rows of similar length go together, so that models that need
-    padding compute little of it.
-
-    Args:
-        model: A causal language model with dropout off. An offloaded one is on the device during the call.
-        prompt_ids: N prompts as token ids.
-        responses: The response to each.
-        config: Precision.
-        temperature: Divides the logits.
-        device: Where the model computes.
-        batch_size: Responses in one forward pass; None: what memory allows.
-        pad_token_id: Any id inside the vocabulary; its value has no effect.
+    padding compute little of it. The model has dropout off; an offloaded one is on the device during the call. A
+    forward pass has `batch_size` responses; None: what memory allows. Which id pads has no effect.
     """
     tokens = [len(ids) + length for ids, length in zip(prompt_ids, responses.lengths.tolist(), strict=True)]
     hands = dealt_rows(tokens)
@@ -365,11 +334,7 @@ def _first_forward(
     epochs: Epochs,
     reference: PreTrainedModel | None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return log-probabilities and entropies `[B, T]` of the forward passes that the update's first epoch repeats.
-
-    They are 0 on all tokens but the policy's. With a reference policy the KL `[B, T]` from it over the whole vocabulary
-    too, and with a shared trunk the values `[B, T + 1]`, else None.
-    """
+    """Return log-probabilities, entropies, KL and values of the passes that the first epoch repeats, as `Rollouts`."""
     rows, width = responses.response_ids.shape
     groups, hands = first_epoch(epochs), first_hands(epochs)
     forward = PolicyForward(state.policy, state.critic, state.config.temperature)

@@ -100,15 +100,15 @@ def generate_responses(
 
     Args:
         model: A causal language model with dropout off.
-        prompt_ids: N prompts as token ids, at least one token each; N may be 0.
+        prompt_ids: N prompts as token ids, at least one token each; a process may have none.
         uniforms: `[N, T]` float64 in [0, 1), one for each (episode, step).
-        settings: Length, temperature, filters, stop tokens.
+        settings: How tokens are drawn.
         engine: `static` or `hf`, which also decodes architectures that need padding.
         batch_size: Prompts decoded at a time; the tokens depend on it only by rounding. None: what memory allows.
     """
     dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
-    tokens = [torch.empty(0, settings.response_length, dtype=torch.long)]  # a process may have no prompts
-    logprobs = [torch.empty(0, settings.response_length, dtype=dtype)]
+    tokens = torch.full((len(prompt_ids), settings.response_length), settings.pad_token_id)
+    logprobs = torch.zeros(tokens.shape, dtype=dtype)
     if batch_size is None:
         longest = max((len(ids) for ids in prompt_ids), default=0)
         tokens_at_most = longest + settings.response_length
@@ -117,10 +117,10 @@ def generate_responses(
         decode = _decode_packed if engine == "static" and decodes(model) else _decode_with_generate
         for start in range(0, len(prompt_ids), batch_size):
             noise = uniforms[start : start + batch_size].to(model.device)
-            rows, row_logprobs = decode(model, prompt_ids[start : start + batch_size], noise, settings)
-            tokens.append(_widen(rows, settings.response_length, settings.pad_token_id).cpu())
-            logprobs.append(_widen(row_logprobs, settings.response_length, 0.0).cpu())
-    return responses_of(torch.cat(tokens), torch.cat(logprobs), settings)
+            found, found_logprobs = decode(model, prompt_ids[start : start + batch_size], noise, settings)
+            place = slice(start, start + batch_size), slice(found.shape[1])
+            tokens[place], logprobs[place] = found.cpu(), found_logprobs.cpu()
+    return responses_of(tokens, logprobs, settings)
 
 
 def responses_of(tokens: Tensor, logprobs: Tensor, settings: SamplingSettings) -> Responses:
@@ -241,7 +241,3 @@ def _sample(logits: Tensor, uniforms: Tensor, step: int, settings: SamplingSetti
         continuing[:, stop_token_id] = -torch.inf
     tokens, _ = sample_tokens(continuing, noise, temperature=temperature, top_k=settings.top_k, top_p=settings.top_p)
     return tokens, token_logprobs(wide[:, None], tokens[:, None], temperature)[:, 0]
-
-
-def _widen(rows: Tensor, width: int, value: float) -> Tensor:
-    return torch.nn.functional.pad(rows, (0, width - rows.shape[1]), value=value)
