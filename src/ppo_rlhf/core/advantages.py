@@ -66,14 +66,14 @@ def generalized_advantage_estimate(
     check_dimensions(where, "BT", rewards=rewards)
     check_same_shape(where, rewards=rewards, values=values, mask=mask)
     check_range(where, at_least=0.0, at_most=1.0, gamma=gamma)
+    dtype = compute_dtype(rewards, values)
     if isinstance(lam, Tensor):
         check_one_per_row(where, rewards.shape[0], lam=lam)
-        lam = lam.to(compute_dtype(rewards, values))
+        lam = lam.to(dtype)
     else:
         check_range(where, at_least=0.0, at_most=1.0, lam=lam)
     is_response_BT = as_bool(mask)
     check_prefix_mask(where, is_response_BT)
-    dtype = compute_dtype(rewards, values)
 
     rewards_BT = select(rewards, is_response_BT, dtype)
     values_BT = select(values, is_response_BT, dtype)

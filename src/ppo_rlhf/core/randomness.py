@@ -32,26 +32,14 @@ def episode_uniforms(seed: int, stream: str, index: int, rows: int, steps: int) 
 
 
 def episode_prompts(seed: int, iteration: int, batch_size: int, num_prompts: int) -> list[int]:
-    """Return the prompt indices of one iteration's episodes.
+    """Return the prompt indices of the `batch_size` episodes of an iteration, counted from 1.
 
     Episodes run through one seeded permutation of the prompts per pass, without a break between passes, so each
     prompt is used equally often.
-
-    Args:
-        seed: The run's seed.
-        iteration: Iteration, counted from 1.
-        batch_size: Episodes an iteration.
-        num_prompts: Prompts in the data set, at least 1.
     """
-    first = (iteration - 1) * batch_size
-    passes: dict[int, list[int]] = {}
-    indices = []
-    for episode in range(first, first + batch_size):
-        number, position = divmod(episode, num_prompts)
-        if number not in passes:
-            passes[number] = permutation(num_prompts, seed, "prompts", number).tolist()
-        indices.append(passes[number][position])
-    return indices
+    places = [divmod(episode, num_prompts) for episode in range((iteration - 1) * batch_size, iteration * batch_size)]
+    passes = {number: permutation(num_prompts, seed, "prompts", number).tolist() for number in dict(places)}
+    return [passes[number][position] for number, position in places]
 
 
 def minibatch_partition(seed: int, iteration: int, epoch: int, size: int, num_mini_batches: int) -> list[list[int]]:

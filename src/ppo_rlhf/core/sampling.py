@@ -40,7 +40,13 @@ def sample_tokens(
         ShapeError: `logits` is not [B, V] or `uniforms` not [B].
         ConfigError: `temperature`, `top_k` or `top_p` is out of range.
     """
-    _check_arguments(logits, uniforms, temperature, top_k, top_p)
+    where = "sample_tokens"
+    check_dimensions(where, "BV", logits=logits)
+    check_one_per_row(where, logits.shape[0], uniforms=uniforms)
+    check_range(where, above=0.0, temperature=temperature)
+    check_range(where, above=0.0, at_most=1.0, top_p=top_p)
+    if top_k < 0 or int(top_k) != top_k:
+        raise ConfigError(f"{where}: top_k={top_k!r}; it must be a whole number >= 0. Use 0 to keep every token.")
     vocabulary = logits.shape[1]
     z_BV = logits.to(compute_dtype(logits))
     if temperature != 1.0:
@@ -88,13 +94,3 @@ def _smallest_kept_logit(z_BV: Tensor, top_k: int, top_p: float) -> Tensor:
 def _weights(z: Tensor, candidates: Tensor) -> Tensor:
     """exp(z − highest candidate) in float64; candidates are in descending order."""
     return (z - candidates[:, :1]).to(torch.float64).exp_()
-
-
-def _check_arguments(logits: Tensor, uniforms: Tensor, temperature: float, top_k: int, top_p: float) -> None:
-    where = "sample_tokens"
-    check_dimensions(where, "BV", logits=logits)
-    check_one_per_row(where, logits.shape[0], uniforms=uniforms)
-    check_range(where, above=0.0, temperature=temperature)
-    check_range(where, above=0.0, at_most=1.0, top_p=top_p)
-    if top_k < 0 or int(top_k) != top_k:
-        raise ConfigError(f"{where}: top_k={top_k!r}; it must be a whole number >= 0. Use 0 to keep every token.")

@@ -61,9 +61,7 @@ def masked_whiten(
     check_same_shape("masked_whiten", x=x, mask=mask)
     selected = as_bool(mask)
     dtype = compute_dtype(x)
-    mean: Tensor | float
-    variance: Tensor | float
-    mean, variance = _moments(x, selected, unbiased=True) if moments is None else moments
+    mean, variance = moments or _moments(x, selected, unbiased=True)
     variance = torch.as_tensor(variance, dtype=dtype, device=x.device)
     if dtype != torch.float64 and not bool(variance.isfinite()):  # the square overflows, the deviation need not
         return masked_whiten(x.double(), mask, shift_mean=shift_mean, moments=moments).to(dtype)
