@@ -64,7 +64,7 @@ def make_batch(
     """Put each response after its prompt, trimmed to the longest response of these rows, on the CPU.
 
     Args:
-        prompt_ids: B prompts as token ids.
+        prompt_ids: B prompts.
         response_ids: `[B, T]` long; columns beyond each length are ignored.
         lengths: `[B]` long, tokens in each response, at least 1.
         pad_token_id: Any id inside the vocabulary.
@@ -143,30 +143,15 @@ def cut_batch(
     """Return the minibatches of every epoch of an iteration's update.
 
     The minibatches depend only on the seed; each process gets as many rows of every one, and of about as many tokens.
-    All hands are cut into equally many micro-batches, since in some passes all processes take part (FSDP2).
-
-    Args:
-        config: Sizes, token budget and seed.
-        iteration: From 1.
-        prompt_lengths: Tokens of each row's prompt.
-        response_lengths: Tokens of each row's response.
-        padded: Whether policy or critic compute padding, which then counts in the token budget.
+    All hands are cut into equally many micro-batches, since in some passes all processes take part (FSDP2). `padded`
+    says whether policy or critic compute padding, which then counts in the token budget.
     """
 
     def cut(rows: list[int], epoch: int) -> Minibatch:
         dealt = dealt_rows([prompt_lengths[row] + response_lengths[row] for row in rows])
         hands = [[rows[place] for place in hand] for hand in dealt]
-        cuts = [
-            micro_batches(
-                hand,
-                config.local_micro_batch_size,
-                prompt_lengths,
-                response_lengths,
-                config.max_tokens_per_micro_batch,
-                padded=padded,
-            )
-            for hand in hands
-        ]
+        budget = config.local_micro_batch_size, prompt_lengths, response_lengths, config.max_tokens_per_micro_batch
+        cuts = [micro_batches(hand, *budget, padded=padded) for hand in hands]
         own = _in_pieces(cuts[own_rank()], max(map(len, cuts)))
         return Minibatch(rows, own, hands, epoch < config.num_ppo_epochs)
 

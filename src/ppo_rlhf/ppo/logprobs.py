@@ -53,13 +53,9 @@ class PolicyForward(nn.Module):
     def forward(
         self, batch: SequenceBatch, *, with_entropy: bool = False, learns: bool = True, reference: Reference = None
     ) -> PolicyOutput:
-        """Compute the output for one micro-batch.
+        """Compute the output for B sequences with T response columns.
 
-        Args:
-            batch: B sequences with T response columns.
-            with_entropy: Whether to compute entropies.
-            learns: False computes the policy without gradients; a value head on its trunk still has them.
-            reference: Runs without gradients.
+        `learns=False` computes the policy without gradients; a value head on its trunk still has them.
         """
         with torch.set_grad_enabled(learns and torch.is_grad_enabled()):
             states = hidden_states_at(backbone_of(self.policy), batch.rows, batch.state_positions)
@@ -97,16 +93,9 @@ def response_statistics(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return log-probabilities `[B, T]` of the response tokens, and entropies and KL `[B, T]` if asked for.
 
-    They are differentiable in the model. Logits are computed only for the states before response tokens, and never more
+    They are differentiable in the model, whose last hidden states at `batch.state_positions` are `states_MH`; the
+    reference runs without gradients. Logits are computed only for the states before response tokens, and never more
     than `LOGITS_HELD` at a time of each model.
-
-    Args:
-        model: A causal language model.
-        batch: B sequences.
-        states_MH: Its last hidden states at `batch.state_positions`.
-        temperature: Divides the logits.
-        with_entropy: Whether to compute entropies.
-        reference: Runs without gradients.
     """
     head = logits_of(model)
 

@@ -83,12 +83,9 @@ def add_over_processes(steps: list[StepSums]) -> list[StepSums]:
 
 
 def iteration_metrics(state: TrainingState, experience: Experience, update: Update) -> dict[str, float]:
-    """Return every metric of an iteration, in the order of docs/metrics.md.
+    """Return every metric of an iteration after its update, before the state advances, in the order of docs/metrics.md.
 
-    Args:
-        state: After the update, before it advances to the next iteration.
-        experience: What the update was done on.
-        update: What the update measured. Steps without a token are left out of the averages, unless all are.
+    Steps without a token are left out of the averages, unless all are.
     """
     metrics = {
         **_objective(experience, state.config),
@@ -182,10 +179,8 @@ def _responses(experience: Experience, config: PPOConfig) -> dict[str, Tensor | 
 
 def _speed(experience: Experience, optimise_seconds: float) -> dict[str, float]:
     rollouts = experience.rollouts
-    iteration_seconds = time.perf_counter() - rollouts.started
-    rate: dict[str, float] = {}
-    if rollouts.generation_seconds is not None:
-        rate = {"throughput/generated_tokens_per_s": int(rollouts.mask.sum()) / rollouts.generation_seconds}
+    iteration_seconds, sampling = time.perf_counter() - rollouts.started, rollouts.generation_seconds
+    rate = {} if sampling is None else {"throughput/generated_tokens_per_s": int(rollouts.mask.sum()) / sampling}
     return {
         "time/rollout_s": rollouts.seconds,
         "time/score_s": experience.scores.seconds,

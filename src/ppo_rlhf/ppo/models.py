@@ -122,12 +122,7 @@ def build_critic(
 ) -> AnyCritic:
     """Return the critic that `ppo.value_model` asks for; with `use_peft` its backbone is an adapter on shared weights.
 
-    Args:
-        config: Hyperparameters.
-        policy: The policy that trains.
-        reward_model: The reward model, if there is one.
-        value_head: Where a head on the policy's states starts; None starts it at zero.
-        stored_critic: From `load_stored_critic`.
+    A head on the policy's states starts as `value_head`; None starts it at zero.
 
     Raises:
         ConfigError: `reward_init` without a reward model, or `pretrained` without a stored critic.

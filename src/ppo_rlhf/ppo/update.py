@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -71,7 +72,9 @@ def run_epochs(state: TrainingState, experience: Experience) -> list[StepSums]:
     for epoch in experience.rollouts.epochs:
         pieces = iter(_on_device(state, experience, epoch, mask, advantages))
         for minibatch in epoch:
-            step = compute_gradients(state, experience, minibatch, mask, pieces)
+            step = compute_gradients(
+                state, experience, minibatch, mask, [next(pieces) for _ in minibatch.micro_batches]
+            )
             steps.append(step)
             state.updating = True
             if config.target_kl is not None:
@@ -123,34 +126,23 @@ def _on_device(
 
 
 def compute_gradients(
-    state: TrainingState, experience: Experience, minibatch: Minibatch, mask: Tensor, pieces: Iterator[MicroBatch]
+    state: TrainingState, experience: Experience, minibatch: Minibatch, mask: Tensor, pieces: list[MicroBatch]
 ) -> StepSums:
-    """Accumulate the gradients of policy and critic over the micro-batches of one minibatch.
+    """Accumulate the gradients of policy and critic over this process's micro-batches of one minibatch.
 
-    Args:
-        state: Its models get the gradients.
-        experience: Rollouts and the KL coefficient.
-        minibatch: The rows of this optimiser step.
-        mask: `[B, T]` bool, True on the tokens that the losses count.
-        pieces: The next ones are the minibatch's micro-batches.
-
-    Returns:
-        Losses and token sums of this process's micro-batches, and the number of tokens of the whole minibatch.
+    Returns their losses and token sums, and the number of tokens of the whole minibatch: those that `mask`, `[B, T]`
+    bool, has in its rows.
     """
     config, accelerator = state.config, state.accelerator
     learns = experience.rollouts.iteration > config.critic_warmup_iterations
     whole_mask, aggregation = mask[minibatch.rows], config.loss_aggregation  # of all processes
     step = StepSums(tokens=int(whole_mask.sum()), with_policy=minibatch.with_policy)
-    denominator = float(aggregation_count(whole_mask, aggregation, fixed_length=config.response_length))
-    positive, positives = positive_mask(experience, mask, config), 0.0
-    if positive is not None:
-        examples = positive[minibatch.rows]
-        positives = float(aggregation_count(examples, aggregation, fixed_length=config.response_length))
-
+    count = partial(aggregation_count, loss_aggregation=aggregation, fixed_length=config.response_length)
+    denominator, positive = float(count(whole_mask)), positive_mask(experience, mask, config)
+    positives = 0.0 if positive is None else float(count(positive[minibatch.rows]))
     asked = {"with_entropy": bool(config.entropy_coef), "reference": experience.rollouts.reference_policy}
-    for number in range(1, len(minibatch.micro_batches) + 1):
-        piece = next(pieces)
-        with synchronised(state, is_last=number == len(minibatch.micro_batches)):
+    for piece in pieces:
+        with synchronised(state, is_last=piece is pieces[-1]):
             if minibatch.with_policy:
                 with accelerator.autocast():
                     output = state.policy_forward(piece.batch, learns=learns, **asked)
