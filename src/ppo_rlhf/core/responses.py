@@ -37,17 +37,9 @@ def response_lengths(response_ids: Tensor, stop_token_ids: Sequence[int]) -> tup
 
 
 def length_mask(lengths: Tensor, width: int) -> Tensor:
-    """Mask of the first `lengths[b]` columns of each row.
+    """Mask of the first `lengths[b]` columns of each row: bool [B, width], from integers [B] in 0..width.
 
-    Args:
-        lengths: Integers [B], each in 0..width.
-        width: Number of columns, T.
-
-    Returns:
-        bool [B, width], True on real tokens.
-
-    Raises:
-        ShapeError: `lengths` is not [B], or a length is outside 0..width.
+    Raises ShapeError if `lengths` is not [B], or a length is outside 0..width.
     """
     check_dimensions("length_mask", "B", lengths=lengths)
     if len(lengths) and not bool(((lengths >= 0) & (lengths <= width)).all()):

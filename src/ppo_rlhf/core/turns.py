@@ -13,15 +13,8 @@ def compact(values: Tensor, mask: Tensor) -> Tensor:
     It closes the gaps, so GAE treats the policy's last token of a turn and its first token of the next one as
     consecutive steps: an environment's tokens are neither actions nor steps (as in verl's GAE).
 
-    Args:
-        values: [B, T]; anything where the mask is False.
-        mask: [B, T], True on the tokens to keep; holes are fine.
-
-    Returns:
-        [B, T]; the kept tokens of row b are the first `mask[b].sum()` columns.
-
-    Raises:
-        ShapeError: shapes do not fit.
+    `values` [B, T] may be anything where `mask` [B, T], which may have holes, is False. The result is [B, T]: the kept
+    tokens of row b are the first `mask[b].sum()` columns. Raises ShapeError if shapes do not fit.
     """
     kept_BT = _checked("compact", values, mask)
     compacted_BT = torch.zeros_like(values)
@@ -35,17 +28,9 @@ def compact_mask(mask: Tensor) -> Tensor:
 
 
 def spread(values: Tensor, mask: Tensor) -> Tensor:
-    """Undo `compact`: move the first values of each row back to its masked tokens; 0 elsewhere.
+    """Undo `compact`: move the first values [B, T] of each row back to the True places of its mask [B, T]; 0 elsewhere.
 
-    Args:
-        values: [B, T]; columns of row b after the first `mask[b].sum()` are not looked at.
-        mask: [B, T], the mask that `compact` was given.
-
-    Returns:
-        [B, T], 0 where the mask is False.
-
-    Raises:
-        ShapeError: shapes do not fit.
+    Columns of row b after the first `mask[b].sum()` are not looked at. Raises ShapeError if shapes do not fit.
     """
     kept_BT = _checked("spread", values, mask)
     spread_BT = torch.zeros_like(values)

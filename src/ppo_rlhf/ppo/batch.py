@@ -63,12 +63,8 @@ def make_batch(
 ) -> SequenceBatch:
     """Put each response after its prompt, trimmed to the longest response of these rows, on the CPU.
 
-    Args:
-        prompt_ids: B prompts.
-        response_ids: `[B, T]` long; columns beyond each length are ignored.
-        lengths: `[B]` long, tokens in each response, at least 1.
-        pad_token_id: Any id inside the vocabulary.
-        fill: Whether tokens, states and targets are filled up to a size that other batches have, too.
+    Of the responses `[B, T]` the first `lengths`, `[B]` and at least 1, are read. The pad token is any of the
+    vocabulary. `fill`: tokens, states and targets are filled up to a size that other batches have, too.
     """
     is_response = torch.arange(int(lengths.max())) < lengths.cpu()[:, None]
     pairs = zip(prompt_ids, without_padding(response_ids, lengths), strict=True)

@@ -1,9 +1,6 @@
 """Transformers' TrainerCallbacks in PPO's loop, a user's and those that report to TensorBoard, W&B and others.
 
-    on_train_begin, then an iteration's on_step_end, on_log, on_save if it is saved, on_log and on_evaluate if it is
-    evaluated; on_train_end once training is complete
-
-A step is an iteration. Of a callback's control, should_training_stop, should_save and should_evaluate act.
+Which events come when, and which flags act: docs/callbacks.md.
 """
 
 from __future__ import annotations

@@ -29,17 +29,9 @@ def sample_episodes(
 ) -> Responses:
     """Sample an episode for each of N prompts; the token in column t is drawn with the uniform of column t.
 
-    An episode is over when the environment has no reply. It is cut off when a turn has no stop token, or when the reply
-    and one more turn have no room in it.
-
-    Args:
-        policy: A causal language model with dropout off.
-        prompts: N prompts.
-        uniforms: `[N, T]` float64 in [0, 1).
-        settings: With an environment, which answers every turn that ended in a stop token. `response_length` T holds
-            the whole episode, the replies included.
-        engine: As in `generate_responses`.
-        batch_size: Turns decoded at a time; None: what memory allows.
+    The environment of the settings answers every turn that ended in a stop token; where it has no reply the episode is
+    over. It is cut off when a turn has no stop token, or when the reply and one more turn have no room in the T =
+    `response_length` tokens of an episode. The arguments are those of `generate_responses`.
 
     Raises:
         RewardError: As `environments.reply_by_function`.

@@ -93,13 +93,9 @@ def learning_rate_factor(config: PPOConfig, iteration: int, peak: float | None =
     """Return the factor on a peak learning rate in an iteration, counted from 1.
 
     transformers' schedules start a warm-up at 0 and end a decay at 0; here iteration i of a warm-up over w has the
-    factor i / w, and after it step i - 1 of n is taken: no rate of a model that learns is ever 0.
-
-    Args:
-        config: Names the schedule and the warm-up.
-        iteration: From 1.
-        peak: The peak learning rate; only the polynomial schedule, which ends at 1e-7, looks at it. None: the policy's.
-        resting: Iterations at the start in which the model does not learn; i, n and w count those after them.
+    factor i / w, and after it step i - 1 of n is taken: no rate of a model that learns is ever 0. It does not learn in
+    the first `resting` iterations; i, n and w count those after them. Only the polynomial schedule, which ends at 1e-7,
+    looks at the `peak`; None: the policy's.
     """
     iteration, total = iteration - resting, config.num_total_batches - resting
     if iteration < 1:

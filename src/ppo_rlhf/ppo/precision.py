@@ -105,10 +105,7 @@ def _named_device(name: str) -> torch.device:
 def make_accelerator(config: PPOConfig, device: torch.device, *, finds_unused: bool = False) -> Accelerator:
     """Return an Accelerator of this run's precision. It is cheap: all of them share the process group.
 
-    Args:
-        config: `dtype` is the precision.
-        device: Device of the models.
-        finds_unused: Whether some steps leave weights without a gradient, which DDP must then look for.
+    `finds_unused`: some steps leave weights without a gradient, which DDP must then look for.
     """
 
     def make() -> Accelerator:

@@ -98,11 +98,9 @@ class TrainingState:
         return torch.float64 if self.policy.dtype == torch.float64 else torch.float32
 
     def advance(self, scores: Tensor, metrics: dict[str, float]) -> None:
-        """Complete an iteration after its update: counters, reward moments, KL controller, history, stopping.
+        """Complete an iteration after its update: counters, reward moments, KL controller, history, alarms, stopping.
 
-        Args:
-            scores: The scores `[B]` of the iteration's responses, as the rewards gave them.
-            metrics: Those of the iteration; the KL controller reads `objective/kl`, and alarms on KL are logged.
+        It takes the scores `[B]` of the iteration's responses, as the rewards gave them, and its metrics.
         """
         self.iteration += 1
         self.episode += self.config.batch_size
@@ -133,7 +131,7 @@ class TrainingState:
         Raises:
             CheckpointError: It holds other keys, or parts of another kind.
         """
-        expected = sorted([*(name for name, _ in self._parts()), "early_stops"])
+        expected = sorted(self.extra_state())
         if sorted(extra) != expected:
             raise CheckpointError(
                 f"TrainingState.load_extra_state: got the keys {sorted(extra)}; {', '.join(expected)} are expected. "
