@@ -12,10 +12,10 @@ from ppo_rlhf.core.statistics import RunningMoments
 from ppo_rlhf.ppo.experience import (
     Scores,
     estimate_advantages,
+    sample_table,
     score_responses,
     shape_rewards,
 )
-from ppo_rlhf.ppo.samples import sample_table
 from ppo_rlhf.rewards.scoring import RewardScorer
 from tests.ppo_runs import with_responses
 

@@ -190,7 +190,7 @@ class RunLog:
     def _log_samples(self, inputs: Mapping[str, Any]) -> None:
         iteration = inputs["rollouts"].iteration
         if parameter(self._catalog, "ppo").samples(iteration):
-            from ppo_rlhf.ppo.samples import sample_table  # heavy: only runs that train pay for it
+            from ppo_rlhf.ppo.experience import sample_table  # heavy: only runs that train pay for it
 
             table = sample_table(inputs["rollouts"], inputs["scores"], inputs["shaped_rewards"])
             self._log.log_samples(iteration, table)

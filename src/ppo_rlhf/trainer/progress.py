@@ -19,9 +19,8 @@ from ppo_rlhf.core.errors import CheckpointError, ConfigError
 from ppo_rlhf.evaluation.during_training import is_due
 from ppo_rlhf.locks import lock_run
 from ppo_rlhf.ppo.callbacks import Callbacks
-from ppo_rlhf.ppo.experience import Experience
+from ppo_rlhf.ppo.experience import Experience, completion_rows
 from ppo_rlhf.ppo.precision import precision_warning
-from ppo_rlhf.ppo.samples import completion_rows
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.processes import from_all, is_main_process, on_main
 from ppo_rlhf.signals import RunInterruptedError, time_is_over

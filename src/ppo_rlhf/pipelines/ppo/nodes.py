@@ -25,11 +25,10 @@ from ppo_rlhf.evaluation.policy import EvaluationConfig, PolicyEvaluation, resol
 from ppo_rlhf.models.loading import PretrainedHandle, TrainedModel
 from ppo_rlhf.models.sharding import share_out
 from ppo_rlhf.ppo import loop
-from ppo_rlhf.ppo.experience import Experience, Scores, ShapedRewards
+from ppo_rlhf.ppo.experience import Experience, Scores, ShapedRewards, completion_rows
 from ppo_rlhf.ppo.models import build_critic, build_state, load_policies, load_stored_critic, sampling_settings
 from ppo_rlhf.ppo.precision import device_of, frozen_dtype
 from ppo_rlhf.ppo.rollout import Rollouts
-from ppo_rlhf.ppo.samples import completion_rows
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.processes import shards_models
 from ppo_rlhf.rewards.config import RewardConfig
