@@ -6,6 +6,7 @@ import contextlib
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 from accelerate import Accelerator
@@ -107,21 +108,14 @@ def make_accelerator(config: PPOConfig, device: torch.device, *, finds_unused: b
 
     `finds_unused`: some steps leave weights without a gradient, which DDP must then look for.
     """
-
-    def make() -> Accelerator:
-        if process_count() > 1:
-            join_processes()
-        return Accelerator(
-            cpu=device.type == "cpu",
-            mixed_precision=_MIXED.get(_dtype_name(config), "no"),
-            kwargs_handlers=[
-                # Buffers are equal in all processes. To send them at each pass, all would need equally many passes.
-                DistributedDataParallelKwargs(
-                    broadcast_buffers=False, find_unused_parameters=finds_unused, gradient_as_bucket_view=True
-                )
-            ],
-        )
-
+    if process_count() > 1:
+        join_processes()
+    # Buffers are equal in all processes. To send them at each pass, all would need equally many passes.
+    ddp = DistributedDataParallelKwargs(
+        broadcast_buffers=False, find_unused_parameters=finds_unused, gradient_as_bucket_view=True
+    )
+    precision = _MIXED.get(_dtype_name(config), "no")
+    make = partial(Accelerator, cpu=device.type == "cpu", mixed_precision=precision, kwargs_handlers=[ddp])
     with contextlib.suppress(ValueError):  # an earlier run or stage of this process has another precision
         accelerator = make()
         if accelerator.device.type == device.type:
