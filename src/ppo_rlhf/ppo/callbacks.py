@@ -76,13 +76,8 @@ def checked(callback: Any, where: str) -> TrainerCallback:
 
     if not isinstance(callback, TrainerCallback):
         raise ConfigError(f"{where}: a {type(callback).__name__} is no transformers.TrainerCallback")
-    lacking = [
-        name
-        for name in dir(TrainerCallback)
-        if name.startswith("on_")
-        and name not in EVENTS
-        and getattr(type(callback), name) is not getattr(TrainerCallback, name)
-    ]
+    others = sorted({name for name in dir(TrainerCallback) if name.startswith("on_")} - set(EVENTS))
+    lacking = [name for name in others if getattr(type(callback), name) is not getattr(TrainerCallback, name)]
     if lacking and not type(callback).__module__.startswith("transformers."):
         raise ConfigError(f"{where}: PPO's loop has no {', '.join(lacking)}; its events are {', '.join(EVENTS)}")
     return callback
@@ -236,12 +231,12 @@ class Callbacks:
 
     def _refusal(self) -> ConfigError | None:
         """Return why what the callbacks ask for is not done."""
+        control = self._control
         asked = {
-            "should_epoch_stop: PPO's loop has no epochs of data": self._control.should_epoch_stop,
-            "should_log: every iteration is logged": self._control.should_log,
-            "should_save: give train() an output_dir": self._control.should_save and self._folder is None,
-            "should_evaluate: there are no evaluation_prompts": self._control.should_evaluate
-            and not self._can_evaluate,
+            "should_epoch_stop: PPO's loop has no epochs of data": control.should_epoch_stop,
+            "should_log: every iteration is logged": control.should_log,
+            "should_save: give train() an output_dir": control.should_save and self._folder is None,
+            "should_evaluate: there are no evaluation_prompts": control.should_evaluate and not self._can_evaluate,
         }
         why = next((why for why, is_asked in asked.items() if is_asked), None)
         return None if why is None else ConfigError(f"A callback set TrainerControl.{why}")
