@@ -343,6 +343,14 @@ def test_wandb_runs_offline_in_one_run_that_a_resumed_one_continues(tmp_path: Pa
     assert wandb.run is None  # it was let go
 
 
+def test_what_an_error_kept_from_the_reports_does_not_count_as_reported(tmp_path: Path):
+    failing_at_2 = trainer_of(Recorder(("step", 2), ValueError("x")), report_to="tensorboard")
+    with pytest.raises(TrainingError, match="on_step_end raised ValueError: x"):
+        failing_at_2.train(output_dir=tmp_path)
+    assert json.loads((tmp_path / "reported.json").read_text()) == {"metrics": 1}
+    assert list(scalars(tmp_path / "tensorboard")["train/objective/kl"]) == [1]
+
+
 @pytest.mark.parametrize(
     ("report_to", "line"),
     [("tensorbord", "tensorbord is not supported"), ("all", "name the integrations"), ("comet_ml", "comet")],

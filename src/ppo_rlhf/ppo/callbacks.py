@@ -198,7 +198,7 @@ class Callbacks:
     def _log(self, what: str, logs: Mapping[str, float]) -> None:
         is_repeated = self._reporting and self._reported.get(what, 0) >= self._state.iteration
         self._call("on_log", without=self._reporting if is_repeated else (), logs=dict(logs))
-        if self._reporting and not is_repeated:
+        if self._reporting and not is_repeated and self._error is None:
             self._report(what, self._state.iteration)
 
     def _call(self, event: str, *, without: Sequence[TrainerCallback] = (), **given: Any) -> None:
