@@ -31,7 +31,9 @@ def best_of_n_mean(rewards: Tensor, values: Tensor, n: int) -> Tensor:
     check_range("best_of_n_mean", at_least=1, n=n)
     check_range("best_of_n_mean", at_least=n, samples=samples)
     counts = torch.arange(samples + 1, dtype=torch.float64)
-    picked_below = torch.where(counts >= n, _log_choose(counts.clamp(min=n), n), -math.inf)
+    k = counts.clamp(min=n)
+    log_choose = torch.lgamma(k + 1) - torch.lgamma(k - n + 1) - math.lgamma(n + 1)  # of k samples n
+    picked_below = torch.where(counts >= n, log_choose, -math.inf)
     share = (picked_below - picked_below[-1]).exp()  # [N + 1], of the subsets of the k lowest samples
     rewards = rewards.double().contiguous()
     ordered = rewards.sort(dim=1).values
@@ -51,7 +53,3 @@ def best_of_n_kl(n: int) -> float:
     """
     check_range("best_of_n_kl", at_least=1, n=n)
     return math.log(n) - (n - 1) / n
-
-
-def _log_choose(k: Tensor, n: int) -> Tensor:
-    return torch.lgamma(k + 1) - torch.lgamma(k - n + 1) - math.lgamma(n + 1)

@@ -210,7 +210,7 @@ def _utilisation(experience: Experience, update: Update, state: TrainingState) -
     if peak is None:
         return {}
     rollouts = experience.rollouts
-    tokens = sum(len(ids) for ids in rollouts.prompts.prompt_ids) + int(rollouts.responses.lengths.sum())
+    tokens = sum(rollouts.prompts.lengths) + int(rollouts.responses.lengths.sum())
     policy, critic = (sum(p.numel() for p in model.parameters()) for model in (state.policy, state.critic))
     epochs = sum(critic + policy * step.with_policy for step in update.steps) / len(rollouts.epochs[0])  # in weights
     return {"throughput/mfu": 6.0 * epochs * tokens / (update.seconds * peak * state.accelerator.num_processes)}

@@ -186,7 +186,7 @@ def sample_responses(
     """
     if sampling.engine is not None:
         return sampling.engine(policy, prompts.prompt_ids, sampling)
-    hands = dealt_rows([len(ids) for ids in prompts.prompt_ids])
+    hands = dealt_rows(prompts.lengths)
     mine = hands[own_rank()]
     noise, own_prompts = uniforms[mine], prompts.select(mine)
     with on_device(policy, policy.device), autocast(config, policy.device):
@@ -232,14 +232,8 @@ def complete_rollouts(
     There are `batch_size` prompts and responses, these in as many columns as `response_length`. The iteration `started`
     at that `time.perf_counter()`.
     """
-    sampled = time.perf_counter()
-    epochs = cut_batch(
-        config,
-        state.iteration + 1,
-        [len(ids) for ids in prompts.prompt_ids],
-        responses.lengths.tolist(),
-        padded=state.computes_padding,
-    )
+    sampled, iteration, lengths = time.perf_counter(), state.iteration + 1, responses.lengths.tolist()
+    epochs = cut_batch(config, iteration, prompts.lengths, lengths, padded=state.computes_padding)
     with deterministic(config):
         reference_logprobs = compute_logprobs(
             reference_policy,
@@ -254,7 +248,7 @@ def complete_rollouts(
         reference = reference_policy if config.kl_estimator == "full" else None
         old_logprobs, entropy, full_kl, values = _first_forward(state, prompts, responses, epochs, reference)
     return Rollouts(
-        iteration=state.iteration + 1,
+        iteration=iteration,
         prompts=prompts,
         responses=responses,
         texts=response_batch(prompts, responses, state.tokenizer),
