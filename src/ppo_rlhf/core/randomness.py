@@ -38,7 +38,8 @@ def episode_prompts(seed: int, iteration: int, batch_size: int, num_prompts: int
     prompt is used equally often.
     """
     places = [divmod(episode, num_prompts) for episode in range((iteration - 1) * batch_size, iteration * batch_size)]
-    passes = {number: permutation(num_prompts, seed, "prompts", number).tolist() for number in dict(places)}
+    numbers = {number for number, _ in places}
+    passes = {number: permutation(num_prompts, seed, "prompts", number).tolist() for number in numbers}
     return [passes[number][position] for number, position in places]
 
 

@@ -57,11 +57,10 @@ def load_policies(
         ModelError: The model cannot be loaded, or no adapter fits it.
     """
     check_device(config, device)
+    waits = torch.device("cpu") if config.offload_reference_policy else device
+    reference = load_causal_lm(sft_policy, frozen_dtype(config), config, waits).requires_grad_(False)
     if config.offload_reference_policy:
-        reference = sft_policy.causal_lm(frozen_dtype(config)).requires_grad_(False)
         to_host(reference)
-    else:
-        reference = load_causal_lm(sft_policy, frozen_dtype(config), config, device).requires_grad_(False)
     if config.compile:
         compile_layers(reference)
     base = reference if config.use_peft else load_causal_lm(sft_policy, trained_dtype(config), config, device)

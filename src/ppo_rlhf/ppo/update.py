@@ -72,9 +72,8 @@ def run_epochs(state: TrainingState, experience: Experience) -> list[StepSums]:
     for epoch in experience.rollouts.epochs:
         pieces = iter(_on_device(state, experience, epoch, mask, advantages))
         for minibatch in epoch:
-            step = compute_gradients(
-                state, experience, minibatch, mask, [next(pieces) for _ in minibatch.micro_batches]
-            )
+            own = [next(pieces) for _ in minibatch.micro_batches]
+            step = compute_gradients(state, experience, minibatch, mask, own)
             steps.append(step)
             state.updating = True
             if config.target_kl is not None:
