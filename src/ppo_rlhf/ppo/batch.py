@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.randomness import micro_batches, minibatch_partition
@@ -69,17 +69,16 @@ def make_batch(
     is_response = torch.arange(int(lengths.max())) < lengths.cpu()[:, None]
     pairs = zip(prompt_ids, without_padding(response_ids, lengths), strict=True)
     rows = right_padded([[*prompt, *response] for prompt, response in pairs], pad_token_id, fill=fill)
-    always, never = torch.ones_like(is_response[:, :1]), torch.zeros_like(is_response[:, :1])
-    is_state = torch.cat([always, is_response], dim=1)  # [B, T + 1]
+    is_state = nn.functional.pad(is_response, (1, 0), value=True)  # [B, T + 1]
     first_states = torch.tensor([len(prompt) - 1 for prompt in prompt_ids])
     is_state_token = (rows.position_ids >= first_states[:, None]).flatten()[rows.slots]
-    predicts = torch.cat([is_response, never], dim=1)[is_state]
+    predicts = nn.functional.pad(is_response, (0, 1), value=False)[is_state]
     targets = response_ids.cpu()[:, : is_response.shape[1]][is_response]
     states, predicting = _indices(is_state_token), _indices(predicts)
     if fill:
         states = _filled(states, len(rows.slots))
         predicting = _filled(predicting, len(states))
-        targets = torch.nn.functional.pad(targets, (0, len(predicting) - len(targets)))
+        targets = nn.functional.pad(targets, (0, len(predicting) - len(targets)))
     return SequenceBatch(
         rows=rows,
         shape=(len(is_response), is_response.shape[1]),
