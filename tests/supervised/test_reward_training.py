@@ -49,8 +49,8 @@ def pairs(count: int = 128, seed: int = 0, prompts: bool = True) -> pd.DataFrame
         good = generator.choices("abc", k=4) + generator.choices("defgh", k=1)
         bad = generator.choices("abc", k=1) + generator.choices("defgh", k=4)
         generator.shuffle(good), generator.shuffle(bad)
-        prompt = {"prompt": f"{'ijkl'[row % 4]} {'mnop'[row // 4 % 4]} "} if prompts else {}
-        rows.append({**prompt, "chosen": " ".join(good), "rejected": " ".join(bad)})
+        prompt = f"{'ijkl'[row % 4]} {'mnop'[row // 4 % 4]} " if prompts else ""
+        rows.append({"prompt": prompt, "chosen": " ".join(good), "rejected": " ".join(bad)})
     return tokenise_preferences(pd.DataFrame(rows), word_tokenizer())
 
 
