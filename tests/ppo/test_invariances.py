@@ -71,6 +71,20 @@ def test_rows_that_are_filled_up_for_an_accelerator_change_nothing(make_run, mon
     assert_same_gradients(gradients(make_run, moved_on(plain), kind, **settings), expected)
 
 
+@pytest.mark.parametrize(("dtype", "fills"), [("bfloat16", True), ("float32", False)])
+def test_on_a_processor_rows_are_filled_up_in_16_bits_only(make_run, monkeypatch, dtype, fills):
+    """oneDNN makes its kernels for 16 bits anew for each shape."""
+    asked, run = set(), make_run("gpt2", **ONE_STEP, dtype=dtype)
+
+    def noted(*args, fill) -> SequenceBatch:
+        asked.add(fill)
+        return make_batch(*args, fill=fill)
+
+    monkeypatch.setattr(rollout, "make_batch", noted)
+    run.iteration()
+    assert asked == {fills}
+
+
 @pytest.mark.parametrize(("kind", "sides"), [("gpt2", (5, 0)), ("llama", (0, 3)), ("bitnet", (4, 2))], ids=str)
 def test_padding_on_either_side_changes_neither_rollouts_nor_gradients_of_a_model_that_needs_it(
     make_run, monkeypatch, kind, sides

@@ -31,7 +31,7 @@ def sequence_scores(model: PreTrainedModel, sequences: Sequence[Sequence[int]], 
     """
     own_pad_id = model.config.get_text_config().pad_token_id
     ours = model if isinstance(model, CausalLMRewardModel) and packs(backbone_of(model)) else None
-    fill = ours is not None and model.device.type != "cpu"
+    fill = ours is not None and (model.device.type != "cpu" or model.dtype.itemsize == 2)  # as in PPO's update
     rows = right_padded(sequences, pad_id if own_pad_id is None else own_pad_id, fill=fill).to(model.device)
     if ours is not None:
         last = rows.attention_mask.sum(-1).cumsum(0) - 1

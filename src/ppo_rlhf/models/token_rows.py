@@ -12,8 +12,8 @@ from ppo_rlhf.models.packed_attention import PackedLayout
 from ppo_rlhf.models.transfers import to_device
 
 LEAST_FILL = 64
-"""Tokens: packed rows on a GPU have a multiple of it. Kernels for 16 bits are chosen anew for each shape, which takes a
-millisecond on an H100, and a matrix product of a small model 0.02 of it (docs/speed.md)."""
+"""Tokens: packed rows that are filled up have a multiple of it. Kernels for 16 bits are chosen anew for each shape: on
+an H100 this takes a millisecond, and a matrix product of a small model 0.02 of it (docs/speed.md)."""
 
 
 @dataclass(frozen=True)

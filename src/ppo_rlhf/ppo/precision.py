@@ -155,6 +155,14 @@ def autocast(config: PPOConfig, device: torch.device) -> contextlib.AbstractCont
     return torch.autocast(device.type, frozen_dtype(config))
 
 
+def fills_rows(config: PPOConfig, device: torch.device) -> bool:
+    """Return whether packed rows are filled up so that few shapes occur: where kernels are made anew for each shape.
+
+    That is so on accelerators, and by oneDNN for matrix products of 16 bits on a processor (docs/speed.md).
+    """
+    return device.type != "cpu" or _dtype_name(config) in _MIXED
+
+
 def has_bfloat16(device: torch.device) -> bool:
     """Return whether a CPU or GPU has instructions for bfloat16."""
     if device.type != "cpu":

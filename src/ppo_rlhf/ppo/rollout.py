@@ -24,7 +24,7 @@ from ppo_rlhf.models.transfers import to_device
 from ppo_rlhf.ppo.batch import Epochs, SequenceBatch, cut_batch, first_epoch, first_hands, make_batch
 from ppo_rlhf.ppo.episodes import sample_episodes, turn_texts
 from ppo_rlhf.ppo.logprobs import PolicyForward, PolicyOutput, filled_rows, response_statistics
-from ppo_rlhf.ppo.precision import autocast, deterministic
+from ppo_rlhf.ppo.precision import autocast, deterministic, fills_rows
 from ppo_rlhf.ppo.sampling import Responses, SamplingSettings, generate_responses
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.processes import dealt_rows, gather_dealt, own_rank
@@ -72,9 +72,9 @@ class Rollouts:
         sampled, old = self.responses.sampler_logprobs, self.old_logprobs
         return None if sampled is None else masked_mean((sampled.to(old.dtype) - old).abs(), self.mask)
 
-    def sequences(self, groups: list[list[int]], pad_token_id: int, device: torch.device) -> list[SequenceBatch]:
-        """Return each group of rows as model inputs for a device, on the CPU; see `sequences`."""
-        return sequences(self.prompts.prompt_ids, self.responses, groups, pad_token_id, device)
+    def sequences(self, groups: list[list[int]], pad_token_id: int, *, fill: bool) -> list[SequenceBatch]:
+        """Return each group of rows as model inputs on the CPU; see `sequences`."""
+        return sequences(self.prompts.prompt_ids, self.responses, groups, pad_token_id, fill=fill)
 
 
 def generate_rollouts(
@@ -291,7 +291,8 @@ def compute_logprobs(
     with torch.no_grad(), on_device(model, device), autocast(config, device):
         size = batch_size or sequences_at_a_time(model, len(by_length), max(tokens, default=0))
         groups = [by_length[start : start + size] for start in range(0, len(by_length), size)]
-        for batch in to_device(sequences(prompt_ids, responses, groups, pad_token_id, device), device):
+        batches = sequences(prompt_ids, responses, groups, pad_token_id, fill=fills_rows(config, device))
+        for batch in to_device(batches, device):
             states = hidden_states_at(backbone_of(model), batch.rows, batch.state_positions)
             found.append(response_statistics(model, batch, states, temperature)[0])
     logprobs = filled_rows(len(prompt_ids), responses.response_ids.shape[1], groups, found, dtype)
@@ -303,11 +304,12 @@ def sequences(
     responses: Responses,
     groups: list[list[int]],
     pad_token_id: int,
-    device: torch.device,
+    *,
+    fill: bool,
 ) -> list[SequenceBatch]:
     """Return each group of rows as model inputs, trimmed to the longest of the group; `to_device` copies all of them.
 
-    For an accelerator they are filled up, so that few shapes occur.
+    They are filled up if `fill` (`precision.fills_rows`), so that few shapes occur.
     """
     return [
         make_batch(
@@ -315,7 +317,7 @@ def sequences(
             responses.response_ids[rows],
             responses.lengths[rows],
             pad_token_id,
-            fill=device.type != "cpu",
+            fill=fill,
         )
         for rows in groups
     ]
@@ -333,7 +335,8 @@ def _first_forward(
     groups, hands = first_epoch(epochs), first_hands(epochs)
     forward = PolicyForward(state.policy, state.critic, state.config.temperature)
     outputs: list[PolicyOutput] = []
-    batches = sequences(prompts.prompt_ids, responses, groups, state.sampling.pad_token_id, state.device)
+    fill = fills_rows(state.config, state.device)
+    batches = sequences(prompts.prompt_ids, responses, groups, state.sampling.pad_token_id, fill=fill)
     waiting = nullcontext() if reference is None else on_device(reference, state.device)
     with torch.no_grad(), on_device(forward, state.device), waiting:
         for batch in to_device(batches, state.device):

@@ -30,7 +30,7 @@ from ppo_rlhf.ppo.batch import Minibatch, SequenceBatch
 from ppo_rlhf.ppo.experience import Experience, learning_mask, positive_mask
 from ppo_rlhf.ppo.metrics import StepSums, Update, add_over_processes
 from ppo_rlhf.ppo.optimisers import set_learning_rates
-from ppo_rlhf.ppo.precision import deterministic
+from ppo_rlhf.ppo.precision import deterministic, fills_rows
 from ppo_rlhf.ppo.state import TrainingState
 from ppo_rlhf.processes import shards_models, together
 
@@ -107,7 +107,8 @@ def _on_device(
     """Return all micro-batches of an epoch, which are copied to the device together."""
     rollouts, positive = experience.rollouts, positive_mask(experience, mask, state.config)
     groups = [rows for minibatch in epoch for rows in minibatch.micro_batches]
-    batches = rollouts.sequences(groups, state.sampling.pad_token_id, state.device)
+    fill = fills_rows(state.config, state.device)
+    batches = rollouts.sequences(groups, state.sampling.pad_token_id, fill=fill)
     tables = (
         mask,
         rollouts.old_logprobs,
