@@ -1,6 +1,6 @@
 """Train the recipe randomwalks here and by TRL 1.12's PPO, from the same SFT models. See docs/recipes.md.
 
-python benchmarks/walks.py --peer-python PATH --seeds 42,1,2 --json OUT --svg docs/images/random_walks.svg
+python benchmarks/walks.py --peer-python PATH --seeds 3,4,5,6,7 --json OUT --svg docs/images/random_walks.svg
 
 Without --peer-python only this project trains.
 """
