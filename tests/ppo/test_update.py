@@ -157,9 +157,9 @@ def test_each_epoch_visits_each_response_once_in_other_minibatches(make_run, mon
     visited = []
     original = type(experience.rollouts).sequences
 
-    def spy(self, groups, *arguments):
+    def spy(self, groups, *arguments, fill):
         visited.append(groups)
-        return original(self, groups, *arguments)
+        return original(self, groups, *arguments, fill=fill)
 
     monkeypatch.setattr(type(experience.rollouts), "sequences", spy)
     learn_from(run.state, experience)
