@@ -1,7 +1,6 @@
 """LoRA: its equation, its start, weights that are in memory once, and what merging and saving leave. Oracle: peft."""
 
 import copy
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from ppo_rlhf.models.adapters import (
     check_targets,
     frozen_fingerprint,
     load_adapter,
-    load_merged,
     merged,
     save_adapter,
     with_adapter,
@@ -134,7 +132,7 @@ def test_an_adapter_is_merged_and_saved_with_the_embeddings_as_they_were(tmp_pat
     save_adapter(policy, tmp_path / "adapter", settings)
     saved = PretrainedHandle(save(tmp_path / "plain", plain)).causal_lm()
     loaded = PretrainedHandle(str(tmp_path / "adapter")).causal_lm()
-    for model in (plain, saved, loaded, load_merged(tmp_path / "adapter")):
+    for model in (plain, saved, loaded):
         assert not any("lora" in name or "base_layer" in name for name in model.state_dict())
         assert torch.equal(model.get_input_embeddings().weight, embeddings)
         assert_close(model.eval()(IDS).logits, before, rtol=0.0, atol=5e-5)
@@ -194,19 +192,14 @@ def test_an_adapter_of_pefts_own_is_loaded_and_one_of_another_shape_is_refused(t
         load_adapter(with_adapter(tiny_model(), LoraSettings(3, 6, "q_proj"), torch.Generator()), tmp_path)
 
 
-def test_a_folder_without_an_adapter_is_named(tmp_path):
-    with pytest.raises(ModelError, match=r"plain: there is no adapter in this directory"):
-        load_merged(Path(save(tmp_path / "plain", tiny_model())))
-
-
 def test_code_of_the_base_model_runs_only_where_it_is_trusted(tmp_path, monkeypatch):
     monkeypatch.setattr("builtins.input", lambda _: pytest.fail("transformers asks"))
     base = PretrainedHandle(str(save_with_own_code(tmp_path / "own", monkeypatch)), trust_remote_code=True)
     policy = adapted(base.causal_lm())
     save_adapter(policy, tmp_path / "adapter", SETTINGS)
     with pytest.raises(ModelError, match="trust_remote_code=true"):
-        load_merged(tmp_path / "adapter")
-    plain = load_merged(tmp_path / "adapter", trust_remote_code=True)
+        PretrainedHandle(str(tmp_path / "adapter")).causal_lm()
+    plain = PretrainedHandle(str(tmp_path / "adapter"), trust_remote_code=True).causal_lm()
     assert type(plain).__name__ == "OwnModel"
     assert_close(plain(IDS).logits, policy(IDS).logits, rtol=0.0, atol=1e-5)
 

@@ -31,7 +31,7 @@ from transformers import (
 from transformers.utils.logging import is_progress_bar_enabled
 
 from ppo_rlhf.core.errors import ModelError
-from ppo_rlhf.models.adapters import LoraSettings, load_merged, save_adapter, with_adapter
+from ppo_rlhf.models.adapters import LoraSettings, save_adapter, with_adapter
 from ppo_rlhf.models.context import context_length, usable_context
 from ppo_rlhf.models.directories import check_model_directory, is_local
 from ppo_rlhf.models.loading import PretrainedHandle
@@ -456,7 +456,7 @@ def test_a_policys_own_adapter_is_merged_into_the_revision_or_adapter_that_it_st
             if parameter.requires_grad:
                 parameter.normal_()
     save_adapter(policy, tmp_path / "trained", settings)
-    assert_close(load_merged(tmp_path / "trained")(IDS).logits, policy(IDS).logits)
+    assert_close(PretrainedHandle(str(tmp_path / "trained")).causal_lm()(IDS).logits, policy(IDS).logits)
 
 
 def test_an_adapter_whose_base_is_nowhere_is_refused_with_its_name(tmp_path):

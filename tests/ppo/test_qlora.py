@@ -12,7 +12,7 @@ from ppo_rlhf.checkpoints.store import write_checkpoint
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError, ConfigError, ModelError
 from ppo_rlhf.memory import MOMENTS, RunShape, plan_memory
-from ppo_rlhf.models.adapters import has_adapter, load_merged, merged_parameters
+from ppo_rlhf.models.adapters import has_adapter, merged_parameters
 from ppo_rlhf.models.averages import trained_parameters
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.quantisation import is_quantised
@@ -140,7 +140,7 @@ def test_the_exported_policy_and_a_checkpoints_are_plain_and_compute_what_was_tr
     checkpoint = write_checkpoint(tmp_path / "run", run.state)
     again = PretrainedHandle(str(tmp_path / "exported")).causal_lm()
     loaded = PretrainedHandle(str(checkpoint / "policy")).causal_lm()
-    for plain in (exported.model, again, loaded, load_merged(checkpoint / "policy")):
+    for plain in (exported.model, again, loaded):
         assert not has_adapter(plain)
         assert not quantised(plain)
         assert {p.dtype for p in plain.parameters()} == {torch.float32}
@@ -157,7 +157,7 @@ def test_a_checkpoints_adapter_is_merged_into_the_weights_that_were_rounded_to_4
     """Those of `dtype`: the numbers nearest to weights in float32 are others."""
     run = start(saved(), dtype="bfloat16")
     policy = write_checkpoint(tmp_path / "run", run.state) / "policy"
-    assert_close(load_merged(policy)(IDS).logits, exported_policy(run.state).model(IDS).logits)
+    assert_close(PretrainedHandle(str(policy)).causal_lm()(IDS).logits, exported_policy(run.state).model(IDS).logits)
     assert PretrainedHandle(str(policy)).causal_lm(torch.bfloat16).dtype == torch.bfloat16
     with pytest.raises(ModelError, match=r"merged into whole weights. Set ppo\.load_in_4bit=false"):
         PretrainedHandle(str(policy)).causal_lm(quantised_on=CPU)

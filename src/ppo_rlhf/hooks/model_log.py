@@ -34,9 +34,9 @@ from ppo_rlhf.evaluation.comparison import WIN
 from ppo_rlhf.hooks.run_description import verdict_of
 from ppo_rlhf.hooks.tracking_store import SQLITE
 from ppo_rlhf.locks import one_at_a_time
-from ppo_rlhf.models.adapters import load_merged
 from ppo_rlhf.models.context import context_length
-from ppo_rlhf.models.directories import ADAPTER_CONFIG
+from ppo_rlhf.models.directories import is_adapter
+from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.quiet import errors_only, quiet_transformers
 
 logger = logging.getLogger(__name__)
@@ -79,8 +79,8 @@ def log_policy(
     with errors_only("mlflow"), quiet_transformers(), TemporaryDirectory() as folder:
         # loaded, because MLflow 3.17 cannot log a path under transformers 5 (its lookup of the task fails)
         options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": trust_remote_code}
-        if (directory / ADAPTER_CONFIG).is_file():  # of a LoRA run: MLflow gets a model that needs no other one
-            model = load_merged(directory, trust_remote_code=trust_remote_code)
+        if is_adapter(directory):  # of a LoRA run: MLflow gets a model that needs no other one
+            model = PretrainedHandle(str(directory), trust_remote_code).causal_lm()
         else:
             model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", **options)
         tokenizer = AutoTokenizer.from_pretrained(directory, **options)

@@ -28,8 +28,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models.averages import copy_tensors, trained_parameters
-from ppo_rlhf.models.directories import ADAPTER_CONFIG, ADAPTER_QUANTISATION, ADAPTER_WEIGHTS, is_local
-from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.models.directories import ADAPTER_QUANTISATION, ADAPTER_WEIGHTS, is_local
 from ppo_rlhf.models.quantisation import (
     forget_quantisation,
     is_quantised,
@@ -203,24 +202,6 @@ def load_adapter(model: PreTrainedModel, directory: Path) -> None:
     """
     own = {_peft_name(name): parameter for name, parameter in trained_parameters(model).items()}
     copy_tensors(load_file(directory / ADAPTER_WEIGHTS), own)
-
-
-def load_merged(directory: Path, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    """Load an adapter that `save_adapter` wrote onto the language model that it names, and merge it, in float32.
-
-    An adapter that was trained on 4-bit weights is merged into those weights (see `merged`).
-
-    Args:
-        directory: The adapter's directory.
-        trust_remote_code: Whether Python code in that language model's repository may run.
-
-    Raises:
-        ModelError: There is no adapter, or its language model is not named or cannot be loaded.
-    """
-    handle = PretrainedHandle(str(directory), trust_remote_code)
-    if handle.base is None:
-        raise ModelError(f"{directory}: there is no adapter in this directory. Give one with {ADAPTER_CONFIG}.")
-    return handle.causal_lm()
 
 
 def merge_saved(model: PreTrainedModel, directory: Path) -> PreTrainedModel:

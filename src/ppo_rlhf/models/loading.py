@@ -317,7 +317,7 @@ class PretrainedHandle:
 
     def _merged(self, base: PreTrainedModel) -> PreTrainedModel:
         """Return the base with the adapter in its weights."""
-        from ppo_rlhf.models.adapters import merge_saved  # heavy, and it imports this module
+        from ppo_rlhf.models.adapters import merge_saved  # heavy: few models have an adapter
 
         folder = self._folder
         try:
