@@ -16,6 +16,7 @@ from kedro.pipeline import Node, Pipeline
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 from mlflow.exceptions import MlflowException
+from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
 from sqlalchemy.exc import OperationalError
 
 from ppo_rlhf.cli.advise import recorded_run
@@ -86,6 +87,16 @@ def test_the_newest_run_that_trained_is_judged(kedro: Kedro, toy_project: Path):
     assert lines[1].endswith("Raise ppo.kl_coef by about a factor of 3 (now 0.08).")
     assert len(lines) == 2
     assert mlflow.active_run() is None
+
+
+@pytest.mark.slow
+def test_the_trainings_of_a_large_sweep_hide_no_run_before_it(kedro: Kedro, toy_project: Path):
+    run_id, client = record(toy_project, history()), client_of(toy_project)
+    place = client.get_run(run_id).info.experiment_id
+    for start in range(120):
+        child = client.create_run(place, start_time=2000 + start, tags={MLFLOW_PARENT_RUN_ID: "sweep"})
+        client.log_metric(child.info.run_id, "objective/kl", 1.0)
+    assert advised(kedro, toy_project)[0].startswith(f"MLflow run {run_id} ")
 
 
 @pytest.mark.slow

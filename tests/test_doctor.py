@@ -117,6 +117,7 @@ def test_settings_files_and_functions_are_checked_as_before_a_run(kedro: Kedro, 
         (["--params", "sead=1"], "`seed`"),
         (["--pipelines", "algin"], "align"),
         (["--env", "nowhere"], "nowhere"),
+        (["--params", "ppo=1", "--batch", "8"], "Expected dict for dataclass PPOConfig"),
     ],
     ids=lambda value: "".join(value),
 )

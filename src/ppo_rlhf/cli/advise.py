@@ -21,7 +21,6 @@ GROUP = "ppo."
 CURVES = ("objective/", "policy/", "loss/", "val/", "value/", "response/", "optimiser/", "eval/")
 TRAINED = "objective/kl"
 """Every run that trained a policy has this metric."""
-NEWEST = 100
 
 _KNOWN = {field.name for field in fields(PPOConfig)}
 
@@ -60,7 +59,7 @@ def newest_run(client: MlflowClient, experiment: str) -> str:
         DataError: There is none.
     """
     found = client.get_experiment_by_name(experiment)
-    runs = [] if found is None else client.search_runs([found.experiment_id], max_results=NEWEST)
+    runs = [] if found is None else client.search_runs([found.experiment_id])
     trained = next(
         (run for run in runs if TRAINED in run.data.metrics and MLFLOW_PARENT_RUN_ID not in run.data.tags), None
     )

@@ -85,7 +85,9 @@ def diagnose(
     from ppo_rlhf.models.quiet import errors_only  # heavy: other commands do not wait for it
 
     given = {name: options[option] for option, name in SETTINGS.items() if options[option] is not None}
-    params = params | {"ppo": params.get("ppo", {}) | given} if given else params
+    ppo = params.get("ppo", {})
+    if given and isinstance(ppo, dict):  # a word instead of a group is refused below
+        params = params | {"ppo": ppo | given}
     with errors_only("kedro"), LoopSession.create(project_path, env=env, runtime_params=params) as session:
         assert isinstance(session, LoopSession)  # Kedro types it as an abstract one
         yield from _refusals_found("Settings", _run(session, project_path, pipelines, probe, options))
