@@ -3,6 +3,7 @@
 import copy
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -150,6 +151,14 @@ def _diverge(folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def _only_index(text: str) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        (folder / "model.safetensors").unlink()
+        (folder / "model.safetensors.index.json").write_text(text)
+
+    return damage
+
+
 NESTED = "[" * 100_000  # json gives up
 INDEX = json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}})
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 1234\n"
@@ -166,9 +175,9 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 123
         (lambda f: (f / "model.safetensors").write_bytes(b""), "damaged"),
         (lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-9]), "damaged"),
         (lambda f: (f / "model.safetensors").write_text(POINTER), "git lfs pull"),
-        (lambda f: (f / "model.safetensors.index.json").write_text(INDEX), "model-00001-of-00002.safetensors"),
-        (lambda f: (f / "model.safetensors.index.json").write_text("[]"), "not an index"),
-        (lambda f: (f / "model.safetensors.index.json").write_text(NESTED), "not an index"),
+        (_only_index(INDEX), "model-00001-of-00002.safetensors"),
+        (_only_index("[]"), "not an index"),
+        (_only_index(NESTED), "not an index"),
         (lambda f: (f / "config.json").write_text(NESTED), "configuration cannot be loaded"),
         (_drop_a_layer, "lacks 9 weights"),
         (_diverge, "up_proj.weight holds NaN or infinity"),
@@ -181,6 +190,16 @@ def test_a_broken_directory_is_refused_in_one_line(tmp_path, damage, message):
         PretrainedHandle(source).causal_lm()
     assert source in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_an_index_that_an_older_save_left_is_not_read_as_transformers_does_not_read_it(tmp_path):
+    source = save(tmp_path / "model", tiny_model())
+    before = PretrainedHandle(source).fingerprint()
+    Path(source, "model.safetensors.index.json").write_text(INDEX)
+    assert PretrainedHandle(source).fingerprint() == before
+    weights = load_file(Path(source, "model.safetensors"))
+    loaded = PretrainedHandle(source).causal_lm().state_dict()
+    assert all(torch.equal(loaded[name], weight) for name, weight in weights.items())
 
 
 def test_a_loaded_model_that_has_diverged_is_refused():

@@ -61,9 +61,9 @@ def weight_files(folder: Path) -> list[Path]:
     """
     if is_adapter(folder):
         return [folder / ADAPTER_WEIGHTS]
-    index = folder / WEIGHTS_INDEX
-    if not index.is_file():
-        return [folder / WEIGHTS]
+    whole, index = folder / WEIGHTS, folder / WEIGHTS_INDEX
+    if whole.is_file() or not index.is_file():  # transformers reads no index beside the one file
+        return [whole]
     try:
         return sorted({folder / shard for shard in json.loads(index.read_bytes())["weight_map"].values()})
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
