@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from ppo_rlhf.models.capabilities import PROBE_ERRORS, are_close, probe_ids, probed_once, probing
 from ppo_rlhf.models.forward import backbone_of, hidden_states_at, packs
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
-from ppo_rlhf.models.token_rows import TokenRows, right_padded
+from ppo_rlhf.models.token_rows import TokenRows, few_shapes_are_faster, right_padded
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ def sequence_scores(model: PreTrainedModel, sequences: Sequence[Sequence[int]], 
     """
     own_pad_id = model.config.get_text_config().pad_token_id
     ours = model if isinstance(model, CausalLMRewardModel) and packs(backbone_of(model)) else None
-    fill = ours is not None and (model.device.type != "cpu" or model.dtype.itemsize == 2)  # as in PPO's update
+    fill = ours is not None and few_shapes_are_faster(model.device, model.dtype)
     rows = right_padded(sequences, pad_id if own_pad_id is None else own_pad_id, fill=fill).to(model.device)
     if ours is not None:
         last = rows.attention_mask.sum(-1).cumsum(0) - 1

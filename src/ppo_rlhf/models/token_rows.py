@@ -51,6 +51,14 @@ class TokenRows:
         return to_device([self], device)[0]
 
 
+def few_shapes_are_faster(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether kernels are made anew for each shape, so that rows are filled up.
+
+    That is so on accelerators, and by oneDNN for matrix products of 16 bits on a processor (docs/speed.md).
+    """
+    return device.type != "cpu" or dtype.itemsize == 2
+
+
 def filled_size(count: int) -> int:
     """Return the next size that filled rows have: at most 16 sizes from one power of 2 to the next."""
     step = max(LEAST_FILL, 2 ** (count.bit_length() - 5))

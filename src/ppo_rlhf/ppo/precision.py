@@ -17,6 +17,7 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.ppo import Precision
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.models.sharding import sharded
+from ppo_rlhf.models.token_rows import few_shapes_are_faster
 from ppo_rlhf.processes import (
     check_launch,
     forget_accelerator,
@@ -156,11 +157,8 @@ def autocast(config: PPOConfig, device: torch.device) -> contextlib.AbstractCont
 
 
 def fills_rows(config: PPOConfig, device: torch.device) -> bool:
-    """Return whether packed rows are filled up so that few shapes occur: where kernels are made anew for each shape.
-
-    That is so on accelerators, and by oneDNN for matrix products of 16 bits on a processor (docs/speed.md).
-    """
-    return device.type != "cpu" or _dtype_name(config) in _MIXED
+    """Return whether packed rows are filled up, so that few shapes occur, in the passes of a run."""
+    return few_shapes_are_faster(device, frozen_dtype(config))
 
 
 def has_bfloat16(device: torch.device) -> bool:
