@@ -170,8 +170,10 @@ def origin_of(scorer: RewardScorer | None) -> dict[str, Any]:
 
 def try_functions(scorer: RewardScorer, prompts: PromptDataset, config: PPOConfig) -> None:
     """Raise if a function fails on two prompts that stand for responses, as the pipeline does before a run."""
-    if (functions := functions_of(scorer)) and 2 in [function(few_answered(prompts)).dim() for function in functions]:
-        check_token_rewards(config)
+    if functions := functions_of(scorer):
+        batch = few_answered(prompts)
+        if 2 in [function(batch).dim() for function in functions]:
+            check_token_rewards(config)
 
 
 def few_answered(prompts: PromptDataset) -> ResponseBatch:
