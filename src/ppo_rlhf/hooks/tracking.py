@@ -195,8 +195,9 @@ class TrackingHook(MlflowHook):
 
         tracking = self.mlflow_config.tracking
         if entry.requested is not None:
-            experiment = tracking.experiment._experiment.experiment_id
-            found = find_resumption(entry.requested, named, this, entry.root, experiment)
+            experiment = mlflow.get_experiment_by_name(tracking.experiment.name)
+            assert experiment is not None  # kedro-mlflow has made it
+            found = find_resumption(entry.requested, named, this, entry.root, experiment.experiment_id)
             entry.resolve(None if found is None else found.checkpoint)
             if found is not None:
                 self._lock = found.lock
