@@ -7,12 +7,15 @@ through a logits processor: the oracle of the first.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel, StaticCache
 
 from ppo_rlhf.core.logprobs import token_logprobs
 from ppo_rlhf.core.responses import length_mask, response_lengths
@@ -195,6 +198,24 @@ class _ForcedSampling(LogitsProcessor):
         return torch.full_like(scores, -torch.inf).scatter(1, token[:, None], 0.0)
 
 
+class _Cache(StaticCache):
+    """Keeps keys and values of one type: under autocast rotary positions leave keys in float32."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return super().update(key_states.to(value_states.dtype), value_states, *args, **kwargs)
+
+
+_widest: WeakKeyDictionary[PreTrainedModel, int] = WeakKeyDictionary()  # columns of a model's caches so far
+
+
+def _cache(model: PreTrainedModel, columns: int) -> dict[str, Any]:
+    """Return what gives `generate` a static cache, never a smaller one than before: each width is compiled anew."""
+    if "past_key_values" not in inspect.signature(model.forward).parameters:
+        return {"cache_implementation": "static"}
+    _widest[model] = max(columns, _widest.get(model, 0))
+    return {"past_key_values": _Cache(model.config, _widest[model])}
+
+
 def _prompt_width(longest: int, device: torch.device) -> int:
     """Return the columns of the prompts: on an accelerator one of few widths, since each is compiled anew."""
     return longest if device.type == "cpu" else filled_size(longest)
@@ -213,7 +234,6 @@ def _decode_with_generate(
         max_new_tokens=settings.response_length,
         pad_token_id=settings.pad_token_id,
         eos_token_id=list(settings.stop_token_ids) or None,
-        cache_implementation="static",  # which transformers compiles on a GPU, with CUDA graphs
         disable_compile=device.type != "cpu" and not compiles(device),
     )
     own, model.generation_config = model.generation_config, plain  # generate would mix in its penalties, top_p …
@@ -223,6 +243,7 @@ def _decode_with_generate(
                 input_ids=torch.tensor(padded, device=device),
                 attention_mask=torch.tensor(mask, device=device),
                 logits_processor=LogitsProcessorList([sampler]),
+                **_cache(model, width + settings.response_length),  # compiled on a GPU, with CUDA graphs
             )
     finally:
         model.generation_config = own
