@@ -146,9 +146,13 @@ class CachedAttention:
             columns: The same numbers, known without waiting for the device.
         """
         self.keys, self.values, self.lengths, self.width = keys, values, lengths, max(columns) + 1
-        self.rows, places = (torch.arange(size, device=lengths.device) for size in (len(lengths), self.width))
-        is_even = min(columns) == max(columns)  # no mask is needed
-        self.mask = None if is_even else (places <= lengths[:, None])[:, None, None, :]  # True where to attend
+        self.rows = torch.arange(len(lengths), device=lengths.device)
+        self.mask = None  # added to the scores, as kernels take it: of a Boolean one each call would make its own
+        if min(columns) != max(columns):
+            places = torch.arange(-(-self.width // 8) * 8, device=lengths.device)  # in rows of whole vectors
+            mask = torch.zeros(len(lengths), 1, 1, len(places), dtype=keys[0].dtype, device=lengths.device)
+            mask.masked_fill_((places > lengths[:, None])[:, None, None], -torch.inf)
+            self.mask = mask[..., : self.width]
         self.calls = count()  # of attention in this pass, not layers: some attend twice
 
     def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scaling: float | None) -> Tensor:
