@@ -28,6 +28,16 @@ PHASES = ("experience", "update", "iteration")
 TOLERANCE = {"ours": 0.05, "trl": 0.3}
 """Allowed deviation from the expected number of response tokens. Our noise is chosen (`find_noise_seed`); TRL's is not,
 but TRL's times do not depend on where responses end."""
+
+
+class SideError(RuntimeError):
+    """One side's process failed, or did other work than it should."""
+
+    def __init__(self, side: str, why: str) -> None:
+        super().__init__(f"{side}: {why}")
+        self.side = side
+
+
 Result = dict[str, Any]
 """Of one process: `iterations` (seconds of each phase, tokens), `steps`, `memory_mib`."""
 
@@ -89,7 +99,7 @@ def compare(job: Job, peer_python: str | None, pairs: int, folder: Path) -> list
         for side in list(commands) if pair % 2 == 0 else reversed(commands):
             python, script = commands[side]
             environment = ENVIRONMENT | (job.peer_environment if side == "trl" else {})
-            found[side] = run_side([python, str(HERE / script), str(path)], environment)
+            found[side] = run_side(side, [python, str(HERE / script), str(path)], environment)
             check_work(job, side, found[side])
         results.append(tuple(found[side] for side in commands))
         times = ", ".join(f"{side} {seconds(result, 'iteration'):.2f} s" for side, result in found.items())
@@ -97,11 +107,12 @@ def compare(job: Job, peer_python: str | None, pairs: int, folder: Path) -> list
     return results
 
 
-def run_side(command: list[str], environment: dict[str, str]) -> Result:
+def run_side(side: str, command: list[str], environment: dict[str, str]) -> Result:
     """Run one process and return the figures in its last line of output."""
     finished = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if finished.returncode:
-        raise SystemExit(f"{' '.join(command)} ended with status {finished.returncode}:\n{finished.stderr[-3000:]}")
+        why = f"{' '.join(command)} ended with status {finished.returncode}:\n{finished.stderr.strip()[-3000:]}"
+        raise SideError(side, why)
     result: Result = json.loads(finished.stdout.splitlines()[-1])
     return result
 
@@ -110,10 +121,10 @@ def check_work(job: Job, side: str, result: Result) -> None:
     """Raise if a side has not taken the optimiser steps, or sampled the tokens, that the work has."""
     expected = job.iterations * job.preset.steps
     if result["steps"] != expected:
-        raise SystemExit(f"{side}: {result['steps']} optimiser steps, {expected} expected")
+        raise SideError(side, f"{result['steps']} optimiser steps, {expected} expected")
     found = tokens(result)
     if abs(found / job.expected_tokens - 1) > TOLERANCE[side]:
-        raise SystemExit(f"{side}: {found:.0f} response tokens an iteration, {job.expected_tokens:g} expected")
+        raise SideError(side, f"{found:.0f} response tokens an iteration, {job.expected_tokens:g} expected")
 
 
 def seconds(result: Result, phase: str) -> float:
@@ -193,9 +204,9 @@ def describe(arguments: argparse.Namespace) -> dict[str, Any]:
     return {**machine(arguments.peer_python), **settings}
 
 
-def main() -> None:
-    """Measure each combination, write the results and print them."""
-    arguments = parse_arguments()
+def main() -> int:
+    """Measure each combination, write the results and print them; return 1 if a side failed in one of them."""
+    arguments, failures = parse_arguments(), list[str]()
     rows, description, iterations = list[dict[str, Any]](), describe(arguments), 1 + arguments.iterations
     for name in arguments.presets:
         for lengths in arguments.lengths:
@@ -216,14 +227,24 @@ def main() -> None:
                 )
                 for precision in arguments.precisions:
                     print(f"{name}, {lengths}, {precision}", file=sys.stderr, flush=True)
-                    pairs = compare(
-                        replace(job, precision=precision), arguments.peer_python, arguments.pairs, Path(folder)
-                    )
-                    rows += rows_of({"preset": name, "lengths": lengths, "precision": precision}, pairs)
+                    pairs = list[tuple[Result, ...]]()
+                    for peer in dict.fromkeys((arguments.peer_python, None)):  # where TRL fails, ours alone
+                        try:
+                            pairs = compare(replace(job, precision=precision), peer, arguments.pairs, Path(folder))
+                            break
+                        except SideError as error:
+                            print(error, file=sys.stderr, flush=True)
+                            failures.append(f"{name}, {lengths}, {precision}: {str(error).splitlines()[-1]}")
+                            if error.side == "ours":
+                                break
+                    if pairs:
+                        rows += rows_of({"preset": name, "lengths": lengths, "precision": precision}, pairs)
                     if arguments.json:
-                        arguments.json.write_text(json.dumps({**description, "rows": rows}, indent=1), encoding="utf-8")
-    print(table(rows))
+                        results = {**description, "rows": rows, "failures": failures}
+                        arguments.json.write_text(json.dumps(results, indent=1), encoding="utf-8")
+    print("\n".join([table(rows), *failures]))
+    return int(bool(failures))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

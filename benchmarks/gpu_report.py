@@ -10,6 +10,8 @@ A part that fails, or takes longer than its share of the minutes, leaves the oth
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.util
 import json
 import os
 import re
@@ -25,7 +27,12 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-OUTCOME = re.compile(r"^(\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL)\b(?: \((.*)\))?")
+ENDS = "PASSED|FAILED|ERROR|SKIPPED|XFAIL"
+ALONE = re.compile(rf"^(?P<test>\S+::.+?) (?P<end>{ENDS})\b(?: \((?P<why>.*)\))?")
+IN_A_WORKER = re.compile(rf"^\[gw\d+\] \[ *\d+%\] (?P<end>{ENDS}) (?P<test>\S+::.+?)(?P<why>) *$")
+REASON = re.compile(r"^(?:FAILED|ERROR) (\S+::.+?) - (.*)$")
+STOPPING_S = 20.0
+"""How long a part that is stopped may take to say what it has found."""
 DEVICE = """
 import os, platform, torch
 name = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "cpu"
@@ -74,11 +81,13 @@ def parts_of(arguments: argparse.Namespace, folder: Path) -> list[Part]:
     tests = arguments.tests or marked_tests()
     marker = [] if arguments.tests else ["-m", "gpu"]
     pytest = [python, "-u", "-m", "pytest", "-o", "addopts=", *marker, "-v", "-p", "no:cacheprovider", *tests]
-    types = "float32,bfloat16" if arguments.device == "cuda" else "float32"
+    if importlib.util.find_spec("xdist"):  # most of a small model's time is the processor's
+        pytest += ["-n", "4", "--dist", "worksteal"]
+    types = "bfloat16,float32" if arguments.device == "cuda" else "float32"
     static, hf = folder / "static.json", folder / "hf.json"
-    sixteen = types.split(",")[-1]
+    sixteen = types.split(",")[0]
     speed_of_hf = [*speed, "--lengths", "mixed", "--precisions", sixteen, "--set", "rollout_engine=hf"]
-    speed += ["--precisions", types, *peer]
+    speed += ["--lengths", "mixed,full", "--precisions", types, *peer]
     return [
         Part("device", [python, "-c", DEVICE], 0.05, lambda lines: [("", "".join(lines[-1:]).strip())]),
         Part("tests", pytest, 0.45, read_tests),
@@ -94,34 +103,35 @@ def marked_tests() -> list[str]:
 
 
 def read_tests(lines: list[str]) -> list[tuple[str, str]]:
-    """Return how many tests ended how, the names of those that did not pass, and the one that the end cut off."""
-    matches = [match for line in lines if (match := OUTCOME.match(line))]
+    """Return how many tests ended how, and of those that did not pass the names and reasons; and the one cut off."""
+    matches = [match for line in lines if (match := ALONE.match(line) or IN_A_WORKER.match(line))]
+    reasons = {match[1]: match[2].strip() for line in lines if (match := REASON.match(line))}
     counts: dict[str, int] = {}
     for match in matches:
-        counts[match[2].lower()] = counts.get(match[2].lower(), 0) + 1
+        counts[match["end"].lower()] = counts.get(match["end"].lower(), 0) + 1
     rows = [("tests", ", ".join(f"{count} {outcome}" for outcome, count in counts.items()) or "none ran")]
-    rows += [
-        (match[1], f"{match[2].lower()}: {match[3]}" if match[3] else match[2].lower())
-        for match in matches
-        if match[2] != "PASSED"
-    ]
+    for match in matches:
+        if match["end"] != "PASSED":
+            why = match["why"] or reasons.get(match["test"], "")
+            rows.append((match["test"], f"{match['end'].lower()}: {why}" if why else match["end"].lower()))
     last = lines[-1].strip() if lines else ""
-    return [*rows, (last, "cut off")] if "::" in last and not OUTCOME.match(last) and " - " not in last else rows
+    is_cut_off = "::" in last and last[0] != "[" and not ALONE.match(last) and " - " not in last
+    return [*rows, (last, "cut off")] if is_cut_off else rows
 
 
 def read_speed(path: Path) -> list[tuple[str, str]]:
-    """Return a row for each phase that `compare.py` has timed."""
+    """Return a row for each phase that `compare.py` has timed, and for each side that failed."""
     if not path.exists():
         return []
-    rows = []
-    for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
+    rows, found = list[tuple[str, str]](), json.loads(path.read_text(encoding="utf-8"))
+    for row in found["rows"]:
         result = f"ours {row['ours_s']:.2f} s"
         if "trl_s" in row:
             result += f", TRL {row['trl_s']:.2f} s, {row['ratio']:.2f} times faster"
         memory = [f"{row[f'{side}_mib']:.0f}" for side in ("ours", "trl") if f"{side}_mib" in row]
         result += f", {' / '.join(memory)} MiB" if memory else ""
         rows.append((f"{row['preset']}, {row['lengths']}, {row['precision']}: {row['phase']}", result))
-    return rows
+    return [*rows, *((failure, "failed") for failure in found["failures"])]
 
 
 def run(part: Part, seconds: float) -> Outcome:
@@ -139,18 +149,24 @@ def run(part: Part, seconds: float) -> Outcome:
         start_new_session=True,
     )
 
-    def stop() -> None:
+    def end(by: signal.Signals) -> None:
         is_late.set()
-        os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, by)
 
-    timer = threading.Timer(seconds, stop)
-    timer.start()
+    timers = [
+        threading.Timer(seconds, end, [signal.SIGINT]),  # pytest then says what has failed, and why
+        threading.Timer(seconds + STOPPING_S, end, [signal.SIGKILL]),
+    ]
+    for timer in timers:
+        timer.start()
     assert process.stdout is not None
     for line in process.stdout:
         print(line, end="", flush=True)
         lines.append(line)
     status = process.wait()
-    timer.cancel()
+    for timer in timers:
+        timer.cancel()
     state = f"stopped after {seconds:.0f} s" if is_late.is_set() else "done" if status == 0 else f"status {status}"
     try:
         found = part.read(lines)

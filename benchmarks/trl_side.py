@@ -66,6 +66,7 @@ def peer_config(job: Job) -> PPOConfig:
         temperature=1.0,
         stop_token_id=job.stop_token_id,
         use_cpu=job.device == "cpu",
+        tf32=job.device == "cuda" or None,
         dataloader_pin_memory=job.device != "cpu",
         remove_unused_columns=False,
         report_to="none",

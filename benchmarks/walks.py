@@ -136,7 +136,9 @@ def main() -> None:
             job = make_job(seed, Path(folder))
             for side in list(sides)[:: 1 if number % 2 == 0 else -1]:
                 python, script = sides[side]
-                curves[side].append(run_side([python, str(HERE / script), str(job)], ENVIRONMENT | QUIET_PEER)["curve"])
+                curves[side].append(
+                    run_side(side, [python, str(HERE / script), str(job)], ENVIRONMENT | QUIET_PEER)["curve"]
+                )
                 print(f"seed {seed}, {side}: {curves[side][-1][-1]}", file=sys.stderr, flush=True)
     description = machine(arguments.peer_python)
     print(description["processor"], curves_table(curves, arguments.seeds), summary_table(curves), sep="\n\n")

@@ -46,9 +46,9 @@ def test_our_side_does_the_work_that_the_comparison_expects(tmp_path):
     assert alone["ours_s"] == rows[-1]["ours_s"]
     assert not any("trl" in name or "ratio" in name for name in alone)  # only our side ran
     assert compare.table([alone]).splitlines()[-1].count(" – ") == 3
-    with pytest.raises(SystemExit, match="optimiser steps"):
+    with pytest.raises(compare.SideError, match="optimiser steps"):
         compare.check_work(job, "trl", result | {"steps": 1})
-    with pytest.raises(SystemExit, match="response tokens"):
+    with pytest.raises(compare.SideError, match="response tokens"):
         compare.check_work(job, "trl", result | {"iterations": [{"tokens": 16 * 12}] * 3})
 
 
@@ -64,12 +64,45 @@ def test_a_ratio_is_the_median_of_the_pairs_without_the_warm_up():
     assert [row["ratio"] for row in compare.rows_of({}, pairs)] == [4.0] * 3
 
 
+def test_where_one_side_fails_the_other_work_is_timed_all_the_same(tmp_path, monkeypatch, capsys):
+    import compare
+
+    def run_side(side, command, _):
+        job = json.loads(Path(command[-1]).read_text())
+        if side == "trl" and job["precision"] == "bfloat16":
+            raise compare.SideError(side, "RuntimeError: NaN")
+        tokens = 32 * 32
+        times = dict.fromkeys(compare.PHASES, 1.0 if side == "ours" else 2.0)
+        return {"iterations": [{**times, "tokens": tokens}] * 2, "steps": 32, "memory_mib": 1.0}
+
+    monkeypatch.setattr(compare, "run_side", run_side)
+    monkeypatch.setattr(compare, "machine", lambda _: {})
+    arguments = ["--presets", "tiny", "--lengths", "full", "--precisions", "bfloat16,float32", "--peer-python", "there"]
+    options = compare.parse_arguments([*arguments, "--iterations", "1", "--json", str(tmp_path / "out")])
+    monkeypatch.setattr(compare, "parse_arguments", lambda: options)
+    assert compare.main() == 1
+    found = json.loads((tmp_path / "out").read_text())
+    assert [(row["precision"], row.get("ratio")) for row in found["rows"]] == [
+        *[("bfloat16", None)] * 3,
+        *[("float32", 2.0)] * 3,
+    ]
+    assert found["failures"] == ["tiny, full, bfloat16: trl: RuntimeError: NaN"]
+    assert "trl: RuntimeError: NaN" in capsys.readouterr().out
+
+
 GPU_TESTS = """
 tests/a.py::test_one PASSED                      [ 20%]
 tests/a.py::test_two[with spaces] PASSED         [ 40%]
 tests/a.py::test_three FAILED                    [ 60%]
 tests/b.py::test_four SKIPPED (no vLLM here)     [ 80%]
 tests/b.py::test_five """
+GPU_TESTS_IN_WORKERS = """
+[gw0] [ 20%] PASSED tests/a.py::test_one
+[gw1] [ 40%] FAILED tests/a.py::test_two[with spaces]
+tests/a.py::test_three
+[gw1] [ 60%] SKIPPED tests/b.py::test_four
+FAILED tests/a.py::test_two[with spaces] - RuntimeError: other types
+! xdist.dsession.Interrupted !"""
 
 
 def test_the_report_names_the_tests_that_did_not_pass_and_the_one_that_was_cut_off():
@@ -80,6 +113,11 @@ def test_the_report_names_the_tests_that_did_not_pass_and_the_one_that_was_cut_o
         ("tests/a.py::test_three", "failed"),
         ("tests/b.py::test_four", "skipped: no vLLM here"),
         ("tests/b.py::test_five", "cut off"),
+    ]
+    assert gpu_report.read_tests(GPU_TESTS_IN_WORKERS.splitlines()) == [
+        ("tests", "1 passed, 1 failed, 1 skipped"),
+        ("tests/a.py::test_two[with spaces]", "failed: RuntimeError: other types"),
+        ("tests/b.py::test_four", "skipped"),
     ]
     assert gpu_report.read_tests(["FAILED tests/a.py::test_three - assert 1 == 2"]) == [("tests", "none ran")]
 
@@ -99,7 +137,7 @@ def test_a_part_that_fails_or_takes_too_long_leaves_the_others(monkeypatch, capf
     assert gpu_report.main(["--minutes", "1"]) == 1
     assert time.monotonic() - started < 45  # what the part started ends with it, after a second and not after 60
     rows = capfd.readouterr().out.split("| part | what | result |")[1]
-    for row in ("| status 1 |", "| stopped after 1 s |", "| | hangs | begun |", "| done |", "| | works | whole |"):
+    for row in ("| status 1 |", "| stopped after 1 s |", "| | hangs | begun", "| done |", "| | works | whole |"):
         assert row in rows
     monkeypatch.setattr(gpu_report, "parts_of", lambda *_: parts[2:])
     assert gpu_report.main([]) == 0
@@ -124,6 +162,7 @@ def test_the_report_can_be_tried_without_a_gpu(tmp_path, capfd):
     rows = capfd.readouterr().out.split("| part | what | result |")[1]
     assert "| | tests | 1 passed |" in rows
     assert "tiny, full, float32: iteration | ours" in rows
+    assert rows.index("tiny, mixed, float32") < rows.index("tiny, full, float32")
     assert len(json.loads((tmp_path / "out").read_text())) == 4
 
 

@@ -96,6 +96,27 @@ def test_checkpoint_and_exported_policy_are_the_same_files_with_and_without_fsdp
             assert_close(found[key], values, rtol=1e-9, atol=1e-9, msg=f"{file}: {key}")
 
 
+@pytest.mark.slow
+def test_one_process_in_a_group_of_its_own_trains_through_ddp_and_fsdp2(tmp_path):
+    check_group_of_one(tmp_path / "results.json", "cpu", "gloo", {"ACCELERATE_USE_CPU": "true"}, 1e-9)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_one_process_in_a_group_of_its_own_trains_through_ddp_and_fsdp2(tmp_path):
+    check_group_of_one(tmp_path / "results.json", "cuda", "nccl", {}, 1e-5)
+
+
+def check_group_of_one(path: Path, device: str, backend: str, environment: dict[str, str], close: float) -> None:
+    case = "tests.ppo.sharding_on_a_gpu_case"
+    launch(case, str(path), device, processes=1, folder=REPOSITORY, environment=environment)
+    found = json.loads(path.read_text())
+    assert found.pop("backend") == backend
+    for name, by_kind in found.items():
+        expected = json.loads(json.dumps(results(CASES[name])))
+        for kind in ("DDP", "FSDP2"):
+            assert not differences(by_kind[kind], expected, f"{name}, {kind}", close)
+
+
 JOINED = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
 
 

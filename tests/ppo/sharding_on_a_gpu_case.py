@@ -1,0 +1,35 @@
+"""Runs of one process in a group of its own, through DDP or FSDP2; started by torchrun in `test_sharding`.
+
+torchrun --nproc_per_node 1 -m tests.ppo.sharding_on_a_gpu_case RESULTS DEVICE
+
+NCCL takes one process a GPU, so on one GPU this is all of DDP and FSDP2 that there can be: their hooks and streams.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.ppo.sharding_cases import CASES, results
+
+NAMES = ("token budget, GPT-2 with a tied head", "LoRA")
+
+
+def main(path: Path, device: str) -> None:
+    """Run the cases as DDP does and then as FSDP2 does, and write the backend and what came out."""
+    found: dict[str, Any] = {name: {"DDP": results({**CASES[name], "device": device})} for name in NAMES}
+    for module in list(sys.modules.values()):  # a launch with FSDP2 and one process would be refused
+        if module.__name__.startswith(("ppo_rlhf.", "tests.")) and hasattr(module, "shards_models"):
+            vars(module)["shards_models"] = lambda: True
+    for name in NAMES:
+        found[name]["FSDP2"] = results({**CASES[name], "device": device})
+    found["backend"] = torch.distributed.get_backend()
+    path.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])
