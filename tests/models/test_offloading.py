@@ -87,8 +87,8 @@ def test_a_model_on_the_host_keeps_its_values_and_its_shared_weights():
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_the_host_has_pinned_copies_and_the_device_gets_its_memory_back(monkeypatch):
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)  # runs of other tests in this process set it
+def test_on_a_gpu_the_host_has_pinned_copies_and_the_device_gets_its_memory_back():
+    torch.backends.cuda.matmul.allow_tf32 = False  # runs of other tests in this process set it, each for itself
     model = tiny_model("gpt2").requires_grad_(False)
     expected = model(IDS).logits
     to_host(model)

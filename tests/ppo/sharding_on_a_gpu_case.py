@@ -22,8 +22,8 @@ NAMES = ("token budget, GPT-2 with a tied head", "LoRA")
 def main(path: Path, device: str) -> None:
     """Run the cases as DDP does and then as FSDP2 does, and write the backend and what came out."""
     found: dict[str, Any] = {name: {"DDP": results({**CASES[name], "device": device})} for name in NAMES}
-    for module in list(sys.modules.values()):  # a launch with FSDP2 and one process would be refused
-        if module.__name__.startswith(("ppo_rlhf.", "tests.")) and hasattr(module, "shards_models"):
+    for name, module in list(sys.modules.items()):  # a launch with FSDP2 and one process would be refused
+        if name.startswith(("ppo_rlhf.", "tests.", "__main__")) and hasattr(module, "shards_models"):
             vars(module)["shards_models"] = lambda: True
     for name in NAMES:
         found[name]["FSDP2"] = results({**CASES[name], "device": device})
