@@ -6,7 +6,7 @@ import torch
 from ppo_rlhf.core.checks import (
     check_prefix_mask,
     check_range,
-    check_same_shape,
+    check_shape,
     compute_dtype,
     select,
 )
@@ -17,7 +17,7 @@ from .support import NAN
 
 def test_a_message_says_where_what_was_given_the_rule_and_the_fix():
     with pytest.raises(ShapeError) as same:
-        check_same_shape("shape_rewards", kl=torch.zeros(2, 3), mask=torch.zeros(3))
+        check_shape("shape_rewards", None, kl=torch.zeros(2, 3), mask=torch.zeros(3))
     assert str(same.value) == (
         "shape_rewards: got kl [2, 3], mask [3]; all must have the same shape. Cut or pad them to one shape first."
     )

@@ -5,11 +5,10 @@ from torch import Tensor
 
 from ppo_rlhf.core.checks import (
     as_bool,
-    check_dimensions,
     check_one_per_row,
     check_prefix_mask,
     check_range,
-    check_same_shape,
+    check_shape,
     compute_dtype,
     select,
 )
@@ -24,7 +23,7 @@ def length_adaptive_lambda(lengths: Tensor, alpha: float) -> Tensor:
 
     Source: Yue et al. (2025), "VAPO", arXiv:2504.05118, length-adaptive GAE.
     """
-    check_dimensions("length_adaptive_lambda", "B", lengths=lengths)
+    check_shape("length_adaptive_lambda", "B", lengths=lengths)
     check_range("length_adaptive_lambda", above=0.0, alpha=alpha)
     return (1.0 - 1.0 / (alpha * lengths.to(torch.float64).clamp(min=1.0))).clamp(min=0.0)
 
@@ -63,8 +62,7 @@ def generalized_advantage_estimate(
     eq. 16, summed to the end of the response.
     """
     where = "generalized_advantage_estimate"
-    check_dimensions(where, "BT", rewards=rewards)
-    check_same_shape(where, rewards=rewards, values=values, mask=mask)
+    check_shape(where, "BT", rewards=rewards, values=values, mask=mask)
     check_range(where, at_least=0.0, at_most=1.0, gamma=gamma)
     dtype = compute_dtype(rewards, values)
     if isinstance(lam, Tensor):

@@ -6,9 +6,8 @@ from torch import Tensor
 from ppo_rlhf.core.checks import (
     as_bool,
     check_choice,
-    check_dimensions,
     check_range,
-    check_same_shape,
+    check_shape,
     compute_dtype,
     select,
 )
@@ -48,8 +47,7 @@ def aggregate_loss(
         ConfigError: unknown aggregation, or a negative or non-finite `denominator` (a tensor is not looked into).
     """
     where = "aggregate_loss"
-    check_dimensions(where, "BT", token_loss=token_loss)
-    check_same_shape(where, token_loss=token_loss, mask=mask)
+    check_shape(where, "BT", token_loss=token_loss, mask=mask)
     check_choice(where, LOSS_AGGREGATIONS, loss_aggregation=loss_aggregation)
     counts_BT = as_bool(mask)
     dtype = compute_dtype(token_loss)
@@ -85,7 +83,7 @@ def aggregation_count(mask: Tensor, loss_aggregation: str, *, fixed_length: int 
         ShapeError: `mask` is not [B, T].
         ConfigError: unknown aggregation, or `fixed_length` below 1.
     """
-    check_dimensions("aggregation_count", "BT", mask=mask)
+    check_shape("aggregation_count", "BT", mask=mask)
     check_choice("aggregation_count", LOSS_AGGREGATIONS, loss_aggregation=loss_aggregation)
     counts_BT = as_bool(mask)
     if loss_aggregation == "token_mean":

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from ppo_rlhf.core.checks import check_range, check_same_shape
+from ppo_rlhf.core.checks import check_range, check_shape
 
 
 def best_of_n_mean(rewards: Tensor, values: Tensor, n: int) -> Tensor:
@@ -26,7 +26,7 @@ def best_of_n_mean(rewards: Tensor, values: Tensor, n: int) -> Tensor:
 
     Source: Nakano et al. (2021), arXiv:2112.09332; Gao et al. (2022), arXiv:2210.10760.
     """
-    check_same_shape("best_of_n_mean", rewards=rewards, values=values)
+    check_shape("best_of_n_mean", None, rewards=rewards, values=values)
     samples = rewards.shape[1]
     check_range("best_of_n_mean", at_least=1, n=n)
     check_range("best_of_n_mean", at_least=n, samples=samples)

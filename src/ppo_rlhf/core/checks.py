@@ -10,22 +10,20 @@ from torch import Tensor
 from ppo_rlhf.core.errors import ConfigError, ShapeError
 
 
-def check_same_shape(where: str, **tensors: Tensor) -> None:
-    """Raise ShapeError unless all `tensors` have one shape; `where` opens the message."""
+def check_shape(where: str, dimensions: str | None, **tensors: Tensor) -> None:
+    """Raise ShapeError unless all tensors have one shape; `where` opens the message.
+
+    It has as many dimensions as `dimensions` has letters, such as "BT"; None: any number.
+    """
     shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
-    if any(shape != next(iter(shapes.values())) for shape in shapes.values()):
+    name, first = next(iter(shapes.items()))
+    if dimensions is not None and len(first) != len(dimensions):
+        axes = ", ".join(dimensions)
+        fix = "Add or drop the missing or extra axis."
+        raise ShapeError(f"{where}: {name} has shape {first}; it must be [{axes}]. {fix}")
+    if any(shape != first for shape in shapes.values()):
         listed = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
         raise ShapeError(f"{where}: got {listed}; all must have the same shape. Cut or pad them to one shape first.")
-
-
-def check_dimensions(where: str, dimensions: str, **tensors: Tensor) -> None:
-    """Raise ShapeError unless each tensor has as many dimensions as `dimensions` has letters, such as "BT"."""
-    for name, tensor in tensors.items():
-        if tensor.dim() != len(dimensions):
-            raise ShapeError(
-                f"{where}: {name} has shape {list(tensor.shape)}; it must be [{', '.join(dimensions)}]. "
-                "Add or drop the missing or extra axis."
-            )
 
 
 def check_one_per_row(where: str, rows: int, **tensors: Tensor) -> None:

@@ -7,7 +7,7 @@ reference does: drift.
 import torch
 from torch import Tensor
 
-from ppo_rlhf.core.checks import check_choice, check_range, check_same_shape, compute_dtype
+from ppo_rlhf.core.checks import check_choice, check_range, check_shape, compute_dtype
 from ppo_rlhf.core.choices import KL_ESTIMATORS
 from ppo_rlhf.core.errors import CheckpointError, TrainingError
 
@@ -38,7 +38,7 @@ def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: str = "
 
     Source: Schulman (2020), "Approximating KL Divergence", with q = policy and p = reference; k3+ as in verl.
     """
-    check_same_shape("kl_estimate", logprobs=logprobs, reference_logprobs=reference_logprobs)
+    check_shape("kl_estimate", None, logprobs=logprobs, reference_logprobs=reference_logprobs)
     check_choice("kl_estimate", KL_ESTIMATORS, estimator=estimator)
     dtype = compute_dtype(logprobs, reference_logprobs)
     difference = logprobs.to(dtype) - reference_logprobs.to(dtype)

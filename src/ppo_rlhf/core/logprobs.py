@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ppo_rlhf.core.checks import check_dimensions, check_range, check_same_shape, compute_dtype
+from ppo_rlhf.core.checks import check_range, check_shape, compute_dtype
 
 BLOCK_ELEMENTS = 2**20  # logits widened at a time: 4 MiB of float32, small enough for a CPU's cache
 BLOCK_ELEMENTS_CUDA = 2**26  # on an accelerator kernel launches cost more than memory
@@ -37,8 +37,8 @@ def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> 
         ShapeError: `logits` is not [B, T, V] or `tokens` not [B, T].
         ConfigError: `temperature` is not positive.
     """
-    check_dimensions("token_logprobs", "BTV", logits=logits)
-    check_same_shape("token_logprobs", logits_without_vocabulary=logits[..., 0], tokens=tokens)
+    check_shape("token_logprobs", "BTV", logits=logits)
+    check_shape("token_logprobs", None, logits_without_vocabulary=logits[..., 0], tokens=tokens)
     check_range("token_logprobs", above=0.0, temperature=temperature)
     result: Tensor = _TokenLogprobs.apply(logits, tokens.long(), temperature)
     return result
@@ -58,7 +58,7 @@ def token_entropy(logits: Tensor, temperature: float = 1.0) -> Tensor:
         ShapeError: `logits` is not [B, T, V].
         ConfigError: `temperature` is not positive.
     """
-    check_dimensions("token_entropy", "BTV", logits=logits)
+    check_shape("token_entropy", "BTV", logits=logits)
     check_range("token_entropy", above=0.0, temperature=temperature)
     result: Tensor = _TokenEntropy.apply(logits, temperature)
     return result
@@ -79,8 +79,7 @@ def token_kl(logits: Tensor, reference_logits: Tensor, temperature: float = 1.0)
         ShapeError: `logits` is not [B, T, V], or `reference_logits` has another shape.
         ConfigError: `temperature` is not positive.
     """
-    check_dimensions("token_kl", "BTV", logits=logits)
-    check_same_shape("token_kl", logits=logits, reference_logits=reference_logits)
+    check_shape("token_kl", "BTV", logits=logits, reference_logits=reference_logits)
     check_range("token_kl", above=0.0, temperature=temperature)
     result: Tensor = _TokenKL.apply(logits, reference_logits, temperature)
     return result

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ppo_rlhf.core.aggregation import aggregate_loss
-from ppo_rlhf.core.checks import as_bool, check_dimensions, check_range, check_same_shape, compute_dtype, select
+from ppo_rlhf.core.checks import as_bool, check_range, check_shape, compute_dtype, select
 from ppo_rlhf.core.kl import LOG_RATIO_LIMIT
 from ppo_rlhf.core.statistics import masked_mean
 
@@ -69,8 +69,7 @@ def clipped_policy_loss(
     et al. (2020), "Mastering Complex Control in MOBA Games with Deep Reinforcement Learning", eq. 5.
     """
     where = "clipped_policy_loss"
-    check_dimensions(where, "BT", logprobs=logprobs)
-    check_same_shape(where, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
+    check_shape(where, "BT", logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
     high = cliprange if cliprange_high is None else cliprange_high
     check_range(where, above=0.0, cliprange=cliprange, cliprange_high=high)
     counts_BT = as_bool(mask)
@@ -118,8 +117,7 @@ def importance_weights(old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Ten
     Source: Ionides (2008), "Truncated Importance Sampling".
     """
     where = "importance_weights"
-    check_dimensions(where, "BT", old_logprobs=old_logprobs)
-    check_same_shape(where, old_logprobs=old_logprobs, sampler_logprobs=sampler_logprobs, mask=mask)
+    check_shape(where, "BT", old_logprobs=old_logprobs, sampler_logprobs=sampler_logprobs, mask=mask)
     check_range(where, above=0.0, cap=cap)
     counts_BT = as_bool(mask)
     dtype = compute_dtype(old_logprobs, sampler_logprobs)
@@ -160,8 +158,7 @@ def clipped_value_loss(
     Source: value clipping as in OpenAI baselines' ppo2; the ½ inside the loss as in TRL, OpenRLHF and verl.
     """
     where = "clipped_value_loss"
-    check_dimensions(where, "BT", values=values)
-    check_same_shape(where, values=values, old_values=old_values, returns=returns, mask=mask)
+    check_shape(where, "BT", values=values, old_values=old_values, returns=returns, mask=mask)
     counts_BT = as_bool(mask)
     dtype = compute_dtype(values, old_values, returns)
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ppo_rlhf.core.checks import check_dimensions
+from ppo_rlhf.core.checks import check_shape
 from ppo_rlhf.core.errors import ShapeError
 
 
@@ -23,7 +23,7 @@ def response_lengths(response_ids: Tensor, stop_token_ids: Sequence[int]) -> tup
     Raises:
         ShapeError: `response_ids` is not [B, T].
     """
-    check_dimensions("response_lengths", "BT", response_ids=response_ids)
+    check_shape("response_lengths", "BT", response_ids=response_ids)
     width = response_ids.shape[1]
     stop_ids = torch.tensor(list(stop_token_ids), dtype=response_ids.dtype, device=response_ids.device)
     is_stop_BT = torch.isin(response_ids, stop_ids)
@@ -41,7 +41,7 @@ def length_mask(lengths: Tensor, width: int) -> Tensor:
 
     Raises ShapeError if `lengths` is not [B], or a length is outside 0..width.
     """
-    check_dimensions("length_mask", "B", lengths=lengths)
+    check_shape("length_mask", "B", lengths=lengths)
     if len(lengths) and not bool(((lengths >= 0) & (lengths <= width)).all()):
         raise ShapeError(
             f"length_mask: lengths span {int(lengths.min())}..{int(lengths.max())}; they must be in 0..width={width}. "

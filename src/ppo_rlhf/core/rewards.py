@@ -5,11 +5,10 @@ from torch import Tensor
 
 from ppo_rlhf.core.checks import (
     as_bool,
-    check_dimensions,
     check_one_per_row,
     check_prefix_mask,
     check_range,
-    check_same_shape,
+    check_shape,
     compute_dtype,
     select,
 )
@@ -46,8 +45,7 @@ def shape_rewards(
     (legacy TRL, OpenRLHF, verl), not one slot after it (TRL 0.14).
     """
     where = "shape_rewards"
-    check_dimensions(where, "BT", kl=kl)
-    check_same_shape(where, kl=kl, mask=mask)
+    check_shape(where, "BT", kl=kl, mask=mask)
     check_one_per_row(where, kl.shape[0], scores=scores)
     check_range(where, at_least=0.0, kl_coef=kl_coef)
     is_response_BT = as_bool(mask)
@@ -62,7 +60,7 @@ def shape_rewards(
     reward_BT = score_BT - penalty_BT
     if token_rewards is None:
         return reward_BT
-    check_same_shape(where, kl=kl, token_rewards=token_rewards)
+    check_shape(where, None, kl=kl, token_rewards=token_rewards)
     return reward_BT + select(token_rewards, is_response_BT, dtype)
 
 
@@ -83,7 +81,7 @@ def overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
 
     Source: Yu et al. (2025), "DAPO", arXiv:2503.14476, eq. 13, with the sign turned.
     """
-    check_dimensions("overlong_penalty", "B", lengths=lengths)
+    check_shape("overlong_penalty", "B", lengths=lengths)
     check_range("overlong_penalty", at_least=1, at_most=max_length, buffer=buffer)
     return (lengths.to(torch.float64) - (max_length - buffer)).clamp(0, buffer) / buffer
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ppo_rlhf.core.checks import check_dimensions, check_one_per_row, check_range, compute_dtype
+from ppo_rlhf.core.checks import check_one_per_row, check_range, check_shape, compute_dtype
 from ppo_rlhf.core.errors import ConfigError
 
 
@@ -41,7 +41,7 @@ def sample_tokens(
         ConfigError: `temperature`, `top_k` or `top_p` is out of range.
     """
     where = "sample_tokens"
-    check_dimensions(where, "BV", logits=logits)
+    check_shape(where, "BV", logits=logits)
     check_one_per_row(where, logits.shape[0], uniforms=uniforms)
     check_range(where, above=0.0, temperature=temperature)
     check_range(where, above=0.0, at_most=1.0, top_p=top_p)

@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from ppo_rlhf.core.checks import as_bool, check_same_shape, compute_dtype, select
+from ppo_rlhf.core.checks import as_bool, check_shape, compute_dtype, select
 from ppo_rlhf.core.errors import CheckpointError
 
 WHITENING_EPSILON = 1e-8  # added to the variance under the root
@@ -19,7 +19,7 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
 
     Raises ShapeError if the shapes differ.
     """
-    check_same_shape("masked_mean", x=x, mask=mask)
+    check_shape("masked_mean", None, x=x, mask=mask)
     selected = as_bool(mask)
     dtype = compute_dtype(x)
     return select(x, selected, dtype).sum() / selected.sum().clamp(min=1).to(dtype)
@@ -31,7 +31,7 @@ def masked_variance(x: Tensor, mask: Tensor, *, unbiased: bool) -> Tensor:
     `unbiased` divides by n − 1 (Bessel) instead of n. One selected number, or none, gives 0, never NaN.
     Raises ShapeError if the shapes differ.
     """
-    check_same_shape("masked_variance", x=x, mask=mask)
+    check_shape("masked_variance", None, x=x, mask=mask)
     return _moments(x, as_bool(mask), unbiased=unbiased)[1]
 
 
@@ -58,7 +58,7 @@ def masked_whiten(
     Raises:
         ShapeError: the shapes differ.
     """
-    check_same_shape("masked_whiten", x=x, mask=mask)
+    check_shape("masked_whiten", None, x=x, mask=mask)
     selected = as_bool(mask)
     dtype = compute_dtype(x)
     mean, variance = moments or _moments(x, selected, unbiased=True)
@@ -78,7 +78,7 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
     1 is perfect, 0 as good as the mean return, negative worse. Where the returns do not vary (or fewer than two are
     selected) there is nothing to explain, and the result is 0. Raises ShapeError if the shapes differ.
     """
-    check_same_shape("explained_variance", values=values, returns=returns, mask=mask)
+    check_shape("explained_variance", None, values=values, returns=returns, mask=mask)
     selected = as_bool(mask)
     dtype = compute_dtype(values, returns)
     targets = select(returns, selected, dtype)
@@ -94,7 +94,7 @@ def correlation(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
 
     0 where either does not vary (or fewer than two are selected). Raises ShapeError if the shapes differ.
     """
-    check_same_shape("correlation", values=values, returns=returns, mask=mask)
+    check_shape("correlation", None, values=values, returns=returns, mask=mask)
     selected, dtype = as_bool(mask), compute_dtype(values, returns)
     (mean_v, var_v), (mean_r, var_r) = (_moments(x.to(dtype), selected, unbiased=False) for x in (values, returns))
     covariance = masked_mean((values.to(dtype) - mean_v) * (returns.to(dtype) - mean_r), selected)
@@ -129,7 +129,7 @@ class RunningMoments:
     def update(self, x: Tensor, mask: Tensor | None = None) -> None:
         """Take in `x` (any shape), where `mask` is True if one is given; ShapeError if the shapes differ."""
         if mask is not None:
-            check_same_shape("RunningMoments.update", x=x, mask=mask)
+            check_shape("RunningMoments.update", None, x=x, mask=mask)
             x = x[as_bool(mask)]
         x = x.detach().to("cpu", torch.float64).flatten()
         new = x.numel()

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ppo_rlhf.core.checks import as_bool, check_dimensions, check_same_shape
+from ppo_rlhf.core.checks import as_bool, check_shape
 from ppo_rlhf.core.responses import length_mask
 
 
@@ -39,6 +39,5 @@ def spread(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def _checked(where: str, values: Tensor, mask: Tensor) -> Tensor:
-    check_dimensions(where, "BT", values=values)
-    check_same_shape(where, values=values, mask=mask)
+    check_shape(where, "BT", values=values, mask=mask)
     return as_bool(mask)
