@@ -1,9 +1,9 @@
 """Log-probability of chosen tokens, exact entropy and exact KL, from logits, under a temperature.
 
-All are written as autograd functions that walk over the logits in blocks: beside the logits themselves and their
-gradient, both in the logits' own type, no `[B, T, V]` tensor is ever held, and softmax is recomputed in the backward
-pass. A position whose incoming gradient is 0 (padding, once the loss is masked) gets a gradient of exactly 0, even if
-its logits are NaN.
+All are one autograd function that walks over the logits in blocks: beside the logits themselves and their gradient,
+both in the logits' own type, no `[B, T, V]` tensor is ever held, and softmax is recomputed in the backward pass. A
+position whose incoming gradient is 0 (padding, once the loss is masked) gets a gradient of exactly 0, even if its
+logits are NaN.
 """
 
 from collections.abc import Iterator
@@ -40,7 +40,7 @@ def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> 
     check_shape("token_logprobs", "BTV", logits=logits)
     check_shape("token_logprobs", None, logits_without_vocabulary=logits[..., 0], tokens=tokens)
     check_range("token_logprobs", above=0.0, temperature=temperature)
-    result: Tensor = _TokenLogprobs.apply(logits, tokens.long(), temperature)
+    result: Tensor = _InBlocks.apply(_log_p, _log_p_gradient, temperature, logits, tokens.long())
     return result
 
 
@@ -60,7 +60,7 @@ def token_entropy(logits: Tensor, temperature: float = 1.0) -> Tensor:
     """
     check_shape("token_entropy", "BTV", logits=logits)
     check_range("token_entropy", above=0.0, temperature=temperature)
-    result: Tensor = _TokenEntropy.apply(logits, temperature)
+    result: Tensor = _InBlocks.apply(_entropy, _entropy_gradient, temperature, logits)
     return result
 
 
@@ -81,86 +81,72 @@ def token_kl(logits: Tensor, reference_logits: Tensor, temperature: float = 1.0)
     """
     check_shape("token_kl", "BTV", logits=logits, reference_logits=reference_logits)
     check_range("token_kl", above=0.0, temperature=temperature)
-    result: Tensor = _TokenKL.apply(logits, reference_logits, temperature)
+    result: Tensor = _InBlocks.apply(_kl, _kl_gradient, temperature, logits, reference_logits)
     return result
 
 
-class _TokenLogprobs(torch.autograd.Function):
+class _InBlocks(torch.autograd.Function):
+    """A statistic [B, T] of logits [B, T, V], and of one more tensor that has no gradient.
+
+    Of a block `value(temperature, logits, other)` computes it; `gradient(temperature, logits, other, value, scale)` is
+    its gradient in z = logits / temperature, times `scale`.
+    """
+
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
-        result_BT = logits.new_empty(tokens.shape, dtype=compute_dtype(logits))
+    def forward(ctx: Any, value: Any, gradient: Any, temperature: float, logits: Tensor, *other: Tensor) -> Tensor:
+        result_BT = logits.new_empty(logits.shape[:-1], dtype=compute_dtype(logits, *other))
         for block in _blocks(logits):
-            log_p = _tempered(logits[block], temperature).log_softmax(dim=-1)
-            result_BT[block] = log_p.gather(-1, tokens[block].unsqueeze(-1)).squeeze(-1)
-        ctx.save_for_backward(logits, tokens)
-        ctx.temperature = temperature
+            result_BT[block] = value(temperature, *(x[block] for x in (logits, *other)))
+        ctx.save_for_backward(result_BT, logits, *other)
+        ctx.gradient, ctx.temperature = gradient, temperature
         return result_BT
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
-        """∂logp / ∂logits_v = (1[v = token] − p_v) / temperature."""
-        logits, tokens = ctx.saved_tensors
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        result_BT, logits, *other = ctx.saved_tensors
         grad_logits = torch.empty_like(logits)
         for block in _blocks(logits):
             scale = (grad_outputs[0][block] / ctx.temperature).unsqueeze(-1)
-            grad = _tempered(logits[block], ctx.temperature).softmax(dim=-1).mul_(-scale)
-            grad.scatter_add_(-1, tokens[block].unsqueeze(-1), scale)
+            value = result_BT[block].unsqueeze(-1)
+            grad = ctx.gradient(ctx.temperature, *(x[block] for x in (logits, *other)), value, scale)
             grad_logits[block] = grad.masked_fill_(scale == 0, 0.0)
-        return grad_logits, None, None
+        return None, None, None, grad_logits, *(None for _ in other)
 
 
-class _TokenEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, temperature: float) -> Tensor:
-        entropy_BT = logits.new_empty(logits.shape[:-1], dtype=compute_dtype(logits))
-        for block in _blocks(logits):
-            p = _tempered(logits[block], temperature).softmax(dim=-1)
-            entropy_BT[block] = torch.special.entr(p).sum(dim=-1)  # entr(p) = −p log p, and 0 at 0
-        ctx.save_for_backward(logits, entropy_BT)
-        ctx.temperature = temperature
-        return entropy_BT
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
-        """∂H / ∂logits_v = (−p_v log p_v − p_v H) / temperature."""
-        logits, entropy_BT = ctx.saved_tensors
-        grad_logits = torch.empty_like(logits)
-        for block in _blocks(logits):
-            scale = (grad_outputs[0][block] / ctx.temperature).unsqueeze(-1)
-            p = _tempered(logits[block], ctx.temperature).softmax(dim=-1)
-            grad = torch.special.entr(p).sub_(p.mul_(entropy_BT[block].unsqueeze(-1))).mul_(scale)
-            grad_logits[block] = grad.masked_fill_(scale == 0, 0.0)
-        return grad_logits, None
+def _log_p(temperature: float, logits: Tensor, tokens: Tensor) -> Tensor:
+    return _tempered(logits, temperature).log_softmax(dim=-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
 
 
-class _TokenKL(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, reference_logits: Tensor, temperature: float) -> Tensor:
-        kl_BT = logits.new_empty(logits.shape[:-1], dtype=compute_dtype(logits, reference_logits))
-        for block in _blocks(logits):
-            p, log_ratio = _ratio(logits[block], reference_logits[block], temperature)
-            kl_BT[block] = log_ratio.mul_(p).sum(dim=-1)
-        ctx.save_for_backward(logits, reference_logits, kl_BT)
-        ctx.temperature = temperature
-        return kl_BT
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
-        """∂KL / ∂logits_v = p_v (log p_v − log q_v − KL) / temperature."""
-        logits, reference_logits, kl_BT = ctx.saved_tensors
-        grad_logits = torch.empty_like(logits)
-        for block in _blocks(logits):
-            scale = (grad_outputs[0][block] / ctx.temperature).unsqueeze(-1)
-            p, log_ratio = _ratio(logits[block], reference_logits[block], ctx.temperature)
-            grad = log_ratio.sub_(kl_BT[block].unsqueeze(-1)).mul_(p).mul_(scale)
-            grad_logits[block] = grad.masked_fill_(scale == 0, 0.0)
-        return grad_logits, None, None
+def _log_p_gradient(temperature: float, logits: Tensor, tokens: Tensor, log_p: Tensor, scale: Tensor) -> Tensor:
+    """1[v = token] − p_v."""
+    grad = _tempered(logits, temperature).softmax(dim=-1).mul_(-scale)
+    return grad.scatter_add_(-1, tokens.unsqueeze(-1), scale)
 
 
-def _ratio(logits: Tensor, reference_logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def _entropy(temperature: float, logits: Tensor) -> Tensor:
+    p = _tempered(logits, temperature).softmax(dim=-1)
+    return torch.special.entr(p).sum(dim=-1)  # entr(p) = −p log p, and 0 at 0
+
+
+def _entropy_gradient(temperature: float, logits: Tensor, entropy: Tensor, scale: Tensor) -> Tensor:
+    """−p_v log p_v − p_v H."""
+    p = _tempered(logits, temperature).softmax(dim=-1)
+    return torch.special.entr(p).sub_(p.mul_(entropy)).mul_(scale)
+
+
+def _kl(temperature: float, logits: Tensor, reference_logits: Tensor) -> Tensor:
+    p, log_ratio = _ratio(temperature, logits, reference_logits)
+    return log_ratio.mul_(p).sum(dim=-1)
+
+
+def _kl_gradient(temperature: float, logits: Tensor, reference_logits: Tensor, kl: Tensor, scale: Tensor) -> Tensor:
+    """p_v (log p_v − log q_v − KL)."""
+    p, log_ratio = _ratio(temperature, logits, reference_logits)
+    return log_ratio.sub_(kl).mul_(p).mul_(scale)
+
+
+def _ratio(temperature: float, logits: Tensor, reference_logits: Tensor) -> tuple[Tensor, Tensor]:
     """Return p and log p − log q of a block; the second is 0 where p is."""
     log_p = _tempered(logits, temperature).log_softmax(dim=-1)
     log_q = _tempered(reference_logits, temperature).log_softmax(dim=-1)
