@@ -54,9 +54,7 @@ def generalized_advantage_estimate(
     Returns:
         `advantages` and `returns`, each [B, T], 0 in padding. Advantages are not whitened.
 
-    Raises:
-        ShapeError: shapes do not fit, or the mask has holes.
-        ConfigError: `gamma` or `lam` is outside 0..1.
+    Raises ShapeError if shapes do not fit or the mask has holes, and ConfigError if `gamma` or `lam` is outside 0..1.
 
     Source: Schulman et al. (2016), "High-Dimensional Continuous Control Using Generalized Advantage Estimation",
     eq. 16, summed to the end of the response.

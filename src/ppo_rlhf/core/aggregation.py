@@ -39,12 +39,8 @@ def aggregate_loss(
         denominator: The optimiser step's global count: `aggregation_count` of the whole minibatch, summed over ranks.
             None: the count of this call, with this call's width T as the fixed length.
 
-    Returns:
-        A scalar tensor. 0, with gradient 0, if no token counts.
-
-    Raises:
-        ShapeError: shapes do not fit.
-        ConfigError: unknown aggregation, or a negative or non-finite `denominator` (a tensor is not looked into).
+    The result is 0, with gradient 0, if no token counts. Raises ShapeError if shapes do not fit, and ConfigError for an
+    unknown aggregation, or a negative or non-finite `denominator` (a tensor is not looked into).
     """
     where = "aggregate_loss"
     check_shape(where, "BT", token_loss=token_loss, mask=mask)
@@ -68,20 +64,12 @@ def aggregate_loss(
 
 
 def aggregation_count(mask: Tensor, loss_aggregation: str, *, fixed_length: int | None = None) -> Tensor:
-    """The denominator that `aggregate_loss` wants for this mode, counted over `mask`: add it up over ranks.
+    """The denominator that `aggregate_loss` wants for this mode, an int64 scalar: add it up over ranks.
 
-    Args:
-        mask: [B, T] of the whole minibatch, True on the tokens that count.
-        loss_aggregation: One of LOSS_AGGREGATIONS.
-        fixed_length: For token_sum_fixed_length, the constant number of token slots of a response (response_length);
-            None: T. The other modes do not use it.
+    It is counted over the `mask` [B, T] of the whole minibatch. `fixed_length`, >= 1, is the constant number of token
+    slots of a response (response_length) for token_sum_fixed_length; None: T. The other modes do not use it.
 
-    Returns:
-        An int64 scalar tensor.
-
-    Raises:
-        ShapeError: `mask` is not [B, T].
-        ConfigError: unknown aggregation, or `fixed_length` below 1.
+    Raises ShapeError if `mask` is not [B, T], and ConfigError for an unknown aggregation or `fixed_length` below 1.
     """
     check_shape("aggregation_count", "BT", mask=mask)
     check_choice("aggregation_count", LOSS_AGGREGATIONS, loss_aggregation=loss_aggregation)

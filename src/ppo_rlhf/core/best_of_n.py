@@ -15,14 +15,8 @@ def best_of_n_mean(rewards: Tensor, values: Tensor, n: int) -> Tensor:
     reward, the i-th is the best of C(i - 1, n - 1) of the C(N, n) subsets. Samples of equal reward share their weight:
     one of them is taken at random.
 
-    Args:
-        rewards: `[M, N]`: they pick.
-        values: `[M, N]`: what is averaged; the rewards themselves, or a judge's scores.
-        n: Samples to pick among, 1 to N.
-
-    Raises:
-        ShapeError: the shapes differ.
-        ConfigError: n is not between 1 and N.
+    The rewards, `[M, N]`, pick. The values, `[M, N]`, are averaged: the rewards themselves, or a judge's scores. Raises
+    ShapeError if the shapes differ, and ConfigError if n is not from 1 to N.
 
     Source: Nakano et al. (2021), arXiv:2112.09332; Gao et al. (2022), arXiv:2210.10760.
     """

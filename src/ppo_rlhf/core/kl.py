@@ -23,18 +23,10 @@ def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: str = "
     In k3 d is floored at −20, so that exp stays finite; below the floor the gradient is 0.
     k3+ has k3's value and k2's gradient, d · ∇logprobs, whose mean is that of KL(policy || reference).
 
-    Args:
-        logprobs: Log-probabilities of the sampled tokens under the policy, any shape, usually [B, T].
-        reference_logprobs: The same tokens under the reference, same shape.
-        estimator: "k1", "k2", "k3" or "k3+".
-
-    Returns:
-        nats per token, same shape. There is no mask: NaN in padding stays NaN (`shape_rewards` and `aggregate_loss`
-        select it away), and no gradient flows from a position where d is not finite.
-
-    Raises:
-        ShapeError: the shapes differ.
-        ConfigError: the estimator is unknown.
+    Both log-probabilities are of the sampled tokens, of any shape, usually [B, T]. The result has it, too, in nats per
+    token. There is no mask: NaN in padding stays NaN (`shape_rewards` and `aggregate_loss` select it away), and no
+    gradient flows from a position where d is not finite. Raises ShapeError if the shapes differ, and ConfigError if
+    the estimator is unknown.
 
     Source: Schulman (2020), "Approximating KL Divergence", with q = policy and p = reference; k3+ as in verl.
     """
@@ -57,14 +49,7 @@ def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: str = "
 
 
 class FixedKLController:
-    """A coefficient that never changes by itself.
-
-    Args:
-        kl_coef: Reward units per nat; >= 0.
-
-    Raises:
-        ConfigError: `kl_coef` is negative or not finite.
-    """
+    """A coefficient that never changes by itself, in reward units per nat; ConfigError unless it is finite and >= 0."""
 
     def __init__(self, kl_coef: float) -> None:
         check_range(type(self).__name__, at_least=0.0, kl_coef=kl_coef)
@@ -93,13 +78,9 @@ class AdaptiveKLController(FixedKLController):
     e = clip(observed_kl / target − 1, −0.2, 0.2). The published rule has no floor: with five or more horizons in one
     update its factor becomes 0 or negative, and the coefficient never recovers.
 
-    Args:
-        kl_coef: The first coefficient, reward units per nat; > 0 (0 would stay 0 for ever).
-        target: Wanted KL, nats summed over a response; > 0.
-        horizon: Episodes over which a full correction works; > 0.
-
-    Raises:
-        ConfigError: an argument is not positive.
+    `kl_coef` is the first coefficient, in reward units per nat (0 would stay 0 for ever); `target` the wanted KL, in
+    nats summed over a response; `horizon` the episodes over which a full correction works. Raises ConfigError unless
+    all are > 0.
 
     Source: Ziegler et al. (2019), "Fine-Tuning Language Models from Human Preferences", section 2.2.
     """
@@ -111,15 +92,10 @@ class AdaptiveKLController(FixedKLController):
         self.horizon = float(horizon)
 
     def update(self, observed_kl: float, num_episodes: int) -> None:
-        """Move the coefficient after one iteration.
+        """Move the coefficient after one iteration with so many responses, over all ranks.
 
-        Args:
-            observed_kl: Mean over responses of the KL summed over a response (nats, k1), not the mean per token.
-            num_episodes: Responses it was measured on, over all ranks; >= 0.
-
-        Raises:
-            TrainingError: `observed_kl` is NaN.
-            ConfigError: `num_episodes` is negative.
+        `observed_kl` is the mean over them of the KL summed over a response (nats, k1), not the mean per token. Raises
+        TrainingError if it is NaN, and ConfigError if `num_episodes` is negative.
         """
         check_range("AdaptiveKLController.update", at_least=0, num_episodes=num_episodes)
         observed = float(observed_kl)

@@ -1,5 +1,9 @@
 """Log-probability of chosen tokens, exact entropy and exact KL, from logits, under a temperature.
 
+`logits` are [B, T, V], −inf is allowed, and `temperature`, which is > 0, divides them exactly. Results are [B, T] nats,
+float32, or float64 for float64 logits, and NaN where the logits are NaN: mask them afterwards. Other shapes raise
+ShapeError, other temperatures ConfigError.
+
 All are one autograd function that walks over the logits in blocks: beside the logits themselves and their gradient,
 both in the logits' own type, no `[B, T, V]` tensor is ever held, and softmax is recomputed in the backward pass. A
 position whose incoming gradient is 0 (padding, once the loss is masked) gets a gradient of exactly 0, even if its
@@ -24,18 +28,8 @@ Block = tuple[slice, slice]
 def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> Tensor:
     """Log-probability of each chosen token: z[token] − logsumexp(z), z = logits / temperature.
 
-    Args:
-        logits: [B, T, V], aligned: `logits[b, t]` is the distribution that `tokens[b, t]` was drawn from. −inf is
-            allowed.
-        tokens: Ids [B, T], each in 0..V−1, in padding too (the value there is computed and means nothing).
-        temperature: Divides the logits exactly; > 0.
-
-    Returns:
-        [B, T] nats, float32, or float64 for float64 logits. NaN where the logits are NaN: mask it afterwards.
-
-    Raises:
-        ShapeError: `logits` is not [B, T, V] or `tokens` not [B, T].
-        ConfigError: `temperature` is not positive.
+    `logits[b, t]` is the distribution that `tokens[b, t]` was drawn from. The ids [B, T] are in 0..V−1, in padding too
+    (the value there is computed and means nothing).
     """
     check_shape("token_logprobs", "BTV", logits=logits)
     check_shape("token_logprobs", None, logits_without_vocabulary=logits[..., 0], tokens=tokens)
@@ -47,16 +41,7 @@ def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> 
 def token_entropy(logits: Tensor, temperature: float = 1.0) -> Tensor:
     """Entropy of each token's distribution: −Σ_v p_v log p_v, p = softmax(logits / temperature), with 0·log 0 = 0.
 
-    Args:
-        logits: [B, T, V]; −inf is allowed and contributes nothing.
-        temperature: Divides the logits exactly; > 0.
-
-    Returns:
-        [B, T] nats in 0..log V, float32, or float64 for float64 logits. NaN where the logits are NaN.
-
-    Raises:
-        ShapeError: `logits` is not [B, T, V].
-        ConfigError: `temperature` is not positive.
+    It is in 0..log V.
     """
     check_shape("token_entropy", "BTV", logits=logits)
     check_range("token_entropy", above=0.0, temperature=temperature)
@@ -67,17 +52,8 @@ def token_entropy(logits: Tensor, temperature: float = 1.0) -> Tensor:
 def token_kl(logits: Tensor, reference_logits: Tensor, temperature: float = 1.0) -> Tensor:
     """Exact KL(policy || reference) of each token's distributions: Σ_v p_v (log p_v − log q_v), with 0 · log 0 = 0.
 
-    Args:
-        logits: [B, T, V] of the policy, with p = softmax(logits / temperature).
-        reference_logits: [B, T, V], with q likewise, without a gradient; −inf where p is not 0 gives inf.
-        temperature: Divides both exactly; > 0.
-
-    Returns:
-        [B, T] nats, >= 0 up to rounding, float32, or float64 for float64 logits. NaN where either is NaN.
-
-    Raises:
-        ShapeError: `logits` is not [B, T, V], or `reference_logits` has another shape.
-        ConfigError: `temperature` is not positive.
+    p = softmax(logits / temperature) is the policy's, and q likewise of `reference_logits` [B, T, V], which have no
+    gradient. −inf there, where p is not 0, gives inf. The result is >= 0 up to rounding, NaN where either is NaN.
     """
     check_shape("token_kl", "BTV", logits=logits, reference_logits=reference_logits)
     check_range("token_kl", above=0.0, temperature=temperature)

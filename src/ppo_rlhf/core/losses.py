@@ -1,4 +1,9 @@
-"""The clipped PPO losses. Only real tokens count, whatever stands in padding; half precision is widened to float32."""
+"""The clipped PPO losses. Only real tokens count, whatever stands in padding; half precision is widened to float32.
+
+Tensors are [B, T]. `mask` is True on the tokens that count; holes and empty rows are fine. `loss_aggregation` and
+`denominator`, the optimiser step's global count or None for this call's own, are those of `aggregate_loss`. Each
+function raises ShapeError if shapes do not fit, and ConfigError if an option is out of range.
+"""
 
 from typing import NamedTuple
 
@@ -45,25 +50,10 @@ def clipped_policy_loss(
     """The clipped surrogate, to be minimised.
 
     With ρ = exp(clamp(logp − old logp, ±20)): per token max(−A ρ, −A clip(ρ, 1 − cliprange, 1 + cliprange_high)),
-    and where A < 0, if `dual_clip` is given, at most −A · dual_clip.
+    and where A < 0, if `dual_clip` is given, at most −A · dual_clip. All of the result is 0 if no token counts.
 
-    Args:
-        logprobs: [B, T] of the policy being trained, under the same temperature as the old ones.
-        old_logprobs: [B, T] before the update, from the same forward.
-        advantages: [B, T].
-        mask: [B, T], True on the tokens that count; holes and empty rows are fine.
-        cliprange: Lower clip of the ratio, and the upper one if `cliprange_high` is None; > 0.
-        cliprange_high: Upper clip of the ratio ("clip higher"); > 0.
-        dual_clip: Cap c > 1 on the ratio's effect for negative advantages; None: off.
-        loss_aggregation: See `aggregate_loss`.
-        denominator: The optimiser step's global count, see `aggregate_loss`; None: this call's own.
-
-    Returns:
-        PolicyLoss(loss, clipfrac, approxkl, ratio), scalar tensors; all 0 if no token counts.
-
-    Raises:
-        ShapeError: shapes do not fit.
-        ConfigError: an option is out of range.
+    `old_logprobs` are those before the update, from the same forward and under the same temperature. `cliprange`, > 0,
+    is the upper clip, too, if `cliprange_high` ("clip higher", > 0) is None. `dual_clip` is > 1; None is off.
 
     Source: Schulman et al. (2017), "Proximal Policy Optimization Algorithms", eq. 7 with the sign turned; dual clip: Ye
     et al. (2020), "Mastering Complex Control in MOBA Games with Deep Reinforcement Learning", eq. 5.
@@ -101,18 +91,9 @@ def importance_weights(old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Ten
     They correct for a sampler whose log-probabilities are not quite those of the forward that is trained. A positive
     factor on the advantage is the same factor on the clipped surrogate.
 
-    Args:
-        old_logprobs: [B, T] of the forward that is trained, before the update.
-        sampler_logprobs: [B, T] under which the tokens were drawn.
-        mask: [B, T], True on the tokens that count.
-        cap: Largest weight; > 0.
-
-    Returns:
-        [B, T] without gradient, 0 where `mask` is False; exactly 1 (or `cap`, if that is less) where both are equal.
-
-    Raises:
-        ShapeError: shapes do not fit.
-        ConfigError: `cap` is not positive.
+    `old_logprobs` are of the forward that is trained, before the update; the tokens were drawn under
+    `sampler_logprobs`; `cap` is > 0. The weights have no gradient. They are 0 where `mask` is False, and exactly 1 (or
+    `cap`, if that is less) where both are equal.
 
     Source: Ionides (2008), "Truncated Importance Sampling".
     """
@@ -139,21 +120,8 @@ def clipped_value_loss(
 ) -> ValueLoss:
     """The critic's clipped squared error: per token ½ max((V − R)², (clip(V, V_old ± cliprange_value) − R)²).
 
-    Args:
-        values: [B, T] of the critic being trained.
-        old_values: [B, T] before the update.
-        returns: [B, T], the regression targets.
-        mask: [B, T], True on the tokens that count; holes and empty rows are fine.
-        cliprange_value: In value units, > 0; None: no clipping, the plain squared error.
-        loss_aggregation: See `aggregate_loss`.
-        denominator: The optimiser step's global count, see `aggregate_loss`; None: this call's own.
-
-    Returns:
-        ValueLoss(loss, clipfrac), scalar tensors. `vf_coef` is not applied.
-
-    Raises:
-        ShapeError: shapes do not fit.
-        ConfigError: an option is out of range.
+    `old_values` are those before the update, R the `returns`. `cliprange_value` is in value units, > 0; None: no
+    clipping, the plain squared error. `vf_coef` is not applied.
 
     Source: value clipping as in OpenAI baselines' ppo2; the ½ inside the loss as in TRL, OpenRLHF and verl.
     """

@@ -10,18 +10,13 @@ from ppo_rlhf.core.errors import ShapeError
 
 
 def response_lengths(response_ids: Tensor, stop_token_ids: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Length of each response up to and including its first stop token.
+    """Length of each response of `response_ids` [B, T] up to and including its first stop token.
 
-    Args:
-        response_ids: Token ids [B, T]. What follows a row's first stop token is not looked at.
-        stop_token_ids: Ids that end a response; empty means that none does.
+    What follows that is not looked at. Raises ShapeError if the ids are not [B, T].
 
     Returns:
         `lengths` [B] int64, in tokens, the stop token counted; T where there is none.
         `terminated` [B] bool, True where a stop token was found, False where the response was cut off at T.
-
-    Raises:
-        ShapeError: `response_ids` is not [B, T].
     """
     check_shape("response_lengths", "BT", response_ids=response_ids)
     width = response_ids.shape[1]

@@ -37,9 +37,7 @@ def shape_rewards(
     Returns:
         [B, T], 0 in padding. A row without any real token is 0 throughout: its score has no place to go.
 
-    Raises:
-        ShapeError: shapes do not fit, or the mask has holes.
-        ConfigError: `kl_coef` is negative, or `reward_clip` not positive.
+    Raises ShapeError if shapes do not fit or the mask has holes, and ConfigError if an option is out of range.
 
     Source: Ouyang et al. (2022), eq. 2, per token as in Stiennon et al. (2020); the score sits on the last real token
     (legacy TRL, OpenRLHF, verl), not one slot after it (TRL 0.14).
@@ -67,17 +65,9 @@ def shape_rewards(
 def overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
     """Penalty that rises linearly over the last tokens: min(max(length − (max_length − buffer), 0), buffer) / buffer.
 
-    Args:
-        lengths: Tokens of each response, [B], 0..max_length.
-        max_length: Most tokens that a response can have.
-        buffer: Tokens over which the penalty rises, 1..max_length.
-
-    Returns:
-        [B] float64 in 0..1, to be subtracted from the scores: 0 up to max_length − buffer tokens, 1 at max_length.
-
-    Raises:
-        ShapeError: `lengths` is not [B].
-        ConfigError: `buffer` is outside 1..max_length.
+    `lengths` [B] are in tokens, 0..max_length. The penalty, to be subtracted from the scores, is [B] float64 in 0..1: 0
+    up to max_length − buffer tokens, 1 at max_length. Raises ShapeError if `lengths` is not [B], and ConfigError if
+    `buffer` is outside 1..max_length.
 
     Source: Yu et al. (2025), "DAPO", arXiv:2503.14476, eq. 13, with the sign turned.
     """

@@ -36,9 +36,7 @@ def sample_tokens(
         numerical differences between the sampler's forward and the trained one, nothing else. No gradient. NaN where a
         row's logits hold NaN or +inf, or only −inf: the token is then arbitrary but in range.
 
-    Raises:
-        ShapeError: `logits` is not [B, V] or `uniforms` not [B].
-        ConfigError: `temperature`, `top_k` or `top_p` is out of range.
+    Raises ShapeError if `logits` is not [B, V] or `uniforms` not [B], and ConfigError if an option is out of range.
     """
     where = "sample_tokens"
     check_shape(where, "BV", logits=logits)

@@ -51,12 +51,8 @@ def masked_whiten(
         moments: Global (mean, Bessel-corrected variance) to use instead of those of this call, so that shards of one
             batch are whitened alike.
 
-    Returns:
-        The shape of `x`, 0 where `mask` is False. One selected entry, or entries without spread, give exactly 0 (the
-        mean itself if `shift_mean` is False).
-
-    Raises:
-        ShapeError: the shapes differ.
+    The result is 0 where `mask` is False. One selected entry, or entries without spread, give exactly 0 (the mean if
+    `shift_mean` is False). Raises ShapeError if the shapes differ.
     """
     check_shape("masked_whiten", None, x=x, mask=mask)
     selected = as_bool(mask)
