@@ -1,7 +1,7 @@
 """Generalised advantage estimation over right-padded responses."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ppo_rlhf.core.checks import (
     as_bool,
@@ -73,9 +73,7 @@ def generalized_advantage_estimate(
 
     rewards_BT = select(rewards, is_response_BT, dtype)
     values_BT = select(values, is_response_BT, dtype)
-    next_values_BT = torch.cat([values_BT[:, 1:], values_BT.new_zeros(values_BT.shape[0], 1)], dim=1)[
-        :, : mask.shape[1]
-    ]
+    next_values_BT = nn.functional.pad(values_BT, (0, 1))[:, 1:]
     if bootstrap_values is not None:
         check_one_per_row(where, rewards.shape[0], bootstrap_values=bootstrap_values)
         after_end_BT = bootstrap_values.to(dtype)[:, None].expand_as(values_BT)

@@ -19,16 +19,11 @@ def response_lengths(response_ids: Tensor, stop_token_ids: Sequence[int]) -> tup
         `terminated` [B] bool, True where a stop token was found, False where the response was cut off at T.
     """
     check_shape("response_lengths", "BT", response_ids=response_ids)
-    width = response_ids.shape[1]
     stop_ids = torch.tensor(list(stop_token_ids), dtype=response_ids.dtype, device=response_ids.device)
     is_stop_BT = torch.isin(response_ids, stop_ids)
-    # a column index where a stop token stands, T elsewhere: the row's minimum is the first stop token
-    columns_T = torch.arange(width, device=response_ids.device)
-    first_stop_B = (
-        torch.where(is_stop_BT, columns_T, width).amin(dim=1) if width else columns_T.new_zeros(len(is_stop_BT))
-    )
+    before_stop_B = (is_stop_BT.cumsum(dim=1) == 0).sum(dim=1)
     terminated_B = is_stop_BT.any(dim=1)
-    return (first_stop_B + terminated_B.long()), terminated_B
+    return before_stop_B + terminated_B, terminated_B
 
 
 def length_mask(lengths: Tensor, width: int) -> Tensor:

@@ -1,7 +1,7 @@
 """The token reward that PPO maximises: the response's score on its last token, minus the KL penalty on each."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ppo_rlhf.core.checks import (
     as_bool,
@@ -78,6 +78,4 @@ def overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
 
 def last_token_mask(mask: Tensor) -> Tensor:
     """True on the last real token of each row only; `mask` [B, T] bool must be a prefix of each row."""
-    next_is_padding_BT = torch.ones_like(mask)
-    next_is_padding_BT[:, :-1] = ~mask[:, 1:]
-    return mask & next_is_padding_BT
+    return mask & ~nn.functional.pad(mask, (0, 1))[:, 1:]
