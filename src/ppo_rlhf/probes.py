@@ -90,7 +90,7 @@ class Probe:
     prompts: range
     length: int
     pays: Callable[[Tensor, Tensor], Tensor]  # tokens [B] of prompts and responses -> bool [B]
-    judge: Callable[[Experience, Tensor, PPOConfig], Verdict]  # takes what `pays` returned for the experience
+    judge: Callable[[Experience, PPOConfig], Verdict]
     settings: dict[str, Any] = field(default_factory=dict)
     to_the_end: bool = False  # trains for CONSTANT_ITERATIONS, also if nothing is broken before
     starts_away: bool = False  # the policy starts away from the reference
@@ -220,47 +220,40 @@ def train_probe(probe: Probe, config: PPOConfig, model: PreTrainedModel) -> Outc
     prompts = PromptDataset([[token] for token in probe.prompts], [words[token] for token in probe.prompts], {})
 
     def score(batch: ResponseBatch) -> Tensor:
-        return probe.pays(*_first_tokens(batch)).double()
+        prompts, tokens = (torch.tensor([ids[0] for ids in rows]) for rows in (batch.prompt_ids, batch.response_ids))
+        return probe.pays(prompts, tokens).double()
 
     kept: list[Experience] = []
-    measured, broken = "", ""
-    while not state.finished and not (probe.to_the_end and state.iteration == CONSTANT_ITERATIONS):
+    while True:
         loop.iterate(state, reference, prompts, RewardScorer([("probe", 1.0, score)]), kept.append)
-        experience = kept.pop()
-        paid = probe.pays(*_first_tokens(experience.rollouts.texts))
-        measured, enough = probe.judge(experience, paid, config)
+        measured, enough = probe.judge(kept.pop(), config)
         broken = " and ".join(complaint for complaint, is_enough in enough.items() if not is_enough)
-        if not broken and not probe.to_the_end:
-            break
-    return Outcome(probe.name, state.iteration, measured, broken)
+        is_done = state.iteration == CONSTANT_ITERATIONS if probe.to_the_end else not broken
+        if is_done or state.finished:
+            return Outcome(probe.name, state.iteration, measured, broken)
 
 
-def _first_tokens(batch: ResponseBatch) -> tuple[Tensor, Tensor]:
-    first = [torch.tensor([ids[0] for ids in rows]) for rows in (batch.prompt_ids, batch.response_ids)]
-    return first[0], first[1]
-
-
-def _judge_token(experience: Experience, paid: Tensor, config: PPOConfig) -> Verdict:
-    share = float(paid.double().mean())
+def _judge_token(experience: Experience, config: PPOConfig) -> Verdict:
+    share = float(experience.scores.total.mean())
     entropy = float(experience.rollouts.entropy[:, 0].mean())
     measured = f"{share:.0%} of the responses have the token, entropy {entropy:.2f} nats"
     complaint = f"the policy does not follow a reward (needed: {SHARE:.0%}, {ENTROPY} nats)"
     return measured, {complaint: share >= SHARE and entropy <= ENTROPY}
 
 
-def _judge_prompt(experience: Experience, paid: Tensor, config: PPOConfig) -> Verdict:
-    share = float(paid.double().mean())
+def _judge_prompt(experience: Experience, config: PPOConfig) -> Verdict:
+    share = float(experience.scores.total.mean())
     measured = f"{share:.0%} of the responses have their prompt's token"
     return measured, {f"the policy does not learn to read the prompt (needed: {SHARE:.0%})": share >= SHARE}
 
 
-def _judge_delay(experience: Experience, paid: Tensor, config: PPOConfig) -> Verdict:
-    prompts, _ = _first_tokens(experience.rollouts.texts)
-    pays, values = prompts == PROMPTS[0], experience.scores.values
-    share = float(paid[pays].double().mean())
+def _judge_delay(experience: Experience, config: PPOConfig) -> Verdict:
+    pays = torch.tensor([ids[0] == PROMPTS[0] for ids in experience.rollouts.prompts.prompt_ids])
+    values, scores = experience.scores.values, experience.scores.total
+    share = float(scores[pays].mean())
     if not share:
         return "no response has the token", {"the policy does not learn from a reward two tokens later": False}
-    contrast = values[paid].mean(0) - values[~pays].mean(0)
+    contrast = values[scores > 0].mean(0) - values[~pays].mean(0)
     first, last = float(contrast[0]), float(contrast[DELAYED_LENGTH - 1])
     at_last = CONTRAST * unit(config)
     at_first = at_last * config.gamma ** (DELAYED_LENGTH - 1)
@@ -272,7 +265,7 @@ def _judge_delay(experience: Experience, paid: Tensor, config: PPOConfig) -> Ver
     }
 
 
-def _judge_constant(experience: Experience, paid: Tensor, config: PPOConfig) -> Verdict:
+def _judge_constant(experience: Experience, config: PPOConfig) -> Verdict:
     kl, value = float(experience.shaped_rewards.kl.sum(-1).mean()), float(experience.scores.values[:, 0].mean())
     expected = unit(config) if config.reward_normalisation == "none" else 0.0  # scores without spread
     return f"KL {kl:.3f} nats, value {value:.3g} of {expected:.3g} paid", {
@@ -281,7 +274,7 @@ def _judge_constant(experience: Experience, paid: Tensor, config: PPOConfig) -> 
     }
 
 
-def _judge_penalty(experience: Experience, paid: Tensor, config: PPOConfig) -> Verdict:
+def _judge_penalty(experience: Experience, config: PPOConfig) -> Verdict:
     kl = float(experience.shaped_rewards.kl.sum(-1).mean())
     complaint = f"the KL penalty does not bring the policy back to the reference (needed: {NEAR} nats)"
     return f"KL {kl:.3f} nats", {complaint: kl <= NEAR}
