@@ -72,8 +72,6 @@ class Update:
 
 def add_over_processes(steps: list[StepSums]) -> list[StepSums]:
     """Return the statistics of each step with the sums of all processes, as numbers."""
-    if not steps:
-        return []
     none = torch.zeros(len(SUMMED))  # of a process without micro-batches
     own = torch.stack(to_cpu([none if step.own is None else step.own for step in steps])).double()
     sums = torch.stack(gather_tensors(own)).sum(0).tolist()
@@ -109,7 +107,6 @@ def _objective(experience: Experience, config: PPOConfig) -> dict[str, Tensor | 
     rollouts, shaped, scores = experience.rollouts, experience.shaped_rewards, experience.scores
     mask, total = rollouts.mask, scores.total
     kl_price = shaped.kl_coef if config.kl_in == "reward" else 0.0
-    low, middle, high = torch.quantile(total, total.new_tensor([0.05, 0.5, 0.95]))
     return {
         "objective/kl": shaped.kl.sum(-1).mean(),
         "objective/kl_per_token": masked_mean(shaped.kl, mask),
@@ -119,9 +116,7 @@ def _objective(experience: Experience, config: PPOConfig) -> dict[str, Tensor | 
         "objective/rlhf_reward": shaped.rewards.sum(-1).mean(),
         "objective/scores": total.mean(),
         "objective/scores_std": total.std(correction=min(1, len(total) - 1)),
-        "objective/scores_p05": low,
-        "objective/scores_p50": middle,
-        "objective/scores_p95": high,
+        **{f"objective/scores_p{percent:02}": total.quantile(percent / 100) for percent in (5, 50, 95)},
         "objective/kl_coef": shaped.kl_coef,
         **{f"reward/{name}": component.mean() for name, component in scores.components.items()},
     }
@@ -202,12 +197,9 @@ def _utilisation(experience: Experience, update: Update, state: TrainingState) -
     It counts 6 operations per weight and token for a model that trains, and leaves attention out. In float32 and
     float64 there is no such peak.
     """
-    device = state.device
-    if device.type != "cuda" or state.config.dtype not in ("bfloat16", "float16"):
-        return {}
-    words = torch.cuda.get_device_name(device).replace("-", " ").split()
+    words = torch.cuda.get_device_name(state.device).replace("-", " ").split() if state.device.type == "cuda" else []
     peak = next((flops for name, flops in PEAK_FLOPS.items() if name in words), None)
-    if peak is None:
+    if peak is None or state.config.dtype not in ("bfloat16", "float16"):
         return {}
     rollouts = experience.rollouts
     tokens = sum(rollouts.prompts.lengths) + int(rollouts.responses.lengths.sum())
