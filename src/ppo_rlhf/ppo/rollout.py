@@ -120,15 +120,8 @@ def generate_rollouts(
             rows = _rows_of([places[number] for number in taken], each), _rows_of(taken, each)
             responses, scored = _with_rows(responses, answers, *rows), _with_rows(scored, found, *rows)
         chosen_prompts = prompts.select([index for index in chosen for _ in range(each)])
-    rollouts = complete_rollouts(
-        state,
-        reference_policy,
-        chosen_prompts,
-        responses,
-        config,
-        started=started,
-        generation_seconds=time.perf_counter() - started,
-    )
+    times = {"started": started, "generation_seconds": time.perf_counter() - started}
+    rollouts = complete_rollouts(state, reference_policy, chosen_prompts, responses, config, **times)
     if state.sampling.engine is not None:
         check_weights(rollouts, state.history)
     return replace(rollouts, scored=scored, redraws=redraws)
@@ -195,9 +188,7 @@ def sample_responses(
         else:
             sample = partial(sample_episodes, policy, own_prompts)
         own = sample(noise, sampling, engine=config.rollout_engine, batch_size=batch_size)
-    of_all: dict[str, Any] = {
-        name: rows if rows is None else gather_dealt(rows, hands) for name, rows in vars(own).items()
-    }
+    of_all: Any = {name: rows if rows is None else gather_dealt(rows, hands) for name, rows in vars(own).items()}
     return Responses(**of_all)
 
 
@@ -300,25 +291,15 @@ def compute_logprobs(
 
 
 def sequences(
-    prompt_ids: list[list[int]],
-    responses: Responses,
-    groups: list[list[int]],
-    pad_token_id: int,
-    *,
-    fill: bool,
+    prompt_ids: list[list[int]], responses: Responses, groups: list[list[int]], pad_token_id: int, *, fill: bool
 ) -> list[SequenceBatch]:
     """Return each group of rows as model inputs, trimmed to the longest of the group; `to_device` copies all of them.
 
     They are filled up if `fill` (`precision.fills_rows`), so that few shapes occur.
     """
+    ids, lengths = responses.response_ids, responses.lengths
     return [
-        make_batch(
-            [prompt_ids[row] for row in rows],
-            responses.response_ids[rows],
-            responses.lengths[rows],
-            pad_token_id,
-            fill=fill,
-        )
+        make_batch([prompt_ids[row] for row in rows], ids[rows], lengths[rows], pad_token_id, fill=fill)
         for rows in groups
     ]
 
