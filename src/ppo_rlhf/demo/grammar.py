@@ -159,12 +159,11 @@ def tokenize(text: str) -> list[str]:
     return re.findall(r"\w+|[^\w\s]", text.lower())
 
 
-@cache
-def _after(symbol: str, word: str) -> frozenset[Production]:
+def _after(symbol: str, word: str) -> State:
     """Return the symbols that may still follow within `symbol` after its first word `word`."""
     if is_terminal(symbol):
         return _FINISHED if symbol == word else _NOTHING
-    return frozenset(rest + p[1:] for p in _SYNTAX[symbol] for rest in _after(p[0], word))
+    return _step(_SYNTAX[symbol], word)
 
 
 @cache
@@ -177,8 +176,6 @@ def _derive(tokens: Sequence[str]) -> State:
     for word in tokens:
         # Words outside the vocabulary never reach the cache, which therefore stays as small as the grammar.
         state = _step(state, word) if word in VOCABULARY else _NOTHING
-        if not state:
-            break
     return state
 
 
