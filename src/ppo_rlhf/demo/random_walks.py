@@ -16,13 +16,10 @@ def optimality(
 ) -> list[float]:
     """Return (10 - nodes) / (10 - nodes of the shortest walk) where a walk reaches the goal, else 0. A reward function.
 
-    A walk is counted from its start up to the first time that it is at the goal, as in trlX's version of the task.
-
-    Args:
-        prompts: The starts, each one letter.
-        completions: The nodes after the start, with spaces between them.
-        edges: All edges of the graph as pairs of letters, `"ba cd"`. A walk with any other step is worth 0.
-        shortest: Nodes of the shortest walk from this start to the goal, both included; at most 9.
+    A walk is its start, a letter (the prompt), and the nodes after it with spaces between them (the completion). It is
+    counted up to the first time that it is at the goal, as in trlX's version of the task. `edges` are all edges of the
+    graph as pairs of letters, `"ba cd"`: a walk with any other step is worth 0. `shortest` walks have both ends
+    included, and at most 9 nodes.
     """
     scores = []
     for start, rest, graph, best in zip(prompts, completions, edges, shortest, strict=True):
