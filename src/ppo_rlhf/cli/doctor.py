@@ -35,9 +35,7 @@ COLOURS = {"ok": "green", "advice": "yellow", "problem": "red"}
 Finding = tuple[Literal["ok", "advice", "problem"], str, str]
 """(severity, topic, message)"""
 
-
 SETTINGS = {"batch": "per_device_train_batch_size", "response_length": "response_length", "dtype": "dtype"}
-DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 @click.command(cls=Command)
@@ -47,7 +45,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 @click.option("--batch", type=click.IntRange(min=1), help="ppo.per_device_train_batch_size.")
 @click.option("--prompt-length", type=click.IntRange(min=1), help="Tokens of the longest prompt; else the project's.")
 @click.option("--response-length", type=click.IntRange(min=1), help="ppo.response_length.")
-@click.option("--dtype", type=click.Choice(DTYPES), help="ppo.dtype.")
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16", "float64"]), help="ppo.dtype.")
 @click.option("--processes", type=click.IntRange(min=1), help="Processes of the run; else 1, or the launcher's.")
 @click.option("--memory", type=click.FloatRange(0, min_open=True), help="GiB to fit into; else what is free here.")
 @click.option("--probe", is_flag=True, help="Train on problems with a known answer, with these settings.")

@@ -50,20 +50,12 @@ _LIVES_ELSEWHERE = {
     "lora_dropout": "dropout is always off: with it the policy that trains would not be the one that sampled",
 }
 
-
 LearningRateSchedule = Literal[
-    "linear",
-    "cosine",
-    "cosine_with_restarts",
-    "polynomial",
-    "constant",
-    "constant_with_warmup",
-    "inverse_sqrt",
+    "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"
 ]
 Precision = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 Count = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
-
 
 EIGHT_BIT = "adamw_8bit"
 VLLM_IMPORTANCE_CAP = 3.0
