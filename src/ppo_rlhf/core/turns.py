@@ -16,7 +16,8 @@ def compact(values: Tensor, mask: Tensor) -> Tensor:
     `values` [B, T] may be anything where `mask` [B, T], which may have holes, is False. The result is [B, T]: the kept
     tokens of row b are the first `mask[b].sum()` columns. Raises ShapeError if shapes do not fit.
     """
-    kept_BT = _checked("compact", values, mask)
+    check_shape("compact", "BT", values=values, mask=mask)
+    kept_BT = as_bool(mask)
     compacted_BT = torch.zeros_like(values)
     compacted_BT[compact_mask(kept_BT)] = values[kept_BT]
     return compacted_BT
@@ -32,12 +33,8 @@ def spread(values: Tensor, mask: Tensor) -> Tensor:
 
     Columns of row b after the first `mask[b].sum()` are not looked at. Raises ShapeError if shapes do not fit.
     """
-    kept_BT = _checked("spread", values, mask)
+    check_shape("spread", "BT", values=values, mask=mask)
+    kept_BT = as_bool(mask)
     spread_BT = torch.zeros_like(values)
     spread_BT[kept_BT] = values[compact_mask(kept_BT)]
     return spread_BT
-
-
-def _checked(where: str, values: Tensor, mask: Tensor) -> Tensor:
-    check_shape(where, "BT", values=values, mask=mask)
-    return as_bool(mask)

@@ -147,7 +147,6 @@ VOCABULARY = frozenset("():").union(
     word for productions in _SYNTAX.values() for production in productions for word in production if is_terminal(word)
 )
 
-
 State = frozenset[Production]
 _START: State = frozenset({("SENTENCE",)})
 _FINISHED: State = frozenset({()})

@@ -27,7 +27,6 @@ LOGITS_HELD = 2**24
 """Logits that may be in memory at a time: 64 MiB of float32; on an accelerator, whose memory is larger, 16 times as
 many. Beyond that, the backward pass recomputes them chunk by chunk (about 2 % of an update)."""
 
-
 Reference = PreTrainedModel | None
 """A frozen policy for the KL over the vocabulary from it, with the same vocabulary; None computes no such KL."""
 

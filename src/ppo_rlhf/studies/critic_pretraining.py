@@ -125,10 +125,9 @@ def pretrain_critic(
 
 def _whole(config: PPOConfig, prompts: int) -> PPOConfig:
     """Return settings for one batch with each of the prompts once, as many as fill whole micro-batches."""
-    accumulated = max(1, prompts // config.micro_batch_size)
     return replace(
         config,
-        gradient_accumulation_steps=accumulated,
+        gradient_accumulation_steps=max(1, prompts // config.micro_batch_size),
         num_mini_batches=1,
         responses_per_prompt=1,
         drop_uniform_prompts=0,
