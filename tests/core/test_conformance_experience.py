@@ -4,6 +4,8 @@ Where a peer's convention differs from ours, the test either restates the input 
 variant is skipped (and the docstring says why).
 """
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -83,8 +85,12 @@ def test_kl_and_its_gradient_agree_with_verl(case: Case):
     skip=(*(f"seed{s}_abs" for s in (1, 2, 3, 4)), "large_gap_abs"),
 )
 def test_kl_agrees_with_trl_head_and_legacy_trl(case: Case):
-    """`abs` is no estimator of ours. TRL takes rows of log-probabilities for `full`, which are logits, too."""
+    """`abs` is no estimator of ours. TRL takes rows of log-probabilities for `full`, which are logits, too.
+
+    The recorded rows have nine digits, so their probabilities add up to 1 only within 1e-9: TRL takes them as they are.
+    """
     if case.i["mode"] == "full":
+        case = dataclasses.replace(case, rtol=max(case.rtol, 1e-8))
         case.check(token_kl(case.i["logprobs"], case.i["ref_logprobs"]), "kl")
         return
     case.check(kl_estimate(case.i["logprobs"], case.i["ref_logprobs"], OUR_ESTIMATOR[case.i["mode"]]), "kl")
