@@ -116,7 +116,9 @@ def _objective(experience: Experience, config: PPOConfig) -> dict[str, Tensor | 
         "objective/rlhf_reward": shaped.rewards.sum(-1).mean(),
         "objective/scores": total.mean(),
         "objective/scores_std": total.std(correction=min(1, len(total) - 1)),
-        **{f"objective/scores_p{percent:02}": total.quantile(percent / 100) for percent in (5, 50, 95)},
+        "objective/scores_p05": total.quantile(0.05),
+        "objective/scores_p50": total.quantile(0.5),
+        "objective/scores_p95": total.quantile(0.95),
         "objective/kl_coef": shaped.kl_coef,
         **{f"reward/{name}": component.mean() for name, component in scores.components.items()},
     }
