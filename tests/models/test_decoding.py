@@ -7,7 +7,6 @@ import torch
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, DeepseekV3Config, DiffLlamaConfig
 
-from ppo_rlhf.models import decoding
 from ppo_rlhf.models.decoding import Decoder, decodes
 from ppo_rlhf.models.forward import packs
 from ppo_rlhf.ppo.sampling import SamplingSettings, generate_responses
@@ -91,14 +90,18 @@ def test_under_autocast_the_cache_is_in_its_type_and_the_logits_are_those_of_flo
 
 @pytest.mark.parametrize("fault", ["wrong", "impossible"])
 def test_a_model_whose_decoding_differs_from_whole_passes_is_sampled_by_generate(monkeypatch, caplog, fault):
-    def attend(self, query_NHD, *others):
+    attend = Decoder.attend
+
+    def attend_wrongly(self, query_NHD, *others):
+        if self._prompts is not None:
+            return attend(self, query_NHD, *others)
         if fault == "impossible":
             raise RuntimeError("shapes do not fit")
         return torch.zeros_like(query_NHD)
 
     model = tiny_model()
     assert packs(model.base_model)
-    monkeypatch.setattr(decoding.CachedAttention, "attend", attend)
+    monkeypatch.setattr(Decoder, "attend", attend_wrongly)
     with caplog.at_level(logging.INFO):
         assert not decodes(model)
         assert not decodes(model)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import count
 
 import torch
@@ -23,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class Decoder:
-    """Continues B sequences of a causal language model by one token each in a step.
+    """Continues B sequences of a causal language model by one token each in a step; the `Attention` of its passes.
 
     Attributes:
         lengths: Tokens of each live sequence in the cache, `[B]` long, on the model's device.
@@ -45,24 +44,58 @@ class Decoder:
         self._values: list[Tensor] = []
         self._longest = longest
         self._prompt_ids = prompt_ids
-        self._columns = [len(ids) for ids in prompt_ids]
+        self._columns = [len(ids) for ids in prompt_ids]  # `lengths`, known without waiting for the device
         self.lengths = torch.tensor(self._columns, device=model.device)
+        self._prompts: PackedLayout | None = None  # in the pass over the prompts only
 
     def prefill(self) -> Tensor:
         """Return the logits `[B, V]` that follow the prompts."""
-        device = self.lengths.device
-        rows = right_padded(self._prompt_ids, 0).to(device)
-        prefill = Prefill(rows.layout, self._keys, self._values, self._longest)
-        states = packed_hidden_states(self._backbone, rows.packed_ids, rows.packed_positions, prefill)
+        rows = right_padded(self._prompt_ids, 0).to(self.lengths.device)
+        self._prompts = rows.layout
+        states = packed_hidden_states(self._backbone, rows.packed_ids, rows.packed_positions, self)
+        self._prompts = None
         return self._head(take_rows(states, self.lengths.cumsum(0) - 1))
 
     def step(self, token_ids: Tensor) -> Tensor:
         """Take one token of each sequence, `[B]`, and return the logits `[B, V]` that follow it."""
-        attention = CachedAttention(self._keys, self._values, self.lengths, self._columns)
-        states = packed_hidden_states(self._backbone, token_ids[None], self.lengths[None], attention)
+        device, self._columns = self.lengths.device, [length + 1 for length in self._columns]
+        self._calls = count()  # of attention in this pass, not layers: some attend twice
+        self._rows = torch.arange(len(self.lengths), device=device)
+        self._mask = None  # added to the scores, as kernels take it: of a Boolean one each call would make its own
+        if min(self._columns) != (width := max(self._columns)):
+            places = torch.arange(-(-width // 8) * 8, device=device)  # in rows of whole vectors
+            mask = torch.zeros(len(self.lengths), 1, 1, len(places), dtype=self._keys[0].dtype, device=device)
+            mask.masked_fill_((places > self.lengths[:, None])[:, None, None], -torch.inf)
+            self._mask = mask[..., :width]
+        states = packed_hidden_states(self._backbone, token_ids[None], self.lengths[None], self)
         self.lengths = self.lengths + 1
-        self._columns = [length + 1 for length in self._columns]
         return self._head(states)
+
+    def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scaling: float | None) -> Tensor:
+        """Fill the cache and attend: within the prompts, or from one token of each sequence to all of it so far.
+
+        Of a step's tokens, heads that share a key go as one.
+        """
+        if self._prompts is not None:
+            self._keys.append(self._cache(self._prompts.spread(as_autocast(key_NKD))))
+            self._values.append(self._cache(self._prompts.spread(as_autocast(value_NKD))))
+            return self._prompts.attend(query_NHD, key_NKD, value_NKD, scaling)
+        call, rows, heads, width = next(self._calls), len(query_NHD), query_NHD.shape[1], max(self._columns)
+        keys, values = self._keys[call][:rows], self._values[call][:rows]
+        keys[self._rows, :, self.lengths] = as_autocast(key_NKD).to(keys.dtype)
+        values[self._rows, :, self.lengths] = as_autocast(value_NKD).to(values.dtype)
+        query = query_NHD.reshape(rows, keys.shape[1], heads // keys.shape[1], -1).to(keys.dtype)
+        attended = nn.functional.scaled_dot_product_attention(
+            query, keys[:, :, :width], values[:, :, :width], attn_mask=self._mask, scale=scaling
+        )
+        return attended.reshape(rows, heads, -1).to(as_autocast(query_NHD).dtype)
+
+    def _cache(self, spread_BLKD: Tensor) -> Tensor:
+        """Return `[B, K, longest, d]` that begins with these columns."""
+        rows, length, heads, width = spread_BLKD.shape
+        cache = spread_BLKD.new_zeros(rows, heads, self._longest, width)
+        cache[:, :, :length] = spread_BLKD.transpose(1, 2)
+        return cache
 
     def drop(self, ended: Sequence[bool]) -> list[int]:
         """Remove the sequences that have ended; return the former rows of the others in their new order.
@@ -108,61 +141,3 @@ def _decodes_like_whole_passes(model: PreTrainedModel) -> bool:
         return False
     expected = torch.stack([states[-steps - 1 :] for states in alone], dim=1)
     return are_close(torch.stack(found), expected)
-
-
-@dataclass(frozen=True)
-class Prefill:
-    """Attention within prompts that fills the cache; see `packed_attention.Attention`."""
-
-    layout: PackedLayout  # of B prompts
-    keys: list[Tensor]  # gets [B, K, capacity, d] at each call of attention in the pass
-    values: list[Tensor]  # likewise
-    capacity: int  # columns of the cache
-
-    def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scaling: float | None) -> Tensor:
-        """Attend within each prompt."""
-        self.keys.append(self._cache(self.layout.spread(as_autocast(key_NKD))))
-        self.values.append(self._cache(self.layout.spread(as_autocast(value_NKD))))
-        return self.layout.attend(query_NHD, key_NKD, value_NKD, scaling)
-
-    def _cache(self, spread_BLKD: Tensor) -> Tensor:
-        """Return `[B, K, capacity, d]` that begins with these columns."""
-        rows, length, heads, width = spread_BLKD.shape
-        cache = spread_BLKD.new_zeros(rows, heads, self.capacity, width)
-        cache[:, :, :length] = spread_BLKD.transpose(1, 2)
-        return cache
-
-
-class CachedAttention:
-    """Attention of a new token of each of B sequences to its cache, for one pass; see `packed_attention.Attention`."""
-
-    def __init__(self, keys: list[Tensor], values: list[Tensor], lengths: Tensor, columns: Sequence[int]) -> None:
-        """Take the cache and how much of it is filled.
-
-        Args:
-            keys: `[rows, K, capacity, d]` for each call of attention in a pass; the first B rows are the sequences'.
-            values: Likewise.
-            lengths: Columns of each sequence so far, `[B]` long: the new keys and values come after them.
-            columns: The same numbers, known without waiting for the device.
-        """
-        self.keys, self.values, self.lengths, self.width = keys, values, lengths, max(columns) + 1
-        self.rows = torch.arange(len(lengths), device=lengths.device)
-        self.mask = None  # added to the scores, as kernels take it: of a Boolean one each call would make its own
-        if min(columns) != max(columns):
-            places = torch.arange(-(-self.width // 8) * 8, device=lengths.device)  # in rows of whole vectors
-            mask = torch.zeros(len(lengths), 1, 1, len(places), dtype=keys[0].dtype, device=lengths.device)
-            mask.masked_fill_((places > lengths[:, None])[:, None, None], -torch.inf)
-            self.mask = mask[..., : self.width]
-        self.calls = count()  # of attention in this pass, not layers: some attend twice
-
-    def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scaling: float | None) -> Tensor:
-        """Store the new keys and values, and attend to all columns so far; heads that share a key go as one."""
-        call, rows, heads = next(self.calls), len(query_NHD), query_NHD.shape[1]
-        keys, values = self.keys[call][:rows], self.values[call][:rows]
-        keys[self.rows, :, self.lengths] = as_autocast(key_NKD).to(keys.dtype)
-        values[self.rows, :, self.lengths] = as_autocast(value_NKD).to(values.dtype)
-        query = query_NHD.reshape(rows, keys.shape[1], heads // keys.shape[1], -1).to(keys.dtype)
-        attended = nn.functional.scaled_dot_product_attention(
-            query, keys[:, :, : self.width], values[:, :, : self.width], attn_mask=self.mask, scale=scaling
-        )
-        return attended.reshape(rows, heads, -1).to(as_autocast(query_NHD).dtype)
