@@ -5,10 +5,11 @@ import torch
 from torch.nn.attention import varlen
 from torch.testing import assert_close
 
-from ppo_rlhf.models import varlen_attention
+from ppo_rlhf.models import packed_attention
 from ppo_rlhf.models.forward import hidden_states, packs
 from ppo_rlhf.models.packed_attention import PackedLayout
 from ppo_rlhf.models.token_rows import right_padded
+from ppo_rlhf.models.transfers import to_device
 from tests.tiny_models import tiny_model
 
 SEQUENCES = [[4, 7, 9, 12, 5], [6], [8, 10, 11], [3, 13, 14, 15, 16, 17, 18]]
@@ -51,7 +52,7 @@ def kernel_everywhere(monkeypatch):
         return kernel_by_hand(*tensors, **options)
 
     monkeypatch.setattr(varlen, "varlen_attn", kernel)
-    monkeypatch.setattr(varlen_attention, "kernel_fits", lambda query, value: True)
+    monkeypatch.setattr(packed_attention, "kernel_fits", lambda query, value: True)
     return calls
 
 
@@ -83,11 +84,13 @@ def test_a_model_that_attends_by_the_kernel_has_the_hidden_states_of_the_padded_
         assert_close(found, hidden_states(backbone, rows), rtol=0.0, atol=1e-5)
 
 
-def test_torchs_kernel_takes_these_arguments():
+def test_torchs_kernel_takes_these_arguments(monkeypatch):
     """On the device `meta` torch checks arguments and computes nothing."""
     query, key, value = heads(sum(LENGTHS), device="meta", dtype=torch.bfloat16)
-    starts = PackedLayout.of(LENGTHS).starts.to("meta")
-    attended = varlen_attention.attend_by_kernel(query, key, value, starts, max(LENGTHS), None)
+    monkeypatch.setattr(packed_attention, "kernel_fits", lambda query, value: True)
+    monkeypatch.setattr(packed_attention, "as_autocast", lambda states: states)  # `meta` has none
+    (layout,) = to_device([PackedLayout.of(LENGTHS)], query.device)
+    attended = layout.attend(query, key, value, None)
     attended.sum().backward()
     assert attended.shape == query.shape == query.grad.shape
     assert key.grad.shape == key.shape
@@ -116,17 +119,17 @@ class OnGpu:
     ids=["bfloat16", "float16", "float32", "odd width", "narrower values", "too wide", "CPU"],
 )
 def test_the_kernel_is_for_cuda_in_sixteen_bits_and_heads_that_it_knows(monkeypatch, query, value, fits):
-    monkeypatch.setattr(varlen_attention, "_has_kernel", lambda device: True)
-    assert varlen_attention.kernel_fits(query, value) is fits
+    monkeypatch.setattr(packed_attention, "_has_kernel", lambda device: True)
+    assert packed_attention.kernel_fits(query, value) is fits
 
 
 @pytest.mark.parametrize(("capability", "has"), [((7, 5), False), ((8, 0), True), ((9, 0), True)])
 def test_gpus_before_ampere_take_the_padded_path(monkeypatch, capability, has):
-    varlen_attention._has_kernel.cache_clear()
+    packed_attention._has_kernel.cache_clear()
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert varlen_attention._has_kernel(torch.device("cuda")) is has
-    varlen_attention._has_kernel.cache_clear()
+    assert packed_attention._has_kernel(torch.device("cuda")) is has
+    packed_attention._has_kernel.cache_clear()
 
 
 @pytest.mark.gpu
@@ -143,7 +146,7 @@ def test_on_a_gpu_states_and_gradients_are_those_of_the_padded_path_up_to_roundi
         return [states.detach(), *(parameter.grad for parameter in backbone.parameters())]
 
     exact, by_kernel = run(torch.float32), run(dtype)
-    assert varlen_attention._has_kernel(torch.device("cuda"))
-    monkeypatch.setattr(varlen_attention, "kernel_fits", lambda query, value: False)
+    assert packed_attention._has_kernel(torch.device("cuda"))
+    monkeypatch.setattr(packed_attention, "kernel_fits", lambda query, value: False)
     for kernel, padded, true in zip(by_kernel, run(dtype), exact, strict=True):
         assert (kernel - true).norm() <= 2.0 * (padded - true).norm() + 1e-3 * true.norm()

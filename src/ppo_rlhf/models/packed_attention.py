@@ -1,8 +1,9 @@
 """Attention for sequences without padding: B sequences follow each other in a row of N tokens, `[1, N]`.
 
 All layers but attention then compute real tokens only. Attention spreads the tokens into `[B, L]`, padded on the right,
-where a causal mask is all that is needed: no token attends to a token on its right. On CUDA in 16 bits a kernel for
-sequences of different lengths needs no padding here, too (`varlen_attention`).
+where a causal mask is all that is needed: no token attends to a token on its right. On CUDA in 16 bits torch's
+FlashAttention for sequences of different lengths needs no padding here, too.
+https://docs.pytorch.org/docs/stable/nn.attention.varlen.html
 
 It works for every transformers model whose layers ask the `AttentionInterface` and pass keyword arguments on to it.
 https://huggingface.co/docs/transformers/attention_interface
@@ -20,11 +21,15 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from ppo_rlhf.models import varlen_attention
-
 NAME = "ppo_rlhf_packed"
 PADDED = "sdpa"
 """The attention of every pass that has no packed layout: transformers' own, torch's `scaled_dot_product_attention`."""
+CAUSAL = (-1, 0)
+"""The window of FlashAttention: all tokens on the left, none on the right."""
+WIDEST_HEAD = 192
+"""FlashAttention has kernels up to 256, but wider ones than this have no backward pass on consumer GPUs."""
+FIRST_CAPABILITY = (8, 0)
+"""Compute capability of the oldest GPUs that FlashAttention serves (Ampere)."""
 
 
 class Attention(Protocol):
@@ -33,13 +38,8 @@ class Attention(Protocol):
     def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scaling: float | None) -> Tensor:
         """Return the attention output of the N tokens, `[N, H, d of the values]`.
 
+        Keys and values are in K heads, and K divides H. `scaling` is the factor of the scores; None is 1 / sqrt(d).
         Every layer calls this once or more, always in the same order.
-
-        Args:
-            query_NHD: Queries of N tokens in H heads.
-            key_NKD: Keys in K heads; K divides H.
-            value_NKD: Values in K heads.
-            scaling: Factor of the scores; None is 1 / sqrt(d).
         """
 
 
@@ -85,8 +85,21 @@ class PackedLayout:
     def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scaling: float | None) -> Tensor:
         """Attend within each sequence; see `Attention`."""
         query_NHD, key_NKD, value_NKD = (as_autocast(x) for x in (query_NHD, key_NKD, value_NKD))
-        if varlen_attention.kernel_fits(query_NHD, value_NKD):
-            return varlen_attention.attend_by_kernel(query_NHD, key_NKD, value_NKD, self.starts, self.width, scaling)
+        if kernel_fits(query_NHD, value_NKD):
+            from torch.nn.attention.varlen import varlen_attn  # the import takes a second, and a CPU does not need it
+
+            return varlen_attn(  # type: ignore[return-value]  # a tuple only if more is asked for
+                query_NHD,
+                key_NKD,
+                value_NKD,
+                self.starts,
+                self.starts,
+                self.width,
+                self.width,
+                scale=scaling,
+                window_size=CAUSAL,
+                enable_gqa=query_NHD.shape[1] != key_NKD.shape[1],
+            )
         query, key, value = (self.spread(x).transpose(1, 2) for x in (query_NHD, key_NKD, value_NKD))
         groups = query.shape[1] // key.shape[1]
         shares_keys = groups > 1 and query.is_cuda and query.dtype.itemsize == 2
@@ -96,6 +109,25 @@ class PackedLayout:
             query, key, value, is_causal=True, scale=scaling, enable_gqa=shares_keys
         )
         return self.collect(attended.transpose(1, 2))
+
+
+def kernel_fits(query_NHD: Tensor, value_NKD: Tensor) -> bool:
+    """Return whether FlashAttention takes tensors of this kind: device, precision, and width of the heads."""
+    width = query_NHD.shape[-1]
+    return (
+        query_NHD.is_cuda
+        and query_NHD.dtype in (torch.bfloat16, torch.float16)
+        and width == value_NKD.shape[-1]
+        and width % 8 == 0
+        and width <= WIDEST_HEAD
+        and _has_kernel(query_NHD.device)
+    )
+
+
+@cache
+def _has_kernel(device: torch.device) -> bool:
+    built_in = torch.backends.cuda.is_flash_attention_available()
+    return built_in and torch.cuda.get_device_capability(device) >= FIRST_CAPABILITY
 
 
 def use_packed_attention(model: PreTrainedModel) -> None:
