@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import fields, is_dataclass, replace
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -15,20 +16,13 @@ Item = TypeVar("Item")
 def to_device(items: Sequence[Item], device: torch.device) -> list[Item]:
     """Return dataclasses of tensors, which are on the CPU, on a device: one copy for each type of numbers.
 
-    Dataclasses may hold others; fields that are no tensors stay.
+    Dataclasses may hold others; fields that are no tensors stay as they are.
     """
     if device.type == "cpu":
         return list(items)
-    tensors: list[Tensor] = []
-
-    def collect(tensor: Tensor) -> Tensor:
-        tensors.append(tensor)
-        return tensor
-
-    for item in items:
-        _map_tensors(item, collect)
-    moved = iter(_copied(tensors, device))
-    return [_map_tensors(item, lambda _: next(moved)) for item in items]
+    tensors = [tensor for item in items for tensor in _tensors_of(item)]
+    moved = zip(map(id, tensors), _copied(tensors, device), strict=True)
+    return copy.deepcopy(list(items), dict(moved))
 
 
 def to_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -46,9 +40,9 @@ def _copied(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     return [copied[number] for number in range(len(tensors))]
 
 
-def _map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def _tensors_of(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
-        return change(value)
-    if not is_dataclass(value) or isinstance(value, type):
-        return value
-    return replace(value, **{field.name: _map_tensors(getattr(value, field.name), change) for field in fields(value)})
+        yield value
+    elif is_dataclass(value):
+        for field in fields(value):
+            yield from _tensors_of(getattr(value, field.name))
