@@ -334,9 +334,7 @@ def dealt_rows(lengths: Sequence[int]) -> list[list[int]]:
 def gather_dealt(own_rows: torch.Tensor, hands: list[list[int]]) -> torch.Tensor:
     """Return the rows `[B, …]` of all processes on the CPU, each in its place.
 
-    Args:
-        own_rows: `[b, …]`, the rows of this process, in the order of its hand.
-        hands: The rows of each process, of which each row is one process's; from `dealt_rows`.
+    This process has the rows `[b, …]` of its hand, in its order; `hands` are from `dealt_rows`.
     """
     import torch
 

@@ -64,12 +64,9 @@ def plan(
 ) -> Planned | None:
     """Plan the memory of a run that trains by PPO; None if there is no model yet to plan for.
 
-    Args:
-        run: The run.
-        model: Directory, hub id or config.json of another model than the run's.
-        prompt_length: Tokens of the longest prompt; None counts the run's prompts.
-        processes: Processes of the run; None is 1, or the launcher's number.
-        memory_gib: Memory of a device that need not be here; None is what is free here.
+    `model` is the directory, hub id or config.json of another model than the run's, and `memory_gib` the memory of a
+    device that need not be here. None of each is the run's own: the tokens of its longest prompt, the launcher's number
+    of processes or 1, what is free here.
 
     Raises:
         ConfigError: A setting does not fit the device.

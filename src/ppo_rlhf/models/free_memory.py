@@ -30,11 +30,8 @@ USED = 0.8
 def sequences_at_a_time(model: PreTrainedModel, count: int, tokens: int, *, decoded_from: int | None = None) -> int:
     """Return how many of `count` sequences to take at a time, in parts of equal size; at least 1.
 
-    Args:
-        model: Computes them where it is, under the autocast of the caller.
-        count: Sequences.
-        tokens: Of the longest sequence.
-        decoded_from: Tokens of the longest prompt if the rest is decoded token by token; None: whole passes.
+    The longest has so many `tokens`. The model computes them where it is, under the caller's autocast: in whole passes,
+    or token by token after the longest prompt's `decoded_from` tokens.
     """
     device, text = model.device, model.config.get_text_config()
     casts = torch.is_autocast_enabled(device.type) and model.dtype != torch.float64

@@ -27,11 +27,8 @@ _shards = WeakTensorKeyDictionary()  # by the whole weights, while a model still
 def sharded(forward: nn.Module, device: torch.device) -> nn.Module:
     """Return a forward pass that trains by FSDP2; from now on the modules of the given one hold the shards, too.
 
-    Each transformer layer is a unit, and what is not in a layer is one. Gradients are summed over processes.
-
-    Args:
-        forward: A whole forward pass whose models are probed already; its weights may be on the host.
-        device: Where this process computes.
+    Each transformer layer is a unit, and what is not in a layer is one. Gradients are summed over processes. The given
+    pass is whole, its models are probed already, and its weights may be on the host; this process computes on `device`.
     """
     whole_tensors = {id(tensor): tensor for tensor in (*forward.parameters(), *forward.buffers())}
     trained = copy.deepcopy(forward, whole_tensors)

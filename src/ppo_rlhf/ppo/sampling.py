@@ -101,13 +101,10 @@ def generate_responses(
 ) -> Responses:
     """Sample one response to each prompt by inverse-CDF sampling with the given uniforms.
 
-    Args:
-        model: A causal language model with dropout off.
-        prompt_ids: N prompts as token ids, at least one token each; a process may have none.
-        uniforms: `[N, T]` float64 in [0, 1), one for each (episode, step).
-        settings: How tokens are drawn.
-        engine: `static` or `hf`, which also decodes architectures that need padding.
-        batch_size: Prompts decoded at a time; the tokens depend on it only by rounding. None: what memory allows.
+    The model has dropout off. A process may have no prompts; each has at least one token. The uniforms are `[N, T]`
+    float64 in [0, 1), one for each (episode, step). The engine is `static` or `hf`, which also decodes architectures
+    that need padding. `batch_size` prompts are decoded at a time, on which tokens depend only by rounding; None: what
+    memory allows.
     """
     dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
     tokens = torch.full((len(prompt_ids), settings.response_length), settings.pad_token_id)

@@ -142,6 +142,8 @@ def compute_gradients(
     positives = 0.0 if positive is None else float(count(positive[minibatch.rows]))
     asked = {"with_entropy": bool(config.entropy_coef), "reference": experience.rollouts.reference_policy}
     for piece in pieces:
+        kl = entropy = nll = piece.advantages.new_zeros(())
+        policy_terms = PolicyLoss(kl, kl, kl, kl)
         with synchronised(state, is_last=piece is pieces[-1]):
             if minibatch.with_policy:
                 with accelerator.autocast():
@@ -158,7 +160,6 @@ def compute_gradients(
                     denominator=denominator,
                 )
                 policy_loss = policy_terms.loss
-                kl = entropy = nll = torch.zeros_like(policy_loss)
                 if config.kl_in == "loss":
                     estimate = output.kl
                     if estimate is None:
@@ -190,9 +191,6 @@ def compute_gradients(
             if learns and state.shares_trunk:
                 loss = loss + policy_loss
             _backward(state, loss)
-        if not minibatch.with_policy:
-            kl = entropy = nll = torch.zeros_like(loss)
-            policy_terms = PolicyLoss(kl, kl, kl, kl)
         step.add(policy=policy_terms, value=value_terms, kl=kl, entropy=entropy, nll=nll, own_tokens=piece.tokens)
     return step
 
