@@ -15,7 +15,7 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import LaunchError
 from ppo_rlhf.datasets import ResumeCheckpointDataset
 from ppo_rlhf.hooks import ChecksHook, TrackingHook, WorkerHook
-from ppo_rlhf.hooks.worker import RUN_ID, announce
+from ppo_rlhf.hooks.worker import RUN_ID, agree_on_run
 
 
 def test_the_main_process_tells_the_run_and_its_checkpoint_to_the_others(
@@ -27,7 +27,7 @@ def test_the_main_process_tells_the_run_and_its_checkpoint_to_the_others(
     tells = ("run", tmp_path, tmp_path, "bfloat16")
     monkeypatch.setattr(processes, "from_main", lambda value: told.append(value) or tells)
     monkeypatch.setattr(processes, "from_all", lambda sees: [True, sees])
-    announce(*tells)
+    agree_on_run(*tells)
     assert told == [tells]
     assert os.environ[RUN_ID] == "run"
     monkeypatch.setenv(RUN_ID, "")
@@ -46,7 +46,7 @@ def test_nodes_without_a_shared_folder_are_refused_in_every_process(monkeypatch:
     monkeypatch.setattr(processes, "from_main", lambda value: ("run", None, lost, None))
     monkeypatch.setattr(processes, "from_all", lambda sees: [True, sees])
     for process in (
-        lambda: announce("run", None, lost),
+        lambda: agree_on_run("run", None, lost),
         lambda: WorkerHook().before_pipeline_run(DataCatalog({})),
     ):
         with pytest.raises(LaunchError, match=f"^process 1 does not see {lost}: all nodes need"):

@@ -46,7 +46,7 @@ from ppo_rlhf.hooks.tracking_store import (
     store_errors_as_config_errors,
     without_password,
 )
-from ppo_rlhf.hooks.worker import announce
+from ppo_rlhf.hooks.worker import agree_on_run
 from ppo_rlhf.locks import lock_run, one_at_a_time
 from ppo_rlhf.names import LATEST, TRAININGS
 from ppo_rlhf.signals import RunInterruptedError, as_error, deferring_signals
@@ -129,7 +129,7 @@ class TrackingHook(MlflowHook):
                 raise
         run = str(self.run_id or f"untracked-{process_name()}")
         dtype = getattr(parameter(catalog, "ppo"), "dtype", None)
-        announce(run, None if entry is None else entry.checkpoint, self._checkpoints, dtype)
+        agree_on_run(run, None if entry is None else entry.checkpoint, self._checkpoints, dtype)
 
     def _open_store(self) -> None:
         """Open the store; a signal may cut the wait for it."""

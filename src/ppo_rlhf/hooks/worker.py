@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
-from typing import Any
 
 from kedro.framework.hooks import hook_impl
 from kedro.io import CatalogProtocol
@@ -16,16 +15,23 @@ from ppo_rlhf.hooks.run_description import settle_dtype
 from ppo_rlhf.names import RESUME_CHECKPOINT, RUN_ID
 
 
-def announce(run_id: str, checkpoint: Path | None, folder: Path | None = None, dtype: str | None = None) -> None:
-    """Tell the other processes the run's id, the checkpoint that it resumes from, its folder, and its precision.
+def agree_on_run(
+    run_id: str = "", checkpoint: Path | None = None, folder: Path | None = None, dtype: str | None = None
+) -> tuple[Path | None, str | None]:
+    """Take the main process's run: its id, the checkpoint that it resumes from, its folder, and its precision.
 
-    The main process calls it.
+    Every process calls it, and gets the checkpoint and the precision.
 
     Raises:
         LaunchError: A process does not see the folder.
     """
     if processes.process_count() > 1:
-        _from_main(run_id, checkpoint, folder, dtype)
+        os.environ[RUN_ID], checkpoint, folder, dtype = processes.from_main((run_id, checkpoint, folder, dtype))
+        sees = processes.from_all(folder is None or folder.is_dir())
+        if not all(sees):
+            missing = f"process {sees.index(False)} does not see {folder}"
+            raise LaunchError(f"{missing}: all nodes need the project in one folder that they share.")
+    return checkpoint, dtype
 
 
 class WorkerHook:
@@ -43,18 +49,8 @@ class WorkerHook:
         """Wait for the main process to have checked the run and opened it in MLflow."""
         from ppo_rlhf.datasets import ResumeCheckpointDataset  # heavy: only a run pays for it
 
-        checkpoint, dtype = _from_main("", None, None, None)
+        checkpoint, dtype = agree_on_run()
         settle_dtype(catalog, dtype)
         entry = catalog.get(RESUME_CHECKPOINT)
         if isinstance(entry, ResumeCheckpointDataset):
             entry.resolve(checkpoint)
-
-
-def _from_main(*of_this_process: Any) -> Any:
-    """Take the run's id from the main process, and return the checkpoint and the precision."""
-    os.environ[RUN_ID], checkpoint, folder, dtype = processes.from_main(of_this_process)
-    sees = processes.from_all(folder is None or folder.is_dir())
-    if not all(sees):
-        missing = f"process {sees.index(False)} does not see {folder}"
-        raise LaunchError(f"{missing}: all nodes need the project in one folder that they share.")
-    return checkpoint, dtype

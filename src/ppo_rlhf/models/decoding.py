@@ -22,11 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class Decoder:
-    """Continues B sequences of a causal language model by one token each in a step; the `Attention` of its passes.
-
-    Attributes:
-        lengths: Tokens of each live sequence in the cache, `[B]` long, on the model's device.
-    """
+    """Continues B sequences of a causal language model by one token each in a step; the `Attention` of its passes."""
 
     def __init__(
         self,
@@ -45,7 +41,7 @@ class Decoder:
         self._longest = longest
         self._prompt_ids = prompt_ids
         self._columns = [len(ids) for ids in prompt_ids]  # `lengths`, known without waiting for the device
-        self.lengths = torch.tensor(self._columns, device=model.device)
+        self.lengths = torch.tensor(self._columns, device=model.device)  # [B] long, tokens in the cache
         self._prompts: PackedLayout | None = None  # in the pass over the prompts only
 
     def prefill(self) -> Tensor:
