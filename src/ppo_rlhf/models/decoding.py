@@ -56,13 +56,13 @@ class Decoder:
         """Take one token of each sequence, `[B]`, and return the logits `[B, V]` that follow it."""
         device, self._columns = self.lengths.device, [length + 1 for length in self._columns]
         self._calls = count()  # of attention in this pass, not layers: some attend twice
-        self._rows = torch.arange(len(self.lengths), device=device)
+        self._rows, self._width = torch.arange(len(self.lengths), device=device), max(self._columns)
         self._mask = None  # added to the scores, as kernels take it: of a Boolean one each call would make its own
-        if min(self._columns) != (width := max(self._columns)):
-            places = torch.arange(-(-width // 8) * 8, device=device)  # in rows of whole vectors
+        if min(self._columns) != self._width:
+            places = torch.arange(-(-self._width // 8) * 8, device=device)  # in rows of whole vectors
             mask = torch.zeros(len(self.lengths), 1, 1, len(places), dtype=self._keys[0].dtype, device=device)
             mask.masked_fill_((places > self.lengths[:, None])[:, None, None], -torch.inf)
-            self._mask = mask[..., :width]
+            self._mask = mask[..., : self._width]
         states = packed_hidden_states(self._backbone, token_ids[None], self.lengths[None], self)
         self.lengths = self.lengths + 1
         return self._head(states)
@@ -76,13 +76,13 @@ class Decoder:
             self._keys.append(self._cache(self._prompts.spread(as_autocast(key_NKD))))
             self._values.append(self._cache(self._prompts.spread(as_autocast(value_NKD))))
             return self._prompts.attend(query_NHD, key_NKD, value_NKD, scaling)
-        call, rows, heads, width = next(self._calls), len(query_NHD), query_NHD.shape[1], max(self._columns)
+        call, rows, heads = next(self._calls), len(query_NHD), query_NHD.shape[1]
         keys, values = self._keys[call][:rows], self._values[call][:rows]
         keys[self._rows, :, self.lengths] = as_autocast(key_NKD).to(keys.dtype)
         values[self._rows, :, self.lengths] = as_autocast(value_NKD).to(values.dtype)
         query = query_NHD.reshape(rows, keys.shape[1], heads // keys.shape[1], -1).to(keys.dtype)
         attended = nn.functional.scaled_dot_product_attention(
-            query, keys[:, :, :width], values[:, :, :width], attn_mask=self._mask, scale=scaling
+            query, keys[:, :, : self._width], values[:, :, : self._width], attn_mask=self._mask, scale=scaling
         )
         return attended.reshape(rows, heads, -1).to(as_autocast(query_NHD).dtype)
 

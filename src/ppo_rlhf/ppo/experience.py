@@ -77,8 +77,7 @@ def critic_values(rollouts: Rollouts, state: TrainingState) -> Tensor:
     groups, hands = first_epoch(rollouts.epochs), first_hands(rollouts.epochs)
     forward = CriticForward(state.critic)
     found: list[Tensor] = []
-    fill = fills_rows(state.config, state.device)
-    batches = rollouts.sequences(groups, state.sampling.pad_token_id, fill=fill)
+    batches = rollouts.sequences(groups, state.sampling.pad_token_id, fill=fills_rows(state.config, state.device))
     with torch.no_grad(), on_device(forward, state.device), deterministic(state.config):
         for batch in to_device(batches, state.device):
             with autocast(state.config, state.device):

@@ -107,8 +107,7 @@ def _on_device(
     """Return all micro-batches of an epoch, which are copied to the device together."""
     rollouts, positive = experience.rollouts, positive_mask(experience, mask, state.config)
     groups = [rows for minibatch in epoch for rows in minibatch.micro_batches]
-    fill = fills_rows(state.config, state.device)
-    batches = rollouts.sequences(groups, state.sampling.pad_token_id, fill=fill)
+    batches = rollouts.sequences(groups, state.sampling.pad_token_id, fill=fills_rows(state.config, state.device))
     tables = (
         mask,
         rollouts.old_logprobs,

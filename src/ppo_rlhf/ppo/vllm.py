@@ -138,7 +138,10 @@ class VLLMEngine:
         if config.vllm_mode == "server":
             accelerator.wait_for_everyone = lambda: None  # only the main process is here
         else:
-            weights.name_or_path = _place_of(policy, trusted)
+            place = policy.name_or_path or ""  # where vLLM reads the architecture: with an adapter that of its base
+            base = PretrainedHandle(place, trusted).base if place else None
+            place = place if base is None else base.source
+            weights.name_or_path = place if is_local(place) else place.partition("@")[0]
         own = {name.removeprefix("vllm_"): getattr(config, name) for name in VLLM_FIELDS}  # which are TRL's names
         own["server_timeout"] = 0.0  # it waits here
         generation = VLLMGeneration(weights, accelerator, self._tokenizer, trust_remote_code=trusted, **own)  # type: ignore[arg-type]
@@ -147,14 +150,6 @@ class VLLMEngine:
             if mode != "processed_logprobs":
                 raise ConfigError(f"vLLM's server has --logprobs-mode {mode}; start it with processed_logprobs")
         return generation
-
-
-def _place_of(policy: PreTrainedModel, trusted: bool) -> str:
-    """Return the directory or hub id where vLLM reads a policy's architecture: with an adapter that of its base."""
-    place = policy.name_or_path or ""
-    if place and (base := PretrainedHandle(place, trusted).base):
-        place = base.source
-    return place if is_local(place) else place.partition("@")[0]
 
 
 _ENGINES: dict[tuple[object, ...], VLLMEngine] = {}
