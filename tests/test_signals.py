@@ -11,8 +11,6 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -24,7 +22,6 @@ from ppo_rlhf.signals import (
     TerminationSignal,
     as_error,
     deferring_signals,
-    ended_after,
     finishing_first,
     raising_on_signals,
 )
@@ -47,8 +44,7 @@ def test_outside_the_main_thread_signal_handlers_are_left_alone():
     before, inside = signal.getsignal(signal.SIGTERM), []
 
     def work() -> None:
-        late = ended_after(60.0, PPORLHFError())
-        with raising_on_signals(), deferring_signals(), finishing_first(1.0, lambda signum: "", print), late:
+        with raising_on_signals(), deferring_signals(), finishing_first(1.0, lambda signum: "", print):
             inside.append(signal.getsignal(signal.SIGTERM))
 
     thread = threading.Thread(target=work)
@@ -195,41 +191,3 @@ def test_a_second_signal_while_one_waits_for_a_call_ends_the_process_in_one_line
     done = subprocess.run([sys.executable, "-u", script], capture_output=True, text=True, timeout=60)
     assert done.returncode == 143
     assert done.stderr == "SIGTERM: ended at once, because a call did not end.\n"
-
-
-@pytest.fixture
-def rung() -> Iterator[list[int]]:
-    """The signals of a former timer, which is set in the test; pytest-timeout's own goes on afterwards."""
-    found: list[int] = []
-    handler = signal.signal(signal.SIGALRM, lambda signum, frame: found.append(signum))
-    left, _ = signal.setitimer(signal.ITIMER_REAL, 0.0)
-    yield found
-    signal.signal(signal.SIGALRM, handler)
-    signal.setitimer(signal.ITIMER_REAL, left)
-
-
-def test_a_block_that_does_not_end_is_ended_even_in_code_that_catches_exceptions(rung: list[int]):
-    began = time.monotonic()
-    with pytest.raises(PPORLHFError, match=r"^too long$"), ended_after(0.1, PPORLHFError("too long")):  # noqa: PT012
-        try:
-            while time.monotonic() < began + 60.0:
-                pass
-        except Exception:
-            pytest.fail("swallowed")
-    assert time.monotonic() - began < 30.0
-    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
-    assert rung == []
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_the_timer_that_was_set_before_goes_on_after_the_block_with_the_time_that_is_left(rung: list[int], fails: bool):
-    signal.setitimer(signal.ITIMER_REAL, 0.3)
-    with suppress(ZeroDivisionError), ended_after(60.0, PPORLHFError()):
-        time.sleep(0.1)
-        assert not fails or 1 / 0
-    left, _ = signal.getitimer(signal.ITIMER_REAL)
-    assert 0.0 < left <= 0.2
-    end = time.monotonic() + 5.0
-    while not rung and time.monotonic() < end:
-        time.sleep(0.01)
-    assert rung == [signal.SIGALRM]

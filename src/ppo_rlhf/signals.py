@@ -149,40 +149,6 @@ def warn_if_slow(what: str, advice: str = "", *, seconds: float = SLOW_S) -> Ite
         timer.cancel()
 
 
-class _TimeIsUp(BaseException):
-    """Raised in a block of `ended_after`; no Exception, since the block's code may catch those."""
-
-
-@contextmanager
-def ended_after(seconds: float, error: Exception) -> Iterator[None]:
-    """End a block of Python that takes longer than some seconds by raising `error`; for somebody else's code.
-
-    Does nothing outside the main thread, where Python handles no signal, and cannot cut a single call into C. SIGALRM's
-    handler and the timer that were set before continue after the block.
-    """
-    if not _in_main_thread():
-        yield
-        return
-
-    def stop(signum: int, frame: FrameType | None) -> None:
-        raise _TimeIsUp
-
-    began, handler = monotonic(), signal.signal(signal.SIGALRM, stop)
-    former_seconds, interval = signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        try:
-            yield
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0.0)
-    except _TimeIsUp:
-        raise error from None
-    finally:
-        signal.signal(signal.SIGALRM, handler or signal.SIG_DFL)  # None: it was set from outside Python
-        if former_seconds:
-            left = max(1e-3, former_seconds - (monotonic() - began))
-            signal.setitimer(signal.ITIMER_REAL, left, interval)
-
-
 @contextmanager
 def finishing_first(grace_s: float, ask: Callable[[int], str], say: Callable[[str], None]) -> Iterator[None]:
     """Let the first signal within the block call `ask(signum)` instead of raising an exception.

@@ -7,7 +7,6 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from ppo_rlhf.core.errors import DataError, in_one_line
-from ppo_rlhf.models.tokenizers import ending_template
 
 CHAT = 'a list of {"role": …, "content": …}'
 """The form of a chat, for errors."""
@@ -53,21 +52,19 @@ def render_chat(messages: Chat, tokenizer: PreTrainedTokenizerBase, where: str, 
 
     Raises:
         DataError: The tokenizer has no template, or its template refuses the messages.
-        ModelError: Its template does not end.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise DataError(f"{where}: chat messages need a tokenizer with a chat template; this one has none")
     is_begun = messages[-1]["role"] == ASSISTANT
-    with ending_template(tokenizer):
-        try:
-            text = tokenizer.apply_chat_template(
-                messages,
-                tokenize=False,
-                add_generation_prompt=to_answer and not is_begun,
-                continue_final_message=to_answer and is_begun,
-            )
-        except Exception as error:  # a template is a program: it can raise anything
-            raise DataError(f"{where}: the chat template refuses these messages: {in_one_line(error)}") from error
+    try:
+        text = tokenizer.apply_chat_template(
+            messages,
+            tokenize=False,
+            add_generation_prompt=to_answer and not is_begun,
+            continue_final_message=to_answer and is_begun,
+        )
+    except Exception as error:  # a template is a program: it can raise anything
+        raise DataError(f"{where}: the chat template refuses these messages: {in_one_line(error)}") from error
     return str(text)
 
 

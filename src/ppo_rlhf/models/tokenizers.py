@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 from jinja2 import Environment, meta
@@ -21,10 +20,7 @@ from transformers import (
 )
 
 from ppo_rlhf.core.errors import ConfigError, ModelError
-from ppo_rlhf.signals import ended_after
 
-TEMPLATE_S = 60.0
-"""A chat template that takes longer for one chat is assumed to loop for ever; usual ones take milliseconds."""
 PAD, UNKNOWN, END = "<pad>", "<unk>", "</s>"
 _INCOMPLETE = "\ufffd"
 _CONTEXT = 8  # tokens
@@ -141,30 +137,20 @@ def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """Return the special token with which the chat template closes an assistant's turn.
 
     None without a template, or with one that refuses a plain question and answer, or leaves the answer out.
-
-    Raises:
-        ModelError: The template does not end.
     """
     if not getattr(tokenizer, "chat_template", None):
         return None
     marker = "answer"
     messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": marker}]
-    with ending_template(tokenizer):
-        try:
-            text = str(tokenizer.apply_chat_template(messages, tokenize=False))
-        except Exception:  # a template may raise anything; the code that reads chats reports those it refuses
-            return None
+    try:
+        text = str(tokenizer.apply_chat_template(messages, tokenize=False))
+    except Exception:  # a template may raise anything; the code that reads chats reports those it refuses
+        return None
     _, found, tail = text.rpartition(marker)
     if not found:
         return None
     ids, special = tokenizer.encode(tail, add_special_tokens=False), special_ids(tokenizer)
     return next((index for index in ids if index in special), None)
-
-
-def ending_template(tokenizer: PreTrainedTokenizerBase) -> AbstractContextManager[None]:
-    """Return a block in which the tokenizer's chat template is run, and raises ModelError after `TEMPLATE_S`."""
-    late = f"the chat template has not ended after {TEMPLATE_S:g} s and may loop for ever. Correct it"
-    return ended_after(TEMPLATE_S, ModelError(f"{tokenizer.name_or_path or 'tokenizer'}: {late}."))
 
 
 _DEFAULT = "{% if NAME is not defined %}{% set NAME = VALUE %}{% endif +%}"  # + keeps a newline that follows
