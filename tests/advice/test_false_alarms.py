@@ -37,7 +37,7 @@ def noisy_scores(rng: np.random.Generator, correlation: float) -> np.ndarray:
 def is_called_hacked(judge: np.ndarray) -> bool:
     """Whether the rule fires at the end of a run with these scores, whose reward rises."""
     sft, *evaluations = (evaluation(scores, np.full(PROMPTS, 0.1 * k)) for k, scores in enumerate(judge))
-    earlier = [{"eval/reward": each.rewards.mean(), SCORES: each.judge_scores} for each in evaluations[:-1]]
+    earlier = [{"eval/reward": each.rewards.mean(), SCORES: each.deciding_scores} for each in evaluations[:-1]]
     last = since_best(evaluations[-1], sft, earlier)
     curves = {key: [math.nan] * 3 + [value] for key, value in last.items() if key != SCORES}
     return "reward_hacked" in {item.rule.name for item in advise(config(), history(curves))}

@@ -54,17 +54,18 @@ def evaluation(
 ):
     """An evaluation; unless they are given, no two responses have the same tokens."""
     rewards = np.asarray(rewards, dtype=float)
+    judges = {} if judge_scores is None else {"judge_score": judge_scores}
+    judges |= {f"judge_score_{name}": scores for name, scores in (other_judges or {}).items()}
     return PolicyEvaluation(
         prompts=prompts or [f"prompt {row // samples}" for row in range(len(rewards))],
         completions=completions or ["a b c"] * len(rewards),
         response_ids=response_ids or [[next(number)] for _ in rewards],
         rewards=rewards,
-        judge_scores=None if judge_scores is None else np.asarray(judge_scores, dtype=float),
+        judges={name: np.asarray(scores, dtype=float) for name, scores in judges.items()},
         rates={name: np.asarray(values, dtype=float) for name, values in (rates or {}).items()},
         kl=np.zeros(len(rewards)) if kl is None else np.asarray(kl, dtype=float),
         lengths=np.arange(1, len(rewards) + 1),
         terminated=np.ones(len(rewards), dtype=bool),
-        other_judges={name: np.asarray(scores, dtype=float) for name, scores in (other_judges or {}).items()},
         samples_per_prompt=samples,
     )
 

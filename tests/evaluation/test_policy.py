@@ -91,7 +91,7 @@ def test_every_response_is_measured_by_reward_judge_and_rates(evaluate, policies
     words = [completion.split() for completion in result.completions]
     expected = [2.0 * row.count(target) / 6 for row, target in zip(words, prompts.columns["target"], strict=True)]
     assert result.rewards == pytest.approx(expected, abs=1e-6)
-    assert result.judge_scores.tolist() == [len(row) for row in words]
+    assert result.judges["judge_score"].tolist() == [len(row) for row in words]
     assert result.rates["wordy_rate"].tolist() == [1.0] * len(prompts)
     # the stop token is a token but no word
     assert result.lengths.tolist() == [
@@ -143,7 +143,8 @@ def test_evaluation_survives_its_table(evaluate, policies, tmp_path):
     assert again.response_ids == result.response_ids
     assert [len(ids) for ids in again.response_ids] == result.lengths.tolist()
     assert again.rates.keys() == result.rates.keys() == {"wordy_rate"}
-    for name in ("rewards", "judge_scores", "kl", "lengths", "terminated"):
+    assert again.judges.keys() == result.judges.keys() == {"judge_score"}
+    for name in ("rewards", "deciding_scores", "kl", "lengths", "terminated"):
         assert np.array_equal(getattr(again, name), getattr(result, name)), name
         assert getattr(again, name).dtype == getattr(result, name).dtype, name
 
@@ -164,7 +165,8 @@ def test_several_responses_to_a_prompt_stand_together_and_differ(evaluate, polic
     again = PolicyEvaluation.from_frame(frame)
     assert again.samples_per_prompt == 3
     assert again.rates == {}
-    assert again.other_judges["again"].tolist() == again.judge_scores.tolist() == [len(row) for row in words]
+    assert again.judges.keys() == {"judge_score", "judge_score_again"}
+    assert again.judges["judge_score_again"].tolist() == again.deciding_scores.tolist() == [len(row) for row in words]
 
 
 def test_an_evaluation_without_prompts_and_a_judge_that_returns_nan_are_refused(evaluate, policies, prompts):

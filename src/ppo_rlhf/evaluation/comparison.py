@@ -129,10 +129,8 @@ def measure_prompts(evaluation: PolicyEvaluation, pass_at: Sequence[int] = ()) -
     Raises:
         DataError: `pass_at` is given, and a deciding score is neither 0 nor 1.
     """
-    judges = {} if evaluation.judge_scores is None else {JUDGE_COLUMN: evaluation.judge_scores}
-    judges |= {f"{JUDGE_COLUMN}_{name}": scores for name, scores in evaluation.other_judges.items()}
     of_responses = {
-        **judges,
+        **evaluation.judges,
         "reward": evaluation.rewards,
         **evaluation.rates,
         "kl": evaluation.kl,
@@ -152,7 +150,7 @@ def check_right_or_wrong(evaluation: PolicyEvaluation) -> None:
     """Raise `DataError` if a score that decides the win rate is neither 1 nor 0."""
     others = evaluation.deciding_scores[~np.isin(evaluation.deciding_scores, (0.0, 1.0))]
     if others.size:
-        source = "the reward" if evaluation.judge_scores is None else "evaluation.judge"
+        source = "evaluation.judge" if JUDGE_COLUMN in evaluation.judges else "the reward"
         raise DataError(
             f"evaluation.pass_at needs answers that are right (1) or wrong (0), and {source} gave {others[0]:g}. Set "
             "evaluation.judge to a function that returns 0 or 1, or leave pass_at empty."
@@ -173,7 +171,7 @@ def compare_evaluations(
     """
     _check_comparable(policy, sft)
     decisions = {"": (policy.deciding_scores, sft.deciding_scores)}
-    decisions |= {f"_{name}": (policy.other_judges[name], sft.other_judges[name]) for name in policy.other_judges}
+    decisions |= {name.removeprefix(JUDGE_COLUMN): (policy.judges[name], sft.judges[name]) for name in policy.judges}
     metrics: dict[str, float] = {}
     for name, (ours, theirs) in decisions.items():
         rates = zip(("", "_low", "_high"), win_rate(outcomes(policy, sft, ours, theirs)), strict=True)
@@ -258,8 +256,6 @@ def _margins(
 def _check_comparable(policy: PolicyEvaluation, sft: PolicyEvaluation) -> None:
     if policy.prompts != sft.prompts:
         raise DataError("evaluation: the two policies did not answer the same prompts in the same order; evaluate both")
-    judged, judged_sft = (
-        (e.judge_scores is None, e.other_judges.keys(), e.rates.keys(), e.samples_per_prompt) for e in (policy, sft)
-    )
+    judged, judged_sft = ((e.judges.keys(), e.rates.keys(), e.samples_per_prompt) for e in (policy, sft))
     if judged != judged_sft:
         raise DataError("evaluation: the two policies were not judged and rated by the same functions; evaluate both")

@@ -166,7 +166,8 @@ class PolicyEvaluation:
     """Tokens of each response; one that stopped ends in its stop token."""
     rewards: NDArray[np.float64]
     """Weighted sum of the reward's components, before any shaping or penalty."""
-    judge_scores: NDArray[np.float64] | None
+    judges: dict[str, NDArray[np.float64]]
+    """Their scores by column: `JUDGE_COLUMN` is there only if a judge decides the win rate."""
     rates: dict[str, NDArray[np.float64]]
     kl: NDArray[np.float64]
     """k1 against the reference, summed over the response: sum of log pi - log pi_ref at the sampled tokens, nats."""
@@ -174,14 +175,13 @@ class PolicyEvaluation:
     """Tokens that the policy wrote, stop tokens included."""
     terminated: NDArray[np.bool_]
     """True where the response ended in a stop token."""
-    other_judges: dict[str, NDArray[np.float64]] = field(default_factory=dict)
     samples_per_prompt: int = 1
     """n, the responses to each prompt."""
 
     @property
     def deciding_scores(self) -> NDArray[np.float64]:
         """Scores [N x n] that decide the win rate: the judge's if there is one, else the reward."""
-        return self.rewards if self.judge_scores is None else self.judge_scores
+        return self.judges.get(JUDGE_COLUMN, self.rewards)
 
     def by_prompt(self, values: NDArray[Any]) -> NDArray[Any]:
         """Return one value a response as [N, n], a row for each prompt."""
@@ -197,12 +197,8 @@ class PolicyEvaluation:
         if self.samples_per_prompt > 1:
             columns["sample"] = np.arange(len(self.prompts)) % self.samples_per_prompt
         columns |= {"response": self.completions, "response_ids": self.response_ids, "reward": self.rewards}
-        if self.judge_scores is not None:
-            columns[JUDGE_COLUMN] = self.judge_scores
-        columns |= {f"{JUDGE_COLUMN}_{name}": scores for name, scores in self.other_judges.items()}
-        return pd.DataFrame(
-            columns | self.rates | {"kl": self.kl, "length": self.lengths, "terminated": self.terminated}
-        )
+        measured = {"kl": self.kl, "length": self.lengths, "terminated": self.terminated}
+        return pd.DataFrame(columns | self.judges | self.rates | measured)
 
     @classmethod
     def from_frame(cls, frame: pd.DataFrame) -> PolicyEvaluation:
@@ -211,18 +207,17 @@ class PolicyEvaluation:
         def numbers(name: str) -> NDArray[np.float64]:
             return frame[name].to_numpy(dtype=np.float64)
 
-        judges = [str(name) for name in frame.columns if str(name).startswith(f"{JUDGE_COLUMN}_")]
+        judges = [str(name) for name in frame.columns if f"{name}_".startswith(f"{JUDGE_COLUMN}_")]
         return cls(
             prompts=frame["prompt"].tolist(),
             completions=frame["response"].tolist(),
             response_ids=[[int(i) for i in ids] for ids in frame["response_ids"]],
             rewards=numbers("reward"),
-            judge_scores=numbers(JUDGE_COLUMN) if JUDGE_COLUMN in frame else None,
+            judges={name: numbers(name) for name in judges},
             rates={str(name): numbers(name) for name in frame.columns if name not in (*_FIXED_COLUMNS, *judges)},
             kl=numbers("kl"),
             lengths=frame["length"].to_numpy(dtype=np.int64),
             terminated=frame["terminated"].to_numpy(dtype=np.bool_),
-            other_judges={name.removeprefix(f"{JUDGE_COLUMN}_"): numbers(name) for name in judges},
             samples_per_prompt=int(frame["sample"].max()) + 1 if "sample" in frame else 1,
         )
 
@@ -294,19 +289,19 @@ class Evaluator:
             scores = on_main(lambda: call_reward_function(function, name, *given))
             return np.asarray(scores, dtype=np.float64)
 
+        judges = {} if judge.judge is None else {JUDGE_COLUMN: judged("evaluation.judge", judge.judge)}
+        for name, function in judge.judges.items():
+            judges[f"{JUDGE_COLUMN}_{name}"] = judged(f"evaluation.judges.{name}", function)
         return PolicyEvaluation(
             prompts=list(prompts.texts),
             completions=completions,
             response_ids=batch.response_ids,
             rewards=scored.total.double().numpy(),
-            judge_scores=None if judge.judge is None else judged("evaluation.judge", judge.judge),
+            judges=judges,
             rates={name: judged(f"evaluation.rates.{name}", function) for name, function in judge.rates.items()},
             kl=kl,
             lengths=responses.mask.sum(dim=1).numpy(),
             terminated=responses.terminated.numpy(),
-            other_judges={
-                name: judged(f"evaluation.judges.{name}", function) for name, function in judge.judges.items()
-            },
             samples_per_prompt=self.samples_per_prompt,
         )
 

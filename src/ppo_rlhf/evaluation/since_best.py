@@ -10,7 +10,7 @@ import pandas as pd
 from numpy.typing import NDArray
 from scipy.stats import permutation_test
 
-from ppo_rlhf.evaluation.policy import PolicyEvaluation
+from ppo_rlhf.evaluation.policy import JUDGE_COLUMN, PolicyEvaluation
 
 CHANCE = 0.05
 """A change that chance makes less often than this is certain."""
@@ -34,9 +34,9 @@ def by_chance(changes_N: NDArray[np.float64]) -> float:
 
 def exploits_reward(policy: PolicyEvaluation, sft: PolicyEvaluation) -> bool:
     """Return whether the reward rose from SFT's and the judge's score fell, both for certain (tested on two sides)."""
-    if policy.judge_scores is None or sft.judge_scores is None:
+    if JUDGE_COLUMN not in policy.judges:
         return False
-    changes = (policy.rewards - sft.rewards, sft.judge_scores - policy.judge_scores)
+    changes = (policy.rewards - sft.rewards, sft.deciding_scores - policy.deciding_scores)
     return all(by_chance(policy.by_prompt(change).mean(axis=1)) < CHANCE / 2.0 for change in changes)
 
 

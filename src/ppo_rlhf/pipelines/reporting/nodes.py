@@ -16,7 +16,7 @@ from rich.text import Text
 from ppo_rlhf.advice import in_words
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.settings_group import settings_group
-from ppo_rlhf.evaluation.policy import EvaluationConfig, PolicyEvaluation
+from ppo_rlhf.evaluation.policy import JUDGE_COLUMN, EvaluationConfig, PolicyEvaluation
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.paths import shown
 from ppo_rlhf.pipelines.reporting.charts import (
@@ -152,7 +152,7 @@ def print_result(
 def _scores(sft_evaluation: pd.DataFrame, ppo_evaluation: pd.DataFrame) -> tuple[list[float], list[float], str]:
     """Return SFT's and PPO's scores that decide the win rate, and their name."""
     sft, ppo = PolicyEvaluation.from_frame(sft_evaluation), PolicyEvaluation.from_frame(ppo_evaluation)
-    label = "Reward" if ppo.judge_scores is None else "Judge score"
+    label = "Judge score" if JUDGE_COLUMN in ppo.judges else "Reward"
     return sft.deciding_scores.tolist(), ppo.deciding_scores.tolist(), label
 
 
