@@ -283,32 +283,29 @@ def _repeat(plan: LoopPlan, catalog: RunCatalog, execute: Callable[[Node], None]
 
     state: TrainingState = catalog.load(STATE)
     of_run = own_callbacks(state.config), reporting_callbacks(state.config)
-    with contextlib.closing(Callbacks(state, *of_run, catalog.run_folder)) as callbacks:
+    with contextlib.closing(Callbacks(state, *of_run, catalog.run_folder, catalog.save_checkpoint)) as callbacks:
         _iterate(plan, catalog, execute, state, callbacks)
 
 
 def _iterate(
     plan: LoopPlan, catalog: RunCatalog, execute: Callable[[Node], None], state: TrainingState, callbacks: Callbacks
 ) -> None:
-    def evaluation() -> dict[str, Any] | None:
-        if callbacks.is_empty or not any(EVALUATION_METRICS in node.outputs for node in plan.after_update):
-            return None
-        rows = catalog.load(EVALUATION_METRICS)
-        last = rows[-1:] if isinstance(rows, list) else [rows] if rows else []
-        return last[0] if last else None
+    is_told = not callbacks.is_empty and any(EVALUATION_METRICS in node.outputs for node in plan.after_update)
+
+    def tell_evaluation() -> None:
+        rows = catalog.load(EVALUATION_METRICS) if is_told else None
+        callbacks.evaluated(rows[-1] if rows and isinstance(rows, list) else rows)
 
     if state.iteration > 0 or state.finished:
         catalog.save(NEXT_STATE, state)
         for node in plan.rerun_on_resume:
             execute(node)
-        callbacks.evaluated(evaluation())
-        callbacks.settle(catalog.save_checkpoint)
+        tell_evaluation()
     if state.finished:
         say("Training is already complete (%d of %d iterations).", state.iteration, state.total_iterations)
         return
     say("Training: %d iterations.", state.total_iterations - state.iteration)
     callbacks.begin()
-    callbacks.settle(catalog.save_checkpoint)
     shutdown = _Shutdown(state)
     has_metrics = any(ITERATION_METRICS in node.outputs for node in plan.iteration)
     with (
@@ -323,12 +320,10 @@ def _iterate(
             metrics = catalog.load(ITERATION_METRICS) if has_metrics else {}
             report(state.iteration, metrics)
             callbacks.iteration_ended(metrics, is_saved=catalog.is_checkpoint_saved)
-            callbacks.settle(catalog.save_checkpoint)
             shutdown.stop_if_asked(catalog)
             for node in plan.after_update:
                 execute(node)
-            callbacks.evaluated(evaluation())
-            callbacks.settle(catalog.save_checkpoint)
+            tell_evaluation()
             shutdown.stop_if_asked(catalog)
             catalog.save(STATE, state)
     callbacks.end()

@@ -250,16 +250,14 @@ def test_in_a_loop_of_ones_own_callbacks_are_refused():
 
 def test_the_main_processs_flags_and_any_processs_error_count_in_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     state = trainer_of().state
-    of_this = Callbacks(state, [Recorder(("step", 0), "should_training_stop")], [], tmp_path)
+    of_this = Callbacks(state, [Recorder(("step", 0), "should_training_stop")], [], tmp_path, lambda: None)
     none = vars(TrainerControl())
     monkeypatch.setattr(callbacks, "from_all", lambda own: [(none, None), own])  # the main process sets none
     of_this.iteration_ended({}, is_saved=True)
-    of_this.settle(lambda: None)
     assert not state.ended
     monkeypatch.setattr(callbacks, "from_all", lambda own: [own, (none, "The callback of process 1 failed")])
-    of_this.iteration_ended({}, is_saved=True)
     with pytest.raises(TrainingError, match="process 1"):
-        of_this.settle(lambda: None)
+        of_this.iteration_ended({}, is_saved=True)
 
 
 def test_a_run_that_a_callback_ends_before_its_first_iteration_or_that_is_complete_has_none(tmp_path: Path):

@@ -84,9 +84,10 @@ def checked(callback: Any, where: str) -> TrainerCallback:
 
 
 class Callbacks:
-    """Calls a run's callbacks and passes on what they ask for; every process has them, and the main one's decide.
+    """Calls a run's callbacks and does what they ask for; every process has them, and the main one's decide.
 
-    An exception in one ends the run once the iteration is saved: the next `settle` raises it.
+    After each event the iteration is saved if a callback asked for it, ended training, or failed. Then its error is
+    raised: TrainingError for an exception in a callback, ConfigError if one asked for what is not done.
     """
 
     def __init__(
@@ -95,16 +96,17 @@ class Callbacks:
         own: Sequence[TrainerCallback],
         reporting: Sequence[TrainerCallback],
         folder: Path | None,
+        save: Callable[[], None],
         *,
         can_evaluate: bool = True,
     ) -> None:
         """Prepare the callbacks of a run that is new or resumed; `folder` has its checkpoints, None: none are saved.
 
-        The `reporting` ones get no step that they have reported before.
+        `save` saves the iteration at hand. The `reporting` ones get no step that they have reported before.
         """
         from transformers import TrainerControl, TrainerState
 
-        self._state, self._folder, self._can_evaluate = state, folder, can_evaluate
+        self._state, self._folder, self._save, self._can_evaluate = state, folder, save, can_evaluate
         self._all, self._reporting = [*own, *reporting], list(reporting)
         self._control = TrainerControl()
         self._error: Exception | None = None
@@ -116,13 +118,11 @@ class Callbacks:
         main = is_main_process()
         self._shown = TrainerState(
             max_steps=state.total_iterations,
-            logging_steps=1,
-            save_steps=state.config.save_interval,
-            eval_steps=state.config.eval_interval,
             train_batch_size=state.config.per_device_train_batch_size,
             is_local_process_zero=main,
             is_world_process_zero=main,
         )
+        self._shown.compute_steps(self._args, state.total_iterations)
         path = None if folder is None else folder / REPORTED
         self._reported: dict[str, Any] = json.loads(path.read_text()) if path is not None and path.is_file() else {}
         self._begin_reports()
@@ -136,6 +136,7 @@ class Callbacks:
         """Before the first iteration of this process."""
         self._is_begun = True
         self._call("on_train_begin")
+        self._settle()
 
     def iteration_ended(self, metrics: Mapping[str, float], *, is_saved: bool) -> None:
         """After an iteration; `is_saved` says whether its checkpoint was due, and is written."""
@@ -146,27 +147,23 @@ class Callbacks:
         if is_saved:
             self._call("on_save")
         self._state.evaluation_asked = self._control.should_evaluate
+        self._settle()
 
     def evaluated(self, row: Mapping[str, Any] | None) -> None:
-        """After an evaluation: its row has the metrics `eval/*`, which callbacks get as `eval_*`; None: there was none.
+        """After an evaluation: its row has the metrics `eval/*`, which callbacks get as `eval_*`; none: empty.
 
         Only an evaluation of the iteration that the state is at counts.
         """
         self._state.evaluation_asked = False
-        if row is None or row["iteration"] != self._state.iteration:
+        if not row or row["iteration"] != self._state.iteration:
             return
         metrics = {f"eval_{name[5:]}": value for name, value in row.items() if name.startswith("eval/")}
         self._control.should_save = False
         self._log("evaluations", metrics)
         self._call("on_evaluate", metrics=metrics)
+        self._settle()
 
-    def settle(self, save: Callable[[], None]) -> None:
-        """Save the iteration by `save` if a callback asked for it, ended training, or failed; then raise its error.
-
-        Raises:
-            TrainingError: A callback raised something.
-            ConfigError: A callback asked for what is not done.
-        """
+    def _settle(self) -> None:
         if not self._all:
             return
         is_new = self._control.should_training_stop and not self._state.ended  # a checkpoint from before lacks it
@@ -175,7 +172,7 @@ class Callbacks:
         if self._state.iteration and (is_new or (is_asked and not self._is_saved)):
             self._state.save_asked, self._is_saved = True, True
             try:
-                save()
+                self._save()
             finally:
                 self._state.save_asked = False
             self._call("on_save")

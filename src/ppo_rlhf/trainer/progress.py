@@ -13,7 +13,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from ppo_rlhf.checkpoints import files
-from ppo_rlhf.checkpoints.records import prune_run, write_completions
+from ppo_rlhf.checkpoints.records import write_completions
 from ppo_rlhf.checkpoints.store import CheckpointRequest, write_checkpoint
 from ppo_rlhf.core.errors import CheckpointError, ConfigError
 from ppo_rlhf.evaluation.during_training import is_due
@@ -45,16 +45,16 @@ def locked(directory: Path | None) -> Iterator[None]:
         CheckpointError: Another process trains there.
     """
     with ExitStack() as held:
-        if directory is not None:
-            on_main(partial(_lock, directory, held))
+
+        def lock() -> None:
+            file = None if directory is None else lock_run(directory)
+            if file is not None:
+                held.enter_context(file)
+            elif directory is not None:
+                raise CheckpointError(f"output_dir={directory}: another process trains there; give another directory")
+
+        on_main(lock)
         yield
-
-
-def _lock(directory: Path, held: ExitStack) -> None:
-    file = lock_run(directory)
-    if file is None:
-        raise CheckpointError(f"output_dir={directory}: another process trains there; give another directory")
-    held.enter_context(file)
 
 
 def claim(folder: Path, own: set[Path]) -> None:
@@ -94,7 +94,7 @@ class Bookkeeper:
     callbacks: Callbacks
     directory: Path | None
     """The folder of the checkpoints."""
-    save_to: Callable[[Path], Path]
+    save: Callable[[], None]
     bar: tqdm
 
     def begin(self, *, is_resumed: bool) -> None:
@@ -103,7 +103,6 @@ class Bookkeeper:
             self._evaluate_if_due()
         if not self.state.finished:
             self.callbacks.begin()
-            self.callbacks.settle(self._save)
 
     def before_update(self, experience: Experience) -> None:
         """Keep the completions of a sampled iteration."""
@@ -118,16 +117,15 @@ class Bookkeeper:
         self.bar.update()
         is_saved = self.directory is not None and CheckpointRequest(state).due
         if is_saved:
-            self._save()
+            self.save()
         self.callbacks.iteration_ended(metrics, is_saved=is_saved)
-        self.callbacks.settle(self._save)
         self._evaluate_if_due()
         if state.config.max_time is None or state.finished:
             return
         if why := next(filter(None, from_all(time_is_over(state.config.max_time))), ""):
             state.stopping = True
             if not is_saved:
-                self._save()
+                self.save()
             say(f"{why} are over: iteration {state.iteration} is saved in {self.directory}")
             raise RunInterruptedError(signal.SIGTERM, why)
 
@@ -135,13 +133,6 @@ class Bookkeeper:
         if self.held_out is not None and is_due(self.state):
             say(verdict_line(self.held_out.evaluate(self.directory).metrics))
             self.callbacks.evaluated(self.held_out.rows[-1])
-            self.callbacks.settle(self._save)
-
-    def _save(self) -> None:
-        if self.directory is not None:
-            self.save_to(self.directory)
-            if is_main_process():
-                prune_run(self.directory, self.state.config, self.state.iteration)
 
 
 @contextmanager

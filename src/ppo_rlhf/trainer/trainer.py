@@ -25,6 +25,7 @@ from ppo_rlhf.checkpoints import hub
 from ppo_rlhf.checkpoints.files import checkpoint_name
 from ppo_rlhf.checkpoints.model_card import may_write_card, render_card
 from ppo_rlhf.checkpoints.model_files import exported_policy
+from ppo_rlhf.checkpoints.records import prune_run
 from ppo_rlhf.checkpoints.resume import restore
 from ppo_rlhf.checkpoints.store import write_checkpoint
 from ppo_rlhf.config import PPOConfig
@@ -306,9 +307,10 @@ class PPOTrainer:
             if directory is not None:
                 progress.claim(directory, self._folders)
             evaluates, of_run = self.held_out is not None, (self._callbacks, self._reporting)
-            callbacks = Callbacks(self.state, *of_run, directory, can_evaluate=evaluates)
+            save = partial(self._save, directory)
+            callbacks = Callbacks(self.state, *of_run, directory, save, can_evaluate=evaluates)
             with closing(callbacks), progress.watched(self.state, directory) as bar:
-                books = progress.Bookkeeper(self.state, self.held_out, callbacks, directory, self.save_checkpoint, bar)
+                books = progress.Bookkeeper(self.state, self.held_out, callbacks, directory, save, bar)
                 books.begin(is_resumed=bool(resume_from_checkpoint))
                 given = self.reference_policy, self._prompts, self._scorer
                 loop.train(self.state, *given, books.after_iteration, books.before_update)
@@ -383,6 +385,12 @@ class PPOTrainer:
         if self.held_out is not None:
             self.held_out.resume(folder, self.state.iteration)
         self._sampler.start_iteration()
+
+    def _save(self, directory: Path | None) -> None:
+        if directory is not None:
+            self.save_checkpoint(directory)
+            if is_main_process():
+                prune_run(directory, self.config, self.state.iteration)
 
     def _check_ready(self, call: str) -> None:
         if not torch.is_grad_enabled():
