@@ -9,7 +9,6 @@ from ppo_rlhf.cli.errors import with_one_line_errors
 from ppo_rlhf.cli.generate import _written
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.core.visible import visible
-from ppo_rlhf.evaluation.answers import Answer
 
 EVIL = "\x1b]0;title\x07\x9b2Jred"
 
@@ -21,7 +20,7 @@ def test_control_characters_are_written_out_and_lines_and_tabs_stay():
 
 
 def test_generate_shows_answers_without_control_characters():
-    written = click.unstyle(_written("SFT", Answer(text=EVIL, tokens=3, is_cut_off=False, reward=None)))
+    written = click.unstyle(_written("SFT", EVIL, tokens=3, has_ended=True, reward=None))
     assert written.startswith(f"  SFT   {visible(EVIL)}")
 
 

@@ -19,8 +19,9 @@ from ppo_rlhf.paths import path_of, shown
 
 if TYPE_CHECKING:  # imported where they are used: they import torch, which other commands do without
     from datasets import Dataset
+    from transformers import PreTrainedModel
 
-    from ppo_rlhf.evaluation.answers import Answer
+    from ppo_rlhf.data.prompt_dataset import PromptDataset
     from ppo_rlhf.models.loading import PretrainedHandle
 
 READ, OF_REWARD = {"sft_policy", "ppo_policy", "params:ppo", "params:prompts"}, {"reward_model", "params:reward"}
@@ -126,21 +127,25 @@ class _Policies:
 
     def lines(self, table: Dataset, column: str, name: str, turn: int = 0, typed: str | None = None) -> Iterator[str]:
         """Yield each prompt of a table, as it was typed or as the policies read it, and the answers to it."""
-        from ppo_rlhf.evaluation.answers import answer_prompts
-
         prompts = self.reader.read(table, column, name)
         repeated = prompts.select([row for row in range(len(prompts)) for _ in range(self.samples)])
-        drawn = [
-            answer_prompts(
-                model, self.tokenizer, repeated, self.scorer, self.sampling, self.config, seed=self.seed, turn=turn
-            )
-            for model in self.models.values()
-        ]
+        drawn = [self._answers(policy, model, repeated, turn) for policy, model in self.models.items()]
         for place, answers in enumerate(zip(*drawn, strict=True)):
             if place % self.samples == 0:
                 yield "\n" + click.style(visible(typed or prompts.texts[place // self.samples]), fg="cyan")
-            for policy, answer in zip(self.models, answers, strict=True):
-                yield _written(policy, answer)
+            yield from answers
+
+    def _answers(self, policy: str, model: PreTrainedModel, prompts: PromptDataset, turn: int) -> list[str]:
+        """Return a policy's answer to each prompt as it is shown; seed and turn fix the noise, for both policies."""
+        from ppo_rlhf.core.randomness import episode_uniforms
+        from ppo_rlhf.ppo.rollout import response_batch, sample_responses
+
+        noise = episode_uniforms(self.seed, "answers", turn, len(prompts), self.sampling.response_length)
+        responses = sample_responses(model, prompts, noise, self.sampling, self.config, batch_size=64)
+        batch = response_batch(prompts, responses, self.tokenizer)
+        rewards = [None] * len(prompts) if self.scorer is None else self.scorer.score(batch).total.tolist()
+        facts = zip(responses.mask.sum(dim=1).tolist(), batch.terminated, rewards, strict=True)
+        return [_written(policy, text, *of_text) for text, of_text in zip(batch.completions, facts, strict=True)]
 
 
 def _handle(context: Any, name: str) -> PretrainedHandle:
@@ -161,9 +166,10 @@ def _handle(context: Any, name: str) -> PretrainedHandle:
     return handle
 
 
-def _written(policy: str, answer: Answer) -> str:
-    facts = [f"{answer.tokens} tokens"] + (["cut off"] if answer.is_cut_off else [])
-    if answer.reward is not None:
-        facts.insert(0, f"reward {answer.reward:.2f}")
-    text = textwrap.indent(visible(answer.text.strip()) or "(nothing)", " " * 8)[8:]
+def _written(policy: str, answer: str, tokens: int, has_ended: bool, reward: float | None) -> str:
+    """Return an answer with its tokens, stop tokens included, and its reward before any shaping or penalty."""
+    facts = [f"{tokens} tokens"] + ([] if has_ended else ["cut off"])
+    if reward is not None:
+        facts.insert(0, f"reward {reward:.2f}")
+    text = textwrap.indent(visible(answer.strip()) or "(nothing)", " " * 8)[8:]
     return f"  {policy}   {text}\n        {click.style(', '.join(facts), dim=True)}"
