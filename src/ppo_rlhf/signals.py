@@ -153,13 +153,9 @@ def warn_if_slow(what: str, advice: str = "", *, seconds: float = SLOW_S) -> Ite
 def finishing_first(grace_s: float, ask: Callable[[int], str], say: Callable[[str], None]) -> Iterator[None]:
     """Let the first signal within the block call `ask(signum)` instead of raising an exception.
 
-    The block should end soon after that. If it has not ended after `grace_s`, `TerminationSignal` is raised.
-
-    Args:
-        grace_s: Seconds between the signal and the exception.
-        ask: Asks for the end of the block and returns the line that says so. Called in the signal handler, so it may
-            interrupt any line of Python: it must not wait for a lock, and a logging handler has one.
-        say: Logs a line. Called in a thread.
+    The block should end soon after that. If it has not ended after `grace_s` seconds, `TerminationSignal` is raised.
+    `ask` returns the line that says so, which `say` logs in a thread. Called in the signal handler, `ask` may interrupt
+    any line of Python: it must not wait for a lock, and a logging handler has one.
     """
     if not _in_main_thread():
         yield

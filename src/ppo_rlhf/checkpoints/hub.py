@@ -55,15 +55,9 @@ def push(
 ) -> str:
     """Send a model directory to the hub as one commit, and return the commit's address.
 
-    Weights and configurations of an earlier push that this model does not have are deleted; other files stay.
-
-    Args:
-        folder: With weights, tokenizer and README.md.
-        repo_id: `organisation/name` or `user/name`; the repository is made if it is not there.
-        message: Of the commit.
-        private: Whether a new repository is private.
-        license: For the card; None: the one on the card, or that of its base model on the hub.
-        token: None: that of `hf auth login`, or HF_TOKEN.
+    The repository is made, `private` or public, if it is not there. Weights and configurations of an earlier push that
+    this model does not have are deleted; other files stay. Without a `license` the card keeps its own, or gets that of
+    its base model on the hub; without a `token` that of `hf auth login` or HF_TOKEN counts.
 
     Raises:
         ConfigError: As `check_push` and `files_to_push`, or the hub refused something.

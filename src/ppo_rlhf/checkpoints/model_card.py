@@ -44,11 +44,7 @@ def render_card(
 ) -> str:
     """Return the card of a trained policy, in Markdown with the hub's metadata in front; it has no result yet.
 
-    Args:
-        state: The training state whose policy is exported.
-        rewards: What PPO maximised, one text a term.
-        prompts: Where the prompts of the training come from.
-        run_id: The MLflow run.
+    `rewards` says what PPO maximised, one text a term, `prompts` where the prompts of the training come from.
     """
     base = state.policy.config.name_or_path or ""
     library = "peft" if state.config.export == "adapter" else "transformers"
@@ -81,11 +77,8 @@ def render_card(
 def render_reward_card(base: str, facts: Mapping[str, str], preferences: str | None, own_form: str | None) -> str:
     """Return the card of a reward model that was trained here, in Markdown with the hub's metadata in front.
 
-    Args:
-        base: The model whose backbone it has, a path or hub id.
-        facts: Data, training and accuracy.
-        preferences: Where given preferences come from.
-        own_form: Why it is no sequence classifier of transformers; None if it is one.
+    `base` is the model whose backbone it has, `preferences` says where given ones come from, `own_form` why it is no
+    sequence classifier of transformers (None: it is one).
     """
     needed = "" if own_form is None else f"import {OWN_FORM}  # {own_form}\n"
     facts = {"Started from": f"`{place(base)}`", **facts, "Versions": _versions()}

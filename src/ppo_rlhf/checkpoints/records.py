@@ -73,12 +73,9 @@ def prune_run(directory: Path, config: PPOConfig, newest: int) -> None:
 
 
 def best_iteration(evaluations: Sequence[Mapping[str, Any]], kl_alarm: float) -> int | None:
-    """Return the iteration with the highest judge score (else reward) among evaluations with eval/kl ≤ kl_alarm.
+    """Return the iteration with the highest judge score (else reward) of those with eval/kl ≤ kl_alarm, in nats.
 
-    Args:
-        evaluations: Rows with `iteration`, `eval/kl`, `eval/reward`, with a judge `eval/judge_score`, and of greedy
-            responses, whose eval/kl estimates nothing, `TRAINING_KL`, which then counts.
-        kl_alarm: Nats per response.
+    Rows of greedy responses, whose eval/kl estimates nothing, have `TRAINING_KL`, which then counts.
     """
     candidates = [row for row in evaluations if row.get(TRAINING_KL, row["eval/kl"]) <= kl_alarm]
     if not candidates:

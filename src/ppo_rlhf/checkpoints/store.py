@@ -50,9 +50,7 @@ class CheckpointRequest:
 def write_checkpoint(run_directory: Path, state: TrainingState) -> Path:
     """Write the state to `<run_directory>/iteration_NNNNNN` and return this directory.
 
-    Args:
-        run_directory: Directory of one run's checkpoints; it has the run's name, and is made if it is missing.
-        state: The state to save.
+    `run_directory` is that of one run's checkpoints; it has the run's name, and is made if it is missing.
 
     Raises:
         CheckpointError: The checkpoint cannot be written; earlier checkpoints are untouched.

@@ -43,12 +43,8 @@ class PretrainedModelDataset(AbstractDataset[TrainedModel, PretrainedHandle | No
     ) -> None:
         """Describe where the model is; nothing is read.
 
-        Args:
-            filepath: A directory or a hub id; None loads as None (an optional input that was not given).
-            trust_remote_code: Whether Python code in the model's directory may run.
-            chat_template_kwargs: Values for names that the model's chat template reads.
-            metadata: Read by Kedro-Viz.
-            version: Of it only the version to load counts.
+        Without a `filepath` it loads as None (an optional input that was not given). `chat_template_kwargs` are values
+        for names that the model's chat template reads; of `version` only the one to load counts.
 
         Raises:
             ConfigError: `trust_remote_code` is neither true nor false, `chat_template_kwargs` are no mapping, or the

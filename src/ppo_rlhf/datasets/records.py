@@ -49,12 +49,10 @@ class RecordsDataset(AbstractDataset["Dataset", "Dataset | None"]):
         """Describe where the table is; nothing is read.
 
         Args:
-            filepath: Files, or a name on the hub, or None.
-            text_column: The column's name where a file is plain text (.txt); in CSV a column that stays text.
+            filepath, text_column, load_args: As `load_table` takes them, or None.
             prepare: `module:name` of a function that makes the table that is wanted of the one given, a
                 `datasets.Dataset` of a `datasets.Dataset`; the module is found as a reward function's is.
             cache: `path` is the folder for the Arrow files that are made of the table; None: that of `datasets`.
-            load_args: Further arguments of `datasets.load_dataset`, for example `revision`, `name` and `split`.
             metadata: Read by Kedro-Viz.
         """
         place = None if filepath is None else expand_home(str(filepath))

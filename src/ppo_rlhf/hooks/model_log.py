@@ -57,18 +57,11 @@ def log_policy(
     *,
     trust_remote_code: bool = False,
 ) -> str:
-    """Log a Hugging Face model directory to the active run, if it is not logged yet, and return the logged model's id.
+    """Log a model directory to the active run, if it is not logged yet, and return the logged model's id.
 
-    `mlflow.transformers.log_model` would link it with all metrics of the run at this step, other stages' among them.
-
-    Args:
-        directory: With config.json, weights and tokenizer: an export, or a checkpoint's policy.
-        name: The model's name in MLflow.
-        step: The PPO iteration of the model.
-        keys: Names of the metrics that are linked with it, as the run has them at this step.
-        config: How PPO sampled.
-        generation_config: The exported policy's, for a checkpoint's policy, too: what ends a text.
-        trust_remote_code: Whether Python code beside the model, or beside an adapter's base, may run.
+    `step` is the PPO iteration of the model, and `keys` are the metrics of this step that are linked with it:
+    `mlflow.transformers.log_model` would link it with all of them, other stages' among them. `generation_config`, which
+    says what ends a text, is the exported policy's, for a checkpoint's policy, too.
     """
     client, run = mlflow.MlflowClient(), mlflow.get_run(mlflow.active_run().info.run_id)  # type: ignore[union-attr]
     logged_before = _logged_model(run, name, step)

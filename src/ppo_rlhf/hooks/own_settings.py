@@ -53,10 +53,8 @@ class OwnSettings:
         serve all commands: read are the shipped names, those that any pipeline takes as `params:name`, and those
         that a file refers to as `${name}` or `${globals:name}`.
 
-        Args:
-            datasets: What this command reads or writes; groups of parameters are called `params:name`.
-            pipelines: All registered ones; looked at only if a name is not known otherwise, since it imports them.
-            unused: Those of the datasets that the settings leave unused.
+        `datasets` are those of this command, groups of parameters as `params:name`, of which the settings leave some
+        `unused`. All `pipelines` are looked at only if a name is not known otherwise, since that imports them.
         """
         loader = self._loader
         own = Path(loader.conf_source, loader.env or str(loader.default_run_env))

@@ -31,9 +31,7 @@ _ON_REQUEST = (RESPONSE_IDS, TURNS, MESSAGES)  # for functions that name them
 def load_function(reference: str, project_path: Path | None = None) -> RewardFunction:
     """Import `module:name`, looked up from the project's directory, its `src`, and the Python path.
 
-    Args:
-        reference: For example `my_rewards:brevity` for `brevity` in `my_rewards.py`.
-        project_path: The project's directory; by default the nearest one above the working directory.
+    Without `project_path` the project is the nearest one above the working directory.
 
     Raises:
         RewardError: The module or the name does not exist, is not callable, or importing the module fails.
