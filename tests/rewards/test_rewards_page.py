@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ppo_rlhf.core.errors import RewardError
-from ppo_rlhf.rewards.functions import call_reward_function, call_token_reward_function
+from ppo_rlhf.rewards.functions import call_reward_function
 from tests.tiny_models import save, tiny_model
 
 PAGE = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
@@ -81,5 +81,5 @@ def test_the_reward_by_token_pays_each_token_on_its_own(tmp_path: Path) -> None:
     here = BY_TOKEN.replace("models/my-sft", str(tmp_path)).replace(" please", "c")
     exec(compile(here, "docs/rewards.md", "exec"), names)
     c = names["tokenizer"].convert_tokens_to_ids("c")
-    found = call_token_reward_function(names["politeness"], "politeness", ["p"] * 2, ["x"] * 2, [[c, 5, c], [5]], {})
+    found = call_reward_function(names["politeness"], "politeness", ["p"] * 2, ["x"] * 2, {}, [[c, 5, c], [5]])
     assert found == [[1.0, 0.0, 1.0], [0.0]]

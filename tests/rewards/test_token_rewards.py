@@ -14,7 +14,7 @@ from torch.testing import assert_close
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError, RewardError
 from ppo_rlhf.ppo.experience import Scores, score_responses, shape_rewards
-from ppo_rlhf.rewards.functions import call_reward_function, call_token_reward_function, load_function
+from ppo_rlhf.rewards.functions import call_reward_function, load_function
 from ppo_rlhf.rewards.scorers import score_by_function
 from ppo_rlhf.rewards.scoring import ResponseBatch, RewardScorer
 from ppo_rlhf.training import PPOTrainer
@@ -26,7 +26,7 @@ IDS = [[7, 2], [8, 9, 2], [5]]
 
 def call(result: Any, ids: list[list[int]] = IDS) -> Any:
     texts = [f"text {row}" for row in range(len(ids))]
-    return call_token_reward_function(lambda prompts, completions: result, "mine", ["p"] * len(ids), texts, ids, {})
+    return call_reward_function(lambda prompts, completions: result, "mine", ["p"] * len(ids), texts, {}, ids)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_only_functions_that_name_the_tokens_get_them() -> None:
         return [float(len(columns))] * len(prompts)
 
     def called(function):
-        return call_token_reward_function(function, "mine", ["p"] * 3, ["x"] * 3, IDS, {"label": [1, 2, 3]})
+        return call_reward_function(function, "mine", ["p"] * 3, ["x"] * 3, {"label": [1, 2, 3]}, IDS)
 
     assert called(named) == [[7.0, 2.0], [8.0, 9.0, 2.0], [5.0]]
     assert called(tokens_alone) == [2.0, 3.0, 1.0]

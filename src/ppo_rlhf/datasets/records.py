@@ -46,14 +46,11 @@ class RecordsDataset(AbstractDataset["Dataset", "Dataset | None"]):
         load_args: dict[str, Any] | None = None,
         metadata: dict[str, Any] | None = None,
     ) -> None:
-        """Describe where the table is; nothing is read.
+        """Describe where the table is; nothing is read. `load_table` says what most arguments mean.
 
-        Args:
-            filepath, text_column, load_args: As `load_table` takes them, or None.
-            prepare: `module:name` of a function that makes the table that is wanted of the one given, a
-                `datasets.Dataset` of a `datasets.Dataset`; the module is found as a reward function's is.
-            cache: `path` is the folder for the Arrow files that are made of the table; None: that of `datasets`.
-            metadata: Read by Kedro-Viz.
+        `prepare` is the `module:name` of a function that makes the table that is wanted of the one given, a
+        `datasets.Dataset` of a `datasets.Dataset`; the module is found as a reward function's is. The `path` of `cache`
+        is the folder for the Arrow files that are made of the table.
         """
         place = None if filepath is None else expand_home(str(filepath))
         name = None if place is None else restore_hub_name(place)

@@ -31,12 +31,7 @@ from ppo_rlhf.ppo.precision import resolve_device
 from ppo_rlhf.preflight.request import MADE_BY, MODELS, MODELS_LAYER, PROMPTS, TABLES, RunRequest
 from ppo_rlhf.processes import refuse_sharding
 from ppo_rlhf.rewards.config import RewardConfig
-from ppo_rlhf.rewards.functions import (
-    call_reward_function,
-    call_token_reward_function,
-    check_column_names,
-    load_function,
-)
+from ppo_rlhf.rewards.functions import call_reward_function, check_column_names, load_function
 from ppo_rlhf.rewards.rendering import Rendering
 from ppo_rlhf.rewards.scoring import MESSAGES, TURNS
 from ppo_rlhf.rewards.shaping import check_token_rewards
@@ -316,12 +311,9 @@ def check_function(run: RunRequest, reference: str, tables: list[str]) -> None:
         prompts, title = [_text(prompt) for prompt in given], f"{reference} on {source}"
         chats = [None if isinstance(prompt, str) else answered(prompt, _text(prompt)) for prompt in given]
         columns = {**columns, TURNS: [[text] for text in prompts], MESSAGES: chats}
-        if not is_reward:
-            call_reward_function(function, title, prompts, prompts, columns)
-            continue
         # the bytes stand for tokens if this run makes the tokenizer
         ids = [[*text.encode()] for text in prompts] if tokenizer is None else tokenizer(prompts)["input_ids"]
-        scores = call_token_reward_function(function, title, prompts, prompts, ids, columns)
+        scores = call_reward_function(function, title, prompts, prompts, columns, ids if is_reward else None)
         if ppo is not None and isinstance(scores[0], list):
             check_token_rewards(ppo)
 

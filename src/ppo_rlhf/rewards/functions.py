@@ -121,40 +121,25 @@ def call_reward_function(
     prompts: Sequence[str],
     completions: Sequence[str],
     columns: dict[str, list[Any]],
-) -> list[float]:
+    completion_ids: Sequence[list[int]] | None = None,
+) -> list[Any]:
     """Call a user's function and check its result: one finite number a response.
 
     Prompts, completions and columns are keyword arguments; a function without `**columns` gets those that it names.
-    What a coroutine function (`async def`) returns is awaited.
+    What a coroutine function (`async def`) returns is awaited. Given the tokens of each response, its stop token
+    included, a function that names `completion_ids` gets them, and may return for each response one number for each of
+    its tokens: a list, a 1-D array or a 1-D tensor.
 
     Raises:
         RewardError: It takes other arguments, raised, or returned another count, or something that is not a finite
-            float32 number.
+            float32 number; or only some responses have one number a token.
     """
-    values = call_function(function, f"reward function {name}", prompts, completions, columns)
-    return [_score(value, name, row, completions[row]) for row, value in enumerate(values)]
-
-
-def call_token_reward_function(
-    function: RewardFunction,
-    name: str,
-    prompts: Sequence[str],
-    completions: Sequence[str],
-    completion_ids: Sequence[list[int]],
-    columns: dict[str, list[Any]],
-) -> list[float] | list[list[float]]:
-    """Call a user's function that may return, for each response, one number for each of its tokens instead of one.
-
-    As `call_reward_function`; a function that names `completion_ids` also gets the tokens of each response, its stop
-    token included. One number a token is a list, a 1-D array or a 1-D tensor.
-
-    Raises:
-        RewardError: As there; or only some responses have one number a token, or a response has another count.
-    """
-    columns = {**columns, RESPONSE_IDS: list(map(list, completion_ids))}
-    values = call_function(function, f"reward function {name}", prompts, completions, columns)
-    rows = [value.tolist() if hasattr(value, "tolist") else value for value in values]
-    if not any(isinstance(row, list | tuple) for row in rows):
+    if completion_ids is not None:
+        columns = {**columns, RESPONSE_IDS: list(map(list, completion_ids))}
+    rows = call_function(function, f"reward function {name}", prompts, completions, columns)
+    if completion_ids is not None:
+        rows = [row.tolist() if hasattr(row, "tolist") else row for row in rows]
+    if completion_ids is None or not any(isinstance(row, list | tuple) for row in rows):
         return [_score(value, name, row, completions[row]) for row, value in enumerate(rows)]
     for row, (numbers, ids) in enumerate(zip(rows, completion_ids, strict=True)):
         if not isinstance(numbers, list | tuple) or len(numbers) != len(ids):

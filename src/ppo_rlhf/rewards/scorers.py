@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.offloading import on_device, to_host
 from ppo_rlhf.models.sequence_scores import reads_end, sequence_scores
 from ppo_rlhf.rewards.config import RewardConfig
-from ppo_rlhf.rewards.functions import RewardFunction, call_token_reward_function, load_function
+from ppo_rlhf.rewards.functions import RewardFunction, call_reward_function, load_function
 from ppo_rlhf.rewards.rendering import Rendering
 from ppo_rlhf.rewards.scoring import ResponseBatch, RewardScorer, Scoring
 
@@ -180,12 +181,12 @@ def score_by_function(function: RewardFunction, name: str, batch: ResponseBatch)
     """Return a function's scores [N], or its numbers for each token [N, longest response]; float64, in every process.
 
     Raises:
-        RewardError: As `call_token_reward_function`.
+        RewardError: As `call_reward_function`.
     """
 
-    def call() -> list[float] | list[list[float]]:
-        given = (batch.prompts, list(batch.completions), batch.response_ids, batch.all_columns)
-        return call_token_reward_function(function, name, *given)
+    def call() -> list[Any]:
+        given = (batch.prompts, list(batch.completions), batch.all_columns, batch.response_ids)
+        return call_reward_function(function, name, *given)
 
     values = processes.on_main(call)
     rows = [torch.tensor(value, dtype=torch.float64) for value in values]
