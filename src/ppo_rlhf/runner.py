@@ -274,11 +274,7 @@ def _stop_if_over(hours: float | None, where: str) -> None:
 
 
 def _repeat(plan: LoopPlan, catalog: RunCatalog, execute: Callable[[Node], None]) -> None:
-    """Run iterations until the state is finished.
-
-    Raises:
-        TerminationSignal: A signal came, to this process or another one of the run; the last iteration is saved.
-    """
+    """Run iterations until the state is finished, or until a signal came to any process and the last one is saved."""
     from ppo_rlhf.ppo.callbacks import Callbacks, own_callbacks, reporting_callbacks  # heavy
 
     state: TrainingState = catalog.load(STATE)

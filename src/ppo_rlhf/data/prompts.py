@@ -53,16 +53,11 @@ class PromptsConfig:
 class PromptReader:
     """Reads prompts as PPO takes them: tokenised, each with room for a response."""
 
-    tokenizer: PreTrainedTokenizerBase
-    """The policy's."""
-    context: int | None
-    """Most tokens of a prompt with its response; None: no limit."""
-    response_length: int
-    """Tokens that must fit after each prompt."""
-    overlong: Literal["error", "drop", "truncate_left"]
-    """What to do with prompts longer than `context - response_length`."""
-    why: str = ""
-    """Ends errors: why the context is less than the model reads (`models.context.usable_context`)."""
+    tokenizer: PreTrainedTokenizerBase  # the policy's
+    context: int | None  # most tokens of a prompt with its response; None: no limit
+    response_length: int  # tokens that must fit after each prompt
+    overlong: Literal["error", "drop", "truncate_left"]  # what to do with prompts longer than the room for them
+    why: str = ""  # ends errors: why the context is less than the model reads (`usable_context`)
 
     @classmethod
     def of(cls, policy: PretrainedHandle, ppo: PPOConfig) -> PromptReader:

@@ -194,8 +194,7 @@ def _load_files(source: str, files: list[Path], text_column: str, cache: str | N
 def _read_by_line(file: Path, builder: str) -> list[dict[str, Any]]:
     """Return the rows of a JSON file that `datasets` cannot read, for example mixed types beside empty lines.
 
-    Raises:
-        DataError: One line with the place: the file has no rows, or a line that cannot be read.
+    An error names the line that cannot be read.
     """
     if file.stat().st_size == 0:
         raise DataError(f"{file}: this data file is empty. It needs at least one row.")

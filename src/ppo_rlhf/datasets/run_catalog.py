@@ -151,13 +151,10 @@ class StageOutputs:
     """The persistent outputs of the stages before the loop that one MLflow run has written, in its `outputs.json`.
 
     No other run writes them. Their size tells whether they are whole: a kill may have come while one was written anew.
-
-    Attributes:
-        folder: The run's own folder.
-        names: Datasets that a resumed run need not write again.
     """
 
     def __init__(self, folder: Path, names: Set[str]) -> None:
+        """Take the run's own folder, and the names of datasets that a resumed run need not write again."""
         self.folder, self._file, self.names = folder, folder / OUTPUTS, names
 
     def note(self, name: str, dataset: Any) -> None:

@@ -226,20 +226,15 @@ class PolicyEvaluation:
 class Evaluator:
     """Lets policies answer prompts under fixed noise and measures the responses; processes share the work."""
 
-    tokenizer: PreTrainedTokenizerBase
-    """Turns responses into the text that functions see."""
+    tokenizer: PreTrainedTokenizerBase  # turns responses into the text that functions see
     prompts: PromptDataset
     scorer: RewardScorer
     judge: ResolvedJudge
-    config: PPOConfig
-    """Its rollout engine and precision are used."""
-    sampling: SamplingSettings
-    """Length, temperature, truncation and stop tokens of the responses."""
-    seed: int
-    """Fixes the noise: two policies evaluated with one seed get the same."""
+    config: PPOConfig  # its rollout engine and precision are used
+    sampling: SamplingSettings  # length, temperature, truncation and stop tokens of the responses
+    seed: int  # fixes the noise: two policies evaluated with one seed get the same
     batch_size: int = 64
-    samples_per_prompt: int = 1
-    """Each has noise of its own."""
+    samples_per_prompt: int = 1  # each has noise of its own
 
     def evaluate(
         self,

@@ -18,13 +18,7 @@ import mlflow
 from mlflow.entities import LoggedModelOutput, LoggedModelStatus, Metric, Run
 from mlflow.models import Model, ModelSignature
 from mlflow.types import ColSpec, DataType, ParamSchema, ParamSpec, Schema
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf.checkpoints.files import checkpoint_name
 from ppo_rlhf.checkpoints.records import best_saved
@@ -163,8 +157,7 @@ def register(model_id: str, start: str, summary: Mapping[str, Any]) -> None:
 def _challenge(client: mlflow.MlflowClient, name: str, version: str, tags: dict[str, str]) -> str:
     """Move the alias `champion` to a version that beats SFT and has a higher win rate under the same conditions.
 
-    Returns:
-        What became of the champion, as it reads in a sentence.
+    What became of the champion is returned, as it reads in a sentence.
     """
     champion = client.get_registered_model(name).aliases.get(CHAMPION)  # versions that are searched for have no aliases
     if tags["verdict"] != WIN:

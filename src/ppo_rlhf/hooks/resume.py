@@ -47,19 +47,12 @@ Change = tuple[str, str]
 
 @dataclass(frozen=True)
 class Resumption:
-    """A resumed run.
+    """A resumed run."""
 
-    Attributes:
-        run: The MLflow run, as it was left.
-        checkpoint: The checkpoint that it resumes from; None: from its beginning.
-        lock: The locked file of the run's directory.
-        changes: The settings that changed and may, by their name in a tag.
-    """
-
-    run: Run
-    checkpoint: Path | None
-    lock: IO[bytes]
-    changes: dict[str, Change] = field(default_factory=dict)
+    run: Run  # as it was left
+    checkpoint: Path | None  # that it resumes from; None: from its beginning
+    lock: IO[bytes]  # the locked file of the run's directory
+    changes: dict[str, Change] = field(default_factory=dict)  # that may be, by their name in a tag
 
     def say(self, project_path: Path, this: RunDescription, *, is_sweep: bool = False) -> None:
         """Log the checkpoint that the run resumes from, each change, and what it keeps though this machine differs."""
@@ -218,8 +211,7 @@ def differences(this: RunDescription, run: Run) -> tuple[list[str], dict[str, Ch
     Params that the earlier run did not have are new, and compared with nothing; what this machine chose is kept as it
     was. Files with functions may change: one that failed can be fixed.
 
-    Returns:
-        The differences that are refused, in words; and the changes that may be, by their name in a tag.
+    Returned are the differences that are refused, in words, and the changes that may be, by their name in a tag.
     """
     from ppo_rlhf.checkpoints.resume import MAY_CHANGE
 

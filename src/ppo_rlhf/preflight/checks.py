@@ -319,11 +319,7 @@ def check_function(run: RunRequest, reference: str, tables: list[str]) -> None:
 
 
 def _tried(run: RunRequest, tables: list[str]) -> Iterator[tuple[list[str | Chat], dict[str, Any], str]]:
-    """Yield some prompts of each table, their other columns, and where they come from.
-
-    Raises:
-        DataError: A column has a name that functions get something else by, or a prompt is neither text nor chat.
-    """
+    """Yield some prompts of each table, their other columns, and where they come from."""
     settings = run.group("prompts", PromptsConfig)
     if settings is None:
         return

@@ -31,10 +31,8 @@ _MARK = "⁂ANSWER⁂"  # stands for a message's content, to find what a templat
 class Rendering:
     """Shows prompts with responses to a reward model."""
 
-    tokenizer: PreTrainedTokenizerBase
-    """The reward model's."""
-    policy_tokenizer: PreTrainedTokenizerBase
-    """Of the prompts and responses."""
+    tokenizer: PreTrainedTokenizerBase  # the reward model's
+    policy_tokenizer: PreTrainedTokenizerBase  # of the prompts and responses
 
     @cached_property
     def reads_policy_ids(self) -> bool:

@@ -118,15 +118,12 @@ def sample_preferences(
     seed: int,
     batch_size: int = 256,
 ) -> pd.DataFrame:
-    """Sample two responses to each of `pairs` prompts and label them by noisy Bradley–Terry preferences.
+    """Sample two responses to each of `pairs` prompts, label them by noisy Bradley–Terry preferences; return `COLUMNS`.
 
     The first of a pair is chosen with probability sigmoid(beta x (score of the first - score of the second)). Pairs of
     equal responses are left out, so the table may be a little shorter than `pairs`. Each prompt is used once before any
     is used again. Engine and precision are those of PPO's own rollouts, `config`'s. The main process calls the
     labeller, given with its name. The seed is that of the prompts' order, the noise and the labels.
-
-    Returns:
-        A table of `COLUMNS`.
 
     Raises:
         DataError: All pairs are of equal responses.

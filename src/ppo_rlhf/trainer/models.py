@@ -26,14 +26,7 @@ from ppo_rlhf.models.offloading import to_host
 from ppo_rlhf.models.preparation import prepare
 from ppo_rlhf.models.reward_model import with_mean
 from ppo_rlhf.models.tokenizers import check_vocabulary, ensure_pad_token
-from ppo_rlhf.ppo.models import (
-    AnyCritic,
-    build_critic,
-    check_device,
-    critic_backbone,
-    load_causal_lm,
-    policy_to_train,
-)
+from ppo_rlhf.ppo.models import AnyCritic, build_critic, check_device, critic_backbone, load_causal_lm, policy_to_train
 from ppo_rlhf.ppo.precision import frozen_dtype, trained_dtype
 from ppo_rlhf.processes import is_main_process
 

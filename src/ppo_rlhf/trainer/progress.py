@@ -92,8 +92,7 @@ class Bookkeeper:
     state: TrainingState
     held_out: HeldOut | None
     callbacks: Callbacks
-    directory: Path | None
-    """The folder of the checkpoints."""
+    directory: Path | None  # the folder of the checkpoints
     save: Callable[[], None]
     bar: tqdm
 

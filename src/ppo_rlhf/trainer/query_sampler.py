@@ -139,9 +139,6 @@ def _sampling(run: SamplingSettings, arguments: Mapping[str, Any], vocabulary: i
     """Return the run's sampling settings, changed by arguments of `generate`.
 
     An end-of-text id outside the vocabulary ends nothing.
-
-    Raises:
-        ConfigError: An argument is unknown, or its value cannot be used.
     """
     for name, value in arguments.items():
         if name not in _ARGUMENTS:

@@ -199,7 +199,7 @@ class PPOTrainer:
         return self._sampler.generate(queries, attention_mask, return_prompt, batch_size, generation)
 
     def step(self, queries: Sequence[Tensor], responses: Sequence[Tensor], scores: Any) -> dict[str, float]:
-        """Train on one batch of scored responses: one iteration of PPO.
+        """Train on one batch of scored responses, one iteration of PPO, and return its metrics (docs/metrics.md).
 
         Responses end with their first stop token; later tokens are dropped. The old log-probabilities come from the
         policy as it is now, whatever sampled the responses.
@@ -208,9 +208,6 @@ class PPOTrainer:
             queries: `batch_size` queries as token ids; pad tokens at both ends are padding.
             responses: The response to each, without the query; those from `generate` are taken as they are.
             scores: One finite number each: floats, 0-d tensors, or a tensor `[batch_size]`.
-
-        Returns:
-            The iteration's metrics (docs/metrics.md).
 
         Raises:
             ConfigError: `total_episodes` are done.
@@ -275,16 +272,13 @@ class PPOTrainer:
     def train(
         self, resume_from_checkpoint: str | Path | bool | None = None, output_dir: str | Path | None = None
     ) -> list[dict[str, float]]:
-        """Run all iterations that are left, with `reward` and `prompts`.
+        """Run all iterations that are left, with `reward` and `prompts`, and return the metrics of every iteration.
 
         Args:
             resume_from_checkpoint: Directory of a checkpoint to resume from; True takes the newest whole one in
                 `output_dir`.
             output_dir: Directory of the checkpoints: one every `save_interval` iterations and at the end, of which the
                 newest `save_total_limit` are kept. An exception saves the last whole iteration. None saves none.
-
-        Returns:
-            The metrics of every iteration.
 
         Raises:
             ConfigError: Reward or prompts are missing, `output_dir` holds another run, or the checkpoint's run had

@@ -72,10 +72,7 @@ def prepare_prompts(
                 *(shared, len(raw_prompts), done),
             )
     log.info("%d prompts to train on, %d held out.", len(training), len(held_out))
-    stored = {
-        "training_prompts": training.texts_frame(),
-        "evaluation_prompts": held_out.to_frame(),
-    }
+    stored = {"training_prompts": training.texts_frame(), "evaluation_prompts": held_out.to_frame()}
     return {"prompt_dataset": training, "evaluation_prompt_dataset": held_out, **stored}
 
 

@@ -46,19 +46,13 @@ class Panel:
 
     title: str
     unit: str
-    curves: Mapping[str, str]
-    """Metric key and label of each curve."""
+    curves: Mapping[str, str]  # metric key and label of each curve
     explanation: str
-    band: tuple[str, str] | None = None
-    """Metric keys of the lower and upper end of a shaded band."""
-    level: float | None = None
-    """A dashed horizontal line, drawn once a curve comes near it."""
-    limit: str | None = None
-    """The setting of PPO that is the level."""
-    y_axis: Mapping[str, Any] = field(default_factory=lambda: {"rangemode": "tozero"})
-    """Settings of plotly's y axis."""
-    expected: ExpectedCurve | None = None
-    """A curve from elsewhere, drawn dotted."""
+    band: tuple[str, str] | None = None  # metric keys of the lower and upper end of a shaded band
+    level: float | None = None  # a dashed horizontal line, drawn once a curve comes near it
+    limit: str | None = None  # the setting of PPO that is the level
+    y_axis: Mapping[str, Any] = field(default_factory=lambda: {"rangemode": "tozero"})  # settings of plotly's y axis
+    expected: ExpectedCurve | None = None  # a curve from elsewhere, drawn dotted
 
 
 PANELS = (

@@ -74,8 +74,7 @@ def write_report(
 ) -> str:
     """Write the report: result, table before and after, curves, advice, samples, token view, settings, next steps.
 
-    Returns:
-        One HTML page that fetches nothing; plotly's script is in it.
+    It is one HTML page that fetches nothing; plotly's script is in it.
     """
     sft_scores, ppo_scores, score_label = _scores(sft_evaluation, ppo_evaluation)
     accuracy = reward_model_accuracy(reward_model, reward)

@@ -21,8 +21,7 @@ class Measure:
     label: str
     unit: str = ""
     decimals: int = 2
-    is_share: bool = False
-    """Shares are written in per cent."""
+    is_share: bool = False  # shares are written in per cent
 
     @property
     def heading(self) -> str:
