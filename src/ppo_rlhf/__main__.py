@@ -26,11 +26,9 @@ def main(args: Sequence[str] | None = None, *, package: str = "ppo_rlhf", **opti
 
     What begins with an option is for `run`, as with the `main` of a project that Kedro made: `main(["--env", "test"])`.
 
-    Args:
-        args: The words of the command, `[]` for a plain run; None takes those that the process was started with.
-        package: Whose pipelines and settings count outside of a project.
-        **options: Of click's `main`. Unless `standalone_mode` is given, an interactive Python gets the run's result and
-            its errors, and any other process ends with an exit code.
+    Without `args` the words are those that the process was started with. `package` is whose pipelines and settings
+    count outside of a project. The options are of click's `main`: unless `standalone_mode` is given, an interactive
+    Python gets the run's result and its errors, and any other process ends with an exit code.
 
     Raises:
         SystemExit: The command has ended, outside of an interactive Python.

@@ -47,9 +47,7 @@ def load_table(
     """Return a table, memory-mapped except for CSV.
 
     Args:
-        source: A file, a glob or a folder of files of one kind; a folder that `save_to_disk` wrote; a file on the hub
-            (`hf://datasets/<owner>/<name>/<file>`); or a data set on the hub, `<owner>/<name>` with `@<revision>`,
-            `#<configuration>` and `:<split>` if need be, for example `openai/gsm8k#main:train[:10%]`.
+        source: Files or a data set on the hub, named as in the catalog (`datasets.RecordsDataset`).
         text_column: The column's name where files are plain text; in CSV a column that stays text.
         cache: The folder for the Arrow files that are made of the table; None: that of `datasets`.
         load_args: Further arguments of `datasets.load_dataset`.

@@ -74,18 +74,13 @@ class ResumeCheckpointDataset(AbstractDataset[NoReturn, Path | None]):
       filepath: data/06_models/ppo_checkpoints
       resume: ${runtime_params:resume, ${globals:resume}}
     ```
-
-    Attributes:
-        root: Holds the checkpoints of all runs.
-        requested: What a user asked for: None, `latest`, a checkpoint's directory, or an MLflow run id.
-        checkpoint: What that is, once it is known.
     """
 
     def __init__(self, filepath: str, resume: str | None = None, metadata: dict[str, Any] | None = None) -> None:
         """Describe what is asked for; nothing is read. `metadata` is read by Kedro-Viz."""
-        self.root = Path(filepath)
-        self.requested = None if resume is None else str(resume)
-        self.checkpoint: Path | None = None
+        self.root = Path(filepath)  # holds the checkpoints of all runs
+        self.requested = None if resume is None else str(resume)  # `latest`, a checkpoint, or an MLflow run id
+        self.checkpoint: Path | None = None  # what that is, once it is known
         self.metadata = metadata
         self._is_resolved = False
 

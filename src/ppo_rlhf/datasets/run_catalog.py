@@ -38,10 +38,6 @@ class RunCatalog:
 
     Of several processes only the main one writes persistent datasets; the others wait until it has, then read the same
     file. A run that is resumed knows which datasets this MLflow run has written.
-
-    Attributes:
-        run_folder: That of the run's checkpoints; None if it saves none.
-        is_checkpoint_saved: Whether the last iteration's checkpoint was due.
     """
 
     def __init__(
@@ -51,8 +47,8 @@ class RunCatalog:
         self._catalog: Any = catalog
         entry: Callable[[str], Any] = catalog.get
         self._outputs, self._checkpoint = outputs, None
-        self.run_folder = None if outputs is None else outputs.folder
-        self.is_checkpoint_saved = True
+        self.run_folder = None if outputs is None else outputs.folder  # of its checkpoints; None if it saves none
+        self.is_checkpoint_saved = True  # whether the last iteration's was due
         self._files = [name for name in sorted(pipeline.all_outputs()) if file_of(entry(name)) is not None]
         for dataset in map(entry, self._files):
             usual = dataset._usual_filepath = getattr(dataset, "_usual_filepath", dataset._filepath)

@@ -147,16 +147,10 @@ class CausalLMRewardModel(PreTrainedModel):
         position_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> SequenceClassifierOutput:
-        """Score each sequence.
+        """Return `.logits` [B, 1]: the scores of sequences [B, S] that are padded on either side.
 
-        Args:
-            input_ids: [B, S], padded on either side.
-            attention_mask: [B, S], 1 on real tokens; without it all are real.
-            position_ids: [B, S]; by default each row counts its real tokens from 0.
-            **kwargs: Passed on to the backbone.
-
-        Returns:
-            `.logits` [B, 1].
+        Without `attention_mask` [B, S] all tokens are real; without `position_ids` [B, S] each row counts its real ones
+        from 0. The backbone gets the rest.
         """
         kwargs = {name: value for name, value in kwargs.items() if name not in ("return_dict", "labels")}
         if attention_mask is None:

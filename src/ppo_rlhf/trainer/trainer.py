@@ -259,10 +259,8 @@ class PPOTrainer:
     def log_stats(self, stats: Mapping[str, float], batch: Mapping[str, Sequence[Any]], rewards: Any) -> None:
         """Log one line about an iteration, and the first query with its response; without logging set up, print it.
 
-        Args:
-            stats: The metrics that `step` returned; `history` keeps them already.
-            batch: The texts under `query` and `response`; other entries are ignored.
-            rewards: The scores.
+        `stats` are the metrics that `step` returned, which `history` keeps already, and `rewards` the scores; `batch`
+        has the texts under `query` and `response`, and other entries are ignored.
         """
         texts = [batch.get(name, ()) for name in ("query", "response")]
         pair = "; {!r} -> {!r}".format(*(column[0] for column in texts)) if all(map(len, texts)) else ""
