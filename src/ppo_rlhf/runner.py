@@ -211,7 +211,15 @@ class LoopSession(KedroSession):
 
     def prepare(self, **options: Any) -> PreparedRun:
         """Return the run that `run` with the same options would start, with validated parameters; nothing is run."""
-        self._hook_manager.register(_BeforeTheRun())  # Kedro has neither a dry run nor a public hook manager
+
+        class BeforeTheRun:
+            """Ends a run before every other hook, as the hook that was registered last."""
+
+            @hook_impl(tryfirst=True)
+            def before_pipeline_run(self, run_params: dict[str, Any], pipeline: Pipeline, catalog: Any) -> None:
+                raise PreparedRun(run_params, pipeline, catalog)
+
+        self._hook_manager.register(BeforeTheRun())  # Kedro has neither a dry run nor a public hook manager
         try:
             self.run(**options)
         except PreparedRun as prepared:
@@ -230,14 +238,6 @@ class PreparedRun(Exception):  # noqa: N818  # no error: the way out of Kedro's 
 def _first_error(stop: BaseException) -> Exception:
     error = as_error(stop)
     return processes.first_error(error, was_stopped=isinstance(error, RunInterruptedError))
-
-
-class _BeforeTheRun:
-    """Ends a run before every other hook, as the hook that was registered last."""
-
-    @hook_impl(tryfirst=True)
-    def before_pipeline_run(self, run_params: dict[str, Any], pipeline: Pipeline, catalog: CatalogProtocol) -> None:
-        raise PreparedRun(run_params, pipeline, catalog)
 
 
 def _catalog_of_run(pipeline: Pipeline, catalog: CatalogProtocol) -> Any:

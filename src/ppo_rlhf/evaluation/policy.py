@@ -119,15 +119,11 @@ class EvaluationConfig:
 class ResolvedJudge:
     """The functions that judge responses, found and imported."""
 
-    judge: RewardFunction | None
-    """None: the reward decides the win rate."""
+    judge: RewardFunction | None  # None: the reward decides the win rate
     rates: Mapping[str, RewardFunction]
-    description: str
-    """Who decides the win rate, as it reads in a sentence."""
-    judges: Mapping[str, RewardFunction] = field(default_factory=dict)
-    """Further judges, which decide win rates of their own."""
-    reference: str | None = None
-    """`module:name` of the judge."""
+    description: str  # who decides the win rate, as it reads in a sentence
+    judges: Mapping[str, RewardFunction] = field(default_factory=dict)  # further ones, with win rates of their own
+    reference: str | None = None  # `module:name` of the judge
 
 
 def resolve_judge(config: EvaluationConfig, project_path: Path | None = None) -> ResolvedJudge:
@@ -159,24 +155,16 @@ class PolicyEvaluation:
     Arrays are [N x n], in the order of prompts; the responses to one prompt stand together.
     """
 
-    prompts: list[str]
-    """Of each response: a prompt with n responses is there n times."""
+    prompts: list[str]  # of each response: a prompt with n responses is there n times
     completions: list[str]
-    response_ids: list[list[int]]
-    """Tokens of each response; one that stopped ends in its stop token."""
-    rewards: NDArray[np.float64]
-    """Weighted sum of the reward's components, before any shaping or penalty."""
-    judges: dict[str, NDArray[np.float64]]
-    """Their scores by column: `JUDGE_COLUMN` is there only if a judge decides the win rate."""
+    response_ids: list[list[int]]  # tokens of each response; one that stopped ends in its stop token
+    rewards: NDArray[np.float64]  # weighted sum of the reward's components, before any shaping or penalty
+    judges: dict[str, NDArray[np.float64]]  # scores by column; `JUDGE_COLUMN` only if a judge decides the win rate
     rates: dict[str, NDArray[np.float64]]
-    kl: NDArray[np.float64]
-    """k1 against the reference, summed over the response: sum of log pi - log pi_ref at the sampled tokens, nats."""
-    lengths: NDArray[np.int64]
-    """Tokens that the policy wrote, stop tokens included."""
-    terminated: NDArray[np.bool_]
-    """True where the response ended in a stop token."""
-    samples_per_prompt: int = 1
-    """n, the responses to each prompt."""
+    kl: NDArray[np.float64]  # k1 against the reference: log pi - log pi_ref summed over the sampled tokens, nats
+    lengths: NDArray[np.int64]  # tokens that the policy wrote, stop tokens included
+    terminated: NDArray[np.bool_]  # True where the response ended in a stop token
+    samples_per_prompt: int = 1  # n, the responses to each prompt
 
     @property
     def deciding_scores(self) -> NDArray[np.float64]:
@@ -262,17 +250,10 @@ class Evaluator:
             )
             kl = np.zeros(len(prompts))
             if reference_policy is not None:
+                drawn = {"temperature": self.sampling.temperature, "pad_token_id": self.sampling.pad_token_id}
+                how: dict[str, Any] = {**drawn, "device": device, "batch_size": self.batch_size}
                 of_policy, of_reference = (
-                    compute_logprobs(
-                        model,
-                        prompts.prompt_ids,
-                        responses,
-                        self.config,
-                        temperature=self.sampling.temperature,
-                        device=device,
-                        batch_size=self.batch_size,
-                        pad_token_id=self.sampling.pad_token_id,
-                    )
+                    compute_logprobs(model, prompts.prompt_ids, responses, self.config, **how)
                     for model in (policy, reference_policy)
                 )
                 kl = (of_policy.double() - of_reference.double()).sum(dim=1).numpy()  # both are 0 but on its tokens

@@ -81,7 +81,6 @@ class CausalLMRewardModel(PreTrainedModel):
 
     def __init__(self, config: CausalLMRewardConfig) -> None:
         super().__init__(config)
-        self.num_labels = config.num_labels
         # through the language model, not AutoModel: this works for every architecture that has a causal LM
         self.backbone = AutoModelForCausalLM.from_config(config.text_config).base_model
         self.score = nn.Linear(config.hidden_size, 1, bias=True)

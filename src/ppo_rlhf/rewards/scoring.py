@@ -36,30 +36,18 @@ class DecodedWhenRead(UserList[str]):
 
 @dataclass(frozen=True)
 class ResponseBatch:
-    """N responses, as text for functions and as tokens for models.
-
-    Attributes:
-        prompts: Texts of the prompts.
-        completions: Texts of the responses, special tokens left out.
-        columns: The prompt table's other columns, N entries each.
-        prompt_ids: Tokens of the prompts.
-        response_ids: Tokens of the responses; one that stopped ends in its stop token.
-        terminated: Whether each response stopped by itself (False: it was cut off at its length).
-        turns: Texts of the turns of each response: the policy's, the environment's reply, the policy's, ...; empty
-            where the policy writes one turn.
-        policy_mask: [N, T] bool, True on the policy's tokens; None: all tokens are the policy's.
-        chats: Messages of the prompts with the responses, from `rendering.conversations`, None where the prompt is
-            text; empty: all are texts.
-    """
+    """N responses, as text for functions and as tokens for models."""
 
     prompts: list[str]
-    completions: Sequence[str]
-    columns: dict[str, list[Any]]
+    completions: Sequence[str]  # without special tokens
+    columns: dict[str, list[Any]]  # the prompt table's others, N entries each
     prompt_ids: list[list[int]]
-    response_ids: list[list[int]]
-    terminated: list[bool]
+    response_ids: list[list[int]]  # one that stopped ends in its stop token
+    terminated: list[bool]  # whether each response stopped by itself (False: it was cut off at its length)
+    # texts of each response's turns: the policy's, the environment's reply, the policy's, …; empty: there is one turn
     turns: list[list[str]] = field(default_factory=list)
-    policy_mask: Tensor | None = None
+    policy_mask: Tensor | None = None  # [N, T] bool, True on the policy's tokens; None: all tokens are the policy's
+    # messages of the prompts with the responses (`rendering.conversations`), None for a text; empty: all are texts
     chats: list[Chat | None] = field(default_factory=list)
 
     def __len__(self) -> int:

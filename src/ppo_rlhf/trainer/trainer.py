@@ -118,10 +118,10 @@ class PPOTrainer:
         reward_model = None if self._scorer is None else self._scorer.model
         critic = take_critic(config, start, reward_model, value_model)
         limit = context_of_all(start.model, self.reference_policy, critic)
-        self._prompts = None if prompts is None else trainer_inputs.take_prompts(prompts, start, config, *limit)
-        held_out = None
-        if evaluation_prompts is not None:
-            held_out = trainer_inputs.take_prompts(evaluation_prompts, start, config, *limit)
+        self._prompts, held_out = (
+            None if table is None else trainer_inputs.take_prompts(table, start, config, *limit)
+            for table in (prompts, evaluation_prompts)
+        )
         decides = take_held_out(held_out, judge, self._scorer, self._prompts)
         tables = [table for table in (self._prompts, held_out) if table is not None]
         if self._scorer is not None:
