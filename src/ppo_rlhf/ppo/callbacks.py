@@ -150,7 +150,7 @@ class Callbacks:
         self._settle()
 
     def evaluated(self, row: Mapping[str, Any] | None) -> None:
-        """After an evaluation: its row has the metrics `eval/*`, which callbacks get as `eval_*`; none: empty.
+        """After an evaluation, whose row has the metrics `eval/*` (for callbacks `eval_*`); empty: there was none.
 
         Only an evaluation of the iteration that the state is at counts.
         """

@@ -132,7 +132,7 @@ def call_reward_function(
 
     Raises:
         RewardError: It takes other arguments, raised, or returned another count, or something that is not a finite
-            float32 number; or only some responses have one number a token.
+            float32 number; or a response has another count of numbers than of tokens.
     """
     if completion_ids is not None:
         columns = {**columns, RESPONSE_IDS: list(map(list, completion_ids))}

@@ -38,8 +38,8 @@ _SHOWN = {
 
 
 @contextmanager
-def locked(directory: Path | None) -> Iterator[None]:
-    """Keep other processes from training in a directory; None: there is nothing to lock.
+def locked(directory: Path) -> Iterator[None]:
+    """Keep other processes from training in a directory.
 
     Raises:
         CheckpointError: Another process trains there.
@@ -47,11 +47,10 @@ def locked(directory: Path | None) -> Iterator[None]:
     with ExitStack() as held:
 
         def lock() -> None:
-            file = None if directory is None else lock_run(directory)
-            if file is not None:
-                held.enter_context(file)
-            elif directory is not None:
+            file = lock_run(directory)
+            if file is None:
                 raise CheckpointError(f"output_dir={directory}: another process trains there; give another directory")
+            held.enter_context(file)
 
         on_main(lock)
         yield

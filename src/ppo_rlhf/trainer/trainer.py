@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -292,7 +292,7 @@ class PPOTrainer:
         directory = None if output_dir is None else Path(output_dir)
         if directory is None and self.config.max_time is not None:
             raise ConfigError("train: ppo.max_time saves the run and stops it; give output_dir")
-        with progress.locked(directory):
+        with nullcontext() if directory is None else progress.locked(directory):
             if resume_from_checkpoint:
                 self.load_checkpoint(progress.checkpoint_to_resume(resume_from_checkpoint, directory))
             self._check_ready("train")
