@@ -353,5 +353,6 @@ class _Shutdown:
         if why:
             say("%s are over: iteration %d is saved, and the run stops.", why, self.state.iteration)
         self.state.stopping = True
-        catalog.save_checkpoint_not_due()
+        if not processes.from_main(catalog.is_checkpoint_saved):  # it was not due then, but is now
+            catalog.save_checkpoint()
         raise TerminationSignal(signum, why)

@@ -123,11 +123,6 @@ class RunCatalog:
         except OSError as error:
             raise DatasetError(f"{name} cannot be copied to its usual place") from error
 
-    def save_checkpoint_not_due(self) -> None:
-        """Save the last checkpoint request if it was not due then but is now, because the run was asked to stop."""
-        if not processes.from_main(self.is_checkpoint_saved):
-            self.save_checkpoint()
-
     def save_checkpoint(self) -> None:
         """Save the last checkpoint request, which must be due; before the first iteration there is none."""
         if self._checkpoint is not None:
