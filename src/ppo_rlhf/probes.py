@@ -280,8 +280,8 @@ def _judge_penalty(experience: Experience, config: PPOConfig) -> Verdict:
     return f"KL {kl:.3f} nats", {complaint: kl <= NEAR}
 
 
-def _always(prompts: Tensor, tokens: Tensor) -> Tensor:
-    return torch.ones_like(tokens, dtype=torch.bool)
+def _every_token(_: Tensor, tokens: Tensor) -> Tensor:
+    return tokens >= 0
 
 
 PROBES = (
@@ -292,6 +292,6 @@ PROBES = (
         lambda prompts, tokens: (tokens == WANTED[0]) & (prompts == PROMPTS[0]),
         _judge_delay,
     ),
-    Probe("constant reward", PROMPTS[:1], 1, _always, _judge_constant, CONSTANT_SETTINGS, to_the_end=True),
-    Probe("KL penalty", PROMPTS[:1], 1, _always, _judge_penalty, CONSTANT_SETTINGS, starts_away=True),
+    Probe("constant reward", PROMPTS[:1], 1, _every_token, _judge_constant, CONSTANT_SETTINGS, to_the_end=True),
+    Probe("KL penalty", PROMPTS[:1], 1, _every_token, _judge_penalty, CONSTANT_SETTINGS, starts_away=True),
 )

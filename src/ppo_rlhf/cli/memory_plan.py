@@ -148,11 +148,7 @@ def _word(value: object) -> str:
 
 
 def policy_config(run: RunRequest, model: str | None) -> PretrainedConfig | None:
-    """Return the configuration of the policy that `plan` plans for; None if there is no model yet.
-
-    Raises:
-        ModelError: The model cannot be read.
-    """
+    """Return the configuration of the policy that `plan` plans for; None if there is no model yet."""
     policy = _policy(run, model)
     return None if policy is None else _model_config(policy)
 
