@@ -239,9 +239,23 @@ def wait_for_all() -> None:
             join_processes().wait_for_everyone()
 
 
+_is_alone = False
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Let the main process call by itself, within the block, what otherwise all processes call together."""
+    global _is_alone
+    _is_alone = True
+    try:
+        yield
+    finally:
+        _is_alone = False
+
+
 def from_main(value: T) -> T:
     """Return the main process's value in every process; it must be picklable."""
-    if process_count() == 1:
+    if process_count() == 1 or _is_alone:
         return value
     from accelerate.utils import broadcast_object_list
 
@@ -285,7 +299,7 @@ def after_main(function: Callable[[], T]) -> T:
 
 def from_all(value: T) -> list[T]:
     """Return each process's value, in the order of their ranks; it must be picklable."""
-    if process_count() == 1:
+    if process_count() == 1 or _is_alone:
         return [value]
     import torch
 

@@ -14,7 +14,7 @@ from tests.integration.outcomes import OF_THE_CLOCK, Run
 from tests.integration.processes import kedro_run
 
 SEEDS = (42, 1)
-"""The first one is that of `chain`."""
+"""The first one is that of `chain`, which reports to TensorBoard, too."""
 REPORTING = "data/test/08_reporting"
 OF_ONE_RUN = re.compile(r"[0-9a-f]{32}|[\dT.-]{23}Z|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|\d+ (second|minute)s?")
 """Ids of runs and plots, versions of models, how long it took."""
@@ -43,7 +43,8 @@ def test_two_runs_at_once_in_one_project_each_tell_what_they_tell_alone(
     alone, together = make_project(), make_project()
 
     def run(project: Path, seed: int, in_step: tuple[Path, str] | None) -> None:
-        done = kedro_run(project, "--env", "test", "--params", f"seed={seed}", in_step=in_step)
+        params = f"seed={seed},ppo.report_to=tensorboard"
+        done = kedro_run(project, "--env", "test", "--params", params, in_step=in_step)
         assert done.returncode == 0, done.stdout + done.stderr
 
     with ThreadPoolExecutor() as threads:

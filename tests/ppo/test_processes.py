@@ -61,6 +61,17 @@ def differences(found: Any, expected: Any, path: str = "", close: float = CLOSE)
     return [] if found == expected else [f"{path}: {found} {expected}"]
 
 
+def test_what_the_main_process_calls_alone_waits_for_no_other(monkeypatch):
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(processes, "join_processes", lambda: pytest.fail("it waits for the others"))
+    with processes.alone():
+        assert processes.after_main(lambda: "made") == "made"
+        assert processes.from_all(1) == [1]
+    with pytest.raises(pytest.fail.Exception):
+        processes.from_all(1)
+
+
 @pytest.mark.parametrize("name", process_cases.BY_TWO)
 def test_two_processes_give_the_tokens_losses_and_weights_of_one(by_two, name):
     expected = json.loads(json.dumps(process_cases.results(process_cases.CASES[name])))

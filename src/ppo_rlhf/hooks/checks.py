@@ -62,7 +62,8 @@ class ChecksHook:
         check_load_versions(run_params, pipeline, catalog)
         data_root = self._loader["globals"].get("data_root", "data")
         run = RunRequest(pipeline, catalog, Path(run_params["project_path"]), data_root)
-        problems, advice, parts = judge_settings(self._loader, run)
+        with processes.alone():  # the others wait for the run to be opened
+            problems, advice, parts = judge_settings(self._loader, run)
         if problems:
             raise ConfigError("\n".join(problems))
         if parts:
