@@ -311,9 +311,10 @@ def check_function(run: RunRequest, reference: str, tables: list[str]) -> None:
         prompts, title = [_text(prompt) for prompt in given], f"{reference} on {source}"
         chats = [None if isinstance(prompt, str) else answered(prompt, _text(prompt)) for prompt in given]
         columns = {**columns, TURNS: [[text] for text in prompts], MESSAGES: chats}
-        # the bytes stand for tokens if this run makes the tokenizer
-        ids = [[*text.encode()] for text in prompts] if tokenizer is None else tokenizer(prompts)["input_ids"]
-        scores = call_reward_function(function, title, prompts, prompts, columns, ids if is_reward else None)
+        ids = None
+        if is_reward:  # the bytes stand for tokens if this run makes the tokenizer
+            ids = [[*text.encode()] for text in prompts] if tokenizer is None else tokenizer(prompts)["input_ids"]
+        scores = call_reward_function(function, title, prompts, prompts, columns, ids)
         if ppo is not None and isinstance(scores[0], list):
             check_token_rewards(ppo)
 
