@@ -28,18 +28,16 @@ PHASES = ("experience", "update", "iteration")
 TOLERANCE = {"ours": 0.05, "trl": 0.3}
 """Allowed deviation from the expected number of response tokens. Our noise is chosen (`find_noise_seed`); TRL's is not,
 but TRL's times do not depend on where responses end."""
+Result = dict[str, Any]
+"""Of one process: `iterations` (seconds of each phase, tokens), `steps`, `memory_mib`."""
 
 
-class SideError(RuntimeError):
-    """One side's process failed, or did other work than it should."""
+class SideError(SystemExit):
+    """One side's process failed, or did other work than it should; ends a benchmark that does not go on without it."""
 
     def __init__(self, side: str, why: str) -> None:
         super().__init__(f"{side}: {why}")
         self.side = side
-
-
-Result = dict[str, Any]
-"""Of one process: `iterations` (seconds of each phase, tokens), `steps`, `memory_mib`."""
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -105,6 +103,21 @@ def compare(job: Job, peer_python: str | None, pairs: int, folder: Path) -> list
         times = ", ".join(f"{side} {seconds(result, 'iteration'):.2f} s" for side, result in found.items())
         print(f"pair {pair + 1} of {pairs}: {times}", file=sys.stderr, flush=True)
     return results
+
+
+def compare_what_runs(
+    job: Job, peer_python: str | None, pairs: int, folder: Path
+) -> tuple[list[tuple[Result, ...]], list[str]]:
+    """Return the results of `compare`, of our side alone if TRL fails, and why a side failed; of none if ours fails."""
+    try:
+        return compare(job, peer_python, pairs, folder), []
+    except SideError as error:
+        print(error, file=sys.stderr, flush=True)
+        failed, reasons = error.side, [str(error).splitlines()[-1]]
+    if failed == "ours":
+        return [], reasons
+    results, more = compare_what_runs(job, None, pairs, folder)
+    return results, reasons + more
 
 
 def run_side(side: str, command: list[str], environment: dict[str, str]) -> Result:
@@ -227,16 +240,9 @@ def main() -> int:
                 )
                 for precision in arguments.precisions:
                     print(f"{name}, {lengths}, {precision}", file=sys.stderr, flush=True)
-                    pairs = list[tuple[Result, ...]]()
-                    for peer in dict.fromkeys((arguments.peer_python, None)):  # where TRL fails, ours alone
-                        try:
-                            pairs = compare(replace(job, precision=precision), peer, arguments.pairs, Path(folder))
-                            break
-                        except SideError as error:
-                            print(error, file=sys.stderr, flush=True)
-                            failures.append(f"{name}, {lengths}, {precision}: {str(error).splitlines()[-1]}")
-                            if error.side == "ours":
-                                break
+                    given = replace(job, precision=precision), arguments.peer_python, arguments.pairs, Path(folder)
+                    pairs, reasons = compare_what_runs(*given)
+                    failures += [f"{name}, {lengths}, {precision}: {reason}" for reason in reasons]
                     if pairs:
                         rows += rows_of({"preset": name, "lengths": lengths, "precision": precision}, pairs)
                     if arguments.json:
