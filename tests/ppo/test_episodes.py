@@ -237,7 +237,7 @@ def test_evaluation_plays_the_episodes_and_counts_only_the_policys_tokens() -> N
     judge = ResolvedJudge(lambda prompts, completions, turns: [float(len(t)) for t in turns], {}, "turns")
     given = run.prompts, run.scorer, judge, run.config, run.state.sampling
     evaluated = Evaluator(run.state.tokenizer, *given, seed=3, batch_size=4).evaluate(run.state.policy, other)
-    assert evaluated.deciding_scores.max() >= 3
+    assert evaluated.judges["judge_score"].max() >= 3
     replies = [(int(turns) - 1) // 2 for turns in evaluated.deciding_scores]
     for text, length, count in zip(evaluated.completions, evaluated.lengths, replies, strict=True):
         assert text.count(" ".join(REPLY)) == count
