@@ -871,6 +871,22 @@ def test_the_exported_policy_follows_the_umask(sft: str, tmp_path: Path):
     assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o640}
 
 
+def test_a_policy_is_not_saved_where_it_would_be_read_as_another_one(sft: str, tmp_path: Path):
+    """transformers puts an adapter in a folder onto whole weights in it, whichever was saved last."""
+    whole, adapter = PPOTrainer(config(), sft), PPOTrainer(config(use_peft=True, export="adapter"), sft)
+    whole.save_pretrained(tmp_path / "whole")
+    adapter.save_pretrained(tmp_path / "adapter")
+    whole.save_pretrained(tmp_path / "whole")
+    for trainer, place, other in ((whole, "adapter", "adapter_config.json"), (adapter, "whole", "config.json")):
+        before = sorted((tmp_path / place).iterdir())
+        with pytest.raises(ModelError, match=rf"^\S+/{place} holds {other} of another model, which would change this"):
+            trainer.save_pretrained(tmp_path / place)
+        assert sorted((tmp_path / place).iterdir()) == before
+    (tmp_path / "file").touch()
+    with pytest.raises(ModelError, match="file is a file; give a folder"):
+        whole.save_pretrained(tmp_path / "file")
+
+
 def test_the_pipelines_card_names_the_command_that_evaluates_and_the_trainers_none(sft: str, tmp_path: Path):
     settings = config(total_episodes=4)
     assert "`kedro run --pipelines evaluation`" in pipeline_run(sft, settings, FUNCTION)["ppo_policy"].load().card

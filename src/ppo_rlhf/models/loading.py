@@ -363,8 +363,20 @@ class TrainedModel:
     generation_config: GenerationConfig | None = None  # instead of the model's own
 
     def save(self, folder: Path) -> None:
-        """Write a model directory: configuration, safetensors and tokenizer; the average in a model directory below."""
-        options: dict[str, Any] = {} if "save_pretrained" in vars(self.model) else {"max_shard_size": SHARD}
+        """Write a model directory: configuration, safetensors and tokenizer; the average in a model directory below.
+
+        Raises:
+            ModelError: The folder is a file, or holds a whole model where an adapter is to be saved, or the reverse.
+        """
+        only_adapter = "save_pretrained" in vars(self.model)
+        other = CONFIG if only_adapter else ADAPTER_CONFIG
+        if folder.is_file():
+            raise ModelError(f"{folder} is a file; give a folder to save the model in.")
+        if (folder / other).is_file():  # transformers would put the adapter onto the whole weights, whichever is newer
+            raise ModelError(
+                f"{folder} holds {other} of another model, which would change this one; give another folder."
+            )
+        options: dict[str, Any] = {} if only_adapter else {"max_shard_size": SHARD}
         if self.value_head is not None:
             options["state_dict"] = self.model.state_dict() | value_head_tensors(self.value_head)
         with quiet_transformers():
