@@ -46,7 +46,7 @@ class CausalLMRewardConfig(PretrainedConfig):
             text_config = AutoConfig.for_model(**text_config)
         self.text_config = text_config if text_config is not None else AutoConfig.for_model("gpt2")
         self.text_config.name_or_path = ""  # else the saved configuration names a folder of this machine
-        kwargs.setdefault("num_labels", 1)
+        kwargs = {"num_labels": 1, "problem_type": "regression", **kwargs}  # so that pipelines give the score itself
         super().__init__(**kwargs)
 
     def get_text_config(self, *args: Any, **kwargs: Any) -> PretrainedConfig:
@@ -60,8 +60,9 @@ class CausalLMRewardConfig(PretrainedConfig):
 
     @property
     def hidden_size(self) -> int:
-        """Width of the backbone's hidden states."""
-        return self.get_text_config().hidden_size
+        """Width of the backbone's hidden states; OPT's smallest model projects them."""
+        config = self.get_text_config()
+        return getattr(config, "word_embed_proj_dim", None) or config.hidden_size
 
 
 class CausalLMRewardModel(PreTrainedModel):

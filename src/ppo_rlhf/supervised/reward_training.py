@@ -122,6 +122,7 @@ def train_reward_model(
     card = render_reward_card(
         sft_policy.source, _facts(config, len(trained), accuracy, len(held_out)), config.preferences_path, own_form
     )
+    tokenizer.padding_side = "right"  # for others: with left padding some classifiers (GPT-2's) count positions wrongly
     return TrainedModel(saved, tokenizer, card=card), history
 
 
@@ -157,7 +158,8 @@ def _facts(config: RewardModellingConfig, pairs: int, accuracy: float, held_out:
     source = f"sampled from the model it started from, labelled by `{config.labeller}`"
     if config.preferences_path is not None or config.labeller is None:
         source = f"of `{place(config.preferences_path or 'preferences')}`"
-    length = f"{config.num_train_epochs:g} epochs" if config.max_steps is None else f"{config.max_steps:,} steps"
+    passes = f"{config.num_train_epochs:g} epoch{'' if config.num_train_epochs == 1.0 else 's'}"
+    length = passes if config.max_steps is None else f"{config.max_steps:,} steps"
     batch = config.per_device_train_batch_size * config.gradient_accumulation_steps
     return {
         "Data": f"{pairs:,} pairs {source}",
