@@ -186,4 +186,4 @@ def test_the_fresh_head_has_deviation_one_over_root_width_plus_one():
     model = CausalLMRewardModel.from_causal_lm(tiny_model("gpt2", n_embd=1024, n_layer=1))
     assert float(model.score.weight.detach().std()) == pytest.approx(1025**-0.5, rel=0.1)
     assert model.score.bias.tolist() == [0.0]
-    assert (model.config.vocab_size, model.config.hidden_size, model.config.num_labels) == (25, 1024, 1)
+    assert (model.score.in_features, model.config.num_labels) == (1024, 1)

@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -50,7 +50,7 @@ from ppo_rlhf.models.quantisation import check_bitsandbytes, four_bit_config, pr
 from ppo_rlhf.models.quiet import errors_only, quiet_transformers
 from ppo_rlhf.models.reward_model import MODEL_TYPE, SCORE_MEAN, why_no_reward_model, with_mean  # registers ours, too
 from ppo_rlhf.models.tokenizers import check_vocabulary, ensure_pad_id, ensure_pad_token, set_template_defaults
-from ppo_rlhf.models.value_heads import VALUE_HEAD, read_value_head, value_head_tensors
+from ppo_rlhf.models.value_heads import BIAS, VALUE_HEAD, WEIGHT, read_value_head
 
 log = logging.getLogger(__name__)
 
@@ -215,9 +215,7 @@ class PretrainedHandle:
     def check_reward_model(self, what: str = "reward model", stage: str = "reward_modelling") -> None:
         """Raise `ModelError` unless the model is a sequence classifier with one label.
 
-        Args:
-            what: What the model is to be: a stored critic has the form of a reward model.
-            stage: The pipeline that trains one.
+        The error says `what` it is to be (a stored critic has the form of a reward model), and what stage trains one.
         """
         config = self.config()
         if why := why_no_reward_model(next(iter(config.architectures or ()), None), config):
@@ -377,8 +375,8 @@ class TrainedModel:
                 f"{folder} holds {other} of another model, which would change this one; give another folder."
             )
         options: dict[str, Any] = {} if only_adapter else {"max_shard_size": SHARD}
-        if self.value_head is not None:
-            options["state_dict"] = self.model.state_dict() | value_head_tensors(self.value_head)
+        if (head := self.value_head) is not None:
+            options["state_dict"] = self.model.state_dict() | {WEIGHT: head.weight.detach(), BIAS: head.bias.detach()}
         with quiet_transformers():
             self.model.save_pretrained(folder, **options)
             self.tokenizer.save_pretrained(folder)
@@ -388,8 +386,7 @@ class TrainedModel:
             (folder / CARD).write_text(self.card, encoding="utf-8")
         follow_umask(folder)
         if self.average is not None:
-            average = TrainedModel(self.average, self.tokenizer, generation_config=self.generation_config)
-            average.save(folder / AVERAGE)
+            replace(self, model=self.average, value_head=None, average=None, card=None).save(folder / AVERAGE)
 
 
 def why_unreadable(error: Exception) -> str:

@@ -53,17 +53,6 @@ class CausalLMRewardConfig(PretrainedConfig):
         """Return the configuration of the text model; a model that also reads images nests it one level deeper."""
         return self.text_config.get_text_config(*args, **kwargs)
 
-    @property
-    def vocab_size(self) -> int:
-        """Rows of the backbone's embedding."""
-        return self.get_text_config().vocab_size
-
-    @property
-    def hidden_size(self) -> int:
-        """Width of the backbone's hidden states; OPT's smallest model projects them."""
-        config = self.get_text_config()
-        return getattr(config, "word_embed_proj_dim", None) or config.hidden_size
-
 
 class CausalLMRewardModel(PreTrainedModel):
     """Score of a whole sequence: a linear head on the backbone's hidden state at the last real token.
@@ -84,7 +73,8 @@ class CausalLMRewardModel(PreTrainedModel):
         super().__init__(config)
         # through the language model, not AutoModel: this works for every architecture that has a causal LM
         self.backbone = AutoModelForCausalLM.from_config(config.text_config).base_model
-        self.score = nn.Linear(config.hidden_size, 1, bias=True)
+        text = config.get_text_config()  # OPT's smallest model projects its hidden states to another width
+        self.score = nn.Linear(getattr(text, "word_embed_proj_dim", None) or text.hidden_size, 1)
         self._takes_positions = "position_ids" in inspect.signature(self.backbone.forward).parameters
         self.post_init()
 
@@ -141,11 +131,7 @@ class CausalLMRewardModel(PreTrainedModel):
         return cast("PreTrainedModel", model)
 
     def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        **kwargs: Any,
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None, **kwargs: Any
     ) -> SequenceClassifierOutput:
         """Return `.logits` [B, 1]: the scores of sequences [B, S] that are padded on either side.
 

@@ -69,10 +69,7 @@ class RewardModellingConfig(OptimisationConfig):
 
 
 def train_reward_model(
-    sft_policy: PretrainedHandle,
-    preferences: pd.DataFrame,
-    config: RewardModellingConfig,
-    watch: Watch | None = None,
+    sft_policy: PretrainedHandle, preferences: pd.DataFrame, config: RewardModellingConfig, watch: Watch | None = None
 ) -> tuple[TrainedModel, History]:
     """Train a score head and the SFT policy's backbone so that chosen responses score above rejected ones.
 
