@@ -25,6 +25,7 @@ from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models import reward_model as reward_model_module
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
+from ppo_rlhf.supervised.reward_training import normalise_scores
 from tests.tiny_models import END, KINDS, PAD, VOCABULARY, save, tiny_model, word_tokenizer
 
 SEQUENCES = [[4, 5, 6, 7, 8, 9, 10], [11, 12, 3], [13], [14, 3, 15, 16]]  # 3 is the end of text, also inside
@@ -82,7 +83,7 @@ def test_a_saved_model_comes_back_normalised_and_without_this_machines_paths(tmp
     model = CausalLMRewardModel.from_causal_lm(PretrainedHandle(source).causal_lm())
     inputs = padded("right", pad=0)
     before = model(*inputs).logits.detach()
-    model.rescale(float(before.mean()), float(before.std()))
+    normalise_scores(model, before)
     saved = save(tmp_path / "reward", model, word_tokenizer())
     scores = PretrainedHandle(saved).reward_model()(*inputs).logits
     assert_close(scores, (before - before.mean()) / before.std(), rtol=1e-4, atol=1e-4)

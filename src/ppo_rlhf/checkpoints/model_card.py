@@ -20,7 +20,6 @@ from ppo_rlhf.ppo.state import TrainingState
 
 OWN_FORM = "ppo_rlhf.models.reward_model"
 """The module that lets transformers load a reward model of our own form."""
-PACKAGES = ("ppo_rlhf", "torch", "transformers")
 BEGIN, END = "<!-- ppo_rlhf: result -->", "<!-- ppo_rlhf: end of result -->"
 """Between them is the result, which an evaluation replaces."""
 INDEXED = {
@@ -158,7 +157,7 @@ def _list(facts: Mapping[str, str | None]) -> str:
 
 
 def _versions() -> str:
-    return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES)
+    return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("ppo_rlhf", "torch", "transformers"))
 
 
 def _usage(state: TrainingState) -> str:

@@ -151,9 +151,7 @@ class PretrainedHandle:
     ) -> PreTrainedModel:
         """Return the language model in eval mode, without dropout, on the CPU.
 
-        Args:
-            dtype: Type of the weights.
-            quantised_on: A device to load the model to with its linear layers in 4 bits, which compute in `dtype`.
+        With `quantised_on` it is loaded to that device with its linear layers in 4 bits, which compute in `dtype`.
 
         Raises:
             ConfigError: bitsandbytes is missing.
@@ -207,8 +205,7 @@ class PretrainedHandle:
         Raises:
             ModelError: The directory cannot be used, or the value head is not a linear layer with one output.
         """
-        if is_local(self.source):
-            check_model_directory(self.source)
+        check_model_directory(self.source)
         file = self._file(WEIGHTS, local_files_only=True) or self._file(WEIGHTS_INDEX, local_files_only=True)
         return None if file is None else read_value_head(file.parent)
 
@@ -333,8 +330,7 @@ class PretrainedHandle:
 
     def _read(self, what: str, load: Callable[..., T], **options: Any) -> T:
         local = is_local(self.source)
-        if local:
-            check_model_directory(self.source)
+        check_model_directory(self.source)
         try:
             with quiet_transformers():
                 return load(

@@ -152,12 +152,6 @@ class CausalLMRewardModel(PreTrainedModel):
         last_hidden_BH = hidden_BSH[torch.arange(len(input_ids), device=input_ids.device), last_B]
         return SequenceClassifierOutput(logits=self.score(last_hidden_BH))
 
-    @torch.no_grad()
-    def rescale(self, mean: float, deviation: float) -> None:
-        """Fold `(score - mean) / deviation` into the head, so that the saved model is already normalised."""
-        self.score.weight.div_(deviation)
-        self.score.bias.sub_(mean).div_(deviation)
-
     def _init_weights(self, module: nn.Module) -> None:
         """Initialise the head: standard deviation 1/sqrt(d+1) as in Stiennon et al. 2020 (arXiv:2009.01325)."""
         if module is self.score:

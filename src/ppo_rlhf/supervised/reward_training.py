@@ -167,6 +167,7 @@ def _facts(config: RewardModellingConfig, pairs: int, accuracy: float, held_out:
     }
 
 
+@torch.no_grad()
 def normalise_scores(model: CausalLMRewardModel, scores: Tensor) -> None:
     """Rescale the head so that responses with these scores [N] get mean 0 and standard deviation 1.
 
@@ -176,7 +177,8 @@ def normalise_scores(model: CausalLMRewardModel, scores: Tensor) -> None:
     mean, deviation = float(scores.double().mean()), float(scores.double().std())
     if not deviation > 0.0:  # NaN included
         raise TrainingError(f"reward_modelling: the scores of all responses have mean {mean}, deviation {deviation}.")
-    model.rescale(mean, deviation)
+    model.score.weight.div_(deviation)
+    model.score.bias.sub_(mean).div_(deviation)
 
 
 def _score_pairs(model: PreTrainedModel, pairs: pd.DataFrame, pad_id: int, batch_size: int) -> tuple[Tensor, Tensor]:
