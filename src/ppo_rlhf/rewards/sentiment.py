@@ -6,6 +6,8 @@ from typing import Any
 
 from transformers import pipeline
 
+from ppo_rlhf.models.quiet import errors_only
+
 MODEL = "lvwerra/distilbert-imdb"
 """A classifier whose class 1 is positive."""
 _BATCH_SIZE = 64
@@ -16,7 +18,8 @@ def positive_logit(prompts: Sequence[str], completions: Sequence[str], **_: Any)
     classifier = _classifier(MODEL)
     texts = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
     positive = classifier.model.config.id2label[1]
-    found = classifier(texts, batch_size=_BATCH_SIZE, truncation=True, top_k=None, function_to_apply="none")
+    with errors_only("transformers"):  # on a GPU it advises a data set after ten calls
+        found = classifier(texts, batch_size=_BATCH_SIZE, truncation=True, top_k=None, function_to_apply="none")
     return [label["score"] for labels in found for label in labels if label["label"] == positive]
 
 
