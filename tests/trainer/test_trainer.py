@@ -727,7 +727,8 @@ def test_only_the_main_process_warns_logs_and_writes(sft: str, tmp_path: Path, c
     places = ("trainer", "progress", "query_sampler")
     for place in (*(f"trainer.{name}" for name in places), "checkpoints.resume"):
         monkeypatch.setattr(f"ppo_rlhf.{place}.is_main_process", lambda: False)
-    monkeypatch.setattr("ppo_rlhf.trainer.progress.on_main", lambda work: [])  # locks and looks for checkpoints
+    for place in ("progress", "trainer"):  # locks and looks for checkpoints, and writes a policy
+        monkeypatch.setattr(f"ppo_rlhf.trainer.{place}.on_main", lambda work: [])
     with caplog.at_level(logging.INFO, logger="ppo_rlhf"):
         trainer = trainer_of(sft, config(vf_coef=0.5, save_interval=1))
         trainer.train(output_dir=tmp_path / "run")
